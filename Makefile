@@ -1,0 +1,59 @@
+# Two commands: `make run` writes text with the embedded model, `make test` checks everything.
+# Needs Linux, python3 >= 3.11 with its venv module, and make: no compiler, no GPU.
+
+PYTHON ?= python3
+PY     ?= python3
+VENV   ?= .venv
+PROMPT ?= def quicksort(xs):
+TOKENS ?= 128
+
+BIN     := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+
+.PHONY: help run test lint types bench test-gpu clean
+
+help:
+	@echo "make run       set up .venv and let the embedded model write (PROMPT=..., TOKENS=...)"
+	@echo "make test      set up .venv with the test extras; ruff, mypy and pytest"
+	@echo "make bench     the pytest-benchmark suites of bench/"
+	@echo "make test-gpu  the tests on this machine's own Python (PY=...), which has torch with CUDA"
+	@echo "make clean     remove .venv and every cache inside this folder"
+
+run: $(VENV)/.installed-run
+	$(BIN)/pykernels generate --max-new-tokens $(TOKENS) "$(PROMPT)"
+
+test: lint types
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+
+types: $(VENV)/.installed-test
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed-test
+	$(BIN)/python -m pytest bench --benchmark-enable --benchmark-only
+
+# A GPU machine's own Python already holds torch, CUDA and Triton to match its driver: nothing is installed.
+test-gpu:
+	$(PY) -m pytest
+
+# A stamp is newer than what it was made from, or the install is done again.
+$(VENV)/.installed-test: $(VENV)/.installed-run
+	$(INSTALL) -e ".[test]"
+	@touch $@
+
+$(VENV)/.installed-run: $(VENV)/.made pyproject.toml constraints.txt
+	$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/.made:
+	@command -v "$(PYTHON)" >/dev/null || { echo "error: there is no $(PYTHON). Install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3" >&2; exit 2; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $(PYTHON) is $$("$(PYTHON)" -V 2>&1), older than 3.11. Install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3" >&2; exit 2; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { echo "error: $(PYTHON) has no venv module. Install it (Debian and Ubuntu: the python3-venv package)" >&2; exit 2; }
+	"$(PYTHON)" -m venv $(VENV)
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,213 @@
+"""The `PYKERNELS_*` flags: one typed, documented table, read live, with a scoped override.
+
+    from pykernels.env import env
+
+    env.kernel                          # "auto", or what PYKERNELS_KERNEL says
+    with env.override(kernel="generic"):
+        ...                             # every thread of this process sees "generic"
+
+A flag is read when it is asked for, so a change of `os.environ` counts at once. An override wins over
+the environment. A bad value raises `PykernelsError` where it is read and names the flag.
+`pykernels doctor` and the README print `table()`: there is no second list of flags.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar, overload
+
+from .errors import PykernelsError
+
+V = TypeVar("V")
+
+KERNELS = ("auto", "avx512", "generic")
+"""The values of `PYKERNELS_KERNEL` and of `--kernel`."""
+
+
+def _path(text: str) -> Path:
+    if not text.strip():
+        raise ValueError("it is empty")
+    return Path(text).expanduser()
+
+
+def _kernel(text: str) -> str:
+    if text not in KERNELS:
+        raise ValueError(f"it is none of {', '.join(KERNELS)}")
+    return text
+
+
+def _hidden_features(text: str) -> frozenset[str]:
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    if bad := [name for name in names if not name.startswith("-") or len(name) == 1]:
+        raise ValueError(f"{bad[0]!r} does not start with '-': features can only be hidden")
+    return frozenset(name[1:].lower() for name in names)
+
+
+def _threads(text: str) -> int | None:
+    if not text.strip():
+        return None
+    threads = int(text)
+    if threads < 1:
+        raise ValueError("it is below 1")
+    return threads
+
+
+def _microseconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError("it is negative or not finite")
+    return value
+
+
+def _switch(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError("it is neither 0 nor 1")
+    return text == "1"
+
+
+@dataclass(frozen=True)
+class FlagInfo:
+    """One row of the table: `name` in the environment, its `default` and `value` now, what it means."""
+
+    name: str
+    default: str
+    value: str
+    doc: str
+
+
+class Flag(Generic[V]):
+    """Descriptor of one flag: attribute `x` of `Env` reads `PYKERNELS_X` (text, through `parse`)."""
+
+    def __init__(self, parse: Callable[[str], V], default: str, doc: str, mend: str) -> None:
+        self.parse, self.default, self.doc, self.mend = parse, default, doc, mend
+
+    def __set_name__(self, owner: type, attribute: str) -> None:
+        self.attribute, self.name = attribute, f"PYKERNELS_{attribute.upper()}"
+
+    @overload
+    def __get__(self, env: None, owner: type) -> Flag[V]: ...
+    @overload
+    def __get__(self, env: Env, owner: type) -> V: ...
+
+    def __get__(self, env: Env | None, owner: type) -> Flag[V] | V:
+        return self if env is None else self.read(env.text(self))
+
+    def __set__(self, env: Env, value: object) -> None:
+        raise AttributeError(f"use env.override({self.attribute}=...), which ends with its block")
+
+    def read(self, text: str) -> V:
+        """The typed value of `text`; raises `PykernelsError` naming the flag when it is a bad one."""
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise PykernelsError(f"{self.name}={text!r} is no value: {error}", self.mend) from None
+
+
+class Env:
+    """The flags of this process (use the one instance, `env`)."""
+
+    cache_dir = Flag(
+        _path,
+        "~/.cache/pykernels",
+        "Folder of the compiled kernels.",
+        "Give it a folder that you may write to",
+    )
+    kernel = Flag(
+        _kernel,
+        "auto",
+        "Expert kernel that `auto` stands for: auto, avx512 or generic.",
+        f"Set it to one of {', '.join(KERNELS)}",
+    )
+    isa = Flag(
+        _hidden_features,
+        "",
+        "CPU features to hide, for tests: a list like -avx512bf16,-gfni.",
+        "Write a comma list of CPU features, each with a leading '-'",
+    )
+    threads = Flag(
+        _threads,
+        "",
+        "Worker threads of the experts; empty: one on every usable core.",
+        "Set it to a whole number from 1, or unset it",
+    )
+    spin_us = Flag(
+        _microseconds,
+        "50",
+        "Microseconds that an idle worker spins before it sleeps.",
+        "Set it to microseconds, 0 or more",
+    )
+    hugepages = Flag(
+        _switch,
+        "1",
+        "1: packed weights ask for 2 MiB pages; 0: for 4 KiB pages.",
+        "Set it to 0 or 1",
+    )
+
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+        self._environ = os.environ if environ is None else environ
+        self._overrides: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def text(self, flag: Flag[Any]) -> str:
+        """What is set for `flag`: the override, else the environment's text, else the default."""
+        if (text := self._overrides.get(flag.attribute)) is not None:
+            return text
+        return self._environ.get(flag.name, flag.default)
+
+    @contextmanager
+    def override(self, **values: object) -> Iterator[Env]:
+        """Set flags for the length of a `with` block, for all threads of the process.
+
+        A value is what the environment would hold, as `str(value)` (True and False count as 1 and 0, None
+        as empty). Raises `PykernelsError` for an unknown flag or a bad value, before anything is set.
+        Blocks nest; only what the block named is put back when it ends.
+        """
+        flags = {flag.attribute: flag for flag in self.flags()}
+        texts: dict[str, str] = {}
+        for attribute, value in values.items():
+            if attribute not in flags:
+                known = ", ".join(flags)
+                raise PykernelsError(f"There is no flag {attribute!r}", f"Use one of {known}")
+            texts[attribute] = _as_text(value)
+            flags[attribute].read(texts[attribute])
+        with self._lock:
+            before = {attribute: self._overrides.get(attribute) for attribute in texts}
+            self._overrides = {**self._overrides, **texts}
+        try:
+            yield self
+        finally:
+            with self._lock:
+                rest = {k: v for k, v in self._overrides.items() if k not in before}
+                self._overrides = rest | {k: v for k, v in before.items() if v is not None}
+
+    @classmethod
+    def flags(cls) -> list[Flag[Any]]:
+        """The descriptors in the order of the table."""
+        return [flag for flag in vars(cls).values() if isinstance(flag, Flag)]
+
+    def table(self) -> list[FlagInfo]:
+        """One row a flag, for `doctor` and the README. A bad value is shown, not raised."""
+        return [FlagInfo(f.name, f.default, self.text(f), f.doc) for f in self.flags()]
+
+    def check(self) -> None:
+        """Read every flag once; raises `PykernelsError` at the first bad value."""
+        for flag in self.flags():
+            flag.read(self.text(flag))
+
+
+def _as_text(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(int(value))
+    if isinstance(value, (frozenset, set, list, tuple)):
+        return ",".join(f"-{str(part).removeprefix('-')}" for part in sorted(map(str, value)))
+    return str(value)
+
+
+env = Env()

@@ -1,0 +1,37 @@
+"""What every tier shares: quiet OpenMP threads and honest skips on missing hardware."""
+
+from __future__ import annotations
+
+import os
+
+# torch's idle OpenMP threads would spin on the cores that the pinned workers use. Before torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Nothing in a test may reach for a model hub.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest  # noqa: E402
+
+
+def _missing_amx() -> str | None:
+    from pykernels.target import detect
+
+    missing = {"amx-tile", "amx-bf16"} - {name.replace("_", "-") for name in detect().isa}
+    return f"this CPU has no {', '.join(sorted(missing))}" if missing else None
+
+
+def _missing_gpu() -> str | None:
+    import torch
+
+    return None if torch.cuda.is_available() else "this machine has no CUDA GPU"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what the marks `amx` and `gpu` (or the folders of that name) need and this machine lacks."""
+    checks = {"amx": _missing_amx, "gpu": _missing_gpu}
+    for tier, check in checks.items():
+        chosen = [
+            item for item in items if item.get_closest_marker(tier) or tier in item.path.parts[-2:-1]
+        ]
+        if chosen and (reason := check()):
+            for item in chosen:
+                item.add_marker(pytest.mark.skip(reason=reason))
