@@ -6,8 +6,8 @@
     with env.override(kernel="generic"):
         ...                             # every thread of this process sees "generic"
 
-A flag is read when it is asked for, so a change of `os.environ` counts at once. An override wins over
-the environment. A bad value raises `PykernelsError` where it is read and names the flag.
+A flag is read when it is asked for, so a change of `os.environ` counts at once. An override wins
+over the environment. A bad value raises `PykernelsError` where it is read and names the flag.
 `pykernels doctor` and the README print `table()`: there is no second list of flags.
 """
 
@@ -72,7 +72,7 @@ def _switch(text: str) -> bool:
 
 @dataclass(frozen=True)
 class FlagInfo:
-    """One row of the table: `name` in the environment, its `default` and `value` now, what it means."""
+    """One row of the table: `name` in the environment, `default`, `value` now, what it means."""
 
     name: str
     default: str
@@ -81,7 +81,7 @@ class FlagInfo:
 
 
 class Flag(Generic[V]):
-    """Descriptor of one flag: attribute `x` of `Env` reads `PYKERNELS_X` (text, through `parse`)."""
+    """Descriptor of one flag: attribute `x` of `Env` is `parse(text of PYKERNELS_X)`."""
 
     def __init__(self, parse: Callable[[str], V], default: str, doc: str, mend: str) -> None:
         self.parse, self.default, self.doc, self.mend = parse, default, doc, mend
@@ -101,7 +101,7 @@ class Flag(Generic[V]):
         raise AttributeError(f"use env.override({self.attribute}=...), which ends with its block")
 
     def read(self, text: str) -> V:
-        """The typed value of `text`; raises `PykernelsError` naming the flag when it is a bad one."""
+        """The typed value of `text`; raises `PykernelsError` naming the flag if it is a bad one."""
         try:
             return self.parse(text)
         except ValueError as error:
@@ -163,9 +163,9 @@ class Env:
     def override(self, **values: object) -> Iterator[Env]:
         """Set flags for the length of a `with` block, for all threads of the process.
 
-        A value is what the environment would hold, as `str(value)` (True and False count as 1 and 0, None
-        as empty). Raises `PykernelsError` for an unknown flag or a bad value, before anything is set.
-        Blocks nest; only what the block named is put back when it ends.
+        A value is what the environment would hold, as `str(value)` (True and False count as 1 and
+        0, None as empty). Raises `PykernelsError` for an unknown flag or a bad value, before
+        anything is set. Blocks nest; only what the block named is put back when it ends.
         """
         flags = {flag.attribute: flag for flag in self.flags()}
         texts: dict[str, str] = {}

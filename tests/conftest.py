@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-# torch's idle OpenMP threads would spin on the cores that the pinned workers use. Before torch is imported.
+# Before torch is imported: its idle OpenMP threads would spin on the cores of the pinned workers.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Nothing in a test may reach for a model hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -26,12 +26,10 @@ def _missing_gpu() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what the marks `amx` and `gpu` (or the folders of that name) need and this machine lacks."""
+    """Skip what the marks (or folders) `amx` and `gpu` need and this machine lacks."""
     checks = {"amx": _missing_amx, "gpu": _missing_gpu}
     for tier, check in checks.items():
-        chosen = [
-            item for item in items if item.get_closest_marker(tier) or tier in item.path.parts[-2:-1]
-        ]
+        chosen = [i for i in items if i.get_closest_marker(tier) or i.path.parent.name == tier]
         if chosen and (reason := check()):
             for item in chosen:
                 item.add_marker(pytest.mark.skip(reason=reason))
