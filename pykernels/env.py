@@ -105,7 +105,7 @@ class Flag(Generic[V]):
         try:
             return self.parse(text)
         except ValueError as error:
-            raise PykernelsError(f"{self.name}={text!r} is no value: {error}", self.mend) from None
+            raise PykernelsError(f"{self.name}={text!r} cannot be used: {error}", self.mend) from None
 
 
 class Env:

@@ -1,0 +1,127 @@
+"""The rules of the house, checked on source text: who may import whom, what a library may not do.
+
+`violations(source, name, is_package)` is a pure function, so that test_architecture.py can also
+feed it modules that break each rule and see them caught.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+
+PACKAGES = {"pykernels": 0, "runtime": 1, "model": 2, "bench": 3, "tests": 3}
+"""Rank of each top-level package: a module imports packages of a lower rank, and its own."""
+
+PYKERNELS = {
+    "": 0,  # the package itself holds the version and imports nothing
+    "errors": 0,
+    "env": 1,
+    "shapes": 1,
+    "target": 2,
+    "perf": 2,
+    "registry": 3,
+    "quant": 3,
+    "testing": 4,
+    "ref": 4,
+    "cpu": 5,
+    "gpu": 5,
+}
+"""Rank of each module or subpackage of pykernels. Equal ranks do not see each other. A new one is
+added here by decision, not by accident: until then the test fails."""
+
+SIBLINGS = {("registry", "quant")}
+"""Pairs of equal rank where the first may import the second."""
+
+ONLY_IN = {
+    "transformers": {"model", "bench", "tests"},
+    "tokenizers": {"model", "bench", "tests"},
+    "typer": {"model", "tests"},
+    "rich": {"model", "bench", "tests"},
+    "pydantic": {"model", "bench", "tests"},
+    "pytest": {"bench", "tests"},
+    "triton": {"pykernels", "tests"},
+}
+"""Third-party packages with a fence: only these packages of ours import them."""
+
+PRINTERS = ("model.cli", "model.doctor", "model.embedded.", "model.__main__", "bench", "tests")
+"""Where `print` is right: the command line, the training scripts, the benchmarks."""
+
+MAX_LINES = 500
+
+
+def violations(source: str, name: str, is_package: bool = False) -> list[str]:
+    """The broken rules of one module, one line each.
+
+    Args:
+        source: its text.
+        name: its dotted name, `pykernels.cpu.jit`; of a package without `__init__`.
+        is_package: whether it is an `__init__.py`.
+    """
+    tree = ast.parse(source)
+    found = [f"{name}:{line}: {text}" for line, text in _imports(tree, name, is_package)]
+    if not name.startswith(PRINTERS):
+        found += [
+            f"{name}:{node.lineno}: print in a library: return it, log it or warn"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "print"
+        ]
+    if (lines := len(source.splitlines())) >= MAX_LINES:
+        found.append(f"{name}: {lines} lines: split it, one concept a file")
+    return found
+
+
+def _imports(tree: ast.Module, name: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    package = name.split(".")[0]
+    if package == "pykernels" and _part(name) not in PYKERNELS:
+        yield 1, f"unknown part {_part(name)!r} of pykernels: rank it in tests/architecture.py"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _check(node.lineno, package, name, alias.name, relative=False)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                here = name if is_package else name.rpartition(".")[0]
+                try:
+                    base = importlib.util.resolve_name("." * node.level + base, here)
+                except ImportError:
+                    yield node.lineno, "a relative import that leaves its package"
+                    continue
+            # `from . import cpu` names submodules; `from .cpu import f` names the module itself.
+            submodules = [f"{base}.{alias.name}" for alias in node.names]
+            targets = submodules if base == "pykernels" else [base]
+            for target in targets:
+                yield from _check(node.lineno, package, name, target, relative=bool(node.level))
+
+
+def _check(
+    line: int, package: str, name: str, target: str, relative: bool
+) -> Iterator[tuple[int, str]]:
+    top = target.split(".")[0]
+    if top in PACKAGES:
+        if top == package:
+            if not relative and package not in ("tests", "bench"):
+                yield line, f"absolute import of {target} inside {package}: make it relative"
+        elif PACKAGES[top] >= PACKAGES[package]:
+            yield line, f"{package} imports {target}: the arrows go the other way"
+        if top == package == "pykernels":
+            yield from _check_part(line, _part(name), _part(target))
+    elif package not in ONLY_IN.get(top, {package}):
+        yield line, f"{package} imports {top}: only {', '.join(sorted(ONLY_IN[top]))} may"
+
+
+def _check_part(line: int, here: str, there: str) -> Iterator[tuple[int, str]]:
+    if there not in PYKERNELS:  # `from . import __version__`: a name, not a module
+        there = ""
+    if here == there or here not in PYKERNELS or (here, there) in SIBLINGS:
+        return
+    if PYKERNELS[there] >= PYKERNELS[here] and there != "":
+        yield line, f"pykernels.{here} imports pykernels.{there}: the arrows go the other way"
+
+
+def _part(name: str) -> str:
+    """`cpu` of `pykernels.cpu.jit`; the empty string for `pykernels` itself."""
+    return (name.split(".") + [""])[1]

@@ -1,0 +1,84 @@
+"""The arrows: pykernels -> runtime -> model -> bench, tests; each imports only leftwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.architecture import PACKAGES, PYKERNELS, violations
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def modules() -> list[tuple[str, Path]]:
+    """Dotted name and path of every Python file of the house."""
+    found = []
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found.append((".".join(p for p in parts if p != "__init__"), path))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "path"), [pytest.param(name, path, id=name) for name, path in modules()]
+)
+def test_module_keeps_the_rules(name: str, path: Path) -> None:
+    found = violations(path.read_text(), name, is_package=path.name == "__init__.py")
+    assert not found, "\n".join(found)
+
+
+def test_the_table_of_parts_names_only_parts_that_the_map_has() -> None:
+    readme = (ROOT / "README.md").read_text()
+    parts = {path.stem for path in (ROOT / "pykernels").iterdir() if path.suffix == ".py"}
+    parts |= {path.name for path in (ROOT / "pykernels").iterdir() if path.is_dir()}
+    for part in sorted(parts - {"__init__", "__pycache__"}):
+        assert part in PYKERNELS, f"pykernels/{part} has no rank"
+        assert part in readme, f"pykernels/{part} is missing on the README's map of the house"
+
+
+CAUGHT = [
+    ("pykernels.cpu.moe", "from ..gpu import moe_ffn", "other way", "cpu sees gpu"),
+    ("pykernels.gpu.moe", "from ..cpu.jit import jit", "other way", "gpu sees cpu"),
+    ("pykernels.target", "from . import registry", "other way", "from . import part"),
+    ("pykernels.errors", "from .env import env", "other way", "errors sees env"),
+    ("pykernels.quant.fp8", "from ..ref.moe import moe_ffn", "other way", "quant sees ref"),
+    ("pykernels.cpu.jit", "from pykernels.env import env", "make it relative", "absolute"),
+    ("pykernels.cpu.jit", "import runtime.pool", "other way", "kernels see threads"),
+    ("runtime.pool", "def f():\n    from model import inject", "other way", "inside a function"),
+    ("runtime.pool", "import transformers", "only bench, model, tests may", "runtime sees HF"),
+    ("pykernels.ref.moe", "from transformers import AutoModel", "only", "kernels see HF"),
+    ("model.inject", "import bench.report", "other way", "model sees bench"),
+    ("model.inject", "from model.rules import Rule", "make it relative", "absolute in model"),
+    ("runtime.pool", "from ... import model", "leaves its package", "too many dots"),
+    ("pykernels.sorcery", "x = 1", "unknown part 'sorcery'", "a module without a rank"),
+    ("runtime.pool", "def f():\n    print('hello')", "print in a library", "print"),
+    ("runtime.pool", "x = 1\n" * 500, "500 lines", "a long file"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "complaint", "why"), CAUGHT, ids=[row[3] for row in CAUGHT]
+)
+def test_a_module_that_breaks_a_rule_is_caught(
+    name: str, source: str, complaint: str, why: str
+) -> None:
+    found = violations(source, name)
+    assert len(found) == 1, (why, found)
+    assert complaint in found[0]
+
+
+KEPT = [
+    ("pykernels.cpu.moe", "from ..ref import moe_ffn\nfrom .jit import jit", False),
+    ("pykernels.cpu", "from .moe import moe_ffn", True),
+    ("pykernels.target", "from .errors import PykernelsError\nfrom . import __version__", False),
+    ("runtime.experts", "from pykernels.cpu import moe_ffn\nfrom .pool import WorkerPool", False),
+    ("model.cli", "import transformers\nprint('text')\nfrom runtime import pool", False),
+    ("bench.moe", "from bench.report import table\nfrom model import from_pretrained", False),
+]
+
+
+@pytest.mark.parametrize(("name", "source", "is_package"), KEPT)
+def test_a_module_that_keeps_the_rules_passes(name: str, source: str, is_package: bool) -> None:
+    assert violations(source, name, is_package) == []
