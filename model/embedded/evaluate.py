@@ -1,0 +1,154 @@
+"""What a checkpoint is worth on files that its training never saw.
+
+    python -m model.embedded.evaluate --stdlib DIR [--checkpoint DIR] [--device cuda]
+
+runs transformers' own model on the dequantized weights, in float32, and writes `evaluation.json`
+and the model card into the checkpoint's folder.
+"""
+
+import argparse
+import json
+import lzma
+import math
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import PATH
+from .balance import LoadCounter
+from .card import write_card
+from .corpus import SourceFile, default_stdlib, find_sources, split, total_bytes
+from .export import load_dequantized
+from .samples import write_samples
+from .tokenizer import BOS_ID, EOS_ID, encode_files, load_tokenizer
+
+WINDOW = 2048
+"""Tokens of a forward pass; every second half of one is scored, the first half is its context."""
+
+
+def windows(document: list[int], length: int) -> list[tuple[list[int], list[int]]]:
+    """Inputs and targets that score each token of `document` (bos ... eos) once; -100 is not scored.
+
+    The first window scores all its targets; each later one starts half a window on, has bos in
+    front as in training, and scores the second half only.
+    """
+    inputs, targets = document[:-1], document[1:]
+    out = [(inputs[:length], targets[:length])]
+    half = length // 2
+    for start in range(half, len(inputs) - half, half):
+        part_inputs = [BOS_ID, *inputs[start + 1 : start + length]]
+        part_targets = [-100] * half + targets[start + half : start + length]
+        out.append((part_inputs, part_targets))
+    return out
+
+
+@torch.no_grad()
+def total_bits(
+    model: nn.Module,
+    documents: list[list[int]],
+    window: int = WINDOW,
+    rows: int = 16,
+    counter: LoadCounter | None = None,
+) -> float:
+    """Bits that the model needs to code all `documents`, their eos included.
+
+    `counter` receives the expert loads of the scored positions.
+    """
+    device = next(model.parameters()).device
+    parts = [part for document in documents for part in windows(document, window)]
+    parts.sort(key=lambda part: len(part[0]))
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for start in range(0, len(parts), rows):
+        batch = parts[start : start + rows]
+        longest = max(len(inputs) for inputs, _ in batch)
+        inputs = torch.full((len(batch), longest), EOS_ID)
+        targets = torch.full((len(batch), longest), -100)
+        for row, (tokens, wanted) in enumerate(batch):
+            inputs[row, : len(tokens)] = torch.tensor(tokens)
+            targets[row, : len(wanted)] = torch.tensor(wanted)
+        inputs, targets = inputs.to(device), targets.to(device)
+        if counter is not None:
+            counter.mask = targets.flatten() != -100
+        # Padding is on the right: under the causal mask no scored token sees it.
+        logits = model(input_ids=inputs, use_cache=False).logits.float()  # [rows, longest, V]
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        total += loss.double()
+    return float(total) / math.log(2)
+
+
+def xz_bits_per_byte(files: Sequence[SourceFile]) -> dict[str, float]:
+    """`xz -9e` on the files, as one stream in path order and each on its own, in bits per byte."""
+
+    def size(data: bytes) -> int:
+        return len(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME))
+
+    nbytes = total_bytes(files)
+    return {
+        "concatenated": 8 * size(b"".join(f.data for f in files)) / nbytes,
+        "per_file": 8 * sum(size(f.data) for f in files) / nbytes,
+    }
+
+
+def load_table(loads: dict[int, Tensor]) -> dict[str, list[float]]:
+    """Per layer, each expert's load over the mean load: 1 is perfect balance."""
+    return {
+        str(layer): [round(float(v), 4) for v in load / load.mean()]
+        for layer, load in sorted(loads.items())
+    }
+
+
+def evaluate_heldout(
+    model: nn.Module, folder: Path, files: Sequence[SourceFile]
+) -> tuple[float, dict[str, list[float]], int]:
+    """Bits per byte, the load table and the number of tokens of `files` under `model`."""
+    documents = encode_files(load_tokenizer(folder), [f.text for f in files])
+    counter = LoadCounter(model)
+    bits = total_bits(model, documents, window=model.config.max_position_embeddings, counter=counter)
+    counter.close()
+    tokens = sum(len(d) - 1 for d in documents)
+    return bits / total_bytes(files), load_table(counter.loads), tokens
+
+
+def evaluate_checkpoint(folder: Path, stdlib: Path, device: str = "cpu") -> dict[str, Any]:
+    """Measure the checkpoint in `folder` on the held-out files of `stdlib`."""
+    files = split(find_sources(stdlib)).heldout
+    model = load_dequantized(folder).to(device)
+    started = time.perf_counter()
+    bpb, loads, tokens = evaluate_heldout(model, folder, files)
+    return {
+        "heldout_files": len(files),
+        "heldout_bytes": total_bytes(files),
+        "heldout_tokens": tokens,
+        "window": model.config.max_position_embeddings,
+        "bits_per_byte_fp8": round(bpb, 4),
+        "xz_bits_per_byte": {k: round(v, 4) for k, v in xz_bits_per_byte(files).items()},
+        "load_over_mean": loads,
+        "python": platform.python_version(),
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Evaluate a checkpoint, write its model card.")
+    parser.add_argument("--stdlib", type=Path, default=default_stdlib())
+    parser.add_argument("--checkpoint", type=Path, default=PATH)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--card-only", action="store_true", help="keep the figures and samples")
+    args = parser.parse_args()
+    if not args.card_only:
+        result = evaluate_checkpoint(args.checkpoint, args.stdlib, args.device)
+        (args.checkpoint / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
+        write_samples(args.checkpoint)
+        print(json.dumps({k: v for k, v in result.items() if k != "load_over_mean"}, indent=1))
+    write_card(args.checkpoint)
+
+
+if __name__ == "__main__":
+    main()
