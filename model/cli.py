@@ -1,0 +1,54 @@
+"""The command line, `pykernels`: generate, chat, doctor, bench moe."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from pykernels import __version__
+
+from . import cli_bench, cli_doctor, cli_generate
+from .cli_common import Debug, out
+
+app = typer.Typer(
+    name="pykernels",
+    help="Run Mixture-of-Experts models with their routed experts on the CPU.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+bench = typer.Typer(no_args_is_help=True, help="Time the kernels on this machine.")
+
+app.command("generate")(cli_generate.generate)
+app.command("chat")(cli_generate.chat)
+app.command("doctor")(cli_doctor.doctor)
+bench.command("moe")(cli_bench.moe)
+app.add_typer(bench, name="bench")
+
+
+def _version(value: bool) -> None:
+    if value:
+        out().print(f"pykernels {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=_version, is_eager=True),
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Run Mixture-of-Experts models with their routed experts on the CPU."""
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""`pykernels bench moe`: the expert FFN of one layer, timed; the same measurement as bench/'s."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .cli_common import Debug, Kernel, Threads, command, err, kernel_name, out, prepare_threads
+
+if TYPE_CHECKING:
+    from runtime.measure import MoEMeasurement
+
+Count = typer.Option(min=1, metavar="N")
+
+
+@command
+def moe(
+    format: Annotated[str, typer.Option(metavar="fp8|bf16", help="Weight format.")] = "fp8",
+    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens in one call.")] = 1,
+    hidden: Annotated[int, typer.Option(min=1, metavar="N", help="Width of the model.")] = 7168,
+    inter: Annotated[int, typer.Option(min=1, metavar="N", help="Width of an expert.")] = 2048,
+    experts: Annotated[int, typer.Option(min=1, metavar="N", help="Experts in the layer.")] = 32,
+    topk: Annotated[int, typer.Option(min=1, metavar="N", help="Experts a token uses.")] = 8,
+    threads: Threads = None,
+    kernel: Kernel = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One flat JSON object on stdout, nothing else.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Time the routed experts of one MoE layer on random weights and routing."""
+    chosen_kernel, chosen_threads = kernel_name(kernel), prepare_threads(threads)
+    from pykernels.shapes import MoEShape
+    from runtime.measure import measure_moe
+
+    shape = MoEShape(E=experts, H=hidden, I=inter, topk=topk)
+    with err().status("packing random experts, compiling, timing …", spinner_style="dim"):
+        measured = measure_moe(format, tokens, shape, chosen_threads, chosen_kernel)
+    if as_json:
+        print(json.dumps(measured.as_dict()))
+    else:
+        _show(measured)
+
+
+def _show(measured: MoEMeasurement) -> None:
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in measured.as_dict().items():
+        text = f"{value:.4g}" if isinstance(value, float) else str(value)
+        table.add_row(name.replace("_", " "), text)
+    out().print(table)

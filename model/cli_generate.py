@@ -1,0 +1,236 @@
+"""`pykernels generate` and `pykernels chat`: text to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pykernels.errors import PykernelsError
+
+from .cli_common import Debug, Kernel, Threads, command, err, kernel_name, note, prepare_threads
+
+if TYPE_CHECKING:
+    from .generate import GenerationStats
+
+Model = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Checkpoint folder. [default: the embedded model]"),
+]
+Rules = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Injection rules. [default: those of the architecture]"),
+]
+Device = Annotated[
+    str, typer.Option(metavar="cpu|cuda:0", help="Where everything but the experts runs.")
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(metavar="bfloat16|float32", help="Of the dense part. [default: the config's]"),
+]
+MaxNewTokens = Annotated[int, typer.Option(min=1, metavar="N", help="Stop after N tokens.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")]
+TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from this much probability.")]
+TopK = Annotated[int, typer.Option(min=0, help="Sample from the K likeliest tokens; 0: all.")]
+Seed = Annotated[int, typer.Option(min=0, metavar="N", help="The same seed gives the same text.")]
+
+
+class Writer:
+    """A loaded model that writes: what `generate` and `chat` have in common."""
+
+    def __init__(
+        self,
+        model: Path | None,
+        rules: Path | None,
+        device: str,
+        dtype: str | None,
+        threads: int | None,
+        kernel: str | None,
+        **sampling: Any,
+    ) -> None:
+        """Check the options, then load; `sampling` goes to `generate_stream` as it is."""
+        chosen_kernel, chosen_threads = kernel_name(kernel), prepare_threads(threads)
+        self.sampling = sampling
+        with _status("importing torch and transformers"):
+            import torch
+            from transformers.utils import logging
+
+            from . import EMBEDDED, from_pretrained, load_tokenizer
+
+            logging.set_verbosity_error()
+            logging.disable_progress_bar()
+        if dtype is not None and dtype not in ("bfloat16", "float16", "float32"):
+            raise PykernelsError(f"There is no dtype {dtype!r}", "Use bfloat16, float16 or float32")
+        path = model or EMBEDDED
+        self.model = from_pretrained(
+            path,
+            rules=rules,
+            device=device,
+            dtype=getattr(torch, dtype) if dtype else None,
+            threads=chosen_threads,
+            kernel=chosen_kernel,
+            progress=True,
+        )
+        self.tokenizer = load_tokenizer(path)
+
+    def write(self, prompt: str) -> tuple[str, GenerationStats]:
+        """Stream the continuation of `prompt` to stdout; returns it with its figures."""
+        from .generate import generate_stream
+
+        stream = generate_stream(self.model, self.tokenizer, prompt, **self.sampling)
+        pieces = []
+        try:
+            for piece in stream:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+                pieces.append(piece)
+        finally:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+        return "".join(pieces), stream.stats
+
+
+def summary(stats: GenerationStats, roof: float | None) -> str:
+    """The line under a generated text.
+
+    Args:
+        stats: what `generate_stream` measured.
+        roof: GB/s that this machine's cores read from memory, measured in this process.
+    """
+    parts = [
+        f"{stats.prompt_tokens} prompt tokens",
+        f"prefill {stats.prefill_tokens_per_second:.0f} tok/s",
+        f"decode {stats.decode_tokens_per_second:.1f} tok/s",
+    ]
+    if stats.expert_seconds > 0:
+        experts = f"experts {stats.expert_gb_per_second:.2f} GB/s"
+        if roof:
+            share = 100 * stats.expert_gb_per_second / roof
+            experts += f" ({share:.0f} % of the {roof:.0f} GB/s read roof)"
+        parts.append(experts)
+    return " · ".join(parts)
+
+
+@contextmanager
+def _status(what: str) -> Iterator[None]:
+    """A spinner on stderr while something takes its time; nothing where stderr is no terminal."""
+    with err().status(f"{what} …", spinner_style="dim"):
+        yield
+
+
+@command
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to go on from; - reads it from stdin.")],
+    model: Model = None,
+    rules: Rules = None,
+    device: Device = "cpu",
+    dtype: Dtype = None,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.6,
+    top_p: TopP = 0.95,
+    top_k: TopK = 0,
+    seed: Seed = 0,
+    threads: Threads = None,
+    kernel: Kernel = None,
+    echo: Annotated[bool, typer.Option(help="Write the prompt before its continuation.")] = True,
+    debug: Debug = False,
+) -> None:
+    """Go on from PROMPT and stream the text; one summary line ends it."""
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    writer = Writer(
+        model,
+        rules,
+        device,
+        dtype,
+        threads,
+        kernel,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+    )
+    if echo:
+        sys.stdout.write(prompt)
+        sys.stdout.flush()
+    _, stats = writer.write(prompt)
+    with _status("measuring the read roof"):
+        from runtime.pool import default_pool
+        from runtime.roofline import read_roof
+
+        roof = read_roof(default_pool())
+    err().print(summary(stats, roof), style="dim", markup=False)
+
+
+@command
+def chat(
+    model: Model = None,
+    rules: Rules = None,
+    device: Device = "cpu",
+    dtype: Dtype = None,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.6,
+    top_p: TopP = 0.95,
+    top_k: TopK = 0,
+    seed: Seed = 0,
+    threads: Threads = None,
+    kernel: Kernel = None,
+    system: Annotated[str, typer.Option(help="What the model is told first.")] = "",
+    debug: Debug = False,
+) -> None:
+    """Talk with the model, turn by turn; /reset forgets, /exit or Ctrl-D leaves."""
+    writer = Writer(
+        model,
+        rules,
+        device,
+        dtype,
+        threads,
+        kernel,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+    )
+    from .generate import chat_prompt
+
+    if not getattr(writer.tokenizer, "chat_template", None):
+        note("this model was not trained to chat: it goes on from a plain transcript")
+    note("/reset forgets the conversation, /exit or Ctrl-D leaves")
+    first = [{"role": "system", "content": system}] if system else []
+    messages = list(first)
+    while (said := _ask()) is not None:
+        if said == "/reset":
+            messages = list(first)
+            continue
+        if not said:
+            continue
+        turn = [*messages, {"role": "user", "content": said}]
+        try:
+            answer, stats = writer.write(chat_prompt(writer.tokenizer, turn))
+        except KeyboardInterrupt:
+            note("stopped; this turn is forgotten")
+            continue
+        except PykernelsError as error:  # the context is full, say: the conversation goes on
+            err().print(f"error: {error}", markup=False)
+            continue
+        messages = [*turn, {"role": "assistant", "content": answer}]
+        err().print(summary(stats, None), style="dim", markup=False)
+
+
+def _ask() -> str | None:
+    """The next line that the user types; None at /exit and at the end of the input."""
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  (gives input() a history and line editing)
+
+        err().print("you", style="bold cyan", end="")
+    try:
+        said = input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None
+    return None if said == "/exit" else said

@@ -1,0 +1,224 @@
+"""What this machine can do, looked at and tried: `pykernels doctor`, and `examine()` in a notebook.
+
+Each `look_at_*` function below gives the facts of one section. A fact with a `problem` is something
+that is needed and missing; it comes with its mend and makes the command exit with code 1.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pykernels import __version__
+from pykernels.env import env
+
+NEEDED_VERSIONS = {
+    "torch": "2.11",
+    "transformers": "5.17",
+    "numba": "0.68",
+    "llvmlite": "0.50",
+    "numpy": "2.0",
+}
+"""The oldest that do; the same as in pyproject.toml (a test compares them)."""
+
+NEEDED_MEMORY = 1 << 30
+"""Bytes: Python, torch and the embedded model come to about 0.7 GiB."""
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One line of the report; `problem` is empty, or why it will not do, and `mend` what helps."""
+
+    name: str
+    value: str
+    problem: str = ""
+    mend: str = ""
+
+
+@dataclass
+class Report:
+    """Facts by section."""
+
+    sections: dict[str, list[Fact]] = field(default_factory=dict)
+
+    @property
+    def problems(self) -> list[Fact]:
+        """The facts that keep pykernels from running, or from running well."""
+        return [fact for facts in self.sections.values() for fact in facts if fact.problem]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`: every section as {name: value}, and the problems with their mends."""
+        sections = {
+            section: {fact.name: fact.value for fact in facts}
+            for section, facts in self.sections.items()
+        }
+        problems = [
+            {"name": fact.name, "problem": fact.problem, "mend": fact.mend}
+            for fact in self.problems
+        ]
+        return {**sections, "problems": problems}
+
+
+def examine(progress: Callable[[str], None] = lambda what: None) -> Report:
+    """Look at this machine and try the kernels on it; takes some seconds.
+
+    Args:
+        progress: called with what is looked at next.
+    """
+    looks: dict[str, Callable[[], Iterator[Fact]]] = {
+        "machine": look_at_machine,
+        "memory": look_at_memory,
+        "GPU": look_at_gpu,
+        "versions": look_at_versions,
+        "expert kernels": look_at_kernels,
+        "self-test": look_at_results,
+        "speed": look_at_speed,
+        "flags": look_at_flags,
+    }
+    report = Report()
+    for section, look in looks.items():
+        progress(section)
+        report.sections[section] = list(look())
+    return report
+
+
+def look_at_machine() -> Iterator[Fact]:
+    """System, CPU, instruction sets, the cores that this process may use."""
+    from pykernels.target import ISA_NAMES, detect
+    from runtime.topology import Topology
+
+    bits, system = 64 if sys.maxsize > 2**32 else 32, platform.system()
+    wrong = bits != 64 or system != "Linux"
+    yield Fact(
+        "system",
+        f"{system} {platform.release()}, {platform.machine()}, {bits} bits",
+        "pykernels runs on 64-bit Linux only" if wrong else "",
+        "Use a 64-bit Linux, in a virtual machine or a container if need be",
+    )
+    target, topology = detect(), Topology.detect()
+    yield Fact("CPU", target.cpu)
+    yield Fact("has", " ".join(n for n in ISA_NAMES if n in target.isa) or "none that we use")
+    if lacks := target.lacks(ISA_NAMES):
+        yield Fact("lacks", " ".join(lacks))
+    cores = f"{len(topology.cores)} usable of {os.cpu_count()}"
+    yield Fact("cores", f"{cores}, {len(topology.nodes)} NUMA node(s)")
+
+
+def look_at_memory() -> Iterator[Fact]:
+    """Main memory, cgroup limits included, and huge pages."""
+    from runtime.topology import Topology
+
+    topology = Topology.detect()
+    free = topology.memory_available
+    yield Fact(
+        "main memory",
+        f"{free / GIB:.1f} GiB free of {topology.memory_total / GIB:.1f} GiB",
+        f"Only {free / GIB:.2f} GiB of memory are free" if free < NEEDED_MEMORY else "",
+        f"Free memory until there is {NEEDED_MEMORY / GIB:.0f} GiB for the embedded model",
+    )
+    yield huge_pages(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
+
+
+def huge_pages(setting: Path) -> Fact:
+    """The mode of transparent huge pages, from the kernel's file `setting`."""
+    try:
+        text = setting.read_text().strip()
+    except OSError:
+        return Fact("huge pages", "this kernel does not say")
+    mode = match[1] if (match := re.search(r"\[(\w+)\]", text)) else text
+    off = mode == "never" and env.hugepages
+    return Fact(
+        "huge pages",
+        f"{mode}" + ("" if env.hugepages else ", not asked for (PYKERNELS_HUGEPAGES=0)"),
+        "Transparent huge pages are off, so experts stream from memory at half speed" if off else "",
+        f"As root: echo madvise > {setting}; or live with it: PYKERNELS_HUGEPAGES=0",
+    )
+
+
+def look_at_gpu() -> Iterator[Fact]:
+    """CUDA devices. None is fine: everything runs on the CPU then."""
+    import torch
+
+    from pykernels.target import detect
+
+    gpus = detect().gpus
+    if not gpus:
+        build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU"
+        yield Fact("GPU", f"none (this torch is built for {build}); not needed")
+    for gpu in gpus:
+        free, total = torch.cuda.mem_get_info(gpu.index)
+        arch = f"compute capability {gpu.arch[0]}.{gpu.arch[1]}"
+        memory = f"{free / GIB:.0f} GiB free of {total / GIB:.0f} GiB"
+        yield Fact(f"cuda:{gpu.index}", f"{gpu.name}, {arch}, {memory}")
+    if gpus:
+        yield Fact("driver", f"{_driver()}, torch built for CUDA {torch.version.cuda}")
+
+
+def _driver() -> str:
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return "version unknown"
+    return match[1] if (match := re.search(r"\s(\d+\.\d+(\.\d+)?)\s", text)) else "version unknown"
+
+
+def look_at_versions() -> Iterator[Fact]:
+    """Python and the libraries, against the oldest that do."""
+    yield Fact("pykernels", __version__)
+    yield Fact("python", platform.python_version())
+    for name, oldest in NEEDED_VERSIONS.items():
+        yield version_fact(name, importlib.import_module(name).__version__, oldest)
+
+
+def version_fact(name: str, found: str, oldest: str) -> Fact:
+    """`found` as a fact, with a problem if it is older than `oldest`."""
+    old = _numbers(found) < _numbers(oldest)
+    return Fact(
+        name,
+        found,
+        f"{name} {found} is older than {oldest}" if old else "",
+        f"Install a newer one: pip install -c constraints.txt '{name}>={oldest}'",
+    )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
+def look_at_kernels() -> Iterator[Fact]:
+    """Which backend each weight format gets, and why each other one is not it."""
+    from pykernels.quant import FORMATS
+    from pykernels.registry import kernels, resolve
+    from pykernels.target import detect
+
+    target = detect()
+    for fmt in FORMATS:
+        chosen = resolve("auto", fmt, target)
+        others = []
+        for backend in kernels():
+            if backend.name != chosen.name:
+                reason = backend.supports(fmt, target) or f"{chosen.name} comes first"
+                others.append(f"not {backend.name}: {reason}")
+        yield Fact(fmt, "; ".join([f"{chosen.name} ({chosen.doc})", *others]))
+
+
+def look_at_results() -> Iterator[Fact]:
+    """A tiny MoE layer on every kernel that can run here, against the float32 reference."""
+    from pykernels.quant import FORMATS
+    from pykernels.registry import kernels
+    from pykernels.target import detect
+
+    target = detect()
+    for fmt in FORMATS:
+        for backend in kernels():
+            if backend.supports(fmt, target) is None:
+                yield result_fact(fmt, backend.name)
