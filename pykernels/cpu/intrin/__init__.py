@@ -1,0 +1,1 @@
+"""Single instructions as Numba functions: one LLVM name each, no logic."""

@@ -1,0 +1,277 @@
+"""AVX-512 instructions, one function each. Addresses are plain integers.
+
+Compiling one of these for a CPU that lacks it aborts the process inside LLVM, so a kernel that uses
+them is only ever compiled after ``registry`` has checked the target.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from .registers import BF16, I8, I32, f32x16, u8x64
+
+_BF16X32 = ir.VectorType(BF16, 32)
+_BF16X16 = ir.VectorType(BF16, 16)
+_I32X16 = ir.VectorType(I32, 16)
+
+
+def _llvm(builder, name, result, *operands):
+    """Calls the LLVM intrinsic ``name``."""
+    fnty = ir.FunctionType(result, [operand.type for operand in operands])
+    return builder.call(cgutils.get_or_insert_function(builder.module, fnty, name), operands)
+
+
+def _load(builder, address, ir_type, align):
+    load = builder.load(builder.inttoptr(address, ir_type.as_pointer()))
+    load.align = align
+    return load
+
+
+def _splat(builder, scalar, vector):
+    undef = ir.Constant(vector, ir.Undefined)
+    one = builder.insert_element(undef, scalar, I32(0))
+    return builder.shuffle_vector(one, undef, ir.Constant(ir.VectorType(I32, vector.count), None))
+
+
+def _shuffle(builder, a, b, order):
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(order)), order))
+
+
+# -- moves ---------------------------------------------------------------------------------------
+
+
+@intrinsic
+def zero_f32(typingctx):
+    """16 zeros."""
+    return f32x16(), lambda context, builder, sig, args: ir.Constant(f32x16.ir_type, None)
+
+
+@intrinsic
+def load_u8(typingctx, address):
+    """64 bytes from a 64-byte-aligned address (``vmovdqa64``)."""
+
+    def codegen(context, builder, sig, args):
+        return _load(builder, args[0], u8x64.ir_type, 64)
+
+    return u8x64(types.intp), codegen
+
+
+@intrinsic
+def load_f32(typingctx, address):
+    """16 floats from a 4-byte-aligned address (``vmovups``)."""
+
+    def codegen(context, builder, sig, args):
+        return _load(builder, args[0], f32x16.ir_type, 4)
+
+    return f32x16(types.intp), codegen
+
+
+@intrinsic
+def store_f32(typingctx, address, value):
+    """16 floats to a 4-byte-aligned address (``vmovups``)."""
+
+    def codegen(context, builder, sig, args):
+        pointer = builder.inttoptr(args[0], f32x16.ir_type.as_pointer())
+        builder.store(args[1], pointer).align = 4
+        return context.get_dummy_value()
+
+    return types.void(types.intp, f32x16), codegen
+
+
+@intrinsic
+def broadcast_f32(typingctx, value):
+    """One float in all 16 lanes."""
+
+    def codegen(context, builder, sig, args):
+        return _splat(builder, args[0], f32x16.ir_type)
+
+    return f32x16(types.float32), codegen
+
+
+@intrinsic
+def broadcast_pair(typingctx, address):
+    """Two adjacent bf16 (4 bytes) in all 16 dword lanes (``vpbroadcastd m32``)."""
+
+    def codegen(context, builder, sig, args):
+        pair = _load(builder, args[0], I32, 2)
+        return builder.bitcast(_splat(builder, pair, _I32X16), u8x64.ir_type)
+
+    return u8x64(types.intp), codegen
+
+
+@intrinsic
+def broadcast_u8(typingctx, value):
+    """One byte in all 64 lanes."""
+
+    def codegen(context, builder, sig, args):
+        return _splat(builder, builder.trunc(args[0], I8), u8x64.ir_type)
+
+    return u8x64(types.intp), codegen
+
+
+@intrinsic
+def prefetch(typingctx, address):
+    """Asks for the cache line at ``address`` (``prefetcht0``); any address is allowed."""
+
+    def codegen(context, builder, sig, args):
+        pointer = builder.inttoptr(args[0], I8.as_pointer())
+        fnty = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+        function = cgutils.get_or_insert_function(builder.module, fnty, "llvm.prefetch.p0")
+        builder.call(function, [pointer, I32(0), I32(3), I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), codegen
+
+
+# -- bytes ---------------------------------------------------------------------------------------
+
+
+@intrinsic
+def lookup_128(typingctx, low, high, index):
+    """``table[index & 127]`` per byte, the 128-byte table in two registers (``vpermi2b``)."""
+
+    def codegen(context, builder, sig, args):
+        low, high, index = args
+        name = "llvm.x86.avx512.vpermi2var.qi.512"
+        return _llvm(builder, name, u8x64.ir_type, low, index, high)
+
+    return u8x64(u8x64, u8x64, u8x64), codegen
+
+
+@intrinsic
+def or_masked(typingctx, a, b, mask):
+    """``a | (b & mask)`` (``vpternlogd``)."""
+
+    def codegen(context, builder, sig, args):
+        return builder.or_(args[0], builder.and_(args[1], args[2]))
+
+    return u8x64(u8x64, u8x64, u8x64), codegen
+
+
+@intrinsic
+def interleave_low(typingctx, a, b):
+    """Bytes 0-7 of each 128-bit lane of ``a`` and ``b``, alternating (``vpunpcklbw``)."""
+
+    def codegen(context, builder, sig, args):
+        order = [lane + i + 64 * src for lane in range(0, 64, 16) for i in range(8) for src in (0, 1)]
+        return _shuffle(builder, *args, order)
+
+    return u8x64(u8x64, u8x64), codegen
+
+
+@intrinsic
+def interleave_high(typingctx, a, b):
+    """Bytes 8-15 of each 128-bit lane of ``a`` and ``b``, alternating (``vpunpckhbw``)."""
+
+    def codegen(context, builder, sig, args):
+        order = [
+            lane + i + 64 * src for lane in range(0, 64, 16) for i in range(8, 16) for src in (0, 1)
+        ]
+        return _shuffle(builder, *args, order)
+
+    return u8x64(u8x64, u8x64), codegen
+
+
+# -- arithmetic ----------------------------------------------------------------------------------
+
+
+@intrinsic
+def dot_bf16(typingctx, acc, a, b):
+    """``acc[n] + a[2n+1] b[2n+1] + a[2n] b[2n]`` on bf16 pairs (``vdpbf16ps``).
+
+    Subnormal bf16 inputs count as zero, and a subnormal result is flushed (Intel SDM).
+    """
+
+    def codegen(context, builder, sig, args):
+        a, b = (builder.bitcast(x, _BF16X32) for x in args[1:])
+        return _llvm(builder, "llvm.x86.avx512bf16.dpbf16ps.512", f32x16.ir_type, args[0], a, b)
+
+    return f32x16(f32x16, u8x64, u8x64), codegen
+
+
+@intrinsic
+def add_f32(typingctx, a, b):
+    """``a + b`` (``vaddps``)."""
+    return f32x16(f32x16, f32x16), lambda context, builder, sig, args: builder.fadd(*args)
+
+
+@intrinsic
+def mul_f32(typingctx, a, b):
+    """``a * b`` (``vmulps``)."""
+    return f32x16(f32x16, f32x16), lambda context, builder, sig, args: builder.fmul(*args)
+
+
+@intrinsic
+def div_f32(typingctx, a, b):
+    """``a / b`` (``vdivps``)."""
+    return f32x16(f32x16, f32x16), lambda context, builder, sig, args: builder.fdiv(*args)
+
+
+@intrinsic
+def fma_f32(typingctx, a, b, c):
+    """``a * b + c``, rounded once (``vfmadd``)."""
+
+    def codegen(context, builder, sig, args):
+        return _llvm(builder, "llvm.fma.v16f32", f32x16.ir_type, *args)
+
+    return f32x16(f32x16, f32x16, f32x16), codegen
+
+
+@intrinsic
+def min_f32(typingctx, a, b):
+    """``a < b ? a : b`` (``vminps``): ``b`` where either is NaN."""
+
+    def codegen(context, builder, sig, args):
+        return builder.select(builder.fcmp_ordered("<", *args), *args)
+
+    return f32x16(f32x16, f32x16), codegen
+
+
+@intrinsic
+def max_f32(typingctx, a, b):
+    """``a > b ? a : b`` (``vmaxps``): ``b`` where either is NaN."""
+
+    def codegen(context, builder, sig, args):
+        return builder.select(builder.fcmp_ordered(">", *args), *args)
+
+    return f32x16(f32x16, f32x16), codegen
+
+
+@intrinsic
+def round_f32(typingctx, a):
+    """Nearest integer, ties to even (``vrndscaleps``)."""
+
+    def codegen(context, builder, sig, args):
+        return _llvm(builder, "llvm.roundeven.v16f32", f32x16.ir_type, args[0])
+
+    return f32x16(f32x16), codegen
+
+
+@intrinsic
+def scale_exp2_f32(typingctx, a, n):
+    """``a * 2**floor(n)`` with correct under- and overflow (``vscalefps``)."""
+
+    def codegen(context, builder, sig, args):
+        all_lanes, current_rounding = ir.IntType(16)(-1), I32(4)
+        name = "llvm.x86.avx512.mask.scalef.ps.512"
+        operands = (*args, ir.Constant(f32x16.ir_type, None), all_lanes, current_rounding)
+        return _llvm(builder, name, f32x16.ir_type, *operands)
+
+    return f32x16(f32x16, f32x16), codegen
+
+
+@intrinsic
+def store_bf16(typingctx, address, value):
+    """16 floats rounded to nearest-even bf16, to a 2-byte-aligned address (``vcvtneps2bf16``)."""
+
+    def codegen(context, builder, sig, args):
+        name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
+        narrow = _llvm(builder, name, _BF16X16, args[1])
+        pointer = builder.inttoptr(args[0], _BF16X16.as_pointer())
+        builder.store(narrow, pointer).align = 2
+        return context.get_dummy_value()
+
+    return types.void(types.intp, f32x16), codegen
+

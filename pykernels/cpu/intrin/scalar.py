@@ -1,0 +1,28 @@
+"""Scalar bit patterns."""
+
+from __future__ import annotations
+
+from numba.core import types
+from numba.extending import intrinsic
+
+from .registers import F32, I32
+
+
+@intrinsic
+def f32_from_bits(typingctx, bits):
+    """The float32 whose bits these are."""
+
+    def codegen(context, builder, sig, args):
+        return builder.bitcast(args[0], F32)
+
+    return types.float32(types.uint32), codegen
+
+
+@intrinsic
+def bits_from_f32(typingctx, value):
+    """The bits of a float32."""
+
+    def codegen(context, builder, sig, args):
+        return builder.bitcast(args[0], I32)
+
+    return types.uint32(types.float32), codegen

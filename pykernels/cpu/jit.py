@@ -1,0 +1,113 @@
+"""How a CPU kernel is compiled: one decorator for functions, one for tasks, one cache for both.
+
+Numba's own disk cache does not see a change in another file (an intrinsic's, say), and it never hits
+for kernels that a factory builds, since compiled functions in a closure have no stable hash. So the
+cache folder is keyed by a hash of every kernel source, the versions and the CPU, and inside it a
+kernel is known by its name and its ``variant``.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+from numba.core import config as numba_config
+from numba.core import types
+from numba.core.caching import FunctionCache
+from numba.core.ccallback import CFunc
+
+from ..env import env
+from ..errors import PykernelsError
+from ..target import detect
+
+TASK = types.int64(types.intp, types.intp, types.intp)
+"""A task: ``status = task(job, index, worker)``. ``job`` is the address of its descriptor, ``index``
+counts from 0, ``worker`` is the caller's number below the pool's size. Status 0 means done."""
+
+_OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+
+
+def kernel(variant: str = "") -> Callable[[Callable], Any]:
+    """Decorator: a ``nogil`` function, compiled at first call and cached on disk.
+
+    Args:
+        variant: what tells apart the kernels that one factory builds, e.g. ``"fp8-m4"``.
+    """
+
+    def decorate(function: Callable) -> Any:
+        dispatcher = numba.njit(**_OPTIONS)(function)
+        dispatcher._cache = _cache(function, variant)
+        return dispatcher
+
+    return decorate
+
+
+def inlined(function: Callable) -> Any:
+    """Decorator: a helper that LLVM inlines into the kernels that call it (never cached alone)."""
+    return numba.njit(**_OPTIONS, forceinline=True)(function)
+
+
+def task(variant: str = "") -> Callable[[Callable], CFunc]:
+    """Decorator: a task (see ``TASK``), compiled now; ``.address`` is its function pointer."""
+
+    def decorate(function: Callable) -> CFunc:
+        compiled = CFunc(function, (TASK.args, TASK.return_type), locals={}, options=dict(_OPTIONS))
+        compiled._cache = _cache(function, variant)
+        compiled.compile()
+        return compiled
+
+    return decorate
+
+
+class _KernelCache(FunctionCache):
+    """Numba's function cache with an index that says what was compiled, not how it hashes."""
+
+    def __init__(self, function: Callable, variant: str) -> None:
+        self._variant = variant
+        super().__init__(function)
+
+    def _index_key(self, sig, codegen):
+        return sig, codegen.magic_tuple(), self._variant
+
+
+def _cache(function: Callable, variant: str) -> _KernelCache:
+    before = numba_config.CACHE_DIR
+    numba_config.CACHE_DIR = str(cache_folder())  # read once, when the cache is made
+    try:
+        return _KernelCache(function, variant)
+    finally:
+        numba_config.CACHE_DIR = before
+
+
+def cache_folder() -> Path:
+    """Where this version of the kernels is cached for this CPU; made if it is not there.
+
+    Raises:
+        PykernelsError: the folder cannot be made or written.
+    """
+    folder = env.cache_dir / _fingerprint()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PykernelsError(
+            f"the folder for compiled kernels, {folder}, cannot be made: {error.strerror}",
+            "Point PYKERNELS_CACHE_DIR at a folder that you may write to",
+        ) from None
+    return folder
+
+
+@functools.cache
+def _fingerprint() -> str:
+    digest = hashlib.sha256()
+    root = Path(__file__).parent.parent.parent
+    for folder in ("pykernels", "runtime"):
+        for source in sorted((root / folder).rglob("*.py")):
+            digest.update(source.read_bytes())
+    versions = (numba.__version__, llvmlite.__version__, numba_config.CPU_NAME, numba_config.CPU_FEATURES)
+    digest.update(repr((versions, detect().cpu)).encode())
+    return digest.hexdigest()[:16]

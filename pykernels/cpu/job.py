@@ -1,0 +1,76 @@
+"""The descriptor of one MoE call: what a task reads to find its inputs, weights and outputs.
+
+Plain int64 fields, addresses included, so that one 64-bit word hands a whole call to a task.
+``S`` slots are the (token, expert) pairs of the call, sorted by expert; ``A`` is the number of
+experts with at least one slot, in ascending order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, types
+
+from .intrin.sync import as_pointer
+from .jit import inlined
+
+JOB = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            "T",  # tokens
+            "S",  # slots
+            "A",  # active experts
+            "x",  # bf16 [T, x_stride / 2], H padded to 128 with zeros
+            "x_stride",  # bytes
+            "h",  # bf16 [S, h_stride / 2], I padded to 128 with zeros
+            "h_stride",
+            "acc",  # float32 [T, acc_stride / 4], H padded to 32
+            "acc_stride",
+            "y",  # out_bf16 ? bf16 : float32 [T, y_stride / ...]
+            "y_stride",
+            "y_bf16",  # 1: y is bf16, 0: float32
+            "H",
+            "experts",  # int64 [A] expert numbers
+            "starts",  # int64 [A + 1] first slot of each active expert
+            "slot_token",  # int64 [S]
+            "slot_weight",  # float32 [S]
+            "gate_up",  # address of expert 0's blocks; the next expert's is gate_up_stride on
+            "gate_up_stride",
+            "gate_up_scale",
+            "gate_up_scale_stride",
+            "gate_up_block",  # bytes of one 32-row block
+            "gate_up_k",  # 128-wide groups of H
+            "i_blocks",  # 32-row blocks of gate (and of up)
+            "i_chunk",  # of them in one task
+            "i_chunks",  # tasks for one expert
+            "down",
+            "down_stride",
+            "down_scale",
+            "down_scale_stride",
+            "down_block",
+            "down_k",  # 128-wide groups of I
+            "h_blocks",  # 32-row blocks of down
+            "h_chunk",
+            "h_chunks",
+            "tables",  # address of the decoding tables
+        )
+    ]
+)
+
+
+@inlined
+def job_at(address):
+    """The descriptor at ``address``, as a record."""
+    return carray(as_pointer(address), (1,), JOB)[0]
+
+
+@inlined
+def i64(address, index):
+    """Element ``index`` of the int64 array at ``address``."""
+    return carray(as_pointer(address), (index + 1,), types.int64)[index]
+
+
+@inlined
+def f32(address, index):
+    """Element ``index`` of the float32 array at ``address``."""
+    return carray(as_pointer(address), (index + 1,), types.float32)[index]

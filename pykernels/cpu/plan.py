@@ -1,0 +1,45 @@
+"""How a call is cut into tasks: data, from shapes alone, so that a test or a notebook can change it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..quant import Format
+from ..quant.layout import N_BLOCK, padded
+from ..shapes import MoEShape
+
+_TASK_BYTES = 64 * 1024  # below this, taking a task costs more than a per cent of doing it
+_TASKS_PER_THREAD = 32  # the last task to finish then idles the others for about 1 / 32 of the stage
+
+
+@dataclass(frozen=True)
+class MoEPlan:
+    """32-row blocks that one task takes.
+
+    Attributes:
+        i_chunk: blocks of the intermediate size in a gate-up task (of one expert).
+        h_chunk: blocks of the hidden size in a down task (of all active experts).
+    """
+
+    i_chunk: int
+    h_chunk: int
+
+
+def plan(shape: MoEShape, fmt: Format, threads: int) -> MoEPlan:
+    """The default cut: tasks long enough to hide their cost, short enough to balance.
+
+    ``topk`` experts are assumed active, as in a decode step: more of them only make more tasks.
+    """
+    i_blocks = padded(shape.I, 1)[0] // N_BLOCK
+    h_blocks = padded(shape.H, 1)[0] // N_BLOCK
+    wanted = _TASKS_PER_THREAD * threads
+
+    def chunk(blocks: int, units: int, block_bytes: int) -> int:
+        balanced = max(1, blocks * units // wanted)
+        hidden = -(-_TASK_BYTES // block_bytes)
+        return min(balanced, hidden, blocks)
+
+    return MoEPlan(
+        i_chunk=chunk(i_blocks, shape.topk, 2 * fmt.block_bytes(shape.H)),
+        h_chunk=chunk(h_blocks, 1, shape.topk * fmt.block_bytes(shape.I)),
+    )

@@ -1,0 +1,79 @@
+"""From a router's choices to a job: inputs as bf16, slots sorted by expert."""
+
+from __future__ import annotations
+
+from numba import carray, types
+
+from .intrin.sync import as_pointer
+from .jit import inlined, kernel
+from .job import job_at
+from .tile_generic import round_bf16
+
+OK, BAD_EXPERT = 0, 1
+
+
+@inlined
+def _words(address, count):
+    return carray(as_pointer(address), (count,), types.int64)
+
+
+@kernel()
+def copy_rows(job_address, source, source_stride, source_bf16):
+    """Copies x [T, H] (bf16 or float32, strides in bytes) into the job's padded bf16 rows."""
+    job = job_at(job_address)
+    for t in range(job.T):
+        to = carray(as_pointer(job.x + t * job.x_stride), (job.H,), types.uint16)
+        at = source + t * source_stride
+        if source_bf16:
+            to[:] = carray(as_pointer(at), (job.H,), types.uint16)
+        else:
+            values = carray(as_pointer(at), (job.H,), types.float32)
+            for i in range(job.H):
+                to[i] = round_bf16(values[i])
+
+
+@kernel()
+def sort_slots(job_address, E, topk, ids_address, weights_address, cursor_address):
+    """Fills the job's slot arrays by a counting sort of the (token, expert) pairs.
+
+    Slots are ordered by expert, then by token: the order in which results are summed.
+
+    Args:
+        ids_address: int64 [T, topk], contiguous.
+        weights_address: float32 [T, topk], contiguous.
+        cursor_address: int64 [E] scratch.
+
+    Returns:
+        OK, or BAD_EXPERT if an id is outside 0 .. E - 1 (the job is unchanged then).
+    """
+    job = job_at(job_address)
+    S = job.T * topk
+    ids = _words(ids_address, S)
+    weights = carray(as_pointer(weights_address), (S,), types.float32)
+    cursor = _words(cursor_address, E)
+    cursor[:] = 0
+    for s in range(S):
+        if ids[s] < 0 or ids[s] >= E:
+            return BAD_EXPERT
+        cursor[ids[s]] += 1
+    experts, starts = _words(job.experts, E), _words(job.starts, E + 1)
+    active, total = 0, 0
+    for e in range(E):
+        count = cursor[e]
+        cursor[e] = total
+        if count > 0:
+            experts[active] = e
+            starts[active] = total
+            active += 1
+            total += count
+    starts[active] = total
+    slot_token = _words(job.slot_token, S)
+    slot_weight = carray(as_pointer(job.slot_weight), (S,), types.float32)
+    for s in range(S):
+        slot = cursor[ids[s]]
+        cursor[ids[s]] = slot + 1
+        slot_token[slot] = s // topk
+        slot_weight[slot] = weights[s]
+    job.S = S
+    job.A = active
+    return OK

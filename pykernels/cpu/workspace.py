@@ -1,0 +1,149 @@
+"""Buffers of a call, and the descriptor that points at them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ..errors import PykernelsError
+from ..quant import PackedExperts
+from ..quant.layout import K_BLOCK, ceil_to
+from .job import JOB
+from .moe import tables_address
+from .plan import MoEPlan
+from .routing import BAD_EXPERT, copy_rows, sort_slots
+
+
+class Workspace:
+    """Scratch for calls of one layer shape, grown when a call has more tokens than any before.
+
+    Layers of one shape share a workspace: they run one after the other.
+    """
+
+    def __init__(self) -> None:
+        self._sizes = (0, 0, 0, 0, 0)
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def reserve(self, T: int, topk: int, E: int, H: int, I: int) -> dict[str, torch.Tensor]:  # noqa: E741
+        """The buffers for a call of T tokens; zeroed when (re)made, so the padding reads as zeros."""
+        sizes = (T, T * topk, E, ceil_to(H, K_BLOCK), ceil_to(I, K_BLOCK))
+        if any(need > have for need, have in zip(sizes, self._sizes, strict=True)):
+            T, S, E, Hp, Ip = self._sizes = tuple(map(max, zip(sizes, self._sizes, strict=True)))  # type: ignore[assignment]
+            self._buffers = {
+                "x": torch.zeros(T, Hp, dtype=torch.bfloat16),
+                "h": torch.zeros(S, Ip, dtype=torch.bfloat16),
+                "acc": torch.zeros(T, Hp),
+                "slot_token": torch.zeros(S, dtype=torch.int64),
+                "slot_weight": torch.zeros(S),
+                "experts": torch.zeros(E, dtype=torch.int64),
+                "starts": torch.zeros(E + 1, dtype=torch.int64),
+                "cursor": torch.zeros(E, dtype=torch.int64),
+            }
+        return self._buffers
+
+
+class MoECall:
+    """One layer's descriptor: its weights' addresses once, a call's inputs at every ``prepare``.
+
+    Attributes:
+        job: the ``JOB`` record (numpy, one element); ``address`` is where it lies.
+    """
+
+    def __init__(self, experts: PackedExperts, plan: MoEPlan, workspace: Workspace) -> None:
+        self.experts, self.plan, self._workspace = experts, plan, workspace
+        fmt, shape = experts.fmt, experts.shape
+        i_blocks, h_blocks = experts.gate_up.shape[1], experts.down.shape[1]
+        self.job = np.zeros(1, JOB)
+        self.address = int(self.job.ctypes.data)
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._y: torch.Tensor | None = None
+        fields = {
+            "H": shape.H,
+            "gate_up": experts.gate_up.data_ptr(),
+            "gate_up_stride": experts.gate_up.stride(0),
+            "gate_up_scale": experts.gate_up_scale.data_ptr(),
+            "gate_up_scale_stride": experts.gate_up_scale.stride(0) * 4,
+            "gate_up_block": fmt.block_bytes(shape.H),
+            "gate_up_k": ceil_to(shape.H, K_BLOCK) // K_BLOCK,
+            "i_blocks": i_blocks,
+            "i_chunk": plan.i_chunk,
+            "i_chunks": -(-i_blocks // plan.i_chunk),
+            "down": experts.down.data_ptr(),
+            "down_stride": experts.down.stride(0),
+            "down_scale": experts.down_scale.data_ptr(),
+            "down_scale_stride": experts.down_scale.stride(0) * 4,
+            "down_block": fmt.block_bytes(shape.I),
+            "down_k": ceil_to(shape.I, K_BLOCK) // K_BLOCK,
+            "h_blocks": h_blocks,
+            "h_chunk": plan.h_chunk,
+            "h_chunks": -(-h_blocks // plan.h_chunk),
+            "tables": tables_address(),
+        }
+        for name, value in fields.items():
+            self.job[name] = value
+
+    def prepare(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
+    ) -> tuple[int, int, int]:
+        """Takes a call's inputs into the descriptor.
+
+        Args:
+            x: bf16 or float32 [T, H] on the CPU, rows contiguous.
+            ids: int64 [T, topk] expert numbers.
+            weights: [T, topk], taken as float32.
+            y: bf16 or float32 [T, H], what ``down`` writes; the caller keeps it alive.
+
+        Returns:
+            (active experts, gate-up tasks, down chunks).
+
+        Raises:
+            PykernelsError: shapes, dtypes or expert numbers that do not fit.
+        """
+        T, topk = self._check(x, ids, weights)
+        ids = ids.contiguous()
+        weights = weights.float().contiguous()
+        self._bind(self._workspace.reserve(T, topk, self.experts.shape.E, x.shape[1], self.experts.shape.I))
+        job = self.job[0]
+        job["T"], job["y"], job["y_stride"] = T, y.data_ptr(), y.stride(0) * y.element_size()
+        job["y_bf16"] = y.dtype == torch.bfloat16
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        copy_rows(self.address, x.data_ptr(), x.stride(0) * x.element_size(), x.dtype == torch.bfloat16)
+        E = self.experts.shape.E
+        cursor = self._buffers["cursor"].data_ptr()
+        status = sort_slots(self.address, E, topk, ids.data_ptr(), weights.data_ptr(), cursor)
+        if status == BAD_EXPERT:
+            raise PykernelsError(
+                f"the routing names expert {int(ids.min())} .. {int(ids.max())} in a layer of {E}",
+                "Expert ids must be 0 to E - 1",
+            )
+        active = int(job["A"])
+        return active, active * int(job["i_chunks"]), int(job["h_chunks"])
+
+    def _check(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[int, int]:
+        H = self.experts.shape.H
+        if x.ndim != 2 or x.shape[1] != H or x.dtype not in (torch.bfloat16, torch.float32):
+            raise PykernelsError(
+                f"x is {x.dtype} {tuple(x.shape)}", f"Give bfloat16 or float32 of shape [T, {H}]"
+            )
+        if ids.dtype != torch.int64 or ids.shape != weights.shape or ids.shape[:1] != x.shape[:1]:
+            raise PykernelsError(
+                f"ids are {ids.dtype} {tuple(ids.shape)}, weights {tuple(weights.shape)},"
+                f" for {x.shape[0]} tokens",
+                "Give int64 ids and weights of shape [T, topk]",
+            )
+        if x.device.type != "cpu" or ids.device.type != "cpu" or weights.device.type != "cpu":
+            raise PykernelsError("an input of the CPU experts is on a GPU", "Copy it with .cpu() first")
+        return ids.shape[0], ids.shape[1]
+
+    def _bind(self, buffers: dict[str, torch.Tensor]) -> None:
+        """Points the descriptor at the workspace, again whenever that has grown."""
+        if buffers is self._buffers:
+            return
+        self._buffers = buffers
+        for name in ("x", "h", "acc", "slot_token", "slot_weight", "experts", "starts"):
+            self.job[name] = buffers[name].data_ptr()
+        for name in ("x", "h", "acc"):
+            self.job[f"{name}_stride"] = buffers[name].stride(0) * buffers[name].element_size()
+
+

@@ -1,0 +1,22 @@
+"""Weight formats on the tile layout: one format a file."""
+
+from __future__ import annotations
+
+from ..errors import PykernelsError
+from .bf16 import BF16
+from .experts import Allocator, PackedExperts
+from .format import Format
+from .fp8 import FP8
+from .weight import Weight
+
+FORMATS: dict[str, Format] = {fmt.name: fmt for fmt in (BF16(), FP8())}
+
+
+def get_format(name: str) -> Format:
+    """The format called ``name``; raises PykernelsError with the known names."""
+    if name not in FORMATS:
+        raise PykernelsError(f"there is no weight format {name!r}", f"Use one of {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+__all__ = ["FORMATS", "Allocator", "Format", "PackedExperts", "Weight", "get_format"]

@@ -1,0 +1,25 @@
+"""bfloat16: 8 bits of mantissa, no scales."""
+
+from __future__ import annotations
+
+import torch
+
+from .format import Format
+from .weight import Weight
+
+
+class BF16(Format):
+    """Weights as most checkpoints ship them."""
+
+    name = "bf16"
+    dtype = torch.bfloat16
+    error = "|w| * 2**-9 (round to nearest even)"
+
+    def quantize(self, matrix: torch.Tensor) -> Weight:
+        return Weight(matrix.to(torch.bfloat16))
+
+    def dequantize(self, weight: Weight) -> torch.Tensor:
+        return weight.data.float()
+
+    def scale_shape(self, N: int, K: int) -> tuple[int, int] | None:
+        return None

@@ -1,0 +1,107 @@
+"""All routed experts of one layer, packed in the tile layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..errors import PykernelsError
+from ..shapes import MoEShape
+from .format import Format
+from .layout import ceil_to
+from .weight import Weight
+
+Allocator = Callable[[int], torch.Tensor]
+"""bytes -> zeroed uint8 tensor at a 64-byte-aligned address."""
+
+_ALIGN = 4096
+
+
+def _zeros(nbytes: int) -> torch.Tensor:
+    raw = torch.zeros(nbytes + 64, dtype=torch.uint8)
+    skip = -raw.data_ptr() % 64
+    return raw[skip : skip + nbytes]
+
+
+class PackedExperts:
+    """``E`` experts: gate and up blocks alternate in one stream, so that one task reads one run.
+
+    Attributes:
+        gate_up: uint8 [E, I / 32, 2, block bytes of K = H]: gate block i, then up block i.
+        gate_up_scale: float32 [E, I / 32, 2, H / 128].
+        down: uint8 [E, H / 32, block bytes of K = I].
+        down_scale: float32 [E, H / 32, I / 128].
+    """
+
+    def __init__(self, shape: MoEShape, fmt: Format, alloc: Allocator = _zeros) -> None:
+        self.shape, self.fmt = shape, fmt
+        E, H, I = shape.E, shape.H, shape.I  # noqa: E741
+        sizes = self._section_bytes(shape, fmt)
+        self._arena = alloc(sum(sizes))
+        gate_up, gate_up_scale, down, down_scale = self._arena.split(sizes)
+        i_blocks, h_groups = fmt.packed_scales(I, H)
+        h_blocks, i_groups = fmt.packed_scales(H, I)
+
+        def view(section: torch.Tensor, dtype: torch.dtype, *dims: int) -> torch.Tensor:
+            return section.view(dtype)[: torch.Size(dims).numel()].view(dims)
+
+        self.gate_up = view(gate_up, torch.uint8, E, i_blocks, 2, fmt.block_bytes(H))
+        self.gate_up_scale = view(gate_up_scale, torch.float32, E, i_blocks, 2, h_groups)
+        self.down = view(down, torch.uint8, E, h_blocks, fmt.block_bytes(I))
+        self.down_scale = view(down_scale, torch.float32, E, h_blocks, i_groups)
+        self.packed = [False] * E
+
+    @staticmethod
+    def _section_bytes(shape: MoEShape, fmt: Format) -> list[int]:
+        up_scales, down_scales = (
+            torch.Size(fmt.packed_scales(*dims)).numel() * 4
+            for dims in ((shape.I, shape.H), (shape.H, shape.I))
+        )
+        per_expert = (
+            2 * fmt.packed_bytes(shape.I, shape.H),
+            2 * up_scales,
+            fmt.packed_bytes(shape.H, shape.I),
+            down_scales,
+        )
+        return [ceil_to(shape.E * nbytes, _ALIGN) for nbytes in per_expert]
+
+    @classmethod
+    def bytes_needed(cls, shape: MoEShape, fmt: Format) -> int:
+        """Memory of a layer's experts, scales and alignment included."""
+        return sum(cls._section_bytes(shape, fmt))
+
+    @property
+    def bytes_per_expert(self) -> int:
+        """Bytes that one token reads of one expert: weights and scales."""
+        sections = (self.gate_up, self.gate_up_scale, self.down, self.down_scale)
+        return sum(section[0].nbytes for section in sections)
+
+    def pack(self, expert: int, gate: Weight, up: Weight, down: Weight) -> None:
+        """Packs one expert: ``gate``, ``up`` [I, H], ``down`` [H, I], each in ``self.fmt``.
+
+        Raises:
+            PykernelsError: no such expert, or a matrix of another shape or format.
+        """
+        E, H, I = self.shape.E, self.shape.H, self.shape.I  # noqa: E741
+        if not 0 <= expert < E:
+            raise PykernelsError(f"there is no expert {expert} in a layer of {E}", "Use 0 to E - 1")
+        for name, weight, N, K in (("gate", gate, I, H), ("up", up, I, H), ("down", down, H, I)):
+            self.fmt.check(weight, N, K, f"expert {expert}'s {name}_proj")
+        for i, weight in enumerate((gate, up)):
+            self.fmt.pack(weight, self.gate_up[expert, :, i], self.gate_up_scale[expert, :, i])
+        self.fmt.pack(down, self.down[expert], self.down_scale[expert])
+        self.packed[expert] = True
+
+    def unpack(self, expert: int) -> tuple[Weight, Weight, Weight]:
+        """(gate, up, down) of one expert, bit for bit as they were packed."""
+        H, I = self.shape.H, self.shape.I  # noqa: E741
+        gate, up = (
+            self.fmt.unpack(self.gate_up[expert, :, i], self.gate_up_scale[expert, :, i], I, H)
+            for i in range(2)
+        )
+        return gate, up, self.fmt.unpack(self.down[expert], self.down_scale[expert], H, I)
+
+    def missing(self) -> list[int]:
+        """Experts that were never packed."""
+        return [expert for expert, done in enumerate(self.packed) if not done]

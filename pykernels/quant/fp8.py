@@ -1,0 +1,57 @@
+"""FP8 E4M3 with one float32 scale for each 128 x 128 block: DeepSeek-V3's checkpoint format.
+
+A code is ``s eeee mmm``: ``2**(e - 7) * (1 + m / 8)``, or ``2**-6 * m / 8`` where e = 0 (subnormal);
+448 is the largest, 0x7f and 0xff are NaN, there is no infinity (OCP 8-bit floating point, "E4M3").
+All 254 finite codes are exact in bfloat16, which the kernels rely on.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .format import Format
+from .layout import K_BLOCK
+from .weight import Weight
+
+MAX = 448.0
+"""The largest finite E4M3 value."""
+
+
+class FP8(Format):
+    """E4M3 blocks; ragged last blocks are allowed, as in DeepSeek's 576-row ``kv_a_proj``."""
+
+    name = "fp8"
+    dtype = torch.float8_e4m3fn
+    error = "max(|w| * 2**-4, block amax * 2**-10 / 448) (round to nearest even)"
+
+    def quantize(self, matrix: torch.Tensor) -> Weight:
+        N, K = matrix.shape
+        rows, cols = self._scale_shape(N, K)
+        blocks = torch.zeros(rows * K_BLOCK, cols * K_BLOCK)
+        blocks[:N, :K] = matrix
+        amax = blocks.view(rows, K_BLOCK, cols, K_BLOCK).abs().amax(dim=(1, 3))
+        scale = torch.where(amax > 0, amax / MAX, 1.0).float()  # [rows, cols]
+        scaled = matrix.float() / self.expand(scale, N, K)
+        return Weight(scaled.clamp(-MAX, MAX).to(torch.float8_e4m3fn), scale)
+
+    def dequantize(self, weight: Weight) -> torch.Tensor:
+        assert weight.scale is not None
+        return weight.data.float() * self.expand(weight.scale.float(), *weight.shape)
+
+    def scale_shape(self, N: int, K: int) -> tuple[int, int] | None:
+        return self._scale_shape(N, K)
+
+    @staticmethod
+    def _scale_shape(N: int, K: int) -> tuple[int, int]:
+        return -(-N // K_BLOCK), -(-K // K_BLOCK)
+
+    @staticmethod
+    def expand(scale: torch.Tensor, N: int, K: int) -> torch.Tensor:
+        """One scale a block -> one a weight [N, K]."""
+        rows = scale.repeat_interleave(K_BLOCK, dim=0)[:N]
+        return rows.repeat_interleave(K_BLOCK, dim=1)[:, :K]
+
+
+def decode_table() -> torch.Tensor:
+    """float32 [256]: the value of every E4M3 code (NaN for 0x7f and 0xff)."""
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()

@@ -1,0 +1,116 @@
+"""What this machine can do: instruction sets, caches, GPU. Read once, passed around as data.
+
+The instruction sets are those that LLVM would compile for here (CPU and operating system both
+willing), minus what ``PYKERNELS_ISA`` hides; kernels are gated on them *before* they are compiled,
+because an instruction that the target lacks aborts the process inside LLVM.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import llvmlite.binding as llvm
+from numba.core import config as numba_config
+
+from .env import env
+
+ISA_NAMES = (
+    "avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16", "avx512vnni",
+    "avx512vbmi", "gfni", "amx-tile", "amx-bf16", "amx-int8",
+)  # fmt: skip
+"""The features that some kernel asks for, in LLVM's names."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One CUDA device: ``arch`` is (major, minor) of its compute capability, memory in bytes."""
+
+    index: int
+    name: str
+    arch: tuple[int, int]
+    memory: int
+
+
+@dataclass(frozen=True)
+class Target:
+    """A machine as the kernels see it. Cache sizes are bytes per instance, 0 when unknown."""
+
+    cpu: str
+    machine: str
+    isa: frozenset[str]
+    l1d: int
+    l2: int
+    l3: int
+    gpus: tuple[Gpu, ...] = ()
+
+    def lacks(self, features: Iterable[str]) -> list[str]:
+        """Those of ``features`` that are not here, in the order asked."""
+        return [feature for feature in features if feature not in self.isa]
+
+
+def detect() -> Target:
+    """This machine (the hardware is read once; ``PYKERNELS_ISA`` counts at every call)."""
+    cpu, isa, caches = _hardware()
+    return Target(cpu, platform.machine(), isa - env.isa, *caches, gpus=_gpus())
+
+
+@functools.cache
+def _hardware() -> tuple[str, frozenset[str], tuple[int, int, int]]:
+    return _cpu_name(), _compiled_features(), tuple(_cache_bytes(level) for level in (1, 2, 3))
+
+
+def _compiled_features() -> frozenset[str]:
+    """Features that Numba's code generator will use: NUMBA_CPU_FEATURES where set, else the host's.
+
+    A NUMBA_CPU_NAME other than the host's promises nothing that we could check, so it counts as
+    having no feature beyond the portable kernels.
+    """
+    if numba_config.CPU_FEATURES is not None:
+        named = [f[1:] for f in numba_config.CPU_FEATURES.split(",") if f.startswith("+")]
+        return frozenset(named) & frozenset(ISA_NAMES)
+    if numba_config.CPU_NAME not in (None, "", "host", llvm.get_host_cpu_name()):
+        return frozenset()
+    host = llvm.get_host_cpu_features()
+    return frozenset(name for name in ISA_NAMES if host.get(name, False))
+
+
+def _cpu_name() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return f"{found[1].strip() if found else platform.processor()} ({llvm.get_host_cpu_name()})"
+
+
+def _cache_bytes(level: int) -> int:
+    """Size of one data (or unified) cache of a level, from sysfs."""
+    for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        try:
+            if int((index / "level").read_text()) != level:
+                continue
+            if (index / "type").read_text().strip() == "Instruction":
+                continue
+            size = (index / "size").read_text().strip()
+        except (OSError, ValueError):
+            continue
+        return int(size.rstrip("KM")) * {"K": 1 << 10, "M": 1 << 20}.get(size[-1], 1)
+    return 0
+
+
+@functools.cache
+def _gpus() -> tuple[Gpu, ...]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    return tuple(
+        Gpu(i, p.name, (p.major, p.minor), p.total_memory)
+        for i in range(torch.cuda.device_count())
+        for p in [torch.cuda.get_device_properties(i)]
+    )
