@@ -60,9 +60,14 @@ def pause(typingctx):
     """Tells the core that this is a spin loop (``pause``, ``yield``)."""
 
     def codegen(context, builder, sig, args):
-        text = {"x86_64": "pause", "aarch64": "yield"}.get(_MACHINE, "")
-        asm = ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), text, "~{memory}", side_effect=True)
-        builder.call(asm, [])
+        void = ir.VoidType()
+        if _MACHINE == "x86_64":
+            fnty, name, hint = ir.FunctionType(void, []), "llvm.x86.sse2.pause", []
+        elif _MACHINE == "aarch64":
+            fnty, name, hint = ir.FunctionType(void, [I32]), "llvm.aarch64.hint", [I32(1)]
+        else:
+            return context.get_dummy_value()
+        builder.call(cgutils.get_or_insert_function(builder.module, fnty, name), hint)
         return context.get_dummy_value()
 
     return types.void(), codegen

@@ -1,0 +1,1 @@
+"""Machinery: threads, queues, streams, memory. Knows tensors and kernels, never transformers."""

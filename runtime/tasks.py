@@ -1,0 +1,193 @@
+"""The task queue of one fused MoE call, as the workers run it (SOSP'25 3.2; OSDI'26 3.5).
+
+One queue holds both stages: the gate-up tasks of the first active expert, of the second, ..., then
+the down tasks. A worker takes the next one by decrementing one counter. A down task owns a run of
+outputs and walks the experts in order; before each it waits at that expert's barrier, which counts
+the expert's finished gate-up tasks. So nothing waits for a whole stage, every sum has one order, and
+since whoever waits holds a later task than those it waits for, somebody is always working.
+
+The control block is int64 words, each thread-shared one on a cache line of its own. Everything here
+is ``nogil`` code on addresses; ``pool.py`` holds the threads.
+"""
+
+from __future__ import annotations
+
+from pykernels.cpu.intrin.sync import (
+    atomic_add,
+    atomic_load,
+    atomic_store,
+    call_task,
+    clock_ns,
+    futex_wait,
+    futex_wake_all,
+    pause,
+)
+from pykernels.cpu.jit import inlined, kernel
+
+_LINE = 64
+
+# Shared words: byte offsets into the control block.
+EPOCH = 0 * _LINE  # counts calls; workers sleep on it
+REMAINING = 1 * _LINE  # tasks not taken yet; zero or below: none
+DONE = 2 * _LINE  # tasks finished; the driver sleeps on it
+SLEEPERS = 3 * _LINE  # workers asleep, or about to be
+DRIVER_SLEEPS = 4 * _LINE
+WAITERS = 5 * _LINE  # workers asleep at a barrier, or about to be
+STATUS = 6 * _LINE  # first status other than 0 that a task returned
+STOP = 7 * _LINE
+FINISHED_AT = 8 * _LINE  # clock when the last task ended
+
+# Words of the current call: written by the driver before REMAINING, read by whoever holds a task.
+GATE_UP = 9 * _LINE
+DOWN = GATE_UP + 8
+JOB = GATE_UP + 16
+TASKS = GATE_UP + 24
+GATE_UP_TASKS = GATE_UP + 32
+I_CHUNKS = GATE_UP + 40  # gate-up tasks of one expert
+ACTIVE = GATE_UP + 48  # experts
+BARRIERS = GATE_UP + 56  # address of [ACTIVE] counters, a cache line each
+
+SPIN_NS = 10 * _LINE
+STARTED_AT = SPIN_NS + 8
+CONTROL_BYTES = 11 * _LINE
+BARRIER_BYTES = _LINE
+
+_PAUSES = 16  # between two looks at the clock
+
+
+@inlined
+def _wait_until_at_least(word, value, sleepers, spin_ns):
+    """Spins, then sleeps, until the word reaches ``value``."""
+    seen = atomic_load(word)
+    if seen >= value:
+        return
+    deadline = clock_ns() + spin_ns
+    while clock_ns() < deadline:
+        for _ in range(_PAUSES):
+            seen = atomic_load(word)
+            if seen >= value:
+                return
+            pause()
+    atomic_add(sleepers, 1)
+    seen = atomic_load(word)
+    while seen < value:
+        futex_wait(word, seen)
+        seen = atomic_load(word)
+    atomic_add(sleepers, -1)
+
+
+@inlined
+def _note(control, status):
+    """Keeps the first failure."""
+    if status != 0 and atomic_load(control + STATUS) == 0:
+        atomic_store(control + STATUS, status)
+
+
+@inlined
+def _gate_up(control, index, worker):
+    status = call_task(
+        atomic_load(control + GATE_UP), atomic_load(control + JOB), index, worker
+    )
+    _note(control, status)
+    chunks = atomic_load(control + I_CHUNKS)
+    barrier = atomic_load(control + BARRIERS) + index // chunks * BARRIER_BYTES
+    if atomic_add(barrier, 1) + 1 == chunks and atomic_add(control + WAITERS, 0) > 0:
+        futex_wake_all(barrier)
+
+
+@inlined
+def _down(control, chunk, worker, spin_ns):
+    function, job = atomic_load(control + DOWN), atomic_load(control + JOB)
+    active, chunks = atomic_load(control + ACTIVE), atomic_load(control + I_CHUNKS)
+    barriers = atomic_load(control + BARRIERS)
+    for expert in range(active):
+        barrier = barriers + expert * BARRIER_BYTES
+        _wait_until_at_least(barrier, chunks, control + WAITERS, spin_ns)
+        _note(control, call_task(function, job, chunk * active + expert, worker))
+
+
+@kernel()
+def work(control, worker):
+    """Takes and runs tasks until none is left to take.
+
+    A late look at REMAINING is harmless: below zero it means nothing, and above zero the task is one
+    of the current call, whose words were all written before it.
+    """
+    spin_ns = atomic_load(control + SPIN_NS)
+    while True:
+        left = atomic_add(control + REMAINING, -1)
+        if left <= 0:
+            return
+        tasks = atomic_load(control + TASKS)
+        first_stage = atomic_load(control + GATE_UP_TASKS)
+        index = tasks - left
+        if index < first_stage:
+            _gate_up(control, index, worker)
+        else:
+            _down(control, index - first_stage, worker, spin_ns)
+        if atomic_add(control + DONE, 1) + 1 == tasks:
+            atomic_store(control + FINISHED_AT, clock_ns())
+            # DONE passes ``tasks`` only now, after the clock was read: the driver waits for that.
+            atomic_add(control + DONE, 1)
+            if atomic_add(control + DRIVER_SLEEPS, 0) > 0:
+                futex_wake_all(control + DONE)
+
+
+@kernel()
+def worker_loop(control, worker):
+    """A worker's life: work, spin a while for the next call, sleep, until told to stop."""
+    spin_ns = atomic_load(control + SPIN_NS)
+    seen = 0
+    while atomic_load(control + STOP) == 0:
+        _wait_until_at_least(control + EPOCH, seen + 1, control + SLEEPERS, spin_ns)
+        seen = atomic_load(control + EPOCH)
+        work(control, worker)
+
+
+@inlined
+def _wake_workers(control):
+    atomic_add(control + EPOCH, 1)
+    if atomic_add(control + SLEEPERS, 0) > 0:
+        futex_wake_all(control + EPOCH)
+
+
+@kernel()
+def publish(control, gate_up, down, job, active, i_chunks, down_chunks, barriers):
+    """Opens a call to the workers; the call before it has been waited for."""
+    for expert in range(active):
+        atomic_store(barriers + expert * BARRIER_BYTES, 0)
+    atomic_store(control + GATE_UP, gate_up)
+    atomic_store(control + DOWN, down)
+    atomic_store(control + JOB, job)
+    atomic_store(control + ACTIVE, active)
+    atomic_store(control + I_CHUNKS, i_chunks)
+    atomic_store(control + BARRIERS, barriers)
+    atomic_store(control + GATE_UP_TASKS, active * i_chunks)
+    tasks = active * i_chunks + down_chunks
+    atomic_store(control + TASKS, tasks)
+    atomic_store(control + STATUS, 0)
+    now = clock_ns()
+    atomic_store(control + STARTED_AT, now)
+    atomic_store(control + FINISHED_AT, now)
+    atomic_store(control + DONE, 0 if tasks > 0 else 1)
+    atomic_store(control + REMAINING, tasks)
+    _wake_workers(control)
+
+
+@kernel()
+def finish(control, driver_works):
+    """Waits for the call to end, working along if the driver is one of the pool; returns the status."""
+    if driver_works:
+        work(control, 0)
+    tasks = atomic_load(control + TASKS)
+    _wait_until_at_least(
+        control + DONE, tasks + 1, control + DRIVER_SLEEPS, atomic_load(control + SPIN_NS)
+    )
+    return atomic_load(control + STATUS)
+
+
+@kernel()
+def stop(control):
+    """Tells the workers to leave."""
+    atomic_store(control + STOP, 1)
+    _wake_workers(control)
