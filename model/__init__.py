@@ -1,0 +1,31 @@
+"""Models: an unchanged Hugging Face model whose routed experts run on the CPU kernels.
+
+    import model
+
+    lm = model.from_pretrained(model.EMBEDDED)
+    tokenizer = model.load_tokenizer(model.EMBEDDED)
+    lm.generate(**tokenizer("def quicksort(xs):", return_tensors="pt"), max_new_tokens=64)
+
+Importing this package is quick: torch and transformers are imported when a name is first used.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .pretrained import from_pretrained, load_tokenizer
+
+EMBEDDED: Path = Path(__file__).parent / "embedded" / "checkpoint"
+"""Folder of the checkpoint that ships with the package."""
+
+__all__ = ["EMBEDDED", "from_pretrained", "load_tokenizer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("from_pretrained", "load_tokenizer"):
+        from . import pretrained
+
+        return getattr(pretrained, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

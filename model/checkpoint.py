@@ -1,0 +1,213 @@
+"""A folder of safetensors files, checked whole before use and read one tensor at a time.
+
+File format: 8 bytes little-endian header length, a JSON header `{name: {dtype, shape,
+data_offsets}}`, then the data (safetensors specification 0.x). Reads go through `pread` into fresh
+memory, never through a mapping, so the resident memory is what was asked for and no more.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pykernels.errors import PykernelsError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+_MAX_HEADER = 100_000_000  # the specification's own limit
+_READ = 1 << 30  # bytes a `pread`: Linux moves at most 2 GiB - 4 KiB in one call
+_AGAIN = "Download the checkpoint again"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where one stored tensor lies. `dtype` is the format's own name (`BF16`, `F8_E4M3` ...)."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A contiguous part of a stored tensor: all of it, or rows of one expert's matrix.
+
+    `expert` picks one matrix of a fused [E, N, K] tensor, `rows` a range of the matrix's rows.
+    """
+
+    name: str
+    expert: int | None = None
+    rows: tuple[int, int] | None = None
+
+
+class Checkpoint:
+    """The tensors of a checkpoint folder.
+
+    `Checkpoint(folder)` reads every header and compares it with the file's size, so an absent or
+    half-downloaded shard is found before anything is loaded. Raises `PykernelsError`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tensors = _indexed(folder) if (folder / INDEX).is_file() else _single(folder)
+        self._files: dict[Path, int] = {}
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+
+    def shape(self, part: Part) -> tuple[int, ...]:
+        """Shape of `part` as `read` will return it."""
+        shape = self.tensors[part.name].shape
+        if part.expert is not None:
+            shape = shape[1:]
+        if part.rows is not None:
+            shape = (part.rows[1] - part.rows[0], *shape[1:])
+        return shape
+
+    def nbytes(self, part: Part) -> int:
+        """Bytes that `read` will take from the disk."""
+        info = self.tensors[part.name]
+        return info.nbytes // max(1, math.prod(info.shape)) * math.prod(self.shape(part))
+
+    def read(self, part: Part) -> torch.Tensor:
+        """One freshly allocated CPU tensor, in its stored dtype."""
+        info = self.tensors[part.name]
+        shape = self.shape(part)
+        begin, size = info.start, self.nbytes(part)
+        if part.expert is not None:
+            begin += part.expert * (info.nbytes // info.shape[0])
+        if part.rows is not None and part.rows[1] > part.rows[0]:
+            begin += part.rows[0] * (size // (part.rows[1] - part.rows[0]))
+        buffer = torch.empty(size, dtype=torch.uint8)
+        self._fill(info.file, begin, buffer.numpy().data)
+        return buffer.view(DTYPES[info.dtype]).view(shape)
+
+    def _fill(self, file: Path, begin: int, view: memoryview) -> None:
+        if file not in self._files:
+            self._files[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        done = 0
+        while done < len(view):
+            got = os.preadv(self._files[file], [view[done : done + _READ]], begin + done)
+            if got == 0:
+                raise PykernelsError(f"{file} ended while it was being read", _AGAIN)
+            done += got
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in `file`; one clear line if it is absent, unreadable or something else."""
+    try:
+        value = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise PykernelsError(
+            f"{file} is missing", "Give the folder of a Hugging Face checkpoint"
+        ) from None
+    except OSError as error:
+        raise PykernelsError(f"{file} cannot be read: {error.strerror}", _AGAIN) from None
+    except ValueError as error:
+        raise PykernelsError(f"{file} is not valid JSON: {error}", _AGAIN) from None
+    if not isinstance(value, dict):
+        raise PykernelsError(f"{file} holds no JSON object", _AGAIN)
+    return value
+
+
+def _single(folder: Path) -> dict[str, TensorInfo]:
+    if (folder / SINGLE).is_file():
+        return _header(folder / SINGLE)
+    if any(folder.glob("*.safetensors")):
+        raise PykernelsError(f"{folder} has safetensors files but no {INDEX}", _AGAIN)
+    if any(folder.glob("*.bin")) or any(folder.glob("*.gguf")):
+        raise PykernelsError(
+            f"{folder} holds weights in another format than safetensors",
+            "Get the safetensors version of the checkpoint",
+        )
+    raise PykernelsError(f"{folder} has neither {SINGLE} nor {INDEX}", _AGAIN)
+
+
+def _indexed(folder: Path) -> dict[str, TensorInfo]:
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise PykernelsError(f"{folder / INDEX} has no weight_map", _AGAIN)
+    shards = sorted(set(weight_map.values()))
+    for shard in shards:
+        if Path(shard).name != shard:
+            raise PykernelsError(
+                f"{folder / INDEX} names a file outside its folder: {shard}", _AGAIN
+            )
+    if absent := [shard for shard in shards if not (folder / shard).is_file()]:
+        raise PykernelsError(
+            f"{len(absent)} of {len(shards)} shards of {folder} are missing: {absent[0]}",
+            "Download the missing files",
+        )
+    headers = {shard: _header(folder / shard) for shard in shards}
+    if lost := [name for name, shard in weight_map.items() if name not in headers[shard]]:
+        raise PykernelsError(
+            f"{folder / INDEX} names {len(lost)} tensors that their shard does not hold, "
+            f"the first is {lost[0]} in {weight_map[lost[0]]}",
+            "Download the index and the shards again, from one revision",
+        )
+    return {name: headers[shard][name] for name, shard in weight_map.items()}
+
+
+def _header(file: Path) -> dict[str, TensorInfo]:
+    """Parse and check one file's header against its size."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(size - 8, _MAX_HEADER):
+            raise PykernelsError(f"{file} is cut off or no safetensors file ({size} bytes)", _AGAIN)
+        try:
+            header = json.loads(stream.read(length))
+            header.pop("__metadata__", None)
+            base = 8 + length
+            tensors = {name: _info(file, base, entry) for name, entry in header.items()}
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise PykernelsError(f"{file} has a broken safetensors header", _AGAIN) from None
+    promised = max((info.stop for info in tensors.values()), default=base)
+    if size != promised:
+        state = "half-downloaded" if size < promised else "corrupt"
+        raise PykernelsError(
+            f"{file} is {state}: it has {size} bytes and its header promises {promised}", _AGAIN
+        )
+    return tensors
+
+
+def _info(file: Path, base: int, entry: dict[str, Any]) -> TensorInfo:
+    shape = tuple(int(n) for n in entry["shape"])
+    start, stop = (base + int(n) for n in entry["data_offsets"])
+    info = TensorInfo(file, str(entry["dtype"]), shape, start, stop)
+    known = DTYPES.get(info.dtype)
+    if stop < start or (known is not None and math.prod(shape) * known.itemsize != info.nbytes):
+        raise ValueError("offsets and shape disagree")
+    return info

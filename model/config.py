@@ -1,0 +1,102 @@
+"""`config.json` to a transformers configuration, with what we cannot run told at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from pykernels.errors import PykernelsError
+
+from .checkpoint import read_json
+
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""Architectures that are another one under a new name.
+
+transformers does not know `kimi_k2`; taken as it stands, its loader leaves every expert random.
+"""
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+}
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """The model's configuration, its `quantization_config` checked and taken off.
+
+    The quantization is ours to undo (see `model.loading`): left in place, transformers would look
+    for its own quantizer. Raises `PykernelsError` for an unknown architecture or weight format.
+    """
+    if not folder.is_dir():
+        raise PykernelsError(
+            f"There is no folder {folder}", "Give the folder of a downloaded checkpoint"
+        )
+    data = read_json(folder / "config.json")
+    model_type = data.get("model_type")
+    if not isinstance(model_type, str):
+        raise PykernelsError(
+            f"{folder / 'config.json'} has no model_type", "Give the config.json of the checkpoint"
+        )
+    model_type = ALIASES.get(model_type, model_type)
+    if model_type not in CONFIG_MAPPING:
+        raise _unknown(model_type)
+    check_quantization(data.pop("quantization_config", None), folder)
+    data.pop("auto_map", None)  # no code from the checkpoint is ever run
+    try:
+        config = CONFIG_MAPPING[model_type].from_dict({**data, "model_type": model_type})
+    except Exception as error:  # transformers validates with several exception types of its own
+        raise PykernelsError(
+            f"{folder / 'config.json'} is no valid {model_type} configuration: {error}",
+            "Download config.json again",
+        ) from error
+    config._name_or_path = str(folder)
+    return config
+
+
+def check_quantization(quantization: Any, folder: Path) -> None:
+    """Accept DeepSeek's FP8 (E4M3, one scale a 128x128 block, dynamic activations) or none."""
+    if not quantization:
+        return
+    wanted = {
+        "quant_method": ("fp8",),
+        "fmt": ("e4m3", None),
+        "activation_scheme": ("dynamic", None),
+        "weight_block_size": ([128, 128],),
+    }
+    for key, accepted in wanted.items():
+        value = quantization.get(key) if isinstance(quantization, dict) else quantization
+        if value not in accepted:
+            raise PykernelsError(
+                f"{folder} is quantized with {key} {value!r}, which cannot be read",
+                "Get the checkpoint in bf16, or in FP8 with 128x128 blocks as DeepSeek's are",
+            )
+
+
+def resolve_dtype(dtype: str | torch.dtype | None, config: PretrainedConfig) -> torch.dtype:
+    """The dtype of everything but the experts: as asked, else the config's, else bfloat16."""
+    chosen: Any = dtype if dtype is not None else config.dtype
+    if chosen is None:
+        return torch.bfloat16
+    if isinstance(chosen, str):
+        chosen = DTYPES.get(chosen, chosen)
+    if not isinstance(chosen, torch.dtype) or chosen not in DTYPES.values():
+        raise PykernelsError(
+            f"The dtype {chosen} cannot be used", f"Use one of {', '.join(DTYPES)}"
+        )
+    return chosen
+
+
+def _unknown(model_type: str) -> PykernelsError:
+    from .rules import known_architectures
+
+    return PykernelsError(
+        f"The architecture {model_type!r} is not known",
+        f"Use a checkpoint of one of {', '.join(known_architectures())}",
+    )

@@ -1,0 +1,149 @@
+"""Fill an injected meta model from its checkpoint, one tensor or one expert at a time."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from pykernels.errors import PykernelsError
+from pykernels.quant import Weight, get_format
+
+from .checkpoint import Checkpoint
+from .convert import Dense, Experts, Matrix, Plan
+from .modules.moe import FusedMoE
+from .progress import Callback
+
+
+def load(
+    model: PreTrainedModel,
+    plan: Plan,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    report: Callback,
+) -> None:
+    """Stream `plan` into `model`: experts packed in main memory, the rest on `device` in `dtype`.
+
+    At any time at most one tensor (or one expert) is held besides the model itself.
+    """
+    if plan.lossy:
+        warnings.warn(
+            f"The experts are stored in {plan.lossy} and run in bfloat16, which keeps 8 bits of "
+            "their mantissa.",
+            stacklevel=3,
+        )
+    total = sum(_nbytes(checkpoint, item) for item in plan.items)
+    done = 0
+    for item in plan.items:
+        if isinstance(item, Dense):
+            tensor = matrix(checkpoint, item.source, item.dtype).to(device)
+            _place(model, item.name, tensor)
+            del tensor
+            done += _nbytes(checkpoint, item)
+            report(done, total)
+            continue
+        module: Any = model.get_submodule(item.name)
+        one = _nbytes(checkpoint, item) // len(item.experts)
+        fill = _fill_packed if isinstance(module, FusedMoE) else _fill_fused
+        for _ in fill(module, item, checkpoint, device, dtype):
+            done += one
+            report(done, total)
+    _finish(model, device)
+
+
+def matrix(checkpoint: Checkpoint, source: Matrix, dtype: torch.dtype) -> torch.Tensor:
+    """A stored tensor in `dtype`: cast, or E4M3 times its block scales rounded once."""
+    data = checkpoint.read(source.data)
+    if source.scale is None:
+        return data.to(dtype)
+    scale = checkpoint.read(source.scale).float()
+    return get_format("fp8").dequantize(Weight(data, scale)).to(dtype)
+
+
+def expert_weight(checkpoint: Checkpoint, source: Matrix, fmt: str) -> Weight:
+    """A stored expert matrix as a `Weight` in `fmt`: as it is where it can, else converted."""
+    if fmt == "bf16":
+        return Weight(matrix(checkpoint, source, torch.bfloat16))
+    if source.scale is None:
+        return get_format(fmt).quantize(matrix(checkpoint, source, torch.float32))
+    return Weight(checkpoint.read(source.data), checkpoint.read(source.scale).float())
+
+
+def _fill_packed(
+    module: FusedMoE, item: Experts, checkpoint: Checkpoint, *_: object
+) -> Iterator[int]:
+    routed = module.allocate(item.stored)
+    fmt = module.packed_format(item.stored)
+    for e, (gate, up, down) in enumerate(item.experts):
+        routed.load_expert(e, *(expert_weight(checkpoint, m, fmt) for m in (gate, up, down)))
+        yield e
+
+
+def _fill_fused(
+    module: Any, item: Experts, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+) -> Iterator[int]:
+    for leaf, meta in list(module.named_parameters(recurse=False)):
+        tensor = torch.empty(meta.shape, dtype=dtype, device=device)
+        setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
+    gate_up, down_all = module.gate_up_proj, module.down_proj  # [E, 2 I, H], [E, H, I]
+    I = down_all.shape[2]  # noqa: E741
+    for e, (gate, up, down) in enumerate(item.experts):
+        gate_up[e, :I].copy_(matrix(checkpoint, gate, dtype))
+        gate_up[e, I:].copy_(matrix(checkpoint, up, dtype))
+        down_all[e].copy_(matrix(checkpoint, down, dtype))
+        yield e
+
+
+def _place(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    parent, _, leaf = name.rpartition(".")
+    module = model.get_submodule(parent)
+    if leaf in module._parameters:
+        setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
+    else:
+        module._buffers[leaf] = tensor
+
+
+def _finish(model: PreTrainedModel, device: torch.device) -> None:
+    """Rebuild what no checkpoint stores, tie what is tied, and check that nothing was forgotten."""
+    _rebuild_computed(model, device)
+    model.tie_weights()
+    model.requires_grad_(False)
+    model.eval()
+    for module in model.modules():
+        if isinstance(module, FusedMoE) and (module.routed is None or module.routed.missing()):
+            raise RuntimeError(f"{module.name}: experts were left out of the load plan")
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    if left := [name for name, tensor in tensors if tensor.is_meta]:
+        raise RuntimeError(f"left out of the load plan: {left[:3]}")
+
+
+def _rebuild_computed(model: PreTrainedModel, device: torch.device) -> None:
+    """Make modules with computed buffers (rotary frequencies) anew, off the meta device.
+
+    Non-persistent buffers are in no checkpoint, and values computed on meta are lost.
+    """
+    for name, module in list(model.named_modules()):
+        lost = [n for n in module._non_persistent_buffers_set if module._buffers[n] is not None]
+        if not lost or not any(module._buffers[n].is_meta for n in lost):
+            continue
+        config = getattr(module, "config", None)
+        if config is None or list(module.children()) or list(module.parameters()):
+            raise PykernelsError(
+                f"{name} ({type(module).__name__}) has computed values that cannot be rebuilt",
+                "Use an architecture that has rules",
+            )
+        parent, _, leaf = name.rpartition(".")
+        with torch.device("cpu"):  # the same frequencies whatever the device
+            rebuilt = type(module)(config)
+        setattr(model.get_submodule(parent), leaf, rebuilt.to(device))
+
+
+def _nbytes(checkpoint: Checkpoint, item: Dense | Experts) -> int:
+    matrices = [item.source] if isinstance(item, Dense) else [m for e in item.experts for m in e]
+    parts = [part for m in matrices for part in (m.data, m.scale) if part is not None]
+    return sum(checkpoint.nbytes(part) for part in parts)

@@ -1,0 +1,74 @@
+"""How much memory a load plan takes, and whether the machine has it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from pykernels.errors import PykernelsError
+from runtime.experts import RoutedExperts
+
+from .checkpoint import Checkpoint
+from .convert import Dense, Experts, Plan
+from .modules.moe import FusedMoE
+
+GIB = 1 << 30
+
+
+def needed(
+    plan: Plan, model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+) -> tuple[int, int]:
+    """(main memory, device memory) in bytes that loading takes at its peak.
+
+    Packed experts are in main memory, the rest on `device` (which may be the CPU: then device
+    memory is 0). On top comes the largest single step: a tensor as stored and as float32.
+    """
+    experts = dense = step = 0
+    for item in plan.items:
+        if isinstance(item, Dense):
+            size = math.prod(checkpoint.shape(item.source.data))
+            dense += size * item.dtype.itemsize
+            step = max(step, checkpoint.nbytes(item.source.data) + size * (4 + item.dtype.itemsize))
+            continue
+        module = model.get_submodule(item.name)
+        if isinstance(module, FusedMoE):
+            experts += RoutedExperts.bytes_needed(module.shape, module.packed_format(item.stored))
+        else:
+            dense += sum(p.numel() for p in module.parameters()) * dtype.itemsize
+        # One expert at a time: as stored, and as float32 if it is converted.
+        one = sum(checkpoint.nbytes(m.data) for m in item.experts[0])
+        step = max(step, one + 4 * _weights(checkpoint, item))
+    if device.type == "cpu":
+        return experts + dense + step, 0
+    return experts + step, dense
+
+
+def check(main: int, on_device: int, device: torch.device) -> None:
+    """Raise `PykernelsError` with both numbers if the memory that is free now does not do."""
+    free = available()
+    if main > free:
+        raise PykernelsError(
+            f"The model needs {main / GIB:.1f} GiB of main memory, {free / GIB:.1f} GiB are free",
+            "Free memory, use a machine with more of it, or a smaller checkpoint",
+        )
+    if on_device:
+        free = torch.cuda.mem_get_info(device)[0]
+        if on_device > free:
+            raise PykernelsError(
+                f"All but the experts needs {on_device / GIB:.1f} GiB on {device}, "
+                f"{free / GIB:.1f} GiB are free",
+                "Free memory on the GPU or use --device cpu",
+            )
+
+
+def available() -> int:
+    """Bytes of main memory that a new allocation can have now, cgroup limits included."""
+    from runtime.topology import Topology
+
+    return Topology.detect().memory_available
+
+
+def _weights(checkpoint: Checkpoint, item: Experts) -> int:
+    return sum(math.prod(checkpoint.shape(m.data)) for m in item.experts[0])

@@ -1,0 +1,166 @@
+"""`FusedMoE`: a Hugging Face MoE block whose routed experts run on the CPU kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from pykernels.errors import PykernelsError
+from pykernels.shapes import MoEShape
+from runtime.experts import RoutedExperts
+
+from ..operators import Operator, Place, operator
+
+FORMATS = ("auto", "fp8", "bf16")
+SHARED = ("shared_experts", "shared_expert", "shared_expert_gate")
+"""Children of a block that every token passes through, under the names that models give them."""
+
+
+@operator
+class FusedMoE(Operator):
+    """Router and shared experts as they were; routed experts packed for the CPU.
+
+    Takes the place of a whole block, so that the CPU works on the routed experts while the shared
+    ones run on the model's device. The packed weights are neither parameters nor buffers: `.to()`
+    leaves them in main memory. Inference only.
+
+    Rule's kwargs: `kernel` auto | avx512 | generic (default: the caller's choice); `format` auto
+    (as stored) | fp8 | bf16 (converted while loading). Rule's device: `cpu` only.
+
+    Source: KTransformers (SOSP 2025), section 3.3 (asynchronous scheduling) and Listing 1.
+    """
+
+    def __init__(
+        self,
+        original: Any,
+        place: Place,
+        *,
+        kernel: str | None = None,
+        format: str = "auto",
+    ) -> None:
+        super().__init__(original, place)
+        if format not in FORMATS:
+            raise PykernelsError(
+                f"{place.name}: there is no expert format {format!r}",
+                f"Use one of {', '.join(FORMATS)}",
+            )
+        if place.device not in (None, "cpu"):
+            raise PykernelsError(
+                f"{place.name}: routed experts cannot run on {place.device!r}",
+                "Write device: cpu in the rule, or drop the rule to leave the block as it is",
+            )
+        self.name = place.name
+        self.kernel = kernel or place.kernel
+        self.format = format
+        self.shape = block_shape(original, place)
+        self.gate: nn.Module = original.gate
+        for child in SHARED:
+            if hasattr(original, child):
+                setattr(self, child, getattr(original, child))
+        self.routed: RoutedExperts | None = None
+
+    def allocate(self, stored: str) -> RoutedExperts:
+        """Make room for the packed experts of a checkpoint that stores them as `stored`."""
+        self.routed = RoutedExperts(self.shape, self.packed_format(stored), kernel=self.kernel)
+        return self.routed
+
+    def packed_format(self, stored: str) -> str:
+        """fp8 or bf16: what the experts are packed as, `stored` being what the checkpoint has."""
+        return stored if self.format == "auto" else self.format
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Same as the block's own: [..., H] in and out, in the same dtype and device.
+
+        Raises `PykernelsError` in training mode, on inputs that need gradients, and before the
+        weights are loaded.
+        """
+        routed = self._ready(hidden_states)
+        x = hidden_states.reshape(-1, self.shape.H)  # [T, H]
+        _, weights, ids = self.gate(x)  # [T, topk] both
+        # float16 has no expert kernel: its values fit float32 exactly.
+        rows = x.float() if x.dtype == torch.float16 else x
+        ticket = routed.submit(
+            rows.to("cpu").contiguous(),
+            ids.to("cpu", torch.int64).contiguous(),
+            weights.to("cpu", torch.float32).contiguous(),
+        )
+        try:
+            shared = self._shared(x)  # the workers are busy with the routed experts meanwhile
+        finally:
+            out = routed.sync(ticket)  # [T, H]; also on an error: the workers still read `rows`
+        out = out.to(x.device, x.dtype)
+        if shared is not None:
+            out = out + shared
+        return out.reshape(hidden_states.shape)
+
+    def extra_repr(self) -> str:
+        packed = "not loaded" if self.routed is None else "on the CPU"
+        return f"{self.shape}, kernel={self.kernel}, format={self.format}, experts {packed}"
+
+    def _shared(self, x: torch.Tensor) -> torch.Tensor | None:
+        parts = self._modules
+        if (shared := parts.get("shared_experts")) is not None:
+            return shared(x)
+        if (shared := parts.get("shared_expert")) is not None:
+            gate = parts["shared_expert_gate"]
+            assert gate is not None  # block_shape has seen to it
+            return torch.sigmoid(gate(x)) * shared(x)
+        return None
+
+    def _ready(self, hidden_states: torch.Tensor) -> RoutedExperts:
+        if self.training or (torch.is_grad_enabled() and hidden_states.requires_grad):
+            raise PykernelsError(
+                f"{self.name}: the CPU experts cannot be trained",
+                "Call model.eval() and run under torch.no_grad()",
+            )
+        if self.routed is None:
+            raise PykernelsError(
+                f"{self.name}: its experts are not loaded", "Load with model.from_pretrained"
+            )
+        return self.routed
+
+    def _save_to_state_dict(self, *_: object) -> None:
+        # Without this a saved model would lack its experts and nobody would be told.
+        raise PykernelsError(
+            f"{self.name}: packed experts are in no state dict",
+            "Copy the checkpoint's own files instead of saving the model",
+        )
+
+
+def block_shape(block: Any, place: Place) -> MoEShape:
+    """Sizes of a Hugging Face MoE block; `PykernelsError` if it is one we cannot take over.
+
+    What is needed: `gate` that returns (logits, weights, indices), and `experts` with the fused
+    `gate_up_proj` [E, 2 I, H] (gate first) and `down_proj` [E, H, I], no biases, SiLU.
+    """
+    known = {"gate", "experts", *SHARED}
+    experts = getattr(block, "experts", None)
+    children = {name for name, _ in block.named_children()}
+    where = f"{place.name} ({type(block).__name__})"
+    mend = "Drop the rule for it, so that transformers runs the block itself"
+    if experts is not None and any(n.endswith("bias") for n, _ in experts.named_parameters()):
+        raise PykernelsError(f"{where} has experts with biases, for which there is no kernel", mend)
+    if not {"gate", "experts"} <= children:
+        raise PykernelsError(f"{where} is no MoE block with a gate and experts", mend)
+    if strange := sorted(children - known):
+        raise PykernelsError(f"{where} has parts that are not known: {', '.join(strange)}", mend)
+    if ("shared_expert" in children) != ("shared_expert_gate" in children):
+        raise PykernelsError(f"{where} has a shared_expert without its gate", mend)
+    activation = getattr(place.config, "hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise PykernelsError(f"{where} uses {activation!r}, the kernels have silu only", mend)
+    gate_up, down = getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
+    if gate_up is None or down is None or gate_up.ndim != 3 or down.ndim != 3:
+        raise PykernelsError(f"{where} has experts of a layout that is not known", mend)
+    E, H, I = down.shape  # noqa: E741
+    if gate_up.shape != (E, 2 * I, H):
+        raise PykernelsError(f"{where} has experts of a layout that is not known", mend)
+    return MoEShape(E=E, H=H, I=I, topk=int(block.gate.top_k))
+
+
+def routed_experts(model: nn.Module) -> list[RoutedExperts]:
+    """The packed experts of a model, in the order of its layers."""
+    blocks = (module for module in model.modules() if isinstance(module, FusedMoE))
+    return [block.routed for block in blocks if block.routed is not None]

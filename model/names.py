@@ -1,0 +1,145 @@
+"""Stored tensor names under the names that the model uses, each to be asked for once."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
+
+from pykernels.errors import PykernelsError
+
+from .checkpoint import Checkpoint, Part
+
+FLOATS = ("BF16", "F16", "F32")
+BLOCK = 128  # rows and columns that share one FP8 scale
+CHECK = "Check that config.json belongs to this checkpoint, or download it again"
+
+_EXPERT = re.compile(r"(?P<block>.+\.experts)\.(?P<e>\d+)\.(?P<proj>\w+?)\.(?P<what>weight\w*)$")
+_PROJ = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Where one tensor is stored: its values and, for FP8, its block scales."""
+
+    data: Part
+    scale: Part | None = None
+
+
+class Names:
+    """Stored names under the names that the model uses, taken off one by one."""
+
+    def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.config = model.config
+        renamings = [
+            t
+            for t in get_model_conversion_mapping(model, add_legacy=False)
+            if isinstance(t, WeightRenaming)
+        ]
+        self.stored: dict[str, str] = {}
+        for name in checkpoint.tensors:
+            key = name
+            for renaming in renamings:
+                key, _ = renaming.rename_source_key(key)
+            if match := _EXPERT.match(key):
+                proj = _PROJ.get(match["proj"], match["proj"])
+                key = f"{match['block']}.{match['e']}.{proj}.{match['what']}"
+            self.stored[key] = name
+        self.left = set(self.stored)
+        self.missing: list[str] = []
+        self.ignored = ignored(model)
+
+    def take(self, key: str, shape: tuple[int, ...]) -> Matrix | None:
+        """The tensor called `key` of exactly `shape`, with its scales; None notes it as missing."""
+        if key not in self.stored:
+            self.missing.append(key)
+            return None
+        part = Part(self.stored[key])
+        self.left.discard(key)
+        info = self.checkpoint.tensors[part.name]
+        if info.shape != shape:
+            raise PykernelsError(
+                f"{part.name} has the shape {list(info.shape)}, the model needs {list(shape)}",
+                CHECK,
+            )
+        scale_key = f"{key}_scale_inv"
+        if info.dtype == "F8_E4M3":
+            if scale_key not in self.stored:
+                self.missing.append(scale_key)
+                return None
+            self.left.discard(scale_key)
+            return Matrix(part, self._scale(scale_key, part.name, shape))
+        return Matrix(part)
+
+    def _scale(self, key: str, of: str, shape: tuple[int, ...]) -> Part:
+        part = Part(self.stored[key])
+        info = self.checkpoint.tensors[part.name]
+        *fused, N, K = shape
+        needed = (*fused, -(-N // BLOCK), -(-K // BLOCK))
+        if info.shape != needed or info.dtype not in FLOATS:
+            raise PykernelsError(
+                f"{part.name} is {info.dtype} {list(info.shape)}, {of} needs F32 {list(needed)}",
+                CHECK,
+            )
+        return part
+
+    def finish(self) -> None:
+        """Raise `PykernelsError` for tensors that lack, or that no module wants."""
+        if self.missing:
+            raise PykernelsError(
+                f"{len(self.missing)} tensors are missing in {self.checkpoint.folder}: "
+                f"{_few(self.missing)}",
+                CHECK,
+            )
+        extra = sorted(self.stored[key] for key in self.left if not self.ignored.search(key))
+        if extra:
+            raise PykernelsError(
+                f"{self.checkpoint.folder} has {len(extra)} tensors that the model has no place "
+                f"for: {_few(extra)}",
+                CHECK,
+            )
+
+
+def tied(model: PreTrainedModel, names: Names) -> tuple[set[str], dict[str, str]]:
+    """What tying fills: the names to leave out, and `{source: target}` where only the target of a
+    tie is stored and its source takes that tensor.
+
+    Tied in the config but stored twice with other values: an error, one of the two is wrong.
+    """
+    skip: set[str] = set()
+    instead: dict[str, str] = {}
+    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        skip.add(target)
+        if target not in names.stored:
+            continue
+        if source not in names.stored:
+            instead[source] = target
+            continue
+        names.left.discard(target)
+        a, b = (names.checkpoint.read(Part(names.stored[key])) for key in (target, source))
+        if a.shape != b.shape or not torch.equal(a, b):
+            raise PykernelsError(
+                f"The config ties {target} to {source}, the checkpoint stores two different ones",
+                "Set tie_word_embeddings to false in config.json",
+            )
+    return skip, instead
+
+
+def ignored(model: PreTrainedModel) -> re.Pattern[str]:
+    """Stored names that need no place: the model's own list, old rotary buffers, MTP layers."""
+    patterns = list(model._keys_to_ignore_on_load_unexpected or ())
+    patterns.append(r"rotary_emb\.inv_freq$")
+    config = model.config
+    layers = config.num_hidden_layers
+    extra = getattr(config, "num_nextn_predict_layers", None) or 0
+    patterns += [rf"^model\.layers\.{layers + i}\." for i in range(extra)]
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
+
+
+def _few(names: list[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (" ..." if len(names) > most else "")

@@ -1,0 +1,144 @@
+"""`from_pretrained`: the one call from a checkpoint folder to a model that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from pykernels.errors import PykernelsError
+from runtime.pool import configure_default_pool
+
+from . import memory
+from .checkpoint import Checkpoint
+from .config import read_config, resolve_dtype
+from .convert import make_plan
+from .inject import inject
+from .loading import load
+from .progress import Callback, reporting
+from .rules import Rule, default_rules, load_rules, parse_rules
+
+Rules = str | Path | Sequence[Rule | dict[str, Any]] | None
+
+
+def from_pretrained(
+    path: str | Path,
+    rules: Rules = None,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype | None = None,
+    threads: int | None = None,
+    kernel: str = "auto",
+    progress: bool | Callback | None = None,
+) -> PreTrainedModel:
+    """Load a checkpoint with its routed experts on the CPU kernels.
+
+    The result is transformers' own model class with its own interface (`generate`, `forward`,
+    `config`); only its MoE blocks are replaced.
+
+    Args:
+        path: folder with config.json, safetensors and their index.
+        rules: a YAML file, a list of rules, or None for those shipped for the architecture; an
+            empty list leaves the model as transformers has it.
+        device: where all but the routed experts goes: "cpu" or "cuda:0".
+        dtype: of all but the routed experts; None: the config's (bfloat16 as a rule).
+        threads: workers of the experts, shared by all models of the process; None: as they are.
+        kernel: auto, avx512 or generic; a rule's own `kernel` goes before it.
+        progress: None: a bar on a terminal for loads over a second; True, False, or a callable
+            that gets (bytes done, bytes in all).
+
+    Raises:
+        PykernelsError: anything wrong with the checkpoint, the rules, the device or the memory,
+            in one line with its mend, before a weight is loaded.
+    """
+    folder = Path(path)
+    place = check_device(device)
+    config = read_config(folder)
+    chosen = resolve_dtype(dtype, config)
+    parsed = resolve_rules(rules, config.model_type)
+    if threads is not None:
+        configure_default_pool(threads)
+    with Checkpoint(folder) as checkpoint:
+        model = build_meta(config, chosen)
+        inject(model, parsed, kernel)
+        plan = make_plan(model, checkpoint, chosen)
+        memory.check(*memory.needed(plan, model, checkpoint, chosen, place), place)
+        with reporting(progress) as report:
+            load(model, plan, checkpoint, place, chosen, report)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer; `PykernelsError` if the folder has none that can be read."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise PykernelsError(
+            f"There is no folder {folder}", "Give the folder of a downloaded checkpoint"
+        )
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        raise PykernelsError(
+            f"{folder} has neither tokenizer.json nor tokenizer.model",
+            "Download the tokenizer's files too",
+        )
+    try:
+        # The configuration is only asked for the tokenizer's class; ours knows every alias.
+        return AutoTokenizer.from_pretrained(folder, config=read_config(folder))
+    except PykernelsError:
+        raise
+    except Exception as error:  # tokenizers raises bare Exception for a broken file
+        raise PykernelsError(
+            f"The tokenizer of {folder} cannot be read: {error}", "Download its files again"
+        ) from error
+
+
+def check_device(device: str | torch.device) -> torch.device:
+    """`device` if it is there, else `PykernelsError`."""
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise PykernelsError(f"There is no device {device!r}", "Use cpu or cuda:0") from None
+    if place.type == "cpu":
+        return place
+    if place.type != "cuda":
+        raise PykernelsError(f"The device {device} is not supported", "Use cpu or cuda:0")
+    if not torch.cuda.is_available():
+        raise PykernelsError(
+            f"The device {device} was asked for, but this PyTorch sees no CUDA GPU",
+            "Use --device cpu, or install a CUDA build of PyTorch and the driver",
+        )
+    if (place.index or 0) >= torch.cuda.device_count():
+        last = torch.cuda.device_count() - 1
+        raise PykernelsError(f"There is no GPU {device}", f"The last one is cuda:{last}")
+    return place
+
+
+def resolve_rules(rules: Rules, model_type: str) -> list[Rule]:
+    """Rules as given, from a file, or the shipped ones."""
+    if rules is None:
+        return default_rules(model_type)
+    if isinstance(rules, (str, Path)):
+        return load_rules(Path(rules))
+    return parse_rules(rules, "the given rules")
+
+
+def build_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of `config` without weights."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except Exception as error:  # a config can be wrong in as many ways as there are models
+        raise PykernelsError(
+            f"transformers cannot build a {config.model_type} language model: {error}",
+            "Check config.json",
+        ) from error

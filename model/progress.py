@@ -1,0 +1,65 @@
+"""The bar of a long load: share done, GB/s, time left."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+Callback = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all) after every step of a load."""
+
+_PATIENCE = 1.0  # seconds a load may take before a bar appears
+
+
+class _Rate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(f"{(task.speed or 0) / 1e9:.2f} GB/s")
+
+
+@contextmanager
+def reporting(progress: bool | Callback | None) -> Iterator[Callback]:
+    """What to call while loading.
+
+    `None`: a bar on stderr if that is a terminal and the load lasts over a second; True: the same
+    wherever stderr goes; False: nothing; a callable: that.
+    """
+    if callable(progress):
+        yield progress
+        return
+    if progress is False or (progress is None and not sys.stderr.isatty()):
+        yield lambda done, total: None
+        return
+    bar = Progress(
+        TextColumn("loading"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f} %"),
+        _Rate(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    task = bar.add_task("loading", total=None)
+    started = time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        if not bar.live.is_started and time.monotonic() - started > _PATIENCE and done < total:
+            bar.start()
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield report
+    finally:
+        bar.stop()

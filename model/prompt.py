@@ -1,0 +1,63 @@
+"""What a model is given to go on from: token ids of a prompt, the text of a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from pykernels.errors import PykernelsError
+
+
+def encode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """Token ids of a prompt, with the first token that the model was trained to see.
+
+    A prompt that already starts with that token's text (a chat template writes it) gets no second
+    one. An empty prompt is the first token alone. Raises `PykernelsError` if there is none.
+    """
+    bos = tokenizer.bos_token
+    special = not (bos and prompt.startswith(bos))
+    ids: list[int] = tokenizer(prompt, add_special_tokens=special)["input_ids"]
+    if ids:
+        return ids
+    first = tokenizer.bos_token_id
+    if first is None:
+        first = model.config.bos_token_id
+    if first is None:
+        raise PykernelsError(
+            "The prompt is empty and the model has no token to begin with", "Give some text"
+        )
+    return [first]
+
+
+def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]) -> str:
+    """The text that asks for the assistant's next answer.
+
+    `messages`: `{"role": "system" | "user" | "assistant", "content": ...}`, oldest first. Written
+    by the tokenizer's chat template; by a plain transcript if it has none.
+    """
+    if tokenizer.chat_template:
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        )
+    lines = [f"{message['role'].capitalize()}: {message['content']}\n" for message in messages]
+    return "".join(lines) + "Assistant:"
+
+
+def check_context(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int) -> None:
+    """Raise `PykernelsError` if a prompt and its continuation do not fit the model's context."""
+    context = getattr(model.config, "max_position_embeddings", None)
+    if context is None or prompt_tokens + max_new_tokens <= context:
+        return
+    if prompt_tokens >= context:
+        raise PykernelsError(
+            f"The prompt has {prompt_tokens} tokens, the model's context is {context}",
+            "Shorten the prompt",
+        )
+    raise PykernelsError(
+        f"The prompt's {prompt_tokens} tokens and {max_new_tokens} new ones do not fit the model's "
+        f"context of {context}",
+        f"Ask for at most {context - prompt_tokens} new tokens or shorten the prompt",
+    )

@@ -1,0 +1,175 @@
+"""Injection: which modules a rule takes, and what a rule that cannot work says."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from model.inject import inject, is_class
+from model.modules.moe import FusedMoE
+from model.operators import OPERATORS, Operator, Place, operator
+from model.rules import default_rules, parse_rules
+from pykernels.errors import PykernelsError
+
+from . import tiny
+
+
+def meta(model_type: str = "deepseek_v3", **config: Any) -> PreTrainedModel:
+    settings = {**tiny._BASE, **tiny._FAMILY.get(model_type, {}), **config}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**settings))
+
+
+def rule(replace: str = "FusedMoE", device: str | None = None, kwargs: Any = None, **match: str) -> Any:
+    return {
+        "match": match,
+        "replace": {"class": replace, "device": device, "kwargs": kwargs or {}},
+    }
+
+
+def apply(model: PreTrainedModel, *rules: Any, kernel: str = "auto") -> list[str]:
+    return [r.name for r in inject(model, parse_rules(list(rules), "test.yaml"), kernel)]
+
+
+@pytest.fixture
+def registered() -> Any:
+    """Operators registered by a test are forgotten after it."""
+    before = copy.copy(OPERATORS)
+    yield
+    OPERATORS.clear()
+    OPERATORS.update(before)
+
+
+@pytest.mark.parametrize("model_type", tiny.ARCHITECTURES)
+def test_shipped_rules_replace_every_moe_block_and_nothing_else(model_type: str) -> None:
+    model = meta(model_type)
+    before = {n: type(m) for n, m in model.named_modules()}
+    done = inject(model, default_rules(model_type))
+    moe_layers = [n for n in before if n.endswith(".mlp.experts")]
+    assert [f"{r.name}.experts" for r in done] == moe_layers
+    assert moe_layers
+    for name, module in model.named_modules():
+        if not isinstance(module, FusedMoE):
+            assert type(module) is before[name], name
+    left = [n for n, _ in model.named_parameters() if ".experts." in n]
+    assert not left
+
+
+NAMES = [
+    ("DeepseekV3MoE", True, "bare"),
+    ("modeling_deepseek_v3.DeepseekV3MoE", True, "module and class"),
+    ("transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3MoE", True, "full path"),
+    ("V3MoE", False, "a part of a name is no suffix of a path"),
+    ("seek_v3.DeepseekV3MoE", False, "a part of a module's name neither"),
+    ("DeepseekV3Moe", False, "case counts"),
+    ("other.DeepseekV3MoE", False, "another module"),
+]
+
+
+@pytest.mark.parametrize(("path", "same", "why"), NAMES, ids=[row[2] for row in NAMES])
+def test_class_names(path: str, same: bool, why: str) -> None:
+    block = meta().get_submodule("model.layers.1.mlp")
+    assert is_class(type(block), path) is same, why
+
+
+def test_a_public_alias_names_a_class_too() -> None:
+    assert is_class(nn.Linear, "torch.nn.Linear")
+    assert is_class(nn.Linear, "torch.nn.modules.linear.Linear")
+    assert not is_class(nn.Linear, "torch.nn.Bilinear")
+
+
+def test_name_and_class_must_both_hold() -> None:
+    found = apply(meta(), rule(**{"class": "DeepseekV3MoE", "name": r"\.2\."}))
+    assert found == ["model.layers.2.mlp"]
+
+
+def test_the_first_rule_that_matches_wins() -> None:
+    model = meta()
+    first = rule(name=r"layers\.1\.mlp$", kwargs={"kernel": "generic"})
+    apply(model, first, rule(**{"class": "DeepseekV3MoE"}), kernel="avx512")
+    kernels = [m.kernel for m in model.modules() if isinstance(m, FusedMoE)]
+    assert kernels == ["generic", "avx512"]
+
+
+def test_traversal_goes_on_in_the_new_module(registered: None) -> None:
+    @operator
+    class Doubled(Operator):
+        def __init__(self, original: nn.Module, place: Place) -> None:
+            super().__init__(original, place)
+            self.place, self.original = place, original
+
+    model = meta()
+    found = apply(
+        model,
+        rule("Doubled", name=r"layers\.1\.mlp$"),
+        rule("Doubled", name=r"layers\.1\.mlp\.original\.gate$", device="cuda:0"),
+    )
+    assert found == ["model.layers.1.mlp", "model.layers.1.mlp.original.gate"]
+    assert model.get_submodule(found[1]).place.device == "cuda:0"
+
+
+def test_an_operator_may_keep_what_it_replaces(registered: None) -> None:
+    @operator
+    class Wrapped(Operator):
+        def __init__(self, original: nn.Module, place: Place) -> None:
+            super().__init__(original, place)
+            self.original = original
+
+    found = apply(meta(), rule("Wrapped", **{"class": "torch.nn.Linear"}))
+    assert len(found) == len(set(found)) == sum(type(m) is nn.Linear for m in meta().modules())
+
+
+WRONG = [
+    ([rule("NoSuch", name="mlp")], "test.yaml, rule 1: there is no operator 'NoSuch'. .*FusedMoE"),
+    ([rule("usedMoE", name="mlp")], "there is no operator 'usedMoE'"),
+    ([rule(**{"class": "DeepseekV3Moe"})], "matches no module. Near it are DeepseekV3M"),
+    ([rule(**{"class": "Zzz"})], r"\(class 'Zzz'\) matches no module. Classes here: Deep"),
+    ([rule(name=r"^model\.layer\.")], "matches no module. Modules are called like model, "),
+    (
+        [rule(**{"class": "DeepseekV3MoE", "name": "lm_head"})],
+        "matches no module. The class is at model.layers.1.mlp, model.layers.2.mlp",
+    ),
+    (
+        [rule(**{"class": "DeepseekV3MoE"}), rule(name=r"layers\.1\.mlp$")],
+        "rule 2 .* is never reached: earlier rules",
+    ),
+    (
+        [rule(**{"class": "DeepseekV3MoE"}, kwargs={"kernal": "auto"})],
+        "unexpected keyword argument 'kernal'. Its kwargs are kernel, format",
+    ),
+    ([rule(**{"class": "DeepseekV3MoE"}, device="cuda:0")], "cannot run on 'cuda:0'"),
+    ([rule(**{"class": "DeepseekV3MoE"}, kwargs={"format": "int3"})], "no expert format 'int3'"),
+    ([rule(**{"class": "DeepseekV3MLP"})], "is no MoE block with a gate and experts"),
+]
+
+
+@pytest.mark.parametrize(("rules", "said"), WRONG, ids=[said for _, said in WRONG])
+def test_a_rule_that_cannot_work_says_why(rules: list[Any], said: str) -> None:
+    with pytest.raises(PykernelsError, match=said) as raised:
+        apply(meta(), *rules)
+    assert "\n" not in str(raised.value)
+
+
+def test_biased_experts_are_refused() -> None:
+    model = meta(
+        "gpt_oss", num_local_experts=4, num_hidden_layers=2, head_dim=16, pad_token_id=None
+    )
+    with pytest.raises(PykernelsError, match="experts with biases"):
+        apply(model, rule(**{"class": "GptOssMLP"}))
+
+
+def test_other_activations_are_refused() -> None:
+    with pytest.raises(PykernelsError, match="uses 'gelu', the kernels have silu only"):
+        inject(meta(hidden_act="gelu"), default_rules("deepseek_v3"))
+
+
+def test_unknown_parts_of_a_block_are_refused() -> None:
+    model = meta()
+    model.model.layers[1].mlp.extra_norm = nn.LayerNorm(4, device="meta")
+    with pytest.raises(PykernelsError, match="parts that are not known: extra_norm"):
+        inject(model, default_rules("deepseek_v3"))

@@ -1,0 +1,90 @@
+"""The YAML of the injection rules: what is understood, and what each mistake says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from model.rules import default_rules, known_architectures, load_rules, parse_rules
+from pykernels.errors import PykernelsError
+from tests.model.tiny import ARCHITECTURES
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "rules.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_the_papers_listing_is_understood(tmp_path: Path) -> None:
+    text = r"""
+- match:
+    class: modeling_deepseek_v3.DeepseekV3MoE
+  replace:
+    class: operators.experts.FusedMoE
+    device: "cpu"
+    kwargs:
+      backend: "hybrid_AMX_AVX512"
+      n_deferred_experts: 6
+- match:
+    name: "^(?!lm_head$).*$"
+    class: torch.nn.Linear
+  replace:
+    class: operators.linear.MarlinLinear
+    device: "cuda:0"
+"""
+    first, second = load_rules(written(tmp_path, text))
+    assert first.match.cls == "modeling_deepseek_v3.DeepseekV3MoE"
+    assert first.match.name is None
+    assert first.replace.kwargs == {"backend": "hybrid_AMX_AVX512", "n_deferred_experts": 6}
+    assert (second.match.name, second.replace.device) == ("^(?!lm_head$).*$", "cuda:0")
+    assert second.origin.endswith("rules.yaml, rule 2")
+
+
+def test_every_known_architecture_has_rules_that_parse() -> None:
+    assert set(known_architectures()) == set(ARCHITECTURES)
+    for architecture in known_architectures():
+        (rule,) = default_rules(architecture)
+        assert rule.replace.cls == "model.modules.moe.FusedMoE"
+
+
+MATCH = "- match: {class: A}\n  replace: {class: B}\n"
+MISTAKES = [
+    (MATCH + "- match: {klass: A}\n  replace: {class: B}", "rule 2: unknown key 'match.klass'"),
+    ("- match: {class: A}\n  replace: {class: B, kwarg: {}}", "rule 1: unknown key 'replace.kwarg'"),
+    ("- match: {class: A}\n  replace: {class: B}\n  extra: 1", "rule 1: unknown key 'extra'"),
+    ("- match: {class: A}", "rule 1: replace: Field required"),
+    ("- match: {}\n  replace: {class: B}", "rule 1: match: match needs a class, a name or both"),
+    ("- match: {name: '('}\n  replace: {class: B}", "rule 1: match.name: '(' is no regular"),
+    ("- match: {class: 3}\n  replace: {class: B}", "rule 1: match.class: Input should be a valid"),
+    ("- just text", "rule 1 is no mapping"),
+    ("match: {class: A}", "is no list of rules"),
+    ("- match: {class: A", "is not valid YAML"),
+    ("", "is no list of rules"),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), MISTAKES, ids=[said for _, said in MISTAKES])
+def test_a_mistake_names_the_file_and_the_rule(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(PykernelsError) as raised:
+        load_rules(written(tmp_path, text))
+    assert said in str(raised.value)
+    assert "rules.yaml" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(PykernelsError, match="absent.yaml cannot be read"):
+        load_rules(tmp_path / "absent.yaml")
+
+
+def test_an_unknown_architecture_lists_the_known_ones() -> None:
+    with pytest.raises(PykernelsError, match="no rules .*'llama'.*deepseek_v3.*qwen3_moe"):
+        default_rules("llama")
+
+
+def test_rules_can_be_given_as_mappings() -> None:
+    rules = parse_rules([{"match": {"class": "A"}, "replace": {"class": "B"}}], "the given rules")
+    assert parse_rules(rules, "again") == rules
+    assert rules[0].origin == "the given rules, rule 1"

@@ -1,0 +1,231 @@
+"""Tiny random models of every architecture that has rules, stored as their real checkpoints are.
+
+A checkpoint is written under the hub's names (one tensor an expert, FP8 blocks as DeepSeek's) by
+code of its own: nothing here calls what it is used to test.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+ARCHITECTURES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")
+BLOCK = 128
+
+_BASE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 3,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+}
+_MLA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
+_FAMILY: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {**_MLA, "routed_scaling_factor": 2.5},
+    "deepseek_v2": {**_MLA, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0},
+    "glm4_moe": {
+        "head_dim": 16,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "use_qk_norm": True,
+    },
+    "mixtral": {"num_local_experts": 8, "intermediate_size": 32, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 48,
+        "decoder_sparse_step": 1,
+    },
+    "qwen3_moe": {"num_experts": 8, "head_dim": 16, "norm_topk_prob": True},
+}
+FP8_SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "moe_intermediate_size": 128,
+    "intermediate_size": 320,  # ragged: 2.5 blocks
+    "q_lora_rank": 96,
+    "kv_lora_rank": 128,
+    "qk_rope_head_dim": 32,  # kv_a_proj_with_mqa: 160 rows, ragged as the real one's 576
+}
+"""Sizes at which the blocks of DeepSeek's FP8 matter, for `deepseek_v3`."""
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A checkpoint on disk, and transformers' own float32 model on the values stored in it."""
+
+    path: Path
+    stored: dict[str, torch.Tensor]
+    reference: PreTrainedModel
+
+
+def make(
+    path: Path,
+    model_type: str,
+    *,
+    fp8: bool = False,
+    shards: int = 2,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    **config: Any,
+) -> Tiny:
+    """Write a random `model_type` checkpoint into `path`."""
+    settings = {**_BASE, **_FAMILY[model_type], **(FP8_SIZES if fp8 else {}), **config}
+    cfg = CONFIG_MAPPING[model_type](**settings)
+    reference = AutoModelForCausalLM.from_config(cfg, dtype=torch.float32).eval()
+    randomize(reference, seed)
+    stored = store(reference, model_type, dtype, fp8)
+    truth = dict(reference.state_dict())
+    fill(truth, stored, model_type)
+    reference.load_state_dict(truth)
+    reference.tie_weights()
+    path.mkdir(parents=True, exist_ok=True)
+    data = cfg.to_dict()
+    data["architectures"] = [type(reference).__name__]
+    data["dtype"] = "bfloat16"
+    if fp8:
+        data["quantization_config"] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+        }
+    (path / "config.json").write_text(json.dumps(data))
+    write_shards(path, stored, shards)
+    return Tiny(path, stored, reference)
+
+
+def randomize(model: PreTrainedModel, seed: int) -> None:
+    """Weights of about unit gain, so that every layer and expert counts; biases too."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "inv_freq" in name:
+                continue
+            noise = torch.randn(tensor.shape, generator=generator)
+            if "norm" in name:
+                tensor.copy_(1 + 0.1 * noise)
+            elif tensor.ndim == 1:
+                tensor.copy_(0.3 * noise)
+            elif "embed_tokens" in name:
+                tensor.copy_(noise)
+            else:
+                tensor.copy_(noise / math.sqrt(tensor.shape[-1]) * 1.5)
+
+
+def store(
+    model: PreTrainedModel, model_type: str, dtype: torch.dtype, fp8: bool
+) -> dict[str, torch.Tensor]:
+    """The model's values under the hub's names and in the hub's dtypes."""
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        for key, matrix in split(name, tensor, model_type):
+            linear = matrix.ndim == 2 and not re.search(r"embed|lm_head|gate\.weight", key)
+            if fp8 and linear:
+                stored[key], stored[f"{key}_scale_inv"] = quantize(matrix)
+            elif "e_score_correction_bias" in key:
+                stored[key] = matrix.clone()
+            else:
+                stored[key] = matrix.to(dtype).contiguous()
+    return stored
+
+
+def split(name: str, tensor: torch.Tensor, model_type: str) -> list[tuple[str, torch.Tensor]]:
+    """One of transformers' tensors -> the hub's tensors: experts apart, Mixtral's own names."""
+    if model_type == "mixtral":
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+        gate, up, down = "w1", "w3", "w2"
+    else:
+        gate, up, down = "gate_proj", "up_proj", "down_proj"
+    if name.endswith("experts.gate_up_proj"):
+        base, half = name.removesuffix("gate_up_proj"), tensor.shape[1] // 2
+        return [
+            (f"{base}{e}.{proj}.weight", part)
+            for e, both in enumerate(tensor)
+            for proj, part in ((gate, both[:half]), (up, both[half:]))
+        ]
+    if name.endswith("experts.down_proj"):
+        base = name.removesuffix("down_proj")
+        return [(f"{base}{e}.{down}.weight", part) for e, part in enumerate(tensor)]
+    return [(name, tensor)]
+
+
+def fill(state: dict[str, torch.Tensor], stored: dict[str, torch.Tensor], model_type: str) -> None:
+    """Put the stored values back into a state dict of transformers', as float32."""
+    for name, tensor in state.items():
+        for key, part in split(name, tensor, model_type):
+            if key in stored:
+                part.copy_(value_of(stored, key))
+
+
+def value_of(stored: dict[str, torch.Tensor], key: str) -> torch.Tensor:
+    """What a stored tensor stands for, in float32."""
+    scale = stored.get(f"{key}_scale_inv")
+    return stored[key].float() if scale is None else dequantize(stored[key], scale)
+
+
+def quantize(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """DeepSeek's block quantization, block by block."""
+    N, K = matrix.shape
+    codes = torch.empty(N, K, dtype=torch.float8_e4m3fn)
+    scale = torch.empty(math.ceil(N / BLOCK), math.ceil(K / BLOCK))
+    for i, j in torch.cartesian_prod(*(torch.arange(n) for n in scale.shape)).tolist():
+        where = (slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK))
+        scale[i, j] = matrix[where].abs().max() / 448
+        codes[where] = (matrix[where] / scale[i, j]).to(torch.float8_e4m3fn)
+    return codes, scale
+
+
+def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The inverse of `quantize`, block by block."""
+    out = codes.float()
+    for i, j in torch.cartesian_prod(*(torch.arange(n) for n in scale.shape)).tolist():
+        out[i * BLOCK : (i + 1) * BLOCK, j * BLOCK : (j + 1) * BLOCK] *= scale[i, j]
+    return out
+
+
+def write_shards(path: Path, tensors: dict[str, torch.Tensor], shards: int) -> None:
+    """`model.safetensors`, or several files and their index."""
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    if shards == 1:
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        return
+    names, weight_map = sorted(tensors), {}
+    for i in range(shards):
+        file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+        part = {name: tensors[name] for name in names[i::shards]}
+        save_file(part, path / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(part, file))
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
