@@ -12,9 +12,6 @@ from .cli_common import Debug, Kernel, Threads, command, err, kernel_name, out, 
 if TYPE_CHECKING:
     from runtime.measure import MoEMeasurement
 
-Count = typer.Option(min=1, metavar="N")
-
-
 @command
 def moe(
     format: Annotated[str, typer.Option(metavar="fp8|bf16", help="Weight format.")] = "fp8",
@@ -36,8 +33,15 @@ def moe(
     from runtime.measure import measure_moe
 
     shape = MoEShape(E=experts, H=hidden, I=inter, topk=topk)
-    with err().status("packing random experts, compiling, timing …", spinner_style="dim"):
-        measured = measure_moe(format, tokens, shape, chosen_threads, chosen_kernel)
+    with err().status("filling random experts, compiling …", spinner_style="dim") as status:
+        measured = measure_moe(
+            format,
+            tokens,
+            shape,
+            chosen_threads,
+            chosen_kernel,
+            progress=lambda share: status.update(f"timing, {share:.0%}"),
+        )
     if as_json:
         print(json.dumps(measured.as_dict()))
     else:

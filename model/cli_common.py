@@ -136,7 +136,7 @@ def prepare_threads(threads: int | None) -> int | None:
     """
     from runtime.topology import Topology
 
-    usable = len(Topology.detect().cores)
+    usable = Topology.detect().usable
     chosen = threads or env.threads
     if chosen is not None and chosen > usable:
         raise PykernelsError(

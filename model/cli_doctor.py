@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .cli_common import EXIT_PROBLEM, Debug, command, err, out, prepare_threads
+
+if TYPE_CHECKING:
+    from .doctor import Report
 
 
 @command
@@ -17,7 +20,7 @@ def doctor(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Look at this machine, test the kernels on it; exit code 1 with the mend if something lacks."""
+    """Look at this machine and try the kernels; exit code 1 with the mend if something lacks."""
     prepare_threads(None)
     from .doctor import examine
 
@@ -26,6 +29,27 @@ def doctor(
     if as_json:
         print(json.dumps(report.as_dict(), indent=2))
     else:
-        report.show(out())
+        _show(report)
     if report.problems:
         raise typer.Exit(EXIT_PROBLEM)
+
+
+def _show(report: Report) -> None:
+    """A table of the sections, then the problems, each with its mend."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for section, facts in report.sections.items():
+        table.add_row(Text(section, style="bold"))
+        for fact in facts:
+            name = Text(f"  {fact.name}", style="cyan")
+            table.add_row(name, Text(fact.value, style="red" if fact.problem else ""))
+    console = out()
+    console.print(table)
+    for fact in report.problems:
+        console.print(Text("✗ ", style="bold red") + Text(f"{fact.problem}. {fact.mend}."))
+    if not report.problems:
+        console.print(Text("✓ ", style="bold green") + Text("nothing is missing"))

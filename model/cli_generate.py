@@ -56,24 +56,20 @@ class Writer:
         chosen_kernel, chosen_threads = kernel_name(kernel), prepare_threads(threads)
         self.sampling = sampling
         with _status("importing torch and transformers"):
-            import torch
             from transformers.utils import logging
 
             from . import EMBEDDED, from_pretrained, load_tokenizer
 
             logging.set_verbosity_error()
             logging.disable_progress_bar()
-        if dtype is not None and dtype not in ("bfloat16", "float16", "float32"):
-            raise PykernelsError(f"There is no dtype {dtype!r}", "Use bfloat16, float16 or float32")
         path = model or EMBEDDED
         self.model = from_pretrained(
             path,
             rules=rules,
             device=device,
-            dtype=getattr(torch, dtype) if dtype else None,
+            dtype=dtype,
             threads=chosen_threads,
             kernel=chosen_kernel,
-            progress=True,
         )
         self.tokenizer = load_tokenizer(path)
 

@@ -7,6 +7,7 @@ that is needed and missing; it comes with its mend and makes the command exit wi
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import platform
 import re
@@ -18,6 +19,7 @@ from typing import Any
 
 from pykernels import __version__
 from pykernels.env import env
+from pykernels.errors import PykernelsError
 
 NEEDED_VERSIONS = {
     "torch": "2.11",
@@ -30,6 +32,9 @@ NEEDED_VERSIONS = {
 
 NEEDED_MEMORY = 1 << 30
 """Bytes: Python, torch and the embedded model come to about 0.7 GiB."""
+
+RESULT_TOLERANCE = 0.01
+"""Relative error (norm over norm) of a kernel's result that the self-test accepts."""
 
 GIB = 1 << 30
 
@@ -109,8 +114,9 @@ def look_at_machine() -> Iterator[Fact]:
     yield Fact("has", " ".join(n for n in ISA_NAMES if n in target.isa) or "none that we use")
     if lacks := target.lacks(ISA_NAMES):
         yield Fact("lacks", " ".join(lacks))
-    cores = f"{len(topology.cores)} usable of {os.cpu_count()}"
-    yield Fact("cores", f"{cores}, {len(topology.nodes)} NUMA node(s)")
+    quota = f", of which the cgroup grants {q:g}" if math.isfinite(q := topology.cpu_quota) else ""
+    yield Fact("cores", f"{len(topology.cores)} of {os.cpu_count()} may be used{quota}")
+    yield Fact("NUMA", f"{len(topology.nodes)} node(s)")
 
 
 def look_at_memory() -> Iterator[Fact]:
@@ -125,22 +131,18 @@ def look_at_memory() -> Iterator[Fact]:
         f"Only {free / GIB:.2f} GiB of memory are free" if free < NEEDED_MEMORY else "",
         f"Free memory until there is {NEEDED_MEMORY / GIB:.0f} GiB for the embedded model",
     )
-    yield huge_pages(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
+    yield huge_pages(topology.huge_pages, env.hugepages)
 
 
-def huge_pages(setting: Path) -> Fact:
-    """The mode of transparent huge pages, from the kernel's file `setting`."""
-    try:
-        text = setting.read_text().strip()
-    except OSError:
-        return Fact("huge pages", "this kernel does not say")
-    mode = match[1] if (match := re.search(r"\[(\w+)\]", text)) else text
-    off = mode == "never" and env.hugepages
+def huge_pages(mode: str, wanted: bool) -> Fact:
+    """The mode of transparent huge pages ("always", "madvise", "never", "unknown") as a fact."""
+    off = mode == "never" and wanted
     return Fact(
         "huge pages",
-        f"{mode}" + ("" if env.hugepages else ", not asked for (PYKERNELS_HUGEPAGES=0)"),
-        "Transparent huge pages are off, so experts stream from memory at half speed" if off else "",
-        f"As root: echo madvise > {setting}; or live with it: PYKERNELS_HUGEPAGES=0",
+        mode if wanted else f"{mode}, not asked for (PYKERNELS_HUGEPAGES=0)",
+        "Transparent huge pages are off, so reading the experts is slower" if off else "",
+        "As root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled; "
+        "or accept it: PYKERNELS_HUGEPAGES=0",
     )
 
 
@@ -202,12 +204,18 @@ def look_at_kernels() -> Iterator[Fact]:
 
     target = detect()
     for fmt in FORMATS:
-        chosen = resolve("auto", fmt, target)
-        others = []
-        for backend in kernels():
-            if backend.name != chosen.name:
-                reason = backend.supports(fmt, target) or f"{chosen.name} comes first"
-                others.append(f"not {backend.name}: {reason}")
+        try:
+            chosen = resolve("auto", fmt, target)
+        except PykernelsError as error:  # PYKERNELS_KERNEL names one that cannot run here
+            yield Fact(fmt, "none", error.cause, error.mend)
+            continue
+        asked = f"PYKERNELS_KERNEL is {env.kernel}"
+        first = f"{chosen.name} is faster" if env.kernel == "auto" else asked
+        others = [
+            f"not {backend.name}: {backend.supports(fmt, target) or first}"
+            for backend in kernels()
+            if backend is not chosen
+        ]
         yield Fact(fmt, "; ".join([f"{chosen.name} ({chosen.doc})", *others]))
 
 
@@ -222,3 +230,60 @@ def look_at_results() -> Iterator[Fact]:
         for backend in kernels():
             if backend.supports(fmt, target) is None:
                 yield result_fact(fmt, backend.name)
+
+
+def result_fact(fmt: str, kernel: str) -> Fact:
+    """One kernel's result on a small layer (2 tokens share an expert, one expert idles)."""
+    import torch
+
+    from pykernels import ref
+    from pykernels.quant import get_format
+    from pykernels.shapes import MoEShape
+    from runtime.experts import RoutedExperts
+
+    shape = MoEShape(E=4, H=256, I=128, topk=2)
+    quantize = get_format(fmt).quantize
+    random = torch.Generator().manual_seed(0)
+
+    def matrix(N: int, K: int) -> torch.Tensor:
+        return torch.randn(N, K, generator=random) / K**0.5
+
+    name, mend = f"{fmt} on {kernel}", "Use --kernel generic and report this CPU"
+    try:
+        experts = RoutedExperts(shape, fmt, kernel=kernel)
+        for expert in range(shape.E):
+            gate, up = matrix(shape.I, shape.H), matrix(shape.I, shape.H)
+            down = matrix(shape.H, shape.I)
+            experts.load_expert(expert, quantize(gate), quantize(up), quantize(down))
+        x = torch.randn(3, shape.H, generator=random).to(torch.bfloat16).float()  # [T, H]
+        ids = torch.tensor([[0, 1], [1, 2], [0, 2]])  # [T, topk]
+        weights = torch.rand(3, shape.topk, generator=random)  # [T, topk]
+        result = experts(x, ids, weights)
+        truth = ref.moe_ffn(x, ids, weights, experts.weights)
+    except Exception as error:  # whatever a kernel dies of, the report goes on
+        return Fact(name, "failed", f"{name}: {type(error).__name__}: {error}", mend)
+    return judge(name, float((result - truth).norm() / truth.norm()), mend)
+
+
+def judge(name: str, distance: float, mend: str) -> Fact:
+    """A result at this relative distance from the truth, as a fact."""
+    # h is rounded to bf16's 8 bits: about 0.2 % is the arithmetic's own. `not <=`: NaN is wrong.
+    wrong = not distance <= RESULT_TOLERANCE
+    problem = f"{name} is wrong: its result is {distance:.1%} from the reference" if wrong else ""
+    return Fact(name, f"{distance:.2%} from the float32 reference", problem, mend)
+
+
+def look_at_speed() -> Iterator[Fact]:
+    """The read roof: what bounds the experts when one token is decoded."""
+    from runtime.pool import default_pool
+    from runtime.roofline import read_roof
+
+    pool = default_pool()
+    yield Fact("read roof", f"{read_roof(pool):.1f} GB/s on {pool.threads} threads, measured now")
+
+
+def look_at_flags() -> Iterator[Fact]:
+    """The PYKERNELS_* flags as they are set."""
+    for flag in env.table():
+        changed = "" if flag.value == flag.default else f" (default: {flag.default or 'unset'})"
+        yield Fact(flag.name, f"{flag.value or 'unset'}{changed} · {flag.doc}")
