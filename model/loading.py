@@ -12,10 +12,12 @@ from transformers import PreTrainedModel
 
 from pykernels.errors import PykernelsError
 from pykernels.quant import Weight, get_format
+from pykernels.registry import resolve
+from pykernels.target import detect
 
 from .checkpoint import Checkpoint
 from .convert import Dense, Experts, Matrix, Plan
-from .modules.moe import FusedMoE
+from .modules.moe import FusedMoE, routed_experts
 from .progress import Callback
 
 
@@ -54,6 +56,16 @@ def load(
             done += one
             report(done, total)
     _finish(model, device)
+    _warm_up(model)
+
+
+def check_kernels(model: nn.Module, plan: Plan) -> None:
+    """Raise `PykernelsError` for a kernel that is unknown or cannot run on this machine."""
+    for item in plan.items:
+        if isinstance(item, Experts):
+            module = model.get_submodule(item.name)
+            if isinstance(module, FusedMoE):
+                resolve(module.kernel, module.packed_format(item.stored), detect())
 
 
 def matrix(checkpoint: Checkpoint, source: Matrix, dtype: torch.dtype) -> torch.Tensor:
@@ -120,6 +132,20 @@ def _finish(model: PreTrainedModel, device: torch.device) -> None:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     if left := [name for name, tensor in tensors if tensor.is_meta]:
         raise RuntimeError(f"left out of the load plan: {left[:3]}")
+
+
+def _warm_up(model: nn.Module) -> None:
+    """Compile the kernels that the model needs now, so that its first token does not wait."""
+    seen: set[tuple[str, str]] = set()
+    for routed in routed_experts(model):
+        kind = (routed.backend.name, routed.weights.fmt.name)
+        if kind in seen:
+            continue
+        seen.add(kind)
+        shape = routed.shape
+        x = torch.zeros(1, shape.H, dtype=torch.bfloat16)
+        routed(x, torch.arange(shape.topk)[None], torch.zeros(1, shape.topk))
+        routed.counters.reset()
 
 
 def _rebuild_computed(model: PreTrainedModel, device: torch.device) -> None:

@@ -15,6 +15,7 @@ from .convert import Dense, Experts, Plan
 from .modules.moe import FusedMoE
 
 GIB = 1 << 30
+MIB = 1 << 20
 
 
 def needed(
@@ -28,9 +29,11 @@ def needed(
     experts = dense = step = 0
     for item in plan.items:
         if isinstance(item, Dense):
-            size = math.prod(checkpoint.shape(item.source.data))
-            dense += size * item.dtype.itemsize
-            step = max(step, checkpoint.nbytes(item.source.data) + size * (4 + item.dtype.itemsize))
+            numel = math.prod(checkpoint.shape(item.source.data))
+            dense += numel * item.dtype.itemsize
+            step = max(
+                step, checkpoint.nbytes(item.source.data) + numel * (4 + item.dtype.itemsize)
+            )
             continue
         module = model.get_submodule(item.name)
         if isinstance(module, FusedMoE):
@@ -50,15 +53,14 @@ def check(main: int, on_device: int, device: torch.device) -> None:
     free = available()
     if main > free:
         raise PykernelsError(
-            f"The model needs {main / GIB:.1f} GiB of main memory, {free / GIB:.1f} GiB are free",
+            f"The model needs {size(main)} of main memory, {size(free)} are free",
             "Free memory, use a machine with more of it, or a smaller checkpoint",
         )
     if on_device:
         free = torch.cuda.mem_get_info(device)[0]
         if on_device > free:
             raise PykernelsError(
-                f"All but the experts needs {on_device / GIB:.1f} GiB on {device}, "
-                f"{free / GIB:.1f} GiB are free",
+                f"All but the experts needs {size(on_device)} on {device}, {size(free)} are free",
                 "Free memory on the GPU or use --device cpu",
             )
 
@@ -68,6 +70,11 @@ def available() -> int:
     from runtime.topology import Topology
 
     return Topology.detect().memory_available
+
+
+def size(nbytes: int) -> str:
+    """For a person: 1.5 GiB, 0.3 MiB."""
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.1f} MiB"
 
 
 def _weights(checkpoint: Checkpoint, item: Experts) -> int:

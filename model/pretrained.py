@@ -24,7 +24,7 @@ from .checkpoint import Checkpoint
 from .config import read_config, resolve_dtype
 from .convert import make_plan
 from .inject import inject
-from .loading import load
+from .loading import check_kernels, load
 from .progress import Callback, reporting
 from .rules import Rule, default_rules, load_rules, parse_rules
 
@@ -66,11 +66,14 @@ def from_pretrained(
     chosen = resolve_dtype(dtype, config)
     parsed = resolve_rules(rules, config.model_type)
     if threads is not None:
+        if threads < 1:
+            raise PykernelsError(f"{threads} threads were asked for", "Ask for 1 or more")
         configure_default_pool(threads)
     with Checkpoint(folder) as checkpoint:
         model = build_meta(config, chosen)
         inject(model, parsed, kernel)
         plan = make_plan(model, checkpoint, chosen)
+        check_kernels(model, plan)
         memory.check(*memory.needed(plan, model, checkpoint, chosen, place), place)
         with reporting(progress) as report:
             load(model, plan, checkpoint, place, chosen, report)

@@ -62,4 +62,5 @@ def reporting(progress: bool | Callback | None) -> Iterator[Callback]:
     try:
         yield report
     finally:
-        bar.stop()
+        if bar.live.is_started:
+            bar.stop()

@@ -25,7 +25,9 @@ def meta(model_type: str = "deepseek_v3", **config: Any) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**settings))
 
 
-def rule(replace: str = "FusedMoE", device: str | None = None, kwargs: Any = None, **match: str) -> Any:
+def rule(
+    replace: str = "FusedMoE", device: str | None = None, kwargs: Any = None, **match: str
+) -> Any:
     return {
         "match": match,
         "replace": {"class": replace, "device": device, "kwargs": kwargs or {}},

@@ -52,7 +52,10 @@ def test_every_known_architecture_has_rules_that_parse() -> None:
 MATCH = "- match: {class: A}\n  replace: {class: B}\n"
 MISTAKES = [
     (MATCH + "- match: {klass: A}\n  replace: {class: B}", "rule 2: unknown key 'match.klass'"),
-    ("- match: {class: A}\n  replace: {class: B, kwarg: {}}", "rule 1: unknown key 'replace.kwarg'"),
+    (
+        "- match: {class: A}\n  replace: {class: B, kwarg: {}}",
+        "rule 1: unknown key 'replace.kwarg'",
+    ),
     ("- match: {class: A}\n  replace: {class: B}\n  extra: 1", "rule 1: unknown key 'extra'"),
     ("- match: {class: A}", "rule 1: replace: Field required"),
     ("- match: {}\n  replace: {class: B}", "rule 1: match: match needs a class, a name or both"),

@@ -1,0 +1,149 @@
+"""`FusedMoE` against the Hugging Face block that it replaces, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import model
+from model.modules.moe import FusedMoE, routed_experts
+from pykernels.errors import PykernelsError
+from runtime.experts import RoutedExperts
+
+from .tiny import ARCHITECTURES, Tiny
+
+Checkpoints = Callable[..., Tiny]
+
+
+def blocks(lm: torch.nn.Module) -> dict[str, FusedMoE]:
+    return {name: m for name, m in lm.named_modules() if isinstance(m, FusedMoE)}
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest over the tokens of |got - want| / |want|."""
+    return float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max())
+
+
+@pytest.mark.parametrize("kernel", ["auto", "generic"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_block_does_what_it_replaces(
+    checkpoint: Checkpoints, architecture: str, kernel: str
+) -> None:
+    tiny = checkpoint(architecture)
+    lm = model.from_pretrained(tiny.path, dtype="float32", kernel=kernel)
+    found = blocks(lm)
+    assert found
+    x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    for name, block in found.items():
+        with torch.no_grad():
+            want = tiny.reference.get_submodule(name)(x)
+        got = block(x)
+        assert (got.shape, got.dtype) == (want.shape, torch.float32)
+        # The experts' intermediate is rounded to bfloat16: 2**-9 relative, summed over experts.
+        assert error(got, want) < 6e-3
+        # ... which is far less than what the routed experts contribute.
+        with torch.no_grad():
+            routed = tiny.reference.get_submodule(name).experts
+            down = routed.down_proj.clone()
+            routed.down_proj.zero_()
+            without = tiny.reference.get_submodule(name)(x)
+            routed.down_proj.copy_(down)
+        assert error(without, want) > 0.1
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1), (1, 33), (0, 4)], ids=str)
+def test_any_number_of_tokens(checkpoint: Checkpoints, shape: tuple[int, int]) -> None:
+    tiny = checkpoint("deepseek_v3")
+    lm = model.from_pretrained(tiny.path)
+    block = blocks(lm)["model.layers.1.mlp"]
+    x = torch.randn(*shape, 64, dtype=torch.bfloat16)
+    got = block(x)
+    assert (got.shape, got.dtype) == (x.shape, x.dtype)
+    if x.numel():
+        each = [block(row.reshape(1, 1, 64)) for row in x.reshape(-1, 64)]
+        torch.testing.assert_close(got.reshape(-1, 64), torch.cat(each).reshape(-1, 64))
+
+
+def test_float16_trunks_lose_nothing(checkpoint: Checkpoints) -> None:
+    tiny = checkpoint("qwen2_moe")
+    x = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(3)).half()
+    half = blocks(model.from_pretrained(tiny.path, dtype="float16"))["model.layers.0.mlp"]
+    full = blocks(model.from_pretrained(tiny.path, dtype="float32"))["model.layers.0.mlp"]
+    got = half(x)
+    assert got.dtype == torch.float16
+    assert error(got.float(), full(x.float())) < 4e-3
+
+
+def test_the_routed_experts_run_while_the_shared_ones_do(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = model.from_pretrained(checkpoint("deepseek_v3").path)
+    block = blocks(lm)["model.layers.1.mlp"]
+    order: list[str] = []
+
+    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            order.append(name)
+            return call(*args)
+
+        return noted
+
+    for name in ("submit", "sync"):
+        monkeypatch.setattr(RoutedExperts, name, noting(name, getattr(RoutedExperts, name)))
+    block.shared_experts.register_forward_hook(lambda *_: order.append("shared"))
+    block(torch.randn(1, 2, 64, dtype=torch.bfloat16))
+    assert order == ["submit", "shared", "sync"]
+
+
+def test_an_error_beside_the_experts_leaves_them_usable(checkpoint: Checkpoints) -> None:
+    lm = model.from_pretrained(checkpoint("deepseek_v3").path)
+    block = blocks(lm)["model.layers.1.mlp"]
+    x = torch.randn(1, 2, 64, dtype=torch.bfloat16)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("on purpose")
+
+    hook = block.shared_experts.register_forward_hook(fail)
+    with pytest.raises(MemoryError, match="on purpose"):
+        block(x)
+    hook.remove()
+    assert torch.isfinite(block(x)).all()
+
+
+def test_training_is_refused(checkpoint: Checkpoints) -> None:
+    lm = model.from_pretrained(checkpoint("deepseek_v3").path)
+    ids = torch.tensor([[5, 6]])
+    lm.train()
+    with pytest.raises(PykernelsError, match=r"model.layers.1.mlp: .* cannot be trained"):
+        lm(ids)
+    lm.eval()
+    embeds = torch.randn(1, 2, 64, dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(PykernelsError, match="cannot be trained"):
+        lm(inputs_embeds=embeds)
+    with torch.no_grad():
+        lm(inputs_embeds=embeds)
+
+
+def test_experts_are_neither_parameters_nor_saved(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    lm = model.from_pretrained(checkpoint("deepseek_v3").path)
+    assert not [n for n, _ in [*lm.named_parameters(), *lm.named_buffers()] if "experts.0" in n]
+    addresses = [r.weights.down.data_ptr() for r in routed_experts(lm)]
+    lm.to(torch.float32)
+    assert [r.weights.down.data_ptr() for r in routed_experts(lm)] == addresses
+    with pytest.raises(PykernelsError, match="packed experts are in no state dict"):
+        lm.save_pretrained(tmp_path / "saved")
+
+
+def test_router_logits_can_still_be_recorded(checkpoint: Checkpoints, ids: torch.Tensor) -> None:
+    tiny = checkpoint("qwen3_moe")
+    lm = model.from_pretrained(tiny.path, dtype="float32")
+    got = lm(ids, output_router_logits=True)
+    with torch.no_grad():
+        want = tiny.reference(ids, output_router_logits=True)
+    assert len(got.router_logits) == len(want.router_logits) == 3
+    torch.testing.assert_close(got.router_logits[0], want.router_logits[0])
+    torch.testing.assert_close(got.aux_loss, want.aux_loss, rtol=2e-2, atol=0)
