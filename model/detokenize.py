@@ -5,7 +5,6 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerBase
 
 _HALF = "\N{REPLACEMENT CHARACTER}"
-_LONGEST = 4  # bytes of a UTF-8 character, so tokens that one can be spread over
 
 
 class Detokenizer:
@@ -28,11 +27,10 @@ class Detokenizer:
         self.ids.append(token)
         text = self._decode(self.start, len(self.ids))
         before = self._decode(self.start, self.shown)
-        waiting = len(self.ids) - self.shown
         if not text.startswith(before) or len(text) <= len(before):
             return ""
-        # More tokens than a character has bytes: the text really holds U+FFFD.
-        if text.endswith(_HALF) and waiting < _LONGEST:
+        # Also for a real U+FFFD: only with what follows is it certain that it is no half character.
+        if text.endswith(_HALF):
             return ""
         self.start, self.shown = self.shown, len(self.ids)
         return text[len(before) :]

@@ -247,14 +247,14 @@ def _generation_config(
     """The checkpoint's own settings with ours over them."""
     config = copy.deepcopy(model.generation_config) or GenerationConfig()
     sample = temperature > 0
-    config.max_length = None
     config.max_new_tokens = max_new_tokens
     config.num_beams = 1
     config.do_sample = sample
-    # Set where nothing is sampled, they only make transformers warn.
-    config.temperature = temperature if sample else None
-    config.top_p = top_p if sample else None
-    config.top_k = top_k if sample else None
+    # Where nothing is sampled, the neutral values: None would be filled from the checkpoint's
+    # settings, and any other value makes transformers warn.
+    config.temperature = temperature if sample else 1.0
+    config.top_p = top_p if sample else 1.0
+    config.top_k = top_k if sample else 50
     config.disable_compile = True
     if config.pad_token_id is None:
         eos = config.eos_token_id

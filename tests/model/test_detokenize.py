@@ -1,0 +1,85 @@
+"""Streaming text: the pieces joined are the whole, and no piece holds half a character."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from model.detokenize import Detokenizer
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """One token a byte: every character beyond ASCII is spread over 2 to 4 of them."""
+    vocabulary = {t: i for i, t in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+def metaspace() -> PreTrainedTokenizerFast:
+    """Words whose decoding depends on what stands before: no space at the start of a text."""
+    words = ["<unk>", "▁the", "▁cat", "s", "▁", "▁sat", "."]
+    model = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+BYTES, WORDS = byte_level(), metaspace()
+
+
+def pieces(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[str]:
+    text = Detokenizer(tokenizer)
+    return [*(text.push(token) for token in ids), text.finish()]
+
+
+def whole(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+CASES = [
+    ("plain", "ASCII: a piece a token"),
+    ("naïve café", "2 bytes a character"),
+    ("日本語", "3 bytes"),
+    ("🙂🙃 👩‍👩‍👧", "4 bytes, and joined by zero-width ones"),
+    ("\n\t  \r\n", "white space only"),
+    ("\ufffd real", "the replacement character itself"),
+    ("", "nothing"),
+]
+
+
+@pytest.mark.parametrize(("text", "why"), CASES, ids=[why for _, why in CASES])
+def test_every_piece_is_whole_characters(text: str, why: str) -> None:
+    ids = BYTES(text)["input_ids"]
+    found = pieces(BYTES, ids)
+    assert "".join(found) == text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in found)
+        for sofar in range(len(found)):
+            assert text.startswith("".join(found[:sofar]))
+
+
+def test_an_ascii_character_is_shown_at_once() -> None:
+    text = Detokenizer(BYTES)
+    assert [text.push(token) for token in BYTES("abc")["input_ids"]] == ["a", "b", "c"]
+
+
+def test_an_unfinished_character_is_shown_at_the_end_only() -> None:
+    ids = BYTES("é")["input_ids"]
+    assert pieces(BYTES, ids[:1]) == ["", "\ufffd"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 255), max_size=24))
+def test_any_bytes_join_to_the_whole(ids: list[int]) -> None:
+    assert "".join(pieces(BYTES, ids)) == whole(BYTES, ids)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 6), max_size=12))
+def test_spaces_survive(ids: list[int]) -> None:
+    assert "".join(pieces(WORDS, ids)) == whole(WORDS, ids)
