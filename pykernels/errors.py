@@ -6,7 +6,8 @@ from __future__ import annotations
 class PykernelsError(Exception):
     """A mistake in the input or the machine, told in one line.
 
-    The command line prints ``str(error)`` and exits with code 2, so neither part may hold a newline.
+    The command line prints ``str(error)`` and exits with code 2, so neither part may hold a
+    newline.
 
     Args:
         cause: what is wrong, with the names and numbers that a reader needs to find it.

@@ -55,13 +55,13 @@ class Target:
 
 def detect() -> Target:
     """This machine (the hardware is read once; ``PYKERNELS_ISA`` counts at every call)."""
-    cpu, isa, caches = _hardware()
-    return Target(cpu, platform.machine(), isa - env.isa, *caches, gpus=_gpus())
+    cpu, isa, l1d, l2, l3 = _hardware()
+    return Target(cpu, platform.machine(), isa - env.isa, l1d, l2, l3, _gpus())
 
 
 @functools.cache
-def _hardware() -> tuple[str, frozenset[str], tuple[int, int, int]]:
-    return _cpu_name(), _compiled_features(), tuple(_cache_bytes(level) for level in (1, 2, 3))
+def _hardware() -> tuple[str, frozenset[str], int, int, int]:
+    return _cpu_name(), _compiled_features(), _cache_bytes(1), _cache_bytes(2), _cache_bytes(3)
 
 
 def _compiled_features() -> frozenset[str]:

@@ -1,7 +1,7 @@
 """The routed experts of one layer: packed weights, and calls of them on the pool.
 
-``submit`` returns at once and the workers begin; ``sync`` waits. Between the two the caller runs what
-does not need the result: the shared experts (SOSP'25 section 3.3).
+``submit`` returns at once and the workers begin; ``sync`` waits. Between the two the caller runs
+what does not need the result: the shared experts (SOSP'25 section 3.3).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class Ticket:
-    """A call in flight: keep it, and give it to ``sync``. It holds what the workers read and write."""
+    """A call in flight, to be given to ``sync``. It holds what the workers read and write."""
 
     y: torch.Tensor
     active: int
@@ -108,7 +108,8 @@ class RoutedExperts:
         """Starts a call and returns.
 
         Args:
-            x: bf16 or float32 [T, H] on the CPU, taken as bf16. It is copied: change it freely after.
+            x: bf16 or float32 [T, H] on the CPU, taken as bf16. It is copied: change it freely
+            after.
             ids: int64 [T, topk] expert numbers.
             weights: [T, topk], taken as float32.
 
@@ -116,7 +117,9 @@ class RoutedExperts:
             PykernelsError: inputs that do not fit, experts not loaded, a call already in flight.
         """
         if self._in_flight is not None:
-            raise PykernelsError("a call of these experts is in flight", "sync it before the next submit")
+            raise PykernelsError(
+                "a call of these experts is in flight", "sync it before the next submit"
+            )
         if missing := self.missing():
             raise PykernelsError(
                 f"{len(missing)} of {self.shape.E} experts are not loaded (first: {missing[0]})",

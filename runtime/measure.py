@@ -1,6 +1,7 @@
 """Timing of the fused MoE call against the read roof, in one process and in turns.
 
-Memory bandwidth of a shared machine drifts within seconds, so a ratio is only worth something if both
+Memory bandwidth of a shared machine drifts within seconds, so a ratio is only worth something if
+both
 sides saw the same minute: rounds of a few calls alternate with one pass of the plain read loop.
 """
 
@@ -27,10 +28,11 @@ _CACHES = 4  # weights in rotation are at least so many times the last-level cac
 
 @dataclass(frozen=True)
 class MoEMeasurement:
-    """One case. Rates use 1e9 and 1e12; bytes are those of the distinct experts that a call touched.
+    """One case. Rates use 1e9 and 1e12; bytes are those of the distinct experts that a call
+    touched.
 
-    ``gbps`` and ``tflops`` are medians over calls; ``roof_gbps`` is the median pass of the plain read
-    loop on the same threads, run between the calls; ``roof_share`` is their ratio.
+    ``gbps`` and ``tflops`` are medians over calls; ``roof_gbps`` is the median pass of the plain
+    read loop on the same threads, run between the calls; ``roof_share`` is their ratio.
     """
 
     format: str
@@ -71,7 +73,9 @@ class MoECase:
         PykernelsError: not enough memory for the weights, or a kernel that cannot run here.
     """
 
-    def __init__(self, fmt: str, T: int, shape: MoEShape, pool: WorkerPool, kernel: str = "auto") -> None:
+    def __init__(
+        self, fmt: str, T: int, shape: MoEShape, pool: WorkerPool, kernel: str = "auto"
+    ) -> None:
         if T < 1:
             raise PykernelsError(f"{T} tokens", "Measure at least 1")
         nbytes = RoutedExperts.bytes_needed(shape, fmt)
@@ -94,11 +98,13 @@ class MoECase:
             for _ in range(_ROUTINGS)
         ]
         self.weights = torch.rand(T, shape.topk, generator=g)
-        self.bytes = [ids.unique().numel() * self.layers[0].weights.bytes_per_expert for ids in self.ids]
+        self.bytes = [
+            ids.unique().numel() * self.layers[0].weights.bytes_per_expert for ids in self.ids
+        ]
         self._next = 0
 
     def call(self) -> tuple[float, int]:
-        """One call with the next routing and layer; returns (seconds, bytes of distinct experts)."""
+        """One call, next routing and layer; returns (seconds, bytes of distinct experts)."""
         i, self._next = self._next, self._next + 1
         experts, ids = self.layers[i % len(self.layers)], self.ids[i % _ROUTINGS]
         start = time.perf_counter()

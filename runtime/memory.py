@@ -1,6 +1,7 @@
 """Memory for weights: huge pages, zeroed, page-aligned.
 
-A stream of packed weights on 4 KiB pages misses the TLB every 64 lines; on 2 MiB pages it runs at the
+A stream of packed weights on 4 KiB pages misses the TLB every 64 lines; on 2 MiB pages it runs at
+the
 read roof. Transparent huge pages are asked for with ``madvise``; where they are off, the memory is
 plain, and ``pykernels doctor`` says so.
 """

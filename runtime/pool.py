@@ -89,7 +89,9 @@ class WorkerPool:
         _open_pools.add(self)
 
     def _word(self, offset: int, value: int) -> None:
-        self._control_memory[(self.control + offset - self._control_memory.ctypes.data) // 8] = value
+        self._control_memory[(self.control + offset - self._control_memory.ctypes.data) // 8] = (
+            value
+        )
 
     def _read(self, offset: int) -> int:
         return int(
@@ -106,7 +108,9 @@ class WorkerPool:
                 "Make the pool in the process that uses it, or start that with 'spawn'",
             )
         if self._running is not None:
-            raise PykernelsError("a call is still running on this pool", "sync it before the next submit")
+            raise PykernelsError(
+                "a call is still running on this pool", "sync it before the next submit"
+            )
         needed = call.active * tasks.BARRIER_BYTES // 8 + 8
         if self._barrier_memory.size < needed:
             self._barrier_memory = np.zeros(2 * needed, np.int64)

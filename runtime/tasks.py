@@ -3,8 +3,8 @@
 One queue holds both stages: the gate-up tasks of the first active expert, of the second, ..., then
 the down tasks. A worker takes the next one by decrementing one counter. A down task owns a run of
 outputs and walks the experts in order; before each it waits at that expert's barrier, which counts
-the expert's finished gate-up tasks. So nothing waits for a whole stage, every sum has one order, and
-since whoever waits holds a later task than those it waits for, somebody is always working.
+the expert's finished gate-up tasks. So nothing waits for a whole stage, every sum has one order,
+and since whoever waits holds a later task than those it waits for, somebody is always working.
 
 The control block is int64 words, each thread-shared one on a cache line of its own. Everything here
 is ``nogil`` code on addresses; ``pool.py`` holds the threads.
@@ -56,7 +56,7 @@ _PAUSES = 16  # between two looks at the clock
 
 
 @inlined
-def _wait_until_at_least(word, value, sleepers, spin_ns):
+def _wait_until_at_least(word: int, value: int, sleepers: int, spin_ns: int) -> None:
     """Spins, then sleeps, until the word reaches ``value``."""
     seen = atomic_load(word)
     if seen >= value:
@@ -77,17 +77,15 @@ def _wait_until_at_least(word, value, sleepers, spin_ns):
 
 
 @inlined
-def _note(control, status):
+def _note(control: int, status: int) -> None:
     """Keeps the first failure."""
     if status != 0 and atomic_load(control + STATUS) == 0:
         atomic_store(control + STATUS, status)
 
 
 @inlined
-def _gate_up(control, index, worker):
-    status = call_task(
-        atomic_load(control + GATE_UP), atomic_load(control + JOB), index, worker
-    )
+def _gate_up(control: int, index: int, worker: int) -> None:
+    status = call_task(atomic_load(control + GATE_UP), atomic_load(control + JOB), index, worker)
     _note(control, status)
     chunks = atomic_load(control + I_CHUNKS)
     barrier = atomic_load(control + BARRIERS) + index // chunks * BARRIER_BYTES
@@ -96,7 +94,7 @@ def _gate_up(control, index, worker):
 
 
 @inlined
-def _down(control, chunk, worker, spin_ns):
+def _down(control: int, chunk: int, worker: int, spin_ns: int) -> None:
     function, job = atomic_load(control + DOWN), atomic_load(control + JOB)
     active, chunks = atomic_load(control + ACTIVE), atomic_load(control + I_CHUNKS)
     barriers = atomic_load(control + BARRIERS)
@@ -107,11 +105,11 @@ def _down(control, chunk, worker, spin_ns):
 
 
 @kernel()
-def work(control, worker):
+def work(control: int, worker: int) -> None:
     """Takes and runs tasks until none is left to take.
 
-    A late look at REMAINING is harmless: below zero it means nothing, and above zero the task is one
-    of the current call, whose words were all written before it.
+    A late look at REMAINING is harmless: below zero it means nothing, and above zero the task is
+    one of the current call, whose words were all written before it.
     """
     spin_ns = atomic_load(control + SPIN_NS)
     while True:
@@ -134,7 +132,7 @@ def work(control, worker):
 
 
 @kernel()
-def worker_loop(control, worker):
+def worker_loop(control: int, worker: int) -> None:
     """A worker's life: work, spin a while for the next call, sleep, until told to stop."""
     spin_ns = atomic_load(control + SPIN_NS)
     seen = 0
@@ -145,14 +143,23 @@ def worker_loop(control, worker):
 
 
 @inlined
-def _wake_workers(control):
+def _wake_workers(control: int) -> None:
     atomic_add(control + EPOCH, 1)
     if atomic_add(control + SLEEPERS, 0) > 0:
         futex_wake_all(control + EPOCH)
 
 
 @kernel()
-def publish(control, gate_up, down, job, active, i_chunks, down_chunks, barriers):
+def publish(
+    control: int,
+    gate_up: int,
+    down: int,
+    job: int,
+    active: int,
+    i_chunks: int,
+    down_chunks: int,
+    barriers: int,
+) -> None:
     """Opens a call to the workers; the call before it has been waited for."""
     for expert in range(active):
         atomic_store(barriers + expert * BARRIER_BYTES, 0)
@@ -175,8 +182,8 @@ def publish(control, gate_up, down, job, active, i_chunks, down_chunks, barriers
 
 
 @kernel()
-def finish(control, driver_works):
-    """Waits for the call to end, working along if the driver is one of the pool; returns the status."""
+def finish(control: int, driver_works: bool) -> int:
+    """Waits for the call to end, working along if the driver is of the pool; returns the status."""
     if driver_works:
         work(control, 0)
     tasks = atomic_load(control + TASKS)
@@ -187,7 +194,7 @@ def finish(control, driver_works):
 
 
 @kernel()
-def stop(control):
+def stop(control: int) -> None:
     """Tells the workers to leave."""
     atomic_store(control + STOP, 1)
     _wake_workers(control)

@@ -89,7 +89,7 @@ def _nodes(cores: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 def _parse_cpu_list(text: str) -> list[int]:
-    """"0-3,8" -> [0, 1, 2, 3, 8]."""
+    """ "0-3,8" -> [0, 1, 2, 3, 8]."""
     cpus: list[int] = []
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
         cpus += range(int(first), int(last or first) + 1)

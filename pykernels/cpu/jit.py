@@ -1,6 +1,7 @@
 """How a CPU kernel is compiled: one decorator for functions, one for tasks, one cache for both.
 
-Numba's own disk cache does not see a change in another file (an intrinsic's, say), and it never hits
+Numba's own disk cache does not see a change in another file (an intrinsic's, say), and it never
+hits
 for kernels that a factory builds, since compiled functions in a closure have no stable hash. So the
 cache folder is keyed by a hash of every kernel source, the versions and the CPU, and inside it a
 kernel is known by its name and its ``variant``.
@@ -26,7 +27,8 @@ from ..errors import PykernelsError
 from ..target import detect
 
 TASK = types.int64(types.intp, types.intp, types.intp)
-"""A task: ``status = task(job, index, worker)``. ``job`` is the address of its descriptor, ``index``
+"""A task: ``status = task(job, index, worker)``. ``job`` is the address of its descriptor,
+``index``
 counts from 0, ``worker`` is the caller's number below the pool's size. Status 0 means done."""
 
 _OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
@@ -56,7 +58,9 @@ def task(variant: str = "") -> Callable[[Callable], CFunc]:
     """Decorator: a task (see ``TASK``), compiled now; ``.address`` is its function pointer."""
 
     def decorate(function: Callable) -> CFunc:
-        compiled = CFunc(function, (TASK.args, TASK.return_type), locals={}, options=dict(_OPTIONS))
+        compiled: Any = CFunc(
+            function, (TASK.args, TASK.return_type), locals={}, options=dict(_OPTIONS)
+        )
         compiled._cache = _cache(function, variant)
         compiled.compile()
         return compiled
@@ -108,6 +112,11 @@ def _fingerprint() -> str:
     for folder in ("pykernels", "runtime"):
         for source in sorted((root / folder).rglob("*.py")):
             digest.update(source.read_bytes())
-    versions = (numba.__version__, llvmlite.__version__, numba_config.CPU_NAME, numba_config.CPU_FEATURES)
+    versions = (
+        numba.__version__,
+        llvmlite.__version__,
+        numba_config.CPU_NAME,
+        numba_config.CPU_FEATURES,
+    )
     digest.update(repr((versions, detect().cpu)).encode())
     return digest.hexdigest()[:16]

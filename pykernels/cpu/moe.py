@@ -2,7 +2,8 @@
 
 ``gate_up`` takes a run of 32-row blocks of one expert and writes ``h = silu(gate) * up`` as bf16.
 ``down`` takes a run of output blocks and one expert and adds its weighted outputs to the float32
-sums; it must be called for every active expert in order, by one thread for a given run, which is what
+sums; it must be called for every active expert in order, by one thread for a given run, which is
+what
 makes the result independent of the thread count. The first expert starts the sums at zero, the last
 one writes ``y``.
 """

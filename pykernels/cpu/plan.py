@@ -1,4 +1,4 @@
-"""How a call is cut into tasks: data, from shapes alone, so that a test or a notebook can change it."""
+"""How a call is cut into tasks: data, from shapes alone, for a test or a notebook to change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from ..quant.layout import N_BLOCK, padded
 from ..shapes import MoEShape
 
 _TASK_BYTES = 64 * 1024  # below this, taking a task costs more than a per cent of doing it
-_TASKS_PER_THREAD = 32  # the last task to finish then idles the others for about 1 / 32 of the stage
+_TASKS_PER_THREAD = (
+    32  # the last task to finish then idles the others for about 1 / 32 of the stage
+)
 
 
 @dataclass(frozen=True)

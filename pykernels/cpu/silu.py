@@ -1,6 +1,7 @@
 """``silu(gate) * up`` on 16 lanes.
 
-exp is the classic reduction: ``2**n * exp(r)`` with ``|r| <= ln 2 / 2``, r by two-step subtraction of
+exp is the classic reduction: ``2**n * exp(r)`` with ``|r| <= ln 2 / 2``, r by two-step subtraction
+of
 ``n ln 2`` (Cody-Waite) and a degree-6 Taylor-like minimax polynomial (the coefficients of Cephes'
 ``expf``), within 2 ulp.
 """

@@ -12,7 +12,9 @@ from .intrin.avx512 import prefetch
 from .intrin.sync import as_pointer
 from .jit import task
 
-STREAM = np.dtype([("base", np.int64), ("bytes", np.int64), ("ahead", np.int64), ("sink", np.int64)])
+STREAM = np.dtype(
+    [("base", np.int64), ("bytes", np.int64), ("ahead", np.int64), ("sink", np.int64)]
+)
 """Job of a read: task ``i`` reads ``bytes`` at ``base + i * bytes``, prefetching ``ahead`` bytes on
 (0: leaves that to the hardware), and writes their sum to int64 element ``i`` at ``sink``."""
 

@@ -40,7 +40,7 @@ from .job import f32, i64
 from .silu import silu_mul_f32
 
 MAX_TOKENS = 8
-"""Tokens that share one pass over the weights: 16 accumulators and the decoder fill the registers."""
+"""Tokens of one pass over the weights: 16 accumulators and the decoder fill the registers."""
 
 _AHEAD = 4096  # bytes that the prefetch runs ahead of the loads: one page
 _GROUPS = 8  # 64-byte (fp8) or 128-byte (bf16) groups of two pair-rows in a tile
@@ -159,7 +159,8 @@ def weighted_add_row(weight, value, acc):
 def make_tiles(fmt: str) -> Callable:
     """Compiles ``tiles(M, w, scale, k_blocks, rows, tables, out)`` for M = 1 .. MAX_TOKENS.
 
-    ``rows`` must hold MAX_TOKENS addresses, and ``out`` as many rows: an M that has no tile of its own
+    ``rows`` must hold MAX_TOKENS addresses, and ``out`` as many rows: an M that has no tile of its
+    own
     runs the next larger one (the pass over the weights is what costs), its last addresses repeated.
     """
     tile1, tile2, tile4, tile8 = (make_tile(fmt, M) for M in (1, 2, 4, 8))

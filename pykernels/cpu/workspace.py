@@ -25,7 +25,7 @@ class Workspace:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def reserve(self, T: int, topk: int, E: int, H: int, I: int) -> dict[str, torch.Tensor]:  # noqa: E741
-        """The buffers for a call of T tokens; zeroed when (re)made, so the padding reads as zeros."""
+        """The buffers for a call of T tokens, zeroed when made: padding reads as zeros."""
         sizes = (T, T * topk, E, ceil_to(H, K_BLOCK), ceil_to(I, K_BLOCK))
         if any(need > have for need, have in zip(sizes, self._sizes, strict=True)):
             T, S, E, Hp, Ip = self._sizes = tuple(map(max, zip(sizes, self._sizes, strict=True)))  # type: ignore[assignment]
@@ -102,13 +102,17 @@ class MoECall:
         T, topk = self._check(x, ids, weights)
         ids = ids.contiguous()
         weights = weights.float().contiguous()
-        self._bind(self._workspace.reserve(T, topk, self.experts.shape.E, x.shape[1], self.experts.shape.I))
+        self._bind(
+            self._workspace.reserve(T, topk, self.experts.shape.E, x.shape[1], self.experts.shape.I)
+        )
         job = self.job[0]
         job["T"], job["y"], job["y_stride"] = T, y.data_ptr(), y.stride(0) * y.element_size()
         job["y_bf16"] = y.dtype == torch.bfloat16
         if x.stride(1) != 1:
             x = x.contiguous()
-        copy_rows(self.address, x.data_ptr(), x.stride(0) * x.element_size(), x.dtype == torch.bfloat16)
+        copy_rows(
+            self.address, x.data_ptr(), x.stride(0) * x.element_size(), x.dtype == torch.bfloat16
+        )
         E = self.experts.shape.E
         cursor = self._buffers["cursor"].data_ptr()
         status = sort_slots(self.address, E, topk, ids.data_ptr(), weights.data_ptr(), cursor)
@@ -133,7 +137,9 @@ class MoECall:
                 "Give int64 ids and weights of shape [T, topk]",
             )
         if x.device.type != "cpu" or ids.device.type != "cpu" or weights.device.type != "cpu":
-            raise PykernelsError("an input of the CPU experts is on a GPU", "Copy it with .cpu() first")
+            raise PykernelsError(
+                "an input of the CPU experts is on a GPU", "Copy it with .cpu() first"
+            )
         return ids.shape[0], ids.shape[1]
 
     def _bind(self, buffers: dict[str, torch.Tensor]) -> None:
@@ -145,5 +151,3 @@ class MoECall:
             self.job[name] = buffers[name].data_ptr()
         for name in ("x", "h", "acc"):
             self.job[f"{name}_stride"] = buffers[name].stride(0) * buffers[name].element_size()
-
-

@@ -15,7 +15,9 @@ FORMATS: dict[str, Format] = {fmt.name: fmt for fmt in (BF16(), FP8())}
 def get_format(name: str) -> Format:
     """The format called ``name``; raises PykernelsError with the known names."""
     if name not in FORMATS:
-        raise PykernelsError(f"there is no weight format {name!r}", f"Use one of {', '.join(FORMATS)}")
+        raise PykernelsError(
+            f"there is no weight format {name!r}", f"Use one of {', '.join(FORMATS)}"
+        )
     return FORMATS[name]
 
 

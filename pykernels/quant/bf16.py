@@ -13,7 +13,7 @@ class BF16(Format):
 
     name = "bf16"
     dtype = torch.bfloat16
-    error = "|w| * 2**-9 (round to nearest even)"
+    error = "|w| * 2**-8 (round to nearest even)"
 
     def quantize(self, matrix: torch.Tensor) -> Weight:
         return Weight(matrix.to(torch.bfloat16))

@@ -49,7 +49,7 @@ class Format(ABC):
         return padded(N, K)[0] // N_BLOCK * self.block_bytes(K)
 
     def packed_scales(self, N: int, K: int) -> tuple[int, int]:
-        """Shape of the packed scales, float32: one a 32-row block and 128 inputs; (blocks, 0) if none."""
+        """Shape of the packed scales: float32 [32-row blocks, 128-wide groups], or no groups."""
         Np, Kp = padded(N, K)
         return Np // N_BLOCK, Kp // K_BLOCK if self.scaled else 0
 

@@ -155,8 +155,10 @@ def interleave_low(typingctx, a, b):
     """Bytes 0-7 of each 128-bit lane of ``a`` and ``b``, alternating (``vpunpcklbw``)."""
 
     def codegen(context, builder, sig, args):
-        order = [lane + i + 64 * src for lane in range(0, 64, 16) for i in range(8) for src in (0, 1)]
-        return _shuffle(builder, *args, order)
+        order = [
+            lane + i + 64 * src for lane in range(0, 64, 16) for i in range(8) for src in (0, 1)
+        ]
+        return _shuffle(builder, args[0], args[1], order)
 
     return u8x64(u8x64, u8x64), codegen
 
@@ -169,7 +171,7 @@ def interleave_high(typingctx, a, b):
         order = [
             lane + i + 64 * src for lane in range(0, 64, 16) for i in range(8, 16) for src in (0, 1)
         ]
-        return _shuffle(builder, *args, order)
+        return _shuffle(builder, args[0], args[1], order)
 
     return u8x64(u8x64, u8x64), codegen
 
@@ -274,4 +276,3 @@ def store_bf16(typingctx, address, value):
         return context.get_dummy_value()
 
     return types.void(types.intp, f32x16), codegen
-

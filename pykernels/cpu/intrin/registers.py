@@ -1,8 +1,9 @@
 """SIMD registers as Numba types, and arrays of them that LLVM keeps in registers.
 
 ``acc = f32x16_array(8)`` is eight accumulators that a kernel indexes like a list. They begin as a
-stack slot; with a constant trip count LLVM unrolls the loops over them, and scalar replacement turns
-each element into one register. ``tests/cpu/test_assembly.py`` checks that none is left on the stack.
+stack slot; with a constant trip count LLVM unrolls the loops over them, and scalar replacement
+turns each element into one register. ``tests/cpu/test_tiles.py`` checks that none is left on the
+stack.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ u8x64 = Register("u8x64", ir.VectorType(I8, 64))
 
 
 class RegisterArray(types.Type):
-    """A fixed number of registers of one kind, indexed with integers that are constant once unrolled."""
+    """A fixed number of registers of one kind; indices must be constant once loops unroll."""
 
     def __init__(self, element: Register, length: int) -> None:
         self.element = element

@@ -1,4 +1,5 @@
-"""What threads tell each other: atomics, the pause hint, futexes, a clock, a call through a pointer.
+"""What threads tell each other: atomics, the pause hint, futexes, a clock, a call through a
+pointer.
 
 Every control word is an int64 at an 8-byte-aligned address. A futex sees its low half, so those
 words count up and only their low 32 bits are compared (little-endian machines only).
@@ -116,9 +117,7 @@ def clock_ns(typingctx):
         fnty = ir.FunctionType(I32, [I32, timespec.type])
         gettime = cgutils.get_or_insert_function(builder.module, fnty, "clock_gettime")
         builder.call(gettime, [I32(_CLOCK_MONOTONIC), timespec])
-        seconds, nanos = (
-            builder.load(builder.gep(timespec, [I32(0), I32(i)])) for i in range(2)
-        )
+        seconds, nanos = (builder.load(builder.gep(timespec, [I32(0), I32(i)])) for i in range(2))
         return builder.add(builder.mul(seconds, I64(1_000_000_000)), nanos)
 
     return types.int64(), codegen

@@ -1,0 +1,1 @@
+"""Benchmarks: pytest-benchmark suites, off in the tests, run by `make bench`."""

@@ -1,0 +1,63 @@
+"""What kernel tests share: poisoned buffers, routing makers, errors against a yardstick."""
+
+from __future__ import annotations
+
+import torch
+
+from .quant import Format, PackedExperts
+from .shapes import MoEShape, Routing
+
+
+def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A buffer of NaN: what a kernel forgets to write, or reads before it is written, shows."""
+    return torch.full(shape, float("nan"), dtype=dtype)
+
+
+def random_experts(shape: MoEShape, fmt: Format, seed: int = 0) -> PackedExperts:
+    """Packed experts with Gaussian weights of the usual size, quantized to ``fmt``."""
+    g = torch.Generator().manual_seed(seed)
+    experts = PackedExperts(shape, fmt)
+    I, H = shape.I, shape.H  # noqa: E741
+    for expert in range(shape.E):
+        sizes = ((I, H), (I, H), (H, I))
+        gate, up, down = (torch.randn(N, K, generator=g) / K**0.5 for N, K in sizes)
+        experts.pack(expert, *(fmt.quantize(matrix) for matrix in (gate, up, down)))
+    return experts
+
+
+def balanced_routing(T: int, shape: MoEShape, seed: int = 0) -> Routing:
+    """Every token takes ``topk`` distinct experts, all equally likely."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.rand(T, shape.E, generator=g).argsort(-1)[:, : shape.topk].contiguous()
+    return Routing(ids, torch.rand(T, shape.topk, generator=g))
+
+
+def skewed_routing(T: int, shape: MoEShape, seed: int = 0) -> Routing:
+    """Expert e is drawn with weight 1 / (e + 1) (Zipf): a few are crowded, some are empty."""
+    g = torch.Generator().manual_seed(seed)
+    odds = 1 / torch.arange(1, shape.E + 1)
+    ids = torch.multinomial(odds.expand(T, -1), shape.topk, generator=g)
+    return Routing(ids, torch.rand(T, shape.topk, generator=g))
+
+
+def one_expert_routing(T: int, shape: MoEShape, expert: int = 0) -> Routing:
+    """Every token takes the same ``topk`` experts, from ``expert`` on."""
+    ids = (torch.arange(shape.topk) + expert) % shape.E
+    return Routing(ids.expand(T, -1).contiguous(), torch.full((T, shape.topk), 0.5))
+
+
+def relative_error(actual: torch.Tensor, truth: torch.Tensor) -> float:
+    """``|actual - truth| / |truth|`` in float64 (Frobenius norms); NaN anywhere gives NaN."""
+    truth = truth.double()
+    return float((actual.double() - truth).norm() / truth.norm().clamp_min(1e-300))
+
+
+def assert_close(
+    actual: torch.Tensor, truth: torch.Tensor, bound: float, what: str = "result"
+) -> None:
+    """Fails, with the figure, unless the relative error is at most ``bound`` (NaN fails)."""
+    assert actual.shape == truth.shape, f"{what}: shape {actual.shape}, expected {truth.shape}"
+    if truth.numel() == 0:
+        return
+    error = relative_error(actual, truth)
+    assert error <= bound, f"{what}: relative error {error:.2e} above {bound:.2e}"

@@ -1,0 +1,126 @@
+"""Single tiles: every E4M3 code, exact arithmetic, and registers that stay registers."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from pykernels.cpu import tile_avx512, tile_generic
+from pykernels.cpu.jit import kernel
+from pykernels.env import env
+from pykernels.quant import Weight, get_format
+from pykernels.registry import resolve
+from pykernels.target import detect
+from pykernels.testing import poisoned
+
+FINITE = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8)
+
+
+def _has_avx512() -> bool:
+    return all(feature in detect().isa for feature in ("avx512f", "avx512bf16", "avx512vbmi"))
+
+
+needs_avx512 = pytest.mark.skipif(not _has_avx512(), reason="this CPU has no AVX512-BF16 and VBMI")
+MODULES = [
+    pytest.param(tile_avx512, marks=needs_avx512, id="avx512"),
+    pytest.param(tile_generic, id="generic"),
+]
+
+
+@pytest.fixture(scope="module")
+def run_tile():
+    """(module, fmt, weight, x [M, K]) -> float32 [M, 32]."""
+    compiled = {}
+
+    def run(module, name: str, weight: Weight, x: torch.Tensor) -> torch.Tensor:
+        fmt, (N, K), M = get_format(name), weight.shape, x.shape[0]
+        raw = torch.zeros(fmt.block_bytes(K) + 64, dtype=torch.uint8)
+        skip = -raw.data_ptr() % 64
+        blocks = raw[skip : skip + fmt.block_bytes(K)].view(1, -1)
+        scales = torch.zeros(fmt.packed_scales(N, K))
+        fmt.pack(weight, blocks, scales)
+        if (module, name) not in compiled:
+            tiles = module.make_tiles(name)
+
+            @kernel(f"test-{module.__name__}-{name}")
+            def call(M, w, scale, k_blocks, rows, tables, out):
+                tiles(M, w, scale, k_blocks, rows, tables, out)
+
+            compiled[module, name] = call
+        out = poisoned(8, 32)
+        rows = torch.tensor([x[min(t, M - 1)].data_ptr() for t in range(8)])
+        compiled[module, name](
+            M, blocks.data_ptr(), scales.data_ptr(), K // 128, rows.data_ptr(),
+            tile_avx512.E4M3_TABLES.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        return out[:M]
+
+    return run
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_all_254_finite_codes_are_exact(run_tile, module):
+    """One-hot inputs read single weights back: subnormals, both zeros and both signs included."""
+    codes = FINITE.repeat(17)[: 32 * 128].view(32, 128).clone()
+    assert set(codes.flatten().tolist()) == set(FINITE.tolist())
+    weight = Weight(codes.view(torch.float8_e4m3fn), torch.ones(1, 1))
+    eye = torch.eye(128).to(torch.bfloat16)
+    seen = torch.cat([run_tile(module, "fp8", weight, eye[k : k + 8]) for k in range(0, 128, 8)])
+    assert torch.equal(seen.T, weight.data.float())
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("name", ["bf16", "fp8"])
+@pytest.mark.parametrize("M", range(1, 9))
+def test_small_integers_are_summed_exactly(run_tile, module, name, M):
+    """No rounding can happen here, so every byte of the layout and every M must be right."""
+    g = torch.Generator().manual_seed(M)
+    data = torch.randint(-8, 9, (32, 384), generator=g).to(get_format(name).dtype)
+    scale = torch.tensor([[2.0, 0.5, 4.0]]) if name == "fp8" else None
+    weight = Weight(data, scale)
+    x = torch.randint(-4, 5, (M, 384), generator=g).to(torch.bfloat16)
+    truth = x.double() @ get_format(name).dequantize(weight).double().T
+    assert torch.equal(run_tile(module, name, weight, x).double(), truth)
+
+
+@needs_avx512
+def test_silu_is_within_bf16_rounding():
+    from pykernels.cpu.tile_avx512 import silu_mul_row  # compiled only where it can run
+
+    @kernel("test-silu")
+    def call(gate, up, h):
+        silu_mul_row(gate, up, h)
+
+    corners = torch.tensor([0.0, -0.0, 1e-30, 3e38] * 8)
+    grid = torch.cat([torch.linspace(-110, 110, 3200), corners])
+    gate = grid.view(-1, 32).contiguous()
+    out = torch.empty(gate.shape, dtype=torch.bfloat16)
+    ones = torch.ones(32)
+    for i in range(len(gate)):
+        call(gate[i].data_ptr(), ones.data_ptr(), out[i].data_ptr())
+    truth = torch.nn.functional.silu(gate.double())
+    error = (out.double() - truth).abs()
+    tiny = 3e-37  # below -88.7 exp(-gate) overflows float32 and the result is -0, as torch's is
+    assert (error <= truth.abs() * 2.0**-8 * 1.0001 + tiny).all()
+
+
+@needs_avx512
+@pytest.mark.parametrize("name", ["bf16", "fp8"])
+@pytest.mark.parametrize("M", [1, 2, 4, 8])
+def test_accumulators_live_in_registers(name, M, tmp_path):
+    """A register array that LLVM leaves on the stack would cost several times the time."""
+    with env.override(cache_dir=tmp_path):  # code that comes from the cache has no assembly
+        tile = tile_avx512.make_tile(name, M)
+        tile.compile("(int64, int64, int64, int64, int64, int64)")
+    (assembly,) = tile.inspect_asm().values()
+    dots = len(re.findall("vdpbf16ps", assembly))
+    on_stack = re.findall(r"%zmm\d+, -?\d*\(%r[sb]p|\(%r[sb]p\), %zmm", assembly)
+    assert dots >= 2 * M, "the kernel does not use vdpbf16ps"
+    assert not on_stack, f"{len(on_stack)} spills"
+
+
+def test_the_generic_kernel_is_chosen_without_avx512():
+    with env.override(isa=frozenset({"avx512bf16"})):
+        assert resolve("auto", "fp8", detect()).name == "generic"

@@ -1,0 +1,167 @@
+"""Formats and the tile layout: bits survive packing, errors stay in their stated bounds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pykernels.errors import PykernelsError
+from pykernels.quant import FORMATS, PackedExperts, Weight, get_format
+from pykernels.quant.fp8 import decode_table
+from pykernels.quant.layout import K_BLOCK, K_STEP, N_BLOCK, pack_tiles, padded, unpack_tiles
+from pykernels.shapes import MoEShape
+from pykernels.testing import random_experts
+
+FINITE = [code for code in range(256) if code & 0x7F != 0x7F]
+
+RAGGED = [
+    pytest.param(32, 128, id="one whole block"),
+    pytest.param(64, 256, id="two blocks, two scale groups"),
+    pytest.param(1, 1, id="all padding"),
+    pytest.param(160, 136, id="rows cross a scale block, ragged K"),
+    pytest.param(33, 127, id="one row and one column off"),
+]
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize(("N", "K"), RAGGED)
+def test_pack_then_unpack_is_the_identity(fmt, N, K):
+    weight = fmt.quantize(torch.randn(N, K))
+    Np, _ = padded(N, K)
+    blocks = torch.full((Np // N_BLOCK, fmt.block_bytes(K)), 0xAB, dtype=torch.uint8)
+    scales = torch.full(fmt.packed_scales(N, K), float("nan"))
+    fmt.pack(weight, blocks, scales)
+    back = fmt.unpack(blocks, scales, N, K)
+    assert _same_bits(back.data, weight.data)
+    assert (back.scale is None) == (weight.scale is None)
+    assert back.scale is None or torch.equal(back.scale, weight.scale)
+
+
+@given(st.integers(1, 100), st.integers(1, 300), st.sampled_from(sorted(FORMATS)))
+@settings(max_examples=25, deadline=None)
+def test_any_size_survives_packing(N, K, name):
+    fmt = get_format(name)
+    data = torch.randint(0, 120, (N, K * fmt.dtype.itemsize), dtype=torch.uint8).view(fmt.dtype)
+    blocks = torch.empty(padded(N, K)[0] // N_BLOCK, fmt.block_bytes(K), dtype=torch.uint8)
+    pack_tiles(data, blocks)
+    assert _same_bits(unpack_tiles(blocks, N, K, fmt.dtype), data)
+
+
+def test_wide_order_is_the_amx_tile_order():
+    """Row r of a B tile holds, for 16 n, the pair k = 2r, 2r + 1 (Intel SDM, TDPBF16PS)."""
+    N, K = 2 * N_BLOCK, 2 * K_BLOCK
+    codes = torch.arange(N * K, dtype=torch.int32).to(torch.int16).view(N, K)
+    blocks = torch.empty(N // N_BLOCK, N_BLOCK * K * 2, dtype=torch.uint8)
+    pack_tiles(codes.view(torch.bfloat16), blocks)
+    tiles = blocks.view(torch.int16).view(N // N_BLOCK, K // K_STEP, 2, 16, 16, 2)
+    places = [(0, 0, 0, 0, 0, 0), (0, 3, 1, 7, 5, 1), (1, 7, 1, 15, 15, 1)]
+    for block, step, half, r, n, k in places:
+        expected = codes[block * 32 + half * 16 + n, step * 32 + 2 * r + k]
+        assert tiles[block, step, half, r, n, k] == expected
+
+
+def test_byte_order_interleaves_pair_rows_by_eight_bytes():
+    """Unpacking low and high bytes of each 128-bit lane must give pair-rows 2g and 2g + 1."""
+    codes = torch.arange(32 * 128, dtype=torch.int32).to(torch.uint8).view(32, 128)
+    blocks = torch.empty(1, 32 * 128, dtype=torch.uint8)
+    pack_tiles(codes.view(torch.float8_e4m3fn), blocks)
+    lanes = blocks.view(4, 2, 8, 4, 2, 8)  # [step][half][group][lane][pair-row][8 bytes]
+    for parity in range(2):
+        row = lanes[1, 1, 3, :, parity].reshape(16, 2)  # 16 n x 2 k
+        k = 32 + 2 * (2 * 3 + parity)
+        assert torch.equal(row, codes[16:32, k : k + 2])
+
+
+def test_padding_is_zero():
+    fmt = get_format("fp8")
+    weight = fmt.quantize(torch.ones(3, 5))
+    blocks = torch.full((1, fmt.block_bytes(5)), 0xAB, dtype=torch.uint8)
+    fmt.pack(weight, blocks, torch.empty(1, 1))
+    whole = unpack_tiles(blocks, 32, 128, torch.float8_e4m3fn).float()
+    assert whole[:3, :5].ne(0).all() and whole.count_nonzero() == 15
+
+
+def test_every_finite_e4m3_code_dequantizes_by_the_formula():
+    table = decode_table()
+    for code in FINITE:
+        e, m = code >> 3 & 15, code & 7
+        magnitude = 2.0 ** (e - 7) * (1 + m / 8) if e else 2.0**-6 * m / 8
+        assert table[code] == (-magnitude if code & 0x80 else magnitude), hex(code)
+    assert table[[0x7F, 0xFF]].isnan().all()
+    assert _same_bits(table[FINITE].to(torch.bfloat16).float(), table[FINITE]), "exact in bf16"
+
+
+@pytest.mark.parametrize("spread", [1e-6, 1.0, 1e4], ids=["tiny", "unit", "large"])
+def test_fp8_quantization_error_is_within_its_bound(spread):
+    fmt = get_format("fp8")
+    matrix = torch.randn(160, 300) * spread
+    weight = fmt.quantize(matrix)
+    error = (fmt.dequantize(weight) - matrix).abs()
+    half_step = torch.maximum(matrix.abs() * 2.0**-4, fmt.expand(weight.scale, 160, 300) * 2.0**-10)
+    assert (error <= half_step * 1.0001).all()
+    assert not (weight.data.view(torch.uint8) & 0x7F == 0x7F).any(), "no NaN code"
+
+
+def test_bf16_quantization_error_is_within_its_bound():
+    matrix = torch.randn(64, 64)
+    fmt = get_format("bf16")
+    assert ((fmt.dequantize(fmt.quantize(matrix)) - matrix).abs() <= matrix.abs() * 2.0**-8).all()
+
+
+def test_an_all_zero_block_has_a_finite_scale():
+    fmt = get_format("fp8")
+    weight = fmt.quantize(torch.zeros(128, 128))
+    assert fmt.dequantize(weight).eq(0).all() and weight.scale.isfinite().all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_packed_experts_give_back_what_they_took(name):
+    fmt, shape = get_format(name), MoEShape(E=3, H=200, I=72, topk=2)
+    experts = PackedExperts(shape, fmt)
+    weights = [fmt.quantize(torch.randn(*s)) for s in ((72, 200), (72, 200), (200, 72))]
+    experts.pack(1, *weights)
+    assert experts.missing() == [0, 2]
+    for packed, original in zip(experts.unpack(1), weights, strict=True):
+        assert _same_bits(packed.data, original.data)
+    assert experts.gate_up.data_ptr() % 64 == 0 and experts.down.data_ptr() % 64 == 0
+
+
+def test_bytes_per_expert_counts_weights_and_scales():
+    experts = random_experts(MoEShape(E=2, H=256, I=128, topk=1), get_format("fp8"))
+    blocks = 2 * (128 // 32) * (256 // 128) + (256 // 32) * (128 // 128)
+    assert experts.bytes_per_expert == 3 * 256 * 128 + 4 * blocks
+
+
+@pytest.mark.parametrize(
+    ("weight", "words"),
+    [
+        (Weight(torch.zeros(72, 100).to(torch.float8_e4m3fn), torch.ones(1, 1)), "shape (72, 100)"),
+        (Weight(torch.zeros(72, 200)), "float32"),
+        (Weight(torch.zeros(72, 200).to(torch.float8_e4m3fn)), "scales of shape None"),
+        (Weight(torch.zeros(72, 200).to(torch.float8_e4m3fn), torch.ones(2, 2)), "needs (1, 2)"),
+    ],
+    ids=["wrong shape", "wrong dtype", "no scales", "wrong scales"],
+)
+def test_a_wrong_matrix_is_refused_by_name(weight, words):
+    fmt = get_format("fp8")
+    experts = PackedExperts(MoEShape(E=2, H=200, I=72, topk=1), fmt)
+    up, down = (fmt.quantize(torch.zeros(*s)) for s in ((72, 200), (200, 72)))
+    with pytest.raises(PykernelsError, match="expert 0's gate_proj") as error:
+        experts.pack(0, weight, up, down)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_expert_out_of_range_and_an_unknown_format_are_refused():
+    fmt = get_format("bf16")
+    experts = PackedExperts(MoEShape(E=2, H=64, I=32, topk=1), fmt)
+    zeros = [fmt.quantize(torch.zeros(*s)) for s in ((32, 64), (32, 64), (64, 32))]
+    with pytest.raises(PykernelsError, match="no expert 2"):
+        experts.pack(2, *zeros)
+    with pytest.raises(PykernelsError, match="bf16, fp8"):
+        get_format("int3")
