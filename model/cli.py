@@ -9,7 +9,7 @@ import typer
 from pykernels import __version__
 
 from . import cli_bench, cli_doctor, cli_generate
-from .cli_common import Debug, out
+from .cli_common import Debug, State, out
 
 app = typer.Typer(
     name="pykernels",
@@ -43,6 +43,7 @@ def options(
     debug: Debug = False,
 ) -> None:
     """Run Mixture-of-Experts models with their routed experts on the CPU."""
+    State.debug = debug
 
 
 def main() -> None:

@@ -51,8 +51,19 @@ def moe(
 def _show(measured: MoEMeasurement) -> None:
     from rich.table import Table
 
+    m = measured
     table = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in measured.as_dict().items():
-        text = f"{value:.4g}" if isinstance(value, float) else str(value)
-        table.add_row(name.replace("_", " "), text)
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_row("CPU", f"{m.cpu}, {m.threads} threads")
+    table.add_row("kernel", f"{m.format} on {m.kernel}")
+    table.add_row("layer", f"{m.experts} experts of {m.hidden} x {m.inter}, top-{m.topk}")
+    table.add_row("call", f"{m.tokens} tokens, {m.mbytes_per_call:.1f} MB of distinct experts")
+    table.add_row(
+        "time",
+        f"{m.us_median:.1f} µs median, p10 {m.us_p10:.1f}, p90 {m.us_p90:.1f}, of {m.calls} calls",
+    )
+    table.add_row("speed", f"{m.gbps:.2f} GB/s, {m.tflops:.3f} TFLOP/s")
+    table.add_row(
+        "read roof", f"{m.roof_gbps:.2f} GB/s, timed in turns; share of it {m.roof_share:.0%}"
+    )
     out().print(table)

@@ -33,7 +33,7 @@ OURS = r"(pykernels|runtime|model)(\.|$)"
 
 
 class State:
-    """What the global options set."""
+    """What the global option sets, or the same option behind a command."""
 
     debug: bool = False
 
@@ -77,9 +77,10 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            _show_our_warnings_as_notes()
-            env.check()
-            function(*args, **kwargs)
+            with warnings.catch_warnings():
+                _show_our_warnings_as_notes()
+                env.check()
+                function(*args, **kwargs)
             sys.stdout.flush()
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise

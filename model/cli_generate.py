@@ -73,11 +73,17 @@ class Writer:
         )
         self.tokenizer = load_tokenizer(path)
 
-    def write(self, prompt: str) -> tuple[str, GenerationStats]:
-        """Stream the continuation of `prompt` to stdout; returns it with its figures."""
+    def write(self, prompt: str, echo: bool = False) -> tuple[str, GenerationStats]:
+        """Stream the continuation of `prompt` to stdout; returns it with its figures.
+
+        With `echo` the prompt is written first, once it is known to fit.
+        """
         from .generate import generate_stream
 
         stream = generate_stream(self.model, self.tokenizer, prompt, **self.sampling)
+        if echo:
+            sys.stdout.write(prompt)
+            sys.stdout.flush()
         pieces = []
         try:
             for piece in stream:
@@ -85,6 +91,7 @@ class Writer:
                 sys.stdout.flush()
                 pieces.append(piece)
         finally:
+            stream.close()
             sys.stdout.write("\n")
             sys.stdout.flush()
         return "".join(pieces), stream.stats
@@ -126,7 +133,7 @@ def generate(
     device: Device = "cpu",
     dtype: Dtype = None,
     max_new_tokens: MaxNewTokens = 128,
-    temperature: Temperature = 0.6,
+    temperature: Temperature = 0.8,
     top_p: TopP = 0.95,
     top_k: TopK = 0,
     seed: Seed = 0,
@@ -151,10 +158,7 @@ def generate(
         top_k=top_k,
         seed=seed,
     )
-    if echo:
-        sys.stdout.write(prompt)
-        sys.stdout.flush()
-    _, stats = writer.write(prompt)
+    _, stats = writer.write(prompt, echo)
     with _status("measuring the read roof"):
         from runtime.pool import default_pool
         from runtime.roofline import read_roof
@@ -170,7 +174,7 @@ def chat(
     device: Device = "cpu",
     dtype: Dtype = None,
     max_new_tokens: MaxNewTokens = 256,
-    temperature: Temperature = 0.6,
+    temperature: Temperature = 0.8,
     top_p: TopP = 0.95,
     top_k: TopK = 0,
     seed: Seed = 0,

@@ -1,0 +1,141 @@
+"""The doctor: what it finds on this machine, and each thing that it must find wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from model import doctor
+from model.cli_doctor import doctor as command
+from pykernels.env import Env, env
+from pykernels.quant import FORMATS
+from pykernels.registry import kernels
+from pykernels.target import detect
+
+PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+
+
+@pytest.fixture(scope="module")
+def report() -> doctor.Report:
+    return doctor.examine()
+
+
+def test_this_machine_has_every_section(report: doctor.Report) -> None:
+    facts = report.as_dict()
+    assert facts["machine"]["CPU"] == detect().cpu
+    assert re.fullmatch(r"[\d.]+ GiB free of [\d.]+ GiB", facts["memory"]["main memory"])
+    assert float(facts["speed"]["read roof"].split()[0]) > 0.1
+    assert set(facts["versions"]) == {"pykernels", "python", *doctor.NEEDED_VERSIONS}
+    assert list(facts["flags"]) == [flag.name for flag in Env.flags()]
+
+
+def test_every_kernel_of_this_machine_is_right(report: doctor.Report) -> None:
+    tested = report.sections["self-test"]
+    assert {fact.name for fact in tested} == {
+        f"{fmt} on {backend.name}"
+        for fmt in FORMATS
+        for backend in kernels()
+        if backend.supports(fmt, detect()) is None
+    }
+    assert len(tested) >= len(FORMATS)  # the generic kernel runs anywhere
+    assert not [fact.problem for fact in tested if fact.problem]
+
+
+def test_every_kernel_that_is_not_used_has_its_reason() -> None:
+    with env.override(isa="-avx512bf16", kernel="auto"):
+        facts = {fact.name: fact.value for fact in doctor.look_at_kernels()}
+    assert set(facts) == set(FORMATS)
+    for value in facts.values():
+        assert value.startswith("generic (")
+        assert re.search(r"not avx512: this CPU lacks .*avx512bf16", value)
+    with env.override(kernel="generic"):
+        reasons = [fact.value for fact in doctor.look_at_kernels()]
+    if not detect().lacks(kernels()[0].features):
+        assert all("not avx512: PYKERNELS_KERNEL is generic" in reason for reason in reasons)
+
+
+def test_a_kernel_asked_for_that_cannot_run_is_a_problem() -> None:
+    with env.override(isa="-avx512f", kernel="avx512"):
+        facts = list(doctor.look_at_kernels())
+    assert all("lacks avx512f" in fact.problem and fact.mend for fact in facts)
+
+
+@pytest.mark.parametrize(
+    ("mode", "wanted", "wrong"),
+    [
+        ("always", True, False),
+        ("madvise", True, False),
+        ("never", True, True),
+        ("never", False, False),
+        ("unknown", True, False),
+    ],
+)
+def test_huge_pages(mode: str, wanted: bool, wrong: bool) -> None:
+    fact = doctor.huge_pages(mode, wanted)
+    assert bool(fact.problem) == wrong
+    assert "madvise" in fact.mend and "PYKERNELS_HUGEPAGES=0" in fact.mend
+
+
+@pytest.mark.parametrize(
+    ("found", "oldest", "wrong"),
+    [
+        ("2.13.0+cpu", "2.11", False),
+        ("2.11.0a0+git1234", "2.11", False),
+        ("2.9.1", "2.11", True),
+        ("5.17", "5.17", False),
+        ("4.57.6", "5.17", True),
+        ("10.0", "9.9", False),
+    ],
+)
+def test_versions_compare_as_numbers(found: str, oldest: str, wrong: bool) -> None:
+    assert bool(doctor.version_fact("torch", found, oldest).problem) == wrong
+
+
+def test_needed_versions_are_those_of_the_package() -> None:
+    requirements = dict(re.findall(r'"(\w+)>=([\d.]+)[^"]*"', PYPROJECT.read_text()))
+    for name, oldest in doctor.NEEDED_VERSIONS.items():
+        assert requirements[name] == oldest
+
+
+@pytest.mark.parametrize("distance", [0.5, math.nan, math.inf])
+def test_a_wrong_result_is_a_problem(distance: float) -> None:
+    assert doctor.judge("fp8 on avx512", distance, "mend").problem
+    assert not doctor.judge("fp8 on avx512", 0.002, "mend").problem
+
+
+def test_a_kernel_that_raises_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.experts.RoutedExperts.submit", lambda *_: 1 / 0)
+    fact = doctor.result_fact("fp8", "generic")
+    assert "ZeroDivisionError" in fact.problem and fact.mend
+
+
+def test_too_little_memory_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "NEEDED_MEMORY", 1 << 60)
+    assert "are free" in next(doctor.look_at_memory()).problem
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_exit_code_and_mends(
+    wrong: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fact = doctor.Fact("torch", "1.0", "torch 1.0 is old" if wrong else "", "Install a newer one")
+    report = doctor.Report({"versions": [fact]})
+    monkeypatch.setattr(doctor, "examine", lambda progress: report)
+    for as_json in (False, True):
+        try:
+            command(as_json=as_json)
+            code = 0
+        except Exception as ended:  # typer.Exit
+            code = ended.exit_code  # type: ignore[attr-defined]
+        out = capsys.readouterr().out
+        assert code == int(wrong)
+        assert ("torch 1.0 is old" in out) == wrong
+        if as_json:
+            assert json.loads(out)["versions"] == {"torch": "1.0"}
+            assert [p["mend"] for p in json.loads(out)["problems"]] == [fact.mend] * wrong
+        else:
+            assert ("nothing is missing" in out) != wrong
