@@ -1,0 +1,136 @@
+"""Routed experts on the pool: the serial kernel's bits at any thread count, and honest counters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pykernels import cpu, ref
+from pykernels.errors import PykernelsError
+from pykernels.quant import FORMATS, PackedExperts, get_format
+from pykernels.shapes import MoEShape
+from pykernels.testing import assert_close, balanced_routing, random_experts, skewed_routing
+from runtime.experts import RoutedExperts
+from runtime.memory import HUGE_PAGE, allocate
+from runtime.pool import WorkerPool
+from runtime.roofline import ReadRoof
+from runtime.topology import Topology
+
+USABLE = Topology.detect().usable
+SHAPE = MoEShape(E=16, H=384, I=256, topk=4)
+
+
+def _load(experts: PackedExperts, pool: WorkerPool | None = None, kernel="auto") -> RoutedExperts:
+    routed = RoutedExperts(experts.shape, experts.fmt.name, pool, kernel)
+    for e in range(experts.shape.E):
+        routed.load_expert(e, *experts.unpack(e))
+    return routed
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("T", [1, 3, 50])
+def test_the_same_bits_at_any_thread_count(fmt, T):
+    experts, routing = random_experts(SHAPE, get_format(fmt)), skewed_routing(T, SHAPE)
+    x = torch.randn(T, SHAPE.H)
+    serial = cpu.moe_ffn(x, routing.ids, routing.weights, experts)
+    for threads in range(1, USABLE + 1):
+        with WorkerPool(threads) as pool:
+            routed = _load(experts, pool)
+            for _ in range(20):
+                assert torch.equal(routed(x, routing.ids, routing.weights), serial)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matches_the_reference_in_the_dtype_of_x(dtype):
+    experts, routing = random_experts(SHAPE, get_format("fp8")), balanced_routing(9, SHAPE)
+    x = torch.randn(9, SHAPE.H).to(dtype)
+    y = _load(experts)(x, routing.ids, routing.weights)
+    truth = ref.moe_ffn(x, routing.ids, routing.weights, experts, dtype=torch.float64)
+    assert y.dtype == dtype
+    assert_close(y, truth, 0.006)
+
+
+def test_layers_share_a_pool_and_sizes_may_change():
+    small, large = MoEShape(E=4, H=128, I=64, topk=2), MoEShape(E=20, H=512, I=160, topk=6)
+    with WorkerPool(USABLE) as pool:
+        layers = [_load(random_experts(s, get_format(f)), pool)
+                  for s, f in ((small, "fp8"), (large, "bf16"))]  # fmt: skip
+        for T in (1, 30, 2, 100, 1):
+            for layer in layers:
+                routing = balanced_routing(T, layer.shape, seed=T)
+                x = torch.randn(T, layer.shape.H)
+                truth = ref.moe_ffn(x, routing.ids, routing.weights, layer.weights)
+                assert_close(layer(x, routing.ids, routing.weights), truth, 0.006)
+
+
+def test_between_submit_and_sync_the_caller_is_free():
+    experts, routing = random_experts(SHAPE, get_format("fp8")), balanced_routing(5, SHAPE)
+    routed = _load(experts)
+    x = torch.randn(5, SHAPE.H)
+    expected = routed(x, routing.ids, routing.weights)
+    ticket = routed.submit(x, routing.ids, routing.weights)
+    x.fill_(float("nan"))  # was copied
+    assert torch.equal(routed.sync(ticket), expected)
+
+
+def test_strided_inputs_and_half_precision_weights():
+    experts, routing = random_experts(SHAPE, get_format("bf16")), balanced_routing(6, SHAPE)
+    routed = _load(experts)
+    x = torch.randn(6, SHAPE.H)
+    expected = routed(x, routing.ids, routing.weights.bfloat16().float())
+    wide = torch.randn(6, 2 * SHAPE.H)
+    wide[:, ::2] = x
+    ids = routing.ids.T.contiguous().T
+    assert torch.equal(routed(wide[:, ::2], ids, routing.weights.bfloat16()), expected)
+
+
+def test_counters_count_distinct_experts():
+    experts = random_experts(SHAPE, get_format("fp8"))
+    routed = _load(experts)
+    ids = torch.tensor([[0, 1, 2, 3], [2, 3, 4, 5], [2, 3, 4, 5]])
+    routed(torch.randn(3, SHAPE.H), ids, torch.ones(3, 4))
+    counters = routed.counters
+    assert (counters.calls, counters.tokens) == (1, 3)
+    assert counters.bytes == 6 * experts.bytes_per_expert
+    assert 0 < counters.seconds < 1
+    counters.reset()
+    assert (counters.calls, counters.bytes, counters.seconds) == (0, 0, 0.0)
+
+
+def test_zero_tokens():
+    routed = _load(random_experts(SHAPE, get_format("bf16")))
+    y = routed(torch.empty(0, SHAPE.H), torch.empty(0, 4, dtype=torch.int64), torch.empty(0, 4))
+    assert y.shape == (0, SHAPE.H)
+
+
+def test_misuse_is_told_and_the_experts_stay_usable():
+    routed = RoutedExperts(SHAPE, "fp8")
+    routing = balanced_routing(1, SHAPE)
+    args = torch.randn(1, SHAPE.H), routing.ids, routing.weights
+    with pytest.raises(PykernelsError, match="16 of 16 experts are not loaded"):
+        routed(*args)
+    routed = _load(random_experts(SHAPE, get_format("fp8")))
+    ticket = routed.submit(*args)
+    with pytest.raises(PykernelsError, match="in flight"):
+        routed.submit(*args)
+    routed.sync(ticket)
+    with pytest.raises(PykernelsError, match="not the call in flight"):
+        routed.sync(ticket)
+    with pytest.raises(PykernelsError, match="in a layer of 16"):
+        routed(args[0], args[1] + 100, args[2])
+    assert routed(*args).isfinite().all()
+
+
+def test_huge_page_memory_is_aligned_and_zero():
+    memory = allocate(3 * HUGE_PAGE + 5)
+    assert memory.data_ptr() % HUGE_PAGE == 0 and memory.numel() == 3 * HUGE_PAGE + 5
+    assert memory[::4096].eq(0).all() and memory[-1] == 0
+    with pytest.raises(PykernelsError, match="GiB"):
+        allocate(1 << 62)
+
+
+def test_the_read_roof_reads_every_byte():
+    with WorkerPool(USABLE) as pool:
+        roof = ReadRoof(pool, 64 << 20)
+        for ahead in (0, 4096):
+            assert 0 < roof.once(ahead) < 10_000 and roof.was_read

@@ -1,0 +1,205 @@
+"""The pool and its queue, with fake expert kernels: order, barriers, errors, sleep and wake."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+from numba import carray, types
+
+from pykernels.cpu.intrin.sync import as_pointer, atomic_add, atomic_load
+from pykernels.cpu.jit import task
+from pykernels.env import env
+from pykernels.errors import PykernelsError
+from runtime.pool import Call, TaskError, WorkerPool, configure_default_pool, default_pool
+from runtime.topology import Topology
+
+USABLE = Topology.detect().usable
+
+# The fake job is an int64 array: [i_chunks, active, status to return, index that fails,
+# nanoseconds a task takes, -, -, -] then a counter for each gate-up task and each down tile.
+HEAD = 8
+
+
+@task("fake-gate-up")
+def fake_gate_up(job, index, worker):
+    head = carray(as_pointer(job), (HEAD,), types.int64)
+    for _ in range(head[4]):
+        atomic_load(job)
+    atomic_add(job + 8 * (HEAD + index), 1)
+    return head[2] if index == head[3] else 0
+
+
+@task("fake-down")
+def fake_down(job, index, worker):
+    """Fails with 99 if the expert's gate-up tasks are not all done: a broken barrier."""
+    head = carray(as_pointer(job), (HEAD,), types.int64)
+    chunks, active = head[0], head[1]
+    expert = index % active
+    for chunk in range(chunks):
+        if atomic_load(job + 8 * (HEAD + expert * chunks + chunk)) != 1:
+            return 99
+    atomic_add(job + 8 * (HEAD + active * chunks + index), 1)
+    return 0
+
+
+class FakeCall:
+    def __init__(self, active, i_chunks, down_chunks, status=0, failing=-1, spin=0):
+        self.job = np.zeros(HEAD + active * i_chunks + down_chunks * active, np.int64)
+        self.job[:5] = i_chunks, active, status, failing, spin
+        self.call = Call(
+            fake_gate_up.address, fake_down.address, self.job.ctypes.data,
+            active, i_chunks, down_chunks,
+        )  # fmt: skip
+
+    def run(self, pool: WorkerPool) -> float:
+        self.job[HEAD:] = 0
+        pool.start(self.call)
+        return pool.wait()
+
+    @property
+    def counts(self) -> np.ndarray:
+        return self.job[HEAD:]
+
+
+CUTS = [
+    pytest.param(1, 1, 1, id="one of each"),
+    pytest.param(6, 4, 8, id="a small decode step"),
+    pytest.param(8, 64, 224, id="DeepSeek-V3 sized"),
+    pytest.param(1, 1, 50, id="one expert: every down task waits at one barrier"),
+    pytest.param(40, 3, 2, id="more experts than down tasks"),
+]
+
+
+@pytest.fixture(params=range(1, USABLE + 1), ids=lambda n: f"{n} threads")
+def pool(request):
+    with WorkerPool(request.param) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(("active", "i_chunks", "down_chunks"), CUTS)
+def test_every_task_runs_once_and_behind_its_barrier(pool, active, i_chunks, down_chunks):
+    fake = FakeCall(active, i_chunks, down_chunks)
+    for _ in range(50):
+        fake.run(pool)
+        assert (fake.counts == 1).all()
+
+
+def test_barriers_hold_when_gate_up_is_slow(pool):
+    fake = FakeCall(4, 3, 16, spin=20_000)
+    for _ in range(10):
+        fake.run(pool)
+        assert (fake.counts == 1).all()
+
+
+def test_a_driver_that_only_waits_gets_its_calls_done():
+    with WorkerPool(1, driver_works=False) as pool:
+        for _ in range(20):
+            fake = FakeCall(3, 4, 5)
+            fake.run(pool)
+            assert (fake.counts == 1).all()
+        time.sleep(0.01)  # the worker is asleep now: it must wake
+        assert FakeCall(3, 4, 5).run(pool) >= 0
+
+
+def test_an_empty_call_ends(pool):
+    for _ in range(20):
+        pool.start(Call(0, 0, 0, 0, 0, 0))
+        assert 0 <= pool.wait() < 1
+
+
+@pytest.mark.parametrize("spin_us", [0.0, 50.0], ids=["sleeps at once", "spins"])
+def test_calls_far_apart_and_back_to_back(spin_us):
+    with env.override(spin_us=spin_us), WorkerPool(USABLE) as pool:
+        fake = FakeCall(5, 4, 9)
+        for pause in (0.0, 0.0, 0.002, 0.0, 0.02, 0.0, 0.0):
+            time.sleep(pause)
+            for _ in range(30):
+                fake.run(pool)
+                assert (fake.counts == 1).all()
+
+
+def test_a_failing_task_reaches_the_caller_and_the_pool_goes_on(pool):
+    with pytest.raises(TaskError, match="status 42"):
+        FakeCall(4, 4, 4, status=42, failing=7).run(pool)
+    fake = FakeCall(4, 4, 4)
+    fake.run(pool)
+    assert (fake.counts == 1).all()
+
+
+def test_a_call_reports_the_time_it_took(pool):
+    seconds = FakeCall(2, 2, 2, spin=200_000).run(pool)
+    assert 1e-6 < seconds < 10
+
+
+def test_misuse_is_told(pool):
+    fake = FakeCall(2, 2, 2)
+    with pytest.raises(PykernelsError, match="no call is running"):
+        pool.wait()
+    pool.start(fake.call)
+    with pytest.raises(PykernelsError, match="still running"):
+        pool.start(fake.call)
+    pool.wait()
+    pool.close()
+    pool.close()
+    with pytest.raises(PykernelsError, match="closed"):
+        pool.start(fake.call)
+
+
+@pytest.mark.parametrize("threads", [USABLE + 1, -1])
+def test_more_threads_than_cores_are_refused(threads):
+    with pytest.raises(PykernelsError, match=f"{USABLE} cores are usable"):
+        WorkerPool(threads)
+
+
+def test_closing_ends_the_threads():
+    before = threading.active_count()
+    pool = WorkerPool(USABLE)
+    FakeCall(2, 2, 2).run(pool)
+    pool.close()
+    assert threading.active_count() == before
+
+
+def test_a_dropped_pool_closes_itself():
+    before = threading.active_count()
+    pool = WorkerPool(USABLE)
+    FakeCall(2, 2, 2).run(pool)
+    del pool
+    assert threading.active_count() == before
+
+
+def test_workers_are_pinned_to_different_cores():
+    with WorkerPool(USABLE) as pool:
+        tids = [thread.native_id for thread in pool._threads]
+        pinned = [os.sched_getaffinity(tid) for tid in tids]
+    assert all(len(cores) == 1 for cores in pinned)
+    assert len(set.union(set(), *pinned)) == USABLE - 1
+
+
+def test_a_forked_child_is_refused_instead_of_hanging():
+    with WorkerPool(USABLE) as pool:
+        child = os.fork()
+        if child == 0:
+            try:
+                pool.start(FakeCall(1, 1, 1).call)
+            except PykernelsError as error:
+                os._exit(7 if "fork" in str(error) else 8)
+            os._exit(9)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_the_shared_pool_can_be_replaced():
+    first = default_pool()
+    assert default_pool() is first
+    second = configure_default_pool(1)
+    assert default_pool() is second and second.threads == 1
+    FakeCall(2, 2, 2).run(second)
+    configure_default_pool()
+
+
+def test_threads_come_from_the_environment():
+    with env.override(threads=1), WorkerPool() as pool:
+        assert pool.threads == 1

@@ -1,0 +1,84 @@
+"""Backends are gated on the target: a CPU that lacks an instruction never meets it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pykernels.env import env
+from pykernels.errors import PykernelsError
+from pykernels.registry import kernels, resolve
+from pykernels.target import ISA_NAMES, Target, detect
+
+BARE = Target("an old CPU", "x86_64", frozenset({"avx2", "fma"}), 32768, 1 << 20, 1 << 24)
+
+
+def test_every_backend_names_known_features():
+    for backend in kernels():
+        assert set(backend.features) <= set(ISA_NAMES)
+
+
+def test_auto_falls_to_generic_where_avx512_is_missing():
+    assert resolve("auto", "fp8", BARE).name == "generic"
+    (avx512,) = (b for b in kernels() if b.name == "avx512")
+    assert "avx512bf16" in str(avx512.supports("fp8", BARE))
+
+
+def test_an_explicit_request_never_falls_back():
+    with pytest.raises(PykernelsError, match="kernel avx512 cannot run fp8 here.*avx512f"):
+        resolve("avx512", "fp8", BARE)
+    with env.override(kernel="avx512"), pytest.raises(PykernelsError, match="avx512f"):
+        resolve("auto", "fp8", BARE)
+    with pytest.raises(PykernelsError, match="no expert kernel 'amx9'"):
+        resolve("amx9", "fp8", BARE)
+
+
+@pytest.mark.parametrize("name", sorted(detect().isa))
+def test_a_hidden_feature_is_not_detected(name):
+    with env.override(isa=frozenset({name})):
+        assert name not in detect().isa
+
+
+SCRIPT = """
+import torch
+from pykernels import cpu, ref
+from pykernels.quant import get_format
+from pykernels.registry import resolve
+from pykernels.shapes import MoEShape
+from pykernels.target import detect
+from pykernels.testing import assert_close, balanced_routing, random_experts
+shape = MoEShape(E=4, H=256, I=128, topk=2)
+assert resolve("auto", "fp8", detect()).name == "generic", detect()
+from pykernels.cpu.moe import make_kernel
+for name in ("fp8", "bf16"):
+    experts, routing = random_experts(shape, get_format(name)), balanced_routing(5, shape)
+    x = torch.randn(5, 256)
+    truth = ref.moe_ffn(x, routing.ids, routing.weights, experts)
+    assert_close(cpu.moe_ffn(x, routing.ids, routing.weights, experts), truth, 0.006)
+    library = make_kernel("generic", name).gate_up._library
+    assembly = library.get_asm_str()
+    assert assembly and "zmm" not in assembly, "AVX-512 code for a CPU without it"
+print("correct")
+"""
+
+
+@pytest.mark.skipif(detect().machine != "x86_64", reason="names x86 CPUs")
+@pytest.mark.parametrize("cpu", ["haswell", "nehalem"])
+def test_a_cpu_without_avx512_runs_the_generic_kernel(cpu, tmp_path):
+    """Compiled as for that CPU: no AVX-512 instruction is emitted, and the numbers are right."""
+    variables = {
+        "NUMBA_CPU_NAME": cpu,
+        "NUMBA_CPU_FEATURES": "",
+        "PYKERNELS_CACHE_DIR": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == "correct"
