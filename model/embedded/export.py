@@ -19,7 +19,7 @@ from .architecture import build_model, quantization_config
 from .fp8 import dequantize_blocks, quantize_blocks
 from .optimizer import is_layer_matrix
 
-SHARD_BYTES = 11 * 2**20
+SHARD_BYTES = 12 * 2**20
 INDEX = "model.safetensors.index.json"
 
 
