@@ -19,7 +19,7 @@ from pykernels.target import detect
 
 from .experts import RoutedExperts
 from .pool import WorkerPool
-from .roofline import ReadRoof
+from .roofline import LOOPS, ReadRoof
 from .topology import Topology
 
 _ROUTINGS = 64
@@ -170,7 +170,7 @@ def measure_moe(
         calls_a_round = max(1, round(0.05 / first))
         times: list[float] = []
         rates: list[float] = []
-        roofs: dict[int, list[float]] = {0: [], 4096: []}
+        roofs: dict[int, list[float]] = {loop: [] for loop in LOOPS}
         start = time.perf_counter()
         while (spent := time.perf_counter() - start) < seconds or len(times) < 8:
             if progress:

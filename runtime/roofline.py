@@ -19,7 +19,9 @@ from .memory import allocate
 from .pool import Call, WorkerPool
 
 _CHUNK = 1 << 20
-_AHEAD = 4096
+
+LOOPS = (4096, 0)
+"""The plain loops, by how many bytes they prefetch ahead (0: only the hardware does)."""
 
 
 @lru_cache(maxsize=1)
@@ -49,7 +51,7 @@ class ReadRoof:
         read = make_read().address
         self._call = Call(read, read, self._job.ctypes.data, chunks, 1, 0)
 
-    def once(self, ahead: int = _AHEAD) -> float:
+    def once(self, ahead: int = LOOPS[0]) -> float:
         """GB/s (1e9 bytes) of one pass."""
         self._job["ahead"] = ahead
         self.pool.start(self._call)
@@ -66,7 +68,7 @@ class ReadRoof:
         """GB/s: the median of ``passes`` passes, of the faster loop."""
         self.once()
         return max(
-            statistics.median(self.once(ahead) for _ in range(passes)) for ahead in (_AHEAD, 0)
+            statistics.median(self.once(ahead) for _ in range(passes)) for ahead in LOOPS
         )
 
 

@@ -1,0 +1,65 @@
+"""The fused expert FFN against the read roof, weights out of cache (SOSP'25 section 6.4's setting).
+
+Before each timed call the plain read loop makes a pass on the same threads, so kernel and roof see
+the same minute of a shared machine, and no weight survives in cache from one call to the next.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+import pytest
+
+from pykernels.quant import FORMATS
+from pykernels.shapes import MoEShape
+from runtime.measure import MoECase
+from runtime.pool import WorkerPool
+from runtime.roofline import LOOPS, ReadRoof
+from runtime.topology import Topology
+
+SHAPES = {
+    "embedded": MoEShape(E=32, H=256, I=128, topk=6),
+    "deepseek-v3": MoEShape(E=32, H=7168, I=2048, topk=8),
+}
+ROUNDS = 60
+
+
+@pytest.fixture(scope="module", params=sorted({1, Topology.detect().usable}), ids="{}thr".format)
+def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
+    with WorkerPool(request.param) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def roof(pool: WorkerPool) -> ReadRoof:
+    return ReadRoof(pool)
+
+
+@pytest.mark.parametrize("T", [1, 4], ids="q{}".format)
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def bench_expert_ffn(benchmark, pool: WorkerPool, roof: ReadRoof, shape, fmt: str, T: int) -> None:
+    case = MoECase(fmt, T, shape, pool)
+    case.call()
+    roofs: list[list[float]] = [[] for _ in LOOPS]
+    rates: list[float] = []
+
+    def read_first() -> None:
+        for loop, seen in zip(LOOPS, roofs, strict=True):
+            seen.append(roof.once(loop))
+
+    def call() -> None:
+        seconds, nbytes = case.call()
+        rates.append(nbytes / seconds / 1e9)
+
+    benchmark.pedantic(call, setup=read_first, rounds=ROUNDS, warmup_rounds=3)
+    gbps = statistics.median(rates)
+    best = max(statistics.median(seen) for seen in roofs)
+    benchmark.extra_info.update(
+        threads=pool.threads,
+        gbps=gbps,
+        roof_gbps=best,
+        roof_share=gbps / best,
+        tflops=case.flops / statistics.median(benchmark.stats.stats.data) / 1e12,
+    )

@@ -1,0 +1,41 @@
+"""Figures beside the times: every benchmark may leave GB/s, TFLOP/s and its share of the roof."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: idle threads must not spin
+
+import pytest  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from pykernels.target import detect  # noqa: E402
+
+COLUMNS = ("threads", "gbps", "roof_gbps", "roof_share", "tflops", "tok_per_s")
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """One table of all ``extra_info`` after pytest-benchmark's own of times."""
+    session = getattr(config, "_benchmarksession", None)
+    found = [bench for bench in getattr(session, "benchmarks", ()) if bench.extra_info]
+    if not found:
+        return
+    table = Table(title=f"medians on {detect().cpu}")
+    table.add_column("case", no_wrap=True)
+    for heading in ("median ms", *COLUMNS):
+        table.add_column(heading, justify="right")
+    for bench in found:
+        cells = [_cell(bench.extra_info.get(name)) for name in COLUMNS]
+        case = bench.fullname.split("::")[-1].removeprefix("bench_")
+        table.add_row(case, f"{bench.stats.median * 1e3:.3f}", *cells)
+    terminalreporter.ensure_newline()
+    Console(width=140).print(table)
+
+
+def _cell(value: float | int | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
