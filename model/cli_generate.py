@@ -81,20 +81,23 @@ class Writer:
         from .generate import generate_stream
 
         stream = generate_stream(self.model, self.tokenizer, prompt, **self.sampling)
-        if echo:
-            sys.stdout.write(prompt)
-            sys.stdout.flush()
-        pieces = []
+        text = prompt if echo else ""
+        answer = ""
         try:
+            with _status("reading the prompt"):  # the first run compiles the kernels here, too
+                answer = next(stream, "")
+            sys.stdout.write(text + answer)
+            sys.stdout.flush()
             for piece in stream:
                 sys.stdout.write(piece)
                 sys.stdout.flush()
-                pieces.append(piece)
+                answer += piece
         finally:
             stream.close()
-            sys.stdout.write("\n")
-            sys.stdout.flush()
-        return "".join(pieces), stream.stats
+            if answer:
+                sys.stdout.write("\n")
+                sys.stdout.flush()
+        return answer, stream.stats
 
 
 def summary(stats: GenerationStats, roof: float | None) -> str:

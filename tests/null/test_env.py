@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pykernels.env import Env
+from pykernels.env import KERNELS, Env
 from pykernels.errors import PykernelsError
+from pykernels.registry import kernels
 
 
 @pytest.fixture
@@ -137,3 +138,7 @@ def test_table_documents_every_flag(flags: Env) -> None:
     assert [row.name for row in rows] == [flag.name for flag in Env.flags()]
     assert all(row.doc.endswith(".") and len(row.doc) < 80 for row in rows)
     assert {row.name for row in rows} >= {"PYKERNELS_CACHE_DIR", "PYKERNELS_SPIN_US"}
+
+
+def test_the_names_of_kernels_are_those_of_the_registry() -> None:
+    assert KERNELS == ("auto", *(backend.name for backend in kernels()))

@@ -1,0 +1,118 @@
+"""What the README shows is true: commands, Python, the kernel in five minutes, the table."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pykernels.env import env
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def commands(program: str) -> list[str]:
+    """The console lines of `program`, without prompt and comment."""
+    lines = "".join(blocks("console")).splitlines()
+    assert all(line.startswith("$ ") for line in lines)
+    found = [line[2:].split("  #")[0].strip() for line in lines]
+    return [line for line in found if line.split()[0] == program]
+
+
+def run(command: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """A `pykernels` or `python` line, with this Python and the sources in `folder`."""
+    program, *args = shlex.split(command)
+    args = ["-m", "model.cli", *args] if program == "pykernels" else args
+    return subprocess.run(
+        [sys.executable, *args],
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+
+
+@pytest.mark.parametrize("command", [c for c in commands("pykernels") if "mine" not in c])
+def test_command_runs(command: str) -> None:
+    result = run(command)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() or "chat" in command  # chat was told nothing
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for command in commands("make"):
+        assert re.search(rf"^{command.split()[1]}:", makefile, re.MULTILINE), command
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_python_runs(block: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+    assert capsys.readouterr().out.strip()
+
+
+def test_a_kernel_in_five_minutes(tmp_path: Path) -> None:
+    for package in ("pykernels", "runtime", "model", "tests"):
+        ignore = shutil.ignore_patterns("__pycache__", "checkpoint")
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=ignore)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for command in commands("cp"):
+        _, source, target = command.split()
+        shutil.copy(tmp_path / source, tmp_path / target)
+    for name, old, new in edits(blocks("diff")[0]):
+        text = (tmp_path / name).read_text()
+        assert text.count(old) == 1, f"the README's edit of {name} no longer fits"
+        (tmp_path / name).write_text(text.replace(old, new))
+
+    (test,) = commands("python")
+    tested = run(f"{test} -p no:cacheprovider -k 'mine and matches'", tmp_path)
+    assert re.search(r"[1-9]\d* passed, \d+ deselected", tested.stdout), tested.stdout
+    (bench,) = [c for c in commands("pykernels") if "mine" in c]
+    timed = run(bench, tmp_path)
+    assert re.search(r"kernel +fp8 on mine", timed.stdout), timed.stderr
+
+
+def edits(diff: str) -> list[tuple[str, str, str]]:
+    """(file, old text, new text) of each run of minus lines and the plus lines after it."""
+    found: list[tuple[str, str, str]] = []
+    name = ""
+    for line in diff.splitlines(keepends=True):
+        if line.startswith("--- "):
+            name = line[4:].strip()
+        elif line.startswith("-"):
+            found.append((name, line[1:], ""))
+        else:
+            found[-1] = (*found[-1][:2], found[-1][2] + line.removeprefix("+"))
+    return found
+
+
+def test_flags_are_those_of_the_table() -> None:
+    rows = re.findall(r"^\| `(PYKERNELS_\w+)` \| `?(.*?)`? ?\| (.*) \|$", README, re.MULTILINE)
+    assert rows == [(flag.name, flag.default, flag.doc) for flag in env.table()]
+
+
+def test_files_it_names_exist() -> None:
+    for link in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / link).exists(), link
+    (house,) = [block for block in blocks("") if block.startswith("pykernels/")]
+    folder, named = "", 0
+    for line in house.splitlines():
+        if top := re.match(r"(\w+/)", line):
+            folder = top[1]
+        for part in re.findall(r"(?:^ +| {2,})(\w+(?:\.py|/))", line):
+            assert (ROOT / folder / part).exists(), f"{folder}{part}"
+            named += 1
+    assert named > 20
