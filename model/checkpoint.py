@@ -110,7 +110,7 @@ class Checkpoint:
             begin += part.expert * (info.nbytes // info.shape[0])
         if part.rows is not None and part.rows[1] > part.rows[0]:
             begin += part.rows[0] * (size // (part.rows[1] - part.rows[0]))
-        buffer = torch.empty(size, dtype=torch.uint8)
+        buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         self._fill(info.file, begin, buffer.numpy().data)
         return buffer.view(DTYPES[info.dtype]).view(shape)
 

@@ -143,8 +143,9 @@ def _warm_up(model: nn.Module) -> None:
             continue
         seen.add(kind)
         shape = routed.shape
-        x = torch.zeros(1, shape.H, dtype=torch.bfloat16)
-        routed(x, torch.arange(shape.topk)[None], torch.zeros(1, shape.topk))
+        with torch.device("cpu"):
+            x = torch.zeros(1, shape.H, dtype=torch.bfloat16)
+            routed(x, torch.arange(shape.topk)[None], torch.zeros(1, shape.topk))
         routed.counters.reset()
 
 

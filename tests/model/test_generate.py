@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -128,6 +131,30 @@ def test_pieces_come_while_the_model_works(
     assert steps < 100  # 2 layers: closed long before all 100 tokens
     assert 1 <= found.stats.new_tokens < 50
     assert list(found) == []
+
+
+def test_ctrl_c_stops_the_model(
+    never_stops: PreTrainedModel, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = FusedMoE.forward
+
+    def slow(self: FusedMoE, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.01)
+        return forward(self, x)
+
+    monkeypatch.setattr(FusedMoE, "forward", slow)
+    found = stream(never_stops, tokenizer, max_new_tokens=100)
+    next(found)
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(found)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    assert found.stats.new_tokens < 50
+    assert not [t for t in threading.enumerate() if t.name == "generate"]
 
 
 def test_an_error_of_the_model_reaches_the_reader(
