@@ -92,8 +92,21 @@ def examine(progress: Callable[[str], None] = lambda what: None) -> Report:
     report = Report()
     for section, look in looks.items():
         progress(section)
-        report.sections[section] = list(look())
+        report.sections[section] = list(_steadily(section, look))
     return report
+
+
+def _steadily(section: str, look: Callable[[], Iterator[Fact]]) -> Iterator[Fact]:
+    """The facts of one section; whatever ends it early is a fact too, and the report goes on."""
+    try:
+        yield from look()
+    except PykernelsError as error:
+        yield Fact(section, "failed", error.cause, error.mend)
+    except ImportError as error:
+        yield Fact(section, "failed", f"{error}", "pip install -c constraints.txt -e .")
+    except Exception as error:
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        yield Fact(section, "failed", what, "Report this with the output of pykernels doctor")
 
 
 def look_at_machine() -> Iterator[Fact]:
@@ -178,7 +191,11 @@ def look_at_versions() -> Iterator[Fact]:
     yield Fact("pykernels", __version__)
     yield Fact("python", platform.python_version())
     for name, oldest in NEEDED_VERSIONS.items():
-        yield version_fact(name, importlib.import_module(name).__version__, oldest)
+        try:
+            yield version_fact(name, importlib.import_module(name).__version__, oldest)
+        except ImportError as error:
+            mend = f"Install it: pip install -c constraints.txt '{name}>={oldest}'"
+            yield Fact(name, "missing", f"{name} cannot be imported: {error}", mend)
 
 
 def version_fact(name: str, found: str, oldest: str) -> Fact:
@@ -233,7 +250,7 @@ def look_at_results() -> Iterator[Fact]:
 
 
 def result_fact(fmt: str, kernel: str) -> Fact:
-    """One kernel's result on a small layer (2 tokens share an expert, one expert idles)."""
+    """One kernel's result on a small layer, against the float32 reference."""
     import torch
 
     from pykernels import ref
@@ -241,7 +258,7 @@ def result_fact(fmt: str, kernel: str) -> Fact:
     from pykernels.shapes import MoEShape
     from runtime.experts import RoutedExperts
 
-    shape = MoEShape(E=4, H=256, I=128, topk=2)
+    shape = MoEShape(E=4, H=256, I=128, topk=2)  # expert 3 gets no token
     quantize = get_format(fmt).quantize
     random = torch.Generator().manual_seed(0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from model import doctor
 from model.cli_doctor import doctor as command
 from pykernels.env import Env, env
+from pykernels.errors import PykernelsError
 from pykernels.quant import FORMATS
 from pykernels.registry import kernels
 from pykernels.target import detect
@@ -116,6 +118,34 @@ def test_a_kernel_that_raises_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> N
 def test_too_little_memory_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "NEEDED_MEMORY", 1 << 60)
     assert "are free" in next(doctor.look_at_memory()).problem
+
+
+def test_a_missing_library_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(doctor.NEEDED_VERSIONS, "not_installed", "1.0")
+    (fact,) = [fact for fact in doctor.look_at_versions() if fact.name == "not_installed"]
+    assert "cannot be imported" in fact.problem and "pip install" in fact.mend
+
+
+@pytest.mark.parametrize(
+    ("error", "problem"),
+    [
+        (PykernelsError("no luck", "Try again"), "no luck"),
+        (ImportError("No module named 'x'"), "No module named 'x'"),
+        (OSError("broken\nsensor"), "OSError: broken sensor"),
+    ],
+)
+def test_the_report_goes_on_after_a_section_that_fails(
+    error: Exception, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> Iterator[doctor.Fact]:
+        raise error
+
+    for name in ("machine", "gpu", "kernels", "results", "speed"):
+        monkeypatch.setattr(doctor, f"look_at_{name}", fails)
+    report = doctor.examine()
+    assert [fact.problem for fact in report.problems] == [problem] * 5
+    assert all(fact.mend for fact in report.problems)
+    assert report.sections["flags"]
 
 
 @pytest.mark.parametrize("wrong", [False, True])
