@@ -10,7 +10,7 @@ import typer
 from .cli_common import EXIT_PROBLEM, Debug, command, err, out, prepare_threads
 
 if TYPE_CHECKING:
-    from .doctor import Report
+    from .doctor_report import Report
 
 
 @command

@@ -6,6 +6,7 @@ that is needed and missing; it comes with its mend and makes the command exit wi
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import math
 import os
@@ -13,13 +14,13 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from pykernels import __version__
 from pykernels.env import env
 from pykernels.errors import PykernelsError
+
+from .doctor_report import Fact, Report
 
 NEEDED_VERSIONS = {
     "torch": "2.11",
@@ -37,40 +38,6 @@ RESULT_TOLERANCE = 0.01
 """Relative error (norm over norm) of a kernel's result that the self-test accepts."""
 
 GIB = 1 << 30
-
-
-@dataclass(frozen=True)
-class Fact:
-    """One line of the report; `problem` is empty, or why it will not do, and `mend` what helps."""
-
-    name: str
-    value: str
-    problem: str = ""
-    mend: str = ""
-
-
-@dataclass
-class Report:
-    """Facts by section."""
-
-    sections: dict[str, list[Fact]] = field(default_factory=dict)
-
-    @property
-    def problems(self) -> list[Fact]:
-        """The facts that keep pykernels from running, or from running well."""
-        return [fact for facts in self.sections.values() for fact in facts if fact.problem]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For `--json`: every section as {name: value}, and the problems with their mends."""
-        sections = {
-            section: {fact.name: fact.value for fact in facts}
-            for section, facts in self.sections.items()
-        }
-        problems = [
-            {"name": fact.name, "problem": fact.problem, "mend": fact.mend}
-            for fact in self.problems
-        ]
-        return {**sections, "problems": problems}
 
 
 def examine(progress: Callable[[str], None] = lambda what: None) -> Report:
@@ -103,7 +70,7 @@ def _steadily(section: str, look: Callable[[], Iterator[Fact]]) -> Iterator[Fact
     except PykernelsError as error:
         yield Fact(section, "failed", error.cause, error.mend)
     except ImportError as error:
-        yield Fact(section, "failed", f"{error}", "pip install -c constraints.txt -e .")
+        yield Fact(section, "failed", f"{error}", "Set it up again: make clean, then make run")
     except Exception as error:
         what = " ".join(f"{type(error).__name__}: {error}".split())
         yield Fact(section, "failed", what, "Report this with the output of pykernels doctor")
@@ -175,15 +142,20 @@ def look_at_gpu() -> Iterator[Fact]:
         memory = f"{free / GIB:.0f} GiB free of {total / GIB:.0f} GiB"
         yield Fact(f"cuda:{gpu.index}", f"{gpu.name}, {arch}, {memory}")
     if gpus:
-        yield Fact("driver", f"{_driver()}, torch built for CUDA {torch.version.cuda}")
+        yield Fact("driver", f"{_driver()}; torch is built for CUDA {torch.version.cuda}")
 
 
 def _driver() -> str:
+    """The driver's version and the newest CUDA that it can do (13000 stands for 13.0)."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
-        return "version unknown"
-    return match[1] if (match := re.search(r"\s(\d+\.\d+(\.\d+)?)\s", text)) else "version unknown"
+        text = ""
+    match = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", text)
+    version = ctypes.c_int(0)
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    cuda = f"CUDA {version.value // 1000}.{version.value % 1000 // 10}"
+    return f"{match[1]}, for up to {cuda}" if match else f"for up to {cuda}"
 
 
 def look_at_versions() -> Iterator[Fact]:
