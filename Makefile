@@ -7,6 +7,9 @@ VENV   ?= .venv
 PROMPT ?= def quicksort(xs):
 TOKENS ?= 128
 
+# By the environment, so that any character may be in it.
+export PROMPT
+
 BIN     := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
@@ -20,7 +23,7 @@ help:
 	@echo "make clean     remove .venv and every cache inside this folder"
 
 run: $(VENV)/.installed-run
-	$(BIN)/pykernels generate --max-new-tokens $(TOKENS) "$(PROMPT)"
+	$(BIN)/pykernels generate --max-new-tokens $(TOKENS) "$$PROMPT"
 
 test: lint types
 	$(BIN)/python -m pytest
@@ -48,6 +51,7 @@ $(VENV)/.installed-run: $(VENV)/.made pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.made:
+	@[ "$$(uname -s)" = Linux ] || { echo "error: this is $$(uname -s); pykernels runs on Linux only. Use a Linux machine, a virtual one or a container" >&2; exit 2; }
 	@command -v "$(PYTHON)" >/dev/null || { echo "error: there is no $(PYTHON). Install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3" >&2; exit 2; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $(PYTHON) is $$("$(PYTHON)" -V 2>&1), older than 3.11. Install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3" >&2; exit 2; }
 	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { echo "error: $(PYTHON) has no venv module. Install it (Debian and Ubuntu: the python3-venv package)" >&2; exit 2; }
