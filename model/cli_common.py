@@ -48,11 +48,11 @@ Debug = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(min=1, metavar="N", help="Worker threads. [default: every usable core]"),
+    typer.Option(min=1, metavar="N", help="Worker threads.", show_default="every usable core"),
 ]
 Kernel = Annotated[
     str | None,
-    typer.Option(metavar="|".join(KERNELS), help="Expert kernel. [default: PYKERNELS_KERNEL]"),
+    typer.Option(metavar="|".join(KERNELS), help="Expert kernel.", show_default="PYKERNELS_KERNEL"),
 ]
 
 

@@ -19,23 +19,31 @@ if TYPE_CHECKING:
 
 Model = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="Checkpoint folder. [default: the embedded model]"),
+    typer.Option(metavar="DIR", help="Checkpoint folder.", show_default="the embedded model"),
 ]
 Rules = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Injection rules. [default: those of the architecture]"),
+    typer.Option(metavar="FILE", help="Injection rules.", show_default="those of the architecture"),
 ]
 Device = Annotated[
     str, typer.Option(metavar="cpu|cuda:0", help="Where everything but the experts runs.")
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option(metavar="bfloat16|float32", help="Of the dense part. [default: the config's]"),
+    typer.Option(
+        metavar="bfloat16|float32", help="Of the dense part.", show_default="the config's"
+    ),
 ]
 MaxNewTokens = Annotated[int, typer.Option(min=1, metavar="N", help="Stop after N tokens.")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")]
-TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from this much probability.")]
-TopK = Annotated[int, typer.Option(min=0, help="Sample from the K likeliest tokens; 0: all.")]
+Temperature = Annotated[
+    float, typer.Option(min=0.0, metavar="T", help="0 takes the likeliest token.")
+]
+TopP = Annotated[
+    float, typer.Option(min=0.0, max=1.0, metavar="P", help="Sample from this much probability.")
+]
+TopK = Annotated[
+    int, typer.Option(min=0, metavar="K", help="Sample from the K likeliest tokens; 0: all.")
+]
 Seed = Annotated[int, typer.Option(min=0, metavar="N", help="The same seed gives the same text.")]
 
 
@@ -130,7 +138,9 @@ def _status(what: str) -> Iterator[None]:
 
 @command
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to go on from; - reads it from stdin.")],
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="The text to go on from; - reads it from stdin.")
+    ],
     model: Model = None,
     rules: Rules = None,
     device: Device = "cpu",

@@ -67,6 +67,12 @@ def test_version(run: Run) -> None:
     assert run("--version") == Result(0, f"pykernels {__version__}\n", "")
 
 
+def test_help_names_every_default(run: Run) -> None:
+    text = " ".join(run("generate", "--help").out.replace("│", " ").split())
+    for default in ("128", "0.8", "(the embedded model)", "(every usable core)"):
+        assert f"[default: {default}]" in text
+
+
 def test_generate_writes_the_text_to_stdout_and_the_summary_to_stderr(run: Run) -> None:
     result = run("generate", "--max-new-tokens", 12, "--temperature", 0, PROMPT)
     assert result.code == 0
