@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from pykernels.cpu import MoECall, make_kernel, plan
+from pykernels.cpu import MoECall, make_kernel, make_pack, pack_job, plan
 from pykernels.errors import PykernelsError
-from pykernels.quant import PackedExperts, Weight, get_format
+from pykernels.quant import Mover, PackedExperts, Weight, get_format
 from pykernels.registry import resolve
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
@@ -71,10 +71,10 @@ class RoutedExperts:
         kernel: str = "auto",
     ) -> None:
         self.shape = shape
-        self.weights = PackedExperts(shape, get_format(fmt), allocate)
+        self._own_pool = pool
+        self.weights = PackedExperts(shape, get_format(fmt), allocate, _mover(pool))
         self.backend = resolve(kernel, fmt, detect())
         self.counters = Counters()
-        self._own_pool = pool
         self._bound: tuple[WorkerPool, MoECall] | None = None
         self._in_flight: tuple[Ticket, WorkerPool] | None = None
 
@@ -172,3 +172,17 @@ class RoutedExperts:
             cut = plan(self.shape, self.weights.fmt, pool.threads)
             self._bound = pool, MoECall(self.weights, cut, pool.workspace)
         return self._bound
+
+
+def _mover(pool: WorkerPool | None) -> Mover:
+    """``pack_tiles`` on every worker of the pool: one task a 32-row block."""
+
+    def move(data: torch.Tensor, blocks: torch.Tensor) -> None:
+        data = data.contiguous()
+        job, tasks = pack_job(data, blocks)
+        pack = make_pack(data.element_size()).address
+        workers = pool or default_pool()
+        workers.start(Call(pack, pack, job.ctypes.data, tasks, i_chunks=1, down_chunks=0))
+        workers.wait()
+
+    return move

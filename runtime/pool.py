@@ -57,7 +57,8 @@ class WorkerPool:
         topology: Topology | None = None,
     ) -> None:
         topology = topology or Topology.detect()
-        self.threads = threads or env.threads or topology.usable
+        wanted = env.threads if threads is None else threads
+        self.threads = topology.usable if wanted is None else wanted
         self.driver_works = driver_works
         if not 1 <= self.threads <= topology.usable:
             raise PykernelsError(
@@ -134,8 +135,10 @@ class WorkerPool:
         """
         if self._running is None:
             raise PykernelsError("no call is running on this pool", "submit one before sync")
-        status = tasks.finish(self.control, self.driver_works)
-        self._running = None
+        try:
+            status = tasks.finish(self.control, self.driver_works)
+        finally:  # Ctrl-C arrives when the call has ended: it must not leave the pool taken
+            self._running = None
         if status != 0:
             raise TaskError(f"an expert task failed with status {status}")
         return (self._read(tasks.FINISHED_AT) - self._read(tasks.STARTED_AT)) / 1e9

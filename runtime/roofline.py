@@ -67,9 +67,7 @@ class ReadRoof:
     def measure(self, passes: int = 5) -> float:
         """GB/s: the median of ``passes`` passes, of the faster loop."""
         self.once()
-        return max(
-            statistics.median(self.once(ahead) for _ in range(passes)) for ahead in LOOPS
-        )
+        return max(statistics.median(self.once(ahead) for _ in range(passes)) for ahead in LOOPS)
 
 
 def read_roof(pool: WorkerPool) -> float:

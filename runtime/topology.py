@@ -75,8 +75,16 @@ def _memory() -> tuple[int, int]:
     ):
         limit, used = _read(_CGROUP / limit_file), _read(_CGROUP / used_file)
         if limit and used and limit != "max" and int(limit) < machine.total:
-            return int(limit), min(machine.available, int(limit) - int(used))
+            free = int(limit) - int(used) + _reclaimable(used_file)
+            return int(limit), min(machine.available, free)
     return machine.total, machine.available
+
+
+def _reclaimable(used_file: str) -> int:
+    """Page cache that the cgroup is charged for and gives up under pressure."""
+    stat = _read((_CGROUP / used_file).parent / "memory.stat") or ""
+    found = re.search(r"^(?:total_)?inactive_file (\d+)$", stat, re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 def _nodes(cores: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:

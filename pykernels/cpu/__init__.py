@@ -10,6 +10,7 @@ from ..target import detect
 from .intrin.sync import call_task
 from .jit import kernel
 from .moe import make_kernel
+from .pack import make_pack, pack_job
 from .plan import MoEPlan, plan
 from .workspace import MoECall, Workspace
 
@@ -60,4 +61,13 @@ def moe_ffn(
     return y
 
 
-__all__ = ["MoECall", "MoEPlan", "Workspace", "make_kernel", "moe_ffn", "plan"]
+__all__ = [
+    "MoECall",
+    "MoEPlan",
+    "Workspace",
+    "make_kernel",
+    "make_pack",
+    "moe_ffn",
+    "pack_job",
+    "plan",
+]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..errors import PykernelsError
 from .bf16 import BF16
 from .experts import Allocator, PackedExperts
-from .format import Format
+from .format import Format, Mover
 from .fp8 import FP8
 from .weight import Weight
 
@@ -21,4 +21,4 @@ def get_format(name: str) -> Format:
     return FORMATS[name]
 
 
-__all__ = ["FORMATS", "Allocator", "Format", "PackedExperts", "Weight", "get_format"]
+__all__ = ["FORMATS", "Allocator", "Format", "Mover", "PackedExperts", "Weight", "get_format"]

@@ -8,8 +8,8 @@ import torch
 
 from ..errors import PykernelsError
 from ..shapes import MoEShape
-from .format import Format
-from .layout import ceil_to
+from .format import Format, Mover
+from .layout import ceil_to, pack_tiles
 from .weight import Weight
 
 Allocator = Callable[[int], torch.Tensor]
@@ -34,8 +34,14 @@ class PackedExperts:
         down_scale: float32 [E, H / 32, I / 128].
     """
 
-    def __init__(self, shape: MoEShape, fmt: Format, alloc: Allocator = _zeros) -> None:
-        self.shape, self.fmt = shape, fmt
+    def __init__(
+        self,
+        shape: MoEShape,
+        fmt: Format,
+        alloc: Allocator = _zeros,
+        mover: Mover = pack_tiles,
+    ) -> None:
+        self.shape, self.fmt, self._mover = shape, fmt, mover
         E, H, I = shape.E, shape.H, shape.I  # noqa: E741
         sizes = self._section_bytes(shape, fmt)
         self._arena = alloc(sum(sizes))
@@ -89,8 +95,10 @@ class PackedExperts:
         for name, weight, N, K in (("gate", gate, I, H), ("up", up, I, H), ("down", down, H, I)):
             self.fmt.check(weight, N, K, f"expert {expert}'s {name}_proj")
         for i, weight in enumerate((gate, up)):
-            self.fmt.pack(weight, self.gate_up[expert, :, i], self.gate_up_scale[expert, :, i])
-        self.fmt.pack(down, self.down[expert], self.down_scale[expert])
+            self.fmt.pack(
+                weight, self.gate_up[expert, :, i], self.gate_up_scale[expert, :, i], self._mover
+            )
+        self.fmt.pack(down, self.down[expert], self.down_scale[expert], self._mover)
         self.packed[expert] = True
 
     def unpack(self, expert: int) -> tuple[Weight, Weight, Weight]:

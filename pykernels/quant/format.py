@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 
 from ..errors import PykernelsError
 from .layout import K_BLOCK, N_BLOCK, pack_tiles, padded, unpack_tiles
 from .weight import Weight
+
+Mover = Callable[[torch.Tensor, torch.Tensor], None]
+"""``layout.pack_tiles`` or its like: writes data [N, K] to blocks uint8 [N / 32, block bytes]."""
 
 
 class Format(ABC):
@@ -73,15 +77,22 @@ class Format(ABC):
                 "Check the checkpoint's weight_scale_inv tensors and weight_block_size",
             )
 
-    def pack(self, weight: Weight, blocks: torch.Tensor, scales: torch.Tensor) -> None:
+    def pack(
+        self,
+        weight: Weight,
+        blocks: torch.Tensor,
+        scales: torch.Tensor,
+        mover: Mover = pack_tiles,
+    ) -> None:
         """Writes the tile layout.
 
         Args:
             weight: [N, K] in this format.
             blocks: uint8 [N / 32, block_bytes(K)]; its first dimension may be strided.
             scales: float32 ``packed_scales(N, K)``, likewise.
+            mover: reorders the bytes; ``runtime`` has one that uses every core.
         """
-        pack_tiles(weight.data, blocks)
+        mover(weight.data, blocks)
         if weight.scale is not None:
             scales.copy_(self._scales_by_block(weight.scale, scales.shape[0]))
 

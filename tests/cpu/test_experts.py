@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -95,6 +97,14 @@ def test_counters_count_distinct_experts():
     assert 0 < counters.seconds < 1
     counters.reset()
     assert (counters.calls, counters.bytes, counters.seconds) == (0, 0, 0.0)
+
+
+def test_dropped_experts_give_their_memory_back_at_once():
+    """No reference cycle: a layer can be gigabytes, and the collector may be long in coming."""
+    routed = RoutedExperts(SHAPE, "fp8")
+    gone = weakref.ref(routed.weights)
+    del routed
+    assert gone() is None
 
 
 def test_zero_tokens():

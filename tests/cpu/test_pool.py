@@ -149,7 +149,7 @@ def test_misuse_is_told(pool):
         pool.start(fake.call)
 
 
-@pytest.mark.parametrize("threads", [USABLE + 1, -1])
+@pytest.mark.parametrize("threads", [USABLE + 1, 0, -1])
 def test_more_threads_than_cores_are_refused(threads):
     with pytest.raises(PykernelsError, match=f"{USABLE} cores are usable"):
         WorkerPool(threads)
