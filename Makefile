@@ -6,6 +6,7 @@ PY     ?= python3
 VENV   ?= .venv
 PROMPT ?= def quicksort(xs):
 TOKENS ?= 128
+SEED   ?= 1
 
 # By the environment, so that any character may be in it.
 export PROMPT
@@ -16,14 +17,14 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constrain
 .PHONY: help run test lint types bench test-gpu clean
 
 help:
-	@echo "make run       set up .venv and let the embedded model write (PROMPT=..., TOKENS=...)"
+	@echo "make run       set up .venv and let the embedded model write (PROMPT, TOKENS, SEED=...)"
 	@echo "make test      set up .venv with the test extras; ruff, mypy and pytest"
 	@echo "make bench     the pytest-benchmark suites of bench/"
 	@echo "make test-gpu  the tests on this machine's own Python (PY=...), which has torch with CUDA"
 	@echo "make clean     remove .venv and every cache inside this folder"
 
 run: $(VENV)/.installed-run
-	$(BIN)/pykernels generate --max-new-tokens $(TOKENS) "$$PROMPT"
+	$(BIN)/pykernels generate --max-new-tokens $(TOKENS) --seed $(SEED) "$$PROMPT"
 
 test: lint types
 	$(BIN)/python -m pytest

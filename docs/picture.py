@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 COMMANDS = (
-    'generate --max-new-tokens 150 --seed 7 "class Stack:"',
+    'generate --max-new-tokens 128 --seed 1 "def quicksort(xs):"',
     "bench moe --format fp8 --tokens 1 --hidden 7168 --inter 2048 --experts 16 --topk 8",
 )
 WIDTH = 112
