@@ -1,12 +1,21 @@
 """Load balance without a loss term: the router's bias follows each expert's load error.
 
-DeepSeek-V3's report, section 2.1.2 (auxiliary-loss-free load balancing): after each step the bias of
-an overloaded expert falls by gamma, that of an underloaded one rises by gamma. The bias enters the
-choice of experts only, not their weights.
+DeepSeek-V3's report, section 2.1.2 (auxiliary-loss-free load balancing): after each step the bias
+of an overloaded expert falls by gamma, that of an underloaded one rises by gamma. The bias enters
+the choice of experts only, not their weights.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+
+
+def router_bias(router: nn.Module) -> Tensor:
+    """A router's `e_score_correction_bias`, float32 [E]."""
+    bias = router.e_score_correction_bias
+    assert isinstance(bias, Tensor)
+    return bias
 
 
 def routers(model: nn.Module) -> dict[int, nn.Module]:
@@ -30,11 +39,11 @@ class LoadCounter:
         self.loads: dict[int, Tensor] = {}
         self._handles = []
         for layer, router in self.routers.items():
-            bias = router.e_score_correction_bias
+            bias = router_bias(router)
             self.loads[layer] = torch.zeros(bias.numel(), device=bias.device)
             self._handles.append(router.register_forward_hook(self._hook(layer)))
 
-    def _hook(self, layer: int):
+    def _hook(self, layer: int) -> Callable[[nn.Module, tuple, tuple], None]:
         def count(module: nn.Module, inputs: tuple, output: tuple) -> None:
             indices = output[2]  # [T, K]
             ones = torch.ones(indices.shape, device=indices.device)
@@ -59,5 +68,5 @@ class LoadCounter:
         """Move every bias by gamma against its load error, then forget the counts."""
         for layer, router in self.routers.items():
             load = self.loads[layer]
-            router.e_score_correction_bias.add_(torch.sign(load.mean() - load), alpha=gamma)
+            router_bias(router).add_(torch.sign(load.mean() - load), alpha=gamma)
         self.reset()

@@ -20,7 +20,7 @@ _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file: its path relative to the library's folder (with `/`) and its exact bytes, valid UTF-8."""
+    """One file: its path from the library's folder on (with `/`) and its bytes, valid UTF-8."""
 
     path: str
     data: bytes
@@ -74,7 +74,7 @@ def find_sources(stdlib: Path) -> list[SourceFile]:
         if data:
             found.append(SourceFile(relative.as_posix(), data))
     if not found:
-        raise ValueError(f"no UTF-8 *.py file under {stdlib}; give the folder of a standard library")
+        raise ValueError(f"no UTF-8 *.py file under {stdlib}; give a standard library's folder")
     return found
 
 
@@ -89,3 +89,12 @@ def split(sources: Iterable[SourceFile]) -> Split:
 def total_bytes(sources: Iterable[SourceFile]) -> int:
     """The size of the files together, in bytes."""
     return sum(len(source.data) for source in sources)
+
+
+def fingerprint(sources: Iterable[SourceFile]) -> str:
+    """One SHA-256 over all paths and contents, in hexadecimal."""
+    digest = hashlib.sha256()
+    for source in sources:
+        digest.update(f"{source.path}\0{len(source.data)}\0".encode())
+        digest.update(source.data)
+    return digest.hexdigest()

@@ -8,7 +8,6 @@ and the model card into the checkpoint's folder.
 
 import argparse
 import json
-import lzma
 import math
 import platform
 import time
@@ -19,12 +18,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from . import PATH
 from .balance import LoadCounter
 from .card import write_card
-from .corpus import SourceFile, default_stdlib, find_sources, split, total_bytes
+from .corpus import SourceFile, default_stdlib, find_sources, fingerprint, split, total_bytes
 from .export import load_dequantized
+from .references import shared_line_fraction, xz_bits_per_byte
 from .samples import write_samples
 from .tokenizer import BOS_ID, EOS_ID, encode_files, load_tokenizer
 
@@ -33,7 +34,7 @@ WINDOW = 2048
 
 
 def windows(document: list[int], length: int) -> list[tuple[list[int], list[int]]]:
-    """Inputs and targets that score each token of `document` (bos ... eos) once; -100 is not scored.
+    """Inputs and targets that score each token of `document` (bos ... eos) once, -100: unscored.
 
     The first window scores all its targets; each later one starts half a window on, has bos in
     front as in training, and scores the second half only.
@@ -82,19 +83,6 @@ def total_bits(
     return float(total) / math.log(2)
 
 
-def xz_bits_per_byte(files: Sequence[SourceFile]) -> dict[str, float]:
-    """`xz -9e` on the files, as one stream in path order and each on its own, in bits per byte."""
-
-    def size(data: bytes) -> int:
-        return len(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME))
-
-    nbytes = total_bytes(files)
-    return {
-        "concatenated": 8 * size(b"".join(f.data for f in files)) / nbytes,
-        "per_file": 8 * sum(size(f.data) for f in files) / nbytes,
-    }
-
-
 def load_table(loads: dict[int, Tensor]) -> dict[str, list[float]]:
     """Per layer, each expert's load over the mean load: 1 is perfect balance."""
     return {
@@ -104,33 +92,41 @@ def load_table(loads: dict[int, Tensor]) -> dict[str, list[float]]:
 
 
 def evaluate_heldout(
-    model: nn.Module, folder: Path, files: Sequence[SourceFile]
+    model: PreTrainedModel, folder: Path, files: Sequence[SourceFile]
 ) -> tuple[float, dict[str, list[float]], int]:
     """Bits per byte, the load table and the number of tokens of `files` under `model`."""
     documents = encode_files(load_tokenizer(folder), [f.text for f in files])
     counter = LoadCounter(model)
-    bits = total_bits(model, documents, window=model.config.max_position_embeddings, counter=counter)
+    bits = total_bits(model, documents, model.config.max_position_embeddings, counter=counter)
     counter.close()
     tokens = sum(len(d) - 1 for d in documents)
     return bits / total_bytes(files), load_table(counter.loads), tokens
 
 
-def evaluate_checkpoint(folder: Path, stdlib: Path, device: str = "cpu") -> dict[str, Any]:
-    """Measure the checkpoint in `folder` on the held-out files of `stdlib`."""
-    files = split(find_sources(stdlib)).heldout
+def evaluate_checkpoint(
+    folder: Path, stdlib: Path, version: str, device: str = "cpu"
+) -> dict[str, Any]:
+    """Measure the checkpoint in `folder` on the held-out files of `stdlib`, Python `version`'s."""
+    parts = split(find_sources(stdlib))
+    files, known = parts.heldout, parts.train + parts.validation
     model = load_dequantized(folder).to(device)
     started = time.perf_counter()
     bpb, loads, tokens = evaluate_heldout(model, folder, files)
+    seconds = time.perf_counter() - started
     return {
+        "library": version,
+        "heldout_sha256": fingerprint(files),
         "heldout_files": len(files),
         "heldout_bytes": total_bytes(files),
         "heldout_tokens": tokens,
         "window": model.config.max_position_embeddings,
         "bits_per_byte_fp8": round(bpb, 4),
-        "xz_bits_per_byte": {k: round(v, 4) for k, v in xz_bits_per_byte(files).items()},
+        "xz_bits_per_byte": {k: round(v, 4) for k, v in xz_bits_per_byte(files, known).items()},
+        "shared_line_fraction": round(shared_line_fraction(files, known), 4),
         "load_over_mean": loads,
-        "python": platform.python_version(),
-        "seconds": round(time.perf_counter() - started, 1),
+        "device": torch.cuda.get_device_name() if device.startswith("cuda") else "CPU",
+        "torch": torch.__version__,
+        "seconds": round(seconds, 1),
     }
 
 
@@ -138,12 +134,13 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Evaluate a checkpoint, write its model card.")
     parser.add_argument("--stdlib", type=Path, default=default_stdlib())
+    parser.add_argument("--version", default=platform.python_version(), help="the library's Python")
     parser.add_argument("--checkpoint", type=Path, default=PATH)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--card-only", action="store_true", help="keep the figures and samples")
     args = parser.parse_args()
     if not args.card_only:
-        result = evaluate_checkpoint(args.checkpoint, args.stdlib, args.device)
+        result = evaluate_checkpoint(args.checkpoint, args.stdlib, args.version, args.device)
         (args.checkpoint / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
         write_samples(args.checkpoint)
         print(json.dumps({k: v for k, v in result.items() if k != "load_over_mean"}, indent=1))

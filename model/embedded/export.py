@@ -56,7 +56,7 @@ def export(state: dict[str, Tensor], settings: dict[str, Any], folder: Path) -> 
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = settings | {"dtype": "bfloat16", "quantization_config": quantization_config()}
-    generation = {"bos_token_id": settings["bos_token_id"], "eos_token_id": settings["eos_token_id"]}
+    generation = {key: settings[key] for key in ("bos_token_id", "eos_token_id")}
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", generation)
 

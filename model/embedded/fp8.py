@@ -1,7 +1,7 @@
 """FP8 weights as DeepSeek-V3 stores them: E4M3 codes and one float32 scale per 128x128 block.
 
-Source: DeepSeek-V3's `inference/kernel.py` (`weight_quant`, `weight_dequant`) and section 3.3 of its
-report: scale = amax / 448, weight = code * scale (the checkpoint calls the scale `weight_scale_inv`).
+Source: DeepSeek-V3's `inference/kernel.py` (`weight_quant`, `weight_dequant`) and section 3.3 of
+its report: scale = amax / 448, weight = code * scale (the checkpoint says `weight_scale_inv`).
 """
 
 import torch

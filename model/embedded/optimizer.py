@@ -31,7 +31,10 @@ class OptimizerSettings:
 
 
 def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
-    """Nearly orthogonal matrices [B, N, K] with the singular vectors of `matrices` (Newton-Schulz)."""
+    """Nearly orthogonal matrices [B, N, K] with the singular vectors of `matrices`.
+
+    Newton-Schulz iterations, in bfloat16 on a GPU.
+    """
     a, b, c = _NEWTON_SCHULZ
     x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
     tall = x.shape[-2] > x.shape[-1]
@@ -57,7 +60,7 @@ class _MatrixGroup:
 
 
 def logical_matrices(name: str, weight: Tensor) -> Tensor:
-    """A parameter as its logical matrices [B, N, K]: fused `gate_up_proj` [E, 2I, H] -> [2E, I, H]."""
+    """A parameter as logical matrices [B, N, K]: fused `gate_up_proj` [E, 2I, H] -> [2E, I, H]."""
     if name.endswith("gate_up_proj"):
         return weight.unflatten(1, (2, -1)).flatten(0, 1)
     return weight if weight.dim() == 3 else weight.unsqueeze(0)
@@ -66,6 +69,12 @@ def logical_matrices(name: str, weight: Tensor) -> Tensor:
 def is_layer_matrix(name: str, weight: Tensor) -> bool:
     """Whether a parameter is a layer's linear map: what FP8 stores, and what Muon updates."""
     return ".layers." in name and weight.dim() >= 2 and not name.endswith("mlp.gate.weight")
+
+
+def _grad(param: nn.Parameter) -> Tensor:
+    if param.grad is None:
+        raise ValueError("a parameter has no gradient; run the backward pass of the whole model")
+    return param.grad
 
 
 class MasterOptimizer:
@@ -103,20 +112,20 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def step(self, lr_scale: float) -> None:
-        """One update from the parameters' gradients, which are cleared. Call `write_back` after it."""
+        """One update from the parameters' gradients, which are cleared; then call `write_back`."""
         s = self.settings
         lr = s.muon_lr * lr_scale
         for group in self._groups:
             # An expert that no token chose has a zero gradient, not a missing one.
             grad = torch.cat(
-                [logical_matrices(self._names[p], p.grad).float() for p in group.params]
+                [logical_matrices(self._names[p], _grad(p)).float() for p in group.params]
             )
             group.velocity.lerp_(grad, 1 - s.momentum)
             update = orthogonalize(grad.lerp_(group.velocity, s.momentum))
             size = 0.2 * max(group.master.shape[1:]) ** 0.5
             group.master.mul_(1 - lr * s.muon_decay).add_(update, alpha=-lr * size)
         for param, master in zip(self._others, self._other_masters, strict=True):
-            master.grad = param.grad.float()
+            master.grad = _grad(param).float()
         nn.utils.clip_grad_norm_(self._other_masters, s.clip)
         for options in self._adam.param_groups:
             options["lr"] = s.adam_lr * lr_scale
@@ -138,7 +147,7 @@ class MasterOptimizer:
                 count = self._matrices(param).shape[0]
                 param.copy_(values[start : start + count].reshape(param.shape))
                 start += count
-        torch._foreach_copy_(self._others, self._other_masters)
+        torch._foreach_copy_([*self._others], [*self._other_masters])
 
     @torch.no_grad()
     def masters(self) -> dict[str, Tensor]:

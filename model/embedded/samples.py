@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,8 +13,13 @@ PROMPTS = (
     "def quicksort(xs):",
     "class Stack:\n",
     "import unittest\n\nclass TestParser(unittest.TestCase):\n",
-    "def read_file(path):\n    \"\"\"Return",
+    'def read_file(path):\n    """Return',
 )
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 0},
+}
 
 
 @torch.no_grad()
@@ -25,10 +31,7 @@ def write_samples(folder: Path, tokens: int = 96) -> None:
     for prompt in PROMPTS:
         ids = torch.tensor([tokenizer.encode(prompt).ids])
         texts = {}
-        for name, options in {
-            "greedy": {"do_sample": False},
-            "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 0},
-        }.items():
+        for name, options in WAYS.items():
             torch.manual_seed(0)
             made = model.generate(
                 ids,

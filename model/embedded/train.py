@@ -52,10 +52,9 @@ def add_dropout(model: nn.Module, p: float) -> None:
     def drop(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
         return F.dropout(output, p, module.training)
 
-    model.model.embed_tokens.register_forward_hook(drop)
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.register_forward_hook(drop)
-        layer.mlp.register_forward_hook(drop)
+    for name, module in model.named_modules():
+        if name.endswith((".embed_tokens", ".o_proj", ".mlp")):
+            module.register_forward_hook(drop)
 
 
 class Run:
@@ -76,7 +75,8 @@ class Run:
         self.batches = TrainingRows(
             documents, settings.length, settings.rows, self.device, settings.seed
         )
-        self.say(f"{self.batches.tokens} training tokens, {self.batches.steps_per_epoch} steps/epoch")
+        epoch = self.batches.steps_per_epoch
+        self.say(f"{self.batches.tokens} training tokens, {epoch} steps an epoch")
 
         experts = "grouped_mm" if self.device.type == "cuda" else "eager"
         self.model = build_model(self.config, torch.bfloat16, experts).to(self.device)
@@ -131,7 +131,8 @@ class Run:
                 part = slice(start, start + self.settings.rows)
                 logits = self.model(input_ids=inputs[part].to(self.device), use_cache=False).logits
                 wanted = targets[part].to(self.device).flatten()
-                nats += float(F.cross_entropy(logits.flatten(0, 1).float(), wanted, reduction="sum"))
+                logits = logits.flatten(0, 1).float()
+                nats += float(F.cross_entropy(logits, wanted, reduction="sum"))
         self.model.train()
         self.counter.reset()
         share = targets.numel() / stream.numel()
@@ -140,11 +141,10 @@ class Run:
     def state(self) -> dict[str, Tensor]:
         """Masters and router biases under transformers' names, in its order, on the CPU."""
         masters = self.optimizer.masters()
-        for name, module in self.model.named_modules():
-            if module in self.counter.routers.values():
-                bias = module.e_score_correction_bias
-                masters[name + ".e_score_correction_bias"] = bias.cpu().clone()
-        return {name: masters[name] for name in self.model.state_dict()}
+        return {
+            name: masters[name] if name in masters else value.cpu().clone()
+            for name, value in self.model.state_dict().items()
+        }
 
     def train(self) -> dict[str, Any]:
         """The whole schedule. Keeps the state that was best on the validation files."""
@@ -197,18 +197,20 @@ class Run:
         epoch = step / self.batches.steps_per_epoch
         point = {"step": step, "epoch": epoch, "loss": loss, "validation": value, "lr": lr_scale}
         self.curve.append({k: round(v, 4) for k, v in point.items()})
-        self.say(f"step {step} epoch {epoch:.1f} loss {loss:.4f} validation {value:.4f} bit/byte "
-                 f"lr {lr_scale:.3f}")
+        self.say(
+            f"step {step} epoch {epoch:.1f} loss {loss:.4f} validation {value:.4f} bit/byte "
+            f"lr {lr_scale:.3f}"
+        )
 
     def finish(self, result: dict[str, Any]) -> None:
         """Export the best state, measure its bfloat16 form on the held-out files, write the log."""
         export(self.best_state, self.config, self.out)
         self.say("exported")
         plain = build_model(self.config, torch.float32)
-        plain.load_state_dict({
-            name: value if name.endswith("e_score_correction_bias") else value.bfloat16().float()
-            for name, value in self.best_state.items()
-        })
+        for name, value in self.best_state.items():
+            if not name.endswith("e_score_correction_bias"):
+                self.best_state[name] = value.bfloat16().float()
+        plain.load_state_dict(self.best_state)
         bpb, _, _ = evaluate_heldout(plain.eval().to(self.device), self.out, self.parts.heldout)
         gpu = torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"
         result |= {

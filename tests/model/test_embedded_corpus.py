@@ -1,0 +1,123 @@
+"""The corpus' split and the tokenizer's losslessness."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from model.embedded import PATH
+from model.embedded.corpus import default_stdlib, find_sources, fingerprint, part_of, split
+from model.embedded.tokenizer import (
+    BOS_ID,
+    EOS_ID,
+    encode_files,
+    load_tokenizer,
+    train_tokenizer,
+)
+
+TEXTS = {
+    "empty": "",
+    "indented": "def f(xs):\n    if not xs:\n        return []\n\n\n\treturn xs  \n",
+    "no final newline": "x = 1",
+    "DOS line ends": "a = 1\r\n\r\nb = 2\r\n",
+    "a lone carriage return": "a\rb",
+    "form feed": "\x0c\nclass A:\n\x0c    pass\n",
+    "leading and trailing spaces": "   x   ",
+    "long runs": " " * 77 + "x" + "\n" * 33 + "#" * 79 + "_" * 20,
+    "digits": "0xdeadbeef 1_000_000 3.14159e-10 '\\u00e9'",
+    "other scripts": "naïve = 'Ελληνικά 漢字 \U0001f40d עברית'  # é as e\u0301",
+    "control bytes": "".join(map(chr, range(256))),
+    "a word like a special token": "<|bos|> is no bos when it is a <|boss|>",
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(PATH)
+
+
+@pytest.mark.parametrize("name", sorted(TEXTS))
+def test_tokenizer_gives_any_text_back_exactly(tokenizer: Tokenizer, name: str) -> None:
+    text = TEXTS[name]
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_tokenizer_gives_the_library_back_exactly(tokenizer: Tokenizer) -> None:
+    files = sorted(default_stdlib().glob("*.py"))[::5]
+    texts = [f.read_bytes().decode() for f in files]
+    assert len(texts) > 10
+    for text, ids in zip(texts, encode_files(tokenizer, texts), strict=True):
+        assert (ids[0], ids[-1]) == (BOS_ID, EOS_ID)
+        assert tokenizer.decode(ids) == text
+
+
+def test_a_prompt_is_cut_as_the_text_that_goes_on_from_it(tokenizer: Tokenizer) -> None:
+    whole = tokenizer.encode("def f(xs):\n    return xs").ids
+    for prompt in ("def f(xs):", "def f(xs):\n"):
+        ids = tokenizer.encode(prompt).ids
+        assert whole[: len(ids)] == ids
+
+
+def test_transformers_reads_the_tokenizer() -> None:
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(PATH)
+    text = TEXTS["indented"]
+    ids = loaded(text)["input_ids"]
+    assert ids == load_tokenizer(PATH).encode(text).ids
+    assert ids[0] == loaded.bos_token_id == BOS_ID
+    assert loaded.eos_token_id == EOS_ID
+    assert loaded.decode(ids[1:]) == text
+
+
+def test_tokenizer_training_is_deterministic() -> None:
+    texts = [TEXTS["indented"], TEXTS["digits"], TEXTS["other scripts"]] * 3
+    first, second = (train_tokenizer(texts, 300) for _ in range(2))
+    assert first.to_str() == second.to_str()
+
+
+def test_part_of_a_file_depends_on_its_path_alone() -> None:
+    # Pinned: another Python, machine or order must put the same path into the same part.
+    assert part_of("dataclasses.py") == part_of("statistics.py") == "heldout"
+    assert part_of("argparse.py") == "train"
+    names = [f"package/module_{i}.py" for i in range(20000)]
+    share = {p: sum(part_of(n) == p for n in names) / len(names) for p in ("heldout", "validation")}
+    assert share["heldout"] == pytest.approx(0.05, abs=0.01)
+    assert share["validation"] == pytest.approx(0.95 * 0.02, abs=0.006)
+
+
+def test_split_is_by_file_complete_and_disjoint(tmp_path: Path) -> None:
+    for i in range(300):
+        file = tmp_path / f"p{i % 7}" / f"m{i}.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"x = {i}\n")
+    sources = find_sources(tmp_path)
+    parts = split(sources)
+    paths = [{f.path for f in part} for part in (parts.train, parts.validation, parts.heldout)]
+    assert all(paths)
+    assert sum(map(len, paths)) == len(set.union(*paths)) == len(sources) == 300
+    assert fingerprint(split(reversed(sources)).heldout[::-1]) == fingerprint(parts.heldout)
+
+
+def test_sources_leave_out_what_is_not_the_library(tmp_path: Path) -> None:
+    kept = tmp_path / "a" / "kept.py"
+    for file in (
+        kept,
+        tmp_path / "site-packages" / "other.py",
+        tmp_path / "a" / "__pycache__" / "b.py",
+        tmp_path / "_sysconfigdata__linux_x86_64-linux-gnu.py",
+        tmp_path / "notes.txt",
+    ):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("x = 1\n")
+    (tmp_path / "latin1.py").write_bytes(b"# caf\xe9\n")
+    (tmp_path / "empty.py").write_bytes(b"")
+    assert [s.path for s in find_sources(tmp_path)] == ["a/kept.py"]
+
+
+def test_a_folder_without_python_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no UTF-8 \*\.py file"):
+        find_sources(tmp_path)

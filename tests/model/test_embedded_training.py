@@ -1,0 +1,215 @@
+"""The script that made the checkpoint: its parts, and a whole run in small."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.embedded import PATH
+from model.embedded.architecture import SIZES, build_model
+from model.embedded.balance import LoadCounter, router_bias, routers
+from model.embedded.batches import TrainingRows, pack
+from model.embedded.corpus import default_stdlib, find_sources, part_of, split
+from model.embedded.evaluate import evaluate_checkpoint, total_bits, windows
+from model.embedded.export import checkpoint_tensors, export, load_dequantized
+from model.embedded.fp8 import dequantize_blocks, fake_quantize, quantize_blocks
+from model.embedded.optimizer import MasterOptimizer, OptimizerSettings, orthogonalize
+from model.embedded.references import shared_line_fraction, xz_bits_per_byte
+from model.embedded.schedule import Schedule
+from model.embedded.tokenizer import BOS_ID, EOS_ID, encode_files, load_tokenizer
+from model.embedded.train import Run, TrainSettings
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (160, 256), (1, 1), (130, 127), (2, 200, 300)])
+def test_fp8_blocks_keep_each_weight_within_e4m3s_step(shape: tuple[int, ...]) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.05
+    codes, scale = quantize_blocks(weight)
+    rows, columns = shape[-2:]
+    assert scale.shape == (*shape[:-2], -(-rows // 128), -(-columns // 128))
+    back = dequantize_blocks(codes, scale)
+    # Normals: half of 2^-3 relative; subnormals: half of 2^-9 scales.
+    bound = torch.maximum(weight.abs() / 16, torch.full_like(weight, float(scale.max()) * 2**-10))
+    assert ((back - weight).abs() <= bound * 1.0001).all()
+    assert torch.equal(fake_quantize(back), back), "what FP8 holds must survive a second rounding"
+
+
+def test_fp8_of_zeros_and_of_one_block_beside_another() -> None:
+    weight = torch.zeros(128, 256)
+    weight[:, 128:] = 3.0
+    codes, scale = quantize_blocks(weight)
+    assert scale.tolist() == [[1.0, pytest.approx(3.0 / 448.0)]]
+    assert torch.equal(dequantize_blocks(codes, scale), weight)
+
+
+def test_windows_score_every_token_once_with_half_a_window_before_it() -> None:
+    for length in (1, 2, 7, 8, 9, 12, 13, 40, 41):
+        document = [BOS_ID, *range(10, 9 + length), EOS_ID]
+        scored: list[int] = []
+        for number, (inputs, targets) in enumerate(windows(document, 8)):
+            assert len(inputs) == len(targets) <= 8
+            assert inputs[0] == BOS_ID
+            fresh = [t for t in targets if t != -100]
+            assert number == 0 or targets[:4] == [-100] * 4
+            scored += fresh
+            for i, target in enumerate(targets):
+                if target != -100 and i + 1 < len(inputs):
+                    assert inputs[i + 1] == target
+        assert scored == document[1:]
+
+
+def test_bits_do_not_depend_on_batching_or_padding() -> None:
+    torch.manual_seed(0)
+    model = build_model(SIZES["tiny"], torch.float32).eval()
+    documents = [[0, *torch.randint(2, 512, (n,)).tolist(), 1] for n in (3, 20, 41)]
+    together = total_bits(model, documents, window=16, rows=5)
+    alone = sum(total_bits(model, [d], window=16, rows=1) for d in documents)
+    assert together == pytest.approx(alone, rel=1e-5)
+
+
+def test_rows_begin_with_bos_and_targets_are_the_next_tokens() -> None:
+    inputs, targets = pack(torch.arange(10, 35), 8)
+    assert inputs.shape == targets.shape == (3, 8)
+    assert (inputs[:, 0] == BOS_ID).all()
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert targets.flatten().tolist() == list(range(10, 34))
+
+
+def test_an_epoch_holds_the_corpus_and_the_next_one_differs() -> None:
+    documents = [[0, *range(100 * d, 100 * d + 30), 1] for d in range(1, 9)]
+    rows = TrainingRows(documents, 8, 4, torch.device("cpu"), seed=0)
+    batches = iter(rows)
+    epochs = [[next(batches)[1] for _ in range(rows.steps_per_epoch)] for _ in range(2)]
+    tokens = [torch.cat(epoch).flatten() for epoch in epochs]
+    everything = sorted(t for d in documents for t in d)
+    assert sorted(tokens[0].tolist()) == sorted(tokens[1].tolist()) == everything
+    assert not torch.equal(tokens[0], tokens[1])
+    with pytest.raises(ValueError, match="do not fill a batch"):
+        TrainingRows(documents, 8, 400, torch.device("cpu"), seed=0)
+
+
+def test_schedule_warms_up_holds_decays_and_follows_the_clock() -> None:
+    schedule = Schedule(steps=1000, seconds=100.0, warmup=100, decay=0.6)
+    assert schedule.scale(0, 0.0) == pytest.approx(0.01)
+    assert schedule.scale(300, 0.0) == 1.0 and not schedule.decaying(300, 0.0)
+    assert schedule.scale(700, 0.0) == pytest.approx(0.5) and schedule.decaying(700, 0.0)
+    assert schedule.scale(300, 70.0) == pytest.approx(0.5), "a slow machine decays by the clock"
+    assert schedule.scale(1000, 0.0) == schedule.scale(0, 100.0) == 0.0
+    schedule.decay_from_now(200)
+    assert schedule.steps == 500 and schedule.scale(200, 0.0) == pytest.approx(1.0)
+    assert schedule.progress(500, 0.0) == 1.0
+
+
+def test_orthogonalize_keeps_singular_vectors_and_levels_the_values() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((3, 16, 40), (2, 40, 16)):
+        matrices = torch.randn(shape, generator=generator)
+        values = torch.linalg.svdvals(orthogonalize(matrices))
+        assert values.min() > 0.5 and values.max() < 1.3
+        u, _, vt = torch.linalg.svd(matrices, full_matrices=False)
+        assert torch.diagonal(u.mT @ orthogonalize(matrices) @ vt.mT, dim1=1, dim2=2).min() > 0.5
+
+
+def test_optimizer_lowers_the_loss_and_writes_fp8_values_back() -> None:
+    torch.manual_seed(0)
+    model = build_model(SIZES["tiny"], torch.bfloat16)
+    optimizer = MasterOptimizer(model, OptimizerSettings())
+    ids = torch.randint(2, 512, (2, 32))
+    losses = []
+    for _ in range(12):
+        logits = model(input_ids=ids, use_cache=False).logits.float()
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        optimizer.step(1.0)
+        optimizer.write_back(fp8=True)
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] - 0.5
+    masters = optimizer.masters()
+    assert set(masters) == {name for name, _ in model.named_parameters()}
+    weight = dict(model.named_parameters())["model.layers.0.self_attn.o_proj.weight"]
+    master = masters["model.layers.0.self_attn.o_proj.weight"]
+    assert torch.equal(weight.detach(), fake_quantize(master).bfloat16())
+    assert not torch.equal(weight.detach(), master.bfloat16())
+
+
+def test_router_biases_move_against_the_load_error() -> None:
+    torch.manual_seed(0)
+    model = build_model(SIZES["tiny"], torch.float32).eval()
+    counter = LoadCounter(model)
+    counter.mask = torch.tensor([True] * 20 + [False] * 4)
+    with torch.no_grad():
+        model(input_ids=torch.randint(2, 512, (1, 24)), use_cache=False)
+    loads = {layer: load.clone() for layer, load in counter.loads.items()}
+    assert set(loads) == set(routers(model)) == {1, 2}
+    assert all(load.sum() == 20 * 3 for load in loads.values()), "padding must not count"
+    counter.update_biases(0.25)
+    for layer, router in routers(model).items():
+        wanted = 0.25 * torch.sign(loads[layer].mean() - loads[layer])
+        assert torch.equal(router_bias(router), wanted)
+        assert counter.loads[layer].sum() == 0
+
+
+def test_export_and_reload_give_the_rounded_weights_back(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = build_model(SIZES["tiny"], torch.float32)
+    for router in routers(model).values():
+        router_bias(router).uniform_(-1, 1)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    export(state, SIZES["tiny"], tmp_path)
+    stored = checkpoint_tensors(state)
+    reloaded = load_dequantized(tmp_path).state_dict()
+    assert set(reloaded) == set(state)
+    for name, value in reloaded.items():
+        if name.endswith("gate_up_proj"):
+            halves = state[name].unflatten(1, (2, -1))  # [E, 2, I, H]: gate and up apart
+            assert torch.equal(value, fake_quantize(halves).flatten(1, 2)), name
+        elif name in stored and name + "_scale_inv" not in stored:
+            keep = torch.float32 if "bias" in name else torch.bfloat16
+            assert torch.equal(value, state[name].to(keep).float()), name
+        else:
+            assert torch.equal(value, fake_quantize(state[name])), name
+
+
+def test_references_count_what_they_say() -> None:
+    files = find_sources(default_stdlib() / "json")
+    xz = xz_bits_per_byte(files, files)
+    assert xz["concatenated"] < xz["per_file"] < 8
+    assert xz["after_known"] < 0.1 * xz["concatenated"], "known files cost xz next to nothing"
+    assert shared_line_fraction(files, files) == 1.0
+    assert shared_line_fraction(files, []) == 0.0
+
+
+def test_the_whole_script_in_small(tmp_path: Path) -> None:
+    library = tmp_path / "library"
+    library.mkdir()
+    texts = [s.text for s in find_sources(default_stdlib() / "json")]
+    counts = {"train": 0, "validation": 0, "heldout": 0}
+    for number in range(2000):
+        part = part_of(f"m{number}.py")
+        if counts[part] < (12 if part == "train" else 1):
+            counts[part] += 1
+            (library / f"m{number}.py").write_text(texts[number % len(texts)] + f"# {number}\n")
+    settings = TrainSettings(size="tiny", minutes=1.0, epochs=1.0, rows=8, length=64, evaluations=3)
+    out = tmp_path / "out"
+    run = Run(settings, split(find_sources(library)), out)
+    run.finish(run.train())
+    log = json.loads((out / "training.json").read_text())
+    assert log["curve"][-1]["validation"] < 0.8 * 8
+    assert log["curve"][-1]["loss"] < log["curve"][0]["loss"]
+    result = evaluate_checkpoint(out, library, "test")
+    assert result["bits_per_byte_fp8"] == pytest.approx(log["bits_per_byte_bf16"], rel=0.02)
+
+
+def test_the_shipped_model_beats_xz_on_files_it_never_saw() -> None:
+    names = ("dataclasses.py", "statistics.py")
+    files = [s for s in find_sources(default_stdlib()) if s.path in names]
+    assert [part_of(s.path) for s in files] == ["heldout", "heldout"]
+    heads = [s.text[:2500] for s in files]
+    nbytes = sum(len(head.encode()) for head in heads)
+    bits = total_bits(load_dequantized(PATH), encode_files(load_tokenizer(PATH), heads))
+    # Far below 0.5 would mean that the scored token leaks into its own prediction.
+    assert 0.5 < bits / nbytes < 1.4
+    pieces = [type(s)(s.path, head.encode()) for s, head in zip(files, heads, strict=True)]
+    assert bits / nbytes < 0.6 * xz_bits_per_byte(pieces, [])["concatenated"]
