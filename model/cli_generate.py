@@ -58,9 +58,13 @@ class Writer:
         dtype: str | None,
         threads: int | None,
         kernel: str | None,
+        prompt: str | None = None,
         **sampling: Any,
     ) -> None:
-        """Check the options, then load; `sampling` goes to `generate_stream` as it is."""
+        """Check the options and that `prompt` fits the context, then load.
+
+        `sampling` goes to `generate_stream` as it is.
+        """
         chosen_kernel, chosen_threads = kernel_name(kernel), prepare_threads(threads)
         self.sampling = sampling
         with _status("importing torch and transformers"):
@@ -71,6 +75,9 @@ class Writer:
             logging.set_verbosity_error()
             logging.disable_progress_bar()
         path = model or EMBEDDED
+        self.tokenizer = load_tokenizer(path)
+        if prompt is not None:
+            self._check(path, prompt)
         self.model = from_pretrained(
             path,
             rules=rules,
@@ -79,7 +86,18 @@ class Writer:
             threads=chosen_threads,
             kernel=chosen_kernel,
         )
-        self.tokenizer = load_tokenizer(path)
+
+    def _check(self, path: Path, prompt: str) -> None:
+        """Refuse a prompt that does not fit before minutes are spent on loading a large model."""
+        import torch
+
+        from .config import read_config
+        from .pretrained import build_meta
+        from .prompt import check_context, encode
+
+        hollow = build_meta(read_config(path), torch.bfloat16)
+        tokens = len(encode(hollow, self.tokenizer, prompt))
+        check_context(hollow, tokens, self.sampling["max_new_tokens"])
 
     def write(self, prompt: str, echo: bool = False) -> tuple[str, GenerationStats]:
         """Stream the continuation of `prompt` to stdout; returns it with its figures.
@@ -165,6 +183,7 @@ def generate(
         dtype,
         threads,
         kernel,
+        prompt,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,

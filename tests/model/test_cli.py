@@ -217,7 +217,10 @@ def test_bad_option_is_one_line(run: Run, options: list[object], cause: str) -> 
     failed(run("generate", *options, PROMPT), cause)
 
 
-def test_prompt_longer_than_the_context(run: Run) -> None:
+def test_prompt_longer_than_the_context_is_told_before_loading(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("model.pretrained.from_pretrained", lambda *_, **__: 1 / 0)
     failed(run("generate", "x = 1\n" * 4000), r"prompt has \d+ tokens, the model's context is \d+")
 
 
