@@ -15,7 +15,7 @@ from pykernels.quant import FORMATS
 from pykernels.shapes import MoEShape
 from runtime.measure import MoECase
 from runtime.pool import WorkerPool
-from runtime.roofline import LOOPS, ReadRoof
+from runtime.roofline import ReadRoof
 from runtime.topology import Topology
 
 SHAPES = {
@@ -31,35 +31,25 @@ def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
         yield pool
 
 
-@pytest.fixture(scope="module")
-def roof(pool: WorkerPool) -> ReadRoof:
-    return ReadRoof(pool)
-
-
 @pytest.mark.parametrize("T", [1, 4], ids="q{}".format)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def bench_expert_ffn(benchmark, pool: WorkerPool, roof: ReadRoof, shape, fmt: str, T: int) -> None:
+def bench_expert_ffn(benchmark, pool: WorkerPool, shape, fmt: str, T: int) -> None:
     case = MoECase(fmt, T, shape, pool)
     case.call()
-    roofs: list[list[float]] = [[] for _ in LOOPS]
+    roof = ReadRoof(pool)
     rates: list[float] = []
-
-    def read_first() -> None:
-        for loop, seen in zip(LOOPS, roofs, strict=True):
-            seen.append(roof.once(loop))
 
     def call() -> None:
         seconds, nbytes = case.call()
         rates.append(nbytes / seconds / 1e9)
 
-    benchmark.pedantic(call, setup=read_first, rounds=ROUNDS, warmup_rounds=3)
+    benchmark.pedantic(call, setup=roof.each_once, rounds=ROUNDS, warmup_rounds=3)
     gbps = statistics.median(rates)
-    best = max(statistics.median(seen) for seen in roofs)
     benchmark.extra_info.update(
         threads=pool.threads,
         gbps=gbps,
-        roof_gbps=best,
-        roof_share=gbps / best,
+        roof_gbps=roof.gbps,
+        roof_share=gbps / roof.gbps,
         tflops=case.flops / statistics.median(benchmark.stats.stats.data) / 1e12,
     )

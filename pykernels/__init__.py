@@ -1,3 +1,3 @@
-"""Kernels for Mixture-of-Experts inference: pure functions on buffers, in Numba (CPU) and Triton (GPU)."""
+"""Kernels for Mixture-of-Experts inference: pure functions on buffers."""
 
 __version__ = "0.1.0"

@@ -105,7 +105,8 @@ class Flag(Generic[V]):
         try:
             return self.parse(text)
         except ValueError as error:
-            raise PykernelsError(f"{self.name}={text!r} cannot be used: {error}", self.mend) from None
+            cause = f"{self.name}={text!r} cannot be used: {error}"
+            raise PykernelsError(cause, self.mend) from None
 
 
 class Env:

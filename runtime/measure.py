@@ -19,7 +19,7 @@ from pykernels.target import detect
 
 from .experts import RoutedExperts
 from .pool import WorkerPool
-from .roofline import LOOPS, ReadRoof
+from .roofline import ReadRoof
 from .topology import Topology
 
 _ROUTINGS = 64
@@ -164,19 +164,16 @@ def measure_moe(
     with WorkerPool(threads) as pool:
         case = MoECase(fmt, T, shape, pool, kernel)
         roof = ReadRoof(pool)
-        roof.measure(passes=2)
         first, _ = case.call()  # also compiles
         first, _ = case.call()
         calls_a_round = max(1, round(0.05 / first))
         times: list[float] = []
         rates: list[float] = []
-        roofs: dict[int, list[float]] = {loop: [] for loop in LOOPS}
         start = time.perf_counter()
         while (spent := time.perf_counter() - start) < seconds or len(times) < 8:
             if progress:
                 progress(min(1.0, spent / seconds))
-            for ahead in roofs:
-                roofs[ahead].append(roof.once(ahead))
+            roof.each_once()
             for _ in range(calls_a_round):
                 took, nbytes = case.call()
                 times.append(took)
@@ -184,7 +181,7 @@ def measure_moe(
         quantile = torch.tensor(times, dtype=torch.float64).quantile
         p10, median, p90 = (float(quantile(q)) * 1e6 for q in (0.1, 0.5, 0.9))
         gbps = float(torch.tensor(rates).median())
-        roof_gbps = max(float(torch.tensor(r).median()) for r in roofs.values())
+        roof_gbps = roof.gbps
         return MoEMeasurement(
             format=fmt,
             kernel=case.layers[0].backend.name,

@@ -8,36 +8,42 @@ from typing import Any
 import numpy as np
 from numba import carray, types
 
-from .intrin.avx512 import prefetch
+from .intrin.prefetch import prefetch_l1, prefetch_l2
 from .intrin.sync import as_pointer
-from .jit import task
+from .jit import inlined, task
 
-STREAM = np.dtype(
-    [("base", np.int64), ("bytes", np.int64), ("ahead", np.int64), ("sink", np.int64)]
-)
-"""Job of a read: task ``i`` reads ``bytes`` at ``base + i * bytes``, prefetching ``ahead`` bytes on
-(0: leaves that to the hardware), and writes their sum to int64 element ``i`` at ``sink``."""
+STREAM = np.dtype([("base", np.int64), ("bytes", np.int64), ("sink", np.int64)])
+"""Job of a read: task ``i`` reads ``bytes`` (a multiple of 512) at ``base + i * bytes`` and writes
+their sum as int64 words to element ``i`` at ``sink``."""
+
+AHEAD = 4096
+"""Bytes that a prefetching loop asks ahead: one page."""
+
+
+@inlined
+def _no_prefetch(address):
+    pass
+
+
+LOOPS = {"hardware": _no_prefetch, "l1": prefetch_l1, "l2": prefetch_l2}
+"""The plain read loops, by what they ask for ahead; which is fastest depends on the CPU."""
 
 
 @functools.cache
-def make_read() -> Any:
-    """Compiles the read task (``jit.TASK``): one pass over ``bytes``, a multiple of 512."""
+def make_read(loop: str) -> Any:
+    """Compiles the read task (``jit.TASK``) of one of ``LOOPS``."""
+    ask = LOOPS[loop]
 
-    @task()
+    @task(loop)
     def read(job_address, index, worker):
         job = carray(as_pointer(job_address), (1,), STREAM)[0]
         base = job.base + index * job.bytes
         total = types.int64(0)
-        if job.ahead > 0:
-            for at in range(0, job.bytes, 512):
-                for line in range(8):
-                    prefetch(base + at + 64 * line + job.ahead)
-                words = carray(as_pointer(base + at), (64,), types.int64)
-                for i in range(64):
-                    total += words[i]
-        else:
-            words = carray(as_pointer(base), (job.bytes // 8,), types.int64)
-            for i in range(job.bytes // 8):
+        for at in range(0, job.bytes, 512):
+            for line in range(8):
+                ask(base + at + 64 * line + AHEAD)
+            words = carray(as_pointer(base + at), (64,), types.int64)
+            for i in range(64):
                 total += words[i]
         carray(as_pointer(job.sink), (index + 1,), types.int64)[index] = total
         return 0

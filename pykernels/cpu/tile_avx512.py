@@ -29,11 +29,11 @@ from .intrin.avx512 import (
     load_u8,
     lookup_128,
     or_masked,
-    prefetch,
     store_bf16,
     store_f32,
     zero_f32,
 )
+from .intrin.prefetch import prefetch_l1
 from .intrin.registers import f32x16_array
 from .jit import inlined, kernel
 from .job import f32, i64
@@ -65,15 +65,15 @@ E4M3_TABLES = _e4m3_tables()
 @inlined
 def _rows_bf16(w, tables):
     """Two pair-rows of a tile: 2 x (16 n x 2 k) bf16."""
-    prefetch(w + _AHEAD)
-    prefetch(w + _AHEAD + 64)
+    prefetch_l1(w + _AHEAD)
+    prefetch_l1(w + _AHEAD + 64)
     return load_u8(w), load_u8(w + 64)
 
 
 @inlined
 def _rows_fp8(w, tables):
     """Two pair-rows of a tile, decoded from 64 bytes of E4M3."""
-    prefetch(w + _AHEAD)
+    prefetch_l1(w + _AHEAD)
     codes = load_u8(w)
     low = lookup_128(load_u8(tables), load_u8(tables + 64), codes)
     high = lookup_128(load_u8(tables + 128), load_u8(tables + 192), codes)

@@ -111,20 +111,6 @@ def broadcast_u8(typingctx, value):
     return u8x64(types.intp), codegen
 
 
-@intrinsic
-def prefetch(typingctx, address):
-    """Asks for the cache line at ``address`` (``prefetcht0``); any address is allowed."""
-
-    def codegen(context, builder, sig, args):
-        pointer = builder.inttoptr(args[0], I8.as_pointer())
-        fnty = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-        function = cgutils.get_or_insert_function(builder.module, fnty, "llvm.prefetch.p0")
-        builder.call(function, [pointer, I32(0), I32(3), I32(1)])
-        return context.get_dummy_value()
-
-    return types.void(types.intp), codegen
-
-
 # -- bytes ---------------------------------------------------------------------------------------
 
 

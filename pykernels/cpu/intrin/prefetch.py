@@ -1,0 +1,39 @@
+"""Asking for cache lines ahead of their use. Any address is allowed; every CPU takes the hint."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from .registers import I8, I32
+
+
+def _prefetch(builder, address, locality):
+    pointer = builder.inttoptr(address, I8.as_pointer())
+    fnty = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, fnty, "llvm.prefetch.p0")
+    read, data = I32(0), I32(1)
+    builder.call(function, [pointer, read, I32(locality), data])
+
+
+@intrinsic
+def prefetch_l1(typingctx, address):
+    """Asks for the line at ``address`` in every cache level (``prefetcht0``)."""
+
+    def codegen(context, builder, sig, args):
+        _prefetch(builder, args[0], 3)
+        return context.get_dummy_value()
+
+    return types.void(types.intp), codegen
+
+
+@intrinsic
+def prefetch_l2(typingctx, address):
+    """Asks for the line from the second level outwards (``prefetcht1``)."""
+
+    def codegen(context, builder, sig, args):
+        _prefetch(builder, args[0], 2)
+        return context.get_dummy_value()
+
+    return types.void(types.intp), codegen
