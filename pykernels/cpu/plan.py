@@ -9,7 +9,8 @@ from ..quant.layout import N_BLOCK, padded
 from ..shapes import MoEShape
 
 # The last task to finish idles the other threads for about 1 / 32 of a stage. Cutting finer costs
-# more: every task begins a stream that the prefetchers have to find again (measured: 3 % at half a MiB).
+# more: every task begins a stream that the prefetchers have to find again (measured:
+# 3 % at half a MiB).
 _TASKS_PER_THREAD = 32
 _TASK_BYTES = 4 << 20  # longer runs gain nothing
 

@@ -101,8 +101,8 @@ def make_tile(fmt: str, M: int) -> Any:
     read_rows, GROUP, SCALED = _ROWS[fmt]
     HALF = _GROUPS * GROUP
     STEP = 2 * HALF
-    # Both halves of the block in one sweep while their sums fit in registers, else one at a time.
-    HALVES = 2 if M <= MAX_TOKENS // 2 else 1
+    # Both halves of the block in one sweep while LLVM unrolls that, else one after the other.
+    HALVES = 2 if M <= 2 else 1
     SUMS = 2 * HALVES * M
 
     @kernel(f"{fmt}-m{M}")
