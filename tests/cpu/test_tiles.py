@@ -112,7 +112,7 @@ def test_silu_is_within_bf16_rounding():
 def test_accumulators_live_in_registers(name, M, tmp_path):
     """A register array that LLVM leaves on the stack costs a load and a store for each dot product.
 
-    (A few decoded rows may be spilled where the scheduler runs ahead; that costs nothing measurable.)
+    (The scheduler may spill a few decoded rows, which costs nothing measurable.)
     """
     with env.override(cache_dir=tmp_path):  # code that comes from the cache has no assembly
         tile = tile_avx512.make_tile(name, M)
