@@ -101,7 +101,7 @@ def _training(training: dict[str, Any]) -> str:
     device = training["device"]
     rows = [
         ["device", "a CPU" if device == "CPU" else f"one {device}"],
-        ["time, from reading the files to export", f"{training['total_seconds']:.0f} s"],
+        ["time of the whole script", f"{training['total_seconds']:.0f} s"],
         ["tokens of an epoch", f"{training['training_tokens']:,}"],
         ["steps run", f"{training['steps']:,} of {s['rows']} rows of {s['length']} tokens"],
         ["epochs run", training["epochs"]],

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from rich.progress import track
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -56,16 +57,18 @@ def total_bits(
     window: int = WINDOW,
     rows: int = 16,
     counter: LoadCounter | None = None,
+    progress: bool = False,
 ) -> float:
     """Bits that the model needs to code all `documents`, their eos included.
 
-    `counter` receives the expert loads of the scored positions.
+    `counter` receives the expert loads of the scored positions. `progress` shows a bar.
     """
     device = next(model.parameters()).device
     parts = [part for document in documents for part in windows(document, window)]
     parts.sort(key=lambda part: len(part[0]))
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for start in range(0, len(parts), rows):
+    starts = range(0, len(parts), rows)
+    for start in track(starts, "held-out batches", disable=not progress):
         batch = parts[start : start + rows]
         longest = max(len(inputs) for inputs, _ in batch)
         inputs = torch.full((len(batch), longest), EOS_ID)
@@ -92,12 +95,13 @@ def load_table(loads: dict[int, Tensor]) -> dict[str, list[float]]:
 
 
 def evaluate_heldout(
-    model: PreTrainedModel, folder: Path, files: Sequence[SourceFile]
+    model: PreTrainedModel, folder: Path, files: Sequence[SourceFile], progress: bool = False
 ) -> tuple[float, dict[str, list[float]], int]:
     """Bits per byte, the load table and the number of tokens of `files` under `model`."""
     documents = encode_files(load_tokenizer(folder), [f.text for f in files])
     counter = LoadCounter(model)
-    bits = total_bits(model, documents, model.config.max_position_embeddings, counter=counter)
+    window = model.config.max_position_embeddings
+    bits = total_bits(model, documents, window, counter=counter, progress=progress)
     counter.close()
     tokens = sum(len(d) - 1 for d in documents)
     return bits / total_bytes(files), load_table(counter.loads), tokens
@@ -111,7 +115,7 @@ def evaluate_checkpoint(
     files, known = parts.heldout, parts.train + parts.validation
     model = load_dequantized(folder).to(device)
     started = time.perf_counter()
-    bpb, loads, tokens = evaluate_heldout(model, folder, files)
+    bpb, loads, tokens = evaluate_heldout(model, folder, files, progress=True)
     seconds = time.perf_counter() - started
     return {
         "library": version,
