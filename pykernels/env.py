@@ -25,7 +25,7 @@ from .errors import PykernelsError
 
 V = TypeVar("V")
 
-KERNELS = ("auto", "avx512", "generic")
+KERNELS = ("auto", "amx", "avx512", "generic")
 """The values of `PYKERNELS_KERNEL` and of `--kernel`."""
 
 
@@ -121,7 +121,7 @@ class Env:
     kernel = Flag(
         _kernel,
         "auto",
-        "Expert kernel that `auto` stands for: auto, avx512 or generic.",
+        "Expert kernel that `auto` stands for: auto, amx, avx512 or generic.",
         f"Set it to one of {', '.join(KERNELS)}",
     )
     isa = Flag(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pykernels.cpu import MoECall, make_kernel, make_pack, pack_job, plan
+from pykernels.cpu import MoECall, make_kernel, make_pack, pack_job
 from pykernels.errors import PykernelsError
 from pykernels.quant import Mover, PackedExperts, Weight, get_format
 from pykernels.registry import resolve
@@ -128,11 +128,10 @@ class RoutedExperts:
         pool, call = self._bind()
         y = torch.empty(x.shape, dtype=x.dtype)
         active, gate_up_tasks, down_chunks = call.prepare(x, ids, weights, y)
-        kernel = make_kernel(self.backend.name, self.weights.fmt.name)
         pool.start(
             Call(
-                gate_up=kernel.gate_up.address,
-                down=kernel.down.address,
+                gate_up=call.kernel.gate_up.address,
+                down=call.kernel.down.address,
                 job=call.address,
                 active=active,
                 i_chunks=gate_up_tasks // max(active, 1),
@@ -166,11 +165,11 @@ class RoutedExperts:
         return self.sync(self.submit(x, ids, weights))
 
     def _bind(self) -> tuple[WorkerPool, MoECall]:
-        """The descriptor for the pool of now: its plan depends on the number of threads."""
+        """The descriptor for the pool of now: plan and scratch depend on its threads."""
         pool = self.pool
         if self._bound is None or self._bound[0] is not pool:
-            cut = plan(self.shape, self.weights.fmt, pool.threads)
-            self._bound = pool, MoECall(self.weights, cut, pool.workspace)
+            kernel = make_kernel(self.backend.name, self.weights.fmt.name)
+            self._bound = pool, MoECall(self.weights, kernel, pool.workspace, pool.threads)
         return self._bound
 
 

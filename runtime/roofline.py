@@ -1,6 +1,7 @@
-"""The read roof: how fast this pool's threads read memory, measured now.
+"""The roofs: how fast this pool's threads read memory and multiply registers, measured now.
 
-It is taken with the same threads, queue and huge pages as the experts, over a buffer several times
+The read roof is taken with the same threads, queue and huge pages as the experts, over a buffer
+several times
 the last-level cache, as the fastest of three plain loops (software prefetch to L1, to L2, none).
 """
 
@@ -12,6 +13,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from pykernels.cpu.compute import FLOPS, make_compute
 from pykernels.cpu.stream import LOOPS, STREAM, make_read
 from pykernels.target import detect
 
@@ -83,3 +85,20 @@ def read_roof(pool: WorkerPool) -> float:
     for _ in range(5):
         roof.each_once()
     return roof.gbps
+
+
+def compute_roof(pool: WorkerPool, isa: str) -> float:
+    """TFLOP/s of bf16 dot products on registers alone, on every thread of the pool, measured now.
+
+    Args:
+        isa: "avx512" (``vdpbf16ps``) or "amx" (``tdpbf16ps``); the caller has seen that it is here.
+    """
+    task = make_compute(isa).address
+    sink = np.zeros(32, np.float32)
+    address = sink.ctypes.data + -sink.ctypes.data % 64
+    tasks = 16 * pool.threads
+    rates = []
+    for _ in range(7):
+        pool.start(Call(task, task, address, tasks, 1, 0))
+        rates.append(tasks * FLOPS[isa] / pool.wait() / 1e12)
+    return statistics.median(rates)

@@ -42,7 +42,7 @@ def moe_ffn(
         weights: float32 [T, topk].
         experts: all E experts of the layer, packed.
         kernel: a backend's name, or "auto".
-        cut: how the call is cut into tasks; the default is ``plan(...)`` for one thread.
+        cut: how the call is cut into tasks; the default is ``plan(...)``'s.
 
     Returns:
         [T, H] in x's dtype. Sums are float32; ``h = silu(gate) * up`` is rounded to bf16.
@@ -52,7 +52,7 @@ def moe_ffn(
     """
     backend = resolve(kernel, experts.fmt.name, detect())
     stages = make_kernel(backend.name, experts.fmt.name)
-    call = MoECall(experts, cut or plan(experts.shape, experts.fmt, 1), Workspace())
+    call = MoECall(experts, stages, Workspace(), cut=cut)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     active, gate_up_tasks, chunks = call.prepare(x, ids, weights, y)
     _run_serially(

@@ -53,6 +53,9 @@ JOB = np.dtype(
             "h_chunk",
             "h_chunks",
             "tables",  # address of the decoding tables
+            "gemm_from",  # tokens of an expert from which its weights go through the GEMM
+            "scratch",  # of worker 0; the next one's is scratch_stride on
+            "scratch_stride",
         )
     ]
 )

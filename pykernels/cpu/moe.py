@@ -3,9 +3,11 @@
 ``gate_up`` takes a run of 32-row blocks of one expert and writes ``h = silu(gate) * up`` as bf16.
 ``down`` takes a run of output blocks and one expert and adds its weighted outputs to the float32
 sums; it must be called for every active expert in order, by one thread for a given run, which is
-what
-makes the result independent of the thread count. The first expert starts the sums at zero, the last
-one writes ``y``.
+what makes the result independent of the thread count. The first expert starts the sums at zero, the
+last one writes ``y``.
+
+An expert of few tokens runs tiles (one pass over its weights for up to 8 tokens), one of many the
+GEMM, where the backend has one: the arithmetic-intensity switch of section 3.2.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ from typing import Any
 
 from numba import carray, types
 
-from . import tile_avx512, tile_generic
+from ..quant.layout import K_BLOCK
+from . import gemm_amx, tile_avx512, tile_generic
+from .amx_state import request_permission
+from .intrin import amx
 from .intrin.registers import stack_alloc
 from .intrin.sync import as_pointer
 from .jit import inlined, task
@@ -24,9 +29,12 @@ from .job import f32, i64, job_at
 from .tile_avx512 import E4M3_TABLES
 from .tile_generic import round_bf16
 
-_TILES = {"avx512": tile_avx512, "generic": tile_generic}
-_GROUP = 8  # tokens of one pass
+_TILES = {"amx": tile_avx512, "avx512": tile_avx512, "generic": tile_generic}
+_GROUP = 8  # tokens of one pass of tiles
 _ROW_BYTES = 32 * 4  # one token's float32 outputs of a block
+
+NEVER = 1 << 62
+"""``gemm_from`` of a backend without a GEMM."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,11 @@ class MoEKernel:
     backend: str
     gate_up: Any
     down: Any
+    scratch_bytes: int
+
+    @property
+    def has_gemm(self) -> bool:
+        return self.scratch_bytes > 0
 
 
 def tables_address() -> int:
@@ -50,10 +63,10 @@ def tables_address() -> int:
 
 
 @inlined
-def _gather_rows(rows, base, stride, slots, first, count):
-    """rows[i] = address of slot ``first + i``'s input, the last one repeated up to the group."""
-    addresses = carray(as_pointer(rows), (_GROUP,), types.int64)
-    for i in range(_GROUP):
+def _point_at_rows(rows, room, base, stride, slots, first, count):
+    """rows[i] = address of slot ``first + i``'s input, the last one repeated up to ``room``."""
+    addresses = carray(as_pointer(rows), (room,), types.int64)
+    for i in range(room):
         slot = first + min(i, count - 1)
         row = i64(slots, slot) if slots != 0 else slot
         addresses[i] = base + row * stride
@@ -74,42 +87,138 @@ def _write_out(job, t, n0):
             floats[n] = sums[n]
 
 
+@inlined
+def _zero_padding(job, first, last):
+    """Clears h between I and the next multiple of 128: a wider layer may have been there."""
+    start, stop = 32 * job.i_blocks, K_BLOCK * job.down_k
+    for slot in range(first, last):
+        h = carray(as_pointer(job.h + slot * job.h_stride), (stop,), types.uint16)
+        h[start:] = 0
+
+
+@inlined
+def _no_gemm(M, blocks, w, block_bytes, scale, scale_bytes, k_blocks, tables, scratch):
+    """Stands where a backend has no GEMM; ``gemm_from`` is NEVER there."""
+
+
 @functools.cache
 def make_kernel(backend: str, fmt: str) -> MoEKernel:
     """Compiles (or loads from the cache) the stages for a weight format.
 
     The caller has asked ``registry`` first: compiling for a CPU that lacks the instructions aborts.
     """
+    if backend == "amx":
+        request_permission()
+        return build_kernel(backend, fmt, amx)
+    return build_kernel(backend, fmt)
+
+
+def build_kernel(backend: str, fmt: str, amx_unit: Any = None) -> MoEKernel:
+    """The stages from a backend's tiles and, on ``amx_unit``, the GEMM.
+
+    Args:
+        amx_unit: ``intrin.amx``, ``intrin.amx_model`` where there is none, or None for no GEMM.
+    """
     module = _TILES[backend]
     tiles = module.make_tiles(fmt)
     silu_mul_row, weighted_add_row = module.silu_mul_row, module.weighted_add_row
-    variant = f"{backend}-{fmt}"
+    gemm = gemm_amx.make_gemm(fmt, amx_unit) if amx_unit else _no_gemm
+    OUT_AT, ROWS_AT = gemm_amx.OUT_AT, gemm_amx.ROWS_AT
+    TOKENS, BLOCKS = gemm_amx.MAX_TOKENS, gemm_amx.MAX_BLOCKS
+    variant = f"{backend}-{fmt}-{amx_unit.__name__ if amx_unit else 'no-gemm'}"
 
-    @task(f"gate-up-{variant}")
-    def gate_up(job_address, index, worker):
-        job = job_at(job_address)
-        active = index // job.i_chunks
-        first_block = (index % job.i_chunks) * job.i_chunk
-        expert = i64(job.experts, active)
-        w = job.gate_up + expert * job.gate_up_stride
-        scale = job.gate_up_scale + expert * job.gate_up_scale_stride
+    @inlined
+    def gate_up_tiles(job, w, scale, first, last, first_block, last_block):
         rows = stack_alloc(64)
         gate, up = stack_alloc(1024), stack_alloc(1024)  # float32 [8, 32] each
-        first, last = i64(job.starts, active), i64(job.starts, active + 1)
-        for block in range(first_block, min(first_block + job.i_chunk, job.i_blocks)):
+        for block in range(first_block, last_block):
             w_gate = w + 2 * block * job.gate_up_block
             w_up = w_gate + job.gate_up_block
             s_gate = scale + 2 * block * job.gate_up_k * 4
             s_up = s_gate + job.gate_up_k * 4
             for slot in range(first, last, _GROUP):
                 M = min(_GROUP, last - slot)
-                _gather_rows(rows, job.x, job.x_stride, job.slot_token, slot, M)
+                _point_at_rows(rows, _GROUP, job.x, job.x_stride, job.slot_token, slot, M)
                 tiles(M, w_gate, s_gate, job.gate_up_k, rows, job.tables, gate)
                 tiles(M, w_up, s_up, job.gate_up_k, rows, job.tables, up)
                 for t in range(M):
                     h = job.h + (slot + t) * job.h_stride + block * 64
                     silu_mul_row(gate + t * _ROW_BYTES, up + t * _ROW_BYTES, h)
+
+    @inlined
+    def gate_up_gemm(job, scratch, w, scale, first, last, first_block, last_block):
+        out = scratch + OUT_AT  # float32 [gate 0, up 0, gate 1, up 1, ...][Mp, 32]
+        for slot in range(first, last, TOKENS):
+            M = min(TOKENS, last - slot)
+            Mp_bytes = gemm_amx.padded_tokens(M) * _ROW_BYTES
+            _point_at_rows(scratch + ROWS_AT, M, job.x, job.x_stride, job.slot_token, slot, M)
+            for block in range(first_block, last_block, BLOCKS // 2):
+                count = min(BLOCKS // 2, last_block - block)
+                gemm(
+                    M, 2 * count, w + 2 * block * job.gate_up_block, job.gate_up_block,
+                    scale + 2 * block * job.gate_up_k * 4, job.gate_up_k * 4, job.gate_up_k,
+                    job.tables, scratch,
+                )  # fmt: skip
+                for b in range(count):
+                    for t in range(M):
+                        gate = out + 2 * b * Mp_bytes + t * _ROW_BYTES
+                        h = job.h + (slot + t) * job.h_stride + (block + b) * 64
+                        silu_mul_row(gate, gate + Mp_bytes, h)
+
+    @task(f"gate-up-{variant}")
+    def gate_up(job_address, index, worker):
+        job = job_at(job_address)
+        active = index // job.i_chunks
+        first_block = (index % job.i_chunks) * job.i_chunk
+        last_block = min(first_block + job.i_chunk, job.i_blocks)
+        expert = i64(job.experts, active)
+        w = job.gate_up + expert * job.gate_up_stride
+        scale = job.gate_up_scale + expert * job.gate_up_scale_stride
+        first, last = i64(job.starts, active), i64(job.starts, active + 1)
+        if last - first < job.gemm_from:
+            gate_up_tiles(job, w, scale, first, last, first_block, last_block)
+        else:
+            scratch = job.scratch + worker * job.scratch_stride
+            gate_up_gemm(job, scratch, w, scale, first, last, first_block, last_block)
+        if last_block == job.i_blocks:
+            _zero_padding(job, first, last)
         return 0
+
+    @inlined
+    def add_rows(job, slot, M, block, out):
+        """The sums of M slots' tokens += their weights x out[M, 32]."""
+        for t in range(M):
+            acc = job.acc + i64(job.slot_token, slot + t) * job.acc_stride + block * _ROW_BYTES
+            weighted_add_row(f32(job.slot_weight, slot + t), out + t * _ROW_BYTES, acc)
+
+    @inlined
+    def down_tiles(job, w, scale, first, last, first_block, last_block):
+        rows = stack_alloc(64)
+        out = stack_alloc(1024)  # float32 [8, 32]
+        for block in range(first_block, last_block):
+            w_down = w + block * job.down_block
+            s_down = scale + block * job.down_k * 4
+            for slot in range(first, last, _GROUP):
+                M = min(_GROUP, last - slot)
+                _point_at_rows(rows, _GROUP, job.h, job.h_stride, 0, slot, M)
+                tiles(M, w_down, s_down, job.down_k, rows, job.tables, out)
+                add_rows(job, slot, M, block, out)
+
+    @inlined
+    def down_gemm(job, scratch, w, scale, first, last, first_block, last_block):
+        for slot in range(first, last, TOKENS):
+            M = min(TOKENS, last - slot)
+            Mp_bytes = gemm_amx.padded_tokens(M) * _ROW_BYTES
+            _point_at_rows(scratch + ROWS_AT, M, job.h, job.h_stride, 0, slot, M)
+            for block in range(first_block, last_block, BLOCKS):
+                count = min(BLOCKS, last_block - block)
+                gemm(
+                    M, count, w + block * job.down_block, job.down_block,
+                    scale + block * job.down_k * 4, job.down_k * 4, job.down_k,
+                    job.tables, scratch,
+                )  # fmt: skip
+                for b in range(count):
+                    add_rows(job, slot, M, block + b, scratch + OUT_AT + b * Mp_bytes)
 
     @task(f"down-{variant}")
     def down(job_address, index, worker):
@@ -120,28 +229,22 @@ def make_kernel(backend: str, fmt: str) -> MoEKernel:
         expert = i64(job.experts, active)
         w = job.down + expert * job.down_stride
         scale = job.down_scale + expert * job.down_scale_stride
-        rows = stack_alloc(64)
-        out = stack_alloc(1024)  # float32 [8, 32]
         if active == 0:
             for t in range(job.T):
                 at = job.acc + t * job.acc_stride
                 sums = carray(as_pointer(at), (32 * last_block,), types.float32)
                 sums[32 * first_block :] = types.float32(0)
         first, last = i64(job.starts, active), i64(job.starts, active + 1)
-        for block in range(first_block, last_block):
-            w_down = w + block * job.down_block
-            s_down = scale + block * job.down_k * 4
-            for slot in range(first, last, _GROUP):
-                M = min(_GROUP, last - slot)
-                _gather_rows(rows, job.h, job.h_stride, 0, slot, M)
-                tiles(M, w_down, s_down, job.down_k, rows, job.tables, out)
-                for t in range(M):
-                    acc = job.acc + i64(job.slot_token, slot + t) * job.acc_stride + block * 128
-                    weighted_add_row(f32(job.slot_weight, slot + t), out + t * _ROW_BYTES, acc)
+        if last - first < job.gemm_from:
+            down_tiles(job, w, scale, first, last, first_block, last_block)
+        else:
+            scratch = job.scratch + worker * job.scratch_stride
+            down_gemm(job, scratch, w, scale, first, last, first_block, last_block)
         if active == job.A - 1:
             for t in range(job.T):
                 for block in range(first_block, last_block):
                     _write_out(job, t, 32 * block)
         return 0
 
-    return MoEKernel(fmt, backend, gate_up, down)
+    scratch_bytes = gemm_amx.SCRATCH_BYTES if amx_unit else 0
+    return MoEKernel(fmt, backend, gate_up, down, scratch_bytes)

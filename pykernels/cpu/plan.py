@@ -7,34 +7,43 @@ from dataclasses import dataclass
 from ..quant import Format
 from ..quant.layout import N_BLOCK, padded
 from ..shapes import MoEShape
+from .gemm_amx import MAX_BLOCKS
 
 # The last task to finish idles the other threads for about 1 / 32 of a stage. Cutting finer costs
-# more: every task begins a stream that the prefetchers have to find again (measured:
-# 3 % at half a MiB).
+# more: every task begins a stream that the prefetchers have to find again (measured: 3 % at half a
+# MiB), and gathers its tokens anew for the GEMM.
 _TASKS_PER_THREAD = 32
 _TASK_BYTES = 4 << 20  # longer runs gain nothing
+
+GEMM_FROM = 5
+"""Tokens of an expert from which the GEMM wins over tiles (SOSP'25 Figure 7: more than four)."""
 
 
 @dataclass(frozen=True)
 class MoEPlan:
-    """32-row blocks that one task takes.
+    """The cut of one call.
 
     Attributes:
-        i_chunk: blocks of the intermediate size in a gate-up task (of one expert).
-        h_chunk: blocks of the hidden size in a down task (of all active experts).
+        i_chunk: 32-row blocks of the intermediate size in a gate-up task (of one expert).
+        h_chunk: 32-row blocks of the hidden size in a down task (of all active experts).
+        gemm_from: tokens of an expert from which its weights go through the GEMM.
     """
 
     i_chunk: int
     h_chunk: int
+    gemm_from: int = GEMM_FROM
 
 
-def plan(shape: MoEShape, fmt: Format, threads: int) -> MoEPlan:
+def plan(shape: MoEShape, fmt: Format, threads: int, T: int = 1) -> MoEPlan:
     """The default cut: as long as balance allows, up to 4 MiB.
 
-    ``topk`` experts are assumed active, as in a decode step: more of them only make more tasks.
+    Args:
+        threads: that share the tasks.
+        T: tokens of the call; ``min(E, T * topk)`` experts are taken to be active.
     """
     i_blocks = padded(shape.I, 1)[0] // N_BLOCK
     h_blocks = padded(shape.H, 1)[0] // N_BLOCK
+    active = min(shape.E, T * shape.topk)
     wanted = _TASKS_PER_THREAD * threads
 
     def chunk(blocks: int, units: int, block_bytes: int) -> int:
@@ -42,6 +51,6 @@ def plan(shape: MoEShape, fmt: Format, threads: int) -> MoEPlan:
         return min(balanced, -(-_TASK_BYTES // block_bytes), blocks)
 
     return MoEPlan(
-        i_chunk=chunk(i_blocks, shape.topk, 2 * fmt.block_bytes(shape.H)),
-        h_chunk=chunk(h_blocks, 1, shape.topk * fmt.block_bytes(shape.I)),
+        i_chunk=min(MAX_BLOCKS // 2, chunk(i_blocks, active, 2 * fmt.block_bytes(shape.H))),
+        h_chunk=min(MAX_BLOCKS, chunk(h_blocks, 1, shape.topk * fmt.block_bytes(shape.I))),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from numba import carray, types
 
+from ..quant.layout import K_BLOCK
 from .intrin.sync import as_pointer
 from .jit import inlined, kernel
 from .job import job_at
@@ -19,13 +20,18 @@ def _words(address, count):
 
 @kernel()
 def copy_rows(job_address, source, source_stride, source_bf16):
-    """Copies x [T, H] (bf16 or float32, strides in bytes) into the job's padded bf16 rows."""
+    """Copies x [T, H] (bf16 or float32, strides in bytes) into the job's padded bf16 rows.
+
+    The padding is zeroed every time: a wider layer may have used the same rows.
+    """
     job = job_at(job_address)
+    Hp = job.gate_up_k * K_BLOCK
     for t in range(job.T):
-        to = carray(as_pointer(job.x + t * job.x_stride), (job.H,), types.uint16)
+        to = carray(as_pointer(job.x + t * job.x_stride), (Hp,), types.uint16)
+        to[job.H :] = 0
         at = source + t * source_stride
         if source_bf16:
-            to[:] = carray(as_pointer(at), (job.H,), types.uint16)
+            to[: job.H] = carray(as_pointer(at), (job.H,), types.uint16)
         else:
             values = carray(as_pointer(at), (job.H,), types.float32)
             for i in range(job.H):

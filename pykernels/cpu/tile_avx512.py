@@ -82,7 +82,11 @@ def _rows_fp8(w, tables):
 
 
 _ROWS = {"bf16": (_rows_bf16, 128, False), "fp8": (_rows_fp8, 64, True)}
-"""format -> (reader of two pair-rows, bytes it reads, has scales)."""
+
+
+def read_rows(fmt: str) -> tuple[Any, int, bool]:
+    """(reader of two pair-rows as bf16, packed bytes that it reads, has the format scales)."""
+    return _ROWS[fmt]
 
 
 def make_tile(fmt: str, M: int) -> Any:
@@ -98,7 +102,7 @@ def make_tile(fmt: str, M: int) -> Any:
         tables: ``E4M3_TABLES``, unread by bf16.
         out: float32 [M, 32], overwritten.
     """
-    read_rows, GROUP, SCALED = _ROWS[fmt]
+    read, GROUP, SCALED = read_rows(fmt)
     HALF = _GROUPS * GROUP
     STEP = 2 * HALF
     # Both halves of the block in one sweep while LLVM unrolls that, else one after the other.
@@ -119,7 +123,7 @@ def make_tile(fmt: str, M: int) -> Any:
                         for group in range(_GROUPS):
                             at = w + step * STEP + (sweep + half) * HALF + group * GROUP
                             k = 2 * (block * K_BLOCK + step * K_STEP + group * 4)  # in row bytes
-                            row0, row1 = read_rows(at, tables)
+                            row0, row1 = read(at, tables)
                             for t in range(M):
                                 x = i64(rows, t) + k
                                 i = 2 * (t * HALVES + half)

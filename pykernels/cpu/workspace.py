@@ -9,8 +9,8 @@ from ..errors import PykernelsError
 from ..quant import PackedExperts
 from ..quant.layout import K_BLOCK, ceil_to
 from .job import JOB
-from .moe import tables_address
-from .plan import MoEPlan
+from .moe import NEVER, MoEKernel, tables_address
+from .plan import MoEPlan, plan
 from .routing import BAD_EXPERT, copy_rows, sort_slots
 
 
@@ -23,9 +23,18 @@ class Workspace:
     def __init__(self) -> None:
         self._sizes = (0, 0, 0, 0, 0)
         self._buffers: dict[str, torch.Tensor] = {}
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def scratch(self, workers: int, nbytes: int) -> torch.Tensor:
+        """uint8 [workers * nbytes], 64-byte aligned; it only grows, and old ones stay valid."""
+        if self._scratch.numel() < workers * nbytes:
+            raw = torch.empty(workers * nbytes + 64, dtype=torch.uint8)
+            skip = -raw.data_ptr() % 64
+            self._scratch = raw[skip : skip + workers * nbytes]
+        return self._scratch
 
     def reserve(self, T: int, topk: int, E: int, H: int, I: int) -> dict[str, torch.Tensor]:  # noqa: E741
-        """The buffers for a call of T tokens, zeroed when made: padding reads as zeros."""
+        """The buffers for a call of T tokens, not cleared between calls."""
         sizes = (T, T * topk, E, ceil_to(H, K_BLOCK), ceil_to(I, K_BLOCK))
         if any(need > have for need, have in zip(sizes, self._sizes, strict=True)):
             T, S, E, Hp, Ip = self._sizes = tuple(map(max, zip(sizes, self._sizes, strict=True)))  # type: ignore[assignment]
@@ -49,14 +58,23 @@ class MoECall:
         job: the ``JOB`` record (numpy, one element); ``address`` is where it lies.
     """
 
-    def __init__(self, experts: PackedExperts, plan: MoEPlan, workspace: Workspace) -> None:
-        self.experts, self.plan, self._workspace = experts, plan, workspace
+    def __init__(
+        self,
+        experts: PackedExperts,
+        kernel: MoEKernel,
+        workspace: Workspace,
+        workers: int = 1,
+        cut: MoEPlan | None = None,
+    ) -> None:
+        """``cut`` is for every call; None plans each by its tokens, for ``workers`` threads."""
+        self.experts, self.kernel, self._workspace = experts, kernel, workspace
+        self._workers, self._cut = workers, cut
         fmt, shape = experts.fmt, experts.shape
         i_blocks, h_blocks = experts.gate_up.shape[1], experts.down.shape[1]
         self.job = np.zeros(1, JOB)
         self.address = int(self.job.ctypes.data)
         self._buffers: dict[str, torch.Tensor] = {}
-        self._y: torch.Tensor | None = None
+        self._scratch = workspace.scratch(workers, kernel.scratch_bytes)
         fields = {
             "H": shape.H,
             "gate_up": experts.gate_up.data_ptr(),
@@ -66,8 +84,6 @@ class MoECall:
             "gate_up_block": fmt.block_bytes(shape.H),
             "gate_up_k": ceil_to(shape.H, K_BLOCK) // K_BLOCK,
             "i_blocks": i_blocks,
-            "i_chunk": plan.i_chunk,
-            "i_chunks": -(-i_blocks // plan.i_chunk),
             "down": experts.down.data_ptr(),
             "down_stride": experts.down.stride(0),
             "down_scale": experts.down_scale.data_ptr(),
@@ -75,9 +91,9 @@ class MoECall:
             "down_block": fmt.block_bytes(shape.I),
             "down_k": ceil_to(shape.I, K_BLOCK) // K_BLOCK,
             "h_blocks": h_blocks,
-            "h_chunk": plan.h_chunk,
-            "h_chunks": -(-h_blocks // plan.h_chunk),
             "tables": tables_address(),
+            "scratch": self._scratch.data_ptr(),
+            "scratch_stride": kernel.scratch_bytes,
         }
         for name, value in fields.items():
             self.job[name] = value
@@ -105,6 +121,7 @@ class MoECall:
         self._bind(
             self._workspace.reserve(T, topk, self.experts.shape.E, x.shape[1], self.experts.shape.I)
         )
+        self._plan(T)
         job = self.job[0]
         job["T"], job["y"], job["y_stride"] = T, y.data_ptr(), y.stride(0) * y.element_size()
         job["y_bf16"] = y.dtype == torch.bfloat16
@@ -123,6 +140,15 @@ class MoECall:
             )
         active = int(job["A"])
         return active, active * int(job["i_chunks"]), int(job["h_chunks"])
+
+    def _plan(self, T: int) -> None:
+        """Writes the cut for T tokens."""
+        cut = self._cut or plan(self.experts.shape, self.experts.fmt, self._workers, T)
+        job = self.job[0]
+        for stage, chunk in (("i", cut.i_chunk), ("h", cut.h_chunk)):
+            job[f"{stage}_chunk"] = chunk
+            job[f"{stage}_chunks"] = -(-int(job[f"{stage}_blocks"]) // chunk)
+        job["gemm_from"] = cut.gemm_from if self.kernel.has_gemm else NEVER
 
     def _check(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[int, int]:
         H = self.experts.shape.H

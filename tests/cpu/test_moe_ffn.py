@@ -133,10 +133,10 @@ def test_a_token_does_not_depend_on_its_batch_nor_on_the_cut(kernel, fmt):
 @pytest.mark.parametrize(("kernel", "fmt"), BACKENDS)
 def test_every_output_is_written_and_nothing_beside_it(kernel, fmt):
     experts, routing = random_experts(RAGGED, get_format(fmt)), balanced_routing(5, RAGGED)
-    call = cpu.MoECall(experts, cpu.plan(RAGGED, experts.fmt, 1), cpu.Workspace())
+    stages = cpu.make_kernel(kernel, fmt)
+    call = cpu.MoECall(experts, stages, cpu.Workspace())
     around = poisoned(7, RAGGED.H + 16)
     y = around[1:6, 8:-8]
-    stages = cpu.make_kernel(kernel, fmt)
     active, gate_up_tasks, chunks = call.prepare(_x(5, RAGGED.H), routing.ids, routing.weights, y)
     cpu._run_serially(
         stages.gate_up.address, stages.down.address, call.address, gate_up_tasks, chunks * active
@@ -147,12 +147,12 @@ def test_every_output_is_written_and_nothing_beside_it(kernel, fmt):
 
 @pytest.mark.parametrize(("kernel", "fmt"), BACKENDS)
 def test_stale_scratch_is_not_read(kernel, fmt):
-    """A call after a larger one of NaN inputs finds its own values only."""
-    experts = random_experts(RAGGED, get_format(fmt))
-    call = cpu.MoECall(experts, cpu.plan(RAGGED, experts.fmt, 1), cpu.Workspace())
-    stages = cpu.make_kernel(kernel, fmt)
+    """A call after one of a wider layer and NaN inputs, same buffers, finds its own values."""
+    stages, workspace = cpu.make_kernel(kernel, fmt), cpu.Workspace()
+    wide = MoEShape(E=5, H=384, I=256, topk=2)
 
-    def run(x: torch.Tensor, routing: Routing) -> torch.Tensor:
+    def run(shape: MoEShape, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        call = cpu.MoECall(experts[shape], stages, workspace)
         y = poisoned(*x.shape)
         active, tasks, chunks = call.prepare(x, routing.ids, routing.weights, y)
         cpu._run_serially(
@@ -160,11 +160,12 @@ def test_stale_scratch_is_not_read(kernel, fmt):
         )
         return y
 
-    big, small = balanced_routing(12, RAGGED), balanced_routing(2, RAGGED, seed=1)
-    assert run(poisoned(12, RAGGED.H, dtype=torch.bfloat16), big).isnan().all()
-    x = _x(2, RAGGED.H)
-    truth = ref.moe_ffn(x, small.ids, small.weights, experts, dtype=torch.float64)
-    assert_close(run(x, small), truth, 0.01)
+    experts = {shape: random_experts(shape, get_format(fmt)) for shape in (wide, RAGGED)}
+    nans = poisoned(12, wide.H, dtype=torch.bfloat16)
+    assert run(wide, nans, balanced_routing(12, wide)).isnan().all()
+    routing, x = balanced_routing(2, RAGGED, seed=1), _x(2, RAGGED.H)
+    truth = ref.moe_ffn(x, routing.ids, routing.weights, experts[RAGGED], dtype=torch.float64)
+    assert_close(run(RAGGED, x, routing), truth, 0.01)
 
 
 @pytest.mark.parametrize(("kernel", "fmt"), BACKENDS)

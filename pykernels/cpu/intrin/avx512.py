@@ -59,6 +59,18 @@ def load_u8(typingctx, address):
 
 
 @intrinsic
+def store_u8(typingctx, address, value):
+    """64 bytes to a 64-byte-aligned address (``vmovdqa64``)."""
+
+    def codegen(context, builder, sig, args):
+        pointer = builder.inttoptr(args[0], u8x64.ir_type.as_pointer())
+        builder.store(args[1], pointer).align = 64
+        return context.get_dummy_value()
+
+    return types.void(types.intp, u8x64), codegen
+
+
+@intrinsic
 def load_f32(typingctx, address):
     """16 floats from a 4-byte-aligned address (``vmovups``)."""
 

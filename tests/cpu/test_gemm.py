@@ -1,0 +1,123 @@
+"""The AMX GEMM's loops on modelled tiles (any CPU), and the tile layout against the SDM."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from pykernels import cpu, ref
+from pykernels.cpu.intrin import amx_model
+from pykernels.cpu.moe import build_kernel
+from pykernels.cpu.plan import MoEPlan
+from pykernels.quant import FORMATS, get_format
+from pykernels.quant.layout import pack_tiles
+from pykernels.ref import isa
+from pykernels.registry import kernels
+from pykernels.shapes import MoEShape
+from pykernels.target import detect
+from pykernels.testing import assert_close, balanced_routing, random_experts, skewed_routing
+
+pytestmark = pytest.mark.skipif(
+    next(b for b in kernels() if b.name == "avx512").supports("fp8", detect()) is not None,
+    reason="the GEMM's gather and decode are AVX-512",
+)
+
+
+def _bits(x: torch.Tensor) -> np.ndarray:
+    return x.float().numpy()
+
+
+def test_a_packed_block_is_a_b_tile():
+    """tdpbf16ps on 1 KiB of a packed block, as it lies, is the matrix product."""
+    w = torch.randn(32, 128).bfloat16()
+    x = torch.randn(16, 128).bfloat16()
+    blocks = torch.empty(1, 32 * 128 * 2, dtype=torch.uint8)
+    pack_tiles(w, blocks)
+    tiles = blocks.view(torch.bfloat16).view(4, 2, 16, 32)  # [step][half][pair-row][16 n x 2 k]
+    for half in range(2):
+        c = np.zeros((16, 16), np.float32)
+        for step in range(4):
+            a = _bits(x[:, 32 * step : 32 * step + 32])
+            c = isa.tdpbf16ps(c, a, _bits(tiles[step, half]))
+        truth = x.double() @ w[16 * half : 16 * half + 16].double().T
+        assert np.allclose(c, truth.numpy(), rtol=1e-6, atol=1e-6)
+
+
+def test_a_row_of_the_tile_is_an_avx512_operand():
+    w = torch.randn(16, 32).bfloat16()
+    whole = torch.zeros(32, 128).bfloat16()
+    whole[:16, :32] = w
+    blocks = torch.empty(1, 32 * 128 * 2, dtype=torch.uint8)
+    pack_tiles(whole, blocks)
+    rows = blocks.view(torch.bfloat16).view(-1, 32)[:16]
+    x = torch.randn(32).bfloat16()
+    acc = np.zeros(16, np.float32)
+    for r in range(16):
+        acc = isa.vdpbf16ps(acc, _bits(rows[r]), np.tile(_bits(x[2 * r : 2 * r + 2]), 16))
+    assert np.allclose(acc, (w.double() @ x.double()).numpy(), rtol=1e-6, atol=1e-6)
+
+
+def test_int8_tiles_multiply_fours():
+    g = np.random.default_rng(0)
+    a, w = g.integers(-128, 128, (16, 64)), g.integers(-128, 128, (16, 64))  # [m, k], [n, k]
+    b = w.reshape(16, 16, 4).transpose(1, 0, 2).reshape(16, 64)  # [k / 4][n][k % 4]
+    c = isa.tdpbssd(np.zeros((16, 16), np.int32), a.astype(np.int8), b.astype(np.int8))
+    assert (c == a @ w.T).all()
+
+
+SHAPE = MoEShape(E=4, H=640, I=160, topk=2)  # 5 scale blocks: a whole slab and a short one
+
+CASES = [
+    pytest.param(1, MoEPlan(1, 1, gemm_from=1), id="one token in a tile of 32"),
+    pytest.param(7, MoEPlan(2, 3, gemm_from=1), id="few tokens, ragged chunks"),
+    pytest.param(50, MoEPlan(8, 16, gemm_from=1), id="25 an expert: one pair of tiles"),
+    pytest.param(
+        70, MoEPlan(3, 20, gemm_from=5), id="35 an expert: two pairs; chunk over the limit"
+    ),
+    pytest.param(600, MoEPlan(5, 8, gemm_from=5), id="300 an expert: two passes"),
+]
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def modelled(request):
+    fmt = request.param
+    return build_kernel("avx512", fmt, amx_model)
+
+
+@pytest.mark.parametrize(("T", "cut"), CASES)
+def test_the_gemm_is_the_reference(modelled, T, cut):
+    experts = random_experts(SHAPE, get_format(modelled.fmt))
+    routing = balanced_routing(T, SHAPE)
+    x = torch.randn(T, SHAPE.H).bfloat16()
+    y = _run(modelled, experts, routing, x, cut)
+    truth = ref.moe_ffn(
+        x, routing.ids, routing.weights, experts, dtype=torch.float64, h_dtype=torch.bfloat16
+    )
+    flip = 2.0**-7 / (routing.ids.numel() * SHAPE.I) ** 0.5  # see test_moe_ffn
+    assert_close(y, truth, 1e-6 + 3 * flip)
+
+
+def test_both_paths_in_one_call(modelled):
+    """Crowded experts take the GEMM, the others the tiles; the cut changes no bit."""
+    shape = MoEShape(E=16, H=256, I=128, topk=2)
+    experts, routing = random_experts(shape, get_format(modelled.fmt)), skewed_routing(40, shape)
+    counts = routing.ids.flatten().bincount(minlength=16)
+    assert (counts >= 5).any() and ((counts > 0) & (counts < 5)).any()
+    x = torch.randn(40, shape.H).bfloat16()
+    runs = [
+        _run(modelled, experts, routing, x, MoEPlan(i, h)) for i, h in ((1, 1), (3, 5), (9, 20))
+    ]
+    truth = ref.moe_ffn(x, routing.ids, routing.weights, experts, dtype=torch.float64)
+    assert_close(runs[0], truth, 0.006)
+    assert torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2])
+
+
+def _run(stages, experts, routing, x, cut):
+    call = cpu.MoECall(experts, stages, cpu.Workspace(), cut=cut)
+    y = torch.full(x.shape, float("nan"))
+    active, tasks, chunks = call.prepare(x, routing.ids, routing.weights, y)
+    cpu._run_serially(
+        stages.gate_up.address, stages.down.address, call.address, tasks, chunks * active
+    )
+    return y
