@@ -14,7 +14,7 @@ from pykernels.quant import FORMATS, get_format
 from pykernels.quant.layout import pack_tiles
 from pykernels.ref import isa
 from pykernels.registry import kernels
-from pykernels.shapes import MoEShape
+from pykernels.shapes import MoEShape, Routing
 from pykernels.target import detect
 from pykernels.testing import assert_close, balanced_routing, random_experts, skewed_routing
 
@@ -121,3 +121,14 @@ def _run(stages, experts, routing, x, cut):
         stages.gate_up.address, stages.down.address, call.address, tasks, chunks * active
     )
     return y
+
+
+def test_a_token_does_not_depend_on_its_batch(modelled):
+    experts, routing = random_experts(SHAPE, get_format(modelled.fmt)), balanced_routing(40, SHAPE)
+    x = torch.randn(40, SHAPE.H).bfloat16()
+    cut = MoEPlan(4, 4, gemm_from=1)
+    whole = _run(modelled, experts, routing, x, cut)
+    for t in (0, 17, 39):
+        one = slice(t, t + 1)
+        alone = Routing(routing.ids[one], routing.weights[one])
+        assert torch.equal(_run(modelled, experts, alone, x[one], cut), whole[one])

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from pykernels import cpu, ref
+from pykernels.cpu.moe import NEVER
 from pykernels.cpu.plan import MoEPlan
 from pykernels.errors import PykernelsError
 from pykernels.quant import FORMATS, get_format
@@ -118,16 +119,24 @@ def test_zero_tokens(kernel, fmt):
 
 @pytest.mark.parametrize(("kernel", "fmt"), BACKENDS)
 def test_a_token_does_not_depend_on_its_batch_nor_on_the_cut(kernel, fmt):
+    """On one path, tiles or GEMM: which one an expert takes is a matter of its token count."""
     experts, routing = random_experts(SHAPE, get_format(fmt)), balanced_routing(11, SHAPE)
     x = _x(11, SHAPE.H).float()
-    whole = cpu.moe_ffn(x, routing.ids, routing.weights, experts, kernel=kernel)
-    for t in range(11):
-        one = slice(t, t + 1)
-        alone = cpu.moe_ffn(x[one], routing.ids[one], routing.weights[one], experts, kernel=kernel)
-        assert torch.equal(alone, whole[one]), f"token {t}"
-    for cut in (MoEPlan(1, 1), MoEPlan(3, 5), MoEPlan(99, 99)):
-        again = cpu.moe_ffn(x, routing.ids, routing.weights, experts, kernel=kernel, cut=cut)
-        assert torch.equal(again, whole), cut
+    for gemm_from in (1, NEVER):
+
+        def run(
+            rows: slice, i_chunk: int, h_chunk: int, gemm_from: int = gemm_from
+        ) -> torch.Tensor:
+            cut = MoEPlan(i_chunk, h_chunk, gemm_from)
+            ids, weights = routing.ids[rows], routing.weights[rows]
+            return cpu.moe_ffn(x[rows], ids, weights, experts, kernel=kernel, cut=cut)
+
+        whole = run(slice(None), 2, 2)
+        for t in range(11):
+            one = slice(t, t + 1)
+            assert torch.equal(run(one, 2, 2), whole[one]), f"token {t}"
+        for chunks in ((1, 1), (3, 5), (99, 99)):
+            assert torch.equal(run(slice(None), *chunks), whole), chunks
 
 
 @pytest.mark.parametrize(("kernel", "fmt"), BACKENDS)
