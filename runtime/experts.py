@@ -127,18 +127,22 @@ class RoutedExperts:
             )
         pool, call = self._bind()
         y = torch.empty(x.shape, dtype=x.dtype)
-        active, gate_up_tasks, down_chunks = call.prepare(x, ids, weights, y)
+        tasks, stages = call.prepare(x, ids, weights, y), call.kernel
         pool.start(
             Call(
-                gate_up=call.kernel.gate_up.address,
-                down=call.kernel.down.address,
+                gate_up=stages.gate_up.address,
+                down=stages.down.address,
                 job=call.address,
-                active=active,
-                i_chunks=gate_up_tasks // max(active, 1),
-                down_chunks=down_chunks if active else 0,
+                active=tasks.active,
+                i_chunks=tasks.i_chunks,
+                down_chunks=tasks.down_chunks,
+                pack=stages.pack.address,
+                pack_tasks=tasks.pack_tasks,
+                piece_active=int(call.job["piece_active"][0]),
+                pieces=int(call.job["pieces"][0]),
             )
         )
-        ticket = Ticket(y, active, (x, ids, weights))
+        ticket = Ticket(y, tasks.active, (x, ids, weights))
         self._in_flight = ticket, pool
         return ticket
 

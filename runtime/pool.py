@@ -26,8 +26,11 @@ class TaskError(RuntimeError):
 class Call:
     """One fused MoE call, as the workers need it.
 
-    ``gate_up`` and ``down`` are addresses of ``pykernels.cpu.jit.TASK`` functions, ``job`` is their
-    first argument. Task indices are those of ``pykernels.cpu.moe``.
+    ``gate_up``, ``down`` and ``pack`` are addresses of ``pykernels.cpu.jit.TASK`` functions,
+    ``job``
+    is their first argument. Task indices are those of ``pykernels.cpu.moe``. ``piece_active`` and
+    ``pieces`` are addresses of int64 arrays: the active expert of each pack task, and the pack
+    tasks of each active expert.
     """
 
     gate_up: int
@@ -36,6 +39,10 @@ class Call:
     active: int
     i_chunks: int
     down_chunks: int
+    pack: int = 0
+    pack_tasks: int = 0
+    piece_active: int = 0
+    pieces: int = 0
 
 
 class WorkerPool:
@@ -112,7 +119,7 @@ class WorkerPool:
             raise PykernelsError(
                 "a call is still running on this pool", "sync it before the next submit"
             )
-        needed = call.active * tasks.BARRIER_BYTES // 8 + 8
+        needed = 2 * call.active * tasks.BARRIER_BYTES // 8 + 8
         if self._barrier_memory.size < needed:
             self._barrier_memory = np.zeros(2 * needed, np.int64)
         self._running = call
@@ -124,6 +131,10 @@ class WorkerPool:
             call.active,
             call.i_chunks,
             call.down_chunks,
+            call.pack,
+            call.pack_tasks,
+            call.piece_active,
+            call.pieces,
             _align(self._barrier_memory.ctypes.data),
         )
 

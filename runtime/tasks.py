@@ -1,7 +1,8 @@
 """The task queue of one fused MoE call, as the workers run it (SOSP'25 3.2; OSDI'26 3.5).
 
-One queue holds both stages: the gate-up tasks of the first active expert, of the second, ..., then
-the down tasks. A worker takes the next one by decrementing one counter. A down task owns a run of
+One queue holds all stages: the pack tasks, the gate-up tasks of the first active expert, of the
+second, ..., then the down tasks. A worker takes the next one by decrementing one counter. A down
+task owns a run of
 outputs and walks the experts in order; before each it waits at that expert's barrier, which counts
 the expert's finished gate-up tasks. So nothing waits for a whole stage, every sum has one order,
 and since whoever waits holds a later task than those it waits for, somebody is always working.
@@ -45,11 +46,15 @@ TASKS = GATE_UP + 24
 GATE_UP_TASKS = GATE_UP + 32
 I_CHUNKS = GATE_UP + 40  # gate-up tasks of one expert
 ACTIVE = GATE_UP + 48  # experts
-BARRIERS = GATE_UP + 56  # address of [ACTIVE] counters, a cache line each
+BARRIERS = GATE_UP + 56  # address of [2, ACTIVE] counters, a cache line each: packed, gated
+PACK = GATE_UP + 64
+PACK_TASKS = GATE_UP + 72
+PIECE_ACTIVE = GATE_UP + 80  # address of int64 [PACK_TASKS]: the active expert of each pack task
+PIECES = GATE_UP + 88  # address of int64 [ACTIVE]: pack tasks of each active expert
 
-SPIN_NS = 10 * _LINE
+SPIN_NS = 11 * _LINE
 STARTED_AT = SPIN_NS + 8
-CONTROL_BYTES = 11 * _LINE
+CONTROL_BYTES = 12 * _LINE
 BARRIER_BYTES = _LINE
 
 _PAUSES = 16  # between two looks at the clock
@@ -84,22 +89,40 @@ def _note(control: int, status: int) -> None:
 
 
 @inlined
-def _gate_up(control: int, index: int, worker: int) -> None:
-    status = call_task(atomic_load(control + GATE_UP), atomic_load(control + JOB), index, worker)
-    _note(control, status)
-    chunks = atomic_load(control + I_CHUNKS)
-    barrier = atomic_load(control + BARRIERS) + index // chunks * BARRIER_BYTES
-    if atomic_add(barrier, 1) + 1 == chunks and atomic_add(control + WAITERS, 0) > 0:
+def _arrive(control: int, barrier: int, expected: int) -> None:
+    """Counts one task at a barrier; the last one opens it."""
+    if atomic_add(barrier, 1) + 1 == expected and atomic_add(control + WAITERS, 0) > 0:
         futex_wake_all(barrier)
+
+
+@inlined
+def _pack(control: int, piece: int, worker: int) -> None:
+    function, job = atomic_load(control + PACK), atomic_load(control + JOB)
+    _note(control, call_task(function, job, piece, worker))
+    active = atomic_load(atomic_load(control + PIECE_ACTIVE) + 8 * piece)
+    barrier = atomic_load(control + BARRIERS) + active * BARRIER_BYTES
+    _arrive(control, barrier, atomic_load(atomic_load(control + PIECES) + 8 * active))
+
+
+@inlined
+def _gate_up(control: int, index: int, worker: int, spin_ns: int) -> None:
+    function, job = atomic_load(control + GATE_UP), atomic_load(control + JOB)
+    active, chunks = atomic_load(control + ACTIVE), atomic_load(control + I_CHUNKS)
+    packed = atomic_load(control + BARRIERS) + index // chunks * BARRIER_BYTES
+    if atomic_load(control + PACK_TASKS) > 0:
+        pieces = atomic_load(atomic_load(control + PIECES) + 8 * (index // chunks))
+        _wait_until_at_least(packed, pieces, control + WAITERS, spin_ns)
+    _note(control, call_task(function, job, index, worker))
+    _arrive(control, packed + active * BARRIER_BYTES, chunks)
 
 
 @inlined
 def _down(control: int, chunk: int, worker: int, spin_ns: int) -> None:
     function, job = atomic_load(control + DOWN), atomic_load(control + JOB)
     active, chunks = atomic_load(control + ACTIVE), atomic_load(control + I_CHUNKS)
-    barriers = atomic_load(control + BARRIERS)
+    gated = atomic_load(control + BARRIERS) + active * BARRIER_BYTES
     for expert in range(active):
-        barrier = barriers + expert * BARRIER_BYTES
+        barrier = gated + expert * BARRIER_BYTES
         _wait_until_at_least(barrier, chunks, control + WAITERS, spin_ns)
         _note(control, call_task(function, job, chunk * active + expert, worker))
 
@@ -117,12 +140,14 @@ def work(control: int, worker: int) -> None:
         if left <= 0:
             return
         tasks = atomic_load(control + TASKS)
-        first_stage = atomic_load(control + GATE_UP_TASKS)
+        packs, gate_ups = atomic_load(control + PACK_TASKS), atomic_load(control + GATE_UP_TASKS)
         index = tasks - left
-        if index < first_stage:
-            _gate_up(control, index, worker)
+        if index < packs:
+            _pack(control, index, worker)
+        elif index < packs + gate_ups:
+            _gate_up(control, index - packs, worker, spin_ns)
         else:
-            _down(control, index - first_stage, worker, spin_ns)
+            _down(control, index - packs - gate_ups, worker, spin_ns)
         if atomic_add(control + DONE, 1) + 1 == tasks:
             atomic_store(control + FINISHED_AT, clock_ns())
             # DONE passes ``tasks`` only now, after the clock was read: the driver waits for that.
@@ -158,10 +183,14 @@ def publish(
     active: int,
     i_chunks: int,
     down_chunks: int,
+    pack: int,
+    pack_tasks: int,
+    piece_active: int,
+    pieces: int,
     barriers: int,
 ) -> None:
     """Opens a call to the workers; the call before it has been waited for."""
-    for expert in range(active):
+    for expert in range(2 * active):
         atomic_store(barriers + expert * BARRIER_BYTES, 0)
     atomic_store(control + GATE_UP, gate_up)
     atomic_store(control + DOWN, down)
@@ -170,7 +199,11 @@ def publish(
     atomic_store(control + I_CHUNKS, i_chunks)
     atomic_store(control + BARRIERS, barriers)
     atomic_store(control + GATE_UP_TASKS, active * i_chunks)
-    tasks = active * i_chunks + down_chunks
+    atomic_store(control + PACK, pack)
+    atomic_store(control + PACK_TASKS, pack_tasks)
+    atomic_store(control + PIECE_ACTIVE, piece_active)
+    atomic_store(control + PIECES, pieces)
+    tasks = pack_tasks + active * i_chunks + down_chunks
     atomic_store(control + TASKS, tasks)
     atomic_store(control + STATUS, 0)
     now = clock_ns()

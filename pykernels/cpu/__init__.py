@@ -16,11 +16,30 @@ from .workspace import MoECall, Workspace
 
 
 @kernel()
-def _run_serially(gate_up, down, job, gate_up_tasks, down_tasks):
+def _run_stages(pack, gate_up, down, job, pack_tasks, gate_up_tasks, down_tasks):
+    for index in range(pack_tasks):
+        call_task(pack, job, index, 0)
     for index in range(gate_up_tasks):
         call_task(gate_up, job, index, 0)
     for index in range(down_tasks):
         call_task(down, job, index, 0)
+
+
+def run_serially(
+    call: MoECall, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
+) -> torch.Tensor:
+    """Prepares a call (``MoECall.prepare``) and runs all its tasks on this thread; returns y."""
+    tasks, stages = call.prepare(x, ids, weights, y), call.kernel
+    _run_stages(
+        stages.pack.address,
+        stages.gate_up.address,
+        stages.down.address,
+        call.address,
+        tasks.pack_tasks,
+        tasks.gate_up_tasks,
+        tasks.down_chunks * tasks.active,
+    )
+    return y
 
 
 def moe_ffn(
@@ -54,11 +73,7 @@ def moe_ffn(
     stages = make_kernel(backend.name, experts.fmt.name)
     call = MoECall(experts, stages, Workspace(), cut=cut)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    active, gate_up_tasks, chunks = call.prepare(x, ids, weights, y)
-    _run_serially(
-        stages.gate_up.address, stages.down.address, call.address, gate_up_tasks, chunks * active
-    )
-    return y
+    return run_serially(call, x, ids, weights, y)
 
 
 __all__ = [
@@ -70,4 +85,5 @@ __all__ = [
     "moe_ffn",
     "pack_job",
     "plan",
+    "run_serially",
 ]

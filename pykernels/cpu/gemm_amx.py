@@ -1,11 +1,10 @@
 """AMX GEMM of packed 32-row blocks by many tokens (SOSP'25 section 3.2, Figure 6).
 
-The loops, from the outside: slabs of 512 inputs; the task's blocks of 32 outputs; pairs of 16
-tokens;
-steps of 32 inputs. A slab of the tokens is gathered once into A tiles and stays in L2 for all
-blocks;
-a slab of a block is 32 KiB of B tiles and stays in L1 for all tokens; 2 x 2 C tiles hold 32 tokens
-by 32 outputs in registers for a slab. The next slab of weights is prefetched meanwhile.
+The loops, from the outside: slabs of 512 inputs; the task's blocks of 32 outputs; pairs of groups
+of
+16 tokens; steps of 32 inputs. A slab of all tokens stays in L2 for all blocks; a slab of a block is
+32 KiB of B tiles and stays in L1 for all tokens; 2 x 2 C tiles hold 32 tokens by 32 outputs in
+registers for a slab. The next slab of weights is prefetched during the first pair's steps.
 
 bf16 blocks are B tiles already. FP8 ones are decoded into a slab of them; since a scale belongs to
 128 inputs, C tiles are folded into the float32 sums with one multiply-add at the end of each.
@@ -23,15 +22,14 @@ from .intrin.avx512 import (
     broadcast_u8,
     fma_f32,
     load_f32,
-    load_u8,
+    mul_f32,
     store_f32,
     store_u8,
-    zero_f32,
 )
 from .intrin.prefetch import prefetch_l2
 from .intrin.sync import as_pointer
 from .jit import inlined, kernel
-from .job import f32, i64
+from .job import f32
 from .tile_avx512 import read_rows
 
 MAX_TOKENS = 256
@@ -41,20 +39,17 @@ MAX_BLOCKS = 16
 
 _STEPS = K_BLOCK // K_STEP
 _SLAB = 4  # scale blocks of 128 inputs
-_TILE = 1024
-_A_BYTES = _SLAB * _STEPS * (MAX_TOKENS // 16) * _TILE
-_B_BYTES = _SLAB * _STEPS * 2 * _TILE
+TILE = 1024
+"""Bytes of a tile: 16 rows of 64."""
+_B_BYTES = _SLAB * _STEPS * 2 * TILE
 _PART_BYTES = 32 * 32 * 4
 _OUT_BYTES = MAX_BLOCKS * MAX_TOKENS * 32 * 4
 
-ROWS_AT = 0
-"""Scratch offset of int64 [MAX_TOKENS]: the addresses of the tokens' rows, set by the caller."""
-OUT_AT = MAX_TOKENS * 8
+OUT_AT = 0
 """Scratch offset of the result, float32 [blocks, M rounded up to 32, 32]."""
 _CONFIG_AT = OUT_AT + _OUT_BYTES
 _PART_AT = _CONFIG_AT + 64
-_A_AT = _PART_AT + _PART_BYTES
-_B_AT = _A_AT + _A_BYTES
+_B_AT = _PART_AT + _PART_BYTES
 SCRATCH_BYTES = _B_AT + _B_BYTES
 """Scratch of one worker, 64-byte aligned."""
 
@@ -82,48 +77,35 @@ def poke_u8(address, value):
 
 
 @inlined
-def _gather(rows, M, groups, first_byte, steps, a_slab):
-    """A tiles of a slab: [step][group of 16 tokens][16 rows][64 bytes], zeros beyond M."""
-    for token in range(16 * groups):
-        to = a_slab + token * 64
-        if token < M:
-            row = i64(rows, token) + first_byte
-            for step in range(steps):
-                store_u8(to + step * groups * _TILE, load_u8(row + step * 64))
-        else:
-            for step in range(steps):
-                store_u8(to + step * groups * _TILE, broadcast_u8(0))
-
-
-@inlined
-def _prefetch(address, nbytes):
-    for line in range(0, nbytes, 64):
-        prefetch_l2(address + line)
-
-
-@inlined
-def _fold(part, scale, out):
-    """out[32, 32] += scale * part[32, 32]."""
+def _fold(part, scale, out, first):
+    """out[32, 32] = scale * part[32, 32], added to what is there unless it is the first."""
     factor = broadcast_f32(scale)
-    for i in range(0, _PART_BYTES, 64):
-        store_f32(out + i, fma_f32(load_f32(part + i), factor, load_f32(out + i)))
+    if first:
+        for i in range(0, _PART_BYTES, 64):
+            store_f32(out + i, mul_f32(load_f32(part + i), factor))
+    else:
+        for i in range(0, _PART_BYTES, 64):
+            store_f32(out + i, fma_f32(load_f32(part + i), factor, load_f32(out + i)))
 
 
 def make_gemm(fmt: str, amx: Any) -> Any:
-    """Compiles ``gemm(M, blocks, w, block_bytes, scale, scale_bytes, k_blocks, tables, scratch)``.
+    """Compiles the GEMM of packed blocks in ``fmt``.
 
-    It computes ``out[b, t, n] = sum_k w[b][n, k] * x_t[k]`` for ``blocks`` consecutive packed
-    blocks and ``M`` tokens into scratch at ``OUT_AT``.
+    ``gemm(M, blocks, w, block_bytes, scale, scale_bytes, k_blocks, a, tables, scratch)`` computes
+    ``out[b, t, n] = sum_k w[b][n, k] * x_t[k]`` for ``blocks`` consecutive packed blocks
+    and ``M`` tokens into scratch at ``OUT_AT``; rows beyond M hold nothing of use.
 
     Args:
         fmt: weight format.
         amx: ``intrin.amx``, or ``intrin.amx_model`` where there is none.
 
     Args of the function (addresses are int64):
-        M: tokens, at most MAX_TOKENS; their row addresses lie in scratch at ``ROWS_AT``.
+        M: tokens, at most MAX_TOKENS.
         blocks: at most MAX_BLOCKS, ``block_bytes`` apart from ``w`` on.
         scale: float32 [blocks][k_blocks], rows ``scale_bytes`` apart; unread if there are none.
         k_blocks: inputs / 128.
+        a: A tiles [groups of 16 tokens][4 * k_blocks steps][16 rows][64 bytes]; an even number of
+            groups, of which the rows beyond M may hold anything.
         tables: ``tile_avx512.E4M3_TABLES``.
         scratch: SCRATCH_BYTES of this worker.
     """
@@ -135,28 +117,37 @@ def make_gemm(fmt: str, amx: Any) -> Any:
     def decode(w, steps, tables, ahead, b_slab):
         """Packed blocks -> B tiles in scratch."""
         for step in range(steps):
+            prefetch(ahead + step * STEP_BYTES)
             for _ in range(16):
                 row0, row1 = read(w, tables)
                 store_u8(b_slab, row0)
                 store_u8(b_slab + 64, row1)
                 w += GROUP
                 b_slab += 128
-            _prefetch(ahead + step * STEP_BYTES, STEP_BYTES)
 
     @inlined
-    def dots(steps, a, a_step, b):
+    def prefetch(address):
+        for line in range(0, STEP_BYTES, 64):
+            prefetch_l2(address + line)
+
+    @inlined
+    def dots(steps, a0, a1, b, ahead):
         """The four C tiles += 2 A tiles x 2 B tiles over ``steps`` steps."""
         for _ in range(steps):
-            tile_load(4, a, 64)
             tile_load(6, b, 64)
-            tile_load(5, a + _TILE, 64)
-            tile_load(7, b + _TILE, 64)
+            tile_load(4, a0, 64)
+            tile_load(7, b + TILE, 64)
+            tile_load(5, a1, 64)
             dot(0, 4, 6)
             dot(1, 4, 7)
             dot(2, 5, 6)
             dot(3, 5, 7)
-            a += a_step
-            b += 2 * _TILE
+            if ahead != 0:
+                prefetch(ahead)
+                ahead += STEP_BYTES
+            a0 += TILE
+            a1 += TILE
+            b += 2 * TILE
 
     @inlined
     def store_c(to):
@@ -180,18 +171,13 @@ def make_gemm(fmt: str, amx: Any) -> Any:
         tile_load(3, at + 16 * 128 + 64, 128)
 
     @kernel(f"{fmt}-{amx.__name__.split('.')[-1]}")
-    def gemm(M, blocks, w, block_bytes, scale, scale_bytes, k_blocks, tables, scratch):
+    def gemm(M, blocks, w, block_bytes, scale, scale_bytes, k_blocks, a, tables, scratch):
         Mp = padded_tokens(M)
-        groups = Mp // 16
-        out, part = scratch + OUT_AT, scratch + _PART_AT
-        a_slab, b_slab = scratch + _A_AT, scratch + _B_AT
-        a_step = groups * _TILE
-        for i in range(0, blocks * Mp * 128, 64):
-            store_f32(out + i, zero_f32())
+        out, part, b_slab = scratch + OUT_AT, scratch + _PART_AT, scratch + _B_AT
+        a_group = k_blocks * _STEPS * TILE
         amx.load_config(write_config(scratch + _CONFIG_AT))
         for slab in range(0, k_blocks, _SLAB):
             steps = min(_SLAB, k_blocks - slab) * _STEPS
-            _gather(scratch + ROWS_AT, M, groups, slab * K_BLOCK * 2, steps, a_slab)
             w_slab = w + slab * _STEPS * STEP_BYTES
             for block in range(blocks):
                 b = w_slab + block * block_bytes
@@ -199,23 +185,24 @@ def make_gemm(fmt: str, amx: Any) -> Any:
                 if SCALED:
                     decode(b, steps, tables, ahead, b_slab)
                     b = b_slab
-                else:
-                    _prefetch(ahead, steps * STEP_BYTES)
                 scales = scale + block * scale_bytes + slab * 4
-                for group in range(0, groups, 2):
-                    c = out + (block * Mp + 16 * group) * 128
-                    a = a_slab + group * _TILE
+                for token in range(0, Mp, 32):
+                    c = out + (block * Mp + token) * 128
+                    a0 = a + token // 16 * a_group + slab * _STEPS * TILE
+                    a1 = a0 + a_group
                     if SCALED:
                         for k in range(steps // _STEPS):
+                            skip = k * _STEPS * TILE
                             zero_c()
-                            dots(
-                                _STEPS, a + k * _STEPS * a_step, a_step, b + k * _STEPS * 2 * _TILE
-                            )
+                            dots(_STEPS, a0 + skip, a1 + skip, b + 2 * skip, 0)
                             store_c(part)
-                            _fold(part, f32(scales, k), c)
+                            _fold(part, f32(scales, k), c, slab + k == 0)
                     else:
-                        load_c(c)
-                        dots(steps, a, a_step, b)
+                        if slab == 0:
+                            zero_c()
+                        else:
+                            load_c(c)
+                        dots(steps, a0, a1, b, ahead if token == 0 else 0)
                         store_c(c)
         amx.release()
 

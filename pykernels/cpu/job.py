@@ -54,6 +54,13 @@ JOB = np.dtype(
             "h_chunks",
             "tables",  # address of the decoding tables
             "gemm_from",  # tokens of an expert from which its weights go through the GEMM
+            "x_tiles",  # A tiles of x: [group of 16 slots][gate_up_k * 4 steps][16 rows][64 bytes]
+            "h_tiles",  # the same of h, down_k * 4 steps
+            "groups",  # int64 [A] first group of each active expert that takes the GEMM
+            "P",  # pieces: runs of up to 64 slots of such an expert, packed by one task
+            "piece_active",  # int64 [P] which active expert a piece is of
+            "piece_slot",  # int64 [P] its first slot
+            "pieces",  # int64 [A] pieces of each active expert
             "scratch",  # of worker 0; the next one's is scratch_stride on
             "scratch_stride",
         )

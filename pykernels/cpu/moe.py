@@ -1,5 +1,7 @@
-"""The two stages of a fused MoE call, as tasks (SOSP'25 section 3.2, "Fused MoE Operator").
+"""The stages of a fused MoE call, as tasks (SOSP'25 section 3.2, "Fused MoE Operator").
 
+``pack`` moves the inputs of up to 64 slots of an expert into A tiles, for experts that take the
+GEMM.
 ``gate_up`` takes a run of 32-row blocks of one expert and writes ``h = silu(gate) * up`` as bf16.
 ``down`` takes a run of output blocks and one expert and adds its weighted outputs to the float32
 sums; it must be called for every active expert in order, by one thread for a given run, which is
@@ -32,6 +34,9 @@ from .tile_generic import round_bf16
 _TILES = {"amx": tile_avx512, "avx512": tile_avx512, "generic": tile_generic}
 _GROUP = 8  # tokens of one pass of tiles
 _ROW_BYTES = 32 * 4  # one token's float32 outputs of a block
+_GROUP_BYTES = 4 * gemm_amx.TILE  # A tiles of 16 slots by 128 inputs
+PIECE = 64
+"""Slots that one pack task moves into A tiles."""
 
 NEVER = 1 << 62
 """``gemm_from`` of a backend without a GEMM."""
@@ -41,13 +46,13 @@ NEVER = 1 << 62
 class MoEKernel:
     """The compiled stages of one (format, backend).
 
-    ``gate_up.address`` and ``down.address`` are ``jit.TASK`` pointers. Task indices:
+    ``.address`` of each stage is a ``jit.TASK`` pointer. Task indices: ``pack``: the piece;
     ``gate_up``: ``active_expert * i_chunks + chunk``; ``down``: ``chunk * A + active_expert``.
-    ``tables`` goes into the descriptor; it lives as long as the module.
     """
 
     fmt: str
     backend: str
+    pack: Any
     gate_up: Any
     down: Any
     scratch_bytes: int
@@ -97,7 +102,13 @@ def _zero_padding(job, first, last):
 
 
 @inlined
-def _no_gemm(M, blocks, w, block_bytes, scale, scale_bytes, k_blocks, tables, scratch):
+def _tile_row(tiles, k_groups, slot, step):
+    """Address of a slot's inputs 32 * step, ... (64 bytes) in A tiles of k_groups * 128 inputs."""
+    return tiles + (slot // 16 * 4 * k_groups + step) * gemm_amx.TILE + slot % 16 * 64
+
+
+@inlined
+def _no_gemm(M, blocks, w, block_bytes, scale, scale_bytes, k_blocks, a, tables, scratch):
     """Stands where a backend has no GEMM; ``gemm_from`` is NEVER there."""
 
 
@@ -123,9 +134,25 @@ def build_kernel(backend: str, fmt: str, amx_unit: Any = None) -> MoEKernel:
     tiles = module.make_tiles(fmt)
     silu_mul_row, weighted_add_row = module.silu_mul_row, module.weighted_add_row
     gemm = gemm_amx.make_gemm(fmt, amx_unit) if amx_unit else _no_gemm
-    OUT_AT, ROWS_AT = gemm_amx.OUT_AT, gemm_amx.ROWS_AT
+    OUT_AT = gemm_amx.OUT_AT
     TOKENS, BLOCKS = gemm_amx.MAX_TOKENS, gemm_amx.MAX_BLOCKS
     variant = f"{backend}-{fmt}-{amx_unit.__name__ if amx_unit else 'no-gemm'}"
+
+    @task(f"pack-{variant}")
+    def pack(job_address, piece, worker):
+        job = job_at(job_address)
+        active, first = i64(job.piece_active, piece), i64(job.piece_slot, piece)
+        start = i64(job.starts, active)
+        last = min(first + PIECE, i64(job.starts, active + 1))
+        tiles_of = job.x_tiles + i64(job.groups, active) * job.gate_up_k * _GROUP_BYTES
+        for slot in range(first, last):
+            row = job.x + i64(job.slot_token, slot) * job.x_stride
+            for step in range(4 * job.gate_up_k):
+                to = _tile_row(tiles_of, job.gate_up_k, slot - start, step)
+                carray(as_pointer(to), (8,), types.int64)[:] = carray(
+                    as_pointer(row + 64 * step), (8,), types.int64
+                )
+        return 0
 
     @inlined
     def gate_up_tiles(job, w, scale, first, last, first_block, last_block):
@@ -146,24 +173,31 @@ def build_kernel(backend: str, fmt: str, amx_unit: Any = None) -> MoEKernel:
                     silu_mul_row(gate + t * _ROW_BYTES, up + t * _ROW_BYTES, h)
 
     @inlined
-    def gate_up_gemm(job, scratch, w, scale, first, last, first_block, last_block):
+    def gate_up_gemm(job, scratch, w, scale, active, first, last, first_block, last_block):
         out = scratch + OUT_AT  # float32 [gate 0, up 0, gate 1, up 1, ...][Mp, 32]
         for slot in range(first, last, TOKENS):
             M = min(TOKENS, last - slot)
             Mp_bytes = gemm_amx.padded_tokens(M) * _ROW_BYTES
-            _point_at_rows(scratch + ROWS_AT, M, job.x, job.x_stride, job.slot_token, slot, M)
+            group = i64(job.groups, active) + (slot - first) // 16
+            x_tiles = job.x_tiles + group * job.gate_up_k * _GROUP_BYTES
+            h_tiles = job.h_tiles + group * job.down_k * _GROUP_BYTES
             for block in range(first_block, last_block, BLOCKS // 2):
                 count = min(BLOCKS // 2, last_block - block)
                 gemm(
                     M, 2 * count, w + 2 * block * job.gate_up_block, job.gate_up_block,
                     scale + 2 * block * job.gate_up_k * 4, job.gate_up_k * 4, job.gate_up_k,
-                    job.tables, scratch,
+                    x_tiles, job.tables, scratch,
                 )  # fmt: skip
                 for b in range(count):
                     for t in range(M):
                         gate = out + 2 * b * Mp_bytes + t * _ROW_BYTES
-                        h = job.h + (slot + t) * job.h_stride + (block + b) * 64
+                        h = _tile_row(h_tiles, job.down_k, t, block + b)
                         silu_mul_row(gate, gate + Mp_bytes, h)
+            if last_block == job.i_blocks:
+                for t in range(M):
+                    for step in range(job.i_blocks, 4 * job.down_k):
+                        h = _tile_row(h_tiles, job.down_k, t, step)
+                        carray(as_pointer(h), (32,), types.uint16)[:] = 0
 
     @task(f"gate-up-{variant}")
     def gate_up(job_address, index, worker):
@@ -177,11 +211,11 @@ def build_kernel(backend: str, fmt: str, amx_unit: Any = None) -> MoEKernel:
         first, last = i64(job.starts, active), i64(job.starts, active + 1)
         if last - first < job.gemm_from:
             gate_up_tiles(job, w, scale, first, last, first_block, last_block)
+            if last_block == job.i_blocks:
+                _zero_padding(job, first, last)
         else:
             scratch = job.scratch + worker * job.scratch_stride
-            gate_up_gemm(job, scratch, w, scale, first, last, first_block, last_block)
-        if last_block == job.i_blocks:
-            _zero_padding(job, first, last)
+            gate_up_gemm(job, scratch, w, scale, active, first, last, first_block, last_block)
         return 0
 
     @inlined
@@ -205,17 +239,18 @@ def build_kernel(backend: str, fmt: str, amx_unit: Any = None) -> MoEKernel:
                 add_rows(job, slot, M, block, out)
 
     @inlined
-    def down_gemm(job, scratch, w, scale, first, last, first_block, last_block):
+    def down_gemm(job, scratch, w, scale, active, first, last, first_block, last_block):
         for slot in range(first, last, TOKENS):
             M = min(TOKENS, last - slot)
             Mp_bytes = gemm_amx.padded_tokens(M) * _ROW_BYTES
-            _point_at_rows(scratch + ROWS_AT, M, job.h, job.h_stride, 0, slot, M)
+            group = i64(job.groups, active) + (slot - first) // 16
+            h_tiles = job.h_tiles + group * job.down_k * _GROUP_BYTES
             for block in range(first_block, last_block, BLOCKS):
                 count = min(BLOCKS, last_block - block)
                 gemm(
                     M, count, w + block * job.down_block, job.down_block,
                     scale + block * job.down_k * 4, job.down_k * 4, job.down_k,
-                    job.tables, scratch,
+                    h_tiles, job.tables, scratch,
                 )  # fmt: skip
                 for b in range(count):
                     add_rows(job, slot, M, block + b, scratch + OUT_AT + b * Mp_bytes)
@@ -239,7 +274,7 @@ def build_kernel(backend: str, fmt: str, amx_unit: Any = None) -> MoEKernel:
             down_tiles(job, w, scale, first, last, first_block, last_block)
         else:
             scratch = job.scratch + worker * job.scratch_stride
-            down_gemm(job, scratch, w, scale, first, last, first_block, last_block)
+            down_gemm(job, scratch, w, scale, active, first, last, first_block, last_block)
         if active == job.A - 1:
             for t in range(job.T):
                 for block in range(first_block, last_block):
@@ -247,4 +282,4 @@ def build_kernel(backend: str, fmt: str, amx_unit: Any = None) -> MoEKernel:
         return 0
 
     scratch_bytes = gemm_amx.SCRATCH_BYTES if amx_unit else 0
-    return MoEKernel(fmt, backend, gate_up, down, scratch_bytes)
+    return MoEKernel(fmt, backend, pack, gate_up, down, scratch_bytes)

@@ -11,8 +11,8 @@ from .gemm_amx import MAX_BLOCKS
 
 # The last task to finish idles the other threads for about 1 / 32 of a stage. Cutting finer costs
 # more: every task begins a stream that the prefetchers have to find again (measured: 3 % at half a
-# MiB), and gathers its tokens anew for the GEMM.
-_TASKS_PER_THREAD = 32
+# MiB). A GEMM task reads all its expert's tokens, so there it pays to take more outputs at once.
+_TASKS_PER_THREAD, _GEMM_TASKS_PER_THREAD = 32, 6
 _TASK_BYTES = 4 << 20  # longer runs gain nothing
 
 GEMM_FROM = 5
@@ -44,11 +44,13 @@ def plan(shape: MoEShape, fmt: Format, threads: int, T: int = 1) -> MoEPlan:
     i_blocks = padded(shape.I, 1)[0] // N_BLOCK
     h_blocks = padded(shape.H, 1)[0] // N_BLOCK
     active = min(shape.E, T * shape.topk)
-    wanted = _TASKS_PER_THREAD * threads
+    crowded = T * shape.topk >= GEMM_FROM * active
+    wanted = (_GEMM_TASKS_PER_THREAD if crowded else _TASKS_PER_THREAD) * threads
 
     def chunk(blocks: int, units: int, block_bytes: int) -> int:
         balanced = max(1, blocks * units // wanted)
-        return min(balanced, -(-_TASK_BYTES // block_bytes), blocks)
+        longest = blocks if crowded else -(-_TASK_BYTES // block_bytes)
+        return min(balanced, longest, blocks)
 
     return MoEPlan(
         i_chunk=min(MAX_BLOCKS // 2, chunk(i_blocks, active, 2 * fmt.block_bytes(shape.H))),

@@ -8,6 +8,7 @@ from ..quant.layout import K_BLOCK
 from .intrin.sync import as_pointer
 from .jit import inlined, kernel
 from .job import job_at
+from .moe import PIECE
 from .tile_generic import round_bf16
 
 OK, BAD_EXPERT = 0, 1
@@ -36,6 +37,26 @@ def copy_rows(job_address, source, source_stride, source_bf16):
             values = carray(as_pointer(at), (job.H,), types.float32)
             for i in range(job.H):
                 to[i] = round_bf16(values[i])
+
+
+@inlined
+def _lay_out_groups(job):
+    """Gives each expert that takes the GEMM its groups of 16 slots, in pairs, and its pieces."""
+    starts = _words(job.starts, job.A + 1)
+    groups, pieces = _words(job.groups, job.A), _words(job.pieces, job.A)
+    group, piece = 0, 0
+    for active in range(job.A):
+        first, last = starts[active], starts[active + 1]
+        groups[active], pieces[active] = group, 0
+        if last - first < job.gemm_from:
+            continue
+        group += (last - first + 31) // 32 * 2
+        for slot in range(first, last, PIECE):
+            _words(job.piece_active, piece + 1)[piece] = active
+            _words(job.piece_slot, piece + 1)[piece] = slot
+            pieces[active] += 1
+            piece += 1
+    job.P = piece
 
 
 @kernel()
@@ -82,4 +103,5 @@ def sort_slots(job_address, E, topk, ids_address, weights_address, cursor_addres
         slot_weight[slot] = weights[s]
     job.S = S
     job.A = active
+    _lay_out_groups(job)
     return OK

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -21,7 +23,7 @@ class Workspace:
     """
 
     def __init__(self) -> None:
-        self._sizes = (0, 0, 0, 0, 0)
+        self._sizes: tuple[int, ...] = (0,) * 7
         self._buffers: dict[str, torch.Tensor] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
@@ -33,11 +35,24 @@ class Workspace:
             self._scratch = raw[skip : skip + workers * nbytes]
         return self._scratch
 
-    def reserve(self, T: int, topk: int, E: int, H: int, I: int) -> dict[str, torch.Tensor]:  # noqa: E741
+    def reserve(
+        self,
+        T: int,
+        topk: int,
+        E: int,
+        H: int,
+        I: int,  # noqa: E741
+        gemm_from: int,
+    ) -> dict[str, torch.Tensor]:
         """The buffers for a call of T tokens, not cleared between calls."""
-        sizes = (T, T * topk, E, ceil_to(H, K_BLOCK), ceil_to(I, K_BLOCK))
+        S, Hp, Ip = T * topk, ceil_to(H, K_BLOCK), ceil_to(I, K_BLOCK)
+        dense = min(E, S // gemm_from)  # experts that may take the GEMM
+        groups = S // 16 + 2 * dense if dense else 0
+        sizes: tuple[int, ...] = (T, S, E, Hp, Ip, groups * Hp * 16, groups * Ip * 16)
         if any(need > have for need, have in zip(sizes, self._sizes, strict=True)):
-            T, S, E, Hp, Ip = self._sizes = tuple(map(max, zip(sizes, self._sizes, strict=True)))  # type: ignore[assignment]
+            sizes = tuple(max(pair) for pair in zip(sizes, self._sizes, strict=True))
+            self._sizes = sizes
+            T, S, E, Hp, Ip, x_tiles, h_tiles = sizes
             self._buffers = {
                 "x": torch.zeros(T, Hp, dtype=torch.bfloat16),
                 "h": torch.zeros(S, Ip, dtype=torch.bfloat16),
@@ -47,8 +62,28 @@ class Workspace:
                 "experts": torch.zeros(E, dtype=torch.int64),
                 "starts": torch.zeros(E + 1, dtype=torch.int64),
                 "cursor": torch.zeros(E, dtype=torch.int64),
+                "x_tiles": torch.zeros(x_tiles, dtype=torch.bfloat16),
+                "h_tiles": torch.zeros(h_tiles, dtype=torch.bfloat16),
+                "groups": torch.zeros(E, dtype=torch.int64),
+                "pieces": torch.zeros(E, dtype=torch.int64),
+                "piece_active": torch.zeros(S, dtype=torch.int64),
+                "piece_slot": torch.zeros(S, dtype=torch.int64),
             }
         return self._buffers
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """How many tasks each stage of a prepared call has."""
+
+    active: int
+    pack_tasks: int
+    i_chunks: int
+    down_chunks: int
+
+    @property
+    def gate_up_tasks(self) -> int:
+        return self.active * self.i_chunks
 
 
 class MoECall:
@@ -100,7 +135,7 @@ class MoECall:
 
     def prepare(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
-    ) -> tuple[int, int, int]:
+    ) -> Prepared:
         """Takes a call's inputs into the descriptor.
 
         Args:
@@ -109,19 +144,15 @@ class MoECall:
             weights: [T, topk], taken as float32.
             y: bf16 or float32 [T, H], what ``down`` writes; the caller keeps it alive.
 
-        Returns:
-            (active experts, gate-up tasks, down chunks).
-
         Raises:
             PykernelsError: shapes, dtypes or expert numbers that do not fit.
         """
         T, topk = self._check(x, ids, weights)
         ids = ids.contiguous()
         weights = weights.float().contiguous()
-        self._bind(
-            self._workspace.reserve(T, topk, self.experts.shape.E, x.shape[1], self.experts.shape.I)
-        )
-        self._plan(T)
+        E, H, I = self.experts.shape.E, self.experts.shape.H, self.experts.shape.I  # noqa: E741
+        gemm_from = self._plan(T)
+        self._bind(self._workspace.reserve(T, topk, E, H, I, gemm_from))
         job = self.job[0]
         job["T"], job["y"], job["y_stride"] = T, y.data_ptr(), y.stride(0) * y.element_size()
         job["y_bf16"] = y.dtype == torch.bfloat16
@@ -130,7 +161,6 @@ class MoECall:
         copy_rows(
             self.address, x.data_ptr(), x.stride(0) * x.element_size(), x.dtype == torch.bfloat16
         )
-        E = self.experts.shape.E
         cursor = self._buffers["cursor"].data_ptr()
         status = sort_slots(self.address, E, topk, ids.data_ptr(), weights.data_ptr(), cursor)
         if status == BAD_EXPERT:
@@ -138,17 +168,18 @@ class MoECall:
                 f"the routing names expert {int(ids.min())} .. {int(ids.max())} in a layer of {E}",
                 "Expert ids must be 0 to E - 1",
             )
-        active = int(job["A"])
-        return active, active * int(job["i_chunks"]), int(job["h_chunks"])
+        chunks = int(job["h_chunks"]) if job["A"] else 0
+        return Prepared(int(job["A"]), int(job["P"]), int(job["i_chunks"]), chunks)
 
-    def _plan(self, T: int) -> None:
-        """Writes the cut for T tokens."""
+    def _plan(self, T: int) -> int:
+        """Writes the cut for T tokens; returns from how many an expert takes the GEMM."""
         cut = self._cut or plan(self.experts.shape, self.experts.fmt, self._workers, T)
         job = self.job[0]
         for stage, chunk in (("i", cut.i_chunk), ("h", cut.h_chunk)):
             job[f"{stage}_chunk"] = chunk
             job[f"{stage}_chunks"] = -(-int(job[f"{stage}_blocks"]) // chunk)
         job["gemm_from"] = cut.gemm_from if self.kernel.has_gemm else NEVER
+        return int(job["gemm_from"])
 
     def _check(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[int, int]:
         H = self.experts.shape.H
@@ -173,7 +204,7 @@ class MoECall:
         if buffers is self._buffers:
             return
         self._buffers = buffers
-        for name in ("x", "h", "acc", "slot_token", "slot_weight", "experts", "starts"):
+        for name in buffers.keys() - {"cursor"}:
             self.job[name] = buffers[name].data_ptr()
         for name in ("x", "h", "acc"):
             self.job[f"{name}_stride"] = buffers[name].stride(0) * buffers[name].element_size()

@@ -10,7 +10,13 @@ from pykernels.cpu.intrin import amx_model
 from pykernels.cpu.moe import build_kernel
 from pykernels.quant import FORMATS, get_format
 from pykernels.shapes import MoEShape
-from pykernels.testing import assert_close, balanced_routing, random_experts, skewed_routing
+from pykernels.testing import (
+    assert_close,
+    balanced_routing,
+    poisoned,
+    random_experts,
+    skewed_routing,
+)
 from runtime.experts import RoutedExperts
 from runtime.pool import WorkerPool
 from runtime.roofline import compute_roof
@@ -27,11 +33,7 @@ def test_real_tiles_do_what_the_model_does(fmt, T):
     x = torch.randn(T, SHAPE.H).bfloat16()
     modelled = build_kernel("avx512", fmt, amx_model)
     call = cpu.MoECall(experts, modelled, cpu.Workspace())
-    expected = torch.full(x.shape, float("nan"))
-    active, tasks, chunks = call.prepare(x, routing.ids, routing.weights, expected)
-    cpu._run_serially(
-        modelled.gate_up.address, modelled.down.address, call.address, tasks, chunks * active
-    )
+    expected = cpu.run_serially(call, x, routing.ids, routing.weights, poisoned(T, SHAPE.H))
     y = cpu.moe_ffn(x.float(), routing.ids, routing.weights, experts, kernel="amx")
     truth = ref.moe_ffn(x, routing.ids, routing.weights, experts, dtype=torch.float64)
     assert_close(y, truth, 0.006)

@@ -16,7 +16,7 @@ import sys
 from pykernels.cpu.gemm_amx import make_gemm
 from pykernels.cpu.intrin import amx
 gemm = make_gemm(sys.argv[1], amx)
-gemm.compile("(" + ", ".join(["int64"] * 9) + ")")
+gemm.compile("(" + ", ".join(["int64"] * 10) + ")")
 print("\\n".join(gemm.inspect_asm().values()))
 """
 

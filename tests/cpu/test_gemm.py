@@ -16,7 +16,13 @@ from pykernels.ref import isa
 from pykernels.registry import kernels
 from pykernels.shapes import MoEShape, Routing
 from pykernels.target import detect
-from pykernels.testing import assert_close, balanced_routing, random_experts, skewed_routing
+from pykernels.testing import (
+    assert_close,
+    balanced_routing,
+    poisoned,
+    random_experts,
+    skewed_routing,
+)
 
 pytestmark = pytest.mark.skipif(
     next(b for b in kernels() if b.name == "avx512").supports("fp8", detect()) is not None,
@@ -115,12 +121,7 @@ def test_both_paths_in_one_call(modelled):
 
 def _run(stages, experts, routing, x, cut):
     call = cpu.MoECall(experts, stages, cpu.Workspace(), cut=cut)
-    y = torch.full(x.shape, float("nan"))
-    active, tasks, chunks = call.prepare(x, routing.ids, routing.weights, y)
-    cpu._run_serially(
-        stages.gate_up.address, stages.down.address, call.address, tasks, chunks * active
-    )
-    return y
+    return cpu.run_serially(call, x, routing.ids, routing.weights, poisoned(*x.shape))
 
 
 def test_a_token_does_not_depend_on_its_batch(modelled):

@@ -146,10 +146,7 @@ def test_every_output_is_written_and_nothing_beside_it(kernel, fmt):
     call = cpu.MoECall(experts, stages, cpu.Workspace())
     around = poisoned(7, RAGGED.H + 16)
     y = around[1:6, 8:-8]
-    active, gate_up_tasks, chunks = call.prepare(_x(5, RAGGED.H), routing.ids, routing.weights, y)
-    cpu._run_serially(
-        stages.gate_up.address, stages.down.address, call.address, gate_up_tasks, chunks * active
-    )
+    cpu.run_serially(call, _x(5, RAGGED.H), routing.ids, routing.weights, y)
     assert y.isfinite().all()
     assert around.isnan().sum() == around.numel() - y.numel()
 
@@ -162,12 +159,7 @@ def test_stale_scratch_is_not_read(kernel, fmt):
 
     def run(shape: MoEShape, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         call = cpu.MoECall(experts[shape], stages, workspace)
-        y = poisoned(*x.shape)
-        active, tasks, chunks = call.prepare(x, routing.ids, routing.weights, y)
-        cpu._run_serially(
-            stages.gate_up.address, stages.down.address, call.address, tasks, chunks * active
-        )
-        return y
+        return cpu.run_serially(call, x, routing.ids, routing.weights, poisoned(*x.shape))
 
     experts = {shape: random_experts(shape, get_format(fmt)) for shape in (wide, RAGGED)}
     nans = poisoned(12, wide.H, dtype=torch.bfloat16)

@@ -11,7 +11,7 @@ import pytest
 from numba import carray, types
 
 from pykernels.cpu.intrin.sync import as_pointer, atomic_add, atomic_load
-from pykernels.cpu.jit import task
+from pykernels.cpu.jit import inlined, task
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from runtime.pool import Call, TaskError, WorkerPool, configure_default_pool, default_pool
@@ -19,14 +19,35 @@ from runtime.topology import Topology
 
 USABLE = Topology.detect().usable
 
-# The fake job is an int64 array: [i_chunks, active, status to return, index that fails,
-# nanoseconds a task takes, -, -, -] then a counter for each gate-up task and each down tile.
+# The fake job is an int64 array: [i_chunks, active, status to return, index that fails, rounds that
+# a gate-up task takes, pack tasks, address of their experts, -], then a counter for each gate-up
+# task, each down tile and each pack task.
 HEAD = 8
+
+
+@inlined
+def _head(job):
+    return carray(as_pointer(job), (HEAD,), types.int64)
+
+
+@task("fake-pack")
+def fake_pack(job, piece, worker):
+    head = _head(job)
+    tasks = atomic_load(job + 8 * 7)
+    for _ in range(head[4]):
+        atomic_load(job)
+    atomic_add(job + 8 * (HEAD + tasks + piece), 1)
+    return 0
 
 
 @task("fake-gate-up")
 def fake_gate_up(job, index, worker):
-    head = carray(as_pointer(job), (HEAD,), types.int64)
+    """Fails with 98 if the pack tasks of its expert are not all done."""
+    head = _head(job)
+    for piece in range(head[5]):
+        if atomic_load(head[6] + 8 * piece) == index // head[0]:
+            if atomic_load(job + 8 * (HEAD + head[7] + piece)) != 1:
+                return 98
     for _ in range(head[4]):
         atomic_load(job)
     atomic_add(job + 8 * (HEAD + index), 1)
@@ -35,8 +56,8 @@ def fake_gate_up(job, index, worker):
 
 @task("fake-down")
 def fake_down(job, index, worker):
-    """Fails with 99 if the expert's gate-up tasks are not all done: a broken barrier."""
-    head = carray(as_pointer(job), (HEAD,), types.int64)
+    """Fails with 99 if the expert's gate-up tasks are not all done."""
+    head = _head(job)
     chunks, active = head[0], head[1]
     expert = index % active
     for chunk in range(chunks):
@@ -47,12 +68,19 @@ def fake_down(job, index, worker):
 
 
 class FakeCall:
-    def __init__(self, active, i_chunks, down_chunks, status=0, failing=-1, spin=0):
-        self.job = np.zeros(HEAD + active * i_chunks + down_chunks * active, np.int64)
-        self.job[:5] = i_chunks, active, status, failing, spin
+    def __init__(self, active, i_chunks, down_chunks, status=0, failing=-1, spin=0, pieces=None):
+        pieces = pieces or [0] * active  # pack tasks of each expert
+        self.pieces = np.array(pieces, np.int64)
+        self.piece_active = np.repeat(np.arange(active), pieces)
+        tasks, packs = active * i_chunks + down_chunks * active, len(self.piece_active)
+        self.job = np.zeros(HEAD + tasks + packs, np.int64)
+        self.job[:HEAD] = (
+            i_chunks, active, status, failing, spin, packs, self.piece_active.ctypes.data, tasks,
+        )  # fmt: skip
         self.call = Call(
             fake_gate_up.address, fake_down.address, self.job.ctypes.data,
             active, i_chunks, down_chunks,
+            fake_pack.address, packs, self.piece_active.ctypes.data, self.pieces.ctypes.data,
         )  # fmt: skip
 
     def run(self, pool: WorkerPool) -> float:
@@ -91,6 +119,17 @@ def test_every_task_runs_once_and_behind_its_barrier(pool, active, i_chunks, dow
 def test_barriers_hold_when_gate_up_is_slow(pool):
     fake = FakeCall(4, 3, 16, spin=20_000)
     for _ in range(10):
+        fake.run(pool)
+        assert (fake.counts == 1).all()
+
+
+@pytest.mark.parametrize(
+    "pieces", [[1, 1, 1], [0, 5, 0], [2, 0, 3]], ids=["one each", "one expert", "ragged"]
+)
+@pytest.mark.parametrize("spin", [0, 20_000], ids=["quick", "slow"])
+def test_gate_up_waits_for_its_own_experts_inputs(pool, pieces, spin):
+    fake = FakeCall(3, 4, 5, spin=spin, pieces=pieces)
+    for _ in range(20):
         fake.run(pool)
         assert (fake.counts == 1).all()
 

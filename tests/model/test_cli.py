@@ -35,9 +35,7 @@ Run = Callable[..., Result]
 
 
 @pytest.fixture
-def run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Run]:
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """`run("generate", ...)` -> exit code and both streams; the environment is put back."""
     before = dict(os.environ)
     monkeypatch.setattr(State, "debug", False)
@@ -113,9 +111,7 @@ def test_prompt_from_stdin(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (result.code, result.out[:10]) == (0, "import os\n")
 
 
-def test_chat_keeps_the_conversation_until_reset(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chat_keeps_the_conversation_until_reset(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     import io
 
     said: list[str] = []
@@ -275,9 +271,7 @@ def test_spoilt_checkpoint_is_one_line(
     failed(run("generate", "--model", folder, PROMPT), cause)
 
 
-def test_too_little_memory_names_both_numbers(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_memory_names_both_numbers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available", lambda: 1 << 20)
     failed(run("generate", PROMPT), r"needs [\d.]+ [GM]iB of main memory, 1\.0 MiB are free")
 
