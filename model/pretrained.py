@@ -52,7 +52,7 @@ def from_pretrained(
         device: where all but the routed experts goes: "cpu" or "cuda:0".
         dtype: of all but the routed experts; None: the config's (bfloat16 as a rule).
         threads: workers of the experts, shared by all models of the process; None: as they are.
-        kernel: auto, avx512 or generic; a rule's own `kernel` goes before it.
+        kernel: auto, amx, avx512 or generic; a rule's own `kernel` goes before it.
         progress: None: a bar on a terminal for loads over a second; True, False, or a callable
             that gets (bytes done, bytes in all).
 

@@ -26,7 +26,7 @@ class FusedMoE(Operator):
     ones run on the model's device. The packed weights are neither parameters nor buffers: `.to()`
     leaves them in main memory. Inference only.
 
-    Rule's kwargs: `kernel` auto | avx512 | generic (default: the caller's choice); `format` auto
+    Rule's kwargs: `kernel` auto | amx | avx512 | generic (default: the caller's choice); `format` auto
     (as stored) | fp8 | bf16 (converted while loading). Rule's device: `cpu` only.
 
     Source: KTransformers (SOSP 2025), section 3.3 (asynchronous scheduling) and Listing 1.
