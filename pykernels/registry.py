@@ -37,8 +37,13 @@ _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi", "avx512b
 _AMX = (*_AVX512, "amx-tile", "amx-bf16")
 
 BACKENDS = (
-    Backend("amx", "AMX tiles for many tokens, AVX-512 for few", _AMX, ("bf16", "fp8")),
-    Backend("avx512", "AVX-512 BF16 dot products; FP8 by table lookup", _AVX512, ("bf16", "fp8")),
+    Backend("amx", "AMX tiles for many tokens, AVX-512 for few", _AMX, tuple(FORMATS)),
+    Backend(
+        "avx512",
+        "AVX-512 BF16 dot products; narrow formats by table lookup",
+        _AVX512,
+        tuple(FORMATS),
+    ),
     Backend("generic", "plain Numba, any CPU; float32 arithmetic", (), tuple(FORMATS)),
 )
 """Fastest first."""

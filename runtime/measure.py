@@ -118,23 +118,15 @@ class MoECase:
 
 
 def _fill(layer: RoutedExperts) -> None:
-    """Random finite weights, straight in packed form: 1 MiB of Gaussian ones, repeated."""
-    packed = layer.weights
+    """One random expert, quantized and packed; the others are copies of its bytes."""
+    packed, H, I = layer.weights, layer.shape.H, layer.shape.I  # noqa: E741
     g = torch.Generator().manual_seed(0)
-    values = torch.randn(1 << 20, generator=g)
-    scale = 1.0 / packed.shape.H**0.5
-    if packed.fmt.scaled:
-        values, unit = values.clamp(-4, 4) * 100, scale / 100
-        packed.gate_up_scale.fill_(unit)
-        packed.down_scale.fill_(unit)
-    else:
-        values = values * scale
-    pattern = values.to(packed.fmt.dtype).view(torch.uint8)
-    for section in (packed.gate_up, packed.down):
-        flat = section.view(-1)
-        for at in range(0, flat.numel(), pattern.numel()):
-            part = flat[at : at + pattern.numel()]
-            part.copy_(pattern[: part.numel()])
+    sizes = ((I, H), (I, H), (H, I))
+    layer.load_expert(
+        0, *(packed.fmt.quantize(torch.randn(N, K, generator=g) / K**0.5) for N, K in sizes)
+    )
+    for section in (packed.gate_up, packed.gate_up_scale, packed.down, packed.down_scale):
+        section[1:] = section[0]
     packed.packed = [True] * packed.shape.E
 
 

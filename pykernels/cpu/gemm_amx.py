@@ -6,8 +6,8 @@ of
 32 KiB of B tiles and stays in L1 for all tokens; 2 x 2 C tiles hold 32 tokens by 32 outputs in
 registers for a slab. The next slab of weights is prefetched during the first pair's steps.
 
-bf16 blocks are B tiles already. FP8 ones are decoded into a slab of them; since a scale belongs to
-128 inputs, C tiles are folded into the float32 sums with one multiply-add at the end of each.
+bf16 blocks are B tiles already. Others are decoded into a slab of them; C tiles are folded into the
+float32 sums with one multiply-add at the end of each scale's inputs.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from typing import Any
 from numba import carray, types
 
 from ..quant.layout import K_BLOCK, K_STEP
+from .decode import READERS
 from .intrin.avx512 import (
     broadcast_f32,
     broadcast_u8,
     fma_f32,
+    load_bf16,
     load_f32,
     mul_f32,
     store_f32,
@@ -30,7 +32,6 @@ from .intrin.prefetch import prefetch_l2
 from .intrin.sync import as_pointer
 from .jit import inlined, kernel
 from .job import f32
-from .tile_avx512 import read_rows
 
 MAX_TOKENS = 256
 """Tokens of one pass over the weights: their A slab and sums still fit in L2."""
@@ -76,18 +77,6 @@ def poke_u8(address, value):
     carray(as_pointer(address), (1,), types.uint8)[0] = value
 
 
-@inlined
-def _fold(part, scale, out, first):
-    """out[32, 32] = scale * part[32, 32], added to what is there unless it is the first."""
-    factor = broadcast_f32(scale)
-    if first:
-        for i in range(0, _PART_BYTES, 64):
-            store_f32(out + i, mul_f32(load_f32(part + i), factor))
-    else:
-        for i in range(0, _PART_BYTES, 64):
-            store_f32(out + i, fma_f32(load_f32(part + i), factor, load_f32(out + i)))
-
-
 def make_gemm(fmt: str, amx: Any) -> Any:
     """Compiles the GEMM of packed blocks in ``fmt``.
 
@@ -102,28 +91,54 @@ def make_gemm(fmt: str, amx: Any) -> Any:
     Args of the function (addresses are int64):
         M: tokens, at most MAX_TOKENS.
         blocks: at most MAX_BLOCKS, ``block_bytes`` apart from ``w`` on.
-        scale: float32 [blocks][k_blocks], rows ``scale_bytes`` apart; unread if there are none.
+        scale: packed scales, a block's ``scale_bytes`` apart; unread if the format has none.
         k_blocks: inputs / 128.
         a: A tiles [groups of 16 tokens][4 * k_blocks steps][16 rows][64 bytes]; an even number of
             groups, of which the rows beyond M may hold anything.
-        tables: ``tile_avx512.E4M3_TABLES``.
+        tables: ``decode.TABLES``.
         scratch: SCRATCH_BYTES of this worker.
     """
-    read, GROUP, SCALED = read_rows(fmt)
-    STEP_BYTES = 16 * GROUP  # packed bytes of one step: two tiles of 8 groups
+    reader = READERS[fmt]
+    read, PARTS, LOAD, LOADS = reader.rows, reader.parts, reader.load_bytes, reader.loads
+    SCALED, SCALE_ROWS, SCALE_STEP = reader.scale_k > 0, reader.scale_rows, reader.scale_step_bytes
+    FOLD_STEPS = reader.scale_k // K_STEP if SCALED else 1  # steps of one scale
+    PACKED_STEPS = reader.k_step // K_STEP  # steps of one packed tile
+    STEP_BYTES = 2 * reader.tile_bytes // PACKED_STEPS
     tile_zero, tile_load, tile_store, dot = amx.zero, amx.load, amx.store, amx.dot_bf16
 
     @inlined
     def decode(w, steps, tables, ahead, b_slab):
-        """Packed blocks -> B tiles in scratch."""
-        for step in range(steps):
-            prefetch(ahead + step * STEP_BYTES)
-            for _ in range(16):
-                row0, row1 = read(w, tables)
-                store_u8(b_slab, row0)
-                store_u8(b_slab + 64, row1)
-                w += GROUP
-                b_slab += 128
+        """Packed blocks -> B tiles [step][half] in scratch."""
+        for step in range(0, steps, PACKED_STEPS):
+            for half in range(2):
+                for load in range(LOADS):
+                    for part in range(PARTS):
+                        row0, row1 = read(w, part, tables)
+                        lot = load * PARTS + part  # 4 inputs of 16 outputs: 8 lots fill a B tile
+                        to = b_slab + (2 * (step + lot // 8) + half) * TILE + lot % 8 * 128
+                        store_u8(to, row0)
+                        store_u8(to + 64, row1)
+                    w += LOAD
+            for i in range(PACKED_STEPS):
+                prefetch(ahead + (step + i) * STEP_BYTES)
+
+    @inlined
+    def fold(part, scale_at, out, first):
+        """out[32, 32] = scale * part[32, 32], added to what is there unless it is the first."""
+        if SCALE_ROWS:
+            low, high = load_bf16(scale_at), load_bf16(scale_at + 32)
+        else:
+            low = broadcast_f32(f32(scale_at, 0))
+            high = low
+        for i in range(0, _PART_BYTES, 128):
+            if first:
+                store_f32(out + i, mul_f32(load_f32(part + i), low))
+                store_f32(out + i + 64, mul_f32(load_f32(part + i + 64), high))
+            else:
+                store_f32(out + i, fma_f32(load_f32(part + i), low, load_f32(out + i)))
+                store_f32(
+                    out + i + 64, fma_f32(load_f32(part + i + 64), high, load_f32(out + i + 64))
+                )
 
     @inlined
     def prefetch(address):
@@ -185,18 +200,18 @@ def make_gemm(fmt: str, amx: Any) -> Any:
                 if SCALED:
                     decode(b, steps, tables, ahead, b_slab)
                     b = b_slab
-                scales = scale + block * scale_bytes + slab * 4
+                scales = scale + block * scale_bytes + slab * _STEPS // FOLD_STEPS * SCALE_STEP
                 for token in range(0, Mp, 32):
                     c = out + (block * Mp + token) * 128
                     a0 = a + token // 16 * a_group + slab * _STEPS * TILE
                     a1 = a0 + a_group
                     if SCALED:
-                        for k in range(steps // _STEPS):
-                            skip = k * _STEPS * TILE
+                        for k in range(steps // FOLD_STEPS):
+                            skip = k * FOLD_STEPS * TILE
                             zero_c()
-                            dots(_STEPS, a0 + skip, a1 + skip, b + 2 * skip, 0)
+                            dots(FOLD_STEPS, a0 + skip, a1 + skip, b + 2 * skip, 0)
                             store_c(part)
-                            _fold(part, f32(scales, k), c, slab + k == 0)
+                            fold(part, scales + k * SCALE_STEP, c, slab + k == 0)
                     else:
                         if slab == 0:
                             zero_c()

@@ -38,6 +38,7 @@ JOB = np.dtype(
             "gate_up_stride",
             "gate_up_scale",
             "gate_up_scale_stride",
+            "gate_up_scale_block",  # bytes of one block's scales
             "gate_up_block",  # bytes of one 32-row block
             "gate_up_k",  # 128-wide groups of H
             "i_blocks",  # 32-row blocks of gate (and of up)
@@ -47,6 +48,7 @@ JOB = np.dtype(
             "down_stride",
             "down_scale",
             "down_scale_stride",
+            "down_scale_block",
             "down_block",
             "down_k",  # 128-wide groups of I
             "h_blocks",  # 32-row blocks of down

@@ -23,12 +23,12 @@ from numba import carray, types
 from ..quant.layout import K_BLOCK
 from . import gemm_amx, tile_avx512, tile_generic
 from .amx_state import request_permission
+from .decode import TABLES
 from .intrin import amx
 from .intrin.registers import stack_alloc
 from .intrin.sync import as_pointer
 from .jit import inlined, task
 from .job import f32, i64, job_at
-from .tile_avx512 import E4M3_TABLES
 from .tile_generic import round_bf16
 
 _TILES = {"amx": tile_avx512, "avx512": tile_avx512, "generic": tile_generic}
@@ -64,7 +64,7 @@ class MoEKernel:
 
 def tables_address() -> int:
     """Address of the decoding tables that the tiles read."""
-    return E4M3_TABLES.data_ptr()
+    return TABLES.data_ptr()
 
 
 @inlined
@@ -161,8 +161,8 @@ def build_kernel(backend: str, fmt: str, amx_unit: Any = None) -> MoEKernel:
         for block in range(first_block, last_block):
             w_gate = w + 2 * block * job.gate_up_block
             w_up = w_gate + job.gate_up_block
-            s_gate = scale + 2 * block * job.gate_up_k * 4
-            s_up = s_gate + job.gate_up_k * 4
+            s_gate = scale + 2 * block * job.gate_up_scale_block
+            s_up = s_gate + job.gate_up_scale_block
             for slot in range(first, last, _GROUP):
                 M = min(_GROUP, last - slot)
                 _point_at_rows(rows, _GROUP, job.x, job.x_stride, job.slot_token, slot, M)
@@ -185,7 +185,8 @@ def build_kernel(backend: str, fmt: str, amx_unit: Any = None) -> MoEKernel:
                 count = min(BLOCKS // 2, last_block - block)
                 gemm(
                     M, 2 * count, w + 2 * block * job.gate_up_block, job.gate_up_block,
-                    scale + 2 * block * job.gate_up_k * 4, job.gate_up_k * 4, job.gate_up_k,
+                    scale + 2 * block * job.gate_up_scale_block, job.gate_up_scale_block,
+                    job.gate_up_k,
                     x_tiles, job.tables, scratch,
                 )  # fmt: skip
                 for b in range(count):
@@ -231,7 +232,7 @@ def build_kernel(backend: str, fmt: str, amx_unit: Any = None) -> MoEKernel:
         out = stack_alloc(1024)  # float32 [8, 32]
         for block in range(first_block, last_block):
             w_down = w + block * job.down_block
-            s_down = scale + block * job.down_k * 4
+            s_down = scale + block * job.down_scale_block
             for slot in range(first, last, _GROUP):
                 M = min(_GROUP, last - slot)
                 _point_at_rows(rows, _GROUP, job.h, job.h_stride, 0, slot, M)
@@ -249,7 +250,7 @@ def build_kernel(backend: str, fmt: str, amx_unit: Any = None) -> MoEKernel:
                 count = min(BLOCKS, last_block - block)
                 gemm(
                     M, count, w + block * job.down_block, job.down_block,
-                    scale + block * job.down_k * 4, job.down_k * 4, job.down_k,
+                    scale + block * job.down_scale_block, job.down_scale_block, job.down_k,
                     h_tiles, job.tables, scratch,
                 )  # fmt: skip
                 for b in range(count):

@@ -13,6 +13,7 @@ from numba import carray, types
 
 from ..quant.fp8 import decode_table
 from ..quant.layout import K_BLOCK, K_STEP
+from .decode import READERS
 from .intrin.registers import stack_alloc
 from .intrin.scalar import bits_from_f32, f32_from_bits
 from .intrin.sync import as_pointer
@@ -23,7 +24,6 @@ MAX_TOKENS = 8
 
 _E4M3 = decode_table().numpy()
 _PAIRS = 16  # pair-rows of a tile, and outputs of a pair-row
-_STEPS = K_BLOCK // K_STEP
 
 
 @inlined
@@ -48,30 +48,67 @@ def _odd(word):
 
 
 @inlined
-def _row_bf16(tile, r, even, odd):
-    """Pair-row r of a tile -> its 16 even-k and 16 odd-k weights as float32."""
-    words = _words(tile + r * 64, _PAIRS)
+def _row_bf16(w, step, half, r, even, odd):
+    """Pair-row r of a step's half -> its 16 even-k and 16 odd-k weights as float32."""
+    words = _words(w + (2 * step + half) * 1024 + r * 64, _PAIRS)
     for n in range(_PAIRS):
         even[n] = _even(words[n])
         odd[n] = _odd(words[n])
 
 
 @inlined
-def _row_fp8(tile, r, even, odd):
-    codes = carray(as_pointer(tile + (r // 2) * 64 + (r % 2) * 8), (56,), types.uint8)
+def _row_fp8(w, step, half, r, even, odd):
+    at = w + (2 * step + half) * 512 + (r // 2) * 64 + (r % 2) * 8
+    codes = carray(as_pointer(at), (56,), types.uint8)
     for j in range(4):
         for n in range(4):
             even[4 * j + n] = _E4M3[codes[16 * j + 2 * n]]
             odd[4 * j + n] = _E4M3[codes[16 * j + 2 * n + 1]]
 
 
-_ROW = {"bf16": (_row_bf16, 1024, False), "fp8": (_row_fp8, 512, True)}
-"""format -> (reader of a pair-row, bytes of a tile, has scales)."""
+@inlined
+def _row_int8(w, step, half, r, even, odd):
+    at = w + (step // 2 * 2 + half) * 1024 + (step % 2 * 8 + r // 2) * 64 + r % 2 * 2
+    fours = carray(as_pointer(at), (62,), types.int8)
+    for n in range(_PAIRS):
+        even[n] = types.float32(fours[4 * n])
+        odd[n] = types.float32(fours[4 * n + 1])
+
+
+@inlined
+def _row_int4(w, step, half, r, even, odd):
+    row = step % 2 * 8 + r // 2
+    at = w + (step // 2 * 2 + half) * 512 + row // 2 * 64 + r % 2 * 2
+    fours = carray(as_pointer(at), (62,), types.uint8)
+    shift = types.uint8(4 * (row % 2))
+    for n in range(_PAIRS):
+        even[n] = _nibble(fours[4 * n] >> shift)
+        odd[n] = _nibble(fours[4 * n + 1] >> shift)
+
+
+@inlined
+def _nibble(code):
+    """The low 4 bits as a two's complement number."""
+    return types.float32(((code & 15) ^ 8) - types.int64(8))
+
+
+_ROW = {
+    "bf16": _row_bf16,
+    "fp8": _row_fp8,
+    "int8": _row_int8,
+    "int4": _row_int4,
+    "int4-g128": _row_int4,
+}
+"""format -> reader of a pair-row."""
 
 
 def make_tiles(fmt: str) -> Callable:
     """Compiles ``tiles(M, w, scale, k_blocks, rows, tables, out)`` for M = 1 .. MAX_TOKENS."""
-    read_row, TILE, SCALED = _ROW[fmt]
+    read_row, reader = _ROW[fmt], READERS[fmt]
+    BLOCK_BYTES = K_BLOCK // reader.k_step * 2 * reader.tile_bytes
+    SCALED, SCALE_ROWS, SCALE_STEP = reader.scale_k > 0, reader.scale_rows, reader.scale_step_bytes
+    GROUPS = K_BLOCK // reader.scale_k if SCALED else 1  # scale groups of 128 inputs
+    STEPS = K_BLOCK // K_STEP // GROUPS
 
     @kernel(fmt)
     def tiles(M, w, scale, k_blocks, rows, tables, out):
@@ -81,22 +118,30 @@ def make_tiles(fmt: str) -> Callable:
         odd = _floats(stack_alloc(64), _PAIRS)
         result[:] = types.float32(0)
         for block in range(k_blocks):
-            sums[:] = types.float32(0)
-            for step in range(_STEPS):
-                for half in range(2):
-                    for r in range(_PAIRS):
-                        read_row(w, r, even, odd)
-                        k = 2 * (block * K_BLOCK + step * K_STEP + 2 * r)  # bytes into a row
-                        for t in range(M):
-                            word = _words(i64(rows, t) + k, 1)[0]
-                            x0, x1 = _even(word), _odd(word)
-                            at = 32 * t + 16 * half
-                            for n in range(_PAIRS):
-                                sums[at + n] += even[n] * x0 + odd[n] * x1
-                    w += TILE
-            factor = f32(scale, block) if SCALED else types.float32(1)
-            for i in range(32 * M):
-                result[i] += sums[i] * factor
+            for group in range(GROUPS):
+                sums[:] = types.float32(0)
+                for step in range(group * STEPS, (group + 1) * STEPS):
+                    for half in range(2):
+                        for r in range(_PAIRS):
+                            read_row(w, step, half, r, even, odd)
+                            k = 2 * (block * K_BLOCK + step * K_STEP + 2 * r)  # bytes into a row
+                            for t in range(M):
+                                word = _words(i64(rows, t) + k, 1)[0]
+                                x0, x1 = _even(word), _odd(word)
+                                at = 32 * t + 16 * half
+                                for n in range(_PAIRS):
+                                    sums[at + n] += even[n] * x0 + odd[n] * x1
+                for n in range(32):
+                    factor = types.float32(1)
+                    if SCALE_ROWS:
+                        bits = carray(as_pointer(scale), (32,), types.uint16)[n]
+                        factor = f32_from_bits(types.uint32(bits) << types.uint32(16))
+                    elif SCALED:
+                        factor = f32(scale, 0)
+                    for t in range(M):
+                        result[32 * t + n] += sums[32 * t + n] * factor
+                scale += SCALE_STEP
+            w += BLOCK_BYTES
 
     return tiles
 

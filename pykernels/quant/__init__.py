@@ -7,9 +7,19 @@ from .bf16 import BF16
 from .experts import Allocator, PackedExperts
 from .format import Format, Mover
 from .fp8 import FP8
+from .integer import Integer
 from .weight import Weight
 
-FORMATS: dict[str, Format] = {fmt.name: fmt for fmt in (BF16(), FP8())}
+FORMATS: dict[str, Format] = {
+    fmt.name: fmt
+    for fmt in (
+        BF16(),
+        FP8(),
+        Integer("int8", bits=8, group=128),
+        Integer("int4", bits=4, group=32),
+        Integer("int4-g128", bits=4, group=128),
+    )
+}
 
 
 def get_format(name: str) -> Format:

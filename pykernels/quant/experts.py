@@ -9,7 +9,7 @@ import torch
 from ..errors import PykernelsError
 from ..shapes import MoEShape
 from .format import Format, Mover
-from .layout import ceil_to, pack_tiles
+from .layout import N_BLOCK, ceil_to, pack_tiles, padded
 from .weight import Weight
 
 Allocator = Callable[[int], torch.Tensor]
@@ -29,9 +29,9 @@ class PackedExperts:
 
     Attributes:
         gate_up: uint8 [E, I / 32, 2, block bytes of K = H]: gate block i, then up block i.
-        gate_up_scale: float32 [E, I / 32, 2, H / 128].
+        gate_up_scale: uint8 [E, I / 32, 2, scale bytes of K = H].
         down: uint8 [E, H / 32, block bytes of K = I].
-        down_scale: float32 [E, H / 32, I / 128].
+        down_scale: uint8 [E, H / 32, scale bytes of K = I].
     """
 
     def __init__(
@@ -46,29 +46,25 @@ class PackedExperts:
         sizes = self._section_bytes(shape, fmt)
         self._arena = alloc(sum(sizes))
         gate_up, gate_up_scale, down, down_scale = self._arena.split(sizes)
-        i_blocks, h_groups = fmt.packed_scales(I, H)
-        h_blocks, i_groups = fmt.packed_scales(H, I)
+        i_blocks, h_blocks = (padded(rows, 1)[0] // N_BLOCK for rows in (I, H))
 
-        def view(section: torch.Tensor, dtype: torch.dtype, *dims: int) -> torch.Tensor:
-            return section.view(dtype)[: torch.Size(dims).numel()].view(dims)
+        def view(section: torch.Tensor, *dims: int) -> torch.Tensor:
+            return section[: torch.Size(dims).numel()].view(dims)
 
-        self.gate_up = view(gate_up, torch.uint8, E, i_blocks, 2, fmt.block_bytes(H))
-        self.gate_up_scale = view(gate_up_scale, torch.float32, E, i_blocks, 2, h_groups)
-        self.down = view(down, torch.uint8, E, h_blocks, fmt.block_bytes(I))
-        self.down_scale = view(down_scale, torch.float32, E, h_blocks, i_groups)
+        self.gate_up = view(gate_up, E, i_blocks, 2, fmt.block_bytes(H))
+        self.gate_up_scale = view(gate_up_scale, E, i_blocks, 2, fmt.scale_bytes(H))
+        self.down = view(down, E, h_blocks, fmt.block_bytes(I))
+        self.down_scale = view(down_scale, E, h_blocks, fmt.scale_bytes(I))
         self.packed = [False] * E
 
     @staticmethod
     def _section_bytes(shape: MoEShape, fmt: Format) -> list[int]:
-        up_scales, down_scales = (
-            torch.Size(fmt.packed_scales(*dims)).numel() * 4
-            for dims in ((shape.I, shape.H), (shape.H, shape.I))
-        )
+        i_blocks, h_blocks = (padded(rows, 1)[0] // N_BLOCK for rows in (shape.I, shape.H))
         per_expert = (
-            2 * fmt.packed_bytes(shape.I, shape.H),
-            2 * up_scales,
-            fmt.packed_bytes(shape.H, shape.I),
-            down_scales,
+            2 * i_blocks * fmt.block_bytes(shape.H),
+            2 * i_blocks * fmt.scale_bytes(shape.H),
+            h_blocks * fmt.block_bytes(shape.I),
+            h_blocks * fmt.scale_bytes(shape.I),
         )
         return [ceil_to(shape.E * nbytes, _ALIGN) for nbytes in per_expert]
 

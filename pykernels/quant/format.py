@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ..errors import PykernelsError
-from .layout import K_BLOCK, N_BLOCK, pack_tiles, padded, unpack_tiles
+from .layout import N_BLOCK, pack_tiles, padded, unpack_tiles
 from .weight import Weight
 
 Mover = Callable[[torch.Tensor, torch.Tensor], None]
@@ -40,22 +40,17 @@ class Format(ABC):
     def scale_shape(self, N: int, K: int) -> tuple[int, int] | None:
         """Shape of ``Weight.scale`` for a matrix [N, K]; None if the format has no scales."""
 
-    @property
-    def scaled(self) -> bool:
-        return self.scale_shape(1, 1) is not None
-
     def block_bytes(self, K: int) -> int:
-        """Bytes of one packed 32-row block."""
+        """Bytes of one packed 32-row block without its scales."""
         return N_BLOCK * padded(1, K)[1] * self.dtype.itemsize
 
     def packed_bytes(self, N: int, K: int) -> int:
         """Bytes of a packed matrix without its scales."""
         return padded(N, K)[0] // N_BLOCK * self.block_bytes(K)
 
-    def packed_scales(self, N: int, K: int) -> tuple[int, int]:
-        """Shape of the packed scales: float32 [32-row blocks, 128-wide groups], or no groups."""
-        Np, Kp = padded(N, K)
-        return Np // N_BLOCK, Kp // K_BLOCK if self.scaled else 0
+    def scale_bytes(self, K: int) -> int:
+        """Bytes of one 32-row block's packed scales; 0 if the format has none."""
+        return 0
 
     def check(self, weight: Weight, N: int, K: int, name: str = "weight") -> None:
         """Raises PykernelsError unless ``weight`` is a matrix [N, K] in this format."""
@@ -89,20 +84,29 @@ class Format(ABC):
         Args:
             weight: [N, K] in this format.
             blocks: uint8 [N / 32, block_bytes(K)]; its first dimension may be strided.
-            scales: float32 ``packed_scales(N, K)``, likewise.
-            mover: reorders the bytes; ``runtime`` has one that uses every core.
+            scales: uint8 [N / 32, scale_bytes(K)], likewise.
+            mover: reorders bytes in pairs; ``runtime`` has one that uses every core.
         """
-        mover(weight.data, blocks)
+        self.pack_data(weight.data, blocks, mover)
         if weight.scale is not None:
-            scales.copy_(self._scales_by_block(weight.scale, scales.shape[0]))
+            self.pack_scales(weight.scale, scales)
 
     def unpack(self, blocks: torch.Tensor, scales: torch.Tensor, N: int, K: int) -> Weight:
         """The inverse of ``pack``."""
-        data = unpack_tiles(blocks, N, K, self.dtype)
-        return Weight(data, self._scales_by_weight(scales) if self.scaled else None)
+        return Weight(self.unpack_data(blocks, N, K), self.unpack_scales(scales, N, K))
 
-    def _scales_by_block(self, scale: torch.Tensor, blocks: int) -> torch.Tensor:
-        return scale.repeat_interleave(K_BLOCK // N_BLOCK, dim=0)[:blocks]
+    def pack_data(self, data: torch.Tensor, blocks: torch.Tensor, mover: Mover) -> None:
+        """The weights' half of ``pack``."""
+        mover(data, blocks)
 
-    def _scales_by_weight(self, scales: torch.Tensor) -> torch.Tensor:
-        return scales[:: K_BLOCK // N_BLOCK].contiguous()
+    def unpack_data(self, blocks: torch.Tensor, N: int, K: int) -> torch.Tensor:
+        """The weights' half of ``unpack``."""
+        return unpack_tiles(blocks, N, K, self.dtype)
+
+    def pack_scales(self, scale: torch.Tensor, scales: torch.Tensor) -> None:
+        """The scales' half of ``pack``."""
+        raise AssertionError(f"{self.name} has no scales to pack")
+
+    def unpack_scales(self, scales: torch.Tensor, N: int, K: int) -> torch.Tensor | None:
+        """The scales' half of ``unpack``."""
+        return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from .format import Format
-from .layout import K_BLOCK
+from .layout import K_BLOCK, N_BLOCK, padded
 from .weight import Weight
 
 MAX = 448.0
@@ -41,6 +41,17 @@ class FP8(Format):
 
     def scale_shape(self, N: int, K: int) -> tuple[int, int] | None:
         return self._scale_shape(N, K)
+
+    def scale_bytes(self, K: int) -> int:
+        """One float32 for 32 rows and 128 inputs: each 128-row scale is stored four times."""
+        return padded(1, K)[1] // K_BLOCK * 4
+
+    def pack_scales(self, scale: torch.Tensor, scales: torch.Tensor) -> None:
+        by_block = scale.float().repeat_interleave(K_BLOCK // N_BLOCK, dim=0)[: len(scales)]
+        scales.copy_(by_block.contiguous().view(torch.uint8))
+
+    def unpack_scales(self, scales: torch.Tensor, N: int, K: int) -> torch.Tensor:
+        return scales.contiguous().view(torch.float32)[:: K_BLOCK // N_BLOCK].contiguous()
 
     @staticmethod
     def _scale_shape(N: int, K: int) -> tuple[int, int]:

@@ -9,9 +9,14 @@ one contiguous, 64-byte-aligned stream. Inside it, K runs in steps of 32; a step
     [block][k step][half][8 groups][j = n / 4][2 pair-rows r][n % 4][k % 2]        byte order (8
     bit)
 
-The byte order differs inside a 64-byte group only: there the two pair-rows alternate in runs of 8
-bytes, so that after a byte-wise table lookup one ``vpunpcklbw`` yields pair-row 0 and one
-``vpunpckhbw`` pair-row 1, each a whole 64-byte AMX row in tile order.
+    [block][k step of 64][half][16 rows of fours][16 n][k % 4]                     fours (integers)
+
+The byte order differs from the wide one inside a 64-byte group only: there the two pair-rows
+alternate in runs of 8 bytes, so that after a byte-wise table lookup one ``vpunpcklbw`` yields
+pair-row 0 and one ``vpunpckhbw`` pair-row 1, each a whole 64-byte AMX row in tile order.
+
+Fours are the B tiles of TDPBSSD: a row holds, for 16 n, four inputs. Where a weight is 4 bits wide,
+two rows share 64 bytes: the even row in the low halves, the odd one in the high halves.
 """
 
 from __future__ import annotations
@@ -69,4 +74,33 @@ def unpack_tiles(blocks: torch.Tensor, N: int, K: int, dtype: torch.dtype) -> to
     stored = pairs.view([axes[i] for i in order])
     inverse = [order.index(i) for i in range(len(order))]
     matrix = stored.permute(inverse).contiguous().view(Np, Kp // 2).view(dtype)
+    return matrix[:N, :K].contiguous()
+
+
+def pack_fours(data: torch.Tensor, out: torch.Tensor, bits: int) -> None:
+    """Reorders int8 ``data`` [N, K] into ``out`` [N / 32, bytes of a block] uint8 as fours.
+
+    Args:
+        bits: 8, or 4 for values of -8 .. 7, of which two rows share a byte.
+    """
+    Np, Kp = padded(*data.shape)
+    whole = torch.zeros(Np, Kp, dtype=torch.uint8)
+    whole[: data.shape[0], : data.shape[1]] = data.view(torch.uint8)
+    axes = whole.view(Np // 32, 2, 16, Kp // 64, 16, 4)
+    rows = axes.permute(0, 3, 1, 4, 2, 5)  # [block][step][half][row][n][k % 4]
+    if bits == 4:
+        rows = (rows[:, :, :, 0::2] & 15) | (rows[:, :, :, 1::2] << 4)
+    out.copy_(rows.reshape(Np // 32, -1))
+
+
+def unpack_fours(blocks: torch.Tensor, N: int, K: int, bits: int) -> torch.Tensor:
+    """The inverse of ``pack_fours``: -> int8 [N, K]."""
+    Np, Kp = padded(N, K)
+    if bits == 8:
+        rows = blocks.reshape(Np // 32, Kp // 64, 2, 16, 16, 4).view(torch.int8)
+    else:
+        bytes_ = blocks.reshape(Np // 32, Kp // 64, 2, 8, 16, 4)
+        pairs = torch.stack((bytes_ & 15, bytes_ >> 4), dim=4).view(torch.int8)
+        rows = torch.where(pairs > 7, pairs - 16, pairs).reshape(Np // 32, Kp // 64, 2, 16, 16, 4)
+    matrix = rows.permute(0, 2, 4, 1, 3, 5).reshape(Np, Kp)
     return matrix[:N, :K].contiguous()

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from pykernels.cpu import tile_avx512, tile_generic
+from pykernels.cpu.decode import TABLES
 from pykernels.cpu.jit import kernel
 from pykernels.env import env
-from pykernels.quant import Weight, get_format
+from pykernels.quant import FORMATS, Weight, get_format
 from pykernels.registry import resolve
 from pykernels.target import detect
 from pykernels.testing import poisoned
@@ -35,11 +36,11 @@ def run_tile():
     compiled = {}
 
     def run(module, name: str, weight: Weight, x: torch.Tensor) -> torch.Tensor:
-        fmt, (N, K), M = get_format(name), weight.shape, x.shape[0]
+        fmt, K, M = get_format(name), weight.shape[1], x.shape[0]
         raw = torch.zeros(fmt.block_bytes(K) + 64, dtype=torch.uint8)
         skip = -raw.data_ptr() % 64
         blocks = raw[skip : skip + fmt.block_bytes(K)].view(1, -1)
-        scales = torch.zeros(fmt.packed_scales(N, K))
+        scales = torch.zeros(1, fmt.scale_bytes(K), dtype=torch.uint8)
         fmt.pack(weight, blocks, scales)
         if (module, name) not in compiled:
             tiles = module.make_tiles(name)
@@ -53,7 +54,7 @@ def run_tile():
         rows = torch.tensor([x[min(t, M - 1)].data_ptr() for t in range(8)])
         compiled[module, name](
             M, blocks.data_ptr(), scales.data_ptr(), K // 128, rows.data_ptr(),
-            tile_avx512.E4M3_TABLES.data_ptr(), out.data_ptr(),
+            TABLES.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return out[:M]
 
@@ -72,16 +73,20 @@ def test_all_254_finite_codes_are_exact(run_tile, module):
 
 
 @pytest.mark.parametrize("module", MODULES)
-@pytest.mark.parametrize("name", ["bf16", "fp8"])
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("M", range(1, 9))
 def test_small_integers_are_summed_exactly(run_tile, module, name, M):
     """No rounding can happen here, so every byte of the layout and every M must be right."""
     g = torch.Generator().manual_seed(M)
-    data = torch.randint(-8, 9, (32, 384), generator=g).to(get_format(name).dtype)
-    scale = torch.tensor([[2.0, 0.5, 4.0]]) if name == "fp8" else None
+    fmt = get_format(name)
+    data = torch.randint(-8, 8, (32, 384), generator=g).to(fmt.dtype)
+    shape = fmt.scale_shape(32, 384)
+    scale = None if shape is None else 2.0 ** torch.randint(-2, 3, shape, generator=g)
+    if scale is not None and fmt.dtype == torch.int8:
+        scale = scale.bfloat16()
     weight = Weight(data, scale)
     x = torch.randint(-4, 5, (M, 384), generator=g).to(torch.bfloat16)
-    truth = x.double() @ get_format(name).dequantize(weight).double().T
+    truth = x.double() @ fmt.dequantize(weight).double().T
     assert torch.equal(run_tile(module, name, weight, x).double(), truth)
 
 
@@ -107,7 +112,7 @@ def test_silu_is_within_bf16_rounding():
 
 
 @needs_avx512
-@pytest.mark.parametrize("name", ["bf16", "fp8"])
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("M", [1, 2, 4, 8])
 def test_accumulators_live_in_registers(name, M, tmp_path):
     """A register array that LLVM leaves on the stack costs a load and a store for each dot product.

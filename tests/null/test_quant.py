@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 from pykernels.errors import PykernelsError
 from pykernels.quant import FORMATS, PackedExperts, Weight, get_format
 from pykernels.quant.fp8 import decode_table
-from pykernels.quant.layout import K_BLOCK, K_STEP, N_BLOCK, pack_tiles, padded, unpack_tiles
+from pykernels.quant.integer import Integer
+from pykernels.quant.layout import (
+    K_BLOCK,
+    K_STEP,
+    N_BLOCK,
+    pack_fours,
+    pack_tiles,
+    padded,
+    unpack_tiles,
+)
 from pykernels.shapes import MoEShape
 from pykernels.testing import random_experts
 
@@ -35,7 +44,7 @@ def test_pack_then_unpack_is_the_identity(fmt, N, K):
     weight = fmt.quantize(torch.randn(N, K))
     Np, _ = padded(N, K)
     blocks = torch.full((Np // N_BLOCK, fmt.block_bytes(K)), 0xAB, dtype=torch.uint8)
-    scales = torch.full(fmt.packed_scales(N, K), float("nan"))
+    scales = torch.full((Np // N_BLOCK, fmt.scale_bytes(K)), 0xAB, dtype=torch.uint8)
     fmt.pack(weight, blocks, scales)
     back = fmt.unpack(blocks, scales, N, K)
     assert _same_bits(back.data, weight.data)
@@ -47,10 +56,13 @@ def test_pack_then_unpack_is_the_identity(fmt, N, K):
 @settings(max_examples=25, deadline=None)
 def test_any_size_survives_packing(N, K, name):
     fmt = get_format(name)
-    data = torch.randint(0, 120, (N, K * fmt.dtype.itemsize), dtype=torch.uint8).view(fmt.dtype)
+    if isinstance(fmt, Integer):
+        data = torch.randint(fmt.low, fmt.high + 1, (N, K), dtype=torch.int8)
+    else:
+        data = torch.randint(0, 120, (N, K * fmt.dtype.itemsize), dtype=torch.uint8).view(fmt.dtype)
     blocks = torch.empty(padded(N, K)[0] // N_BLOCK, fmt.block_bytes(K), dtype=torch.uint8)
-    pack_tiles(data, blocks)
-    assert _same_bits(unpack_tiles(blocks, N, K, fmt.dtype), data)
+    fmt.pack_data(data, blocks, pack_tiles)
+    assert _same_bits(fmt.unpack_data(blocks, N, K), data)
 
 
 def test_wide_order_is_the_amx_tile_order():
@@ -82,7 +94,7 @@ def test_padding_is_zero():
     fmt = get_format("fp8")
     weight = fmt.quantize(torch.ones(3, 5))
     blocks = torch.full((1, fmt.block_bytes(5)), 0xAB, dtype=torch.uint8)
-    fmt.pack(weight, blocks, torch.empty(1, 1))
+    fmt.pack(weight, blocks, torch.empty(1, 4, dtype=torch.uint8))
     whole = unpack_tiles(blocks, 32, 128, torch.float8_e4m3fn).float()
     assert whole[:3, :5].ne(0).all() and whole.count_nonzero() == 15
 
@@ -106,6 +118,38 @@ def test_fp8_quantization_error_is_within_its_bound(spread):
     half_step = torch.maximum(matrix.abs() * 2.0**-4, fmt.expand(weight.scale, 160, 300) * 2.0**-10)
     assert (error <= half_step * 1.0001).all()
     assert not (weight.data.view(torch.uint8) & 0x7F == 0x7F).any(), "no NaN code"
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int4-g128"])
+@pytest.mark.parametrize("spread", [1e-6, 1.0, 1e4], ids=["tiny", "unit", "large"])
+def test_integer_quantization_error_is_half_a_step(name, spread):
+    fmt = get_format(name)
+    matrix = torch.randn(40, 300) * spread
+    matrix[3, 32:160] = 0  # whole groups of zeros
+    weight = fmt.quantize(matrix)
+    step = fmt._expand(weight.scale, 300)
+    assert ((fmt.dequantize(weight) - matrix).abs() <= step / 2 * 1.0001).all()
+    assert weight.data.min() >= fmt.low and weight.data.max() <= fmt.high
+    amax, used = matrix.abs().max(), step[matrix != 0]
+    assert used.max() <= amax / fmt.high * (1 + 2.0**-7), "no coarser than the group needs"
+
+
+def test_integers_out_of_range_are_refused():
+    fmt = get_format("int4")
+    experts = PackedExperts(MoEShape(E=1, H=32, I=32, topk=1), fmt)
+    good = fmt.quantize(torch.randn(32, 32))
+    with pytest.raises(PykernelsError, match="holds 9 .. 9, int4 takes -8 .. 7"):
+        experts.pack(0, Weight(torch.full((32, 32), 9, dtype=torch.int8), good.scale), good, good)
+
+
+def test_fours_are_the_int8_tile_order():
+    """Row r of a B tile holds, for 16 n, k = 4r .. 4r + 3 (Intel SDM, TDPBSSD)."""
+    data = torch.randint(-127, 128, (32, 128), dtype=torch.int8)
+    blocks = torch.empty(1, 32 * 128, dtype=torch.uint8)
+    pack_fours(data, blocks, bits=8)
+    tiles = blocks.view(torch.int8).view(2, 2, 16, 16, 4)
+    for step, half, r, n, k in [(0, 0, 0, 0, 0), (1, 1, 9, 5, 3), (1, 0, 15, 15, 2)]:
+        assert tiles[step, half, r, n, k] == data[16 * half + n, 64 * step + 4 * r + k]
 
 
 def test_bf16_quantization_error_is_within_its_bound():
@@ -163,5 +207,5 @@ def test_an_expert_out_of_range_and_an_unknown_format_are_refused():
     zeros = [fmt.quantize(torch.zeros(*s)) for s in ((32, 64), (32, 64), (64, 32))]
     with pytest.raises(PykernelsError, match="no expert 2"):
         experts.pack(2, *zeros)
-    with pytest.raises(PykernelsError, match="bf16, fp8"):
+    with pytest.raises(PykernelsError, match="bf16, fp8, int8"):
         get_format("int3")

@@ -81,6 +81,19 @@ def load_f32(typingctx, address):
 
 
 @intrinsic
+def load_bf16(typingctx, address):
+    """16 bf16 from a 2-byte-aligned address, as floats (``vpmovzxwd``, ``vpslld``)."""
+
+    def codegen(context, builder, sig, args):
+        halves = _load(builder, args[0], ir.VectorType(ir.IntType(16), 16), 2)
+        words = builder.zext(halves, _I32X16)
+        upper = builder.shl(words, ir.Constant(_I32X16, [16] * 16))
+        return builder.bitcast(upper, f32x16.ir_type)
+
+    return f32x16(types.intp), codegen
+
+
+@intrinsic
 def store_f32(typingctx, address, value):
     """16 floats to a 4-byte-aligned address (``vmovups``)."""
 
@@ -136,6 +149,76 @@ def lookup_128(typingctx, low, high, index):
         return _llvm(builder, name, u8x64.ir_type, low, index, high)
 
     return u8x64(u8x64, u8x64, u8x64), codegen
+
+
+@intrinsic
+def lookup_16(typingctx, table, index):
+    """``table[index & 15]`` per byte, each 128-bit lane its own (``vpshufb``)."""
+
+    def codegen(context, builder, sig, args):
+        return _llvm(builder, "llvm.x86.avx512.pshuf.b.512", u8x64.ir_type, *args)
+
+    return u8x64(u8x64, u8x64), codegen
+
+
+@intrinsic
+def abs_i8(typingctx, a):
+    """``|a|`` per signed byte (``vpabsb``)."""
+
+    def codegen(context, builder, sig, args):
+        poison = ir.Constant(ir.IntType(1), 0)
+        fnty = ir.FunctionType(u8x64.ir_type, [u8x64.ir_type, poison.type])
+        function = cgutils.get_or_insert_function(builder.module, fnty, "llvm.abs.v64i8")
+        return builder.call(function, [args[0], poison])
+
+    return u8x64(u8x64), codegen
+
+
+@intrinsic
+def low_nibbles(typingctx, a):
+    """``a & 15`` per byte."""
+
+    def codegen(context, builder, sig, args):
+        return builder.and_(args[0], ir.Constant(u8x64.ir_type, [15] * 64))
+
+    return u8x64(u8x64), codegen
+
+
+@intrinsic
+def high_nibbles(typingctx, a):
+    """``a >> 4`` per byte (``vpsrlw`` and a mask)."""
+
+    def codegen(context, builder, sig, args):
+        words = ir.VectorType(ir.IntType(16), 32)
+        shifted = builder.lshr(builder.bitcast(args[0], words), ir.Constant(words, [4] * 32))
+        bytes_ = builder.bitcast(shifted, u8x64.ir_type)
+        return builder.and_(bytes_, ir.Constant(u8x64.ir_type, [15] * 64))
+
+    return u8x64(u8x64), codegen
+
+
+@intrinsic
+def even_dwords(typingctx, a, b):
+    """Dwords 0 and 2 of each 128-bit lane of a, then of b (``vshufps 0x88``)."""
+
+    def codegen(context, builder, sig, args):
+        order = [lane + i + 16 * src for lane in range(0, 16, 4) for src in (0, 1) for i in (0, 2)]
+        words = [builder.bitcast(x, _I32X16) for x in args]
+        return builder.bitcast(_shuffle(builder, words[0], words[1], order), u8x64.ir_type)
+
+    return u8x64(u8x64, u8x64), codegen
+
+
+@intrinsic
+def odd_dwords(typingctx, a, b):
+    """Dwords 1 and 3 of each 128-bit lane of a, then of b (``vshufps 0xdd``)."""
+
+    def codegen(context, builder, sig, args):
+        order = [lane + i + 16 * src for lane in range(0, 16, 4) for src in (0, 1) for i in (1, 3)]
+        words = [builder.bitcast(x, _I32X16) for x in args]
+        return builder.bitcast(_shuffle(builder, words[0], words[1], order), u8x64.ir_type)
+
+    return u8x64(u8x64, u8x64), codegen
 
 
 @intrinsic

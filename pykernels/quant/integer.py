@@ -1,0 +1,102 @@
+"""int8 and int4, symmetric, one bfloat16 scale for each output and group of inputs.
+
+``w = q * scale`` with ``q`` in -127 .. 127 (int8) or -8 .. 7 (int4). Scales are bfloat16, as in
+Kimi-K2's compressed-tensors INT4 checkpoints (group 32); quantization rounds the scale first, so
+that nothing is lost to it. Integers of 8 bits are exact in bfloat16: with bf16 activations the
+products are those of the dequantized weights.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import PykernelsError
+from .format import Format, Mover
+from .layout import K_BLOCK, N_BLOCK, pack_fours, padded, unpack_fours
+from .weight import Weight
+
+
+class Integer(Format):
+    """Group-wise symmetric integers.
+
+    Args:
+        name: as on the command line.
+        bits: 8 or 4.
+        group: inputs of one scale, 32 or 128.
+    """
+
+    dtype = torch.int8
+
+    def __init__(self, name: str, bits: int, group: int) -> None:
+        if bits not in (4, 8) or group not in (32, K_BLOCK):
+            raise PykernelsError(
+                f"int{bits} in groups of {group}", "Use 4 or 8 bits, group 32 or 128"
+            )
+        self.name, self.bits, self.group = name, bits, group
+        self.low, self.high = (-127, 127) if bits == 8 else (-8, 7)
+        self.error = f"half a step: group amax / {self.high} / 2 (round to nearest even)"
+
+    def quantize(self, matrix: torch.Tensor) -> Weight:
+        N, K = matrix.shape
+        groups = -(-K // self.group)
+        whole = torch.zeros(N, groups * self.group)
+        whole[:, :K] = matrix
+        amax = whole.view(N, groups, self.group).abs().amax(dim=2)
+        # Rounded up to bfloat16, so that amax still fits.
+        exact = amax / self.high
+        scale = exact.to(torch.bfloat16)
+        scale = torch.where(scale.float() < exact, _next_up(scale), scale)
+        scale = torch.where(amax > 0, scale, torch.ones_like(scale))
+        q = torch.round(matrix.float() / self._expand(scale, K)).clamp(self.low, self.high)
+        return Weight(q.to(torch.int8), scale)
+
+    def dequantize(self, weight: Weight) -> torch.Tensor:
+        assert weight.scale is not None
+        return weight.data.float() * self._expand(weight.scale, weight.shape[1])
+
+    def scale_shape(self, N: int, K: int) -> tuple[int, int] | None:
+        return N, -(-K // self.group)
+
+    def block_bytes(self, K: int) -> int:
+        return N_BLOCK * padded(1, K)[1] * self.bits // 8
+
+    def scale_bytes(self, K: int) -> int:
+        """bfloat16 [groups, 32 outputs] of a block."""
+        return padded(1, K)[1] // self.group * N_BLOCK * 2
+
+    def check(self, weight: Weight, N: int, K: int, name: str = "weight") -> None:
+        super().check(weight, N, K, name)
+        low, high = int(weight.data.min()), int(weight.data.max())
+        if low < self.low or high > self.high:
+            raise PykernelsError(
+                f"{name} holds {low} .. {high}, {self.name} takes {self.low} .. {self.high}",
+                "Quantize it symmetrically",
+            )
+
+    def pack_data(self, data: torch.Tensor, blocks: torch.Tensor, mover: Mover) -> None:
+        pack_fours(data, blocks, self.bits)
+
+    def unpack_data(self, blocks: torch.Tensor, N: int, K: int) -> torch.Tensor:
+        return unpack_fours(blocks, N, K, self.bits)
+
+    def pack_scales(self, scale: torch.Tensor, scales: torch.Tensor) -> None:
+        N, groups = scale.shape
+        whole = torch.zeros(
+            len(scales) * N_BLOCK, scales.shape[1] // (N_BLOCK * 2), dtype=torch.bfloat16
+        )
+        whole[:N, :groups] = scale
+        by_block = whole.view(len(scales), N_BLOCK, -1).transpose(1, 2).contiguous()
+        scales.copy_(by_block.view(torch.uint8).view(len(scales), -1))
+
+    def unpack_scales(self, scales: torch.Tensor, N: int, K: int) -> torch.Tensor:
+        by_block = scales.contiguous().view(torch.bfloat16).view(len(scales), -1, N_BLOCK)
+        whole = by_block.transpose(1, 2).reshape(len(scales) * N_BLOCK, -1)
+        return whole[:N, : -(-K // self.group)].contiguous()
+
+    def _expand(self, scale: torch.Tensor, K: int) -> torch.Tensor:
+        return scale.float().repeat_interleave(self.group, dim=1)[:, :K]
+
+
+def _next_up(x: torch.Tensor) -> torch.Tensor:
+    """The next larger bfloat16 of positive ones."""
+    return (x.view(torch.int16) + 1).view(torch.bfloat16)
