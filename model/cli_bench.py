@@ -12,9 +12,12 @@ from .cli_common import Debug, Kernel, Threads, command, err, kernel_name, out, 
 if TYPE_CHECKING:
     from runtime.measure import MoEMeasurement
 
+
 @command
 def moe(
-    format: Annotated[str, typer.Option(metavar="fp8|bf16", help="Weight format.")] = "fp8",
+    format: Annotated[
+        str, typer.Option(metavar="NAME", help="Weight format: bf16, fp8, int8, int4, int4-g128.")
+    ] = "fp8",
     tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens in one call.")] = 1,
     hidden: Annotated[int, typer.Option(min=1, metavar="N", help="Width of the model.")] = 7168,
     inter: Annotated[int, typer.Option(min=1, metavar="N", help="Width of an expert.")] = 2048,

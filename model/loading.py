@@ -81,9 +81,9 @@ def expert_weight(checkpoint: Checkpoint, source: Matrix, fmt: str) -> Weight:
     """A stored expert matrix as a `Weight` in `fmt`: as it is where it can, else converted."""
     if fmt == "bf16":
         return Weight(matrix(checkpoint, source, torch.bfloat16))
-    if source.scale is None:
-        return get_format(fmt).quantize(matrix(checkpoint, source, torch.float32))
-    return Weight(checkpoint.read(source.data), checkpoint.read(source.scale).float())
+    if fmt == "fp8" and source.scale is not None:
+        return Weight(checkpoint.read(source.data), checkpoint.read(source.scale).float())
+    return get_format(fmt).quantize(matrix(checkpoint, source, torch.float32))
 
 
 def _fill_packed(

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from pykernels import quant
 from pykernels.errors import PykernelsError
 from pykernels.shapes import MoEShape
 from runtime.experts import RoutedExperts
 
 from ..operators import Operator, Place, operator
 
-FORMATS = ("auto", "fp8", "bf16")
+FORMATS = ("auto", *quant.FORMATS)
 SHARED = ("shared_experts", "shared_expert", "shared_expert_gate")
 """Children of a block that every token passes through, under the names that models give them."""
 
@@ -26,8 +27,9 @@ class FusedMoE(Operator):
     ones run on the model's device. The packed weights are neither parameters nor buffers: `.to()`
     leaves them in main memory. Inference only.
 
-    Rule's kwargs: `kernel` auto | amx | avx512 | generic (default: the caller's choice); `format` auto
-    (as stored) | fp8 | bf16 (converted while loading). Rule's device: `cpu` only.
+    Rule's kwargs: `kernel` auto | amx | avx512 | generic (default: the caller's choice); `format`
+    auto (as stored), or one of `pykernels.quant.FORMATS` to convert to while loading. Rule's
+    device: `cpu` only.
 
     Source: KTransformers (SOSP 2025), section 3.3 (asynchronous scheduling) and Listing 1.
     """
@@ -67,7 +69,7 @@ class FusedMoE(Operator):
         return self.routed
 
     def packed_format(self, stored: str) -> str:
-        """fp8 or bf16: what the experts are packed as, `stored` being what the checkpoint has."""
+        """Name of the format that experts are packed in, if the checkpoint has `stored`."""
         return stored if self.format == "auto" else self.format
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

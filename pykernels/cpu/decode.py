@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..quant import mxfp4
 from .intrin.avx512 import (
     abs_i8,
     broadcast_u8,
@@ -32,13 +33,14 @@ from .jit import inlined
 
 _AHEAD = 4096  # bytes that the prefetch runs ahead of the loads: one page
 
-_E4M3_AT, _INT8_AT, _INT4_AT = 0, 256, 512
+_E4M3_AT, _INT8_AT, _INT4_AT, _MXFP4_AT = 0, 256, 512, 640
 
 
 def _decode_tables() -> torch.Tensor:
-    """uint8 [640] at a 64-byte-aligned address: low bytes, then high bytes, of bf16(code).
+    """uint8 [768] at a 64-byte-aligned address: low bytes, then high bytes, of bf16(code).
 
-    E4M3 and magnitudes 0 .. 127 have 128 entries each, int4 has 16, once for each 128-bit lane.
+    E4M3 and magnitudes 0 .. 127 have 128 entries each; int4 and E2M1 have 16, once for each
+    128-bit lane.
     """
 
     def bytes_of(values: torch.Tensor, copies: int = 1) -> torch.Tensor:
@@ -46,7 +48,8 @@ def _decode_tables() -> torch.Tensor:
 
     codes = torch.arange(128, dtype=torch.uint8)
     nibbles = torch.tensor([*range(8), *range(-8, 0)])
-    parts = (codes.view(torch.float8_e4m3fn), 1), (codes, 1), (nibbles, 4)
+    e4m3 = codes.view(torch.float8_e4m3fn)
+    parts = (e4m3, 1), (codes, 1), (nibbles, 4), (mxfp4.VALUES, 4)
     tables = torch.cat([bytes_of(values, copies) for values, copies in parts])
     raw = torch.empty(len(tables) + 64, dtype=torch.uint8)
     skip = -raw.data_ptr() % 64
@@ -127,13 +130,22 @@ def _int8(w, part, tables):
 
 @inlined
 def _int4(w, part, tables):
+    return _nibble_rows(w, part, tables + _INT4_AT)
+
+
+@inlined
+def _mxfp4(w, part, tables):
+    return _nibble_rows(w, part, tables + _MXFP4_AT)
+
+
+@inlined
+def _nibble_rows(w, part, table):
     both = load_u8(w)
     if part == 0:
         prefetch_l1(w + _AHEAD)
         codes = low_nibbles(both)
     else:
         codes = high_nibbles(both)
-    table = tables + _INT4_AT
     low = lookup_16(load_u8(table), codes)
     high = lookup_16(load_u8(table + 64), codes)
     return _pair_rows(low, high)
@@ -151,6 +163,7 @@ READERS = {
     "fp8": Reader(_fp8, 64, 1, 32, 128, False),
     "int8": Reader(_int8, 64, 1, 64, 128, True),
     "int4": Reader(_int4, 64, 2, 64, 32, True),
+    "mxfp4": Reader(_mxfp4, 64, 2, 64, 32, True),
     "int4-g128": Reader(_int4, 64, 2, 64, 128, True),
 }
 """By format name."""

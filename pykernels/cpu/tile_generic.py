@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 from numba import carray, types
 
+from ..quant import mxfp4
 from ..quant.fp8 import decode_table
 from ..quant.layout import K_BLOCK, K_STEP
 from .decode import READERS
@@ -23,6 +25,8 @@ from .job import f32, i64
 MAX_TOKENS = 8
 
 _E4M3 = decode_table().numpy()
+_INT4 = np.array([*range(8), *range(-8, 0)], np.float32)
+_E2M1 = mxfp4.VALUES.numpy()
 _PAIRS = 16  # pair-rows of a tile, and outputs of a pair-row
 
 
@@ -77,19 +81,23 @@ def _row_int8(w, step, half, r, even, odd):
 
 @inlined
 def _row_int4(w, step, half, r, even, odd):
+    _row_nibbles(w, step, half, r, even, odd, _INT4)
+
+
+@inlined
+def _row_mxfp4(w, step, half, r, even, odd):
+    _row_nibbles(w, step, half, r, even, odd, _E2M1)
+
+
+@inlined
+def _row_nibbles(w, step, half, r, even, odd, values):
     row = step % 2 * 8 + r // 2
     at = w + (step // 2 * 2 + half) * 512 + row // 2 * 64 + r % 2 * 2
     fours = carray(as_pointer(at), (62,), types.uint8)
     shift = types.uint8(4 * (row % 2))
     for n in range(_PAIRS):
-        even[n] = _nibble(fours[4 * n] >> shift)
-        odd[n] = _nibble(fours[4 * n + 1] >> shift)
-
-
-@inlined
-def _nibble(code):
-    """The low 4 bits as a two's complement number."""
-    return types.float32(((code & 15) ^ 8) - types.int64(8))
+        even[n] = values[(fours[4 * n] >> shift) & 15]
+        odd[n] = values[(fours[4 * n + 1] >> shift) & 15]
 
 
 _ROW = {
@@ -98,6 +106,7 @@ _ROW = {
     "int8": _row_int8,
     "int4": _row_int4,
     "int4-g128": _row_int4,
+    "mxfp4": _row_mxfp4,
 }
 """format -> reader of a pair-row."""
 

@@ -8,6 +8,7 @@ from .experts import Allocator, PackedExperts
 from .format import Format, Mover
 from .fp8 import FP8
 from .integer import Integer
+from .mxfp4 import MXFP4
 from .weight import Weight
 
 FORMATS: dict[str, Format] = {
@@ -18,6 +19,7 @@ FORMATS: dict[str, Format] = {
         Integer("int8", bits=8, group=128),
         Integer("int4", bits=4, group=32),
         Integer("int4-g128", bits=4, group=128),
+        MXFP4(),
     )
 }
 

@@ -27,7 +27,7 @@ FEATURES = (
 
 
 @pytest.mark.skipif(detect().machine != "x86_64", reason="x86 code only")
-@pytest.mark.parametrize("fmt", ["bf16", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("fmt", ["bf16", "fp8", "int8", "int4", "mxfp4"])
 def test_the_gemm_compiles_to_amx(fmt, tmp_path):
     variables = {
         "NUMBA_CPU_NAME": "sapphirerapids",

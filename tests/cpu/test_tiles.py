@@ -79,11 +79,15 @@ def test_small_integers_are_summed_exactly(run_tile, module, name, M):
     """No rounding can happen here, so every byte of the layout and every M must be right."""
     g = torch.Generator().manual_seed(M)
     fmt = get_format(name)
-    data = torch.randint(-8, 8, (32, 384), generator=g).to(fmt.dtype)
-    shape = fmt.scale_shape(32, 384)
-    scale = None if shape is None else 2.0 ** torch.randint(-2, 3, shape, generator=g)
-    if scale is not None and fmt.dtype == torch.int8:
-        scale = scale.bfloat16()
+    shape = fmt.scale_shape(32, 384) or (1, 1)
+    power = torch.randint(-2, 3, shape, generator=g)
+    if name == "mxfp4":
+        data = torch.randint(0, 16, (32, 384), generator=g, dtype=torch.uint8)
+        scale = (power + 127).to(torch.uint8)
+    else:
+        data = torch.randint(-8, 8, (32, 384), generator=g).to(fmt.dtype)
+        scale = (2.0**power).to(torch.bfloat16 if fmt.dtype == torch.int8 else torch.float32)
+    scale = scale if fmt.scale_shape(32, 384) else None
     weight = Weight(data, scale)
     x = torch.randint(-4, 5, (M, 384), generator=g).to(torch.bfloat16)
     truth = x.double() @ fmt.dequantize(weight).double().T

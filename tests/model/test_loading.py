@@ -135,10 +135,15 @@ def test_rules_from_a_file(checkpoint: Checkpoints, tmp_path: Path) -> None:
 CONVERSIONS = [
     ({}, "fp8", 6e-2, "bf16 quantized while loading: E4M3 keeps 4 bits"),
     ({"fp8": True}, "bf16", 2e-2, "FP8 dequantized while loading: rounded once more"),
+    ({}, "int8", 2e-2, "bf16 quantized while loading: 7 bits a group of 128"),
+    ({}, "int4", 3e-1, "bf16 quantized while loading: 3 bits a group of 32"),
+    ({"fp8": True}, "int8", 2e-2, "FP8 dequantized and quantized again while loading"),
 ]
 
 
-@pytest.mark.parametrize(("options", "fmt", "limit", "why"), CONVERSIONS, ids=["to fp8", "to bf16"])
+@pytest.mark.parametrize(
+    ("options", "fmt", "limit", "why"), CONVERSIONS, ids=range(len(CONVERSIONS))
+)
 def test_a_rule_can_convert_the_experts(
     checkpoint: Checkpoints,
     ids: torch.Tensor,

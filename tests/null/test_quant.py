@@ -58,6 +58,8 @@ def test_any_size_survives_packing(N, K, name):
     fmt = get_format(name)
     if isinstance(fmt, Integer):
         data = torch.randint(fmt.low, fmt.high + 1, (N, K), dtype=torch.int8)
+    elif name == "mxfp4":
+        data = torch.randint(0, 16, (N, K), dtype=torch.uint8)
     else:
         data = torch.randint(0, 120, (N, K * fmt.dtype.itemsize), dtype=torch.uint8).view(fmt.dtype)
     blocks = torch.empty(padded(N, K)[0] // N_BLOCK, fmt.block_bytes(K), dtype=torch.uint8)
@@ -132,6 +134,25 @@ def test_integer_quantization_error_is_half_a_step(name, spread):
     assert weight.data.min() >= fmt.low and weight.data.max() <= fmt.high
     amax, used = matrix.abs().max(), step[matrix != 0]
     assert used.max() <= amax / fmt.high * (1 + 2.0**-7), "no coarser than the group needs"
+
+
+@pytest.mark.parametrize("spread", [1e-6, 1.0, 1e4], ids=["tiny", "unit", "large"])
+def test_mxfp4_quantization_error_is_within_its_bound(spread):
+    fmt = get_format("mxfp4")
+    matrix = torch.randn(40, 300) * spread
+    matrix[3, 32:96] = 0
+    weight = fmt.quantize(matrix)
+    scale = fmt._expand(weight.scale, 300)
+    error, size = (fmt.dequantize(weight) - matrix).abs(), matrix.abs()
+    assert (error <= torch.where(size > 6 * scale, 2 * scale, (size / 4).maximum(scale / 4))).all()
+    assert (size <= 8 * scale).all(), "the shared exponent is the group's own"
+
+
+def test_mxfp4_takes_the_nearest_value_and_the_even_code_on_a_tie():
+    fmt = get_format("mxfp4")
+    row = torch.tensor([[4.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0, 6.5, -0.2, 0.26]])
+    seen = fmt.dequantize(fmt.quantize(row))
+    assert seen.tolist() == [[4.0, 0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, -4.0, 6.0, 0.0, 0.5]]
 
 
 def test_integers_out_of_range_are_refused():

@@ -1,0 +1,93 @@
+"""MXFP4: E2M1 elements in groups of 32 inputs with a power-of-two scale (OCP Microscaling v1.0).
+
+A code is ``s ee m``: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. A scale is E8M0, ``2**(e -
+127)``; 255 is NaN. Both are exact in bfloat16. It lies in the tile layout as int4 does.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import PykernelsError
+from .format import Format, Mover
+from .layout import N_BLOCK, pack_fours, padded, unpack_fours
+from .weight import Weight
+
+GROUP = 32
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+VALUES = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)])
+"""float32 [16]: the value of every code."""
+
+_EMAX = 2  # exponent of the largest E2M1 magnitude's power of two
+# Between two magnitudes; a tie goes to the even code (round to nearest even).
+_MIDPOINTS = torch.tensor([(a + b) / 2 for a, b in zip(MAGNITUDES, MAGNITUDES[1:], strict=False)])
+
+
+class MXFP4(Format):
+    """``data`` uint8 [N, K], a code a byte; ``scale`` uint8 E8M0 [N, ceil(K / 32)]."""
+
+    name = "mxfp4"
+    dtype = torch.uint8
+    error = "max(|w| / 4, scale / 4), and up to 2 * scale where |w| > 6 * scale (saturation)"
+
+    def quantize(self, matrix: torch.Tensor) -> Weight:
+        N, K = matrix.shape
+        groups = -(-K // GROUP)
+        whole = torch.zeros(N, groups * GROUP)
+        whole[:, :K] = matrix
+        amax = whole.view(N, groups, GROUP).abs().amax(dim=2)
+        # The specification's rule: the power of two of amax, minus that of the element type.
+        exponent = torch.frexp(amax).exponent - 1 - _EMAX
+        scale = (exponent + 127).clamp(0, 254).to(torch.uint8)
+        x = matrix.float() / self._expand(scale, K)
+        above = torch.bucketize(x.abs(), _MIDPOINTS)  # midpoints below |x|: a tie stays low
+        at_tie = x.abs() == _MIDPOINTS[above.clamp(max=6)]
+        code = above + (at_tie & (above % 2 == 1))
+        return Weight((code + 8 * (x < 0)).to(torch.uint8), scale)
+
+    def dequantize(self, weight: Weight) -> torch.Tensor:
+        assert weight.scale is not None
+        return VALUES[weight.data.long()] * self._expand(weight.scale, weight.shape[1])
+
+    def scale_shape(self, N: int, K: int) -> tuple[int, int] | None:
+        return N, -(-K // GROUP)
+
+    def block_bytes(self, K: int) -> int:
+        return N_BLOCK * padded(1, K)[1] // 2
+
+    def scale_bytes(self, K: int) -> int:
+        """bfloat16 [groups, 32 outputs] of a block."""
+        return padded(1, K)[1] // GROUP * N_BLOCK * 2
+
+    def check(self, weight: Weight, N: int, K: int, name: str = "weight") -> None:
+        super().check(weight, N, K, name)
+        if int(weight.data.max()) > 15 or int(weight.scale.max()) == 255:  # type: ignore[union-attr]
+            raise PykernelsError(
+                f"{name} has codes above 15 or NaN scales", "Give one 4-bit code a byte"
+            )
+
+    def pack_data(self, data: torch.Tensor, blocks: torch.Tensor, mover: Mover) -> None:
+        pack_fours(data.view(torch.int8), blocks, bits=4)
+
+    def unpack_data(self, blocks: torch.Tensor, N: int, K: int) -> torch.Tensor:
+        return unpack_fours(blocks, N, K, bits=4).view(torch.uint8) & 15
+
+    def pack_scales(self, scale: torch.Tensor, scales: torch.Tensor) -> None:
+        N, groups = scale.shape
+        whole = torch.zeros(len(scales) * N_BLOCK, scales.shape[1] // (N_BLOCK * 2))
+        whole[:N, :groups] = self._power(scale)
+        by_block = whole.bfloat16().view(len(scales), N_BLOCK, -1).transpose(1, 2).contiguous()
+        scales.copy_(by_block.view(torch.uint8).view(len(scales), -1))
+
+    def unpack_scales(self, scales: torch.Tensor, N: int, K: int) -> torch.Tensor:
+        by_block = scales.contiguous().view(torch.bfloat16).view(len(scales), -1, N_BLOCK)
+        whole = by_block.transpose(1, 2).reshape(len(scales) * N_BLOCK, -1)
+        powers = whole[:N, : -(-K // GROUP)].float()
+        return (torch.frexp(powers).exponent - 1 + 127).to(torch.uint8)
+
+    @staticmethod
+    def _power(scale: torch.Tensor) -> torch.Tensor:
+        return torch.ldexp(torch.ones(scale.shape), scale.int() - 127)
+
+    def _expand(self, scale: torch.Tensor, K: int) -> torch.Tensor:
+        return self._power(scale).repeat_interleave(GROUP, dim=1)[:, :K]
