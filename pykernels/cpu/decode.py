@@ -31,7 +31,8 @@ from .intrin.avx512 import (
 from .intrin.prefetch import prefetch_l1
 from .jit import inlined
 
-_AHEAD = 4096  # bytes that the prefetch runs ahead of the loads: one page
+AHEAD = 4096
+"""Bytes that the prefetch of a stream runs ahead of its loads: one page."""
 
 _E4M3_AT, _INT8_AT, _INT4_AT, _MXFP4_AT = 0, 256, 512, 640
 
@@ -67,7 +68,8 @@ class Reader:
     """How a format's blocks are read.
 
     Attributes:
-        rows: ``rows(w, part, tables) -> (row, row)``, the ``part``-th 64 weights at address ``w``.
+        rows: ``rows(w, part, tables, ahead) -> (row, row)``, the ``part``-th 64 weights at address
+            ``w``; asks for the line ``ahead`` bytes on.
         load_bytes: bytes that ``w`` moves on after all parts.
         parts: lots of 64 weights at one ``w``.
         k_step: inputs of a packed tile: 32 in pairs, 64 in fours.
@@ -98,15 +100,15 @@ class Reader:
 
 
 @inlined
-def _bf16(w, part, tables):
-    prefetch_l1(w + _AHEAD)
-    prefetch_l1(w + _AHEAD + 64)
+def _bf16(w, part, tables, ahead):
+    prefetch_l1(w + ahead)
+    prefetch_l1(w + ahead + 64)
     return load_u8(w), load_u8(w + 64)
 
 
 @inlined
-def _fp8(w, part, tables):
-    prefetch_l1(w + _AHEAD)
+def _fp8(w, part, tables, ahead):
+    prefetch_l1(w + ahead)
     codes = load_u8(w)
     table = tables + _E4M3_AT
     low = lookup_128(load_u8(table), load_u8(table + 64), codes)
@@ -116,8 +118,8 @@ def _fp8(w, part, tables):
 
 
 @inlined
-def _int8(w, part, tables):
-    prefetch_l1(w + _AHEAD)
+def _int8(w, part, tables, ahead):
+    prefetch_l1(w + ahead)
     fours = load_u8(w)
     magnitude = abs_i8(fours)
     table = tables + _INT8_AT
@@ -129,20 +131,20 @@ def _int8(w, part, tables):
 
 
 @inlined
-def _int4(w, part, tables):
-    return _nibble_rows(w, part, tables + _INT4_AT)
+def _int4(w, part, tables, ahead):
+    return _nibble_rows(w, part, tables + _INT4_AT, ahead)
 
 
 @inlined
-def _mxfp4(w, part, tables):
-    return _nibble_rows(w, part, tables + _MXFP4_AT)
+def _mxfp4(w, part, tables, ahead):
+    return _nibble_rows(w, part, tables + _MXFP4_AT, ahead)
 
 
 @inlined
-def _nibble_rows(w, part, table):
+def _nibble_rows(w, part, table, ahead):
     both = load_u8(w)
     if part == 0:
-        prefetch_l1(w + _AHEAD)
+        prefetch_l1(w + ahead)
         codes = low_nibbles(both)
     else:
         codes = high_nibbles(both)

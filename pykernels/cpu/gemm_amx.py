@@ -17,7 +17,7 @@ from typing import Any
 from numba import carray, types
 
 from ..quant.layout import K_BLOCK, K_STEP
-from .decode import READERS
+from .decode import AHEAD, READERS
 from .intrin.avx512 import (
     broadcast_f32,
     broadcast_u8,
@@ -113,7 +113,7 @@ def make_gemm(fmt: str, amx: Any) -> Any:
             for half in range(2):
                 for load in range(LOADS):
                     for part in range(PARTS):
-                        row0, row1 = read(w, part, tables)
+                        row0, row1 = read(w, part, tables, AHEAD)
                         lot = load * PARTS + part  # 4 inputs of 16 outputs: 8 lots fill a B tile
                         to = b_slab + (2 * (step + lot // 8) + half) * TILE + lot % 8 * 128
                         store_u8(to, row0)

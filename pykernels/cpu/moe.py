@@ -20,10 +20,11 @@ from typing import Any
 
 from numba import carray, types
 
+from ..quant import FORMATS
 from ..quant.layout import K_BLOCK
 from . import gemm_amx, tile_avx512, tile_generic
 from .amx_state import request_permission
-from .decode import TABLES
+from .decode import AHEAD, TABLES
 from .intrin import amx
 from .intrin.registers import stack_alloc
 from .intrin.sync import as_pointer
@@ -32,7 +33,9 @@ from .job import f32, i64, job_at
 from .tile_generic import round_bf16
 
 _TILES = {"amx": tile_avx512, "avx512": tile_avx512, "generic": tile_generic}
-_GROUP = 8  # tokens of one pass of tiles
+_GROUP = 8  # tokens of one tile
+_SWEEP = 64  # tokens that share a pass over the weights, slab by slab
+_SLAB = 2  # input blocks of 128 in a slab: its weights and the next one's stay in L1 meanwhile
 _ROW_BYTES = 32 * 4  # one token's float32 outputs of a block
 _GROUP_BYTES = 4 * gemm_amx.TILE  # A tiles of 16 slots by 128 inputs
 PIECE = 64
@@ -132,6 +135,7 @@ def build_kernel(backend: str, fmt: str, amx_unit: Any = None) -> MoEKernel:
     """
     module = _TILES[backend]
     tiles = module.make_tiles(fmt)
+    SLAB_BYTES = _SLAB * FORMATS[fmt].block_bytes(K_BLOCK)
     silu_mul_row, weighted_add_row = module.silu_mul_row, module.weighted_add_row
     gemm = gemm_amx.make_gemm(fmt, amx_unit) if amx_unit else _no_gemm
     OUT_AT = gemm_amx.OUT_AT
@@ -155,19 +159,31 @@ def build_kernel(backend: str, fmt: str, amx_unit: Any = None) -> MoEKernel:
         return 0
 
     @inlined
+    def sweep(M, w, scale, k_blocks, rows, tables, out):
+        """out[M, 32] = a packed block times up to _SWEEP tokens."""
+        if M <= _GROUP:
+            tiles(M, w, scale, 0, k_blocks, rows, tables, AHEAD, out)
+        else:
+            for slab in range(0, k_blocks, _SLAB):
+                stop = min(slab + _SLAB, k_blocks)
+                for t in range(0, M, _GROUP):
+                    at, to = rows + 8 * t, out + t * _ROW_BYTES
+                    tiles(min(_GROUP, M - t), w, scale, slab, stop, at, tables, SLAB_BYTES, to)
+
+    @inlined
     def gate_up_tiles(job, w, scale, first, last, first_block, last_block):
-        rows = stack_alloc(64)
-        gate, up = stack_alloc(1024), stack_alloc(1024)  # float32 [8, 32] each
+        rows = stack_alloc(512)
+        gate, up = stack_alloc(8192), stack_alloc(8192)  # float32 [64, 32] each
         for block in range(first_block, last_block):
             w_gate = w + 2 * block * job.gate_up_block
             w_up = w_gate + job.gate_up_block
             s_gate = scale + 2 * block * job.gate_up_scale_block
             s_up = s_gate + job.gate_up_scale_block
-            for slot in range(first, last, _GROUP):
-                M = min(_GROUP, last - slot)
-                _point_at_rows(rows, _GROUP, job.x, job.x_stride, job.slot_token, slot, M)
-                tiles(M, w_gate, s_gate, job.gate_up_k, rows, job.tables, gate)
-                tiles(M, w_up, s_up, job.gate_up_k, rows, job.tables, up)
+            for slot in range(first, last, _SWEEP):
+                M = min(_SWEEP, last - slot)
+                _point_at_rows(rows, (M + 7) // 8 * 8, job.x, job.x_stride, job.slot_token, slot, M)
+                sweep(M, w_gate, s_gate, job.gate_up_k, rows, job.tables, gate)
+                sweep(M, w_up, s_up, job.gate_up_k, rows, job.tables, up)
                 for t in range(M):
                     h = job.h + (slot + t) * job.h_stride + block * 64
                     silu_mul_row(gate + t * _ROW_BYTES, up + t * _ROW_BYTES, h)
@@ -228,15 +244,15 @@ def build_kernel(backend: str, fmt: str, amx_unit: Any = None) -> MoEKernel:
 
     @inlined
     def down_tiles(job, w, scale, first, last, first_block, last_block):
-        rows = stack_alloc(64)
-        out = stack_alloc(1024)  # float32 [8, 32]
+        rows = stack_alloc(512)
+        out = stack_alloc(8192)  # float32 [64, 32]
         for block in range(first_block, last_block):
             w_down = w + block * job.down_block
             s_down = scale + block * job.down_scale_block
-            for slot in range(first, last, _GROUP):
-                M = min(_GROUP, last - slot)
-                _point_at_rows(rows, _GROUP, job.h, job.h_stride, 0, slot, M)
-                tiles(M, w_down, s_down, job.down_k, rows, job.tables, out)
+            for slot in range(first, last, _SWEEP):
+                M = min(_SWEEP, last - slot)
+                _point_at_rows(rows, (M + 7) // 8 * 8, job.h, job.h_stride, 0, slot, M)
+                sweep(M, w_down, s_down, job.down_k, rows, job.tables, out)
                 add_rows(job, slot, M, block, out)
 
     @inlined

@@ -36,17 +36,19 @@ MAX_TOKENS = 8
 
 
 def make_tile(fmt: str, M: int) -> Any:
-    """Compiles ``tile(w, scale, k_blocks, rows, tables, out)`` for M tokens.
+    """Compiles ``tile(w, scale, first, last, rows, tables, ahead, out)`` for M tokens.
 
-    The tile computes ``out[t, n] = sum_k w[n, k] * x_t[k]`` for 32 rows n and M tokens t.
+    The tile computes ``out[t, n] = sum_k w[n, k] * x_t[k]`` for 32 rows n and M tokens t, over the
+    128-wide input blocks ``first .. last - 1``; from ``first`` 0 on, later ones add to ``out``.
 
     Args of the tile (addresses are int64):
         w: packed block (``quant.layout``), 64-byte aligned.
         scale: the block's packed scales, unread if the format has none.
-        k_blocks: inputs / 128.
+        first, last: input blocks of 128, counted from the start of w, scale and the inputs.
         rows: int64 [M], address of each token's bf16 inputs.
         tables: ``decode.TABLES``.
-        out: float32 [M, 32], overwritten.
+        ahead: bytes that prefetches run ahead of loads.
+        out: float32 [M, 32].
     """
     reader = READERS[fmt]
     read, PARTS, LOAD, K_STEP = reader.rows, reader.parts, reader.load_bytes, reader.k_step
@@ -83,10 +85,13 @@ def make_tile(fmt: str, M: int) -> Any:
             sums[i + 1] = zero_f32()
 
     @kernel(f"{fmt}-m{M}")
-    def tile(w, scale, k_blocks, rows, tables, out):
-        for i in range(2 * M):
-            store_f32(out + 64 * i, zero_f32())
-        for block in range(k_blocks):
+    def tile(w, scale, first, last, rows, tables, ahead, out):
+        if first == 0:
+            for i in range(2 * M):
+                store_f32(out + 64 * i, zero_f32())
+        w += first * 2 * STEPS * TILE
+        scale += first * BLOCK_FOLDS * SCALE_STEP
+        for block in range(first, last):
             for sweep in range(0, 2, HALVES):
                 sums = f32x16_array(SUMS)  # [M, HALVES, even and odd pair-rows]
                 for i in range(SUMS):
@@ -98,7 +103,7 @@ def make_tile(fmt: str, M: int) -> Any:
                                 lot = part_fold * LOADS + load
                                 at = w + (2 * step + sweep + half) * TILE + lot * LOAD
                                 for part in range(PARTS):
-                                    row0, row1 = read(at, part, tables)
+                                    row0, row1 = read(at, part, tables, ahead)
                                     k = block * K_BLOCK + step * K_STEP + 4 * (lot * PARTS + part)
                                     for t in range(M):
                                         x = i64(rows, t) + 2 * k
@@ -136,7 +141,7 @@ def weighted_add_row(weight, value, acc):
 
 
 def make_tiles(fmt: str) -> Callable:
-    """Compiles ``tiles(M, w, scale, k_blocks, rows, tables, out)`` for M = 1 .. MAX_TOKENS.
+    """Compiles ``tiles(M, w, scale, first, last, rows, tables, ahead, out)``, M = 1 .. MAX_TOKENS.
 
     ``rows`` must hold MAX_TOKENS addresses, and ``out`` as many rows: an M that has no tile of its
     own
@@ -145,14 +150,14 @@ def make_tiles(fmt: str) -> Callable:
     tile1, tile2, tile4, tile8 = (make_tile(fmt, M) for M in (1, 2, 4, 8))
 
     @inlined
-    def tiles(M, w, scale, k_blocks, rows, tables, out):
+    def tiles(M, w, scale, first, last, rows, tables, ahead, out):
         if M == 1:
-            tile1(w, scale, k_blocks, rows, tables, out)
+            tile1(w, scale, first, last, rows, tables, ahead, out)
         elif M == 2:
-            tile2(w, scale, k_blocks, rows, tables, out)
+            tile2(w, scale, first, last, rows, tables, ahead, out)
         elif M <= 4:
-            tile4(w, scale, k_blocks, rows, tables, out)
+            tile4(w, scale, first, last, rows, tables, ahead, out)
         else:
-            tile8(w, scale, k_blocks, rows, tables, out)
+            tile8(w, scale, first, last, rows, tables, ahead, out)
 
     return tiles

@@ -112,7 +112,7 @@ _ROW = {
 
 
 def make_tiles(fmt: str) -> Callable:
-    """Compiles ``tiles(M, w, scale, k_blocks, rows, tables, out)`` for M = 1 .. MAX_TOKENS."""
+    """Compiles ``tiles``: see ``tile_avx512.make_tiles``; ``ahead`` is not used."""
     read_row, reader = _ROW[fmt], READERS[fmt]
     BLOCK_BYTES = K_BLOCK // reader.k_step * 2 * reader.tile_bytes
     SCALED, SCALE_ROWS, SCALE_STEP = reader.scale_k > 0, reader.scale_rows, reader.scale_step_bytes
@@ -120,13 +120,16 @@ def make_tiles(fmt: str) -> Callable:
     STEPS = K_BLOCK // K_STEP // GROUPS
 
     @kernel(fmt)
-    def tiles(M, w, scale, k_blocks, rows, tables, out):
+    def tiles(M, w, scale, first, last, rows, tables, ahead, out):
         result = _floats(out, 32 * M)
         sums = _floats(stack_alloc(1024), 32 * M)  # [M, 32]
         even = _floats(stack_alloc(64), _PAIRS)
         odd = _floats(stack_alloc(64), _PAIRS)
-        result[:] = types.float32(0)
-        for block in range(k_blocks):
+        if first == 0:
+            result[:] = types.float32(0)
+        w += first * BLOCK_BYTES
+        scale += first * GROUPS * SCALE_STEP
+        for block in range(first, last):
             for group in range(GROUPS):
                 sums[:] = types.float32(0)
                 for step in range(group * STEPS, (group + 1) * STEPS):

@@ -46,14 +46,15 @@ def run_tile():
             tiles = module.make_tiles(name)
 
             @kernel(f"test-{module.__name__}-{name}")
-            def call(M, w, scale, k_blocks, rows, tables, out):
-                tiles(M, w, scale, k_blocks, rows, tables, out)
+            def call(M, w, scale, split, k_blocks, rows, tables, out):
+                tiles(M, w, scale, 0, split, rows, tables, 4096, out)
+                tiles(M, w, scale, split, k_blocks, rows, tables, 4096, out)
 
             compiled[module, name] = call
         out = poisoned(8, 32)
         rows = torch.tensor([x[min(t, M - 1)].data_ptr() for t in range(8)])
         compiled[module, name](
-            M, blocks.data_ptr(), scales.data_ptr(), K // 128, rows.data_ptr(),
+            M, blocks.data_ptr(), scales.data_ptr(), (K // 128 + 1) // 2, K // 128, rows.data_ptr(),
             TABLES.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return out[:M]
@@ -125,7 +126,7 @@ def test_accumulators_live_in_registers(name, M, tmp_path):
     """
     with env.override(cache_dir=tmp_path):  # code that comes from the cache has no assembly
         tile = tile_avx512.make_tile(name, M)
-        tile.compile("(int64, int64, int64, int64, int64, int64)")
+        tile.compile("(" + ", ".join(["int64"] * 8) + ")")
     (assembly,) = tile.inspect_asm().values()
     dots = len(re.findall("vdpbf16ps", assembly))
     on_stack = re.findall(r"%zmm\d+, -?\d*\(%r[sb]p|\(%r[sb]p\), %zmm", assembly)
