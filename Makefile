@@ -14,14 +14,15 @@ export PROMPT
 BIN     := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: help run test lint types bench test-gpu clean
+.PHONY: help run test lint types bench bench-cpu test-gpu clean
 
 help:
 	@echo "make run       set up .venv and let the embedded model write (PROMPT, TOKENS, SEED=...)"
 	@echo "make test      set up .venv with the test extras; ruff, mypy and pytest"
 	@echo "make bench     the pytest-benchmark suites of bench/"
+	@echo "make bench-cpu one table and plots for this machine, peers in the same run (BENCH=--quick ...)"
 	@echo "make test-gpu  the tests on this machine's own Python (PY=...), which has torch with CUDA"
-	@echo "make clean     remove .venv and every cache inside this folder"
+	@echo "make clean     remove .venv, .venv-peers and every cache inside this folder"
 
 run: $(VENV)/.installed-run
 	$(BIN)/pykernels generate --max-new-tokens $(TOKENS) --seed $(SEED) "$$PROMPT"
@@ -38,6 +39,11 @@ types: $(VENV)/.installed-test
 bench: $(VENV)/.installed-test
 	$(BIN)/python -m pytest bench --benchmark-enable --benchmark-only
 
+# A peer that cannot be installed becomes a row that says so.
+bench-cpu: $(VENV)/.installed-bench
+	-$(BIN)/python -m bench.peers.install
+	$(BIN)/python -m bench.cpu $(BENCH)
+
 # A GPU machine's own Python already holds torch, CUDA and Triton to match its driver: nothing is installed.
 test-gpu:
 	$(PY) -m pytest
@@ -45,6 +51,10 @@ test-gpu:
 # A stamp is newer than what it was made from, or the install is done again.
 $(VENV)/.installed-test: $(VENV)/.installed-run
 	$(INSTALL) -e ".[test]"
+	@touch $@
+
+$(VENV)/.installed-bench: $(VENV)/.installed-run
+	$(INSTALL) -e ".[bench]"
 	@touch $@
 
 $(VENV)/.installed-run: $(VENV)/.made pyproject.toml constraints.txt
@@ -60,5 +70,5 @@ $(VENV)/.made:
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
+	rm -rf $(VENV) .venv-peers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

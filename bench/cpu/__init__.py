@@ -1,0 +1,1 @@
+"""One table and three plots a machine: python -m bench.cpu, or make bench-cpu."""

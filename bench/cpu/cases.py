@@ -1,0 +1,144 @@
+"""What is measured: formats, tokens, threads, and an expert count that fits this memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pykernels.errors import PykernelsError
+from pykernels.quant import FORMATS, get_format
+from pykernels.shapes import MoEShape
+from pykernels.target import Target
+from runtime.topology import Topology
+
+H, I, TOPK = 7168, 2048, 8  # noqa: E741 - DeepSeek-V3's experts
+EXPERTS = (32, 16, 8)
+BYTES_PER_WEIGHT = 16
+"""Of the largest group: ours and kt-kernel's two copies in bf16, torch in bf16 and fp32, NumPy."""
+
+CACHES = 4  # the weights in rotation are at least so many times the last-level cache
+ROUTINGS = 16
+
+
+@dataclass(frozen=True, order=True)
+class Tokens:
+    """Tokens of a call: ``count`` in all, or ``count`` for each expert on average."""
+
+    count: int
+    per_expert: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Tokens:
+        """ "8" or "64/expert". Raises PykernelsError for anything else."""
+        number, slash, unit = text.strip().partition("/")
+        if not number.isdecimal() or int(number) < 1 or (slash and unit != "expert"):
+            raise PykernelsError(f"{text!r} is no number of tokens", "Write 8, or 64/expert")
+        return cls(int(number), bool(slash))
+
+    def of(self, shape: MoEShape) -> int:
+        """T, the tokens of a call of this layer."""
+        if not self.per_expert:
+            return self.count
+        return max(1, self.count * shape.E // shape.topk)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run of the benchmark. ``rounds`` turns of about ``turn`` seconds for each engine."""
+
+    formats: tuple[str, ...]
+    tokens: tuple[Tokens, ...]
+    threads: int
+    peers: bool
+    quick: bool
+    rounds: int
+    turn: float
+
+    @classmethod
+    def make(
+        cls,
+        target: Target,
+        formats: tuple[str, ...] | None = None,
+        tokens: tuple[Tokens, ...] | None = None,
+        threads: int | None = None,
+        peers: bool = True,
+        quick: bool = False,
+    ) -> Settings:
+        """Fills in what was not asked for. Raises PykernelsError for what cannot be."""
+        usable = Topology.detect().usable
+        if threads is not None and not 1 <= threads <= usable:
+            raise PykernelsError(f"{threads} threads, {usable} cores are usable", "Give 1 to that")
+        chosen = formats or (("fp8", "bf16") if quick else tuple(FORMATS))
+        for name in chosen:
+            get_format(name)
+        return cls(
+            chosen,
+            tokens or default_tokens(target, quick),
+            threads or usable,
+            peers,
+            quick,
+            rounds=2 if quick else 5,
+            turn=0.1 if quick else 0.2,
+        )
+
+
+def default_tokens(target: Target, quick: bool) -> tuple[Tokens, ...]:
+    """1, 4, 8 tokens a call and 64 an expert; with AMX also 256."""
+    if quick:
+        return Tokens(1), Tokens(64, True)
+    crowded = (64, 256) if "amx-bf16" in target.isa else (64,)
+    return Tokens(1), Tokens(4), Tokens(8), *(Tokens(n, True) for n in crowded)
+
+
+def layer_shape(memory: int, quick: bool) -> MoEShape:
+    """DeepSeek-V3's layer with as many experts as fit in ``memory`` bytes beside every peer's.
+
+    Raises:
+        PykernelsError: not even the fewest fit.
+    """
+    for E in EXPERTS[-1:] if quick else EXPERTS:
+        if E * 3 * H * I * BYTES_PER_WEIGHT <= 0.7 * memory:
+            return MoEShape(E, H, I, TOPK)
+    need = EXPERTS[-1] * 3 * H * I * BYTES_PER_WEIGHT / 0.7
+    raise PykernelsError(
+        f"{memory / 2**30:.1f} GiB are free, the smallest layer and its peers need"
+        f" {need / 2**30:.1f}",
+        "Free some memory",
+    )
+
+
+def layers_out_of_cache(l3: int, layer_bytes: float) -> int:
+    """Layers that take turns so that no weight is still in cache when it is used again."""
+    return max(1, -int(-CACHES * l3 // layer_bytes))
+
+
+def routings(shape: MoEShape, T: int, kind: str, count: int = ROUTINGS) -> list[torch.Tensor]:
+    """int64 [T, topk] tensors, the same at every call.
+
+    Args:
+        kind: "balanced", every expert as likely as any other; "zipf", the one of rank r with a
+            weight of 1 / r; "even", every expert exactly as often (T * topk a multiple of E).
+    """
+    g = torch.Generator().manual_seed(0)
+    if kind == "even":
+        at = torch.arange(T * shape.topk) % shape.E
+        return [at.view(T, shape.topk)] * count
+    log_p = torch.zeros(shape.E)
+    if kind == "zipf":
+        log_p = -torch.arange(1, shape.E + 1).log()
+    found = []
+    for _ in range(count):
+        gumbel = -(-torch.rand(T, shape.E, generator=g).clamp(1e-9, 1 - 1e-7).log()).log()
+        found.append((log_p + gumbel).argsort(-1, descending=True)[:, : shape.topk].contiguous())
+    return found
+
+
+def distinct(ids: torch.Tensor) -> int:
+    """Experts that a call reads."""
+    return int(ids.unique().numel())
+
+
+def thread_counts(most: int) -> list[int]:
+    """1, 2, 4, ... and ``most``."""
+    return sorted({most, *(1 << i for i in range(most.bit_length()) if 1 << i <= most)})

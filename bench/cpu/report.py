@@ -1,0 +1,152 @@
+"""A run as a table: on the terminal (rich), and as Markdown beside the JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+Results = dict[str, Any]
+RATIOS = ("kt-kernel", "torch bf16", "torch fp32", "numpy fp32")
+HEADINGS = (
+    "format", "tokens", "engine", "ms", "GB/s", "read roof", "TFLOP/s", "compute roof",
+    *(f"× {peer}" for peer in RATIOS),
+)  # fmt: skip
+
+NOTE = (
+    "Medians, weights out of cache; GB/s counts the distinct experts of a call. Shares are of the"
+    " plain read loop and of the register-only bf16 product loop, sampled between the turns. × is"
+    " how many times faster than that peer, the median of ratios within a round. One engine runs at"
+    " a time: peers are stopped while another has its turn."
+)
+
+
+def table_rows(results: Results) -> list[tuple[list[str], str]]:
+    """(cells of ``HEADINGS``, "" or why there are no figures) of each row, grouped by case."""
+    return [(_cells(row, results["shape"]), row.get("why", "")) for row in results["table"]]
+
+
+def _cells(row: dict[str, Any], shape: dict[str, int]) -> list[str]:
+    per_expert = row["tokens"] * shape["topk"] / shape["E"]
+    tokens = f"{row['tokens']}" if per_expert < 5 else f"{row['tokens']} ({per_expert:.0f}/expert)"
+    head = [row["format"], tokens, f"{row['engine']} {row['backend']}"]
+    if "why" in row:
+        return head + [""] * (len(HEADINGS) - len(head))
+    return [
+        *head,
+        f"{row['us'] / 1e3:.2f}",
+        f"{row['gbps']:.1f}",
+        f"{row['read_share']:.0%}",
+        f"{row['tflops']:.3f}",
+        "" if row["compute_share"] is None else f"{row['compute_share']:.0%}",
+        *(ratio_cell(row.get("ratios", {}), peer) for peer in RATIOS),
+    ]
+
+
+def ratio_cell(ratios: dict[str, float], peer: str) -> str:
+    """The ratio to one peer; to each mode of it where ``peer`` is an engine with several."""
+    if peer in ratios:
+        return f"{ratios[peer]:.2f}"
+    modes = {n.removeprefix(f"{peer} "): r for n, r in ratios.items() if n.startswith(f"{peer} ")}
+    return ", ".join(f"{ratio:.2f} {mode}" for mode, ratio in modes.items())
+
+
+def terminal(results: Results) -> Table:
+    """The main table."""
+    notes = "\n".join([NOTE, *(f"Not timed: {line}." for line in results["untimed"])])
+    table = Table(title=headline(results), caption=Text(notes), caption_justify="left")
+    for number, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="left" if number < 3 else "right", no_wrap=number < 2)
+    before = None
+    for row, (cells, why) in zip(results["table"], table_rows(results), strict=True):
+        if before not in (None, (row["format"], row["tokens"])):
+            table.add_section()
+        before = row["format"], row["tokens"]
+        if why:
+            table.add_row(*cells[:2], Text(f"{cells[2]}: {why}", style="dim"))
+        else:
+            ours = row["engine"] == "pykernels"
+            table.add_row(*cells, style="bold" if ours else "")
+    return table
+
+
+def headline(results: Results) -> str:
+    """CPU, threads and layer in one line."""
+    machine, shape = results["machine"], results["shape"]
+    return (
+        f"{machine['cpu']}, {results['settings']['threads']} of {machine['cores']} cores: "
+        f"{shape['E']} experts of {shape['H']} x {shape['I']}, top-{shape['topk']}"
+    )
+
+
+def markdown(results: Results, plots: list[str]) -> str:
+    """The whole run as a page; ``plots`` are file names beside it."""
+    machine = results["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    quick = " Quick run: few rounds, few cases." if results["settings"]["quick"] else ""
+    lines = [
+        f"# {headline(results)}",
+        "",
+        f"{machine['date']}.{quick} {versions}. {', '.join(machine['isa'])};"
+        f" L3 {machine['l3_bytes'] >> 20} MiB, memory {machine['memory_bytes'] / 2**30:.0f} GiB,"
+        f" huge pages {machine['huge_pages']}, load before the run {machine['load_before']}.",
+        "",
+        NOTE,
+        *(f"Not timed: {line}." for line in results["untimed"]),
+        "",
+        *_grid(
+            HEADINGS,
+            [
+                [*cells[:2], f"{cells[2]}: {why}", *cells[3:]] if why else cells
+                for cells, why in table_rows(results)
+            ],
+            left=3,
+        ),
+        "",
+        *_by_threads(results),
+        *_under_skew(results),
+        *(f"![{name}]({name})" for name in plots),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _grid(headings: tuple[str, ...], rows: list[list[str]], left: int) -> list[str]:
+    rule = ["---" if number < left else "---:" for number in range(len(headings))]
+    return [
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+        for row in ([*headings], rule, *rows)
+    ]
+
+
+def _by_threads(results: Results) -> list[str]:
+    rows = [
+        [r["format"], r["engine"], str(r["threads"]), f"{r['gbps']:.1f}", f"{r['read_roof']:.1f}"]
+        for r in results["threads"]
+    ]
+    headings = "format", "engine", "threads", "GB/s", "read roof GB/s"
+    return ["## One token against threads", "", *_grid(headings, rows, left=2), ""]
+
+
+def _under_skew(results: Results) -> list[str]:
+    if not results["skew"]:
+        return []
+    first = results["skew"][0]
+    rows = [
+        [r["routing"], r["schedule"], f"{r['busiest']:.1f}", f"{r['ms']:.1f}",
+         f"{r['against_balanced']:.2f}"]
+        for r in results["skew"]
+    ]  # fmt: skip
+    headings = (
+        "routing", "schedule", "busiest expert / mean", "ms", "time / balanced dynamic",
+    )  # fmt: skip
+    return [
+        "## Scheduling under skew",
+        "",
+        f"{first['format']} on {first['backend']}, {first['tokens']} tokens, top-{first['topk']},"
+        " the same FLOPs. Static: one contiguous share of a stage's tasks for each thread, a"
+        " barrier for all between stages.",
+        "",
+        *_grid(headings, rows, left=2),
+        "",
+    ]

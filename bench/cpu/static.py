@@ -1,0 +1,102 @@
+"""The same kernels under a static schedule, to show what the dynamic queue is worth.
+
+Each stage is cut into one contiguous share a thread and ends in a barrier for all, as a plain
+parallel loop would run it. The pool sees one task a thread and stage, which runs its whole share.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, types
+
+from pykernels.cpu import MoECall, make_kernel
+from pykernels.cpu.intrin.sync import as_pointer, call_task
+from pykernels.cpu.jit import task
+from runtime.pool import Call, WorkerPool
+
+from .ours import Ours, OurWeights
+
+_STAGES = ("pack", "gate_up", "down")
+_FIELDS = [f"{stage}_{what}" for stage in _STAGES for what in ("at", "units", "unit")]
+SHARES = np.dtype([(name, np.int64) for name in ("job", "threads", *_FIELDS)])
+"""A call's shares: the real job, then of each stage its task, how many units, tasks of a unit."""
+
+_WORDS = len(SHARES.names or ())
+_FIELD = {"pack": 2, "gate_up": 5, "down": 8}
+
+
+@functools.cache
+def make_share(stage: str) -> Any:
+    """The task (``jit.TASK``; its job: ``SHARES``) that runs one thread's share of a stage."""
+    first_word = _FIELD[stage]
+
+    @task(f"static-{stage}")
+    def share(shares, index, worker):
+        words = carray(as_pointer(shares), (_WORDS,), types.int64)
+        job, threads = words[0], words[1]
+        function, units, unit = words[first_word], words[first_word + 1], words[first_word + 2]
+        first, last = units * index // threads, units * (index + 1) // threads
+        for i in range(first * unit, last * unit):
+            status = call_task(function, job, i, worker)
+            if status != 0:
+                return status
+        return 0
+
+    return share
+
+
+class StaticOurs(Ours):
+    """``Ours`` on static shares. A thread that is done early only waits at the barrier."""
+
+    def __init__(self, weights: OurWeights, kernel: str, pool: WorkerPool) -> None:
+        super().__init__(weights, kernel)
+        self._pool = pool
+        stages = make_kernel(self.layers[0].backend.name, weights.fmt)
+        self._stages = stages
+        self._calls = [
+            MoECall(packed, stages, pool.workspace, pool.threads) for packed in weights.packed
+        ]
+        self._zeros = np.zeros(pool.threads, np.int64)
+        self._pieces = np.full(1, pool.threads, np.int64)
+        self._shares = np.zeros(1, SHARES)
+
+    def _call(self) -> tuple[int, float]:
+        i, self._next = self._next, self._next + 1
+        routing = i % len(self.ids)
+        start = time.perf_counter()
+        self.run(self._calls[i % len(self._calls)], self.ids[routing])
+        return routing, time.perf_counter() - start
+
+    def run(self, call: MoECall, ids: torch.Tensor) -> torch.Tensor:
+        """One call; its [T, H] result."""
+        y, threads, stages = torch.empty_like(self.x), self._pool.threads, self._stages
+        tasks = call.prepare(self.x, ids, self.weights, y)
+        # A run of outputs sums its experts in order: it stays with one thread.
+        self._shares[0] = (
+            *(call.address, threads),
+            *(stages.pack.address, tasks.pack_tasks, 1),
+            *(stages.gate_up.address, tasks.gate_up_tasks, 1),
+            *(stages.down.address, tasks.down_chunks, tasks.active),
+        )
+        pack, gate_up, down = (make_share(stage).address for stage in _FIELD)
+        self._pool.start(
+            Call(
+                gate_up=gate_up,
+                down=down,
+                job=self._shares.ctypes.data,
+                active=1,
+                i_chunks=threads,
+                down_chunks=threads,
+                pack=pack,
+                pack_tasks=threads,
+                piece_active=self._zeros.ctypes.data,
+                pieces=self._pieces.ctypes.data,
+            )
+        )
+        self._pool.wait()
+        return y

@@ -1,0 +1,175 @@
+"""What is measured, and how turns become figures; no time is asserted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from bench.cpu.cases import (
+    BYTES_PER_WEIGHT,
+    Settings,
+    Tokens,
+    distinct,
+    layer_shape,
+    layers_out_of_cache,
+    routings,
+    thread_counts,
+)
+from bench.cpu.ours import Ours, OurWeights
+from bench.cpu.rows import figures
+from bench.cpu.static import StaticOurs
+from bench.cpu.turns import Calls, Seen, alternate, speedup
+from bench.peers.client import PeerMissing
+from pykernels.errors import PykernelsError
+from pykernels.quant import FORMATS
+from pykernels.shapes import MoEShape
+from pykernels.target import Target, detect
+from runtime.pool import configure_default_pool
+from runtime.topology import Topology
+
+SHAPE = MoEShape(E=16, H=64, I=32, topk=4)
+
+
+def target(*isa: str) -> Target:
+    return Target("cpu", "x86_64", frozenset(isa), 0, 0, 32 << 20)
+
+
+def test_tokens_are_parsed_and_scaled() -> None:
+    assert Tokens.parse("8").of(SHAPE) == 8
+    assert Tokens.parse(" 64/expert").of(SHAPE) == 64 * 16 // 4
+    for bad in ("", "0", "-1", "8/token", "8/", "many"):
+        with pytest.raises(PykernelsError, match="no number of tokens"):
+            Tokens.parse(bad)
+
+
+def test_settings_default_to_every_format_and_more_tokens_with_amx() -> None:
+    assert Settings.make(target()).formats == tuple(FORMATS)
+    assert Tokens(256, True) not in Settings.make(target()).tokens
+    assert Tokens(256, True) in Settings.make(target("amx-bf16")).tokens
+
+
+def test_settings_refuse_what_is_not_there() -> None:
+    with pytest.raises(PykernelsError, match="no weight format 'fp9'"):
+        Settings.make(target(), formats=("fp9",))
+    with pytest.raises(PykernelsError, match="cores are usable"):
+        Settings.make(target(), threads=Topology.detect().usable + 1)
+
+
+def test_experts_fit_the_memory() -> None:
+    assert layer_shape(256 << 30, quick=False).E == 32
+    small = layer_shape(24 << 30, quick=False)
+    assert small.E == 16
+    assert small.E * small.weights * BYTES_PER_WEIGHT < 24 << 30
+    with pytest.raises(PykernelsError, match="are free"):
+        layer_shape(4 << 30, quick=False)
+
+
+def test_weights_outweigh_the_cache() -> None:
+    assert layers_out_of_cache(32 << 20, 1 << 30) == 1
+    assert layers_out_of_cache(300 << 20, 1 << 30) == 2
+    assert layers_out_of_cache(0, 1 << 30) == 1
+
+
+def test_thread_counts() -> None:
+    assert thread_counts(1) == [1]
+    assert thread_counts(6) == [1, 2, 4, 6]
+    assert thread_counts(16) == [1, 2, 4, 8, 16]
+
+
+@pytest.mark.parametrize("kind", ["balanced", "zipf", "even"])
+def test_routings_name_distinct_experts_and_repeat(kind: str) -> None:
+    found, again = routings(SHAPE, 8, kind), routings(SHAPE, 8, kind)
+    for ids, same in zip(found, again, strict=True):
+        assert ids.shape == (8, 4)
+        assert torch.equal(ids, same)
+        assert all(row.unique().numel() == 4 for row in ids)
+        assert distinct(ids) <= 16
+
+
+def test_zipf_is_skewed_and_even_is_even() -> None:
+    counts = {
+        kind: torch.bincount(torch.stack(routings(SHAPE, 64, kind)).flatten(), minlength=16)
+        for kind in ("balanced", "zipf", "even")
+    }
+    share = {kind: float(c.max() / c.float().mean()) for kind, c in counts.items()}
+    assert share["even"] == 1.0
+    assert share["balanced"] < 1.2
+    assert share["zipf"] > 2
+    assert counts["zipf"][0] == counts["zipf"].max()
+
+
+class Script:
+    """A player with given seconds per turn; None: it dies."""
+
+    def __init__(self, name: str, log: list[str], turns: list[float | None]) -> None:
+        self.name, self.log, self.turns = name, log, iter([0.0, *turns])
+
+    def turn(self, seconds: float, most: int = 1000) -> Calls:
+        self.log.append(self.name)
+        took = next(self.turns)
+        if took is None:
+            raise PeerMissing("it died")
+        return [(0, took), (1, took)]
+
+
+def test_players_alternate_and_the_first_round_is_not_counted() -> None:
+    log: list[str] = []
+    players: dict[str, Any] = {
+        name: Script(name, log, [t, 2 * t, 4 * t]) for name, t in (("ours", 1.0), ("peer", 3.0))
+    }
+    seen = alternate(players, None, rounds=3, seconds=0.1)
+    assert log == ["ours", "peer"] * 4
+    assert seen["ours"].seconds == [1.0, 2.0, 4.0]
+    assert seen["ours"].median == 2.0
+    assert seen["ours"].rate([10.0, 10.0]) == 5.0
+
+
+def test_speedup_is_the_median_ratio_within_a_round() -> None:
+    ours = Seen([[(0, 1.0)], [(0, 10.0)], [(0, 1.0)]])
+    peer = Seen([[(0, 2.0)], [(0, 30.0)], [(0, 5.0)]])
+    assert speedup(ours, peer) == 3.0
+
+
+def test_a_peer_that_dies_drops_out_with_its_reason() -> None:
+    log: list[str] = []
+    players: dict[str, Any] = {
+        "ours": Script("ours", log, [1.0, 1.0]),
+        "peer": Script("peer", log, [1.0, None]),
+    }
+    seen = alternate(players, None, rounds=2, seconds=0.1)
+    assert seen["peer"].why == "it died"
+    assert len(seen["ours"].rounds) == 2
+
+
+def test_figures_count_the_bytes_of_distinct_experts() -> None:
+    class Roofs:
+        read = 100.0
+
+    seen = Seen([[(0, 1e-3), (1, 2e-3), (0, 1e-3)]])
+    head = {"format": "fp8", "tokens": 2, "threads": 1}
+    row = figures(head, "torch", "bf16", seen, [4, 8], 1e6, SHAPE, Roofs(), None)  # type: ignore[arg-type]
+    assert row["gbps"] == 4.0  # 4 experts in 1 ms, 8 in 2 ms
+    assert row["read_share"] == 0.04
+    assert row["us"] == 1000.0
+    flops = 2 * 2 * 4 * SHAPE.weights
+    assert row["tflops"] == round(flops / 1e-3 / 1e12, 4)
+    assert row["compute_share"] is None
+
+
+@pytest.mark.parametrize("kernel", ["generic", "auto"])
+@pytest.mark.parametrize("T", [1, 5, 40])
+def test_static_shares_compute_the_same(kernel: str, T: int) -> None:
+    shape = MoEShape(E=4, H=256, I=128, topk=2)
+    assert detect().machine
+    with configure_default_pool(Topology.detect().usable) as pool:
+        weights = OurWeights("fp8", shape)
+        ours, static = Ours(weights, kernel), StaticOurs(weights, kernel, pool)
+        ids = routings(shape, T, "zipf", count=1)
+        ours.prepare(T, ids)
+        static.prepare(T, ids)
+        want = ours.layers[0](ours.x, ids[0], ours.weights)
+        got = static.run(static._calls[0], ids[0])
+        assert torch.equal(got, want)
+    configure_default_pool()

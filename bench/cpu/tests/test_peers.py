@@ -1,0 +1,229 @@
+"""The wire between us and a peer, with small stand-ins for the peer's process."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.cpu.peer_table import PeerTable
+from bench.peers import client
+from bench.peers.catalog import PEERS, Peer, peers_of
+from bench.peers.client import PeerMissing, PeerProcess, parse, python_of
+from bench.peers.driver import Turns, serve
+from bench.peers.engines import ENGINES, Shape
+from pykernels.quant import FORMATS
+from pykernels.shapes import MoEShape
+from pykernels.target import Target
+
+SHAPE = MoEShape(E=4, H=64, I=32, topk=2)
+KT = next(peer for peer in PEERS if peer.name == "kt-kernel fp8")
+TORCH = next(peer for peer in PEERS if peer.name == "torch bf16")
+
+
+def stand_in(body: str) -> list[str]:
+    """A command that says it is ready, then runs ``body`` for each request."""
+    script = f"""
+import json, sys, time
+def say(**message): print(json.dumps(message), flush=True)
+say(ready=True, versions={{"it": "1"}})
+for line in sys.stdin:
+    request = json.loads(line)
+    {body}
+"""
+    return [sys.executable, "-c", script]
+
+
+def process(command: list[str]) -> PeerProcess:
+    return PeerProcess(TORCH, SHAPE, 1, 1, 4, command=command)
+
+
+def test_catalog_names_formats_that_exist() -> None:
+    assert {fmt for peer in PEERS for fmt in peer.formats} <= set(FORMATS)
+    assert len({peer.name for peer in PEERS}) == len(PEERS)
+
+
+def test_a_format_is_held_against_its_like_and_the_general_peers() -> None:
+    assert [p.name for p in PEERS if p.matches("fp8", 1)] == [
+        "kt-kernel fp8", "torch bf16", "torch fp32", "numpy fp32",
+    ]  # fmt: skip
+    assert not any(p.engine == "numpy" for p in PEERS if p.matches("fp8", 2))
+    assert "kt-kernel amxint8" not in [p.name for p in peers_of(("fp8",))]
+
+
+def test_requests_are_answered() -> None:
+    peer = process(stand_in('say(calls=[[0, request["seconds"]], [1, 0.5]])'))
+    try:
+        assert peer.versions == {"it": "1"}
+        assert peer.turn(0.25) == [(0, 0.25), (1, 0.5)]
+    finally:
+        peer.close()
+
+
+def test_a_peer_is_stopped_between_turns() -> None:
+    peer = process(stand_in("say(calls=[[0, 1.0]])"))
+    try:
+        peer.turn(0.0)
+        state = Path(f"/proc/{peer._process.pid}/stat")
+        for _ in range(100):
+            if state.read_text().rpartition(")")[2].split()[0] == "T":
+                break
+            time.sleep(0.01)
+        else:
+            raise AssertionError("the peer runs while it is not its turn")
+    finally:
+        peer.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("say(error='ValueError: no')", "ValueError: no"),
+        ("sys.exit('bad luck')", "exit code 1: bad luck"),
+        ("import os; os.kill(os.getpid(), 4)", "signal 4"),
+        ("print('hello', flush=True)", "does not speak the protocol"),
+        ("say(finite=False)", "infinities or NaNs"),
+    ],
+)
+def test_a_failure_becomes_a_reason(body: str, reason: str) -> None:
+    peer = process(stand_in(body))
+    try:
+        with pytest.raises(PeerMissing, match=reason):
+            peer.prepare(1, [[0, 1]])
+    finally:
+        peer.close()
+
+
+def test_a_peer_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "REPLY_SECONDS", 0.2)
+    peer = process(stand_in("time.sleep(60)"))
+    try:
+        with pytest.raises(PeerMissing, match="no answer for 0 s"):
+            peer.turn(0.1)
+    finally:
+        peer.close()
+
+
+def test_a_peer_that_never_starts_is_missing() -> None:
+    with pytest.raises(PeerMissing, match="exit code 3: no module"):
+        process([sys.executable, "-c", "import sys; print('no module', file=sys.stderr); exit(3)"])
+
+
+def test_lines_are_parsed() -> None:
+    assert parse('{"calls": []}') == {"calls": []}
+    for bad in ("", "[1]", "{"):
+        with pytest.raises(PeerMissing, match="protocol"):
+            parse(bad)
+
+
+def test_a_peer_that_is_not_installed_says_how(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "VENVS", tmp_path)
+    with pytest.raises(PeerMissing, match=r"not installed: python -m bench\.peers\.install"):
+        python_of(KT)
+    (tmp_path / "kt-kernel/packages").mkdir(parents=True)
+    python, extra = python_of(KT)
+    assert python == Path(sys.executable)
+    assert extra == {"PYTHONPATH": str(tmp_path / "kt-kernel/packages")}
+
+
+def test_a_cpu_without_the_instructions_is_a_reason() -> None:
+    table = PeerTable(SHAPE, Target("cpu", "x86_64", frozenset(), 0, 0, 0), 1, 4)
+    with pytest.raises(PeerMissing, match="this CPU lacks avx512bf16"):
+        table.get(KT)
+
+
+def served(engine: str, mode: str, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The replies of a driver in this process."""
+    replies = io.StringIO()
+    lines = io.StringIO("".join(json.dumps(request) + "\n" for request in requests))
+    serve(engine, mode, [1, 2, 4, 4, 64, 32, 2], lines, replies)
+    return [json.loads(line) for line in replies.getvalue().splitlines()]
+
+
+@pytest.fixture
+def fake_engine(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """An engine called "fake" that notes the (routing, layer) of its calls."""
+    calls: list[tuple[int, int]] = []
+
+    class Fake:
+        def __init__(self, mode: str, shape: Shape, threads: int, layers: int, most: int) -> None:
+            assert (shape, threads, layers, most) == (Shape(4, 64, 32, 2), 1, 2, 4)
+
+        def prepare(self, tokens: int, ids: list[list[int]]) -> None:
+            if tokens > 4:
+                raise ValueError("too many\ntokens")
+
+        def call(self, routing: int, layer: int) -> None:
+            calls.append((routing, layer))
+
+        def finite(self) -> bool:
+            return True
+
+    monkeypatch.setitem(ENGINES, "fake", Fake)
+    monkeypatch.setattr("bench.peers.driver.versions", lambda engine: {engine: "1"})
+    return calls
+
+
+def test_driver_rotates_routings_and_layers(fake_engine: list[tuple[int, int]]) -> None:
+    prepare = {"op": "prepare", "tokens": 1, "ids": [[0, 1], [2, 3], [0, 3]]}
+    turn = {"op": "turn", "seconds": 10.0, "most": 3}
+    ready, prepared, turned = served("fake", "any", [prepare, turn])
+    assert ready == {"ready": True, "versions": {"fake": "1"}}
+    assert prepared == {"finite": True}
+    assert [routing for routing, _ in turned["calls"]] == [1, 2, 0]
+    assert fake_engine == [(0, 0), (1, 1), (2, 0), (0, 1)]
+
+
+def test_driver_tells_errors_in_one_line(fake_engine: list[tuple[int, int]]) -> None:
+    *_, last = served("fake", "any", [{"op": "prepare", "tokens": 5, "ids": [[0]]}])
+    assert last == {"error": "ValueError: too many tokens"}
+    *_, last = served("fake", "any", [{"op": "dance"}])
+    assert last == {"error": "ValueError: unknown op 'dance'"}
+
+
+@pytest.mark.parametrize(("engine", "mode"), [("torch", "bf16"), ("torch", "fp32")])
+def test_torch_peer_computes_the_experts(engine: str, mode: str) -> None:
+    import torch
+
+    threads = torch.get_num_threads()
+    try:
+        made = ENGINES[engine](mode, Shape(4, 64, 32, 2), 1, 1, 4)
+        made.prepare(3, [[0, 1, 2, 3, 0, 2]])
+        made.call(0, 0)
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_grad_enabled(True)
+    gate_up, down = (matrix[0].float() for matrix in made.layers[0])  # all experts are alike
+    gate, up = (made.x.float() @ gate_up.T).chunk(2, -1)
+    want = (torch.nn.functional.silu(gate) * up) @ down.T * made.weights.float().sum(1)[:, None]
+    assert torch.allclose(made.y.float(), want, atol=0.03 * float(want.abs().max()))
+
+
+def test_numpy_peer_computes_the_experts() -> None:
+    import numpy as np
+
+    made = ENGINES["numpy"]("fp32", Shape(4, 64, 32, 2), 1, 1, 1)
+    made.prepare(1, [[3, 1]])
+    made.call(0, 0)
+    gate_up, down = (matrix[0] for matrix in made.layers[0])
+    gate, up = np.split(gate_up @ made.x, 2)
+    want = down @ (gate / (1 + np.exp(-gate)) * up) * made.weights.sum()
+    np.testing.assert_allclose(made.y, want, rtol=1e-3, atol=1e-4)
+
+
+def test_turns_do_at_least_one_call(fake_engine: list[tuple[int, int]]) -> None:
+    turns = Turns(ENGINES["fake"]("any", Shape(4, 64, 32, 2), 1, 2, 4), 2)
+    turns.answer({"op": "prepare", "tokens": 1, "ids": [[0, 1]]})
+    assert len(turns.answer({"op": "turn", "seconds": 0.0, "most": 9})["calls"]) == 1
+
+
+def test_peer_defaults() -> None:
+    peer = Peer("torch", "bf16", 2.0)
+    assert peer.matches("anything", 4096)

@@ -1,0 +1,66 @@
+"""The peers: where each lives, how it stores weights, which of our formats it is held against.
+
+Only the standard library is imported here: the peers' own Pythons read this file too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+VENVS = ROOT / ".venv-peers"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One way of one engine to compute the experts.
+
+    Attributes:
+        engine: "kt-kernel", "torch" or "numpy"; kt-kernel has a virtual environment of its own.
+        mode: the engine's name for how weights are stored.
+        bytes_per_weight: read from memory, block scales included.
+        formats: our formats that it is the like of; empty: every format is held against it.
+        features: CPU features that it needs, in LLVM's names.
+        max_tokens: more tokens a call are not asked of it; 0: no bound.
+    """
+
+    engine: str
+    mode: str
+    bytes_per_weight: float
+    formats: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+    max_tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine} {self.mode}"
+
+    def matches(self, fmt: str, tokens: int) -> bool:
+        """Whether a call of ``tokens`` in our format ``fmt`` is held against this peer."""
+        fits = not self.max_tokens or tokens <= self.max_tokens
+        return fits and (not self.formats or fmt in self.formats)
+
+
+_BF16, _VNNI = ("avx512bf16",), ("avx512vnni",)
+_SCALED_FP8 = 1 + 4 / (128 * 128)
+_SCALED_INT4 = 0.5 + 2 / 32
+
+PEERS = (
+    Peer("kt-kernel", "fp8", _SCALED_FP8, ("fp8",), _BF16),
+    Peer("kt-kernel", "bf16", 2.0, ("bf16",), _BF16),
+    Peer("kt-kernel", "rawint4", _SCALED_INT4, ("int4", "int4-g128", "mxfp4"), _BF16),
+    Peer("kt-kernel", "amxint4", 0.5, ("int4", "int4-g128", "mxfp4"), _VNNI),
+    Peer("kt-kernel", "amxint8", 1.0, ("int8",), _VNNI),
+    Peer("torch", "bf16", 2.0),
+    Peer("torch", "fp32", 4.0),
+    Peer("numpy", "fp32", 4.0, max_tokens=1),
+)
+"""kt-kernel's amx modes run on VNNI where there is no AMX. NumPy is one GEMV after another, so it
+is asked for one token only."""
+
+
+def peers_of(formats: Collection[str]) -> tuple[Peer, ...]:
+    """Those that at least one of ``formats`` is held against."""
+    return tuple(p for p in PEERS if not p.formats or set(p.formats) & set(formats))
