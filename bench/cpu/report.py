@@ -54,7 +54,7 @@ def ratio_cell(ratios: dict[str, float], peer: str) -> str:
 
 def terminal(results: Results) -> Table:
     """The main table."""
-    notes = "\n".join([NOTE, *(f"Not timed: {line}." for line in results["untimed"])])
+    notes = "\n".join([NOTE, *_notes(results)])
     table = Table(title=headline(results), caption=Text(notes), caption_justify="left")
     for number, heading in enumerate(HEADINGS):
         table.add_column(heading, justify="left" if number < 3 else "right", no_wrap=number < 2)
@@ -69,6 +69,15 @@ def terminal(results: Results) -> Table:
             ours = row["engine"] == "pykernels"
             table.add_row(*cells, style="bold" if ours else "")
     return table
+
+
+def _notes(results: Results) -> list[str]:
+    """What was not timed, and what was timed beside other programs."""
+    found = [f"Not timed: {line}." for line in results["untimed"]]
+    if results["disturbed"]:
+        parts = ", ".join(f"{name} ({share:.0%})" for name, share in results["disturbed"])
+        found.append(f"Disturbed: others used more than 5 % of the processors during {parts}.")
+    return found
 
 
 def headline(results: Results) -> str:
@@ -93,7 +102,7 @@ def markdown(results: Results, plots: list[str]) -> str:
         f" huge pages {machine['huge_pages']}, load before the run {machine['load_before']}.",
         "",
         NOTE,
-        *(f"Not timed: {line}." for line in results["untimed"]),
+        *(f"\n{line}" for line in _notes(results)),
         "",
         *_grid(
             HEADINGS,

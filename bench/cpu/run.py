@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from pykernels.target import Target
@@ -13,6 +14,7 @@ from .cases import Settings, layer_shape
 from .machine import describe
 from .ours import OurWeights
 from .peer_table import PeerTable
+from .quiet import Watch
 from .sections import Bench
 
 Step = Callable[[str, float], None]
@@ -29,6 +31,7 @@ def run(settings: Settings, target: Target, step: Step) -> dict[str, Any]:
     most_tokens = max(tokens.of(shape) for tokens in settings.tokens)
     peers = PeerTable(shape, target, settings.threads, most_tokens)
     table, latency, threads, skew = [], [], [], []
+    watch = Watch()
     parts = len(settings.formats) * (len(settings.tokens) + 3) + 1
     done = 0
 
@@ -46,17 +49,18 @@ def run(settings: Settings, target: Target, step: Step) -> dict[str, Any]:
             weights = OurWeights(fmt, shape)
             for tokens in settings.tokens:
                 unit = " per expert" if tokens.per_expert else ""
-                begin(f"{fmt}: {tokens.count} tokens{unit}")
-                table += bench.table(weights, tokens)
+                what = f"{fmt}: {tokens.count} tokens{unit}"
+                begin(what)
+                table += watch.run(what, partial(bench.table, weights, tokens))
             begin(f"{fmt}: latency by tokens")
-            latency += bench.latency(weights)
+            latency += watch.run(f"{fmt}: latency", partial(bench.latency, weights))
             begin(f"{fmt}: threads")
-            threads += bench.threads(weights)
+            threads += watch.run(f"{fmt}: threads", partial(bench.threads, weights))
             del weights
         peers.close()
         begin("scheduling under skew")
         fmt = "fp8" if "fp8" in settings.formats else settings.formats[0]
-        skew = bench.skew(fmt)
+        skew = watch.run("skew", partial(bench.skew, fmt))
     finally:
         peers.close()
     step("done", 1.0)
@@ -66,6 +70,7 @@ def run(settings: Settings, target: Target, step: Step) -> dict[str, Any]:
         "machine": machine,
         "shape": asdict(shape),
         "settings": asdict(settings),
+        "disturbed": watch.disturbed,
         "untimed": bench.untimed(settings.formats),
         "table": table,
         "latency": latency,

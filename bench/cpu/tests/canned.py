@@ -49,6 +49,7 @@ def canned() -> dict[str, Any]:
         "shape": {"E": 16, "H": 7168, "I": 2048, "topk": 8},
         "settings": {"formats": ["fp8"], "threads": 2, "quick": True},
         "untimed": ["amx: this CPU lacks amx-tile"],
+        "disturbed": [("fp8: threads", 0.25)],
         "table": [ours, torch, gone],
         "latency": latency,
         "threads": threads,

@@ -1,0 +1,57 @@
+"""Parts that were disturbed are measured again; the clocks are made up."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.cpu import quiet
+from bench.cpu.quiet import Watch, clock, others
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, shares: list[float]) -> Watch:
+    """A watch that sees these shares of others, one a part; waiting is always quiet."""
+    made, left = Watch(), iter(shares)
+    monkeypatch.setattr(made, "_wait", lambda: None)
+
+    def share(part) -> float:  # type: ignore[no-untyped-def]
+        part()
+        return next(left)
+
+    monkeypatch.setattr(made, "_share", share)
+    return made
+
+
+def test_others_are_what_is_neither_idle_nor_ours() -> None:
+    assert others((10.0, 1.0), (14.0, 4.0), cores=2, wall=2.0) == 0.25
+    assert others((10.0, 1.0), (11.0, 2.5), cores=2, wall=2.0) == 0.0  # clocks are coarse
+
+
+def test_a_quiet_part_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = iter([[{"run": 1}], [{"run": 2}]])
+    made = watch(monkeypatch, [0.01, 0.0])
+    assert made.run("part", lambda: next(runs)) == [{"run": 1}]
+    assert made.disturbed == []
+
+
+def test_a_disturbed_part_runs_again_and_the_quietest_run_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs = iter([[{"run": n}] for n in (1, 2, 3)])
+    made = watch(monkeypatch, [0.5, 0.2, 0.3])
+    assert made.run("part", lambda: next(runs)) == [{"run": 2}]
+    assert made.disturbed == [("part", 0.2)]
+
+
+def test_waiting_ends_with_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quiet, "_PATIENCE", 0.05)
+    monkeypatch.setattr(quiet, "_LOOK", 0.01)
+    monkeypatch.setattr(quiet, "LIMIT", -1.0)  # never quiet
+    Watch()._wait()
+
+
+def test_the_clock_counts_our_own_work() -> None:
+    before = clock()
+    sum(i * i for i in range(2_000_000))
+    after = clock()
+    assert after[1] > before[1]
+    assert after[0] >= before[0]
