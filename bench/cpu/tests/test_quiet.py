@@ -13,7 +13,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, shares: list[float]) -> Watch:
     made, left = Watch(), iter(shares)
     monkeypatch.setattr(made, "_wait", lambda: None)
 
-    def share(part) -> float:  # type: ignore[no-untyped-def]
+    def share(part) -> float:
         part()
         return next(left)
 
