@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ..errors import PykernelsError
-from .layout import N_BLOCK, pack_tiles, padded, unpack_tiles
+from .layout import K_BLOCK, N_BLOCK, pack_tiles, padded, unpack_tiles
 from .weight import Weight
 
 Mover = Callable[[torch.Tensor, torch.Tensor], None]
@@ -22,11 +22,13 @@ class Format(ABC):
         name: as on the command line.
         dtype: of ``Weight.data``.
         error: bound on ``|dequantize(quantize(w)) - w|``, as a person would state it.
+        k_block: inputs that a packed matrix is padded to a multiple of.
     """
 
     name: str
     dtype: torch.dtype
     error: str
+    k_block: int = K_BLOCK
 
     @abstractmethod
     def quantize(self, matrix: torch.Tensor) -> Weight:
