@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 from .env import env
 from .errors import PykernelsError
-from .quant import FORMATS
 from .target import Target
+
+FORMATS = ("bf16", "fp8", "int8", "int4", "int4-g128", "mxfp4")
+"""Weight formats that have kernels; ``quant.FORMATS`` are those that can be read and packed."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,11 @@ def resolve(kernel: str, fmt: str, target: Target) -> Backend:
     """
     wanted = env.kernel if kernel == "auto" else kernel
     if wanted == "auto":
-        return next(b for b in BACKENDS if b.supports(fmt, target) is None)
+        if able := [b for b in BACKENDS if b.supports(fmt, target) is None]:
+            return able[0]
+        raise PykernelsError(
+            f"no expert kernel runs {fmt} here", f"Convert to one of {', '.join(FORMATS)}"
+        )
     backend = next((b for b in BACKENDS if b.name == wanted), None)
     if backend is None:
         names = ", ".join(b.name for b in BACKENDS)

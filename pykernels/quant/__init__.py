@@ -8,7 +8,9 @@ from .experts import Allocator, PackedExperts
 from .format import Format, Mover
 from .fp8 import FP8
 from .integer import Integer
+from .kquants import Q6K, AffineK
 from .mxfp4 import MXFP4
+from .q8_0 import Q8_0
 from .weight import Weight
 
 FORMATS: dict[str, Format] = {
@@ -20,6 +22,10 @@ FORMATS: dict[str, Format] = {
         Integer("int4", bits=4, group=32),
         Integer("int4-g128", bits=4, group=128),
         MXFP4(),
+        AffineK(bits=4),
+        AffineK(bits=5),
+        Q6K(),
+        Q8_0(),
     )
 }
 

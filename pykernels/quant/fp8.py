@@ -23,6 +23,7 @@ class FP8(Format):
 
     name = "fp8"
     dtype = torch.float8_e4m3fn
+    bits = 8
     error = "max(|w| * 2**-4, block amax * 2**-10 / 448) (round to nearest even)"
 
     def quantize(self, matrix: torch.Tensor) -> Weight:
@@ -37,7 +38,7 @@ class FP8(Format):
 
     def dequantize(self, weight: Weight) -> torch.Tensor:
         assert weight.scale is not None
-        return weight.data.float() * self.expand(weight.scale.float(), *weight.shape)
+        return weight.data.float() * self.expand(weight.scale.float(), *weight.data.shape)
 
     def scale_shape(self, N: int, K: int) -> tuple[int, int] | None:
         return self._scale_shape(N, K)

@@ -8,7 +8,8 @@ import torch
 from pykernels import cpu, ref
 from pykernels.cpu.intrin import amx_model
 from pykernels.cpu.moe import build_kernel
-from pykernels.quant import FORMATS, get_format
+from pykernels.quant import get_format
+from pykernels.registry import FORMATS
 from pykernels.shapes import MoEShape
 from pykernels.testing import (
     assert_close,

@@ -11,8 +11,8 @@ from pykernels.cpu import tile_avx512, tile_generic
 from pykernels.cpu.decode import TABLES
 from pykernels.cpu.jit import kernel
 from pykernels.env import env
-from pykernels.quant import FORMATS, Weight, get_format
-from pykernels.registry import resolve
+from pykernels.quant import Weight, get_format
+from pykernels.registry import FORMATS, resolve
 from pykernels.target import detect
 from pykernels.testing import poisoned
 
@@ -36,7 +36,7 @@ def run_tile():
     compiled = {}
 
     def run(module, name: str, weight: Weight, x: torch.Tensor) -> torch.Tensor:
-        fmt, K, M = get_format(name), weight.shape[1], x.shape[0]
+        fmt, (M, K) = get_format(name), x.shape
         raw = torch.zeros(fmt.block_bytes(K) + 64, dtype=torch.uint8)
         skip = -raw.data_ptr() % 64
         blocks = raw[skip : skip + fmt.block_bytes(K)].view(1, -1)
