@@ -25,6 +25,7 @@ class Format(ABC):
         error: bound on ``|dequantize(quantize(w)) - w|``, as a person would state it.
         k_block: inputs to a multiple of which K is padded in the tile layout.
         k_multiple: what K itself must be a multiple of.
+        int8_kind: the ``activations`` that integer kernels multiply it with; None if it has none.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Format(ABC):
     error: str
     k_block: int = K_BLOCK
     k_multiple: int = 1
+    int8_kind: str | None = None
 
     @abstractmethod
     def quantize(self, matrix: torch.Tensor) -> Weight:

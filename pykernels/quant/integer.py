@@ -26,6 +26,7 @@ class Integer(Format):
     """
 
     dtype = torch.int8
+    int8_kind = "q8"
 
     def __init__(self, name: str, bits: int, group: int) -> None:
         if bits not in (4, 8) or group not in (32, K_BLOCK):

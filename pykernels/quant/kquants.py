@@ -25,6 +25,7 @@ class AffineK(GGUF):
     """
 
     k_multiple = k_block = 256
+    int8_kind = "q8_k"
     halves, small = 2, 16
 
     def __init__(self, bits: int) -> None:
@@ -92,6 +93,7 @@ class Q6K(GGUF):
     name, bits = "q6_k", 6
     error = "1 / 32 of the amax of a superblock, and 1.3e-4 (fp16 scales)"
     k_multiple = k_block = 256
+    int8_kind = "q8_k"
     stored_bytes, halves, small = 210, 1, 16
     grids = tuple(i / 10 for i in range(-9, 10))
 

@@ -12,6 +12,7 @@ class Q8_0(GGUF):
 
     name = "q8_0"
     bits = 8
+    int8_kind = "q8"
     error = "block amax / 127 * 0.57, and 4e-6 (fp16 scales) (ties away from zero)"
     k_multiple, stored_bytes, halves, small = 32, 34, 1, 0
 

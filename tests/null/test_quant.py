@@ -112,6 +112,16 @@ def test_padding_is_zero():
     assert whole[:3, :5].ne(0).all() and whole.count_nonzero() == 15
 
 
+def test_channel_scales_are_one_line_of_32_a_block():
+    fmt = get_format("fp8-channel")
+    weight = fmt.quantize(torch.randn(40, 300))
+    blocks, scales = (torch.full((2, n), 0xAB, dtype=torch.uint8) for n in (32 * 384, 128))
+    assert (fmt.block_bytes(300), fmt.scale_bytes(300)) == (32 * 384, 128)
+    fmt.pack(weight, blocks, scales)
+    assert torch.equal(scales.view(torch.float32).flatten()[:40], weight.scale[:, 0])
+    assert not scales.view(torch.float32).flatten()[40:].any()
+
+
 def test_every_finite_e4m3_code_dequantizes_by_the_formula():
     table = decode_table()
     for code in FINITE:
@@ -122,13 +132,16 @@ def test_every_finite_e4m3_code_dequantizes_by_the_formula():
     assert _same_bits(table[FINITE].to(torch.bfloat16).float(), table[FINITE]), "exact in bf16"
 
 
+@pytest.mark.parametrize("name", ["fp8", "fp8-channel"])
 @pytest.mark.parametrize("spread", [1e-6, 1.0, 1e4], ids=["tiny", "unit", "large"])
-def test_fp8_quantization_error_is_within_its_bound(spread):
-    fmt = get_format("fp8")
+def test_fp8_quantization_error_is_within_its_bound(name, spread):
+    fmt = get_format(name)
     matrix = torch.randn(160, 300) * spread
+    matrix[7] = 0
     weight = fmt.quantize(matrix)
     error = (fmt.dequantize(weight) - matrix).abs()
-    half_step = torch.maximum(matrix.abs() * 2.0**-4, fmt.expand(weight.scale, 160, 300) * 2.0**-10)
+    scale = weight.scale if name == "fp8-channel" else fmt.expand(weight.scale, 160, 300)
+    half_step = torch.maximum(matrix.abs() * 2.0**-4, scale * 2.0**-10)
     assert (error <= half_step * 1.0001).all()
     assert not (weight.data.view(torch.uint8) & 0x7F == 0x7F).any(), "no NaN code"
 
@@ -241,5 +254,5 @@ def test_an_expert_out_of_range_and_an_unknown_format_are_refused():
     zeros = [fmt.quantize(torch.zeros(*s)) for s in ((32, 64), (32, 64), (64, 32))]
     with pytest.raises(PykernelsError, match="no expert 2"):
         experts.pack(2, *zeros)
-    with pytest.raises(PykernelsError, match="bf16, fp8, int8"):
+    with pytest.raises(PykernelsError, match="bf16, fp8, fp8-channel"):
         get_format("int3")
