@@ -115,9 +115,11 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
     """
     reader = make_reader(fmt, ops)
     packing, scales, INT8 = reader.packing, reader.scales, activations == "int8"
-    read, codes, BIAS = reader.rows, reader.codes, reader.bias
-    factor_of, minimum_of = scales.factor, scales.minimum
-    how = annotation(scales, activations)
+    read, BIAS = reader.rows, reader.bias
+    codes: Any = reader.codes
+    factor_of: Any = scales.factor
+    minimum_of = scales.minimum
+    how = annotation(fmt, activations)
     ACT_K = how.act_k if how and INT8 else 0
     PARTS, TILE_BYTES, PACKED_K = packing.parts, packing.tile_bytes, packing.k_step
     STEP_K = 64 if INT8 else 32  # inputs of a full tile

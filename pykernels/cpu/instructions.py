@@ -30,7 +30,7 @@ class Instructions:
 
 def instructions(target: Target) -> Instructions:
     """The fastest set that ``target`` runs (it has AVX-512 F, BW, VL and DQ)."""
-    found = {}
+    found: dict[str, Callable] = {}
     for extension, names in EXTENSIONS.items():
         module = avx512_base if target.lacks((extension,)) else avx512
         found |= {name: getattr(module, name) for name in names}

@@ -14,10 +14,11 @@ import torch
 from numba import carray, types
 
 from ..quant.layout import K_STEP, N_BLOCK, padded
+from .intrin.descriptor import descriptor
 from .intrin.sync import as_pointer
 from .jit import inlined, task
 
-PACK = np.dtype([(name, np.int64) for name in ("source", "N", "K", "out", "out_stride")])
+PACK, _pack_at = descriptor("pack", ("source", "N", "K", "out", "out_stride"))
 """Job: ``source`` [N, K] contiguous elements; block i goes to ``out + i * out_stride`` (bytes)."""
 
 _PAIRS = K_STEP // 2  # pair-rows of a tile
@@ -44,7 +45,7 @@ def make_pack(itemsize: int) -> Any:
 
     @task(f"pack-{itemsize}")
     def pack(job_address, block, worker):
-        job = carray(as_pointer(job_address), (1,), PACK)[0]
+        job = _pack_at(job_address)
         steps = (job.K + 127) // 128 * 4
         source = carray(as_pointer(job.source), (job.N * job.K,), element)
         pairs = carray(as_pointer(job.source), (job.N * job.K // 2,), pair)

@@ -53,9 +53,11 @@ class Products:
     offset: Callable
 
 
-def make_products(reader: Reader, ops: Instructions, activations: str, M: int) -> Products:
+def make_products(
+    fmt: str, reader: Reader, ops: Instructions, activations: str, M: int
+) -> Products:
     """The products of a tile of M tokens with ``activations`` "bf16" or "int8"."""
-    return (_bf16 if activations == "bf16" else _int8)(reader, ops, M)
+    return _bf16(reader, ops, M) if activations == "bf16" else _int8(fmt, reader, ops, M)
 
 
 def _bf16(reader: Reader, ops: Instructions, M: int) -> Products:
@@ -86,10 +88,10 @@ def _bf16(reader: Reader, ops: Instructions, M: int) -> Products:
     return Products(f32x16_array, clear, multiply, total, offset)
 
 
-def _int8(reader: Reader, ops: Instructions, M: int) -> Products:
+def _int8(fmt: str, reader: Reader, ops: Instructions, M: int) -> Products:
     codes, dot, GROUP, BIAS = reader.codes, ops.dot_u8i8, reader.scales.k, reader.bias
-    how = annotation(reader.scales, "int8")
-    assert how is not None
+    how = annotation(fmt, "int8")
+    assert how is not None and codes is not None
     ACT_K, MINUS_BIAS = how.act_k, np.float32(-BIAS)
 
     @inlined

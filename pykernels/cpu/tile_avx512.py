@@ -55,7 +55,7 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str) -> Any:
     reader = make_reader(fmt, ops)
     # Both halves of the block in one sweep while LLVM unrolls that, else one after the other.
     HALVES = 2 if M <= 2 else 1
-    products = make_products(reader, ops, activations, M)
+    products = make_products(fmt, reader, ops, activations, M)
     new_sums, clear, multiply, total = (
         products.new_sums,
         products.clear,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ..errors import PykernelsError
-from .layout import K_BLOCK, N_BLOCK, pack_tiles, padded, unpack_tiles
+from .layout import K_BLOCK, N_BLOCK, ceil_to, pack_tiles, padded, unpack_tiles
 from .weight import Weight
 
 Mover = Callable[[torch.Tensor, torch.Tensor], None]
@@ -21,14 +21,20 @@ class Format(ABC):
     Attributes:
         name: as on the command line.
         dtype: of ``Weight.data``.
+        bits: of one packed weight, scales not counted.
         error: bound on ``|dequantize(quantize(w)) - w|``, as a person would state it.
-        k_block: inputs that a packed matrix is padded to a multiple of.
+        k_block: inputs to a multiple of which K is padded in the tile layout.
+        k_multiple: what K itself must be a multiple of.
+        int8_kind: the ``activations`` that integer kernels multiply it with; None if it has none.
     """
 
     name: str
     dtype: torch.dtype
+    bits: int
     error: str
     k_block: int = K_BLOCK
+    k_multiple: int = 1
+    int8_kind: str | None = None
 
     @abstractmethod
     def quantize(self, matrix: torch.Tensor) -> Weight:
@@ -42,9 +48,28 @@ class Format(ABC):
     def scale_shape(self, N: int, K: int) -> tuple[int, int] | None:
         """Shape of ``Weight.scale`` for a matrix [N, K]; None if the format has no scales."""
 
+    def logical_shape(self, weight: Weight) -> tuple[int, int]:
+        """(N, K) of the matrix that ``weight`` stands for."""
+        N, K = weight.data.shape
+        return N, K
+
+    def data_shape(self, N: int, K: int) -> tuple[int, int]:
+        """Shape of ``Weight.data`` for a matrix [N, K]."""
+        return N, K
+
+    def padded_k(self, K: int) -> int:
+        """K as packed. Raises PykernelsError unless K is a multiple of ``k_multiple``."""
+        if K % self.k_multiple:
+            raise PykernelsError(
+                f"{self.name} takes matrices whose inputs are a multiple of {self.k_multiple}, "
+                f"not {K}",
+                "Use another format for these experts, such as int4",
+            )
+        return ceil_to(K, self.k_block)
+
     def block_bytes(self, K: int) -> int:
         """Bytes of one packed 32-row block without its scales."""
-        return N_BLOCK * padded(1, K)[1] * self.dtype.itemsize
+        return N_BLOCK * self.padded_k(K) * self.bits // 8
 
     def packed_bytes(self, N: int, K: int) -> int:
         """Bytes of a packed matrix without its scales."""
@@ -56,9 +81,11 @@ class Format(ABC):
 
     def check(self, weight: Weight, N: int, K: int, name: str = "weight") -> None:
         """Raises PykernelsError unless ``weight`` is a matrix [N, K] in this format."""
-        if tuple(weight.data.shape) != (N, K):
+        self.padded_k(K)
+        expected_data = self.data_shape(N, K)
+        if tuple(weight.data.shape) != expected_data:
             raise PykernelsError(
-                f"{name} has shape {tuple(weight.data.shape)}, expected {(N, K)}",
+                f"{name} has shape {tuple(weight.data.shape)}, expected {expected_data}",
                 "Check that the config.json belongs to this checkpoint",
             )
         if weight.data.dtype != self.dtype:
@@ -71,7 +98,7 @@ class Format(ABC):
         if found != expected:
             raise PykernelsError(
                 f"{name} has scales of shape {found}, format {self.name} needs {expected}",
-                "Check the checkpoint's weight_scale_inv tensors and weight_block_size",
+                "Check the checkpoint's weight scales and the group or block size in its config",
             )
 
     def pack(

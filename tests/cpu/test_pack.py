@@ -35,7 +35,9 @@ def test_workers_pack_the_reference_bytes(name, N, K):
         (experts.weights.gate_up[1, :, 1], up),
         (experts.weights.down[1], down),
     ):
-        expected = torch.empty(padded(*weight.shape)[0] // 32, blocks.shape[1], dtype=torch.uint8)
+        expected = torch.empty(
+            padded(*weight.data.shape)[0] // 32, blocks.shape[1], dtype=torch.uint8
+        )
         pack_tiles(weight.data, expected)
         assert torch.equal(blocks, expected)
 
