@@ -34,15 +34,15 @@ class Backend:
         return None
 
 
-_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi", "avx512bf16")
+_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 
-_AMX = (*_AVX512, "amx-tile", "amx-bf16")
+_AMX = (*_AVX512, "avx512vbmi", "avx512bf16", "amx-tile", "amx-bf16", "amx-int8")
 
 BACKENDS = (
     Backend("amx", "AMX tiles for many tokens, AVX-512 for few", _AMX, tuple(FORMATS)),
     Backend(
         "avx512",
-        "AVX-512 BF16 dot products; narrow formats by table lookup",
+        "AVX-512; its BF16, VNNI and VBMI instructions where the CPU has them",
         _AVX512,
         tuple(FORMATS),
     ),

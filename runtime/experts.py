@@ -127,7 +127,7 @@ class RoutedExperts:
             )
         pool, call = self._bind()
         y = torch.empty(x.shape, dtype=x.dtype)
-        tasks, stages = call.prepare(x, ids, weights, y), call.kernel
+        tasks, stages = call.prepare(x, ids, weights, y), call.kernel.stages
         pool.start(
             Call(
                 gate_up=stages.gate_up.address,

@@ -56,7 +56,7 @@ class StaticOurs(Ours):
     def __init__(self, weights: OurWeights, kernel: str, pool: WorkerPool) -> None:
         super().__init__(weights, kernel)
         self._pool = pool
-        stages = make_kernel(self.layers[0].backend.name, weights.fmt)
+        stages = make_kernel(self.layers[0].backend.name, weights.fmt).stages
         self._stages = stages
         self._calls = [
             MoECall(packed, stages, pool.workspace, pool.threads) for packed in weights.packed

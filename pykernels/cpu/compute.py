@@ -54,7 +54,7 @@ def _make_amx() -> Any:
     def compute(job, index, worker):
         zeros = stack_alloc(1024)
         carray(as_pointer(zeros), (256,), types.uint32)[:] = 0
-        amx.load_config(write_config(stack_alloc(64)))
+        amx.load_config(write_config(stack_alloc(64), 16))
         amx.zero(0)
         amx.zero(1)
         amx.zero(2)

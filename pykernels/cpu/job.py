@@ -20,9 +20,9 @@ JOB = np.dtype(
             "T",  # tokens
             "S",  # slots
             "A",  # active experts
-            "x",  # bf16 [T, x_stride / 2], H padded to 128 with zeros
+            "x",  # rows (cpu.rows) of T tokens, H padded with zeros
             "x_stride",  # bytes
-            "h",  # bf16 [S, h_stride / 2], I padded to 128 with zeros
+            "h",  # rows of S slots, I padded with zeros
             "h_stride",
             "acc",  # float32 [T, acc_stride / 4], H padded to 32
             "acc_stride",
@@ -54,10 +54,16 @@ JOB = np.dtype(
             "h_blocks",  # 32-row blocks of down
             "h_chunk",
             "h_chunks",
+            "tiles",  # addresses of the format's routines: tile_avx512.make_tiles,
+            "gemm",  # gemm_amx.make_gemm,
+            "annotate",  # rows.make_annotate; 0: nothing to annotate
             "tables",  # address of the decoding tables
+            "slab_bytes",  # packed bytes of 32 outputs by 128 inputs
+            "operand",  # bytes for each (padded) input between a row's start and what is multiplied
+            "tile_steps",  # A tiles of 16 slots by 128 inputs
             "gemm_from",  # tokens of an expert from which its weights go through the GEMM
-            "x_tiles",  # A tiles of x: [group of 16 slots][gate_up_k * 4 steps][16 rows][64 bytes]
-            "h_tiles",  # the same of h, down_k * 4 steps
+            "x_tiles",  # A tiles of x: [group of 16 slots][gate_up_k * tile_steps][16][64 bytes]
+            "h_tiles",  # the same of h, down_k * tile_steps
             "groups",  # int64 [A] first group of each active expert that takes the GEMM
             "P",  # pieces: runs of up to 64 slots of such an expert, packed by one task
             "piece_active",  # int64 [P] which active expert a piece is of
@@ -86,3 +92,9 @@ def i64(address, index):
 def f32(address, index):
     """Element ``index`` of the float32 array at ``address``."""
     return carray(as_pointer(address), (index + 1,), types.float32)[index]
+
+
+@inlined
+def poke_f32(address, value):
+    """Sets the float32 at ``address``."""
+    carray(as_pointer(address), (1,), types.float32)[0] = value

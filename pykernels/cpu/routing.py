@@ -5,10 +5,10 @@ from __future__ import annotations
 from numba import carray, types
 
 from ..quant.layout import K_BLOCK
-from .intrin.sync import as_pointer
+from .intrin.sync import as_pointer, call_routine
 from .jit import inlined, kernel
 from .job import job_at
-from .moe import PIECE
+from .stages import PIECE
 from .tile_generic import round_bf16
 
 OK, BAD_EXPERT = 0, 1
@@ -21,7 +21,7 @@ def _words(address, count):
 
 @kernel()
 def copy_rows(job_address, source, source_stride, source_bf16):
-    """Copies x [T, H] (bf16 or float32, strides in bytes) into the job's padded bf16 rows.
+    """Copies x [T, H] (bf16 or float32, strides in bytes) into the job's rows and annotates them.
 
     The padding is zeroed every time: a wider layer may have used the same rows.
     """
@@ -37,6 +37,8 @@ def copy_rows(job_address, source, source_stride, source_bf16):
             values = carray(as_pointer(at), (job.H,), types.float32)
             for i in range(job.H):
                 to[i] = round_bf16(values[i])
+        if job.annotate != 0:
+            call_routine(job.annotate, (job.x + t * job.x_stride, Hp, 0, Hp))
 
 
 @inlined

@@ -7,10 +7,11 @@ them is only ever compiled after ``registry`` has checked the target.
 from __future__ import annotations
 
 from llvmlite import ir
+from llvmlite.binding import llvm_version_info
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from .registers import BF16, I8, I32, f32x16, u8x64
+from .registers import BF16, I8, I32, I64, f32x16, i32x16, u8x64
 
 _BF16X32 = ir.VectorType(BF16, 32)
 _BF16X16 = ir.VectorType(BF16, 16)
@@ -94,6 +95,39 @@ def load_bf16(typingctx, address):
 
 
 @intrinsic
+def load_f16(typingctx, address):
+    """16 IEEE halves from a 2-byte-aligned address, as floats (``vcvtph2ps``)."""
+
+    def codegen(context, builder, sig, args):
+        halves = _load(builder, args[0], ir.VectorType(ir.HalfType(), 16), 2)
+        return builder.fpext(halves, f32x16.ir_type)
+
+    return f32x16(types.intp), codegen
+
+
+@intrinsic
+def load_u8_as_f32(typingctx, address):
+    """16 unsigned bytes, as floats (``vpmovzxbd``, ``vcvtdq2ps``)."""
+
+    def codegen(context, builder, sig, args):
+        bytes_ = _load(builder, args[0], ir.VectorType(I8, 16), 1)
+        return builder.sitofp(builder.zext(bytes_, _I32X16), f32x16.ir_type)
+
+    return f32x16(types.intp), codegen
+
+
+@intrinsic
+def load_i8_as_f32(typingctx, address):
+    """16 signed bytes, as floats (``vpmovsxbd``, ``vcvtdq2ps``)."""
+
+    def codegen(context, builder, sig, args):
+        bytes_ = _load(builder, args[0], ir.VectorType(I8, 16), 1)
+        return builder.sitofp(builder.sext(bytes_, _I32X16), f32x16.ir_type)
+
+    return f32x16(types.intp), codegen
+
+
+@intrinsic
 def store_f32(typingctx, address, value):
     """16 floats to a 4-byte-aligned address (``vmovups``)."""
 
@@ -116,12 +150,12 @@ def broadcast_f32(typingctx, value):
 
 
 @intrinsic
-def broadcast_pair(typingctx, address):
-    """Two adjacent bf16 (4 bytes) in all 16 dword lanes (``vpbroadcastd m32``)."""
+def broadcast_dword(typingctx, address):
+    """Four adjacent bytes, two bf16 or four int8, in all 16 dword lanes (``vpbroadcastd m32``)."""
 
     def codegen(context, builder, sig, args):
-        pair = _load(builder, args[0], I32, 2)
-        return builder.bitcast(_splat(builder, pair, _I32X16), u8x64.ir_type)
+        dword = _load(builder, args[0], I32, 2)
+        return builder.bitcast(_splat(builder, dword, _I32X16), u8x64.ir_type)
 
     return u8x64(types.intp), codegen
 
@@ -159,6 +193,44 @@ def lookup_16(typingctx, table, index):
         return _llvm(builder, "llvm.x86.avx512.pshuf.b.512", u8x64.ir_type, *args)
 
     return u8x64(u8x64, u8x64), codegen
+
+
+@intrinsic
+def lookup_64(typingctx, table, index):
+    """``table[index & 63]`` per byte, the table in one register (``vpermb``)."""
+
+    def codegen(context, builder, sig, args):
+        table, index = args
+        name = "llvm.x86.avx512.permvar.qi.512"
+        return _llvm(builder, name, u8x64.ir_type, table, index)
+
+    return u8x64(u8x64, u8x64), codegen
+
+
+@intrinsic
+def set_where(typingctx, a, address, bits):
+    """``a | bits`` in each byte j where bit j of the int64 at ``address`` is set (``kmovq``)."""
+
+    def codegen(context, builder, sig, args):
+        a, address, bits = args
+        word = _load(builder, address, I64, 8)
+        mask = builder.bitcast(word, ir.VectorType(ir.IntType(1), 64))
+        more = _splat(builder, builder.trunc(bits, I8), u8x64.ir_type)
+        return builder.select(mask, builder.or_(a, more), a)
+
+    return u8x64(u8x64, types.intp, types.intp), codegen
+
+
+@intrinsic
+def xor_u8(typingctx, a, b):
+    """``a ^ b``."""
+    return u8x64(u8x64, u8x64), lambda context, builder, sig, args: builder.xor(*args)
+
+
+@intrinsic
+def sub_i8(typingctx, a, b):
+    """``a - b`` per byte (``vpsubb``)."""
+    return u8x64(u8x64, u8x64), lambda context, builder, sig, args: builder.sub(*args)
 
 
 @intrinsic
@@ -275,6 +347,123 @@ def dot_bf16(typingctx, acc, a, b):
 
 
 @intrinsic
+def dot_u8i8(typingctx, acc, a, b):
+    """``acc[n] + sum over 4 of a[4n + i] * b[4n + i]``, a unsigned, b signed (``vpdpbusd``)."""
+
+    def codegen(context, builder, sig, args):
+        acc, a, b = args
+        # The operands' type was <16 x i32> before LLVM 22 and is <64 x i8> from then on.
+        name = "llvm.x86.avx512.vpdpbusd.512"
+        if llvm_version_info[0] < 22:
+            a, b = (builder.bitcast(x, _I32X16) for x in (a, b))
+        return _llvm(builder, name, _I32X16, acc, a, b)
+
+    return i32x16(i32x16, u8x64, u8x64), codegen
+
+
+@intrinsic
+def zero_i32(typingctx):
+    """16 zeros."""
+    return i32x16(), lambda context, builder, sig, args: ir.Constant(_I32X16, None)
+
+
+@intrinsic
+def add_i32(typingctx, a, b):
+    """``a + b`` (``vpaddd``)."""
+    return i32x16(i32x16, i32x16), lambda context, builder, sig, args: builder.add(*args)
+
+
+@intrinsic
+def load_i32(typingctx, address):
+    """16 integers from a 4-byte-aligned address."""
+
+    def codegen(context, builder, sig, args):
+        return _load(builder, args[0], _I32X16, 4)
+
+    return i32x16(types.intp), codegen
+
+
+@intrinsic
+def to_f32(typingctx, a):
+    """Integers as floats, to nearest (``vcvtdq2ps``)."""
+
+    def codegen(context, builder, sig, args):
+        return builder.sitofp(args[0], f32x16.ir_type)
+
+    return f32x16(i32x16), codegen
+
+
+@intrinsic
+def to_i32(typingctx, a):
+    """Floats as integers, to nearest, ties to even (``vcvtps2dq``)."""
+
+    def codegen(context, builder, sig, args):
+        name = "llvm.x86.avx512.mask.cvtps2dq.512"
+        zeros, all_lanes, current_rounding = ir.Constant(_I32X16, None), ir.IntType(16)(-1), I32(4)
+        return _llvm(builder, name, _I32X16, args[0], zeros, all_lanes, current_rounding)
+
+    return i32x16(f32x16), codegen
+
+
+@intrinsic
+def store_low_bytes(typingctx, address, a):
+    """The low byte of each of 16 integers, to 16 bytes at any address (``vpmovdb``)."""
+
+    def codegen(context, builder, sig, args):
+        address, a = args
+        narrow = ir.VectorType(I8, 16)
+        pointer = builder.inttoptr(address, narrow.as_pointer())
+        builder.store(builder.trunc(a, narrow), pointer).align = 1
+        return context.get_dummy_value()
+
+    return types.void(types.intp, i32x16), codegen
+
+
+@intrinsic
+def sum_i32(typingctx, a):
+    """The sum of 16 integers."""
+
+    def codegen(context, builder, sig, args):
+        return _llvm(builder, "llvm.vector.reduce.add.v16i32", I32, args[0])
+
+    return types.int32(i32x16), codegen
+
+
+@intrinsic
+def sum_f32(typingctx, a):
+    """The sum of 16 floats, by halves: (0..7) + (8..15), and so on."""
+
+    def codegen(context, builder, sig, args):
+        a = args[0]
+        for width in (8, 4, 2, 1):
+            low, high = (list(range(i, i + width)) for i in (0, width))
+            a = builder.fadd(_shuffle(builder, a, a, low), _shuffle(builder, a, a, high))
+        return builder.extract_element(a, I32(0))
+
+    return types.float32(f32x16), codegen
+
+
+@intrinsic
+def largest_f32(typingctx, a):
+    """The largest of 16 floats."""
+
+    def codegen(context, builder, sig, args):
+        return _llvm(builder, "llvm.vector.reduce.fmax.v16f32", ir.FloatType(), args[0])
+
+    return types.float32(f32x16), codegen
+
+
+@intrinsic
+def abs_f32(typingctx, a):
+    """``|a|``."""
+
+    def codegen(context, builder, sig, args):
+        return _llvm(builder, "llvm.fabs.v16f32", f32x16.ir_type, args[0])
+
+    return f32x16(f32x16), codegen
+
+
+@intrinsic
 def add_f32(typingctx, a, b):
     """``a + b`` (``vaddps``)."""
     return f32x16(f32x16, f32x16), lambda context, builder, sig, args: builder.fadd(*args)
@@ -298,6 +487,17 @@ def fma_f32(typingctx, a, b, c):
 
     def codegen(context, builder, sig, args):
         return _llvm(builder, "llvm.fma.v16f32", f32x16.ir_type, *args)
+
+    return f32x16(f32x16, f32x16, f32x16), codegen
+
+
+@intrinsic
+def fnma_f32(typingctx, a, b, c):
+    """``c - a * b``, rounded once (``vfnmadd``)."""
+
+    def codegen(context, builder, sig, args):
+        a, b, c = args
+        return _llvm(builder, "llvm.fma.v16f32", f32x16.ir_type, builder.fneg(a), b, c)
 
     return f32x16(f32x16, f32x16, f32x16), codegen
 

@@ -53,6 +53,7 @@ class RegisterModel(PrimitiveModel):
 
 
 f32x16 = Register("f32x16", ir.VectorType(F32, 16))
+i32x16 = Register("i32x16", ir.VectorType(I32, 16))
 u8x64 = Register("u8x64", ir.VectorType(I8, 64))
 
 
@@ -72,15 +73,25 @@ class RegisterArrayModel(PointerModel):
         PrimitiveModel.__init__(self, dmm, fe_type, array.as_pointer())
 
 
+def _array_of(element: Register, length: types.Type):
+    array = RegisterArray(element, length.literal_value)
+
+    def codegen(context, builder, sig, args):
+        return cgutils.alloca_once(builder, ir.ArrayType(element.ir_type, array.length))
+
+    return array(length), codegen
+
+
 @intrinsic(prefer_literal=True)
 def f32x16_array(typingctx, length):
     """``length`` registers of 16 floats; ``length`` is a literal or a factory's constant."""
-    array = RegisterArray(f32x16, length.literal_value)
+    return _array_of(f32x16, length)
 
-    def codegen(context, builder, sig, args):
-        return cgutils.alloca_once(builder, ir.ArrayType(f32x16.ir_type, array.length))
 
-    return array(length), codegen
+@intrinsic(prefer_literal=True)
+def i32x16_array(typingctx, length):
+    """``length`` registers of 16 integers; ``length`` as above."""
+    return _array_of(i32x16, length)
 
 
 @infer_global(operator.getitem)
