@@ -10,7 +10,7 @@ from ..target import detect
 from .intrin.sync import call_task
 from .jit import kernel
 from .moe import make_kernel
-from .pack import make_pack, pack_job
+from .pack import make_pack, pack_job, packs_scales
 from .plan import MoEPlan, plan
 from .workspace import MoECall, Workspace
 
@@ -86,6 +86,7 @@ __all__ = [
     "make_pack",
     "moe_ffn",
     "pack_job",
+    "packs_scales",
     "plan",
     "run_serially",
 ]

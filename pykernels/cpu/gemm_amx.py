@@ -20,20 +20,8 @@ from ..quant.layout import K_BLOCK
 from .activations import annotation
 from .decode import AHEAD, LOADS, make_reader
 from .instructions import Instructions
-from .intrin.avx512 import (
-    broadcast_f32,
-    broadcast_u8,
-    fma_f32,
-    fnma_f32,
-    load_f32,
-    load_i32,
-    mul_f32,
-    store_f32,
-    store_u8,
-    sub_i8,
-    to_f32,
-    zero_f32,
-)
+from .intrin.avx512 import broadcast_f32, fma_f32, fnma_f32, load_f32, mul_f32, store_f32, zero_f32
+from .intrin.avx512_bytes import broadcast_u8, load_i32, store_u8, sub_i8, to_f32
 from .intrin.prefetch import prefetch_l2
 from .intrin.sync import as_pointer
 from .jit import inlined, routine

@@ -15,17 +15,8 @@ import numpy as np
 from .activations import annotation
 from .decode import Reader
 from .instructions import Instructions
-from .intrin.avx512 import (
-    add_f32,
-    add_i32,
-    broadcast_dword,
-    broadcast_f32,
-    fma_f32,
-    mul_f32,
-    to_f32,
-    zero_f32,
-    zero_i32,
-)
+from .intrin.avx512 import add_f32, broadcast_f32, fma_f32, mul_f32, zero_f32
+from .intrin.avx512_bytes import add_i32, broadcast_dword, to_f32, zero_i32
 from .intrin.registers import f32x16_array, i32x16_array
 from .jit import inlined
 from .job import i64

@@ -27,20 +27,16 @@ from ..quant.layout import ceil_to
 from .intrin.avx512 import (
     abs_f32,
     add_f32,
-    add_i32,
     broadcast_f32,
     fma_f32,
     largest_f32,
     load_bf16,
     max_f32,
     mul_f32,
-    store_low_bytes,
     sum_f32,
-    sum_i32,
-    to_i32,
     zero_f32,
-    zero_i32,
 )
+from .intrin.avx512_bytes import add_i32, store_low_bytes, sum_i32, to_i32, zero_i32
 from .intrin.scalar import bf16_as_f32
 from .intrin.sync import as_pointer
 from .jit import inlined, routine

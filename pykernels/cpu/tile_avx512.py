@@ -15,15 +15,7 @@ from typing import Any
 from ..quant.layout import K_BLOCK
 from .decode import LOADS, make_reader
 from .instructions import Instructions
-from .intrin.avx512 import (
-    add_f32,
-    broadcast_f32,
-    fma_f32,
-    fnma_f32,
-    load_f32,
-    store_f32,
-    zero_f32,
-)
+from .intrin.avx512 import add_f32, broadcast_f32, fma_f32, fnma_f32, load_f32, store_f32, zero_f32
 from .jit import inlined, kernel, routine
 from .job import i64
 from .products import make_products

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..errors import PykernelsError
 from .bf16 import BF16
-from .experts import Allocator, PackedExperts
-from .format import Format, Mover
+from .experts import Allocator, PackedExperts, Packer
+from .format import Format
 from .fp8 import FP8, FP8Channel
 from .integer import Integer
 from .kquants import Q6K, AffineK
@@ -40,4 +40,4 @@ def get_format(name: str) -> Format:
     return FORMATS[name]
 
 
-__all__ = ["FORMATS", "Allocator", "Format", "Mover", "PackedExperts", "Weight", "get_format"]
+__all__ = ["FORMATS", "Allocator", "Format", "PackedExperts", "Packer", "Weight", "get_format"]

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import torch
 
 from ..errors import PykernelsError
 from .layout import K_BLOCK, N_BLOCK, ceil_to, pack_tiles, padded, unpack_tiles
 from .weight import Weight
-
-Mover = Callable[[torch.Tensor, torch.Tensor], None]
-"""``layout.pack_tiles`` or its like: writes data [N, K] to blocks uint8 [N / 32, block bytes]."""
 
 
 class Format(ABC):
@@ -101,22 +97,15 @@ class Format(ABC):
                 "Check the checkpoint's weight scales and the group or block size in its config",
             )
 
-    def pack(
-        self,
-        weight: Weight,
-        blocks: torch.Tensor,
-        scales: torch.Tensor,
-        mover: Mover = pack_tiles,
-    ) -> None:
-        """Writes the tile layout.
+    def pack(self, weight: Weight, blocks: torch.Tensor, scales: torch.Tensor) -> None:
+        """Writes the tile layout: the reference of ``pykernels.cpu.pack``, on one thread.
 
         Args:
             weight: [N, K] in this format.
             blocks: uint8 [N / 32, block_bytes(K)]; its first dimension may be strided.
             scales: uint8 [N / 32, scale_bytes(K)], likewise.
-            mover: reorders bytes in pairs; ``runtime`` has one that uses every core.
         """
-        self.pack_data(weight.data, blocks, mover)
+        self.pack_data(weight.data, blocks)
         if weight.scale is not None:
             self.pack_scales(weight.scale, scales)
 
@@ -124,9 +113,9 @@ class Format(ABC):
         """The inverse of ``pack``."""
         return Weight(self.unpack_data(blocks, N, K), self.unpack_scales(scales, N, K))
 
-    def pack_data(self, data: torch.Tensor, blocks: torch.Tensor, mover: Mover) -> None:
+    def pack_data(self, data: torch.Tensor, blocks: torch.Tensor) -> None:
         """The weights' half of ``pack``."""
-        mover(data, blocks)
+        pack_tiles(data, blocks)
 
     def unpack_data(self, blocks: torch.Tensor, N: int, K: int) -> torch.Tensor:
         """The weights' half of ``unpack``."""

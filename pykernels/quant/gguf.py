@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 
 from ..errors import PykernelsError
-from .format import Format, Mover
-from .layout import N_BLOCK, pack_columns, pack_fours, pack_tiles, unpack_columns, unpack_fours
+from .format import Format
+from .layout import N_BLOCK, pack_columns, pack_fours, unpack_columns, unpack_fours
 from .weight import Weight
 
 _CHUNK = 1 << 20
@@ -118,13 +118,7 @@ class GGUF(Format):
         per_block = N_BLOCK * (2 * self.halves + self.small)
         return self.padded_k(K) // self.k_multiple * per_block
 
-    def pack(
-        self,
-        weight: Weight,
-        blocks: torch.Tensor,
-        scales: torch.Tensor,
-        mover: Mover = pack_tiles,
-    ) -> None:
+    def pack(self, weight: Weight, blocks: torch.Tensor, scales: torch.Tensor) -> None:
         parts = self._split(weight)
         N, K = self.logical_shape(weight)
         pack_fours(parts.codes.view(N, K), blocks, self.bits)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import PykernelsError
-from .format import Format, Mover
+from .format import Format
 from .layout import K_BLOCK, N_BLOCK, pack_columns, pack_fours, unpack_columns, unpack_fours
 from .weight import Weight
 
@@ -71,7 +71,7 @@ class Integer(Format):
                 "Quantize it symmetrically",
             )
 
-    def pack_data(self, data: torch.Tensor, blocks: torch.Tensor, mover: Mover) -> None:
+    def pack_data(self, data: torch.Tensor, blocks: torch.Tensor) -> None:
         pack_fours(data, blocks, self.bits)
 
     def unpack_data(self, blocks: torch.Tensor, N: int, K: int) -> torch.Tensor:

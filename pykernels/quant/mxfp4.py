@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import PykernelsError
-from .format import Format, Mover
+from .format import Format
 from .layout import N_BLOCK, pack_columns, pack_fours, unpack_columns, unpack_fours
 from .weight import Weight
 
@@ -64,7 +64,7 @@ class MXFP4(Format):
                 f"{name} has codes above 15 or NaN scales", "Give one 4-bit code a byte"
             )
 
-    def pack_data(self, data: torch.Tensor, blocks: torch.Tensor, mover: Mover) -> None:
+    def pack_data(self, data: torch.Tensor, blocks: torch.Tensor) -> None:
         pack_fours(data, blocks, self.bits)
 
     def unpack_data(self, blocks: torch.Tensor, N: int, K: int) -> torch.Tensor:
