@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pykernels.registry import FORMATS
+from pykernels.quant import FORMATS
 from pykernels.shapes import MoEShape
 from runtime.measure import MoECase
 from runtime.pool import WorkerPool

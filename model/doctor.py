@@ -187,7 +187,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def look_at_kernels() -> Iterator[Fact]:
     """Which backend each weight format gets, and why each other one is not it."""
-    from pykernels.registry import FORMATS, kernels, resolve
+    from pykernels.quant import FORMATS
+    from pykernels.registry import kernels, resolve
     from pykernels.target import detect
 
     target = detect()
@@ -209,7 +210,8 @@ def look_at_kernels() -> Iterator[Fact]:
 
 def look_at_results() -> Iterator[Fact]:
     """A tiny MoE layer on every kernel that can run here, against the float32 reference."""
-    from pykernels.registry import FORMATS, kernels
+    from pykernels.quant import FORMATS
+    from pykernels.registry import kernels
     from pykernels.target import detect
 
     target = detect()

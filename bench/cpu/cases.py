@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.quant import get_format
-from pykernels.registry import FORMATS
+from pykernels.quant import FORMATS, get_format
 from pykernels.shapes import MoEShape
 from pykernels.target import Target
 from runtime.topology import Topology

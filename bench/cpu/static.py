@@ -56,10 +56,10 @@ class StaticOurs(Ours):
     def __init__(self, weights: OurWeights, kernel: str, pool: WorkerPool) -> None:
         super().__init__(weights, kernel)
         self._pool = pool
-        stages = make_kernel(self.layers[0].backend.name, weights.fmt).stages
-        self._stages = stages
+        compiled = make_kernel(self.layers[0].backend.name, weights.fmt)
+        self._stages = compiled.stages
         self._calls = [
-            MoECall(packed, stages, pool.workspace, pool.threads) for packed in weights.packed
+            MoECall(packed, compiled, pool.workspace, pool.threads) for packed in weights.packed
         ]
         self._zeros = np.zeros(pool.threads, np.int64)
         self._pieces = np.full(1, pool.threads, np.int64)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from ..quant import get_format
+from ..quant.activations import GROUPS
 from .rows import Annotation
-from .scales import Scales
-
-ACTIVATIONS = ("bf16", "int8")
-"""What inputs are rounded to: bfloat16 (exact products), or 8 bits for each token and 128 or 256
-inputs (faster, with many tokens above all)."""
+from .scales import SCALES
 
 
-def annotation(scales: Scales, activations: str) -> Annotation | None:
-    """What ``rows.make_annotate`` shall do for a format with these scales; None for nothing.
+def annotation(fmt: str, activations: str) -> Annotation | None:
+    """What ``rows.make_annotate`` shall do for a format's tiles; None for nothing.
 
-    K-quants take ggml's Q8_K, the other integers one scale a token and 128 inputs.
+    bf16 activations need sums where weights have minima, int8 ones codes, scales and sums.
     """
+    scales = SCALES[fmt]
     if activations == "bf16":
         return Annotation("sums", 0, scales.k) if scales.minimum else None
-    if scales.superblock:
-        return Annotation("q8_k", 256, scales.k)
-    return Annotation("q8", 128, scales.k)
+    kind = get_format(fmt).int8_kind
+    assert kind is not None, "registry lets no other format pass"
+    return Annotation(kind, GROUPS[kind], scales.k)

@@ -10,7 +10,8 @@ from numba import carray, types
 from .amx_state import request_permission
 from .gemm_amx import write_config
 from .intrin import amx
-from .intrin.avx512 import add_f32, broadcast_u8, dot_bf16, store_f32, zero_f32
+from .intrin.avx512 import add_f32, dot_bf16, store_f32, zero_f32
+from .intrin.avx512_bytes import broadcast_u8
 from .intrin.registers import f32x16_array, stack_alloc
 from .intrin.sync import as_pointer
 from .jit import task

@@ -20,7 +20,7 @@ import torch
 from ..quant import mxfp4
 from ..quant.layout import K_BLOCK
 from .instructions import Instructions
-from .intrin.avx512 import (
+from .intrin.avx512_bytes import (
     abs_i8,
     broadcast_u8,
     even_dwords,

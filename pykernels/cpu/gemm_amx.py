@@ -20,20 +20,8 @@ from ..quant.layout import K_BLOCK
 from .activations import annotation
 from .decode import AHEAD, LOADS, make_reader
 from .instructions import Instructions
-from .intrin.avx512 import (
-    broadcast_f32,
-    broadcast_u8,
-    fma_f32,
-    fnma_f32,
-    load_f32,
-    load_i32,
-    mul_f32,
-    store_f32,
-    store_u8,
-    sub_i8,
-    to_f32,
-    zero_f32,
-)
+from .intrin.avx512 import broadcast_f32, fma_f32, fnma_f32, load_f32, mul_f32, store_f32, zero_f32
+from .intrin.avx512_bytes import broadcast_u8, load_i32, store_u8, sub_i8, to_f32
 from .intrin.prefetch import prefetch_l2
 from .intrin.sync import as_pointer
 from .jit import inlined, routine
@@ -115,9 +103,11 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
     """
     reader = make_reader(fmt, ops)
     packing, scales, INT8 = reader.packing, reader.scales, activations == "int8"
-    read, codes, BIAS = reader.rows, reader.codes, reader.bias
-    factor_of, minimum_of = scales.factor, scales.minimum
-    how = annotation(scales, activations)
+    read, BIAS = reader.rows, reader.bias
+    codes: Any = reader.codes
+    factor_of: Any = scales.factor
+    minimum_of = scales.minimum
+    how = annotation(fmt, activations)
     ACT_K = how.act_k if how and INT8 else 0
     PARTS, TILE_BYTES, PACKED_K = packing.parts, packing.tile_bytes, packing.k_step
     STEP_K = 64 if INT8 else 32  # inputs of a full tile

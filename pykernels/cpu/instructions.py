@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..target import Target
-from .intrin import avx512, avx512_base
+from .intrin import avx512, avx512_base, avx512_bytes
 
 EXTENSIONS = {
-    "avx512bf16": ("dot_bf16", "store_bf16"),
-    "avx512vbmi": ("lookup_64", "lookup_128"),
-    "avx512vnni": ("dot_u8i8",),
+    "avx512bf16": (avx512, ("dot_bf16", "store_bf16")),
+    "avx512vbmi": (avx512_bytes, ("lookup_64", "lookup_128")),
+    "avx512vnni": (avx512_bytes, ("dot_u8i8",)),
 }
 """The operations of each extension beyond AVX-512 F, BW, VL and DQ."""
 
@@ -30,9 +30,10 @@ class Instructions:
 
 def instructions(target: Target) -> Instructions:
     """The fastest set that ``target`` runs (it has AVX-512 F, BW, VL and DQ)."""
-    found = {}
-    for extension, names in EXTENSIONS.items():
-        module = avx512_base if target.lacks((extension,)) else avx512
+    found: dict[str, Callable] = {}
+    for extension, (module, names) in EXTENSIONS.items():
+        if target.lacks((extension,)):
+            module = avx512_base
         found |= {name: getattr(module, name) for name in names}
     have = [extension[6:] for extension in EXTENSIONS if not target.lacks((extension,))]
     return Instructions("avx512" + "".join(f"-{name}" for name in have), **found)

@@ -18,7 +18,6 @@ from .decode import TABLES
 from .instructions import Instructions, instructions
 from .intrin import amx
 from .rows import make_annotate
-from .scales import SCALES
 from .stages import Stages, make_stages
 
 NEVER = 1 << 62
@@ -97,7 +96,7 @@ def build_kernel(
         tiles = tile_generic.make_tiles(fmt, activations)
     else:
         tiles = tile_avx512.make_tiles(fmt, ops, activations)
-    how = annotation(SCALES[fmt], activations)
+    how = annotation(fmt, activations)
     gemm = gemm_amx.make_gemm(fmt, ops, activations, amx_unit) if amx_unit and ops else None
     return MoEKernel(
         fmt=fmt,

@@ -15,26 +15,25 @@ from numba import carray, types
 
 from ..quant import Format, Weight, get_format
 from ..quant.layout import K_STEP, N_BLOCK, padded
+from .intrin.descriptor import descriptor
 from .intrin.sync import as_pointer
 from .jit import inlined, task
 from .pack_codes import CHUNK, SOURCES, make_code_writer, make_scale_writer
 
-PACK = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            "source",  # rows of Weight.data
-            "row_bytes",
-            "N",
-            "K",
-            "out",  # block i goes to out + i * out_stride (bytes)
-            "out_stride",
-            "scale",  # rows of Weight.scale, where a task packs them; else 0
-            "scale_row_bytes",
-            "scale_out",
-            "scale_out_stride",
-        )
-    ]
+PACK, _pack_at = descriptor(
+    "pack",
+    (
+        "source",  # rows of Weight.data
+        "row_bytes",
+        "N",
+        "K",
+        "out",  # block i goes to out + i * out_stride (bytes)
+        "out_stride",
+        "scale",  # rows of Weight.scale, where a task packs them; else 0
+        "scale_row_bytes",
+        "scale_out",
+        "scale_out_stride",
+    ),
 )
 """Job: a matrix [N, K], and where its packed blocks and scales go."""
 
@@ -72,7 +71,7 @@ def _make_fours(name: str) -> Any:
 
     @task(f"pack-{name}")
     def pack(job_address, block, worker):
-        job = carray(as_pointer(job_address), (1,), PACK)[0]
+        job = _pack_at(job_address)
         k_end = (job.K + K_BLOCK - 1) // K_BLOCK * K_BLOCK
         groups, out = k_end // SCALE_K, job.out + block * job.out_stride
         for k in range(0, k_end, CHUNK):
@@ -102,7 +101,7 @@ def _make_pairs(itemsize: int) -> Any:
 
     @task(f"pack-{itemsize}")
     def pack(job_address, block, worker):
-        job = carray(as_pointer(job_address), (1,), PACK)[0]
+        job = _pack_at(job_address)
         steps = (job.K + 127) // 128 * 4
         source = carray(as_pointer(job.source), (job.N * job.K,), element)
         pairs = carray(as_pointer(job.source), (job.N * job.K // 2,), pair)

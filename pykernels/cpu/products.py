@@ -15,17 +15,8 @@ import numpy as np
 from .activations import annotation
 from .decode import Reader
 from .instructions import Instructions
-from .intrin.avx512 import (
-    add_f32,
-    add_i32,
-    broadcast_dword,
-    broadcast_f32,
-    fma_f32,
-    mul_f32,
-    to_f32,
-    zero_f32,
-    zero_i32,
-)
+from .intrin.avx512 import add_f32, broadcast_f32, fma_f32, mul_f32, zero_f32
+from .intrin.avx512_bytes import add_i32, broadcast_dword, to_f32, zero_i32
 from .intrin.registers import f32x16_array, i32x16_array
 from .jit import inlined
 from .job import i64
@@ -53,9 +44,11 @@ class Products:
     offset: Callable
 
 
-def make_products(reader: Reader, ops: Instructions, activations: str, M: int) -> Products:
+def make_products(
+    fmt: str, reader: Reader, ops: Instructions, activations: str, M: int
+) -> Products:
     """The products of a tile of M tokens with ``activations`` "bf16" or "int8"."""
-    return (_bf16 if activations == "bf16" else _int8)(reader, ops, M)
+    return _bf16(reader, ops, M) if activations == "bf16" else _int8(fmt, reader, ops, M)
 
 
 def _bf16(reader: Reader, ops: Instructions, M: int) -> Products:
@@ -86,10 +79,10 @@ def _bf16(reader: Reader, ops: Instructions, M: int) -> Products:
     return Products(f32x16_array, clear, multiply, total, offset)
 
 
-def _int8(reader: Reader, ops: Instructions, M: int) -> Products:
+def _int8(fmt: str, reader: Reader, ops: Instructions, M: int) -> Products:
     codes, dot, GROUP, BIAS = reader.codes, ops.dot_u8i8, reader.scales.k, reader.bias
-    how = annotation(reader.scales, "int8")
-    assert how is not None
+    how = annotation(fmt, "int8")
+    assert how is not None and codes is not None
     ACT_K, MINUS_BIAS = how.act_k, np.float32(-BIAS)
 
     @inlined

@@ -29,10 +29,13 @@ def copy_rows(job_address, source, source_stride, source_bf16):
     Hp = job.gate_up_k * K_BLOCK
     for t in range(job.T):
         to = carray(as_pointer(job.x + t * job.x_stride), (Hp,), types.uint16)
-        to[job.H :] = 0
+        for i in range(job.H, Hp):
+            to[i] = 0
         at = source + t * source_stride
         if source_bf16:
-            to[: job.H] = carray(as_pointer(at), (job.H,), types.uint16)
+            halves = carray(as_pointer(at), (job.H,), types.uint16)
+            for i in range(job.H):
+                to[i] = halves[i]
         else:
             values = carray(as_pointer(at), (job.H,), types.float32)
             for i in range(job.H):
@@ -80,7 +83,8 @@ def sort_slots(job_address, E, topk, ids_address, weights_address, cursor_addres
     ids = _words(ids_address, S)
     weights = carray(as_pointer(weights_address), (S,), types.float32)
     cursor = _words(cursor_address, E)
-    cursor[:] = 0
+    for e in range(E):
+        cursor[e] = 0
     for s in range(S):
         if ids[s] < 0 or ids[s] >= E:
             return BAD_EXPERT

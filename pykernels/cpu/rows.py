@@ -27,27 +27,23 @@ from ..quant.layout import ceil_to
 from .intrin.avx512 import (
     abs_f32,
     add_f32,
-    add_i32,
     broadcast_f32,
     fma_f32,
     largest_f32,
     load_bf16,
     max_f32,
     mul_f32,
-    store_low_bytes,
     sum_f32,
-    sum_i32,
-    to_i32,
     zero_f32,
-    zero_i32,
 )
+from .intrin.avx512_bytes import add_i32, store_low_bytes, sum_i32, to_i32, zero_i32
 from .intrin.scalar import bf16_as_f32
 from .intrin.sync import as_pointer
 from .jit import inlined, routine
 from .job import f32, poke_f32
 
 _MAX = np.float32(127.0)
-_ONE, _ZERO = np.float32(1.0), np.float32(0.0)
+_ONE, _ZERO, _INFINITY = np.float32(1.0), np.float32(0.0), np.float32(np.inf)
 _ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it leaves no fraction bits, ties to even
 
 
@@ -143,13 +139,15 @@ def _extreme(row, k, count, largest):
 @inlined
 def _scales(row, k, count, largest, q8_k):
     """(scale, its inverse) of a group whose largest magnitude is given."""
-    if not largest > _ZERO:
-        return _ZERO, _ZERO
     if q8_k:  # ggml's block_q8_K: the extreme input becomes -127
         inverse = -_MAX / _extreme(row, k, count, largest)
-        return _ONE / inverse, inverse
-    scale = largest / _MAX
-    return scale, _ONE / scale
+        scale = _ONE / inverse
+    else:
+        scale = largest / _MAX
+        inverse = _ONE / scale
+    if not abs(inverse) < _INFINITY:  # zeros, or all too small to tell
+        return _ZERO, _ZERO
+    return scale, inverse
 
 
 def _quantize(ACT_K: int, SUM_K: int, Q8_K: bool):

@@ -36,13 +36,11 @@ class Scales:
         factor: ``factor(scale, group, half) -> f32x16``, of 16 outputs; ``scale`` is the address of
             the block's.
         minimum: likewise, what every weight of the group lies below ``factor * q``; None for zero.
-        superblock: whether they are those of a K-quant.
     """
 
     k: int
     factor: Callable | None = None
     minimum: Callable | None = None
-    superblock: bool = False
 
 
 @inlined
@@ -87,7 +85,7 @@ def _k6_factor(scale, group, half):
 
 
 _GROUPS_32, _GROUPS_128 = Scales(32, _bf16_groups), Scales(128, _bf16_groups)
-_K45 = Scales(32, _k45_factor, _k45_minimum, superblock=True)
+_K45 = Scales(32, _k45_factor, _k45_minimum)
 
 SCALES = {
     "bf16": Scales(0),
@@ -99,7 +97,7 @@ SCALES = {
     "mxfp4": _GROUPS_32,
     "q4_k": _K45,
     "q5_k": _K45,
-    "q6_k": Scales(16, _k6_factor, superblock=True),
+    "q6_k": Scales(16, _k6_factor),
     "q8_0": Scales(32, _f16_groups),
 }
 """By format name."""

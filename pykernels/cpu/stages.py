@@ -27,7 +27,7 @@ from .instructions import Instructions
 from .intrin.registers import stack_alloc
 from .intrin.sync import as_pointer, call_routine
 from .jit import inlined, task
-from .job import f32, i64, job_at
+from .job import copy_line, f32, i64, job_at
 from .tile_generic import round_bf16
 
 _GROUP = 8  # tokens of one tile
@@ -82,7 +82,8 @@ def _zero_padding(job, first, last):
     start, stop = 32 * job.i_blocks, K_BLOCK * job.down_k
     for slot in range(first, last):
         h = carray(as_pointer(job.h + slot * job.h_stride), (stop,), types.uint16)
-        h[start:] = 0
+        for i in range(start, stop):
+            h[i] = 0
 
 
 @inlined
@@ -105,9 +106,7 @@ def _copy_to_tile(row, K, k_groups, tiles, slot, first, last, job):
     at = row + job.operand * K
     to = tiles + (slot // 16 * job.tile_steps * k_groups * 16 + slot % 16) * 64
     for step in range(first, last):
-        carray(as_pointer(to + step * gemm_amx.TILE), (8,), types.int64)[:] = carray(
-            as_pointer(at + 64 * step), (8,), types.int64
-        )
+        copy_line(to + step * gemm_amx.TILE, at + 64 * step)
 
 
 @functools.cache
@@ -294,7 +293,8 @@ def make_stages(ops: Instructions | None) -> Stages:
             for t in range(job.T):
                 at = job.acc + t * job.acc_stride
                 sums = carray(as_pointer(at), (32 * last_block,), types.float32)
-                sums[32 * first_block :] = types.float32(0)
+                for n in range(32 * first_block, 32 * last_block):
+                    sums[n] = types.float32(0)
         first, last = i64(job.starts, active), i64(job.starts, active + 1)
         if last - first < job.gemm_from:
             down_tiles(job, w, scale, first, last, first_block, last_block)

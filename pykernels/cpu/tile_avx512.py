@@ -15,15 +15,7 @@ from typing import Any
 from ..quant.layout import K_BLOCK
 from .decode import LOADS, make_reader
 from .instructions import Instructions
-from .intrin.avx512 import (
-    add_f32,
-    broadcast_f32,
-    fma_f32,
-    fnma_f32,
-    load_f32,
-    store_f32,
-    zero_f32,
-)
+from .intrin.avx512 import add_f32, broadcast_f32, fma_f32, fnma_f32, load_f32, store_f32, zero_f32
 from .jit import inlined, kernel, routine
 from .job import i64
 from .products import make_products
@@ -55,7 +47,7 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str) -> Any:
     reader = make_reader(fmt, ops)
     # Both halves of the block in one sweep while LLVM unrolls that, else one after the other.
     HALVES = 2 if M <= 2 else 1
-    products = make_products(reader, ops, activations, M)
+    products = make_products(fmt, reader, ops, activations, M)
     new_sums, clear, multiply, total = (
         products.new_sums,
         products.clear,

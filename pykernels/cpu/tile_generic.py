@@ -196,7 +196,7 @@ def make_tiles(fmt: str, activations: str) -> Any:
     """
     read_row, factor_of = _ROW[fmt], _FACTOR.get(fmt, _bf16_groups)
     MINIMUM, INT8 = SCALES[fmt].minimum is not None, activations == "int8"
-    how = annotation(SCALES[fmt], activations)
+    how = annotation(fmt, activations)
     ACT_K = how.act_k if how and INT8 else 1
     GROUP, BLOCK_BYTES = SCALES[fmt].k or K_BLOCK, packed_bytes(fmt)
 
@@ -216,10 +216,12 @@ def make_tiles(fmt: str, activations: str) -> Any:
         even = _floats(stack_alloc(64), _PAIRS)
         odd = _floats(stack_alloc(64), _PAIRS)
         if first == 0:
-            result[:] = types.float32(0)
+            for i in range(32 * M):
+                result[i] = types.float32(0)
         for first_k in range(first * K_BLOCK, last * K_BLOCK, GROUP):
             group = first_k // GROUP
-            sums[:] = types.float32(0)
+            for i in range(32 * M):
+                sums[i] = types.float32(0)
             for half in range(2):
                 for k in range(first_k, first_k + GROUP, 2):
                     step, r = k % K_BLOCK // K_STEP, k % K_STEP // 2

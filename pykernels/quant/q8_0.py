@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ..errors import PykernelsError
 from .gguf import GGUF, Blocks
+from .weight import Weight
 
 
 class Q8_0(GGUF):
@@ -15,6 +17,14 @@ class Q8_0(GGUF):
     int8_kind = "q8"
     error = "block amax / 127 * 0.57, and 4e-6 (fp16 scales) (ties away from zero)"
     k_multiple, stored_bytes, halves, small = 32, 34, 1, 0
+
+    def check(self, weight: Weight, N: int, K: int, name: str = "weight") -> None:
+        super().check(weight, N, K, name)
+        if bool((weight.data.view(-1, self.stored_bytes)[:, 2:] == 128).any()):
+            raise PykernelsError(
+                f"{name} holds codes of -128, which ggml never writes and no kernel reads",
+                "Quantize the file again",
+            )
 
     def split(self, raw: torch.Tensor) -> Blocks:
         halves = raw[:, :2].contiguous().view(torch.float16)

@@ -9,8 +9,7 @@ from pykernels import cpu, ref
 from pykernels.cpu.instructions import instructions
 from pykernels.cpu.intrin import amx_model
 from pykernels.cpu.moe import build_kernel
-from pykernels.quant import get_format
-from pykernels.registry import FORMATS
+from pykernels.quant import FORMATS, get_format
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
 from pykernels.testing import (

@@ -9,8 +9,7 @@ import torch
 
 from pykernels import cpu, ref
 from pykernels.errors import PykernelsError
-from pykernels.quant import PackedExperts, get_format
-from pykernels.registry import FORMATS
+from pykernels.quant import FORMATS, PackedExperts, get_format
 from pykernels.shapes import MoEShape
 from pykernels.testing import assert_close, balanced_routing, random_experts, skewed_routing
 from runtime.experts import RoutedExperts

@@ -11,10 +11,10 @@ from pykernels.cpu.instructions import instructions
 from pykernels.cpu.intrin import amx_model
 from pykernels.cpu.moe import build_kernel
 from pykernels.cpu.plan import MoEPlan
-from pykernels.quant import get_format
+from pykernels.quant import FORMATS, get_format
 from pykernels.quant.layout import pack_tiles
 from pykernels.ref import isa
-from pykernels.registry import FORMATS, kernels
+from pykernels.registry import kernels
 from pykernels.shapes import MoEShape, Routing
 from pykernels.target import detect
 from pykernels.testing import (

@@ -15,8 +15,8 @@ from pykernels import cpu, ref
 from pykernels.cpu.moe import NEVER
 from pykernels.cpu.plan import MoEPlan
 from pykernels.errors import PykernelsError
-from pykernels.quant import get_format
-from pykernels.registry import FORMATS, kernels
+from pykernels.quant import FORMATS, get_format
+from pykernels.registry import kernels
 from pykernels.shapes import MoEShape, Routing
 from pykernels.target import detect
 from pykernels.testing import (

@@ -14,7 +14,8 @@ from model import doctor
 from model.cli_doctor import doctor as command
 from pykernels.env import Env, env
 from pykernels.errors import PykernelsError
-from pykernels.registry import FORMATS, kernels
+from pykernels.quant import FORMATS
+from pykernels.registry import kernels
 from pykernels.target import detect
 
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"

@@ -23,7 +23,7 @@ from bench.cpu.static import StaticOurs
 from bench.cpu.turns import Calls, Seen, alternate, speedup
 from bench.peers.client import PeerMissing
 from pykernels.errors import PykernelsError
-from pykernels.registry import FORMATS
+from pykernels.quant import FORMATS
 from pykernels.shapes import MoEShape
 from pykernels.target import Target, detect
 from runtime.pool import configure_default_pool

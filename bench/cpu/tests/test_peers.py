@@ -17,7 +17,7 @@ from bench.peers.catalog import PEERS, Peer, peers_of
 from bench.peers.client import PeerMissing, PeerProcess, parse, python_of
 from bench.peers.driver import Turns, serve
 from bench.peers.engines import ENGINES, Shape
-from pykernels.registry import FORMATS
+from pykernels.quant import FORMATS
 from pykernels.shapes import MoEShape
 from pykernels.target import Target
 

@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from .avx512 import _llvm, _shuffle
+from .codegen import llvm, shuffle
 from .registers import I32, f32x16, i32x16, u8x64
 
 _I16X32 = ir.VectorType(ir.IntType(16), 32)
@@ -38,8 +38,8 @@ def dot_bf16(typingctx, acc, a, b):
     def codegen(context, builder, sig, args):
         acc, a, b = args
         (a_even, a_odd), (b_even, b_odd) = _halves(builder, a), _halves(builder, b)
-        acc = _llvm(builder, "llvm.fma.v16f32", f32x16.ir_type, a_odd, b_odd, acc)
-        return _llvm(builder, "llvm.fma.v16f32", f32x16.ir_type, a_even, b_even, acc)
+        acc = llvm(builder, "llvm.fma.v16f32", f32x16.ir_type, a_odd, b_odd, acc)
+        return llvm(builder, "llvm.fma.v16f32", f32x16.ir_type, a_even, b_even, acc)
 
     return f32x16(f32x16, u8x64, u8x64), codegen
 
@@ -58,7 +58,7 @@ def dot_u8i8(typingctx, acc, a, b):
         )
         for left, right in pairs:
             name = "llvm.x86.avx512.pmaddw.d.512"
-            acc = builder.add(acc, _llvm(builder, name, _I32X16, left, right))
+            acc = builder.add(acc, llvm(builder, name, _I32X16, left, right))
         return acc
 
     return i32x16(i32x16, u8x64, u8x64), codegen
@@ -70,10 +70,10 @@ def _lookup(builder, tables, index):
     for table in tables:
         for part in range(4):
             order = [16 * part + i for _ in range(4) for i in range(16)]
-            in_all_lanes = _shuffle(builder, table, table, order)
+            in_all_lanes = shuffle(builder, table, table, order)
             name = "llvm.x86.avx512.pshuf.b.512"
             low = builder.and_(index, _all(u8x64.ir_type, 15))
-            parts.append(_llvm(builder, name, u8x64.ir_type, in_all_lanes, low))
+            parts.append(llvm(builder, name, u8x64.ir_type, in_all_lanes, low))
     bit = 16
     while len(parts) > 1:
         set_ = builder.icmp_unsigned(

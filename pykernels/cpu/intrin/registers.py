@@ -9,6 +9,7 @@ stack.
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils, types
@@ -73,7 +74,7 @@ class RegisterArrayModel(PointerModel):
         PrimitiveModel.__init__(self, dmm, fe_type, array.as_pointer())
 
 
-def _array_of(element: Register, length: types.Type):
+def _array_of(element: Register, length: Any):
     array = RegisterArray(element, length.literal_value)
 
     def codegen(context, builder, sig, args):
@@ -129,7 +130,9 @@ def stack_alloc(typingctx, nbytes):
     size = nbytes.literal_value
 
     def codegen(context, builder, sig, args):
-        slot = cgutils.alloca_once(builder, ir.ArrayType(I8, size))
+        # Not ``alloca_once``, which stores zeros: LLVM takes seconds to split so large a store.
+        with builder.goto_entry_block():
+            slot = builder.alloca(ir.ArrayType(I8, size))
         slot.align = 64
         return builder.ptrtoint(slot, I64)
 
