@@ -10,6 +10,7 @@ from pykernels import __version__
 
 from . import cli_bench, cli_doctor, cli_generate
 from .cli_common import Debug, State, out
+from .cli_formats import ListsFormats
 
 app = typer.Typer(
     name="pykernels",
@@ -24,7 +25,7 @@ bench = typer.Typer(no_args_is_help=True, help="Time the kernels on this machine
 app.command("generate")(cli_generate.generate)
 app.command("chat")(cli_generate.chat)
 app.command("doctor")(cli_doctor.doctor)
-bench.command("moe")(cli_bench.moe)
+bench.command("moe", cls=ListsFormats)(cli_bench.moe)
 app.add_typer(bench, name="bench")
 
 
