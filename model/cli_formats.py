@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import click
 from typer.core import TyperCommand
 
 
@@ -14,7 +13,7 @@ class ListsFormats(TyperCommand):
     They are looked up only when help is asked for: that imports torch.
     """
 
-    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_help(self, ctx: Any, formatter: Any) -> None:
         from pykernels.quant import FORMATS
 
         for parameter in self.params:

@@ -1,8 +1,8 @@
 """Timing of the fused MoE call against both roofs, in one process and in turns.
 
 Memory bandwidth of a shared machine drifts within seconds, so a ratio is only worth something if
-both sides saw the same minute: rounds of a few calls alternate with one pass of the plain read loops
-and one of the register-only products.
+both sides saw the same minute: rounds of a few calls alternate with one pass of the plain read
+loops and one of the register-only products.
 """
 
 from __future__ import annotations

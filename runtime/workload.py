@@ -82,13 +82,14 @@ def experts_between(found: list[torch.Tensor]) -> int:
     return fewest
 
 
-def layers_out_of_cache(bytes_between: float) -> int:
+def layers_out_of_cache(l3: int, bytes_between: float) -> int:
     """Layers that take turns so that no weight is in cache when it is used again.
 
     Args:
+        l3: bytes of the last-level cache.
         bytes_between: what one layer reads from a use of a weight to its next use.
     """
-    return max(1, -int(-CACHES * detect().l3 // bytes_between))
+    return max(1, -int(-CACHES * l3 // bytes_between))
 
 
 class RandomLayers:
@@ -111,7 +112,7 @@ class RandomLayers:
     ) -> None:
         self.shape, self.fmt, self._pool = shape, fmt, pool
         nbytes = RoutedExperts.bytes_needed(shape, fmt)
-        count = layers_out_of_cache(nbytes / shape.E * experts_between(routings))
+        count = layers_out_of_cache(detect().l3, nbytes / shape.E * experts_between(routings))
         free = Topology.detect().memory_available
         if count * nbytes > 0.9 * free:
             raise PykernelsError(

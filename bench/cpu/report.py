@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 Results = dict[str, Any]
-RATIOS = ("kt-kernel", "torch bf16", "torch fp32", "numpy fp32")
+RATIOS = ("kt-kernel", "llama.cpp", "torch bf16", "torch fp32", "numpy fp32")
 HEADINGS = (
     "format", "tokens", "engine", "ms", "GB/s", "read roof", "TFLOP/s", "compute roof",
     *(f"× {peer}" for peer in RATIOS),
@@ -99,7 +99,8 @@ def markdown(results: Results, plots: list[str]) -> str:
         "",
         f"{machine['date']}.{quick} {versions}. {', '.join(machine['isa'])};"
         f" L3 {machine['l3_bytes'] >> 20} MiB, memory {machine['memory_bytes'] / 2**30:.0f} GiB,"
-        f" huge pages {machine['huge_pages']}, load before the run {machine['load_before']}.",
+        f" huge pages {machine['huge_pages']}, load before the run {machine['load_before']};"
+        f" took {machine['minutes']} minutes.",
         "",
         NOTE,
         *(f"\n{line}" for line in _notes(results)),
@@ -142,20 +143,24 @@ def _under_skew(results: Results) -> list[str]:
         return []
     first = results["skew"][0]
     rows = [
-        [r["routing"], r["schedule"], f"{r['busiest']:.1f}", f"{r['ms']:.1f}",
-         f"{r['against_balanced']:.2f}"]
+        [str(r["tokens"]), r["routing"], r["schedule"], f"{r['active']:.1f}", f"{r['busiest']:.1f}",
+         f"{r['ms']:.1f}", f"{r['against_balanced']:.2f}", f"{r['against_balanced_a_byte']:.2f}"]
         for r in results["skew"]
     ]  # fmt: skip
     headings = (
-        "routing", "schedule", "busiest expert / mean", "ms", "time / balanced dynamic",
+        "tokens", "routing", "schedule", "active experts", "busiest / mean", "ms",
+        "time / balanced dynamic", "the same, for each byte",
     )  # fmt: skip
     return [
         "## Scheduling under skew",
         "",
-        f"{first['format']} on {first['backend']}, {first['tokens']} tokens, top-{first['topk']},"
-        " the same FLOPs. Static: one contiguous share of a stage's tasks for each thread, a"
-        " barrier for all between stages.",
+        f"{first['format']} on {first['backend']}, top-{first['topk']} of {first['experts']}"
+        " experts; rows of as many tokens do the same FLOPs. balanced: as many tokens for every"
+        " expert; zipf: the expert of rank r drawn with weight 1 / (r + 1); one: all tokens take"
+        " the same experts. With few tokens skew means fewer distinct experts to read: compare the"
+        " time for each byte there. Static: one contiguous share of a stage's tasks for each"
+        " thread, a barrier for all between stages.",
         "",
-        *_grid(headings, rows, left=2),
+        *_grid(headings, rows, left=3),
         "",
     ]

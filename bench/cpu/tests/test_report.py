@@ -56,7 +56,8 @@ def test_page_has_versions_rows_and_plots() -> None:
     page = markdown(canned(), ["plot.png"])
     assert "numba 0.1, kt-kernel (peer) 0.7.2" in page
     assert "| fp8 | 1 | kt-kernel bf16: not installed [at all] |" in page
-    assert "| zipf | static | 3.9 | 150.0 | 1.31 |" in page
+    assert "| 512 | zipf | static | 15.5 | 3.9 | 150.0 | 1.31 | 1.35 |" in page
+    assert "took 8.5 minutes" in page
     assert "| fp8 | pykernels | 2 | 40.0 | 25.0 |" in page
     assert "during fp8: threads (25%)" in page
     assert page.endswith("![plot.png](plot.png)\n")
