@@ -32,6 +32,10 @@ def canned() -> dict[str, Any]:
         "threads": 2, "routing": "zipf", "schedule": "static", "active": 15.5, "busiest": 3.9,
         "ms": 150.0, "against_balanced": 1.31, "against_balanced_a_byte": 1.35,
     }  # fmt: skip
+    few = skew | {
+        "tokens": 8, "schedule": "dynamic", "active": 10.0, "busiest": 2.0, "ms": 9.0,
+        "against_balanced": 0.7, "against_balanced_a_byte": 1.02,
+    }  # fmt: skip
     return {
         "schema": 2,
         "machine": {
@@ -54,5 +58,5 @@ def canned() -> dict[str, Any]:
         "table": [ours, torch, gone],
         "latency": latency,
         "threads": threads,
-        "skew": [skew],
+        "skew": [skew, few],
     }
