@@ -223,8 +223,9 @@ def look_at_calibration() -> Iterator[Fact]:
     if not able:
         yield Fact("GEMM from", "nothing to choose: no kernel in use here has a GEMM")
     for fmt in able:
-        how = "calibrated" if fmt in made else "default; `pykernels calibrate` measures it"
-        yield Fact(fmt, f"{made.get(fmt, choices.DEFAULT)} ({how})")
+        found = made.get(choices.key(fmt))
+        how = "calibrated" if found else "default; `pykernels calibrate` measures it"
+        yield Fact(fmt, f"{found or choices.DEFAULT} ({how})")
 
 
 def look_at_results() -> Iterator[Fact]:

@@ -11,7 +11,7 @@ from pykernels.errors import PykernelsError
 from runtime.experts import RoutedExperts
 
 from .checkpoint import Checkpoint
-from .convert import Dense, Experts, Plan
+from .convert import Dense, Plan
 from .modules.moe import FusedMoE
 
 GIB = 1 << 30
@@ -29,7 +29,7 @@ def needed(
     experts = dense = step = 0
     for item in plan.items:
         if isinstance(item, Dense):
-            numel = math.prod(checkpoint.shape(item.source.data))
+            numel = math.prod(item.source.shape)
             dense += numel * item.dtype.itemsize
             step = max(
                 step, checkpoint.nbytes(item.source.data) + numel * (4 + item.dtype.itemsize)
@@ -42,7 +42,7 @@ def needed(
             dense += sum(p.numel() for p in module.parameters()) * dtype.itemsize
         # One expert at a time: as stored, and as float32 if it is converted.
         one = sum(checkpoint.nbytes(m.data) for m in item.experts[0])
-        step = max(step, one + 4 * _weights(checkpoint, item))
+        step = max(step, one + 4 * sum(math.prod(m.shape) for m in item.experts[0]))
     if device.type == "cpu":
         return experts + dense + step, 0
     return experts + step, dense
@@ -75,7 +75,3 @@ def available() -> int:
 def size(nbytes: int) -> str:
     """For a person: 1.5 GiB, 0.3 MiB."""
     return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.1f} MiB"
-
-
-def _weights(checkpoint: Checkpoint, item: Experts) -> int:
-    return sum(math.prod(checkpoint.shape(m.data)) for m in item.experts[0])

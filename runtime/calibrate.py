@@ -195,4 +195,5 @@ def keep(found: Calibration) -> Path:
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "points": [asdict(point) for point in found.points],
     }
-    return choices.write(detect().cpu, found.fmt, Choices(gemm_from=found.gemm_from), how)
+    name = choices.key(found.fmt)
+    return choices.write(detect().cpu, name, Choices(gemm_from=found.gemm_from), how)

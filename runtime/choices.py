@@ -48,16 +48,21 @@ def path(cpu: str) -> Path:
     return env.cache_dir / f"choices-{slug}.json"
 
 
+def key(fmt: str, activations: str = "bf16") -> str:
+    """What choices are kept by: "fp8/bf16"."""
+    return f"{fmt}/{activations}"
+
+
 def read(cpu: str) -> dict[str, Choices]:
-    """What was calibrated on this CPU, by weight format; empty where nothing was.
+    """What was calibrated on this CPU, by ``key``; empty where nothing was.
 
     Raises:
         PykernelsError: the file is there and cannot be read.
     """
-    return {fmt: Choices(**entry["choices"]) for fmt, entry in _entries(cpu).items()}
+    return {name: Choices(**entry["choices"]) for name, entry in _entries(cpu).items()}
 
 
-def chosen(backend: str, fmt: str, cpu: str) -> Choices:
+def chosen(backend: str, fmt: str, cpu: str, activations: str = "bf16") -> Choices:
     """The choices for a format: calibrated, or ``DEFAULT``.
 
     Args:
@@ -66,19 +71,22 @@ def chosen(backend: str, fmt: str, cpu: str) -> Choices:
     Raises:
         PykernelsError: the file is there and cannot be read.
     """
-    return read(cpu).get(fmt, DEFAULT) if backend in GEMM_BACKENDS else DEFAULT
+    if backend not in GEMM_BACKENDS:
+        return DEFAULT
+    return read(cpu).get(key(fmt, activations), DEFAULT)
 
 
-def write(cpu: str, fmt: str, choices: Choices, how: dict[str, Any]) -> Path:
-    """Keeps the choices for a format beside those for others; returns the file.
+def write(cpu: str, name: str, choices: Choices, how: dict[str, Any]) -> Path:
+    """Keeps choices beside those for other formats; returns the file.
 
     Args:
+        name: of ``key``.
         how: what they were taken from, for a person to look at: plain JSON.
 
     Raises:
         PykernelsError: the file cannot be written, or the one that is there cannot be read.
     """
-    entries = _entries(cpu) | {fmt: {"choices": asdict(choices), "measured": how}}
+    entries = _entries(cpu) | {name: {"choices": asdict(choices), "measured": how}}
     target = path(cpu)
     fresh = target.with_name(f"{target.name}.{os.getpid()}")
     try:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from pykernels.cpu import MoECall, make_kernel, make_pack, pack_job
+from pykernels.cpu import MoECall, make_kernel, make_pack, pack_job, packs_scales
 from pykernels.errors import PykernelsError
-from pykernels.quant import Mover, PackedExperts, Weight, get_format
+from pykernels.quant import Format, PackedExperts, Packer, Weight, get_format
 from pykernels.registry import resolve
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
@@ -77,7 +77,7 @@ class RoutedExperts:
     ) -> None:
         self.shape = shape
         self._own_pool = pool
-        self.weights = PackedExperts(shape, get_format(fmt), allocate, _mover(pool))
+        self.weights = PackedExperts(shape, get_format(fmt), allocate, packer(pool))
         target = detect()
         self.backend = resolve(kernel, fmt, target)
         self.choices = chosen(self.backend.name, fmt, target.cpu)
@@ -134,7 +134,7 @@ class RoutedExperts:
             )
         pool, call = self._bind()
         y = torch.empty(x.shape, dtype=x.dtype)
-        tasks, stages = call.prepare(x, ids, weights, y), call.kernel
+        tasks, stages = call.prepare(x, ids, weights, y), call.kernel.stages
         pool.start(
             Call(
                 gate_up=stages.gate_up.address,
@@ -193,15 +193,18 @@ class RoutedExperts:
         return self._bound
 
 
-def _mover(pool: WorkerPool | None) -> Mover:
-    """``pack_tiles`` on every worker of the pool: one task a 32-row block."""
+def packer(pool: WorkerPool | None) -> Packer:
+    """``Format.pack`` on every worker of the pool: one task a 32-row block."""
 
-    def move(data: torch.Tensor, blocks: torch.Tensor) -> None:
-        data = data.contiguous()
-        job, tasks = pack_job(data, blocks)
-        pack = make_pack(data.element_size()).address
+    def pack(fmt: Format, weight: Weight, blocks: torch.Tensor, scales: torch.Tensor) -> None:
+        scale = None if weight.scale is None else weight.scale.contiguous()
+        weight = Weight(weight.data.contiguous(), scale)
+        job, tasks = pack_job(fmt, weight, blocks, scales)
+        address = make_pack(fmt.name).address
         workers = pool or default_pool()
-        workers.start(Call(pack, pack, job.ctypes.data, tasks, i_chunks=1, down_chunks=0))
+        workers.start(Call(address, address, job.ctypes.data, tasks, i_chunks=1, down_chunks=0))
         workers.wait()
+        if scale is not None and not packs_scales(fmt.name):
+            fmt.pack_scales(scale, scales)
 
-    return move
+    return pack

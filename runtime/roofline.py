@@ -15,13 +15,15 @@ import torch
 
 from pykernels.cpu.compute import FLOPS, make_compute
 from pykernels.cpu.stream import LOOPS, STREAM, make_read
-from pykernels.registry import kernels
 from pykernels.target import Target, detect
 
 from .memory import allocate
 from .pool import Call, WorkerPool
 
 _CHUNK = 1 << 20
+
+_PRODUCTS = {"avx512": ("avx512f", "avx512bf16"), "amx": ("amx-tile", "amx-bf16")}
+"""What the loops of ``FLOPS`` need of a CPU."""
 
 
 @lru_cache(maxsize=1)
@@ -115,15 +117,14 @@ class ComputeRoof:
 class Roofs:
     """Both roofs of a pool, sampled between the turns of what is measured against them.
 
-    The compute roof is that of each backend with a loop in ``FLOPS``; the others have none.
+    The compute roof is that of each backend with a loop in ``FLOPS`` whose bf16 products this CPU
+    has; the others have none.
     """
 
     def __init__(self, pool: WorkerPool, target: Target) -> None:
         self._read = ReadRoof(pool)
         self._compute = {
-            backend.name: ComputeRoof(pool, backend.name)
-            for backend in kernels()
-            if backend.name in FLOPS and not target.lacks(backend.features)
+            isa: ComputeRoof(pool, isa) for isa in FLOPS if not target.lacks(_PRODUCTS[isa])
         }
         self.sample()  # warms up
         self._read.seen = {loop: [] for loop in LOOPS}

@@ -57,8 +57,8 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     formats, calls = ", ".join(settings.formats), ", ".join(map(str, settings.tokens))
     console = Console(stderr=True)
     console.print(
-        f"{formats} with {calls} tokens, {settings.threads} threads: {in_words(run.seconds)}, up to"
-        " a quarter more if others use the machine",
+        f"{formats} with {calls} tokens, {settings.threads} threads: {in_words(run.seconds)} where"
+        " nobody else uses the machine",
         markup=False,
         highlight=False,
     )

@@ -9,11 +9,13 @@ import torch
 
 from ..errors import PykernelsError
 from ..quant import PackedExperts
-from ..quant.layout import K_BLOCK, ceil_to
+from ..quant.layout import K_BLOCK, N_BLOCK, ceil_to
+from .decode import packed_bytes
 from .job import JOB
 from .moe import NEVER, MoEKernel, tables_address
 from .plan import GEMM_FROM, MoEPlan, plan
 from .routing import BAD_EXPERT, copy_rows, sort_slots
+from .rows import row_bytes
 
 
 class Workspace:
@@ -44,8 +46,8 @@ class Workspace:
         I: int,  # noqa: E741
         gemm_from: int,
     ) -> dict[str, torch.Tensor]:
-        """The buffers for a call of T tokens, not cleared between calls."""
-        S, Hp, Ip = T * topk, ceil_to(H, K_BLOCK), ceil_to(I, K_BLOCK)
+        """The buffers for a call of T tokens, H and I padded; not cleared between calls."""
+        S, Hp, Ip = T * topk, H, I
         dense = min(E, S // gemm_from)  # experts that may take the GEMM
         groups = S // 16 + 2 * dense if dense else 0
         sizes: tuple[int, ...] = (T, S, E, Hp, Ip, groups * Hp * 16, groups * Ip * 16)
@@ -54,8 +56,8 @@ class Workspace:
             self._sizes = sizes
             T, S, E, Hp, Ip, x_tiles, h_tiles = sizes
             self._buffers = {
-                "x": torch.zeros(T, Hp, dtype=torch.bfloat16),
-                "h": torch.zeros(S, Ip, dtype=torch.bfloat16),
+                "x": torch.zeros(T, row_bytes(Hp), dtype=torch.uint8),
+                "h": torch.zeros(S, row_bytes(Ip), dtype=torch.uint8),
                 "acc": torch.zeros(T, Hp),
                 "slot_token": torch.zeros(S, dtype=torch.int64),
                 "slot_weight": torch.zeros(S),
@@ -120,7 +122,7 @@ class MoECall:
             "gate_up_scale_stride": experts.gate_up_scale[0].nbytes,
             "gate_up_scale_block": fmt.scale_bytes(shape.H),
             "gate_up_block": fmt.block_bytes(shape.H),
-            "gate_up_k": ceil_to(shape.H, K_BLOCK) // K_BLOCK,
+            "gate_up_k": ceil_to(shape.H, fmt.k_block) // K_BLOCK,
             "i_blocks": i_blocks,
             "down": experts.down.data_ptr(),
             "down_stride": experts.down.stride(0),
@@ -128,9 +130,15 @@ class MoECall:
             "down_scale_stride": experts.down_scale[0].nbytes,
             "down_scale_block": fmt.scale_bytes(shape.I),
             "down_block": fmt.block_bytes(shape.I),
-            "down_k": ceil_to(shape.I, K_BLOCK) // K_BLOCK,
+            "down_k": ceil_to(shape.I, fmt.k_block) // K_BLOCK,
             "h_blocks": h_blocks,
             "tables": tables_address(),
+            "tiles": kernel.tiles,
+            "gemm": kernel.gemm,
+            "annotate": kernel.annotate,
+            "slab_bytes": packed_bytes(fmt.name),
+            "operand": 2 if kernel.int8 else 0,
+            "tile_steps": 2 if kernel.int8 else 4,
             "scratch": self._scratch.data_ptr(),
             "scratch_stride": kernel.scratch_bytes,
         }
@@ -154,10 +162,10 @@ class MoECall:
         T, topk = self._check(x, ids, weights)
         ids = ids.contiguous()
         weights = weights.float().contiguous()
-        E, H, I = self.experts.shape.E, self.experts.shape.H, self.experts.shape.I  # noqa: E741
+        job, E = self.job[0], self.experts.shape.E
+        H, I = K_BLOCK * int(job["gate_up_k"]), K_BLOCK * int(job["down_k"])  # noqa: E741
         gemm_from = self._plan(T)
         self._bind(self._workspace.reserve(T, topk, E, H, I, gemm_from))
-        job = self.job[0]
         job["T"], job["y"], job["y_stride"] = T, y.data_ptr(), y.stride(0) * y.element_size()
         job["y_bf16"] = y.dtype == torch.bfloat16
         if x.stride(1) != 1:
@@ -181,7 +189,8 @@ class MoECall:
             self.experts.shape, self.experts.fmt, self._workers, T, self._gemm_from
         )
         job = self.job[0]
-        for stage, chunk in (("i", cut.i_chunk), ("h", cut.h_chunk)):
+        whole = max(1, self.kernel.annotate_k // N_BLOCK)  # blocks that a task must own together
+        for stage, chunk in (("i", ceil_to(cut.i_chunk, whole)), ("h", cut.h_chunk)):
             job[f"{stage}_chunk"] = chunk
             job[f"{stage}_chunks"] = -(-int(job[f"{stage}_blocks"]) // chunk)
         job["gemm_from"] = cut.gemm_from if self.kernel.has_gemm else NEVER

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from pykernels import cpu, ref
+from pykernels.cpu.instructions import instructions
 from pykernels.cpu.intrin import amx_model
 from pykernels.cpu.moe import build_kernel
 from pykernels.quant import FORMATS, get_format
 from pykernels.shapes import MoEShape
+from pykernels.target import detect
 from pykernels.testing import (
     assert_close,
     balanced_routing,
@@ -31,7 +33,7 @@ SHAPE = MoEShape(E=8, H=640, I=288, topk=3)
 def test_real_tiles_do_what_the_model_does(fmt, T):
     experts, routing = random_experts(SHAPE, get_format(fmt)), skewed_routing(T, SHAPE)
     x = torch.randn(T, SHAPE.H).bfloat16()
-    modelled = build_kernel("avx512", fmt, amx_model)
+    modelled = build_kernel("avx512", fmt, "bf16", instructions(detect()), amx_model)
     call = cpu.MoECall(experts, modelled, cpu.Workspace())
     expected = cpu.run_serially(call, x, routing.ids, routing.weights, poisoned(T, SHAPE.H))
     y = cpu.moe_ffn(x.float(), routing.ids, routing.weights, experts, kernel="amx")

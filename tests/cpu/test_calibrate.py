@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pykernels.cpu import make_kernel
+from pykernels.cpu.instructions import instructions
 from pykernels.cpu.intrin import amx_model
 from pykernels.cpu.moe import NEVER, build_kernel
 from pykernels.cpu.plan import GEMM_BACKENDS, GEMM_FROM, plan
@@ -27,8 +28,8 @@ SMALL = MoEShape(E=2, H=128, I=128, topk=2)
 
 @pytest.mark.skipif(not AVX512, reason="the modelled tiles are decoded in AVX-512")
 def test_both_paths_compute_the_same_and_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    modelled = build_kernel("avx512", "bf16", amx_model)
-    monkeypatch.setattr("runtime.experts.make_kernel", lambda backend, fmt: modelled)
+    modelled = build_kernel("avx512", "bf16", "bf16", instructions(detect()), amx_model)
+    monkeypatch.setattr("runtime.experts.make_kernel", lambda *_: modelled)
     with WorkerPool(1) as pool:
         timer = PathTimer("bf16", pool, "avx512", SMALL, max_tokens=5)
         for tokens in (2, 5):
@@ -53,7 +54,7 @@ def test_experts_take_what_this_machine_was_calibrated_to(
     monkeypatch.setattr("runtime.experts.resolve", lambda *_: amx)
     with env.override(cache_dir=tmp_path):
         assert RoutedExperts(SMALL, "bf16").choices.gemm_from == GEMM_FROM
-        choices.write(detect().cpu, "bf16", Choices(gemm_from=11), {})
+        choices.write(detect().cpu, "bf16/bf16", Choices(gemm_from=11), {})
         assert RoutedExperts(SMALL, "bf16").choices.gemm_from == 11
         assert RoutedExperts(SMALL, "fp8").choices.gemm_from == GEMM_FROM
 

@@ -109,7 +109,7 @@ TENSORS: list[tuple[str, Callable[[Tensors], object], str]] = [
     (
         "one expert in another format",
         lambda t: (t.pop(SCALE), t.update({EXPERT: torch.ones(128, 256).bfloat16()})),
-        "The experts of model.layers.1.mlp.experts are partly F8_E4M3 and partly not",
+        "The experts of model.layers.1.mlp.experts are partly bf16 and partly fp8",
     ),
 ]
 

@@ -58,7 +58,7 @@ def test_a_table_a_decision_and_a_file(amx: None, capsys: pytest.CaptureFixture[
     assert any(line.startswith("bf16: GEMM from 8 tokens an expert. Of all") for line in lines)
     assert any(line.startswith("fp8: tiles always. Of all") for line in lines)
     assert lines[-1] == f"Kept in {choices.path(detect().cpu)}"
-    assert choices.read(detect().cpu) == {"bf16": Choices(8), "fp8": Choices(NEVER)}
+    assert choices.read(detect().cpu) == {"bf16/bf16": Choices(8), "fp8/bf16": Choices(NEVER)}
 
 
 def test_json_is_one_object(amx: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +73,7 @@ def test_every_format_is_calibrated_unless_told(
     amx: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(capsys, "--json")[0] == 0
-    assert set(choices.read(detect().cpu)) == set(FORMATS)
+    assert set(choices.read(detect().cpu)) == {f"{fmt}/bf16" for fmt in FORMATS}
 
 
 def test_without_a_gemm_there_is_nothing_to_do(
@@ -102,7 +102,7 @@ def test_an_unknown_format_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_doctor_says_what_is_calibrated(amx: None) -> None:
-    choices.write(detect().cpu, "bf16", Choices(9), {})
+    choices.write(detect().cpu, "bf16/bf16", Choices(9), {})
     facts = {fact.name: fact.value for fact in doctor.look_at_calibration()}
     assert set(facts) == set(FORMATS)
     assert facts["bf16"] == "GEMM from 9 tokens an expert (calibrated)"
