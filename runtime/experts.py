@@ -17,6 +17,7 @@ from pykernels.registry import resolve
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
 
+from .choices import chosen
 from .memory import allocate
 from .pool import Call, WorkerPool, default_pool
 
@@ -55,12 +56,16 @@ class RoutedExperts:
 
     Args:
         shape: the layer.
-        fmt: weight format, "bf16" or "fp8".
+        fmt: weight format, a name in ``quant.FORMATS``.
         pool: the threads; None for the shared pool, looked up at each call.
         kernel: a backend of ``pykernels.registry``, or "auto".
 
+    Attributes:
+        choices: what this machine was calibrated to; counts from the first call on a pool.
+
     Raises:
-        PykernelsError: unknown format, a kernel that cannot run here, no memory.
+        PykernelsError: unknown format, a kernel that cannot run here, no memory, a calibration of
+            this machine that cannot be read.
     """
 
     def __init__(
@@ -73,7 +78,9 @@ class RoutedExperts:
         self.shape = shape
         self._own_pool = pool
         self.weights = PackedExperts(shape, get_format(fmt), allocate, packer(pool))
-        self.backend = resolve(kernel, fmt, detect())
+        target = detect()
+        self.backend = resolve(kernel, fmt, target)
+        self.choices = chosen(self.backend.name, fmt, target.cpu)
         self.counters = Counters()
         self._bound: tuple[WorkerPool, MoECall] | None = None
         self._in_flight: tuple[Ticket, WorkerPool] | None = None
@@ -173,7 +180,16 @@ class RoutedExperts:
         pool = self.pool
         if self._bound is None or self._bound[0] is not pool:
             kernel = make_kernel(self.backend.name, self.weights.fmt.name)
-            self._bound = pool, MoECall(self.weights, kernel, pool.workspace, pool.threads)
+            self._bound = (
+                pool,
+                MoECall(
+                    self.weights,
+                    kernel,
+                    pool.workspace,
+                    pool.threads,
+                    gemm_from=self.choices.gemm_from,
+                ),
+            )
         return self._bound
 
 

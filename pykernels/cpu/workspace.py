@@ -13,7 +13,7 @@ from ..quant.layout import K_BLOCK, N_BLOCK, ceil_to
 from .decode import packed_bytes
 from .job import JOB
 from .moe import NEVER, MoEKernel, tables_address
-from .plan import MoEPlan, plan
+from .plan import GEMM_FROM, MoEPlan, plan
 from .routing import BAD_EXPERT, copy_rows, sort_slots
 from .rows import row_bytes
 
@@ -102,8 +102,10 @@ class MoECall:
         workspace: Workspace,
         workers: int = 1,
         cut: MoEPlan | None = None,
+        gemm_from: int = GEMM_FROM,
     ) -> None:
         """``cut`` is for every call; None plans each by its tokens, for ``workers`` threads."""
+        self._gemm_from = gemm_from
         self.experts, self.kernel, self._workspace = experts, kernel, workspace
         self._workers, self._cut = workers, cut
         fmt, shape = experts.fmt, experts.shape
@@ -183,7 +185,9 @@ class MoECall:
 
     def _plan(self, T: int) -> int:
         """Writes the cut for T tokens; returns from how many an expert takes the GEMM."""
-        cut = self._cut or plan(self.experts.shape, self.experts.fmt, self._workers, T)
+        cut = self._cut or plan(
+            self.experts.shape, self.experts.fmt, self._workers, T, self._gemm_from
+        )
         job = self.job[0]
         whole = max(1, self.kernel.annotate_k // N_BLOCK)  # blocks that a task must own together
         for stage, chunk in (("i", ceil_to(cut.i_chunk, whole)), ("h", cut.h_chunk)):

@@ -22,7 +22,7 @@ from pykernels.testing import (
 )
 from runtime.experts import RoutedExperts
 from runtime.pool import WorkerPool
-from runtime.roofline import compute_roof
+from runtime.roofline import ComputeRoof
 from runtime.topology import Topology
 
 pytestmark = pytest.mark.amx
@@ -73,4 +73,4 @@ def test_the_same_bits_at_any_thread_count(fmt):
 
 def test_the_compute_roofs_are_plausible():
     with WorkerPool(1) as pool:
-        assert compute_roof(pool, "amx") > 2 * compute_roof(pool, "avx512") > 0.1
+        assert ComputeRoof(pool, "amx").once() > 2 * ComputeRoof(pool, "avx512").once() > 0.1
