@@ -2,23 +2,33 @@
 
 ``submit`` returns at once and the workers begin; ``sync`` waits. Between the two the caller runs
 what does not need the result: the shared experts (SOSP'25 section 3.3).
+
+On a machine with several NUMA nodes every expert is cut across them (``quant.split``): each node's
+workers read their own slice from their own memory, and ``sync`` adds the nodes' partial results.
 """
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from pykernels.cpu import MoECall, make_kernel, make_pack, pack_job
+from pykernels.cpu.moe import MoEKernel
 from pykernels.errors import PykernelsError
-from pykernels.quant import Mover, PackedExperts, Weight, get_format
+from pykernels.quant import Format, Mover, PackedExperts, Weight, get_format
+from pykernels.quant.split import Experts, SplitExperts, most_parts
 from pykernels.registry import resolve
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
 
 from .memory import allocate
-from .pool import Call, WorkerPool, default_pool
+from .pool import Call, Pool, TaskError, WorkerPool, default_pool, wait_all
+from .reduce import reduce
 
 
 @dataclass
@@ -41,13 +51,20 @@ class Counters:
         self.calls, self.tokens, self.bytes, self.seconds = 0, 0, 0, 0.0
 
 
-@dataclass(frozen=True)
-class Ticket:
-    """A call in flight, to be given to ``sync``. It holds what the workers read and write."""
+class Ticket(NamedTuple):
+    """A call in flight, to be given to ``sync``. It holds what the workers write.
+
+    Attributes:
+        y: the result's [T, H].
+        active: distinct experts of the call.
+        partials: float32 [T, H] of each node, if there are several.
+        pools: those that work on it.
+    """
 
     y: torch.Tensor
     active: int
-    inputs: tuple[torch.Tensor, ...]
+    partials: list[torch.Tensor]
+    pools: Sequence[WorkerPool]
 
 
 class RoutedExperts:
@@ -56,27 +73,33 @@ class RoutedExperts:
     Args:
         shape: the layer.
         fmt: weight format, "bf16" or "fp8".
-        pool: the threads; None for the shared pool, looked up at each call.
+        pool: the threads; None for the shared pool, looked up at each call. If it is one on each of
+            several NUMA nodes now, the weights are split across them now.
         kernel: a backend of ``pykernels.registry``, or "auto".
 
+    Attributes:
+        weights: the packed experts, as one or, on several nodes, as one slice each.
+
     Raises:
-        PykernelsError: unknown format, a kernel that cannot run here, no memory.
+        PykernelsError: unknown format, a kernel that cannot run here, no memory, too narrow for the
+            nodes that were asked for.
     """
 
     def __init__(
         self,
         shape: MoEShape,
         fmt: str,
-        pool: WorkerPool | None = None,
+        pool: Pool | None = None,
         kernel: str = "auto",
     ) -> None:
         self.shape = shape
         self._own_pool = pool
-        self.weights = PackedExperts(shape, get_format(fmt), allocate, _mover(pool))
         self.backend = resolve(kernel, fmt, detect())
+        self.weights = _room(shape, get_format(fmt), pool)
         self.counters = Counters()
-        self._bound: tuple[WorkerPool, MoECall] | None = None
-        self._in_flight: tuple[Ticket, WorkerPool] | None = None
+        self._loaded, self._bytes_per_expert = False, 0
+        self._bound: tuple[Pool, list[_Part]] | None = None
+        self._in_flight: Ticket | None = None
 
     @staticmethod
     def bytes_needed(shape: MoEShape, fmt: str) -> int:
@@ -86,10 +109,11 @@ class RoutedExperts:
     @property
     def nbytes(self) -> int:
         """Memory that the packed experts take."""
-        return PackedExperts.bytes_needed(self.shape, self.weights.fmt)
+        slices = self.weights.slices
+        return sum(PackedExperts.bytes_needed(part.shape, part.fmt) for part in slices)
 
     @property
-    def pool(self) -> WorkerPool:
+    def pool(self) -> Pool:
         return self._own_pool or default_pool()
 
     def load_expert(self, expert: int, gate: Weight, up: Weight, down: Weight) -> None:
@@ -120,30 +144,17 @@ class RoutedExperts:
             raise PykernelsError(
                 "a call of these experts is in flight", "sync it before the next submit"
             )
-        if missing := self.missing():
-            raise PykernelsError(
-                f"{len(missing)} of {self.shape.E} experts are not loaded (first: {missing[0]})",
-                "load_expert every one of them",
-            )
-        pool, call = self._bind()
-        y = torch.empty(x.shape, dtype=x.dtype)
-        tasks, stages = call.prepare(x, ids, weights, y), call.kernel
-        pool.start(
-            Call(
-                gate_up=stages.gate_up.address,
-                down=stages.down.address,
-                job=call.address,
-                active=tasks.active,
-                i_chunks=tasks.i_chunks,
-                down_chunks=tasks.down_chunks,
-                pack=stages.pack.address,
-                pack_tasks=tasks.pack_tasks,
-                piece_active=int(call.job["piece_active"][0]),
-                pieces=int(call.job["pieces"][0]),
-            )
-        )
-        ticket = Ticket(y, tasks.active, (x, ids, weights))
-        self._in_flight = ticket, pool
+        if not self._loaded:
+            self._check_loaded()
+        parts = self._bind()
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        partials = [torch.empty(x.shape) for _ in parts] if len(parts) > 1 else []
+        outs = partials or [y]
+        calls = [part.prepare(x, ids, weights, out) for part, out in zip(parts, outs, strict=True)]
+        for part, call in zip(parts, calls, strict=True):
+            part.pool.start(call)
+        ticket = Ticket(y, calls[0].active, partials, [part.pool for part in parts])
+        self._in_flight = ticket
         return ticket
 
     def sync(self, ticket: Ticket) -> torch.Tensor:
@@ -153,39 +164,115 @@ class RoutedExperts:
             PykernelsError: the ticket is not the call in flight.
             TaskError: a task failed.
         """
-        if self._in_flight is None or self._in_flight[0] is not ticket:
+        if self._in_flight is not ticket:
             raise PykernelsError("this ticket is not the call in flight", "sync each ticket once")
-        pool = self._in_flight[1]
         self._in_flight = None
-        seconds = pool.wait()
-        self.counters.calls += 1
-        self.counters.tokens += ticket.y.shape[0]
-        self.counters.bytes += ticket.active * self.weights.bytes_per_expert
-        self.counters.seconds += seconds
+        try:
+            seconds = wait_all(ticket.pools)
+        except TaskError as error:
+            raise self._name_expert(error) from None
+        if ticket.partials:
+            reduce(ticket.partials, ticket.y, ticket.pools[0])
+        counters = self.counters
+        counters.calls += 1
+        counters.tokens += len(ticket.y)
+        counters.bytes += ticket.active * self._bytes_per_expert
+        counters.seconds += seconds
         return ticket.y
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """``submit`` and ``sync`` in one."""
         return self.sync(self.submit(x, ids, weights))
 
-    def _bind(self) -> tuple[WorkerPool, MoECall]:
-        """The descriptor for the pool of now: plan and scratch depend on its threads."""
+    def _bind(self) -> list[_Part]:
+        """The slices on the pool of now: plan and scratch depend on its threads."""
         pool = self.pool
         if self._bound is None or self._bound[0] is not pool:
             kernel = make_kernel(self.backend.name, self.weights.fmt.name)
-            self._bound = pool, MoECall(self.weights, kernel, pool.workspace, pool.threads)
-        return self._bound
+            slices = self.weights.slices
+            workers = _workers(pool, len(slices))
+            pairs = zip(slices, workers, strict=True)
+            self._bound = pool, [_Part(packed, kernel, each) for packed, each in pairs]
+        return self._bound[1]
+
+    def _check_loaded(self) -> None:
+        if missing := self.missing():
+            raise PykernelsError(
+                f"{len(missing)} of {self.shape.E} experts are not loaded (first: {missing[0]})",
+                "load_expert every one of them",
+            )
+        self._bytes_per_expert = self.weights.bytes_per_expert
+        self._loaded = True
+
+    def _name_expert(self, error: TaskError) -> TaskError:
+        """The same with the expert's number in the layer."""
+        expert = self._bind()[0].expert(error.active)
+        return TaskError(error.status, error.stage, error.index, error.active, expert)
 
 
-def _mover(pool: WorkerPool | None) -> Mover:
-    """``pack_tiles`` on every worker of the pool: one task a 32-row block."""
+class _Part:
+    """One slice of a layer, bound to the pool that works on it."""
+
+    def __init__(self, packed: PackedExperts, kernel: MoEKernel, pool: WorkerPool) -> None:
+        self.pool = pool
+        self._moe = MoECall(packed, kernel, pool.workspace, pool.threads)
+        stages = (kernel.gate_up, kernel.down, kernel.pack)
+        self._gate_up, self._down, self._pack = (stage.address for stage in stages)
+
+    def prepare(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
+    ) -> Call:
+        """A call that writes this slice's share of the result to ``y``."""
+        tasks = self._moe.prepare(x, ids, weights, y)
+        return Call(
+            self._gate_up,
+            self._down,
+            self._moe.address,
+            tasks.active,
+            tasks.i_chunks,
+            tasks.down_chunks,
+            self._pack,
+            tasks.pack_tasks,
+            tasks.piece_active,
+            tasks.pieces,
+        )
+
+    def expert(self, active: int) -> int:
+        """The number of an active expert of the last call."""
+        at = int(self._moe.job["experts"][0]) + 8 * active
+        return ctypes.c_int64.from_address(at).value
+
+
+def _room(shape: MoEShape, fmt: Format, own: Pool | None) -> Experts:
+    """Memory for the experts: split across the nodes of the pool of now, if it is on several."""
+    pool = own or default_pool()
+    if isinstance(pool, WorkerPool):
+        return PackedExperts(shape, fmt, allocate, _mover(own, 0, 1))
+    count = min(len(pool.pools), most_parts(shape, fmt)) if pool.narrow else len(pool.pools)
+    allocs = [partial(allocate, node=each.node) for each in pool.pools[:count]]
+    return SplitExperts(shape, fmt, allocs, [_mover(own, i, count) for i in range(count)])
+
+
+def _workers(pool: Pool, slices: int) -> Sequence[WorkerPool]:
+    """The pool of each slice."""
+    if slices > len(pool.pools):
+        raise PykernelsError(
+            f"experts that were split across {slices} NUMA nodes cannot run on"
+            f" {len(pool.pools)} pool(s)",
+            "Configure threads and nodes before loading the model",
+        )
+    return pool.pools[:slices]
+
+
+def _mover(own: Pool | None, part: int, slices: int) -> Mover:
+    """``pack_tiles`` on every worker of a slice's pool: one task a 32-row block."""
 
     def move(data: torch.Tensor, blocks: torch.Tensor) -> None:
         data = data.contiguous()
         job, tasks = pack_job(data, blocks)
         pack = make_pack(data.element_size()).address
-        workers = pool or default_pool()
-        workers.start(Call(pack, pack, job.ctypes.data, tasks, i_chunks=1, down_chunks=0))
-        workers.wait()
+        pool = _workers(own or default_pool(), slices)[part]
+        pool.start(Call(pack, pack, job.ctypes.data, tasks, i_chunks=1, down_chunks=0))
+        pool.wait()
 
     return move

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from pykernels.errors import PykernelsError
+from pykernels.quant.split import repeat_first
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
 
@@ -125,9 +126,7 @@ def _fill(layer: RoutedExperts) -> None:
     layer.load_expert(
         0, *(packed.fmt.quantize(torch.randn(N, K, generator=g) / K**0.5) for N, K in sizes)
     )
-    for section in (packed.gate_up, packed.gate_up_scale, packed.down, packed.down_scale):
-        section[1:] = section[0]
-    packed.packed = [True] * packed.shape.E
+    repeat_first(packed)
 
 
 def measure_moe(

@@ -7,7 +7,7 @@ import time
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.quant import PackedExperts
+from pykernels.quant.split import Experts, repeat_first
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
 from runtime.experts import RoutedExperts
@@ -33,16 +33,14 @@ class OurWeights:
         self.packed = [self._fill(RoutedExperts(shape, fmt)) for _ in range(count)]
         self.bytes_per_expert = self.packed[0].bytes_per_expert
 
-    def _fill(self, layer: RoutedExperts) -> PackedExperts:
+    def _fill(self, layer: RoutedExperts) -> Experts:
         """One random expert, quantized and packed; the others are copies of its bytes."""
         packed, H, I = layer.weights, self.shape.H, self.shape.I  # noqa: E741
         g = torch.Generator().manual_seed(0)
         sizes = ((I, H), (I, H), (H, I))
         quantized = (packed.fmt.quantize(torch.randn(s, generator=g) / s[1] ** 0.5) for s in sizes)
         layer.load_expert(0, *quantized)
-        for section in (packed.gate_up, packed.gate_up_scale, packed.down, packed.down_scale):
-            section[1:] = section[0]
-        packed.packed = [True] * self.shape.E
+        repeat_first(packed)
         return packed
 
 

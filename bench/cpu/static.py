@@ -59,7 +59,8 @@ class StaticOurs(Ours):
         stages = make_kernel(self.layers[0].backend.name, weights.fmt)
         self._stages = stages
         self._calls = [
-            MoECall(packed, stages, pool.workspace, pool.threads) for packed in weights.packed
+            MoECall(packed.slices[0], stages, pool.workspace, pool.threads)
+            for packed in weights.packed
         ]
         self._zeros = np.zeros(pool.threads, np.int64)
         self._pieces = np.full(1, pool.threads, np.int64)
