@@ -58,13 +58,21 @@ class Ticket(NamedTuple):
         y: the result's [T, H].
         active: distinct experts of the call.
         partials: float32 [T, H] of each node, if there are several.
-        pools: those that work on it.
+        pools: those that work on it, each on
+        calls: its own.
     """
 
     y: torch.Tensor
     active: int
     partials: list[torch.Tensor]
     pools: Sequence[WorkerPool]
+    calls: Sequence[Call]
+
+    @property
+    def runs(self) -> bool:
+        """Whether a pool has not been waited for yet."""
+        pairs = zip(self.pools, self.calls, strict=True)
+        return any(pool.running is call for pool, call in pairs)
 
 
 class RoutedExperts:
@@ -140,7 +148,7 @@ class RoutedExperts:
         Raises:
             PykernelsError: inputs that do not fit, experts not loaded, a call already in flight.
         """
-        if self._in_flight is not None:
+        if self._in_flight is not None and self._in_flight.runs:
             raise PykernelsError(
                 "a call of these experts is in flight", "sync it before the next submit"
             )
@@ -151,10 +159,11 @@ class RoutedExperts:
         partials = [torch.empty(x.shape) for _ in parts] if len(parts) > 1 else []
         outs = partials or [y]
         calls = [part.prepare(x, ids, weights, out) for part, out in zip(parts, outs, strict=True)]
-        for part, call in zip(parts, calls, strict=True):
-            part.pool.start(call)
-        ticket = Ticket(y, calls[0].active, partials, [part.pool for part in parts])
-        self._in_flight = ticket
+        pools = [part.pool for part in parts]
+        # Known before it runs: should Ctrl-C come now, the buffers outlive what writes them.
+        ticket = self._in_flight = Ticket(y, calls[0].active, partials, pools, calls)
+        for pool, call in zip(pools, calls, strict=True):
+            pool.start(call)
         return ticket
 
     def sync(self, ticket: Ticket) -> torch.Tensor:

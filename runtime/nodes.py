@@ -122,6 +122,11 @@ class NodePools:
             self.close()
             raise
 
+    def settle(self) -> None:
+        """``WorkerPool.settle`` of all nodes."""
+        for pool in self.pools:
+            pool.settle()
+
     def close(self) -> None:
         """Ends the workers of all nodes. Safe to call twice."""
         for pool in self.pools:

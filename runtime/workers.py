@@ -176,6 +176,17 @@ class WorkerPool:
         words = self._words
         return int(words[tasks.FINISHED_AT // 8] - words[tasks.STARTED_AT // 8]) / 1e9
 
+    @property
+    def running(self) -> Call | None:
+        """The call that was started and not waited for yet."""
+        return self._running
+
+    def settle(self) -> None:
+        """Waits for a call that nobody will wait for, since Ctrl-C came right behind its start."""
+        if self._running is not None and self._pid == os.getpid():
+            tasks.finish(self.control, self.driver_works)
+            self._running = None
+
     def _failure(self, call: Call, status: int) -> TaskError:
         stage = tasks.STAGES[self._words[tasks.FAILED_STAGE // 8]]
         index = int(self._words[tasks.FAILED_INDEX // 8])
@@ -191,9 +202,7 @@ class WorkerPool:
         if self._closed or self._pid != os.getpid():
             return
         self._closed = True
-        if self._running is not None:
-            tasks.finish(self.control, self.driver_works)
-            self._running = None
+        self.settle()
         tasks.stop(self.control)
         for thread in self._threads:
             thread.join()
