@@ -268,7 +268,7 @@ def result_fact(fmt: str, kernel: str) -> Fact:
         ids = torch.tensor([[0, 1], [1, 2], [0, 2]])  # [T, topk]
         weights = torch.rand(3, shape.topk, generator=random)  # [T, topk]
         result = experts(x, ids, weights)
-        truth = ref.moe_ffn(x, ids, weights, experts.weights)
+        truth = ref.moe_ffn(x, ids, weights, experts.weights.slices[0])
     except Exception as error:  # whatever a kernel dies of, the report goes on
         return Fact(name, "failed", f"{name}: {type(error).__name__}: {error}", mend)
     return judge(name, float((result - truth).norm() / truth.norm()), mend)

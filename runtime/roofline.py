@@ -18,7 +18,7 @@ from pykernels.cpu.stream import LOOPS, STREAM, make_read
 from pykernels.target import Target, detect
 
 from .memory import allocate
-from .pool import Call, WorkerPool
+from .pool import Call, Pool, WorkerPool, wait_all
 
 _CHUNK = 1 << 20
 
@@ -27,10 +27,12 @@ _PRODUCTS = {"avx512": ("avx512f", "avx512bf16"), "amx": ("amx-tile", "amx-bf16"
 
 
 @lru_cache(maxsize=1)
-def _buffer(nbytes: int) -> torch.Tensor:
-    buffer = allocate(nbytes)
-    buffer.fill_(1)  # pages that were never written are all one zero page
-    return buffer
+def _buffers(nbytes: int, nodes: tuple[int | None, ...]) -> list[torch.Tensor]:
+    """One of ``nbytes`` on each node."""
+    buffers = [allocate(nbytes, node) for node in nodes]
+    for buffer in buffers:
+        buffer.fill_(1)  # pages that were never written are all one zero page
+    return buffers
 
 
 def roof_bytes() -> int:
@@ -41,25 +43,30 @@ def roof_bytes() -> int:
 class ReadRoof:
     """Repeatable passes over one buffer, so that a benchmark can time roof and kernel in turn."""
 
-    def __init__(self, pool: WorkerPool, nbytes: int | None = None) -> None:
+    def __init__(self, pool: Pool, nbytes: int | None = None) -> None:
         self.pool = pool
         self.nbytes = nbytes or roof_bytes()
-        self._data = _buffer(self.nbytes)
-        chunks = self.nbytes // _CHUNK
-        self._sums = np.zeros(chunks, np.int64)
-        self._job = np.zeros(1, STREAM)
-        self._job["base"], self._job["bytes"] = self._data.data_ptr(), _CHUNK
-        self._job["sink"] = self._sums.ctypes.data
+        parts = len(pool.pools)
+        chunks = self.nbytes // _CHUNK // parts  # each node reads its own share
+        self.nbytes = parts * chunks * _CHUNK
+        self._data = _buffers(chunks * _CHUNK, tuple(each.node for each in pool.pools))
+        self._sums = np.zeros(parts * chunks, np.int64)
+        self._jobs = np.zeros(parts, STREAM)
+        self._jobs["base"] = [data.data_ptr() for data in self._data]
+        self._jobs["bytes"] = _CHUNK
+        self._jobs["sink"] = self._sums.ctypes.data + 8 * chunks * np.arange(parts)
+        jobs = self._jobs.ctypes.data + STREAM.itemsize * np.arange(parts)
         self._calls = {}
         for loop in LOOPS:
             read = make_read(loop).address
-            self._calls[loop] = Call(read, read, self._job.ctypes.data, chunks, 1, 0)
+            self._calls[loop] = [Call(read, read, int(job), chunks, 1, 0) for job in jobs]
         self.seen: dict[str, list[float]] = {loop: [] for loop in LOOPS}
 
     def once(self, loop: str) -> float:
         """GB/s (1e9 bytes) of one pass of one of ``LOOPS``; kept in ``seen``."""
-        self.pool.start(self._calls[loop])
-        rate = self.nbytes / self.pool.wait() / 1e9
+        for pool, call in zip(self.pool.pools, self._calls[loop], strict=True):
+            pool.start(call)
+        rate = self.nbytes / wait_all(self.pool.pools) / 1e9
         self.seen[loop].append(rate)
         return rate
 
@@ -80,7 +87,7 @@ class ReadRoof:
         return bool((self._sums == word.sum()).all())
 
 
-def read_roof(pool: WorkerPool) -> float:
+def read_roof(pool: Pool) -> float:
     """GB/s that the pool's threads read, measured now (about a second)."""
     roof = ReadRoof(pool)
     roof.each_once()  # warms up

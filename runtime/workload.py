@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.quant import PackedExperts
+from pykernels.quant.split import Experts, repeat_first
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
 
@@ -123,7 +123,7 @@ class RandomLayers:
         self.packed = [_fill(RoutedExperts(shape, fmt, pool)) for _ in range(count)]
         self.bytes_per_expert = self.packed[0].bytes_per_expert
 
-    def experts(self, kernel: str) -> list[RoutedExperts]:
+    def experts(self, kernel: str, activations: str = "bf16") -> list[RoutedExperts]:
         """The layers on one backend; every backend reads the same weights.
 
         Raises:
@@ -131,7 +131,7 @@ class RandomLayers:
         """
         made = []
         for packed in self.packed:
-            layer = RoutedExperts(self.shape, self.fmt, self._pool, kernel)
+            layer = RoutedExperts(self.shape, self.fmt, self._pool, kernel, activations)
             layer.weights = packed  # its own were never touched: no memory
             made.append(layer)
         return made
@@ -142,14 +142,12 @@ def call_of(number: int, layers: int, routings: int) -> tuple[int, int]:
     return number % layers, number // layers % routings
 
 
-def _fill(layer: RoutedExperts) -> PackedExperts:
+def _fill(layer: RoutedExperts) -> Experts:
     """One random expert, quantized and packed; the others are copies of its bytes."""
     packed, H, I = layer.weights, layer.shape.H, layer.shape.I  # noqa: E741
     g = torch.Generator().manual_seed(0)
     sizes = ((I, H), (I, H), (H, I))
     quantized = (packed.fmt.quantize(torch.randn(N, K, generator=g) / K**0.5) for N, K in sizes)
     layer.load_expert(0, *quantized)
-    for section in (packed.gate_up, packed.gate_up_scale, packed.down, packed.down_scale):
-        section[1:] = section[0]
-    packed.packed = [True] * packed.shape.E
+    repeat_first(packed)
     return packed

@@ -55,12 +55,12 @@ class StaticOurs(Ours):
 
     def __init__(self, weights: RandomLayers, kernel: str) -> None:
         super().__init__(weights, kernel)
-        pool = self._pool = self.layers[0].pool
+        pool = self._pool = self.layers[0].pool.pools[0]
         compiled = make_kernel(self.layers[0].backend.name, weights.fmt)
         self._stages = compiled.stages
         gemm_from = self.layers[0].choices.gemm_from
         self._calls = [
-            MoECall(packed, compiled, pool.workspace, pool.threads, gemm_from=gemm_from)
+            MoECall(packed.slices[0], compiled, pool.workspace, pool.threads, gemm_from=gemm_from)
             for packed in weights.packed
         ]
         self._zeros = np.zeros(pool.threads, np.int64)

@@ -131,6 +131,15 @@ def test_misuse_is_told_and_the_experts_stay_usable():
     assert routed(*args).isfinite().all()
 
 
+def test_after_an_interrupt_right_behind_submit_the_pool_can_be_settled():
+    routed, routing = _load(random_experts(SHAPE, get_format("fp8"))), balanced_routing(1, SHAPE)
+    args = torch.randn(1, SHAPE.H), routing.ids, routing.weights
+    expected = routed(*args)
+    routed.submit(*args)  # and nobody has the ticket
+    routed.pool.settle()
+    assert torch.equal(routed(*args), expected)
+
+
 def test_huge_page_memory_is_aligned_and_zero():
     memory = allocate(3 * HUGE_PAGE + 5)
     assert memory.data_ptr() % HUGE_PAGE == 0 and memory.numel() == 3 * HUGE_PAGE + 5
