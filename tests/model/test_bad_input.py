@@ -244,6 +244,13 @@ def test_options(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_a_format_that_the_experts_do_not_fit(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("something was loaded"))
+    replace = {"class": "FusedMoE", "kwargs": {"format": "q4_k"}}
+    rules = [{"match": {"class": "DeepseekV3MoE"}, "replace": replace}]
+    load_fails("q4_k takes matrices whose inputs are a multiple of 256, not 64", own(), rules=rules)
+
+
 def test_tokenizers(own: Own, tmp_path: Path) -> None:
     folder = own()
     with pytest.raises(PykernelsError, match="neither tokenizer.json nor tokenizer.model"):

@@ -22,7 +22,6 @@ from model.loading import expert_weight, stored_weight
 from model.modules.moe import routed_experts
 from model.pretrained import build_meta
 from model.rules import default_rules
-from pykernels import registry
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
 
@@ -84,12 +83,8 @@ def test_experts_keep_their_codes(checkpoint: Checkpoints, scheme: str) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_logits(checkpoint: Checkpoints, ids: torch.Tensor, scheme: str) -> None:
     made = checkpoint("deepseek_v3", **options(scheme))
-    native = SCHEMES[scheme] in registry.FORMATS
-    replace = {"class": "FusedMoE", "kwargs": {} if native else {"format": "bf16"}}
-    rules = [{"match": {"class": "DeepseekV3MoE"}, "replace": replace}]
-    lm = model.from_pretrained(made.path, rules=rules, dtype="float32")
-    packed = {routed.weights.fmt.name for routed in routed_experts(lm)}
-    assert packed == {SCHEMES[scheme] if native else "bf16"}
+    lm = model.from_pretrained(made.path, dtype="float32")
+    assert {routed.weights.fmt.name for routed in routed_experts(lm)} == {SCHEMES[scheme]}
     with torch.no_grad():
         got, want = lm(ids).logits, made.reference(ids).logits
     # As in test_loading: bf16 inputs and h inside the experts are all that differs.
