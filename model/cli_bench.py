@@ -29,6 +29,14 @@ def moe(
             " 1/(r+1); all the same.",
         ),
     ] = "balanced",
+    activations: Annotated[
+        str,
+        typer.Option(
+            metavar="bf16|int8",
+            help="Inputs of the products: as they are, or quantized to 8 bits a token (integer"
+            " formats only; about 1 % off).",
+        ),
+    ] = "bf16",
     threads: Threads = None,
     kernel: Kernel = None,
     as_json: Annotated[
@@ -50,6 +58,7 @@ def moe(
             chosen_threads,
             chosen_kernel,
             routing,
+            activations,
             progress=lambda share: status.update(f"timing, {share:.0%}"),
         )
     if as_json:
@@ -65,7 +74,7 @@ def _show(measured: MoEMeasurement) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="cyan", no_wrap=True)
     table.add_row("CPU", f"{m.cpu}, {m.threads} threads")
-    table.add_row("kernel", f"{m.format} on {m.kernel}")
+    table.add_row("kernel", f"{m.format} on {m.kernel}, {m.activations} activations")
     table.add_row("layer", f"{m.experts} experts of {m.hidden} x {m.inter}, top-{m.topk}")
     crowd = "" if m.routing == "balanced" else f", the busiest has {m.busiest_over_mean:.1f} x mean"
     table.add_row("routing", f"{m.routing}: {m.distinct_experts:g} experts active{crowd}")

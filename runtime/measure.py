@@ -39,6 +39,7 @@ class MoEMeasurement:
 
     format: str
     kernel: str
+    activations: str
     routing: str
     tokens: int
     hidden: int
@@ -77,6 +78,7 @@ class MoECase:
         pool: threads.
         kernel: a backend's name, or "auto".
         routing: one of ``workload.ROUTINGS``.
+        activations: "bf16" or "int8".
 
     Raises:
         PykernelsError: not enough memory for the weights, a kernel that cannot run here, no such
@@ -91,12 +93,13 @@ class MoECase:
         pool: WorkerPool,
         kernel: str = "auto",
         routing: str = "balanced",
+        activations: str = "bf16",
     ) -> None:
         if T < 1:
             raise PykernelsError(f"{T} tokens", "Measure at least 1")
         self.T, self.shape, self.ids = T, shape, routings(shape, T, routing)
         weights = RandomLayers(shape, fmt, self.ids, pool)
-        self.layers = weights.experts(kernel)
+        self.layers = weights.experts(kernel, activations)
         g = torch.Generator().manual_seed(0)
         self.x = torch.randn(T, shape.H, generator=g).to(torch.bfloat16)
         self.weights = torch.rand(T, shape.topk, generator=g)
@@ -132,6 +135,7 @@ def measure_moe(
     threads: int | None = None,
     kernel: str = "auto",
     routing: str = "balanced",
+    activations: str = "bf16",
     seconds: float = 4.0,
     progress: Callable[[float], None] | None = None,
 ) -> MoEMeasurement:
@@ -144,6 +148,7 @@ def measure_moe(
         threads: of the pool; None for every usable core.
         kernel: a backend's name, or "auto".
         routing: one of ``workload.ROUTINGS``.
+        activations: "bf16" or "int8".
         seconds: about how long to measure.
         progress: called with the share done, 0 to 1.
 
@@ -151,7 +156,7 @@ def measure_moe(
         PykernelsError: too little memory, threads, kernel or routing that this machine has not.
     """
     with WorkerPool(threads) as pool:
-        case = MoECase(fmt, T, shape, pool, kernel, routing)
+        case = MoECase(fmt, T, shape, pool, kernel, routing, activations)
         roofs = Roofs(pool, detect())
         case.call()  # compiles
         calls_a_round = max(1, round(_ROUND / case.call()[0]))
@@ -175,6 +180,7 @@ def measure_moe(
         return MoEMeasurement(
             format=fmt,
             kernel=name,
+            activations=activations,
             routing=routing,
             tokens=T,
             hidden=shape.H,

@@ -39,9 +39,10 @@ def test_both_paths_compute_the_same_and_are_told_apart(monkeypatch: pytest.Monk
             assert timer.seconds("gemm", tokens) > 0
         for path, gemm_from in (("tiles", NEVER), ("gemm", 1)):
             ran = {
-                int(experts._bound[1].job["gemm_from"][0])
+                int(part._moe.job["gemm_from"][0])
                 for experts in timer._experts[path]
                 if experts._bound
+                for part in experts._bound[1]
             }
             assert ran == {gemm_from}
 
