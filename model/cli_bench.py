@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 @command
 def moe(
     format: Annotated[
-        str, typer.Option(metavar="NAME", help="Weight format: bf16, fp8, int8, int4, int4-g128.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Weight format: bf16, fp8, fp8-channel, int8, int4, int4-g128, mxfp4, q4_k, "
+            "q5_k, q6_k, q8_0.",
+        ),
     ] = "fp8",
     tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens in one call.")] = 1,
     hidden: Annotated[int, typer.Option(min=1, metavar="N", help="Width of the model.")] = 7168,

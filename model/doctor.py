@@ -230,7 +230,7 @@ def result_fact(fmt: str, kernel: str) -> Fact:
     from pykernels.shapes import MoEShape
     from runtime.experts import RoutedExperts
 
-    shape = MoEShape(E=4, H=256, I=128, topk=2)  # expert 3 gets no token
+    shape = MoEShape(E=4, H=256, I=256, topk=2)  # expert 3 gets no token; K-quants need 256
     quantize = get_format(fmt).quantize
     random = torch.Generator().manual_seed(0)
 
