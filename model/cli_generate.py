@@ -229,6 +229,8 @@ def chat(
         top_k=top_k,
         seed=seed,
     )
+    from runtime.pool import default_pool
+
     from .generate import chat_prompt
 
     if not getattr(writer.tokenizer, "chat_template", None):
@@ -246,6 +248,7 @@ def chat(
         try:
             answer, stats = writer.write(chat_prompt(writer.tokenizer, turn))
         except KeyboardInterrupt:
+            default_pool().settle()
             note("stopped; this turn is forgotten")
             continue
         except PykernelsError as error:  # the context is full, say: the conversation goes on

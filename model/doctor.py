@@ -52,6 +52,7 @@ def examine(progress: Callable[[str], None] = lambda what: None) -> Report:
         "GPU": look_at_gpu,
         "versions": look_at_versions,
         "expert kernels": look_at_kernels,
+        "calibration": look_at_calibration,
         "self-test": look_at_results,
         "speed": look_at_speed,
         "flags": look_at_flags,
@@ -208,6 +209,25 @@ def look_at_kernels() -> Iterator[Fact]:
         yield Fact(fmt, "; ".join([f"{chosen.name} ({chosen.doc})", *others]))
 
 
+def look_at_calibration() -> Iterator[Fact]:
+    """From how many tokens an expert takes the GEMM: measured here, or the default."""
+    from pykernels.cpu.plan import GEMM_BACKENDS
+    from pykernels.quant import FORMATS
+    from pykernels.registry import resolve
+    from pykernels.target import detect
+    from runtime import choices
+
+    target = detect()
+    made = choices.read(target.cpu)
+    able = [fmt for fmt in FORMATS if resolve("auto", fmt, target).name in GEMM_BACKENDS]
+    if not able:
+        yield Fact("GEMM from", "nothing to choose: no kernel in use here has a GEMM")
+    for fmt in able:
+        found = made.get(choices.key(fmt))
+        how = "calibrated" if found else "default; `pykernels calibrate` measures it"
+        yield Fact(fmt, f"{found or choices.DEFAULT} ({how})")
+
+
 def look_at_results() -> Iterator[Fact]:
     """A tiny MoE layer on every kernel that can run here, against the float32 reference."""
     from pykernels.quant import FORMATS
@@ -230,7 +250,7 @@ def result_fact(fmt: str, kernel: str) -> Fact:
     from pykernels.shapes import MoEShape
     from runtime.experts import RoutedExperts
 
-    shape = MoEShape(E=4, H=256, I=256, topk=2)  # expert 3 gets no token; K-quants need 256
+    shape = MoEShape(E=4, H=256, I=256, topk=2)  # expert 3 gets no token
     quantize = get_format(fmt).quantize
     random = torch.Generator().manual_seed(0)
 
@@ -248,7 +268,7 @@ def result_fact(fmt: str, kernel: str) -> Fact:
         ids = torch.tensor([[0, 1], [1, 2], [0, 2]])  # [T, topk]
         weights = torch.rand(3, shape.topk, generator=random)  # [T, topk]
         result = experts(x, ids, weights)
-        truth = ref.moe_ffn(x, ids, weights, experts.weights)
+        truth = ref.moe_ffn(x, ids, weights, experts.weights.slices[0])
     except Exception as error:  # whatever a kernel dies of, the report goes on
         return Fact(name, "failed", f"{name}: {type(error).__name__}: {error}", mend)
     return judge(name, float((result - truth).norm() / truth.norm()), mend)

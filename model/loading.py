@@ -66,7 +66,8 @@ def check_kernels(model: nn.Module, plan: Plan) -> None:
         if isinstance(item, Experts):
             module = model.get_submodule(item.name)
             if isinstance(module, FusedMoE):
-                resolve(module.kernel, module.packed_format(item.stored), detect())
+                fmt = module.packed_format(item.stored)
+                resolve(module.kernel, fmt, detect(), module.activations)
 
 
 def matrix(checkpoint: Checkpoint, source: Matrix, dtype: torch.dtype) -> torch.Tensor:

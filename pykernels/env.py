@@ -48,13 +48,13 @@ def _hidden_features(text: str) -> frozenset[str]:
     return frozenset(name[1:].lower() for name in names)
 
 
-def _threads(text: str) -> int | None:
+def _count(text: str) -> int | None:
     if not text.strip():
         return None
-    threads = int(text)
-    if threads < 1:
+    count = int(text)
+    if count < 1:
         raise ValueError("it is below 1")
-    return threads
+    return count
 
 
 def _microseconds(text: str) -> float:
@@ -131,9 +131,9 @@ class Env:
         "Write a comma list of CPU features, each with a leading '-'",
     )
     threads = Flag(
-        _threads,
+        _count,
         "",
-        "Worker threads of the experts; empty: one on every usable core.",
+        "Worker threads of the experts; empty: one on each physical core.",
         "Set it to a whole number from 1, or unset it",
     )
     spin_us = Flag(
@@ -147,6 +147,12 @@ class Env:
         "1",
         "1: packed weights ask for 2 MiB pages; 0: for 4 KiB pages.",
         "Set it to 0 or 1",
+    )
+    fake_numa = Flag(
+        _count,
+        "",
+        "Made-up NUMA nodes to deal the cores over, to try things; empty: none.",
+        "Set it to a whole number from 1, or unset it",
     )
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:

@@ -2,23 +2,34 @@
 
 ``submit`` returns at once and the workers begin; ``sync`` waits. Between the two the caller runs
 what does not need the result: the shared experts (SOSP'25 section 3.3).
+
+On a machine with several NUMA nodes every expert is cut across them (``quant.split``): each node's
+workers read their own slice from their own memory, and ``sync`` adds the nodes' partial results.
 """
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from pykernels.cpu import MoECall, make_kernel, make_pack, pack_job, packs_scales
+from pykernels.cpu.moe import MoEKernel
 from pykernels.errors import PykernelsError
 from pykernels.quant import Format, PackedExperts, Packer, Weight, get_format
+from pykernels.quant.split import Experts, SplitExperts, most_parts
 from pykernels.registry import resolve
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
 
+from .choices import chosen
 from .memory import allocate
-from .pool import Call, WorkerPool, default_pool
+from .pool import Call, Pool, TaskError, WorkerPool, default_pool, wait_all
+from .reduce import reduce
 
 
 @dataclass
@@ -41,13 +52,28 @@ class Counters:
         self.calls, self.tokens, self.bytes, self.seconds = 0, 0, 0, 0.0
 
 
-@dataclass(frozen=True)
-class Ticket:
-    """A call in flight, to be given to ``sync``. It holds what the workers read and write."""
+class Ticket(NamedTuple):
+    """A call in flight, to be given to ``sync``. It holds what the workers write.
+
+    Attributes:
+        y: the result's [T, H].
+        active: distinct experts of the call.
+        partials: float32 [T, H] of each node, if there are several.
+        pools: those that work on it, each on
+        calls: its own.
+    """
 
     y: torch.Tensor
     active: int
-    inputs: tuple[torch.Tensor, ...]
+    partials: list[torch.Tensor]
+    pools: Sequence[WorkerPool]
+    calls: Sequence[Call]
+
+    @property
+    def runs(self) -> bool:
+        """Whether a pool has not been waited for yet."""
+        pairs = zip(self.pools, self.calls, strict=True)
+        return any(pool.running is call for pool, call in pairs)
 
 
 class RoutedExperts:
@@ -55,28 +81,40 @@ class RoutedExperts:
 
     Args:
         shape: the layer.
-        fmt: weight format, "bf16" or "fp8".
-        pool: the threads; None for the shared pool, looked up at each call.
+        fmt: weight format, a name in ``quant.FORMATS``.
+        pool: the threads; None for the shared pool, looked up at each call. If it is one on each of
+            several NUMA nodes now, the weights are split across them now.
         kernel: a backend of ``pykernels.registry``, or "auto".
+        activations: "bf16" for exact products, "int8" for ones of dynamically quantized inputs.
+
+    Attributes:
+        weights: the packed experts, as one or, on several nodes, as one slice each.
+        choices: what this machine was calibrated to; counts from the first call on a pool.
 
     Raises:
-        PykernelsError: unknown format, a kernel that cannot run here, no memory.
+        PykernelsError: unknown format, a kernel that cannot run here, no memory, too narrow for the
+            nodes that were asked for, a calibration of this machine that cannot be read.
     """
 
     def __init__(
         self,
         shape: MoEShape,
         fmt: str,
-        pool: WorkerPool | None = None,
+        pool: Pool | None = None,
         kernel: str = "auto",
+        activations: str = "bf16",
     ) -> None:
         self.shape = shape
         self._own_pool = pool
-        self.weights = PackedExperts(shape, get_format(fmt), allocate, packer(pool))
-        self.backend = resolve(kernel, fmt, detect())
+        target = detect()
+        self.backend = resolve(kernel, fmt, target, activations)
+        self.activations = activations
+        self.choices = chosen(self.backend.name, fmt, target.cpu, activations)
+        self.weights = _room(shape, get_format(fmt), pool)
         self.counters = Counters()
-        self._bound: tuple[WorkerPool, MoECall] | None = None
-        self._in_flight: tuple[Ticket, WorkerPool] | None = None
+        self._loaded, self._bytes_per_expert = False, 0
+        self._bound: tuple[Pool, list[_Part]] | None = None
+        self._in_flight: Ticket | None = None
 
     @staticmethod
     def bytes_needed(shape: MoEShape, fmt: str) -> int:
@@ -86,10 +124,11 @@ class RoutedExperts:
     @property
     def nbytes(self) -> int:
         """Memory that the packed experts take."""
-        return PackedExperts.bytes_needed(self.shape, self.weights.fmt)
+        slices = self.weights.slices
+        return sum(PackedExperts.bytes_needed(part.shape, part.fmt) for part in slices)
 
     @property
-    def pool(self) -> WorkerPool:
+    def pool(self) -> Pool:
         return self._own_pool or default_pool()
 
     def load_expert(self, expert: int, gate: Weight, up: Weight, down: Weight) -> None:
@@ -116,34 +155,22 @@ class RoutedExperts:
         Raises:
             PykernelsError: inputs that do not fit, experts not loaded, a call already in flight.
         """
-        if self._in_flight is not None:
+        if self._in_flight is not None and self._in_flight.runs:
             raise PykernelsError(
                 "a call of these experts is in flight", "sync it before the next submit"
             )
-        if missing := self.missing():
-            raise PykernelsError(
-                f"{len(missing)} of {self.shape.E} experts are not loaded (first: {missing[0]})",
-                "load_expert every one of them",
-            )
-        pool, call = self._bind()
-        y = torch.empty(x.shape, dtype=x.dtype)
-        tasks, stages = call.prepare(x, ids, weights, y), call.kernel.stages
-        pool.start(
-            Call(
-                gate_up=stages.gate_up.address,
-                down=stages.down.address,
-                job=call.address,
-                active=tasks.active,
-                i_chunks=tasks.i_chunks,
-                down_chunks=tasks.down_chunks,
-                pack=stages.pack.address,
-                pack_tasks=tasks.pack_tasks,
-                piece_active=int(call.job["piece_active"][0]),
-                pieces=int(call.job["pieces"][0]),
-            )
-        )
-        ticket = Ticket(y, tasks.active, (x, ids, weights))
-        self._in_flight = ticket, pool
+        if not self._loaded:
+            self._check_loaded()
+        parts = self._bind()
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        partials = [torch.empty(x.shape) for _ in parts] if len(parts) > 1 else []
+        outs = partials or [y]
+        calls = [part.prepare(x, ids, weights, out) for part, out in zip(parts, outs, strict=True)]
+        pools = [part.pool for part in parts]
+        # Known before it runs: should Ctrl-C come now, the buffers outlive what writes them.
+        ticket = self._in_flight = Ticket(y, calls[0].active, partials, pools, calls)
+        for pool, call in zip(pools, calls, strict=True):
+            pool.start(call)
         return ticket
 
     def sync(self, ticket: Ticket) -> torch.Tensor:
@@ -153,39 +180,119 @@ class RoutedExperts:
             PykernelsError: the ticket is not the call in flight.
             TaskError: a task failed.
         """
-        if self._in_flight is None or self._in_flight[0] is not ticket:
+        if self._in_flight is not ticket:
             raise PykernelsError("this ticket is not the call in flight", "sync each ticket once")
-        pool = self._in_flight[1]
         self._in_flight = None
-        seconds = pool.wait()
-        self.counters.calls += 1
-        self.counters.tokens += ticket.y.shape[0]
-        self.counters.bytes += ticket.active * self.weights.bytes_per_expert
-        self.counters.seconds += seconds
+        try:
+            seconds = wait_all(ticket.pools)
+        except TaskError as error:
+            raise self._name_expert(error) from None
+        if ticket.partials:
+            reduce(ticket.partials, ticket.y, ticket.pools[0])
+        counters = self.counters
+        counters.calls += 1
+        counters.tokens += len(ticket.y)
+        counters.bytes += ticket.active * self._bytes_per_expert
+        counters.seconds += seconds
         return ticket.y
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """``submit`` and ``sync`` in one."""
         return self.sync(self.submit(x, ids, weights))
 
-    def _bind(self) -> tuple[WorkerPool, MoECall]:
-        """The descriptor for the pool of now: plan and scratch depend on its threads."""
+    def _bind(self) -> list[_Part]:
+        """The slices on the pool of now: plan and scratch depend on its threads."""
         pool = self.pool
         if self._bound is None or self._bound[0] is not pool:
-            kernel = make_kernel(self.backend.name, self.weights.fmt.name)
-            self._bound = pool, MoECall(self.weights, kernel, pool.workspace, pool.threads)
-        return self._bound
+            kernel = make_kernel(self.backend.name, self.weights.fmt.name, self.activations)
+            slices = self.weights.slices
+            workers = _workers(pool, len(slices))
+            pairs = zip(slices, workers, strict=True)
+            gemm_from = self.choices.gemm_from
+            self._bound = pool, [_Part(packed, kernel, each, gemm_from) for packed, each in pairs]
+        return self._bound[1]
+
+    def _check_loaded(self) -> None:
+        if missing := self.missing():
+            raise PykernelsError(
+                f"{len(missing)} of {self.shape.E} experts are not loaded (first: {missing[0]})",
+                "load_expert every one of them",
+            )
+        self._bytes_per_expert = self.weights.bytes_per_expert
+        self._loaded = True
+
+    def _name_expert(self, error: TaskError) -> TaskError:
+        """The same with the expert's number in the layer."""
+        expert = self._bind()[0].expert(error.active)
+        return TaskError(error.status, error.stage, error.index, error.active, expert)
 
 
-def packer(pool: WorkerPool | None) -> Packer:
-    """``Format.pack`` on every worker of the pool: one task a 32-row block."""
+class _Part:
+    """One slice of a layer, bound to the pool that works on it."""
+
+    def __init__(
+        self, packed: PackedExperts, kernel: MoEKernel, pool: WorkerPool, gemm_from: int
+    ) -> None:
+        self.pool = pool
+        self._moe = MoECall(packed, kernel, pool.workspace, pool.threads, gemm_from=gemm_from)
+        stages = kernel.stages
+        self._gate_up, self._down = stages.gate_up.address, stages.down.address
+        self._pack = stages.pack.address
+
+    def prepare(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
+    ) -> Call:
+        """A call that writes this slice's share of the result to ``y``."""
+        tasks = self._moe.prepare(x, ids, weights, y)
+        return Call(
+            self._gate_up,
+            self._down,
+            self._moe.address,
+            tasks.active,
+            tasks.i_chunks,
+            tasks.down_chunks,
+            self._pack,
+            tasks.pack_tasks,
+            tasks.piece_active,
+            tasks.pieces,
+        )
+
+    def expert(self, active: int) -> int:
+        """The number of an active expert of the last call."""
+        at = int(self._moe.job["experts"][0]) + 8 * active
+        return ctypes.c_int64.from_address(at).value
+
+
+def _room(shape: MoEShape, fmt: Format, own: Pool | None) -> Experts:
+    """Memory for the experts: split across the nodes of the pool of now, if it is on several."""
+    pool = own or default_pool()
+    if isinstance(pool, WorkerPool):
+        return PackedExperts(shape, fmt, allocate, packer(own))
+    count = min(len(pool.pools), most_parts(shape, fmt)) if pool.narrow else len(pool.pools)
+    allocs = [partial(allocate, node=each.node) for each in pool.pools[:count]]
+    return SplitExperts(shape, fmt, allocs, [packer(own, i, count) for i in range(count)])
+
+
+def _workers(pool: Pool, slices: int) -> Sequence[WorkerPool]:
+    """The pool of each slice."""
+    if slices > len(pool.pools):
+        raise PykernelsError(
+            f"experts that were split across {slices} NUMA nodes cannot run on"
+            f" {len(pool.pools)} pool(s)",
+            "Configure threads and nodes before loading the model",
+        )
+    return pool.pools[:slices]
+
+
+def packer(own: Pool | None, part: int = 0, slices: int = 1) -> Packer:
+    """``Format.pack`` on every worker of a slice's pool: one task a 32-row block."""
 
     def pack(fmt: Format, weight: Weight, blocks: torch.Tensor, scales: torch.Tensor) -> None:
         scale = None if weight.scale is None else weight.scale.contiguous()
         weight = Weight(weight.data.contiguous(), scale)
         job, tasks = pack_job(fmt, weight, blocks, scales)
         address = make_pack(fmt.name).address
-        workers = pool or default_pool()
+        workers = _workers(own or default_pool(), slices)[part]
         workers.start(Call(address, address, job.ctypes.data, tasks, i_chunks=1, down_chunks=0))
         workers.wait()
         if scale is not None and not packs_scales(fmt.name):

@@ -1,8 +1,8 @@
 """The roofs: how fast this pool's threads read memory and multiply registers, measured now.
 
 The read roof is taken with the same threads, queue and huge pages as the experts, over a buffer
-several times
-the last-level cache, as the fastest of three plain loops (software prefetch to L1, to L2, none).
+several times the last-level cache, as the fastest of three plain loops (software prefetch to L1, to
+L2, none).
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from pykernels.cpu.compute import FLOPS, make_compute
+from pykernels.cpu.compute import FLOPS, INSTRUCTION, NEEDS, make_compute
 from pykernels.cpu.stream import LOOPS, STREAM, make_read
-from pykernels.target import detect
+from pykernels.target import Target, detect
 
 from .memory import allocate
-from .pool import Call, WorkerPool
+from .pool import Call, Pool, WorkerPool, wait_all
 
 _CHUNK = 1 << 20
 
 
 @lru_cache(maxsize=1)
-def _buffer(nbytes: int) -> torch.Tensor:
-    buffer = allocate(nbytes)
-    buffer.fill_(1)  # pages that were never written are all one zero page
-    return buffer
+def _buffers(nbytes: int, nodes: tuple[int | None, ...]) -> list[torch.Tensor]:
+    """One of ``nbytes`` on each node."""
+    buffers = [allocate(nbytes, node) for node in nodes]
+    for buffer in buffers:
+        buffer.fill_(1)  # pages that were never written are all one zero page
+    return buffers
 
 
 def roof_bytes() -> int:
@@ -38,25 +40,30 @@ def roof_bytes() -> int:
 class ReadRoof:
     """Repeatable passes over one buffer, so that a benchmark can time roof and kernel in turn."""
 
-    def __init__(self, pool: WorkerPool, nbytes: int | None = None) -> None:
+    def __init__(self, pool: Pool, nbytes: int | None = None) -> None:
         self.pool = pool
         self.nbytes = nbytes or roof_bytes()
-        self._data = _buffer(self.nbytes)
-        chunks = self.nbytes // _CHUNK
-        self._sums = np.zeros(chunks, np.int64)
-        self._job = np.zeros(1, STREAM)
-        self._job["base"], self._job["bytes"] = self._data.data_ptr(), _CHUNK
-        self._job["sink"] = self._sums.ctypes.data
+        parts = len(pool.pools)
+        chunks = self.nbytes // _CHUNK // parts  # each node reads its own share
+        self.nbytes = parts * chunks * _CHUNK
+        self._data = _buffers(chunks * _CHUNK, tuple(each.node for each in pool.pools))
+        self._sums = np.zeros(parts * chunks, np.int64)
+        self._jobs = np.zeros(parts, STREAM)
+        self._jobs["base"] = [data.data_ptr() for data in self._data]
+        self._jobs["bytes"] = _CHUNK
+        self._jobs["sink"] = self._sums.ctypes.data + 8 * chunks * np.arange(parts)
+        jobs = self._jobs.ctypes.data + STREAM.itemsize * np.arange(parts)
         self._calls = {}
         for loop in LOOPS:
             read = make_read(loop).address
-            self._calls[loop] = Call(read, read, self._job.ctypes.data, chunks, 1, 0)
+            self._calls[loop] = [Call(read, read, int(job), chunks, 1, 0) for job in jobs]
         self.seen: dict[str, list[float]] = {loop: [] for loop in LOOPS}
 
     def once(self, loop: str) -> float:
         """GB/s (1e9 bytes) of one pass of one of ``LOOPS``; kept in ``seen``."""
-        self.pool.start(self._calls[loop])
-        rate = self.nbytes / self.pool.wait() / 1e9
+        for pool, call in zip(self.pool.pools, self._calls[loop], strict=True):
+            pool.start(call)
+        rate = self.nbytes / wait_all(self.pool.pools) / 1e9
         self.seen[loop].append(rate)
         return rate
 
@@ -77,7 +84,7 @@ class ReadRoof:
         return bool((self._sums == word.sum()).all())
 
 
-def read_roof(pool: WorkerPool) -> float:
+def read_roof(pool: Pool) -> float:
     """GB/s that the pool's threads read, measured now (about a second)."""
     roof = ReadRoof(pool)
     roof.each_once()  # warms up
@@ -87,18 +94,63 @@ def read_roof(pool: WorkerPool) -> float:
     return roof.gbps
 
 
-def compute_roof(pool: WorkerPool, isa: str) -> float:
-    """TFLOP/s of bf16 dot products on registers alone, on every thread of the pool, measured now.
+class ComputeRoof:
+    """Repeatable passes of dot products on registers alone, on every thread of the pool.
 
     Args:
-        isa: "avx512" (``vdpbf16ps``) or "amx" (``tdpbf16ps``); the caller has seen that it is here.
+        instruction: one of ``FLOPS``; the caller has seen that it is here.
     """
-    task = make_compute(isa).address
-    sink = np.zeros(32, np.float32)
-    address = sink.ctypes.data + -sink.ctypes.data % 64
-    tasks = 16 * pool.threads
-    rates = []
-    for _ in range(7):
-        pool.start(Call(task, task, address, tasks, 1, 0))
-        rates.append(tasks * FLOPS[isa] / pool.wait() / 1e12)
-    return statistics.median(rates)
+
+    def __init__(self, pool: WorkerPool, instruction: str) -> None:
+        self.pool = pool
+        task = make_compute(instruction).address
+        self._sink = np.zeros(32, np.float32)
+        address = self._sink.ctypes.data + -self._sink.ctypes.data % 64
+        tasks = 16 * pool.threads
+        self._call = Call(task, task, address, tasks, 1, 0)
+        self._flops = tasks * FLOPS[instruction]
+        self.seen: list[float] = []
+
+    def once(self) -> float:
+        """TFLOP/s (1e12) of one pass, some milliseconds; kept in ``seen``."""
+        self.pool.start(self._call)
+        self.seen.append(self._flops / self.pool.wait() / 1e12)
+        return self.seen[-1]
+
+
+class Roofs:
+    """Both roofs of a pool, sampled between the turns of what is measured against them.
+
+    The compute roofs are those of the dot product instructions that this CPU has.
+    """
+
+    def __init__(self, pool: WorkerPool, target: Target) -> None:
+        self._read = ReadRoof(pool)
+        self._compute = {
+            name: ComputeRoof(pool, name) for name in FLOPS if not target.lacks(NEEDS[name])
+        }
+        self.sample()  # warms up
+        self._read.seen = {loop: [] for loop in LOOPS}
+        for roof in self._compute.values():
+            roof.seen = []
+
+    def sample(self) -> None:
+        """One pass of each."""
+        self._read.each_once()
+        for roof in self._compute.values():
+            roof.once()
+
+    @property
+    def read(self) -> float:
+        """GB/s: the median pass of the fastest plain loop."""
+        return self._read.gbps
+
+    def compute(self, backend: str, activations: str = "bf16") -> tuple[str, float]:
+        """The instruction that a backend multiplies with, and TFLOP/s of it on registers alone.
+
+        ("", 0) where the backend has none, or this CPU has not got it.
+        """
+        name = INSTRUCTION.get((backend, activations), "")
+        if name not in self._compute:
+            return "", 0.0
+        return name, statistics.median(self._compute[name].seen)

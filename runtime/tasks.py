@@ -8,7 +8,7 @@ the expert's finished gate-up tasks. So nothing waits for a whole stage, every s
 and since whoever waits holds a later task than those it waits for, somebody is always working.
 
 The control block is int64 words, each thread-shared one on a cache line of its own. Everything here
-is ``nogil`` code on addresses; ``pool.py`` holds the threads.
+is ``nogil`` code on addresses; ``workers.py`` holds the threads.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ SLEEPERS = 3 * _LINE  # workers asleep, or about to be
 DRIVER_SLEEPS = 4 * _LINE
 WAITERS = 5 * _LINE  # workers asleep at a barrier, or about to be
 STATUS = 6 * _LINE  # first status other than 0 that a task returned
+FAILURES = STATUS + 8  # tasks that failed
+FAILED_STAGE = STATUS + 16  # stage and index of the first of them
+FAILED_INDEX = STATUS + 24
 STOP = 7 * _LINE
 FINISHED_AT = 8 * _LINE  # clock when the last task ended
 
@@ -56,6 +59,10 @@ SPIN_NS = 11 * _LINE
 STARTED_AT = SPIN_NS + 8
 CONTROL_BYTES = 12 * _LINE
 BARRIER_BYTES = _LINE
+
+STAGES = ("pack", "gate-up", "down")
+"""What the numbers in FAILED_STAGE stand for."""
+_PACK, _GATE_UP, _DOWN = range(3)
 
 _PAUSES = 16  # between two looks at the clock
 
@@ -82,9 +89,11 @@ def _wait_until_at_least(word: int, value: int, sleepers: int, spin_ns: int) -> 
 
 
 @inlined
-def _note(control: int, status: int) -> None:
+def _note(control: int, status: int, stage: int, index: int) -> None:
     """Keeps the first failure."""
-    if status != 0 and atomic_load(control + STATUS) == 0:
+    if status != 0 and atomic_add(control + FAILURES, 1) == 0:
+        atomic_store(control + FAILED_STAGE, stage)
+        atomic_store(control + FAILED_INDEX, index)
         atomic_store(control + STATUS, status)
 
 
@@ -98,7 +107,7 @@ def _arrive(control: int, barrier: int, expected: int) -> None:
 @inlined
 def _pack(control: int, piece: int, worker: int) -> None:
     function, job = atomic_load(control + PACK), atomic_load(control + JOB)
-    _note(control, call_task(function, job, piece, worker))
+    _note(control, call_task(function, job, piece, worker), _PACK, piece)
     active = atomic_load(atomic_load(control + PIECE_ACTIVE) + 8 * piece)
     barrier = atomic_load(control + BARRIERS) + active * BARRIER_BYTES
     _arrive(control, barrier, atomic_load(atomic_load(control + PIECES) + 8 * active))
@@ -112,7 +121,7 @@ def _gate_up(control: int, index: int, worker: int, spin_ns: int) -> None:
     if atomic_load(control + PACK_TASKS) > 0:
         pieces = atomic_load(atomic_load(control + PIECES) + 8 * (index // chunks))
         _wait_until_at_least(packed, pieces, control + WAITERS, spin_ns)
-    _note(control, call_task(function, job, index, worker))
+    _note(control, call_task(function, job, index, worker), _GATE_UP, index)
     _arrive(control, packed + active * BARRIER_BYTES, chunks)
 
 
@@ -124,7 +133,8 @@ def _down(control: int, chunk: int, worker: int, spin_ns: int) -> None:
     for expert in range(active):
         barrier = gated + expert * BARRIER_BYTES
         _wait_until_at_least(barrier, chunks, control + WAITERS, spin_ns)
-        _note(control, call_task(function, job, chunk * active + expert, worker))
+        index = chunk * active + expert
+        _note(control, call_task(function, job, index, worker), _DOWN, index)
 
 
 @kernel()
@@ -177,6 +187,7 @@ def _wake_workers(control: int) -> None:
 @kernel()
 def publish(
     control: int,
+    barriers: int,
     gate_up: int,
     down: int,
     job: int,
@@ -187,7 +198,6 @@ def publish(
     pack_tasks: int,
     piece_active: int,
     pieces: int,
-    barriers: int,
 ) -> None:
     """Opens a call to the workers; the call before it has been waited for."""
     for expert in range(2 * active):
@@ -206,6 +216,7 @@ def publish(
     tasks = pack_tasks + active * i_chunks + down_chunks
     atomic_store(control + TASKS, tasks)
     atomic_store(control + STATUS, 0)
+    atomic_store(control + FAILURES, 0)
     now = clock_ns()
     atomic_store(control + STARTED_AT, now)
     atomic_store(control + FINISHED_AT, now)

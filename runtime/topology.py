@@ -5,14 +5,32 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 
-_CGROUP = Path("/sys/fs/cgroup")
-_NODES = Path("/sys/devices/system/node")
-_THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+from pykernels.env import env
+from pykernels.errors import PykernelsError
+
+from .cgroup import cpu_quota, memory_limits, read
+
+
+@dataclass(frozen=True)
+class Node:
+    """One NUMA node.
+
+    Attributes:
+        number: the kernel's; None of a made-up node, whose memory is not bound.
+        cores: its logical CPUs that this process may run on, ascending.
+        memory_total, memory_free: bytes; 0 where this process may not allocate (cpuset).
+    """
+
+    number: int | None
+    cores: tuple[int, ...]
+    memory_total: int
+    memory_free: int
 
 
 @dataclass(frozen=True)
@@ -20,80 +38,161 @@ class Topology:
     """What threads and memory have to work with. Construct one by hand to test another machine.
 
     Attributes:
-        cores: logical CPUs that this process may run on, ascending (affinity).
-        cpu_quota: CPUs' worth of time that the cgroup grants, infinity if unlimited.
-        nodes: logical CPUs of each NUMA node.
-        memory_total, memory_available: bytes, the cgroup's limit included.
+        cores: logical CPUs that this process may run on, ascending (affinity, cpuset).
+        physical: the same, those of one physical core together: SMT siblings share its units.
+        cpu_quota: CPUs' worth of time that the cgroups grant, infinity if unlimited.
+        nodes: NUMA nodes with at least one of the cores.
+        memory_total, memory_available: bytes, the cgroups' limits included.
         huge_pages: transparent huge page mode: "always", "madvise", "never" or "unknown".
     """
 
     cores: tuple[int, ...]
+    physical: tuple[tuple[int, ...], ...]
     cpu_quota: float
-    nodes: tuple[tuple[int, ...], ...]
+    nodes: tuple[Node, ...]
     memory_total: int
     memory_available: int
     huge_pages: str
 
     @property
     def usable(self) -> int:
-        """Threads that can run at once: affinity and quota both count; at least 1."""
-        return max(1, min(len(self.cores), math.ceil(min(self.cpu_quota, len(self.cores)))))
+        """Threads that can run at once: affinity and quota both count; at least 1.
+
+        A quota of 2.5 is two: a third thread would run into it, and the kernel stops all of them
+        for the rest of every period then.
+        """
+        return max(1, math.floor(min(self.cpu_quota, len(self.cores))))
+
+    def default_threads(self, driver_works: bool = True) -> int:
+        """Threads unless somebody asks for a number: one on each physical core.
+
+        Args:
+            driver_works: whether the thread that waits for the experts is one of them; if not (it
+                feeds a GPU), a core is left to it.
+        """
+        threads = min(self.usable, len(self.physical))
+        return threads if driver_works else max(1, threads - 1)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The cores in the order in which workers take them: other physical cores before siblings.
+
+        From the last one down, which leaves the first to the driver and to interrupts.
+        """
+        most = max(len(siblings) for siblings in self.physical)
+        return tuple(
+            siblings[i]
+            for i in range(most)
+            for siblings in reversed(self.physical)
+            if i < len(siblings)
+        )
+
+    def at(self, node: Node) -> Topology:
+        """The same machine with the cores of one node alone."""
+        return replace(
+            self,
+            cores=node.cores,
+            physical=tuple(group for group in self.physical if group[0] in node.cores),
+            nodes=(node,),
+        )
 
     @classmethod
-    def detect(cls) -> Topology:
-        """This machine, now."""
-        cores = tuple(sorted(os.sched_getaffinity(0)))
-        total, available = _memory()
-        return cls(cores, _cpu_quota(), _nodes(cores), total, available, _huge_pages())
+    def detect(cls, root: Path = Path("/"), affinity: Iterable[int] | None = None) -> Topology:
+        """This machine, now; with ``PYKERNELS_FAKE_NUMA`` its cores dealt over made-up nodes.
+
+        Args:
+            root: where ``proc`` and ``sys`` lie, and
+            affinity: logical CPUs that the process may run on; both for tests.
+        """
+        cores = tuple(sorted(os.sched_getaffinity(0) if affinity is None else affinity))
+        machine = psutil.virtual_memory()
+        limits = memory_limits(root)
+        found = cls(
+            cores,
+            _physical(root, cores),
+            cpu_quota(root),
+            _nodes(root, cores),
+            min([machine.total, *(m.limit for m in limits)]),
+            min([machine.available, *(m.free for m in limits)]),
+            _huge_pages(root),
+        )
+        return found._dealt(env.fake_numa) if env.fake_numa else found
+
+    @classmethod
+    def fake(cls, nodes: int, cores: int | None = None) -> Topology:
+        """This machine with its cores dealt over made-up nodes, for tests and experiments.
+
+        Args:
+            nodes: how many.
+            cores: of each; None for as many as there are.
+
+        Raises:
+            PykernelsError: more than this machine's usable cores.
+        """
+        with env.override(fake_numa=None):
+            return cls.detect()._dealt(nodes, cores)
+
+    def _dealt(self, nodes: int, cores: int | None = None) -> Topology:
+        each = cores or len(self.physical) // nodes
+        if not 1 <= each * nodes <= len(self.physical):
+            raise PykernelsError(
+                f"{nodes} made-up NUMA nodes of {max(1, each)} cores are more than the"
+                f" {len(self.physical)} cores that this process may use",
+                "Ask for fewer (PYKERNELS_FAKE_NUMA)",
+            )
+        groups = self.physical[: each * nodes]
+        mine = [groups[i * each : (i + 1) * each] for i in range(nodes)]
+        return replace(
+            self,
+            cores=tuple(sorted(core for group in groups for core in group)),
+            physical=groups,
+            nodes=tuple(
+                Node(
+                    None,
+                    tuple(sorted(core for group in part for core in group)),
+                    self.memory_total // nodes,
+                    self.memory_available // nodes,
+                )
+                for part in mine
+            ),
+        )
 
 
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return None
+def _physical(root: Path, cores: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    groups: dict[tuple[int, ...], None] = {}
+    for core in cores:
+        path = root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"
+        siblings = _parse_cpu_list(read(path) or "") or [core]
+        groups[tuple(cpu for cpu in siblings if cpu in cores)] = None
+    return tuple(groups)
 
 
-def _cpu_quota() -> float:
-    """CPUs of cgroup v2's ``cpu.max`` or v1's ``cpu.cfs_quota_us``."""
-    if text := _read(_CGROUP / "cpu.max"):
-        quota, period = text.split()
-        return math.inf if quota == "max" else int(quota) / int(period)
-    quota_us = _read(_CGROUP / "cpu/cpu.cfs_quota_us")
-    period_us = _read(_CGROUP / "cpu/cpu.cfs_period_us")
-    if quota_us and period_us and int(quota_us) > 0:
-        return int(quota_us) / int(period_us)
-    return math.inf
-
-
-def _memory() -> tuple[int, int]:
-    """(total, available) bytes: the machine's, or less where a cgroup limits us."""
-    machine = psutil.virtual_memory()
-    for limit_file, used_file in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        limit, used = _read(_CGROUP / limit_file), _read(_CGROUP / used_file)
-        if limit and used and limit != "max" and int(limit) < machine.total:
-            free = int(limit) - int(used) + _reclaimable(used_file)
-            return int(limit), min(machine.available, free)
-    return machine.total, machine.available
-
-
-def _reclaimable(used_file: str) -> int:
-    """Page cache that the cgroup is charged for and gives up under pressure."""
-    stat = _read((_CGROUP / used_file).parent / "memory.stat") or ""
-    found = re.search(r"^(?:total_)?inactive_file (\d+)$", stat, re.MULTILINE)
-    return int(found[1]) if found else 0
-
-
-def _nodes(cores: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+def _nodes(root: Path, cores: tuple[int, ...]) -> tuple[Node, ...]:
+    allowed = re.search(
+        r"^Mems_allowed_list:\s*(\S+)$", read(root / "proc/self/status") or "", re.MULTILINE
+    )
     found = []
-    for path in sorted(_NODES.glob("node[0-9]*"), key=lambda p: int(p.name[4:])):
-        listed = _parse_cpu_list(_read(path / "cpulist") or "")
-        if mine := tuple(cpu for cpu in listed if cpu in cores):
-            found.append(mine)
-    return tuple(found) or (cores,)
+    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
+    for path in sorted(folders, key=lambda p: int(p.name[4:])):
+        number = int(path.name[4:])
+        listed = _parse_cpu_list(read(path / "cpulist") or "")
+        mine = tuple(cpu for cpu in listed if cpu in cores)
+        if not mine:
+            continue
+        meminfo = read(path / "meminfo") or ""
+        if allowed and number not in _parse_cpu_list(allowed[1]):
+            meminfo = ""
+        # What a new allocation can have: free pages, and page cache that nobody used lately.
+        free = _kib(meminfo, "MemFree") + _kib(meminfo, r"Inactive\(file\)")
+        found.append(Node(number, mine, _kib(meminfo, "MemTotal"), free))
+    machine = psutil.virtual_memory()
+    return tuple(found) or (Node(None, cores, machine.total, machine.available),)
+
+
+def _kib(meminfo: str, name: str) -> int:
+    """Bytes of one line of a node's ``meminfo``; 0 if there is none."""
+    found = re.search(rf"{name}:\s*(\d+) kB", meminfo)
+    return int(found[1]) << 10 if found else 0
 
 
 def _parse_cpu_list(text: str) -> list[int]:
@@ -104,6 +203,7 @@ def _parse_cpu_list(text: str) -> list[int]:
     return cpus
 
 
-def _huge_pages() -> str:
-    chosen = re.search(r"\[(\w+)\]", _read(_THP) or "")
+def _huge_pages(root: Path) -> str:
+    path = root / "sys/kernel/mm/transparent_hugepage/enabled"
+    chosen = re.search(r"\[(\w+)\]", read(path) or "")
     return chosen[1] if chosen else "unknown"

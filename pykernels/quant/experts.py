@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -66,6 +66,11 @@ class PackedExperts:
         self.down = view(down, E, h_blocks, fmt.block_bytes(I))
         self.down_scale = view(down_scale, E, h_blocks, fmt.scale_bytes(I))
         self.packed = [False] * E
+
+    @property
+    def slices(self) -> Sequence[PackedExperts]:
+        """Itself alone: what ``split.SplitExperts`` has one of for each NUMA node."""
+        return (self,)
 
     @staticmethod
     def _section_bytes(shape: MoEShape, fmt: Format) -> list[int]:

@@ -20,7 +20,7 @@ class Q8_0(GGUF):
 
     def check(self, weight: Weight, N: int, K: int, name: str = "weight") -> None:
         super().check(weight, N, K, name)
-        if bool((weight.data.view(-1, self.stored_bytes)[:, 2:] == 128).any()):
+        if bool((weight.data.reshape(-1, self.stored_bytes)[:, 2:] == 128).any()):
             raise PykernelsError(
                 f"{name} holds codes of -128, which ggml never writes and no kernel reads",
                 "Quantize the file again",

@@ -19,7 +19,7 @@ from runtime.roofline import LOOPS, ReadRoof
 from runtime.topology import Topology
 
 USABLE = Topology.detect().usable
-SHAPE = MoEShape(E=16, H=384, I=256, topk=4)
+SHAPE = MoEShape(E=16, H=512, I=256, topk=4)
 
 
 def _load(experts: PackedExperts, pool: WorkerPool | None = None, kernel="auto") -> RoutedExperts:
@@ -129,6 +129,15 @@ def test_misuse_is_told_and_the_experts_stay_usable():
     with pytest.raises(PykernelsError, match="in a layer of 16"):
         routed(args[0], args[1] + 100, args[2])
     assert routed(*args).isfinite().all()
+
+
+def test_after_an_interrupt_right_behind_submit_the_pool_can_be_settled():
+    routed, routing = _load(random_experts(SHAPE, get_format("fp8"))), balanced_routing(1, SHAPE)
+    args = torch.randn(1, SHAPE.H), routing.ids, routing.weights
+    expected = routed(*args)
+    routed.submit(*args)  # and nobody has the ticket
+    routed.pool.settle()
+    assert torch.equal(routed(*args), expected)
 
 
 def test_huge_page_memory_is_aligned_and_zero():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from pykernels.cpu.instructions import instructions
 from pykernels.cpu.intrin import amx_model
 from pykernels.cpu.moe import build_kernel
 from pykernels.cpu.plan import MoEPlan
-from pykernels.quant import FORMATS, get_format
+from pykernels.quant import FORMATS, PackedExperts, get_format
 from pykernels.quant.layout import pack_tiles
 from pykernels.ref import isa
 from pykernels.registry import kernels
@@ -20,6 +22,8 @@ from pykernels.target import detect
 from pykernels.testing import (
     assert_close,
     balanced_routing,
+    code_flips,
+    fit,
     poisoned,
     random_experts,
     rounding_flips,
@@ -88,36 +92,60 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module", params=FORMATS)
+VARIANTS = [
+    (fmt, activations)
+    for fmt in FORMATS
+    for activations in ("bf16", "int8")
+    if activations == "bf16" or FORMATS[fmt].int8_kind
+]
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids="-".join)
 def modelled(request):
-    fmt = request.param
-    return build_kernel("avx512", fmt, "bf16", instructions(detect()), amx_model)
+    fmt, activations = request.param
+    return build_kernel("avx512", fmt, activations, instructions(detect()), amx_model)
+
+
+@functools.cache
+def _experts(fmt: str, shape: MoEShape) -> PackedExperts:
+    return random_experts(shape, get_format(fmt))
+
+
+def _truth(modelled, experts, routing, x):
+    return ref.moe_ffn(
+        x, routing.ids, routing.weights, experts,
+        dtype=torch.float64, h_dtype=torch.bfloat16, activations=modelled.activations,
+    )  # fmt: skip
+
+
+def _bound(modelled, routing, shape) -> float:
+    flips = code_flips if modelled.int8 else rounding_flips
+    return 1e-6 + flips(routing.ids.numel() * shape.I)
 
 
 @pytest.mark.parametrize(("T", "cut"), CASES)
 def test_the_gemm_is_the_reference(modelled, T, cut):
-    experts = random_experts(SHAPE, get_format(modelled.fmt))
-    routing = balanced_routing(T, SHAPE)
-    x = torch.randn(T, SHAPE.H).bfloat16()
+    shape = fit(SHAPE, get_format(modelled.fmt))
+    experts = _experts(modelled.fmt, shape)
+    routing = balanced_routing(T, shape)
+    x = torch.randn(T, shape.H).bfloat16()
     y = _run(modelled, experts, routing, x, cut)
-    truth = ref.moe_ffn(
-        x, routing.ids, routing.weights, experts, dtype=torch.float64, h_dtype=torch.bfloat16
-    )
-    assert_close(y, truth, 1e-6 + rounding_flips(routing.ids.numel() * SHAPE.I))
+    truth = _truth(modelled, experts, routing, x)
+    assert_close(y, truth, _bound(modelled, routing, shape))
 
 
 def test_both_paths_in_one_call(modelled):
     """Crowded experts take the GEMM, the others the tiles; the cut changes no bit."""
-    shape = MoEShape(E=16, H=256, I=128, topk=2)
-    experts, routing = random_experts(shape, get_format(modelled.fmt)), skewed_routing(40, shape)
+    shape = fit(MoEShape(E=16, H=256, I=128, topk=2), get_format(modelled.fmt))
+    experts, routing = _experts(modelled.fmt, shape), skewed_routing(40, shape)
     counts = routing.ids.flatten().bincount(minlength=16)
     assert (counts >= 5).any() and ((counts > 0) & (counts < 5)).any()
     x = torch.randn(40, shape.H).bfloat16()
     runs = [
         _run(modelled, experts, routing, x, MoEPlan(i, h)) for i, h in ((1, 1), (3, 5), (9, 20))
     ]
-    truth = ref.moe_ffn(x, routing.ids, routing.weights, experts, dtype=torch.float64)
-    assert_close(runs[0], truth, 0.006)
+    truth = _truth(modelled, experts, routing, x)
+    assert_close(runs[0], truth, _bound(modelled, routing, shape))
     assert torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2])
 
 
@@ -127,8 +155,9 @@ def _run(stages, experts, routing, x, cut):
 
 
 def test_a_token_does_not_depend_on_its_batch(modelled):
-    experts, routing = random_experts(SHAPE, get_format(modelled.fmt)), balanced_routing(40, SHAPE)
-    x = torch.randn(40, SHAPE.H).bfloat16()
+    shape = fit(SHAPE, get_format(modelled.fmt))
+    experts, routing = _experts(modelled.fmt, shape), balanced_routing(40, shape)
+    x = torch.randn(40, shape.H).bfloat16()
     cut = MoEPlan(4, 4, gemm_from=1)
     whole = _run(modelled, experts, routing, x, cut)
     for t in (0, 17, 39):

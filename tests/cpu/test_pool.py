@@ -19,15 +19,23 @@ from runtime.topology import Topology
 
 USABLE = Topology.detect().usable
 
-# The fake job is an int64 array: [i_chunks, active, status to return, index that fails, rounds that
-# a gate-up task takes, pack tasks, address of their experts, -], then a counter for each gate-up
-# task, each down tile and each pack task.
-HEAD = 8
+# The fake job is an int64 array: [i_chunks, active, status to return, index that fails (-2: all),
+# rounds that a gate-up task takes, pack tasks, address of their experts, tasks without them, stage
+# that fails], then a counter for each gate-up task, each down tile and each pack task.
+HEAD = 9
+STAGES = ("pack", "gate-up", "down")
 
 
 @inlined
 def _head(job):
     return carray(as_pointer(job), (HEAD,), types.int64)
+
+
+@inlined
+def _status(job, stage, index):
+    head = _head(job)
+    fails = head[8] == stage and (head[3] == index or head[3] == -2)
+    return head[2] if fails else 0
 
 
 @task("fake-pack")
@@ -37,7 +45,7 @@ def fake_pack(job, piece, worker):
     for _ in range(head[4]):
         atomic_load(job)
     atomic_add(job + 8 * (HEAD + tasks + piece), 1)
-    return 0
+    return _status(job, 0, piece)
 
 
 @task("fake-gate-up")
@@ -51,7 +59,7 @@ def fake_gate_up(job, index, worker):
     for _ in range(head[4]):
         atomic_load(job)
     atomic_add(job + 8 * (HEAD + index), 1)
-    return head[2] if index == head[3] else 0
+    return _status(job, 1, index)
 
 
 @task("fake-down")
@@ -64,11 +72,14 @@ def fake_down(job, index, worker):
         if atomic_load(job + 8 * (HEAD + expert * chunks + chunk)) != 1:
             return 99
     atomic_add(job + 8 * (HEAD + active * chunks + index), 1)
-    return 0
+    return _status(job, 2, index)
 
 
 class FakeCall:
-    def __init__(self, active, i_chunks, down_chunks, status=0, failing=-1, spin=0, pieces=None):
+    def __init__(
+        self, active, i_chunks, down_chunks,
+        status=0, failing=-1, spin=0, pieces=None, stage="gate-up",
+    ):  # fmt: skip
         pieces = pieces or [0] * active  # pack tasks of each expert
         self.pieces = np.array(pieces, np.int64)
         self.piece_active = np.repeat(np.arange(active), pieces)
@@ -76,6 +87,7 @@ class FakeCall:
         self.job = np.zeros(HEAD + tasks + packs, np.int64)
         self.job[:HEAD] = (
             i_chunks, active, status, failing, spin, packs, self.piece_active.ctypes.data, tasks,
+            STAGES.index(stage),
         )  # fmt: skip
         self.call = Call(
             fake_gate_up.address, fake_down.address, self.job.ctypes.data,
@@ -102,7 +114,10 @@ CUTS = [
 ]
 
 
-@pytest.fixture(params=range(1, USABLE + 1), ids=lambda n: f"{n} threads")
+# The real counts up to 4: a machine with many cores tests them, and its most.
+@pytest.fixture(
+    params=sorted({*range(1, min(USABLE, 4) + 1), USABLE}), ids=lambda n: f"{n} threads"
+)
 def pool(request):
     with WorkerPool(request.param) as pool:
         yield pool
@@ -161,12 +176,34 @@ def test_calls_far_apart_and_back_to_back(spin_us):
                 assert (fake.counts == 1).all()
 
 
-def test_a_failing_task_reaches_the_caller_and_the_pool_goes_on(pool):
-    with pytest.raises(TaskError, match="status 42"):
-        FakeCall(4, 4, 4, status=42, failing=7).run(pool)
+FAILURES = [
+    # 4 experts, 3 gate-up and 5 down tasks each, pack tasks 0 and 1 of expert 0, 2 of expert 3.
+    pytest.param("gate-up", 7, 2, id="gate-up, the second task of expert 2"),
+    pytest.param("gate-up", 0, 0, id="the first of all"),
+    pytest.param("down", 13, 1, id="down, expert 1 in run 3"),
+    pytest.param("pack", 2, 3, id="pack, the piece of expert 3"),
+]
+
+
+@pytest.mark.parametrize(("stage", "index", "active"), FAILURES)
+def test_a_failing_task_is_named_and_the_pool_goes_on(pool, stage, index, active):
+    fake = FakeCall(4, 3, 5, status=42, failing=index, stage=stage, pieces=[2, 0, 0, 1])
+    with pytest.raises(TaskError) as caught:
+        fake.run(pool)
+    error = caught.value
+    assert (error.status, error.stage, error.index, error.active) == (42, stage, index, active)
+    assert f"{stage} task {index} of active expert {active} failed with status 42" in str(error)
+    assert (fake.counts == 1).all()  # the others ran
     fake = FakeCall(4, 4, 4)
     fake.run(pool)
     assert (fake.counts == 1).all()
+
+
+def test_of_many_failures_one_is_told(pool):
+    fake = FakeCall(6, 8, 9, status=5, failing=-2)
+    for _ in range(20):
+        with pytest.raises(TaskError, match=r"gate-up task \d+ of active expert \d failed .* 5$"):
+            fake.run(pool)
 
 
 def test_a_call_reports_the_time_it_took(pool):
@@ -186,6 +223,15 @@ def test_misuse_is_told(pool):
     pool.close()
     with pytest.raises(PykernelsError, match="closed"):
         pool.start(fake.call)
+
+
+def test_a_call_that_nobody_waits_for_can_be_settled(pool):
+    fake = FakeCall(2, 2, 2, spin=200_000)
+    pool.start(fake.call)
+    pool.settle()
+    assert (fake.counts == 1).all() and pool.running is None
+    pool.settle()
+    assert FakeCall(2, 2, 2).run(pool) >= 0
 
 
 @pytest.mark.parametrize("threads", [USABLE + 1, 0, -1])
@@ -237,6 +283,26 @@ def test_the_shared_pool_can_be_replaced():
     assert default_pool() is second and second.threads == 1
     FakeCall(2, 2, 2).run(second)
     configure_default_pool()
+
+
+def test_by_default_there_is_one_thread_on_each_physical_core():
+    topology = Topology.detect()
+    with WorkerPool() as pool:
+        assert pool.threads == topology.default_threads()
+    with WorkerPool(driver_works=False) as pool:  # a core is left to whoever feeds the GPU
+        assert pool.threads == topology.default_threads(driver_works=False)
+        assert len(pool._threads) == max(1, len(topology.physical) - 1)
+
+
+def test_a_core_that_is_refused_is_told(monkeypatch):
+    def refuse(thread, cores):
+        raise OSError(22, "Invalid argument")
+
+    before = threading.active_count()
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    with pytest.raises(PykernelsError, match="cannot be pinned to core"):
+        WorkerPool(1, driver_works=False)
+    assert threading.active_count() == before
 
 
 def test_threads_come_from_the_environment():

@@ -1,0 +1,272 @@
+"""What the topology makes of a machine: a fake /proc and /sys for each kind that is met."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pykernels.env import env
+from pykernels.errors import PykernelsError
+from runtime.nodes import deal, nodes_to_use, why_not_split
+from runtime.topology import Node, Topology
+
+GIB = 1 << 30
+V2 = "36 25 0:30 {root} /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
+V1 = (
+    "33 31 0:29 {root} /sys/fs/cgroup/cpu,cpuacct rw,relatime - cgroup cgroup rw,cpu,cpuacct\n"
+    "35 31 0:31 {root} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+)
+BOTH = V1.format(root="/") + V2.format(root="/").replace("fs/cgroup", "fs/cgroup/unified")
+V1_PATHS = "4:memory:{path}\n2:cpu,cpuacct:{path}\n1:name=systemd:/\n"
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    """``root`` with the files, and a CPU of two cores with two SMT siblings each."""
+    cpus = {
+        f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{cpu % 2},{cpu % 2 + 2}"
+        for cpu in range(4)
+    }
+    for name, text in {**cpus, **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return root
+
+
+def detect(root: Path, affinity=range(4)) -> Topology:
+    return Topology.detect(root, affinity)
+
+
+CG = "sys/fs/cgroup"
+QUOTAS = [
+    pytest.param({}, math.inf, 4, id="no cgroups at all"),
+    pytest.param(
+        {"proc/self/mountinfo": V2.format(root="/"), "proc/self/cgroup": "0::/",
+         f"{CG}/cpu.max": "max 100000"},
+        math.inf, 4, id="v2, unlimited",
+    ),
+    pytest.param(
+        {"proc/self/mountinfo": V2.format(root="/"), "proc/self/cgroup": "0::/",
+         f"{CG}/cpu.max": "150000 100000"},
+        1.5, 1, id="v2, a container's own root: half a CPU is no thread",
+    ),
+    pytest.param(
+        {"proc/self/mountinfo": V2.format(root="/"), "proc/self/cgroup": "0::/a.slice/b.scope",
+         f"{CG}/a.slice/cpu.max": "max 100000", f"{CG}/a.slice/b.scope/cpu.max": "300000 100000"},
+        3.0, 3, id="v2, nested: the limit is the process's own",
+    ),
+    pytest.param(
+        {"proc/self/mountinfo": V2.format(root="/"), "proc/self/cgroup": "0::/a.slice/b.scope",
+         f"{CG}/a.slice/cpu.max": "200000 100000",
+         f"{CG}/a.slice/b.scope/cpu.max": "300000 100000"},
+        2.0, 2, id="v2, nested: the parent grants less",
+    ),
+    pytest.param(
+        {"proc/self/mountinfo": V2.format(root="/"), "proc/self/cgroup": "0::/../other",
+         f"{CG}/cpu.max": "200000 100000"},
+        2.0, 2, id="v2, a path outside the namespace",
+    ),
+    pytest.param(
+        {"proc/self/mountinfo": V1.format(root="/"), "proc/self/cgroup": V1_PATHS.format(path="/x"),
+         f"{CG}/cpu,cpuacct/cpu.cfs_quota_us": "-1",
+         f"{CG}/cpu,cpuacct/cpu.cfs_period_us": "100000",
+         f"{CG}/cpu,cpuacct/x/cpu.cfs_quota_us": "50000",
+         f"{CG}/cpu,cpuacct/x/cpu.cfs_period_us": "100000"},
+        0.5, 1, id="v1, nested: less than one CPU is still one thread",
+    ),
+    pytest.param(
+        {"proc/self/mountinfo": V1.format(root="/docker/7"),
+         "proc/self/cgroup": V1_PATHS.format(path="/docker/7"),
+         f"{CG}/cpu,cpuacct/cpu.cfs_quota_us": "250000",
+         f"{CG}/cpu,cpuacct/cpu.cfs_period_us": "100000"},
+        2.5, 2, id="v1, docker: the path is the host's, the mount the container's",
+    ),
+    pytest.param(
+        {"proc/self/mountinfo": BOTH,
+         "proc/self/cgroup": V1_PATHS.format(path="/") + "0::/u",
+         f"{CG}/unified/u/cpu.max": "max 100000",
+         f"{CG}/cpu,cpuacct/cpu.cfs_quota_us": "100000",
+         f"{CG}/cpu,cpuacct/cpu.cfs_period_us": "100000"},
+        1.0, 1, id="both: v1 has the controller",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "quota", "usable"), QUOTAS)
+def test_quota(tmp_path: Path, files: dict[str, str], quota: float, usable: int) -> None:
+    found = detect(tree(tmp_path, files))
+    assert (found.cpu_quota, found.usable) == (quota, usable)
+    assert found.default_threads() == min(2, usable)
+
+
+MEMORY = [
+    pytest.param(
+        {"proc/self/mountinfo": V2.format(root="/"), "proc/self/cgroup": "0::/a/b",
+         f"{CG}/a/memory.max": str(3 << 20), f"{CG}/a/memory.current": str(2 << 20),
+         f"{CG}/a/memory.stat": f"anon 5\ninactive_file {1 << 19}",
+         f"{CG}/a/b/memory.max": "max", f"{CG}/a/b/memory.current": "1"},
+        3 << 20, 3 << 19, id="v2, the parent's limit; its page cache is free",
+    ),
+    pytest.param(
+        {"proc/self/mountinfo": V1.format(root="/"), "proc/self/cgroup": V1_PATHS.format(path="/p"),
+         f"{CG}/memory/memory.limit_in_bytes": "9223372036854771712",
+         f"{CG}/memory/memory.usage_in_bytes": "12345",
+         f"{CG}/memory/p/memory.limit_in_bytes": str(8 << 20),
+         f"{CG}/memory/p/memory.usage_in_bytes": str(7 << 20),
+         f"{CG}/memory/p/memory.stat": "total_inactive_file 4096"},
+        8 << 20, (1 << 20) + 4096, id="v1, nested; the root's huge number is no limit",
+    ),
+    pytest.param(
+        {"proc/self/mountinfo": V2.format(root="/"), "proc/self/cgroup": "0::/",
+         f"{CG}/memory.max": str(4 << 20), f"{CG}/memory.current": str(5 << 20)},
+        4 << 20, 0, id="v2, above the limit: nothing is free",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "total", "available"), MEMORY)
+def test_memory(tmp_path: Path, files: dict[str, str], total: int, available: int) -> None:
+    found = detect(tree(tmp_path, files))
+    assert (found.memory_total, found.memory_available) == (total, available)
+
+
+def test_without_a_limit_memory_is_the_machines(tmp_path: Path) -> None:
+    assert detect(tree(tmp_path, {})).memory_total == psutil.virtual_memory().total
+
+
+SIBLINGS = [
+    # CPUs 0 and 2 are one physical core, 1 and 3 the other.
+    pytest.param((0, 1, 2, 3), ((0, 2), (1, 3)), (1, 0, 3, 2), 2, 1, id="two cores of two threads"),
+    pytest.param((0, 2), ((0, 2),), (0, 2), 1, 1, id="one core of two threads"),
+    pytest.param((0, 3), ((0,), (3,)), (3, 0), 2, 1, id="one thread of each core"),
+    pytest.param((1, 2, 3), ((1, 3), (2,)), (2, 1, 3), 2, 1, id="ragged"),
+]
+
+
+@pytest.mark.parametrize(("affinity", "physical", "order", "threads", "beside_gpu"), SIBLINGS)
+def test_workers_take_physical_cores_first(
+    tmp_path: Path, affinity, physical, order, threads: int, beside_gpu: int
+) -> None:
+    found = detect(tree(tmp_path, {}), affinity)
+    assert (found.physical, found.order) == (physical, order)
+    assert (found.default_threads(), found.default_threads(driver_works=False)) == (
+        threads,
+        beside_gpu,
+    )
+    assert found.usable == len(affinity)  # --threads may ask for all
+
+
+def meminfo(node: int, total: int, free: int, cache: int = 0) -> str:
+    return (
+        f"Node {node} MemTotal:       {total >> 10} kB\n"
+        f"Node {node} MemFree:        {free >> 10} kB\n"
+        f"Node {node} Inactive(file): {cache >> 10} kB"
+    )
+
+
+NODE = "sys/devices/system/node/node"
+TWO = {
+    f"{NODE}0/cpulist": "0,2",
+    f"{NODE}0/meminfo": meminfo(0, 64 * GIB, 10 * GIB, 2 * GIB),
+    f"{NODE}1/cpulist": "1,3",
+    f"{NODE}1/meminfo": meminfo(1, 64 * GIB, 20 * GIB),
+}
+NODES = [
+    pytest.param(TWO, range(4), [64, 64], 2, id="two nodes"),
+    pytest.param(TWO, (1, 3), [64], 1, id="pinned to one"),
+    pytest.param(
+        {**TWO, f"{NODE}1/meminfo": meminfo(1, 0, 0)}, range(4), [64, 0], 1, id="one has no memory"
+    ),
+    pytest.param(
+        {**TWO, "proc/self/status": "Mems_allowed_list:\t0"}, range(4), [64, 0], 1,
+        id="the cpuset forbids its memory",
+    ),
+    pytest.param(
+        {**TWO, f"{NODE}2/cpulist": "", f"{NODE}2/meminfo": meminfo(2, 9 * GIB, 9 * GIB)},
+        range(4), [64, 64], 2, id="memory without cores (CXL): no node to work on",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "affinity", "gib", "usable"), NODES)
+def test_nodes(tmp_path: Path, monkeypatch, files, affinity, gib: list[int], usable: int) -> None:
+    monkeypatch.setattr("runtime.nodes.binding_problem", lambda node: None)
+    found = detect(tree(tmp_path, files), affinity)
+    assert [node.memory_total // GIB for node in found.nodes] == gib
+    split = nodes_to_use(found, "auto")
+    assert len(split) == (usable if usable > 1 else 0)
+    assert nodes_to_use(found, "off") == []
+    assert len(nodes_to_use(found, str(usable))) == usable
+    with pytest.raises(PykernelsError, match=rf"--numa {usable + 1} .*, {usable} NUMA node"):
+        nodes_to_use(found, str(usable + 1))
+
+
+def test_free_memory_of_a_node_counts_its_idle_page_cache(tmp_path: Path) -> None:
+    first, second = detect(tree(tmp_path, TWO)).nodes
+    assert (first.memory_free, second.memory_free) == (12 * GIB, 20 * GIB)
+    assert (first.number, first.cores, second.cores) == (0, (0, 2), (1, 3))
+
+
+def test_cores_of_one_node(tmp_path: Path) -> None:
+    found = detect(tree(tmp_path, TWO))
+    second = found.at(found.nodes[1])
+    assert (second.cores, second.physical, second.default_threads()) == ((1, 3), ((1, 3),), 1)
+
+
+@pytest.mark.parametrize(
+    ("numa", "threads", "problem", "cause"),
+    [
+        ("auto", 1, None, ""),
+        ("auto", None, "the system refuses mbind", ""),
+        ("2", None, "the system refuses mbind", "the system refuses mbind"),
+        ("2", 1, None, r"1 thread\(s\) are fewer than 2 nodes"),
+        ("both", None, None, "'both' is not known"),
+        ("0", None, None, "'0' is not known"),
+    ],
+    ids=["auto, few threads", "auto, no mbind", "asked, no mbind", "asked, few threads", "word",
+         "none"],
+)  # fmt: skip
+def test_what_stands_in_the_way(
+    tmp_path: Path, monkeypatch, numa: str, threads: int | None, problem: str | None, cause: str
+) -> None:
+    """On auto there is one pool and a reason; what was asked for is had or refused."""
+    monkeypatch.setattr("runtime.nodes.binding_problem", lambda node: problem)
+    found = detect(tree(tmp_path, TWO))
+    if cause:
+        with pytest.raises(PykernelsError, match=cause):
+            nodes_to_use(found, numa, threads)
+    else:
+        assert nodes_to_use(found, numa, threads) == []
+        assert why_not_split(found, threads)
+
+
+@pytest.mark.parametrize(
+    ("threads", "rooms", "dealt"),
+    [
+        (2, [1, 1], [1, 1]),
+        (8, [4, 4], [4, 4]),
+        (7, [4, 4], [3, 4]),  # the driver is on the first
+        (5, [1, 8], [1, 4]),
+        (5, [8, 1], [4, 1]),
+        (3, [4, 4, 4], [1, 1, 1]),
+        (13, [4, 5, 4], [4, 5, 4]),
+    ],
+)
+def test_threads_are_dealt_evenly(threads: int, rooms: list[int], dealt: list[int]) -> None:
+    assert deal(threads, rooms) == dealt
+
+
+def test_made_up_nodes_share_the_real_cores() -> None:
+    real = Topology.detect()
+    found = Topology.fake(nodes=1)
+    assert found.nodes == (Node(None, real.cores, found.memory_total, found.memory_available),)
+    most = len(real.physical)
+    with pytest.raises(PykernelsError, match=f"{most + 1} made-up NUMA nodes"):
+        Topology.fake(nodes=most + 1)
+    with pytest.raises(PykernelsError, match="PYKERNELS_FAKE_NUMA"):
+        Topology.fake(nodes=1, cores=most + 1)
+    with env.override(fake_numa=1):
+        assert [node.number for node in Topology.detect().nodes] == [None]
