@@ -168,6 +168,7 @@ def test_bench_moe_json_is_one_flat_object(run: Run) -> None:
 MEASURED = MoEMeasurement(
     format="fp8",
     kernel="avx512",
+    activations="bf16",
     routing="zipf",
     tokens=1,
     hidden=256,
@@ -198,7 +199,7 @@ def test_bench_moe_table_has_units(run: Run, monkeypatch: pytest.MonkeyPatch) ->
     lines = [" ".join(line.split()) for line in run("bench", "moe").out.splitlines()]
     assert lines == [
         "CPU a CPU, 2 threads",
-        "kernel fp8 on avx512",
+        "kernel fp8 on avx512, bf16 activations",
         "layer 8 experts of 256 x 128, top-2",
         "routing zipf: 2 experts active, the busiest has 4.0 x mean",
         "call 1 tokens, 0.2 MB of distinct experts",
