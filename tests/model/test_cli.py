@@ -19,6 +19,7 @@ from model.cli_common import State
 from model.generate import generate_stream
 from pykernels import __version__
 from pykernels.quant import FORMATS
+from pykernels.target import detect
 from runtime.measure import MoEMeasurement
 from runtime.topology import Topology
 
@@ -159,9 +160,9 @@ def test_bench_moe_json_is_one_flat_object(run: Run) -> None:
     assert measured["gbps"] > 0 and measured["tflops"] > 0 and measured["roof_gbps"] > 0
     assert (measured["routing"], measured["distinct_experts"]) == ("balanced", 4)
     if measured["kernel"] == "generic":
-        assert (measured["compute_roof_isa"], measured["compute_roof_tflops"]) == ("", 0)
-    else:
-        assert measured["compute_roof_isa"] == measured["kernel"]
+        assert (measured["compute_roof_instruction"], measured["compute_roof_tflops"]) == ("", 0)
+    elif not detect().lacks(("avx512bf16",)):
+        assert measured["compute_roof_instruction"].endswith("dpbf16ps")
         assert measured["compute_roof_tflops"] > measured["tflops"] > 0
 
 
@@ -188,7 +189,7 @@ MEASURED = MoEMeasurement(
     tflops=0.03,
     roof_gbps=32.0,
     roof_share=0.5,
-    compute_roof_isa="avx512",
+    compute_roof_instruction="vdpbf16ps",
     compute_roof_tflops=1.0,
     compute_roof_share=0.03,
 )
@@ -206,14 +207,16 @@ def test_bench_moe_table_has_units(run: Run, monkeypatch: pytest.MonkeyPatch) ->
         "time 12.5 µs median, p10 11.0, p90 20.0, of 100 calls",
         "speed 16.00 GB/s, 0.030 TFLOP/s",
         "read roof 32.00 GB/s, timed in turns; share of it 50%",
-        "compute roof 1.00 TFLOP/s of bf16 products on registers alone (avx512); share of it 3%",
+        "compute roof 1.00 TFLOP/s on registers alone (vdpbf16ps); share of it 3%",
     ]
 
 
 def test_bench_moe_without_a_compute_roof_says_so(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = replace(MEASURED, kernel="generic", compute_roof_isa="", compute_roof_tflops=0.0)
+    measured = replace(
+        MEASURED, kernel="generic", compute_roof_instruction="", compute_roof_tflops=0.0
+    )
     monkeypatch.setattr("runtime.measure.measure_moe", lambda *_, **__: measured)
     last = run("bench", "moe").out.splitlines()[-1]
     assert " ".join(last.split()) == "compute roof not measured: no loop for kernel generic"
