@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .cli_common import Debug, Kernel, Threads, command, err, kernel_name, out, prepare_threads
+from .cli_common import (
+    Debug,
+    Kernel,
+    Numa,
+    Threads,
+    command,
+    err,
+    kernel_name,
+    out,
+    prepare_threads,
+)
 
 if TYPE_CHECKING:
     from runtime.measure import MoEMeasurement
@@ -25,6 +35,7 @@ def moe(
     topk: Annotated[int, typer.Option(min=1, metavar="N", help="Experts a token uses.")] = 8,
     threads: Threads = None,
     kernel: Kernel = None,
+    numa: Numa = "auto",
     as_json: Annotated[
         bool, typer.Option("--json", help="One flat JSON object on stdout, nothing else.")
     ] = False,
@@ -43,6 +54,7 @@ def moe(
             shape,
             chosen_threads,
             chosen_kernel,
+            numa=numa,
             progress=lambda share: status.update(f"timing, {share:.0%}"),
         )
     if as_json:
@@ -57,7 +69,8 @@ def _show(measured: MoEMeasurement) -> None:
     m = measured
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="cyan", no_wrap=True)
-    table.add_row("CPU", f"{m.cpu}, {m.threads} threads")
+    nodes = f" on {m.numa_nodes} NUMA nodes" if m.numa_nodes > 1 else ""
+    table.add_row("CPU", f"{m.cpu}, {m.threads} threads{nodes}")
     table.add_row("kernel", f"{m.format} on {m.kernel}")
     table.add_row("layer", f"{m.experts} experts of {m.hidden} x {m.inter}, top-{m.topk}")
     table.add_row("call", f"{m.tokens} tokens, {m.mbytes_per_call:.1f} MB of distinct experts")

@@ -19,7 +19,8 @@ from pykernels.shapes import MoEShape
 from pykernels.target import detect
 
 from .experts import RoutedExperts
-from .pool import WorkerPool
+from .nodes import AUTO
+from .pool import Pool, make_pool
 from .roofline import ReadRoof
 from .topology import Topology
 
@@ -54,6 +55,7 @@ class MoEMeasurement:
     tflops: float
     roof_gbps: float
     roof_share: float
+    numa_nodes: int = 1
 
     def as_dict(self) -> dict[str, str | int | float]:
         """Flat, for one line of JSON."""
@@ -74,9 +76,7 @@ class MoECase:
         PykernelsError: not enough memory for the weights, or a kernel that cannot run here.
     """
 
-    def __init__(
-        self, fmt: str, T: int, shape: MoEShape, pool: WorkerPool, kernel: str = "auto"
-    ) -> None:
+    def __init__(self, fmt: str, T: int, shape: MoEShape, pool: Pool, kernel: str = "auto") -> None:
         if T < 1:
             raise PykernelsError(f"{T} tokens", "Measure at least 1")
         nbytes = RoutedExperts.bytes_needed(shape, fmt)
@@ -135,6 +135,7 @@ def measure_moe(
     shape: MoEShape,
     threads: int | None = None,
     kernel: str = "auto",
+    numa: str = AUTO,
     seconds: float = 4.0,
     progress: Callable[[float], None] | None = None,
 ) -> MoEMeasurement:
@@ -146,13 +147,14 @@ def measure_moe(
         shape: the layer; its E experts should outweigh the cache, or several layers take turns.
         threads: of the pool; None for every usable core.
         kernel: a backend's name, or "auto".
+        numa: "auto", "off" or the number of NUMA nodes to split the experts across.
         seconds: about how long to measure.
         progress: called with the share done, 0 to 1.
 
     Raises:
         PykernelsError: too little memory, threads or kernel that this machine has not.
     """
-    with WorkerPool(threads) as pool:
+    with make_pool(threads, numa=numa) as pool:
         case = MoECase(fmt, T, shape, pool, kernel)
         roof = ReadRoof(pool)
         first, _ = case.call()  # also compiles
@@ -192,4 +194,5 @@ def measure_moe(
             tflops=round(case.flops / median / 1e6, 4),
             roof_gbps=round(roof_gbps, 2),
             roof_share=round(gbps / roof_gbps, 4),
+            numa_nodes=len(case.layers[0].weights.slices),
         )
