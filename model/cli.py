@@ -1,4 +1,4 @@
-"""The command line, `pykernels`: generate, chat, doctor, bench moe."""
+"""The command line, `pykernels`: generate, chat, doctor, calibrate, bench moe."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import typer
 
 from pykernels import __version__
 
-from . import cli_bench, cli_doctor, cli_generate
+from . import cli_bench, cli_calibrate, cli_doctor, cli_generate
 from .cli_common import Debug, State, out
+from .cli_formats import ListsFormats
 
 app = typer.Typer(
     name="pykernels",
@@ -24,7 +25,8 @@ bench = typer.Typer(no_args_is_help=True, help="Time the kernels on this machine
 app.command("generate")(cli_generate.generate)
 app.command("chat")(cli_generate.chat)
 app.command("doctor")(cli_doctor.doctor)
-bench.command("moe")(cli_bench.moe)
+app.command("calibrate", cls=ListsFormats)(cli_calibrate.calibrate)
+bench.command("moe", cls=ListsFormats)(cli_bench.moe)
 app.add_typer(bench, name="bench")
 
 

@@ -25,14 +25,28 @@ if TYPE_CHECKING:
 
 @command
 def moe(
-    format: Annotated[
-        str, typer.Option(metavar="NAME", help="Weight format: bf16, fp8, int8, int4, int4-g128.")
-    ] = "fp8",
+    format: Annotated[str, typer.Option(metavar="NAME", help="Weight format:")] = "fp8",
     tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens in one call.")] = 1,
     hidden: Annotated[int, typer.Option(min=1, metavar="N", help="Width of the model.")] = 7168,
     inter: Annotated[int, typer.Option(min=1, metavar="N", help="Width of an expert.")] = 2048,
     experts: Annotated[int, typer.Option(min=1, metavar="N", help="Experts in the layer.")] = 32,
     topk: Annotated[int, typer.Option(min=1, metavar="N", help="Experts a token uses.")] = 8,
+    routing: Annotated[
+        str,
+        typer.Option(
+            metavar="balanced|zipf|one",
+            help="Tokens over experts, the same FLOPs: as many for each; rank r drawn with weight"
+            " 1/(r+1); all the same.",
+        ),
+    ] = "balanced",
+    activations: Annotated[
+        str,
+        typer.Option(
+            metavar="bf16|int8",
+            help="Inputs of the products: as they are, or quantized to 8 bits a token (integer"
+            " formats only; about 1 % off).",
+        ),
+    ] = "bf16",
     threads: Threads = None,
     kernel: Kernel = None,
     numa: Numa = "auto",
@@ -54,7 +68,9 @@ def moe(
             shape,
             chosen_threads,
             chosen_kernel,
-            numa=numa,
+            routing,
+            activations,
+            numa,
             progress=lambda share: status.update(f"timing, {share:.0%}"),
         )
     if as_json:
@@ -71,8 +87,10 @@ def _show(measured: MoEMeasurement) -> None:
     table.add_column(style="cyan", no_wrap=True)
     nodes = f" on {m.numa_nodes} NUMA nodes" if m.numa_nodes > 1 else ""
     table.add_row("CPU", f"{m.cpu}, {m.threads} threads{nodes}")
-    table.add_row("kernel", f"{m.format} on {m.kernel}")
+    table.add_row("kernel", f"{m.format} on {m.kernel}, {m.activations} activations")
     table.add_row("layer", f"{m.experts} experts of {m.hidden} x {m.inter}, top-{m.topk}")
+    crowd = "" if m.routing == "balanced" else f", the busiest has {m.busiest_over_mean:.1f} x mean"
+    table.add_row("routing", f"{m.routing}: {m.distinct_experts:g} experts active{crowd}")
     table.add_row("call", f"{m.tokens} tokens, {m.mbytes_per_call:.1f} MB of distinct experts")
     table.add_row(
         "time",
@@ -82,4 +100,11 @@ def _show(measured: MoEMeasurement) -> None:
     table.add_row(
         "read roof", f"{m.roof_gbps:.2f} GB/s, timed in turns; share of it {m.roof_share:.0%}"
     )
+    if m.compute_roof_isa:
+        roof = f"{m.compute_roof_tflops:.2f} TFLOP/s of bf16 products on registers alone"
+        table.add_row(
+            "compute roof", f"{roof} ({m.compute_roof_isa}); share of it {m.compute_roof_share:.0%}"
+        )
+    else:
+        table.add_row("compute roof", f"not measured: no loop for kernel {m.kernel}")
     out().print(table)

@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from pykernels.errors import PykernelsError
 
+from . import compressed
 from .checkpoint import read_json
 
 ALIASES = {"kimi_k2": "deepseek_v3"}
@@ -61,8 +62,12 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 
 def check_quantization(quantization: Any, folder: Path) -> None:
-    """Accept DeepSeek's FP8 (E4M3, one scale a 128x128 block, dynamic activations) or none."""
+    """Accept DeepSeek's FP8 (E4M3, one scale a 128x128 block, dynamic activations), what
+    `model.compressed` reads, or none."""
     if not quantization:
+        return
+    if isinstance(quantization, dict) and quantization.get("quant_method") == "compressed-tensors":
+        compressed.check_config(quantization, folder)
         return
     wanted = {
         "quant_method": ("fp8",),
@@ -75,7 +80,7 @@ def check_quantization(quantization: Any, folder: Path) -> None:
         if value not in accepted:
             raise PykernelsError(
                 f"{folder} is quantized with {key} {value!r}, which cannot be read",
-                "Get the checkpoint in bf16, or in FP8 with 128x128 blocks as DeepSeek's are",
+                compressed.MEND,
             )
 
 

@@ -10,6 +10,7 @@ stored                                                as in
 ``X.experts.E.{w1,w3,w2}.weight``                     Mixtral (gate, up, down)
 ``X.experts.{gate_up,down}_proj`` [E, 2 I, H], ...    transformers' own fused parameters
 ``*.weight`` float8_e4m3fn + ``*.weight_scale_inv``   DeepSeek's FP8, one scale a 128x128 block
+``*.weight_packed`` + ``*.weight_scale``, ...         compressed-tensors: see `model.compressed`
 ====================================================  ==========================================
 """
 
@@ -27,6 +28,7 @@ from pykernels.errors import PykernelsError
 from pykernels.shapes import MoEShape
 
 from .checkpoint import Checkpoint, Part
+from .compressed import MEND
 from .modules.moe import FusedMoE
 from .names import BLOCK, CHECK, FLOATS, Matrix, Names, tied
 
@@ -45,7 +47,7 @@ class Experts:
     """The routed experts of one block.
 
     `name`: the module that takes them, a `FusedMoE` or a Hugging Face experts module; `stored`:
-    fp8 or bf16; `experts`: (gate [I, H], up [I, H], down [H, I]) of each.
+    their format in `pykernels.quant`; `experts`: (gate [I, H], up [I, H], down [H, I]) of each.
     """
 
     name: str
@@ -123,7 +125,7 @@ def _dense(
     elif stored not in FLOATS and source.scale is None:
         raise PykernelsError(
             f"{source.data.name} is {stored}, the model needs a float there",
-            "Get the checkpoint in bf16, or in FP8 with 128x128 blocks as DeepSeek's are",
+            MEND,
         )
     return Dense(name, source, dtype)
 
@@ -137,18 +139,20 @@ def _add_experts(plan: Plan, names: Names, module: Any, path: str) -> None:
     found = (_separate if separate else _fused)(names, block, shape)
     if not found:
         return  # noted as missing
-    dtypes = {names.checkpoint.tensors[m.data.name].dtype: m for e in found for m in e}
-    for dtype, matrix in dtypes.items():
-        if dtype not in (*FLOATS, "F8_E4M3"):
+    plain = [m for expert in found for m in expert if m.fmt is None]
+    for dtype, matrix in {names.checkpoint.tensors[m.data.name].dtype: m for m in plain}.items():
+        if dtype not in FLOATS:
             raise PykernelsError(
-                f"{matrix.data.name} is {dtype}, experts can be BF16, F16, F32 or F8_E4M3",
-                "Get the checkpoint in bf16, or in FP8 with 128x128 blocks as DeepSeek's are",
+                f"{matrix.data.name} is {dtype}, experts can be BF16, F16, F32 or F8_E4M3", MEND
             )
         if packed and dtype in ("F16", "F32"):
             plan.lossy = dtype
-    if "F8_E4M3" in dtypes and len(dtypes) > 1:
-        raise PykernelsError(f"The experts of {block} are partly F8_E4M3 and partly not", CHECK)
-    plan.items.append(Experts(path, "fp8" if "F8_E4M3" in dtypes else "bf16", found))
+    stored = sorted({m.fmt or "bf16" for expert in found for m in expert})
+    if len(stored) > 1:
+        raise PykernelsError(
+            f"The experts of {block} are partly {' and partly '.join(stored)}", CHECK
+        )
+    plan.items.append(Experts(path, stored[0], found))
 
 
 def _separate(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Matrix, Matrix]]:
@@ -178,7 +182,8 @@ def _fused(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Matr
     def part(matrix: Matrix, e: int, rows: tuple[int, int] | None) -> Matrix:
         blocks = None if rows is None else (rows[0] // BLOCK, rows[1] // BLOCK)
         scale = Part(matrix.scale.name, e, blocks) if matrix.scale else None
-        return Matrix(Part(matrix.data.name, e, rows), scale)
+        data = Part(matrix.data.name, e, rows)
+        return Matrix(data, names.checkpoint.shape(data), scale, matrix.fmt)
 
     return [
         (part(gate_up, e, (0, I)), part(gate_up, e, (I, 2 * I)), part(down, e, None))

@@ -51,6 +51,7 @@ def examine(progress: Callable[[str], None] = lambda what: None) -> Report:
         "GPU": look_at_gpu,
         "versions": look_at_versions,
         "expert kernels": look_at_kernels,
+        "calibration": look_at_calibration,
         "self-test": look_at_results,
         "speed": look_at_speed,
         "flags": look_at_flags,
@@ -205,6 +206,25 @@ def look_at_kernels() -> Iterator[Fact]:
         yield Fact(fmt, "; ".join([f"{chosen.name} ({chosen.doc})", *others]))
 
 
+def look_at_calibration() -> Iterator[Fact]:
+    """From how many tokens an expert takes the GEMM: measured here, or the default."""
+    from pykernels.cpu.plan import GEMM_BACKENDS
+    from pykernels.quant import FORMATS
+    from pykernels.registry import resolve
+    from pykernels.target import detect
+    from runtime import choices
+
+    target = detect()
+    made = choices.read(target.cpu)
+    able = [fmt for fmt in FORMATS if resolve("auto", fmt, target).name in GEMM_BACKENDS]
+    if not able:
+        yield Fact("GEMM from", "nothing to choose: no kernel in use here has a GEMM")
+    for fmt in able:
+        found = made.get(choices.key(fmt))
+        how = "calibrated" if found else "default; `pykernels calibrate` measures it"
+        yield Fact(fmt, f"{found or choices.DEFAULT} ({how})")
+
+
 def look_at_results() -> Iterator[Fact]:
     """A tiny MoE layer on every kernel that can run here, against the float32 reference."""
     from pykernels.quant import FORMATS
@@ -227,7 +247,7 @@ def result_fact(fmt: str, kernel: str) -> Fact:
     from pykernels.shapes import MoEShape
     from runtime.experts import RoutedExperts
 
-    shape = MoEShape(E=4, H=256, I=128, topk=2)  # expert 3 gets no token
+    shape = MoEShape(E=4, H=256, I=256, topk=2)  # expert 3 gets no token
     quantize = get_format(fmt).quantize
     random = torch.Generator().manual_seed(0)
 

@@ -16,6 +16,7 @@ from pykernels.registry import resolve
 from pykernels.target import detect
 
 from .checkpoint import Checkpoint
+from .compressed import unpack_int4
 from .convert import Dense, Experts, Matrix, Plan
 from .modules.moe import FusedMoE, routed_experts
 from .progress import Callback
@@ -65,24 +66,35 @@ def check_kernels(model: nn.Module, plan: Plan) -> None:
         if isinstance(item, Experts):
             module = model.get_submodule(item.name)
             if isinstance(module, FusedMoE):
-                resolve(module.kernel, module.packed_format(item.stored), detect())
+                fmt = module.packed_format(item.stored)
+                resolve(module.kernel, fmt, detect(), module.activations)
 
 
 def matrix(checkpoint: Checkpoint, source: Matrix, dtype: torch.dtype) -> torch.Tensor:
-    """A stored tensor in `dtype`: cast, or E4M3 times its block scales rounded once."""
-    data = checkpoint.read(source.data)
-    if source.scale is None:
-        return data.to(dtype)
-    scale = checkpoint.read(source.scale).float()
-    return get_format("fp8").dequantize(Weight(data, scale)).to(dtype)
+    """A stored tensor in `dtype`: cast, or codes times their scales rounded once."""
+    if source.fmt is None:
+        return checkpoint.read(source.data).to(dtype)
+    return get_format(source.fmt).dequantize(stored_weight(checkpoint, source)).to(dtype)
+
+
+def stored_weight(checkpoint: Checkpoint, source: Matrix) -> Weight:
+    """A quantized matrix as it is stored, a `Weight` in `source.fmt`."""
+    assert source.fmt is not None and source.scale is not None
+    data, scale = checkpoint.read(source.data), checkpoint.read(source.scale)
+    N, K = source.shape
+    if source.fmt.startswith("int4"):
+        return Weight(unpack_int4(data, K), scale)
+    if source.fmt == "fp8-channel":
+        scale = scale.view(-1, 1).expand(N, 1).contiguous()  # one a tensor is one an output
+    return Weight(data, scale.float())
 
 
 def expert_weight(checkpoint: Checkpoint, source: Matrix, fmt: str) -> Weight:
     """A stored expert matrix as a `Weight` in `fmt`: as it is where it can, else converted."""
     if fmt == "bf16":
         return Weight(matrix(checkpoint, source, torch.bfloat16))
-    if fmt == "fp8" and source.scale is not None:
-        return Weight(checkpoint.read(source.data), checkpoint.read(source.scale).float())
+    if fmt == source.fmt:
+        return stored_weight(checkpoint, source)
     return get_format(fmt).quantize(matrix(checkpoint, source, torch.float32))
 
 

@@ -13,7 +13,7 @@ from runtime.pool import Pool
 from runtime.topology import Topology
 
 from .checkpoint import Checkpoint
-from .convert import Dense, Experts, Plan
+from .convert import Dense, Plan
 from .modules.moe import FusedMoE
 
 GIB = 1 << 30
@@ -31,7 +31,7 @@ def needed(
     experts = dense = step = 0
     for item in plan.items:
         if isinstance(item, Dense):
-            numel = math.prod(checkpoint.shape(item.source.data))
+            numel = math.prod(item.source.shape)
             dense += numel * item.dtype.itemsize
             step = max(
                 step, checkpoint.nbytes(item.source.data) + numel * (4 + item.dtype.itemsize)
@@ -44,7 +44,7 @@ def needed(
             dense += sum(p.numel() for p in module.parameters()) * dtype.itemsize
         # One expert at a time: as stored, and as float32 if it is converted.
         one = sum(checkpoint.nbytes(m.data) for m in item.experts[0])
-        step = max(step, one + 4 * _weights(checkpoint, item))
+        step = max(step, one + 4 * sum(math.prod(m.shape) for m in item.experts[0]))
     if device.type == "cpu":
         return experts + dense + step, 0
     return experts + step, dense
@@ -74,8 +74,10 @@ def check_nodes(plan: Plan, model: nn.Module, pool: Pool) -> None:
     """
     needs = [0] * len(pool.pools)
     for item in plan.items:
-        module = None if isinstance(item, Dense) else model.get_submodule(item.name)
-        if isinstance(module, FusedMoE) and isinstance(item, Experts):
+        if isinstance(item, Dense):
+            continue
+        module = model.get_submodule(item.name)
+        if isinstance(module, FusedMoE):
             fmt = module.packed_format(item.stored)
             for i, nbytes in enumerate(RoutedExperts.bytes_by_node(module.shape, fmt, pool)):
                 needs[i] += nbytes
@@ -97,7 +99,3 @@ def available() -> int:
 def size(nbytes: int) -> str:
     """For a person: 1.5 GiB, 0.3 MiB."""
     return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.1f} MiB"
-
-
-def _weights(checkpoint: Checkpoint, item: Experts) -> int:
-    return sum(math.prod(checkpoint.shape(m.data)) for m in item.experts[0])

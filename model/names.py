@@ -12,6 +12,7 @@ from transformers.core_model_loading import WeightRenaming
 
 from pykernels.errors import PykernelsError
 
+from . import compressed
 from .checkpoint import Checkpoint, Part
 
 FLOATS = ("BF16", "F16", "F32")
@@ -24,10 +25,16 @@ _PROJ = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Where one tensor is stored: its values and, for FP8, its block scales."""
+    """Where one tensor is stored: its values and, if it is quantized, its scales.
+
+    `shape`: of the tensor that they stand for; `fmt`: their format in `pykernels.quant`, None for
+    plain numbers.
+    """
 
     data: Part
+    shape: tuple[int, ...]
     scale: Part | None = None
+    fmt: str | None = None
 
 
 class Names:
@@ -56,6 +63,8 @@ class Names:
 
     def take(self, key: str, shape: tuple[int, ...]) -> Matrix | None:
         """The tensor called `key` of exactly `shape`, with its scales; None notes it as missing."""
+        if f"{key}_packed" in self.stored:
+            return self._int4(key, shape)
         if key not in self.stored:
             self.missing.append(key)
             return None
@@ -67,26 +76,67 @@ class Names:
                 f"{part.name} has the shape {list(info.shape)}, the model needs {list(shape)}",
                 CHECK,
             )
-        scale_key = f"{key}_scale_inv"
-        if info.dtype == "F8_E4M3":
-            if scale_key not in self.stored:
-                self.missing.append(scale_key)
-                return None
-            self.left.discard(scale_key)
-            return Matrix(part, self._scale(scale_key, part.name, shape))
-        return Matrix(part)
+        return self._fp8(key, part, shape) if info.dtype == "F8_E4M3" else Matrix(part, shape)
 
-    def _scale(self, key: str, of: str, shape: tuple[int, ...]) -> Part:
-        part = Part(self.stored[key])
+    def _fp8(self, key: str, part: Part, shape: tuple[int, ...]) -> Matrix | None:
+        """E4M3 with DeepSeek's scales (`_scale_inv`) or those of compressed-tensors (`_scale`)."""
+        *fused, N, K = shape
+        formats = {(*fused, -(-N // BLOCK), -(-K // BLOCK)): "fp8"}
+        suffix = "_scale_inv"
+        if f"{key}_scale" in self.stored and not fused:
+            suffix, formats = "_scale", {(N, 1): "fp8-channel", (1,): "fp8-channel", **formats}
+        scale = self._companion(key, suffix)
+        if scale is None:
+            return None
+        return Matrix(part, shape, scale, self._scale_format(scale, part, formats, FLOATS))
+
+    def _int4(self, key: str, shape: tuple[int, ...]) -> Matrix | None:
+        """compressed-tensors' words of eight 4-bit integers, with bfloat16 scales of groups."""
+        part = self._companion(key, "_packed")
+        scale, own_shape = self._companion(key, "_scale"), self._companion(key, "_shape")
+        if part is None or scale is None or own_shape is None:
+            return None
         info = self.checkpoint.tensors[part.name]
         *fused, N, K = shape
-        needed = (*fused, -(-N // BLOCK), -(-K // BLOCK))
-        if info.shape != needed or info.dtype not in FLOATS:
+        needed = N, -(-K // 8)
+        if fused or info.shape != needed or info.dtype != "I32":
             raise PykernelsError(
-                f"{part.name} is {info.dtype} {list(info.shape)}, {of} needs F32 {list(needed)}",
+                f"{part.name} is {info.dtype} {list(info.shape)}, the model's {list(shape)} needs "
+                f"I32 {list(needed)}",
                 CHECK,
             )
-        return part
+        formats: dict[tuple[int, ...], str] = {
+            (N, -(-K // 128)): "int4-g128",
+            (N, -(-K // 32)): "int4",
+        }
+        return Matrix(part, shape, scale, self._scale_format(scale, part, formats, ("BF16",)))
+
+    def _companion(self, key: str, suffix: str) -> Part | None:
+        """A tensor that belongs to another; None notes it as missing."""
+        name = key + suffix
+        if name not in self.stored:
+            self.missing.append(name)
+            return None
+        self.left.discard(name)
+        return Part(self.stored[name])
+
+    def _scale_format(
+        self,
+        scale: Part,
+        of: Part,
+        formats: dict[tuple[int, ...], str],
+        dtypes: tuple[str, ...],
+    ) -> str:
+        """The format whose scales have the shape of these."""
+        info = self.checkpoint.tensors[scale.name]
+        if info.shape not in formats or info.dtype not in dtypes:
+            needed = " or ".join(str(list(shape)) for shape in formats)
+            raise PykernelsError(
+                f"{scale.name} is {info.dtype} {list(info.shape)}, {of.name} needs {dtypes[-1]} "
+                f"{needed}",
+                CHECK,
+            )
+        return formats[info.shape]
 
     def finish(self) -> None:
         """Raise `PykernelsError` for tensors that lack, or that no module wants."""
@@ -133,7 +183,7 @@ def tied(model: PreTrainedModel, names: Names) -> tuple[set[str], dict[str, str]
 def ignored(model: PreTrainedModel) -> re.Pattern[str]:
     """Stored names that need no place: the model's own list, old rotary buffers, MTP layers."""
     patterns = list(model._keys_to_ignore_on_load_unexpected or ())
-    patterns.append(r"rotary_emb\.inv_freq$")
+    patterns += [r"rotary_emb\.inv_freq$", compressed.IGNORED]
     config = model.config
     layers = config.num_hidden_layers
     extra = getattr(config, "num_nextn_predict_layers", None) or 0

@@ -10,41 +10,46 @@ from dataclasses import dataclass
 
 from .env import env
 from .errors import PykernelsError
-from .quant import FORMATS
+from .quant import get_format
 from .target import Target
+
+ACTIVATIONS = ("bf16", "int8")
+"""What inputs are rounded to: bfloat16 (exact products), or 8 bits for each token and 128 or 256
+inputs (the caller's choice: faster with many tokens, see ``quant.activations``)."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One family of expert kernels: the CPU features and weight formats that it is written for."""
+    """One family of expert kernels and the CPU features that it is written for; all know every
+    format of ``quant``."""
 
     name: str
     doc: str
     features: tuple[str, ...]
-    formats: tuple[str, ...]
 
-    def supports(self, fmt: str, target: Target) -> str | None:
+    def supports(self, fmt: str, target: Target, activations: str = "bf16") -> str | None:
         """None if this backend runs ``fmt`` on ``target``, else the reason why not."""
-        if fmt not in self.formats:
-            return f"it has no {fmt} kernel (only {', '.join(self.formats)})"
+        if activations not in ACTIVATIONS:
+            return f"there are no {activations!r} activations (only {', '.join(ACTIVATIONS)})"
+        if activations == "int8" and get_format(fmt).int8_kind is None:
+            return f"{fmt} weights are not multiplied with int8 activations"
         if missing := target.lacks(self.features):
             return f"this CPU lacks {', '.join(missing)}"
         return None
 
 
-_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi", "avx512bf16")
+_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 
-_AMX = (*_AVX512, "amx-tile", "amx-bf16")
+_AMX = (*_AVX512, "avx512vbmi", "avx512bf16", "amx-tile", "amx-bf16", "amx-int8")
 
 BACKENDS = (
-    Backend("amx", "AMX tiles for many tokens, AVX-512 for few", _AMX, tuple(FORMATS)),
+    Backend("amx", "AMX tiles for many tokens, AVX-512 for few", _AMX),
     Backend(
         "avx512",
-        "AVX-512 BF16 dot products; narrow formats by table lookup",
+        "AVX-512; its BF16, VNNI and VBMI instructions where the CPU has them",
         _AVX512,
-        tuple(FORMATS),
     ),
-    Backend("generic", "plain Numba, any CPU; float32 arithmetic", (), tuple(FORMATS)),
+    Backend("generic", "plain Numba, any CPU; float32 arithmetic", ()),
 )
 """Fastest first."""
 
@@ -54,23 +59,35 @@ def kernels() -> tuple[Backend, ...]:
     return BACKENDS
 
 
-def resolve(kernel: str, fmt: str, target: Target) -> Backend:
+def resolve(kernel: str, fmt: str, target: Target, activations: str = "bf16") -> Backend:
     """The backend for a request.
 
     Args:
         kernel: a backend's name, or "auto" (which ``PYKERNELS_KERNEL`` can narrow).
         fmt: a weight format's name.
+        activations: one of ``ACTIVATIONS``.
 
     Raises:
         PykernelsError: no such backend, or the one asked for cannot run here.
     """
     wanted = env.kernel if kernel == "auto" else kernel
     if wanted == "auto":
-        return next(b for b in BACKENDS if b.supports(fmt, target) is None)
+        return _first_able(fmt, target, activations)
     backend = next((b for b in BACKENDS if b.name == wanted), None)
     if backend is None:
         names = ", ".join(b.name for b in BACKENDS)
         raise PykernelsError(f"there is no expert kernel {wanted!r}", f"Use auto or one of {names}")
-    if reason := backend.supports(fmt, target):
+    if reason := backend.supports(fmt, target, activations):
         raise PykernelsError(f"kernel {wanted} cannot run {fmt} here: {reason}", "Use kernel auto")
     return backend
+
+
+def _first_able(fmt: str, target: Target, activations: str) -> Backend:
+    """The generic backend, the last one, lacks nothing of the CPU: its reason is the caller's."""
+    reasons = [backend.supports(fmt, target, activations) for backend in BACKENDS]
+    if reasons[-1]:
+        raise PykernelsError(
+            f"no kernel can run this: {reasons[-1]}",
+            "Use bf16 activations, or int8 ones with an integer format",
+        )
+    return BACKENDS[reasons.index(None)]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from .quant import Format, PackedExperts
+from .quant.layout import ceil_to
 from .shapes import MoEShape, Routing
 
 
@@ -23,6 +26,12 @@ def random_experts(shape: MoEShape, fmt: Format, seed: int = 0) -> PackedExperts
         gate, up, down = (torch.randn(N, K, generator=g) / K**0.5 for N, K in sizes)
         experts.pack(expert, *(fmt.quantize(matrix) for matrix in (gate, up, down)))
     return experts
+
+
+def fit(shape: MoEShape, fmt: Format) -> MoEShape:
+    """The shape with H and I rounded up to what the format's blocks need."""
+    H, I = (ceil_to(n, fmt.k_multiple) for n in (shape.H, shape.I))  # noqa: E741
+    return replace(shape, H=H, I=I)
 
 
 def balanced_routing(T: int, shape: MoEShape, seed: int = 0) -> Routing:
@@ -70,3 +79,8 @@ def rounding_flips(h_values: int) -> float:
     ``h_values``: a few of a handful, or about one in a thousand of many.
     """
     return max(2e-4, 2 * 2.0**-7 / h_values**0.5)
+
+
+def code_flips(h_values: int) -> float:
+    """The same for h in int8: a step is 1 / 127 of its group's largest magnitude."""
+    return max(2e-3, 0.1 / h_values**0.5)

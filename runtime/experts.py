@@ -17,15 +17,16 @@ from typing import NamedTuple
 
 import torch
 
-from pykernels.cpu import MoECall, make_kernel, make_pack, pack_job
+from pykernels.cpu import MoECall, make_kernel, make_pack, pack_job, packs_scales
 from pykernels.cpu.moe import MoEKernel
 from pykernels.errors import PykernelsError
-from pykernels.quant import Format, Mover, PackedExperts, Weight, get_format
+from pykernels.quant import Format, PackedExperts, Packer, Weight, get_format
 from pykernels.quant.split import Experts, SplitExperts, most_parts
 from pykernels.registry import resolve
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
 
+from .choices import chosen
 from .memory import allocate
 from .pool import Call, Pool, TaskError, WorkerPool, default_pool, wait_all
 from .reduce import reduce
@@ -80,17 +81,19 @@ class RoutedExperts:
 
     Args:
         shape: the layer.
-        fmt: weight format, "bf16" or "fp8".
+        fmt: weight format, a name in ``quant.FORMATS``.
         pool: the threads; None for the shared pool, looked up at each call. If it is one on each of
             several NUMA nodes now, the weights are split across them now.
         kernel: a backend of ``pykernels.registry``, or "auto".
+        activations: "bf16" for exact products, "int8" for ones of dynamically quantized inputs.
 
     Attributes:
         weights: the packed experts, as one or, on several nodes, as one slice each.
+        choices: what this machine was calibrated to; counts from the first call on a pool.
 
     Raises:
         PykernelsError: unknown format, a kernel that cannot run here, no memory, too narrow for the
-            nodes that were asked for.
+            nodes that were asked for, a calibration of this machine that cannot be read.
     """
 
     def __init__(
@@ -99,10 +102,14 @@ class RoutedExperts:
         fmt: str,
         pool: Pool | None = None,
         kernel: str = "auto",
+        activations: str = "bf16",
     ) -> None:
         self.shape = shape
         self._own_pool = pool
-        self.backend = resolve(kernel, fmt, detect())
+        target = detect()
+        self.backend = resolve(kernel, fmt, target, activations)
+        self.activations = activations
+        self.choices = chosen(self.backend.name, fmt, target.cpu, activations)
         self.weights = _room(shape, get_format(fmt), pool)
         self.counters = Counters()
         self._loaded, self._bytes_per_expert = False, 0
@@ -207,11 +214,12 @@ class RoutedExperts:
         """The slices on the pool of now: plan and scratch depend on its threads."""
         pool = self.pool
         if self._bound is None or self._bound[0] is not pool:
-            kernel = make_kernel(self.backend.name, self.weights.fmt.name)
+            kernel = make_kernel(self.backend.name, self.weights.fmt.name, self.activations)
             slices = self.weights.slices
             workers = _workers(pool, len(slices))
             pairs = zip(slices, workers, strict=True)
-            self._bound = pool, [_Part(packed, kernel, each) for packed, each in pairs]
+            gemm_from = self.choices.gemm_from
+            self._bound = pool, [_Part(packed, kernel, each, gemm_from) for packed, each in pairs]
         return self._bound[1]
 
     def _check_loaded(self) -> None:
@@ -232,11 +240,14 @@ class RoutedExperts:
 class _Part:
     """One slice of a layer, bound to the pool that works on it."""
 
-    def __init__(self, packed: PackedExperts, kernel: MoEKernel, pool: WorkerPool) -> None:
+    def __init__(
+        self, packed: PackedExperts, kernel: MoEKernel, pool: WorkerPool, gemm_from: int
+    ) -> None:
         self.pool = pool
-        self._moe = MoECall(packed, kernel, pool.workspace, pool.threads)
-        stages = (kernel.gate_up, kernel.down, kernel.pack)
-        self._gate_up, self._down, self._pack = (stage.address for stage in stages)
+        self._moe = MoECall(packed, kernel, pool.workspace, pool.threads, gemm_from=gemm_from)
+        stages = kernel.stages
+        self._gate_up, self._down = stages.gate_up.address, stages.down.address
+        self._pack = stages.pack.address
 
     def prepare(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
@@ -266,10 +277,10 @@ def _room(shape: MoEShape, fmt: Format, own: Pool | None) -> Experts:
     """Memory for the experts: split across the nodes of the pool of now, if it is on several."""
     pool = own or default_pool()
     if isinstance(pool, WorkerPool):
-        return PackedExperts(shape, fmt, allocate, _mover(own, 0, 1))
+        return PackedExperts(shape, fmt, allocate, packer(own))
     count = _slices(shape, fmt, pool)
     allocs = [partial(allocate, node=each.node) for each in pool.pools[:count]]
-    return SplitExperts(shape, fmt, allocs, [_mover(own, i, count) for i in range(count)])
+    return SplitExperts(shape, fmt, allocs, [packer(own, i, count) for i in range(count)])
 
 
 def _slices(shape: MoEShape, fmt: Format, pool: Pool) -> int:
@@ -290,15 +301,18 @@ def _workers(pool: Pool, slices: int) -> Sequence[WorkerPool]:
     return pool.pools[:slices]
 
 
-def _mover(own: Pool | None, part: int, slices: int) -> Mover:
-    """``pack_tiles`` on every worker of a slice's pool: one task a 32-row block."""
+def packer(own: Pool | None, part: int = 0, slices: int = 1) -> Packer:
+    """``Format.pack`` on every worker of a slice's pool: one task a 32-row block."""
 
-    def move(data: torch.Tensor, blocks: torch.Tensor) -> None:
-        data = data.contiguous()
-        job, tasks = pack_job(data, blocks)
-        pack = make_pack(data.element_size()).address
-        pool = _workers(own or default_pool(), slices)[part]
-        pool.start(Call(pack, pack, job.ctypes.data, tasks, i_chunks=1, down_chunks=0))
-        pool.wait()
+    def pack(fmt: Format, weight: Weight, blocks: torch.Tensor, scales: torch.Tensor) -> None:
+        scale = None if weight.scale is None else weight.scale.contiguous()
+        weight = Weight(weight.data.contiguous(), scale)
+        job, tasks = pack_job(fmt, weight, blocks, scales)
+        address = make_pack(fmt.name).address
+        workers = _workers(own or default_pool(), slices)[part]
+        workers.start(Call(address, address, job.ctypes.data, tasks, i_chunks=1, down_chunks=0))
+        workers.wait()
+        if scale is not None and not packs_scales(fmt.name):
+            fmt.pack_scales(scale, scales)
 
-    return move
+    return pack

@@ -1,8 +1,8 @@
 """The roofs: how fast this pool's threads read memory and multiply registers, measured now.
 
 The read roof is taken with the same threads, queue and huge pages as the experts, over a buffer
-several times
-the last-level cache, as the fastest of three plain loops (software prefetch to L1, to L2, none).
+several times the last-level cache, as the fastest of three plain loops (software prefetch to L1, to
+L2, none).
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ import torch
 
 from pykernels.cpu.compute import FLOPS, make_compute
 from pykernels.cpu.stream import LOOPS, STREAM, make_read
-from pykernels.target import detect
+from pykernels.target import Target, detect
 
 from .memory import allocate
-from .pool import Call, Pool, WorkerPool, wait_all
+from .pool import Call, Pool, wait_all
 
 _CHUNK = 1 << 20
+
+_PRODUCTS = {"avx512": ("avx512f", "avx512bf16"), "amx": ("amx-tile", "amx-bf16")}
+"""What the loops of ``FLOPS`` need of a CPU."""
 
 
 @lru_cache(maxsize=1)
@@ -94,18 +97,60 @@ def read_roof(pool: Pool) -> float:
     return roof.gbps
 
 
-def compute_roof(pool: WorkerPool, isa: str) -> float:
-    """TFLOP/s of bf16 dot products on registers alone, on every thread of the pool, measured now.
+class ComputeRoof:
+    """Repeatable passes of bf16 dot products on registers alone, on every thread of the pool.
 
     Args:
         isa: "avx512" (``vdpbf16ps``) or "amx" (``tdpbf16ps``); the caller has seen that it is here.
     """
-    task = make_compute(isa).address
-    sink = np.zeros(32, np.float32)
-    address = sink.ctypes.data + -sink.ctypes.data % 64
-    tasks = 16 * pool.threads
-    rates = []
-    for _ in range(7):
-        pool.start(Call(task, task, address, tasks, 1, 0))
-        rates.append(tasks * FLOPS[isa] / pool.wait() / 1e12)
-    return statistics.median(rates)
+
+    def __init__(self, pool: Pool, isa: str) -> None:
+        self.pool = pool
+        task = make_compute(isa).address
+        self._sink = np.zeros(32, np.float32)
+        address = self._sink.ctypes.data + -self._sink.ctypes.data % 64
+        tasks = [16 * each.threads for each in pool.pools]
+        self._calls = [Call(task, task, address, count, 1, 0) for count in tasks]
+        self._flops = sum(tasks) * FLOPS[isa]
+        self.seen: list[float] = []
+
+    def once(self) -> float:
+        """TFLOP/s (1e12) of one pass, some milliseconds; kept in ``seen``."""
+        for pool, call in zip(self.pool.pools, self._calls, strict=True):
+            pool.start(call)
+        self.seen.append(self._flops / wait_all(self.pool.pools) / 1e12)
+        return self.seen[-1]
+
+
+class Roofs:
+    """Both roofs of a pool, sampled between the turns of what is measured against them.
+
+    The compute roof is that of each backend with a loop in ``FLOPS`` whose bf16 products this CPU
+    has; the others have none.
+    """
+
+    def __init__(self, pool: Pool, target: Target) -> None:
+        self._read = ReadRoof(pool)
+        self._compute = {
+            isa: ComputeRoof(pool, isa) for isa in FLOPS if not target.lacks(_PRODUCTS[isa])
+        }
+        self.sample()  # warms up
+        self._read.seen = {loop: [] for loop in LOOPS}
+        for roof in self._compute.values():
+            roof.seen = []
+
+    def sample(self) -> None:
+        """One pass of each."""
+        self._read.each_once()
+        for roof in self._compute.values():
+            roof.once()
+
+    @property
+    def read(self) -> float:
+        """GB/s: the median pass of the fastest plain loop."""
+        return self._read.gbps
+
+    @property
+    def compute(self) -> dict[str, float]:
+        """TFLOP/s of register-only bf16 products, by instruction set; empty without AVX512-BF16."""
+        return {isa: statistics.median(roof.seen) for isa, roof in self._compute.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     from pykernels.target import detect
 
     from .cases import Settings, Tokens
-    from .run import run
+    from .estimate import in_words
+    from .run import Run
 
     tokens = tuple(Tokens.parse(t) for t in chosen.tokens.split(",")) if chosen.tokens else None
     target = detect()
@@ -51,13 +53,27 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
         peers=not chosen.no_peers,
         quick=chosen.quick,
     )
+    run = Run(settings, target)
+    formats, calls = ", ".join(settings.formats), ", ".join(map(str, settings.tokens))
+    console = Console(stderr=True)
+    console.print(
+        f"{formats} with {calls} tokens, {settings.threads} threads: {in_words(run.seconds)} where"
+        " nobody else uses the machine",
+        markup=False,
+        highlight=False,
+    )
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     left = TextColumn("left"), TimeRemainingColumn()
-    with Progress(*columns, *left, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("starting", total=1.0)
-        return run(
-            settings, target, lambda what, at: progress.update(bar, description=what, completed=at)
+    began = time.monotonic()
+    with Progress(*columns, *left, console=console, transient=True) as progress:
+        bar = progress.add_task("starting", total=run.seconds)
+        results = run.measure(
+            lambda what, done, whole: progress.update(
+                bar, description=what, completed=done, total=whole
+            )
         )
+    results["machine"]["minutes"] = round((time.monotonic() - began) / 60, 1)
+    return results
 
 
 def write(results: dict[str, Any], out: Path) -> list[Path]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from pykernels.errors import PykernelsError
 from pykernels.quant import FORMATS, get_format
 from pykernels.shapes import MoEShape
@@ -17,8 +15,8 @@ EXPERTS = (32, 16, 8)
 BYTES_PER_WEIGHT = 16
 """Of the largest group: ours and kt-kernel's two copies in bf16, torch in bf16 and fp32, NumPy."""
 
-CACHES = 4  # the weights in rotation are at least so many times the last-level cache
 ROUTINGS = 16
+"""Routings that the calls of a case take in turn."""
 
 
 @dataclass(frozen=True, order=True)
@@ -35,6 +33,9 @@ class Tokens:
         if not number.isdecimal() or int(number) < 1 or (slash and unit != "expert"):
             raise PykernelsError(f"{text!r} is no number of tokens", "Write 8, or 64/expert")
         return cls(int(number), bool(slash))
+
+    def __str__(self) -> str:
+        return f"{self.count}/expert" if self.per_expert else f"{self.count}"
 
     def of(self, shape: MoEShape) -> int:
         """T, the tokens of a call of this layer."""
@@ -79,7 +80,7 @@ class Settings:
             peers,
             quick,
             rounds=2 if quick else 5,
-            turn=0.1 if quick else 0.2,
+            turn=0.1 if quick else 0.15,
         )
 
 
@@ -106,37 +107,6 @@ def layer_shape(memory: int, quick: bool) -> MoEShape:
         f" {need / 2**30:.1f}",
         "Free some memory",
     )
-
-
-def layers_out_of_cache(l3: int, layer_bytes: float) -> int:
-    """Layers that take turns so that no weight is still in cache when it is used again."""
-    return max(1, -int(-CACHES * l3 // layer_bytes))
-
-
-def routings(shape: MoEShape, T: int, kind: str, count: int = ROUTINGS) -> list[torch.Tensor]:
-    """int64 [T, topk] tensors, the same at every call.
-
-    Args:
-        kind: "balanced", every expert as likely as any other; "zipf", the one of rank r with a
-            weight of 1 / r; "even", every expert exactly as often (T * topk a multiple of E).
-    """
-    g = torch.Generator().manual_seed(0)
-    if kind == "even":
-        at = torch.arange(T * shape.topk) % shape.E
-        return [at.view(T, shape.topk)] * count
-    log_p = torch.zeros(shape.E)
-    if kind == "zipf":
-        log_p = -torch.arange(1, shape.E + 1).log()
-    found = []
-    for _ in range(count):
-        gumbel = -(-torch.rand(T, shape.E, generator=g).clamp(1e-9, 1 - 1e-7).log()).log()
-        found.append((log_p + gumbel).argsort(-1, descending=True)[:, : shape.topk].contiguous())
-    return found
-
-
-def distinct(ids: torch.Tensor) -> int:
-    """Experts that a call reads."""
-    return int(ids.unique().numel())
 
 
 def thread_counts(most: int) -> list[int]:

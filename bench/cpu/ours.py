@@ -6,58 +6,18 @@ import time
 
 import torch
 
-from pykernels.errors import PykernelsError
-from pykernels.quant.split import Experts, repeat_first
-from pykernels.shapes import MoEShape
-from pykernels.target import detect
-from runtime.experts import RoutedExperts
-from runtime.topology import Topology
-
-from .cases import layers_out_of_cache
-
-
-class OurWeights:
-    """Layers of random experts in one format, shared by every backend that is timed on them."""
-
-    def __init__(self, fmt: str, shape: MoEShape) -> None:
-        """Raises PykernelsError where memory is short."""
-        self.fmt, self.shape = fmt, shape
-        nbytes = RoutedExperts.bytes_needed(shape, fmt)
-        count = layers_out_of_cache(detect().l3, nbytes)
-        free = Topology.detect().memory_available
-        if count * nbytes > 0.9 * free:
-            raise PykernelsError(
-                f"{count * nbytes / 2**30:.1f} GiB of {fmt} experts, {free / 2**30:.1f} are free",
-                "Free some memory",
-            )
-        self.packed = [self._fill(RoutedExperts(shape, fmt)) for _ in range(count)]
-        self.bytes_per_expert = self.packed[0].bytes_per_expert
-
-    def _fill(self, layer: RoutedExperts) -> Experts:
-        """One random expert, quantized and packed; the others are copies of its bytes."""
-        packed, H, I = layer.weights, self.shape.H, self.shape.I  # noqa: E741
-        g = torch.Generator().manual_seed(0)
-        sizes = ((I, H), (I, H), (H, I))
-        quantized = (packed.fmt.quantize(torch.randn(s, generator=g) / s[1] ** 0.5) for s in sizes)
-        layer.load_expert(0, *quantized)
-        repeat_first(packed)
-        return packed
+from runtime.workload import RandomLayers, call_of
 
 
 class Ours:
-    """One backend on ``OurWeights``, on the shared pool of the moment.
+    """One backend on random layers, on the shared pool of the moment.
 
     Raises:
         PykernelsError: the backend cannot run this format here.
     """
 
-    def __init__(self, weights: OurWeights, kernel: str) -> None:
-        self.kernel = kernel
-        self.layers = []
-        for packed in weights.packed:
-            layer = RoutedExperts(weights.shape, weights.fmt, kernel=kernel)
-            layer.weights = packed  # its own were never touched: no memory
-            self.layers.append(layer)
+    def __init__(self, weights: RandomLayers, kernel: str) -> None:
+        self.kernel, self.layers = kernel, weights.experts(kernel)
         self._next = 0
 
     def prepare(self, T: int, ids: list[torch.Tensor]) -> None:
@@ -78,8 +38,12 @@ class Ours:
         return calls
 
     def _call(self) -> tuple[int, float]:
-        i, self._next = self._next, self._next + 1
-        experts, routing = self.layers[i % len(self.layers)], i % len(self.ids)
+        layer, routing = call_of(self._next, len(self.layers), len(self.ids))
+        self._next += 1
         start = time.perf_counter()
-        experts(self.x, self.ids[routing], self.weights)
+        self.run(layer, routing)
         return routing, time.perf_counter() - start
+
+    def run(self, layer: int, routing: int) -> torch.Tensor:
+        """One call; its [T, H] result."""
+        return self.layers[layer](self.x, self.ids[routing], self.weights)

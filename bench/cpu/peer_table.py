@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
 
 from bench.peers.catalog import Peer
 from bench.peers.client import PeerMissing, PeerProcess
 from pykernels.shapes import MoEShape
 from pykernels.target import Target
-
-from .cases import layers_out_of_cache
+from runtime.workload import layers_out_of_cache
 
 
 class PeerTable:
@@ -40,6 +40,11 @@ class PeerTable:
             version = self._up[key].versions[peer.engine]
             self.versions[f"{peer.engine} (peer)"] = version
         return self._up[key]
+
+    def try_to_start(self, peer: Peer) -> None:
+        """Starts it if it is not up; one that cannot start says why when it is asked for."""
+        with contextlib.suppress(PeerMissing):
+            self.get(peer)
 
     def retire(self, formats: Collection[str]) -> None:
         """Ends the peers that none of ``formats`` needs, and those of another thread count."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 Results = dict[str, Any]
-_MARKS = {"pykernels": "o", "kt-kernel": "s", "torch": "^", "numpy": "v"}
+_MARKS = {"pykernels": "o", "kt-kernel": "s", "llama.cpp": "D", "torch": "^", "numpy": "v"}
 
 
 def draw(results: Results, folder: Path, stem: str) -> list[Path]:
@@ -31,8 +31,12 @@ def draw(results: Results, folder: Path, stem: str) -> list[Path]:
     return written
 
 
-def _colour(results: Results, fmt: str) -> str:
-    return f"C{list(results['settings']['formats']).index(fmt) % 10}"
+def _colour(results: Results, fmt: str) -> Any:
+    """One of twenty: there are more formats than the default cycle has colours."""
+    from matplotlib import colormaps
+
+    index = list(results["settings"]["formats"]).index(fmt)
+    return colormaps["tab20"]((2 * index + index // 10) % 20)  # the ten dark ones first
 
 
 def _roofline(results: Results, axes: Any) -> bool:
@@ -48,7 +52,7 @@ def _roofline(results: Results, axes: Any) -> bool:
         axes.scatter(
             intensity,
             row["tflops"],
-            marker=_MARKS[row["engine"]],
+            marker=_MARKS.get(row["engine"], "x"),
             color=_colour(results, row["format"]) if ours else "0.6",
             s=34 if ours else 22,
             zorder=3 if ours else 2,

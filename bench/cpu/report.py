@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 Results = dict[str, Any]
-RATIOS = ("kt-kernel", "torch bf16", "torch fp32", "numpy fp32")
+RATIOS = ("kt-kernel", "llama.cpp", "torch bf16", "torch fp32", "numpy fp32")
 HEADINGS = (
     "format", "tokens", "engine", "ms", "GB/s", "read roof", "TFLOP/s", "compute roof",
     *(f"× {peer}" for peer in RATIOS),
@@ -22,19 +22,22 @@ NOTE = (
 )
 
 
-def table_rows(results: Results) -> list[tuple[list[str], str]]:
-    """(cells of ``HEADINGS``, "" or why there are no figures) of each row, grouped by case."""
-    return [(_cells(row, results["shape"]), row.get("why", "")) for row in results["table"]]
+def table_rows(results: Results) -> list[list[str]]:
+    """Cells of ``HEADINGS`` of each row with figures, grouped by case."""
+    return [_cells(row, results["shape"]) for row in _timed(results)]
+
+
+def _timed(results: Results) -> list[dict[str, Any]]:
+    return [row for row in results["table"] if "why" not in row]
 
 
 def _cells(row: dict[str, Any], shape: dict[str, int]) -> list[str]:
     per_expert = row["tokens"] * shape["topk"] / shape["E"]
     tokens = f"{row['tokens']}" if per_expert < 5 else f"{row['tokens']} ({per_expert:.0f}/expert)"
-    head = [row["format"], tokens, f"{row['engine']} {row['backend']}"]
-    if "why" in row:
-        return head + [""] * (len(HEADINGS) - len(head))
     return [
-        *head,
+        row["format"],
+        tokens,
+        f"{row['engine']} {row['backend']}",
         f"{row['us'] / 1e3:.2f}",
         f"{row['gbps']:.1f}",
         f"{row['read_share']:.0%}",
@@ -57,23 +60,25 @@ def terminal(results: Results) -> Table:
     notes = "\n".join([NOTE, *_notes(results)])
     table = Table(title=headline(results), caption=Text(notes), caption_justify="left")
     for number, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="left" if number < 3 else "right", no_wrap=number < 2)
+        table.add_column(heading, justify="left" if number < 3 else "right", no_wrap=number < 3)
     before = None
-    for row, (cells, why) in zip(results["table"], table_rows(results), strict=True):
+    for row, cells in zip(_timed(results), table_rows(results), strict=True):
         if before not in (None, (row["format"], row["tokens"])):
             table.add_section()
         before = row["format"], row["tokens"]
-        if why:
-            table.add_row(*cells[:2], Text(f"{cells[2]}: {why}", style="dim"))
-        else:
-            ours = row["engine"] == "pykernels"
-            table.add_row(*cells, style="bold" if ours else "")
+        table.add_row(*cells, style="bold" if row["engine"] == "pykernels" else "")
     return table
 
 
 def _notes(results: Results) -> list[str]:
     """What was not timed, and what was timed beside other programs."""
+    missing: dict[str, list[str]] = {}
+    for row in results["table"]:
+        if "why" in row:
+            what = f"{row['engine']} {row['backend']}: {row['why']}"
+            missing.setdefault(what, []).append(f"{row['format']} x {row['tokens']}")
     found = [f"Not timed: {line}." for line in results["untimed"]]
+    found += [f"Not timed: {what} ({', '.join(cases)})." for what, cases in missing.items()]
     if results["disturbed"]:
         parts = ", ".join(f"{name} ({share:.0%})" for name, share in results["disturbed"])
         found.append(f"Disturbed: others used more than 5 % of the processors during {parts}.")
@@ -99,19 +104,13 @@ def markdown(results: Results, plots: list[str]) -> str:
         "",
         f"{machine['date']}.{quick} {versions}. {', '.join(machine['isa'])};"
         f" L3 {machine['l3_bytes'] >> 20} MiB, memory {machine['memory_bytes'] / 2**30:.0f} GiB,"
-        f" huge pages {machine['huge_pages']}, load before the run {machine['load_before']}.",
+        f" huge pages {machine['huge_pages']}, load before the run {machine['load_before']};"
+        f" took {machine['minutes']} minutes.",
         "",
         NOTE,
         *(f"\n{line}" for line in _notes(results)),
         "",
-        *_grid(
-            HEADINGS,
-            [
-                [*cells[:2], f"{cells[2]}: {why}", *cells[3:]] if why else cells
-                for cells, why in table_rows(results)
-            ],
-            left=3,
-        ),
+        *_grid(HEADINGS, table_rows(results), left=3),
         "",
         *_by_threads(results),
         *_under_skew(results),
@@ -137,25 +136,35 @@ def _by_threads(results: Results) -> list[str]:
     return ["## One token against threads", "", *_grid(headings, rows, left=2), ""]
 
 
+def _by_bytes(row: dict[str, Any]) -> str:
+    """Time for each byte read against balanced's; blank where products bound both."""
+    crowded = row["tokens"] * row["topk"] / row["experts"] > 8
+    return "" if crowded else f"{row['against_balanced_a_byte']:.2f}"
+
+
 def _under_skew(results: Results) -> list[str]:
     if not results["skew"]:
         return []
     first = results["skew"][0]
     rows = [
-        [r["routing"], r["schedule"], f"{r['busiest']:.1f}", f"{r['ms']:.1f}",
-         f"{r['against_balanced']:.2f}"]
+        [str(r["tokens"]), r["routing"], r["schedule"], f"{r['active']:.1f}", f"{r['busiest']:.1f}",
+         f"{r['ms']:.1f}", f"{r['against_balanced']:.2f}", _by_bytes(r)]
         for r in results["skew"]
     ]  # fmt: skip
     headings = (
-        "routing", "schedule", "busiest expert / mean", "ms", "time / balanced dynamic",
+        "tokens", "routing", "schedule", "active experts", "busiest / mean", "ms",
+        "time / balanced dynamic", "the same, for each byte read",
     )  # fmt: skip
     return [
         "## Scheduling under skew",
         "",
-        f"{first['format']} on {first['backend']}, {first['tokens']} tokens, top-{first['topk']},"
-        " the same FLOPs. Static: one contiguous share of a stage's tasks for each thread, a"
-        " barrier for all between stages.",
+        f"{first['format']} on {first['backend']}, top-{first['topk']} of {first['experts']}"
+        " experts; rows of as many tokens do the same FLOPs. balanced: as many tokens for every"
+        " expert; zipf: the expert of rank r drawn with weight 1 / (r + 1); one: all tokens take"
+        " the same experts. With few tokens skew means fewer distinct experts to read: compare the"
+        " time for each byte there. Static: one contiguous share of a stage's tasks for each"
+        " thread, a barrier for all between stages.",
         "",
-        *_grid(headings, rows, left=2),
+        *_grid(headings, rows, left=3),
         "",
     ]

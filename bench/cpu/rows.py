@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from pykernels.shapes import MoEShape
+from runtime.roofline import Roofs
 
-from .turns import Roofs, Seen
+from .turns import Seen
 
 Row = dict[str, Any]
 

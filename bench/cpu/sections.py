@@ -1,4 +1,4 @@
-"""The parts of a run: the table, latency by tokens, throughput by threads, scheduling under skew.
+"""The parts of a run: the table, latency by tokens, throughput by threads (skew: ``skew.py``).
 
 Each returns flat rows. A row that could not be measured has ``why`` instead of figures.
 """
@@ -7,21 +7,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from bench.peers.catalog import PEERS
+from bench.peers.catalog import PEERS, Peer
 from bench.peers.client import PeerMissing
 from pykernels.registry import kernels
 from pykernels.shapes import MoEShape
 from pykernels.target import Target
 from runtime.pool import configure_default_pool
+from runtime.roofline import Roofs
+from runtime.workload import RandomLayers, distinct, routings
 
-from .cases import Settings, Tokens, distinct, routings, thread_counts
-from .ours import Ours, OurWeights
+from .cases import ROUTINGS, Settings, Tokens, thread_counts
+from .ours import Ours
 from .peer_table import PeerTable
 from .rows import Row, figures, missing
-from .static import StaticOurs
-from .turns import Roofs, alternate, speedup
+from .turns import alternate, speedup
 
 SLOW_TOKENS = 8
 """Where a faster backend runs a format, the portable one is timed up to so many tokens a call."""
@@ -51,6 +50,15 @@ class Bench:
         able = [name for name, reason in reasons.items() if reason is None]
         return able, {name: reason for name, reason in reasons.items() if reason}
 
+    def timed_backends(self, fmt: str, T: int) -> list[str]:
+        """Those whose calls of T tokens are timed; the portable one only where it is quick."""
+        able, _ = self.backends(fmt)
+        return able if T <= SLOW_TOKENS else able[:1]
+
+    def wanted_peers(self, fmt: str, T: int) -> list[Peer]:
+        """Those that a call of T tokens is held against, up or not."""
+        return [peer for peer in PEERS if self.settings.peers and peer.matches(fmt, T)]
+
     def untimed(self, formats: tuple[str, ...]) -> list[str]:
         """One line for each backend that is not on the table, or not everywhere: why."""
         found: dict[str, list[str]] = {}
@@ -68,20 +76,18 @@ class Bench:
             for what, fmts in found.items()
         ]
 
-    def table(self, weights: OurWeights, tokens: Tokens) -> list[Row]:
+    def table(self, weights: RandomLayers, tokens: Tokens) -> list[Row]:
         """One group: every backend and every peer that ``weights.fmt`` is held against."""
         fmt, T = weights.fmt, tokens.of(self.shape)
-        ids = routings(self.shape, T, "balanced")
-        able, _ = self.backends(fmt)
+        ids = routings(self.shape, T, "balanced", ROUTINGS)
+        able = self.timed_backends(fmt, T)
         head = {"format": fmt, "tokens": T, "threads": self.pool.threads}
         rows: list[Row] = []
         players: dict[str, Any] = {}
         for name in able:
-            if T > SLOW_TOKENS and name == "generic" and len(able) > 1:
-                continue
             players[name] = Ours(weights, name)
             players[name].prepare(T, ids)
-        wanted = [p for p in PEERS if self.settings.peers and p.matches(fmt, T)]
+        wanted = self.wanted_peers(fmt, T)
         for peer in wanted:
             try:
                 players[peer.name] = self.peers.get(peer)
@@ -93,7 +99,7 @@ class Bench:
         seen = alternate(players, roofs, self.settings.rounds, self.settings.turn)
         touched, compute = [distinct(routing) for routing in ids], roofs.compute
         timed = [p for p in wanted if p.name in seen and not seen[p.name].why]
-        for name in (name for name in able if name in seen):
+        for name in able:
             nbytes = weights.bytes_per_expert
             row = figures(
                 head, "pykernels", name, seen[name], touched, nbytes, self.shape, roofs,
@@ -105,7 +111,7 @@ class Bench:
             if seen[peer.name].why:
                 rows.append(missing(head, peer.engine, peer.mode, seen[peer.name].why))
                 continue
-            # The roof is one of bf16 products: integer tiles have another.
+            # The roof is one of bf16 products: integer products have another.
             roof = max(compute.values(), default=None) if peer.mode == "bf16" else None
             size = peer.bytes_per_weight * self.shape.weights
             rows.append(
@@ -123,35 +129,35 @@ class Bench:
             )
         return rows
 
-    def latency(self, weights: OurWeights) -> list[Row]:
+    def latency_tokens(self) -> list[int]:
+        """T of the calls of the latency curve, up to the most of the table."""
+        most = max([t.of(self.shape) for t in self.settings.tokens] + [self.shape.E])
+        calls = (n * self.shape.E // self.shape.topk for n in LATENCY_TOKENS)
+        return [T for T in calls if T <= most]
+
+    def latency(self, weights: RandomLayers) -> list[Row]:
         """Time of a call against tokens per expert, all experts active and equally busy."""
         rows: list[Row] = []
-        able, _ = self.backends(weights.fmt)
-        most = max([t.of(self.shape) for t in self.settings.tokens] + [self.shape.E])
-        for n in LATENCY_TOKENS:
-            T = n * self.shape.E // self.shape.topk
-            if T > most:
-                break
+        for T in self.latency_tokens():
             players: dict[str, Any] = {}
-            for name in able:
-                if name == "generic" and len(able) > 1 and T > SLOW_TOKENS:
-                    continue
+            for name in self.timed_backends(weights.fmt, T):
                 players[name] = Ours(weights, name)
-                players[name].prepare(T, routings(self.shape, T, "even", count=1))
+                players[name].prepare(T, routings(self.shape, T, "balanced", count=1))
             seen = alternate(players, None, min(3, self.settings.rounds), self.settings.turn / 2)
             for name in players:
                 ms = round(seen[name].median * 1e3, 4)
+                n = T * self.shape.topk // self.shape.E
                 row = {"format": weights.fmt, "backend": name, "per_expert": n, "tokens": T}
                 rows.append({**row, "threads": self.pool.threads, "ms": ms})
         return rows
 
-    def threads(self, weights: OurWeights) -> list[Row]:
-        """GB/s of one token against threads, ours and the first kt-kernel mode of the format."""
+    def threads(self, weights: RandomLayers) -> list[Row]:
+        """GB/s of one token against threads, ours and the first peer that stores weights so."""
         rows: list[Row] = []
-        ids = routings(self.shape, 1, "balanced")
+        ids = routings(self.shape, 1, "balanced", ROUTINGS)
         touched = [distinct(routing) for routing in ids]
         kernel = self.backends(weights.fmt)[0][0]
-        like = [p for p in PEERS if self.settings.peers and p.formats and p.matches(weights.fmt, 1)]
+        like = [peer for peer in self.wanted_peers(weights.fmt, 1) if peer.formats]
         for threads in thread_counts(self.settings.threads):
             self._use_threads(threads)
             ours = Ours(weights, kernel)
@@ -174,39 +180,3 @@ class Bench:
                 rows.append({**head, "engine": name, "gbps": round(gbps, 2)})
         self._use_threads(self.settings.threads)
         return rows
-
-    def skew(self, fmt: str, per_expert: int = 64) -> list[Row]:
-        """Balanced and Zipf routing of the same FLOPs, each on the queue and on static shares."""
-        E = self.shape.E
-        shape = MoEShape(E, self.shape.H, self.shape.I, max(1, E // 8))
-        weights, T = OurWeights(fmt, shape), per_expert * E // max(1, E // 8)
-        kernel = self.backends(fmt)[0][0]
-        players: dict[str, Any] = {}
-        busiest = {}
-        for kind in ("balanced", "zipf"):
-            ids = routings(shape, T, kind, count=4)
-            counts = torch.stack([torch.bincount(i.flatten(), minlength=E) for i in ids]).float()
-            busiest[kind] = float((counts.amax(1) / counts.mean(1)).mean())
-            for schedule in ("dynamic", "static"):
-                one = Ours(weights, kernel)
-                if schedule == "static":
-                    one = StaticOurs(weights, kernel, self.pool)
-                one.prepare(T, ids)
-                players[f"{kind} {schedule}"] = one
-        seen = alternate(players, None, self.settings.rounds, self.settings.turn)
-        even = seen["balanced dynamic"].median
-        return [
-            {
-                "format": fmt,
-                "backend": kernel,
-                "tokens": T,
-                "topk": shape.topk,
-                "threads": self.pool.threads,
-                "routing": name.split()[0],
-                "schedule": name.split()[1],
-                "busiest": round(busiest[name.split()[0]], 2),
-                "ms": round(one.median * 1e3, 3),
-                "against_balanced": round(one.median / even, 3),
-            }
-            for name, one in seen.items()
-        ]

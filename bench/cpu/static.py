@@ -7,7 +7,6 @@ parallel loop would run it. The pool sees one task a thread and stage, which run
 from __future__ import annotations
 
 import functools
-import time
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,10 @@ from numba import carray, types
 from pykernels.cpu import MoECall, make_kernel
 from pykernels.cpu.intrin.sync import as_pointer, call_task
 from pykernels.cpu.jit import task
-from runtime.pool import Call, WorkerPool
+from runtime.pool import Call
+from runtime.workload import RandomLayers
 
-from .ours import Ours, OurWeights
+from .ours import Ours
 
 _STAGES = ("pack", "gate_up", "down")
 _FIELDS = [f"{stage}_{what}" for stage in _STAGES for what in ("at", "units", "unit")]
@@ -53,28 +53,23 @@ def make_share(stage: str) -> Any:
 class StaticOurs(Ours):
     """``Ours`` on static shares. A thread that is done early only waits at the barrier."""
 
-    def __init__(self, weights: OurWeights, kernel: str, pool: WorkerPool) -> None:
+    def __init__(self, weights: RandomLayers, kernel: str) -> None:
         super().__init__(weights, kernel)
-        self._pool = pool
-        stages = make_kernel(self.layers[0].backend.name, weights.fmt)
-        self._stages = stages
+        pool = self._pool = self.layers[0].pool.pools[0]
+        compiled = make_kernel(self.layers[0].backend.name, weights.fmt)
+        self._stages = compiled.stages
+        gemm_from = self.layers[0].choices.gemm_from
         self._calls = [
-            MoECall(packed.slices[0], stages, pool.workspace, pool.threads)
+            MoECall(packed.slices[0], compiled, pool.workspace, pool.threads, gemm_from=gemm_from)
             for packed in weights.packed
         ]
         self._zeros = np.zeros(pool.threads, np.int64)
         self._pieces = np.full(1, pool.threads, np.int64)
         self._shares = np.zeros(1, SHARES)
 
-    def _call(self) -> tuple[int, float]:
-        i, self._next = self._next, self._next + 1
-        routing = i % len(self.ids)
-        start = time.perf_counter()
-        self.run(self._calls[i % len(self._calls)], self.ids[routing])
-        return routing, time.perf_counter() - start
-
-    def run(self, call: MoECall, ids: torch.Tensor) -> torch.Tensor:
+    def run(self, layer: int, routing: int) -> torch.Tensor:
         """One call; its [T, H] result."""
+        call, ids = self._calls[layer], self.ids[routing]
         y, threads, stages = torch.empty_like(self.x), self._pool.threads, self._stages
         tasks = call.prepare(self.x, ids, self.weights, y)
         # A run of outputs sums its experts in order: it stays with one thread.

@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from bench.peers.client import PeerMissing
-from pykernels.target import Target
-from runtime.pool import WorkerPool
-from runtime.roofline import ReadRoof, compute_roof
+from runtime.roofline import Roofs
 
 Calls = list[tuple[int, float]]
 """(routing, seconds) of each call of a turn."""
@@ -24,35 +22,6 @@ class Player(Protocol):
     """Ours or a peer's process: whoever can take a turn."""
 
     def turn(self, seconds: float, most: int = 1000) -> Calls: ...
-
-
-class Roofs:
-    """The roofs of a pool, sampled once a round."""
-
-    def __init__(self, pool: WorkerPool, target: Target) -> None:
-        self._pool, self._read = pool, ReadRoof(pool)
-        wanted = {"avx512": "avx512bf16", "amx": "amx-bf16"}
-        self._compute: dict[str, list[float]] = {
-            name: [] for name, feature in wanted.items() if feature in target.isa
-        }
-        self._read.each_once()  # warms up
-        self._read.seen = {loop: [] for loop in self._read.seen}
-
-    def sample(self) -> None:
-        """One pass of each."""
-        self._read.each_once()
-        for isa, seen in self._compute.items():
-            seen.append(compute_roof(self._pool, isa))
-
-    @property
-    def read(self) -> float:
-        """GB/s: the median pass of the fastest plain loop."""
-        return self._read.gbps
-
-    @property
-    def compute(self) -> dict[str, float]:
-        """TFLOP/s of register-only bf16 products, by instruction set; empty without AVX512-BF16."""
-        return {isa: statistics.median(seen) for isa, seen in self._compute.items()}
 
 
 @dataclass

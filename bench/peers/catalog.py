@@ -18,7 +18,7 @@ class Peer:
     """One way of one engine to compute the experts.
 
     Attributes:
-        engine: "kt-kernel", "torch" or "numpy"; kt-kernel has a virtual environment of its own.
+        engine: one of ``engines.ENGINES``; those of ``OWN_VENV`` have an environment of their own.
         mode: the engine's name for how weights are stored.
         bytes_per_weight: read from memory, block scales included.
         formats: our formats that it is the like of; empty: every format is held against it.
@@ -43,22 +43,31 @@ class Peer:
         return fits and (not self.formats or fmt in self.formats)
 
 
-_BF16, _VNNI = ("avx512bf16",), ("avx512vnni",)
+OWN_VENV = ("kt-kernel", "llama.cpp")
+
+_BF16, _VNNI, _AVX2 = ("avx512bf16",), ("avx512vnni",), ("avx2",)
 _SCALED_FP8 = 1 + 4 / (128 * 128)
 _SCALED_INT4 = 0.5 + 2 / 32
 
 PEERS = (
-    Peer("kt-kernel", "fp8", _SCALED_FP8, ("fp8",), _BF16),
+    Peer("kt-kernel", "fp8", _SCALED_FP8, ("fp8", "fp8-channel"), _BF16),
     Peer("kt-kernel", "bf16", 2.0, ("bf16",), _BF16),
     Peer("kt-kernel", "rawint4", _SCALED_INT4, ("int4", "int4-g128", "mxfp4"), _BF16),
     Peer("kt-kernel", "amxint4", 0.5, ("int4", "int4-g128", "mxfp4"), _VNNI),
     Peer("kt-kernel", "amxint8", 1.0, ("int8",), _VNNI),
+    Peer("llama.cpp", "bf16", 2.0, ("bf16",), _AVX2),
+    Peer("llama.cpp", "q8_0", 34 / 32, ("q8_0", "int8"), _AVX2),
+    Peer("llama.cpp", "q4_k", 144 / 256, ("q4_k",), _AVX2),
+    Peer("llama.cpp", "q5_k", 176 / 256, ("q5_k",), _AVX2),
+    Peer("llama.cpp", "q6_k", 210 / 256, ("q6_k",), _AVX2),
+    Peer("llama.cpp", "mxfp4", 17 / 32, ("mxfp4",), _AVX2),
     Peer("torch", "bf16", 2.0),
-    Peer("torch", "fp32", 4.0),
+    Peer("torch", "fp32", 4.0, max_tokens=8),
     Peer("numpy", "fp32", 4.0, max_tokens=1),
 )
-"""kt-kernel's amx modes run on VNNI where there is no AMX. NumPy is one GEMV after another, so it
-is asked for one token only."""
+"""kt-kernel's amx modes run on VNNI where there is no AMX; it has no K-quants of its own, llama.cpp
+no FP8. NumPy is one GEMV after another, so it is asked for one token only; torch in float32 takes
+seconds for many."""
 
 
 def peers_of(formats: Collection[str]) -> tuple[Peer, ...]:

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.peers.catalog import ROOT, VENVS, Peer
+from bench.peers.catalog import OWN_VENV, ROOT, VENVS, Peer
 from pykernels.shapes import MoEShape
 
 START_SECONDS, REPLY_SECONDS = 180.0, 120.0
@@ -33,7 +33,7 @@ def python_of(peer: Peer) -> tuple[Path, dict[str, str]]:
     Raises:
         PeerMissing: it is not installed.
     """
-    if peer.engine != "kt-kernel":
+    if peer.engine not in OWN_VENV:
         return Path(sys.executable), {}
     home = VENVS / peer.engine
     if (home / "pins.json").exists():

@@ -24,7 +24,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Turns:
-    """The calls of one engine: routings and layers rotate, so that weights come from memory."""
+    """The calls of one engine: every layer in turn with one routing, then with the next, as ours
+    (``runtime.workload.call_of``), so that weights come from memory."""
 
     def __init__(self, engine: Engine, layers: int) -> None:
         self.engine, self.layers, self.routings, self.next = engine, layers, 0, 0
@@ -45,10 +46,11 @@ class Turns:
         raise ValueError(f"unknown op {request['op']!r}")
 
     def _call(self) -> tuple[int, float]:
-        i, self.next = self.next, self.next + 1
+        layer, routing = self.next % self.layers, self.next // self.layers % self.routings
+        self.next += 1
         start = time.perf_counter()
-        self.engine.call(i % self.routings, i % self.layers)
-        return i % self.routings, time.perf_counter() - start
+        self.engine.call(routing, layer)
+        return routing, time.perf_counter() - start
 
 
 def serve(engine: str, mode: str, numbers: list[int], requests: TextIO, replies: TextIO) -> None:
@@ -69,8 +71,10 @@ def serve(engine: str, mode: str, numbers: list[int], requests: TextIO, replies:
 
 
 def versions(engine: str) -> dict[str, str]:
-    """The engine's version, and that of the torch beside it."""
-    names = {"numpy": ("numpy",), "torch": ("torch",)}.get(engine, (engine, "torch"))
+    """The engine's version, and that of the torch that it runs on."""
+    if engine == "llama.cpp":
+        return {engine: f"llama-cpp-python {metadata.version('llama-cpp-python')}"}
+    names = (engine,) if engine in ("numpy", "torch") else (engine, "torch")
     return {name: metadata.version(name) for name in names}
 
 

@@ -198,4 +198,15 @@ class Numpy:
         return bool(self.np.isfinite(self.y).all())
 
 
-ENGINES: dict[str, Any] = {"kt-kernel": KtKernel, "torch": Torch, "numpy": Numpy}
+def _llama_cpp(*numbers: Any) -> Engine:
+    from bench.peers.llama_cpp import LlamaCpp  # needs NumPy, which not every peer has
+
+    return LlamaCpp(*numbers)
+
+
+ENGINES: dict[str, Any] = {
+    "kt-kernel": KtKernel,
+    "llama.cpp": _llama_cpp,
+    "torch": Torch,
+    "numpy": Numpy,
+}

@@ -4,50 +4,92 @@ kt-kernel's metadata pins another torch and pulls in a GPU stack, so it is insta
 dependencies, and the few that its CPU half imports are named here. ``--packages-for 3.12`` makes a
 plain folder of pure and binary packages instead (without torch), for a machine that has no network:
 its own Python then runs the peer, with the folder on its path.
+
+llama.cpp comes as source and is compiled for this CPU, once, which takes about ten minutes on two
+cores and needs a C++ compiler; only its ggml library is used.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
 import venv
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.peers.catalog import VENVS
 
-KT_KERNEL = ("kt-kernel==0.7.2", "gguf==0.19.0", "compressed-tensors==0.15.0.1")
-KT_KERNEL_NEEDS = (
-    "torch==2.13.0",
-    "numpy==2.4.6",
-    "safetensors==0.8.0",
-    "pyyaml==6.0.3",
-    "tqdm==4.70.1",
-    "typer==0.29.1",
-    "httpx==0.28.1",
-    "packaging==26.3",
-    "psutil==7.2.2",
-    "pydantic==2.14.3",
-    "transformers==5.23.0",
+
+@dataclass(frozen=True)
+class Pins:
+    """What goes into one peer's virtual environment.
+
+    Attributes:
+        needs: installed with their dependencies.
+        bare: installed without; ``needs`` names what they really import.
+        imports: a module whose import shows that it works.
+        cmake: CMake options for what is compiled here from source.
+    """
+
+    needs: tuple[str, ...]
+    bare: tuple[str, ...]
+    imports: str
+    cmake: tuple[str, ...] = ()
+
+
+KT_KERNEL = Pins(
+    needs=(
+        "torch==2.13.0",
+        "numpy==2.4.6",
+        "safetensors==0.8.0",
+        "pyyaml==6.0.3",
+        "tqdm==4.70.1",
+        "typer==0.29.1",
+        "httpx==0.28.1",
+        "packaging==26.3",
+        "psutil==7.2.2",
+        "pydantic==2.14.3",
+        "transformers==5.23.0",
+    ),
+    bare=("kt-kernel==0.7.2", "gguf==0.19.0", "compressed-tensors==0.15.0.1"),
+    imports="kt_kernel",
 )
+LLAMA_CPP = Pins(
+    needs=("numpy==2.4.6",),
+    bare=("llama-cpp-python==0.3.36",),
+    imports="numpy",
+    cmake=(
+        "-DGGML_NATIVE=ON",
+        "-DLLAVA_BUILD=OFF",
+        "-DLLAMA_CURL=OFF",
+        "-DLLAMA_BUILD_TOOLS=OFF",
+        "-DLLAMA_BUILD_EXAMPLES=OFF",
+        "-DLLAMA_BUILD_TESTS=OFF",
+        "-DLLAMA_BUILD_SERVER=OFF",
+    ),
+)
+PEERS = {"kt-kernel": KT_KERNEL, "llama.cpp": LLAMA_CPP}
 _KEPT = ("kt_kernel", "kt_kernel.libs", "gguf", "compressed_tensors")
 _EXTENSIONS = ("_amx", "_avx512_bf16")  # of kt_kernel's seven builds, those that the peers ask for
 
 
-def make_venv(folder: Path) -> None:
-    """A virtual environment with kt-kernel; nothing to do where it is already that of the pins."""
-    stamp, pins = folder / "pins.json", json.dumps([KT_KERNEL, KT_KERNEL_NEEDS])
-    if stamp.exists() and stamp.read_text() == pins:
+def make_venv(folder: Path, pins: Pins) -> None:
+    """A virtual environment with a peer; nothing to do where it is already that of the pins."""
+    stamp, wanted = folder / "pins.json", json.dumps(asdict(pins))
+    if stamp.exists() and stamp.read_text() == wanted:
         return
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=True, symlinks=True)
     pip = [str(folder / "bin/python"), "-m", "pip", "install", "--disable-pip-version-check"]
-    subprocess.run([*pip, *KT_KERNEL_NEEDS], check=True)
-    subprocess.run([*pip, "--no-deps", *KT_KERNEL], check=True)
-    subprocess.run([folder / "bin/python", "-c", "import kt_kernel"], check=True)
-    stamp.write_text(pins)
+    environment = os.environ | {"CMAKE_ARGS": " ".join(pins.cmake)}
+    subprocess.run([*pip, *pins.needs], check=True)
+    subprocess.run([*pip, "--no-deps", *pins.bare], check=True, env=environment)
+    subprocess.run([folder / "bin/python", "-c", f"import {pins.imports}"], check=True)
+    stamp.write_text(wanted)
 
 
 def make_packages(folder: Path, version: str) -> None:
@@ -56,7 +98,7 @@ def make_packages(folder: Path, version: str) -> None:
     shutil.rmtree(packages, ignore_errors=True)
     pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps"]
     chosen = ["--only-binary", ":all:", "--python-version", version, "--target", str(packages)]
-    subprocess.run([*pip, *chosen, *KT_KERNEL], check=True)
+    subprocess.run([*pip, *chosen, *KT_KERNEL.bare], check=True)
     for path in packages.iterdir():
         if path.name not in _KEPT and not path.name.endswith(".dist-info"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -68,21 +110,24 @@ def make_packages(folder: Path, version: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.peers.install", description=__doc__)
     parser.add_argument("--packages-for", metavar="X.Y", help="a folder for that CPython instead")
+    parser.add_argument("engines", nargs="*", metavar="ENGINE", help="default: all")
     options = parser.parse_args()
-    folder = VENVS / "kt-kernel"
-    try:
-        if options.packages_for:
-            make_packages(folder, options.packages_for)
-        else:
-            make_venv(folder)
-    except (subprocess.CalledProcessError, OSError) as error:
-        print(
-            f"error: the peer kt-kernel could not be installed ({error})."
-            " Look at pip's lines above; benchmarks run without it and say so.",
-            file=sys.stderr,
-        )
-        return 2
-    return 0
+    failed = 0
+    for engine in options.engines or PEERS:
+        try:
+            if options.packages_for:
+                if engine == "kt-kernel":  # the others come as source or with our own Python
+                    make_packages(VENVS / engine, options.packages_for)
+            else:
+                make_venv(VENVS / engine, PEERS[engine])
+        except (subprocess.CalledProcessError, OSError) as error:
+            failed = 2
+            print(
+                f"error: the peer {engine} could not be installed ({error})."
+                " Look at pip's lines above; benchmarks run without it and say so.",
+                file=sys.stderr,
+            )
+    return failed
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from torch import nn
 
 from pykernels import quant
 from pykernels.errors import PykernelsError
+from pykernels.registry import ACTIVATIONS
 from pykernels.shapes import MoEShape
 from runtime.experts import RoutedExperts
 
@@ -28,8 +29,8 @@ class FusedMoE(Operator):
     leaves them in main memory. Inference only.
 
     Rule's kwargs: `kernel` auto | amx | avx512 | generic (default: the caller's choice); `format`
-    auto (as stored), or one of `pykernels.quant.FORMATS` to convert to while loading. Rule's
-    device: `cpu` only.
+    auto (as stored), or one of `pykernels.quant.FORMATS` to convert to while loading; `activations`
+    bf16 (exact), or int8 for integer formats, about 1 % off and faster. Rule's device: `cpu` only.
 
     Source: KTransformers (SOSP 2025), section 3.3 (asynchronous scheduling) and Listing 1.
     """
@@ -41,12 +42,18 @@ class FusedMoE(Operator):
         *,
         kernel: str | None = None,
         format: str = "auto",
+        activations: str = "bf16",
     ) -> None:
         super().__init__(original, place)
         if format not in FORMATS:
             raise PykernelsError(
                 f"{place.name}: there is no expert format {format!r}",
                 f"Use one of {', '.join(FORMATS)}",
+            )
+        if activations not in ACTIVATIONS:
+            raise PykernelsError(
+                f"{place.name}: there are no {activations!r} activations",
+                f"Use {' or '.join(ACTIVATIONS)}",
             )
         if place.device not in (None, "cpu"):
             raise PykernelsError(
@@ -56,6 +63,7 @@ class FusedMoE(Operator):
         self.name = place.name
         self.kernel = kernel or place.kernel
         self.format = format
+        self.activations = activations
         self.shape = block_shape(original, place)
         self.gate: nn.Module = original.gate
         for child in SHARED:
@@ -65,7 +73,10 @@ class FusedMoE(Operator):
 
     def allocate(self, stored: str) -> RoutedExperts:
         """Make room for the packed experts of a checkpoint that stores them as `stored`."""
-        self.routed = RoutedExperts(self.shape, self.packed_format(stored), kernel=self.kernel)
+        fmt = self.packed_format(stored)
+        self.routed = RoutedExperts(
+            self.shape, fmt, kernel=self.kernel, activations=self.activations
+        )
         return self.routed
 
     def packed_format(self, stored: str) -> str:

@@ -10,7 +10,7 @@ from ..target import detect
 from .intrin.sync import call_task
 from .jit import kernel
 from .moe import make_kernel
-from .pack import make_pack, pack_job
+from .pack import make_pack, pack_job, packs_scales
 from .plan import MoEPlan, plan
 from .workspace import MoECall, Workspace
 
@@ -29,7 +29,7 @@ def run_serially(
     call: MoECall, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
 ) -> torch.Tensor:
     """Prepares a call (``MoECall.prepare``) and runs all its tasks on this thread; returns y."""
-    tasks, stages = call.prepare(x, ids, weights, y), call.kernel
+    tasks, stages = call.prepare(x, ids, weights, y), call.kernel.stages
     _run_stages(
         stages.pack.address,
         stages.gate_up.address,
@@ -49,6 +49,7 @@ def moe_ffn(
     experts: PackedExperts,
     *,
     kernel: str = "auto",
+    activations: str = "bf16",
     cut: MoEPlan | None = None,
 ) -> torch.Tensor:
     """``sum_k weights[t, k] * expert[ids[t, k]](x[t])`` on the calling thread alone.
@@ -61,6 +62,7 @@ def moe_ffn(
         weights: float32 [T, topk].
         experts: all E experts of the layer, packed.
         kernel: a backend's name, or "auto".
+        activations: "bf16" for exact products, "int8" for ones of dynamically quantized inputs.
         cut: how the call is cut into tasks; the default is ``plan(...)``'s.
 
     Returns:
@@ -70,8 +72,8 @@ def moe_ffn(
         PykernelsError: inputs that do not fit, or a kernel that cannot run here.
     """
     backend = resolve(kernel, experts.fmt.name, detect())
-    stages = make_kernel(backend.name, experts.fmt.name)
-    call = MoECall(experts, stages, Workspace(), cut=cut)
+    kernels = make_kernel(backend.name, experts.fmt.name, activations)
+    call = MoECall(experts, kernels, Workspace(), cut=cut)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     return run_serially(call, x, ids, weights, y)
 
@@ -84,6 +86,7 @@ __all__ = [
     "make_pack",
     "moe_ffn",
     "pack_job",
+    "packs_scales",
     "plan",
     "run_serially",
 ]

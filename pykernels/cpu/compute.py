@@ -10,7 +10,8 @@ from numba import carray, types
 from .amx_state import request_permission
 from .gemm_amx import write_config
 from .intrin import amx
-from .intrin.avx512 import add_f32, broadcast_u8, dot_bf16, store_f32, zero_f32
+from .intrin.avx512 import add_f32, dot_bf16, store_f32, zero_f32
+from .intrin.avx512_bytes import broadcast_u8
 from .intrin.registers import f32x16_array, stack_alloc
 from .intrin.sync import as_pointer
 from .jit import task
@@ -54,7 +55,7 @@ def _make_amx() -> Any:
     def compute(job, index, worker):
         zeros = stack_alloc(1024)
         carray(as_pointer(zeros), (256,), types.uint32)[:] = 0
-        amx.load_config(write_config(stack_alloc(64)))
+        amx.load_config(write_config(stack_alloc(64), 16))
         amx.zero(0)
         amx.zero(1)
         amx.zero(2)

@@ -1,9 +1,13 @@
-"""Packed weights to bfloat16 pair-rows, exactly, 64 weights at a time: one reader a format.
+"""Packed weights to what dot products take, exactly, 64 weights at a time: one reader a format.
 
-A reader turns 4 inputs of 16 outputs into the two 64-byte rows that ``vdpbf16ps`` and a B tile of
-TDPBF16PS take: ``16 n x (k, k + 1)`` and ``16 n x (k + 2, k + 3)``. Codes of 8 bits or fewer go
-through tables of the low and the high byte of their bfloat16 (OSDI'26 section 3.4 shifts bits
-instead, which loses E4M3's subnormals: ``vdpbf16ps`` takes unbiased ones for zeros).
+For bfloat16 products a reader turns 4 inputs of 16 outputs into the two 64-byte rows that
+``vdpbf16ps`` and a B tile of TDPBF16PS take: ``16 n x (k, k + 1)`` and ``16 n x (k + 2, k + 3)``.
+Codes of 8 bits or fewer go through tables of the low and the high byte of their bfloat16 (OSDI'26
+section 3.4 shifts bits instead, which loses E4M3's subnormals: ``vdpbf16ps`` takes unbiased ones
+for zeros).
+
+For int8 products it gives one row of ``16 n x 4 k`` unsigned bytes, what ``vpdpbusd`` takes: the
+weight plus a ``bias``, which costs nothing to make and one sum of the inputs to take off again.
 """
 
 from __future__ import annotations
@@ -14,7 +18,9 @@ from dataclasses import dataclass
 import torch
 
 from ..quant import mxfp4
-from .intrin.avx512 import (
+from ..quant.layout import K_BLOCK
+from .instructions import Instructions
+from .intrin.avx512_bytes import (
     abs_i8,
     broadcast_u8,
     even_dwords,
@@ -23,34 +29,39 @@ from .intrin.avx512 import (
     interleave_low,
     load_u8,
     lookup_16,
-    lookup_128,
     low_nibbles,
     odd_dwords,
     or_masked,
+    set_where,
+    xor_u8,
 )
 from .intrin.prefetch import prefetch_l1
 from .jit import inlined
+from .scales import SCALES, Scales
 
 AHEAD = 4096
 """Bytes that the prefetch of a stream runs ahead of its loads: one page."""
 
-_E4M3_AT, _INT8_AT, _INT4_AT, _MXFP4_AT = 0, 256, 512, 640
+_E4M3_AT, _INT8_AT, _INT4_AT, _MXFP4_AT, _Q4_AT, _Q5_AT, _Q6_AT = 0, 256, 512, 640, 768, 896, 1024
 
 
 def _decode_tables() -> torch.Tensor:
-    """uint8 [768] at a 64-byte-aligned address: low bytes, then high bytes, of bf16(code).
+    """uint8 [1152] at a 64-byte-aligned address: low bytes, then high bytes, of bf16(code).
 
-    E4M3 and magnitudes 0 .. 127 have 128 entries each; int4 and E2M1 have 16, once for each
-    128-bit lane.
+    E4M3 and magnitudes 0 .. 127 have 128 entries each; 4-bit codes have 16, once for each 128-bit
+    lane; 5- and 6-bit codes have 64.
     """
 
     def bytes_of(values: torch.Tensor, copies: int = 1) -> torch.Tensor:
         return values.to(torch.bfloat16).view(torch.uint8).view(-1, 2).T.repeat(1, copies).flatten()
 
     codes = torch.arange(128, dtype=torch.uint8)
-    nibbles = torch.tensor([*range(8), *range(-8, 0)])
+    int4 = torch.tensor([*range(8), *range(-8, 0)])
     e4m3 = codes.view(torch.float8_e4m3fn)
-    parts = (e4m3, 1), (codes, 1), (nibbles, 4), (mxfp4.VALUES, 4)
+    parts = (
+        (e4m3, 1), (codes, 1), (int4, 4), (mxfp4.VALUES, 4),
+        (torch.arange(16), 4), (torch.arange(32), 2), (torch.arange(-32, 32), 1),
+    )  # fmt: skip
     tables = torch.cat([bytes_of(values, copies) for values, copies in parts])
     raw = torch.empty(len(tables) + 64, dtype=torch.uint8)
     skip = -raw.data_ptr() % 64
@@ -64,93 +75,141 @@ TABLES = _decode_tables()
 
 
 @dataclass(frozen=True)
-class Reader:
-    """How a format's blocks are read.
+class Packing:
+    """How a format lies in a tile of 16 outputs, as numbers.
 
     Attributes:
-        rows: ``rows(w, part, tables, ahead) -> (row, row)``, the ``part``-th 64 weights at address
-            ``w``; asks for the line ``ahead`` bytes on.
-        load_bytes: bytes that ``w`` moves on after all parts.
-        parts: lots of 64 weights at one ``w``.
-        k_step: inputs of a packed tile: 32 in pairs, 64 in fours.
-        scale_k: inputs of one scale; 0 for no scales.
-        scale_rows: a scale for each output (bf16 [32]) rather than one for the block (float32).
+        k_step: inputs of a tile: 32 in pairs, 64 in fours.
+        tile_bytes: of a packed tile.
+        parts: lots of 4 inputs that share a load; a tile has 8 loads.
     """
 
-    rows: Callable
-    load_bytes: int
-    parts: int
     k_step: int
-    scale_k: int
-    scale_rows: bool
+    tile_bytes: int
+    parts: int
 
-    @property
-    def loads(self) -> int:
-        """Loads of one packed tile (16 outputs by k_step inputs)."""
-        return self.k_step // 4 // self.parts
 
-    @property
-    def tile_bytes(self) -> int:
-        return self.loads * self.load_bytes
+_PAIRS16, _PAIRS8 = Packing(32, 1024, 1), Packing(32, 512, 1)
+_FOURS8, _FOURS4 = Packing(64, 1024, 2), Packing(64, 512, 2)
+_FOURS5, _FOURS6 = Packing(64, 640, 2), Packing(64, 768, 2)
 
-    @property
-    def scale_step_bytes(self) -> int:
-        """Packed scale bytes of a block for ``scale_k`` inputs."""
-        return 64 if self.scale_rows else 4
+PACKINGS = {
+    "bf16": _PAIRS16,
+    "fp8": _PAIRS8,
+    "fp8-channel": _PAIRS8,
+    "int8": _FOURS8,
+    "int4": _FOURS4,
+    "int4-g128": _FOURS4,
+    "mxfp4": _FOURS4,
+    "q4_k": _FOURS4,
+    "q5_k": _FOURS5,
+    "q6_k": _FOURS6,
+    "q8_0": _FOURS8,
+}
+"""By format name."""
+
+LOADS = 8
+"""Loads of a tile."""
+
+
+def packed_bytes(fmt: str) -> int:
+    """Packed bytes of 32 outputs by 128 inputs, without their scales."""
+    packing = PACKINGS[fmt]
+    return 2 * K_BLOCK // packing.k_step * packing.tile_bytes
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How the AVX-512 and AMX kernels read a format.
+
+    Attributes:
+        packing: its tiles.
+        scales: its scales.
+        rows: ``rows(tile, load, part, tables, ahead) -> (row, row)``, the two pair-rows of a lot;
+            asks for the line ``ahead`` bytes on.
+        codes: ``codes(tile, load, part, ahead) -> row``, the lot's weights plus ``bias`` as
+            unsigned bytes; None if they are no integers.
+        bias: see ``codes``.
+    """
+
+    packing: Packing
+    scales: Scales
+    rows: Callable
+    codes: Callable | None = None
+    bias: int = 0
+
+
+def make_reader(fmt: str, ops: Instructions) -> Reader:
+    """The reader of a format, by the instructions of ``ops``."""
+    rows, codes, bias = _READERS[fmt](ops)
+    return Reader(PACKINGS[fmt], SCALES[fmt], rows, codes, bias)
+
+
+def _bf16(ops: Instructions):
+    @inlined
+    def rows(tile, load, part, tables, ahead):
+        at = tile + 128 * load
+        prefetch_l1(at + ahead)
+        prefetch_l1(at + ahead + 64)
+        return load_u8(at), load_u8(at + 64)
+
+    return rows, None, 0
+
+
+def _fp8(ops: Instructions):
+    lookup = ops.lookup_128
+
+    @inlined
+    def rows(tile, load, part, tables, ahead):
+        at = tile + 64 * load
+        prefetch_l1(at + ahead)
+        codes = load_u8(at)
+        table = tables + _E4M3_AT
+        low = lookup(load_u8(table), load_u8(table + 64), codes)
+        high = lookup(load_u8(table + 128), load_u8(table + 192), codes)
+        high = or_masked(high, codes, broadcast_u8(0x80))
+        return interleave_low(low, high), interleave_high(low, high)
+
+    return rows, None, 0
+
+
+def _int8(ops: Instructions):
+    lookup = ops.lookup_128
+
+    @inlined
+    def fours(tile, load, part, ahead):
+        at = tile + 128 * load + 64 * part
+        prefetch_l1(at + ahead)
+        return load_u8(at)
+
+    @inlined
+    def rows(tile, load, part, tables, ahead):
+        values = fours(tile, load, part, ahead)
+        magnitude = abs_i8(values)
+        table = tables + _INT8_AT
+        low = lookup(load_u8(table), load_u8(table + 64), magnitude)
+        high = lookup(load_u8(table + 128), load_u8(table + 192), magnitude)
+        # The sign of zero does not matter, and a negative byte has bit 7 set.
+        high = or_masked(high, values, broadcast_u8(0x80))
+        return _pair_rows(low, high)
+
+    @inlined
+    def codes(tile, load, part, ahead):
+        return xor_u8(fours(tile, load, part, ahead), broadcast_u8(0x80))
+
+    return rows, codes, 128
 
 
 @inlined
-def _bf16(w, part, tables, ahead):
-    prefetch_l1(w + ahead)
-    prefetch_l1(w + ahead + 64)
-    return load_u8(w), load_u8(w + 64)
-
-
-@inlined
-def _fp8(w, part, tables, ahead):
-    prefetch_l1(w + ahead)
-    codes = load_u8(w)
-    table = tables + _E4M3_AT
-    low = lookup_128(load_u8(table), load_u8(table + 64), codes)
-    high = lookup_128(load_u8(table + 128), load_u8(table + 192), codes)
-    high = or_masked(high, codes, broadcast_u8(0x80))
-    return interleave_low(low, high), interleave_high(low, high)
-
-
-@inlined
-def _int8(w, part, tables, ahead):
-    prefetch_l1(w + ahead)
-    fours = load_u8(w)
-    magnitude = abs_i8(fours)
-    table = tables + _INT8_AT
-    low = lookup_128(load_u8(table), load_u8(table + 64), magnitude)
-    high = lookup_128(load_u8(table + 128), load_u8(table + 192), magnitude)
-    # The sign of zero does not matter, and a negative byte has bit 7 set.
-    high = or_masked(high, fours, broadcast_u8(0x80))
-    return _pair_rows(low, high)
-
-
-@inlined
-def _int4(w, part, tables, ahead):
-    return _nibble_rows(w, part, tables + _INT4_AT, ahead)
-
-
-@inlined
-def _mxfp4(w, part, tables, ahead):
-    return _nibble_rows(w, part, tables + _MXFP4_AT, ahead)
-
-
-@inlined
-def _nibble_rows(w, part, table, ahead):
-    both = load_u8(w)
+def _nibbles(tile, load, part, ahead):
+    """The 4-bit codes of a lot, a byte each: two lots share 64 bytes."""
+    both = load_u8(tile + 64 * load)
     if part == 0:
-        prefetch_l1(w + ahead)
-        codes = low_nibbles(both)
+        prefetch_l1(tile + 64 * load + ahead)
+        found = low_nibbles(both)
     else:
-        codes = high_nibbles(both)
-    low = lookup_16(load_u8(table), codes)
-    high = lookup_16(load_u8(table + 64), codes)
-    return _pair_rows(low, high)
+        found = high_nibbles(both)
+    return found
 
 
 @inlined
@@ -160,12 +219,66 @@ def _pair_rows(low, high):
     return even_dwords(a, b), odd_dwords(a, b)
 
 
-READERS = {
-    "bf16": Reader(_bf16, 128, 1, 32, 0, False),
-    "fp8": Reader(_fp8, 64, 1, 32, 128, False),
-    "int8": Reader(_int8, 64, 1, 64, 128, True),
-    "int4": Reader(_int4, 64, 2, 64, 32, True),
-    "mxfp4": Reader(_mxfp4, 64, 2, 64, 32, True),
-    "int4-g128": Reader(_int4, 64, 2, 64, 128, True),
+def _four_bits(table_at: int, bias: int | None, flip: int = 0):
+    """Reader of 4-bit codes: their bfloat16 values are at ``table_at``; code ^ flip = q + bias."""
+
+    def make(ops: Instructions):
+        @inlined
+        def rows(tile, load, part, tables, ahead):
+            found = _nibbles(tile, load, part, ahead)
+            table = tables + table_at
+            low, high = lookup_16(load_u8(table), found), lookup_16(load_u8(table + 64), found)
+            return _pair_rows(low, high)
+
+        @inlined
+        def codes(tile, load, part, ahead):
+            return xor_u8(_nibbles(tile, load, part, ahead), broadcast_u8(flip))
+
+        return rows, codes if bias is not None else None, bias or 0
+
+    return make
+
+
+def _bit_planes(planes: int, table_at: int, bias: int):
+    """Reader of 4-bit codes with one or two more bits, each a mask of 64 bits a row of fours."""
+
+    def make(ops: Instructions):
+        lookup = ops.lookup_64
+
+        @inlined
+        def codes(tile, load, part, ahead):
+            found = _nibbles(tile, load, part, ahead)
+            mask = tile + 512 + (2 * load + part) * 8 * planes
+            if part == 0:
+                prefetch_l1(mask + ahead)
+            found = set_where(found, mask, 16)
+            if planes > 1:
+                found = set_where(found, mask + 8, 32)
+            return found
+
+        @inlined
+        def rows(tile, load, part, tables, ahead):
+            found = codes(tile, load, part, ahead)
+            table = tables + table_at
+            return _pair_rows(lookup(load_u8(table), found), lookup(load_u8(table + 64), found))
+
+        return rows, codes, bias
+
+    return make
+
+
+_INT4 = _four_bits(_INT4_AT, bias=8, flip=8)
+
+_READERS: dict[str, Callable] = {
+    "bf16": _bf16,
+    "fp8": _fp8,
+    "fp8-channel": _fp8,
+    "int8": _int8,
+    "int4": _INT4,
+    "int4-g128": _INT4,
+    "mxfp4": _four_bits(_MXFP4_AT, bias=None),
+    "q4_k": _four_bits(_Q4_AT, bias=0),
+    "q5_k": _bit_planes(1, _Q5_AT, bias=0),
+    "q6_k": _bit_planes(2, _Q6_AT, bias=32),
+    "q8_0": _int8,
 }
-"""By format name."""

@@ -1,4 +1,4 @@
-"""How a CPU kernel is compiled: one decorator for functions, one for tasks, one cache for both.
+"""How a CPU kernel is compiled: one decorator for functions, one for what is called by address.
 
 Numba's own disk cache does not see a change in another file (an intrinsic's, say), and it never
 hits
@@ -54,18 +54,28 @@ def inlined(function: Callable) -> Any:
     return numba.njit(**_OPTIONS, forceinline=True)(function)
 
 
-def task(variant: str = "") -> Callable[[Callable], CFunc]:
-    """Decorator: a task (see ``TASK``), compiled now; ``.address`` is its function pointer."""
+def routine(arguments: int, variant: str = "") -> Callable[[Callable], CFunc]:
+    """Decorator: a function of int64s that returns one, compiled now, to be called by ``.address``.
+
+    What calls it (``intrin.sync.call_routine``) knows nothing of its body: so the stages of a layer
+    are compiled once, not once for each format whose tiles they call.
+    """
+    signature = types.int64(*[types.int64] * arguments)
 
     def decorate(function: Callable) -> CFunc:
         compiled: Any = CFunc(
-            function, (TASK.args, TASK.return_type), locals={}, options=dict(_OPTIONS)
+            function, (signature.args, signature.return_type), locals={}, options=dict(_OPTIONS)
         )
         compiled._cache = _cache(function, variant)
         compiled.compile()
         return compiled
 
     return decorate
+
+
+def task(variant: str = "") -> Callable[[Callable], CFunc]:
+    """Decorator: a task (see ``TASK``), compiled now; ``.address`` is its function pointer."""
+    return routine(len(TASK.args), variant)
 
 
 class _KernelCache(FunctionCache):

@@ -7,73 +7,72 @@ experts with at least one slot, in ascending order.
 
 from __future__ import annotations
 
-import numpy as np
 from numba import carray, types
 
+from .intrin.descriptor import descriptor
 from .intrin.sync import as_pointer
 from .jit import inlined
 
-JOB = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            "T",  # tokens
-            "S",  # slots
-            "A",  # active experts
-            "x",  # bf16 [T, x_stride / 2], H padded to 128 with zeros
-            "x_stride",  # bytes
-            "h",  # bf16 [S, h_stride / 2], I padded to 128 with zeros
-            "h_stride",
-            "acc",  # float32 [T, acc_stride / 4], H padded to 32
-            "acc_stride",
-            "y",  # out_bf16 ? bf16 : float32 [T, y_stride / ...]
-            "y_stride",
-            "y_bf16",  # 1: y is bf16, 0: float32
-            "H",
-            "experts",  # int64 [A] expert numbers
-            "starts",  # int64 [A + 1] first slot of each active expert
-            "slot_token",  # int64 [S]
-            "slot_weight",  # float32 [S]
-            "gate_up",  # address of expert 0's blocks; the next expert's is gate_up_stride on
-            "gate_up_stride",
-            "gate_up_scale",
-            "gate_up_scale_stride",
-            "gate_up_scale_block",  # bytes of one block's scales
-            "gate_up_block",  # bytes of one 32-row block
-            "gate_up_k",  # 128-wide groups of H
-            "i_blocks",  # 32-row blocks of gate (and of up)
-            "i_chunk",  # of them in one task
-            "i_chunks",  # tasks for one expert
-            "down",
-            "down_stride",
-            "down_scale",
-            "down_scale_stride",
-            "down_scale_block",
-            "down_block",
-            "down_k",  # 128-wide groups of I
-            "h_blocks",  # 32-row blocks of down
-            "h_chunk",
-            "h_chunks",
-            "tables",  # address of the decoding tables
-            "gemm_from",  # tokens of an expert from which its weights go through the GEMM
-            "x_tiles",  # A tiles of x: [group of 16 slots][gate_up_k * 4 steps][16 rows][64 bytes]
-            "h_tiles",  # the same of h, down_k * 4 steps
-            "groups",  # int64 [A] first group of each active expert that takes the GEMM
-            "P",  # pieces: runs of up to 64 slots of such an expert, packed by one task
-            "piece_active",  # int64 [P] which active expert a piece is of
-            "piece_slot",  # int64 [P] its first slot
-            "pieces",  # int64 [A] pieces of each active expert
-            "scratch",  # of worker 0; the next one's is scratch_stride on
-            "scratch_stride",
-        )
-    ]
+JOB, job_at = descriptor(
+    "job",
+    (
+        "T",  # tokens
+        "S",  # slots
+        "A",  # active experts
+        "x",  # rows (cpu.rows) of T tokens, H padded with zeros
+        "x_stride",  # bytes
+        "h",  # rows of S slots, I padded with zeros
+        "h_stride",
+        "acc",  # float32 [T, acc_stride / 4], H padded to 32
+        "acc_stride",
+        "y",  # out_bf16 ? bf16 : float32 [T, y_stride / ...]
+        "y_stride",
+        "y_bf16",  # 1: y is bf16, 0: float32
+        "H",
+        "experts",  # int64 [A] expert numbers
+        "starts",  # int64 [A + 1] first slot of each active expert
+        "slot_token",  # int64 [S]
+        "slot_weight",  # float32 [S]
+        "gate_up",  # address of expert 0's blocks; the next expert's is gate_up_stride on
+        "gate_up_stride",
+        "gate_up_scale",
+        "gate_up_scale_stride",
+        "gate_up_scale_block",  # bytes of one block's scales
+        "gate_up_block",  # bytes of one 32-row block
+        "gate_up_k",  # 128-wide groups of H
+        "i_blocks",  # 32-row blocks of gate (and of up)
+        "i_chunk",  # of them in one task
+        "i_chunks",  # tasks for one expert
+        "down",
+        "down_stride",
+        "down_scale",
+        "down_scale_stride",
+        "down_scale_block",
+        "down_block",
+        "down_k",  # 128-wide groups of I
+        "h_blocks",  # 32-row blocks of down
+        "h_chunk",
+        "h_chunks",
+        "tiles",  # addresses of the format's routines: tile_avx512.make_tiles,
+        "gemm",  # gemm_amx.make_gemm,
+        "annotate",  # rows.make_annotate; 0: nothing to annotate
+        "tables",  # address of the decoding tables
+        "slab_bytes",  # packed bytes of 32 outputs by 128 inputs
+        "operand",  # bytes for each (padded) input between a row's start and what is multiplied
+        "tile_steps",  # A tiles of 16 slots by 128 inputs
+        "gemm_from",  # tokens of an expert from which its weights go through the GEMM
+        "x_tiles",  # A tiles of x: [group of 16 slots][gate_up_k * tile_steps][16][64 bytes]
+        "h_tiles",  # the same of h, down_k * tile_steps
+        "groups",  # int64 [A] first group of each active expert that takes the GEMM
+        "P",  # pieces: runs of up to 64 slots of such an expert, packed by one task
+        "piece_active",  # int64 [P] which active expert a piece is of
+        "piece_slot",  # int64 [P] its first slot
+        "pieces",  # int64 [A] pieces of each active expert
+        "scratch",  # of worker 0; the next one's is scratch_stride on
+        "scratch_stride",
+    ),
 )
-
-
-@inlined
-def job_at(address):
-    """The descriptor at ``address``, as a record."""
-    return carray(as_pointer(address), (1,), JOB)[0]
+"""The numpy dtype, and what kernels read it through: ``job = job_at(address)``."""
 
 
 @inlined
@@ -86,3 +85,18 @@ def i64(address, index):
 def f32(address, index):
     """Element ``index`` of the float32 array at ``address``."""
     return carray(as_pointer(address), (index + 1,), types.float32)[index]
+
+
+@inlined
+def poke_f32(address, value):
+    """Sets the float32 at ``address``."""
+    carray(as_pointer(address), (1,), types.float32)[0] = value
+
+
+@inlined
+def copy_line(to, source):
+    """Copies 64 bytes."""
+    into = carray(as_pointer(to), (8,), types.int64)
+    words = carray(as_pointer(source), (8,), types.int64)
+    for i in range(8):
+        into[i] = words[i]

@@ -1,7 +1,7 @@
-"""The tile layout's packing as tasks: the fast twin of ``quant.layout.pack_tiles``.
+"""The tile layout's packing as tasks: the fast twins of ``Format.pack``.
 
 Loading a checkpoint is copying it in another order, so this runs on every worker: one task is one
-32-row block, read row by row and written as one stream.
+32-row block, with its scales where they are many, written as one stream.
 """
 
 from __future__ import annotations
@@ -13,12 +13,29 @@ import numpy as np
 import torch
 from numba import carray, types
 
+from ..quant import Format, Weight, get_format
 from ..quant.layout import K_STEP, N_BLOCK, padded
+from .intrin.descriptor import descriptor
 from .intrin.sync import as_pointer
 from .jit import inlined, task
+from .pack_codes import CHUNK, SOURCES, make_code_writer, make_scale_writer
 
-PACK = np.dtype([(name, np.int64) for name in ("source", "N", "K", "out", "out_stride")])
-"""Job: ``source`` [N, K] contiguous elements; block i goes to ``out + i * out_stride`` (bytes)."""
+PACK, _pack_at = descriptor(
+    "pack",
+    (
+        "source",  # rows of Weight.data
+        "row_bytes",
+        "N",
+        "K",
+        "out",  # block i goes to out + i * out_stride (bytes)
+        "out_stride",
+        "scale",  # rows of Weight.scale, where a task packs them; else 0
+        "scale_row_bytes",
+        "scale_out",
+        "scale_out_stride",
+    ),
+)
+"""Job: a matrix [N, K], and where its packed blocks and scales go."""
 
 _PAIRS = K_STEP // 2  # pair-rows of a tile
 
@@ -36,15 +53,55 @@ def _place_byte(r, n):
 
 
 @functools.cache
-def make_pack(itemsize: int) -> Any:
-    """Compiles the pack task (``jit.TASK``) for elements of 1 or 2 bytes; one task a block."""
+def make_pack(name: str) -> Any:
+    """Compiles a weight format's pack task (``jit.TASK``); one task a block."""
+    source = SOURCES.get(name)
+    return _make_pairs(get_format(name).dtype.itemsize) if source is None else _make_fours(name)
+
+
+def packs_scales(name: str) -> bool:
+    """Whether a format's task writes its scales too; where it does not, they are few."""
+    return name in SOURCES
+
+
+def _make_fours(name: str) -> Any:
+    source = SOURCES[name]
+    write_codes, write_scales = make_code_writer(source), make_scale_writer(source)
+    K_BLOCK, SCALE_K = get_format(name).k_block, source.scale_k
+
+    @task(f"pack-{name}")
+    def pack(job_address, block, worker):
+        job = _pack_at(job_address)
+        k_end = (job.K + K_BLOCK - 1) // K_BLOCK * K_BLOCK
+        groups, out = k_end // SCALE_K, job.out + block * job.out_stride
+        for k in range(0, k_end, CHUNK):
+            for n in range(N_BLOCK):
+                row = block * N_BLOCK + n
+                have = job.K if row < job.N else 0
+                address = job.source + row * job.row_bytes
+                write_codes(address, n, have, k, min(k + CHUNK, k_end), out)
+        scale_out = job.scale_out + block * job.scale_out_stride
+        for n in range(N_BLOCK):
+            row = block * N_BLOCK + n
+            have = (job.K + SCALE_K - 1) // SCALE_K if row < job.N else 0
+            address = job.source + row * job.row_bytes
+            scale_row = job.scale + row * job.scale_row_bytes
+            write_scales(address, scale_row, n, have, groups, scale_out)
+        return 0
+
+    return pack
+
+
+@functools.cache
+def _make_pairs(itemsize: int) -> Any:
+    """For elements of 1 or 2 bytes, in the byte or the wide order."""
     element, pair = (types.uint8, types.uint16) if itemsize == 1 else (types.uint16, types.uint32)
     SHIFT = 8 * itemsize
     place = _place_byte if itemsize == 1 else _place_wide
 
     @task(f"pack-{itemsize}")
     def pack(job_address, block, worker):
-        job = carray(as_pointer(job_address), (1,), PACK)[0]
+        job = _pack_at(job_address)
         steps = (job.K + 127) // 128 * 4
         source = carray(as_pointer(job.source), (job.N * job.K,), element)
         pairs = carray(as_pointer(job.source), (job.N * job.K // 2,), pair)
@@ -75,15 +132,22 @@ def make_pack(itemsize: int) -> Any:
     return pack
 
 
-def pack_job(data: torch.Tensor, blocks: torch.Tensor) -> tuple[np.ndarray, int]:
+def pack_job(
+    fmt: Format, weight: Weight, blocks: torch.Tensor, scales: torch.Tensor
+) -> tuple[np.ndarray, int]:
     """The job record and its number of tasks.
 
     Args:
-        data: [N, K] contiguous, elements of 1 or 2 bytes.
+        weight: a matrix in ``fmt``, its tensors contiguous.
         blocks: uint8 [N / 32, block bytes], rows contiguous; the first dimension may be strided.
+        scales: uint8 [N / 32, scale bytes], likewise.
     """
-    N, K = data.shape
+    N, K = fmt.logical_shape(weight)
     job = np.zeros(1, PACK)
-    job["source"], job["N"], job["K"] = data.data_ptr(), N, K
+    job["source"], job["row_bytes"] = weight.data.data_ptr(), weight.data[:1].nbytes
+    job["N"], job["K"] = N, K
     job["out"], job["out_stride"] = blocks.data_ptr(), blocks.stride(0)
+    job["scale_out"], job["scale_out_stride"] = scales.data_ptr(), scales.stride(0)
+    if weight.scale is not None:
+        job["scale"], job["scale_row_bytes"] = weight.scale.data_ptr(), weight.scale[:1].nbytes
     return job, padded(N, K)[0] // N_BLOCK

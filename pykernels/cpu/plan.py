@@ -16,7 +16,13 @@ _TASKS_PER_THREAD, _GEMM_TASKS_PER_THREAD = 32, 6
 _TASK_BYTES = 4 << 20  # longer runs gain nothing
 
 GEMM_FROM = 5
-"""Tokens of an expert from which the GEMM wins over tiles (SOSP'25 Figure 7: more than four)."""
+"""Tokens of an expert from which the GEMM is taken to win over tiles where nobody measured it
+(SOSP'25 Figure 7: more than four)."""
+
+GEMM_BACKENDS = ("amx",)
+"""Backends that have a GEMM beside their tiles; the others only ever run tiles."""
+
+_CROWDED = 5  # tokens of an expert from which its time is that of products, not of reading weights
 
 
 @dataclass(frozen=True)
@@ -34,17 +40,20 @@ class MoEPlan:
     gemm_from: int = GEMM_FROM
 
 
-def plan(shape: MoEShape, fmt: Format, threads: int, T: int = 1) -> MoEPlan:
+def plan(
+    shape: MoEShape, fmt: Format, threads: int, T: int = 1, gemm_from: int = GEMM_FROM
+) -> MoEPlan:
     """The default cut: as long as balance allows, up to 4 MiB.
 
     Args:
         threads: that share the tasks.
         T: tokens of the call; ``min(E, T * topk)`` experts are taken to be active.
+        gemm_from: as in ``MoEPlan``; what this machine was calibrated to.
     """
     i_blocks = padded(shape.I, 1)[0] // N_BLOCK
     h_blocks = padded(shape.H, 1)[0] // N_BLOCK
     active = min(shape.E, T * shape.topk)
-    crowded = T * shape.topk >= GEMM_FROM * active
+    crowded = T * shape.topk >= min(gemm_from, _CROWDED) * active
     wanted = (_GEMM_TASKS_PER_THREAD if crowded else _TASKS_PER_THREAD) * threads
 
     def chunk(blocks: int, units: int, block_bytes: int) -> int:
@@ -55,4 +64,5 @@ def plan(shape: MoEShape, fmt: Format, threads: int, T: int = 1) -> MoEPlan:
     return MoEPlan(
         i_chunk=min(MAX_BLOCKS // 2, chunk(i_blocks, active, 2 * fmt.block_bytes(shape.H))),
         h_chunk=min(MAX_BLOCKS, chunk(h_blocks, 1, shape.topk * fmt.block_bytes(shape.I))),
+        gemm_from=gemm_from,
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from numba import carray, types
 
 from ..quant.layout import K_BLOCK
-from .intrin.sync import as_pointer
+from .intrin.sync import as_pointer, call_routine
 from .jit import inlined, kernel
 from .job import job_at
-from .moe import PIECE
+from .stages import PIECE
 from .tile_generic import round_bf16
 
 OK, BAD_EXPERT = 0, 1
@@ -21,7 +21,7 @@ def _words(address, count):
 
 @kernel()
 def copy_rows(job_address, source, source_stride, source_bf16):
-    """Copies x [T, H] (bf16 or float32, strides in bytes) into the job's padded bf16 rows.
+    """Copies x [T, H] (bf16 or float32, strides in bytes) into the job's rows and annotates them.
 
     The padding is zeroed every time: a wider layer may have used the same rows.
     """
@@ -29,14 +29,19 @@ def copy_rows(job_address, source, source_stride, source_bf16):
     Hp = job.gate_up_k * K_BLOCK
     for t in range(job.T):
         to = carray(as_pointer(job.x + t * job.x_stride), (Hp,), types.uint16)
-        to[job.H :] = 0
+        for i in range(job.H, Hp):
+            to[i] = 0
         at = source + t * source_stride
         if source_bf16:
-            to[: job.H] = carray(as_pointer(at), (job.H,), types.uint16)
+            halves = carray(as_pointer(at), (job.H,), types.uint16)
+            for i in range(job.H):
+                to[i] = halves[i]
         else:
             values = carray(as_pointer(at), (job.H,), types.float32)
             for i in range(job.H):
                 to[i] = round_bf16(values[i])
+        if job.annotate != 0:
+            call_routine(job.annotate, (job.x + t * job.x_stride, Hp, 0, Hp))
 
 
 @inlined
@@ -78,7 +83,8 @@ def sort_slots(job_address, E, topk, ids_address, weights_address, cursor_addres
     ids = _words(ids_address, S)
     weights = carray(as_pointer(weights_address), (S,), types.float32)
     cursor = _words(cursor_address, E)
-    cursor[:] = 0
+    for e in range(E):
+        cursor[e] = 0
     for s in range(S):
         if ids[s] < 0 or ids[s] >= E:
             return BAD_EXPERT

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numpy as np
 from numba import carray, types
 
+from .intrin.descriptor import descriptor
 from .intrin.prefetch import prefetch_l1, prefetch_l2
 from .intrin.sync import as_pointer
 from .jit import inlined, task
 
-STREAM = np.dtype([("base", np.int64), ("bytes", np.int64), ("sink", np.int64)])
+STREAM, _stream_at = descriptor("stream", ("base", "bytes", "sink"))
 """Job of a read: task ``i`` reads ``bytes`` (a multiple of 512) at ``base + i * bytes`` and writes
 their sum as int64 words to element ``i`` at ``sink``."""
 
@@ -36,7 +36,7 @@ def make_read(loop: str) -> Any:
 
     @task(loop)
     def read(job_address, index, worker):
-        job = carray(as_pointer(job_address), (1,), STREAM)[0]
+        job = _stream_at(job_address)
         base = job.base + index * job.bytes
         total = types.int64(0)
         for at in range(0, job.bytes, 512):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numba import carray, types
@@ -15,18 +16,20 @@ from numba import carray, types
 from ..quant import mxfp4
 from ..quant.fp8 import decode_table
 from ..quant.layout import K_BLOCK, K_STEP
-from .decode import READERS
+from .activations import annotation
+from .decode import packed_bytes
 from .intrin.registers import stack_alloc
-from .intrin.scalar import bits_from_f32, f32_from_bits
+from .intrin.scalar import bf16_as_f32, bits_from_f32, f16_as_f32, f32_from_bits
 from .intrin.sync import as_pointer
-from .jit import inlined, kernel
+from .jit import inlined, routine
 from .job import f32, i64
+from .rows import activation_scale, codes_at, group_sum
+from .scales import SCALES, SUPERBLOCK_K6, SUPERBLOCK_K45
 
 MAX_TOKENS = 8
+ARGUMENTS = 10
 
 _E4M3 = decode_table().numpy()
-_INT4 = np.array([*range(8), *range(-8, 0)], np.float32)
-_E2M1 = mxfp4.VALUES.numpy()
 _PAIRS = 16  # pair-rows of a tile, and outputs of a pair-row
 
 
@@ -53,7 +56,7 @@ def _odd(word):
 
 @inlined
 def _row_bf16(w, step, half, r, even, odd):
-    """Pair-row r of a step's half -> its 16 even-k and 16 odd-k weights as float32."""
+    """Pair-row r of a step's half -> its 16 even-k and 16 odd-k weights, scales aside."""
     words = _words(w + (2 * step + half) * 1024 + r * 64, _PAIRS)
     for n in range(_PAIRS):
         even[n] = _even(words[n])
@@ -79,81 +82,167 @@ def _row_int8(w, step, half, r, even, odd):
         odd[n] = types.float32(fours[4 * n + 1])
 
 
-@inlined
-def _row_int4(w, step, half, r, even, odd):
-    _row_nibbles(w, step, half, r, even, odd, _INT4)
+def _row_nibbles(values: np.ndarray, planes: int = 0) -> Callable:
+    """Reader of 4-bit codes with ``planes`` more bits: float32 ``values`` of every code."""
+    TILE = 512 + 128 * planes
+
+    @inlined
+    def row_nibbles(w, step, half, r, even, odd):
+        row, pair = step % 2 * 8 + r // 2, r % 2 * 2
+        tile = w + (step // 2 * 2 + half) * TILE
+        fours = carray(as_pointer(tile + row // 2 * 64 + pair), (62,), types.uint8)
+        shift = types.uint8(4 * (row % 2))
+        for n in range(_PAIRS):
+            low, high = (fours[4 * n] >> shift) & 15, (fours[4 * n + 1] >> shift) & 15
+            for plane in range(planes):
+                at = tile + 512 + (row * planes + plane) * 8 + n // 2
+                bits = carray(as_pointer(at), (1,), types.uint8)[0] >> (4 * (n % 2) + pair)
+                low |= (bits & 1) << (4 + plane)
+                high |= (bits >> 1 & 1) << (4 + plane)
+            even[n] = values[low]
+            odd[n] = values[high]
+
+    return row_nibbles
 
 
-@inlined
-def _row_mxfp4(w, step, half, r, even, odd):
-    _row_nibbles(w, step, half, r, even, odd, _E2M1)
-
-
-@inlined
-def _row_nibbles(w, step, half, r, even, odd, values):
-    row = step % 2 * 8 + r // 2
-    at = w + (step // 2 * 2 + half) * 512 + row // 2 * 64 + r % 2 * 2
-    fours = carray(as_pointer(at), (62,), types.uint8)
-    shift = types.uint8(4 * (row % 2))
-    for n in range(_PAIRS):
-        even[n] = values[(fours[4 * n] >> shift) & 15]
-        odd[n] = values[(fours[4 * n + 1] >> shift) & 15]
-
+_NIBBLES = _row_nibbles(np.array([*range(8), *range(-8, 0)], np.float32))
 
 _ROW = {
     "bf16": _row_bf16,
     "fp8": _row_fp8,
+    "fp8-channel": _row_fp8,
     "int8": _row_int8,
-    "int4": _row_int4,
-    "int4-g128": _row_int4,
-    "mxfp4": _row_mxfp4,
+    "int4": _NIBBLES,
+    "int4-g128": _NIBBLES,
+    "mxfp4": _row_nibbles(mxfp4.VALUES.numpy()),
+    "q4_k": _row_nibbles(np.arange(16, dtype=np.float32)),
+    "q5_k": _row_nibbles(np.arange(32, dtype=np.float32), planes=1),
+    "q6_k": _row_nibbles(np.arange(-32, 32, dtype=np.float32), planes=2),
+    "q8_0": _row_int8,
 }
 """format -> reader of a pair-row."""
 
 
-def make_tiles(fmt: str) -> Callable:
-    """Compiles ``tiles``: see ``tile_avx512.make_tiles``; ``ahead`` is not used."""
-    read_row, reader = _ROW[fmt], READERS[fmt]
-    BLOCK_BYTES = K_BLOCK // reader.k_step * 2 * reader.tile_bytes
-    SCALED, SCALE_ROWS, SCALE_STEP = reader.scale_k > 0, reader.scale_rows, reader.scale_step_bytes
-    GROUPS = K_BLOCK // reader.scale_k if SCALED else 1  # scale groups of 128 inputs
-    STEPS = K_BLOCK // K_STEP // GROUPS
+@inlined
+def _half(address, index):
+    return f16_as_f32(carray(as_pointer(address), (index + 1,), types.uint16)[index])
 
-    @kernel(fmt)
-    def tiles(M, w, scale, first, last, rows, tables, ahead, out):
+
+@inlined
+def _u8(address, index):
+    return types.float32(carray(as_pointer(address), (index + 1,), types.uint8)[index])
+
+
+@inlined
+def _no_factor(scale, group, n):
+    return types.float32(1)
+
+
+@inlined
+def _for_block(scale, group, n):
+    return f32(scale, group)
+
+
+@inlined
+def _for_outputs(scale, group, n):
+    return f32(scale, n)
+
+
+@inlined
+def _bf16_groups(scale, group, n):
+    return bf16_as_f32(carray(as_pointer(scale + 64 * group), (32,), types.uint16)[n])
+
+
+@inlined
+def _f16_groups(scale, group, n):
+    return _half(scale + 64 * group, n)
+
+
+@inlined
+def _k45_factor(scale, group, n):
+    at = scale + (group >> 3) * SUPERBLOCK_K45
+    return _half(at, n) * _u8(at + 128 + 64 * (group & 7), n)
+
+
+@inlined
+def _k45_minimum(scale, group, n):
+    at = scale + (group >> 3) * SUPERBLOCK_K45
+    return _half(at + 64, n) * _u8(at + 160 + 64 * (group & 7), n)
+
+
+@inlined
+def _k6_factor(scale, group, n):
+    at = scale + (group >> 4) * SUPERBLOCK_K6
+    small = carray(as_pointer(at + 64 + 32 * (group & 15)), (32,), types.int8)
+    return _half(at, n) * types.float32(small[n])
+
+
+_FACTOR = {
+    "bf16": _no_factor,
+    "fp8": _for_block,
+    "fp8-channel": _for_outputs,
+    "q4_k": _k45_factor,
+    "q5_k": _k45_factor,
+    "q6_k": _k6_factor,
+    "q8_0": _f16_groups,
+}
+"""format -> scale of output n's group; the others have bfloat16 groups."""
+
+
+def make_tiles(fmt: str, activations: str) -> Any:
+    """Compiles ``tiles``: see ``tile_avx512.make_tiles``; ``ahead`` is not used.
+
+    With int8 activations all products and sums of a group are integers below 2**24: exact.
+    """
+    read_row, factor_of = _ROW[fmt], _FACTOR.get(fmt, _bf16_groups)
+    MINIMUM, INT8 = SCALES[fmt].minimum is not None, activations == "int8"
+    how = annotation(fmt, activations)
+    ACT_K = how.act_k if how and INT8 else 1
+    GROUP, BLOCK_BYTES = SCALES[fmt].k or K_BLOCK, packed_bytes(fmt)
+
+    @inlined
+    def inputs(row, K, k):
+        """Inputs k and k + 1."""
+        if INT8:
+            codes = carray(as_pointer(codes_at(row, K)), (k + 2,), types.int8)
+            return types.float32(codes[k]), types.float32(codes[k + 1])
+        word = _words(row + 2 * k, 1)[0]
+        return _even(word), _odd(word)
+
+    @routine(ARGUMENTS, f"{fmt}-{activations}")
+    def tiles(M, w, scale, first, last, K, rows, tables, ahead, out):
         result = _floats(out, 32 * M)
         sums = _floats(stack_alloc(1024), 32 * M)  # [M, 32]
         even = _floats(stack_alloc(64), _PAIRS)
         odd = _floats(stack_alloc(64), _PAIRS)
         if first == 0:
-            result[:] = types.float32(0)
-        w += first * BLOCK_BYTES
-        scale += first * GROUPS * SCALE_STEP
-        for block in range(first, last):
-            for group in range(GROUPS):
-                sums[:] = types.float32(0)
-                for step in range(group * STEPS, (group + 1) * STEPS):
-                    for half in range(2):
-                        for r in range(_PAIRS):
-                            read_row(w, step, half, r, even, odd)
-                            k = 2 * (block * K_BLOCK + step * K_STEP + 2 * r)  # bytes into a row
-                            for t in range(M):
-                                word = _words(i64(rows, t) + k, 1)[0]
-                                x0, x1 = _even(word), _odd(word)
-                                at = 32 * t + 16 * half
-                                for n in range(_PAIRS):
-                                    sums[at + n] += even[n] * x0 + odd[n] * x1
-                for n in range(32):
-                    factor = types.float32(1)
-                    if SCALE_ROWS:
-                        bits = carray(as_pointer(scale), (32,), types.uint16)[n]
-                        factor = f32_from_bits(types.uint32(bits) << types.uint32(16))
-                    elif SCALED:
-                        factor = f32(scale, 0)
+            for i in range(32 * M):
+                result[i] = types.float32(0)
+        for first_k in range(first * K_BLOCK, last * K_BLOCK, GROUP):
+            group = first_k // GROUP
+            for i in range(32 * M):
+                sums[i] = types.float32(0)
+            for half in range(2):
+                for k in range(first_k, first_k + GROUP, 2):
+                    step, r = k % K_BLOCK // K_STEP, k % K_STEP // 2
+                    read_row(w + k // K_BLOCK * BLOCK_BYTES, step, half, r, even, odd)
                     for t in range(M):
-                        result[32 * t + n] += sums[32 * t + n] * factor
-                scale += SCALE_STEP
-            w += BLOCK_BYTES
+                        x0, x1 = inputs(i64(rows, t), K, k)
+                        at = 32 * t + 16 * half
+                        for n in range(_PAIRS):
+                            sums[at + n] += even[n] * x0 + odd[n] * x1
+            for n in range(32):
+                factor = factor_of(scale, group, n)
+                for t in range(M):
+                    row = i64(rows, t)
+                    x_scale = types.float32(1)
+                    if INT8:
+                        x_scale = activation_scale(row, K, first_k, ACT_K)
+                    value = sums[32 * t + n] * x_scale * factor
+                    if MINIMUM:
+                        value -= group_sum(row, K, group) * x_scale * _k45_minimum(scale, group, n)
+                    result[32 * t + n] += value
+        return 0
 
     return tiles
 

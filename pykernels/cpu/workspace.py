@@ -9,11 +9,13 @@ import torch
 
 from ..errors import PykernelsError
 from ..quant import PackedExperts
-from ..quant.layout import K_BLOCK, ceil_to
+from ..quant.layout import K_BLOCK, N_BLOCK, ceil_to
+from .decode import packed_bytes
 from .job import JOB
 from .moe import NEVER, MoEKernel, tables_address
-from .plan import MoEPlan, plan
+from .plan import GEMM_FROM, MoEPlan, plan
 from .routing import BAD_EXPERT, copy_rows, sort_slots
+from .rows import row_bytes
 
 _AT = {name: index for index, name in enumerate(JOB.names or ())}
 """Where each field of ``JOB`` is among its words: 20 times as quick as numpy's own look-up."""
@@ -47,8 +49,8 @@ class Workspace:
         I: int,  # noqa: E741
         gemm_from: int,
     ) -> dict[str, torch.Tensor]:
-        """The buffers for a call of T tokens, not cleared between calls."""
-        S, Hp, Ip = T * topk, ceil_to(H, K_BLOCK), ceil_to(I, K_BLOCK)
+        """The buffers for a call of T tokens, H and I padded; not cleared between calls."""
+        S, Hp, Ip = T * topk, H, I
         dense = min(E, S // gemm_from)  # experts that may take the GEMM
         groups = S // 16 + 2 * dense if dense else 0
         sizes: tuple[int, ...] = (T, S, E, Hp, Ip, groups * Hp * 16, groups * Ip * 16)
@@ -57,8 +59,8 @@ class Workspace:
             self._sizes = sizes
             T, S, E, Hp, Ip, x_tiles, h_tiles = sizes
             self.buffers = {
-                "x": torch.zeros(T, Hp, dtype=torch.bfloat16),
-                "h": torch.zeros(S, Ip, dtype=torch.bfloat16),
+                "x": torch.zeros(T, row_bytes(Hp), dtype=torch.uint8),
+                "h": torch.zeros(S, row_bytes(Ip), dtype=torch.uint8),
                 "acc": torch.zeros(T, Hp),
                 "slot_token": torch.zeros(S, dtype=torch.int64),
                 "slot_weight": torch.zeros(S),
@@ -107,8 +109,10 @@ class MoECall:
         workspace: Workspace,
         workers: int = 1,
         cut: MoEPlan | None = None,
+        gemm_from: int = GEMM_FROM,
     ) -> None:
         """``cut`` is for every call; None plans each by its tokens, for ``workers`` threads."""
+        self._gemm_from = gemm_from
         self.experts, self.kernel, self._workspace = experts, kernel, workspace
         self._workers, self._cut = workers, cut
         fmt, shape = experts.fmt, experts.shape
@@ -128,7 +132,7 @@ class MoECall:
             "gate_up_scale_stride": experts.gate_up_scale[0].nbytes,
             "gate_up_scale_block": fmt.scale_bytes(shape.H),
             "gate_up_block": fmt.block_bytes(shape.H),
-            "gate_up_k": ceil_to(shape.H, K_BLOCK) // K_BLOCK,
+            "gate_up_k": ceil_to(shape.H, fmt.k_block) // K_BLOCK,
             "i_blocks": i_blocks,
             "down": experts.down.data_ptr(),
             "down_stride": experts.down.stride(0),
@@ -136,9 +140,15 @@ class MoECall:
             "down_scale_stride": experts.down_scale[0].nbytes,
             "down_scale_block": fmt.scale_bytes(shape.I),
             "down_block": fmt.block_bytes(shape.I),
-            "down_k": ceil_to(shape.I, K_BLOCK) // K_BLOCK,
+            "down_k": ceil_to(shape.I, fmt.k_block) // K_BLOCK,
             "h_blocks": h_blocks,
             "tables": tables_address(),
+            "tiles": kernel.tiles,
+            "gemm": kernel.gemm,
+            "annotate": kernel.annotate,
+            "slab_bytes": packed_bytes(fmt.name),
+            "operand": 2 if kernel.int8 else 0,
+            "tile_steps": 2 if kernel.int8 else 4,
             "scratch": self._scratch.data_ptr(),
             "scratch_stride": kernel.scratch_bytes,
         }
@@ -195,9 +205,12 @@ class MoECall:
         """Writes the cut for T tokens; returns (i_chunks, h_chunks)."""
         if self._planned is not None and self._planned[0] == T:
             return self._planned[1:]
-        cut = self._cut or plan(self.experts.shape, self.experts.fmt, self._workers, T)
+        cut = self._cut or plan(
+            self.experts.shape, self.experts.fmt, self._workers, T, self._gemm_from
+        )
         job = self.job[0]
-        for stage, chunk in (("i", cut.i_chunk), ("h", cut.h_chunk)):
+        whole = max(1, self.kernel.annotate_k // N_BLOCK)  # blocks that a task must own together
+        for stage, chunk in (("i", ceil_to(cut.i_chunk, whole)), ("h", cut.h_chunk)):
             job[f"{stage}_chunk"] = chunk
             job[f"{stage}_chunks"] = -(-int(job[f"{stage}_blocks"]) // chunk)
         job["gemm_from"] = cut.gemm_from if self.kernel.has_gemm else NEVER
@@ -208,8 +221,9 @@ class MoECall:
         """Makes room for the call, unless the last one was of its size and nothing has changed."""
         if self._reserved == (T, topk) and self._workspace.buffers is self._buffers:
             return
-        E, H, I = self.experts.shape.E, self.experts.shape.H, self.experts.shape.I  # noqa: E741
-        gemm_from = int(self._words[_AT["gemm_from"]])
+        E, words = self.experts.shape.E, self._words
+        H, I = (K_BLOCK * int(words[_AT[name]]) for name in ("gate_up_k", "down_k"))  # noqa: E741
+        gemm_from = int(words[_AT["gemm_from"]])
         self._bind(self._workspace.reserve(T, topk, E, H, I, gemm_from))
         self._reserved = T, topk
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from ..errors import PykernelsError
 from .bf16 import BF16
-from .experts import Allocator, PackedExperts
-from .format import Format, Mover
-from .fp8 import FP8
+from .experts import Allocator, PackedExperts, Packer
+from .format import Format
+from .fp8 import FP8, FP8Channel
 from .integer import Integer
+from .kquants import Q6K, AffineK
 from .mxfp4 import MXFP4
+from .q8_0 import Q8_0
 from .weight import Weight
 
 FORMATS: dict[str, Format] = {
@@ -16,10 +18,15 @@ FORMATS: dict[str, Format] = {
     for fmt in (
         BF16(),
         FP8(),
+        FP8Channel(),
         Integer("int8", bits=8, group=128),
         Integer("int4", bits=4, group=32),
         Integer("int4-g128", bits=4, group=128),
         MXFP4(),
+        AffineK(bits=4),
+        AffineK(bits=5),
+        Q6K(),
+        Q8_0(),
     )
 }
 
@@ -33,4 +40,4 @@ def get_format(name: str) -> Format:
     return FORMATS[name]
 
 
-__all__ = ["FORMATS", "Allocator", "Format", "Mover", "PackedExperts", "Weight", "get_format"]
+__all__ = ["FORMATS", "Allocator", "Format", "PackedExperts", "Packer", "Weight", "get_format"]

@@ -13,6 +13,7 @@ class BF16(Format):
 
     name = "bf16"
     dtype = torch.bfloat16
+    bits = 16
     error = "|w| * 2**-8 (round to nearest even)"
 
     def quantize(self, matrix: torch.Tensor) -> Weight:

@@ -8,12 +8,15 @@ import torch
 
 from ..errors import PykernelsError
 from ..shapes import MoEShape
-from .format import Format, Mover
-from .layout import N_BLOCK, ceil_to, pack_tiles, padded
+from .format import Format
+from .layout import N_BLOCK, ceil_to, padded
 from .weight import Weight
 
 Allocator = Callable[[int], torch.Tensor]
 """bytes -> zeroed uint8 tensor at a 64-byte-aligned address."""
+
+Packer = Callable[[Format, Weight, torch.Tensor, torch.Tensor], None]
+"""``Format.pack`` or its like: (format, weight, blocks, scales)."""
 
 _ALIGN = 4096
 
@@ -24,6 +27,10 @@ def _zeros(nbytes: int) -> torch.Tensor:
     return raw[skip : skip + nbytes]
 
 
+def _pack(fmt: Format, weight: Weight, blocks: torch.Tensor, scales: torch.Tensor) -> None:
+    fmt.pack(weight, blocks, scales)
+
+
 class PackedExperts:
     """``E`` experts: gate and up blocks alternate in one stream, so that one task reads one run.
 
@@ -32,6 +39,9 @@ class PackedExperts:
         gate_up_scale: uint8 [E, I / 32, 2, scale bytes of K = H].
         down: uint8 [E, H / 32, block bytes of K = I].
         down_scale: uint8 [E, H / 32, scale bytes of K = I].
+
+    Args:
+        packer: what writes a matrix; ``runtime`` has one that uses every core.
     """
 
     def __init__(
@@ -39,9 +49,9 @@ class PackedExperts:
         shape: MoEShape,
         fmt: Format,
         alloc: Allocator = _zeros,
-        mover: Mover = pack_tiles,
+        packer: Packer = _pack,
     ) -> None:
-        self.shape, self.fmt, self._mover = shape, fmt, mover
+        self.shape, self.fmt, self._packer = shape, fmt, packer
         E, H, I = shape.E, shape.H, shape.I  # noqa: E741
         sizes = self._section_bytes(shape, fmt)
         self._arena = alloc(sum(sizes))
@@ -96,10 +106,9 @@ class PackedExperts:
         for name, weight, N, K in (("gate", gate, I, H), ("up", up, I, H), ("down", down, H, I)):
             self.fmt.check(weight, N, K, f"expert {expert}'s {name}_proj")
         for i, weight in enumerate((gate, up)):
-            self.fmt.pack(
-                weight, self.gate_up[expert, :, i], self.gate_up_scale[expert, :, i], self._mover
-            )
-        self.fmt.pack(down, self.down[expert], self.down_scale[expert], self._mover)
+            blocks, scales = self.gate_up[expert, :, i], self.gate_up_scale[expert, :, i]
+            self._packer(self.fmt, weight, blocks, scales)
+        self._packer(self.fmt, down, self.down[expert], self.down_scale[expert])
         self.packed[expert] = True
 
     def unpack(self, expert: int) -> tuple[Weight, Weight, Weight]:

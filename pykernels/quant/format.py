@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import torch
 
 from ..errors import PykernelsError
-from .layout import N_BLOCK, pack_tiles, padded, unpack_tiles
+from .layout import K_BLOCK, N_BLOCK, ceil_to, pack_tiles, padded, unpack_tiles
 from .weight import Weight
-
-Mover = Callable[[torch.Tensor, torch.Tensor], None]
-"""``layout.pack_tiles`` or its like: writes data [N, K] to blocks uint8 [N / 32, block bytes]."""
 
 
 class Format(ABC):
@@ -21,12 +17,20 @@ class Format(ABC):
     Attributes:
         name: as on the command line.
         dtype: of ``Weight.data``.
+        bits: of one packed weight, scales not counted.
         error: bound on ``|dequantize(quantize(w)) - w|``, as a person would state it.
+        k_block: inputs to a multiple of which K is padded in the tile layout.
+        k_multiple: what K itself must be a multiple of.
+        int8_kind: the ``activations`` that integer kernels multiply it with; None if it has none.
     """
 
     name: str
     dtype: torch.dtype
+    bits: int
     error: str
+    k_block: int = K_BLOCK
+    k_multiple: int = 1
+    int8_kind: str | None = None
 
     @abstractmethod
     def quantize(self, matrix: torch.Tensor) -> Weight:
@@ -40,9 +44,28 @@ class Format(ABC):
     def scale_shape(self, N: int, K: int) -> tuple[int, int] | None:
         """Shape of ``Weight.scale`` for a matrix [N, K]; None if the format has no scales."""
 
+    def logical_shape(self, weight: Weight) -> tuple[int, int]:
+        """(N, K) of the matrix that ``weight`` stands for."""
+        N, K = weight.data.shape
+        return N, K
+
+    def data_shape(self, N: int, K: int) -> tuple[int, int]:
+        """Shape of ``Weight.data`` for a matrix [N, K]."""
+        return N, K
+
+    def padded_k(self, K: int) -> int:
+        """K as packed. Raises PykernelsError unless K is a multiple of ``k_multiple``."""
+        if K % self.k_multiple:
+            raise PykernelsError(
+                f"{self.name} takes matrices whose inputs are a multiple of {self.k_multiple}, "
+                f"not {K}",
+                "Use another format for these experts, such as int4",
+            )
+        return ceil_to(K, self.k_block)
+
     def block_bytes(self, K: int) -> int:
         """Bytes of one packed 32-row block without its scales."""
-        return N_BLOCK * padded(1, K)[1] * self.dtype.itemsize
+        return N_BLOCK * self.padded_k(K) * self.bits // 8
 
     def packed_bytes(self, N: int, K: int) -> int:
         """Bytes of a packed matrix without its scales."""
@@ -54,9 +77,11 @@ class Format(ABC):
 
     def check(self, weight: Weight, N: int, K: int, name: str = "weight") -> None:
         """Raises PykernelsError unless ``weight`` is a matrix [N, K] in this format."""
-        if tuple(weight.data.shape) != (N, K):
+        self.padded_k(K)
+        expected_data = self.data_shape(N, K)
+        if tuple(weight.data.shape) != expected_data:
             raise PykernelsError(
-                f"{name} has shape {tuple(weight.data.shape)}, expected {(N, K)}",
+                f"{name} has shape {tuple(weight.data.shape)}, expected {expected_data}",
                 "Check that the config.json belongs to this checkpoint",
             )
         if weight.data.dtype != self.dtype:
@@ -69,25 +94,18 @@ class Format(ABC):
         if found != expected:
             raise PykernelsError(
                 f"{name} has scales of shape {found}, format {self.name} needs {expected}",
-                "Check the checkpoint's weight_scale_inv tensors and weight_block_size",
+                "Check the checkpoint's weight scales and the group or block size in its config",
             )
 
-    def pack(
-        self,
-        weight: Weight,
-        blocks: torch.Tensor,
-        scales: torch.Tensor,
-        mover: Mover = pack_tiles,
-    ) -> None:
-        """Writes the tile layout.
+    def pack(self, weight: Weight, blocks: torch.Tensor, scales: torch.Tensor) -> None:
+        """Writes the tile layout: the reference of ``pykernels.cpu.pack``, on one thread.
 
         Args:
             weight: [N, K] in this format.
             blocks: uint8 [N / 32, block_bytes(K)]; its first dimension may be strided.
             scales: uint8 [N / 32, scale_bytes(K)], likewise.
-            mover: reorders bytes in pairs; ``runtime`` has one that uses every core.
         """
-        self.pack_data(weight.data, blocks, mover)
+        self.pack_data(weight.data, blocks)
         if weight.scale is not None:
             self.pack_scales(weight.scale, scales)
 
@@ -95,9 +113,9 @@ class Format(ABC):
         """The inverse of ``pack``."""
         return Weight(self.unpack_data(blocks, N, K), self.unpack_scales(scales, N, K))
 
-    def pack_data(self, data: torch.Tensor, blocks: torch.Tensor, mover: Mover) -> None:
+    def pack_data(self, data: torch.Tensor, blocks: torch.Tensor) -> None:
         """The weights' half of ``pack``."""
-        mover(data, blocks)
+        pack_tiles(data, blocks)
 
     def unpack_data(self, blocks: torch.Tensor, N: int, K: int) -> torch.Tensor:
         """The weights' half of ``unpack``."""

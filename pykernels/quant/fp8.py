@@ -1,4 +1,5 @@
-"""FP8 E4M3 with one float32 scale for each 128 x 128 block: DeepSeek-V3's checkpoint format.
+"""FP8 E4M3 with one float32 scale for each 128 x 128 block (DeepSeek-V3's checkpoint format), or
+for each output.
 
 A code is ``s eeee mmm``: ``2**(e - 7) * (1 + m / 8)``, or ``2**-6 * m / 8`` where e = 0
 (subnormal);
@@ -11,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from .format import Format
-from .layout import K_BLOCK, N_BLOCK, padded
+from .layout import K_BLOCK, N_BLOCK, pack_columns, padded, unpack_columns
 from .weight import Weight
 
 MAX = 448.0
@@ -23,6 +24,7 @@ class FP8(Format):
 
     name = "fp8"
     dtype = torch.float8_e4m3fn
+    bits = 8
     error = "max(|w| * 2**-4, block amax * 2**-10 / 448) (round to nearest even)"
 
     def quantize(self, matrix: torch.Tensor) -> Weight:
@@ -37,7 +39,7 @@ class FP8(Format):
 
     def dequantize(self, weight: Weight) -> torch.Tensor:
         assert weight.scale is not None
-        return weight.data.float() * self.expand(weight.scale.float(), *weight.shape)
+        return weight.data.float() * self.expand(weight.scale.float(), *weight.data.shape)
 
     def scale_shape(self, N: int, K: int) -> tuple[int, int] | None:
         return self._scale_shape(N, K)
@@ -62,6 +64,37 @@ class FP8(Format):
         """One scale a block -> one a weight [N, K]."""
         rows = scale.repeat_interleave(K_BLOCK, dim=0)[:N]
         return rows.repeat_interleave(K_BLOCK, dim=1)[:, :K]
+
+
+class FP8Channel(Format):
+    """E4M3 with a scale for each output: compressed-tensors' FP8 of strategy "channel"."""
+
+    name = "fp8-channel"
+    dtype = torch.float8_e4m3fn
+    bits = 8
+    error = "max(|w| * 2**-4, output amax * 2**-10 / 448) (round to nearest even)"
+
+    def quantize(self, matrix: torch.Tensor) -> Weight:
+        amax = matrix.float().abs().amax(1, keepdim=True)
+        scale = torch.where(amax > 0, amax / MAX, 1.0)  # [N, 1]
+        return Weight((matrix.float() / scale).clamp(-MAX, MAX).to(self.dtype), scale)
+
+    def dequantize(self, weight: Weight) -> torch.Tensor:
+        assert weight.scale is not None
+        return weight.data.float() * weight.scale.float()
+
+    def scale_shape(self, N: int, K: int) -> tuple[int, int] | None:
+        return N, 1
+
+    def scale_bytes(self, K: int) -> int:
+        """float32 [32 outputs], whatever K is."""
+        return 4 * N_BLOCK
+
+    def pack_scales(self, scale: torch.Tensor, scales: torch.Tensor) -> None:
+        pack_columns(scale, scales.view(torch.float32).unflatten(1, (1, N_BLOCK)))
+
+    def unpack_scales(self, scales: torch.Tensor, N: int, K: int) -> torch.Tensor:
+        return unpack_columns(scales.view(torch.float32).unflatten(1, (1, N_BLOCK)), N, 1)
 
 
 def decode_table() -> torch.Tensor:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 
 from ..errors import PykernelsError
-from .format import Format, Mover
-from .layout import K_BLOCK, N_BLOCK, pack_fours, padded, unpack_fours
+from .format import Format
+from .layout import K_BLOCK, N_BLOCK, pack_columns, pack_fours, unpack_columns, unpack_fours
 from .weight import Weight
 
 
@@ -26,6 +26,7 @@ class Integer(Format):
     """
 
     dtype = torch.int8
+    int8_kind = "q8"
 
     def __init__(self, name: str, bits: int, group: int) -> None:
         if bits not in (4, 8) or group not in (32, K_BLOCK):
@@ -52,17 +53,14 @@ class Integer(Format):
 
     def dequantize(self, weight: Weight) -> torch.Tensor:
         assert weight.scale is not None
-        return weight.data.float() * self._expand(weight.scale, weight.shape[1])
+        return weight.data.float() * self._expand(weight.scale, weight.data.shape[1])
 
     def scale_shape(self, N: int, K: int) -> tuple[int, int] | None:
         return N, -(-K // self.group)
 
-    def block_bytes(self, K: int) -> int:
-        return N_BLOCK * padded(1, K)[1] * self.bits // 8
-
     def scale_bytes(self, K: int) -> int:
         """bfloat16 [groups, 32 outputs] of a block."""
-        return padded(1, K)[1] // self.group * N_BLOCK * 2
+        return self.padded_k(K) // self.group * N_BLOCK * 2
 
     def check(self, weight: Weight, N: int, K: int, name: str = "weight") -> None:
         super().check(weight, N, K, name)
@@ -73,25 +71,19 @@ class Integer(Format):
                 "Quantize it symmetrically",
             )
 
-    def pack_data(self, data: torch.Tensor, blocks: torch.Tensor, mover: Mover) -> None:
+    def pack_data(self, data: torch.Tensor, blocks: torch.Tensor) -> None:
         pack_fours(data, blocks, self.bits)
 
     def unpack_data(self, blocks: torch.Tensor, N: int, K: int) -> torch.Tensor:
-        return unpack_fours(blocks, N, K, self.bits)
+        codes = unpack_fours(blocks, N, K, self.bits).view(torch.int8)
+        return codes if self.bits == 8 else (codes ^ 8) - 8  # 4 bits with their sign extended
 
     def pack_scales(self, scale: torch.Tensor, scales: torch.Tensor) -> None:
-        N, groups = scale.shape
-        whole = torch.zeros(
-            len(scales) * N_BLOCK, scales.shape[1] // (N_BLOCK * 2), dtype=torch.bfloat16
-        )
-        whole[:N, :groups] = scale
-        by_block = whole.view(len(scales), N_BLOCK, -1).transpose(1, 2).contiguous()
-        scales.copy_(by_block.view(torch.uint8).view(len(scales), -1))
+        pack_columns(scale, scales.view(torch.bfloat16).unflatten(1, (-1, N_BLOCK)))
 
     def unpack_scales(self, scales: torch.Tensor, N: int, K: int) -> torch.Tensor:
-        by_block = scales.contiguous().view(torch.bfloat16).view(len(scales), -1, N_BLOCK)
-        whole = by_block.transpose(1, 2).reshape(len(scales) * N_BLOCK, -1)
-        return whole[:N, : -(-K // self.group)].contiguous()
+        columns = scales.view(torch.bfloat16).unflatten(1, (-1, N_BLOCK))
+        return unpack_columns(columns, N, -(-K // self.group))
 
     def _expand(self, scale: torch.Tensor, K: int) -> torch.Tensor:
         return scale.float().repeat_interleave(self.group, dim=1)[:, :K]

@@ -9,14 +9,17 @@ one contiguous, 64-byte-aligned stream. Inside it, K runs in steps of 32; a step
     [block][k step][half][8 groups][j = n / 4][2 pair-rows r][n % 4][k % 2]        byte order (8
     bit)
 
-    [block][k step of 64][half][16 rows of fours][16 n][k % 4]                     fours (integers)
+    [block][k step of 64][half][16 rows of fours][16 n][k % 4]                     fours (codes)
 
 The byte order differs from the wide one inside a 64-byte group only: there the two pair-rows
 alternate in runs of 8 bytes, so that after a byte-wise table lookup one ``vpunpcklbw`` yields
 pair-row 0 and one ``vpunpckhbw`` pair-row 1, each a whole 64-byte AMX row in tile order.
 
-Fours are the B tiles of TDPBSSD: a row holds, for 16 n, four inputs. Where a weight is 4 bits wide,
-two rows share 64 bytes: the even row in the low halves, the odd one in the high halves.
+Fours are the B tiles of TDPBSSD: a row holds, for 16 n, four inputs. Where a code is 4 bits wide,
+two rows share 64 bytes: the even row in the low halves, the odd one in the high halves. Codes of 5
+and 6 bits have their low 4 bits so, and behind those 512 bytes of a tile, for each row, one or two
+64-bit masks, little endian: bit ``4 n + k % 4`` of the first is bit 4 of that code, of the second
+bit 5.
 """
 
 from __future__ import annotations
@@ -28,8 +31,9 @@ N_BLOCK = 32
 K_STEP = 32
 """Inputs of one AMX tile."""
 K_BLOCK = 128
-"""Inputs of one scale block; K is padded to a multiple of it."""
+"""Inputs of one FP8 scale block; most formats pad K to a multiple of it."""
 
+_BITS = torch.arange(8, dtype=torch.uint8)
 _WIDE = (0, 4, 1, 5, 6, 2, 3, 7)
 _BYTE = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -39,9 +43,9 @@ def ceil_to(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def padded(N: int, K: int) -> tuple[int, int]:
-    """(N, K) as stored."""
-    return ceil_to(N, N_BLOCK), ceil_to(K, K_BLOCK)
+def padded(N: int, K: int, k_block: int = K_BLOCK) -> tuple[int, int]:
+    """(N, K) as stored by a format that pads K to ``k_block``."""
+    return ceil_to(N, N_BLOCK), ceil_to(K, k_block)
 
 
 def pack_tiles(data: torch.Tensor, out: torch.Tensor) -> None:
@@ -77,30 +81,64 @@ def unpack_tiles(blocks: torch.Tensor, N: int, K: int, dtype: torch.dtype) -> to
     return matrix[:N, :K].contiguous()
 
 
-def pack_fours(data: torch.Tensor, out: torch.Tensor, bits: int) -> None:
-    """Reorders int8 ``data`` [N, K] into ``out`` [N / 32, bytes of a block] uint8 as fours.
+def pack_fours(codes: torch.Tensor, out: torch.Tensor, bits: int) -> None:
+    """Reorders codes [N, K], a byte each, into ``out`` [N / 32, bytes of a block] uint8 as fours.
 
     Args:
-        bits: 8, or 4 for values of -8 .. 7, of which two rows share a byte.
+        codes: int8 or uint8; of 4 to 6 bits only the low ``bits`` are taken.
+        out: its width says to what K is padded.
+        bits: 4, 5, 6 or 8.
     """
-    Np, Kp = padded(*data.shape)
-    whole = torch.zeros(Np, Kp, dtype=torch.uint8)
-    whole[: data.shape[0], : data.shape[1]] = data.view(torch.uint8)
-    axes = whole.view(Np // 32, 2, 16, Kp // 64, 16, 4)
-    rows = axes.permute(0, 3, 1, 4, 2, 5)  # [block][step][half][row][n][k % 4]
-    if bits == 4:
-        rows = (rows[:, :, :, 0::2] & 15) | (rows[:, :, :, 1::2] << 4)
-    out.copy_(rows.reshape(Np // 32, -1))
+    N, K = codes.shape
+    blocks, steps = out.shape[0], out.shape[1] // (N_BLOCK * 64 * bits // 8)
+    whole = torch.zeros(blocks * N_BLOCK, steps * 64, dtype=torch.uint8)
+    whole[:N, :K] = codes.view(torch.uint8)
+    axes = whole.view(blocks, 2, 16, steps, 16, 4)
+    rows = axes.permute(0, 3, 1, 4, 2, 5).reshape(
+        blocks, steps, 2, 16, 64
+    )  # [..][row][4 n + k % 4]
+    if bits == 8:
+        out.copy_(rows.reshape(blocks, -1))
+        return
+    low = (rows[:, :, :, 0::2] & 15) | (rows[:, :, :, 1::2] << 4)
+    parts = [low.reshape(blocks, steps, 2, 512)]
+    if bits > 4:
+        octets = rows.view(*rows.shape[:-1], 8, 8)
+        masks = [
+            ((octets >> bit & 1) << _BITS).sum(-1, dtype=torch.uint8) for bit in range(4, bits)
+        ]
+        parts.append(torch.stack(masks, dim=4).view(blocks, steps, 2, -1))
+    out.copy_(torch.cat(parts, dim=3).view(blocks, -1))
 
 
 def unpack_fours(blocks: torch.Tensor, N: int, K: int, bits: int) -> torch.Tensor:
-    """The inverse of ``pack_fours``: -> int8 [N, K]."""
-    Np, Kp = padded(N, K)
+    """The inverse of ``pack_fours``: -> uint8 [N, K], unsigned codes of ``bits`` bits."""
+    count, steps = blocks.shape[0], blocks.shape[1] // (N_BLOCK * 64 * bits // 8)
+    tiles = blocks.reshape(count, steps, 2, -1)
     if bits == 8:
-        rows = blocks.reshape(Np // 32, Kp // 64, 2, 16, 16, 4).view(torch.int8)
+        rows = tiles
     else:
-        bytes_ = blocks.reshape(Np // 32, Kp // 64, 2, 8, 16, 4)
-        pairs = torch.stack((bytes_ & 15, bytes_ >> 4), dim=4).view(torch.int8)
-        rows = torch.where(pairs > 7, pairs - 16, pairs).reshape(Np // 32, Kp // 64, 2, 16, 16, 4)
-    matrix = rows.permute(0, 2, 4, 1, 3, 5).reshape(Np, Kp)
-    return matrix[:N, :K].contiguous()
+        low = tiles[..., :512].reshape(count, steps, 2, 8, 64)
+        rows = torch.stack((low & 15, low >> 4), dim=4).view(count, steps, 2, 16, 64)
+        masks = tiles[..., 512:].reshape(count, steps, 2, 16, bits - 4, 8, 1)
+        for i in range(bits - 4):
+            rows = rows | ((masks[:, :, :, :, i] >> _BITS & 1) << 4 + i).view(rows.shape)
+    axes = rows.reshape(count, steps, 2, 16, 16, 4).permute(0, 2, 4, 1, 3, 5)
+    return axes.reshape(count * N_BLOCK, steps * 64)[:N, :K].contiguous()
+
+
+def pack_columns(values: torch.Tensor, out: torch.Tensor) -> None:
+    """Writes the scales of rows as columns: values [N, G] -> ``out`` [N / 32, ..., 32].
+
+    ``out`` has room for at least G columns; it is zeroed where there is no row or no value.
+    """
+    N, G = values.shape
+    whole = torch.zeros(out.shape[0] * N_BLOCK, out.shape[1:-1].numel(), dtype=out.dtype)
+    whole[:N, :G] = values
+    out.copy_(whole.view(out.shape[0], N_BLOCK, -1).transpose(1, 2).reshape(out.shape))
+
+
+def unpack_columns(columns: torch.Tensor, N: int, G: int) -> torch.Tensor:
+    """The inverse of ``pack_columns``: -> [N, G]."""
+    rows = columns.flatten(1, -2).transpose(1, 2).reshape(columns.shape[0] * N_BLOCK, -1)
+    return rows[:N, :G].clone(memory_format=torch.contiguous_format)

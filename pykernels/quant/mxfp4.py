@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from ..errors import PykernelsError
-from .format import Format, Mover
-from .layout import N_BLOCK, pack_fours, padded, unpack_fours
+from .format import Format
+from .layout import N_BLOCK, pack_columns, pack_fours, unpack_columns, unpack_fours
 from .weight import Weight
 
 GROUP = 32
@@ -28,6 +28,7 @@ class MXFP4(Format):
 
     name = "mxfp4"
     dtype = torch.uint8
+    bits = 4
     error = "max(|w| / 4, scale / 4), and up to 2 * scale where |w| > 6 * scale (saturation)"
 
     def quantize(self, matrix: torch.Tensor) -> Weight:
@@ -47,17 +48,14 @@ class MXFP4(Format):
 
     def dequantize(self, weight: Weight) -> torch.Tensor:
         assert weight.scale is not None
-        return VALUES[weight.data.long()] * self._expand(weight.scale, weight.shape[1])
+        return VALUES[weight.data.long()] * self._expand(weight.scale, weight.data.shape[1])
 
     def scale_shape(self, N: int, K: int) -> tuple[int, int] | None:
         return N, -(-K // GROUP)
 
-    def block_bytes(self, K: int) -> int:
-        return N_BLOCK * padded(1, K)[1] // 2
-
     def scale_bytes(self, K: int) -> int:
         """bfloat16 [groups, 32 outputs] of a block."""
-        return padded(1, K)[1] // GROUP * N_BLOCK * 2
+        return self.padded_k(K) // GROUP * N_BLOCK * 2
 
     def check(self, weight: Weight, N: int, K: int, name: str = "weight") -> None:
         super().check(weight, N, K, name)
@@ -66,23 +64,19 @@ class MXFP4(Format):
                 f"{name} has codes above 15 or NaN scales", "Give one 4-bit code a byte"
             )
 
-    def pack_data(self, data: torch.Tensor, blocks: torch.Tensor, mover: Mover) -> None:
-        pack_fours(data.view(torch.int8), blocks, bits=4)
+    def pack_data(self, data: torch.Tensor, blocks: torch.Tensor) -> None:
+        pack_fours(data, blocks, self.bits)
 
     def unpack_data(self, blocks: torch.Tensor, N: int, K: int) -> torch.Tensor:
-        return unpack_fours(blocks, N, K, bits=4).view(torch.uint8) & 15
+        return unpack_fours(blocks, N, K, self.bits)
 
     def pack_scales(self, scale: torch.Tensor, scales: torch.Tensor) -> None:
-        N, groups = scale.shape
-        whole = torch.zeros(len(scales) * N_BLOCK, scales.shape[1] // (N_BLOCK * 2))
-        whole[:N, :groups] = self._power(scale)
-        by_block = whole.bfloat16().view(len(scales), N_BLOCK, -1).transpose(1, 2).contiguous()
-        scales.copy_(by_block.view(torch.uint8).view(len(scales), -1))
+        powers = self._power(scale).bfloat16()
+        pack_columns(powers, scales.view(torch.bfloat16).unflatten(1, (-1, N_BLOCK)))
 
     def unpack_scales(self, scales: torch.Tensor, N: int, K: int) -> torch.Tensor:
-        by_block = scales.contiguous().view(torch.bfloat16).view(len(scales), -1, N_BLOCK)
-        whole = by_block.transpose(1, 2).reshape(len(scales) * N_BLOCK, -1)
-        powers = whole[:N, : -(-K // GROUP)].float()
+        columns = scales.view(torch.bfloat16).unflatten(1, (-1, N_BLOCK))
+        powers = unpack_columns(columns, N, -(-K // GROUP)).float()
         return (torch.frexp(powers).exponent - 1 + 127).to(torch.uint8)
 
     @staticmethod

@@ -14,8 +14,8 @@ import torch
 
 from ..errors import PykernelsError
 from ..shapes import MoEShape
-from .experts import Allocator, PackedExperts
-from .format import Format, Mover
+from .experts import Allocator, PackedExperts, Packer
+from .format import Format
 from .layout import K_BLOCK
 from .weight import Weight
 
@@ -80,14 +80,14 @@ class SplitExperts:
         shape: MoEShape,
         fmt: Format,
         allocs: Sequence[Allocator],
-        movers: Sequence[Mover],
+        packers: Sequence[Packer],
     ) -> None:
-        """One slice an allocator (and mover); raises PykernelsError if I has not so many blocks."""
+        """A slice an allocator (and packer); raises PykernelsError if I has not so many blocks."""
         self.shape, self.fmt = shape, fmt
         self.rows = cut(shape, fmt, len(allocs))
         self.slices = [
-            PackedExperts(replace(shape, I=len(rows)), fmt, alloc, mover)
-            for rows, alloc, mover in zip(self.rows, allocs, movers, strict=True)
+            PackedExperts(replace(shape, I=len(rows)), fmt, alloc, packer)
+            for rows, alloc, packer in zip(self.rows, allocs, packers, strict=True)
         ]
 
     @staticmethod
@@ -147,7 +147,7 @@ def _join(parts: Sequence[Weight], axis: int, shared_scale: bool = False) -> Wei
 
 def _unit(fmt: Format) -> int:
     """Intermediate rows to a multiple of which slices are cut: scale blocks both ways."""
-    return max(K_BLOCK, getattr(fmt, "k_block", K_BLOCK))
+    return max(K_BLOCK, fmt.k_block)
 
 
 def _scales_run_along_k(fmt: Format) -> bool:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
-from ..quant import PackedExperts
+from ..errors import PykernelsError
+from ..quant import Format, PackedExperts
+from ..quant import activations as int8
 
 
 def moe_ffn(
@@ -16,6 +20,7 @@ def moe_ffn(
     *,
     dtype: torch.dtype = torch.float32,
     h_dtype: torch.dtype | None = None,
+    activations: str = "bf16",
 ) -> torch.Tensor:
     """``sum_k weights[t, k] * expert[ids[t, k]](x[t])`` from the dequantized weights.
 
@@ -27,11 +32,18 @@ def moe_ffn(
         dtype: of all arithmetic (float64 for error bounds).
         h_dtype: what ``h = silu(gate) * up`` is rounded to before the down projection: None for no
             rounding, bfloat16 for what the CPU kernels are specified to do.
+        activations: "bf16", or "int8" for what integer kernels are specified to do: x and h are
+            rounded to bf16, then quantized as ``experts.fmt.int8_kind`` says; from there the
+            products are exact but for ``dtype``.
 
     Returns:
         [T, H] in ``dtype``.
+
+    Raises:
+        PykernelsError: other ``activations``, or int8 ones and a format that has none.
     """
-    x, weights = x.to(dtype), weights.to(dtype)
+    through = _inputs(experts.fmt, activations, dtype)
+    x, weights = through(x), weights.to(dtype)
     y = torch.zeros_like(x)
     for expert in ids.unique().tolist():
         gate, up, down = (experts.fmt.dequantize(w).to(dtype) for w in experts.unpack(expert))
@@ -40,5 +52,22 @@ def moe_ffn(
         h = F.silu(rows @ gate.T) * (rows @ up.T)
         if h_dtype is not None:
             h = h.to(h_dtype).to(dtype)
-        y.index_add_(0, tokens, (h @ down.T) * weights[tokens, ranks, None])
+        y.index_add_(0, tokens, (through(h) @ down.T) * weights[tokens, ranks, None])
     return y
+
+
+def _inputs(
+    fmt: Format, activations: str, dtype: torch.dtype
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What becomes of a matrix's inputs before they are multiplied, in ``dtype``."""
+    if activations == "bf16":
+        return lambda x: x.to(dtype)
+    if activations != "int8":
+        raise PykernelsError(f"there are no {activations!r} activations", "Use bf16 or int8")
+    kind = fmt.int8_kind
+    if kind is None:
+        raise PykernelsError(
+            f"{fmt.name} weights are not multiplied with int8 activations",
+            "Use bf16 activations, or an integer format",
+        )
+    return lambda x: int8.dequantize(int8.quantize(x.to(torch.bfloat16), kind), dtype)

@@ -19,7 +19,7 @@ from runtime.roofline import LOOPS, ReadRoof
 from runtime.topology import Topology
 
 USABLE = Topology.detect().usable
-SHAPE = MoEShape(E=16, H=384, I=256, topk=4)
+SHAPE = MoEShape(E=16, H=512, I=256, topk=4)
 
 
 def _load(experts: PackedExperts, pool: WorkerPool | None = None, kernel="auto") -> RoutedExperts:

@@ -7,6 +7,9 @@ is no more than that of torch's own bf16 modules.
 
 from __future__ import annotations
 
+import functools
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,13 +18,15 @@ from pykernels import cpu, ref
 from pykernels.cpu.moe import NEVER
 from pykernels.cpu.plan import MoEPlan
 from pykernels.errors import PykernelsError
-from pykernels.quant import FORMATS, get_format
+from pykernels.quant import FORMATS, PackedExperts, get_format
 from pykernels.registry import kernels
 from pykernels.shapes import MoEShape, Routing
 from pykernels.target import detect
 from pykernels.testing import (
     assert_close,
     balanced_routing,
+    code_flips,
+    fit,
     one_expert_routing,
     poisoned,
     random_experts,
@@ -32,18 +37,22 @@ from pykernels.testing import (
 
 FLOAT32_SUMS = 1e-6
 
-BACKENDS = [
-    pytest.param(
-        backend.name,
-        fmt,
-        id=f"{backend.name}-{fmt}",
-        marks=[pytest.mark.skipif(bool(why), reason=str(why))]
-        if (why := backend.supports(fmt, detect()))
-        else [],
-    )
-    for backend in kernels()
-    for fmt in FORMATS
-]
+
+def _variants(*activations: str) -> list:
+    """(backend, format, activations), those that cannot run here marked with the reason."""
+    found = []
+    for backend in kernels():
+        for fmt, kind in itertools.product(FORMATS, activations):
+            if kind == "int8" and FORMATS[fmt].int8_kind is None:
+                continue
+            why = backend.supports(fmt, detect(), kind)
+            marks = [pytest.mark.skip(reason=why)] if why else []
+            name = f"{backend.name}-{fmt}-{kind}"
+            found.append(pytest.param(backend.name, fmt, kind, id=name, marks=marks))
+    return found
+
+
+VARIANTS, EXACT = _variants("bf16", "int8"), _variants("bf16")
 
 SHAPE = MoEShape(E=8, H=256, I=128, topk=3)
 RAGGED = MoEShape(E=5, H=200, I=72, topk=2)
@@ -76,25 +85,39 @@ def _x(T: int, H: int) -> torch.Tensor:
     return torch.randn(T, H, generator=torch.Generator().manual_seed(T)).to(torch.bfloat16)
 
 
-@pytest.mark.parametrize(("kernel", "fmt"), BACKENDS)
+def _flips(routing: Routing, shape: MoEShape, activations: str) -> float:
+    h_values = routing.ids.numel() * shape.I
+    return (rounding_flips if activations == "bf16" else code_flips)(h_values)
+
+
+@functools.cache
+def _experts(shape: MoEShape, fmt: str) -> PackedExperts:
+    return random_experts(shape, get_format(fmt))
+
+
+@pytest.mark.parametrize(("kernel", "fmt", "activations"), VARIANTS)
 @pytest.mark.parametrize(("shape", "routing"), CASES)
-def test_matches_the_reference(kernel, fmt, shape, routing):
-    experts = random_experts(shape, get_format(fmt))
-    x = _x(routing.T, shape.H)
+def test_matches_the_reference(kernel, fmt, activations, shape, routing):
+    shape = fit(shape, get_format(fmt))
+    experts, x = _experts(shape, fmt), _x(routing.T, shape.H)
     truth = ref.moe_ffn(
-        x, routing.ids, routing.weights, experts, dtype=torch.float64, h_dtype=torch.bfloat16
+        x, routing.ids, routing.weights, experts,
+        dtype=torch.float64, h_dtype=torch.bfloat16, activations=activations,
+    )  # fmt: skip
+    y = cpu.moe_ffn(
+        x.float(), routing.ids, routing.weights, experts, kernel=kernel, activations=activations
     )
-    y = cpu.moe_ffn(x.float(), routing.ids, routing.weights, experts, kernel=kernel)
-    assert_close(y, truth, FLOAT32_SUMS + rounding_flips(routing.ids.numel() * shape.I))
+    assert_close(y, truth, FLOAT32_SUMS + _flips(routing, shape, activations))
 
 
-@pytest.mark.parametrize(("kernel", "fmt"), BACKENDS)
-def test_no_worse_than_native_bf16(kernel, fmt):
-    experts, routing = random_experts(SHAPE, get_format(fmt)), balanced_routing(33, SHAPE)
-    x = _x(33, SHAPE.H)
+@pytest.mark.parametrize(("kernel", "fmt", "_"), EXACT)
+def test_no_worse_than_native_bf16(kernel, fmt, _):
+    shape = fit(SHAPE, get_format(fmt))
+    experts, routing = _experts(shape, fmt), balanced_routing(33, shape)
+    x = _x(33, shape.H)
     truth = ref.moe_ffn(x, routing.ids, routing.weights, experts, dtype=torch.float64)
     native = torch.zeros_like(x)
-    for e in range(SHAPE.E):
+    for e in range(shape.E):
         gate, up, down = (experts.fmt.dequantize(w).bfloat16() for w in experts.unpack(e))
         tokens, ranks = torch.where(routing.ids == e)
         h = F.silu(F.linear(x[tokens], gate)) * F.linear(x[tokens], up)
@@ -105,21 +128,35 @@ def test_no_worse_than_native_bf16(kernel, fmt):
     assert relative_error(y, truth) <= relative_error(native, truth)
 
 
-@pytest.mark.parametrize(("kernel", "fmt"), BACKENDS)
-def test_zero_tokens(kernel, fmt):
-    experts = random_experts(SHAPE, get_format(fmt))
+@pytest.mark.parametrize(("kernel", "fmt", "activations"), _variants("int8"))
+def test_int8_activations_cost_about_one_percent(kernel, fmt, activations):
+    """What the caller chooses: 8 bits of x and of h, each about half a percent of its norm."""
+    shape = fit(SHAPE, get_format(fmt))
+    experts, routing, x = _experts(shape, fmt), balanced_routing(33, shape), _x(33, shape.H)
+    truth = ref.moe_ffn(x, routing.ids, routing.weights, experts, dtype=torch.float64)
     y = cpu.moe_ffn(
-        torch.empty(0, SHAPE.H), torch.empty(0, 3, dtype=torch.int64), torch.empty(0, 3), experts,
-        kernel=kernel,
+        x, routing.ids, routing.weights, experts, kernel=kernel, activations=activations
+    )
+    assert 0.002 < relative_error(y, truth) < 0.02
+
+
+@pytest.mark.parametrize(("kernel", "fmt", "activations"), VARIANTS)
+def test_zero_tokens(kernel, fmt, activations):
+    shape = fit(SHAPE, get_format(fmt))
+    experts = _experts(shape, fmt)
+    y = cpu.moe_ffn(
+        torch.empty(0, shape.H), torch.empty(0, 3, dtype=torch.int64), torch.empty(0, 3), experts,
+        kernel=kernel, activations=activations,
     )  # fmt: skip
-    assert y.shape == (0, SHAPE.H)
+    assert y.shape == (0, shape.H)
 
 
-@pytest.mark.parametrize(("kernel", "fmt"), BACKENDS)
-def test_a_token_does_not_depend_on_its_batch_nor_on_the_cut(kernel, fmt):
+@pytest.mark.parametrize(("kernel", "fmt", "activations"), VARIANTS)
+def test_a_token_does_not_depend_on_its_batch_nor_on_the_cut(kernel, fmt, activations):
     """On one path, tiles or GEMM: which one an expert takes is a matter of its token count."""
-    experts, routing = random_experts(SHAPE, get_format(fmt)), balanced_routing(11, SHAPE)
-    x = _x(11, SHAPE.H).float()
+    shape = fit(SHAPE, get_format(fmt))
+    experts, routing = _experts(shape, fmt), balanced_routing(11, shape)
+    x = _x(11, shape.H).float()
     for gemm_from in (1, NEVER):
 
         def run(
@@ -127,7 +164,9 @@ def test_a_token_does_not_depend_on_its_batch_nor_on_the_cut(kernel, fmt):
         ) -> torch.Tensor:
             cut = MoEPlan(i_chunk, h_chunk, gemm_from)
             ids, weights = routing.ids[rows], routing.weights[rows]
-            return cpu.moe_ffn(x[rows], ids, weights, experts, kernel=kernel, cut=cut)
+            return cpu.moe_ffn(
+                x[rows], ids, weights, experts, kernel=kernel, activations=activations, cut=cut
+            )
 
         whole = run(slice(None), 2, 2)
         for t in range(11):
@@ -137,42 +176,45 @@ def test_a_token_does_not_depend_on_its_batch_nor_on_the_cut(kernel, fmt):
             assert torch.equal(run(slice(None), *chunks), whole), chunks
 
 
-@pytest.mark.parametrize(("kernel", "fmt"), BACKENDS)
-def test_every_output_is_written_and_nothing_beside_it(kernel, fmt):
-    experts, routing = random_experts(RAGGED, get_format(fmt)), balanced_routing(5, RAGGED)
-    stages = cpu.make_kernel(kernel, fmt)
+@pytest.mark.parametrize(("kernel", "fmt", "activations"), VARIANTS)
+def test_every_output_is_written_and_nothing_beside_it(kernel, fmt, activations):
+    shape = fit(RAGGED, get_format(fmt))
+    experts, routing = _experts(shape, fmt), balanced_routing(5, shape)
+    stages = cpu.make_kernel(kernel, fmt, activations)
     call = cpu.MoECall(experts, stages, cpu.Workspace())
-    around = poisoned(7, RAGGED.H + 16)
+    around = poisoned(7, shape.H + 16)
     y = around[1:6, 8:-8]
-    cpu.run_serially(call, _x(5, RAGGED.H), routing.ids, routing.weights, y)
+    cpu.run_serially(call, _x(5, shape.H), routing.ids, routing.weights, y)
     assert y.isfinite().all()
     assert around.isnan().sum() == around.numel() - y.numel()
 
 
-@pytest.mark.parametrize(("kernel", "fmt"), BACKENDS)
-def test_stale_scratch_is_not_read(kernel, fmt):
+@pytest.mark.parametrize(("kernel", "fmt", "activations"), VARIANTS)
+def test_stale_scratch_is_not_read(kernel, fmt, activations):
     """A call after one of a wider layer and NaN inputs, same buffers, finds its own values."""
-    stages, workspace = cpu.make_kernel(kernel, fmt), cpu.Workspace()
-    wide = MoEShape(E=5, H=384, I=256, topk=2)
+    stages, workspace = cpu.make_kernel(kernel, fmt, activations), cpu.Workspace()
+    wide, ragged = (fit(s, get_format(fmt)) for s in (MoEShape(E=5, H=384, I=384, topk=2), RAGGED))
 
     def run(shape: MoEShape, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         call = cpu.MoECall(experts[shape], stages, workspace)
         return cpu.run_serially(call, x, routing.ids, routing.weights, poisoned(*x.shape))
 
-    experts = {shape: random_experts(shape, get_format(fmt)) for shape in (wide, RAGGED)}
+    experts = {shape: random_experts(shape, get_format(fmt)) for shape in (wide, ragged)}
     nans = poisoned(12, wide.H, dtype=torch.bfloat16)
     assert run(wide, nans, balanced_routing(12, wide)).isnan().all()
-    routing, x = balanced_routing(2, RAGGED, seed=1), _x(2, RAGGED.H)
-    truth = ref.moe_ffn(x, routing.ids, routing.weights, experts[RAGGED], dtype=torch.float64)
-    assert_close(run(RAGGED, x, routing), truth, 0.01)
+    routing, x = balanced_routing(2, ragged, seed=1), _x(2, ragged.H)
+    truth = ref.moe_ffn(x, routing.ids, routing.weights, experts[ragged], dtype=torch.float64)
+    assert_close(run(ragged, x, routing), truth, 0.02)
 
 
-@pytest.mark.parametrize(("kernel", "fmt"), BACKENDS)
-def test_a_nan_reaches_its_own_token_only(kernel, fmt):
-    experts, routing = random_experts(SHAPE, get_format(fmt)), one_expert_routing(6, SHAPE)
-    x = _x(6, SHAPE.H)
+@pytest.mark.parametrize(("kernel", "fmt", "activations"), VARIANTS)
+def test_a_nan_reaches_its_own_token_only(kernel, fmt, activations):
+    shape = fit(SHAPE, get_format(fmt))
+    experts, routing, x = _experts(shape, fmt), one_expert_routing(6, shape), _x(6, shape.H)
     x[4, 17] = float("nan")
-    y = cpu.moe_ffn(x, routing.ids, routing.weights, experts, kernel=kernel)
+    y = cpu.moe_ffn(
+        x, routing.ids, routing.weights, experts, kernel=kernel, activations=activations
+    )
     assert y[4].isnan().all() and y[[0, 1, 2, 3, 5]].isfinite().all()
 
 

@@ -2,104 +2,194 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
 import torch
 
 from pykernels.cpu import tile_avx512, tile_generic
+from pykernels.cpu.activations import annotation
 from pykernels.cpu.decode import TABLES
+from pykernels.cpu.instructions import instructions
+from pykernels.cpu.intrin.sync import call_routine
 from pykernels.cpu.jit import kernel
+from pykernels.cpu.rows import make_annotate, row_bytes
 from pykernels.env import env
-from pykernels.quant import FORMATS, Weight, get_format
+from pykernels.quant import FORMATS, Format, Weight, get_format
+from pykernels.quant.activations import quantize, sums
+from pykernels.quant.gguf import GGUF
 from pykernels.registry import resolve
 from pykernels.target import detect
-from pykernels.testing import poisoned
+from pykernels.testing import assert_close, poisoned
 
 FINITE = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8)
 
 
-def _has_avx512() -> bool:
-    return all(feature in detect().isa for feature in ("avx512f", "avx512bf16", "avx512vbmi"))
+def _lacks(*features: str) -> bool:
+    return bool(detect().lacks(("avx512f", "avx512bw", *features)))
 
 
-needs_avx512 = pytest.mark.skipif(not _has_avx512(), reason="this CPU has no AVX512-BF16 and VBMI")
-MODULES = [
-    pytest.param(tile_avx512, marks=needs_avx512, id="avx512"),
-    pytest.param(tile_generic, id="generic"),
+needs_avx512 = pytest.mark.skipif(_lacks(), reason="this CPU has no AVX-512")
+needs_bf16 = pytest.mark.skipif(_lacks("avx512bf16"), reason="this CPU has no AVX512-BF16")
+NEWER = frozenset({"avx512bf16", "avx512vbmi", "avx512vnni"})
+"""Extensions that the base set spells out."""
+
+
+def _operations(base: bool):
+    with env.override(isa=NEWER if base else frozenset()):
+        return instructions(detect())
+
+
+@functools.cache
+def _tiles(which: str, fmt: str, activations: str):
+    """Address of the tiles of "avx512", the same without newer extensions, or "generic"."""
+    if which == "generic":
+        return tile_generic.make_tiles(fmt, activations).address
+    return tile_avx512.make_tiles(fmt, _operations(which == "base"), activations).address
+
+
+def _annotate(which: str, fmt: str, activations: str, rows: torch.Tensor, K: int) -> None:
+    if how := annotation(fmt, activations):
+        routine = make_annotate(how, which == "generic").address
+        for row in rows:
+            _call_annotate(routine, row.data_ptr(), K)
+
+
+@kernel("test-annotate")
+def _call_annotate(routine, row, K):
+    call_routine(routine, (row, K, 0, K))
+
+
+KINDS = [
+    pytest.param("avx512", marks=needs_avx512),
+    pytest.param("base", marks=needs_avx512),
+    "generic",
 ]
 
 
-@pytest.fixture(scope="module")
-def run_tile():
-    """(module, fmt, weight, x [M, K]) -> float32 [M, 32]."""
-    compiled = {}
-
-    def run(module, name: str, weight: Weight, x: torch.Tensor) -> torch.Tensor:
-        fmt, K, M = get_format(name), weight.shape[1], x.shape[0]
-        raw = torch.zeros(fmt.block_bytes(K) + 64, dtype=torch.uint8)
-        skip = -raw.data_ptr() % 64
-        blocks = raw[skip : skip + fmt.block_bytes(K)].view(1, -1)
-        scales = torch.zeros(1, fmt.scale_bytes(K), dtype=torch.uint8)
-        fmt.pack(weight, blocks, scales)
-        if (module, name) not in compiled:
-            tiles = module.make_tiles(name)
-
-            @kernel(f"test-{module.__name__}-{name}")
-            def call(M, w, scale, split, k_blocks, rows, tables, out):
-                tiles(M, w, scale, 0, split, rows, tables, 4096, out)
-                tiles(M, w, scale, split, k_blocks, rows, tables, 4096, out)
-
-            compiled[module, name] = call
-        out = poisoned(8, 32)
-        rows = torch.tensor([x[min(t, M - 1)].data_ptr() for t in range(8)])
-        compiled[module, name](
-            M, blocks.data_ptr(), scales.data_ptr(), (K // 128 + 1) // 2, K // 128, rows.data_ptr(),
-            TABLES.data_ptr(), out.data_ptr(),
-        )  # fmt: skip
-        return out[:M]
-
-    return run
+@kernel("test-tiles")
+def _call_twice(tiles, M, w, scale, split, k_blocks, K, rows, tables, out):
+    call_routine(tiles, (M, w, scale, 0, split, K, rows, tables, 4096, out))
+    call_routine(tiles, (M, w, scale, split, k_blocks, K, rows, tables, 4096, out))
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_all_254_finite_codes_are_exact(run_tile, module):
+def run_tile(
+    which: str, name: str, weight: Weight, x: torch.Tensor, activations: str = "bf16"
+) -> torch.Tensor:
+    """x [M, K] times a block of 32 outputs, in two steps -> float32 [M, 32]."""
+    fmt, (M, K) = get_format(name), x.shape
+    raw = torch.zeros(fmt.block_bytes(K) + 64, dtype=torch.uint8)
+    skip = -raw.data_ptr() % 64
+    blocks = raw[skip : skip + fmt.block_bytes(K)].view(1, -1)
+    scales = torch.zeros(1, fmt.scale_bytes(K), dtype=torch.uint8)
+    fmt.pack(weight, blocks, scales)
+    inputs = torch.full((M, row_bytes(K)), 255, dtype=torch.uint8)
+    inputs[:, : 2 * K] = x.contiguous().view(torch.uint8)
+    _annotate(which, name, activations, inputs, K)
+    out = poisoned(8, 32)
+    rows = torch.tensor([inputs[min(t, M - 1)].data_ptr() for t in range(8)])
+    _call_twice(
+        _tiles(which, name, activations), M, blocks.data_ptr(), scales.data_ptr(),
+        (K // 128 + 1) // 2, K // 128, K, rows.data_ptr(), TABLES.data_ptr(), out.data_ptr(),
+    )  # fmt: skip
+    return out[:M]
+
+
+@pytest.mark.parametrize("which", KINDS)
+def test_all_254_finite_codes_are_exact(which):
     """One-hot inputs read single weights back: subnormals, both zeros and both signs included."""
     codes = FINITE.repeat(17)[: 32 * 128].view(32, 128).clone()
     assert set(codes.flatten().tolist()) == set(FINITE.tolist())
     weight = Weight(codes.view(torch.float8_e4m3fn), torch.ones(1, 1))
     eye = torch.eye(128).to(torch.bfloat16)
-    seen = torch.cat([run_tile(module, "fp8", weight, eye[k : k + 8]) for k in range(0, 128, 8)])
+    seen = torch.cat([run_tile(which, "fp8", weight, eye[k : k + 8]) for k in range(0, 128, 8)])
     assert torch.equal(seen.T, weight.data.float())
 
 
-@pytest.mark.parametrize("module", MODULES)
+def _small_integers(fmt: Format, N: int, K: int, g: torch.Generator) -> Weight:
+    """Random codes, all of them where they are few, and scales that are powers of two."""
+    if isinstance(fmt, GGUF):
+        raw = torch.randint(0, 256, fmt.data_shape(N, K), generator=g, dtype=torch.uint8)
+        blocks = fmt.split(raw.view(-1, fmt.stored_bytes))
+        codes = blocks.codes
+        if fmt.name == "q8_0":  # which has no -128
+            codes = torch.where(codes == 128, 129, codes)
+        halves = torch.full_like(blocks.halves, 0.25)
+        return Weight(fmt.join(blocks._replace(halves=halves, codes=codes)).view(raw.shape))
+    shape = fmt.scale_shape(N, K)
+    power = torch.randint(-2, 3, shape or (1,), generator=g)
+    if fmt.name == "mxfp4":
+        data = torch.randint(0, 16, (N, K), generator=g, dtype=torch.uint8)
+        return Weight(data, (power + 127).to(torch.uint8))
+    data = torch.randint(-8, 8, (N, K), generator=g).to(fmt.dtype)
+    scale = (2.0**power).to(torch.bfloat16 if fmt.dtype == torch.int8 else torch.float32)
+    return Weight(data, scale if shape else None)
+
+
+@pytest.mark.parametrize("which", KINDS)
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("M", range(1, 9))
-def test_small_integers_are_summed_exactly(run_tile, module, name, M):
+def test_small_integers_are_summed_exactly(which, name):
     """No rounding can happen here, so every byte of the layout and every M must be right."""
-    g = torch.Generator().manual_seed(M)
-    fmt = get_format(name)
-    shape = fmt.scale_shape(32, 384) or (1, 1)
-    power = torch.randint(-2, 3, shape, generator=g)
-    if name == "mxfp4":
-        data = torch.randint(0, 16, (32, 384), generator=g, dtype=torch.uint8)
-        scale = (power + 127).to(torch.uint8)
-    else:
-        data = torch.randint(-8, 8, (32, 384), generator=g).to(fmt.dtype)
-        scale = (2.0**power).to(torch.bfloat16 if fmt.dtype == torch.int8 else torch.float32)
-    scale = scale if fmt.scale_shape(32, 384) else None
-    weight = Weight(data, scale)
-    x = torch.randint(-4, 5, (M, 384), generator=g).to(torch.bfloat16)
+    g = torch.Generator().manual_seed(1)
+    fmt, K = get_format(name), 768
+    weight = _small_integers(fmt, 32, K, g)
+    x = torch.randint(-4, 5, (8, K), generator=g).to(torch.bfloat16)
     truth = x.double() @ fmt.dequantize(weight).double().T
-    assert torch.equal(run_tile(module, name, weight, x).double(), truth)
+    for M in range(1, 9):
+        assert torch.equal(run_tile(which, name, weight, x[:M]).double(), truth[:M]), f"{M} tokens"
+
+
+@pytest.mark.parametrize("which", KINDS)
+@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].int8_kind])
+def test_int8_products_are_exact(which, name):
+    """Inputs of -127 .. 127 with 127 in every group are their own codes: nothing is rounded."""
+    g = torch.Generator().manual_seed(2)
+    fmt, K = get_format(name), 768
+    weight = _small_integers(fmt, 32, K, g)
+    x = torch.randint(-127, 128, (8, K), generator=g)
+    x[:, ::64] = -127
+    x = x.to(torch.bfloat16)
+    truth = x.double() @ fmt.dequantize(weight).double().T
+    for M in range(1, 9):
+        seen = run_tile(which, name, weight, x[:M], "int8")
+        assert_close(seen, truth[:M], 3e-7, f"{M} tokens")
+
+
+@pytest.mark.parametrize("kind", ["avx512", "generic"])
+@pytest.mark.parametrize("name", ["int4", "q6_k"])
+def test_annotations_are_those_of_the_reference(kind, name):
+    """Codes, scales and sums, bit for bit; also of zeros, tiny values and a NaN."""
+    if kind == "avx512" and _lacks():
+        pytest.skip("this CPU has no AVX-512")
+    x = torch.randn(6, 512, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    x[1, :256] = 0
+    x[2] *= 1e-38
+    x[3, 7], x[3, 300] = 50.0, -50.0
+    how, how_k = FORMATS[name].int8_kind, annotation(name, "int8")
+    rows = torch.full((6, row_bytes(512)), 255, dtype=torch.uint8)
+    rows[:, :1024] = x.view(torch.uint8)
+    _annotate(kind, name, "int8", rows, 512)
+    truth = quantize(x, how)
+    sum_k, groups = how_k.sum_k, 512 // how_k.act_k
+    assert torch.equal(rows[:, 1024:1536].view(torch.int8), truth.q)
+    assert torch.equal(rows[:, 1536 : 1536 + 4 * groups].view(torch.float32), truth.scale)
+    at = 1536 + 512 // 32
+    seen = rows[:, at : at + 4 * (512 // sum_k)].contiguous().view(torch.float32)
+    assert torch.equal(seen, sums(truth.q, sum_k).float())
+    x[5, 400] = float("nan")
+    rows[:, :1024] = x.view(torch.uint8)
+    _annotate(kind, name, "int8", rows, 512)
+    scales = rows[:, 1536 : 1536 + 4 * groups].contiguous().view(torch.float32)
+    assert scales[5, -1].isnan() and scales[:5].isfinite().all()
 
 
 @needs_avx512
-def test_silu_is_within_bf16_rounding():
-    from pykernels.cpu.tile_avx512 import silu_mul_row  # compiled only where it can run
+@pytest.mark.parametrize("base", [False, True])
+def test_silu_is_within_bf16_rounding(base):
+    silu_mul_row = tile_avx512.make_silu_mul_row(_operations(base))
 
-    @kernel("test-silu")
+    @kernel(f"test-silu-{base}")
     def call(gate, up, h):
         silu_mul_row(gate, up, h)
 
@@ -116,24 +206,28 @@ def test_silu_is_within_bf16_rounding():
     assert (error <= truth.abs() * 2.0**-8 * 1.0001 + tiny).all()
 
 
-@needs_avx512
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("M", [1, 2, 4, 8])
-def test_accumulators_live_in_registers(name, M, tmp_path):
+@needs_bf16
+@pytest.mark.parametrize(
+    ("name", "activations", "product"),
+    [(name, "bf16", "vdpbf16ps") for name in FORMATS]
+    + [(name, "int8", "vpdpbusd") for name in ("int8", "int4", "q4_k", "q5_k", "q6_k")],
+)
+@pytest.mark.parametrize("M", [1, 8])
+def test_accumulators_live_in_registers(name, activations, product, M, tmp_path):
     """A register array that LLVM leaves on the stack costs a load and a store for each dot product.
 
     (The scheduler may spill a few decoded rows, which costs nothing measurable.)
     """
     with env.override(cache_dir=tmp_path):  # code that comes from the cache has no assembly
-        tile = tile_avx512.make_tile(name, M)
-        tile.compile("(" + ", ".join(["int64"] * 8) + ")")
+        tile = tile_avx512.make_tile(name, M, instructions(detect()), activations)
+        tile.compile("(" + ", ".join(["int64"] * 9) + ")")
     (assembly,) = tile.inspect_asm().values()
-    dots = len(re.findall("vdpbf16ps", assembly))
+    dots = len(re.findall(product, assembly))
     on_stack = re.findall(r"%zmm\d+, -?\d*\(%r[sb]p|\(%r[sb]p\), %zmm", assembly)
-    assert dots >= 2 * M, "the kernel does not use vdpbf16ps"
+    assert dots >= M, f"the kernel does not use {product}"
     assert len(on_stack) < dots, f"{len(on_stack)} stack accesses beside {dots} dot products"
 
 
 def test_the_generic_kernel_is_chosen_without_avx512():
-    with env.override(isa=frozenset({"avx512bf16"})):
+    with env.override(isa=frozenset({"avx512bw"})):
         assert resolve("auto", "fp8", detect()).name == "generic"

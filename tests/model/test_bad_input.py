@@ -109,7 +109,7 @@ TENSORS: list[tuple[str, Callable[[Tensors], object], str]] = [
     (
         "one expert in another format",
         lambda t: (t.pop(SCALE), t.update({EXPERT: torch.ones(128, 256).bfloat16()})),
-        "The experts of model.layers.1.mlp.experts are partly F8_E4M3 and partly not",
+        "The experts of model.layers.1.mlp.experts are partly bf16 and partly fp8",
     ),
 ]
 
@@ -242,6 +242,13 @@ def test_options(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
         folder,
         rules=[{"match": {"class": "Nobody"}, "replace": {"class": "FusedMoE"}}],
     )
+
+
+def test_a_format_that_the_experts_do_not_fit(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("something was loaded"))
+    replace = {"class": "FusedMoE", "kwargs": {"format": "q4_k"}}
+    rules = [{"match": {"class": "DeepseekV3MoE"}, "replace": replace}]
+    load_fails("q4_k takes matrices whose inputs are a multiple of 256, not 64", own(), rules=rules)
 
 
 def test_tokenizers(own: Own, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from model.cli import app
 from model.cli_common import State
 from model.generate import generate_stream
 from pykernels import __version__
+from pykernels.quant import FORMATS
 from runtime.measure import MoEMeasurement
 from runtime.topology import Topology
 
@@ -156,40 +157,75 @@ def test_bench_moe_json_is_one_flat_object(run: Run) -> None:
     ]
     assert 0 < measured["us_p10"] <= measured["us_median"] <= measured["us_p90"]
     assert measured["gbps"] > 0 and measured["tflops"] > 0 and measured["roof_gbps"] > 0
+    assert (measured["routing"], measured["distinct_experts"]) == ("balanced", 4)
+    if measured["kernel"] == "generic":
+        assert (measured["compute_roof_isa"], measured["compute_roof_tflops"]) == ("", 0)
+    else:
+        assert measured["compute_roof_isa"] == measured["kernel"]
+        assert measured["compute_roof_tflops"] > measured["tflops"] > 0
+
+
+MEASURED = MoEMeasurement(
+    format="fp8",
+    kernel="avx512",
+    routing="zipf",
+    tokens=1,
+    hidden=256,
+    inter=128,
+    experts=8,
+    topk=2,
+    threads=2,
+    numa_nodes=1,
+    cpu="a CPU",
+    calls=100,
+    distinct_experts=2.0,
+    busiest_over_mean=4.0,
+    us_median=12.5,
+    us_p10=11.0,
+    us_p90=20.0,
+    mbytes_per_call=0.2,
+    gbps=16.0,
+    tflops=0.03,
+    roof_gbps=32.0,
+    roof_share=0.5,
+    compute_roof_isa="avx512",
+    compute_roof_tflops=1.0,
+    compute_roof_share=0.03,
+)
 
 
 def test_bench_moe_table_has_units(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = MoEMeasurement(
-        format="fp8",
-        kernel="generic",
-        tokens=1,
-        hidden=256,
-        inter=128,
-        experts=8,
-        topk=2,
-        threads=2,
-        cpu="a CPU",
-        calls=100,
-        us_median=12.5,
-        us_p10=11.0,
-        us_p90=20.0,
-        mbytes_per_call=0.2,
-        gbps=16.0,
-        tflops=0.03,
-        roof_gbps=32.0,
-        roof_share=0.5,
-    )
-    monkeypatch.setattr("runtime.measure.measure_moe", lambda *_, **__: measured)
+    monkeypatch.setattr("runtime.measure.measure_moe", lambda *_, **__: MEASURED)
     lines = [" ".join(line.split()) for line in run("bench", "moe").out.splitlines()]
     assert lines == [
         "CPU a CPU, 2 threads",
-        "kernel fp8 on generic",
+        "kernel fp8 on avx512",
         "layer 8 experts of 256 x 128, top-2",
+        "routing zipf: 2 experts active, the busiest has 4.0 x mean",
         "call 1 tokens, 0.2 MB of distinct experts",
         "time 12.5 µs median, p10 11.0, p90 20.0, of 100 calls",
         "speed 16.00 GB/s, 0.030 TFLOP/s",
         "read roof 32.00 GB/s, timed in turns; share of it 50%",
+        "compute roof 1.00 TFLOP/s of bf16 products on registers alone (avx512); share of it 3%",
     ]
+
+
+def test_bench_moe_without_a_compute_roof_says_so(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = replace(MEASURED, kernel="generic", compute_roof_isa="", compute_roof_tflops=0.0)
+    monkeypatch.setattr("runtime.measure.measure_moe", lambda *_, **__: measured)
+    last = run("bench", "moe").out.splitlines()[-1]
+    assert " ".join(last.split()) == "compute roof not measured: no loop for kernel generic"
+
+
+def test_an_unknown_routing_is_one_line(run: Run) -> None:
+    failed(run("bench", "moe", "--routing", "skewed"), "no routing 'skewed'. Use one of balanced")
+
+
+def test_bench_moe_help_names_every_format(run: Run) -> None:
+    shown = " ".join(re.sub("[│╭╮╰╯─]", " ", run("bench", "moe", "--help").out).split())
+    assert f"Weight format: {', '.join(FORMATS)}." in shown
 
 
 USABLE = Topology.detect().usable

@@ -138,6 +138,7 @@ CONVERSIONS = [
     ({}, "int8", 2e-2, "bf16 quantized while loading: 7 bits a group of 128"),
     ({}, "int4", 3e-1, "bf16 quantized while loading: 3 bits a group of 32"),
     ({"fp8": True}, "int8", 2e-2, "FP8 dequantized and quantized again while loading"),
+    ({}, "q8_0", 2e-2, "bf16 quantized while loading: 7 bits a block of 32, fp16 scales"),
 ]
 
 

@@ -17,6 +17,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
+from . import tiny_compressed
+
 ARCHITECTURES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")
 BLOCK = 128
 
@@ -92,17 +94,21 @@ def make(
     model_type: str,
     *,
     fp8: bool = False,
+    compressed: str | None = None,
     shards: int = 2,
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
     **config: Any,
 ) -> Tiny:
-    """Write a random `model_type` checkpoint into `path`."""
+    """Write a random `model_type` checkpoint into `path`.
+
+    `compressed`: a scheme of `tiny_compressed`, for all linear layers but the head and routers.
+    """
     settings = {**_BASE, **_FAMILY[model_type], **(FP8_SIZES if fp8 else {}), **config}
     cfg = CONFIG_MAPPING[model_type](**settings)
     reference = AutoModelForCausalLM.from_config(cfg, dtype=torch.float32).eval()
     randomize(reference, seed)
-    stored = store(reference, model_type, dtype, fp8)
+    stored = store(reference, model_type, dtype, fp8, compressed)
     truth = dict(reference.state_dict())
     fill(truth, stored, model_type)
     reference.load_state_dict(truth)
@@ -118,6 +124,8 @@ def make(
             "activation_scheme": "dynamic",
             "weight_block_size": [BLOCK, BLOCK],
         }
+    if compressed:
+        data["quantization_config"] = tiny_compressed.config(compressed)
     (path / "config.json").write_text(json.dumps(data))
     write_shards(path, stored, shards)
     return Tiny(path, stored, reference)
@@ -142,7 +150,11 @@ def randomize(model: PreTrainedModel, seed: int) -> None:
 
 
 def store(
-    model: PreTrainedModel, model_type: str, dtype: torch.dtype, fp8: bool
+    model: PreTrainedModel,
+    model_type: str,
+    dtype: torch.dtype,
+    fp8: bool,
+    compressed: str | None,
 ) -> dict[str, torch.Tensor]:
     """The model's values under the hub's names and in the hub's dtypes."""
     stored: dict[str, torch.Tensor] = {}
@@ -153,6 +165,8 @@ def store(
             linear = matrix.ndim == 2 and not re.search(r"embed|lm_head|gate\.weight", key)
             if fp8 and linear:
                 stored[key], stored[f"{key}_scale_inv"] = quantize(matrix)
+            elif compressed and linear:
+                stored |= tiny_compressed.quantize(key, matrix, compressed)
             elif "e_score_correction_bias" in key:
                 stored[key] = matrix.clone()
             else:
@@ -184,12 +198,14 @@ def fill(state: dict[str, torch.Tensor], stored: dict[str, torch.Tensor], model_
     """Put the stored values back into a state dict of transformers', as float32."""
     for name, tensor in state.items():
         for key, part in split(name, tensor, model_type):
-            if key in stored:
+            if key in stored or f"{key}_packed" in stored:
                 part.copy_(value_of(stored, key))
 
 
 def value_of(stored: dict[str, torch.Tensor], key: str) -> torch.Tensor:
     """What a stored tensor stands for, in float32."""
+    if (value := tiny_compressed.value_of(stored, key)) is not None:
+        return value
     scale = stored.get(f"{key}_scale_inv")
     return stored[key].float() if scale is None else dequantize(stored[key], scale)
 

@@ -15,6 +15,7 @@ from pykernels.quant.layout import (
     K_BLOCK,
     K_STEP,
     N_BLOCK,
+    ceil_to,
     pack_fours,
     pack_tiles,
     padded,
@@ -41,7 +42,9 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize(("N", "K"), RAGGED)
 def test_pack_then_unpack_is_the_identity(fmt, N, K):
+    K = ceil_to(K, fmt.k_multiple)
     weight = fmt.quantize(torch.randn(N, K))
+    assert fmt.logical_shape(weight) == (N, K)
     Np, _ = padded(N, K)
     blocks = torch.full((Np // N_BLOCK, fmt.block_bytes(K)), 0xAB, dtype=torch.uint8)
     scales = torch.full((Np // N_BLOCK, fmt.scale_bytes(K)), 0xAB, dtype=torch.uint8)
@@ -56,15 +59,23 @@ def test_pack_then_unpack_is_the_identity(fmt, N, K):
 @settings(max_examples=25, deadline=None)
 def test_any_size_survives_packing(N, K, name):
     fmt = get_format(name)
+    K = ceil_to(K, fmt.k_multiple)
     if isinstance(fmt, Integer):
         data = torch.randint(fmt.low, fmt.high + 1, (N, K), dtype=torch.int8)
     elif name == "mxfp4":
         data = torch.randint(0, 16, (N, K), dtype=torch.uint8)
     else:
-        data = torch.randint(0, 120, (N, K * fmt.dtype.itemsize), dtype=torch.uint8).view(fmt.dtype)
-    blocks = torch.empty(padded(N, K)[0] // N_BLOCK, fmt.block_bytes(K), dtype=torch.uint8)
-    fmt.pack_data(data, blocks, pack_tiles)
-    assert _same_bits(fmt.unpack_data(blocks, N, K), data)
+        rows, columns = fmt.data_shape(N, K)
+        bits = torch.randint(0, 256, (rows, columns * fmt.dtype.itemsize), dtype=torch.uint8)
+        data = bits.view(fmt.dtype)
+    shape = fmt.scale_shape(N, K)
+    scale = fmt.quantize(torch.randn(N, K)).scale if shape else None
+    blocks, scales = (
+        torch.empty(padded(N, K)[0] // N_BLOCK, nbytes, dtype=torch.uint8)
+        for nbytes in (fmt.block_bytes(K), fmt.scale_bytes(K))
+    )
+    fmt.pack(Weight(data, scale), blocks, scales)
+    assert _same_bits(fmt.unpack(blocks, scales, N, K).data, data)
 
 
 def test_wide_order_is_the_amx_tile_order():
@@ -101,6 +112,16 @@ def test_padding_is_zero():
     assert whole[:3, :5].ne(0).all() and whole.count_nonzero() == 15
 
 
+def test_channel_scales_are_one_line_of_32_a_block():
+    fmt = get_format("fp8-channel")
+    weight = fmt.quantize(torch.randn(40, 300))
+    blocks, scales = (torch.full((2, n), 0xAB, dtype=torch.uint8) for n in (32 * 384, 128))
+    assert (fmt.block_bytes(300), fmt.scale_bytes(300)) == (32 * 384, 128)
+    fmt.pack(weight, blocks, scales)
+    assert torch.equal(scales.view(torch.float32).flatten()[:40], weight.scale[:, 0])
+    assert not scales.view(torch.float32).flatten()[40:].any()
+
+
 def test_every_finite_e4m3_code_dequantizes_by_the_formula():
     table = decode_table()
     for code in FINITE:
@@ -111,13 +132,16 @@ def test_every_finite_e4m3_code_dequantizes_by_the_formula():
     assert _same_bits(table[FINITE].to(torch.bfloat16).float(), table[FINITE]), "exact in bf16"
 
 
+@pytest.mark.parametrize("name", ["fp8", "fp8-channel"])
 @pytest.mark.parametrize("spread", [1e-6, 1.0, 1e4], ids=["tiny", "unit", "large"])
-def test_fp8_quantization_error_is_within_its_bound(spread):
-    fmt = get_format("fp8")
+def test_fp8_quantization_error_is_within_its_bound(name, spread):
+    fmt = get_format(name)
     matrix = torch.randn(160, 300) * spread
+    matrix[7] = 0
     weight = fmt.quantize(matrix)
     error = (fmt.dequantize(weight) - matrix).abs()
-    half_step = torch.maximum(matrix.abs() * 2.0**-4, fmt.expand(weight.scale, 160, 300) * 2.0**-10)
+    scale = weight.scale if name == "fp8-channel" else fmt.expand(weight.scale, 160, 300)
+    half_step = torch.maximum(matrix.abs() * 2.0**-4, scale * 2.0**-10)
     assert (error <= half_step * 1.0001).all()
     assert not (weight.data.view(torch.uint8) & 0x7F == 0x7F).any(), "no NaN code"
 
@@ -187,9 +211,11 @@ def test_an_all_zero_block_has_a_finite_scale():
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_packed_experts_give_back_what_they_took(name):
-    fmt, shape = get_format(name), MoEShape(E=3, H=200, I=72, topk=2)
+    fmt = get_format(name)
+    H, I = (ceil_to(size, fmt.k_multiple) for size in (200, 72))  # noqa: E741
+    shape = MoEShape(E=3, H=H, I=I, topk=2)
     experts = PackedExperts(shape, fmt)
-    weights = [fmt.quantize(torch.randn(*s)) for s in ((72, 200), (72, 200), (200, 72))]
+    weights = [fmt.quantize(torch.randn(*s)) for s in ((I, H), (I, H), (H, I))]
     experts.pack(1, *weights)
     assert experts.missing() == [0, 2]
     for packed, original in zip(experts.unpack(1), weights, strict=True):
@@ -228,5 +254,5 @@ def test_an_expert_out_of_range_and_an_unknown_format_are_refused():
     zeros = [fmt.quantize(torch.zeros(*s)) for s in ((32, 64), (32, 64), (64, 32))]
     with pytest.raises(PykernelsError, match="no expert 2"):
         experts.pack(2, *zeros)
-    with pytest.raises(PykernelsError, match="bf16, fp8, int8"):
+    with pytest.raises(PykernelsError, match="bf16, fp8, fp8-channel"):
         get_format("int3")

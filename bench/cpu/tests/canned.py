@@ -28,12 +28,16 @@ def canned() -> dict[str, Any]:
         for n in (1, 2)
     ]
     skew = {
-        "format": "fp8", "backend": "avx512", "tokens": 512, "topk": 2, "threads": 2,
-        "routing": "zipf", "schedule": "static", "busiest": 3.9, "ms": 150.0,
-        "against_balanced": 1.31,
+        "format": "fp8", "backend": "avx512", "tokens": 512, "topk": 2, "experts": 16,
+        "threads": 2, "routing": "zipf", "schedule": "static", "active": 15.5, "busiest": 3.9,
+        "ms": 150.0, "against_balanced": 1.31, "against_balanced_a_byte": 1.35,
+    }  # fmt: skip
+    few = skew | {
+        "tokens": 8, "schedule": "dynamic", "active": 10.0, "busiest": 2.0, "ms": 9.0,
+        "against_balanced": 0.7, "against_balanced_a_byte": 1.02,
     }  # fmt: skip
     return {
-        "schema": 1,
+        "schema": 2,
         "machine": {
             "date": "2031-02-03 04:05 UTC",
             "cpu": "Some CPU (arch9)",
@@ -44,6 +48,7 @@ def canned() -> dict[str, Any]:
             "memory_bytes": 24 << 30,
             "huge_pages": "madvise",
             "load_before": 0.25,
+            "minutes": 8.5,
             "versions": {"numba": "0.1", "kt-kernel (peer)": "0.7.2"},
         },
         "shape": {"E": 16, "H": 7168, "I": 2048, "topk": 8},
@@ -53,5 +58,5 @@ def canned() -> dict[str, Any]:
         "table": [ours, torch, gone],
         "latency": latency,
         "threads": threads,
-        "skew": [skew],
+        "skew": [skew, few],
     }

@@ -7,27 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from bench.cpu.cases import (
-    BYTES_PER_WEIGHT,
-    Settings,
-    Tokens,
-    distinct,
-    layer_shape,
-    layers_out_of_cache,
-    routings,
-    thread_counts,
-)
-from bench.cpu.ours import Ours, OurWeights
+from bench.cpu import estimate
+from bench.cpu.cases import BYTES_PER_WEIGHT, Settings, Tokens, layer_shape, thread_counts
+from bench.cpu.ours import Ours
 from bench.cpu.rows import figures
+from bench.cpu.skew import skew
 from bench.cpu.static import StaticOurs
 from bench.cpu.turns import Calls, Seen, alternate, speedup
 from bench.peers.client import PeerMissing
 from pykernels.errors import PykernelsError
 from pykernels.quant import FORMATS
 from pykernels.shapes import MoEShape
-from pykernels.target import Target, detect
+from pykernels.target import Target
 from runtime.pool import configure_default_pool
 from runtime.topology import Topology
+from runtime.workload import RandomLayers, routings
 
 SHAPE = MoEShape(E=16, H=64, I=32, topk=4)
 
@@ -66,38 +60,10 @@ def test_experts_fit_the_memory() -> None:
         layer_shape(4 << 30, quick=False)
 
 
-def test_weights_outweigh_the_cache() -> None:
-    assert layers_out_of_cache(32 << 20, 1 << 30) == 1
-    assert layers_out_of_cache(300 << 20, 1 << 30) == 2
-    assert layers_out_of_cache(0, 1 << 30) == 1
-
-
 def test_thread_counts() -> None:
     assert thread_counts(1) == [1]
     assert thread_counts(6) == [1, 2, 4, 6]
     assert thread_counts(16) == [1, 2, 4, 8, 16]
-
-
-@pytest.mark.parametrize("kind", ["balanced", "zipf", "even"])
-def test_routings_name_distinct_experts_and_repeat(kind: str) -> None:
-    found, again = routings(SHAPE, 8, kind), routings(SHAPE, 8, kind)
-    for ids, same in zip(found, again, strict=True):
-        assert ids.shape == (8, 4)
-        assert torch.equal(ids, same)
-        assert all(row.unique().numel() == 4 for row in ids)
-        assert distinct(ids) <= 16
-
-
-def test_zipf_is_skewed_and_even_is_even() -> None:
-    counts = {
-        kind: torch.bincount(torch.stack(routings(SHAPE, 64, kind)).flatten(), minlength=16)
-        for kind in ("balanced", "zipf", "even")
-    }
-    share = {kind: float(c.max() / c.float().mean()) for kind, c in counts.items()}
-    assert share["even"] == 1.0
-    assert share["balanced"] < 1.2
-    assert share["zipf"] > 2
-    assert counts["zipf"][0] == counts["zipf"].max()
 
 
 class Script:
@@ -162,14 +128,39 @@ def test_figures_count_the_bytes_of_distinct_experts() -> None:
 @pytest.mark.parametrize("T", [1, 5, 40])
 def test_static_shares_compute_the_same(kernel: str, T: int) -> None:
     shape = MoEShape(E=4, H=256, I=128, topk=2)
-    assert detect().machine
-    with configure_default_pool(Topology.detect().usable) as pool:
-        weights = OurWeights("fp8", shape)
-        ours, static = Ours(weights, kernel), StaticOurs(weights, kernel, pool)
-        ids = routings(shape, T, "zipf", count=1)
+    ids = routings(shape, T, "zipf", count=1)
+    with configure_default_pool(Topology.detect().usable):
+        weights = RandomLayers(shape, "fp8", ids)
+        ours, static = Ours(weights, kernel), StaticOurs(weights, kernel)
         ours.prepare(T, ids)
         static.prepare(T, ids)
-        want = ours.layers[0](ours.x, ids[0], ours.weights)
-        got = static.run(static._calls[0], ids[0])
-        assert torch.equal(got, want)
+        assert torch.equal(static.run(0, 0), ours.run(0, 0))
     configure_default_pool()
+
+
+def test_skew_compares_with_balanced_on_the_queue() -> None:
+    shape = MoEShape(E=8, H=64, I=32, topk=8)
+    with configure_default_pool(1) as pool:
+        settings = Settings.make(target(), formats=("bf16",), threads=1, quick=True)
+        rows = skew("bf16", "generic", shape, pool, settings)
+    configure_default_pool()
+    assert [(r["tokens"], r["routing"], r["schedule"]) for r in rows] == [
+        (T, kind, schedule)
+        for T in (256, 8)
+        for kind in ("balanced", "zipf", "one")
+        for schedule in ("dynamic", "static")
+    ]
+    crowded = {r["routing"]: r for r in rows if r["tokens"] == 256 and r["schedule"] == "dynamic"}
+    assert crowded["balanced"]["against_balanced"] == 1.0
+    assert (crowded["balanced"]["busiest"], crowded["one"]["busiest"]) == (1.0, 4.0)
+    assert 1.0 < crowded["zipf"]["busiest"] < 4.0
+    assert (crowded["balanced"]["active"], crowded["one"]["active"]) == (8, 2)
+
+
+def test_a_run_is_estimated_in_parts() -> None:
+    shape = MoEShape(16, 7168, 2048, 8)
+    settings = Settings.make(target(), threads=1)
+    assert estimate.call(shape, 1, 1) < estimate.call(shape, 64, 1)
+    assert estimate.table(settings, shape, 1, 2) < estimate.table(settings, shape, 1, 6)
+    assert estimate.in_words(20) == "about a minute"
+    assert estimate.in_words(840) == "about 14 minutes"

@@ -17,6 +17,7 @@ from bench.peers.catalog import PEERS, Peer, peers_of
 from bench.peers.client import PeerMissing, PeerProcess, parse, python_of
 from bench.peers.driver import Turns, serve
 from bench.peers.engines import ENGINES, Shape
+from bench.peers.llama_cpp import BLOCKS, random_rows
 from pykernels.quant import FORMATS
 from pykernels.shapes import MoEShape
 from pykernels.target import Target
@@ -43,9 +44,20 @@ def process(command: list[str]) -> PeerProcess:
     return PeerProcess(TORCH, SHAPE, 1, 1, 4, command=command)
 
 
-def test_catalog_names_formats_that_exist() -> None:
-    assert {fmt for peer in PEERS for fmt in peer.formats} <= set(FORMATS)
+def test_every_format_has_a_peer_of_its_like() -> None:
+    assert {fmt for fmt in FORMATS if not any(fmt in peer.formats for peer in PEERS)} == set()
     assert len({peer.name for peer in PEERS}) == len(PEERS)
+
+
+def test_llama_cpps_blocks_are_as_large_as_the_catalog_says() -> None:
+    theirs = [peer for peer in PEERS if peer.engine == "llama.cpp"]
+    assert {peer.mode for peer in theirs} == set(BLOCKS)
+    for peer in theirs:
+        block = BLOCKS[peer.mode]
+        assert peer.bytes_per_weight == block.nbytes / block.weights
+        rows = random_rows(block, 32, 512, 2)
+        assert rows.shape == (2, 32, 512 * block.nbytes // block.weights)
+        assert (rows[0] == rows[1]).all()
 
 
 def test_a_format_is_held_against_its_like_and_the_general_peers() -> None:
@@ -177,8 +189,8 @@ def test_driver_rotates_routings_and_layers(fake_engine: list[tuple[int, int]]) 
     ready, prepared, turned = served("fake", "any", [prepare, turn])
     assert ready == {"ready": True, "versions": {"fake": "1"}}
     assert prepared == {"finite": True}
-    assert [routing for routing, _ in turned["calls"]] == [1, 2, 0]
-    assert fake_engine == [(0, 0), (1, 1), (2, 0), (0, 1)]
+    assert [routing for routing, _ in turned["calls"]] == [0, 1, 1]
+    assert fake_engine == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 def test_driver_tells_errors_in_one_line(fake_engine: list[tuple[int, int]]) -> None:

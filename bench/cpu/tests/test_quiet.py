@@ -8,9 +8,9 @@ from bench.cpu import quiet
 from bench.cpu.quiet import Watch, clock, others
 
 
-def watch(monkeypatch: pytest.MonkeyPatch, shares: list[float]) -> Watch:
+def watch(monkeypatch: pytest.MonkeyPatch, shares: list[float], spare: float = 60.0) -> Watch:
     """A watch that sees these shares of others, one a part; waiting is always quiet."""
-    made, left = Watch(), iter(shares)
+    made, left = Watch(spare), iter(shares)
     monkeypatch.setattr(made, "_wait", lambda: None)
 
     def share(part) -> float:
@@ -42,11 +42,17 @@ def test_a_disturbed_part_runs_again_and_the_quietest_run_is_kept(
     assert made.disturbed == [("part", 0.2)]
 
 
-def test_waiting_ends_with_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quiet, "_PATIENCE", 0.05)
+def test_without_time_to_spare_a_part_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = iter([[{"run": n}] for n in (1, 2, 3)])
+    made = watch(monkeypatch, [0.5, 0.2, 0.3], spare=0.0)
+    assert made.run("part", lambda: next(runs)) == [{"run": 1}]
+    assert made.disturbed == [("part", 0.5)]
+
+
+def test_waiting_ends_with_the_time_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quiet, "_LOOK", 0.01)
     monkeypatch.setattr(quiet, "LIMIT", -1.0)  # never quiet
-    Watch()._wait()
+    Watch(0.1)._wait()
 
 
 def test_the_clock_counts_our_own_work() -> None:

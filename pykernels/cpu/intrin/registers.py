@@ -9,6 +9,7 @@ stack.
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils, types
@@ -53,6 +54,7 @@ class RegisterModel(PrimitiveModel):
 
 
 f32x16 = Register("f32x16", ir.VectorType(F32, 16))
+i32x16 = Register("i32x16", ir.VectorType(I32, 16))
 u8x64 = Register("u8x64", ir.VectorType(I8, 64))
 
 
@@ -72,15 +74,25 @@ class RegisterArrayModel(PointerModel):
         PrimitiveModel.__init__(self, dmm, fe_type, array.as_pointer())
 
 
+def _array_of(element: Register, length: Any):
+    array = RegisterArray(element, length.literal_value)
+
+    def codegen(context, builder, sig, args):
+        return cgutils.alloca_once(builder, ir.ArrayType(element.ir_type, array.length))
+
+    return array(length), codegen
+
+
 @intrinsic(prefer_literal=True)
 def f32x16_array(typingctx, length):
     """``length`` registers of 16 floats; ``length`` is a literal or a factory's constant."""
-    array = RegisterArray(f32x16, length.literal_value)
+    return _array_of(f32x16, length)
 
-    def codegen(context, builder, sig, args):
-        return cgutils.alloca_once(builder, ir.ArrayType(f32x16.ir_type, array.length))
 
-    return array(length), codegen
+@intrinsic(prefer_literal=True)
+def i32x16_array(typingctx, length):
+    """``length`` registers of 16 integers; ``length`` as above."""
+    return _array_of(i32x16, length)
 
 
 @infer_global(operator.getitem)
@@ -118,7 +130,9 @@ def stack_alloc(typingctx, nbytes):
     size = nbytes.literal_value
 
     def codegen(context, builder, sig, args):
-        slot = cgutils.alloca_once(builder, ir.ArrayType(I8, size))
+        # Not ``alloca_once``, which stores zeros: LLVM takes seconds to split so large a store.
+        with builder.goto_entry_block():
+            slot = builder.alloca(ir.ArrayType(I8, size))
         slot.align = 64
         return builder.ptrtoint(slot, I64)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
@@ -26,3 +27,23 @@ def bits_from_f32(typingctx, value):
         return builder.bitcast(args[0], I32)
 
     return types.uint32(types.float32), codegen
+
+
+@intrinsic
+def bf16_as_f32(typingctx, bits):
+    """The float32 of a bfloat16's bits: they are its upper half."""
+
+    def codegen(context, builder, sig, args):
+        return builder.bitcast(builder.shl(builder.zext(args[0], I32), I32(16)), F32)
+
+    return types.float32(types.uint16), codegen
+
+
+@intrinsic
+def f16_as_f32(typingctx, bits):
+    """The float32 of an IEEE half's bits."""
+
+    def codegen(context, builder, sig, args):
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), F32)
+
+    return types.float32(types.uint16), codegen

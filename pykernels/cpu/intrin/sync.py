@@ -135,6 +135,20 @@ def call_task(typingctx, function, job, task, worker):
 
 
 @intrinsic
+def call_routine(typingctx, function, arguments):
+    """``function(*arguments)`` through its address, int64s in and out; ``arguments`` is a tuple."""
+    count = len(arguments)
+    words = types.UniTuple(types.int64, count)  # type: ignore[attr-defined]
+
+    def codegen(context, builder, sig, args):
+        values = cgutils.unpack_tuple(builder, args[1], count)
+        fnty = ir.FunctionType(I64, [I64] * count)
+        return builder.call(builder.inttoptr(args[0], fnty.as_pointer()), values)
+
+    return types.int64(types.intp, words), codegen
+
+
+@intrinsic
 def as_pointer(typingctx, address):
     """An integer address as a ``void*``, for ``numba.carray``."""
 

@@ -1,0 +1,88 @@
+"""Checkpoints of compressed-tensors (llm-compressor): what of them is read, and their int4 words.
+
+Read are weights in 4-bit integers, symmetric, in groups of 32 or 128 inputs (format
+"pack-quantized": Kimi-K2-Thinking's), and in E4M3 with scales a tensor, an output or a 128 x 128
+block ("float-quantized"). How a checkpoint rounds activations is not imitated: they stay bf16.
+
+Which modules are quantized is told by their tensors, not by the lists of the config:
+
+===========================  ==================================================================
+``X.weight_packed``          int32 [N, ceil(K / 8)]: input ``8 i + j`` in bits 4 j .. 4 j + 3 of
+                             word i, 8 added
+``X.weight_scale``           bfloat16 [N, ceil(K / group)]
+``X.weight_shape``           int64 [2]: N, K
+``X.weight`` F8_E4M3         with ``X.weight_scale`` float [N, 1], [1] or [N / 128, K / 128]
+``X.input_scale``            of static activations; left aside
+===========================  ==================================================================
+
+Source: github.com/vllm-project/compressed-tensors, ``compressors/pack_quantized``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pykernels.errors import PykernelsError
+
+IGNORED = r"\.input_scale$"
+MEND = (
+    "Get the checkpoint in bf16, in FP8 with 128x128 blocks as DeepSeek's are, or in "
+    "compressed-tensors' symmetric int4 (groups of 32 or 128) or FP8"
+)
+
+_WEIGHTS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "pack-quantized": {
+        "num_bits": (4,),
+        "type": ("int", None),
+        "symmetric": (True,),
+        "strategy": ("group",),
+        "group_size": (32, 128),
+        # "group" permutes the inputs; "weight" (also "static") only chose how to round.
+        "actorder": (None, False, "weight", "static"),
+    },
+    "float-quantized": {
+        "num_bits": (8,),
+        "type": ("float",),
+        "symmetric": (True,),
+        "strategy": ("channel", "tensor", "block"),
+    },
+}
+
+
+def check_config(config: dict[str, Any], folder: Path) -> None:
+    """Raises `PykernelsError` for a `quantization_config` of compressed-tensors we cannot read."""
+
+    def need(key: str, value: Any, accepted: tuple[Any, ...]) -> None:
+        if value not in accepted:
+            raise PykernelsError(
+                f"{folder} is quantized by compressed-tensors with {key} {value!r}, which cannot "
+                "be read",
+                MEND,
+            )
+
+    need("quantization_status", config.get("quantization_status"), ("compressed", None))
+    need("kv_cache_scheme", config.get("kv_cache_scheme"), (None, {}))
+    need("transform_config", config.get("transform_config"), (None, {}))
+    sparsity = config.get("sparsity_config") or {}
+    need("sparsity_config", sparsity, ({}, {**sparsity, "format": "dense"}))
+    groups = config.get("config_groups")
+    need("config_groups", groups, (groups,) if isinstance(groups, dict) and groups else ())
+    for group in dict(groups or {}).values():
+        fmt = group.get("format") or config.get("format")
+        need("format", fmt, tuple(_WEIGHTS))
+        weights = group.get("weights") or {}
+        for key, accepted in _WEIGHTS[str(fmt)].items():
+            need(key, weights.get(key), accepted)
+        if weights["strategy"] == "block":
+            need("block_structure", weights.get("block_structure"), ([128, 128],))
+
+
+def unpack_int4(words: torch.Tensor, K: int) -> torch.Tensor:
+    """int32 [N, ceil(K / 8)] -> int8 [N, K], values -8 .. 7."""
+    # Little endian: a byte's low nibble comes first. Wide, in place: an expert is 15 million codes.
+    pairs = words.contiguous().view(torch.uint8).to(torch.int16)
+    pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F)
+    return pairs.view(torch.int8)[:, :K].sub_(8)

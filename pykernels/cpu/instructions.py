@@ -1,0 +1,39 @@
+"""Which AVX-512 operations this CPU has as one instruction, and what stands in for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..target import Target
+from .intrin import avx512, avx512_base, avx512_bytes
+
+EXTENSIONS = {
+    "avx512bf16": (avx512, ("dot_bf16", "store_bf16")),
+    "avx512vbmi": (avx512_bytes, ("lookup_64", "lookup_128")),
+    "avx512vnni": (avx512_bytes, ("dot_u8i8",)),
+}
+"""The operations of each extension beyond AVX-512 F, BW, VL and DQ."""
+
+
+@dataclass(frozen=True)
+class Instructions:
+    """The operations that not every AVX-512 CPU has; ``name`` tells sets of them apart."""
+
+    name: str
+    dot_bf16: Callable
+    store_bf16: Callable
+    lookup_64: Callable
+    lookup_128: Callable
+    dot_u8i8: Callable
+
+
+def instructions(target: Target) -> Instructions:
+    """The fastest set that ``target`` runs (it has AVX-512 F, BW, VL and DQ)."""
+    found: dict[str, Callable] = {}
+    for extension, (module, names) in EXTENSIONS.items():
+        if target.lacks((extension,)):
+            module = avx512_base
+        found |= {name: getattr(module, name) for name in names}
+    have = [extension[6:] for extension in EXTENSIONS if not target.lacks((extension,))]
+    return Instructions("avx512" + "".join(f"-{name}" for name in have), **found)

@@ -1,0 +1,112 @@
+"""Dot products of a lot of 64 weights with M tokens, in bfloat16 or in int8.
+
+An accumulator is two chains of 16 outputs, so that one dot product need not wait for the last. With
+int8 activations a group's sum is an exact integer, whatever the order; its scale is that of the
+weights times that of the token's inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from .activations import annotation
+from .decode import Reader
+from .instructions import Instructions
+from .intrin.avx512 import add_f32, broadcast_f32, fma_f32, mul_f32, zero_f32
+from .intrin.avx512_bytes import add_i32, broadcast_dword, to_f32, zero_i32
+from .intrin.registers import f32x16_array, i32x16_array
+from .jit import inlined
+from .job import i64
+from .rows import activation_scale, codes_at, group_sum
+
+
+@dataclass(frozen=True)
+class Products:
+    """The inner operations of a tile.
+
+    Attributes:
+        new_sums: ``new_sums(length)``, an array of accumulators.
+        clear: ``clear(sums, i)``: chains i and i + 1 are zero.
+        multiply: ``multiply(sums, i, stride, tile, load, part, tables, ahead, rows, K, k)``: the
+            chains of token t, at ``i + t * stride``, += a lot of weights times its inputs k .. k +
+        3. total: ``total(sums, i, row, K, k) -> f32x16``, the sum of a group that holds input k,
+            times the activation scale.
+        offset: ``offset(row, K, k) -> float``, the sum of the group's inputs themselves.
+    """
+
+    new_sums: Callable
+    clear: Callable
+    multiply: Callable
+    total: Callable
+    offset: Callable
+
+
+def make_products(
+    fmt: str, reader: Reader, ops: Instructions, activations: str, M: int
+) -> Products:
+    """The products of a tile of M tokens with ``activations`` "bf16" or "int8"."""
+    return _bf16(reader, ops, M) if activations == "bf16" else _int8(fmt, reader, ops, M)
+
+
+def _bf16(reader: Reader, ops: Instructions, M: int) -> Products:
+    read, dot, GROUP = reader.rows, ops.dot_bf16, reader.scales.k
+
+    @inlined
+    def clear(sums, i):
+        sums[i] = zero_f32()
+        sums[i + 1] = zero_f32()
+
+    @inlined
+    def multiply(sums, i, stride, tile, load, part, tables, ahead, rows, K, k):
+        even, odd = read(tile, load, part, tables, ahead)
+        for t in range(M):
+            x = i64(rows, t) + 2 * k
+            at = i + t * stride
+            sums[at] = dot(sums[at], even, broadcast_dword(x))
+            sums[at + 1] = dot(sums[at + 1], odd, broadcast_dword(x + 4))
+
+    @inlined
+    def total(sums, i, row, K, k):
+        return add_f32(sums[i], sums[i + 1])
+
+    @inlined
+    def offset(row, K, k):
+        return group_sum(row, K, k // GROUP)
+
+    return Products(f32x16_array, clear, multiply, total, offset)
+
+
+def _int8(fmt: str, reader: Reader, ops: Instructions, M: int) -> Products:
+    codes, dot, GROUP, BIAS = reader.codes, ops.dot_u8i8, reader.scales.k, reader.bias
+    how = annotation(fmt, "int8")
+    assert how is not None and codes is not None
+    ACT_K, MINUS_BIAS = how.act_k, np.float32(-BIAS)
+
+    @inlined
+    def clear(sums, i):
+        sums[i] = zero_i32()
+        sums[i + 1] = zero_i32()
+
+    @inlined
+    def multiply(sums, i, stride, tile, load, part, tables, ahead, rows, K, k):
+        weights = codes(tile, load, part, ahead)
+        for t in range(M):
+            at = i + t * stride + part  # the parts of a load are the two chains
+            sums[at] = dot(sums[at], weights, broadcast_dword(codes_at(i64(rows, t), K) + k))
+
+    @inlined
+    def total(sums, i, row, K, k):
+        value = to_f32(add_i32(sums[i], sums[i + 1]))
+        if BIAS != 0:  # both are integers below 2**24: the difference is exact
+            inputs = broadcast_f32(group_sum(row, K, k // GROUP))
+            value = fma_f32(inputs, broadcast_f32(MINUS_BIAS), value)
+        return mul_f32(value, broadcast_f32(activation_scale(row, K, k, ACT_K)))
+
+    @inlined
+    def offset(row, K, k):
+        return group_sum(row, K, k // GROUP) * activation_scale(row, K, k, ACT_K)
+
+    return Products(i32x16_array, clear, multiply, total, offset)

@@ -1,0 +1,103 @@
+"""Where a format's scales lie, and what a group of inputs is multiplied by.
+
+A group is ``scale_k`` inputs of one output: its products are summed without any scale and go into
+the running sum with one multiply-add (OSDI'26 Figure 10). K-quants have a scale and a minimum for
+each group, small integers under two halves for each superblock of 256 inputs: their products with
+the half are exact in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .intrin.avx512 import (
+    broadcast_f32,
+    load_bf16,
+    load_f16,
+    load_f32,
+    load_i8_as_f32,
+    load_u8_as_f32,
+    mul_f32,
+)
+from .jit import inlined
+from .job import f32
+
+SUPERBLOCK_K45, SUPERBLOCK_K6 = 640, 576
+"""Packed scale bytes of 32 outputs by 256 inputs: ``q4_k`` and ``q5_k``, ``q6_k``."""
+
+
+@dataclass(frozen=True)
+class Scales:
+    """A block's scales.
+
+    Attributes:
+        k: inputs of a group; 0 for no scales.
+        factor: ``factor(scale, group, half) -> f32x16``, of 16 outputs; ``scale`` is the address of
+            the block's.
+        minimum: likewise, what every weight of the group lies below ``factor * q``; None for zero.
+    """
+
+    k: int
+    factor: Callable | None = None
+    minimum: Callable | None = None
+
+
+@inlined
+def _for_block(scale, group, half):
+    return broadcast_f32(f32(scale, group))
+
+
+@inlined
+def _for_outputs(scale, group, half):
+    return load_f32(scale + 64 * half)
+
+
+@inlined
+def _bf16_groups(scale, group, half):
+    return load_bf16(scale + 64 * group + 32 * half)
+
+
+@inlined
+def _f16_groups(scale, group, half):
+    return load_f16(scale + 64 * group + 32 * half)
+
+
+@inlined
+def _k45_factor(scale, group, half):
+    at = scale + (group >> 3) * SUPERBLOCK_K45
+    small = load_u8_as_f32(at + 128 + 64 * (group & 7) + 16 * half)
+    return mul_f32(load_f16(at + 32 * half), small)
+
+
+@inlined
+def _k45_minimum(scale, group, half):
+    at = scale + (group >> 3) * SUPERBLOCK_K45
+    small = load_u8_as_f32(at + 160 + 64 * (group & 7) + 16 * half)
+    return mul_f32(load_f16(at + 64 + 32 * half), small)
+
+
+@inlined
+def _k6_factor(scale, group, half):
+    at = scale + (group >> 4) * SUPERBLOCK_K6
+    small = load_i8_as_f32(at + 64 + 32 * (group & 15) + 16 * half)
+    return mul_f32(load_f16(at + 32 * half), small)
+
+
+_GROUPS_32, _GROUPS_128 = Scales(32, _bf16_groups), Scales(128, _bf16_groups)
+_K45 = Scales(32, _k45_factor, _k45_minimum)
+
+SCALES = {
+    "bf16": Scales(0),
+    "fp8": Scales(128, _for_block),
+    "fp8-channel": Scales(128, _for_outputs),
+    "int8": _GROUPS_128,
+    "int4": _GROUPS_32,
+    "int4-g128": _GROUPS_128,
+    "mxfp4": _GROUPS_32,
+    "q4_k": _K45,
+    "q5_k": _K45,
+    "q6_k": Scales(16, _k6_factor),
+    "q8_0": Scales(32, _f16_groups),
+}
+"""By format name."""

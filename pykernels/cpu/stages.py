@@ -1,0 +1,310 @@
+"""The stages of a fused MoE call, as tasks (SOSP'25 section 3.2, "Fused MoE Operator").
+
+``pack`` moves the inputs of up to 64 slots of an expert into A tiles, for experts that take the
+GEMM. ``gate_up`` takes a run of 32-row blocks of one expert, writes ``h = silu(gate) * up`` as bf16
+and annotates it (int8 codes, sums) for ``down``. ``down`` takes a run of output blocks and one
+expert and adds its weighted outputs to the float32 sums; it must be called for every active expert
+in order, by one thread for a given run, which is what makes the result independent of the thread
+count. The first expert starts the sums at zero, the last one writes ``y``.
+
+An expert of few tokens runs tiles (one pass over its weights for up to 8 tokens), one of many the
+GEMM, where there is one: the arithmetic-intensity switch of section 3.2. Both are called by
+address: the stages know no format.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from numba import carray, types
+
+from ..quant.layout import K_BLOCK
+from . import gemm_amx, tile_avx512, tile_generic
+from .decode import AHEAD
+from .instructions import Instructions
+from .intrin.registers import stack_alloc
+from .intrin.sync import as_pointer, call_routine
+from .jit import inlined, task
+from .job import copy_line, f32, i64, job_at
+from .tile_generic import round_bf16
+
+_GROUP = 8  # tokens of one tile
+_SWEEP = 64  # tokens that share a pass over the weights, slab by slab
+_SLAB = 2  # input blocks of 128 in a slab: its weights and the next one's stay in L1 meanwhile
+_ROW_BYTES = 32 * 4  # one token's float32 outputs of a block
+PIECE = 64
+"""Slots that one pack task moves into A tiles."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The compiled tasks (``jit.TASK``).
+
+    Task indices: ``pack``: the piece; ``gate_up``: ``active_expert * i_chunks + chunk``; ``down``:
+    ``chunk * A + active_expert``.
+    """
+
+    pack: Any
+    gate_up: Any
+    down: Any
+
+
+@inlined
+def _point_at_rows(rows, room, base, stride, slots, first, count):
+    """rows[i] = address of slot ``first + i``'s input, the last one repeated up to ``room``."""
+    addresses = carray(as_pointer(rows), (room,), types.int64)
+    for i in range(room):
+        slot = first + min(i, count - 1)
+        row = i64(slots, slot) if slots != 0 else slot
+        addresses[i] = base + row * stride
+
+
+@inlined
+def _write_out(job, t, n0):
+    """Converts 32 finished sums of token t to the dtype of y, without the padding."""
+    sums = carray(as_pointer(job.acc + t * job.acc_stride), (n0 + 32,), types.float32)
+    stop = min(n0 + 32, job.H)
+    if job.y_bf16 != 0:
+        halves = carray(as_pointer(job.y + t * job.y_stride), (stop,), types.uint16)
+        for n in range(n0, stop):
+            halves[n] = round_bf16(sums[n])
+    else:
+        floats = carray(as_pointer(job.y + t * job.y_stride), (stop,), types.float32)
+        for n in range(n0, stop):
+            floats[n] = sums[n]
+
+
+@inlined
+def _zero_padding(job, first, last):
+    """Clears h between I and its padded end: a wider layer may have been there."""
+    start, stop = 32 * job.i_blocks, K_BLOCK * job.down_k
+    for slot in range(first, last):
+        h = carray(as_pointer(job.h + slot * job.h_stride), (stop,), types.uint16)
+        for i in range(start, stop):
+            h[i] = 0
+
+
+@inlined
+def _annotate_h(job, first, last, first_block, last_block):
+    """Annotates a run of blocks of some slots' h, the padding with the last one."""
+    K = K_BLOCK * job.down_k
+    stop = K if last_block == job.i_blocks else 32 * last_block
+    if job.annotate != 0:
+        for slot in range(first, last):
+            row = job.h + slot * job.h_stride
+            call_routine(job.annotate, (row, K, 32 * first_block, stop))
+
+
+@inlined
+def _copy_to_tile(row, K, k_groups, tiles, slot, first, last, job):
+    """Moves a row's inputs of tile steps first .. last - 1, 64 bytes each, into its A tiles.
+
+    A tiles are [group of 16 slots][step][16 slots][64 bytes]: 32 bf16 or 64 int8 inputs a step.
+    """
+    at = row + job.operand * K
+    to = tiles + (slot // 16 * job.tile_steps * k_groups * 16 + slot % 16) * 64
+    for step in range(first, last):
+        copy_line(to + step * gemm_amx.TILE, at + 64 * step)
+
+
+@functools.cache
+def make_stages(ops: Instructions | None) -> Stages:
+    """Compiles the stages.
+
+    Args:
+        ops: the AVX-512 operations, or None for plain Numba.
+    """
+    if ops is None:
+        silu_mul_row = tile_generic.silu_mul_row
+        weighted_add_row = tile_generic.weighted_add_row
+    else:
+        silu_mul_row = tile_avx512.make_silu_mul_row(ops)
+        weighted_add_row = tile_avx512.weighted_add_row
+    OUT_AT = gemm_amx.OUT_AT
+    TOKENS, BLOCKS = gemm_amx.MAX_TOKENS, gemm_amx.MAX_BLOCKS
+    variant = ops.name if ops else "generic"
+
+    @task(f"pack-{variant}")
+    def pack(job_address, piece, worker):
+        job = job_at(job_address)
+        active, first = i64(job.piece_active, piece), i64(job.piece_slot, piece)
+        start = i64(job.starts, active)
+        last = min(first + PIECE, i64(job.starts, active + 1))
+        tiles = (
+            job.x_tiles + i64(job.groups, active) * job.gate_up_k * job.tile_steps * gemm_amx.TILE
+        )
+        steps = job.tile_steps * job.gate_up_k
+        for slot in range(first, last):
+            row = job.x + i64(job.slot_token, slot) * job.x_stride
+            K = K_BLOCK * job.gate_up_k
+            _copy_to_tile(row, K, job.gate_up_k, tiles, slot - start, 0, steps, job)
+        return 0
+
+    @inlined
+    def sweep(job, M, w, scale, k_blocks, rows, out):
+        """out[M, 32] = a packed block times up to _SWEEP tokens."""
+        K = K_BLOCK * k_blocks
+        slab_blocks, ahead = k_blocks, AHEAD
+        if M > _GROUP:
+            slab_blocks, ahead = _SLAB, _SLAB * job.slab_bytes
+        for slab in range(0, k_blocks, slab_blocks):
+            stop = min(slab + slab_blocks, k_blocks)
+            for t in range(0, M, _GROUP):
+                tokens, to = min(_GROUP, M - t), out + t * _ROW_BYTES
+                call_routine(
+                    job.tiles,
+                    (tokens, w, scale, slab, stop, K, rows + 8 * t, job.tables, ahead, to),
+                )
+
+    @inlined
+    def gate_up_tiles(job, w, scale, first, last, first_block, last_block):
+        rows = stack_alloc(512)
+        out = stack_alloc(16384)  # float32 gate [64, 32], up [64, 32]
+        for block in range(first_block, last_block):
+            for slot in range(first, last, _SWEEP):
+                M = min(_SWEEP, last - slot)
+                _point_at_rows(rows, (M + 7) // 8 * 8, job.x, job.x_stride, job.slot_token, slot, M)
+                for part in range(2):
+                    at = w + (2 * block + part) * job.gate_up_block
+                    scale_at = scale + (2 * block + part) * job.gate_up_scale_block
+                    sweep(job, M, at, scale_at, job.gate_up_k, rows, out + 8192 * part)
+                for t in range(M):
+                    h = job.h + (slot + t) * job.h_stride + block * 64
+                    gate = out + t * _ROW_BYTES
+                    silu_mul_row(gate, gate + 8192, h)
+
+    @inlined
+    def gate_up_gemm(job, scratch, w, scale, active, first, last, first_block, last_block):
+        rows = stack_alloc(2048)
+        out = scratch + OUT_AT  # float32 [gate 0, up 0, gate 1, up 1, ...][Mp, 32]
+        for slot in range(first, last, TOKENS):
+            M = min(TOKENS, last - slot)
+            Mp = gemm_amx.padded_tokens(M)
+            _point_at_rows(rows, Mp, job.x, job.x_stride, job.slot_token, slot, M)
+            group = i64(job.groups, active) + (slot - first) // 16
+            x_tiles = job.x_tiles + group * job.gate_up_k * job.tile_steps * gemm_amx.TILE
+            for block in range(first_block, last_block, BLOCKS // 2):
+                count = min(BLOCKS // 2, last_block - block)
+                call_routine(
+                    job.gemm,
+                    (
+                        M, 2 * count, w + 2 * block * job.gate_up_block, job.gate_up_block,
+                        scale + 2 * block * job.gate_up_scale_block, job.gate_up_scale_block,
+                        job.gate_up_k, x_tiles, rows, job.tables, scratch,
+                    ),
+                )  # fmt: skip
+                for b in range(count):
+                    for t in range(M):
+                        gate = out + (2 * b * Mp + t) * _ROW_BYTES
+                        h = job.h + (slot + t) * job.h_stride + (block + b) * 64
+                        silu_mul_row(gate, gate + Mp * _ROW_BYTES, h)
+
+    @inlined
+    def pack_h(job, active, first, last, first_block, last_block):
+        """Moves the blocks of h that a task has written, and the padding, into A tiles."""
+        K = K_BLOCK * job.down_k
+        per_step = K_BLOCK // job.tile_steps  # inputs: 32 bf16, or 64 int8
+        stop = K if last_block == job.i_blocks else 32 * last_block
+        tiles = job.h_tiles + i64(job.groups, active) * job.down_k * job.tile_steps * gemm_amx.TILE
+        for slot in range(first, last):
+            row = job.h + slot * job.h_stride
+            _copy_to_tile(
+                row, K, job.down_k, tiles, slot - first, 32 * first_block // per_step,
+                stop // per_step, job,
+            )  # fmt: skip
+
+    @task(f"gate-up-{variant}")
+    def gate_up(job_address, index, worker):
+        job = job_at(job_address)
+        active = index // job.i_chunks
+        first_block = (index % job.i_chunks) * job.i_chunk
+        last_block = min(first_block + job.i_chunk, job.i_blocks)
+        expert = i64(job.experts, active)
+        w = job.gate_up + expert * job.gate_up_stride
+        scale = job.gate_up_scale + expert * job.gate_up_scale_stride
+        first, last = i64(job.starts, active), i64(job.starts, active + 1)
+        crowded = last - first >= job.gemm_from
+        if crowded:
+            scratch = job.scratch + worker * job.scratch_stride
+            gate_up_gemm(job, scratch, w, scale, active, first, last, first_block, last_block)
+        else:
+            gate_up_tiles(job, w, scale, first, last, first_block, last_block)
+        if last_block == job.i_blocks:
+            _zero_padding(job, first, last)
+        _annotate_h(job, first, last, first_block, last_block)
+        if crowded:
+            pack_h(job, active, first, last, first_block, last_block)
+        return 0
+
+    @inlined
+    def add_rows(job, slot, M, block, out):
+        """The sums of M slots' tokens += their weights x out[M, 32]."""
+        for t in range(M):
+            acc = job.acc + i64(job.slot_token, slot + t) * job.acc_stride + block * _ROW_BYTES
+            weighted_add_row(f32(job.slot_weight, slot + t), out + t * _ROW_BYTES, acc)
+
+    @inlined
+    def down_tiles(job, w, scale, first, last, first_block, last_block):
+        rows = stack_alloc(512)
+        out = stack_alloc(8192)  # float32 [64, 32]
+        for block in range(first_block, last_block):
+            w_down = w + block * job.down_block
+            s_down = scale + block * job.down_scale_block
+            for slot in range(first, last, _SWEEP):
+                M = min(_SWEEP, last - slot)
+                _point_at_rows(rows, (M + 7) // 8 * 8, job.h, job.h_stride, 0, slot, M)
+                sweep(job, M, w_down, s_down, job.down_k, rows, out)
+                add_rows(job, slot, M, block, out)
+
+    @inlined
+    def down_gemm(job, scratch, w, scale, active, first, last, first_block, last_block):
+        rows = stack_alloc(2048)
+        for slot in range(first, last, TOKENS):
+            M = min(TOKENS, last - slot)
+            Mp = gemm_amx.padded_tokens(M)
+            _point_at_rows(rows, Mp, job.h, job.h_stride, 0, slot, M)
+            group = i64(job.groups, active) + (slot - first) // 16
+            h_tiles = job.h_tiles + group * job.down_k * job.tile_steps * gemm_amx.TILE
+            for block in range(first_block, last_block, BLOCKS):
+                count = min(BLOCKS, last_block - block)
+                call_routine(
+                    job.gemm,
+                    (
+                        M, count, w + block * job.down_block, job.down_block,
+                        scale + block * job.down_scale_block, job.down_scale_block, job.down_k,
+                        h_tiles, rows, job.tables, scratch,
+                    ),
+                )  # fmt: skip
+                for b in range(count):
+                    add_rows(job, slot, M, block + b, scratch + OUT_AT + b * Mp * _ROW_BYTES)
+
+    @task(f"down-{variant}")
+    def down(job_address, index, worker):
+        job = job_at(job_address)
+        active = index % job.A
+        first_block = (index // job.A) * job.h_chunk
+        last_block = min(first_block + job.h_chunk, job.h_blocks)
+        expert = i64(job.experts, active)
+        w = job.down + expert * job.down_stride
+        scale = job.down_scale + expert * job.down_scale_stride
+        if active == 0:
+            for t in range(job.T):
+                at = job.acc + t * job.acc_stride
+                sums = carray(as_pointer(at), (32 * last_block,), types.float32)
+                for n in range(32 * first_block, 32 * last_block):
+                    sums[n] = types.float32(0)
+        first, last = i64(job.starts, active), i64(job.starts, active + 1)
+        if last - first < job.gemm_from:
+            down_tiles(job, w, scale, first, last, first_block, last_block)
+        else:
+            scratch = job.scratch + worker * job.scratch_stride
+            down_gemm(job, scratch, w, scale, active, first, last, first_block, last_block)
+        if active == job.A - 1:
+            for t in range(job.T):
+                for block in range(first_block, last_block):
+                    _write_out(job, t, 32 * block)
+        return 0
+
+    return Stages(pack, gate_up, down)

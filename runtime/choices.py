@@ -1,0 +1,122 @@
+"""What was measured once for this machine and is chosen by it, kept beside the compiled kernels.
+
+``runtime.calibrate`` writes it, the experts read it when they are made. Where there is no file the
+choices are the defaults below; nothing is ever measured on the way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pykernels.cpu.moe import NEVER
+from pykernels.cpu.plan import GEMM_BACKENDS, GEMM_FROM
+from pykernels.env import env
+from pykernels.errors import PykernelsError
+
+VERSION = 1
+"""Of the file. Raise it when a kernel changes so much that old choices are wrong: files of another
+version count as none."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """For one weight format. A new choice is a field with its default.
+
+    Attributes:
+        gemm_from: tokens of an expert from which its weights go through the GEMM.
+    """
+
+    gemm_from: int = GEMM_FROM
+
+    def __str__(self) -> str:
+        if self.gemm_from >= NEVER:
+            return "tiles always"
+        return f"GEMM from {self.gemm_from} tokens an expert"
+
+
+DEFAULT = Choices()
+
+
+def path(cpu: str) -> Path:
+    """The file of a CPU, by its name (``Target.cpu``)."""
+    slug = "-".join(re.findall(r"[a-z0-9.]+", cpu.lower()))
+    return env.cache_dir / f"choices-{slug}.json"
+
+
+def key(fmt: str, activations: str = "bf16") -> str:
+    """What choices are kept by: "fp8/bf16"."""
+    return f"{fmt}/{activations}"
+
+
+def read(cpu: str) -> dict[str, Choices]:
+    """What was calibrated on this CPU, by ``key``; empty where nothing was.
+
+    Raises:
+        PykernelsError: the file is there and cannot be read.
+    """
+    return {name: Choices(**entry["choices"]) for name, entry in _entries(cpu).items()}
+
+
+def chosen(backend: str, fmt: str, cpu: str, activations: str = "bf16") -> Choices:
+    """The choices for a format: calibrated, or ``DEFAULT``.
+
+    Args:
+        backend: one without a GEMM has nothing to choose: ``DEFAULT``.
+
+    Raises:
+        PykernelsError: the file is there and cannot be read.
+    """
+    if backend not in GEMM_BACKENDS:
+        return DEFAULT
+    return read(cpu).get(key(fmt, activations), DEFAULT)
+
+
+def write(cpu: str, name: str, choices: Choices, how: dict[str, Any]) -> Path:
+    """Keeps choices beside those for other formats; returns the file.
+
+    Args:
+        name: of ``key``.
+        how: what they were taken from, for a person to look at: plain JSON.
+
+    Raises:
+        PykernelsError: the file cannot be written, or the one that is there cannot be read.
+    """
+    entries = _entries(cpu) | {name: {"choices": asdict(choices), "measured": how}}
+    target = path(cpu)
+    fresh = target.with_name(f"{target.name}.{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"version": VERSION, "cpu": cpu, "formats": entries}, indent=1)
+        fresh.write_text(text + "\n")
+        fresh.replace(target)  # readers see the old file or the new one, never half of one
+    except OSError as error:
+        raise PykernelsError(
+            f"the calibration {target} cannot be written: {error.strerror}",
+            "Point PYKERNELS_CACHE_DIR at a folder that you may write to",
+        ) from None
+    return target
+
+
+def _entries(cpu: str) -> dict[str, Any]:
+    """The file's formats; empty if there is no file or it is of another version."""
+    file = path(cpu)
+    try:
+        whole = json.loads(file.read_text())
+        if whole["version"] != VERSION:
+            return {}
+        for entry in whole["formats"].values():
+            if not all(isinstance(n, int) for n in asdict(Choices(**entry["choices"])).values()):
+                raise ValueError("a choice is no whole number")
+        return dict(whole["formats"])
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise PykernelsError(
+            f"the calibration {file} cannot be read ({what})", "Delete it; then calibrate again"
+        ) from None

@@ -1,0 +1,153 @@
+"""What a measurement runs on: random experts out of cache, and routings of a given skew."""
+
+from __future__ import annotations
+
+import torch
+
+from pykernels.errors import PykernelsError
+from pykernels.quant.split import Experts, repeat_first
+from pykernels.shapes import MoEShape
+from pykernels.target import detect
+
+from .experts import RoutedExperts
+from .pool import Pool
+from .topology import Topology
+
+ROUTINGS = ("balanced", "zipf", "one")
+"""How tokens spread over experts; the FLOPs are the same."""
+
+CACHES = 4
+"""Bytes read between two uses of the same weights: at least so many times the last-level cache."""
+
+_COUNT = 64
+
+
+def routings(shape: MoEShape, T: int, kind: str, count: int = _COUNT) -> list[torch.Tensor]:
+    """int64 [T, topk] tensors, the same at every call; no token takes an expert twice.
+
+    Expert numbers are dealt anew for each, so that the crowded expert is not always the first and
+    calls that follow one another read other weights where they can.
+
+    Args:
+        kind: "balanced": T * topk / E tokens for every expert, one more or less where that is no
+            whole number; "zipf": a token draws topk experts, the one of rank r (from 0) with weight
+            1 / (r + 1); "one": all tokens take the same topk experts.
+
+    Raises:
+        PykernelsError: no such kind.
+    """
+    if kind not in ROUTINGS:
+        raise PykernelsError(f"there is no routing {kind!r}", f"Use one of {', '.join(ROUTINGS)}")
+    g = torch.Generator().manual_seed(0)
+    deal = torch.randperm(shape.E, generator=g)  # rank -> expert, turned on for every routing
+    log_p = -torch.arange(1, shape.E + 1).log()
+    slots = torch.arange(T * shape.topk).view(T, shape.topk)
+    found = []
+    for number in range(count):
+        if kind == "balanced":
+            ranks, turn = slots % shape.E, number * T * shape.topk
+        elif kind == "one":
+            ranks, turn = slots % shape.topk, number * shape.topk
+        else:  # the topk largest of log p + Gumbel noise: draws without replacement
+            noise = torch.rand(T, shape.E, generator=g).clamp(1e-9, 1 - 1e-7)
+            keys = log_p - (-noise.log()).log()
+            ranks, turn = keys.argsort(-1, descending=True)[:, : shape.topk], number
+        found.append(deal[(ranks + turn) % shape.E].contiguous())
+    return found
+
+
+def distinct(ids: torch.Tensor) -> int:
+    """Experts that a call reads."""
+    return int(ids.unique().numel())
+
+
+def experts_between(found: list[torch.Tensor]) -> int:
+    """The fewest distinct experts that one layer reads from a use of an expert to its next use.
+
+    Args:
+        found: the routings, used in turn without end.
+    """
+    sets = [frozenset(ids.unique().tolist()) for ids in found]
+    fewest = len(frozenset().union(*sets))
+    for start in range(len(sets)):
+        waiting, read = sets[start], sets[start]
+        for step in range(1, len(sets)):
+            if len(read) >= fewest:
+                break
+            following = sets[(start + step) % len(sets)]
+            if waiting & following:
+                fewest = len(read)
+                break
+            read |= following
+    return fewest
+
+
+def layers_out_of_cache(l3: int, bytes_between: float) -> int:
+    """Layers that take turns so that no weight is in cache when it is used again.
+
+    Args:
+        l3: bytes of the last-level cache.
+        bytes_between: what one layer reads from a use of a weight to its next use.
+    """
+    return max(1, -int(-CACHES * l3 // bytes_between))
+
+
+class RandomLayers:
+    """Layers of random experts in one format, as many as it takes to be out of cache.
+
+    Args:
+        routings: those of the calls to come; ``call_of`` says which goes with which layer.
+        pool: the threads; None for the shared pool.
+
+    Raises:
+        PykernelsError: not enough memory for the weights.
+    """
+
+    def __init__(
+        self,
+        shape: MoEShape,
+        fmt: str,
+        routings: list[torch.Tensor],
+        pool: Pool | None = None,
+    ) -> None:
+        self.shape, self.fmt, self._pool = shape, fmt, pool
+        nbytes = RoutedExperts.bytes_needed(shape, fmt)
+        count = layers_out_of_cache(detect().l3, nbytes / shape.E * experts_between(routings))
+        free = Topology.detect().memory_available
+        if count * nbytes > 0.9 * free:
+            raise PykernelsError(
+                f"{count} layers of {shape.E} experts in {fmt} need"
+                f" {count * nbytes / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free",
+                "Take fewer experts; the weights only have to be larger than the cache",
+            )
+        self.packed = [_fill(RoutedExperts(shape, fmt, pool)) for _ in range(count)]
+        self.bytes_per_expert = self.packed[0].bytes_per_expert
+
+    def experts(self, kernel: str, activations: str = "bf16") -> list[RoutedExperts]:
+        """The layers on one backend; every backend reads the same weights.
+
+        Raises:
+            PykernelsError: the backend cannot run this format here.
+        """
+        made = []
+        for packed in self.packed:
+            layer = RoutedExperts(self.shape, self.fmt, self._pool, kernel, activations)
+            layer.weights = packed  # its own were never touched: no memory
+            made.append(layer)
+        return made
+
+
+def call_of(number: int, layers: int, routings: int) -> tuple[int, int]:
+    """(layer, routing) of a call: every layer in turn with one routing, then with the next."""
+    return number % layers, number // layers % routings
+
+
+def _fill(layer: RoutedExperts) -> Experts:
+    """One random expert, quantized and packed; the others are copies of its bytes."""
+    packed, H, I = layer.weights, layer.shape.H, layer.shape.I  # noqa: E741
+    g = torch.Generator().manual_seed(0)
+    sizes = ((I, H), (I, H), (H, I))
+    quantized = (packed.fmt.quantize(torch.randn(N, K, generator=g) / K**0.5) for N, K in sizes)
+    layer.load_expert(0, *quantized)
+    repeat_first(packed)
+    return packed

@@ -1,0 +1,95 @@
+"""The two paths that calibration times, on modelled AMX tiles; experts take what was calibrated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pykernels.cpu import make_kernel
+from pykernels.cpu.instructions import instructions
+from pykernels.cpu.intrin import amx_model
+from pykernels.cpu.moe import NEVER, build_kernel
+from pykernels.cpu.plan import GEMM_BACKENDS, GEMM_FROM, plan
+from pykernels.env import env
+from pykernels.quant import get_format
+from pykernels.registry import kernels
+from pykernels.shapes import MoEShape
+from pykernels.target import detect
+from pykernels.testing import assert_close
+from runtime import choices
+from runtime.calibrate import PathTimer
+from runtime.choices import Choices
+from runtime.experts import RoutedExperts
+from runtime.pool import WorkerPool
+
+AVX512 = next(b for b in kernels() if b.name == "avx512").supports("bf16", detect()) is None
+SMALL = MoEShape(E=2, H=128, I=128, topk=2)
+
+
+@pytest.mark.skipif(not AVX512, reason="the modelled tiles are decoded in AVX-512")
+def test_both_paths_compute_the_same_and_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    modelled = build_kernel("avx512", "bf16", "bf16", instructions(detect()), amx_model)
+    monkeypatch.setattr("runtime.experts.make_kernel", lambda *_: modelled)
+    with WorkerPool(1) as pool:
+        timer = PathTimer("bf16", pool, "avx512", SMALL, max_tokens=5)
+        for tokens in (2, 5):
+            tiles, gemm = timer.call("tiles", tokens), timer.call("gemm", tokens)
+            assert tiles.shape == (tokens, 128)
+            assert_close(gemm.float(), tiles.float(), 0.01)
+            assert timer.seconds("gemm", tokens) > 0
+        for path, gemm_from in (("tiles", NEVER), ("gemm", 1)):
+            ran = {
+                int(part._moe.job["gemm_from"][0])
+                for experts in timer._experts[path]
+                if experts._bound
+                for part in experts._bound[1]
+            }
+            assert ran == {gemm_from}
+
+
+def test_experts_take_what_this_machine_was_calibrated_to(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``resolve`` says "amx", nothing is compiled: what is chosen is known before the weights."""
+    amx = next(b for b in kernels() if b.name == "amx")
+    monkeypatch.setattr("runtime.experts.resolve", lambda *_: amx)
+    with env.override(cache_dir=tmp_path):
+        assert RoutedExperts(SMALL, "bf16").choices.gemm_from == GEMM_FROM
+        choices.write(detect().cpu, "bf16/bf16", Choices(gemm_from=11), {})
+        assert RoutedExperts(SMALL, "bf16").choices.gemm_from == 11
+        assert RoutedExperts(SMALL, "fp8").choices.gemm_from == GEMM_FROM
+
+
+def test_the_plan_carries_the_threshold() -> None:
+    shape, fmt = MoEShape(E=32, H=7168, I=2048, topk=8), get_format("fp8")
+    assert plan(shape, fmt, 16, 8).gemm_from == GEMM_FROM
+    crowded, sparse = plan(shape, fmt, 16, 256, NEVER), plan(shape, fmt, 16, 8, NEVER)
+    assert crowded.gemm_from == NEVER
+    assert crowded.h_chunk < plan(shape, fmt, 2, 256, NEVER).h_chunk  # more threads, shorter tasks
+    # A GEMM reads its expert's tokens in every task: longer tasks from where it is taken.
+    assert plan(shape, fmt, 2, 8, 2).h_chunk > sparse.h_chunk
+
+
+@pytest.mark.parametrize("name", [b.name for b in kernels()])
+def test_backends_with_a_gemm_are_listed(name: str) -> None:
+    backend = next(b for b in kernels() if b.name == name)
+    if backend.supports("bf16", detect()) is not None:
+        pytest.skip(f"{name} does not run here")
+    assert make_kernel(name, "bf16").has_gemm == (name in GEMM_BACKENDS)
+
+
+def test_results_are_the_same_bits_on_one_thread_and_on_all(tmp_path) -> None:
+    """A skewed call cut for one thread and for every core (the cut is by threads)."""
+    from runtime.topology import Topology
+    from runtime.workload import RandomLayers, routings
+
+    shape = MoEShape(E=8, H=256, I=256, topk=2)
+    ids = routings(shape, 40, "zipf", 1)
+    x = torch.randn(40, shape.H).bfloat16()
+    weights = torch.rand(40, shape.topk)
+    results = []
+    for threads in {1, Topology.detect().usable}:
+        with WorkerPool(threads) as pool:
+            (layer, *_) = RandomLayers(shape, "bf16", ids, pool).experts("auto")
+            results.append(layer(x, ids[0], weights))
+    assert all(torch.equal(result, results[0]) for result in results)

@@ -1,0 +1,115 @@
+"""`pykernels calibrate` and what `doctor` says of it; backend and timings are made up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from model import doctor
+from model.cli import app
+from pykernels.cpu.moe import NEVER
+from pykernels.env import env
+from pykernels.quant import FORMATS
+from pykernels.target import detect
+from runtime import calibrate as measuring
+from runtime import choices
+from runtime.calibrate import Calibration, Point
+from runtime.choices import Choices
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path) -> Iterator[Path]:
+    with env.override(cache_dir=tmp_path):
+        yield tmp_path
+
+
+@pytest.fixture
+def amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every format gets the AMX backend; bf16's GEMM pays from 8 tokens, the others' never."""
+    monkeypatch.setattr("pykernels.registry.resolve", lambda *_: SimpleNamespace(name="amx"))
+
+    def calibrate(fmt, pool, backend, timer=None, progress=None) -> Calibration:
+        assert backend == "amx"
+        progress(0.5)
+        points = (Point(4, 1e-3, 2e-3, 0.5), Point(8, 3e-3, 2e-3, 1.5))
+        return Calibration(fmt, pool.threads, 8 if fmt == "bf16" else NEVER, points, 0.0)
+
+    monkeypatch.setattr(measuring, "calibrate", calibrate)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        app(["calibrate", *arguments], prog_name="pykernels")
+    streams = capsys.readouterr()
+    return int(ended.value.code or 0), streams.out, streams.err
+
+
+def test_a_table_a_decision_and_a_file(amx: None, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "--format", "bf16", "--format", "fp8", "--threads", "1")
+    assert (code, err) == (0, "")
+    lines = [" ".join(line.replace("│", " ").split()) for line in out.splitlines()]
+    assert "bf16, 1 threads" in lines
+    assert "4 1.000 2.000 0.50 tiles" in lines
+    assert "8 3.000 2.000 1.50 GEMM" in lines
+    assert any(line.startswith("bf16: GEMM from 8 tokens an expert. Of all") for line in lines)
+    assert any(line.startswith("fp8: tiles always. Of all") for line in lines)
+    assert lines[-1] == f"Kept in {choices.path(detect().cpu)}"
+    assert choices.read(detect().cpu) == {"bf16/bf16": Choices(8), "fp8/bf16": Choices(NEVER)}
+
+
+def test_json_is_one_object(amx: None, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--format", "bf16", "--json")
+    found = json.loads(out)
+    assert (code, found["cpu"], found["no_gemm"]) == (0, detect().cpu, {})
+    assert found["formats"]["bf16"]["gemm_from"] == 8
+    assert Path(found["file"]).exists()
+
+
+def test_every_format_is_calibrated_unless_told(
+    amx: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(capsys, "--json")[0] == 0
+    assert set(choices.read(detect().cpu)) == {f"{fmt}/bf16" for fmt in FORMATS}
+
+
+def test_without_a_gemm_there_is_nothing_to_do(
+    capsys: pytest.CaptureFixture[str], cache: Path
+) -> None:
+    with env.override(kernel="generic"):
+        code, out, err = run(capsys)
+    text = "Nothing to calibrate for every format: kernel generic has no GEMM\n"
+    assert (code, out, err) == (0, text, "")
+    assert list(cache.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_read_is_told_first(
+    amx: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    choices.path(detect().cpu).write_text("{")
+    code, out, err = run(capsys, "--format", "bf16")
+    assert (code, out) == (2, "")
+    assert "cannot be read" in err and "Delete it" in err
+
+
+def test_an_unknown_format_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "--format", "fp9")
+    assert (code, out) == (2, "")
+    assert "no weight format 'fp9'" in err
+
+
+def test_doctor_says_what_is_calibrated(amx: None) -> None:
+    choices.write(detect().cpu, "bf16/bf16", Choices(9), {})
+    facts = {fact.name: fact.value for fact in doctor.look_at_calibration()}
+    assert set(facts) == set(FORMATS)
+    assert facts["bf16"] == "GEMM from 9 tokens an expert (calibrated)"
+    assert facts["fp8"].endswith("(default; `pykernels calibrate` measures it)")
+
+
+def test_doctor_without_a_gemm_says_so() -> None:
+    with env.override(kernel="generic"):
+        (fact,) = doctor.look_at_calibration()
+    assert fact.value == "nothing to choose: no kernel in use here has a GEMM"

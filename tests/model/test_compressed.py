@@ -1,0 +1,223 @@
+"""Checkpoints of compressed-tensors: int4 words and FP8 of an output, a tensor or a block."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import model
+from model.checkpoint import Checkpoint
+from model.compressed import unpack_int4
+from model.config import read_config
+from model.convert import Dense, Experts, make_plan
+from model.inject import inject
+from model.loading import expert_weight, stored_weight
+from model.modules.moe import routed_experts
+from model.pretrained import build_meta
+from model.rules import default_rules
+from pykernels.errors import PykernelsError
+from pykernels.quant import get_format
+
+from . import tiny_compressed
+from .tiny import FP8_SIZES, Tiny
+from .tiny_compressed import FP8, INT4
+
+Checkpoints = Callable[..., Tiny]
+SCHEMES = {**{name: name for name in INT4}, "channel": "fp8-channel", "tensor": "fp8-channel",
+           "block": "fp8"}  # fmt: skip
+"""What is stored, and the weight format that it is read into."""
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+DENSE = "model.layers.0.mlp.gate_proj.weight"
+
+
+def options(scheme: str) -> dict[str, Any]:
+    return {"compressed": scheme, "shards": 1, **FP8_SIZES}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_value_is_as_stored(checkpoint: Checkpoints, scheme: str) -> None:
+    """Without rules everything is dequantized into transformers' own modules, exactly."""
+    made = checkpoint("deepseek_v3", **options(scheme))
+    quantized = [key for key in made.stored if key.endswith("_scale") and "input" not in key]
+    assert f"{EXPERT}_scale" in quantized and any(".experts." not in key for key in quantized)
+    lm = model.from_pretrained(made.path, rules=[], dtype="float32")
+    got = lm.state_dict()
+    for name, tensor in made.reference.state_dict().items():
+        assert torch.equal(got[name], tensor), name
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_experts_keep_their_codes(checkpoint: Checkpoints, scheme: str) -> None:
+    """Nothing is quantized again: codes and scales of the file are those that are packed."""
+    made = checkpoint("deepseek_v3", **options(scheme))
+    config = read_config(made.path)
+    with Checkpoint(made.path) as files:
+        lm = build_meta(config, torch.bfloat16)
+        inject(lm, default_rules(config.model_type), "auto")
+        plan = make_plan(lm, files, torch.bfloat16)
+        experts = [item for item in plan.items if isinstance(item, Experts)]
+        assert len(experts) == 2 and {item.stored for item in experts} == {SCHEMES[scheme]}
+        fmt = get_format(SCHEMES[scheme])
+        for projection in range(3):
+            source = experts[0].experts[3][projection]
+            weight = expert_weight(files, source, fmt.name)
+            fmt.check(weight, *source.shape)
+            key = f"model.layers.1.mlp.experts.3.{('gate', 'up', 'down')[projection]}_proj.weight"
+            value = tiny_compressed.value_of(made.stored, key)
+            assert value is not None and torch.equal(fmt.dequantize(weight), value)
+            if scheme in INT4:
+                assert weight.scale is not None
+                assert torch.equal(weight.scale, made.stored[f"{key}_scale"])
+        dense = next(i for i in plan.items if isinstance(i, Dense) and i.name == DENSE)
+        assert dense.source.fmt == SCHEMES[scheme]
+        assert stored_weight(files, dense.source).data.shape == dense.source.shape
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_logits(checkpoint: Checkpoints, ids: torch.Tensor, scheme: str) -> None:
+    made = checkpoint("deepseek_v3", **options(scheme))
+    lm = model.from_pretrained(made.path, dtype="float32")
+    assert {routed.weights.fmt.name for routed in routed_experts(lm)} == {SCHEMES[scheme]}
+    with torch.no_grad():
+        got, want = lm(ids).logits, made.reference(ids).logits
+    # As in test_loading: bf16 inputs and h inside the experts are all that differs.
+    assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).median() < 5e-3
+
+
+def test_words_hold_eight_values_lowest_first() -> None:
+    words = torch.tensor([[0x76543210, -1], [0x0FEDCBA9 - (1 << 31) + (1 << 31), 0x8]])
+    seen = unpack_int4(words.to(torch.int32), 12)
+    assert seen.tolist() == [
+        [-8, -7, -6, -5, -4, -3, -2, -1, 7, 7, 7, 7],
+        [1, 2, 3, 4, 5, 6, 7, -8, 0, -8, -8, -8],
+    ]
+
+
+WEIGHTS = [
+    ("asymmetric", {"symmetric": False}, "symmetric False"),
+    ("permuted inputs", {"actorder": "group"}, "actorder 'group'"),
+    ("another group size", {"group_size": 64}, "group_size 64"),
+    ("a scale for a whole output", {"strategy": "channel"}, "strategy 'channel'"),
+    ("8 bits", {"num_bits": 8}, "num_bits 8"),
+    ("floats in words", {"type": "float"}, "type 'float'"),
+]
+TOP = [
+    ("another layout", {"format": "marlin-24"}, "format 'marlin-24'"),
+    ("NVFP4", {"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized'"),
+    ("not compressed yet", {"quantization_status": "frozen"}, "quantization_status 'frozen'"),
+    ("a quantized KV cache", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+    ("rotated weights", {"transform_config": {"R1": 1}}, "transform_config"),
+    ("pruned weights", {"sparsity_config": {"format": "sparse-bitmask"}}, "sparsity_config"),
+    ("no groups", {"config_groups": {}}, "config_groups {}"),
+]
+
+
+def refused(folder: Path, said: str) -> None:
+    with pytest.raises(PykernelsError, match=said) as error:
+        model.from_pretrained(folder)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "weights", "top", "said"),
+    [
+        *(pytest.param("int4", w, {}, said, id=why) for why, w, said in WEIGHTS),
+        *(pytest.param("int4", {}, t, said, id=why) for why, t, said in TOP),
+        pytest.param(
+            "block", {"block_structure": [64, 64]}, {}, r"block_structure \[64, 64\]", id="blocks"
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_told_in_one_line(
+    tmp_path: Path, scheme: str, weights: dict[str, Any], top: dict[str, Any], said: str
+) -> None:
+    config = copy.deepcopy(tiny_compressed.config(scheme))
+    config["config_groups"]["group_0"]["weights"].update(weights)
+    config.update(top)
+    whole = {"model_type": "deepseek_v3", "quantization_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    refused(tmp_path, f"is quantized by compressed-tensors with {said}.*, which cannot be read")
+
+
+@pytest.mark.parametrize("actorder", [None, False, "weight", "static"])
+def test_orders_that_leave_the_inputs_in_place_are_read(tmp_path: Path, actorder: Any) -> None:
+    config = tiny_compressed.config("int4")
+    config["config_groups"]["group_0"]["weights"]["actorder"] = actorder
+    config["sparsity_config"] = {"format": "dense"}
+    whole = {"model_type": "deepseek_v3", "quantization_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    assert read_config(tmp_path).model_type == "deepseek_v3"
+
+
+TENSORS: list[tuple[str, str, Callable[[dict[str, torch.Tensor]], object], str]] = [
+    (
+        "no scales",
+        "int4",
+        lambda t: t.pop(f"{EXPERT}_scale"),
+        f"1 tensors are missing in .*: {EXPERT}_scale",
+    ),
+    (
+        "no FP8 scales at all",
+        "channel",
+        lambda t: t.pop(f"{EXPERT}_scale"),
+        f"1 tensors are missing in .*: {EXPERT}_scale_inv",
+    ),
+    (
+        "words of another matrix",
+        "int4",
+        lambda t: t.update({f"{EXPERT}_packed": torch.zeros(128, 16, dtype=torch.int32)}),
+        rf"{EXPERT}_packed is I32 \[128, 16\], the model's \[128, 256\] needs I32 \[128, 32\]",
+    ),
+    (
+        "scales of other groups",
+        "int4",
+        lambda t: t.update({f"{EXPERT}_scale": torch.ones(128, 4).bfloat16()}),
+        rf"{EXPERT}_scale is BF16 \[128, 4\], {EXPERT}_packed needs BF16 \[128, 2\] or \[128, 8\]",
+    ),
+    (
+        "scales that bfloat16 cannot hold",
+        "int4",
+        lambda t: t.update({f"{EXPERT}_scale": torch.ones(128, 8)}),
+        rf"{EXPERT}_scale is F32 \[128, 8\], .* needs BF16",
+    ),
+    (
+        "one expert in other groups than the rest",
+        "int4",
+        lambda t: t.update({f"{EXPERT}_scale": torch.ones(128, 2).bfloat16()}),
+        "are partly int4 and partly int4-g128",
+    ),
+    (
+        "zero points that the config does not tell of",
+        "int4",
+        lambda t: t.update({f"{EXPERT}_zero_point": torch.zeros(1)}),
+        f"no place for: {EXPERT}_zero_point",
+    ),
+]
+
+
+@pytest.mark.parametrize(("why", "scheme", "change", "said"), TENSORS, ids=[t[0] for t in TENSORS])
+def test_wrong_tensors_are_told_before_one_is_read(
+    own: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    why: str,
+    scheme: str,
+    change: Callable[[dict[str, torch.Tensor]], object],
+    said: str,
+) -> None:
+    folder = own("deepseek_v3", **options(scheme))
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("something was loaded"))
+    refused(folder, said)
+
+
+def test_every_scheme_is_in_the_table() -> None:
+    assert set(SCHEMES) == {*INT4, *FP8}

@@ -1,0 +1,99 @@
+"""How the GEMM's threshold is found, on made-up timings."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from pykernels.cpu.moe import NEVER
+from pykernels.env import env
+from pykernels.target import detect
+from runtime import choices
+from runtime.calibrate import TOKENS, Point, calibrate, crossover, keep, time_paths
+from runtime.pool import WorkerPool
+
+POOL = cast(WorkerPool, SimpleNamespace(threads=15))
+
+
+class Model:
+    """Tiles read the weights once for every 8 tokens, the GEMM costs ``fixed`` up to 32; with
+    ``noise``, a factor that both paths of a round share and a smaller one that they do not."""
+
+    def __init__(self, fixed: float, noise: float = 0.0) -> None:
+        self.fixed, self.noise, self.random = fixed, noise, random.Random(0)
+        self.asked: list[tuple[str, int]] = []
+
+    def seconds(self, path: str, tokens: int) -> float:
+        self.asked.append((path, tokens))
+        drift = 1 + self.noise * ((len(self.asked) - 1) // 2 % 2)
+        jitter = 1 + self.noise / 10 * self.random.random()
+        cost = self.fixed * -(-tokens // 32) if path == "gemm" else max(1.0, 0.15 * tokens)
+        return cost * 1e-6 * drift * jitter
+
+
+def points(ratios: dict[int, float]) -> list[Point]:
+    return [Point(n, ratio, 1.0, ratio) for n, ratio in ratios.items()]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "gemm_from"),
+    [
+        pytest.param({2: 0.5, 4: 0.9, 8: 1.2, 16: 2.0}, 8, id="one crossing"),
+        pytest.param({2: 0.5, 4: 1.02, 8: 0.7, 16: 2.0}, 16, id="a small lead before a loss"),
+        pytest.param({2: 0.5, 4: 1.5, 8: 0.98, 16: 2.0}, 4, id="a small loss after a lead"),
+        pytest.param({2: 1.1, 4: 1.2, 8: 1.2}, 2, id="the GEMM from the start"),
+        pytest.param({2: 0.5, 4: 0.9, 8: 0.99}, NEVER, id="never"),
+        pytest.param({2: 0.5, 4: 1.0, 8: 1.5}, 8, id="a draw stays with the tiles"),
+    ],
+)
+def test_the_threshold_loses_least(ratios: dict[int, float], gemm_from: int) -> None:
+    assert crossover(points(ratios))[0] == gemm_from
+
+
+def test_regret_is_what_the_wrong_rows_cost() -> None:
+    assert crossover(points({2: 0.5, 4: 2.0}))[1] == 0.0
+    _, regret = crossover(points({2: 0.5, 4: 1.1, 8: 0.8, 16: 2.0}))
+    assert regret == pytest.approx(1.1 ** (1 / 4) - 1)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("fixed", "gemm_from"),
+    [
+        pytest.param(1.1, 8, id="just above one pass of tiles"),
+        pytest.param(2.2, 16, id="two passes"),
+        pytest.param(1e3, NEVER, id="a GEMM that never pays"),
+    ],
+)
+def test_a_model_is_calibrated_to_where_its_lines_cross(
+    fixed: float, gemm_from: int, noise: float
+) -> None:
+    """Memory that is half as fast in every other round moves nothing: ratios are of one round."""
+    found = calibrate("fp8", POOL, timer=Model(fixed, noise))
+    assert (found.fmt, found.threads, found.gemm_from) == ("fp8", 15, gemm_from)
+    assert [point.tokens for point in found.points] == list(TOKENS)
+
+
+def test_paths_take_turns_and_the_first_round_only_warms_up() -> None:
+    model = Model(2.0)
+    clock = iter(range(1000))
+    shares: list[float] = []
+    slow = time_paths(model, (4, 8), shares.append, lambda: float(next(clock)))
+    assert shares == [0.0, 0.5]
+    assert model.asked == [
+        (path, n) for n in (4, 8) for _ in range(4) for path in ("tiles", "gemm")
+    ]
+    assert [round(point.gemm * 1e6, 6) for point in slow] == [2.0, 2.0]
+    quick = Model(2.0)
+    time_paths(quick, (4,), clock=lambda: 0.0)
+    assert len(quick.asked) == 2 * 10
+
+
+def test_what_is_kept_is_what_experts_will_find(tmp_path) -> None:
+    found = calibrate("fp8", POOL, timer=Model(1.05))
+    with env.override(cache_dir=tmp_path):
+        keep(found)
+        assert choices.chosen("amx", "fp8", detect().cpu).gemm_from == found.gemm_from == 8

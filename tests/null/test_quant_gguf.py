@@ -1,0 +1,227 @@
+"""GGUF's block formats: ggml's numbers bit for bit, and the packed bytes that kernels read."""
+
+from __future__ import annotations
+
+import copy
+
+import gguf.quants
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+
+from pykernels.errors import PykernelsError
+from pykernels.quant import PackedExperts, Weight, get_format
+from pykernels.quant.layout import N_BLOCK
+from pykernels.shapes import MoEShape
+
+TYPES = {"q4_k": Type.Q4_K, "q5_k": Type.Q5_K, "q6_k": Type.Q6_K, "q8_0": Type.Q8_0}
+K_QUANTS = ("q4_k", "q5_k", "q6_k")
+GROUP = {"q4_k": 32, "q5_k": 32, "q6_k": 16, "q8_0": 32}
+
+
+@pytest.fixture(params=TYPES)
+def fmt(request):
+    return get_format(request.param)
+
+
+def _random(fmt, N: int, K: int, halves: torch.Tensor | None = None) -> Weight:
+    """Random bytes: every code and every small scale; fp16 scales from ``halves``."""
+    g = torch.Generator().manual_seed(N * K)
+    raw = torch.randint(0, 256, fmt.data_shape(N, K), generator=g, dtype=torch.uint8)
+    blocks = fmt.split(raw.view(-1, fmt.stored_bytes))
+    if halves is None:
+        halves = torch.randn(100, generator=g).half()
+    at = torch.randint(0, len(halves), blocks.halves.shape, generator=g)
+    return Weight(fmt.join(blocks._replace(halves=halves[at])).view(raw.shape))
+
+
+def test_splitting_and_joining_keeps_every_bit(fmt):
+    raw = torch.randint(0, 256, (999, fmt.stored_bytes), dtype=torch.uint8)
+    blocks = fmt.split(raw)
+    assert torch.equal(fmt.join(blocks), raw)
+    assert (
+        int(blocks.codes.max()) == 2**fmt.bits - 1 and blocks.codes.unique().numel() == 2**fmt.bits
+    )
+    if fmt.small:
+        assert blocks.small.unique().numel() == (256 if fmt.name == "q6_k" else 64)
+
+
+@pytest.mark.parametrize(
+    "halves",
+    [
+        pytest.param(None, id="usual scales"),
+        pytest.param([0.0, -0.0, 2.0**-24, -(2.0**-15), 2.0**-14], id="zeros and subnormals"),
+        pytest.param([65504.0, -65504.0], id="the largest"),
+    ],
+)
+def test_dequantized_as_gguf_does_bit_for_bit(fmt, halves):
+    weight = _random(fmt, 40, 1280, None if halves is None else torch.tensor(halves).half())
+    ours = fmt.dequantize(weight).numpy()
+    theirs = gguf.quants.dequantize(weight.data.numpy(), TYPES[fmt.name])
+    assert ours.shape == (40, 1280) and np.array_equal(ours.view(np.uint32), theirs.view(np.uint32))
+
+
+@pytest.mark.parametrize(
+    "scale", [1.0, 1e-5, 1e-9, 1e4], ids=["unit", "fp16 subnormal", "scale is 0 in fp16", "large"]
+)
+def test_q8_0_is_quantized_as_gguf_does_bit_for_bit(scale):
+    matrix = torch.randn(64, 512) * scale
+    matrix[3, 32:96] = 0  # a block of zeros has no inverse scale
+    matrix[5, :32] = torch.arange(32) / 2  # ties
+    matrix[5, 31] = 127
+    theirs = gguf.quants.quantize(matrix.numpy(), Type.Q8_0)
+    assert np.array_equal(get_format("q8_0").quantize(matrix).data.numpy(), theirs)
+
+
+def _matrices() -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    gauss, spread = (torch.randn(64, 1024, generator=g) for _ in range(2))
+    steps = torch.randn(64, 32, generator=g).repeat_interleave(32, dim=1)
+    return {
+        "gaussian": gauss,
+        "heavy tails": gauss * spread.exp(),
+        "groups of unlike size": gauss * (2 * steps).exp(),
+        "positive: the offset has the wrong sign": gauss.abs(),
+        "far from zero": gauss.abs() + 10,
+        "negative: an offset and no range": -gauss.abs() - 10,
+        "one value a group: no range at all": steps,
+        "two values": gauss.sign(),
+        "mostly zeros": gauss * (spread > 1.5),
+        "below fp16 scales": gauss * 1e-6,
+    }
+
+
+def _bound(name: str, matrix: torch.Tensor) -> torch.Tensor:
+    """``Format.error`` in numbers: [N, superblocks, 1]."""
+    groups = matrix.view(len(matrix), -1, 256 if name in K_QUANTS else 32, 1)
+    groups = groups.view(*groups.shape[:2], -1, GROUP[name])
+    if name == "q8_0":
+        return groups.abs().amax((2, 3)) / 127 * 0.57 + 4e-6
+    if name == "q6_k":
+        return groups.abs().amax((2, 3)) / 32 + 1.3e-4
+    span = groups.amax(3).clamp(min=0) - groups.amin(3).clamp(max=0)
+    return 1.5 / get_format(name).levels * span.amax(2) + 6e-5
+
+
+@pytest.mark.parametrize("case", _matrices())
+def test_quantization_error_is_within_its_bound(fmt, case):
+    matrix = _matrices()[case]
+    error = (fmt.dequantize(fmt.quantize(matrix)) - matrix).abs().view(64, -1, fmt.k_multiple)
+    assert (error.amax(2) <= _bound(fmt.name, matrix)).all()
+
+
+def _rms_error(fmt, case: str) -> float:
+    matrix = _matrices()[case]
+    return (fmt.dequantize(fmt.quantize(matrix)) - matrix).square().mean().sqrt().item()
+
+
+# RMS errors of ggml's own C quantizers (quantize_row_*_ref) on these very matrices.
+GGML = {
+    "gaussian": {"q4_k": 0.07145, "q5_k": 0.03593, "q6_k": 0.017666},
+    "heavy tails": {"q4_k": 0.26679, "q5_k": 0.13888, "q6_k": 0.076537},
+    "groups of unlike size": {"q4_k": 1.69136, "q5_k": 0.87324, "q6_k": 0.44214},
+}
+
+
+@pytest.mark.parametrize("name", K_QUANTS)
+@pytest.mark.parametrize("case", GGML)
+def test_the_search_is_as_good_as_ggml_s_and_better_than_the_plain_grid(name, case):
+    fmt = get_format(name)
+    plain = copy.copy(fmt)
+    plain.grids = ()  # the grid that just spans each group
+    searched = _rms_error(fmt, case)
+    assert searched <= 1.02 * GGML[case][name]
+    assert searched <= 0.99 * _rms_error(plain, case)
+
+
+def _packed(fmt, N: int, K: int) -> tuple[Weight, torch.Tensor, torch.Tensor]:
+    weight = _random(fmt, N, K)
+    count = -(-N // N_BLOCK)
+    blocks = torch.full((count, fmt.block_bytes(K)), 0xAB, dtype=torch.uint8)
+    scales = torch.full((count, fmt.scale_bytes(K)), 0xAB, dtype=torch.uint8)
+    fmt.pack(weight, blocks, scales)
+    return weight, blocks, scales
+
+
+PLACES = [(0, 0), (1, 5), (16, 0), (37, 63), (40, 64), (63, 255), (50, 300), (5, 511)]
+
+
+def test_codes_lie_where_the_kernels_look(fmt):
+    """Low bits as fours, two rows a line; bits 4 and 5 as masks behind the 512 bytes of a tile."""
+    weight, blocks, _ = _packed(fmt, 64, 512)
+    codes = fmt.split(weight.data.view(-1, fmt.stored_bytes)).codes.view(64, 512)
+    tile_bytes = {8: 1024, 4: 512, 5: 640, 6: 768}[fmt.bits]
+    assert blocks.shape == (2, 512 // 64 * 2 * tile_bytes)
+    tiles = blocks.view(2, 512 // 64, 2, tile_bytes)
+    for n, k in PLACES:
+        tile = tiles[n // 32, k // 64, n % 32 // 16]
+        r, byte = k % 64 // 4, 4 * (n % 16) + k % 4
+        if fmt.bits == 8:
+            seen = int(tile[64 * r + byte])
+        else:
+            seen = int(tile[64 * (r // 2) + byte]) >> 4 * (r % 2) & 15
+            for bit in range(4, fmt.bits):
+                at = 512 + (8 * r if fmt.bits == 5 else 16 * r + 8 * (bit - 4))
+                mask = int.from_bytes(tile[at : at + 8].numpy().tobytes(), "little")
+                seen |= (mask >> byte & 1) << bit
+        assert seen == codes[n, k], (n, k)
+
+
+def test_scales_lie_where_the_kernels_look(fmt):
+    """For each superblock: fp16 [32 rows] each, then bytes [32 rows] for each group."""
+    weight, _, scales = _packed(fmt, 64, 512)
+    parts = fmt.split(weight.data.view(-1, fmt.stored_bytes))
+    per_row = 512 // fmt.k_multiple
+    halves, small = (p.reshape(64, per_row, -1) for p in parts[1:])
+    assert (
+        fmt.scale_bytes(512) == {"q4_k": 1280, "q5_k": 1280, "q6_k": 1152, "q8_0": 1024}[fmt.name]
+    )
+    stream = scales.view(2, per_row, -1)
+    for n, k in PLACES:
+        block = stream[n // 32, k // fmt.k_multiple]
+        superblock = n, k // fmt.k_multiple
+        wide = block[: 64 * fmt.halves].contiguous().view(torch.float16).view(-1, 32)
+        assert torch.equal(wide[:, n % 32], halves[superblock])
+        assert torch.equal(block[64 * fmt.halves :].view(-1, 32)[:, n % 32], small[superblock])
+
+
+def test_affine_small_scales_alternate_scale_and_offset():
+    """Which is which decides the kernels' sums: sc, m of group 0, then of group 1."""
+    fmt = get_format("q4_k")
+    blocks = fmt.split(fmt.quantize(torch.rand(1, 256) + 1).data)
+    sc, m = blocks.small.view(8, 2).unbind(1)
+    twice = fmt.values(blocks._replace(small=torch.stack((sc * 2, m), 1).view(1, 16)))
+    d = blocks.halves[0, 0].float()
+    step = d * sc.repeat_interleave(32) * blocks.codes[0]
+    assert torch.allclose(twice[0] - fmt.values(blocks)[0], step)
+
+
+def test_rows_of_padding_are_zero(fmt):
+    _, blocks, scales = _packed(fmt, 33, 256)
+    parts = fmt.split(fmt.unpack(blocks, scales, 64, 256).data.view(-1, fmt.stored_bytes))
+    for part in parts:
+        assert not part.view(64, -1)[33:].any()
+
+
+def test_bytes_of_a_file_become_a_weight_and_come_back(fmt):
+    weight = _random(fmt, 24, 512)
+    flat = weight.data.flatten()
+    again = fmt.from_gguf(flat, 24, 512)
+    assert torch.equal(again.data, weight.data) and again.data.data_ptr() == flat.data_ptr()
+    with pytest.raises(PykernelsError, match=f"bytes are no {fmt.name} matrix"):
+        fmt.from_gguf(flat[:-1], 24, 512)
+
+
+@pytest.mark.parametrize("K", [100, 128, 255])
+def test_k_that_is_no_multiple_is_refused_before_work(K):
+    shape = MoEShape(E=2, H=256, I=K, topk=1)
+    with pytest.raises(PykernelsError, match=f"multiple of 256, not {K}"):
+        PackedExperts.bytes_needed(shape, get_format("q4_k"))
+    with pytest.raises(PykernelsError, match=f"multiple of 256, not {K}"):
+        get_format("q6_k").quantize(torch.zeros(2, K))
+
+
+def test_weights_too_large_for_fp16_scales_are_refused(fmt):
+    with pytest.raises(PykernelsError, match="too large for the fp16 scales"):
+        fmt.quantize(torch.full((1, 256), 1e9))
