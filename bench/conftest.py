@@ -12,7 +12,17 @@ from rich.table import Table  # noqa: E402
 
 from pykernels.target import detect  # noqa: E402
 
-COLUMNS = ("threads", "gbps", "roof_gbps", "roof_share", "tflops", "tok_per_s")
+COLUMNS = (
+    "threads",
+    "gbps",
+    "roof_gbps",
+    "roof_share",
+    "tflops",
+    "tok_per_s",
+    "p50_us",
+    "p99_us",
+    "max_us",
+)
 
 
 def pytest_terminal_summary(
@@ -32,7 +42,7 @@ def pytest_terminal_summary(
         case = bench.fullname.split("::")[-1].removeprefix("bench_")
         table.add_row(case, f"{bench.stats.median * 1e3:.3f}", *cells)
     terminalreporter.ensure_newline()
-    Console(width=140).print(table)
+    Console(width=160).print(table)
 
 
 def _cell(value: float | int | None) -> str:

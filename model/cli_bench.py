@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .cli_common import Debug, Kernel, Threads, command, err, kernel_name, out, prepare_threads
+from .cli_common import (
+    Debug,
+    Kernel,
+    Numa,
+    Threads,
+    command,
+    err,
+    kernel_name,
+    out,
+    prepare_threads,
+)
 
 if TYPE_CHECKING:
     from runtime.measure import MoEMeasurement
@@ -39,6 +49,7 @@ def moe(
     ] = "bf16",
     threads: Threads = None,
     kernel: Kernel = None,
+    numa: Numa = "auto",
     as_json: Annotated[
         bool, typer.Option("--json", help="One flat JSON object on stdout, nothing else.")
     ] = False,
@@ -59,6 +70,7 @@ def moe(
             chosen_kernel,
             routing,
             activations,
+            numa,
             progress=lambda share: status.update(f"timing, {share:.0%}"),
         )
     if as_json:
@@ -73,7 +85,8 @@ def _show(measured: MoEMeasurement) -> None:
     m = measured
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="cyan", no_wrap=True)
-    table.add_row("CPU", f"{m.cpu}, {m.threads} threads")
+    nodes = f" on {m.numa_nodes} NUMA nodes" if m.numa_nodes > 1 else ""
+    table.add_row("CPU", f"{m.cpu}, {m.threads} threads{nodes}")
     table.add_row("kernel", f"{m.format} on {m.kernel}, {m.activations} activations")
     table.add_row("layer", f"{m.experts} experts of {m.hidden} x {m.inter}, top-{m.topk}")
     crowd = "" if m.routing == "balanced" else f", the busiest has {m.busiest_over_mean:.1f} x mean"

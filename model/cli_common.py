@@ -48,7 +48,16 @@ Debug = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(min=1, metavar="N", help="Worker threads.", show_default="every usable core"),
+    typer.Option(
+        min=1, metavar="N", help="Worker threads.", show_default="one on each physical core"
+    ),
+]
+Numa = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|off|N",
+        help="Split the experts across the NUMA nodes: where there are several, never, or N.",
+    ),
 ]
 Kernel = Annotated[
     str | None,
@@ -137,7 +146,8 @@ def prepare_threads(threads: int | None) -> int | None:
     """
     from runtime.topology import Topology
 
-    usable = Topology.detect().usable
+    topology = Topology.detect()
+    usable = topology.usable
     chosen = threads or env.threads
     if chosen is not None and chosen > usable:
         raise PykernelsError(
@@ -145,7 +155,7 @@ def prepare_threads(threads: int | None) -> int | None:
             f"Give --threads {usable} or fewer, or allow it more cores (taskset, cgroup)",
         )
     for name, value in {
-        "OMP_NUM_THREADS": str(chosen or usable),
+        "OMP_NUM_THREADS": str(chosen or topology.default_threads()),
         "OMP_WAIT_POLICY": "PASSIVE",
         "KMP_BLOCKTIME": "0",
         "TOKENIZERS_PARALLELISM": "false",

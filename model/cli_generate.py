@@ -12,7 +12,17 @@ import typer
 
 from pykernels.errors import PykernelsError
 
-from .cli_common import Debug, Kernel, Threads, command, err, kernel_name, note, prepare_threads
+from .cli_common import (
+    Debug,
+    Kernel,
+    Numa,
+    Threads,
+    command,
+    err,
+    kernel_name,
+    note,
+    prepare_threads,
+)
 
 if TYPE_CHECKING:
     from .generate import GenerationStats
@@ -58,6 +68,7 @@ class Writer:
         dtype: str | None,
         threads: int | None,
         kernel: str | None,
+        numa: str,
         prompt: str | None = None,
         **sampling: Any,
     ) -> None:
@@ -85,6 +96,7 @@ class Writer:
             dtype=dtype,
             threads=chosen_threads,
             kernel=chosen_kernel,
+            numa=numa,
         )
 
     def _check(self, path: Path, prompt: str) -> None:
@@ -170,6 +182,7 @@ def generate(
     seed: Seed = 0,
     threads: Threads = None,
     kernel: Kernel = None,
+    numa: Numa = "auto",
     echo: Annotated[bool, typer.Option(help="Write the prompt before its continuation.")] = True,
     debug: Debug = False,
 ) -> None:
@@ -183,6 +196,7 @@ def generate(
         dtype,
         threads,
         kernel,
+        numa,
         prompt,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -212,6 +226,7 @@ def chat(
     seed: Seed = 0,
     threads: Threads = None,
     kernel: Kernel = None,
+    numa: Numa = "auto",
     system: Annotated[str, typer.Option(help="What the model is told first.")] = "",
     debug: Debug = False,
 ) -> None:
@@ -223,6 +238,7 @@ def chat(
         dtype,
         threads,
         kernel,
+        numa,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,

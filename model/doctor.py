@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import math
-import os
 import platform
 import re
 import sys
@@ -21,6 +19,7 @@ from pykernels.env import env
 from pykernels.errors import PykernelsError
 
 from .doctor_report import Fact, Report
+from .doctor_topology import topology_facts
 
 NEEDED_VERSIONS = {
     "torch": "2.11",
@@ -90,14 +89,12 @@ def look_at_machine() -> Iterator[Fact]:
         "pykernels runs on 64-bit Linux only" if wrong else "",
         "Use a 64-bit Linux, in a virtual machine or a container if need be",
     )
-    target, topology = detect(), Topology.detect()
+    target = detect()
     yield Fact("CPU", target.cpu)
     yield Fact("has", " ".join(n for n in ISA_NAMES if n in target.isa) or "none that we use")
     if lacks := target.lacks(ISA_NAMES):
         yield Fact("lacks", " ".join(lacks))
-    quota = f", of which the cgroup grants {q:g}" if math.isfinite(q := topology.cpu_quota) else ""
-    yield Fact("cores", f"{len(topology.cores)} of {os.cpu_count()} may be used{quota}")
-    yield Fact("NUMA", f"{len(topology.nodes)} node(s)")
+    yield from topology_facts(Topology.detect())
 
 
 def look_at_memory() -> Iterator[Fact]:
@@ -288,7 +285,9 @@ def look_at_speed() -> Iterator[Fact]:
     from runtime.roofline import read_roof
 
     pool = default_pool()
-    yield Fact("read roof", f"{read_roof(pool):.1f} GB/s on {pool.threads} threads, measured now")
+    nodes = f" of {len(pool.pools)} NUMA nodes" if len(pool.pools) > 1 else ""
+    rate = f"{read_roof(pool):.1f} GB/s"
+    yield Fact("read roof", f"{rate} on {pool.threads} threads{nodes}, measured now")
 
 
 def look_at_flags() -> Iterator[Fact]:

@@ -9,6 +9,8 @@ from torch import nn
 
 from pykernels.errors import PykernelsError
 from runtime.experts import RoutedExperts
+from runtime.pool import Pool
+from runtime.topology import Topology
 
 from .checkpoint import Checkpoint
 from .convert import Dense, Plan
@@ -65,10 +67,32 @@ def check(main: int, on_device: int, device: torch.device) -> None:
             )
 
 
+def check_nodes(plan: Plan, model: nn.Module, pool: Pool) -> None:
+    """Raise `PykernelsError` if a NUMA node has no room for its slices of the experts.
+
+    Memory that is bound to a node comes from nowhere else: the kernel would end the process.
+    """
+    needs = [0] * len(pool.pools)
+    for item in plan.items:
+        if isinstance(item, Dense):
+            continue
+        module = model.get_submodule(item.name)
+        if isinstance(module, FusedMoE):
+            fmt = module.packed_format(item.stored)
+            for i, nbytes in enumerate(RoutedExperts.bytes_by_node(module.shape, fmt, pool)):
+                needs[i] += nbytes
+    free = {node.number: node.memory_free for node in Topology.detect().nodes}
+    for need, each in zip(needs, pool.pools, strict=True):
+        if each.node is not None and need > free[each.node]:
+            raise PykernelsError(
+                f"NUMA node {each.node} gets {size(need)} of experts, {size(free[each.node])} are"
+                " free there",
+                "Free memory on that node, or use --numa off",
+            )
+
+
 def available() -> int:
     """Bytes of main memory that a new allocation can have now, cgroup limits included."""
-    from runtime.topology import Topology
-
     return Topology.detect().memory_available
 
 

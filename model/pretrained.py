@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from pykernels.errors import PykernelsError
-from runtime.pool import configure_default_pool
+from runtime.nodes import AUTO
+from runtime.pool import configure_default_pool, default_pool
 
 from . import memory
 from .checkpoint import Checkpoint
@@ -38,6 +39,7 @@ def from_pretrained(
     dtype: str | torch.dtype | None = None,
     threads: int | None = None,
     kernel: str = "auto",
+    numa: str | None = None,
     progress: bool | Callback | None = None,
 ) -> PreTrainedModel:
     """Load a checkpoint with its routed experts on the CPU kernels.
@@ -51,8 +53,11 @@ def from_pretrained(
             empty list leaves the model as transformers has it.
         device: where all but the routed experts goes: "cpu" or "cuda:0".
         dtype: of all but the routed experts; None: the config's (bfloat16 as a rule).
-        threads: workers of the experts, shared by all models of the process; None: as they are.
+        threads: workers of the experts, shared by all models of the process; None: as they are, or
+            one on each physical core, without the one that feeds the GPU.
         kernel: auto, amx, avx512 or generic; a rule's own `kernel` goes before it.
+        numa: auto, off or the number of NUMA nodes: whether the experts are split across them,
+            which is also the workers' and so the same for all models; None: as it is (auto).
         progress: None: a bar on a terminal for loads over a second; True, False, or a callable
             that gets (bytes done, bytes in all).
 
@@ -65,21 +70,32 @@ def from_pretrained(
     config = read_config(folder)
     chosen = resolve_dtype(dtype, config)
     parsed = resolve_rules(rules, config.model_type)
-    if threads is not None:
-        if threads < 1:
-            raise PykernelsError(f"{threads} threads were asked for", "Ask for 1 or more")
-        configure_default_pool(threads)
+    _use_threads(threads, numa, place)
     with Checkpoint(folder) as checkpoint:
         model = build_meta(config, chosen)
         inject(model, parsed, kernel)
         plan = make_plan(model, checkpoint, chosen)
         check_kernels(model, plan)
         memory.check(*memory.needed(plan, model, checkpoint, chosen, place), place)
+        memory.check_nodes(plan, model, default_pool())
         with reporting(progress) as report:
             load(model, plan, checkpoint, place, chosen, report)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
+
+
+def _use_threads(threads: int | None, numa: str | None, place: torch.device) -> None:
+    """Makes the workers what was asked for and what the device wants, if they are not yet.
+
+    Beside a GPU the thread that waits for the experts also feeds the GPU: it is none of them.
+    """
+    if threads is not None and threads < 1:
+        raise PykernelsError(f"{threads} threads were asked for", "Ask for 1 or more")
+    works = place.type == "cpu"
+    if threads is None and numa is None and default_pool().driver_works == works:
+        return
+    configure_default_pool(threads, works, numa=numa or AUTO)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

@@ -121,6 +121,16 @@ class RoutedExperts:
         """Memory of the packed experts of one layer."""
         return PackedExperts.bytes_needed(shape, get_format(fmt))
 
+    @staticmethod
+    def bytes_by_node(shape: MoEShape, fmt: str, pool: Pool) -> list[int]:
+        """The same on each node of a pool.
+
+        Raises:
+            PykernelsError: too narrow for the nodes that were asked for.
+        """
+        wanted = get_format(fmt)
+        return SplitExperts.slice_bytes(shape, wanted, _slices(shape, wanted, pool))
+
     @property
     def nbytes(self) -> int:
         """Memory that the packed experts take."""
@@ -268,9 +278,16 @@ def _room(shape: MoEShape, fmt: Format, own: Pool | None) -> Experts:
     pool = own or default_pool()
     if isinstance(pool, WorkerPool):
         return PackedExperts(shape, fmt, allocate, packer(own))
-    count = min(len(pool.pools), most_parts(shape, fmt)) if pool.narrow else len(pool.pools)
+    count = _slices(shape, fmt, pool)
     allocs = [partial(allocate, node=each.node) for each in pool.pools[:count]]
     return SplitExperts(shape, fmt, allocs, [packer(own, i, count) for i in range(count)])
+
+
+def _slices(shape: MoEShape, fmt: Format, pool: Pool) -> int:
+    """Into how many slices a layer is cut on a pool."""
+    if isinstance(pool, WorkerPool) or not pool.narrow:
+        return len(pool.pools)
+    return min(len(pool.pools), most_parts(shape, fmt))
 
 
 def _workers(pool: Pool, slices: int) -> Sequence[WorkerPool]:

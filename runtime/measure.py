@@ -18,7 +18,8 @@ from pykernels.errors import PykernelsError
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
 
-from .pool import WorkerPool
+from .nodes import AUTO
+from .pool import Pool, make_pool
 from .roofline import Roofs
 from .workload import RandomLayers, call_of, distinct, routings
 
@@ -47,6 +48,7 @@ class MoEMeasurement:
     experts: int
     topk: int
     threads: int
+    numa_nodes: int
     cpu: str
     calls: int
     distinct_experts: float
@@ -90,7 +92,7 @@ class MoECase:
         fmt: str,
         T: int,
         shape: MoEShape,
-        pool: WorkerPool,
+        pool: Pool,
         kernel: str = "auto",
         routing: str = "balanced",
         activations: str = "bf16",
@@ -136,6 +138,7 @@ def measure_moe(
     kernel: str = "auto",
     routing: str = "balanced",
     activations: str = "bf16",
+    numa: str = AUTO,
     seconds: float = 4.0,
     progress: Callable[[float], None] | None = None,
 ) -> MoEMeasurement:
@@ -145,17 +148,18 @@ def measure_moe(
         fmt: weight format.
         T: tokens a call.
         shape: the layer; as many of them take turns as the cache asks for.
-        threads: of the pool; None for every usable core.
+        threads: in all; None for one on each physical core.
         kernel: a backend's name, or "auto".
         routing: one of ``workload.ROUTINGS``.
         activations: "bf16" or "int8".
+        numa: "auto", "off" or the number of NUMA nodes to split the experts across.
         seconds: about how long to measure.
         progress: called with the share done, 0 to 1.
 
     Raises:
         PykernelsError: too little memory, threads, kernel or routing that this machine has not.
     """
-    with WorkerPool(threads) as pool:
+    with make_pool(threads, numa=numa) as pool:
         case = MoECase(fmt, T, shape, pool, kernel, routing, activations)
         roofs = Roofs(pool, detect())
         case.call()  # compiles
@@ -187,6 +191,7 @@ def measure_moe(
             experts=shape.E,
             topk=shape.topk,
             threads=pool.threads,
+            numa_nodes=len(case.layers[0].weights.slices),
             cpu=detect().cpu,
             calls=len(times),
             distinct_experts=round(statistics.fmean(case.distinct), 2),

@@ -31,20 +31,23 @@ def check_numa(numa: str) -> str:
     return numa
 
 
-def nodes_to_use(topology: Topology, numa: str = AUTO, threads: int | None = None) -> list[Node]:
+def nodes_to_use(
+    topology: Topology, numa: str = AUTO, threads: int | None = None, driver_works: bool = True
+) -> list[Node]:
     """The nodes across which experts are split; fewer than two: not at all.
 
     Args:
         numa: "auto" for every node with usable cores and memory, "off" for none, or how many such
             nodes the machine must have.
-        threads: asked for; None for the default number.
+        threads: asked for; None for the default number, which depends on
+        driver_works: see ``Topology.default_threads``.
 
     Raises:
         PykernelsError: a number of nodes that is not the machine's, or more than threads, or memory
             that cannot be bound to them.
     """
     check_numa(numa)
-    nodes, problem = _candidates(topology, threads)
+    nodes, problem = _candidates(topology, threads or topology.default_threads(driver_works))
     if numa == OFF:
         return []
     if numa == AUTO:
@@ -56,23 +59,26 @@ def nodes_to_use(topology: Topology, numa: str = AUTO, threads: int | None = Non
             f"Use --numa auto, off or {len(nodes)}",
         )
     if problem and len(nodes) > 1:
-        raise PykernelsError(f"--numa {numa} cannot be had: {problem}", "Use --numa off")
+        raise PykernelsError(
+            f"--numa {numa} cannot be had: {problem}", "Use --numa off, or see to that"
+        )
     return nodes
 
 
-def why_not_split(topology: Topology, threads: int | None = None) -> str | None:
+def why_not_split(
+    topology: Topology, threads: int | None = None, driver_works: bool = True
+) -> str | None:
     """Why "auto" does not split experts across nodes, as a clause; None if it does."""
-    return _candidates(topology, threads)[1]
+    return _candidates(topology, threads or topology.default_threads(driver_works))[1]
 
 
-def _candidates(topology: Topology, threads: int | None) -> tuple[list[Node], str | None]:
+def _candidates(topology: Topology, threads: int) -> tuple[list[Node], str | None]:
     """Nodes with cores and memory, and what stands in the way of using them all."""
     nodes = [node for node in topology.nodes if node.memory_total > 0]
-    most = topology.usable if threads is None else threads
     if len(nodes) < 2:
         return nodes, "there is one node"
-    if most < len(nodes):
-        return nodes, f"{most} thread(s) are fewer than {len(nodes)} nodes"
+    if threads < len(nodes):
+        return nodes, f"{threads} thread(s) are fewer than {len(nodes)} nodes"
     refused = (binding_problem(node.number) for node in nodes if node.number is not None)
     return nodes, next((why for why in refused if why), None)
 
@@ -106,7 +112,7 @@ class NodePools:
         if wanted is None:
             rooms = [topology.at(node).default_threads() for node in nodes]
             wanted = min(topology.default_threads(driver_works), sum(rooms))
-        self.threads, self.narrow = wanted, narrow
+        self.threads, self.driver_works, self.narrow = wanted, driver_works, narrow
         if not len(nodes) <= wanted <= min(sum(rooms), topology.usable):
             most = min(sum(rooms), topology.usable)
             raise PykernelsError(

@@ -35,12 +35,10 @@ def make_pool(
     """
     topology = topology or Topology.detect()
     threads = env.threads if threads is None else threads
-    nodes = nodes_to_use(topology, numa, threads)
+    nodes = nodes_to_use(topology, numa, threads, driver_works)
     if numa == AUTO and len(topology.nodes) > 1 and not nodes:
-        warnings.warn(
-            f"experts are not split across the NUMA nodes: {why_not_split(topology, threads)}",
-            stacklevel=2,
-        )
+        why = why_not_split(topology, threads, driver_works)
+        warnings.warn(f"experts are not split across the NUMA nodes: {why}", stacklevel=2)
     if len(nodes) < 2:
         return WorkerPool(threads, driver_works, topology)
     return NodePools(nodes, threads, driver_works, topology, narrow=numa == AUTO)

@@ -18,7 +18,7 @@ from pykernels.cpu.stream import LOOPS, STREAM, make_read
 from pykernels.target import Target, detect
 
 from .memory import allocate
-from .pool import Call, Pool, WorkerPool, wait_all
+from .pool import Call, Pool, wait_all
 
 _CHUNK = 4 << 20  # of one task: shorter ones lost up to 9 % to finding their stream
 
@@ -101,20 +101,21 @@ class ComputeRoof:
         instruction: one of ``FLOPS``; the caller has seen that it is here.
     """
 
-    def __init__(self, pool: WorkerPool, instruction: str) -> None:
+    def __init__(self, pool: Pool, instruction: str) -> None:
         self.pool = pool
         task = make_compute(instruction).address
         self._sink = np.zeros(32, np.float32)
         address = self._sink.ctypes.data + -self._sink.ctypes.data % 64
-        tasks = 16 * pool.threads
-        self._call = Call(task, task, address, tasks, 1, 0)
-        self._flops = tasks * FLOPS[instruction]
+        tasks = [16 * each.threads for each in pool.pools]
+        self._calls = [Call(task, task, address, count, 1, 0) for count in tasks]
+        self._flops = sum(tasks) * FLOPS[instruction]
         self.seen: list[float] = []
 
     def once(self) -> float:
         """TFLOP/s (1e12) of one pass, some milliseconds; kept in ``seen``."""
-        self.pool.start(self._call)
-        self.seen.append(self._flops / self.pool.wait() / 1e12)
+        for pool, call in zip(self.pool.pools, self._calls, strict=True):
+            pool.start(call)
+        self.seen.append(self._flops / wait_all(self.pool.pools) / 1e12)
         return self.seen[-1]
 
 
@@ -124,7 +125,7 @@ class Roofs:
     The compute roofs are those of the dot product instructions that this CPU has.
     """
 
-    def __init__(self, pool: WorkerPool, target: Target) -> None:
+    def __init__(self, pool: Pool, target: Target) -> None:
         self._read = ReadRoof(pool)
         self._compute = {
             name: ComputeRoof(pool, name) for name in FLOPS if not target.lacks(NEEDS[name])

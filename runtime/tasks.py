@@ -13,6 +13,8 @@ is ``nogil`` code on addresses; ``workers.py`` holds the threads.
 
 from __future__ import annotations
 
+from numba import types
+
 from pykernels.cpu.intrin.sync import (
     atomic_add,
     atomic_load,
@@ -242,3 +244,10 @@ def stop(control: int) -> None:
     """Tells the workers to leave."""
     atomic_store(control + STOP, 1)
     _wake_workers(control)
+
+
+def compile_all() -> None:
+    """Compiles (or loads from the cache) what a pool calls."""
+    for function, arguments in ((worker_loop, 2), (publish, 12), (stop, 1)):
+        function.compile((types.int64,) * arguments)
+    finish.compile((types.int64, types.boolean))

@@ -182,8 +182,9 @@ def _nodes(root: Path, cores: tuple[int, ...]) -> tuple[Node, ...]:
         meminfo = read(path / "meminfo") or ""
         if allowed and number not in _parse_cpu_list(allowed[1]):
             meminfo = ""
-        # What a new allocation can have: free pages, and page cache that nobody used lately.
-        free = _kib(meminfo, "MemFree") + _kib(meminfo, r"Inactive\(file\)")
+        # What a new allocation can have: about what the kernel calls available, of one node.
+        given_up = (r"Active\(file\)", r"Inactive\(file\)", "SReclaimable")
+        free = sum(_kib(meminfo, name) for name in ("MemFree", *given_up))
         found.append(Node(number, mine, _kib(meminfo, "MemTotal"), free))
     machine = psutil.virtual_memory()
     return tuple(found) or (Node(None, cores, machine.total, machine.available),)
@@ -191,7 +192,7 @@ def _nodes(root: Path, cores: tuple[int, ...]) -> tuple[Node, ...]:
 
 def _kib(meminfo: str, name: str) -> int:
     """Bytes of one line of a node's ``meminfo``; 0 if there is none."""
-    found = re.search(rf"{name}:\s*(\d+) kB", meminfo)
+    found = re.search(rf" {name}:\s*(\d+) kB", meminfo)
     return int(found[1]) << 10 if found else 0
 
 

@@ -101,7 +101,7 @@ class WorkerPool:
         self._running: Call | None = None
         self._closed = False
         self._pid = os.getpid()
-        tasks.worker_loop.compile("(int64, int64)")  # under the GIL, before any thread asks for it
+        tasks.compile_all()  # under the GIL, before any thread asks; and Ctrl-C finds them compiled
         first = 1 if driver_works else 0
         self._threads = [
             threading.Thread(

@@ -10,7 +10,7 @@ from pykernels.shapes import MoEShape
 from pykernels.target import detect
 
 from .experts import RoutedExperts
-from .pool import WorkerPool
+from .pool import Pool
 from .topology import Topology
 
 ROUTINGS = ("balanced", "zipf", "one")
@@ -108,7 +108,7 @@ class RandomLayers:
         shape: MoEShape,
         fmt: str,
         routings: list[torch.Tensor],
-        pool: WorkerPool | None = None,
+        pool: Pool | None = None,
     ) -> None:
         self.shape, self.fmt, self._pool = shape, fmt, pool
         nbytes = RoutedExperts.bytes_needed(shape, fmt)

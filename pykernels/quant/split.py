@@ -147,7 +147,7 @@ def _join(parts: Sequence[Weight], axis: int, shared_scale: bool = False) -> Wei
 
 def _unit(fmt: Format) -> int:
     """Intermediate rows to a multiple of which slices are cut: scale blocks both ways."""
-    return max(K_BLOCK, getattr(fmt, "k_block", K_BLOCK))
+    return max(K_BLOCK, fmt.k_block)
 
 
 def _scales_run_along_k(fmt: Format) -> bool:

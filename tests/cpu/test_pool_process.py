@@ -11,44 +11,61 @@ from pathlib import Path
 
 import pytest
 
+from pykernels.cpu.intrin.sync import atomic_load, clock_ns, pause
+from pykernels.cpu.jit import task
+
 ROOT = Path(__file__).resolve().parents[2]
 
 HEAD = """
 import sys, time
+import numpy as np
 from tests.cpu.test_pool import FakeCall
+from tests.cpu.test_pool_process import make_until
 from runtime import tasks
-from runtime.pool import WorkerPool
+from runtime.pool import Call, WorkerPool
 
 pool = WorkerPool({threads}, driver_works={driver_works})
-probe = FakeCall(1, 4, 1, spin=1_000_000)
-probe.run(pool)
-one = probe.run(pool)
-slow = FakeCall(1, 4, 1, spin=int(1_000_000 * {seconds} / one))  # {seconds} s
+until = make_until().address
+job = np.array([time.monotonic_ns() + int({seconds} * 1e9)])
+slow = Call(until, until, job.ctypes.data, active=1, i_chunks=4, down_chunks=1)
 """
 INTERRUPTED = """
 try:
-    pool.start(slow.call)
+    pool.start(slow)
     print("running", flush=True)
     pool.wait()
 except KeyboardInterrupt:
-    late = time.monotonic_ns() - pool._words[tasks.FINISHED_AT // 8]
-    assert (slow.counts == 1).all(), "the call was cut short"
-    assert late < 500_000_000, f"{{late / 1e9:.2f}} s after the call ended"
+    now = time.monotonic_ns()
+    assert now >= job[0], "the call was cut short"
+    late = now - pool._words[tasks.FINISHED_AT // 8]
+    assert late < 500_000_000, f"{late / 1e9:.2f} s after the call ended"
     assert FakeCall(2, 2, 2).run(pool) >= 0, "the pool is not usable"
     print("interrupted")
 """
 LEAVINGS = {
-    "the end of the script": "pool.start(slow.call)",
-    "sys.exit": "pool.start(slow.call); sys.exit(0)",
+    "the end of the script": "pool.start(slow)",
+    "sys.exit": "pool.start(slow); sys.exit(0)",
     "workers asleep": "time.sleep(0.05)",
-    "close while a call runs": "pool.start(slow.call); pool.close()",
-    "a dropped pool": "pool.start(slow.call); del pool",
+    "close while a call runs": "pool.start(slow); pool.close()",
+    "a dropped pool": "pool.start(slow); del pool",
 }
 POOLS = [
     pytest.param({"threads": 1, "driver_works": True}, id="the driver alone"),
     pytest.param({"threads": 1, "driver_works": False}, id="a worker alone"),
     pytest.param({"threads": None, "driver_works": True}, id="all cores"),
 ]
+
+
+def make_until():
+    """A task that ends at the time in its job (``clock_ns``)."""
+
+    @task("until")
+    def until(job, index, worker):
+        while clock_ns() < atomic_load(job):
+            pause()
+        return 0
+
+    return until
 
 
 def start(script: str) -> subprocess.Popen[str]:
@@ -64,7 +81,7 @@ def start(script: str) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("kind", POOLS)
 def test_ctrl_c_counts_when_the_call_has_ended(kind: dict[str, object]) -> None:
-    process = start(HEAD.format(seconds=1.5, **kind) + INTERRUPTED.format())
+    process = start(HEAD.format(seconds=1.5, **kind) + INTERRUPTED)
     assert process.stdout is not None
     assert process.stdout.readline() == "running\n"
     time.sleep(0.3)  # it is in the call now

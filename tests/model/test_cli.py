@@ -69,7 +69,7 @@ def test_version(run: Run) -> None:
 
 def test_help_names_every_default(run: Run) -> None:
     text = " ".join(run("generate", "--help").out.replace("│", " ").split())
-    for default in ("128", "0.8", "(the embedded model)", "(every usable core)"):
+    for default in ("128", "0.8", "(the embedded model)", "(one on each physical core)"):
         assert f"[default: {default}]" in text
 
 
@@ -177,6 +177,7 @@ MEASURED = MoEMeasurement(
     experts=8,
     topk=2,
     threads=2,
+    numa_nodes=1,
     cpu="a CPU",
     calls=100,
     distinct_experts=2.0,
@@ -239,6 +240,8 @@ GENERATE = [
     pytest.param(["--kernel", "amx9"], "no kernel 'amx9'", id="no such kernel"),
     pytest.param(["--dtype", "int3"], "int3", id="no such dtype"),
     pytest.param(["--threads", USABLE + 1], f"{USABLE + 1} threads", id="too many threads"),
+    pytest.param(["--numa", "both"], "'both' is not known", id="no NUMA setting"),
+    pytest.param(["--numa", 99], r"--numa 99 .* NUMA node\(s\) have cores", id="not its nodes"),
     pytest.param(["--model", "/nowhere"], "no folder /nowhere", id="no folder"),
     pytest.param(["--rules", "/nowhere.yaml"], "/nowhere.yaml", id="no rules file"),
     pytest.param(["--max-new-tokens", 5000], "5000 new ones", id="more than the context"),

@@ -1,0 +1,155 @@
+"""A model's workers: NUMA nodes from `--numa` to the logits, and who works beside a GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import model
+from model import memory, pretrained
+from model.cli import app
+from model.doctor_topology import topology_facts
+from model.modules.moe import routed_experts
+from pykernels.errors import PykernelsError
+from pykernels.quant.split import SplitExperts
+from runtime.pool import configure_default_pool, default_pool
+from runtime.topology import Node, Topology
+
+from .tiny import Tiny
+
+Checkpoints = Callable[..., Tiny]
+WIDE = {"hidden_size": 256, "moe_intermediate_size": 256}
+
+pytestmark = pytest.mark.skipif(
+    len(Topology.detect().physical) < 2, reason="two made-up NUMA nodes need two cores"
+)
+
+
+@pytest.fixture(autouse=True)
+def two_made_up_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("PYKERNELS_FAKE_NUMA", "2")
+    yield
+    monkeypatch.undo()
+    configure_default_pool()
+
+
+def test_a_model_split_across_nodes_has_the_same_logits(
+    checkpoint: Checkpoints, ids: torch.Tensor
+) -> None:
+    path = checkpoint("qwen3_moe", **WIDE).path
+    logits, slices = {}, {}
+    for numa in ("off", "auto", "2"):
+        lm = model.from_pretrained(path, dtype="float32", numa=numa)
+        logits[numa] = lm(ids).logits
+        slices[numa] = {len(routed.weights.slices) for routed in routed_experts(lm)}
+    assert slices == {"off": {1}, "auto": {2}, "2": {2}}
+    assert torch.equal(logits["auto"], logits["2"])
+    # A float32 sum in another order now and then rounds a later layer's input the other way.
+    assert (logits["auto"] - logits["off"]).norm() < 1e-3 * logits["off"].norm()
+
+
+def test_a_narrow_layer_stays_in_one_piece_unless_the_split_was_asked_for(
+    checkpoint: Checkpoints,
+) -> None:
+    path = checkpoint("deepseek_v3").path  # 32 wide
+    lm = model.from_pretrained(path, numa="auto")
+    assert {len(routed.weights.slices) for routed in routed_experts(lm)} == {1}
+    with pytest.raises(PykernelsError, match="cannot be split across 2 NUMA nodes"):
+        model.from_pretrained(path, numa="2")
+
+
+@pytest.mark.parametrize(("numa", "nodes"), [("auto", 2), ("2", 2), ("off", 1)])
+def test_bench_moe_says_on_how_many_nodes(numa: str, nodes: int) -> None:
+    shape = "--hidden 128 --inter 256 --experts 2 --topk 1 --format bf16".split()
+    result = CliRunner().invoke(app, ["bench", "moe", *shape, "--numa", numa, "--json"])
+    assert json.loads(result.stdout)["numa_nodes"] == nodes, result.stderr
+
+
+@pytest.mark.parametrize("numa", ["auto", "off"])
+@pytest.mark.filterwarnings("ignore:experts are not split")  # two cores: one is the driver's
+def test_beside_a_gpu_the_driver_is_no_worker(numa: str) -> None:
+    topology = Topology.detect()
+    pretrained._use_threads(None, numa, torch.device("cuda:0"))
+    pool = default_pool()
+    assert not pool.driver_works
+    pinned = sum(len(each._threads) for each in pool.pools)
+    assert pinned == pool.threads == max(1, topology.default_threads() - 1)
+    pretrained._use_threads(None, None, torch.device("cuda:0"))
+    assert default_pool() is pool  # as they are
+    pretrained._use_threads(None, None, torch.device("cpu"))
+    assert default_pool().driver_works
+    assert default_pool().threads == topology.default_threads()
+
+
+def test_a_node_without_room_for_its_slices_is_told_before_loading(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel ends a process that touches more memory than the bound node has."""
+    path = checkpoint("qwen3_moe", **WIDE).path
+    lm = model.from_pretrained(path, numa="off")
+    whole = sum(routed.nbytes for routed in routed_experts(lm))
+    pools = [SimpleNamespace(node=0), SimpleNamespace(node=7)]
+
+    def check(free: int) -> None:
+        nodes = (Node(0, (0,), whole, whole), Node(7, (1,), whole, free))
+        topology = SimpleNamespace(detect=lambda: SimpleNamespace(nodes=nodes))
+        monkeypatch.setattr(memory, "Topology", topology)
+        monkeypatch.setattr(
+            pretrained, "default_pool", lambda: SimpleNamespace(pools=pools, narrow=False)
+        )
+        monkeypatch.setattr(pretrained, "_use_threads", lambda *_: None)
+        model.from_pretrained(path)
+
+    monkeypatch.setattr(memory, "available", lambda: 1 << 40)
+    routed = routed_experts(lm)[0]
+    second = SplitExperts.slice_bytes(routed.shape, routed.weights.fmt, 2)[1]
+    half = second * len(routed_experts(lm))
+    assert 0.4 * whole < half < 0.6 * whole
+    check(half)
+    with pytest.raises(PykernelsError, match=r"NUMA node 7 gets [\d.]+ MiB of experts"):
+        check(half - 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "facts"),
+    [
+        ({}, {"cores": "2 of", "workers": "2 by default, 1 beside a GPU", "NUMA": "are split"}),
+        (
+            {"physical": ((0, 1),), "cpu_quota": 1.5},
+            {
+                "cores": "on 1 physical cores",
+                "CPU quota": "grants 1.5 CPUs",
+                "workers": "1 by default, 1 beside",
+                "NUMA": "not split: 1 thread(s) are fewer than 2 nodes",
+            },
+        ),
+        (
+            {"nodes": (Node(0, (0, 1), 4 << 30, 3 << 30),)},
+            {"NUMA": "1 node(s); experts are not split: there is one node"},
+        ),
+    ],
+    ids=["two nodes", "SMT siblings and a quota", "one node"],
+)
+def test_the_doctor_says_what_becomes_of_cores_and_nodes(changes, facts) -> None:
+    nodes = (Node(None, (0,), 4 << 30, 3 << 30), Node(None, (1,), 4 << 30, 1 << 30))
+    given = {
+        "cores": (0, 1),
+        "physical": ((0,), (1,)),
+        "cpu_quota": float("inf"),
+        "nodes": nodes,
+        "memory_total": 8 << 30,
+        "memory_available": 4 << 30,
+        "huge_pages": "madvise",
+    }
+    found = {fact.name: fact.value for fact in topology_facts(Topology(**{**given, **changes}))}
+    for name, text in facts.items():
+        assert text in found[name]
+    if len(changes.get("nodes", nodes)) == 2:
+        assert found["made-up node 1"] == "1 core(s), 1.0 GiB free of 4.0 GiB"
+    else:
+        assert not [name for name in found if "node" in name]
