@@ -161,12 +161,10 @@ def add_neighbours(typingctx, a, b):
     """Lanes 0 + 1 and 2 + 3 of each 128-bit lane of a, then of b (two ``vshufps``, ``vaddps``)."""
 
     def codegen(context, builder, sig, args):
-        lanes = [(lane, src) for lane in range(0, 16, 4) for src in (0, 16)]
-        even, odd = (
-            shuffle(builder, *args, [lane + src + i + first for lane, src in lanes for i in (0, 2)])
-            for first in (0, 1)
-        )
-        return builder.fadd(even, odd)
+        a, b = args
+        even = [lane + src + i for lane in range(0, 16, 4) for src in (0, 16) for i in (0, 2)]
+        odd = [lane + 1 for lane in even]
+        return builder.fadd(shuffle(builder, a, b, even), shuffle(builder, a, b, odd))
 
     return f32x16(f32x16, f32x16), codegen
 
