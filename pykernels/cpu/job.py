@@ -58,6 +58,7 @@ JOB, job_at = descriptor(
         "annotate",  # rows.make_annotate; 0: nothing to annotate
         "tables",  # address of the decoding tables
         "slab_bytes",  # packed bytes of 32 outputs by 128 inputs
+        "sweep_tokens",  # tokens of one call of the tiles where many share a slab
         "operand",  # bytes for each (padded) input between a row's start and what is multiplied
         "tile_steps",  # A tiles of 16 slots by 128 inputs
         "gemm_from",  # tokens of an expert from which its weights go through the GEMM

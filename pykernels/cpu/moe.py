@@ -32,6 +32,7 @@ class MoEKernel:
         stages: the tasks (``stages`` has their indices).
         tiles, gemm, annotate: addresses of the format's routines; 0 for none.
         annotate_k: inputs that are annotated together (a task must own them all).
+        sweep_tokens: that one call of the tiles takes where many share a slab of weights.
         int8: whether activations are int8.
         scratch_bytes: of each worker.
     """
@@ -44,6 +45,7 @@ class MoEKernel:
     gemm: int
     annotate: int
     annotate_k: int
+    sweep_tokens: int
     scratch_bytes: int
 
     @property
@@ -107,5 +109,6 @@ def build_kernel(
         gemm=gemm.address if gemm else 0,
         annotate=make_annotate(how, ops is None).address if how else 0,
         annotate_k=how.k if how else 32,
+        sweep_tokens=tile_avx512.sweep_tokens(fmt, activations),
         scratch_bytes=gemm_amx.SCRATCH_BYTES if gemm else 0,
     )

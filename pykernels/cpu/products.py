@@ -33,9 +33,10 @@ class Products:
         multiply: ``multiply(sums, i, stride, tile, load, part, tables, ahead, rows, K, k)``: the
             chains of token t, at ``i + t * stride``, += a lot of weights times its four inputs
             from k on.
-        total: ``total(sums, i, row, K, k) -> f32x16``, the sum of a group that holds input k,
-            times the activation scale.
+        total: ``total(sums, i, row, K, k) -> f32x16``, the sum of a group that holds input k.
         offset: ``offset(row, K, k) -> float``, the sum of the group's inputs themselves.
+        scaled: ``scaled(value, row, K, k) -> f32x16``, times the activation scale of input k, which
+            is that of 128 inputs at least.
     """
 
     new_sums: Callable
@@ -43,6 +44,7 @@ class Products:
     multiply: Callable
     total: Callable
     offset: Callable
+    scaled: Callable
 
 
 def make_products(
@@ -84,7 +86,11 @@ def _bf16(reader: Reader, ops: Instructions, M: int) -> Products:
     def offset(row, K, k):
         return group_sum(row, K, k // GROUP)
 
-    return Products(f32x16_array, clear, multiply, total, offset)
+    @inlined
+    def scaled(value, row, K, k):
+        return value
+
+    return Products(f32x16_array, clear, multiply, total, offset, scaled)
 
 
 def _int8(fmt: str, reader: Reader, ops: Instructions, M: int) -> Products:
@@ -111,10 +117,14 @@ def _int8(fmt: str, reader: Reader, ops: Instructions, M: int) -> Products:
         if BIAS != 0:  # both are integers below 2**24: the difference is exact
             inputs = broadcast_f32(group_sum(row, K, k // GROUP))
             value = fma_f32(inputs, broadcast_f32(MINUS_BIAS), value)
-        return mul_f32(value, broadcast_f32(activation_scale(row, K, k, ACT_K)))
+        return value
 
     @inlined
     def offset(row, K, k):
-        return group_sum(row, K, k // GROUP) * activation_scale(row, K, k, ACT_K)
+        return group_sum(row, K, k // GROUP)
 
-    return Products(i32x16_array, clear, multiply, total, offset)
+    @inlined
+    def scaled(value, row, K, k):
+        return mul_f32(value, broadcast_f32(activation_scale(row, K, k, ACT_K)))
+
+    return Products(i32x16_array, clear, multiply, total, offset, scaled)

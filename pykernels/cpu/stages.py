@@ -30,8 +30,7 @@ from .jit import inlined, task
 from .job import copy_line, f32, i64, job_at
 from .tile_generic import round_bf16
 
-_GROUP = 8  # tokens of one tile
-_SWEEP = 64  # tokens that share a pass over the weights, slab by slab
+_SWEEP = 48  # tokens that share a pass over the weights, slab by slab: 8 sixes, 6 eights
 _SLAB = 2  # input blocks of 128 in a slab: its weights and the next one's stay in L1 meanwhile
 _ROW_BYTES = 32 * 4  # one token's float32 outputs of a block
 PIECE = 64
@@ -146,13 +145,13 @@ def make_stages(ops: Instructions | None) -> Stages:
     def sweep(job, M, w, scale, k_blocks, rows, out):
         """out[M, 32] = a packed block times up to _SWEEP tokens."""
         K = K_BLOCK * k_blocks
-        slab_blocks, ahead = k_blocks, AHEAD
-        if M > _GROUP:
-            slab_blocks, ahead = _SLAB, _SLAB * job.slab_bytes
+        slab_blocks, ahead, group = k_blocks, AHEAD, M
+        if M > tile_avx512.MAX_TOKENS:
+            slab_blocks, ahead, group = _SLAB, _SLAB * job.slab_bytes, job.sweep_tokens
         for slab in range(0, k_blocks, slab_blocks):
             stop = min(slab + slab_blocks, k_blocks)
-            for t in range(0, M, _GROUP):
-                tokens, to = min(_GROUP, M - t), out + t * _ROW_BYTES
+            for t in range(0, M, group):
+                tokens, to = min(group, M - t), out + t * _ROW_BYTES
                 call_routine(
                     job.tiles,
                     (tokens, w, scale, slab, stop, K, rows + 8 * t, job.tables, ahead, to),
@@ -160,12 +159,12 @@ def make_stages(ops: Instructions | None) -> Stages:
 
     @inlined
     def gate_up_tiles(job, w, scale, first, last, first_block, last_block):
-        rows = stack_alloc(512)
+        rows = stack_alloc(640)
         out = stack_alloc(16384)  # float32 gate [64, 32], up [64, 32]
         for block in range(first_block, last_block):
             for slot in range(first, last, _SWEEP):
                 M = min(_SWEEP, last - slot)
-                _point_at_rows(rows, (M + 7) // 8 * 8, job.x, job.x_stride, job.slot_token, slot, M)
+                _point_at_rows(rows, M + 8, job.x, job.x_stride, job.slot_token, slot, M)
                 for part in range(2):
                     at = w + (2 * block + part) * job.gate_up_block
                     scale_at = scale + (2 * block + part) * job.gate_up_scale_block
@@ -247,14 +246,14 @@ def make_stages(ops: Instructions | None) -> Stages:
 
     @inlined
     def down_tiles(job, w, scale, first, last, first_block, last_block):
-        rows = stack_alloc(512)
+        rows = stack_alloc(640)
         out = stack_alloc(8192)  # float32 [64, 32]
         for block in range(first_block, last_block):
             w_down = w + block * job.down_block
             s_down = scale + block * job.down_scale_block
             for slot in range(first, last, _SWEEP):
                 M = min(_SWEEP, last - slot)
-                _point_at_rows(rows, (M + 7) // 8 * 8, job.h, job.h_stride, 0, slot, M)
+                _point_at_rows(rows, M + 8, job.h, job.h_stride, 0, slot, M)
                 sweep(job, M, w_down, s_down, job.down_k, rows, out)
                 add_rows(job, slot, M, block, out)
 

@@ -147,6 +147,7 @@ class MoECall:
             "gemm": kernel.gemm,
             "annotate": kernel.annotate,
             "slab_bytes": packed_bytes(fmt.name),
+            "sweep_tokens": kernel.sweep_tokens,
             "operand": 2 if kernel.int8 else 0,
             "tile_steps": 2 if kernel.int8 else 4,
             "scratch": self._scratch.data_ptr(),
