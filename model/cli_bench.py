@@ -100,10 +100,11 @@ def _show(measured: MoEMeasurement) -> None:
     table.add_row(
         "read roof", f"{m.roof_gbps:.2f} GB/s, timed in turns; share of it {m.roof_share:.0%}"
     )
-    if m.compute_roof_isa:
-        roof = f"{m.compute_roof_tflops:.2f} TFLOP/s of bf16 products on registers alone"
+    if m.compute_roof_instruction:
+        roof = f"{m.compute_roof_tflops:.2f} TFLOP/s on registers alone"
         table.add_row(
-            "compute roof", f"{roof} ({m.compute_roof_isa}); share of it {m.compute_roof_share:.0%}"
+            "compute roof",
+            f"{roof} ({m.compute_roof_instruction}); share of it {m.compute_roof_share:.0%}",
         )
     else:
         table.add_row("compute roof", f"not measured: no loop for kernel {m.kernel}")

@@ -33,9 +33,9 @@ class MoEMeasurement:
     touched.
 
     ``gbps`` and ``tflops`` are medians over calls. ``roof_gbps`` is the median pass of the plain
-    read loop, ``compute_roof_tflops`` that of bf16 products on registers alone, in the instructions
-    ``compute_roof_isa`` ("" and 0 where this CPU has none that the kernels multiply with); both on
-    the same threads, between the calls. Shares are of these.
+    read loop, ``compute_roof_tflops`` that of products on registers alone, by the instruction
+    ``compute_roof_instruction`` ("" and 0 where this CPU has none that the kernels multiply with);
+    both on the same threads, between the calls. Shares are of these.
     """
 
     format: str
@@ -61,7 +61,7 @@ class MoEMeasurement:
     tflops: float
     roof_gbps: float
     roof_share: float
-    compute_roof_isa: str
+    compute_roof_instruction: str
     compute_roof_tflops: float
     compute_roof_share: float
 
@@ -179,8 +179,7 @@ def measure_moe(
         p10, median, p90 = (float(quantile(q)) * 1e6 for q in (0.1, 0.5, 0.9))
         gbps, tflops = statistics.median(rates), case.flops / median / 1e6
         name = case.layers[0].backend.name
-        isa = name if name in roofs.compute else ""
-        compute = roofs.compute.get(name, 0.0)
+        instruction, compute = roofs.compute(name, activations)
         return MoEMeasurement(
             format=fmt,
             kernel=name,
@@ -205,7 +204,7 @@ def measure_moe(
             tflops=round(tflops, 4),
             roof_gbps=round(roofs.read, 2),
             roof_share=round(gbps / roofs.read, 4),
-            compute_roof_isa=isa,
+            compute_roof_instruction=instruction,
             compute_roof_tflops=round(compute, 3),
-            compute_roof_share=round(tflops / compute, 4) if isa else 0.0,
+            compute_roof_share=round(tflops / compute, 4) if compute else 0.0,
         )

@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from pykernels.cpu.compute import FLOPS, make_compute
+from pykernels.cpu.compute import FLOPS, INSTRUCTION, NEEDS, make_compute
 from pykernels.cpu.stream import LOOPS, STREAM, make_read
 from pykernels.target import Target, detect
 
@@ -21,9 +21,6 @@ from .memory import allocate
 from .pool import Call, Pool, wait_all
 
 _CHUNK = 1 << 20
-
-_PRODUCTS = {"avx512": ("avx512f", "avx512bf16"), "amx": ("amx-tile", "amx-bf16")}
-"""What the loops of ``FLOPS`` need of a CPU."""
 
 
 @lru_cache(maxsize=1)
@@ -98,20 +95,20 @@ def read_roof(pool: Pool) -> float:
 
 
 class ComputeRoof:
-    """Repeatable passes of bf16 dot products on registers alone, on every thread of the pool.
+    """Repeatable passes of dot products on registers alone, on every thread of the pool.
 
     Args:
-        isa: "avx512" (``vdpbf16ps``) or "amx" (``tdpbf16ps``); the caller has seen that it is here.
+        instruction: one of ``FLOPS``; the caller has seen that it is here.
     """
 
-    def __init__(self, pool: Pool, isa: str) -> None:
+    def __init__(self, pool: Pool, instruction: str) -> None:
         self.pool = pool
-        task = make_compute(isa).address
+        task = make_compute(instruction).address
         self._sink = np.zeros(32, np.float32)
         address = self._sink.ctypes.data + -self._sink.ctypes.data % 64
         tasks = [16 * each.threads for each in pool.pools]
         self._calls = [Call(task, task, address, count, 1, 0) for count in tasks]
-        self._flops = sum(tasks) * FLOPS[isa]
+        self._flops = sum(tasks) * FLOPS[instruction]
         self.seen: list[float] = []
 
     def once(self) -> float:
@@ -125,14 +122,13 @@ class ComputeRoof:
 class Roofs:
     """Both roofs of a pool, sampled between the turns of what is measured against them.
 
-    The compute roof is that of each backend with a loop in ``FLOPS`` whose bf16 products this CPU
-    has; the others have none.
+    The compute roofs are those of the dot product instructions that this CPU has.
     """
 
     def __init__(self, pool: Pool, target: Target) -> None:
         self._read = ReadRoof(pool)
         self._compute = {
-            isa: ComputeRoof(pool, isa) for isa in FLOPS if not target.lacks(_PRODUCTS[isa])
+            name: ComputeRoof(pool, name) for name in FLOPS if not target.lacks(NEEDS[name])
         }
         self.sample()  # warms up
         self._read.seen = {loop: [] for loop in LOOPS}
@@ -150,7 +146,12 @@ class Roofs:
         """GB/s: the median pass of the fastest plain loop."""
         return self._read.gbps
 
-    @property
-    def compute(self) -> dict[str, float]:
-        """TFLOP/s of register-only bf16 products, by instruction set; empty without AVX512-BF16."""
-        return {isa: statistics.median(roof.seen) for isa, roof in self._compute.items()}
+    def compute(self, backend: str, activations: str = "bf16") -> tuple[str, float]:
+        """The instruction that a backend multiplies with, and TFLOP/s of it on registers alone.
+
+        ("", 0) where the backend has none, or this CPU has not got it.
+        """
+        name = INSTRUCTION.get((backend, activations), "")
+        if name not in self._compute:
+            return "", 0.0
+        return name, statistics.median(self._compute[name].seen)

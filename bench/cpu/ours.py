@@ -9,15 +9,24 @@ import torch
 from runtime.workload import RandomLayers, call_of
 
 
+def split_name(name: str) -> tuple[str, str]:
+    """ "avx512/int8" -> (backend, activations); bf16 is not written."""
+    backend, _, activations = name.partition("/")
+    return backend, activations or "bf16"
+
+
 class Ours:
     """One backend on random layers, on the shared pool of the moment.
+
+    Args:
+        kernel: "avx512", or with other activations "avx512/int8".
 
     Raises:
         PykernelsError: the backend cannot run this format here.
     """
 
     def __init__(self, weights: RandomLayers, kernel: str) -> None:
-        self.kernel, self.layers = kernel, weights.experts(kernel)
+        self.kernel, self.layers = kernel, weights.experts(*split_name(kernel))
         self._next = 0
 
     def prepare(self, T: int, ids: list[torch.Tensor]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from bench.peers.catalog import PEERS, Peer
 from bench.peers.client import PeerMissing
+from pykernels.quant import get_format
 from pykernels.registry import kernels
 from pykernels.shapes import MoEShape
 from pykernels.target import Target
@@ -17,7 +18,7 @@ from runtime.roofline import Roofs
 from runtime.workload import RandomLayers, distinct, routings
 
 from .cases import ROUTINGS, Settings, Tokens, thread_counts
-from .ours import Ours
+from .ours import Ours, split_name
 from .peer_table import PeerTable
 from .rows import Row, figures, missing
 from .turns import alternate, speedup
@@ -51,9 +52,13 @@ class Bench:
         return able, {name: reason for name, reason in reasons.items() if reason}
 
     def timed_backends(self, fmt: str, T: int) -> list[str]:
-        """Those whose calls of T tokens are timed; the portable one only where it is quick."""
+        """Those whose calls of T tokens are timed; the portable one only where it is quick.
+
+        The fastest one also with int8 activations where the format has them: "avx512/int8".
+        """
         able, _ = self.backends(fmt)
-        return able if T <= SLOW_TOKENS else able[:1]
+        int8 = [f"{able[0]}/int8"] if get_format(fmt).int8_kind else []
+        return able[:1] + int8 + (able[1:] if T <= SLOW_TOKENS else [])
 
     def wanted_peers(self, fmt: str, T: int) -> list[Peer]:
         """Those that a call of T tokens is held against, up or not."""
@@ -97,13 +102,13 @@ class Bench:
                 rows.append(missing(head, peer.engine, peer.mode, str(error)))
         roofs = Roofs(self.pool, self.target)
         seen = alternate(players, roofs, self.settings.rounds, self.settings.turn)
-        touched, compute = [distinct(routing) for routing in ids], roofs.compute
+        touched = [distinct(routing) for routing in ids]
         timed = [p for p in wanted if p.name in seen and not seen[p.name].why]
         for name in able:
             nbytes = weights.bytes_per_expert
             row = figures(
                 head, "pykernels", name, seen[name], touched, nbytes, self.shape, roofs,
-                compute.get(name),
+                roofs.compute(*split_name(name))[1],
             )  # fmt: skip
             row["ratios"] = {p.name: round(speedup(seen[name], seen[p.name]), 3) for p in timed}
             rows.append(row)
@@ -112,7 +117,8 @@ class Bench:
                 rows.append(missing(head, peer.engine, peer.mode, seen[peer.name].why))
                 continue
             # The roof is one of bf16 products: integer products have another.
-            roof = max(compute.values(), default=None) if peer.mode == "bf16" else None
+            bf16 = [roofs.compute(name)[1] for name in able if "/" not in name]
+            roof = max(bf16, default=None) if peer.mode == "bf16" else None
             size = peer.bytes_per_weight * self.shape.weights
             rows.append(
                 figures(

@@ -11,47 +11,83 @@ from .amx_state import request_permission
 from .gemm_amx import write_config
 from .intrin import amx
 from .intrin.avx512 import add_f32, dot_bf16, store_f32, zero_f32
-from .intrin.avx512_bytes import broadcast_u8
-from .intrin.registers import f32x16_array, stack_alloc
+from .intrin.avx512_bytes import add_i32, broadcast_u8, dot_u8i8, to_f32, zero_i32
+from .intrin.registers import f32x16_array, i32x16_array, stack_alloc
 from .intrin.sync import as_pointer
-from .jit import task
+from .jit import inlined, task
 
 _CHAINS = 16
 ROUNDS = 20_000
 
-FLOPS = {"avx512": ROUNDS * _CHAINS * 64, "amx": ROUNDS * 4 * 2 * 16 * 16 * 32}
-"""Floating-point operations of one task, by instruction set."""
+FLOPS = {
+    "vdpbf16ps": ROUNDS * _CHAINS * 64,
+    "vpdpbusd": ROUNDS * _CHAINS * 128,
+    "tdpbf16ps": ROUNDS * 4 * 2 * 16 * 16 * 32,
+    "tdpbssd": ROUNDS * 4 * 2 * 16 * 16 * 64,
+}
+"""Operations (a multiplication and an addition are two) of one task, by instruction."""
+
+NEEDS = {
+    "vdpbf16ps": ("avx512f", "avx512bf16"),
+    "vpdpbusd": ("avx512f", "avx512vnni"),
+    "tdpbf16ps": ("amx-tile", "amx-bf16"),
+    "tdpbssd": ("amx-tile", "amx-int8"),
+}
+"""CPU features."""
+
+INSTRUCTION = {
+    ("avx512", "bf16"): "vdpbf16ps",
+    ("avx512", "int8"): "vpdpbusd",
+    ("amx", "bf16"): "tdpbf16ps",
+    ("amx", "int8"): "tdpbssd",
+}
+"""What a (backend, activations) multiplies many tokens with."""
 
 
 @functools.cache
-def make_compute(isa: str) -> Any:
-    """Compiles the task of ``FLOPS`` (``jit.TASK``; its job: the address of 64 bytes to write)."""
-    if isa == "amx":
+def make_compute(instruction: str) -> Any:
+    """Compiles the task of ``FLOPS`` (``jit.TASK``; its job: the address of 64 bytes to write).
+
+    The caller has seen that the CPU has what ``NEEDS`` says.
+    """
+    if instruction.startswith("t"):
         request_permission()
-        return _make_amx()
-    return _make_avx512()
+        return _make_amx(instruction)
+    return _make_avx512(instruction)
 
 
-def _make_avx512() -> Any:
-    @task("avx512")
+def _make_avx512(instruction: str) -> Any:
+    if instruction == "vdpbf16ps":
+        new, zero, dot, add, as_f32 = f32x16_array, zero_f32, dot_bf16, add_f32, _as_it_is
+    else:
+        new, zero, dot, add, as_f32 = i32x16_array, zero_i32, dot_u8i8, add_i32, to_f32
+
+    @task(instruction)
     def compute(job, index, worker):
-        sums = f32x16_array(_CHAINS)
+        sums = new(_CHAINS)
         for i in range(_CHAINS):
-            sums[i] = zero_f32()
+            sums[i] = zero()
         a, b = broadcast_u8(index), broadcast_u8(worker)
         for _ in range(ROUNDS):
             for i in range(_CHAINS):
-                sums[i] = dot_bf16(sums[i], a, b)
+                sums[i] = dot(sums[i], a, b)
         for i in range(1, _CHAINS):
-            sums[0] = add_f32(sums[0], sums[i])
-        store_f32(job, sums[0])
+            sums[0] = add(sums[0], sums[i])
+        store_f32(job, as_f32(sums[0]))
         return 0
 
     return compute
 
 
-def _make_amx() -> Any:
-    @task("amx")
+@inlined
+def _as_it_is(value):
+    return value
+
+
+def _make_amx(instruction: str) -> Any:
+    dot = amx.dot_bf16 if instruction == "tdpbf16ps" else amx.dot_i8
+
+    @task(instruction)
     def compute(job, index, worker):
         zeros = stack_alloc(1024)
         carray(as_pointer(zeros), (256,), types.uint32)[:] = 0
@@ -65,10 +101,10 @@ def _make_amx() -> Any:
         amx.load(6, zeros, 64)
         amx.load(7, zeros, 64)
         for _ in range(ROUNDS):
-            amx.dot_bf16(0, 4, 6)
-            amx.dot_bf16(1, 4, 7)
-            amx.dot_bf16(2, 5, 6)
-            amx.dot_bf16(3, 5, 7)
+            dot(0, 4, 6)
+            dot(1, 4, 7)
+            dot(2, 5, 6)
+            dot(3, 5, 7)
         amx.store(0, zeros, 64)
         amx.release()
         return 0

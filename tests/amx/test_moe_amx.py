@@ -73,4 +73,6 @@ def test_the_same_bits_at_any_thread_count(fmt):
 
 def test_the_compute_roofs_are_plausible():
     with WorkerPool(1) as pool:
-        assert ComputeRoof(pool, "amx").once() > 2 * ComputeRoof(pool, "avx512").once() > 0.1
+        avx512, amx = (ComputeRoof(pool, name).once() for name in ("vdpbf16ps", "tdpbf16ps"))
+        assert amx > 2 * avx512 > 0.1
+        assert ComputeRoof(pool, "tdpbssd").once() > 1.5 * amx

@@ -19,6 +19,7 @@ from model.cli_common import State
 from model.generate import generate_stream
 from pykernels import __version__
 from pykernels.quant import FORMATS
+from pykernels.target import detect
 from runtime.measure import MoEMeasurement
 from runtime.topology import Topology
 
@@ -159,15 +160,16 @@ def test_bench_moe_json_is_one_flat_object(run: Run) -> None:
     assert measured["gbps"] > 0 and measured["tflops"] > 0 and measured["roof_gbps"] > 0
     assert (measured["routing"], measured["distinct_experts"]) == ("balanced", 4)
     if measured["kernel"] == "generic":
-        assert (measured["compute_roof_isa"], measured["compute_roof_tflops"]) == ("", 0)
-    else:
-        assert measured["compute_roof_isa"] == measured["kernel"]
+        assert (measured["compute_roof_instruction"], measured["compute_roof_tflops"]) == ("", 0)
+    elif not detect().lacks(("avx512bf16",)):
+        assert measured["compute_roof_instruction"].endswith("dpbf16ps")
         assert measured["compute_roof_tflops"] > measured["tflops"] > 0
 
 
 MEASURED = MoEMeasurement(
     format="fp8",
     kernel="avx512",
+    activations="bf16",
     routing="zipf",
     tokens=1,
     hidden=256,
@@ -188,7 +190,7 @@ MEASURED = MoEMeasurement(
     tflops=0.03,
     roof_gbps=32.0,
     roof_share=0.5,
-    compute_roof_isa="avx512",
+    compute_roof_instruction="vdpbf16ps",
     compute_roof_tflops=1.0,
     compute_roof_share=0.03,
 )
@@ -199,21 +201,23 @@ def test_bench_moe_table_has_units(run: Run, monkeypatch: pytest.MonkeyPatch) ->
     lines = [" ".join(line.split()) for line in run("bench", "moe").out.splitlines()]
     assert lines == [
         "CPU a CPU, 2 threads",
-        "kernel fp8 on avx512",
+        "kernel fp8 on avx512, bf16 activations",
         "layer 8 experts of 256 x 128, top-2",
         "routing zipf: 2 experts active, the busiest has 4.0 x mean",
         "call 1 tokens, 0.2 MB of distinct experts",
         "time 12.5 µs median, p10 11.0, p90 20.0, of 100 calls",
         "speed 16.00 GB/s, 0.030 TFLOP/s",
         "read roof 32.00 GB/s, timed in turns; share of it 50%",
-        "compute roof 1.00 TFLOP/s of bf16 products on registers alone (avx512); share of it 3%",
+        "compute roof 1.00 TFLOP/s on registers alone (vdpbf16ps); share of it 3%",
     ]
 
 
 def test_bench_moe_without_a_compute_roof_says_so(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = replace(MEASURED, kernel="generic", compute_roof_isa="", compute_roof_tflops=0.0)
+    measured = replace(
+        MEASURED, kernel="generic", compute_roof_instruction="", compute_roof_tflops=0.0
+    )
     monkeypatch.setattr("runtime.measure.measure_moe", lambda *_, **__: measured)
     last = run("bench", "moe").out.splitlines()[-1]
     assert " ".join(last.split()) == "compute roof not measured: no loop for kernel generic"
