@@ -23,6 +23,9 @@ def calibrate(
             metavar="NAME", help="Weight format, may be repeated:", show_default="every one"
         ),
     ] = None,
+    activations: Annotated[
+        str, typer.Option(metavar="bf16|int8", help="What inputs are multiplied as.")
+    ] = "bf16",
     threads: Threads = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")
@@ -43,8 +46,9 @@ def calibrate(
     from runtime.pool import WorkerPool
 
     target = detect()
-    formats = [get_format(name).name for name in format or FORMATS]
-    backends = {fmt: resolve("auto", fmt, target).name for fmt in formats}
+    every = [name for name in FORMATS if activations == "bf16" or FORMATS[name].int8_kind]
+    formats = [get_format(name).name for name in format or every]
+    backends = {fmt: resolve("auto", fmt, target, activations).name for fmt in formats}
     able = [fmt for fmt in formats if backends[fmt] in GEMM_BACKENDS]
     choices.read(target.cpu)  # a file that cannot be read is told before anything is timed
     found: list[Calibration] = []
@@ -57,6 +61,7 @@ def calibrate(
                         fmt,
                         pool,
                         backends[fmt],
+                        activations,
                         progress=lambda share, fmt=fmt: status.update(f"{fmt}: {share:.0%}"),  # type: ignore[misc]
                     )
                 )
@@ -89,7 +94,8 @@ def _as_dict(
 def _table(calibration: Calibration) -> Table:
     from rich.table import Table
 
-    table = Table(title=f"{calibration.fmt}, {calibration.threads} threads", title_justify="left")
+    what = f"{calibration.fmt}, {calibration.activations} activations"
+    table = Table(title=f"{what}, {calibration.threads} threads", title_justify="left")
     for heading in ("tokens an expert", "tiles ms", "GEMM ms", "tiles / GEMM", "taken"):
         table.add_column(heading, justify="right")
     for p in calibration.points:

@@ -69,6 +69,7 @@ class Calibration:
     """
 
     fmt: str
+    activations: str
     threads: int
     gemm_from: int
     points: tuple[Point, ...]
@@ -91,6 +92,7 @@ class PathTimer:
         fmt: str,
         pool: WorkerPool,
         backend: str,
+        activations: str = "bf16",
         shape: MoEShape = SHAPE,
         max_tokens: int = max(TOKENS),
     ) -> None:
@@ -99,7 +101,7 @@ class PathTimer:
         self._ids = torch.arange(shape.E).repeat(max_tokens, 1)
         self._weights = torch.rand(max_tokens, shape.E, generator=g)
         layers = RandomLayers(shape, fmt, [self._ids], pool)
-        self._experts = {path: layers.experts(backend) for path in PATHS}
+        self._experts = {path: layers.experts(backend, activations) for path in PATHS}
         for path, gemm_from in PATHS.items():
             for experts in self._experts[path]:
                 experts.choices = Choices(gemm_from=gemm_from)
@@ -165,6 +167,7 @@ def calibrate(
     fmt: str,
     pool: WorkerPool,
     backend: str = "amx",
+    activations: str = "bf16",
     timer: Timer | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Calibration:
@@ -173,15 +176,16 @@ def calibrate(
     Args:
         fmt: weight format.
         backend: one of ``plan.GEMM_BACKENDS`` that runs here.
+        activations: "bf16" or "int8"; they have thresholds of their own.
         timer: instead of this machine's kernel.
 
     Raises:
         PykernelsError: not enough memory for the weights.
     """
-    timer = timer or PathTimer(fmt, pool, backend)
+    timer = timer or PathTimer(fmt, pool, backend, activations)
     points = time_paths(timer, progress=progress)
     gemm_from, regret = crossover(points)
-    return Calibration(fmt, pool.threads, gemm_from, points, regret)
+    return Calibration(fmt, activations, pool.threads, gemm_from, points, regret)
 
 
 def keep(found: Calibration) -> Path:
@@ -195,5 +199,5 @@ def keep(found: Calibration) -> Path:
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "points": [asdict(point) for point in found.points],
     }
-    name = choices.key(found.fmt)
+    name = choices.key(found.fmt, found.activations)
     return choices.write(detect().cpu, name, Choices(gemm_from=found.gemm_from), how)

@@ -1,7 +1,11 @@
 """Packed weights to what dot products take, exactly, 64 weights at a time: one reader a format.
 
-For bfloat16 products a reader turns 4 inputs of 16 outputs into the two 64-byte rows that
-``vdpbf16ps`` and a B tile of TDPBF16PS take: ``16 n x (k, k + 1)`` and ``16 n x (k + 2, k + 3)``.
+For bfloat16 products a reader turns 4 inputs of 16 outputs into two 64-byte rows. Formats in pairs
+give those of a B tile of TDPBF16PS, ``16 n x (k, k + 1)`` and ``16 n x (k + 2, k + 3)``. Formats in
+fours give quads, ``8 n x (k .. k + 3)``: in each 128-bit lane, outputs 0 and 1 of its four in the
+first row, 2 and 3 in the second. ``vdpbf16ps`` takes either; it is cheaper to sum a quad's two
+halves once a group (``products``) than to part them here, which ``pair_rows`` does for AMX.
+
 Codes of 8 bits or fewer go through tables of the low and the high byte of their bfloat16 (OSDI'26
 section 3.4 shifts bits instead, which loses E4M3's subnormals: ``vdpbf16ps`` takes unbiased ones
 for zeros).
@@ -88,6 +92,10 @@ class Packing:
     tile_bytes: int
     parts: int
 
+    @property
+    def fours(self) -> bool:
+        return self.k_step == 64
+
 
 _PAIRS16, _PAIRS8 = Packing(32, 1024, 1), Packing(32, 512, 1)
 _FOURS8, _FOURS4 = Packing(64, 1024, 2), Packing(64, 512, 2)
@@ -125,8 +133,8 @@ class Reader:
     Attributes:
         packing: its tiles.
         scales: its scales.
-        rows: ``rows(tile, load, part, tables, ahead) -> (row, row)``, the two pair-rows of a lot;
-            asks for the line ``ahead`` bytes on.
+        rows: ``rows(tile, load, part, tables, ahead) -> (row, row)``, a lot in bfloat16: pair-rows,
+            or quads of a format in fours; asks for the line ``ahead`` bytes on.
         codes: ``codes(tile, load, part, ahead) -> row``, the lot's weights plus ``bias`` as
             unsigned bytes; None if they are no integers.
         bias: see ``codes``.
@@ -191,7 +199,7 @@ def _int8(ops: Instructions):
         high = lookup(load_u8(table + 128), load_u8(table + 192), magnitude)
         # The sign of zero does not matter, and a negative byte has bit 7 set.
         high = or_masked(high, values, broadcast_u8(0x80))
-        return _pair_rows(low, high)
+        return interleave_low(low, high), interleave_high(low, high)
 
     @inlined
     def codes(tile, load, part, ahead):
@@ -213,9 +221,8 @@ def _nibbles(tile, load, part, ahead):
 
 
 @inlined
-def _pair_rows(low, high):
-    """Bytes of a row of fours -> its two pair-rows."""
-    a, b = interleave_low(low, high), interleave_high(low, high)
+def pair_rows(a, b):
+    """Quads -> the two pair-rows of the same lot."""
     return even_dwords(a, b), odd_dwords(a, b)
 
 
@@ -228,7 +235,7 @@ def _four_bits(table_at: int, bias: int | None, flip: int = 0):
             found = _nibbles(tile, load, part, ahead)
             table = tables + table_at
             low, high = lookup_16(load_u8(table), found), lookup_16(load_u8(table + 64), found)
-            return _pair_rows(low, high)
+            return interleave_low(low, high), interleave_high(low, high)
 
         @inlined
         def codes(tile, load, part, ahead):
@@ -260,7 +267,8 @@ def _bit_planes(planes: int, table_at: int, bias: int):
         def rows(tile, load, part, tables, ahead):
             found = codes(tile, load, part, ahead)
             table = tables + table_at
-            return _pair_rows(lookup(load_u8(table), found), lookup(load_u8(table + 64), found))
+            low, high = lookup(load_u8(table), found), lookup(load_u8(table + 64), found)
+            return interleave_low(low, high), interleave_high(low, high)
 
         return rows, codes, bias
 

@@ -18,7 +18,7 @@ from numba import carray, types
 
 from ..quant.layout import K_BLOCK
 from .activations import annotation
-from .decode import AHEAD, LOADS, make_reader
+from .decode import AHEAD, LOADS, make_reader, pair_rows
 from .instructions import Instructions
 from .intrin.avx512 import broadcast_f32, fma_f32, fnma_f32, load_f32, mul_f32, store_f32, zero_f32
 from .intrin.avx512_bytes import broadcast_u8, load_i32, store_u8, sub_i8, to_f32
@@ -110,7 +110,7 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
     how = annotation(fmt, activations)
     ACT_K = how.act_k if how and INT8 else 0
     PARTS, TILE_BYTES, PACKED_K = packing.parts, packing.tile_bytes, packing.k_step
-    STEP_K = 64 if INT8 else 32  # inputs of a full tile
+    FOURS, STEP_K = packing.fours, 64 if INT8 else 32  # inputs of a full tile
     DIRECT = TILE_BYTES == TILE and STEP_K == PACKED_K and (INT8 or scales.k == 0)
     GROUP = scales.k or _SLAB * K_BLOCK
     TILE_K = min(STEP_K, GROUP)  # inputs of one product
@@ -140,6 +140,8 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
                             store_u8(tile + first % STEP_K * 16, q)
                         else:
                             row0, row1 = read(w, load, part, tables, AHEAD)
+                            if FOURS:
+                                row0, row1 = pair_rows(row0, row1)
                             store_u8(tile + first % STEP_K * 32, row0)
                             store_u8(tile + first % STEP_K * 32 + 64, row1)
                 w += TILE_BYTES

@@ -42,7 +42,7 @@ def kernel(variant: str = "") -> Callable[[Callable], Any]:
     """
 
     def decorate(function: Callable) -> Any:
-        dispatcher = numba.njit(**_OPTIONS)(function)
+        dispatcher = numba.njit(**_OPTIONS)(_named(function, variant))
         dispatcher._cache = _cache(function, variant)
         return dispatcher
 
@@ -63,6 +63,7 @@ def routine(arguments: int, variant: str = "") -> Callable[[Callable], CFunc]:
     signature = types.int64(*[types.int64] * arguments)
 
     def decorate(function: Callable) -> CFunc:
+        _named(function, variant)
         compiled: Any = CFunc(
             function, (signature.args, signature.return_type), locals={}, options=dict(_OPTIONS)
         )
@@ -76,6 +77,18 @@ def routine(arguments: int, variant: str = "") -> Callable[[Callable], CFunc]:
 def task(variant: str = "") -> Callable[[Callable], CFunc]:
     """Decorator: a task (see ``TASK``), compiled now; ``.address`` is its function pointer."""
     return routine(len(TASK.args), variant)
+
+
+def _named(function: Callable, variant: str) -> Callable:
+    """The function with its variant in its name, and so in the symbol that is linked.
+
+    Numba tells apart the functions of one factory by a number that counts up in each process. Two
+    of them that were cached by different processes can have the same one, and the linker would
+    take the first for both.
+    """
+    if variant:
+        function.__qualname__ += f"[{variant}]"
+    return function
 
 
 class _KernelCache(FunctionCache):

@@ -15,8 +15,8 @@ import numpy as np
 from .activations import annotation
 from .decode import Reader
 from .instructions import Instructions
-from .intrin.avx512 import add_f32, broadcast_f32, fma_f32, mul_f32, zero_f32
-from .intrin.avx512_bytes import add_i32, broadcast_dword, to_f32, zero_i32
+from .intrin.avx512 import add_f32, add_neighbours, broadcast_f32, fma_f32, mul_f32, zero_f32
+from .intrin.avx512_bytes import add_i32, broadcast_dword, broadcast_qword, to_f32, zero_i32
 from .intrin.registers import f32x16_array, i32x16_array
 from .jit import inlined
 from .job import i64
@@ -31,8 +31,9 @@ class Products:
         new_sums: ``new_sums(length)``, an array of accumulators.
         clear: ``clear(sums, i)``: chains i and i + 1 are zero.
         multiply: ``multiply(sums, i, stride, tile, load, part, tables, ahead, rows, K, k)``: the
-            chains of token t, at ``i + t * stride``, += a lot of weights times its inputs k .. k +
-        3. total: ``total(sums, i, row, K, k) -> f32x16``, the sum of a group that holds input k,
+            chains of token t, at ``i + t * stride``, += a lot of weights times its four inputs
+            from k on.
+        total: ``total(sums, i, row, K, k) -> f32x16``, the sum of a group that holds input k,
             times the activation scale.
         offset: ``offset(row, K, k) -> float``, the sum of the group's inputs themselves.
     """
@@ -52,7 +53,7 @@ def make_products(
 
 
 def _bf16(reader: Reader, ops: Instructions, M: int) -> Products:
-    read, dot, GROUP = reader.rows, ops.dot_bf16, reader.scales.k
+    read, dot, GROUP, FOURS = reader.rows, ops.dot_bf16, reader.scales.k, reader.packing.fours
 
     @inlined
     def clear(sums, i):
@@ -61,15 +62,22 @@ def _bf16(reader: Reader, ops: Instructions, M: int) -> Products:
 
     @inlined
     def multiply(sums, i, stride, tile, load, part, tables, ahead, rows, K, k):
-        even, odd = read(tile, load, part, tables, ahead)
+        first, second = read(tile, load, part, tables, ahead)
         for t in range(M):
             x = i64(rows, t) + 2 * k
             at = i + t * stride
-            sums[at] = dot(sums[at], even, broadcast_dword(x))
-            sums[at + 1] = dot(sums[at + 1], odd, broadcast_dword(x + 4))
+            if FOURS:
+                four = broadcast_qword(x)
+                sums[at] = dot(sums[at], first, four)
+                sums[at + 1] = dot(sums[at + 1], second, four)
+            else:
+                sums[at] = dot(sums[at], first, broadcast_dword(x))
+                sums[at + 1] = dot(sums[at + 1], second, broadcast_dword(x + 4))
 
     @inlined
     def total(sums, i, row, K, k):
+        if FOURS:  # a quad's halves lie side by side
+            return add_neighbours(sums[i], sums[i + 1])
         return add_f32(sums[i], sums[i + 1])
 
     @inlined

@@ -31,7 +31,7 @@ def test_both_paths_compute_the_same_and_are_told_apart(monkeypatch: pytest.Monk
     modelled = build_kernel("avx512", "bf16", "bf16", instructions(detect()), amx_model)
     monkeypatch.setattr("runtime.experts.make_kernel", lambda *_: modelled)
     with WorkerPool(1) as pool:
-        timer = PathTimer("bf16", pool, "avx512", SMALL, max_tokens=5)
+        timer = PathTimer("bf16", pool, "avx512", shape=SMALL, max_tokens=5)
         for tokens in (2, 5):
             tiles, gemm = timer.call("tiles", tokens), timer.call("gemm", tokens)
             assert tiles.shape == (tokens, 128)

@@ -32,11 +32,13 @@ def amx(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every format gets the AMX backend; bf16's GEMM pays from 8 tokens, the others' never."""
     monkeypatch.setattr("pykernels.registry.resolve", lambda *_: SimpleNamespace(name="amx"))
 
-    def calibrate(fmt, pool, backend, timer=None, progress=None) -> Calibration:
+    def calibrate(fmt, pool, backend, activations, timer=None, progress=None) -> Calibration:
         assert backend == "amx"
         progress(0.5)
         points = (Point(4, 1e-3, 2e-3, 0.5), Point(8, 3e-3, 2e-3, 1.5))
-        return Calibration(fmt, pool.threads, 8 if fmt == "bf16" else NEVER, points, 0.0)
+        return Calibration(
+            fmt, activations, pool.threads, 8 if fmt == "bf16" else NEVER, points, 0.0
+        )
 
     monkeypatch.setattr(measuring, "calibrate", calibrate)
 
@@ -52,7 +54,7 @@ def test_a_table_a_decision_and_a_file(amx: None, capsys: pytest.CaptureFixture[
     code, out, err = run(capsys, "--format", "bf16", "--format", "fp8", "--threads", "1")
     assert (code, err) == (0, "")
     lines = [" ".join(line.replace("│", " ").split()) for line in out.splitlines()]
-    assert "bf16, 1 threads" in lines
+    assert "bf16, bf16 activations, 1 threads" in lines
     assert "4 1.000 2.000 0.50 tiles" in lines
     assert "8 3.000 2.000 1.50 GEMM" in lines
     assert any(line.startswith("bf16: GEMM from 8 tokens an expert. Of all") for line in lines)
@@ -74,6 +76,14 @@ def test_every_format_is_calibrated_unless_told(
 ) -> None:
     assert run(capsys, "--json")[0] == 0
     assert set(choices.read(detect().cpu)) == {f"{fmt}/bf16" for fmt in FORMATS}
+
+
+def test_int8_activations_have_choices_of_their_own(
+    amx: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(capsys, "--activations", "int8")[0] == 0
+    able = {f"{name}/int8" for name, fmt in FORMATS.items() if fmt.int8_kind}
+    assert set(choices.read(detect().cpu)) == able != set()
 
 
 def test_without_a_gemm_there_is_nothing_to_do(

@@ -157,6 +157,19 @@ def add_f32(typingctx, a, b):
 
 
 @intrinsic
+def add_neighbours(typingctx, a, b):
+    """Lanes 0 + 1 and 2 + 3 of each 128-bit lane of a, then of b (two ``vshufps``, ``vaddps``)."""
+
+    def codegen(context, builder, sig, args):
+        a, b = args
+        even = [lane + src + i for lane in range(0, 16, 4) for src in (0, 16) for i in (0, 2)]
+        odd = [lane + 1 for lane in even]
+        return builder.fadd(shuffle(builder, a, b, even), shuffle(builder, a, b, odd))
+
+    return f32x16(f32x16, f32x16), codegen
+
+
+@intrinsic
 def mul_f32(typingctx, a, b):
     """``a * b`` (``vmulps``)."""
     return f32x16(f32x16, f32x16), lambda context, builder, sig, args: builder.fmul(*args)

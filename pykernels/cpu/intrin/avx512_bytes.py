@@ -50,6 +50,17 @@ def broadcast_dword(typingctx, address):
 
 
 @intrinsic
+def broadcast_qword(typingctx, address):
+    """Eight adjacent bytes, four bf16, in all 8 qword lanes (``vpbroadcastq m64``)."""
+
+    def codegen(context, builder, sig, args):
+        qword = load(builder, args[0], I64, 2)
+        return builder.bitcast(splat(builder, qword, ir.VectorType(I64, 8)), u8x64.ir_type)
+
+    return u8x64(types.intp), codegen
+
+
+@intrinsic
 def broadcast_u8(typingctx, value):
     """One byte in all 64 lanes."""
 
