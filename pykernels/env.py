@@ -57,7 +57,9 @@ def _count(text: str) -> int | None:
     return count
 
 
-def _microseconds(text: str) -> float:
+def _microseconds(text: str) -> float | None:
+    if not text.strip():
+        return None
     value = float(text)
     if not 0 <= value < float("inf"):
         raise ValueError("it is negative or not finite")
@@ -138,9 +140,9 @@ class Env:
     )
     spin_us = Flag(
         _microseconds,
-        "50",
-        "Microseconds that an idle worker spins before it sleeps.",
-        "Set it to microseconds, 0 or more",
+        "",
+        "Microseconds that an idle worker spins; empty: 50, beside a GPU 1000.",
+        "Set it to microseconds, 0 or more, or unset it",
     )
     hugepages = Flag(
         _switch,

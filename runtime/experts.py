@@ -12,24 +12,23 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from pykernels.cpu import MoECall, make_kernel, make_pack, pack_job, packs_scales
+from pykernels.cpu import MoECall, make_kernel
 from pykernels.cpu.moe import MoEKernel
 from pykernels.errors import PykernelsError
-from pykernels.quant import Format, PackedExperts, Packer, Weight, get_format
-from pykernels.quant.split import Experts, SplitExperts, most_parts
+from pykernels.quant import PackedExperts, Weight, get_format
+from pykernels.quant.split import SplitExperts
 from pykernels.registry import resolve
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
 
 from .choices import chosen
-from .memory import allocate
 from .pool import Call, Pool, TaskError, WorkerPool, default_pool, wait_all
 from .reduce import reduce
+from .slices import make_room, slices_on, workers_of
 
 
 @dataclass
@@ -110,7 +109,7 @@ class RoutedExperts:
         self.backend = resolve(kernel, fmt, target, activations)
         self.activations = activations
         self.choices = chosen(self.backend.name, fmt, target.cpu, activations)
-        self.weights = _room(shape, get_format(fmt), pool)
+        self.weights = make_room(shape, get_format(fmt), pool)
         self.counters = Counters()
         self._loaded, self._bytes_per_expert = False, 0
         self._bound: tuple[Pool, list[_Part]] | None = None
@@ -129,7 +128,7 @@ class RoutedExperts:
             PykernelsError: too narrow for the nodes that were asked for.
         """
         wanted = get_format(fmt)
-        return SplitExperts.slice_bytes(shape, wanted, _slices(shape, wanted, pool))
+        return SplitExperts.slice_bytes(shape, wanted, slices_on(shape, wanted, pool))
 
     @property
     def nbytes(self) -> int:
@@ -216,7 +215,7 @@ class RoutedExperts:
         if self._bound is None or self._bound[0] is not pool:
             kernel = make_kernel(self.backend.name, self.weights.fmt.name, self.activations)
             slices = self.weights.slices
-            workers = _workers(pool, len(slices))
+            workers = workers_of(pool, len(slices))
             pairs = zip(slices, workers, strict=True)
             gemm_from = self.choices.gemm_from
             self._bound = pool, [_Part(packed, kernel, each, gemm_from) for packed, each in pairs]
@@ -271,48 +270,3 @@ class _Part:
         """The number of an active expert of the last call."""
         at = int(self._moe.job["experts"][0]) + 8 * active
         return ctypes.c_int64.from_address(at).value
-
-
-def _room(shape: MoEShape, fmt: Format, own: Pool | None) -> Experts:
-    """Memory for the experts: split across the nodes of the pool of now, if it is on several."""
-    pool = own or default_pool()
-    if isinstance(pool, WorkerPool):
-        return PackedExperts(shape, fmt, allocate, packer(own))
-    count = _slices(shape, fmt, pool)
-    allocs = [partial(allocate, node=each.node) for each in pool.pools[:count]]
-    return SplitExperts(shape, fmt, allocs, [packer(own, i, count) for i in range(count)])
-
-
-def _slices(shape: MoEShape, fmt: Format, pool: Pool) -> int:
-    """Into how many slices a layer is cut on a pool."""
-    if isinstance(pool, WorkerPool) or not pool.narrow:
-        return len(pool.pools)
-    return min(len(pool.pools), most_parts(shape, fmt))
-
-
-def _workers(pool: Pool, slices: int) -> Sequence[WorkerPool]:
-    """The pool of each slice."""
-    if slices > len(pool.pools):
-        raise PykernelsError(
-            f"experts that were split across {slices} NUMA nodes cannot run on"
-            f" {len(pool.pools)} pool(s)",
-            "Configure threads and nodes before loading the model",
-        )
-    return pool.pools[:slices]
-
-
-def packer(own: Pool | None, part: int = 0, slices: int = 1) -> Packer:
-    """``Format.pack`` on every worker of a slice's pool: one task a 32-row block."""
-
-    def pack(fmt: Format, weight: Weight, blocks: torch.Tensor, scales: torch.Tensor) -> None:
-        scale = None if weight.scale is None else weight.scale.contiguous()
-        weight = Weight(weight.data.contiguous(), scale)
-        job, tasks = pack_job(fmt, weight, blocks, scales)
-        address = make_pack(fmt.name).address
-        workers = _workers(own or default_pool(), slices)[part]
-        workers.start(Call(address, address, job.ctypes.data, tasks, i_chunks=1, down_chunks=0))
-        workers.wait()
-        if scale is not None and not packs_scales(fmt.name):
-            fmt.pack_scales(scale, scales)
-
-    return pack

@@ -13,7 +13,7 @@ from pykernels.errors import PykernelsError
 
 from .memory import binding_problem
 from .topology import Node, Topology
-from .workers import WorkerPool
+from .workers import WorkerPool, spin_budget
 
 AUTO, OFF = "auto", "off"
 
@@ -120,10 +120,12 @@ class NodePools:
                 f"Use {len(nodes)} to {most} threads, or --numa off",
             )
         self.pools: list[WorkerPool] = []
+        spin_us = spin_budget(driver_works)
         try:
             for i, (node, count) in enumerate(zip(nodes, deal(wanted, rooms), strict=True)):
                 works = driver_works and i == 0
-                self.pools.append(WorkerPool(count, works, topology.at(node), node.number))
+                place = topology.at(node)
+                self.pools.append(WorkerPool(count, works, place, node.number, spin_us))
         except BaseException:
             self.close()
             raise

@@ -19,6 +19,19 @@ from pykernels.errors import PykernelsError
 from . import tasks
 from .topology import Topology
 
+_SPIN_US, _SPIN_US_BESIDE_GPU = 50.0, 1000.0
+
+
+def spin_budget(driver_works: bool) -> float:
+    """Microseconds that an idle thread spins: PYKERNELS_SPIN_US, or else what suits the driver.
+
+    Waking a sleeper takes up to 50 us. Where torch computes on the same cores between the calls, a
+    longer spin would hold it up; beside a GPU the workers' cores have nothing else to do.
+    """
+    if (asked := env.spin_us) is not None:
+        return asked
+    return _SPIN_US if driver_works else _SPIN_US_BESIDE_GPU
+
 
 class TaskError(RuntimeError):
     """A task returned a status other than 0; the pool stays usable.
@@ -70,6 +83,7 @@ class WorkerPool:
         threads: None for PYKERNELS_THREADS, or else ``Topology.default_threads``.
         topology: whose cores to take; None for this machine's.
         node: NUMA node that the memory of its experts is bound to; None for not bound.
+        spin_us: how long an idle thread spins before it sleeps; None for ``spin_budget``'s.
 
     Raises:
         PykernelsError: more threads than usable cores, fewer than one, or a core that is refused.
@@ -81,6 +95,7 @@ class WorkerPool:
         driver_works: bool = True,
         topology: Topology | None = None,
         node: int | None = None,
+        spin_us: float | None = None,
     ) -> None:
         topology = topology or Topology.detect()
         wanted = env.threads if threads is None else threads
@@ -95,7 +110,8 @@ class WorkerPool:
         raw = np.zeros(tasks.CONTROL_BYTES // 8 + 8, np.int64)
         self.control = _align(raw.ctypes.data)
         self._words = raw[(self.control - raw.ctypes.data) // 8 :]
-        self._words[tasks.SPIN_NS // 8] = int(env.spin_us * 1000)
+        spin_us = spin_budget(driver_works) if spin_us is None else spin_us
+        self._words[tasks.SPIN_NS // 8] = int(spin_us * 1000)
         self._reserve_barriers(64)
         self.workspace = Workspace()  # shared by the layers: one call runs at a time
         self._running: Call | None = None

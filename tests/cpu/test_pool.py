@@ -14,6 +14,7 @@ from pykernels.cpu.intrin.sync import as_pointer, atomic_add, atomic_load
 from pykernels.cpu.jit import inlined, task
 from pykernels.env import env
 from pykernels.errors import PykernelsError
+from runtime import tasks
 from runtime.pool import Call, TaskError, WorkerPool, configure_default_pool, default_pool
 from runtime.topology import Topology
 
@@ -292,6 +293,14 @@ def test_by_default_there_is_one_thread_on_each_physical_core():
     with WorkerPool(driver_works=False) as pool:  # a core is left to whoever feeds the GPU
         assert pool.threads == topology.default_threads(driver_works=False)
         assert len(pool._threads) == max(1, len(topology.physical) - 1)
+
+
+@pytest.mark.parametrize(
+    ("driver_works", "asked", "spin_us"), [(True, "", 50), (False, "", 1000), (False, "7.5", 7.5)]
+)
+def test_idle_threads_spin_longer_beside_a_gpu(driver_works, asked, spin_us):
+    with env.override(spin_us=asked), WorkerPool(1, driver_works) as pool:
+        assert pool._words[tasks.SPIN_NS // 8] == 1000 * spin_us
 
 
 def test_a_core_that_is_refused_is_told(monkeypatch):

@@ -27,7 +27,7 @@ def test_defaults(flags: Env) -> None:
     assert flags.kernel == "auto"
     assert flags.isa == frozenset()
     assert flags.threads is None
-    assert flags.spin_us == 50.0
+    assert flags.spin_us is None
     assert flags.hugepages is True
     flags.check()
 
@@ -42,6 +42,7 @@ def test_defaults(flags: Env) -> None:
         ("isa", " -AVX2 , ", frozenset({"avx2"})),
         ("threads", "3", 3),
         ("threads", "", None),
+        ("spin_us", "", None),
         ("spin_us", "0", 0.0),
         ("spin_us", "12.5", 12.5),
         ("hugepages", "0", False),
@@ -105,7 +106,7 @@ def test_override_wins_nests_and_ends(flags: Env, environ: dict[str, str]) -> No
 def test_override_ends_when_its_block_raises(flags: Env) -> None:
     with pytest.raises(ZeroDivisionError), flags.override(spin_us=0):
         raise ZeroDivisionError
-    assert flags.spin_us == 50.0
+    assert flags.spin_us is None
 
 
 def test_override_is_seen_by_other_threads(flags: Env) -> None:
