@@ -160,7 +160,7 @@ def make_stages(ops: Instructions | None) -> Stages:
     @inlined
     def gate_up_tiles(job, w, scale, first, last, first_block, last_block):
         rows = stack_alloc(640)
-        out = stack_alloc(16384)  # float32 gate [64, 32], up [64, 32]
+        out = stack_alloc(20480)  # float32 gate [80, 32], up [80, 32]
         for block in range(first_block, last_block):
             for slot in range(first, last, _SWEEP):
                 M = min(_SWEEP, last - slot)
@@ -168,11 +168,11 @@ def make_stages(ops: Instructions | None) -> Stages:
                 for part in range(2):
                     at = w + (2 * block + part) * job.gate_up_block
                     scale_at = scale + (2 * block + part) * job.gate_up_scale_block
-                    sweep(job, M, at, scale_at, job.gate_up_k, rows, out + 8192 * part)
+                    sweep(job, M, at, scale_at, job.gate_up_k, rows, out + 10240 * part)
                 for t in range(M):
                     h = job.h + (slot + t) * job.h_stride + block * 64
                     gate = out + t * _ROW_BYTES
-                    silu_mul_row(gate, gate + 8192, h)
+                    silu_mul_row(gate, gate + 10240, h)
 
     @inlined
     def gate_up_gemm(job, scratch, w, scale, active, first, last, first_block, last_block):
@@ -247,7 +247,7 @@ def make_stages(ops: Instructions | None) -> Stages:
     @inlined
     def down_tiles(job, w, scale, first, last, first_block, last_block):
         rows = stack_alloc(640)
-        out = stack_alloc(8192)  # float32 [64, 32]
+        out = stack_alloc(10240)  # float32 [80, 32]
         for block in range(first_block, last_block):
             w_down = w + block * job.down_block
             s_down = scale + block * job.down_scale_block
