@@ -9,11 +9,12 @@ from ..quant.layout import N_BLOCK, padded
 from ..shapes import MoEShape
 from .gemm_amx import MAX_BLOCKS
 
-# The last task to finish idles the other threads for about 1 / 32 of a stage. Cutting finer costs
-# more: every task begins a stream that the prefetchers have to find again (measured: 3 % at half a
-# MiB). A GEMM task reads all its expert's tokens, so there it pays to take more outputs at once.
-_TASKS_PER_THREAD, _GEMM_TASKS_PER_THREAD = 32, 6
-_TASK_BYTES = 4 << 20  # longer runs gain nothing
+# Tasks a thread. Every task begins streams that the prefetchers have to find again, and a down task
+# one for each expert: from 32 down tasks a thread to 4, decode gained 3 to 8 % (fp8 to q4_k, two
+# threads). Longer ones idle the other threads at the end. A GEMM task reads all its expert's
+# tokens, so there too it pays to take more outputs at once.
+_GATE_UP_TASKS, _DOWN_TASKS, _GEMM_TASKS = 16, 4, 6
+_TASK_BYTES = 8 << 20  # longer runs gain nothing
 
 GEMM_FROM = 5
 """Tokens of an expert from which the GEMM is taken to win over tiles where nobody measured it
@@ -43,7 +44,7 @@ class MoEPlan:
 def plan(
     shape: MoEShape, fmt: Format, threads: int, T: int = 1, gemm_from: int = GEMM_FROM
 ) -> MoEPlan:
-    """The default cut: as long as balance allows, up to 4 MiB.
+    """The default cut: as long as balance allows, up to 8 MiB of weights.
 
     Args:
         threads: that share the tasks.
@@ -54,15 +55,20 @@ def plan(
     h_blocks = padded(shape.H, 1)[0] // N_BLOCK
     active = min(shape.E, T * shape.topk)
     crowded = T * shape.topk >= min(gemm_from, _CROWDED) * active
-    wanted = (_GEMM_TASKS_PER_THREAD if crowded else _TASKS_PER_THREAD) * threads
-
-    def chunk(blocks: int, units: int, block_bytes: int) -> int:
-        balanced = max(1, blocks * units // wanted)
-        longest = blocks if crowded else -(-_TASK_BYTES // block_bytes)
-        return min(balanced, longest, blocks)
-
+    if crowded:
+        return MoEPlan(
+            i_chunk=min(MAX_BLOCKS // 2, _chunk(i_blocks * active, _GEMM_TASKS * threads)),
+            h_chunk=min(MAX_BLOCKS, _chunk(h_blocks, _GEMM_TASKS * threads)),
+            gemm_from=gemm_from,
+        )
+    longest = max(1, _TASK_BYTES // (2 * fmt.block_bytes(shape.H)))
     return MoEPlan(
-        i_chunk=min(MAX_BLOCKS // 2, chunk(i_blocks, active, 2 * fmt.block_bytes(shape.H))),
-        h_chunk=min(MAX_BLOCKS, chunk(h_blocks, 1, shape.topk * fmt.block_bytes(shape.I))),
+        i_chunk=min(i_blocks, longest, _chunk(i_blocks * active, _GATE_UP_TASKS * threads)),
+        h_chunk=_chunk(h_blocks, _DOWN_TASKS * threads),
         gemm_from=gemm_from,
     )
+
+
+def _chunk(blocks: int, tasks: int) -> int:
+    """Blocks of a task, so that there are about so many."""
+    return max(1, -(-blocks // tasks))
