@@ -20,6 +20,9 @@ from .intrin import amx
 from .rows import make_annotate
 from .stages import Stages, make_stages
 
+PORTABLE = {"generic": tile_generic}
+"""Backends that are plain Numba: their tiles."""
+
 NEVER = 1 << 62
 """``gemm_from`` of a kernel without a GEMM."""
 
@@ -73,7 +76,7 @@ def make_kernel(
         activations: "bf16" (exact), or "int8".
         target: None for this machine.
     """
-    ops = None if backend == "generic" else instructions(target or detect())
+    ops = None if backend in PORTABLE else instructions(target or detect())
     if backend == "amx":
         request_permission()
         return build_kernel(backend, fmt, activations, ops, amx)
@@ -95,7 +98,7 @@ def build_kernel(
         amx_unit: ``intrin.amx``, ``intrin.amx_model`` where there is none, or None for no GEMM.
     """
     if ops is None:
-        tiles = tile_generic.make_tiles(fmt, activations)
+        tiles = PORTABLE[backend].make_tiles(fmt, activations)
     else:
         tiles = tile_avx512.make_tiles(fmt, ops, activations)
     how = annotation(fmt, activations)

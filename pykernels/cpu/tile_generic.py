@@ -19,7 +19,7 @@ from ..quant.layout import K_BLOCK, K_STEP
 from .activations import annotation
 from .decode import packed_bytes
 from .intrin.registers import stack_alloc
-from .intrin.scalar import bf16_as_f32, bits_from_f32, f16_as_f32, f32_from_bits
+from .intrin.scalar import bf16_as_f32, bits_from_f32, f32_from_bits
 from .intrin.sync import as_pointer
 from .jit import inlined, routine
 from .job import f32, i64
@@ -30,6 +30,7 @@ MAX_TOKENS = 8
 ARGUMENTS = 10
 
 _E4M3 = decode_table().numpy()
+_HALF_BIAS = np.float32(2.0**112)
 _PAIRS = 16  # pair-rows of a tile, and outputs of a pair-row
 
 
@@ -125,7 +126,13 @@ _ROW = {
 
 @inlined
 def _half(address, index):
-    return f16_as_f32(carray(as_pointer(address), (index + 1,), types.uint16)[index])
+    """The ``index``-th IEEE half. (LLVM's own conversion needs F16C, or aborts the process.)"""
+    bits = types.uint32(carray(as_pointer(address), (index + 1,), types.uint16)[index])
+    magnitude = types.uint32((bits & types.uint32(0x7FFF)) << types.uint32(13))
+    value = f32_from_bits(magnitude) * _HALF_BIAS  # exact, subnormals too
+    if bits & types.uint32(0x7C00) == types.uint32(0x7C00):  # infinity and NaN
+        value = f32_from_bits(types.uint32(magnitude | types.uint32(0x7F800000)))
+    return -value if bits & types.uint32(0x8000) else value
 
 
 @inlined

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
@@ -35,15 +34,5 @@ def bf16_as_f32(typingctx, bits):
 
     def codegen(context, builder, sig, args):
         return builder.bitcast(builder.shl(builder.zext(args[0], I32), I32(16)), F32)
-
-    return types.float32(types.uint16), codegen
-
-
-@intrinsic
-def f16_as_f32(typingctx, bits):
-    """The float32 of an IEEE half's bits."""
-
-    def codegen(context, builder, sig, args):
-        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), F32)
 
     return types.float32(types.uint16), codegen
