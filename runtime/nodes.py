@@ -39,7 +39,7 @@ def nodes_to_use(
     Args:
         numa: "auto" for every node with usable cores and memory, "off" for none, or how many such
             nodes the machine must have.
-        threads: asked for; None for the default number, which depends on
+        threads: asked for; None for the default number.
         driver_works: see ``Topology.default_threads``.
 
     Raises:

@@ -10,24 +10,23 @@ import numpy as np
 import torch
 from numba import carray, types
 
+from pykernels.cpu.intrin.descriptor import descriptor
 from pykernels.cpu.intrin.sync import as_pointer
 from pykernels.cpu.jit import task
 from pykernels.cpu.tile_generic import round_bf16
 
 from .workers import Call, WorkerPool
 
-REDUCE = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            "values",  # of one part
-            "chunk",  # of them in one task
-            "parts",  # address of int64 [count]: where each float32 part begins
-            "count",
-            "y",
-            "y_bf16",  # 1: y is bf16, 0: float32
-        )
-    ]
+_, _reduce_at = descriptor(
+    "reduce",
+    (
+        "values",  # of one part
+        "chunk",  # of them in one task
+        "parts",  # address of int64 [count]: where each float32 part begins
+        "count",
+        "y",
+        "y_bf16",  # 1: y is bf16, 0: float32
+    ),
 )
 _CHUNK = 1 << 16
 _SERIAL = 1 << 17
@@ -40,7 +39,7 @@ def make_add_parts() -> Any:
 
     @task("add-parts")
     def add_parts(job_address, index, worker):  # type: ignore[no-untyped-def]
-        job = carray(as_pointer(job_address), (1,), REDUCE)[0]
+        job = _reduce_at(job_address)
         addresses = carray(as_pointer(job.parts), (job.count,), types.int64)
         first, last = index * job.chunk, min((index + 1) * job.chunk, job.values)
         total = carray(as_pointer(addresses[0]), (last,), types.float32)

@@ -33,6 +33,7 @@ from .tile_generic import round_bf16
 _SWEEP = 48  # tokens that share a pass over the weights, slab by slab: 8 sixes, 6 eights
 _SLAB = 2  # input blocks of 128 in a slab: its weights and the next one's stay in L1 meanwhile
 _ROW_BYTES = 32 * 4  # one token's float32 outputs of a block
+_ROOM = _SWEEP + tile_avx512.MAX_TOKENS  # the last tile of a sweep may be larger than what is left
 PIECE = 64
 """Slots that one pack task moves into A tiles."""
 
@@ -123,6 +124,7 @@ def make_stages(ops: Instructions | None) -> Stages:
         weighted_add_row = tile_avx512.weighted_add_row
     OUT_AT = gemm_amx.OUT_AT
     TOKENS, BLOCKS = gemm_amx.MAX_TOKENS, gemm_amx.MAX_BLOCKS
+    ADDRESSES, OUTS = 8 * _ROOM, _ROOM * _ROW_BYTES
     variant = ops.name if ops else "generic"
 
     @task(f"pack-{variant}")
@@ -159,20 +161,22 @@ def make_stages(ops: Instructions | None) -> Stages:
 
     @inlined
     def gate_up_tiles(job, w, scale, first, last, first_block, last_block):
-        rows = stack_alloc(640)
-        out = stack_alloc(20480)  # float32 gate [80, 32], up [80, 32]
+        rows = stack_alloc(ADDRESSES)
+        gates, ups = stack_alloc(OUTS), stack_alloc(OUTS)  # float32 [_ROOM, 32] each
         for block in range(first_block, last_block):
             for slot in range(first, last, _SWEEP):
                 M = min(_SWEEP, last - slot)
-                _point_at_rows(rows, M + 8, job.x, job.x_stride, job.slot_token, slot, M)
+                _point_at_rows(
+                    rows, M + tile_avx512.MAX_TOKENS, job.x, job.x_stride, job.slot_token, slot, M
+                )
                 for part in range(2):
                     at = w + (2 * block + part) * job.gate_up_block
                     scale_at = scale + (2 * block + part) * job.gate_up_scale_block
-                    sweep(job, M, at, scale_at, job.gate_up_k, rows, out + 10240 * part)
+                    out = ups if part else gates
+                    sweep(job, M, at, scale_at, job.gate_up_k, rows, out)
                 for t in range(M):
                     h = job.h + (slot + t) * job.h_stride + block * 64
-                    gate = out + t * _ROW_BYTES
-                    silu_mul_row(gate, gate + 10240, h)
+                    silu_mul_row(gates + t * _ROW_BYTES, ups + t * _ROW_BYTES, h)
 
     @inlined
     def gate_up_gemm(job, scratch, w, scale, active, first, last, first_block, last_block):
@@ -246,14 +250,14 @@ def make_stages(ops: Instructions | None) -> Stages:
 
     @inlined
     def down_tiles(job, w, scale, first, last, first_block, last_block):
-        rows = stack_alloc(640)
-        out = stack_alloc(10240)  # float32 [80, 32]
+        rows = stack_alloc(ADDRESSES)
+        out = stack_alloc(OUTS)  # float32 [_ROOM, 32]
         for block in range(first_block, last_block):
             w_down = w + block * job.down_block
             s_down = scale + block * job.down_scale_block
             for slot in range(first, last, _SWEEP):
                 M = min(_SWEEP, last - slot)
-                _point_at_rows(rows, M + 8, job.h, job.h_stride, 0, slot, M)
+                _point_at_rows(rows, M + tile_avx512.MAX_TOKENS, job.h, job.h_stride, 0, slot, M)
                 sweep(job, M, w_down, s_down, job.down_k, rows, out)
                 add_rows(job, slot, M, block, out)
 
