@@ -1,0 +1,51 @@
+"""What every launcher asks first: is Triton here, and can these tensors be given to a kernel?"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+import torch
+
+from ..errors import PykernelsError
+
+
+@functools.cache
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on CPU tensors (``TRITON_INTERPRET=1``)."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def supports(device: torch.device) -> str | None:
+    """None if Triton kernels run on tensors of this device, or the reason why not."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (torch for CUDA brings it: or pip install triton)"
+    if interpreted():
+        return None if device.type == "cpu" else "TRITON_INTERPRET=1 takes tensors of the CPU"
+    if device.type != "cuda":
+        return f"Triton kernels run on a CUDA GPU, not on {device.type} (TRITON_INTERPRET=1 does)"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 0):
+        return f"compute capability {major}.{minor} is below 8.0 (Ampere)"
+    return None
+
+
+def arch(device: torch.device) -> tuple[int, int]:
+    """Compute capability; (0, 0) in the interpreter."""
+    return (0, 0) if interpreted() else torch.cuda.get_device_capability(device)
+
+
+def check_device(*tensors: torch.Tensor) -> torch.device:
+    """The one device of the tensors.
+
+    Raises:
+        PykernelsError: they lie on several, or Triton kernels do not run there.
+    """
+    device = tensors[0].device
+    if any(tensor.device != device for tensor in tensors):
+        found = ", ".join(sorted({str(tensor.device) for tensor in tensors}))
+        raise PykernelsError(f"the inputs lie on {found}", "Move them to one GPU")
+    if reason := supports(device):
+        raise PykernelsError(f"no GPU kernel runs here: {reason}", "Use the CPU's kernels")
+    return device
