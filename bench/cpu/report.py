@@ -35,7 +35,8 @@ def _timed(results: Results) -> list[dict[str, Any]]:
 
 
 def _cells(row: dict[str, Any], shape: dict[str, int], threads: int) -> list[str]:
-    other = "" if row["threads"] == threads else f" ({row['threads']} threads)"
+    count = row["threads"]
+    other = "" if count == threads else f" ({count} thread{'s' if count > 1 else ''})"
     per_expert = row["tokens"] * shape["topk"] / shape["E"]
     tokens = f"{row['tokens']}" if per_expert < 5 else f"{row['tokens']} ({per_expert:.0f}/expert)"
     return [

@@ -40,12 +40,14 @@ class Part:
         seconds: about how long.
         section: of the results that its rows belong to; "" if it only prepares.
         run: gives the rows.
+        chooses: the peers' thread counts, perhaps the wrong ones where it is disturbed.
     """
 
     name: str
     seconds: float
     section: str
     run: Callable[[], list[Row]]
+    chooses: bool = False
 
 
 class Run:
@@ -93,6 +95,8 @@ class Run:
                     self._found[part.section] += self._watch.run(part.name, part.run)
                     self._left.remove(part.name)
                     keep()
+                elif part.chooses:
+                    self._watch.run(part.name, part.run, tries=1)
                 else:
                     part.run()
                 done += part.seconds
@@ -132,7 +136,8 @@ class Run:
             peers = set(bench.wanted_peers(fmt, 1))
             begin = estimate.WEIGHTS + estimate.starts(settings, shape, peers - before)
             before |= peers
-            yield Part(f"{fmt}: weights, peers", begin, "", partial(self._begin, fmt, peers=True))
+            prepare = partial(self._begin, fmt, peers=True)
+            yield Part(f"{fmt}: weights, peers", begin, "", prepare, chooses=bool(peers))
             for tokens in settings.tokens:
                 T = tokens.of(shape)
                 players = len(bench.timed_backends(fmt, T)) + len(bench.wanted_peers(fmt, T))

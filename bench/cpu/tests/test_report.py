@@ -38,7 +38,7 @@ def test_a_row_has_every_figure() -> None:
 
 def test_a_peer_on_other_threads_than_ours_says_so() -> None:
     ours, torch = (cells[2] for cells in table_rows(canned()))
-    assert (ours, torch) == ("pykernels avx512", "torch bf16 (1 threads)")
+    assert (ours, torch) == ("pykernels avx512", "torch bf16 (1 thread)")
 
 
 HEADS = {"table": "| format | tokens |", "threads": "## One token", "skew": "## Scheduling under"}

@@ -59,6 +59,12 @@ def test_only_the_chosen_sections_run_in_order(sections: tuple[str, ...], names:
     assert [part.name for part in make(sections).parts] == names
 
 
+def test_others_are_watched_for_while_peers_are_chosen() -> None:
+    chosen = {p.name for p in make(("table", "threads"), peers=True).parts if p.chooses}
+    assert chosen == {"fp8: weights, peers", "bf16: weights, peers"}
+    assert not any(part.chooses for part in make(("table",), peers=False).parts)
+
+
 @pytest.mark.parametrize("section", ["skew", "latency"])
 def test_a_section_of_ours_alone_starts_no_peer(
     section: str, monkeypatch: pytest.MonkeyPatch
