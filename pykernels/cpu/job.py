@@ -95,6 +95,12 @@ def poke_f32(address, value):
 
 
 @inlined
+def poke_i64(address, index, value):
+    """Sets element ``index`` of the int64 array at ``address``."""
+    carray(as_pointer(address), (index + 1,), types.int64)[index] = value
+
+
+@inlined
 def copy_line(to, source):
     """Copies 64 bytes."""
     into = carray(as_pointer(to), (8,), types.int64)
