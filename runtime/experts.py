@@ -52,14 +52,15 @@ class Counters:
 
 
 class Ticket(NamedTuple):
-    """A call in flight, to be given to ``sync``. It holds what the workers write.
+    """A call in flight, to be given to ``sync``. It holds what the workers read and write.
 
     Attributes:
         y: the result's [T, H].
         active: distinct experts of the call.
         partials: float32 [T, H] of each node, if there are several.
         pools: those that work on it, each on
-        calls: its own.
+        calls: its own, and the
+        sources: x that each reads.
     """
 
     y: torch.Tensor
@@ -67,6 +68,7 @@ class Ticket(NamedTuple):
     partials: list[torch.Tensor]
     pools: Sequence[WorkerPool]
     calls: Sequence[Call]
+    sources: Sequence[torch.Tensor]
 
     @property
     def runs(self) -> bool:
@@ -153,11 +155,11 @@ class RoutedExperts:
         return self.weights.missing()
 
     def submit(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Ticket:
-        """Starts a call and returns.
+        """Starts a call and returns, with many tokens when the workers have copied their inputs.
 
         Args:
             x: bf16 or float32 [T, H] on the CPU, taken as bf16. It is copied: change it freely
-            after.
+                after.
             ids: int64 [T, topk] expert numbers.
             weights: [T, topk], taken as float32.
 
@@ -174,12 +176,16 @@ class RoutedExperts:
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         partials = [torch.empty(x.shape) for _ in parts] if len(parts) > 1 else []
         outs = partials or [y]
-        calls = [part.prepare(x, ids, weights, out) for part, out in zip(parts, outs, strict=True)]
+        pairs = zip(parts, outs, strict=True)
+        prepared = [part.prepare(x, ids, weights, out) for part, out in pairs]
+        calls, sources = [call for call, _ in prepared], [source for _, source in prepared]
         pools = [part.pool for part in parts]
         # Known before it runs: should Ctrl-C come now, the buffers outlive what writes them.
-        ticket = self._in_flight = Ticket(y, calls[0].active, partials, pools, calls)
+        ticket = self._in_flight = Ticket(y, calls[0].active, partials, pools, calls, sources)
         for pool, call in zip(pools, calls, strict=True):
             pool.start(call)
+        for pool in pools:
+            pool.wait_for_rows()  # then x is the caller's again
         return ticket
 
     def sync(self, ticket: Ticket) -> torch.Tensor:
@@ -232,6 +238,8 @@ class RoutedExperts:
 
     def _name_expert(self, error: TaskError) -> TaskError:
         """The same with the expert's number in the layer."""
+        if error.active is None:
+            return error
         expert = self._bind()[0].expert(error.active)
         return TaskError(error.status, error.stage, error.index, error.active, expert)
 
@@ -246,14 +254,14 @@ class _Part:
         self._moe = MoECall(packed, kernel, pool.workspace, pool.threads, gemm_from=gemm_from)
         stages = kernel.stages
         self._gate_up, self._down = stages.gate_up.address, stages.down.address
-        self._pack = stages.pack.address
+        self._pack, self._rows = stages.pack.address, stages.rows.address
 
     def prepare(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
-    ) -> Call:
-        """A call that writes this slice's share of the result to ``y``."""
+    ) -> tuple[Call, torch.Tensor]:
+        """A call that writes this slice's share of the result to ``y``, and what it reads."""
         tasks = self._moe.prepare(x, ids, weights, y)
-        return Call(
+        call = Call(
             self._gate_up,
             self._down,
             self._moe.address,
@@ -264,7 +272,10 @@ class _Part:
             tasks.pack_tasks,
             tasks.piece_active,
             tasks.pieces,
+            self._rows,
+            tasks.row_tasks,
         )
+        return call, tasks.source
 
     def expert(self, active: int) -> int:
         """The number of an active expert of the last call."""

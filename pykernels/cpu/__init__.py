@@ -16,7 +16,9 @@ from .workspace import MoECall, Workspace
 
 
 @kernel()
-def _run_stages(pack, gate_up, down, job, pack_tasks, gate_up_tasks, down_tasks):
+def _run_stages(rows, pack, gate_up, down, job, row_tasks, pack_tasks, gate_up_tasks, down_tasks):
+    for index in range(row_tasks):
+        call_task(rows, job, index, 0)
     for index in range(pack_tasks):
         call_task(pack, job, index, 0)
     for index in range(gate_up_tasks):
@@ -31,10 +33,12 @@ def run_serially(
     """Prepares a call (``MoECall.prepare``) and runs all its tasks on this thread; returns y."""
     tasks, stages = call.prepare(x, ids, weights, y), call.kernel.stages
     _run_stages(
+        stages.rows.address,
         stages.pack.address,
         stages.gate_up.address,
         stages.down.address,
         call.address,
+        tasks.row_tasks,
         tasks.pack_tasks,
         tasks.gate_up_tasks,
         tasks.down_chunks * tasks.active,
