@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from pykernels.cpu import MoECall, make_kernel
+from pykernels.cpu import MoECall, contiguous_rows, make_kernel
 from pykernels.cpu.moe import MoEKernel
 from pykernels.errors import PykernelsError
 from pykernels.quant import PackedExperts, Weight, get_format
@@ -59,8 +59,8 @@ class Ticket(NamedTuple):
         active: distinct experts of the call.
         partials: float32 [T, H] of each node, if there are several.
         pools: those that work on it, each on
-        calls: its own, and the
-        sources: x that each reads.
+        calls: its own.
+        x: what they read, unless it is copied already.
     """
 
     y: torch.Tensor
@@ -68,7 +68,7 @@ class Ticket(NamedTuple):
     partials: list[torch.Tensor]
     pools: Sequence[WorkerPool]
     calls: Sequence[Call]
-    sources: Sequence[torch.Tensor]
+    x: torch.Tensor
 
     @property
     def runs(self) -> bool:
@@ -176,16 +176,16 @@ class RoutedExperts:
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         partials = [torch.empty(x.shape) for _ in parts] if len(parts) > 1 else []
         outs = partials or [y]
-        pairs = zip(parts, outs, strict=True)
-        prepared = [part.prepare(x, ids, weights, out) for part, out in pairs]
-        calls, sources = [call for call, _ in prepared], [source for _, source in prepared]
+        x = contiguous_rows(x)
+        calls = [part.prepare(x, ids, weights, out) for part, out in zip(parts, outs, strict=True)]
         pools = [part.pool for part in parts]
         # Known before it runs: should Ctrl-C come now, the buffers outlive what writes them.
-        ticket = self._in_flight = Ticket(y, calls[0].active, partials, pools, calls, sources)
+        ticket = self._in_flight = Ticket(y, calls[0].active, partials, pools, calls, x)
         for pool, call in zip(pools, calls, strict=True):
             pool.start(call)
-        for pool in pools:
-            pool.wait_for_rows()  # then x is the caller's again
+        if calls[0].row_tasks:
+            for pool in pools:
+                pool.wait_for_rows()  # then x is the caller's again
         return ticket
 
     def sync(self, ticket: Ticket) -> torch.Tensor:
@@ -258,10 +258,10 @@ class _Part:
 
     def prepare(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
-    ) -> tuple[Call, torch.Tensor]:
-        """A call that writes this slice's share of the result to ``y``, and what it reads."""
+    ) -> Call:
+        """A call that writes this slice's share of the result to ``y``."""
         tasks = self._moe.prepare(x, ids, weights, y)
-        call = Call(
+        return Call(
             self._gate_up,
             self._down,
             self._moe.address,
@@ -275,7 +275,6 @@ class _Part:
             self._rows,
             tasks.row_tasks,
         )
-        return call, tasks.source
 
     def expert(self, active: int) -> int:
         """The number of an active expert of the last call."""

@@ -182,8 +182,7 @@ class WorkerPool:
 
         A task that fails is told by ``wait``.
         """
-        if self._running is not None and self._running.row_tasks:
-            tasks.finish_rows(self.control, self.driver_works)
+        tasks.finish_rows(self.control, self.driver_works)
 
     def wait(self) -> float:
         """Waits for the call in flight; returns the seconds from its start to its last task.

@@ -12,7 +12,7 @@ from .jit import kernel
 from .moe import make_kernel
 from .pack import make_pack, pack_job, packs_scales
 from .plan import MoEPlan, plan
-from .workspace import MoECall, Workspace
+from .workspace import MoECall, Workspace, contiguous_rows
 
 
 @kernel()
@@ -31,6 +31,7 @@ def run_serially(
     call: MoECall, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
 ) -> torch.Tensor:
     """Prepares a call (``MoECall.prepare``) and runs all its tasks on this thread; returns y."""
+    x = contiguous_rows(x)
     tasks, stages = call.prepare(x, ids, weights, y), call.kernel.stages
     _run_stages(
         stages.rows.address,
@@ -86,6 +87,7 @@ __all__ = [
     "MoECall",
     "MoEPlan",
     "Workspace",
+    "contiguous_rows",
     "make_kernel",
     "make_pack",
     "moe_ffn",

@@ -15,7 +15,7 @@ from .gemm_amx import MAX_BLOCKS
 # tokens, so there too it pays to take more outputs at once.
 _GATE_UP_TASKS, _DOWN_TASKS, _GEMM_TASKS = 16, 4, 6
 _TASK_BYTES = 8 << 20  # longer runs gain nothing
-_ROW_TASKS, _LONGEST_ROWS = 4, 32
+_ROW_TASKS, _LONGEST_ROWS = 4, 16
 _DRIVER_VALUES = 1 << 17  # inputs that the driver copies about as soon as others could join in
 
 GEMM_FROM = 5

@@ -78,11 +78,15 @@ class Workspace:
         return self.buffers
 
 
+def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of it where the values of a row lie apart: what ``MoECall.prepare`` takes."""
+    return x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
+
+
 class Prepared(NamedTuple):
     """How many tasks each stage of a prepared call has.
 
     ``piece_active`` and ``pieces`` are the addresses of the ``JOB`` arrays of these names.
-    ``source`` is what the row tasks read, x or a copy of it: keep it until they are done.
     """
 
     active: int
@@ -92,7 +96,6 @@ class Prepared(NamedTuple):
     down_chunks: int
     piece_active: int
     pieces: int
-    source: torch.Tensor
 
     @property
     def gate_up_tasks(self) -> int:
@@ -166,8 +169,8 @@ class MoECall:
         """Takes a call's inputs into the descriptor.
 
         Args:
-            x: bf16 or float32 [T, H] on the CPU. It must not change until the row tasks are done;
-                if there are none, it was copied.
+            x: bf16 or float32 [T, H] on the CPU, as ``contiguous_rows`` returns it. The caller
+                keeps it, unchanged, until the row tasks are done; if there are none, it was copied.
             ids: int64 [T, topk] expert numbers.
             weights: [T, topk], taken as float32.
             y: bf16 or float32 [T, H], what ``down`` writes; the caller keeps it alive.
@@ -185,8 +188,6 @@ class MoECall:
         words[_AT["y"]] = y.data_ptr()
         words[_AT["y_stride"]] = y.stride(0) * y.element_size()
         words[_AT["y_bf16"]] = y.dtype == torch.bfloat16
-        if x.stride(1) != 1:
-            x = x.contiguous()
         take_inputs(
             self.address, x.data_ptr(), x.stride(0) * x.element_size(), x.dtype == torch.bfloat16
         )
@@ -206,7 +207,6 @@ class MoECall:
             h_chunks if active else 0,
             int(words[_AT["piece_active"]]),
             int(words[_AT["pieces"]]),
-            x,
         )
 
     def _plan(self, T: int) -> tuple[int, int, int]:
@@ -243,6 +243,8 @@ class MoECall:
             raise PykernelsError(
                 f"x is {x.dtype} {tuple(x.shape)}", f"Give bfloat16 or float32 of shape [T, {H}]"
             )
+        if not x.is_contiguous() and x.stride(1) != 1:
+            raise PykernelsError("the values of a row of x lie apart", "Give contiguous_rows(x)")
         same = len(ids_shape) == 2 and ids_shape == weights.shape and ids_shape[0] == shape[0]
         if ids.dtype != torch.int64 or not same:
             raise PykernelsError(
