@@ -19,6 +19,10 @@ JOB, job_at = descriptor(
         "T",  # tokens
         "S",  # slots
         "A",  # active experts
+        "source",  # what the caller gave: source_bf16 ? bf16 : float32 [T, source_stride / ...]
+        "source_stride",  # bytes
+        "source_bf16",
+        "row_chunk",  # tokens of one rows task; 0: the driver has copied them all
         "x",  # rows (cpu.rows) of T tokens, H padded with zeros
         "x_stride",  # bytes
         "h",  # rows of S slots, I padded with zeros

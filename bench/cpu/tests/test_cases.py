@@ -174,7 +174,7 @@ def test_figures_count_the_bytes_of_distinct_experts() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["generic", "auto"])
-@pytest.mark.parametrize("T", [1, 5, 40])
+@pytest.mark.parametrize("T", [1, 5, 40, pytest.param(600, id="600: rows are a stage")])
 def test_static_shares_compute_the_same(kernel: str, T: int) -> None:
     shape = MoEShape(E=4, H=256, I=128, topk=2)
     ids = routings(shape, T, "zipf", count=1)
@@ -183,7 +183,9 @@ def test_static_shares_compute_the_same(kernel: str, T: int) -> None:
         ours, static = Ours(weights, kernel), StaticOurs(weights, kernel)
         ours.prepare(T, ids)
         static.prepare(T, ids)
-        assert torch.equal(static.run(0, 0), ours.run(0, 0))
+        want = ours.run(0, 0)
+        static._pool.workspace.buffers["x"].fill_(255)  # or it might find the rows of that call
+        assert torch.equal(static.run(0, 0), want)
     configure_default_pool()
 
 
