@@ -76,9 +76,9 @@ def rounding_flips(h_values: int) -> float:
     """Relative error of rounding h to bf16 after float32 sums, against rounding exact ones.
 
     Now and then a sum falls to the other side of a tie, which costs one bf16 step in one of the
-    ``h_values``: a few of a handful, or about one in a thousand of many.
+    ``h_values``: a few of a handful, or one or two in a thousand of many.
     """
-    return max(2e-4, 2 * 2.0**-7 / h_values**0.5)
+    return max(3e-4, 2 * 2.0**-7 / h_values**0.5)
 
 
 def code_flips(h_values: int) -> float:

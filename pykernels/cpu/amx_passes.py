@@ -30,12 +30,12 @@ MAX_TOKENS = 256
 TILE = 1024
 """Bytes of a tile: 16 rows of 64."""
 
-_PART_BYTES = 4 * TILE
 _HEADER = 64
-PARTS_BYTES = _HEADER + 2 * _PART_BYTES
-"""Scratch of the passes: what is not folded yet, and two rooms for products."""
+PARTS_BYTES = _HEADER + 4 * TILE
+"""Scratch of the passes: what is not folded yet, and the products. (Not two rooms in turn: 4 KiB
+apart, a load would take the other room's store for its own until their addresses are compared.)"""
 
-_PART, _SUMS, _SCALE, _GROUP, _ACT, _ROWS = range(6)  # words of the header
+_SUMS, _SCALE, _GROUP, _ACT, _ROWS = range(5)  # words of the header
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _wide(scales: Scales, ACT_K: int, SLAB_K: int, STEP_K: int, amx: Any) -> Pas
     @inlined
     def fold(parts, first, count):
         """Sums += ``count`` rows of the products that the header tells of."""
-        part, c = i64(parts, _PART) + 128 * first, i64(parts, _SUMS) + 128 * first
+        part, c = parts + _HEADER + 128 * first, i64(parts, _SUMS) + 128 * first
         if SCALED:
             scale, group = i64(parts, _SCALE), i64(parts, _GROUP)
             low, high = factor_of(scale, group, 0), factor_of(scale, group, 1)
@@ -143,14 +143,12 @@ def _wide(scales: Scales, ACT_K: int, SLAB_K: int, STEP_K: int, amx: Any) -> Pas
                     ahead += 64
                 a0 += TILE
                 at += 2 * TILE
-            rooms = parts + _HEADER
-            part = rooms + _PART_BYTES if i64(parts, _PART) == rooms else rooms
+            part = parts + _HEADER
             store(0, part, 128)
             store(1, part + 64, 128)
             if pair:
                 store(2, part + 16 * 128, 128)
                 store(3, part + 16 * 128 + 64, 128)
-            poke_i64(parts, _PART, part)
             poke_i64(parts, _SUMS, c)
             poke_i64(parts, _SCALE, scale)
             poke_i64(parts, _GROUP, (first_k + k) // GROUP)
@@ -174,7 +172,7 @@ def _narrow(scales: Scales, ACT_K: int, SLAB_K: int, STEP_K: int, amx: Any) -> P
     dot = amx.dot_i8 if INT8 else amx.dot_bf16
 
     @inlined
-    def products(a, b, part):
+    def products(a, b):
         """Four groups' products, one in each C tile."""
         zero(0)
         load(4, a, 64)
@@ -192,6 +190,9 @@ def _narrow(scales: Scales, ACT_K: int, SLAB_K: int, STEP_K: int, amx: Any) -> P
         load(5, a + _a_at(3), 64)
         load(7, b + _b_at(3), 64)
         dot(3, 5, 7)
+
+    @inlined
+    def store_products(part):
         store(0, part, 64)
         store(1, part + TILE, 64)
         store(2, part + 2 * TILE, 64)
@@ -236,14 +237,14 @@ def _narrow(scales: Scales, ACT_K: int, SLAB_K: int, STEP_K: int, amx: Any) -> P
             for k in range(0, inputs + QUAD, QUAD):
                 if k < inputs:
                     step = k // STEP_K
-                    room = parts + _HEADER + k // QUAD % 2 * _PART_BYTES
-                    products(a + step * TILE, b + (2 * step + half) * TILE, room)
-                if k > 0:  # the four before: their stores have had time
-                    done = k - QUAD
-                    room = parts + _HEADER + done // QUAD % 2 * _PART_BYTES
+                    products(a + step * TILE, b + (2 * step + half) * TILE)
+                if k > 0:  # the four before, while these are multiplied
                     fold(
-                        totals, room, half, scale, first_k // GROUP, done, act_scales, sums,
+                        totals, parts + _HEADER, half, scale, first_k // GROUP, k - QUAD,
+                        act_scales, sums,
                     )  # fmt: skip
+                if k < inputs:
+                    store_products(parts + _HEADER)
                 if half == 0:
                     for _ in range(lines * (QUAD // STEP_K)):
                         prefetch_l2(ahead)
