@@ -170,6 +170,11 @@ def _narrow(scales: Scales, ACT_K: int, SLAB_K: int, STEP_K: int, amx: Any) -> P
     MINIMA = scales.minimum is not None
     zero, load, store = amx.zero, amx.load, amx.store
     dot = amx.dot_i8 if INT8 else amx.dot_bf16
+    assert ACT_K % QUAD == 0, "four products have one activation scale"
+
+    @inlined
+    def read(at):
+        return to_f32(load_i32(at)) if INT8 else load_f32(at)
 
     @inlined
     def products(a, b):
@@ -207,25 +212,25 @@ def _narrow(scales: Scales, ACT_K: int, SLAB_K: int, STEP_K: int, amx: Any) -> P
         return group // PER_STEP * 2 * TILE + group % PER_STEP * B_BYTES
 
     @inlined
-    def fold(totals, part, half, scale, first_group, k, act_scales, sums):
+    def fold(totals, part, half, scale, group, act, sums):
         """totals[16] += four groups' products, scaled."""
-        for j in range(4):
-            factor = factor_of(scale, first_group + k // GROUP + j, half)
+        f0, f1 = factor_of(scale, group, half), factor_of(scale, group + 1, half)
+        f2, f3 = factor_of(scale, group + 2, half), factor_of(scale, group + 3, half)
+        if MINIMA:
+            m0, m1 = minimum_of(scale, group, half), minimum_of(scale, group + 1, half)
+            m2, m3 = minimum_of(scale, group + 2, half), minimum_of(scale, group + 3, half)
+        for t in range(16):
+            at = part + 64 * t
+            total = mul_f32(read(at), f0) if INT8 else fma_f32(read(at), f0, totals[t])
+            total = fma_f32(read(at + TILE), f1, total)
+            total = fma_f32(read(at + 2 * TILE), f2, total)
+            total = fma_f32(read(at + 3 * TILE), f3, total)
             if MINIMA:
-                minimum = minimum_of(scale, first_group + k // GROUP + j, half)
-                less = sums + 4 * MAX_TOKENS * (k // GROUP + j)
-            if INT8:
-                act = act_scales + 4 * MAX_TOKENS * ((k + j * GROUP) // ACT_K)
-            for t in range(16):
-                if INT8:
-                    x = broadcast_f32(f32(act, t))
-                    a = mul_f32(to_f32(load_i32(part + j * TILE + 64 * t)), x)
-                else:
-                    a = load_f32(part + j * TILE + 64 * t)
-                total = fma_f32(a, factor, totals[t])
-                if MINIMA:
-                    total = fnma_f32(broadcast_f32(f32(less, t)), minimum, total)
-                totals[t] = total
+                total = fnma_f32(broadcast_f32(f32(sums, t)), m0, total)
+                total = fnma_f32(broadcast_f32(f32(sums, MAX_TOKENS + t)), m1, total)
+                total = fnma_f32(broadcast_f32(f32(sums, 2 * MAX_TOKENS + t)), m2, total)
+                total = fnma_f32(broadcast_f32(f32(sums, 3 * MAX_TOKENS + t)), m3, total)
+            totals[t] = fma_f32(total, broadcast_f32(f32(act, t)), totals[t]) if INT8 else total
 
     @inlined
     def run(inputs, count, a, a_group, b, c, scale, first_k, act_scales, sums, parts, ahead, lines):
@@ -239,9 +244,11 @@ def _narrow(scales: Scales, ACT_K: int, SLAB_K: int, STEP_K: int, amx: Any) -> P
                     step = k // STEP_K
                     products(a + step * TILE, b + (2 * step + half) * TILE)
                 if k > 0:  # the four before, while these are multiplied
+                    done = k - QUAD
+                    act = act_scales + 4 * MAX_TOKENS * (done // ACT_K) if INT8 else 0
                     fold(
-                        totals, parts + _HEADER, half, scale, first_k // GROUP, k - QUAD,
-                        act_scales, sums,
+                        totals, parts + _HEADER, half, scale, (first_k + done) // GROUP, act,
+                        sums + 4 * MAX_TOKENS * (done // GROUP),
                     )  # fmt: skip
                 if k < inputs:
                     store_products(parts + _HEADER)

@@ -150,8 +150,6 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
             for group in range(inputs // SUM_K):
                 for t in range(M):
                     total = group_sum(i64(rows, t), K, first_k // SUM_K + group)
-                    if ACT_K:
-                        total *= activation_scale(i64(rows, t), K, first_k + group * SUM_K, ACT_K)
                     poke_f32(sums + 4 * (group * MAX_TOKENS + t), total)
 
     @routine(ARGUMENTS, variant)

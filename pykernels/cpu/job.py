@@ -27,8 +27,7 @@ JOB, job_at = descriptor(
         "x_stride",  # bytes
         "h",  # rows of S slots, I padded with zeros
         "h_stride",
-        "acc",  # float32 [T, acc_stride / 4], H padded to 32
-        "acc_stride",
+        "acc",  # float32 [h_blocks, T, 32]
         "y",  # out_bf16 ? bf16 : float32 [T, y_stride / ...]
         "y_stride",
         "y_bf16",  # 1: y is bf16, 0: float32

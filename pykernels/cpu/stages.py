@@ -65,18 +65,25 @@ def _point_at_rows(rows, room, base, stride, slots, first, count):
 
 
 @inlined
+def _sums_at(job, block, t):
+    """Address of the 32 sums of a block and a token. A run of blocks is one piece of memory: rows
+    of H would be a few lines from each of many pages, in few of the cache's sets."""
+    return job.acc + (block * job.T + t) * _ROW_BYTES
+
+
+@inlined
 def _write_out(job, t, n0):
     """Converts 32 finished sums of token t to the dtype of y, without the padding."""
-    sums = carray(as_pointer(job.acc + t * job.acc_stride), (n0 + 32,), types.float32)
+    sums = carray(as_pointer(_sums_at(job, n0 // 32, t)), (32,), types.float32)
     stop = min(n0 + 32, job.H)
     if job.y_bf16 != 0:
         halves = carray(as_pointer(job.y + t * job.y_stride), (stop,), types.uint16)
         for n in range(n0, stop):
-            halves[n] = round_bf16(sums[n])
+            halves[n] = round_bf16(sums[n - n0])
     else:
         floats = carray(as_pointer(job.y + t * job.y_stride), (stop,), types.float32)
         for n in range(n0, stop):
-            floats[n] = sums[n]
+            floats[n] = sums[n - n0]
 
 
 @inlined
@@ -248,7 +255,7 @@ def make_stages(ops: Instructions | None) -> Stages:
     def add_rows(job, slot, M, block, out):
         """The sums of M slots' tokens += their weights x out[M, 32]."""
         for t in range(M):
-            acc = job.acc + i64(job.slot_token, slot + t) * job.acc_stride + block * _ROW_BYTES
+            acc = _sums_at(job, block, i64(job.slot_token, slot + t))
             weighted_add_row(f32(job.slot_weight, slot + t), out + t * _ROW_BYTES, acc)
 
     @inlined
@@ -296,11 +303,10 @@ def make_stages(ops: Instructions | None) -> Stages:
         w = job.down + expert * job.down_stride
         scale = job.down_scale + expert * job.down_scale_stride
         if active == 0:
-            for t in range(job.T):
-                at = job.acc + t * job.acc_stride
-                sums = carray(as_pointer(at), (32 * last_block,), types.float32)
-                for n in range(32 * first_block, 32 * last_block):
-                    sums[n] = types.float32(0)
+            count = (last_block - first_block) * job.T * 32
+            sums = carray(as_pointer(_sums_at(job, first_block, 0)), (count,), types.float32)
+            for i in range(count):
+                sums[i] = types.float32(0)
         first, last = i64(job.starts, active), i64(job.starts, active + 1)
         if last - first < job.gemm_from:
             down_tiles(job, w, scale, first, last, first_block, last_block)

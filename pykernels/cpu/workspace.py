@@ -265,5 +265,5 @@ class MoECall:
         self._buffers = buffers
         for name in buffers.keys() - {"cursor"}:
             self.job[name] = buffers[name].data_ptr()
-        for name in ("x", "h", "acc"):
+        for name in ("x", "h"):
             self.job[f"{name}_stride"] = buffers[name].stride(0) * buffers[name].element_size()
