@@ -8,8 +8,9 @@ a group's 64 rows of registers is spread over the next group's products, so that
 waits for it.
 
 ``narrow``: groups that end with each tile product. Sums stay in 16 registers for a whole slab, 16
-tokens by 16 outputs, so that a fold is one multiply-add and no store of its own; four C tiles take
-turns.
+tokens by 16 outputs, so that a fold is one multiply-add and no store of its own. Of four C tiles
+two are multiplied into while the other two are stored and folded (25 cycles a product, 28 by fours;
+the product alone takes 16).
 """
 
 from __future__ import annotations
@@ -177,8 +178,16 @@ def _narrow(scales: Scales, ACT_K: int, SLAB_K: int, STEP_K: int, amx: Any) -> P
         return to_f32(load_i32(at)) if INT8 else load_f32(at)
 
     @inlined
-    def products(a, b):
-        """Four groups' products, one in each C tile."""
+    def _a_at(group):
+        return group // PER_STEP * TILE + group % PER_STEP * A_BYTES
+
+    @inlined
+    def _b_at(group):
+        return group // PER_STEP * 2 * TILE + group % PER_STEP * B_BYTES
+
+    @inlined
+    def multiply_01(a, b):
+        """The first two of four groups."""
         zero(0)
         load(4, a, 64)
         load(6, b, 64)
@@ -187,6 +196,9 @@ def _narrow(scales: Scales, ACT_K: int, SLAB_K: int, STEP_K: int, amx: Any) -> P
         load(5, a + _a_at(1), 64)
         load(7, b + _b_at(1), 64)
         dot(1, 5, 7)
+
+    @inlined
+    def multiply_23(a, b):
         zero(2)
         load(4, a + _a_at(2), 64)
         load(6, b + _b_at(2), 64)
@@ -197,61 +209,49 @@ def _narrow(scales: Scales, ACT_K: int, SLAB_K: int, STEP_K: int, amx: Any) -> P
         dot(3, 5, 7)
 
     @inlined
-    def store_products(part):
-        store(0, part, 64)
-        store(1, part + TILE, 64)
-        store(2, part + 2 * TILE, 64)
-        store(3, part + 3 * TILE, 64)
-
-    @inlined
-    def _a_at(group):
-        return group // PER_STEP * TILE + group % PER_STEP * A_BYTES
-
-    @inlined
-    def _b_at(group):
-        return group // PER_STEP * 2 * TILE + group % PER_STEP * B_BYTES
-
-    @inlined
-    def fold(totals, part, half, scale, group, act, sums):
-        """totals[16] += four groups' products, scaled."""
+    def fold_two(totals, part, half, scale, group, act, sums):
+        """totals[16] += two groups' products, scaled."""
         f0, f1 = factor_of(scale, group, half), factor_of(scale, group + 1, half)
-        f2, f3 = factor_of(scale, group + 2, half), factor_of(scale, group + 3, half)
         if MINIMA:
             m0, m1 = minimum_of(scale, group, half), minimum_of(scale, group + 1, half)
-            m2, m3 = minimum_of(scale, group + 2, half), minimum_of(scale, group + 3, half)
         for t in range(16):
             at = part + 64 * t
             total = mul_f32(read(at), f0) if INT8 else fma_f32(read(at), f0, totals[t])
             total = fma_f32(read(at + TILE), f1, total)
-            total = fma_f32(read(at + 2 * TILE), f2, total)
-            total = fma_f32(read(at + 3 * TILE), f3, total)
             if MINIMA:
                 total = fnma_f32(broadcast_f32(f32(sums, t)), m0, total)
                 total = fnma_f32(broadcast_f32(f32(sums, MAX_TOKENS + t)), m1, total)
-                total = fnma_f32(broadcast_f32(f32(sums, 2 * MAX_TOKENS + t)), m2, total)
-                total = fnma_f32(broadcast_f32(f32(sums, 3 * MAX_TOKENS + t)), m3, total)
             totals[t] = fma_f32(total, broadcast_f32(f32(act, t)), totals[t]) if INT8 else total
 
     @inlined
     def run(inputs, count, a, a_group, b, c, scale, first_k, act_scales, sums, parts, ahead, lines):
+        part01, part23 = parts + _HEADER, parts + _HEADER + 2 * TILE
         for half in range(2):
             to = c + 64 * half
             totals = f32x16_array(16)
             for t in range(16):
                 totals[t] = load_f32(to + 128 * t)
+            # Two tiles are multiplied while two are stored and the two before folded: the last
+            # turn only stores and folds.
             for k in range(0, inputs + QUAD, QUAD):
+                a_at, b_at = a + k // STEP_K * TILE, b + (2 * (k // STEP_K) + half) * TILE
+                done = k - QUAD
+                group = (first_k + done) // GROUP
+                act = act_scales + 4 * MAX_TOKENS * (done // ACT_K) if INT8 else 0
+                less = sums + 4 * MAX_TOKENS * (done // GROUP)
                 if k < inputs:
-                    step = k // STEP_K
-                    products(a + step * TILE, b + (2 * step + half) * TILE)
-                if k > 0:  # the four before, while these are multiplied
-                    done = k - QUAD
-                    act = act_scales + 4 * MAX_TOKENS * (done // ACT_K) if INT8 else 0
-                    fold(
-                        totals, parts + _HEADER, half, scale, (first_k + done) // GROUP, act,
-                        sums + 4 * MAX_TOKENS * (done // GROUP),
-                    )  # fmt: skip
+                    multiply_01(a_at, b_at)
+                if k > 0:
+                    fold_two(totals, part01, half, scale, group, act, less)
+                    store(2, part23, 64)
+                    store(3, part23 + TILE, 64)
                 if k < inputs:
-                    store_products(parts + _HEADER)
+                    multiply_23(a_at, b_at)
+                if k > 0:
+                    fold_two(totals, part23, half, scale, group + 2, act, less + 8 * MAX_TOKENS)
+                if k < inputs:
+                    store(0, part01, 64)
+                    store(1, part01 + TILE, 64)
                 if half == 0:
                     for _ in range(lines * (QUAD // STEP_K)):
                         prefetch_l2(ahead)
