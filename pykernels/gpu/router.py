@@ -70,8 +70,8 @@ def _route_few(
         tl.store(slots + place, slot, mask=real)
         tl.store(positions + slot, place, mask=real)
         e = tl.arange(0, EP)
-        before = tl.sum((flat[None, :] < (e * (R * KP))[:, None]).to(tl.int32), 1)
-        tl.store(starts + e, before, mask=e <= E)
+        counts = tl.histogram(tl.reshape(tl.where(mask, chosen, E), [R * KP]), EP)
+        tl.store(starts + e, tl.cumsum(counts, 0) - counts, mask=e <= E)
     if GATHER:
         token = tl.program_id(0)
         h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
