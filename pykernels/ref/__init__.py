@@ -7,9 +7,11 @@ from .norm import rms_norm
 from .permute import permute, sort_slots, unpermute
 from .rope import rope, rope_frequencies, yarn_frequencies, yarn_scale
 from .router import router, router_logits
+from .sampling import greedy, sample
 
 __all__ = [
     "embed",
+    "greedy",
     "moe_ffn",
     "permute",
     "rms_norm",
@@ -17,6 +19,7 @@ __all__ = [
     "rope_frequencies",
     "router",
     "router_logits",
+    "sample",
     "silu_mul",
     "sort_slots",
     "unpermute",
