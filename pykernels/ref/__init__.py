@@ -2,6 +2,7 @@
 
 from .activation import silu_mul
 from .embedding import embed
+from .kv_write import kv_write, mla_write
 from .moe import moe_ffn
 from .norm import rms_norm
 from .permute import permute, sort_slots, unpermute
@@ -12,6 +13,8 @@ from .sampling import greedy, sample
 __all__ = [
     "embed",
     "greedy",
+    "kv_write",
+    "mla_write",
     "moe_ffn",
     "permute",
     "rms_norm",
