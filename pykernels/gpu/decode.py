@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .arith import nibble_to_bf16, times, to_bf16
+
 
 @triton.jit
 def e4m3_to_float(code):
@@ -51,12 +53,6 @@ def byte_to_bf16(q):
 
 
 @triton.jit
-def nibble_to_bf16(q):
-    """uint8 0 .. 15 -> q + 128 in bfloat16, exact."""
-    return (q.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
 def integer_scales(scales, k, N, GROUP: tl.constexpr):
     """Scales of inputs k and k + 32 of a tile's rows. GROUP 0: one scale an output."""
     if GROUP == 0:
@@ -74,16 +70,15 @@ def integer_scales(scales, k, N, GROUP: tl.constexpr):
 def int8_pair(rows, scales, k, N, GROUP: tl.constexpr):
     at = rows[:, None] + (k + tl.arange(0, 32))[None, :]
     s0, s1 = integer_scales(scales, k, N, GROUP)
-    return byte_to_bf16(tl.load(at) ^ 0x80) * s0, byte_to_bf16(tl.load(at + 32) ^ 0x80) * s1
+    q0, q1 = tl.load(at) ^ 0x80, tl.load(at + 32) ^ 0x80
+    return times(byte_to_bf16(q0), s0), times(byte_to_bf16(q1), s1)
 
 
 @triton.jit
 def int4_pair(rows, scales, k, N, GROUP: tl.constexpr):
     q = tl.load(rows[:, None] + (k // 2 + tl.arange(0, 32))[None, :])
     s0, s1 = integer_scales(scales, k, N, GROUP)
-    first = (nibble_to_bf16(q & 15) - 136.0).to(tl.bfloat16)
-    second = (nibble_to_bf16(q >> 4) - 136.0).to(tl.bfloat16)
-    return first * s0, second * s1
+    return times(nibble_to_bf16(q & 15), s0), times(nibble_to_bf16(q >> 4), s1)
 
 
 @triton.jit
@@ -97,7 +92,7 @@ def fp8_pair(rows, scales, k, NATIVE: tl.constexpr):
         w1 = q1.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
         w0, w1 = e4m3_to_float(q0), e4m3_to_float(q1)
-    return (w0 * s).to(tl.bfloat16), (w1 * s).to(tl.bfloat16)
+    return to_bf16(w0 * s), to_bf16(w1 * s)
 
 
 @triton.jit
@@ -132,7 +127,7 @@ def q4_k_pair(rows, k, PAIR: tl.constexpr):
     s1, m1 = q4_k_scale(d, a, b, c, 2 * PAIR + 1)
     first = (q & 15).to(tl.float32) * s0 - m0
     second = (q >> 4).to(tl.float32) * s1 - m1
-    return first.to(tl.bfloat16), second.to(tl.bfloat16)
+    return to_bf16(first), to_bf16(second)
 
 
 @triton.jit
@@ -142,7 +137,7 @@ def q6_k_value(low, high, d, steps, FIRST: tl.constexpr):
     s0 = ((steps << (24 - 8 * FIRST)) >> 24).to(tl.float32) * d
     s1 = ((steps << (16 - 8 * FIRST)) >> 24).to(tl.float32) * d
     code = ((low & 15) | (high & 3) << 4).to(tl.int32) - 32
-    return (code.to(tl.float32) * tl.where(i < 16, s0[:, None], s1[:, None])).to(tl.bfloat16)
+    return to_bf16(code.to(tl.float32) * tl.where(i < 16, s0[:, None], s1[:, None]))
 
 
 @triton.jit

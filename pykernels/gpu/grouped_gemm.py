@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..errors import PykernelsError
+from ..shapes import SortedSlots
 from .blocks import block_bound
 from .kernel_bf16 import gemm_bf16
 from .kernel_decoded import gemm_decoded
@@ -20,28 +19,6 @@ from .plan import GemmPlan
 
 NATIVE_FP8 = (8, 9)
 """From this compute capability on Triton has an E4M3 type."""
-
-
-@dataclass(frozen=True)
-class Sorted:
-    """Token slots sorted by expert (a slot is ``token * topk + rank``), as the permute kernel does.
-
-    Attributes:
-        order: int32 [S]: the slot of each sorted row.
-        starts: int32 [E + 1]: rows of expert e are starts[e] .. starts[e + 1] - 1.
-        topk: slots of a token.
-        slots: int32 [E]: where each expert's matrices lie in their stack; a negative one lies
-            nowhere and its rows are zeros. None: expert e is number e.
-    """
-
-    order: torch.Tensor
-    starts: torch.Tensor
-    topk: int
-    slots: torch.Tensor | None = None
-
-    @property
-    def E(self) -> int:
-        return self.starts.shape[0] - 1
 
 
 def path_of(stack: Matrices, fp8_inputs: bool) -> str:
@@ -58,10 +35,9 @@ def multiply(
     plan: GemmPlan,
     *,
     x_scale: torch.Tensor | None = None,
-    groups: Sorted | None = None,
+    order: SortedSlots | None = None,
+    table: torch.Tensor | None = None,
     gated: bool = False,
-    gather: bool = False,
-    row_weights: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> None:
     """out = x @ w.T by ``plan``; the caller has checked shapes and dtypes.
@@ -69,54 +45,53 @@ def multiply(
     Args:
         x: bfloat16 [rows, K], or E4M3 with ``x_scale`` float32 [rows, ceil(K / 128)].
         out: [S or M, N]; with ``plan.split_k`` above 1 float32 [split_k, M, N], parts of the sum.
-        groups: None: one matrix for all rows.
-        gated: the stack has two matrices an expert; out = silu(x @ gate.T) * (x @ up.T).
-        gather: rows of x are tokens, not sorted rows.
-        row_weights: float32 [S] by slot: rows are multiplied by them and go to their slots.
+        order: the rows' experts; None: one matrix for all rows.
+        table: int32 [E]: where each expert's matrices lie in their stack; a negative one lies
+            nowhere and its rows become zeros. None: expert e is number e.
+        gated: the stack has two matrices an expert, rows of x are tokens, not sorted slots, and
+            out = silu(x @ gate.T) * (x @ up.T).
         bias: [N].
     """
     path = path_of(stack, x_scale is not None)
     mats = 2 if gated else 1
     cols = plan.block_n // mats if path == "bf16" else plan.block_n
     n_blocks = triton.cdiv(stack.N, cols)
-    if groups is None:
+    if order is None:
         M, E, blocks = x.shape[0], 1, triton.cdiv(x.shape[0], plan.block_m)
-        sorting: dict[str, Any] = {"order": None, "starts": None, "slots": None}
     else:
-        M, E = groups.order.shape[0], groups.E
+        M, E = order.slots.shape[0], order.starts.shape[0] - 1
         blocks = block_bound(M, E, plan.block_m)
-        sorting = {"order": groups.order, "starts": groups.starts, "slots": groups.slots}
-    scattered = row_weights is not None
+    if blocks == 0:
+        return
     common: dict[str, Any] = {
-        **sorting,
-        "row_weights": row_weights,
+        "order": order and order.slots,
+        "starts": order and order.starts,
+        "slots": table,
         "bias": bias,
         "M": M,
         "E": E,
         "N": stack.N,
         "K": stack.K,
-        "TOPK": groups.topk if groups else 1,
+        "TOPK": order.topk if order else 1,
         "N_BLOCKS": n_blocks,
         "GATED": gated,
-        "GATHER": gather,
-        "EPILOGUE": "scatter" if scattered else "rows" if bias is None else "bias",
-        "HAS_SLOTS": sorting["slots"] is not None,
-        "E_PADDED": 0 if groups is None else triton.next_power_of_2(E),
+        "GATHER": gated,
+        "HAS_BIAS": bias is not None,
+        "HAS_SLOTS": table is not None,
+        "E_PADDED": 0 if order is None else triton.next_power_of_2(E),
         "BLOCK_M": plan.block_m,
         "BLOCK_N": plan.block_n,
         "GROUP_M": plan.group_m,
         "STAGES": plan.stages,
         "num_warps": plan.warps,
     }
-    if blocks == 0 or M == 0:
-        return
     if path == "decoded":
         _decoded(x, stack, out, plan, blocks * n_blocks, common)
         return
     block_k = plan.block_k if path == "bf16" else 128
     tma = {
         "W_TMA": plan.tma,
-        "X_TMA": plan.tma and not gather,
+        "X_TMA": plan.tma and not gated,
         "EVEN_K": stack.K % block_k == 0,
     }
     native = path == "bf16" or arch(x.device) >= NATIVE_FP8
@@ -171,21 +146,3 @@ def decoded_step(stack: Matrices, plan: GemmPlan) -> int:
     while stack.K % step:
         step //= 2
     return step
-
-
-def check_sorted(groups: Sorted, S: int) -> None:
-    """Raises PykernelsError unless the sorting is of S rows, in int32."""
-    parts = {"order": groups.order, "starts": groups.starts, "slots": groups.slots}
-    for name, part in parts.items():
-        if part is not None and (part.dtype != torch.int32 or not part.is_contiguous()):
-            raise PykernelsError(f"{name} is {part.dtype} or strided", "Give contiguous int32")
-    if groups.order.shape != (S,) or groups.starts.ndim != 1 or groups.E < 1:
-        raise PykernelsError(
-            f"order {tuple(groups.order.shape)} and starts {tuple(groups.starts.shape)} do not "
-            f"sort {S} rows",
-            "Give order [T * topk] and starts [E + 1]",
-        )
-    if groups.slots is not None and groups.slots.shape != (groups.E,):
-        raise PykernelsError(
-            f"a slot table {tuple(groups.slots.shape)} for {groups.E} experts", "Give one an expert"
-        )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .arith import dot
 from .blocks import locate
-from .tile_rows import find_slot, silu_mul, source_rows, store_rows
+from .tile_rows import find_slot, load_inputs, silu_mul, source_rows, store_rows
 
 
 @triton.jit
@@ -17,7 +18,6 @@ def gemm_bf16(
     order,
     starts,
     slots,
-    row_weights,
     bias,
     M,
     E,
@@ -27,7 +27,7 @@ def gemm_bf16(
     N_BLOCKS,
     GATED: tl.constexpr,
     GATHER: tl.constexpr,
-    EPILOGUE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     W_TMA: tl.constexpr,
     X_TMA: tl.constexpr,
@@ -73,18 +73,14 @@ def gemm_bf16(
     for k0 in tl.range(0, inputs, BLOCK_K, num_stages=STAGES):
         if X_TMA:
             a = x.load([first, k0])
-        elif EVEN_K:
-            a = tl.load(x_tile + k0)
         else:
-            a = tl.load(x_tile + k0, mask=(k0 + k < K)[None, :], other=0.0)
+            a = load_inputs(x_tile + k0, (k0 + k < K)[None, :], EVEN_K)
         if W_TMA:
             b = w.load([slot * MATS, n_block * COLS, k0]).reshape(BLOCK_N, BLOCK_K).T
-        elif EVEN_K:
-            b = tl.load(w_tile + k0)
         else:
-            b = tl.load(w_tile + k0, mask=(k0 + k < K)[:, None], other=0.0)
-        acc = tl.dot(a, b, acc)
+            b = load_inputs(w_tile + k0, (k0 + k < K)[:, None], EVEN_K)
+        acc = dot(a, b, acc)
     if GATED:
         gate, up = acc.reshape(BLOCK_M, 2, COLS).permute(0, 2, 1).split()
         acc = silu_mul(gate, up)
-    store_rows(acc, out, row, hi, cols, N, order, row_weights, bias, EPILOGUE)
+    store_rows(acc, out, row, hi, cols, N, bias, HAS_BIAS)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .arith import dot
 from .blocks import locate
 from .decode import decode_pair
 from .tile_rows import find_slot, silu_mul, source_rows, store_rows
@@ -43,7 +44,6 @@ def gemm_decoded(
     order,
     starts,
     slots,
-    row_weights,
     bias,
     M,
     E,
@@ -55,7 +55,7 @@ def gemm_decoded(
     K_SPLIT,
     GATED: tl.constexpr,
     GATHER: tl.constexpr,
-    EPILOGUE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
@@ -103,11 +103,11 @@ def gemm_decoded(
             k = k0 + pair * 64
             a0, a1 = tl.load(x_tile + k), tl.load(x_tile + (k + 32))
             w0, w1 = decode_pair(rows, scales, k, N, K, KIND, GROUP, pair, NATIVE)
-            acc = tl.dot(w1, a1, tl.dot(w0, a0, acc))
+            acc = dot(w1, a1, dot(w0, a0, acc))
             if GATED:
                 w0, w1 = decode_pair(rows_up, scales_up, k, N, K, KIND, GROUP, pair, NATIVE)
-                acc_up = tl.dot(w1, a1, tl.dot(w0, a0, acc_up))
+                acc_up = dot(w1, a1, dot(w0, a0, acc_up))
     if GATED:
         acc = silu_mul(acc, acc_up)
     out += tl.program_id(1).to(tl.int64) * M * N
-    store_rows(acc.T, out, row, hi, cols, N, order, row_weights, bias, EPILOGUE)
+    store_rows(acc.T, out, row, hi, cols, N, bias, HAS_BIAS)

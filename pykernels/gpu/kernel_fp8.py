@@ -5,9 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .arith import INTERPRETED
 from .blocks import locate
 from .decode import e4m3_to_float
-from .tile_rows import find_slot, silu_mul, source_rows, store_rows
+from .tile_rows import find_slot, load_inputs, silu_mul, source_rows, store_rows
 
 
 @triton.jit
@@ -17,8 +18,12 @@ def dot_e4m3(a, b, NATIVE: tl.constexpr):
     Every E4M3 value is a bfloat16 one, so both are exact products.
     """
     if NATIVE:
-        return tl.dot(a, b.T)
-    return tl.dot(e4m3_to_float(a).to(tl.bfloat16), e4m3_to_float(b).to(tl.bfloat16).T)
+        product = tl.dot(a, b.T)
+    elif INTERPRETED:
+        product = tl.dot(e4m3_to_float(a), e4m3_to_float(b).T)
+    else:
+        product = tl.dot(e4m3_to_float(a).to(tl.bfloat16), e4m3_to_float(b).to(tl.bfloat16).T)
+    return product
 
 
 @triton.jit
@@ -31,7 +36,6 @@ def gemm_fp8(
     order,
     starts,
     slots,
-    row_weights,
     bias,
     M,
     E,
@@ -41,7 +45,7 @@ def gemm_fp8(
     N_BLOCKS,
     GATED: tl.constexpr,
     GATHER: tl.constexpr,
-    EPILOGUE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     NATIVE: tl.constexpr,
     W_TMA: tl.constexpr,
@@ -94,26 +98,20 @@ def gemm_fp8(
         inside = (g * 128 + k < K)[None, :]
         if X_TMA:
             a = x.load([first, g * 128])
-        elif EVEN_K:
-            a = tl.load(x_tile + g * 128)
         else:
-            a = tl.load(x_tile + g * 128, mask=inside, other=0.0)
+            a = load_inputs(x_tile + g * 128, inside, EVEN_K)
         s = tl.load(scale_rows + g)
         if W_TMA:
             b = w.load([slot * MATS, n0, g * 128]).reshape(BLOCK_N, 128)
-        elif EVEN_K:
-            b = tl.load(w_tile + g * 128)
         else:
-            b = tl.load(w_tile + g * 128, mask=inside, other=0.0)
+            b = load_inputs(w_tile + g * 128, inside, EVEN_K)
         acc += dot_e4m3(a, b, NATIVE) * (s * tl.load(scale + g))[:, None]
         if GATED:
             if W_TMA:
                 b = w.load([slot * MATS + 1, n0, g * 128]).reshape(BLOCK_N, 128)
-            elif EVEN_K:
-                b = tl.load(w_tile + (N * K + g * 128))
             else:
-                b = tl.load(w_tile + (N * K + g * 128), mask=inside, other=0.0)
+                b = load_inputs(w_tile + (N * K + g * 128), inside, EVEN_K)
             acc_up += dot_e4m3(a, b, NATIVE) * (s * tl.load(scale + (blocks + g)))[:, None]
     if GATED:
         acc = silu_mul(acc, acc_up)
-    store_rows(acc, out, row, hi, cols, N, order, row_weights, bias, EPILOGUE)
+    store_rows(acc, out, row, hi, cols, N, bias, HAS_BIAS)

@@ -1,23 +1,24 @@
 """The routed experts of one layer on the GPU: gate and up, down, and the sum over a token's experts.
 
-Three launches (and two that quantize, with E4M3 activations), none of which depends on the routing
-but by what it reads: a captured graph replays with other tokens and other experts.
+Sort, two grouped products, weighted sum: no launch depends on the routing but by what it reads, so
+a captured graph replays with other tokens and other experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from ..errors import PykernelsError
 from ..quant import Format, Weight
-from ..shapes import MoEShape
-from .combine import combine
-from .grouped_gemm import Sorted, check_sorted, multiply, path_of
+from ..shapes import MoEShape, SortedSlots
+from .grouped_gemm import multiply, path_of
 from .launch import arch, check_device
+from .launch import supports as device_supports
 from .matrices import Matrices, pack_for_gpu, supports_format, unpack_from_gpu
+from .permute import sort_slots, unpermute
 from .plan import GemmPlan, gemm_plan
 from .quantize import quantize_fp8
 
@@ -77,8 +78,6 @@ def supports(
     shape: MoEShape, fmt: Format, device: torch.device, activations: str = "bf16"
 ) -> str | None:
     """None if ``moe_ffn`` runs these experts there, or the reason why not."""
-    from .launch import supports as device_supports
-
     if reason := device_supports(device):
         return reason
     if activations not in ACTIVATIONS:
@@ -91,7 +90,7 @@ def supports(
 def gate_up(
     x: torch.Tensor,
     experts: Experts,
-    groups: Sorted,
+    order: SortedSlots,
     *,
     activations: str = "bf16",
     plan: GemmPlan | None = None,
@@ -101,55 +100,47 @@ def gate_up(
 
     Args:
         x: bfloat16 [T, H].
-        groups: the slots sorted by expert; ``groups.slots`` is replaced by the experts' table.
+        order: of T tokens; rows of slots that have no expert are not written.
     """
-    check_device(x, experts.gate_up.data, groups.order)
-    S = x.shape[0] * groups.topk
-    groups = replace(groups, slots=experts.slots)
-    check_sorted(groups, S)
-    _check_inputs(x, experts.H, "x")
-    _check_activations(experts, activations)
+    S = order.slots.shape[0]
+    _check(x, experts.gate_up, experts, order, activations)
+    if S != x.shape[0] * order.topk:
+        raise PykernelsError(
+            f"an order of {S} slots, top-{order.topk}, for {x.shape[0]} tokens", "Sort these tokens"
+        )
     if out is None:
         out = torch.empty(S, experts.I, dtype=torch.bfloat16, device=x.device)
     rows, scale = quantize_fp8(x) if activations == "fp8" else (x, None)
     plan = plan or _plan("gate_up", experts.gate_up, activations, S, experts.E, x.device)
-    multiply(
-        rows, experts.gate_up, out, plan, x_scale=scale, groups=groups, gated=True, gather=True
-    )
+    common = {"x_scale": scale, "order": order, "table": experts.slots}
+    multiply(rows, experts.gate_up, out, plan, gated=True, **common)
     return out
 
 
 def down(
     h: torch.Tensor,
     experts: Experts,
-    groups: Sorted,
-    weights: torch.Tensor,
+    order: SortedSlots,
     *,
     activations: str = "bf16",
     plan: GemmPlan | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``weights[slot] * (h @ down.T)`` by slot (not sorted any more): bfloat16 [S, H].
+    """``h @ down.T`` of each sorted slot: bfloat16 [S, H], sorted; ``unpermute`` weights and adds.
 
     Args:
         h: bfloat16 [S, I], sorted.
-        weights: float32 [S], by slot.
     """
-    check_device(h, experts.down.data, groups.order, weights)
-    S = h.shape[0]
-    groups = replace(groups, slots=experts.slots)
-    check_sorted(groups, S)
-    _check_inputs(h, experts.I, "h")
-    _check_activations(experts, activations)
-    if weights.shape != (S,) or weights.dtype != torch.float32:
-        raise PykernelsError(
-            f"router weights are {weights.dtype} {tuple(weights.shape)}", f"Give float32 [{S}]"
-        )
+    S = order.slots.shape[0]
+    _check(h, experts.down, experts, order, activations)
+    if S != h.shape[0]:
+        raise PykernelsError(f"{h.shape[0]} rows in an order of {S}", "Give gate_up's result")
     if out is None:
         out = torch.empty(S, experts.H, dtype=torch.bfloat16, device=h.device)
     rows, scale = quantize_fp8(h) if activations == "fp8" else (h, None)
     plan = plan or _plan("down", experts.down, activations, S, experts.E, h.device)
-    multiply(rows, experts.down, out, plan, x_scale=scale, groups=groups, row_weights=weights)
+    common = {"x_scale": scale, "order": order, "table": experts.slots}
+    multiply(rows, experts.down, out, plan, **common)
     return out
 
 
@@ -159,8 +150,8 @@ def moe_ffn(
     weights: torch.Tensor,
     experts: Experts,
     *,
-    permute: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]],
     activations: str = "bf16",
+    add: torch.Tensor | None = None,
     plans: tuple[GemmPlan, GemmPlan] | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -168,39 +159,26 @@ def moe_ffn(
 
     Args:
         x: bfloat16 [T, H].
-        ids: int [T, topk].
+        ids: int32 or int64 [T, topk]; those outside ``0..E-1`` contribute nothing.
         weights: float32 [T, topk].
-        permute: (ids, E) -> (order int32 [T * topk], starts int32 [E + 1]).
         activations: "bf16"; "fp8" (fp8 weights only) multiplies E4M3 inputs, which are quantized
             for each token and 128 inputs, on E4M3 tensor cores where the GPU has them.
+        add: [T, H] that joins the sum, such as the shared experts' output.
         plans: of gate_up and down, in place of the table's.
 
     Returns:
-        bfloat16 [T, H]: products are added in float32; h, and each expert's weighted output, are
-        rounded to bfloat16 once.
+        bfloat16 [T, H]: products are added in float32; h, and each expert's output, are rounded
+        to bfloat16 once.
 
     Raises:
         PykernelsError: tensors on several devices, of other shapes or dtypes, or a GPU or format
             that has no kernel.
     """
-    check_device(x, ids, weights)
-    T, H = x.shape
-    if ids.shape != weights.shape or ids.ndim != 2 or ids.shape[0] != T:
-        raise PykernelsError(
-            f"ids {tuple(ids.shape)} and weights {tuple(weights.shape)} for {T} tokens",
-            "Give both as [T, topk]",
-        )
-    if out is None:
-        out = torch.empty(T, H, dtype=torch.bfloat16, device=x.device)
-    if not T:
-        return out
     first, second = plans or (None, None)
-    groups = Sorted(*permute(ids, experts.E), ids.shape[1])
-    h = gate_up(x, experts, groups, activations=activations, plan=first)
-    slot_weights = weights.contiguous().view(-1)
-    y = down(h, experts, groups, slot_weights, activations=activations, plan=second)
-    combine(y, out)
-    return out
+    order = sort_slots(ids, experts.E)
+    h = gate_up(x, experts, order, activations=activations, plan=first)
+    y = down(h, experts, order, activations=activations, plan=second)
+    return unpermute(y, order, weights, add, out)
 
 
 def _plan(
@@ -212,14 +190,19 @@ def _plan(
     return gemm_plan(op, key, arch(device), S / min(E, max(S, 1)), stack.N, stack.K, name)
 
 
-def _check_inputs(x: torch.Tensor, K: int, name: str) -> None:
-    if x.dtype != torch.bfloat16 or x.ndim != 2 or x.shape[1] != K or not x.is_contiguous():
+def _check(
+    x: torch.Tensor, stack: Matrices, experts: Experts, order: SortedSlots, activations: str
+) -> None:
+    """Raises PykernelsError unless a kernel multiplies these."""
+    check_device(x, stack.data, order.slots)
+    if x.dtype != torch.bfloat16 or x.ndim != 2 or x.shape[1] != stack.K or not x.is_contiguous():
         raise PykernelsError(
-            f"{name} is {x.dtype} {tuple(x.shape)}", f"Give contiguous bfloat16 [rows, {K}]"
+            f"the inputs are {x.dtype} {tuple(x.shape)}", f"Give contiguous bfloat16 [.., {stack.K}]"
         )
-
-
-def _check_activations(experts: Experts, activations: str) -> None:
+    if order.starts.shape != (experts.E + 1,):
+        raise PykernelsError(
+            f"an order of {order.starts.shape[0] - 1} experts for {experts.E}", "Sort for these"
+        )
     shape = MoEShape(experts.E, experts.H, experts.I, 1)
-    if reason := supports(shape, experts.fmt, experts.down.data.device, activations):
+    if reason := supports(shape, experts.fmt, x.device, activations):
         raise PykernelsError(f"no GPU kernel multiplies these experts: {reason}", "See supports()")

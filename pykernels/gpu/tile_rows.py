@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .arith import to_bf16
+
 
 @triton.jit
 def source_rows(row, hi, order, TOPK, GATHER: tl.constexpr):
@@ -26,23 +28,26 @@ def find_slot(expert, slots, K, HAS_SLOTS: tl.constexpr):
 
 
 @triton.jit
+def load_inputs(tile, inside, EVEN_K: tl.constexpr):
+    """A tile of pointers; with EVEN_K no step goes beyond K and nothing is masked."""
+    if EVEN_K:
+        value = tl.load(tile)
+    else:
+        value = tl.load(tile, mask=inside, other=0.0)
+    return value
+
+
+@triton.jit
 def silu_mul(gate, up):
     return gate / (1 + tl.exp(-gate)) * up
 
 
 @triton.jit
-def store_rows(value, out, row, hi, cols, N, order, row_weights, bias, EPILOGUE: tl.constexpr):
-    """Writes float32 [rows, cols] to ``out`` [.., N], in its dtype.
-
-    EPILOGUE "rows": where they are; "scatter": times the router's weight, to the row's slot
-    (token * topk + rank); "bias": where they are, plus ``bias`` [N].
-    """
-    there = row < hi
-    to = row
-    if EPILOGUE == "scatter":
-        to = tl.load(order + row, mask=there, other=0)
-        value = value * tl.load(row_weights + to, mask=there, other=0.0)[:, None]
-    if EPILOGUE == "bias":
+def store_rows(value, out, row, hi, cols, N, bias, HAS_BIAS: tl.constexpr):
+    """Writes float32 [rows, cols], plus ``bias`` [N], to rows of ``out`` [.., N] in its dtype."""
+    if HAS_BIAS:
         value += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-    at = out + to.to(tl.int64)[:, None] * N + cols[None, :]
-    tl.store(at, value.to(out.dtype.element_ty), mask=there[:, None] & (cols < N)[None, :])
+    at = out + row.to(tl.int64)[:, None] * N + cols[None, :]
+    if out.dtype.element_ty == tl.bfloat16:
+        value = to_bf16(value)
+    tl.store(at, value, mask=(row < hi)[:, None] & (cols < N)[None, :])
