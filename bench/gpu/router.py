@@ -10,7 +10,6 @@ from pykernels.errors import PykernelsError
 from pykernels.gpu.gate import router_logits
 from pykernels.gpu.permute import permute, sort_slots, unpermute
 from pykernels.gpu.router import route, router
-from pykernels.ref.router import router as ref_router
 from pykernels.shapes import RouterSpec
 
 from .harness import Case, rotating, sets_for
@@ -163,7 +162,7 @@ def _alone(T: int, E: int, H: int, spec: RouterSpec, device: torch.device) -> It
         4 * (T * E + E) + 12 * n, 0,
         {"torch": rotating(lambda x: _torch_router(x, spec, bias), logits)}, 8,
     )  # fmt: skip
-    ids = [(ref_router(x, spec, bias).ids,) for (x,) in logits]
+    ids = [(router(x, spec, bias).ids,) for (x,) in logits]
     order = sort_slots(ids[0][0], E)
     yield Case(
         "router", "sort", params, rotating(lambda i: sort_slots(i, E, order), ids),
