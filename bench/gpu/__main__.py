@@ -116,6 +116,11 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except Exception as error:
+        if chosen.debug:
+            raise
+        print(f"error: unexpected {type(error).__name__}: {error}", file=sys.stderr)
+        return EXIT_FAILED_CASES
     return EXIT_FAILED_CASES if any("why" in row for row in results["rows"]) else 0
 
 

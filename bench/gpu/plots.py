@@ -58,5 +58,5 @@ def _roofline(axes: Any, results: Results, rows: list[Any], colours: dict[str, s
     axes.text(least, least * read, f" {read * 1e3:.0f} GB/s read", va="bottom", fontsize=7)
     axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s")
     if rows:
-        axes.set_ylim(min(row["tflops"] for row in rows) / 2, matmul * 4)
+        axes.set_ylim(max(min(row["tflops"] for row in rows) / 2, 1e-5), matmul * 4)
         axes.legend(fontsize=7)

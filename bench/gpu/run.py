@@ -15,7 +15,7 @@ import torch
 from bench.peers.catalog import ROOT
 from pykernels.errors import PykernelsError
 
-from .harness import Row, measure, measure_all
+from .harness import Row, measure, measure_all, reason
 from .roofs import Roofs, measure_roofs
 
 OPS = ("router", "around", "linear", "moe", "attention")
@@ -57,6 +57,8 @@ def rows_of(
             yield {"op": op, "name": "(a new process goes on)", "why": str(error)}
             yield from again(op, count)
             return  # the new process went through all that is left
+        except Exception as error:  # the op's file itself
+            yield {"op": op, "name": "(all cases)", "why": reason(error)}
         skip = 0
 
 
