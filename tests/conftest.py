@@ -26,10 +26,14 @@ def _missing_gpu() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what the marks (or folders) `amx` and `gpu` need and this machine lacks."""
+    """Skip what the marks `amx` (or that folder) and `gpu` need and this machine lacks.
+
+    Not the folder gpu/: without a GPU its small cases run in Triton's interpreter.
+    """
     checks = {"amx": _missing_amx, "gpu": _missing_gpu}
     for tier, check in checks.items():
-        chosen = [i for i in items if i.get_closest_marker(tier) or i.path.parent.name == tier]
+        folder = tier if tier != "gpu" else None
+        chosen = [i for i in items if i.get_closest_marker(tier) or i.path.parent.name == folder]
         if chosen and (reason := check()):
             for item in chosen:
                 item.add_marker(pytest.mark.skip(reason=reason))

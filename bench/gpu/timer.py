@@ -1,0 +1,146 @@
+"""Clocks: replays of a CUDA graph of many calls, or a plain loop on a CPU (for the tests)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from pykernels.errors import PykernelsError
+
+L2_SHARE = 3
+"""Rotating inputs are together this many times the L2."""
+_REPLAY = 2e-3  # seconds of one replay, wanted: event timers tick at 0.5 us
+_MOST_CALLS = 512
+_LEAST_ROUNDS = 5
+
+
+@dataclass
+class Ready:
+    """A call, warmed up and captured; calling this gives seconds a call.
+
+    Attributes:
+        replay: runs ``calls`` calls and returns the seconds they took together.
+        captured: whether they are one CUDA graph.
+        rounds: replays that fill the time asked for.
+    """
+
+    replay: Callable[[], float]
+    calls: int
+    captured: bool
+    rounds: int
+
+    def __call__(self) -> float:
+        return self.replay() / self.calls
+
+
+class Timer(Protocol):
+    """How calls are timed on one kind of device."""
+
+    def prepare(self, call: Callable[[], object], sets: int, seconds: float) -> Ready: ...
+
+    def check(self) -> None:
+        """Raises `PykernelsError` if nothing more can run in this process."""
+        ...
+
+
+def make_timer(device: torch.device) -> Timer:
+    return CudaTimer(device) if device.type == "cuda" else HostTimer()
+
+
+def l2_bytes(device: torch.device) -> int:
+    """Size of the L2 cache; of a CPU a made-up small one, for the tests."""
+    if device.type != "cuda":
+        return 1 << 16
+    return torch.cuda.get_device_properties(device).L2_cache_size
+
+
+def _counts(once: float, sets: int, seconds: float) -> tuple[int, int]:
+    """Calls a replay (whole rotations) and replays."""
+    calls = min(_MOST_CALLS, max(1, round(_REPLAY / max(once, 1e-7))))
+    calls = -(-calls // sets) * sets
+    return calls, max(_LEAST_ROUNDS, min(2000, round(seconds / max(once * calls, 1e-7))))
+
+
+class CudaTimer:
+    """Events around graph replays; around eager calls for a peer that cannot be captured."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def prepare(self, call: Callable[[], object], sets: int, seconds: float) -> Ready:
+        for _ in range(2 * min(sets, 3)):  # compiles, fills workspaces
+            call()
+        torch.cuda.synchronize(self.device)
+        once = self._elapsed(call)
+        graph, calls = torch.cuda.CUDAGraph(), max(sets, 8)
+        try:
+            if once < _REPLAY:  # what one call costs without its launch gap
+                self._capture(graph, call, calls)
+                graph.replay()
+                once = self._elapsed(graph.replay) / calls
+                graph = torch.cuda.CUDAGraph()
+            calls, rounds = _counts(once, sets, seconds)
+            self._capture(graph, call, calls)
+        except RuntimeError:
+            self.check()
+            return self._eager(call, sets, seconds)
+        graph.replay()
+        torch.cuda.synchronize(self.device)
+        return Ready(lambda: self._elapsed(graph.replay), calls, True, rounds)
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, call: Callable[[], object], calls: int) -> None:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            for _ in range(calls):
+                call()
+
+    def _eager(self, call: Callable[[], object], sets: int, seconds: float) -> Ready:
+        torch.cuda.synchronize(self.device)
+        calls, rounds = _counts(self._elapsed(call), sets, seconds)
+
+        def loop() -> None:
+            for _ in range(calls):
+                call()
+
+        return Ready(lambda: self._elapsed(loop), calls, False, rounds)
+
+    def _elapsed(self, run: Callable[[], object]) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    def check(self) -> None:
+        try:
+            torch.cuda.synchronize(self.device)
+        except Exception as error:
+            raise PykernelsError(
+                f"the GPU's context is lost ({str(error).splitlines()[0]})",
+                "Run the remaining cases in a new process",
+            ) from None
+
+
+class HostTimer:
+    """A loop and a clock."""
+
+    def prepare(self, call: Callable[[], object], sets: int, seconds: float) -> Ready:
+        call()
+        began = time.perf_counter()
+        call()
+        calls, rounds = _counts(time.perf_counter() - began, sets, seconds)
+
+        def loop() -> float:
+            began = time.perf_counter()
+            for _ in range(calls):
+                call()
+            return time.perf_counter() - began
+
+        return Ready(loop, calls, False, rounds)
+
+    def check(self) -> None:
+        return
