@@ -2,6 +2,7 @@
 
 from .activation import silu_mul
 from .embedding import embed
+from .linear import linear, quantize_fp8
 from .moe import moe_ffn
 from .norm import rms_norm
 from .permute import permute, sort_slots, unpermute
@@ -10,8 +11,10 @@ from .router import router, router_logits
 
 __all__ = [
     "embed",
+    "linear",
     "moe_ffn",
     "permute",
+    "quantize_fp8",
     "rms_norm",
     "rope",
     "rope_frequencies",
