@@ -9,7 +9,7 @@ import triton.language as tl
 from ..errors import PykernelsError
 from .launch import check_device
 from .norm import FLOATS
-from .rows import check_out, rows_of
+from .strides import check_out, rows_of
 
 
 @triton.jit

@@ -13,7 +13,7 @@ _LEAST = tl.constexpr(-(2**63))
 
 
 @triton.jit
-def _key(value, index):
+def rank_key(value, index):
     """int64 that orders by value, then by lower index. NaN is above all, as in torch.topk."""
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)  # -0 equals +0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -21,7 +21,7 @@ def _key(value, index):
 
 
 @triton.jit
-def _index_of(key):
+def index_of(key):
     return 0x7FFFFFFF - (key & 0xFFFFFFFF).to(tl.int32)
 
 
@@ -67,7 +67,7 @@ def choose(
         choice = score
     else:
         choice = x
-    key = tl.where(real, _key(choice, expert + tl.zeros_like(at).to(tl.int32)), _LEAST)
+    key = tl.where(real, rank_key(choice, expert + tl.zeros_like(at).to(tl.int32)), _LEAST)
     if GROUPS > 1:
         best = tl.max(key, 2)  # [R, GP]
         value = _value_of(best)
@@ -75,7 +75,7 @@ def choose(
             second = tl.max(tl.where(key == best[:, :, None], _LEAST, key), 2)
             value += _value_of(second)
         number = tl.arange(0, GP)[None, :] + tl.zeros_like(best).to(tl.int32)
-        groups = tl.where(number < GROUPS, _key(value, number), _LEAST)
+        groups = tl.where(number < GROUPS, rank_key(value, number), _LEAST)
         taken = number < 0
         for _ in tl.static_range(GROUP_TOPK):
             now = groups == tl.max(groups, 1)[:, None]
@@ -87,7 +87,7 @@ def choose(
     ids = tl.zeros([R, KP], tl.int32)
     for i in tl.static_range(TOPK):
         best = tl.max(key, 1)[:, None]
-        ids = tl.where(k == i, _index_of(best), ids)
+        ids = tl.where(k == i, index_of(best), ids)
         key = tl.where(key == best, _LEAST, key)
     # The chosen logits are read again (from L1): cheaper than picking them out of registers.
     mask = (row < T)[:, None] & (k < TOPK)

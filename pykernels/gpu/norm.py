@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ..errors import PykernelsError
 from .launch import check_device
-from .rows import check_out, rows_of
+from .strides import check_out, rows_of
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 MAX_WIDTH = 32768

@@ -2,16 +2,21 @@
 
 from .activation import silu_mul
 from .embedding import embed
+from .kv_write import kv_write, mla_write
 from .linear import linear, quantize_fp8
 from .moe import moe_ffn
 from .norm import rms_norm
 from .permute import permute, sort_slots, unpermute
 from .rope import rope, rope_frequencies, yarn_frequencies, yarn_scale
 from .router import router, router_logits
+from .sampling import greedy, sample
 
 __all__ = [
     "embed",
     "linear",
+    "greedy",
+    "kv_write",
+    "mla_write",
     "moe_ffn",
     "permute",
     "quantize_fp8",
@@ -20,6 +25,7 @@ __all__ = [
     "rope_frequencies",
     "router",
     "router_logits",
+    "sample",
     "silu_mul",
     "sort_slots",
     "unpermute",
