@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,7 @@ TABLE = (
     Row(SMALL, "bf16", OPS, 96, GemmPlan(64, 128, 32, stages=4)),
     Row(SMALL, "bf16", OPS, ANY, GemmPlan(128, 128, 32, warps=8, stages=4)),
     Row(SMALL, "fp8", OPS, 16, GemmPlan(16, 64, 128, stages=3)),
-    Row(SMALL, "fp8", OPS, ANY, GemmPlan(64, 64, 128, stages=3)),
+    Row(SMALL, "fp8", OPS, ANY, GemmPlan(64, 64, 128, warps=8, stages=3)),
     Row(SMALL, "decoded", OPS, 16, GemmPlan(16, 64, 128, stages=3)),
     Row(SMALL, "decoded", OPS, ANY, GemmPlan(64, 64, 64, stages=3)),
     Row(("interpreter",), "bf16", OPS, ANY, GemmPlan(16, 32, 32)),
@@ -159,6 +159,17 @@ def gemm_plan(
         and op in row.ops
         and rows <= row.rows
     )
+
+
+SHARED = {"hopper": 227, "blackwell": 227, "ampere": 99, "ada": 99}
+"""KiB of shared memory a program may have; sm_80 has 163, its relatives 99."""
+
+
+def fit_stages(plan: GemmPlan, arch: tuple[int, int], step_bytes: int) -> GemmPlan:
+    """The plan with as many stages of ``step_bytes`` as fit into shared memory, at least one."""
+    limit = 163 if arch == (8, 0) else SHARED.get(generation(arch), 1 << 20)
+    stages = max(1, min(plan.stages, (limit - 3) * 1024 // step_bytes))
+    return plan if stages == plan.stages else replace(plan, stages=stages)
 
 
 def split_k(programs: int, K: int, processors: int, block_k: int) -> int:
