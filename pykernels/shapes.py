@@ -75,6 +75,69 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterSpec:
+    """How a router turns logits into experts and their weights.
+
+    A score is the softmax or the sigmoid of the logits. Experts are chosen by score (plus a bias
+    that the weights do not see), only among the best ``group_topk`` of ``groups`` equal ranges of
+    experts; a group counts as much as its best expert ("max", DeepSeek-V2) or as its two best
+    together ("top2", DeepSeek-V3). A weight is its expert's score, divided by the sum of the
+    chosen ones if ``renormalize``, times ``scale`` (routed_scaling_factor).
+    """
+
+    topk: int
+    scoring: str = "softmax"
+    renormalize: bool = True
+    groups: int = 1
+    group_topk: int = 1
+    group_score: str = "max"
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, known in (("scoring", ("softmax", "sigmoid")), ("group_score", ("max", "top2"))):
+            if (found := getattr(self, name)) not in known:
+                raise PykernelsError(f"router {name} is {found!r}", f"Use {' or '.join(known)}")
+        if not 1 <= self.group_topk <= self.groups:
+            raise PykernelsError(
+                f"a router of {self.groups} groups that takes {self.group_topk} of them",
+                "group_topk must be in 1..groups",
+            )
+        if self.topk < 1:
+            raise PykernelsError(f"router topk is {self.topk}", "topk must be at least 1")
+
+    def check(self, E: int) -> None:
+        """Raises `PykernelsError` if ``E`` experts cannot be routed so."""
+        per = E // self.groups
+        if E % self.groups or self.topk > per * self.group_topk:
+            raise PykernelsError(
+                f"top-{self.topk} of {E} experts in {self.group_topk} of {self.groups} groups",
+                "groups must divide the experts, and those taken hold at least topk",
+            )
+        if self.group_score == "top2" and self.groups > 1 and per < 2:
+            raise PykernelsError(
+                f"{self.groups} groups of one expert have no two best", 'Use group_score "max"'
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class SortedSlots:
+    """Slots (slot ``t * topk + k`` is token t's k-th expert) ordered by expert, stable by token.
+
+    ``slots``: int32 [T * topk], the slot at each sorted position; ``starts``: int32 [E + 1], where
+    each expert's run begins and the last one ends; ``positions``: int32 [T, topk], the inverse of
+    ``slots``. Slots of experts outside ``0..E-1`` lie behind ``starts[E]``.
+    """
+
+    slots: torch.Tensor
+    starts: torch.Tensor
+    positions: torch.Tensor
+
+    @property
+    def topk(self) -> int:
+        return self.positions.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
 class Ragged:
     """Where the tokens of a batch lie that are attended together; all tensors int32 [B].
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from pykernels.cpu import MoECall, make_kernel
+from pykernels.cpu import MoECall, contiguous_rows, make_kernel
 from pykernels.cpu.moe import MoEKernel
 from pykernels.errors import PykernelsError
 from pykernels.quant import PackedExperts, Weight, get_format
@@ -52,7 +52,7 @@ class Counters:
 
 
 class Ticket(NamedTuple):
-    """A call in flight, to be given to ``sync``. It holds what the workers write.
+    """A call in flight, to be given to ``sync``. It holds what the workers read and write.
 
     Attributes:
         y: the result's [T, H].
@@ -60,6 +60,7 @@ class Ticket(NamedTuple):
         partials: float32 [T, H] of each node, if there are several.
         pools: those that work on it, each on
         calls: its own.
+        x: what they read, unless it is copied already.
     """
 
     y: torch.Tensor
@@ -67,6 +68,7 @@ class Ticket(NamedTuple):
     partials: list[torch.Tensor]
     pools: Sequence[WorkerPool]
     calls: Sequence[Call]
+    x: torch.Tensor
 
     @property
     def runs(self) -> bool:
@@ -153,11 +155,11 @@ class RoutedExperts:
         return self.weights.missing()
 
     def submit(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Ticket:
-        """Starts a call and returns.
+        """Starts a call and returns, with many tokens when the workers have copied their inputs.
 
         Args:
             x: bf16 or float32 [T, H] on the CPU, taken as bf16. It is copied: change it freely
-            after.
+                after.
             ids: int64 [T, topk] expert numbers.
             weights: [T, topk], taken as float32.
 
@@ -174,12 +176,16 @@ class RoutedExperts:
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         partials = [torch.empty(x.shape) for _ in parts] if len(parts) > 1 else []
         outs = partials or [y]
+        x = contiguous_rows(x)
         calls = [part.prepare(x, ids, weights, out) for part, out in zip(parts, outs, strict=True)]
         pools = [part.pool for part in parts]
         # Known before it runs: should Ctrl-C come now, the buffers outlive what writes them.
-        ticket = self._in_flight = Ticket(y, calls[0].active, partials, pools, calls)
+        ticket = self._in_flight = Ticket(y, calls[0].active, partials, pools, calls, x)
         for pool, call in zip(pools, calls, strict=True):
             pool.start(call)
+        if calls[0].row_tasks:
+            for pool in pools:
+                pool.wait_for_rows()  # then x is the caller's again
         return ticket
 
     def sync(self, ticket: Ticket) -> torch.Tensor:
@@ -232,6 +238,8 @@ class RoutedExperts:
 
     def _name_expert(self, error: TaskError) -> TaskError:
         """The same with the expert's number in the layer."""
+        if error.active is None:
+            return error
         expert = self._bind()[0].expert(error.active)
         return TaskError(error.status, error.stage, error.index, error.active, expert)
 
@@ -246,7 +254,7 @@ class _Part:
         self._moe = MoECall(packed, kernel, pool.workspace, pool.threads, gemm_from=gemm_from)
         stages = kernel.stages
         self._gate_up, self._down = stages.gate_up.address, stages.down.address
-        self._pack = stages.pack.address
+        self._pack, self._rows = stages.pack.address, stages.rows.address
 
     def prepare(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
@@ -264,6 +272,8 @@ class _Part:
             tasks.pack_tasks,
             tasks.piece_active,
             tasks.pieces,
+            self._rows,
+            tasks.row_tasks,
         )
 
     def expert(self, active: int) -> int:

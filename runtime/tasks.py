@@ -1,11 +1,13 @@
 """The task queue of one fused MoE call, as the workers run it (SOSP'25 3.2; OSDI'26 3.5).
 
-One queue holds all stages: the pack tasks, the gate-up tasks of the first active expert, of the
-second, ..., then the down tasks. A worker takes the next one by decrementing one counter. A down
-task owns a run of
-outputs and walks the experts in order; before each it waits at that expert's barrier, which counts
-the expert's finished gate-up tasks. So nothing waits for a whole stage, every sum has one order,
-and since whoever waits holds a later task than those it waits for, somebody is always working.
+One queue holds all stages: the row tasks (a run of tokens each, if they are many), the pack tasks,
+the gate-up tasks of the first active expert, of the second, ..., then the down tasks. A worker
+takes the next one by decrementing one counter. A down task owns a run of outputs and walks the
+experts in order; before each it waits at that expert's barrier, which counts the expert's finished
+gate-up tasks. So only for the rows, which any expert may read, does anybody wait for a whole stage;
+every sum has one order; and since whoever waits holds a later task than those it waits for, and row
+tasks wait for nothing, somebody is always working. The driver may wait for the rows too: it holds
+no task then.
 
 The control block is int64 words, each thread-shared one on a cache line of its own. Everything here
 is ``nogil`` code on addresses; ``workers.py`` holds the threads.
@@ -17,6 +19,7 @@ from numba import types
 
 from pykernels.cpu.intrin.sync import (
     atomic_add,
+    atomic_exchange,
     atomic_load,
     atomic_store,
     call_task,
@@ -42,9 +45,10 @@ FAILED_STAGE = STATUS + 16  # stage and index of the first of them
 FAILED_INDEX = STATUS + 24
 STOP = 7 * _LINE
 FINISHED_AT = 8 * _LINE  # clock when the last task ended
+ROWS_DONE = 9 * _LINE  # row tasks finished: the barrier of all that read rows
 
 # Words of the current call: written by the driver before REMAINING, read by whoever holds a task.
-GATE_UP = 9 * _LINE
+GATE_UP = 10 * _LINE
 DOWN = GATE_UP + 8
 JOB = GATE_UP + 16
 TASKS = GATE_UP + 24
@@ -56,15 +60,17 @@ PACK = GATE_UP + 64
 PACK_TASKS = GATE_UP + 72
 PIECE_ACTIVE = GATE_UP + 80  # address of int64 [PACK_TASKS]: the active expert of each pack task
 PIECES = GATE_UP + 88  # address of int64 [ACTIVE]: pack tasks of each active expert
+ROWS = GATE_UP + 96
+ROW_TASKS = GATE_UP + 104
 
-SPIN_NS = 11 * _LINE
+SPIN_NS = 12 * _LINE
 STARTED_AT = SPIN_NS + 8
-CONTROL_BYTES = 12 * _LINE
+CONTROL_BYTES = 13 * _LINE
 BARRIER_BYTES = _LINE
 
-STAGES = ("pack", "gate-up", "down")
+STAGES = ("rows", "pack", "gate-up", "down")
 """What the numbers in FAILED_STAGE stand for."""
-_PACK, _GATE_UP, _DOWN = range(3)
+_ROWS, _PACK, _GATE_UP, _DOWN = range(4)
 
 _PAUSES = 16  # between two looks at the clock
 
@@ -107,7 +113,21 @@ def _arrive(control: int, barrier: int, expected: int) -> None:
 
 
 @inlined
-def _pack(control: int, piece: int, worker: int) -> None:
+def _rows(control: int, index: int, worker: int) -> None:
+    function, job = atomic_load(control + ROWS), atomic_load(control + JOB)
+    _note(control, call_task(function, job, index, worker), _ROWS, index)
+    _arrive(control, control + ROWS_DONE, atomic_load(control + ROW_TASKS))
+
+
+@inlined
+def _wait_for_rows(control: int, spin_ns: int) -> None:
+    rows = atomic_load(control + ROW_TASKS)
+    _wait_until_at_least(control + ROWS_DONE, rows, control + WAITERS, spin_ns)
+
+
+@inlined
+def _pack(control: int, piece: int, worker: int, spin_ns: int) -> None:
+    _wait_for_rows(control, spin_ns)
     function, job = atomic_load(control + PACK), atomic_load(control + JOB)
     _note(control, call_task(function, job, piece, worker), _PACK, piece)
     active = atomic_load(atomic_load(control + PIECE_ACTIVE) + 8 * piece)
@@ -117,6 +137,7 @@ def _pack(control: int, piece: int, worker: int) -> None:
 
 @inlined
 def _gate_up(control: int, index: int, worker: int, spin_ns: int) -> None:
+    _wait_for_rows(control, spin_ns)
     function, job = atomic_load(control + GATE_UP), atomic_load(control + JOB)
     active, chunks = atomic_load(control + ACTIVE), atomic_load(control + I_CHUNKS)
     packed = atomic_load(control + BARRIERS) + index // chunks * BARRIER_BYTES
@@ -139,6 +160,17 @@ def _down(control: int, chunk: int, worker: int, spin_ns: int) -> None:
         _note(control, call_task(function, job, index, worker), _DOWN, index)
 
 
+@inlined
+def _count_done(control: int, tasks: int) -> None:
+    """Counts a finished task; the last one ends the call."""
+    if atomic_add(control + DONE, 1) + 1 == tasks:
+        atomic_store(control + FINISHED_AT, clock_ns())
+        # DONE passes ``tasks`` only now, after the clock was read: the driver waits for that.
+        atomic_add(control + DONE, 1)
+        if atomic_add(control + DRIVER_SLEEPS, 0) > 0:
+            futex_wake_all(control + DONE)
+
+
 @kernel()
 def work(control: int, worker: int) -> None:
     """Takes and runs tasks until none is left to take.
@@ -151,21 +183,18 @@ def work(control: int, worker: int) -> None:
         left = atomic_add(control + REMAINING, -1)
         if left <= 0:
             return
-        tasks = atomic_load(control + TASKS)
+        tasks, rows = atomic_load(control + TASKS), atomic_load(control + ROW_TASKS)
         packs, gate_ups = atomic_load(control + PACK_TASKS), atomic_load(control + GATE_UP_TASKS)
-        index = tasks - left
-        if index < packs:
-            _pack(control, index, worker)
+        index = tasks - left - rows
+        if index < 0:
+            _rows(control, index + rows, worker)
+        elif index < packs:
+            _pack(control, index, worker, spin_ns)
         elif index < packs + gate_ups:
             _gate_up(control, index - packs, worker, spin_ns)
         else:
             _down(control, index - packs - gate_ups, worker, spin_ns)
-        if atomic_add(control + DONE, 1) + 1 == tasks:
-            atomic_store(control + FINISHED_AT, clock_ns())
-            # DONE passes ``tasks`` only now, after the clock was read: the driver waits for that.
-            atomic_add(control + DONE, 1)
-            if atomic_add(control + DRIVER_SLEEPS, 0) > 0:
-                futex_wake_all(control + DONE)
+        _count_done(control, tasks)
 
 
 @kernel()
@@ -200,6 +229,8 @@ def publish(
     pack_tasks: int,
     piece_active: int,
     pieces: int,
+    rows: int,
+    row_tasks: int,
 ) -> None:
     """Opens a call to the workers; the call before it has been waited for."""
     for expert in range(2 * active):
@@ -215,7 +246,10 @@ def publish(
     atomic_store(control + PACK_TASKS, pack_tasks)
     atomic_store(control + PIECE_ACTIVE, piece_active)
     atomic_store(control + PIECES, pieces)
-    tasks = pack_tasks + active * i_chunks + down_chunks
+    atomic_store(control + ROWS, rows)
+    atomic_store(control + ROW_TASKS, row_tasks)
+    atomic_store(control + ROWS_DONE, 0)
+    tasks = row_tasks + pack_tasks + active * i_chunks + down_chunks
     atomic_store(control + TASKS, tasks)
     atomic_store(control + STATUS, 0)
     atomic_store(control + FAILURES, 0)
@@ -225,6 +259,20 @@ def publish(
     atomic_store(control + DONE, 0 if tasks > 0 else 1)
     atomic_store(control + REMAINING, tasks)
     _wake_workers(control)
+
+
+@kernel()
+def finish_rows(control: int, driver_works: bool) -> None:
+    """Waits until all rows are there, working along if the driver is of the pool, on rows only."""
+    tasks, rows = atomic_load(control + TASKS), atomic_load(control + ROW_TASKS)
+    while driver_works:
+        left = atomic_load(control + REMAINING)
+        if tasks - left >= rows:
+            break
+        if atomic_exchange(control + REMAINING, left, left - 1) == left:
+            _rows(control, tasks - left, 0)
+            _count_done(control, tasks)
+    _wait_for_rows(control, atomic_load(control + SPIN_NS))
 
 
 @kernel()
@@ -248,6 +296,7 @@ def stop(control: int) -> None:
 
 def compile_all() -> None:
     """Compiles (or loads from the cache) what a pool calls."""
-    for function, arguments in ((worker_loop, 2), (publish, 12), (stop, 1)):
+    for function, arguments in ((worker_loop, 2), (publish, 14), (stop, 1)):
         function.compile((types.int64,) * arguments)
-    finish.compile((types.int64, types.boolean))
+    for function in (finish_rows, finish):
+        function.compile((types.int64, types.boolean))

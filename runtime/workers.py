@@ -38,24 +38,25 @@ class TaskError(RuntimeError):
 
     Attributes:
         status: what it returned.
-        stage: "pack", "gate-up" or "down".
+        stage: "rows", "pack", "gate-up" or "down".
         index: its number in the stage.
-        active: which of the call's active experts it worked on.
+        active: which of the call's active experts it worked on; None for rows, which are all's.
     """
 
     def __init__(
-        self, status: int, stage: str, index: int, active: int, expert: int | None = None
+        self, status: int, stage: str, index: int, active: int | None, expert: int | None = None
     ) -> None:
         self.status, self.stage, self.index, self.active = status, stage, index, active
-        of = f"active expert {active}" if expert is None else f"expert {expert}"
-        super().__init__(f"{stage} task {index} of {of} failed with status {status}")
+        of = f" of active expert {active}" if expert is None else f" of expert {expert}"
+        where = "" if active is None else of
+        super().__init__(f"{stage} task {index}{where} failed with status {status}")
 
 
 class Call(NamedTuple):
     """One fused MoE call, as the workers need it.
 
-    ``gate_up``, ``down`` and ``pack`` are addresses of ``pykernels.cpu.jit.TASK`` functions,
-    ``job`` is their first argument. Task indices are those of ``pykernels.cpu.moe``.
+    ``gate_up``, ``down``, ``pack`` and ``rows`` are addresses of ``pykernels.cpu.jit.TASK``
+    functions, ``job`` is their first argument. Task indices are those of ``pykernels.cpu.moe``.
     ``piece_active`` and ``pieces`` are addresses of int64 arrays: the active expert of each pack
     task, and the pack tasks of each active expert.
     """
@@ -70,6 +71,8 @@ class Call(NamedTuple):
     pack_tasks: int = 0
     piece_active: int = 0
     pieces: int = 0
+    rows: int = 0
+    row_tasks: int = 0
 
 
 class WorkerPool:
@@ -174,6 +177,13 @@ class WorkerPool:
         self._running = call
         tasks.publish(self.control, self._barriers, *call)
 
+    def wait_for_rows(self) -> None:
+        """Waits until the call that was started has copied its inputs; works along as in ``wait``.
+
+        A task that fails is told by ``wait``.
+        """
+        tasks.finish_rows(self.control, self.driver_works)
+
     def wait(self) -> float:
         """Waits for the call in flight; returns the seconds from its start to its last task.
 
@@ -206,6 +216,8 @@ class WorkerPool:
     def _failure(self, call: Call, status: int) -> TaskError:
         stage = tasks.STAGES[self._words[tasks.FAILED_STAGE // 8]]
         index = int(self._words[tasks.FAILED_INDEX // 8])
+        if stage == "rows":
+            return TaskError(status, stage, index, None)
         if stage == "pack":
             pieces = (ctypes.c_int64 * call.pack_tasks).from_address(call.piece_active)
             active = pieces[index]

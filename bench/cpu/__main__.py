@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
+import signal
 import sys
-import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -16,17 +15,33 @@ from bench.peers.catalog import ROOT
 from model.cli_common import EXIT_ERROR, EXIT_INTERRUPTED, prepare_threads
 from pykernels.errors import PykernelsError
 
+if TYPE_CHECKING:
+    from .files import Partial
+    from .run import Run
+
+_RUNNING = "the run was killed"  # what a partial file says unless it is written again
+
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.cpu", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a run of about a minute")
+    parser.add_argument(
+        "--sections", metavar="A,B", help="of table, skew, latency, threads (default: all)"
+    )
     parser.add_argument("--formats", metavar="A,B", help="weight formats (default: all)")
     parser.add_argument(
         "--tokens", metavar="N,M/expert", help="of a call, e.g. 1,4,64/expert (default: by CPU)"
     )
     parser.add_argument("--threads", type=int, metavar="N", help="default: every usable core")
+    parser.add_argument(
+        "--peer-threads", metavar="N,M",
+        help="a peer is tried on each, the best is timed (default: --threads, beyond 4 also half)",
+    )  # fmt: skip
     parser.add_argument("--no-peers", action="store_true", help="our kernels alone")
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, metavar="N", help="then begin no further part"
+    )
     parser.add_argument(
         "--out", type=Path, default=ROOT / "bench/results", metavar="DIR", help="results folder"
     )
@@ -34,13 +49,12 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def measure(chosen: argparse.Namespace) -> dict[str, Any]:
-    """The run that the options ask for, with a progress bar on stderr."""
+def prepare(chosen: argparse.Namespace) -> Run:
+    """The run that the options ask for. Raises PykernelsError for what cannot be."""
     prepare_threads(chosen.threads)  # before torch is imported
     from pykernels.target import detect
 
-    from .cases import Settings, Tokens
-    from .estimate import in_words
+    from .cases import SECTIONS, Settings, Tokens, parse_counts
     from .run import Run
 
     tokens = tuple(Tokens.parse(t) for t in chosen.tokens.split(",")) if chosen.tokens else None
@@ -49,51 +63,52 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
         target,
         formats=tuple(chosen.formats.split(",")) if chosen.formats else None,
         tokens=tokens,
+        sections=SECTIONS if chosen.sections is None else tuple(chosen.sections.split(",")),
         threads=chosen.threads,
+        peer_threads=None if chosen.peer_threads is None else parse_counts(chosen.peer_threads),
         peers=not chosen.no_peers,
         quick=chosen.quick,
+        minutes=chosen.minutes,
     )
-    run = Run(settings, target)
+    return Run(settings, target)
+
+
+def measure(run: Run, partial: Partial) -> None:
+    """The run, with a progress bar on stderr; what it has measured is kept if it ends early."""
+    from .estimate import in_words
+
+    settings = run.settings
     formats, calls = ", ".join(settings.formats), ", ".join(map(str, settings.tokens))
+    at_most = f", {settings.minutes:g} at most" if settings.minutes else ""
     console = Console(stderr=True)
     console.print(
-        f"{formats} with {calls} tokens, {settings.threads} threads: {in_words(run.seconds)} where"
-        " nobody else uses the machine",
+        f"{', '.join(settings.sections)} of {formats} with {calls} tokens, {settings.threads}"
+        f" threads: {in_words(run.seconds)}{at_most} where nobody else uses the machine",
         markup=False,
         highlight=False,
     )
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     left = TextColumn("left"), TimeRemainingColumn()
-    began = time.monotonic()
-    with Progress(*columns, *left, console=console, transient=True) as progress:
-        bar = progress.add_task("starting", total=run.seconds)
-        results = run.measure(
-            lambda what, done, whole: progress.update(
-                bar, description=what, completed=done, total=whole
+    try:
+        with Progress(*columns, *left, console=console, transient=True) as progress:
+            bar = progress.add_task("starting", total=run.seconds)
+            run.measure(
+                lambda what, done, whole: progress.update(
+                    bar, description=what, completed=done, total=whole
+                ),
+                lambda: partial.keep(run.results(_RUNNING)),
             )
-        )
-    results["machine"]["minutes"] = round((time.monotonic() - began) / 60, 1)
-    return results
+    except BaseException as error:
+        if run.begun:
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            interrupted = isinstance(error, KeyboardInterrupt)
+            partial.keep(run.results("interrupted" if interrupted else why))
+            print("what was measured:", *partial.paths, file=sys.stderr)
+        raise
 
 
-def write(results: dict[str, Any], out: Path) -> list[Path]:
-    """JSON, plots and the Markdown page; the paths written."""
-    from .plots import draw
-    from .report import markdown
-
-    folder = out / results["machine"]["slug"]
-    day, quick = results["machine"]["date"].split()[0], results["settings"]["quick"]
-    stem = f"{day}-quick" if quick else day
-    folder.mkdir(parents=True, exist_ok=True)
-    data, page = folder / f"{stem}.json", folder / f"{stem}.md"
-    data.write_text(json.dumps(results, indent=1) + "\n")
-    plots = draw(results, folder, stem)
-    page.write_text(markdown(results, [path.name for path in plots]))
-    return [data, page, *plots]
-
-
-def main() -> int:
-    chosen = options()
+def main(arguments: list[str] | None = None) -> int:
+    chosen = options(arguments)
     try:
         try:
             import matplotlib  # noqa: F401 - before minutes of measuring, not after
@@ -101,12 +116,17 @@ def main() -> int:
             raise PykernelsError(
                 "matplotlib is not installed", "Install it: pip install -e '.[bench]'"
             ) from None
-        results = measure(chosen)
+        run = prepare(chosen)
+        from .files import Partial, write
         from .report import terminal
 
+        partial = Partial(chosen.out)
+        measure(run, partial)
+        results = run.results()
         Console(width=None if sys.stdout.isatty() else 170).print(terminal(results))
         for path in write(results, chosen.out):
             print(path)
+        partial.drop()
     except PykernelsError as error:
         if chosen.debug:
             raise
@@ -118,4 +138,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # peers are ended, rows are kept
     sys.exit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bench.peers.catalog import TUNED, Peer
 from pykernels.errors import PykernelsError
 from pykernels.quant import FORMATS, get_format
 from pykernels.shapes import MoEShape
@@ -17,6 +18,15 @@ BYTES_PER_WEIGHT = 16
 
 ROUTINGS = 16
 """Routings that the calls of a case take in turn."""
+
+SECTIONS = ("table", "skew", "latency", "threads")
+"""The sections of a run, in order: where time runs short, the last ones go."""
+
+FIRST = ("fp8", "bf16", "int8", "int4", "q4_k", "q6_k")
+"""The formats that a run begins with, for the same reason."""
+
+FEW_THREADS = 4
+"""Up to so many, a peer is only tried on all of them."""
 
 
 @dataclass(frozen=True, order=True)
@@ -46,13 +56,24 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Settings:
-    """One run of the benchmark. ``rounds`` turns of about ``turn`` seconds for each engine."""
+    """One run of the benchmark.
+
+    Attributes:
+        sections: of ``SECTIONS``, in its order.
+        threads: ours.
+        peer_threads: counts that a peer of ``TUNED`` is tried on.
+        minutes: after so many no further part is begun; 0: no limit.
+        rounds: turns of each engine, of about ``turn`` seconds.
+    """
 
     formats: tuple[str, ...]
     tokens: tuple[Tokens, ...]
+    sections: tuple[str, ...]
     threads: int
+    peer_threads: tuple[int, ...]
     peers: bool
     quick: bool
+    minutes: float
     rounds: int
     turn: float
 
@@ -62,26 +83,60 @@ class Settings:
         target: Target,
         formats: tuple[str, ...] | None = None,
         tokens: tuple[Tokens, ...] | None = None,
+        sections: tuple[str, ...] = SECTIONS,
         threads: int | None = None,
+        peer_threads: tuple[int, ...] | None = None,
         peers: bool = True,
         quick: bool = False,
+        minutes: float = 0.0,
     ) -> Settings:
         """Fills in what was not asked for. Raises PykernelsError for what cannot be."""
         usable = Topology.detect().usable
-        if threads is not None and not 1 <= threads <= usable:
-            raise PykernelsError(f"{threads} threads, {usable} cores are usable", "Give 1 to that")
-        chosen = formats or (("fp8", "bf16") if quick else tuple(FORMATS))
+        for count in (() if threads is None else (threads,)) + (peer_threads or ()):
+            if not 1 <= count <= usable:
+                raise PykernelsError(
+                    f"{count} threads, {usable} cores are usable", "Give 1 to that"
+                )
+        for name in sections:
+            if name not in SECTIONS:
+                raise PykernelsError(
+                    f"there is no section {name!r}", f"Use {', '.join(SECTIONS)}, or some of them"
+                )
+        if not 0 <= minutes < float("inf"):
+            raise PykernelsError(f"{minutes:g} minutes", "Give a positive number, or no --minutes")
+        rest = (name for name in FORMATS if name not in FIRST)
+        chosen = formats or (FIRST[:2] if quick else (*FIRST, *rest))
         for name in chosen:
             get_format(name)
         return cls(
             chosen,
             tokens or default_tokens(target, quick),
+            tuple(name for name in SECTIONS if name in sections),
             threads or usable,
+            tuple(sorted(set(peer_threads or default_peer_threads(threads or usable)))),
             peers,
             quick,
+            minutes,
             rounds=2 if quick else 5,
             turn=0.1 if quick else 0.15,
         )
+
+    def threads_of(self, peer: Peer) -> tuple[int, ...]:
+        """Thread counts that a peer is tried on."""
+        return self.peer_threads if peer.engine in TUNED else (self.threads,)
+
+
+def default_peer_threads(threads: int) -> tuple[int, ...]:
+    """All, and where they are many also half: spinning workers crowd each other out."""
+    return (threads,) if threads <= FEW_THREADS else (threads // 2, threads)
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """ "8,16" -> (8, 16). Raises PykernelsError for anything else."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() for word in words):
+        raise PykernelsError(f"{text!r} is no list of thread counts", "Write 8, or 8,16")
+    return tuple(map(int, words))
 
 
 def default_tokens(target: Target, quick: bool) -> tuple[Tokens, ...]:

@@ -5,12 +5,17 @@ The rates are guesses on the slow side of what was seen; the bar corrects them a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from bench.peers.catalog import Peer
 from pykernels.shapes import MoEShape
 
 from .cases import Settings, thread_counts
 
 START = 9.0
 """Seconds until a peer with its weights is up."""
+TRIAL = 0.3
+"""Seconds of the turn that each thread count of a peer is tried for, at each number of tokens."""
 WEIGHTS = 4.0
 """Seconds to fill and pack a format's experts, and to compile or load its kernels."""
 
@@ -32,6 +37,20 @@ def table(settings: Settings, shape: MoEShape, T: int, players: int) -> float:
     return players * (rounds * max(settings.turn, one) + one) + rounds * _ROOFS
 
 
+def starts(settings: Settings, shape: MoEShape, peers: Iterable[Peer]) -> float:
+    """Until these peers are up, on the best of the thread counts that each is tried on."""
+    seconds = 0.0
+    for peer in peers:
+        counts = settings.threads_of(peer)
+        seconds += len(counts) * START
+        if len(counts) > 1:  # the last one is not always the best: then it starts again
+            most = max(tokens.of(shape) for tokens in settings.tokens)
+            cases = (1, min(most, peer.max_tokens or most))
+            one = [call(shape, T, n) for T in cases for n in counts]
+            seconds += START / 2 + sum(t + max(TRIAL, t) for t in one)
+    return seconds
+
+
 def latency(settings: Settings, shape: MoEShape, tokens: list[int], backends: int) -> float:
     """The latency curve of one format: ours alone."""
     calls = (max(settings.turn / 2, call(shape, T, settings.threads) / 3) for T in tokens)
@@ -42,7 +61,7 @@ def threads(settings: Settings, shape: MoEShape, players: int) -> float:
     """One token on every thread count; a peer starts again for each."""
     counts = thread_counts(settings.threads)
     turns = sum(max(settings.turn, call(shape, 1, n)) for n in counts)
-    return 5 * players * turns + START * max(0, players - 1) * (len(counts) - 1)
+    return 5 * players * turns + START * max(0, players - 1) * len(counts)
 
 
 def in_words(seconds: float) -> str:

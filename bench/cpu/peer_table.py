@@ -1,45 +1,62 @@
-"""The peers that are up: started when first asked for, ended when no format needs them."""
+"""The peers that are up: started when first asked for, ended when no format needs them.
+
+A peer is held against us at the best of its thread counts: workers that spin crowd each other out
+when there is one for every core. So each count is tried once, and the fastest stays.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import statistics
 from collections.abc import Collection
 
 from bench.peers.catalog import Peer
 from bench.peers.client import PeerMissing, PeerProcess
 from pykernels.shapes import MoEShape
 from pykernels.target import Target
-from runtime.workload import layers_out_of_cache
+from runtime.workload import layers_out_of_cache, routings
+
+from .cases import ROUTINGS, Settings
+from .estimate import TRIAL
 
 
 class PeerTable:
-    """Peers for one layer shape. A peer that could not start is not tried again.
+    """Peers for one layer shape, never two processes of one peer at once.
 
-    Args:
-        max_tokens: the most tokens a call will have.
+    A peer that could not start on a number of threads is not tried on it again.
     """
 
-    def __init__(self, shape: MoEShape, target: Target, threads: int, max_tokens: int) -> None:
-        self._shape, self._target, self._threads = shape, target, threads
-        self._max_tokens = max_tokens
-        self._up: dict[tuple[Peer, int], PeerProcess] = {}
+    def __init__(self, settings: Settings, shape: MoEShape, target: Target) -> None:
+        self._settings, self._shape, self._target = settings, shape, target
+        self._tokens = sorted({tokens.of(shape) for tokens in settings.tokens})
+        self._up: dict[Peer, PeerProcess] = {}
         self._down: dict[tuple[Peer, int], str] = {}
+        self._best: dict[Peer, int] = {}
         self.versions: dict[str, str] = {}
 
     def get(self, peer: Peer, threads: int | None = None) -> PeerProcess:
-        """The process of a peer. Raises PeerMissing with the reason if there is none."""
-        key = peer, threads or self._threads
-        if key in self._down:
-            raise PeerMissing(self._down[key])
-        if key not in self._up:
-            try:
-                self._up[key] = self._start(peer, key[1])
-            except PeerMissing as error:
-                self._down[key] = str(error)
-                raise
-            version = self._up[key].versions[peer.engine]
-            self.versions[f"{peer.engine} (peer)"] = version
-        return self._up[key]
+        """The process of a peer.
+
+        Args:
+            threads: how many it has; None: the best of those that it is tried on.
+
+        Raises:
+            PeerMissing: there is none; the message is the reason.
+        """
+        count = threads or self._best_of(peer)
+        if (peer, count) in self._down:
+            raise PeerMissing(self._down[peer, count])
+        up = self._up.get(peer)
+        if up and up.threads == count:
+            return up
+        self._end(peer)
+        try:
+            started = self._up[peer] = self._start(peer, count)
+        except PeerMissing as error:
+            self._down[peer, count] = str(error)
+            raise
+        self.versions[f"{peer.engine} (peer)"] = started.versions[peer.engine]
+        return started
 
     def try_to_start(self, peer: Peer) -> None:
         """Starts it if it is not up; one that cannot start says why when it is asked for."""
@@ -47,20 +64,68 @@ class PeerTable:
             self.get(peer)
 
     def retire(self, formats: Collection[str]) -> None:
-        """Ends the peers that none of ``formats`` needs, and those of another thread count."""
-        for key in list(self._up):
-            peer, threads = key
+        """Ends the peers that none of ``formats`` needs."""
+        for peer in list(self._up):
             needed = not peer.formats or set(peer.formats) & set(formats)
-            if not formats or not needed or threads != self._threads:
-                self._up.pop(key).close()
+            if not formats or not needed:
+                self._end(peer)
 
     def close(self) -> None:
         """Ends them all."""
         self.retire(())
+
+    def _end(self, peer: Peer) -> None:
+        if peer in self._up:
+            self._up.pop(peer).close()
+
+    def _best_of(self, peer: Peer) -> int:
+        """The fastest of the counts that work, tried one after the other on first use.
+
+        Raises:
+            PeerMissing: none works, with the reasons.
+        """
+        counts = self._settings.threads_of(peer)
+        if peer in self._best or len(counts) == 1:
+            return self._best.get(peer, counts[0])
+        tried: dict[int, tuple[int, float]] = {}
+        for count in counts:
+            with contextlib.suppress(PeerMissing):
+                tried[count] = self._try(self.get(peer, count), count)
+        if not tried:
+            why = dict.fromkeys(self._down[peer, count] for count in counts)
+            raise PeerMissing("; ".join(why))
+        self._best[peer] = min(tried, key=lambda count: tried[count])
+        return self._best[peer]
+
+    def _try(self, process: PeerProcess, count: int) -> tuple[int, float]:
+        """(how many cases failed, geometric mean of the others' median call): less is better.
+
+        The cases are one token, where spinning and bandwidth decide, and the most tokens that the
+        run asks of this peer, where products do.
+
+        Raises:
+            PeerMissing: not even one token works; it is not started on so many threads again.
+        """
+        peer = process.peer
+        most = max(
+            (T for T in self._tokens if not peer.max_tokens or T <= peer.max_tokens), default=1
+        )
+        cases, medians = sorted({1, most}), []
+        try:
+            for T in cases:
+                ids = routings(self._shape, T, "balanced", ROUTINGS)
+                process.prepare(T, [routing.flatten().tolist() for routing in ids])
+                medians.append(statistics.median(took for _, took in process.turn(TRIAL)))
+        except PeerMissing as error:
+            self._end(peer)  # a driver that failed has ended
+            if not medians:
+                self._down[peer, count] = str(error)
+                raise
+        return len(cases) - len(medians), statistics.geometric_mean(medians)
 
     def _start(self, peer: Peer, threads: int) -> PeerProcess:
         if missing := self._target.lacks(peer.features):
             raise PeerMissing(f"this CPU lacks {', '.join(missing)}")
         nbytes = self._shape.E * self._shape.weights * peer.bytes_per_weight
         layers = layers_out_of_cache(self._target.l3, nbytes)
-        return PeerProcess(peer, self._shape, threads, layers, self._max_tokens)
+        return PeerProcess(peer, self._shape, threads, layers, self._tokens[-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -18,26 +19,30 @@ NOTE = (
     "Medians, weights out of cache; GB/s counts the distinct experts of a call. Shares are of the"
     " plain read loop and of the register-only bf16 product loop, sampled between the turns. × is"
     " how many times faster than that peer, the median of ratios within a round. One engine runs at"
-    " a time: peers are stopped while another has its turn."
+    " a time: peers are stopped while another has its turn. A peer is tried on several numbers of"
+    " threads and timed on the fastest, which is named where it is not ours."
 )
 
 
 def table_rows(results: Results) -> list[list[str]]:
     """Cells of ``HEADINGS`` of each row with figures, grouped by case."""
-    return [_cells(row, results["shape"]) for row in _timed(results)]
+    threads = results["settings"]["threads"]
+    return [_cells(row, results["shape"], threads) for row in _timed(results)]
 
 
 def _timed(results: Results) -> list[dict[str, Any]]:
     return [row for row in results["table"] if "why" not in row]
 
 
-def _cells(row: dict[str, Any], shape: dict[str, int]) -> list[str]:
+def _cells(row: dict[str, Any], shape: dict[str, int], threads: int) -> list[str]:
+    count = row["threads"]
+    other = "" if count == threads else f" ({count} thread{'s' if count > 1 else ''})"
     per_expert = row["tokens"] * shape["topk"] / shape["E"]
     tokens = f"{row['tokens']}" if per_expert < 5 else f"{row['tokens']} ({per_expert:.0f}/expert)"
     return [
         row["format"],
         tokens,
-        f"{row['engine']} {row['backend']}",
+        f"{row['engine']} {row['backend']}{other}",
         f"{row['us'] / 1e3:.2f}",
         f"{row['gbps']:.1f}",
         f"{row['read_share']:.0%}",
@@ -55,8 +60,10 @@ def ratio_cell(ratios: dict[str, float], peer: str) -> str:
     return ", ".join(f"{ratio:.2f} {mode}" for mode, ratio in modes.items())
 
 
-def terminal(results: Results) -> Table:
-    """The main table."""
+def terminal(results: Results) -> RenderableType:
+    """The main table; without rows for it, what else there is to say."""
+    if not _timed(results):
+        return Group(*(Text(line) for line in (headline(results), *_notes(results))))
     notes = "\n".join([NOTE, *_notes(results)])
     table = Table(title=headline(results), caption=Text(notes), caption_justify="left")
     for number, heading in enumerate(HEADINGS):
@@ -72,17 +79,28 @@ def terminal(results: Results) -> Table:
 
 def _notes(results: Results) -> list[str]:
     """What was not timed, and what was timed beside other programs."""
+    found = _missing(results["missing"])
     missing: dict[str, list[str]] = {}
     for row in results["table"]:
         if "why" in row:
             what = f"{row['engine']} {row['backend']}: {row['why']}"
             missing.setdefault(what, []).append(f"{row['format']} x {row['tokens']}")
-    found = [f"Not timed: {line}." for line in results["untimed"]]
+    found += [f"Not timed: {line}." for line in results["untimed"]]
     found += [f"Not timed: {what} ({', '.join(cases)})." for what, cases in missing.items()]
     if results["disturbed"]:
         parts = ", ".join(f"{name} ({share:.0%})" for name, share in results["disturbed"])
         found.append(f"Disturbed: others used more than 5 % of the processors during {parts}.")
     return found
+
+
+def _missing(missing: dict[str, Any]) -> list[str]:
+    """The line of a run that ended early; its parts are named "format: what"."""
+    kinds: dict[str, list[str]] = {}
+    for part in missing["parts"]:
+        fmt, _, what = part.rpartition(": ")
+        kinds.setdefault(what, []).extend([fmt] if fmt else [])
+    parts = (f"{what} ({', '.join(fmts)})" if fmts else what for what, fmts in kinds.items())
+    return [f"Missing, {missing['why']}: {'; '.join(parts)}."] if kinds else []
 
 
 def headline(results: Results) -> str:
@@ -107,11 +125,8 @@ def markdown(results: Results, plots: list[str]) -> str:
         f" huge pages {machine['huge_pages']}, load before the run {machine['load_before']};"
         f" took {machine['minutes']} minutes.",
         "",
-        NOTE,
-        *(f"\n{line}" for line in _notes(results)),
-        "",
-        *_grid(HEADINGS, table_rows(results), left=3),
-        "",
+        *(f"{line}\n" for line in _notes(results)),
+        *_main(results),
         *_by_threads(results),
         *_under_skew(results),
         *(f"![{name}]({name})" for name in plots),
@@ -127,7 +142,14 @@ def _grid(headings: tuple[str, ...], rows: list[list[str]], left: int) -> list[s
     ]
 
 
+def _main(results: Results) -> list[str]:
+    rows = table_rows(results)
+    return [NOTE, "", *_grid(HEADINGS, rows, left=3), ""] if rows else []
+
+
 def _by_threads(results: Results) -> list[str]:
+    if not results["threads"]:
+        return []
     rows = [
         [r["format"], r["engine"], str(r["threads"]), f"{r['gbps']:.1f}", f"{r['read_roof']:.1f}"]
         for r in results["threads"]

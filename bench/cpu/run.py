@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from bench.peers.catalog import PEERS
+from bench.peers.catalog import Peer
 from pykernels.target import Target
 from runtime.topology import Topology
 from runtime.workload import RandomLayers, routings
 
 from . import estimate
-from .cases import ROUTINGS, Settings, layer_shape
+from .cases import ROUTINGS, SECTIONS, Settings, layer_shape
 from .machine import describe
 from .peer_table import PeerTable
 from .quiet import Watch
@@ -24,7 +25,9 @@ from .skew import PER_EXPERT, skew, skew_shape
 Step = Callable[[str, float, float], None]
 """Called before each part: its name, seconds' worth of parts done, seconds' worth in all."""
 
-SECTIONS = ("table", "latency", "threads", "skew")
+Keep = Callable[[], None]
+"""Called after each part that has given rows: ``Run.results`` has them."""
+
 _REPEATS = 0.25  # share of the estimate that waiting for quiet and repeating may take
 
 
@@ -37,12 +40,14 @@ class Part:
         seconds: about how long.
         section: of the results that its rows belong to; "" if it only prepares.
         run: gives the rows.
+        chooses: the peers' thread counts, perhaps the wrong ones where it is disturbed.
     """
 
     name: str
     seconds: float
     section: str
     run: Callable[[], list[Row]]
+    chooses: bool = False
 
 
 class Run:
@@ -55,67 +60,110 @@ class Run:
     def __init__(self, settings: Settings, target: Target) -> None:
         self.settings, self.target = settings, target
         self.shape = layer_shape(Topology.detect().memory_available, settings.quick)
-        most_tokens = max(tokens.of(self.shape) for tokens in settings.tokens)
-        self.peers = PeerTable(self.shape, target, settings.threads, most_tokens)
+        self.peers = PeerTable(settings, self.shape, target)
         self.bench = Bench(settings, target, self.shape, self.peers)
         self._weights: RandomLayers | None = None
-        self.parts = [part for fmt in settings.formats for part in self._of_format(fmt)]
-        self.parts.append(self._skew())
+        of_section: dict[str, Callable[[], Iterator[Part]]] = {
+            "table": self._table, "skew": self._skew,
+            "latency": self._latency, "threads": self._threads,
+        }  # fmt: skip
+        self.parts = [part for name in settings.sections for part in of_section[name]()]
+        self._found: dict[str, list[Row]] = {section: [] for section in SECTIONS}
+        self._left = [part.name for part in self.parts if part.section]
 
     @property
     def seconds(self) -> float:
         """About how long the parts take."""
         return sum(part.seconds for part in self.parts)
 
-    def measure(self, step: Step) -> dict[str, Any]:
-        """What ``report`` and ``plots`` show and what is kept as JSON."""
-        found: dict[str, list[Row]] = {section: [] for section in SECTIONS}
-        watch = Watch(_REPEATS * self.seconds)
-        machine, done = describe(self.target), 0.0
+    @property
+    def begun(self) -> bool:
+        """Whether anything has been measured."""
+        return any(self._found.values())
+
+    def measure(self, step: Step, keep: Keep) -> None:
+        """Runs the parts in order, up to the time limit; ``results`` has their rows."""
+        self._watch = Watch(_REPEATS * self._limit(self.seconds))
+        self._machine, self._start = describe(self.target), time.monotonic()
+        done = 0.0
         try:
             for part in self.parts:
+                if time.monotonic() - self._start >= self._limit(float("inf")):
+                    break
                 step(part.name, done, self.seconds)
                 if part.section:
-                    found[part.section] += watch.run(part.name, part.run)
+                    self._found[part.section] += self._watch.run(part.name, part.run)
+                    self._left.remove(part.name)
+                    keep()
+                elif part.chooses:
+                    self._watch.run(part.name, part.run, tries=1)
                 else:
                     part.run()
                 done += part.seconds
         finally:
             self.peers.close()
         step("done", done, self.seconds)
-        machine["versions"] |= self.peers.versions
+
+    def results(self, ended: str = "") -> dict[str, Any]:
+        """What ``report`` and ``plots`` show and what is kept as JSON; all that there is so far.
+
+        Args:
+            ended: why parts are missing; "" where only the time limit can be why.
+        """
+        settings = self.settings
+        minutes = round((time.monotonic() - self._start) / 60, 1)
+        versions = self._machine["versions"] | self.peers.versions
+        backends = {"table", "latency"} & set(settings.sections)  # the others time one of them
+        why = ended or f"{settings.minutes:g} minutes were over"
         return {
-            "schema": 2,
-            "machine": machine,
+            "schema": 3,
+            "machine": {**self._machine, "versions": versions, "minutes": minutes},
             "shape": asdict(self.shape),
-            "settings": asdict(self.settings),
-            "disturbed": watch.disturbed,
-            "untimed": self.bench.untimed(self.settings.formats),
-            **found,
+            "settings": asdict(settings),
+            "missing": {"why": why if self._left else "", "parts": [*self._left]},
+            "disturbed": self._watch.disturbed,
+            "untimed": self.bench.untimed(settings.formats) if backends else [],
+            **self._found,
         }
 
-    def _of_format(self, fmt: str) -> Iterator[Part]:
-        bench, shape, settings = self.bench, self.shape, self.settings
-        own = [p for p in PEERS if settings.peers and fmt in p.formats]
-        first = fmt == settings.formats[0]
-        starts = len(own) + (sum(not p.formats for p in PEERS) if first and settings.peers else 0)
-        begin = estimate.WEIGHTS + starts * estimate.START
-        yield Part(f"{fmt}: weights, peers", begin, "", partial(self._begin, fmt))
-        for tokens in settings.tokens:
-            T = tokens.of(shape)
-            players = len(bench.timed_backends(fmt, T)) + len(bench.wanted_peers(fmt, T))
-            yield Part(
-                f"{fmt}: {tokens.count} tokens{' per expert' if tokens.per_expert else ''}",
-                estimate.table(settings, shape, T, players),
-                "table",
-                lambda tokens=tokens: bench.table(self.weights, tokens),  # type: ignore[misc]
-            )
-        curve = estimate.latency(settings, shape, bench.latency_tokens(), 1)
-        yield Part(f"{fmt}: latency", curve, "latency", lambda: bench.latency(self.weights))
-        by_threads = estimate.threads(settings, shape, 1 + bool(own))
-        yield Part(f"{fmt}: threads", by_threads, "threads", lambda: bench.threads(self.weights))
+    def _limit(self, seconds: float) -> float:
+        return min(seconds, 60 * self.settings.minutes) if self.settings.minutes else seconds
 
-    def _skew(self) -> Part:
+    def _table(self) -> Iterator[Part]:
+        bench, shape, settings = self.bench, self.shape, self.settings
+        before: set[Peer] = set()
+        for fmt in settings.formats:
+            peers = set(bench.wanted_peers(fmt, 1))
+            begin = estimate.WEIGHTS + estimate.starts(settings, shape, peers - before)
+            before |= peers
+            prepare = partial(self._begin, fmt, peers=True)
+            yield Part(f"{fmt}: weights, peers", begin, "", prepare, chooses=bool(peers))
+            for tokens in settings.tokens:
+                T = tokens.of(shape)
+                players = len(bench.timed_backends(fmt, T)) + len(bench.wanted_peers(fmt, T))
+                yield Part(
+                    f"{fmt}: {tokens.count} tokens{' per expert' if tokens.per_expert else ''}",
+                    estimate.table(settings, shape, T, players),
+                    "table",
+                    lambda tokens=tokens: bench.table(self.weights, tokens),  # type: ignore[misc]
+                )
+
+    def _latency(self) -> Iterator[Part]:
+        bench = self.bench
+        seconds = estimate.latency(self.settings, self.shape, bench.latency_tokens(), 1)
+        for fmt in self.settings.formats:
+            yield Part(f"{fmt}: weights", estimate.WEIGHTS, "", partial(self._begin, fmt))
+            yield Part(f"{fmt}: latency", seconds, "latency", lambda: bench.latency(self.weights))
+
+    def _threads(self) -> Iterator[Part]:
+        bench = self.bench
+        for fmt in self.settings.formats:
+            like = any(peer.formats for peer in bench.wanted_peers(fmt, 1))
+            seconds = estimate.threads(self.settings, self.shape, 1 + like)
+            yield Part(f"{fmt}: weights", estimate.WEIGHTS, "", partial(self._begin, fmt))
+            yield Part(f"{fmt}: threads", seconds, "threads", lambda: bench.threads(self.weights))
+
+    def _skew(self) -> Iterator[Part]:
         formats = self.settings.formats
         fmt = "fp8" if "fp8" in formats else formats[0]
         kernel = self.bench.backends(fmt)[0][0]
@@ -130,7 +178,7 @@ class Run:
             self.peers.close()
             return skew(fmt, kernel, self.shape, self.bench.pool, self.settings)
 
-        return Part("scheduling under skew", seconds, "skew", measure)
+        yield Part("scheduling under skew", seconds, "skew", measure)
 
     @property
     def weights(self) -> RandomLayers:
@@ -138,12 +186,13 @@ class Run:
         assert self._weights is not None
         return self._weights
 
-    def _begin(self, fmt: str) -> list[Row]:
-        """The weights of a format in the place of those before; its peers are started."""
+    def _begin(self, fmt: str, peers: bool = False) -> list[Row]:
+        """The weights of a format in the place of those before; with ``peers``, its peers are
+        started. Those that no later format needs are ended."""
         formats = self.settings.formats
-        self.peers.retire(formats[formats.index(fmt) :])
+        self.peers.retire(formats[formats.index(fmt) :] if peers else ())
         self._weights = None  # before the next are made
         self._weights = RandomLayers(self.shape, fmt, routings(self.shape, 1, "balanced", ROUTINGS))
-        for peer in self.bench.wanted_peers(fmt, 1):
+        for peer in self.bench.wanted_peers(fmt, 1) if peers else ():
             self.peers.try_to_start(peer)
         return []

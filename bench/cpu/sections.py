@@ -116,13 +116,14 @@ class Bench:
             if seen[peer.name].why:
                 rows.append(missing(head, peer.engine, peer.mode, seen[peer.name].why))
                 continue
+            theirs = head | {"threads": players[peer.name].threads}
             # The roof is one of bf16 products: integer products have another.
             bf16 = [roofs.compute(name)[1] for name in able if "/" not in name]
             roof = max(bf16, default=None) if peer.mode == "bf16" else None
             size = peer.bytes_per_weight * self.shape.weights
             rows.append(
                 figures(
-                    head,
+                    theirs,
                     peer.engine,
                     peer.mode,
                     seen[peer.name],

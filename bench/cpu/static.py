@@ -21,13 +21,13 @@ from runtime.workload import RandomLayers
 
 from .ours import Ours
 
-_STAGES = ("pack", "gate_up", "down")
+_STAGES = ("rows", "pack", "gate_up", "down")
 _FIELDS = [f"{stage}_{what}" for stage in _STAGES for what in ("at", "units", "unit")]
 SHARES = np.dtype([(name, np.int64) for name in ("job", "threads", *_FIELDS)])
 """A call's shares: the real job, then of each stage its task, how many units, tasks of a unit."""
 
 _WORDS = len(SHARES.names or ())
-_FIELD = {"pack": 2, "gate_up": 5, "down": 8}
+_FIELD = {stage: 2 + 3 * i for i, stage in enumerate(_STAGES)}
 
 
 @functools.cache
@@ -75,11 +75,12 @@ class StaticOurs(Ours):
         # A run of outputs sums its experts in order: it stays with one thread.
         self._shares[0] = (
             *(call.address, threads),
+            *(stages.rows.address, tasks.row_tasks, 1),
             *(stages.pack.address, tasks.pack_tasks, 1),
             *(stages.gate_up.address, tasks.gate_up_tasks, 1),
             *(stages.down.address, tasks.down_chunks, tasks.active),
         )
-        pack, gate_up, down = (make_share(stage).address for stage in _FIELD)
+        rows, pack, gate_up, down = (make_share(stage).address for stage in _FIELD)
         self._pool.start(
             Call(
                 gate_up=gate_up,
@@ -92,6 +93,8 @@ class StaticOurs(Ours):
                 pack_tasks=threads,
                 piece_active=self._zeros.ctypes.data,
                 pieces=self._pieces.ctypes.data,
+                rows=rows,
+                row_tasks=threads,
             )
         )
         self._pool.wait()

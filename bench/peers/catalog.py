@@ -44,6 +44,8 @@ class Peer:
 
 
 OWN_VENV = ("kt-kernel", "llama.cpp")
+TUNED = ("kt-kernel", "llama.cpp", "torch")
+"""Engines that may be faster on fewer threads than there are cores: several counts are tried."""
 
 _BF16, _VNNI, _AVX2 = ("avx512bf16",), ("avx512vnni",), ("avx2",)
 _SCALED_FP8 = 1 + 4 / (128 * 128)

@@ -68,7 +68,7 @@ class PeerProcess:
         max_tokens: int,
         command: list[str] | None = None,
     ) -> None:
-        self.peer = peer
+        self.peer, self.threads = peer, threads
         numbers = (threads, layers, max_tokens, shape.E, shape.H, shape.I, shape.topk)
         extra: dict[str, str] = {}
         if command is None:

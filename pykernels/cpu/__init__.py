@@ -12,11 +12,13 @@ from .jit import kernel
 from .moe import make_kernel
 from .pack import make_pack, pack_job, packs_scales
 from .plan import MoEPlan, plan
-from .workspace import MoECall, Workspace
+from .workspace import MoECall, Workspace, contiguous_rows
 
 
 @kernel()
-def _run_stages(pack, gate_up, down, job, pack_tasks, gate_up_tasks, down_tasks):
+def _run_stages(rows, pack, gate_up, down, job, row_tasks, pack_tasks, gate_up_tasks, down_tasks):
+    for index in range(row_tasks):
+        call_task(rows, job, index, 0)
     for index in range(pack_tasks):
         call_task(pack, job, index, 0)
     for index in range(gate_up_tasks):
@@ -29,12 +31,15 @@ def run_serially(
     call: MoECall, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
 ) -> torch.Tensor:
     """Prepares a call (``MoECall.prepare``) and runs all its tasks on this thread; returns y."""
+    x = contiguous_rows(x)
     tasks, stages = call.prepare(x, ids, weights, y), call.kernel.stages
     _run_stages(
+        stages.rows.address,
         stages.pack.address,
         stages.gate_up.address,
         stages.down.address,
         call.address,
+        tasks.row_tasks,
         tasks.pack_tasks,
         tasks.gate_up_tasks,
         tasks.down_chunks * tasks.active,
@@ -82,6 +87,7 @@ __all__ = [
     "MoECall",
     "MoEPlan",
     "Workspace",
+    "contiguous_rows",
     "make_kernel",
     "make_pack",
     "moe_ffn",

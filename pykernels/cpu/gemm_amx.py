@@ -1,13 +1,12 @@
 """AMX GEMM of packed 32-row blocks by many tokens (SOSP'25 section 3.2, Figure 6).
 
-The loops, from the outside: slabs of 512 inputs; the task's blocks of 32 outputs; pairs of groups
-of 16 tokens; scale groups; tile products. A slab of all tokens stays in L2 for all blocks; a slab
-of a block is at most 32 KiB of B tiles and stays in L1 for all tokens; 2 x 2 C tiles hold 32 tokens
-by 32 outputs in registers. The next slab of weights is prefetched meanwhile.
+The loops, from the outside: slabs of 16 KiB of B tiles; the task's blocks of 32 outputs; groups of
+16 tokens; scale groups; tile products. A slab of all tokens stays in L2 for all blocks; a slab of a
+block stays in L1 for all tokens (half of L1: on a shared core another thread has the other half).
+The next slab of weights is prefetched meanwhile, a few lines with each product.
 
 bf16 blocks are B tiles already, and so are 8-bit integers where activations are int8. Others are
-decoded into a slab of them; C tiles are folded into the float32 sums at the end of each scale's
-inputs. Where a scale covers fewer inputs than a tile has, tiles of fewer columns are multiplied.
+decoded into a slab of them. ``amx_passes`` multiplies a slab and adds it to the sums.
 """
 
 from __future__ import annotations
@@ -18,36 +17,34 @@ from numba import carray, types
 
 from ..quant.layout import K_BLOCK
 from .activations import annotation
+from .amx_passes import MAX_TOKENS, PARTS_BYTES, TILE, make_passes
 from .decode import AHEAD, LOADS, make_reader, pair_rows
 from .instructions import Instructions
-from .intrin.avx512 import broadcast_f32, fma_f32, fnma_f32, load_f32, mul_f32, store_f32, zero_f32
-from .intrin.avx512_bytes import broadcast_u8, load_i32, store_u8, sub_i8, to_f32
+from .intrin.avx512 import store_f32, zero_f32
+from .intrin.avx512_bytes import broadcast_u8, store_u8, sub_i8
 from .intrin.prefetch import prefetch_l2
 from .intrin.sync import as_pointer
 from .jit import inlined, routine
-from .job import i64
+from .job import i64, poke_f32
 from .rows import activation_scale, group_sum
 
-MAX_TOKENS = 256
-"""Tokens of one pass over the weights: their A slab and sums still fit in L2."""
 MAX_BLOCKS = 16
 """32-row blocks of one call, gate and up counted each."""
 ARGUMENTS = 11
 """Of ``gemm``."""
 
-_SLAB = 4  # input blocks of 128
-TILE = 1024
-"""Bytes of a tile: 16 rows of 64."""
-_B_BYTES = _SLAB * K_BLOCK // 32 * 2 * TILE
-_PART_BYTES = 32 * 32 * 4
+_B_BYTES = 16 << 10
+_ACT_GROUPS, _SUM_GROUPS = 4, 16  # of a slab, at most
 _OUT_BYTES = MAX_BLOCKS * MAX_TOKENS * 32 * 4
 
 OUT_AT = 0
 """Scratch offset of the result, float32 [blocks, M rounded up to 32, 32]."""
 _CONFIG_AT = OUT_AT + _OUT_BYTES
-_PART_AT = _CONFIG_AT + 64  # two of them: while one is folded the next one is multiplied
-_B_AT = _PART_AT + 2 * _PART_BYTES
-SCRATCH_BYTES = _B_AT + _B_BYTES
+_PARTS_AT = _CONFIG_AT + 64
+_B_AT = _PARTS_AT + PARTS_BYTES
+_ACT_SCALES_AT = _B_AT + _B_BYTES  # float32 [_ACT_GROUPS, MAX_TOKENS]
+_SUMS_AT = _ACT_SCALES_AT + 4 * _ACT_GROUPS * MAX_TOKENS  # float32 [_SUM_GROUPS, MAX_TOKENS]
+SCRATCH_BYTES = _SUMS_AT + 4 * _SUM_GROUPS * MAX_TOKENS
 """Scratch of one worker, 64-byte aligned."""
 
 
@@ -105,26 +102,18 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
     packing, scales, INT8 = reader.packing, reader.scales, activations == "int8"
     read, BIAS = reader.rows, reader.bias
     codes: Any = reader.codes
-    factor_of: Any = scales.factor
-    minimum_of = scales.minimum
     how = annotation(fmt, activations)
     ACT_K = how.act_k if how and INT8 else 0
     PARTS, TILE_BYTES, PACKED_K = packing.parts, packing.tile_bytes, packing.k_step
     FOURS, STEP_K = packing.fours, 64 if INT8 else 32  # inputs of a full tile
     DIRECT = TILE_BYTES == TILE and STEP_K == PACKED_K and (INT8 or scales.k == 0)
-    GROUP = scales.k or _SLAB * K_BLOCK
-    TILE_K = min(STEP_K, GROUP)  # inputs of one product
-    B_ROWS = 16 * TILE_K // STEP_K
-    PRODUCTS, SCALED = GROUP // TILE_K, scales.k > 0
     STEP_BYTES = 2 * TILE_BYTES * STEP_K // PACKED_K  # packed bytes of 32 outputs by a step
     STEPS = K_BLOCK // STEP_K
-    tile_zero, tile_load, tile_store = amx.zero, amx.load, amx.store
-    dot = amx.dot_i8 if INT8 else amx.dot_bf16
-
-    @inlined
-    def prefetch(address):
-        for line in range(0, STEP_BYTES, 64):
-            prefetch_l2(address + line)
+    SLAB = _B_BYTES // (2 * TILE * STEPS)  # input blocks of 128
+    MINIMA, SUM_K = scales.minimum is not None, scales.k
+    passes = make_passes(scales, ACT_K, SLAB * K_BLOCK, STEP_K, amx)
+    run, flush, GROUPS, B_ROWS = passes.run, passes.flush, passes.token_groups, passes.b_rows
+    variant = f"{fmt}-{activations}-{ops.name}-{amx.__name__.split('.')[-1]}"
 
     @inlined
     def decode(w, inputs, tables, ahead, b_slab):
@@ -145,130 +134,61 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
                             store_u8(tile + first % STEP_K * 32, row0)
                             store_u8(tile + first % STEP_K * 32 + 64, row1)
                 w += TILE_BYTES
-            for step in range(PACKED_K // STEP_K):
-                prefetch(ahead + (k // STEP_K + step) * STEP_BYTES)
+            for line in range(0, STEP_BYTES * PACKED_K // STEP_K, 64):
+                prefetch_l2(ahead + line)
+            ahead += STEP_BYTES * PACKED_K // STEP_K
 
     @inlined
-    def product(a0, a1, b):
-        """The four C tiles += 2 A tiles x 2 B tiles."""
-        tile_load(6, b, 64)
-        tile_load(4, a0, 64)
-        tile_load(7, b + TILE, 64)
-        tile_load(5, a1, 64)
-        dot(0, 4, 6)
-        dot(1, 4, 7)
-        dot(2, 5, 6)
-        dot(3, 5, 7)
+    def gather(M, rows, K, first_k, inputs, act_scales, sums):
+        """A slab's activation scales and sums, token by token, where the passes read them."""
+        if ACT_K:
+            for group in range((inputs + ACT_K - 1) // ACT_K):
+                for t in range(M):
+                    x = activation_scale(i64(rows, t), K, first_k + group * ACT_K, ACT_K)
+                    poke_f32(act_scales + 4 * (group * MAX_TOKENS + t), x)
+        if MINIMA:
+            for group in range(inputs // SUM_K):
+                for t in range(M):
+                    total = group_sum(i64(rows, t), K, first_k // SUM_K + group)
+                    if ACT_K:
+                        total *= activation_scale(i64(rows, t), K, first_k + group * SUM_K, ACT_K)
+                    poke_f32(sums + 4 * (group * MAX_TOKENS + t), total)
 
-    @inlined
-    def fold(part, scale, group, rows, k, K, out):
-        """out[32, 32] += a group's products, scaled."""
-        low, high = factor_of(scale, group, 0), factor_of(scale, group, 1)
-        if minimum_of is not None:
-            min_low, min_high = minimum_of(scale, group, 0), minimum_of(scale, group, 1)
-        for t in range(32):
-            at, to = part + 128 * t, out + 128 * t
-            if INT8:
-                x_scale = broadcast_f32(activation_scale(i64(rows, t), K, k, ACT_K))
-                a = mul_f32(to_f32(load_i32(at)), x_scale)
-                b = mul_f32(to_f32(load_i32(at + 64)), x_scale)
-            else:
-                a, b = load_f32(at), load_f32(at + 64)
-            a, b = fma_f32(a, low, load_f32(to)), fma_f32(b, high, load_f32(to + 64))
-            if minimum_of is not None:
-                less = group_sum(i64(rows, t), K, group)
-                if INT8:
-                    less *= activation_scale(i64(rows, t), K, k, ACT_K)
-                a = fnma_f32(broadcast_f32(less), min_low, a)
-                b = fnma_f32(broadcast_f32(less), min_high, b)
-            store_f32(to, a)
-            store_f32(to + 64, b)
-
-    @inlined
-    def store_c(to):
-        tile_store(0, to, 128)
-        tile_store(1, to + 64, 128)
-        tile_store(2, to + 16 * 128, 128)
-        tile_store(3, to + 16 * 128 + 64, 128)
-
-    @inlined
-    def zero_c():
-        tile_zero(0)
-        tile_zero(1)
-        tile_zero(2)
-        tile_zero(3)
-
-    @inlined
-    def load_c(at):
-        tile_load(0, at, 128)
-        tile_load(1, at + 64, 128)
-        tile_load(2, at + 16 * 128, 128)
-        tile_load(3, at + 16 * 128 + 64, 128)
-
-    @inlined
-    def unscaled(steps, a0, a1, b, c, first, ahead):
-        """out[32, 32] += a slab's products."""
-        if first:
-            zero_c()
-        else:
-            load_c(c)
-        for _ in range(steps):
-            product(a0, a1, b)
-            if ahead != 0:
-                prefetch(ahead)
-                ahead += STEP_BYTES
-            a0 += TILE
-            a1 += TILE
-            b += 2 * TILE
-        store_c(c)
-
-    @inlined
-    def scaled(inputs, a0, a1, b, c, scale, first_k, rows, K, part):
-        """out[32, 32] += a slab's products, a scale group at a time."""
-        for k in range(0, inputs, GROUP):
-            zero_c()
-            for i in range(PRODUCTS):
-                at = k + i * TILE_K
-                step, within = at // STEP_K, at % STEP_K
-                skip = step * TILE + within * (64 // STEP_K)
-                product(a0 + skip, a1 + skip, b + 2 * step * TILE + within * (TILE // STEP_K))
-            parts = part + k // GROUP % 2 * _PART_BYTES
-            store_c(parts)
-            fold(parts, scale, (first_k + k) // GROUP, rows, first_k + k, K, c)
-
-    @routine(ARGUMENTS, f"{fmt}-{activations}-{ops.name}-{amx.__name__.split('.')[-1]}")
+    @routine(ARGUMENTS, variant)
     def gemm(M, blocks, w, block_bytes, scale, scale_bytes, k_blocks, a, rows, tables, scratch):
         Mp, K = padded_tokens(M), k_blocks * K_BLOCK
-        out, part, b_slab = scratch + OUT_AT, scratch + _PART_AT, scratch + _B_AT
+        out, parts, b_slab = scratch + OUT_AT, scratch + _PARTS_AT, scratch + _B_AT
+        act_scales, sums = scratch + _ACT_SCALES_AT, scratch + _SUMS_AT
         a_group = k_blocks * STEPS * TILE
+        groups = (M + 15) // 16
         amx.load_config(write_config(scratch + _CONFIG_AT, B_ROWS))
-        if SCALED:
-            for i in range(0, blocks * Mp * 128, 64):
-                store_f32(out + i, zero_f32())
-        for slab in range(0, k_blocks, _SLAB):
-            slab_blocks = min(_SLAB, k_blocks - slab)
-            steps = slab_blocks * STEPS
+        store_u8(parts, broadcast_u8(0))  # nothing waits to be folded
+        for i in range(0, blocks * Mp * 128, 64):
+            store_f32(out + i, zero_f32())
+        for slab in range(0, k_blocks, SLAB):
+            slab_blocks = min(SLAB, k_blocks - slab)
+            inputs, steps = slab_blocks * K_BLOCK, slab_blocks * STEPS
             w_slab = w + slab * STEPS * STEP_BYTES
+            gather(16 * groups, rows, K, slab * K_BLOCK, inputs, act_scales, sums)
             for block in range(blocks):
                 b = w_slab + block * block_bytes
                 ahead = b + block_bytes if block + 1 < blocks else w_slab + steps * STEP_BYTES
-                if not DIRECT:
-                    decode(b, slab_blocks * K_BLOCK, tables, ahead, b_slab)
+                lines = 0  # of the next slab of weights, with each product
+                if DIRECT:
+                    products = (groups + GROUPS - 1) // GROUPS * steps
+                    lines = (steps * STEP_BYTES // 64 + products - 1) // products
+                else:
+                    decode(b, inputs, tables, ahead, b_slab)
                     b = b_slab
-                elif SCALED:
-                    for step in range(steps):
-                        prefetch(ahead + step * STEP_BYTES)
-                for token in range(0, Mp, 32):
-                    c = out + (block * Mp + token) * 128
-                    a0 = a + token // 16 * a_group + slab * STEPS * TILE
-                    a1 = a0 + a_group
-                    if SCALED:
-                        scaled(
-                            slab_blocks * K_BLOCK, a0, a1, b, c, scale + block * scale_bytes,
-                            slab * K_BLOCK, rows + 8 * token, K, part,
-                        )  # fmt: skip
-                    else:
-                        unscaled(steps, a0, a1, b, c, slab == 0, ahead if token == 0 else 0)
+                for group in range(0, groups, GROUPS):
+                    ahead = run(
+                        inputs, min(GROUPS, groups - group),
+                        a + group * a_group + slab * STEPS * TILE, a_group, b,
+                        out + (block * Mp + 16 * group) * 128, scale + block * scale_bytes,
+                        slab * K_BLOCK, act_scales + 64 * group, sums + 64 * group,
+                        parts, ahead, lines,
+                    )  # fmt: skip
+            flush(parts)
         amx.release()
         return 0
 

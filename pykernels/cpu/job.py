@@ -19,6 +19,10 @@ JOB, job_at = descriptor(
         "T",  # tokens
         "S",  # slots
         "A",  # active experts
+        "source",  # what the caller gave: source_bf16 ? bf16 : float32 [T, source_stride / ...]
+        "source_stride",  # bytes
+        "source_bf16",
+        "row_chunk",  # tokens of one rows task; 0: the driver has copied them all
         "x",  # rows (cpu.rows) of T tokens, H padded with zeros
         "x_stride",  # bytes
         "h",  # rows of S slots, I padded with zeros
@@ -92,6 +96,12 @@ def f32(address, index):
 def poke_f32(address, value):
     """Sets the float32 at ``address``."""
     carray(as_pointer(address), (1,), types.float32)[0] = value
+
+
+@inlined
+def poke_i64(address, index, value):
+    """Sets element ``index`` of the int64 array at ``address``."""
+    carray(as_pointer(address), (index + 1,), types.int64)[index] = value
 
 
 @inlined

@@ -15,6 +15,8 @@ from .gemm_amx import MAX_BLOCKS
 # tokens, so there too it pays to take more outputs at once.
 _GATE_UP_TASKS, _DOWN_TASKS, _GEMM_TASKS = 16, 4, 6
 _TASK_BYTES = 8 << 20  # longer runs gain nothing
+_ROW_TASKS, _LONGEST_ROWS = 4, 16
+_DRIVER_VALUES = 1 << 17  # inputs that the driver copies about as soon as others could join in
 
 GEMM_FROM = 5
 """Tokens of an expert from which the GEMM is taken to win over tiles where nobody measured it
@@ -34,11 +36,13 @@ class MoEPlan:
         i_chunk: 32-row blocks of the intermediate size in a gate-up task (of one expert).
         h_chunk: 32-row blocks of the hidden size in a down task (of all active experts).
         gemm_from: tokens of an expert from which its weights go through the GEMM.
+        row_chunk: tokens whose inputs one task copies; 0: the driver copies all, before any task.
     """
 
     i_chunk: int
     h_chunk: int
     gemm_from: int = GEMM_FROM
+    row_chunk: int = 0
 
 
 def plan(
@@ -54,18 +58,23 @@ def plan(
     i_blocks = padded(shape.I, 1)[0] // N_BLOCK
     h_blocks = padded(shape.H, 1)[0] // N_BLOCK
     active = min(shape.E, T * shape.topk)
+    row_chunk = 0
+    if T * shape.H > _DRIVER_VALUES:
+        row_chunk = min(_LONGEST_ROWS, _chunk(T, _ROW_TASKS * threads))
     crowded = T * shape.topk >= min(gemm_from, _CROWDED) * active
     if crowded:
         return MoEPlan(
             i_chunk=min(MAX_BLOCKS // 2, _chunk(i_blocks * active, _GEMM_TASKS * threads)),
             h_chunk=min(MAX_BLOCKS, _chunk(h_blocks, _GEMM_TASKS * threads)),
             gemm_from=gemm_from,
+            row_chunk=row_chunk,
         )
     longest = max(1, _TASK_BYTES // (2 * fmt.block_bytes(shape.H)))
     return MoEPlan(
         i_chunk=min(i_blocks, longest, _chunk(i_blocks * active, _GATE_UP_TASKS * threads)),
         h_chunk=_chunk(h_blocks, _DOWN_TASKS * threads),
         gemm_from=gemm_from,
+        row_chunk=row_chunk,
     )
 
 

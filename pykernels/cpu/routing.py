@@ -1,15 +1,13 @@
-"""From a router's choices to a job: inputs as bf16, slots sorted by expert."""
+"""From a router's choices to a job: slots sorted by expert."""
 
 from __future__ import annotations
 
 from numba import carray, types
 
-from ..quant.layout import K_BLOCK
-from .intrin.sync import as_pointer, call_routine
+from .intrin.sync import as_pointer
 from .jit import inlined, kernel
 from .job import job_at
 from .stages import PIECE
-from .tile_generic import round_bf16
 
 OK, BAD_EXPERT = 0, 1
 
@@ -17,31 +15,6 @@ OK, BAD_EXPERT = 0, 1
 @inlined
 def _words(address, count):
     return carray(as_pointer(address), (count,), types.int64)
-
-
-@kernel()
-def copy_rows(job_address, source, source_stride, source_bf16):
-    """Copies x [T, H] (bf16 or float32, strides in bytes) into the job's rows and annotates them.
-
-    The padding is zeroed every time: a wider layer may have used the same rows.
-    """
-    job = job_at(job_address)
-    Hp = job.gate_up_k * K_BLOCK
-    for t in range(job.T):
-        to = carray(as_pointer(job.x + t * job.x_stride), (Hp,), types.uint16)
-        for i in range(job.H, Hp):
-            to[i] = 0
-        at = source + t * source_stride
-        if source_bf16:
-            halves = carray(as_pointer(at), (job.H,), types.uint16)
-            for i in range(job.H):
-                to[i] = halves[i]
-        else:
-            values = carray(as_pointer(at), (job.H,), types.float32)
-            for i in range(job.H):
-                to[i] = round_bf16(values[i])
-        if job.annotate != 0:
-            call_routine(job.annotate, (job.x + t * job.x_stride, Hp, 0, Hp))
 
 
 @inlined

@@ -1,5 +1,6 @@
 """The stages of a fused MoE call, as tasks (SOSP'25 section 3.2, "Fused MoE Operator").
 
+``rows`` copies the inputs of a run of tokens into rows (``intake``), where the driver has not.
 ``pack`` moves the inputs of up to 64 slots of an expert into A tiles, for experts that take the
 GEMM. ``gate_up`` takes a run of 32-row blocks of one expert, writes ``h = silu(gate) * up`` as bf16
 and annotates it (int8 codes, sums) for ``down``. ``down`` takes a run of output blocks and one
@@ -24,6 +25,7 @@ from ..quant.layout import K_BLOCK
 from . import gemm_amx, tile_avx512, tile_generic
 from .decode import AHEAD
 from .instructions import Instructions
+from .intake import make_rows
 from .intrin.registers import stack_alloc
 from .intrin.sync import as_pointer, call_routine
 from .jit import inlined, task
@@ -42,10 +44,11 @@ PIECE = 64
 class Stages:
     """The compiled tasks (``jit.TASK``).
 
-    Task indices: ``pack``: the piece; ``gate_up``: ``active_expert * i_chunks + chunk``; ``down``:
-    ``chunk * A + active_expert``.
+    Task indices: ``rows``: the run of tokens; ``pack``: the piece; ``gate_up``:
+    ``active_expert * i_chunks + chunk``; ``down``: ``chunk * A + active_expert``.
     """
 
+    rows: Any
     pack: Any
     gate_up: Any
     down: Any
@@ -310,4 +313,4 @@ def make_stages(ops: Instructions | None) -> Stages:
                     _write_out(job, t, 32 * block)
         return 0
 
-    return Stages(pack, gate_up, down)
+    return Stages(make_rows(), pack, gate_up, down)

@@ -11,10 +11,11 @@ from ..errors import PykernelsError
 from ..quant import PackedExperts
 from ..quant.layout import K_BLOCK, N_BLOCK, ceil_to
 from .decode import packed_bytes
+from .intake import take_inputs
 from .job import JOB
 from .moe import NEVER, MoEKernel, tables_address
 from .plan import GEMM_FROM, MoEPlan, plan
-from .routing import BAD_EXPERT, copy_rows, sort_slots
+from .routing import BAD_EXPERT, sort_slots
 from .rows import row_bytes
 
 _AT = {name: index for index, name in enumerate(JOB.names or ())}
@@ -77,6 +78,11 @@ class Workspace:
         return self.buffers
 
 
+def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of it where the values of a row lie apart: what ``MoECall.prepare`` takes."""
+    return x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
+
+
 class Prepared(NamedTuple):
     """How many tasks each stage of a prepared call has.
 
@@ -84,6 +90,7 @@ class Prepared(NamedTuple):
     """
 
     active: int
+    row_tasks: int
     pack_tasks: int
     i_chunks: int
     down_chunks: int
@@ -120,7 +127,7 @@ class MoECall:
         self.job = np.zeros(1, JOB)
         self.address = int(self.job.ctypes.data)
         self._words = self.job.view(np.int64)
-        self._planned: tuple[int, int, int] | None = None  # T, i_chunks, h_chunks
+        self._planned: tuple[int, int, int, int] | None = None  # T, row tasks, chunks
         self._reserved: tuple[int, int] | None = None  # T, topk
         self._buffers: dict[str, torch.Tensor] = {}
         self._scratch = workspace.scratch(workers, kernel.scratch_bytes)
@@ -162,7 +169,8 @@ class MoECall:
         """Takes a call's inputs into the descriptor.
 
         Args:
-            x: bf16 or float32 [T, H] on the CPU, rows contiguous.
+            x: bf16 or float32 [T, H] on the CPU, as ``contiguous_rows`` returns it. The caller
+                keeps it, unchanged, until the row tasks are done; if there are none, it was copied.
             ids: int64 [T, topk] expert numbers.
             weights: [T, topk], taken as float32.
             y: bf16 or float32 [T, H], what ``down`` writes; the caller keeps it alive.
@@ -173,16 +181,14 @@ class MoECall:
         T, topk = self._check(x, ids, weights)
         ids = ids.contiguous()
         weights = weights.float().contiguous()
-        i_chunks, h_chunks = self._plan(T)
+        row_tasks, i_chunks, h_chunks = self._plan(T)
         self._reserve(T, topk)
         words, E = self._words, self.experts.shape.E
         words[_AT["T"]] = T
         words[_AT["y"]] = y.data_ptr()
         words[_AT["y_stride"]] = y.stride(0) * y.element_size()
         words[_AT["y_bf16"]] = y.dtype == torch.bfloat16
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        copy_rows(
+        take_inputs(
             self.address, x.data_ptr(), x.stride(0) * x.element_size(), x.dtype == torch.bfloat16
         )
         cursor = self._buffers["cursor"].data_ptr()
@@ -195,6 +201,7 @@ class MoECall:
         active = int(words[_AT["A"]])
         return Prepared(
             active,
+            row_tasks,
             int(words[_AT["P"]]),
             i_chunks,
             h_chunks if active else 0,
@@ -202,8 +209,8 @@ class MoECall:
             int(words[_AT["pieces"]]),
         )
 
-    def _plan(self, T: int) -> tuple[int, int]:
-        """Writes the cut for T tokens; returns (i_chunks, h_chunks)."""
+    def _plan(self, T: int) -> tuple[int, int, int]:
+        """Writes the cut for T tokens; returns (row tasks, i_chunks, h_chunks)."""
         if self._planned is not None and self._planned[0] == T:
             return self._planned[1:]
         cut = self._cut or plan(
@@ -215,7 +222,9 @@ class MoECall:
             job[f"{stage}_chunk"] = chunk
             job[f"{stage}_chunks"] = -(-int(job[f"{stage}_blocks"]) // chunk)
         job["gemm_from"] = cut.gemm_from if self.kernel.has_gemm else NEVER
-        self._planned = T, int(job["i_chunks"]), int(job["h_chunks"])
+        job["row_chunk"] = cut.row_chunk
+        row_tasks = -(-T // cut.row_chunk) if cut.row_chunk else 0
+        self._planned = T, row_tasks, int(job["i_chunks"]), int(job["h_chunks"])
         return self._planned[1:]
 
     def _reserve(self, T: int, topk: int) -> None:
@@ -234,6 +243,8 @@ class MoECall:
             raise PykernelsError(
                 f"x is {x.dtype} {tuple(x.shape)}", f"Give bfloat16 or float32 of shape [T, {H}]"
             )
+        if not x.is_contiguous() and x.stride(1) != 1:
+            raise PykernelsError("the values of a row of x lie apart", "Give contiguous_rows(x)")
         same = len(ids_shape) == 2 and ids_shape == weights.shape and ids_shape[0] == shape[0]
         if ids.dtype != torch.int64 or not same:
             raise PykernelsError(

@@ -1,6 +1,36 @@
 """The float32 torch truth for every op, same name and signature as the fast one."""
 
+from .activation import silu_mul
 from .attention import gqa_decode, gqa_prefill, mla_decode, mla_prefill
+from .embedding import embed
+from .kv_write import kv_write, mla_write
 from .moe import moe_ffn
+from .norm import rms_norm
+from .permute import permute, sort_slots, unpermute
+from .rope import rope, rope_frequencies, yarn_frequencies, yarn_scale
+from .router import router, router_logits
+from .sampling import greedy, sample
 
-__all__ = ["gqa_decode", "gqa_prefill", "mla_decode", "mla_prefill", "moe_ffn"]
+__all__ = [
+    "embed",
+    "gqa_decode",
+    "gqa_prefill",
+    "greedy",
+    "kv_write",
+    "mla_decode",
+    "mla_prefill",
+    "mla_write",
+    "moe_ffn",
+    "permute",
+    "rms_norm",
+    "rope",
+    "rope_frequencies",
+    "router",
+    "router_logits",
+    "sample",
+    "silu_mul",
+    "sort_slots",
+    "unpermute",
+    "yarn_frequencies",
+    "yarn_scale",
+]

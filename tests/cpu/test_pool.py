@@ -22,9 +22,10 @@ USABLE = Topology.detect().usable
 
 # The fake job is an int64 array: [i_chunks, active, status to return, index that fails (-2: all),
 # rounds that a gate-up task takes, pack tasks, address of their experts, tasks without them, stage
-# that fails], then a counter for each gate-up task, each down tile and each pack task.
-HEAD = 9
-STAGES = ("pack", "gate-up", "down")
+# that fails, row tasks], then a counter for each gate-up task, each down tile, each pack task and
+# each row task.
+HEAD = 10
+STAGES = ("rows", "pack", "gate-up", "down")
 
 
 @inlined
@@ -39,20 +40,43 @@ def _status(job, stage, index):
     return head[2] if fails else 0
 
 
+@task("fake-rows")
+def fake_rows(job, index, worker):
+    head = _head(job)
+    for _ in range(head[4]):
+        atomic_load(job)
+    atomic_add(job + 8 * (HEAD + head[7] + head[5] + index), 1)
+    return _status(job, 0, index)
+
+
+@inlined
+def _rows_are_there(job):
+    head = _head(job)
+    for index in range(head[9]):
+        if atomic_load(job + 8 * (HEAD + head[7] + head[5] + index)) != 1:
+            return False
+    return True
+
+
 @task("fake-pack")
 def fake_pack(job, piece, worker):
+    """Fails with 97 if the rows are not all done."""
     head = _head(job)
+    if not _rows_are_there(job):
+        return 97
     tasks = atomic_load(job + 8 * 7)
     for _ in range(head[4]):
         atomic_load(job)
     atomic_add(job + 8 * (HEAD + tasks + piece), 1)
-    return _status(job, 0, piece)
+    return _status(job, 1, piece)
 
 
 @task("fake-gate-up")
 def fake_gate_up(job, index, worker):
-    """Fails with 98 if the pack tasks of its expert are not all done."""
+    """Fails with 97 if the rows are not all done, with 98 if its expert's pack tasks are not."""
     head = _head(job)
+    if not _rows_are_there(job):
+        return 97
     for piece in range(head[5]):
         if atomic_load(head[6] + 8 * piece) == index // head[0]:
             if atomic_load(job + 8 * (HEAD + head[7] + piece)) != 1:
@@ -60,7 +84,7 @@ def fake_gate_up(job, index, worker):
     for _ in range(head[4]):
         atomic_load(job)
     atomic_add(job + 8 * (HEAD + index), 1)
-    return _status(job, 1, index)
+    return _status(job, 2, index)
 
 
 @task("fake-down")
@@ -73,27 +97,28 @@ def fake_down(job, index, worker):
         if atomic_load(job + 8 * (HEAD + expert * chunks + chunk)) != 1:
             return 99
     atomic_add(job + 8 * (HEAD + active * chunks + index), 1)
-    return _status(job, 2, index)
+    return _status(job, 3, index)
 
 
 class FakeCall:
     def __init__(
         self, active, i_chunks, down_chunks,
-        status=0, failing=-1, spin=0, pieces=None, stage="gate-up",
+        status=0, failing=-1, spin=0, pieces=None, stage="gate-up", rows=0,
     ):  # fmt: skip
         pieces = pieces or [0] * active  # pack tasks of each expert
         self.pieces = np.array(pieces, np.int64)
         self.piece_active = np.repeat(np.arange(active), pieces)
         tasks, packs = active * i_chunks + down_chunks * active, len(self.piece_active)
-        self.job = np.zeros(HEAD + tasks + packs, np.int64)
+        self.job = np.zeros(HEAD + tasks + packs + rows, np.int64)
         self.job[:HEAD] = (
             i_chunks, active, status, failing, spin, packs, self.piece_active.ctypes.data, tasks,
-            STAGES.index(stage),
+            STAGES.index(stage), rows,
         )  # fmt: skip
         self.call = Call(
             fake_gate_up.address, fake_down.address, self.job.ctypes.data,
             active, i_chunks, down_chunks,
             fake_pack.address, packs, self.piece_active.ctypes.data, self.pieces.ctypes.data,
+            fake_rows.address, rows,
         )  # fmt: skip
 
     def run(self, pool: WorkerPool) -> float:
@@ -150,6 +175,31 @@ def test_gate_up_waits_for_its_own_experts_inputs(pool, pieces, spin):
         assert (fake.counts == 1).all()
 
 
+@pytest.mark.parametrize("rows", [1, 2, 40])
+@pytest.mark.parametrize("spin", [0, 20_000], ids=["quick", "slow"])
+def test_all_that_read_rows_wait_for_all_of_them(pool, rows, spin):
+    for pieces in ([2, 0, 1], [0, 0, 0]):
+        fake = FakeCall(3, 4, 5, spin=spin, pieces=pieces, rows=rows)
+        for _ in range(20):
+            fake.run(pool)
+            assert (fake.counts == 1).all()
+
+
+@pytest.mark.parametrize("driver_works", [True, False])
+@pytest.mark.parametrize("spin_us", [0.0, 50.0], ids=["sleeps at once", "spins"])
+def test_who_waits_for_rows_finds_them_done_and_the_call_goes_on(driver_works, spin_us):
+    with WorkerPool(USABLE, driver_works, spin_us=spin_us) as pool:
+        for rows in (40, 0, 1):
+            fake = FakeCall(3, 4, 5, spin=20_000, pieces=[2, 0, 1], rows=rows)
+            for _ in range(20):
+                fake.job[HEAD:] = 0
+                pool.start(fake.call)
+                pool.wait_for_rows()
+                assert (fake.counts[len(fake.counts) - rows :] == 1).all()
+                pool.wait()
+                assert (fake.counts == 1).all()
+
+
 def test_a_driver_that_only_waits_gets_its_calls_done():
     with WorkerPool(1, driver_works=False) as pool:
         for _ in range(20):
@@ -178,22 +228,25 @@ def test_calls_far_apart_and_back_to_back(spin_us):
 
 
 FAILURES = [
-    # 4 experts, 3 gate-up and 5 down tasks each, pack tasks 0 and 1 of expert 0, 2 of expert 3.
+    # 4 experts, 3 gate-up and 5 down tasks each, pack tasks 0 and 1 of expert 0, 2 of expert 3, and
+    # 6 row tasks.
     pytest.param("gate-up", 7, 2, id="gate-up, the second task of expert 2"),
     pytest.param("gate-up", 0, 0, id="the first of all"),
     pytest.param("down", 13, 1, id="down, expert 1 in run 3"),
     pytest.param("pack", 2, 3, id="pack, the piece of expert 3"),
+    pytest.param("rows", 5, None, id="rows, which are of no expert"),
 ]
 
 
 @pytest.mark.parametrize(("stage", "index", "active"), FAILURES)
 def test_a_failing_task_is_named_and_the_pool_goes_on(pool, stage, index, active):
-    fake = FakeCall(4, 3, 5, status=42, failing=index, stage=stage, pieces=[2, 0, 0, 1])
+    fake = FakeCall(4, 3, 5, status=42, failing=index, stage=stage, pieces=[2, 0, 0, 1], rows=6)
     with pytest.raises(TaskError) as caught:
         fake.run(pool)
     error = caught.value
     assert (error.status, error.stage, error.index, error.active) == (42, stage, index, active)
-    assert f"{stage} task {index} of active expert {active} failed with status 42" in str(error)
+    of = "" if active is None else f" of active expert {active}"
+    assert str(error) == f"{stage} task {index}{of} failed with status 42"
     assert (fake.counts == 1).all()  # the others ran
     fake = FakeCall(4, 4, 4)
     fake.run(pool)

@@ -15,8 +15,8 @@ def canned() -> dict[str, Any]:
         "ratios": {"kt-kernel fp8": 2.5, "torch bf16": 1.25},
     }  # fmt: skip
     torch = {
-        **head, **roofs, "engine": "torch", "backend": "bf16", "us": 11250.0, "gbps": 25.0,
-        "tflops": 0.064, "read_share": 0.5, "compute_share": None,
+        **head, **roofs, "engine": "torch", "backend": "bf16", "threads": 1, "us": 11250.0,
+        "gbps": 25.0, "tflops": 0.064, "read_share": 0.5, "compute_share": None,
     }  # fmt: skip
     gone = {**head, "engine": "kt-kernel", "backend": "bf16", "why": "not installed [at all]"}
     latency = [
@@ -37,7 +37,7 @@ def canned() -> dict[str, Any]:
         "against_balanced": 0.7, "against_balanced_a_byte": 1.02,
     }  # fmt: skip
     return {
-        "schema": 2,
+        "schema": 3,
         "machine": {
             "date": "2031-02-03 04:05 UTC",
             "cpu": "Some CPU (arch9)",
@@ -52,7 +52,13 @@ def canned() -> dict[str, Any]:
             "versions": {"numba": "0.1", "kt-kernel (peer)": "0.7.2"},
         },
         "shape": {"E": 16, "H": 7168, "I": 2048, "topk": 8},
-        "settings": {"formats": ["fp8"], "threads": 2, "quick": True},
+        "settings": {
+            "formats": ["fp8"],
+            "sections": ["table", "skew", "latency", "threads"],
+            "threads": 2,
+            "quick": True,
+        },
+        "missing": {"why": "", "parts": []},
         "untimed": ["amx: this CPU lacks amx-tile"],
         "disturbed": [("fp8: threads", 0.25)],
         "table": [ours, torch, gone],

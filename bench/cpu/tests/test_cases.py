@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from bench.cpu import estimate
-from bench.cpu.cases import BYTES_PER_WEIGHT, Settings, Tokens, layer_shape, thread_counts
+from bench.cpu.cases import (
+    BYTES_PER_WEIGHT,
+    Settings,
+    Tokens,
+    default_peer_threads,
+    layer_shape,
+    parse_counts,
+    thread_counts,
+)
 from bench.cpu.ours import Ours
 from bench.cpu.rows import figures
 from bench.cpu.skew import skew
 from bench.cpu.static import StaticOurs
 from bench.cpu.turns import Calls, Seen, alternate, speedup
+from bench.peers.catalog import PEERS
 from bench.peers.client import PeerMissing
 from pykernels.errors import PykernelsError
 from pykernels.quant import FORMATS
@@ -39,16 +49,55 @@ def test_tokens_are_parsed_and_scaled() -> None:
 
 
 def test_settings_default_to_every_format_and_more_tokens_with_amx() -> None:
-    assert Settings.make(target()).formats == tuple(FORMATS)
+    formats = Settings.make(target()).formats
+    assert formats[:6] == ("fp8", "bf16", "int8", "int4", "q4_k", "q6_k")
+    assert sorted(formats) == sorted(FORMATS)
     assert Tokens(256, True) not in Settings.make(target()).tokens
     assert Tokens(256, True) in Settings.make(target("amx-bf16")).tokens
 
 
-def test_settings_refuse_what_is_not_there() -> None:
-    with pytest.raises(PykernelsError, match="no weight format 'fp9'"):
-        Settings.make(target(), formats=("fp9",))
-    with pytest.raises(PykernelsError, match="cores are usable"):
-        Settings.make(target(), threads=Topology.detect().usable + 1)
+TOO_MANY = Topology.detect().usable + 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "cause"),
+    [
+        ({"formats": ("fp9",)}, "no weight format 'fp9'"),
+        ({"sections": ("table", "skews")}, "no section 'skews'"),
+        ({"threads": TOO_MANY}, "cores are usable"),
+        ({"peer_threads": (1, TOO_MANY)}, f"{TOO_MANY} threads"),
+        ({"peer_threads": (0, 1)}, "0 threads"),
+        ({"minutes": -1.0}, "-1 minutes"),
+        ({"minutes": float("nan")}, "nan minutes"),  # would never be over
+    ],
+)
+def test_settings_refuse_what_is_not_there(wrong: dict[str, Any], cause: str) -> None:
+    with pytest.raises(PykernelsError, match=cause):
+        Settings.make(target(), **wrong)
+
+
+def test_sections_come_in_the_order_of_a_run_and_once() -> None:
+    asked = ("threads", "table", "threads")
+    assert Settings.make(target(), sections=asked).sections == ("table", "threads")
+
+
+@pytest.mark.parametrize(("threads", "counts"), [(1, (1,)), (4, (4,)), (5, (2, 5)), (16, (8, 16))])
+def test_peers_are_tried_on_half_of_many_threads(threads: int, counts: tuple[int, ...]) -> None:
+    assert default_peer_threads(threads) == counts
+
+
+def test_only_engines_that_gain_by_it_are_tried_on_several_counts() -> None:
+    settings = replace(Settings.make(target(), threads=1), peer_threads=(8, 16))
+    counts = {peer.engine: settings.threads_of(peer) for peer in PEERS}
+    several = (8, 16)
+    assert counts == {"kt-kernel": several, "llama.cpp": several, "torch": several, "numpy": (1,)}
+
+
+def test_thread_counts_of_peers_are_parsed() -> None:
+    assert parse_counts("16, 8") == (16, 8)
+    for bad in ("", "8,", "8;16", "-8", "many"):
+        with pytest.raises(PykernelsError, match="no list of thread counts"):
+            parse_counts(bad)
 
 
 def test_experts_fit_the_memory() -> None:
@@ -125,7 +174,7 @@ def test_figures_count_the_bytes_of_distinct_experts() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["generic", "auto"])
-@pytest.mark.parametrize("T", [1, 5, 40])
+@pytest.mark.parametrize("T", [1, 5, 40, pytest.param(600, id="600: rows are a stage")])
 def test_static_shares_compute_the_same(kernel: str, T: int) -> None:
     shape = MoEShape(E=4, H=256, I=128, topk=2)
     ids = routings(shape, T, "zipf", count=1)
@@ -134,7 +183,9 @@ def test_static_shares_compute_the_same(kernel: str, T: int) -> None:
         ours, static = Ours(weights, kernel), StaticOurs(weights, kernel)
         ours.prepare(T, ids)
         static.prepare(T, ids)
-        assert torch.equal(static.run(0, 0), ours.run(0, 0))
+        want = ours.run(0, 0)
+        static._pool.workspace.buffers["x"].fill_(255)  # or it might find the rows of that call
+        assert torch.equal(static.run(0, 0), want)
     configure_default_pool()
 
 
@@ -162,5 +213,13 @@ def test_a_run_is_estimated_in_parts() -> None:
     settings = Settings.make(target(), threads=1)
     assert estimate.call(shape, 1, 1) < estimate.call(shape, 64, 1)
     assert estimate.table(settings, shape, 1, 2) < estimate.table(settings, shape, 1, 6)
+    twice = replace(settings, peer_threads=(1, 2))
+    torch, numpy = PEERS[-3], PEERS[-1]
+    alone = estimate.starts(settings, shape, [torch])
+    assert alone == estimate.START
+    assert estimate.starts(twice, shape, [torch]) > 2 * alone  # and the trials
+    assert estimate.starts(twice, shape, [torch, numpy]) == alone + estimate.starts(
+        twice, shape, [torch]
+    )
     assert estimate.in_words(20) == "about a minute"
     assert estimate.in_words(840) == "about 14 minutes"

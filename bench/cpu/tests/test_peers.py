@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from bench.cpu.peer_table import PeerTable
 from bench.peers import client
 from bench.peers.catalog import PEERS, Peer, peers_of
 from bench.peers.client import PeerMissing, PeerProcess, parse, python_of
@@ -20,24 +19,12 @@ from bench.peers.engines import ENGINES, Shape
 from bench.peers.llama_cpp import BLOCKS, random_rows
 from pykernels.quant import FORMATS
 from pykernels.shapes import MoEShape
-from pykernels.target import Target
+
+from .stand_ins import stand_in
 
 SHAPE = MoEShape(E=4, H=64, I=32, topk=2)
 KT = next(peer for peer in PEERS if peer.name == "kt-kernel fp8")
 TORCH = next(peer for peer in PEERS if peer.name == "torch bf16")
-
-
-def stand_in(body: str) -> list[str]:
-    """A command that says it is ready, then runs ``body`` for each request."""
-    script = f"""
-import json, sys, time
-def say(**message): print(json.dumps(message), flush=True)
-say(ready=True, versions={{"it": "1"}})
-for line in sys.stdin:
-    request = json.loads(line)
-    {body}
-"""
-    return [sys.executable, "-c", script]
 
 
 def process(command: list[str]) -> PeerProcess:
@@ -143,12 +130,6 @@ def test_a_peer_that_is_not_installed_says_how(
     python, extra = python_of(KT)
     assert python == Path(sys.executable)
     assert extra == {"PYTHONPATH": str(tmp_path / "kt-kernel/packages")}
-
-
-def test_a_cpu_without_the_instructions_is_a_reason() -> None:
-    table = PeerTable(SHAPE, Target("cpu", "x86_64", frozenset(), 0, 0, 0), 1, 4)
-    with pytest.raises(PeerMissing, match="this CPU lacks avx512bf16"):
-        table.get(KT)
 
 
 def served(engine: str, mode: str, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:

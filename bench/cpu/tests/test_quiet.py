@@ -33,6 +33,13 @@ def test_a_quiet_part_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.disturbed == []
 
 
+def test_a_part_that_only_prepares_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = iter([[{"run": 1}], [{"run": 2}]])
+    made = watch(monkeypatch, [0.5, 0.0])
+    assert made.run("part", lambda: next(runs), tries=1) == [{"run": 1}]
+    assert made.disturbed == [("part", 0.5)]
+
+
 def test_a_disturbed_part_runs_again_and_the_quietest_run_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

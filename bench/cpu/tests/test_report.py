@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from bench.cpu.__main__ import options, write
+from bench.cpu.__main__ import options
+from bench.cpu.files import Partial, write
 from bench.cpu.machine import slug
 from bench.cpu.report import HEADINGS, markdown, ratio_cell, table_rows, terminal
 
 from .canned import canned
 
 
-def rendered() -> str:
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))
-    console.print(terminal(canned()))
+def rendered(results: dict[str, Any] | None = None) -> str:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(terminal(results or canned()))
     return console.export_text()
 
 
@@ -31,6 +34,56 @@ def test_a_row_has_every_figure() -> None:
     assert shown["× kt-kernel"] == "2.50 fp8"
     assert shown["× torch bf16"] == "1.25"
     assert shown["× numpy fp32"] == ""
+
+
+def test_a_peer_on_other_threads_than_ours_says_so() -> None:
+    ours, torch = (cells[2] for cells in table_rows(canned()))
+    assert (ours, torch) == ("pykernels avx512", "torch bf16 (1 thread)")
+
+
+HEADS = {"table": "| format | tokens |", "threads": "## One token", "skew": "## Scheduling under"}
+
+
+@pytest.mark.parametrize("section", ["table", "skew", "latency", "threads"])
+def test_a_page_of_one_section_has_no_empty_ones(section: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    whole = canned()
+    results = whole | {name: [] for name in ("table", "skew", "latency", "threads")}
+    results |= {section: whole[section], "settings": whole["settings"] | {"sections": [section]}}
+    paths = {path.name for path in write(results, tmp_path)}
+    name = f"2031-02-03-quick-{section}"
+    plot = {"table": "roofline", "latency": "latency", "threads": "threads"}.get(section)
+    plots = {f"{name}-{plot}.png"} if plot else set()
+    assert paths == {f"{name}.json", f"{name}.md"} | plots
+    page = markdown(results, [])
+    assert {name for name, head in HEADS.items() if head in page} == {section} & set(HEADS)
+    shown = rendered(results)
+    assert "Some CPU (arch9), 2 of 4 cores" in shown
+    assert ("kt-kernel" in shown) == (section == "table")
+
+
+def test_missing_parts_are_named_by_what_they_are() -> None:
+    parts = ["fp8: latency", "bf16: latency", "scheduling under skew"]
+    results = canned() | {"missing": {"why": "interrupted", "parts": parts}}
+    line = "Missing, interrupted: latency (fp8, bf16); scheduling under skew."
+    assert f"\n{line}\n" in markdown(results, [])
+    assert line in rendered(results)
+    assert "Missing" not in markdown(canned(), [])
+
+
+def test_what_is_kept_of_a_run_leaves_earlier_runs_alone(tmp_path: Path) -> None:
+    first, second = Partial(tmp_path), Partial(tmp_path)
+    for minutes in (1.0, 2.0):  # one run: the later rows take the place of the earlier
+        first.keep(canned() | {"machine": canned()["machine"] | {"minutes": minutes}})
+    second.keep(canned())
+    folder = tmp_path / "some-cpu-arch9-4-cores"
+    stems = ("2031-02-03-quick-partial", "2031-02-03-quick-partial-2")
+    assert {path.name for path in folder.iterdir()} == {
+        f"{stem}.{ending}" for stem in stems for ending in ("json", "md")
+    }
+    assert json.loads((folder / f"{stems[0]}.json").read_text())["machine"]["minutes"] == 2.0
+    second.drop()
+    assert {path.stem for path in folder.iterdir()} == {stems[0]}
 
 
 def test_a_roof_that_does_not_apply_is_blank() -> None:

@@ -57,6 +57,18 @@ def atomic_add(typingctx, address, value):
 
 
 @intrinsic
+def atomic_exchange(typingctx, address, expected, value):
+    """Sets the word if it holds ``expected``; returns what it held (sequentially consistent)."""
+
+    def codegen(context, builder, sig, args):
+        address, expected, value = args
+        pair = builder.cmpxchg(_word(builder, address), expected, value, "seq_cst", "seq_cst")
+        return builder.extract_value(pair, 0)
+
+    return types.int64(types.intp, types.int64, types.int64), codegen
+
+
+@intrinsic
 def pause(typingctx):
     """Tells the core that this is a spin loop (``pause``, ``yield``)."""
 

@@ -1,0 +1,91 @@
+"""RMSNorm, with the residual's addition in the same pass (arXiv 1910.07467)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..errors import PykernelsError
+from .launch import check_device
+from .strides import check_out, rows_of
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+MAX_WIDTH = 32768
+
+
+@triton.jit
+def _rms_norm(
+    x, residual, weight, out, total, N, H, x_stride, residual_stride, eps,
+    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    h = tl.arange(0, BLOCK)[None, :]
+    mask = (row < N) & (h < H)
+    value = tl.load(x + row * x_stride + h, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        other = tl.load(residual + row * residual_stride + h, mask=mask, other=0.0)
+        stored = (value + other.to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + row * H + h, stored, mask=mask)
+        value = stored.to(tl.float32)  # what later layers will see
+    mean = tl.sum(value * value, 1) / H
+    w = tl.load(weight + h, mask=h < H, other=0.0).to(tl.float32)
+    normed = value * tl.rsqrt(mean + eps)[:, None] * w
+    tl.store(out + row * H + h, normed, mask=mask)
+
+
+def supports(x: torch.Tensor, weight: torch.Tensor) -> str | None:
+    """None if `rms_norm` takes these, or the reason why not."""
+    if x.dtype not in FLOATS or weight.dtype not in FLOATS:
+        return f"x is {x.dtype}, weight {weight.dtype}: not floats of 16 or 32 bits"
+    if x.shape[-1] > MAX_WIDTH:
+        return f"rows of {x.shape[-1]} are wider than {MAX_WIDTH}"
+    if weight.shape != x.shape[-1:] or not weight.is_contiguous():
+        return f"the weight is {tuple(weight.shape)}, rows have {x.shape[-1]}"
+    return None
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    out: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``x / sqrt(mean(x^2) + eps) * weight``, in float32, rounded once.
+
+    Args:
+        x: [..., H], rows contiguous and equally far apart (a slice of wider rows is fine).
+        weight: [H].
+        eps: beside the mean.
+        residual: [..., H], added to ``x`` first.
+        out: results to write to, contiguous: the normed rows and, with a residual, the sum (which
+            may be ``residual`` or ``x`` itself).
+
+    Returns:
+        The normed sum and the sum (None without ``residual``), both of x's dtype.
+
+    Raises:
+        PykernelsError: other dtypes or shapes, or no Triton for this device.
+    """
+    if reason := supports(x, weight):
+        raise PykernelsError(f"rms_norm does not take these: {reason}", "Convert them")
+    if residual is not None and (residual.shape != x.shape or residual.dtype not in FLOATS):
+        raise PykernelsError(
+            f"the residual is {residual.dtype} {tuple(residual.shape)}", f"Give it {tuple(x.shape)}"
+        )
+    check_device(x, weight, *(() if residual is None else (residual,)))
+    count, stride = rows_of(x, "x")
+    _, residual_stride = (0, 0) if residual is None else rows_of(residual, "residual")
+    normed = check_out(out[0] if out else None, x, *x.shape)
+    total = None if residual is None else check_out(out[1] if out else None, x, *x.shape)
+    if count:
+        H = x.shape[-1]
+        block = triton.next_power_of_2(H)
+        rows = max(1, min(16, 2048 // block)) if count > 1 else 1
+        warps = 4 if rows * block <= 4096 else 8 if block <= 8192 else 16
+        _rms_norm[(triton.cdiv(count, rows),)](
+            x, residual, weight, normed, total, count, H, stride, residual_stride, eps,
+            ADD=residual is not None, ROWS=rows, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+    return normed, total

@@ -1,0 +1,119 @@
+"""Rotary position embedding, in place on q and k (RoFormer, arXiv 2104.09864).
+
+Frequencies, YaRN's too, are made once on the host: `rope_frequencies`, `yarn_frequencies`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..errors import PykernelsError
+from ..ref.rope import rope_frequencies, yarn_frequencies, yarn_scale
+from .launch import check_device
+from .norm import FLOATS
+
+__all__ = ["rope", "rope_frequencies", "supports", "yarn_frequencies", "yarn_scale"]
+
+
+@triton.jit
+def _turn(
+    x, t, head, cos, sin, pair, heads, half, t_stride, head_stride,
+    INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    base = x + t * t_stride + head[:, None].to(tl.int64) * head_stride
+    mask = head[:, None] < heads
+    if INTERLEAVED:  # as one contiguous run, so that loads stay wide
+        at = tl.arange(0, 2 * BLOCK)[None, :]
+        mask = mask & (at < 2 * half)
+        both = tl.load(base + at, mask=mask, other=0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(both, [both.shape[0], BLOCK, 2]))
+        turned = tl.join(a * cos - b * sin, a * sin + b * cos)
+        turned = tl.reshape(turned, [both.shape[0], 2 * BLOCK])
+        tl.store(base + at, turned.to(x.dtype.element_ty), mask=mask)
+    else:
+        mask = mask & (pair < half)
+        a = tl.load(base + pair, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(base + half + pair, mask=mask, other=0.0).to(tl.float32)
+        tl.store(base + pair, (a * cos - b * sin).to(x.dtype.element_ty), mask=mask)
+        tl.store(base + half + pair, (a * sin + b * cos).to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rope(
+    q, k, positions, frequencies, half, q_heads, k_heads, scale,
+    q_t, q_head, k_t, k_head,
+    K: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    pair = tl.arange(0, BLOCK)[None, :]
+    angle = tl.load(positions + t).to(tl.float32) * tl.load(
+        frequencies + pair, mask=pair < half, other=0.0
+    )
+    cos = tl.cos(angle) * scale
+    sin = tl.sin(angle) * scale
+    _turn(q, t, head, cos, sin, pair, q_heads, half, q_t, q_head, INTERLEAVED, BLOCK)
+    if K:
+        _turn(k, t, head, cos, sin, pair, k_heads, half, k_t, k_head, INTERLEAVED, BLOCK)
+
+
+def supports(x: torch.Tensor, frequencies: torch.Tensor) -> str | None:
+    """None if `rope` turns this, or the reason why not."""
+    if x.ndim != 3 or x.dtype not in FLOATS or x.stride(2) != 1:
+        return f"{x.dtype} {tuple(x.shape)} is not floats [T, heads, D] with a dense last dimension"
+    if frequencies.dtype != torch.float32 or not frequencies.is_contiguous():
+        return f"the frequencies are {frequencies.dtype}, not contiguous float32"
+    if 2 * frequencies.shape[0] > x.shape[2]:
+        return f"{frequencies.shape[0]} frequencies turn more than a head of {x.shape[2]}"
+    return None
+
+
+def rope(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    positions: torch.Tensor,
+    frequencies: torch.Tensor,
+    interleaved: bool = False,
+    scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Turns the first R = 2 * len(frequencies) of q's and k's last dimension, in place.
+
+    Args:
+        q: [T, heads, D], D >= R; strides between tokens and heads are free, so that a slice of a
+            wider projection is turned where it lies.
+        k: [T, kv heads, D'] or None; MLA's single rope key has one head.
+        positions: int32 or int64 [T].
+        frequencies: float32 [R / 2].
+        interleaved: pairs are (2i, 2i + 1), not (i, i + R / 2); they stay where they are.
+        scale: of cos and sin (YaRN's attention factor).
+
+    Returns:
+        The same q and k.
+
+    Raises:
+        PykernelsError: other dtypes or shapes, or no Triton for this device.
+    """
+    T = q.shape[0]
+    for x in (q,) if k is None else (q, k):
+        if reason := supports(x, frequencies):
+            raise PykernelsError(f"rope does not take these: {reason}", "Convert them")
+        if x.shape[0] != T or positions.shape != (T,):
+            raise PykernelsError(
+                f"{tuple(positions.shape)} positions for {tuple(x.shape)}", "Give one a token"
+            )
+    if positions.dtype not in (torch.int32, torch.int64) or not positions.is_contiguous():
+        raise PykernelsError(f"positions are {positions.dtype}", "Give contiguous integers")
+    check_device(q, positions, frequencies, *(() if k is None else (k,)))
+    half, heads = frequencies.shape[0], max(q.shape[1], 0 if k is None else k.shape[1])
+    if T and half and heads:
+        block = triton.next_power_of_2(half)
+        together = min(triton.next_power_of_2(heads), max(1, 1024 // block))
+        _rope[(T, triton.cdiv(heads, together))](
+            q, k, positions, frequencies, half, q.shape[1], 0 if k is None else k.shape[1], scale,
+            q.stride(0), q.stride(1), 0 if k is None else k.stride(0),
+            0 if k is None else k.stride(1),
+            K=k is not None, INTERLEAVED=interleaved, HEADS=together, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    return q, k

@@ -1,0 +1,38 @@
+"""Tensors as rows: leading dimensions as one, at one distance, without a copy."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import PykernelsError
+
+
+def rows_of(x: torch.Tensor, name: str) -> tuple[int, int]:
+    """Number of rows of [..., H] and elements from one to the next.
+
+    Raises:
+        PykernelsError: the last dimension has gaps, or rows are not equally far apart.
+    """
+    if x.ndim < 1 or (x.shape[-1] > 1 and x.stride(-1) != 1):
+        raise PykernelsError(f"{name} has gaps in its last dimension", "Make it contiguous")
+    count, stride, span = 1, 0, None
+    for size, step in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+        if size == 1:
+            continue
+        if span is not None and step != span:
+            raise PykernelsError(f"rows of {name} are not equally far apart", "Make it contiguous")
+        stride = step if span is None else stride
+        count, span = count * size, step * size
+    return (count, stride) if x.numel() else (0, 0)
+
+
+def check_out(out: torch.Tensor | None, like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """``out`` if it is contiguous and of that shape; a new tensor like ``like`` for None."""
+    if out is None:
+        return like.new_empty(shape)
+    if out.shape != shape or not out.is_contiguous() or out.device != like.device:
+        raise PykernelsError(
+            f"out is {tuple(out.shape)} on {out.device}",
+            f"Give it contiguous {tuple(shape)} on {like.device}",
+        )
+    return out

@@ -1,0 +1,75 @@
+"""Writing keys and values into a paged cache, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+E4M3_MAX = 448.0
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """E4M3 codes (as float8_e4m3fn) of [..., D] and one float32 scale a row [...].
+
+    A scale is the row's largest magnitude over 448, 1 for a row of zeros.
+    """
+    x = x.float()
+    top = x.abs().amax(-1)
+    scale = torch.where(top == 0, 1.0, top / E4M3_MAX)
+    return (x / scale.unsqueeze(-1)).to(torch.float8_e4m3fn), scale
+
+
+def _write(
+    rows: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor | None
+) -> None:
+    """Rows [T, ...] to places ``slots`` of [P, page, ...]; negative slots are left out."""
+    here = slots >= 0
+    at, rows = slots[here].long(), rows[here]
+    if scales is None:
+        cache.flatten(0, 1)[at] = rows.to(cache.dtype)
+        return
+    codes, scale = quantize_rows(rows)
+    cache.view(torch.uint8).flatten(0, 1)[at] = codes.view(torch.uint8)
+    scales.flatten(0, 1)[at] = scale
+
+
+def mla_write(
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    slots: torch.Tensor,
+    latent_cache: torch.Tensor,
+    rope_cache: torch.Tensor,
+    latent_scale: torch.Tensor | None = None,
+) -> None:
+    """Latents and their rotated parts to their places in the cache of `mla_decode`.
+
+    Args:
+        latent: [T, L].
+        rope: [T, R].
+        slots: int [T], ``page * page_size + place``; negative: nowhere (padding).
+        latent_cache: [P, page, L]; with ``latent_scale``, E4M3.
+        rope_cache: [P, page, R].
+        latent_scale: float32 [P, page].
+    """
+    _write(latent, slots, latent_cache, latent_scale)
+    _write(rope, slots, rope_cache, None)
+
+
+def kv_write(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slots: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    """Keys and values to their places in the cache of `gqa_decode`.
+
+    Args:
+        k, v: [T, KVH, D].
+        slots: as above.
+        k_cache, v_cache: [P, page, KVH, D]; with scales, E4M3.
+        k_scale, v_scale: float32 [P, page, KVH], one a token and head.
+    """
+    _write(k, slots, k_cache, k_scale)
+    _write(v, slots, v_cache, v_scale)

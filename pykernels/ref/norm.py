@@ -1,0 +1,31 @@
+"""RMSNorm in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (arXiv 1910.07467).
+
+    Args:
+        x: [..., H].
+        weight: [H].
+        eps: beside the mean.
+        residual: [..., H], added to ``x`` first; the sum is rounded to x's dtype, as it is stored.
+        dtype: of the arithmetic and of the result.
+
+    Returns:
+        The normed sum in ``dtype``, and the sum in x's dtype (None without ``residual``).
+    """
+    total = None
+    if residual is not None:
+        x = total = (x.to(dtype) + residual.to(dtype)).to(x.dtype)
+    x = x.to(dtype)
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.to(dtype), total

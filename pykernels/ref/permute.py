@@ -1,0 +1,57 @@
+"""Tokens sorted by expert, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+from ..shapes import SortedSlots
+
+
+def sort_slots(ids: torch.Tensor, E: int) -> SortedSlots:
+    """Slots ordered by expert, those of one expert by token.
+
+    Slot ``t * topk + k`` is token t's k-th expert. Ids outside ``0..E-1`` (experts that somebody
+    else computes) come last, in slot order.
+
+    Args:
+        ids: int [T, topk].
+        E: experts.
+    """
+    flat = ids.reshape(-1).long()
+    flat = torch.where((flat < 0) | (flat >= E), E, flat)
+    slots = flat.sort(stable=True).indices
+    positions = torch.empty_like(slots)
+    positions[slots] = torch.arange(len(slots), device=ids.device)
+    counts = torch.bincount(flat, minlength=E + 1)[:E]
+    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return SortedSlots(slots.int(), starts.int(), positions.int().view(ids.shape))
+
+
+def permute(x: torch.Tensor, order: SortedSlots) -> torch.Tensor:
+    """Row of the token of each sorted slot: [T, H] -> [T * topk, H]."""
+    return x[order.slots.long() // order.topk]
+
+
+def unpermute(
+    y: torch.Tensor,
+    order: SortedSlots,
+    weights: torch.Tensor,
+    add: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Weighted sum of each token's rows of ``y``, and of ``add`` if given.
+
+    Rows behind ``starts[E]`` (experts that somebody else computes) are not read.
+
+    Args:
+        y: [T * topk, H], in sorted order.
+        order: of the same slots.
+        weights: [T, topk].
+        add: [T, H], the shared expert's output, say.
+        dtype: of the arithmetic and of the result.
+    """
+    positions = order.positions.long()  # [T, topk]
+    here = positions < order.starts[-1]
+    rows = y[positions].to(dtype).masked_fill(~here.unsqueeze(-1), 0)
+    total = (rows * weights.to(dtype).unsqueeze(-1)).sum(1)
+    return total if add is None else total + add.to(dtype)

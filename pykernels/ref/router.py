@@ -1,0 +1,65 @@
+"""Routing in plain torch: the definition that the GPU's router is held against."""
+
+from __future__ import annotations
+
+import torch
+
+from ..shapes import RouterSpec, Routing
+
+
+def top_first(values: torch.Tensor, k: int) -> torch.Tensor:
+    """Indices [.., k] of the largest values, largest first; of equal ones the lowest index first.
+
+    torch.topk promises no order among equal values, and its CPU and CUDA versions differ there; a
+    stable sort does promise one. NaN counts as the largest value, as in torch.
+    """
+    return values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def router(
+    logits: torch.Tensor,
+    spec: RouterSpec,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Routing:
+    """Experts of each token, best first, and their weights.
+
+    Where nothing else enters the choice (no bias, groups by their best), it is made by logits:
+    scores rise with them, but may round to equal.
+
+    Args:
+        logits: [T, E].
+        spec: how.
+        bias: [E], added to the scores for the choice only (e_score_correction_bias).
+        dtype: of the arithmetic.
+
+    Returns:
+        ids int64 [T, topk], weights ``dtype`` [T, topk].
+    """
+    T, E = logits.shape
+    spec.check(E)
+    logits = logits.to(dtype)
+    scores = logits.softmax(-1) if spec.scoring == "softmax" else logits.sigmoid()
+    by_logits = bias is None and (spec.group_score == "max" or spec.groups == 1)
+    choice = logits if by_logits else scores
+    if bias is not None:
+        choice = choice + bias.to(dtype)
+    if spec.groups > 1:
+        grouped = choice.view(T, spec.groups, E // spec.groups)
+        best = grouped.topk(1 if spec.group_score == "max" else 2, dim=-1).values.sum(-1)
+        taken = top_first(best, spec.group_topk)  # [T, group_topk]
+        mask = torch.zeros(T, spec.groups, dtype=torch.bool, device=logits.device)
+        mask.scatter_(1, taken, True)
+        choice = grouped.masked_fill(~mask.unsqueeze(-1), -torch.inf).view(T, E)
+    ids = top_first(choice, spec.topk)
+    weights = scores.gather(1, ids)
+    if spec.renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return Routing(ids, weights * spec.scale)
+
+
+def router_logits(
+    hidden: torch.Tensor, gate: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """``hidden @ gate.T``: [T, H] x [E, H] -> [T, E] in ``dtype``, from inputs of any dtype."""
+    return hidden.to(dtype) @ gate.to(dtype).T

@@ -1,0 +1,145 @@
+"""Compiles kernels for a GPU that need not be there, through their own launchers.
+
+Each test file of this folder may have ``COMPILES``, a list of (name, call): calls of launchers with
+tensors on the device "meta", of any size. Every launch that they make is compiled for the asked
+capability instead, with the arguments' own types and alignments, and the plan of that GPU.
+
+    python -m tests.gpu.compiles --arch 90 tests.gpu.test_router ...
+
+prints one JSON object a launch: registers, stack (spills), shared memory. It must run without
+TRITON_INTERPRET; ``launch`` is patched before any kernel's module is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from pykernels.errors import PykernelsError
+from pykernels.gpu import launch
+
+_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+_TYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "i1",
+}
+_NAMED = {str(dtype).removeprefix("torch."): name for dtype, name in _TYPES.items()}
+
+
+def described(arg: Any) -> tuple[str, bool]:
+    """Triton's type of a run-time argument, and whether it is a multiple of 16."""
+    if isinstance(arg, torch.Tensor):
+        return f"*{_TYPES[arg.dtype]}", True
+    if hasattr(arg, "dtype") and hasattr(arg, "base"):  # triton.reinterpret of a tensor
+        return f"*{_NAMED.get(str(arg.dtype), str(arg.dtype))}", True
+    if isinstance(arg, bool):
+        return "i1", False
+    if isinstance(arg, int):
+        return ("i32" if -(2**31) <= arg < 2**31 else "i64"), arg % 16 == 0
+    if isinstance(arg, float):
+        return "fp32", False
+    raise PykernelsError(f"a launch has an argument {arg!r}", "Teach compiles.py its type")
+
+
+def source(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ASTSource:
+    """What Triton's own launch would compile."""
+    bound = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    constants, signature, attrs = {}, {}, {}
+    for i, parameter in enumerate(kernel.params):
+        value = bound.get(parameter.name, parameter.default)
+        one = isinstance(value, int) and not isinstance(value, bool) and value == 1
+        if parameter.is_constexpr or value is None or (one and not parameter.do_not_specialize):
+            constants[(i,)], signature[parameter.name] = value, "constexpr"
+            continue
+        signature[parameter.name], aligned = described(value)
+        if aligned:
+            attrs[(i,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, constants, attrs)
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers a thread and bytes of stack, from the cuobjdump that Triton brings."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not tool.exists():
+        return {}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    return {"registers": int(found[1]), "stack": int(found[2])} if found else {}
+
+
+def compiled(calls: list[tuple[str, Any]], arch: int) -> Iterator[dict[str, Any]]:
+    """One row a launch of the calls; ``why`` where one did not compile."""
+    launches: list[tuple[JITFunction, tuple[Any, ...], dict[str, Any]]] = []
+
+    def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launches.append((self, args, kwargs))
+
+    JITFunction.run = record
+    for name, call in calls:
+        launches.clear()
+        try:
+            call()
+        except Exception as error:
+            yield {"name": name, "why": f"{type(error).__name__}: {error}"}
+            continue
+        for kernel, args, kwargs in launches:
+            options = {k: kwargs.pop(k) for k in _OPTIONS if k in kwargs}
+            row: dict[str, Any] = {"name": name, "kernel": kernel.__name__, **options}
+            try:
+                made = triton.compile(
+                    source(kernel, args, kwargs), GPUTarget("cuda", arch, 32), options
+                )
+                row |= {"shared": made.metadata.shared, **resources(made.asm["cubin"])}
+            except Exception as error:
+                row["why"] = " ".join(f"{type(error).__name__}: {error}".split())[-400:]
+            yield row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--arch", type=int, default=90)
+    parser.add_argument("modules", nargs="+")
+    chosen = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        raise PykernelsError("TRITON_INTERPRET is set", "Unset it")
+    launch.supports = lambda device: None
+    launch.arch = lambda device: divmod(chosen.arch, 10)
+    failed = False
+    for module in chosen.modules:
+        for row in compiled(getattr(importlib.import_module(module), "COMPILES", []), chosen.arch):
+            print(json.dumps({"module": module, **row}), flush=True)
+            failed |= "why" in row
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""Every kernel compiles for Ampere and Hopper, here, without a GPU; none of them spills much."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+FILES = sorted(path.stem for path in HERE.glob("test_*.py") if "\nCOMPILES" in path.read_text())
+MOST_STACK = 256
+"""Bytes a thread: a few spilled registers are no failure, a local array is."""
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("file", FILES)
+def test_compiles(file: str, arch: int) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.gpu.compiles", "--arch", str(arch)]
+    result = subprocess.run(
+        [*command, f"tests.gpu.{file}"],
+        cwd=HERE.parents[1],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert result.returncode == 0 and rows, result.stdout[-3000:] + result.stderr[-2000:]
+    spilled = [row for row in rows if row.get("stack", 0) > MOST_STACK]
+    assert not spilled, spilled

@@ -1,0 +1,153 @@
+"""RMSNorm, SiLU*mul and the embedding gather."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pykernels import ref
+from pykernels.errors import PykernelsError
+from pykernels.gpu.activation import silu_mul
+from pykernels.gpu.embedding import embed
+from pykernels.gpu.norm import rms_norm
+from tests.gpu.rounding import assert_rounded
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+# shape, why
+SHAPES = [
+    ((0, 64), "no rows"),
+    ((1, 7168), "a token of DeepSeek-V3"),
+    ((3, 1), "the least width"),
+    ((37, 100), "several rows a program, the last ragged"),
+    ((2, 5, 128), "heads of Qwen3"),
+    pytest.param((4096, 7168), "a prompt", marks=pytest.mark.gpu),
+    pytest.param((9, 20000), "wide", marks=pytest.mark.gpu),
+]
+
+
+def normal(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.randn(shape, device=device).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(("shape", "why"), SHAPES)
+def test_rms_norm(
+    shape: tuple[int, ...], why: str, residual: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    x, weight = normal(shape, dtype, device), normal(shape[-1:], dtype, device)
+    added = normal(shape, dtype, device) if residual else None
+    out = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
+    normed, total = rms_norm(x, weight, 1e-6, added, out)
+    assert normed is out[0]
+    if residual:
+        assert total is out[1]
+        assert_rounded(total, x.double() + added.double())
+        x = total  # what the norm saw, cut or rounded
+    assert_rounded(normed, ref.rms_norm(x, weight, 1e-6, None, torch.float64)[0])
+
+
+def test_rms_norm_of_a_slice_and_in_place(device: torch.device) -> None:
+    """MLA norms the first 512 of 576; a decoder adds into its residual stream."""
+    wide, weight = torch.randn(4, 576, device=device), torch.rand(512, device=device)
+    normed, _ = rms_norm(wide[:, :512], weight, 1e-5)
+    assert_rounded(normed, ref.rms_norm(wide[:, :512], weight, 1e-5, None, torch.float64)[0])
+    x, stream = torch.randn(4, 512, device=device), torch.randn(4, 512, device=device)
+    truth, total = ref.rms_norm(x, weight, 1e-5, stream)
+    normed, into = rms_norm(x, weight, 1e-5, stream, (x, stream))
+    assert into is stream and torch.equal(stream, total)
+    assert_rounded(x, truth.double())
+
+
+def test_a_row_of_zeros_and_one_of_large_values(device: torch.device) -> None:
+    x = torch.stack([torch.zeros(64), torch.full((64,), 1e18)]).to(device)
+    normed, _ = rms_norm(x, torch.ones(64, device=device), 1e-6)
+    assert normed[0].abs().max() == 0 and torch.allclose(normed[1], torch.ones_like(normed[1]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 8), (1, 2), (5, 2 * 1500), (2, 3, 64)])
+def test_silu_mul(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    gate_up = normal(shape, dtype, device) * 4
+    out = torch.full((*shape[:-1], shape[-1] // 2), torch.nan, dtype=dtype, device=device)
+    assert silu_mul(gate_up, out) is out
+    assert_rounded(out, ref.silu_mul(gate_up, torch.float64))
+
+
+def test_silu_of_large_gates(device: torch.device) -> None:
+    gate = torch.tensor([[-200.0, 200.0, -1e30, 1e30]], device=device)
+    found = silu_mul(torch.cat([gate, torch.ones_like(gate)], -1))
+    assert torch.allclose(found, torch.tensor([[0.0, 200.0, 0.0, 1e30]], device=device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64])
+@pytest.mark.parametrize("shape", [(0,), (1,), (2, 9)])
+def test_embed(
+    shape: tuple[int, ...], integers: torch.dtype, dtype: torch.dtype, device: torch.device
+) -> None:
+    table = normal((50, 1100), dtype, device)
+    ids = torch.randint(0, 50, shape, device=device).to(integers)
+    assert torch.equal(embed(ids, table), table[ids.long()])
+
+
+def test_an_id_outside_the_table_shows(device: torch.device) -> None:
+    table = torch.randn(5, 8, device=device)
+    found = embed(torch.tensor([4, 5, -1, 0], device=device), table)
+    assert torch.equal(found[[0, 3]], table[[4, 0]]) and found[[1, 2]].isnan().all()
+    assert torch.equal(ref.embed(torch.tensor([5, 1]), table.cpu())[1], table[1].cpu())
+
+
+@pytest.mark.gpu
+def test_captured_and_replayed(device: torch.device) -> None:
+    ids, table = torch.zeros(4, dtype=torch.int64, device=device), torch.randn(99, 512).to(device)
+    weight = torch.randn(512, device=device)
+
+    def step() -> torch.Tensor:
+        return silu_mul(rms_norm(embed(ids, table), weight, 1e-6)[0])
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for _ in range(3):
+        ids.random_(0, 99)
+        graph.replay()
+        assert torch.equal(out, step())
+
+
+REFUSED = [
+    ("integers", lambda d: rms_norm(
+        torch.zeros(2, 8, device=d).int(), torch.ones(8, device=d), 1e-6)),
+    ("a weight of another width", lambda d: rms_norm(
+        torch.zeros(2, 8, device=d), torch.ones(9, device=d), 1e-6)),
+    ("a residual of another shape", lambda d: rms_norm(
+        torch.zeros(2, 8, device=d), torch.ones(8, device=d), 1e-6, torch.zeros(3, 8, device=d))),
+    ("gaps in a row", lambda d: rms_norm(
+        torch.zeros(8, 2, device=d).T, torch.ones(8, device=d), 1e-6)),
+    ("rows not equally far apart", lambda d: rms_norm(
+        torch.zeros(4, 6, 8, device=d)[:, :5], torch.ones(8, device=d), 1e-6)),
+    ("out of another shape", lambda d: silu_mul(
+        torch.zeros(2, 8, device=d), torch.zeros(2, 8, device=d))),
+    ("an odd width", lambda d: silu_mul(torch.zeros(2, 7, device=d))),
+    ("float ids", lambda d: embed(torch.zeros(2, device=d), torch.zeros(2, 7, device=d))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", [row[1] for row in REFUSED], ids=[row[0] for row in REFUSED])
+def test_refused(call, device: torch.device) -> None:
+    with pytest.raises(PykernelsError):
+        call(device)
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+COMPILES = [
+    ("rms_norm 7168", lambda: rms_norm(_meta(4096, 7168), _meta(7168), 1e-6, _meta(4096, 7168))),
+    ("rms_norm heads", lambda: rms_norm(_meta(4096, 32, 128), _meta(128), 1e-6)),
+    ("silu_mul", lambda: silu_mul(_meta(4096, 4096))),
+    ("embed", lambda: embed(_meta(8, dtype=torch.int64), _meta(129280, 7168))),
+]

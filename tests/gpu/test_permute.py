@@ -1,0 +1,144 @@
+"""Slots sorted by expert, rows gathered and summed: equal to the definition, bit by bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pykernels import ref
+from pykernels.errors import PykernelsError
+from pykernels.gpu.permute import BLOCK, permute, sort_slots, unpermute
+from pykernels.shapes import SortedSlots
+from tests.gpu.rounding import assert_rounded
+
+# T, topk, E, why
+SIZES = [
+    (0, 8, 256, "no tokens"),
+    (1, 1, 1, "the least"),
+    (1, 8, 256, "one token"),
+    (13, 3, 5, "odd sizes, one block"),
+    (BLOCK // 8, 8, 64, "one full block"),
+    (BLOCK // 8 + 1, 8, 64, "one slot row more: two blocks"),
+    (700, 6, 160, "several blocks, the last ragged"),
+    (90, 8, 255, "E + 1 is a power of two"),
+    pytest.param(8192, 8, 256, "a prompt", marks=pytest.mark.gpu),
+]
+
+
+def routing(T: int, topk: int, E: int, device: torch.device) -> torch.Tensor:
+    """Distinct experts a token, the low ones crowded, some empty."""
+    odds = 1 / torch.arange(1, E + 1)
+    ids = odds.expand(max(T, 1), -1).multinomial(topk) if T else torch.zeros(0, topk).long()
+    return ids.to(device)
+
+
+def equal(found: SortedSlots, truth: SortedSlots) -> None:
+    for field in ("slots", "starts", "positions"):
+        assert torch.equal(getattr(found, field), getattr(truth, field)), field
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("T", "topk", "E", "why"), SIZES)
+def test_sort(T: int, topk: int, E: int, why: str, dtype, device: torch.device) -> None:
+    ids = routing(T, topk, E, device).to(dtype)
+    out = sort_slots(ids, E)
+    for field in ("slots", "starts", "positions"):
+        getattr(out, field).fill_(-77)
+    equal(sort_slots(ids, E, out), ref.sort_slots(ids, E))
+
+
+def test_one_expert_takes_all_and_others_are_empty(device: torch.device) -> None:
+    ids = torch.full((300, 2), 3, device=device)
+    equal(sort_slots(ids, 8), ref.sort_slots(ids, 8))
+
+
+def test_slots_of_experts_elsewhere_come_last(device: torch.device) -> None:
+    ids = routing(200, 4, 16, device)
+    ids[ids > 9] = -1
+    ids[ids == 2] = 1 << 40 if ids.dtype == torch.int64 else 99
+    found = sort_slots(ids, 10)
+    equal(found, ref.sort_slots(ids, 10))
+    here = int(found.starts[-1])
+    assert 0 < here < 800
+    flat = ids.flatten()[found.slots.long()]
+    assert ((flat[:here] >= 0) & (flat[:here] < 10)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("T", "H"), [(0, 64), (1, 7), (5, 2048), (33, 2500)])
+def test_permute(T: int, H: int, dtype: torch.dtype, device: torch.device) -> None:
+    order = sort_slots(routing(T, 4, 16, device), 16)
+    wide = torch.randn(T, H + 3, device=device).to(dtype)
+    x = wide[:, :H]  # rows further apart than they are long
+    out = torch.full((T * 4, H), torch.nan, device=device).to(dtype)
+    permute(x, order, out)
+    assert torch.equal(out.view(torch.uint8), ref.permute(x, order).view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize(("T", "H"), [(0, 64), (1, 7), (33, 2500)])
+def test_unpermute(T: int, H: int, add: bool, dtype: torch.dtype, device: torch.device) -> None:
+    ids = routing(T, 4, 16, device)
+    ids[ids == 3] = -1
+    order = sort_slots(ids, 16)
+    y = torch.randn(T * 4, H, device=device).to(dtype)
+    y[int(order.starts[-1]) :] = torch.nan  # nobody computed these
+    weights = torch.rand(T, 4, device=device)
+    shared = torch.randn(T, H, device=device).to(dtype) if add else None
+    out = torch.full((T, H), torch.nan, device=device, dtype=dtype)
+    unpermute(y, order, weights, shared, out)
+    truth = ref.unpermute(y, order, weights, shared, torch.float64)
+    assert_rounded(out, truth)
+
+
+@pytest.mark.gpu
+def test_captured_and_replayed(device: torch.device) -> None:
+    ids = routing(4096, 8, 256, device)
+    x = torch.randn(4096, 256, device=device)
+    weights = torch.rand(4096, 8, device=device)
+
+    def step() -> torch.Tensor:
+        order = sort_slots(ids, 256)
+        return unpermute(permute(x, order), order, weights)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for _ in range(3):
+        ids.copy_(routing(4096, 8, 256, device))
+        x.normal_()
+        graph.replay()
+        assert torch.equal(out, step())
+
+
+def test_refused(device: torch.device) -> None:
+    order = sort_slots(torch.zeros(3, 2, dtype=torch.int32, device=device), 4)
+    y = torch.zeros(6, 8, device=device)
+    with pytest.raises(PykernelsError):
+        sort_slots(torch.zeros(3, 2, device=device), 4)
+    with pytest.raises(PykernelsError):
+        permute(torch.zeros(4, 8, device=device), order)
+    with pytest.raises(PykernelsError):
+        unpermute(y[:5], order, torch.zeros(3, 2, device=device))
+    with pytest.raises(PykernelsError):
+        unpermute(y, order, torch.zeros(3, 3, device=device))
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def _order(T: int, topk: int, E: int) -> SortedSlots:
+    return sort_slots(_meta(T, topk, dtype=torch.int64), E)
+
+
+COMPILES = [
+    ("sort 8192 tokens", lambda: _order(8192, 8, 256)),
+    ("sort 8 tokens", lambda: _order(8, 8, 256)),
+    ("permute", lambda: permute(_meta(512, 7168, dtype=torch.bfloat16), _order(512, 8, 256))),
+    ("unpermute", lambda: unpermute(
+        _meta(4096, 7168, dtype=torch.bfloat16), _order(512, 8, 256), _meta(512, 8),
+        _meta(512, 7168, dtype=torch.bfloat16))),
+]  # fmt: skip

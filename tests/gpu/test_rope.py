@@ -1,0 +1,149 @@
+"""Rotary embedding in place: both pairings, partial, of slices; YaRN's figures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pykernels import ref
+from pykernels.errors import PykernelsError
+from pykernels.gpu.rope import rope, rope_frequencies, yarn_frequencies, yarn_scale
+from tests.gpu.rounding import assert_rounded
+
+# T, heads, kv heads, D, R, why
+SIZES = [
+    (0, 2, 1, 64, 64, "no tokens"),
+    (1, 1, 1, 2, 2, "the least"),
+    (5, 8, 2, 128, 128, "Qwen3"),
+    (3, 20, 1, 64, 64, "MLA: more heads than one program's, one key"),
+    (4, 6, 2, 128, 64, "GLM4: half a head is turned"),
+    (3, 3, 3, 80, 48, "24 pairs: not a power of two"),
+    (2, 4, 0, 64, 64, "q alone"),
+    pytest.param(4096, 128, 1, 64, 64, "a prompt", marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("T", "heads", "kv", "D", "R", "why"), SIZES)
+def test_rope(
+    T: int, heads: int, kv: int, D: int, R: int, why: str, interleaved: bool,
+    dtype: torch.dtype, device: torch.device,
+) -> None:  # fmt: skip
+    q = torch.randn(T, heads, D, device=device).to(dtype)
+    k = torch.randn(T, kv, D, device=device).to(dtype) if kv else None
+    positions = torch.randint(0, 160_000, (T,), device=device)
+    frequencies = rope_frequencies(R).to(device)
+    truth = ref.rope(q, k, positions, frequencies, interleaved, 1.3, torch.float64)
+    kept = q[..., R:].clone()
+    found = rope(q, k, positions.int(), frequencies, interleaved, 1.3)
+    assert found[0] is q and found[1] is k
+    assert torch.equal(q[..., R:], kept)
+    for mine, theirs in zip(found, truth, strict=True):
+        if mine is not None:
+            assert_rounded(mine[..., :R], theirs[..., :R])
+
+
+def test_slices_are_turned_where_they_lie(device: torch.device) -> None:
+    """MLA: the last 64 of 192 of each head, and of 576 of the latent's row."""
+    q, latent = torch.randn(3, 4, 192, device=device), torch.randn(3, 576, device=device)
+    positions, frequencies = torch.arange(3, device=device), rope_frequencies(64).to(device)
+    before = q.clone(), latent.clone()
+    truth = ref.rope(q[..., 128:], latent[:, None, 512:], positions, frequencies, True)
+    rope(q[..., 128:], latent[:, None, 512:], positions, frequencies, True)
+    assert torch.equal(q[..., :128], before[0][..., :128])
+    assert torch.equal(latent[:, :512], before[1][:, :512])
+    assert_rounded(q[..., 128:], truth[0].double())
+    assert_rounded(latent[:, None, 512:], truth[1].double())
+
+
+def test_both_pairings_turn_by_the_same_angles(device: torch.device) -> None:
+    x, positions = torch.randn(5, 2, 8, device=device), torch.arange(5, device=device)
+    frequencies = rope_frequencies(8).to(device)
+    split = torch.cat([x[..., 0::2], x[..., 1::2]], -1).contiguous()
+    rope(x, None, positions, frequencies, True)
+    rope(split, None, positions, frequencies, False)
+    assert torch.equal(torch.cat([x[..., 0::2], x[..., 1::2]], -1), split)
+
+
+@pytest.mark.parametrize(
+    ("dim", "base", "factor", "mscale", "all_dim"),
+    [(64, 10000.0, 40.0, 1.0, 1.0), (64, 50000.0, 32.0, 1.0, 1.0), (128, 1e6, 4.0, 0.707, 0.9)],
+    ids=["deepseek v3", "kimi k2", "others"],
+)
+def test_yarn_is_what_transformers_makes(
+    dim: int, base: float, factor: float, mscale: float, all_dim: float
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = transformers.LlamaConfig(
+        hidden_size=dim * 2,
+        num_attention_heads=2,
+        head_dim=dim,
+        max_position_embeddings=4096 * int(factor),
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": base, "factor": factor, "beta_fast": 32,
+            "beta_slow": 1, "mscale": mscale, "mscale_all_dim": all_dim,
+            "original_max_position_embeddings": 4096,
+        },
+    )  # fmt: skip
+    theirs, scale = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    mine = yarn_frequencies(dim, base, factor, 4096)
+    assert torch.allclose(mine, theirs, rtol=1e-5, atol=0)
+    assert yarn_scale(factor, mscale) / yarn_scale(factor, all_dim) == pytest.approx(scale)
+    assert yarn_scale(1.0) == 1.0
+
+
+@pytest.mark.gpu
+def test_captured_and_replayed(device: torch.device) -> None:
+    q = torch.randn(8, 4, 64, device=device)
+    positions = torch.zeros(8, dtype=torch.int64, device=device)
+    frequencies = rope_frequencies(64).to(device)
+
+    def step() -> torch.Tensor:
+        return rope(q.clone(), None, positions, frequencies)[0]
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for _ in range(3):
+        positions.random_(0, 5000)
+        graph.replay()
+        assert torch.equal(out, step())
+
+
+def _x(device: torch.device, *shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, device=device)
+
+
+REFUSED = [
+    ("more frequencies than dims", lambda d: rope(
+        _x(d, 2, 1, 8), None, torch.arange(2, device=d), _x(d, 5))),
+    ("too few positions", lambda d: rope(
+        _x(d, 2, 1, 8), None, torch.arange(1, device=d), _x(d, 4))),
+    ("float positions", lambda d: rope(_x(d, 2, 1, 8), None, _x(d, 2), _x(d, 4))),
+    ("k of other tokens", lambda d: rope(
+        _x(d, 2, 1, 8), _x(d, 3, 1, 8), torch.arange(2, device=d), _x(d, 4))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", [row[1] for row in REFUSED], ids=[row[0] for row in REFUSED])
+def test_refused(call, device: torch.device) -> None:
+    with pytest.raises(PykernelsError):
+        call(device)
+
+
+def _compile(interleaved: bool, D: int) -> None:
+    meta = torch.device("meta")
+    q = torch.empty(4096, 128, D, dtype=torch.bfloat16, device=meta)
+    k = torch.empty(4096, 1, D, dtype=torch.bfloat16, device=meta)
+    positions = torch.empty(4096, dtype=torch.int64, device=meta)
+    rope(q, k, positions, torch.empty(D // 2, device=meta), interleaved)
+
+
+COMPILES = [
+    ("half-split", lambda: _compile(False, 128)),
+    ("interleaved", lambda: _compile(True, 64)),
+]

@@ -1,0 +1,177 @@
+"""The router: choices exactly the definition's, weights to float32's last bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pykernels import ref
+from pykernels.errors import PykernelsError
+from pykernels.gpu.router import FEW_TOKENS, route, router
+from pykernels.shapes import RouterSpec, Routing
+from pykernels.testing import assert_close
+
+V2 = RouterSpec(6, "softmax", False, groups=8, group_topk=3, scale=16.0)
+V3 = RouterSpec(8, "sigmoid", True, groups=8, group_topk=4, group_score="top2", scale=2.5)
+
+# name, E, spec, with a bias
+SPECS = [
+    ("mixtral: softmax, renormalized", 8, RouterSpec(2), False),
+    ("qwen2: softmax as it is", 60, RouterSpec(4, renormalize=False), False),  # E not a power of 2
+    ("qwen3", 128, RouterSpec(8), False),
+    ("deepseek v2: 8 groups of 20 by their best", 160, V2, False),
+    ("deepseek v3: sigmoid, bias, groups by their two best", 256, V3, True),
+    ("groups by two best, no bias", 32, replace(V3, topk=4, groups=4, group_topk=2), False),
+    ("glm4: sigmoid, bias, one group", 128, RouterSpec(8, "sigmoid", scale=1.5), True),
+    ("softmax with a bias", 64, RouterSpec(6), True),
+    ("top-1 of 1", 1, RouterSpec(1), False),
+    ("every expert", 7, RouterSpec(7), False),
+    ("three groups of five", 15, RouterSpec(3, groups=3, group_topk=2), False),
+]
+IDS = [row[0] for row in SPECS]
+
+
+def inputs(T: int, E: int, biased: bool, device: torch.device) -> tuple[torch.Tensor, ...]:
+    bias = torch.randn(E, device=device) / 4 if biased else None
+    return torch.randn(T, E, device=device) * 2, bias
+
+
+def poisoned_out(T: int, topk: int, device: torch.device, dtype=torch.int64) -> Routing:
+    ids = torch.full((T, topk), -9, dtype=dtype, device=device)
+    return Routing(ids, torch.full((T, topk), torch.nan, device=device))
+
+
+@pytest.mark.parametrize("T", [1, 5, pytest.param(1030, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("name", "E", "spec", "biased"), SPECS, ids=IDS)
+def test_router(
+    name: str, E: int, spec: RouterSpec, biased: bool, T: int, device: torch.device
+) -> None:
+    logits, bias = inputs(T, E, biased, device)
+    truth = ref.router(logits, spec, bias, torch.float64)
+    for dtype in (torch.int64, torch.int32):
+        out = poisoned_out(T, spec.topk, device, dtype)
+        found = router(logits, spec, bias, out)
+        assert found is out
+        assert torch.equal(found.ids.long(), truth.ids)
+        assert_close(found.weights, truth.weights, 1e-6)
+
+
+@pytest.mark.parametrize("spec", [RouterSpec(5), replace(V3, topk=5)], ids=["softmax", "v3"])
+def test_of_equal_scores_the_lowest_index_comes_first(
+    spec: RouterSpec, device: torch.device
+) -> None:
+    rows = [torch.zeros(64), torch.arange(64) % 3, -(torch.arange(64) // 16), torch.arange(64) // 9]
+    logits = torch.stack([row.float() for row in rows]).to(device)
+    logits[0, ::2] = -0.0  # equal to +0
+    bias = torch.zeros(64, device=device) if spec.scoring == "sigmoid" else None
+    found = router(logits, spec, bias)
+    assert torch.equal(found.ids, ref.router(logits, spec, bias).ids)
+    if spec.groups == 1:
+        assert found.ids[0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_the_definition_is_what_transformers_does(device: torch.device) -> None:
+    """DeepSeek-V3's own router, the most involved one."""
+    v3 = pytest.importorskip("transformers.models.deepseek_v3")
+    config = v3.DeepseekV3Config(
+        hidden_size=16, n_routed_experts=32, num_experts_per_tok=4, n_group=4, topk_group=2
+    )
+    theirs = v3.modeling_deepseek_v3.DeepseekV3TopkRouter(config)
+    torch.nn.init.normal_(theirs.weight)
+    theirs.e_score_correction_bias.normal_()
+    logits, weights, ids = theirs(torch.randn(40, 16))
+    spec = RouterSpec(
+        4, "sigmoid", config.norm_topk_prob, 4, 2, "top2", config.routed_scaling_factor
+    )
+    found = router(logits.detach().to(device), spec, theirs.e_score_correction_bias.to(device))
+    order = ids.argsort(-1)
+    mine = found.ids.argsort(-1)
+    assert torch.equal(found.ids.gather(1, mine).cpu(), ids.gather(1, order))
+    assert_close(found.weights.gather(1, mine).cpu(), weights.detach().gather(1, order), 1e-6)
+
+
+def test_a_nan_token_leaves_the_others_alone(device: torch.device) -> None:
+    logits = torch.randn(6, 16, device=device)
+    clean = router(logits, RouterSpec(2))
+    logits[2] = torch.nan
+    found = router(logits, RouterSpec(2))
+    others = [0, 1, 3, 4, 5]
+    assert torch.equal(found.ids[others], clean.ids[others])
+    assert torch.equal(found.weights[others], clean.weights[others])
+    assert found.weights[2].isnan().all() and (found.ids[2] < 16).all()
+
+
+@pytest.mark.parametrize("T", [0, 1, 3, FEW_TOKENS, FEW_TOKENS + 1, 70])
+@pytest.mark.parametrize(("name", "E", "spec", "biased"), SPECS[3:5], ids=IDS[3:5])
+def test_route_is_router_and_sort_and_permute(
+    name: str, E: int, spec: RouterSpec, biased: bool, T: int, device: torch.device
+) -> None:
+    logits, bias = inputs(T, E, biased, device)
+    x = torch.randn(T, 1030, device=device, dtype=torch.bfloat16)
+    routing, order, rows = route(logits, spec, bias, x)
+    truth = ref.router(logits, spec, bias, torch.float64)
+    sorted_ = ref.sort_slots(truth.ids, E)
+    assert torch.equal(routing.ids, truth.ids)
+    assert_close(routing.weights, truth.weights, 1e-6)
+    for field in ("slots", "starts", "positions"):
+        assert torch.equal(getattr(order, field), getattr(sorted_, field)), field
+    assert rows is not None and torch.equal(rows, ref.permute(x, sorted_))
+    again = route(logits, spec, bias)
+    assert torch.equal(again[1].slots, order.slots) and again[2] is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [1, 8, 500])
+def test_route_is_captured_and_replayed(T: int, device: torch.device) -> None:
+    (logits, bias), x = inputs(T, 256, True, device), torch.randn(T, 512, device=device)
+    out = route(logits, V3, bias, x)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        route(logits, V3, bias, x, out)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        logits.normal_()
+        x.normal_()
+        graph.replay()
+        routing, order, rows = route(logits, V3, bias, x)
+        assert torch.equal(out[0].ids, routing.ids)
+        assert torch.equal(out[0].weights, routing.weights)
+        assert torch.equal(out[1].positions, order.positions)
+        assert rows is not None and torch.equal(out[2], rows)
+
+
+REFUSED = [
+    ("bfloat16 logits", lambda d: router(torch.zeros(2, 8, device=d).bfloat16(), RouterSpec(2))),
+    ("a bias of another length", lambda d: router(
+        torch.zeros(2, 8, device=d), RouterSpec(2), torch.zeros(9, device=d))),
+    ("more than E", lambda d: router(torch.zeros(2, 4, device=d), RouterSpec(5))),
+    ("groups that do not divide", lambda d: router(
+        torch.zeros(2, 10, device=d), RouterSpec(2, groups=4, group_topk=2))),
+    ("fewer in the groups than topk", lambda d: router(
+        torch.zeros(2, 8, device=d), RouterSpec(3, groups=4, group_topk=1))),
+    ("an unknown score", lambda d: RouterSpec(2, scoring="tanh")),
+    ("x of other tokens", lambda d: route(
+        torch.zeros(2, 8, device=d), RouterSpec(2), None, torch.zeros(3, 4, device=d))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", [row[1] for row in REFUSED], ids=[row[0] for row in REFUSED])
+def test_refused(call, device: torch.device) -> None:
+    with pytest.raises(PykernelsError):
+        call(device)
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+COMPILES = [
+    ("v3, 8192 tokens", lambda: router(_meta(8192, 256), V3, _meta(256))),
+    ("v2, 8192 tokens", lambda: router(_meta(8192, 160), V2)),
+    ("qwen3, 1 token", lambda: router(_meta(1, 128), RouterSpec(8))),
+    ("v3, 1 token with its rows", lambda: route(
+        _meta(1, 256), V3, _meta(256), _meta(1, 7168, dtype=torch.bfloat16))),
+    ("v3, 8 tokens", lambda: route(_meta(8, 256), V3, _meta(256))),
+]  # fmt: skip

@@ -1,0 +1,208 @@
+"""Sampling: the very tokens that the definition draws; the definition's own statistics."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pykernels import ref
+from pykernels.errors import PykernelsError
+from pykernels.gpu.sampling import greedy, sample
+from pykernels.ref.sampling import kept, perturbed, philox
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def full(value: float, T: int, device: torch.device, dtype=torch.float32) -> torch.Tensor:
+    return torch.full((T,), value, dtype=dtype, device=device)
+
+
+def state(seed: int, step: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor([seed, step], device=device)
+
+
+def assert_drawn(
+    found: torch.Tensor,
+    logits: torch.Tensor,
+    at: torch.Tensor,
+    heat: torch.Tensor,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+) -> None:
+    """Each token may be drawn, and none that may be drawn beats it by more than rounding."""
+    logits = logits.float().cpu()
+    limits = [None if x is None else x.cpu() for x in (top_k, top_p)]
+    stay = kept(logits, heat.cpu(), *limits, dtype=torch.float64)
+    noisy = perturbed(logits, at.cpu(), heat.cpu(), torch.float64)
+    best = noisy.masked_fill(~stay, -torch.inf).amax(-1)
+    mine = found.cpu().unsqueeze(1)
+    assert stay.gather(1, mine).all()
+    assert (best - noisy.gather(1, mine).squeeze(1) <= 1e-5 * best.abs().clamp_min(1)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("T", "V"),
+    [(0, 9), (1, 1), (3, 2048), (2, 5000), pytest.param(8, 163_840, marks=pytest.mark.gpu)],
+)
+def test_greedy(T: int, V: int, dtype: torch.dtype, device: torch.device) -> None:
+    logits = torch.randn(T, V + 3, device=device).to(dtype)[:, :V]
+    assert torch.equal(greedy(logits), ref.greedy(logits))
+
+
+def test_greedy_takes_the_first_of_equals(device: torch.device) -> None:
+    logits = torch.zeros(3, 4500, device=device)
+    logits[1, [4400, 2100]] = 1.0
+    logits[2] = -torch.inf
+    assert greedy(logits).tolist() == [0, 2100, 0]
+
+
+LIMITS = [(None, None), (5, None), (None, 0.7), (50, 0.9), (1, None), (None, 0.0), (0, 1.0)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("k", "p"), LIMITS)
+@pytest.mark.parametrize(
+    ("T", "V"), [(1, 1), (4, 300), (3, 5000), pytest.param(4, 163_840, marks=pytest.mark.gpu)]
+)
+def test_sample(
+    T: int, V: int, k: int | None, p: float | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    logits = (torch.randn(T, V, device=device) * 3).to(dtype)
+    top_k = None if k is None else full(k, T, device, torch.int32)
+    top_p = None if p is None else full(p, T, device)
+    heat = full(0.8, T, device)
+    for step in range(3):
+        at = state(123456789012345, step, device)
+        found = sample(logits, at, heat, top_k, top_p)
+        assert_drawn(found, logits, at, heat, top_k, top_p)
+
+
+def test_rows_have_their_own_limits(device: torch.device) -> None:
+    logits = torch.randn(6, 700, device=device) * 2
+    heat = torch.tensor([0.0, 1.0, 2.0, 0.5, 0.0, 1.0], device=device)
+    top_k = torch.tensor([3, 0, 7, 9999, -1, 1], dtype=torch.int32, device=device)
+    top_p = torch.tensor([0.5, 1.0, 0.6, 0.1, 1.0, 0.9], device=device)
+    at = state(7, 1 << 33, device)
+    found = sample(logits, at, heat, top_k, top_p)
+    assert_drawn(found, logits, at, heat, top_k, top_p)
+    best = greedy(logits)
+    assert all(found[i] == best[i] for i in (0, 4, 5))
+
+
+def test_equal_logits_share_their_fate_and_minus_infinity_is_never_drawn(
+    device: torch.device,
+) -> None:
+    logits = torch.full((40, 64), -torch.inf, device=device)
+    logits[:, 10:14] = 2.0
+    logits[:, 20:30] = 1.0
+    top_k = full(2, 40, device, torch.int32)  # the four at 2.0 are all as large as the second
+    found = sample(logits, state(1, 1, device), full(1.0, 40, device), top_k)
+    assert set(found.tolist()) == {10, 11, 12, 13}
+    top_p = full(0.99999, 40, device)
+    found = sample(logits, state(1, 1, device), full(5.0, 40, device), None, top_p)
+    drawn = set(found.tolist())
+    assert drawn <= {*range(10, 14), *range(20, 30)} and len(drawn) > 6
+
+
+def test_a_flat_nucleus_takes_several_rounds(device: torch.device) -> None:
+    """With p = 0.01 of 300 nearly equal logits almost every candidate is refused."""
+    logits = torch.linspace(0, 1e-3, 300, device=device).expand(5, -1).contiguous()
+    heat, top_p = full(1.0, 5, device), full(0.01, 5, device)
+    at = state(3, 0, device)
+    found = sample(logits, at, heat, None, top_p)
+    assert_drawn(found, logits, at, heat, None, top_p)
+    assert (found >= 296).all()
+
+
+def test_the_same_seed_and_step_draw_the_same_and_another_step_does_not(
+    device: torch.device,
+) -> None:
+    logits, heat = torch.zeros(4, 1000, device=device), full(1.0, 4, device)
+    draws = [sample(logits, state(5, step, device), heat).tolist() for step in (0, 0, 1, 1 << 32)]
+    assert draws[0] == draws[1]
+    assert len({tuple(row) for row in draws}) == 3
+    assert len(set(draws[0])) > 1  # rows are independent
+
+
+def test_philox_gives_the_published_numbers() -> None:
+    """Known answers of Random123: all zeros, all ones, digits of pi."""
+    word = torch.tensor
+    assert philox(0, *(word(0),) * 4) == 0x6627E8D5
+    assert philox((1 << 64) - 1, *(word(0xFFFFFFFF),) * 4) == 0x408F276D
+    pi = (word(n) for n in (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344))
+    assert philox(0xA4093822 | 0x299F31D0 << 32, *pi) == 0xD16CFE09
+
+
+def test_draws_follow_the_softmax() -> None:
+    """The definition's frequencies over 60000 rows, within five standard deviations."""
+    T, logits = 60_000, torch.tensor([2.0, 1.0, 0.0, -1.0, -3.0, -torch.inf])
+    for heat in (1.0, 0.5):
+        noisy = perturbed(logits.expand(T, -1), torch.tensor([99, 3]), torch.full((T,), heat))
+        share = torch.bincount(noisy.argmax(-1), minlength=6) / T
+        odds = (logits / heat).softmax(-1)
+        assert ((share - odds).abs() <= 5 * (odds * (1 - odds) / T).sqrt()).all()
+
+
+def test_kept_is_what_transformers_keeps() -> None:
+    process = pytest.importorskip("transformers.generation.logits_process")
+    logits = torch.randn(20, 200) * 3
+    for k, p, heat in ((7, 0.8, 0.7), (200, 0.95, 1.3), (30, 0.3, 1.0)):
+        scores = process.TemperatureLogitsWarper(heat)(None, logits)
+        scores = process.TopKLogitsWarper(k)(None, scores)
+        scores = process.TopPLogitsWarper(p)(None, scores)
+        mine = kept(
+            logits, full(heat, 20, logits.device), torch.full((20,), k), torch.full((20,), p)
+        )
+        assert torch.equal(mine, scores > -torch.inf)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("k", "p"), LIMITS[:4])
+def test_a_captured_graph_draws_anew(k: int | None, p: float | None, device: torch.device) -> None:
+    logits, heat = torch.randn(4, 130_000, device=device), full(1.0, 4, device)
+    top_k = None if k is None else full(k, 4, device, torch.int32)
+    top_p = None if p is None else full(p, 4, device)
+    at, out = state(1, 0, device), torch.zeros(4, dtype=torch.int64, device=device)
+    sample(logits, at, heat, top_k, top_p, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        at[1] += 1
+        sample(logits, at, heat, top_k, top_p, out)
+    seen = []
+    for step in range(1, 6):
+        graph.replay()
+        assert int(at[1]) == step
+        assert torch.equal(out, sample(logits, at, heat, top_k, top_p))
+        seen.append(tuple(out.tolist()))
+    assert len(set(seen)) > 1
+
+
+REFUSED = [
+    ("integer logits", lambda d: greedy(torch.zeros(2, 8, device=d).int())),
+    ("no vocabulary", lambda d: greedy(torch.zeros(2, 0, device=d))),
+    ("an int32 out", lambda d: greedy(torch.zeros(2, 8, device=d), full(0, 2, d, torch.int32))),
+    ("a float64 temperature", lambda d: sample(
+        torch.zeros(2, 8, device=d), state(1, 1, d), full(1, 2, d, torch.float64))),
+    ("top_k of another length", lambda d: sample(
+        torch.zeros(2, 8, device=d), state(1, 1, d), full(1, 2, d), full(1, 3, d, torch.int32))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", [row[1] for row in REFUSED], ids=[row[0] for row in REFUSED])
+def test_refused(call, device: torch.device) -> None:
+    with pytest.raises(PykernelsError):
+        call(device)
+
+
+def _compile(V: int) -> None:
+    meta = torch.device("meta")
+    limits = full(1, 4, meta, torch.int32), full(1, 4, meta)
+    at = torch.empty(2, dtype=torch.int64, device=meta)
+    sample(torch.empty(4, V, device=meta), at, full(1, 4, meta), *limits)
+
+
+COMPILES = [
+    ("greedy", lambda: greedy(torch.empty(4, 163_840, device="meta", dtype=torch.bfloat16))),
+    ("top-k and top-p", lambda: _compile(129_280)),
+]
