@@ -73,7 +73,7 @@ _MLA_DECODE_FP8 = {
         (16, DecodePlan(rows=16, keys=64, warps=8, stages=3)),
         (1 << 30, DecodePlan(rows=64, keys=64, warps=8, stages=2, across=True)),
     ),
-    (8, 0): ((1 << 30, DecodePlan(rows=16, keys=32, warps=4, stages=2)),),
+    (8, 0): ((1 << 30, DecodePlan(rows=16, keys=32, warps=8, stages=2)),),
 }
 
 

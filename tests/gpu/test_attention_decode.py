@@ -12,7 +12,7 @@ import torch
 from pykernels import ref
 from pykernels.gpu.attention_plan import DecodePlan, mla_decode_plan
 
-from .caches import BF16, make_cache, no_worse
+from .caches import BF16, FP8, make_cache, no_worse
 
 SMALL = DecodePlan(rows=16, keys=16, warps=4, stages=1)
 
@@ -157,6 +157,37 @@ def test_transposed_queries_need_no_copy(device) -> None:
     turned = tuple(x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs[:2])
     assert not turned[0].is_contiguous()
     assert torch.equal(mla(*turned, *inputs[2:], **options), mla(*inputs, **options))
+
+
+def _meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _compile_mla(NH: int, fp8: bool = False, page: int = 64) -> None:
+    kind, scale = (FP8, _meta(9, page, dtype=torch.float32)) if fp8 else (BF16, None)
+    where = (_meta(2, 99, dtype=torch.int32), _meta(2, dtype=torch.int32))
+    caches = (_meta(9, page, 512, dtype=kind), _meta(9, page, 64))
+    mla(_meta(2, NH, 512), _meta(2, NH, 64), *caches, *where, scale=0.1, latent_scale=scale)
+
+
+def _compile_gqa(NH: int, D: int, fp8: bool = False, **options: Any) -> None:
+    kind, scale = (FP8, _meta(9, 64, 8, dtype=torch.float32)) if fp8 else (BF16, None)
+    caches = [_meta(9, 64, 8, D, dtype=kind)] * 2
+    where = (_meta(2, 99, dtype=torch.int32), _meta(2, dtype=torch.int32))
+    options |= {"scale": 0.1, "k_scale": scale, "v_scale": scale}
+    gqa(_meta(2, NH, D), *caches, *where, **options)
+
+
+COMPILES = [
+    ("MLA, 128 heads", lambda: _compile_mla(128)),
+    ("MLA, 16 heads", lambda: _compile_mla(16)),
+    ("MLA, 128 heads, E4M3", lambda: _compile_mla(128, fp8=True)),
+    ("MLA, 16 heads, E4M3, small pages", lambda: _compile_mla(16, fp8=True, page=16)),
+    ("GQA, D 128", lambda: _compile_gqa(32, 128)),
+    ("GQA, D 128, E4M3", lambda: _compile_gqa(32, 128, fp8=True)),
+    ("GQA, D 256, window, cap", lambda: _compile_gqa(16, 256, window=99, softcap=9.0)),
+    ("GQA, D 96, many query heads", lambda: _compile_gqa(256, 96)),
+]
 
 
 def test_splits_fill_the_gpu_once_and_know_no_lengths() -> None:

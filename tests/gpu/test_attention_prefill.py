@@ -11,7 +11,7 @@ from pykernels import ref
 from pykernels.gpu.attention_plan import PrefillPlan
 from pykernels.shapes import Ragged
 
-from .caches import BF16, make_cache, no_worse
+from .caches import BF16, FP8, make_cache, no_worse
 
 SMALL = PrefillPlan(rows=16, keys=16, warps=4, stages=1)
 WIDE = PrefillPlan(rows=64, keys=32, warps=4, stages=2)
@@ -159,6 +159,44 @@ def test_cumulative_lengths_as_varlen_attention_has_them() -> None:
     assert batch.q_starts.tolist() == [0, 3, 3]
     assert batch.q_lengths.tolist() == [3, 0, 7]
     assert batch.k_lengths.tolist() == [4, 0, 11]
+
+
+def _meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _compile_gqa(D: int, paged: bool = False, fp8: bool = False, **options: Any) -> None:
+    from pykernels.gpu.gqa_prefill import gqa_prefill
+
+    n = _meta(2, dtype=torch.int32)
+    table = _meta(2, 9, dtype=torch.int32)
+    batch = Ragged(n, n, n, 300, **({"page_table": table} if paged else {"k_starts": n}))
+    shape = (9, 64, 8, D) if paged else (500, 8, D)
+    k = _meta(*shape, dtype=FP8 if fp8 else BF16)
+    scale = _meta(*shape[:-1], dtype=torch.float32) if fp8 else None
+    options |= {"scale": 0.1, "k_scale": scale, "v_scale": scale}
+    gqa_prefill(_meta(300, 32, D), k, k, batch, **options)
+
+
+def _compile_mla() -> None:
+    from pykernels.gpu.mla_prefill import mla_prefill
+
+    n = _meta(2, dtype=torch.int32)
+    batch = Ragged(n, n, n, 300, k_starts=n)
+    k, v = _meta(500, 16, 256).split(128, -1)
+    q, q_rope = _meta(300, 16, 192).split([128, 64], -1)
+    mla_prefill(q, q_rope, k, _meta(500, 64), v, batch, scale=0.1)
+
+
+COMPILES = [
+    ("GQA, D 128", lambda: _compile_gqa(128)),
+    ("GQA, D 64, window", lambda: _compile_gqa(64, window=99)),
+    ("GQA, D 256, cap", lambda: _compile_gqa(256, softcap=9.0)),
+    ("GQA, D 96", lambda: _compile_gqa(96)),
+    ("GQA, pages", lambda: _compile_gqa(128, paged=True)),
+    ("GQA, pages, E4M3", lambda: _compile_gqa(128, paged=True, fp8=True)),
+    ("MLA", _compile_mla),
+]
 
 
 # --- on a GPU: full sizes and the shipped plans
