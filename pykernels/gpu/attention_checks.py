@@ -117,5 +117,5 @@ def check_scores(scale: float, window: int | None, softcap: float | None) -> Non
         raise PykernelsError(f"a window of {window}", "It must be at least 1, the token itself")
     if softcap is not None and not softcap > 0:
         raise PykernelsError(f"a softcap of {softcap}", "It must be above 0")
-    if not math.isfinite(scale):
-        raise PykernelsError(f"a scale of {scale}", "Give a finite one")
+    if not 0 < scale < math.inf:
+        raise PykernelsError(f"a scale of {scale}", "It must be above 0 and finite")

@@ -30,9 +30,12 @@ def as_bytes(values: torch.Tensor) -> torch.Tensor:
 
 
 def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
-    """(inner, outer) for ``scaled``."""
+    """(inner, outer): scores in base 2 are ``inner * s``, or ``outer * tanh(inner * s / 2)``.
+
+    In the second case ``inner`` is for ``exp2``, so it holds ``log2(e)`` too.
+    """
     if softcap is None:
-        return scale * LOG2E, 0.0
+        return scale * LOG2E, 1.0
     return 2 * LOG2E * scale / softcap, softcap * LOG2E
 
 
@@ -62,24 +65,23 @@ def product(a, b, acc, WIDE: tl.constexpr):
 
 
 @triton.jit
-def scaled(s, inner, outer, SOFTCAP: tl.constexpr):
-    """Raw dot products to base-2 scores; tanh(x) is 1 - 2 / (exp(2x) + 1)."""
-    if SOFTCAP:
-        return outer * (1 - 2 / (tl.exp2(s * inner) + 1))
-    else:
-        return s * inner
-
-
-@triton.jit
-def softmax_step(z, m, total):
+def softmax_step(s, seen, m, total, inner, outer, MASKED: tl.constexpr, SOFTCAP: tl.constexpr):
     """One block of the running softmax.
 
-    z [M, N] scores, -inf where hidden; m [M] maximum so far; total [M] sum so far.
-    Returns (shares [M, N], factor for what was summed before [M], m, total).
+    s [M, N] dot products; seen, what a row may see of them (only if MASKED); m [M] largest score so
+    far; total [M] sum so far. Returns (shares [M, N], factor of the past [M], m, total).
+
+    The largest score is that of the largest dot product, and scaling is part of the subtraction: a
+    multiply-add and an exponential a score.
     """
-    top = tl.maximum(m, tl.max(z, 1))
+    if SOFTCAP:  # tanh(x) is 1 - 2 / (exp(2x) + 1)
+        s = 1 - 2 / (tl.exp2(s * inner) + 1)
+    factor = outer if SOFTCAP else inner
+    if MASKED:
+        s = tl.where(seen, s, float("-inf"))
+    top = tl.maximum(m, tl.max(s, 1) * factor)
     base = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen nothing yet
-    p = tl.exp2(z - base[:, None])
+    p = tl.exp2(s * factor - base[:, None])
     alpha = tl.exp2(m - base)
     return p, alpha, top, total * alpha + tl.sum(p, 1)
 

@@ -19,7 +19,6 @@ from .attention_parts import (
     page_rows,
     pages_at,
     product,
-    scaled,
     score_factors,
     softmax_step,
     widened,
@@ -74,13 +73,12 @@ def _keys(
         s = product(q, tl.trans(k), s, WIDE)
         if KIND != 0:
             s *= tl.load(k_scale_ptr + at * scale_t, mask=there, other=0.0)[None, :]
-        z = scaled(s, inner, outer, SOFTCAP)
+        seen = s  # of no use
         if MASKED:
             seen = there[None, :] & (start + n[None, :] <= at_q[:, None])
             if WINDOW:
                 seen = seen & (start + n[None, :] > at_q[:, None] - window)
-            z = tl.where(seen, z, float("-inf"))
-        p, alpha, m, total = softmax_step(z, m, total)
+        p, alpha, m, total = softmax_step(s, seen, m, total, inner, outer, MASKED, SOFTCAP)
         if KIND != 0:
             p *= tl.load(v_scale_ptr + at * scale_t, mask=there, other=0.0)[None, :]
         acc = product(p.to(tl.bfloat16), v, acc * alpha[:, None], WIDE)

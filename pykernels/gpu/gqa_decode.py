@@ -20,7 +20,6 @@ from .attention_parts import (
     page_rows,
     pages_at,
     product,
-    scaled,
     score_factors,
     softmax_step,
     widened,
@@ -75,8 +74,7 @@ def _gqa_decode(
         seen = there[None, :] & (start + n[None, :] <= last[:, None])
         if WINDOW:
             seen = seen & (start + n[None, :] > last[:, None] - window)
-        z = tl.where(seen, scaled(s, inner, outer, SOFTCAP), float("-inf"))
-        p, alpha, m, total = softmax_step(z, m, total)
+        p, alpha, m, total = softmax_step(s, seen, m, total, inner, outer, True, SOFTCAP)
         if KIND != 0:
             p *= tl.load(v_scale_ptr + at, mask=there, other=0.0)[None, :]
         acc = product(p.to(tl.bfloat16), v, acc * alpha[:, None], WIDE)

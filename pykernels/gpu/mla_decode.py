@@ -20,7 +20,6 @@ from .attention_parts import (
     page_rows,
     pages_at,
     product,
-    scaled,
     score_factors,
     softmax_step,
     widened,
@@ -48,8 +47,7 @@ def _shares(
     else:  # the scale is the latent's alone
         s = product(q, tl.trans(k), tl.zeros([ROWS, KEYS], tl.float32), WIDE)
         s = s * k_scale[None, :] + s_rope
-    z = tl.where(seen, scaled(s, inner, outer, SOFTCAP), float("-inf"))
-    return softmax_step(z, m, total)
+    return softmax_step(s, seen, m, total, inner, outer, True, SOFTCAP)
 
 
 @triton.jit
