@@ -28,6 +28,9 @@ def mla_decode_plans(size: Size) -> Iterator[DecodePlan]:
     if size.heads <= 16:
         for keys, stages, warps, per_sm in itertools.product((32, 64), (2, 3), (4, 8), (1, 2)):
             yield DecodePlan(16, keys, warps, stages, per_sm)
+    if size.format == "bf16":
+        for per_sm in (1, 2, 4):
+            yield DecodePlan(64, 64, 8, 1, per_sm, by_hand=True)
     for across in (True, False):
         for keys, stages in ((64, 2), (32, 3), (32, 4), (32, 2)):
             for per_sm in (1, 2):

@@ -6,7 +6,7 @@ A graph that was captured once is replayed with other lengths, so the grid has r
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,6 +24,8 @@ class DecodePlan:
         per_sm: programs that an SM holds at a time; splits fill that many, once.
         across: MLA with 64 rows and 8 warps only: both warpgroups share each block of scores by
             columns, instead of each computing all of it.
+        by_hand: MLA's bf16 kernel for Hopper, whose copies and products are ordered by us: 64 rows,
+            64 keys, 8 warps; ``stages`` and ``across`` mean nothing to it.
     """
 
     rows: int
@@ -32,6 +34,7 @@ class DecodePlan:
     stages: int
     per_sm: int = 1
     across: bool = False
+    by_hand: bool = False
 
     def splits(self, programs: int, max_length: int, sms: int) -> int:
         """Parts that every sequence is cut into, given the programs that one part takes."""
@@ -64,7 +67,7 @@ _TINY_PREFILL = PrefillPlan(rows=16, keys=16, warps=4, stages=1)
 _MLA_DECODE = {
     (9, 0): (
         (16, DecodePlan(rows=16, keys=64, warps=8, stages=2, per_sm=2)),
-        (1 << 30, DecodePlan(rows=64, keys=64, warps=8, stages=2, across=True)),
+        (1 << 30, DecodePlan(rows=64, keys=64, warps=8, stages=2, by_hand=True)),
     ),
     (8, 0): ((1 << 30, DecodePlan(rows=16, keys=32, warps=4, stages=2)),),
 }
@@ -77,14 +80,24 @@ _MLA_DECODE_FP8 = {
 }
 
 
-def mla_decode_plan(rows: int, fp8: bool, device: torch.device) -> DecodePlan:
-    """For ``rows`` = heads x tokens a sequence."""
+def by_hand_takes(L: int, R: int, fp8: bool, device: torch.device) -> bool:
+    """Whether ``DecodePlan.by_hand`` can run: Hopper, DeepSeek's sizes, a bf16 cache."""
+    return arch(device)[0] == 9 and (L, R) == (512, 64) and not fp8
+
+
+def mla_decode_plan(
+    rows: int, latent: tuple[int, int], fp8: bool, device: torch.device
+) -> DecodePlan:
+    """For ``rows`` = heads x tokens a sequence and latents of (L, R)."""
     capability = arch(device)
     if capability == (0, 0):
         return _TINY_DECODE
     table = _MLA_DECODE_FP8 if fp8 else _MLA_DECODE
     rules = table[(9, 0)] if capability[0] == 9 else table[(8, 0)]
-    return next(plan for most, plan in rules if rows <= most)
+    plan = next(plan for most, plan in rules if rows <= most)
+    if plan.by_hand and not by_hand_takes(*latent, fp8, device):
+        return replace(plan, by_hand=False, across=True)
+    return plan
 
 
 def gqa_decode_plan(rows: int, D: int, fp8: bool, device: torch.device) -> DecodePlan:

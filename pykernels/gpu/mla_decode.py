@@ -24,7 +24,7 @@ from .attention_parts import (
     softmax_step,
     widened,
 )
-from .attention_plan import DecodePlan, mla_decode_plan, sms
+from .attention_plan import DecodePlan, by_hand_takes, mla_decode_plan, sms
 from .launch import arch, check_device, interpreted
 
 
@@ -55,9 +55,9 @@ def _mla_decode(
     q_ptr, q_rope_ptr, latent_ptr, rope_ptr, scale_ptr, table_ptr, length_ptr, out_ptr, lse_ptr,
     inner, outer, S, NH, splits, table_stride,
     q_b, q_s, q_h, qr_b, qr_s, qr_h,
-    PAGE: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr,
-    SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, ACROSS: tl.constexpr, WIDE: tl.constexpr,
+    PAGE: tl.constexpr, L: tl.constexpr, R: tl.constexpr, SOFTCAP: tl.constexpr,
+    SPLIT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    KIND: tl.constexpr, ACROSS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     part, b = tl.program_id(1), tl.program_id(2)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # token-major: s * NH + h
@@ -176,21 +176,31 @@ def mla_decode(
     result = check_out(out, (*q_latent.shape[:-1], L), device)
     if result.numel() == 0:
         return result
-    chosen = plan or mla_decode_plan(S * NH, latent_scale is not None, device)
+    chosen = plan or mla_decode_plan(S * NH, (L, R), latent_scale is not None, device)
+    if chosen.by_hand and not by_hand_takes(L, R, latent_scale is not None, device):
+        raise PykernelsError(
+            f"the kernel by hand takes no {latent.dtype} latents of {L} + {R} on this GPU",
+            "Give a plan without by_hand",
+        )
     blocks = triton.cdiv(S * NH, chosen.rows)
     longest = page_table.shape[1] * page if max_length is None else max_length
     splits = chosen.splits(B * blocks, longest, sms(device))
     partials = Partials(result.view(B, S * NH, L), splits)
     inner, outer = score_factors(scale, softcap)
-    kind = cache_kind(latent, arch(device))
-    _mla_decode[(blocks, splits, B)](
-        q, q_r, as_bytes(latent), rope, latent_scale, page_table, lengths,
-        partials.values, partials.lse, inner, outer, S, NH, splits, page_table.stride(0),
-        *q.stride()[:3], *q_r.stride()[:3],
-        PAGE=page, L=L, R=R, ROWS=chosen.rows, KEYS=chosen.keys, STAGES=chosen.stages,
-        KIND=kind, SOFTCAP=softcap is not None, SPLIT=splits > 1,
-        ACROSS=chosen.across, WIDE=interpreted(), num_warps=chosen.warps,
-        num_stages=chosen.stages,
-    )  # fmt: skip
+    sizes = (inner, outer, S, NH, splits, page_table.stride(0), *q.stride()[:3], *q_r.stride()[:3])
+    where = (page_table, lengths, partials.values, partials.lse)
+    options = {"PAGE": page, "L": L, "R": R, "SOFTCAP": softcap is not None, "SPLIT": splits > 1}
+    grid = (blocks, splits, B)
+    if chosen.by_hand:
+        from .mla_decode_hopper import mla_decode_hopper  # Gluon: not in the interpreter
+
+        mla_decode_hopper[grid](q, q_r, latent, rope, *where, *sizes, **options, num_warps=8)
+    else:
+        _mla_decode[grid](
+            q, q_r, as_bytes(latent), rope, latent_scale, *where, *sizes, **options,
+            ROWS=chosen.rows, KEYS=chosen.keys, STAGES=chosen.stages,
+            KIND=cache_kind(latent, arch(device)), ACROSS=chosen.across, WIDE=interpreted(),
+            num_warps=chosen.warps, num_stages=chosen.stages,
+        )  # fmt: skip
     partials.combine()
     return result

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pykernels import ref
-from pykernels.gpu.attention_plan import DecodePlan, mla_decode_plan
+from pykernels.gpu.attention_plan import DecodePlan, by_hand_takes
 
 from .caches import BF16, FP8, make_cache, no_worse
 
@@ -221,11 +221,43 @@ def test_mla_decode_full(sizes: dict[str, Any], why: str, device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("across", [False, True])
-def test_mla_decode_plans_agree(across: bool, device) -> None:
-    inputs, options = mla_inputs([6000, 500], device, NH=128, L=512, R=64, page=64)
-    plan = replace(mla_decode_plan(128, False, device), across=across)
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"by_hand": True},
+        {"by_hand": True, "per_sm": 0},
+        {"across": True},
+        {"across": False},
+        {"across": True, "keys": 32, "stages": 3},
+    ],
+)
+def test_mla_decode_plans_agree(heads: int, changed: dict[str, Any], device) -> None:
+    """Whichever plan is shipped, the others work too."""
+    if changed.get("by_hand") and not by_hand_takes(512, 64, False, device):
+        pytest.skip("written for Hopper")
+    inputs, options = mla_inputs([6000, 0, 500, 65], device, NH=heads, L=512, R=64, page=64)
+    plan = replace(DecodePlan(rows=64, keys=64, warps=8, stages=2), **changed)
     check(mla, ref.mla_decode, inputs, options, plan=plan)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [{"S": 2, "NH": 40}, {"page": 16}, {"page": 128}])
+def test_mla_decode_by_hand(sizes: dict[str, Any], device) -> None:
+    if not by_hand_takes(512, 64, False, device):
+        pytest.skip("written for Hopper")
+    shape = {"NH": 128, "L": 512, "R": 64, "page": 64} | sizes
+    inputs, options = mla_inputs([700, 1, 64, 300], device, **shape)
+    plan = DecodePlan(rows=64, keys=64, warps=8, stages=1, by_hand=True)
+    check(mla, ref.mla_decode, inputs, options | {"softcap": 20.0}, plan=plan)
+
+
+@pytest.mark.gpu
+def test_mla_decode_by_hand_has_no_race(device) -> None:
+    """The same bits again and again: each warpgroup reads what the other wrote."""
+    inputs, options = mla_inputs([9000, 4000], device, NH=128, L=512, R=64, page=64)
+    once = mla(*inputs, **options)
+    assert all(torch.equal(once, mla(*inputs, **options)) for _ in range(50))
 
 
 FULL_GQA = [
