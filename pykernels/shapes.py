@@ -1,4 +1,4 @@
-"""The dimensions of a Mixture-of-Experts layer and of one call of it, validated once.
+"""The dimensions of a layer and of one call of it, validated once.
 
 Letters used everywhere: ``T`` tokens, ``E`` experts, ``topk`` experts a token takes, ``H`` hidden
 size, ``I`` intermediate size of one expert.
@@ -135,3 +135,59 @@ class SortedSlots:
     @property
     def topk(self) -> int:
         return self.positions.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Where the tokens of a batch lie that are attended together; all tensors int32 [B].
+
+    Sequence ``b`` has the queries ``q_starts[b] .. + q_lengths[b]`` and the keys
+    ``k_starts[b] .. + k_lengths[b]`` of the rows given beside it, or, with a page table, its first
+    ``k_lengths[b]`` tokens there. Its queries are the last of its keys. A left-padded batch is one
+    whose starts lie behind the padding. Nothing is read from the device to check that.
+
+    Attributes:
+        max_queries: no ``q_lengths`` is larger; the launch grid has room for this many.
+        page_table: int32 [B, pages].
+    """
+
+    q_starts: torch.Tensor
+    q_lengths: torch.Tensor
+    k_lengths: torch.Tensor
+    max_queries: int
+    k_starts: torch.Tensor | None = None
+    page_table: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if (self.k_starts is None) == (self.page_table is None):
+            raise PykernelsError(
+                "keys have a start each or a page table, one of the two",
+                "Give k_starts or page_table",
+            )
+        B = self.q_starts.shape[0]
+        vectors = (self.q_starts, self.q_lengths, self.k_lengths, self.k_starts)
+        if any(x is not None and (x.shape != (B,) or x.dtype != torch.int32) for x in vectors):
+            raise PykernelsError("starts and lengths do not match", f"all must be int32 [{B}]")
+        table = self.page_table
+        if table is not None and (
+            table.ndim != 2 or table.shape[0] != B or table.dtype != torch.int32
+        ):
+            raise PykernelsError(
+                f"the page table is {table.dtype} {list(table.shape)}", f"make it int32 [{B}, n]"
+            )
+
+    @classmethod
+    def cumulative(cls, q_ends: torch.Tensor, k_ends: torch.Tensor, max_queries: int) -> Ragged:
+        """From int32 [B + 1] running sums that begin with 0, as varlen attention has them."""
+        q_ends, k_ends = q_ends.to(torch.int32), k_ends.to(torch.int32)
+        return cls(
+            q_starts=q_ends[:-1],
+            q_lengths=q_ends.diff(),
+            k_starts=k_ends[:-1],
+            k_lengths=k_ends.diff(),
+            max_queries=max_queries,
+        )
+
+    @property
+    def B(self) -> int:
+        return self.q_starts.shape[0]

@@ -1,6 +1,7 @@
 """The float32 torch truth for every op, same name and signature as the fast one."""
 
 from .activation import silu_mul
+from .attention import gqa_decode, gqa_prefill, mla_decode, mla_prefill
 from .embedding import embed
 from .kv_write import kv_write, mla_write
 from .linear import linear, quantize_fp8
@@ -13,9 +14,13 @@ from .sampling import greedy, sample
 
 __all__ = [
     "embed",
-    "linear",
+    "gqa_decode",
+    "gqa_prefill",
     "greedy",
     "kv_write",
+    "linear",
+    "mla_decode",
+    "mla_prefill",
     "mla_write",
     "moe_ffn",
     "permute",

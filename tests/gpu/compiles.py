@@ -28,6 +28,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 from pykernels.errors import PykernelsError
@@ -81,7 +82,8 @@ def source(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         signature[parameter.name], aligned = described(value)
         if aligned:
             attrs[(i,)] = [["tt.divisibility", 16]]
-    return ASTSource(kernel, signature, constants, attrs)
+    maker = GluonASTSource if kernel.is_gluon() else ASTSource
+    return maker(kernel, signature, constants, attrs)
 
 
 def resources(cubin: bytes) -> dict[str, int]:

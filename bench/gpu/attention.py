@@ -1,0 +1,211 @@
+"""Attention: decode over paged caches and causal prefill, against torch on the same shapes.
+
+Torch's peers get their cache gathered beforehand (dense, bf16), which is work that ours does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pykernels.errors import PykernelsError
+from pykernels.gpu.gqa_decode import gqa_decode
+from pykernels.gpu.gqa_prefill import gqa_prefill
+from pykernels.gpu.mla_decode import mla_decode
+from pykernels.gpu.mla_prefill import mla_prefill
+from pykernels.shapes import Ragged
+
+from .attention_peers import gqa_decode_peers, mla_decode_peers, prefill_peers
+from .harness import Call, Case, rotating, sets_for
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+PAGE = 64
+L, R, D_MLA = 512, 64, 128
+MLA_SCALE = (D_MLA + R) ** -0.5
+
+KINDS = ("mla_decode", "gqa_decode", "mla_prefill", "gqa_prefill")
+
+
+@dataclass(frozen=True)
+class Size:
+    """One case. ``kv_heads``, ``head_dim``, ``window``: of GQA; ``new``: tokens of a prefill."""
+
+    kind: str
+    batch: int = 1
+    context: int = 8192
+    heads: int = 128
+    kv_heads: int = 8
+    head_dim: int = 128
+    format: str = "bf16"
+    window: int = 0
+    new: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise PykernelsError(f"no attention {self.kind!r}", f"Use one of {', '.join(KINDS)}")
+        if self.format not in ("bf16", "fp8"):
+            raise PykernelsError(f"no {self.format} cache", "Use bf16 or fp8")
+
+    @property
+    def params(self) -> dict[str, int | str]:
+        shown = {"batch": self.batch, "context": self.context, "heads": self.heads}
+        if self.kind.startswith("gqa"):
+            shown |= {"kv_heads": self.kv_heads, "head_dim": self.head_dim}
+            shown |= {"window": self.window} if self.window else {}
+        if self.kind.endswith("prefill"):
+            shown |= {"new": self.new or self.context}
+        return {**shown, "format": self.format}
+
+
+SIZES = (
+    Size("mla_decode", 1, 8192),
+    Size("mla_decode", 1, 65536),
+    Size("mla_decode", 4, 32768),
+    Size("mla_decode", 8, 8192),
+    Size("mla_decode", 8, 65536),
+    Size("mla_decode", 1, 65536, format="fp8"),
+    Size("mla_decode", 8, 32768, heads=64),
+    Size("mla_decode", 1, 65536, heads=16),
+    Size("mla_decode", 8, 32768, heads=16),
+    Size("mla_decode", 8, 32768, heads=16, format="fp8"),
+    Size("gqa_decode", 1, 32768, heads=32, kv_heads=8),
+    Size("gqa_decode", 8, 32768, heads=32, kv_heads=8),
+    Size("gqa_decode", 8, 32768, heads=64, kv_heads=4),
+    Size("gqa_decode", 8, 8192, heads=96, kv_heads=8),
+    Size("gqa_decode", 8, 32768, heads=32, kv_heads=8, format="fp8"),
+    Size("gqa_decode", 8, 32768, heads=32, kv_heads=8, window=4096),
+    Size("gqa_decode", 8, 32768, heads=16, kv_heads=8, head_dim=256),
+    Size("mla_prefill", 1, 8192, heads=32),
+    Size("mla_prefill", 1, 32768, heads=16, new=2048),
+    Size("gqa_prefill", 1, 8192, heads=32, kv_heads=8),
+    Size("gqa_prefill", 4, 2048, heads=32, kv_heads=8),
+    Size("gqa_prefill", 1, 8192, heads=64, kv_heads=8, head_dim=64),
+    Size("gqa_prefill", 1, 8192, heads=16, kv_heads=4, head_dim=256),
+    Size("gqa_prefill", 1, 32768, heads=16, kv_heads=4, new=2048),
+    Size("gqa_prefill", 1, 16384, heads=32, kv_heads=8, window=4096),
+)
+QUICK = (0, 1, 8, 11, 17, 19)
+
+
+def cases(device: torch.device, quick: bool = False) -> Iterator[Case]:
+    """The table's rows."""
+    for i, size in enumerate(SIZES):
+        if not quick or i in QUICK:
+            yield build(size, device)
+
+
+def case(device: torch.device, **flags: Any) -> Case:
+    """One case: ``Size``'s fields as flags."""
+    return build(Size(**{"kind": "mla_decode", **flags}), device)
+
+
+def build(size: Size, device: torch.device, plan: Any = None, peers: bool = True) -> Case:
+    """The case of a size, with another launch plan if given."""
+    make = _decode if size.kind.endswith("decode") else _prefill
+    return make(size, device, plan, peers)
+
+
+def pages(size: Size, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """A page table of pages in random order, and the lengths."""
+    each = -(-size.context // PAGE)
+    table = torch.randperm(size.batch * each, device=device, dtype=torch.int32)
+    lengths = torch.full((size.batch,), size.context, dtype=torch.int32, device=device)
+    return table.view(size.batch, each), lengths
+
+
+def cache(table: torch.Tensor, token: tuple[int, ...], size: Size, fp8: bool) -> tuple[Any, Any]:
+    """Random pages and their scales (None in bf16)."""
+    shape = (table.numel(), PAGE, *token)
+    if not fp8:
+        return torch.randn(shape, dtype=BF16, device=table.device), None
+    codes = torch.randn(shape, dtype=BF16, device=table.device).to(FP8)
+    return codes, torch.rand(shape[:-1], device=table.device) + 0.5
+
+
+def _decode(size: Size, device: torch.device, plan: Any, peers: bool) -> Case:
+    B, K, NH, fp8 = size.batch, size.context, size.heads, size.format == "fp8"
+    mla = size.kind == "mla_decode"
+    KVH, D = (1, L) if mla else (size.kv_heads, size.head_dim)
+    seen = min(K, size.window or K)
+    if mla:
+        a_token = L * (1 if fp8 else 2) + R * 2 + 4 * fp8
+        flops = 2 * B * NH * K * (L + R + L)
+        in_out = 2 * B * NH * (L + R + L)
+    else:
+        a_token = 2 * KVH * (D * (1 if fp8 else 2) + 4 * fp8)
+        flops = 4 * B * NH * seen * D
+        in_out = 4 * B * NH * D
+    nbytes = B * seen * a_token + in_out
+    sets = sets_for(nbytes, device)
+
+    def inputs() -> tuple[Any, ...]:
+        table, lengths = pages(size, device)
+        tokens, fp8s = ([(L,), (R,)], (fp8, False)) if mla else ([(KVH, D)] * 2, (fp8, fp8))
+        made = [
+            cache(table, token, size, narrow) for token, narrow in zip(tokens, fp8s, strict=True)
+        ]
+        q = [torch.randn(B, NH, n, dtype=BF16, device=device) for n in ((L, R) if mla else (D,))]
+        out = torch.empty(B, NH, D, dtype=BF16, device=device)
+        return (*q, *(x for x, _ in made), table, lengths, [s for _, s in made], out)
+
+    def run(*given: Any) -> torch.Tensor:
+        *tensors, scales, out = given
+        options: dict[str, Any] = {"out": out, "plan": plan, "max_length": K}
+        if mla:
+            return mla_decode(*tensors, scale=MLA_SCALE, latent_scale=scales[0], **options)
+        options |= {"k_scale": scales[0], "v_scale": scales[1], "window": size.window or None}
+        return gqa_decode(*tensors, scale=D**-0.5, **options)
+
+    rotated = [inputs() for _ in range(sets)]
+    others: dict[str, Call] = {}
+    if peers and not fp8 and not size.window:
+        others = (
+            mla_decode_peers(rotated, K, MLA_SCALE) if mla else gqa_decode_peers(rotated, K, KVH)
+        )
+    name = size.kind.replace("_", " ")
+    return Case("attention", name, size.params, rotating(run, rotated), nbytes, flops, others, sets)
+
+
+def _prefill(size: Size, device: torch.device, plan: Any, peers: bool) -> Case:
+    B, K, NH = size.batch, size.context, size.heads
+    Q, mla = size.new or K, size.kind == "mla_prefill"
+    KVH, D, DV = (NH, D_MLA + R, D_MLA) if mla else (size.kv_heads, *[size.head_dim] * 2)
+    first, last = K - Q + 1, K  # keys that the first and the last query see
+    pairs = Q * (first + last) // 2
+    if size.window:
+        pairs = sum(min(n, size.window) for n in range(first, last + 1))
+    flops = 2 * B * NH * pairs * (D + DV)
+    k_bytes = K * ((NH * D_MLA + R) if mla else KVH * D)
+    nbytes = 2 * B * (Q * NH * (D + DV) + k_bytes + K * KVH * DV)
+    sets = sets_for(nbytes, device)
+    ends = torch.arange(B + 1, dtype=torch.int32, device=device)
+    batch = Ragged.cumulative(ends * Q, ends * K, Q)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=BF16, device=device)
+
+    def inputs() -> tuple[torch.Tensor, ...]:
+        out = random(B * Q, NH, DV)
+        if mla:
+            q = random(B * Q, NH, D).split([D_MLA, R], -1)
+            k, v = random(B * K, NH, 2 * D_MLA).split(D_MLA, -1)
+            return (*q, k, random(B * K, R), v, out)
+        return (random(B * Q, NH, D), random(B * K, KVH, D), random(B * K, KVH, D), out)
+
+    def run(*given: Any) -> torch.Tensor:
+        tensors, out = (*given[:-1], batch), given[-1]
+        options: dict[str, Any] = {"scale": D**-0.5, "out": out, "plan": plan}
+        if mla:
+            return mla_prefill(*tensors, **options)
+        options["window"] = size.window or None
+        return gqa_prefill(*tensors, **options)
+
+    rotated = [inputs() for _ in range(sets)]
+    others: dict[str, Call] = {}
+    if peers:
+        others = prefill_peers(rotated, B, Q, K, size.window)
+    name = size.kind.replace("_", " ")
+    return Case("attention", name, size.params, rotating(run, rotated), nbytes, flops, others, sets)

@@ -1,0 +1,102 @@
+"""python -m bench.gpu.attention_sweep [KIND ...]: many launch plans of each kernel, timed.
+
+For whoever writes ``pykernels/gpu/attention_plan.py``: every row is one plan on one size, the best
+last. A plan that does not compile or does not fit is a row with its reason.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+from collections.abc import Iterator
+from dataclasses import astuple, fields
+from statistics import median
+from typing import Any
+
+import torch
+
+from pykernels.gpu.attention_plan import DecodePlan, PrefillPlan
+
+from .attention import Size, build
+from .harness import rates, reason
+from .roofs import measure_roofs
+from .timer import make_timer
+
+
+def mla_decode_plans(size: Size) -> Iterator[DecodePlan]:
+    if size.heads <= 16:
+        for keys, stages, warps, per_sm in itertools.product((32, 64), (2, 3), (4, 8), (1, 2)):
+            yield DecodePlan(16, keys, warps, stages, per_sm)
+    if size.format == "bf16":
+        for per_sm in (1, 2, 4):
+            yield DecodePlan(64, 64, 8, 1, per_sm, by_hand=True)
+    for across in (True, False):
+        for keys, stages in ((64, 2), (32, 3), (32, 4), (32, 2)):
+            for per_sm in (1, 2):
+                yield DecodePlan(64, keys, 8, stages, per_sm, across)
+
+
+def gqa_decode_plans(size: Size) -> Iterator[DecodePlan]:
+    tile = 16 if size.heads // size.kv_heads <= 16 else 64
+    for keys, stages, warps in itertools.product((32, 64, 128), (2, 3, 4), (4, 8)):
+        if keys * (stages - 1) * size.head_dim <= 64 * 4 * 128:
+            for per_sm in (2, 4):
+                yield DecodePlan(tile, keys, warps, stages, per_sm)
+
+
+def prefill_plans(size: Size) -> Iterator[PrefillPlan]:
+    for rows, warps in ((128, 8), (64, 4), (128, 4)):
+        for keys, stages in itertools.product((32, 64, 128), (2, 3, 4)):
+            yield PrefillPlan(rows, keys, warps, stages)
+
+
+SWEEPS = (
+    (Size("mla_decode", 1, 65536), mla_decode_plans),
+    (Size("mla_decode", 8, 8192), mla_decode_plans),
+    (Size("mla_decode", 8, 32768, format="fp8"), mla_decode_plans),
+    (Size("mla_decode", 8, 32768, heads=16), mla_decode_plans),
+    (Size("gqa_decode", 1, 32768, heads=32), gqa_decode_plans),
+    (Size("gqa_decode", 8, 32768, heads=32), gqa_decode_plans),
+    (Size("gqa_decode", 8, 32768, heads=32, format="fp8"), gqa_decode_plans),
+    (Size("gqa_prefill", 1, 8192, heads=32), prefill_plans),
+    (Size("gqa_prefill", 1, 8192, heads=16, head_dim=256, kv_heads=4), prefill_plans),
+    (Size("mla_prefill", 1, 8192, heads=32), prefill_plans),
+)
+
+
+def main(kinds: list[str]) -> None:
+    device = torch.device("cuda:0")
+    roofs, timer = measure_roofs(device), make_timer(device)
+    print(roofs)
+    for size, plans in SWEEPS:
+        if kinds and size.kind not in kinds:
+            continue
+        print(f"\n{size.kind} {size.params}", flush=True)
+        found: list[tuple[float, Any]] = []
+        for plan in plans(size):
+            label = " ".join(
+                f"{f.name}={v}" for f, v in zip(fields(plan), astuple(plan), strict=True)
+            )
+            try:
+                case = build(size, device, plan, peers=False)
+                ready = timer.prepare(case.run, case.sets, 0.02)
+                us = median(1e6 * ready() for _ in range(ready.rounds))
+                row = rates(case, us, roofs)
+                found.append((us, label))
+                print(
+                    f"{us:9.1f} us  {row['gbps']:7.0f} GB/s  {row['tflops']:6.1f} TFLOP/s"
+                    f"  {row['roof_share']:.3f} of the roof  {label}",
+                    flush=True,
+                )
+            except Exception as error:
+                print(f"     none  {label}: {reason(error)[:120]}", flush=True)
+                timer.check()
+            case = ready = None  # type: ignore[assignment]
+            gc.collect()
+        for us, label in sorted(found)[:3]:
+            print(f"best {us:9.1f} us  {label}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

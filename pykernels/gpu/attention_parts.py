@@ -1,0 +1,114 @@
+"""Pieces that the attention kernels share: scores, running softmax, cache rows, FP8 values.
+
+Scores are kept in base 2 (``exp2`` is one instruction): the scale that arrives here already holds
+``log2(e)``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2E = math.log2(math.e)
+BF16, NATIVE, BITS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""How cache values arrive: bf16; E4M3 bytes that the GPU can convert; E4M3 bytes that it cannot."""
+
+
+def cache_kind(values: torch.Tensor, capability: tuple[int, int]) -> int:
+    """BF16, NATIVE or BITS; (0, 0) is the interpreter."""
+    if values.dtype == torch.bfloat16:
+        return BF16.value
+    return BITS.value if (0, 0) < capability < (8, 9) else NATIVE.value
+
+
+def as_bytes(values: torch.Tensor) -> torch.Tensor:
+    """What a kernel is given: E4M3 as plain bytes, since old GPUs' Triton has no such type."""
+    return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
+
+
+def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
+    """(inner, outer): scores in base 2 are ``inner * s``, or ``outer * tanh(inner * s / 2)``.
+
+    In the second case ``inner`` is for ``exp2``, so it holds ``log2(e)`` too.
+    """
+    if softcap is None:
+        return scale * LOG2E, 1.0
+    return 2 * LOG2E * scale / softcap, softcap * LOG2E
+
+
+@triton.jit
+def widened(x, KIND: tl.constexpr):
+    """Cache values as bf16: exact, E4M3 has fewer bits."""
+    if KIND == NATIVE:
+        return x.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
+    elif KIND == BITS:
+        # The seven bits behind the sign are exponent and mantissa of a float32 that is 2 ** 120 too
+        # small, E4M3's subnormals included.
+        bits = x.to(tl.uint32)
+        small = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True)
+        exact = small * 1.329227995784916e36
+        return tl.where((bits & 0x7F) == 0x7F, float("nan"), exact).to(tl.bfloat16)
+    else:
+        return x
+
+
+@triton.jit
+def product(a, b, acc, WIDE: tl.constexpr):
+    """``acc + a @ b``. WIDE: in float32, for the interpreter, which multiplies bf16 as integers."""
+    if WIDE:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def softmax_step(s, seen, m, total, inner, outer, MASKED: tl.constexpr, SOFTCAP: tl.constexpr):
+    """One block of the running softmax.
+
+    s [M, N] dot products; seen, what a row may see of them (only if MASKED); m [M] largest score so
+    far; total [M] sum so far. Returns (shares [M, N], factor of the past [M], m, total).
+
+    The largest score is that of the largest dot product, and scaling is part of the subtraction: a
+    multiply-add and an exponential a score.
+    """
+    if SOFTCAP:  # tanh(x) is 1 - 2 / (exp(2x) + 1)
+        s = 1 - 2 / (tl.exp2(s * inner) + 1)
+    factor = outer if SOFTCAP else inner
+    if MASKED:
+        s = tl.where(seen, s, float("-inf"))
+    top = tl.maximum(m, tl.max(s, 1) * factor)
+    base = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen nothing yet
+    p = tl.exp2(s * factor - base[:, None])
+    alpha = tl.exp2(m - base)
+    return p, alpha, top, total * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def pages_at(table, start, end, n, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Pages of the keys ``start + n``: one where blocks do not straddle pages, else [BLOCK].
+
+    A kernel asks for the next block's before it needs them: a load that waits for another cannot be
+    prefetched as far ahead.
+    """
+    if PAGE % BLOCK == 0:
+        return tl.load(table + start // PAGE, mask=start < end, other=0)
+    else:
+        return tl.load(table + (start + n) // PAGE, mask=start + n < end, other=0)
+
+
+@triton.jit
+def page_rows(pages, start, n, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Row numbers in the cache, int64 [BLOCK], of the keys ``start + n``."""
+    if PAGE % BLOCK == 0:
+        return pages.to(tl.int64) * PAGE + start % PAGE + n
+    else:
+        return pages.to(tl.int64) * PAGE + (start + n) % PAGE
+
+
+@triton.jit
+def log_total(m, total):
+    """Base-2 log-sum-exp of a row; -inf for one that saw no key."""
+    return tl.where(total == 0, float("-inf"), m + tl.log2(tl.where(total == 0, 1.0, total)))

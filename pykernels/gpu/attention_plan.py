@@ -1,0 +1,138 @@
+"""Launch plans of the attention kernels: data, from shapes and the GPU, never from lengths.
+
+A graph that was captured once is replayed with other lengths, so the grid has room for the longest.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+
+from .launch import arch
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """One decode kernel's launch.
+
+    Attributes:
+        rows: query rows (heads x tokens) of a program: 16, or 64 for Hopper's wgmma.
+        keys: of one block.
+        warps, stages: Triton's num_warps and num_stages (1 does not prefetch).
+        per_sm: programs that an SM holds at a time; splits fill that many, once.
+        across: MLA with 64 rows and 8 warps only: both warpgroups share each block of scores by
+            columns, instead of each computing all of it.
+        by_hand: MLA's bf16 kernel for Hopper, whose copies and products are ordered by us: 64 rows,
+            64 keys, 8 warps; ``stages`` and ``across`` mean nothing to it.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    per_sm: int = 1
+    across: bool = False
+    by_hand: bool = False
+
+    def splits(self, programs: int, max_length: int, sms: int) -> int:
+        """Parts that every sequence is cut into, given the programs that one part takes."""
+        fill = self.per_sm * sms // max(1, programs)
+        return max(1, min(fill, -(-max_length // self.keys)))
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """One prefill kernel's launch: rows of queries and keys of a block, warps, stages."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@functools.cache
+def sms(device: torch.device) -> int:
+    """Streaming multiprocessors; a few in the interpreter, so that its tests split too."""
+    if device.type != "cuda":
+        return 6
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_TINY_DECODE = DecodePlan(rows=16, keys=16, warps=4, stages=1)
+_TINY_PREFILL = PrefillPlan(rows=16, keys=16, warps=4, stages=1)
+
+# By (first compute capability, most rows that want it), the first that fits.
+_MLA_DECODE = {
+    (9, 0): (
+        (16, DecodePlan(rows=16, keys=64, warps=8, stages=2, per_sm=2)),
+        (1 << 30, DecodePlan(rows=64, keys=64, warps=8, stages=2, by_hand=True)),
+    ),
+    (8, 0): ((1 << 30, DecodePlan(rows=16, keys=32, warps=4, stages=2)),),
+}
+_MLA_DECODE_FP8 = {
+    (9, 0): (
+        (16, DecodePlan(rows=16, keys=64, warps=8, stages=3)),
+        (1 << 30, DecodePlan(rows=64, keys=64, warps=8, stages=2, across=True)),
+    ),
+    (8, 0): ((1 << 30, DecodePlan(rows=16, keys=32, warps=8, stages=2)),),
+}
+
+
+def by_hand_takes(L: int, R: int, fp8: bool, device: torch.device) -> bool:
+    """Whether ``DecodePlan.by_hand`` can run: Hopper, DeepSeek's sizes, a bf16 cache."""
+    return arch(device)[0] == 9 and (L, R) == (512, 64) and not fp8
+
+
+def mla_decode_plan(
+    rows: int, latent: tuple[int, int], fp8: bool, device: torch.device
+) -> DecodePlan:
+    """For ``rows`` = heads x tokens a sequence and latents of (L, R)."""
+    capability = arch(device)
+    if capability == (0, 0):
+        return _TINY_DECODE
+    table = _MLA_DECODE_FP8 if fp8 else _MLA_DECODE
+    rules = table[(9, 0)] if capability[0] == 9 else table[(8, 0)]
+    plan = next(plan for most, plan in rules if rows <= most)
+    if plan.by_hand and not by_hand_takes(*latent, fp8, device):
+        return replace(plan, by_hand=False, across=True)
+    return plan
+
+
+def gqa_decode_plan(rows: int, D: int, fp8: bool, device: torch.device) -> DecodePlan:
+    """For ``rows`` = query heads of a KV head x tokens a sequence."""
+    capability = arch(device)
+    if capability == (0, 0):
+        return _TINY_DECODE
+    tile = max(16, min(64, 1 << (rows - 1).bit_length()))
+    roomy = capability[0] == 9 or capability in ((8, 0), (10, 0))  # at least 160 KiB an SM
+    keys = 64 if D <= 128 else 32
+    stages = (4 if roomy else 2) if D <= 128 else (3 if roomy else 2)
+    return DecodePlan(rows=tile, keys=keys, warps=4, stages=stages, per_sm=2)
+
+
+def gqa_prefill_plan(D: int, device: torch.device) -> PrefillPlan:
+    """For heads of ``D``."""
+    capability = arch(device)
+    if capability == (0, 0):
+        return _TINY_PREFILL
+    if capability[0] == 9:
+        if D <= 64:
+            return PrefillPlan(rows=128, keys=128, warps=8, stages=3)
+        if D <= 128:
+            return PrefillPlan(rows=128, keys=128, warps=8, stages=2)
+        return PrefillPlan(rows=128, keys=64, warps=8, stages=2)
+    if D <= 128:
+        return PrefillPlan(rows=128, keys=32 if D > 64 else 64, warps=4, stages=2)
+    return PrefillPlan(rows=64, keys=32, warps=4, stages=2)
+
+
+def mla_prefill_plan(device: torch.device) -> PrefillPlan:
+    """Heads of 128 + 64 against values of 128."""
+    capability = arch(device)
+    if capability == (0, 0):
+        return _TINY_PREFILL
+    if capability[0] == 9:
+        return PrefillPlan(rows=128, keys=64, warps=8, stages=3)
+    return PrefillPlan(rows=64, keys=32, warps=4, stages=2)

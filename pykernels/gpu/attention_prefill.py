@@ -1,0 +1,207 @@
+"""Causal attention of many tokens a sequence: one kernel for GQA heads and for MLA's 128 + 64.
+
+A program takes a block of queries of one head and runs over the keys that they may see: blocks that
+a mask cuts (the window's edge, the diagonal, the end) apart from those that all rows see whole.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..errors import PykernelsError
+from ..shapes import Ragged
+from .attention_checks import check_out, check_rows, check_scores
+from .attention_parts import (
+    as_bytes,
+    cache_kind,
+    page_rows,
+    pages_at,
+    product,
+    score_factors,
+    softmax_step,
+    widened,
+)
+from .attention_plan import PrefillPlan
+from .launch import arch, check_device, interpreted
+
+Pair = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+@triton.jit
+def _keys(
+    q, q_rope, k_ptr, k_rope_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, first_row, m, total, acc,
+    begin, end, keys, at_q, inner, outer, window, k_t, kr_t, v_t, scale_t,
+    KIND: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The running softmax over the keys ``begin .. end``; MASKED: some row may not see some."""
+    ROWS: tl.constexpr = q.shape[0]
+    D_BLOCK: tl.constexpr = q.shape[1]
+    V_BLOCK: tl.constexpr = acc.shape[1]
+    n, d, dv = tl.arange(0, KEYS), tl.arange(0, D_BLOCK), tl.arange(0, V_BLOCK)
+    pages = 0
+    if PAGE:
+        pages = pages_at(table, begin, keys, n, PAGE, KEYS)
+    for start in tl.range(begin, end, KEYS, num_stages=STAGES):
+        there = start + n < keys
+        if PAGE:
+            at = page_rows(pages, start, n, PAGE, KEYS)
+            pages = pages_at(table, start + KEYS, keys, n, PAGE, KEYS)
+        else:
+            at = first_row + start + n
+        k_ptrs = k_ptr + at[:, None] * k_t + d[None, :]
+        v_ptrs = v_ptr + at[:, None] * v_t + dv[None, :]
+        if MASKED or D != D_BLOCK or DV != V_BLOCK:
+            k = tl.load(k_ptrs, mask=there[:, None] & (d < D)[None, :], other=0)
+            v = tl.load(v_ptrs, mask=there[:, None] & (dv < DV)[None, :], other=0)
+        else:
+            k = tl.load(k_ptrs)
+            v = tl.load(v_ptrs)
+        k = widened(k, KIND)
+        v = widened(v, KIND)
+        s = tl.zeros([ROWS, KEYS], tl.float32)
+        if R > 0:
+            kr_ptrs = k_rope_ptr + at[:, None] * kr_t + tl.arange(0, R)[None, :]
+            if MASKED:
+                k_rope = tl.load(kr_ptrs, mask=there[:, None], other=0.0)
+            else:
+                k_rope = tl.load(kr_ptrs)
+            s = product(q_rope, tl.trans(k_rope), s, WIDE)
+        s = product(q, tl.trans(k), s, WIDE)
+        if KIND != 0:
+            s *= tl.load(k_scale_ptr + at * scale_t, mask=there, other=0.0)[None, :]
+        seen = s  # of no use
+        if MASKED:
+            seen = there[None, :] & (start + n[None, :] <= at_q[:, None])
+            if WINDOW:
+                seen = seen & (start + n[None, :] > at_q[:, None] - window)
+        p, alpha, m, total = softmax_step(s, seen, m, total, inner, outer, MASKED, SOFTCAP)
+        if KIND != 0:
+            p *= tl.load(v_scale_ptr + at * scale_t, mask=there, other=0.0)[None, :]
+        acc = product(p.to(tl.bfloat16), v, acc * alpha[:, None], WIDE)
+    return m, total, acc
+
+
+@triton.jit
+def _prefill(
+    q_ptr, q_rope_ptr, k_ptr, k_rope_ptr, v_ptr, k_scale_ptr, v_scale_ptr, q_start_ptr,
+    q_length_ptr, k_start_ptr, k_length_ptr, table_ptr, out_ptr, inner, outer, window,
+    table_stride, q_t, q_h, qr_t, qr_h, k_t, k_h, kr_t, v_t, v_h, scale_t, o_t, o_h,
+    KIND: tl.constexpr, G: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
+    DV: tl.constexpr, V_BLOCK: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    b, head = tl.program_id(2), tl.program_id(1)
+    queries = tl.load(q_length_ptr + b)
+    # The last queries see the most keys: the longest programs start first.
+    q_begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    if q_begin >= queries:
+        return
+    keys = tl.load(k_length_ptr + b)
+    q_row = tl.load(q_start_ptr + b).to(tl.int64)
+    k_row = tl.zeros([], tl.int64)
+    if PAGE == 0:
+        k_row += tl.load(k_start_ptr + b)
+
+    d, dv = tl.arange(0, D_BLOCK), tl.arange(0, V_BLOCK)
+    i = q_begin + tl.arange(0, ROWS)
+    inside = i < queries
+    rows = q_row + i
+    q_mask = inside[:, None] & (d < D)[None, :]
+    q = tl.load(q_ptr + (rows * q_t + head * q_h)[:, None] + d[None, :], mask=q_mask, other=0.0)
+    q_rope = q
+    if R > 0:
+        qr_ptrs = q_rope_ptr + (rows * qr_t + head * qr_h)[:, None] + tl.arange(0, R)[None, :]
+        q_rope = tl.load(qr_ptrs, mask=inside[:, None], other=0.0)
+
+    past = keys - queries  # keys before the first query
+    at_q = past + i
+    end = tl.minimum(keys, past + q_begin + ROWS)  # behind the last key that any row sees
+    whole = tl.maximum(0, tl.minimum(keys, past + q_begin + 1)) // KEYS * KEYS
+    begin = 0
+    clear = 0  # first block that no row's window cuts
+    if WINDOW:
+        begin = tl.maximum(0, past + q_begin + 1 - window) // KEYS * KEYS
+        clear = tl.maximum(0, past + q_begin + ROWS - window + KEYS - 1) // KEYS * KEYS
+        whole = tl.maximum(whole, begin)
+        clear = tl.minimum(clear, whole)
+
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, V_BLOCK], tl.float32)
+    table = table_ptr
+    if PAGE:
+        table += b.to(tl.int64) * table_stride
+    if KIND != 0:
+        k_scale_ptr += head // G
+        v_scale_ptr += head // G
+    k_ptr += (head // G) * k_h
+    v_ptr += (head // G) * v_h
+    if WINDOW:
+        m, total, acc = _keys(
+            q, q_rope, k_ptr, k_rope_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, k_row, m, total,
+            acc, begin, clear, keys, at_q, inner, outer, window, k_t, kr_t, v_t, scale_t,
+            KIND, PAGE, D, DV, R, KEYS, STAGES, True, WINDOW, SOFTCAP, WIDE,
+        )  # fmt: skip
+    m, total, acc = _keys(
+        q, q_rope, k_ptr, k_rope_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, k_row, m, total, acc,
+        clear, whole, keys, at_q, inner, outer, window, k_t, kr_t, v_t, scale_t,
+        KIND, PAGE, D, DV, R, KEYS, STAGES, False, WINDOW, SOFTCAP, WIDE,
+    )  # fmt: skip
+    m, total, acc = _keys(
+        q, q_rope, k_ptr, k_rope_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, k_row, m, total, acc,
+        whole, end, keys, at_q, inner, outer, window, k_t, kr_t, v_t, scale_t,
+        KIND, PAGE, D, DV, R, KEYS, STAGES, True, WINDOW, SOFTCAP, WIDE,
+    )  # fmt: skip
+    y = acc / tl.where(total == 0, 1.0, total)[:, None]
+    o_mask = inside[:, None] & (dv < DV)[None, :]
+    o_ptrs = out_ptr + (rows * o_t + head * o_h)[:, None] + dv[None, :]
+    tl.store(o_ptrs, y.to(out_ptr.dtype.element_ty), mask=o_mask)
+
+
+def launch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Pair, scales: Pair, batch: Ragged,
+    page: int, scale: float, window: int | None, softcap: float | None,
+    out: torch.Tensor | None, plan: PrefillPlan,
+) -> torch.Tensor:  # fmt: skip
+    """Both launchers' common half: k [TK, KVH, D], v [TK, KVH, DV]; ``page`` 0: not paged."""
+    q_rope, k_rope = rope
+    given = {"q": q, "q_rope": q_rope, "k_rope": k_rope}
+    given |= {"k": k, "v": v} if scales[0] is None else {}
+    for name, x in given.items():
+        if x is not None:
+            check_rows(x, name)
+    table = batch.page_table
+    where = (batch.q_starts, batch.q_lengths, batch.k_lengths, batch.k_starts, table)
+    device = check_device(*(x for x in (q, k, v, q_rope, k_rope, *where) if x is not None))
+    (TQ, NH, D), (KVH, DV) = q.shape, v.shape[1:]
+    if KVH < 1 or NH % KVH or k.shape[1] != KVH:
+        raise PykernelsError(f"{NH} query heads on {KVH} KV heads", "Give a whole number a KV head")
+    if not (16 <= D <= 256 and 16 <= DV <= 256) or k.shape[2] != D:
+        raise PykernelsError(
+            f"heads of {D} on {k.shape[2]} and {DV}", "The kernel takes 16 to 256, q and k alike"
+        )
+    check_scores(scale, window, softcap)
+    result = check_out(out, (TQ, NH, DV), device)
+    blocks = triton.cdiv(batch.max_queries, plan.rows)
+    if result.numel() == 0 or blocks * batch.B == 0:
+        return result
+    inner, outer = score_factors(scale, softcap)
+    _prefill[(blocks, NH, batch.B)](
+        q, q_rope, as_bytes(k), k_rope, as_bytes(v), *scales, batch.q_starts, batch.q_lengths,
+        batch.k_starts, batch.k_lengths, table, result, inner, outer, window or 0,
+        0 if table is None else table.stride(0),
+        q.stride(0), q.stride(1), *(q_rope.stride()[:2] if q_rope is not None else (0, 0)),
+        k.stride(0), k.stride(1), k_rope.stride(0) if k_rope is not None else 0,
+        v.stride(0), v.stride(1), KVH, result.stride(0), result.stride(1),
+        KIND=cache_kind(k, arch(device)), G=NH // KVH, PAGE=page, D=D,
+        D_BLOCK=triton.next_power_of_2(D), DV=DV, V_BLOCK=triton.next_power_of_2(DV),
+        R=q_rope.shape[-1] if q_rope is not None else 0, ROWS=plan.rows, KEYS=plan.keys,
+        STAGES=plan.stages, WINDOW=window is not None, SOFTCAP=softcap is not None,
+        WIDE=interpreted(), num_warps=plan.warps, num_stages=plan.stages,
+    )  # fmt: skip
+    return result

@@ -1,0 +1,160 @@
+"""Grouped-query attention of the newest tokens over a paged cache.
+
+One program reads a part of one sequence's keys and values of one KV head, for all query heads of
+that KV head and every new token: each byte of the cache is read once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..errors import PykernelsError
+from .attention_checks import check_cache, check_out, check_scales, check_scores, newest_tokens
+from .attention_combine import Partials
+from .attention_parts import (
+    as_bytes,
+    cache_kind,
+    log_total,
+    page_rows,
+    pages_at,
+    product,
+    score_factors,
+    softmax_step,
+    widened,
+)
+from .attention_plan import DecodePlan, gqa_decode_plan, sms
+from .launch import arch, check_device, interpreted
+
+
+@triton.jit
+def _gqa_decode(
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, length_ptr, out_ptr, lse_ptr,
+    inner, outer, window, S, KVH, splits, table_stride, q_b, q_s, q_h,
+    G: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(S * G, ROWS)
+    kv, part, b = tl.program_id(0) // blocks, tl.program_id(1), tl.program_id(2)
+    row = (tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)  # s * G + g
+    n, d = tl.arange(0, KEYS), tl.arange(0, D_BLOCK)
+    inside = row < S * G
+    s_at, h_at = row // G, kv * G + row % G
+    wide = d < D  # all true for powers of two
+    q_at = b.to(tl.int64) * q_b + s_at.to(tl.int64) * q_s + h_at * q_h
+    q_mask = inside[:, None] & wide[None, :]
+    q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=q_mask, other=0.0)
+
+    length = tl.load(length_ptr + b)
+    last = length - S + s_at  # newest key that the row sees
+    first = 0
+    if WINDOW:  # of the oldest row, at a block's edge
+        first = tl.maximum(0, length - S + 1 - window) // KEYS * KEYS
+    each = tl.cdiv(tl.cdiv(length - first, KEYS), splits) * KEYS
+    begin = first + part * each
+    end = tl.minimum(length, begin + each)
+    table = table_ptr + b.to(tl.int64) * table_stride
+
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, D_BLOCK], tl.float32)
+    pages = pages_at(table, begin, end, n, PAGE, KEYS)
+    for start in tl.range(begin, end, KEYS, num_stages=STAGES):
+        at = page_rows(pages, start, n, PAGE, KEYS) * KVH + kv
+        pages = pages_at(table, start + KEYS, end, n, PAGE, KEYS)
+        there = start + n < end
+        mask = there[:, None] & wide[None, :]
+        k = widened(tl.load(k_ptr + at[:, None] * D + d[None, :], mask=mask, other=0), KIND)
+        v = widened(tl.load(v_ptr + at[:, None] * D + d[None, :], mask=mask, other=0), KIND)
+        s = product(q, tl.trans(k), tl.zeros([ROWS, KEYS], tl.float32), WIDE)
+        if KIND != 0:
+            s *= tl.load(k_scale_ptr + at, mask=there, other=0.0)[None, :]
+        seen = there[None, :] & (start + n[None, :] <= last[:, None])
+        if WINDOW:
+            seen = seen & (start + n[None, :] > last[:, None] - window)
+        p, alpha, m, total = softmax_step(s, seen, m, total, inner, outer, True, SOFTCAP)
+        if KIND != 0:
+            p *= tl.load(v_scale_ptr + at, mask=there, other=0.0)[None, :]
+        acc = product(p.to(tl.bfloat16), v, acc * alpha[:, None], WIDE)
+
+    y = acc / tl.where(total == 0, 1.0, total)[:, None]
+    o_at = ((b.to(tl.int64) * S + s_at) * (KVH * G) + h_at) * splits + part
+    o_ptrs = out_ptr + o_at[:, None] * D + d[None, :]
+    if SPLIT:
+        tl.store(lse_ptr + o_at, log_total(m, total), mask=inside)
+        if begin < end:
+            tl.store(o_ptrs, y.to(out_ptr.dtype.element_ty), mask=q_mask)
+    else:
+        tl.store(o_ptrs, y.to(out_ptr.dtype.element_ty), mask=q_mask)
+
+
+def gqa_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    scale: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    max_length: int | None = None,
+    out: torch.Tensor | None = None,
+    plan: DecodePlan | None = None,
+) -> torch.Tensor:
+    """``pykernels.ref.gqa_decode``: the same shapes, on the GPU.
+
+    Args:
+        q: bf16, any strides but the last, which is 1; D up to 256.
+        k, v: bf16, or E4M3 with scales of one a token and head; contiguous.
+        max_length: no sequence is longer (default: what the page table can hold). It only sets how
+            many programs share a sequence: lengths are read on the device.
+        out: bf16 like the result, contiguous.
+        plan: instead of the shipped one.
+
+    Returns:
+        bf16 [B, (S,) NH, D].
+
+    Raises:
+        PykernelsError: a dtype, size or GPU that the kernel does not take.
+    """
+    device = check_device(q, k, v, page_table, lengths)
+    q4 = newest_tokens(q, "q")
+    B, S, NH, D = q4.shape
+    KVH = k.shape[2] if k.ndim == 4 else 0
+    if KVH < 1 or NH % KVH:
+        raise PykernelsError(f"{NH} query heads on {KVH} KV heads", "Give a whole number a KV head")
+    if not 16 <= D <= 256:
+        raise PykernelsError(f"heads of {D}", "The kernel takes 16 to 256")
+    check_scores(scale, window, softcap)
+    P, page = check_cache(k, "k", (KVH, D), page_table, lengths, B)
+    check_cache(v, "v", (KVH, D), page_table, lengths, B, beside=k)
+    check_scales(k, k_scale, "k_scale", (P, page, KVH))
+    check_scales(v, v_scale, "v_scale", (P, page, KVH))
+    result = check_out(out, q.shape, device)
+    if result.numel() == 0:
+        return result
+    G = NH // KVH
+    chosen = plan or gqa_decode_plan(S * G, D, k_scale is not None, device)
+    blocks = triton.cdiv(S * G, chosen.rows)
+    longest = page_table.shape[1] * page if max_length is None else max_length
+    if window is not None:
+        longest = min(longest, window + S - 1 + chosen.keys)
+    splits = chosen.splits(B * KVH * blocks, longest, sms(device))
+    partials = Partials(result.view(B, S * NH, D), splits)
+    inner, outer = score_factors(scale, softcap)
+    _gqa_decode[(KVH * blocks, splits, B)](
+        q4, as_bytes(k), as_bytes(v), k_scale, v_scale, page_table, lengths,
+        partials.values, partials.lse, inner, outer, window or 0, S, KVH, splits,
+        page_table.stride(0), *q4.stride()[:3],
+        G=G, PAGE=page, D=D, D_BLOCK=triton.next_power_of_2(D), ROWS=chosen.rows, KEYS=chosen.keys,
+        STAGES=chosen.stages, KIND=cache_kind(k, arch(device)), WINDOW=window is not None,
+        SOFTCAP=softcap is not None, SPLIT=splits > 1, WIDE=interpreted(),
+        num_warps=chosen.warps, num_stages=chosen.stages,
+    )  # fmt: skip
+    partials.combine()
+    return result

@@ -1,0 +1,60 @@
+"""Causal grouped-query attention of many tokens, behind a cached prefix or not."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import PykernelsError
+from ..shapes import Ragged
+from .attention_checks import check_cache, check_scales
+from .attention_plan import PrefillPlan, gqa_prefill_plan
+from .attention_prefill import launch
+
+
+def gqa_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    batch: Ragged,
+    *,
+    scale: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    out: torch.Tensor | None = None,
+    plan: PrefillPlan | None = None,
+) -> torch.Tensor:
+    """``pykernels.ref.gqa_prefill``: the same shapes, on the GPU.
+
+    Args:
+        q, k, v: bf16, any strides but the last, which is 1; D up to 256. Pages: bf16, or E4M3 with
+            scales; contiguous.
+        out: bf16 like the result, contiguous.
+        plan: instead of the shipped one.
+
+    Returns:
+        bf16 [TQ, NH, D]; rows of no sequence (padding) are left as they were.
+
+    Raises:
+        PykernelsError: a dtype, size or GPU that the kernel does not take.
+    """
+    D = q.shape[-1]
+    table = batch.page_table
+    if q.ndim != 3 or k.ndim != (3 if table is None else 4) or k.shape != v.shape:
+        raise PykernelsError(
+            f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not match",
+            "Make them [TQ, NH, D] and [TK, KVH, D], or [P, page, KVH, D] with a page table",
+        )
+    page = 0
+    if table is not None:
+        token = (k.shape[2], D)
+        _, page = check_cache(k, "k", token, table, batch.k_lengths, batch.B)
+        check_cache(v, "v", token, table, batch.k_lengths, batch.B, beside=k)
+    scales = (k_scale, v_scale)
+    for scaling, name in zip(scales, ("k_scale", "v_scale"), strict=True):
+        check_scales(k, scaling, name, tuple(k.shape[:-1]))
+    k, v = (x if table is None else x.flatten(0, 1) for x in (k, v))
+    chosen = plan or gqa_prefill_plan(D, q.device)
+    rope = (None, None)
+    return launch(q, k, v, rope, scales, batch, page, scale, window, softcap, out, chosen)

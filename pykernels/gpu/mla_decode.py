@@ -1,0 +1,206 @@
+"""Absorbed multi-head latent attention of the newest tokens over a paged latent cache.
+
+One program reads a part of one sequence's latents once, for a block of query rows (heads of every
+new token): the latent is key and value, so a block of it is loaded once for both products.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..errors import PykernelsError
+from .attention_checks import check_cache, check_out, check_scales, check_scores, newest_tokens
+from .attention_combine import Partials
+from .attention_parts import (
+    as_bytes,
+    cache_kind,
+    log_total,
+    page_rows,
+    pages_at,
+    product,
+    score_factors,
+    softmax_step,
+    widened,
+)
+from .attention_plan import DecodePlan, by_hand_takes, mla_decode_plan, sms
+from .launch import arch, check_device, interpreted
+
+
+@triton.jit
+def _shares(
+    q, q_rope, k, k_rope, k_scale, seen, m, total, inner, outer, unknown,
+    KIND: tl.constexpr, SOFTCAP: tl.constexpr, ACROSS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Scores of one block and the running softmax: (shares, factor of the past, m, total)."""
+    ROWS: tl.constexpr = q.shape[0]
+    KEYS: tl.constexpr = k.shape[0]
+    s_rope = tl.zeros([ROWS, KEYS], tl.float32)
+    if ACROSS:
+        if unknown >= 0:  # see the kernel
+            s_rope = product(q_rope, tl.trans(k_rope), s_rope, WIDE)
+    else:
+        s_rope = product(q_rope, tl.trans(k_rope), s_rope, WIDE)
+    if KIND == 0:
+        s = product(q, tl.trans(k), s_rope, WIDE)
+    else:  # the scale is the latent's alone
+        s = product(q, tl.trans(k), tl.zeros([ROWS, KEYS], tl.float32), WIDE)
+        s = s * k_scale[None, :] + s_rope
+    return softmax_step(s, seen, m, total, inner, outer, True, SOFTCAP)
+
+
+@triton.jit
+def _mla_decode(
+    q_ptr, q_rope_ptr, latent_ptr, rope_ptr, scale_ptr, table_ptr, length_ptr, out_ptr, lse_ptr,
+    inner, outer, S, NH, splits, table_stride,
+    q_b, q_s, q_h, qr_b, qr_s, qr_h,
+    PAGE: tl.constexpr, L: tl.constexpr, R: tl.constexpr, SOFTCAP: tl.constexpr,
+    SPLIT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    KIND: tl.constexpr, ACROSS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    part, b = tl.program_id(1), tl.program_id(2)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # token-major: s * NH + h
+    n, c, r = tl.arange(0, KEYS), tl.arange(0, L), tl.arange(0, R)
+    inside = row < S * NH
+    s_at, h_at = row // NH, row % NH
+    q_at = b.to(tl.int64) * q_b + s_at.to(tl.int64) * q_s + h_at * q_h
+    q = tl.load(q_ptr + q_at[:, None] + c[None, :], mask=inside[:, None], other=0.0)
+    q_at = b.to(tl.int64) * qr_b + s_at.to(tl.int64) * qr_s + h_at * qr_h
+    q_rope = tl.load(q_rope_ptr + q_at[:, None] + r[None, :], mask=inside[:, None], other=0.0)
+
+    length = tl.load(length_ptr + b)
+    last = length - S + s_at  # newest key that the row sees
+    each = tl.cdiv(tl.cdiv(length, KEYS), splits) * KEYS
+    begin = part * each
+    end = tl.minimum(length, begin + each)
+    table = table_ptr + b.to(tl.int64) * table_stride
+
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, L], tl.float32)
+    pages = pages_at(table, begin, end, n, PAGE, KEYS)
+    for start in tl.range(begin, end, KEYS, num_stages=STAGES):
+        at = page_rows(pages, start, n, PAGE, KEYS)
+        pages = pages_at(table, start + KEYS, end, n, PAGE, KEYS)
+        there = start + n < end
+        k = tl.load(latent_ptr + at[:, None] * L + c[None, :], mask=there[:, None], other=0)
+        k_rope = tl.load(rope_ptr + at[:, None] * R + r[None, :], mask=there[:, None], other=0.0)
+        k = widened(k, KIND)
+        k_scale = tl.zeros([KEYS], tl.float32)
+        if KIND != 0:
+            k_scale = tl.load(scale_ptr + at, mask=there, other=0.0)
+        seen = there[None, :] & (start + n[None, :] <= last[:, None])
+        if ACROSS:
+            # Triton gives the warps of a product whose result enters another product to its rows,
+            # and 64 rows are one warpgroup's: two would compute the same. It does not see the other
+            # product from inside an `if`, and shares the columns. Both conditions always hold.
+            p = tl.where(there[None, :], 0.0, 1.0).broadcast_to(ROWS, KEYS)
+            p = p.to(tl.bfloat16)
+            alpha = tl.full([ROWS], 1.0, tl.float32)
+            if start < end:
+                p32, alpha, m, total = _shares(
+                    q, q_rope, k, k_rope, k_scale, seen, m, total, inner, outer, start - begin,
+                    KIND, SOFTCAP, ACROSS, WIDE,
+                )  # fmt: skip
+                if KIND != 0:
+                    p32 = p32 * k_scale[None, :]
+                p = p32.to(tl.bfloat16)
+        else:
+            p32, alpha, m, total = _shares(
+                q, q_rope, k, k_rope, k_scale, seen, m, total, inner, outer, 0,
+                KIND, SOFTCAP, ACROSS, WIDE,
+            )  # fmt: skip
+            if KIND != 0:
+                p32 = p32 * k_scale[None, :]
+            p = p32.to(tl.bfloat16)
+        acc = product(p, k, acc * alpha[:, None], WIDE)
+
+    y = acc / tl.where(total == 0, 1.0, total)[:, None]
+    o_at = (b.to(tl.int64) * (S * NH) + row) * splits + part
+    o_ptrs = out_ptr + o_at[:, None] * L + c[None, :]
+    if SPLIT:
+        tl.store(lse_ptr + o_at, log_total(m, total), mask=inside)
+        if begin < end:
+            tl.store(o_ptrs, y.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+    else:
+        tl.store(o_ptrs, y.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+
+
+def mla_decode(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    scale: float,
+    latent_scale: torch.Tensor | None = None,
+    softcap: float | None = None,
+    max_length: int | None = None,
+    out: torch.Tensor | None = None,
+    plan: DecodePlan | None = None,
+) -> torch.Tensor:
+    """``pykernels.ref.mla_decode``: the same shapes, on the GPU.
+
+    Args:
+        q_latent, q_rope: bf16, any strides but the last, which is 1.
+        latent: bf16, or E4M3 with ``latent_scale``; rope: bf16; both contiguous.
+        max_length: no sequence is longer (default: what the page table can hold). It only sets how
+            many programs share a sequence: lengths are read on the device.
+        out: bf16 like the result, contiguous.
+        plan: instead of the shipped one.
+
+    Returns:
+        bf16 [B, (S,) NH, L].
+
+    Raises:
+        PykernelsError: a dtype, size or GPU that the kernel does not take.
+    """
+    device = check_device(q_latent, q_rope, latent, rope, page_table, lengths)
+    q, q_r = newest_tokens(q_latent, "q_latent"), newest_tokens(q_rope, "q_rope")
+    B, S, NH, L = q.shape
+    R = q_r.shape[-1]
+    if q_r.shape[:3] != q.shape[:3]:
+        raise PykernelsError(
+            f"q_latent {list(q.shape)} and q_rope {list(q_r.shape)} do not match",
+            "Give both the same batch, tokens and heads",
+        )
+    if any(size & (size - 1) or size < 16 for size in (L, R)):
+        raise PykernelsError(f"latents of {L} + {R}", "Both must be powers of two, at least 16")
+    P, page = check_cache(latent, "latent", (L,), page_table, lengths, B)
+    check_cache(rope, "rope", (R,), page_table, lengths, B, beside=latent, bf16_only=True)
+    check_scores(scale, None, softcap)
+    check_scales(latent, latent_scale, "latent_scale", (P, page))
+    result = check_out(out, (*q_latent.shape[:-1], L), device)
+    if result.numel() == 0:
+        return result
+    chosen = plan or mla_decode_plan(S * NH, (L, R), latent_scale is not None, device)
+    if chosen.by_hand and not by_hand_takes(L, R, latent_scale is not None, device):
+        raise PykernelsError(
+            f"the kernel by hand takes no {latent.dtype} latents of {L} + {R} on this GPU",
+            "Give a plan without by_hand",
+        )
+    blocks = triton.cdiv(S * NH, chosen.rows)
+    longest = page_table.shape[1] * page if max_length is None else max_length
+    splits = chosen.splits(B * blocks, longest, sms(device))
+    partials = Partials(result.view(B, S * NH, L), splits)
+    inner, outer = score_factors(scale, softcap)
+    sizes = (inner, outer, S, NH, splits, page_table.stride(0), *q.stride()[:3], *q_r.stride()[:3])
+    where = (page_table, lengths, partials.values, partials.lse)
+    options = {"PAGE": page, "L": L, "R": R, "SOFTCAP": softcap is not None, "SPLIT": splits > 1}
+    grid = (blocks, splits, B)
+    if chosen.by_hand:
+        from .mla_decode_hopper import mla_decode_hopper  # Gluon: not in the interpreter
+
+        mla_decode_hopper[grid](q, q_r, latent, rope, *where, *sizes, **options, num_warps=8)
+    else:
+        _mla_decode[grid](
+            q, q_r, as_bytes(latent), rope, latent_scale, *where, *sizes, **options,
+            ROWS=chosen.rows, KEYS=chosen.keys, STAGES=chosen.stages,
+            KIND=cache_kind(latent, arch(device)), ACROSS=chosen.across, WIDE=interpreted(),
+            num_warps=chosen.warps, num_stages=chosen.stages,
+        )  # fmt: skip
+    partials.combine()
+    return result

@@ -1,0 +1,60 @@
+"""Causal multi-head latent attention of many tokens, keys and values expanded from the latents."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import PykernelsError
+from ..shapes import Ragged
+from .attention_plan import PrefillPlan, mla_prefill_plan
+from .attention_prefill import launch
+
+
+def mla_prefill(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    k_nope: torch.Tensor,
+    k_rope: torch.Tensor,
+    v: torch.Tensor,
+    batch: Ragged,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    out: torch.Tensor | None = None,
+    plan: PrefillPlan | None = None,
+) -> torch.Tensor:
+    """``pykernels.ref.mla_prefill``: the same shapes, on the GPU.
+
+    Args:
+        q_nope, q_rope, k_nope, k_rope, v: bf16, any strides but the last, which is 1: halves of one
+            projection need no copy, and the rotated keys are read for all heads from one place.
+        out: bf16 like the result, contiguous.
+        plan: instead of the shipped one.
+
+    Returns:
+        bf16 [TQ, NH, DV]; rows of no sequence (padding) are left as they were.
+
+    Raises:
+        PykernelsError: a dtype, size or GPU that the kernel does not take.
+    """
+    NH, R = q_nope.shape[1], q_rope.shape[-1]
+    TK = k_nope.shape[0]
+    if (
+        q_rope.shape[:2] != q_nope.shape[:2]
+        or k_nope.shape[1:] != q_nope.shape[1:]
+        or tuple(k_rope.shape) != (TK, R)
+        or v.shape[:2] != k_nope.shape[:2]
+        or batch.k_starts is None
+    ):
+        raise PykernelsError(
+            f"q {list(q_nope.shape)} + {list(q_rope.shape)}, k {list(k_nope.shape)} + "
+            f"{list(k_rope.shape)} and v {list(v.shape)} do not match",
+            f"Make them [TQ, {NH}, D], [TQ, {NH}, R], [TK, {NH}, D], [TK, R], [TK, {NH}, DV]",
+        )
+    if R & (R - 1) or R < 16:
+        raise PykernelsError(f"a rotated part of {R}", "It must be a power of two, at least 16")
+    chosen = plan or mla_prefill_plan(q_nope.device)
+    rope, none = (q_rope, k_rope), (None, None)
+    return launch(
+        q_nope, k_nope, v, rope, none, batch, 0, scale, None, softcap, out, chosen
+    )  # fmt: skip

@@ -1,0 +1,112 @@
+"""What the attention kernels do not take is a clear error before any kernel runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from pykernels.errors import PykernelsError
+from pykernels.shapes import Ragged
+
+from .caches import BF16, FP8
+
+
+def decode_arguments(device: torch.device) -> dict[str, Any]:
+    def made(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=BF16, device=device)
+
+    return {
+        "q": made(2, 8, 32),
+        "k": made(6, 16, 2, 32),
+        "v": made(6, 16, 2, 32),
+        "page_table": torch.zeros(2, 3, dtype=torch.int32, device=device),
+        "lengths": torch.ones(2, dtype=torch.int32, device=device),
+        "scale": 0.1,
+    }
+
+
+BAD_DECODE: list[tuple[str, Callable[[Any], Any], str]] = [
+    ("q", lambda x: x.float(), "q is torch.float32"),
+    ("q", lambda x: x[0], r"q is \[8, 32\]"),
+    ("q", lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), "q has strides"),
+    ("q", lambda x: x[:, :7], "7 query heads on 2 KV heads"),
+    ("k", lambda x: x.half(), "k is torch.float16"),
+    ("k", lambda x: x[:, :12], "k has strides"),
+    ("k", lambda x: x[:, :12].contiguous(), "pages of 12 tokens"),
+    ("k", lambda x: x.to(FP8), "k_scale is not"),
+    ("v", lambda x: x[:5].contiguous(), "v has 5 pages"),
+    ("v", lambda x: x[..., :16].contiguous(), r"v is \[6, 16, 2, 16\]"),
+    ("page_table", lambda x: x.long(), "page table is torch.int64"),
+    ("page_table", lambda x: x[:1], "page table"),
+    ("lengths", lambda x: x[:1], "lengths are"),
+    ("lengths", lambda x: x.long(), "lengths are torch.int64"),
+    ("scale", lambda x: float("nan"), "scale of nan"),
+    ("window", lambda x: 0, "window of 0"),
+    ("softcap", lambda x: -1.0, "softcap of -1"),
+    ("k_scale", lambda x: torch.ones(6, 16, 2), "k_scale is given"),
+    ("out", lambda x: torch.zeros(2, 8, 32), "out is torch.float32"),
+    ("out", lambda x: torch.zeros(2, 8, 16, dtype=BF16), "out is"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "complaint"), BAD_DECODE, ids=[f"{r[0]}: {r[2]}" for r in BAD_DECODE]
+)
+def test_gqa_decode_refuses(name: str, spoil: Callable[[Any], Any], complaint: str, device) -> None:
+    from pykernels.gpu.gqa_decode import gqa_decode
+
+    arguments = decode_arguments(device)
+    arguments[name] = spoil(arguments.get(name))
+    with pytest.raises(PykernelsError, match=complaint):
+        gqa_decode(**arguments)
+
+
+def test_mla_decode_refuses(device) -> None:
+    from pykernels.gpu.mla_decode import mla_decode
+
+    q, rope = (torch.zeros(1, 4, n, dtype=BF16, device=device) for n in (48, 16))
+    pages, ropes = (torch.zeros(3, 16, n, dtype=BF16, device=device) for n in (48, 16))
+    where = [torch.ones(1, n, dtype=torch.int32, device=device) for n in (3, 1)]
+    with pytest.raises(PykernelsError, match="latents of 48"):
+        mla_decode(q, rope, pages, ropes, where[0], where[1][0], scale=1.0)
+    with pytest.raises(PykernelsError, match="do not match"):
+        mla_decode(q, rope[:, :3], pages, ropes, where[0], where[1][0], scale=1.0)
+
+
+def test_ragged_refuses() -> None:
+    n = torch.ones(2, dtype=torch.int32)
+    for broken, complaint in [
+        ({}, "a start each or a page table"),
+        ({"k_starts": n, "page_table": n[:, None]}, "a start each or a page table"),
+        ({"k_starts": n[:1]}, "starts and lengths"),
+        ({"k_starts": n.long()}, "starts and lengths"),
+        ({"page_table": n}, "page table is"),
+    ]:
+        with pytest.raises(PykernelsError, match=complaint):
+            Ragged(n, n, n, 1, **broken)
+
+
+def test_prefill_refuses(device) -> None:
+    from pykernels.gpu.gqa_prefill import gqa_prefill
+
+    n = torch.ones(1, dtype=torch.int32, device=device)
+    batch = Ragged(n, n, n, 1, k_starts=n)
+    q, k = (torch.zeros(4, h, 32, dtype=BF16, device=device) for h in (6, 4))
+    with pytest.raises(PykernelsError, match="6 query heads on 4 KV heads"):
+        gqa_prefill(q, k, k, batch, scale=1.0)
+    with pytest.raises(PykernelsError, match="do not match"):
+        gqa_prefill(q, k, k[:3], batch, scale=1.0)
+    with pytest.raises(PykernelsError, match="q is torch.float32"):
+        gqa_prefill(q.float(), k, k, batch, scale=1.0)
+
+
+def test_tensors_on_two_devices_are_refused(device) -> None:
+    from pykernels.gpu.gqa_decode import gqa_decode
+
+    arguments = decode_arguments(device)
+    arguments["lengths"] = torch.ones(2, dtype=torch.int32, device="meta")
+    with pytest.raises(PykernelsError, match="lie on"):
+        gqa_decode(**arguments)
