@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +12,7 @@ import typer
 from .cli_common import EXIT_PROBLEM, Debug, command, err, out, prepare_threads
 
 if TYPE_CHECKING:
-    from .doctor_report import Report
+    from .doctor_report import Fact, Report
 
 
 @command
@@ -34,6 +36,16 @@ def doctor(
         raise typer.Exit(EXIT_PROBLEM)
 
 
+_MANY = 3  # of which the same is said: one line for all
+
+
+def _alike(facts: list[Fact]) -> Iterator[tuple[list[str], Fact]]:
+    """Neighbours of which the same is said, as one: (their names, the first)."""
+    for _, same in groupby(facts, key=lambda fact: (fact.value, fact.problem, fact.mend)):
+        group = list(same)
+        yield [fact.name for fact in group], group[0]
+
+
 def _show(report: Report) -> None:
     """A table of the sections, then the problems, each with its mend."""
     from rich.table import Table
@@ -44,9 +56,14 @@ def _show(report: Report) -> None:
     table.add_column(overflow="fold")
     for section, facts in report.sections.items():
         table.add_row(Text(section, style="bold"))
-        for fact in facts:
-            name = Text(f"  {fact.name}", style="cyan")
-            table.add_row(name, Text(fact.value, style="red" if fact.problem else ""))
+        for names, fact in _alike(facts):
+            style = "red" if fact.problem else ""
+            if len(names) < _MANY:
+                for name in names:
+                    table.add_row(Text(f"  {name}", style="cyan"), Text(fact.value, style))
+            else:
+                table.add_row(Text(f"  {len(names)} alike", style="cyan"), Text(fact.value, style))
+                table.add_row("", Text(", ".join(names), style="cyan"))
     console = out()
     console.print(table)
     for fact in report.problems:

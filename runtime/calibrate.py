@@ -35,7 +35,7 @@ TOKENS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)
 PATHS = {"tiles": NEVER, "gemm": 1}
 """The ``gemm_from`` that sends every expert down a path."""
 
-_ROUNDS, _SECONDS = 9, 0.5  # of one token count: rounds at most, seconds (3 rounds at least)
+_ROUNDS, _SECONDS = 7, 0.2  # of one token count: rounds at most, seconds (3 rounds at least)
 
 
 class Timer(Protocol):

@@ -89,7 +89,7 @@ def test_paths_take_turns_and_the_first_round_only_warms_up() -> None:
     assert [round(point.gemm * 1e6, 6) for point in slow] == [2.0, 2.0]
     quick = Model(2.0)
     time_paths(quick, (4,), clock=lambda: 0.0)
-    assert len(quick.asked) == 2 * 10
+    assert len(quick.asked) == 2 * 8
 
 
 def test_what_is_kept_is_what_experts_will_find(tmp_path) -> None:
