@@ -85,8 +85,9 @@ class CudaTimer:
                 graph = torch.cuda.CUDAGraph()
             calls, rounds = _counts(once, sets, seconds)
             self._capture(graph, call, calls)
-        except RuntimeError:
+        except RuntimeError:  # a peer that waits for the device
             self.check()
+            self._leave_capture()
             return self._eager(call, sets, seconds)
         graph.replay()
         torch.cuda.synchronize(self.device)
@@ -96,6 +97,11 @@ class CudaTimer:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(calls):
                 call()
+
+    def _leave_capture(self) -> None:
+        """A failed capture leaves torch's generator waiting for its end: a new state ends it."""
+        generator = torch.cuda.default_generators[self.device.index or 0]
+        generator.graphsafe_set_state(generator.clone_state())
 
     def _eager(self, call: Callable[[], object], sets: int, seconds: float) -> Ready:
         torch.cuda.synchronize(self.device)
