@@ -53,7 +53,8 @@ def line(row: Row) -> str:
     eager = "" if row["captured"] else " (NOT CAPTURED)"
     return (
         f"{head}{row['us_median']:.1f} us{eager}, {row['gbps']:.0f} GB/s,"
-        f" {row['tflops']:.1f} TFLOP/s, {row['roof_share']:.0%} of the {row['bound']} roof{ratios}{missing}"
+        f" {row['tflops']:.1f} TFLOP/s,"
+        f" {row['roof_share']:.0%} of the {row['bound']} roof{ratios}{missing}"
     )
 
 
