@@ -187,3 +187,5 @@ def measure_all(
         yield row
         if failed:
             timer.check()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # a capture cannot ask the allocator to give memory back
