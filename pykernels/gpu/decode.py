@@ -53,31 +53,31 @@ def byte_to_bf16(q):
 
 
 @triton.jit
-def integer_scales(scales, k, N, GROUP: tl.constexpr):
+def integer_scales(scales, there, k, N, GROUP: tl.constexpr):
     """Scales of inputs k and k + 32 of a tile's rows. GROUP 0: one scale an output."""
     if GROUP == 0:
-        s0 = tl.load(scales)
+        s0 = tl.load(scales, mask=there, other=0.0)
         s1 = s0
     else:
-        s0 = tl.load(scales + k // GROUP * N)
+        s0 = tl.load(scales + k // GROUP * N, mask=there, other=0.0)
         s1 = s0
         if GROUP == 32:
-            s1 = tl.load(scales + (k // GROUP + 1) * N)
+            s1 = tl.load(scales + (k // GROUP + 1) * N, mask=there, other=0.0)
     return s0[:, None], s1[:, None]
 
 
 @triton.jit
-def int8_pair(rows, scales, k, N, GROUP: tl.constexpr):
+def int8_pair(rows, scales, there, k, N, GROUP: tl.constexpr):
     at = rows[:, None] + (k + tl.arange(0, 32))[None, :]
-    s0, s1 = integer_scales(scales, k, N, GROUP)
+    s0, s1 = integer_scales(scales, there, k, N, GROUP)
     q0, q1 = tl.load(at) ^ 0x80, tl.load(at + 32) ^ 0x80
     return times(byte_to_bf16(q0), s0), times(byte_to_bf16(q1), s1)
 
 
 @triton.jit
-def int4_pair(rows, scales, k, N, GROUP: tl.constexpr):
+def int4_pair(rows, scales, there, k, N, GROUP: tl.constexpr):
     q = tl.load(rows[:, None] + (k // 2 + tl.arange(0, 32))[None, :])
-    s0, s1 = integer_scales(scales, k, N, GROUP)
+    s0, s1 = integer_scales(scales, there, k, N, GROUP)
     return times(nibble_to_bf16(q & 15), s0), times(nibble_to_bf16(q >> 4), s1)
 
 
@@ -161,6 +161,7 @@ def q6_k_pair(rows, k, K, PAIR: tl.constexpr):
 def decode_pair(
     rows,
     scales,
+    there,
     k,
     N,
     K,
@@ -174,14 +175,16 @@ def decode_pair(
     Args:
         rows: uint8 pointers [rows], to the first byte of each row.
         scales: pointers [rows] to the scales of input 0 (int8, int4, fp8), or anything.
+        there: [rows], which rows exist: integer scales of others are not read (``rows`` points to
+            some row everywhere). A clamped index would hide from Triton that scales are a run.
         k: a multiple of 64.
         PAIR: k // 64 % 4, known when compiling.
         NATIVE: the GPU has an E4M3 type.
     """
     if KIND == "int8":
-        first, second = int8_pair(rows, scales, k, N, GROUP)
+        first, second = int8_pair(rows, scales, there, k, N, GROUP)
     elif KIND == "int4":
-        first, second = int4_pair(rows, scales, k, N, GROUP)
+        first, second = int4_pair(rows, scales, there, k, N, GROUP)
     elif KIND == "fp8":
         first, second = fp8_pair(rows, scales, k, NATIVE)
     elif KIND == "q4_k":

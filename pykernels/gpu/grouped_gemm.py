@@ -15,7 +15,7 @@ from .kernel_decoded import gemm_decoded
 from .kernel_fp8 import gemm_fp8
 from .launch import arch
 from .matrices import Matrices
-from .plan import GemmPlan
+from .plan import GemmPlan, fit_stages
 
 NATIVE_FP8 = (8, 9)
 """From this compute capability on Triton has an E4M3 type."""
@@ -54,6 +54,7 @@ def multiply(
     """
     path = path_of(stack, x_scale is not None)
     mats = 2 if gated else 1
+    plan = fit_stages(plan, arch(x.device), _step_bytes(stack, path, plan, mats))
     cols = plan.block_n // mats if path == "bf16" else plan.block_n
     n_blocks = triton.cdiv(stack.N, cols)
     if order is None:
@@ -136,6 +137,17 @@ def _decoded(
         NATIVE=arch(x.device) >= NATIVE_FP8,
         BLOCK_K=block_k,
     )
+
+
+def _step_bytes(stack: Matrices, path: str, plan: GemmPlan, mats: int) -> int:
+    """Shared memory of one stage: a tile of inputs and the tiles of weights, as they are stored."""
+    if path == "bf16":
+        return 2 * plan.block_k * (plan.block_m + plan.block_n)
+    if path == "fp8":
+        return 128 * (plan.block_m + mats * plan.block_n) + 4 * plan.block_m
+    step = decoded_step(stack, plan)
+    weights = stack.nbytes * step // stack.K // stack.N  # scales included
+    return 2 * step * plan.block_m + mats * plan.block_n * (weights + 4)
 
 
 def decoded_step(stack: Matrices, plan: GemmPlan) -> int:

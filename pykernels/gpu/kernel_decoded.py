@@ -18,18 +18,21 @@ from .tile_rows import find_slot, silu_mul, source_rows, store_rows
 
 
 @triton.jit
-def row_pointers(w, w_scale, matrix, n, N, K, ROW_BYTES, KIND: tl.constexpr, GROUP: tl.constexpr):
-    """(uint8 pointers, scale pointers), both [rows], of rows ``n`` of one matrix."""
+def row_pointers(
+    w, w_scale, matrix, cols, N, K, ROW_BYTES, KIND: tl.constexpr, GROUP: tl.constexpr
+):
+    """(uint8 pointers, scale pointers), both [rows], of rows ``cols`` of one matrix."""
     matrix = matrix.to(tl.int64)
+    n = tl.minimum(cols, N - 1)
     rows = w + matrix * N * ROW_BYTES + n.to(tl.int64) * ROW_BYTES
     if KIND == "fp8":
         groups = tl.cdiv(K, 128)
         scales = w_scale + matrix * tl.cdiv(N, 128) * groups + n // 128 * groups
     elif KIND == "int8" or KIND == "int4":
         if GROUP == 0:
-            scales = w_scale + matrix * N + n
+            scales = w_scale + matrix * N + cols
         else:
-            scales = w_scale + matrix * N * tl.cdiv(K, GROUP) + n
+            scales = w_scale + matrix * N * tl.cdiv(K, GROUP) + cols
     else:
         scales = n
     return rows, scales
@@ -87,25 +90,25 @@ def gemm_decoded(
     slot, inputs = find_slot(expert, slots, K, HAS_SLOTS)
     row = first + tl.arange(0, BLOCK_M)
     cols = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    there = cols < N
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc_up = acc
     source = source_rows(row, hi, order, TOPK, GATHER)
     x_tile = x + source[None, :] * K + tl.arange(0, 32)[:, None]
-    n = tl.minimum(cols, N - 1)
-    rows, scales = row_pointers(w, w_scale, slot * MATS, n, N, K, ROW_BYTES, KIND, GROUP)
+    rows, scales = row_pointers(w, w_scale, slot * MATS, cols, N, K, ROW_BYTES, KIND, GROUP)
     if GATED:
         rows_up, scales_up = row_pointers(
-            w, w_scale, slot * MATS + 1, n, N, K, ROW_BYTES, KIND, GROUP
+            w, w_scale, slot * MATS + 1, cols, N, K, ROW_BYTES, KIND, GROUP
         )
     k_lo = tl.program_id(1) * K_SPLIT
     for k0 in tl.range(k_lo, tl.minimum(k_lo + K_SPLIT, inputs), BLOCK_K, num_stages=STAGES):
         for pair in tl.static_range(BLOCK_K // 64):
             k = k0 + pair * 64
             a0, a1 = tl.load(x_tile + k), tl.load(x_tile + (k + 32))
-            w0, w1 = decode_pair(rows, scales, k, N, K, KIND, GROUP, pair, NATIVE)
+            w0, w1 = decode_pair(rows, scales, there, k, N, K, KIND, GROUP, pair, NATIVE)
             acc = dot(w1, a1, dot(w0, a0, acc))
             if GATED:
-                w0, w1 = decode_pair(rows_up, scales_up, k, N, K, KIND, GROUP, pair, NATIVE)
+                w0, w1 = decode_pair(rows_up, scales_up, there, k, N, K, KIND, GROUP, pair, NATIVE)
                 acc_up = dot(w1, a1, dot(w0, a0, acc_up))
     if GATED:
         acc = silu_mul(acc, acc_up)

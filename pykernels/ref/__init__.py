@@ -3,6 +3,7 @@
 from .activation import silu_mul
 from .embedding import embed
 from .kv_write import kv_write, mla_write
+from .linear import linear, quantize_fp8
 from .moe import moe_ffn
 from .norm import rms_norm
 from .permute import permute, sort_slots, unpermute
@@ -12,11 +13,13 @@ from .sampling import greedy, sample
 
 __all__ = [
     "embed",
+    "linear",
     "greedy",
     "kv_write",
     "mla_write",
     "moe_ffn",
     "permute",
+    "quantize_fp8",
     "rms_norm",
     "rope",
     "rope_frequencies",
