@@ -29,14 +29,15 @@ def _load_ids(ids, n, E, BLOCK: tl.constexpr):
     return tl.where((expert < 0) | (expert >= E), E, expert).to(tl.int32), slot
 
 
-@triton.jit
+# Numbers of slots are not specialized: else 1 and multiples of 16 were kernels of their own.
+@triton.jit(do_not_specialize=["n"])
 def _count(ids, counts, n, E, EP: tl.constexpr, BLOCK: tl.constexpr):
     expert, slot = _load_ids(ids, n, E, BLOCK)
     e = tl.arange(0, EP)
     tl.store(counts + tl.program_id(0) * EP + e, tl.histogram(expert, EP))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "blocks"])
 def _rank(
     ids, counts, slots, starts, positions, n, E, blocks,
     EP: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,

@@ -22,7 +22,8 @@ _FEW_SLOTS = 128
 MAX_EXPERTS = 4096
 
 
-@triton.jit
+# Numbers of tokens are not specialized: else 1 and multiples of 16 were kernels of their own.
+@triton.jit(do_not_specialize=["T"])
 def _router(
     logits, bias, ids, weights, T, E,
     TOPK: tl.constexpr, KP: tl.constexpr, R: tl.constexpr,
@@ -42,7 +43,7 @@ def _router(
     tl.store(weights + row * TOPK + k, w, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _route_few(
     logits, bias, ids, weights, slots, starts, positions, x, gathered, T, E, H, x_stride,
     TOPK: tl.constexpr, KP: tl.constexpr, R: tl.constexpr,

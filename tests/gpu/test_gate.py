@@ -50,6 +50,21 @@ def test_splits_change_only_the_order_of_the_sums(device: torch.device) -> None:
         assert_close(router_logits(hidden, gate, None, plan), truth, 2e-6)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [1, 64])
+def test_captured_and_replayed(T: int, device: torch.device) -> None:
+    hidden = torch.randn(T, 2048, device=device, dtype=BF16)
+    gate = torch.randn(64, 2048, device=device)
+    router_logits(hidden, gate)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = router_logits(hidden, gate)
+    for _ in range(3):
+        hidden.normal_()
+        graph.replay()
+        assert torch.equal(out, router_logits(hidden, gate))
+
+
 def test_plans_fill_the_machine_and_cover_h() -> None:
     for T in (9, 64, 300, 8192):
         plan = gate_plan(T, 256, 7168)
