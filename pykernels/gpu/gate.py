@@ -54,7 +54,7 @@ def _few(x, gate, out, H, E, x_stride, T: tl.constexpr, BE: tl.constexpr, BLOCK:
         tl.store(out + t * E + e, tl.sum(w * row[None, :], 1), mask=e < E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])  # one kernel for any number of tokens
 def _many(
     x, gate, out, T, E, H, x_stride, per_split,
     PARTS: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, BH: tl.constexpr,

@@ -20,7 +20,7 @@ from .launch import arch, check_device
 from .launch import supports as device_supports
 from .matrices import K_MULTIPLE, KINDS, Matrices
 from .partials import add_partials
-from .plan import GEMV, GEMV_ROWS, GemmPlan, GemvPlan, gemm_plan, split_k
+from .plan import GEMV, GemmPlan, GemvPlan, gemm_plan, gemv_plan, split_k
 from .quantize import quantize_fp8
 
 ACTIVATIONS = ("bf16", "fp8")
@@ -28,9 +28,7 @@ SPLIT_ROWS = 16
 """Most rows for which K is split."""
 
 
-def supports(
-    kind: str, K: int, device: torch.device, activations: str = "bf16"
-) -> str | None:
+def supports(kind: str, K: int, device: torch.device, activations: str = "bf16") -> str | None:
     """None if ``linear`` multiplies matrices of this kind there, or the reason why not."""
     if reason := device_supports(device):
         return reason
@@ -114,10 +112,10 @@ def choose_plan(
     weight: Matrices, M: int, device: torch.device, activations: str = "bf16"
 ) -> GemmPlan | GemvPlan:
     """What ``linear`` would launch for M rows."""
-    if M <= GEMV_ROWS.get(weight.kind, 0):
-        return GEMV[weight.kind]
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else ""
+    if few := gemv_plan(weight.kind, M, weight.N, weight.K, name):
+        return few
     path = path_of(weight, activations == "fp8")
     key = weight.kind if path == "decoded" else path
     plan = gemm_plan("linear", key, arch(device), M, weight.N, weight.K, name)

@@ -39,6 +39,14 @@ KINDS = ("bf16", "fp8", "int8", "int4", "q4_k", "q6_k")
 K_MULTIPLE = {"bf16": 8, "fp8": 64, "int8": 64, "int4": 64, "q4_k": 256, "q6_k": 256}
 """What K must be a multiple of: 16 bytes for the copies, or a decoder's step."""
 
+_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "int4": torch.uint8,
+    "q4_k": torch.uint8,
+    "q6_k": torch.uint8,
+}
 _Q6_PARTS = (128, 64, 16, 2)
 """Bytes of a Q6_K block's parts, in the block's own order."""
 
@@ -114,6 +122,36 @@ def pack_for_gpu(fmt: Format, weights: Sequence[Weight]) -> Matrices:
                 "Give one for each group, or one for each output",
             )
         return Matrices(kind, N, K, K if scale.shape[1] == 1 else _group(fmt), data, scale)
+    return Matrices(kind, N, K, 0, data)
+
+
+def empty_for_gpu(
+    fmt: Format, count: int, N: int, K: int, device: torch.device, group: int | None = None
+) -> Matrices:
+    """A stack of ``count`` matrices of no particular values: slots to copy experts into.
+
+    Args:
+        group: K for integers with one scale an output; None for the format's own groups.
+
+    Raises:
+        PykernelsError: a format or a K that has no GPU layout.
+    """
+    if reason := supports_format(fmt, K):
+        raise PykernelsError(reason, "Convert the weights to another format")
+    kind = kind_of(fmt)
+    width = {
+        "int4": K // 2,
+        "q4_k": K // 256 * 144,
+        "q6_k": -(-K // 256 * 210 // 16) * 16,
+    }.get(kind, K)
+    data = torch.empty(count, N, width, dtype=_DTYPES[kind], device=device)
+    if kind == "fp8":
+        scale = torch.empty(count, -(-N // 128), -(-K // 128), device=device)
+        return Matrices(kind, N, K, 128, data, scale)
+    if isinstance(fmt, Integer):
+        group = group or fmt.group
+        scale = torch.empty(count, -(-K // group), N, dtype=torch.bfloat16, device=device)
+        return Matrices(kind, N, K, group, data, scale)
     return Matrices(kind, N, K, 0, data)
 
 

@@ -1,4 +1,4 @@
-"""The routed experts of one layer on the GPU: gate and up, down, and the sum over a token's experts.
+"""The routed experts of a layer on the GPU: gate and up, down, the sum over a token's experts.
 
 Sort, two grouped products, weighted sum: no launch depends on the routing but by what it reads, so
 a captured graph replays with other tokens and other experts.
@@ -17,7 +17,7 @@ from ..shapes import MoEShape, SortedSlots
 from .grouped_gemm import multiply, path_of
 from .launch import arch, check_device
 from .launch import supports as device_supports
-from .matrices import Matrices, pack_for_gpu, supports_format, unpack_from_gpu
+from .matrices import Matrices, empty_for_gpu, pack_for_gpu, supports_format, unpack_from_gpu
 from .permute import sort_slots, unpermute
 from .plan import GemmPlan, gemm_plan
 from .quantize import quantize_fp8
@@ -60,8 +60,24 @@ class Experts:
     ) -> Experts:
         """From (gate, up, down) of each expert, as a checkpoint (or ``PackedExperts``) has them."""
         both = [weight for gate, up, _ in experts for weight in (gate, up)]
-        stacks = (pack_for_gpu(fmt, both), pack_for_gpu(fmt, [down for *_, down in experts]))
-        return cls(fmt, *(stack.to(device) for stack in stacks))
+        downs = [down for *_, down in experts]
+        return cls(fmt, pack_for_gpu(fmt, both).to(device), pack_for_gpu(fmt, downs).to(device))
+
+    @classmethod
+    def empty(
+        cls,
+        fmt: Format,
+        slots: int,
+        H: int,
+        I: int,  # noqa: E741
+        device: torch.device,
+    ) -> Experts:
+        """Room for experts, to be copied into slot by slot."""
+        return cls(
+            fmt,
+            empty_for_gpu(fmt, 2 * slots, I, H, device),
+            empty_for_gpu(fmt, slots, H, I, device),
+        )
 
     def with_slots(self, slots: torch.Tensor) -> Experts:
         """The same matrices under another table of slots."""
@@ -112,8 +128,8 @@ def gate_up(
         out = torch.empty(S, experts.I, dtype=torch.bfloat16, device=x.device)
     rows, scale = quantize_fp8(x) if activations == "fp8" else (x, None)
     plan = plan or _plan("gate_up", experts.gate_up, activations, S, experts.E, x.device)
-    common = {"x_scale": scale, "order": order, "table": experts.slots}
-    multiply(rows, experts.gate_up, out, plan, gated=True, **common)
+    table = experts.slots
+    multiply(rows, experts.gate_up, out, plan, x_scale=scale, order=order, table=table, gated=True)
     return out
 
 
@@ -139,8 +155,7 @@ def down(
         out = torch.empty(S, experts.H, dtype=torch.bfloat16, device=h.device)
     rows, scale = quantize_fp8(h) if activations == "fp8" else (h, None)
     plan = plan or _plan("down", experts.down, activations, S, experts.E, h.device)
-    common = {"x_scale": scale, "order": order, "table": experts.slots}
-    multiply(rows, experts.down, out, plan, **common)
+    multiply(rows, experts.down, out, plan, x_scale=scale, order=order, table=experts.slots)
     return out
 
 
@@ -197,7 +212,8 @@ def _check(
     check_device(x, stack.data, order.slots)
     if x.dtype != torch.bfloat16 or x.ndim != 2 or x.shape[1] != stack.K or not x.is_contiguous():
         raise PykernelsError(
-            f"the inputs are {x.dtype} {tuple(x.shape)}", f"Give contiguous bfloat16 [.., {stack.K}]"
+            f"the inputs are {x.dtype} {tuple(x.shape)}",
+            f"Give contiguous bfloat16 [.., {stack.K}]",
         )
     if order.starts.shape != (experts.E + 1,):
         raise PykernelsError(

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +147,8 @@ def gemm_plan(
         path: one of ``PATHS``, or a kind of weights that is decoded: the kind of tuned lines.
         device: the GPU's name, which tuned lines are for.
     """
-    if tuned := tuned_plan(_file_lines(str(_file())), op, path, device, rows, N, K):
-        return tuned
+    if tuned := tuned_plan(op, path, device, rows, N, K):
+        return GemmPlan(**tuned)
     base = path if path in PATHS else "decoded"
     return next(
         row.plan
@@ -159,6 +158,14 @@ def gemm_plan(
         and op in row.ops
         and rows <= row.rows
     )
+
+
+def gemv_plan(kind: str, M: int, N: int, K: int, device: str = "") -> GemvPlan | None:
+    """The plan for M rows of an int4 or int8 matrix; None if the tensor cores are better."""
+    if M > GEMV_ROWS.get(kind, 0):
+        return None
+    tuned = tuned_plan("gemv", kind, device, M, N, K)
+    return GemvPlan(**tuned) if tuned else GEMV[kind]
 
 
 SHARED = {"hopper": 227, "blackwell": 227, "ampere": 99, "ada": 99}
@@ -188,20 +195,19 @@ def _file() -> Path:
 
 
 def tuned_plan(
-    lines: Iterable[dict[str, Any]], op: str, path: str, device: str, rows: float, N: int, K: int
-) -> GemmPlan | None:
-    """The line of this shape with the nearest number of rows, if it is within a factor of 1.5."""
+    op: str, path: str, device: str, rows: float, N: int, K: int
+) -> dict[str, Any] | None:
+    """The plan's fields in the line of this shape with the nearest number of rows, up to 1.5 times
+    more or fewer."""
     same = [
         line
-        for line in lines
+        for line in _file_lines(str(_file()))
         if (line["op"], line["path"], line["device"]) == (op, path, device)
         and (line["N"], line["K"]) == (N, K)
     ]
     away = {i: max(line["rows"] / rows, rows / line["rows"]) for i, line in enumerate(same) if rows}
     nearest = min(away, key=away.__getitem__, default=None)
-    if nearest is None or away[nearest] > 1.5:
-        return None
-    return GemmPlan(**same[nearest]["plan"])
+    return None if nearest is None or away[nearest] > 1.5 else same[nearest]["plan"]
 
 
 @functools.cache
@@ -210,12 +216,10 @@ def _file_lines(path: str) -> tuple[dict[str, Any], ...]:
     file = Path(path)
     if not file.exists():
         return ()
-    known = {field.name for field in fields(GemmPlan)}
     try:
         lines = json.loads(file.read_text())
         for line in lines:
-            if set(line["plan"]) - known:
-                raise ValueError(f"unknown fields {set(line['plan']) - known}")
+            (GemvPlan if line["op"] == "gemv" else GemmPlan)(**line["plan"])
         return tuple(lines)
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise PykernelsError(
@@ -224,7 +228,7 @@ def _file_lines(path: str) -> tuple[dict[str, Any], ...]:
 
 
 def write_tuned(
-    device: str, op: str, path: str, rows: float, N: int, K: int, plan: GemmPlan
+    device: str, op: str, path: str, rows: float, N: int, K: int, plan: GemmPlan | GemvPlan
 ) -> Path:
     """Puts a tuned plan into the file, in the place of an older one; returns the file's path."""
     key = {"device": device, "op": op, "path": path, "rows": rows, "N": N, "K": K}

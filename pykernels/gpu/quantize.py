@@ -1,4 +1,4 @@
-"""Activations to E4M3 with one scale a token and 128 inputs (DeepSeek-V3, arXiv 2412.19437, 3.3.2)."""
+"""Activations to E4M3, one scale a token and 128 inputs (DeepSeek-V3, arXiv 2412.19437, 3.3.2)."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def source(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             constants[(i,)], signature[parameter.name] = value, "constexpr"
             continue
         signature[parameter.name], aligned = described(value)
-        if aligned:
+        if aligned and not parameter.do_not_specialize:
             attrs[(i,)] = [["tt.divisibility", 16]]
     maker = GluonASTSource if kernel.is_gluon() else ASTSource
     return maker(kernel, signature, constants, attrs)

@@ -10,10 +10,9 @@ import torch
 from pykernels import ref
 from pykernels.errors import PykernelsError
 from pykernels.gpu.linear import choose_plan, linear
-from pykernels.gpu.matrices import Matrices, pack_for_gpu
+from pykernels.gpu.matrices import Matrices, empty_for_gpu, pack_for_gpu
 from pykernels.gpu.plan import GemmPlan, GemvPlan
 from pykernels.quant import Weight, get_format
-from pykernels.quant.integer import Integer
 from pykernels.testing import relative_error
 
 FORMATS = ("bf16", "fp8", "int8", "int4", "int4-g128", "q4_k", "q6_k", "int8-channel")
@@ -25,7 +24,9 @@ def made(name: str, N: int, K: int) -> tuple[Weight, Matrices]:
     fmt = get_format(name.removesuffix("-channel"))
     weight = fmt.quantize(torch.randn(N, K) / K**0.5)
     if name.endswith("-channel"):
-        weight = Weight(torch.randint(-127, 128, (N, K), dtype=torch.int8), torch.rand(N, 1).bfloat16())
+        weight = Weight(
+            torch.randint(-127, 128, (N, K), dtype=torch.int8), torch.rand(N, 1).bfloat16()
+        )
         stack = pack_for_gpu(fmt, [weight])
         assert weight.scale is not None
         groups = -(-K // 128)
@@ -34,7 +35,13 @@ def made(name: str, N: int, K: int) -> tuple[Weight, Matrices]:
 
 
 def check(
-    name: str, M: int, N: int, K: int, device: torch.device, activations: str = "bf16", **how: object
+    name: str,
+    M: int,
+    N: int,
+    K: int,
+    device: torch.device,
+    activations: str = "bf16",
+    **how: object,
 ) -> torch.Tensor:
     weight, stack = made(name, N, K)
     fmt = get_format(name.removesuffix("-channel"))
@@ -170,18 +177,8 @@ def test_few_rows_of_decoded_weights_are_split_over_k(device: torch.device) -> N
 
 
 def _meta_call(name: str, M: int) -> tuple[str, object]:
-    N, K = 2048, 7168
-    fmt = get_format(name)
-    data = {"int4": torch.empty(1, N, K // 2, dtype=torch.uint8, device="meta")}
-    stack = Matrices(
-        name,
-        N,
-        K,
-        fmt.group if isinstance(fmt, Integer) else 0,
-        data.get(name, torch.empty(1, N, K, dtype=torch.int8, device="meta")),
-        torch.empty(1, K // 32, N, dtype=torch.bfloat16, device="meta"),
-    )
-    x = torch.empty(M, K, dtype=torch.bfloat16, device="meta")
+    stack = empty_for_gpu(get_format(name), 1, 2048, 7168, torch.device("meta"))
+    x = torch.empty(M, 7168, dtype=torch.bfloat16, device="meta")
     return f"{name} {M}", lambda: linear(x, stack)
 
 

@@ -13,11 +13,9 @@ from pykernels import ref
 from pykernels.errors import PykernelsError
 from pykernels.gpu import moe
 from pykernels.gpu.blocks import block_bound
-from pykernels.gpu.matrices import Matrices, kind_of
 from pykernels.gpu.plan import GemmPlan
 from pykernels.gpu.quantize import quantize_fp8
 from pykernels.quant import Format, get_format
-from pykernels.quant.integer import Integer
 from pykernels.ref.linear import dequantize_fp8
 from pykernels.ref.linear import quantize_fp8 as quantize_reference
 from pykernels.shapes import MoEShape, Routing
@@ -69,7 +67,9 @@ def check(
     exact = truth if activations == "bf16" else ref.moe_ffn(*args, dtype=torch.float64)
     # E4M3 inputs of the second product: a sum that rounds to another bfloat16 moves a whole code.
     slack = 1.3 if activations == "bf16" else 4
-    assert relative_error(y.cpu(), truth) <= slack * relative_error(native(x, routing, experts), exact)
+    assert relative_error(y.cpu(), truth) <= slack * relative_error(
+        native(x, routing, experts), exact
+    )
     return y
 
 
@@ -110,9 +110,7 @@ PLANS = [
 
 
 @pytest.mark.parametrize(("name", "activations", "plan", "why"), PLANS, ids=[p[3] for p in PLANS])
-def test_plans(
-    name: str, activations: str, plan: GemmPlan, why: str, device: torch.device
-) -> None:
+def test_plans(name: str, activations: str, plan: GemmPlan, why: str, device: torch.device) -> None:
     shape = MoEShape(E=3, H=192, I=160 if name == "bf16" else 192, topk=2)
     experts = random_experts(shape, get_format(name), device)
     x = torch.randn(21, shape.H).bfloat16()
@@ -127,9 +125,7 @@ def test_a_slot_table_is_all_that_says_where_experts_lie(device: torch.device) -
     x = torch.randn(9, SMALL.H).bfloat16()
     routing = skewed_routing(9, SMALL)
     there = routing.ids != 2
-    y = moe.moe_ffn(
-        x.to(device), routing.ids.to(device), routing.weights.to(device), experts
-    )
+    y = moe.moe_ffn(x.to(device), routing.ids.to(device), routing.weights.to(device), experts)
     weights = torch.where(there, routing.weights, 0.0)
     truth = ref.moe_ffn(x, routing.ids.where(there, 0), weights, experts, dtype=torch.float64)
     assert relative_error(y.cpu(), truth) < 8e-3
@@ -262,45 +258,24 @@ def test_sizes_of_a_model(name: str, activations: str, rows: int) -> None:
     shape = MoEShape(E=8, H=1536, I=768, topk=2)
     experts = _model_sized(name, shape, device)
     T = rows * shape.E // shape.topk
-    check(torch.randn(T, shape.H).bfloat16(), skewed_routing(T, shape), experts, device, activations)
+    check(
+        torch.randn(T, shape.H).bfloat16(), skewed_routing(T, shape), experts, device, activations
+    )
 
 
 def _meta_call(name: str, rows: int, activations: str = "bf16") -> tuple[str, object]:
     """(name, a launch for ``compiles.py``) of a small layer with DeepSeek-V3's sizes."""
     E, H, I, topk = 4, 7168, 2048, 2  # noqa: E741
-    fmt = get_format(name)
-
-    def stack(count: int, N: int, K: int) -> Matrices:
-        kind = kind_of(fmt)
-        width = {"int4": K // 2, "q4_k": K // 256 * 144, "q6_k": -(-K // 256 * 210 // 16) * 16}
-        data = torch.empty(count, N, width.get(kind, K), dtype=_DTYPES[kind], device="meta")
-        scale, group = None, 0
-        if kind == "fp8":
-            scale, group = torch.empty(count, N // 128, K // 128, device="meta"), 128
-        if isinstance(fmt, Integer):
-            group = fmt.group
-            scale = torch.empty(count, K // group, N, dtype=torch.bfloat16, device="meta")
-        return Matrices(kind, N, K, group, data, scale)
+    T, meta = rows * E // topk, torch.device("meta")
 
     def call() -> None:
-        experts = moe.Experts(fmt, stack(2 * E, I, H), stack(E, H, I))
-        T = rows * E // topk
-        x = torch.empty(T, H, dtype=torch.bfloat16, device="meta")
-        ids = torch.empty(T, topk, dtype=torch.int64, device="meta")
-        weights = torch.empty(T, topk, device="meta")
-        moe.moe_ffn(x, ids, weights, experts, activations=activations)
+        experts = moe.Experts.empty(get_format(name), E, H, I, meta)
+        x = torch.empty(T, H, dtype=torch.bfloat16, device=meta)
+        ids = torch.empty(T, topk, dtype=torch.int64, device=meta)
+        moe.moe_ffn(x, ids, torch.empty(T, topk, device=meta), experts, activations=activations)
 
     return f"{name} {activations} {rows}", call
 
-
-_DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp8": torch.float8_e4m3fn,
-    "int8": torch.int8,
-    "int4": torch.uint8,
-    "q4_k": torch.uint8,
-    "q6_k": torch.uint8,
-}
 
 COMPILES = [
     *(_meta_call(name, rows) for name in ("bf16", "int4", "q6_k") for rows in (8, 256)),

@@ -15,7 +15,7 @@ import torch
 
 from bench.gpu import __main__ as program
 from bench.gpu import around, harness, router, run
-from bench.gpu.harness import Case, measure, measure_all, rates, rotating, sets_for
+from bench.gpu.harness import Case, built, measure, measure_all, rates, rotating, sets_for
 from bench.gpu.machine import describe, slug
 from bench.gpu.report import line, markdown, params, title
 from bench.gpu.roofs import Roofs, measure_roofs
@@ -93,6 +93,14 @@ def test_a_failing_case_is_a_row_and_the_others_go_on() -> None:
     assert "why" not in good and "why" not in again
     assert bad["why"] == "ValueError: out of luck" and bad["tokens"] == 1
     assert "no memory" in end["why"]
+
+
+def test_a_case_that_cannot_be_made_is_a_row_too() -> None:
+    def wide_case(T: int) -> Case:
+        raise RuntimeError(f"no memory for {T}")
+
+    (found,) = measure_all("around", [built("around", wide_case, 9)], CPU, 0.01, ROOFS)
+    assert (found["name"], found["why"]) == ("wide_case 9", "RuntimeError: no memory for 9")
 
 
 class LostTimer:
@@ -221,6 +229,10 @@ SMALL = [
     lambda: router.route_case(1, 16, 64, router.KINDS["softmax"](2), False, True, HERE),
     lambda: router.route_case(9, 32, 64, router.KINDS["v3"](4), True, False, HERE),
     lambda: router.gate_case(2, 8, 64, torch.float32, HERE),
+    lambda: router.router_case(9, 32, router.KINDS["v3"](4), HERE),
+    lambda: router.sort_case(9, 32, router.KINDS["v3"](4), HERE),
+    lambda: router.rows_case(9, 32, 16, router.KINDS["v3"](4), False, HERE),
+    lambda: router.rows_case(9, 32, 16, router.KINDS["v3"](4), True, HERE),
     lambda: router.step_case(1, 64, 64, router.KINDS["v3"](4), HERE),
     lambda: router.case(HERE, 3, 32, 2, 16, "v2"),
     lambda: around.norm_case(2, 64, HERE),
