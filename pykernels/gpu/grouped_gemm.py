@@ -14,7 +14,7 @@ from .kernel_bf16 import gemm_bf16
 from .kernel_decoded import gemm_decoded
 from .kernel_fp8 import gemm_fp8
 from .launch import arch
-from .matrices import Matrices
+from .matrices import Matrices, scale_words
 from .plan import GemmPlan, fit_stages
 
 NATIVE_FP8 = (8, 9)
@@ -127,7 +127,7 @@ def _decoded(
     gemm_decoded[(programs, plan.split_k)](
         x,
         data,
-        stack.scale,
+        scale_words(stack),
         out,
         **common,
         ROW_BYTES=data.shape[-1],
