@@ -16,7 +16,7 @@ from pykernels.gpu.norm import rms_norm
 from pykernels.gpu.rope import rope, rope_frequencies
 from pykernels.gpu.sampling import greedy, sample
 
-from .harness import Case, rotating, sets_for
+from .harness import Case, built, rotating, sets_for
 
 BF16 = torch.bfloat16
 
@@ -194,20 +194,20 @@ def sample_case(T: int, V: int, how: str, device: torch.device) -> Case:
 
 def cases(device: torch.device, quick: bool = False) -> Iterator[Case]:
     """One token and a prompt of each."""
+    made: list[tuple[Any, ...]] = []
     for T in (1, 8192) if quick else (1, 8, 8192):
-        yield norm_case(T, 7168, device)
-        yield silu_case(T, 2048, device)
-        yield rope_case(T, 128, 1, 64, True, device)
-        yield mla_write_case(T, True, device)
+        made += [(norm_case, T, 7168), (silu_case, T, 2048)]
+        made += [(rope_case, T, 128, 1, 64, True), (mla_write_case, T, True)]
     for T in () if quick else (1, 8192):
-        yield rope_case(T, 32, 4, 128, False, device)
-        yield mla_write_case(T, False, device)
-        yield kv_write_case(T, 8, 128, device)
+        made += [(rope_case, T, 32, 4, 128, False), (mla_write_case, T, False)]
+        made += [(kv_write_case, T, 8, 128)]
     for T in (1,) if quick else (1, 8192):
-        yield embed_case(T, 129_280, 7168, device)
+        made += [(embed_case, T, 129_280, 7168)]
     for T in (1,) if quick else (1, 8):
         for how in ("greedy", "temperature", "top-k", "top-p", "top-k, top-p"):
-            yield sample_case(T, 129_280, how, device)
+            made += [(sample_case, T, 129_280, how)]
+    for make, *arguments in made:
+        yield built("around", make, *arguments, device)
 
 
 def case(device: torch.device, what: str = "norm", tokens: int = 1, hidden: int = 7168) -> Case:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bench.cpu.machine import _commit
+from bench.cpu.machine import commit
 from pykernels import __version__
 from pykernels.errors import PykernelsError
 
@@ -63,7 +63,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "memory_bytes": found.total_memory if found else 0,
         "l2_bytes": l2_bytes(device),
         "versions": {
-            "pykernels": _commit() or __version__,
+            "pykernels": commit() or __version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
             "CUDA": torch.version.cuda or "",

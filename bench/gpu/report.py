@@ -50,8 +50,10 @@ def line(row: Row) -> str:
     missing = "".join(
         f", no {key.removeprefix('why_')} ({row[key]})" for key in row if key.startswith("why_")
     )
+    eager = "" if row["captured"] else " (NOT CAPTURED)"
     return (
-        f"{head}{row['us_median']:.1f} us, {row['gbps']:.0f} GB/s, {row['tflops']:.1f} TFLOP/s,"
+        f"{head}{row['us_median']:.1f} us{eager}, {row['gbps']:.0f} GB/s,"
+        f" {row['tflops']:.1f} TFLOP/s,"
         f" {row['roof_share']:.0%} of the {row['bound']} roof{ratios}{missing}"
     )
 

@@ -12,7 +12,7 @@ from pykernels.gpu.permute import permute, sort_slots, unpermute
 from pykernels.gpu.router import route, router
 from pykernels.shapes import RouterSpec
 
-from .harness import Case, rotating, sets_for
+from .harness import Case, built, rotating, sets_for
 
 V3 = RouterSpec(8, "sigmoid", True, groups=8, group_topk=4, group_score="top2", scale=2.5)
 V2 = RouterSpec(6, "softmax", False, groups=8, group_topk=3, scale=16.0)
@@ -151,55 +151,76 @@ def step_case(T: int, E: int, H: int, spec: RouterSpec, device: torch.device) ->
     )  # fmt: skip
 
 
-def _alone(T: int, E: int, H: int, spec: RouterSpec, device: torch.device) -> Iterator[Case]:
-    """The parts of a prompt's routing, one by one."""
-    params: dict[str, int | str] = {"tokens": T, "experts": E, "topk": spec.topk}
+def router_case(T: int, E: int, spec: RouterSpec, device: torch.device) -> Case:
+    """The choice alone."""
     bias, n = torch.randn(E, device=device) / 4, T * spec.topk
     logits = [(x,) for x in _logits(T, E, 8, device)]
     out = router(logits[0][0], spec, bias)
-    yield Case(
-        "router", "router", params, rotating(lambda x: router(x, spec, bias, out), logits),
+    return Case(
+        "router", "router", _params(T, E, spec),
+        rotating(lambda x: router(x, spec, bias, out), logits),
         4 * (T * E + E) + 12 * n, 0,
         {"torch": rotating(lambda x: _torch_router(x, spec, bias), logits)}, 8,
     )  # fmt: skip
-    ids = [(router(x, spec, bias).ids,) for (x,) in logits]
+
+
+def sort_case(T: int, E: int, spec: RouterSpec, device: torch.device) -> Case:
+    """The sort alone."""
+    n = T * spec.topk
+    ids = [(router(x, spec).ids,) for x in _logits(T, E, 8, device)]
     order = sort_slots(ids[0][0], E)
-    yield Case(
-        "router", "sort", params, rotating(lambda i: sort_slots(i, E, order), ids),
+    return Case(
+        "router", "sort", _params(T, E, spec), rotating(lambda i: sort_slots(i, E, order), ids),
         16 * n + 4 * (E + 1), 0, {"torch": rotating(lambda i: _torch_sort(i, E), ids)}, 8,
     )  # fmt: skip
+
+
+def rows_case(T: int, E: int, H: int, spec: RouterSpec, back: bool, device: torch.device) -> Case:
+    """The rows' gather, or ``back`` their weighted sum."""
+    n = T * spec.topk
+    routing = router(_logits(T, E, 1, device)[0], spec)
+    order, weights = sort_slots(routing.ids, E), routing.weights
     x = torch.randn(T, H, device=device, dtype=torch.bfloat16)
-    y, wide = permute(x, order), {**params, "hidden": H}
+    y, total = permute(x, order), torch.empty_like(x)
     slots, positions = order.slots.long(), order.positions.long()
-    yield Case(
-        "router", "permute", wide, lambda: permute(x, order, y), 2 * (T + n) * H + 4 * n, 0,
+    params = {**_params(T, E, spec), "hidden": H}
+    if back:
+        return Case(
+            "router", "unpermute", params, lambda: unpermute(y, order, weights, None, total),
+            2 * (T + n) * H + 8 * n, 2 * n * H,
+            {"torch": lambda: (y[positions] * weights.unsqueeze(-1)).sum(1)},
+        )  # fmt: skip
+    return Case(
+        "router", "permute", params, lambda: permute(x, order, y), 2 * (T + n) * H + 4 * n, 0,
         {"torch": lambda: x[slots // spec.topk]},
     )  # fmt: skip
-    weights, total = out.weights, torch.empty_like(x)
-    yield Case(
-        "router", "unpermute", wide, lambda: unpermute(y, order, weights, None, total),
-        2 * (T + n) * H + 8 * n, 2 * n * H,
-        {"torch": lambda: (y[positions] * weights.unsqueeze(-1)).sum(1)},
-    )  # fmt: skip
+
+
+def _params(T: int, E: int, spec: RouterSpec) -> dict[str, int | str]:
+    return {"tokens": T, "experts": E, "topk": spec.topk}
 
 
 def cases(device: torch.device, quick: bool = False) -> Iterator[Case]:
     """One token to a prompt; the parts of a prompt's routing one by one."""
     E, H = 256, 7168
     for T in (1, 8192) if quick else (1, 8, 64, 512, 8192):
-        yield route_case(T, E, H, V3, True, False, device)
+        yield built("router", route_case, T, E, H, V3, True, False, device)
     for T in (1,) if quick else (1, 8, 512):
-        yield route_case(T, E, H, V3, True, True, device)
+        yield built("router", route_case, T, E, H, V3, True, True, device)
     for T in (1, 8192) if quick else (1, 8, 64, 512, 8192):
-        yield gate_case(T, E, H, torch.float32, device)
-        yield gate_case(T, E, H, torch.bfloat16, device)
+        for dtype in (torch.float32, torch.bfloat16):
+            yield built("router", gate_case, T, E, H, dtype, device)
     for T in (1, 8192):
-        yield step_case(T, E, H, V3, device)
-    yield from _alone(8192, E, H, V3, device)
+        yield built("router", step_case, T, E, H, V3, device)
+    yield built("router", router_case, 8192, E, V3, device)
+    yield built("router", sort_case, 8192, E, V3, device)
+    for back in (False, True):
+        yield built("router", rows_case, 8192, E, H, V3, back, device)
     if not quick:
-        yield route_case(1, 160, 5120, V2, False, True, device)
-        yield route_case(1, 128, 2048, RouterSpec(8), False, True, device)
-        yield route_case(8192, 128, 2048, RouterSpec(8), False, False, device)
+        yield built("router", route_case, 1, 160, 5120, V2, False, True, device)
+        for T in (1, 8192):
+            plain = RouterSpec(8)
+            yield built("router", route_case, T, 128, 2048, plain, False, T == 1, device)
 
 
 def case(

@@ -54,7 +54,7 @@ def _few(x, gate, out, H, E, x_stride, T: tl.constexpr, BE: tl.constexpr, BLOCK:
         tl.store(out + t * E + e, tl.sum(w * row[None, :], 1), mask=e < E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])  # one kernel for any number of tokens
 def _many(
     x, gate, out, T, E, H, x_stride, per_split,
     PARTS: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, BH: tl.constexpr,
@@ -62,34 +62,32 @@ def _many(
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
     split = tl.program_id(2)
-    total = tl.zeros([BT, BE], tl.float32)
+    total = tl.zeros([BE, BT], tl.float32)  # gate first: its parts are an operand in registers
     end = tl.minimum(split * per_split + per_split, H)
     for first in range(split * per_split, end, BH):
         h = first + tl.arange(0, BH)
-        inside = (h < end)[None, :]
-        a = tl.load(
-            x + t.to(tl.int64)[:, None] * x_stride + h[None, :],
-            mask=(t < T)[:, None] & inside, other=0.0,
-        )  # fmt: skip
-        b = tl.load(
+        w = tl.load(
             gate + e.to(tl.int64)[:, None] * H + h[None, :],
-            mask=(e < E)[:, None] & inside, other=0.0,
+            mask=(e < E)[:, None] & (h < end)[None, :], other=0.0,
+        )  # fmt: skip
+        rows = tl.load(
+            x + t.to(tl.int64)[None, :] * x_stride + h[:, None],
+            mask=(t < T)[None, :] & (h < end)[:, None], other=0.0,
         )  # fmt: skip
         if PARTS == 0:
-            a32, b32 = a.to(tl.float32), b.to(tl.float32)
-            total += tl.dot(a32, tl.trans(b32), input_precision="ieee")
+            total += tl.dot(w.to(tl.float32), rows.to(tl.float32), input_precision="ieee")
         elif PARTS == 1:
-            total = dot(a, tl.trans(b), total)
+            total = dot(w, rows, total)
         else:
-            high = b.to(tl.bfloat16)
-            rest = b - high.to(tl.float32)
+            high = w.to(tl.bfloat16)
+            rest = w - high.to(tl.float32)
             middle = rest.to(tl.bfloat16)
             low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-            total = dot(a, tl.trans(low), total)
-            total = dot(a, tl.trans(middle), total)
-            total = dot(a, tl.trans(high), total)
-    at = (split.to(tl.int64) * T + t[:, None]) * E + e[None, :]
-    tl.store(out + at, total, mask=(t < T)[:, None] & (e < E)[None, :])
+            total = dot(low, rows, total)
+            total = dot(middle, rows, total)
+            total = dot(high, rows, total)
+    at = (split.to(tl.int64) * T + t[None, :]) * E + e[:, None]
+    tl.store(out + at, total, mask=(t < T)[None, :] & (e < E)[:, None])
 
 
 def supports(hidden: torch.Tensor, gate: torch.Tensor) -> str | None:

@@ -79,7 +79,7 @@ def source(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             constants[(i,)], signature[parameter.name] = value, "constexpr"
             continue
         signature[parameter.name], aligned = described(value)
-        if aligned:
+        if aligned and not parameter.do_not_specialize:
             attrs[(i,)] = [["tt.divisibility", 16]]
     return ASTSource(kernel, signature, constants, attrs)
 

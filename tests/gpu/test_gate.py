@@ -37,7 +37,8 @@ def test_router_logits(
     assert router_logits(hidden, gate, out) is out
     truth = ref.router_logits(hidden, gate, torch.float64)
     native = relative_error(ref.router_logits(hidden, gate), truth) if T else 0.0
-    assert_close(out, truth, max(4 * native, 2e-6))
+    # Tensor cores cut the terms of a sum where the largest one's last bits are.
+    assert_close(out, truth, max(4 * native, 2e-6 if H < 1000 else 1e-5))
     assert torch.equal(out, router_logits(hidden, gate))
 
 
@@ -47,6 +48,21 @@ def test_splits_change_only_the_order_of_the_sums(device: torch.device) -> None:
     for splits in (1, 2, 3):
         plan = GatePlan(16, 16, 64, splits, 4, 3)
         assert_close(router_logits(hidden, gate, None, plan), truth, 2e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [1, 64])
+def test_captured_and_replayed(T: int, device: torch.device) -> None:
+    hidden = torch.randn(T, 2048, device=device, dtype=BF16)
+    gate = torch.randn(64, 2048, device=device)
+    router_logits(hidden, gate)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = router_logits(hidden, gate)
+    for _ in range(3):
+        hidden.normal_()
+        graph.replay()
+        assert torch.equal(out, router_logits(hidden, gate))
 
 
 def test_plans_fill_the_machine_and_cover_h() -> None:

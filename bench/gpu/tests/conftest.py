@@ -1,7 +1,10 @@
-"""Kernels run interpreted: the harness is tested, not the GPU."""
+"""Without a GPU, kernels run interpreted: the harness is tested, not the GPU."""
 
 from __future__ import annotations
 
 import os
 
-os.environ["TRITON_INTERPRET"] = "1"  # before the first kernel is decorated
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before the first kernel is decorated

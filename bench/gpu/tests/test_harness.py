@@ -15,13 +15,15 @@ import torch
 
 from bench.gpu import __main__ as program
 from bench.gpu import around, harness, router, run
-from bench.gpu.harness import Case, measure, measure_all, rates, rotating, sets_for
+from bench.gpu.harness import Case, built, measure, measure_all, rates, rotating, sets_for
 from bench.gpu.machine import describe, slug
 from bench.gpu.report import line, markdown, params, title
 from bench.gpu.roofs import Roofs, measure_roofs
 from pykernels.errors import PykernelsError
 
 CPU = torch.device("cpu")
+HERE = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
+"""Where kernels run; times are those of a CPU's clock."""
 ROOFS = Roofs(read_gbps=4000.0, copy_gbps=4200.0, matmul_tflops=800.0)
 
 
@@ -93,6 +95,14 @@ def test_a_failing_case_is_a_row_and_the_others_go_on() -> None:
     assert "no memory" in end["why"]
 
 
+def test_a_case_that_cannot_be_made_is_a_row_too() -> None:
+    def wide_case(T: int) -> Case:
+        raise RuntimeError(f"no memory for {T}")
+
+    (found,) = measure_all("around", [built("around", wide_case, 9)], CPU, 0.01, ROOFS)
+    assert (found["name"], found["why"]) == ("wide_case 9", "RuntimeError: no memory for 9")
+
+
 class LostTimer:
     """The clock of a GPU whose context a kernel has ended."""
 
@@ -130,7 +140,7 @@ def test_an_op_without_its_file_is_a_row(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_roofs_are_measured() -> None:
-    found = measure_roofs(CPU)
+    found = measure_roofs(HERE)
     assert min(found.read_gbps, found.copy_gbps, found.matmul_tflops) > 0
 
 
@@ -216,17 +226,21 @@ def test_what_cannot_be_is_one_line(options: list[str], capsys: pytest.CaptureFi
 
 
 SMALL = [
-    lambda: router.route_case(1, 16, 64, router.KINDS["softmax"](2), False, True, CPU),
-    lambda: router.route_case(9, 32, 64, router.KINDS["v3"](4), True, False, CPU),
-    lambda: router.gate_case(2, 8, 64, torch.float32, CPU),
-    lambda: router.step_case(1, 64, 64, router.KINDS["v3"](4), CPU),
-    lambda: router.case(CPU, 3, 32, 2, 16, "v2"),
-    lambda: around.norm_case(2, 64, CPU),
-    lambda: around.silu_case(2, 64, CPU),
-    lambda: around.rope_case(2, 4, 1, 64, True, CPU),
-    lambda: around.embed_case(2, 50, 64, CPU),
-    lambda: around.sample_case(1, 300, "top-k, top-p", CPU),
-    lambda: around.kv_write_case(2, 2, 64, CPU),
+    lambda: router.route_case(1, 16, 64, router.KINDS["softmax"](2), False, True, HERE),
+    lambda: router.route_case(9, 32, 64, router.KINDS["v3"](4), True, False, HERE),
+    lambda: router.gate_case(2, 8, 64, torch.float32, HERE),
+    lambda: router.router_case(9, 32, router.KINDS["v3"](4), HERE),
+    lambda: router.sort_case(9, 32, router.KINDS["v3"](4), HERE),
+    lambda: router.rows_case(9, 32, 16, router.KINDS["v3"](4), False, HERE),
+    lambda: router.rows_case(9, 32, 16, router.KINDS["v3"](4), True, HERE),
+    lambda: router.step_case(1, 64, 64, router.KINDS["v3"](4), HERE),
+    lambda: router.case(HERE, 3, 32, 2, 16, "v2"),
+    lambda: around.norm_case(2, 64, HERE),
+    lambda: around.silu_case(2, 64, HERE),
+    lambda: around.rope_case(2, 4, 1, 64, True, HERE),
+    lambda: around.embed_case(2, 50, 64, HERE),
+    lambda: around.sample_case(1, 300, "top-k, top-p", HERE),
+    lambda: around.kv_write_case(2, 2, 64, HERE),
 ]
 
 
