@@ -46,19 +46,15 @@ def candidates(op: str, path: str, rows: int) -> Iterator[GemmPlan | GemvPlan]:
     if op == "gemv":
         yield from _GEMV
         return
-    if path == "bf16":
-        for bm, bn, bk, warps, stages in _BF16_FEW if rows <= 16 else _BF16_MANY:
+    if path in ("bf16", "fp8"):
+        many = _FP8 if path == "fp8" else _BF16_MANY
+        for bm, bn, bk, warps, stages in _BF16_FEW if path == "bf16" and rows <= 16 else many:
             yield GemmPlan(bm, bn, bk, 16, 1, warps, stages, tma=True)
-        yield (
-            GemmPlan(64, 128, 64, 16, 1, 4, 4)
-            if rows <= 16
-            else GemmPlan(128, 256, 64, 16, 1, 8, 4)
-        )
-        return
-    if path == "fp8":
-        for bm, bn, bk, warps, stages in _FP8:
-            yield GemmPlan(bm, bn, bk, 16, 1, warps, stages, tma=True)
-        yield GemmPlan(128, 128, 128, 16, 1, 8, 3)
+        if rows > 16:
+            for bm, bn, bk, warps, stages in many[:1]:
+                yield GemmPlan(bm, bn, bk, 16, 1, warps, stages)
+            for bm, bn, bk, warps, stages in many[1:5] if op == "gate_up" else ():
+                yield GemmPlan(bm, bn, bk, 16, 1, warps, stages, tma=True, copy=True)
         return
     for bm, bn, bk, warps, stages in _DECODED_FEW if rows <= 16 else _DECODED_MANY:
         for split in (1, 2, 4, 8) if op == "linear" and rows <= 16 else (1,):

@@ -176,6 +176,7 @@ def multiply_few(
         out: bfloat16 [M, N].
     """
     words = stack.data[0].view(torch.int32)
+    x = x if x.storage_offset() % 4 == 0 else x.clone()  # read 8 bytes at a time
     gemv[(triton.cdiv(stack.N, plan.block_n),)](
         x.view(torch.int64),
         words,
