@@ -129,7 +129,7 @@ def _params(
 
 
 def cases(device: torch.device, quick: bool = False) -> Iterator[Case]:
-    """bf16 and fp8 at 64 to 512 tokens an expert; every format at one token and at 64 an expert."""
+    """bf16 and fp8 at 64 to 512 rows an expert; the others at one token, and with many."""
     rows = (128, 512) if quick else (64, 128, 256, 512)
     for format in ("bf16", "fp8"):
         experts = random_experts(format, E, H, INTER, device)
@@ -144,9 +144,11 @@ def cases(device: torch.device, quick: bool = False) -> Iterator[Case]:
             yield layer_case(experts, format, 256 * E // TOPK, TOPK, "zipf", how)
         yield layer_case(experts, format, 1, TOPK, "balanced", "bf16")
         del experts
-    for format in ("int4",) if quick else ("int8", "int4", "int4-g128", "q4_k", "q6_k"):
+    served = {"int4-g128": (1, 8, 512, 2048), "int8": (1, 2048), "q4_k": (1, 512, 2048)}
+    few = {"int4-g128": (1, 512)}
+    for format, tokens in (few if quick else {**served, "q6_k": (1, 2048)}).items():
         experts = random_experts(format, 64, H, INTER, device)
-        for T in (1, 512) if quick else (1, 8, 512, 2048):
+        for T in tokens:
             yield layer_case(experts, format, T, TOPK, "balanced", "bf16")
         del experts
 

@@ -44,8 +44,7 @@ def random_stack(name: str, count: int, N: int, K: int, device: torch.device) ->
     if kind == "q4_k":
         data.unflatten(2, (-1, 144))[..., :4] = halves.view(torch.uint8)
     elif kind == "q6_k":
-        bits = halves[..., :1].contiguous().view(torch.uint8).flatten(2)
-        data[..., K // 256 * 208 : K // 256 * 210] = bits
+        data[..., K // 256 * 208 : K // 256 * 212] = halves.view(torch.uint8).flatten(2)
     return stack
 
 

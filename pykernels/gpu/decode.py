@@ -47,30 +47,36 @@ def float_to_e4m3(x):
 
 @triton.jit
 def byte_to_bf16(q):
-    """uint8 codes q + 128 -> q, exact: the code becomes the low bits of 2**23."""
-    value = (q.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+    """int8 as uint8 -> bfloat16, exact: q + 128 becomes the low bits of 2**23, by one operation."""
+    value = (q.to(tl.int32) ^ 0x4B000080).to(tl.float32, bitcast=True) - 8388736.0
     return value.to(tl.bfloat16)
 
 
 @triton.jit
 def integer_scales(scales, there, k, N, GROUP: tl.constexpr):
-    """Scales of inputs k and k + 32 of a tile's rows. GROUP 0: one scale an output."""
-    if GROUP == 0:
-        s0 = tl.load(scales, mask=there, other=0.0)
-        s1 = s0
+    """bfloat16 scales of inputs k and k + 32 of a tile's rows, from words (see ``matrices``).
+
+    GROUP 0: one scale an output. Shifts are constants: a splat of a number known at run time would
+    send the whole tile through shared memory on its way to the product.
+    """
+    if GROUP == 32:
+        word = tl.load(scales + k // 64 * N, mask=there, other=0)
+        s0, s1 = word.to(tl.int16), (word >> 16).to(tl.int16)
     else:
-        s0 = tl.load(scales + k // GROUP * N, mask=there, other=0.0)
+        if GROUP == 0:
+            word = tl.load(scales, mask=there, other=0)
+        else:
+            word = tl.load(scales + k // GROUP * N, mask=there, other=0)
+        s0 = (word >> 16).to(tl.int16)  # of a float32
         s1 = s0
-        if GROUP == 32:
-            s1 = tl.load(scales + (k // GROUP + 1) * N, mask=there, other=0.0)
-    return s0[:, None], s1[:, None]
+    return s0.to(tl.bfloat16, bitcast=True)[:, None], s1.to(tl.bfloat16, bitcast=True)[:, None]
 
 
 @triton.jit
 def int8_pair(rows, scales, there, k, N, GROUP: tl.constexpr):
     at = rows[:, None] + (k + tl.arange(0, 32))[None, :]
     s0, s1 = integer_scales(scales, there, k, N, GROUP)
-    q0, q1 = tl.load(at) ^ 0x80, tl.load(at + 32) ^ 0x80
+    q0, q1 = tl.load(at), tl.load(at + 32)
     return times(byte_to_bf16(q0), s0), times(byte_to_bf16(q1), s1)
 
 
@@ -103,7 +109,7 @@ def half_to_float(bits):
 
 @triton.jit
 def q4_k_scale(d, a, b, c, GROUP: tl.constexpr):
-    """(scale, minimum) [rows, 1] of group 0 .. 7, from a block's first 16 bytes as 4 words."""
+    """(scale, minimum) [rows, 1] of group 0 .. 7, from a block's first 4 words."""
     SHIFT: tl.constexpr = 8 * (GROUP % 4)
     if GROUP < 4:
         sc = (a >> SHIFT) & 63
@@ -131,13 +137,15 @@ def q4_k_pair(rows, k, PAIR: tl.constexpr):
 
 
 @triton.jit
-def q6_k_value(low, high, d, steps, FIRST: tl.constexpr):
-    """Codes of 32 inputs from their 4 low and 2 high bits; two int8 scales from byte FIRST on."""
+def q6_k_value(low, high, d, steps, LOW: tl.constexpr, HIGH: tl.constexpr, STEP: tl.constexpr):
+    """32 inputs from bits LOW.. and HIGH.. of bytes, and two int8 scales from bit STEP of words."""
+    scale = half_to_float(d)
+    s0 = ((steps << (24 - STEP)) >> 24).to(tl.float32) * scale
+    s1 = ((steps << (16 - STEP)) >> 24).to(tl.float32) * scale
+    code = ((low >> LOW) & 15) | ((high >> HIGH) & 3) << 4
     i = tl.arange(0, 32)[None, :]
-    s0 = ((steps << (24 - 8 * FIRST)) >> 24).to(tl.float32) * d
-    s1 = ((steps << (16 - 8 * FIRST)) >> 24).to(tl.float32) * d
-    code = ((low & 15) | (high & 3) << 4).to(tl.int32) - 32
-    return to_bf16(code.to(tl.float32) * tl.where(i < 16, s0[:, None], s1[:, None]))
+    value = code.to(tl.float32) - 32
+    return to_bf16(value * tl.where(i < 16, s0[:, None], s1[:, None]))
 
 
 @triton.jit
@@ -147,14 +155,12 @@ def q6_k_pair(rows, k, K, PAIR: tl.constexpr):
     i = tl.arange(0, 32)[None, :]
     low = rows[:, None] + (k // 128 * 64 + i)
     q0, q1 = tl.load(low), tl.load(low + 32)
-    high = tl.load(rows[:, None] + (K // 2 + k // 128 * 32 + i)) >> SHIFT
+    high = tl.load(rows[:, None] + (K // 2 + k // 128 * 32 + i))
     behind = rows + (K // 2 + K // 4)
     steps = tl.load((behind + k // 16).to(tl.pointer_type(tl.int32)))
-    # Two superblocks' fp16 scales are a word: loads of 4 bytes can be copied asynchronously.
-    word = tl.load((behind + (K // 16 + k // 512 * 4)).to(tl.pointer_type(tl.int32)))
-    d = half_to_float(word >> (k // 256 % 2 * 16))
-    first = q6_k_value(q0 >> SHIFT, high, d, steps, 0)
-    return first, q6_k_value(q1 >> SHIFT, high >> 2, d, steps, 2)
+    d = tl.load((behind + (K // 16 + k // 256 * 4)).to(tl.pointer_type(tl.int32)))
+    first = q6_k_value(q0, high, d, steps, SHIFT, SHIFT, 0)
+    return first, q6_k_value(q1, high, d, steps, SHIFT, SHIFT + 2, 16)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .arith import to_bf16
-from .matrices import Matrices
+from .matrices import Matrices, scale_words
 from .plan import GemvPlan
 
 UNIT = tl.constexpr(2.0**-89)
@@ -94,7 +94,7 @@ def gemv(
     Args:
         x: int64 [M, K / 4], four bfloat16 each.
         w: int32 [N, WORDS].
-        w_scale: bfloat16 [K / GROUP, N] (GROUP 0: [N]).
+        w_scale: int32 [K / max(GROUP, 64), N] (GROUP 0: [N]): see ``matrices``.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     exists = n < N
@@ -113,17 +113,21 @@ def gemv(
         inside = first + i < WORDS
         words = tl.load(rows + first, mask=exists[:, None] & inside[None, :], other=0)
         if GROUP == 0:
-            s0 = tl.load(w_scale + n, mask=exists, other=0.0)[:, None]
-            s1 = s0
+            word = tl.load(w_scale + n, mask=exists, other=0)[:, None]
         else:
             k_block = first // 8 + block
-            at = w_scale + (k_block * PER_BLOCK // GROUP)[None, :] * N + n[:, None]
+            at = k_block * PER_BLOCK // max(GROUP, 64)
             both = exists[:, None] & (k_block * 8 < WORDS)[None, :]
-            s0 = tl.load(at, mask=both, other=0.0)
-            s1 = s0
-            if KIND == "int4" and GROUP == 32:
-                s1 = tl.load(at + N, mask=both, other=0.0)
-        s0, s1 = s0.to(tl.float32)[:, :, None], s1.to(tl.float32)[:, :, None]
+            word = tl.load(w_scale + at[None, :] * N + n[:, None], mask=both, other=0)
+        s0 = word.to(tl.float32, bitcast=True)
+        s1 = s0
+        if GROUP == 32:  # two bfloat16
+            even, odd = (word << 16).to(tl.float32, bitcast=True), (word & -65536)
+            odd = odd.to(tl.float32, bitcast=True)
+            s0, s1 = even, odd
+            if KIND == "int8":
+                s0 = tl.where((k_block % 2 == 0)[None, :], even, odd)
+        s0, s1 = s0[:, :, None], s1[:, :, None]
         for m in tl.static_range(M):
             at_x = quads + (m * (K // 4) + first // 8 * QUADS)
             a, b, c, d = four_inputs(tl.load(at_x, mask=inside, other=0))
@@ -172,10 +176,11 @@ def multiply_few(
         out: bfloat16 [M, N].
     """
     words = stack.data[0].view(torch.int32)
+    x = x if x.storage_offset() % 4 == 0 else x.clone()  # read 8 bytes at a time
     gemv[(triton.cdiv(stack.N, plan.block_n),)](
         x.view(torch.int64),
         words,
-        stack.scale,
+        scale_words(stack),
         out,
         bias,
         stack.N,

@@ -14,7 +14,8 @@ from .kernel_bf16 import gemm_bf16
 from .kernel_decoded import gemm_decoded
 from .kernel_fp8 import gemm_fp8
 from .launch import arch
-from .matrices import Matrices
+from .matrices import Matrices, scale_words
+from .permute import permute
 from .plan import GemmPlan, fit_stages
 
 NATIVE_FP8 = (8, 9)
@@ -90,9 +91,11 @@ def multiply(
         _decoded(x, stack, out, plan, blocks * n_blocks, common)
         return
     block_k = plan.block_k if path == "bf16" else 128
+    # Descriptors want 16-byte addresses; tensors that begin elsewhere are read through pointers.
+    copied = gated and plan.copy and order is not None
     tma = {
-        "W_TMA": plan.tma,
-        "X_TMA": plan.tma and not gated,
+        "W_TMA": plan.tma and stack.data.data_ptr() % 16 == 0,
+        "X_TMA": plan.tma and (copied or not gated and x.data_ptr() % 16 == 0),
         "EVEN_K": stack.K % block_k == 0,
     }
     native = path == "bf16" or arch(x.device) >= NATIVE_FP8
@@ -105,7 +108,8 @@ def multiply(
     if tma["W_TMA"]:
         w = TensorDescriptor.from_tensor(data, [mats if path == "bf16" else 1, cols, block_k])
     if tma["X_TMA"]:
-        rows = TensorDescriptor.from_tensor(x, [plan.block_m, block_k])
+        source = permute(x, order) if copied and order else x
+        rows = TensorDescriptor.from_tensor(source, [plan.block_m, block_k])
     grid = (blocks * n_blocks,)
     if path == "bf16":
         gemm_bf16[grid](rows, w, out, **common, **tma, BLOCK_K=block_k)
@@ -127,7 +131,7 @@ def _decoded(
     gemm_decoded[(programs, plan.split_k)](
         x,
         data,
-        stack.scale,
+        scale_words(stack),
         out,
         **common,
         ROW_BYTES=data.shape[-1],

@@ -32,7 +32,7 @@ def row_pointers(
         if GROUP == 0:
             scales = w_scale + matrix * N + cols
         else:
-            scales = w_scale + matrix * N * tl.cdiv(K, GROUP) + cols
+            scales = w_scale + matrix * N * tl.cdiv(K, max(GROUP, 64)) + cols
     else:
         scales = n
     return rows, scales
@@ -77,7 +77,7 @@ def gemm_decoded(
 
     Args:
         w: uint8 [matrices, N, ROW_BYTES].
-        w_scale: bfloat16 or float32; unused by K-quants.
+        w_scale: int32 (see ``matrices``) or, for fp8, float32; unused by K-quants.
         K_SPLIT: a multiple of BLOCK_K.
         GROUP: inputs of one scale; 0: one scale an output.
     """

@@ -8,18 +8,20 @@ kind     ``data`` [B, N, ...]                                  ``scale``
 ======== ===================================================== =================================
 ``bf16`` bfloat16 [K]                                          None
 ``fp8``  float8_e4m3fn [K]                                     float32 [B, N / 128, K / 128]
-``int8`` int8 [K]                                              bfloat16 [B, K / group, N]
-``int4`` uint8 [K / 2], codes ``q + 8``                        bfloat16 [B, K / group, N]
+``int8`` int8 [K]                                              see below
+``int4`` uint8 [K / 2], codes ``q + 8``                        see below
 ``q4_k`` uint8 [K / 256 * 144], GGUF's blocks as they are      None
-``q6_k`` uint8, the parts of GGUF's blocks side by side        None
+``q6_k`` uint8, GGUF's blocks by parts, see below              None
 ======== ===================================================== =================================
 
 - ``int4``: of each 64 inputs, byte i holds input i in its low half and input 32 + i in its high
   half: the order inside a Q4_K block, so one decoder serves both.
 - ``q6_k``: a row's low nibbles [K / 2], high bits [K / 4], int8 scales [K / 16] and fp16 scales
-  [K / 256], each in the order of the blocks, and zeros up to a multiple of 16 bytes. GGUF's blocks
-  have 210 bytes, which leaves no load aligned.
-- Integer scales lie with N innermost: a tile of rows reads them as one run.
+  [K / 256] (each twice), in the order of the blocks, and zeros up to a multiple of 16 bytes.
+  GGUF's own blocks have 210 bytes, which leaves no load aligned.
+- Integer scales are words, since asynchronous copies have at least 4 bytes, and those of a tile of
+  rows are one run. Groups of 32: bfloat16 [B, K / 64, N, 2], two neighbouring groups in a word;
+  other groups: float32 [B, K / group, N].
 - gate and up of an expert are matrices 2 s and 2 s + 1 of one stack: transformers' fused
   ``gate_up_proj`` [E, 2 I, H] is that stack, viewed.
 """
@@ -47,8 +49,8 @@ _DTYPES = {
     "q4_k": torch.uint8,
     "q6_k": torch.uint8,
 }
-_Q6_PARTS = (128, 64, 16, 2)
-"""Bytes of a Q6_K block's parts, in the block's own order."""
+_Q6_PARTS = (128, 64, 16, 4)
+"""Bytes of a Q6_K block's parts in its own order, the scale at its end twice."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +117,15 @@ def pack_for_gpu(fmt: Format, weights: Sequence[Weight]) -> Matrices:
         scale = torch.stack([_scale(weight).float() for weight in weights])
         return Matrices(kind, N, K, 128, data, scale)
     if kind in ("int8", "int4"):
-        scale = torch.stack([_scale(weight).T.contiguous() for weight in weights])
-        if scale.shape[1] not in (1, -(-K // _group(fmt))):
+        counts = {_scale(weight).shape[1] for weight in weights}
+        if len(counts) != 1 or not counts <= {1, -(-K // _group(fmt))}:
             raise PykernelsError(
-                f"{scale.shape[1]} scales for {K} inputs in {fmt.name}",
+                f"{sorted(counts)} scales for {K} inputs in {fmt.name}",
                 "Give one for each group, or one for each output",
             )
-        return Matrices(kind, N, K, K if scale.shape[1] == 1 else _group(fmt), data, scale)
+        group = K if counts == {1} else _group(fmt)
+        scale = torch.stack([_words(_scale(weight).bfloat16(), group) for weight in weights])
+        return Matrices(kind, N, K, group, data, scale)
     return Matrices(kind, N, K, 0, data)
 
 
@@ -142,7 +146,7 @@ def empty_for_gpu(
     width = {
         "int4": K // 2,
         "q4_k": K // 256 * 144,
-        "q6_k": -(-K // 256 * 210 // 16) * 16,
+        "q6_k": -(-K // 256 * 212 // 16) * 16,
     }.get(kind, K)
     data = torch.empty(count, N, width, dtype=_DTYPES[kind], device=device)
     if kind == "fp8":
@@ -150,9 +154,19 @@ def empty_for_gpu(
         return Matrices(kind, N, K, 128, data, scale)
     if isinstance(fmt, Integer):
         group = group or fmt.group
-        scale = torch.empty(count, -(-K // group), N, dtype=torch.bfloat16, device=device)
+        if group == 32:
+            scale = torch.empty(count, K // 64, N, 2, dtype=torch.bfloat16, device=device)
+        else:
+            scale = torch.empty(count, -(-K // group), N, device=device)
         return Matrices(kind, N, K, group, data, scale)
     return Matrices(kind, N, K, 0, data)
+
+
+def scale_words(stack: Matrices) -> torch.Tensor | None:
+    """Scales as the kernels read them: those of integers as words."""
+    if stack.scale is None or stack.kind == "fp8":
+        return stack.scale
+    return stack.scale.view(torch.int32)
 
 
 def unpack_from_gpu(fmt: Format, stack: Matrices, index: int) -> Weight:
@@ -165,11 +179,13 @@ def unpack_from_gpu(fmt: Format, stack: Matrices, index: int) -> Weight:
         data = data.view(torch.int8) - 8
     elif stack.kind == "q6_k":
         blocks = stack.K // 256
-        parts = data[:, : blocks * 210].split([blocks * part for part in _Q6_PARTS], dim=1)
+        sizes = [blocks * part for part in _Q6_PARTS]
+        parts = data[:, : sum(sizes)].split(sizes, dim=1)
         split = [part.unflatten(1, (blocks, -1)) for part in parts]
-        data = torch.cat(split, dim=2).flatten(1)
+        data = torch.cat(split, dim=2)[..., :210].flatten(1)
     if scale is not None and stack.kind in ("int8", "int4"):
-        scale = scale.T.contiguous().expand(stack.N, -1)
+        by_row = scale.transpose(0, 1).flatten(1)  # a K of 64 n has whole pairs of 32
+        scale = by_row.bfloat16().contiguous()
         if stack.group == stack.K:  # one an output: repeated for each of the format's groups
             scale = scale.expand(-1, -(-stack.K // _group(fmt))).contiguous()
     return Weight(data, scale)
@@ -185,12 +201,20 @@ def _scale(weight: Weight) -> torch.Tensor:
     return weight.scale
 
 
+def _words(scale: torch.Tensor, group: int) -> torch.Tensor:
+    """bfloat16 [N, G] -> a word for each row and group, or pair of groups."""
+    if group == 32:
+        return scale.unflatten(1, (-1, 2)).transpose(0, 1).contiguous()
+    return scale.float().T.contiguous()
+
+
 def _rows(kind: str, data: torch.Tensor) -> torch.Tensor:
     if kind == "int4":
         low, high = (data + 8).view(torch.uint8).unflatten(1, (-1, 2, 32)).unbind(2)
         return (low | high << 4).flatten(1)
     if kind == "q6_k":
         blocks = data.unflatten(1, (-1, 210))
+        blocks = torch.cat((blocks, blocks[..., -2:]), dim=2)
         row = torch.cat([part.flatten(1) for part in blocks.split(list(_Q6_PARTS), dim=2)], dim=1)
         return torch.nn.functional.pad(row, (0, -row.shape[1] % 16))
     return data.contiguous()

@@ -38,6 +38,8 @@ class GemmPlan:
         split_k: programs that share one output tile (linears of few rows).
         warps, stages: of Triton.
         tma: weights (and sorted rows) come by the tensor memory accelerator: sm_90 and above.
+        copy: a gated product's rows are first copied into the experts' order, so that they come by
+            the accelerator too, in place of being gathered.
     """
 
     block_m: int
@@ -48,6 +50,7 @@ class GemmPlan:
     warps: int = 4
     stages: int = 3
     tma: bool = False
+    copy: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_m", "block_n", "block_k", "warps"):

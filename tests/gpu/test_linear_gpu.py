@@ -142,7 +142,7 @@ def test_a_matrix_without_a_layout_is_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("M", [1, 2, 8, 16, 48, 300])
+@pytest.mark.parametrize("M", [1, 16, 300])
 @pytest.mark.parametrize("name", FORMATS)
 def test_sizes_of_a_model(name: str, M: int) -> None:
     check(name, M, 1536, 2048, torch.device("cuda"))
@@ -151,18 +151,18 @@ def test_sizes_of_a_model(name: str, M: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("M", [1, 4, 64])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("M", [1, 16, 300])
+@pytest.mark.parametrize("name", ["int4", "q4_k", "bf16"])
 def test_a_graph_replays_with_other_inputs(name: str, M: int) -> None:
     device = torch.device("cuda")
-    stack = made(name, 768, 1024)[1].to(device)
-    x = torch.randn(M, 1024, device=device).bfloat16()
+    stack = made(name, 1536, 2048)[1].to(device)
+    x = torch.randn(M, 2048, device=device).bfloat16()
     linear(x, stack)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = linear(x, stack)
     for _ in range(2):
-        x.copy_(torch.randn(M, 1024))
+        x.copy_(torch.randn(M, 2048))
         captured.fill_(float("nan"))
         graph.replay()
         assert torch.equal(captured, linear(x, stack))
@@ -182,4 +182,4 @@ def _meta_call(name: str, M: int) -> tuple[str, object]:
     return f"{name} {M}", lambda: linear(x, stack)
 
 
-COMPILES = [_meta_call("int4", 1), _meta_call("int8", 1), _meta_call("int4", 8)]
+COMPILES = [_meta_call("int4", 1), _meta_call("int8", 1), _meta_call("q4_k", 1)]

@@ -104,6 +104,8 @@ PLANS = [
     ("bf16", "bf16", GemmPlan(16, 64, 64, tma=True), "descriptors, ragged in every direction"),
     ("bf16", "bf16", GemmPlan(32, 128, 32, tma=True), "tiles wider than the matrix"),
     ("fp8", "fp8", GemmPlan(16, 32, 128, tma=True), "descriptors of E4M3"),
+    ("bf16", "bf16", GemmPlan(16, 64, 64, tma=True, copy=True), "rows copied first"),
+    ("fp8", "fp8", GemmPlan(16, 32, 128, tma=True, copy=True), "rows of E4M3 copied first"),
     ("fp8", "fp8", GemmPlan(16, 128, 128, group_m=2), "one scale block a tile"),
     ("int8", "bf16", GemmPlan(32, 64, 128), "several steps of decoding in one"),
 ]
@@ -142,6 +144,25 @@ def test_ids_of_no_expert_contribute_nothing(device: torch.device) -> None:
     truth = ref.moe_ffn(x, ids.where(there, 0), weights, experts, dtype=torch.float64)
     assert relative_error(y.cpu(), truth) < 8e-3
     assert not y[0].any()
+
+
+def test_a_layer_of_one_expert(device: torch.device) -> None:
+    shape = MoEShape(E=1, H=64, I=64, topk=1)
+    for name in ("bf16", "int8"):
+        experts = random_experts(shape, get_format(name), device)
+        check(torch.randn(3, 64).bfloat16(), one_expert_routing(3, shape), experts, device)
+
+
+def test_inputs_that_begin_anywhere(device: torch.device) -> None:
+    """A row of a larger tensor at an odd address: no descriptor can begin there."""
+    experts = random_experts(replace(SMALL, E=2), get_format("bf16"), device)
+    room = torch.randn(3 * SMALL.H + 1, device=device).bfloat16()
+    x = room[1:].view(3, SMALL.H)
+    routing = one_expert_routing(3, replace(SMALL, E=2))
+    args = (routing.ids.to(device), routing.weights.to(device), experts)
+    plan = GemmPlan(16, 64, 64, tma=True)
+    odd = moe.moe_ffn(x, *args, plans=(plan, plan))
+    assert torch.equal(odd, moe.moe_ffn(x.clone(), *args, plans=(plan, plan)))
 
 
 def test_no_tokens(device: torch.device) -> None:
@@ -216,15 +237,22 @@ def test_what_no_kernel_takes_is_refused(cause: str, what: str, device: torch.de
         moe.moe_ffn(x.float(), *args)
 
 
+BIG = MoEShape(E=8, H=1536, I=768, topk=2)
+KINDS = [*((name, "bf16") for name in FORMATS), ("fp8", "fp8")]
+
+
+@functools.cache
+def _model_sized(name: str, device: torch.device) -> moe.Experts:
+    return random_experts(BIG, get_format(name), device)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(("name", "activations"), [*((n, "bf16") for n in FORMATS), ("fp8", "fp8")])
+@pytest.mark.parametrize(("name", "activations"), KINDS)
 def test_a_graph_replays_with_other_tokens_and_experts(name: str, activations: str) -> None:
     device = torch.device("cuda")
-    shape = MoEShape(E=16, H=512, I=256, topk=4)
-    experts = random_experts(shape, get_format(name), device)
-    T = 48
-    x = torch.randn(T, shape.H, device=device).bfloat16()
-    routing = balanced_routing(T, shape)
+    experts, T = _model_sized(name, device), 16
+    x = torch.randn(T, BIG.H, device=device).bfloat16()
+    routing = balanced_routing(T, BIG)
     ids, weights = routing.ids.to(device), routing.weights.to(device)
 
     def run() -> torch.Tensor:
@@ -235,8 +263,8 @@ def test_a_graph_replays_with_other_tokens_and_experts(name: str, activations: s
     with torch.cuda.graph(graph):
         captured = run()
     for seed, route in ((1, skewed_routing), (2, one_expert_routing), (3, balanced_routing)):
-        other = route(T, shape, seed)
-        x.copy_(torch.randn(T, shape.H))
+        other = route(T, BIG, seed)
+        x.copy_(torch.randn(T, BIG.H))
         ids.copy_(other.ids)
         weights.copy_(other.weights)
         captured.fill_(float("nan"))
@@ -244,23 +272,21 @@ def test_a_graph_replays_with_other_tokens_and_experts(name: str, activations: s
         assert torch.equal(captured, run())
 
 
-@functools.cache
-def _model_sized(name: str, shape: MoEShape, device: torch.device) -> moe.Experts:
-    return random_experts(shape, get_format(name), device)
+SIZES = [
+    *((*kind, rows) for kind in KINDS for rows in (4, 200)),
+    *((*kind, rows) for kind in (KINDS[0], KINDS[-1]) for rows in (20, 80)),
+]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [4, 20, 80, 200], ids=lambda rows: f"{rows} an expert")
-@pytest.mark.parametrize(("name", "activations"), [*((n, "bf16") for n in FORMATS), ("fp8", "fp8")])
-def test_sizes_of_a_model(name: str, activations: str, rows: int) -> None:
-    """Every plan of the table that this GPU would take, at sizes that fill it."""
+@pytest.mark.parametrize(("name", "activations", "rows"), SIZES)
+def test_every_plan_of_the_table_at_sizes_of_a_model(
+    name: str, activations: str, rows: int
+) -> None:
     device = torch.device("cuda")
-    shape = MoEShape(E=8, H=1536, I=768, topk=2)
-    experts = _model_sized(name, shape, device)
-    T = rows * shape.E // shape.topk
-    check(
-        torch.randn(T, shape.H).bfloat16(), skewed_routing(T, shape), experts, device, activations
-    )
+    T = rows * BIG.E // BIG.topk
+    x = torch.randn(T, BIG.H).bfloat16()
+    check(x, skewed_routing(T, BIG), _model_sized(name, device), device, activations)
 
 
 def _meta_call(name: str, rows: int, activations: str = "bf16") -> tuple[str, object]:

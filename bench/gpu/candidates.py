@@ -1,0 +1,61 @@
+"""Launch plans worth timing, by operation and number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pykernels.gpu.plan import GemmPlan, GemvPlan
+
+# (block_m, block_n, block_k, warps, stages)
+_BF16_MANY = (
+    (128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 256, 128, 8, 2), (256, 128, 64, 8, 4),
+    (128, 128, 64, 4, 4), (128, 128, 64, 8, 4), (128, 128, 128, 8, 3), (64, 256, 64, 4, 4),
+    (64, 256, 64, 8, 4), (64, 128, 64, 4, 4), (64, 128, 128, 4, 3),
+)  # fmt: skip
+_BF16_FEW = (
+    (16, 64, 128, 4, 4), (16, 128, 128, 4, 3), (16, 128, 128, 4, 4), (16, 128, 64, 4, 6),
+    (16, 256, 64, 8, 4), (16, 64, 256, 4, 3), (64, 128, 64, 4, 4), (64, 64, 128, 4, 4),
+)  # fmt: skip
+_FP8 = (
+    (128, 128, 128, 8, 3), (128, 128, 128, 8, 4), (128, 64, 128, 8, 4),
+    (128, 64, 128, 4, 4), (64, 128, 128, 4, 3), (64, 128, 128, 4, 4), (64, 128, 128, 8, 4),
+    (64, 64, 128, 4, 4), (64, 64, 128, 4, 6), (32, 128, 128, 4, 4), (256, 64, 128, 8, 3),
+)  # fmt: skip
+_DECODED_FEW = (
+    (16, 64, 128, 4, 3), (16, 64, 128, 4, 4), (16, 64, 128, 4, 6), (16, 64, 256, 4, 3),
+    (16, 64, 64, 4, 6), (16, 128, 128, 4, 3), (16, 128, 128, 8, 4), (16, 128, 256, 8, 3),
+    (16, 64, 512, 4, 2),
+)  # fmt: skip
+_DECODED_MANY = (
+    (128, 128, 128, 8, 2), (128, 128, 128, 8, 3), (128, 128, 64, 8, 4), (128, 64, 128, 4, 3),
+    (128, 64, 64, 4, 4), (64, 128, 128, 8, 3), (64, 64, 128, 4, 3), (64, 64, 128, 4, 4),
+    (256, 64, 64, 4, 3), (256, 64, 64, 8, 3),
+)  # fmt: skip
+_GEMV = [
+    GemvPlan(block_n, words, warps, stages)
+    for block_n, words, warps in (
+        (4, 128, 4), (8, 128, 4), (16, 128, 4), (32, 128, 4), (8, 128, 2), (4, 256, 4),
+        (8, 256, 4), (16, 256, 4), (16, 256, 8), (8, 64, 2), (16, 64, 4), (16, 32, 4),
+    )
+    for stages in (2, 4)
+]  # fmt: skip
+
+
+def candidates(op: str, path: str, rows: int) -> Iterator[GemmPlan | GemvPlan]:
+    """Plans for ``rows`` rows an expert (or a linear)."""
+    if op == "gemv":
+        yield from _GEMV
+        return
+    if path in ("bf16", "fp8"):
+        many = _FP8 if path == "fp8" else _BF16_MANY
+        for bm, bn, bk, warps, stages in _BF16_FEW if path == "bf16" and rows <= 16 else many:
+            yield GemmPlan(bm, bn, bk, 16, 1, warps, stages, tma=True)
+        if rows > 16:
+            for bm, bn, bk, warps, stages in many[:1]:
+                yield GemmPlan(bm, bn, bk, 16, 1, warps, stages)
+            for bm, bn, bk, warps, stages in many[1:5] if op == "gate_up" else ():
+                yield GemmPlan(bm, bn, bk, 16, 1, warps, stages, tma=True, copy=True)
+        return
+    for bm, bn, bk, warps, stages in _DECODED_FEW if rows <= 16 else _DECODED_MANY:
+        for split in (1, 2, 4, 8) if op == "linear" and rows <= 16 else (1,):
+            yield GemmPlan(bm, bn, bk, 16, split, warps, stages)

@@ -1,0 +1,39 @@
+"""What tuning tries; the timing itself needs a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.gpu.candidates import candidates
+from bench.gpu.tune import distinct, jobs, main
+from pykernels.errors import PykernelsError
+from pykernels.gpu.plan import GemmPlan, GemvPlan
+
+EVERY = list(
+    jobs({"gate_up", "down", "linear"}, {"bf16", "fp8", "int4-g128", "int8-channel", "q4_k"})
+)
+
+
+def test_every_job_has_plans_of_its_kind() -> None:
+    assert {job.op for job in EVERY} == {"gate_up", "down", "linear", "gemv"}
+    for job in EVERY:
+        found = job.candidates()
+        assert len(found) == len(set(found)) > 5
+        kind = GemvPlan if job.op == "gemv" else GemmPlan
+        assert all(isinstance(plan, kind) for plan in found)
+
+
+def test_e4m3_tiles_lie_in_one_scale_block() -> None:
+    assert all(plan.block_n <= 128 for plan in candidates("down", "fp8", 512))
+
+
+def test_a_kernel_is_compiled_once() -> None:
+    pairs = distinct(EVERY)
+    assert len(pairs) < sum(len(job.candidates()) for job in EVERY) / 2
+    assert all(plan.split_k == 1 for _, plan in pairs if isinstance(plan, GemmPlan))
+
+
+@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="there is a GPU")
+def test_without_a_gpu_it_says_so() -> None:
+    with pytest.raises(PykernelsError, match="no CUDA GPU"):
+        main([])
