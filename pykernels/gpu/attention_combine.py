@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from .launch import arch
 
 _D_BLOCK, _SPLIT_BLOCK = 128, 16
 
 
 @triton.jit
 def _combine(
-    partial, lse, out, R, splits, D: tl.constexpr, D_BLOCK: tl.constexpr, BLOCK: tl.constexpr
-):
+    partial, lse, out, splits,
+    D: tl.constexpr, D_BLOCK: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    if EARLY:
+        gdc_wait()  # until the splits are done
     row = tl.program_id(0).to(tl.int64)  # of B * R
     d = tl.program_id(1) * D_BLOCK + tl.arange(0, D_BLOCK)
     n = tl.arange(0, BLOCK)
@@ -62,14 +70,11 @@ class Partials:
         if self.splits == 1:
             return
         block = min(_D_BLOCK, triton.next_power_of_2(D))
+        # From Hopper on a kernel may be launched while the one before it still runs: its programs
+        # are there when that ends. In a graph it becomes an edge of that kind.
+        early = arch(self.out.device)[0] >= 9
+        launch: dict[str, Any] = {"launch_pdl": True} if early else {}
         _combine[(B * R, triton.cdiv(D, block))](
-            self.values,
-            self.lse,
-            self.out,
-            R,
-            self.splits,
-            D=D,
-            D_BLOCK=block,
-            BLOCK=_SPLIT_BLOCK,
-            num_warps=4,
-        )
+            self.values, self.lse, self.out, self.splits,
+            D=D, D_BLOCK=block, BLOCK=_SPLIT_BLOCK, EARLY=early, num_warps=4, **launch,
+        )  # fmt: skip
