@@ -50,12 +50,15 @@ class Partials:
     Attributes:
         values: [B, R, splits, D], or the result itself where there is one split.
         lse: float32 [B, R, splits].
+        early: whether the combining kernel is launched while the splits still run (from Hopper on):
+            its programs are there when they end. In a graph it becomes an edge of that kind.
     """
 
     def __init__(self, out: torch.Tensor, splits: int) -> None:
         """out: [B, R, D], contiguous; it is what ``combine`` fills."""
         B, R, D = out.shape
         self.out, self.splits = out, splits
+        self.early = splits > 1 and arch(out.device)[0] >= 9
         shape = (B, R, splits)
         self.lse = torch.empty(
             shape if splits > 1 else (1,), dtype=torch.float32, device=out.device
@@ -70,11 +73,8 @@ class Partials:
         if self.splits == 1:
             return
         block = min(_D_BLOCK, triton.next_power_of_2(D))
-        # From Hopper on a kernel may be launched while the one before it still runs: its programs
-        # are there when that ends. In a graph it becomes an edge of that kind.
-        early = arch(self.out.device)[0] >= 9
-        launch: dict[str, Any] = {"launch_pdl": True} if early else {}
+        launch: dict[str, Any] = {"launch_pdl": True} if self.early else {}
         _combine[(B * R, triton.cdiv(D, block))](
             self.values, self.lse, self.out, self.splits,
-            D=D, D_BLOCK=block, BLOCK=_SPLIT_BLOCK, EARLY=early, num_warps=4, **launch,
+            D=D, D_BLOCK=block, BLOCK=_SPLIT_BLOCK, EARLY=self.early, num_warps=4, **launch,
         )  # fmt: skip
