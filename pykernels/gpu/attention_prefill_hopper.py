@@ -78,6 +78,22 @@ def _softmax(
 
 
 @gluon.jit
+def _settled(total):
+    """``total``, computed before any wait that follows.
+
+    ptxas hoists a wait for products before exponentials that do not need them, and nothing runs
+    beside the products any more. It does not hoist it over a store to shared memory that may be:
+    this one does if the sum of the exponentials is negative, which it never is. (A trap instead of
+    the store makes it wait after every single product.)
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred q; .reg .u32 a; setp.lt.f32 q, $1, 0f00000000; mov.u32 a, 0;"
+        " @q st.shared.f32 [a], $1; mov.b32 $0, $1; }",
+        "=f,f", [total], dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _steps(
     q, q_rope, ks, k_ropes, vs, zeros, k_ptr, k_rope_ptr, v_ptr, k_row, k_t, kr_t, v_t,
     p, m, total, acc, first, start, stop, end, keys, at_q, inner, outer, window,
@@ -108,12 +124,7 @@ def _steps(
             s, at, at_q, keys, m, total, inner, outer, window,
             KEYS, MASKED, WINDOW, SOFTCAP, gl.DotOperandLayout(0, VALUES, 2),
         )  # fmt: skip
-        # ptxas would hoist the wait before the exponentials. Not over an instruction that ends the
-        # kernel if their sum is negative, which it never is.
-        total = gl.inline_asm_elementwise(
-            "{ .reg .pred q; setp.lt.f32 q, $1, 0f00000000; @q trap; mov.b32 $0, $1; }",
-            "=f,f", [total], dtype=gl.float32, is_pure=False, pack=1,
-        )  # fmt: skip
+        total = _settled(total)
         acc, p = warpgroup_mma_wait(0, deps=[pending, p])
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, VALUES))[:, None]
         p = p_next
