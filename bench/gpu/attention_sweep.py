@@ -46,6 +46,8 @@ def gqa_decode_plans(size: Size) -> Iterator[DecodePlan]:
 
 
 def prefill_plans(size: Size) -> Iterator[PrefillPlan]:
+    for keys in (64, 128):
+        yield PrefillPlan(128, keys, 8, 1, by_hand=True)
     for rows, warps in ((128, 8), (64, 4), (128, 4)):
         for keys, stages in itertools.product((32, 64, 128), (2, 3, 4)):
             yield PrefillPlan(rows, keys, warps, stages)

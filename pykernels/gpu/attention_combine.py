@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from .launch import arch
 
 _D_BLOCK, _SPLIT_BLOCK = 128, 16
 
 
 @triton.jit
 def _combine(
-    partial, lse, out, R, splits, D: tl.constexpr, D_BLOCK: tl.constexpr, BLOCK: tl.constexpr
-):
+    partial, lse, out, splits,
+    D: tl.constexpr, D_BLOCK: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    if EARLY:
+        gdc_wait()  # until the splits are done
     row = tl.program_id(0).to(tl.int64)  # of B * R
     d = tl.program_id(1) * D_BLOCK + tl.arange(0, D_BLOCK)
     n = tl.arange(0, BLOCK)
@@ -42,12 +50,15 @@ class Partials:
     Attributes:
         values: [B, R, splits, D], or the result itself where there is one split.
         lse: float32 [B, R, splits].
+        early: whether the combining kernel is launched while the splits still run (from Hopper on):
+            its programs are there when they end. In a graph it becomes an edge of that kind.
     """
 
     def __init__(self, out: torch.Tensor, splits: int) -> None:
         """out: [B, R, D], contiguous; it is what ``combine`` fills."""
         B, R, D = out.shape
         self.out, self.splits = out, splits
+        self.early = splits > 1 and arch(out.device)[0] >= 9
         shape = (B, R, splits)
         self.lse = torch.empty(
             shape if splits > 1 else (1,), dtype=torch.float32, device=out.device
@@ -62,14 +73,8 @@ class Partials:
         if self.splits == 1:
             return
         block = min(_D_BLOCK, triton.next_power_of_2(D))
+        launch: dict[str, Any] = {"launch_pdl": True} if self.early else {}
         _combine[(B * R, triton.cdiv(D, block))](
-            self.values,
-            self.lse,
-            self.out,
-            R,
-            self.splits,
-            D=D,
-            D_BLOCK=block,
-            BLOCK=_SPLIT_BLOCK,
-            num_warps=4,
-        )
+            self.values, self.lse, self.out, self.splits,
+            D=D, D_BLOCK=block, BLOCK=_SPLIT_BLOCK, EARLY=self.early, num_warps=4, **launch,
+        )  # fmt: skip

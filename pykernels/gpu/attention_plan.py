@@ -44,12 +44,20 @@ class DecodePlan:
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """One prefill kernel's launch: rows of queries and keys of a block, warps, stages."""
+    """One prefill kernel's launch.
+
+    Attributes:
+        rows, keys: of a block.
+        warps, stages: Triton's num_warps and num_stages.
+        by_hand: the kernel for Hopper that takes exponentials while products run: 128 rows, 64 or
+            128 keys, 8 warps; ``stages`` means nothing to it.
+    """
 
     rows: int
     keys: int
     warps: int
     stages: int
+    by_hand: bool = False
 
 
 @functools.cache
@@ -112,27 +120,29 @@ def gqa_decode_plan(rows: int, D: int, fp8: bool, device: torch.device) -> Decod
     return DecodePlan(rows=tile, keys=keys, warps=4, stages=stages, per_sm=2)
 
 
-def gqa_prefill_plan(D: int, device: torch.device) -> PrefillPlan:
-    """For heads of ``D``."""
+def by_hand_takes_prefill(D: int, DV: int, R: int, device: torch.device) -> bool:
+    """Whether ``PrefillPlan.by_hand`` can run, apart from how its tensors lie: Hopper only."""
+    sizes = D in (64, 128, 256) and DV in (64, 128, 256) and R in (0, 64)
+    return arch(device)[0] == 9 and sizes
+
+
+def prefill_plan(D: int, DV: int, R: int, aligned_rows: bool, device: torch.device) -> PrefillPlan:
+    """For heads of D + R on values of DV.
+
+    Args:
+        aligned_rows: keys lie in bf16 rows (no pages), every head's at a multiple of 16 bytes.
+    """
     capability = arch(device)
     if capability == (0, 0):
         return _TINY_PREFILL
+    large = D + R > 192 or DV > 128
+    if aligned_rows and by_hand_takes_prefill(D, DV, R, device):
+        keys = 64 if large else 128
+        return PrefillPlan(rows=128, keys=keys, warps=8, stages=1, by_hand=True)
     if capability[0] == 9:
-        if D <= 64:
-            return PrefillPlan(rows=128, keys=128, warps=8, stages=3)
-        if D <= 128:
-            return PrefillPlan(rows=128, keys=128, warps=8, stages=2)
-        return PrefillPlan(rows=128, keys=64, warps=8, stages=2)
-    if D <= 128:
-        return PrefillPlan(rows=128, keys=32 if D > 64 else 64, warps=4, stages=2)
-    return PrefillPlan(rows=64, keys=32, warps=4, stages=2)
-
-
-def mla_prefill_plan(device: torch.device) -> PrefillPlan:
-    """Heads of 128 + 64 against values of 128."""
-    capability = arch(device)
-    if capability == (0, 0):
-        return _TINY_PREFILL
-    if capability[0] == 9:
-        return PrefillPlan(rows=128, keys=64, warps=8, stages=3)
-    return PrefillPlan(rows=64, keys=32, warps=4, stages=2)
+        if large or R:
+            return PrefillPlan(rows=128, keys=64, warps=8, stages=2 if large else 3)
+        return PrefillPlan(rows=128, keys=128, warps=8, stages=3 if D <= 64 else 2)
+    if large or R:
+        return PrefillPlan(rows=64, keys=32, warps=4, stages=2)
+    return PrefillPlan(rows=128, keys=64 if D <= 64 else 32, warps=4, stages=2)

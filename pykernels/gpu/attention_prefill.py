@@ -23,7 +23,7 @@ from .attention_parts import (
     softmax_step,
     widened,
 )
-from .attention_plan import PrefillPlan
+from .attention_plan import PrefillPlan, by_hand_takes_prefill, prefill_plan
 from .launch import arch, check_device, interpreted
 
 Pair = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -163,10 +163,21 @@ def _prefill(
     tl.store(o_ptrs, y.to(out_ptr.dtype.element_ty), mask=o_mask)
 
 
+def _aligned(*tensors: torch.Tensor | None) -> bool:
+    """Whether every row of every head begins at a multiple of 16 bytes, and Triton can tell."""
+    given = [x for x in tensors if x is not None]
+    return all(
+        x.dtype == torch.bfloat16
+        and x.data_ptr() % 16 == 0
+        and all(stride % 16 == 0 for stride in x.stride()[:-1])
+        for x in given
+    )
+
+
 def launch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Pair, scales: Pair, batch: Ragged,
     page: int, scale: float, window: int | None, softcap: float | None,
-    out: torch.Tensor | None, plan: PrefillPlan,
+    out: torch.Tensor | None, plan: PrefillPlan | None,
 ) -> torch.Tensor:  # fmt: skip
     """Both launchers' common half: k [TK, KVH, D], v [TK, KVH, DV]; ``page`` 0: not paged."""
     q_rope, k_rope = rope
@@ -179,6 +190,7 @@ def launch(
     where = (batch.q_starts, batch.q_lengths, batch.k_lengths, batch.k_starts, table)
     device = check_device(*(x for x in (q, k, v, q_rope, k_rope, *where) if x is not None))
     (TQ, NH, D), (KVH, DV) = q.shape, v.shape[1:]
+    R = 0 if q_rope is None else q_rope.shape[-1]
     if KVH < 1 or NH % KVH or k.shape[1] != KVH:
         raise PykernelsError(f"{NH} query heads on {KVH} KV heads", "Give a whole number a KV head")
     if not (16 <= D <= 256 and 16 <= DV <= 256) or k.shape[2] != D:
@@ -186,22 +198,36 @@ def launch(
             f"heads of {D} on {k.shape[2]} and {DV}", "The kernel takes 16 to 256, q and k alike"
         )
     check_scores(scale, window, softcap)
+    rows = page == 0 and _aligned(k, v, k_rope)
+    chosen = plan or prefill_plan(D, DV, R, rows, device)
+    if chosen.by_hand and not (rows and by_hand_takes_prefill(D, DV, R, device)):
+        raise PykernelsError(
+            f"the kernel by hand takes no heads of {D} + {R} and {DV} like these on this GPU",
+            "Give a plan without by_hand",
+        )
     result = check_out(out, (TQ, NH, DV), device)
-    blocks = triton.cdiv(batch.max_queries, plan.rows)
+    blocks = triton.cdiv(batch.max_queries, chosen.rows)
     if result.numel() == 0 or blocks * batch.B == 0:
         return result
-    inner, outer = score_factors(scale, softcap)
-    _prefill[(blocks, NH, batch.B)](
-        q, q_rope, as_bytes(k), k_rope, as_bytes(v), *scales, batch.q_starts, batch.q_lengths,
-        batch.k_starts, batch.k_lengths, table, result, inner, outer, window or 0,
-        0 if table is None else table.stride(0),
-        q.stride(0), q.stride(1), *(q_rope.stride()[:2] if q_rope is not None else (0, 0)),
-        k.stride(0), k.stride(1), k_rope.stride(0) if k_rope is not None else 0,
-        v.stride(0), v.stride(1), KVH, result.stride(0), result.stride(1),
-        KIND=cache_kind(k, arch(device)), G=NH // KVH, PAGE=page, D=D,
-        D_BLOCK=triton.next_power_of_2(D), DV=DV, V_BLOCK=triton.next_power_of_2(DV),
-        R=q_rope.shape[-1] if q_rope is not None else 0, ROWS=plan.rows, KEYS=plan.keys,
-        STAGES=plan.stages, WINDOW=window is not None, SOFTCAP=softcap is not None,
-        WIDE=interpreted(), num_warps=plan.warps, num_stages=plan.stages,
+    grid, factors = (blocks, NH, batch.B), (*score_factors(scale, softcap), window or 0)
+    starts = (batch.q_starts, batch.q_lengths, batch.k_starts, batch.k_lengths)
+    q_strides = (*q.stride()[:2], *(q_rope.stride()[:2] if q_rope is not None else (0, 0)))
+    k_strides = (*k.stride()[:2], k_rope.stride(0) if k_rope is not None else 0, *v.stride()[:2])
+    options = {"G": NH // KVH, "D": D, "DV": DV, "R": R, "KEYS": chosen.keys}
+    options |= {"WINDOW": window is not None, "SOFTCAP": softcap is not None}
+    if chosen.by_hand:
+        from .attention_prefill_hopper import prefill_hopper  # Gluon: not in the interpreter
+
+        prefill_hopper[grid](
+            q, q_rope, k, k_rope, v, *starts, result, *factors, *q_strides, *k_strides,
+            *result.stride()[:2], **options, num_warps=8,
+        )  # fmt: skip
+        return result
+    _prefill[grid](
+        q, q_rope, as_bytes(k), k_rope, as_bytes(v), *scales, *starts, table, result, *factors,
+        0 if table is None else table.stride(0), *q_strides, *k_strides, KVH,
+        *result.stride()[:2], **options, KIND=cache_kind(k, arch(device)), PAGE=page,
+        D_BLOCK=triton.next_power_of_2(D), V_BLOCK=triton.next_power_of_2(DV), ROWS=chosen.rows,
+        STAGES=chosen.stages, WIDE=interpreted(), num_warps=chosen.warps, num_stages=chosen.stages,
     )  # fmt: skip
     return result

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..errors import PykernelsError
 from .attention_checks import check_cache, check_out, check_scales, check_scores, newest_tokens
@@ -34,8 +35,11 @@ def _gqa_decode(
     inner, outer, window, S, KVH, splits, table_stride, q_b, q_s, q_h,
     G: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()  # the combining kernel waits by itself
     blocks = tl.cdiv(S * G, ROWS)
     kv, part, b = tl.program_id(0) // blocks, tl.program_id(1), tl.program_id(2)
     row = (tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)  # s * G + g
@@ -153,7 +157,8 @@ def gqa_decode(
         page_table.stride(0), *q4.stride()[:3],
         G=G, PAGE=page, D=D, D_BLOCK=triton.next_power_of_2(D), ROWS=chosen.rows, KEYS=chosen.keys,
         STAGES=chosen.stages, KIND=cache_kind(k, arch(device)), WINDOW=window is not None,
-        SOFTCAP=softcap is not None, SPLIT=splits > 1, WIDE=interpreted(),
+        SOFTCAP=softcap is not None, SPLIT=splits > 1, EARLY=partials.early,
+        WIDE=interpreted(),
         num_warps=chosen.warps, num_stages=chosen.stages,
     )  # fmt: skip
     partials.combine()

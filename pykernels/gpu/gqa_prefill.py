@@ -7,7 +7,7 @@ import torch
 from ..errors import PykernelsError
 from ..shapes import Ragged
 from .attention_checks import check_cache, check_scales
-from .attention_plan import PrefillPlan, gqa_prefill_plan
+from .attention_plan import PrefillPlan
 from .attention_prefill import launch
 
 
@@ -55,6 +55,5 @@ def gqa_prefill(
     for scaling, name in zip(scales, ("k_scale", "v_scale"), strict=True):
         check_scales(k, scaling, name, tuple(k.shape[:-1]))
     k, v = (x if table is None else x.flatten(0, 1) for x in (k, v))
-    chosen = plan or gqa_prefill_plan(D, q.device)
     rope = (None, None)
-    return launch(q, k, v, rope, scales, batch, page, scale, window, softcap, out, chosen)
+    return launch(q, k, v, rope, scales, batch, page, scale, window, softcap, out, plan)

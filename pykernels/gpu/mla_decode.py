@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..errors import PykernelsError
 from .attention_checks import check_cache, check_out, check_scales, check_scores, newest_tokens
@@ -57,8 +58,10 @@ def _mla_decode(
     q_b, q_s, q_h, qr_b, qr_s, qr_h,
     PAGE: tl.constexpr, L: tl.constexpr, R: tl.constexpr, SOFTCAP: tl.constexpr,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    KIND: tl.constexpr, ACROSS: tl.constexpr, WIDE: tl.constexpr,
+    KIND: tl.constexpr, ACROSS: tl.constexpr, EARLY: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()  # the combining kernel waits by itself
     part, b = tl.program_id(1), tl.program_id(2)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # token-major: s * NH + h
     n, c, r = tl.arange(0, KEYS), tl.arange(0, L), tl.arange(0, R)
@@ -199,7 +202,8 @@ def mla_decode(
         _mla_decode[grid](
             q, q_r, as_bytes(latent), rope, latent_scale, *where, *sizes, **options,
             ROWS=chosen.rows, KEYS=chosen.keys, STAGES=chosen.stages,
-            KIND=cache_kind(latent, arch(device)), ACROSS=chosen.across, WIDE=interpreted(),
+            KIND=cache_kind(latent, arch(device)), ACROSS=chosen.across, EARLY=partials.early,
+            WIDE=interpreted(),
             num_warps=chosen.warps, num_stages=chosen.stages,
         )  # fmt: skip
     partials.combine()

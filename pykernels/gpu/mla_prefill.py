@@ -6,7 +6,7 @@ import torch
 
 from ..errors import PykernelsError
 from ..shapes import Ragged
-from .attention_plan import PrefillPlan, mla_prefill_plan
+from .attention_plan import PrefillPlan
 from .attention_prefill import launch
 
 
@@ -53,8 +53,7 @@ def mla_prefill(
         )
     if R & (R - 1) or R < 16:
         raise PykernelsError(f"a rotated part of {R}", "It must be a power of two, at least 16")
-    chosen = plan or mla_prefill_plan(q_nope.device)
     rope, none = (q_rope, k_rope), (None, None)
     return launch(
-        q_nope, k_nope, v, rope, none, batch, 0, scale, None, softcap, out, chosen
+        q_nope, k_nope, v, rope, none, batch, 0, scale, None, softcap, out, plan
     )  # fmt: skip

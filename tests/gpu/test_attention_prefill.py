@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pykernels import ref
-from pykernels.gpu.attention_plan import PrefillPlan
+from pykernels.gpu.attention_plan import PrefillPlan, by_hand_takes_prefill
 from pykernels.shapes import Ragged
 
 from .caches import BF16, FP8, make_cache, no_worse
@@ -191,8 +191,8 @@ def _compile_mla() -> None:
 COMPILES = [
     ("GQA, D 128", lambda: _compile_gqa(128)),
     ("GQA, D 64, window", lambda: _compile_gqa(64, window=99)),
-    ("GQA, D 256, cap", lambda: _compile_gqa(256, softcap=9.0)),
     ("GQA, D 96", lambda: _compile_gqa(96)),
+    ("GQA, D 256", lambda: _compile_gqa(256)),
     ("GQA, pages", lambda: _compile_gqa(128, paged=True)),
     ("GQA, pages, E4M3", lambda: _compile_gqa(128, paged=True, fp8=True)),
     ("MLA", _compile_mla),
@@ -228,6 +228,47 @@ def test_gqa_prefill_full(sizes: dict[str, Any], why: str, device) -> None:
 )
 def test_mla_prefill_full(queries: list[int], keys: list[int], gap: int, device) -> None:
     run_mla(device, queries, keys, NH=8, D=128, R=64, gap=gap)
+
+
+BY_HAND = [
+    ({"queries": [1000, 77, 0, 300], "keys": [1500, 77, 9, 4000], "D": 128}, "ragged, prefixes"),
+    ({"queries": [700, 300, 9], "keys": [701, 1200, 4], "D": 128, "window": 300}, "a window"),
+    ({"queries": [500], "keys": [640], "D": 128, "window": 1}, "a window of the token itself"),
+    ({"queries": [700], "keys": [900], "D": 64, "softcap": 9.0}, "heads of 64, capped"),
+    ({"queries": [130, 128, 127, 1], "keys": [130, 256, 500, 1], "D": 128, "gap": 3}, "edges"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys", [64, 128])
+@pytest.mark.parametrize(("sizes", "why"), BY_HAND, ids=[row[1] for row in BY_HAND])
+def test_prefill_by_hand(keys: int, sizes: dict[str, Any], why: str, device) -> None:
+    if not by_hand_takes_prefill(128, 128, 0, device):
+        pytest.skip("written for Hopper")
+    run_gqa(device, plan=PrefillPlan(128, keys, 8, 1, by_hand=True), **sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_prefill_plans_agree(by_hand: bool, device) -> None:
+    """Whichever plan is shipped, the other works too."""
+    if by_hand and not by_hand_takes_prefill(128, 128, 64, device):
+        pytest.skip("written for Hopper")
+    plan = PrefillPlan(128, 64, 8, 2, by_hand)
+    run_gqa(device, [700, 50], [900, 50], D=128, plan=plan)
+    run_gqa(device, [700, 50], [900, 50], D=256, plan=plan)
+    run_mla(device, [700, 50], [900, 50], D=128, R=64, plan=plan)
+
+
+@pytest.mark.gpu
+def test_prefill_has_no_race(device) -> None:
+    """The same bits again and again: buffers are refilled while others are read."""
+    from pykernels.gpu.gqa_prefill import gqa_prefill
+
+    batch, TQ, TK = ragged([3000, 300], [3000, 1200], device)
+    q, k, v = (torch.randn(T, 8, 128).to(BF16).to(device) for T in (TQ, TK, TK))
+    once = gqa_prefill(q, k, v, batch, scale=0.09)
+    assert all(torch.equal(once, gqa_prefill(q, k, v, batch, scale=0.09)) for _ in range(50))
 
 
 @pytest.mark.gpu
