@@ -1,6 +1,6 @@
 """A few rows times an int4 or int8 matrix on the plain arithmetic units, at the rate it is read.
 
-At one row each weight is used once, and what decodes it must cost less than fetching it: about 2.5
+At one row each weight is used once, and what decodes it must cost less than fetching it: about 3.3
 instructions an int4 weight here. A code that is masked where it lies in its word *is* a float32, a
 subnormal one (NVIDIA's multiply-add takes these at full rate); the power of two of its place is in
 the inputs, which all rows share, and so is the codes' offset. Every processor streams whole rows,
@@ -70,6 +70,24 @@ def dot_bytes(words, a, b, c, d):
 
 
 @triton.jit
+def word_scales(word, odd, KIND: tl.constexpr, GROUP: tl.constexpr):
+    """Scales [rows, blocks, 1] of the low and high codes of blocks of 8 words, from their words.
+
+    In groups of 32 a word has two bfloat16: of int4 for the low and the high codes of a block, of
+    int8 for even blocks and for ``odd`` ones.
+    """
+    if GROUP == 32:
+        s0 = (word << 16).to(tl.float32, bitcast=True)
+        s1 = (word & -65536).to(tl.float32, bitcast=True)
+        if KIND == "int8":
+            s0 = tl.where(odd, s1, s0)
+    else:
+        s0 = word.to(tl.float32, bitcast=True)
+        s1 = s0
+    return s0[:, :, None], s1[:, :, None]
+
+
+@triton.jit
 def gemv(
     x,
     w,
@@ -112,22 +130,13 @@ def gemv(
     for first in tl.range(0, WORDS, BLOCKS * 8, num_stages=STAGES):
         inside = first + i < WORDS
         words = tl.load(rows + first, mask=exists[:, None] & inside[None, :], other=0)
-        if GROUP == 0:
-            word = tl.load(w_scale + n, mask=exists, other=0)[:, None]
-        else:
+        s0, s1 = 1.0, 1.0
+        if GROUP != 0:
             k_block = first // 8 + block
             at = k_block * PER_BLOCK // max(GROUP, 64)
             both = exists[:, None] & (k_block * 8 < WORDS)[None, :]
             word = tl.load(w_scale + at[None, :] * N + n[:, None], mask=both, other=0)
-        s0 = word.to(tl.float32, bitcast=True)
-        s1 = s0
-        if GROUP == 32:  # two bfloat16
-            even, odd = (word << 16).to(tl.float32, bitcast=True), (word & -65536)
-            odd = odd.to(tl.float32, bitcast=True)
-            s0, s1 = even, odd
-            if KIND == "int8":
-                s0 = tl.where((k_block % 2 == 0)[None, :], even, odd)
-        s0, s1 = s0[:, :, None], s1[:, :, None]
+            s0, s1 = word_scales(word, (k_block % 2 == 1)[None, :], KIND, GROUP)
         for m in tl.static_range(M):
             at_x = quads + (m * (K // 4) + first // 8 * QUADS)
             a, b, c, d = four_inputs(tl.load(at_x, mask=inside, other=0))
@@ -156,6 +165,9 @@ def gemv(
         else:
             lanes = total_3
         value = tl.sum(tl.sum(lanes, axis=2), axis=1) * (1 / UNIT)
+        if GROUP == 0:
+            scale = tl.load(w_scale + n, mask=exists, other=0)
+            value *= scale.to(tl.float32, bitcast=True)
         if HAS_BIAS:
             value += tl.load(bias + n, mask=exists, other=0.0).to(tl.float32)
         tl.store(out + m * N + n, to_bf16(value), mask=exists)

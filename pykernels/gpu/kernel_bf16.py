@@ -10,7 +10,7 @@ from .blocks import locate
 from .tile_rows import find_slot, load_inputs, silu_mul, source_rows, store_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "E", "N_BLOCKS"])
 def gemm_bf16(
     x,
     w,

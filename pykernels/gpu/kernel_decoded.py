@@ -38,7 +38,7 @@ def row_pointers(
     return rows, scales
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "E", "N_BLOCKS"])
 def gemm_decoded(
     x,
     w,

@@ -1,7 +1,7 @@
 """Linear layers with quantized weights, from one row to thousands (what Marlin is for elsewhere).
 
 - One to four rows of int4 or int8: ``gemv``, no tensor cores.
-- Up to 16 rows: the decoding GEMM, K split over programs so that every processor reads; the parts
+- Up to 64 rows: the decoding GEMM, K split over programs so that every processor reads; the parts
   are added by a second launch in a fixed order.
 - More: the GEMM of the routed experts, with one expert.
 """
@@ -24,7 +24,7 @@ from .plan import GEMV, GemmPlan, GemvPlan, gemm_plan, gemv_plan, split_k
 from .quantize import quantize_fp8
 
 ACTIVATIONS = ("bf16", "fp8")
-SPLIT_ROWS = 16
+SPLIT_ROWS = 64
 """Most rows for which K is split."""
 
 

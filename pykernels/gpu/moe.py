@@ -209,7 +209,12 @@ def _check(
     x: torch.Tensor, stack: Matrices, experts: Experts, order: SortedSlots, activations: str
 ) -> None:
     """Raises PykernelsError unless a kernel multiplies these."""
-    check_device(x, stack.data, order.slots)
+    table = experts.slots
+    check_device(x, stack.data, order.slots, *(() if table is None else (table,)))
+    if table is not None and (table.dtype != torch.int32 or table.ndim != 1):
+        raise PykernelsError(
+            f"the slot table is {table.dtype} {tuple(table.shape)}", "Give int32 [E]"
+        )
     if x.dtype != torch.bfloat16 or x.ndim != 2 or x.shape[1] != stack.K or not x.is_contiguous():
         raise PykernelsError(
             f"the inputs are {x.dtype} {tuple(x.shape)}",

@@ -1,7 +1,8 @@
-"""Tokens sorted by expert: a counting sort without float atomics, and the rows' gather and sum.
+"""Tokens sorted by expert: a counting sort without atomics, and the rows' gather and sum.
 
-Blocks of slots count their experts (first launch); then each block adds up the counts of those
-before it and ranks its own slots (second launch). What fits in one block takes one launch.
+Blocks of slots count their experts (first launch); then each adds up the counts of those before it
+and ranks its own slots (second launch). What fits in one block takes one launch: a slot's place is
+then its rank.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ from ..errors import PykernelsError
 from ..shapes import SortedSlots
 from .launch import check_device
 
-BLOCK = 512  # slots a program ranks: pairs within it are compared, 1 / BLOCK of all pairs
-_STEP = 32
+BLOCK = 512  # slots that are ranked by comparing each with all of them
+_OWN = 128  # of them, those that one program ranks where there are few blocks
+_STEP = 64
 
 
 @triton.jit
-def _load_ids(ids, n, E, BLOCK: tl.constexpr):
-    """Experts of this program's slots; E for those outside 0..E-1 and past the end.
+def _load_ids(ids, first, n, E, BLOCK: tl.constexpr):
+    """Experts of slots from ``first`` on; E for those outside 0..E-1 and past the end.
 
     Slots past the end come after all others, so that counting them moves none.
     """
-    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = first + tl.arange(0, BLOCK)
     expert = tl.load(ids + slot, mask=slot < n, other=-1)
     return tl.where((expert < 0) | (expert >= E), E, expert).to(tl.int32), slot
 
@@ -32,40 +34,50 @@ def _load_ids(ids, n, E, BLOCK: tl.constexpr):
 # Numbers of slots are not specialized: else 1 and multiples of 16 were kernels of their own.
 @triton.jit(do_not_specialize=["n"])
 def _count(ids, counts, n, E, EP: tl.constexpr, BLOCK: tl.constexpr):
-    expert, slot = _load_ids(ids, n, E, BLOCK)
+    expert, slot = _load_ids(ids, tl.program_id(0) * BLOCK, n, E, BLOCK)
     e = tl.arange(0, EP)
-    tl.store(counts + tl.program_id(0) * EP + e, tl.histogram(expert, EP))
+    found = tl.histogram(expert, EP).to(tl.int16)
+    tl.store(counts + tl.program_id(0) * EP + e, found, mask=e <= E)
 
 
 @triton.jit(do_not_specialize=["n", "blocks"])
 def _rank(
     ids, counts, slots, starts, positions, n, E, blocks,
-    EP: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
+    EP: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    this = tl.program_id(0)
-    expert, slot = _load_ids(ids, n, E, BLOCK)
+    first = tl.program_id(0) * OWN
+    this = first // BLOCK
+    expert, slot = _load_ids(ids, first, n, E, OWN)
     e = tl.arange(0, EP)
+    # Unique keys in order of expert, then of slot: a slot's rank is how many keys are smaller.
+    key = expert * BLOCK + slot % BLOCK
+    place = tl.zeros([OWN], tl.int32)
+    for j in range(0, BLOCK, STEP):
+        theirs, other = _load_ids(ids, this * BLOCK + j, n, E, STEP)
+        smaller = (theirs * BLOCK + other % BLOCK)[:, None] < key[None, :]
+        place += tl.sum(smaller.to(tl.int32), 0)  # over the first axis: no thread asks another
     if ROWS == 0:  # the only block
-        whole = tl.histogram(expert, EP)
-        before = tl.zeros([EP], tl.int32)
+        if first == 0:
+            whole = tl.zeros([EP], tl.int32)
+            for part in tl.static_range(BLOCK // OWN):
+                whole += tl.histogram(_load_ids(ids, part * OWN, n, E, OWN)[0], EP)
+            tl.store(starts + e, tl.cumsum(whole, 0) - whole, mask=e <= E)
     else:
         whole = tl.zeros([EP], tl.int32)
         before = tl.zeros([EP], tl.int32)
         for b in range(0, blocks, ROWS):
             block = b + tl.arange(0, ROWS)[:, None]
-            found = tl.load(counts + block * EP + e[None, :], mask=block < blocks, other=0)
+            mask = (block < blocks) & (e <= E)[None, :]
+            found = tl.load(counts + block * EP + e[None, :], mask=mask, other=0).to(tl.int32)
             whole += tl.sum(found, 0)
             before += tl.sum(tl.where(block < this, found, 0), 0)
-    start = tl.cumsum(whole, 0) - whole
-    if this == 0:
-        tl.store(starts + e, start, mask=e <= E)
-    place = tl.gather(start + before, expert, 0)
-    for j in range(0, BLOCK, STEP):  # and after the equals before it in this block
-        other = this * BLOCK + j + tl.arange(0, STEP)
-        theirs = tl.load(ids + other, mask=other < n, other=-1)
-        theirs = tl.where((theirs < 0) | (theirs >= E), E, theirs).to(tl.int32)
-        earlier = (theirs[None, :] == expert[:, None]) & (other[None, :] < slot[:, None])
-        place += tl.sum(earlier.to(tl.int32), 1)
+        if first == 0:
+            tl.store(starts + e, tl.cumsum(whole, 0) - whole, mask=e <= E)
+        # A rank counts the block's lower experts too, the start those of every block.
+        here = tl.load(counts + this * EP + e, mask=e <= E, other=0).to(tl.int32)
+        others = whole - here
+        place += tl.gather(tl.cumsum(others, 0) - others + before, expert, 0)
     tl.store(slots + place, slot, mask=slot < n)
     tl.store(positions + slot, place, mask=slot < n)
 
@@ -137,13 +149,15 @@ def sort_slots(ids: torch.Tensor, E: int, out: SortedSlots | None = None) -> Sor
     n, EP = T * topk, triton.next_power_of_2(E + 1)
     blocks = max(1, triton.cdiv(n, BLOCK))
     block = min(BLOCK, max(_STEP, triton.next_power_of_2(n)))
+    own = min(block, _OWN) if blocks <= 32 else block
     counts = None
     if blocks > 1:
-        counts = torch.empty(blocks, EP, dtype=torch.int32, device=device)
+        counts = torch.empty(blocks, EP, dtype=torch.int16, device=device)
         _count[(blocks,)](ids, counts, n, E, EP=EP, BLOCK=BLOCK, num_warps=4)
-    _rank[(blocks,)](
+    rows = max(1, min(16 if blocks <= 32 else 32, 8192 // EP)) if blocks > 1 else 0
+    _rank[(max(1, triton.cdiv(n, own)),)](
         ids, counts, out.slots, out.starts, out.positions, n, E, blocks,
-        EP=EP, BLOCK=block, STEP=_STEP, ROWS=16 if blocks > 1 else 0, num_warps=8,
+        EP=EP, BLOCK=block, OWN=own, STEP=_STEP, ROWS=rows, num_warps=4 if own < BLOCK else 8,
     )  # fmt: skip
     return out
 

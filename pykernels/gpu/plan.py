@@ -122,7 +122,12 @@ TABLE = (
     Row(("interpreter",), "decoded", OPS, ANY, GemmPlan(16, 32, 64)),
 )
 
-GEMV = {"int4": GemvPlan(block_n=16, words=128), "int8": GemvPlan(block_n=16, words=128)}
+GEMV = {
+    "int4": GemvPlan(block_n=16, words=128, warps=2, stages=4),
+    "int8": GemvPlan(block_n=16, words=128, warps=4, stages=4),
+}
+"""8 rows a thread in int4: what is done to the inputs is then a quarter of the arithmetic, and
+several small programs a processor end close together."""
 GEMV_ROWS = {"int4": 2, "int8": 4}
 """Most rows for which each weight's multiplications by every row cost less than decoding it for
 the tensor cores."""

@@ -13,7 +13,7 @@ from .launch import check_device
 GROUP = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ROWS"])
 def quantize_kernel(x, codes, scales, ROWS, K, GROUPS, BLOCK_R: tl.constexpr):
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     group = tl.program_id(1)

@@ -220,6 +220,7 @@ REFUSED = [
     ("q5_k has no GPU layout", "fmt"),
     ("int4 weights are not multiplied with fp8", "activations"),
     ("the inputs are torch.float32", "dtype"),
+    ("the slot table is torch.int64", "table"),
 ]
 
 
@@ -232,6 +233,8 @@ def test_what_no_kernel_takes_is_refused(cause: str, what: str, device: torch.de
         x = torch.randn(2, SMALL.H).to(device, torch.bfloat16)
         routing = balanced_routing(2, SMALL)
         args = (routing.ids.to(device), routing.weights.to(device), experts)
+        if what == "table":
+            moe.moe_ffn(x, *args[:2], experts.with_slots(args[0][0]))
         if what == "activations":
             moe.moe_ffn(x, *args, activations="fp8")
         moe.moe_ffn(x.float(), *args)
@@ -304,7 +307,7 @@ def _meta_call(name: str, rows: int, activations: str = "bf16") -> tuple[str, ob
 
 
 COMPILES = [
-    *(_meta_call(name, rows) for name in ("bf16", "int4", "q6_k") for rows in (8, 256)),
-    *(_meta_call(name, 64) for name in ("bf16", "fp8", "int8", "q4_k")),
-    *(_meta_call("fp8", rows, "fp8") for rows in (64, 256)),
+    _meta_call("bf16", 256),
+    *(_meta_call(name, 64) for name in ("int4", "q6_k")),
+    _meta_call("fp8", 256, "fp8"),
 ]
