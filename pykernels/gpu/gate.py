@@ -1,8 +1,8 @@
 """The router's logits in float32: hidden [T, H] times gate [E, H].
 
 Products of two bf16 numbers are exact in float32, and a float32 gate is taken apart into three bf16
-numbers that add up to it exactly. But tensor cores cut sums where float32 rounds them, an error that
-grows with their number: they sum one block of H, and float32 additions sum the blocks (as
+numbers that add up to it exactly. But tensor cores cut sums where float32 rounds them, an error
+that grows with their number: they sum one block of H, and float32 additions sum the blocks (as
 DeepSeek-V3 does for FP8, arXiv 2412.19437, 3.3.2).
 """
 
@@ -150,10 +150,12 @@ def router_logits(
         return out
     if T <= FEW_TOKENS and plan is None:
         TP = triton.next_power_of_2(T)
-        block = min(triton.next_power_of_2(H), 8192 // TP)
+        # One token's block is all of H, in registers; else blocks in flight, 96 KiB at most.
+        block = min(triton.next_power_of_2(H), 8192 if TP == 1 else 1024)
+        stages = 1 if TP == 1 else 4 if hidden.dtype == torch.bfloat16 else 3
         _few[(triton.cdiv(E, 2),)](
             hidden, gate, out, T, H, E, hidden.stride(0),
-            TP=TP, BE=2, BLOCK=block, STAGES=1 if TP == 1 else 4, num_warps=8,
+            TP=TP, BE=2, BLOCK=block, STAGES=stages, num_warps=8,
         )  # fmt: skip
         return out
     plan = plan or gate_plan(T, E, H, gate.itemsize)
