@@ -34,7 +34,7 @@ class GatePlan:
     stages: int
 
 
-def gate_plan(T: int, E: int, H: int, gate_bytes: int = 2, multiprocessors: int = 132) -> GatePlan:
+def gate_plan(T: int, E: int, H: int, wide: bool = False, multiprocessors: int = 132) -> GatePlan:
     """A program a multiprocessor with large tiles for prompts, else two, with splits of H.
 
     ``wide``: 192 KiB of shared memory hold three blocks of 128 of H of a bf16 gate.
