@@ -1,8 +1,7 @@
 """Tokens sorted by expert: a counting sort without atomics, and the rows' gather and sum.
 
-Blocks of slots count their experts (first launch); then each adds up the counts of those before it
-and ranks its own slots (second launch). What fits in one block takes one launch: a slot's place is
-then its rank.
+Blocks of slots count their experts; the counts are summed over the blocks; then each block's slots
+are ranked. Three launches, or one for what fits in one block: a slot's place is then its rank.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from ..shapes import SortedSlots
 from .launch import check_device
 
 BLOCK = 512  # slots that are ranked by comparing each with all of them
-_OWN = 128  # of them, those that one program ranks where there are few blocks
-_STEP = 64
+_OWN = 128  # slots of a block that one program ranks, with as many of them at a time as threads:
+_STEP = 64  # fewer would be loaded by every thread for itself, more spill
 
 
 @triton.jit
@@ -36,15 +35,28 @@ def _load_ids(ids, first, n, E, BLOCK: tl.constexpr):
 def _count(ids, counts, n, E, EP: tl.constexpr, BLOCK: tl.constexpr):
     expert, slot = _load_ids(ids, tl.program_id(0) * BLOCK, n, E, BLOCK)
     e = tl.arange(0, EP)
-    found = tl.histogram(expert, EP).to(tl.int16)
-    tl.store(counts + tl.program_id(0) * EP + e, found, mask=e <= E)
+    tl.store(counts + tl.program_id(0) * EP + e, tl.histogram(expert, EP), mask=e <= E)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _add_up(counts, E, blocks, EP: tl.constexpr, ROWS: tl.constexpr, BE: tl.constexpr):
+    """counts [blocks + 1, EP], in place: row b becomes the sum of the rows before it."""
+    e = (tl.program_id(0) * BE + tl.arange(0, BE))[None, :]
+    total = tl.zeros([1, BE], tl.int32)
+    for first in range(0, blocks, ROWS):
+        block = first + tl.arange(0, ROWS)[:, None]
+        mask = (block < blocks) & (e <= E)
+        found = tl.load(counts + block * EP + e, mask=mask, other=0)
+        tl.store(counts + block * EP + e, total + tl.cumsum(found, 0) - found, mask=mask)
+        total += tl.sum(found, 0)[None, :]
+    tl.store(counts + blocks * EP + e, total, mask=e <= E)
 
 
 @triton.jit(do_not_specialize=["n", "blocks"])
 def _rank(
     ids, counts, slots, starts, positions, n, E, blocks,
     EP: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr,
-    ROWS: tl.constexpr,
+    MANY: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * OWN
     this = first // BLOCK
@@ -57,27 +69,21 @@ def _rank(
         theirs, other = _load_ids(ids, this * BLOCK + j, n, E, STEP)
         smaller = (theirs * BLOCK + other % BLOCK)[:, None] < key[None, :]
         place += tl.sum(smaller.to(tl.int32), 0)  # over the first axis: no thread asks another
-    if ROWS == 0:  # the only block
+    if MANY:
+        mask = e <= E
+        whole = tl.load(counts + blocks * EP + e, mask=mask, other=0)
+        before = tl.load(counts + this * EP + e, mask=mask, other=0)
+        after = tl.load(counts + this * EP + EP + e, mask=mask, other=0)
         if first == 0:
-            whole = tl.zeros([EP], tl.int32)
-            for part in tl.static_range(BLOCK // OWN):
-                whole += tl.histogram(_load_ids(ids, part * OWN, n, E, OWN)[0], EP)
-            tl.store(starts + e, tl.cumsum(whole, 0) - whole, mask=e <= E)
-    else:
-        whole = tl.zeros([EP], tl.int32)
-        before = tl.zeros([EP], tl.int32)
-        for b in range(0, blocks, ROWS):
-            block = b + tl.arange(0, ROWS)[:, None]
-            mask = (block < blocks) & (e <= E)[None, :]
-            found = tl.load(counts + block * EP + e[None, :], mask=mask, other=0).to(tl.int32)
-            whole += tl.sum(found, 0)
-            before += tl.sum(tl.where(block < this, found, 0), 0)
-        if first == 0:
-            tl.store(starts + e, tl.cumsum(whole, 0) - whole, mask=e <= E)
+            tl.store(starts + e, tl.cumsum(whole, 0) - whole, mask=mask)
         # A rank counts the block's lower experts too, the start those of every block.
-        here = tl.load(counts + this * EP + e, mask=e <= E, other=0).to(tl.int32)
-        others = whole - here
+        others = whole - (after - before)
         place += tl.gather(tl.cumsum(others, 0) - others + before, expert, 0)
+    elif first == 0:
+        whole = tl.zeros([EP], tl.int32)
+        for part in tl.static_range(BLOCK // OWN):
+            whole += tl.histogram(_load_ids(ids, part * OWN, n, E, OWN)[0], EP)
+        tl.store(starts + e, tl.cumsum(whole, 0) - whole, mask=e <= E)
     tl.store(slots + place, slot, mask=slot < n)
     tl.store(positions + slot, place, mask=slot < n)
 
@@ -132,7 +138,7 @@ def supports(ids: torch.Tensor) -> str | None:
 def sort_slots(ids: torch.Tensor, E: int, out: SortedSlots | None = None) -> SortedSlots:
     """Slots ordered by expert, those of one expert by token; the same in every run.
 
-    One launch up to 512 slots, two above. Ids outside ``0..E-1`` come last, in slot order.
+    One launch up to 512 slots, three above. Ids outside ``0..E-1`` come last, in slot order.
 
     Args:
         ids: int32 or int64 [T, topk], contiguous.
@@ -148,16 +154,18 @@ def sort_slots(ids: torch.Tensor, E: int, out: SortedSlots | None = None) -> Sor
     out = out or empty_order(T, topk, E, device)
     n, EP = T * topk, triton.next_power_of_2(E + 1)
     blocks = max(1, triton.cdiv(n, BLOCK))
-    block = min(BLOCK, max(_STEP, triton.next_power_of_2(n)))
-    own = min(block, _OWN) if blocks <= 32 else block
+    block = min(BLOCK, max(_OWN, triton.next_power_of_2(n)))
     counts = None
     if blocks > 1:
-        counts = torch.empty(blocks, EP, dtype=torch.int16, device=device)
+        counts = torch.empty(blocks + 1, EP, dtype=torch.int32, device=device)
         _count[(blocks,)](ids, counts, n, E, EP=EP, BLOCK=BLOCK, num_warps=4)
-    rows = max(1, min(16 if blocks <= 32 else 32, 8192 // EP)) if blocks > 1 else 0
-    _rank[(max(1, triton.cdiv(n, own)),)](
+        columns = min(16, EP)
+        _add_up[(triton.cdiv(E + 1, columns),)](
+            counts, E, blocks, EP=EP, ROWS=_OWN, BE=columns, num_warps=4
+        )
+    _rank[(max(1, triton.cdiv(n, _OWN)),)](
         ids, counts, out.slots, out.starts, out.positions, n, E, blocks,
-        EP=EP, BLOCK=block, OWN=own, STEP=_STEP, ROWS=rows, num_warps=4 if own < BLOCK else 8,
+        EP=EP, BLOCK=block, OWN=_OWN, STEP=_STEP, MANY=blocks > 1, num_warps=_STEP // 32,
     )  # fmt: skip
     return out
 
