@@ -11,7 +11,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from .launch import arch
 
-_D_BLOCK, _SPLIT_BLOCK = 128, 16
+_D_BLOCK, _SPLIT_BLOCK = 128, 64  # at most
 
 
 @triton.jit
@@ -34,10 +34,11 @@ def _combine(
         base = tl.where(top == float("-inf"), 0.0, top)
         w = tl.exp2(z - base)  # [BLOCK]
         alpha = tl.exp2(m - base)
-        # An empty split wrote no values: nothing of it may be read.
-        there = (z > float("-inf"))[:, None] & (d < D)[None, :]
+        there = (at < splits)[:, None] & (d < D)[None, :]
         x = tl.load(partial + (row * splits + at)[:, None] * D + d[None, :], mask=there, other=0.0)
-        acc = acc * alpha + tl.sum(x.to(tl.float32) * w[:, None], 0)
+        # An empty split wrote no values. It is left out here, not in the load, which would wait.
+        x = tl.where((z > float("-inf"))[:, None], x.to(tl.float32) * w[:, None], 0.0)
+        acc = acc * alpha + tl.sum(x, 0)
         total = total * alpha + tl.sum(w, 0)
         m = top
     y = acc / tl.where(total == 0, 1.0, total)
@@ -76,5 +77,6 @@ class Partials:
         launch: dict[str, Any] = {"launch_pdl": True} if self.early else {}
         _combine[(B * R, triton.cdiv(D, block))](
             self.values, self.lse, self.out, self.splits,
-            D=D, D_BLOCK=block, BLOCK=_SPLIT_BLOCK, EARLY=self.early, num_warps=4, **launch,
+            D=D, D_BLOCK=block, BLOCK=min(_SPLIT_BLOCK, triton.next_power_of_2(self.splits)),
+            EARLY=self.early, num_warps=4, **launch,
         )  # fmt: skip

@@ -6,13 +6,22 @@ that KV head and every new token: each byte of the cache is read once.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..errors import PykernelsError
-from .attention_checks import check_cache, check_out, check_scales, check_scores, newest_tokens
+from .attention_checks import (
+    check_cache,
+    check_out,
+    check_scales,
+    check_scores,
+    newest_tokens,
+    reason,
+)
 from .attention_combine import Partials
 from .attention_parts import (
     as_bytes,
@@ -94,6 +103,40 @@ def _gqa_decode(
         tl.store(o_ptrs, y.to(out_ptr.dtype.element_ty), mask=q_mask)
 
 
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    scale: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.device:
+    """The one device of what ``gqa_decode`` takes; raises `PykernelsError` for what it does not."""
+    device = check_device(q, k, v, page_table, lengths)
+    B, _, NH, D = newest_tokens(q, "q").shape
+    KVH = k.shape[2] if k.ndim == 4 else 0
+    if KVH < 1 or NH % KVH:
+        raise PykernelsError(f"{NH} query heads on {KVH} KV heads", "Give a whole number a KV head")
+    if not 16 <= D <= 256:
+        raise PykernelsError(f"heads of {D}", "The kernel takes 16 to 256")
+    check_scores(scale, window, softcap)
+    P, page = check_cache(k, "k", (KVH, D), page_table, lengths, B)
+    check_cache(v, "v", (KVH, D), page_table, lengths, B, beside=k)
+    check_scales(k, k_scale, "k_scale", (P, page, KVH))
+    check_scales(v, v_scale, "v_scale", (P, page, KVH))
+    return device
+
+
+def supports(*tensors: torch.Tensor, **options: Any) -> str | None:
+    """None if ``gqa_decode`` takes these (all but max_length, out, plan), or the reason why not."""
+    return reason(_check, *tensors, **options)
+
+
 def gqa_decode(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -126,19 +169,12 @@ def gqa_decode(
     Raises:
         PykernelsError: a dtype, size or GPU that the kernel does not take.
     """
-    device = check_device(q, k, v, page_table, lengths)
+    device = _check(
+        q, k, v, page_table, lengths, scale=scale, k_scale=k_scale, v_scale=v_scale, window=window,
+        softcap=softcap,
+    )  # fmt: skip
     q4 = newest_tokens(q, "q")
-    B, S, NH, D = q4.shape
-    KVH = k.shape[2] if k.ndim == 4 else 0
-    if KVH < 1 or NH % KVH:
-        raise PykernelsError(f"{NH} query heads on {KVH} KV heads", "Give a whole number a KV head")
-    if not 16 <= D <= 256:
-        raise PykernelsError(f"heads of {D}", "The kernel takes 16 to 256")
-    check_scores(scale, window, softcap)
-    P, page = check_cache(k, "k", (KVH, D), page_table, lengths, B)
-    check_cache(v, "v", (KVH, D), page_table, lengths, B, beside=k)
-    check_scales(k, k_scale, "k_scale", (P, page, KVH))
-    check_scales(v, v_scale, "v_scale", (P, page, KVH))
+    (B, S, NH, D), (page, KVH) = q4.shape, k.shape[1:3]
     result = check_out(out, q.shape, device)
     if result.numel() == 0:
         return result

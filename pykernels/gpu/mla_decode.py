@@ -6,13 +6,22 @@ new token): the latent is key and value, so a block of it is loaded once for bot
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..errors import PykernelsError
-from .attention_checks import check_cache, check_out, check_scales, check_scores, newest_tokens
+from .attention_checks import (
+    check_cache,
+    check_out,
+    check_scales,
+    check_scores,
+    newest_tokens,
+    reason,
+)
 from .attention_combine import Partials
 from .attention_parts import (
     as_bytes,
@@ -130,6 +139,41 @@ def _mla_decode(
         tl.store(o_ptrs, y.to(out_ptr.dtype.element_ty), mask=inside[:, None])
 
 
+def _check(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    scale: float,
+    latent_scale: torch.Tensor | None = None,
+    softcap: float | None = None,
+) -> torch.device:
+    """The one device of what ``mla_decode`` takes; raises `PykernelsError` for what it does not."""
+    device = check_device(q_latent, q_rope, latent, rope, page_table, lengths)
+    q, q_r = newest_tokens(q_latent, "q_latent"), newest_tokens(q_rope, "q_rope")
+    B, L, R = q.shape[0], q.shape[-1], q_r.shape[-1]
+    if q_r.shape[:3] != q.shape[:3]:
+        raise PykernelsError(
+            f"q_latent {list(q.shape)} and q_rope {list(q_r.shape)} do not match",
+            "Give both the same batch, tokens and heads",
+        )
+    if any(size & (size - 1) or size < 16 for size in (L, R)):
+        raise PykernelsError(f"latents of {L} + {R}", "Both must be powers of two, at least 16")
+    P, page = check_cache(latent, "latent", (L,), page_table, lengths, B)
+    check_cache(rope, "rope", (R,), page_table, lengths, B, beside=latent, bf16_only=True)
+    check_scores(scale, None, softcap)
+    check_scales(latent, latent_scale, "latent_scale", (P, page))
+    return device
+
+
+def supports(*tensors: torch.Tensor, **options: Any) -> str | None:
+    """None if ``mla_decode`` takes these (all but max_length, out, plan), or the reason why not."""
+    return reason(_check, *tensors, **options)
+
+
 def mla_decode(
     q_latent: torch.Tensor,
     q_rope: torch.Tensor,
@@ -161,21 +205,12 @@ def mla_decode(
     Raises:
         PykernelsError: a dtype, size or GPU that the kernel does not take.
     """
-    device = check_device(q_latent, q_rope, latent, rope, page_table, lengths)
+    device = _check(
+        q_latent, q_rope, latent, rope, page_table, lengths, scale=scale,
+        latent_scale=latent_scale, softcap=softcap,
+    )  # fmt: skip
     q, q_r = newest_tokens(q_latent, "q_latent"), newest_tokens(q_rope, "q_rope")
-    B, S, NH, L = q.shape
-    R = q_r.shape[-1]
-    if q_r.shape[:3] != q.shape[:3]:
-        raise PykernelsError(
-            f"q_latent {list(q.shape)} and q_rope {list(q_r.shape)} do not match",
-            "Give both the same batch, tokens and heads",
-        )
-    if any(size & (size - 1) or size < 16 for size in (L, R)):
-        raise PykernelsError(f"latents of {L} + {R}", "Both must be powers of two, at least 16")
-    P, page = check_cache(latent, "latent", (L,), page_table, lengths, B)
-    check_cache(rope, "rope", (R,), page_table, lengths, B, beside=latent, bf16_only=True)
-    check_scores(scale, None, softcap)
-    check_scales(latent, latent_scale, "latent_scale", (P, page))
+    (B, S, NH, L), R, page = q.shape, q_r.shape[-1], latent.shape[1]
     result = check_out(out, (*q_latent.shape[:-1], L), device)
     if result.numel() == 0:
         return result
