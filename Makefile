@@ -14,13 +14,14 @@ export PROMPT
 BIN     := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: help run test lint types bench bench-cpu test-gpu clean
+.PHONY: help run test lint types bench bench-cpu bench-gpu test-gpu clean
 
 help:
 	@echo "make run       set up .venv and let the embedded model write (PROMPT, TOKENS, SEED=...)"
 	@echo "make test      set up .venv with the test extras; ruff, mypy and pytest"
 	@echo "make bench     the pytest-benchmark suites of bench/"
 	@echo "make bench-cpu one table and plots for this machine, peers in the same run (BENCH=--quick ...)"
+	@echo "make bench-gpu the same for this machine's GPU, on its own Python (PY=..., BENCH=--quick ...)"
 	@echo "make test-gpu  the tests on this machine's own Python (PY=...), which has torch with CUDA"
 	@echo "make clean     remove .venv, .venv-peers and every cache inside this folder"
 
@@ -45,6 +46,9 @@ bench-cpu: $(VENV)/.installed-bench
 	$(BIN)/python -m bench.cpu $(BENCH)
 
 # A GPU machine's own Python already holds torch, CUDA and Triton to match its driver: nothing is installed.
+bench-gpu:
+	$(PY) -m bench.gpu $(BENCH)
+
 test-gpu:
 	$(PY) -m pytest
 

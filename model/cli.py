@@ -1,4 +1,4 @@
-"""The command line, `pykernels`: generate, chat, doctor, calibrate, bench moe."""
+"""The command line, `pykernels`: generate, chat, doctor, calibrate, bench."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import typer
 
 from pykernels import __version__
 
-from . import cli_bench, cli_calibrate, cli_doctor, cli_generate
+from . import cli_bench, cli_bench_gpu, cli_calibrate, cli_doctor, cli_generate
 from .cli_common import Debug, State, out
 from .cli_formats import ListsFormats
 
@@ -27,6 +27,9 @@ app.command("chat")(cli_generate.chat)
 app.command("doctor")(cli_doctor.doctor)
 app.command("calibrate", cls=ListsFormats)(cli_calibrate.calibrate)
 bench.command("moe", cls=ListsFormats)(cli_bench.moe)
+bench.command("attention")(cli_bench_gpu.attention)
+bench.command("linear")(cli_bench_gpu.linear)
+bench.command("router")(cli_bench_gpu.router)
 app.add_typer(bench, name="bench")
 
 

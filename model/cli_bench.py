@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pykernels.errors import PykernelsError
+
+from .cli_bench_gpu import run_case
 from .cli_common import (
     Debug,
     Kernel,
@@ -50,12 +53,26 @@ def moe(
     threads: Threads = None,
     kernel: Kernel = None,
     numa: Numa = "auto",
+    device: Annotated[
+        str, typer.Option("--device", metavar="cpu|cuda:N", help="The CPU's kernels or a GPU's.")
+    ] = "cpu",
     as_json: Annotated[
         bool, typer.Option("--json", help="One flat JSON object on stdout, nothing else.")
     ] = False,
     debug: Debug = False,
 ) -> None:
     """Time the routed experts of one MoE layer on random weights and routing."""
+    if device != "cpu":
+        if threads or kernel or numa != "auto" or activations != "bf16":
+            raise PykernelsError(
+                "--threads, --kernel, --numa and --activations are the CPU's",
+                f"Leave them out with --device {device}",
+            )
+        flags: dict[str, int | str] = {
+            "format": format, "tokens": tokens, "hidden": hidden, "inter": inter,
+            "experts": experts, "topk": topk, "routing": routing,
+        }  # fmt: skip
+        return run_case("moe", device, as_json, flags)
     chosen_kernel, chosen_threads = kernel_name(kernel), prepare_threads(threads)
     from pykernels.shapes import MoEShape
     from runtime.measure import measure_moe

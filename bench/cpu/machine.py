@@ -38,14 +38,14 @@ def describe(target: Target) -> dict[str, Any]:
         "huge_pages": topology.huge_pages,
         "load_before": round(os.getloadavg()[0], 2),
         "versions": {
-            "pykernels": _commit() or __version__,
+            "pykernels": commit() or __version__,
             "python": platform.python_version(),
             **{name: metadata.version(name) for name in packages},
         },
     }
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The checkout's commit, with a + if kernels or machinery differ from it."""
     git = ["git", "-C", str(ROOT)]
     try:

@@ -82,6 +82,23 @@ def rotating(function: Callable[..., object], sets: Sequence[tuple[Any, ...]]) -
     return call
 
 
+def built(op: str, make: Callable[..., Case], *arguments: Any) -> Case:
+    """``make(*arguments)``; if that fails, a case that fails so when it runs.
+
+    In a generator of cases an exception would be the end of all that follow.
+    """
+    try:
+        return make(*arguments)
+    except Exception as error:
+        failure = error
+
+    def run() -> None:
+        raise failure
+
+    sizes = " ".join(str(a) for a in arguments if isinstance(a, int | str))
+    return Case(op, f"{make.__name__} {sizes}", {}, run, 1, 0)
+
+
 def measure(
     case: Case, device: torch.device, seconds: float = 0.4, roofs: Roofs | None = None
 ) -> Row:
@@ -187,3 +204,5 @@ def measure_all(
         yield row
         if failed:
             timer.check()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # a capture cannot ask the allocator to give memory back

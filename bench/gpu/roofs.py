@@ -31,9 +31,9 @@ class Roofs:
 
 @functools.cache
 def measure_roofs(device: torch.device) -> Roofs:
-    """Medians of a few dozen runs each; on a CPU (for the tests) of tiny sizes."""
+    """Medians of a few dozen runs each; on a CPU (for the tests) of small sizes."""
     cuda = device.type == "cuda"
-    words, N = (1 << 29, 8192) if cuda else (1 << 12, 64)
+    words, N = (1 << 29, 8192) if cuda else (1 << 18, 256)
     timer, seconds = make_timer(device), 0.15 if cuda else 0.01
 
     def timed(call: Callable[[], object]) -> float:

@@ -58,11 +58,14 @@ def l2_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).L2_cache_size
 
 
-def _counts(once: float, sets: int, seconds: float) -> tuple[int, int]:
-    """Calls a replay (whole rotations) and replays."""
+def _calls(once: float, sets: int) -> int:
+    """Calls a replay, whole rotations."""
     calls = min(_MOST_CALLS, max(1, round(_REPLAY / max(once, 1e-7))))
-    calls = -(-calls // sets) * sets
-    return calls, max(_LEAST_ROUNDS, min(2000, round(seconds / max(once * calls, 1e-7))))
+    return -(-calls // sets) * sets
+
+
+def _rounds(replay: float, seconds: float) -> int:
+    return max(_LEAST_ROUNDS, min(2000, round(seconds / max(replay, 1e-7))))
 
 
 class CudaTimer:
@@ -70,47 +73,63 @@ class CudaTimer:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.stream = torch.cuda.Stream(device)
 
     def prepare(self, call: Callable[[], object], sets: int, seconds: float) -> Ready:
         for _ in range(2 * min(sets, 3)):  # compiles, fills workspaces
             call()
         torch.cuda.synchronize(self.device)
-        once = self._elapsed(call)
-        graph, calls = torch.cuda.CUDAGraph(), max(sets, 8)
-        try:
-            if once < _REPLAY:  # what one call costs without its launch gap
+        calls = _calls(self._elapsed(call, 4) / 4, sets)  # launches included: an upper bound
+        if not self._waits(call):
+            graph = torch.cuda.CUDAGraph()
+            try:
                 self._capture(graph, call, calls)
-                graph.replay()
-                once = self._elapsed(graph.replay) / calls
-                graph = torch.cuda.CUDAGraph()
-            calls, rounds = _counts(once, sets, seconds)
-            self._capture(graph, call, calls)
+                return self._ready(lambda: self._elapsed(graph.replay), calls, True, seconds)
+            except RuntimeError:
+                self.check()
+                self._leave_capture()
+        return self._ready(lambda: self._elapsed(call, calls), calls, False, seconds)
+
+    def _waits(self, call: Callable[[], object]) -> bool:
+        """Whether torch waits for the device in it: found before a capture fails by it."""
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call()
         except RuntimeError:
-            self.check()
-            return self._eager(call, sets, seconds)
-        graph.replay()
-        torch.cuda.synchronize(self.device)
-        return Ready(lambda: self._elapsed(graph.replay), calls, True, rounds)
+            return True
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+        return False
+
+    def _ready(
+        self, replay: Callable[[], float], calls: int, captured: bool, seconds: float
+    ) -> Ready:
+        replay()
+        return Ready(replay, calls, captured, _rounds(replay(), seconds))
 
     def _capture(self, graph: torch.cuda.CUDAGraph, call: Callable[[], object], calls: int) -> None:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            for _ in range(calls):
-                call()
-
-    def _eager(self, call: Callable[[], object], sets: int, seconds: float) -> Ready:
+        """Without torch.cuda.graph's garbage collections, which cost more than the timing."""
         torch.cuda.synchronize(self.device)
-        calls, rounds = _counts(self._elapsed(call), sets, seconds)
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                for _ in range(calls):
+                    call()
+            finally:
+                graph.capture_end()
+        torch.cuda.synchronize(self.device)
 
-        def loop() -> None:
-            for _ in range(calls):
-                call()
+    def _leave_capture(self) -> None:
+        """A failed capture leaves torch's generator waiting for its end: a new state ends it."""
+        generator = torch.cuda.default_generators[self.device.index or 0]
+        generator.graphsafe_set_state(generator.clone_state())
 
-        return Ready(lambda: self._elapsed(loop), calls, False, rounds)
-
-    def _elapsed(self, run: Callable[[], object]) -> float:
+    def _elapsed(self, run: Callable[[], object], times: int = 1) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        run()
+        for _ in range(times):
+            run()
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) / 1e3
@@ -132,7 +151,7 @@ class HostTimer:
         call()
         began = time.perf_counter()
         call()
-        calls, rounds = _counts(time.perf_counter() - began, sets, seconds)
+        calls = _calls(time.perf_counter() - began, sets)
 
         def loop() -> float:
             began = time.perf_counter()
@@ -140,7 +159,7 @@ class HostTimer:
                 call()
             return time.perf_counter() - began
 
-        return Ready(loop, calls, False, rounds)
+        return Ready(loop, calls, False, _rounds(loop(), seconds))
 
     def check(self) -> None:
         return

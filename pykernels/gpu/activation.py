@@ -45,7 +45,7 @@ def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Te
     count, stride = rows_of(gate_up, "gate_up")
     out = check_out(out, gate_up, *gate_up.shape[:-1], I)
     if count and I:
-        block = min(1024, triton.next_power_of_2(I))
+        block = min(2048, triton.next_power_of_2(I))
         grid = (count, triton.cdiv(I, block))
         _silu_mul[grid](gate_up, out, I, stride, BLOCK=block, num_warps=4)
     return out

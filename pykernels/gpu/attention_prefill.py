@@ -177,7 +177,7 @@ def _aligned(*tensors: torch.Tensor | None) -> bool:
 def checked(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Pair, scales: Pair, batch: Ragged,
     page: int, scale: float, window: int | None, softcap: float | None,
-    plan: PrefillPlan | None,
+    *, plan: PrefillPlan | None,
 ) -> PrefillPlan:  # fmt: skip
     """The given plan or the shipped one; raises `PykernelsError` for what no plan takes."""
     q_rope, k_rope = rope
@@ -211,10 +211,10 @@ def checked(
 def launch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Pair, scales: Pair, batch: Ragged,
     page: int, scale: float, window: int | None, softcap: float | None,
-    out: torch.Tensor | None, plan: PrefillPlan | None,
+    *, out: torch.Tensor | None, plan: PrefillPlan | None,
 ) -> torch.Tensor:  # fmt: skip
     """Both launchers' common half: k [TK, KVH, D], v [TK, KVH, DV]; ``page`` 0: not paged."""
-    chosen = checked(q, k, v, rope, scales, batch, page, scale, window, softcap, plan)
+    chosen = checked(q, k, v, rope, scales, batch, page, scale, window, softcap, plan=plan)
     (q_rope, k_rope), table, device = rope, batch.page_table, q.device
     (TQ, NH, D), (KVH, DV) = q.shape, v.shape[1:]
     R = 0 if q_rope is None else q_rope.shape[-1]

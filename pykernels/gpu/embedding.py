@@ -19,7 +19,7 @@ def _embed(ids, table, out, V, H, stride, BLOCK: tl.constexpr):
     token = tl.load(ids + row).to(tl.int64)
     inside = (token >= 0) & (token < V)
     at = tl.where(inside, token, 0) * stride + h
-    value = tl.load(table + at, mask=h < H)
+    value = tl.load(table + at, mask=h < H, other=0.0).to(tl.float32)  # and back: exact
     tl.store(out + row * H + h, tl.where(inside, value, float("nan")), mask=h < H)
 
 

@@ -14,7 +14,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 MAX_WIDTH = 32768
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])  # one kernel for any number of rows
 def _rms_norm(
     x, residual, weight, out, total, N, H, x_stride, residual_stride, eps,
     ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,

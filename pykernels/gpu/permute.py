@@ -29,14 +29,15 @@ def _load_ids(ids, n, E, BLOCK: tl.constexpr):
     return tl.where((expert < 0) | (expert >= E), E, expert).to(tl.int32), slot
 
 
-@triton.jit
+# Numbers of slots are not specialized: else 1 and multiples of 16 were kernels of their own.
+@triton.jit(do_not_specialize=["n"])
 def _count(ids, counts, n, E, EP: tl.constexpr, BLOCK: tl.constexpr):
     expert, slot = _load_ids(ids, n, E, BLOCK)
     e = tl.arange(0, EP)
     tl.store(counts + tl.program_id(0) * EP + e, tl.histogram(expert, EP))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "blocks"])
 def _rank(
     ids, counts, slots, starts, positions, n, E, blocks,
     EP: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
@@ -109,6 +110,13 @@ def empty_order(T: int, topk: int, E: int, device: torch.device) -> SortedSlots:
     )
 
 
+def supports(ids: torch.Tensor) -> str | None:
+    """None if `sort_slots` takes these, or the reason why not."""
+    if ids.ndim != 2 or ids.dtype not in (torch.int32, torch.int64) or not ids.is_contiguous():
+        return f"ids are {ids.dtype} {tuple(ids.shape)}, not contiguous int32 or int64 [T, topk]"
+    return None
+
+
 def sort_slots(ids: torch.Tensor, E: int, out: SortedSlots | None = None) -> SortedSlots:
     """Slots ordered by expert, those of one expert by token; the same in every run.
 
@@ -122,10 +130,8 @@ def sort_slots(ids: torch.Tensor, E: int, out: SortedSlots | None = None) -> Sor
     Raises:
         PykernelsError: other dtypes or shapes, or no Triton for this device.
     """
-    if ids.ndim != 2 or ids.dtype not in (torch.int32, torch.int64) or not ids.is_contiguous():
-        raise PykernelsError(
-            f"ids are {ids.dtype} {tuple(ids.shape)}", "Give contiguous int32 or int64 [T, topk]"
-        )
+    if reason := supports(ids):
+        raise PykernelsError(f"sort_slots does not take these: {reason}", "Convert them")
     device, (T, topk) = check_device(ids), ids.shape
     out = out or empty_order(T, topk, E, device)
     n, EP = T * topk, triton.next_power_of_2(E + 1)
@@ -169,9 +175,12 @@ def permute(x: torch.Tensor, order: SortedSlots, out: torch.Tensor | None = None
     out = x.new_empty(T * order.topk, H) if out is None else out
     if x.numel():
         grid, block = _row_grid(T, H)
+        # FP8 as bytes: not every GPU's Triton knows the type.
+        source, target = (t.view(torch.uint8) if t.itemsize == 1 else t for t in (x, out))
         _permute[grid](
-            x, order.positions, out, H, x.stride(0), TOPK=order.topk, BLOCK=block, num_warps=4
-        )
+            source, order.positions, target, H, x.stride(0),
+            TOPK=order.topk, BLOCK=block, num_warps=4,
+        )  # fmt: skip
     return out
 
 

@@ -22,7 +22,8 @@ _FEW_SLOTS = 128
 MAX_EXPERTS = 4096
 
 
-@triton.jit
+# Numbers of tokens are not specialized: else 1 and multiples of 16 were kernels of their own.
+@triton.jit(do_not_specialize=["T"])
 def _router(
     logits, bias, ids, weights, T, E,
     TOPK: tl.constexpr, KP: tl.constexpr, R: tl.constexpr,
@@ -42,7 +43,7 @@ def _router(
     tl.store(weights + row * TOPK + k, w, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _route_few(
     logits, bias, ids, weights, slots, starts, positions, x, gathered, T, E, H, x_stride,
     TOPK: tl.constexpr, KP: tl.constexpr, R: tl.constexpr,
@@ -148,12 +149,11 @@ def router(
     out = _prepare(logits, spec, bias, out)
     T, E = logits.shape
     if T:
-        rows = 4 if T > 512 else 1
+        constants = _constants(spec, E, bias is not None, 1)
         width = triton.next_power_of_2(E // spec.groups) * triton.next_power_of_2(spec.groups)
-        warps = 4 if rows * width > 512 else 1
-        constants = _constants(spec, E, bias is not None, rows)
-        grid = (triton.cdiv(T, rows),)
-        _router[grid](logits, bias, out.ids, out.weights, T, E, **constants, num_warps=warps)
+        # One warp a row: its maxima are shuffles, without barriers or shared memory.
+        warps = max(1, min(8, width // 512))
+        _router[(T,)](logits, bias, out.ids, out.weights, T, E, **constants, num_warps=warps)
     return out
 
 
@@ -198,7 +198,7 @@ def route(
         x, gathered, T, E, H, stride,
         **_constants(spec, E, bias is not None, rows),
         EP=triton.next_power_of_2(E + 1), GATHER=x is not None and H > 0 and T > 0, BLOCK=1024,
-        num_warps=4,
+        num_warps=1 if rows == 1 and E <= 512 else 4,
     )  # fmt: skip
     return routing, order, gathered
 

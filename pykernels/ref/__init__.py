@@ -4,6 +4,7 @@ from .activation import silu_mul
 from .attention import gqa_decode, gqa_prefill, mla_decode, mla_prefill
 from .embedding import embed
 from .kv_write import kv_write, mla_write
+from .linear import linear, quantize_fp8
 from .moe import moe_ffn
 from .norm import rms_norm
 from .permute import permute, sort_slots, unpermute
@@ -17,11 +18,13 @@ __all__ = [
     "gqa_prefill",
     "greedy",
     "kv_write",
+    "linear",
     "mla_decode",
     "mla_prefill",
     "mla_write",
     "moe_ffn",
     "permute",
+    "quantize_fp8",
     "rms_norm",
     "rope",
     "rope_frequencies",

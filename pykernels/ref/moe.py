@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from ..errors import PykernelsError
 from ..quant import Format, PackedExperts
 from ..quant import activations as int8
+from .linear import dequantize_fp8, quantize_fp8
 
 
 def moe_ffn(
@@ -34,7 +35,8 @@ def moe_ffn(
             rounding, bfloat16 for what the CPU kernels are specified to do.
         activations: "bf16", or "int8" for what integer kernels are specified to do: x and h are
             rounded to bf16, then quantized as ``experts.fmt.int8_kind`` says; from there the
-            products are exact but for ``dtype``.
+            products are exact but for ``dtype``. "fp8" likewise: E4M3, one scale a token and 128
+            inputs.
 
     Returns:
         [T, H] in ``dtype``.
@@ -62,8 +64,10 @@ def _inputs(
     """What becomes of a matrix's inputs before they are multiplied, in ``dtype``."""
     if activations == "bf16":
         return lambda x: x.to(dtype)
+    if activations == "fp8":
+        return lambda x: dequantize_fp8(*quantize_fp8(x.to(torch.bfloat16)), dtype)
     if activations != "int8":
-        raise PykernelsError(f"there are no {activations!r} activations", "Use bf16 or int8")
+        raise PykernelsError(f"there are no {activations!r} activations", "Use bf16, int8 or fp8")
     kind = fmt.int8_kind
     if kind is None:
         raise PykernelsError(

@@ -51,7 +51,7 @@ def router(
         mask = torch.zeros(T, spec.groups, dtype=torch.bool, device=logits.device)
         mask.scatter_(1, taken, True)
         choice = grouped.masked_fill(~mask.unsqueeze(-1), -torch.inf).view(T, E)
-    ids = top_first(choice, spec.topk)
+    ids = top_first(choice, spec.topk).contiguous()
     weights = scores.gather(1, ids)
     if spec.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)

@@ -56,6 +56,8 @@ def described(arg: Any) -> tuple[str, bool]:
     """Triton's type of a run-time argument, and whether it is a multiple of 16."""
     if isinstance(arg, torch.Tensor):
         return f"*{_TYPES[arg.dtype]}", True
+    if hasattr(arg, "block_shape"):  # a host descriptor of the tensor memory accelerator
+        return f"tensordesc<{_TYPES[arg.base.dtype]}{list(arg.block_shape)}>", False
     if hasattr(arg, "dtype") and hasattr(arg, "base"):  # triton.reinterpret of a tensor
         return f"*{_NAMED.get(str(arg.dtype), str(arg.dtype))}", True
     if isinstance(arg, bool):
@@ -78,7 +80,7 @@ def source(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             constants[(i,)], signature[parameter.name] = value, "constexpr"
             continue
         signature[parameter.name], aligned = described(value)
-        if aligned:
+        if aligned and not parameter.do_not_specialize:
             attrs[(i,)] = [["tt.divisibility", 16]]
     maker = GluonASTSource if kernel.is_gluon() else ASTSource
     return maker(kernel, signature, constants, attrs)

@@ -60,10 +60,15 @@ def test_greedy_takes_the_first_of_equals(device: torch.device) -> None:
 LIMITS = [(None, None), (5, None), (None, 0.7), (50, 0.9), (1, None), (None, 0.0), (0, 1.0)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("k", "p"), LIMITS)
 @pytest.mark.parametrize(
-    ("T", "V"), [(1, 1), (4, 300), (3, 5000), pytest.param(4, 163_840, marks=pytest.mark.gpu)]
+    ("T", "V", "dtype"),
+    [
+        (1, 1, torch.float32),
+        (4, 300, torch.bfloat16),
+        (2, 4500, torch.float32),
+        pytest.param(4, 163_840, torch.bfloat16, marks=pytest.mark.gpu),
+    ],
 )
 def test_sample(
     T: int, V: int, k: int | None, p: float | None, dtype: torch.dtype, device: torch.device
@@ -72,7 +77,7 @@ def test_sample(
     top_k = None if k is None else full(k, T, device, torch.int32)
     top_p = None if p is None else full(p, T, device)
     heat = full(0.8, T, device)
-    for step in range(3):
+    for step in range(2):
         at = state(123456789012345, step, device)
         found = sample(logits, at, heat, top_k, top_p)
         assert_drawn(found, logits, at, heat, top_k, top_p)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -227,13 +228,46 @@ def test_an_unknown_routing_is_one_line(run: Run) -> None:
     failed(run("bench", "moe", "--routing", "skewed"), "no routing 'skewed'. Use one of balanced")
 
 
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
+BENCH = [
+    pytest.param(["router"], "sees no CUDA GPU", id="no GPU", marks=NO_CUDA),
+    pytest.param(["moe", "--device", "cuda:0"], "sees no CUDA GPU", id="moe", marks=NO_CUDA),
+    pytest.param(["attention", "--device", "cpu"], "attention has no kernel for cpu", id="cpu"),
+    pytest.param(["linear", "--device", "tpu9"], "no device 'tpu9'", id="no such device"),
+    pytest.param(["moe", "--device", "cuda:0", "--numa", 2], "--numa .* are the CPU's", id="numa"),
+]
+
+
+@pytest.mark.parametrize(("options", "cause"), BENCH)
+def test_bench_on_a_gpu_that_cannot_be_is_one_line(
+    run: Run, options: list[object], cause: str
+) -> None:
+    failed(run("bench", *options), cause)
+
+
+def test_bench_on_a_gpu_runs_one_case_of_the_benchmark(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+
+    def spy(command: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        seen.append(command[1:])
+        return subprocess.CompletedProcess(command, len(seen) - 1)
+
+    monkeypatch.setattr("model.pretrained.check_device", torch.device)
+    monkeypatch.setattr("subprocess.run", spy)
+    assert run("bench", "moe", "--device", "cuda:1", "--tokens", 3, "--json").code == 0
+    assert seen[0][:8] == ["-P", "-m", "bench.gpu", "--op", "moe", "--device", "cuda:1", "--json"]
+    assert {"--case", "tokens=3", "format=fp8", "hidden=7168"} <= set(seen[0])
+    assert run("bench", "attention", "--kind", "gqa_decode").code == 1  # as the program ended
+
+
 def test_bench_moe_help_names_every_format(run: Run) -> None:
     shown = " ".join(re.sub("[│╭╮╰╯─]", " ", run("bench", "moe", "--help").out).split())
     assert f"Weight format: {', '.join(FORMATS)}." in shown
 
 
 USABLE = Topology.detect().usable
-NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
 GENERATE = [
     pytest.param(["--device", "cuda:0"], "sees no CUDA GPU", id="no GPU", marks=NO_CUDA),
     pytest.param(["--device", "tpu9"], "no device 'tpu9'", id="no such device"),

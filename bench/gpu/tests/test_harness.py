@@ -1,0 +1,263 @@
+"""Cases, their figures, failing ones, the page and the command line; on a CPU's clock."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bench.gpu import __main__ as program
+from bench.gpu import around, harness, router, run
+from bench.gpu.harness import Case, built, measure, measure_all, rates, rotating, sets_for
+from bench.gpu.machine import describe, slug
+from bench.gpu.report import line, markdown, params, title
+from bench.gpu.roofs import Roofs, measure_roofs
+from pykernels.errors import PykernelsError
+
+CPU = torch.device("cpu")
+HERE = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
+"""Where kernels run; times are those of a CPU's clock."""
+ROOFS = Roofs(read_gbps=4000.0, copy_gbps=4200.0, matmul_tflops=800.0)
+
+
+def wait(ms: float) -> None:
+    time.sleep(ms / 1e3)
+
+
+def failing() -> None:
+    raise ValueError("out of\nluck")
+
+
+def case(run: Any, **changes: Any) -> Case:
+    return Case("around", "wait", {"tokens": 1}, run, **{"nbytes": 8000, "flops": 16, **changes})
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    return {**measure(case(lambda: wait(0.1)), CPU, 0.01, ROOFS), **changes}
+
+
+def test_a_row_is_flat_and_its_times_are_the_call_s() -> None:
+    peers = {"slow": lambda: wait(4), "broken": failing}
+    found = measure(case(lambda: wait(2), peers=peers), CPU, 0.05, ROOFS)
+    assert all(isinstance(value, int | float | str | bool) for value in found.values())
+    assert json.loads(json.dumps(found)) == found
+    assert 2000 <= found["us_p10"] <= found["us_median"] <= found["us_p90"] < 20_000
+    assert found["x_slow"] > 1.3 and found["us_slow"] > found["us_median"]
+    assert found["why_broken"] == "ValueError: out of luck" and "x_broken" not in found
+    assert found["tokens"] == 1 and params(found) == {"tokens": 1}
+
+
+FLOORS = [
+    (4_000_000, 8_000_000, "bf16", "memory", 1.0, 0.5),
+    (4_000_000, 1_600_000_000, "bf16", "compute", 2.0, 1.0),
+    (4_000_000, 1_600_000_000, "fp8", "memory", 1.0, 0.5),  # a tie goes to memory
+]
+
+
+@pytest.mark.parametrize(("nbytes", "flops", "unit", "bound", "floor", "share"), FLOORS)
+def test_rates_are_shares_of_the_larger_floor(
+    nbytes: int, flops: int, unit: str, bound: str, floor: float, share: float
+) -> None:
+    found = rates(case(None, nbytes=nbytes, flops=flops, compute=unit), 2.0, ROOFS)
+    assert (found["bound"], found["roof_us"], found["roof_share"]) == (bound, floor, share)
+    assert found["gbps"] == 2000.0 and found["read_share"] == 0.5
+
+
+def test_inputs_rotate_and_calls_are_whole_rotations() -> None:
+    seen: list[int] = []
+    call = rotating(seen.append, [(0,), (1,), (2,)])
+    found = measure(case(call, sets=3), CPU, 0.002, ROOFS)
+    assert found["calls"] % 3 == 0
+    assert seen[:7] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_sets_are_as_many_as_exceed_the_l2() -> None:
+    assert [sets_for(n, CPU) for n in (1 << 30, 1 << 16, 1 << 15, 100)] == [1, 3, 6, 64]
+
+
+def test_a_failing_case_is_a_row_and_the_others_go_on() -> None:
+    def cases() -> Iterator[Case]:
+        yield case(lambda: wait(0.1))
+        yield case(failing)
+        yield case(lambda: wait(0.1))
+        raise RuntimeError("no memory for the next")
+
+    good, bad, again, end = measure_all("around", cases(), CPU, 0.002, ROOFS)
+    assert "why" not in good and "why" not in again
+    assert bad["why"] == "ValueError: out of luck" and bad["tokens"] == 1
+    assert "no memory" in end["why"]
+
+
+def test_a_case_that_cannot_be_made_is_a_row_too() -> None:
+    def wide_case(T: int) -> Case:
+        raise RuntimeError(f"no memory for {T}")
+
+    (found,) = measure_all("around", [built("around", wide_case, 9)], CPU, 0.01, ROOFS)
+    assert (found["name"], found["why"]) == ("wide_case 9", "RuntimeError: no memory for 9")
+
+
+class LostTimer:
+    """The clock of a GPU whose context a kernel has ended."""
+
+    def prepare(self, call: Any, sets: int, seconds: float) -> Any:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    def check(self) -> None:
+        raise PykernelsError("the GPU's context is lost", "Run the others in a new process")
+
+
+def test_a_lost_context_hands_what_is_left_to_a_new_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ops = SimpleNamespace(cases=lambda device, quick: iter([case(failing)] * 4))
+    monkeypatch.setattr(run, "module_of", lambda op: ops)
+    monkeypatch.setattr(harness, "make_timer", lambda device: LostTimer())
+    asked: list[tuple[str, int]] = []
+
+    def again(op: str, count: int) -> Iterator[dict[str, Any]]:
+        asked.append((op, count))
+        yield {"op": op, "name": "from there", "why": ""}
+
+    rows = list(run.rows_of(("moe", "linear"), CPU, ROOFS, 0.01, False, 1, again))
+    assert asked == [("moe", 2)]  # one was skipped, one has run
+    assert [r["name"] for r in rows] == ["wait", "(a new process goes on)", "from there"]
+
+
+def test_an_op_without_its_file_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(op: str) -> Any:
+        raise ImportError("no module")
+
+    monkeypatch.setattr(run, "module_of", missing)
+    (found,) = run.rows_of(("moe",), CPU, ROOFS, 0.01, False)
+    assert found["why"] == "ImportError: no module"
+
+
+def test_roofs_are_measured() -> None:
+    found = measure_roofs(HERE)
+    assert min(found.read_gbps, found.copy_gbps, found.matmul_tflops) > 0
+
+
+@pytest.fixture
+def results() -> dict[str, Any]:
+    rows = [
+        row(us_torch=300.0, x_torch=2.5, captured_torch=True),
+        row(us_eager=300.0, x_eager=1.5, captured_eager=False, why_flex="no such op"),
+        {"op": "around", "name": "broken", "tokens": 3, "why": "ValueError: a|b"},
+        row(op="router", name="route", flops=0),
+    ]
+    return {
+        "machine": {**describe(CPU), "gpu": "NVIDIA X1", "slug": slug("NVIDIA X1")},
+        "roofs": {"read_gbps": 4000.0, "copy_gbps": 4200.0, "matmul_tflops": 800.0},
+        "quick": True,
+        "rows": rows,
+    }
+
+
+def test_the_page_has_every_row(results: dict[str, Any]) -> None:
+    page = markdown(results, "plot.png")
+    assert page.startswith("# NVIDIA X1\n") and "Quick run" in page
+    assert page.index("## around") < page.index("## router")
+    assert "| wait tokens=1 |" in page and "| 2.50 |" in page and "| 1.50\\* |" in page
+    assert "Not timed: broken tokens=3: ValueError: a|b" in page
+    assert "No flex for wait tokens=1: no such op" in page
+    assert page.endswith("![plot.png](plot.png)\n")
+
+
+def test_a_line_says_what_failed(results: dict[str, Any]) -> None:
+    first, second, broken, _ = (line(found) for found in results["rows"])
+    assert "2.50 x torch" in first and "memory roof" in first
+    assert "no flex (no such op)" in second
+    assert broken.endswith("broken tokens=3: FAILED: ValueError: a|b")
+
+
+def test_files(results: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    day = results["machine"]["date"].split()[0]
+    for op, stem in (("all", f"{day}-quick"), ("moe,linear", f"{day}-quick-moe-linear")):
+        paths = program.write(results, tmp_path, op)
+        assert [path.name for path in paths] == [f"{stem}.{end}" for end in ("json", "md", "png")]
+        assert json.loads(paths[0].read_text())["rows"][2]["why"] == "ValueError: a|b"
+        assert paths[2].stat().st_size > 5000
+        assert paths[0].parent.name == "nvidia-x1"
+
+
+def test_the_program_writes_json_lines_and_files(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    two = [case(lambda: wait(0.1)), case(failing)]
+    ops = SimpleNamespace(
+        cases=lambda device, quick: iter(two), case=lambda device, **flags: case(lambda: wait(0.1))
+    )
+    monkeypatch.setattr(run, "module_of", lambda op: ops)
+    monkeypatch.setattr("bench.gpu.machine.check_gpu", lambda name: CPU)
+    options = ["--op", "moe", "--seconds", "0.01", "--json", "--out", str(tmp_path)]
+    assert program.main(options) == program.EXIT_FAILED_CASES
+    streams = capsys.readouterr()
+    roofs, good, bad = map(json.loads, streams.out.splitlines())
+    assert roofs["op"] == "roofs" and good["us_median"] > 0 and "luck" in bad["why"]
+    assert "FAILED: ValueError: out of luck" in streams.err
+    assert len(list(tmp_path.rglob("*.*"))) == 3
+    assert program.main([*options, "--case", "tokens=1"]) == 0
+    assert json.loads(capsys.readouterr().out)["name"] == "wait"
+
+
+def test_flags() -> None:
+    assert program.flags(["tokens=12", "format=int4", "x=-3"]) == {
+        "tokens": 12, "format": "int4", "x": -3,
+    }  # fmt: skip
+    with pytest.raises(PykernelsError, match="NAME=VALUE"):
+        program.flags(["tokens"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
+@pytest.mark.parametrize("options", [[], ["--op", "nonsense"], ["--device", "cpu"]])
+def test_what_cannot_be_is_one_line(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(options) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("error: ") and said.endswith(".")
+
+
+SMALL = [
+    lambda: router.route_case(1, 16, 64, router.KINDS["softmax"](2), False, True, HERE),
+    lambda: router.route_case(9, 32, 64, router.KINDS["v3"](4), True, False, HERE),
+    lambda: router.gate_case(2, 8, 64, torch.float32, HERE),
+    lambda: router.router_case(9, 32, router.KINDS["v3"](4), HERE),
+    lambda: router.sort_case(9, 32, router.KINDS["v3"](4), HERE),
+    lambda: router.rows_case(9, 32, 16, router.KINDS["v3"](4), False, HERE),
+    lambda: router.rows_case(9, 32, 16, router.KINDS["v3"](4), True, HERE),
+    lambda: router.step_case(1, 64, 64, router.KINDS["v3"](4), HERE),
+    lambda: router.case(HERE, 3, 32, 2, 16, "v2"),
+    lambda: around.norm_case(2, 64, HERE),
+    lambda: around.silu_case(2, 64, HERE),
+    lambda: around.rope_case(2, 4, 1, 64, True, HERE),
+    lambda: around.embed_case(2, 50, 64, HERE),
+    lambda: around.sample_case(1, 300, "top-k, top-p", HERE),
+    lambda: around.kv_write_case(2, 2, 64, HERE),
+]
+
+
+@pytest.mark.parametrize("make", SMALL)
+def test_cases_and_their_peers_run(make: Any) -> None:
+    made = make()
+    made.run()
+    for peer in made.peers.values():
+        peer()
+    assert made.nbytes > 0 and made.sets >= 1
+    assert title({"op": made.op, "name": made.name, **made.params}).startswith(made.name)
+
+
+def test_no_machine_needs_triton_for_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts that a CPU uses import without it."""
+    import subprocess
+
+    code = "import sys; sys.modules['triton'] = None; import bench.gpu.__main__, model.cli"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

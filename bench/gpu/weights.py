@@ -1,0 +1,55 @@
+"""Random matrices in the GPU's layouts, made on the GPU: quantizing 256 experts would take minutes.
+
+Codes are uniform; scales are such that results stay of the size of a model's.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pykernels.gpu.matrices import Matrices, empty_for_gpu
+from pykernels.gpu.moe import Experts
+from pykernels.quant import Format, get_format
+
+CHANNEL = "int8-channel"
+"""int8 with one scale an output: what W8A16 checkpoints have; a layout, no format of ``quant``."""
+
+
+def format_of(name: str) -> Format:
+    """The format, ``CHANNEL`` included."""
+    return get_format("int8" if name == CHANNEL else name)
+
+
+def random_stack(name: str, count: int, N: int, K: int, device: torch.device) -> Matrices:
+    """``count`` matrices [N, K].
+
+    Raises:
+        PykernelsError: a format or a K without a GPU layout.
+    """
+    stack = empty_for_gpu(format_of(name), count, N, K, device, K if name == CHANNEL else None)
+    kind, data, scale, size = stack.kind, stack.data, stack.scale, K**-0.5
+    if kind in ("bf16", "fp8"):
+        for matrix in data:
+            values = torch.randn(N, K, device=device)
+            matrix.copy_(values * size if kind == "bf16" else (values * 100).clamp(-448, 448))
+    elif kind == "int8":
+        data.random_(-127, 128)
+    else:
+        data.random_(0, 256)
+    if kind == "fp8" and scale is not None:
+        scale.fill_(size / 100)
+    elif scale is not None:
+        scale.uniform_(0, size / (64 if kind == "int8" else 4))
+    halves = torch.full((count, N, K // 256, 2), size / 500, dtype=torch.float16, device=device)
+    if kind == "q4_k":
+        data.unflatten(2, (-1, 144))[..., :4] = halves.view(torch.uint8)
+    elif kind == "q6_k":
+        bits = halves[..., :1].contiguous().view(torch.uint8).flatten(2)
+        data[..., K // 256 * 208 : K // 256 * 210] = bits
+    return stack
+
+
+def random_experts(name: str, E: int, H: int, inter: int, device: torch.device) -> Experts:
+    """A layer of E experts."""
+    stacks = (random_stack(name, 2 * E, inter, H, device), random_stack(name, E, H, inter, device))
+    return Experts(format_of(name), *stacks)

@@ -1,0 +1,160 @@
+"""Products of sorted tokens with their experts' matrices, or of all rows with one matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..shapes import SortedSlots
+from .blocks import block_bound
+from .kernel_bf16 import gemm_bf16
+from .kernel_decoded import gemm_decoded
+from .kernel_fp8 import gemm_fp8
+from .launch import arch
+from .matrices import Matrices
+from .plan import GemmPlan, fit_stages
+
+NATIVE_FP8 = (8, 9)
+"""From this compute capability on Triton has an E4M3 type."""
+
+
+def path_of(stack: Matrices, fp8_inputs: bool) -> str:
+    """Which kernel multiplies these matrices: see ``plan.PATHS``."""
+    if fp8_inputs:
+        return "fp8"
+    return "bf16" if stack.kind == "bf16" else "decoded"
+
+
+def multiply(
+    x: torch.Tensor,
+    stack: Matrices,
+    out: torch.Tensor,
+    plan: GemmPlan,
+    *,
+    x_scale: torch.Tensor | None = None,
+    order: SortedSlots | None = None,
+    table: torch.Tensor | None = None,
+    gated: bool = False,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """out = x @ w.T by ``plan``; the caller has checked shapes and dtypes.
+
+    Args:
+        x: bfloat16 [rows, K], or E4M3 with ``x_scale`` float32 [rows, ceil(K / 128)].
+        out: [S or M, N]; with ``plan.split_k`` above 1 float32 [split_k, M, N], parts of the sum.
+        order: the rows' experts; None: one matrix for all rows.
+        table: int32 [E]: where each expert's matrices lie in their stack; a negative one lies
+            nowhere and its rows become zeros. None: expert e is number e.
+        gated: the stack has two matrices an expert, rows of x are tokens, not sorted slots, and
+            out = silu(x @ gate.T) * (x @ up.T).
+        bias: [N].
+    """
+    path = path_of(stack, x_scale is not None)
+    mats = 2 if gated else 1
+    plan = fit_stages(plan, arch(x.device), _step_bytes(stack, path, plan, mats))
+    cols = plan.block_n // mats if path == "bf16" else plan.block_n
+    n_blocks = triton.cdiv(stack.N, cols)
+    if order is None:
+        M, E, blocks = x.shape[0], 1, triton.cdiv(x.shape[0], plan.block_m)
+    else:
+        M, E = order.slots.shape[0], order.starts.shape[0] - 1
+        blocks = block_bound(M, E, plan.block_m)
+    if blocks == 0:
+        return
+    common: dict[str, Any] = {
+        "order": order and order.slots,
+        "starts": order and order.starts,
+        "slots": table,
+        "bias": bias,
+        "M": M,
+        "E": E,
+        "N": stack.N,
+        "K": stack.K,
+        "TOPK": order.topk if order else 1,
+        "N_BLOCKS": n_blocks,
+        "GATED": gated,
+        "GATHER": gated,
+        "HAS_BIAS": bias is not None,
+        "HAS_SLOTS": table is not None,
+        "E_PADDED": 0 if order is None else triton.next_power_of_2(E),
+        "BLOCK_M": plan.block_m,
+        "BLOCK_N": plan.block_n,
+        "GROUP_M": plan.group_m,
+        "STAGES": plan.stages,
+        "num_warps": plan.warps,
+    }
+    if path == "decoded":
+        _decoded(x, stack, out, plan, blocks * n_blocks, common)
+        return
+    block_k = plan.block_k if path == "bf16" else 128
+    tma = {
+        "W_TMA": plan.tma,
+        "X_TMA": plan.tma and not gated,
+        "EVEN_K": stack.K % block_k == 0,
+    }
+    native = path == "bf16" or arch(x.device) >= NATIVE_FP8
+    if not native:
+        x, data = x.view(torch.uint8), stack.data.view(torch.uint8)
+    else:
+        data = stack.data
+    w: Any = data
+    rows: Any = x
+    if tma["W_TMA"]:
+        w = TensorDescriptor.from_tensor(data, [mats if path == "bf16" else 1, cols, block_k])
+    if tma["X_TMA"]:
+        rows = TensorDescriptor.from_tensor(x, [plan.block_m, block_k])
+    grid = (blocks * n_blocks,)
+    if path == "bf16":
+        gemm_bf16[grid](rows, w, out, **common, **tma, BLOCK_K=block_k)
+    else:
+        gemm_fp8[grid](rows, x_scale, w, stack.scale, out, **common, **tma, NATIVE=native)
+
+
+def _decoded(
+    x: torch.Tensor,
+    stack: Matrices,
+    out: torch.Tensor,
+    plan: GemmPlan,
+    programs: int,
+    common: dict[str, Any],
+) -> None:
+    data = stack.data.view(torch.uint8)
+    block_k = decoded_step(stack, plan)
+    steps = triton.cdiv(stack.K, block_k)
+    gemm_decoded[(programs, plan.split_k)](
+        x,
+        data,
+        stack.scale,
+        out,
+        **common,
+        ROW_BYTES=data.shape[-1],
+        K_SPLIT=triton.cdiv(steps, plan.split_k) * block_k,
+        KIND=stack.kind,
+        GROUP=0 if stack.group == stack.K else stack.group,
+        NATIVE=arch(x.device) >= NATIVE_FP8,
+        BLOCK_K=block_k,
+    )
+
+
+def _step_bytes(stack: Matrices, path: str, plan: GemmPlan, mats: int) -> int:
+    """Shared memory of one stage: a tile of inputs and the tiles of weights, as they are stored."""
+    if path == "bf16":
+        return 2 * plan.block_k * (plan.block_m + plan.block_n)
+    if path == "fp8":
+        return 128 * (plan.block_m + mats * plan.block_n) + 4 * plan.block_m
+    step = decoded_step(stack, plan)
+    weights = stack.nbytes * step // stack.K // stack.N  # scales included
+    return 2 * step * plan.block_m + mats * plan.block_n * (weights + 4)
+
+
+def decoded_step(stack: Matrices, plan: GemmPlan) -> int:
+    """Inputs of one step: whole superblocks of K-quants, and no step beyond K."""
+    if stack.kind == "q4_k":
+        return 256
+    step = max(plan.block_k, 128 if stack.kind == "q6_k" else 64)
+    while stack.K % step:
+        step //= 2
+    return step

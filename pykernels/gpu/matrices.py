@@ -1,0 +1,196 @@
+"""Weight matrices as the GPU kernels read them: a stack of equal matrices, one tensor a part.
+
+Nothing here is the CPU's tile layout: a row stays a run of bytes, so a checkpoint's (or a GGUF
+file's) rows are copied, at most with their bytes in another order.
+
+======== ===================================================== =================================
+kind     ``data`` [B, N, ...]                                  ``scale``
+======== ===================================================== =================================
+``bf16`` bfloat16 [K]                                          None
+``fp8``  float8_e4m3fn [K]                                     float32 [B, N / 128, K / 128]
+``int8`` int8 [K]                                              bfloat16 [B, K / group, N]
+``int4`` uint8 [K / 2], codes ``q + 8``                        bfloat16 [B, K / group, N]
+``q4_k`` uint8 [K / 256 * 144], GGUF's blocks as they are      None
+``q6_k`` uint8, the parts of GGUF's blocks side by side        None
+======== ===================================================== =================================
+
+- ``int4``: of each 64 inputs, byte i holds input i in its low half and input 32 + i in its high
+  half: the order inside a Q4_K block, so one decoder serves both.
+- ``q6_k``: a row's low nibbles [K / 2], high bits [K / 4], int8 scales [K / 16] and fp16 scales
+  [K / 256], each in the order of the blocks, and zeros up to a multiple of 16 bytes. GGUF's blocks
+  have 210 bytes, which leaves no load aligned.
+- Integer scales lie with N innermost: a tile of rows reads them as one run.
+- gate and up of an expert are matrices 2 s and 2 s + 1 of one stack: transformers' fused
+  ``gate_up_proj`` [E, 2 I, H] is that stack, viewed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..errors import PykernelsError
+from ..quant import Format, Weight
+from ..quant.integer import Integer
+
+KINDS = ("bf16", "fp8", "int8", "int4", "q4_k", "q6_k")
+K_MULTIPLE = {"bf16": 8, "fp8": 64, "int8": 64, "int4": 64, "q4_k": 256, "q6_k": 256}
+"""What K must be a multiple of: 16 bytes for the copies, or a decoder's step."""
+
+_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "int4": torch.uint8,
+    "q4_k": torch.uint8,
+    "q6_k": torch.uint8,
+}
+_Q6_PARTS = (128, 64, 16, 2)
+"""Bytes of a Q6_K block's parts, in the block's own order."""
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """``B`` matrices [N, K] (N outputs, K inputs) in one ``kind``; see the table above.
+
+    Attributes:
+        group: inputs of one scale (integers: 32, 128 or K; fp8: 128), 0 where rows hold their own.
+    """
+
+    kind: str
+    N: int
+    K: int
+    group: int
+    data: torch.Tensor
+    scale: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Of one matrix with its scales."""
+        parts = (self.data, self.scale)
+        return sum(part[0].nbytes for part in parts if part is not None)
+
+    def to(self, device: torch.device | str) -> Matrices:
+        scale = None if self.scale is None else self.scale.to(device)
+        return replace(self, data=self.data.to(device), scale=scale)
+
+
+def supports_format(fmt: Format, K: int) -> str | None:
+    """None if matrices of this format with K inputs have a GPU layout, or the reason why not."""
+    kind = kind_of(fmt)
+    if kind not in KINDS:
+        return f"{fmt.name} has no GPU layout (only {', '.join(KINDS)})"
+    if K % K_MULTIPLE[kind]:
+        return f"{fmt.name} on the GPU takes inputs in multiples of {K_MULTIPLE[kind]}, not {K}"
+    return None
+
+
+def kind_of(fmt: Format) -> str:
+    """The kind of a format: the group of integers is no part of it."""
+    return f"int{fmt.bits}" if isinstance(fmt, Integer) else fmt.name
+
+
+def pack_for_gpu(fmt: Format, weights: Sequence[Weight]) -> Matrices:
+    """A stack of equal matrices from a checkpoint's weights, on their device.
+
+    Integer weights may have one scale an output (``scale`` [N, 1]) in place of one a group.
+
+    Raises:
+        PykernelsError: a format or a K that has no GPU layout; matrices of different shapes.
+    """
+    shapes = {fmt.logical_shape(weight) for weight in weights}
+    if len(shapes) != 1:
+        raise PykernelsError(f"a stack of {len(shapes)} different shapes", "Pack equal matrices")
+    N, K = shapes.pop()
+    if reason := supports_format(fmt, K):
+        raise PykernelsError(reason, "Convert the weights to another format")
+    kind = kind_of(fmt)
+    data = torch.stack([_rows(kind, weight.data) for weight in weights])
+    if kind == "fp8":
+        scale = torch.stack([_scale(weight).float() for weight in weights])
+        return Matrices(kind, N, K, 128, data, scale)
+    if kind in ("int8", "int4"):
+        scale = torch.stack([_scale(weight).T.contiguous() for weight in weights])
+        if scale.shape[1] not in (1, -(-K // _group(fmt))):
+            raise PykernelsError(
+                f"{scale.shape[1]} scales for {K} inputs in {fmt.name}",
+                "Give one for each group, or one for each output",
+            )
+        return Matrices(kind, N, K, K if scale.shape[1] == 1 else _group(fmt), data, scale)
+    return Matrices(kind, N, K, 0, data)
+
+
+def empty_for_gpu(
+    fmt: Format, count: int, N: int, K: int, device: torch.device, group: int | None = None
+) -> Matrices:
+    """A stack of ``count`` matrices of no particular values: slots to copy experts into.
+
+    Args:
+        group: K for integers with one scale an output; None for the format's own groups.
+
+    Raises:
+        PykernelsError: a format or a K that has no GPU layout.
+    """
+    if reason := supports_format(fmt, K):
+        raise PykernelsError(reason, "Convert the weights to another format")
+    kind = kind_of(fmt)
+    width = {
+        "int4": K // 2,
+        "q4_k": K // 256 * 144,
+        "q6_k": -(-K // 256 * 210 // 16) * 16,
+    }.get(kind, K)
+    data = torch.empty(count, N, width, dtype=_DTYPES[kind], device=device)
+    if kind == "fp8":
+        scale = torch.empty(count, -(-N // 128), -(-K // 128), device=device)
+        return Matrices(kind, N, K, 128, data, scale)
+    if isinstance(fmt, Integer):
+        group = group or fmt.group
+        scale = torch.empty(count, -(-K // group), N, dtype=torch.bfloat16, device=device)
+        return Matrices(kind, N, K, group, data, scale)
+    return Matrices(kind, N, K, 0, data)
+
+
+def unpack_from_gpu(fmt: Format, stack: Matrices, index: int) -> Weight:
+    """One matrix of a stack as ``fmt`` knows it, on the CPU: the inverse of ``pack_for_gpu``."""
+    data = stack.data[index].cpu()
+    scale = None if stack.scale is None else stack.scale[index].cpu()
+    if stack.kind == "int4":
+        halves = data.view(stack.N, -1, 1, 32)
+        data = torch.cat((halves & 15, halves >> 4), dim=2).view(stack.N, stack.K)
+        data = data.view(torch.int8) - 8
+    elif stack.kind == "q6_k":
+        blocks = stack.K // 256
+        parts = data[:, : blocks * 210].split([blocks * part for part in _Q6_PARTS], dim=1)
+        split = [part.unflatten(1, (blocks, -1)) for part in parts]
+        data = torch.cat(split, dim=2).flatten(1)
+    if scale is not None and stack.kind in ("int8", "int4"):
+        scale = scale.T.contiguous().expand(stack.N, -1)
+        if stack.group == stack.K:  # one an output: repeated for each of the format's groups
+            scale = scale.expand(-1, -(-stack.K // _group(fmt))).contiguous()
+    return Weight(data, scale)
+
+
+def _group(fmt: Format) -> int:
+    assert isinstance(fmt, Integer)
+    return fmt.group
+
+
+def _scale(weight: Weight) -> torch.Tensor:
+    assert weight.scale is not None
+    return weight.scale
+
+
+def _rows(kind: str, data: torch.Tensor) -> torch.Tensor:
+    if kind == "int4":
+        low, high = (data + 8).view(torch.uint8).unflatten(1, (-1, 2, 32)).unbind(2)
+        return (low | high << 4).flatten(1)
+    if kind == "q6_k":
+        blocks = data.unflatten(1, (-1, 210))
+        row = torch.cat([part.flatten(1) for part in blocks.split(list(_Q6_PARTS), dim=2)], dim=1)
+        return torch.nn.functional.pad(row, (0, -row.shape[1] % 16))
+    return data.contiguous()

@@ -1,0 +1,224 @@
+"""The routed experts of a layer on the GPU: gate and up, down, the sum over a token's experts.
+
+Sort, two grouped products, weighted sum: no launch depends on the routing but by what it reads, so
+a captured graph replays with other tokens and other experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..errors import PykernelsError
+from ..quant import Format, Weight
+from ..shapes import MoEShape, SortedSlots
+from .grouped_gemm import multiply, path_of
+from .launch import arch, check_device
+from .launch import supports as device_supports
+from .matrices import Matrices, empty_for_gpu, pack_for_gpu, supports_format, unpack_from_gpu
+from .permute import sort_slots, unpermute
+from .plan import GemmPlan, gemm_plan
+from .quantize import quantize_fp8
+
+ACTIVATIONS = ("bf16", "fp8")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A layer's experts on the GPU, or as many of them as its slots hold.
+
+    Attributes:
+        fmt: the format they were quantized in.
+        gate_up: 2 matrices [I, H] a slot: gate of slot s is number 2 s, up number 2 s + 1.
+        down: a matrix [H, I] a slot.
+        slots: int32 [E]: the slot of each expert, negative if it has none (what it would have
+            contributed is left out); None: expert e is in slot e.
+    """
+
+    fmt: Format
+    gate_up: Matrices
+    down: Matrices
+    slots: torch.Tensor | None = None
+
+    @property
+    def E(self) -> int:
+        return len(self.down) if self.slots is None else self.slots.shape[0]
+
+    @property
+    def H(self) -> int:
+        return self.down.N
+
+    @property
+    def I(self) -> int:  # noqa: E743 - the house's letter for the intermediate size
+        return self.down.K
+
+    @classmethod
+    def pack(
+        cls, fmt: Format, experts: Sequence[tuple[Weight, Weight, Weight]], device: torch.device
+    ) -> Experts:
+        """From (gate, up, down) of each expert, as a checkpoint (or ``PackedExperts``) has them."""
+        both = [weight for gate, up, _ in experts for weight in (gate, up)]
+        downs = [down for *_, down in experts]
+        return cls(fmt, pack_for_gpu(fmt, both).to(device), pack_for_gpu(fmt, downs).to(device))
+
+    @classmethod
+    def empty(
+        cls,
+        fmt: Format,
+        slots: int,
+        H: int,
+        I: int,  # noqa: E741
+        device: torch.device,
+    ) -> Experts:
+        """Room for experts, to be copied into slot by slot."""
+        return cls(
+            fmt,
+            empty_for_gpu(fmt, 2 * slots, I, H, device),
+            empty_for_gpu(fmt, slots, H, I, device),
+        )
+
+    def with_slots(self, slots: torch.Tensor) -> Experts:
+        """The same matrices under another table of slots."""
+        return replace(self, slots=slots)
+
+    def unpack(self, expert: int) -> tuple[Weight, Weight, Weight]:
+        """(gate, up, down) of one expert on the CPU, as the twin in ``ref`` reads them."""
+        slot = expert if self.slots is None else int(self.slots[expert])
+        gate, up = (unpack_from_gpu(self.fmt, self.gate_up, 2 * slot + i) for i in range(2))
+        return gate, up, unpack_from_gpu(self.fmt, self.down, slot)
+
+
+def supports(
+    shape: MoEShape, fmt: Format, device: torch.device, activations: str = "bf16"
+) -> str | None:
+    """None if ``moe_ffn`` runs these experts there, or the reason why not."""
+    if reason := device_supports(device):
+        return reason
+    if activations not in ACTIVATIONS:
+        return f"there are no {activations!r} activations (only {', '.join(ACTIVATIONS)})"
+    if activations == "fp8" and fmt.name != "fp8":
+        return f"{fmt.name} weights are not multiplied with fp8 activations"
+    return supports_format(fmt, shape.H) or supports_format(fmt, shape.I)
+
+
+def gate_up(
+    x: torch.Tensor,
+    experts: Experts,
+    order: SortedSlots,
+    *,
+    activations: str = "bf16",
+    plan: GemmPlan | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``silu(x @ gate.T) * (x @ up.T)`` of each sorted slot's token: bfloat16 [S, I].
+
+    Args:
+        x: bfloat16 [T, H].
+        order: of T tokens; rows of slots that have no expert are not written.
+    """
+    S = order.slots.shape[0]
+    _check(x, experts.gate_up, experts, order, activations)
+    if S != x.shape[0] * order.topk:
+        raise PykernelsError(
+            f"an order of {S} slots, top-{order.topk}, for {x.shape[0]} tokens", "Sort these tokens"
+        )
+    if out is None:
+        out = torch.empty(S, experts.I, dtype=torch.bfloat16, device=x.device)
+    rows, scale = quantize_fp8(x) if activations == "fp8" else (x, None)
+    plan = plan or _plan("gate_up", experts.gate_up, activations, S, experts.E, x.device)
+    table = experts.slots
+    multiply(rows, experts.gate_up, out, plan, x_scale=scale, order=order, table=table, gated=True)
+    return out
+
+
+def down(
+    h: torch.Tensor,
+    experts: Experts,
+    order: SortedSlots,
+    *,
+    activations: str = "bf16",
+    plan: GemmPlan | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``h @ down.T`` of each sorted slot: bfloat16 [S, H], sorted; ``unpermute`` weights and adds.
+
+    Args:
+        h: bfloat16 [S, I], sorted.
+    """
+    S = order.slots.shape[0]
+    _check(h, experts.down, experts, order, activations)
+    if S != h.shape[0]:
+        raise PykernelsError(f"{h.shape[0]} rows in an order of {S}", "Give gate_up's result")
+    if out is None:
+        out = torch.empty(S, experts.H, dtype=torch.bfloat16, device=h.device)
+    rows, scale = quantize_fp8(h) if activations == "fp8" else (h, None)
+    plan = plan or _plan("down", experts.down, activations, S, experts.E, h.device)
+    multiply(rows, experts.down, out, plan, x_scale=scale, order=order, table=experts.slots)
+    return out
+
+
+def moe_ffn(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    experts: Experts,
+    *,
+    activations: str = "bf16",
+    add: torch.Tensor | None = None,
+    plans: tuple[GemmPlan, GemmPlan] | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``sum_k weights[t, k] * expert[ids[t, k]](x[t])``.
+
+    Args:
+        x: bfloat16 [T, H].
+        ids: int32 or int64 [T, topk]; those outside ``0..E-1`` contribute nothing.
+        weights: float32 [T, topk].
+        activations: "bf16"; "fp8" (fp8 weights only) multiplies E4M3 inputs, which are quantized
+            for each token and 128 inputs, on E4M3 tensor cores where the GPU has them.
+        add: [T, H] that joins the sum, such as the shared experts' output.
+        plans: of gate_up and down, in place of the table's.
+
+    Returns:
+        bfloat16 [T, H]: products are added in float32; h, and each expert's output, are rounded
+        to bfloat16 once.
+
+    Raises:
+        PykernelsError: tensors on several devices, of other shapes or dtypes, or a GPU or format
+            that has no kernel.
+    """
+    first, second = plans or (None, None)
+    order = sort_slots(ids, experts.E)
+    h = gate_up(x, experts, order, activations=activations, plan=first)
+    y = down(h, experts, order, activations=activations, plan=second)
+    return unpermute(y, order, weights, add, out)
+
+
+def _plan(
+    op: str, stack: Matrices, activations: str, S: int, E: int, device: torch.device
+) -> GemmPlan:
+    path = path_of(stack, activations == "fp8")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    key = stack.kind if path == "decoded" else path
+    return gemm_plan(op, key, arch(device), S / min(E, max(S, 1)), stack.N, stack.K, name)
+
+
+def _check(
+    x: torch.Tensor, stack: Matrices, experts: Experts, order: SortedSlots, activations: str
+) -> None:
+    """Raises PykernelsError unless a kernel multiplies these."""
+    check_device(x, stack.data, order.slots)
+    if x.dtype != torch.bfloat16 or x.ndim != 2 or x.shape[1] != stack.K or not x.is_contiguous():
+        raise PykernelsError(
+            f"the inputs are {x.dtype} {tuple(x.shape)}",
+            f"Give contiguous bfloat16 [.., {stack.K}]",
+        )
+    if order.starts.shape != (experts.E + 1,):
+        raise PykernelsError(
+            f"an order of {order.starts.shape[0] - 1} experts for {experts.E}", "Sort for these"
+        )
+    shape = MoEShape(experts.E, experts.H, experts.I, 1)
+    if reason := supports(shape, experts.fmt, x.device, activations):
+        raise PykernelsError(f"no GPU kernel multiplies these experts: {reason}", "See supports()")

@@ -1,0 +1,242 @@
+"""Launch plans of the matrix products, as data: nothing is tuned while a model runs.
+
+A plan is chosen by operation, weight kind, GPU generation, and how many rows an expert (or the
+linear) has on average: shapes only, never routing. The first of these that fits is taken: the
+``plan=`` argument; a line of ``<cache folder>/gpu-plans.json``, which
+``python -m bench.gpu.tune`` writes for this GPU; the table below.
+
+Why the table is as it is (Hopper): a bf16 tile of 128 x 256 reads 48 bytes a cycle from L2 for a
+tensor core's full rate, one of 128 x 128 already 64; with up to 64 rows an expert is bound by
+reading its weights, so tiles are small and several programs share a processor. A plan that was
+measured elsewhere is only slow, never wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..env import env
+from ..errors import PykernelsError
+
+OPS = ("gate_up", "down", "linear")
+PATHS = ("bf16", "fp8", "decoded")
+"""bf16 and fp8: both operands as they are; decoded: weights become bf16 in registers."""
+
+
+@dataclass(frozen=True)
+class GemmPlan:
+    """How one grouped GEMM or linear is launched.
+
+    Attributes:
+        block_m, block_n, block_k: tile of rows, outputs and inputs. Gated in bf16, ``block_n``
+            counts gate and up together; in the other paths it is of each.
+        group_m: M blocks of one matrix that run side by side before the next N block.
+        split_k: programs that share one output tile (linears of few rows).
+        warps, stages: of Triton.
+        tma: weights (and sorted rows) come by the tensor memory accelerator: sm_90 and above.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int = 8
+    split_k: int = 1
+    warps: int = 4
+    stages: int = 3
+    tma: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n", "block_k", "warps"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise PykernelsError(
+                    f"a plan has {name}={value}", "Tiles and warps are powers of two"
+                )
+        if min(self.group_m, self.split_k, self.stages) < 1:
+            raise PykernelsError(
+                "a plan has group_m, split_k or stages below 1", "Use whole numbers from 1"
+            )
+
+
+@dataclass(frozen=True)
+class GemvPlan:
+    """How a linear of one to four rows is launched.
+
+    Attributes:
+        block_n: rows of the matrix a program multiplies.
+        words: 32-bit words of each row that it reads at a time.
+    """
+
+    block_n: int
+    words: int
+    warps: int = 4
+    stages: int = 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: applies to up to ``rows`` rows an expert on these generations."""
+
+    generations: tuple[str, ...]
+    path: str
+    ops: tuple[str, ...]
+    rows: float
+    plan: GemmPlan
+
+
+HOPPER = ("hopper", "blackwell")
+SMALL = ("ampere", "ada")
+"""100 KiB of shared memory on some of them, no tensor memory accelerator."""
+ANY = float("inf")
+_GATED, _PLAIN = ("gate_up",), ("down", "linear")
+
+TABLE = (
+    Row(HOPPER, "bf16", OPS, 16, GemmPlan(16, 128, 128, warps=4, stages=4, tma=True)),
+    Row(HOPPER, "bf16", OPS, 32, GemmPlan(32, 128, 128, warps=4, stages=3, tma=True)),
+    Row(HOPPER, "bf16", OPS, 96, GemmPlan(64, 128, 64, 8, warps=4, stages=4, tma=True)),
+    Row(HOPPER, "bf16", OPS, ANY, GemmPlan(128, 256, 64, 16, warps=8, stages=4, tma=True)),
+    Row(HOPPER, "fp8", OPS, 32, GemmPlan(32, 64, 128, warps=4, stages=4, tma=True)),
+    Row(HOPPER, "fp8", _GATED, 96, GemmPlan(64, 64, 128, warps=4, stages=3, tma=True)),
+    Row(HOPPER, "fp8", _PLAIN, 96, GemmPlan(64, 128, 128, warps=4, stages=3, tma=True)),
+    Row(HOPPER, "fp8", OPS, ANY, GemmPlan(128, 128, 128, 16, warps=8, stages=3, tma=True)),
+    Row(HOPPER, "decoded", OPS, 16, GemmPlan(16, 64, 128, warps=4, stages=4)),
+    Row(HOPPER, "decoded", OPS, 32, GemmPlan(32, 64, 128, warps=4, stages=4)),
+    Row(HOPPER, "decoded", OPS, 96, GemmPlan(64, 64, 128, warps=4, stages=3)),
+    Row(HOPPER, "decoded", OPS, ANY, GemmPlan(128, 128, 128, 16, warps=8, stages=3)),
+    Row(SMALL, "bf16", OPS, 16, GemmPlan(16, 128, 64, stages=4)),
+    Row(SMALL, "bf16", OPS, 96, GemmPlan(64, 128, 32, stages=4)),
+    Row(SMALL, "bf16", OPS, ANY, GemmPlan(128, 128, 32, warps=8, stages=4)),
+    Row(SMALL, "fp8", OPS, 16, GemmPlan(16, 64, 128, stages=3)),
+    Row(SMALL, "fp8", OPS, ANY, GemmPlan(64, 64, 128, warps=8, stages=3)),
+    Row(SMALL, "decoded", OPS, 16, GemmPlan(16, 64, 128, stages=3)),
+    Row(SMALL, "decoded", OPS, ANY, GemmPlan(64, 64, 64, stages=3)),
+    Row(("interpreter",), "bf16", OPS, ANY, GemmPlan(16, 32, 32)),
+    Row(("interpreter",), "fp8", OPS, ANY, GemmPlan(16, 32, 128)),
+    Row(("interpreter",), "decoded", OPS, ANY, GemmPlan(16, 32, 64)),
+)
+
+GEMV = {"int4": GemvPlan(block_n=16, words=128), "int8": GemvPlan(block_n=16, words=128)}
+GEMV_ROWS = {"int4": 2, "int8": 4}
+"""Most rows for which each weight's multiplications by every row cost less than decoding it for
+the tensor cores."""
+
+
+def generation(arch: tuple[int, int]) -> str:
+    """The class of a compute capability; (0, 0) is the interpreter."""
+    major, minor = arch
+    if major == 0:
+        return "interpreter"
+    if major == 8:
+        return "ada" if minor == 9 else "ampere"
+    if major == 9:
+        return "hopper"
+    return "blackwell" if major in (10, 11) else "ada"  # consumer Blackwell has 100 KiB, no wgmma
+
+
+def gemm_plan(
+    op: str, path: str, arch: tuple[int, int], rows: float, N: int, K: int, device: str = ""
+) -> GemmPlan:
+    """The plan for ``rows`` rows an expert, a tuned one if this GPU has it.
+
+    Args:
+        op: one of ``OPS``.
+        path: one of ``PATHS``, or a kind of weights that is decoded: the kind of tuned lines.
+        device: the GPU's name, which tuned lines are for.
+    """
+    if tuned := tuned_plan(op, path, device, rows, N, K):
+        return GemmPlan(**tuned)
+    base = path if path in PATHS else "decoded"
+    return next(
+        row.plan
+        for row in TABLE
+        if generation(arch) in row.generations
+        and row.path == base
+        and op in row.ops
+        and rows <= row.rows
+    )
+
+
+def gemv_plan(kind: str, M: int, N: int, K: int, device: str = "") -> GemvPlan | None:
+    """The plan for M rows of an int4 or int8 matrix; None if the tensor cores are better."""
+    if M > GEMV_ROWS.get(kind, 0):
+        return None
+    tuned = tuned_plan("gemv", kind, device, M, N, K)
+    return GemvPlan(**tuned) if tuned else GEMV[kind]
+
+
+SHARED = {"hopper": 227, "blackwell": 227, "ampere": 99, "ada": 99}
+"""KiB of shared memory a program may have; sm_80 has 163, its relatives 99."""
+
+
+def fit_stages(plan: GemmPlan, arch: tuple[int, int], step_bytes: int) -> GemmPlan:
+    """The plan with as many stages of ``step_bytes`` as fit into shared memory, at least one."""
+    limit = 163 if arch == (8, 0) else SHARED.get(generation(arch), 1 << 20)
+    stages = max(1, min(plan.stages, (limit - 3) * 1024 // step_bytes))
+    return plan if stages == plan.stages else replace(plan, stages=stages)
+
+
+def split_k(programs: int, K: int, processors: int, block_k: int) -> int:
+    """Programs to share each tile, so that ``processors`` have 4 each: 1, 2, 4, 8 or 16."""
+    split = 1
+    while split < 16 and programs * split < 3 * processors and K // (2 * split) >= 2 * block_k:
+        split *= 2
+    return split
+
+
+# Tuned plans: {"device": name, "op", "path", "rows", "N", "K", "plan": {...}} a line of a list.
+
+
+def _file() -> Path:
+    return env.cache_dir / "gpu-plans.json"
+
+
+def tuned_plan(
+    op: str, path: str, device: str, rows: float, N: int, K: int
+) -> dict[str, Any] | None:
+    """The plan's fields in the line of this shape with the nearest number of rows, up to 1.5 times
+    more or fewer."""
+    same = [
+        line
+        for line in _file_lines(str(_file()))
+        if (line["op"], line["path"], line["device"]) == (op, path, device)
+        and (line["N"], line["K"]) == (N, K)
+    ]
+    away = {i: max(line["rows"] / rows, rows / line["rows"]) for i, line in enumerate(same) if rows}
+    nearest = min(away, key=away.__getitem__, default=None)
+    return None if nearest is None or away[nearest] > 1.5 else same[nearest]["plan"]
+
+
+@functools.cache
+def _file_lines(path: str) -> tuple[dict[str, Any], ...]:
+    """Read once a process. Raises PykernelsError: the file is damaged."""
+    file = Path(path)
+    if not file.exists():
+        return ()
+    try:
+        lines = json.loads(file.read_text())
+        for line in lines:
+            (GemvPlan if line["op"] == "gemv" else GemmPlan)(**line["plan"])
+        return tuple(lines)
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise PykernelsError(
+            f"{file} cannot be read: {error}", "Delete it, or run python -m bench.gpu.tune again"
+        ) from None
+
+
+def write_tuned(
+    device: str, op: str, path: str, rows: float, N: int, K: int, plan: GemmPlan | GemvPlan
+) -> Path:
+    """Puts a tuned plan into the file, in the place of an older one; returns the file's path."""
+    key = {"device": device, "op": op, "path": path, "rows": rows, "N": N, "K": K}
+    kept = [line for line in _file_lines(str(_file())) if any(line[k] != key[k] for k in key)]
+    file = _file()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    whole = file.with_suffix(".new")
+    whole.write_text(json.dumps([*kept, {**key, "plan": asdict(plan)}], indent=1) + "\n")
+    whole.replace(file)
+    _file_lines.cache_clear()
+    return file

@@ -1,0 +1,54 @@
+"""The float truth of linears with quantized weights, and of E4M3 activations."""
+
+from __future__ import annotations
+
+import torch
+
+from ..quant import Format, Weight
+from ..quant.fp8 import MAX
+
+GROUP = 128
+
+
+def linear(
+    x: torch.Tensor,
+    weight: Weight,
+    fmt: Format,
+    bias: torch.Tensor | None = None,
+    *,
+    activations: str = "bf16",
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """``x @ w.T + bias`` from the dequantized weight, in ``dtype``.
+
+    Args:
+        x: [M, K], any float dtype.
+        activations: "bf16" for x as it is, "fp8" for what E4M3 kernels make of it first.
+    """
+    if activations == "fp8":
+        x = dequantize_fp8(*quantize_fp8(x))
+    y = x.to(dtype) @ fmt.dequantize(weight).to(dtype).T
+    return y if bias is None else y + bias.to(dtype)
+
+
+def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [R, K] -> (float8_e4m3fn [R, K], float32 scales [R, ceil(K / 128)]).
+
+    A scale is the largest magnitude of a row's 128 inputs / 448 (DeepSeek-V3, arXiv 2412.19437,
+    section 3.3.2), 1 if all are zero.
+    """
+    R, K = x.shape
+    whole = torch.nn.functional.pad(x.float(), (0, -K % GROUP)).view(R, -1, GROUP)
+    amax = whole.abs().amax(2, keepdim=True)
+    scale = torch.where(amax > 0, amax / MAX, 1.0)
+    codes = (whole / scale).clamp(-MAX, MAX).to(torch.float8_e4m3fn)
+    return codes.view(R, -1)[:, :K].contiguous(), scale[..., 0]
+
+
+def dequantize_fp8(
+    codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
+    """The values [R, K] that those codes and scales stand for."""
+    R, K = codes.shape
+    whole = torch.nn.functional.pad(codes.to(dtype), (0, -K % GROUP)).view(R, -1, GROUP)
+    return (whole * scale.to(dtype)[..., None]).view(R, -1)[:, :K]

@@ -1,0 +1,185 @@
+"""Linears with quantized weights against float64, no further off than torch's own bfloat16 is."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from pykernels import ref
+from pykernels.errors import PykernelsError
+from pykernels.gpu.linear import choose_plan, linear
+from pykernels.gpu.matrices import Matrices, empty_for_gpu, pack_for_gpu
+from pykernels.gpu.plan import GemmPlan, GemvPlan
+from pykernels.quant import Weight, get_format
+from pykernels.testing import relative_error
+
+FORMATS = ("bf16", "fp8", "int8", "int4", "int4-g128", "q4_k", "q6_k", "int8-channel")
+
+
+@functools.cache
+def made(name: str, N: int, K: int) -> tuple[Weight, Matrices]:
+    """A random matrix and its stack of one, on the CPU. int8-channel: one scale an output."""
+    fmt = get_format(name.removesuffix("-channel"))
+    weight = fmt.quantize(torch.randn(N, K) / K**0.5)
+    if name.endswith("-channel"):
+        weight = Weight(
+            torch.randint(-127, 128, (N, K), dtype=torch.int8), torch.rand(N, 1).bfloat16()
+        )
+        stack = pack_for_gpu(fmt, [weight])
+        assert weight.scale is not None
+        groups = -(-K // 128)
+        return Weight(weight.data, weight.scale.expand(N, groups).contiguous()), stack
+    return weight, pack_for_gpu(fmt, [weight])
+
+
+def check(
+    name: str,
+    M: int,
+    N: int,
+    K: int,
+    device: torch.device,
+    activations: str = "bf16",
+    **how: object,
+) -> torch.Tensor:
+    weight, stack = made(name, N, K)
+    fmt = get_format(name.removesuffix("-channel"))
+    x, bias = torch.randn(M, K).bfloat16(), torch.randn(N).bfloat16()
+    y = linear(x.to(device), stack.to(device), bias.to(device), activations=activations, **how)  # type: ignore[arg-type]
+    truth = ref.linear(x, weight, fmt, bias, activations=activations, dtype=torch.float64)
+    native = x @ fmt.dequantize(weight).bfloat16().T + bias
+    exact = ref.linear(x, weight, fmt, bias, dtype=torch.float64)
+    # A small sum's rounding flips: the error of few values is not that of many.
+    assert relative_error(y.cpu(), truth) <= 1.3 * max(relative_error(native, exact), 2e-3)
+    return y
+
+
+@pytest.mark.parametrize("M", [1, 3, 18])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_from_one_row_on(name: str, M: int, device: torch.device) -> None:
+    check(name, M, 72, 512 if name.endswith("_k") else 320 if "8" in name else 384, device)
+
+
+@pytest.mark.parametrize("M", [1, 20])
+def test_fp8_activations(M: int, device: torch.device) -> None:
+    check("fp8", M, 200, 320, device, "fp8")
+
+
+PLANS = [
+    ("int4", 5, GemmPlan(16, 32, 64, split_k=4), "K in four parts"),
+    ("int4", 5, GemmPlan(16, 32, 64, split_k=5), "parts of different lengths"),
+    ("int8", 16, GemmPlan(16, 64, 128, split_k=8), "more parts than steps: some are empty"),
+    ("int4", 1, GemvPlan(16, 32), "rows in several steps"),
+    ("int4", 4, GemvPlan(8, 64), "four rows, last step beyond K"),
+    ("int8", 2, GemvPlan(32, 128), "a step longer than K"),
+    ("int8-channel", 1, GemvPlan(16, 32), "one scale an output"),
+    ("int4-g128", 1, GemvPlan(4, 32), "group of 128"),
+    ("bf16", 33, GemmPlan(32, 64, 64, tma=True, group_m=1), "descriptors"),
+]
+
+
+@pytest.mark.parametrize(("name", "M", "plan", "why"), PLANS, ids=[row[3] for row in PLANS])
+def test_plans(
+    name: str, M: int, plan: GemmPlan | GemvPlan, why: str, device: torch.device
+) -> None:
+    check(name, M, 72, 384, device, plan=plan)
+
+
+def test_a_narrow_matrix_of_ragged_rows(device: torch.device) -> None:
+    """N no multiple of anything: scales cannot be copied in runs, tiles end inside."""
+    for name in ("int4", "int8", "fp8", "bf16"):
+        for M in (1, 6):
+            check(name, M, 13, 128, device)
+
+
+def test_large_and_tiny_inputs_survive_the_powers_of_two_of_gemv(device: torch.device) -> None:
+    weight, stack = made("int4", 16, 128)
+    for factor in (2.0**40, 1.0, 2.0**-30):
+        x = (torch.randn(1, 128) * factor).bfloat16()
+        y = linear(x.to(device), stack.to(device), plan=GemvPlan(16, 32))
+        truth = ref.linear(x, weight, get_format("int4"), dtype=torch.float64)
+        assert relative_error(y.cpu(), truth) < 4e-3, factor
+
+
+def test_results_have_the_same_bits_every_time(device: torch.device) -> None:
+    x = torch.randn(3, 384).bfloat16().to(device)
+    stack = made("int4", 72, 384)[1].to(device)
+    plan = GemmPlan(16, 32, 64, split_k=4)
+    first = linear(x, stack, plan=plan)
+    again = torch.full_like(first, float("nan"))
+    assert linear(x, stack, plan=plan, out=again) is again
+    assert torch.equal(first, again)
+
+
+REFUSED = [
+    ("kind", "a stack of 2", lambda x, s: linear(x, pack_for_gpu(get_format("int4"), [s] * 2))),
+    ("x", "x is torch.float32", lambda x, s: linear(x.float(), _one(s))),
+    ("activations", "fp8 activations", lambda x, s: linear(x, _one(s), activations="fp8")),
+    ("rows", "no gemv for 5 rows", lambda x, s: linear(x, _one(s), plan=GemvPlan(16, 32))),
+    ("bias", "bias", lambda x, s: linear(x, _one(s), x.new_zeros(3))),
+    ("out", "out is", lambda x, s: linear(x, _one(s), out=x)),
+]
+
+
+def _one(weight: Weight) -> Matrices:
+    return pack_for_gpu(get_format("int4"), [weight])
+
+
+@pytest.mark.parametrize(("what", "cause", "call"), REFUSED, ids=[row[0] for row in REFUSED])
+def test_what_no_kernel_takes_is_refused(
+    what: str, cause: str, call: object, device: torch.device
+) -> None:
+    weight = get_format("int4").quantize(torch.randn(8, 64))
+    on_device = Weight(weight.data.to(device), weight.scale.to(device))  # type: ignore[union-attr]
+    with pytest.raises(PykernelsError, match=cause):
+        call(torch.zeros(5, 64, dtype=torch.bfloat16, device=device), on_device)  # type: ignore[operator]
+
+
+def test_a_matrix_without_a_layout_is_refused() -> None:
+    with pytest.raises(PykernelsError, match="multiples of 64"):
+        pack_for_gpu(get_format("int4"), [get_format("int4").quantize(torch.randn(8, 96))])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [1, 2, 8, 16, 48, 300])
+@pytest.mark.parametrize("name", FORMATS)
+def test_sizes_of_a_model(name: str, M: int) -> None:
+    check(name, M, 1536, 2048, torch.device("cuda"))
+    if name == "fp8":
+        check(name, M, 1536, 2048, torch.device("cuda"), "fp8")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [1, 4, 64])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_graph_replays_with_other_inputs(name: str, M: int) -> None:
+    device = torch.device("cuda")
+    stack = made(name, 768, 1024)[1].to(device)
+    x = torch.randn(M, 1024, device=device).bfloat16()
+    linear(x, stack)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = linear(x, stack)
+    for _ in range(2):
+        x.copy_(torch.randn(M, 1024))
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(captured, linear(x, stack))
+
+
+def test_few_rows_of_decoded_weights_are_split_over_k(device: torch.device) -> None:
+    plan = choose_plan(made("q4_k", 72, 2048)[1], 1, device)
+    assert isinstance(plan, GemmPlan) and plan.split_k == 4  # 8 steps of 256, at least two a part
+    many = choose_plan(made("q4_k", 72, 2048)[1], 300, device)
+    assert isinstance(many, GemmPlan) and many.split_k == 1
+    assert isinstance(choose_plan(made("int4", 72, 384)[1], 1, device), GemvPlan)
+
+
+def _meta_call(name: str, M: int) -> tuple[str, object]:
+    stack = empty_for_gpu(get_format(name), 1, 2048, 7168, torch.device("meta"))
+    x = torch.empty(M, 7168, dtype=torch.bfloat16, device="meta")
+    return f"{name} {M}", lambda: linear(x, stack)
+
+
+COMPILES = [_meta_call("int4", 1), _meta_call("int8", 1), _meta_call("int4", 8)]

@@ -1,0 +1,89 @@
+"""Launch plans: every case has one, a tuned file comes first, a damaged one is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pykernels.env import env
+from pykernels.errors import PykernelsError
+from pykernels.gpu.plan import (
+    OPS,
+    PATHS,
+    GemmPlan,
+    fit_stages,
+    gemm_plan,
+    generation,
+    split_k,
+    write_tuned,
+)
+
+ARCHS = ((0, 0), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+
+
+@pytest.fixture(autouse=True)
+def _no_file(tmp_path: Path) -> object:
+    with env.override(cache_dir=tmp_path):
+        yield
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_every_case_has_a_plan(op: str, arch: tuple[int, int]) -> None:
+    for path in PATHS:
+        for rows in (0.5, 1, 16, 17, 64, 100, 4096):
+            plan = gemm_plan(op, path, arch, rows, 2048, 7168)
+            assert not plan.tma or generation(arch) in ("hopper", "blackwell")
+            # E4M3 weight scales are one number a tile: it must not cross a block of 128 outputs.
+            assert path != "fp8" or plan.block_n <= 128
+
+
+def test_a_kind_that_is_decoded_takes_the_plans_of_decoding() -> None:
+    assert gemm_plan("down", "q4_k", (9, 0), 8, 7168, 2048) == gemm_plan(
+        "down", "decoded", (9, 0), 8, 7168, 2048
+    )
+
+
+def test_a_tuned_plan_of_this_gpu_and_shape_comes_first() -> None:
+    tuned = GemmPlan(64, 64, 32, stages=5)
+    write_tuned("a gpu", "down", "bf16", 100, 7168, 2048, GemmPlan(16, 16, 16))
+    write_tuned("a gpu", "down", "bf16", 100, 7168, 2048, tuned)  # in place of the first one
+    write_tuned("a gpu", "down", "bf16", 300, 7168, 2048, GemmPlan(32, 32, 32))
+
+    def found(rows: float, N: int = 7168, device: str = "a gpu") -> GemmPlan:
+        return gemm_plan("down", "bf16", (9, 0), rows, N, 2048, device)
+
+    assert found(100) == found(80) == found(149) == tuned
+    assert found(250) == GemmPlan(32, 32, 32)
+    shipped = gemm_plan("down", "bf16", (9, 0), 100, 7168, 2048)
+    assert found(20) == gemm_plan("down", "bf16", (9, 0), 20, 7168, 2048)
+    assert found(100, N=4096) == found(100, device="another") == shipped
+
+
+@pytest.mark.parametrize("text", ["{", '[{"plan": {"magic": 1}}]', "[1]"])
+def test_a_damaged_file_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "gpu-plans.json").write_text(text)
+    with pytest.raises(PykernelsError, match="gpu-plans.json cannot be read"):
+        gemm_plan("down", "bf16", (9, 0), 100, 7168, 2048)
+
+
+@pytest.mark.parametrize("bad", [{"block_m": 48}, {"warps": 0}, {"stages": 0}, {"split_k": 0}])
+def test_impossible_plans_are_refused(bad: dict[str, int]) -> None:
+    with pytest.raises(PykernelsError, match=next(iter(bad))):
+        GemmPlan(**{"block_m": 16, "block_n": 16, "block_k": 16, **bad})
+
+
+def test_stages_fit_into_shared_memory() -> None:
+    plan = GemmPlan(128, 128, 256, stages=4)
+    assert fit_stages(plan, (9, 0), 100 * 1024).stages == 2
+    assert fit_stages(plan, (8, 6), 40 * 1024).stages == 2
+    assert fit_stages(plan, (8, 6), 200 * 1024).stages == 1  # Triton then says what is wrong
+    assert fit_stages(plan, (9, 0), 10 * 1024) is plan
+
+
+def test_k_is_split_until_every_processor_has_work() -> None:
+    assert split_k(112, 7168, 132, 128) == 4
+    assert split_k(2000, 7168, 132, 128) == 1
+    assert split_k(1, 512, 132, 128) == 2  # at least two steps a part
+    assert split_k(1, 1 << 20, 132, 128) == 16
