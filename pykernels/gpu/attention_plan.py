@@ -74,7 +74,7 @@ _TINY_PREFILL = PrefillPlan(rows=16, keys=16, warps=4, stages=1)
 # By (first compute capability, most rows that want it), the first that fits.
 _MLA_DECODE = {
     (9, 0): (
-        (16, DecodePlan(rows=16, keys=64, warps=8, stages=2, per_sm=2)),
+        (16, DecodePlan(rows=16, keys=64, warps=8, stages=3)),
         (1 << 30, DecodePlan(rows=64, keys=64, warps=8, stages=2, by_hand=True)),
     ),
     (8, 0): ((1 << 30, DecodePlan(rows=16, keys=32, warps=4, stages=2)),),
