@@ -26,11 +26,13 @@ from .attention_combine import Partials
 from .attention_parts import (
     as_bytes,
     cache_kind,
+    first_seen,
     log_total,
     page_rows,
     pages_at,
     product,
     score_factors,
+    share_of_slot,
     softmax_step,
     widened,
 )
@@ -41,16 +43,25 @@ from .launch import arch, check_device, interpreted
 @triton.jit
 def _gqa_decode(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, length_ptr, out_ptr, lse_ptr,
-    inner, outer, window, S, KVH, splits, table_stride, q_b, q_s, q_h,
+    inner, outer, window, B, S, KVH, slots, table_stride, q_b, q_s, q_h,
     G: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
-    WIDE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, BATCH: tl.constexpr,
+    KIND: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
+    EARLY: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         gdc_launch_dependents()  # the combining kernel waits by itself
     blocks = tl.cdiv(S * G, ROWS)
-    kv, part, b = tl.program_id(0) // blocks, tl.program_id(1), tl.program_id(2)
+    kv, slot = tl.program_id(0) // blocks, tl.program_id(1)
+    b, part, parts = slot, 0, 1
+    if SPLIT:
+        b, length, part, parts = share_of_slot(
+            length_ptr, slot, B, slots, S, window, KEYS, BATCH, WINDOW
+        )
+        if parts == 0:
+            return
+    else:
+        length = tl.load(length_ptr + b)
     row = (tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)  # s * G + g
     n, d = tl.arange(0, KEYS), tl.arange(0, D_BLOCK)
     inside = row < S * G
@@ -60,12 +71,9 @@ def _gqa_decode(
     q_mask = inside[:, None] & wide[None, :]
     q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=q_mask, other=0.0)
 
-    length = tl.load(length_ptr + b)
     last = length - S + s_at  # newest key that the row sees
-    first = 0
-    if WINDOW:  # of the oldest row, at a block's edge
-        first = tl.maximum(0, length - S + 1 - window) // KEYS * KEYS
-    each = tl.cdiv(tl.cdiv(length - first, KEYS), splits) * KEYS
+    first = first_seen(length, S, window, KEYS, WINDOW)
+    each = tl.cdiv(tl.cdiv(length - first, KEYS), parts) * KEYS
     begin = first + part * each
     end = tl.minimum(length, begin + each)
     table = table_ptr + b.to(tl.int64) * table_stride
@@ -93,7 +101,7 @@ def _gqa_decode(
         acc = product(p.to(tl.bfloat16), v, acc * alpha[:, None], WIDE)
 
     y = acc / tl.where(total == 0, 1.0, total)[:, None]
-    o_at = ((b.to(tl.int64) * S + s_at) * (KVH * G) + h_at) * splits + part
+    o_at = (slot.to(tl.int64) * S + s_at) * (KVH * G) + h_at  # not split: slots are sequences
     o_ptrs = out_ptr + o_at[:, None] * D + d[None, :]
     if SPLIT:
         tl.store(lse_ptr + o_at, log_total(m, total), mask=inside)
@@ -184,18 +192,17 @@ def gqa_decode(
     longest = page_table.shape[1] * page if max_length is None else max_length
     if window is not None:
         longest = min(longest, window + S - 1 + chosen.keys)
-    splits = chosen.splits(B * KVH * blocks, longest, sms(device))
-    partials = Partials(result.view(B, S * NH, D), splits)
+    slots = chosen.slots(B, KVH * blocks, longest, sms(device))
+    partials = Partials(result.view(B, S * NH, D), slots)
     inner, outer = score_factors(scale, softcap)
-    _gqa_decode[(KVH * blocks, splits, B)](
+    _gqa_decode[(KVH * blocks, slots)](
         q4, as_bytes(k), as_bytes(v), k_scale, v_scale, page_table, lengths,
-        partials.values, partials.lse, inner, outer, window or 0, S, KVH, splits,
+        partials.values, partials.lse, inner, outer, window or 0, B, S, KVH, slots,
         page_table.stride(0), *q4.stride()[:3],
         G=G, PAGE=page, D=D, D_BLOCK=triton.next_power_of_2(D), ROWS=chosen.rows, KEYS=chosen.keys,
         STAGES=chosen.stages, KIND=cache_kind(k, arch(device)), WINDOW=window is not None,
-        SOFTCAP=softcap is not None, SPLIT=splits > 1, EARLY=partials.early,
-        WIDE=interpreted(),
-        num_warps=chosen.warps, num_stages=chosen.stages,
+        SOFTCAP=softcap is not None, BATCH=partials.batch, SPLIT=partials.split,
+        EARLY=partials.early, WIDE=interpreted(), num_warps=chosen.warps, num_stages=chosen.stages,
     )  # fmt: skip
-    partials.combine()
+    partials.combine(lengths, S, window, chosen.keys)
     return result

@@ -31,6 +31,7 @@ from .attention_parts import (
     pages_at,
     product,
     score_factors,
+    share_of_slot,
     softmax_step,
     widened,
 )
@@ -63,15 +64,23 @@ def _shares(
 @triton.jit
 def _mla_decode(
     q_ptr, q_rope_ptr, latent_ptr, rope_ptr, scale_ptr, table_ptr, length_ptr, out_ptr, lse_ptr,
-    inner, outer, S, NH, splits, table_stride,
+    inner, outer, B, S, NH, slots, table_stride,
     q_b, q_s, q_h, qr_b, qr_s, qr_h,
     PAGE: tl.constexpr, L: tl.constexpr, R: tl.constexpr, SOFTCAP: tl.constexpr,
-    SPLIT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    KIND: tl.constexpr, ACROSS: tl.constexpr, EARLY: tl.constexpr, WIDE: tl.constexpr,
+    SPLIT: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    STAGES: tl.constexpr, KIND: tl.constexpr, ACROSS: tl.constexpr, EARLY: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         gdc_launch_dependents()  # the combining kernel waits by itself
-    part, b = tl.program_id(1), tl.program_id(2)
+    slot = tl.program_id(1)
+    b, part, parts = slot, 0, 1
+    if SPLIT:
+        b, length, part, parts = share_of_slot(length_ptr, slot, B, slots, S, 0, KEYS, BATCH, False)
+        if parts == 0:
+            return
+    else:
+        length = tl.load(length_ptr + b)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # token-major: s * NH + h
     n, c, r = tl.arange(0, KEYS), tl.arange(0, L), tl.arange(0, R)
     inside = row < S * NH
@@ -81,9 +90,8 @@ def _mla_decode(
     q_at = b.to(tl.int64) * qr_b + s_at.to(tl.int64) * qr_s + h_at * qr_h
     q_rope = tl.load(q_rope_ptr + q_at[:, None] + r[None, :], mask=inside[:, None], other=0.0)
 
-    length = tl.load(length_ptr + b)
     last = length - S + s_at  # newest key that the row sees
-    each = tl.cdiv(tl.cdiv(length, KEYS), splits) * KEYS
+    each = tl.cdiv(tl.cdiv(length, KEYS), parts) * KEYS
     begin = part * each
     end = tl.minimum(length, begin + each)
     table = table_ptr + b.to(tl.int64) * table_stride
@@ -129,7 +137,7 @@ def _mla_decode(
         acc = product(p, k, acc * alpha[:, None], WIDE)
 
     y = acc / tl.where(total == 0, 1.0, total)[:, None]
-    o_at = (b.to(tl.int64) * (S * NH) + row) * splits + part
+    o_at = slot.to(tl.int64) * (S * NH) + row  # not split: slots are sequences
     o_ptrs = out_ptr + o_at[:, None] * L + c[None, :]
     if SPLIT:
         tl.store(lse_ptr + o_at, log_total(m, total), mask=inside)
@@ -222,13 +230,24 @@ def mla_decode(
         )
     blocks = triton.cdiv(S * NH, chosen.rows)
     longest = page_table.shape[1] * page if max_length is None else max_length
-    splits = chosen.splits(B * blocks, longest, sms(device))
-    partials = Partials(result.view(B, S * NH, L), splits)
+    slots = chosen.slots(B, blocks, longest, sms(device))
+    partials = Partials(result.view(B, S * NH, L), slots)
     inner, outer = score_factors(scale, softcap)
-    sizes = (inner, outer, S, NH, splits, page_table.stride(0), *q.stride()[:3], *q_r.stride()[:3])
+    sizes = (
+        inner,
+        outer,
+        B,
+        S,
+        NH,
+        slots,
+        page_table.stride(0),
+        *q.stride()[:3],
+        *q_r.stride()[:3],
+    )
     where = (page_table, lengths, partials.values, partials.lse)
-    options = {"PAGE": page, "L": L, "R": R, "SOFTCAP": softcap is not None, "SPLIT": splits > 1}
-    grid = (blocks, splits, B)
+    options = {"PAGE": page, "L": L, "R": R, "SOFTCAP": softcap is not None}
+    options |= {"SPLIT": partials.split, "BATCH": partials.batch}
+    grid = (blocks, slots)
     if chosen.by_hand:
         from .mla_decode_hopper import mla_decode_hopper  # Gluon: not in the interpreter
 
@@ -241,5 +260,5 @@ def mla_decode(
             WIDE=interpreted(),
             num_warps=chosen.warps, num_stages=chosen.stages,
         )  # fmt: skip
-    partials.combine()
+    partials.combine(lengths, S, None, chosen.keys)
     return result
