@@ -58,7 +58,8 @@ class Partials:
         split: whether there are more slots than sequences.
         values: float32 [slots, R, D], or the result itself, bf16 [B, R, D], if not ``split``.
         lse: float32 [slots, R].
-        batch: power of two that holds B, for the kernels' vectors of sequences.
+        batch: power of two that holds B, for the kernels' vectors of sequences; at least 32, so
+            that one compilation serves all small batches.
         early: whether the combining kernel is launched while the parts are still computed (from
             Hopper on): its programs are there when those end. In a graph it becomes an edge of that
             kind.
@@ -68,7 +69,7 @@ class Partials:
         """out: [B, R, D], contiguous; it is what ``combine`` fills."""
         B, R, D = out.shape
         self.out, self.slots, self.split = out, slots, slots > B
-        self.batch = triton.next_power_of_2(B)
+        self.batch = max(32, triton.next_power_of_2(B))
         self.early = self.split and arch(out.device)[0] >= 9
         shape, device = (slots, R), out.device
         self.lse = torch.empty(shape if self.split else (1,), dtype=torch.float32, device=device)

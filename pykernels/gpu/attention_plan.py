@@ -136,7 +136,9 @@ def by_hand_takes_prefill(D: int, DV: int, R: int, device: torch.device) -> bool
     return arch(device)[0] == 9 and sizes
 
 
-def prefill_plan(D: int, DV: int, R: int, aligned_rows: bool, device: torch.device) -> PrefillPlan:
+def prefill_plan(
+    D: int, DV: int, R: int, fp8: bool, aligned_rows: bool, device: torch.device
+) -> PrefillPlan:
     """For heads of D + R on values of DV.
 
     Args:
@@ -152,6 +154,8 @@ def prefill_plan(D: int, DV: int, R: int, aligned_rows: bool, device: torch.devi
     if capability[0] == 9:
         if large or R:
             return PrefillPlan(rows=128, keys=64, warps=8, stages=2 if large else 3)
+        if fp8:  # converted keys and values need registers too
+            return PrefillPlan(rows=128, keys=64, warps=8, stages=2)
         return PrefillPlan(rows=128, keys=128, warps=8, stages=3 if D <= 64 else 2)
     if large or R:
         return PrefillPlan(rows=64, keys=32, warps=4, stages=2)

@@ -199,7 +199,7 @@ def checked(
         )
     check_scores(scale, window, softcap)
     rows = page == 0 and _aligned(k, v, k_rope)
-    chosen = plan or prefill_plan(D, DV, R, rows, device)
+    chosen = plan or prefill_plan(D, DV, R, scales[0] is not None, rows, device)
     if chosen.by_hand and not (rows and by_hand_takes_prefill(D, DV, R, device)):
         raise PykernelsError(
             f"the kernel by hand takes no heads of {D} + {R} and {DV} like these on this GPU",
