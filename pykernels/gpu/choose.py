@@ -1,7 +1,7 @@
 """The choice of experts, inside a kernel: from logits of R rows in registers to ids and weights.
 
-Scores become integer keys (a float's bits, ordered, above the inverted index), so that one integer
-maximum finds the best and, of equal ones, the lowest index.
+Scores become integers that order as they do: a warp finds the largest, and then the lowest index
+that has it, by two instructions (redux), which floats and 64-bit keys do not have.
 """
 
 from __future__ import annotations
@@ -10,6 +10,15 @@ import triton
 import triton.language as tl
 
 _LEAST = tl.constexpr(-(2**63))
+_NONE = tl.constexpr(-(2**31))  # below every float's bits, ordered
+
+
+@triton.jit
+def _ordered(value):
+    """int32 that orders as the value does. Any NaN is above all, as in torch.topk."""
+    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)  # -0 equals +0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(value == value, ordered, 0x7FFFFFFF)
 
 
 @triton.jit
@@ -26,9 +35,24 @@ def index_of(key):
 
 
 @triton.jit
-def _value_of(key):
-    ordered = (key >> 32).to(tl.int32)
+def _value_of(ordered):
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _first_of_best(score, place, last, R: tl.constexpr):
+    """Lowest place [R] of each row's largest score.
+
+    Several rows stay three-dimensional: a reshape may leave a row's lanes apart, and Triton 3.6
+    reduces over adjacent ones whatever the layout says, that is, over other rows.
+    """
+    if R == 1:
+        best = tl.max(score, 1)[:, None]
+        at = tl.min(tl.where(score == best, place, last), 1)
+    else:
+        best = tl.max(tl.max(score, 2), 1)[:, None, None]
+        at = tl.min(tl.min(tl.where(score == best, place, last), 2), 1)
+    return at
 
 
 @triton.jit
@@ -67,30 +91,35 @@ def choose(
         choice = score
     else:
         choice = x
-    key = tl.where(real, rank_key(choice, expert + tl.zeros_like(at).to(tl.int32)), _LEAST)
+    score = tl.where(real, _ordered(choice), _NONE)  # [R, GP, PP]
     if GROUPS > 1:
-        best = tl.max(key, 2)  # [R, GP]
+        best = tl.max(score, 2)  # [R, GP]
         value = _value_of(best)
         if TOP2:
-            second = tl.max(tl.where(key == best[:, :, None], _LEAST, key), 2)
-            value += _value_of(second)
-        number = tl.arange(0, GP)[None, :] + tl.zeros_like(best).to(tl.int32)
+            equal = score == best[:, :, None]
+            second = tl.max(tl.where(equal, _NONE, score), 2)
+            twice = tl.sum(equal.to(tl.int32), 2) > 1
+            value += _value_of(tl.where(twice, best, second))
+        number = tl.arange(0, GP)[None, :] + tl.zeros_like(best)
         groups = tl.where(number < GROUPS, rank_key(value, number), _LEAST)
         taken = number < 0
         for _ in tl.static_range(GROUP_TOPK):
             now = groups == tl.max(groups, 1)[:, None]
             taken = taken | now
             groups = tl.where(now, _LEAST, groups)
-        key = tl.where(taken[:, :, None], key, _LEAST)
-    key = tl.reshape(key, [R, GP * PP])
+        score = tl.where(taken[:, :, None], score, _NONE)
     k = tl.arange(0, KP)[None, :]
     ids = tl.zeros([R, KP], tl.int32)
+    place = group * PP + within
+    if R == 1:  # flat, so that a reduction is a whole warp's
+        score, place = tl.reshape(score, [R, GP * PP]), tl.reshape(place, [R, GP * PP])
     for i in tl.static_range(TOPK):
-        best = tl.max(key, 1)[:, None]
-        ids = tl.where(k == i, index_of(best), ids)
-        key = tl.where(key == best, _LEAST, key)
+        at = _first_of_best(score, place, GP * PP - 1, R)
+        ids = tl.where(k == i, at[:, None], ids)
+        score = tl.where(place == (at[:, None] if R == 1 else at[:, None, None]), _NONE, score)
+    ids = ids // PP * per + ids % PP
     # The chosen logits are read again (from L1): cheaper than picking them out of registers.
-    mask = (row < T)[:, None] & (k < TOPK)
+    mask = (row < T)[:, None] & (k < TOPK) & (ids < E)
     x = tl.load(logits + row.to(tl.int64)[:, None] * E + ids, mask=mask, other=0.0)
     weights = tl.sigmoid(x) if SIGMOID else tl.exp(x - top[:, None]) / total[:, None]
     weights = tl.where(mask, weights, 0.0)

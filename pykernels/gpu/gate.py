@@ -1,7 +1,9 @@
 """The router's logits in float32: hidden [T, H] times gate [E, H].
 
-Products of two bf16 numbers are exact in float32, so tensor cores lose nothing but the order of the
-sums. A float32 gate is taken apart into three bf16 numbers that add up to it exactly.
+Products of two bf16 numbers are exact in float32, and a float32 gate is taken apart into three bf16
+numbers that add up to it exactly. But tensor cores cut sums where float32 rounds them, an error that
+grows with their number: they sum one block of H, and float32 additions sum the blocks (as
+DeepSeek-V3 does for FP8, arXiv 2412.19437, 3.3.2).
 """
 
 from __future__ import annotations
@@ -17,8 +19,7 @@ from .arith import dot
 from .launch import check_device
 
 FEW_TOKENS = 8
-"""Up to so many, a program keeps its rows of the gate in registers and reads them once."""
-MAX_FEW_WIDTH = 16384
+"""Up to so many, float32 products and sums over all of H; a program reads its rows once."""
 
 
 @dataclass(frozen=True)
@@ -33,25 +34,44 @@ class GatePlan:
     stages: int
 
 
-def gate_plan(T: int, E: int, H: int, multiprocessors: int = 132) -> GatePlan:
-    """About one program a multiprocessor: large tiles for prompts, splits of H for few tokens."""
-    block_t, block_e = (128, 128) if T >= 2048 else (64, 64) if T >= 256 else (16, 32)
+def gate_plan(T: int, E: int, H: int, gate_bytes: int = 2, multiprocessors: int = 132) -> GatePlan:
+    """A program a multiprocessor with large tiles for prompts, else two, with splits of H."""
+    if T >= 2048:
+        block_t, block_e, block_h, wanted = 128, 128, 128 if gate_bytes == 2 else 64, 1
+    else:
+        block_t, block_e = max(16, min(64, triton.next_power_of_2(T))), 64
+        block_h, wanted = 64, 2
     programs = triton.cdiv(T, block_t) * triton.cdiv(E, block_e)
-    splits = max(1, min(16, multiprocessors // programs, H // 256))
-    block_h = 64 if block_t >= 64 else 128
+    splits = max(1, min(32, wanted * multiprocessors // programs, H // 256))
     return GatePlan(block_t, block_e, block_h, splits, 8 if block_t == 128 else 4, 3)
 
 
-@triton.jit
-def _few(x, gate, out, H, E, x_stride, T: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["T"])
+def _few(
+    x, gate, out, T, H, E, x_stride,
+    TP: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     e = tl.program_id(0) * BE + tl.arange(0, BE)
-    h = tl.arange(0, BLOCK)
-    mask = (e < E)[:, None] & (h < H)[None, :]
-    at = e.to(tl.int64)[:, None] * H + h[None, :]
-    w = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
-    for t in tl.static_range(T):
-        row = tl.load(x + t * x_stride + h, mask=h < H, other=0.0).to(tl.float32)
-        tl.store(out + t * E + e, tl.sum(w * row[None, :], 1), mask=e < E)
+    t = tl.arange(0, TP)
+    total = tl.zeros([TP, BE, BLOCK], tl.float32)
+    for first in tl.range(0, H, BLOCK, num_stages=STAGES):
+        h = first + tl.arange(0, BLOCK)
+        at = e.to(tl.int64)[:, None] * H + h[None, :]
+        w = tl.load(gate + at, mask=(e < E)[:, None] & (h < H)[None, :], other=0.0)
+        at = t.to(tl.int64)[:, None] * x_stride + h[None, :]
+        rows = tl.load(x + at, mask=(t < T)[:, None] & (h < H)[None, :], other=0.0)
+        total += w.to(tl.float32)[None, :, :] * rows.to(tl.float32)[:, None, :]
+    at = t[:, None] * E + e[None, :]
+    tl.store(out + at, tl.sum(total, 2), mask=(t < T)[:, None] & (e < E)[None, :])
+
+
+@triton.jit
+def _sum_splits(sums, out, SIZE, splits, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    s = tl.arange(0, SPLITS)[:, None]
+    found = tl.load(sums + s * SIZE + i, mask=(s < splits) & (i < SIZE), other=0.0)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tl.sum(found, 0), mask=i < SIZE)
 
 
 @triton.jit(do_not_specialize=["T"])  # one kernel for any number of tokens
@@ -63,6 +83,8 @@ def _many(
     e = tl.program_id(1) * BE + tl.arange(0, BE)
     split = tl.program_id(2)
     total = tl.zeros([BE, BT], tl.float32)  # gate first: its parts are an operand in registers
+    zero = tl.zeros([BE, BT], tl.float32)
+    one = tl.full([BE, BT], 1.0, tl.float32)
     end = tl.minimum(split * per_split + per_split, H)
     for first in range(split * per_split, end, BH):
         h = first + tl.arange(0, BH)
@@ -75,17 +97,16 @@ def _many(
             mask=(t < T)[None, :] & (h < end)[:, None], other=0.0,
         )  # fmt: skip
         if PARTS == 0:
-            total += tl.dot(w.to(tl.float32), rows.to(tl.float32), input_precision="ieee")
+            part = tl.dot(w.to(tl.float32), rows.to(tl.float32), input_precision="ieee")
         elif PARTS == 1:
-            total = dot(w, rows, total)
+            part = dot(w, rows, zero)
         else:
             high = w.to(tl.bfloat16)
             rest = w - high.to(tl.float32)
             middle = rest.to(tl.bfloat16)
             low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-            total = dot(low, rows, total)
-            total = dot(middle, rows, total)
-            total = dot(high, rows, total)
+            part = dot(high, rows, dot(middle, rows, dot(low, rows, zero)))
+        total = tl.fma(part, one, total)  # a plain sum would be merged into the product
     at = (split.to(tl.int64) * T + t[None, :]) * E + e[:, None]
     tl.store(out + at, total, mask=(t < T)[None, :] & (e < E)[:, None])
 
@@ -127,13 +148,15 @@ def router_logits(
         raise PykernelsError(f"out is {out.dtype} {tuple(out.shape)}", f"Give float32 [{T}, {E}]")
     if T == 0:
         return out
-    if T <= FEW_TOKENS and H <= MAX_FEW_WIDTH and plan is None:
+    if T <= FEW_TOKENS and plan is None:
+        TP = triton.next_power_of_2(T)
+        block = min(triton.next_power_of_2(H), 8192 // TP)
         _few[(triton.cdiv(E, 2),)](
-            hidden, gate, out, H, E, hidden.stride(0),
-            T=T, BE=2, BLOCK=triton.next_power_of_2(H), num_warps=8,
+            hidden, gate, out, T, H, E, hidden.stride(0),
+            TP=TP, BE=2, BLOCK=block, STAGES=1 if TP == 1 else 4, num_warps=8,
         )  # fmt: skip
         return out
-    plan = plan or gate_plan(T, E, H)
+    plan = plan or gate_plan(T, E, H, gate.itemsize)
     parts = 0 if hidden.dtype == torch.float32 else 1 if gate.dtype == torch.bfloat16 else 3
     per_split = triton.cdiv(triton.cdiv(H, plan.splits), plan.block_h) * plan.block_h
     sums = out if plan.splits == 1 else out.new_empty(plan.splits, T, E)
@@ -144,5 +167,8 @@ def router_logits(
         num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     if plan.splits > 1:
-        torch.sum(sums, 0, out=out)
+        _sum_splits[(triton.cdiv(T * E, 256),)](
+            sums, out, T * E, plan.splits,
+            SPLITS=triton.next_power_of_2(plan.splits), BLOCK=256, num_warps=4,
+        )  # fmt: skip
     return out

@@ -1,7 +1,7 @@
-"""Tokens sorted by expert: a counting sort without float atomics, and the rows' gather and sum.
+"""Tokens sorted by expert: a counting sort without atomics, and the rows' gather and sum.
 
-Blocks of slots count their experts (first launch); then each block adds up the counts of those
-before it and ranks its own slots (second launch). What fits in one block takes one launch.
+Blocks of slots count their experts; the counts are summed over the blocks; then each block's slots are
+ranked. Three launches, or one for what fits in one block: a slot's place is then its rank.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from ..errors import PykernelsError
 from ..shapes import SortedSlots
 from .launch import check_device
 
-BLOCK = 512  # slots a program ranks: pairs within it are compared, 1 / BLOCK of all pairs
-_STEP = 32
+BLOCK = 512  # slots that are ranked by comparing each with all of them
+_OWN = 128  # slots of a block that one program ranks, with as many of them at a time as threads:
+_STEP = 64  # fewer would be loaded by every thread for itself, more spill
 
 
 @triton.jit
-def _load_ids(ids, n, E, BLOCK: tl.constexpr):
-    """Experts of this program's slots; E for those outside 0..E-1 and past the end.
+def _load_ids(ids, first, n, E, BLOCK: tl.constexpr):
+    """Experts of slots from ``first`` on; E for those outside 0..E-1 and past the end.
 
     Slots past the end come after all others, so that counting them moves none.
     """
-    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = first + tl.arange(0, BLOCK)
     expert = tl.load(ids + slot, mask=slot < n, other=-1)
     return tl.where((expert < 0) | (expert >= E), E, expert).to(tl.int32), slot
 
@@ -32,40 +33,57 @@ def _load_ids(ids, n, E, BLOCK: tl.constexpr):
 # Numbers of slots are not specialized: else 1 and multiples of 16 were kernels of their own.
 @triton.jit(do_not_specialize=["n"])
 def _count(ids, counts, n, E, EP: tl.constexpr, BLOCK: tl.constexpr):
-    expert, slot = _load_ids(ids, n, E, BLOCK)
+    expert, slot = _load_ids(ids, tl.program_id(0) * BLOCK, n, E, BLOCK)
     e = tl.arange(0, EP)
-    tl.store(counts + tl.program_id(0) * EP + e, tl.histogram(expert, EP))
+    tl.store(counts + tl.program_id(0) * EP + e, tl.histogram(expert, EP), mask=e <= E)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _add_up(counts, E, blocks, EP: tl.constexpr, ROWS: tl.constexpr, BE: tl.constexpr):
+    """counts [blocks + 1, EP], in place: row b becomes the sum of the rows before it."""
+    e = (tl.program_id(0) * BE + tl.arange(0, BE))[None, :]
+    total = tl.zeros([1, BE], tl.int32)
+    for first in range(0, blocks, ROWS):
+        block = first + tl.arange(0, ROWS)[:, None]
+        mask = (block < blocks) & (e <= E)
+        found = tl.load(counts + block * EP + e, mask=mask, other=0)
+        tl.store(counts + block * EP + e, total + tl.cumsum(found, 0) - found, mask=mask)
+        total += tl.sum(found, 0)[None, :]
+    tl.store(counts + blocks * EP + e, total, mask=e <= E)
 
 
 @triton.jit(do_not_specialize=["n", "blocks"])
 def _rank(
     ids, counts, slots, starts, positions, n, E, blocks,
-    EP: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
+    EP: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr,
+    MANY: tl.constexpr,
 ):  # fmt: skip
-    this = tl.program_id(0)
-    expert, slot = _load_ids(ids, n, E, BLOCK)
+    first = tl.program_id(0) * OWN
+    this = first // BLOCK
+    expert, slot = _load_ids(ids, first, n, E, OWN)
     e = tl.arange(0, EP)
-    if ROWS == 0:  # the only block
-        whole = tl.histogram(expert, EP)
-        before = tl.zeros([EP], tl.int32)
-    else:
+    # Unique keys in order of expert, then of slot: a slot's rank is how many keys are smaller.
+    key = expert * BLOCK + slot % BLOCK
+    place = tl.zeros([OWN], tl.int32)
+    for j in range(0, BLOCK, STEP):
+        theirs, other = _load_ids(ids, this * BLOCK + j, n, E, STEP)
+        smaller = (theirs * BLOCK + other % BLOCK)[:, None] < key[None, :]
+        place += tl.sum(smaller.to(tl.int32), 0)  # over the first axis: no thread asks another
+    if MANY:
+        mask = e <= E
+        whole = tl.load(counts + blocks * EP + e, mask=mask, other=0)
+        before = tl.load(counts + this * EP + e, mask=mask, other=0)
+        after = tl.load(counts + this * EP + EP + e, mask=mask, other=0)
+        if first == 0:
+            tl.store(starts + e, tl.cumsum(whole, 0) - whole, mask=mask)
+        # A rank counts the block's lower experts too, the start those of every block.
+        others = whole - (after - before)
+        place += tl.gather(tl.cumsum(others, 0) - others + before, expert, 0)
+    elif first == 0:
         whole = tl.zeros([EP], tl.int32)
-        before = tl.zeros([EP], tl.int32)
-        for b in range(0, blocks, ROWS):
-            block = b + tl.arange(0, ROWS)[:, None]
-            found = tl.load(counts + block * EP + e[None, :], mask=block < blocks, other=0)
-            whole += tl.sum(found, 0)
-            before += tl.sum(tl.where(block < this, found, 0), 0)
-    start = tl.cumsum(whole, 0) - whole
-    if this == 0:
-        tl.store(starts + e, start, mask=e <= E)
-    place = tl.gather(start + before, expert, 0)
-    for j in range(0, BLOCK, STEP):  # and after the equals before it in this block
-        other = this * BLOCK + j + tl.arange(0, STEP)
-        theirs = tl.load(ids + other, mask=other < n, other=-1)
-        theirs = tl.where((theirs < 0) | (theirs >= E), E, theirs).to(tl.int32)
-        earlier = (theirs[None, :] == expert[:, None]) & (other[None, :] < slot[:, None])
-        place += tl.sum(earlier.to(tl.int32), 1)
+        for part in tl.static_range(BLOCK // OWN):
+            whole += tl.histogram(_load_ids(ids, part * OWN, n, E, OWN)[0], EP)
+        tl.store(starts + e, tl.cumsum(whole, 0) - whole, mask=e <= E)
     tl.store(slots + place, slot, mask=slot < n)
     tl.store(positions + slot, place, mask=slot < n)
 
@@ -120,7 +138,7 @@ def supports(ids: torch.Tensor) -> str | None:
 def sort_slots(ids: torch.Tensor, E: int, out: SortedSlots | None = None) -> SortedSlots:
     """Slots ordered by expert, those of one expert by token; the same in every run.
 
-    One launch up to 512 slots, two above. Ids outside ``0..E-1`` come last, in slot order.
+    One launch up to 512 slots, three above. Ids outside ``0..E-1`` come last, in slot order.
 
     Args:
         ids: int32 or int64 [T, topk], contiguous.
@@ -136,14 +154,18 @@ def sort_slots(ids: torch.Tensor, E: int, out: SortedSlots | None = None) -> Sor
     out = out or empty_order(T, topk, E, device)
     n, EP = T * topk, triton.next_power_of_2(E + 1)
     blocks = max(1, triton.cdiv(n, BLOCK))
-    block = min(BLOCK, max(_STEP, triton.next_power_of_2(n)))
+    block = min(BLOCK, max(_OWN, triton.next_power_of_2(n)))
     counts = None
     if blocks > 1:
-        counts = torch.empty(blocks, EP, dtype=torch.int32, device=device)
+        counts = torch.empty(blocks + 1, EP, dtype=torch.int32, device=device)
         _count[(blocks,)](ids, counts, n, E, EP=EP, BLOCK=BLOCK, num_warps=4)
-    _rank[(blocks,)](
+        columns = min(16, EP)
+        _add_up[(triton.cdiv(E + 1, columns),)](
+            counts, E, blocks, EP=EP, ROWS=_OWN, BE=columns, num_warps=4
+        )
+    _rank[(max(1, triton.cdiv(n, _OWN)),)](
         ids, counts, out.slots, out.starts, out.positions, n, E, blocks,
-        EP=EP, BLOCK=block, STEP=_STEP, ROWS=16 if blocks > 1 else 0, num_warps=8,
+        EP=EP, BLOCK=block, OWN=_OWN, STEP=_STEP, MANY=blocks > 1, num_warps=_STEP // 32,
     )  # fmt: skip
     return out
 

@@ -14,7 +14,8 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     x = x.float()
     top = x.abs().amax(-1)
-    scale = torch.where(top == 0, 1.0, top / E4M3_MAX)
+    # By a tensor: torch divides by a Python number on a GPU as a product with its reciprocal.
+    scale = torch.where(top == 0, 1.0, top / torch.full_like(top, E4M3_MAX))
     return (x / scale.unsqueeze(-1)).to(torch.float8_e4m3fn), scale
 
 

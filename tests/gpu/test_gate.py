@@ -37,8 +37,9 @@ def test_router_logits(
     assert router_logits(hidden, gate, out) is out
     truth = ref.router_logits(hidden, gate, torch.float64)
     native = relative_error(ref.router_logits(hidden, gate), truth) if T else 0.0
-    # Tensor cores cut the terms of a sum where the largest one's last bits are.
-    assert_close(out, truth, max(4 * native, 2e-6 if H < 1000 else 1e-5))
+    # The sums of H products come in blocks: of the order of float32's own errors, whose bound is
+    # eps * sqrt(H) for random ones; a cut in every tensor core instruction would be eps * H / 32.
+    assert_close(out, truth, max(4 * native, 2e-6))
     assert torch.equal(out, router_logits(hidden, gate))
 
 
