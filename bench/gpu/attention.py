@@ -48,6 +48,14 @@ class Size:
             raise PykernelsError(f"no attention {self.kind!r}", f"Use one of {', '.join(KINDS)}")
         if self.format not in ("bf16", "fp8"):
             raise PykernelsError(f"no {self.format} cache", "Use bf16 or fp8")
+        if self.kind.endswith("prefill") and self.format != "bf16":
+            raise PykernelsError("prefill is timed on keys in rows", "They are bf16")
+        if self.kind.startswith("mla") and self.window:
+            raise PykernelsError("MLA has no window", "Use a GQA kind")
+        if self.new > self.context:
+            raise PykernelsError(
+                f"{self.new} new tokens in a context of {self.context}", "Give a larger context"
+            )
 
     @property
     def params(self) -> dict[str, int | str]:

@@ -1,4 +1,4 @@
-"""Partial results of the splits of a sequence, made one: weights from their log-sum-exps."""
+"""Partial results of the parts of a sequence, made one: weights from their log-sum-exps."""
 
 from __future__ import annotations
 
@@ -9,72 +9,88 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from .attention_parts import shares_of_slots
 from .launch import arch
 
-_D_BLOCK, _SPLIT_BLOCK = 128, 16
+_D_BLOCK, _PART_BLOCK = 128, 64  # at most
 
 
 @triton.jit
 def _combine(
-    partial, lse, out, splits,
-    D: tl.constexpr, D_BLOCK: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    partial, lse, out, length_ptr, B, R, slots, S, window,
+    D: tl.constexpr, D_BLOCK: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    BATCH: tl.constexpr, WINDOW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
-        gdc_wait()  # until the splits are done
-    row = tl.program_id(0).to(tl.int64)  # of B * R
+    row = tl.program_id(0)  # of B * R
     d = tl.program_id(1) * D_BLOCK + tl.arange(0, D_BLOCK)
-    n = tl.arange(0, BLOCK)
+    n, i = tl.arange(0, BLOCK), tl.arange(0, BATCH)
+    _, parts, start = shares_of_slots(length_ptr, B, slots, S, window, KEYS, BATCH, WINDOW)
+    first = tl.sum(tl.where(i == row // R, start, 0), 0)
+    behind = first + tl.sum(tl.where(i == row // R, parts, 0), 0)
+    if EARLY:
+        gdc_wait()  # until the parts are done
     m = float("-inf")
     total = 0.0
     acc = tl.zeros([D_BLOCK], tl.float32)
-    for start in range(0, splits, BLOCK):
-        at = start + n
-        z = tl.load(lse + row * splits + at, mask=at < splits, other=float("-inf"))
+    for begin in range(first, behind, BLOCK):
+        there = begin + n < behind
+        at = (begin + n).to(tl.int64) * R + row % R
+        z = tl.load(lse + at, mask=there, other=float("-inf"))
         top = tl.maximum(m, tl.max(z, 0))
         base = tl.where(top == float("-inf"), 0.0, top)
         w = tl.exp2(z - base)  # [BLOCK]
         alpha = tl.exp2(m - base)
-        # An empty split wrote no values: nothing of it may be read.
-        there = (z > float("-inf"))[:, None] & (d < D)[None, :]
-        x = tl.load(partial + (row * splits + at)[:, None] * D + d[None, :], mask=there, other=0.0)
-        acc = acc * alpha + tl.sum(x.to(tl.float32) * w[:, None], 0)
+        mask = there[:, None] & (d < D)[None, :]
+        x = tl.load(partial + at[:, None] * D + d[None, :], mask=mask, other=0.0)
+        # An empty part wrote no values. It is left out here, not in the load, which would wait.
+        x = tl.where((z > float("-inf"))[:, None], x.to(tl.float32) * w[:, None], 0.0)
+        acc = acc * alpha + tl.sum(x, 0)
         total = total * alpha + tl.sum(w, 0)
         m = top
     y = acc / tl.where(total == 0, 1.0, total)
-    tl.store(out + row * D + d, y.to(out.dtype.element_ty), mask=d < D)
+    tl.store(out + row.to(tl.int64) * D + d, y.to(out.dtype.element_ty), mask=d < D)
 
 
 class Partials:
     """Scratch of one call: normalised partial results and their log-sum-exps, base 2.
 
     Attributes:
-        values: [B, R, splits, D], or the result itself where there is one split.
-        lse: float32 [B, R, splits].
-        early: whether the combining kernel is launched while the splits still run (from Hopper on):
-            its programs are there when they end. In a graph it becomes an edge of that kind.
+        split: whether there are more slots than sequences.
+        values: float32 [slots, R, D], or the result itself, bf16 [B, R, D], if not ``split``.
+        lse: float32 [slots, R].
+        batch: power of two that holds B, for the kernels' vectors of sequences; at least 32, so
+            that one compilation serves all small batches.
+        early: whether the combining kernel is launched while the parts are still computed (from
+            Hopper on): its programs are there when those end. In a graph it becomes an edge of that
+            kind.
     """
 
-    def __init__(self, out: torch.Tensor, splits: int) -> None:
+    def __init__(self, out: torch.Tensor, slots: int) -> None:
         """out: [B, R, D], contiguous; it is what ``combine`` fills."""
         B, R, D = out.shape
-        self.out, self.splits = out, splits
-        self.early = splits > 1 and arch(out.device)[0] >= 9
-        shape = (B, R, splits)
-        self.lse = torch.empty(
-            shape if splits > 1 else (1,), dtype=torch.float32, device=out.device
-        )
+        self.out, self.slots, self.split = out, slots, slots > B
+        self.batch = max(32, triton.next_power_of_2(B))
+        self.early = self.split and arch(out.device)[0] >= 9
+        shape, device = (slots, R), out.device
+        self.lse = torch.empty(shape if self.split else (1,), dtype=torch.float32, device=device)
         self.values = (
-            torch.empty(*shape, D, dtype=torch.float32, device=out.device) if splits > 1 else out
+            torch.empty(*shape, D, dtype=torch.float32, device=device) if self.split else out
         )
 
-    def combine(self) -> None:
-        """``out`` from the partial results; nothing to do for one split."""
+    def combine(self, lengths: torch.Tensor, S: int, window: int | None, keys: int) -> None:
+        """``out`` from the partial results; nothing to do if there is one part a sequence.
+
+        Args:
+            lengths, S, window, keys: as the kernel had them that wrote the parts.
+        """
         B, R, D = self.out.shape
-        if self.splits == 1:
+        if not self.split:
             return
         block = min(_D_BLOCK, triton.next_power_of_2(D))
         launch: dict[str, Any] = {"launch_pdl": True} if self.early else {}
         _combine[(B * R, triton.cdiv(D, block))](
-            self.values, self.lse, self.out, self.splits,
-            D=D, D_BLOCK=block, BLOCK=_SPLIT_BLOCK, EARLY=self.early, num_warps=4, **launch,
+            self.values, self.lse, self.out, lengths, B, R, self.slots, S, window or 0,
+            D=D, D_BLOCK=block, BLOCK=min(_PART_BLOCK, triton.next_power_of_2(self.slots)),
+            KEYS=keys, BATCH=self.batch, WINDOW=window is not None, EARLY=self.early,
+            num_warps=4, **launch,
         )  # fmt: skip

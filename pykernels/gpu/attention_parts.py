@@ -112,3 +112,45 @@ def page_rows(pages, start, n, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 def log_total(m, total):
     """Base-2 log-sum-exp of a row; -inf for one that saw no key."""
     return tl.where(total == 0, float("-inf"), m + tl.log2(tl.where(total == 0, 1.0, total)))
+
+
+@triton.jit
+def first_seen(lengths, S, window, KEYS: tl.constexpr, WINDOW: tl.constexpr):
+    """First key that any of the S newest tokens sees, at a block's edge."""
+    if WINDOW:
+        return tl.maximum(0, lengths - S + 1 - window) // KEYS * KEYS
+    else:
+        return lengths * 0
+
+
+@triton.jit
+def shares_of_slots(
+    length_ptr, B, slots, S, window, KEYS: tl.constexpr, BATCH: tl.constexpr, WINDOW: tl.constexpr
+):
+    """How ``slots`` programs are dealt out: (lengths, parts, first slot), int32 [BATCH].
+
+    Every sequence has one and of the others as many as its share of all blocks, so that a long one
+    beside short ones is not cut into fewer parts than the GPU has room for.
+    """
+    i = tl.arange(0, BATCH)
+    lengths = tl.load(length_ptr + i, mask=i < B, other=0)
+    blocks = tl.cdiv(lengths - first_seen(lengths, S, window, KEYS, WINDOW), KEYS)
+    parts = 1 + (slots - B) * blocks // tl.maximum(tl.sum(blocks, 0), 1)
+    parts = tl.where(i < B, parts, 0)
+    before = tl.where(i[None, :] < i[:, None], parts[None, :], 0)
+    return lengths, parts, tl.sum(before, 1)
+
+
+@triton.jit
+def share_of_slot(
+    length_ptr, slot, B, slots, S, window,
+    KEYS: tl.constexpr, BATCH: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """What one program does: (sequence, its length, part, parts); no parts: nothing."""
+    i = tl.arange(0, BATCH)
+    lengths, parts, start = shares_of_slots(length_ptr, B, slots, S, window, KEYS, BATCH, WINDOW)
+    mine = (slot >= start) & (slot < start + parts)
+    b = tl.sum(tl.where(mine, i, 0), 0)
+    length = tl.sum(tl.where(mine, lengths, 0), 0)
+    part = slot - tl.sum(tl.where(mine, start, 0), 0)
+    return b, length, part, tl.sum(tl.where(mine, parts, 0), 0)

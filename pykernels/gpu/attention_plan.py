@@ -12,6 +12,9 @@ import torch
 
 from .launch import arch
 
+MOST_SHARED = 64
+"""Sequences of a batch beyond which every one has one program: they fill the GPU anyway."""
+
 
 @dataclass(frozen=True)
 class DecodePlan:
@@ -21,7 +24,7 @@ class DecodePlan:
         rows: query rows (heads x tokens) of a program: 16, or 64 for Hopper's wgmma.
         keys: of one block.
         warps, stages: Triton's num_warps and num_stages (1 does not prefetch).
-        per_sm: programs that an SM holds at a time; splits fill that many, once.
+        per_sm: programs that an SM holds at a time; sequences are cut to fill that many, once.
         across: MLA with 64 rows and 8 warps only: both warpgroups share each block of scores by
             columns, instead of each computing all of it.
         by_hand: MLA's bf16 kernel for Hopper, whose copies and products are ordered by us: 64 rows,
@@ -36,10 +39,17 @@ class DecodePlan:
     across: bool = False
     by_hand: bool = False
 
-    def splits(self, programs: int, max_length: int, sms: int) -> int:
-        """Parts that every sequence is cut into, given the programs that one part takes."""
+    def slots(self, B: int, programs: int, max_length: int, sms: int) -> int:
+        """Programs that share ``B`` sequences, at least one each; the GPU holds them all at a time.
+
+        Args:
+            programs: that do the same part of a sequence for other rows or KV heads.
+            max_length: of a sequence.
+        """
+        if B > MOST_SHARED:
+            return B
         fill = self.per_sm * sms // max(1, programs)
-        return max(1, min(fill, -(-max_length // self.keys)))
+        return max(B, min(fill, B * -(-max_length // self.keys)))
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,7 @@ _TINY_PREFILL = PrefillPlan(rows=16, keys=16, warps=4, stages=1)
 # By (first compute capability, most rows that want it), the first that fits.
 _MLA_DECODE = {
     (9, 0): (
-        (16, DecodePlan(rows=16, keys=64, warps=8, stages=2, per_sm=2)),
+        (16, DecodePlan(rows=16, keys=64, warps=8, stages=3)),
         (1 << 30, DecodePlan(rows=64, keys=64, warps=8, stages=2, by_hand=True)),
     ),
     (8, 0): ((1 << 30, DecodePlan(rows=16, keys=32, warps=4, stages=2)),),
@@ -117,7 +127,7 @@ def gqa_decode_plan(rows: int, D: int, fp8: bool, device: torch.device) -> Decod
     roomy = capability[0] == 9 or capability in ((8, 0), (10, 0))  # at least 160 KiB an SM
     keys = 64 if D <= 128 else 32
     stages = (4 if roomy else 2) if D <= 128 else (3 if roomy else 2)
-    return DecodePlan(rows=tile, keys=keys, warps=4, stages=stages, per_sm=2)
+    return DecodePlan(rows=tile, keys=keys, warps=4, stages=stages, per_sm=2 if tile < 64 else 1)
 
 
 def by_hand_takes_prefill(D: int, DV: int, R: int, device: torch.device) -> bool:
@@ -126,7 +136,9 @@ def by_hand_takes_prefill(D: int, DV: int, R: int, device: torch.device) -> bool
     return arch(device)[0] == 9 and sizes
 
 
-def prefill_plan(D: int, DV: int, R: int, aligned_rows: bool, device: torch.device) -> PrefillPlan:
+def prefill_plan(
+    D: int, DV: int, R: int, fp8: bool, aligned_rows: bool, device: torch.device
+) -> PrefillPlan:
     """For heads of D + R on values of DV.
 
     Args:
@@ -142,6 +154,8 @@ def prefill_plan(D: int, DV: int, R: int, aligned_rows: bool, device: torch.devi
     if capability[0] == 9:
         if large or R:
             return PrefillPlan(rows=128, keys=64, warps=8, stages=2 if large else 3)
+        if fp8:  # converted keys and values need registers too
+            return PrefillPlan(rows=128, keys=64, warps=8, stages=2)
         return PrefillPlan(rows=128, keys=128, warps=8, stages=3 if D <= 64 else 2)
     if large or R:
         return PrefillPlan(rows=64, keys=32, warps=4, stages=2)

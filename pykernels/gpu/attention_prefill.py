@@ -174,12 +174,12 @@ def _aligned(*tensors: torch.Tensor | None) -> bool:
     )
 
 
-def launch(
+def checked(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Pair, scales: Pair, batch: Ragged,
     page: int, scale: float, window: int | None, softcap: float | None,
-    out: torch.Tensor | None, plan: PrefillPlan | None,
-) -> torch.Tensor:  # fmt: skip
-    """Both launchers' common half: k [TK, KVH, D], v [TK, KVH, DV]; ``page`` 0: not paged."""
+    *, plan: PrefillPlan | None,
+) -> PrefillPlan:  # fmt: skip
+    """The given plan or the shipped one; raises `PykernelsError` for what no plan takes."""
     q_rope, k_rope = rope
     given = {"q": q, "q_rope": q_rope, "k_rope": k_rope}
     given |= {"k": k, "v": v} if scales[0] is None else {}
@@ -189,7 +189,7 @@ def launch(
     table = batch.page_table
     where = (batch.q_starts, batch.q_lengths, batch.k_lengths, batch.k_starts, table)
     device = check_device(*(x for x in (q, k, v, q_rope, k_rope, *where) if x is not None))
-    (TQ, NH, D), (KVH, DV) = q.shape, v.shape[1:]
+    (_, NH, D), (KVH, DV) = q.shape, v.shape[1:]
     R = 0 if q_rope is None else q_rope.shape[-1]
     if KVH < 1 or NH % KVH or k.shape[1] != KVH:
         raise PykernelsError(f"{NH} query heads on {KVH} KV heads", "Give a whole number a KV head")
@@ -199,12 +199,25 @@ def launch(
         )
     check_scores(scale, window, softcap)
     rows = page == 0 and _aligned(k, v, k_rope)
-    chosen = plan or prefill_plan(D, DV, R, rows, device)
+    chosen = plan or prefill_plan(D, DV, R, scales[0] is not None, rows, device)
     if chosen.by_hand and not (rows and by_hand_takes_prefill(D, DV, R, device)):
         raise PykernelsError(
             f"the kernel by hand takes no heads of {D} + {R} and {DV} like these on this GPU",
             "Give a plan without by_hand",
         )
+    return chosen
+
+
+def launch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Pair, scales: Pair, batch: Ragged,
+    page: int, scale: float, window: int | None, softcap: float | None,
+    *, out: torch.Tensor | None, plan: PrefillPlan | None,
+) -> torch.Tensor:  # fmt: skip
+    """Both launchers' common half: k [TK, KVH, D], v [TK, KVH, DV]; ``page`` 0: not paged."""
+    chosen = checked(q, k, v, rope, scales, batch, page, scale, window, softcap, plan=plan)
+    (q_rope, k_rope), table, device = rope, batch.page_table, q.device
+    (TQ, NH, D), (KVH, DV) = q.shape, v.shape[1:]
+    R = 0 if q_rope is None else q_rope.shape[-1]
     result = check_out(out, (TQ, NH, DV), device)
     blocks = triton.cdiv(batch.max_queries, chosen.rows)
     if result.numel() == 0 or blocks * batch.B == 0:

@@ -6,22 +6,33 @@ that KV head and every new token: each byte of the cache is read once.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..errors import PykernelsError
-from .attention_checks import check_cache, check_out, check_scales, check_scores, newest_tokens
+from .attention_checks import (
+    check_cache,
+    check_out,
+    check_scales,
+    check_scores,
+    newest_tokens,
+    reason,
+)
 from .attention_combine import Partials
 from .attention_parts import (
     as_bytes,
     cache_kind,
+    first_seen,
     log_total,
     page_rows,
     pages_at,
     product,
     score_factors,
+    share_of_slot,
     softmax_step,
     widened,
 )
@@ -32,16 +43,25 @@ from .launch import arch, check_device, interpreted
 @triton.jit
 def _gqa_decode(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, length_ptr, out_ptr, lse_ptr,
-    inner, outer, window, S, KVH, splits, table_stride, q_b, q_s, q_h,
+    inner, outer, window, B, S, KVH, slots, table_stride, q_b, q_s, q_h,
     G: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
-    WIDE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, BATCH: tl.constexpr,
+    KIND: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
+    EARLY: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         gdc_launch_dependents()  # the combining kernel waits by itself
     blocks = tl.cdiv(S * G, ROWS)
-    kv, part, b = tl.program_id(0) // blocks, tl.program_id(1), tl.program_id(2)
+    kv, slot = tl.program_id(0) // blocks, tl.program_id(1)
+    b, part, parts = slot, 0, 1
+    if SPLIT:
+        b, length, part, parts = share_of_slot(
+            length_ptr, slot, B, slots, S, window, KEYS, BATCH, WINDOW
+        )
+        if parts == 0:
+            return
+    else:
+        length = tl.load(length_ptr + b)
     row = (tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)  # s * G + g
     n, d = tl.arange(0, KEYS), tl.arange(0, D_BLOCK)
     inside = row < S * G
@@ -51,12 +71,9 @@ def _gqa_decode(
     q_mask = inside[:, None] & wide[None, :]
     q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=q_mask, other=0.0)
 
-    length = tl.load(length_ptr + b)
     last = length - S + s_at  # newest key that the row sees
-    first = 0
-    if WINDOW:  # of the oldest row, at a block's edge
-        first = tl.maximum(0, length - S + 1 - window) // KEYS * KEYS
-    each = tl.cdiv(tl.cdiv(length - first, KEYS), splits) * KEYS
+    first = first_seen(length, S, window, KEYS, WINDOW)
+    each = tl.cdiv(tl.cdiv(length - first, KEYS), parts) * KEYS
     begin = first + part * each
     end = tl.minimum(length, begin + each)
     table = table_ptr + b.to(tl.int64) * table_stride
@@ -84,7 +101,7 @@ def _gqa_decode(
         acc = product(p.to(tl.bfloat16), v, acc * alpha[:, None], WIDE)
 
     y = acc / tl.where(total == 0, 1.0, total)[:, None]
-    o_at = ((b.to(tl.int64) * S + s_at) * (KVH * G) + h_at) * splits + part
+    o_at = (slot.to(tl.int64) * S + s_at) * (KVH * G) + h_at  # not split: slots are sequences
     o_ptrs = out_ptr + o_at[:, None] * D + d[None, :]
     if SPLIT:
         tl.store(lse_ptr + o_at, log_total(m, total), mask=inside)
@@ -92,6 +109,40 @@ def _gqa_decode(
             tl.store(o_ptrs, y.to(out_ptr.dtype.element_ty), mask=q_mask)
     else:
         tl.store(o_ptrs, y.to(out_ptr.dtype.element_ty), mask=q_mask)
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    scale: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.device:
+    """The one device of what ``gqa_decode`` takes; raises `PykernelsError` for what it does not."""
+    device = check_device(q, k, v, page_table, lengths)
+    B, _, NH, D = newest_tokens(q, "q").shape
+    KVH = k.shape[2] if k.ndim == 4 else 0
+    if KVH < 1 or NH % KVH:
+        raise PykernelsError(f"{NH} query heads on {KVH} KV heads", "Give a whole number a KV head")
+    if not 16 <= D <= 256:
+        raise PykernelsError(f"heads of {D}", "The kernel takes 16 to 256")
+    check_scores(scale, window, softcap)
+    P, page = check_cache(k, "k", (KVH, D), page_table, lengths, B)
+    check_cache(v, "v", (KVH, D), page_table, lengths, B, beside=k)
+    check_scales(k, k_scale, "k_scale", (P, page, KVH))
+    check_scales(v, v_scale, "v_scale", (P, page, KVH))
+    return device
+
+
+def supports(*tensors: torch.Tensor, **options: Any) -> str | None:
+    """None if ``gqa_decode`` takes these (all but max_length, out, plan), or the reason why not."""
+    return reason(_check, *tensors, **options)
 
 
 def gqa_decode(
@@ -126,19 +177,12 @@ def gqa_decode(
     Raises:
         PykernelsError: a dtype, size or GPU that the kernel does not take.
     """
-    device = check_device(q, k, v, page_table, lengths)
+    device = _check(
+        q, k, v, page_table, lengths, scale=scale, k_scale=k_scale, v_scale=v_scale, window=window,
+        softcap=softcap,
+    )  # fmt: skip
     q4 = newest_tokens(q, "q")
-    B, S, NH, D = q4.shape
-    KVH = k.shape[2] if k.ndim == 4 else 0
-    if KVH < 1 or NH % KVH:
-        raise PykernelsError(f"{NH} query heads on {KVH} KV heads", "Give a whole number a KV head")
-    if not 16 <= D <= 256:
-        raise PykernelsError(f"heads of {D}", "The kernel takes 16 to 256")
-    check_scores(scale, window, softcap)
-    P, page = check_cache(k, "k", (KVH, D), page_table, lengths, B)
-    check_cache(v, "v", (KVH, D), page_table, lengths, B, beside=k)
-    check_scales(k, k_scale, "k_scale", (P, page, KVH))
-    check_scales(v, v_scale, "v_scale", (P, page, KVH))
+    (B, S, NH, D), (page, KVH) = q4.shape, k.shape[1:3]
     result = check_out(out, q.shape, device)
     if result.numel() == 0:
         return result
@@ -148,18 +192,17 @@ def gqa_decode(
     longest = page_table.shape[1] * page if max_length is None else max_length
     if window is not None:
         longest = min(longest, window + S - 1 + chosen.keys)
-    splits = chosen.splits(B * KVH * blocks, longest, sms(device))
-    partials = Partials(result.view(B, S * NH, D), splits)
+    slots = chosen.slots(B, KVH * blocks, longest, sms(device))
+    partials = Partials(result.view(B, S * NH, D), slots)
     inner, outer = score_factors(scale, softcap)
-    _gqa_decode[(KVH * blocks, splits, B)](
+    _gqa_decode[(KVH * blocks, slots)](
         q4, as_bytes(k), as_bytes(v), k_scale, v_scale, page_table, lengths,
-        partials.values, partials.lse, inner, outer, window or 0, S, KVH, splits,
+        partials.values, partials.lse, inner, outer, window or 0, B, S, KVH, slots,
         page_table.stride(0), *q4.stride()[:3],
         G=G, PAGE=page, D=D, D_BLOCK=triton.next_power_of_2(D), ROWS=chosen.rows, KEYS=chosen.keys,
         STAGES=chosen.stages, KIND=cache_kind(k, arch(device)), WINDOW=window is not None,
-        SOFTCAP=softcap is not None, SPLIT=splits > 1, EARLY=partials.early,
-        WIDE=interpreted(),
-        num_warps=chosen.warps, num_stages=chosen.stages,
+        SOFTCAP=softcap is not None, BATCH=partials.batch, SPLIT=partials.split,
+        EARLY=partials.early, WIDE=interpreted(), num_warps=chosen.warps, num_stages=chosen.stages,
     )  # fmt: skip
-    partials.combine()
+    partials.combine(lengths, S, window, chosen.keys)
     return result

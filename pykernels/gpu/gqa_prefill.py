@@ -2,13 +2,52 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..errors import PykernelsError
 from ..shapes import Ragged
-from .attention_checks import check_cache, check_scales
+from .attention_checks import check_cache, check_scales, reason
 from .attention_plan import PrefillPlan
-from .attention_prefill import launch
+from .attention_prefill import checked, launch
+
+
+def _parts(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    batch: Ragged,
+    *,
+    scale: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[Any, ...]:
+    """What the common half of the prefill launchers takes; its own checks done."""
+    D = q.shape[-1]
+    table = batch.page_table
+    if q.ndim != 3 or k.ndim != (3 if table is None else 4) or k.shape != v.shape:
+        raise PykernelsError(
+            f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not match",
+            "Make them [TQ, NH, D] and [TK, KVH, D], or [P, page, KVH, D] with a page table",
+        )
+    page = 0
+    if table is not None:
+        token = (k.shape[2], D)
+        _, page = check_cache(k, "k", token, table, batch.k_lengths, batch.B)
+        check_cache(v, "v", token, table, batch.k_lengths, batch.B, beside=k)
+    scales = (k_scale, v_scale)
+    for scaling, name in zip(scales, ("k_scale", "v_scale"), strict=True):
+        check_scales(k, scaling, name, tuple(k.shape[:-1]))
+    k, v = (x if table is None else x.flatten(0, 1) for x in (k, v))
+    return q, k, v, (None, None), scales, batch, page, scale, window, softcap
+
+
+def supports(*tensors: Any, **options: Any) -> str | None:
+    """None if ``gqa_prefill`` takes these (all but out and plan), or the reason why not."""
+    return reason(lambda: checked(*_parts(*tensors, **options), plan=None))
 
 
 def gqa_prefill(
@@ -39,21 +78,8 @@ def gqa_prefill(
     Raises:
         PykernelsError: a dtype, size or GPU that the kernel does not take.
     """
-    D = q.shape[-1]
-    table = batch.page_table
-    if q.ndim != 3 or k.ndim != (3 if table is None else 4) or k.shape != v.shape:
-        raise PykernelsError(
-            f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not match",
-            "Make them [TQ, NH, D] and [TK, KVH, D], or [P, page, KVH, D] with a page table",
-        )
-    page = 0
-    if table is not None:
-        token = (k.shape[2], D)
-        _, page = check_cache(k, "k", token, table, batch.k_lengths, batch.B)
-        check_cache(v, "v", token, table, batch.k_lengths, batch.B, beside=k)
-    scales = (k_scale, v_scale)
-    for scaling, name in zip(scales, ("k_scale", "v_scale"), strict=True):
-        check_scales(k, scaling, name, tuple(k.shape[:-1]))
-    k, v = (x if table is None else x.flatten(0, 1) for x in (k, v))
-    rope = (None, None)
-    return launch(q, k, v, rope, scales, batch, page, scale, window, softcap, out, plan)
+    parts = _parts(
+        q, k, v, batch, scale=scale, k_scale=k_scale, v_scale=v_scale, window=window,
+        softcap=softcap,
+    )  # fmt: skip
+    return launch(*parts, out=out, plan=plan)

@@ -6,13 +6,22 @@ new token): the latent is key and value, so a block of it is loaded once for bot
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..errors import PykernelsError
-from .attention_checks import check_cache, check_out, check_scales, check_scores, newest_tokens
+from .attention_checks import (
+    check_cache,
+    check_out,
+    check_scales,
+    check_scores,
+    newest_tokens,
+    reason,
+)
 from .attention_combine import Partials
 from .attention_parts import (
     as_bytes,
@@ -22,6 +31,7 @@ from .attention_parts import (
     pages_at,
     product,
     score_factors,
+    share_of_slot,
     softmax_step,
     widened,
 )
@@ -54,15 +64,23 @@ def _shares(
 @triton.jit
 def _mla_decode(
     q_ptr, q_rope_ptr, latent_ptr, rope_ptr, scale_ptr, table_ptr, length_ptr, out_ptr, lse_ptr,
-    inner, outer, S, NH, splits, table_stride,
+    inner, outer, B, S, NH, slots, table_stride,
     q_b, q_s, q_h, qr_b, qr_s, qr_h,
     PAGE: tl.constexpr, L: tl.constexpr, R: tl.constexpr, SOFTCAP: tl.constexpr,
-    SPLIT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    KIND: tl.constexpr, ACROSS: tl.constexpr, EARLY: tl.constexpr, WIDE: tl.constexpr,
+    SPLIT: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    STAGES: tl.constexpr, KIND: tl.constexpr, ACROSS: tl.constexpr, EARLY: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         gdc_launch_dependents()  # the combining kernel waits by itself
-    part, b = tl.program_id(1), tl.program_id(2)
+    slot = tl.program_id(1)
+    b, part, parts = slot, 0, 1
+    if SPLIT:
+        b, length, part, parts = share_of_slot(length_ptr, slot, B, slots, S, 0, KEYS, BATCH, False)
+        if parts == 0:
+            return
+    else:
+        length = tl.load(length_ptr + b)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # token-major: s * NH + h
     n, c, r = tl.arange(0, KEYS), tl.arange(0, L), tl.arange(0, R)
     inside = row < S * NH
@@ -72,9 +90,8 @@ def _mla_decode(
     q_at = b.to(tl.int64) * qr_b + s_at.to(tl.int64) * qr_s + h_at * qr_h
     q_rope = tl.load(q_rope_ptr + q_at[:, None] + r[None, :], mask=inside[:, None], other=0.0)
 
-    length = tl.load(length_ptr + b)
     last = length - S + s_at  # newest key that the row sees
-    each = tl.cdiv(tl.cdiv(length, KEYS), splits) * KEYS
+    each = tl.cdiv(tl.cdiv(length, KEYS), parts) * KEYS
     begin = part * each
     end = tl.minimum(length, begin + each)
     table = table_ptr + b.to(tl.int64) * table_stride
@@ -120,7 +137,7 @@ def _mla_decode(
         acc = product(p, k, acc * alpha[:, None], WIDE)
 
     y = acc / tl.where(total == 0, 1.0, total)[:, None]
-    o_at = (b.to(tl.int64) * (S * NH) + row) * splits + part
+    o_at = slot.to(tl.int64) * (S * NH) + row  # not split: slots are sequences
     o_ptrs = out_ptr + o_at[:, None] * L + c[None, :]
     if SPLIT:
         tl.store(lse_ptr + o_at, log_total(m, total), mask=inside)
@@ -128,6 +145,41 @@ def _mla_decode(
             tl.store(o_ptrs, y.to(out_ptr.dtype.element_ty), mask=inside[:, None])
     else:
         tl.store(o_ptrs, y.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+
+
+def _check(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    scale: float,
+    latent_scale: torch.Tensor | None = None,
+    softcap: float | None = None,
+) -> torch.device:
+    """The one device of what ``mla_decode`` takes; raises `PykernelsError` for what it does not."""
+    device = check_device(q_latent, q_rope, latent, rope, page_table, lengths)
+    q, q_r = newest_tokens(q_latent, "q_latent"), newest_tokens(q_rope, "q_rope")
+    B, L, R = q.shape[0], q.shape[-1], q_r.shape[-1]
+    if q_r.shape[:3] != q.shape[:3]:
+        raise PykernelsError(
+            f"q_latent {list(q.shape)} and q_rope {list(q_r.shape)} do not match",
+            "Give both the same batch, tokens and heads",
+        )
+    if any(size & (size - 1) or size < 16 for size in (L, R)):
+        raise PykernelsError(f"latents of {L} + {R}", "Both must be powers of two, at least 16")
+    P, page = check_cache(latent, "latent", (L,), page_table, lengths, B)
+    check_cache(rope, "rope", (R,), page_table, lengths, B, beside=latent, bf16_only=True)
+    check_scores(scale, None, softcap)
+    check_scales(latent, latent_scale, "latent_scale", (P, page))
+    return device
+
+
+def supports(*tensors: torch.Tensor, **options: Any) -> str | None:
+    """None if ``mla_decode`` takes these (all but max_length, out, plan), or the reason why not."""
+    return reason(_check, *tensors, **options)
 
 
 def mla_decode(
@@ -161,21 +213,12 @@ def mla_decode(
     Raises:
         PykernelsError: a dtype, size or GPU that the kernel does not take.
     """
-    device = check_device(q_latent, q_rope, latent, rope, page_table, lengths)
+    device = _check(
+        q_latent, q_rope, latent, rope, page_table, lengths, scale=scale,
+        latent_scale=latent_scale, softcap=softcap,
+    )  # fmt: skip
     q, q_r = newest_tokens(q_latent, "q_latent"), newest_tokens(q_rope, "q_rope")
-    B, S, NH, L = q.shape
-    R = q_r.shape[-1]
-    if q_r.shape[:3] != q.shape[:3]:
-        raise PykernelsError(
-            f"q_latent {list(q.shape)} and q_rope {list(q_r.shape)} do not match",
-            "Give both the same batch, tokens and heads",
-        )
-    if any(size & (size - 1) or size < 16 for size in (L, R)):
-        raise PykernelsError(f"latents of {L} + {R}", "Both must be powers of two, at least 16")
-    P, page = check_cache(latent, "latent", (L,), page_table, lengths, B)
-    check_cache(rope, "rope", (R,), page_table, lengths, B, beside=latent, bf16_only=True)
-    check_scores(scale, None, softcap)
-    check_scales(latent, latent_scale, "latent_scale", (P, page))
+    (B, S, NH, L), R, page = q.shape, q_r.shape[-1], latent.shape[1]
     result = check_out(out, (*q_latent.shape[:-1], L), device)
     if result.numel() == 0:
         return result
@@ -187,13 +230,24 @@ def mla_decode(
         )
     blocks = triton.cdiv(S * NH, chosen.rows)
     longest = page_table.shape[1] * page if max_length is None else max_length
-    splits = chosen.splits(B * blocks, longest, sms(device))
-    partials = Partials(result.view(B, S * NH, L), splits)
+    slots = chosen.slots(B, blocks, longest, sms(device))
+    partials = Partials(result.view(B, S * NH, L), slots)
     inner, outer = score_factors(scale, softcap)
-    sizes = (inner, outer, S, NH, splits, page_table.stride(0), *q.stride()[:3], *q_r.stride()[:3])
+    sizes = (
+        inner,
+        outer,
+        B,
+        S,
+        NH,
+        slots,
+        page_table.stride(0),
+        *q.stride()[:3],
+        *q_r.stride()[:3],
+    )
     where = (page_table, lengths, partials.values, partials.lse)
-    options = {"PAGE": page, "L": L, "R": R, "SOFTCAP": softcap is not None, "SPLIT": splits > 1}
-    grid = (blocks, splits, B)
+    options = {"PAGE": page, "L": L, "R": R, "SOFTCAP": softcap is not None}
+    options |= {"SPLIT": partials.split, "BATCH": partials.batch}
+    grid = (blocks, slots)
     if chosen.by_hand:
         from .mla_decode_hopper import mla_decode_hopper  # Gluon: not in the interpreter
 
@@ -206,5 +260,5 @@ def mla_decode(
             WIDE=interpreted(),
             num_warps=chosen.warps, num_stages=chosen.stages,
         )  # fmt: skip
-    partials.combine()
+    partials.combine(lengths, S, None, chosen.keys)
     return result

@@ -27,6 +27,25 @@ WARPS = 8
 
 
 @gluon.jit
+def _share(length_ptr, slot, B, slots, BATCH: gl.constexpr):
+    """``attention_parts.share_of_slot``: (sequence, its length, part, parts)."""
+    SQUARE: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [8, 1], [1, 0])
+    i = gl.arange(0, BATCH, layout=gl.SliceLayout(0, SQUARE))
+    lengths = gl.load(length_ptr + i, mask=i < B, other=0)
+    blocks = gl.cdiv(lengths, 64)
+    parts = 1 + (slots - B) * blocks // gl.maximum(gl.sum(blocks, 0), 1)
+    parts = gl.where(i < B, parts, 0)
+    j = gl.arange(0, BATCH, layout=gl.SliceLayout(1, SQUARE))
+    start = gl.sum(gl.where(i[None, :] < j[:, None], parts[None, :], 0), 1)
+    start = gl.convert_layout(start, gl.SliceLayout(0, SQUARE))
+    mine = (slot >= start) & (slot < start + parts)
+    b = gl.sum(gl.where(mine, i, 0), 0)
+    length = gl.sum(gl.where(mine, lengths, 0), 0)
+    part = slot - gl.sum(gl.where(mine, start, 0), 0)
+    return b, length, part, gl.sum(gl.where(mine, parts, 0), 0)
+
+
+@gluon.jit
 def _pages(table, start, end, PAGE: gl.constexpr, LAYOUT: gl.constexpr):
     """Pages of the 64 keys from ``start`` on, those behind the end being the last key again."""
     n = gl.minimum(start + gl.arange(0, 64, layout=LAYOUT), end - 1)
@@ -55,10 +74,10 @@ def _queries(base, b, b_stride, s_stride, h_stride, first, S, NH, width: gl.cons
 @gluon.jit
 def mla_decode_hopper(
     q_ptr, q_rope_ptr, latent_ptr, rope_ptr, table_ptr, length_ptr, out_ptr, lse_ptr,
-    inner, outer, S, NH, splits, table_stride,
+    inner, outer, B, S, NH, slots, table_stride,
     q_b, q_s, q_h, qr_b, qr_s, qr_h,
     PAGE: gl.constexpr, L: gl.constexpr, R: gl.constexpr,
-    SOFTCAP: gl.constexpr, SPLIT: gl.constexpr,
+    SOFTCAP: gl.constexpr, SPLIT: gl.constexpr, BATCH: gl.constexpr,
 ):  # fmt: skip
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
@@ -69,7 +88,14 @@ def mla_decode_hopper(
     S_COL: gl.constexpr = gl.SliceLayout(0, SCORES)
     V_ROW: gl.constexpr = gl.SliceLayout(1, VALUES)
 
-    part, b = gl.program_id(1), gl.program_id(2)
+    slot = gl.program_id(1)
+    b, part, parts = slot, 0, 1
+    if SPLIT:
+        b, length, part, parts = _share(length_ptr, slot, B, slots, BATCH)
+        if parts == 0:
+            return
+    else:
+        length = gl.load(length_ptr + b)
     first = gl.program_id(0) * 64
     q = gl.allocate_shared_memory(gl.bfloat16, [64, L], SHARED)
     q_rope = gl.allocate_shared_memory(gl.bfloat16, [64, R], SHARED)
@@ -77,8 +103,7 @@ def mla_decode_hopper(
     k_ropes = gl.allocate_shared_memory(gl.bfloat16, [2, 64, R], SHARED)
     shares = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
 
-    length = gl.load(length_ptr + b)
-    each = gl.cdiv(gl.cdiv(length, 64), splits) * 64
+    each = gl.cdiv(gl.cdiv(length, 64), parts) * 64
     begin = part * each
     end = gl.minimum(length, begin + each)
     table = table_ptr + b.to(gl.int64) * table_stride
@@ -146,13 +171,12 @@ def mla_decode_hopper(
     y = acc * gl.convert_layout(scale, V_ROW)[:, None]
     v_row = first + gl.arange(0, 64, layout=V_ROW)
     c = gl.arange(0, L, layout=gl.SliceLayout(0, VALUES))
-    rows = b.to(gl.int64) * (S * NH)
-    at_v = (rows + v_row) * splits + part
-    out = out_ptr + at_v[:, None] * L + c[None, :]
+    rows = slot.to(gl.int64) * (S * NH)  # not split: slots are sequences
+    out = out_ptr + (rows + v_row)[:, None] * L + c[None, :]
     if SPLIT:
         lse = m + gl.log2(gl.where(total == 0, 1.0, total))
         lse = gl.where(total == 0, float("-inf"), lse)
-        gl.store(lse_ptr + (rows + row) * splits + part, lse, mask=row < S * NH)
+        gl.store(lse_ptr + rows + row, lse, mask=row < S * NH)
         if begin < end:
             gl.store(out, y.to(out_ptr.dtype.element_ty), mask=(v_row < S * NH)[:, None])
     else:

@@ -2,12 +2,52 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..errors import PykernelsError
 from ..shapes import Ragged
+from .attention_checks import reason
 from .attention_plan import PrefillPlan
-from .attention_prefill import launch
+from .attention_prefill import checked, launch
+
+
+def _parts(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    k_nope: torch.Tensor,
+    k_rope: torch.Tensor,
+    v: torch.Tensor,
+    batch: Ragged,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Any, ...]:
+    """What the common half of the prefill launchers takes; its own checks done."""
+    NH, R = q_nope.shape[1], q_rope.shape[-1]
+    TK = k_nope.shape[0]
+    if (
+        q_rope.shape[:2] != q_nope.shape[:2]
+        or k_nope.shape[1:] != q_nope.shape[1:]
+        or tuple(k_rope.shape) != (TK, R)
+        or v.shape[:2] != k_nope.shape[:2]
+        or batch.k_starts is None
+    ):
+        raise PykernelsError(
+            f"q {list(q_nope.shape)} + {list(q_rope.shape)}, k {list(k_nope.shape)} + "
+            f"{list(k_rope.shape)} and v {list(v.shape)} do not match",
+            f"Make them [TQ, {NH}, D], [TQ, {NH}, R], [TK, {NH}, D], [TK, R], [TK, {NH}, DV]",
+        )
+    if R & (R - 1) or R < 16:
+        raise PykernelsError(f"a rotated part of {R}", "It must be a power of two, at least 16")
+    rope, none = (q_rope, k_rope), (None, None)
+    return q_nope, k_nope, v, rope, none, batch, 0, scale, None, softcap
+
+
+def supports(*tensors: Any, **options: Any) -> str | None:
+    """None if ``mla_prefill`` takes these (all but out and plan), or the reason why not."""
+    return reason(lambda: checked(*_parts(*tensors, **options), plan=None))
 
 
 def mla_prefill(
@@ -37,23 +77,5 @@ def mla_prefill(
     Raises:
         PykernelsError: a dtype, size or GPU that the kernel does not take.
     """
-    NH, R = q_nope.shape[1], q_rope.shape[-1]
-    TK = k_nope.shape[0]
-    if (
-        q_rope.shape[:2] != q_nope.shape[:2]
-        or k_nope.shape[1:] != q_nope.shape[1:]
-        or tuple(k_rope.shape) != (TK, R)
-        or v.shape[:2] != k_nope.shape[:2]
-        or batch.k_starts is None
-    ):
-        raise PykernelsError(
-            f"q {list(q_nope.shape)} + {list(q_rope.shape)}, k {list(k_nope.shape)} + "
-            f"{list(k_rope.shape)} and v {list(v.shape)} do not match",
-            f"Make them [TQ, {NH}, D], [TQ, {NH}, R], [TK, {NH}, D], [TK, R], [TK, {NH}, DV]",
-        )
-    if R & (R - 1) or R < 16:
-        raise PykernelsError(f"a rotated part of {R}", "It must be a power of two, at least 16")
-    rope, none = (q_rope, k_rope), (None, None)
-    return launch(
-        q_nope, k_nope, v, rope, none, batch, 0, scale, None, softcap, out, plan
-    )  # fmt: skip
+    parts = _parts(q_nope, q_rope, k_nope, k_rope, v, batch, scale=scale, softcap=softcap)
+    return launch(*parts, out=out, plan=plan)

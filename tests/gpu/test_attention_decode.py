@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from pykernels import ref
+from pykernels.gpu.attention_parts import share_of_slot
 from pykernels.gpu.attention_plan import DecodePlan, by_hand_takes
 
 from .caches import BF16, FP8, make_cache, no_worse
@@ -97,7 +100,8 @@ MLA = [
     ),
     ({"lengths": [90], "fp8": True}, replace(SMALL, across=True), "the same with E4M3"),
     ({"lengths": [90]}, replace(SMALL, per_sm=0), "one program a sequence: no combining"),
-    ({"lengths": [90]}, replace(SMALL, per_sm=9), "more splits than blocks"),
+    ({"lengths": [90]}, replace(SMALL, per_sm=9), "more slots than blocks"),
+    ({"lengths": [400, 3, 0, 17]}, replace(SMALL, per_sm=4), "a long sequence beside short ones"),
     ({"lengths": [75, 20]}, replace(SMALL, rows=64, keys=32), "a wide tile"),
 ]
 
@@ -122,7 +126,8 @@ GQA = [
     ({"lengths": [90, 17], "fp8": True}, SMALL, "E4M3 with a scale a token and head"),
     ({"lengths": [90], "page": 4, "window": 33}, SMALL, "pages smaller than a block"),
     ({"lengths": [90]}, replace(SMALL, per_sm=0), "one program a sequence: no combining"),
-    ({"lengths": [90, 5]}, replace(SMALL, per_sm=9), "more splits than blocks"),
+    ({"lengths": [90, 5]}, replace(SMALL, per_sm=9), "more slots than blocks"),
+    ({"lengths": [400, 3, 90], "window": 100}, replace(SMALL, per_sm=4), "slots by what is seen"),
     ({"lengths": [75, 20]}, replace(SMALL, rows=64, keys=32), "a wide tile"),
 ]
 
@@ -190,12 +195,46 @@ COMPILES = [
 ]
 
 
-def test_splits_fill_the_gpu_once_and_know_no_lengths() -> None:
+def test_slots_fill_the_gpu_once_and_know_no_lengths() -> None:
     plan = DecodePlan(rows=64, keys=64, warps=8, stages=2, per_sm=1)
-    assert plan.splits(2, 1 << 16, 132) == 66
-    assert plan.splits(16, 1 << 16, 132) == 8
-    assert plan.splits(1000, 1 << 16, 132) == 1
-    assert plan.splits(1, 100, 132) == 2  # no more than there are blocks
+    assert plan.slots(1, 2, 1 << 16, 132) == 66
+    assert plan.slots(8, 2, 1 << 16, 132) == 66
+    assert plan.slots(100, 2, 1 << 16, 132) == 100  # more sequences than room
+    assert plan.slots(1, 1, 100, 132) == 2  # no more than there are blocks
+    assert plan.slots(8, 132, 1 << 16, 132) == 8
+
+
+@triton.jit
+def _deal(length_ptr, out, B, slots, BATCH: tl.constexpr):
+    b, length, part, parts = share_of_slot(
+        length_ptr, tl.program_id(0), B, slots, 1, 0, 16, BATCH, False
+    )
+    at = out + tl.program_id(0) * 4
+    tl.store(at, b)
+    tl.store(at + 1, length)
+    tl.store(at + 2, part)
+    tl.store(at + 3, parts)
+
+
+@pytest.mark.parametrize("lengths", [[1000, 3, 0, 40], [5] * 7, [0, 0], [64 * 99], [300, 299, 301]])
+@pytest.mark.parametrize("slots", [0, 1, 5, 60])
+def test_every_part_of_every_sequence_is_dealt_out_once(
+    lengths: list[int], slots: int, device
+) -> None:
+    """Slots are in the sequences' order, one at least each, and a long one's parts are even."""
+    B = len(lengths)
+    where = torch.tensor(lengths, dtype=torch.int32, device=device)
+    dealt = torch.full((B + slots, 4), -1, dtype=torch.int32, device=device)
+    _deal[(B + slots,)](where, dealt, B, B + slots, BATCH=triton.next_power_of_2(B))
+    used = [row for row in dealt.tolist() if row[3]]
+    found: dict[int, list[int]] = {b: [] for b in range(B)}
+    for b, length, part, parts in used:
+        assert length == lengths[b]
+        found[b].append(part)
+        assert parts == 1 + slots * -(-length // 16) // max(1, sum(-(-n // 16) for n in lengths))
+    assert used == sorted(used, key=lambda row: (row[0], row[2]))
+    counts = {row[0]: row[3] for row in used}
+    assert all(found[b] == list(range(counts[b])) for b in range(B))
 
 
 # --- on a GPU: full sizes, the shipped plans, graphs

@@ -56,22 +56,26 @@ BAD_DECODE: list[tuple[str, Callable[[Any], Any], str]] = [
     ("name", "spoil", "complaint"), BAD_DECODE, ids=[f"{r[0]}: {r[2]}" for r in BAD_DECODE]
 )
 def test_gqa_decode_refuses(name: str, spoil: Callable[[Any], Any], complaint: str, device) -> None:
-    from pykernels.gpu.gqa_decode import gqa_decode
+    from pykernels.gpu.gqa_decode import gqa_decode, supports
 
     arguments = decode_arguments(device)
+    assert supports(**arguments) is None
     arguments[name] = spoil(arguments.get(name))
-    with pytest.raises(PykernelsError, match=complaint):
+    with pytest.raises(PykernelsError, match=complaint) as refused:
         gqa_decode(**arguments)
+    if name != "out":
+        assert supports(**arguments) == refused.value.cause
 
 
 def test_mla_decode_refuses(device) -> None:
-    from pykernels.gpu.mla_decode import mla_decode
+    from pykernels.gpu.mla_decode import mla_decode, supports
 
     q, rope = (torch.zeros(1, 4, n, dtype=BF16, device=device) for n in (48, 16))
     pages, ropes = (torch.zeros(3, 16, n, dtype=BF16, device=device) for n in (48, 16))
     where = [torch.ones(1, n, dtype=torch.int32, device=device) for n in (3, 1)]
     with pytest.raises(PykernelsError, match="latents of 48"):
         mla_decode(q, rope, pages, ropes, where[0], where[1][0], scale=1.0)
+    assert supports(q, rope, pages, ropes, where[0], where[1][0], scale=1.0) is not None
     with pytest.raises(PykernelsError, match="do not match"):
         mla_decode(q, rope[:, :3], pages, ropes, where[0], where[1][0], scale=1.0)
 
@@ -90,7 +94,7 @@ def test_ragged_refuses() -> None:
 
 
 def test_prefill_refuses(device) -> None:
-    from pykernels.gpu.gqa_prefill import gqa_prefill
+    from pykernels.gpu.gqa_prefill import gqa_prefill, supports
 
     n = torch.ones(1, dtype=torch.int32, device=device)
     batch = Ragged(n, n, n, 1, k_starts=n)
@@ -101,6 +105,8 @@ def test_prefill_refuses(device) -> None:
         gqa_prefill(q, k, k[:3], batch, scale=1.0)
     with pytest.raises(PykernelsError, match="q is torch.float32"):
         gqa_prefill(q.float(), k, k, batch, scale=1.0)
+    assert "6 query heads" in (supports(q, k, k, batch, scale=1.0) or "")
+    assert supports(q[:, :4], k, k, batch, scale=1.0) is None
 
 
 def test_tensors_on_two_devices_are_refused(device) -> None:

@@ -51,7 +51,8 @@ def by_hand(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
 MLA = [
     ({"lengths": [333, 0, 64, 65]}, 1, "ragged: an empty sequence, whole blocks and one more"),
     ({"lengths": [333, 65]}, 0, "one program a sequence: no combining"),
-    ({"lengths": [333]}, 9, "a split for each block"),
+    ({"lengths": [333]}, 9, "a part for each block"),
+    ({"lengths": [900, 3, 70]}, 3, "a long sequence beside short ones"),
     ({"lengths": [200, 1], "NH": 20, "S": 4}, 1, "new tokens and heads over two tiles"),
     ({"lengths": [200], "page": 4}, 1, "small pages"),
     ({"lengths": [300], "page": 256}, 1, "large pages"),
