@@ -84,6 +84,8 @@ PREFILL = [
     ({"queries": [300, 9], "keys": [401, 4], "window": 150}, "a window; queries without keys"),
     ({"queries": [200], "keys": [333], "window": 1}, "a window of the token itself"),
     ({"queries": [140], "keys": [140], "softcap": 2.0}, "capped scores"),
+    ({"queries": [200, 9], "keys": [470, 30], "page": 64}, "pages"),
+    ({"queries": [200], "keys": [470], "page": 4, "window": 100}, "small pages and a window"),
 ]
 
 
@@ -122,7 +124,7 @@ def test_ptxas_keeps_the_order() -> None:
     )
     assert result.returncode == 0, result.stderr[-3000:]
     rows = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [row["kernel"] for row in rows] == ["prefill_hopper"] * 2 + ["mla_decode_hopper"]
+    assert [row["kernel"] for row in rows] == ["prefill_hopper"] * 3 + ["mla_decode_hopper"]
     for row in rows:
         assert row["waits"] < row["products"] / 4, f"products are serialized: {row}"
         if row["kernel"] == "prefill_hopper":
