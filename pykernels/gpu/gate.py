@@ -1,8 +1,8 @@
 """The router's logits in float32: hidden [T, H] times gate [E, H].
 
 Products of two bf16 numbers are exact in float32, and a float32 gate is taken apart into three bf16
-numbers that add up to it exactly. But tensor cores cut sums where float32 rounds them, an error that
-grows with their number: they sum one block of H, and float32 additions sum the blocks (as
+numbers that add up to it exactly. But tensor cores cut sums where float32 rounds them, an error
+that grows with their number: they sum one block of H, and float32 additions sum the blocks (as
 DeepSeek-V3 does for FP8, arXiv 2412.19437, 3.3.2).
 """
 
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ..errors import PykernelsError
 from .arith import dot
-from .launch import check_device
+from .launch import arch, check_device
 
 FEW_TOKENS = 8
 """Up to so many, float32 products and sums over all of H; a program reads its rows once."""
@@ -34,10 +34,13 @@ class GatePlan:
     stages: int
 
 
-def gate_plan(T: int, E: int, H: int, gate_bytes: int = 2, multiprocessors: int = 132) -> GatePlan:
-    """A program a multiprocessor with large tiles for prompts, else two, with splits of H."""
+def gate_plan(T: int, E: int, H: int, wide: bool = False, multiprocessors: int = 132) -> GatePlan:
+    """A program a multiprocessor with large tiles for prompts, else two, with splits of H.
+
+    ``wide``: 192 KiB of shared memory hold three blocks of 128 of H of a bf16 gate.
+    """
     if T >= 2048:
-        block_t, block_e, block_h, wanted = 128, 128, 128 if gate_bytes == 2 else 64, 1
+        block_t, block_e, block_h, wanted = 128, 128, 128 if wide else 64, 1
     else:
         block_t, block_e = max(16, min(64, triton.next_power_of_2(T))), 64
         block_h, wanted = 64, 2
@@ -150,13 +153,16 @@ def router_logits(
         return out
     if T <= FEW_TOKENS and plan is None:
         TP = triton.next_power_of_2(T)
-        block = min(triton.next_power_of_2(H), 8192 // TP)
+        # One token's block is all of H, in registers; else blocks in flight, 96 KiB at most.
+        block = min(triton.next_power_of_2(H), 8192 if TP == 1 else 1024)
+        stages = 1 if TP == 1 else 4 if hidden.dtype == torch.bfloat16 else 3
         _few[(triton.cdiv(E, 2),)](
             hidden, gate, out, T, H, E, hidden.stride(0),
-            TP=TP, BE=2, BLOCK=block, STAGES=1 if TP == 1 else 4, num_warps=8,
+            TP=TP, BE=2, BLOCK=block, STAGES=stages, num_warps=8,
         )  # fmt: skip
         return out
-    plan = plan or gate_plan(T, E, H, gate.itemsize)
+    wide = arch(device)[0] in (9, 10) and gate.dtype == hidden.dtype == torch.bfloat16
+    plan = plan or gate_plan(T, E, H, wide)
     parts = 0 if hidden.dtype == torch.float32 else 1 if gate.dtype == torch.bfloat16 else 3
     per_split = triton.cdiv(triton.cdiv(H, plan.splits), plan.block_h) * plan.block_h
     sums = out if plan.splits == 1 else out.new_empty(plan.splits, T, E)

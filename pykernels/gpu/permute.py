@@ -1,7 +1,7 @@
 """Tokens sorted by expert: a counting sort without atomics, and the rows' gather and sum.
 
-Blocks of slots count their experts; the counts are summed over the blocks; then each block's slots are
-ranked. Three launches, or one for what fits in one block: a slot's place is then its rank.
+Blocks of slots count their experts; the counts are summed over the blocks; then each block's slots
+are ranked. Three launches, or one for what fits in one block: a slot's place is then its rank.
 """
 
 from __future__ import annotations

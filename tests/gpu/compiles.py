@@ -100,6 +100,30 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {"registers": int(found[1]), "stack": int(found[2])} if found else {}
 
 
+_LAYOUT = re.compile(r"^#(linear\d*) = #ttg.linear<\{.*?lane = (\[\[.*?\]\]|\[\]), warp", re.M)
+_REDUCE = re.compile(r'"tt\.reduce".*?<\{axis = (\d+) : i32\}>.*?\}\) : \((.*?)\) ->', re.S)
+
+
+def mixed_rows(ttgir: str) -> str | None:
+    """The first reduction that Triton 3.6 gets wrong, if any.
+
+    It shuffles among adjacent lanes; a layout that a reshape left behind may hold a row's elements
+    in lanes apart, with other rows' between them.
+    """
+    lanes = {name: json.loads(bases) for name, bases in _LAYOUT.findall(ttgir)}
+    for axis, operands in _REDUCE.findall(ttgir):
+        found = re.search(r"#(linear\d*)>", operands)
+        if found is None:
+            continue
+        dims, kept = [int(d) for d in re.findall(r"slice<\{dim = (\d+)", operands)], int(axis)
+        for dim in reversed(dims):  # an axis of a slice is one of what was sliced
+            kept += kept >= dim
+        along = [i for i, basis in enumerate(lanes[found[1]]) if basis[kept]]
+        if along and along[-1] - along[0] + 1 != len(along):
+            return f"a reduction over lanes {along} of {operands[:200]}"
+    return None
+
+
 def compiled(calls: list[tuple[str, Any]], arch: int) -> Iterator[dict[str, Any]]:
     """One row a launch of the calls; ``why`` where one did not compile."""
     launches: list[tuple[JITFunction, tuple[Any, ...], dict[str, Any]]] = []
@@ -123,6 +147,8 @@ def compiled(calls: list[tuple[str, Any]], arch: int) -> Iterator[dict[str, Any]
                     source(kernel, args, kwargs), GPUTarget("cuda", arch, 32), options
                 )
                 row |= {"shared": made.metadata.shared, **resources(made.asm["cubin"])}
+                if mixed := mixed_rows(made.asm["ttgir"]):
+                    row["why"] = mixed
             except Exception as error:
                 row["why"] = " ".join(f"{type(error).__name__}: {error}".split())[-400:]
             yield row

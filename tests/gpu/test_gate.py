@@ -17,9 +17,11 @@ SIZES = [
     (0, 8, 64, "no tokens"),
     (1, 7, 100, "odd sizes, rows in registers"),
     (8, 16, 512, "the most that rows in registers take"),
+    (3, 5, 2500, "padded rows, blocks of H, the last ragged"),
     (9, 16, 520, "tiles, splits of H, the last ragged"),
     (40, 33, 300, "ragged everywhere"),
     pytest.param(1, 256, 7168, "DeepSeek-V3, a token", marks=pytest.mark.gpu),
+    pytest.param(8, 256, 7168, "DeepSeek-V3, several blocks of H", marks=pytest.mark.gpu),
     pytest.param(64, 256, 7168, "DeepSeek-V3, a batch", marks=pytest.mark.gpu),
     pytest.param(4096, 256, 7168, "DeepSeek-V3, a prompt", marks=pytest.mark.gpu),
 ]
@@ -94,7 +96,9 @@ def _compile(T: int, gate_dtype: torch.dtype) -> None:
 
 COMPILES = [
     ("1 token, float32 gate", lambda: _compile(1, FP32)),
+    ("2 tokens, float32 gate", lambda: _compile(2, FP32)),
     ("8 tokens, bf16 gate", lambda: _compile(8, BF16)),
+    ("9 tokens, float32 gate", lambda: _compile(9, FP32)),
     ("64 tokens, float32 gate", lambda: _compile(64, FP32)),
     ("512 tokens, bf16 gate", lambda: _compile(512, BF16)),
     ("8192 tokens, bf16 gate", lambda: _compile(8192, BF16)),
