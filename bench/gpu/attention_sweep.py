@@ -26,31 +26,29 @@ from .timer import make_timer
 
 def mla_decode_plans(size: Size) -> Iterator[DecodePlan]:
     if size.heads <= 16:
-        for keys, stages, warps, per_sm in itertools.product((32, 64), (2, 3), (4, 8), (1, 2)):
-            yield DecodePlan(16, keys, warps, stages, per_sm)
+        for keys, stages, per_sm in itertools.product((32, 64), (2, 3), (1, 2)):
+            yield DecodePlan(16, keys, 8, stages, per_sm)
     if size.format == "bf16":
-        for per_sm in (1, 2, 4):
+        for per_sm in (1, 2):  # 2: two waves
             yield DecodePlan(64, 64, 8, 1, per_sm, by_hand=True)
     for across in (True, False):
-        for keys, stages in ((64, 2), (32, 3), (32, 4), (32, 2)):
-            for per_sm in (1, 2):
-                yield DecodePlan(64, keys, 8, stages, per_sm, across)
+        for keys, stages in ((64, 2), (32, 3), (32, 4)):
+            yield DecodePlan(64, keys, 8, stages, 1, across)
 
 
 def gqa_decode_plans(size: Size) -> Iterator[DecodePlan]:
     tile = 16 if size.heads // size.kv_heads <= 16 else 64
-    for keys, stages, warps in itertools.product((32, 64, 128), (2, 3, 4), (4, 8)):
-        if keys * (stages - 1) * size.head_dim <= 64 * 4 * 128:
-            for per_sm in (2, 4):
+    for keys, stages, warps in itertools.product((64, 128), (2, 3, 4), (4, 8)):
+        if keys * (stages - 1) <= 256:
+            for per_sm in (2, 3):
                 yield DecodePlan(tile, keys, warps, stages, per_sm)
 
 
 def prefill_plans(size: Size) -> Iterator[PrefillPlan]:
     for keys in (64, 128):
         yield PrefillPlan(128, keys, 8, 1, by_hand=True)
-    for rows, warps in ((128, 8), (64, 4), (128, 4)):
-        for keys, stages in itertools.product((32, 64, 128), (2, 3, 4)):
-            yield PrefillPlan(rows, keys, warps, stages)
+    for (rows, warps), keys, stages in itertools.product(((128, 8), (64, 4)), (64, 128), (2, 3)):
+        yield PrefillPlan(rows, keys, warps, stages)
 
 
 SWEEPS = (

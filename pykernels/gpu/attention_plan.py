@@ -142,7 +142,7 @@ def prefill_plan(
     """For heads of D + R on values of DV.
 
     Args:
-        aligned_rows: keys lie in bf16 rows (no pages), every head's at a multiple of 16 bytes.
+        aligned_rows: keys are bf16, every head's at a multiple of 16 bytes.
     """
     capability = arch(device)
     if capability == (0, 0):

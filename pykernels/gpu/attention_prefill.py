@@ -198,7 +198,7 @@ def checked(
             f"heads of {D} on {k.shape[2]} and {DV}", "The kernel takes 16 to 256, q and k alike"
         )
     check_scores(scale, window, softcap)
-    rows = page == 0 and _aligned(k, v, k_rope)
+    rows = (page == 0 or D == DV) and _aligned(k, v, k_rope)
     chosen = plan or prefill_plan(D, DV, R, scales[0] is not None, rows, device)
     if chosen.by_hand and not (rows and by_hand_takes_prefill(D, DV, R, device)):
         raise PykernelsError(
@@ -232,8 +232,9 @@ def launch(
         from .attention_prefill_hopper import prefill_hopper  # Gluon: not in the interpreter
 
         prefill_hopper[grid](
-            q, q_rope, k, k_rope, v, *starts, result, *factors, *q_strides, *k_strides,
-            *result.stride()[:2], **options, num_warps=8,
+            q, q_rope, k, k_rope, v, *starts, table, result, *factors,
+            0 if table is None else table.stride(0), *q_strides, *k_strides,
+            *result.stride()[:2], **options, PAGE=page, num_warps=8,
         )  # fmt: skip
         return result
     _prefill[grid](

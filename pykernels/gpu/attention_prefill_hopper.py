@@ -1,9 +1,9 @@
 """Causal prefill written out for Hopper: 128 queries a program, a warpgroup for each 64.
 
-The same function as ``attention_prefill``'s Triton kernel for keys in rows (no pages), in Gluon,
-where we say which products are still running while shares are computed: the scores of block j and
-the values of block j - 1 are begun together, and the exponentials of j are taken while the latter
-are multiplied (FlashAttention-3, arXiv 2407.08608, 3.2). Triton waits for both.
+The same function as ``attention_prefill``'s Triton kernel for bf16 keys, in Gluon, where we say
+which products still run while shares are computed: the scores of block j and the values of block
+j - 1 are begun together, and the exponentials of j are taken while the latter are multiplied
+(FlashAttention-3, arXiv 2407.08608, 3.2). Triton waits for both.
 """
 
 from __future__ import annotations
@@ -23,12 +23,33 @@ ROWS, WARPS = 128, 8
 
 
 @gluon.jit
-def _load(base, first_row, stride, start, keys, to, width: gl.constexpr, KEYS: gl.constexpr):
+def _lookup(table, start, keys, width: gl.constexpr, KEYS: gl.constexpr, PAGE: gl.constexpr):
+    """Pages of ``KEYS`` keys, laid out as the rows that ``_load`` copies; 0 without pages.
+
+    Asked for a block ahead: a copy that waits for its addresses would begin too late.
+    """
+    if PAGE > 0:
+        L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // width, width // 8], [8, 1], [1, 0])
+        n = gl.minimum(start + gl.arange(0, KEYS, layout=gl.SliceLayout(1, L)), keys - 1)
+        return gl.load(table + n // PAGE)
+    else:
+        return 0
+
+
+@gluon.jit
+def _load(
+    base, first_row, pages, stride, start, keys, to,
+    width: gl.constexpr, KEYS: gl.constexpr, PAGE: gl.constexpr,
+):  # fmt: skip
     """Begins the copy of ``KEYS`` rows of k or v; behind the last key its row again: no NaN."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // width, width // 8], [8, 1], [1, 0])
     n = gl.minimum(start + gl.arange(0, KEYS, layout=gl.SliceLayout(1, L)), keys - 1)
+    if PAGE > 0:
+        row = pages.to(gl.int64) * PAGE + n % PAGE
+    else:
+        row = first_row + n
     c = gl.arange(0, width, layout=gl.SliceLayout(0, L))
-    async_load(to, base + ((first_row + n) * stride)[:, None] + c[None, :])
+    async_load(to, base + (row * stride)[:, None] + c[None, :])
 
 
 @gluon.jit
@@ -95,14 +116,15 @@ def _settled(total):
 
 @gluon.jit
 def _steps(
-    q, q_rope, ks, k_ropes, vs, zeros, k_ptr, k_rope_ptr, v_ptr, k_row, k_t, kr_t, v_t,
-    p, m, total, acc, first, start, stop, end, keys, at_q, inner, outer, window,
-    D: gl.constexpr, DV: gl.constexpr, R: gl.constexpr, KEYS: gl.constexpr,
+    q, q_rope, ks, k_ropes, vs, zeros, k_ptr, k_rope_ptr, v_ptr, table, k_row, k_t, kr_t, v_t,
+    p, m, total, acc, pages, next_pages, first, start, stop, end, keys, at_q, inner, outer, window,
+    PAGE: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, R: gl.constexpr, KEYS: gl.constexpr,
     MASKED: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Blocks ``start .. stop``: each one's scores with the values of the block before it.
 
-    ``first`` is the sequence's first block (in buffer 0), ``end`` is behind its last key.
+    ``first`` is the sequence's first block (in buffer 0), ``end`` is behind its last key; ``pages``
+    and ``next_pages`` are those of the block at ``start`` and of the one behind it.
     """
     VALUES: gl.constexpr = acc.type.layout
     for at in range(start, stop, KEYS):
@@ -113,12 +135,16 @@ def _steps(
         token = _scores(q, q_rope, ks.index(turn), k_ropes.index(turn), zeros, R)
         pending = warpgroup_mma(p, vs.index(turn ^ 1), acc, is_async=True)
         if at + KEYS < end:
-            _load(k_ptr, k_row, k_t, at + KEYS, keys, ks.index(turn ^ 1), D, KEYS)
+            to = ks.index(turn ^ 1)
+            _load(k_ptr, k_row, next_pages, k_t, at + KEYS, keys, to, D, KEYS, PAGE)
             if R > 0:
                 to = k_ropes.index(turn ^ 1)
-                _load(k_rope_ptr, k_row, kr_t, at + KEYS, keys, to, R, KEYS)
-        _load(v_ptr, k_row, v_t, at, keys, vs.index(turn), DV, KEYS)
+                _load(k_rope_ptr, k_row, 0, kr_t, at + KEYS, keys, to, R, KEYS, 0)
+        _load(v_ptr, k_row, pages, v_t, at, keys, vs.index(turn), DV, KEYS, PAGE)
         async_copy.commit_group()
+        if PAGE > 0:
+            pages = next_pages
+            next_pages = _lookup(table, at + 2 * KEYS, keys, D, KEYS, PAGE)
         s = warpgroup_mma_wait(1, deps=[token])
         p_next, alpha, m, total = _softmax(
             s, at, at_q, keys, m, total, inner, outer, window,
@@ -128,16 +154,16 @@ def _steps(
         acc, p = warpgroup_mma_wait(0, deps=[pending, p])
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, VALUES))[:, None]
         p = p_next
-    return p, m, total, acc
+    return p, m, total, acc, pages, next_pages
 
 
 @gluon.jit
 def prefill_hopper(
     q_ptr, q_rope_ptr, k_ptr, k_rope_ptr, v_ptr, q_start_ptr, q_length_ptr, k_start_ptr,
-    k_length_ptr, out_ptr, inner, outer, window,
+    k_length_ptr, table_ptr, out_ptr, inner, outer, window, table_stride,
     q_t, q_h, qr_t, qr_h, k_t, k_h, kr_t, v_t, v_h, o_t, o_h,
-    G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, R: gl.constexpr, KEYS: gl.constexpr,
-    WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
+    G: gl.constexpr, PAGE: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, R: gl.constexpr,
+    KEYS: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, KEYS, 16])
@@ -154,7 +180,12 @@ def prefill_hopper(
         return
     keys = gl.load(k_length_ptr + b)
     q_row = gl.load(q_start_ptr + b).to(gl.int64)
-    k_row = gl.load(k_start_ptr + b).to(gl.int64)
+    k_row = q_row  # of no use with pages
+    table = table_ptr
+    if PAGE > 0:
+        table += b.to(gl.int64) * table_stride
+    else:
+        k_row = gl.load(k_start_ptr + b).to(gl.int64)
     past = keys - queries  # keys before the first query
     end = gl.minimum(keys, past + i + 128)  # behind the last key that any row sees
     whole = gl.maximum(0, gl.minimum(keys, past + i + 1)) // KEYS * KEYS  # all rows see those
@@ -182,9 +213,11 @@ def prefill_hopper(
         k_ropes = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, R], SHARED)
     k_ptr += (head // G) * k_h
     v_ptr += (head // G) * v_h
-    _load(k_ptr, k_row, k_t, begin, keys, ks.index(0), D, KEYS)
+    pages = _lookup(table, begin, keys, D, KEYS, PAGE)
+    next_pages = _lookup(table, begin + KEYS, keys, D, KEYS, PAGE)
+    _load(k_ptr, k_row, pages, k_t, begin, keys, ks.index(0), D, KEYS, PAGE)
     if R > 0:
-        _load(k_rope_ptr, k_row, kr_t, begin, keys, k_ropes.index(0), R, KEYS)
+        _load(k_rope_ptr, k_row, 0, kr_t, begin, keys, k_ropes.index(0), R, KEYS, 0)
     async_copy.commit_group()
     _queries(q_ptr + head * q_h, q_row, q_t, i, queries, q, D)
     if R > 0:
@@ -199,11 +232,14 @@ def prefill_hopper(
     zeros = gl.full([128, KEYS], 0.0, gl.float32, layout=SCORES)
     token = _scores(q, q_rope, ks.index(0), k_ropes.index(0), zeros, R)
     if begin + KEYS < end:
-        _load(k_ptr, k_row, k_t, begin + KEYS, keys, ks.index(1), D, KEYS)
+        _load(k_ptr, k_row, next_pages, k_t, begin + KEYS, keys, ks.index(1), D, KEYS, PAGE)
         if R > 0:
-            _load(k_rope_ptr, k_row, kr_t, begin + KEYS, keys, k_ropes.index(1), R, KEYS)
-    _load(v_ptr, k_row, v_t, begin, keys, vs.index(0), DV, KEYS)
+            _load(k_rope_ptr, k_row, 0, kr_t, begin + KEYS, keys, k_ropes.index(1), R, KEYS, 0)
+    _load(v_ptr, k_row, pages, v_t, begin, keys, vs.index(0), DV, KEYS, PAGE)
     async_copy.commit_group()
+    if PAGE > 0:
+        pages = next_pages
+        next_pages = _lookup(table, begin + 2 * KEYS, keys, D, KEYS, PAGE)
     s = warpgroup_mma_wait(0, deps=[token])
     p, _, m, total = _softmax(
         s, begin, at_q, keys, m, total, inner, outer, window,
@@ -212,22 +248,22 @@ def prefill_hopper(
     start = begin + KEYS
     if WINDOW:
         stop = gl.maximum(start, gl.minimum(clear, whole))
-        p, m, total, acc = _steps(
-            q, q_rope, ks, k_ropes, vs, zeros, k_ptr, k_rope_ptr, v_ptr, k_row, k_t, kr_t, v_t,
-            p, m, total, acc, begin, start, stop, end, keys, at_q, inner, outer, window,
-            D, DV, R, KEYS, True, WINDOW, SOFTCAP,
+        p, m, total, acc, pages, next_pages = _steps(
+            q, q_rope, ks, k_ropes, vs, zeros, k_ptr, k_rope_ptr, v_ptr, table, k_row, k_t,
+            kr_t, v_t, p, m, total, acc, pages, next_pages, begin, start, stop, end, keys, at_q,
+            inner, outer, window, PAGE, D, DV, R, KEYS, True, WINDOW, SOFTCAP,
         )  # fmt: skip
         start = stop
     stop = gl.maximum(start, whole)
-    p, m, total, acc = _steps(
-        q, q_rope, ks, k_ropes, vs, zeros, k_ptr, k_rope_ptr, v_ptr, k_row, k_t, kr_t, v_t,
-        p, m, total, acc, begin, start, stop, end, keys, at_q, inner, outer, window,
-        D, DV, R, KEYS, False, WINDOW, SOFTCAP,
+    p, m, total, acc, pages, next_pages = _steps(
+        q, q_rope, ks, k_ropes, vs, zeros, k_ptr, k_rope_ptr, v_ptr, table, k_row, k_t, kr_t,
+        v_t, p, m, total, acc, pages, next_pages, begin, start, stop, end, keys, at_q,
+        inner, outer, window, PAGE, D, DV, R, KEYS, False, WINDOW, SOFTCAP,
     )  # fmt: skip
-    p, m, total, acc = _steps(
-        q, q_rope, ks, k_ropes, vs, zeros, k_ptr, k_rope_ptr, v_ptr, k_row, k_t, kr_t, v_t,
-        p, m, total, acc, begin, stop, end, end, keys, at_q, inner, outer, window,
-        D, DV, R, KEYS, True, WINDOW, SOFTCAP,
+    p, m, total, acc, pages, next_pages = _steps(
+        q, q_rope, ks, k_ropes, vs, zeros, k_ptr, k_rope_ptr, v_ptr, table, k_row, k_t, kr_t,
+        v_t, p, m, total, acc, pages, next_pages, begin, stop, end, end, keys, at_q,
+        inner, outer, window, PAGE, D, DV, R, KEYS, True, WINDOW, SOFTCAP,
     )  # fmt: skip
     turn = (gl.cdiv(end - begin, KEYS) - 1) & 1  # of the last block
     async_copy.wait_group(0)

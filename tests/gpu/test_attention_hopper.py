@@ -5,6 +5,11 @@ On a GPU test_attention_decode.py and test_attention_prefill.py run the real one
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,6 +84,8 @@ PREFILL = [
     ({"queries": [300, 9], "keys": [401, 4], "window": 150}, "a window; queries without keys"),
     ({"queries": [200], "keys": [333], "window": 1}, "a window of the token itself"),
     ({"queries": [140], "keys": [140], "softcap": 2.0}, "capped scores"),
+    ({"queries": [200, 9], "keys": [470, 30], "page": 64}, "pages"),
+    ({"queries": [200], "keys": [470], "page": 4, "window": 100}, "small pages and a window"),
 ]
 
 
@@ -102,3 +109,23 @@ def test_what_threads_owe_each_other_is_missed(without: str, device, by_hand) ->
     inputs, options = mla_inputs([200], device)
     with pytest.raises(Exception, match=without.split("_")[0]):
         mla(*inputs, **options, plan=DECODE)
+
+
+def test_ptxas_keeps_the_order() -> None:
+    """Products run on while others are begun, and exponentials are taken beside them."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.hopper_sass"],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row["kernel"] for row in rows] == ["prefill_hopper"] * 3 + ["mla_decode_hopper"]
+    for row in rows:
+        assert row["waits"] < row["products"] / 4, f"products are serialized: {row}"
+        if row["kernel"] == "prefill_hopper":
+            assert row["beside"] >= 64, f"exponentials wait for the products: {row}"

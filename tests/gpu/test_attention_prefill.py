@@ -236,6 +236,8 @@ BY_HAND = [
     ({"queries": [500], "keys": [640], "D": 128, "window": 1}, "a window of the token itself"),
     ({"queries": [700], "keys": [900], "D": 64, "softcap": 9.0}, "heads of 64, capped"),
     ({"queries": [130, 128, 127, 1], "keys": [130, 256, 500, 1], "D": 128, "gap": 3}, "edges"),
+    ({"queries": [700, 50], "keys": [1900, 50], "D": 128, "page": 64}, "pages"),
+    ({"queries": [700], "keys": [900], "D": 128, "page": 16, "window": 200}, "small pages, window"),
 ]
 
 

@@ -1,0 +1,68 @@
+"""python -m tests.gpu.hopper_sass: what ptxas made of the kernels written out for Hopper.
+
+What they gain hangs on the order of a few instructions, which ptxas may change or, if it sees a
+danger, give up: then it waits after every single product and says so to nobody. Prints one JSON
+object a kernel: products (HGMMA), waits for them, and the most exponentials between a wait for all
+but one group and the next wait, that is, beside products.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from pykernels.gpu import launch
+
+TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+def counts(sass: str) -> dict[str, int]:
+    """Of one kernel's disassembly."""
+    products = len(re.findall(r"HGMMA", sass))
+    waits = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x\d", sass)
+    upto = [part.split("gsb0, 0x0")[0] for part in re.split(r"gsb0, 0x1", sass)[1:]]
+    beside = [len(re.findall(r"MUFU\.EX2", part)) for part in upto]
+    return {"products": products, "waits": len(waits), "beside": max(beside, default=0)}
+
+
+def disassembled(cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run(
+            [str(TOOL), "--dump-sass", file.name], capture_output=True, text=True, check=True
+        ).stdout
+
+
+def main() -> None:
+    launch.supports = lambda device: None
+    launch.arch = lambda device: (9, 0)
+    from . import test_attention_decode as decode
+    from . import test_attention_prefill as prefill
+    from .compiles import source
+
+    def compile_it(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        if self.__name__.endswith("_hopper"):
+            options = {"num_warps": kwargs.pop("num_warps")}
+            made = triton.compile(source(self, args, kwargs), GPUTarget("cuda", 90, 32), options)
+            row = {"kernel": self.__name__, **counts(disassembled(made.asm["cubin"]))}
+            print(json.dumps(row), flush=True)
+
+    JITFunction.run = compile_it
+    chosen = {"GQA, D 128", "GQA, pages", "MLA", "MLA, 128 heads"}
+    for name, call in (*prefill.COMPILES, *decode.COMPILES):
+        if name in chosen:
+            call()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
