@@ -22,8 +22,9 @@ def quantize_kernel(x, codes, scales, ROWS, K, GROUPS, BLOCK_R: tl.constexpr):
     at = row.to(tl.int64)[:, None] * K + k[None, :]
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     amax = tl.max(tl.abs(value), axis=1)
-    scale = tl.where(amax > 0, amax / 448.0, 1.0)
-    tl.store(codes + at, float_to_e4m3(value / scale[:, None]), mask=inside)
+    scale = tl.where(amax > 0, tl.div_rn(amax, tl.full(amax.shape, 448.0, tl.float32)), 1.0)
+    scaled = tl.div_rn(value, scale[:, None] + tl.zeros_like(value))
+    tl.store(codes + at, float_to_e4m3(scaled), mask=inside)
     tl.store(scales + row.to(tl.int64) * GROUPS + group, scale, mask=row < ROWS)
 
 

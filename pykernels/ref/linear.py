@@ -40,7 +40,8 @@ def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     R, K = x.shape
     whole = torch.nn.functional.pad(x.float(), (0, -K % GROUP)).view(R, -1, GROUP)
     amax = whole.abs().amax(2, keepdim=True)
-    scale = torch.where(amax > 0, amax / MAX, 1.0)
+    # By a tensor: on a GPU torch divides by a number as a product with its reciprocal.
+    scale = torch.where(amax > 0, amax / torch.full_like(amax, MAX), 1.0)
     codes = (whole / scale).clamp(-MAX, MAX).to(torch.float8_e4m3fn)
     return codes.view(R, -1)[:, :K].contiguous(), scale[..., 0]
 

@@ -200,14 +200,16 @@ def test_refused(call, device: torch.device) -> None:
         call(device)
 
 
-def _compile(V: int) -> None:
+def _compile(V: int, dtype=torch.float32) -> None:
     meta = torch.device("meta")
     limits = full(1, 4, meta, torch.int32), full(1, 4, meta)
     at = torch.empty(2, dtype=torch.int64, device=meta)
-    sample(torch.empty(4, V, device=meta), at, full(1, 4, meta), *limits)
+    logits = torch.empty(4, V, device=meta, dtype=dtype)
+    sample(logits, at, full(1, 4, meta), *limits)
 
 
 COMPILES = [
     ("greedy", lambda: greedy(torch.empty(4, 163_840, device="meta", dtype=torch.bfloat16))),
     ("top-k and top-p", lambda: _compile(129_280)),
+    ("top-k and top-p, bfloat16", lambda: _compile(163_840, torch.bfloat16)),
 ]
