@@ -93,7 +93,7 @@ def kept(
     if top_p is not None:
         heat = torch.where(temperature > 0, temperature, 1).to(dtype).unsqueeze(1)
         mass = (ordered / heat).masked_fill(~stay, -torch.inf).softmax(-1)
-        first = (ordered.unsqueeze(1) > ordered.unsqueeze(2)).sum(2)  # of its equals
+        first = torch.searchsorted(-ordered, -ordered)  # of its equals: how many are larger
         above = (mass.cumsum(-1) - mass).gather(1, first)
         p = top_p.to(dtype).unsqueeze(1)
         stay = stay & ((above < p) | (p >= 1) | (first == 0))
