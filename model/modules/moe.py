@@ -102,7 +102,7 @@ class FusedMoE(Operator):
         try:
             shared = self._shared(x)  # the workers are busy with the routed experts meanwhile
         finally:
-            out = routed.sync(ticket)  # [T, H]; also on an error: the workers still read `rows`
+            out = routed.sync(ticket)  # [T, H]; also on an error: one call at a time
         out = out.to(x.device, x.dtype)
         if shared is not None:
             out = out + shared

@@ -81,7 +81,9 @@ def _wide(scales: Scales, ACT_K: int, SLAB_K: int, STEP_K: int, amx: Any) -> Pas
 
     @inlined
     def fold(parts, first, count):
-        """Sums += ``count`` rows of the products that the header tells of."""
+        """Sums += ``count`` rows of the products that the header tells of; it may be empty."""
+        if count == 0:
+            return
         part, c = parts + _HEADER + 128 * first, i64(parts, _SUMS) + 128 * first
         if SCALED:
             scale, group = i64(parts, _SCALE), i64(parts, _GROUP)
@@ -178,11 +180,12 @@ def _narrow(scales: Scales, ACT_K: int, SLAB_K: int, STEP_K: int, amx: Any) -> P
         return to_f32(load_i32(at)) if INT8 else load_f32(at)
 
     @inlined
-    def _a_at(group):
+    def a_skip(group):
+        """Bytes from the first of four groups to another one, in A."""
         return group // PER_STEP * TILE + group % PER_STEP * A_BYTES
 
     @inlined
-    def _b_at(group):
+    def b_skip(group):
         return group // PER_STEP * 2 * TILE + group % PER_STEP * B_BYTES
 
     @inlined
@@ -193,19 +196,19 @@ def _narrow(scales: Scales, ACT_K: int, SLAB_K: int, STEP_K: int, amx: Any) -> P
         load(6, b, 64)
         dot(0, 4, 6)
         zero(1)
-        load(5, a + _a_at(1), 64)
-        load(7, b + _b_at(1), 64)
+        load(5, a + a_skip(1), 64)
+        load(7, b + b_skip(1), 64)
         dot(1, 5, 7)
 
     @inlined
     def multiply_23(a, b):
         zero(2)
-        load(4, a + _a_at(2), 64)
-        load(6, b + _b_at(2), 64)
+        load(4, a + a_skip(2), 64)
+        load(6, b + b_skip(2), 64)
         dot(2, 4, 6)
         zero(3)
-        load(5, a + _a_at(3), 64)
-        load(7, b + _b_at(3), 64)
+        load(5, a + a_skip(3), 64)
+        load(7, b + b_skip(3), 64)
         dot(3, 5, 7)
 
     @inlined
