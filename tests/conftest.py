@@ -10,6 +10,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest  # noqa: E402
+import torch  # noqa: E402
+
+# Before Triton is imported, by whatever test (transformers does): what it decorates then stays so.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def _missing_amx() -> str | None:
@@ -20,8 +25,6 @@ def _missing_amx() -> str | None:
 
 
 def _missing_gpu() -> str | None:
-    import torch
-
     return None if torch.cuda.is_available() else "this machine has no CUDA GPU"
 
 

@@ -1,18 +1,13 @@
 """Every test here runs twice in the project's life: interpreted on any CPU, compiled on a GPU.
 
-``device`` is "cuda" where there is a GPU; elsewhere "cpu", and Triton interprets. Tests marked
-``gpu`` (large sizes, graphs, FP8 tensor cores) need the real thing.
+``device`` is "cuda" where there is a GPU; elsewhere "cpu", and Triton interprets (see the conftest
+above). Tests marked ``gpu`` (large sizes, graphs, FP8 tensor cores) need the real thing.
 """
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before the first kernel is decorated
 
 
 @pytest.fixture(scope="session")
