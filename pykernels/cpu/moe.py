@@ -97,11 +97,14 @@ def build_kernel(
         ops: the AVX-512 operations, or None for the generic tiles.
         amx_unit: ``intrin.amx``, ``intrin.amx_model`` where there is none, or None for no GEMM.
     """
+    # Digits are for the few tokens of an expert that takes no GEMM: with many, two dot products
+    # in bfloat16 are fewer than four.
+    digits = amx_unit is not None and ops is not None and ops.vnni
     if ops is None:
         tiles = PORTABLE[backend].make_tiles(fmt, activations)
     else:
-        tiles = tile_avx512.make_tiles(fmt, ops, activations)
-    how = annotation(fmt, activations)
+        tiles = tile_avx512.make_tiles(fmt, ops, activations, digits)
+    how = annotation(fmt, activations, digits)
     gemm = gemm_amx.make_gemm(fmt, ops, activations, amx_unit) if amx_unit and ops else None
     return MoEKernel(
         fmt=fmt,

@@ -9,6 +9,10 @@ offset (bytes)        what                        for
 ``3 K + K / 32``      float32 [K / scale_k]       sums of each group's bf16 inputs, or int8 codes
 ====================  ==========================  ==================================================
 
+bf16 inputs as digits (``_digits``): the first of them at ``2 K``, their scales at ``3 K``; behind
+all of the above the others, int8 [DIGITS - 1, K], and int32 [K / scale_k, DIGITS], what the bias of
+the weights' codes has added to each group's sums, negated.
+
 K is padded. Everything behind the bfloat16 is made from it by ``annotate``, and only where a format
 asks: sums for its minima or biases, codes for int8 activations (``quant.activations`` has the
 rules and the reference).
@@ -36,11 +40,28 @@ from .intrin.avx512 import (
     sum_f32,
     zero_f32,
 )
-from .intrin.avx512_bytes import add_i32, store_low_bytes, sum_i32, to_i32, zero_i32
-from .intrin.scalar import bf16_as_f32
+from .intrin.avx512_bytes import (
+    add_i32,
+    shift_digit,
+    store_low_bytes,
+    sum_i32,
+    to_i32,
+    zero_i32,
+)
+from .intrin.registers import i32x16_array
+from .intrin.scalar import bf16_as_f32, bits_from_f32, f32_from_bits
 from .intrin.sync import as_pointer
 from .jit import inlined, routine
 from .job import f32, poke_f32
+
+DIGITS = 4
+"""Signed bytes that an input is split into."""
+DIGITS_SHIFT = 8 * (DIGITS - 1) - 2
+"""Binary places that are kept below the largest input's 8 bits: one more, and 255 of 256 would
+carry into a digit of 128."""
+DIGITS_K = 128
+"""Inputs that share a scale as digits."""
+_LEAST = np.uint32(DIGITS_SHIFT + 8)  # the least exponent (biased) whose scale is a normal number
 
 _MAX = np.float32(127.0)
 _ONE, _ZERO, _INFINITY = np.float32(1.0), np.float32(0.0), np.float32(np.inf)
@@ -55,21 +76,38 @@ class Annotation:
         kind: "sums", "q8" or "q8_k".
         act_k: inputs of one activation scale (128 or 256; of no use to "sums").
         sum_k: inputs of one sum.
+        bias: of the weights' codes ("digits" alone).
+        sums: whether the sums of the inputs themselves are asked for beside digits.
     """
 
     kind: str
     act_k: int
     sum_k: int
+    bias: int = 0
+    sums: bool = False
 
     @property
     def k(self) -> int:
         """Inputs that are annotated together."""
         return self.sum_k if self.kind == "sums" else self.act_k
 
+    @property
+    def name(self) -> str:
+        """Tells it from every other one."""
+        return f"{self.kind}{DIGITS}-{self.act_k}-{self.sum_k}-{self.bias}-{self.sums:d}"
+
 
 def row_bytes(K: int) -> int:
     """Bytes of a row of K (padded) inputs, with room for every annotation."""
-    return ceil_to(3 * K + K // 32 + K // 4, 64)
+    return ceil_to(_plain_bytes(K) + (DIGITS - 1) * K + DIGITS * K // 4, 64)
+
+
+def _plain_bytes(K: int) -> int:
+    """Bytes in front of the later digits."""
+    return (3 * K + K // 32 + K // 4 + 63) // 64 * 64
+
+
+_plain = inlined(_plain_bytes)
 
 
 @inlined
@@ -82,6 +120,18 @@ def codes_at(row, K):
 def scale_at(row, K, index):
     """Address of the ``index``-th activation scale."""
     return row + 3 * K + 4 * index
+
+
+@inlined
+def digit_at(row, K, digit):
+    """Address of a row's digits number ``digit``, the highest first."""
+    return row + 2 * K if digit == 0 else row + _plain(K) + (digit - 1) * K
+
+
+@inlined
+def offset_at(row, K, index, digit):
+    """Address of what a bias has added to a group's sum of digits, negated."""
+    return row + _plain(K) + (DIGITS - 1) * K + 4 * (index * DIGITS + digit)
 
 
 @inlined
@@ -101,10 +151,12 @@ def make_annotate(how: Annotation, generic: bool) -> Any:
     """
     if how.kind == "sums":
         body = _generic_sums(how.sum_k) if generic else _sums(how.sum_k)
+    elif how.kind == "digits":
+        body = _digits(how)
     else:
         make = _generic_quantize if generic else _quantize
         body = make(how.act_k, how.sum_k, how.kind == "q8_k")
-    name = f"{how.kind}-{how.act_k}-{how.sum_k}-{'generic' if generic else 'avx512'}"
+    name = f"{how.name}-{'generic' if generic else 'avx512'}"
 
     @routine(4, name)
     def annotate(row, K, first, last):
@@ -174,6 +226,52 @@ def _quantize(ACT_K: int, SUM_K: int, Q8_K: bool):
                 poke_f32(sum_at(row, K, k // SUM_K + group), types.float32(sum_i32(total)))
 
     return quantize
+
+
+def _digits(how: Annotation):
+    """Inputs as integers X of 8 + DIGITS_SHIFT bits, ``x = X * 2**e``, in signed bytes.
+
+    e is that of the largest of DIGITS_K inputs, so that inputs down to 2**-DIGITS_SHIFT of it are
+    exact; of a smaller one X is the nearest integer, at most 2**-(DIGITS_SHIFT + 8) of the largest
+    away. ``X = sum_j digit_j * 256**(DIGITS - 1 - j)``.
+    """
+    SUM_K, BIAS, SUMS = how.sum_k, how.bias, how.sums
+    input_sums = _sums(SUM_K)
+
+    @inlined
+    def digits(row, K, first, last):
+        for k in range(first, last, DIGITS_K):
+            highest, poison = zero_f32(), zero_f32()
+            for i in range(0, DIGITS_K, 16):
+                x = load_bf16(row + 2 * (k + i))
+                highest = max_f32(abs_f32(x), highest)
+                poison = fma_f32(x, zero_f32(), poison)
+            # 2**e and 2**-e from the bits of the largest, whose own exponent is ``top``.
+            top = max(bits_from_f32(largest_f32(highest)) >> types.uint32(23), _LEAST)
+            scale = f32_from_bits(types.uint32((top - _LEAST + 1) << types.uint32(23)))
+            inverse = f32_from_bits(types.uint32((_LEAST + 253 - top) << types.uint32(23)))
+            poke_f32(scale_at(row, K, k // DIGITS_K), scale + sum_f32(poison))
+            for group in range(k, k + DIGITS_K, SUM_K):
+                totals = i32x16_array(DIGITS)
+                for j in range(DIGITS):
+                    totals[j] = zero_i32()
+                for i in range(group, group + SUM_K, 16):
+                    q = to_i32(mul_f32(load_bf16(row + 2 * i), broadcast_f32(inverse)))
+                    for j in range(DIGITS):
+                        # Signed digits: what is left above one is rounded to nearest.
+                        store_low_bytes(digit_at(row, K, DIGITS - 1 - j) + i, q)
+                        totals[j] = add_i32(totals[j], q)
+                        q = shift_digit(q)
+                if BIAS != 0:
+                    for j in range(DIGITS):
+                        above = sum_i32(totals[j + 1]) if j + 1 < DIGITS else 0
+                        total = sum_i32(totals[j]) - 256 * above
+                        to = offset_at(row, K, group // SUM_K, DIGITS - 1 - j)
+                        carray(as_pointer(to), (1,), types.int32)[0] = -BIAS * total
+        if SUMS:
+            input_sums(row, K, first, last)
+
+    return digits
 
 
 def _generic_sums(SUM_K: int):

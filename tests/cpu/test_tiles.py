@@ -31,6 +31,7 @@ def _lacks(*features: str) -> bool:
 
 
 needs_avx512 = pytest.mark.skipif(_lacks(), reason="this CPU has no AVX-512")
+needs_vnni = pytest.mark.skipif(_lacks("avx512vnni"), reason="this CPU has no AVX512-VNNI")
 needs_bf16 = pytest.mark.skipif(_lacks("avx512bf16"), reason="this CPU has no AVX512-BF16")
 NEWER = frozenset({"avx512bf16", "avx512vbmi", "avx512vnni"})
 """Extensions that the base set spells out."""
@@ -43,14 +44,16 @@ def _operations(base: bool):
 
 @functools.cache
 def _tiles(which: str, fmt: str, activations: str):
-    """Address of the tiles of "avx512", the same without newer extensions, or "generic"."""
+    """Address of the tiles of "avx512", the same without newer extensions or with activations as
+    digits, or "generic"."""
     if which == "generic":
         return tile_generic.make_tiles(fmt, activations).address
-    return tile_avx512.make_tiles(fmt, _operations(which == "base"), activations).address
+    ops = _operations(which == "base")
+    return tile_avx512.make_tiles(fmt, ops, activations, which == "digits").address
 
 
 def _annotate(which: str, fmt: str, activations: str, rows: torch.Tensor, K: int) -> None:
-    if how := annotation(fmt, activations):
+    if how := annotation(fmt, activations, which == "digits"):
         routine = make_annotate(how, which == "generic").address
         for row in rows:
             _call_annotate(routine, row.data_ptr(), K)
@@ -64,6 +67,7 @@ def _call_annotate(routine, row, K):
 KINDS = [
     pytest.param("avx512", marks=needs_avx512),
     pytest.param("base", marks=needs_avx512),
+    pytest.param("digits", marks=needs_vnni),
     "generic",
 ]
 

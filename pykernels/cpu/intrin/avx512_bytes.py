@@ -307,3 +307,24 @@ def sum_i32(typingctx, a):
         return llvm(builder, "llvm.vector.reduce.add.v16i32", I32, args[0])
 
     return types.int32(i32x16), codegen
+
+
+@intrinsic
+def shift_digit(typingctx, a):
+    """``(a + 128) >> 8``: what is left above a signed byte."""
+
+    def codegen(context, builder, sig, args):
+        more = builder.add(args[0], ir.Constant(_I32X16, [128] * 16))
+        return builder.ashr(more, ir.Constant(_I32X16, [8] * 16))
+
+    return i32x16(i32x16), codegen
+
+
+@intrinsic
+def broadcast_i32(typingctx, address):
+    """The integer at a 4-byte-aligned address, in all 16 lanes (``vpbroadcastd m32``)."""
+
+    def codegen(context, builder, sig, args):
+        return splat(builder, load(builder, args[0], I32, 4), _I32X16)
+
+    return i32x16(types.intp), codegen
