@@ -18,12 +18,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .intrin.avx512 import add_f32, broadcast_f32, fma_f32, fnma_f32, load_f32, mul_f32, store_f32
+import numpy as np
+
+from .intrin.avx512 import (
+    add_f32,
+    broadcast_f32,
+    fma_f32,
+    fnma_f32,
+    load_f32,
+    mul_f32,
+    store_f32,
+    zero_f32,
+)
 from .intrin.avx512_bytes import load_i32, to_f32
 from .intrin.prefetch import prefetch_l2
 from .intrin.registers import f32x16_array
 from .jit import inlined
-from .job import f32, i64, poke_i64
+from .job import f32, i64, poke_f32, poke_i64
 from .scales import Scales
 
 MAX_TOKENS = 256
@@ -31,12 +42,13 @@ MAX_TOKENS = 256
 TILE = 1024
 """Bytes of a tile: 16 rows of 64."""
 
+_PLANE_BASE = np.float32(64.0)
 _HEADER = 64
 PARTS_BYTES = _HEADER + 4 * TILE
 """Scratch of the passes: what is not folded yet, and the products. (Not two rooms in turn: 4 KiB
 apart, a load would take the other room's store for its own until their addresses are compared.)"""
 
-_SUMS, _SCALE, _GROUP, _ACT, _ROWS = range(5)  # words of the header
+_SUMS, _SCALE, _GROUP, _ACT, _ROWS, _PLANE, _LESS = range(7)  # words of the header
 
 
 @dataclass(frozen=True)
@@ -59,7 +71,9 @@ class Passes:
     b_rows: int
 
 
-def make_passes(scales: Scales, ACT_K: int, SLAB_K: int, STEP_K: int, amx: Any) -> Passes:
+def make_passes(
+    scales: Scales, ACT_K: int, SLAB_K: int, STEP_K: int, amx: Any, MINIMUM_K: int = 0
+) -> Passes:
     """The passes of a format.
 
     Args:
@@ -67,17 +81,49 @@ def make_passes(scales: Scales, ACT_K: int, SLAB_K: int, STEP_K: int, amx: Any) 
         SLAB_K: most inputs of a slab.
         STEP_K: inputs of a full tile.
         amx: ``intrin.amx`` or ``intrin.amx_model``.
+        MINIMUM_K: inputs of a minimum where a group's B tiles are followed by another group of
+            them, of weights that count 64 times less; else 0.
     """
+    if MINIMUM_K:
+        planes = (_PLANE_BASE, np.float32(1.0))
+        return _wide(scales, ACT_K, SLAB_K, STEP_K, amx, planes, MINIMUM_K)
     make = _narrow if scales.k and scales.k <= STEP_K else _wide
     return make(scales, ACT_K, SLAB_K, STEP_K, amx)
 
 
-def _wide(scales: Scales, ACT_K: int, SLAB_K: int, STEP_K: int, amx: Any) -> Passes:
+def _wide(
+    scales: Scales,
+    ACT_K: int,
+    SLAB_K: int,
+    STEP_K: int,
+    amx: Any,
+    planes: tuple = (np.float32(1.0),),
+    MINIMUM_K: int = 0,
+) -> Passes:
     GROUP, SCALED, INT8 = scales.k or SLAB_K, scales.k > 0, ACT_K > 0
-    assert scales.minimum is None, "minima are of narrow groups"
+    MINIMA = scales.minimum is not None
+    assert MINIMUM_K or not MINIMA, "minima are of narrow groups"
+    minimum_of: Any = scales.minimum
+    MINIMA_OF_GROUP = GROUP // MINIMUM_K if MINIMUM_K else 0
+    PLANES, PLANE_OF = len(planes), planes
     factor_of: Any = scales.factor
     zero, load, store = amx.zero, amx.load, amx.store
     dot = amx.dot_i8 if INT8 else amx.dot_bf16
+
+    @inlined
+    def fold_minima(c, count, scale, group, act, less):
+        """Sums -= minima times the sums of their inputs."""
+        for half in range(2):
+            minima = f32x16_array(MINIMA_OF_GROUP)
+            for i in range(MINIMA_OF_GROUP):
+                minima[i] = minimum_of(scale, group * MINIMA_OF_GROUP + i, half)
+            for t in range(count):
+                value = zero_f32()
+                for i in range(MINIMA_OF_GROUP):
+                    x = broadcast_f32(f32(less + 4 * MAX_TOKENS * i, t))
+                    value = fma_f32(x, minima[i], value)
+                at = c + 64 * half + 128 * t
+                store_f32(at, fnma_f32(value, broadcast_f32(f32(act, t)), load_f32(at)))
 
     @inlined
     def fold(parts, first, count):
@@ -88,7 +134,14 @@ def _wide(scales: Scales, ACT_K: int, SLAB_K: int, STEP_K: int, amx: Any) -> Pas
         if SCALED:
             scale, group = i64(parts, _SCALE), i64(parts, _GROUP)
             low, high = factor_of(scale, group, 0), factor_of(scale, group, 1)
+            if PLANES > 1:
+                plane = broadcast_f32(f32(parts + 8 * _PLANE, 0))
+                low, high = mul_f32(low, plane), mul_f32(high, plane)
         act = i64(parts, _ACT) + 4 * first
+        if MINIMA:
+            less = i64(parts, _LESS)
+            if less != 0:
+                fold_minima(c, count, scale, group, act, less + 4 * first)
         for _ in range(count):
             if INT8:
                 x = broadcast_f32(f32(act, 0))
@@ -127,37 +180,45 @@ def _wide(scales: Scales, ACT_K: int, SLAB_K: int, STEP_K: int, amx: Any) -> Pas
     @inlined
     def run(inputs, count, a, a_group, b, c, scale, first_k, act_scales, sums, parts, ahead, lines):
         pair = count > 1
+        at = b
         for k in range(0, inputs, GROUP):
             steps = min(GROUP, inputs - k) // STEP_K
-            a0, at = a + k // STEP_K * TILE, b + k // STEP_K * 2 * TILE
-            left = i64(parts, _ROWS)
-            each, folded = (left + steps - 1) // steps, 0
-            zero(0)
-            zero(1)
-            zero(2)
-            zero(3)
-            for _ in range(steps):
-                product(pair, a0, a0 + a_group, at)
-                rows = min(each, left - folded)
-                fold(parts, folded, rows)
-                folded += rows
-                for _ in range(lines):
-                    prefetch_l2(ahead)
-                    ahead += 64
-                a0 += TILE
-                at += 2 * TILE
-            part = parts + _HEADER
-            store(0, part, 128)
-            store(1, part + 64, 128)
-            if pair:
-                store(2, part + 16 * 128, 128)
-                store(3, part + 16 * 128 + 64, 128)
-            poke_i64(parts, _SUMS, c)
-            poke_i64(parts, _SCALE, scale)
-            poke_i64(parts, _GROUP, (first_k + k) // GROUP)
-            if INT8:
-                poke_i64(parts, _ACT, act_scales + 4 * MAX_TOKENS * (k // ACT_K))
-            poke_i64(parts, _ROWS, 16 * count)
+            for plane in range(PLANES):
+                a0 = a + k // STEP_K * TILE
+                left = i64(parts, _ROWS)
+                each, folded = (left + steps - 1) // steps, 0
+                zero(0)
+                zero(1)
+                zero(2)
+                zero(3)
+                for _ in range(steps):
+                    product(pair, a0, a0 + a_group, at)
+                    rows = min(each, left - folded)
+                    fold(parts, folded, rows)
+                    folded += rows
+                    for _ in range(lines):
+                        prefetch_l2(ahead)
+                        ahead += 64
+                    a0 += TILE
+                    at += 2 * TILE
+                part = parts + _HEADER
+                store(0, part, 128)
+                store(1, part + 64, 128)
+                if pair:
+                    store(2, part + 16 * 128, 128)
+                    store(3, part + 16 * 128 + 64, 128)
+                poke_i64(parts, _SUMS, c)
+                poke_i64(parts, _SCALE, scale)
+                poke_i64(parts, _GROUP, (first_k + k) // GROUP)
+                if PLANES > 1:
+                    poke_f32(parts + 8 * _PLANE, PLANE_OF[plane])
+                if MINIMA:
+                    last = plane == PLANES - 1
+                    less = sums + 4 * MAX_TOKENS * (k // MINIMUM_K) if last else 0
+                    poke_i64(parts, _LESS, less)
+                if INT8:
+                    poke_i64(parts, _ACT, act_scales + 4 * MAX_TOKENS * (k // ACT_K))
+                poke_i64(parts, _ROWS, 16 * count)
         return ahead
 
     return Passes(run, flush, token_groups=2, b_rows=16)
