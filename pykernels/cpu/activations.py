@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ..quant import get_format
-from ..quant.activations import GROUPS
+from ..quant.activations import DIGITS_K, GROUPS
 from .decode import BIASES
-from .rows import DIGITS_K, Annotation
+from .rows import Annotation
 from .scales import SCALES
 
 

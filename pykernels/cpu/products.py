@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from ..quant.activations import DIGITS, DIGITS_K
 from .activations import annotation
 from .decode import Reader
 from .instructions import Instructions
@@ -34,11 +35,9 @@ from .intrin.registers import f32x16_array, i32x16_array
 from .jit import inlined
 from .job import i64
 from .rows import (
-    DIGITS,
-    DIGITS_K,
     activation_scale,
     codes_at,
-    digit_at,
+    digits_at,
     group_sum,
     offset_at,
 )
@@ -141,7 +140,7 @@ def _digits(reader: Reader, ops: Instructions, M: int) -> Products:
         for t in range(M):
             for j in range(DIGITS):
                 at = i + t * stride + j
-                digits = broadcast_dword(digit_at(i64(rows, t), K, j) + k)
+                digits = broadcast_dword(digits_at(i64(rows, t), K, k, j))
                 sums[at] = dot(sums[at], weights, digits)
 
     @inlined

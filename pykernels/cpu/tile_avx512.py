@@ -20,7 +20,6 @@ from .intrin.registers import f32x16_array
 from .jit import inlined, kernel, routine
 from .job import i64
 from .products import make_products
-from .rows import DIGITS
 from .silu import silu_mul_f32
 
 MAX_TOKENS = 8
@@ -181,7 +180,7 @@ def _digit_tiles(fmt: str, ops: Instructions) -> Any:
     """``make_tiles`` for bf16 activations as digits: four tokens fill the registers."""
     tile1, tile2, tile4 = (make_tile(fmt, M, ops, "bf16", True) for M in (1, 2, 4))
 
-    @routine(ARGUMENTS, f"{fmt}-digits{DIGITS}-{ops.name}")
+    @routine(ARGUMENTS, f"{fmt}-digits-{ops.name}")
     def tiles(M, w, scale, first, last, K, rows, tables, ahead, out):
         if M == 1:
             tile1(w, scale, first, last, K, rows, tables, ahead, out)
