@@ -17,7 +17,9 @@ from numba import carray, types
 
 from ..quant.layout import K_BLOCK
 from .activations import annotation
-from .amx_passes import MAX_TOKENS, PARTS_BYTES, TILE, make_passes
+from .amx_narrow import make_narrow
+from .amx_passes import MAX_TOKENS, PARTS_BYTES, TILE
+from .amx_wide import make_wide
 from .decode import AHEAD, LOADS, make_reader, pair_rows
 from .instructions import Instructions
 from .intrin.avx512 import store_f32, zero_f32
@@ -125,7 +127,11 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
     small_of: Any = scales.small
     if PLANES > 1:
         scales = Scales(scales.super_k, scales.super_factor, scales.minimum)
-    passes = make_passes(scales, ACT_K, SLAB * K_BLOCK, STEP_K, amx, SUM_K if PLANES > 1 else 0)
+    if PLANES == 1 and 0 < scales.k <= STEP_K:
+        passes = make_narrow(scales, ACT_K, STEP_K, amx)
+    else:
+        minimum_k = SUM_K if PLANES > 1 else 0
+        passes = make_wide(scales, ACT_K, SLAB * K_BLOCK, STEP_K, amx, minimum_k)
     run, flush, GROUPS, B_ROWS = passes.run, passes.flush, passes.token_groups, passes.b_rows
     variant = f"{fmt}-{activations}-{ops.name}-{amx.__name__.split('.')[-1]}"
 

@@ -229,7 +229,8 @@ def test_digits_are_those_of_the_reference(name):
         assert torch.equal(seen.view(7, count, DIGITS), -how.bias * added.permute(1, 2, 0))
     if how.sums:
         seen = _part(rows, sum_at(0, K, 0), K // how.sum_k)
-        by_group = x.double().view(7, -1, how.sum_k)
+        seen[4], by_group = 0, x.double().view(7, -1, how.sum_k)  # infinite
+        by_group[4] = 0
         assert ((seen - by_group.sum(2)).abs() <= 1e-6 * by_group.abs().sum(2)).all()
     x[0, 200] = float("nan")
     rows[:, : 2 * K] = x.view(torch.uint8)
