@@ -162,6 +162,21 @@ def test_int8_products_are_exact(which, name):
         assert_close(seen, truth[:M], 3e-7, f"{M} tokens")
 
 
+@pytest.mark.parametrize("which", KINDS)
+@pytest.mark.parametrize("name", ["int8", "q4_k"])
+def test_wide_ranges_of_inputs_are_summed_as_exactly_as_float32_can(which, name):
+    """Outliers of 1e5 among inputs of 1, and inputs from 1e-6 to 1e6: products are exact."""
+    g = torch.Generator().manual_seed(5)
+    fmt, K = get_format(name), 2048
+    weight = fmt.quantize(torch.randn(32, K, generator=g))
+    x = torch.randn(2, K, generator=g)
+    x[0, ::100] *= 1e5
+    x[1] *= 10.0 ** (12 * torch.rand(K, generator=g) - 6)
+    x, w = x.to(torch.bfloat16), fmt.dequantize(weight).double()
+    error = (run_tile(which, name, weight, x).double() - x.double() @ w.T).abs()
+    assert (error <= 1e-6 * (x.double().abs() @ w.abs().T)).all()
+
+
 @pytest.mark.parametrize("kind", ["avx512", "generic"])
 @pytest.mark.parametrize("name", ["int4", "q6_k"])
 def test_annotations_are_those_of_the_reference(kind, name):
