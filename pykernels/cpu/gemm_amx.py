@@ -6,7 +6,13 @@ block stays in L1 for all tokens (half of L1: on a shared core another thread ha
 The next slab of weights is prefetched meanwhile, a few lines with each product.
 
 bf16 blocks are B tiles already, and so are 8-bit integers where activations are int8. Others are
-decoded into a slab of them. ``amx_passes`` multiplies a slab and adds it to the sums.
+decoded into a slab of them. ``amx_wide`` or ``amx_narrow`` multiplies a slab and adds it to the
+sums.
+
+K-quants with int8 activations: a group's factor is a small integer times one float of its 256
+inputs. The integers are multiplied into the codes when these are decoded. That makes integers of 13
+bits, two planes of int8: twice the products, but of whole tiles, where groups of 16 or 32 inputs
+fill a quarter or half of one, and a fold in 256 inputs for each plane.
 """
 
 from __future__ import annotations
