@@ -10,8 +10,6 @@ device memory, and a step that waited for any would wait as long as for all.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 from triton.experimental import gluon
@@ -76,21 +74,21 @@ def right(x, B: gl.constexpr):
 @gluon.jit
 def load_words(rows, at, WORDS, FIRST, CHUNKS: gl.constexpr, CW: gl.constexpr):
     """Of each chunk of a step."""
-    words: Any = ()
+    words = ()
     for c in gl.static_range(CHUNKS):
         there = at < WORDS - FIRST - c * CW
         word = gl.load(rows + (FIRST + c * CW), mask=there, other=0, eviction_policy="evict_first")
-        words = words + (word,)
+        words += (word,)  # type: ignore[assignment]
     return words
 
 
 @gluon.jit
 def load_inputs(xs, at, K, FIRST, CHUNKS: gl.constexpr, HALVES: gl.constexpr, KC: gl.constexpr):
     """Of each half of each chunk."""
-    inputs: Any = ()
+    inputs = ()
     for i in gl.static_range(CHUNKS * HALVES):
         k = FIRST + i // HALVES * KC + i % HALVES * 32
-        inputs = inputs + (gl.load(xs + k, mask=at < K - k, other=0.0),)
+        inputs += (gl.load(xs + k, mask=at < K - k, other=0.0),)  # type: ignore[assignment]
     return inputs
 
 
@@ -100,13 +98,13 @@ def load_scales(
     KIND: gl.constexpr,
 ):  # fmt: skip
     """Words (fp8: float32) of each chunk: what GROUP inputs share, or two groups of 32."""
-    found: Any = ()
+    found = ()
     if GROUP > 0:
         PER: gl.constexpr = 128 if KIND == "fp8" else (64 if GROUP == 32 else GROUP)
         STRIDE = 1 if KIND == "fp8" else N
         for c in gl.static_range(CHUNKS):
             k = ((chunk + c) * KC)[:, None]
-            found = found + (gl.load(scales + k // PER * STRIDE, mask=k < K, other=0),)
+            found += (gl.load(scales + k // PER * STRIDE, mask=k < K, other=0),)  # type: ignore[assignment]
     return found
 
 
