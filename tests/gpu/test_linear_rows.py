@@ -127,6 +127,33 @@ def test_the_interpreter_goes_by_the_decoding_gemm(device: torch.device) -> None
             linear(torch.zeros(1, 384).bfloat16(), stack, plan=plan)
 
 
+@pytest.mark.gpu
+def test_a_chain_of_linears_waits_for_what_it_reads() -> None:
+    """A launch may begin before the one in front of it has ended; it reads nothing until then."""
+    device = torch.device("cuda")
+    stack = made("int4-g128", 2048, 2048)[1].to(device)
+    x = torch.randn(1, 2048, device=device).bfloat16()
+
+    def chain(wait: bool) -> torch.Tensor:
+        y = x
+        for i in range(24):
+            y = linear(y, stack, plan=FewPlan(32, 4) if i % 3 else None)
+            if wait:
+                torch.cuda.synchronize()
+        return y
+
+    slow = chain(True)
+    assert slow.abs().max() > 0
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain(False)
+    for _ in range(5):
+        assert torch.equal(chain(False), slow)
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(captured, slow)
+
+
 def _meta_call(name: str, M: int, N: int, group: int | None = None) -> tuple[str, object]:
     stack = empty_for_gpu(get_format(name), 1, N, 7168, torch.device("meta"), group)
     x = torch.empty(M, 7168, dtype=torch.bfloat16, device="meta")
