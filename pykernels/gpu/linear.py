@@ -136,6 +136,6 @@ def _unfit(
         return None if fits else f"few_rows takes up to 64 rows of {', '.join(FEW_KINDS)} on a GPU"
     if capability[0] != 9 or not many_takes(weight):
         return "many_rows_hopper takes int4 and int8 in groups of 128 or whole rows, on Hopper"
-    steps = triton.cdiv(weight.data.shape[-1], 64)
+    steps = triton.cdiv(weight.K, 128)
     full = triton.cdiv(steps, triton.cdiv(steps, plan.split_k)) == plan.split_k
     return None if full else f"{steps} steps in {plan.split_k} parts leave one empty"

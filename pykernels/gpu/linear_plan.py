@@ -48,7 +48,7 @@ def many_plan(M: int, N: int, steps: int, processors: int) -> ManyPlan:
     """Inputs of 64 to 256 rows a program; K in parts where there are few programs.
 
     Args:
-        steps: of 16 words.
+        steps: of 128 inputs.
     """
     cols = 64 if M <= 64 else 128 if M <= 256 else 256
     plan = ManyPlan(cols, stages=3 if cols == 256 else 4)
@@ -78,7 +78,7 @@ def choose_plan(weight: Matrices, M: int, device: torch.device, activations: str
             return FewPlan(**tuned) if tuned else few_plan(M, N, processors)
         if capability[0] == 9 and many_takes(weight):
             tuned = tuned_plan("many", kind, name, M, N, K)
-            steps = triton.cdiv(weight.data.shape[-1], 64)
+            steps = triton.cdiv(K, 128)
             return ManyPlan(**tuned) if tuned else many_plan(M, N, steps, processors)
     key = kind if path == "decoded" else path
     plan = gemm_plan("linear", key, capability, M, N, K, name)

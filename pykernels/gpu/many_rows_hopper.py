@@ -24,7 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .matrices import Matrices, scale_words
 from .mla_decode_hopper import barrier
 from .plan import ManyPlan
-from .register_words import MAGIC, WORD_INPUTS, codes, powers
+from .register_words import MAGIC, codes, powers
 
 KINDS = ("int4", "int8")
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -60,10 +60,9 @@ def lane_order(x, out, M, K, K_OUT, KIND: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def in_lane_order(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """x [M, K] as the products want it: [M, K up to whole steps]."""
+    """x [M, K] as the products want it: [M, K up to whole steps of 128]."""
     M, K = x.shape
-    step = 16 * WORD_INPUTS[kind]
-    out = torch.empty(M, -(-K // step) * step, dtype=x.dtype, device=x.device)
+    out = torch.empty(M, -(-K // 128) * 128, dtype=x.dtype, device=x.device)
     block = 1024
     grid = (triton.cdiv(out.shape[1], block), M)
     lane_order[grid](x, out, M, K, out.shape[1], KIND=kind, BLOCK=block)
@@ -93,10 +92,10 @@ def operand(words, scale, MAGIC, KIND: gl.constexpr, SCALED: gl.constexpr, A: gl
 
 
 @gluon.jit
-def load_scale(scales, c, last, N, PER: gl.constexpr, GROUP: gl.constexpr):
+def load_scale(scales, c, last, N, GROUP: gl.constexpr):
     """Of step c, each row's; without groups 0."""
     if GROUP > 0:
-        return gl.load(scales + gl.minimum(c, last) * PER // GROUP * N)
+        return gl.load(scales + gl.minimum(c, last) * N)
     else:
         return 0
 
@@ -110,19 +109,19 @@ def many_rows_hopper(
 ):  # fmt: skip
     """out[m, n] = sum over k of x[m, k] * w[n, k], COLS rows of x by 16 WARPS rows of w.
 
-    Program (i, j) adds up steps j * SHARE .. (j + 1) * SHARE - 1 of 16 words; with PARTS it writes
-    them as they are to ``out`` + j * M * N.
+    Program (i, j) adds up steps j * SHARE .. (j + 1) * SHARE - 1 of 128 inputs; with PARTS it
+    writes them as they are to ``out`` + j * M * N. A step is two products, so that two sets of
+    registers take turns: a copy of one to the other would have to wait for the product.
 
     Args:
-        x: descriptor of bfloat16 [M, STEPS * inputs of 16 words], in the order of lanes.
+        x: descriptor of bfloat16 [M, STEPS * 128], in the order of lanes.
         w: descriptor of int32 [N, words].
         w_scale: int32, see ``matrices``.
     """
     ROWS: gl.constexpr = 16 * WARPS
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLS, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    HALVES: gl.constexpr = 2 if KIND == "int4" else 1
-    PER: gl.constexpr = 64 * HALVES
+    TILES: gl.constexpr = 1 if KIND == "int4" else 2  # of words, a step
     SCALED: gl.constexpr = GROUP > 0
     m0 = gl.program_id(0) % M_BLOCKS * COLS
     n0 = gl.program_id(0) // M_BLOCKS * ROWS
@@ -138,51 +137,54 @@ def many_rows_hopper(
         mbarrier.init(w_ready.index(q), count=1)
     barrier()
     for q in gl.static_range(WORD_STAGES):
-        if q < count:
+        if q < count * TILES:
             mbarrier.expect(w_ready.index(q), ROWS * 64)
-            tma_load(w, [n0, (c0 + q) * 16], w_ready.index(q), ws.index(q))
+            tma_load(w, [n0, (c0 * TILES + q) * 16], w_ready.index(q), ws.index(q))
     for q in gl.static_range(STAGES - 1):
-        if q < count * HALVES:
+        if q < count * 2:
             mbarrier.expect(x_ready.index(q), COLS * 128)
-            tma_load(x, [m0, c0 * PER + q * 64], x_ready.index(q), xs.index(q))
+            tma_load(x, [m0, (c0 * 2 + q) * 64], x_ready.index(q), xs.index(q))
     na = gl.minimum(n0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, A)), N - 1)
     scales = w_scale + na
     last = c0 + count - 1
-    scale = load_scale(scales, c0, last, N, PER, GROUP)
-    scale_1 = load_scale(scales, c0 + 1, last, N, PER, GROUP)
-    scale_2 = load_scale(scales, c0 + 2, last, N, PER, GROUP)
+    scale = load_scale(scales, c0, last, N, GROUP)
+    scale_1 = load_scale(scales, c0 + 1, last, N, GROUP)
+    scale_2 = load_scale(scales, c0 + 2, last, N, GROUP)
     acc = gl.full([ROWS, COLS], 0.0, gl.float32, layout=ACC)
     mbarrier.wait(w_ready.index(0), 0)
     words = ws.index(0).load(LW)
     a = operand(words, scale, MAGIC, KIND, SCALED, A)
     before = a
     for c in range(0, count):
-        for h in gl.static_range(HALVES):
-            i = c * HALVES + h
+        for h in gl.static_range(2):
+            i = c * 2 + h
             stage = i % STAGES
             mbarrier.wait(x_ready.index(stage), i // STAGES & 1)
             token = warpgroup_mma(a, xs.index(stage).permute((1, 0)), acc, is_async=True)
             acc, before = warpgroup_mma_wait(1, deps=[token, before])
-            barrier()  # all have read the inputs of step i - 1, and words c
+            barrier()  # all have read the inputs of product i - 1 and the words of this one
             j = i + STAGES - 1
             to = j % STAGES
-            if j < count * HALVES:
+            if j < count * 2:
                 mbarrier.expect(x_ready.index(to), COLS * 128)
-                tma_load(x, [m0, c0 * PER + j * 64], x_ready.index(to), xs.index(to))
-            if h == 0:
-                place = c % WORD_STAGES
-                if c + WORD_STAGES < count:
+                tma_load(x, [m0, (c0 * 2 + j) * 64], x_ready.index(to), xs.index(to))
+            if h < TILES:
+                tile = c * TILES + h
+                place = tile % WORD_STAGES
+                if tile + WORD_STAGES < count * TILES:
                     mbarrier.expect(w_ready.index(place), ROWS * 64)
-                    column = (c0 + c + WORD_STAGES) * 16
+                    column = (c0 * TILES + tile + WORD_STAGES) * 16
                     tma_load(w, [n0, column], w_ready.index(place), ws.index(place))
             before = a
-            if h == HALVES - 1:
-                ahead = gl.minimum(c + 1, count - 1)
+            if h == 1 or TILES == 2:
+                ahead = gl.minimum(c * TILES + (h if TILES == 2 else 0) + 1, count * TILES - 1)
                 mbarrier.wait(w_ready.index(ahead % WORD_STAGES), ahead // WORD_STAGES & 1)
                 words = ws.index(ahead % WORD_STAGES).load(LW)
+            if h == 1:
                 scale = scale_1
                 scale_1 = scale_2
-                scale_2 = load_scale(scales, c0 + c + 3, last, N, PER, GROUP)
+                scale_2 = load_scale(scales, c0 + c + 3, last, N, GROUP)
+            if h == 1 or TILES == 2:
                 a = operand(words, scale, MAGIC, KIND, SCALED, A)
             else:
                 a = operand(words >> 4, scale, MAGIC, KIND, SCALED, A)
@@ -222,7 +224,7 @@ def multiply_many_rows(
     parts = out.shape[0] if out.ndim == 3 else 1
     M = x.shape[0]
     words = stack.data[0].view(torch.int32)
-    steps = triton.cdiv(words.shape[1], 16)
+    steps = triton.cdiv(x.shape[1], 128)
     inputs = in_lane_order(x, stack.kind)
     x_shared = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     w_shared = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)

@@ -104,7 +104,7 @@ class ManyPlan:
 
     Attributes:
         cols: rows of the inputs a program multiplies by 16 ``warps`` rows of the matrix.
-        stages, word_stages: steps of inputs (of 64) and of words (of 16) in shared memory.
+        stages, word_stages: tiles of 64 inputs and of 16 words of a row in shared memory.
         split_k: programs that share one output tile.
     """
 
