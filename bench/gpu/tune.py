@@ -24,13 +24,12 @@ import torch
 from pykernels.errors import PykernelsError
 from pykernels.gpu import plan as plans
 from pykernels.gpu.ahead import only_compile
-from pykernels.gpu.few_rows import KINDS as FEW_KINDS
 from pykernels.gpu.linear import linear
-from pykernels.gpu.linear_plan import FEW_ROWS, Plan
+from pykernels.gpu.linear_plan import H200_PROCESSORS, Plan, kernel_of
 from pykernels.gpu.many_rows_hopper import KINDS as MANY_KINDS
 from pykernels.gpu.matrices import kind_of
 from pykernels.gpu.moe import Experts, down, gate_up, sort_slots
-from pykernels.gpu.plan import GEMV_ROWS, GemmPlan, ManyPlan
+from pykernels.gpu.plan import GemmPlan, ManyPlan
 
 from .candidates import candidates
 from .harness import reason, sets_for
@@ -79,16 +78,12 @@ def jobs(ops: set[str], formats: set[str]) -> Iterator[Job]:
     for format, M in [*linears, ("fp8", 1), ("q4_k", 1)]:
         for N, K in ((7168, 7168), (18432, 7168)):
             if "linear" in ops and format in formats:
-                yield Job(_linear_op(kind_of(format_of(format)), M), format, "bf16", M, N, K)
+                yield Job(_linear_op(kind_of(format_of(format)), M, N), format, "bf16", M, N, K)
 
 
-def _linear_op(kind: str, M: int) -> str:
+def _linear_op(kind: str, M: int, N: int) -> str:
     """Which kind of plan ``linear_plan`` looks for on Hopper."""
-    if M <= GEMV_ROWS.get(kind, 0):
-        return "gemv"
-    if M <= FEW_ROWS and kind in FEW_KINDS:
-        return "few"
-    return "many" if kind in MANY_KINDS else "linear"
+    return kernel_of(kind, M, N, H200_PROCESSORS, (9, 0), kind in MANY_KINDS)
 
 
 def calls(

@@ -4,8 +4,9 @@ Weights are the left operand of ``mma.sync`` (sm_80 on), loaded 16 bytes a lane 
 lane that multiplies them and decoded there (see ``register_words``): about 2.3 instructions a
 weight for up to 8 rows, where all else costs as much as memory does. The warps of a program share
 its rows and part K; their sums are added in shared memory, in a fixed order. All that a step reads
-(weights, scales and, for up to 8 rows, inputs) is asked for one step ahead: each of them comes from
-device memory, and a step that waited for any would wait as long as for all.
+(weights, scales and, for up to 8 rows, inputs) is asked for one step ahead or, where a step has few
+bytes, two: each of them comes from device memory, and a step that waited for any would wait as long
+as for all.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def few_rows(
     x, w, w_scale, out, bias, M, N, K, WORDS, MAGIC,
     KIND: gl.constexpr, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
     S: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, LANE: gl.constexpr,
-    CHUNKS: gl.constexpr, LW: gl.constexpr, LX: gl.constexpr,
+    CHUNKS: gl.constexpr, AHEAD: gl.constexpr, LW: gl.constexpr, LX: gl.constexpr,
 ):  # fmt: skip
     """out[m, n] = sum over k of x[m, k] * w[n, k]: one program ROWS rows of w, all of K.
 
@@ -162,6 +163,8 @@ def few_rows(
         gdc_launch_dependents()
         gdc_wait()
     words = load_words(rows, at_w, WORDS, 0, CHUNKS, CW)
+    if AHEAD == 2:
+        later = load_words(rows, at_w, WORDS, STEP * CW, CHUNKS, CW)
     scale = load_scales(scales, chunk, N, K, CHUNKS, KC, GROUP, KIND)
     if EARLY:
         inputs = load_inputs(xs, at_x, K, 0, CHUNKS, HALVES, KC)
@@ -173,7 +176,12 @@ def few_rows(
         scale_now = scale
         inputs_now = inputs
         chunk += STEP
-        words = load_words(rows, at_w, WORDS, (step + 1) * (STEP * CW), CHUNKS, CW)
+        asked = load_words(rows, at_w, WORDS, (step + AHEAD) * (STEP * CW), CHUNKS, CW)
+        if AHEAD == 2:
+            words = later
+            later = asked
+        else:
+            words = asked
         scale = load_scales(scales, chunk, N, K, CHUNKS, KC, GROUP, KIND)
         if EARLY:
             inputs = load_inputs(xs, at_x, K, k + STEP * KC, CHUNKS, HALVES, KC)
@@ -250,6 +258,7 @@ def multiply_few_rows(
         COLS=cols,
         LANE=lane,
         CHUNKS=plan.chunks,
+        AHEAD=plan.ahead,
         LW=words_layout,
         LX=inputs_layout,
         num_warps=plan.warps,

@@ -1,10 +1,10 @@
-"""A few rows times an int8 matrix on the plain arithmetic units, at the rate it is read.
+"""One row times an int8 matrix on the plain arithmetic units, at the rate it is read.
 
-At one row each weight is used once, and what decodes it must cost less than fetching it. A code
+Each weight is used once, and what decodes it must cost less than fetching it. A code
 that is masked where it lies in its word *is* a float32, a subnormal one (NVIDIA's multiply-add
-takes these at full rate); the power of two of its place is in the inputs, which all rows share, and
-so is the codes' offset. Every processor streams whole rows, so nothing is split over K and no
-second pass adds anything up.
+takes these at full rate); the power of two of its place is in the inputs, which a program's rows
+share, and so is the codes' offset. Every processor streams whole rows, so nothing is split over K
+and no second pass adds anything up.
 """
 
 from __future__ import annotations
@@ -79,17 +79,16 @@ def gemv(
     WORDS,
     GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """out[m, n] = sum over k of x[m, k] * w[n, k]: one program BLOCK_N rows of w, all of K.
+    """out[n] = sum over k of x[k] * w[n, k]: one program BLOCK_N rows of w, all of K.
 
     A step is [BLOCK_N, BLOCKS * 8] words of 32 bits; 8 words are 32 weights.
 
     Args:
-        x: int64 [M, K / 4], four bfloat16 each.
+        x: int64 [K / 4], four bfloat16 each.
         w: int32 [N, WORDS].
         w_scale: int32 [K / max(GROUP, 64), N] (GROUP 0: [N]): see ``matrices``.
     """
@@ -101,9 +100,6 @@ def gemv(
     quads = x + i
     # Lanes keep sums of their own; they are added up once, behind the loop.
     total = tl.zeros((BLOCK_N, BLOCKS, 8), tl.float32)
-    total_1 = total
-    total_2 = total
-    total_3 = total
     for first in tl.range(0, WORDS, BLOCKS * 8, num_stages=STAGES):
         inside = first + i < WORDS
         words = tl.load(rows + first, mask=exists[:, None] & inside[None, :], other=0)
@@ -114,37 +110,19 @@ def gemv(
             both = exists[:, None] & (k_block * 8 < WORDS)[None, :]
             word = tl.load(w_scale + at[None, :] * N + n[:, None], mask=both, other=0)
             scale = word_scales(word, (k_block % 2 == 1)[None, :], GROUP)
-        for m in tl.static_range(M):
-            a, b, c, d = four_inputs(tl.load(quads + (m * (K // 4) + first), mask=inside, other=0))
-            part = dot_bytes(words ^ -2139062144, a, b, c, d)  # 0x80808080
-            part = part.reshape(BLOCK_N, BLOCKS, 8) * scale
-            if m == 0:
-                total += part
-            elif m == 1:
-                total_1 += part
-            elif m == 2:
-                total_2 += part
-            else:
-                total_3 += part
-    for m in tl.static_range(M):
-        if m == 0:
-            lanes = total
-        elif m == 1:
-            lanes = total_1
-        elif m == 2:
-            lanes = total_2
-        else:
-            lanes = total_3
-        value = tl.sum(tl.sum(lanes, axis=2), axis=1) * (1 / UNIT)
-        if GROUP == 0:
-            scale = tl.load(w_scale + n, mask=exists, other=0)
-            value *= scale.to(tl.float32, bitcast=True)
-        if HAS_BIAS:
-            value += tl.load(bias + n, mask=exists, other=0.0).to(tl.float32)
-        tl.store(out + m * N + n, to_bf16(value), mask=exists)
+        a, b, c, d = four_inputs(tl.load(quads + first, mask=inside, other=0))
+        part = dot_bytes(words ^ -2139062144, a, b, c, d)  # 0x80808080
+        total += part.reshape(BLOCK_N, BLOCKS, 8) * scale
+    value = tl.sum(tl.sum(total, axis=2), axis=1) * (1 / UNIT)
+    if GROUP == 0:
+        scale = tl.load(w_scale + n, mask=exists, other=0)
+        value *= scale.to(tl.float32, bitcast=True)
+    if HAS_BIAS:
+        value += tl.load(bias + n, mask=exists, other=0.0).to(tl.float32)
+    tl.store(out + n, to_bf16(value), mask=exists)
 
 
-def multiply_few(
+def multiply_one_row(
     x: torch.Tensor,
     stack: Matrices,
     out: torch.Tensor,
@@ -154,9 +132,9 @@ def multiply_few(
     """out = x @ w.T + bias; the caller has checked shapes, dtypes and alignment.
 
     Args:
-        x: bfloat16 [M, K], M from 1 to 4.
+        x: bfloat16 [1, K].
         stack: one int8 matrix.
-        out: bfloat16 [M, N].
+        out: bfloat16 [1, N].
     """
     words = stack.data[0].view(torch.int32)
     x = x if x.storage_offset() % 4 == 0 else x.clone()  # read 8 bytes at a time
@@ -171,7 +149,6 @@ def multiply_few(
         words.shape[1],
         GROUP=0 if stack.group == stack.K else stack.group,
         HAS_BIAS=bias is not None,
-        M=x.shape[0],
         BLOCK_N=plan.block_n,
         BLOCKS=max(1, plan.words // 8),
         STAGES=plan.stages,

@@ -1,7 +1,7 @@
 """Linear layers with quantized weights, from one row to thousands (what Marlin is for elsewhere).
 
-- One to four rows of int8: ``gemv``, no tensor cores.
-- Up to 32 rows of int4, int8 or E4M3: ``few_rows``, weights decoded in the lanes that load them.
+- One row of a narrow int8 matrix: ``gemv``, no tensor cores.
+- Up to 16 or 32 rows of int4, int8 or E4M3: ``few_rows``, decoding in the lanes that load weights.
 - More on Hopper: ``many_rows_hopper``, decoding while the tensor cores multiply.
 - All else: the GEMM of the routed experts, with one expert.
 
@@ -17,7 +17,7 @@ from ..errors import PykernelsError
 from .few_rows import KINDS as FEW_KINDS
 from .few_rows import multiply_few_rows
 from .gemv import KINDS as GEMV_KINDS
-from .gemv import multiply_few
+from .gemv import multiply_one_row
 from .grouped_gemm import multiply, path_of
 from .launch import arch, check_device
 from .launch import supports as device_supports
@@ -96,7 +96,7 @@ def linear(
     if reason := _unfit(plan, weight, M, device, activations):
         raise PykernelsError(f"no kernel for that plan: {reason}", "Let gpu.linear_plan choose")
     if isinstance(plan, GemvPlan):
-        multiply_few(x, weight, out, bias, plan)
+        multiply_one_row(x, weight, out, bias, plan)
         return out
     if isinstance(plan, FewPlan):
         multiply_few_rows(x, weight, out, bias, plan)
@@ -128,7 +128,7 @@ def _unfit(
     if activations == "fp8":
         return "fp8 activations go by a GemmPlan"
     if isinstance(plan, GemvPlan):
-        fits = weight.kind in GEMV_KINDS and M <= 4
+        fits = weight.kind in GEMV_KINDS and M == 1
         return None if fits else f"no gemv for {M} rows of {weight.kind}"
     capability = arch(device)
     if isinstance(plan, FewPlan):

@@ -70,7 +70,7 @@ class GemmPlan:
 
 @dataclass(frozen=True)
 class GemvPlan:
-    """How a linear of one to four rows is launched.
+    """How a linear of one row is launched.
 
     Attributes:
         block_n: rows of the matrix a program multiplies.
@@ -91,11 +91,13 @@ class FewPlan:
         rows: of the matrix a program multiplies, a multiple of 16.
         warps: of a program: each takes its part of K.
         chunks: of 64 bytes (groups of 32 inputs: 32) of each row that a warp takes in a step.
+        ahead: 1 or 2 steps between asking for weights and multiplying them.
     """
 
     rows: int
     warps: int
     chunks: int = 1
+    ahead: int = 1
 
 
 @dataclass(frozen=True)
@@ -158,9 +160,6 @@ TABLE = (
 )
 
 GEMV = {"int8": GemvPlan(block_n=16, words=128, warps=4, stages=4)}
-GEMV_ROWS = {"int8": 4}
-"""Most rows for which each weight's multiplications by every row cost less than decoding it for
-the tensor cores."""
 
 
 def generation(arch: tuple[int, int]) -> str:
@@ -217,7 +216,11 @@ def split_k(programs: int, K: int, processors: int, block_k: int) -> int:
     return split
 
 
-LINEAR_PLANS: dict[str, type] = {"gemv": GemvPlan, "few": FewPlan, "many": ManyPlan}
+LINEAR_PLANS: dict[str, type[GemvPlan | FewPlan | ManyPlan]] = {
+    "gemv": GemvPlan,
+    "few": FewPlan,
+    "many": ManyPlan,
+}
 """By the op of tuned lines; all others hold a GemmPlan."""
 
 # Tuned plans: {"device": name, "op", "path", "rows", "N", "K", "plan": {...}} a line of a list.

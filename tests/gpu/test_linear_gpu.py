@@ -72,8 +72,8 @@ PLANS = [
     ("int4", 5, GemmPlan(16, 32, 64, split_k=5), "parts of different lengths"),
     ("int8", 16, GemmPlan(16, 64, 128, split_k=8), "more parts than steps: some are empty"),
     ("int8", 1, GemvPlan(16, 32), "rows in several steps"),
-    ("int8", 4, GemvPlan(8, 64), "four rows, last step beyond K"),
-    ("int8", 2, GemvPlan(32, 128), "a step longer than K"),
+    ("int8", 1, GemvPlan(8, 64), "last step beyond K"),
+    ("int8", 1, GemvPlan(32, 128), "a step longer than K"),
     ("int8-channel", 1, GemvPlan(16, 32), "one scale an output"),
     ("bf16", 33, GemmPlan(32, 64, 64, tma=True, group_m=1), "descriptors"),
 ]

@@ -11,7 +11,7 @@ from pykernels import ref
 from pykernels.errors import PykernelsError
 from pykernels.gpu import few_rows, launch, many_rows_hopper
 from pykernels.gpu.linear import linear
-from pykernels.gpu.linear_plan import choose_plan, few_plan, many_plan
+from pykernels.gpu.linear_plan import choose_plan, few_plan, kernel_of, many_plan
 from pykernels.gpu.matrices import empty_for_gpu
 from pykernels.gpu.plan import FewPlan, GemmPlan, ManyPlan
 from pykernels.quant import get_format
@@ -65,6 +65,7 @@ CASES = [
     ("int8", 2, 40, 320, FewPlan(16, 4), "pairs of groups"),
     ("int8-channel", 1, 24, 448, FewPlan(32, 2, 2), "one scale an output"),
     ("fp8", 1, 136, 192, FewPlan(16, 2), "two blocks of scales"),
+    ("int8-channel", 4, 24, 832, FewPlan(16, 2, 1, 2), "two steps ahead, beyond the last"),
     ("int4-g128", 5, 72, 1088, ManyPlan(16, 4, 3, 2), "more steps than places"),
     ("int4-g128", 20, 72, 384, ManyPlan(16, 4, 2, 4), "more places than steps, two row blocks"),
     ("int4-g128", 20, 64, 640, ManyPlan(32, 4, 3, 2, 3), "parts: one of them shorter"),
@@ -105,16 +106,37 @@ def test_every_code_is_decoded(run: Any) -> None:
         assert torch.equal(y, expected), name
 
 
-def test_plans_fit_the_shapes() -> None:
-    assert few_plan(1, 18432, 132) == FewPlan(32, 4)
-    assert few_plan(1, 7168, 132) == FewPlan(16, 8)
-    for M in (33, 64, 100, 300, 3000):
-        for steps in (1, 9, 56, 112):
-            plan = many_plan(M, 7168, steps, 132)
-            share = -(-steps // plan.split_k)
-            assert -(-steps // share) == plan.split_k
-    assert many_plan(64, 7168, 56, 132).split_k > 1
-    assert many_plan(3000, 7168, 56, 132).split_k == 1
+@pytest.mark.parametrize("N", [512, 7168, 18432])
+@pytest.mark.parametrize("M", [17, 64, 100, 300, 3000])
+def test_no_part_of_many_rows_is_empty(M: int, N: int) -> None:
+    for steps in (1, 9, 56, 112):
+        plan = many_plan(M, N, steps, 132)
+        share = -(-steps // plan.split_k)
+        assert -(-steps // share) == plan.split_k
+        shared = plan.stages * plan.cols * 128 + plan.word_stages * plan.warps * 1024
+        assert shared <= (113 if plan.warps == 4 else 226) * 1024
+
+
+def test_narrow_matrices_take_more_warps_or_parts() -> None:
+    for kind, group in (("int4", 128), ("int4", 32), ("int8", 7168), ("fp8", 128)):
+        for M in (1, 16):
+            narrow, wide = (few_plan(kind, group, M, N, 132) for N in (7168, 18432))
+            assert (narrow.warps, wide.warps) == (8, 4)
+    assert many_plan(64, 7168, 56, 132).split_k > many_plan(64, 18432, 56, 132).split_k == 1
+    assert many_plan(128, 18432, 56, 132).stages == 3  # three programs a processor, in one round
+    assert many_plan(3000, 18432, 56, 132).warps == 8
+
+
+def test_which_kernel_takes_which_rows() -> None:
+    def found(kind: str, M: int, N: int, capability: tuple[int, int], many: bool = True) -> str:
+        return kernel_of(kind, M, N, 132, capability, many)
+
+    assert found("int8", 1, 7168, (9, 0)) == "gemv"
+    assert found("int8", 1, 18432, (9, 0)) == found("int8", 2, 7168, (9, 0)) == "few"
+    assert found("int4", 17, 7168, (9, 0)) == "many"
+    assert found("int4", 17, 7168, (9, 0), many=False) == found("int4", 32, 7168, (8, 0)) == "few"
+    assert found("int4", 33, 7168, (8, 0)) == found("q4_k", 1, 7168, (9, 0), False) == "linear"
+    assert found("int4", 1, 7168, (0, 0)) == "linear"  # the interpreter
 
 
 def test_the_interpreter_goes_by_the_decoding_gemm(device: torch.device) -> None:
@@ -165,7 +187,12 @@ COMPILES = [
     _meta_call("int4", 1, 7168),
     _meta_call("int8", 16, 7168, 7168),
     _meta_call("fp8", 1, 7168),
+    _meta_call("int8", 1, 18432, 7168),
+    _meta_call("int4-g128", 32, 7168),
     _meta_call("int4-g128", 64, 7168),
+    _meta_call("int4-g128", 128, 18432),
+    _meta_call("int8", 128, 18432, 7168),
+    _meta_call("int4-g128", 2048, 18432),
     _meta_call("int4-g128", 2048, 7168),
     _meta_call("int8", 2048, 7168, 7168),
 ]
