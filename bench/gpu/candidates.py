@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pykernels.gpu.plan import GemmPlan, GemvPlan
+from pykernels.gpu.linear_plan import Plan
+from pykernels.gpu.plan import FewPlan, GemmPlan, GemvPlan, ManyPlan
 
 # (block_m, block_n, block_k, warps, stages)
 _BF16_MANY = (
@@ -40,11 +41,33 @@ _GEMV = [
     for stages in (2, 3, 5)
 ]  # fmt: skip
 
+_FEW = [
+    FewPlan(rows, warps, chunks)
+    for rows, warps, chunks in (
+        (16, 2, 1), (16, 4, 1), (16, 4, 2), (16, 8, 1), (16, 8, 2), (16, 16, 1), (32, 2, 1),
+        (32, 4, 1), (32, 4, 2), (32, 8, 1), (32, 8, 2), (64, 2, 1), (64, 4, 1), (64, 8, 1),
+    )
+] + [FewPlan(16, warps, chunks, ahead=2) for warps in (4, 8) for chunks in (1, 2)]  # fmt: skip
+_MANY = [
+    ManyPlan(cols, warps, stages, words, split)
+    for cols, warps, stages, words in (
+        (16, 4, 6, 6), (32, 4, 6, 6), (64, 4, 4, 4), (64, 4, 6, 6), (128, 4, 3, 4), (128, 4, 4, 4),
+        (256, 4, 3, 4), (256, 8, 5, 4),
+    )
+    for split in ((1, 2, 4) if cols <= 128 else (1,))
+]  # fmt: skip
 
-def candidates(op: str, path: str, rows: int) -> Iterator[GemmPlan | GemvPlan]:
+
+def candidates(op: str, path: str, rows: int) -> Iterator[Plan]:
     """Plans for ``rows`` rows an expert (or a linear)."""
     if op == "gemv":
         yield from _GEMV
+        return
+    if op == "few":
+        yield from _FEW
+        return
+    if op == "many":
+        yield from (plan for plan in _MANY if plan.cols < 2 * rows)
         return
     if path in ("bf16", "fp8"):
         many = _FP8 if path == "fp8" else _BF16_MANY

@@ -25,17 +25,17 @@ from pykernels.errors import PykernelsError
 from pykernels.gpu import plan as plans
 from pykernels.gpu.ahead import only_compile
 from pykernels.gpu.linear import linear
+from pykernels.gpu.linear_plan import H200_PROCESSORS, Plan, kernel_of
+from pykernels.gpu.many_rows_hopper import KINDS as MANY_KINDS
 from pykernels.gpu.matrices import kind_of
 from pykernels.gpu.moe import Experts, down, gate_up, sort_slots
-from pykernels.gpu.plan import GemmPlan, GemvPlan
+from pykernels.gpu.plan import GemmPlan, ManyPlan
 
 from .candidates import candidates
 from .harness import reason, sets_for
 from .moe import INTER, TOPK, E, H, route
 from .timer import make_timer
 from .weights import format_of, random_experts, random_stack
-
-Plan = GemmPlan | GemvPlan
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,16 @@ def jobs(ops: set[str], formats: set[str]) -> Iterator[Job]:
             for op, N, K in (("gate_up", INTER, H), ("down", H, INTER)):
                 if op in ops:
                     yield Job(op, format, activations, rows, N, K)
-    few = [(format, M) for format in ("int4-g128", "int8-channel") for M in (1, 16, 2048)]
-    for format, M in [*few, ("fp8", 1), ("q4_k", 1)]:
+    linears = [(f, M) for f in ("int4-g128", "int8-channel") for M in (1, 16, 64, 256, 2048)]
+    for format, M in [*linears, ("fp8", 1), ("q4_k", 1)]:
         for N, K in ((7168, 7168), (18432, 7168)):
             if "linear" in ops and format in formats:
-                op = "gemv" if M == 1 and format.startswith("int") else "linear"
-                yield Job(op, format, "bf16", M, N, K)
+                yield Job(_linear_op(kind_of(format_of(format)), M, N), format, "bf16", M, N, K)
+
+
+def _linear_op(kind: str, M: int, N: int) -> str:
+    """Which kind of plan ``linear_plan`` looks for on Hopper."""
+    return kernel_of(kind, M, N, H200_PROCESSORS, (9, 0), kind in MANY_KINDS)
 
 
 def calls(
@@ -132,6 +136,8 @@ def distinct(wanted: list[Job]) -> list[tuple[Job, Plan]]:
         for plan in job.candidates():
             if isinstance(plan, GemmPlan):
                 plan = replace(plan, split_k=1)
+            elif isinstance(plan, ManyPlan):
+                plan = replace(plan, split_k=min(plan.split_k, 2))  # parts are float32
             key = (job.op, job.format, job.activations, job.rows == 1, plan)
             found.setdefault(key, (job, plan))
     return list(found.values())

@@ -1,10 +1,10 @@
-"""A few rows times an int4 or int8 matrix on the plain arithmetic units, at the rate it is read.
+"""One row times an int8 matrix on the plain arithmetic units, at the rate it is read.
 
-At one row each weight is used once, and what decodes it must cost less than fetching it: about 3.3
-instructions an int4 weight here. A code that is masked where it lies in its word *is* a float32, a
-subnormal one (NVIDIA's multiply-add takes these at full rate); the power of two of its place is in
-the inputs, which all rows share, and so is the codes' offset. Every processor streams whole rows,
-so nothing is split over K and no second pass adds anything up.
+Each weight is used once, and what decodes it must cost less than fetching it. A code
+that is masked where it lies in its word *is* a float32, a subnormal one (NVIDIA's multiply-add
+takes these at full rate); the power of two of its place is in the inputs, which a program's rows
+share, and so is the codes' offset. Every processor streams whole rows, so nothing is split over K
+and no second pass adds anything up.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from .arith import to_bf16
 from .matrices import Matrices, scale_words
 from .plan import GemvPlan
 
+KINDS = ("int8",)
 UNIT = tl.constexpr(2.0**-89)
 """What a code of 1 times an input of 1 is while it is added up."""
 
@@ -37,29 +38,11 @@ def code(words, FIRST: tl.constexpr, MASK: tl.constexpr):
 
 
 @triton.jit
-def dot_nibbles(words, a, b, c, d, ODD: tl.constexpr):
-    """Sum over four inputs [words] of the low (or ODD: high) halves of [rows, words] words' bytes.
+def dot_bytes(words, a, b, c, d):
+    """Sum over four inputs [words] of the bytes, codes q + 128, of [rows, words] words.
 
     A code at bit p is a float of 2**(p - 149) as it lies there; its input carries 2**(60 - p).
     """
-    total = (a + b + c + d)[None, :] * -(8 * UNIT)
-    high = words >> 12
-    if ODD:
-        total += code(words, 4, 15) * (a * 2.0**56)[None, :]
-        total += code(words, 12, 15) * (b * 2.0**48)[None, :]
-        total += code(high, 8, 15) * (c * 2.0**52)[None, :]
-        total += code(high, 16, 15) * (d * 2.0**44)[None, :]
-    else:
-        total += code(words, 0, 15) * (a * 2.0**60)[None, :]
-        total += code(words, 8, 15) * (b * 2.0**52)[None, :]
-        total += code(words, 16, 15) * (c * 2.0**44)[None, :]
-        total += code(high, 12, 15) * (d * 2.0**48)[None, :]
-    return total
-
-
-@triton.jit
-def dot_bytes(words, a, b, c, d):
-    """The same for the four bytes of each word, codes q + 128."""
     total = (a + b + c + d)[None, :] * -(128 * UNIT)
     high = words >> 16
     total += code(words, 0, 255) * (a * 2.0**60)[None, :]
@@ -70,21 +53,18 @@ def dot_bytes(words, a, b, c, d):
 
 
 @triton.jit
-def word_scales(word, odd, KIND: tl.constexpr, GROUP: tl.constexpr):
-    """Scales [rows, blocks, 1] of the low and high codes of blocks of 8 words, from their words.
+def word_scales(word, odd, GROUP: tl.constexpr):
+    """Scales [rows, blocks, 1] of blocks of 8 words, from their words.
 
-    In groups of 32 a word has two bfloat16: of int4 for the low and the high codes of a block, of
-    int8 for even blocks and for ``odd`` ones.
+    In groups of 32 a word has two bfloat16, of an even block and of an ``odd`` one.
     """
     if GROUP == 32:
         s0 = (word << 16).to(tl.float32, bitcast=True)
         s1 = (word & -65536).to(tl.float32, bitcast=True)
-        if KIND == "int8":
-            s0 = tl.where(odd, s1, s0)
+        scale = tl.where(odd, s1, s0)
     else:
-        s0 = word.to(tl.float32, bitcast=True)
-        s1 = s0
-    return s0[:, :, None], s1[:, :, None]
+        scale = word.to(tl.float32, bitcast=True)
+    return scale[:, :, None]
 
 
 @triton.jit
@@ -97,83 +77,52 @@ def gemv(
     N,
     K,
     WORDS,
-    KIND: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """out[m, n] = sum over k of x[m, k] * w[n, k]: one program BLOCK_N rows of w, all of K.
+    """out[n] = sum over k of x[k] * w[n, k]: one program BLOCK_N rows of w, all of K.
 
-    A step is [BLOCK_N, BLOCKS * 8] words of 32 bits; 8 words are 64 int4 or 32 int8 weights.
+    A step is [BLOCK_N, BLOCKS * 8] words of 32 bits; 8 words are 32 weights.
 
     Args:
-        x: int64 [M, K / 4], four bfloat16 each.
+        x: int64 [K / 4], four bfloat16 each.
         w: int32 [N, WORDS].
         w_scale: int32 [K / max(GROUP, 64), N] (GROUP 0: [N]): see ``matrices``.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     exists = n < N
-    PER_BLOCK: tl.constexpr = 64 if KIND == "int4" else 32  # inputs of 8 words
-    QUADS: tl.constexpr = PER_BLOCK // 4
     i = tl.arange(0, BLOCKS * 8)
     block = tl.arange(0, BLOCKS)
     rows = w + n.to(tl.int64)[:, None] * WORDS + i[None, :]
-    quads = x + i // 8 * QUADS + i % 8
+    quads = x + i
     # Lanes keep sums of their own; they are added up once, behind the loop.
     total = tl.zeros((BLOCK_N, BLOCKS, 8), tl.float32)
-    total_1 = total
-    total_2 = total
-    total_3 = total
     for first in tl.range(0, WORDS, BLOCKS * 8, num_stages=STAGES):
         inside = first + i < WORDS
         words = tl.load(rows + first, mask=exists[:, None] & inside[None, :], other=0)
-        s0, s1 = 1.0, 1.0
+        scale = 1.0
         if GROUP != 0:
             k_block = first // 8 + block
-            at = k_block * PER_BLOCK // max(GROUP, 64)
+            at = k_block * 32 // max(GROUP, 64)
             both = exists[:, None] & (k_block * 8 < WORDS)[None, :]
             word = tl.load(w_scale + at[None, :] * N + n[:, None], mask=both, other=0)
-            s0, s1 = word_scales(word, (k_block % 2 == 1)[None, :], KIND, GROUP)
-        for m in tl.static_range(M):
-            at_x = quads + (m * (K // 4) + first // 8 * QUADS)
-            a, b, c, d = four_inputs(tl.load(at_x, mask=inside, other=0))
-            if KIND == "int4":
-                part = dot_nibbles(words, a, b, c, d, False).reshape(BLOCK_N, BLOCKS, 8) * s0
-                a, b, c, d = four_inputs(tl.load(at_x + 8, mask=inside, other=0))
-                part += dot_nibbles(words, a, b, c, d, True).reshape(BLOCK_N, BLOCKS, 8) * s1
-            else:
-                part = dot_bytes(words ^ -2139062144, a, b, c, d)  # 0x80808080
-                part = part.reshape(BLOCK_N, BLOCKS, 8) * s0
-            if m == 0:
-                total += part
-            elif m == 1:
-                total_1 += part
-            elif m == 2:
-                total_2 += part
-            else:
-                total_3 += part
-    for m in tl.static_range(M):
-        if m == 0:
-            lanes = total
-        elif m == 1:
-            lanes = total_1
-        elif m == 2:
-            lanes = total_2
-        else:
-            lanes = total_3
-        value = tl.sum(tl.sum(lanes, axis=2), axis=1) * (1 / UNIT)
-        if GROUP == 0:
-            scale = tl.load(w_scale + n, mask=exists, other=0)
-            value *= scale.to(tl.float32, bitcast=True)
-        if HAS_BIAS:
-            value += tl.load(bias + n, mask=exists, other=0.0).to(tl.float32)
-        tl.store(out + m * N + n, to_bf16(value), mask=exists)
+            scale = word_scales(word, (k_block % 2 == 1)[None, :], GROUP)
+        a, b, c, d = four_inputs(tl.load(quads + first, mask=inside, other=0))
+        part = dot_bytes(words ^ -2139062144, a, b, c, d)  # 0x80808080
+        total += part.reshape(BLOCK_N, BLOCKS, 8) * scale
+    value = tl.sum(tl.sum(total, axis=2), axis=1) * (1 / UNIT)
+    if GROUP == 0:
+        scale = tl.load(w_scale + n, mask=exists, other=0)
+        value *= scale.to(tl.float32, bitcast=True)
+    if HAS_BIAS:
+        value += tl.load(bias + n, mask=exists, other=0.0).to(tl.float32)
+    tl.store(out + n, to_bf16(value), mask=exists)
 
 
-def multiply_few(
+def multiply_one_row(
     x: torch.Tensor,
     stack: Matrices,
     out: torch.Tensor,
@@ -183,9 +132,9 @@ def multiply_few(
     """out = x @ w.T + bias; the caller has checked shapes, dtypes and alignment.
 
     Args:
-        x: bfloat16 [M, K], M from 1 to 4.
-        stack: one int4 or int8 matrix.
-        out: bfloat16 [M, N].
+        x: bfloat16 [1, K].
+        stack: one int8 matrix.
+        out: bfloat16 [1, N].
     """
     words = stack.data[0].view(torch.int32)
     x = x if x.storage_offset() % 4 == 0 else x.clone()  # read 8 bytes at a time
@@ -198,10 +147,8 @@ def multiply_few(
         stack.N,
         stack.K,
         words.shape[1],
-        KIND=stack.kind,
         GROUP=0 if stack.group == stack.K else stack.group,
         HAS_BIAS=bias is not None,
-        M=x.shape[0],
         BLOCK_N=plan.block_n,
         BLOCKS=max(1, plan.words // 8),
         STAGES=plan.stages,

@@ -1,31 +1,35 @@
 """Linear layers with quantized weights, from one row to thousands (what Marlin is for elsewhere).
 
-- One to four rows of int4 or int8: ``gemv``, no tensor cores.
-- Up to 64 rows: the decoding GEMM, K split over programs so that every processor reads; the parts
-  are added by a second launch in a fixed order.
-- More: the GEMM of the routed experts, with one expert.
+- One row of a narrow int8 matrix: ``gemv``, no tensor cores.
+- Up to 16 or 32 rows of int4, int8 or E4M3: ``few_rows``, decoding in the lanes that load weights.
+- More on Hopper: ``many_rows_hopper``, decoding while the tensor cores multiply.
+- All else: the GEMM of the routed experts, with one expert.
+
+Where K is split over programs, the parts are added by a second launch in a fixed order.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 import triton
 
 from ..errors import PykernelsError
-from .gemv import multiply_few
-from .grouped_gemm import decoded_step, multiply, path_of
+from .few_rows import KINDS as FEW_KINDS
+from .few_rows import multiply_few_rows
+from .gemv import KINDS as GEMV_KINDS
+from .gemv import multiply_one_row
+from .grouped_gemm import multiply, path_of
 from .launch import arch, check_device
 from .launch import supports as device_supports
+from .linear_plan import Plan, choose_plan
+from .many_rows_hopper import multiply_many_rows
+from .many_rows_hopper import takes as many_takes
 from .matrices import K_MULTIPLE, KINDS, Matrices
 from .partials import add_partials
-from .plan import GEMV, GemmPlan, GemvPlan, gemm_plan, gemv_plan, split_k
+from .plan import FewPlan, GemmPlan, GemvPlan, ManyPlan
 from .quantize import quantize_fp8
 
 ACTIVATIONS = ("bf16", "fp8")
-SPLIT_ROWS = 64
-"""Most rows for which K is split."""
 
 
 def supports(kind: str, K: int, device: torch.device, activations: str = "bf16") -> str | None:
@@ -49,7 +53,7 @@ def linear(
     bias: torch.Tensor | None = None,
     *,
     activations: str = "bf16",
-    plan: GemmPlan | GemvPlan | None = None,
+    plan: Plan | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``x @ weight.T + bias``.
@@ -59,7 +63,7 @@ def linear(
         weight: one matrix [N, K] (``matrices.pack_for_gpu`` of one weight).
         bias: [N], any float dtype.
         activations: "bf16"; "fp8" (fp8 weights only) quantizes x for each row and 128 inputs.
-        plan: in place of the one that ``gpu.plan`` chooses: a GemvPlan asks for ``gemv``.
+        plan: in place of the one that ``gpu.linear_plan`` chooses; its type says which kernel.
         out: bfloat16 [M, N].
 
     Returns:
@@ -89,39 +93,49 @@ def linear(
     if M == 0:
         return out
     plan = plan or choose_plan(weight, M, device, activations)
+    if reason := _unfit(plan, weight, M, device, activations):
+        raise PykernelsError(f"no kernel for that plan: {reason}", "Let gpu.linear_plan choose")
     if isinstance(plan, GemvPlan):
-        if weight.kind not in GEMV or M > 4:
-            raise PykernelsError(
-                f"no gemv for {M} rows of {weight.kind}", "Give int4 or int8 and up to 4 rows"
-            )
-        multiply_few(x, weight, out, bias, plan)
+        multiply_one_row(x, weight, out, bias, plan)
+        return out
+    if isinstance(plan, FewPlan):
+        multiply_few_rows(x, weight, out, bias, plan)
         return out
     rows, scale = quantize_fp8(x) if activations == "fp8" else (x, None)
     if plan.split_k == 1:
-        multiply(rows, weight, out, plan, x_scale=scale, bias=bias)
+        if isinstance(plan, ManyPlan):
+            multiply_many_rows(x, weight, out, bias, plan)
+        else:
+            multiply(rows, weight, out, plan, x_scale=scale, bias=bias)
         return out
-    if path_of(weight, scale is not None) != "decoded":
-        raise PykernelsError("only decoded weights are split over K", "Give a plan with split_k=1")
     parts = torch.empty(plan.split_k, M, N, dtype=torch.float32, device=device)
-    multiply(rows, weight, parts, plan)
+    if isinstance(plan, ManyPlan):
+        multiply_many_rows(x, weight, parts, None, plan)
+    else:
+        multiply(x, weight, parts, plan)
     add_partials(parts, out, bias)
     return out
 
 
-def choose_plan(
-    weight: Matrices, M: int, device: torch.device, activations: str = "bf16"
-) -> GemmPlan | GemvPlan:
-    """What ``linear`` would launch for M rows."""
-    cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if cuda else ""
-    if few := gemv_plan(weight.kind, M, weight.N, weight.K, name):
-        return few
-    path = path_of(weight, activations == "fp8")
-    key = weight.kind if path == "decoded" else path
-    plan = gemm_plan("linear", key, arch(device), M, weight.N, weight.K, name)
-    if path != "decoded" or M > SPLIT_ROWS or plan.split_k > 1:
-        return plan
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 132
-    programs = triton.cdiv(weight.N, plan.block_n) * triton.cdiv(M, plan.block_m)
-    parts = split_k(programs, weight.K, processors, decoded_step(weight, plan))
-    return replace(plan, split_k=parts)
+def _unfit(
+    plan: Plan, weight: Matrices, M: int, device: torch.device, activations: str
+) -> str | None:
+    """Why this plan's kernel cannot multiply these, or None."""
+    if isinstance(plan, GemmPlan):
+        if plan.split_k > 1 and path_of(weight, activations == "fp8") != "decoded":
+            return "only decoded weights are split over K"
+        return None
+    if activations == "fp8":
+        return "fp8 activations go by a GemmPlan"
+    if isinstance(plan, GemvPlan):
+        fits = weight.kind in GEMV_KINDS and M == 1
+        return None if fits else f"no gemv for {M} rows of {weight.kind}"
+    capability = arch(device)
+    if isinstance(plan, FewPlan):
+        fits = weight.kind in FEW_KINDS and M <= 64 and capability >= (8, 0)
+        return None if fits else f"few_rows takes up to 64 rows of {', '.join(FEW_KINDS)} on a GPU"
+    if capability[0] != 9 or not many_takes(weight):
+        return "many_rows_hopper takes int4 and int8 in groups of 128 or whole rows, on Hopper"
+    steps = triton.cdiv(weight.K, 128)
+    full = triton.cdiv(steps, triton.cdiv(steps, plan.split_k)) == plan.split_k
+    return None if full else f"{steps} steps in {plan.split_k} parts leave one empty"

@@ -17,10 +17,13 @@ import functools
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..env import env
 from ..errors import PykernelsError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 OPS = ("gate_up", "down", "linear")
 PATHS = ("bf16", "fp8", "decoded")
@@ -67,7 +70,7 @@ class GemmPlan:
 
 @dataclass(frozen=True)
 class GemvPlan:
-    """How a linear of one to four rows is launched.
+    """How a linear of one row is launched.
 
     Attributes:
         block_n: rows of the matrix a program multiplies.
@@ -78,6 +81,40 @@ class GemvPlan:
     words: int
     warps: int = 4
     stages: int = 3
+
+
+@dataclass(frozen=True)
+class FewPlan:
+    """How a linear of up to 64 rows is launched on the tensor cores, weights in registers.
+
+    Attributes:
+        rows: of the matrix a program multiplies, a multiple of 16.
+        warps: of a program: each takes its part of K.
+        chunks: of 64 bytes (groups of 32 inputs: 32) of each row that a warp takes in a step.
+        ahead: 1 or 2 steps between asking for weights and multiplying them.
+    """
+
+    rows: int
+    warps: int
+    chunks: int = 1
+    ahead: int = 1
+
+
+@dataclass(frozen=True)
+class ManyPlan:
+    """How a linear of more rows is launched on Hopper, weights decoded in registers.
+
+    Attributes:
+        cols: rows of the inputs a program multiplies by 16 ``warps`` rows of the matrix.
+        stages, word_stages: tiles of 64 inputs and of 16 words of a row in shared memory.
+        split_k: programs that share one output tile.
+    """
+
+    cols: int
+    warps: int = 4
+    stages: int = 4
+    word_stages: int = 4
+    split_k: int = 1
 
 
 @dataclass(frozen=True)
@@ -122,15 +159,7 @@ TABLE = (
     Row(("interpreter",), "decoded", OPS, ANY, GemmPlan(16, 32, 64)),
 )
 
-GEMV = {
-    "int4": GemvPlan(block_n=16, words=128, warps=2, stages=4),
-    "int8": GemvPlan(block_n=16, words=128, warps=4, stages=4),
-}
-"""8 rows a thread in int4: what is done to the inputs is then a quarter of the arithmetic, and
-several small programs a processor end close together."""
-GEMV_ROWS = {"int4": 2, "int8": 4}
-"""Most rows for which each weight's multiplications by every row cost less than decoding it for
-the tensor cores."""
+GEMV = {"int8": GemvPlan(block_n=16, words=128, warps=4, stages=4)}
 
 
 def generation(arch: tuple[int, int]) -> str:
@@ -168,14 +197,6 @@ def gemm_plan(
     )
 
 
-def gemv_plan(kind: str, M: int, N: int, K: int, device: str = "") -> GemvPlan | None:
-    """The plan for M rows of an int4 or int8 matrix; None if the tensor cores are better."""
-    if M > GEMV_ROWS.get(kind, 0):
-        return None
-    tuned = tuned_plan("gemv", kind, device, M, N, K)
-    return GemvPlan(**tuned) if tuned else GEMV[kind]
-
-
 SHARED = {"hopper": 227, "blackwell": 227, "ampere": 99, "ada": 99}
 """KiB of shared memory a program may have; sm_80 has 163, its relatives 99."""
 
@@ -194,6 +215,13 @@ def split_k(programs: int, K: int, processors: int, block_k: int) -> int:
         split *= 2
     return split
 
+
+LINEAR_PLANS: dict[str, type[GemvPlan | FewPlan | ManyPlan]] = {
+    "gemv": GemvPlan,
+    "few": FewPlan,
+    "many": ManyPlan,
+}
+"""By the op of tuned lines; all others hold a GemmPlan."""
 
 # Tuned plans: {"device": name, "op", "path", "rows", "N", "K", "plan": {...}} a line of a list.
 
@@ -227,7 +255,7 @@ def _file_lines(path: str) -> tuple[dict[str, Any], ...]:
     try:
         lines = json.loads(file.read_text())
         for line in lines:
-            (GemvPlan if line["op"] == "gemv" else GemmPlan)(**line["plan"])
+            LINEAR_PLANS.get(line["op"], GemmPlan)(**line["plan"])
         return tuple(lines)
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise PykernelsError(
@@ -236,7 +264,7 @@ def _file_lines(path: str) -> tuple[dict[str, Any], ...]:
 
 
 def write_tuned(
-    device: str, op: str, path: str, rows: float, N: int, K: int, plan: GemmPlan | GemvPlan
+    device: str, op: str, path: str, rows: float, N: int, K: int, plan: DataclassInstance
 ) -> Path:
     """Puts a tuned plan into the file, in the place of an older one; returns the file's path."""
     key = {"device": device, "op": op, "path": path, "rows": rows, "N": N, "K": K}

@@ -16,6 +16,7 @@ from __future__ import annotations
 import types
 from typing import Any
 
+import numpy as np
 import triton
 import triton.language as tl
 
@@ -60,6 +61,40 @@ class Threads:
         return deps[0] if len(deps) == 1 else tuple(deps)
 
 
+class Mbarrier:
+    """``mbarrier`` and copies by the tensor memory accelerator, which complete when begun."""
+
+    MBarrierLayout = staticmethod(lambda *args: None)
+
+    @staticmethod
+    def init(bar: Box, count: int) -> None:
+        bar.phases, bar.missing, bar.copies = 0, 0, []
+
+    @staticmethod
+    def expect(bar: Box, nbytes: int) -> None:
+        assert bar.missing == 0, "a phase began before the last one ended"
+        bar.missing = int(getattr(nbytes, "value", nbytes))
+
+    @staticmethod
+    def load(source: Any, place: list[Any], bar: Box, to: Box) -> None:
+        value = source.load(place)
+        to.copy(value)
+        bar.copies.append(to)
+        bar.missing -= value.dtype.primitive_bitwidth // 8 * int(np.prod(to.shape))
+        assert bar.missing >= 0, "more bytes than were expected"
+        bar.phases += bar.missing == 0
+
+    @staticmethod
+    def wait(bar: Box, phase: Any) -> None:
+        number = int(phase.handle.data.item()) if isinstance(phase, tl.tensor) else int(phase)
+        assert bar.phases and (bar.phases - 1) % 2 == number, (
+            "waits for ever, or for the last phase"
+        )
+        for box in bar.copies:
+            box.owes.clear()
+        bar.copies = []
+
+
 class Box:
     """Shared memory: one value, or several by ``index``."""
 
@@ -70,6 +105,8 @@ class Box:
         self.value: Any = None
         self.owes: set[str] = set()
         self.read = False  # by a product that was waited for, and no barrier since
+        self.phases = self.missing = 0  # of a barrier
+        self.copies: list[Box] = []
         threads.boxes.append(self)
 
     def index(self, at: Any) -> Box:
@@ -90,6 +127,11 @@ class Box:
 
     def copy(self, value: Any) -> None:
         self._write(value, {"wait", "barrier", "fence"})
+
+    def load(self, layout: Any) -> Any:
+        assert not self.owes, f"it is read and still owes a {self.owes}"
+        self.read = True
+        return self.value
 
     def permute(self, order: tuple[int, int]) -> Box:
         assert tuple(order) == (1, 0)
@@ -113,6 +155,20 @@ class _Gluon(types.SimpleNamespace):
         return getattr(tl, name)
 
 
+def _load(pointers: Any, mask: Any = None, other: Any = None, eviction_policy: str = "") -> Any:
+    return tl.load(pointers, mask=mask, other=other)
+
+
+def _mma_v2(a: Any, b: Any, acc: Any) -> Any:
+    return acc + tl.dot(a.to(WIDE), b.to(WIDE))
+
+
+@triton.jit
+def _pair(bits):
+    """bfloat16 with which the interpreter can calculate: as float32."""
+    return (bits << 16).to(tl.float32, bitcast=True), (bits & -65536).to(tl.float32, bitcast=True)
+
+
 def _language(threads: Threads) -> _Gluon:
     names = ("BlockedLayout", "SliceLayout", "NVMMASharedLayout", "NVMMADistributedLayout")
     return _Gluon(
@@ -121,6 +177,7 @@ def _language(threads: Threads) -> _Gluon:
         full=lambda shape, value, dtype, layout=None: tl.full(shape, value, dtype),
         allocate_shared_memory=lambda dtype, shape, layout: Box(threads, shape),
         convert_layout=_same,
+        load=_load,
         inline_asm_elementwise=lambda asm, constraints, args, **kwargs: args[0],
     )
 
@@ -140,6 +197,12 @@ def interpreted(kernel: Any, without: str | None = None) -> Any:
         "async_load": lambda to, pointers: to.copy(tl.load(pointers)),
         "barrier": threads.barrier,
         "fence_async_shared": threads.fence,
+        "mbarrier": Mbarrier,
+        "tma_load": Mbarrier.load,
+        "mma_v2": _mma_v2,
+        "pair": _pair,
+        "gdc_wait": _nothing,
+        "gdc_launch_dependents": _nothing,
         "warpgroup_mma": threads.mma,
         "warpgroup_mma_wait": threads.wait_mma,
     }

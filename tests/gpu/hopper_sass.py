@@ -48,6 +48,7 @@ def main() -> None:
     launch.arch = lambda device: (9, 0)
     from . import test_attention_decode as decode
     from . import test_attention_prefill as prefill
+    from . import test_linear_rows as linears
     from .compiles import source
 
     def compile_it(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -58,8 +59,8 @@ def main() -> None:
             print(json.dumps(row), flush=True)
 
     JITFunction.run = compile_it
-    chosen = {"GQA, D 128", "GQA, pages", "MLA", "MLA, 128 heads"}
-    for name, call in (*prefill.COMPILES, *decode.COMPILES):
+    chosen = {"GQA, D 128", "GQA, pages", "MLA", "MLA, 128 heads", "int4-g128 2048", "int8 2048"}
+    for name, call in (*prefill.COMPILES, *decode.COMPILES, *linears.COMPILES):
         if name in chosen:
             call()
 

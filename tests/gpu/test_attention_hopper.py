@@ -124,8 +124,10 @@ def test_ptxas_keeps_the_order() -> None:
     )
     assert result.returncode == 0, result.stderr[-3000:]
     rows = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [row["kernel"] for row in rows] == ["prefill_hopper"] * 3 + ["mla_decode_hopper"]
+    attention = ["prefill_hopper"] * 3 + ["mla_decode_hopper"]
+    assert [row["kernel"] for row in rows] == attention + ["many_rows_hopper"] * 3
     for row in rows:
-        assert row["waits"] < row["products"] / 4, f"products are serialized: {row}"
+        often = 2 if row["kernel"] == "many_rows_hopper" else 4
+        assert row["waits"] < row["products"] / often, f"products are serialized: {row}"
         if row["kernel"] == "prefill_hopper":
             assert row["beside"] >= 64, f"exponentials wait for the products: {row}"

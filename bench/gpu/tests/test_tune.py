@@ -7,7 +7,7 @@ import pytest
 from bench.gpu.candidates import candidates
 from bench.gpu.tune import distinct, jobs, main
 from pykernels.errors import PykernelsError
-from pykernels.gpu.plan import GemmPlan, GemvPlan
+from pykernels.gpu.plan import LINEAR_PLANS, GemmPlan
 
 EVERY = list(
     jobs({"gate_up", "down", "linear"}, {"bf16", "fp8", "int4-g128", "int8-channel", "q4_k"})
@@ -15,16 +15,17 @@ EVERY = list(
 
 
 def test_every_job_has_plans_of_its_kind() -> None:
-    assert {job.op for job in EVERY} == {"gate_up", "down", "linear", "gemv"}
+    assert {job.op for job in EVERY} == {"gate_up", "down", "linear", "gemv", "few", "many"}
     for job in EVERY:
         found = job.candidates()
         assert len(found) == len(set(found)) > 5
-        kind = GemvPlan if job.op == "gemv" else GemmPlan
+        kind = LINEAR_PLANS.get(job.op, GemmPlan)
         assert all(isinstance(plan, kind) for plan in found)
 
 
 def test_e4m3_tiles_lie_in_one_scale_block() -> None:
-    assert all(plan.block_n <= 128 for plan in candidates("down", "fp8", 512))
+    plans = list(candidates("down", "fp8", 512))
+    assert all(isinstance(plan, GemmPlan) and plan.block_n <= 128 for plan in plans)
 
 
 def test_a_kernel_is_compiled_once() -> None:

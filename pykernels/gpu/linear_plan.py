@@ -1,0 +1,129 @@
+"""Which kernel multiplies a linear's rows, and how it is launched: by shapes and the GPU alone.
+
+Decoded weights in bf16 activations, by rows: ``gemv`` (one row of a narrow int8 matrix, where it
+beats the tensor cores), ``few_rows`` (up to 16, or 32 where nothing faster takes more),
+``many_rows_hopper`` (Hopper, one scale for each 128 inputs or each output), and the decoding GEMM
+for all else, which the interpreter takes too: Gluon kernels have none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+
+from .few_rows import KINDS as FEW_KINDS
+from .grouped_gemm import decoded_step, path_of
+from .launch import arch
+from .many_rows_hopper import takes as many_takes
+from .matrices import Matrices
+from .plan import (
+    GEMV,
+    LINEAR_PLANS,
+    FewPlan,
+    GemmPlan,
+    GemvPlan,
+    ManyPlan,
+    gemm_plan,
+    split_k,
+    tuned_plan,
+)
+
+Plan = GemmPlan | GemvPlan | FewPlan | ManyPlan
+FEW_ROWS = 32
+"""Most rows for which each program reads all inputs itself, and half of it where
+``many_rows_hopper`` could multiply them too."""
+SPLIT_ROWS = 64
+"""Most rows for which the decoding GEMM splits K."""
+H200_PROCESSORS = 132
+
+
+def fills(N: int, processors: int) -> bool:
+    """Whether programs of a few rows of the matrix and 4 warps keep every processor busy."""
+    return N >= 96 * processors
+
+
+def kernel_of(
+    kind: str, M: int, N: int, processors: int, capability: tuple[int, int], many: bool
+) -> str:
+    """The op of plans for decoded weights: "gemv", "few", "many" or "linear".
+
+    Args:
+        many: whether ``many_rows_hopper`` has a form for these weights.
+    """
+    tensor = kind in FEW_KINDS and capability >= (8, 0)
+    many = many and capability[0] == 9
+    if M == 1 and kind in GEMV and not (tensor and fills(N, processors)):
+        return "gemv"
+    if tensor and M <= (FEW_ROWS // 2 if many else FEW_ROWS):
+        return "few"
+    return "many" if many else "linear"
+
+
+def few_plan(kind: str, group: int, M: int, N: int, processors: int) -> FewPlan:
+    """The fastest measured at matrices [18432, 7168] and [7168, 7168] on Hopper, by kind and rows.
+
+    Narrow matrices have few programs: these get 8 warps. Nibbles in large groups have few bytes a
+    row and take 32 rows; the others take 16, and their weights two steps ahead.
+    """
+    wide = fills(N, processors)
+    if M > 16:
+        return FewPlan(32, 4, 1 if wide else 2)
+    if kind == "int4" and (group > 32 or M > 8):
+        return FewPlan(32, 4, 1 if M <= 8 else 2) if wide else FewPlan(32, 8)
+    chunks = 2 if wide and group == 32 else 1
+    return FewPlan(16, 4 if wide else 8, chunks, ahead=2 if M <= 8 else 1)
+
+
+def many_plan(M: int, N: int, steps: int, processors: int) -> ManyPlan:
+    """Inputs of 32 to 256 rows a program; K in parts where there are few programs.
+
+    Args:
+        steps: of 128 inputs.
+    """
+    cols = next((cols for cols in (32, 64, 128) if M <= cols), 256)
+    programs = triton.cdiv(M, cols) * triton.cdiv(N, 64)
+    if cols == 256:
+        if programs >= 12 * processors:  # two warpgroups that share the inputs pay in many rounds
+            return ManyPlan(cols, warps=8, stages=5)
+        plan, room = ManyPlan(cols, stages=3), processors
+    elif cols == 128:  # two programs a processor, or with a stage less three
+        plan, room = ManyPlan(cols, stages=3 if programs > 2 * processors else 4), 2 * processors
+    elif cols == 64:
+        plan, room = ManyPlan(cols), 4 * processors
+    else:
+        plan, room = ManyPlan(cols, stages=6, word_stages=6), 9 * processors
+    parts = 1
+    while parts < 4 and 2 * parts * programs <= room and steps >= 8 * parts:
+        parts *= 2
+    share = triton.cdiv(steps, parts)
+    return replace(plan, split_k=triton.cdiv(steps, share))  # no part is empty
+
+
+def choose_plan(weight: Matrices, M: int, device: torch.device, activations: str = "bf16") -> Plan:
+    """What ``linear`` would launch for M rows."""
+    cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if cuda else ""
+    processors = (
+        torch.cuda.get_device_properties(device).multi_processor_count if cuda else H200_PROCESSORS
+    )
+    path = path_of(weight, activations == "fp8")
+    N, K, kind, capability = weight.N, weight.K, weight.kind, arch(device)
+    if path == "decoded":
+        op = kernel_of(kind, M, N, processors, capability, many_takes(weight))
+        tuned = tuned_plan(op, kind, name, M, N, K) if op in LINEAR_PLANS else None
+        if tuned:
+            return LINEAR_PLANS[op](**tuned)
+        if op == "gemv":
+            return GEMV[kind]
+        if op == "few":
+            return few_plan(kind, weight.group, M, N, processors)
+        if op == "many":
+            return many_plan(M, N, triton.cdiv(K, 128), processors)
+    key = kind if path == "decoded" else path
+    plan = gemm_plan("linear", key, capability, M, N, K, name)
+    if path != "decoded" or M > SPLIT_ROWS or plan.split_k > 1:
+        return plan
+    programs = triton.cdiv(N, plan.block_n) * triton.cdiv(M, plan.block_m)
+    return replace(plan, split_k=split_k(programs, K, processors, decoded_step(weight, plan)))

@@ -1,0 +1,198 @@
+"""Linears whose weights are decoded in registers: the kernels on a GPU, on any CPU by the shim."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pykernels import ref
+from pykernels.errors import PykernelsError
+from pykernels.gpu import few_rows, launch, many_rows_hopper
+from pykernels.gpu.linear import linear
+from pykernels.gpu.linear_plan import choose_plan, few_plan, kernel_of, many_plan
+from pykernels.gpu.matrices import empty_for_gpu
+from pykernels.gpu.plan import FewPlan, GemmPlan, ManyPlan
+from pykernels.quant import get_format
+from pykernels.testing import relative_error
+
+from .test_linear_gpu import made
+
+
+@pytest.fixture
+def run(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """(x, stack, bias, plan) -> bfloat16 [M, N], by the plan's own kernel."""
+    if launch.interpreted():
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        from .gluon_shim import interpreted
+
+        class Descriptor:
+            @staticmethod
+            def from_tensor(tensor: torch.Tensor, block: list[int], layout: object) -> Any:
+                return TensorDescriptor.from_tensor(tensor, block)
+
+        for module, name in ((few_rows, "few_rows"), (many_rows_hopper, "many_rows_hopper")):
+            monkeypatch.setattr(module, name, interpreted(getattr(module, name)))
+        monkeypatch.setattr(many_rows_hopper, "TensorDescriptor", Descriptor)
+    elif torch.cuda.get_device_capability(device) < (9, 0):
+        pytest.skip("Hopper's")
+
+    def call(x: torch.Tensor, stack: Any, bias: Any, plan: Any) -> torch.Tensor:
+        x, stack = x.to(device), stack.to(device)
+        bias = None if bias is None else bias.to(device)
+        out = torch.full((x.shape[0], stack.N), float("nan"), dtype=torch.bfloat16, device=device)
+        if not launch.interpreted():
+            return linear(x, stack, bias, plan=plan, out=out)
+        if isinstance(plan, FewPlan):
+            few_rows.multiply_few_rows(x, stack, out, bias, plan)
+            return out
+        if plan.split_k == 1:
+            many_rows_hopper.multiply_many_rows(x, stack, out, bias, plan)
+            return out
+        parts = torch.full((plan.split_k, *out.shape), float("nan"), device=device)
+        many_rows_hopper.multiply_many_rows(x, stack, parts, None, plan)
+        return (parts.sum(0) + (0 if bias is None else bias)).bfloat16()
+
+    return call
+
+
+CASES = [
+    ("int4", 1, 40, 384, FewPlan(32, 4), "groups of 32, rows that do not exist"),
+    ("int4-g128", 3, 40, 320, FewPlan(16, 2), "half a group at the end"),
+    ("int4-g128", 11, 33, 1152, FewPlan(16, 4, 2), "several steps, 16 columns"),
+    ("int8", 2, 40, 320, FewPlan(16, 4), "pairs of groups"),
+    ("int8-channel", 1, 24, 448, FewPlan(32, 2, 2), "one scale an output"),
+    ("fp8", 1, 136, 192, FewPlan(16, 2), "two blocks of scales"),
+    ("int8-channel", 4, 24, 832, FewPlan(16, 2, 1, 2), "two steps ahead, beyond the last"),
+    ("int4-g128", 5, 72, 1088, ManyPlan(16, 4, 3, 2), "more steps than places"),
+    ("int4-g128", 20, 72, 384, ManyPlan(16, 4, 2, 4), "more places than steps, two row blocks"),
+    ("int4-g128", 20, 64, 640, ManyPlan(32, 4, 3, 2, 3), "parts: one of them shorter"),
+    ("int8-channel", 9, 40, 448, ManyPlan(16, 4, 3, 2), "one scale an output, bytes"),
+    ("int8-channel", 9, 40, 448, ManyPlan(16, 4, 3, 2, 2), "one scale an output, parts"),
+]
+
+
+@pytest.mark.parametrize(("name", "M", "N", "K", "plan", "why"), CASES, ids=[c[5] for c in CASES])
+def test_plans(name: str, M: int, N: int, K: int, plan: Any, why: str, run: Any) -> None:
+    weight, stack = made(name, N, K)
+    x, bias = torch.randn(M, K).bfloat16(), torch.randn(N)
+    fmt = get_format(name.removesuffix("-channel"))
+    truth = ref.linear(x, weight, fmt, bias, dtype=torch.float64)
+    # The interpreter cuts where a GPU rounds.
+    most = 6e-3 if launch.interpreted() else 4e-3
+    assert relative_error(run(x, stack, bias, plan).cpu(), truth) < most
+
+
+def test_every_code_is_decoded(run: Any) -> None:
+    """Each code once in a row of its own, times one."""
+    for name, count in (("int4", 16), ("int8", 256), ("fp8", 256)):
+        stack = empty_for_gpu(get_format(name), 1, count, 128, torch.device("cpu"))
+        codes = torch.arange(count, dtype=torch.uint8)
+        if name == "fp8":
+            codes[codes & 0x7F == 0x7F] = 0  # NaN: no weight is
+        stack.data.view(torch.uint8)[:] = (codes * (17 if name == "int4" else 1))[:, None]
+        assert stack.scale is not None
+        stack.scale.fill_(1.0)
+        x = torch.zeros(1, 128)
+        x[0, 77] = 1.0
+        y = run(x.bfloat16(), stack, None, FewPlan(16, 2)).flatten().cpu().float()
+        if name == "int4":
+            expected = codes.float() - 8
+        else:
+            kind = torch.int8 if name == "int8" else torch.float8_e4m3fn
+            expected = codes.view(kind).float()
+        assert torch.equal(y, expected), name
+
+
+@pytest.mark.parametrize("N", [512, 7168, 18432])
+@pytest.mark.parametrize("M", [17, 64, 100, 300, 3000])
+def test_no_part_of_many_rows_is_empty(M: int, N: int) -> None:
+    for steps in (1, 9, 56, 112):
+        plan = many_plan(M, N, steps, 132)
+        share = -(-steps // plan.split_k)
+        assert -(-steps // share) == plan.split_k
+        shared = plan.stages * plan.cols * 128 + plan.word_stages * plan.warps * 1024
+        assert shared <= (113 if plan.warps == 4 else 226) * 1024
+
+
+def test_narrow_matrices_take_more_warps_or_parts() -> None:
+    for kind, group in (("int4", 128), ("int4", 32), ("int8", 7168), ("fp8", 128)):
+        for M in (1, 16):
+            narrow, wide = (few_plan(kind, group, M, N, 132) for N in (7168, 18432))
+            assert (narrow.warps, wide.warps) == (8, 4)
+    assert many_plan(64, 7168, 56, 132).split_k > many_plan(64, 18432, 56, 132).split_k == 1
+    assert many_plan(128, 18432, 56, 132).stages == 3  # three programs a processor, in one round
+    assert many_plan(3000, 18432, 56, 132).warps == 8
+
+
+def test_which_kernel_takes_which_rows() -> None:
+    def found(kind: str, M: int, N: int, capability: tuple[int, int], many: bool = True) -> str:
+        return kernel_of(kind, M, N, 132, capability, many)
+
+    assert found("int8", 1, 7168, (9, 0)) == "gemv"
+    assert found("int8", 1, 18432, (9, 0)) == found("int8", 2, 7168, (9, 0)) == "few"
+    assert found("int4", 17, 7168, (9, 0)) == "many"
+    assert found("int4", 17, 7168, (9, 0), many=False) == found("int4", 32, 7168, (8, 0)) == "few"
+    assert found("int4", 33, 7168, (8, 0)) == found("q4_k", 1, 7168, (9, 0), False) == "linear"
+    assert found("int4", 1, 7168, (0, 0)) == "linear"  # the interpreter
+
+
+def test_the_interpreter_goes_by_the_decoding_gemm(device: torch.device) -> None:
+    if not launch.interpreted():
+        pytest.skip("for the interpreter")
+    stack = made("int4", 72, 384)[1]
+    assert isinstance(choose_plan(stack, 1, device), GemmPlan)
+    for plan in (FewPlan(16, 4), ManyPlan(16)):
+        with pytest.raises(PykernelsError, match="no kernel for that plan"):
+            linear(torch.zeros(1, 384).bfloat16(), stack, plan=plan)
+
+
+@pytest.mark.gpu
+def test_a_chain_of_linears_waits_for_what_it_reads() -> None:
+    """A launch may begin before the one in front of it has ended; it reads nothing until then."""
+    device = torch.device("cuda")
+    stack = made("int4-g128", 2048, 2048)[1].to(device)
+    x = torch.randn(1, 2048, device=device).bfloat16()
+
+    def chain(wait: bool) -> torch.Tensor:
+        y = x
+        for i in range(24):
+            y = linear(y, stack, plan=FewPlan(32, 4) if i % 3 else None)
+            if wait:
+                torch.cuda.synchronize()
+        return y
+
+    slow = chain(True)
+    assert slow.abs().max() > 0
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain(False)
+    for _ in range(5):
+        assert torch.equal(chain(False), slow)
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(captured, slow)
+
+
+def _meta_call(name: str, M: int, N: int, group: int | None = None) -> tuple[str, object]:
+    stack = empty_for_gpu(get_format(name), 1, N, 7168, torch.device("meta"), group)
+    x = torch.empty(M, 7168, dtype=torch.bfloat16, device="meta")
+    return f"{name} {M}", lambda: linear(x, stack)
+
+
+COMPILES = [
+    _meta_call("int4-g128", 1, 18432),
+    _meta_call("int4", 1, 7168),
+    _meta_call("int8", 16, 7168, 7168),
+    _meta_call("fp8", 1, 7168),
+    _meta_call("int8", 1, 18432, 7168),
+    _meta_call("int4-g128", 32, 7168),
+    _meta_call("int4-g128", 64, 7168),
+    _meta_call("int4-g128", 128, 18432),
+    _meta_call("int8", 128, 18432, 7168),
+    _meta_call("int4-g128", 2048, 18432),
+    _meta_call("int4-g128", 2048, 7168),
+    _meta_call("int8", 2048, 7168, 7168),
+]
