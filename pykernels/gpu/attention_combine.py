@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .attention_parts import shares_of_slots
 from .launch import arch
@@ -29,6 +29,7 @@ def _combine(
     behind = first + tl.sum(tl.where(i == row // R, parts, 0), 0)
     if EARLY:
         gdc_wait()  # until the parts are done
+        gdc_launch_dependents()
     m = float("-inf")
     total = 0.0
     acc = tl.zeros([D_BLOCK], tl.float32)
@@ -60,9 +61,10 @@ class Partials:
         lse: float32 [slots, R].
         batch: power of two that holds B, for the kernels' vectors of sequences; at least 32, so
             that one compilation serves all small batches.
-        early: whether the combining kernel is launched while the parts are still computed (from
-            Hopper on): its programs are there when those end. In a graph it becomes an edge of that
-            kind.
+        early: whether kernels are launched while the one before still runs, and wait for it by
+            themselves (from Hopper on): their programs are there when it ends. In a graph it
+            becomes an edge of that kind.
+        launch: what every launch is given for that.
     """
 
     def __init__(self, out: torch.Tensor, slots: int) -> None:
@@ -70,7 +72,8 @@ class Partials:
         B, R, D = out.shape
         self.out, self.slots, self.split = out, slots, slots > B
         self.batch = max(32, triton.next_power_of_2(B))
-        self.early = self.split and arch(out.device)[0] >= 9
+        self.early = arch(out.device)[0] >= 9
+        self.launch: dict[str, Any] = {"launch_pdl": True} if self.early else {}
         shape, device = (slots, R), out.device
         self.lse = torch.empty(shape if self.split else (1,), dtype=torch.float32, device=device)
         self.values = (
@@ -87,10 +90,9 @@ class Partials:
         if not self.split:
             return
         block = min(_D_BLOCK, triton.next_power_of_2(D))
-        launch: dict[str, Any] = {"launch_pdl": True} if self.early else {}
         _combine[(B * R, triton.cdiv(D, block))](
             self.values, self.lse, self.out, lengths, B, R, self.slots, S, window or 0,
             D=D, D_BLOCK=block, BLOCK=min(_PART_BLOCK, triton.next_power_of_2(self.slots)),
             KEYS=keys, BATCH=self.batch, WINDOW=window is not None, EARLY=self.early,
-            num_warps=4, **launch,
+            num_warps=4, **self.launch,
         )  # fmt: skip

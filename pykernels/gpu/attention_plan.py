@@ -27,8 +27,8 @@ class DecodePlan:
         per_sm: programs that an SM holds at a time; sequences are cut to fill that many, once.
         across: MLA with 64 rows and 8 warps only: both warpgroups share each block of scores by
             columns, instead of each computing all of it.
-        by_hand: MLA's bf16 kernel for Hopper, whose copies and products are ordered by us: 64 rows,
-            64 keys, 8 warps; ``stages`` and ``across`` mean nothing to it.
+        by_hand: MLA's bf16 kernel for Hopper, whose warps have roles: 64 rows, 64 keys;
+            ``warps``, ``stages`` and ``across`` mean nothing to it.
     """
 
     rows: int
@@ -98,22 +98,25 @@ _MLA_DECODE_FP8 = {
 }
 
 
-def by_hand_takes(L: int, R: int, fp8: bool, device: torch.device) -> bool:
-    """Whether ``DecodePlan.by_hand`` can run: Hopper, DeepSeek's sizes, a bf16 cache."""
-    return arch(device)[0] == 9 and (L, R) == (512, 64) and not fp8
+def by_hand_takes(L: int, R: int, fp8: bool, page: int, device: torch.device) -> bool:
+    """Whether ``DecodePlan.by_hand`` can run: Hopper, DeepSeek's sizes, a bf16 cache.
+
+    Its copies are of whole pages; less than eight rows are no tile of shared memory.
+    """
+    return arch(device)[0] == 9 and (L, R) == (512, 64) and not fp8 and page >= 8
 
 
 def mla_decode_plan(
-    rows: int, latent: tuple[int, int], fp8: bool, device: torch.device
+    rows: int, latent: tuple[int, int], fp8: bool, page: int, device: torch.device
 ) -> DecodePlan:
-    """For ``rows`` = heads x tokens a sequence and latents of (L, R)."""
+    """For ``rows`` = heads x tokens a sequence and latents of (L, R) in pages of ``page``."""
     capability = arch(device)
     if capability == (0, 0):
         return _TINY_DECODE
     table = _MLA_DECODE_FP8 if fp8 else _MLA_DECODE
     rules = table[(9, 0)] if capability[0] == 9 else table[(8, 0)]
     plan = next(plan for most, plan in rules if rows <= most)
-    if plan.by_hand and not by_hand_takes(*latent, fp8, device):
+    if plan.by_hand and not by_hand_takes(*latent, fp8, page, device):
         return replace(plan, by_hand=False, across=True)
     return plan
 

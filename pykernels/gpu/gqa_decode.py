@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..errors import PykernelsError
 from .attention_checks import (
@@ -50,6 +50,7 @@ def _gqa_decode(
     EARLY: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
+        gdc_wait()  # for what the kernel before this one wrote
         gdc_launch_dependents()  # the combining kernel waits by itself
     blocks = tl.cdiv(S * G, ROWS)
     kv, slot = tl.program_id(0) // blocks, tl.program_id(1)
@@ -203,6 +204,7 @@ def gqa_decode(
         STAGES=chosen.stages, KIND=cache_kind(k, arch(device)), WINDOW=window is not None,
         SOFTCAP=softcap is not None, BATCH=partials.batch, SPLIT=partials.split,
         EARLY=partials.early, WIDE=interpreted(), num_warps=chosen.warps, num_stages=chosen.stages,
+        **partials.launch,
     )  # fmt: skip
     partials.combine(lengths, S, window, chosen.keys)
     return result

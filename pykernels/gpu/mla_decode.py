@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..errors import PykernelsError
 from .attention_checks import (
@@ -72,6 +72,7 @@ def _mla_decode(
     WIDE: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
+        gdc_wait()  # for what the kernel before this one wrote
         gdc_launch_dependents()  # the combining kernel waits by itself
     slot = tl.program_id(1)
     b, part, parts = slot, 0, 1
@@ -222,10 +223,11 @@ def mla_decode(
     result = check_out(out, (*q_latent.shape[:-1], L), device)
     if result.numel() == 0:
         return result
-    chosen = plan or mla_decode_plan(S * NH, (L, R), latent_scale is not None, device)
-    if chosen.by_hand and not by_hand_takes(L, R, latent_scale is not None, device):
+    chosen = plan or mla_decode_plan(S * NH, (L, R), latent_scale is not None, page, device)
+    if chosen.by_hand and not by_hand_takes(L, R, latent_scale is not None, page, device):
         raise PykernelsError(
-            f"the kernel by hand takes no {latent.dtype} latents of {L} + {R} on this GPU",
+            f"the kernel by hand takes no {latent.dtype} latents of {L} + {R} in pages of {page} "
+            "on this GPU",
             "Give a plan without by_hand",
         )
     blocks = triton.cdiv(S * NH, chosen.rows)
@@ -249,16 +251,20 @@ def mla_decode(
     options |= {"SPLIT": partials.split, "BATCH": partials.batch}
     grid = (blocks, slots)
     if chosen.by_hand:
-        from .mla_decode_hopper import mla_decode_hopper  # Gluon: not in the interpreter
+        from . import mla_decode_hopper as hopper  # Gluon: not in the interpreter
 
-        mla_decode_hopper[grid](q, q_r, latent, rope, *where, *sizes, **options, num_warps=8)
+        hopper.mla_decode_hopper[grid](
+            q, q_r, hopper.rows_of(latent, 256), hopper.rows_of(rope, R), *where, *sizes,
+            **options, MANY=S > 1, num_warps=hopper.WARPS, maxnreg=hopper.REGISTERS,
+            **partials.launch,
+        )  # fmt: skip
     else:
         _mla_decode[grid](
             q, q_r, as_bytes(latent), rope, latent_scale, *where, *sizes, **options,
             ROWS=chosen.rows, KEYS=chosen.keys, STAGES=chosen.stages,
             KIND=cache_kind(latent, arch(device)), ACROSS=chosen.across, EARLY=partials.early,
             WIDE=interpreted(),
-            num_warps=chosen.warps, num_stages=chosen.stages,
+            num_warps=chosen.warps, num_stages=chosen.stages, **partials.launch,
         )  # fmt: skip
     partials.combine(lengths, S, None, chosen.keys)
     return result

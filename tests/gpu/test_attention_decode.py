@@ -273,7 +273,7 @@ def test_mla_decode_full(sizes: dict[str, Any], why: str, device) -> None:
 )
 def test_mla_decode_plans_agree(heads: int, changed: dict[str, Any], device) -> None:
     """Whichever plan is shipped, the others work too."""
-    if changed.get("by_hand") and not by_hand_takes(512, 64, False, device):
+    if changed.get("by_hand") and not by_hand_takes(512, 64, False, 64, device):
         pytest.skip("written for Hopper")
     inputs, options = mla_inputs([6000, 0, 500, 65], device, NH=heads, L=512, R=64, page=64)
     plan = replace(DecodePlan(rows=64, keys=64, warps=8, stages=2), **changed)
@@ -283,7 +283,7 @@ def test_mla_decode_plans_agree(heads: int, changed: dict[str, Any], device) -> 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [{"S": 2, "NH": 40}, {"page": 16}, {"page": 128}])
 def test_mla_decode_by_hand(sizes: dict[str, Any], device) -> None:
-    if not by_hand_takes(512, 64, False, device):
+    if not by_hand_takes(512, 64, False, 64, device):
         pytest.skip("written for Hopper")
     shape = {"NH": 128, "L": 512, "R": 64, "page": 64} | sizes
     inputs, options = mla_inputs([700, 1, 64, 300], device, **shape)
