@@ -15,7 +15,7 @@ from .launch import arch
 _D_BLOCK, _PART_BLOCK = 128, 64  # at most
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "slots"])  # a batch compiles nothing new
 def _combine(
     partial, lse, out, length_ptr, B, R, slots, S, window,
     D: tl.constexpr, D_BLOCK: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,

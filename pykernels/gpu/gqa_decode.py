@@ -40,7 +40,7 @@ from .attention_plan import DecodePlan, gqa_decode_plan, sms
 from .launch import arch, check_device, interpreted
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "slots", "table_stride"])  # a batch compiles nothing new
 def _gqa_decode(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, length_ptr, out_ptr, lse_ptr,
     inner, outer, window, B, S, KVH, slots, table_stride, q_b, q_s, q_h,

@@ -61,7 +61,7 @@ def _shares(
     return softmax_step(s, seen, m, total, inner, outer, True, SOFTCAP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "slots", "table_stride"])  # a batch compiles nothing new
 def _mla_decode(
     q_ptr, q_rope_ptr, latent_ptr, rope_ptr, scale_ptr, table_ptr, length_ptr, out_ptr, lse_ptr,
     inner, outer, B, S, NH, slots, table_stride,

@@ -263,7 +263,7 @@ def _store(acc, out, first, rows, L: gl.constexpr):
     gl.store(to, acc.to(out.dtype.element_ty), mask=(row < rows)[:, None])
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["B", "slots", "table_stride"])  # a batch compiles nothing new
 def mla_decode_hopper(
     q_ptr, q_rope_ptr, latent, rope, table_ptr, length_ptr, out_ptr, lse_ptr,
     inner, outer, B, S, NH, slots, table_stride,
