@@ -12,10 +12,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .attention_parts import shares_of_slots
 from .launch import arch
 
-_D_BLOCK, _PART_BLOCK = 128, 64  # at most
+_VALUES = 4096
+"""Of a program, all asked for at once: 32 a thread, so that an SM holds many programs."""
 
 
-@triton.jit(do_not_specialize=["B", "slots"])  # a batch compiles nothing new
+@triton.jit(do_not_specialize=["B", "slots"])  # a batch's size compiles nothing new
 def _combine(
     partial, lse, out, length_ptr, B, R, slots, S, window,
     D: tl.constexpr, D_BLOCK: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
@@ -25,8 +26,9 @@ def _combine(
     d = tl.program_id(1) * D_BLOCK + tl.arange(0, D_BLOCK)
     n, i = tl.arange(0, BLOCK), tl.arange(0, BATCH)
     _, parts, start = shares_of_slots(length_ptr, B, slots, S, window, KEYS, BATCH, WINDOW)
-    first = tl.sum(tl.where(i == row // R, start, 0), 0)
-    behind = first + tl.sum(tl.where(i == row // R, parts, 0), 0)
+    mine = i == row // R
+    first = tl.sum(tl.where(mine, start, 0), 0)
+    behind = first + tl.sum(tl.where(mine, parts, 0), 0)
     if EARLY:
         gdc_wait()  # until the parts are done
         gdc_launch_dependents()
@@ -37,14 +39,15 @@ def _combine(
         there = begin + n < behind
         at = (begin + n).to(tl.int64) * R + row % R
         z = tl.load(lse + at, mask=there, other=float("-inf"))
+        # Both loads are on their way before anything waits for the first.
+        mask = there[:, None] & (d < D)[None, :]
+        x = tl.load(partial + at[:, None] * D + d[None, :], mask=mask, other=0.0)
         top = tl.maximum(m, tl.max(z, 0))
         base = tl.where(top == float("-inf"), 0.0, top)
         w = tl.exp2(z - base)  # [BLOCK]
         alpha = tl.exp2(m - base)
-        mask = there[:, None] & (d < D)[None, :]
-        x = tl.load(partial + at[:, None] * D + d[None, :], mask=mask, other=0.0)
         # An empty part wrote no values. It is left out here, not in the load, which would wait.
-        x = tl.where((z > float("-inf"))[:, None], x.to(tl.float32) * w[:, None], 0.0)
+        x = tl.where((z > float("-inf"))[:, None], x * w[:, None], 0.0)
         acc = acc * alpha + tl.sum(x, 0)
         total = total * alpha + tl.sum(w, 0)
         m = top
@@ -89,10 +92,11 @@ class Partials:
         B, R, D = self.out.shape
         if not self.split:
             return
-        block = min(_D_BLOCK, triton.next_power_of_2(D))
-        _combine[(B * R, triton.cdiv(D, block))](
+        # Most sequences' parts in one go. Five sizes at most are compiled.
+        block = min(128, max(8, triton.next_power_of_2(self.slots // B)))
+        columns = min(triton.next_power_of_2(D), max(32, _VALUES // block))
+        _combine[(B * R, triton.cdiv(D, columns))](
             self.values, self.lse, self.out, lengths, B, R, self.slots, S, window or 0,
-            D=D, D_BLOCK=block, BLOCK=min(_PART_BLOCK, triton.next_power_of_2(self.slots)),
-            KEYS=keys, BATCH=self.batch, WINDOW=window is not None, EARLY=self.early,
-            num_warps=4, **self.launch,
+            D=D, D_BLOCK=columns, BLOCK=block, KEYS=keys, BATCH=self.batch,
+            WINDOW=window is not None, EARLY=self.early, num_warps=4, **self.launch,
         )  # fmt: skip

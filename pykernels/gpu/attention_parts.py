@@ -185,8 +185,7 @@ def shares_of_slots(
     blocks = tl.cdiv(lengths - first_seen(lengths, S, window, KEYS, WINDOW), KEYS)
     parts = 1 + (slots - B) * blocks // tl.maximum(tl.sum(blocks, 0), 1)
     parts = tl.where(i < B, parts, 0)
-    before = tl.where(i[None, :] < i[:, None], parts[None, :], 0)
-    return lengths, parts, tl.sum(before, 1)
+    return lengths, parts, tl.cumsum(parts, 0) - parts
 
 
 @triton.jit

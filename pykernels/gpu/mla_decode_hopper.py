@@ -43,17 +43,19 @@ LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # one dimension
 
 
 @gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
 def _share(length_ptr, slot, B, slots, BATCH: gl.constexpr):
     """``attention_parts.share_of_slot``: (sequence, its length, part, parts)."""
-    SQUARE: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
-    i = gl.arange(0, BATCH, layout=gl.SliceLayout(0, SQUARE))
+    i = gl.arange(0, BATCH, layout=gl.BlockedLayout([1], [32], [4], [0]))
     lengths = gl.load(length_ptr + i, mask=i < B, other=0)
     blocks = gl.cdiv(lengths, 64)
     parts = 1 + (slots - B) * blocks // gl.maximum(gl.sum(blocks, 0), 1)
     parts = gl.where(i < B, parts, 0)
-    j = gl.arange(0, BATCH, layout=gl.SliceLayout(1, SQUARE))
-    start = gl.sum(gl.where(i[None, :] < j[:, None], parts[None, :], 0), 1)
-    start = gl.convert_layout(start, gl.SliceLayout(0, SQUARE))
+    start = gl.associative_scan(parts, 0, _add) - parts
     mine = (slot >= start) & (slot < start + parts)
     b = gl.sum(gl.where(mine, i, 0), 0)
     length = gl.sum(gl.where(mine, lengths, 0), 0)
@@ -153,15 +155,14 @@ def _softmax(
 
 
 @gluon.jit
-def _publish(i, p, alpha, shares, alphas, ready, right_empty):
-    """Gives block ``i``'s shares and factors to the other warpgroup, once it is done with i - 1."""
+def _publish(i, p, alpha, shares, alphas, right_empty):
+    """Block ``i``'s shares and factors for the other warpgroup, once it is done with i - 1."""
     before = i + 1  # i - 1, two turns on
     mbarrier.wait(right_empty.index(before & 1), ((before >> 1) & 1) ^ 1)
     shares.store(p)
     alphas.store(alpha)
     fence_async_shared()
     barrier()
-    mbarrier.arrive(ready, count=1)
 
 
 @gluon.jit
@@ -195,7 +196,7 @@ def _left(
             p, alpha, m, total = _softmax(
                 s, start, end, last, m, total, inner, outer, MANY, SOFTCAP
             )
-            _publish(i, p, alpha, shares, alphas, ready, right_empty)
+            _publish(i, p, alpha, shares, alphas, right_empty)
             acc = acc * gl.convert_layout(alpha, V_ROW)[:, None]
             p = gl.convert_layout(p, OPERAND)
             pending = warpgroup_mma(p, k_left.index(i & 1), acc, is_async=True)
@@ -205,10 +206,13 @@ def _left(
             acc, p = warpgroup_mma_wait(3, deps=[pending, p])
             mbarrier.arrive(left_empty.index(i & 1), count=1)
             s = warpgroup_mma_wait(0, deps=[token])
+            # Only now: while exponentials are taken here, the tensor cores have nothing else to do.
+            mbarrier.arrive(ready, count=1)
         i = blocks - 1
         start = begin + i * 64
         p, alpha, m, total = _softmax(s, start, end, last, m, total, inner, outer, True, SOFTCAP)
-        _publish(i, p, alpha, shares, alphas, ready, right_empty)
+        _publish(i, p, alpha, shares, alphas, right_empty)
+        mbarrier.arrive(ready, count=1)
         scale = 1 / gl.where(total == 0, 1.0, total)
         totals.store(scale)
         barrier()
