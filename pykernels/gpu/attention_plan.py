@@ -27,7 +27,7 @@ class DecodePlan:
         per_sm: programs that an SM holds at a time; sequences are cut to fill that many, once.
         across: MLA with 64 rows and 8 warps only: both warpgroups share each block of scores by
             columns, instead of each computing all of it.
-        by_hand: MLA's bf16 kernel for Hopper, whose warps have roles: 64 rows, 64 keys;
+        by_hand: MLA's kernel for Hopper, whose warps have roles: 64 rows, 64 keys;
             ``warps``, ``stages`` and ``across`` mean nothing to it.
     """
 
@@ -90,20 +90,18 @@ _MLA_DECODE = {
     (8, 0): ((1 << 30, DecodePlan(rows=16, keys=32, warps=4, stages=2)),),
 }
 _MLA_DECODE_FP8 = {
-    (9, 0): (
-        (16, DecodePlan(rows=16, keys=64, warps=8, stages=3)),
-        (1 << 30, DecodePlan(rows=64, keys=64, warps=8, stages=2, across=True)),
-    ),
+    (9, 0): ((1 << 30, DecodePlan(rows=64, keys=64, warps=8, stages=2, by_hand=True)),),
     (8, 0): ((1 << 30, DecodePlan(rows=16, keys=32, warps=8, stages=2)),),
 }
 
 
 def by_hand_takes(L: int, R: int, fp8: bool, page: int, device: torch.device) -> bool:
-    """Whether ``DecodePlan.by_hand`` can run: Hopper, DeepSeek's sizes, a bf16 cache.
+    """Whether ``DecodePlan.by_hand`` can run: Hopper, DeepSeek's sizes.
 
-    Its copies are of whole pages; less than eight rows are no tile of shared memory.
+    Its copies are of whole pages; less than eight rows are no tile of shared memory. A block of
+    E4M3 is read as one piece of memory.
     """
-    return arch(device)[0] == 9 and (L, R) == (512, 64) and not fp8 and page >= 8
+    return arch(device)[0] == 9 and (L, R) == (512, 64) and page >= (64 if fp8 else 8)
 
 
 def mla_decode_plan(
@@ -117,6 +115,8 @@ def mla_decode_plan(
     rules = table[(9, 0)] if capability[0] == 9 else table[(8, 0)]
     plan = next(plan for most, plan in rules if rows <= most)
     if plan.by_hand and not by_hand_takes(*latent, fp8, page, device):
+        if rows <= 16:
+            return DecodePlan(rows=16, keys=64, warps=8, stages=3)
         return replace(plan, by_hand=False, across=True)
     return plan
 

@@ -260,9 +260,11 @@ def mla_decode(
     if chosen.by_hand:
         from . import mla_decode_hopper as hopper  # Gluon: not in the interpreter
 
+        fp8 = latent_scale is not None
         hopper.mla_decode_hopper[grid](
-            q, q_r, hopper.rows_of(latent, 256), hopper.rows_of(rope, R), *where, *sizes,
-            **options, MANY=S > 1, num_warps=hopper.WARPS, maxnreg=hopper.REGISTERS,
+            q, q_r, as_bytes(latent) if fp8 else hopper.rows_of(latent, 256),
+            hopper.rows_of(rope, R), latent_scale, *where, *sizes,
+            **options, MANY=S > 1, E4M3=fp8, num_warps=hopper.WARPS, maxnreg=hopper.REGISTERS,
             **partials.launch,
         )  # fmt: skip
     else:

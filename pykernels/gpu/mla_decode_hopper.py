@@ -3,12 +3,13 @@
 The same function as ``mla_decode``'s Triton kernel, in Gluon. The result of 64 rows is half of an
 SM's registers, so two warpgroups hold half of its columns each, and there is no room for a second.
 One warpgroup (``_left``) computes all scores and shares and the left half of the values, the other
-(``_right``) the right half, a step behind: the tensor cores have its product while the first waits
-for scores or takes exponentials. One warp (``_copies``) keeps the copies of the tensor memory
+(``_right``) the right half, a step behind: the tensor cores have its product while the first takes
+exponentials. One warp (``_copies``) keeps the copies of the tensor memory
 accelerator going, half a block at a time as halves become free. Both warpgroups' results are scaled
 by the same factors, which, like the shares, go through shared memory.
 
-A block of keys is its values too; blocks are in two buffers (144 KiB, beside 72 of queries).
+A block of keys is its values too; blocks are in two buffers (144 KiB, beside 72 of queries). What
+an E4M3 cache changes is in ``mla_decode_e4m3``.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .gluon_names import barrier, tma_load
+from .mla_decode_e4m3 import decoded, half_queries, scaled_softmax
 
 ROWS = KEYS = 64
 WARPS = 4
 REGISTERS = 168
 """A thread, as launched: of the whole SM's, for three warpgroups. The roles then share them out."""
 RIGHT_REGISTERS, COPY_REGISTERS = gl.constexpr(208), gl.constexpr(48)  # 248 are left for _left
+RIGHT_E4M3_REGISTERS, DECODE_REGISTERS = gl.constexpr(184), gl.constexpr(72)
 
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -88,8 +91,8 @@ def _zeros_behind(values, keys):
 
 @gluon.jit
 def _copies(
-    latent, rope, table, begin, end, blocks, k_left, k_right, k_rope,
-    left_full, right_full, left_empty, right_empty, PAGE: gl.constexpr,
+    latent, rope, scale, table, begin, end, blocks, k_left, k_right, k_rope, k_scale,
+    left_full, right_full, left_empty, right_empty, L: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
     """The keys' way into shared memory: the left half with the rotated part, then the right."""
     PIECE: gl.constexpr = min(PAGE, 64)  # rows of a copy
@@ -121,16 +124,45 @@ def _copies(
 
 
 @gluon.jit
-def _begin_scores(i, q_left, q_right, q_rope, k_left, k_right, k_rope, left_full, right_full):
+def _begin_scores(
+    i, q_left, q_right, q_rope, k_left, k_right, k_rope, left_full, right_full, E4M3: gl.constexpr
+):
     """Begins the products of the queries with block ``i``, each half once it is there."""
     turn, phase = i & 1, (i >> 1) & 1
-    zeros = gl.full([64, 64], 0.0, gl.float32, layout=SCORES)
+    s = gl.full([64, 64], 0.0, gl.float32, layout=SCORES)
     mbarrier.wait(left_full.index(turn), phase)
-    k = k_rope.index(turn).permute((1, 0))
-    s = warpgroup_mma(q_rope, k, zeros, use_acc=False, is_async=True)
-    s = warpgroup_mma(q_left, k_left.index(turn).permute((1, 0)), s, is_async=True)
+    if not E4M3:  # else it comes last
+        k = k_rope.index(turn).permute((1, 0))
+        s = warpgroup_mma(q_rope, k, s, use_acc=False, is_async=True)
+    k = k_left.index(turn).permute((1, 0))
+    s = warpgroup_mma(q_left, k, s, use_acc=not E4M3, is_async=True)
     mbarrier.wait(right_full.index(turn), phase)
     return warpgroup_mma(q_right, k_right.index(turn).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def _scores(i, token, q_rope, k_rope, q_factor, k_scale, E4M3: gl.constexpr):
+    """Block ``i``'s scores, once they are there; the rotated part is not scaled as E4M3 is."""
+    s = warpgroup_mma_wait(0, deps=[token])
+    if E4M3:
+        scale = k_scale.index(i & 1).load(gl.SliceLayout(0, SCORES))
+        s = s * (q_factor[:, None] * scale[None, :])
+        s = warpgroup_mma(q_rope, k_rope.index(i & 1).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+    return s
+
+
+@gluon.jit
+def _shares(
+    i, s, k_scale, start, end, last, m, total, inner, outer,
+    MASKED: gl.constexpr, SOFTCAP: gl.constexpr, E4M3: gl.constexpr,
+):  # fmt: skip
+    """(shares as the tensor cores take them, factor of the past, m, total) of block ``i``."""
+    if E4M3:
+        scale = k_scale.index(i & 1).load(gl.SliceLayout(0, SCORES))
+        return scaled_softmax(s, scale, start, end, last, m, total, inner, outer, MASKED, SOFTCAP)
+    else:
+        return _softmax(s, start, end, last, m, total, inner, outer, MASKED, SOFTCAP)
 
 
 @gluon.jit
@@ -168,9 +200,10 @@ def _publish(i, p, alpha, shares, alphas, right_empty):
 @gluon.jit
 def _left(
     q, q_r, first, rows, NH, S, q_s, q_h, qr_s, qr_h, length, begin, end, blocks, inner, outer,
-    out, lse, q_left, q_right, q_rope, k_left, k_right, k_rope, shares, alphas, totals,
+    out, lse, q_left, q_right, q_rope, k_left, k_right, k_rope, k_scale, shares, alphas, totals,
     left_full, right_full, left_empty, right_empty, ready, done,
     L: gl.constexpr, MANY: gl.constexpr, SOFTCAP: gl.constexpr, SPLIT: gl.constexpr,
+    E4M3: gl.constexpr,
 ):  # fmt: skip
     """Scores and shares of every block, and the left half of the values."""
     S_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -182,35 +215,43 @@ def _left(
     acc = gl.full([64, 256], 0.0, gl.float32, layout=VALUES)
     if blocks > 0:
         _queries(q_r, first, rows, NH, qr_s, qr_h, q_rope, 64)
-        _queries(q, first, rows, NH, q_s, q_h, q_left, 256)
-        _queries(q + 256, first, rows, NH, q_s, q_h, q_right, 256)
+        q_factor = m
+        if E4M3:
+            q_factor = half_queries(q, first, rows, NH, q_s, q_h, q_left, q_right)
+            q_factor = gl.convert_layout(q_factor, S_ROW)
+        else:
+            _queries(q, first, rows, NH, q_s, q_h, q_left, 256)
+            _queries(q + 256, first, rows, NH, q_s, q_h, q_right, 256)
         fence_async_shared()
         barrier()
         last = length - S + row // NH  # newest key that the row sees
         token = _begin_scores(
-            0, q_left, q_right, q_rope, k_left, k_right, k_rope, left_full, right_full
+            0, q_left, q_right, q_rope, k_left, k_right, k_rope, left_full, right_full, E4M3
         )
-        s = warpgroup_mma_wait(0, deps=[token])
+        s = _scores(0, token, q_rope, k_rope, q_factor, k_scale, E4M3)
         for i in range(blocks - 1):
             start = begin + i * 64
-            p, alpha, m, total = _softmax(
-                s, start, end, last, m, total, inner, outer, MANY, SOFTCAP
+            p, alpha, m, total = _shares(
+                i, s, k_scale, start, end, last, m, total, inner, outer, MANY, SOFTCAP, E4M3
             )
             _publish(i, p, alpha, shares, alphas, right_empty)
             acc = acc * gl.convert_layout(alpha, V_ROW)[:, None]
             p = gl.convert_layout(p, OPERAND)
             pending = warpgroup_mma(p, k_left.index(i & 1), acc, is_async=True)
             token = _begin_scores(
-                i + 1, q_left, q_right, q_rope, k_left, k_right, k_rope, left_full, right_full
-            )
-            acc, p = warpgroup_mma_wait(3, deps=[pending, p])
+                i + 1, q_left, q_right, q_rope, k_left, k_right, k_rope, left_full, right_full,
+                E4M3,
+            )  # fmt: skip
+            acc, p = warpgroup_mma_wait(2 if E4M3 else 3, deps=[pending, p])
             mbarrier.arrive(left_empty.index(i & 1), count=1)
-            s = warpgroup_mma_wait(0, deps=[token])
+            s = _scores(i + 1, token, q_rope, k_rope, q_factor, k_scale, E4M3)
             # Only now: while exponentials are taken here, the tensor cores have nothing else to do.
             mbarrier.arrive(ready, count=1)
         i = blocks - 1
         start = begin + i * 64
-        p, alpha, m, total = _softmax(s, start, end, last, m, total, inner, outer, True, SOFTCAP)
+        p, alpha, m, total = _shares(
+            i, s, k_scale, start, end, last, m, total, inner, outer, True, SOFTCAP, E4M3
+        )
         _publish(i, p, alpha, shares, alphas, right_empty)
         mbarrier.arrive(ready, count=1)
         scale = 1 / gl.where(total == 0, 1.0, total)
@@ -269,11 +310,11 @@ def _store(acc, out, first, rows, L: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["B", "slots", "table_stride"])  # a batch compiles nothing new
 def mla_decode_hopper(
-    q_ptr, q_rope_ptr, latent, rope, table_ptr, length_ptr, out_ptr, lse_ptr,
+    q_ptr, q_rope_ptr, latent, rope, scale_ptr, table_ptr, length_ptr, out_ptr, lse_ptr,
     inner, outer, B, S, NH, slots, table_stride,
     q_b, q_s, q_h, qr_b, qr_s, qr_h,
     PAGE: gl.constexpr, L: gl.constexpr, R: gl.constexpr, MANY: gl.constexpr,
-    SOFTCAP: gl.constexpr, SPLIT: gl.constexpr, BATCH: gl.constexpr,
+    SOFTCAP: gl.constexpr, SPLIT: gl.constexpr, BATCH: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
     gdc_wait()  # it may be launched while the kernel before it still runs
     gdc_launch_dependents()  # the combining kernel waits by itself
@@ -297,13 +338,15 @@ def mla_decode_hopper(
     at = slot.to(gl.int64) * (S * NH)  # not split: slots are sequences
     out, lse = out_ptr + at * L, lse_ptr + at
 
-    q_left = gl.allocate_shared_memory(gl.bfloat16, [64, 256], SHARED)
-    q_right = gl.allocate_shared_memory(gl.bfloat16, [64, 256], SHARED)
+    KIND: gl.constexpr = gl.float16 if E4M3 else gl.bfloat16
+    q_left = gl.allocate_shared_memory(KIND, [64, 256], SHARED)
+    q_right = gl.allocate_shared_memory(KIND, [64, 256], SHARED)
     q_rope = gl.allocate_shared_memory(gl.bfloat16, [64, R], SHARED)
-    k_left = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], SHARED)
-    k_right = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], SHARED)
+    k_left = gl.allocate_shared_memory(KIND, [2, 64, 256], SHARED)
+    k_right = gl.allocate_shared_memory(KIND, [2, 64, 256], SHARED)
     k_rope = gl.allocate_shared_memory(gl.bfloat16, [2, 64, R], SHARED)
-    shares = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    k_scale = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
+    shares = gl.allocate_shared_memory(KIND, [64, 64], SHARED)
     alphas = gl.allocate_shared_memory(gl.float32, [64], LINE)
     totals = gl.allocate_shared_memory(gl.float32, [64], LINE)
     MB: gl.constexpr = mbarrier.MBarrierLayout()
@@ -314,31 +357,33 @@ def mla_decode_hopper(
     ready = gl.allocate_shared_memory(gl.int64, [1], MB)
     done = gl.allocate_shared_memory(gl.int64, [1], MB)
     for i in gl.static_range(2):
-        mbarrier.init(left_full.index(i), count=1)
+        mbarrier.init(left_full.index(i), count=2 if E4M3 else 1)
         mbarrier.init(right_full.index(i), count=1)
         mbarrier.init(left_empty.index(i), count=1)
         mbarrier.init(right_empty.index(i), count=1)
     mbarrier.init(ready, count=1)
     mbarrier.init(done, count=1)
 
+    RIGHT: gl.constexpr = RIGHT_E4M3_REGISTERS if E4M3 else RIGHT_REGISTERS
+    COPY: gl.constexpr = DECODE_REGISTERS if E4M3 else COPY_REGISTERS
     gl.warp_specialize(
         [
             (_left, (
                 q, q_r, first, rows, NH, S, q_s, q_h, qr_s, qr_h, length, begin, end, blocks,
-                inner, outer, out, lse, q_left, q_right, q_rope, k_left, k_right, k_rope,
+                inner, outer, out, lse, q_left, q_right, q_rope, k_left, k_right, k_rope, k_scale,
                 shares, alphas, totals, left_full, right_full, left_empty, right_empty,
-                ready, done, L, MANY, SOFTCAP, SPLIT,
+                ready, done, L, MANY, SOFTCAP, SPLIT, E4M3,
             )),
             (_right, (
                 first, rows, begin, end, blocks, out, k_right, shares, alphas, totals,
                 right_full, right_empty, ready, done, L, SPLIT,
             )),
-            (_copies, (
-                latent, rope, table, begin, end, blocks, k_left, k_right, k_rope,
-                left_full, right_full, left_empty, right_empty, PAGE,
+            (decoded if E4M3 else _copies, (
+                latent, rope, scale_ptr, table, begin, end, blocks, k_left, k_right, k_rope,
+                k_scale, left_full, right_full, left_empty, right_empty, L, PAGE,
             )),
         ],
-        [4, 1], [RIGHT_REGISTERS, COPY_REGISTERS],
+        [4, 4 if E4M3 else 1], [RIGHT, COPY],
     )  # fmt: skip
 
 

@@ -135,8 +135,10 @@ def whole(x: Any) -> int:
 
 def allocated(threads: Threads, dtype: Any, shape: list[Any]) -> Box:
     """A new box, of NaN or the like."""
-    kind = {tl.bfloat16: np.uint16, tl.float32: np.float32, tl.int64: np.int64}[dtype]
-    poison = np.nan if kind is np.float32 else np.iinfo(kind).max  # in bf16 a NaN too
+    kind: Any = {
+        tl.bfloat16: np.uint16, tl.float16: np.float16, tl.float32: np.float32, tl.int64: np.int64
+    }[dtype]  # fmt: skip
+    poison = np.nan if np.issubdtype(kind, np.floating) else np.iinfo(kind).max  # bf16's too
     return Box(threads, dtype, np.full([whole(n) for n in shape], poison, kind))
 
 
@@ -146,6 +148,13 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def _same(x: Any, *args: Any, **kwargs: Any) -> Any:
     return x
+
+
+def _assembly(asm: str, constraints: str, args: list[Any], **kwargs: Any) -> Any:
+    """What is written so: a conversion from E4M3, or nothing that the interpreter sees."""
+    if "e4m3" in asm:
+        return args[0].to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return args[0]
 
 
 class _Gluon(types.SimpleNamespace):
@@ -165,7 +174,7 @@ def _language(threads: Threads) -> _Gluon:
         allocate_shared_memory=lambda dtype, shape, layout: allocated(threads, dtype, shape),
         warp_specialize=roles.run,
         convert_layout=_same,
-        inline_asm_elementwise=lambda asm, constraints, args, **kwargs: args[0],
+        inline_asm_elementwise=_assembly,
     )
 
 

@@ -248,6 +248,10 @@ FULL_MLA = [
     ({"lengths": [3000, 700], "NH": 32, "S": 4}, "four new tokens"),
     ({"lengths": [5000, 300], "NH": 128, "fp8": True}, "E4M3 latents, many heads"),
     ({"lengths": [5000, 300], "NH": 16, "fp8": True}, "E4M3 latents, few heads"),
+    ({"lengths": [700, 1, 64, 300], "NH": 40, "S": 2, "fp8": True}, "E4M3, two new tokens"),
+    ({"lengths": [5000, 300], "NH": 64, "fp8": True, "page": 256}, "E4M3, large pages"),
+    ({"lengths": [5000, 300], "NH": 128, "fp8": True, "page": 16}, "E4M3, small pages, many heads"),
+    ({"lengths": [5000, 300], "NH": 16, "fp8": True, "page": 16}, "E4M3, small pages, few heads"),
     ({"lengths": [5000, 300], "NH": 128, "page": 16}, "small pages"),
 ]
 
@@ -292,9 +296,10 @@ def test_mla_decode_by_hand(sizes: dict[str, Any], device) -> None:
 
 
 @pytest.mark.gpu
-def test_mla_decode_by_hand_has_no_race(device) -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_mla_decode_by_hand_has_no_race(fp8: bool, device) -> None:
     """The same bits again and again: each warpgroup reads what the other wrote."""
-    inputs, options = mla_inputs([9000, 4000], device, NH=128, L=512, R=64, page=64)
+    inputs, options = mla_inputs([9000, 4000], device, NH=128, L=512, R=64, page=64, fp8=fp8)
     once = mla(*inputs, **options)
     assert all(torch.equal(once, mla(*inputs, **options)) for _ in range(50))
 

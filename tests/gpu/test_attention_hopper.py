@@ -68,6 +68,8 @@ MLA = [
     ({"lengths": [200, 1], "NH": 20, "S": 4}, 1, "new tokens and heads over two tiles"),
     ({"lengths": [200, 72], "page": 8}, 1, "small pages"),
     ({"lengths": [300], "page": 256}, 1, "large pages"),
+    ({"lengths": [333, 0, 64, 65], "page": 64, "fp8": True}, 1, "E4M3, ragged"),
+    ({"lengths": [300, 65], "page": 128, "fp8": True}, 0, "E4M3, large pages, no combining"),
 ]
 
 
@@ -131,7 +133,7 @@ def test_ptxas_keeps_the_order() -> None:
     )
     assert result.returncode == 0, result.stderr[-3000:]
     rows = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [row["kernel"] for row in rows] == ["prefill_hopper"] * 3 + ["mla_decode_hopper"]
+    assert [row["kernel"] for row in rows] == ["prefill_hopper"] * 3 + ["mla_decode_hopper"] * 2
     for row in rows:
         assert row["waits"] < row["products"] / 4, f"products are serialized: {row}"
         if row["kernel"] == "prefill_hopper":
