@@ -9,3 +9,6 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+_shared = gl.shared_memory_descriptor
+reinterpret = getattr(_shared, "reinterpret", None) or _shared._reinterpret

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .gluon_names import barrier, tma_load
+from .gluon_names import barrier, reinterpret, tma_load
 from .mla_decode_e4m3 import decoded, half_queries, scaled_softmax
 
 ROWS = KEYS = 64
@@ -42,6 +42,8 @@ SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwi
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 VALUES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 TILE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 64 columns
+FLAT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
+LINES = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))  # float32
 LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # one dimension
 
 
@@ -269,7 +271,7 @@ def _left(
         z = gl.where(total == 0, float("-inf"), m + gl.log2(gl.where(total == 0, 1.0, total)))
         gl.store(lse + row, z, mask=row < rows)
         rows = gl.where(blocks > 0, rows, 0)
-    _store(acc, out, first, rows, L)
+    _store(acc, k_left, out, first, rows, L, SPLIT)
 
 
 @gluon.jit
@@ -296,16 +298,31 @@ def _right(
         acc = acc * totals.load(V_ROW)[:, None]
     if SPLIT:
         rows = gl.where(blocks > 0, rows, 0)
-    _store(acc, out + 256, first, rows, L)
+    _store(acc, k_right, out + 256, first, rows, L, SPLIT)
 
 
 @gluon.jit
-def _store(acc, out, first, rows, L: gl.constexpr):
-    """A half of the result, or of a part's."""
-    row = first + gl.arange(0, 64, layout=gl.SliceLayout(1, VALUES))
-    c = gl.arange(0, 256, layout=gl.SliceLayout(0, VALUES))
-    to = out + row[:, None] * L + c[None, :]
-    gl.store(to, acc.to(out.dtype.element_ty), mask=(row < rows)[:, None])
+def _store(acc, room, out, first, rows, L: gl.constexpr, SPLIT: gl.constexpr):
+    """A half of the result, or of a part's: that through ``room``, keys' that nobody needs now.
+
+    Float32 as the products leave it is stored 32 bytes a row; so a warp stores whole lines.
+    """
+    if SPLIT:
+        barrier()  # other warps' products have read the keys
+        flat = reinterpret(room, gl.float32, [64, 256], FLAT)
+        flat.store(acc)
+        barrier()
+        row = first + gl.arange(0, 16, layout=gl.SliceLayout(1, LINES))
+        c = gl.arange(0, 256, layout=gl.SliceLayout(0, LINES))
+        for i in gl.static_range(4):
+            to = out + (row + i * 16)[:, None] * L + c[None, :]
+            x = flat.slice(i * 16, 16, dim=0).load(LINES)
+            gl.store(to, x, mask=(row + i * 16 < rows)[:, None])
+    else:
+        row = first + gl.arange(0, 64, layout=gl.SliceLayout(1, VALUES))
+        c = gl.arange(0, 256, layout=gl.SliceLayout(0, VALUES))
+        to = out + row[:, None] * L + c[None, :]
+        gl.store(to, acc.to(out.dtype.element_ty), mask=(row < rows)[:, None])
 
 
 @gluon.jit(do_not_specialize=["B", "slots", "table_stride"])  # a batch compiles nothing new

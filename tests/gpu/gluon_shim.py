@@ -101,6 +101,16 @@ class Box:
         at[dim] = slice(whole(start), whole(start) + whole(length))
         return Box(self.threads, self.dtype, self.data[tuple(at)], self.source)
 
+    def reinterpret(self, dtype: Any, shape: list[Any], layout: None) -> Box:
+        """The same memory for something else, once no product reads it."""
+        reading = [boxes for _, boxes in self.threads.products]
+        for part in (self, *self.parts.values()):
+            assert not any(part in boxes for boxes in reading), "a product still reads it"
+            assert not part.readers, "another warp's product may still read it: no barrier since"
+        bare = allocated(self.threads, dtype, shape).data
+        data = self.data.reshape(-1).view(bare.dtype).reshape(bare.shape)
+        return Box(self.threads, dtype, data)
+
     def permute(self, order: tuple[int, int]) -> Box:
         return Box(self.threads, self.dtype, self.data.transpose(order), self.source)
 
@@ -194,6 +204,7 @@ def interpreted(kernel: Any, without: str | None = None) -> Any:
         "barrier": threads.barrier,
         "fence_async_shared": threads.fence,
         "mbarrier": gluon_roles.MBarriers(threads),
+        "reinterpret": Box.reinterpret,
         "tma_load": gluon_roles.load,
         "gdc_wait": _nothing,
         "gdc_launch_dependents": _nothing,
