@@ -12,8 +12,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .attention_parts import shares_of_slots
 from .launch import arch
 
-_VALUES = 4096
-"""Of a program, all asked for at once: 32 a thread, so that an SM holds many programs."""
+_VALUES = 8192
+"""Of a program, all asked for at once: 64 a thread."""
 
 
 @triton.jit(do_not_specialize=["B", "slots"])  # a batch's size compiles nothing new

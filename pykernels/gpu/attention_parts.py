@@ -56,23 +56,22 @@ def widened(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def halves(x, KIND: tl.constexpr, WIDE: tl.constexpr):
+def halves(x, KIND: tl.constexpr, ONCE: tl.constexpr):
     """Cache values as float16, E4M3 only: exact, and an instruction for two where the GPU has it.
 
     (There is none to bf16: through float16 it is one for two and one for each, at a quarter rate.)
-    WIDE: for the interpreter, which knows no assembly.
+    ONCE: where the value was loaded, for whatever takes it. Triton moves a conversion into each
+    operand: a value that has to be transposed then comes from shared memory a byte at a time, but
+    one that does not is spared a way through shared memory. (The interpreter knows no assembly.)
     """
-    if KIND == NATIVE and WIDE:
-        return x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    elif KIND == NATIVE:
-        # Not known to be pure, so that Triton leaves it where it is: behind the load, each value
-        # once. As a conversion it is moved into every warp and product that takes the value, which
-        # then comes from shared memory a byte at a time where it must be transposed.
+    if KIND == NATIVE and ONCE:  # not known to be pure, Triton leaves it where it is
         return tl.inline_asm_elementwise(
             "{.reg .b16 a, b; mov.b32 {a, b}, $2;"
             " cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b;}",
             "=r,=r,r", [x], dtype=tl.float16, is_pure=False, pack=4,
         )  # fmt: skip
+    elif KIND == NATIVE:
+        return x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     elif KIND == BITS:
         bits = x.to(tl.uint16)
         small = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)

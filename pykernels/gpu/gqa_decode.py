@@ -103,8 +103,8 @@ def _gqa_decode(
         at = page_rows(pages, start, tl.minimum(n, end - 1 - start), PAGE, KEYS) * KVH + kv
         pages = pages_at(table, start + KEYS, end, n, PAGE, KEYS)
         there = start + n < end
-        k = halves(_heads(k_ptr + at[:, None] * D, d, D), KIND, WIDE)
-        v = halves(_heads(v_ptr + at[:, None] * D, d, D), KIND, WIDE)
+        k = halves(_heads(k_ptr + at[:, None] * D, d, D), KIND, False)
+        v = halves(_heads(v_ptr + at[:, None] * D, d, D), KIND, False)
         s = product(q, tl.trans(k), tl.zeros([ROWS, KEYS], tl.float32), WIDE)
         seen = there[None, :] & (start + n[None, :] <= last[:, None])
         if WINDOW:

@@ -118,7 +118,7 @@ def _mla_decode(
         there = start + n < end
         k = tl.load(latent_ptr + at[:, None] * L + c[None, :])
         k_rope = tl.load(rope_ptr + at[:, None] * R + r[None, :])
-        k = halves(k, KIND, WIDE)
+        k = halves(k, KIND, not WIDE)
         k_scale = tl.zeros([KEYS], tl.float32)
         if KIND != 0:
             k_scale = tl.load(scale_ptr + at)

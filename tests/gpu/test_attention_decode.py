@@ -197,8 +197,12 @@ COMPILES = [
 
 def test_slots_fill_the_gpu_once_and_know_no_lengths() -> None:
     plan = DecodePlan(rows=64, keys=64, warps=8, stages=2, per_sm=1)
-    assert plan.slots(1, 2, 1 << 16, 132) == 66
+    assert plan.slots(1, 2, 66 * 640, 132) == 66
+    assert plan.slots(1, 2, 1 << 16, 132) == 64  # 16 blocks each: two more would be empty
     assert plan.slots(8, 2, 1 << 16, 132) == 66
+    assert plan.slots(1, 2, 1 << 13, 132) == 64
+    assert replace(plan, least=3).slots(1, 2, 1 << 13, 132) == 43
+    assert replace(plan, least=3).slots(4, 2, 100, 132) == 4
     assert plan.slots(100, 2, 1 << 16, 132) == 100  # more sequences than room
     assert plan.slots(1, 1, 100, 132) == 2  # no more than there are blocks
     assert plan.slots(8, 132, 1 << 16, 132) == 8
