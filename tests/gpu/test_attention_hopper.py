@@ -61,11 +61,11 @@ def by_hand(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 MLA = [
-    ({"lengths": [333, 0, 64, 65]}, 1, "ragged: an empty sequence, whole blocks and one more"),
+    ({"lengths": [150, 0, 64, 65]}, 1, "ragged: an empty sequence, whole blocks and one more"),
     ({"lengths": [333, 65]}, 0, "one program a sequence: no combining"),
     ({"lengths": [333]}, 9, "a part for each block"),
-    ({"lengths": [900, 3, 70]}, 3, "a long sequence beside short ones"),
-    ({"lengths": [200, 1], "NH": 20, "S": 4}, 1, "new tokens and heads over two tiles"),
+    ({"lengths": [500, 3, 70]}, 3, "a long sequence beside short ones"),
+    ({"lengths": [130, 1], "NH": 20, "S": 4}, 1, "new tokens and heads over two tiles"),
     ({"lengths": [200, 72], "page": 8}, 1, "small pages"),
     ({"lengths": [300], "page": 256}, 1, "large pages"),
     ({"lengths": [140, 0, 64], "page": 64, "fp8": True}, 1, "E4M3, ragged"),
