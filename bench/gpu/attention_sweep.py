@@ -28,9 +28,8 @@ def mla_decode_plans(size: Size) -> Iterator[DecodePlan]:
     if size.heads <= 16:
         for keys, stages, per_sm in itertools.product((32, 64), (2, 3), (1, 2)):
             yield DecodePlan(16, keys, 8, stages, per_sm)
-    if size.format == "bf16":
-        for per_sm in (1, 2):  # 2: two waves
-            yield DecodePlan(64, 64, 8, 1, per_sm, by_hand=True)
+    for per_sm, least in itertools.product((1, 2), (1, 3)):  # 2 an SM: two waves
+        yield DecodePlan(64, 64, 8, 1, per_sm, by_hand=True, least=least)
     for across in (True, False):
         for keys, stages in ((64, 2), (32, 3), (32, 4)):
             yield DecodePlan(64, keys, 8, stages, 1, across)
@@ -40,7 +39,7 @@ def gqa_decode_plans(size: Size) -> Iterator[DecodePlan]:
     tile = 16 if size.heads // size.kv_heads <= 16 else 64
     for keys, stages, warps in itertools.product((64, 128), (2, 3, 4), (4, 8)):
         if keys * (stages - 1) <= 256:
-            for per_sm in (2, 3):
+            for per_sm in (1, 2):
                 yield DecodePlan(tile, keys, warps, stages, per_sm)
 
 

@@ -7,15 +7,16 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .attention_parts import shares_of_slots
 from .launch import arch
 
-_D_BLOCK, _PART_BLOCK = 128, 64  # at most
+_VALUES = 8192
+"""Of a program, all asked for at once: 64 a thread."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "slots"])  # a batch's size compiles nothing new
 def _combine(
     partial, lse, out, length_ptr, B, R, slots, S, window,
     D: tl.constexpr, D_BLOCK: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
@@ -25,10 +26,12 @@ def _combine(
     d = tl.program_id(1) * D_BLOCK + tl.arange(0, D_BLOCK)
     n, i = tl.arange(0, BLOCK), tl.arange(0, BATCH)
     _, parts, start = shares_of_slots(length_ptr, B, slots, S, window, KEYS, BATCH, WINDOW)
-    first = tl.sum(tl.where(i == row // R, start, 0), 0)
-    behind = first + tl.sum(tl.where(i == row // R, parts, 0), 0)
+    mine = i == row // R
+    first = tl.sum(tl.where(mine, start, 0), 0)
+    behind = first + tl.sum(tl.where(mine, parts, 0), 0)
     if EARLY:
         gdc_wait()  # until the parts are done
+        gdc_launch_dependents()
     m = float("-inf")
     total = 0.0
     acc = tl.zeros([D_BLOCK], tl.float32)
@@ -36,14 +39,15 @@ def _combine(
         there = begin + n < behind
         at = (begin + n).to(tl.int64) * R + row % R
         z = tl.load(lse + at, mask=there, other=float("-inf"))
+        # Both loads are on their way before anything waits for the first.
+        mask = there[:, None] & (d < D)[None, :]
+        x = tl.load(partial + at[:, None] * D + d[None, :], mask=mask, other=0.0)
         top = tl.maximum(m, tl.max(z, 0))
         base = tl.where(top == float("-inf"), 0.0, top)
         w = tl.exp2(z - base)  # [BLOCK]
         alpha = tl.exp2(m - base)
-        mask = there[:, None] & (d < D)[None, :]
-        x = tl.load(partial + at[:, None] * D + d[None, :], mask=mask, other=0.0)
         # An empty part wrote no values. It is left out here, not in the load, which would wait.
-        x = tl.where((z > float("-inf"))[:, None], x.to(tl.float32) * w[:, None], 0.0)
+        x = tl.where((z > float("-inf"))[:, None], x * w[:, None], 0.0)
         acc = acc * alpha + tl.sum(x, 0)
         total = total * alpha + tl.sum(w, 0)
         m = top
@@ -60,9 +64,10 @@ class Partials:
         lse: float32 [slots, R].
         batch: power of two that holds B, for the kernels' vectors of sequences; at least 32, so
             that one compilation serves all small batches.
-        early: whether the combining kernel is launched while the parts are still computed (from
-            Hopper on): its programs are there when those end. In a graph it becomes an edge of that
-            kind.
+        early: whether kernels are launched while the one before still runs, and wait for it by
+            themselves (from Hopper on): their programs are there when it ends. In a graph it
+            becomes an edge of that kind.
+        launch: what every launch is given for that.
     """
 
     def __init__(self, out: torch.Tensor, slots: int) -> None:
@@ -70,7 +75,8 @@ class Partials:
         B, R, D = out.shape
         self.out, self.slots, self.split = out, slots, slots > B
         self.batch = max(32, triton.next_power_of_2(B))
-        self.early = self.split and arch(out.device)[0] >= 9
+        self.early = arch(out.device)[0] >= 9
+        self.launch: dict[str, Any] = {"launch_pdl": True} if self.early else {}
         shape, device = (slots, R), out.device
         self.lse = torch.empty(shape if self.split else (1,), dtype=torch.float32, device=device)
         self.values = (
@@ -86,11 +92,11 @@ class Partials:
         B, R, D = self.out.shape
         if not self.split:
             return
-        block = min(_D_BLOCK, triton.next_power_of_2(D))
-        launch: dict[str, Any] = {"launch_pdl": True} if self.early else {}
-        _combine[(B * R, triton.cdiv(D, block))](
+        # Most sequences' parts in one go. Five sizes at most are compiled.
+        block = min(128, max(8, triton.next_power_of_2(self.slots // B)))
+        columns = min(triton.next_power_of_2(D), max(32, _VALUES // block))
+        _combine[(B * R, triton.cdiv(D, columns))](
             self.values, self.lse, self.out, lengths, B, R, self.slots, S, window or 0,
-            D=D, D_BLOCK=block, BLOCK=min(_PART_BLOCK, triton.next_power_of_2(self.slots)),
-            KEYS=keys, BATCH=self.batch, WINDOW=window is not None, EARLY=self.early,
-            num_warps=4, **launch,
+            D=D, D_BLOCK=columns, BLOCK=block, KEYS=keys, BATCH=self.batch,
+            WINDOW=window is not None, EARLY=self.early, num_warps=4, **self.launch,
         )  # fmt: skip

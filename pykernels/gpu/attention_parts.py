@@ -56,6 +56,43 @@ def widened(x, KIND: tl.constexpr):
 
 
 @triton.jit
+def halves(x, KIND: tl.constexpr, ONCE: tl.constexpr):
+    """Cache values as float16, E4M3 only: exact, and an instruction for two where the GPU has it.
+
+    (There is none to bf16: through float16 it is one for two and one for each, at a quarter rate.)
+    ONCE: where the value was loaded, for whatever takes it. Triton moves a conversion into each
+    operand: a value that has to be transposed then comes from shared memory a byte at a time, but
+    one that does not is spared a way through shared memory. (The interpreter knows no assembly.)
+    """
+    if KIND == NATIVE and ONCE:  # not known to be pure, Triton leaves it where it is
+        return tl.inline_asm_elementwise(
+            "{.reg .b16 a, b; mov.b32 {a, b}, $2;"
+            " cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b;}",
+            "=r,=r,r", [x], dtype=tl.float16, is_pure=False, pack=4,
+        )  # fmt: skip
+    elif KIND == NATIVE:
+        return x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    elif KIND == BITS:
+        bits = x.to(tl.uint16)
+        small = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        return tl.where((bits & 0x7F) == 0x7F, float("nan"), small * 256).to(tl.float16)
+    else:
+        return x
+
+
+@triton.jit
+def rows_in_half(x):
+    """(float16 rows of at most 2 ** 15, float32 powers of two that make them ``x`` [M, N] again).
+
+    Exact but for elements 2 ** 28 times smaller than their row's largest.
+    """
+    top = tl.max(tl.abs(x.to(tl.float32)), 1)
+    power = tl.maximum(top.to(tl.int32, bitcast=True) & 0x7F800000, 15 << 23) - (14 << 23)
+    inverse = ((254 << 23) - power).to(tl.float32, bitcast=True)
+    return (x * inverse[:, None]).to(tl.float16), power.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def product(a, b, acc, WIDE: tl.constexpr):
     """``acc + a @ b``. WIDE: in float32, for the interpreter, which multiplies bf16 as integers."""
     if WIDE:
@@ -87,16 +124,36 @@ def softmax_step(s, seen, m, total, inner, outer, MASKED: tl.constexpr, SOFTCAP:
 
 
 @triton.jit
+def scaled_step(s, seen, scale, m, total, inner, outer, SOFTCAP: tl.constexpr):
+    """``softmax_step`` where every key's value has a factor ``scale`` [N].
+
+    The shares [M, N] have the factors in them, and m is such that the largest is 1: they fit in
+    float16 whatever the scales are. The total is that of the plain shares.
+    """
+    scale = tl.maximum(scale, 7.888609052210118e-31)  # 2 ** -100: a row of zeros has any
+    if SOFTCAP:
+        s = 1 - 2 / (tl.exp2(s * inner) + 1)
+    factor = outer if SOFTCAP else inner
+    s = tl.where(seen, s * factor + tl.log2(scale)[None, :], float("-inf"))
+    top = tl.maximum(m, tl.max(s, 1))
+    base = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen nothing yet
+    p = tl.exp2(s - base[:, None])
+    alpha = tl.exp2(m - base)
+    return p, alpha, top, total * alpha + tl.sum(p * (1 / scale)[None, :], 1)
+
+
+@triton.jit
 def pages_at(table, start, end, n, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """Pages of the keys ``start + n``: one where blocks do not straddle pages, else [BLOCK].
 
-    A kernel asks for the next block's before it needs them: a load that waits for another cannot be
-    prefetched as far ahead.
+    Behind the end it is that of the last key. A kernel asks for the next block's before it needs
+    them: a load that waits for another cannot be prefetched as far ahead.
     """
     if PAGE % BLOCK == 0:
         return tl.load(table + start // PAGE, mask=start < end, other=0)
     else:
-        return tl.load(table + (start + n) // PAGE, mask=start + n < end, other=0)
+        at = tl.minimum(start + n, end - 1)
+        return tl.load(table + at // PAGE, mask=start + tl.zeros_like(n) < end, other=0)
 
 
 @triton.jit
@@ -137,8 +194,7 @@ def shares_of_slots(
     blocks = tl.cdiv(lengths - first_seen(lengths, S, window, KEYS, WINDOW), KEYS)
     parts = 1 + (slots - B) * blocks // tl.maximum(tl.sum(blocks, 0), 1)
     parts = tl.where(i < B, parts, 0)
-    before = tl.where(i[None, :] < i[:, None], parts[None, :], 0)
-    return lengths, parts, tl.sum(before, 1)
+    return lengths, parts, tl.cumsum(parts, 0) - parts
 
 
 @triton.jit

@@ -27,8 +27,9 @@ class DecodePlan:
         per_sm: programs that an SM holds at a time; sequences are cut to fill that many, once.
         across: MLA with 64 rows and 8 warps only: both warpgroups share each block of scores by
             columns, instead of each computing all of it.
-        by_hand: MLA's bf16 kernel for Hopper, whose copies and products are ordered by us: 64 rows,
-            64 keys, 8 warps; ``stages`` and ``across`` mean nothing to it.
+        by_hand: MLA's kernel for Hopper, whose warps have roles: 64 rows, 64 keys;
+            ``warps``, ``stages`` and ``across`` mean nothing to it.
+        least: blocks of a part: combining more parts costs more than shorter ones save.
     """
 
     rows: int
@@ -38,6 +39,7 @@ class DecodePlan:
     per_sm: int = 1
     across: bool = False
     by_hand: bool = False
+    least: int = 1
 
     def slots(self, B: int, programs: int, max_length: int, sms: int) -> int:
         """Programs that share ``B`` sequences, at least one each; the GPU holds them all at a time.
@@ -48,8 +50,10 @@ class DecodePlan:
         """
         if B > MOST_SHARED:
             return B
-        fill = self.per_sm * sms // max(1, programs)
-        return max(B, min(fill, B * -(-max_length // self.keys)))
+        fill = max(B, self.per_sm * sms // max(1, programs))
+        blocks = B * -(-max_length // self.keys)
+        each = max(self.least, -(-blocks // fill))  # no part is empty that has to be combined
+        return max(B, -(-blocks // each))
 
 
 @dataclass(frozen=True)
@@ -85,36 +89,39 @@ _TINY_PREFILL = PrefillPlan(rows=16, keys=16, warps=4, stages=1)
 _MLA_DECODE = {
     (9, 0): (
         (16, DecodePlan(rows=16, keys=64, warps=8, stages=3)),
-        (1 << 30, DecodePlan(rows=64, keys=64, warps=8, stages=2, by_hand=True)),
+        (1 << 30, DecodePlan(rows=64, keys=64, warps=8, stages=2, by_hand=True, least=3)),
     ),
     (8, 0): ((1 << 30, DecodePlan(rows=16, keys=32, warps=4, stages=2)),),
 }
 _MLA_DECODE_FP8 = {
-    (9, 0): (
-        (16, DecodePlan(rows=16, keys=64, warps=8, stages=3)),
-        (1 << 30, DecodePlan(rows=64, keys=64, warps=8, stages=2, across=True)),
-    ),
+    (9, 0): ((1 << 30, DecodePlan(rows=64, keys=64, warps=8, stages=2, by_hand=True)),),
     (8, 0): ((1 << 30, DecodePlan(rows=16, keys=32, warps=8, stages=2)),),
 }
 
 
-def by_hand_takes(L: int, R: int, fp8: bool, device: torch.device) -> bool:
-    """Whether ``DecodePlan.by_hand`` can run: Hopper, DeepSeek's sizes, a bf16 cache."""
-    return arch(device)[0] == 9 and (L, R) == (512, 64) and not fp8
+def by_hand_takes(L: int, R: int, fp8: bool, page: int, device: torch.device) -> bool:
+    """Whether ``DecodePlan.by_hand`` can run: Hopper, DeepSeek's sizes.
+
+    Its copies are of whole pages; less than eight rows are no tile of shared memory. A block of
+    E4M3 is read as one piece of memory.
+    """
+    return arch(device)[0] == 9 and (L, R) == (512, 64) and page >= (64 if fp8 else 8)
 
 
 def mla_decode_plan(
-    rows: int, latent: tuple[int, int], fp8: bool, device: torch.device
+    rows: int, latent: tuple[int, int], fp8: bool, page: int, device: torch.device
 ) -> DecodePlan:
-    """For ``rows`` = heads x tokens a sequence and latents of (L, R)."""
+    """For ``rows`` = heads x tokens a sequence and latents of (L, R) in pages of ``page``."""
     capability = arch(device)
     if capability == (0, 0):
         return _TINY_DECODE
     table = _MLA_DECODE_FP8 if fp8 else _MLA_DECODE
     rules = table[(9, 0)] if capability[0] == 9 else table[(8, 0)]
     plan = next(plan for most, plan in rules if rows <= most)
-    if plan.by_hand and not by_hand_takes(*latent, fp8, device):
-        return replace(plan, by_hand=False, across=True)
+    if plan.by_hand and not by_hand_takes(*latent, fp8, page, device):
+        if rows <= 16:
+            return DecodePlan(rows=16, keys=64, warps=8, stages=3)
+        return replace(plan, by_hand=False, least=1, across=True)
     return plan
 
 
@@ -124,6 +131,8 @@ def gqa_decode_plan(rows: int, D: int, fp8: bool, device: torch.device) -> Decod
     if capability == (0, 0):
         return _TINY_DECODE
     tile = max(16, min(64, 1 << (rows - 1).bit_length()))
+    if capability[0] == 9 and tile < 64 and 64 < D <= 128 and not fp8:
+        return DecodePlan(rows=tile, keys=128, warps=4, stages=3)
     roomy = capability[0] == 9 or capability in ((8, 0), (10, 0))  # at least 160 KiB an SM
     keys = 64 if D <= 128 else 32
     stages = (4 if roomy else 2) if D <= 128 else (3 if roomy else 2)

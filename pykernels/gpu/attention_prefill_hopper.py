@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .mla_decode_hopper import async_load, barrier
+from .gluon_names import async_load, barrier
 
 ROWS, WARPS = 128, 8
 

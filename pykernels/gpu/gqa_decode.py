@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..errors import PykernelsError
 from .attention_checks import (
@@ -27,20 +27,31 @@ from .attention_parts import (
     as_bytes,
     cache_kind,
     first_seen,
+    halves,
     log_total,
     page_rows,
     pages_at,
     product,
+    rows_in_half,
+    scaled_step,
     score_factors,
     share_of_slot,
     softmax_step,
-    widened,
 )
 from .attention_plan import DecodePlan, gqa_decode_plan, sms
 from .launch import arch, check_device, interpreted
 
 
 @triton.jit
+def _heads(rows, d, D: tl.constexpr):
+    """Rows of D elements, zeros behind them."""
+    if D == d.shape[0]:
+        return tl.load(rows + d[None, :])
+    else:
+        return tl.load(rows + d[None, :], mask=(d < D)[None, :], other=0)
+
+
+@triton.jit(do_not_specialize=["B", "slots", "table_stride"])  # a batch compiles nothing new
 def _gqa_decode(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, length_ptr, out_ptr, lse_ptr,
     inner, outer, window, B, S, KVH, slots, table_stride, q_b, q_s, q_h,
@@ -50,6 +61,7 @@ def _gqa_decode(
     EARLY: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
+        gdc_wait()  # for what the kernel before this one wrote
         gdc_launch_dependents()  # the combining kernel waits by itself
     blocks = tl.cdiv(S * G, ROWS)
     kv, slot = tl.program_id(0) // blocks, tl.program_id(1)
@@ -71,6 +83,10 @@ def _gqa_decode(
     q_mask = inside[:, None] & wide[None, :]
     q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=q_mask, other=0.0)
 
+    q_factor = tl.full([ROWS], 1.0, tl.float32)
+    if KIND != 0:
+        q, q_factor = rows_in_half(q)
+
     last = length - S + s_at  # newest key that the row sees
     first = first_seen(length, S, window, KEYS, WINDOW)
     each = tl.cdiv(tl.cdiv(length - first, KEYS), parts) * KEYS
@@ -83,22 +99,24 @@ def _gqa_decode(
     acc = tl.zeros([ROWS, D_BLOCK], tl.float32)
     pages = pages_at(table, begin, end, n, PAGE, KEYS)
     for start in tl.range(begin, end, KEYS, num_stages=STAGES):
-        at = page_rows(pages, start, n, PAGE, KEYS) * KVH + kv
+        # Behind the end the last key again, whose share is zero: no masks, and no NaN.
+        at = page_rows(pages, start, tl.minimum(n, end - 1 - start), PAGE, KEYS) * KVH + kv
         pages = pages_at(table, start + KEYS, end, n, PAGE, KEYS)
         there = start + n < end
-        mask = there[:, None] & wide[None, :]
-        k = widened(tl.load(k_ptr + at[:, None] * D + d[None, :], mask=mask, other=0), KIND)
-        v = widened(tl.load(v_ptr + at[:, None] * D + d[None, :], mask=mask, other=0), KIND)
+        k = halves(_heads(k_ptr + at[:, None] * D, d, D), KIND, False)
+        v = halves(_heads(v_ptr + at[:, None] * D, d, D), KIND, False)
         s = product(q, tl.trans(k), tl.zeros([ROWS, KEYS], tl.float32), WIDE)
-        if KIND != 0:
-            s *= tl.load(k_scale_ptr + at, mask=there, other=0.0)[None, :]
         seen = there[None, :] & (start + n[None, :] <= last[:, None])
         if WINDOW:
             seen = seen & (start + n[None, :] > last[:, None] - window)
-        p, alpha, m, total = softmax_step(s, seen, m, total, inner, outer, True, SOFTCAP)
         if KIND != 0:
-            p *= tl.load(v_scale_ptr + at, mask=there, other=0.0)[None, :]
-        acc = product(p.to(tl.bfloat16), v, acc * alpha[:, None], WIDE)
+            k_scale = tl.load(k_scale_ptr + at)
+            v_scale = tl.load(v_scale_ptr + at)
+            s *= q_factor[:, None] * k_scale[None, :]
+            p, alpha, m, total = scaled_step(s, seen, v_scale, m, total, inner, outer, SOFTCAP)
+        else:
+            p, alpha, m, total = softmax_step(s, seen, m, total, inner, outer, True, SOFTCAP)
+        acc = product(p.to(v.dtype), v, acc * alpha[:, None], WIDE)
 
     y = acc / tl.where(total == 0, 1.0, total)[:, None]
     o_at = (slot.to(tl.int64) * S + s_at) * (KVH * G) + h_at  # not split: slots are sequences
@@ -203,6 +221,7 @@ def gqa_decode(
         STAGES=chosen.stages, KIND=cache_kind(k, arch(device)), WINDOW=window is not None,
         SOFTCAP=softcap is not None, BATCH=partials.batch, SPLIT=partials.split,
         EARLY=partials.early, WIDE=interpreted(), num_warps=chosen.warps, num_stages=chosen.stages,
+        **partials.launch,
     )  # fmt: skip
     partials.combine(lengths, S, window, chosen.keys)
     return result

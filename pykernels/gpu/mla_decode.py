@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..errors import PykernelsError
 from .attention_checks import (
@@ -26,14 +26,16 @@ from .attention_combine import Partials
 from .attention_parts import (
     as_bytes,
     cache_kind,
+    halves,
     log_total,
     page_rows,
     pages_at,
     product,
+    rows_in_half,
+    scaled_step,
     score_factors,
     share_of_slot,
     softmax_step,
-    widened,
 )
 from .attention_plan import DecodePlan, by_hand_takes, mla_decode_plan, sms
 from .launch import arch, check_device, interpreted
@@ -41,10 +43,13 @@ from .launch import arch, check_device, interpreted
 
 @triton.jit
 def _shares(
-    q, q_rope, k, k_rope, k_scale, seen, m, total, inner, outer, unknown,
+    q, q_factor, q_rope, k, k_rope, k_scale, seen, m, total, inner, outer, unknown,
     KIND: tl.constexpr, SOFTCAP: tl.constexpr, ACROSS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Scores of one block and the running softmax: (shares, factor of the past, m, total)."""
+    """Scores of one block and the running softmax: (shares, factor of the past, m, total).
+
+    In the shares of an E4M3 cache the latents' scales are contained.
+    """
     ROWS: tl.constexpr = q.shape[0]
     KEYS: tl.constexpr = k.shape[0]
     s_rope = tl.zeros([ROWS, KEYS], tl.float32)
@@ -55,13 +60,14 @@ def _shares(
         s_rope = product(q_rope, tl.trans(k_rope), s_rope, WIDE)
     if KIND == 0:
         s = product(q, tl.trans(k), s_rope, WIDE)
+        return softmax_step(s, seen, m, total, inner, outer, True, SOFTCAP)
     else:  # the scale is the latent's alone
         s = product(q, tl.trans(k), tl.zeros([ROWS, KEYS], tl.float32), WIDE)
-        s = s * k_scale[None, :] + s_rope
-    return softmax_step(s, seen, m, total, inner, outer, True, SOFTCAP)
+        s = s * (q_factor[:, None] * k_scale[None, :]) + s_rope
+        return scaled_step(s, seen, k_scale, m, total, inner, outer, SOFTCAP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "slots", "table_stride"])  # a batch compiles nothing new
 def _mla_decode(
     q_ptr, q_rope_ptr, latent_ptr, rope_ptr, scale_ptr, table_ptr, length_ptr, out_ptr, lse_ptr,
     inner, outer, B, S, NH, slots, table_stride,
@@ -72,6 +78,7 @@ def _mla_decode(
     WIDE: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
+        gdc_wait()  # for what the kernel before this one wrote
         gdc_launch_dependents()  # the combining kernel waits by itself
     slot = tl.program_id(1)
     b, part, parts = slot, 0, 1
@@ -90,6 +97,10 @@ def _mla_decode(
     q_at = b.to(tl.int64) * qr_b + s_at.to(tl.int64) * qr_s + h_at * qr_h
     q_rope = tl.load(q_rope_ptr + q_at[:, None] + r[None, :], mask=inside[:, None], other=0.0)
 
+    q_factor = tl.full([ROWS], 1.0, tl.float32)
+    if KIND != 0:
+        q, q_factor = rows_in_half(q)
+
     last = length - S + s_at  # newest key that the row sees
     each = tl.cdiv(tl.cdiv(length, KEYS), parts) * KEYS
     begin = part * each
@@ -101,39 +112,36 @@ def _mla_decode(
     acc = tl.zeros([ROWS, L], tl.float32)
     pages = pages_at(table, begin, end, n, PAGE, KEYS)
     for start in tl.range(begin, end, KEYS, num_stages=STAGES):
-        at = page_rows(pages, start, n, PAGE, KEYS)
+        # Behind the end the last key again, whose share is zero: no masks, and no NaN.
+        at = page_rows(pages, start, tl.minimum(n, end - 1 - start), PAGE, KEYS)
         pages = pages_at(table, start + KEYS, end, n, PAGE, KEYS)
         there = start + n < end
-        k = tl.load(latent_ptr + at[:, None] * L + c[None, :], mask=there[:, None], other=0)
-        k_rope = tl.load(rope_ptr + at[:, None] * R + r[None, :], mask=there[:, None], other=0.0)
-        k = widened(k, KIND)
+        k = tl.load(latent_ptr + at[:, None] * L + c[None, :])
+        k_rope = tl.load(rope_ptr + at[:, None] * R + r[None, :])
+        k = halves(k, KIND, not WIDE)
         k_scale = tl.zeros([KEYS], tl.float32)
         if KIND != 0:
-            k_scale = tl.load(scale_ptr + at, mask=there, other=0.0)
+            k_scale = tl.load(scale_ptr + at)
         seen = there[None, :] & (start + n[None, :] <= last[:, None])
         if ACROSS:
             # Triton gives the warps of a product whose result enters another product to its rows,
             # and 64 rows are one warpgroup's: two would compute the same. It does not see the other
             # product from inside an `if`, and shares the columns. Both conditions always hold.
             p = tl.where(there[None, :], 0.0, 1.0).broadcast_to(ROWS, KEYS)
-            p = p.to(tl.bfloat16)
+            p = p.to(k.dtype)
             alpha = tl.full([ROWS], 1.0, tl.float32)
             if start < end:
                 p32, alpha, m, total = _shares(
-                    q, q_rope, k, k_rope, k_scale, seen, m, total, inner, outer, start - begin,
-                    KIND, SOFTCAP, ACROSS, WIDE,
+                    q, q_factor, q_rope, k, k_rope, k_scale, seen, m, total, inner, outer,
+                    start - begin, KIND, SOFTCAP, ACROSS, WIDE,
                 )  # fmt: skip
-                if KIND != 0:
-                    p32 = p32 * k_scale[None, :]
-                p = p32.to(tl.bfloat16)
+                p = p32.to(k.dtype)
         else:
             p32, alpha, m, total = _shares(
-                q, q_rope, k, k_rope, k_scale, seen, m, total, inner, outer, 0,
+                q, q_factor, q_rope, k, k_rope, k_scale, seen, m, total, inner, outer, 0,
                 KIND, SOFTCAP, ACROSS, WIDE,
             )  # fmt: skip
-            if KIND != 0:
-                p32 = p32 * k_scale[None, :]
-            p = p32.to(tl.bfloat16)
+            p = p32.to(k.dtype)
         acc = product(p, k, acc * alpha[:, None], WIDE)
 
     y = acc / tl.where(total == 0, 1.0, total)[:, None]
@@ -222,10 +230,11 @@ def mla_decode(
     result = check_out(out, (*q_latent.shape[:-1], L), device)
     if result.numel() == 0:
         return result
-    chosen = plan or mla_decode_plan(S * NH, (L, R), latent_scale is not None, device)
-    if chosen.by_hand and not by_hand_takes(L, R, latent_scale is not None, device):
+    chosen = plan or mla_decode_plan(S * NH, (L, R), latent_scale is not None, page, device)
+    if chosen.by_hand and not by_hand_takes(L, R, latent_scale is not None, page, device):
         raise PykernelsError(
-            f"the kernel by hand takes no {latent.dtype} latents of {L} + {R} on this GPU",
+            f"the kernel by hand takes no {latent.dtype} latents of {L} + {R} in pages of {page} "
+            "on this GPU",
             "Give a plan without by_hand",
         )
     blocks = triton.cdiv(S * NH, chosen.rows)
@@ -249,16 +258,22 @@ def mla_decode(
     options |= {"SPLIT": partials.split, "BATCH": partials.batch}
     grid = (blocks, slots)
     if chosen.by_hand:
-        from .mla_decode_hopper import mla_decode_hopper  # Gluon: not in the interpreter
+        from . import mla_decode_hopper as hopper  # Gluon: not in the interpreter
 
-        mla_decode_hopper[grid](q, q_r, latent, rope, *where, *sizes, **options, num_warps=8)
+        fp8 = latent_scale is not None
+        hopper.mla_decode_hopper[grid](
+            q, q_r, as_bytes(latent) if fp8 else hopper.rows_of(latent, 256),
+            hopper.rows_of(rope, R), latent_scale, *where, *sizes,
+            **options, MANY=S > 1, E4M3=fp8, num_warps=hopper.WARPS, maxnreg=hopper.REGISTERS,
+            **partials.launch,
+        )  # fmt: skip
     else:
         _mla_decode[grid](
             q, q_r, as_bytes(latent), rope, latent_scale, *where, *sizes, **options,
             ROWS=chosen.rows, KEYS=chosen.keys, STAGES=chosen.stages,
             KIND=cache_kind(latent, arch(device)), ACROSS=chosen.across, EARLY=partials.early,
             WIDE=interpreted(),
-            num_warps=chosen.warps, num_stages=chosen.stages,
+            num_warps=chosen.warps, num_stages=chosen.stages, **partials.launch,
         )  # fmt: skip
     partials.combine(lengths, S, None, chosen.keys)
     return result

@@ -14,11 +14,18 @@ have been waited for and a barrier has joined the threads that waited.
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import triton
 import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from pykernels.gpu.decode import float_to_e4m3
+
+from . import gluon_roles
 
 WIDE = tl.float32  # the interpreter multiplies bf16 as integers
 
@@ -28,7 +35,8 @@ class Threads:
 
     def __init__(self) -> None:
         self.boxes: list[Box] = []
-        self.products: list[list[Box]] = []  # begun and not waited for, the oldest first
+        self.products: list[tuple[str, list[Box]]] = []  # begun and not waited for, oldest first
+        self.role = ""  # which part of a program's warps is running
 
     def wait_group(self, outstanding: int) -> None:
         assert outstanding == 0
@@ -37,90 +45,91 @@ class Threads:
 
     def barrier(self) -> None:
         for box in self.boxes:
-            if "wait" not in box.owes:
+            if "wait" not in box.owes and box.writer == self.role:
                 box.owes.discard("barrier")
-            box.read = False
+            box.readers.discard(self.role)
 
     def fence(self) -> None:
         for box in self.boxes:
-            if "wait" not in box.owes:
+            if "wait" not in box.owes and box.writer == self.role:
                 box.owes.discard("fence")
 
     def mma(self, a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
         boxes = [x for x in (a, b) if isinstance(x, Box)]
         for box in boxes:
-            assert not box.source.owes, f"a product reads what still owes a {box.source.owes}"
-        self.products.append([box.source for box in boxes])
+            owes = box.source.owes
+            assert not owes, f"a product reads what still owes a {owes}"
+        self.products.append((self.role, [box.source for box in boxes]))
         a, b = (x.value.to(WIDE) if isinstance(x, Box) else x.to(WIDE) for x in (a, b))
         return tl.dot(a, b, acc) if use_acc else tl.dot(a, b)
 
     def wait_mma(self, outstanding: int, deps: list[Any]) -> Any:
-        while len(self.products) > outstanding:
-            for box in self.products.pop(0):
-                box.read = True
+        mine = [product for product in self.products if product[0] == self.role]
+        for product in mine[: len(mine) - outstanding]:
+            self.products.remove(product)
+            for box in product[1]:
+                box.readers.add(self.role)
         return deps[0] if len(deps) == 1 else tuple(deps)
 
 
-class Mbarrier:
-    """``mbarrier`` and copies by the tensor memory accelerator, which complete when begun."""
-
-    MBarrierLayout = staticmethod(lambda *args: None)
-
-    @staticmethod
-    def init(bar: Box, count: int) -> None:
-        bar.phases, bar.missing, bar.copies = 0, 0, []
-
-    @staticmethod
-    def expect(bar: Box, nbytes: int) -> None:
-        assert bar.missing == 0, "a phase began before the last one ended"
-        bar.missing = int(getattr(nbytes, "value", nbytes))
-
-    @staticmethod
-    def load(source: Any, place: list[Any], bar: Box, to: Box) -> None:
-        value = source.load(place)
-        to.copy(value)
-        bar.copies.append(to)
-        bar.missing -= value.dtype.primitive_bitwidth // 8 * int(np.prod(to.shape))
-        assert bar.missing >= 0, "more bytes than were expected"
-        bar.phases += bar.missing == 0
-
-    @staticmethod
-    def wait(bar: Box, phase: Any) -> None:
-        number = int(phase.handle.data.item()) if isinstance(phase, tl.tensor) else int(phase)
-        assert bar.phases and (bar.phases - 1) % 2 == number, (
-            "waits for ever, or for the last phase"
-        )
-        for box in bar.copies:
-            box.owes.clear()
-        bar.copies = []
-
-
 class Box:
-    """Shared memory: one value, or several by ``index``."""
+    """Shared memory: an array, of which ``index``, ``slice`` and ``permute`` are views.
 
-    def __init__(self, threads: Threads, shape: list[int], source: Box | None = None) -> None:
-        self.threads, self.source = threads, source or self
-        self.shape = [int(getattr(n, "value", n)) for n in shape]
+    Account is kept of whole boxes, and of the parts of one by ``index``.
+    """
+
+    def __init__(
+        self, threads: Threads, dtype: Any, data: np.ndarray, source: Box | None = None
+    ) -> None:
+        self.threads, self.dtype, self.data, self.source = threads, dtype, data, source or self
         self.parts: dict[int, Box] = {}
-        self.value: Any = None
         self.owes: set[str] = set()
-        self.read = False  # by a product that was waited for, and no barrier since
-        self.phases = self.missing = 0  # of a barrier
-        self.copies: list[Box] = []
+        self.writer = ""
+        self.readers: set[str] = set()  # waited for their products, had no barrier since
         threads.boxes.append(self)
 
+    @property
+    def value(self) -> Any:
+        kind = tl.block_type(self.dtype, list(self.data.shape))
+        return tl.tensor(TensorHandle(self.data.copy(), self.dtype), kind)
+
     def index(self, at: Any) -> Box:
-        number = int(at.handle.data.item()) if isinstance(at, tl.tensor) else int(at)
-        assert 0 <= number < self.shape[0]
+        number = whole(at)
+        assert 0 <= number < len(self.data)
         if number not in self.parts:
-            self.parts[number] = Box(self.threads, self.shape[1:])
+            self.parts[number] = Box(self.threads, self.dtype, self.data[number])
         return self.parts[number]
 
+    def slice(self, start: Any, length: Any, dim: int = 0) -> Box:
+        at = [slice(None)] * self.data.ndim
+        at[dim] = slice(whole(start), whole(start) + whole(length))
+        return Box(self.threads, self.dtype, self.data[tuple(at)], self.source)
+
+    def reinterpret(self, dtype: Any, shape: list[Any], layout: None) -> Box:
+        """The same memory for something else, once no product reads it."""
+        reading = [boxes for _, boxes in self.threads.products]
+        for part in (self, *self.parts.values()):
+            assert not any(part in boxes for boxes in reading), "a product still reads it"
+            assert not part.readers, "another warp's product may still read it: no barrier since"
+        bare = allocated(self.threads, dtype, shape).data
+        data = self.data.reshape(-1).view(bare.dtype).reshape(bare.shape)
+        return Box(self.threads, dtype, data)
+
+    def permute(self, order: tuple[int, int]) -> Box:
+        return Box(self.threads, self.dtype, self.data.transpose(order), self.source)
+
     def _write(self, value: Any, owes: set[str]) -> None:
-        assert [int(n) for n in value.shape] == self.shape
-        assert not any(self in boxes for boxes in self.threads.products), "a product still reads it"
-        assert not self.read, "another warp's product may still read it"
-        self.value, self.owes = value, owes
+        box = self.source
+        reading = [boxes for _, boxes in self.threads.products]
+        assert not any(box in boxes for boxes in reading), "a product still reads it"
+        assert not box.readers, "another warp's product may still read it: no barrier since"
+        assert list(value.shape) == list(self.data.shape)
+        self.data[...] = value.handle.data
+        box.owes, box.writer = box.owes | owes, self.threads.role
+
+    def load(self, layout: Any = None) -> Any:
+        assert "wait" not in self.source.owes, "a load before what it waits for"
+        return self.value
 
     def store(self, value: Any) -> None:
         self._write(value, {"barrier", "fence"})
@@ -128,16 +137,24 @@ class Box:
     def copy(self, value: Any) -> None:
         self._write(value, {"wait", "barrier", "fence"})
 
-    def load(self, layout: Any) -> Any:
-        assert not self.owes, f"it is read and still owes a {self.owes}"
-        self.read = True
-        return self.value
+    def arrives(self, value: Any) -> None:
+        """From the tensor memory accelerator, which is on the tensor cores' own path."""
+        self._write(value, {"wait"})
 
-    def permute(self, order: tuple[int, int]) -> Box:
-        assert tuple(order) == (1, 0)
-        turned = Box(self.threads, self.shape[::-1], self)
-        turned.value = tl.trans(self.value)
-        return turned
+
+def whole(x: Any) -> int:
+    """A number of the interpreter's, or of Python's."""
+    return int(x.handle.data.item()) if isinstance(x, tl.tensor) else int(getattr(x, "value", x))
+
+
+def allocated(threads: Threads, dtype: Any, shape: list[Any]) -> Box:
+    """A new box, of NaN or the like."""
+    kind: Any = {
+        tl.bfloat16: np.uint16, tl.float16: np.float16, tl.float32: np.float32,
+        tl.float8e4nv: np.uint8, tl.uint8: np.uint8, tl.int32: np.int32, tl.int64: np.int64,
+    }[dtype]  # fmt: skip
+    poison = np.nan if np.issubdtype(kind, np.floating) else np.iinfo(kind).max  # bf16's too
+    return Box(threads, dtype, np.full([whole(n) for n in shape], poison, kind))
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -146,13 +163,6 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def _same(x: Any, *args: Any, **kwargs: Any) -> Any:
     return x
-
-
-class _Gluon(types.SimpleNamespace):
-    """``gl``: Triton's language where nothing else is said."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(tl, name)
 
 
 def _load(pointers: Any, mask: Any = None, other: Any = None, eviction_policy: str = "") -> Any:
@@ -169,16 +179,32 @@ def _pair(bits):
     return (bits << 16).to(tl.float32, bitcast=True), (bits & -65536).to(tl.float32, bitcast=True)
 
 
+def _assembly(asm: str, constraints: str, args: list[Any], **kwargs: Any) -> Any:
+    """What is written so: a conversion from E4M3, or nothing that the interpreter sees."""
+    if "e4m3" in asm:
+        return args[0].to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return args[0]
+
+
+class _Gluon(types.SimpleNamespace):
+    """``gl``: Triton's language where nothing else is said."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(tl, name)
+
+
 def _language(threads: Threads) -> _Gluon:
     names = ("BlockedLayout", "SliceLayout", "NVMMASharedLayout", "NVMMADistributedLayout")
+    roles = gluon_roles.Roles(threads)
     return _Gluon(
         **dict.fromkeys((*names, "DotOperandLayout"), _nothing),
         arange=lambda start, end, layout=None: tl.arange(start, end),
         full=lambda shape, value, dtype, layout=None: tl.full(shape, value, dtype),
-        allocate_shared_memory=lambda dtype, shape, layout: Box(threads, shape),
+        allocate_shared_memory=lambda dtype, shape, layout: allocated(threads, dtype, shape),
+        warp_specialize=roles.run,
         convert_layout=_same,
         load=_load,
-        inline_asm_elementwise=lambda asm, constraints, args, **kwargs: args[0],
+        inline_asm_elementwise=_assembly,
     )
 
 
@@ -186,10 +212,12 @@ def interpreted(kernel: Any, without: str | None = None) -> Any:
     """A Gluon kernel as one of Triton's, for the interpreter; call it with a grid as usual.
 
     Args:
-        without: a name of Gluon's that shall do nothing, to see that it is missed.
+        without: a name of Gluon's, or ``wait`` or ``arrive`` of its memory barriers, that shall do
+            nothing, to see that it is missed.
     """
     tl.core.block_type.layout = None  # what `x.type.layout` finds
     threads = Threads()
+    barriers = gluon_roles.MBarriers(threads, without)
     shared: dict[str, Any] = {
         "tl": tl,
         "gl": _language(threads),
@@ -197,17 +225,38 @@ def interpreted(kernel: Any, without: str | None = None) -> Any:
         "async_load": lambda to, pointers: to.copy(tl.load(pointers)),
         "barrier": threads.barrier,
         "fence_async_shared": threads.fence,
-        "mbarrier": Mbarrier,
-        "tma_load": Mbarrier.load,
+        "mbarrier": barriers,
+        "reinterpret": Box.reinterpret,
+        "tma_load": gluon_roles.load,
         "mma_v2": _mma_v2,
         "pair": _pair,
+        "to_e4m3": float_to_e4m3,  # the interpreter's own conversion does not round
         "gdc_wait": _nothing,
         "gdc_launch_dependents": _nothing,
         "warpgroup_mma": threads.mma,
         "warpgroup_mma_wait": threads.wait_mma,
     }
-    shared |= {} if without is None else {without: _nothing}
-    return _triton(kernel.fn, shared, {})
+    shared |= {without: _nothing} if without in shared else {}
+    return _Launcher(_triton(kernel.fn, shared, {}))
+
+
+class _Launcher:
+    """A kernel that takes Gluon's descriptors for Triton's."""
+
+    def __init__(self, made: Any) -> None:
+        self.made = made
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            self.made[grid](*map(_host, args), **kwargs)
+
+        return launch
+
+
+def _host(arg: Any) -> Any:
+    if not hasattr(arg, "block_shape"):
+        return arg
+    return TensorDescriptor(arg.base, list(arg.shape), list(arg.strides), list(arg.block_shape))
 
 
 def _triton(function: Any, shared: dict[str, Any], done: dict[str, Any]) -> Any:

@@ -16,34 +16,38 @@ from .ops import BF16, FP8, Op, Tensors, empty, large, normal
 B, PAGE = 3, 16
 
 
-def _cache(device: torch.device, name: str, fp8: bool, pages: int, *token: int) -> Tensors:
+def _cache(
+    device: torch.device, name: str, fp8: bool, pages: int, *token: int, page: int = PAGE
+) -> Tensors:
     """Pages, with their scales as "<name>_scale" for E4M3."""
-    values = normal(device, pages, PAGE, *token, dtype=FP8 if fp8 else BF16)
+    values = normal(device, pages, page, *token, dtype=FP8 if fp8 else BF16)
     found = {name: values}
     if fp8:
         found[f"{name}_scale"] = torch.rand(values.shape[:-1], device=device) + 0.5
     return found
 
 
-def _table(device: torch.device, most: int) -> Tensors:
+def _table(device: torch.device, most: int, page: int = PAGE) -> Tensors:
     """Pages in random order for B sequences of up to ``most`` tokens, and their lengths."""
-    pages = most // PAGE
+    pages = most // page
     return {
         "table": torch.randperm(B * pages, device=device).view(B, pages).int(),
         "lengths": torch.randint(1, most + 1, (B,), device=device).int(),
     }
 
 
-def _mla_decode(heads: int, fp8: bool = False) -> Op:
+def _mla_decode(heads: int, fp8: bool = False, page: int = PAGE) -> Op:
+    """Pages of 64 for Hopper's own kernel for E4M3."""
+
     def make(device: torch.device) -> Tensors:
-        L, R, most = large(device, 512, 64), large(device, 64, 16), large(device, 2048, 96)
+        L, R, most = large(device, 512, 64), large(device, 64, 16), large(device, 2048, 128)
         NH = large(device, heads, max(3, heads // 8))
         return {
             "q": normal(device, B, NH, L),
             "q_rope": normal(device, B, NH, R),
-            **_cache(device, "latent", fp8, B * most // PAGE, L),
-            **_cache(device, "rope", False, B * most // PAGE, R),
-            **_table(device, most),
+            **_cache(device, "latent", fp8, B * (most // page), L, page=page),
+            **_cache(device, "rope", False, B * (most // page), R, page=page),
+            **_table(device, most, page),
             "out": empty(device, B, NH, L),
         }
 
@@ -51,7 +55,8 @@ def _mla_decode(heads: int, fp8: bool = False) -> Op:
         given = (t["q"], t["q_rope"], t["latent"], t["rope"], t["table"], t["lengths"])
         return mla_decode(*given, scale=0.07, latent_scale=t.get("latent_scale"), out=t["out"])
 
-    return Op(f"mla_decode, {heads} heads, {'E4M3' if fp8 else 'bf16'}", make, run)
+    kind = "E4M3" if fp8 else "bf16"
+    return Op(f"mla_decode, {heads} heads, {kind}, pages of {page}", make, run)
 
 
 def _gqa_decode(fp8: bool = False, window: int | None = None) -> Op:
@@ -159,6 +164,7 @@ def _mla_read(fp8: bool) -> Op:
 
 ATTENTION = (
     _mla_decode(128), _mla_decode(16), _mla_decode(128, fp8=True), _mla_decode(16, fp8=True),
+    _mla_decode(128, fp8=True, page=64),
     _gqa_decode(), _gqa_decode(window=50), _gqa_decode(fp8=True), _mla_prefill(), _gqa_prefill(),
     _gqa_prefill(window=20), _gqa_prefill(paged=True), _gqa_prefill(paged=True, fp8=True),
     _mla_read(fp8=False), _mla_read(fp8=True),

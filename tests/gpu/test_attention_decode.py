@@ -197,8 +197,12 @@ COMPILES = [
 
 def test_slots_fill_the_gpu_once_and_know_no_lengths() -> None:
     plan = DecodePlan(rows=64, keys=64, warps=8, stages=2, per_sm=1)
-    assert plan.slots(1, 2, 1 << 16, 132) == 66
+    assert plan.slots(1, 2, 66 * 640, 132) == 66
+    assert plan.slots(1, 2, 1 << 16, 132) == 64  # 16 blocks each: two more would be empty
     assert plan.slots(8, 2, 1 << 16, 132) == 66
+    assert plan.slots(1, 2, 1 << 13, 132) == 64
+    assert replace(plan, least=3).slots(1, 2, 1 << 13, 132) == 43
+    assert replace(plan, least=3).slots(4, 2, 100, 132) == 4
     assert plan.slots(100, 2, 1 << 16, 132) == 100  # more sequences than room
     assert plan.slots(1, 1, 100, 132) == 2  # no more than there are blocks
     assert plan.slots(8, 132, 1 << 16, 132) == 8
@@ -248,6 +252,10 @@ FULL_MLA = [
     ({"lengths": [3000, 700], "NH": 32, "S": 4}, "four new tokens"),
     ({"lengths": [5000, 300], "NH": 128, "fp8": True}, "E4M3 latents, many heads"),
     ({"lengths": [5000, 300], "NH": 16, "fp8": True}, "E4M3 latents, few heads"),
+    ({"lengths": [700, 1, 64, 300], "NH": 40, "S": 2, "fp8": True}, "E4M3, two new tokens"),
+    ({"lengths": [5000, 300], "NH": 64, "fp8": True, "page": 256}, "E4M3, large pages"),
+    ({"lengths": [5000, 300], "NH": 128, "fp8": True, "page": 16}, "E4M3, small pages, many heads"),
+    ({"lengths": [5000, 300], "NH": 16, "fp8": True, "page": 16}, "E4M3, small pages, few heads"),
     ({"lengths": [5000, 300], "NH": 128, "page": 16}, "small pages"),
 ]
 
@@ -273,7 +281,7 @@ def test_mla_decode_full(sizes: dict[str, Any], why: str, device) -> None:
 )
 def test_mla_decode_plans_agree(heads: int, changed: dict[str, Any], device) -> None:
     """Whichever plan is shipped, the others work too."""
-    if changed.get("by_hand") and not by_hand_takes(512, 64, False, device):
+    if changed.get("by_hand") and not by_hand_takes(512, 64, False, 64, device):
         pytest.skip("written for Hopper")
     inputs, options = mla_inputs([6000, 0, 500, 65], device, NH=heads, L=512, R=64, page=64)
     plan = replace(DecodePlan(rows=64, keys=64, warps=8, stages=2), **changed)
@@ -283,7 +291,7 @@ def test_mla_decode_plans_agree(heads: int, changed: dict[str, Any], device) -> 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [{"S": 2, "NH": 40}, {"page": 16}, {"page": 128}])
 def test_mla_decode_by_hand(sizes: dict[str, Any], device) -> None:
-    if not by_hand_takes(512, 64, False, device):
+    if not by_hand_takes(512, 64, False, 64, device):
         pytest.skip("written for Hopper")
     shape = {"NH": 128, "L": 512, "R": 64, "page": 64} | sizes
     inputs, options = mla_inputs([700, 1, 64, 300], device, **shape)
@@ -292,9 +300,10 @@ def test_mla_decode_by_hand(sizes: dict[str, Any], device) -> None:
 
 
 @pytest.mark.gpu
-def test_mla_decode_by_hand_has_no_race(device) -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_mla_decode_by_hand_has_no_race(fp8: bool, device) -> None:
     """The same bits again and again: each warpgroup reads what the other wrote."""
-    inputs, options = mla_inputs([9000, 4000], device, NH=128, L=512, R=64, page=64)
+    inputs, options = mla_inputs([9000, 4000], device, NH=128, L=512, R=64, page=64, fp8=fp8)
     once = mla(*inputs, **options)
     assert all(torch.equal(once, mla(*inputs, **options)) for _ in range(50))
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import pykernels.gpu.launch as launch
 from pykernels import ref
@@ -43,6 +44,12 @@ def by_hand(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(mla_decode, "by_hand_takes", lambda *sizes: True)
     monkeypatch.setattr(attention_prefill, "by_hand_takes_prefill", lambda *sizes: True)
 
+    def rows_of(pages: torch.Tensor, width: int) -> TensorDescriptor:
+        P, page, N = pages.shape
+        return TensorDescriptor(pages, [P * page, N], [N, 1], [min(page, 64), width])
+
+    monkeypatch.setattr(mla_decode_hopper, "rows_of", rows_of)
+
     def put(without: str | None = None) -> None:
         made = interpreted(decode, without)
         monkeypatch.setattr(mla_decode_hopper, "mla_decode_hopper", made)
@@ -54,13 +61,15 @@ def by_hand(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 MLA = [
-    ({"lengths": [333, 0, 64, 65]}, 1, "ragged: an empty sequence, whole blocks and one more"),
+    ({"lengths": [150, 0, 64, 65]}, 1, "ragged: an empty sequence, whole blocks and one more"),
     ({"lengths": [333, 65]}, 0, "one program a sequence: no combining"),
     ({"lengths": [333]}, 9, "a part for each block"),
-    ({"lengths": [900, 3, 70]}, 3, "a long sequence beside short ones"),
-    ({"lengths": [200, 1], "NH": 20, "S": 4}, 1, "new tokens and heads over two tiles"),
-    ({"lengths": [200], "page": 4}, 1, "small pages"),
+    ({"lengths": [500, 3, 70]}, 3, "a long sequence beside short ones"),
+    ({"lengths": [130, 1], "NH": 20, "S": 4}, 1, "new tokens and heads over two tiles"),
+    ({"lengths": [200, 72], "page": 8}, 1, "small pages"),
     ({"lengths": [300], "page": 256}, 1, "large pages"),
+    ({"lengths": [140, 0, 64], "page": 64, "fp8": True}, 1, "E4M3, ragged"),
+    ({"lengths": [200], "page": 128, "fp8": True}, 0, "E4M3, large pages, no combining"),
 ]
 
 
@@ -69,7 +78,7 @@ MLA = [
 def test_mla_decode(
     sizes: dict[str, Any], per_sm: int, why: str, softcap: float | None, device, by_hand
 ) -> None:
-    inputs, options = mla_inputs(device=device, **sizes)
+    inputs, options = mla_inputs(device=device, L=512, R=64, **sizes)
     plan = DecodePlan(64, 64, 8, 1, per_sm, by_hand=True)
     check(mla, ref.mla_decode, inputs, options | {"softcap": softcap}, plan=plan)
 
@@ -106,7 +115,7 @@ def test_what_threads_owe_each_other_is_missed(without: str, device, by_hand) ->
     by_hand(without)
     with pytest.raises(Exception, match=without.split("_")[0]):
         run_gqa(device, [300], [300], D=64, plan=PrefillPlan(128, 64, 8, 1, by_hand=True))
-    inputs, options = mla_inputs([200], device)
+    inputs, options = mla_inputs([200], device, L=512, R=64)
     with pytest.raises(Exception, match=without.split("_")[0]):
         mla(*inputs, **options, plan=DECODE)
 
@@ -124,7 +133,7 @@ def test_ptxas_keeps_the_order() -> None:
     )
     assert result.returncode == 0, result.stderr[-3000:]
     rows = [json.loads(line) for line in result.stdout.splitlines()]
-    attention = ["prefill_hopper"] * 3 + ["mla_decode_hopper"]
+    attention = ["prefill_hopper"] * 3 + ["mla_decode_hopper"] * 2
     assert [row["kernel"] for row in rows] == attention + ["many_rows_hopper"] * 3
     for row in rows:
         often = 2 if row["kernel"] == "many_rows_hopper" else 4

@@ -1,0 +1,133 @@
+"""What is different for an E4M3 cache in ``mla_decode_hopper``: latents arrive as float16.
+
+The tensor cores take both operands in one type, so a warpgroup (``decoded``) takes the place of the
+one warp of copies: it loads bytes, makes them float16, which is exact, and stores them where the
+tensor memory accelerator would have put bf16. Each value is decoded once, beside the products.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from .gluon_names import barrier, tma_load
+
+QUARTER = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 128 columns
+KEY = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+QUERY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 64 columns
+
+
+@gluon.jit
+def half_queries(base, row, rows, NH, s_stride, h_stride, left, right):
+    """64 query rows into shared memory as float16 of at most 2 ** 15, zeros behind the last row.
+
+    Returns the powers of two [64] that make them the queries again: ``rows_in_half``.
+    """
+    row += gl.arange(0, 64, layout=gl.SliceLayout(1, QUERY))
+    c = gl.arange(0, 64, layout=gl.SliceLayout(0, QUERY))
+    at = base + (row // NH).to(gl.int64) * s_stride + (row % NH) * h_stride
+    top = gl.full([64], 0.0, gl.float32, layout=gl.SliceLayout(1, QUERY))
+    for i in gl.static_range(8):
+        x = gl.load(at[:, None] + (i * 64 + c)[None, :], mask=(row < rows)[:, None], other=0.0)
+        top = gl.maximum(top, gl.max(gl.abs(x.to(gl.float32)), 1))
+    power = gl.maximum(top.to(gl.int32, bitcast=True) & 0x7F800000, 15 << 23) - (14 << 23)
+    inverse = ((254 << 23) - power).to(gl.float32, bitcast=True)
+    for i in gl.static_range(8):
+        x = gl.load(at[:, None] + (i * 64 + c)[None, :], mask=(row < rows)[:, None], other=0.0)
+        half = (x.to(gl.float32) * inverse[:, None]).to(gl.float16)
+        if i < 4:
+            left.slice(i * 64, 64, dim=1).store(half)
+        else:
+            right.slice(i * 64 - 256, 64, dim=1).store(half)
+    return power.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def scaled_softmax(
+    s, scale, start, end, last, m, total, inner, outer, MASKED: gl.constexpr, SOFTCAP: gl.constexpr
+):
+    """One block of ``attention_parts.scaled_step``; the shares have the values' scales in them."""
+    if SOFTCAP:
+        s = 1 - 2 / (gl.exp2(s * inner) + 1)
+        factor = outer
+    else:
+        factor = inner
+    scale = gl.maximum(scale, 7.888609052210118e-31)  # 2 ** -100: a row of zeros has any
+    s = s * factor + gl.log2(scale)[None, :]
+    if MASKED:
+        at = start + gl.arange(0, 64, layout=gl.SliceLayout(0, s.type.layout))
+        seen = (at < end)[None, :] & (at[None, :] <= last[:, None])
+        s = gl.where(seen, s, float("-inf"))
+    top = gl.maximum(m, gl.max(s, 1))
+    base = gl.where(top == float("-inf"), 0.0, top)
+    p = gl.exp2(s - base[:, None])
+    alpha = gl.exp2(m - base)
+    return p.to(gl.float16), alpha, top, total * alpha + gl.sum(p * (1 / scale)[None, :], 1)
+
+
+@gluon.jit
+def _halves(x):
+    """E4M3 bytes as float16: exact, an instruction for two."""
+    return gl.inline_asm_elementwise(
+        "{.reg .b16 a, b; mov.b32 {a, b}, $2;"
+        " cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b;}",
+        "=r,=r,r", [x], dtype=gl.float16, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _ask(latent, row, L: gl.constexpr):
+    """Asks for 64 rows of latents to be brought to the L2 cache: one piece of memory."""
+    at = latent + row * L + gl.arange(0, 128, layout=KEY) * (64 * L // 128)
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], 256; mov.b32 $0, 0;",
+        "=r,l", [at.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def decoded(
+    latent, rope, scale, table, begin, end, blocks, k_left, k_right, k_rope, k_scale,
+    left_full, right_full, left_empty, right_empty, L: gl.constexpr, PAGE: gl.constexpr,
+):  # fmt: skip
+    """The keys' way into shared memory; a block is within a page.
+
+    A half block is on its way here while its place is still in use, the next block to the L2 cache.
+    """
+    n = gl.arange(0, 64, layout=KEY)
+    at = gl.arange(0, 64, layout=gl.SliceLayout(1, QUARTER)).to(gl.int64)[:, None] * L
+    at += gl.arange(0, 128, layout=gl.SliceLayout(0, QUARTER))[None, :]
+    page = gl.load(table + begin // PAGE, mask=blocks > 0, other=0).to(gl.int64)
+    for i in range(blocks):
+        turn, phase = i & 1, (i >> 1) & 1
+        start = begin + i * 64
+        row = page * PAGE + start % PAGE
+        # Not carried from one turn to the next, which would take a register for each byte.
+        x = gl.load(latent + row * L + at)
+        y = gl.load(latent + row * L + at + 128)
+        factor = gl.load(scale + row + gl.minimum(n, end - 1 - start))
+        following = gl.minimum(start + 64, end - 1)
+        page = gl.load(table + following // PAGE).to(gl.int64)
+        _ask(latent, page * PAGE + following % PAGE // 64 * 64, L)
+
+        full = left_full.index(turn)
+        mbarrier.wait(left_empty.index(turn), phase ^ 1)
+        mbarrier.expect(full, 64 * 64 * 2)
+        tma_load(rope, [row.to(gl.int32), 0], full, k_rope.index(turn))
+        k_scale.index(turn).store(factor)
+        k_left.index(turn).slice(0, 128, dim=1).store(_halves(x))
+        k_left.index(turn).slice(128, 128, dim=1).store(_halves(y))
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(full, count=1)
+
+        x = gl.load(latent + row * L + at + 256)
+        y = gl.load(latent + row * L + at + 384)
+        full = right_full.index(turn)
+        mbarrier.wait(right_empty.index(turn), phase ^ 1)
+        k_right.index(turn).slice(0, 128, dim=1).store(_halves(x))
+        k_right.index(turn).slice(128, 128, dim=1).store(_halves(y))
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(full, count=1)
