@@ -27,7 +27,7 @@ def only_compile(capability: tuple[int, int]) -> None:
     JITFunction.run = compile_launch
     modules = {
         name: importlib.import_module(f"pykernels.gpu.{name}")
-        for name in ("launch", "grouped_gemm", "moe", "linear")
+        for name in ("launch", "grouped_gemm", "moe", "linear", "quantize")
     }
     _replace(modules["launch"], "supports", lambda device: None)
     for module in modules.values():

@@ -9,15 +9,26 @@ Waits, barriers and fences move nothing, but account is kept of what a GPU needs
 be read by a product once its copies have been waited for, a barrier has joined the threads that
 made them and a fence has told the tensor cores. It may be written once the products that read it
 have been waited for and a barrier has joined the threads that waited.
+
+Warps that do different work take turns at their waits for memory barriers, which count arrivals
+and bytes as a GPU's do; if all wait, that is a deadlock. A box that was copied into is read by
+those who waited for its barrier, and written again when those who read it have arrived at one.
 """
 
 from __future__ import annotations
 
+import functools
+import threading
 import types
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from pykernels.gpu.decode import float_to_e4m3
 
 WIDE = tl.float32  # the interpreter multiplies bf16 as integers
 
@@ -26,8 +37,10 @@ class Threads:
     """What the threads of a program owe each other; one program runs at a time."""
 
     def __init__(self) -> None:
+        self.turns = Turns()
         self.boxes: list[Box] = []
-        self.products: list[list[Box]] = []  # begun and not waited for, the oldest first
+        # Begun and not waited for, the oldest first, by who began them.
+        self.products: dict[int, list[list[Box]]] = defaultdict(list)
 
     def wait_group(self, outstanding: int) -> None:
         assert outstanding == 0
@@ -38,7 +51,7 @@ class Threads:
         for box in self.boxes:
             if "wait" not in box.owes:
                 box.owes.discard("barrier")
-            box.read = False
+            box.read.clear()
 
     def fence(self) -> None:
         for box in self.boxes:
@@ -49,14 +62,17 @@ class Threads:
         boxes = [x for x in (a, b) if isinstance(x, Box)]
         for box in boxes:
             assert not box.source.owes, f"a product reads what still owes a {box.source.owes}"
-        self.products.append([box.source for box in boxes])
+            waited = box.source.by is None or self.turns.now in box.source.seen
+            assert waited and box.value is not None, "a product reads what was not waited for"
+        self.products[self.turns.now].append([box.source for box in boxes])
         a, b = (x.value.to(WIDE) if isinstance(x, Box) else x.to(WIDE) for x in (a, b))
         return tl.dot(a, b, acc) if use_acc else tl.dot(a, b)
 
     def wait_mma(self, outstanding: int, deps: list[Any]) -> Any:
-        while len(self.products) > outstanding:
-            for box in self.products.pop(0):
-                box.read = True
+        begun = self.products[self.turns.now]
+        while len(begun) > outstanding:
+            for box in begun.pop(0):
+                box.read.add(self.turns.now)
         return deps[0] if len(deps) == 1 else tuple(deps)
 
 
@@ -69,8 +85,11 @@ class Box:
         self.parts: dict[int, Box] = {}
         self.value: Any = None
         self.owes: set[str] = set()
-        self.read = False  # by a product that was waited for, and no barrier since
-        threads.boxes.append(self)
+        self.read: set[int] = set()  # by whose product that was waited for, and no barrier since
+        self.by: Box | None = None  # the memory barrier of the last copy
+        self.seen: set[int] = set()  # who waited for it
+        if source is None:
+            threads.boxes.append(self)
 
     def index(self, at: Any) -> Box:
         number = int(at.handle.data.item()) if isinstance(at, tl.tensor) else int(at)
@@ -81,9 +100,10 @@ class Box:
 
     def _write(self, value: Any, owes: set[str]) -> None:
         assert [int(n) for n in value.shape] == self.shape
-        assert not any(self in boxes for boxes in self.threads.products), "a product still reads it"
+        begun = [boxes for products in self.threads.products.values() for boxes in products]
+        assert not any(self in boxes for boxes in begun), "a product still reads it"
         assert not self.read, "another warp's product may still read it"
-        self.value, self.owes = value, owes
+        self.value, self.owes, self.by = value, owes, None
 
     def store(self, value: Any) -> None:
         self._write(value, {"barrier", "fence"})
@@ -94,8 +114,103 @@ class Box:
     def permute(self, order: tuple[int, int]) -> Box:
         assert tuple(order) == (1, 0)
         turned = Box(self.threads, self.shape[::-1], self)
-        turned.value = tl.trans(self.value)
+        turned.value = None if self.value is None else tl.trans(self.value)
         return turned
+
+
+class Turns:
+    """Functions that run by turns, each until it waits."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.ready: list[Callable[[], bool] | None] = []  # None: it has ended
+        self.failure: BaseException | None = None
+
+    def run(self, functions: list[Callable[[], None]]) -> None:
+        self.ready, self.failure = [lambda: True for _ in functions], None
+        self.go = [threading.Semaphore(0) for _ in functions]
+        self.back = threading.Semaphore(0)
+        threads = [
+            threading.Thread(target=self._one, args=(i, function), daemon=True)
+            for i, function in enumerate(functions)
+        ]
+        for thread in threads:
+            thread.start()
+        while any(self.ready) and self.failure is None:
+            able = [i for i, ready in enumerate(self.ready) if ready is not None and ready()]
+            if not able:
+                self.failure = AssertionError("deadlock: all wait")
+                break
+            self.now = next((i for i in able if i > self.now), able[0])
+            self.go[self.now].release()
+            self.back.acquire()
+        for go in self.go:
+            go.release()  # what still waits sees the failure and ends
+        for thread in threads:
+            thread.join()
+        if self.failure is not None:
+            raise self.failure
+
+    def _one(self, i: int, function: Callable[[], None]) -> None:
+        self.go[i].acquire()
+        if self.failure is None:
+            try:
+                function()
+            except BaseException as error:
+                self.failure = self.failure or error
+        self.ready[i] = None
+        self.back.release()
+
+    def until(self, ready: Callable[[], bool]) -> None:
+        if ready():
+            return
+        me, self.ready[self.now] = self.now, ready
+        self.back.release()
+        self.go[me].acquire()
+        if self.failure is not None:
+            raise self.failure
+
+
+class MemoryBarriers:
+    """``mbarrier``, and copies that report to one: counts of arrivals and bytes to come."""
+
+    MBarrierLayout = staticmethod(lambda: None)
+
+    def __init__(self, threads: Threads, without: str | None) -> None:
+        self.threads = threads
+        if without in ("wait", "arrive"):
+            setattr(self, without, _nothing)
+
+    def init(self, bar: Box, count: int) -> None:
+        bar.value = {"count": count, "arrivals": count, "bytes": 0, "phase": 0}
+
+    def _change(self, bar: Box, arrivals: int, nbytes: int) -> None:
+        state = bar.value
+        state["arrivals"] -= arrivals
+        state["bytes"] += nbytes
+        assert state["arrivals"] >= 0, "more arrivals than were agreed upon"
+        if state["arrivals"] == 0 and state["bytes"] == 0:
+            state["arrivals"], state["phase"] = state["count"], state["phase"] + 1
+
+    def expect(self, bar: Box, nbytes: int) -> None:
+        self._change(bar, 1, int(nbytes))
+
+    def arrive(self, bar: Box, count: int = 1) -> None:
+        for box in self.threads.boxes:
+            box.read.discard(self.threads.turns.now)
+        self._change(bar, count, 0)
+
+    def wait(self, bar: Box, phase: int) -> None:
+        self.threads.turns.until(lambda: bar.value["phase"] & 1 != int(phase))
+        for box in self.threads.boxes:
+            if box.by is bar:
+                box.seen.add(self.threads.turns.now)
+
+    def load(self, descriptor: Any, at: list[Any], bar: Box, to: Box) -> None:
+        value = descriptor.load(at)
+        to._write(value, set())
+        to.by, to.seen = bar, set()
+        self._change(bar, 0, -value.numel.value * value.dtype.primitive_bitwidth // 8)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -121,8 +236,33 @@ def _language(threads: Threads) -> _Gluon:
         full=lambda shape, value, dtype, layout=None: tl.full(shape, value, dtype),
         allocate_shared_memory=lambda dtype, shape, layout: Box(threads, shape),
         convert_layout=_same,
+        warp_specialize=lambda parts, warps, registers: _specialize(threads, parts),
         inline_asm_elementwise=lambda asm, constraints, args, **kwargs: args[0],
     )
+
+
+def _specialize(threads: Threads, parts: list[tuple[Any, tuple[Any, ...]]]) -> None:
+    threads.turns.run([functools.partial(function, *args) for function, args in parts])
+    threads.boxes.clear()  # the program ends here
+    threads.products.clear()
+
+
+def _host(arg: Any) -> Any:
+    """Gluon's descriptors as Triton's."""
+    if not hasattr(arg, "block_shape"):
+        return arg
+    return TensorDescriptor(arg.base, list(arg.shape), list(arg.strides), list(arg.block_shape))
+
+
+class _Launcher:
+    def __init__(self, made: Any) -> None:
+        self.made = made
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            self.made[grid](*map(_host, args), **kwargs)
+
+        return launch
 
 
 def interpreted(kernel: Any, without: str | None = None) -> Any:
@@ -133,6 +273,7 @@ def interpreted(kernel: Any, without: str | None = None) -> Any:
     """
     tl.core.block_type.layout = None  # what `x.type.layout` finds
     threads = Threads()
+    barriers = MemoryBarriers(threads, without)
     shared: dict[str, Any] = {
         "tl": tl,
         "gl": _language(threads),
@@ -140,11 +281,14 @@ def interpreted(kernel: Any, without: str | None = None) -> Any:
         "async_load": lambda to, pointers: to.copy(tl.load(pointers)),
         "barrier": threads.barrier,
         "fence_async_shared": threads.fence,
+        "mbarrier": barriers,
+        "tma_load": barriers.load,
+        "to_e4m3": float_to_e4m3,  # the interpreter's own conversion does not round
         "warpgroup_mma": threads.mma,
         "warpgroup_mma_wait": threads.wait_mma,
     }
-    shared |= {} if without is None else {without: _nothing}
-    return _triton(kernel.fn, shared, {})
+    shared |= {without: _nothing} if without in shared else {}
+    return _Launcher(_triton(kernel.fn, shared, {}))
 
 
 def _triton(function: Any, shared: dict[str, Any], done: dict[str, Any]) -> Any:

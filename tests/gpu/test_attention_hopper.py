@@ -124,8 +124,12 @@ def test_ptxas_keeps_the_order() -> None:
     )
     assert result.returncode == 0, result.stderr[-3000:]
     rows = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [row["kernel"] for row in rows] == ["prefill_hopper"] * 3 + ["mla_decode_hopper"]
+    attention = ["prefill_hopper"] * 3 + ["mla_decode_hopper"]
+    assert [row["kernel"] for row in rows] == attention + ["gemm_fp8_hopper"] * 2
     for row in rows:
-        assert row["waits"] < row["products"] / 4, f"products are serialized: {row}"
+        # 128 values of E4M3 are four products, a scaled sum after each.
+        least = 2 if row["kernel"] == "gemm_fp8_hopper" else 4
+        assert row["waits"] < row["products"] / least, f"products are serialized: {row}"
+        assert least == 4 or row["spills"] == 0, f"the sums do not stay in registers: {row}"
         if row["kernel"] == "prefill_hopper":
             assert row["beside"] >= 64, f"exponentials wait for the products: {row}"
