@@ -6,6 +6,9 @@ import os
 
 # Before torch is imported: its idle OpenMP threads would spin on the cores of the pinned workers.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Before NumPy is: two threads of OpenBLAS spin against each other at the small products of Triton's
+# interpreter (64 x 128 x 128 took 46 ms with two of them on two cores, 0.04 ms with one).
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Nothing in a test may reach for a model hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

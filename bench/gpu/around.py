@@ -12,6 +12,7 @@ from pykernels.errors import PykernelsError
 from pykernels.gpu.activation import silu_mul
 from pykernels.gpu.embedding import embed
 from pykernels.gpu.kv_write import kv_write, mla_write
+from pykernels.gpu.mla_read import mla_read
 from pykernels.gpu.norm import rms_norm
 from pykernels.gpu.rope import rope, rope_frequencies
 from pykernels.gpu.sampling import greedy, sample
@@ -157,6 +158,41 @@ def kv_write_case(T: int, KVH: int, D: int, device: torch.device) -> Case:
     )  # fmt: skip
 
 
+def mla_read_case(B: int, K: int, eight: bool, device: torch.device) -> Case:
+    """The cached latents of B prefixes of K tokens to bf16 rows."""
+    page, L, R = 64, 512, 64
+    nbytes = B * K * (L * (1 if eight else 2) + 4 * eight + 2 * R + 2 * (L + R))
+    pages = B * K // page
+    dtype = torch.float8_e4m3fn if eight else BF16
+    starts = torch.arange(B, device=device, dtype=torch.int32) * K
+    lengths = torch.full_like(starts, K)
+
+    def make() -> tuple[Any, ...]:
+        latent, turned = (torch.randn(pages, page, n, device=device, dtype=BF16) for n in (L, R))
+        scale = torch.rand(pages, page, device=device) if eight else None
+        return latent.to(dtype), turned, torch.randperm(pages, device=device).int(), scale
+
+    sets = _sets(make, nbytes, device)
+    out = (
+        torch.empty(B * K, L, device=device, dtype=BF16),
+        torch.empty(B * K, R, device=device, dtype=BF16),
+    )
+
+    def ours(latent: Any, turned: Any, table: Any, scale: Any) -> object:
+        return mla_read(latent, turned, table.view(B, -1), starts, lengths, B * K, scale, out)
+
+    def peer(latent: Any, turned: Any, table: Any, scale: Any) -> object:
+        if scale is None:
+            return latent[table], turned[table]
+        codes = latent.view(torch.uint8)[table].view(dtype)
+        return (codes.float() * scale[table].unsqueeze(-1)).to(BF16), turned[table]
+
+    return Case(
+        "around", "mla_read", {"batch": B, "context": K, "cache": "fp8" if eight else "bf16"},
+        rotating(ours, sets), nbytes, 0, {"torch": rotating(peer, sets)}, len(sets),
+    )  # fmt: skip
+
+
 def sample_case(T: int, V: int, how: str, device: torch.device) -> Case:
     """Greedy, temperature, top-k, top-p, both. Bytes: the logits once."""
     nbytes = 4 * T * V
@@ -201,6 +237,7 @@ def cases(device: torch.device, quick: bool = False) -> Iterator[Case]:
     for T in () if quick else (1, 8192):
         made += [(rope_case, T, 32, 4, 128, False), (mla_write_case, T, False)]
         made += [(kv_write_case, T, 8, 128)]
+    made += [(mla_read_case, 1, 32768, eight) for eight in ((False,) if quick else (False, True))]
     for T in (1,) if quick else (1, 8192):
         made += [(embed_case, T, 129_280, 7168)]
     for T in (1,) if quick else (1, 8):

@@ -53,14 +53,17 @@ def mla_decode(rotated: Sequence[Set], scale: float) -> Made:
 
 
 def gqa_decode(rotated: Sequence[Set]) -> Made:
-    """`BatchDecodeWithPagedKVCacheWrapper`, on tensor cores where heads share a KV head."""
+    """`BatchDecodeWithPagedKVCacheWrapper`, on tensor cores where heads share a KV head.
+
+    By the kernels that split a sequence: those that it would choose by itself on Hopper do not.
+    """
     from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 
     made = []
     for q, k, v, table, lengths, _, out in rotated:
         (page, KVH, D), NH = k.shape[1:], q.shape[1]
         wrapper = BatchDecodeWithPagedKVCacheWrapper(
-            _workspace(q.device), "NHD", use_tensor_cores=NH > KVH
+            _workspace(q.device), "NHD", use_tensor_cores=NH > KVH, backend="fa2"
         )
         where = _pages(table, lengths, page)
         wrapper.plan(*where, NH, KVH, D, page, q_data_type=BF16, sm_scale=D**-0.5)

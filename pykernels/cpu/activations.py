@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from ..quant import get_format
-from ..quant.activations import GROUPS
+from ..quant.activations import DIGITS_K, GROUPS
+from .decode import BIASES
 from .rows import Annotation
 from .scales import SCALES
 
 
-def annotation(fmt: str, activations: str) -> Annotation | None:
+def annotation(fmt: str, activations: str, digits: bool = False) -> Annotation | None:
     """What ``rows.make_annotate`` shall do for a format's tiles; None for nothing.
 
     bf16 activations need sums where weights have minima, int8 ones codes, scales and sums.
+
+    Args:
+        digits: whether integer weights meet bf16 activations as digits (``products``).
     """
     scales = SCALES[fmt]
+    if activations == "bf16" and digits and get_format(fmt).int8_kind:
+        return Annotation("digits", DIGITS_K, scales.k, BIASES.get(fmt, 0), bool(scales.minimum))
     if activations == "bf16":
         return Annotation("sums", 0, scales.k) if scales.minimum else None
     kind = get_format(fmt).int8_kind

@@ -119,6 +119,9 @@ PACKINGS = {
 LOADS = 8
 """Loads of a tile."""
 
+BIASES = {"int8": 128, "int4": 8, "int4-g128": 8, "q6_k": 32, "q8_0": 128}
+"""By format name, see ``Reader.codes``; 0 for the others."""
+
 
 def packed_bytes(fmt: str) -> int:
     """Packed bytes of 32 outputs by 128 inputs, without their scales."""
@@ -149,8 +152,8 @@ class Reader:
 
 def make_reader(fmt: str, ops: Instructions) -> Reader:
     """The reader of a format, by the instructions of ``ops``."""
-    rows, codes, bias = _READERS[fmt](ops)
-    return Reader(PACKINGS[fmt], SCALES[fmt], rows, codes, bias)
+    rows, codes = _READERS[fmt](ops)
+    return Reader(PACKINGS[fmt], SCALES[fmt], rows, codes, BIASES.get(fmt, 0))
 
 
 def _bf16(ops: Instructions):
@@ -161,7 +164,7 @@ def _bf16(ops: Instructions):
         prefetch_l1(at + ahead + 64)
         return load_u8(at), load_u8(at + 64)
 
-    return rows, None, 0
+    return rows, None
 
 
 def _fp8(ops: Instructions):
@@ -178,7 +181,7 @@ def _fp8(ops: Instructions):
         high = or_masked(high, codes, broadcast_u8(0x80))
         return interleave_low(low, high), interleave_high(low, high)
 
-    return rows, None, 0
+    return rows, None
 
 
 def _int8(ops: Instructions):
@@ -205,7 +208,7 @@ def _int8(ops: Instructions):
     def codes(tile, load, part, ahead):
         return xor_u8(fours(tile, load, part, ahead), broadcast_u8(0x80))
 
-    return rows, codes, 128
+    return rows, codes
 
 
 @inlined
@@ -226,7 +229,7 @@ def pair_rows(a, b):
     return even_dwords(a, b), odd_dwords(a, b)
 
 
-def _four_bits(table_at: int, bias: int | None, flip: int = 0):
+def _four_bits(table_at: int, flip: int | None):
     """Reader of 4-bit codes: their bfloat16 values are at ``table_at``; code ^ flip = q + bias."""
 
     def make(ops: Instructions):
@@ -241,12 +244,12 @@ def _four_bits(table_at: int, bias: int | None, flip: int = 0):
         def codes(tile, load, part, ahead):
             return xor_u8(_nibbles(tile, load, part, ahead), broadcast_u8(flip))
 
-        return rows, codes if bias is not None else None, bias or 0
+        return rows, codes if flip is not None else None
 
     return make
 
 
-def _bit_planes(planes: int, table_at: int, bias: int):
+def _bit_planes(planes: int, table_at: int):
     """Reader of 4-bit codes with one or two more bits, each a mask of 64 bits a row of fours."""
 
     def make(ops: Instructions):
@@ -270,12 +273,12 @@ def _bit_planes(planes: int, table_at: int, bias: int):
             low, high = lookup(load_u8(table), found), lookup(load_u8(table + 64), found)
             return interleave_low(low, high), interleave_high(low, high)
 
-        return rows, codes, bias
+        return rows, codes
 
     return make
 
 
-_INT4 = _four_bits(_INT4_AT, bias=8, flip=8)
+_INT4 = _four_bits(_INT4_AT, flip=8)
 
 _READERS: dict[str, Callable] = {
     "bf16": _bf16,
@@ -284,9 +287,9 @@ _READERS: dict[str, Callable] = {
     "int8": _int8,
     "int4": _INT4,
     "int4-g128": _INT4,
-    "mxfp4": _four_bits(_MXFP4_AT, bias=None),
-    "q4_k": _four_bits(_Q4_AT, bias=0),
-    "q5_k": _bit_planes(1, _Q5_AT, bias=0),
-    "q6_k": _bit_planes(2, _Q6_AT, bias=32),
+    "mxfp4": _four_bits(_MXFP4_AT, flip=None),
+    "q4_k": _four_bits(_Q4_AT, flip=0),
+    "q5_k": _bit_planes(1, _Q5_AT),
+    "q6_k": _bit_planes(2, _Q6_AT),
     "q8_0": _int8,
 }

@@ -6,7 +6,13 @@ block stays in L1 for all tokens (half of L1: on a shared core another thread ha
 The next slab of weights is prefetched meanwhile, a few lines with each product.
 
 bf16 blocks are B tiles already, and so are 8-bit integers where activations are int8. Others are
-decoded into a slab of them. ``amx_passes`` multiplies a slab and adds it to the sums.
+decoded into a slab of them. ``amx_wide`` or ``amx_narrow`` multiplies a slab and adds it to the
+sums.
+
+K-quants with int8 activations: a group's factor is a small integer times one float of its 256
+inputs. The integers are multiplied into the codes when these are decoded. That makes integers of 13
+bits, two planes of int8: twice the products, but of whole tiles, where groups of 16 or 32 inputs
+fill a quarter or half of one, and a fold in 256 inputs for each plane.
 """
 
 from __future__ import annotations
@@ -17,16 +23,28 @@ from numba import carray, types
 
 from ..quant.layout import K_BLOCK
 from .activations import annotation
-from .amx_passes import MAX_TOKENS, PARTS_BYTES, TILE, make_passes
+from .amx_narrow import make_narrow
+from .amx_passes import MAX_TOKENS, PARTS_BYTES, TILE
+from .amx_wide import make_wide
 from .decode import AHEAD, LOADS, make_reader, pair_rows
 from .instructions import Instructions
 from .intrin.avx512 import store_f32, zero_f32
-from .intrin.avx512_bytes import broadcast_u8, store_u8, sub_i8
+from .intrin.avx512_bytes import (
+    broadcast_u8,
+    even_bytes_fma,
+    lower_bytes,
+    odd_bytes_fma,
+    offset_words,
+    store_u8,
+    sub_i8,
+    upper_bytes,
+)
 from .intrin.prefetch import prefetch_l2
 from .intrin.sync import as_pointer
 from .jit import inlined, routine
 from .job import i64, poke_f32
 from .rows import activation_scale, group_sum
+from .scales import Scales
 
 MAX_BLOCKS = 16
 """32-row blocks of one call, gate and up counted each."""
@@ -109,9 +127,17 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
     DIRECT = TILE_BYTES == TILE and STEP_K == PACKED_K and (INT8 or scales.k == 0)
     STEP_BYTES = 2 * TILE_BYTES * STEP_K // PACKED_K  # packed bytes of 32 outputs by a step
     STEPS = K_BLOCK // STEP_K
-    SLAB = _B_BYTES // (2 * TILE * STEPS)  # input blocks of 128
-    MINIMA, SUM_K = scales.minimum is not None, scales.k
-    passes = make_passes(scales, ACT_K, SLAB * K_BLOCK, STEP_K, amx)
+    PLANES = 2 if INT8 and scales.small else 1
+    SLAB = _B_BYTES // (2 * TILE * STEPS * PLANES)  # input blocks of 128
+    MINIMA, SUM_K, SUPER_K = scales.minimum is not None, scales.k, scales.super_k
+    small_of: Any = scales.small
+    if PLANES > 1:
+        scales = Scales(scales.super_k, scales.super_factor, scales.minimum)
+    if PLANES == 1 and 0 < scales.k <= STEP_K:
+        passes = make_narrow(scales, ACT_K, STEP_K, amx)
+    else:
+        minimum_k = SUM_K if PLANES > 1 else 0
+        passes = make_wide(scales, ACT_K, SLAB * K_BLOCK, STEP_K, amx, minimum_k)
     run, flush, GROUPS, B_ROWS = passes.run, passes.flush, passes.token_groups, passes.b_rows
     variant = f"{fmt}-{activations}-{ops.name}-{amx.__name__.split('.')[-1]}"
 
@@ -133,6 +159,31 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
                                 row0, row1 = pair_rows(row0, row1)
                             store_u8(tile + first % STEP_K * 32, row0)
                             store_u8(tile + first % STEP_K * 32 + 64, row1)
+                w += TILE_BYTES
+            for line in range(0, STEP_BYTES * PACKED_K // STEP_K, 64):
+                prefetch_l2(ahead + line)
+            ahead += STEP_BYTES * PACKED_K // STEP_K
+
+    @inlined
+    def decode_planes(w, inputs, ahead, b_slab, scale, first_k):
+        """Codes times the integer of their group's scale, v -> B tiles [superblock][plane][step]
+        [half]: v rounded to multiples of 64, over 64, then what is left of it."""
+        PLANE = SUPER_K // STEP_K * 2 * TILE
+        for k in range(0, inputs, PACKED_K):
+            tile = b_slab + (k // SUPER_K * PLANE) + k // STEP_K * 2 * TILE
+            for half in range(2):
+                for load in range(LOADS):
+                    for part in range(PARTS):
+                        lot = load * PARTS + part
+                        if 4 * lot % SUM_K == 0:
+                            small = small_of(scale, (first_k + k + 4 * lot) // SUM_K, half)
+                            offset = offset_words(small, BIAS)
+                        q = codes(w, load, part, AHEAD)
+                        even = even_bytes_fma(q, small, offset)
+                        odd = odd_bytes_fma(q, small, offset)
+                        to = tile + half * TILE + 64 * lot
+                        store_u8(to, upper_bytes(even, odd))
+                        store_u8(to + PLANE, lower_bytes(even, odd))
                 w += TILE_BYTES
             for line in range(0, STEP_BYTES * PACKED_K // STEP_K, 64):
                 prefetch_l2(ahead + line)
@@ -175,6 +226,10 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
                 if DIRECT:
                     products = (groups + GROUPS - 1) // GROUPS * steps
                     lines = (steps * STEP_BYTES // 64 + products - 1) // products
+                elif PLANES > 1:
+                    at = scale + block * scale_bytes
+                    decode_planes(b, inputs, ahead, b_slab, at, slab * K_BLOCK)
+                    b = b_slab
                 else:
                     decode(b, inputs, tables, ahead, b_slab)
                     b = b_slab

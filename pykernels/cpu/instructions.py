@@ -18,9 +18,13 @@ EXTENSIONS = {
 
 @dataclass(frozen=True)
 class Instructions:
-    """The operations that not every AVX-512 CPU has; ``name`` tells sets of them apart."""
+    """The operations that not every AVX-512 CPU has; ``name`` tells sets of them apart.
+
+    ``vnni``: whether ``dot_u8i8`` is one instruction.
+    """
 
     name: str
+    vnni: bool
     dot_bf16: Callable
     store_bf16: Callable
     lookup_64: Callable
@@ -36,4 +40,5 @@ def instructions(target: Target) -> Instructions:
             module = avx512_base
         found |= {name: getattr(module, name) for name in names}
     have = [extension[6:] for extension in EXTENSIONS if not target.lacks((extension,))]
-    return Instructions("avx512" + "".join(f"-{name}" for name in have), **found)
+    name = "avx512" + "".join(f"-{name}" for name in have)
+    return Instructions(name, "vnni" in have, **found)

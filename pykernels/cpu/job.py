@@ -58,11 +58,12 @@ JOB, job_at = descriptor(
         "h_chunks",
         "tiles",  # addresses of the format's routines: tile_avx512.make_tiles,
         "gemm",  # gemm_amx.make_gemm,
-        "annotate",  # rows.make_annotate; 0: nothing to annotate
+        "annotate",  # annotate.make_annotate; 0: nothing to annotate
+        "annotate_gemm",  # the same for h of an expert that takes the GEMM
         "tables",  # address of the decoding tables
         "slab_bytes",  # packed bytes of 32 outputs by 128 inputs
         "sweep_tokens",  # tokens of one call of the tiles where many share a slab
-        "operand",  # bytes for each (padded) input between a row's start and what is multiplied
+        "int8",  # 1: the GEMM multiplies int8 codes, 0: bf16
         "tile_steps",  # A tiles of 16 slots by 128 inputs
         "gemm_from",  # tokens of an expert from which its weights go through the GEMM
         "x_tiles",  # A tiles of x: [group of 16 slots][gate_up_k * tile_steps][16][64 bytes]

@@ -14,10 +14,11 @@ from ..target import Target, detect
 from . import gemm_amx, tile_avx512, tile_generic
 from .activations import annotation
 from .amx_state import request_permission
+from .annotate import make_annotate
 from .decode import TABLES
 from .instructions import Instructions, instructions
 from .intrin import amx
-from .rows import make_annotate
+from .rows import Annotation
 from .stages import Stages, make_stages
 
 PORTABLE = {"generic": tile_generic}
@@ -33,8 +34,10 @@ class MoEKernel:
 
     Attributes:
         stages: the tasks (``stages`` has their indices).
-        tiles, gemm, annotate: addresses of the format's routines; 0 for none.
-        annotate_k: inputs that are annotated together (a task must own them all).
+        tiles, gemm: addresses of the format's routines; 0 for none.
+        annotation: what the rows of inputs hold beside bfloat16.
+        annotate: address of what makes it; 0 for nothing to make.
+        annotate_gemm: the same of rows that only the GEMM reads.
         sweep_tokens: that one call of the tiles takes where many share a slab of weights.
         int8: whether activations are int8.
         scratch_bytes: of each worker.
@@ -46,10 +49,16 @@ class MoEKernel:
     stages: Stages
     tiles: int
     gemm: int
+    annotation: Annotation | None
     annotate: int
-    annotate_k: int
+    annotate_gemm: int
     sweep_tokens: int
     scratch_bytes: int
+
+    @property
+    def annotate_k(self) -> int:
+        """Inputs that are annotated together: a task must own them all."""
+        return self.annotation.k if self.annotation else 32
 
     @property
     def has_gemm(self) -> bool:
@@ -83,6 +92,10 @@ def make_kernel(
     return build_kernel(backend, fmt, activations, ops)
 
 
+def _annotate_address(how: Annotation | None, ops: Instructions | None) -> int:
+    return make_annotate(how, ops is None).address if how else 0
+
+
 @functools.cache
 def build_kernel(
     backend: str,
@@ -97,11 +110,14 @@ def build_kernel(
         ops: the AVX-512 operations, or None for the generic tiles.
         amx_unit: ``intrin.amx``, ``intrin.amx_model`` where there is none, or None for no GEMM.
     """
+    # Digits are for the few tokens of an expert that takes no GEMM: with many, two dot products
+    # in bfloat16 are fewer than four.
+    digits = amx_unit is not None and ops is not None and ops.vnni
     if ops is None:
         tiles = PORTABLE[backend].make_tiles(fmt, activations)
     else:
-        tiles = tile_avx512.make_tiles(fmt, ops, activations)
-    how = annotation(fmt, activations)
+        tiles = tile_avx512.make_tiles(fmt, ops, activations, digits)
+    how = annotation(fmt, activations, digits)
     gemm = gemm_amx.make_gemm(fmt, ops, activations, amx_unit) if amx_unit and ops else None
     return MoEKernel(
         fmt=fmt,
@@ -110,8 +126,9 @@ def build_kernel(
         stages=make_stages(ops),
         tiles=tiles.address,
         gemm=gemm.address if gemm else 0,
-        annotate=make_annotate(how, ops is None).address if how else 0,
-        annotate_k=how.k if how else 32,
+        annotation=how,
+        annotate=_annotate_address(how, ops),
+        annotate_gemm=_annotate_address(annotation(fmt, activations), ops),
         sweep_tokens=tile_avx512.sweep_tokens(fmt, activations),
         scratch_bytes=gemm_amx.SCRATCH_BYTES if gemm else 0,
     )

@@ -1,26 +1,46 @@
-"""Dot products of a lot of 64 weights with M tokens, in bfloat16 or in int8.
+"""Dot products of a lot of 64 weights with M tokens, in bfloat16 or in integers.
 
-An accumulator is two chains of 16 outputs, so that one dot product need not wait for the last. With
-int8 activations a group's sum is an exact integer, whatever the order; its scale is that of the
-weights times that of the token's inputs.
+An accumulator is several chains of 16 outputs, so that one dot product need not wait for the last.
+With int8 activations a group's sum is an exact integer, whatever the order; its scale is that of
+the weights times that of the token's inputs.
+
+bf16 activations meet integer weights as ``digits`` (``rows``): each input is an integer of 30 bits,
+four signed bytes of it a chain each. Four ``vpdpbusd`` take the codes as they lie, where decoding
+64 of them to bfloat16 costs two table look-ups, two shuffles and two ``vdpbf16ps``; a group's sum
+is exact until its digits are put together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from ..quant.activations import DIGITS, DIGITS_K
 from .activations import annotation
 from .decode import Reader
 from .instructions import Instructions
 from .intrin.avx512 import add_f32, add_neighbours, broadcast_f32, fma_f32, mul_f32, zero_f32
-from .intrin.avx512_bytes import add_i32, broadcast_dword, broadcast_qword, to_f32, zero_i32
+from .intrin.avx512_bytes import (
+    add_i32,
+    broadcast_dword,
+    broadcast_i32,
+    broadcast_qword,
+    to_f32,
+    zero_i32,
+)
 from .intrin.registers import f32x16_array, i32x16_array
 from .jit import inlined
 from .job import i64
-from .rows import activation_scale, codes_at, group_sum
+from .rows import (
+    activation_scale,
+    codes_at,
+    digits_at,
+    group_sum,
+    offset_at,
+)
 
 
 @dataclass(frozen=True)
@@ -28,8 +48,9 @@ class Products:
     """The inner operations of a tile.
 
     Attributes:
-        new_sums: ``new_sums(length)``, an array of accumulators.
-        clear: ``clear(sums, i)``: chains i and i + 1 are zero.
+        chains: of an accumulator.
+        new_sums: ``new_sums(length)``, an array of chains.
+        begin: ``begin(sums, i, row, K, k)``: the chains from i on begin a group that holds input k.
         multiply: ``multiply(sums, i, stride, tile, load, part, tables, ahead, rows, K, k)``: the
             chains of token t, at ``i + t * stride``, += a lot of weights times its four inputs
             from k on.
@@ -39,8 +60,9 @@ class Products:
             is that of 128 inputs at least.
     """
 
+    chains: int
     new_sums: Callable
-    clear: Callable
+    begin: Callable
     multiply: Callable
     total: Callable
     offset: Callable
@@ -48,17 +70,23 @@ class Products:
 
 
 def make_products(
-    fmt: str, reader: Reader, ops: Instructions, activations: str, M: int
+    fmt: str, reader: Reader, ops: Instructions, activations: str, M: int, digits: bool
 ) -> Products:
-    """The products of a tile of M tokens with ``activations`` "bf16" or "int8"."""
-    return _bf16(reader, ops, M) if activations == "bf16" else _int8(fmt, reader, ops, M)
+    """The products of a tile of M tokens with ``activations`` "bf16" or "int8".
+
+    Args:
+        digits: whether integer weights meet bf16 activations as digits.
+    """
+    if activations == "int8":
+        return _int8(fmt, reader, ops, M)
+    return _digits(reader, ops, M) if digits and reader.codes else _bf16(reader, ops, M)
 
 
 def _bf16(reader: Reader, ops: Instructions, M: int) -> Products:
     read, dot, GROUP, FOURS = reader.rows, ops.dot_bf16, reader.scales.k, reader.packing.fours
 
     @inlined
-    def clear(sums, i):
+    def begin(sums, i, row, K, k):
         sums[i] = zero_f32()
         sums[i + 1] = zero_f32()
 
@@ -90,7 +118,47 @@ def _bf16(reader: Reader, ops: Instructions, M: int) -> Products:
     def scaled(value, row, K, k):
         return value
 
-    return Products(f32x16_array, clear, multiply, total, offset, scaled)
+    return Products(2, f32x16_array, begin, multiply, total, offset, scaled)
+
+
+def _digits(reader: Reader, ops: Instructions, M: int) -> Products:
+    dot, GROUP, BIAS = ops.dot_u8i8, reader.scales.k, reader.bias
+    codes: Any = reader.codes
+    BASE = np.float32(256.0)
+
+    @inlined
+    def begin(sums, i, row, K, k):
+        for j in range(DIGITS):
+            if BIAS != 0:
+                sums[i + j] = broadcast_i32(offset_at(row, K, k // GROUP, j))
+            else:
+                sums[i + j] = zero_i32()
+
+    @inlined
+    def multiply(sums, i, stride, tile, load, part, tables, ahead, rows, K, k):
+        weights = codes(tile, load, part, ahead)
+        for t in range(M):
+            for j in range(DIGITS):
+                at = i + t * stride + j
+                digits = broadcast_dword(digits_at(i64(rows, t), K, k, j))
+                sums[at] = dot(sums[at], weights, digits)
+
+    @inlined
+    def total(sums, i, row, K, k):
+        value = to_f32(sums[i])
+        for j in range(1, DIGITS):
+            value = fma_f32(value, broadcast_f32(BASE), to_f32(sums[i + j]))
+        return value
+
+    @inlined
+    def offset(row, K, k):
+        return group_sum(row, K, k // GROUP) / activation_scale(row, K, k, DIGITS_K)
+
+    @inlined
+    def scaled(value, row, K, k):
+        return mul_f32(value, broadcast_f32(activation_scale(row, K, k, DIGITS_K)))
+
+    return Products(DIGITS, i32x16_array, begin, multiply, total, offset, scaled)
 
 
 def _int8(fmt: str, reader: Reader, ops: Instructions, M: int) -> Products:
@@ -100,7 +168,7 @@ def _int8(fmt: str, reader: Reader, ops: Instructions, M: int) -> Products:
     ACT_K, MINUS_BIAS = how.act_k, np.float32(-BIAS)
 
     @inlined
-    def clear(sums, i):
+    def begin(sums, i, row, K, k):
         sums[i] = zero_i32()
         sums[i + 1] = zero_i32()
 
@@ -127,4 +195,4 @@ def _int8(fmt: str, reader: Reader, ops: Instructions, M: int) -> Products:
     def scaled(value, row, K, k):
         return mul_f32(value, broadcast_f32(activation_scale(row, K, k, ACT_K)))
 
-    return Products(i32x16_array, clear, multiply, total, offset, scaled)
+    return Products(2, i32x16_array, begin, multiply, total, offset, scaled)

@@ -20,6 +20,7 @@ from .intrin.avx512 import (
     load_u8_as_f32,
     mul_f32,
 )
+from .intrin.avx512_bytes import load_i8_as_word_pairs
 from .jit import inlined
 from .job import f32
 
@@ -36,11 +37,16 @@ class Scales:
         factor: ``factor(scale, group, half) -> f32x16``, of 16 outputs; ``scale`` is the address of
             the block's.
         minimum: likewise, what every weight of the group lies below ``factor * q``; None for zero.
+        small: ``small(scale, group, half)``: the factor is this integer of 8 bits, each of 16 twice
+            as a 16-bit word, times ``super_factor`` of ``super_k`` inputs; None for no such thing.
     """
 
     k: int
     factor: Callable | None = None
     minimum: Callable | None = None
+    small: Callable | None = None
+    super_k: int = 0
+    super_factor: Callable | None = None
 
 
 @inlined
@@ -84,8 +90,30 @@ def _k6_factor(scale, group, half):
     return mul_f32(load_f16(at + 32 * half), small)
 
 
+@inlined
+def _k45_small(scale, group, half):
+    at = scale + (group >> 3) * SUPERBLOCK_K45
+    return load_i8_as_word_pairs(at + 128 + 64 * (group & 7) + 16 * half)
+
+
+@inlined
+def _k45_super_factor(scale, group, half):
+    return load_f16(scale + group * SUPERBLOCK_K45 + 32 * half)
+
+
+@inlined
+def _k6_small(scale, group, half):
+    at = scale + (group >> 4) * SUPERBLOCK_K6
+    return load_i8_as_word_pairs(at + 64 + 32 * (group & 15) + 16 * half)
+
+
+@inlined
+def _k6_super_factor(scale, group, half):
+    return load_f16(scale + group * SUPERBLOCK_K6 + 32 * half)
+
+
 _GROUPS_32, _GROUPS_128 = Scales(32, _bf16_groups), Scales(128, _bf16_groups)
-_K45 = Scales(32, _k45_factor, _k45_minimum)
+_K45 = Scales(32, _k45_factor, _k45_minimum, _k45_small, 256, _k45_super_factor)
 
 SCALES = {
     "bf16": Scales(0),
@@ -97,7 +125,7 @@ SCALES = {
     "mxfp4": _GROUPS_32,
     "q4_k": _K45,
     "q5_k": _K45,
-    "q6_k": Scales(16, _k6_factor),
+    "q6_k": Scales(16, _k6_factor, None, _k6_small, 256, _k6_super_factor),
     "q8_0": Scales(32, _f16_groups),
 }
 """By format name."""

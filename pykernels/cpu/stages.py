@@ -30,6 +30,7 @@ from .intrin.registers import stack_alloc
 from .intrin.sync import as_pointer, call_routine
 from .jit import inlined, task
 from .job import copy_line, f32, i64, job_at
+from .rows import codes_at
 from .tile_generic import round_bf16
 
 _SWEEP = 48  # tokens that share a pass over the weights, slab by slab: 8 sixes, 6 eights
@@ -97,14 +98,14 @@ def _zero_padding(job, first, last):
 
 
 @inlined
-def _annotate_h(job, first, last, first_block, last_block):
+def _annotate_h(job, annotate, first, last, first_block, last_block):
     """Annotates a run of blocks of some slots' h, the padding with the last one."""
     K = K_BLOCK * job.down_k
     stop = K if last_block == job.i_blocks else 32 * last_block
-    if job.annotate != 0:
+    if annotate != 0:
         for slot in range(first, last):
             row = job.h + slot * job.h_stride
-            call_routine(job.annotate, (row, K, 32 * first_block, stop))
+            call_routine(annotate, (row, K, 32 * first_block, stop))
 
 
 @inlined
@@ -113,7 +114,7 @@ def _copy_to_tile(row, K, k_groups, tiles, slot, first, last, job):
 
     A tiles are [group of 16 slots][step][16 slots][64 bytes]: 32 bf16 or 64 int8 inputs a step.
     """
-    at = row + job.operand * K
+    at = codes_at(row, K) if job.int8 != 0 else row
     to = tiles + (slot // 16 * job.tile_steps * k_groups * 16 + slot % 16) * 64
     for step in range(first, last):
         copy_line(to + step * gemm_amx.TILE, at + 64 * step)
@@ -246,7 +247,8 @@ def make_stages(ops: Instructions | None) -> Stages:
             gate_up_tiles(job, w, scale, first, last, first_block, last_block)
         if last_block == job.i_blocks:
             _zero_padding(job, first, last)
-        _annotate_h(job, first, last, first_block, last_block)
+        annotate = job.annotate_gemm if crowded else job.annotate
+        _annotate_h(job, annotate, first, last, first_block, last_block)
         if crowded:
             pack_h(job, active, first, last, first_block, last_block)
         return 0

@@ -40,7 +40,7 @@ def sweep_tokens(fmt: str, activations: str) -> int:
     return 6 if packing.tile_bytes == 1024 and packing.fours == (activations == "int8") else 8
 
 
-def make_tile(fmt: str, M: int, ops: Instructions, activations: str) -> Any:
+def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: bool = False) -> Any:
     """Compiles ``tile(w, scale, first, last, K, rows, tables, ahead, out)`` for M tokens.
 
     The tile computes ``out[t, n] = sum_k w[n, k] * x_t[k]`` for 32 rows n and M tokens t, over the
@@ -57,8 +57,9 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str) -> Any:
         out: float32 [M, 32].
     """
     reader = make_reader(fmt, ops)
-    products = make_products(fmt, reader, ops, activations, M)
-    new_sums, clear, multiply = products.new_sums, products.clear, products.multiply
+    products = make_products(fmt, reader, ops, activations, M, digits)
+    new_sums, begin, multiply = products.new_sums, products.begin, products.multiply
+    CHAINS = products.chains
     total, offset, scaled = products.total, products.offset, products.scaled
     factor_of, minimum_of = reader.scales.factor, reader.scales.minimum
     TILE, K_STEP, PARTS = reader.packing.tile_bytes, reader.packing.k_step, reader.packing.parts
@@ -69,7 +70,7 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str) -> Any:
     # them in cache and alternates between the halves.
     ORDER = HALVES if M <= 2 else 1
     TOGETHER = HALVES // ORDER
-    OUTS, SUMS = HALVES * M, 2 * HALVES * M
+    OUTS, SUMS = HALVES * M, CHAINS * HALVES * M
     # Groups of inputs shorter than a packed tile are added up in registers first.
     GROUP = reader.scales.k or K_BLOCK
     FOLDS = max(1, K_STEP // GROUP)
@@ -77,11 +78,11 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str) -> Any:
 
     @inlined
     def fold(sums, outs, half, to_half, K, k, rows, scale):
-        """outs += the sums of input k's group, times its scale; they start again from zero."""
+        """outs += the sums of input k's group, times its scale."""
         group = k // GROUP
         for t in range(M):
             i = t * HALVES + half
-            value = total(sums, 2 * i, i64(rows, t), K, k)
+            value = total(sums, CHAINS * i, i64(rows, t), K, k)
             if factor_of is None:
                 value = add_f32(value, outs[i])
             else:
@@ -90,9 +91,14 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str) -> Any:
                 less = broadcast_f32(offset(i64(rows, t), K, k))
                 value = fnma_f32(less, minimum_of(scale, group, to_half), value)
             outs[i] = value
-            clear(sums, 2 * i)
 
-    @kernel(f"{fmt}-{activations}-m{M}-{ops.name}")
+    @inlined
+    def begin_groups(sums, first, last, K, k, rows):
+        for t in range(M):
+            for half in range(first, last):
+                begin(sums, CHAINS * (t * HALVES + half), i64(rows, t), K, k)
+
+    @kernel(f"{fmt}-{activations}-m{M}-{ops.name}-{CHAINS}")
     def tile(w, scale, first, last, K, rows, tables, ahead, out):
         if first == 0:
             for i in range(2 * M):
@@ -100,28 +106,31 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str) -> Any:
         w += first * 2 * STEPS * TILE
         for block in range(first, last):
             for sweep in range(0, 2, HALVES):
-                sums = new_sums(SUMS)  # [M, HALVES, two chains]
+                sums = new_sums(SUMS)  # [M, HALVES, CHAINS]
                 outs = f32x16_array(OUTS)  # [M, HALVES]
                 for i in range(OUTS):
-                    clear(sums, 2 * i)
                     outs[i] = zero_f32()
+                if FOLDS == 1:
+                    begin_groups(sums, 0, HALVES, K, block * K_BLOCK, rows)
                 for step in range(STEPS):
                     k = block * K_BLOCK + step * K_STEP
                     for order in range(ORDER):
                         at = w + (2 * step + sweep + order) * TILE
                         for part_fold in range(FOLDS):
+                            to_k = k + part_fold * GROUP
+                            if FOLDS > 1:
+                                begin_groups(sums, order, order + TOGETHER, K, to_k, rows)
                             for fold_load in range(FOLD_LOADS):
                                 load = part_fold * FOLD_LOADS + fold_load
                                 for part in range(PARTS):
                                     lot_k = k + 4 * (load * PARTS + part)
                                     for half in range(order, order + TOGETHER):
                                         multiply(
-                                            sums, 2 * half, 2 * HALVES,
+                                            sums, CHAINS * half, CHAINS * HALVES,
                                             at + (half - order) * TILE, load, part, tables, ahead,
                                             rows, K, lot_k,
                                         )  # fmt: skip
                             if FOLDS > 1:
-                                to_k = k + part_fold * GROUP
                                 for half in range(order, order + TOGETHER):
                                     fold(sums, outs, half, sweep + half, K, to_k, rows, scale)
                 k = block * K_BLOCK
@@ -137,13 +146,15 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str) -> Any:
     return tile
 
 
-def make_tiles(fmt: str, ops: Instructions, activations: str) -> Any:
+def make_tiles(fmt: str, ops: Instructions, activations: str, digits: bool = False) -> Any:
     """Compiles the routine ``tiles(M, w, scale, first, last, K, rows, tables, ahead, out)``.
 
     ``rows`` must hold MAX_TOKENS addresses, and ``out`` as many rows: an M that has no tile of its
     own runs the next larger one (the pass over the weights is what costs), its last addresses
     repeated.
     """
+    if digits and activations == "bf16" and make_reader(fmt, ops).codes:
+        return _digit_tiles(fmt, ops)
     SWEEP = sweep_tokens(fmt, activations)
     tile1, tile2, tile4, tile8 = (make_tile(fmt, M, ops, activations) for M in (1, 2, 4, 8))
     tile_sweep = make_tile(fmt, SWEEP, ops, activations) if SWEEP != 8 else tile8
@@ -160,6 +171,27 @@ def make_tiles(fmt: str, ops: Instructions, activations: str) -> Any:
             tile_sweep(w, scale, first, last, K, rows, tables, ahead, out)
         else:
             tile8(w, scale, first, last, K, rows, tables, ahead, out)
+        return 0
+
+    return tiles
+
+
+def _digit_tiles(fmt: str, ops: Instructions) -> Any:
+    """``make_tiles`` for bf16 activations as digits: four tokens fill the registers."""
+    tile1, tile2, tile4 = (make_tile(fmt, M, ops, "bf16", True) for M in (1, 2, 4))
+
+    @routine(ARGUMENTS, f"{fmt}-digits-{ops.name}")
+    def tiles(M, w, scale, first, last, K, rows, tables, ahead, out):
+        if M == 1:
+            tile1(w, scale, first, last, K, rows, tables, ahead, out)
+        elif M == 2:
+            tile2(w, scale, first, last, K, rows, tables, ahead, out)
+        elif M <= 4:
+            tile4(w, scale, first, last, K, rows, tables, ahead, out)
+        else:
+            for block in range(first, last):
+                tile4(w, scale, block, block + 1, K, rows, tables, ahead, out)
+                tile4(w, scale, block, block + 1, K, rows + 32, tables, ahead, out + 512)
         return 0
 
     return tiles

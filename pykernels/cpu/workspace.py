@@ -16,7 +16,7 @@ from .job import JOB
 from .moe import NEVER, MoEKernel, tables_address
 from .plan import GEMM_FROM, MoEPlan, plan
 from .routing import BAD_EXPERT, sort_slots
-from .rows import row_bytes
+from .rows import Annotation, row_bytes
 
 _AT = {name: index for index, name in enumerate(JOB.names or ())}
 """Where each field of ``JOB`` is among its words: 20 times as quick as numpy's own look-up."""
@@ -29,7 +29,7 @@ class Workspace:
     """
 
     def __init__(self) -> None:
-        self._sizes: tuple[int, ...] = (0,) * 7
+        self._sizes: tuple[int, ...] = (0,) * 8
         self.buffers: dict[str, torch.Tensor] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
@@ -49,19 +49,21 @@ class Workspace:
         H: int,
         I: int,  # noqa: E741
         gemm_from: int,
+        annotation: Annotation | None,
     ) -> dict[str, torch.Tensor]:
         """The buffers for a call of T tokens, H and I padded; not cleared between calls."""
-        S, Hp, Ip = T * topk, H, I
+        S, Hp = T * topk, H
+        x_row, h_row = row_bytes(H, annotation), row_bytes(I, annotation)
         dense = min(E, S // gemm_from)  # experts that may take the GEMM
         groups = S // 16 + 2 * dense if dense else 0
-        sizes: tuple[int, ...] = (T, S, E, Hp, Ip, groups * Hp * 16, groups * Ip * 16)
+        sizes: tuple[int, ...] = (T, S, E, Hp, x_row, h_row, groups * H * 16, groups * I * 16)
         if any(need > have for need, have in zip(sizes, self._sizes, strict=True)):
             sizes = tuple(max(pair) for pair in zip(sizes, self._sizes, strict=True))
             self._sizes = sizes
-            T, S, E, Hp, Ip, x_tiles, h_tiles = sizes
+            T, S, E, Hp, x_row, h_row, x_tiles, h_tiles = sizes
             self.buffers = {
-                "x": torch.zeros(T, row_bytes(Hp), dtype=torch.uint8),
-                "h": torch.zeros(S, row_bytes(Ip), dtype=torch.uint8),
+                "x": torch.zeros(T, x_row, dtype=torch.uint8),
+                "h": torch.zeros(S, h_row, dtype=torch.uint8),
                 "acc": torch.zeros(T, Hp),
                 "slot_token": torch.zeros(S, dtype=torch.int64),
                 "slot_weight": torch.zeros(S),
@@ -153,9 +155,10 @@ class MoECall:
             "tiles": kernel.tiles,
             "gemm": kernel.gemm,
             "annotate": kernel.annotate,
+            "annotate_gemm": kernel.annotate_gemm,
             "slab_bytes": packed_bytes(fmt.name),
             "sweep_tokens": kernel.sweep_tokens,
-            "operand": 2 if kernel.int8 else 0,
+            "int8": kernel.int8,
             "tile_steps": 2 if kernel.int8 else 4,
             "scratch": self._scratch.data_ptr(),
             "scratch_stride": kernel.scratch_bytes,
@@ -233,8 +236,8 @@ class MoECall:
             return
         E, words = self.experts.shape.E, self._words
         H, I = (K_BLOCK * int(words[_AT[name]]) for name in ("gate_up_k", "down_k"))  # noqa: E741
-        gemm_from = int(words[_AT["gemm_from"]])
-        self._bind(self._workspace.reserve(T, topk, E, H, I, gemm_from))
+        gemm_from, annotation = int(words[_AT["gemm_from"]]), self.kernel.annotation
+        self._bind(self._workspace.reserve(T, topk, E, H, I, gemm_from, annotation))
         self._reserved = T, topk
 
     def _check(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[int, int]:

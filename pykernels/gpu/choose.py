@@ -1,4 +1,4 @@
-"""The choice of experts, inside a kernel: from logits of R rows in registers to ids and weights.
+"""The choice of experts, inside a kernel: from a row of logits in registers to ids and weights.
 
 Scores become integers that order as they do: a warp finds the largest, and then the lowest index
 that has it, by two instructions (redux), which floats and 64-bit keys do not have.
@@ -40,89 +40,68 @@ def _value_of(ordered):
 
 
 @triton.jit
-def _first_of_best(score, place, last, R: tl.constexpr):
-    """Lowest place [R] of each row's largest score.
-
-    Several rows stay three-dimensional: a reshape may leave a row's lanes apart, and Triton 3.6
-    reduces over adjacent ones whatever the layout says, that is, over other rows.
-    """
-    if R == 1:
-        best = tl.max(score, 1)[:, None]
-        at = tl.min(tl.where(score == best, place, last), 1)
-    else:
-        best = tl.max(tl.max(score, 2), 1)[:, None, None]
-        at = tl.min(tl.min(tl.where(score == best, place, last), 2), 1)
-    return at
-
-
-@triton.jit
 def choose(
-    logits, bias, first, T, E,
-    TOPK: tl.constexpr, KP: tl.constexpr, R: tl.constexpr,
+    logits, bias, row, E,
+    TOPK: tl.constexpr, KP: tl.constexpr,
     GROUPS: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr, GROUP_TOPK: tl.constexpr,
     SIGMOID: tl.constexpr, TOP2: tl.constexpr, BIAS: tl.constexpr, RENORM: tl.constexpr,
     SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Ids int32 [R, KP] and weights float32 [R, KP] of rows ``first .. first + R``.
-
-    Entries from TOPK on, and rows from T on, are 0.
-    """
-    row = first + tl.arange(0, R)
-    group = tl.arange(0, GP)[None, :, None]
-    within = tl.arange(0, PP)[None, None, :]
+    """Ids int32 [KP] and weights float32 [KP] of a row; entries from TOPK on are 0."""
+    logits += row.to(tl.int64) * E
+    group = tl.arange(0, GP)[:, None]
+    within = tl.arange(0, PP)[None, :]
     per = E // GROUPS
-    expert = group * per + within  # [1, GP, PP]
+    expert = group * per + within  # [GP, PP]
     real = (group < GROUPS) & (within < per)
-    at = row.to(tl.int64)[:, None, None] * E + expert
-    x = tl.load(logits + at, mask=(row < T)[:, None, None] & real, other=float("-inf"))
-    x = tl.where((row < T)[:, None, None], x, 0.0)  # no row of -inf alone: its softmax is NaN
+    x = tl.load(logits + expert, mask=real, other=float("-inf"))
     if SIGMOID:
-        top = tl.zeros([R], tl.float32)
-        total = tl.full([R], 1.0, tl.float32)
+        top = 0.0
+        total = 1.0
         score = tl.sigmoid(x)
     else:
-        top = tl.max(tl.max(x, 2), 1)
-        shifted = tl.where(real, tl.exp(x - top[:, None, None]), 0.0)
-        total = tl.sum(tl.sum(shifted, 2), 1)
-        score = shifted / total[:, None, None]
+        top = tl.max(tl.max(x, 1), 0)
+        shifted = tl.where(real, tl.exp(x - top), 0.0)
+        total = tl.sum(tl.sum(shifted, 1), 0)
+        score = shifted / total
     if BIAS:
         choice = score + tl.load(bias + expert, mask=real, other=0.0)
     elif TOP2 and GROUPS > 1:
         choice = score
     else:
         choice = x
-    score = tl.where(real, _ordered(choice), _NONE)  # [R, GP, PP]
+    score = tl.where(real, _ordered(choice), _NONE)  # [GP, PP]
     if GROUPS > 1:
-        best = tl.max(score, 2)  # [R, GP]
+        best = tl.max(score, 1)  # [GP]
         value = _value_of(best)
         if TOP2:
-            equal = score == best[:, :, None]
-            second = tl.max(tl.where(equal, _NONE, score), 2)
-            twice = tl.sum(equal.to(tl.int32), 2) > 1
+            equal = score == best[:, None]
+            second = tl.max(tl.where(equal, _NONE, score), 1)
+            twice = tl.sum(equal.to(tl.int32), 1) > 1
             value += _value_of(tl.where(twice, best, second))
-        number = tl.arange(0, GP)[None, :] + tl.zeros_like(best)
+        number = tl.arange(0, GP)
         groups = tl.where(number < GROUPS, rank_key(value, number), _LEAST)
         taken = number < 0
         for _ in tl.static_range(GROUP_TOPK):
-            now = groups == tl.max(groups, 1)[:, None]
+            now = groups == tl.max(groups, 0)
             taken = taken | now
             groups = tl.where(now, _LEAST, groups)
-        score = tl.where(taken[:, :, None], score, _NONE)
-    k = tl.arange(0, KP)[None, :]
-    ids = tl.zeros([R, KP], tl.int32)
+        score = tl.where(taken[:, None], score, _NONE)
+    k = tl.arange(0, KP)
+    ids = tl.zeros([KP], tl.int32)
     place = group * PP + within
-    if R == 1:  # flat, so that a reduction is a whole warp's
-        score, place = tl.reshape(score, [R, GP * PP]), tl.reshape(place, [R, GP * PP])
+    # Flat, so that a reduction is a whole warp's.
+    score, place = tl.reshape(score, [GP * PP]), tl.reshape(place, [GP * PP])
     for i in tl.static_range(TOPK):
-        at = _first_of_best(score, place, GP * PP - 1, R)
-        ids = tl.where(k == i, at[:, None], ids)
-        score = tl.where(place == (at[:, None] if R == 1 else at[:, None, None]), _NONE, score)
+        at = tl.min(tl.where(score == tl.max(score, 0), place, GP * PP - 1), 0)
+        ids = tl.where(k == i, at, ids)
+        score = tl.where(place == at, _NONE, score)
     ids = ids // PP * per + ids % PP
     # The chosen logits are read again (from L1): cheaper than picking them out of registers.
-    mask = (row < T)[:, None] & (k < TOPK) & (ids < E)
-    x = tl.load(logits + row.to(tl.int64)[:, None] * E + ids, mask=mask, other=0.0)
-    weights = tl.sigmoid(x) if SIGMOID else tl.exp(x - top[:, None]) / total[:, None]
+    mask = (k < TOPK) & (ids < E)
+    x = tl.load(logits + ids, mask=mask, other=0.0)
+    weights = tl.sigmoid(x) if SIGMOID else tl.exp(x - top) / total
     weights = tl.where(mask, weights, 0.0)
     if RENORM:
-        weights = weights / (tl.sum(weights, 1) + 1e-20)[:, None]
+        weights = weights / (tl.sum(weights, 0) + 1e-20)
     return tl.where(mask, ids, 0), weights * SCALE

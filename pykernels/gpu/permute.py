@@ -1,7 +1,7 @@
 """Tokens sorted by expert: a counting sort without atomics, and the rows' gather and sum.
 
-Blocks of slots count their experts; the counts are summed over the blocks; then each block's slots
-are ranked. Three launches, or one for what fits in one block: a slot's place is then its rank.
+Few slots are ranked by comparing each with all, in one launch. Of more, blocks count their experts;
+the counts are summed over the blocks; then each block's slots are ranked: three launches.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from ..errors import PykernelsError
 from ..shapes import SortedSlots
 from .launch import check_device, unsupported
 
+MAX_COMPARED = 4096
+"""Up to so many slots, each is compared with all others: 1 us more a thousand, or two launches."""
+_FEW_OWN = 32  # of these one program ranks, by 8 warps, so that a thread has little to do
+_FEW_STEP = 512
 BLOCK = 512  # slots that are ranked by comparing each with all of them
 _OWN = 128  # slots of a block that one program ranks, with as many of them at a time as threads:
 _STEP = 64  # fewer would be loaded by every thread for itself, more spill
@@ -31,6 +35,28 @@ def _load_ids(ids, first, n, E, BLOCK: tl.constexpr):
 
 
 # Numbers of slots are not specialized: else 1 and multiples of 16 were kernels of their own.
+@triton.jit(do_not_specialize=["n"])
+def _rank_few(
+    ids, slots, starts, positions, n, E,
+    MOST: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Slot i's key is i of those ranked; n + e is the start of expert e: what ranks below it."""
+    i = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    expert = tl.load(ids + i, mask=i < n, other=-1)
+    expert = tl.where((expert < 0) | (expert >= E), E, expert).to(tl.int32)
+    # Unique keys in order of expert, then of slot: a slot's place is how many keys are smaller.
+    key = tl.where(i < n, expert * MOST + i, (i - n) * MOST)
+    place = tl.zeros([OWN], tl.int32)
+    theirs, other = _load_ids(ids, 0, n, E, STEP)
+    for first in range(0, n, STEP):
+        keys = theirs * MOST + other  # past the end: above all of which a place is kept
+        theirs, other = _load_ids(ids, first + STEP, n, E, STEP)
+        place += tl.sum((keys[:, None] < key[None, :]).to(tl.int32), 0)
+    tl.store(slots + place, i, mask=i < n)
+    tl.store(positions + i, place, mask=i < n)
+    tl.store(starts + i - n, place, mask=(i >= n) & (i <= n + E))
+
+
 @triton.jit(do_not_specialize=["n"])
 def _count(ids, counts, n, E, EP: tl.constexpr, BLOCK: tl.constexpr):
     expert, slot = _load_ids(ids, tl.program_id(0) * BLOCK, n, E, BLOCK)
@@ -56,34 +82,26 @@ def _add_up(counts, E, blocks, EP: tl.constexpr, ROWS: tl.constexpr, BE: tl.cons
 def _rank(
     ids, counts, slots, starts, positions, n, E, blocks,
     EP: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr,
-    MANY: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * OWN
     this = first // BLOCK
     expert, slot = _load_ids(ids, first, n, E, OWN)
     e = tl.arange(0, EP)
-    # Unique keys in order of expert, then of slot: a slot's rank is how many keys are smaller.
     key = expert * BLOCK + slot % BLOCK
     place = tl.zeros([OWN], tl.int32)
     for j in range(0, BLOCK, STEP):
         theirs, other = _load_ids(ids, this * BLOCK + j, n, E, STEP)
         smaller = (theirs * BLOCK + other % BLOCK)[:, None] < key[None, :]
         place += tl.sum(smaller.to(tl.int32), 0)  # over the first axis: no thread asks another
-    if MANY:
-        mask = e <= E
-        whole = tl.load(counts + blocks * EP + e, mask=mask, other=0)
-        before = tl.load(counts + this * EP + e, mask=mask, other=0)
-        after = tl.load(counts + this * EP + EP + e, mask=mask, other=0)
-        if first == 0:
-            tl.store(starts + e, tl.cumsum(whole, 0) - whole, mask=mask)
-        # A rank counts the block's lower experts too, the start those of every block.
-        others = whole - (after - before)
-        place += tl.gather(tl.cumsum(others, 0) - others + before, expert, 0)
-    elif first == 0:
-        whole = tl.zeros([EP], tl.int32)
-        for part in tl.static_range(BLOCK // OWN):
-            whole += tl.histogram(_load_ids(ids, part * OWN, n, E, OWN)[0], EP)
-        tl.store(starts + e, tl.cumsum(whole, 0) - whole, mask=e <= E)
+    mask = e <= E
+    whole = tl.load(counts + blocks * EP + e, mask=mask, other=0)
+    before = tl.load(counts + this * EP + e, mask=mask, other=0)
+    after = tl.load(counts + this * EP + EP + e, mask=mask, other=0)
+    if first == 0:
+        tl.store(starts + e, tl.cumsum(whole, 0) - whole, mask=mask)
+    # A rank counts the block's lower experts too, the start those of every block.
+    others = whole - (after - before)
+    place += tl.gather(tl.cumsum(others, 0) - others + before, expert, 0)
     tl.store(slots + place, slot, mask=slot < n)
     tl.store(positions + slot, place, mask=slot < n)
 
@@ -138,7 +156,8 @@ def supports(ids: torch.Tensor) -> str | None:
 def sort_slots(ids: torch.Tensor, E: int, out: SortedSlots | None = None) -> SortedSlots:
     """Slots ordered by expert, those of one expert by token; the same in every run.
 
-    One launch up to 512 slots, three above. Ids outside ``0..E-1`` come last, in slot order.
+    One launch up to ``MAX_COMPARED`` slots, three above. Ids outside ``0..E-1`` come last, in slot
+    order.
 
     Args:
         ids: int32 or int64 [T, topk], contiguous.
@@ -154,19 +173,22 @@ def sort_slots(ids: torch.Tensor, E: int, out: SortedSlots | None = None) -> Sor
     T, topk = ids.shape
     out = out or empty_order(T, topk, E, device)
     n, EP = T * topk, triton.next_power_of_2(E + 1)
-    blocks = max(1, triton.cdiv(n, BLOCK))
-    block = min(BLOCK, max(_OWN, triton.next_power_of_2(n)))
-    counts = None
-    if blocks > 1:
-        counts = torch.empty(blocks + 1, EP, dtype=torch.int32, device=device)
-        _count[(blocks,)](ids, counts, n, E, EP=EP, BLOCK=BLOCK, num_warps=4)
-        columns = min(16, EP)
-        _add_up[(triton.cdiv(E + 1, columns),)](
-            counts, E, blocks, EP=EP, ROWS=_OWN, BE=columns, num_warps=4
-        )
-    _rank[(max(1, triton.cdiv(n, _OWN)),)](
+    if n <= MAX_COMPARED:
+        _rank_few[(triton.cdiv(n + E + 1, _FEW_OWN),)](
+            ids, out.slots, out.starts, out.positions, n, E,
+            MOST=MAX_COMPARED, OWN=_FEW_OWN, STEP=_FEW_STEP, num_warps=8,
+        )  # fmt: skip
+        return out
+    blocks = triton.cdiv(n, BLOCK)
+    counts = torch.empty(blocks + 1, EP, dtype=torch.int32, device=device)
+    _count[(blocks,)](ids, counts, n, E, EP=EP, BLOCK=BLOCK, num_warps=4)
+    columns = min(16, EP)
+    _add_up[(triton.cdiv(E + 1, columns),)](
+        counts, E, blocks, EP=EP, ROWS=_OWN, BE=columns, num_warps=4
+    )
+    _rank[(triton.cdiv(n, _OWN),)](
         ids, counts, out.slots, out.starts, out.positions, n, E, blocks,
-        EP=EP, BLOCK=block, OWN=_OWN, STEP=_STEP, MANY=blocks > 1, num_warps=_STEP // 32,
+        EP=EP, BLOCK=BLOCK, OWN=_OWN, STEP=_STEP, num_warps=_STEP // 32,
     )  # fmt: skip
     return out
 
@@ -175,6 +197,11 @@ def _row_grid(T: int, H: int) -> tuple[tuple[int, int], int]:
     """Grid over tokens and chunks of their rows, and the chunk."""
     block = min(2048, triton.next_power_of_2(H))
     return (T, triton.cdiv(H, block)), block
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """FP8 as uint8, to be copied: not every GPU's Triton knows the type."""
+    return x.view(torch.uint8) if x.itemsize == 1 else x
 
 
 def permute(x: torch.Tensor, order: SortedSlots, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -198,10 +225,8 @@ def permute(x: torch.Tensor, order: SortedSlots, out: torch.Tensor | None = None
     out = x.new_empty(T * order.topk, H) if out is None else out
     if x.numel():
         grid, block = _row_grid(T, H)
-        # FP8 as bytes: not every GPU's Triton knows the type.
-        source, target = (t.view(torch.uint8) if t.itemsize == 1 else t for t in (x, out))
         _permute[grid](
-            source, order.positions, target, H, x.stride(0),
+            as_bytes(x), order.positions, as_bytes(out), H, x.stride(0),
             TOPK=order.topk, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""The router: logits to experts and weights; with the tokens' sort in the same launch for a few.
+"""The router: logits to experts and weights; with the slots' sort in the same launch for one token.
 
 Sources: DeepSeek-V2 (arXiv 2405.04434, 2.2.2, group-limited routing), DeepSeek-V3 (arXiv
 2412.19437, 2.1.2, sigmoid scores and the bias of auxiliary-loss-free balancing).
@@ -14,72 +14,61 @@ from ..errors import PykernelsError
 from ..shapes import RouterSpec, Routing, SortedSlots
 from .choose import choose
 from .launch import check_device, unsupported
-from .permute import empty_order, permute, sort_slots
+from .permute import as_bytes, empty_order, permute, sort_slots
 
-FEW_TOKENS = 8
-"""Up to so many, one launch chooses, sorts and gathers: every program repeats the choice."""
-_FEW_SLOTS = 128
 MAX_EXPERTS = 4096
+_ROW = 1024  # of the token's row, a program
 
 
-# Numbers of tokens are not specialized: else 1 and multiples of 16 were kernels of their own.
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
 def _router(
-    logits, bias, ids, weights, T, E,
-    TOPK: tl.constexpr, KP: tl.constexpr, R: tl.constexpr,
+    logits, bias, ids, weights, E,
+    TOPK: tl.constexpr, KP: tl.constexpr,
     GROUPS: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr, GROUP_TOPK: tl.constexpr,
     SIGMOID: tl.constexpr, TOP2: tl.constexpr, BIAS: tl.constexpr, RENORM: tl.constexpr,
     SCALE: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0) * R
+    row = tl.program_id(0)
     chosen, w = choose(
-        logits, bias, first, T, E, TOPK, KP, R,
+        logits, bias, row, E, TOPK, KP,
         GROUPS, GP, PP, GROUP_TOPK, SIGMOID, TOP2, BIAS, RENORM, SCALE,
     )  # fmt: skip
-    row = first + tl.arange(0, R)[:, None]
-    k = tl.arange(0, KP)[None, :]
-    mask = (row < T) & (k < TOPK)
-    tl.store(ids + row * TOPK + k, chosen, mask=mask)
-    tl.store(weights + row * TOPK + k, w, mask=mask)
+    k = tl.arange(0, KP)
+    tl.store(ids + row * TOPK + k, chosen, mask=k < TOPK)
+    tl.store(weights + row * TOPK + k, w, mask=k < TOPK)
 
 
-@triton.jit(do_not_specialize=["T"])
-def _route_few(
-    logits, bias, ids, weights, slots, starts, positions, x, gathered, T, E, H, x_stride,
-    TOPK: tl.constexpr, KP: tl.constexpr, R: tl.constexpr,
+@triton.jit
+def _route_one(
+    logits, bias, ids, weights, slots, starts, positions, x, gathered, E, H,
+    TOPK: tl.constexpr, KP: tl.constexpr,
     GROUPS: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr, GROUP_TOPK: tl.constexpr,
     SIGMOID: tl.constexpr, TOP2: tl.constexpr, BIAS: tl.constexpr, RENORM: tl.constexpr,
     SCALE: tl.constexpr, EP: tl.constexpr, GATHER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    chosen, w = choose(
-        logits, bias, 0, T, E, TOPK, KP, R,
-        GROUPS, GP, PP, GROUP_TOPK, SIGMOID, TOP2, BIAS, RENORM, SCALE,
-    )  # fmt: skip
-    row = tl.arange(0, R)[:, None]
-    k = tl.arange(0, KP)[None, :]
-    mask = (row < T) & (k < TOPK)
-    # Unique keys in order of expert, then of slot; a slot's place is how many keys are smaller.
-    key = tl.where(mask, chosen * (R * KP) + row * KP + k, 0x7FFFFFFF)
-    flat = tl.reshape(key, [R * KP])
-    place = tl.sum((flat[None, :] < flat[:, None]).to(tl.int32), 1)
-    i = tl.arange(0, R * KP)
-    slot = (i // KP) * TOPK + i % KP
-    real = (i // KP < T) & (i % KP < TOPK)
-    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(ids + row * TOPK + k, chosen, mask=mask)
-        tl.store(weights + row * TOPK + k, w, mask=mask)
-        tl.store(slots + place, slot, mask=real)
-        tl.store(positions + slot, place, mask=real)
-        e = tl.arange(0, EP)
-        counts = tl.histogram(tl.reshape(tl.where(mask, chosen, E), [R * KP]), EP)
-        tl.store(starts + e, tl.cumsum(counts, 0) - counts, mask=e <= E)
-    if GATHER:
-        token = tl.program_id(0)
-        h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        values = tl.load(x + token.to(tl.int64) * x_stride + h, mask=h < H)
+    """The first program chooses; each copies its part of the token's row."""
+    if GATHER:  # to all its rows: their order does not matter
+        h = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        values = tl.load(x + h, mask=h < H)
         for j in tl.static_range(TOPK):
-            to = tl.sum(tl.where(i == token * KP + j, place, 0), 0)
-            tl.store(gathered + to.to(tl.int64) * H + h, values, mask=h < H)
+            tl.store(gathered + j * H + h, values, mask=h < H)
+    if tl.program_id(0) == 0:
+        chosen, w = choose(
+            logits, bias, tl.program_id(0), E, TOPK, KP,
+            GROUPS, GP, PP, GROUP_TOPK, SIGMOID, TOP2, BIAS, RENORM, SCALE,
+        )  # fmt: skip
+        k = tl.arange(0, KP)
+        mask = k < TOPK
+        # Unique keys in order of expert, then of slot: a slot's place is how many keys are smaller.
+        key = tl.where(mask, chosen, E) * KP + k
+        place = tl.sum((key[None, :] < key[:, None]).to(tl.int32), 1)
+        tl.store(ids + k, chosen, mask=mask)
+        tl.store(weights + k, w, mask=mask)
+        tl.store(slots + place, k, mask=mask)
+        tl.store(positions + k, place, mask=mask)
+        e = tl.arange(0, EP)
+        below = tl.sum((key[:, None] < e[None, :] * KP).to(tl.int32), 0)
+        tl.store(starts + e, below, mask=e <= E)
 
 
 def supports(logits: torch.Tensor, spec: RouterSpec, bias: torch.Tensor | None) -> str | None:
@@ -94,11 +83,10 @@ def supports(logits: torch.Tensor, spec: RouterSpec, bias: torch.Tensor | None) 
     return unsupported(logits, bias)
 
 
-def _constants(spec: RouterSpec, E: int, biased: bool, rows: int) -> dict[str, object]:
+def _constants(spec: RouterSpec, E: int, biased: bool) -> dict[str, object]:
     return {
         "TOPK": spec.topk,
         "KP": triton.next_power_of_2(spec.topk),
-        "R": rows,
         "GROUPS": spec.groups,
         "GP": triton.next_power_of_2(spec.groups),
         "PP": triton.next_power_of_2(E // spec.groups),
@@ -149,11 +137,11 @@ def router(
     out = _prepare(logits, spec, bias, out)
     T, E = logits.shape
     if T:
-        constants = _constants(spec, E, bias is not None, 1)
+        constants = _constants(spec, E, bias is not None)
         width = triton.next_power_of_2(E // spec.groups) * triton.next_power_of_2(spec.groups)
         # One warp a row: its maxima are shuffles, without barriers or shared memory.
         warps = max(1, min(8, width // 512))
-        _router[(T,)](logits, bias, out.ids, out.weights, T, E, **constants, num_warps=warps)
+        _router[(T,)](logits, bias, out.ids, out.weights, E, **constants, num_warps=warps)
     return out
 
 
@@ -164,7 +152,7 @@ def route(
     x: torch.Tensor | None = None,
     out: tuple[Routing, SortedSlots, torch.Tensor | None] | None = None,
 ) -> tuple[Routing, SortedSlots, torch.Tensor | None]:
-    """`router`, `sort_slots` and, if ``x`` is given, `permute`: one launch for few tokens.
+    """`router`, `sort_slots` and, if ``x`` is given, `permute`: one launch for one token.
 
     Args:
         logits, spec, bias: as `router`'s.
@@ -177,31 +165,24 @@ def route(
     T, E = logits.shape
     routing = _prepare(logits, spec, bias, out[0] if out else None)
     order = out[1] if out else empty_order(T, spec.topk, E, logits.device)
-    few = T <= FEW_TOKENS and _slots_padded(T, spec.topk) <= _FEW_SLOTS
-    if not few:
+    gathered = out[2] if out else None
+    if T != 1:
         router(logits, spec, bias, routing)
         sort_slots(routing.ids, E, order)
-        return routing, order, None if x is None else permute(x, order, out[2] if out else None)
-    gathered = out[2] if out else None
-    H = stride = 0
+        return routing, order, None if x is None else permute(x, order, gathered)
+    H, source, target = 0, None, None
     if x is not None:
-        H, stride = x.shape[1], x.stride(0)
-        if x.shape[0] != T or x.stride(1) != 1:
+        H = x.shape[1]
+        if x.shape[0] != T or (H > 1 and x.stride(1) != 1):
             raise PykernelsError(f"x is {tuple(x.shape)}", f"Give it contiguous rows, [{T}, H]")
         check_device(logits, x)
-        if gathered is None:
-            gathered = x.new_empty(T * spec.topk, H)
-    rows = triton.next_power_of_2(max(T, 1))
-    grid = (max(T, 1), triton.cdiv(H, 1024)) if x is not None and H else (1, 1)
-    _route_few[grid](
+        gathered = x.new_empty(spec.topk, H) if gathered is None else gathered
+        source, target = as_bytes(x), as_bytes(gathered)
+    _route_one[(max(1, triton.cdiv(H, _ROW)),)](
         logits, bias, routing.ids, routing.weights, order.slots, order.starts, order.positions,
-        x, gathered, T, E, H, stride,
-        **_constants(spec, E, bias is not None, rows),
-        EP=triton.next_power_of_2(E + 1), GATHER=x is not None and H > 0 and T > 0, BLOCK=1024,
-        num_warps=1 if rows == 1 and E <= 512 else 4,
+        source, target, E, H,
+        **_constants(spec, E, bias is not None),
+        EP=triton.next_power_of_2(E + 1), GATHER=H > 0, BLOCK=_ROW,
+        num_warps=1 if E <= 512 else 4,
     )  # fmt: skip
     return routing, order, gathered
-
-
-def _slots_padded(T: int, topk: int) -> int:
-    return triton.next_power_of_2(max(T, 1)) * triton.next_power_of_2(topk)

@@ -3,7 +3,7 @@
 from .activation import silu_mul
 from .attention import gqa_decode, gqa_prefill, mla_decode, mla_prefill
 from .embedding import embed
-from .kv_write import kv_write, mla_write
+from .kv_write import kv_write, mla_read, mla_write
 from .linear import linear, quantize_fp8
 from .moe import moe_ffn
 from .norm import rms_norm
@@ -21,6 +21,7 @@ __all__ = [
     "linear",
     "mla_decode",
     "mla_prefill",
+    "mla_read",
     "mla_write",
     "moe_ffn",
     "permute",

@@ -1,4 +1,4 @@
-"""Writing keys and values into a paged cache, in plain torch."""
+"""Keys and values into a paged cache, and latents out of one, in plain torch."""
 
 from __future__ import annotations
 
@@ -74,3 +74,37 @@ def kv_write(
     """
     _write(k, slots, k_cache, k_scale)
     _write(v, slots, v_cache, v_scale)
+
+
+def mla_read(
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    page_table: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    rows: int,
+    latent_scale: torch.Tensor | None = None,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each sequence's first tokens as rows; token ``j`` of ``b`` becomes row ``starts[b] + j``.
+
+    Args:
+        latent: [P, page, L]; with ``latent_scale``, E4M3.
+        rope: [P, page, R].
+        page_table: int32 [B, pages].
+        starts, lengths: int32 [B].
+        rows: of the results.
+        latent_scale: float32 [P, page].
+        out: ([rows, L], [rows, R]) of rope's dtype; rows of no token are left as they are.
+    """
+    widths = latent.shape[2], rope.shape[2]
+    found = out or (rope.new_zeros(rows, widths[0]), rope.new_zeros(rows, widths[1]))
+    for b, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+        table = page_table[b, : -(-length // latent.shape[1])].long()
+        here = slice(start, start + length)
+        values = latent[table].flatten(0, 1)[:length].float()
+        if latent_scale is not None:
+            values = values * latent_scale[table].flatten()[:length, None]
+        found[0][here] = values.to(rope.dtype)
+        found[1][here] = rope[table].flatten(0, 1)[:length]
+    return found

@@ -10,14 +10,15 @@ import torch
 
 from pykernels.cpu import tile_avx512, tile_generic
 from pykernels.cpu.activations import annotation
+from pykernels.cpu.annotate import make_annotate
 from pykernels.cpu.decode import TABLES
 from pykernels.cpu.instructions import instructions
 from pykernels.cpu.intrin.sync import call_routine
 from pykernels.cpu.jit import kernel
-from pykernels.cpu.rows import make_annotate, row_bytes
+from pykernels.cpu.rows import DIGITS, codes_at, digits_at, row_bytes, scale_at, sum_at
 from pykernels.env import env
 from pykernels.quant import FORMATS, Format, Weight, get_format
-from pykernels.quant.activations import quantize, sums
+from pykernels.quant.activations import digits, quantize, sums
 from pykernels.quant.gguf import GGUF
 from pykernels.registry import resolve
 from pykernels.target import detect
@@ -31,6 +32,7 @@ def _lacks(*features: str) -> bool:
 
 
 needs_avx512 = pytest.mark.skipif(_lacks(), reason="this CPU has no AVX-512")
+needs_vnni = pytest.mark.skipif(_lacks("avx512vnni"), reason="this CPU has no AVX512-VNNI")
 needs_bf16 = pytest.mark.skipif(_lacks("avx512bf16"), reason="this CPU has no AVX512-BF16")
 NEWER = frozenset({"avx512bf16", "avx512vbmi", "avx512vnni"})
 """Extensions that the base set spells out."""
@@ -43,14 +45,16 @@ def _operations(base: bool):
 
 @functools.cache
 def _tiles(which: str, fmt: str, activations: str):
-    """Address of the tiles of "avx512", the same without newer extensions, or "generic"."""
+    """Address of the tiles of "avx512", the same without newer extensions or with activations as
+    digits, or "generic"."""
     if which == "generic":
         return tile_generic.make_tiles(fmt, activations).address
-    return tile_avx512.make_tiles(fmt, _operations(which == "base"), activations).address
+    ops = _operations(which == "base")
+    return tile_avx512.make_tiles(fmt, ops, activations, which == "digits").address
 
 
 def _annotate(which: str, fmt: str, activations: str, rows: torch.Tensor, K: int) -> None:
-    if how := annotation(fmt, activations):
+    if how := annotation(fmt, activations, which == "digits"):
         routine = make_annotate(how, which == "generic").address
         for row in rows:
             _call_annotate(routine, row.data_ptr(), K)
@@ -64,6 +68,7 @@ def _call_annotate(routine, row, K):
 KINDS = [
     pytest.param("avx512", marks=needs_avx512),
     pytest.param("base", marks=needs_avx512),
+    pytest.param("digits", marks=needs_vnni),
     "generic",
 ]
 
@@ -84,7 +89,8 @@ def run_tile(
     blocks = raw[skip : skip + fmt.block_bytes(K)].view(1, -1)
     scales = torch.zeros(1, fmt.scale_bytes(K), dtype=torch.uint8)
     fmt.pack(weight, blocks, scales)
-    inputs = torch.full((M, row_bytes(K)), 255, dtype=torch.uint8)
+    how = annotation(name, activations, which == "digits")
+    inputs = torch.full((M, row_bytes(K, how)), 255, dtype=torch.uint8)
     inputs[:, : 2 * K] = x.contiguous().view(torch.uint8)
     _annotate(which, name, activations, inputs, K)
     out = poisoned(8, 32)
@@ -156,6 +162,21 @@ def test_int8_products_are_exact(which, name):
         assert_close(seen, truth[:M], 3e-7, f"{M} tokens")
 
 
+@pytest.mark.parametrize("which", KINDS)
+@pytest.mark.parametrize("name", ["int8", "q4_k"])
+def test_wide_ranges_of_inputs_are_summed_as_exactly_as_float32_can(which, name):
+    """Outliers of 1e5 among inputs of 1, and inputs from 1e-6 to 1e6: products are exact."""
+    g = torch.Generator().manual_seed(5)
+    fmt, K = get_format(name), 2048
+    weight = fmt.quantize(torch.randn(32, K, generator=g))
+    x = torch.randn(2, K, generator=g)
+    x[0, ::100] *= 1e5
+    x[1] *= 10.0 ** (12 * torch.rand(K, generator=g) - 6)
+    x, w = x.to(torch.bfloat16), fmt.dequantize(weight).double()
+    error = (run_tile(which, name, weight, x).double() - x.double() @ w.T).abs()
+    assert (error <= 1e-6 * (x.double().abs() @ w.abs().T)).all()
+
+
 @pytest.mark.parametrize("kind", ["avx512", "generic"])
 @pytest.mark.parametrize("name", ["int4", "q6_k"])
 def test_annotations_are_those_of_the_reference(kind, name):
@@ -167,21 +188,70 @@ def test_annotations_are_those_of_the_reference(kind, name):
     x[2] *= 1e-38
     x[3, 7], x[3, 300] = 50.0, -50.0
     how, how_k = FORMATS[name].int8_kind, annotation(name, "int8")
-    rows = torch.full((6, row_bytes(512)), 255, dtype=torch.uint8)
+    rows = torch.full((6, row_bytes(512, how_k)), 255, dtype=torch.uint8)
     rows[:, :1024] = x.view(torch.uint8)
     _annotate(kind, name, "int8", rows, 512)
     truth = quantize(x, how)
     sum_k, groups = how_k.sum_k, 512 // how_k.act_k
-    assert torch.equal(rows[:, 1024:1536].view(torch.int8), truth.q)
-    assert torch.equal(rows[:, 1536 : 1536 + 4 * groups].view(torch.float32), truth.scale)
-    at = 1536 + 512 // 32
-    seen = rows[:, at : at + 4 * (512 // sum_k)].contiguous().view(torch.float32)
+    assert torch.equal(_part(rows, codes_at(0, 512), 512, torch.int8), truth.q)
+    assert torch.equal(_part(rows, scale_at(0, 512, 0), groups), truth.scale)
+    seen = _part(rows, sum_at(0, 512, 0), 512 // sum_k)
     assert torch.equal(seen, sums(truth.q, sum_k).float())
     x[5, 400] = float("nan")
     rows[:, :1024] = x.view(torch.uint8)
     _annotate(kind, name, "int8", rows, 512)
-    scales = rows[:, 1536 : 1536 + 4 * groups].contiguous().view(torch.float32)
+    scales = _part(rows, scale_at(0, 512, 0), groups)
     assert scales[5, -1].isnan() and scales[:5].isfinite().all()
+
+
+def _part(rows: torch.Tensor, at: int, count: int, dtype=torch.float32) -> torch.Tensor:
+    """``count`` values of each row, from the byte ``at`` on."""
+    return rows[:, at : at + count * dtype.itemsize].contiguous().view(dtype)
+
+
+@needs_avx512
+@pytest.mark.parametrize("name", ["int4", "q4_k", "q6_k"])
+def test_digits_are_those_of_the_reference(name):
+    """Bit for bit: zeros, the least and the largest numbers, outliers; what a bias adds; a NaN."""
+    K = 256
+    x = torch.randn(7, K, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    x[1, :128] = 0
+    x[2] *= 1e-36
+    x[3] *= 3e-39
+    x[4] = torch.finfo(torch.bfloat16).max * x[4].sign()
+    x[5, 7], x[5, 200] = 3e4, -255.0
+    x[6] *= 2.0 ** torch.randint(-40, 40, (K,), generator=torch.Generator().manual_seed(4))
+    how = annotation(name, "bf16", True)
+    rows = torch.full((7, row_bytes(K, how)), 255, dtype=torch.uint8)
+    rows[:, : 2 * K] = x.view(torch.uint8)
+    _annotate("digits", name, "bf16", rows, K)
+    truth, groups = digits(x), K // 128
+    value = sum(truth.q[j].double() * 256.0 ** (DIGITS - 1 - j) for j in range(DIGITS))
+    value *= truth.scale.double().repeat_interleave(128, dim=1)
+    largest = x.double().abs().view(7, groups, 128).amax(2).repeat_interleave(128, dim=1)
+    off = (value - x.double()).abs()
+    assert (off <= (largest * 2.0**-30).clamp(min=2.0**-127)).all()
+    normal = x.double().abs() >= (largest * 2.0**-22).clamp(min=2.0**-118)
+    assert normal.float().mean() > 0.5 and (off[normal] == 0).all()
+    assert torch.equal(_part(rows, scale_at(0, K, 0), groups), truth.scale)
+    at = digits_at(0, K, 0, 0)
+    seen = _part(rows, at, DIGITS * K, torch.int8).view(7, K // 16, DIGITS, 16)
+    assert torch.equal(seen, truth.q.view(DIGITS, 7, K // 16, 16).permute(1, 2, 0, 3))
+    if how.bias:
+        count = K // how.sum_k
+        added = truth.q.view(DIGITS, 7, count, how.sum_k).sum(3, dtype=torch.int32)
+        seen = _part(rows, at + DIGITS * K, DIGITS * count, torch.int32)
+        assert torch.equal(seen.view(7, count, DIGITS), -how.bias * added.permute(1, 2, 0))
+    if how.sums:
+        seen = _part(rows, sum_at(0, K, 0), K // how.sum_k)
+        seen[4], by_group = 0, x.double().view(7, -1, how.sum_k)  # infinite
+        by_group[4] = 0
+        assert ((seen - by_group.sum(2)).abs() <= 1e-6 * by_group.abs().sum(2)).all()
+    x[0, 200] = float("nan")
+    rows[:, : 2 * K] = x.view(torch.uint8)
+    _annotate("digits", name, "bf16", rows, K)
+    scales = _part(rows, scale_at(0, K, 0), groups)
+    assert scales[0].isnan().tolist() == [False, True] and scales[1:].isfinite().all()
 
 
 @needs_avx512

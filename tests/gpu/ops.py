@@ -100,7 +100,7 @@ SMALL_V3 = RouterSpec(4, "sigmoid", True, groups=4, group_topk=2, group_score="t
 
 
 def _route(T: int) -> Op:
-    """Up to 8 tokens by one launch, with the gather; else in parts."""
+    """One token by one launch, with the gather; else in parts."""
 
     def sizes(device: torch.device) -> tuple[RouterSpec, int, int]:
         return (V3, 256, 7168) if device.type == "cuda" else (SMALL_V3, 32, 40)
@@ -304,8 +304,8 @@ def _read() -> Op:
 
 
 AROUND = (
-    _route(1), _route(7), _route(70), _router(128, RouterSpec(8)), _router(60, RouterSpec(4)),
-    _gate(1, torch.float32), _gate(5, BF16), _gate(40, torch.float32), _sort(13), _sort(400),
+    _route(1), _route(7), _router(128, RouterSpec(8)), _router(60, RouterSpec(4)),
+    _gate(1, torch.float32), _gate(5, BF16), _gate(40, torch.float32), _sort(13), _sort(700),
     _rows("permute", 2500), _rows("unpermute", 2500), _norm(7168), _norm(100), _silu(), _embed(),
     _rope(False), _rope(True), _mla_write(), _kv_write(), _greedy(), _sample(), _sample("top_k"),
     _sample("top_p"), _sample("top_k", "top_p"), _quantize(), _read(),

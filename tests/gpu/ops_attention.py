@@ -8,6 +8,7 @@ from pykernels.gpu.gqa_decode import gqa_decode
 from pykernels.gpu.gqa_prefill import gqa_prefill
 from pykernels.gpu.mla_decode import mla_decode
 from pykernels.gpu.mla_prefill import mla_prefill
+from pykernels.gpu.mla_read import mla_read
 from pykernels.shapes import Ragged
 
 from .ops import BF16, FP8, Op, Tensors, empty, large, normal
@@ -136,8 +137,29 @@ def _mla_prefill() -> Op:
     return Op("mla_prefill", make, run)
 
 
+def _mla_read(fp8: bool) -> Op:
+    def make(device: torch.device) -> Tensors:
+        L, R, most = large(device, 512, 40), large(device, 64, 16), large(device, 2048, 48)
+        return {
+            **_cache(device, "latent", fp8, B * most // PAGE, L),
+            **_cache(device, "rope", False, B * most // PAGE, R),
+            **_table(device, most),
+            "starts": torch.arange(B, device=device).int() * most,
+            "out": empty(device, B * most, L),
+            "rope_out": empty(device, B * most, R),
+        }
+
+    def run(t: Tensors) -> None:
+        where = (t["table"], t["starts"], t["lengths"], len(t["out"]))
+        results = (t["out"], t["rope_out"])
+        mla_read(t["latent"], t["rope"], *where, t.get("latent_scale"), results)
+
+    return Op(f"mla_read, {'E4M3' if fp8 else 'bf16'}", make, run, ("out", "rope_out"))
+
+
 ATTENTION = (
     _mla_decode(128), _mla_decode(16), _mla_decode(128, fp8=True), _mla_decode(16, fp8=True),
     _gqa_decode(), _gqa_decode(window=50), _gqa_decode(fp8=True), _mla_prefill(), _gqa_prefill(),
     _gqa_prefill(window=20), _gqa_prefill(paged=True), _gqa_prefill(paged=True, fp8=True),
+    _mla_read(fp8=False), _mla_read(fp8=True),
 )  # fmt: skip

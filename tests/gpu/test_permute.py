@@ -7,7 +7,7 @@ import torch
 
 from pykernels import ref
 from pykernels.errors import PykernelsError
-from pykernels.gpu.permute import BLOCK, permute, sort_slots, unpermute
+from pykernels.gpu.permute import MAX_COMPARED, permute, sort_slots, unpermute
 from pykernels.shapes import SortedSlots
 from tests.gpu.rounding import assert_rounded
 
@@ -17,9 +17,9 @@ SIZES = [
     (1, 1, 1, "the least"),
     (1, 8, 256, "one token"),
     (13, 3, 5, "odd sizes, one block"),
-    (BLOCK // 8, 8, 64, "one full block"),
-    (BLOCK // 8 + 1, 8, 64, "one slot row more: two blocks"),
-    (700, 6, 160, "several blocks, the last ragged"),
+    (200, 6, 160, "all compared, the last step ragged"),
+    pytest.param(MAX_COMPARED // 8, 8, 64, "as many as are compared", marks=pytest.mark.gpu),
+    (MAX_COMPARED // 8 + 1, 8, 64, "some more: in blocks, the last ragged"),
     (90, 8, 255, "E + 1 is a power of two"),
     pytest.param(8192, 8, 256, "a prompt", marks=pytest.mark.gpu),
 ]
@@ -47,19 +47,21 @@ def test_sort(T: int, topk: int, E: int, why: str, dtype, device: torch.device) 
     equal(sort_slots(ids, E, out), ref.sort_slots(ids, E))
 
 
-def test_one_expert_takes_all_and_others_are_empty(device: torch.device) -> None:
-    ids = torch.full((300, 2), 3, device=device)
+@pytest.mark.parametrize("T", [60, MAX_COMPARED // 2 + 60])
+def test_one_expert_takes_all_and_others_are_empty(T: int, device: torch.device) -> None:
+    ids = torch.full((T, 2), 3, device=device)
     equal(sort_slots(ids, 8), ref.sort_slots(ids, 8))
 
 
-def test_slots_of_experts_elsewhere_come_last(device: torch.device) -> None:
-    ids = routing(200, 4, 16, device)
+@pytest.mark.parametrize("T", [200, MAX_COMPARED // 4 + 100])
+def test_slots_of_experts_elsewhere_come_last(T: int, device: torch.device) -> None:
+    ids = routing(T, 4, 16, device)
     ids[ids > 9] = -1
     ids[ids == 2] = 1 << 40 if ids.dtype == torch.int64 else 99
     found = sort_slots(ids, 10)
     equal(found, ref.sort_slots(ids, 10))
     here = int(found.starts[-1])
-    assert 0 < here < 800
+    assert 0 < here < 4 * T
     flat = ids.flatten()[found.slots.long()]
     assert ((flat[:here] >= 0) & (flat[:here] < 10)).all()
 

@@ -17,6 +17,7 @@ from pykernels.gpu import (
     launch,
     linear,
     mla_decode,
+    mla_read,
     moe,
     norm,
     permute,
@@ -80,6 +81,9 @@ ROWS = [
      lambda d: moe.supports(LAYER, get_format("q5_k"), d), "no GPU layout"),
     ("gqa_decode", _gqa, lambda d: _gqa(d, D=300), "heads of 300"),
     ("gqa_decode's cache", _gqa, lambda d: _gqa(d, dtype=torch.float16), "float16"),
+    ("mla_read", lambda d: mla_read.supports(_zeros(d, 2, 4, 8), _zeros(d, 2, 4, 2), None),
+     lambda d: mla_read.supports(_zeros(d, 2, 4, 8).to(FP8), _zeros(d, 2, 4, 2), None),
+     "without scales"),
     ("mla_decode", _mla, lambda d: _mla(d, dtype=FP8), "latent_scale is not"),
 ]  # fmt: skip
 IDS = [row[0] for row in ROWS]

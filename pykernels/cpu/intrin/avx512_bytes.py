@@ -307,3 +307,107 @@ def sum_i32(typingctx, a):
         return llvm(builder, "llvm.vector.reduce.add.v16i32", I32, args[0])
 
     return types.int32(i32x16), codegen
+
+
+@intrinsic
+def shift_digit(typingctx, a):
+    """``(a + 128) >> 8``: what is left above a signed byte."""
+
+    def codegen(context, builder, sig, args):
+        more = builder.add(args[0], ir.Constant(_I32X16, [128] * 16))
+        return builder.ashr(more, ir.Constant(_I32X16, [8] * 16))
+
+    return i32x16(i32x16), codegen
+
+
+@intrinsic
+def broadcast_i32(typingctx, address):
+    """The integer at a 4-byte-aligned address, in all 16 lanes (``vpbroadcastd m32``)."""
+
+    def codegen(context, builder, sig, args):
+        return splat(builder, load(builder, args[0], I32, 4), _I32X16)
+
+    return i32x16(types.intp), codegen
+
+
+_I16X32 = ir.VectorType(ir.IntType(16), 32)
+
+
+@intrinsic
+def load_i8_as_word_pairs(typingctx, address):
+    """16 signed bytes, each as two adjacent 16-bit words."""
+
+    def codegen(context, builder, sig, args):
+        dwords = builder.sext(load(builder, args[0], ir.VectorType(I8, 16), 1), _I32X16)
+        low = builder.and_(dwords, ir.Constant(_I32X16, [0xFFFF] * 16))
+        high = builder.shl(dwords, ir.Constant(_I32X16, [16] * 16))
+        return builder.bitcast(builder.or_(low, high), u8x64.ir_type)
+
+    return u8x64(types.intp), codegen
+
+
+@intrinsic
+def even_bytes_fma(typingctx, a, b, c):
+    """``a * b + c`` of a's even bytes, unsigned, and words b and c, modulo 2**16."""
+
+    def codegen(context, builder, sig, args):
+        a, b, c = (builder.bitcast(x, _I16X32) for x in args)
+        even = builder.and_(a, ir.Constant(_I16X32, [255] * 32))
+        return builder.bitcast(builder.add(builder.mul(even, b), c), u8x64.ir_type)
+
+    return u8x64(u8x64, u8x64, u8x64), codegen
+
+
+@intrinsic
+def odd_bytes_fma(typingctx, a, b, c):
+    """The same of a's odd bytes."""
+
+    def codegen(context, builder, sig, args):
+        a, b, c = (builder.bitcast(x, _I16X32) for x in args)
+        odd = builder.lshr(a, ir.Constant(_I16X32, [8] * 32))
+        return builder.bitcast(builder.add(builder.mul(odd, b), c), u8x64.ir_type)
+
+    return u8x64(u8x64, u8x64, u8x64), codegen
+
+
+@intrinsic
+def upper_bytes(typingctx, even, odd):
+    """``a >> 6`` of words, which fits in a byte each, the even and the odd ones alternating."""
+
+    def codegen(context, builder, sig, args):
+        six = ir.Constant(_I16X32, [6] * 32)
+        words = [builder.ashr(builder.bitcast(x, _I16X32), six) for x in args]
+        return _pack_words(builder, *words)
+
+    return u8x64(u8x64, u8x64), codegen
+
+
+@intrinsic
+def lower_bytes(typingctx, even, odd):
+    """``(a & 63) - 32`` of words, the even and the odd ones alternating."""
+
+    def codegen(context, builder, sig, args):
+        packed = _pack_words(builder, *(builder.bitcast(x, _I16X32) for x in args))
+        low = builder.and_(packed, ir.Constant(u8x64.ir_type, [63] * 64))
+        return builder.sub(low, ir.Constant(u8x64.ir_type, [32] * 64))
+
+    return u8x64(u8x64, u8x64), codegen
+
+
+def _pack_words(builder, even, odd):
+    low = builder.and_(even, ir.Constant(_I16X32, [255] * 32))
+    high = builder.shl(odd, ir.Constant(_I16X32, [8] * 32))
+    return builder.bitcast(builder.or_(low, high), u8x64.ir_type)
+
+
+@intrinsic
+def offset_words(typingctx, a, factor):
+    """``32 - a * factor`` of words; the factor is a literal or a constant of a factory."""
+
+    def codegen(context, builder, sig, args):
+        words = builder.bitcast(args[0], _I16X32)
+        factors = splat(builder, builder.trunc(args[1], ir.IntType(16)), _I16X32)
+        rest = builder.sub(ir.Constant(_I16X32, [32] * 32), builder.mul(words, factors))
+        return builder.bitcast(rest, u8x64.ir_type)
+
+    return u8x64(u8x64, types.intp), codegen

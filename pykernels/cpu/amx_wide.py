@@ -1,0 +1,177 @@
+"""AMX passes of wide scale groups: 2 x 2 C tiles hold 32 tokens by 32 outputs.
+
+Folding a group's 64 rows of registers is spread over the next group's products, so that the tile
+unit never waits for it.
+
+Planes: where small integer scales are multiplied into the weights (``gemm_amx``), these have 13
+bits. A group's B tiles are then those of the weights' multiples of 64, followed by those of the
+rest; each of the two is a group of products and a fold.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .amx_passes import HEADER, MAX_TOKENS, TILE, Passes
+from .intrin.avx512 import (
+    add_f32,
+    broadcast_f32,
+    fma_f32,
+    fnma_f32,
+    load_f32,
+    mul_f32,
+    store_f32,
+    zero_f32,
+)
+from .intrin.avx512_bytes import load_i32, to_f32
+from .intrin.prefetch import prefetch_l2
+from .intrin.registers import f32x16_array
+from .jit import inlined
+from .job import f32, i64, poke_f32, poke_i64
+from .scales import Scales
+
+PLANE_BASE = np.float32(64.0)
+"""What the first plane of weights counts in."""
+_ONE = np.float32(1.0)
+
+_SUMS, _SCALE, _GROUP, _ACT, _ROWS, _PLANE, _LESS = range(7)  # words of the header
+
+
+def make_wide(
+    scales: Scales, ACT_K: int, SLAB_K: int, STEP_K: int, amx: Any, MINIMUM_K: int = 0
+) -> Passes:
+    """The passes of groups of 64 inputs and more, or none.
+
+    Args:
+        scales: of the groups, and minima of ``MINIMUM_K`` inputs.
+        ACT_K: inputs of one activation scale; 0 for bf16 activations.
+        SLAB_K: most inputs of a slab.
+        STEP_K: inputs of a full tile.
+        amx: ``intrin.amx`` or ``intrin.amx_model``.
+        MINIMUM_K: 0, or B tiles are in two planes, and this is inputs of a minimum.
+    """
+    GROUP, SCALED, INT8 = scales.k or SLAB_K, scales.k > 0, ACT_K > 0
+    MINIMA = scales.minimum is not None
+    assert MINIMUM_K or not MINIMA, "minima are of narrow groups"
+    minimum_of: Any = scales.minimum
+    MINIMA_OF_GROUP = GROUP // MINIMUM_K if MINIMUM_K else 0
+    PLANE_OF = (PLANE_BASE, _ONE) if MINIMUM_K else (_ONE,)
+    PLANES = len(PLANE_OF)
+    factor_of: Any = scales.factor
+    zero, load, store = amx.zero, amx.load, amx.store
+    dot = amx.dot_i8 if INT8 else amx.dot_bf16
+
+    @inlined
+    def fold_minima(c, count, scale, group, act, less):
+        """Sums -= minima times the sums of their inputs."""
+        for half in range(2):
+            minima = f32x16_array(MINIMA_OF_GROUP)
+            for i in range(MINIMA_OF_GROUP):
+                minima[i] = minimum_of(scale, group * MINIMA_OF_GROUP + i, half)
+            for t in range(count):
+                value = zero_f32()
+                for i in range(MINIMA_OF_GROUP):
+                    x = broadcast_f32(f32(less + 4 * MAX_TOKENS * i, t))
+                    value = fma_f32(x, minima[i], value)
+                at = c + 64 * half + 128 * t
+                store_f32(at, fnma_f32(value, broadcast_f32(f32(act, t)), load_f32(at)))
+
+    @inlined
+    def fold(parts, first, count):
+        """Sums += ``count`` rows of the products that the header tells of; it may be empty."""
+        if count == 0:
+            return
+        part, c = parts + HEADER + 128 * first, i64(parts, _SUMS) + 128 * first
+        if SCALED:
+            scale, group = i64(parts, _SCALE), i64(parts, _GROUP)
+            low, high = factor_of(scale, group, 0), factor_of(scale, group, 1)
+            if PLANES > 1:
+                plane = broadcast_f32(f32(parts + 8 * _PLANE, 0))
+                low, high = mul_f32(low, plane), mul_f32(high, plane)
+        act = i64(parts, _ACT) + 4 * first
+        if MINIMA:
+            less = i64(parts, _LESS)
+            if less != 0:
+                fold_minima(c, count, scale, group, act, less + 4 * first)
+        for _ in range(count):
+            if INT8:
+                x = broadcast_f32(f32(act, 0))
+                a, b = mul_f32(to_f32(load_i32(part)), x), mul_f32(to_f32(load_i32(part + 64)), x)
+            else:
+                a, b = load_f32(part), load_f32(part + 64)
+            if SCALED:
+                store_f32(c, fma_f32(a, low, load_f32(c)))
+                store_f32(c + 64, fma_f32(b, high, load_f32(c + 64)))
+            else:
+                store_f32(c, add_f32(load_f32(c), a))
+                store_f32(c + 64, add_f32(load_f32(c + 64), b))
+            part += 128
+            c += 128
+            act += 4
+
+    @inlined
+    def flush(parts):
+        fold(parts, 0, i64(parts, _ROWS))
+        poke_i64(parts, _ROWS, 0)
+
+    @inlined
+    def product(pair, a0, a1, b):
+        """The C tiles += 1 or 2 A tiles x 2 B tiles."""
+        load(6, b, 64)
+        load(4, a0, 64)
+        load(7, b + TILE, 64)
+        if pair:
+            load(5, a1, 64)
+        dot(0, 4, 6)
+        dot(1, 4, 7)
+        if pair:
+            dot(2, 5, 6)
+            dot(3, 5, 7)
+
+    @inlined
+    def run(inputs, count, a, a_group, b, c, scale, first_k, act_scales, sums, parts, ahead, lines):
+        pair = count > 1
+        at = b
+        for k in range(0, inputs, GROUP):
+            steps = min(GROUP, inputs - k) // STEP_K
+            for plane in range(PLANES):
+                a0 = a + k // STEP_K * TILE
+                left = i64(parts, _ROWS)
+                each, folded = (left + steps - 1) // steps, 0
+                zero(0)
+                zero(1)
+                zero(2)
+                zero(3)
+                for _ in range(steps):
+                    product(pair, a0, a0 + a_group, at)
+                    rows = min(each, left - folded)
+                    fold(parts, folded, rows)
+                    folded += rows
+                    for _ in range(lines):
+                        prefetch_l2(ahead)
+                        ahead += 64
+                    a0 += TILE
+                    at += 2 * TILE
+                part = parts + HEADER
+                store(0, part, 128)
+                store(1, part + 64, 128)
+                if pair:
+                    store(2, part + 16 * 128, 128)
+                    store(3, part + 16 * 128 + 64, 128)
+                poke_i64(parts, _SUMS, c)
+                poke_i64(parts, _SCALE, scale)
+                poke_i64(parts, _GROUP, (first_k + k) // GROUP)
+                if PLANES > 1:
+                    poke_f32(parts + 8 * _PLANE, PLANE_OF[plane])
+                if MINIMA:
+                    last = plane == PLANES - 1
+                    less = sums + 4 * MAX_TOKENS * (k // MINIMUM_K) if last else 0
+                    poke_i64(parts, _LESS, less)
+                if INT8:
+                    poke_i64(parts, _ACT, act_scales + 4 * MAX_TOKENS * (k // ACT_K))
+                poke_i64(parts, _ROWS, 16 * count)
+        return ahead
+
+    return Passes(run, flush, token_groups=2, b_rows=16)
