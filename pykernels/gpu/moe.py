@@ -240,10 +240,9 @@ def _plan(
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     key = stack.kind if path == "decoded" else path
     rows = S / min(E, max(S, 1))
-    plan = gemm_plan(op, key, arch(device), rows, stack.N, stack.K, name)
-    if plan.by_hand and not by_hand_takes(stack, device):
-        return replace(plan, by_hand=False)
-    return plan
+    # fp8 weights have one key on either path; by hand none are decoded.
+    by_hand = path == "fp8" and by_hand_takes(stack, device)
+    return gemm_plan(op, key, arch(device), rows, stack.N, stack.K, name, by_hand)
 
 
 def _check_tokens(x: torch.Tensor, experts: Experts, order: SortedSlots, activations: str) -> int:

@@ -99,7 +99,7 @@ SMALL = ("ampere", "ada")
 """100 KiB of shared memory on some of them, no tensor memory accelerator."""
 ANY = float("inf")
 _GATED, _PLAIN = ("gate_up",), ("down", "linear")
-_BY_HAND = GemmPlan(128, 128, 128, 8, warps=8, stages=3, tma=True, by_hand=True)
+_BY_HAND = GemmPlan(128, 128, 128, 4, by_hand=True)
 
 TABLE = (
     Row(HOPPER, "bf16", OPS, 16, GemmPlan(16, 128, 128, warps=4, stages=4, tma=True)),
@@ -152,7 +152,14 @@ def generation(arch: tuple[int, int]) -> str:
 
 
 def gemm_plan(
-    op: str, path: str, arch: tuple[int, int], rows: float, N: int, K: int, device: str = ""
+    op: str,
+    path: str,
+    arch: tuple[int, int],
+    rows: float,
+    N: int,
+    K: int,
+    device: str = "",
+    by_hand: bool = False,
 ) -> GemmPlan:
     """The plan for ``rows`` rows an expert, a tuned one if this GPU has it.
 
@@ -160,8 +167,10 @@ def gemm_plan(
         op: one of ``OPS``.
         path: one of ``PATHS``, or a kind of weights that is decoded: the kind of tuned lines.
         device: the GPU's name, which tuned lines are for.
+        by_hand: whether ``GemmPlan.by_hand`` can run; else plans that ask for it are passed over.
     """
-    if tuned := tuned_plan(op, path, device, rows, N, K):
+    tuned = tuned_plan(op, path, device, rows, N, K)
+    if tuned and (by_hand or not tuned.get("by_hand")):
         return GemmPlan(**tuned)
     base = path if path in PATHS else "decoded"
     return next(
@@ -171,6 +180,7 @@ def gemm_plan(
         and row.path == base
         and op in row.ops
         and rows <= row.rows
+        and (by_hand or not row.plan.by_hand)
     )
 
 

@@ -19,13 +19,15 @@ NATIVE_FP8 = (8, 9)
 @triton.jit(do_not_specialize=["ROWS"])
 def quantize_kernel(
     x, codes, scales, positions, ROWS, K, GROUPS,
-    TOPK: tl.constexpr, NATIVE: tl.constexpr, BLOCK_R: tl.constexpr,
+    TOPK: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    group = tl.program_id(1)
-    k = group * 128 + tl.arange(0, 128)
-    inside = (row < ROWS)[:, None] & (k < K)[None, :]
-    at = row.to(tl.int64)[:, None] * K + k[None, :]
+    # Groups of a row, then those of the next: every program reads and writes whole stretches.
+    line = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = (line // GROUPS).to(tl.int64)
+    group = line % GROUPS
+    k = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = (row < ROWS)[:, None] & (k < K)
+    at = row[:, None] * K + k
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     amax = tl.max(tl.abs(value), axis=1)
     scale = tl.where(amax > 0, tl.div_rn(amax, tl.full(amax.shape, 448.0, tl.float32)), 1.0)
@@ -35,10 +37,10 @@ def quantize_kernel(
     else:
         code = float_to_e4m3(scaled)
     for i in tl.static_range(TOPK):
-        to = row.to(tl.int64)
+        to = row
         if positions is not None:
             to = tl.load(positions + row * TOPK + i, mask=row < ROWS, other=0).to(tl.int64)
-        tl.store(codes + to[:, None] * K + k[None, :], code, mask=inside)
+        tl.store(codes + to[:, None] * K + k, code, mask=inside)
         tl.store(scales + to * GROUPS + group, scale, mask=row < ROWS)
 
 
@@ -65,10 +67,10 @@ def quantize_fp8(
     topk = 1 if order is None else order.topk
     codes = torch.empty(R * topk, K, dtype=torch.uint8, device=x.device)
     scales = torch.empty(R * topk, groups, dtype=torch.float32, device=x.device)
-    rows = 16
+    block = 16
     if R:
-        quantize_kernel[(triton.cdiv(R, rows), groups)](
+        quantize_kernel[(triton.cdiv(R * groups, block),)](
             x, codes, scales, order and order.positions, R, K, groups,
-            TOPK=topk, NATIVE=arch(x.device) >= NATIVE_FP8, BLOCK_R=rows,
+            TOPK=topk, NATIVE=arch(x.device) >= NATIVE_FP8, BLOCK=block,
         )  # fmt: skip
     return codes.view(torch.float8_e4m3fn), scales
