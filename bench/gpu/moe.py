@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from pykernels.errors import PykernelsError
-from pykernels.gpu.moe import Experts, down, gate_up, moe_ffn
+from pykernels.gpu.moe import Experts, down, gate_up, gate_up_quantized, moe_ffn
 from pykernels.gpu.permute import sort_slots
 from pykernels.gpu.quantize import quantize_fp8
 from pykernels.shapes import SortedSlots
@@ -83,7 +83,8 @@ def layer_case(
 def product_cases(
     experts: Experts, format: str, T: int, topk: int, activations: str
 ) -> Iterator[Case]:
-    """The two grouped products alone; torch's has its rows gathered before, and no SiLU."""
+    """The two grouped products, each with all that makes its result: torch's gathers rows and
+    applies SiLU too, "alone" it multiplies rows gathered before and does no more."""
     device = experts.down.data.device
     x = torch.randn(T, experts.H, device=device).bfloat16()
     order = sort_slots(route(T, experts.E, topk, "balanced", device), experts.E)
@@ -92,30 +93,44 @@ def product_cases(
     compute = "fp8" if activations == "fp8" else "bf16"
     peers: dict[str, Callable[[], object]] = {}
     if format == "bf16":
-        matrices = experts.gate_up.data.view(experts.E, 2 * experts.I, experts.H).transpose(1, 2)
-        rows = x[order.slots.long() // topk]
-        peers["torch_grouped_mm"] = functools.partial(torch._grouped_mm, rows, matrices, offs=ends)
-        del rows
-    h = torch.empty(S, experts.I, dtype=torch.bfloat16, device=device)
-    run: Callable[[], object] = functools.partial(
-        gate_up, x, experts, order, activations=activations, out=h
-    )
-    nbytes = 2 * len(experts.down) * experts.gate_up.nbytes + 2 * (x.numel() + h.numel())
+        peers = _gate_up_peers(x, experts, order)
+    run: Callable[[], object] = functools.partial(gate_up, x, experts, order)
+    nbytes = 2 * len(experts.down) * experts.gate_up.nbytes + 2 * (x.numel() + S * experts.I)
+    if activations == "fp8":
+        run = functools.partial(gate_up_quantized, x, experts, order)
+        nbytes -= S * experts.I - S * experts.I // 32  # codes and scales, not bf16
     flops = 4 * S * experts.H * experts.I
     yield Case("moe", "gate_up", params, run, nbytes, flops, peers, compute=compute)
 
-    peers, h = {}, torch.randn(S, experts.I, device=device).bfloat16()
+    peers, scale, h = {}, None, torch.randn(S, experts.I, device=device).bfloat16()
     if format == "bf16":
         matrices = experts.down.data.transpose(1, 2)
         peers["torch_grouped_mm"] = functools.partial(torch._grouped_mm, h, matrices, offs=ends)
+    nbytes = len(experts.down) * experts.down.nbytes + 2 * (h.numel() + S * experts.H)
+    if activations == "fp8":
+        h, scale = quantize_fp8(h)
+        nbytes -= h.numel() - h.numel() // 32
     y = torch.empty(S, experts.H, dtype=torch.bfloat16, device=device)
-    run = functools.partial(down, h, experts, order, activations=activations, out=y)
-    nbytes = len(experts.down) * experts.down.nbytes + 2 * (h.numel() + y.numel())
+    run = functools.partial(down, h, experts, order, activations=activations, out=y, h_scale=scale)
     yield Case("moe", "down", params, run, nbytes, flops // 2, peers, compute=compute)
     if activations == "fp8":
-        nbytes = h.numel() * 3 + h.numel() // 32
-        run = functools.partial(quantize_fp8, h)
-        yield Case("moe", "quantize_fp8", params, run, nbytes, 0)
+        nbytes = 2 * x.numel() + S * experts.H + S * experts.H // 32
+        run = functools.partial(quantize_fp8, x, order)
+        yield Case("moe", "quantize_fp8 sorted", params, run, nbytes, 0)
+
+
+def _gate_up_peers(
+    x: torch.Tensor, experts: Experts, order: SortedSlots
+) -> dict[str, Callable[[], object]]:
+    matrices = experts.gate_up.data.view(experts.E, 2 * experts.I, experts.H).transpose(1, 2)
+    tokens, ends = order.slots.long() // order.topk, order.starts[1:]
+
+    def whole() -> torch.Tensor:
+        gate, up = torch._grouped_mm(x[tokens], matrices, offs=ends).chunk(2, -1)
+        return F.silu(gate) * up
+
+    alone = functools.partial(torch._grouped_mm, x[tokens], matrices, offs=ends)
+    return {"torch_grouped_mm": whole, "torch_grouped_mm_alone": alone}
 
 
 def _params(

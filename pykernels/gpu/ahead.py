@@ -27,7 +27,15 @@ def only_compile(capability: tuple[int, int]) -> None:
     JITFunction.run = compile_launch
     modules = {
         name: importlib.import_module(f"pykernels.gpu.{name}")
-        for name in ("launch", "grouped_gemm", "moe", "linear", "linear_plan", "few_rows")
+        for name in (
+            "launch",
+            "grouped_gemm",
+            "moe",
+            "linear",
+            "linear_plan",
+            "few_rows",
+            "quantize",
+        )  # fmt: skip
     }
     _replace(modules["launch"], "supports", lambda device: None)
     for module in modules.values():

@@ -8,6 +8,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..errors import PykernelsError
 from ..shapes import SortedSlots
 from .blocks import block_bound
 from .kernel_bf16 import gemm_bf16
@@ -17,9 +18,7 @@ from .launch import arch
 from .matrices import Matrices, scale_words
 from .permute import permute
 from .plan import GemmPlan, fit_stages
-
-NATIVE_FP8 = (8, 9)
-"""From this compute capability on Triton has an E4M3 type."""
+from .quantize import NATIVE_FP8
 
 
 def path_of(stack: Matrices, fp8_inputs: bool) -> str:
@@ -40,20 +39,25 @@ def multiply(
     table: torch.Tensor | None = None,
     gated: bool = False,
     bias: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
 ) -> None:
     """out = x @ w.T by ``plan``; the caller has checked shapes and dtypes.
 
     Args:
-        x: bfloat16 [rows, K], or E4M3 with ``x_scale`` float32 [rows, ceil(K / 128)].
+        x: bfloat16 [rows, K], or E4M3 with ``x_scale`` float32 [rows, ceil(K / 128)]. By hand
+            they are sorted rows, otherwise a gated product's are tokens.
         out: [S or M, N]; with ``plan.split_k`` above 1 float32 [split_k, M, N], parts of the sum.
         order: the rows' experts; None: one matrix for all rows.
         table: int32 [E]: where each expert's matrices lie in their stack; a negative one lies
             nowhere and its rows become zeros. None: expert e is number e.
-        gated: the stack has two matrices an expert, rows of x are tokens, not sorted slots, and
-            out = silu(x @ gate.T) * (x @ up.T).
+        gated: the stack has two matrices an expert: out = silu(x @ gate.T) * (x @ up.T).
         bias: [N].
+        out_scale: by hand and gated, float32 [S, ceil(N / 128)]: out is quantized to E4M3.
     """
     path = path_of(stack, x_scale is not None)
+    if plan.by_hand:
+        _by_hand(x, stack, out, plan, x_scale, order, table, gated, out_scale)
+        return
     mats = 2 if gated else 1
     plan = fit_stages(plan, arch(x.device), _step_bytes(stack, path, plan, mats))
     cols = plan.block_n // mats if path == "bf16" else plan.block_n
@@ -115,6 +119,36 @@ def multiply(
         gemm_bf16[grid](rows, w, out, **common, **tma, BLOCK_K=block_k)
     else:
         gemm_fp8[grid](rows, x_scale, w, stack.scale, out, **common, **tma, NATIVE=native)
+
+
+def _by_hand(
+    x: torch.Tensor,
+    stack: Matrices,
+    out: torch.Tensor,
+    plan: GemmPlan,
+    x_scale: torch.Tensor | None,
+    order: SortedSlots | None,
+    table: torch.Tensor | None,
+    gated: bool,
+    out_scale: torch.Tensor | None,
+) -> None:
+    if x_scale is None or order is None or not by_hand_takes(stack, x.device):
+        raise PykernelsError(
+            "the kernel written out for Hopper multiplies experts of aligned E4M3 there alone",
+            "Give a plan without by_hand",
+        )
+    from .gemm_fp8_hopper import multiply_by_hand  # Gluon is slow to import
+
+    if x.shape[0]:
+        multiply_by_hand(
+            x, x_scale, stack, out, order, table,
+            gated=gated, group_m=plan.group_m, out_scale=out_scale,
+        )  # fmt: skip
+
+
+def by_hand_takes(stack: Matrices, device: torch.device) -> bool:
+    """Whether ``GemmPlan.by_hand`` can run: Hopper, weights where descriptors can begin."""
+    return stack.kind == "fp8" and arch(device)[0] == 9 and stack.data.data_ptr() % 16 == 0
 
 
 def _decoded(

@@ -10,17 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import triton
 
 from ..errors import PykernelsError
 from ..quant import Format, Weight
 from ..shapes import MoEShape, SortedSlots
-from .grouped_gemm import multiply, path_of
+from .grouped_gemm import by_hand_takes, multiply, path_of
 from .launch import arch, check_device
 from .launch import supports as device_supports
 from .matrices import Matrices, empty_for_gpu, pack_for_gpu, supports_format, unpack_from_gpu
 from .permute import sort_slots, unpermute
 from .plan import GemmPlan, gemm_plan
-from .quantize import quantize_fp8
+from .quantize import GROUP, quantize_fp8
 
 ACTIVATIONS = ("bf16", "fp8")
 
@@ -118,19 +119,48 @@ def gate_up(
         x: bfloat16 [T, H].
         order: of T tokens; rows of slots that have no expert are not written.
     """
-    S = order.slots.shape[0]
-    _check(x, experts.gate_up, experts, order, activations)
-    if S != x.shape[0] * order.topk:
-        raise PykernelsError(
-            f"an order of {S} slots, top-{order.topk}, for {x.shape[0]} tokens", "Sort these tokens"
-        )
+    S = _check_tokens(x, experts, order, activations)
     if out is None:
         out = torch.empty(S, experts.I, dtype=torch.bfloat16, device=x.device)
-    rows, scale = quantize_fp8(x) if activations == "fp8" else (x, None)
     plan = plan or _plan("gate_up", experts.gate_up, activations, S, experts.E, x.device)
-    table = experts.slots
-    multiply(rows, experts.gate_up, out, plan, x_scale=scale, order=order, table=table, gated=True)
+    _gate_up(x, experts, order, activations, plan, out, None)
     return out
+
+
+def gate_up_quantized(
+    x: torch.Tensor, experts: Experts, order: SortedSlots, *, plan: GemmPlan | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``quantize_fp8`` of ``gate_up`` with fp8 activations, bit for bit; one launch where it can.
+
+    Returns:
+        (float8_e4m3fn [S, I], float32 scales [S, ceil(I / 128)]): what ``down`` takes.
+    """
+    S = _check_tokens(x, experts, order, "fp8")
+    plan = plan or _plan("gate_up", experts.gate_up, "fp8", S, experts.E, x.device)
+    if not plan.by_hand:
+        return quantize_fp8(gate_up(x, experts, order, activations="fp8", plan=plan))
+    out = torch.empty(S, experts.I, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(S, triton.cdiv(experts.I, GROUP), device=x.device)
+    _gate_up(x, experts, order, "fp8", plan, out, scale)
+    return out, scale
+
+
+def _gate_up(
+    x: torch.Tensor,
+    experts: Experts,
+    order: SortedSlots,
+    activations: str,
+    plan: GemmPlan,
+    out: torch.Tensor,
+    out_scale: torch.Tensor | None,
+) -> None:
+    rows, scale = x, None
+    if activations == "fp8":
+        rows, scale = quantize_fp8(x, order if plan.by_hand else None)
+    multiply(
+        rows, experts.gate_up, out, plan,
+        x_scale=scale, order=order, table=experts.slots, gated=True, out_scale=out_scale,
+    )  # fmt: skip
 
 
 def down(
@@ -141,21 +171,24 @@ def down(
     activations: str = "bf16",
     plan: GemmPlan | None = None,
     out: torch.Tensor | None = None,
+    h_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``h @ down.T`` of each sorted slot: bfloat16 [S, H], sorted; ``unpermute`` weights and adds.
 
     Args:
         h: bfloat16 [S, I], sorted.
+        h_scale: of ``gate_up_quantized``, whose h is E4M3.
     """
     S = order.slots.shape[0]
-    _check(h, experts.down, experts, order, activations)
+    _check(h, experts.down, experts, order, activations, h_scale)
     if S != h.shape[0]:
         raise PykernelsError(f"{h.shape[0]} rows in an order of {S}", "Give gate_up's result")
     if out is None:
         out = torch.empty(S, experts.H, dtype=torch.bfloat16, device=h.device)
-    rows, scale = quantize_fp8(h) if activations == "fp8" else (h, None)
+    if activations == "fp8" and h_scale is None:
+        h, h_scale = quantize_fp8(h)
     plan = plan or _plan("down", experts.down, activations, S, experts.E, h.device)
-    multiply(rows, experts.down, out, plan, x_scale=scale, order=order, table=experts.slots)
+    multiply(h, experts.down, out, plan, x_scale=h_scale, order=order, table=experts.slots)
     return out
 
 
@@ -191,8 +224,12 @@ def moe_ffn(
     """
     first, second = plans or (None, None)
     order = sort_slots(ids, experts.E)
-    h = gate_up(x, experts, order, activations=activations, plan=first)
-    y = down(h, experts, order, activations=activations, plan=second)
+    scale = None
+    if activations == "fp8":
+        h, scale = gate_up_quantized(x, experts, order, plan=first)
+    else:
+        h = gate_up(x, experts, order, activations=activations, plan=first)
+    y = down(h, experts, order, activations=activations, plan=second, h_scale=scale)
     return unpermute(y, order, weights, add, out)
 
 
@@ -202,23 +239,50 @@ def _plan(
     path = path_of(stack, activations == "fp8")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     key = stack.kind if path == "decoded" else path
-    return gemm_plan(op, key, arch(device), S / min(E, max(S, 1)), stack.N, stack.K, name)
+    rows = S / min(E, max(S, 1))
+    # fp8 weights have one key on either path; by hand none are decoded.
+    by_hand = path == "fp8" and by_hand_takes(stack, device)
+    return gemm_plan(op, key, arch(device), rows, stack.N, stack.K, name, by_hand)
+
+
+def _check_tokens(x: torch.Tensor, experts: Experts, order: SortedSlots, activations: str) -> int:
+    """Sorted slots. Raises PykernelsError unless the order is one of these tokens."""
+    S = order.slots.shape[0]
+    _check(x, experts.gate_up, experts, order, activations)
+    if S != x.shape[0] * order.topk:
+        raise PykernelsError(
+            f"an order of {S} slots, top-{order.topk}, for {x.shape[0]} tokens", "Sort these tokens"
+        )
+    return S
 
 
 def _check(
-    x: torch.Tensor, stack: Matrices, experts: Experts, order: SortedSlots, activations: str
+    x: torch.Tensor,
+    stack: Matrices,
+    experts: Experts,
+    order: SortedSlots,
+    activations: str,
+    scale: torch.Tensor | None = None,
 ) -> None:
-    """Raises PykernelsError unless a kernel multiplies these."""
+    """Raises PykernelsError unless a kernel multiplies these; a scale comes with E4M3 inputs."""
     table = experts.slots
     check_device(x, stack.data, order.slots, *(() if table is None else (table,)))
     if table is not None and (table.dtype != torch.int32 or table.ndim != 1):
         raise PykernelsError(
             f"the slot table is {table.dtype} {tuple(table.shape)}", "Give int32 [E]"
         )
-    if x.dtype != torch.bfloat16 or x.ndim != 2 or x.shape[1] != stack.K or not x.is_contiguous():
+    dtype = torch.bfloat16 if scale is None else torch.float8_e4m3fn
+    if x.dtype != dtype or x.ndim != 2 or x.shape[1] != stack.K or not x.is_contiguous():
         raise PykernelsError(
             f"the inputs are {x.dtype} {tuple(x.shape)}",
-            f"Give contiguous bfloat16 [.., {stack.K}]",
+            f"Give contiguous {str(dtype).removeprefix('torch.')} [.., {stack.K}]",
+        )
+    if scale is not None and (
+        activations != "fp8" or scale.shape != (x.shape[0], triton.cdiv(stack.K, GROUP))
+    ):
+        raise PykernelsError(
+            f"scales {tuple(scale.shape)} of the inputs with {activations} activations",
+            "Give gate_up_quantized's, and fp8 activations",
         )
     if order.starts.shape != (experts.E + 1,):
         raise PykernelsError(

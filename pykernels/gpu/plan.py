@@ -43,6 +43,8 @@ class GemmPlan:
         tma: weights (and sorted rows) come by the tensor memory accelerator: sm_90 and above.
         copy: a gated product's rows are first copied into the experts' order, so that they come by
             the accelerator too, in place of being gathered.
+        by_hand: the experts' fp8 kernel written out for Hopper, of tiles of 128 rows and 256
+            outputs (gated, 128 of each): only ``group_m`` is heeded. Rows are copied.
     """
 
     block_m: int
@@ -54,6 +56,7 @@ class GemmPlan:
     stages: int = 3
     tma: bool = False
     copy: bool = False
+    by_hand: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_m", "block_n", "block_k", "warps"):
@@ -133,6 +136,7 @@ SMALL = ("ampere", "ada")
 """100 KiB of shared memory on some of them, no tensor memory accelerator."""
 ANY = float("inf")
 _GATED, _PLAIN = ("gate_up",), ("down", "linear")
+_BY_HAND = GemmPlan(128, 128, 128, 4, by_hand=True)
 
 TABLE = (
     Row(HOPPER, "bf16", OPS, 16, GemmPlan(16, 128, 128, warps=4, stages=4, tma=True)),
@@ -142,6 +146,7 @@ TABLE = (
     Row(HOPPER, "fp8", OPS, 32, GemmPlan(32, 64, 128, warps=4, stages=4, tma=True)),
     Row(HOPPER, "fp8", _GATED, 96, GemmPlan(64, 64, 128, warps=4, stages=3, tma=True)),
     Row(HOPPER, "fp8", _PLAIN, 96, GemmPlan(64, 128, 128, warps=4, stages=3, tma=True)),
+    Row(("hopper",), "fp8", ("gate_up", "down"), ANY, _BY_HAND),
     Row(HOPPER, "fp8", OPS, ANY, GemmPlan(128, 128, 128, 16, warps=8, stages=3, tma=True)),
     Row(HOPPER, "decoded", OPS, 16, GemmPlan(16, 64, 128, warps=4, stages=4)),
     Row(HOPPER, "decoded", OPS, 32, GemmPlan(32, 64, 128, warps=4, stages=4)),
@@ -151,7 +156,8 @@ TABLE = (
     Row(SMALL, "bf16", OPS, 96, GemmPlan(64, 128, 32, stages=4)),
     Row(SMALL, "bf16", OPS, ANY, GemmPlan(128, 128, 32, warps=8, stages=4)),
     Row(SMALL, "fp8", OPS, 16, GemmPlan(16, 64, 128, stages=3)),
-    Row(SMALL, "fp8", OPS, ANY, GemmPlan(64, 64, 128, warps=8, stages=3)),
+    Row(SMALL, "fp8", _GATED, ANY, GemmPlan(64, 32, 128, warps=4, stages=3)),
+    Row(SMALL, "fp8", _PLAIN, ANY, GemmPlan(64, 64, 128, warps=8, stages=3)),
     Row(SMALL, "decoded", OPS, 16, GemmPlan(16, 64, 128, stages=3)),
     Row(SMALL, "decoded", OPS, ANY, GemmPlan(64, 64, 64, stages=3)),
     Row(("interpreter",), "bf16", OPS, ANY, GemmPlan(16, 32, 32)),
@@ -175,7 +181,14 @@ def generation(arch: tuple[int, int]) -> str:
 
 
 def gemm_plan(
-    op: str, path: str, arch: tuple[int, int], rows: float, N: int, K: int, device: str = ""
+    op: str,
+    path: str,
+    arch: tuple[int, int],
+    rows: float,
+    N: int,
+    K: int,
+    device: str = "",
+    by_hand: bool = False,
 ) -> GemmPlan:
     """The plan for ``rows`` rows an expert, a tuned one if this GPU has it.
 
@@ -183,8 +196,10 @@ def gemm_plan(
         op: one of ``OPS``.
         path: one of ``PATHS``, or a kind of weights that is decoded: the kind of tuned lines.
         device: the GPU's name, which tuned lines are for.
+        by_hand: whether ``GemmPlan.by_hand`` can run; else plans that ask for it are passed over.
     """
-    if tuned := tuned_plan(op, path, device, rows, N, K):
+    tuned = tuned_plan(op, path, device, rows, N, K)
+    if tuned and (by_hand or not tuned.get("by_hand")):
         return GemmPlan(**tuned)
     base = path if path in PATHS else "decoded"
     return next(
@@ -194,6 +209,7 @@ def gemm_plan(
         and row.path == base
         and op in row.ops
         and rows <= row.rows
+        and (by_hand or not row.plan.by_hand)
     )
 
 

@@ -7,31 +7,52 @@ import triton
 import triton.language as tl
 
 from ..errors import PykernelsError
+from ..shapes import SortedSlots
 from .decode import float_to_e4m3
-from .launch import check_device
+from .launch import arch, check_device
 
 GROUP = 128
+NATIVE_FP8 = (8, 9)
+"""From this compute capability on Triton has an E4M3 type."""
 
 
 @triton.jit(do_not_specialize=["ROWS"])
-def quantize_kernel(x, codes, scales, ROWS, K, GROUPS, BLOCK_R: tl.constexpr):
-    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    group = tl.program_id(1)
-    k = group * 128 + tl.arange(0, 128)
-    inside = (row < ROWS)[:, None] & (k < K)[None, :]
-    at = row.to(tl.int64)[:, None] * K + k[None, :]
+def quantize_kernel(
+    x, codes, scales, positions, ROWS, K, GROUPS,
+    TOPK: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # Groups of a row, then those of the next: every program reads and writes whole stretches.
+    line = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = (line // GROUPS).to(tl.int64)
+    group = line % GROUPS
+    k = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = (row < ROWS)[:, None] & (k < K)
+    at = row[:, None] * K + k
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     amax = tl.max(tl.abs(value), axis=1)
     scale = tl.where(amax > 0, tl.div_rn(amax, tl.full(amax.shape, 448.0, tl.float32)), 1.0)
     scaled = tl.div_rn(value, scale[:, None] + tl.zeros_like(value))
-    tl.store(codes + at, float_to_e4m3(scaled), mask=inside)
-    tl.store(scales + row.to(tl.int64) * GROUPS + group, scale, mask=row < ROWS)
+    if NATIVE:
+        code = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        code = float_to_e4m3(scaled)
+    for i in tl.static_range(TOPK):
+        to = row
+        if positions is not None:
+            to = tl.load(positions + row * TOPK + i, mask=row < ROWS, other=0).to(tl.int64)
+        tl.store(codes + to[:, None] * K + k, code, mask=inside)
+        tl.store(scales + to * GROUPS + group, scale, mask=row < ROWS)
 
 
-def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_fp8(
+    x: torch.Tensor, order: SortedSlots | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """x [R, K] -> (float8_e4m3fn [R, K], float32 scales [R, ceil(K / 128)]).
 
     A scale is the group's largest magnitude / 448 (1 if all are zero).
+
+    Args:
+        order: of R tokens; the results then have R * topk rows, each sorted slot's token.
 
     Raises:
         PykernelsError: x is no contiguous float matrix, or no GPU kernel runs there.
@@ -43,9 +64,13 @@ def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         )
     R, K = x.shape
     groups = triton.cdiv(K, GROUP)
-    codes = torch.empty(R, K, dtype=torch.uint8, device=x.device)
-    scales = torch.empty(R, groups, dtype=torch.float32, device=x.device)
-    rows = 16
+    topk = 1 if order is None else order.topk
+    codes = torch.empty(R * topk, K, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(R * topk, groups, dtype=torch.float32, device=x.device)
+    block = 16
     if R:
-        quantize_kernel[(triton.cdiv(R, rows), groups)](x, codes, scales, R, K, groups, rows)
+        quantize_kernel[(triton.cdiv(R * groups, block),)](
+            x, codes, scales, order and order.positions, R, K, groups,
+            TOPK=topk, NATIVE=arch(x.device) >= NATIVE_FP8, BLOCK=block,
+        )  # fmt: skip
     return codes.view(torch.float8_e4m3fn), scales

@@ -2,8 +2,8 @@
 
 What they gain hangs on the order of a few instructions, which ptxas may change or, if it sees a
 danger, give up: then it waits after every single product and says so to nobody. Prints one JSON
-object a kernel: products (HGMMA), waits for them, and the most exponentials between a wait for all
-but one group and the next wait, that is, beside products.
+object a kernel: products (HGMMA or QGMMA), waits for them, spills (LDL, STL), and the most
+exponentials between a wait for all but one group and the next wait, that is, beside products.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 def counts(sass: str) -> dict[str, int]:
     """Of one kernel's disassembly."""
-    products = len(re.findall(r"HGMMA", sass))
+    products = len(re.findall(r"[HQ]GMMA", sass))
     waits = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x\d", sass)
     upto = [part.split("gsb0, 0x0")[0] for part in re.split(r"gsb0, 0x1", sass)[1:]]
     beside = [len(re.findall(r"MUFU\.EX2", part)) for part in upto]
-    return {"products": products, "waits": len(waits), "beside": max(beside, default=0)}
+    spills = len(re.findall(r"\b(?:LDL|STL)\b", sass))
+    beside_one = max(beside, default=0)
+    return {"products": products, "waits": len(waits), "beside": beside_one, "spills": spills}
 
 
 def disassembled(cubin: bytes) -> str:
@@ -49,6 +51,7 @@ def main() -> None:
     from . import test_attention_decode as decode
     from . import test_attention_prefill as prefill
     from . import test_linear_rows as linears
+    from . import test_moe_gpu as experts
     from .compiles import source
 
     def compile_it(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -61,9 +64,10 @@ def main() -> None:
     JITFunction.run = compile_it
     chosen = {
         "GQA, D 128", "GQA, pages", "MLA", "MLA, 128 heads", "MLA, 128 heads, E4M3",
-        "int4-g128 2048", "int8 2048",
+        "int4-g128 2048", "int8 2048", "fp8 fp8 256",
     }  # fmt: skip
-    for name, call in (*prefill.COMPILES, *decode.COMPILES, *linears.COMPILES):
+    tables = prefill, decode, linears, experts
+    for name, call in (row for table in tables for row in table.COMPILES):
         if name in chosen:
             call()
 

@@ -134,9 +134,14 @@ def test_ptxas_keeps_the_order() -> None:
     assert result.returncode == 0, result.stderr[-3000:]
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     attention = ["prefill_hopper"] * 3 + ["mla_decode_hopper"] * 2
-    assert [row["kernel"] for row in rows] == attention + ["many_rows_hopper"] * 3
+    products = ["many_rows_hopper"] * 3 + ["gemm_fp8_hopper"] * 2
+    assert [row["kernel"] for row in rows] == attention + products
     for row in rows:
-        often = 2 if row["kernel"] == "many_rows_hopper" else 4
-        assert row["waits"] < row["products"] / often, f"products are serialized: {row}"
+        # Registers are decoded into every two products; 128 values of E4M3 are four products, a
+        # scaled sum after each.
+        least = 2 if row["kernel"] in products else 4
+        assert row["waits"] < row["products"] / least, f"products are serialized: {row}"
+        summed = row["kernel"] == "gemm_fp8_hopper"
+        assert not summed or row["spills"] == 0, f"the sums do not stay in registers: {row}"
         if row["kernel"] == "prefill_hopper":
             assert row["beside"] >= 64, f"exponentials wait for the products: {row}"

@@ -13,6 +13,7 @@ from pykernels import ref
 from pykernels.errors import PykernelsError
 from pykernels.gpu import moe
 from pykernels.gpu.blocks import block_bound
+from pykernels.gpu.permute import permute
 from pykernels.gpu.plan import GemmPlan
 from pykernels.gpu.quantize import quantize_fp8
 from pykernels.quant import Format, get_format
@@ -209,6 +210,17 @@ def test_activations_quantize_as_the_reference_does(K: int, device: torch.device
     assert error <= 1.01 * relative_error(dequantize_fp8(expected, expected_scales), x.bfloat16())
 
 
+def test_activations_quantize_into_the_experts_order(device: torch.device) -> None:
+    x = torch.randn(21, 192).bfloat16().to(device)
+    ids = skewed_routing(21, SMALL).ids
+    ids[3], ids[7, 1] = -1, SMALL.E
+    order = moe.sort_slots(ids.to(device), SMALL.E)
+    codes, scales = quantize_fp8(x)
+    sorted_codes, sorted_scales = quantize_fp8(x, order)
+    assert torch.equal(sorted_codes.view(torch.uint8), permute(codes, order).view(torch.uint8))
+    assert torch.equal(sorted_scales, permute(scales, order))
+
+
 def test_more_blocks_than_the_bound_never_come(device: torch.device) -> None:
     for _ in range(200):
         E, block = int(torch.randint(1, 9, ())), 2 ** int(torch.randint(0, 5, ()))
@@ -309,5 +321,5 @@ def _meta_call(name: str, rows: int, activations: str = "bf16") -> tuple[str, ob
 COMPILES = [
     _meta_call("bf16", 256),
     *(_meta_call(name, 64) for name in ("int4", "q6_k")),
-    _meta_call("fp8", 256, "fp8"),
+    *(_meta_call("fp8", rows, "fp8") for rows in (64, 256)),
 ]

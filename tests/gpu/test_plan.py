@@ -61,6 +61,15 @@ def test_a_tuned_plan_of_this_gpu_and_shape_comes_first() -> None:
     assert found(100, N=4096) == found(100, device="another") == shipped
 
 
+def test_plans_by_hand_are_for_those_who_can() -> None:
+    args = ("down", "fp8", (9, 0), 200, 7168, 2048, "a gpu")
+    assert gemm_plan(*args, by_hand=True).by_hand
+    assert not gemm_plan(*args).by_hand and not gemm_plan(*args[:2], (10, 0), *args[3:]).by_hand
+    write_tuned("a gpu", "down", "fp8", 200, 7168, 2048, GemmPlan(128, 128, 128, 2, by_hand=True))
+    assert gemm_plan(*args, by_hand=True).group_m == 2
+    assert not gemm_plan(*args).by_hand
+
+
 @pytest.mark.parametrize("text", ["{", '[{"plan": {"magic": 1}}]', "[1]"])
 def test_a_damaged_file_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "gpu-plans.json").write_text(text)
