@@ -177,5 +177,6 @@ def _end(number: int, frame: Any) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, _end)
     signal.signal(signal.SIGTERM, _end)
     sys.exit(main())
