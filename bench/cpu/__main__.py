@@ -16,7 +16,8 @@ from model.cli_common import EXIT_ERROR, EXIT_INTERRUPTED, prepare_threads
 from pykernels.errors import PykernelsError
 
 if TYPE_CHECKING:
-    from .files import Partial
+    from bench.files import Partial
+
     from .run import Run
 
 _RUNNING = "the run was killed"  # what a partial file says unless it is written again
@@ -117,14 +118,14 @@ def main(arguments: list[str] | None = None) -> int:
                 "matplotlib is not installed", "Install it: pip install -e '.[bench]'"
             ) from None
         run = prepare(chosen)
-        from .files import Partial, write
+        from . import files
         from .report import terminal
 
-        partial = Partial(chosen.out)
+        partial = files.partial(chosen.out)
         measure(run, partial)
         results = run.results()
         Console(width=None if sys.stdout.isatty() else 170).print(terminal(results))
-        for path in write(results, chosen.out):
+        for path in files.write(results, chosen.out):
             print(path)
         partial.drop()
     except PykernelsError as error:

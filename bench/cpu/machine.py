@@ -50,9 +50,9 @@ def commit() -> str | None:
     git = ["git", "-C", str(ROOT)]
     try:
         head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True)
+        if head.returncode:
+            return None
         changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "pykernels", "runtime"])
     except OSError:
-        return None
-    if head.returncode:
         return None
     return head.stdout.decode().strip() + ("+" if changed.returncode else "")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bench.files import Partial, Results, write_texts
 from bench.peers.catalog import ROOT
 from model.cli_common import EXIT_ERROR, EXIT_INTERRUPTED
 from pykernels.errors import PykernelsError
@@ -24,8 +26,13 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     parser.add_argument("--op", default="all", metavar="A,B", help="ops (default: all)")
     parser.add_argument("--device", default="cuda:0", help="default: cuda:0")
-    parser.add_argument("--quick", action="store_true", help="few cases, a fifth of a second each")
-    parser.add_argument("--seconds", type=float, metavar="S", help="a case (default: 0.4)")
+    parser.add_argument("--quick", action="store_true", help="few cases")
+    parser.add_argument(
+        "--seconds", type=float, default=0.1, metavar="S", help="each time (default: 0.1)"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, metavar="N", help="then begin no further case"
+    )
     parser.add_argument("--json", action="store_true", help="one flat JSON object a case on stdout")
     parser.add_argument(
         "--case", nargs="*", metavar="NAME=VALUE", help="of one --op, just this case; no files"
@@ -37,7 +44,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--no-ahead", action="store_true", help="compile each kernel when it is timed, not before"
     )
-    parser.add_argument("--skip", type=int, default=0, metavar="N", help="cases of the first op")
+    parser.add_argument("--skip", type=int, default=0, metavar="N", help="cases that were timed")
     parser.add_argument("--debug", action="store_true", help="tracebacks")
     return parser.parse_args(arguments)
 
@@ -58,8 +65,12 @@ def show(row: dict[str, Any], as_json: bool) -> None:
     print(json.dumps(row) if as_json else line(row), flush=True)
 
 
-def measured(chosen: argparse.Namespace) -> dict[str, Any]:
-    """The run that the options ask for, each row shown as soon as it is there."""
+def measured(chosen: argparse.Namespace, results: Results, partial: Partial) -> None:
+    """The run that the options ask for; each row shown, and in ``results``, as soon as it is there.
+
+    With ``ended``, why cases are missing.
+    """
+    began = time.monotonic()
     from .ahead import compile_ahead
     from .machine import check_gpu, describe
     from .roofs import measure_roofs
@@ -68,71 +79,104 @@ def measured(chosen: argparse.Namespace) -> dict[str, Any]:
     ops = OPS if chosen.op == "all" else tuple(chosen.op.split(","))
     if unknown := [op for op in ops if op not in OPS]:
         raise PykernelsError(f"There is no op {unknown[0]!r}", f"Use one of {', '.join(OPS)}")
-    seconds = chosen.seconds or (0.2 if chosen.quick else 0.4)
+    until = began + 60 * chosen.minutes if chosen.minutes else None
     device = check_gpu(chosen.device)
     if chosen.case is not None:
-        row = one_case(ops[0], flags(chosen.case), device, seconds)
-        show(row, chosen.json)
-        return {"rows": [row]}
+        results["rows"].append(one_case(ops[0], flags(chosen.case), device, chosen.seconds))
+        show(results["rows"][0], chosen.json)
+        return
     if not chosen.no_ahead:
-        began = time.perf_counter()
-        calls = compile_ahead(ops, chosen.device, chosen.quick)
-        took = time.perf_counter() - began
-        print(f"{calls} calls compiled in {took:.0f} s", file=sys.stderr, flush=True)
+        limit = 30 * chosen.minutes or None
+        ended, processes = compile_ahead(ops, chosen.device, chosen.quick, limit)
+        took = time.monotonic() - began
+        all_of = f"{ended} of {processes} processes have compiled all of their cases"
+        print(f"{took:.0f} s: {all_of}", file=sys.stderr, flush=True)
     machine, roofs = describe(device), measure_roofs(device)
-    head = {"op": "roofs", "name": machine["gpu"], **asdict(roofs)}
+    results |= {
+        "machine": machine, "roofs": asdict(roofs), "quick": chosen.quick, "op": chosen.op,
+        "ended": "the run was killed",
+    }  # fmt: skip
+    head = {"op": "roofs", "name": machine["gpu"], **results["roofs"]}
     print(json.dumps(head), flush=True, file=sys.stdout if chosen.json else sys.stderr)
-    passed = ["--no-ahead", "--seconds", str(seconds), "--device", chosen.device]
-    again = in_a_new_process(ops, passed + ["--quick"] * chosen.quick)
-    rows = []
-    for row in rows_of(ops, device, roofs, seconds, chosen.quick, chosen.skip, again):
-        rows.append(row)
+    passed = ["--no-ahead", "--seconds", str(chosen.seconds), "--device", chosen.device]
+    again = in_a_new_process(ops, passed + ["--quick"] * chosen.quick, until)
+    for row in rows_of(
+        ops, device, roofs, chosen.seconds, chosen.quick, chosen.skip, again, until
+    ):  # fmt: skip
+        results["rows"].append(row)
+        if not chosen.no_files:
+            partial.keep(results)
         show(row, chosen.json)
         if chosen.json and "why" in row:
             print(line(row), file=sys.stderr, flush=True)
-    return {"machine": machine, "roofs": asdict(roofs), "quick": chosen.quick, "rows": rows}
+    over = until is not None and time.monotonic() >= until
+    results["ended"] = f"{chosen.minutes:g} minutes were over" if over else ""
 
 
-def write(results: dict[str, Any], out: Path, op: str) -> list[Path]:
-    """JSON, picture and the Markdown page; the paths written."""
+def stem(results: Results) -> str:
+    """Name of a run's files: "2031-02-03", "2031-02-03-quick-moe"."""
+    parts = [results["machine"]["date"].split()[0], *(["quick"] if results["quick"] else [])]
+    return "-".join(parts if results["op"] == "all" else [*parts, *results["op"].split(",")])
+
+
+def write(results: Results, out: Path, name: str) -> list[Path]:
+    """JSON, the Markdown page and the picture; the paths written."""
     from .plots import draw
 
     folder = out / results["machine"]["slug"]
-    parts = [results["machine"]["date"].split()[0], *(["quick"] if results["quick"] else [])]
-    stem = "-".join(parts if op == "all" else [*parts, *op.split(",")])
     folder.mkdir(parents=True, exist_ok=True)
-    data, page, picture = (folder / f"{stem}.{kind}" for kind in ("json", "md", "png"))
-    data.write_text(json.dumps(results, indent=1) + "\n")
+    picture = folder / f"{name}.png"
     try:
         drawn = draw(results, picture)
     except ImportError:
         print("note: no plot without matplotlib: pip install matplotlib", file=sys.stderr)
         drawn = False
-    page.write_text(markdown(results, picture.name if drawn else None))
-    return [data, page, *([picture] if drawn else [])]
+    page = markdown(results, picture.name if drawn else None)
+    return [*write_texts(results, folder, name, page), *([picture] if drawn else [])]
+
+
+def keep(results: Results, chosen: argparse.Namespace, partial: Partial) -> None:
+    """Writes the files: under the run's name, or beside it those of a run that was ended."""
+    whole = results["ended"] == "" or results["ended"].endswith("over")
+    name = stem(results) if whole else partial.name
+    for path in write(results, chosen.out, name):
+        print(path, file=sys.stderr)
+    if whole:
+        partial.drop()
 
 
 def main(arguments: list[str] | None = None) -> int:
     chosen = options(arguments)
+    results: Results = {"rows": []}
+    partial = Partial(chosen.out, stem, lambda found: markdown(found, None))
+    code = EXIT_FAILED_CASES
     try:
-        results = measured(chosen)
-        if chosen.case is None and not chosen.no_files:
-            for path in write(results, chosen.out, chosen.op):
-                print(path, file=sys.stderr)
+        try:
+            measured(chosen, results, partial)
+        except KeyboardInterrupt:
+            results["ended"], code = "it was interrupted", EXIT_INTERRUPTED
+        if results["rows"] and chosen.case is None and not chosen.no_files:
+            keep(results, chosen, partial)
     except PykernelsError as error:
         if chosen.debug:
             raise
         print(f"error: {error}", file=sys.stderr)
         return EXIT_ERROR
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
     except Exception as error:
         if chosen.debug:
             raise
         print(f"error: unexpected {type(error).__name__}: {error}", file=sys.stderr)
         return EXIT_FAILED_CASES
-    return EXIT_FAILED_CASES if any("why" in row for row in results["rows"]) else 0
+    failed = any("why" in row for row in results["rows"])
+    return code if failed or code == EXIT_INTERRUPTED else 0
+
+
+def _end(number: int, frame: Any) -> None:
+    signal.signal(number, signal.SIG_IGN)  # a second one would end the writing
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, _end)
+    signal.signal(signal.SIGTERM, _end)
     sys.exit(main())

@@ -9,12 +9,12 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import time
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-PROCESSES = {"router": 2, "around": 2, "linear": 3, "moe": 2, "attention": 6}
+PROCESSES = {"attention": 6, "linear": 3, "moe": 2, "router": 2, "around": 2}
 """By how long an op's kernels take to compile; two layers of bf16 experts are 45 GB already."""
 
 
@@ -23,36 +23,56 @@ def call_some(op: str, share: int, shares: int, device: str, quick: bool) -> int
 
     One that fails is of no interest here: it will fail again, and be a row, when it is timed.
     """
+    from .harness import quick_collections
     from .machine import check_gpu
     from .run import module_of
 
     place, done = check_gpu(device), 0
-    for i, case in enumerate(module_of(op).cases(place, quick)):
-        if i % shares == share:
-            for call in (case.run, *case.peers.values()):
-                try:
-                    call()
-                    done += 1
-                except Exception:
-                    continue
-        del case
-        gc.collect()
-        if place.type == "cuda":
-            torch.cuda.synchronize(place)
-            torch.cuda.empty_cache()
+    with quick_collections():
+        for i, case in enumerate(module_of(op).cases(place, quick)):
+            if i % shares == share:
+                for call in (case.run, *case.peers.values()):
+                    try:
+                        call()
+                        done += 1
+                    except Exception:
+                        continue
+            del case
+            gc.collect()
+            if place.type == "cuda":
+                torch.cuda.synchronize(place)
+                torch.cuda.empty_cache()
     return done
 
 
-def compile_ahead(ops: Iterable[str], device: str, quick: bool) -> int:
-    """Calls every case of ``ops``, on as many cores as there are; how many calls came back."""
+def _call_all(tasks: list[tuple[str, int, int, str, bool]]) -> None:
+    for task in tasks:
+        call_some(*task)
+
+
+def compile_ahead(
+    ops: Iterable[str], device: str, quick: bool, seconds: float | None = None
+) -> tuple[int, int]:
+    """Calls every case of ``ops``, on as many cores as there are, for ``seconds`` at most.
+
+    What is not compiled by then is compiled when it is timed.
+
+    Returns:
+        The processes that have called all of theirs, and all processes.
+    """
     tasks = [(op, i, PROCESSES[op], device, quick) for op in ops for i in range(PROCESSES[op])]
-    workers = max(1, min(len(tasks), (os.cpu_count() or 2) - 1))
+    count = max(1, min(len(tasks), (os.cpu_count() or 2) - 1))
     context = multiprocessing.get_context("spawn")
-    done = 0
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        for future in [pool.submit(call_some, *task) for task in tasks]:
-            try:
-                done += future.result()
-            except Exception:  # its process died: what it had left is compiled when it is timed
-                continue
-    return done
+    workers = [context.Process(target=_call_all, args=(tasks[i::count],)) for i in range(count)]
+    until = None if seconds is None else time.monotonic() + seconds
+    try:
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(None if until is None else max(0.0, until - time.monotonic()))
+        return sum(worker.exitcode == 0 for worker in workers), count
+    finally:
+        for worker in workers:
+            if worker.is_alive():
+                worker.kill()
+                worker.join()

@@ -96,7 +96,7 @@ SIZES = (
     Size("gqa_prefill", 1, 32768, heads=16, kv_heads=4, new=2048),
     Size("gqa_prefill", 1, 16384, heads=32, kv_heads=8, window=4096),
 )
-QUICK = (0, 1, 8, 11, 17, 19)
+QUICK = (0, 1, 3, 4, 10, 11, 17, 19)
 
 
 def cases(device: torch.device, quick: bool = False) -> Iterator[Case]:

@@ -34,6 +34,20 @@ def lazily(make: Callable[[], Made]) -> Call:
     return call
 
 
+def compiled_flex() -> Callable[..., Any]:
+    """flex_attention for the shapes of one case.
+
+    Without what was compiled for the cases before: from the eighth on, torch would no longer
+    compile but call it eagerly. In this process: others take longer to start than a kernel takes.
+    """
+    from torch._inductor import config
+    from torch.nn.attention.flex_attention import flex_attention
+
+    config.compile_threads = 1
+    torch.compiler.reset()
+    return torch.compile(flex_attention, dynamic=False)
+
+
 def mla_decode_peers(rotated: list[Any], K: int, scale: float) -> dict[str, Call]:
     """Heads as torch's queries, so that the latents need not be repeated for each."""
 
@@ -77,9 +91,7 @@ def gqa_decode_peers(rotated: list[Any], K: int, KVH: int) -> dict[str, Call]:
         return run, sets()
 
     def flex() -> Made:
-        from torch.nn.attention.flex_attention import flex_attention
-
-        compiled = torch.compile(flex_attention, dynamic=False)
+        compiled = compiled_flex()
         return (lambda q, k, v: compiled(q, k, v, enable_gqa=True)), sets()
 
     return {
@@ -123,7 +135,7 @@ def prefill_peers(rotated: list[Any], B: int, Q: int, K: int, window: int) -> di
             return attend(q, k, v)
 
     def flex() -> Made:
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+        from torch.nn.attention.flex_attention import create_block_mask
 
         past, width = K - Q, window or K
 
@@ -131,7 +143,7 @@ def prefill_peers(rotated: list[Any], B: int, Q: int, K: int, window: int) -> di
             return (j <= i + past) & (j > i + past - width)
 
         mask = create_block_mask(seen, None, None, Q, K, device=rotated[0][0].device)
-        compiled = torch.compile(flex_attention, dynamic=False)
+        compiled = compiled_flex()
 
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> object:
             return compiled(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])

@@ -21,6 +21,7 @@ def draw(results: Results, path: Path) -> bool:
     if not rows:
         return False
     ops = list(dict.fromkeys(row["op"] for row in rows))
+    rows.sort(key=lambda row: ops.index(row["op"]))
     colours = {op: f"C{i}" for i, op in enumerate(ops)}
     figure, (roofline, bars) = plt.subplots(
         1,

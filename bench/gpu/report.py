@@ -67,11 +67,12 @@ def markdown(results: Results, plot: str | None) -> str:
     """The page; ``plot`` is a file name beside it."""
     machine, roofs = results["machine"], results["roofs"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    quick = " Quick run: few cases, short." if results["quick"] else ""
+    quick = " Quick run: few cases." if results["quick"] else ""
+    ended = f" Cases are missing: {why}." if (why := results.get("ended")) else ""
     lines = [
         f"# {machine['gpu']}",
         "",
-        f"{machine['date']}.{quick} {versions}. Compute capability {machine['capability']},"
+        f"{machine['date']}.{quick}{ended} {versions}. Compute capability {machine['capability']},"
         f" {machine['multiprocessors']} multiprocessors, L2 {machine['l2_bytes'] >> 20} MiB.",
         "",
         f"Roofs in this run: read {roofs['read_gbps']:.0f} GB/s, copy {roofs['copy_gbps']:.0f} GB/s"
@@ -80,7 +81,9 @@ def markdown(results: Results, plot: str | None) -> str:
         NOTE,
         "",
     ]
-    for op, rows in groupby(results["rows"], key=lambda row: row["op"]):
+    ops = list(dict.fromkeys(row["op"] for row in results["rows"]))
+    by_op = sorted(results["rows"], key=lambda row: ops.index(row["op"]))
+    for op, rows in groupby(by_op, key=lambda row: row["op"]):
         lines += [f"## {op}", "", *_table(list(rows)), ""]
     if plot:
         lines.append(f"![{plot}]({plot})")

@@ -6,8 +6,8 @@ import importlib
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
 from typing import Any
 
 import torch
@@ -15,11 +15,11 @@ import torch
 from bench.peers.catalog import ROOT
 from pykernels.errors import PykernelsError
 
-from .harness import Row, measure, measure_all, reason
+from .harness import Case, Row, measure, measure_all
 from .roofs import Roofs, measure_roofs
 
-OPS = ("router", "around", "linear", "moe", "attention")
-"""In this order, the quick ones first."""
+OPS = ("attention", "moe", "linear", "router", "around")
+"""In this order: what a run that ends early should have."""
 
 
 def module_of(op: str) -> Any:
@@ -34,6 +34,40 @@ def one_case(op: str, flags: dict[str, int | str], device: torch.device, seconds
     return measure(module_of(op).case(device, **flags), device, seconds, measure_roofs(device))
 
 
+class Cases:
+    """The cases of a run in order: those of a quick run first, then the others.
+
+    Attributes:
+        count: cases that have been given, those skipped included.
+    """
+
+    def __init__(self, device: torch.device, skip: int, until: float | None) -> None:
+        self._device, self._skip, self._until = device, skip, until
+        self._before: set[str] = set()
+        self.count = 0
+
+    @property
+    def over(self) -> bool:
+        """Whether the time limit has passed."""
+        return self._until is not None and time.monotonic() >= self._until
+
+    def of(self, op: str, few: bool) -> Iterator[Case]:
+        """An op's cases; those of the few are not given again. None beyond the time limit."""
+        for case in module_of(op).cases(self._device, few):
+            key = f"{op} {case.name} {case.params}"
+            if few:
+                self._before.add(key)
+            elif key in self._before:
+                del case  # before the next one's tensors are made
+                continue
+            if self.count >= self._skip and self.over:
+                return
+            self.count += 1
+            if self.count > self._skip:
+                yield case
+            del case
+
+
 def rows_of(
     ops: Iterable[str],
     device: torch.device,
@@ -41,36 +75,37 @@ def rows_of(
     seconds: float,
     quick: bool,
     skip: int = 0,
-    again: Callable[[str, int], Iterator[Row]] | None = None,
+    again: Callable[[int], Iterator[Row]] | None = None,
+    until: float | None = None,
 ) -> Iterator[Row]:
-    """Every case's row. ``again(op, n)`` goes on in a new process from the op's case n on."""
-    for op in ops:
-        count = skip
+    """Every case's row, none begun after ``until`` (of ``time.monotonic``).
+
+    ``again(n)`` goes on in a new process from case n on.
+    """
+    cases = Cases(device, skip, until)
+    for op, few in [(op, few) for few in ((True,) if quick else (True, False)) for op in ops]:
+        if cases.over:
+            return
         try:
-            cases = islice(module_of(op).cases(device, quick), skip, None)
-            for row in measure_all(op, cases, device, seconds, roofs):
-                count += 1
-                yield row
+            yield from measure_all(op, cases.of(op, few), device, seconds, roofs)
         except PykernelsError as error:  # the context is lost
             if again is None:
                 raise
             yield {"op": op, "name": "(a new process goes on)", "why": str(error)}
-            yield from again(op, count)
+            yield from again(cases.count)
             return  # the new process went through all that is left
-        except Exception as error:  # the op's file itself
-            yield {"op": op, "name": "(all cases)", "why": reason(error)}
-        skip = 0
 
 
 def in_a_new_process(
-    ops: tuple[str, ...], options: list[str]
-) -> Callable[[str, int], Iterator[Row]]:
+    ops: tuple[str, ...], options: list[str], until: float | None
+) -> Callable[[int], Iterator[Row]]:
     """What ``rows_of`` calls: this program again, for what is left."""
 
-    def again(op: str, count: int) -> Iterator[Row]:
-        left = ",".join(ops[ops.index(op) :])
-        command = [sys.executable, "-m", "bench.gpu", "--op", left, "--skip", str(count)]
+    def again(count: int) -> Iterator[Row]:
+        command = [sys.executable, "-m", "bench.gpu", "--op", ",".join(ops), "--skip", str(count)]
         command += ["--json", "--no-files", *options]
+        if until is not None:
+            command += ["--minutes", str(max(0.01, (until - time.monotonic()) / 60))]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None
             for line in child.stdout:
@@ -78,6 +113,10 @@ def in_a_new_process(
                 if row["op"] != "roofs":
                     yield row
         if child.returncode not in (0, 1):
-            yield {"op": op, "name": "(the new process)", "why": f"it ended: {child.returncode}"}
+            yield {
+                "op": ops[0],
+                "name": "(the new process)",
+                "why": f"it ended: {child.returncode}",
+            }
 
     return again

@@ -29,7 +29,8 @@ def to_bf16(x):
     """float32 -> bfloat16, to nearest even (the interpreter's own conversion cuts)."""
     if INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
-        x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536  # what is cut: it would spoil zeros
+        x = bits.to(tl.float32, bitcast=True)
     return x.to(tl.bfloat16)
 
 

@@ -26,7 +26,8 @@ def e4m3_to_float(code):
     # Exponent 0: the line above read 2**-7 (1 + m / 8) where 2**-6 m / 8 was meant.
     value = tl.where(magnitude < 8, 2 * value - 0.015625, value)
     value = tl.where(magnitude == 0x7F, float("nan"), value)
-    return tl.where(code >= 0x80, -value, value)
+    sign = (code & 0x80).to(tl.int32) << 24  # as a bit: compiled, -value is 0 - value, and 0 for 0
+    return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit

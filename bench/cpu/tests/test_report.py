@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from bench.cpu.__main__ import options
-from bench.cpu.files import Partial, write
+from bench.cpu.files import partial, write
 from bench.cpu.machine import slug
 from bench.cpu.report import HEADINGS, markdown, ratio_cell, table_rows, terminal
 
@@ -72,7 +72,7 @@ def test_missing_parts_are_named_by_what_they_are() -> None:
 
 
 def test_what_is_kept_of_a_run_leaves_earlier_runs_alone(tmp_path: Path) -> None:
-    first, second = Partial(tmp_path), Partial(tmp_path)
+    first, second = partial(tmp_path), partial(tmp_path)
     for minutes in (1.0, 2.0):  # one run: the later rows take the place of the earlier
         first.keep(canned() | {"machine": canned()["machine"] | {"minutes": minutes}})
     second.keep(canned())

@@ -38,7 +38,8 @@ def failing() -> None:
 
 
 def case(run: Any, **changes: Any) -> Case:
-    return Case("around", "wait", {"tokens": 1}, run, **{"nbytes": 8000, "flops": 16, **changes})
+    given = {"params": {"tokens": 1}, "nbytes": 8000, "flops": 16, **changes}
+    return Case("around", "wait", run=run, **given)
 
 
 def row(**changes: Any) -> dict[str, Any]:
@@ -121,14 +122,14 @@ def test_a_lost_context_hands_what_is_left_to_a_new_process(
     ops = SimpleNamespace(cases=lambda device, quick: iter([case(failing)] * 4))
     monkeypatch.setattr(run, "module_of", lambda op: ops)
     monkeypatch.setattr(harness, "make_timer", lambda device: LostTimer())
-    asked: list[tuple[str, int]] = []
+    asked: list[int] = []
 
-    def again(op: str, count: int) -> Iterator[dict[str, Any]]:
-        asked.append((op, count))
-        yield {"op": op, "name": "from there", "why": ""}
+    def again(count: int) -> Iterator[dict[str, Any]]:
+        asked.append(count)
+        yield {"op": "moe", "name": "from there", "why": ""}
 
     rows = list(run.rows_of(("moe", "linear"), CPU, ROOFS, 0.01, False, 1, again))
-    assert asked == [("moe", 2)]  # one was skipped, one has run
+    assert asked == [2]  # one was skipped, one has run
     assert [r["name"] for r in rows] == ["wait", "(a new process goes on)", "from there"]
 
 
@@ -137,7 +138,7 @@ def test_an_op_without_its_file_is_a_row(monkeypatch: pytest.MonkeyPatch) -> Non
         raise ImportError("no module")
 
     monkeypatch.setattr(run, "module_of", missing)
-    (found,) = run.rows_of(("moe",), CPU, ROOFS, 0.01, False)
+    (found,) = run.rows_of(("moe",), CPU, ROOFS, 0.01, True)
     assert found["why"] == "ImportError: no module"
 
 
@@ -185,7 +186,8 @@ def test_files(results: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     day = results["machine"]["date"].split()[0]
     for op, stem in (("all", f"{day}-quick"), ("moe,linear", f"{day}-quick-moe-linear")):
-        paths = program.write(results, tmp_path, op)
+        found = results | {"op": op}
+        paths = program.write(found, tmp_path, program.stem(found))
         assert [path.name for path in paths] == [f"{stem}.{end}" for end in ("json", "md", "png")]
         assert json.loads(paths[0].read_text())["rows"][2]["why"] == "ValueError: a|b"
         assert paths[2].stat().st_size > 5000
@@ -212,6 +214,60 @@ def test_the_program_writes_json_lines_and_files(
     assert len(list(tmp_path.rglob("*.*"))) == 3
     assert program.main([*options, "--case", "tokens=1"]) == 0
     assert json.loads(capsys.readouterr().out)["name"] == "wait"
+
+
+def ops_of_three(monkeypatch: pytest.MonkeyPatch, interrupted: bool = False) -> list[str]:
+    """Ops of one quick case and two others, quick to run; the result: who was called."""
+    called: list[str] = []
+
+    def call(name: str) -> None:
+        if interrupted and name == "linear 1":
+            raise KeyboardInterrupt
+        called.append(name)
+        wait(0.2)
+
+    def cases(op: str, quick: bool) -> Iterator[Case]:
+        for i in range(1 if quick else 3):
+            yield case(partial(call, f"{op} {i}"), params={"tokens": i})
+
+    monkeypatch.setattr(
+        run, "module_of", lambda op: SimpleNamespace(cases=lambda device, quick: cases(op, quick))
+    )
+    monkeypatch.setattr("bench.gpu.machine.check_gpu", lambda name: CPU)
+    monkeypatch.setattr("bench.gpu.roofs.measure_roofs", lambda device: ROOFS)
+    return called
+
+
+WHOLE = ["moe 0", "linear 0", "moe 1", "moe 2", "linear 1", "linear 2"]
+
+
+def test_few_cases_of_every_op_come_first_and_none_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = ops_of_three(monkeypatch)
+    rows = list(run.rows_of(("moe", "linear"), CPU, ROOFS, 0.001, False))
+    assert list(dict.fromkeys(called)) == WHOLE
+    assert [row["tokens"] for row in rows] == [0, 0, 1, 2, 1, 2]
+    called.clear()
+    assert len(list(run.rows_of(("moe", "linear"), CPU, ROOFS, 0.001, False, skip=3))) == 3
+    assert list(dict.fromkeys(called)) == WHOLE[3:]
+
+
+def test_no_case_begins_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops_of_three(monkeypatch)
+    past = time.monotonic() - 1
+    assert not list(run.rows_of(("moe", "linear"), CPU, ROOFS, 0.001, False, until=past))
+
+
+def test_an_interrupted_run_keeps_what_it_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ops_of_three(monkeypatch, interrupted=True)
+    options = ["--op", "moe,linear", "--seconds", "0.001", "--no-ahead", "--out", str(tmp_path)]
+    assert program.main(options) == program.EXIT_INTERRUPTED
+    paths = {path.suffix: path for path in tmp_path.rglob("*.*")}
+    assert set(paths) - {".png"} == {".json", ".md"}
+    assert all(path.stem.endswith("-moe-linear-partial") for path in paths.values())
+    assert len(json.loads(paths[".json"].read_text())["rows"]) == 4
+    assert "Cases are missing: it was interrupted." in paths[".md"].read_text()
 
 
 def test_every_case_is_called_by_one_of_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,57 @@
+"""The texts of a run: JSON and the Markdown page; and what is kept of one that ends early."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Results = dict[str, Any]
+
+
+def write_texts(results: Results, folder: Path, name: str, page: str) -> list[Path]:
+    """``name``.json and ``name``.md; the paths written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for ending, text in {"json": json.dumps(results, indent=1) + "\n", "md": page}.items():
+        path, new = folder / f"{name}.{ending}", folder / f"{name}.{ending}.new"
+        new.write_text(text)
+        new.replace(path)  # whole at any moment
+        paths.append(path)
+    return paths
+
+
+class Partial:
+    """``<date>-partial.json`` and ``.md``: written again after each part, so that a run that is
+    killed has lost one part at most. Those of an earlier run are left alone.
+
+    Args:
+        out: the results folder.
+        stem: the name of a whole run's files.
+        page: the Markdown, without plots.
+    """
+
+    def __init__(
+        self, out: Path, stem: Callable[[Results], str], page: Callable[[Results], str]
+    ) -> None:
+        self._out, self._stem, self._page = out, stem, page
+        self.name = ""
+        self.paths: list[Path] = []
+
+    def keep(self, results: Results) -> None:
+        """Puts these results in the place of those kept before."""
+        folder = self._out / results["machine"]["slug"]
+        if not self.name:
+            first = f"{self._stem(results)}-partial"
+            self.name, number = first, 1
+            while (folder / f"{self.name}.json").exists():
+                number += 1
+                self.name = f"{first}-{number}"
+        self.paths = write_texts(results, folder, self.name, self._page(results))
+
+    def drop(self) -> None:
+        """Removes them: the run has ended well and its files are written."""
+        for path in self.paths:
+            path.unlink()
+        self.paths = []
