@@ -12,7 +12,8 @@ from .scales import SCALES
 def annotation(fmt: str, activations: str, digits: bool = False) -> Annotation | None:
     """What ``rows.make_annotate`` shall do for a format's tiles; None for nothing.
 
-    bf16 activations need sums where weights have minima, int8 ones codes, scales and sums.
+    bf16 activations need sums where weights have minima, int8 ones codes, scales and sums,
+    which a bias of the weights' codes makes integers.
 
     Args:
         digits: whether integer weights meet bf16 activations as digits (``products``).
@@ -24,4 +25,4 @@ def annotation(fmt: str, activations: str, digits: bool = False) -> Annotation |
         return Annotation("sums", 0, scales.k) if scales.minimum else None
     kind = get_format(fmt).int8_kind
     assert kind is not None, "registry lets no other format pass"
-    return Annotation(kind, GROUPS[kind], scales.k)
+    return Annotation(kind, GROUPS[kind], scales.k, BIASES.get(fmt, 0))

@@ -64,7 +64,7 @@ def make_annotate(how: Annotation, generic: bool) -> Any:
         body = _digits(how)
     else:
         make = _generic_quantize if generic else _quantize
-        body = make(how.act_k, how.sum_k, how.kind == "q8_k")
+        body = make(how)
     name = f"{how.name}-{'generic' if generic else 'avx512'}"
 
     @routine(4, name)
@@ -111,7 +111,27 @@ def _scales(row, k, count, largest, q8_k):
     return scale, inverse
 
 
-def _quantize(ACT_K: int, SUM_K: int, Q8_K: bool):
+@inlined
+def _poke_i32(address, value):
+    carray(as_pointer(address), (1,), types.int32)[0] = value
+
+
+def _make_poke_sum(BIAS: int):
+    """``poke_sum(to, total)``: stores what tiles take of the sum of a group's int8 codes."""
+
+    @inlined
+    def poke_sum(to, total):
+        if BIAS != 0:
+            _poke_i32(to, -BIAS * total)
+        else:
+            poke_f32(to, types.float32(total))
+
+    return poke_sum
+
+
+def _quantize(how: Annotation):
+    ACT_K, SUM_K, Q8_K = how.act_k, how.sum_k, how.kind == "q8_k"
+    poke_sum = _make_poke_sum(how.bias)
     VECTORS, PER_SUM, SUMS = ACT_K // 16, SUM_K // 16, ACT_K // SUM_K
 
     @inlined
@@ -132,7 +152,7 @@ def _quantize(ACT_K: int, SUM_K: int, Q8_K: bool):
                     q = to_i32(mul_f32(load_bf16(row + 2 * at), broadcast_f32(inverse)))
                     store_low_bytes(codes_at(row, K) + at, q)
                     total = add_i32(total, q)
-                poke_f32(sum_at(row, K, k // SUM_K + group), types.float32(sum_i32(total)))
+                poke_sum(sum_at(row, K, k // SUM_K + group), sum_i32(total))
 
     return quantize
 
@@ -170,7 +190,7 @@ def _digits(how: Annotation):
                         above = sum_i32(totals[j + 1]) if j + 1 < DIGITS else 0
                         total = sum_i32(totals[j]) - 256 * above
                         to = offset_at(row, K, group // SUM_K, DIGITS - 1 - j)
-                        carray(as_pointer(to), (1,), types.int32)[0] = -BIAS * total
+                        _poke_i32(to, -BIAS * total)
         if SUMS:
             input_sums(row, K, first, last)
 
@@ -190,7 +210,10 @@ def _generic_sums(SUM_K: int):
     return sums
 
 
-def _generic_quantize(ACT_K: int, SUM_K: int, Q8_K: bool):
+def _generic_quantize(how: Annotation):
+    ACT_K, SUM_K, Q8_K = how.act_k, how.sum_k, how.kind == "q8_k"
+    poke_sum = _make_poke_sum(how.bias)
+
     @inlined
     def quantize(row, K, first, last):
         x = carray(as_pointer(row), (last,), types.uint16)
@@ -209,6 +232,6 @@ def _generic_quantize(ACT_K: int, SUM_K: int, Q8_K: bool):
                     q = types.int32(bf16_as_f32(x[i]) * inverse + _ROUND - _ROUND)
                     codes[i] = types.int8(q)
                     total += q
-                poke_f32(sum_at(row, K, group // SUM_K), types.float32(total))
+                poke_sum(sum_at(row, K, group // SUM_K), total)
 
     return quantize

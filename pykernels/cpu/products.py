@@ -1,8 +1,8 @@
 """Dot products of a lot of 64 weights with M tokens, in bfloat16 or in integers.
 
 An accumulator is several chains of 16 outputs, so that one dot product need not wait for the last.
-With int8 activations a group's sum is an exact integer, whatever the order; its scale is that of
-the weights times that of the token's inputs.
+With int8 activations a group's sum is an exact integer, whatever the order, and begins with what
+takes the bias of the codes off; its scale is that of the weights times that of the token's inputs.
 
 bf16 activations meet integer weights as ``digits`` (``rows``): each input is an integer of 30 bits,
 four signed bytes of it a chain each. Four ``vpdpbusd`` take the codes as they lie, where decoding
@@ -40,6 +40,7 @@ from .rows import (
     digits_at,
     group_sum,
     offset_at,
+    sum_at,
 )
 
 
@@ -165,27 +166,27 @@ def _int8(fmt: str, reader: Reader, ops: Instructions, M: int) -> Products:
     codes, dot, GROUP, BIAS = reader.codes, ops.dot_u8i8, reader.scales.k, reader.bias
     how = annotation(fmt, "int8")
     assert how is not None and codes is not None
-    ACT_K, MINUS_BIAS = how.act_k, np.float32(-BIAS)
+    ACT_K = how.act_k
+    # Many tokens are chains enough to hide a dot product's latency.
+    CHAINS = 1 if M > 4 else 2
 
     @inlined
     def begin(sums, i, row, K, k):
-        sums[i] = zero_i32()
-        sums[i + 1] = zero_i32()
+        for j in range(CHAINS):
+            sums[i + j] = zero_i32()
+        if BIAS != 0:
+            sums[i] = broadcast_i32(sum_at(row, K, k // GROUP))
 
     @inlined
     def multiply(sums, i, stride, tile, load, part, tables, ahead, rows, K, k):
         weights = codes(tile, load, part, ahead)
         for t in range(M):
-            at = i + t * stride + part  # the parts of a load are the two chains
+            at = i + t * stride + part % CHAINS  # a part of a load each
             sums[at] = dot(sums[at], weights, broadcast_dword(codes_at(i64(rows, t), K) + k))
 
     @inlined
     def total(sums, i, row, K, k):
-        value = to_f32(add_i32(sums[i], sums[i + 1]))
-        if BIAS != 0:  # both are integers below 2**24: the difference is exact
-            inputs = broadcast_f32(group_sum(row, K, k // GROUP))
-            value = fma_f32(inputs, broadcast_f32(MINUS_BIAS), value)
-        return value
+        return to_f32(sums[i] if CHAINS == 1 else add_i32(sums[i], sums[i + 1]))
 
     @inlined
     def offset(row, K, k):
@@ -195,4 +196,4 @@ def _int8(fmt: str, reader: Reader, ops: Instructions, M: int) -> Products:
     def scaled(value, row, K, k):
         return mul_f32(value, broadcast_f32(activation_scale(row, K, k, ACT_K)))
 
-    return Products(2, i32x16_array, begin, multiply, total, offset, scaled)
+    return Products(CHAINS, i32x16_array, begin, multiply, total, offset, scaled)

@@ -6,6 +6,8 @@ offset (bytes)        what                        for
 ``0``                 bfloat16 [K]                bf16 products
 ``2 K``               float32 [K / act_k]         scales of int8 codes or digits
 ``2 K + K / 32``      float32 [K / sum_k]         sums of each group's bf16 inputs, or int8 codes
+or the same           int32 [K / sum_k]           what the bias of the weights' codes has added to
+                                                  each group's int8 products, negated
 ``C``                 int8 [K]                    int8 products
 or ``C``              int8 [K / 16, DIGITS, 16]   bf16 inputs as digits
 ``C + DIGITS K``      int32 [K / sum_k, DIGITS]   what the bias of the weights' codes has added to
@@ -36,7 +38,7 @@ class Annotation:
         kind: "sums", "q8", "q8_k" or "digits".
         act_k: inputs of one activation scale (128 or 256; of no use to "sums").
         sum_k: inputs of one sum.
-        bias: of the weights' codes ("digits" alone).
+        bias: of the weights' codes.
         sums: whether the sums of the inputs themselves are asked for beside digits.
     """
 

@@ -4,7 +4,7 @@ The three loops of OSDI'26 Figure 10: over scale groups of the inputs, over dot 
 group with no multiply by the scale, one multiply-add into the running sum at its end. What a dot
 product is, bfloat16 or int8, is ``products``' business.
 
-Each output is summed in two chains in the same order whatever M is, so a token's result does not
+Each output is summed in the same order whatever M is, or in integers, so a token's result does not
 depend on its batch.
 """
 
@@ -32,9 +32,9 @@ ARGUMENTS = 10
 def sweep_tokens(fmt: str, activations: str) -> int:
     """Tokens of one step of a sweep over weights that are in cache.
 
-    Weights that are multiplied as they lie leave the registers for 24 accumulators: 6 tokens by
-    both halves of a block, so that an input that was broadcast is multiplied twice (0.48 TFLOP/s of
-    0.53 a Zen 5 core, with 8 tokens by one half 0.41). Others have to be decoded, and 8 share that.
+    Weights that are multiplied as they lie leave registers for 6 tokens by both halves of a block,
+    so that an input that was broadcast is multiplied twice (0.48 TFLOP/s of 0.53 a Zen 5 core, with
+    8 tokens by one half 0.41). Others have to be decoded, and 8 share that; more gained nothing.
     """
     packing = PACKINGS[fmt]
     return 6 if packing.tile_bytes == 1024 and packing.fours == (activations == "int8") else 8

@@ -178,7 +178,7 @@ def test_wide_ranges_of_inputs_are_summed_as_exactly_as_float32_can(which, name)
 
 
 @pytest.mark.parametrize("kind", ["avx512", "generic"])
-@pytest.mark.parametrize("name", ["int4", "q6_k"])
+@pytest.mark.parametrize("name", ["int4", "q4_k", "q6_k"])
 def test_annotations_are_those_of_the_reference(kind, name):
     """Codes, scales and sums, bit for bit; also of zeros, tiny values and a NaN."""
     if kind == "avx512" and _lacks():
@@ -195,8 +195,13 @@ def test_annotations_are_those_of_the_reference(kind, name):
     sum_k, groups = how_k.sum_k, 512 // how_k.act_k
     assert torch.equal(_part(rows, codes_at(0, 512), 512, torch.int8), truth.q)
     assert torch.equal(_part(rows, scale_at(0, 512, 0), groups), truth.scale)
-    seen = _part(rows, sum_at(0, 512, 0), 512 // sum_k)
-    assert torch.equal(seen, sums(truth.q, sum_k).float())
+    added = sums(truth.q, sum_k)
+    if how_k.bias:
+        seen = _part(rows, sum_at(0, 512, 0), 512 // sum_k, torch.int32)
+        assert torch.equal(seen, -how_k.bias * added.int())
+    else:
+        seen = _part(rows, sum_at(0, 512, 0), 512 // sum_k)
+        assert torch.equal(seen, added.float())
     x[5, 400] = float("nan")
     rows[:, :1024] = x.view(torch.uint8)
     _annotate(kind, name, "int8", rows, 512)
