@@ -61,6 +61,13 @@ class PrefillPlan:
         warps, stages: Triton's num_warps and num_stages.
         by_hand: the kernel for Hopper that takes exponentials while products run: 128 rows, 64 or
             128 keys, 8 warps; ``stages`` means nothing to it.
+        specialised: the kernel for Hopper whose warps copy or multiply: 128 rows, 64 or 128 keys;
+            ``warps`` and ``stages`` mean nothing to it, and the following to no other.
+        persistent: one program an SM takes tile after tile.
+        turns: its two groups take turns with their products: 0 not, 1 with scores and values,
+            2 with scores.
+        settle: exponentials are kept before the wait for the values' products.
+        late: shares become bf16 where they are multiplied, not where they are computed.
     """
 
     rows: int
@@ -68,6 +75,11 @@ class PrefillPlan:
     warps: int
     stages: int
     by_hand: bool = False
+    specialised: bool = False
+    persistent: bool = True
+    turns: int = 1
+    settle: bool = True
+    late: bool = True
 
 
 @functools.cache

@@ -205,6 +205,12 @@ def checked(
             f"the kernel by hand takes no heads of {D} + {R} and {DV} like these on this GPU",
             "Give a plan without by_hand",
         )
+    rows = rows and page == 0 and _aligned(q, q_rope)
+    if chosen.specialised and not (rows and by_hand_takes_prefill(D, DV, R, device)):
+        raise PykernelsError(
+            f"the kernel of specialised warps takes no heads of {D} + {R} and {DV} like these",
+            "Give a plan without specialised",
+        )
     return chosen
 
 
@@ -228,6 +234,11 @@ def launch(
     k_strides = (*k.stride()[:2], k_rope.stride(0) if k_rope is not None else 0, *v.stride()[:2])
     options = {"G": NH // KVH, "D": D, "DV": DV, "R": R, "KEYS": chosen.keys}
     options |= {"WINDOW": window is not None, "SOFTCAP": softcap is not None}
+    if chosen.specialised and k.shape[0]:  # copies of nothing cannot be described
+        from .attention_prefill_ws import launch_specialised  # Gluon: not in the interpreter
+
+        launch_specialised(q, q_rope, k, k_rope, v, batch, result, factors, options, chosen)
+        return result
     if chosen.by_hand:
         from .attention_prefill_hopper import prefill_hopper  # Gluon: not in the interpreter
 

@@ -17,6 +17,10 @@ SMALL = PrefillPlan(rows=16, keys=16, warps=4, stages=1)
 WIDE = PrefillPlan(rows=64, keys=32, warps=4, stages=2)
 
 
+def specialised(keys: int, persistent: bool = True) -> PrefillPlan:
+    return PrefillPlan(128, keys, 8, 1, specialised=True, persistent=persistent)
+
+
 def ragged(
     queries: list[int], keys: list[int], device: torch.device, gap: int = 0, **paged: Any
 ) -> tuple[Ragged, int, int]:
@@ -178,14 +182,14 @@ def _compile_gqa(D: int, paged: bool = False, fp8: bool = False, **options: Any)
     gqa_prefill(_meta(300, 32, D), k, k, batch, **options)
 
 
-def _compile_mla() -> None:
+def _compile_mla(plan: PrefillPlan | None = None) -> None:
     from pykernels.gpu.mla_prefill import mla_prefill
 
     n = _meta(2, dtype=torch.int32)
     batch = Ragged(n, n, n, 300, k_starts=n)
     k, v = _meta(500, 16, 256).split(128, -1)
     q, q_rope = _meta(300, 16, 192).split([128, 64], -1)
-    mla_prefill(q, q_rope, k, _meta(500, 64), v, batch, scale=0.1)
+    mla_prefill(q, q_rope, k, _meta(500, 64), v, batch, scale=0.1, plan=plan)
 
 
 COMPILES = [
@@ -196,6 +200,9 @@ COMPILES = [
     ("GQA, pages", lambda: _compile_gqa(128, paged=True)),
     ("GQA, pages, E4M3", lambda: _compile_gqa(128, paged=True, fp8=True)),
     ("MLA", _compile_mla),
+    ("GQA, D 128, specialised", lambda: _compile_gqa(128, plan=specialised(128))),
+    ("GQA, D 256, specialised", lambda: _compile_gqa(256, plan=specialised(64))),
+    ("MLA, specialised", lambda: _compile_mla(specialised(128))),
 ]
 
 
@@ -239,6 +246,31 @@ BY_HAND = [
     ({"queries": [700, 50], "keys": [1900, 50], "D": 128, "page": 64}, "pages"),
     ({"queries": [700], "keys": [900], "D": 128, "page": 16, "window": 200}, "small pages, window"),
 ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("keys", [64, 128])
+@pytest.mark.parametrize(
+    ("sizes", "why"),
+    [row for row in BY_HAND if "page" not in row[0]],
+    ids=[row[1] for row in BY_HAND if "page" not in row[0]],
+)
+def test_prefill_specialised(
+    keys: int, persistent: bool, sizes: dict[str, Any], why: str, device
+) -> None:
+    if not by_hand_takes_prefill(128, 128, 0, device):
+        pytest.skip("written for Hopper")
+    run_gqa(device, plan=specialised(keys, persistent), **sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys", [64, 128])
+def test_mla_prefill_specialised(keys: int, device) -> None:
+    if not by_hand_takes_prefill(128, 128, 64, device):
+        pytest.skip("written for Hopper")
+    sizes = ([1000, 77, 300], [1500, 77, 4000])
+    run_mla(device, *sizes, NH=8, D=128, R=64, gap=3, plan=specialised(keys))
 
 
 @pytest.mark.gpu

@@ -1,0 +1,127 @@
+"""Hopper's causal prefill: the order of its tiles, and the warps that copy for the others.
+
+Tiles run from those that see the most keys to those that see the fewest, over so many heads at a
+time that their keys stay in L2. Blocks of keys run from the diagonal to the first, so that only the
+first few need a mask.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+STAGES = gl.constexpr(2)
+"""Blocks of keys, and of values, that shared memory holds."""
+
+
+@gluon.jit
+def tile_at(
+    wave, q_length_ptr, k_length_ptr, window, B, blocks, tiles, at_a_time,
+    KEYS: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """(sequence, head, first query, queries, keys, first block of keys, behind the last).
+
+    Every second wave of a persistent grid runs backwards: no program has all the longest tiles.
+    """
+    P = gl.num_programs(0)
+    pid = gl.program_id(0)
+    at = wave * P + gl.where(wave & 1 == 0, pid, P - 1 - pid)
+    inside = at < tiles
+    at = gl.minimum(at, tiles - 1)
+    head = at % at_a_time
+    at = at // at_a_time
+    b = at % B
+    at = at // B
+    head += at // blocks * at_a_time
+    i = (blocks - 1 - at % blocks) * 128
+    queries = gl.where(inside, gl.load(q_length_ptr + b), 0)
+    keys = gl.load(k_length_ptr + b)
+    end = gl.minimum(keys, keys - queries + i + 128)  # behind the last key that any row sees
+    hi = gl.where(i < queries, gl.cdiv(gl.maximum(end, 0), KEYS), 0)
+    lo = 0
+    if WINDOW:
+        lo = gl.maximum(0, keys - queries + i + 1 - window) // KEYS
+    return b, head, i, queries, keys, lo, hi
+
+
+@gluon.jit
+def _copy_keys(k_desc, kr_desc, row, k_column, ks, k_ropes, full, empty, c, R: gl.constexpr):
+    to = c % STAGES
+    mbarrier.wait(empty.index(to), (c // STAGES & 1) ^ 1)
+    KEYS: gl.constexpr = ks.shape[1]
+    D: gl.constexpr = ks.shape[2]
+    mbarrier.expect(full.index(to), 2 * KEYS * (D + R))
+    tma.async_copy_global_to_shared(k_desc, [row, k_column], full.index(to), ks.index(to))
+    if R > 0:
+        tma.async_copy_global_to_shared(kr_desc, [row, 0], full.index(to), k_ropes.index(to))
+
+
+@gluon.jit
+def _copy_values(v_desc, row, v_column, vs, full, empty, tail, c, left, KEYS: gl.constexpr):
+    """``left``: keys from the block's first on. Behind the last, zeros: NaN times 0 is NaN."""
+    DV: gl.constexpr = vs.shape[2]
+    to = c % STAGES
+    mbarrier.wait(empty.index(to), (c // STAGES & 1) ^ 1)
+    if left >= KEYS:
+        mbarrier.expect(full.index(to), 2 * KEYS * DV)
+        tma.async_copy_global_to_shared(v_desc, [row, v_column], full.index(to), vs.index(to))
+    else:
+        mbarrier.expect(tail.index(0), 2 * KEYS * DV)
+        tma.async_copy_global_to_shared(v_desc, [row, v_column], tail.index(0), vs.index(to))
+        mbarrier.wait(tail.index(0), 0)
+        mbarrier.expect(tail.index(0), 0)  # back to phase 0
+        mbarrier.wait(tail.index(0), 1)
+        ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
+        n = gl.arange(0, 16, layout=gl.SliceLayout(1, ROWS))[:, None]
+        for r in gl.static_range(0, KEYS, 16):
+            part = vs.index(to).slice(r, 16)
+            x = part.load(ROWS)
+            part.store(gl.where(r + n < left, x, gl.zeros_like(x)))
+        fence_async_shared()
+        mbarrier.arrive(full.index(to), count=1)
+
+
+@gluon.jit
+def copies(
+    q_desc, qr_desc, k_desc, kr_desc, v_desc, q_start_ptr, q_length_ptr, k_start_ptr, k_length_ptr,
+    window, q_h, qr_h, k_h, v_h, B, blocks, tiles, at_a_time, waves,
+    qs, q_ropes, ks, k_ropes, vs, q_full, q_empty, k_full, k_empty, v_full, v_empty, tail,
+    G: gl.constexpr, R: gl.constexpr, KEYS: gl.constexpr,
+    WINDOW: gl.constexpr,
+):  # fmt: skip
+    """What the copying warps do."""
+    D: gl.constexpr = qs.shape[2]
+    c = 0
+    t = 0
+    for wave in range(waves):
+        b, head, i, queries, keys, lo, hi = tile_at(
+            wave, q_length_ptr, k_length_ptr, window, B, blocks, tiles, at_a_time, KEYS, WINDOW
+        )
+        if lo < hi:
+            q_row = gl.load(q_start_ptr + b) + i
+            k_row = gl.load(k_start_ptr + b)
+            k_column = head // G * k_h
+            v_column = head // G * v_h
+            mbarrier.wait(q_empty, t & 1 ^ 1)
+            t += 1
+            mbarrier.expect(q_full, 2 * 128 * (D + R))
+            for wg in gl.static_range(2):
+                row = q_row + 64 * wg
+                tma.async_copy_global_to_shared(q_desc, [row, head * q_h], q_full, qs.index(wg))
+                if R > 0:
+                    to = q_ropes.index(wg)
+                    tma.async_copy_global_to_shared(qr_desc, [row, head * qr_h], q_full, to)
+            row = k_row + (hi - 1) * KEYS
+            _copy_keys(k_desc, kr_desc, row, k_column, ks, k_ropes, k_full, k_empty, c, R)
+            for n in range(lo, hi):
+                if n + 1 < hi:
+                    _copy_keys(
+                        k_desc, kr_desc, row - KEYS, k_column, ks, k_ropes, k_full, k_empty, c + 1,
+                        R,
+                    )  # fmt: skip
+                _copy_values(
+                    v_desc, row, v_column, vs, v_full, v_empty, tail, c, k_row + keys - row, KEYS
+                )
+                row -= KEYS
+                c += 1
