@@ -17,25 +17,17 @@ STAGES = gl.constexpr(2)
 
 @gluon.jit
 def tile_at(
-    wave, q_length_ptr, k_length_ptr, window, B, blocks, tiles, at_a_time,
+    tile, q_length_ptr, k_length_ptr, window, B, blocks, at_a_time,
     KEYS: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """(sequence, head, first query, queries, keys, first block of keys, behind the last).
-
-    Every second wave of a persistent grid runs backwards: no program has all the longest tiles.
-    """
-    P = gl.num_programs(0)
-    pid = gl.program_id(0)
-    at = wave * P + gl.where(wave & 1 == 0, pid, P - 1 - pid)
-    inside = at < tiles
-    at = gl.minimum(at, tiles - 1)
-    head = at % at_a_time
-    at = at // at_a_time
+    """(sequence, head, first query, queries, keys, first block of keys, behind the last)."""
+    head = tile % at_a_time
+    at = tile // at_a_time
     b = at % B
     at = at // B
     head += at // blocks * at_a_time
     i = (blocks - 1 - at % blocks) * 128
-    queries = gl.where(inside, gl.load(q_length_ptr + b), 0)
+    queries = gl.load(q_length_ptr + b)
     keys = gl.load(k_length_ptr + b)
     end = gl.minimum(keys, keys - queries + i + 128)  # behind the last key that any row sees
     hi = gl.where(i < queries, gl.cdiv(gl.maximum(end, 0), KEYS), 0)
@@ -43,6 +35,29 @@ def tile_at(
     if WINDOW:
         lo = gl.maximum(0, keys - queries + i + 1 - window) // KEYS
     return b, head, i, queries, keys, lo, hi
+
+
+@gluon.jit
+def _hand_out(counter_ptr, nexts, full, empty, turn):
+    """Takes the next tile and tells the other warps: who is done first takes the longest left."""
+    to = turn & 1
+    tile = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    mbarrier.wait(empty.index(to), (turn >> 1 & 1) ^ 1)
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    nexts.index(to).store(gl.full([1], 0, gl.int32, layout=L) + tile)
+    mbarrier.arrive(full.index(to), count=1)
+    return tile
+
+
+@gluon.jit
+def handed_out(nexts, full, empty, turn):
+    """The tile that the copying warps took."""
+    to = turn & 1
+    mbarrier.wait(full.index(to), turn >> 1 & 1)
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    tile = gl.max(nexts.index(to).load(L), 0)
+    mbarrier.arrive(empty.index(to), count=1)
+    return tile
 
 
 @gluon.jit
@@ -85,35 +100,43 @@ def _copy_values(v_desc, row, v_column, vs, full, empty, tail, c, left, KEYS: gl
 @gluon.jit
 def copies(
     q_desc, qr_desc, k_desc, kr_desc, v_desc, q_start_ptr, q_length_ptr, k_start_ptr, k_length_ptr,
-    window, q_h, qr_h, k_h, v_h, B, blocks, tiles, at_a_time, waves,
+    window, q_h, qr_h, k_h, v_h, B, blocks, tiles, at_a_time, counter_ptr,
     qs, q_ropes, ks, k_ropes, vs, q_full, q_empty, k_full, k_empty, v_full, v_empty, tail,
-    G: gl.constexpr, R: gl.constexpr, KEYS: gl.constexpr,
-    WINDOW: gl.constexpr,
+    nexts, n_full, n_empty, G: gl.constexpr, R: gl.constexpr, KEYS: gl.constexpr,
+    WINDOW: gl.constexpr, PERSISTENT: gl.constexpr,
 ):  # fmt: skip
     """What the copying warps do."""
     D: gl.constexpr = qs.shape[2]
     c = 0
     t = 0
-    for wave in range(waves):
+    turn = 0
+    tile = gl.program_id(0)
+    while tile < tiles:
         b, head, i, queries, keys, lo, hi = tile_at(
-            wave, q_length_ptr, k_length_ptr, window, B, blocks, tiles, at_a_time, KEYS, WINDOW
+            tile, q_length_ptr, k_length_ptr, window, B, blocks, at_a_time, KEYS, WINDOW
         )
+        q_row = gl.load(q_start_ptr + b) + i
+        k_row = gl.load(k_start_ptr + b)
+        k_column = head // G * k_h
+        v_column = head // G * v_h
+        row = k_row + (hi - 1) * KEYS
         if lo < hi:
-            q_row = gl.load(q_start_ptr + b) + i
-            k_row = gl.load(k_start_ptr + b)
-            k_column = head // G * k_h
-            v_column = head // G * v_h
             mbarrier.wait(q_empty, t & 1 ^ 1)
             t += 1
             mbarrier.expect(q_full, 2 * 128 * (D + R))
             for wg in gl.static_range(2):
-                row = q_row + 64 * wg
-                tma.async_copy_global_to_shared(q_desc, [row, head * q_h], q_full, qs.index(wg))
+                q_at = q_row + 64 * wg
+                tma.async_copy_global_to_shared(q_desc, [q_at, head * q_h], q_full, qs.index(wg))
                 if R > 0:
                     to = q_ropes.index(wg)
-                    tma.async_copy_global_to_shared(qr_desc, [row, head * qr_h], q_full, to)
-            row = k_row + (hi - 1) * KEYS
+                    tma.async_copy_global_to_shared(qr_desc, [q_at, head * qr_h], q_full, to)
             _copy_keys(k_desc, kr_desc, row, k_column, ks, k_ropes, k_full, k_empty, c, R)
+        if PERSISTENT:
+            tile = _hand_out(counter_ptr, nexts, n_full, n_empty, turn)
+            turn += 1
+        else:
+            tile = tiles
+        if lo < hi:
             for n in range(lo, hi):
                 if n + 1 < hi:
                     _copy_keys(

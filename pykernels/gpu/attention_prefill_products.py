@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .attention_prefill_copies import STAGES, tile_at
+from .attention_prefill_copies import STAGES, handed_out, tile_at
 from .attention_prefill_hopper import _scores, _settled
 
 
@@ -116,9 +116,10 @@ def _steps(
 @gluon.jit
 def products(
     q_start_ptr, q_length_ptr, k_length_ptr, out_ptr, inner, outer, window, o_t, o_h,
-    B, blocks, tiles, at_a_time, waves,
+    B, blocks, tiles, at_a_time,
     qs, q_ropes, ks, k_ropes, vs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    R: gl.constexpr, KEYS: gl.constexpr, WINDOW: gl.constexpr,
+    nexts, n_full, n_empty, R: gl.constexpr, KEYS: gl.constexpr, WINDOW: gl.constexpr,
+    PERSISTENT: gl.constexpr,
     SOFTCAP: gl.constexpr, TURNS: gl.constexpr, SETTLE: gl.constexpr, LATE: gl.constexpr,
     WG: gl.constexpr,
 ):  # fmt: skip
@@ -134,9 +135,11 @@ def products(
     zeros = gl.full([64, KEYS], 0.0, gl.float32, layout=SCORES)
     c = 0
     t = 0
-    for wave in range(waves):
+    turn = 0
+    tile = gl.program_id(0)
+    while tile < tiles:
         b, head, i, queries, keys, lo, hi = tile_at(
-            wave, q_length_ptr, k_length_ptr, window, B, blocks, tiles, at_a_time, KEYS, WINDOW
+            tile, q_length_ptr, k_length_ptr, window, B, blocks, at_a_time, KEYS, WINDOW
         )
         if i < queries:
             i += 64 * WG
@@ -205,5 +208,10 @@ def products(
             q_row = gl.load(q_start_ptr + b).to(gl.int64)
             to = out_ptr + ((q_row + row) * o_t + head * o_h)[:, None] + col[None, :]
             gl.store(to, acc.to(out_ptr.dtype.element_ty), mask=(row < queries)[:, None])
+        if PERSISTENT:
+            tile = handed_out(nexts, n_full, n_empty, turn)
+            turn += 1
+        else:
+            tile = tiles
     if TURNS > 0 and WG == 0:
         _await_turn(WG)  # the turn that the other passed last

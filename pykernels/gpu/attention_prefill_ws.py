@@ -25,9 +25,9 @@ from .attention_prefill_products import products
 def prefill_specialised(
     q_desc, qr_desc, k_desc, kr_desc, v_desc, q_start_ptr, q_length_ptr, k_start_ptr, k_length_ptr,
     out_ptr, inner, outer, window, q_h, qr_h, k_h, v_h, o_t, o_h, B, blocks, tiles,
-    at_a_time, G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, R: gl.constexpr,
+    at_a_time, counter_ptr, G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, R: gl.constexpr,
     KEYS: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, TURNS: gl.constexpr,
-    SETTLE: gl.constexpr, LATE: gl.constexpr,
+    SETTLE: gl.constexpr, LATE: gl.constexpr, PERSISTENT: gl.constexpr,
 ):  # fmt: skip
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     qs = gl.allocate_shared_memory(gl.bfloat16, [2, 64, D], SHARED)
@@ -38,145 +38,55 @@ def prefill_specialised(
         q_ropes = gl.allocate_shared_memory(gl.bfloat16, [2, 64, R], SHARED)
         k_ropes = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, R], SHARED)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    n_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    n_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    nexts = gl.allocate_shared_memory(gl.int32, [2, 1], NUMBER)
     tail = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=2)
     mbarrier.init(tail.index(0), count=1)
+    for slot in gl.static_range(2):
+        mbarrier.init(n_full.index(slot), count=1)
+        mbarrier.init(n_empty.index(slot), count=2)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=2)
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=2)
     fence_async_shared()
-    waves = gl.cdiv(tiles, gl.num_programs(0))
+    # fmt: off
     gl.warp_specialize(
         [
-            (
-                copies,
-                (
-                    q_desc,
-                    qr_desc,
-                    k_desc,
-                    kr_desc,
-                    v_desc,
-                    q_start_ptr,
-                    q_length_ptr,
-                    k_start_ptr,
-                    k_length_ptr,
-                    window,
-                    q_h,
-                    qr_h,
-                    k_h,
-                    v_h,
-                    B,
-                    blocks,
-                    tiles,
-                    at_a_time,
-                    waves,
-                    qs,
-                    q_ropes,
-                    ks,
-                    k_ropes,
-                    vs,
-                    q_full,
-                    q_empty,
-                    k_full,
-                    k_empty,
-                    v_full,
-                    v_empty,
-                    tail,
-                    G,
-                    R,
-                    KEYS,
-                    WINDOW,
-                ),
-            ),
-            (
-                products,
-                (
-                    q_start_ptr,
-                    q_length_ptr,
-                    k_length_ptr,
-                    out_ptr,
-                    inner,
-                    outer,
-                    window,
-                    o_t,
-                    o_h,
-                    B,
-                    blocks,
-                    tiles,
-                    at_a_time,
-                    waves,
-                    qs,
-                    q_ropes,
-                    ks,
-                    k_ropes,
-                    vs,
-                    q_full,
-                    q_empty,
-                    k_full,
-                    k_empty,
-                    v_full,
-                    v_empty,
-                    R,
-                    KEYS,
-                    WINDOW,
-                    SOFTCAP,
-                    TURNS,
-                    SETTLE,
-                    LATE,
-                    gl.constexpr(0),
-                ),
-            ),
-            (
-                products,
-                (
-                    q_start_ptr,
-                    q_length_ptr,
-                    k_length_ptr,
-                    out_ptr,
-                    inner,
-                    outer,
-                    window,
-                    o_t,
-                    o_h,
-                    B,
-                    blocks,
-                    tiles,
-                    at_a_time,
-                    waves,
-                    qs,
-                    q_ropes,
-                    ks,
-                    k_ropes,
-                    vs,
-                    q_full,
-                    q_empty,
-                    k_full,
-                    k_empty,
-                    v_full,
-                    v_empty,
-                    R,
-                    KEYS,
-                    WINDOW,
-                    SOFTCAP,
-                    TURNS,
-                    SETTLE,
-                    LATE,
-                    gl.constexpr(1),
-                ),
-            ),
+            (copies, (
+                q_desc, qr_desc, k_desc, kr_desc, v_desc, q_start_ptr, q_length_ptr, k_start_ptr,
+                k_length_ptr, window, q_h, qr_h, k_h, v_h, B, blocks, tiles, at_a_time, counter_ptr,
+                qs, q_ropes, ks, k_ropes, vs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                tail, nexts, n_full, n_empty, G, R, KEYS, WINDOW, PERSISTENT,
+            )),
+            (products, (
+                q_start_ptr, q_length_ptr, k_length_ptr, out_ptr, inner, outer, window, o_t, o_h,
+                B, blocks, tiles, at_a_time, qs, q_ropes, ks, k_ropes, vs, q_full, q_empty, k_full,
+                k_empty, v_full, v_empty, nexts, n_full, n_empty, R, KEYS, WINDOW, PERSISTENT,
+                SOFTCAP, TURNS, SETTLE, LATE, gl.constexpr(0),
+            )),
+            (products, (
+                q_start_ptr, q_length_ptr, k_length_ptr, out_ptr, inner, outer, window, o_t, o_h,
+                B, blocks, tiles, at_a_time, qs, q_ropes, ks, k_ropes, vs, q_full, q_empty, k_full,
+                k_empty, v_full, v_empty, nexts, n_full, n_empty, R, KEYS, WINDOW, PERSISTENT,
+                SOFTCAP, TURNS, SETTLE, LATE, gl.constexpr(1),
+            )),
         ],
         [4, 4],
         [240, 240],
     )
+    # fmt: on
 
 
 L2 = 32 << 20
@@ -214,9 +124,10 @@ def launch_specialised(
     blocks = triton.cdiv(batch.max_queries, 128)
     tiles = blocks * NH * batch.B
     grid = (min(tiles, sms(q.device)) if plan.persistent else tiles,)
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device) if plan.persistent else None
     prefill_specialised[grid](
         q_desc, qr_desc, k_desc, kr_desc, v_desc, batch.q_starts, batch.q_lengths, batch.k_starts,
         batch.k_lengths, out, *factors, q.stride(1), qr_h, k.stride(1), v.stride(1),
-        *out.stride()[:2], batch.B, blocks, tiles, at_a_time, TURNS=plan.turns,
-        SETTLE=plan.settle, LATE=plan.late, **options, num_warps=4,
+        *out.stride()[:2], batch.B, blocks, tiles, at_a_time, counter, TURNS=plan.turns,
+        SETTLE=plan.settle, LATE=plan.late, PERSISTENT=plan.persistent, **options, num_warps=4,
     )  # fmt: skip
