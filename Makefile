@@ -14,7 +14,7 @@ export PROMPT
 BIN     := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: help run test lint types bench bench-cpu bench-gpu test-gpu clean
+.PHONY: help run test lint types bench bench-cpu bench-gpu test-gpu sanitize-gpu clean
 
 help:
 	@echo "make run       set up .venv and let the embedded model write (PROMPT, TOKENS, SEED=...)"
@@ -23,6 +23,7 @@ help:
 	@echo "make bench-cpu one table and plots for this machine, peers in the same run (BENCH=--quick ...)"
 	@echo "make bench-gpu the same for this machine's GPU, on its own Python (PY=..., BENCH=--quick ...)"
 	@echo "make test-gpu  the tests on this machine's own Python (PY=...), which has torch with CUDA"
+	@echo "make sanitize-gpu  every kernel once under compute-sanitizer, for bad accesses and races"
 	@echo "make clean     remove .venv, .venv-peers and every cache inside this folder"
 
 run: $(VENV)/.installed-run
@@ -51,6 +52,15 @@ bench-gpu:
 
 test-gpu:
 	$(PY) -m pytest
+
+# Without torch's allocator each tensor is an allocation of its own: a byte too far is an error.
+# Races: the kernels whose shared memory is ordered by hand.
+SANITIZE := compute-sanitizer --target-processes application-only --error-exitcode 9
+GUARDS   := -m pytest -q -p no:cacheprovider tests/gpu/test_guards.py
+sanitize-gpu:
+	@command -v compute-sanitizer >/dev/null || { echo "error: there is no compute-sanitizer on the PATH. It is part of the CUDA toolkit" >&2; exit 2; }
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZE) --tool memcheck $(PY) $(GUARDS)
+	$(SANITIZE) --tool racecheck $(PY) $(GUARDS) -k "mla_decode or prefill"
 
 # A stamp is newer than what it was made from, or the install is done again.
 $(VENV)/.installed-test: $(VENV)/.installed-run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
         "--out", type=Path, default=ROOT / "bench/results", metavar="DIR", help="results folder"
     )
     parser.add_argument("--no-files", action="store_true", help="write no files")
+    parser.add_argument(
+        "--no-ahead", action="store_true", help="compile each kernel when it is timed, not before"
+    )
     parser.add_argument("--skip", type=int, default=0, metavar="N", help="cases of the first op")
     parser.add_argument("--debug", action="store_true", help="tracebacks")
     return parser.parse_args(arguments)
@@ -56,6 +60,7 @@ def show(row: dict[str, Any], as_json: bool) -> None:
 
 def measured(chosen: argparse.Namespace) -> dict[str, Any]:
     """The run that the options ask for, each row shown as soon as it is there."""
+    from .ahead import compile_ahead
     from .machine import check_gpu, describe
     from .roofs import measure_roofs
     from .run import OPS, in_a_new_process, one_case, rows_of
@@ -69,10 +74,15 @@ def measured(chosen: argparse.Namespace) -> dict[str, Any]:
         row = one_case(ops[0], flags(chosen.case), device, seconds)
         show(row, chosen.json)
         return {"rows": [row]}
+    if not chosen.no_ahead:
+        began = time.perf_counter()
+        calls = compile_ahead(ops, chosen.device, chosen.quick)
+        took = time.perf_counter() - began
+        print(f"{calls} calls compiled in {took:.0f} s", file=sys.stderr, flush=True)
     machine, roofs = describe(device), measure_roofs(device)
     head = {"op": "roofs", "name": machine["gpu"], **asdict(roofs)}
     print(json.dumps(head), flush=True, file=sys.stdout if chosen.json else sys.stderr)
-    passed = ["--seconds", str(seconds), "--device", chosen.device]
+    passed = ["--no-ahead", "--seconds", str(seconds), "--device", chosen.device]
     again = in_a_new_process(ops, passed + ["--quick"] * chosen.quick)
     rows = []
     for row in rows_of(ops, device, roofs, seconds, chosen.quick, chosen.skip, again):

@@ -18,7 +18,8 @@ from pykernels.gpu.mla_decode import mla_decode
 from pykernels.gpu.mla_prefill import mla_prefill
 from pykernels.shapes import Ragged
 
-from .attention_peers import gqa_decode_peers, mla_decode_peers, prefill_peers
+from . import attention_flashinfer as flashinfer
+from .attention_peers import gqa_decode_peers, lazily, mla_decode_peers, prefill_peers
 from .harness import Call, Case, rotating, sets_for
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -173,6 +174,11 @@ def _decode(size: Size, device: torch.device, plan: Any, peers: bool) -> Case:
         others = (
             mla_decode_peers(rotated, K, MLA_SCALE) if mla else gqa_decode_peers(rotated, K, KVH)
         )
+        others[flashinfer.NAME] = lazily(
+            lambda: (
+                flashinfer.mla_decode(rotated, MLA_SCALE) if mla else flashinfer.gqa_decode(rotated)
+            )
+        )
     name = size.kind.replace("_", " ")
     return Case("attention", name, size.params, rotating(run, rotated), nbytes, flops, others, sets)
 
@@ -215,5 +221,8 @@ def _prefill(size: Size, device: torch.device, plan: Any, peers: bool) -> Case:
     others: dict[str, Call] = {}
     if peers:
         others = prefill_peers(rotated, B, Q, K, size.window)
+        others[flashinfer.NAME] = lazily(
+            lambda: flashinfer.prefill(rotated, B, Q, K, size.window, D**-0.5)
+        )
     name = size.kind.replace("_", " ")
     return Case("attention", name, size.params, rotating(run, rotated), nbytes, flops, others, sets)

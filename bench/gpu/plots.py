@@ -23,7 +23,11 @@ def draw(results: Results, path: Path) -> bool:
     ops = list(dict.fromkeys(row["op"] for row in rows))
     colours = {op: f"C{i}" for i, op in enumerate(ops)}
     figure, (roofline, bars) = plt.subplots(
-        1, 2, figsize=(15, max(4.6, 1.2 + 0.15 * len(rows))), width_ratios=(3, 2)
+        1,
+        2,
+        figsize=(15, max(4.6, 1.2 + 0.15 * len(rows))),
+        width_ratios=(3, 2),
+        layout="constrained",
     )
     _roofline(roofline, results, [row for row in rows if row["flops"]], colours)
     places = range(len(rows))
@@ -34,7 +38,6 @@ def draw(results: Results, path: Path) -> bool:
     for axes in (roofline, bars):
         axes.grid(True, which="both", alpha=0.2)
     figure.suptitle(results["machine"]["gpu"], fontsize=10)
-    figure.tight_layout()
     figure.savefig(path, dpi=110, metadata={"Software": None})
     plt.close(figure)
     return True

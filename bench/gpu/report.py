@@ -94,6 +94,8 @@ def _table(rows: list[Row]) -> list[str]:
         "case",
         "us",
         "p10-p90",
+        "MB",
+        "GFLOP",
         "GB/s",
         "TFLOP/s",
         "roof",
@@ -105,6 +107,8 @@ def _table(rows: list[Row]) -> list[str]:
             title(row),
             f"{row['us_median']:.1f}" + ("" if row["captured"] else "\\*"),
             f"{row['us_p10']:.1f}-{row['us_p90']:.1f}",
+            f"{row['nbytes'] / 1e6:.4g}",
+            f"{row['flops'] / 1e9:.4g}" if row["flops"] else "",
             f"{row['gbps']:.0f}",
             f"{row['tflops']:.2f}" if row["flops"] else "",
             row["bound"],
@@ -119,7 +123,18 @@ def _table(rows: list[Row]) -> list[str]:
     for row in rows:
         if "why" in row:
             lines += ["", f"Not timed: {title(row)}: {row['why']}"]
+    for (peer, why), cases in _missing(rows).items():
+        shown = cases[0] if len(cases) == 1 else f"{len(cases)} cases, the first {cases[0]}"
+        lines += ["", f"No {peer} for {shown}: {why}"]
+    return lines
+
+
+def _missing(rows: list[Row]) -> dict[tuple[str, str], list[str]]:
+    """Cases without a peer, by peer and reason."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
         for key in row:
             if key.startswith("why_"):
-                lines += ["", f"No {key.removeprefix('why_')} for {title(row)}: {row[key]}"]
-    return lines
+                peer = key.removeprefix("why_")
+                found.setdefault((peer, row[key]), []).append(title(row))
+    return found

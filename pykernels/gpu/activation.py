@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ..errors import PykernelsError
-from .launch import check_device
+from .launch import check_device, unsupported
 from .norm import FLOATS
 from .strides import check_out, rows_of
 
@@ -25,7 +25,7 @@ def supports(gate_up: torch.Tensor) -> str | None:
     """None if `silu_mul` takes this, or the reason why not."""
     if gate_up.dtype not in FLOATS or gate_up.shape[-1] % 2:
         return f"gate_up is {gate_up.dtype} {tuple(gate_up.shape)}, not floats [..., 2I]"
-    return None
+    return unsupported(gate_up)
 
 
 def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -38,9 +38,9 @@ def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Te
     Raises:
         PykernelsError: another dtype or shape, or no Triton for this device.
     """
+    check_device(gate_up)
     if reason := supports(gate_up):
         raise PykernelsError(f"silu_mul does not take this: {reason}", "Convert it")
-    check_device(gate_up)
     I = gate_up.shape[-1] // 2  # noqa: E741
     count, stride = rows_of(gate_up, "gate_up")
     out = check_out(out, gate_up, *gate_up.shape[:-1], I)

@@ -42,7 +42,8 @@ def float_to_e4m3(x):
     small = ((magnitude * 512 + 12582912.0) - 12582912.0).to(tl.int32)
     code = tl.minimum(tl.where(magnitude < 0.015625, small, normal), 0x7E)
     code = tl.where(bits > 0x7F800000, 0x7F, code)
-    return (code | tl.where(x < 0, 0x80, 0)).to(tl.uint8)
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return (code | sign).to(tl.uint8)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ..errors import PykernelsError
-from .launch import check_device
+from .launch import check_device, unsupported
 from .norm import FLOATS
 from .strides import check_out, rows_of
 
@@ -29,7 +29,7 @@ def supports(ids: torch.Tensor, table: torch.Tensor) -> str | None:
         return f"ids are {ids.dtype}, not contiguous int32 or int64"
     if table.ndim != 2 or table.dtype not in FLOATS:
         return f"the table is {table.dtype} {tuple(table.shape)}, not floats [V, H]"
-    return None
+    return unsupported(ids, table)
 
 
 def embed(ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -40,9 +40,9 @@ def embed(ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor | None = Non
     Raises:
         PykernelsError: other dtypes or shapes, or no Triton for this device.
     """
+    check_device(ids, table)
     if reason := supports(ids, table):
         raise PykernelsError(f"embed does not take these: {reason}", "Convert them")
-    check_device(ids, table)
     V, H = table.shape
     _, stride = rows_of(table, "table")
     out = check_out(out, table, *ids.shape, H)

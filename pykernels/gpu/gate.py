@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ..errors import PykernelsError
 from .arith import dot
-from .launch import arch, check_device
+from .launch import arch, check_device, unsupported
 
 FEW_TOKENS = 8
 """Up to so many, float32 products and sums over all of H; a program reads its rows once."""
@@ -121,7 +121,7 @@ def supports(hidden: torch.Tensor, gate: torch.Tensor) -> str | None:
             return f"{name} is {x.dtype} {tuple(x.shape)}, not bf16 or float32 with dense rows"
     if hidden.shape[1] != gate.shape[1] or not gate.is_contiguous():
         return f"the gate is {tuple(gate.shape)}, hidden {tuple(hidden.shape)}"
-    return None
+    return unsupported(hidden, gate)
 
 
 def router_logits(
@@ -141,9 +141,9 @@ def router_logits(
     Raises:
         PykernelsError: other dtypes or shapes, or no Triton for this device.
     """
+    device = check_device(hidden, gate)
     if reason := supports(hidden, gate):
         raise PykernelsError(f"router_logits does not take these: {reason}", "Convert them")
-    device = check_device(hidden, gate)
     (T, H), E = hidden.shape, gate.shape[0]
     if out is None:
         out = torch.empty(T, E, dtype=torch.float32, device=device)

@@ -1,8 +1,4 @@
-"""Keys and values into a paged cache, one launch; E4M3 with one scale a row, or as they are.
-
-E4M3 is encoded in integers, exactly (round to nearest even, subnormals too), so that it is the
-same on GPUs whose Triton has no float8e4nv.
-"""
+"""Keys and values into a paged cache, one launch; E4M3 with one scale a row, or as they are."""
 
 from __future__ import annotations
 
@@ -11,22 +7,9 @@ import triton
 import triton.language as tl
 
 from ..errors import PykernelsError
-from .launch import check_device
+from .decode import float_to_e4m3
+from .launch import check_device, unsupported
 from .norm import FLOATS
-
-
-@triton.jit
-def e4m3_code(x):
-    """uint8 E4M3 code of float32: nearest even, magnitudes above 448 become 448, NaN stays NaN."""
-    magnitude = tl.minimum(tl.abs(x), 448.0)
-    bits = magnitude.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960  # exponent bias 127 to 7
-    # A unit in the last place of 2**14 is 2**-9, E4M3's smallest step: the addition rounds.
-    small = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    code = tl.where(magnitude < 0.015625, small, normal)
-    code = tl.where(x != x, 0x7F, code)
-    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
-    return (code | sign).to(tl.uint8)
 
 
 @triton.jit
@@ -44,7 +27,7 @@ def _write_rows(
         top = tl.max(tl.abs(value), 1)
         scale = tl.where(top == 0, 1.0, tl.div_rn(top, tl.full(top.shape, 448.0, tl.float32)))
         scaled = tl.div_rn(value, scale[:, None] + tl.zeros_like(value))
-        tl.store(cache + at, e4m3_code(scaled), mask=mask)
+        tl.store(cache + at, float_to_e4m3(scaled), mask=mask)
         tl.store(scales + place * G + group, scale, mask=group < G)
     else:
         tl.store(cache + at, value.to(cache.dtype.element_ty), mask=mask)
@@ -85,7 +68,7 @@ def supports(
         or not scales.is_contiguous()
     ):
         return f"scales of {name} are {scales.dtype} {tuple(scales.shape)}, not float32 a row"
-    return None
+    return unsupported(rows, cache, scales)
 
 
 def _launch(
@@ -97,6 +80,7 @@ def _launch(
     names: tuple[str, str],
 ) -> None:
     """Rows a, b [T, G, D] of two caches [P, page, G, D]."""
+    check_device(a, b, slots, *caches, *(s for s in scales if s is not None))
     for x, cache, scale, name in zip((a, b), caches, scales, names, strict=True):
         if reason := supports(x, cache, scale, name):
             raise PykernelsError(f"the cache cannot be written: {reason}", "Convert them")
@@ -108,7 +92,6 @@ def _launch(
         )
     if caches[0].shape[:2] != caches[1].shape[:2] or not slots.is_contiguous():
         raise PykernelsError("the two caches have other pages", "Give both the same pages")
-    check_device(a, b, slots, *caches, *(s for s in scales if s is not None))
     A_G, B_G, A_D, B_D = a.shape[1], b.shape[1], a.shape[2], b.shape[2]
     if T == 0:
         return

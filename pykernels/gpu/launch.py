@@ -36,6 +36,14 @@ def arch(device: torch.device) -> tuple[int, int]:
     return (0, 0) if interpreted() else torch.cuda.get_device_capability(device)
 
 
+def unsupported(*tensors: torch.Tensor | None) -> str | None:
+    """None if kernels run where the first tensor lies and all lie there, or the reason why not."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    if len({tensor.device for tensor in given}) > 1:
+        return f"the inputs lie on {', '.join(sorted({str(x.device) for x in given}))}"
+    return supports(given[0].device)
+
+
 def check_device(*tensors: torch.Tensor) -> torch.device:
     """The one device of the tensors.
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ..errors import PykernelsError
-from .launch import check_device
+from .launch import check_device, unsupported
 from .strides import check_out, rows_of
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -42,7 +42,7 @@ def supports(x: torch.Tensor, weight: torch.Tensor) -> str | None:
         return f"rows of {x.shape[-1]} are wider than {MAX_WIDTH}"
     if weight.shape != x.shape[-1:] or not weight.is_contiguous():
         return f"the weight is {tuple(weight.shape)}, rows have {x.shape[-1]}"
-    return None
+    return unsupported(x, weight)
 
 
 def rms_norm(
@@ -68,13 +68,13 @@ def rms_norm(
     Raises:
         PykernelsError: other dtypes or shapes, or no Triton for this device.
     """
+    check_device(x, weight, *(() if residual is None else (residual,)))
     if reason := supports(x, weight):
         raise PykernelsError(f"rms_norm does not take these: {reason}", "Convert them")
     if residual is not None and (residual.shape != x.shape or residual.dtype not in FLOATS):
         raise PykernelsError(
             f"the residual is {residual.dtype} {tuple(residual.shape)}", f"Give it {tuple(x.shape)}"
         )
-    check_device(x, weight, *(() if residual is None else (residual,)))
     count, stride = rows_of(x, "x")
     _, residual_stride = (0, 0) if residual is None else rows_of(residual, "residual")
     normed = check_out(out[0] if out else None, x, *x.shape)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..errors import PykernelsError
 from ..shapes import SortedSlots
-from .launch import check_device
+from .launch import check_device, unsupported
 
 BLOCK = 512  # slots that are ranked by comparing each with all of them
 _OWN = 128  # slots of a block that one program ranks, with as many of them at a time as threads:
@@ -132,7 +132,7 @@ def supports(ids: torch.Tensor) -> str | None:
     """None if `sort_slots` takes these, or the reason why not."""
     if ids.ndim != 2 or ids.dtype not in (torch.int32, torch.int64) or not ids.is_contiguous():
         return f"ids are {ids.dtype} {tuple(ids.shape)}, not contiguous int32 or int64 [T, topk]"
-    return None
+    return unsupported(ids)
 
 
 def sort_slots(ids: torch.Tensor, E: int, out: SortedSlots | None = None) -> SortedSlots:
@@ -148,9 +148,10 @@ def sort_slots(ids: torch.Tensor, E: int, out: SortedSlots | None = None) -> Sor
     Raises:
         PykernelsError: other dtypes or shapes, or no Triton for this device.
     """
+    device = check_device(ids)
     if reason := supports(ids):
         raise PykernelsError(f"sort_slots does not take these: {reason}", "Convert them")
-    device, (T, topk) = check_device(ids), ids.shape
+    T, topk = ids.shape
     out = out or empty_order(T, topk, E, device)
     n, EP = T * topk, triton.next_power_of_2(E + 1)
     blocks = max(1, triton.cdiv(n, BLOCK))

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..errors import PykernelsError
 from ..ref.rope import rope_frequencies, yarn_frequencies, yarn_scale
-from .launch import check_device
+from .launch import check_device, unsupported
 from .norm import FLOATS
 
 __all__ = ["rope", "rope_frequencies", "supports", "yarn_frequencies", "yarn_scale"]
@@ -67,7 +67,7 @@ def supports(x: torch.Tensor, frequencies: torch.Tensor) -> str | None:
         return f"the frequencies are {frequencies.dtype}, not contiguous float32"
     if 2 * frequencies.shape[0] > x.shape[2]:
         return f"{frequencies.shape[0]} frequencies turn more than a head of {x.shape[2]}"
-    return None
+    return unsupported(x, frequencies)
 
 
 def rope(
@@ -95,6 +95,7 @@ def rope(
     Raises:
         PykernelsError: other dtypes or shapes, or no Triton for this device.
     """
+    check_device(q, positions, frequencies, *(() if k is None else (k,)))
     T = q.shape[0]
     for x in (q,) if k is None else (q, k):
         if reason := supports(x, frequencies):
@@ -105,7 +106,6 @@ def rope(
             )
     if positions.dtype not in (torch.int32, torch.int64) or not positions.is_contiguous():
         raise PykernelsError(f"positions are {positions.dtype}", "Give contiguous integers")
-    check_device(q, positions, frequencies, *(() if k is None else (k,)))
     half, heads = frequencies.shape[0], max(q.shape[1], 0 if k is None else k.shape[1])
     if T and half and heads:
         block = triton.next_power_of_2(half)

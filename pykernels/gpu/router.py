@@ -13,7 +13,7 @@ import triton.language as tl
 from ..errors import PykernelsError
 from ..shapes import RouterSpec, Routing, SortedSlots
 from .choose import choose
-from .launch import check_device
+from .launch import check_device, unsupported
 from .permute import empty_order, permute, sort_slots
 
 FEW_TOKENS = 8
@@ -91,7 +91,7 @@ def supports(logits: torch.Tensor, spec: RouterSpec, bias: torch.Tensor | None) 
         return f"{E} experts are more than {MAX_EXPERTS}"
     if bias is not None and (bias.dtype != torch.float32 or bias.shape != (E,)):
         return f"the bias is {bias.dtype} {tuple(bias.shape)}, not float32 [{E}]"
-    return None
+    return unsupported(logits, bias)
 
 
 def _constants(spec: RouterSpec, E: int, biased: bool, rows: int) -> dict[str, object]:
@@ -114,11 +114,11 @@ def _constants(spec: RouterSpec, E: int, biased: bool, rows: int) -> dict[str, o
 def _prepare(
     logits: torch.Tensor, spec: RouterSpec, bias: torch.Tensor | None, out: Routing | None
 ) -> Routing:
+    check_device(logits, *(() if bias is None else (bias,)))
     if reason := supports(logits, spec, bias):
         raise PykernelsError(f"the router does not take these: {reason}", "Convert them")
     T, E = logits.shape
     spec.check(E)
-    check_device(logits, *(() if bias is None else (bias,)))
     if out is not None:
         if out.ids.shape != (T, spec.topk) or not (
             out.ids.is_contiguous() and out.weights.is_contiguous()

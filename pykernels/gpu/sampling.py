@@ -20,7 +20,7 @@ import triton.language as tl
 
 from ..errors import PykernelsError
 from .choose import index_of, rank_key
-from .launch import check_device
+from .launch import check_device, unsupported
 from .norm import FLOATS
 
 _BLOCK = 2048  # logits a program
@@ -160,10 +160,11 @@ def supports(logits: torch.Tensor) -> str | None:
         return f"logits are {logits.dtype} {tuple(logits.shape)}, not floats [T, V] in dense rows"
     if not 0 < logits.shape[1] < 2**30:
         return f"a vocabulary of {logits.shape[1]}"
-    return None
+    return unsupported(logits)
 
 
 def _empty_out(logits: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    check_device(logits, *(() if out is None else (out,)))
     if reason := supports(logits):
         raise PykernelsError(f"sampling does not take these: {reason}", "Convert them")
     T = logits.shape[0]
@@ -190,7 +191,6 @@ def greedy(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tenso
         PykernelsError: other dtypes or shapes, or no Triton for this device.
     """
     out = _empty_out(logits, out)
-    check_device(logits, out)
     (T, V), (splits, padded) = logits.shape, _splits(logits)
     if T:
         best = torch.empty(T, splits, dtype=torch.int64, device=logits.device)

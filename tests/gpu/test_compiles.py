@@ -1,4 +1,7 @@
-"""Every kernel compiles for Ampere and Hopper, here, without a GPU; none of them spills much."""
+"""Every kernel compiles for Ampere and Hopper, without a GPU; none spills, or asks for, too much.
+
+Ada, Blackwell and the smaller Ampere too, where there is a GPU machine's number of cores.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,15 @@ MOST_STACK = 256
 """Bytes a thread: a few spilled registers are no failure, a local array is."""
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+"""KiB of shared memory that a program may have, by compute capability."""
+ARCHS = [
+    pytest.param(arch, marks=[] if arch in (80, 90) else [pytest.mark.gpu])  # a minute each
+    for arch in SHARED
+]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("file", FILES)
 def test_compiles(file: str, arch: int) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -31,5 +42,7 @@ def test_compiles(file: str, arch: int) -> None:
     )
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     assert result.returncode == 0 and rows, result.stdout[-3000:] + result.stderr[-2000:]
+    too_large = [row for row in rows if row["shared"] > SHARED[arch] * 1024]
+    assert not too_large, too_large
     spilled = [row for row in rows if row.get("stack", 0) > MOST_STACK]
     assert not spilled, spilled

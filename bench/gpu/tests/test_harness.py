@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from bench.gpu import __main__ as program
 from bench.gpu import around, harness, router, run
+from bench.gpu.ahead import PROCESSES, call_some
 from bench.gpu.harness import Case, built, measure, measure_all, rates, rotating, sets_for
 from bench.gpu.machine import describe, slug
 from bench.gpu.report import line, markdown, params, title
@@ -168,6 +170,8 @@ def test_the_page_has_every_row(results: dict[str, Any]) -> None:
     assert "Not timed: broken tokens=3: ValueError: a|b" in page
     assert "No flex for wait tokens=1: no such op" in page
     assert page.endswith("![plot.png](plot.png)\n")
+    results["rows"].insert(2, row(tokens=2, why_flex="no such op"))
+    assert "No flex for 2 cases, the first wait tokens=1: no such op" in markdown(results, None)
 
 
 def test_a_line_says_what_failed(results: dict[str, Any]) -> None:
@@ -198,7 +202,8 @@ def test_the_program_writes_json_lines_and_files(
     )
     monkeypatch.setattr(run, "module_of", lambda op: ops)
     monkeypatch.setattr("bench.gpu.machine.check_gpu", lambda name: CPU)
-    options = ["--op", "moe", "--seconds", "0.01", "--json", "--out", str(tmp_path)]
+    options = ["--op", "moe", "--seconds", "0.01", "--json", "--no-ahead"]
+    options += ["--out", str(tmp_path)]
     assert program.main(options) == program.EXIT_FAILED_CASES
     streams = capsys.readouterr()
     roofs, good, bad = map(json.loads, streams.out.splitlines())
@@ -207,6 +212,22 @@ def test_the_program_writes_json_lines_and_files(
     assert len(list(tmp_path.rglob("*.*"))) == 3
     assert program.main([*options, "--case", "tokens=1"]) == 0
     assert json.loads(capsys.readouterr().out)["name"] == "wait"
+
+
+def test_every_case_is_called_by_one_of_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+
+    def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+        for i in range(5):
+            peers = {"broken": failing, "peer": partial(called.append, f"peer {i}")}
+            yield case(partial(called.append, f"case {i}"), peers=peers)
+
+    monkeypatch.setattr(run, "module_of", lambda op: SimpleNamespace(cases=cases))
+    monkeypatch.setattr("bench.gpu.machine.check_gpu", lambda name: CPU)
+    done = [call_some("moe", share, 3, "cpu", False) for share in range(3)]
+    assert done == [4, 4, 2]
+    assert sorted(called) == [f"{kind} {i}" for kind in ("case", "peer") for i in range(5)]
+    assert set(PROCESSES) == set(run.OPS)
 
 
 def test_flags() -> None:

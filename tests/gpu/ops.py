@@ -1,0 +1,312 @@
+"""Every GPU op as a row: what makes its inputs, and a call of it on them.
+
+One table for what is asked of all ops alike (see ``test_captured.py`` and ``test_guards.py``): each
+tensor that a kernel sees is in the dict that ``make`` returns, results included, so that a test may
+put all of them where it likes. Sizes are those of a model on a GPU, tiny in the interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from pykernels.gpu.activation import silu_mul
+from pykernels.gpu.embedding import embed
+from pykernels.gpu.gate import router_logits
+from pykernels.gpu.kv_write import kv_write, mla_write
+from pykernels.gpu.norm import rms_norm
+from pykernels.gpu.permute import permute, sort_slots, unpermute
+from pykernels.gpu.quantize import quantize_fp8
+from pykernels.gpu.read import read
+from pykernels.gpu.rope import rope
+from pykernels.gpu.router import route, router
+from pykernels.gpu.sampling import greedy, sample
+from pykernels.shapes import RouterSpec, Routing, SortedSlots
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op at one size.
+
+    Attributes:
+        make: fresh random inputs on a device, and results full of NaN or -1; the same shapes each
+            time, other values, lengths and experts.
+        run: the op on such tensors; what it returns counts as a result.
+        written: the tensors that ``run`` writes to.
+    """
+
+    name: str
+    make: Callable[[torch.device], Tensors]
+    run: Callable[[Tensors], object]
+    written: tuple[str, ...] = ("out",)
+
+    def results(self, given: Tensors) -> list[torch.Tensor]:
+        """``run``'s results: what it returns, and what it wrote to."""
+        found = self.run(given)
+        returned = found if isinstance(found, tuple) else (found,)
+        tensors = [x for x in returned if isinstance(x, torch.Tensor)]
+        return tensors + [given[name] for name in self.written]
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """A copy of the bytes: NaN equals NaN."""
+    return x.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
+def normal(device: torch.device, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.randn(*shape, device=device).to(dtype)
+
+
+def integers(device: torch.device, below: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randint(below, shape, device=device).to(dtype)
+
+
+def empty(device: torch.device, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """Results to be: every byte 0xFF, which is NaN in all floats here and -1 in integers."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return torch.full((size,), 255, dtype=torch.uint8, device=device).view(dtype).view(shape)
+
+
+def large(device: torch.device, big: int, small: int) -> int:
+    return big if device.type == "cuda" else small
+
+
+def order_buffers(device: torch.device, T: int, topk: int, E: int) -> Tensors:
+    return {
+        "slots": empty(device, T * topk, dtype=torch.int32),
+        "starts": empty(device, E + 1, dtype=torch.int32),
+        "positions": empty(device, T, topk, dtype=torch.int32),
+    }
+
+
+def order_of(given: Tensors) -> SortedSlots:
+    return SortedSlots(given["slots"], given["starts"], given["positions"])
+
+
+def choices(device: torch.device, T: int, topk: int, E: int) -> torch.Tensor:
+    """int64 [T, topk]: distinct experts, low ones crowded, the last one never."""
+    odds = 1 / torch.arange(1, E, device=device).float()
+    return odds.expand(T, -1).multinomial(topk)
+
+
+ORDER = ("slots", "starts", "positions")
+V3 = RouterSpec(8, "sigmoid", True, groups=8, group_topk=4, group_score="top2", scale=2.5)
+SMALL_V3 = RouterSpec(4, "sigmoid", True, groups=4, group_topk=2, group_score="top2", scale=2.5)
+
+
+def _route(T: int) -> Op:
+    """Up to 8 tokens by one launch, with the gather; else in parts."""
+
+    def sizes(device: torch.device) -> tuple[RouterSpec, int, int]:
+        return (V3, 256, 7168) if device.type == "cuda" else (SMALL_V3, 32, 40)
+
+    def make(device: torch.device) -> Tensors:
+        spec, E, H = sizes(device)
+        return {
+            "logits": normal(device, T, E, dtype=torch.float32),
+            "bias": normal(device, E, dtype=torch.float32) / 4,
+            "x": normal(device, T, H),
+            "ids": empty(device, T, spec.topk, dtype=torch.int64),
+            "weights": empty(device, T, spec.topk, dtype=torch.float32),
+            "rows": empty(device, T * spec.topk, H),
+            **order_buffers(device, T, spec.topk, E),
+        }
+
+    def run(t: Tensors) -> None:
+        out = (Routing(t["ids"], t["weights"]), order_of(t), t["rows"])
+        route(t["logits"], sizes(t["logits"].device)[0], t["bias"], t["x"], out)
+
+    return Op(f"route {T} tokens", make, run, ("ids", "weights", "rows", *ORDER))
+
+
+def _router(E: int, spec: RouterSpec) -> Op:
+    def make(device: torch.device) -> Tensors:
+        T = large(device, 300, 5)
+        return {
+            "logits": normal(device, T, E, dtype=torch.float32),
+            "ids": empty(device, T, spec.topk, dtype=torch.int32),
+            "weights": empty(device, T, spec.topk, dtype=torch.float32),
+        }
+
+    def run(t: Tensors) -> None:
+        router(t["logits"], spec, None, Routing(t["ids"], t["weights"]))
+
+    return Op(f"router of {E}", make, run, ("ids", "weights"))
+
+
+def _gate(T: int, dtype: torch.dtype) -> Op:
+    def make(device: torch.device) -> Tensors:
+        E, H = large(device, 256, 18), large(device, 7168, 520)
+        return {
+            "x": normal(device, T, H),
+            "gate": normal(device, E, H, dtype=dtype),
+            "out": empty(device, T, E, dtype=torch.float32),
+        }
+
+    name = f"gate {T} tokens, {dtype}"
+    return Op(name, make, lambda t: router_logits(t["x"], t["gate"], t["out"]))
+
+
+def _sort(T: int) -> Op:
+    def make(device: torch.device) -> Tensors:
+        return {"ids": choices(device, T, 6, 50), **order_buffers(device, T, 6, 50)}
+
+    return Op(
+        f"sort {T} tokens", make, lambda t: sort_slots(t["ids"], 50, order_of(t)) and (), ORDER
+    )
+
+
+def _rows(name: str, H: int) -> Op:
+    """``permute`` and ``unpermute`` of 70 tokens; the order belongs to the inputs."""
+
+    def make(device: torch.device) -> Tensors:
+        T, order = 70, sort_slots(choices(device, 70, 4, 20), 20)
+        given = {
+            "x": normal(device, T if name == "permute" else 4 * T, H),
+            "slots": order.slots,
+            "starts": order.starts,
+            "positions": order.positions,
+            "out": empty(device, 4 * T if name == "permute" else T, H),
+        }
+        if name == "unpermute":
+            given |= {"weights": torch.rand(T, 4, device=device), "add": normal(device, T, H)}
+        return given
+
+    def run(t: Tensors) -> torch.Tensor:
+        if name == "permute":
+            return permute(t["x"], order_of(t), t["out"])
+        return unpermute(t["x"], order_of(t), t["weights"], t["add"], t["out"])
+
+    return Op(f"{name} rows of {H}", make, run)
+
+
+def _norm(H: int) -> Op:
+    def make(device: torch.device) -> Tensors:
+        x = {name: normal(device, 9, H) for name in ("x", "residual")}
+        outs = {name: empty(device, 9, H) for name in ("out", "total")}
+        return {**x, "weight": normal(device, H), **outs}
+
+    def run(t: Tensors) -> None:
+        rms_norm(t["x"], t["weight"], 1e-6, t["residual"], (t["out"], t["total"]))
+
+    return Op(f"rms_norm of {H}", make, run, ("out", "total"))
+
+
+def _rope(interleaved: bool) -> Op:
+    def make(device: torch.device) -> Tensors:
+        T, D = large(device, 40, 3), 64
+        return {
+            "q": normal(device, T, 6, D + 8),
+            "k": normal(device, T, 1, D),
+            "positions": integers(device, 9000, T, dtype=torch.int64),
+            "frequencies": torch.rand(D // 2, device=device),
+        }
+
+    def run(t: Tensors) -> None:
+        rope(t["q"], t["k"], t["positions"], t["frequencies"], interleaved)
+
+    return Op(f"rope, {'pairs' if interleaved else 'halves'}", make, run, ("q", "k"))
+
+
+def _places(device: torch.device, T: int, places: int) -> torch.Tensor:
+    slots = torch.randperm(places, device=device)[:T]
+    return slots.masked_fill(slots % 5 == 0, -1)  # some nowhere
+
+
+def _mla_write() -> Op:
+    def make(device: torch.device) -> Tensors:
+        return {
+            "x": normal(device, 9, 576),
+            "places": _places(device, 9, 64),
+            "latent": empty(device, 4, 16, 512, dtype=torch.uint8),
+            "rope": empty(device, 4, 16, 64),
+            "scale": empty(device, 4, 16, dtype=torch.float32),
+        }
+
+    def run(t: Tensors) -> None:
+        x = t["x"]
+        mla_write(x[:, :512], x[:, 512:], t["places"], t["latent"], t["rope"], t["scale"])
+
+    return Op("mla_write, E4M3", make, run, ("latent", "rope", "scale"))
+
+
+def _kv_write() -> Op:
+    def make(device: torch.device) -> Tensors:
+        caches = {name: empty(device, 4, 8, 3, 96) for name in ("k_cache", "v_cache")}
+        rows = {name: normal(device, 7, 3, 96) for name in ("k", "v")}
+        return {**rows, "places": _places(device, 7, 32), **caches}
+
+    def run(t: Tensors) -> None:
+        kv_write(t["k"], t["v"], t["places"], t["k_cache"], t["v_cache"])
+
+    return Op("kv_write", make, run, ("k_cache", "v_cache"))
+
+
+def _embed() -> Op:
+    def make(device: torch.device) -> Tensors:
+        H = large(device, 7168, 40)
+        ids = integers(device, 99, 5, dtype=torch.int64)
+        return {"ids": ids, "table": normal(device, 99, H), "out": empty(device, 5, H)}
+
+    return Op("embed", make, lambda t: embed(t["ids"], t["table"], t["out"]))
+
+
+def _silu() -> Op:
+    def make(device: torch.device) -> Tensors:
+        return {"x": normal(device, 5, 2 * 2500), "out": empty(device, 5, 2500)}
+
+    return Op("silu_mul", make, lambda t: silu_mul(t["x"], t["out"]))
+
+
+def _sample(*limits: str) -> Op:
+    def make(device: torch.device) -> Tensors:
+        T, V = 4, large(device, 129_280, 5000)
+        return {
+            "logits": normal(device, T, V, dtype=torch.float32) * 3,
+            "state": integers(device, 1 << 40, 2, dtype=torch.int64),
+            "heat": torch.rand(T, device=device).round(decimals=1),  # some 0: greedy
+            "top_k": integers(device, 90, T, dtype=torch.int32),
+            "top_p": torch.rand(T, device=device),
+            "out": empty(device, T, dtype=torch.int64),
+        }
+
+    def run(t: Tensors) -> torch.Tensor:
+        bounds = {name: t[name] for name in limits}
+        return sample(t["logits"], t["state"], t["heat"], **bounds, out=t["out"])
+
+    return Op(" ".join(("sample", *limits)), make, run)
+
+
+def _greedy() -> Op:
+    def make(device: torch.device) -> Tensors:
+        V = large(device, 129_280, 5000)
+        return {"logits": normal(device, 4, V), "out": empty(device, 4, dtype=torch.int64)}
+
+    return Op("greedy", make, lambda t: greedy(t["logits"], t["out"]))
+
+
+def _quantize() -> Op:
+    return Op(
+        "quantize_fp8", lambda d: {"x": normal(d, 21, 320)}, lambda t: quantize_fp8(t["x"]), ()
+    )
+
+
+def _read() -> Op:
+    def make(device: torch.device) -> Tensors:
+        return {"x": integers(device, 99, 50_000, dtype=torch.int32)}
+
+    return Op("read", make, lambda t: read(t["x"]), ())
+
+
+AROUND = (
+    _route(1), _route(7), _route(70), _router(128, RouterSpec(8)), _router(60, RouterSpec(4)),
+    _gate(1, torch.float32), _gate(5, BF16), _gate(40, torch.float32), _sort(13), _sort(400),
+    _rows("permute", 2500), _rows("unpermute", 2500), _norm(7168), _norm(100), _silu(), _embed(),
+    _rope(False), _rope(True), _mla_write(), _kv_write(), _greedy(), _sample(), _sample("top_k"),
+    _sample("top_p"), _sample("top_k", "top_p"), _quantize(), _read(),
+)  # fmt: skip

@@ -1,0 +1,143 @@
+"""The attention rows of ``ops.py``: decode and prefill, latent and grouped, both kinds of cache."""
+
+from __future__ import annotations
+
+import torch
+
+from pykernels.gpu.gqa_decode import gqa_decode
+from pykernels.gpu.gqa_prefill import gqa_prefill
+from pykernels.gpu.mla_decode import mla_decode
+from pykernels.gpu.mla_prefill import mla_prefill
+from pykernels.shapes import Ragged
+
+from .ops import BF16, FP8, Op, Tensors, empty, large, normal
+
+B, PAGE = 3, 16
+
+
+def _cache(device: torch.device, name: str, fp8: bool, pages: int, *token: int) -> Tensors:
+    """Pages, with their scales as "<name>_scale" for E4M3."""
+    values = normal(device, pages, PAGE, *token, dtype=FP8 if fp8 else BF16)
+    found = {name: values}
+    if fp8:
+        found[f"{name}_scale"] = torch.rand(values.shape[:-1], device=device) + 0.5
+    return found
+
+
+def _table(device: torch.device, most: int) -> Tensors:
+    """Pages in random order for B sequences of up to ``most`` tokens, and their lengths."""
+    pages = most // PAGE
+    return {
+        "table": torch.randperm(B * pages, device=device).view(B, pages).int(),
+        "lengths": torch.randint(1, most + 1, (B,), device=device).int(),
+    }
+
+
+def _mla_decode(heads: int, fp8: bool = False) -> Op:
+    def make(device: torch.device) -> Tensors:
+        L, R, most = large(device, 512, 64), large(device, 64, 16), large(device, 2048, 96)
+        NH = large(device, heads, max(3, heads // 8))
+        return {
+            "q": normal(device, B, NH, L),
+            "q_rope": normal(device, B, NH, R),
+            **_cache(device, "latent", fp8, B * most // PAGE, L),
+            **_cache(device, "rope", False, B * most // PAGE, R),
+            **_table(device, most),
+            "out": empty(device, B, NH, L),
+        }
+
+    def run(t: Tensors) -> torch.Tensor:
+        given = (t["q"], t["q_rope"], t["latent"], t["rope"], t["table"], t["lengths"])
+        return mla_decode(*given, scale=0.07, latent_scale=t.get("latent_scale"), out=t["out"])
+
+    return Op(f"mla_decode, {heads} heads, {'E4M3' if fp8 else 'bf16'}", make, run)
+
+
+def _gqa_decode(fp8: bool = False, window: int | None = None) -> Op:
+    def make(device: torch.device) -> Tensors:
+        NH, KVH, D = large(device, 32, 6), large(device, 8, 2), large(device, 128, 32)
+        most = large(device, 4096, 96)
+        return {
+            "q": normal(device, B, NH, D),
+            **_cache(device, "k", fp8, B * most // PAGE, KVH, D),
+            **_cache(device, "v", fp8, B * most // PAGE, KVH, D),
+            **_table(device, most),
+            "out": empty(device, B, NH, D),
+        }
+
+    def run(t: Tensors) -> torch.Tensor:
+        scales = {name: t.get(name) for name in ("k_scale", "v_scale")}
+        given = (t["q"], t["k"], t["v"], t["table"], t["lengths"])
+        return gqa_decode(*given, scale=0.1, window=window, **scales, out=t["out"])
+
+    kind = "E4M3" if fp8 else "bf16"
+    return Op(f"gqa_decode, {kind}{', window' if window else ''}", make, run)
+
+
+def _where(device: torch.device, most: int) -> Tensors:
+    """Queries behind prefixes; each sequence's rows at the end of a place for ``most``."""
+    queries = torch.randint(1, most + 1, (B,), device=device)
+    keys = (queries + torch.randint(0, most, (B,), device=device)).clamp(max=most)
+    ends = torch.arange(1, B + 1, device=device) * most
+    found = {"q_starts": ends - queries, "q_lengths": queries}
+    found |= {"k_starts": ends - keys, "k_lengths": keys}
+    return {name: x.int() for name, x in found.items()}
+
+
+def _batch(t: Tensors, most: int) -> Ragged:
+    names = ("q_starts", "q_lengths", "k_lengths")
+    keys = {"page_table": t["table"]} if "table" in t else {"k_starts": t["k_starts"]}
+    return Ragged(*(t[name] for name in names), most, **keys)
+
+
+def _gqa_prefill(paged: bool = False, fp8: bool = False, window: int | None = None) -> Op:
+    def make(device: torch.device) -> Tensors:
+        NH, KVH, D = large(device, 8, 4), 2, large(device, 128, 32)
+        most = large(device, 512, 48)
+        given = {"q": normal(device, B * most, NH, D), "out": empty(device, B * most, NH, D)}
+        given |= _where(device, most)
+        if paged:
+            given["table"] = _table(device, most)["table"]
+            for name in "kv":
+                given |= _cache(device, name, fp8, B * most // PAGE, KVH, D)
+        else:
+            given |= {name: normal(device, B * most, KVH, D) for name in "kv"}
+        return given
+
+    def run(t: Tensors) -> torch.Tensor:
+        scales = {name: t.get(name) for name in ("k_scale", "v_scale")}
+        batch = _batch(t, t["q"].shape[0] // B)
+        given = (t["q"], t["k"], t["v"], batch)
+        return gqa_prefill(*given, scale=0.1, window=window, **scales, out=t["out"])
+
+    words = ["gqa_prefill", *["pages"] * paged, *["E4M3"] * fp8, *["window"] * bool(window)]
+    return Op(", ".join(words), make, run)
+
+
+def _mla_prefill() -> Op:
+    def make(device: torch.device) -> Tensors:
+        NH, D, R = large(device, 8, 3), large(device, 128, 32), large(device, 64, 16)
+        rows = B * large(device, 512, 48)
+        return {
+            "q": normal(device, rows, NH, D),
+            "q_rope": normal(device, rows, NH, R),
+            "kv": normal(device, rows, NH, 2 * D),
+            "k_rope": normal(device, rows, R),
+            "out": empty(device, rows, NH, D),
+            **_where(device, rows // B),
+        }
+
+    def run(t: Tensors) -> torch.Tensor:
+        k, v = t["kv"].split(t["q"].shape[-1], -1)
+        batch = _batch(t, t["q"].shape[0] // B)
+        given = (t["q"], t["q_rope"], k, t["k_rope"], v, batch)
+        return mla_prefill(*given, scale=0.07, out=t["out"])
+
+    return Op("mla_prefill", make, run)
+
+
+ATTENTION = (
+    _mla_decode(128), _mla_decode(16), _mla_decode(128, fp8=True), _mla_decode(16, fp8=True),
+    _gqa_decode(), _gqa_decode(window=50), _gqa_decode(fp8=True), _mla_prefill(), _gqa_prefill(),
+    _gqa_prefill(window=20), _gqa_prefill(paged=True), _gqa_prefill(paged=True, fp8=True),
+)  # fmt: skip

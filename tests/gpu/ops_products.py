@@ -1,0 +1,109 @@
+"""The matrix products of ``ops.py``: routed experts and quantized linears, every kind of weight."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from pykernels.gpu import moe
+from pykernels.gpu.linear import linear
+from pykernels.gpu.matrices import Matrices, empty_for_gpu
+from pykernels.quant import Format, get_format
+
+from .ops import Op, Tensors, choices, empty, large, normal
+
+FORMATS = ("bf16", "fp8", "int8", "int4", "int4-g128", "q4_k", "q6_k")
+
+
+def _stack(
+    name: str, fmt: Format, count: int, N: int, K: int, device: torch.device
+) -> tuple[Matrices, Tensors]:
+    """A layout without its tensors' storage, and random tensors for it."""
+    stack = empty_for_gpu(fmt, count, N, K, device)
+    data, scale = stack.data, stack.scale
+    if stack.kind in ("bf16", "fp8"):
+        data = normal(device, *data.shape, dtype=data.dtype)
+    else:  # any byte is a code; K-quants' scales are bytes among them, kept from Inf and NaN
+        data = torch.randint(0, 40, data.shape, device=device).to(data.dtype)
+    found = {f"{name} data": data}
+    if scale is not None:
+        found[f"{name} scale"] = (torch.rand(scale.shape, device=device) / K).to(scale.dtype)
+    return stack, found
+
+
+def _filled(stack: Matrices, name: str, given: Tensors) -> Matrices:
+    return replace(stack, data=given[f"{name} data"], scale=given.get(f"{name} scale"))
+
+
+def _experts(name: str, T: int, activations: str = "bf16", table: bool = False) -> Op:
+    """A layer of 5 experts, or of 3 slots that a table deals out."""
+    fmt, E, topk = get_format(name), 5, 2
+    count = 3 if table else E
+
+    def sizes(device: torch.device) -> tuple[int, int]:
+        H = large(device, 1536, 256 if name.endswith("_k") else 128)
+        return H, large(device, 768, 256 if name.endswith("_k") else 192)
+
+    def make(device: torch.device) -> Tensors:
+        H, inter = sizes(device)
+        given = {
+            "x": normal(device, T, H),
+            "ids": choices(device, T, topk, E),
+            "weights": torch.rand(T, topk, device=device),
+            "add": normal(device, T, H),
+            "out": empty(device, T, H),
+        }
+        if table:
+            slots = torch.tensor([0, 1, 2, -1, -1], device=device, dtype=torch.int32)
+            given["table"] = slots[torch.randperm(E, device=device)]
+        for part, n, N, K in (("gate_up", 2 * count, inter, H), ("down", count, H, inter)):
+            given |= _stack(part, fmt, n, N, K, device)[1]
+        return given
+
+    def run(t: Tensors) -> torch.Tensor:
+        H, inter = sizes(t["x"].device)
+        layer = moe.Experts.empty(fmt, count, H, inter, torch.device("meta"))
+        experts = replace(
+            layer,
+            gate_up=_filled(layer.gate_up, "gate_up", t),
+            down=_filled(layer.down, "down", t),
+            slots=t.get("table"),
+        )
+        given = (t["x"], t["ids"], t["weights"], experts)
+        return moe.moe_ffn(*given, activations=activations, add=t["add"], out=t["out"])
+
+    words = ("experts", name, f"{T} tokens", activations, *["slot table"] * table)
+    return Op(" ".join(words), make, run)
+
+
+def _linear(name: str, M: int, activations: str = "bf16") -> Op:
+    fmt = get_format(name)
+
+    def sizes(device: torch.device) -> tuple[int, int]:
+        return large(device, 1544, 72), large(device, 2048, 256)
+
+    def make(device: torch.device) -> Tensors:
+        N, K = sizes(device)
+        return {
+            "x": normal(device, M, K),
+            "bias": normal(device, N),
+            "out": empty(device, M, N),
+            **_stack("w", fmt, 1, N, K, device)[1],
+        }
+
+    def run(t: Tensors) -> torch.Tensor:
+        stack = empty_for_gpu(fmt, 1, *sizes(t["x"].device), torch.device("meta"))
+        weight = _filled(stack, "w", t)
+        return linear(t["x"], weight, t["bias"], activations=activations, out=t["out"])
+
+    return Op(f"linear {name} {M} rows {activations}", make, run)
+
+
+_KINDS = [*((name, "bf16") for name in FORMATS), ("fp8", "fp8")]
+PRODUCTS = (
+    *(_experts(name, T, how) for name, how in _KINDS for T in (1, 150)),
+    _experts("int4", 20, table=True),
+    _experts("bf16", 20, table=True),
+    *(_linear(name, M, how) for name, how in _KINDS for M in (1, 3, 16, 300)),
+)

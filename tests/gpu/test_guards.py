@@ -1,0 +1,75 @@
+"""No op writes beside its results, and what lies beside its inputs changes nothing."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from .ops import AROUND, Op, Tensors, bits
+from .ops_attention import ATTENTION
+from .ops_products import PRODUCTS
+
+GUARD = 4096
+"""Bytes on either side of every tensor."""
+FILLS = (0xFF, 0x3C)
+"""NaN and -1 everywhere; small numbers everywhere."""
+
+_SLOW = re.compile("300 rows|16 rows|150 tokens|route 70|experts (int8|int4-g128|q)|E4M3, window")
+"""What takes the interpreter long, and shows little more than its neighbours."""
+
+
+def _row(op: Op) -> object:
+    return pytest.param(op, id=op.name, marks=[pytest.mark.gpu] * bool(_SLOW.search(op.name)))
+
+
+OPS = [_row(op) for op in (*AROUND, *PRODUCTS, *ATTENTION)]
+
+
+class Guarded:
+    """Copies of tensors, each in the middle of an allocation of its own."""
+
+    def __init__(self, given: Tensors, fill: int) -> None:
+        self.fill = fill
+        self.rooms = {
+            name: torch.full((2 * GUARD + x.nbytes,), fill, dtype=torch.uint8, device=x.device)
+            for name, x in given.items()
+        }
+        self.tensors = {
+            name: self._inside(name).view(x.dtype).view(x.shape) for name, x in given.items()
+        }
+        for name, x in given.items():
+            self.tensors[name].copy_(x)
+
+    def _inside(self, name: str) -> torch.Tensor:
+        return self.rooms[name][GUARD:-GUARD]
+
+    def check(self) -> None:
+        for name, room in self.rooms.items():
+            for side, guard in (("before", room[:GUARD]), ("behind", room[-GUARD:])):
+                touched = (guard != self.fill).nonzero()
+                assert not len(touched), f"{len(touched)} bytes {side} {name} were written"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_only_results_are_written_and_only_inputs_are_read(op: Op, device: torch.device) -> None:
+    given = op.make(device)
+    found = []
+    for fill in FILLS:
+        guarded = Guarded(given, fill)
+        found.append([bits(x) for x in op.results(guarded.tensors)])
+        guarded.check()
+        for name, x in given.items():
+            if name not in op.written:
+                assert torch.equal(bits(guarded.tensors[name]), bits(x)), f"{name} was changed"
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other), "the result depends on what lies beside the inputs"
+
+
+def test_a_guard_notices_a_byte(device: torch.device) -> None:
+    guarded = Guarded({"x": torch.zeros(5, dtype=torch.bfloat16, device=device)}, 0xFF)
+    guarded.check()
+    guarded.rooms["x"][GUARD + 10] = 0
+    with pytest.raises(AssertionError, match="1 bytes behind x"):
+        guarded.check()

@@ -1,0 +1,129 @@
+"""``supports(...)`` of every op: None, or one clear line for a dtype, a shape or a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from pykernels.errors import PykernelsError
+from pykernels.gpu import (
+    activation,
+    embedding,
+    gate,
+    gqa_decode,
+    kv_write,
+    launch,
+    linear,
+    mla_decode,
+    moe,
+    norm,
+    permute,
+    rope,
+    router,
+    sampling,
+)
+from pykernels.quant import get_format
+from pykernels.shapes import MoEShape, RouterSpec
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+LAYER = MoEShape(E=4, H=256, I=256, topk=2)
+
+
+def _zeros(d: torch.device, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.zeros(shape, device=d, dtype=dtype)
+
+
+def _gqa(d: torch.device, D: int = 32, dtype: torch.dtype = BF16) -> str | None:
+    cache, table = _zeros(d, 3, 16, 2, D, dtype=dtype), _zeros(d, 1, 3, dtype=torch.int32)
+    where = (table, _zeros(d, 1, dtype=torch.int32))
+    return gqa_decode.supports(_zeros(d, 1, 4, D), cache, cache, *where, scale=0.1)
+
+
+def _mla(d: torch.device, dtype: torch.dtype = BF16) -> str | None:
+    q, q_rope = _zeros(d, 1, 4, 64), _zeros(d, 1, 4, 16)
+    caches = _zeros(d, 3, 16, 64, dtype=dtype), _zeros(d, 3, 16, 16)
+    where = _zeros(d, 1, 3, dtype=torch.int32), _zeros(d, 1, dtype=torch.int32)
+    return mla_decode.supports(q, q_rope, *caches, *where, scale=0.1)
+
+
+FLOAT = torch.float32
+# op, what it takes, what it does not, and a word of the reason
+ROWS = [
+    ("silu_mul", lambda d: activation.supports(_zeros(d, 2, 8)),
+     lambda d: activation.supports(_zeros(d, 2, 7)), "2I"),
+    ("embed", lambda d: embedding.supports(_zeros(d, 2, dtype=torch.int64), _zeros(d, 9, 8)),
+     lambda d: embedding.supports(_zeros(d, 2, dtype=FLOAT), _zeros(d, 9, 8)), "ids are"),
+    ("router_logits", lambda d: gate.supports(_zeros(d, 2, 8), _zeros(d, 4, 8)),
+     lambda d: gate.supports(_zeros(d, 2, 8).half(), _zeros(d, 4, 8)), "float16"),
+    ("kv_write", lambda d: kv_write.supports(_zeros(d, 2, 1, 8), _zeros(d, 3, 4, 1, 8), None, "k"),
+     lambda d: kv_write.supports(_zeros(d, 2, 1, 8), _zeros(d, 3, 4, 1, 8).to(FP8), None, "k"),
+     "without scales"),
+    ("rms_norm", lambda d: norm.supports(_zeros(d, 2, 8), _zeros(d, 8)),
+     lambda d: norm.supports(_zeros(d, 2, 40000), _zeros(d, 40000)), "wider"),
+    ("sort_slots", lambda d: permute.supports(_zeros(d, 2, 8, dtype=torch.int32)),
+     lambda d: permute.supports(_zeros(d, 2, 8)), "ids are"),
+    ("rope", lambda d: rope.supports(_zeros(d, 2, 3, 8), _zeros(d, 4, dtype=FLOAT)),
+     lambda d: rope.supports(_zeros(d, 2, 3, 8), _zeros(d, 5, dtype=FLOAT)), "5 frequencies"),
+    ("router", lambda d: router.supports(_zeros(d, 2, 8, dtype=FLOAT), RouterSpec(2), None),
+     lambda d: router.supports(_zeros(d, 2, 8192, dtype=FLOAT), RouterSpec(2), None), "8192"),
+    ("sample", lambda d: sampling.supports(_zeros(d, 2, 8)),
+     lambda d: sampling.supports(_zeros(d, 2, 0)), "vocabulary of 0"),
+    ("linear", lambda d: linear.supports("int4", 256, d),
+     lambda d: linear.supports("mxfp4", 256, d), "no GPU layout"),
+    ("linear's inputs", lambda d: linear.supports("q4_k", 512, d),
+     lambda d: linear.supports("q4_k", 384, d), "multiples of 256"),
+    ("linear's activations", lambda d: linear.supports("fp8", 256, d, "fp8"),
+     lambda d: linear.supports("int8", 256, d, "fp8"), "fp8 activations"),
+    ("experts", lambda d: moe.supports(LAYER, get_format("q6_k"), d),
+     lambda d: moe.supports(LAYER, get_format("q5_k"), d), "no GPU layout"),
+    ("gqa_decode", _gqa, lambda d: _gqa(d, D=300), "heads of 300"),
+    ("gqa_decode's cache", _gqa, lambda d: _gqa(d, dtype=torch.float16), "float16"),
+    ("mla_decode", _mla, lambda d: _mla(d, dtype=FP8), "latent_scale is not"),
+]  # fmt: skip
+IDS = [row[0] for row in ROWS]
+
+
+@pytest.mark.parametrize(("op", "good", "bad", "word"), ROWS, ids=IDS)
+def test_a_reason_is_one_line(op: str, good, bad, word: str, device: torch.device) -> None:
+    assert good(device) is None
+    why = bad(device)
+    assert why and word in why and "\n" not in why
+
+
+GPUS = [
+    ((7, 5), "compute capability 7.5 is below 8.0"),
+    ((8, 0), None),
+    ((8, 6), None),
+    ((12, 0), None),
+]
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """As if Triton did not interpret."""
+    monkeypatch.setattr(launch, "interpreted", lambda: False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(("capability", "reason"), GPUS, ids=[str(row[0]) for row in GPUS])
+def test_gpus(capability, reason: str | None, compiled: pytest.MonkeyPatch) -> None:
+    compiled.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    found = launch.supports(torch.device("cuda:0"))
+    assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize(("op", "good", "bad", "word"), ROWS, ids=IDS)
+def test_a_cpu_is_no_gpu(op: str, good, bad, word: str, compiled: pytest.MonkeyPatch) -> None:
+    assert "CUDA GPU, not on cpu" in good(torch.device("cpu"))
+
+
+def test_without_triton(compiled: pytest.MonkeyPatch) -> None:
+    compiled.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "Triton is not installed" in str(launch.supports(torch.device("cuda:0")))
+
+
+def test_a_launcher_says_where_it_runs(compiled: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PykernelsError, match="no GPU kernel runs here"):
+        activation.silu_mul(torch.zeros(2, 8))
