@@ -59,15 +59,13 @@ class PrefillPlan:
     Attributes:
         rows, keys: of a block.
         warps, stages: Triton's num_warps and num_stages.
-        by_hand: the kernel for Hopper that takes exponentials while products run: 128 rows, 64 or
-            128 keys, 8 warps; ``stages`` means nothing to it.
-        specialised: the kernel for Hopper whose warps copy or multiply: 128 rows, 64 or 128 keys;
+        by_hand: the kernel for Hopper whose warps copy or multiply: 128 rows, 64 or 128 keys;
             ``warps`` and ``stages`` mean nothing to it, and the following to no other.
         persistent: one program an SM takes tile after tile.
         turns: its two groups take turns with their products: 0 not, 1 with scores and values,
             2 with scores.
         settle: exponentials are kept before the wait for the values' products.
-        late: shares become bf16 where they are multiplied, not where they are computed.
+        wide: results are written 16 bytes a lane.
     """
 
     rows: int
@@ -75,11 +73,10 @@ class PrefillPlan:
     warps: int
     stages: int
     by_hand: bool = False
-    specialised: bool = False
     persistent: bool = True
     turns: int = 1
     settle: bool = True
-    late: bool = True
+    wide: bool = True
 
 
 @functools.cache
@@ -142,25 +139,29 @@ def gqa_decode_plan(rows: int, D: int, fp8: bool, device: torch.device) -> Decod
     return DecodePlan(rows=tile, keys=keys, warps=4, stages=stages, per_sm=2 if tile < 64 else 1)
 
 
-def by_hand_takes_prefill(D: int, DV: int, R: int, device: torch.device) -> bool:
-    """Whether ``PrefillPlan.by_hand`` can run, apart from how its tensors lie: Hopper only."""
+def by_hand_takes_prefill(D: int, DV: int, R: int, page: int, device: torch.device) -> bool:
+    """Whether ``PrefillPlan.by_hand`` can run, apart from how its tensors lie: Hopper only.
+
+    Its copies are of whole pages; less than eight rows are no tile of shared memory.
+    """
     sizes = D in (64, 128, 256) and DV in (64, 128, 256) and R in (0, 64)
-    return arch(device)[0] == 9 and sizes
+    return arch(device)[0] == 9 and sizes and (page == 0 or page >= 8)
 
 
 def prefill_plan(
-    D: int, DV: int, R: int, fp8: bool, aligned_rows: bool, device: torch.device
+    D: int, DV: int, R: int, fp8: bool, aligned_rows: bool, page: int, device: torch.device
 ) -> PrefillPlan:
     """For heads of D + R on values of DV.
 
     Args:
-        aligned_rows: keys are bf16, every head's at a multiple of 16 bytes.
+        aligned_rows: queries and keys are bf16, every head's at a multiple of 16 bytes.
+        page: keys of one, 0 without pages.
     """
     capability = arch(device)
     if capability == (0, 0):
         return _TINY_PREFILL
     large = D + R > 192 or DV > 128
-    if aligned_rows and by_hand_takes_prefill(D, DV, R, device):
+    if aligned_rows and by_hand_takes_prefill(D, DV, R, page, device):
         keys = 64 if large else 128
         return PrefillPlan(rows=128, keys=keys, warps=8, stages=1, by_hand=True)
     if capability[0] == 9:

@@ -198,18 +198,12 @@ def checked(
             f"heads of {D} on {k.shape[2]} and {DV}", "The kernel takes 16 to 256, q and k alike"
         )
     check_scores(scale, window, softcap)
-    rows = (page == 0 or D == DV) and _aligned(k, v, k_rope)
-    chosen = plan or prefill_plan(D, DV, R, scales[0] is not None, rows, device)
-    if chosen.by_hand and not (rows and by_hand_takes_prefill(D, DV, R, device)):
+    rows = _aligned(q, q_rope, k, v, k_rope)
+    chosen = plan or prefill_plan(D, DV, R, scales[0] is not None, rows, page, device)
+    if chosen.by_hand and not (rows and by_hand_takes_prefill(D, DV, R, page, device)):
         raise PykernelsError(
             f"the kernel by hand takes no heads of {D} + {R} and {DV} like these on this GPU",
             "Give a plan without by_hand",
-        )
-    rows = rows and page == 0 and _aligned(q, q_rope)
-    if chosen.specialised and not (rows and by_hand_takes_prefill(D, DV, R, device)):
-        raise PykernelsError(
-            f"the kernel of specialised warps takes no heads of {D} + {R} and {DV} like these",
-            "Give a plan without specialised",
         )
     return chosen
 
@@ -234,19 +228,11 @@ def launch(
     k_strides = (*k.stride()[:2], k_rope.stride(0) if k_rope is not None else 0, *v.stride()[:2])
     options = {"G": NH // KVH, "D": D, "DV": DV, "R": R, "KEYS": chosen.keys}
     options |= {"WINDOW": window is not None, "SOFTCAP": softcap is not None}
-    if chosen.specialised and k.shape[0]:  # copies of nothing cannot be described
-        from .attention_prefill_ws import launch_specialised  # Gluon: not in the interpreter
+    if chosen.by_hand and k.shape[0]:  # copies of nothing cannot be described
+        from .attention_prefill_hopper import launch_hopper  # Gluon: not in the interpreter
 
-        launch_specialised(q, q_rope, k, k_rope, v, batch, result, factors, options, chosen)
-        return result
-    if chosen.by_hand:
-        from .attention_prefill_hopper import prefill_hopper  # Gluon: not in the interpreter
-
-        prefill_hopper[grid](
-            q, q_rope, k, k_rope, v, *starts, table, result, *factors,
-            0 if table is None else table.stride(0), *q_strides, *k_strides,
-            *result.stride()[:2], **options, PAGE=page, num_warps=8,
-        )  # fmt: skip
+        options |= {"PAGE": page}
+        launch_hopper(q, q_rope, k, k_rope, v, batch, result, factors, options, chosen)
         return result
     _prefill[grid](
         q, q_rope, as_bytes(k), k_rope, as_bytes(v), *scales, *starts, table, result, *factors,

@@ -16,7 +16,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .attention_prefill_copies import STAGES, handed_out, tile_at
-from .attention_prefill_hopper import _scores, _settled
+
+
+def _lines(DV: int) -> gl.constexpr:
+    """64 rows of DV columns as the products leave them, but a lane's are eight beside each other.
+
+    Four lanes, which had two columns each of every eight, have exchanged them among themselves.
+    """
+    columns = [[0, 32], [0, 64], [0, 128]][: DV.bit_length() - 6]
+    return gl.constexpr(
+        gl.DistributedLinearLayout(
+            reg_bases=[[0, 1], [0, 2], [0, 4], *columns, [8, 0]],
+            lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+            warp_bases=[[16, 0], [32, 0]],
+            block_bases=[],
+            shape=[64, DV],
+        )
+    )
+
+
+LINES_64, LINES_128, LINES_256 = (_lines(DV) for DV in (64, 128, 256))
 
 
 @gluon.jit
@@ -37,6 +56,16 @@ def _pass_turn(WG: gl.constexpr):
     _barrier(
         "bar.arrive 10, 256; mov.b32 $0, $1;" if WG == 0 else "bar.arrive 9, 256; mov.b32 $0, $1;"
     )
+
+
+@gluon.jit
+def _scores(q, q_rope, k, k_rope, zeros, R: gl.constexpr):
+    """Begins the products of all rows with one block of keys."""
+    if R > 0:
+        s = warpgroup_mma(q_rope, k_rope.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        return warpgroup_mma(q, k.permute((1, 0)), s, is_async=True)
+    else:
+        return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -64,6 +93,22 @@ def _softmax(
 
 
 @gluon.jit
+def _settled(total):
+    """``total``, computed before any wait that follows.
+
+    ptxas hoists a wait for products before exponentials that do not need them, and nothing runs
+    beside the products any more. It does not hoist it over a store to shared memory that may be:
+    this one does if the sum of the exponentials is negative, which it never is. (A trap instead of
+    the store makes it wait after every single product.)
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred q; .reg .u32 a; setp.lt.f32 q, $1, 0f00000000; mov.u32 a, 0;"
+        " @q st.shared.f32 [a], $1; mov.b32 $0, $1; }",
+        "=f,f", [total], dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _operand(p, VALUES: gl.constexpr):
     """Shares as the left operand of the product with values."""
     return gl.convert_layout(p.to(gl.bfloat16), gl.DotOperandLayout(0, VALUES, 2))
@@ -74,7 +119,7 @@ def _steps(
     q, q_rope, ks, k_ropes, vs, zeros, k_full, k_empty, v_full, v_empty, p, m, total, acc, c,
     n, count, at_q, keys, inner, outer, window, R: gl.constexpr, KEYS: gl.constexpr,
     MASKED: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, WG: gl.constexpr,
-    TURNS: gl.constexpr, SETTLE: gl.constexpr, LATE: gl.constexpr,
+    TURNS: gl.constexpr, SETTLE: gl.constexpr,
 ):  # fmt: skip
     """``count`` blocks from ``n`` downwards: their scores, and the values of the one before."""
     VALUES: gl.constexpr = acc.type.layout
@@ -89,8 +134,7 @@ def _steps(
         token = _scores(q, q_rope, ks.index(k_at), k_ropes.index(k_at), zeros, R)
         if TURNS == 2:
             _pass_turn(WG)
-        if LATE:
-            p = _operand(p, VALUES)
+        p = _operand(p, VALUES)
         mbarrier.wait(v_full.index(v_at), v_phase)
         pending = warpgroup_mma(p, vs.index(v_at), acc, is_async=True)
         if TURNS == 1:
@@ -101,8 +145,6 @@ def _steps(
             s, n * KEYS, at_q, keys, m, total, inner, outer, window,
             KEYS, MASKED, WINDOW, SOFTCAP,
         )  # fmt: skip
-        if not LATE:
-            p_next = _operand(p_next, VALUES)
         if SETTLE:
             total = _settled(total)
         acc, p = warpgroup_mma_wait(0, deps=[pending, p])
@@ -114,17 +156,27 @@ def _steps(
 
 
 @gluon.jit
+def _store(acc, out, q_row, i, queries, o_t, DV: gl.constexpr, WIDE: gl.constexpr):
+    """64 rows of the result. Lanes exchange what they have first, to write 16 bytes each."""
+    LINES: gl.constexpr = LINES_64 if DV == 64 else LINES_128 if DV == 128 else LINES_256
+    L: gl.constexpr = LINES if WIDE else acc.type.layout
+    y = gl.convert_layout(acc.to(out.dtype.element_ty), L)
+    row = i + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
+    col = gl.arange(0, DV, layout=gl.SliceLayout(0, L))
+    to = out + ((q_row + row).to(gl.int64) * o_t)[:, None] + col[None, :]
+    gl.store(to, y, mask=(row < queries)[:, None])
+
+
+@gluon.jit
 def products(
     q_start_ptr, q_length_ptr, k_length_ptr, out_ptr, inner, outer, window, o_t, o_h,
     B, blocks, tiles, at_a_time,
     qs, q_ropes, ks, k_ropes, vs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    nexts, n_full, n_empty, R: gl.constexpr, KEYS: gl.constexpr, WINDOW: gl.constexpr,
-    PERSISTENT: gl.constexpr,
-    SOFTCAP: gl.constexpr, TURNS: gl.constexpr, SETTLE: gl.constexpr, LATE: gl.constexpr,
-    WG: gl.constexpr,
+    nexts, n_full, n_empty, DV: gl.constexpr, R: gl.constexpr, KEYS: gl.constexpr,
+    WINDOW: gl.constexpr, PERSISTENT: gl.constexpr, SOFTCAP: gl.constexpr, TURNS: gl.constexpr,
+    SETTLE: gl.constexpr, WIDE: gl.constexpr, WG: gl.constexpr,
 ):  # fmt: skip
     """What each of the two warpgroups does for its 64 queries."""
-    DV: gl.constexpr = vs.shape[2]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     S_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -173,41 +225,35 @@ def products(
                     s, (hi - 1) * KEYS, at_q, keys, m, total, inner, outer, window,
                     KEYS, True, WINDOW, SOFTCAP,
                 )  # fmt: skip
-                if not LATE:
-                    p = _operand(p, VALUES)
                 n = hi - 2
                 p, m, total, acc, c, n = _steps(
                     q, q_rope, ks, k_ropes, vs, zeros, k_full, k_empty, v_full, v_empty, p, m,
                     total, acc, c, n, hi - 1 - mid, at_q, keys, inner, outer, window, R, KEYS, True,
-                    WINDOW, SOFTCAP, WG, TURNS, SETTLE, LATE,
+                    WINDOW, SOFTCAP, WG, TURNS, SETTLE,
                 )  # fmt: skip
                 p, m, total, acc, c, n = _steps(
                     q, q_rope, ks, k_ropes, vs, zeros, k_full, k_empty, v_full, v_empty, p, m,
                     total, acc, c, n, mid - low, at_q, keys, inner, outer, window, R, KEYS, False,
-                    WINDOW, SOFTCAP, WG, TURNS, SETTLE, LATE,
+                    WINDOW, SOFTCAP, WG, TURNS, SETTLE,
                 )  # fmt: skip
                 if WINDOW:
                     p, m, total, acc, c, n = _steps(
                         q, q_rope, ks, k_ropes, vs, zeros, k_full, k_empty, v_full, v_empty, p, m,
                         total, acc, c, n, low - lo, at_q, keys, inner, outer, window, R, KEYS, True,
-                        WINDOW, SOFTCAP, WG, TURNS, SETTLE, LATE,
+                        WINDOW, SOFTCAP, WG, TURNS, SETTLE,
                     )  # fmt: skip
                 mbarrier.arrive(q_empty, count=1)
                 v_at = c % STAGES
                 mbarrier.wait(v_full.index(v_at), c // STAGES & 1)
                 c += 1
-                if LATE:
-                    p = _operand(p, VALUES)
+                p = _operand(p, VALUES)
                 pending = warpgroup_mma(p, vs.index(v_at), acc, is_async=True)
                 acc, p = warpgroup_mma_wait(0, deps=[pending, p])
                 mbarrier.arrive(v_empty.index(v_at), count=1)
                 scale = 1 / gl.where(total == 0, 1.0, total)
             acc = acc * gl.convert_layout(scale, V_ROW)[:, None]
-            row = i + gl.arange(0, 64, layout=V_ROW)
-            col = gl.arange(0, DV, layout=gl.SliceLayout(0, VALUES))
-            q_row = gl.load(q_start_ptr + b).to(gl.int64)
-            to = out_ptr + ((q_row + row) * o_t + head * o_h)[:, None] + col[None, :]
-            gl.store(to, acc.to(out_ptr.dtype.element_ty), mask=(row < queries)[:, None])
+            q_row = gl.load(q_start_ptr + b)
+            _store(acc, out_ptr + head * o_h, q_row, i, queries, o_t, DV, WIDE)
         if PERSISTENT:
             tile = handed_out(nexts, n_full, n_empty, turn)
             turn += 1

@@ -57,7 +57,7 @@ def described(arg: Any) -> tuple[str, bool]:
     if isinstance(arg, torch.Tensor):
         return f"*{_TYPES[arg.dtype]}", True
     if hasattr(arg, "block_shape"):  # a host descriptor of the tensor memory accelerator
-        layout = f",{arg.layout!r}" if hasattr(arg, "layout") else ""  # Gluon's have one
+        layout = f",{arg.layout!r}" if hasattr(arg, "layout") else ""  # Gluon's name theirs
         return f"tensordesc<{_TYPES[arg.base.dtype]}{list(arg.block_shape)}{layout}>", False
     if hasattr(arg, "dtype") and hasattr(arg, "base"):  # triton.reinterpret of a tensor
         return f"*{_NAMED.get(str(arg.dtype), str(arg.dtype))}", True

@@ -16,8 +16,12 @@ from __future__ import annotations
 import types
 from typing import Any
 
+import numpy as np
 import triton
 import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
+
+from . import gluon_roles
 
 WIDE = tl.float32  # the interpreter multiplies bf16 as integers
 
@@ -27,7 +31,8 @@ class Threads:
 
     def __init__(self) -> None:
         self.boxes: list[Box] = []
-        self.products: list[list[Box]] = []  # begun and not waited for, the oldest first
+        self.products: list[tuple[str, list[Box]]] = []  # begun and not waited for, oldest first
+        self.role = ""  # which part of a program's warps is running
 
     def wait_group(self, outstanding: int) -> None:
         assert outstanding == 0
@@ -36,54 +41,81 @@ class Threads:
 
     def barrier(self) -> None:
         for box in self.boxes:
-            if "wait" not in box.owes:
+            if "wait" not in box.owes and box.writer == self.role:
                 box.owes.discard("barrier")
-            box.read = False
+            box.readers.discard(self.role)
 
     def fence(self) -> None:
         for box in self.boxes:
-            if "wait" not in box.owes:
+            if "wait" not in box.owes and box.writer == self.role:
                 box.owes.discard("fence")
 
     def mma(self, a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
         boxes = [x for x in (a, b) if isinstance(x, Box)]
         for box in boxes:
-            assert not box.source.owes, f"a product reads what still owes a {box.source.owes}"
-        self.products.append([box.source for box in boxes])
+            owes = box.source.owes
+            assert not owes, f"a product reads what still owes a {owes}"
+        self.products.append((self.role, [box.source for box in boxes]))
         a, b = (x.value.to(WIDE) if isinstance(x, Box) else x.to(WIDE) for x in (a, b))
         return tl.dot(a, b, acc) if use_acc else tl.dot(a, b)
 
     def wait_mma(self, outstanding: int, deps: list[Any]) -> Any:
-        while len(self.products) > outstanding:
-            for box in self.products.pop(0):
-                box.read = True
+        mine = [product for product in self.products if product[0] == self.role]
+        for product in mine[: len(mine) - outstanding]:
+            self.products.remove(product)
+            for box in product[1]:
+                box.readers.add(self.role)
         return deps[0] if len(deps) == 1 else tuple(deps)
 
 
 class Box:
-    """Shared memory: one value, or several by ``index``."""
+    """Shared memory: an array, of which ``index``, ``slice`` and ``permute`` are views.
 
-    def __init__(self, threads: Threads, shape: list[int], source: Box | None = None) -> None:
-        self.threads, self.source = threads, source or self
-        self.shape = [int(getattr(n, "value", n)) for n in shape]
+    Account is kept of whole boxes, and of the parts of one by ``index``.
+    """
+
+    def __init__(
+        self, threads: Threads, dtype: Any, data: np.ndarray, source: Box | None = None
+    ) -> None:
+        self.threads, self.dtype, self.data, self.source = threads, dtype, data, source or self
         self.parts: dict[int, Box] = {}
-        self.value: Any = None
         self.owes: set[str] = set()
-        self.read = False  # by a product that was waited for, and no barrier since
+        self.writer = ""
+        self.readers: set[str] = set()  # waited for their products, had no barrier since
         threads.boxes.append(self)
 
+    @property
+    def value(self) -> Any:
+        kind = tl.block_type(self.dtype, list(self.data.shape))
+        return tl.tensor(TensorHandle(self.data.copy(), self.dtype), kind)
+
     def index(self, at: Any) -> Box:
-        number = int(at.handle.data.item()) if isinstance(at, tl.tensor) else int(at)
-        assert 0 <= number < self.shape[0]
+        number = whole(at)
+        assert 0 <= number < len(self.data)
         if number not in self.parts:
-            self.parts[number] = Box(self.threads, self.shape[1:])
+            self.parts[number] = Box(self.threads, self.dtype, self.data[number])
         return self.parts[number]
 
+    def slice(self, start: Any, length: Any, dim: int = 0) -> Box:
+        at = [slice(None)] * self.data.ndim
+        at[dim] = slice(whole(start), whole(start) + whole(length))
+        return Box(self.threads, self.dtype, self.data[tuple(at)], self.source)
+
+    def permute(self, order: tuple[int, int]) -> Box:
+        return Box(self.threads, self.dtype, self.data.transpose(order), self.source)
+
     def _write(self, value: Any, owes: set[str]) -> None:
-        assert [int(n) for n in value.shape] == self.shape
-        assert not any(self in boxes for boxes in self.threads.products), "a product still reads it"
-        assert not self.read, "another warp's product may still read it"
-        self.value, self.owes = value, owes
+        box = self.source
+        reading = [boxes for _, boxes in self.threads.products]
+        assert not any(box in boxes for boxes in reading), "a product still reads it"
+        assert not box.readers, "another warp's product may still read it: no barrier since"
+        assert list(value.shape) == list(self.data.shape)
+        self.data[...] = value.handle.data
+        box.owes, box.writer = box.owes | owes, self.threads.role
+
+    def load(self, layout: Any = None) -> Any:
+        assert "wait" not in self.source.owes, "a load before what it waits for"
+        return self.value
 
     def store(self, value: Any) -> None:
         self._write(value, {"barrier", "fence"})
@@ -91,11 +123,21 @@ class Box:
     def copy(self, value: Any) -> None:
         self._write(value, {"wait", "barrier", "fence"})
 
-    def permute(self, order: tuple[int, int]) -> Box:
-        assert tuple(order) == (1, 0)
-        turned = Box(self.threads, self.shape[::-1], self)
-        turned.value = tl.trans(self.value)
-        return turned
+    def arrives(self, value: Any) -> None:
+        """From the tensor memory accelerator, which is on the tensor cores' own path."""
+        self._write(value, {"wait"})
+
+
+def whole(x: Any) -> int:
+    """A number of the interpreter's, or of Python's."""
+    return int(x.handle.data.item()) if isinstance(x, tl.tensor) else int(getattr(x, "value", x))
+
+
+def allocated(threads: Threads, dtype: Any, shape: list[Any]) -> Box:
+    """A new box, of NaN or the like."""
+    kind = {tl.bfloat16: np.uint16, tl.float32: np.float32, tl.int64: np.int64}[dtype]
+    poison = np.nan if kind is np.float32 else np.iinfo(kind).max  # in bf16 a NaN too
+    return Box(threads, dtype, np.full([whole(n) for n in shape], poison, kind))
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -115,11 +157,13 @@ class _Gluon(types.SimpleNamespace):
 
 def _language(threads: Threads) -> _Gluon:
     names = ("BlockedLayout", "SliceLayout", "NVMMASharedLayout", "NVMMADistributedLayout")
+    roles = gluon_roles.Roles(threads)
     return _Gluon(
         **dict.fromkeys((*names, "DotOperandLayout"), _nothing),
         arange=lambda start, end, layout=None: tl.arange(start, end),
         full=lambda shape, value, dtype, layout=None: tl.full(shape, value, dtype),
-        allocate_shared_memory=lambda dtype, shape, layout: Box(threads, shape),
+        allocate_shared_memory=lambda dtype, shape, layout: allocated(threads, dtype, shape),
+        warp_specialize=roles.run,
         convert_layout=_same,
         inline_asm_elementwise=lambda asm, constraints, args, **kwargs: args[0],
     )
@@ -140,6 +184,10 @@ def interpreted(kernel: Any, without: str | None = None) -> Any:
         "async_load": lambda to, pointers: to.copy(tl.load(pointers)),
         "barrier": threads.barrier,
         "fence_async_shared": threads.fence,
+        "mbarrier": gluon_roles.MBarriers(threads),
+        "tma_load": gluon_roles.load,
+        "gdc_wait": _nothing,
+        "gdc_launch_dependents": _nothing,
         "warpgroup_mma": threads.mma,
         "warpgroup_mma_wait": threads.wait_mma,
     }
