@@ -1,7 +1,7 @@
 """Causal prefill for Hopper by specialised warps: one group copies, two take 64 queries each.
 
-The same function as ``attention_prefill``'s Triton kernel for bf16 keys, in Gluon. The copying warps
-keep two blocks of keys and of values ahead by the tensor memory accelerator.
+The same function as ``attention_prefill``'s Triton kernel for bf16 keys, in Gluon. The warps that
+copy keep two blocks of keys and of values ahead by the tensor memory accelerator.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def prefill_hopper(
     table_ptr, out_ptr, inner, outer, window, q_h, qr_h, k_h, v_h, o_t, o_h, B, blocks, tiles,
     at_a_time, counter_ptr, table_stride, PAGE: gl.constexpr, G: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, R: gl.constexpr, KEYS: gl.constexpr, WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr, TURNS: gl.constexpr, SETTLE: gl.constexpr, WIDE: gl.constexpr, PERSISTENT: gl.constexpr,
+    SOFTCAP: gl.constexpr, TURNS: gl.constexpr, SETTLE: gl.constexpr, WIDE: gl.constexpr,
+    PERSISTENT: gl.constexpr,
 ):  # fmt: skip
     qs = gl.allocate_shared_memory(gl.bfloat16, [2, 64, D], SHARED)
     ks = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, D], SHARED)
@@ -67,9 +68,10 @@ def prefill_hopper(
         [
             (copies, (
                 q_desc, qr_desc, k_desc, kr_desc, v_desc, q_start_ptr, q_length_ptr, k_start_ptr,
-                k_length_ptr, table_ptr, table_stride, window, q_h, qr_h, k_h, v_h, B, blocks, tiles, at_a_time, counter_ptr,
-                qs, q_ropes, ks, k_ropes, vs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                tail, nexts, n_full, n_empty, PAGE, G, D, DV, R, KEYS, WINDOW, PERSISTENT,
+                k_length_ptr, table_ptr, table_stride, window, q_h, qr_h, k_h, v_h, B, blocks,
+                tiles, at_a_time, counter_ptr, qs, q_ropes, ks, k_ropes, vs, q_full, q_empty,
+                k_full, k_empty, v_full, v_empty, tail, nexts, n_full, n_empty, PAGE, G, D, DV, R,
+                KEYS, WINDOW, PERSISTENT,
             )),
             (products, (
                 q_start_ptr, q_length_ptr, k_length_ptr, out_ptr, inner, outer, window, o_t, o_h,
@@ -130,6 +132,6 @@ def launch_hopper(
         q_desc, qr_desc, k_desc, kr_desc, v_desc, batch.q_starts, batch.q_lengths, batch.k_starts,
         batch.k_lengths, table, out, *factors, q.stride(1), qr_h, k.stride(1), v.stride(1),
         *out.stride()[:2], batch.B, blocks, tiles, _at_a_time(rows, k, v, G), counter,
-        0 if table is None else table.stride(0), TURNS=plan.turns, SETTLE=plan.settle, WIDE=plan.wide,
-        PERSISTENT=plan.persistent, **options, num_warps=4,
+        0 if table is None else table.stride(0), TURNS=plan.turns, SETTLE=plan.settle,
+        WIDE=plan.wide, PERSISTENT=plan.persistent, **options, num_warps=4,
     )  # fmt: skip

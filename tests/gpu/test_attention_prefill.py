@@ -15,6 +15,7 @@ from .caches import BF16, FP8, make_cache, no_worse
 
 SMALL = PrefillPlan(rows=16, keys=16, warps=4, stages=1)
 WIDE = PrefillPlan(rows=64, keys=32, warps=4, stages=2)
+UNPACK = PrefillPlan(rows=16, keys=16, warps=4, stages=1, unpack=True)
 
 
 def by_hand(keys: int, **others: Any) -> PrefillPlan:
@@ -107,10 +108,12 @@ GQA = [
     ({"queries": [25, 9], "keys": [60, 9], "page": 16}, SMALL, "keys in pages"),
     ({"queries": [25], "keys": [60], "page": 4, "window": 9}, SMALL, "pages smaller than a block"),
     ({"queries": [25, 9], "keys": [60, 30], "page": 16, "fp8": True}, SMALL, "keys in E4M3"),
+    ({"queries": [25, 0, 9], "keys": [60, 9, 33], "page": 4, "fp8": True, "D": 48}, UNPACK,
+     "keys in E4M3, unpacked first"),
     ({"queries": [70], "keys": [100]}, WIDE, "blocks of queries larger than those of keys"),
     ({"queries": [70], "keys": [100], "window": 30}, WIDE, "a window inside such a block"),
     ({"queries": [9], "keys": [4]}, SMALL, "the first queries see no key at all"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("sizes", "plan", "why"), GQA, ids=[row[2] for row in GQA])
@@ -219,6 +222,8 @@ FULL = [
     ({"queries": [700, 50], "keys": [900, 50], "D": 128, "page": 64}, "pages"),
     ({"queries": [700, 50], "keys": [900, 50], "D": 128, "page": 128}, "pages as large as blocks"),
     ({"queries": [700, 50], "keys": [900, 50], "D": 128, "page": 64, "fp8": True}, "E4M3"),
+    ({"queries": [9, 50], "keys": [900, 50], "D": 128, "page": 4, "fp8": True}, "few, E4M3"),
+    ({"queries": [700, 50], "keys": [900, 50], "D": 96, "page": 4, "fp8": True}, "96, E4M3"),
     ({"queries": [300, 400], "keys": [300, 400], "D": 128, "gap": 100}, "left-padded"),
 ]
 
