@@ -6,16 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from .arith import to_bf16
 from .attention_parts import as_bytes, cache_kind, widened
 from .launch import arch
-
-
-@triton.jit
-def _rounded(x):
-    """float32 as bf16, to nearest in the interpreter too (which would cut bits off)."""
-    bits = x.to(tl.uint32, bitcast=True)
-    bits += 0x7FFF + ((bits >> 16) & 1)
-    return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["most", "table_stride"])
@@ -38,10 +31,10 @@ def _unpack(
     mask = there[:, None] & (d < D)[None, :]
     k = widened(tl.load(k_ptr + at[:, None] * D + d[None, :], mask=mask, other=0), KIND)
     k = k.to(tl.float32) * tl.load(k_scale_ptr + at, mask=there, other=0.0)[:, None]
-    tl.store(k_out_ptr + to[:, None] * D + d[None, :], _rounded(k), mask=mask)
+    tl.store(k_out_ptr + to[:, None] * D + d[None, :], to_bf16(k), mask=mask)
     v = widened(tl.load(v_ptr + at[:, None] * D + d[None, :], mask=mask, other=0), KIND)
     v = v.to(tl.float32) * tl.load(v_scale_ptr + at, mask=there, other=0.0)[:, None]
-    tl.store(v_out_ptr + to[:, None] * D + d[None, :], _rounded(v), mask=mask)
+    tl.store(v_out_ptr + to[:, None] * D + d[None, :], to_bf16(v), mask=mask)
 
 
 def unpacked(
