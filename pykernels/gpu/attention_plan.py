@@ -62,11 +62,6 @@ class PrefillPlan:
         by_hand: the kernel for Hopper whose warps copy or multiply: 128 rows, 64 or 128 keys;
             ``warps`` and ``stages`` mean nothing to it.
         unpack: keys and values in E4M3 become bf16 rows first; means nothing to others.
-        persistent: one program an SM takes tile after tile.
-        turns: its two groups take turns with their products: 0 not, 1 with scores and values,
-            2 with scores.
-        settle: exponentials are kept before the wait for the values' products.
-        wide: results are written 16 bytes a lane.
     """
 
     rows: int
@@ -75,10 +70,6 @@ class PrefillPlan:
     stages: int
     by_hand: bool = False
     unpack: bool = False
-    persistent: bool = True
-    turns: int = 1
-    settle: bool = True
-    wide: bool = True
 
 
 @functools.cache

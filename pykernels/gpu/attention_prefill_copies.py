@@ -126,7 +126,7 @@ def copies(
     table_ptr, table_stride, window, q_h, qr_h, k_h, v_h, B, blocks, tiles, at_a_time, counter_ptr,
     qs, q_ropes, ks, k_ropes, vs, q_full, q_empty, k_full, k_empty, v_full, v_empty, tail,
     nexts, n_full, n_empty, PAGE: gl.constexpr, G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    R: gl.constexpr, KEYS: gl.constexpr, WINDOW: gl.constexpr, PERSISTENT: gl.constexpr,
+    R: gl.constexpr, KEYS: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """What the copying warps do."""
     c = 0
@@ -172,12 +172,8 @@ def copies(
                 )  # fmt: skip
                 start -= KEYS
                 c += 1
-                if PERSISTENT:
-                    if n == lo:  # the buffers are full: there is time
-                        tile = _hand_out(counter_ptr, nexts, n_full, n_empty, turn)
-        elif PERSISTENT:
-            tile = _hand_out(counter_ptr, nexts, n_full, n_empty, turn)
-        if PERSISTENT:
-            turn += 1
+                if n == lo:  # the buffers are full: there is time
+                    tile = _hand_out(counter_ptr, nexts, n_full, n_empty, turn)
         else:
-            tile = tiles
+            tile = _hand_out(counter_ptr, nexts, n_full, n_empty, turn)
+        turn += 1

@@ -30,8 +30,7 @@ def prefill_hopper(
     table_ptr, out_ptr, inner, outer, window, q_h, qr_h, k_h, v_h, o_t, o_h, B, blocks, tiles,
     at_a_time, counter_ptr, table_stride, PAGE: gl.constexpr, G: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, R: gl.constexpr, KEYS: gl.constexpr, WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr, TURNS: gl.constexpr, SETTLE: gl.constexpr, WIDE: gl.constexpr,
-    PERSISTENT: gl.constexpr,
+    SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     qs = gl.allocate_shared_memory(gl.bfloat16, [2, 64, D], SHARED)
     ks = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, D], SHARED)
@@ -71,19 +70,19 @@ def prefill_hopper(
                 k_length_ptr, table_ptr, table_stride, window, q_h, qr_h, k_h, v_h, B, blocks,
                 tiles, at_a_time, counter_ptr, qs, q_ropes, ks, k_ropes, vs, q_full, q_empty,
                 k_full, k_empty, v_full, v_empty, tail, nexts, n_full, n_empty, PAGE, G, D, DV, R,
-                KEYS, WINDOW, PERSISTENT,
+                KEYS, WINDOW,
             )),
             (products, (
                 q_start_ptr, q_length_ptr, k_length_ptr, out_ptr, inner, outer, window, o_t, o_h,
                 B, blocks, tiles, at_a_time, qs, q_ropes, ks, k_ropes, vs, q_full, q_empty, k_full,
-                k_empty, v_full, v_empty, nexts, n_full, n_empty, DV, R, KEYS, WINDOW, PERSISTENT,
-                SOFTCAP, TURNS, SETTLE, WIDE, gl.constexpr(0),
+                k_empty, v_full, v_empty, nexts, n_full, n_empty, DV, R, KEYS, WINDOW, SOFTCAP,
+                gl.constexpr(0),
             )),
             (products, (
                 q_start_ptr, q_length_ptr, k_length_ptr, out_ptr, inner, outer, window, o_t, o_h,
                 B, blocks, tiles, at_a_time, qs, q_ropes, ks, k_ropes, vs, q_full, q_empty, k_full,
-                k_empty, v_full, v_empty, nexts, n_full, n_empty, DV, R, KEYS, WINDOW, PERSISTENT,
-                SOFTCAP, TURNS, SETTLE, WIDE, gl.constexpr(1),
+                k_empty, v_full, v_empty, nexts, n_full, n_empty, DV, R, KEYS, WINDOW, SOFTCAP,
+                gl.constexpr(1),
             )),
         ],
         [4, 4],
@@ -126,12 +125,10 @@ def launch_hopper(
     rows = k.shape[0] if table is None else min(k.shape[0], table.numel() * page)
     blocks = triton.cdiv(batch.max_queries, 128)
     tiles = blocks * NH * batch.B
-    grid = (min(tiles, sms(q.device)) if plan.persistent else tiles,)
-    counter = torch.zeros(1, dtype=torch.int32, device=q.device) if plan.persistent else None
-    prefill_hopper[grid](
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+    prefill_hopper[min(tiles, sms(q.device)),](
         q_desc, qr_desc, k_desc, kr_desc, v_desc, batch.q_starts, batch.q_lengths, batch.k_starts,
         batch.k_lengths, table, out, *factors, q.stride(1), qr_h, k.stride(1), v.stride(1),
         *out.stride()[:2], batch.B, blocks, tiles, _at_a_time(rows, k, v, G), counter,
-        0 if table is None else table.stride(0), TURNS=plan.turns, SETTLE=plan.settle,
-        WIDE=plan.wide, PERSISTENT=plan.persistent, **options, num_warps=4,
+        0 if table is None else table.stride(0), **options, num_warps=4,
     )  # fmt: skip

@@ -119,7 +119,6 @@ def _steps(
     q, q_rope, ks, k_ropes, vs, zeros, k_full, k_empty, v_full, v_empty, p, m, total, acc, c,
     n, count, at_q, keys, inner, outer, window, R: gl.constexpr, KEYS: gl.constexpr,
     MASKED: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, WG: gl.constexpr,
-    TURNS: gl.constexpr, SETTLE: gl.constexpr,
 ):  # fmt: skip
     """``count`` blocks from ``n`` downwards: their scores, and the values of the one before."""
     VALUES: gl.constexpr = acc.type.layout
@@ -129,24 +128,19 @@ def _steps(
         c += 1
         k_at = c % STAGES
         mbarrier.wait(k_full.index(k_at), c // STAGES & 1)
-        if TURNS > 0:
-            _await_turn(WG)
+        _await_turn(WG)
         token = _scores(q, q_rope, ks.index(k_at), k_ropes.index(k_at), zeros, R)
-        if TURNS == 2:
-            _pass_turn(WG)
         p = _operand(p, VALUES)
         mbarrier.wait(v_full.index(v_at), v_phase)
         pending = warpgroup_mma(p, vs.index(v_at), acc, is_async=True)
-        if TURNS == 1:
-            _pass_turn(WG)
+        _pass_turn(WG)
         s = warpgroup_mma_wait(1, deps=[token])
         mbarrier.arrive(k_empty.index(k_at), count=1)
         p_next, alpha, m, total = _softmax(
             s, n * KEYS, at_q, keys, m, total, inner, outer, window,
             KEYS, MASKED, WINDOW, SOFTCAP,
         )  # fmt: skip
-        if SETTLE:
-            total = _settled(total)
+        total = _settled(total)
         acc, p = warpgroup_mma_wait(0, deps=[pending, p])
         mbarrier.arrive(v_empty.index(v_at), count=1)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, VALUES))[:, None]
@@ -156,10 +150,9 @@ def _steps(
 
 
 @gluon.jit
-def _store(acc, out, q_row, i, queries, o_t, DV: gl.constexpr, WIDE: gl.constexpr):
+def _store(acc, out, q_row, i, queries, o_t, DV: gl.constexpr):
     """64 rows of the result. Lanes exchange what they have first, to write 16 bytes each."""
-    LINES: gl.constexpr = LINES_64 if DV == 64 else LINES_128 if DV == 128 else LINES_256
-    L: gl.constexpr = LINES if WIDE else acc.type.layout
+    L: gl.constexpr = LINES_64 if DV == 64 else LINES_128 if DV == 128 else LINES_256
     y = gl.convert_layout(acc.to(out.dtype.element_ty), L)
     row = i + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
     col = gl.arange(0, DV, layout=gl.SliceLayout(0, L))
@@ -173,15 +166,14 @@ def products(
     B, blocks, tiles, at_a_time,
     qs, q_ropes, ks, k_ropes, vs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
     nexts, n_full, n_empty, DV: gl.constexpr, R: gl.constexpr, KEYS: gl.constexpr,
-    WINDOW: gl.constexpr, PERSISTENT: gl.constexpr, SOFTCAP: gl.constexpr, TURNS: gl.constexpr,
-    SETTLE: gl.constexpr, WIDE: gl.constexpr, WG: gl.constexpr,
+    WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, WG: gl.constexpr,
 ):  # fmt: skip
     """What each of the two warpgroups does for its 64 queries."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     S_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     V_ROW: gl.constexpr = gl.SliceLayout(1, VALUES)
-    if TURNS > 0 and WG == 1:
+    if WG == 1:
         _pass_turn(WG)  # the other begins
     q, q_rope = qs.index(WG), q_ropes.index(WG)
     zeros = gl.full([64, KEYS], 0.0, gl.float32, layout=SCORES)
@@ -214,11 +206,9 @@ def products(
                 t += 1
                 k_at = c % STAGES
                 mbarrier.wait(k_full.index(k_at), c // STAGES & 1)
-                if TURNS > 0:
-                    _await_turn(WG)
+                _await_turn(WG)
                 token = _scores(q, q_rope, ks.index(k_at), k_ropes.index(k_at), zeros, R)
-                if TURNS > 0:
-                    _pass_turn(WG)
+                _pass_turn(WG)
                 s = warpgroup_mma_wait(0, deps=[token])
                 mbarrier.arrive(k_empty.index(k_at), count=1)
                 p, _, m, total = _softmax(
@@ -229,18 +219,18 @@ def products(
                 p, m, total, acc, c, n = _steps(
                     q, q_rope, ks, k_ropes, vs, zeros, k_full, k_empty, v_full, v_empty, p, m,
                     total, acc, c, n, hi - 1 - mid, at_q, keys, inner, outer, window, R, KEYS, True,
-                    WINDOW, SOFTCAP, WG, TURNS, SETTLE,
+                    WINDOW, SOFTCAP, WG,
                 )  # fmt: skip
                 p, m, total, acc, c, n = _steps(
                     q, q_rope, ks, k_ropes, vs, zeros, k_full, k_empty, v_full, v_empty, p, m,
                     total, acc, c, n, mid - low, at_q, keys, inner, outer, window, R, KEYS, False,
-                    WINDOW, SOFTCAP, WG, TURNS, SETTLE,
+                    WINDOW, SOFTCAP, WG,
                 )  # fmt: skip
                 if WINDOW:
                     p, m, total, acc, c, n = _steps(
                         q, q_rope, ks, k_ropes, vs, zeros, k_full, k_empty, v_full, v_empty, p, m,
                         total, acc, c, n, low - lo, at_q, keys, inner, outer, window, R, KEYS, True,
-                        WINDOW, SOFTCAP, WG, TURNS, SETTLE,
+                        WINDOW, SOFTCAP, WG,
                     )  # fmt: skip
                 mbarrier.arrive(q_empty, count=1)
                 v_at = c % STAGES
@@ -253,11 +243,8 @@ def products(
                 scale = 1 / gl.where(total == 0, 1.0, total)
             acc = acc * gl.convert_layout(scale, V_ROW)[:, None]
             q_row = gl.load(q_start_ptr + b)
-            _store(acc, out_ptr + head * o_h, q_row, i, queries, o_t, DV, WIDE)
-        if PERSISTENT:
-            tile = handed_out(nexts, n_full, n_empty, turn)
-            turn += 1
-        else:
-            tile = tiles
-    if TURNS > 0 and WG == 0:
+            _store(acc, out_ptr + head * o_h, q_row, i, queries, o_t, DV)
+        tile = handed_out(nexts, n_full, n_empty, turn)
+        turn += 1
+    if WG == 0:
         _await_turn(WG)  # the turn that the other passed last
