@@ -63,8 +63,9 @@ class PrefillPlan:
     Attributes:
         rows, keys: of a block.
         warps, stages: Triton's num_warps and num_stages.
-        by_hand: the kernel for Hopper that takes exponentials while products run: 128 rows, 64 or
-            128 keys, 8 warps; ``stages`` means nothing to it.
+        by_hand: the kernel for Hopper whose warps copy or multiply: 128 rows, 64 or 128 keys;
+            ``warps`` and ``stages`` mean nothing to it.
+        unpack: keys and values in E4M3 become bf16 rows first; means nothing to others.
     """
 
     rows: int
@@ -72,6 +73,7 @@ class PrefillPlan:
     warps: int
     stages: int
     by_hand: bool = False
+    unpack: bool = False
 
 
 @functools.cache
@@ -139,25 +141,44 @@ def gqa_decode_plan(rows: int, D: int, fp8: bool, device: torch.device) -> Decod
     return DecodePlan(rows=tile, keys=keys, warps=4, stages=stages, per_sm=2 if tile < 64 else 1)
 
 
-def by_hand_takes_prefill(D: int, DV: int, R: int, device: torch.device) -> bool:
-    """Whether ``PrefillPlan.by_hand`` can run, apart from how its tensors lie: Hopper only."""
+def by_hand_takes_prefill(D: int, DV: int, R: int, page: int, device: torch.device) -> bool:
+    """Whether ``PrefillPlan.by_hand`` can run, apart from how its tensors lie: Hopper only.
+
+    Its copies are of whole pages; less than eight rows are no tile of shared memory.
+    """
     sizes = D in (64, 128, 256) and DV in (64, 128, 256) and R in (0, 64)
-    return arch(device)[0] == 9 and sizes
+    return arch(device)[0] == 9 and sizes and (page == 0 or page >= 8)
+
+
+def worth_unpacking(rows: int, room: int) -> bool:
+    """Whether E4M3 should become bf16 before a prefill: if enough ``rows`` read each key.
+
+    Args:
+        rows: queries of a sequence x query heads of a KV head.
+        room: bytes for all keys that the page table has room for.
+    """
+    return rows >= 512 and room <= 2 << 30
 
 
 def prefill_plan(
-    D: int, DV: int, R: int, fp8: bool, aligned_rows: bool, device: torch.device
-) -> PrefillPlan:
+    D: int, DV: int, R: int, fp8: bool, unpack: bool, aligned_rows: bool, page: int,
+    device: torch.device,
+) -> PrefillPlan:  # fmt: skip
     """For heads of D + R on values of DV.
 
     Args:
-        aligned_rows: keys are bf16, every head's at a multiple of 16 bytes.
+        unpack: E4M3 should become bf16 first.
+        aligned_rows: those of queries and of keys in bf16: every head's at a multiple of 16 bytes.
+        page: keys of one, 0 without pages.
     """
+    if unpack:
+        plan = prefill_plan(D, DV, R, False, False, aligned_rows, 0, device)
+        return replace(plan, unpack=True)
     capability = arch(device)
     if capability == (0, 0):
         return _TINY_PREFILL
     large = D + R > 192 or DV > 128
-    if aligned_rows and by_hand_takes_prefill(D, DV, R, device):
+    if aligned_rows and not fp8 and by_hand_takes_prefill(D, DV, R, page, device):
         keys = 64 if large else 128
         return PrefillPlan(rows=128, keys=keys, warps=8, stages=1, by_hand=True)
     if capability[0] == 9:

@@ -6,6 +6,8 @@ a mask cuts (the window's edge, the diagonal, the end) apart from those that all
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -23,7 +25,13 @@ from .attention_parts import (
     softmax_step,
     widened,
 )
-from .attention_plan import PrefillPlan, by_hand_takes_prefill, prefill_plan
+from .attention_plan import (
+    PrefillPlan,
+    by_hand_takes_prefill,
+    prefill_plan,
+    worth_unpacking,
+)
+from .attention_unpack import unpacked
 from .launch import arch, check_device, interpreted
 
 Pair = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -198,9 +206,18 @@ def checked(
             f"heads of {D} on {k.shape[2]} and {DV}", "The kernel takes 16 to 256, q and k alike"
         )
     check_scores(scale, window, softcap)
-    rows = (page == 0 or D == DV) and _aligned(k, v, k_rope)
-    chosen = plan or prefill_plan(D, DV, R, scales[0] is not None, rows, device)
-    if chosen.by_hand and not (rows and by_hand_takes_prefill(D, DV, R, device)):
+    fp8 = scales[0] is not None
+    rows = _aligned(q, q_rope, k_rope, *(() if fp8 else (k, v)))
+    unpack = False
+    if fp8 and table is not None:
+        room = table.numel() * page * KVH * (D + DV) * 2
+        unpack = worth_unpacking(batch.max_queries * NH // KVH, room)
+    chosen = plan or prefill_plan(D, DV, R, fp8, unpack, rows, page, device)
+    if chosen.by_hand and not (
+        rows
+        and (chosen.unpack or not fp8)
+        and by_hand_takes_prefill(D, DV, R, 0 if fp8 else page, device)
+    ):
         raise PykernelsError(
             f"the kernel by hand takes no heads of {D} + {R} and {DV} like these on this GPU",
             "Give a plan without by_hand",
@@ -215,30 +232,35 @@ def launch(
 ) -> torch.Tensor:  # fmt: skip
     """Both launchers' common half: k [TK, KVH, D], v [TK, KVH, DV]; ``page`` 0: not paged."""
     chosen = checked(q, k, v, rope, scales, batch, page, scale, window, softcap, plan=plan)
-    (q_rope, k_rope), table, device = rope, batch.page_table, q.device
+    (q_rope, k_rope), device = rope, q.device
     (TQ, NH, D), (KVH, DV) = q.shape, v.shape[1:]
     R = 0 if q_rope is None else q_rope.shape[-1]
     result = check_out(out, (TQ, NH, DV), device)
     blocks = triton.cdiv(batch.max_queries, chosen.rows)
     if result.numel() == 0 or blocks * batch.B == 0:
         return result
+    k_scale, v_scale = scales
+    if chosen.unpack and k_scale is not None and v_scale is not None:
+        assert batch.page_table is not None  # E4M3 is in pages
+        lengths = batch.k_lengths
+        k, v, starts = unpacked(k, v, k_scale, v_scale, batch.page_table, lengths, page)
+        batch = replace(batch, page_table=None, k_starts=starts)
+        scales, page = (None, None), 0
+    table = batch.page_table
     grid, factors = (blocks, NH, batch.B), (*score_factors(scale, softcap), window or 0)
-    starts = (batch.q_starts, batch.q_lengths, batch.k_starts, batch.k_lengths)
+    where = (batch.q_starts, batch.q_lengths, batch.k_starts, batch.k_lengths)
     q_strides = (*q.stride()[:2], *(q_rope.stride()[:2] if q_rope is not None else (0, 0)))
     k_strides = (*k.stride()[:2], k_rope.stride(0) if k_rope is not None else 0, *v.stride()[:2])
     options = {"G": NH // KVH, "D": D, "DV": DV, "R": R, "KEYS": chosen.keys}
     options |= {"WINDOW": window is not None, "SOFTCAP": softcap is not None}
-    if chosen.by_hand:
-        from .attention_prefill_hopper import prefill_hopper  # Gluon: not in the interpreter
+    if chosen.by_hand and k.shape[0]:  # copies of nothing cannot be described
+        from .attention_prefill_hopper import launch_hopper  # Gluon: not in the interpreter
 
-        prefill_hopper[grid](
-            q, q_rope, k, k_rope, v, *starts, table, result, *factors,
-            0 if table is None else table.stride(0), *q_strides, *k_strides,
-            *result.stride()[:2], **options, PAGE=page, num_warps=8,
-        )  # fmt: skip
+        options |= {"PAGE": page}
+        launch_hopper(q, q_rope, k, k_rope, v, batch, result, factors, options, chosen)
         return result
     _prefill[grid](
-        q, q_rope, as_bytes(k), k_rope, as_bytes(v), *scales, *starts, table, result, *factors,
+        q, q_rope, as_bytes(k), k_rope, as_bytes(v), *scales, *where, table, result, *factors,
         0 if table is None else table.stride(0), *q_strides, *k_strides, KVH,
         *result.stride()[:2], **options, KIND=cache_kind(k, arch(device)), PAGE=page,
         D_BLOCK=triton.next_power_of_2(D), V_BLOCK=triton.next_power_of_2(DV), ROWS=chosen.rows,

@@ -1,6 +1,6 @@
-"""The kernels written out for Hopper, on any CPU: their arithmetic, and who waits for whom.
+"""The decode kernel written out for Hopper, on any CPU: its arithmetic, and who waits for whom.
 
-On a GPU test_attention_decode.py and test_attention_prefill.py run the real ones.
+On a GPU test_attention_decode.py runs the real one.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import pykernels.gpu.launch as launch
 from pykernels import ref
-from pykernels.gpu.attention_plan import DecodePlan, PrefillPlan
+from pykernels.gpu.attention_plan import DecodePlan
 
 from .test_attention_decode import check, mla, mla_inputs
-from .test_attention_prefill import run_gqa, run_mla
 
 DECODE = DecodePlan(rows=64, keys=64, warps=8, stages=1, by_hand=True)
 
@@ -31,18 +30,12 @@ def by_hand(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Puts the interpreter's versions in the kernels' places; ``by_hand(without=...)`` anew."""
     if not launch.interpreted():
         pytest.skip("for the interpreter: the GPU runs the real ones")
-    from pykernels.gpu import (
-        attention_prefill,
-        attention_prefill_hopper,
-        mla_decode,
-        mla_decode_hopper,
-    )
+    from pykernels.gpu import mla_decode, mla_decode_hopper
 
     from .gluon_shim import interpreted
 
-    decode, prefill = mla_decode_hopper.mla_decode_hopper, attention_prefill_hopper.prefill_hopper
+    decode = mla_decode_hopper.mla_decode_hopper
     monkeypatch.setattr(mla_decode, "by_hand_takes", lambda *sizes: True)
-    monkeypatch.setattr(attention_prefill, "by_hand_takes_prefill", lambda *sizes: True)
 
     def rows_of(pages: torch.Tensor, width: int) -> TensorDescriptor:
         P, page, N = pages.shape
@@ -53,8 +46,6 @@ def by_hand(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
     def put(without: str | None = None) -> None:
         made = interpreted(decode, without)
         monkeypatch.setattr(mla_decode_hopper, "mla_decode_hopper", made)
-        made = interpreted(prefill, without)
-        monkeypatch.setattr(attention_prefill_hopper, "prefill_hopper", made)
 
     put()
     return put
@@ -83,38 +74,9 @@ def test_mla_decode(
     check(mla, ref.mla_decode, inputs, options | {"softcap": softcap}, plan=plan)
 
 
-PREFILL = [
-    ({"queries": [300], "keys": [300]}, "no prefix, a ragged last block"),
-    ({"queries": [200, 77, 0, 30], "keys": [500, 77, 9, 400]}, "ragged, behind prefixes"),
-    (
-        {"queries": [130, 128, 127, 1], "keys": [130, 256, 500, 1], "gap": 3},
-        "edges; padding is NaN",
-    ),
-    ({"queries": [300, 9], "keys": [401, 4], "window": 150}, "a window; queries without keys"),
-    ({"queries": [200], "keys": [333], "window": 1}, "a window of the token itself"),
-    ({"queries": [140], "keys": [140], "softcap": 2.0}, "capped scores"),
-    ({"queries": [200, 9], "keys": [470, 30], "page": 64}, "pages"),
-    ({"queries": [200], "keys": [470], "page": 4, "window": 100}, "small pages and a window"),
-]
-
-
-@pytest.mark.parametrize(("sizes", "why"), PREFILL, ids=[row[1] for row in PREFILL])
-@pytest.mark.parametrize("keys", [64, 128])
-def test_prefill(sizes: dict[str, Any], why: str, keys: int, device, by_hand) -> None:
-    run_gqa(device, D=64, plan=PrefillPlan(128, keys, 8, 1, by_hand=True), **sizes)
-
-
-@pytest.mark.parametrize("keys", [64, 128])
-def test_prefill_with_a_rotated_part(keys: int, device, by_hand) -> None:
-    plan = PrefillPlan(128, keys, 8, 1, by_hand=True)
-    run_mla(device, [200, 77], [333, 77], D=64, R=64, plan=plan)
-
-
 @pytest.mark.parametrize("without", ["barrier", "fence_async_shared"])
 def test_what_threads_owe_each_other_is_missed(without: str, device, by_hand) -> None:
     by_hand(without)
-    with pytest.raises(Exception, match=without.split("_")[0]):
-        run_gqa(device, [300], [300], D=64, plan=PrefillPlan(128, 64, 8, 1, by_hand=True))
     inputs, options = mla_inputs([200], device, L=512, R=64)
     with pytest.raises(Exception, match=without.split("_")[0]):
         mla(*inputs, **options, plan=DECODE)

@@ -15,6 +15,11 @@ from .caches import BF16, FP8, make_cache, no_worse
 
 SMALL = PrefillPlan(rows=16, keys=16, warps=4, stages=1)
 WIDE = PrefillPlan(rows=64, keys=32, warps=4, stages=2)
+UNPACK = PrefillPlan(rows=16, keys=16, warps=4, stages=1, unpack=True)
+
+
+def by_hand(keys: int, **others: Any) -> PrefillPlan:
+    return PrefillPlan(128, keys, 8, 1, by_hand=True, **others)
 
 
 def ragged(
@@ -103,10 +108,12 @@ GQA = [
     ({"queries": [25, 9], "keys": [60, 9], "page": 16}, SMALL, "keys in pages"),
     ({"queries": [25], "keys": [60], "page": 4, "window": 9}, SMALL, "pages smaller than a block"),
     ({"queries": [25, 9], "keys": [60, 30], "page": 16, "fp8": True}, SMALL, "keys in E4M3"),
+    ({"queries": [25, 0, 9], "keys": [60, 9, 33], "page": 4, "fp8": True, "D": 48}, UNPACK,
+     "keys in E4M3, unpacked first"),
     ({"queries": [70], "keys": [100]}, WIDE, "blocks of queries larger than those of keys"),
     ({"queries": [70], "keys": [100], "window": 30}, WIDE, "a window inside such a block"),
     ({"queries": [9], "keys": [4]}, SMALL, "the first queries see no key at all"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("sizes", "plan", "why"), GQA, ids=[row[2] for row in GQA])
@@ -165,27 +172,29 @@ def _meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _compile_gqa(D: int, paged: bool = False, fp8: bool = False, **options: Any) -> None:
+def _compile_gqa(
+    D: int, paged: bool = False, page: int = 64, fp8: bool = False, **options: Any
+) -> None:
     from pykernels.gpu.gqa_prefill import gqa_prefill
 
     n = _meta(2, dtype=torch.int32)
     table = _meta(2, 9, dtype=torch.int32)
     batch = Ragged(n, n, n, 300, **({"page_table": table} if paged else {"k_starts": n}))
-    shape = (9, 64, 8, D) if paged else (500, 8, D)
+    shape = (9, page, 8, D) if paged else (500, 8, D)
     k = _meta(*shape, dtype=FP8 if fp8 else BF16)
     scale = _meta(*shape[:-1], dtype=torch.float32) if fp8 else None
     options |= {"scale": 0.1, "k_scale": scale, "v_scale": scale}
     gqa_prefill(_meta(300, 32, D), k, k, batch, **options)
 
 
-def _compile_mla() -> None:
+def _compile_mla(plan: PrefillPlan | None = None) -> None:
     from pykernels.gpu.mla_prefill import mla_prefill
 
     n = _meta(2, dtype=torch.int32)
     batch = Ragged(n, n, n, 300, k_starts=n)
     k, v = _meta(500, 16, 256).split(128, -1)
     q, q_rope = _meta(300, 16, 192).split([128, 64], -1)
-    mla_prefill(q, q_rope, k, _meta(500, 64), v, batch, scale=0.1)
+    mla_prefill(q, q_rope, k, _meta(500, 64), v, batch, scale=0.1, plan=plan)
 
 
 COMPILES = [
@@ -196,6 +205,8 @@ COMPILES = [
     ("GQA, pages", lambda: _compile_gqa(128, paged=True)),
     ("GQA, pages, E4M3", lambda: _compile_gqa(128, paged=True, fp8=True)),
     ("MLA", _compile_mla),
+    ("GQA, Triton's for Hopper", lambda: _compile_gqa(128, plan=PrefillPlan(128, 128, 8, 2))),
+    ("GQA, small pages", lambda: _compile_gqa(128, paged=True, page=16)),
 ]
 
 
@@ -211,6 +222,8 @@ FULL = [
     ({"queries": [700, 50], "keys": [900, 50], "D": 128, "page": 64}, "pages"),
     ({"queries": [700, 50], "keys": [900, 50], "D": 128, "page": 128}, "pages as large as blocks"),
     ({"queries": [700, 50], "keys": [900, 50], "D": 128, "page": 64, "fp8": True}, "E4M3"),
+    ({"queries": [9, 50], "keys": [900, 50], "D": 128, "page": 4, "fp8": True}, "few, E4M3"),
+    ({"queries": [700, 50], "keys": [900, 50], "D": 96, "page": 4, "fp8": True}, "96, E4M3"),
     ({"queries": [300, 400], "keys": [300, 400], "D": 128, "gap": 100}, "left-padded"),
 ]
 
@@ -236,8 +249,11 @@ BY_HAND = [
     ({"queries": [500], "keys": [640], "D": 128, "window": 1}, "a window of the token itself"),
     ({"queries": [700], "keys": [900], "D": 64, "softcap": 9.0}, "heads of 64, capped"),
     ({"queries": [130, 128, 127, 1], "keys": [130, 256, 500, 1], "D": 128, "gap": 3}, "edges"),
-    ({"queries": [700, 50], "keys": [1900, 50], "D": 128, "page": 64}, "pages"),
+    ({"queries": [9, 200], "keys": [0, 0], "D": 128}, "no keys at all"),
+    ({"queries": [700, 50, 0], "keys": [1900, 50, 0], "D": 128, "page": 64}, "pages"),
     ({"queries": [700], "keys": [900], "D": 128, "page": 16, "window": 200}, "small pages, window"),
+    ({"queries": [300, 9], "keys": [900, 333], "D": 128, "page": 8}, "the smallest pages"),
+    ({"queries": [300, 9], "keys": [900, 333], "D": 128, "page": 256}, "large pages"),
 ]
 
 
@@ -245,18 +261,34 @@ BY_HAND = [
 @pytest.mark.parametrize("keys", [64, 128])
 @pytest.mark.parametrize(("sizes", "why"), BY_HAND, ids=[row[1] for row in BY_HAND])
 def test_prefill_by_hand(keys: int, sizes: dict[str, Any], why: str, device) -> None:
-    if not by_hand_takes_prefill(128, 128, 0, device):
+    if not by_hand_takes_prefill(128, 128, 0, 0, device):
         pytest.skip("written for Hopper")
-    run_gqa(device, plan=PrefillPlan(128, keys, 8, 1, by_hand=True), **sizes)
+    run_gqa(device, plan=by_hand(keys), **sizes)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_prefill_plans_agree(by_hand: bool, device) -> None:
-    """Whichever plan is shipped, the other works too."""
-    if by_hand and not by_hand_takes_prefill(128, 128, 64, device):
+@pytest.mark.parametrize("keys", [64, 128])
+def test_mla_prefill_by_hand(keys: int, device) -> None:
+    if not by_hand_takes_prefill(128, 128, 64, 0, device):
         pytest.skip("written for Hopper")
-    plan = PrefillPlan(128, 64, 8, 2, by_hand)
+    run_mla(device, [1000, 77, 300], [1500, 77, 4000], D=128, R=64, gap=3, plan=by_hand(keys))
+
+
+@pytest.mark.gpu
+def test_prefill_of_heads_that_lie_one_behind_the_other(device) -> None:
+    """The rows that the copies are told of are then longer than from one to the next."""
+    from pykernels.gpu.gqa_prefill import gqa_prefill
+
+    batch, T, _ = ragged([1111], [1111], device)
+    views = [torch.randn(n, T, 128).to(BF16).to(device).transpose(0, 1) for n in (8, 4, 4)]
+    one = gqa_prefill(*views, batch, scale=0.09)
+    assert torch.equal(one, gqa_prefill(*(x.contiguous() for x in views), batch, scale=0.09))
+
+
+@pytest.mark.gpu
+def test_prefill_of_tritons_compiler(device) -> None:
+    """Whichever plan is shipped, this one works too."""
+    plan = PrefillPlan(128, 64, 8, 2)
     run_gqa(device, [700, 50], [900, 50], D=128, plan=plan)
     run_gqa(device, [700, 50], [900, 50], D=256, plan=plan)
     run_mla(device, [700, 50], [900, 50], D=128, R=64, plan=plan)
