@@ -105,5 +105,14 @@ def test_ptxas_keeps_the_order() -> None:
         assert row["waits"] < row["products"] / least, f"products are serialized: {row}"
         summed = row["kernel"] == "gemm_fp8_hopper"
         assert not summed or row["spills"] == 0, f"the sums do not stay in registers: {row}"
+        assert row["loose"] == 0, f"a thread arrives for warps that it was not joined with: {row}"
         if row["kernel"] == "prefill_hopper":
             assert row["beside"] >= 64, f"exponentials wait for the products: {row}"
+
+
+def test_a_loose_arrival_is_seen() -> None:
+    from .hopper_sass import loose_arrivals
+
+    arrival, used = "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r1];", "ld.shared.b32 %r2, [%r3];"
+    assert loose_arrivals("\n".join([used, "bar.sync 3, 128;", arrival])) == 0
+    assert loose_arrivals("\n".join(["bar.sync 3, 128;", used, arrival])) == 1
