@@ -23,23 +23,20 @@ def draw(results: Results, path: Path) -> bool:
     ops = list(dict.fromkeys(row["op"] for row in rows))
     rows.sort(key=lambda row: ops.index(row["op"]))
     colours = {op: f"C{i}" for i, op in enumerate(ops)}
-    figure, (roofline, bars) = plt.subplots(
-        1,
-        2,
-        figsize=(15, max(4.6, 1.2 + 0.15 * len(rows))),
-        width_ratios=(3, 2),
-        layout="constrained",
-    )
+    high = 6.0, 0.8 + 0.13 * len(rows)  # inches
+    figure = plt.figure(figsize=(11, sum(high)), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=high)  # the names need no room above
+    roofline, bars = above.subplots(), below.subplots()
     _roofline(roofline, results, [row for row in rows if row["flops"]], colours)
     places = range(len(rows))
     bars.barh(places, [row["roof_share"] for row in rows], color=[colours[r["op"]] for r in rows])
     bars.set_yticks(places, [title(row) for row in rows], fontsize=5)
-    bars.invert_yaxis()
+    bars.set_ylim(len(rows) - 0.4, -0.6)
     bars.set(xlabel="share of the case's own roof", xlim=(0, 1.05))
     for axes in (roofline, bars):
         axes.grid(True, which="both", alpha=0.2)
     figure.suptitle(results["machine"]["gpu"], fontsize=10)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    figure.savefig(path, dpi=90, metadata={"Software": None})
     plt.close(figure)
     return True
 
