@@ -18,7 +18,7 @@ from pykernels.cpu.plan import GEMM_BACKENDS, GEMM_FROM
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 
-VERSION = 1
+VERSION = 2
 """Of the file. Raise it when a kernel changes so much that old choices are wrong: files of another
 version count as none."""
 

@@ -10,7 +10,7 @@ from .scales import SCALES
 
 
 def annotation(fmt: str, activations: str, digits: bool = False) -> Annotation | None:
-    """What ``rows.make_annotate`` shall do for a format's tiles; None for nothing.
+    """What ``annotate.make_annotate`` shall do for a format's tiles; None for nothing.
 
     bf16 activations need sums where weights have minima, int8 ones codes, scales and sums,
     which a bias of the weights' codes makes integers.

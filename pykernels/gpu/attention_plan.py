@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..errors import PykernelsError
 from .launch import arch
 
 MOST_SHARED = 64
@@ -40,6 +41,13 @@ class DecodePlan:
     across: bool = False
     by_hand: bool = False
     least: int = 1
+
+    def __post_init__(self) -> None:
+        if self.by_hand and (self.rows, self.keys) != (64, 64):
+            raise PykernelsError(
+                f"a decode plan by hand has {self.rows} rows and {self.keys} keys",
+                "That kernel's programs take 64 and 64",
+            )
 
     def slots(self, B: int, programs: int, max_length: int, sms: int) -> int:
         """Programs that share ``B`` sequences, at least one each; the GPU holds them all at a time.
@@ -75,6 +83,13 @@ class PrefillPlan:
     by_hand: bool = False
     unpack: bool = False
 
+    def __post_init__(self) -> None:
+        if self.by_hand and (self.rows != 128 or self.keys not in (64, 128)):
+            raise PykernelsError(
+                f"a prefill plan by hand has {self.rows} rows and {self.keys} keys",
+                "That kernel's programs take 128 and 64 or 128",
+            )
+
 
 @functools.cache
 def sms(device: torch.device) -> int:
@@ -101,17 +116,25 @@ _MLA_DECODE_FP8 = {
 }
 
 
-def by_hand_takes(L: int, R: int, fp8: bool, page: int, device: torch.device) -> bool:
-    """Whether ``DecodePlan.by_hand`` can run: Hopper, DeepSeek's sizes.
+def by_hand_takes(
+    L: int, R: int, fp8: bool, page: int, device: torch.device, aligned: bool = True
+) -> bool:
+    """Whether ``DecodePlan.by_hand`` can run: Hopper, DeepSeek's sizes, caches ``aligned`` to 16.
 
     Its copies are of whole pages; less than eight rows are no tile of shared memory. A block of
     E4M3 is read as one piece of memory.
     """
-    return arch(device)[0] == 9 and (L, R) == (512, 64) and page >= (64 if fp8 else 8)
+    sizes = (L, R) == (512, 64) and page >= (64 if fp8 else 8)
+    return arch(device)[0] == 9 and sizes and aligned
 
 
 def mla_decode_plan(
-    rows: int, latent: tuple[int, int], fp8: bool, page: int, device: torch.device
+    rows: int,
+    latent: tuple[int, int],
+    fp8: bool,
+    page: int,
+    device: torch.device,
+    aligned: bool = True,
 ) -> DecodePlan:
     """For ``rows`` = heads x tokens a sequence and latents of (L, R) in pages of ``page``."""
     capability = arch(device)
@@ -120,7 +143,7 @@ def mla_decode_plan(
     table = _MLA_DECODE_FP8 if fp8 else _MLA_DECODE
     rules = table[(9, 0)] if capability[0] == 9 else table[(8, 0)]
     plan = next(plan for most, plan in rules if rows <= most)
-    if plan.by_hand and not by_hand_takes(*latent, fp8, page, device):
+    if plan.by_hand and not by_hand_takes(*latent, fp8, page, device, aligned):
         if rows <= 16:
             return DecodePlan(rows=16, keys=64, warps=8, stages=3)
         return replace(plan, by_hand=False, least=1, across=True)

@@ -24,9 +24,7 @@ def _ordered(value):
 @triton.jit
 def rank_key(value, index):
     """int64 that orders by value, then by lower index. NaN is above all, as in torch.topk."""
-    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)  # -0 equals +0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+    return (_ordered(value).to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
 
 
 @triton.jit

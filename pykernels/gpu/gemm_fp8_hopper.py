@@ -17,7 +17,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -25,11 +24,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..shapes import SortedSlots
 from .attention_plan import sms
+from .gluon_names import tma_load
 from .matrices import Matrices
 from .tiles import tile_table
-
-# Triton 3.6 and 3.9 have different names for the same.
-tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 BLOCK_M = 128
 STAGES = 4

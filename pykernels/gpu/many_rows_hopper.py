@@ -15,20 +15,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .gluon_names import barrier, tma_load
 from .matrices import Matrices, scale_words
-from .mla_decode_hopper import barrier
 from .plan import ManyPlan
 from .register_words import MAGIC, codes, powers
 
 KINDS = ("int4", "int8")
-tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-"""Its name differs between Triton's versions."""
 
 
 def takes(stack: Matrices) -> bool:
@@ -47,8 +44,8 @@ def lane_order(x, out, M, K, K_OUT, KIND: tl.constexpr, BLOCK: tl.constexpr):
     Of 64 places, lane t of four has 16 j + 8 odd + 2 t + e, and words 4 t .. 4 t + 3; the codes of
     word j are its bytes 2 e + odd. Of an int4 word the second 64 places have the high halves.
     """
-    m = tl.program_id(1)
-    p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m = tl.program_id(0)
+    p = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     STEP: tl.constexpr = 128 if KIND == "int4" else 64
     byte = 16 * (p // 2 % 4) + 4 * (p // 16 % 4) + 2 * (p % 2) + p // 8 % 2
     if KIND == "int4":
@@ -64,7 +61,7 @@ def in_lane_order(x: torch.Tensor, kind: str) -> torch.Tensor:
     M, K = x.shape
     out = torch.empty(M, -(-K // 128) * 128, dtype=x.dtype, device=x.device)
     block = 1024
-    grid = (triton.cdiv(out.shape[1], block), M)
+    grid = (M, triton.cdiv(out.shape[1], block))  # M may be more than the other axes hold
     lane_order[grid](x, out, M, K, out.shape[1], KIND=kind, BLOCK=block)
     return out
 

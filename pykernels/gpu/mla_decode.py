@@ -230,11 +230,12 @@ def mla_decode(
     result = check_out(out, (*q_latent.shape[:-1], L), device)
     if result.numel() == 0:
         return result
-    chosen = plan or mla_decode_plan(S * NH, (L, R), latent_scale is not None, page, device)
-    if chosen.by_hand and not by_hand_takes(L, R, latent_scale is not None, page, device):
+    lies = (latent_scale is not None, page, device, not (latent.data_ptr() | rope.data_ptr()) % 16)
+    chosen = plan or mla_decode_plan(S * NH, (L, R), *lies)
+    if chosen.by_hand and not by_hand_takes(L, R, *lies):
         raise PykernelsError(
-            f"the kernel by hand takes no {latent.dtype} latents of {L} + {R} in pages of {page} "
-            "on this GPU",
+            f"the kernel by hand takes no {latent.dtype} latents of {L} + {R} in pages of {page}, "
+            f"at {latent.data_ptr() % 16} and {rope.data_ptr() % 16} behind 16 bytes, on this GPU",
             "Give a plan without by_hand",
         )
     blocks = triton.cdiv(S * NH, chosen.rows)

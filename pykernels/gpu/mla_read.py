@@ -96,7 +96,12 @@ def mla_read(
     """
     if reason := supports(latent, rope, latent_scale):
         raise PykernelsError(f"the cache cannot be read: {reason}", "Convert it")
-    check_device(latent, page_table, starts, lengths)
+    check_device(latent, rope, page_table, starts, lengths, *(out or ()))
+    if page_table.ndim != 2:
+        raise PykernelsError(
+            f"the page table is {tuple(page_table.shape)}, not [B, pages]",
+            "Give one row a sequence",
+        )
     B, (page, L), R = page_table.shape[0], latent.shape[1:], rope.shape[2]
     given = (page_table, starts, lengths)
     if any(x.dtype != torch.int32 or x.stride(-1) != 1 for x in given) or not (

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,21 @@ if TYPE_CHECKING:
 OPS = ("gate_up", "down", "linear")
 PATHS = ("bf16", "fp8", "decoded")
 """bf16 and fp8: both operands as they are; decoded: weights become bf16 in registers."""
+
+
+def _powers_of_two(plan: object, *names: str) -> None:
+    for name in names:
+        value = getattr(plan, name)
+        if value < 1 or value & (value - 1):
+            raise PykernelsError(f"a plan has {name}={value}", "Tiles and warps are powers of two")
+
+
+def _in(plan: object, name: str, allowed: Collection[int]) -> None:
+    value = getattr(plan, name)
+    if value not in allowed:
+        raise PykernelsError(
+            f"a plan has {name}={value}", f"It is from {min(allowed)} to {max(allowed)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -59,12 +75,7 @@ class GemmPlan:
     by_hand: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("block_m", "block_n", "block_k", "warps"):
-            value = getattr(self, name)
-            if value < 1 or value & (value - 1):
-                raise PykernelsError(
-                    f"a plan has {name}={value}", "Tiles and warps are powers of two"
-                )
+        _powers_of_two(self, "block_m", "block_n", "block_k", "warps")
         if min(self.group_m, self.split_k, self.stages) < 1:
             raise PykernelsError(
                 "a plan has group_m, split_k or stages below 1", "Use whole numbers from 1"
@@ -85,13 +96,17 @@ class GemvPlan:
     warps: int = 4
     stages: int = 3
 
+    def __post_init__(self) -> None:
+        _powers_of_two(self, "block_n", "words", "warps")
+        _in(self, "stages", range(1, 17))
+
 
 @dataclass(frozen=True)
 class FewPlan:
     """How a linear of up to 64 rows is launched on the tensor cores, weights in registers.
 
     Attributes:
-        rows: of the matrix a program multiplies, a multiple of 16.
+        rows: of the matrix a program multiplies, a power of two from 16.
         warps: of a program: each takes its part of K.
         chunks: of 64 bytes (groups of 32 inputs: 32) of each row that a warp takes in a step.
         ahead: 1 or 2 steps between asking for weights and multiplying them.
@@ -101,6 +116,11 @@ class FewPlan:
     warps: int
     chunks: int = 1
     ahead: int = 1
+
+    def __post_init__(self) -> None:
+        _powers_of_two(self, "rows", "warps", "chunks")
+        _in(self, "rows", range(16, 257))
+        _in(self, "ahead", range(1, 3))
 
 
 @dataclass(frozen=True)
@@ -118,6 +138,14 @@ class ManyPlan:
     stages: int = 4
     word_stages: int = 4
     split_k: int = 1
+
+    def __post_init__(self) -> None:
+        _powers_of_two(self, "cols")
+        _in(self, "cols", range(8, 257))
+        _in(self, "warps", (4, 8))
+        _in(self, "stages", range(2, 17))  # the first copies are begun before the loop
+        _in(self, "word_stages", range(1, 17))
+        _in(self, "split_k", range(1, 65))
 
 
 @dataclass(frozen=True)
@@ -272,8 +300,10 @@ def _file_lines(path: str) -> tuple[dict[str, Any], ...]:
         lines = json.loads(file.read_text())
         for line in lines:
             LINEAR_PLANS.get(line["op"], GemmPlan)(**line["plan"])
+            if not line["rows"] > 0 or {"device", "path", "N", "K"} - line.keys():
+                raise ValueError(f"what the plan of {line['op']} is for is not said")
         return tuple(lines)
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (PykernelsError, ValueError, KeyError, TypeError, OSError) as error:
         raise PykernelsError(
             f"{file} cannot be read: {error}", "Delete it, or run python -m bench.gpu.tune again"
         ) from None

@@ -14,7 +14,6 @@ from triton.experimental.gluon import language as gl
 
 MAGIC = 0x43004300
 """Two bfloat16 of 128."""
-WORD_INPUTS = {"int4": 8, "int8": 4, "fp8": 4}
 
 
 def powers(low: int, high: int) -> list[int]:

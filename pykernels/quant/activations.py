@@ -29,8 +29,8 @@ DIGITS = 4
 DIGITS_K = 128
 """Inputs that share a scale as digits."""
 DIGITS_SHIFT = 8 * (DIGITS - 1) - 2
-"""Binary places that are kept below the largest input's 8 bits: one more, and 255 of 256 would
-carry into a digit of 128."""
+"""Binary places that are kept below the largest input's 8 bits: with one more, an input of 255/256
+of the range would round up to a first digit of 128."""
 
 
 class Activations(NamedTuple):

@@ -58,13 +58,13 @@ def test_a_file_of_another_version_counts_as_none(monkeypatch: pytest.MonkeyPatc
     [
         pytest.param("", id="empty"),
         pytest.param("[]", id="no object"),
-        pytest.param('{"version": 1}', id="no formats"),
-        pytest.param('{"version": 1, "formats": {"fp8": {}}}', id="no choices"),
+        pytest.param('{"version": 2}', id="no formats"),
+        pytest.param('{"version": 2, "formats": {"fp8": {}}}', id="no choices"),
         pytest.param(
-            '{"version": 1, "formats": {"fp8": {"choices": {"gemm_from": "8"}}}}', id="no number"
+            '{"version": 2, "formats": {"fp8": {"choices": {"gemm_from": "8"}}}}', id="no number"
         ),
         pytest.param(
-            '{"version": 1, "formats": {"fp8": {"choices": {"gemm_to": 8}}}}', id="no such choice"
+            '{"version": 2, "formats": {"fp8": {"choices": {"gemm_to": 8}}}}', id="no such choice"
         ),
     ],
 )
