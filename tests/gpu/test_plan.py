@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from pykernels.env import env
 from pykernels.errors import PykernelsError
+from pykernels.gpu.attention_plan import DecodePlan, PrefillPlan
 from pykernels.gpu.plan import (
     OPS,
     PATHS,
+    FewPlan,
     GemmPlan,
+    GemvPlan,
+    ManyPlan,
     fit_stages,
     gemm_plan,
     generation,
@@ -96,3 +101,23 @@ def test_k_is_split_until_every_processor_has_work() -> None:
     assert split_k(2000, 7168, 132, 128) == 1
     assert split_k(1, 512, 132, 128) == 2  # at least two steps a part
     assert split_k(1, 1 << 20, 132, 128) == 16
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DecodePlan(64, 128, 8, 1, by_hand=True),
+        lambda: DecodePlan(128, 64, 8, 1, by_hand=True),
+        lambda: PrefillPlan(64, 64, 8, 1, by_hand=True),
+        lambda: PrefillPlan(128, 32, 8, 1, by_hand=True),
+        lambda: FewPlan(48, 4),
+        lambda: FewPlan(32, 4, ahead=3),
+        lambda: ManyPlan(96),
+        lambda: ManyPlan(64, warps=2),
+        lambda: ManyPlan(64, stages=1),
+        lambda: GemvPlan(12, 128),
+    ],
+)
+def test_a_plan_that_would_be_wrong_is_refused(make: Callable[[], object]) -> None:
+    with pytest.raises(PykernelsError):
+        make()
