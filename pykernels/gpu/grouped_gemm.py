@@ -56,7 +56,7 @@ def multiply(
     """
     path = path_of(stack, x_scale is not None)
     if plan.by_hand:
-        _by_hand(x, stack, out, plan, x_scale, order, table, gated, out_scale)
+        _by_hand(x, stack, out, plan, x_scale, order, table, gated, bias, out_scale)
         return
     mats = 2 if gated else 1
     plan = fit_stages(plan, arch(x.device), _step_bytes(stack, path, plan, mats))
@@ -130,16 +130,23 @@ def _by_hand(
     order: SortedSlots | None,
     table: torch.Tensor | None,
     gated: bool,
+    bias: torch.Tensor | None,
     out_scale: torch.Tensor | None,
 ) -> None:
-    if x_scale is None or order is None or not by_hand_takes(stack, x.device):
+    if x_scale is None or not by_hand_takes(stack, x.device):
         raise PykernelsError(
-            "the kernel written out for Hopper multiplies experts of aligned E4M3 there alone",
+            "the kernel written out for Hopper multiplies aligned E4M3 there alone",
             "Give a plan without by_hand",
         )
-    from .gemm_fp8_hopper import multiply_by_hand  # Gluon is slow to import
+    if x.shape[0] == 0:
+        return
+    if order is None:
+        from .linear_fp8_hopper import multiply_rows_by_hand  # Gluon is slow to import
 
-    if x.shape[0]:
+        multiply_rows_by_hand(x, x_scale, stack, out, bias, plan.group_m)
+    else:
+        from .gemm_fp8_hopper import multiply_by_hand
+
         multiply_by_hand(
             x, x_scale, stack, out, order, table,
             gated=gated, group_m=plan.group_m, out_scale=out_scale,

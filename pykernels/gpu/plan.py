@@ -59,8 +59,8 @@ class GemmPlan:
         tma: weights (and sorted rows) come by the tensor memory accelerator: sm_90 and above.
         copy: a gated product's rows are first copied into the experts' order, so that they come by
             the accelerator too, in place of being gathered.
-        by_hand: the experts' fp8 kernel written out for Hopper, of tiles of 128 rows and 256
-            outputs (gated, 128 of each): only ``group_m`` is heeded. Rows are copied.
+        by_hand: the fp8 kernel written out for Hopper, of tiles of 128 rows and 256
+            outputs (gated, 128 of each): only ``group_m`` is heeded. Experts' rows are copied.
     """
 
     block_m: int
@@ -174,7 +174,7 @@ TABLE = (
     Row(HOPPER, "fp8", OPS, 32, GemmPlan(32, 64, 128, warps=4, stages=4, tma=True)),
     Row(HOPPER, "fp8", _GATED, 96, GemmPlan(64, 64, 128, warps=4, stages=3, tma=True)),
     Row(HOPPER, "fp8", _PLAIN, 96, GemmPlan(64, 128, 128, warps=4, stages=3, tma=True)),
-    Row(("hopper",), "fp8", ("gate_up", "down"), ANY, _BY_HAND),
+    Row(("hopper",), "fp8", OPS, ANY, _BY_HAND),
     Row(HOPPER, "fp8", OPS, ANY, GemmPlan(128, 128, 128, 16, warps=8, stages=3, tma=True)),
     Row(HOPPER, "decoded", OPS, 16, GemmPlan(16, 64, 128, warps=4, stages=4)),
     Row(HOPPER, "decoded", OPS, 32, GemmPlan(32, 64, 128, warps=4, stages=4)),

@@ -176,10 +176,13 @@ def test_a_chain_of_linears_waits_for_what_it_reads() -> None:
         assert torch.equal(captured, slow)
 
 
-def _meta_call(name: str, M: int, N: int, group: int | None = None) -> tuple[str, object]:
+def _meta_call(
+    name: str, M: int, N: int, group: int | None = None, activations: str = "bf16"
+) -> tuple[str, object]:
     stack = empty_for_gpu(get_format(name), 1, N, 7168, torch.device("meta"), group)
     x = torch.empty(M, 7168, dtype=torch.bfloat16, device="meta")
-    return f"{name} {M}", lambda: linear(x, stack)
+    bias = torch.empty(N, device="meta") if activations == "fp8" else None
+    return f"{name} {M}", lambda: linear(x, stack, bias, activations=activations)
 
 
 COMPILES = [
@@ -195,4 +198,6 @@ COMPILES = [
     _meta_call("int4-g128", 2048, 18432),
     _meta_call("int4-g128", 2048, 7168),
     _meta_call("int8", 2048, 7168, 7168),
+    _meta_call("fp8", 256, 18432, activations="fp8"),
+    _meta_call("fp8", 2048, 18432, activations="fp8"),
 ]
