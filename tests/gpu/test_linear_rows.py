@@ -67,9 +67,11 @@ CASES = [
     ("fp8", 1, 136, 192, FewPlan(16, 2), "two blocks of scales"),
     ("int8-channel", 4, 24, 832, FewPlan(16, 2, 1, 2), "two steps ahead, beyond the last"),
     ("int4-g128", 5, 72, 1088, ManyPlan(16, 4, 3, 2), "more steps than places"),
-    ("int4-g128", 20, 72, 384, ManyPlan(16, 4, 2, 4), "more places than steps, two row blocks"),
+    ("int4", 20, 72, 384, ManyPlan(16, 4, 2, 4), "more places than steps, two row blocks"),
     ("int4-g128", 20, 64, 640, ManyPlan(32, 4, 3, 2, 3), "parts: one of them shorter"),
     ("int8-channel", 9, 40, 448, ManyPlan(16, 4, 3, 2), "one scale an output, bytes"),
+    ("int8", 9, 40, 448, ManyPlan(16, 4, 3, 2), "groups of 128, bytes, half a group at the end"),
+    ("int4", 9, 40, 448, ManyPlan(16, 4, 3, 2), "pairs of groups, an odd one at the end"),
     ("int8-channel", 9, 40, 448, ManyPlan(16, 4, 3, 2, 2), "one scale an output, parts"),
 ]
 
