@@ -19,6 +19,7 @@ from .matrices import Matrices, scale_words
 from .permute import permute
 from .plan import GemmPlan, ManyPlan, fit_stages
 from .quantize import NATIVE_FP8
+from .unpacked import multiply_unpacked
 
 
 def path_of(stack: Matrices, fp8_inputs: bool) -> str:
@@ -58,6 +59,11 @@ def multiply(
         _many_rows(x, stack, out, plan, order, table, gated)
         return
     path = path_of(stack, x_scale is not None)
+    if plan.unpack:
+        if path != "decoded":
+            raise PykernelsError("a plan unpacks what is not decoded", "Give one without unpack")
+        multiply_unpacked(x, stack, out, plan, order, table, gated, bias)
+        return
     if plan.by_hand:
         _by_hand(x, stack, out, plan, x_scale, order, table, gated, bias, out_scale)
         return

@@ -124,7 +124,7 @@ def choose_plan(weight: Matrices, M: int, device: torch.device, activations: str
     key = kind if path == "decoded" else path
     by_hand = path == "fp8" and by_hand_takes(weight, device)
     plan = gemm_plan("linear", key, capability, M, N, K, name, by_hand)
-    if path != "decoded" or M > SPLIT_ROWS or plan.split_k > 1:
+    if path != "decoded" or M > SPLIT_ROWS or plan.split_k > 1 or plan.unpack:
         return plan
     programs = triton.cdiv(N, plan.block_n) * triton.cdiv(M, plan.block_m)
     return replace(plan, split_k=split_k(programs, K, processors, decoded_step(weight, plan)))
