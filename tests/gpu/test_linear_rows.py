@@ -200,6 +200,6 @@ COMPILES = [
     _meta_call("int4-g128", 2048, 18432),
     _meta_call("int4-g128", 2048, 7168),
     _meta_call("int8", 2048, 7168, 7168),
-    _meta_call("fp8", 256, 18432, activations="fp8"),
+    _meta_call("fp8", 128, 2048, activations="fp8"),
     _meta_call("fp8", 2048, 18432, activations="fp8"),
 ]
