@@ -123,21 +123,20 @@ def test_blocks_are_as_long_as_experts_have_rows() -> None:
 def test_a_graph_replays_with_other_tokens_and_experts(name: str, device: torch.device) -> None:
     shape = MoEShape(E=8, H=1536, I=768, topk=2)
     experts = random_experts(shape, get_format(name), device)
-    for T in (100, 300, 1000):
+    for T, route in ((100, balanced_routing), (600, skewed_routing)):
         x = torch.randn(T, shape.H, device=device).bfloat16()
-        routing = balanced_routing(T, shape)
+        routing = route(T, shape)
         check(x.cpu(), routing, experts, device)
         ids, weights = routing.ids.to(device), routing.weights.to(device)
         moe.moe_ffn(x, ids, weights, experts)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             captured = moe.moe_ffn(x, ids, weights, experts)
-        for seed, route in ((1, skewed_routing), (2, one_expert_routing)):
-            other = route(T, shape, seed)
+        for seed, other_route in ((1, skewed_routing), (2, one_expert_routing)):
+            other = other_route(T, shape, seed)
             x.copy_(torch.randn(T, shape.H))
             ids.copy_(other.ids)
             weights.copy_(other.weights)
             captured.fill_(float("nan"))
             graph.replay()
             assert torch.equal(captured, moe.moe_ffn(x, ids, weights, experts))
-            check(x.cpu(), other, experts, device)
