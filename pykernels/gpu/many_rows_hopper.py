@@ -240,6 +240,7 @@ def many_rows_hopper(
     barrier()
     if GROUP == 0:
         own = gl.load(w_scale + places(matrix, n0, N, SCALES, ROWS, GATED, ACC))
+        own = gl.where(slot < 0, 0, own)  # slot 0 may hold nothing yet
         acc *= own.to(gl.float32, bitcast=True)[:, None]
     if HAS_BIAS:
         no = n0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))

@@ -78,11 +78,13 @@ def test_one_scale_an_output_and_experts_that_lie_nowhere(device: torch.device) 
         for scale in torch.rand(4, shape.I, 1) / 500
     ]
     downs = [fmt.quantize(torch.randn(shape.H, shape.I)) for _ in range(2)]
-    slots = torch.tensor([1, -1, 0, -1], dtype=torch.int32, device=device)
+    slots = torch.tensor([1, -1, 1, -1], dtype=torch.int32, device=device)
     experts = moe.Experts(
         fmt, pack_for_gpu(fmt, weights).to(device), pack_for_gpu(fmt, downs).to(device), slots
     )
     assert experts.gate_up.group == shape.H
+    assert experts.gate_up.scale is not None
+    experts.gate_up.scale[:2] = float("inf")  # slot 0 is nobody's
     ids = skewed_routing(8, shape).ids
     ids[3], ids[5, 1] = -1, shape.E
     order = moe.sort_slots(ids.to(device), shape.E)
