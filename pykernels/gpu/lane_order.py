@@ -15,7 +15,8 @@ def lane_order(x, out, order, K, K_OUT, TOPK, KIND: tl.constexpr, BLOCK: tl.cons
     of sorted slot m.
 
     Of 64 places, lane t of four has 16 j + 8 odd + 2 t + e, and words 4 t .. 4 t + 3; the codes of
-    word j are its bytes 2 e + odd. Of an int4 word the second 64 places have the high halves.
+    word j are its bytes 2 e + odd. Of an int4 word (and Q4_K's are such) the second 64 places have
+    the high halves.
     """
     m = tl.program_id(0)
     p = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -45,6 +46,6 @@ def in_lane_order(x: torch.Tensor, kind: str, order: SortedSlots | None = None) 
     grid = (rows, triton.cdiv(out.shape[1], block))  # rows may be more than the other axes hold
     lane_order[grid](
         x, out, order and order.slots, K, out.shape[1], order.topk if order else 1,
-        KIND=kind, BLOCK=block,
+        KIND="int8" if kind == "int8" else "int4", BLOCK=block,
     )  # fmt: skip
     return out

@@ -22,6 +22,7 @@ from .matrices import Matrices
 from .plan import (
     GEMV,
     LINEAR_PLANS,
+    UNPACKED,
     FewPlan,
     GemmPlan,
     GemvPlan,
@@ -35,6 +36,9 @@ Plan = GemmPlan | GemvPlan | FewPlan | ManyPlan
 FEW_ROWS = 32
 """Most rows for which each program reads all inputs itself, and half of it where
 ``many_rows_hopper`` could multiply them too."""
+MANY_K_QUANT_ROWS = (17, 1024)
+"""Rows for which ``many_rows_hopper`` multiplies K-quants: fewer go by the decoding GEMM, more are
+unpacked."""
 SPLIT_ROWS = 64
 """Most rows for which the decoding GEMM splits K."""
 H200_PROCESSORS = 132
@@ -59,6 +63,8 @@ def kernel_of(
         return "gemv"
     if tensor and M <= (FEW_ROWS // 2 if many else FEW_ROWS):
         return "few"
+    if kind in UNPACKED and not MANY_K_QUANT_ROWS[0] <= M <= MANY_K_QUANT_ROWS[1]:
+        return "linear"
     return "many" if many else "linear"
 
 

@@ -68,16 +68,15 @@ def test_it_is_for_weights_that_are_decoded(device: torch.device) -> None:
 def test_many_rows_of_k_quants_are_unpacked(device: torch.device) -> None:
     least = UNPACK_ROWS["linear"]
     for M in (1, least, 3000):
-        plan = choose_plan(made("q4_k", 72, 2048)[1], M, device)
+        plan = choose_plan(made("q6_k", 72, 2048)[1], M, device)
         assert isinstance(plan, GemmPlan) and plan.unpack == (M >= least)
         assert plan.split_k == 1 or M == 1
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["q4_k", "q6_k"])
-def test_a_graph_replays_with_other_tokens_and_experts(name: str, device: torch.device) -> None:
+def test_a_graph_replays_with_other_tokens_and_experts(device: torch.device) -> None:
     shape, T = MoEShape(E=8, H=1536, I=768, topk=2), 600
-    experts = random_experts(shape, get_format(name), device)
+    experts = random_experts(shape, get_format("q6_k"), device)
     x = torch.randn(T, shape.H, device=device).bfloat16()
     routing = skewed_routing(T, shape)
     ids, weights = routing.ids.to(device), routing.weights.to(device)
