@@ -1,4 +1,4 @@
-"""int4, int8 and Q4_K weights by many rows, of a linear or of each expert, written for Hopper.
+"""int4, int8 and K-quant weights by many rows, of a linear or of each expert, written for Hopper.
 
 The transposed tile: a warpgroup's left operand are weights in registers, decoded (see
 ``register_words``) while the tensor cores still multiply the 64 inputs before. Words and inputs
@@ -21,20 +21,27 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..shapes import SortedSlots
 from .gluon_names import barrier, tma_load
-from .k_quant_words import group_scales, heads_layout, load_heads, weighted
+from .k_quant_words import (
+    decoded_heads,
+    heads_layout,
+    load_heads,
+    q6_k_codes,
+    row_starts,
+    weighted,
+)
 from .lane_order import in_lane_order
 from .matrices import Matrices, scale_words
 from .plan import ManyPlan
 from .register_words import MAGIC, codes, pair, powers
 from .tiles import tile_table
 
-KINDS = ("int4", "int8", "q4_k")
+KINDS = ("int4", "int8", "q4_k", "q6_k")
 
 
 def takes(stack: Matrices) -> bool:
     """Whether these weights can be multiplied."""
-    grouped = stack.kind == "q4_k" or stack.group in (32, 128, stack.K)
-    return stack.kind in KINDS and grouped and stack.data.data_ptr() % 16 == 0
+    groups = (0, 32, 128, stack.K)  # 0: K-quants
+    return stack.kind in KINDS and stack.group in groups and stack.data.data_ptr() % 16 == 0
 
 
 def words_layout(warps: int, rows: int) -> object:
@@ -104,10 +111,14 @@ def operand(
 ):
     """[ROWS, 16] words (int4: their bytes' low halves) -> [ROWS, 64] weights."""
     ROWS: gl.constexpr = words.shape[0]
-    v = codes(words, MAGIC, "int4" if KIND == "q4_k" else KIND)
-    if KIND == "q4_k":
-        v = weighted(v, scale[2 * H], scale[2 * H + 1])
-    elif GROUP == 32:
+    if KIND == "q6_k":
+        v = q6_k_codes(words, scale[2], MAGIC, H)
+        v = weighted(v, scale[H], None)
+    elif KIND == "q4_k":
+        v = weighted(codes(words, MAGIC, "int4"), scale[2 * H], scale[2 * H + 1])
+    else:
+        v = codes(words, MAGIC, KIND)
+    if GROUP == 32:
         v = scaled(v, words, scale, KIND, H)
     v = v.reshape([ROWS, 4, 4, 2, 2]).permute([0, 2, 4, 1, 3])
     a = gl.convert_layout(v.reshape([ROWS, 64]), A)
@@ -133,14 +144,6 @@ def places(matrix, n0, N, SCALES, ROWS: gl.constexpr, GATED: gl.constexpr, LAYOU
     """Where the scales of a tile's rows begin, in words."""
     n, up = rows_of(n0, N, ROWS, GATED, LAYOUT)
     return (matrix + up) * SCALES * N + n
-
-
-@gluon.jit
-def heads_of(w, matrix, n0, N, BLOCKS, ROWS: gl.constexpr, GATED: gl.constexpr, LH: gl.constexpr):
-    """Where the first block of each of a tile's rows of Q4_K begins: pointers [ROWS, 4]."""
-    n, up = rows_of(n0, N, ROWS, GATED, LH)
-    at = ((matrix + up) * N + n).to(gl.int64) * (BLOCKS * 36)
-    return w + at[:, None] + gl.arange(0, 4, layout=gl.SliceLayout(0, LH))[None, :]
 
 
 @gluon.jit
@@ -172,7 +175,8 @@ def many_rows_hopper(
     Args:
         x: descriptor of bfloat16 [M, STEPS * 128], in the order of lanes.
         w: descriptor of int32 [matrices * N, words]; blocks of 16 WARPS rows, gated 8 WARPS.
-        w_scale: int32 [matrices, SCALES, N], see ``matrices``; of Q4_K the words, in SCALES blocks.
+        w_scale: int32 [matrices, SCALES, N], see ``matrices``; of K-quants their words; each row
+            has SCALES blocks (Q6_K: 16 bytes).
         tiles: None: one matrix; else ``tile_table``'s for COLS rows: rows are experts' ones.
         BLOCKS: of M; with a table its bound.
         GATED: of experts: out = silu(x @ gate.T) * (x @ up.T).
@@ -216,10 +220,7 @@ def many_rows_hopper(
         if q < count * 2:
             mbarrier.expect(x_ready.index(q), COLS * 128)
             tma_load(x, [m0, (c0 * 2 + q) * 64], x_ready.index(q), xs.index(q))
-    if KIND == "q4_k":
-        heads = heads_of(w_scale, matrix, n0, N, SCALES, ROWS, GATED, LH)
-        head = load_heads(heads, c0, STEPS)
-    else:
+    if GROUP != 256:
         scales = w_scale + places(matrix, n0, N, SCALES, ROWS, GATED, A)
         last = SCALES - 1
         scale = load_scale(scales, c0, last, N, GROUP)
@@ -229,8 +230,10 @@ def many_rows_hopper(
     if count > 0:
         mbarrier.wait(w_ready.index(0), 0)
     words = take(ws, 0, LW, GATED, WARPS)
-    if KIND == "q4_k":
-        scale = group_scales(head, words, c0)
+    if GROUP == 256:
+        own_row, up = rows_of(n0, N, ROWS, GATED, LH)
+        heads = row_starts(w_scale, (matrix + up) * N + own_row, SCALES, KIND, LH)
+        scale = decoded_heads(load_heads(heads, c0, STEPS, KIND, LH), words, c0, KIND)
     a = operand(words, scale, MAGIC, KIND, GROUP, 0, A)
     before = a
     for c in range(0, count):
@@ -257,11 +260,11 @@ def many_rows_hopper(
                 ahead = gl.minimum(c * TILES + (h if TILES == 2 else 0) + 1, count * TILES - 1)
                 mbarrier.wait(w_ready.index(ahead % WORD_STAGES), ahead // WORD_STAGES & 1)
                 words = take(ws, ahead % WORD_STAGES, LW, GATED, WARPS)
-            if KIND == "q4_k":
-                if h == 0:  # copies have brought these to L2
-                    head = load_heads(heads, c0 + c + 1, STEPS)
+            if GROUP == 256:
+                if h == 0:
+                    head = load_heads(heads, c0 + c + 1, STEPS, KIND, LH)
                 else:
-                    scale = group_scales(head, words, c0 + c + 1)
+                    scale = decoded_heads(head, words, c0 + c + 1, KIND)
             elif h == 1:
                 scale = scale_1
                 scale_1 = scale_2
@@ -326,6 +329,15 @@ def multiply_experts_rows(
     _launch(inputs, stack, out, None, tiles, bound, gated, plan)
 
 
+def _scales(stack: Matrices) -> int:
+    """What the kernel has to know of a row's length: its scales, or its blocks' places."""
+    if stack.kind == "q6_k":
+        return stack.data.shape[-1] // 16
+    if stack.kind == "q4_k":
+        return stack.K // 256
+    return 1 if stack.group == stack.K else triton.cdiv(stack.K, max(stack.group, 64))
+
+
 def _launch(
     inputs: torch.Tensor,
     stack: Matrices,
@@ -337,7 +349,6 @@ def _launch(
     plan: ManyPlan,
 ) -> None:
     parts = out.shape[0] if out.ndim == 3 else 1
-    q4_k, grouped = stack.kind == "q4_k", stack.group != stack.K
     words = stack.data.view(torch.int32).flatten(0, 1)
     steps = triton.cdiv(stack.K, 128)
     rows = (8 if gated else 16) * plan.warps
@@ -346,7 +357,7 @@ def _launch(
     many_rows_hopper[(blocks * triton.cdiv(stack.N, rows), parts)](
         TensorDescriptor.from_tensor(inputs, [plan.cols, 64], x_shared),
         TensorDescriptor.from_tensor(words, [rows, 16], w_shared),
-        words if q4_k else scale_words(stack),
+        scale_words(stack) if stack.group else words,
         out,
         bias,
         tiles,
@@ -354,11 +365,11 @@ def _launch(
         stack.N,
         steps,
         triton.cdiv(steps, parts),
-        triton.cdiv(stack.K, 256 if q4_k else max(stack.group, 64)) if grouped else 1,
+        _scales(stack),
         blocks,
         MAGIC,
         KIND=stack.kind,
-        GROUP=256 if q4_k else stack.group if grouped else 0,
+        GROUP=0 if stack.group == stack.K else stack.group or 256,
         GATED=gated,
         HAS_BIAS=bias is not None,
         PARTS=out.ndim == 3,
@@ -367,7 +378,7 @@ def _launch(
         STAGES=plan.stages,
         WORD_STAGES=plan.word_stages,
         LW=words_layout(plan.warps, rows // plan.warps),
-        LH=heads_layout(plan.warps, 16),
+        LH=heads_layout(plan.warps, 16) if stack.kind == "q4_k" else words_layout(plan.warps, 16),
         XS=x_shared,
         WS=w_shared,
         num_warps=plan.warps,

@@ -98,12 +98,13 @@ def test_one_scale_an_output_and_experts_that_lie_nowhere(device: torch.device) 
     assert _close(out[: starts[4]], apart[: starts[4]])
 
 
-def test_blocks_of_q4_k_with_gate_and_up(device: torch.device) -> None:
-    fmt = get_format("q4_k")
-    stack = pack_for_gpu(fmt, [fmt.quantize(torch.randn(40, 512)) for _ in range(4)]).to(device)
-    x = torch.randn(3, 512).bfloat16().to(device)
+@pytest.mark.parametrize("name", ["q4_k", "q6_k"])
+def test_k_quants_with_gate_and_up(name: str, device: torch.device) -> None:
+    fmt = get_format(name)
+    stack = pack_for_gpu(fmt, [fmt.quantize(torch.randn(24, 256)) for _ in range(4)]).to(device)
+    x = torch.randn(3, 256).bfloat16().to(device)
     order = moe.sort_slots(torch.tensor([[0, 1], [1, 0], [1, 9]]).to(device), 2)
-    out, apart = (x.new_full((6, 40), float("nan")) for _ in range(2))
+    out, apart = (x.new_full((6, 24), float("nan")) for _ in range(2))
     grouped_gemm.multiply(x, stack, out, FOUR, order=order, gated=True)
     grouped_gemm.multiply(x, stack, apart, GemmPlan(16, 64, 64), order=order, gated=True)
     assert _close(out[:5], apart[:5]) and out[5].isnan().all()
@@ -127,7 +128,7 @@ def test_blocks_are_as_long_as_experts_have_rows() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["int4-g128", "int4", "int8", "q4_k"])
+@pytest.mark.parametrize("name", ["int4-g128", "int4", "int8", "q4_k", "q6_k"])
 def test_a_graph_replays_with_other_tokens_and_experts(name: str, device: torch.device) -> None:
     shape = MoEShape(E=8, H=1536, I=768, topk=2)
     experts = random_experts(shape, get_format(name), device)

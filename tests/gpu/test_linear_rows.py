@@ -74,6 +74,7 @@ CASES = [
     ("int4", 9, 40, 448, ManyPlan(16, 4, 3, 2), "pairs of groups, an odd one at the end"),
     ("int8-channel", 9, 40, 448, ManyPlan(16, 4, 3, 2, 2), "one scale an output, parts"),
     ("q4_k", 9, 40, 768, ManyPlan(16, 4, 3, 2, 2), "blocks of Q4_K, parts that begin inside one"),
+    ("q6_k", 9, 40, 768, ManyPlan(16, 4, 3, 2, 2), "blocks of Q6_K, parts that begin inside one"),
 ]
 
 
@@ -140,7 +141,7 @@ def test_which_kernel_takes_which_rows() -> None:
     assert found("int4", 17, 7168, (9, 0), many=False) == found("int4", 32, 7168, (8, 0)) == "few"
     assert found("int4", 33, 7168, (8, 0)) == found("q4_k", 1, 7168, (9, 0), False) == "linear"
     assert found("int4", 1, 7168, (0, 0)) == "linear"  # the interpreter
-    assert [found("q4_k", M, 7168, (9, 0)) for M in (1, 64, 4096)] == ["linear", "many", "linear"]
+    assert [found("q6_k", M, 7168, (9, 0)) for M in (1, 64, 4096)] == ["linear", "many", "linear"]
 
 
 def test_the_interpreter_goes_by_the_decoding_gemm(device: torch.device) -> None:
