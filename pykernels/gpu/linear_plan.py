@@ -2,8 +2,8 @@
 
 Decoded weights in bf16 activations, by rows: ``gemv`` (one row of a narrow int8 matrix, where it
 beats the tensor cores), ``few_rows`` (up to 16, or 32 where nothing faster takes more),
-``many_rows_hopper`` (Hopper, one scale for each 128 inputs or each output), and the decoding GEMM
-for all else, which the interpreter takes too: Gluon kernels have none.
+``many_rows_hopper`` (Hopper), and the decoding GEMM, or one of bfloat16 behind ``unpacked``, for
+all else, which the interpreter takes too: Gluon kernels have none.
 """
 
 from __future__ import annotations
