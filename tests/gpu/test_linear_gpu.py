@@ -188,7 +188,6 @@ COMPILES = [
     _meta_call("int4", 1),
     _meta_call("int8", 1),
     _meta_call("q4_k", 1),
-    _meta_call("q4_k", 256),
+    _meta_call("q4_k", 2048),
     _meta_call("q6_k", 256),
-    _meta_call("q6_k", 2048),
 ]
