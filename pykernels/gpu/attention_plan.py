@@ -31,8 +31,8 @@ class DecodePlan:
         by_hand: MLA's kernel for Hopper, whose warps have roles: 64 rows, 64 keys;
             ``warps``, ``stages`` and ``across`` mean nothing to it.
         least: blocks of a part: combining more parts costs more than shorter ones save.
-        in_lanes: GQA's kernel that decodes E4M3 in the lanes that multiply it: 8 or 16 rows; a
-            warp's share of a block is 16 or 32 keys; ``stages`` means nothing to it.
+        in_lanes: GQA's kernel whose lanes multiply what they load: 8 or 16 rows; a warp's share of
+            a block is 16 or 32 keys; ``stages`` means nothing to it.
     """
 
     rows: int
@@ -160,11 +160,11 @@ def mla_decode_plan(
 
 
 def in_lanes_takes(D: int, fp8: bool, page: int, device: torch.device, aligned: bool) -> bool:
-    """Whether ``DecodePlan.in_lanes`` can run: heads of 128 in E4M3 that the GPU can convert.
+    """Whether ``DecodePlan.in_lanes`` can run: heads of 128, in E4M3 where the GPU can convert it.
 
     Caches ``aligned`` to 16 bytes; a warp's keys, up to 32, are within a page.
     """
-    return arch(device) >= (8, 9) and fp8 and D == 128 and page % 32 == 0 and aligned
+    return arch(device) >= ((8, 9) if fp8 else (8, 0)) and D == 128 and page % 32 == 0 and aligned
 
 
 def gqa_decode_plan(
@@ -174,7 +174,7 @@ def gqa_decode_plan(
     capability = arch(device)
     if capability == (0, 0):
         return _TINY_DECODE
-    if rows <= 16 and in_lanes_takes(D, fp8, page, device, aligned):
+    if fp8 and rows <= 16 and in_lanes_takes(D, fp8, page, device, aligned):
         tile = 8 if rows <= 8 else 16
         return DecodePlan(rows=tile, keys=128, warps=4, stages=1, per_sm=2, in_lanes=True)
     tile = max(16, min(64, 1 << (rows - 1).bit_length()))

@@ -1,4 +1,4 @@
-"""``attention_parts.share_of_slot`` for kernels in Gluon."""
+"""What a decode kernel in Gluon does first: finding its part of the work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def share_of_slot(
     length_ptr, slot, B, slots, S, window,
     KEYS: gl.constexpr, BATCH: gl.constexpr, WARPS: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """What one program does: (sequence, its length, part, parts); no parts: nothing."""
+    """``attention_parts.share_of_slot``: what one program does, (sequence, its length,
+    part, parts); no parts: nothing."""
     i = gl.arange(0, BATCH, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     lengths = gl.load(length_ptr + i, mask=i < B, other=0)
     seen = lengths
@@ -31,3 +32,22 @@ def share_of_slot(
     length = gl.sum(gl.where(mine, lengths, 0), 0)
     part = slot - gl.sum(gl.where(mine, start, 0), 0)
     return b, length, part, gl.sum(gl.where(mine, parts, 0), 0)
+
+
+@gluon.jit
+def ask_for(table, lengths, B, stride, WARPS: gl.constexpr):
+    """Has lengths and page table brought to the L2 cache, while the kernel before still runs.
+
+    Nothing is read yet, so it may still write them. The first loads wait for one another: each that
+    finds its bytes there is half a microsecond sooner.
+
+    Args:
+        B, stride: rows of the table and their int32; 32 lines a program, of the first programs.
+    """
+    i = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    line = (gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)) * 32 + i
+    at = gl.where(line * 32 < B * stride, (table + line * 32).to(gl.int64), lengths.to(gl.int64))
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

@@ -230,11 +230,12 @@ def gqa_decode(
         from . import gqa_decode_lanes as lanes  # Gluon: not in the interpreter
 
         keys = chosen.keys // chosen.warps
-        in_key, in_value = lanes.layouts(chosen.warps, keys)
+        fp8 = k_scale is not None
+        in_key, in_value = lanes.layouts(chosen.warps, keys, fp8)
         lanes.gqa_decode_lanes[grid](
             q4, k.view(torch.int32), v.view(torch.int32), *where, *numbers, *strides,
-            **options, KVH=KVH, KEYS=keys, W=chosen.warps, ROWS=chosen.rows, MANY=S > 1, LK=in_key,
-            LV=in_value, num_warps=chosen.warps, **partials.launch,
+            **options, KVH=KVH, KEYS=keys, W=chosen.warps, ROWS=chosen.rows, MANY=S > 1, E4M3=fp8,
+            LK=in_key, LV=in_value, num_warps=chosen.warps, **partials.launch,
         )  # fmt: skip
     else:
         _gqa_decode[grid](

@@ -186,7 +186,7 @@ def _half(byte):
 
 @triton.jit
 def _packed(low, high):
-    """Two float16 as the halves of an int32."""
+    """Two of 16 bits as the halves of an int32."""
     low = low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return low | (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
@@ -206,13 +206,20 @@ def _decoded_across(even, odd):
 
 
 @triton.jit
-def _transposed_halves(even, odd):
+def _paired_across(even, odd):
+    return (even & 0xFFFF) | (odd << 16), ((even >> 16) & 0xFFFF) | (odd & -65536)
+
+
+@triton.jit
+def _transposed_pairs(even, odd, E4M3: tl.constexpr):
     W: tl.constexpr = even.shape[0]
     N: tl.constexpr = even.shape[1]
     R: tl.constexpr = even.shape[2] // 4
     x = tl.join(even, odd).reshape([W, N // 8, 8, R, 8]).permute([0, 1, 4, 3, 2])
     low, high = tl.split(x.reshape([W, N, 4 * R, 2]))
-    return _packed(low.to(tl.float16), high.to(tl.float16))
+    if E4M3:
+        return _packed(low.to(tl.float16), high.to(tl.float16))
+    return _packed(low.to(tl.bfloat16), high.to(tl.bfloat16))
 
 
 def _assembly(asm: str, constraints: str, args: list[Any], **kwargs: Any) -> Any:
@@ -270,7 +277,8 @@ def interpreted(kernel: Any, without: str | None = None) -> Any:
         "pair": _pair,
         "decoded_within": _decoded_within,
         "decoded_across": _decoded_across,
-        "transposed_halves": _transposed_halves,
+        "paired_across": _paired_across,
+        "transposed_pairs": _transposed_pairs,
         "to_e4m3": float_to_e4m3,  # the interpreter's own conversion does not round
         "gdc_wait": _nothing,
         "gdc_launch_dependents": _nothing,
