@@ -228,10 +228,11 @@ def gqa_decode(
     options |= {"BATCH": partials.batch, "SPLIT": partials.split, "EARLY": partials.early}
     if chosen.in_lanes:
         from . import gqa_decode_lanes as lanes  # Gluon: not in the interpreter
+        from .attention_lanes import layouts
 
         keys = chosen.keys // chosen.warps
         fp8 = k_scale is not None
-        in_key, in_value = lanes.layouts(chosen.warps, keys, fp8)
+        in_key, in_value = layouts(chosen.warps, keys, fp8)
         lanes.gqa_decode_lanes[grid](
             q4, k.view(torch.int32), v.view(torch.int32), *where, *numbers, *strides,
             **options, KVH=KVH, KEYS=keys, W=chosen.warps, ROWS=chosen.rows, MANY=S > 1, E4M3=fp8,
