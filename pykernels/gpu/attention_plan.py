@@ -31,8 +31,8 @@ class DecodePlan:
         by_hand: MLA's kernel for Hopper, whose warps have roles: 64 rows, 64 keys;
             ``warps``, ``stages`` and ``across`` mean nothing to it.
         least: blocks of a part: combining more parts costs more than shorter ones save.
-        in_lanes: GQA's kernel whose lanes multiply what they load: 8 or 16 rows; a warp's share of
-            a block is 16 or 32 keys; ``stages`` means nothing to it.
+        in_lanes: the kernels whose lanes multiply what they load: 8 or 16 rows. GQA's take 16 or
+            32 keys a warp, MLA's 32 keys and 4 warps; ``stages`` means nothing to them.
     """
 
     rows: int
@@ -46,11 +46,10 @@ class DecodePlan:
     in_lanes: bool = False
 
     def __post_init__(self) -> None:
-        shares = {16 * self.warps, 32 * self.warps}
-        if self.in_lanes and (self.rows not in (8, 16) or self.keys not in shares):
+        if self.in_lanes and (self.rows not in (8, 16) or self.keys % 16):
             raise PykernelsError(
-                f"a plan that decodes in lanes has {self.rows} rows and {self.keys} keys",
-                "That kernel's programs take 8 or 16, and 16 or 32 a warp",
+                f"a decode plan in lanes has {self.rows} rows and {self.keys} keys",
+                "Those kernels' programs take 8 or 16, and 16 or 32 a warp",
             )
         if self.by_hand and (self.rows, self.keys) != (64, 64):
             raise PykernelsError(
@@ -165,6 +164,13 @@ def in_lanes_takes(D: int, fp8: bool, page: int, device: torch.device, aligned: 
     Caches ``aligned`` to 16 bytes; a warp's keys, up to 32, are within a page.
     """
     return arch(device) >= ((8, 9) if fp8 else (8, 0)) and D == 128 and page % 32 == 0 and aligned
+
+
+def in_lanes_takes_mla(
+    L: int, R: int, fp8: bool, page: int, device: torch.device, aligned: bool
+) -> bool:
+    """Whether ``DecodePlan.in_lanes`` can run for MLA: E4M3 latents of DeepSeek's sizes."""
+    return (L, R) == (512, 64) and fp8 and in_lanes_takes(128, fp8, page, device, aligned)
 
 
 def gqa_decode_plan(

@@ -1,10 +1,11 @@
-"""GQA decode in the lanes that multiply, on any CPU: its arithmetic, permutations and masks.
+"""Decode in the lanes that multiply, on any CPU: its arithmetic, permutations and masks.
 
 On a GPU test_attention_decode.py runs the real one, and here are other plans.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import pykernels.gpu.launch as launch
 from pykernels import ref
 from pykernels.gpu.attention_plan import DecodePlan, in_lanes_takes
 
-from .test_attention_decode import check, gqa, gqa_inputs
+from .test_attention_decode import check, gqa, gqa_inputs, mla, mla_inputs
 
 
 @pytest.fixture
@@ -24,13 +25,17 @@ def in_lanes(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
         if not in_lanes_takes(128, True, 64, device, True):
             pytest.skip("the GPU has no conversion from E4M3")
         return
-    from pykernels.gpu import gqa_decode, gqa_decode_lanes
+    from pykernels.gpu import gqa_decode, gqa_decode_lanes, mla_decode, mla_decode_lanes
 
     from .gluon_shim import interpreted
 
-    kernel = interpreted(gqa_decode_lanes.gqa_decode_lanes)
-    monkeypatch.setattr(gqa_decode_lanes, "gqa_decode_lanes", kernel)
+    for module, name in (
+        (gqa_decode_lanes, "gqa_decode_lanes"),
+        (mla_decode_lanes, "mla_decode_lanes"),
+    ):
+        monkeypatch.setattr(module, name, interpreted(getattr(module, name)))
     monkeypatch.setattr(gqa_decode, "in_lanes_takes", lambda *lies: True)
+    monkeypatch.setattr(mla_decode, "in_lanes_takes_mla", lambda *lies: True)
 
 
 EIGHT = DecodePlan(rows=8, keys=64, warps=2, stages=1, in_lanes=True)
@@ -55,6 +60,32 @@ def test_gqa_decode_in_lanes(
 ) -> None:
     inputs, options = gqa_inputs(device=device, **{"NH": 4, "KVH": 1, "D": 128, "page": 32} | sizes)
     check(gqa, ref.gqa_decode, inputs, options, plan=plan)
+
+
+MLA = [
+    ({"lengths": [70, 0, 32]}, {}, "ragged: an empty sequence, a whole block"),
+    ({"lengths": [90, 2], "NH": 11, "S": 2}, {"per_sm": 0}, "two tiles, tokens, no combining"),
+    ({"lengths": [40, 2], "NH": 5}, {"rows": 8, "keys": 16}, "eight rows, sixteen keys, capped"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "changed", "why"), MLA, ids=[row[2] for row in MLA])
+def test_mla_decode_in_lanes(
+    sizes: dict[str, Any], changed: dict[str, int], why: str, device, in_lanes
+) -> None:
+    inputs, options = mla_inputs(device=device, L=512, R=64, page=32, fp8=True, **sizes)
+    options["softcap"] = 3.0 if "capped" in why else None
+    plan = replace(DecodePlan(rows=16, keys=32, warps=4, stages=1, in_lanes=True), **changed)
+    check(mla, ref.mla_decode, inputs, options, plan=plan)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [8, 16])
+@pytest.mark.parametrize("keys", [16, 32])
+def test_mla_plans_agree(rows: int, keys: int, device, in_lanes) -> None:
+    inputs, options = mla_inputs([6000, 0, 500, 65], device, L=512, R=64, page=64, fp8=True, NH=20)
+    plan = DecodePlan(rows, keys, warps=4, stages=1, per_sm=2, in_lanes=True)
+    check(mla, ref.mla_decode, inputs, options, plan=plan)
 
 
 @pytest.mark.gpu
