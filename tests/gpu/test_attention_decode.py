@@ -318,6 +318,15 @@ FULL_GQA = [
     ({"lengths": [3000, 70], "NH": 32, "KVH": 8, "D": 128, "window": 1000}, "a window"),
     ({"lengths": [3000, 70], "NH": 32, "KVH": 8, "D": 128, "S": 8}, "eight new tokens"),
     ({"lengths": [3000, 70], "NH": 32, "KVH": 8, "D": 128, "fp8": True}, "E4M3"),
+    ({"lengths": [3000, 70], "NH": 32, "KVH": 8, "D": 128, "fp8": True, "page": 16}, "E4M3, small"),
+    (
+        {"lengths": [4096, 0, 9000, 1, 65], "NH": 64, "KVH": 4, "D": 128, "fp8": True},
+        "E4M3, G = 16",
+    ),
+    (
+        {"lengths": [3000, 70], "NH": 32, "KVH": 8, "D": 128, "S": 2, "fp8": True, "window": 1000},
+        "E4M3, two new tokens, a window",
+    ),
     ({"lengths": [3000, 70], "NH": 32, "KVH": 8, "D": 128, "page": 16}, "small pages"),
     ({"lengths": [3000, 70], "NH": 32, "KVH": 8, "D": 96}, "heads of 96"),
 ]
