@@ -1,15 +1,15 @@
 """What kernels share whose lanes multiply what they load: operands of ``mma.sync`` (Gluon).
 
-Keys and values of 128 elements, bf16 or E4M3, are loaded 16 bytes a lane straight into the lanes
-whose products take them; E4M3 becomes float16 there. Nothing passes through shared memory. They are
-the left operands, so that 8 query rows fill a product. What a product sums over may be in any order
-in which both operands agree:
+Keys and values of 128 elements in E4M3 are loaded 16 bytes a lane straight into the lanes whose
+products take them, and become float16 there. Nothing passes through shared memory. They are the
+left operands, so that 8 query rows fill a product. What a product sums over may be in any order in
+which both operands agree:
 
-- Scores [keys, rows] sum over D: lane 4 g + t has 16 bytes at 16 t, at 64 + 16 t, ... of keys g,
+- Scores [keys, rows] sum over D: lane 4 g + t has 16 bytes at 16 t and at 64 + 16 t of keys g,
   g + 8, ..., and the queries' elements are put in the same order.
-- Values [D, rows] sum over keys: lane 4 g + t has 16 bytes at 16 g (and 128 + 16 g) of keys 2 t,
-  2 t + 1, 2 t + 8, ..., and shares are transposed, 8 x 8 in an instruction. The result's rows are
-  put in order at the end.
+- Values [D, rows] sum over keys: lane 4 g + t has 16 bytes at 16 g of keys 2 t, 2 t + 1, 2 t + 8,
+  ..., and shares are transposed, 8 x 8 in an instruction. The result's rows are put in order at the
+  end.
 
 The first dimension of every tensor is the warps'.
 """
@@ -19,26 +19,26 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .register_words import pair, powers
+from .register_words import powers
 
 
-def layouts(warps: int, keys: int, fp8: bool) -> tuple[object, object]:
-    """(int32 of keys, of values) [warps, keys, 32 or bf16 64] as the products want them."""
+def layouts(warps: int, keys: int) -> tuple[object, object]:
+    """(int32 of keys, of values) [warps, keys, 32] as the products want them."""
     parts = [[part, 0, 0] for part in powers(1, warps)]
     others = [[0, n, 0] for n in powers(8, keys)]
     in_key = gl.DistributedLinearLayout(
-        [[0, 0, n] for n in ((1, 2, 16) if fp8 else (1, 2, 16, 32))] + others,
+        [[0, 0, n] for n in (1, 2, 16)] + others,
         [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
         parts,
         [],
-        [warps, keys, 32 if fp8 else 64],
+        [warps, keys, 32],
     )
     in_value = gl.DistributedLinearLayout(
-        [[0, 0, n] for n in ((1, 2) if fp8 else (1, 2, 32))] + [[0, 1, 0], *others],
+        [[0, 0, 1], [0, 0, 2], [0, 1, 0], *others],
         [[0, 2, 0], [0, 4, 0], [0, 0, 4], [0, 0, 8], [0, 0, 16]],
         parts,
         [],
-        [warps, keys, 32 if fp8 else 64],
+        [warps, keys, 32],
     )
     return in_key, in_value
 
@@ -76,24 +76,13 @@ def decoded_across(even, odd):
 
 
 @gluon.jit
-def paired_across(even, odd):
-    """Both halves of two words, each beside the other word's."""
-    return gl.inline_asm_elementwise(
-        "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;",
-        "=r,=r,r,r", [even, odd], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def transposed_pairs(even, odd, E4M3: gl.constexpr):
-    """Two float32 a lane -> pairs of float16 or bf16; of 8 x 8 of these, in a warp, the transpose.
+def transposed_pairs(even, odd):
+    """Two float32 a lane -> a pair of float16; of 8 x 8 of these, in a warp, the transpose.
 
     Lane 4 g + t gives row g, columns 2 t and 2 t + 1, and gets column g, rows 2 t and 2 t + 1.
     """
-    KIND: gl.constexpr = "f16x2" if E4M3 else "bf16x2"
     return gl.inline_asm_elementwise(
-        "{.reg .b32 x; cvt.rn." + KIND + ".f32 x, $2, $1;"
-        " movmatrix.sync.aligned.m8n8.trans.b16 $0, x;}",
+        "{.reg .b32 x; cvt.rn.f16x2.f32 x, $2, $1; movmatrix.sync.aligned.m8n8.trans.b16 $0, x;}",
         "=r,f,f", [even, odd], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -107,73 +96,58 @@ def log2(x):
 
 
 @gluon.jit
-def joined(bits, E4M3: gl.constexpr):
-    low, high = half_pair(bits) if E4M3 else pair(bits)
+def joined(bits):
+    low, high = half_pair(bits)
     return gl.join(low, high)
 
 
 @gluon.jit
-def left_keys(words, A: gl.constexpr, E4M3: gl.constexpr):
-    """[W, N, words] -> [W, N, 128], D in the queries' order (``right_queries``)."""
+def left_keys(words, A: gl.constexpr):
+    """[W, N, 32] -> [W, N, 128], D in the queries' order (``right_queries``)."""
     W: gl.constexpr = words.shape[0]
     N: gl.constexpr = words.shape[1]
-    if E4M3:
-        low, high = decoded_within(words)
-        x = gl.join(joined(low, True), joined(high, True))  # .., bit 0 of d, bit 1
-        x = x.reshape([W, N, 2, 4, 4, 2, 2]).permute([0, 1, 2, 4, 6, 3, 5])
-    else:
-        x = joined(words, False).reshape([W, N, 4, 4, 4, 2]).permute([0, 1, 2, 4, 3, 5])
+    low, high = decoded_within(words)
+    x = gl.join(joined(low), joined(high))  # .., bit 0 of d, bit 1
+    x = x.reshape([W, N, 2, 4, 4, 2, 2]).permute([0, 1, 2, 4, 6, 3, 5])
     return gl.convert_layout(x.reshape([W, N, 128]), A)
 
 
 @gluon.jit
-def right_queries(q, B: gl.constexpr, E4M3: gl.constexpr):
+def right_queries(q, B: gl.constexpr):
     """[W, ROWS, 128] -> [W, 128, ROWS] in the order of ``left_keys``."""
     W: gl.constexpr = q.shape[0]
     ROWS: gl.constexpr = q.shape[1]
-    if E4M3:
-        x = q.reshape([W, ROWS, 2, 4, 4, 2, 2]).permute([0, 2, 4, 5, 3, 6, 1])
-    else:
-        x = q.reshape([W, ROWS, 4, 4, 4, 2]).permute([0, 2, 4, 3, 5, 1])
+    x = q.reshape([W, ROWS, 2, 4, 4, 2, 2]).permute([0, 2, 4, 5, 3, 6, 1])
     return gl.convert_layout(x.reshape([W, 128, ROWS]), B)
 
 
 @gluon.jit
-def left_values(words, A: gl.constexpr, E4M3: gl.constexpr):
-    """[W, N, words] -> [W, 128, N], D in the order that ``in_order`` undoes."""
+def left_values(words, A: gl.constexpr):
+    """[W, N, 32] -> [W, 128, N], D in the order that ``in_order`` undoes."""
     W: gl.constexpr = words.shape[0]
     N: gl.constexpr = words.shape[1]
-    WORDS: gl.constexpr = words.shape[2]
-    even, odd = gl.split(words.reshape([W, N // 2, 2, WORDS]).permute([0, 1, 3, 2]))
-    if E4M3:
-        a, b, c, d = decoded_across(even, odd)
-        left = gl.join(joined(a, True), joined(b, True))
-        x = gl.join(left, gl.join(joined(c, True), joined(d, True)))
-        x = x.reshape([W, N // 2, 8, 4, 2, 2, 2]).permute([0, 3, 6, 5, 2, 1, 4])
-    else:
-        a, b = paired_across(even, odd)
-        x = gl.join(joined(a, False), joined(b, False))
-        x = x.reshape([W, N // 2, 2, 8, 4, 2, 2]).permute([0, 2, 4, 6, 3, 1, 5])
+    even, odd = gl.split(words.reshape([W, N // 2, 2, 32]).permute([0, 1, 3, 2]))
+    a, b, c, d = decoded_across(even, odd)
+    x = gl.join(gl.join(joined(a), joined(b)), gl.join(joined(c), joined(d)))
+    x = x.reshape([W, N // 2, 8, 4, 2, 2, 2]).permute([0, 3, 6, 5, 2, 1, 4])
     return gl.convert_layout(x.reshape([W, 128, N]), A)
 
 
 @gluon.jit
-def in_order(acc, E4M3: gl.constexpr):
+def in_order(acc):
     """[128, ROWS] sums of ``left_values`` -> [ROWS, 128]."""
     ROWS: gl.constexpr = acc.shape[1]
-    PARTS: gl.constexpr = 1 if E4M3 else 2
-    x = acc.reshape([PARTS, 16 // PARTS, 8, ROWS]).permute([3, 0, 2, 1])
-    return x.reshape([ROWS, 128])
+    return acc.reshape([16, 8, ROWS]).permute([2, 1, 0]).reshape([ROWS, 128])
 
 
 @gluon.jit
-def right_shares(p, B: gl.constexpr, E4M3: gl.constexpr):
-    """[W, N, ROWS] float32 as scores lie -> the same in 16 bits as a right operand."""
+def right_shares(p, B: gl.constexpr):
+    """[W, N, ROWS] float32 as scores lie -> float16 as a right operand."""
     W: gl.constexpr = p.shape[0]
     N: gl.constexpr = p.shape[1]
     ROWS: gl.constexpr = p.shape[2]
     even, odd = gl.split(p.reshape([W, N, ROWS // 2, 2]))
-    x = joined(transposed_pairs(even, odd, E4M3), E4M3).reshape([W, N // 8, 8, ROWS // 8, 4, 2])
+    x = joined(transposed_pairs(even, odd)).reshape([W, N // 8, 8, ROWS // 8, 4, 2])
     return gl.convert_layout(x.permute([0, 1, 4, 5, 3, 2]).reshape([W, N, ROWS]), B)
 
 

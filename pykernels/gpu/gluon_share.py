@@ -32,22 +32,3 @@ def share_of_slot(
     length = gl.sum(gl.where(mine, lengths, 0), 0)
     part = slot - gl.sum(gl.where(mine, start, 0), 0)
     return b, length, part, gl.sum(gl.where(mine, parts, 0), 0)
-
-
-@gluon.jit
-def ask_for(table, lengths, B, stride, WARPS: gl.constexpr):
-    """Has lengths and page table brought to the L2 cache, while the kernel before still runs.
-
-    Nothing is read yet, so it may still write them. The first loads wait for one another: each that
-    finds its bytes there is half a microsecond sooner.
-
-    Args:
-        B, stride: rows of the table and their int32; 32 lines a program, of the first programs.
-    """
-    i = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-    line = (gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)) * 32 + i
-    at = gl.where(line * 32 < B * stride, (table + line * 32).to(gl.int64), lengths.to(gl.int64))
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip

@@ -209,7 +209,7 @@ def gqa_decode(
     chosen = plan or gqa_decode_plan(S * G, D, *lies)
     if chosen.in_lanes and not in_lanes_takes(D, *lies):
         raise PykernelsError(
-            f"decoding in lanes takes no {k.dtype} heads of {D} in pages of {page}, at "
+            f"a plan in lanes for {k.dtype} heads of {D} in pages of {page}, at "
             f"{k.data_ptr() % 16} and {v.data_ptr() % 16} behind 16 bytes, on this GPU",
             "Give a plan without in_lanes",
         )
@@ -231,11 +231,10 @@ def gqa_decode(
         from .attention_lanes import layouts
 
         keys = chosen.keys // chosen.warps
-        fp8 = k_scale is not None
-        in_key, in_value = layouts(chosen.warps, keys, fp8)
+        in_key, in_value = layouts(chosen.warps, keys)
         lanes.gqa_decode_lanes[grid](
             q4, k.view(torch.int32), v.view(torch.int32), *where, *numbers, *strides,
-            **options, KVH=KVH, KEYS=keys, W=chosen.warps, ROWS=chosen.rows, MANY=S > 1, E4M3=fp8,
+            **options, KVH=KVH, KEYS=keys, W=chosen.warps, ROWS=chosen.rows, MANY=S > 1,
             LK=in_key, LV=in_value, num_warps=chosen.warps, **partials.launch,
         )  # fmt: skip
     else:

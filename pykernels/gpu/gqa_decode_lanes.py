@@ -1,4 +1,4 @@
-"""GQA decode whose lanes multiply what they load: ``attention_lanes``, bf16 or E4M3.
+"""GQA decode whose lanes multiply what they load: ``attention_lanes``, E4M3 only.
 
 The function of ``gqa_decode``'s Triton kernel for heads of 128. All that a step reads is asked for
 one step ahead. Each warp has keys and a running softmax of its own; their results become one at the
@@ -25,7 +25,7 @@ from .attention_lanes import (
     right_shares,
     value_words,
 )
-from .gluon_share import ask_for, share_of_slot
+from .gluon_share import share_of_slot
 
 
 @gluon.jit
@@ -47,18 +47,17 @@ def gqa_decode_lanes(
     G: gl.constexpr, KVH: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr, W: gl.constexpr,
     ROWS: gl.constexpr, BATCH: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
     SPLIT: gl.constexpr, MANY: gl.constexpr, EARLY: gl.constexpr,
-    E4M3: gl.constexpr, LK: gl.constexpr, LV: gl.constexpr,
+    LK: gl.constexpr, LV: gl.constexpr,
 ):  # fmt: skip
     """One program: a part of a sequence's keys, for ROWS (8 or 16) query rows of a KV head.
 
     Args:
-        k_ptr, v_ptr: int32 [P, PAGE, KVH, 32 or, bf16, 64]; PAGE is a multiple of KEYS.
+        k_ptr, v_ptr: int32 [P, PAGE, KVH, 32]; PAGE is a multiple of KEYS.
         KEYS: of a warp and step.
         MANY: more than one new token.
     """
     STEP: gl.constexpr = W * KEYS
-    WORDS: gl.constexpr = 32 if E4M3 else 64
-    TOKEN: gl.constexpr = KVH * WORDS
+    TOKEN: gl.constexpr = KVH * 32
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
@@ -67,7 +66,6 @@ def gqa_decode_lanes(
     QUERY: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 2, 16], [W, 1, 1], [2, 1, 0])
     OUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [W, 1], [1, 0])
     if EARLY:
-        ask_for(table_ptr, length_ptr, B, table_stride, W)
         gdc_wait()  # for what the kernel before this one wrote
         gdc_launch_dependents()  # the combining kernel waits by itself
     blocks = gl.cdiv(S * G, ROWS)
@@ -97,21 +95,20 @@ def gqa_decode_lanes(
     nk = gl.arange(0, KEYS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LK)))
     nv = gl.arange(0, KEYS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LV)))
     ns = gl.arange(0, KEYS, layout=gl.SliceLayout(0, KEY))
-    ik = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(1, LK)))
-    iv = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(1, LV)))
-    k_at = k_ptr + kv * WORDS + nk[None, :, None] * TOKEN + ik[None, None, :]
-    v_at = v_ptr + kv * WORDS + nv[None, :, None] * TOKEN + iv[None, None, :]
+    ik = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, LK)))
+    iv = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, LV)))
+    k_at = k_ptr + kv * 32 + nk[None, :, None] * TOKEN + ik[None, None, :]
+    v_at = v_ptr + kv * 32 + nv[None, :, None] * TOKEN + iv[None, None, :]
 
     pk = pages_of(table, begin, end, wk, KEYS, PAGE)
     pv = pages_of(table, begin, end, wv, KEYS, PAGE)
     k_words = key_words(k_at, pk, begin, wk, TOKEN, KEYS, PAGE)
     v_words = value_words(v_at, pv, begin, end, wv, nv, TOKEN, KEYS, PAGE)
-    if E4M3:
-        ks_at = k_scale_ptr + kv + (ns * KVH)[None, :]
-        vs_at = v_scale_ptr + kv + (ns * KVH)[None, :]
-        ps = pages_of(table, begin, end, ws, KEYS, PAGE)
-        k_scale, v_scale = _scales(ks_at, vs_at, ps, begin, end, ws, ns, KVH, KEYS, PAGE)
-        ps = pages_of(table, begin + STEP, end, ws, KEYS, PAGE)
+    ks_at = k_scale_ptr + kv + (ns * KVH)[None, :]
+    vs_at = v_scale_ptr + kv + (ns * KVH)[None, :]
+    ps = pages_of(table, begin, end, ws, KEYS, PAGE)
+    k_scale, v_scale = _scales(ks_at, vs_at, ps, begin, end, ws, ns, KVH, KEYS, PAGE)
+    ps = pages_of(table, begin + STEP, end, ws, KEYS, PAGE)
     pk = pages_of(table, begin + STEP, end, wk, KEYS, PAGE)
     pv = pages_of(table, begin + STEP, end, wv, KEYS, PAGE)
 
@@ -122,11 +119,9 @@ def gqa_decode_lanes(
     at = q_at[None, :, None] + c[None, None, :] + (wq * 0)[:, None, None]
     inside = (row < S * G)[None, :, None] & (wq >= 0)[:, None, None]
     q = gl.load(q_ptr + at, mask=inside, other=0.0)
-    factor = inner
-    if E4M3:
-        q, factor = in_half(q)
-        factor = gl.convert_layout(factor, ROW)[:, None, :] * inner
-    q = right_queries(q, RIGHT, E4M3)
+    q, factor = in_half(q)
+    factor = gl.convert_layout(factor, ROW)[:, None, :] * inner
+    q = right_queries(q, RIGHT)
     row_s = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, ROW))
     last = length - S + row_s // G  # newest key that the row sees
 
@@ -136,22 +131,21 @@ def gqa_decode_lanes(
     zero = gl.full([W, KEYS, ROWS], 0.0, gl.float32, layout=MMA)
     for start in range(begin, end, STEP):
         after = start + STEP
-        k = left_keys(k_words, LEFT, E4M3)
+        k = left_keys(k_words, LEFT)
         k_words = key_words(k_at, pk, after, wk, TOKEN, KEYS, PAGE)
         pk = pages_of(table, after + STEP, end, wk, KEYS, PAGE)
         s = mma_v2(k, q, zero)
-        if E4M3:  # as in ``attention_parts.scaled_step``: the values' factors are in the shares
-            s = s * k_scale[:, :, None]
-            weight = gl.maximum(v_scale, 7.888609052210118e-31)  # 2 ** -100: a row of zeros has any
-            k_scale, v_scale = _scales(ks_at, vs_at, ps, after, end, ws, ns, KVH, KEYS, PAGE)
-            ps = pages_of(table, after + STEP, end, ws, KEYS, PAGE)
+        # As in ``attention_parts.scaled_step``: the values' factors are in the shares.
+        s = s * k_scale[:, :, None]
+        weight = gl.maximum(v_scale, 7.888609052210118e-31)  # 2 ** -100: a row of zeros has any
+        k_scale, v_scale = _scales(ks_at, vs_at, ps, after, end, ws, ns, KVH, KEYS, PAGE)
+        ps = pages_of(table, after + STEP, end, ws, KEYS, PAGE)
         if SOFTCAP:
             s = 1 - 2 / (gl.exp2(s * factor) + 1)
             s = s * outer
         else:
             s = s * factor
-        if E4M3:
-            s += log2(weight)[:, :, None]
+        s += log2(weight)[:, :, None]
         key = start + ws[:, None] * KEYS + ns[None, :]
         seen = (key < end)[:, :, None]
         if MANY:
@@ -164,14 +158,11 @@ def gqa_decode_lanes(
         p = gl.exp2(s - base[:, None, :])
         alpha = gl.exp2(m - base)
         m = top
-        if E4M3:
-            total = total * alpha + gl.sum(p * (1 / weight)[:, :, None], 1)
-        else:
-            total = total * alpha + gl.sum(p, 1)
-        v = left_values(v_words, LEFT, E4M3)
+        total = total * alpha + gl.sum(p * (1 / weight)[:, :, None], 1)
+        v = left_values(v_words, LEFT)
         v_words = value_words(v_at, pv, after, end, wv, nv, TOKEN, KEYS, PAGE)
         pv = pages_of(table, after + STEP, end, wv, KEYS, PAGE)
-        acc = mma_v2(v, right_shares(p, RIGHT, E4M3), acc * alpha[:, None, :])
+        acc = mma_v2(v, right_shares(p, RIGHT), acc * alpha[:, None, :])
 
     # The warps' results become one.
     top = gl.max(m, 0)
@@ -179,7 +170,7 @@ def gqa_decode_lanes(
     share = gl.exp2(m - base[None, :])
     total = gl.sum(total * share, 0)
     acc = gl.sum(acc * share[:, None, :], 0)
-    y = gl.convert_layout(in_order(acc, E4M3), OUT)
+    y = gl.convert_layout(in_order(acc), OUT)
     whole = gl.convert_layout(total, gl.SliceLayout(1, OUT))
     y = y / gl.where(whole == 0, 1.0, whole)[:, None]
     row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))

@@ -37,7 +37,7 @@ from .attention_parts import (
     share_of_slot,
     softmax_step,
 )
-from .attention_plan import DecodePlan, by_hand_takes, in_lanes_takes_mla, mla_decode_plan, sms
+from .attention_plan import DecodePlan, by_hand_takes, mla_decode_plan, sms
 from .launch import arch, check_device, interpreted
 
 
@@ -238,12 +238,6 @@ def mla_decode(
             f"at {latent.data_ptr() % 16} and {rope.data_ptr() % 16} behind 16 bytes, on this GPU",
             "Give a plan without by_hand",
         )
-    if chosen.in_lanes and not in_lanes_takes_mla(L, R, *lies):
-        raise PykernelsError(
-            f"lanes multiply no {latent.dtype} latents of {L} + {R} in pages of {page}, "
-            f"at {latent.data_ptr() % 16} and {rope.data_ptr() % 16} behind 16 bytes, on this GPU",
-            "Give a plan without in_lanes",
-        )
     blocks = triton.cdiv(S * NH, chosen.rows)
     longest = page_table.shape[1] * page if max_length is None else max_length
     slots = chosen.slots(B, blocks, longest, sms(device))
@@ -269,21 +263,9 @@ def mla_decode(
 
         fp8 = latent_scale is not None
         hopper.mla_decode_hopper[grid](
-            q, q_r, latent.view(torch.int32) if fp8 else hopper.rows_of(latent, 256),
+            q, q_r, as_bytes(latent) if fp8 else hopper.rows_of(latent, 256),
             hopper.rows_of(rope, R), latent_scale, *where, *sizes,
             **options, MANY=S > 1, E4M3=fp8, num_warps=hopper.WARPS, maxnreg=hopper.REGISTERS,
-            **partials.launch,
-        )  # fmt: skip
-    elif chosen.in_lanes:
-        from . import mla_decode_lanes as lanes
-        from .attention_lanes import layouts
-
-        in_key, in_value = layouts(lanes.WARPS, chosen.keys, True)
-        lanes.mla_decode_lanes[grid](
-            q, q_r, latent.view(torch.int32), rope.view(torch.int32), latent_scale, *where, *sizes,
-            **options, ROWS=chosen.rows, KEYS=chosen.keys, MANY=S > 1, EARLY=partials.early,
-            LK=in_key, LV=in_value, LR=lanes.rope_layout(chosen.keys),
-            LS=lanes.sums_layout(chosen.keys, chosen.rows), num_warps=lanes.WARPS,
             **partials.launch,
         )  # fmt: skip
     else:

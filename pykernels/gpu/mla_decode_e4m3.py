@@ -11,10 +11,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from .attention_lanes import decoded_within, joined
 from .gluon_names import barrier, tma_load
 
-QUARTER = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))  # 128 columns, words
+QUARTER = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 128 columns
 KEY = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 QUERY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 64 columns
 
@@ -68,17 +67,19 @@ def scaled_softmax(
 
 
 @gluon.jit
-def _halves(words):
-    """[64, 32] words of E4M3 -> [64, 128] float16: exact, an instruction for two."""
-    low, high = decoded_within(words)
-    x = gl.join(joined(low, True), joined(high, True)).permute([0, 1, 3, 2])
-    return x.reshape([64, 128])
+def _halves(x):
+    """E4M3 bytes as float16: exact, an instruction for two."""
+    return gl.inline_asm_elementwise(
+        "{.reg .b16 a, b; mov.b32 {a, b}, $2;"
+        " cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b;}",
+        "=r,=r,r", [x], dtype=gl.float16, is_pure=True, pack=4,
+    )  # fmt: skip
 
 
 @gluon.jit
 def _ask(latent, row, L: gl.constexpr):
     """Asks for 64 rows of latents to be brought to the L2 cache: one piece of memory."""
-    at = latent + row * (L // 4) + gl.arange(0, 128, layout=KEY) * (64 * L // 512)
+    at = latent + row * L + gl.arange(0, 128, layout=KEY) * (64 * L // 128)
     gl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], 256; mov.b32 $0, 0;",
         "=r,l", [at.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
@@ -92,25 +93,23 @@ def decoded(
 ):  # fmt: skip
     """The keys' way into shared memory; a block is within a page.
 
-    Two quarters of a block are always on their way here, the next block to the L2 cache. ``latent``
-    is words: a byte that is carried from one turn to the next would take a register.
+    A half block is on its way here while its place is still in use, the next block to the L2 cache.
     """
     n = gl.arange(0, 64, layout=KEY)
-    at = gl.arange(0, 64, layout=gl.SliceLayout(1, QUARTER))[:, None] * (L // 4)
-    at += gl.arange(0, 32, layout=gl.SliceLayout(0, QUARTER))[None, :]
+    at = gl.arange(0, 64, layout=gl.SliceLayout(1, QUARTER)).to(gl.int64)[:, None] * L
+    at += gl.arange(0, 128, layout=gl.SliceLayout(0, QUARTER))[None, :]
     page = gl.load(table + begin // PAGE, mask=blocks > 0, other=0).to(gl.int64)
-    row = page * PAGE + begin % PAGE
-    x = gl.load(latent + row * (L // 4) + at)
-    y = gl.load(latent + row * (L // 4) + at + 32)
-    factor = gl.load(scale + row + gl.minimum(n, gl.maximum(end - 1 - begin, 0)))
-    page = gl.load(table + gl.maximum(gl.minimum(begin + 64, end - 1), 0) // PAGE).to(gl.int64)
     for i in range(blocks):
         turn, phase = i & 1, (i >> 1) & 1
         start = begin + i * 64
-        # Behind the end the last block again.
-        after = page * PAGE + gl.minimum(start + 64, end - 1) % PAGE // 64 * 64
-        page = gl.load(table + gl.minimum(start + 128, end - 1) // PAGE).to(gl.int64)
-        _ask(latent, after, L)
+        row = page * PAGE + start % PAGE
+        # Not carried from one turn to the next, which would take a register for each byte.
+        x = gl.load(latent + row * L + at)
+        y = gl.load(latent + row * L + at + 128)
+        factor = gl.load(scale + row + gl.minimum(n, end - 1 - start))
+        following = gl.minimum(start + 64, end - 1)
+        page = gl.load(table + following // PAGE).to(gl.int64)
+        _ask(latent, page * PAGE + following % PAGE // 64 * 64, L)
 
         full = left_full.index(turn)
         mbarrier.wait(left_empty.index(turn), phase ^ 1)
@@ -118,21 +117,17 @@ def decoded(
         tma_load(rope, [row.to(gl.int32), 0], full, k_rope.index(turn))
         k_scale.index(turn).store(factor)
         k_left.index(turn).slice(0, 128, dim=1).store(_halves(x))
-        x = gl.load(latent + row * (L // 4) + at + 64)
         k_left.index(turn).slice(128, 128, dim=1).store(_halves(y))
-        y = gl.load(latent + row * (L // 4) + at + 96)
-        factor = gl.load(scale + after + gl.minimum(n, gl.maximum(end - 65 - start, 0)))
         fence_async_shared()
         barrier()
         mbarrier.arrive(full, count=1)
 
-        row = after
+        x = gl.load(latent + row * L + at + 256)
+        y = gl.load(latent + row * L + at + 384)
         full = right_full.index(turn)
         mbarrier.wait(right_empty.index(turn), phase ^ 1)
         k_right.index(turn).slice(0, 128, dim=1).store(_halves(x))
-        x = gl.load(latent + row * (L // 4) + at)
         k_right.index(turn).slice(128, 128, dim=1).store(_halves(y))
-        y = gl.load(latent + row * (L // 4) + at + 32)
         fence_async_shared()
         barrier()
         mbarrier.arrive(full, count=1)

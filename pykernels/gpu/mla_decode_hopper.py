@@ -29,7 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .gluon_names import barrier, reinterpret, tma_load
-from .gluon_share import ask_for, share_of_slot
+from .gluon_share import share_of_slot
 from .mla_decode_e4m3 import decoded, half_queries, scaled_softmax
 
 ROWS = KEYS = 64
@@ -313,7 +313,6 @@ def mla_decode_hopper(
     PAGE: gl.constexpr, L: gl.constexpr, R: gl.constexpr, MANY: gl.constexpr,
     SOFTCAP: gl.constexpr, SPLIT: gl.constexpr, BATCH: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
-    ask_for(table_ptr, length_ptr, B, table_stride, 4)
     gdc_wait()  # it may be launched while the kernel before it still runs
     gdc_launch_dependents()  # the combining kernel waits by itself
     slot = gl.program_id(1)

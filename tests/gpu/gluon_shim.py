@@ -213,20 +213,13 @@ def _decoded_across(even, odd):
 
 
 @triton.jit
-def _paired_across(even, odd):
-    return (even & 0xFFFF) | (odd << 16), ((even >> 16) & 0xFFFF) | (odd & -65536)
-
-
-@triton.jit
-def _transposed_pairs(even, odd, E4M3: tl.constexpr):
+def _transposed_pairs(even, odd):
     W: tl.constexpr = even.shape[0]
     N: tl.constexpr = even.shape[1]
     R: tl.constexpr = even.shape[2] // 4
     x = tl.join(even, odd).reshape([W, N // 8, 8, R, 8]).permute([0, 1, 4, 3, 2])
     low, high = tl.split(x.reshape([W, N, 4 * R, 2]))
-    if E4M3:
-        return _packed(low.to(tl.float16), high.to(tl.float16))
-    return _packed(low.to(tl.bfloat16), high.to(tl.bfloat16))
+    return _packed(low.to(tl.float16), high.to(tl.float16))
 
 
 def _assembly(asm: str, constraints: str, args: list[Any], **kwargs: Any) -> Any:
@@ -284,7 +277,6 @@ def interpreted(kernel: Any, without: str | None = None) -> Any:
         "pair": _pair,
         "decoded_within": _decoded_within,
         "decoded_across": _decoded_across,
-        "paired_across": _paired_across,
         "transposed_pairs": _transposed_pairs,
         "to_e4m3": float_to_e4m3,  # the interpreter's own conversion does not round
         "gdc_wait": _nothing,
