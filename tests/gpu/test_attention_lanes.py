@@ -12,6 +12,7 @@ import torch
 
 import pykernels.gpu.launch as launch
 from pykernels import ref
+from pykernels.errors import PykernelsError
 from pykernels.gpu.attention_plan import DecodePlan, in_lanes_takes
 
 from .test_attention_decode import check, gqa, gqa_inputs
@@ -65,3 +66,11 @@ def test_plans_agree(rows: int, keys: int, per_sm: int, device, in_lanes) -> Non
     inputs, options = gqa_inputs([6000, 0, 500, 65], device, **sizes)
     plan = DecodePlan(rows, keys, warps=4, stages=1, per_sm=per_sm, in_lanes=True)
     check(gqa, ref.gqa_decode, inputs, options, plan=plan)
+
+
+@pytest.mark.parametrize("bad", [{"fp8": False}, {"page": 16}, {"D": 64}], ids=str)
+def test_what_lanes_do_not_take_is_refused(bad: dict[str, Any], device) -> None:
+    shape: dict[str, Any] = {"NH": 4, "KVH": 1, "D": 128, "page": 32, "fp8": True} | bad
+    inputs, options = gqa_inputs([20], device, **shape)
+    with pytest.raises(PykernelsError, match="a plan in lanes for"):
+        gqa(*inputs, **options, plan=EIGHT)

@@ -108,6 +108,8 @@ def test_k_is_split_until_every_processor_has_work() -> None:
     [
         lambda: DecodePlan(64, 128, 8, 1, by_hand=True),
         lambda: DecodePlan(128, 64, 8, 1, by_hand=True),
+        lambda: DecodePlan(32, 128, 4, 1, in_lanes=True),
+        lambda: DecodePlan(8, 256, 4, 1, in_lanes=True),
         lambda: PrefillPlan(64, 64, 8, 1, by_hand=True),
         lambda: PrefillPlan(128, 32, 8, 1, by_hand=True),
         lambda: FewPlan(48, 4),
