@@ -124,6 +124,35 @@ class FewPlan:
 
 
 @dataclass(frozen=True)
+class ExpertsPlan:
+    """How a product of experts of a few rows each is launched, weights in registers.
+
+    Attributes:
+        rows: of the matrices a program multiplies, those of gate and up together.
+        warps: of a program: each takes its part of K.
+        tokens: most rows of the inputs that it multiplies: 8 or more, where a scale is for at most
+            64 inputs 2 or more.
+        chunks: of 64 bytes of each row (scales for at most 64 inputs: 128) that a warp takes in a
+            step.
+        ahead: 1 or 2 steps between asking for weights and multiplying them.
+        early: inputs are asked for a step ahead too.
+    """
+
+    rows: int
+    warps: int
+    tokens: int = 2
+    chunks: int = 1
+    ahead: int = 1
+    early: bool = True
+
+    def __post_init__(self) -> None:
+        _powers_of_two(self, "rows", "warps", "tokens", "chunks")
+        _in(self, "rows", range(16, 129))
+        _in(self, "tokens", range(2, 33))
+        _in(self, "ahead", range(1, 3))
+
+
+@dataclass(frozen=True)
 class ManyPlan:
     """How a linear of more rows is launched on Hopper, weights decoded in registers.
 
@@ -194,6 +223,13 @@ TABLE = (
 )
 
 GEMV = {"int8": GemvPlan(block_n=16, words=128, warps=4, stages=4)}
+
+
+def experts_plan(op: str, kind: str, group: int, rows: float) -> ExpertsPlan:
+    """For experts of ``rows`` rows each on average, of weights in groups of ``group``."""
+    if kind.endswith("_k") or group == 32:
+        return ExpertsPlan(16, 4, tokens=2 if rows <= 1 else 4 if rows <= 2 else 8)
+    return ExpertsPlan(32 if kind == "int4" else 16, 4, tokens=8, ahead=1 if kind == "int4" else 2)
 
 
 def generation(arch: tuple[int, int]) -> str:

@@ -1,0 +1,489 @@
+"""Experts of a few tokens each, and K-quants of a few rows, at the rate that memory gives weights.
+
+As ``few_rows``: weights are the left operand of ``mma.sync`` (sm_80 on), loaded straight into the
+lane that multiplies and decodes them. Where a scale is for 64 inputs or fewer, a lane's words have
+a scale of their own and the four lanes of a quad have four (``SEGMENTS``): each has its own columns
+of inputs, zeros for the words of the others, so that a product's sums are apart as the scales are
+and each lane decodes the scales that it needs and no others. A tile has rows of gate and of up; which expert a program works for is found
+by comparing its block with ``starts``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..shapes import SortedSlots
+from .launch import arch
+from .matrices import Matrices, scale_words
+from .plan import ExpertsPlan
+from .register_words import MAGIC, codes, nibbles_above, pair, powers, sixes
+
+KINDS = ("int4", "int8", "fp8", "q4_k", "q6_k")
+
+
+def segments(stack: Matrices) -> int:
+    """Scales of a quad's words."""
+    return 4 if stack.group in (0, 32) else 1
+
+
+def lane_words(stack: Matrices) -> int:
+    """Words of each row that a lane takes of a chunk: what one scale is for, or 4."""
+    return 8 if segments(stack) == 4 and stack.kind != "q6_k" else 4
+
+
+def layouts(lane: int, warps: int, rows: int, cols: int) -> tuple[object, object, object]:
+    """(words [warps, rows, 4 lane], inputs [warps, cols, 8 lane], scales [warps, rows, 4]).
+
+    Lane 4 g + t has words lane * t .. lane * (t + 1) - 1 of rows g, g + 8, ..., their inputs of
+    columns g, g + 8, ... and their scale.
+    """
+    parts = [[part, 0, 0] for part in powers(1, warps)]
+    own = powers(1, lane)
+    group = [[0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    more_rows = [[0, row, 0] for row in powers(8, rows)]
+    words = gl.DistributedLinearLayout(
+        [[0, 0, a] for a in own] + more_rows,
+        [[0, 0, lane], [0, 0, 2 * lane], *group],
+        parts,
+        [],
+        [warps, rows, 4 * lane],
+    )
+    inputs = gl.DistributedLinearLayout(
+        [[0, 0, a] for a in (1, *(2 * a for a in own))] + [[0, c, 0] for c in powers(8, cols)],
+        [[0, 0, 2 * lane], [0, 0, 4 * lane], *group],
+        parts,
+        [],
+        [warps, cols, 8 * lane],
+    )
+    scales = gl.DistributedLinearLayout(
+        more_rows, [[0, 0, 1], [0, 0, 2], *group], parts, [], [warps, rows, 4]
+    )
+    return words, inputs, scales
+
+
+@gluon.jit
+def left(v, A: gl.constexpr):
+    """[S, ROWS, 4 LANE, 2, 2] codes -> [S, ROWS, 16 LANE]."""
+    S: gl.constexpr = v.shape[0]
+    ROWS: gl.constexpr = v.shape[1]
+    LANE: gl.constexpr = v.shape[2] // 4
+    v = v.reshape([S, ROWS, 4, LANE, 2, 2]).permute([0, 1, 3, 5, 2, 4])
+    return gl.convert_layout(v.reshape([S, ROWS, 16 * LANE]), A)
+
+
+@gluon.jit
+def right(x, B: gl.constexpr):
+    """[S, COLS, 8 LANE] pairs of inputs -> [S, 16 LANE, COLS] in the codes' order.
+
+    Pairs, for a loop carries halves of registers only as registers of their own.
+    """
+    S: gl.constexpr = x.shape[0]
+    COLS: gl.constexpr = x.shape[1]
+    LANE: gl.constexpr = x.shape[2] // 8
+    low, high = pair(x)
+    v = gl.join(low, high).reshape([S, COLS, 4, LANE, 2, 2]).permute([0, 3, 5, 2, 4, 1])
+    return gl.convert_layout(v.reshape([S, 16 * LANE, COLS]), B)
+
+
+@gluon.jit
+def spread(scale, COLS: gl.constexpr, MMA: gl.constexpr):
+    """[S, ROWS, 4] of the segments -> [S, ROWS, COLS] of the columns: nothing moves."""
+    S: gl.constexpr = scale.shape[0]
+    ROWS: gl.constexpr = scale.shape[1]
+    v = gl.join(scale, scale).reshape([S, ROWS, 8])
+    if COLS >= 16:
+        v = gl.join(v, v).permute([0, 1, 3, 2]).reshape([S, ROWS, 16])
+    if COLS >= 32:
+        v = gl.join(v, v).permute([0, 1, 3, 2]).reshape([S, ROWS, 32])
+    return gl.convert_layout(v, MMA)
+
+
+@gluon.jit
+def locate(pid, starts, slots, M, N_BLOCKS, E, E_PADDED: gl.constexpr, HAS_SLOTS: gl.constexpr,
+           TOKENS: gl.constexpr, S: gl.constexpr):  # fmt: skip
+    """(slot, first row, row behind the expert's last, N block): no rows where there is no work.
+
+    Block ``b`` of rows is the one at row b's expert, as many blocks behind its first as row b is
+    behind its first row: no expert has more blocks than rows, so nothing need be summed up.
+    """
+    b = pid // N_BLOCKS
+    if E_PADDED == 0:
+        slot = b * 0
+        first = b * TOKENS
+        hi = b * 0 + M
+    else:
+        PER: gl.constexpr = E_PADDED // 32 if E_PADDED > 32 else 1
+        ONE: gl.constexpr = gl.BlockedLayout([PER], [32], [S], [0])  # every warp has them all
+        e = gl.arange(0, E_PADDED, layout=ONE)
+        ends = gl.load(starts + 1 + e, mask=e < E, other=2147483647)
+        expert = gl.sum((ends <= b).to(gl.int32), 0)
+        mine = gl.minimum(expert, E - 1)
+        lo = gl.load(starts + mine)
+        hi = gl.load(starts + mine + 1)
+        first = lo + (b - lo) * TOKENS
+        hi = gl.where(expert < E, hi, first)
+        slot = mine
+        if HAS_SLOTS:
+            slot = gl.load(slots + mine)
+    return slot, first, hi, pid % N_BLOCKS
+
+
+@gluon.jit
+def load_words(rows, at, WORDS, chunk, CHUNKS: gl.constexpr, KIND: gl.constexpr, STRIDE: gl.constexpr):
+    """Of each chunk of a step; ``at``: the first one's own word."""
+    words = ()
+    for c in gl.static_range(CHUNKS):
+        first = (chunk + c) * STRIDE
+        # What is beyond the end is any number: its inputs are zeros.
+        word = gl.load(rows + first, mask=at < WORDS - first, eviction_policy="evict_first")
+        words += (word,)  # type: ignore[assignment]
+    return words
+
+
+@gluon.jit
+def load_inputs(xs, at, own, K, FIRST, PARTS: gl.constexpr, HALVES: gl.constexpr, KC: gl.constexpr,
+                HALF: gl.constexpr):  # fmt: skip
+    """Of each half of each chunk; zeros for the other segments."""
+    inputs = ()
+    for i in gl.static_range(PARTS):
+        k = (FIRST + i // HALVES * KC + i % HALVES * HALF) // 2
+        inputs += (gl.load(xs + k, mask=own & (at < K // 2 - k), other=0),)  # type: ignore[assignment]
+    return inputs
+
+
+@gluon.jit
+def load_scales(
+    scales, halves, chunk, seg, K, STRIDE, CHUNKS: gl.constexpr, KC: gl.constexpr,
+    GROUP: gl.constexpr, KIND: gl.constexpr,
+):  # fmt: skip
+    """What ``scales_of`` reads, of each chunk."""
+    found = ()
+    for c in gl.static_range(CHUNKS):
+        now = chunk + c
+        if KIND == "q4_k":
+            there = (now < K // 256) & (seg < 4)
+            at = halves + now * 72
+            own = at + seg % 2
+            d = gl.load(at, mask=there, other=0.0)
+            low = gl.load(at + 1, mask=there, other=0.0)
+            a = gl.load(own + 2, mask=there, other=0.0)
+            b = gl.load(own + 4, mask=there, other=0.0)
+            m = gl.load(own + 6, mask=there, other=0.0)
+            found += ((d, low, a, b, m),)  # type: ignore[assignment]
+        elif KIND == "q6_k":
+            there = (now < K // 128) & (seg < 4)
+            at = scales + now * 8 + seg
+            first = gl.load(at, mask=there, other=0)
+            second = gl.load(at + 4, mask=there, other=0)
+            d = gl.load(halves + now // 2 * 2 + 0 * seg, mask=there, other=0.0)
+            found += ((first, second, d),)  # type: ignore[assignment]
+        elif GROUP == 32:
+            k = now * KC + seg * (KC // 4)
+            found += (gl.load(scales + k // 64 * STRIDE, mask=k < K, other=0),)  # type: ignore[assignment]
+        elif GROUP > 0:
+            k = now * KC
+            found += (gl.load(scales + k // GROUP * STRIDE, mask=k < K, other=0),)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def scales_of(found, seg, H: gl.constexpr, KIND: gl.constexpr):
+    """(scale, minimum) of a chunk's half."""
+    if KIND == "q4_k":
+        d, low, a, b, m = found
+        ai = a.to(gl.int16, bitcast=True).to(gl.int32)
+        bi = b.to(gl.int16, bitcast=True).to(gl.int32)
+        mi = m.to(gl.int16, bitcast=True).to(gl.int32)
+        far = seg >= 2
+        s = gl.where(far, (mi & 0x0F0F) | ((ai >> 2) & 0x3030), ai & 0x3F3F)
+        z = gl.where(far, ((mi >> 4) & 0x0F0F) | ((bi >> 2) & 0x3030), bi & 0x3F3F)
+        scale = d.to(gl.float32) * ((s >> (8 * H)) & 255).to(gl.float32)
+        least = low.to(gl.float32) * ((z >> (8 * H)) & 255).to(gl.float32)
+        least += 128.0 * scale  # what the codes lie above
+    elif KIND == "q6_k":
+        first, second, d = found
+        scale = d.to(gl.float32) * (first if H == 0 else second).to(gl.float32)
+        least = scale
+    else:
+        if KIND == "int4":
+            word = found & -65536 if H == 1 else found << 16
+        else:
+            word = gl.where(seg % 2 == 1, found & -65536, found << 16)
+        scale = word.to(gl.float32, bitcast=True)
+        least = scale
+    return scale, least
+
+
+@gluon.jit(do_not_specialize=["M", "E", "N_BLOCKS", "MAGIC"])
+def few_experts(
+    x, w, w_scale, w_halves, out, order, starts, slots, bias, M, N, K, QUADS, E, TOPK, N_BLOCKS,
+    MAGIC, KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, HAS_SLOTS: gl.constexpr,
+    HAS_BIAS: gl.constexpr, E_PADDED: gl.constexpr, PDL: gl.constexpr,
+    S: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, SEGMENTS: gl.constexpr,
+    LANE: gl.constexpr, CHUNKS: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
+    LW: gl.constexpr, LX: gl.constexpr, LS: gl.constexpr,
+):  # fmt: skip
+    """out[row, n] = sum over k of x[token, k] * w[n, k], of gate and up silu(gate) * up.
+
+    Args:
+        x: int32, pairs of bfloat16: [tokens, K / 2] with GATED, by ``order`` // TOPK, otherwise sorted rows.
+        w: int32 [matrices, N, 4 QUADS].
+        w_scale: int32 (see ``matrices``), for fp8 float32, for q6_k int8 and the data again.
+        w_halves: K-quants: the data as float16.
+        GROUP: inputs of one scale; 0: one scale an output, or K-quants.
+    """
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [S, 1, 1], [1, 16, 8])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    MATS: gl.constexpr = 2 if GATED else 1
+    OWN: gl.constexpr = ROWS // MATS
+    TOKENS: gl.constexpr = COLS // SEGMENTS
+    SIX: gl.constexpr = KIND == "q6_k"
+    FOUR: gl.constexpr = KIND == "q4_k"
+    CW: gl.constexpr = 4 * LANE
+    HALVES: gl.constexpr = 1 if KIND == "int8" or KIND == "fp8" else 2
+    HALF: gl.constexpr = 64 if SIX else 32
+    KC: gl.constexpr = CW * 4 * HALVES
+    CHUNK_WORDS: gl.constexpr = 36 if FOUR else CW
+    STEP: gl.constexpr = S * CHUNKS
+    SCALED: gl.constexpr = GROUP > 0 or FOUR or SIX
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    slot, first, hi, n_block = locate(
+        gl.program_id(0), starts, slots, M, N_BLOCKS, E, E_PADDED, HAS_SLOTS, TOKENS, S
+    )
+    if first >= hi:
+        return
+    inputs_left = K
+    if HAS_SLOTS:
+        inputs_left = gl.where(slot < 0, 0, K)
+        slot = gl.maximum(slot, 0)
+    WORDS = QUADS * 4
+    r = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LW)))
+    n = gl.minimum(n_block * OWN + r % OWN, N - 1)
+    line = (slot * MATS + r // OWN).to(gl.int64) * N + n
+    s = gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, LW))) * CHUNKS
+    i = gl.arange(0, CW, layout=gl.SliceLayout(0, gl.SliceLayout(1, LW)))
+    at_w = s[:, None, None] * CHUNK_WORDS + i[None, None, :]
+    lines = w + line[None, :, None] * WORDS
+    if FOUR:
+        at_w += 4
+    rows = lines + at_w
+    if SIX:
+        at_h = s[:, None, None] * 8 + (i % 8)[None, None, :]
+        rows_h = lines + (K // 256) * 32 + at_h
+        shift = (i // 8 * 2)[None, None, :]
+        END_H = (K // 256) * 16
+        END = (K // 256) * 32
+    else:
+        END = WORDS
+    # Inputs: those of the column's token, where the column has this segment.
+    sx = gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, LX))) * CHUNKS
+    col = gl.arange(0, COLS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LX)))
+    ix = gl.arange(0, 8 * LANE, layout=gl.SliceLayout(0, gl.SliceLayout(1, LX)))
+    SIDE: gl.constexpr = 8 // SEGMENTS
+    row = gl.minimum(first + col // 8 * SIDE + col % SIDE, hi - 1)
+    if GATED:
+        row = gl.load(order + row) // TOPK
+    own = (col % 8 // SIDE)[None, :, None] == (ix // (8 * LANE // SEGMENTS))[None, None, :]
+    own = own & (sx >= 0)[:, None, None]
+    kx = ix // 16 * 32 + ix % 16 if HALVES == 2 and not SIX else ix
+    at_x = sx[:, None, None] * (KC // 2) + kx[None, None, :]
+    xs = x + row.to(gl.int64)[None, :, None] * (K // 16 * 8) + at_x
+    # Scales: of a lane's segment, or of all columns.
+    if SEGMENTS == 4:
+        rs = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LS)))
+        ss = gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, LS)))
+        seg = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LS)))[None, None, :]
+    else:
+        rs = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
+        ss = gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, MMA)))
+        seg = gl.arange(0, 1, layout=gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, None, :]
+    ns = gl.minimum(n_block * OWN + rs % OWN, N - 1)
+    matrix = (slot * MATS + rs // OWN).to(gl.int64)
+    chunk = (ss * CHUNKS)[:, None, None]
+    halves = w_halves
+    scales = w_scale
+    if FOUR:
+        halves = w_halves + ((matrix * N + ns) * (2 * WORDS))[None, :, None]
+    elif SIX:
+        begin = ((matrix * N + ns) * (4 * WORDS))[None, :, None]
+        scales = w_scale + begin + (K // 256) * 192
+        halves = w_halves + begin // 2 + (K // 256) * 104
+    elif KIND == "fp8":
+        groups = (K + 127) // 128
+        at_n = matrix * ((N + 127) // 128) * groups + ns // 128 * groups
+        scales = w_scale + at_n[None, :, None]
+    else:
+        groups = (K + (GROUP if GROUP > 64 else 64) - 1) // (GROUP if GROUP > 64 else 64)
+        if GROUP == 0:
+            groups = 1
+        scales = w_scale + (matrix * groups * N + ns)[None, :, None]
+    stride = N * 0 + 1 if KIND == "fp8" else N
+    zero = gl.full([S, ROWS, COLS], 0.0, gl.float32, layout=MMA)
+    acc = zero
+    one = gl.full([S, ROWS, 16 * LANE], 0x3F80, gl.int16, layout=A).to(gl.bfloat16, bitcast=True)
+    PARTS: gl.constexpr = CHUNKS * HALVES
+    words = load_words(rows, at_w, END, 0, CHUNKS, KIND, CHUNK_WORDS)
+    if SIX:
+        highs = load_words(rows_h, at_h, END_H, 0, CHUNKS, KIND, 8)
+    if AHEAD == 2:
+        later = load_words(rows, at_w, END, STEP, CHUNKS, KIND, CHUNK_WORDS)
+        if SIX:
+            later_h = load_words(rows_h, at_h, END_H, STEP, CHUNKS, KIND, 8)
+    scale = load_scales(scales, halves, chunk, seg, K, stride, CHUNKS, KC, GROUP, KIND)
+    if EARLY:
+        inputs = load_inputs(xs, at_x, own, K, 0, PARTS, HALVES, KC, HALF)
+    for step in range(0, gl.cdiv(inputs_left, STEP * KC)):
+        now = step * STEP
+        if not EARLY:
+            inputs = load_inputs(xs, at_x, own, K, now * KC, PARTS, HALVES, KC, HALF)
+        words_now = words
+        scale_now = scale
+        inputs_now = inputs
+        chunk += STEP
+        asked = load_words(rows, at_w, END, now + AHEAD * STEP, CHUNKS, KIND, CHUNK_WORDS)
+        if SIX:
+            highs_now = highs
+            asked_h = load_words(rows_h, at_h, END_H, now + AHEAD * STEP, CHUNKS, KIND, 8)
+        if AHEAD == 2:
+            words = later
+            later = asked
+            if SIX:
+                highs = later_h
+                later_h = asked_h
+        else:
+            words = asked
+            if SIX:
+                highs = asked_h
+        scale = load_scales(scales, halves, chunk, seg, K, stride, CHUNKS, KC, GROUP, KIND)
+        if EARLY:
+            inputs = load_inputs(
+                xs, at_x, own, K, (now + STEP) * KC, PARTS, HALVES, KC, HALF
+            )
+        for c in gl.static_range(CHUNKS):
+            part = zero
+            for h in gl.static_range(HALVES):
+                b = right(inputs_now[c * HALVES + h], B)
+                if SIX:
+                    v = sixes(words_now[c] >> (4 * h), highs_now[c] >> shift, h, MAGIC)
+                elif FOUR:
+                    v = nibbles_above(words_now[c] >> (4 * h), MAGIC)
+                else:
+                    v = codes(words_now[c] >> (4 * h), MAGIC, KIND)
+                a = left(v, A)
+                if SEGMENTS == 4:
+                    factor, least = scales_of(scale_now[c], seg, h, KIND)
+                    acc += mma_v2(a, b, zero) * spread(factor, COLS, MMA)
+                    if FOUR:
+                        acc -= mma_v2(one, b, zero) * spread(least, COLS, MMA)
+                elif GROUP == 0:
+                    acc = mma_v2(a, b, acc)
+                else:
+                    part = mma_v2(a, b, part)
+            if SEGMENTS == 1 and SCALED:
+                acc += part * scale_now[c].to(gl.float32, bitcast=True)
+    value = gl.sum(acc, axis=0)
+    # A thread gets a row's columns, of gate and of up: no lane asks another.
+    BLOCKS: gl.constexpr = COLS // 8
+    FLAT: gl.constexpr = gl.BlockedLayout(
+        [1, BLOCKS, SIDE, SEGMENTS, MATS], [32, 1, 1, 1, 1], [S, 1, 1, 1, 1], [4, 3, 2, 1, 0]
+    )
+    OUT: gl.constexpr = gl.BlockedLayout([1, TOKENS], [32, 1], [S, 1], [1, 0])
+    OUTS: gl.constexpr = gl.BlockedLayout([1, TOKENS, MATS], [32, 1, 1], [S, 1, 1], [2, 1, 0])
+    v = value.reshape([MATS, OWN, BLOCKS, SEGMENTS, SIDE]).permute([1, 2, 4, 3, 0])
+    v = gl.sum(gl.convert_layout(v, FLAT), axis=3).reshape([OWN, TOKENS, MATS])
+    v = gl.convert_layout(v, OUTS)
+    no = n_block * OWN + gl.arange(0, OWN, layout=gl.SliceLayout(1, OUT))
+    mo = first + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, OUT))
+    if GATED:
+        gate, up = gl.split(v)
+        gate = gl.convert_layout(gate, OUT)
+        up = gl.convert_layout(up, OUT)
+        if GROUP == 0 and not SCALED:
+            at = w_scale + (slot * 2).to(gl.int64) * N + no
+            gate *= gl.load(at, mask=no < N, other=0).to(gl.float32, bitcast=True)[:, None]
+            up *= gl.load(at + N, mask=no < N, other=0).to(gl.float32, bitcast=True)[:, None]
+        v = gate / (1 + gl.exp(-gate)) * up
+    else:
+        v = gl.convert_layout(v.reshape([OWN, TOKENS]), OUT)
+        if GROUP == 0 and not SCALED:
+            at = w_scale + slot.to(gl.int64) * N + no
+            v *= gl.load(at, mask=no < N, other=0).to(gl.float32, bitcast=True)[:, None]
+        if HAS_BIAS:
+            v += gl.load(bias + no, mask=no < N, other=0.0).to(gl.float32)[:, None]
+    to = out + mo.to(gl.int64)[None, :] * N + no[:, None]
+    gl.store(to, v.to(gl.bfloat16), mask=(no < N)[:, None] & (mo < hi)[None, :])
+
+
+def multiply_few_experts(
+    x: torch.Tensor,
+    stack: Matrices,
+    out: torch.Tensor,
+    plan: ExpertsPlan,
+    *,
+    order: SortedSlots | None = None,
+    table: torch.Tensor | None = None,
+    gated: bool = False,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """As ``grouped_gemm.multiply``; the caller has checked shapes, dtypes and alignment."""
+    words = stack.data.view(torch.int32)
+    k_quant = stack.kind.endswith("_k")
+    lane, parts = lane_words(stack), segments(stack)
+    tokens = max(plan.tokens, 8 // parts)
+    blocks = triton.cdiv(x.shape[0], tokens) if order is None else order.slots.shape[0]
+    if blocks == 0:
+        return
+    E = 1 if order is None else order.starts.shape[0] - 1
+    words_layout, inputs_layout, scales_layout = layouts(
+        lane, plan.warps, plan.rows, tokens * parts
+    )
+    pdl = arch(x.device) >= (9, 0)
+    n_blocks = triton.cdiv(stack.N, plan.rows // (2 if gated else 1))
+    x = x if x.storage_offset() % 8 == 0 else x.clone()  # read 16 bytes at a time
+    few_experts[(blocks * n_blocks,)](
+        x.view(torch.int32),
+        words,
+        stack.data.view(torch.int8) if k_quant else scale_words(stack),
+        stack.data.view(torch.float16) if k_quant else None,
+        out,
+        order and order.slots,
+        order and order.starts,
+        table,
+        bias,
+        x.shape[0],
+        stack.N,
+        stack.K,
+        words.shape[-1] // 4,
+        E,
+        order.topk if order else 1,
+        n_blocks,
+        MAGIC,
+        KIND=stack.kind,
+        GROUP=0 if stack.group == stack.K and stack.kind != "fp8" else stack.group,
+        GATED=gated,
+        HAS_SLOTS=table is not None,
+        HAS_BIAS=bias is not None,
+        E_PADDED=0 if order is None else triton.next_power_of_2(E),
+        PDL=pdl,
+        S=plan.warps,
+        ROWS=plan.rows,
+        COLS=tokens * parts,
+        SEGMENTS=parts,
+        LANE=lane,
+        CHUNKS=plan.chunks,
+        AHEAD=plan.ahead,
+        EARLY=plan.early,
+        LW=words_layout,
+        LX=inputs_layout,
+        LS=scales_layout,
+        num_warps=plan.warps,
+        **({"launch_pdl": True} if pdl else {}),
+    )
