@@ -1,11 +1,10 @@
 """Experts of a few tokens each, and K-quants of a few rows, at the rate that memory gives weights.
 
-As ``few_rows``: weights are the left operand of ``mma.sync`` (sm_80 on), loaded straight into the
-lane that multiplies and decodes them. Where a scale is for 64 inputs or fewer, a lane's words have
-a scale of their own and the four lanes of a quad have four (``SEGMENTS``): each has its own columns
-of inputs, zeros for the words of the others, so that a product's sums are apart as the scales are
-and each lane decodes the scales that it needs and no others. A tile has rows of gate and of up; which expert a program works for is found
-by comparing its block with ``starts``.
+As in ``few_rows``, weights are the left operand of ``mma.sync`` (sm_80 on), loaded straight into
+the lane that multiplies and decodes them. Where a scale is for 64 inputs or fewer, each of the four
+lanes of a quad takes the words of another scale (``segments``), and each has columns of its own:
+their inputs are zeros for the other lanes' words. So a product's sums are apart as the scales are,
+and a lane decodes no scale but its own. A gated program has rows of gate and of up.
 """
 
 from __future__ import annotations
@@ -122,19 +121,20 @@ def locate(pid, starts, slots, M, N_BLOCKS, E, E_PADDED: gl.constexpr, HAS_SLOTS
         e = gl.arange(0, E_PADDED, layout=ONE)
         ends = gl.load(starts + 1 + e, mask=e < E, other=2147483647)
         expert = gl.sum((ends <= b).to(gl.int32), 0)
-        mine = gl.minimum(expert, E - 1)
-        lo = gl.load(starts + mine)
-        hi = gl.load(starts + mine + 1)
+        lo = gl.max(gl.where(ends <= b, ends, 0), 0)
+        hi = gl.min(gl.where(ends <= b, 2147483647, ends), 0)
         first = lo + (b - lo) * TOKENS
         hi = gl.where(expert < E, hi, first)
-        slot = mine
+        slot = gl.minimum(expert, E - 1)
         if HAS_SLOTS:
-            slot = gl.load(slots + mine)
+            slot = gl.load(slots + slot)
     return slot, first, hi, pid % N_BLOCKS
 
 
 @gluon.jit
-def load_words(rows, at, WORDS, chunk, CHUNKS: gl.constexpr, KIND: gl.constexpr, STRIDE: gl.constexpr):
+def load_words(
+    rows, at, WORDS, chunk, CHUNKS: gl.constexpr, KIND: gl.constexpr, STRIDE: gl.constexpr
+):
     """Of each chunk of a step; ``at``: the first one's own word."""
     words = ()
     for c in gl.static_range(CHUNKS):
@@ -226,12 +226,12 @@ def few_experts(
     HAS_BIAS: gl.constexpr, E_PADDED: gl.constexpr, PDL: gl.constexpr,
     S: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, SEGMENTS: gl.constexpr,
     LANE: gl.constexpr, CHUNKS: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
-    LW: gl.constexpr, LX: gl.constexpr, LS: gl.constexpr,
+    BEFORE: gl.constexpr, LW: gl.constexpr, LX: gl.constexpr, LS: gl.constexpr,
 ):  # fmt: skip
     """out[row, n] = sum over k of x[token, k] * w[n, k], of gate and up silu(gate) * up.
 
     Args:
-        x: int32, pairs of bfloat16: [tokens, K / 2] with GATED, by ``order`` // TOPK, otherwise sorted rows.
+        x: int32, pairs of bfloat16: [tokens, K / 2] with GATED, otherwise sorted rows.
         w: int32 [matrices, N, 4 QUADS].
         w_scale: int32 (see ``matrices``), for fp8 float32, for q6_k int8 and the data again.
         w_halves: K-quants: the data as float16.
@@ -252,9 +252,9 @@ def few_experts(
     CHUNK_WORDS: gl.constexpr = 36 if FOUR else CW
     STEP: gl.constexpr = S * CHUNKS
     SCALED: gl.constexpr = GROUP > 0 or FOUR or SIX
-    if PDL:
-        gdc_launch_dependents()
+    if PDL and not BEFORE:
         gdc_wait()
+        gdc_launch_dependents()
     slot, first, hi, n_block = locate(
         gl.program_id(0), starts, slots, M, N_BLOCKS, E, E_PADDED, HAS_SLOTS, TOKENS, S
     )
@@ -283,19 +283,6 @@ def few_experts(
         END = (K // 256) * 32
     else:
         END = WORDS
-    # Inputs: those of the column's token, where the column has this segment.
-    sx = gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, LX))) * CHUNKS
-    col = gl.arange(0, COLS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LX)))
-    ix = gl.arange(0, 8 * LANE, layout=gl.SliceLayout(0, gl.SliceLayout(1, LX)))
-    SIDE: gl.constexpr = 8 // SEGMENTS
-    row = gl.minimum(first + col // 8 * SIDE + col % SIDE, hi - 1)
-    if GATED:
-        row = gl.load(order + row) // TOPK
-    own = (col % 8 // SIDE)[None, :, None] == (ix // (8 * LANE // SEGMENTS))[None, None, :]
-    own = own & (sx >= 0)[:, None, None]
-    kx = ix // 16 * 32 + ix % 16 if HALVES == 2 and not SIX else ix
-    at_x = sx[:, None, None] * (KC // 2) + kx[None, None, :]
-    xs = x + row.to(gl.int64)[None, :, None] * (K // 16 * 8) + at_x
     # Scales: of a lane's segment, or of all columns.
     if SEGMENTS == 4:
         rs = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LS)))
@@ -326,10 +313,6 @@ def few_experts(
             groups = 1
         scales = w_scale + (matrix * groups * N + ns)[None, :, None]
     stride = N * 0 + 1 if KIND == "fp8" else N
-    zero = gl.full([S, ROWS, COLS], 0.0, gl.float32, layout=MMA)
-    acc = zero
-    one = gl.full([S, ROWS, 16 * LANE], 0x3F80, gl.int16, layout=A).to(gl.bfloat16, bitcast=True)
-    PARTS: gl.constexpr = CHUNKS * HALVES
     words = load_words(rows, at_w, END, 0, CHUNKS, KIND, CHUNK_WORDS)
     if SIX:
         highs = load_words(rows_h, at_h, END_H, 0, CHUNKS, KIND, 8)
@@ -338,6 +321,26 @@ def few_experts(
         if SIX:
             later_h = load_words(rows_h, at_h, END_H, STEP, CHUNKS, KIND, 8)
     scale = load_scales(scales, halves, chunk, seg, K, stride, CHUNKS, KC, GROUP, KIND)
+    if PDL and BEFORE:
+        gdc_wait()
+        gdc_launch_dependents()
+    # Inputs: those of the column's token, where the column has this segment.
+    sx = gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, LX))) * CHUNKS
+    col = gl.arange(0, COLS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LX)))
+    ix = gl.arange(0, 8 * LANE, layout=gl.SliceLayout(0, gl.SliceLayout(1, LX)))
+    SIDE: gl.constexpr = 8 // SEGMENTS
+    row = gl.minimum(first + col // 8 * SIDE + col % SIDE, hi - 1)
+    if GATED:
+        row = gl.load(order + row) // TOPK
+    own = (col % 8 // SIDE)[None, :, None] == (ix // (8 * LANE // SEGMENTS))[None, None, :]
+    own = own & (sx >= 0)[:, None, None]
+    kx = ix // 16 * 32 + ix % 16 if HALVES == 2 and not SIX else ix
+    at_x = sx[:, None, None] * (KC // 2) + kx[None, None, :]
+    xs = x + row.to(gl.int64)[None, :, None] * (K // 16 * 8) + at_x
+    zero = gl.full([S, ROWS, COLS], 0.0, gl.float32, layout=MMA)
+    acc = zero
+    one = gl.full([S, ROWS, 16 * LANE], 0x3F80, gl.int16, layout=A).to(gl.bfloat16, bitcast=True)
+    PARTS: gl.constexpr = CHUNKS * HALVES
     if EARLY:
         inputs = load_inputs(xs, at_x, own, K, 0, PARTS, HALVES, KC, HALF)
     for step in range(0, gl.cdiv(inputs_left, STEP * KC)):
@@ -364,9 +367,7 @@ def few_experts(
                 highs = asked_h
         scale = load_scales(scales, halves, chunk, seg, K, stride, CHUNKS, KC, GROUP, KIND)
         if EARLY:
-            inputs = load_inputs(
-                xs, at_x, own, K, (now + STEP) * KC, PARTS, HALVES, KC, HALF
-            )
+            inputs = load_inputs(xs, at_x, own, K, (now + STEP) * KC, PARTS, HALVES, KC, HALF)
         for c in gl.static_range(CHUNKS):
             part = zero
             for h in gl.static_range(HALVES):
@@ -481,6 +482,7 @@ def multiply_few_experts(
         CHUNKS=plan.chunks,
         AHEAD=plan.ahead,
         EARLY=plan.early,
+        BEFORE=plan.before,
         LW=words_layout,
         LX=inputs_layout,
         LS=scales_layout,

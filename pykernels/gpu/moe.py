@@ -159,7 +159,9 @@ def _gate_up(
 ) -> None:
     rows, scale = x, None
     if activations == "fp8":
-        rows, scale = quantize_fp8(x, order if isinstance(plan, GemmPlan) and plan.by_hand else None)
+        rows, scale = quantize_fp8(
+            x, order if isinstance(plan, GemmPlan) and plan.by_hand else None
+        )
     multiply(
         rows, experts.gate_up, out, plan,
         x_scale=scale, order=order, table=experts.slots, gated=True, out_scale=out_scale,
@@ -236,9 +238,7 @@ def moe_ffn(
     return unpermute(y, order, weights, add, out)
 
 
-def _plan(
-    op: str, stack: Matrices, activations: str, S: int, E: int, device: torch.device
-) -> Plan:
+def _plan(op: str, stack: Matrices, activations: str, S: int, E: int, device: torch.device) -> Plan:
     path = path_of(stack, activations == "fp8")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     key = stack.kind if path == "decoded" else path

@@ -144,6 +144,7 @@ class ExpertsPlan:
     chunks: int = 1
     ahead: int = 1
     early: bool = True
+    before: bool = False
 
     def __post_init__(self) -> None:
         _powers_of_two(self, "rows", "warps", "tokens", "chunks")
