@@ -17,10 +17,12 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..shapes import SortedSlots
+from .few_operands import layouts, left, load_inputs, load_words, right, spread
+from .few_scales import load_scales, scales_of
 from .launch import arch
 from .matrices import Matrices, scale_words
 from .plan import ExpertsPlan
-from .register_words import MAGIC, codes, nibbles_above, pair, powers, sixes
+from .register_words import MAGIC, codes, nibbles_above, sixes_above
 
 KINDS = ("int4", "int8", "fp8", "q4_k", "q6_k")
 
@@ -33,73 +35,6 @@ def segments(stack: Matrices) -> int:
 def lane_words(stack: Matrices) -> int:
     """Words of each row that a lane takes of a chunk: what one scale is for, or 4."""
     return 8 if segments(stack) == 4 and stack.kind != "q6_k" else 4
-
-
-def layouts(lane: int, warps: int, rows: int, cols: int) -> tuple[object, object, object]:
-    """(words [warps, rows, 4 lane], inputs [warps, cols, 8 lane], scales [warps, rows, 4]).
-
-    Lane 4 g + t has words lane * t .. lane * (t + 1) - 1 of rows g, g + 8, ..., their inputs of
-    columns g, g + 8, ... and their scale.
-    """
-    parts = [[part, 0, 0] for part in powers(1, warps)]
-    own = powers(1, lane)
-    group = [[0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    more_rows = [[0, row, 0] for row in powers(8, rows)]
-    words = gl.DistributedLinearLayout(
-        [[0, 0, a] for a in own] + more_rows,
-        [[0, 0, lane], [0, 0, 2 * lane], *group],
-        parts,
-        [],
-        [warps, rows, 4 * lane],
-    )
-    inputs = gl.DistributedLinearLayout(
-        [[0, 0, a] for a in (1, *(2 * a for a in own))] + [[0, c, 0] for c in powers(8, cols)],
-        [[0, 0, 2 * lane], [0, 0, 4 * lane], *group],
-        parts,
-        [],
-        [warps, cols, 8 * lane],
-    )
-    scales = gl.DistributedLinearLayout(
-        more_rows, [[0, 0, 1], [0, 0, 2], *group], parts, [], [warps, rows, 4]
-    )
-    return words, inputs, scales
-
-
-@gluon.jit
-def left(v, A: gl.constexpr):
-    """[S, ROWS, 4 LANE, 2, 2] codes -> [S, ROWS, 16 LANE]."""
-    S: gl.constexpr = v.shape[0]
-    ROWS: gl.constexpr = v.shape[1]
-    LANE: gl.constexpr = v.shape[2] // 4
-    v = v.reshape([S, ROWS, 4, LANE, 2, 2]).permute([0, 1, 3, 5, 2, 4])
-    return gl.convert_layout(v.reshape([S, ROWS, 16 * LANE]), A)
-
-
-@gluon.jit
-def right(x, B: gl.constexpr):
-    """[S, COLS, 8 LANE] pairs of inputs -> [S, 16 LANE, COLS] in the codes' order.
-
-    Pairs, for a loop carries halves of registers only as registers of their own.
-    """
-    S: gl.constexpr = x.shape[0]
-    COLS: gl.constexpr = x.shape[1]
-    LANE: gl.constexpr = x.shape[2] // 8
-    low, high = pair(x)
-    v = gl.join(low, high).reshape([S, COLS, 4, LANE, 2, 2]).permute([0, 3, 5, 2, 4, 1])
-    return gl.convert_layout(v.reshape([S, 16 * LANE, COLS]), B)
-
-
-@gluon.jit
-def spread(scale, COLS: gl.constexpr, MMA: gl.constexpr):
-    """[S, ROWS, 4] of the segments -> [S, ROWS, COLS] of the columns: nothing moves."""
-    S: gl.constexpr = scale.shape[0]
-    ROWS: gl.constexpr = scale.shape[1]
-    v = gl.join(scale, scale).reshape([S, ROWS, 8])
-    if COLS >= 16:
-        v = gl.join(v, v).permute([0, 1, 3, 2]).reshape([S, ROWS, 16])
-    if COLS >= 32:
-        v = gl.join(v, v).permute([0, 1, 3, 2]).reshape([S, ROWS, 32])
-    return gl.convert_layout(v, MMA)
 
 
 @gluon.jit
@@ -131,94 +66,6 @@ def locate(pid, starts, slots, M, N_BLOCKS, E, E_PADDED: gl.constexpr, HAS_SLOTS
     return slot, first, hi, pid % N_BLOCKS
 
 
-@gluon.jit
-def load_words(
-    rows, at, WORDS, chunk, CHUNKS: gl.constexpr, KIND: gl.constexpr, STRIDE: gl.constexpr
-):
-    """Of each chunk of a step; ``at``: the first one's own word."""
-    words = ()
-    for c in gl.static_range(CHUNKS):
-        first = (chunk + c) * STRIDE
-        # What is beyond the end is any number: its inputs are zeros.
-        word = gl.load(rows + first, mask=at < WORDS - first, eviction_policy="evict_first")
-        words += (word,)  # type: ignore[assignment]
-    return words
-
-
-@gluon.jit
-def load_inputs(xs, at, own, K, FIRST, PARTS: gl.constexpr, HALVES: gl.constexpr, KC: gl.constexpr,
-                HALF: gl.constexpr):  # fmt: skip
-    """Of each half of each chunk; zeros for the other segments."""
-    inputs = ()
-    for i in gl.static_range(PARTS):
-        k = (FIRST + i // HALVES * KC + i % HALVES * HALF) // 2
-        inputs += (gl.load(xs + k, mask=own & (at < K // 2 - k), other=0),)  # type: ignore[assignment]
-    return inputs
-
-
-@gluon.jit
-def load_scales(
-    scales, halves, chunk, seg, K, STRIDE, CHUNKS: gl.constexpr, KC: gl.constexpr,
-    GROUP: gl.constexpr, KIND: gl.constexpr,
-):  # fmt: skip
-    """What ``scales_of`` reads, of each chunk."""
-    found = ()
-    for c in gl.static_range(CHUNKS):
-        now = chunk + c
-        if KIND == "q4_k":
-            there = (now < K // 256) & (seg < 4)
-            at = halves + now * 72
-            own = at + seg % 2
-            d = gl.load(at, mask=there, other=0.0)
-            low = gl.load(at + 1, mask=there, other=0.0)
-            a = gl.load(own + 2, mask=there, other=0.0)
-            b = gl.load(own + 4, mask=there, other=0.0)
-            m = gl.load(own + 6, mask=there, other=0.0)
-            found += ((d, low, a, b, m),)  # type: ignore[assignment]
-        elif KIND == "q6_k":
-            there = (now < K // 128) & (seg < 4)
-            at = scales + now * 8 + seg
-            first = gl.load(at, mask=there, other=0)
-            second = gl.load(at + 4, mask=there, other=0)
-            d = gl.load(halves + now // 2 * 2 + 0 * seg, mask=there, other=0.0)
-            found += ((first, second, d),)  # type: ignore[assignment]
-        elif GROUP == 32:
-            k = now * KC + seg * (KC // 4)
-            found += (gl.load(scales + k // 64 * STRIDE, mask=k < K, other=0),)  # type: ignore[assignment]
-        elif GROUP > 0:
-            k = now * KC
-            found += (gl.load(scales + k // GROUP * STRIDE, mask=k < K, other=0),)  # type: ignore[assignment]
-    return found
-
-
-@gluon.jit
-def scales_of(found, seg, H: gl.constexpr, KIND: gl.constexpr):
-    """(scale, minimum) of a chunk's half."""
-    if KIND == "q4_k":
-        d, low, a, b, m = found
-        ai = a.to(gl.int16, bitcast=True).to(gl.int32)
-        bi = b.to(gl.int16, bitcast=True).to(gl.int32)
-        mi = m.to(gl.int16, bitcast=True).to(gl.int32)
-        far = seg >= 2
-        s = gl.where(far, (mi & 0x0F0F) | ((ai >> 2) & 0x3030), ai & 0x3F3F)
-        z = gl.where(far, ((mi >> 4) & 0x0F0F) | ((bi >> 2) & 0x3030), bi & 0x3F3F)
-        scale = d.to(gl.float32) * ((s >> (8 * H)) & 255).to(gl.float32)
-        least = low.to(gl.float32) * ((z >> (8 * H)) & 255).to(gl.float32)
-        least += 128.0 * scale  # what the codes lie above
-    elif KIND == "q6_k":
-        first, second, d = found
-        scale = d.to(gl.float32) * (first if H == 0 else second).to(gl.float32)
-        least = scale
-    else:
-        if KIND == "int4":
-            word = found & -65536 if H == 1 else found << 16
-        else:
-            word = gl.where(seg % 2 == 1, found & -65536, found << 16)
-        scale = word.to(gl.float32, bitcast=True)
-        least = scale
-    return scale, least
-
-
 @gluon.jit(do_not_specialize=["M", "E", "N_BLOCKS", "MAGIC"])
 def few_experts(
     x, w, w_scale, w_halves, out, order, starts, slots, bias, M, N, K, QUADS, E, TOPK, N_BLOCKS,
@@ -226,7 +73,7 @@ def few_experts(
     HAS_BIAS: gl.constexpr, E_PADDED: gl.constexpr, PDL: gl.constexpr,
     S: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, SEGMENTS: gl.constexpr,
     LANE: gl.constexpr, CHUNKS: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
-    BEFORE: gl.constexpr, LW: gl.constexpr, LX: gl.constexpr, LS: gl.constexpr,
+    BEFORE: gl.constexpr, EVEN: gl.constexpr, LW: gl.constexpr, LX: gl.constexpr, LS: gl.constexpr,
 ):  # fmt: skip
     """out[row, n] = sum over k of x[token, k] * w[n, k], of gate and up silu(gate) * up.
 
@@ -313,13 +160,13 @@ def few_experts(
             groups = 1
         scales = w_scale + (matrix * groups * N + ns)[None, :, None]
     stride = N * 0 + 1 if KIND == "fp8" else N
-    words = load_words(rows, at_w, END, 0, CHUNKS, KIND, CHUNK_WORDS)
+    words = load_words(rows, at_w, END, 0, CHUNKS, CHUNK_WORDS, STEP, EVEN)
     if SIX:
-        highs = load_words(rows_h, at_h, END_H, 0, CHUNKS, KIND, 8)
+        highs = load_words(rows_h, at_h, END_H, 0, CHUNKS, 8, STEP, EVEN)
     if AHEAD == 2:
-        later = load_words(rows, at_w, END, STEP, CHUNKS, KIND, CHUNK_WORDS)
+        later = load_words(rows, at_w, END, STEP, CHUNKS, CHUNK_WORDS, STEP, EVEN)
         if SIX:
-            later_h = load_words(rows_h, at_h, END_H, STEP, CHUNKS, KIND, 8)
+            later_h = load_words(rows_h, at_h, END_H, STEP, CHUNKS, 8, STEP, EVEN)
     scale = load_scales(scales, halves, chunk, seg, K, stride, CHUNKS, KC, GROUP, KIND)
     if PDL and BEFORE:
         gdc_wait()
@@ -351,10 +198,10 @@ def few_experts(
         scale_now = scale
         inputs_now = inputs
         chunk += STEP
-        asked = load_words(rows, at_w, END, now + AHEAD * STEP, CHUNKS, KIND, CHUNK_WORDS)
+        asked = load_words(rows, at_w, END, now + AHEAD * STEP, CHUNKS, CHUNK_WORDS, STEP, EVEN)
         if SIX:
             highs_now = highs
-            asked_h = load_words(rows_h, at_h, END_H, now + AHEAD * STEP, CHUNKS, KIND, 8)
+            asked_h = load_words(rows_h, at_h, END_H, now + AHEAD * STEP, CHUNKS, 8, STEP, EVEN)
         if AHEAD == 2:
             words = later
             later = asked
@@ -373,7 +220,7 @@ def few_experts(
             for h in gl.static_range(HALVES):
                 b = right(inputs_now[c * HALVES + h], B)
                 if SIX:
-                    v = sixes(words_now[c] >> (4 * h), highs_now[c] >> shift, h, MAGIC)
+                    v = sixes_above(words_now[c] >> (4 * h), highs_now[c] >> shift, h, MAGIC)
                 elif FOUR:
                     v = nibbles_above(words_now[c] >> (4 * h), MAGIC)
                 else:
@@ -382,7 +229,7 @@ def few_experts(
                 if SEGMENTS == 4:
                     factor, least = scales_of(scale_now[c], seg, h, KIND)
                     acc += mma_v2(a, b, zero) * spread(factor, COLS, MMA)
-                    if FOUR:
+                    if FOUR or SIX:
                         acc -= mma_v2(one, b, zero) * spread(least, COLS, MMA)
                 elif GROUP == 0:
                     acc = mma_v2(a, b, acc)
@@ -438,6 +285,7 @@ def multiply_few_experts(
     words = stack.data.view(torch.int32)
     k_quant = stack.kind.endswith("_k")
     lane, parts = lane_words(stack), segments(stack)
+    step = 16 * lane * (1 if stack.kind in ("int8", "fp8") else 2)  # inputs of a warp's chunk
     tokens = max(plan.tokens, 8 // parts)
     blocks = triton.cdiv(x.shape[0], tokens) if order is None else order.slots.shape[0]
     if blocks == 0:
@@ -483,6 +331,7 @@ def multiply_few_experts(
         AHEAD=plan.ahead,
         EARLY=plan.early,
         BEFORE=plan.before,
+        EVEN=stack.K % (plan.warps * plan.chunks * step) == 0,
         LW=words_layout,
         LX=inputs_layout,
         LS=scales_layout,

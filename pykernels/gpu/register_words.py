@@ -45,14 +45,16 @@ def nibbles_above(words, MAGIC):
 
 
 @gluon.jit
-def sixes(low, high, HALF: gl.constexpr, MAGIC):
-    """Codes q + 32 of 6 bits, four in the low half of a byte of ``low``, two in bits 2 HALF.. of
-    one of ``high`` -> [.., 2, 2], byte 2 j + i at [.., j, i]: their q."""
+def sixes_above(low, high, HALF: gl.constexpr, MAGIC):
+    """Codes of 6 bits, four in the low half of a byte of ``low``, two in bits 4 HALF.. of one of
+    ``high`` -> [.., 2, 2], byte 2 j + i at [.., j, i], each with 128 added."""
     top = high << 4 if HALF == 0 else high
-    six = low ^ ((low ^ top) & 0x30303030)  # above them is what the next mask takes off
+    # A mask known when compiling would be two, for either side of what is one instruction.
+    mask = (MAGIC ^ 0x43004300) | 0x30303030
+    six = low ^ ((low ^ top) & mask)  # above them is what the next mask takes off
     a, b = pair((six & 0x003F003F) | MAGIC)
     c, d = pair(((six >> 8) & 0x003F003F) | MAGIC)
-    return gl.join(gl.join(a - 160.0, b - 160.0), gl.join(c - 160.0, d - 160.0))
+    return gl.join(gl.join(a, b), gl.join(c, d))
 
 
 @gluon.jit
