@@ -141,7 +141,7 @@ def few_experts(
         seg = gl.arange(0, 1, layout=gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, None, :]
     ns = gl.minimum(n_block * OWN + rs % OWN, N - 1)
     matrix = (slot * MATS + rs // OWN).to(gl.int64)
-    chunk = (ss * CHUNKS)[:, None, None]
+    mine = (ss * CHUNKS)[:, None, None]
     halves = w_halves
     scales = w_scale
     if FOUR:
@@ -167,7 +167,7 @@ def few_experts(
         later = load_words(rows, at_w, END, STEP, CHUNKS, CHUNK_WORDS, STEP, EVEN)
         if SIX:
             later_h = load_words(rows_h, at_h, END_H, STEP, CHUNKS, 8, STEP, EVEN)
-    scale = load_scales(scales, halves, chunk, seg, K, stride, CHUNKS, KC, GROUP, KIND)
+    scale = load_scales(scales, halves, mine, seg, K, stride, CHUNKS, KC, GROUP, KIND, EVEN)
     if PDL and BEFORE:
         gdc_wait()
         gdc_launch_dependents()
@@ -197,7 +197,9 @@ def few_experts(
         words_now = words
         scale_now = scale
         inputs_now = inputs
-        chunk += STEP
+        chunk = now + STEP
+        if EVEN:
+            chunk = gl.minimum(chunk, K // KC - STEP)
         asked = load_words(rows, at_w, END, now + AHEAD * STEP, CHUNKS, CHUNK_WORDS, STEP, EVEN)
         if SIX:
             highs_now = highs
@@ -212,7 +214,9 @@ def few_experts(
             words = asked
             if SIX:
                 highs = asked_h
-        scale = load_scales(scales, halves, chunk, seg, K, stride, CHUNKS, KC, GROUP, KIND)
+        scale = load_scales(
+            scales, halves, mine + chunk, seg, K, stride, CHUNKS, KC, GROUP, KIND, EVEN
+        )
         if EARLY:
             inputs = load_inputs(xs, at_x, own, K, (now + STEP) * KC, PARTS, HALVES, KC, HALF)
         for c in gl.static_range(CHUNKS):

@@ -7,37 +7,45 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
+def load_there(at, there, EVEN: gl.constexpr):
+    """EVEN: all are there."""
+    if EVEN:
+        found = gl.load(at)
+    else:
+        found = gl.load(at, mask=there, other=0)
+    return found
+
+
+@gluon.jit
 def load_scales(
     scales, halves, chunk, seg, K, STRIDE, CHUNKS: gl.constexpr, KC: gl.constexpr,
-    GROUP: gl.constexpr, KIND: gl.constexpr,
+    GROUP: gl.constexpr, KIND: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     """What ``scales_of`` reads, of each chunk."""
     found = ()
     for c in gl.static_range(CHUNKS):
-        now = chunk + c
+        now = chunk + c + 0 * seg
+        there = now * KC < K
         if KIND == "q4_k":
-            there = (now < K // 256) & (seg < 4)
             at = halves + now * 72
             own = at + seg % 2
-            d = gl.load(at, mask=there, other=0.0)
-            low = gl.load(at + 1, mask=there, other=0.0)
-            a = gl.load(own + 2, mask=there, other=0.0)
-            b = gl.load(own + 4, mask=there, other=0.0)
-            m = gl.load(own + 6, mask=there, other=0.0)
+            d = load_there(at, there, EVEN)
+            low = load_there(at + 1, there, EVEN)
+            a = load_there(own + 2, there, EVEN)
+            b = load_there(own + 4, there, EVEN)
+            m = load_there(own + 6, there, EVEN)
             found += ((d, low, a, b, m),)  # type: ignore[assignment]
         elif KIND == "q6_k":
-            there = (now < K // 128) & (seg < 4)
             at = scales + now * 8 + seg
-            first = gl.load(at, mask=there, other=0)
-            second = gl.load(at + 4, mask=there, other=0)
-            d = gl.load(halves + now // 2 * 2 + 0 * seg, mask=there, other=0.0)
+            first = load_there(at, there, EVEN)
+            second = load_there(at + 4, there, EVEN)
+            d = load_there(halves + now // 2 * 2, there, EVEN)
             found += ((first, second, d),)  # type: ignore[assignment]
         elif GROUP == 32:
             k = now * KC + seg * (KC // 4)
-            found += (gl.load(scales + k // 64 * STRIDE, mask=k < K, other=0),)  # type: ignore[assignment]
+            found += (load_there(scales + k // 64 * STRIDE, k < K, EVEN),)  # type: ignore[assignment]
         elif GROUP > 0:
-            k = now * KC
-            found += (gl.load(scales + k // GROUP * STRIDE, mask=k < K, other=0),)  # type: ignore[assignment]
+            found += (load_there(scales + now * KC // GROUP * STRIDE, there, EVEN),)  # type: ignore[assignment]
     return found
 
 
