@@ -136,6 +136,8 @@ class ExpertsPlan:
             step.
         ahead: 1 or 2 steps between asking for weights and multiplying them.
         early: inputs are asked for a step ahead too.
+        before: weights are asked for before the kernel in front has ended: only where that one
+            began when all that wrote weights or the order had.
     """
 
     rows: int
