@@ -21,7 +21,7 @@ from .few_operands import layouts, left, load_inputs, load_words, right, spread
 from .few_scales import load_scales, scales_of
 from .launch import arch
 from .matrices import Matrices, scale_words
-from .plan import ExpertsPlan
+from .plan import ExpertsPlan, fine
 from .register_words import MAGIC, codes, nibbles_above, sixes_above
 
 KINDS = ("int4", "int8", "fp8", "q4_k", "q6_k")
@@ -29,7 +29,7 @@ KINDS = ("int4", "int8", "fp8", "q4_k", "q6_k")
 
 def segments(stack: Matrices) -> int:
     """Scales of a quad's words."""
-    return 4 if stack.group in (0, 32) else 1
+    return 4 if fine(stack.kind, stack.group) else 1
 
 
 def lane_words(stack: Matrices) -> int:
@@ -45,12 +45,15 @@ def locate(pid, starts, slots, M, N_BLOCKS, E, E_PADDED: gl.constexpr, HAS_SLOTS
     Block ``b`` of rows is the one at row b's expert, as many blocks behind its first as row b is
     behind its first row: no expert has more blocks than rows, so nothing need be summed up.
     """
-    b = pid // N_BLOCKS
-    if E_PADDED == 0:
-        slot = b * 0
-        first = b * TOKENS
-        hi = b * 0 + M
+    if E_PADDED == 0:  # all rows of a block of the matrix together, which is in L2 then
+        blocks = gl.cdiv(M, TOKENS)
+        slot = pid * 0
+        first = pid % blocks * TOKENS
+        hi = pid * 0 + M
+        n_block = pid // blocks
     else:
+        b = pid // N_BLOCKS
+        n_block = pid % N_BLOCKS
         PER: gl.constexpr = E_PADDED // 32 if E_PADDED > 32 else 1
         ONE: gl.constexpr = gl.BlockedLayout([PER], [32], [S], [0])  # every warp has them all
         e = gl.arange(0, E_PADDED, layout=ONE)
@@ -63,7 +66,7 @@ def locate(pid, starts, slots, M, N_BLOCKS, E, E_PADDED: gl.constexpr, HAS_SLOTS
         slot = gl.minimum(expert, E - 1)
         if HAS_SLOTS:
             slot = gl.load(slots + slot)
-    return slot, first, hi, pid % N_BLOCKS
+    return slot, first, hi, n_block
 
 
 @gluon.jit(do_not_specialize=["M", "E", "N_BLOCKS", "MAGIC"])
@@ -72,8 +75,8 @@ def few_experts(
     MAGIC, KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, HAS_SLOTS: gl.constexpr,
     HAS_BIAS: gl.constexpr, E_PADDED: gl.constexpr, PDL: gl.constexpr,
     S: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, SEGMENTS: gl.constexpr,
-    LANE: gl.constexpr, CHUNKS: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
-    BEFORE: gl.constexpr, EVEN: gl.constexpr, LW: gl.constexpr, LX: gl.constexpr, LS: gl.constexpr,
+    LANE: gl.constexpr, CHUNKS: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr,
+    LW: gl.constexpr, LX: gl.constexpr, LS: gl.constexpr,
 ):  # fmt: skip
     """out[row, n] = sum over k of x[token, k] * w[n, k], of gate and up silu(gate) * up.
 
@@ -99,7 +102,7 @@ def few_experts(
     CHUNK_WORDS: gl.constexpr = 36 if FOUR else CW
     STEP: gl.constexpr = S * CHUNKS
     SCALED: gl.constexpr = GROUP > 0 or FOUR or SIX
-    if PDL and not BEFORE:
+    if PDL:
         gdc_wait()
         gdc_launch_dependents()
     slot, first, hi, n_block = locate(
@@ -168,9 +171,6 @@ def few_experts(
         if SIX:
             later_h = load_words(rows_h, at_h, END_H, STEP, CHUNKS, 8, STEP, EVEN)
     scale = load_scales(scales, halves, mine, seg, K, stride, CHUNKS, KC, GROUP, KIND, EVEN)
-    if PDL and BEFORE:
-        gdc_wait()
-        gdc_launch_dependents()
     # Inputs: those of the column's token, where the column has this segment.
     sx = gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, LX))) * CHUNKS
     col = gl.arange(0, COLS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LX)))
@@ -188,12 +188,9 @@ def few_experts(
     acc = zero
     one = gl.full([S, ROWS, 16 * LANE], 0x3F80, gl.int16, layout=A).to(gl.bfloat16, bitcast=True)
     PARTS: gl.constexpr = CHUNKS * HALVES
-    if EARLY:
-        inputs = load_inputs(xs, at_x, own, K, 0, PARTS, HALVES, KC, HALF)
+    inputs = load_inputs(xs, at_x, own, K, 0, PARTS, HALVES, KC, HALF)
     for step in range(0, gl.cdiv(inputs_left, STEP * KC)):
         now = step * STEP
-        if not EARLY:
-            inputs = load_inputs(xs, at_x, own, K, now * KC, PARTS, HALVES, KC, HALF)
         words_now = words
         scale_now = scale
         inputs_now = inputs
@@ -217,8 +214,7 @@ def few_experts(
         scale = load_scales(
             scales, halves, mine + chunk, seg, K, stride, CHUNKS, KC, GROUP, KIND, EVEN
         )
-        if EARLY:
-            inputs = load_inputs(xs, at_x, own, K, (now + STEP) * KC, PARTS, HALVES, KC, HALF)
+        inputs = load_inputs(xs, at_x, own, K, (now + STEP) * KC, PARTS, HALVES, KC, HALF)
         for c in gl.static_range(CHUNKS):
             part = zero
             for h in gl.static_range(HALVES):
@@ -333,8 +329,6 @@ def multiply_few_experts(
         LANE=lane,
         CHUNKS=plan.chunks,
         AHEAD=plan.ahead,
-        EARLY=plan.early,
-        BEFORE=plan.before,
         EVEN=stack.K % (plan.warps * plan.chunks * step) == 0,
         LW=words_layout,
         LX=inputs_layout,

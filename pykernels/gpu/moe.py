@@ -20,13 +20,20 @@ from .launch import arch, check_device
 from .launch import supports as device_supports
 from .matrices import Matrices, empty_for_gpu, pack_for_gpu, supports_format, unpack_from_gpu
 from .permute import sort_slots, unpermute
-from .plan import ExpertsPlan, GemmPlan, experts_plan, gemm_plan
+from .plan import (
+    COARSE_ROWS,
+    FINE_ROWS,
+    ExpertsPlan,
+    GemmPlan,
+    experts_plan,
+    fine,
+    gemm_plan,
+    tuned_plan,
+)
 from .quantize import GROUP, quantize_fp8
 
 Plan = GemmPlan | ExpertsPlan
 ACTIVATIONS = ("bf16", "fp8")
-FEW_ROWS = 4
-"""Most rows an expert, on average, for the kernel that decodes in registers."""
 
 
 @dataclass(frozen=True)
@@ -243,8 +250,12 @@ def _plan(op: str, stack: Matrices, activations: str, S: int, E: int, device: to
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     key = stack.kind if path == "decoded" else path
     rows = S / min(E, max(S, 1))
-    if path == "decoded" and rows <= FEW_ROWS and arch(device) >= (8, 0):
-        return experts_plan(op, stack.kind, stack.group, rows)
+    most = FINE_ROWS if fine(stack.kind, stack.group) else COARSE_ROWS
+    if path == "decoded" and rows <= most and arch(device) >= (8, 0):
+        tuned = tuned_plan(f"few_{op}", stack.kind, name, rows, stack.N, stack.K)
+        if tuned:
+            return ExpertsPlan(**tuned)
+        return experts_plan(stack.kind, stack.group, rows, stack.K)
     # fp8 weights have one key on either path; by hand none are decoded.
     by_hand = path == "fp8" and by_hand_takes(stack, device)
     return gemm_plan(op, key, arch(device), rows, stack.N, stack.K, name, by_hand)

@@ -135,9 +135,6 @@ class ExpertsPlan:
         chunks: of 64 bytes of each row (scales for at most 64 inputs: 128) that a warp takes in a
             step.
         ahead: 1 or 2 steps between asking for weights and multiplying them.
-        early: inputs are asked for a step ahead too.
-        before: weights are asked for before the kernel in front has ended: only where that one
-            began when all that wrote weights or the order had.
     """
 
     rows: int
@@ -145,8 +142,6 @@ class ExpertsPlan:
     tokens: int = 2
     chunks: int = 1
     ahead: int = 1
-    early: bool = True
-    before: bool = False
 
     def __post_init__(self) -> None:
         _powers_of_two(self, "rows", "warps", "tokens", "chunks")
@@ -228,11 +223,32 @@ TABLE = (
 GEMV = {"int8": GemvPlan(block_n=16, words=128, warps=4, stages=4)}
 
 
-def experts_plan(op: str, kind: str, group: int, rows: float) -> ExpertsPlan:
-    """For experts of ``rows`` rows each on average, of weights in groups of ``group``."""
-    if kind.endswith("_k") or group == 32:
-        return ExpertsPlan(16, 4, tokens=2 if rows <= 1 else 4 if rows <= 2 else 8)
-    return ExpertsPlan(32 if kind == "int4" else 16, 4, tokens=8, ahead=1 if kind == "int4" else 2)
+FINE_ROWS, COARSE_ROWS = 4, 8
+"""Most rows an expert, on average, for ``ExpertsPlan``: scales for at most 64 inputs, for more."""
+
+
+def fine(kind: str, group: int) -> bool:
+    """Whether a scale of these weights is for at most 64 inputs."""
+    return kind.endswith("_k") or group == 32
+
+
+def experts_plan(kind: str, group: int, rows: float, K: int) -> ExpertsPlan:
+    """The fastest measured at experts of 7168 x 2048 on Hopper, one and eight tokens.
+
+    A warp wants some steps of its own: the fewer inputs, the fewer warps.
+
+    Args:
+        rows: of an expert, on average.
+        group: of the weights.
+    """
+    many = K >= 4096
+    tokens = 8 if not fine(kind, group) else 2 if rows <= 1 else 4
+    if kind == "q4_k":
+        return ExpertsPlan(16, 2, tokens) if many else ExpertsPlan(16, 1, tokens, ahead=2)
+    tall = many or kind == "int4"
+    return ExpertsPlan(
+        32 if tall else 16, 4 if many else 2, tokens, chunks=2 if kind in ("int8", "fp8") else 1
+    )
 
 
 def generation(arch: tuple[int, int]) -> str:
@@ -299,12 +315,15 @@ def split_k(programs: int, K: int, processors: int, block_k: int) -> int:
     return split
 
 
-LINEAR_PLANS: dict[str, type[GemvPlan | FewPlan | ManyPlan]] = {
+LINEAR_PLANS: dict[str, type[GemvPlan | FewPlan | ManyPlan | ExpertsPlan]] = {
     "gemv": GemvPlan,
     "few": FewPlan,
+    "few_k": ExpertsPlan,
     "many": ManyPlan,
 }
-"""By the op of tuned lines; all others hold a GemmPlan."""
+"""By the op of tuned lines."""
+EXPERTS_PLANS = {"few_gate_up": ExpertsPlan, "few_down": ExpertsPlan}
+"""The same; all others hold a GemmPlan."""
 
 # Tuned plans: {"device": name, "op", "path", "rows", "N", "K", "plan": {...}} a line of a list.
 
@@ -338,7 +357,8 @@ def _file_lines(path: str) -> tuple[dict[str, Any], ...]:
     try:
         lines = json.loads(file.read_text())
         for line in lines:
-            LINEAR_PLANS.get(line["op"], GemmPlan)(**line["plan"])
+            kinds = {**LINEAR_PLANS, **EXPERTS_PLANS}
+            kinds.get(line["op"], GemmPlan)(**line["plan"])
             if not line["rows"] > 0 or {"device", "path", "N", "K"} - line.keys():
                 raise ValueError(f"what the plan of {line['op']} is for is not said")
         return tuple(lines)
