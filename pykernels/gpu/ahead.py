@@ -34,6 +34,7 @@ def only_compile(capability: tuple[int, int]) -> None:
             "linear",
             "linear_plan",
             "few_rows",
+            "few_experts",
             "quantize",
         )  # fmt: skip
     }

@@ -17,7 +17,7 @@ from .kernel_fp8 import gemm_fp8
 from .launch import arch
 from .matrices import Matrices, scale_words
 from .permute import permute
-from .plan import GemmPlan, fit_stages
+from .plan import ExpertsPlan, GemmPlan, fit_stages
 from .quantize import NATIVE_FP8
 
 
@@ -32,7 +32,7 @@ def multiply(
     x: torch.Tensor,
     stack: Matrices,
     out: torch.Tensor,
-    plan: GemmPlan,
+    plan: GemmPlan | ExpertsPlan,
     *,
     x_scale: torch.Tensor | None = None,
     order: SortedSlots | None = None,
@@ -55,6 +55,16 @@ def multiply(
         out_scale: by hand and gated, float32 [S, ceil(N / 128)]: out is quantized to E4M3.
     """
     path = path_of(stack, x_scale is not None)
+    if isinstance(plan, ExpertsPlan):
+        if path != "decoded" or arch(x.device) < (8, 0):
+            raise PykernelsError(
+                "experts of few rows are multiplied in registers on a GPU, and decoded on the way",
+                "Give a GemmPlan",
+            )
+        from .few_experts import multiply_few_experts  # Gluon is slow to import
+
+        multiply_few_experts(x, stack, out, plan, order=order, table=table, gated=gated, bias=bias)
+        return
     if plan.by_hand:
         _by_hand(x, stack, out, plan, x_scale, order, table, gated, out_scale)
         return

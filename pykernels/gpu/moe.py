@@ -20,9 +20,19 @@ from .launch import arch, check_device
 from .launch import supports as device_supports
 from .matrices import Matrices, empty_for_gpu, pack_for_gpu, supports_format, unpack_from_gpu
 from .permute import sort_slots, unpermute
-from .plan import GemmPlan, gemm_plan
+from .plan import (
+    COARSE_ROWS,
+    FINE_ROWS,
+    ExpertsPlan,
+    GemmPlan,
+    experts_plan,
+    fine,
+    gemm_plan,
+    tuned_plan,
+)
 from .quantize import GROUP, quantize_fp8
 
+Plan = GemmPlan | ExpertsPlan
 ACTIVATIONS = ("bf16", "fp8")
 
 
@@ -110,7 +120,7 @@ def gate_up(
     order: SortedSlots,
     *,
     activations: str = "bf16",
-    plan: GemmPlan | None = None,
+    plan: Plan | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``silu(x @ gate.T) * (x @ up.T)`` of each sorted slot's token: bfloat16 [S, I].
@@ -128,7 +138,7 @@ def gate_up(
 
 
 def gate_up_quantized(
-    x: torch.Tensor, experts: Experts, order: SortedSlots, *, plan: GemmPlan | None = None
+    x: torch.Tensor, experts: Experts, order: SortedSlots, *, plan: Plan | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``quantize_fp8`` of ``gate_up`` with fp8 activations, bit for bit; one launch where it can.
 
@@ -137,7 +147,7 @@ def gate_up_quantized(
     """
     S = _check_tokens(x, experts, order, "fp8")
     plan = plan or _plan("gate_up", experts.gate_up, "fp8", S, experts.E, x.device)
-    if not plan.by_hand:
+    if isinstance(plan, ExpertsPlan) or not plan.by_hand:
         return quantize_fp8(gate_up(x, experts, order, activations="fp8", plan=plan))
     out = torch.empty(S, experts.I, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(S, triton.cdiv(experts.I, GROUP), device=x.device)
@@ -150,13 +160,15 @@ def _gate_up(
     experts: Experts,
     order: SortedSlots,
     activations: str,
-    plan: GemmPlan,
+    plan: Plan,
     out: torch.Tensor,
     out_scale: torch.Tensor | None,
 ) -> None:
     rows, scale = x, None
     if activations == "fp8":
-        rows, scale = quantize_fp8(x, order if plan.by_hand else None)
+        rows, scale = quantize_fp8(
+            x, order if isinstance(plan, GemmPlan) and plan.by_hand else None
+        )
     multiply(
         rows, experts.gate_up, out, plan,
         x_scale=scale, order=order, table=experts.slots, gated=True, out_scale=out_scale,
@@ -169,7 +181,7 @@ def down(
     order: SortedSlots,
     *,
     activations: str = "bf16",
-    plan: GemmPlan | None = None,
+    plan: Plan | None = None,
     out: torch.Tensor | None = None,
     h_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -200,7 +212,7 @@ def moe_ffn(
     *,
     activations: str = "bf16",
     add: torch.Tensor | None = None,
-    plans: tuple[GemmPlan, GemmPlan] | None = None,
+    plans: tuple[Plan, Plan] | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``sum_k weights[t, k] * expert[ids[t, k]](x[t])``.
@@ -233,13 +245,17 @@ def moe_ffn(
     return unpermute(y, order, weights, add, out)
 
 
-def _plan(
-    op: str, stack: Matrices, activations: str, S: int, E: int, device: torch.device
-) -> GemmPlan:
+def _plan(op: str, stack: Matrices, activations: str, S: int, E: int, device: torch.device) -> Plan:
     path = path_of(stack, activations == "fp8")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     key = stack.kind if path == "decoded" else path
     rows = S / min(E, max(S, 1))
+    most = FINE_ROWS if fine(stack.kind, stack.group) else COARSE_ROWS
+    if path == "decoded" and rows <= most and arch(device) >= (8, 0):
+        tuned = tuned_plan(f"few_{op}", stack.kind, name, rows, stack.N, stack.K)
+        if tuned:
+            return ExpertsPlan(**tuned)
+        return experts_plan(stack.kind, stack.group, rows, stack.K)
     # fp8 weights have one key on either path; by hand none are decoded.
     by_hand = path == "fp8" and by_hand_takes(stack, device)
     return gemm_plan(op, key, arch(device), rows, stack.N, stack.K, name, by_hand)

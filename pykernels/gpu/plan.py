@@ -124,6 +124,33 @@ class FewPlan:
 
 
 @dataclass(frozen=True)
+class ExpertsPlan:
+    """How a product of experts of a few rows each is launched, weights in registers.
+
+    Attributes:
+        rows: of the matrices a program multiplies, those of gate and up together.
+        warps: of a program: each takes its part of K.
+        tokens: most rows of the inputs that it multiplies: 8 or more, where a scale is for at most
+            64 inputs 2 or more.
+        chunks: of 64 bytes of each row (scales for at most 64 inputs: 128) that a warp takes in a
+            step.
+        ahead: 1 or 2 steps between asking for weights and multiplying them.
+    """
+
+    rows: int
+    warps: int
+    tokens: int = 2
+    chunks: int = 1
+    ahead: int = 1
+
+    def __post_init__(self) -> None:
+        _powers_of_two(self, "rows", "warps", "tokens", "chunks")
+        _in(self, "rows", range(16, 129))
+        _in(self, "tokens", range(2, 33))
+        _in(self, "ahead", range(1, 3))
+
+
+@dataclass(frozen=True)
 class ManyPlan:
     """How a linear of more rows is launched on Hopper, weights decoded in registers.
 
@@ -196,6 +223,34 @@ TABLE = (
 GEMV = {"int8": GemvPlan(block_n=16, words=128, warps=4, stages=4)}
 
 
+FINE_ROWS, COARSE_ROWS = 4, 8
+"""Most rows an expert, on average, for ``ExpertsPlan``: scales for at most 64 inputs, for more."""
+
+
+def fine(kind: str, group: int) -> bool:
+    """Whether a scale of these weights is for at most 64 inputs."""
+    return kind.endswith("_k") or group == 32
+
+
+def experts_plan(kind: str, group: int, rows: float, K: int) -> ExpertsPlan:
+    """The fastest measured at experts of 7168 x 2048 on Hopper, one and eight tokens.
+
+    A warp wants some steps of its own: the fewer inputs, the fewer warps.
+
+    Args:
+        rows: of an expert, on average.
+        group: of the weights.
+    """
+    many = K >= 4096
+    tokens = 8 if not fine(kind, group) else 2 if rows <= 1 else 4
+    if kind == "q4_k":
+        return ExpertsPlan(16, 2, tokens) if many else ExpertsPlan(16, 1, tokens, ahead=2)
+    tall = many or kind == "int4"
+    return ExpertsPlan(
+        32 if tall else 16, 4 if many else 2, tokens, chunks=2 if kind in ("int8", "fp8") else 1
+    )
+
+
 def generation(arch: tuple[int, int]) -> str:
     """The class of a compute capability; (0, 0) is the interpreter."""
     major, minor = arch
@@ -260,12 +315,15 @@ def split_k(programs: int, K: int, processors: int, block_k: int) -> int:
     return split
 
 
-LINEAR_PLANS: dict[str, type[GemvPlan | FewPlan | ManyPlan]] = {
+LINEAR_PLANS: dict[str, type[GemvPlan | FewPlan | ManyPlan | ExpertsPlan]] = {
     "gemv": GemvPlan,
     "few": FewPlan,
+    "few_k": ExpertsPlan,
     "many": ManyPlan,
 }
-"""By the op of tuned lines; all others hold a GemmPlan."""
+"""By the op of tuned lines."""
+EXPERTS_PLANS = {"few_gate_up": ExpertsPlan, "few_down": ExpertsPlan}
+"""The same; all others hold a GemmPlan."""
 
 # Tuned plans: {"device": name, "op", "path", "rows", "N", "K", "plan": {...}} a line of a list.
 
@@ -299,7 +357,8 @@ def _file_lines(path: str) -> tuple[dict[str, Any], ...]:
     try:
         lines = json.loads(file.read_text())
         for line in lines:
-            LINEAR_PLANS.get(line["op"], GemmPlan)(**line["plan"])
+            kinds = {**LINEAR_PLANS, **EXPERTS_PLANS}
+            kinds.get(line["op"], GemmPlan)(**line["plan"])
             if not line["rows"] > 0 or {"device", "path", "N", "K"} - line.keys():
                 raise ValueError(f"what the plan of {line['op']} is for is not said")
         return tuple(lines)
