@@ -24,12 +24,13 @@ import torch
 from pykernels.errors import PykernelsError
 from pykernels.gpu import plan as plans
 from pykernels.gpu.ahead import only_compile
+from pykernels.gpu.experts_plan import COARSE_ROWS, FINE_ROWS
 from pykernels.gpu.linear import linear
 from pykernels.gpu.linear_plan import H200_PROCESSORS, Plan, kernel_of
 from pykernels.gpu.many_rows_hopper import KINDS as MANY_KINDS
-from pykernels.gpu.matrices import empty_for_gpu, kind_of
+from pykernels.gpu.matrices import empty_for_gpu, fine, kind_of
 from pykernels.gpu.moe import Experts, down, gate_up, sort_slots
-from pykernels.gpu.plan import COARSE_ROWS, EXPERTS_PLANS, FINE_ROWS, GemmPlan, ManyPlan, fine
+from pykernels.gpu.plan import EXPERTS_PLANS, GemmPlan, ManyPlan
 
 from .candidates import candidates
 from .harness import reason, sets_for

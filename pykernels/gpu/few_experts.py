@@ -20,8 +20,8 @@ from ..shapes import SortedSlots
 from .few_operands import layouts, left, load_inputs, load_words, right, spread
 from .few_scales import load_scales, scales_of
 from .launch import arch
-from .matrices import Matrices, scale_words
-from .plan import ExpertsPlan, fine
+from .matrices import Matrices, fine, scale_words
+from .plan import ExpertsPlan
 from .register_words import MAGIC, codes, nibbles_above, sixes_above
 
 KINDS = ("int4", "int8", "fp8", "q4_k", "q6_k")

@@ -15,24 +15,15 @@ import triton
 from ..errors import PykernelsError
 from ..quant import Format, Weight
 from ..shapes import MoEShape, SortedSlots
-from .grouped_gemm import by_hand_takes, multiply, path_of
-from .launch import arch, check_device
+from .experts_plan import choose_plan
+from .grouped_gemm import Plan, multiply
+from .launch import check_device
 from .launch import supports as device_supports
 from .matrices import Matrices, empty_for_gpu, pack_for_gpu, supports_format, unpack_from_gpu
 from .permute import sort_slots, unpermute
-from .plan import (
-    COARSE_ROWS,
-    FINE_ROWS,
-    ExpertsPlan,
-    GemmPlan,
-    experts_plan,
-    fine,
-    gemm_plan,
-    tuned_plan,
-)
+from .plan import GemmPlan
 from .quantize import GROUP, quantize_fp8
 
-Plan = GemmPlan | ExpertsPlan
 ACTIVATIONS = ("bf16", "fp8")
 
 
@@ -132,7 +123,7 @@ def gate_up(
     S = _check_tokens(x, experts, order, activations)
     if out is None:
         out = torch.empty(S, experts.I, dtype=torch.bfloat16, device=x.device)
-    plan = plan or _plan("gate_up", experts.gate_up, activations, S, experts.E, x.device)
+    plan = plan or choose_plan("gate_up", experts.gate_up, activations, S, experts.E, x.device)
     _gate_up(x, experts, order, activations, plan, out, None)
     return out
 
@@ -146,8 +137,8 @@ def gate_up_quantized(
         (float8_e4m3fn [S, I], float32 scales [S, ceil(I / 128)]): what ``down`` takes.
     """
     S = _check_tokens(x, experts, order, "fp8")
-    plan = plan or _plan("gate_up", experts.gate_up, "fp8", S, experts.E, x.device)
-    if isinstance(plan, ExpertsPlan) or not plan.by_hand:
+    plan = plan or choose_plan("gate_up", experts.gate_up, "fp8", S, experts.E, x.device)
+    if not isinstance(plan, GemmPlan) or not plan.by_hand:
         return quantize_fp8(gate_up(x, experts, order, activations="fp8", plan=plan))
     out = torch.empty(S, experts.I, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(S, triton.cdiv(experts.I, GROUP), device=x.device)
@@ -199,7 +190,7 @@ def down(
         out = torch.empty(S, experts.H, dtype=torch.bfloat16, device=h.device)
     if activations == "fp8" and h_scale is None:
         h, h_scale = quantize_fp8(h)
-    plan = plan or _plan("down", experts.down, activations, S, experts.E, h.device)
+    plan = plan or choose_plan("down", experts.down, activations, S, experts.E, h.device)
     multiply(h, experts.down, out, plan, x_scale=h_scale, order=order, table=experts.slots)
     return out
 
@@ -243,22 +234,6 @@ def moe_ffn(
         h = gate_up(x, experts, order, activations=activations, plan=first)
     y = down(h, experts, order, activations=activations, plan=second, h_scale=scale)
     return unpermute(y, order, weights, add, out)
-
-
-def _plan(op: str, stack: Matrices, activations: str, S: int, E: int, device: torch.device) -> Plan:
-    path = path_of(stack, activations == "fp8")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    key = stack.kind if path == "decoded" else path
-    rows = S / min(E, max(S, 1))
-    most = FINE_ROWS if fine(stack.kind, stack.group) else COARSE_ROWS
-    if path == "decoded" and rows <= most and arch(device) >= (8, 0):
-        tuned = tuned_plan(f"few_{op}", stack.kind, name, rows, stack.N, stack.K)
-        if tuned:
-            return ExpertsPlan(**tuned)
-        return experts_plan(stack.kind, stack.group, rows, stack.K)
-    # fp8 weights have one key on either path; by hand none are decoded.
-    by_hand = path == "fp8" and by_hand_takes(stack, device)
-    return gemm_plan(op, key, arch(device), rows, stack.N, stack.K, name, by_hand)
 
 
 def _check_tokens(x: torch.Tensor, experts: Experts, order: SortedSlots, activations: str) -> int:

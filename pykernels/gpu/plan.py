@@ -59,8 +59,10 @@ class GemmPlan:
         tma: weights (and sorted rows) come by the tensor memory accelerator: sm_90 and above.
         copy: a gated product's rows are first copied into the experts' order, so that they come by
             the accelerator too, in place of being gathered.
-        by_hand: the experts' fp8 kernel written out for Hopper, of tiles of 128 rows and 256
-            outputs (gated, 128 of each): only ``group_m`` is heeded. Rows are copied.
+        by_hand: the fp8 kernel written out for Hopper, of tiles of 128 rows and 256
+            outputs (gated, 128 of each): only ``group_m`` is heeded. Experts' rows are copied.
+        unpack: decoded weights become bfloat16 in device memory first; the rest is a plan for
+            bfloat16.
     """
 
     block_m: int
@@ -73,6 +75,7 @@ class GemmPlan:
     tma: bool = False
     copy: bool = False
     by_hand: bool = False
+    unpack: bool = False
 
     def __post_init__(self) -> None:
         _powers_of_two(self, "block_m", "block_n", "block_k", "warps")
@@ -201,7 +204,7 @@ TABLE = (
     Row(HOPPER, "fp8", OPS, 32, GemmPlan(32, 64, 128, warps=4, stages=4, tma=True)),
     Row(HOPPER, "fp8", _GATED, 96, GemmPlan(64, 64, 128, warps=4, stages=3, tma=True)),
     Row(HOPPER, "fp8", _PLAIN, 96, GemmPlan(64, 128, 128, warps=4, stages=3, tma=True)),
-    Row(("hopper",), "fp8", ("gate_up", "down"), ANY, _BY_HAND),
+    Row(("hopper",), "fp8", OPS, ANY, _BY_HAND),
     Row(HOPPER, "fp8", OPS, ANY, GemmPlan(128, 128, 128, 16, warps=8, stages=3, tma=True)),
     Row(HOPPER, "decoded", OPS, 16, GemmPlan(16, 64, 128, warps=4, stages=4)),
     Row(HOPPER, "decoded", OPS, 32, GemmPlan(32, 64, 128, warps=4, stages=4)),
@@ -220,35 +223,12 @@ TABLE = (
     Row(("interpreter",), "decoded", OPS, ANY, GemmPlan(16, 32, 64)),
 )
 
+UNPACKED = ("q4_k", "q6_k")
+"""Kinds whose decoding has more instructions than many rows' products leave room for."""
+UNPACK_ROWS = {"linear": 64, "gate_up": 100, "down": 100}
+"""Rows (of each expert, on average) from which these are unpacked."""
+
 GEMV = {"int8": GemvPlan(block_n=16, words=128, warps=4, stages=4)}
-
-
-FINE_ROWS, COARSE_ROWS = 4, 8
-"""Most rows an expert, on average, for ``ExpertsPlan``: scales for at most 64 inputs, for more."""
-
-
-def fine(kind: str, group: int) -> bool:
-    """Whether a scale of these weights is for at most 64 inputs."""
-    return kind.endswith("_k") or group == 32
-
-
-def experts_plan(kind: str, group: int, rows: float, K: int) -> ExpertsPlan:
-    """The fastest measured at experts of 7168 x 2048 on Hopper, one and eight tokens.
-
-    A warp wants some steps of its own: the fewer inputs, the fewer warps.
-
-    Args:
-        rows: of an expert, on average.
-        group: of the weights.
-    """
-    many = K >= 4096
-    tokens = 8 if not fine(kind, group) else 2 if rows <= 1 else 4
-    if kind == "q4_k":
-        return ExpertsPlan(16, 2, tokens) if many else ExpertsPlan(16, 1, tokens, ahead=2)
-    tall = many or kind == "int4"
-    return ExpertsPlan(
-        32 if tall else 16, 4 if many else 2, tokens, chunks=2 if kind in ("int8", "fp8") else 1
-    )
 
 
 def generation(arch: tuple[int, int]) -> str:
@@ -282,9 +262,11 @@ def gemm_plan(
         by_hand: whether ``GemmPlan.by_hand`` can run; else plans that ask for it are passed over.
     """
     tuned = tuned_plan(op, path, device, rows, N, K)
-    if tuned and (by_hand or not tuned.get("by_hand")):
+    if tuned and "cols" not in tuned and (by_hand or not tuned.get("by_hand")):
         return GemmPlan(**tuned)
     base = path if path in PATHS else "decoded"
+    if path in UNPACKED and rows >= UNPACK_ROWS[op]:
+        return replace(gemm_plan(op, "bf16", arch, rows, N, K), unpack=True)
     return next(
         row.plan
         for row in TABLE
@@ -323,7 +305,7 @@ LINEAR_PLANS: dict[str, type[GemvPlan | FewPlan | ManyPlan | ExpertsPlan]] = {
 }
 """By the op of tuned lines."""
 EXPERTS_PLANS = {"few_gate_up": ExpertsPlan, "few_down": ExpertsPlan}
-"""The same; all others hold a GemmPlan."""
+"""The same; all others hold a GemmPlan or, of experts, a ManyPlan."""
 
 # Tuned plans: {"device": name, "op", "path", "rows", "N", "K", "plan": {...}} a line of a list.
 
@@ -358,7 +340,8 @@ def _file_lines(path: str) -> tuple[dict[str, Any], ...]:
         lines = json.loads(file.read_text())
         for line in lines:
             kinds = {**LINEAR_PLANS, **EXPERTS_PLANS}
-            kinds.get(line["op"], GemmPlan)(**line["plan"])
+            other = ManyPlan if "cols" in line["plan"] else GemmPlan
+            kinds.get(line["op"], other)(**line["plan"])
             if not line["rows"] > 0 or {"device", "path", "N", "K"} - line.keys():
                 raise ValueError(f"what the plan of {line['op']} is for is not said")
         return tuple(lines)

@@ -8,9 +8,10 @@ import torch
 from pykernels import ref
 from pykernels.errors import PykernelsError
 from pykernels.gpu import few_experts, grouped_gemm, launch, moe
-from pykernels.gpu.matrices import pack_for_gpu
+from pykernels.gpu.experts_plan import few_plan
+from pykernels.gpu.matrices import fine, pack_for_gpu
 from pykernels.gpu.permute import sort_slots
-from pykernels.gpu.plan import ExpertsPlan, experts_plan, fine
+from pykernels.gpu.plan import ExpertsPlan
 from pykernels.quant import get_format
 from pykernels.shapes import MoEShape
 from pykernels.testing import relative_error
@@ -104,10 +105,10 @@ def test_a_plan_for_few_rows_is_refused_where_nothing_is_decoded(device: torch.d
 
 def test_few_inputs_take_few_warps_and_few_rows_few_columns() -> None:
     for kind, group in (("q4_k", 0), ("q6_k", 0), ("int4", 32), ("int4", 128), ("fp8", 128)):
-        many, few = (experts_plan(kind, group, 1, K) for K in (7168, 2048))
+        many, few = (few_plan(kind, group, 1, K) for K in (7168, 2048))
         assert many.warps == 2 * few.warps
         assert many.tokens == (2 if fine(kind, group) else 8)
-    assert experts_plan("q4_k", 0, 1.5, 7168).tokens == 4
+    assert few_plan("q4_k", 0, 1.5, 7168).tokens == 4
 
 
 @pytest.mark.gpu

@@ -323,4 +323,6 @@ COMPILES = [
     *(_meta_call(name, 64) for name in ("int4", "q6_k")),
     *(_meta_call(name, 1) for name in ("int4-g128", "q4_k", "q6_k", "fp8")),
     *(_meta_call("fp8", rows, "fp8") for rows in (64, 256)),
+    *(_meta_call("int4-g128", rows) for rows in (64, 256)),
+    *(_meta_call(name, 256) for name in ("int4", "int8")),
 ]
