@@ -26,6 +26,7 @@ from ..shapes import SortedSlots
 from .attention_plan import sms
 from .gluon_names import tma_load
 from .matrices import Matrices
+from .tile_walk import NUMBER, next_taken, store_tile, take_next, tile_at
 from .tiles import tile_table
 
 BLOCK_M = 128
@@ -34,28 +35,17 @@ STAGES = 4
 
 
 @gluon.jit
-def _tile(tiles, t, blocks, N_BLOCKS, GROUP_M: gl.constexpr):
-    """(slot, first row, row behind the expert's last, N block) of tile ``t``; zeros behind all."""
-    there = t < blocks * N_BLOCKS
-    group = t // (GROUP_M * N_BLOCKS)
-    inside = t % (GROUP_M * N_BLOCKS)
-    rows = gl.maximum(gl.minimum(blocks - group * GROUP_M, GROUP_M), 1)
-    line = tiles + 4 * (group * GROUP_M + inside % rows)
-    slot = gl.load(line, mask=there, other=0)
-    first = gl.load(line + 1, mask=there, other=0)
-    hi = gl.load(line + 2, mask=there, other=0)
-    return slot, first, hi, inside // rows
-
-
-@gluon.jit
 def _produce(
     x, w, tiles, bound, N, K, N_BLOCKS, a0, a1, b0, b1, full, more, empty,
+    nexts, n_full, n_empty,
     GATED: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     blocks = gl.load(tiles + 4 * bound)
     step = 0
-    for t in range(gl.program_id(0), blocks * N_BLOCKS, gl.num_programs(0)):
-        slot, first, hi, n_block = _tile(tiles, t, blocks, N_BLOCKS, GROUP_M)
+    turn = 0
+    t = gl.program_id(0)
+    while t < blocks * N_BLOCKS:
+        slot, first, hi, n_block = tile_at(tiles, t, blocks, N_BLOCKS, GROUP_M)
         if GATED:
             row = slot * 2 * N + n_block * 128
             other = row + N
@@ -73,16 +63,8 @@ def _produce(
             mbarrier.expect(more.index(i), 128 * 128)
             tma_load(w, [other, g * 128], more.index(i), b1.index(i))
             step += 1
-
-
-@gluon.jit
-def _store(y, out, first, hi, n0, N, WIDE: gl.constexpr):
-    """Rows of a [64, 128] tile; through shared memory, so that stores are whole."""
-    y = gl.convert_layout(y, WIDE)
-    row = first + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
-    col = n0 + gl.arange(0, 128, layout=gl.SliceLayout(0, WIDE))
-    at = out + (row.to(gl.int64) * N)[:, None] + col[None, :]
-    gl.store(at, y, mask=(row < hi)[:, None] & (col < N)[None, :])
+        t = take_next(tiles + 4 * bound + 1, nexts, n_full, n_empty, turn)
+        turn += 1
 
 
 @gluon.jit
@@ -102,7 +84,7 @@ def _store_quantized(y, codes, scales, first, hi, n_block, N, ACC: gl.constexpr)
     code = to_e4m3(gl.div_rn(y, scale[:, None] + gl.zeros_like(y)))
     row = first + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
     gl.store(scales + row * gl.cdiv(N, 128) + n_block, scale, mask=row < hi)
-    _store(code, codes, first, hi, n_block * 128, N, WIDE)
+    store_tile(code, codes, first, hi, n_block * 128, N, WIDE)
 
 
 @gluon.jit
@@ -131,8 +113,9 @@ def _scales(
 @gluon.jit
 def _consume(
     x_scale, w_scale, out, out_scale, tiles, bound, N, K, N_BLOCKS, a, b0, b1, full, more, empty,
+    nexts, n_full, n_empty, turns,
     PART: gl.constexpr, GATED: gl.constexpr, QUANTIZE: gl.constexpr, GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
@@ -141,21 +124,30 @@ def _consume(
     zeros = gl.full([64, 128], 0.0, gl.float32, layout=ACC)
     width = gl.cdiv(K, 128)
     t = gl.program_id(0)
-    slot, first, hi, n_block = _tile(tiles, t, blocks, N_BLOCKS, GROUP_M)
+    slot, first, hi, n_block = tile_at(tiles, t, blocks, N_BLOCKS, GROUP_M)
     first += 64 * PART
     at, at0, at1, s, s0, s1 = _scales(
         x_scale, w_scale, slot, first, hi, n_block, N, width, t < total, GATED, ACC
     )
     step = 0
-    for t in range(gl.program_id(0), total, gl.num_programs(0)):
+    turn = 0
+    while t < total:
         groups = gl.where(slot < 0, 0, width)
         acc0 = zeros
         acc1 = zeros
         for g in range(groups):
             i = step % STAGES
             mbarrier.wait(full.index(i), (step // STAGES) & 1)
+            if TURNS == 1:
+                mbarrier.wait(turns.index(PART), 1 - PART)
+            if TURNS == 2 and PART == 1:
+                mbarrier.wait(turns.index(1), turn & 1, pred=g == 0)
             p = warpgroup_mma(a.index(i), b0.index(i).permute((1, 0)), zeros, use_acc=False,
                               is_async=True)  # fmt: skip
+            if TURNS == 1:
+                mbarrier.arrive(turns.index(1 - PART), count=1)
+            if TURNS == 2 and PART == 0:
+                mbarrier.arrive(turns.index(1), count=1, pred=g == 0)
             # The next scales are asked for while the product runs.
             ahead = gl.minimum(g + 1, groups - 1)
             s_next = gl.load(at + ahead)
@@ -166,8 +158,12 @@ def _consume(
             acc0 = warpgroup_mma_wait(0, deps=[acc0])  # or LLVM adds behind the next product
             # Across this wait ptxas moves nothing: products share their registers.
             mbarrier.wait(more.index(i), (step // STAGES) & 1)
+            if TURNS == 1:
+                mbarrier.wait(turns.index(PART), PART)
             p = warpgroup_mma(a.index(i), b1.index(i).permute((1, 0)), zeros, use_acc=False,
                               is_async=True)  # fmt: skip
+            if TURNS == 1:
+                mbarrier.arrive(turns.index(1 - PART), count=1)
             p = warpgroup_mma_wait(0, deps=[p])
             mbarrier.arrive(empty.index(i), count=1)
             acc1 += p * (s * s1)[:, None]
@@ -177,28 +173,30 @@ def _consume(
             step += 1
         done, upto, n = first, hi, n_block
         # The next tile's table line, then its scales, come while this one's results go.
-        after = t + gl.num_programs(0)
-        slot, first, hi, n_block = _tile(tiles, after, blocks, N_BLOCKS, GROUP_M)
+        t = next_taken(nexts, n_full, n_empty, turn)
+        turn += 1
+        slot, first, hi, n_block = tile_at(tiles, t, blocks, N_BLOCKS, GROUP_M)
         first += 64 * PART
         if GATED:
             acc0 = acc0 / (1 + gl.exp(-acc0)) * acc1
         else:
-            _store(acc0.to(gl.bfloat16), out, done, upto, n * 256, N, WIDE)
+            store_tile(acc0.to(gl.bfloat16), out, done, upto, n * 256, N, WIDE)
         at, at0, at1, s, s0, s1 = _scales(
-            x_scale, w_scale, slot, first, hi, n_block, N, width, after < total, GATED, ACC
+            x_scale, w_scale, slot, first, hi, n_block, N, width, t < total, GATED, ACC
         )
         if QUANTIZE:
             _store_quantized(acc0, out, out_scale, done, upto, n, N, ACC)
         elif GATED:
-            _store(acc0.to(gl.bfloat16), out, done, upto, n * 128, N, WIDE)
+            store_tile(acc0.to(gl.bfloat16), out, done, upto, n * 128, N, WIDE)
         else:
-            _store(acc1.to(gl.bfloat16), out, done, upto, n * 256 + 128, N, WIDE)
+            store_tile(acc1.to(gl.bfloat16), out, done, upto, n * 256 + 128, N, WIDE)
 
 
 @gluon.jit(do_not_specialize=["bound", "N_BLOCKS"])
 def gemm_fp8_hopper(
     x, x_scale, w, w_scale, out, out_scale, tiles, bound, N, K, N_BLOCKS,
     GATED: gl.constexpr, QUANTIZE: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+    TURNS: gl.constexpr,
 ):  # fmt: skip
     """As ``gemm_fp8``; rows of x in the experts' order.
 
@@ -218,6 +216,14 @@ def gemm_fp8_hopper(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     more = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    nexts = gl.allocate_shared_memory(gl.int64, [2, 1], NUMBER)
+    n_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    n_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(n_full.index(i), count=1)
+        mbarrier.init(n_empty.index(i), count=2)
+        mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(more.index(i), count=1)
@@ -225,11 +231,13 @@ def gemm_fp8_hopper(
     gl.warp_specialize(
         [
             (_consume, (x_scale, w_scale, out, out_scale, tiles, bound, N, K, N_BLOCKS,
-                        a0, b0, b1, full, more, empty, 0, GATED, QUANTIZE, GROUP_M, STAGES)),
+                        a0, b0, b1, full, more, empty, nexts, n_full, n_empty, turns,
+                        0, GATED, QUANTIZE, GROUP_M, STAGES, TURNS)),
             (_consume, (x_scale, w_scale, out, out_scale, tiles, bound, N, K, N_BLOCKS,
-                        a1, b0, b1, full, more, empty, 1, GATED, QUANTIZE, GROUP_M, STAGES)),
+                        a1, b0, b1, full, more, empty, nexts, n_full, n_empty, turns,
+                        1, GATED, QUANTIZE, GROUP_M, STAGES, TURNS)),
             (_produce, (x, w, tiles, bound, N, K, N_BLOCKS, a0, a1, b0, b1, full, more, empty,
-                        GATED, GROUP_M, STAGES)),
+                        nexts, n_full, n_empty, GATED, GROUP_M, STAGES)),
         ],
         [4, 1],
         [240, 24],
@@ -246,6 +254,7 @@ def multiply_by_hand(
     *,
     gated: bool,
     group_m: int,
+    turns: int = 0,
     out_scale: torch.Tensor | None = None,
 ) -> None:
     """out = x @ w.T of sorted rows x; see ``grouped_gemm.multiply``.
@@ -262,6 +271,6 @@ def multiply_by_hand(
     target = out if out_scale is None else out.view(torch.uint8)
     gemm_fp8_hopper[(min(sms(x.device), bound * n_blocks),)](
         rows, x_scale, weights, stack.scale, target, out_scale, tiles, bound, stack.N, stack.K,
-        n_blocks, GATED=gated, QUANTIZE=out_scale is not None, GROUP_M=group_m, STAGES=STAGES,
+        n_blocks, GATED=gated, QUANTIZE=out_scale is not None, GROUP_M=group_m, STAGES=STAGES, TURNS=turns,
         num_warps=4,
     )  # fmt: skip

@@ -83,7 +83,8 @@ class Box:
     ) -> None:
         self.threads, self.dtype, self.data, self.source = threads, dtype, data, source or self
         self.parts: dict[int, Box] = {}
-        self.owes: set[str] = set()
+        self.owes = {"wait"}  # until somebody writes
+        self.fresh = True
         self.writer = ""
         self.readers: set[str] = set()  # waited for their products, had no barrier since
         threads.boxes.append(self)
@@ -125,7 +126,8 @@ class Box:
         assert not box.readers, "another warp's product may still read it: no barrier since"
         assert list(value.shape) == list(self.data.shape)
         self.data[...] = value.handle.data
-        box.owes, box.writer = box.owes | owes, self.threads.role
+        before = set() if box.fresh else box.owes
+        box.owes, box.writer, box.fresh = before | owes, self.threads.role, False
 
     def load(self, layout: Any = None) -> Any:
         assert "wait" not in self.source.owes, "a load before what it waits for"

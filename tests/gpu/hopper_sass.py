@@ -42,11 +42,11 @@ def loose_arrivals(ptx: str) -> int:
 
     One thread arrives for all. What the others have read or written in shared memory, or had read
     by products, is ordered before it by a barrier alone. compute-sanitizer's racecheck does not see
-    that order and reports all these kernels.
+    that order and reports all these kernels. A role of one warp has the warp's own barrier.
     """
     ordered, loose = False, 0
     for line in ptx.splitlines():
-        if re.search(r"\b(?:bar|barrier)\.sync\b", line):
+        if re.search(r"\b(?:bar|barrier|bar\.warp)\.sync\b", line):
             ordered = True
         elif re.search(r"\b(?:ld|st)\.shared|wgmma\.wait_group", line):
             ordered = False

@@ -1,0 +1,62 @@
+"""Programs that walk over tiles by turns, on Hopper: who is done first takes the next tile.
+
+Tiles begin in their order, so that those that read the same weights run at the same time and one
+of them brings the weights into L2 for all. With tiles dealt out beforehand, programs drift apart
+and read the weights again from memory.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+NUMBER = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+"""Of the shared memory through which a tile's number goes."""
+
+
+@gluon.jit
+def tile_at(tiles, t, blocks, N_BLOCKS, GROUP_M: gl.constexpr):
+    """(slot, first row, row behind the expert's last, N block) of tile ``t``; zeros behind all."""
+    there = t < blocks * N_BLOCKS
+    group = t // (GROUP_M * N_BLOCKS)
+    inside = t % (GROUP_M * N_BLOCKS)
+    rows = gl.maximum(gl.minimum(blocks - group * GROUP_M, GROUP_M), 1)
+    line = tiles + 4 * (group * GROUP_M + inside % rows)
+    slot = gl.load(line, mask=there, other=0)
+    first = gl.load(line + 1, mask=there, other=0)
+    hi = gl.load(line + 2, mask=there, other=0)
+    return slot, first, hi, inside // rows
+
+
+@gluon.jit
+def take_next(counter, nexts, full, empty, turn):
+    """Takes the next tile and tells the other warps; for the one warp that copies."""
+    to = turn & 1
+    t = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+    mbarrier.wait(empty.index(to), (turn >> 1 & 1) ^ 1)
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    nexts.index(to).store(gl.full([1], 0, gl.int64, layout=L) + t)
+    mbarrier.arrive(full.index(to), count=1)
+    return t
+
+
+@gluon.jit
+def next_taken(nexts, full, empty, turn):
+    """The tile that the copying warp took; for four warps."""
+    to = turn & 1
+    mbarrier.wait(full.index(to), turn >> 1 & 1)
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    t = gl.max(nexts.index(to).load(L), 0).to(gl.int32)
+    mbarrier.arrive(empty.index(to), count=1)
+    return t
+
+
+@gluon.jit
+def store_tile(y, out, first, hi, n0, N, WIDE: gl.constexpr):
+    """Rows of a [64, 128] tile; through shared memory, so that stores are whole."""
+    y = gl.convert_layout(y, WIDE)
+    row = first + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
+    col = n0 + gl.arange(0, 128, layout=gl.SliceLayout(0, WIDE))
+    at = out + (row.to(gl.int64) * N)[:, None] + col[None, :]
+    gl.store(at, y, mask=(row < hi)[:, None] & (col < N)[None, :])
