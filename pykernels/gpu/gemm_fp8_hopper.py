@@ -271,6 +271,6 @@ def multiply_by_hand(
     target = out if out_scale is None else out.view(torch.uint8)
     gemm_fp8_hopper[(min(sms(x.device), bound * n_blocks),)](
         rows, x_scale, weights, stack.scale, target, out_scale, tiles, bound, stack.N, stack.K,
-        n_blocks, GATED=gated, QUANTIZE=out_scale is not None, GROUP_M=group_m, STAGES=STAGES, TURNS=turns,
-        num_warps=4,
+        n_blocks, GATED=gated, QUANTIZE=out_scale is not None, GROUP_M=group_m, STAGES=STAGES,
+        TURNS=turns, num_warps=4,
     )  # fmt: skip
