@@ -142,8 +142,19 @@ def _consume(
                 mbarrier.wait(turns.index(PART), 1 - PART)
             if TURNS == 2 and PART == 1:
                 mbarrier.wait(turns.index(1), turn & 1, pred=g == 0)
-            p = warpgroup_mma(a.index(i), b0.index(i).permute((1, 0)), zeros, use_acc=False,
-                              is_async=True)  # fmt: skip
+            if TURNS == 3:
+                mbarrier.wait(turns.index(PART), 1 - PART)
+                p = warpgroup_mma(a.index(i).slice(0, 64, dim=1),
+                                  b0.index(i).slice(0, 64, dim=1).permute((1, 0)),
+                                  zeros, use_acc=False, is_async=True)  # fmt: skip
+                p = warpgroup_mma(a.index(i).slice(64, 64, dim=1),
+                                  b0.index(i).slice(64, 64, dim=1).permute((1, 0)),
+                                  p, is_async=True)  # fmt: skip
+                p = warpgroup_mma_wait(1, deps=[p])
+                mbarrier.arrive(turns.index(1 - PART), count=1)
+            else:
+                p = warpgroup_mma(a.index(i), b0.index(i).permute((1, 0)), zeros, use_acc=False,
+                                  is_async=True)  # fmt: skip
             if TURNS == 1:
                 mbarrier.arrive(turns.index(1 - PART), count=1)
             if TURNS == 2 and PART == 0:
@@ -160,8 +171,19 @@ def _consume(
             mbarrier.wait(more.index(i), (step // STAGES) & 1)
             if TURNS == 1:
                 mbarrier.wait(turns.index(PART), PART)
-            p = warpgroup_mma(a.index(i), b1.index(i).permute((1, 0)), zeros, use_acc=False,
-                              is_async=True)  # fmt: skip
+            if TURNS == 3:
+                mbarrier.wait(turns.index(PART), PART)
+                p = warpgroup_mma(a.index(i).slice(0, 64, dim=1),
+                                  b1.index(i).slice(0, 64, dim=1).permute((1, 0)),
+                                  zeros, use_acc=False, is_async=True)  # fmt: skip
+                p = warpgroup_mma(a.index(i).slice(64, 64, dim=1),
+                                  b1.index(i).slice(64, 64, dim=1).permute((1, 0)),
+                                  p, is_async=True)  # fmt: skip
+                p = warpgroup_mma_wait(1, deps=[p])
+                mbarrier.arrive(turns.index(1 - PART), count=1)
+            else:
+                p = warpgroup_mma(a.index(i), b1.index(i).permute((1, 0)), zeros, use_acc=False,
+                                  is_async=True)  # fmt: skip
             if TURNS == 1:
                 mbarrier.arrive(turns.index(1 - PART), count=1)
             p = warpgroup_mma_wait(0, deps=[p])
