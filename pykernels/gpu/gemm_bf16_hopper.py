@@ -23,7 +23,7 @@ from ..shapes import SortedSlots
 from .attention_plan import sms
 from .gluon_names import tma_load
 from .matrices import Matrices
-from .tile_walk import NUMBER, next_taken, store_tile, take_next, tile_at
+from .tile_walk import NUMBER, blocks_of, next_taken, store_tile, take_next, tile_at, to_bf16
 from .tiles import tile_table
 
 BLOCK_M = 128
@@ -36,12 +36,12 @@ def _produce(
     x, w, tiles, bound, N, K, N_BLOCKS, a0, a1, b, full, empty, nexts, n_full, n_empty,
     GATED: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    blocks = gl.load(tiles + 4 * bound)
+    blocks = blocks_of(tiles, bound)
     step = 0
     turn = 0
     t = gl.program_id(0)
     while t < blocks * N_BLOCKS:
-        slot, first, hi, n_block = tile_at(tiles, t, blocks, N_BLOCKS, GROUP_M)
+        slot, first, hi, n_block = tile_at(tiles, bound, t, blocks, N_BLOCKS, GROUP_M)
         if GATED:
             row = slot * 2 * N + n_block * 128
             other = row + N
@@ -58,7 +58,7 @@ def _produce(
             tma_load(w, [row, k * 64], full.index(i), b.index(i).slice(0, 128))
             tma_load(w, [other, k * 64], full.index(i), b.index(i).slice(128, 128))
             step += 1
-        t = take_next(tiles + 4 * bound + 1, nexts, n_full, n_empty, turn)
+        t = take_next(tiles, bound, t, nexts, n_full, n_empty, turn)
         turn += 1
 
 
@@ -69,10 +69,10 @@ def _consume(
 ):  # fmt: skip
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    blocks = gl.load(tiles + 4 * bound)
+    blocks = blocks_of(tiles, bound)
     total = blocks * N_BLOCKS
     t = gl.program_id(0)
-    slot, first, hi, n_block = tile_at(tiles, t, blocks, N_BLOCKS, GROUP_M)
+    slot, first, hi, n_block = tile_at(tiles, bound, t, blocks, N_BLOCKS, GROUP_M)
     step = 0
     turn = 0
     while t < total:
@@ -89,15 +89,15 @@ def _consume(
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=steps > 0)
         row, upto, n = first + 64 * PART, hi, n_block
         # The next tile's table line comes while this one's results go.
-        t = next_taken(nexts, n_full, n_empty, turn)
+        t = next_taken(tiles, t, nexts, n_full, n_empty, turn)
         turn += 1
-        slot, first, hi, n_block = tile_at(tiles, t, blocks, N_BLOCKS, GROUP_M)
+        slot, first, hi, n_block = tile_at(tiles, bound, t, blocks, N_BLOCKS, GROUP_M)
         if GATED:
             gate, up = acc.reshape([64, 2, 128]).permute((0, 2, 1)).split()
-            y = (gate / (1 + gl.exp(-gate)) * up).to(gl.bfloat16)
+            y = to_bf16(gate / (1 + gl.exp(-gate)) * up)
             store_tile(y, out, row, upto, n * 128, N, WIDE)
         else:
-            y0, y1 = acc.to(gl.bfloat16).reshape([64, 2, 128]).permute((0, 2, 1)).split()
+            y0, y1 = to_bf16(acc).reshape([64, 2, 128]).permute((0, 2, 1)).split()
             store_tile(y0, out, row, upto, n * 256, N, WIDE)
             store_tile(y1, out, row, upto, n * 256 + 128, N, WIDE)
 

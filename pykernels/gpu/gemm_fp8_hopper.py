@@ -26,7 +26,7 @@ from ..shapes import SortedSlots
 from .attention_plan import sms
 from .gluon_names import tma_load
 from .matrices import Matrices
-from .tile_walk import NUMBER, next_taken, store_tile, take_next, tile_at
+from .tile_walk import NUMBER, blocks_of, next_taken, store_tile, take_next, tile_at, to_bf16
 from .tiles import tile_table
 
 BLOCK_M = 128
@@ -35,25 +35,54 @@ STAGES = 4
 
 
 @gluon.jit
+def work_at(
+    tiles, bound, t, blocks, whole, K, N_BLOCKS, GROUP_M: gl.constexpr, SPLIT: gl.constexpr
+):
+    """(slot, first row, row behind the expert's last, N block, first group, groups) of work ``t``;
+    zeros behind all. From tile ``whole`` on SPLIT neighbours share one: each has a part of K."""
+    over = gl.maximum(t - whole, 0)
+    tile = t - over + over // SPLIT
+    slot, first, hi, n_block = tile_at(tiles, bound, tile, blocks, N_BLOCKS, GROUP_M)
+    width = gl.cdiv(K, 128)
+    groups = gl.where(slot < 0, 0, width)
+    g0 = 0
+    if SPLIT > 1:
+        share = gl.cdiv(width, SPLIT)
+        g0 = gl.where(t < whole, 0, over % SPLIT * share)
+        groups = gl.where(t < whole, groups, gl.minimum(share, width - g0))
+    return slot, first, hi, n_block, g0, groups
+
+
+@gluon.jit
+def _works(tiles, whole, SPLIT: gl.constexpr):
+    """How many pieces of work ``tiles`` tiles are."""
+    if SPLIT > 1:
+        tiles = whole + (tiles - whole) * SPLIT
+    return tiles
+
+
+@gluon.jit
 def _produce(
-    x, w, tiles, bound, N, K, N_BLOCKS, a0, a1, b0, b1, full, more, empty,
+    x, w, tiles, bound, whole, N, K, N_BLOCKS, a0, a1, b0, b1, full, more, empty,
     nexts, n_full, n_empty,
-    GATED: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+    GATED: gl.constexpr, GROUP_M: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    blocks = gl.load(tiles + 4 * bound)
+    blocks = blocks_of(tiles, bound)
+    total = _works(blocks * N_BLOCKS, whole, SPLIT)
     step = 0
     turn = 0
     t = gl.program_id(0)
-    while t < blocks * N_BLOCKS:
-        slot, first, hi, n_block = tile_at(tiles, t, blocks, N_BLOCKS, GROUP_M)
+    while t < total:
+        slot, first, hi, n_block, g0, groups = work_at(
+            tiles, bound, t, blocks, whole, K, N_BLOCKS, GROUP_M, SPLIT
+        )
         if GATED:
             row = slot * 2 * N + n_block * 128
             other = row + N
         else:
             row = slot * N + n_block * 256
             other = row + 128
-        groups = gl.where(slot < 0, 0, gl.cdiv(K, 128))
-        for g in range(groups):
+        for g in range(g0, g0 + groups):
             i = step % STAGES
             mbarrier.wait(empty.index(i), ((step // STAGES) & 1) ^ 1)
             mbarrier.expect(full.index(i), 2 * 128 * 128)
@@ -63,8 +92,32 @@ def _produce(
             mbarrier.expect(more.index(i), 128 * 128)
             tma_load(w, [other, g * 128], more.index(i), b1.index(i))
             step += 1
-        t = take_next(tiles + 4 * bound + 1, nexts, n_full, n_empty, turn)
+        t = take_next(tiles, bound, t, nexts, n_full, n_empty, turn)
         turn += 1
+
+
+@gluon.jit
+def _store_plain(
+    y, out, bias, parts, first, hi, n, over, N,
+    PART: gl.constexpr, HALF: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Outputs 128 n .. of a tile, or a part of their sums: [works, 2 halves, 128 rows, 128]."""
+    ACC: gl.constexpr = y.type.layout
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    col = gl.arange(0, 128, layout=gl.SliceLayout(0, ACC))
+    if bias is not None:
+        there = n * 128 + col < N
+        own = gl.load(bias + n * 128 + col, mask=there, other=0.0).to(gl.float32)
+        if SPLIT > 1:
+            own = gl.where(over < 0, own, 0.0)
+        y += own[None, :]
+    if SPLIT > 1:
+        row = 64 * PART + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
+        whole = gl.maximum(over, 0).to(gl.int64) * 32768 + HALF * 16384
+        at = parts + whole + row[:, None] * 128 + col[None, :]
+        gl.store(at, y, mask=(row[:, None] + col[None, :] >= 0) & (over >= 0))
+        hi = gl.where(over < 0, hi, 0)
+    store_tile(to_bf16(y), out, first, hi, n * 128, N, WIDE)
 
 
 @gluon.jit
@@ -89,7 +142,7 @@ def _store_quantized(y, codes, scales, first, hi, n_block, N, ACC: gl.constexpr)
 
 @gluon.jit
 def _scales(
-    x_scale, w_scale, slot, first, hi, n_block, N, width, there,
+    x_scale, w_scale, slot, first, hi, n_block, g0, N, width, there,
     GATED: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
     """Where a tile's scales begin (rows, first weights, second weights), and the first of each."""
@@ -102,9 +155,9 @@ def _scales(
         n = n_block * 2
         line = slot * count + n
         other = line + gl.where(n + 1 < count, 1, 0)
-    at = x_scale + row * width
-    at0 = w_scale + line * width
-    at1 = w_scale + other * width
+    at = x_scale + row * width + g0
+    at0 = w_scale + line * width + g0
+    at1 = w_scale + other * width + g0
     s = gl.load(at, mask=row >= 0, other=0.0)  # behind all tiles hi is 0
     there = there & (slot >= 0)
     return at, at0, at1, s, gl.load(at0, mask=there, other=0.0), gl.load(at1, mask=there, other=0.0)
@@ -112,53 +165,37 @@ def _scales(
 
 @gluon.jit
 def _consume(
-    x_scale, w_scale, out, out_scale, tiles, bound, N, K, N_BLOCKS, a, b0, b1, full, more, empty,
-    nexts, n_full, n_empty, turns,
+    x_scale, w_scale, out, out_scale, bias, parts, tiles, bound, whole, N, K, N_BLOCKS,
+    a, b0, b1, full, more, empty, nexts, n_full, n_empty, turns,
     PART: gl.constexpr, GATED: gl.constexpr, QUANTIZE: gl.constexpr, GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr, TURNS: gl.constexpr,
+    SPLIT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    blocks = gl.load(tiles + 4 * bound)
-    total = blocks * N_BLOCKS
+    blocks = blocks_of(tiles, bound)
+    total = _works(blocks * N_BLOCKS, whole, SPLIT)
     zeros = gl.full([64, 128], 0.0, gl.float32, layout=ACC)
     width = gl.cdiv(K, 128)
     t = gl.program_id(0)
-    slot, first, hi, n_block = tile_at(tiles, t, blocks, N_BLOCKS, GROUP_M)
+    slot, first, hi, n_block, g0, groups = work_at(
+        tiles, bound, t, blocks, whole, K, N_BLOCKS, GROUP_M, SPLIT
+    )
     first += 64 * PART
     at, at0, at1, s, s0, s1 = _scales(
-        x_scale, w_scale, slot, first, hi, n_block, N, width, t < total, GATED, ACC
+        x_scale, w_scale, slot, first, hi, n_block, g0, N, width, t < total, GATED, ACC
     )
     step = 0
     turn = 0
     while t < total:
-        groups = gl.where(slot < 0, 0, width)
         acc0 = zeros
         acc1 = zeros
         for g in range(groups):
             i = step % STAGES
             mbarrier.wait(full.index(i), (step // STAGES) & 1)
-            if TURNS == 1:
-                mbarrier.wait(turns.index(PART), 1 - PART)
-            if TURNS == 2 and PART == 1:
-                mbarrier.wait(turns.index(1), turn & 1, pred=g == 0)
-            if TURNS == 3:
-                mbarrier.wait(turns.index(PART), 1 - PART)
-                p = warpgroup_mma(a.index(i).slice(0, 64, dim=1),
-                                  b0.index(i).slice(0, 64, dim=1).permute((1, 0)),
-                                  zeros, use_acc=False, is_async=True)  # fmt: skip
-                p = warpgroup_mma(a.index(i).slice(64, 64, dim=1),
-                                  b0.index(i).slice(64, 64, dim=1).permute((1, 0)),
-                                  p, is_async=True)  # fmt: skip
-                p = warpgroup_mma_wait(1, deps=[p])
-                mbarrier.arrive(turns.index(1 - PART), count=1)
-            else:
-                p = warpgroup_mma(a.index(i), b0.index(i).permute((1, 0)), zeros, use_acc=False,
-                                  is_async=True)  # fmt: skip
-            if TURNS == 1:
-                mbarrier.arrive(turns.index(1 - PART), count=1)
-            if TURNS == 2 and PART == 0:
-                mbarrier.arrive(turns.index(1), count=1, pred=g == 0)
+            mbarrier.wait(turns.index(PART), 1 - PART)
+            p = warpgroup_mma(a.index(i), b0.index(i).permute((1, 0)), zeros, use_acc=False,
+                              is_async=True)  # fmt: skip
+            mbarrier.arrive(turns.index(1 - PART), count=1)
             # The next scales are asked for while the product runs.
             ahead = gl.minimum(g + 1, groups - 1)
             s_next = gl.load(at + ahead)
@@ -169,23 +206,10 @@ def _consume(
             acc0 = warpgroup_mma_wait(0, deps=[acc0])  # or LLVM adds behind the next product
             # Across this wait ptxas moves nothing: products share their registers.
             mbarrier.wait(more.index(i), (step // STAGES) & 1)
-            if TURNS == 1:
-                mbarrier.wait(turns.index(PART), PART)
-            if TURNS == 3:
-                mbarrier.wait(turns.index(PART), PART)
-                p = warpgroup_mma(a.index(i).slice(0, 64, dim=1),
-                                  b1.index(i).slice(0, 64, dim=1).permute((1, 0)),
-                                  zeros, use_acc=False, is_async=True)  # fmt: skip
-                p = warpgroup_mma(a.index(i).slice(64, 64, dim=1),
-                                  b1.index(i).slice(64, 64, dim=1).permute((1, 0)),
-                                  p, is_async=True)  # fmt: skip
-                p = warpgroup_mma_wait(1, deps=[p])
-                mbarrier.arrive(turns.index(1 - PART), count=1)
-            else:
-                p = warpgroup_mma(a.index(i), b1.index(i).permute((1, 0)), zeros, use_acc=False,
-                                  is_async=True)  # fmt: skip
-            if TURNS == 1:
-                mbarrier.arrive(turns.index(1 - PART), count=1)
+            mbarrier.wait(turns.index(PART), PART)
+            p = warpgroup_mma(a.index(i), b1.index(i).permute((1, 0)), zeros, use_acc=False,
+                              is_async=True)  # fmt: skip
+            mbarrier.arrive(turns.index(1 - PART), count=1)
             p = warpgroup_mma_wait(0, deps=[p])
             mbarrier.arrive(empty.index(i), count=1)
             acc1 += p * (s * s1)[:, None]
@@ -193,32 +217,34 @@ def _consume(
             s0 = s0_next
             s1 = s1_next
             step += 1
-        done, upto, n = first, hi, n_block
+        done, upto, n, over = first, hi, n_block, t - whole
         # The next tile's table line, then its scales, come while this one's results go.
-        t = next_taken(nexts, n_full, n_empty, turn)
+        t = next_taken(tiles, t, nexts, n_full, n_empty, turn)
         turn += 1
-        slot, first, hi, n_block = tile_at(tiles, t, blocks, N_BLOCKS, GROUP_M)
+        slot, first, hi, n_block, g0, groups = work_at(
+            tiles, bound, t, blocks, whole, K, N_BLOCKS, GROUP_M, SPLIT
+        )
         first += 64 * PART
         if GATED:
             acc0 = acc0 / (1 + gl.exp(-acc0)) * acc1
         else:
-            store_tile(acc0.to(gl.bfloat16), out, done, upto, n * 256, N, WIDE)
+            _store_plain(acc0, out, bias, parts, done, upto, n * 2, over, N, PART, 0, SPLIT)
         at, at0, at1, s, s0, s1 = _scales(
-            x_scale, w_scale, slot, first, hi, n_block, N, width, t < total, GATED, ACC
+            x_scale, w_scale, slot, first, hi, n_block, g0, N, width, t < total, GATED, ACC
         )
         if QUANTIZE:
             _store_quantized(acc0, out, out_scale, done, upto, n, N, ACC)
         elif GATED:
-            store_tile(acc0.to(gl.bfloat16), out, done, upto, n * 128, N, WIDE)
+            store_tile(to_bf16(acc0), out, done, upto, n * 128, N, WIDE)
         else:
-            store_tile(acc1.to(gl.bfloat16), out, done, upto, n * 256 + 128, N, WIDE)
+            _store_plain(acc1, out, bias, parts, done, upto, n * 2 + 1, over, N, PART, 1, SPLIT)
 
 
-@gluon.jit(do_not_specialize=["bound", "N_BLOCKS"])
+@gluon.jit(do_not_specialize=["bound", "whole", "N_BLOCKS"])
 def gemm_fp8_hopper(
-    x, x_scale, w, w_scale, out, out_scale, tiles, bound, N, K, N_BLOCKS,
-    GATED: gl.constexpr, QUANTIZE: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr,
+    x, x_scale, w, w_scale, out, out_scale, bias, parts, tiles, bound, whole, N, K, N_BLOCKS,
+    GATED: gl.constexpr, QUANTIZE: gl.constexpr, GROUP_M: gl.constexpr, SPLIT: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """As ``gemm_fp8``; rows of x in the experts' order.
 
@@ -228,7 +254,10 @@ def gemm_fp8_hopper(
         w: descriptor of blocks [128, 128] of E4M3 [matrices * N, K].
         out: bfloat16 [S, N]; with QUANTIZE uint8, the E4M3 codes of what that would have been.
         out_scale: with QUANTIZE float32 [S, ceil(N / 128)].
-        tiles, bound: see ``tile_table``.
+        bias: [N] or None; not gated.
+        parts: with SPLIT > 1 float32 [works behind ``whole``, 2, 128, 128].
+        tiles, bound: see ``tile_table``; None and rows: one matrix for all rows.
+        whole: tiles that no programs share.
     """
     E4M3: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     a0 = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 64, 128], E4M3)
@@ -252,14 +281,16 @@ def gemm_fp8_hopper(
         mbarrier.init(empty.index(i), count=2)
     gl.warp_specialize(
         [
-            (_consume, (x_scale, w_scale, out, out_scale, tiles, bound, N, K, N_BLOCKS,
-                        a0, b0, b1, full, more, empty, nexts, n_full, n_empty, turns,
-                        0, GATED, QUANTIZE, GROUP_M, STAGES, TURNS)),
-            (_consume, (x_scale, w_scale, out, out_scale, tiles, bound, N, K, N_BLOCKS,
-                        a1, b0, b1, full, more, empty, nexts, n_full, n_empty, turns,
-                        1, GATED, QUANTIZE, GROUP_M, STAGES, TURNS)),
-            (_produce, (x, w, tiles, bound, N, K, N_BLOCKS, a0, a1, b0, b1, full, more, empty,
-                        nexts, n_full, n_empty, GATED, GROUP_M, STAGES)),
+            (_consume, (x_scale, w_scale, out, out_scale, bias, parts, tiles, bound, whole, N, K,
+                        N_BLOCKS, a0, b0, b1, full, more, empty,
+                        nexts, n_full, n_empty, turns,
+                        0, GATED, QUANTIZE, GROUP_M, SPLIT, STAGES)),
+            (_consume, (x_scale, w_scale, out, out_scale, bias, parts, tiles, bound, whole, N, K,
+                        N_BLOCKS, a1, b0, b1, full, more, empty,
+                        nexts, n_full, n_empty, turns,
+                        1, GATED, QUANTIZE, GROUP_M, SPLIT, STAGES)),
+            (_produce, (x, w, tiles, bound, whole, N, K, N_BLOCKS, a0, a1, b0, b1, full, more,
+                        empty, nexts, n_full, n_empty, GATED, GROUP_M, SPLIT, STAGES)),
         ],
         [4, 1],
         [240, 24],
@@ -276,7 +307,6 @@ def multiply_by_hand(
     *,
     gated: bool,
     group_m: int,
-    turns: int = 0,
     out_scale: torch.Tensor | None = None,
 ) -> None:
     """out = x @ w.T of sorted rows x; see ``grouped_gemm.multiply``.
@@ -286,13 +316,38 @@ def multiply_by_hand(
         out_scale: float32 [S, ceil(N / 128)] of a gated product: out [S, N] is E4M3 then.
     """
     tiles, bound = tile_table(order, table, BLOCK_M)
+    n_blocks = triton.cdiv(stack.N, 128 if gated else 256)
+    target = out if out_scale is None else out.view(torch.uint8)
+    launch(
+        x, x_scale, stack, target, out_scale, None, None, tiles, bound, 0, n_blocks,
+        programs=min(sms(x.device), bound * n_blocks), gated=gated, group_m=group_m, split=1,
+    )  # fmt: skip
+
+
+def launch(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    stack: Matrices,
+    out: torch.Tensor,
+    out_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    parts: torch.Tensor | None,
+    tiles: torch.Tensor | None,
+    bound: int,
+    whole: int,
+    n_blocks: int,
+    *,
+    programs: int,
+    gated: bool,
+    group_m: int,
+    split: int,
+) -> None:
+    """See ``gemm_fp8_hopper``."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     rows = TensorDescriptor.from_tensor(x, [64, 128], layout)
     weights: Any = TensorDescriptor.from_tensor(stack.data.view(-1, stack.K), [128, 128], layout)
-    n_blocks = triton.cdiv(stack.N, 128 if gated else 256)
-    target = out if out_scale is None else out.view(torch.uint8)
-    gemm_fp8_hopper[(min(sms(x.device), bound * n_blocks),)](
-        rows, x_scale, weights, stack.scale, target, out_scale, tiles, bound, stack.N, stack.K,
-        n_blocks, GATED=gated, QUANTIZE=out_scale is not None, GROUP_M=group_m, STAGES=STAGES,
-        TURNS=turns, num_warps=4,
+    gemm_fp8_hopper[(programs,)](
+        rows, x_scale, weights, stack.scale, out, out_scale, bias, parts, tiles, bound, whole,
+        stack.N, stack.K, n_blocks, GATED=gated, QUANTIZE=out_scale is not None, GROUP_M=group_m,
+        SPLIT=split, STAGES=STAGES, num_warps=4,
     )  # fmt: skip

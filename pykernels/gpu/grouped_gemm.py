@@ -17,8 +17,9 @@ from .kernel_fp8 import gemm_fp8
 from .launch import arch
 from .matrices import Matrices, scale_words
 from .permute import permute
-from .plan import GemmPlan, fit_stages
+from .plan import GemmPlan, ManyPlan, fit_stages
 from .quantize import NATIVE_FP8
+from .unpacked import multiply_unpacked
 
 
 def path_of(stack: Matrices, fp8_inputs: bool) -> str:
@@ -32,7 +33,7 @@ def multiply(
     x: torch.Tensor,
     stack: Matrices,
     out: torch.Tensor,
-    plan: GemmPlan,
+    plan: GemmPlan | ManyPlan,
     *,
     x_scale: torch.Tensor | None = None,
     order: SortedSlots | None = None,
@@ -54,9 +55,17 @@ def multiply(
         bias: [N].
         out_scale: by hand and gated, float32 [S, ceil(N / 128)]: out is quantized to E4M3.
     """
+    if isinstance(plan, ManyPlan):
+        _many_rows(x, stack, out, plan, order, table, gated)
+        return
     path = path_of(stack, x_scale is not None)
+    if plan.unpack:
+        if path != "decoded":
+            raise PykernelsError("a plan unpacks what is not decoded", "Give one without unpack")
+        multiply_unpacked(x, stack, out, plan, order, table, gated, bias)
+        return
     if plan.by_hand:
-        _by_hand(x, stack, out, plan, x_scale, order, table, gated, out_scale)
+        _by_hand(x, stack, out, plan, x_scale, order, table, gated, bias, out_scale)
         return
     mats = 2 if gated else 1
     plan = fit_stages(plan, arch(x.device), _step_bytes(stack, path, plan, mats))
@@ -130,20 +139,57 @@ def _by_hand(
     order: SortedSlots | None,
     table: torch.Tensor | None,
     gated: bool,
+    bias: torch.Tensor | None,
     out_scale: torch.Tensor | None,
 ) -> None:
-    if x_scale is None or order is None or not by_hand_takes(stack, x.device):
+    if x_scale is None or not by_hand_takes(stack, x.device):
         raise PykernelsError(
-            "the kernel written out for Hopper multiplies experts of aligned E4M3 there alone",
+            "the kernel written out for Hopper multiplies aligned E4M3 there alone",
             "Give a plan without by_hand",
         )
-    from .gemm_fp8_hopper import multiply_by_hand  # Gluon is slow to import
+    if x.shape[0] == 0:
+        return
+    if order is None:
+        from .linear_fp8_hopper import multiply_rows_by_hand  # Gluon is slow to import
 
-    if x.shape[0]:
+        multiply_rows_by_hand(x, x_scale, stack, out, bias, plan.group_m)
+    else:
+        from .gemm_fp8_hopper import multiply_by_hand
+
         multiply_by_hand(
             x, x_scale, stack, out, order, table,
             gated=gated, group_m=plan.group_m, out_scale=out_scale,
         )  # fmt: skip
+
+
+def _many_rows(
+    x: torch.Tensor,
+    stack: Matrices,
+    out: torch.Tensor,
+    plan: ManyPlan,
+    order: SortedSlots | None,
+    table: torch.Tensor | None,
+    gated: bool,
+) -> None:
+    if order is None or plan.split_k > 1 or not many_rows_takes(stack, x.device):
+        raise PykernelsError(
+            "many_rows_hopper multiplies experts of int4 and int8 in groups of 128 or whole rows,"
+            " on Hopper, K in one part",
+            "Give a GemmPlan",
+        )
+    from .many_rows_hopper import multiply_experts_rows  # Gluon is slow to import
+
+    if order.slots.shape[0]:
+        multiply_experts_rows(x, stack, out, order, table, plan, gated)
+
+
+def many_rows_takes(stack: Matrices, device: torch.device) -> bool:
+    """Whether ``many_rows_hopper`` multiplies these weights there."""
+    if arch(device)[0] != 9:
+        return False
+    from .many_rows_hopper import takes
+
+    return takes(stack)
 
 
 def by_hand_takes(stack: Matrices, device: torch.device) -> bool:

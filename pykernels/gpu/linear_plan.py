@@ -14,7 +14,7 @@ import torch
 import triton
 
 from .few_rows import KINDS as FEW_KINDS
-from .grouped_gemm import decoded_step, path_of
+from .grouped_gemm import by_hand_takes, decoded_step, path_of
 from .launch import arch
 from .many_rows_hopper import takes as many_takes
 from .matrices import Matrices
@@ -122,8 +122,9 @@ def choose_plan(weight: Matrices, M: int, device: torch.device, activations: str
         if op == "many":
             return many_plan(M, N, triton.cdiv(K, 128), processors)
     key = kind if path == "decoded" else path
-    plan = gemm_plan("linear", key, capability, M, N, K, name)
-    if path != "decoded" or M > SPLIT_ROWS or plan.split_k > 1:
+    by_hand = path == "fp8" and by_hand_takes(weight, device)
+    plan = gemm_plan("linear", key, capability, M, N, K, name, by_hand)
+    if path != "decoded" or M > SPLIT_ROWS or plan.split_k > 1 or plan.unpack:
         return plan
     programs = triton.cdiv(N, plan.block_n) * triton.cdiv(M, plan.block_m)
     return replace(plan, split_k=split_k(programs, K, processors, decoded_step(weight, plan)))

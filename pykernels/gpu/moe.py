@@ -15,15 +15,17 @@ import triton
 from ..errors import PykernelsError
 from ..quant import Format, Weight
 from ..shapes import MoEShape, SortedSlots
-from .grouped_gemm import by_hand_takes, multiply, path_of
+from .grouped_gemm import by_hand_takes, many_rows_takes, multiply, path_of
 from .launch import arch, check_device
 from .launch import supports as device_supports
 from .matrices import Matrices, empty_for_gpu, pack_for_gpu, supports_format, unpack_from_gpu
 from .permute import sort_slots, unpermute
-from .plan import GemmPlan, gemm_plan
+from .plan import GemmPlan, ManyPlan, gemm_plan
 from .quantize import GROUP, quantize_fp8
 
 ACTIVATIONS = ("bf16", "fp8")
+FEW_ROWS = 16
+"""Most rows an expert, on average, for which integer weights go by the decoding GEMM on Hopper."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def gate_up(
     order: SortedSlots,
     *,
     activations: str = "bf16",
-    plan: GemmPlan | None = None,
+    plan: GemmPlan | ManyPlan | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``silu(x @ gate.T) * (x @ up.T)`` of each sorted slot's token: bfloat16 [S, I].
@@ -128,7 +130,11 @@ def gate_up(
 
 
 def gate_up_quantized(
-    x: torch.Tensor, experts: Experts, order: SortedSlots, *, plan: GemmPlan | None = None
+    x: torch.Tensor,
+    experts: Experts,
+    order: SortedSlots,
+    *,
+    plan: GemmPlan | ManyPlan | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``quantize_fp8`` of ``gate_up`` with fp8 activations, bit for bit; one launch where it can.
 
@@ -137,7 +143,7 @@ def gate_up_quantized(
     """
     S = _check_tokens(x, experts, order, "fp8")
     plan = plan or _plan("gate_up", experts.gate_up, "fp8", S, experts.E, x.device)
-    if not plan.by_hand:
+    if isinstance(plan, ManyPlan) or not plan.by_hand:
         return quantize_fp8(gate_up(x, experts, order, activations="fp8", plan=plan))
     out = torch.empty(S, experts.I, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(S, triton.cdiv(experts.I, GROUP), device=x.device)
@@ -150,13 +156,15 @@ def _gate_up(
     experts: Experts,
     order: SortedSlots,
     activations: str,
-    plan: GemmPlan,
+    plan: GemmPlan | ManyPlan,
     out: torch.Tensor,
     out_scale: torch.Tensor | None,
 ) -> None:
     rows, scale = x, None
     if activations == "fp8":
-        rows, scale = quantize_fp8(x, order if plan.by_hand else None)
+        rows, scale = quantize_fp8(
+            x, order if isinstance(plan, GemmPlan) and plan.by_hand else None
+        )
     multiply(
         rows, experts.gate_up, out, plan,
         x_scale=scale, order=order, table=experts.slots, gated=True, out_scale=out_scale,
@@ -169,7 +177,7 @@ def down(
     order: SortedSlots,
     *,
     activations: str = "bf16",
-    plan: GemmPlan | None = None,
+    plan: GemmPlan | ManyPlan | None = None,
     out: torch.Tensor | None = None,
     h_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -200,7 +208,7 @@ def moe_ffn(
     *,
     activations: str = "bf16",
     add: torch.Tensor | None = None,
-    plans: tuple[GemmPlan, GemmPlan] | None = None,
+    plans: tuple[GemmPlan | ManyPlan, GemmPlan | ManyPlan] | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``sum_k weights[t, k] * expert[ids[t, k]](x[t])``.
@@ -233,13 +241,21 @@ def moe_ffn(
     return unpermute(y, order, weights, add, out)
 
 
+def experts_plan(rows: float) -> ManyPlan:
+    """Of ``many_rows_hopper`` for this many rows an expert, on average."""
+    cols = next((cols for cols in (32, 64, 128) if rows <= cols), 256)
+    return ManyPlan(cols, warps=8, stages=5 if cols == 256 else 4)
+
+
 def _plan(
     op: str, stack: Matrices, activations: str, S: int, E: int, device: torch.device
-) -> GemmPlan:
+) -> GemmPlan | ManyPlan:
     path = path_of(stack, activations == "fp8")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     key = stack.kind if path == "decoded" else path
     rows = S / min(E, max(S, 1))
+    if rows > FEW_ROWS and path == "decoded" and many_rows_takes(stack, device):
+        return experts_plan(rows)
     # fp8 weights have one key on either path; by hand none are decoded.
     by_hand = path == "fp8" and by_hand_takes(stack, device)
     return gemm_plan(op, key, arch(device), rows, stack.N, stack.K, name, by_hand)

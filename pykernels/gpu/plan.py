@@ -59,8 +59,10 @@ class GemmPlan:
         tma: weights (and sorted rows) come by the tensor memory accelerator: sm_90 and above.
         copy: a gated product's rows are first copied into the experts' order, so that they come by
             the accelerator too, in place of being gathered.
-        by_hand: the experts' fp8 kernel written out for Hopper, of tiles of 128 rows and 256
-            outputs (gated, 128 of each): only ``group_m`` is heeded. Rows are copied.
+        by_hand: the fp8 kernel written out for Hopper, of tiles of 128 rows and 256
+            outputs (gated, 128 of each): only ``group_m`` is heeded. Experts' rows are copied.
+        unpack: decoded weights become bfloat16 in device memory first; the rest is a plan for
+            bfloat16.
     """
 
     block_m: int
@@ -73,6 +75,7 @@ class GemmPlan:
     tma: bool = False
     copy: bool = False
     by_hand: bool = False
+    unpack: bool = False
 
     def __post_init__(self) -> None:
         _powers_of_two(self, "block_m", "block_n", "block_k", "warps")
@@ -174,7 +177,7 @@ TABLE = (
     Row(HOPPER, "fp8", OPS, 32, GemmPlan(32, 64, 128, warps=4, stages=4, tma=True)),
     Row(HOPPER, "fp8", _GATED, 96, GemmPlan(64, 64, 128, warps=4, stages=3, tma=True)),
     Row(HOPPER, "fp8", _PLAIN, 96, GemmPlan(64, 128, 128, warps=4, stages=3, tma=True)),
-    Row(("hopper",), "fp8", ("gate_up", "down"), ANY, _BY_HAND),
+    Row(("hopper",), "fp8", OPS, ANY, _BY_HAND),
     Row(HOPPER, "fp8", OPS, ANY, GemmPlan(128, 128, 128, 16, warps=8, stages=3, tma=True)),
     Row(HOPPER, "decoded", OPS, 16, GemmPlan(16, 64, 128, warps=4, stages=4)),
     Row(HOPPER, "decoded", OPS, 32, GemmPlan(32, 64, 128, warps=4, stages=4)),
@@ -192,6 +195,11 @@ TABLE = (
     Row(("interpreter",), "fp8", OPS, ANY, GemmPlan(16, 32, 128)),
     Row(("interpreter",), "decoded", OPS, ANY, GemmPlan(16, 32, 64)),
 )
+
+UNPACKED = ("q4_k", "q6_k")
+"""Kinds whose decoding has more instructions than many rows' products leave room for."""
+UNPACK_ROWS = 64
+"""Rows (of each expert, on average) from which these are unpacked."""
 
 GEMV = {"int8": GemvPlan(block_n=16, words=128, warps=4, stages=4)}
 
@@ -230,6 +238,8 @@ def gemm_plan(
     if tuned and (by_hand or not tuned.get("by_hand")):
         return GemmPlan(**tuned)
     base = path if path in PATHS else "decoded"
+    if path in UNPACKED and rows >= UNPACK_ROWS:
+        return replace(gemm_plan(op, "bf16", arch, rows, N, K), unpack=True)
     return next(
         row.plan
         for row in TABLE

@@ -16,40 +16,64 @@ NUMBER = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
 
 
 @gluon.jit
-def tile_at(tiles, t, blocks, N_BLOCKS, GROUP_M: gl.constexpr):
+def blocks_of(tiles, bound):
+    """Blocks of 128 rows; without a table all ``bound`` rows have one matrix."""
+    if tiles is None:
+        return gl.cdiv(bound, 128)
+    else:
+        return gl.load(tiles + 4 * bound)
+
+
+@gluon.jit
+def tile_at(tiles, bound, t, blocks, N_BLOCKS, GROUP_M: gl.constexpr):
     """(slot, first row, row behind the expert's last, N block) of tile ``t``; zeros behind all."""
     there = t < blocks * N_BLOCKS
     group = t // (GROUP_M * N_BLOCKS)
     inside = t % (GROUP_M * N_BLOCKS)
     rows = gl.maximum(gl.minimum(blocks - group * GROUP_M, GROUP_M), 1)
-    line = tiles + 4 * (group * GROUP_M + inside % rows)
-    slot = gl.load(line, mask=there, other=0)
-    first = gl.load(line + 1, mask=there, other=0)
-    hi = gl.load(line + 2, mask=there, other=0)
+    block = group * GROUP_M + inside % rows
+    if tiles is None:
+        slot = 0
+        first = gl.where(there, block * 128, 0)
+        hi = gl.where(there, bound, 0)
+    else:
+        line = tiles + 4 * block
+        slot = gl.load(line, mask=there, other=0)
+        first = gl.load(line + 1, mask=there, other=0)
+        hi = gl.load(line + 2, mask=there, other=0)
     return slot, first, hi, inside // rows
 
 
 @gluon.jit
-def take_next(counter, nexts, full, empty, turn):
-    """Takes the next tile and tells the other warps; for the one warp that copies."""
-    to = turn & 1
-    t = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
-    mbarrier.wait(empty.index(to), (turn >> 1 & 1) ^ 1)
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    nexts.index(to).store(gl.full([1], 0, gl.int64, layout=L) + t)
-    mbarrier.arrive(full.index(to), count=1)
-    return t
+def take_next(tiles, bound, t, nexts, full, empty, turn):
+    """Takes the tile after ``t`` and tells the other warps; for the one warp that copies.
+
+    One matrix is read often and stays in L2: without a table tiles are dealt out beforehand.
+    """
+    if tiles is None:
+        return t + gl.num_programs(0)
+    else:
+        to = turn & 1
+        taken = gl.num_programs(0) + gl.atomic_add(tiles + 4 * bound + 1, 1, sem="relaxed")
+        mbarrier.wait(empty.index(to), (turn >> 1 & 1) ^ 1)
+        L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        nexts.index(to).store(gl.full([1], 0, gl.int64, layout=L) + taken)
+        mbarrier.arrive(full.index(to), count=1)
+        return taken
 
 
 @gluon.jit
-def next_taken(nexts, full, empty, turn):
-    """The tile that the copying warp took; for four warps."""
-    to = turn & 1
-    mbarrier.wait(full.index(to), turn >> 1 & 1)
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    t = gl.max(nexts.index(to).load(L), 0).to(gl.int32)
-    mbarrier.arrive(empty.index(to), count=1)
-    return t
+def next_taken(tiles, t, nexts, full, empty, turn):
+    """The tile that the copying warp took after ``t``; for four warps."""
+    if tiles is None:
+        return t + gl.num_programs(0)
+    else:
+        to = turn & 1
+        mbarrier.wait(full.index(to), turn >> 1 & 1)
+        L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        taken = gl.max(nexts.index(to).load(L), 0).to(gl.int32)
+        mbarrier.arrive(empty.index(to), count=1)
+        return taken
 
 
 @gluon.jit
@@ -60,3 +84,9 @@ def store_tile(y, out, first, hi, n0, N, WIDE: gl.constexpr):
     col = n0 + gl.arange(0, 128, layout=gl.SliceLayout(0, WIDE))
     at = out + (row.to(gl.int64) * N)[:, None] + col[None, :]
     gl.store(at, y, mask=(row < hi)[:, None] & (col < N)[None, :])
+
+
+@gluon.jit
+def to_bf16(x):
+    """float32 -> bfloat16, to nearest even: one instruction for two."""
+    return x.to(gl.bfloat16)

@@ -322,4 +322,6 @@ COMPILES = [
     _meta_call("bf16", 256),
     *(_meta_call(name, 64) for name in ("int4", "q6_k")),
     *(_meta_call("fp8", rows, "fp8") for rows in (64, 256)),
+    *(_meta_call("int4-g128", rows) for rows in (64, 256)),
+    *(_meta_call(name, 256) for name in ("int4", "int8")),
 ]
