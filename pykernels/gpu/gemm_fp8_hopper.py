@@ -2,9 +2,10 @@
 
 The same function as ``kernel_fp8``, in Gluon. A producer warp asks the tensor memory accelerator
 for tiles of 128 inputs; two warpgroups multiply 64 rows each with 256 outputs (gated: 128 of gate
-and the same of up). While one of them scales its product and adds it in float32, the other one's
-product runs. Programs walk over tiles, so that the next tile's copies run beside the last one's
-epilogue. A gated tile has a whole group of 128 outputs of a row, so it can quantize them too.
+and the same of up). They begin products by turns: while one scales its product and adds it in
+float32, the other one's runs. Programs walk over tiles, so that the next tile's copies run beside
+the last one's epilogue. A gated tile has a whole group of 128 outputs of a row, so it can quantize
+them too.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def _store_quantized(y, codes, scales, first, hi, n_block, N, ACC: gl.constexpr)
     """``quantize_fp8`` of rows of a [64, 128] tile, which are one group each."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     col = n_block * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, ACC))
-    y = gl.where((col < N)[None, :], y.to(gl.bfloat16).to(gl.float32), 0.0)
+    y = gl.where((col < N)[None, :], to_bf16(y).to(gl.float32), 0.0)
     amax = gl.max(gl.abs(y), 1)
     scale = gl.where(amax > 0, gl.div_rn(amax, gl.zeros_like(amax) + 448.0), 1.0)
     code = to_e4m3(gl.div_rn(y, scale[:, None] + gl.zeros_like(y)))

@@ -19,7 +19,7 @@ from .grouped_gemm import by_hand_takes, many_rows_takes, multiply, path_of
 from .launch import arch, check_device
 from .launch import supports as device_supports
 from .matrices import Matrices, empty_for_gpu, pack_for_gpu, supports_format, unpack_from_gpu
-from .permute import sort_slots, unpermute
+from .permute import permute, sort_slots, unpermute
 from .plan import GemmPlan, ManyPlan, gemm_plan
 from .quantize import GROUP, quantize_fp8
 
@@ -161,10 +161,11 @@ def _gate_up(
     out_scale: torch.Tensor | None,
 ) -> None:
     rows, scale = x, None
+    by_hand = isinstance(plan, GemmPlan) and plan.by_hand
     if activations == "fp8":
-        rows, scale = quantize_fp8(
-            x, order if isinstance(plan, GemmPlan) and plan.by_hand else None
-        )
+        rows, scale = quantize_fp8(x, order if by_hand else None)
+    elif by_hand:
+        rows = permute(x, order)
     multiply(
         rows, experts.gate_up, out, plan,
         x_scale=scale, order=order, table=experts.slots, gated=True, out_scale=out_scale,
@@ -195,7 +196,8 @@ def down(
         out = torch.empty(S, experts.H, dtype=torch.bfloat16, device=h.device)
     if activations == "fp8" and h_scale is None:
         h, h_scale = quantize_fp8(h)
-    plan = plan or _plan("down", experts.down, activations, S, experts.E, h.device)
+    aligned = h.data_ptr() % 16 == 0
+    plan = plan or _plan("down", experts.down, activations, S, experts.E, h.device, aligned)
     multiply(h, experts.down, out, plan, x_scale=h_scale, order=order, table=experts.slots)
     return out
 
@@ -248,8 +250,18 @@ def experts_plan(rows: float) -> ManyPlan:
 
 
 def _plan(
-    op: str, stack: Matrices, activations: str, S: int, E: int, device: torch.device
+    op: str,
+    stack: Matrices,
+    activations: str,
+    S: int,
+    E: int,
+    device: torch.device,
+    aligned: bool = True,
 ) -> GemmPlan | ManyPlan:
+    """
+    Args:
+        aligned: whether the rows that would be multiplied begin at a multiple of 16 bytes.
+    """
     path = path_of(stack, activations == "fp8")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     key = stack.kind if path == "decoded" else path
@@ -257,7 +269,7 @@ def _plan(
     if rows > FEW_ROWS and path == "decoded" and many_rows_takes(stack, device):
         return experts_plan(rows)
     # fp8 weights have one key on either path; by hand none are decoded.
-    by_hand = path == "fp8" and by_hand_takes(stack, device)
+    by_hand = path != "decoded" and aligned and by_hand_takes(stack, device)
     return gemm_plan(op, key, arch(device), rows, stack.N, stack.K, name, by_hand)
 
 

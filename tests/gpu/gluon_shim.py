@@ -23,6 +23,7 @@ import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from pykernels.gpu.arith import to_bf16
 from pykernels.gpu.decode import float_to_e4m3
 
 from . import gluon_roles
@@ -239,7 +240,8 @@ def interpreted(kernel: Any, without: str | None = None) -> Any:
         "tma_load": gluon_roles.load,
         "mma_v2": _mma_v2,
         "pair": _pair,
-        "to_e4m3": float_to_e4m3,  # the interpreter's own conversion does not round
+        "to_e4m3": float_to_e4m3,  # the interpreter's own conversions do not round
+        "to_bf16": to_bf16,
         "gdc_wait": _nothing,
         "gdc_launch_dependents": _nothing,
         "warpgroup_mma": threads.mma,
