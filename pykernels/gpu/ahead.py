@@ -35,6 +35,7 @@ def only_compile(capability: tuple[int, int]) -> None:
             "linear_plan",
             "few_rows",
             "quantize",
+            "unpacked",
         )  # fmt: skip
     }
     _replace(modules["launch"], "supports", lambda device: None)

@@ -180,8 +180,7 @@ def _many_rows(
 ) -> None:
     if order is None or plan.split_k > 1 or not many_rows_takes(stack, x.device):
         raise PykernelsError(
-            "many_rows_hopper multiplies experts of int4 and int8 in groups of 128 or whole rows,"
-            " on Hopper, K in one part",
+            "many_rows_hopper multiplies experts of int4 and int8 on Hopper, K in one part",
             "Give a GemmPlan",
         )
     from .many_rows_hopper import multiply_experts_rows  # Gluon is slow to import

@@ -3,6 +3,7 @@
 - One row of a narrow int8 matrix: ``gemv``, no tensor cores.
 - Up to 16 or 32 rows of int4, int8 or E4M3: ``few_rows``, decoding in the lanes that load weights.
 - More on Hopper: ``many_rows_hopper``, decoding while the tensor cores multiply.
+- Many rows of K-quants: ``unpacked``; of E4M3 activations on Hopper: ``linear_fp8_hopper``.
 - All else: the GEMM of the routed experts, with one expert.
 
 Where K is split over programs, the parts are added by a second launch in a fixed order.

@@ -21,23 +21,38 @@ _ROWS = 16
 
 
 def tail_split(tiles: int, steps: int, processors: int) -> tuple[int, int]:
-    """(tiles that nobody shares, programs that share each of the others).
+    """(tiles that nobody shares, programs that share each of the others)."""
+    whole, parts, _ = _tail(tiles, steps, processors)
+    return whole, parts
 
-    A step is 128 inputs of a tile. Parts cost about 0.07 steps a part and tile to write and read,
-    and 3 for the second launch.
+
+def pays(M: int, N: int, K: int, processors: int) -> bool:
+    """Whether this kernel beats the plain one, whose tiles of 128 outputs fill few processors
+    better and take 3/4 of a step's time."""
+    blocks, steps = triton.cdiv(M, BLOCK_M), triton.cdiv(K, 128)
+    whole, _, tail = _tail(blocks * triton.cdiv(N, 256), steps, processors)
+    rounds = triton.cdiv(blocks * triton.cdiv(N, 128), processors)
+    return whole // processors * steps + tail + 4 <= 0.75 * rounds * steps
+
+
+def _tail(tiles: int, steps: int, processors: int) -> tuple[int, int, float]:
+    """``tail_split``, and how many steps the last round takes.
+
+    A step is 128 inputs of a tile. Parts cost about 0.09 steps a part and tile to write and read,
+    and 13 for the second launch and what goes idle around it.
     """
     whole = tiles - tiles % processors
     tail, best, least = tiles - whole, 1, float(steps)
     if tail == 0:
-        return tiles, 1
+        return tiles, 1, 0.0
     for parts in range(2, min(MOST_PARTS, steps) + 1):
         share = triton.cdiv(steps, parts)
         if triton.cdiv(steps, share) != parts:
             continue  # some part would be empty
-        cost = triton.cdiv(tail * parts, processors) * share + 3 + 0.07 * parts * tail
+        cost = triton.cdiv(tail * parts, processors) * share + 13 + 0.09 * parts * tail
         if cost < least:
             best, least = parts, cost
-    return (tiles, 1) if best == 1 else (whole, best)
+    return (tiles if best == 1 else whole), best, least
 
 
 @gluon.jit(do_not_specialize=["M", "whole", "N_BLOCKS"])
@@ -74,7 +89,6 @@ def multiply_rows_by_hand(
     out: torch.Tensor,
     bias: torch.Tensor | None,
     group_m: int,
-    processors: int | None = None,
 ) -> None:
     """out = x @ w.T + bias; the caller has checked shapes and dtypes.
 
@@ -82,9 +96,8 @@ def multiply_rows_by_hand(
         x: E4M3 [M, K], at a multiple of 16 bytes, as are the weights.
         x_scale: float32 [M, ceil(K / 128)].
         stack: one matrix.
-        processors: how many programs run; None: as many as the GPU has processors.
     """
-    M, processors = x.shape[0], processors or sms(x.device)
+    M, processors = x.shape[0], sms(x.device)
     n_blocks = triton.cdiv(stack.N, 256)
     tiles = triton.cdiv(M, BLOCK_M) * n_blocks
     whole, split = tail_split(tiles, triton.cdiv(stack.K, 128), processors)

@@ -16,6 +16,7 @@ import triton
 from .few_rows import KINDS as FEW_KINDS
 from .grouped_gemm import by_hand_takes, decoded_step, path_of
 from .launch import arch
+from .linear_fp8_hopper import pays
 from .many_rows_hopper import takes as many_takes
 from .matrices import Matrices
 from .plan import (
@@ -122,7 +123,7 @@ def choose_plan(weight: Matrices, M: int, device: torch.device, activations: str
         if op == "many":
             return many_plan(M, N, triton.cdiv(K, 128), processors)
     key = kind if path == "decoded" else path
-    by_hand = path == "fp8" and by_hand_takes(weight, device)
+    by_hand = path == "fp8" and by_hand_takes(weight, device) and pays(M, N, K, processors)
     plan = gemm_plan("linear", key, capability, M, N, K, name, by_hand)
     if path != "decoded" or M > SPLIT_ROWS or plan.split_k > 1 or plan.unpack:
         return plan

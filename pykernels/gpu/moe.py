@@ -20,7 +20,7 @@ from .launch import arch, check_device
 from .launch import supports as device_supports
 from .matrices import Matrices, empty_for_gpu, pack_for_gpu, supports_format, unpack_from_gpu
 from .permute import permute, sort_slots, unpermute
-from .plan import GemmPlan, ManyPlan, gemm_plan
+from .plan import GemmPlan, ManyPlan, gemm_plan, tuned_plan
 from .quantize import GROUP, quantize_fp8
 
 ACTIVATIONS = ("bf16", "fp8")
@@ -246,7 +246,7 @@ def moe_ffn(
 def experts_plan(rows: float) -> ManyPlan:
     """Of ``many_rows_hopper`` for this many rows an expert, on average."""
     cols = next((cols for cols in (32, 64, 128) if rows <= cols), 256)
-    return ManyPlan(cols, warps=8, stages=5 if cols == 256 else 4)
+    return ManyPlan(cols, warps=8 if cols == 32 else 4, stages=4 if cols <= 64 else 3)
 
 
 def _plan(
@@ -267,6 +267,9 @@ def _plan(
     key = stack.kind if path == "decoded" else path
     rows = S / min(E, max(S, 1))
     if rows > FEW_ROWS and path == "decoded" and many_rows_takes(stack, device):
+        tuned = tuned_plan(op, key, name, rows, stack.N, stack.K)
+        if tuned:
+            return ManyPlan(**tuned) if "cols" in tuned else GemmPlan(**tuned)
         return experts_plan(rows)
     # fp8 weights have one key on either path; by hand none are decoded.
     by_hand = path != "decoded" and aligned and by_hand_takes(stack, device)

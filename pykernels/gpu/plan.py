@@ -202,7 +202,7 @@ TABLE = (
 
 UNPACKED = ("q4_k", "q6_k")
 """Kinds whose decoding has more instructions than many rows' products leave room for."""
-UNPACK_ROWS = 64
+UNPACK_ROWS = {"linear": 64, "gate_up": 100, "down": 100}
 """Rows (of each expert, on average) from which these are unpacked."""
 
 GEMV = {"int8": GemvPlan(block_n=16, words=128, warps=4, stages=4)}
@@ -239,10 +239,10 @@ def gemm_plan(
         by_hand: whether ``GemmPlan.by_hand`` can run; else plans that ask for it are passed over.
     """
     tuned = tuned_plan(op, path, device, rows, N, K)
-    if tuned and (by_hand or not tuned.get("by_hand")):
+    if tuned and "cols" not in tuned and (by_hand or not tuned.get("by_hand")):
         return GemmPlan(**tuned)
     base = path if path in PATHS else "decoded"
-    if path in UNPACKED and rows >= UNPACK_ROWS:
+    if path in UNPACKED and rows >= UNPACK_ROWS[op]:
         return replace(gemm_plan(op, "bf16", arch, rows, N, K), unpack=True)
     return next(
         row.plan
@@ -279,7 +279,7 @@ LINEAR_PLANS: dict[str, type[GemvPlan | FewPlan | ManyPlan]] = {
     "few": FewPlan,
     "many": ManyPlan,
 }
-"""By the op of tuned lines; all others hold a GemmPlan."""
+"""By the op of tuned lines; all others hold a GemmPlan or, of experts, a ManyPlan."""
 
 # Tuned plans: {"device": name, "op", "path", "rows", "N", "K", "plan": {...}} a line of a list.
 
@@ -313,7 +313,8 @@ def _file_lines(path: str) -> tuple[dict[str, Any], ...]:
     try:
         lines = json.loads(file.read_text())
         for line in lines:
-            LINEAR_PLANS.get(line["op"], GemmPlan)(**line["plan"])
+            other = ManyPlan if "cols" in line["plan"] else GemmPlan
+            LINEAR_PLANS.get(line["op"], other)(**line["plan"])
             if not line["rows"] > 0 or {"device", "path", "N", "K"} - line.keys():
                 raise ValueError(f"what the plan of {line['op']} is for is not said")
         return tuple(lines)

@@ -39,26 +39,32 @@ def by_hand(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 CASES = [
-    (3, 200, 1024, 6, True, "one tile in parts, half a block of outputs"),
-    (130, 600, 1088, 4, True, "whole tiles, then shared ones; ragged in all sizes"),
-    (129, 320, 192, 2, False, "whole tiles alone, no bias"),
+    (3, 200, 640, (0, 3), True, "one tile in parts, half a block of outputs"),
+    (130, 600, 576, (4, 3), True, "whole tiles, then shared ones; ragged in all sizes"),
+    (129, 320, 192, (4, 1), False, "whole tiles alone, no bias"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("M", "N", "K", "programs", "biased", "why"), CASES, ids=[c[5] for c in CASES]
+    ("M", "N", "K", "split", "biased", "why"), CASES, ids=[c[5] for c in CASES]
 )
 def test_against_float64(
-    M: int, N: int, K: int, programs: int, biased: bool, why: str, device: torch.device
+    M: int,
+    N: int,
+    K: int,
+    split: tuple[int, int],
+    biased: bool,
+    why: str,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(linear_fp8_hopper, "tail_split", lambda *sizes: split)
     weight, stack = made("fp8", N, K)
     x, bias = torch.randn(M, K).bfloat16(), torch.randn(N) if biased else None
-    tiles = -(-M // 128) * -(-N // 256)
-    assert linear_fp8_hopper.tail_split(tiles, -(-K // 128), programs)[1] > 1 or "alone" in why
     out = torch.full((M, N), float("nan"), dtype=torch.bfloat16, device=device)
     codes, scales = quantize_fp8(x.to(device))
     linear_fp8_hopper.multiply_rows_by_hand(
-        codes, scales, stack.to(device), out, None if bias is None else bias.to(device), 2, programs
+        codes, scales, stack.to(device), out, None if bias is None else bias.to(device), 2
     )
     truth = ref.linear(x, weight, FP8, bias, activations="fp8", dtype=torch.float64)
     assert relative_error(out.cpu(), truth) < 4e-3
@@ -79,8 +85,11 @@ def test_shares_are_never_empty_and_pay() -> None:
             assert whole == tiles or parts > 1
             share = -(-steps // parts)
             assert whole <= tiles and share * (parts - 1) < steps
-    assert linear_fp8_hopper.tail_split(144, 56, 132) == (132, 8)  # 256 rows of 18432 outputs
+    assert linear_fp8_hopper.tail_split(144, 56, 132) == (132, 7)  # 256 rows of 18432 outputs
     assert linear_fp8_hopper.tail_split(1152, 56, 132) == (1152, 1)
+    assert linear_fp8_hopper.pays(128, 18432, 7168, 132)
+    assert linear_fp8_hopper.pays(256, 7168, 18432, 132)
+    assert not linear_fp8_hopper.pays(256, 7168, 7168, 132)  # 56 tiles for 132 processors
 
 
 @pytest.mark.gpu

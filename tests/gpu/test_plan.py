@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from pykernels.gpu.plan import (
     gemm_plan,
     generation,
     split_k,
+    tuned_plan,
     write_tuned,
 )
 
@@ -75,6 +77,13 @@ def test_plans_by_hand_are_for_those_who_can() -> None:
     assert not gemm_plan(*args).by_hand
     for rows, by_hand in ((128, False), (256, True)):
         assert gemm_plan("down", "bf16", (9, 0), rows, 7168, 2048, by_hand=True).by_hand is by_hand
+
+
+def test_tuned_plans_of_experts_are_of_two_kinds() -> None:
+    write_tuned("a gpu", "down", "int4", 64, 7168, 2048, ManyPlan(64))
+    assert tuned_plan("down", "int4", "a gpu", 64, 7168, 2048) == asdict(ManyPlan(64))
+    args = ("down", "int4", (9, 0), 64, 7168, 2048)
+    assert gemm_plan(*args, "a gpu") == gemm_plan(*args)  # where that kernel cannot run
 
 
 @pytest.mark.parametrize("text", ["{", '[{"plan": {"magic": 1}}]', "[1]"])
