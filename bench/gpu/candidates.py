@@ -88,7 +88,7 @@ def candidates(op: str, path: str, rows: int) -> Iterator[Plan]:
         many = _FP8 if path == "fp8" else _BF16_MANY
         for bm, bn, bk, warps, stages in _BF16_FEW if path == "bf16" and rows <= 16 else many:
             yield GemmPlan(bm, bn, bk, 16, 1, warps, stages, tma=True)
-        if rows > 16 and path == "fp8" and op != "linear":
+        if rows > 16 and (path == "fp8" or op != "linear"):
             for group_m in (4, 8, 16, 32):
                 yield GemmPlan(128, 128, 128, group_m, by_hand=True)
         if rows > 16:

@@ -46,7 +46,13 @@ def many_plan(rows: float) -> ManyPlan:
 
 
 def choose_plan(
-    op: str, stack: Matrices, activations: str, S: int, E: int, device: torch.device
+    op: str,
+    stack: Matrices,
+    activations: str,
+    S: int,
+    E: int,
+    device: torch.device,
+    aligned: bool = True,
 ) -> Plan:
     """The plan of a layer's product, a tuned one if this GPU has it.
 
@@ -55,6 +61,7 @@ def choose_plan(
         activations: "bf16" or "fp8".
         S: sorted slots.
         E: experts.
+        aligned: whether the rows that are multiplied begin at a multiple of 16 bytes.
     """
     path = path_of(stack, activations == "fp8")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -72,5 +79,5 @@ def choose_plan(
             return ManyPlan(**tuned) if "cols" in tuned else GemmPlan(**tuned)
         return many_plan(rows)
     # fp8 weights have one key on either path; by hand none are decoded.
-    by_hand = path == "fp8" and by_hand_takes(stack, device)
+    by_hand = path != "decoded" and aligned and by_hand_takes(stack, device)
     return gemm_plan(op, key, arch(device), rows, stack.N, stack.K, name, by_hand)

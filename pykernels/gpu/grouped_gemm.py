@@ -154,18 +154,25 @@ def _by_hand(
     bias: torch.Tensor | None,
     out_scale: torch.Tensor | None,
 ) -> None:
-    if x_scale is None or not by_hand_takes(stack, x.device):
+    matched = stack.kind == ("bf16" if x_scale is None else "fp8")
+    known = x_scale is not None or order is not None
+    if not (matched and known and x.data_ptr() % 16 == 0 and by_hand_takes(stack, x.device)):
         raise PykernelsError(
-            "the kernel written out for Hopper multiplies aligned E4M3 there alone",
+            "the kernels written out for Hopper multiply aligned E4M3, and experts of aligned "
+            "bfloat16, by rows of the same, there alone",
             "Give a plan without by_hand",
         )
     if x.shape[0] == 0:
         return
-    if order is None:
-        from .linear_fp8_hopper import multiply_rows_by_hand  # Gluon is slow to import
+    if x_scale is None and order is not None:
+        from .gemm_bf16_hopper import multiply_bf16_by_hand  # Gluon is slow to import
+
+        multiply_bf16_by_hand(x, stack, out, order, table, gated=gated, group_m=plan.group_m)
+    elif x_scale is not None and order is None:
+        from .linear_fp8_hopper import multiply_rows_by_hand
 
         multiply_rows_by_hand(x, x_scale, stack, out, bias, plan.group_m)
-    else:
+    elif x_scale is not None and order is not None:
         from .gemm_fp8_hopper import multiply_by_hand
 
         multiply_by_hand(
@@ -205,7 +212,8 @@ def many_rows_takes(stack: Matrices, device: torch.device) -> bool:
 
 def by_hand_takes(stack: Matrices, device: torch.device) -> bool:
     """Whether ``GemmPlan.by_hand`` can run: Hopper, weights where descriptors can begin."""
-    return stack.kind == "fp8" and arch(device)[0] == 9 and stack.data.data_ptr() % 16 == 0
+    there = stack.kind in ("bf16", "fp8") and arch(device)[0] == 9
+    return there and stack.data.data_ptr() % 16 == 0
 
 
 def _decoded(

@@ -20,7 +20,7 @@ from .grouped_gemm import Plan, multiply
 from .launch import check_device
 from .launch import supports as device_supports
 from .matrices import Matrices, empty_for_gpu, pack_for_gpu, supports_format, unpack_from_gpu
-from .permute import sort_slots, unpermute
+from .permute import permute, sort_slots, unpermute
 from .plan import GemmPlan
 from .quantize import GROUP, quantize_fp8
 
@@ -156,10 +156,11 @@ def _gate_up(
     out_scale: torch.Tensor | None,
 ) -> None:
     rows, scale = x, None
+    by_hand = isinstance(plan, GemmPlan) and plan.by_hand
     if activations == "fp8":
-        rows, scale = quantize_fp8(
-            x, order if isinstance(plan, GemmPlan) and plan.by_hand else None
-        )
+        rows, scale = quantize_fp8(x, order if by_hand else None)
+    elif by_hand:
+        rows = permute(x, order)
     multiply(
         rows, experts.gate_up, out, plan,
         x_scale=scale, order=order, table=experts.slots, gated=True, out_scale=out_scale,
@@ -190,7 +191,8 @@ def down(
         out = torch.empty(S, experts.H, dtype=torch.bfloat16, device=h.device)
     if activations == "fp8" and h_scale is None:
         h, h_scale = quantize_fp8(h)
-    plan = plan or choose_plan("down", experts.down, activations, S, experts.E, h.device)
+    aligned = h.data_ptr() % 16 == 0
+    plan = plan or choose_plan("down", experts.down, activations, S, experts.E, h.device, aligned)
     multiply(h, experts.down, out, plan, x_scale=h_scale, order=order, table=experts.slots)
     return out
 

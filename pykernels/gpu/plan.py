@@ -59,8 +59,9 @@ class GemmPlan:
         tma: weights (and sorted rows) come by the tensor memory accelerator: sm_90 and above.
         copy: a gated product's rows are first copied into the experts' order, so that they come by
             the accelerator too, in place of being gathered.
-        by_hand: the fp8 kernel written out for Hopper, of tiles of 128 rows and 256
-            outputs (gated, 128 of each): only ``group_m`` is heeded. Experts' rows are copied.
+        by_hand: the fp8 kernel, or the experts' bf16 kernel, written out for Hopper, of tiles of
+            128 rows and 256 outputs (gated, 128 of each): only ``group_m`` is heeded. Experts'
+            rows are copied into their order.
         unpack: decoded weights become bfloat16 in device memory first; the rest is a plan for
             bfloat16.
     """
@@ -195,12 +196,15 @@ SMALL = ("ampere", "ada")
 ANY = float("inf")
 _GATED, _PLAIN = ("gate_up",), ("down", "linear")
 _BY_HAND = GemmPlan(128, 128, 128, 4, by_hand=True)
+_BF16_LARGE = GemmPlan(128, 256, 64, 16, warps=8, stages=4, tma=True)
 
 TABLE = (
     Row(HOPPER, "bf16", OPS, 16, GemmPlan(16, 128, 128, warps=4, stages=4, tma=True)),
     Row(HOPPER, "bf16", OPS, 32, GemmPlan(32, 128, 128, warps=4, stages=3, tma=True)),
     Row(HOPPER, "bf16", OPS, 96, GemmPlan(64, 128, 64, 8, warps=4, stages=4, tma=True)),
-    Row(HOPPER, "bf16", OPS, ANY, GemmPlan(128, 256, 64, 16, warps=8, stages=4, tma=True)),
+    Row(HOPPER, "bf16", OPS, 192, _BF16_LARGE),
+    Row(("hopper",), "bf16", ("down",), ANY, _BY_HAND),
+    Row(HOPPER, "bf16", OPS, ANY, _BF16_LARGE),
     Row(HOPPER, "fp8", OPS, 32, GemmPlan(32, 64, 128, warps=4, stages=4, tma=True)),
     Row(HOPPER, "fp8", _GATED, 96, GemmPlan(64, 64, 128, warps=4, stages=3, tma=True)),
     Row(HOPPER, "fp8", _PLAIN, 96, GemmPlan(64, 128, 128, warps=4, stages=3, tma=True)),

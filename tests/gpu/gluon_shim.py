@@ -23,6 +23,7 @@ import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from pykernels.gpu.arith import to_bf16
 from pykernels.gpu.decode import float_to_e4m3
 
 from . import gluon_roles
@@ -83,7 +84,8 @@ class Box:
     ) -> None:
         self.threads, self.dtype, self.data, self.source = threads, dtype, data, source or self
         self.parts: dict[int, Box] = {}
-        self.owes: set[str] = set()
+        self.owes = {"wait"}  # until somebody writes
+        self.fresh = True
         self.writer = ""
         self.readers: set[str] = set()  # waited for their products, had no barrier since
         threads.boxes.append(self)
@@ -125,10 +127,12 @@ class Box:
         assert not box.readers, "another warp's product may still read it: no barrier since"
         assert list(value.shape) == list(self.data.shape)
         self.data[...] = value.handle.data
-        box.owes, box.writer = box.owes | owes, self.threads.role
+        before = set() if box.fresh else box.owes
+        box.owes, box.writer, box.fresh = before | owes, self.threads.role, False
 
     def load(self, layout: Any = None) -> Any:
-        assert "wait" not in self.source.owes, "a load before what it waits for"
+        box = self.source  # what nobody has written may be loaded: it is poison
+        assert box.fresh or "wait" not in box.owes, "a load before what it waits for"
         return self.value
 
     def store(self, value: Any) -> None:
@@ -278,7 +282,8 @@ def interpreted(kernel: Any, without: str | None = None) -> Any:
         "decoded_within": _decoded_within,
         "decoded_across": _decoded_across,
         "transposed_pairs": _transposed_pairs,
-        "to_e4m3": float_to_e4m3,  # the interpreter's own conversion does not round
+        "to_e4m3": float_to_e4m3,  # the interpreter's own conversions do not round
+        "to_bf16": to_bf16,
         "gdc_wait": _nothing,
         "gdc_launch_dependents": _nothing,
         "warpgroup_mma": threads.mma,

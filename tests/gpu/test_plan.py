@@ -76,6 +76,8 @@ def test_plans_by_hand_are_for_those_who_can() -> None:
     write_tuned("a gpu", "down", "fp8", 200, 7168, 2048, GemmPlan(128, 128, 128, 2, by_hand=True))
     assert gemm_plan(*args, by_hand=True).group_m == 2
     assert not gemm_plan(*args).by_hand
+    for rows, by_hand in ((128, False), (256, True)):
+        assert gemm_plan("down", "bf16", (9, 0), rows, 7168, 2048, by_hand=True).by_hand is by_hand
 
 
 def test_tuned_plans_of_experts_are_of_two_kinds() -> None:
