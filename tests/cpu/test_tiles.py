@@ -75,8 +75,8 @@ KINDS = [
 
 @kernel("test-tiles")
 def _call_twice(tiles, M, w, scale, split, k_blocks, K, rows, tables, out):
-    call_routine(tiles, (M, w, scale, 0, split, K, rows, tables, 4096, out))
-    call_routine(tiles, (M, w, scale, split, k_blocks, K, rows, tables, 4096, out))
+    call_routine(tiles, (M, w, scale, 0, split, K, rows, tables, out))
+    call_routine(tiles, (M, w, scale, split, k_blocks, K, rows, tables, out))
 
 
 def run_tile(
