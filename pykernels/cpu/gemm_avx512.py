@@ -56,7 +56,6 @@ def make_gemm(fmt: str, ops: Instructions, activations: str) -> Any:
     variant = f"{fmt}-{activations}-{ops.name}"
     MOST = 6 if GROUP else 12  # tokens of a pass
     run_most, run4 = (make_pass(variant, T, scales, ACT_K, BIASED, ops) for T in (MOST, 4))
-    run6 = make_pass(variant, 6, scales, ACT_K, BIASED, ops) if MOST > 6 else run_most
 
     @inlined
     def decode_scales(scale, first_k, inputs, factors, minima):
@@ -100,18 +99,12 @@ def make_gemm(fmt: str, ops: Instructions, activations: str) -> Any:
                     c = out + (block * Mp + t) * 128
                     act, less, left = act_scales + 4 * t, sums + 4 * t, M - t
                     # 7 or 8 tokens go by fours, so that no pass is left with one or two.
-                    if left > 8 and left >= MOST:
+                    if left > 8 or 4 < left <= 6 == MOST:
                         ahead = run_most(
                             inputs, a_slab, a_group, t, b, c, factors, minima, act, less, ahead,
                             lines,
                         )  # fmt: skip
                         t += MOST
-                    elif left == 5 or left == 6 or left > 8:
-                        ahead = run6(
-                            inputs, a_slab, a_group, t, b, c, factors, minima, act, less, ahead,
-                            lines,
-                        )  # fmt: skip
-                        t += 6
                     else:
                         ahead = run4(
                             inputs, a_slab, a_group, t, b, c, factors, minima, act, less, ahead,

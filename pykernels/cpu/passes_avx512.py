@@ -29,6 +29,12 @@ from .job import f32
 from .scales import Scales
 
 
+@inlined
+def _row_of(a, a_group, t):
+    """Address of token t's row in the A tiles."""
+    return a + t // 16 * a_group + t % 16 * 64
+
+
 def make_pass(
     variant: str, T: int, scales: Scales, ACT_K: int, BIASED: bool, ops: Instructions
 ) -> Any:
@@ -67,23 +73,12 @@ def make_pass(
     N = 2 * T
 
     @inlined
-    def a_at(a, a_group, first, t):
-        return a + (first + t) // 16 * a_group + (first + t) % 16 * 64
-
-    @inlined
     def multiply(products, a, a_group, first, b, row):
         low, high = load_u8(b + 64 * row), load_u8(b + TILE + 64 * row)
         for t in range(T):
-            x = broadcast_dword(a_at(a, a_group, first, t) + 4 * row)
+            x = broadcast_dword(_row_of(a, a_group, first + t) + 4 * row)
             products[2 * t] = dot(products[2 * t], low, x)
             products[2 * t + 1] = dot(products[2 * t + 1], high, x)
-
-    @inlined
-    def begin(products, sums, group):
-        for t in range(T):
-            value = broadcast_i32(sums + 4 * (group * MAX_TOKENS + t)) if BIASED else zero()
-            products[2 * t] = value
-            products[2 * t + 1] = value
 
     @inlined
     def fold(totals, products, factors, minima, act_scales, sums, group, k):
@@ -106,14 +101,6 @@ def make_pass(
                 totals[2 * t] = fnma_f32(x, low, totals[2 * t])
                 totals[2 * t + 1] = fnma_f32(x, high, totals[2 * t + 1])
 
-    @inlined
-    def add_totals(totals, c, act_scales, k):
-        for t in range(T):
-            x = broadcast_f32(f32(act_scales + 4 * (k // ACT_K * MAX_TOKENS + t), 0))
-            for half in range(2):
-                i = 2 * t + half
-                store_f32(c + 64 * i, fma_f32(totals[i], x, load_f32(c + 64 * i)))
-
     @kernel(f"{variant}-{T}")
     def run(
         inputs, a, a_group, first, b, c, factors, minima, act_scales, sums, ahead, lines
@@ -131,7 +118,11 @@ def make_pass(
                 for part in range(PARTS):
                     if SCALED:
                         products, group = new_sums(N), k // GROUP + part
-                        begin(products, sums, group)
+                        for t in range(T):
+                            bias = sums + 4 * (group * MAX_TOKENS + t)
+                            value = broadcast_i32(bias) if BIASED else zero()
+                            products[2 * t] = value
+                            products[2 * t + 1] = value
                     else:
                         products, group = totals, 0
                     for step in range(STEPS):
@@ -146,7 +137,10 @@ def make_pass(
                     prefetch_l2(ahead)
                     ahead += 64
             if NARROW:
-                add_totals(totals, c, act_scales, outer)
+                at = act_scales + 4 * (outer // ACT_K * MAX_TOKENS)
+                for i in range(N):
+                    x = broadcast_f32(f32(at, i // 2))
+                    store_f32(c + 64 * i, fma_f32(totals[i], x, load_f32(c + 64 * i)))
         if not NARROW:
             for i in range(N):
                 store_f32(c + 64 * i, totals[i])
