@@ -108,7 +108,7 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
         minimum_k = SUM_K if PLANES > 1 else 0
         passes = make_wide(scales, ACT_K, SLAB * K_BLOCK, STEP_K, amx, minimum_k)
     run, flush, GROUPS, B_ROWS = passes.run, passes.flush, passes.token_groups, passes.b_rows
-    decode = make_decode(reader, INT8, signed=True)
+    decode = make_decode(reader, INT8, signed=True, asks=True)
     gather = make_gather(ACT_K, SUM_K if MINIMA else 0)
     variant = f"{fmt}-{activations}-{ops.name}-{amx.__name__.split('.')[-1]}"
 

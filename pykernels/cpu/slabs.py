@@ -20,21 +20,25 @@ from .jit import inlined
 from .job import i64
 from .rows import scale_at, sum_at
 
+_NEAR = 512
+"""Bytes that loads of a slab that is in L2 are prefetched to L1."""
 
-def make_decode(reader: Reader, INT8: bool, signed: bool) -> Callable:
+
+def make_decode(reader: Reader, INT8: bool, signed: bool, asks: bool) -> Callable:
     """``decode(w, inputs, tables, ahead, b_slab)``: packed blocks -> B tiles [step][half].
 
-    Asks for the same bytes from ``ahead`` on meanwhile.
 
     Args:
         INT8: whether products are of 8 bits.
         signed: whether these take the weights themselves, not ``reader.codes`` with their bias.
+        asks: whether it prefetches as many bytes from ``ahead`` on; else the caller does.
     """
     packing, read = reader.packing, reader.rows
     codes: Any = reader.codes
     PARTS, TILE_BYTES, PACKED_K = packing.parts, packing.tile_bytes, packing.k_step
     FOURS, STEP_K = packing.fours, 64 if INT8 else 32  # inputs of a full tile
     BIAS = reader.bias if signed else 0
+    NEAR = AHEAD if asks else _NEAR
 
     @inlined
     def decode(w, inputs, tables, ahead, b_slab):
@@ -45,18 +49,19 @@ def make_decode(reader: Reader, INT8: bool, signed: bool) -> Callable:
                         first = k + 4 * (load * PARTS + part)
                         tile = b_slab + (2 * (first // STEP_K) + half) * TILE
                         if INT8:
-                            q = sub_i8(codes(w, load, part, AHEAD), broadcast_u8(BIAS))
+                            q = sub_i8(codes(w, load, part, NEAR), broadcast_u8(BIAS))
                             store_u8(tile + first % STEP_K * 16, q)
                         else:
-                            row0, row1 = read(w, load, part, tables, AHEAD)
+                            row0, row1 = read(w, load, part, tables, NEAR)
                             if FOURS:
                                 row0, row1 = pair_rows(row0, row1)
                             store_u8(tile + first % STEP_K * 32, row0)
                             store_u8(tile + first % STEP_K * 32 + 64, row1)
                 w += TILE_BYTES
-            for line in range(0, 2 * TILE_BYTES, 64):
-                prefetch_l2(ahead + line)
-            ahead += 2 * TILE_BYTES
+            if asks:
+                for line in range(0, 2 * TILE_BYTES, 64):
+                    prefetch_l2(ahead + line)
+                ahead += 2 * TILE_BYTES
 
     return decode
 
