@@ -17,7 +17,7 @@ from .decode import make_reader
 from .gemm import ARGUMENTS, MAX_TOKENS, OUT_AT, OUT_BYTES, SLAB_BYTES, TILE, padded_tokens
 from .instructions import Instructions
 from .intrin.avx512 import store_f32, zero_f32
-from .jit import inlined, routine
+from .jit import inlined, linked, routine
 from .passes_avx512 import make_pass
 from .slabs import make_decode, make_gather
 
@@ -55,7 +55,7 @@ def make_gemm(fmt: str, ops: Instructions, activations: str) -> Any:
     gather = make_gather(ACT_K, GROUP if BIASED or MINIMA else 0)
     variant = f"{fmt}-{activations}-{ops.name}"
     MOST = 6 if GROUP else 12  # tokens of a pass
-    run_most, run4 = (make_pass(variant, T, scales, ACT_K, BIASED, ops) for T in (MOST, 4))
+    run_most, run4 = (linked(make_pass(T, GROUP, MINIMA, ACT_K, BIASED, ops)) for T in (MOST, 4))
 
     @inlined
     def decode_scales(scale, first_k, inputs, factors, minima):

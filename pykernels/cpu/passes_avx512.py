@@ -7,6 +7,7 @@ takes the bias of the codes off.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from ..quant.layout import K_BLOCK
@@ -24,9 +25,11 @@ from .intrin.avx512 import (
 from .intrin.avx512_bytes import broadcast_dword, broadcast_i32, load_u8, to_f32, zero_i32
 from .intrin.prefetch import prefetch_l2
 from .intrin.registers import f32x16_array, i32x16_array
-from .jit import inlined, kernel
+from .jit import inlined, routine
 from .job import f32
-from .scales import Scales
+
+ARGUMENTS = 12
+"""Of a pass."""
 
 
 @inlined
@@ -35,17 +38,18 @@ def _row_of(a, a_group, t):
     return a + t // 16 * a_group + t % 16 * 64
 
 
+@functools.cache
 def make_pass(
-    variant: str, T: int, scales: Scales, ACT_K: int, BIASED: bool, ops: Instructions
+    T: int, scale_k: int, MINIMA: bool, ACT_K: int, BIASED: bool, ops: Instructions
 ) -> Any:
     """Compiles ``run(inputs, a, a_group, first, b, c, factors, minima, act_scales, sums, ahead,
-    lines) -> ahead`` for T tokens.
+    lines) -> ahead`` for T tokens, once for all formats that are scaled alike.
 
     It adds the products of a slab to ``c``, float32 [T, 32].
 
     Args:
-        variant: tells it from the others.
-        scales: of the weights.
+        scale_k: inputs that share a scale of the weights; 0 for no scales.
+        MINIMA: whether the weights have minima.
         ACT_K: inputs of an activation scale; 0 for products in bfloat16.
         BIASED: whether a group's sum begins with an integer at ``sums``.
 
@@ -58,19 +62,20 @@ def make_pass(
         act_scales, sums: 32 bits [groups][MAX_TOKENS] of the first token on.
         ahead: ``lines`` lines from here on are prefetched with each B tile pair.
     """
-    INT8, GROUP, MINIMA = ACT_K > 0, scales.k or K_BLOCK, scales.minimum is not None
+    INT8, GROUP = ACT_K > 0, scale_k or K_BLOCK
     STEP_K = 64 if INT8 else 32
     ROWS = min(GROUP, STEP_K) * 16 // STEP_K  # of a B tile, in a group
     STEPS = max(1, GROUP // STEP_K)  # of a group
     SPAN = max(GROUP, STEP_K)
     PARTS = SPAN // GROUP
-    SCALED = scales.k > 0
+    SCALED = scale_k > 0
     # Totals of a narrow group have yet to be multiplied by the activation scale.
     NARROW = INT8 and GROUP < ACT_K
     OUTER = ACT_K if NARROW else SPAN
     new_sums, zero = (i32x16_array, zero_i32) if INT8 else (f32x16_array, zero_f32)
     dot = ops.dot_u8i8 if INT8 else ops.dot_bf16
     N = 2 * T
+    variant = f"{T}-{scale_k}-{MINIMA:d}-{ACT_K}-{BIASED:d}-{ops.name}"
 
     @inlined
     def multiply(products, a, a_group, first, b, row):
@@ -101,7 +106,7 @@ def make_pass(
                 totals[2 * t] = fnma_f32(x, low, totals[2 * t])
                 totals[2 * t + 1] = fnma_f32(x, high, totals[2 * t + 1])
 
-    @kernel(f"{variant}-{T}")
+    @routine(ARGUMENTS, variant)
     def run(
         inputs, a, a_group, first, b, c, factors, minima, act_scales, sums, ahead, lines
     ):  # fmt: skip
