@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pykernels.gpu.linear_plan import Plan
 from pykernels.gpu.many_rows_hopper import KINDS as MANY_KINDS
-from pykernels.gpu.plan import FewPlan, GemmPlan, GemvPlan, ManyPlan
+from pykernels.gpu.plan import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan
 
 # (block_m, block_n, block_k, warps, stages)
 _BF16_MANY = (
@@ -49,6 +49,14 @@ _FEW = [
         (32, 4, 1), (32, 4, 2), (32, 8, 1), (32, 8, 2), (64, 2, 1), (64, 4, 1), (64, 8, 1),
     )
 ] + [FewPlan(16, warps, chunks, ahead=2) for warps in (4, 8) for chunks in (1, 2)]  # fmt: skip
+_EXPERTS = [
+    (rows, warps, chunks, ahead)
+    for rows, warps, chunks in (
+        (16, 1, 1), (16, 2, 1), (16, 2, 2), (16, 4, 1), (16, 4, 2), (32, 2, 1), (32, 4, 1),
+        (32, 4, 2), (16, 8, 1), (32, 8, 1),
+    )
+    for ahead in (1, 2)
+]  # fmt: skip
 _MANY = [
     ManyPlan(cols, warps, stages, words, split)
     for cols, warps, stages, words in (
@@ -66,6 +74,12 @@ def candidates(op: str, path: str, rows: int) -> Iterator[Plan]:
         return
     if op == "few":
         yield from _FEW
+        return
+    if op.startswith("few_"):  # four scales side by side: K-quants, and groups of 32
+        tokens = (2, 4) if path.endswith("_k") else (8,)
+        for most in tokens:
+            for some, warps, chunks, ahead in _EXPERTS:
+                yield ExpertsPlan(some, warps, most, chunks, ahead)
         return
     if op == "many":
         yield from (plan for plan in _MANY if plan.cols < 2 * rows)

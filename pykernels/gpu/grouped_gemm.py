@@ -17,9 +17,11 @@ from .kernel_fp8 import gemm_fp8
 from .launch import arch
 from .matrices import Matrices, scale_words
 from .permute import permute
-from .plan import GemmPlan, ManyPlan, fit_stages
+from .plan import ExpertsPlan, GemmPlan, ManyPlan, fit_stages
 from .quantize import NATIVE_FP8
 from .unpacked import multiply_unpacked
+
+Plan = GemmPlan | ExpertsPlan | ManyPlan
 
 
 def path_of(stack: Matrices, fp8_inputs: bool) -> str:
@@ -33,7 +35,7 @@ def multiply(
     x: torch.Tensor,
     stack: Matrices,
     out: torch.Tensor,
-    plan: GemmPlan | ManyPlan,
+    plan: Plan,
     *,
     x_scale: torch.Tensor | None = None,
     order: SortedSlots | None = None,
@@ -59,6 +61,16 @@ def multiply(
         _many_rows(x, stack, out, plan, order, table, gated)
         return
     path = path_of(stack, x_scale is not None)
+    if isinstance(plan, ExpertsPlan):
+        if path != "decoded" or arch(x.device) < (8, 0):
+            raise PykernelsError(
+                "experts of few rows are multiplied in registers on a GPU, and decoded on the way",
+                "Give a GemmPlan",
+            )
+        from .few_experts import multiply_few_experts  # Gluon is slow to import
+
+        multiply_few_experts(x, stack, out, plan, order=order, table=table, gated=gated, bias=bias)
+        return
     if plan.unpack:
         if path != "decoded":
             raise PykernelsError("a plan unpacks what is not decoded", "Give one without unpack")

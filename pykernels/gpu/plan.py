@@ -128,6 +128,33 @@ class FewPlan:
 
 
 @dataclass(frozen=True)
+class ExpertsPlan:
+    """How a product of experts of a few rows each is launched, weights in registers.
+
+    Attributes:
+        rows: of the matrices a program multiplies, those of gate and up together.
+        warps: of a program: each takes its part of K.
+        tokens: most rows of the inputs that it multiplies: 8 or more, where a scale is for at most
+            64 inputs 2 or more.
+        chunks: of 64 bytes of each row (scales for at most 64 inputs: 128) that a warp takes in a
+            step.
+        ahead: 1 or 2 steps between asking for weights and multiplying them.
+    """
+
+    rows: int
+    warps: int
+    tokens: int = 2
+    chunks: int = 1
+    ahead: int = 1
+
+    def __post_init__(self) -> None:
+        _powers_of_two(self, "rows", "warps", "tokens", "chunks")
+        _in(self, "rows", range(16, 129))
+        _in(self, "tokens", range(2, 33))
+        _in(self, "ahead", range(1, 3))
+
+
+@dataclass(frozen=True)
 class ManyPlan:
     """How a linear of more rows is launched on Hopper, weights decoded in registers.
 
@@ -274,12 +301,15 @@ def split_k(programs: int, K: int, processors: int, block_k: int) -> int:
     return split
 
 
-LINEAR_PLANS: dict[str, type[GemvPlan | FewPlan | ManyPlan]] = {
+LINEAR_PLANS: dict[str, type[GemvPlan | FewPlan | ManyPlan | ExpertsPlan]] = {
     "gemv": GemvPlan,
     "few": FewPlan,
+    "few_k": ExpertsPlan,
     "many": ManyPlan,
 }
-"""By the op of tuned lines; all others hold a GemmPlan or, of experts, a ManyPlan."""
+"""By the op of tuned lines."""
+EXPERTS_PLANS = {"few_gate_up": ExpertsPlan, "few_down": ExpertsPlan}
+"""The same; all others hold a GemmPlan or, of experts, a ManyPlan."""
 
 # Tuned plans: {"device": name, "op", "path", "rows", "N", "K", "plan": {...}} a line of a list.
 
@@ -313,8 +343,9 @@ def _file_lines(path: str) -> tuple[dict[str, Any], ...]:
     try:
         lines = json.loads(file.read_text())
         for line in lines:
+            kinds = {**LINEAR_PLANS, **EXPERTS_PLANS}
             other = ManyPlan if "cols" in line["plan"] else GemmPlan
-            LINEAR_PLANS.get(line["op"], other)(**line["plan"])
+            kinds.get(line["op"], other)(**line["plan"])
             if not line["rows"] > 0 or {"device", "path", "N", "K"} - line.keys():
                 raise ValueError(f"what the plan of {line['op']} is for is not said")
         return tuple(lines)

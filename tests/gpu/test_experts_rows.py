@@ -14,7 +14,8 @@ import torch
 
 from pykernels import ref
 from pykernels.errors import PykernelsError
-from pykernels.gpu import grouped_gemm, launch, many_rows_hopper, moe
+from pykernels.gpu import experts_plan, grouped_gemm, launch, many_rows_hopper, moe
+from pykernels.gpu.experts_plan import many_plan
 from pykernels.gpu.matrices import pack_for_gpu
 from pykernels.gpu.plan import GemmPlan, ManyPlan
 from pykernels.quant import Weight, get_format
@@ -38,7 +39,7 @@ def by_hand(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 
     kernel = interpreted(many_rows_hopper.many_rows_hopper)
     monkeypatch.setattr(many_rows_hopper, "many_rows_hopper", kernel)
-    for module in (grouped_gemm, moe):
+    for module in (grouped_gemm, experts_plan):
         monkeypatch.setattr(module, "many_rows_takes", lambda *args: True)
 
 
@@ -107,10 +108,10 @@ def test_what_it_does_not_take_is_refused(device: torch.device) -> None:
 
 
 def test_blocks_are_as_long_as_experts_have_rows() -> None:
-    cols = [moe.experts_plan(rows).cols for rows in (17, 33, 64, 128, 300)]
+    cols = [many_plan(rows).cols for rows in (17, 33, 64, 128, 300)]
     assert cols == [32, 64, 64, 128, 256]
     for rows in (17, 40, 100, 300):
-        plan = moe.experts_plan(rows)
+        plan = many_plan(rows)
         shared = plan.stages * plan.cols * 128 + plan.word_stages * plan.warps * 1024
         assert shared <= (226 if plan.warps == 8 else 113) * 1024
 

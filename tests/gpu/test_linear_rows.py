@@ -137,7 +137,9 @@ def test_which_kernel_takes_which_rows() -> None:
     assert found("int8", 1, 18432, (9, 0)) == found("int8", 2, 7168, (9, 0)) == "few"
     assert found("int4", 17, 7168, (9, 0)) == "many"
     assert found("int4", 17, 7168, (9, 0), many=False) == found("int4", 32, 7168, (8, 0)) == "few"
-    assert found("int4", 33, 7168, (8, 0)) == found("q4_k", 1, 7168, (9, 0), False) == "linear"
+    assert found("int4", 33, 7168, (8, 0)) == found("q4_k", 9, 7168, (9, 0), False) == "linear"
+    assert found("q4_k", 8, 7168, (8, 0), False) == found("q6_k", 1, 7168, (9, 0), False) == "few_k"
+    assert found("q4_k", 1, 7168, (0, 0), False) == "linear"
     assert found("int4", 1, 7168, (0, 0)) == "linear"  # the interpreter
 
 
@@ -192,6 +194,9 @@ COMPILES = [
     _meta_call("int4", 1, 7168),
     _meta_call("int8", 16, 7168, 7168),
     _meta_call("fp8", 1, 7168),
+    _meta_call("q4_k", 1, 18432),
+    _meta_call("q4_k", 8, 7168),
+    _meta_call("q6_k", 8, 7168),
     _meta_call("int8", 1, 18432, 7168),
     _meta_call("int4-g128", 32, 7168),
     _meta_call("int4-g128", 64, 7168),

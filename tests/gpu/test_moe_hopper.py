@@ -13,7 +13,7 @@ import torch
 
 import pykernels.gpu.launch as launch
 from pykernels.errors import PykernelsError
-from pykernels.gpu import grouped_gemm, moe
+from pykernels.gpu import experts_plan, grouped_gemm, moe
 from pykernels.gpu.plan import GemmPlan
 from pykernels.gpu.quantize import quantize_fp8
 from pykernels.quant import get_format
@@ -40,7 +40,7 @@ def by_hand(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
     from .gluon_shim import interpreted
 
     bf16, fp8 = gemm_bf16_hopper.gemm_bf16_hopper, gemm_fp8_hopper.gemm_fp8_hopper
-    for module in (grouped_gemm, moe):
+    for module in (grouped_gemm, experts_plan):
         monkeypatch.setattr(module, "by_hand_takes", lambda *args: True)
 
     def put(without: str | None = None) -> None:
