@@ -30,10 +30,12 @@ def only_compile(capability: tuple[int, int]) -> None:
         for name in (
             "launch",
             "grouped_gemm",
+            "experts_plan",
             "moe",
             "linear",
             "linear_plan",
             "few_rows",
+            "few_experts",
             "quantize",
             "unpacked",
         )  # fmt: skip

@@ -2,9 +2,10 @@
 
 The same function as ``kernel_fp8``, in Gluon. A producer warp asks the tensor memory accelerator
 for tiles of 128 inputs; two warpgroups multiply 64 rows each with 256 outputs (gated: 128 of gate
-and the same of up). While one of them scales its product and adds it in float32, the other one's
-product runs. Programs walk over tiles, so that the next tile's copies run beside the last one's
-epilogue. A gated tile has a whole group of 128 outputs of a row, so it can quantize them too.
+and the same of up). They begin products by turns: while one scales its product and adds it in
+float32, the other one's runs. Programs walk over tiles, so that the next tile's copies run beside
+the last one's epilogue. A gated tile has a whole group of 128 outputs of a row, so it can quantize
+them too.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ..shapes import SortedSlots
 from .attention_plan import sms
 from .gluon_names import tma_load
 from .matrices import Matrices
+from .tile_walk import NUMBER, blocks_of, next_taken, store_tile, take_next, tile_at, to_bf16
 from .tiles import tile_table
 
 BLOCK_M = 128
@@ -34,45 +36,22 @@ STAGES = 4
 
 
 @gluon.jit
-def _blocks(tiles, bound):
-    """Blocks of rows; without a table all ``bound`` rows have one matrix."""
-    if tiles is None:
-        return gl.cdiv(bound, 128)
-    else:
-        return gl.load(tiles + 4 * bound)
-
-
-@gluon.jit
-def tile_at(
+def work_at(
     tiles, bound, t, blocks, whole, K, N_BLOCKS, GROUP_M: gl.constexpr, SPLIT: gl.constexpr
 ):
     """(slot, first row, row behind the expert's last, N block, first group, groups) of work ``t``;
     zeros behind all. From tile ``whole`` on SPLIT neighbours share one: each has a part of K."""
     over = gl.maximum(t - whole, 0)
-    part = over % SPLIT
     tile = t - over + over // SPLIT
-    there = tile < blocks * N_BLOCKS
-    group = tile // (GROUP_M * N_BLOCKS)
-    inside = tile % (GROUP_M * N_BLOCKS)
-    rows = gl.maximum(gl.minimum(blocks - group * GROUP_M, GROUP_M), 1)
-    block = group * GROUP_M + inside % rows
-    if tiles is None:
-        slot = 0
-        first = gl.where(there, block * 128, 0)
-        hi = gl.where(there, bound, 0)
-    else:
-        line = tiles + 4 * block
-        slot = gl.load(line, mask=there, other=0)
-        first = gl.load(line + 1, mask=there, other=0)
-        hi = gl.load(line + 2, mask=there, other=0)
+    slot, first, hi, n_block = tile_at(tiles, bound, tile, blocks, N_BLOCKS, GROUP_M)
     width = gl.cdiv(K, 128)
     groups = gl.where(slot < 0, 0, width)
     g0 = 0
     if SPLIT > 1:
         share = gl.cdiv(width, SPLIT)
-        g0 = gl.where(t < whole, 0, part * share)
+        g0 = gl.where(t < whole, 0, over % SPLIT * share)
         groups = gl.where(t < whole, groups, gl.minimum(share, width - g0))
-    return slot, first, hi, inside // rows, g0, groups
+    return slot, first, hi, n_block, g0, groups
 
 
 @gluon.jit
@@ -86,13 +65,16 @@ def _works(tiles, whole, SPLIT: gl.constexpr):
 @gluon.jit
 def _produce(
     x, w, tiles, bound, whole, N, K, N_BLOCKS, a0, a1, b0, b1, full, more, empty,
+    nexts, n_full, n_empty,
     GATED: gl.constexpr, GROUP_M: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    blocks = _blocks(tiles, bound)
+    blocks = blocks_of(tiles, bound)
     total = _works(blocks * N_BLOCKS, whole, SPLIT)
     step = 0
-    for t in range(gl.program_id(0), total, gl.num_programs(0)):
-        slot, first, hi, n_block, g0, groups = tile_at(
+    turn = 0
+    t = gl.program_id(0)
+    while t < total:
+        slot, first, hi, n_block, g0, groups = work_at(
             tiles, bound, t, blocks, whole, K, N_BLOCKS, GROUP_M, SPLIT
         )
         if GATED:
@@ -111,16 +93,8 @@ def _produce(
             mbarrier.expect(more.index(i), 128 * 128)
             tma_load(w, [other, g * 128], more.index(i), b1.index(i))
             step += 1
-
-
-@gluon.jit
-def _store(y, out, first, hi, n0, N, WIDE: gl.constexpr):
-    """Rows of a [64, 128] tile; through shared memory, so that stores are whole."""
-    y = gl.convert_layout(y, WIDE)
-    row = first + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
-    col = n0 + gl.arange(0, 128, layout=gl.SliceLayout(0, WIDE))
-    at = out + (row.to(gl.int64) * N)[:, None] + col[None, :]
-    gl.store(at, y, mask=(row < hi)[:, None] & (col < N)[None, :])
+        t = take_next(tiles, bound, t, nexts, n_full, n_empty, turn)
+        turn += 1
 
 
 @gluon.jit
@@ -144,7 +118,7 @@ def _store_plain(
         at = parts + whole + row[:, None] * 128 + col[None, :]
         gl.store(at, y, mask=(row[:, None] + col[None, :] >= 0) & (over >= 0))
         hi = gl.where(over < 0, hi, 0)
-    _store(y.to(gl.bfloat16), out, first, hi, n * 128, N, WIDE)
+    store_tile(to_bf16(y), out, first, hi, n * 128, N, WIDE)
 
 
 @gluon.jit
@@ -158,13 +132,13 @@ def _store_quantized(y, codes, scales, first, hi, n_block, N, ACC: gl.constexpr)
     """``quantize_fp8`` of rows of a [64, 128] tile, which are one group each."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     col = n_block * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, ACC))
-    y = gl.where((col < N)[None, :], y.to(gl.bfloat16).to(gl.float32), 0.0)
+    y = gl.where((col < N)[None, :], to_bf16(y).to(gl.float32), 0.0)
     amax = gl.max(gl.abs(y), 1)
     scale = gl.where(amax > 0, gl.div_rn(amax, gl.zeros_like(amax) + 448.0), 1.0)
     code = to_e4m3(gl.div_rn(y, scale[:, None] + gl.zeros_like(y)))
     row = first + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
     gl.store(scales + row * gl.cdiv(N, 128) + n_block, scale, mask=row < hi)
-    _store(code, codes, first, hi, n_block * 128, N, WIDE)
+    store_tile(code, codes, first, hi, n_block * 128, N, WIDE)
 
 
 @gluon.jit
@@ -193,18 +167,18 @@ def _scales(
 @gluon.jit
 def _consume(
     x_scale, w_scale, out, out_scale, bias, parts, tiles, bound, whole, N, K, N_BLOCKS,
-    a, b0, b1, full, more, empty,
+    a, b0, b1, full, more, empty, nexts, n_full, n_empty, turns,
     PART: gl.constexpr, GATED: gl.constexpr, QUANTIZE: gl.constexpr, GROUP_M: gl.constexpr,
     SPLIT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    blocks = _blocks(tiles, bound)
+    blocks = blocks_of(tiles, bound)
     total = _works(blocks * N_BLOCKS, whole, SPLIT)
     zeros = gl.full([64, 128], 0.0, gl.float32, layout=ACC)
     width = gl.cdiv(K, 128)
     t = gl.program_id(0)
-    slot, first, hi, n_block, g0, groups = tile_at(
+    slot, first, hi, n_block, g0, groups = work_at(
         tiles, bound, t, blocks, whole, K, N_BLOCKS, GROUP_M, SPLIT
     )
     first += 64 * PART
@@ -212,14 +186,17 @@ def _consume(
         x_scale, w_scale, slot, first, hi, n_block, g0, N, width, t < total, GATED, ACC
     )
     step = 0
-    for t in range(gl.program_id(0), total, gl.num_programs(0)):
+    turn = 0
+    while t < total:
         acc0 = zeros
         acc1 = zeros
         for g in range(groups):
             i = step % STAGES
             mbarrier.wait(full.index(i), (step // STAGES) & 1)
+            mbarrier.wait(turns.index(PART), 1 - PART)
             p = warpgroup_mma(a.index(i), b0.index(i).permute((1, 0)), zeros, use_acc=False,
                               is_async=True)  # fmt: skip
+            mbarrier.arrive(turns.index(1 - PART), count=1)
             # The next scales are asked for while the product runs.
             ahead = gl.minimum(g + 1, groups - 1)
             s_next = gl.load(at + ahead)
@@ -230,8 +207,10 @@ def _consume(
             acc0 = warpgroup_mma_wait(0, deps=[acc0])  # or LLVM adds behind the next product
             # Across this wait ptxas moves nothing: products share their registers.
             mbarrier.wait(more.index(i), (step // STAGES) & 1)
+            mbarrier.wait(turns.index(PART), PART)
             p = warpgroup_mma(a.index(i), b1.index(i).permute((1, 0)), zeros, use_acc=False,
                               is_async=True)  # fmt: skip
+            mbarrier.arrive(turns.index(1 - PART), count=1)
             p = warpgroup_mma_wait(0, deps=[p])
             mbarrier.arrive(empty.index(i), count=1)
             acc1 += p * (s * s1)[:, None]
@@ -239,28 +218,27 @@ def _consume(
             s0 = s0_next
             s1 = s1_next
             step += 1
-        done, upto, n = first, hi, n_block
+        done, upto, n, over = first, hi, n_block, t - whole
         # The next tile's table line, then its scales, come while this one's results go.
-        after = t + gl.num_programs(0)
-        slot, first, hi, n_block, g0, groups = tile_at(
-            tiles, bound, after, blocks, whole, K, N_BLOCKS, GROUP_M, SPLIT
+        t = next_taken(tiles, t, nexts, n_full, n_empty, turn)
+        turn += 1
+        slot, first, hi, n_block, g0, groups = work_at(
+            tiles, bound, t, blocks, whole, K, N_BLOCKS, GROUP_M, SPLIT
         )
         first += 64 * PART
         if GATED:
             acc0 = acc0 / (1 + gl.exp(-acc0)) * acc1
         else:
-            _store_plain(acc0, out, bias, parts, done, upto, n * 2, t - whole, N, PART, 0, SPLIT)
+            _store_plain(acc0, out, bias, parts, done, upto, n * 2, over, N, PART, 0, SPLIT)
         at, at0, at1, s, s0, s1 = _scales(
-            x_scale, w_scale, slot, first, hi, n_block, g0, N, width, after < total, GATED, ACC
+            x_scale, w_scale, slot, first, hi, n_block, g0, N, width, t < total, GATED, ACC
         )
         if QUANTIZE:
             _store_quantized(acc0, out, out_scale, done, upto, n, N, ACC)
         elif GATED:
-            _store(acc0.to(gl.bfloat16), out, done, upto, n * 128, N, WIDE)
+            store_tile(to_bf16(acc0), out, done, upto, n * 128, N, WIDE)
         else:
-            _store_plain(
-                acc1, out, bias, parts, done, upto, n * 2 + 1, t - whole, N, PART, 1, SPLIT
-            )
+            _store_plain(acc1, out, bias, parts, done, upto, n * 2 + 1, over, N, PART, 1, SPLIT)
 
 
 @gluon.jit(do_not_specialize=["bound", "whole", "N_BLOCKS"])
@@ -290,6 +268,14 @@ def gemm_fp8_hopper(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     more = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    nexts = gl.allocate_shared_memory(gl.int64, [2, 1], NUMBER)
+    n_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    n_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(n_full.index(i), count=1)
+        mbarrier.init(n_empty.index(i), count=2)
+        mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(more.index(i), count=1)
@@ -298,12 +284,14 @@ def gemm_fp8_hopper(
         [
             (_consume, (x_scale, w_scale, out, out_scale, bias, parts, tiles, bound, whole, N, K,
                         N_BLOCKS, a0, b0, b1, full, more, empty,
+                        nexts, n_full, n_empty, turns,
                         0, GATED, QUANTIZE, GROUP_M, SPLIT, STAGES)),
             (_consume, (x_scale, w_scale, out, out_scale, bias, parts, tiles, bound, whole, N, K,
                         N_BLOCKS, a1, b0, b1, full, more, empty,
+                        nexts, n_full, n_empty, turns,
                         1, GATED, QUANTIZE, GROUP_M, SPLIT, STAGES)),
             (_produce, (x, w, tiles, bound, whole, N, K, N_BLOCKS, a0, a1, b0, b1, full, more,
-                        empty, GATED, GROUP_M, SPLIT, STAGES)),
+                        empty, nexts, n_full, n_empty, GATED, GROUP_M, SPLIT, STAGES)),
         ],
         [4, 1],
         [240, 24],

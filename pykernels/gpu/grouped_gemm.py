@@ -17,9 +17,11 @@ from .kernel_fp8 import gemm_fp8
 from .launch import arch
 from .matrices import Matrices, scale_words
 from .permute import permute
-from .plan import GemmPlan, ManyPlan, fit_stages
+from .plan import ExpertsPlan, GemmPlan, ManyPlan, fit_stages
 from .quantize import NATIVE_FP8
 from .unpacked import multiply_unpacked
+
+Plan = GemmPlan | ExpertsPlan | ManyPlan
 
 
 def path_of(stack: Matrices, fp8_inputs: bool) -> str:
@@ -33,7 +35,7 @@ def multiply(
     x: torch.Tensor,
     stack: Matrices,
     out: torch.Tensor,
-    plan: GemmPlan | ManyPlan,
+    plan: Plan,
     *,
     x_scale: torch.Tensor | None = None,
     order: SortedSlots | None = None,
@@ -59,6 +61,16 @@ def multiply(
         _many_rows(x, stack, out, plan, order, table, gated)
         return
     path = path_of(stack, x_scale is not None)
+    if isinstance(plan, ExpertsPlan):
+        if path != "decoded" or arch(x.device) < (8, 0):
+            raise PykernelsError(
+                "experts of few rows are multiplied in registers on a GPU, and decoded on the way",
+                "Give a GemmPlan",
+            )
+        from .few_experts import multiply_few_experts  # Gluon is slow to import
+
+        multiply_few_experts(x, stack, out, plan, order=order, table=table, gated=gated, bias=bias)
+        return
     if plan.unpack:
         if path != "decoded":
             raise PykernelsError("a plan unpacks what is not decoded", "Give one without unpack")
@@ -142,18 +154,25 @@ def _by_hand(
     bias: torch.Tensor | None,
     out_scale: torch.Tensor | None,
 ) -> None:
-    if x_scale is None or not by_hand_takes(stack, x.device):
+    matched = stack.kind == ("bf16" if x_scale is None else "fp8")
+    known = x_scale is not None or order is not None
+    if not (matched and known and x.data_ptr() % 16 == 0 and by_hand_takes(stack, x.device)):
         raise PykernelsError(
-            "the kernel written out for Hopper multiplies aligned E4M3 there alone",
+            "the kernels written out for Hopper multiply aligned E4M3, and experts of aligned "
+            "bfloat16, by rows of the same, there alone",
             "Give a plan without by_hand",
         )
     if x.shape[0] == 0:
         return
-    if order is None:
-        from .linear_fp8_hopper import multiply_rows_by_hand  # Gluon is slow to import
+    if x_scale is None and order is not None:
+        from .gemm_bf16_hopper import multiply_bf16_by_hand  # Gluon is slow to import
+
+        multiply_bf16_by_hand(x, stack, out, order, table, gated=gated, group_m=plan.group_m)
+    elif x_scale is not None and order is None:
+        from .linear_fp8_hopper import multiply_rows_by_hand
 
         multiply_rows_by_hand(x, x_scale, stack, out, bias, plan.group_m)
-    else:
+    elif x_scale is not None and order is not None:
         from .gemm_fp8_hopper import multiply_by_hand
 
         multiply_by_hand(
@@ -193,7 +212,8 @@ def many_rows_takes(stack: Matrices, device: torch.device) -> bool:
 
 def by_hand_takes(stack: Matrices, device: torch.device) -> bool:
     """Whether ``GemmPlan.by_hand`` can run: Hopper, weights where descriptors can begin."""
-    return stack.kind == "fp8" and arch(device)[0] == 9 and stack.data.data_ptr() % 16 == 0
+    there = stack.kind in ("bf16", "fp8") and arch(device)[0] == 9
+    return there and stack.data.data_ptr() % 16 == 0
 
 
 def _decoded(

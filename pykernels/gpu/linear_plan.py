@@ -2,8 +2,9 @@
 
 Decoded weights in bf16 activations, by rows: ``gemv`` (one row of a narrow int8 matrix, where it
 beats the tensor cores), ``few_rows`` (up to 16, or 32 where nothing faster takes more),
-``many_rows_hopper`` (Hopper), and the decoding GEMM, or one of bfloat16 behind ``unpacked``, for
-all else, which the interpreter takes too: Gluon kernels have none.
+``few_experts`` (K-quants, up to 4 or 8), ``many_rows_hopper`` (Hopper), and the decoding GEMM, or
+one of bfloat16 behind ``unpacked``, for all else, which the interpreter takes too: Gluon kernels
+have none.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from .plan import (
     GEMV,
     LINEAR_PLANS,
     UNPACKED,
+    ExpertsPlan,
     FewPlan,
     GemmPlan,
     GemvPlan,
@@ -32,13 +34,14 @@ from .plan import (
     tuned_plan,
 )
 
-Plan = GemmPlan | GemvPlan | FewPlan | ManyPlan
+Plan = GemmPlan | GemvPlan | FewPlan | ExpertsPlan | ManyPlan
 FEW_ROWS = 32
 """Most rows for which each program reads all inputs itself, and half of it where
 ``many_rows_hopper`` could multiply them too."""
-MANY_K_QUANT_ROWS = (17, 1024)
-"""Rows for which ``many_rows_hopper`` multiplies K-quants: fewer go by the decoding GEMM, more are
-unpacked."""
+FEW_K_ROWS = 8
+"""The same of K-quants, four at a time."""
+MANY_K_ROWS = 1500
+"""Most rows for which ``many_rows_hopper`` multiplies K-quants: more are unpacked."""
 SPLIT_ROWS = 64
 """Most rows for which the decoding GEMM splits K."""
 H200_PROCESSORS = 132
@@ -52,7 +55,7 @@ def fills(N: int, processors: int) -> bool:
 def kernel_of(
     kind: str, M: int, N: int, processors: int, capability: tuple[int, int], many: bool
 ) -> str:
-    """The op of plans for decoded weights: "gemv", "few", "many" or "linear".
+    """The op of plans for decoded weights: "gemv", "few", "few_k", "many" or "linear".
 
     Args:
         many: whether ``many_rows_hopper`` has a form for these weights.
@@ -63,8 +66,10 @@ def kernel_of(
         return "gemv"
     if tensor and M <= (FEW_ROWS // 2 if many else FEW_ROWS):
         return "few"
-    if kind in UNPACKED and not MANY_K_QUANT_ROWS[0] <= M <= MANY_K_QUANT_ROWS[1]:
-        return "linear"
+    if kind in UNPACKED and capability >= (8, 0):
+        if M <= (FEW_K_ROWS // 2 if many else FEW_K_ROWS):
+            return "few_k"
+        many = many and M <= MANY_K_ROWS
     return "many" if many else "linear"
 
 
@@ -83,13 +88,22 @@ def few_plan(kind: str, group: int, M: int, N: int, processors: int) -> FewPlan:
     return FewPlan(16, 4 if wide else 8, chunks, ahead=2 if M <= 8 else 1)
 
 
+def few_k_plan(kind: str, M: int, N: int, processors: int) -> ExpertsPlan:
+    """The fastest measured at one row and matrices [18432, 7168] and [7168, 18432] on Hopper."""
+    tokens = 2 if M <= 2 else 4
+    if kind == "q4_k":
+        return ExpertsPlan(32 if fills(N, processors) else 16, 4, tokens)
+    return ExpertsPlan(16, 4, tokens, chunks=2)
+
+
 def many_plan(M: int, N: int, steps: int, processors: int) -> ManyPlan:
-    """Inputs of 32 to 256 rows a program; K in parts where there are few programs.
+    """Inputs of 16 to 256 rows a program; K in parts where there are few programs.
 
     Args:
         steps: of 128 inputs.
     """
-    cols = next((cols for cols in (32, 64, 128) if M <= cols), 256)
+    least = 16 if fills(N, processors) else 32
+    cols = next((cols for cols in (least, 32, 64, 128) if M <= cols), 256)
     programs = triton.cdiv(M, cols) * triton.cdiv(N, 64)
     if cols == 256:
         if programs >= 12 * processors:  # two warpgroups that share the inputs pay in many rounds
@@ -99,6 +113,8 @@ def many_plan(M: int, N: int, steps: int, processors: int) -> ManyPlan:
         plan, room = ManyPlan(cols, stages=3 if programs > 2 * processors else 4), 2 * processors
     elif cols == 64:
         plan, room = ManyPlan(cols), 4 * processors
+    elif cols == 16:
+        plan, room = ManyPlan(cols), 5 * processors
     else:
         plan, room = ManyPlan(cols, stages=6, word_stages=6), 9 * processors
     parts = 1
@@ -126,6 +142,8 @@ def choose_plan(weight: Matrices, M: int, device: torch.device, activations: str
             return GEMV[kind]
         if op == "few":
             return few_plan(kind, weight.group, M, N, processors)
+        if op == "few_k":
+            return few_k_plan(kind, M, N, processors)
         if op == "many":
             return many_plan(M, N, triton.cdiv(K, 128), processors)
     key = kind if path == "decoded" else path

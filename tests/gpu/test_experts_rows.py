@@ -1,10 +1,11 @@
-"""Experts of int4 and int8 weights with many rows: interpreted, and on the GPU that it is for.
+"""Experts of integers and K-quants with many rows: interpreted, and on the GPU that it is for.
 
 The inner loop is that of linears, see test_linear_rows.py; here is what experts add.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 
 from pykernels import ref
 from pykernels.errors import PykernelsError
-from pykernels.gpu import grouped_gemm, launch, many_rows_hopper, moe
+from pykernels.gpu import experts_plan, grouped_gemm, launch, many_rows_hopper, moe
+from pykernels.gpu.experts_plan import many_plan, most_few
 from pykernels.gpu.matrices import pack_for_gpu
 from pykernels.gpu.plan import GemmPlan, ManyPlan
 from pykernels.quant import Weight, get_format
@@ -38,7 +40,7 @@ def by_hand(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 
     kernel = interpreted(many_rows_hopper.many_rows_hopper)
     monkeypatch.setattr(many_rows_hopper, "many_rows_hopper", kernel)
-    for module in (grouped_gemm, moe):
+    for module in (grouped_gemm, experts_plan):
         monkeypatch.setattr(module, "many_rows_takes", lambda *args: True)
 
 
@@ -118,11 +120,16 @@ def test_what_it_does_not_take_is_refused(device: torch.device) -> None:
         moe.gate_up(x, experts, order, plan=replace(FOUR, split_k=2))
 
 
+def test_few_rows_end_sooner_where_there_is_a_kernel_for_more() -> None:
+    for kind, group in (("q4_k", 0), ("int4", 32), ("int4", 128), ("int8", 7168)):
+        assert 2 <= most_few(kind, group, True) < most_few(kind, group, False) <= 8
+
+
 def test_blocks_are_as_long_as_experts_have_rows() -> None:
-    cols = [moe.experts_plan(rows).cols for rows in (17, 33, 64, 128, 300)]
-    assert cols == [32, 64, 64, 128, 256]
-    for rows in (17, 40, 100, 300):
-        plan = moe.experts_plan(rows)
+    cols = [many_plan("int4", rows).cols for rows in (3, 17, 33, 64, 128, 300)]
+    assert cols == [16, 32, 64, 64, 128, 256]
+    for kind, rows in itertools.product(("int8", "q6_k"), (9, 17, 40, 100, 300)):
+        plan = many_plan(kind, rows)
         shared = plan.stages * plan.cols * 128 + plan.word_stages * plan.warps * 1024
         assert shared <= (226 if plan.warps == 8 else 113) * 1024
 

@@ -111,7 +111,7 @@ def test_every_code_is_decoded(run: Any) -> None:
 
 
 @pytest.mark.parametrize("N", [512, 7168, 18432])
-@pytest.mark.parametrize("M", [17, 64, 100, 300, 3000])
+@pytest.mark.parametrize("M", [9, 17, 64, 100, 300, 3000])
 def test_no_part_of_many_rows_is_empty(M: int, N: int) -> None:
     for steps in (1, 9, 56, 112):
         plan = many_plan(M, N, steps, 132)
@@ -126,6 +126,7 @@ def test_narrow_matrices_take_more_warps_or_parts() -> None:
         for M in (1, 16):
             narrow, wide = (few_plan(kind, group, M, N, 132) for N in (7168, 18432))
             assert (narrow.warps, wide.warps) == (8, 4)
+    assert [many_plan(16, 18432, steps, 132).split_k for steps in (7, 56)] == [1, 2]
     assert many_plan(64, 7168, 56, 132).split_k > many_plan(64, 18432, 56, 132).split_k == 1
     assert many_plan(128, 18432, 56, 132).stages == 3  # three programs a processor, in one round
     assert many_plan(3000, 18432, 56, 132).warps == 8
@@ -139,9 +140,12 @@ def test_which_kernel_takes_which_rows() -> None:
     assert found("int8", 1, 18432, (9, 0)) == found("int8", 2, 7168, (9, 0)) == "few"
     assert found("int4", 17, 7168, (9, 0)) == "many"
     assert found("int4", 17, 7168, (9, 0), many=False) == found("int4", 32, 7168, (8, 0)) == "few"
-    assert found("int4", 33, 7168, (8, 0)) == found("q4_k", 1, 7168, (9, 0), False) == "linear"
+    assert found("int4", 33, 7168, (8, 0)) == found("q4_k", 9, 7168, (9, 0), False) == "linear"
+    assert found("q4_k", 8, 7168, (8, 0), False) == found("q6_k", 1, 7168, (9, 0), False) == "few_k"
+    assert found("q4_k", 1, 7168, (0, 0), False) == "linear"
     assert found("int4", 1, 7168, (0, 0)) == "linear"  # the interpreter
-    assert [found("q6_k", M, 7168, (9, 0)) for M in (1, 64, 4096)] == ["linear", "many", "linear"]
+    rows = (4, 5, 1500, 1501)
+    assert [found("q6_k", M, 7168, (9, 0)) for M in rows] == ["few_k", "many", "many", "linear"]
 
 
 def test_the_interpreter_goes_by_the_decoding_gemm(device: torch.device) -> None:
@@ -195,6 +199,9 @@ COMPILES = [
     _meta_call("int4", 1, 7168),
     _meta_call("int8", 16, 7168, 7168),
     _meta_call("fp8", 1, 7168),
+    _meta_call("q4_k", 1, 18432),
+    _meta_call("q4_k", 8, 7168),
+    _meta_call("q6_k", 8, 7168),
     _meta_call("int8", 1, 18432, 7168),
     _meta_call("int4-g128", 32, 7168),
     _meta_call("int4-g128", 64, 7168),
