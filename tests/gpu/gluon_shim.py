@@ -169,6 +169,11 @@ def _load(pointers: Any, mask: Any = None, other: Any = None, eviction_policy: s
     return tl.load(pointers, mask=mask, other=other)
 
 
+def _full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Any:
+    # Triton 3.7's interpreter makes no bfloat16 of a number
+    return tl.full(shape, value, WIDE if dtype == tl.bfloat16 else dtype)
+
+
 def _mma_v2(a: Any, b: Any, acc: Any) -> Any:
     return acc + tl.dot(a.to(WIDE), b.to(WIDE))
 
@@ -199,7 +204,7 @@ def _language(threads: Threads) -> _Gluon:
     return _Gluon(
         **dict.fromkeys((*names, "DotOperandLayout"), _nothing),
         arange=lambda start, end, layout=None: tl.arange(start, end),
-        full=lambda shape, value, dtype, layout=None: tl.full(shape, value, dtype),
+        full=_full,
         allocate_shared_memory=lambda dtype, shape, layout: allocated(threads, dtype, shape),
         warp_specialize=roles.run,
         convert_layout=_same,
