@@ -42,25 +42,24 @@ def tile_layout(lane: int, warps: int, rows: int) -> object:
     )
 
 
-def pieces_layout(warps: int) -> object:
-    """[4 warps] pieces, four a warp."""
-    parts = [[4 * part] for part in powers(1, warps)]
-    return gl.DistributedLinearLayout([], [[1], [2], [0], [0], [0]], parts, [], [4 * warps])
+def rows_layout(warps: int, rows: int) -> object:
+    """[rows], dealt out to the warps."""
+    own = rows // warps
+    lanes = [[1 << i if 1 << i < own else 0] for i in range(5)]
+    more = [[row] for row in powers(32, own)]
+    return gl.DistributedLinearLayout(
+        more, lanes, [[own * p] for p in powers(1, warps)], [], [rows]
+    )
 
 
 @gluon.jit
-def prefetch_rows(
-    w, n0, N, WORDS, ROWS: gl.constexpr, PIECES: gl.constexpr, LP: gl.constexpr
-):  # fmt: skip
-    """Asks for rows n0 .. n0 + ROWS - 1, which lie in one run, to come to L2."""
-    end = gl.minimum(n0 + ROWS, N).to(gl.int64) * WORDS
-    piece = ROWS * WORDS // PIECES
-    at = n0.to(gl.int64) * WORDS + gl.arange(0, PIECES, layout=LP).to(gl.int64) * piece
-    at = gl.minimum(at, end - 4)
-    size = (gl.minimum(end - at, piece) * 4).to(gl.int32)
+def prefetch_rows(w, n0, N, WORDS, FIRST, ROWS: gl.constexpr, LP: gl.constexpr):
+    """Asks for the first FIRST words of rows n0 .. n0 + ROWS - 1 to come to L2."""
+    n = gl.minimum(n0 + gl.arange(0, ROWS, layout=LP), N - 1)
+    size = gl.minimum(FIRST, WORDS) * 4 + gl.zeros_like(n)
     gl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r",
-        [(w + at).to(gl.int64), size], dtype=gl.int32, is_pure=False, pack=1,
+        [(w + n.to(gl.int64) * WORDS).to(gl.int64), size], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -91,8 +90,9 @@ def few_rows_hopper(
     KC: gl.constexpr = 4 * LANE * PER  # inputs of a warp's part of a tile
     WIDTH: gl.constexpr = 4 * LANE * S
     n0 = gl.program_id(0) * ROWS
-    if PREFETCH:
-        prefetch_rows(w_at, n0, N, WORDS, ROWS, 4 * S, LP)
+    if PREFETCH > 0:
+        FIRST = WORDS if PREFETCH == 1 else STAGES * WIDTH
+        prefetch_rows(w_at, n0, N, WORDS, FIRST, ROWS, LP)
     words = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, WIDTH], WS)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for q in gl.static_range(STAGES):
@@ -216,7 +216,7 @@ def multiply_few_rows_hopper(
         STAGES=plan.stages,
         LX=inputs_layout,
         LT=tile_layout(lane, plan.warps, plan.rows),
-        LP=pieces_layout(plan.warps),
+        LP=rows_layout(plan.warps, plan.rows),
         WS=shared,
         num_warps=plan.warps,
         launch_pdl=True,

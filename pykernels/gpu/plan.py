@@ -131,18 +131,20 @@ class FewHopperPlan:
         rows: of the matrix a program multiplies, a power of two from 16.
         warps: of a program: each takes its part of K.
         stages: tiles of 64 bytes a row and warp (groups of 32 inputs: 32) on their way at a time.
-        prefetch: whether a program's weights are asked to come to L2 before it may read them.
+        prefetch: what is asked to come to L2 before it may be read: 0: nothing, 1: all weights of
+            a program, 2: the first ``stages`` tiles.
     """
 
     rows: int
     warps: int
     stages: int
-    prefetch: bool = True
+    prefetch: int = 2
 
     def __post_init__(self) -> None:
         _powers_of_two(self, "rows", "warps")
         _in(self, "rows", range(16, 257))
         _in(self, "stages", range(1, 33))
+        _in(self, "prefetch", range(3))
 
 
 @dataclass(frozen=True)
