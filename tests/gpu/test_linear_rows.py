@@ -113,7 +113,7 @@ def test_every_code_is_decoded(run: Any) -> None:
         stack.scale.fill_(1.0)
         x = torch.zeros(1, 128)
         x[0, 77] = 1.0
-        for plan in (FewPlan(16, 2), FewHopperPlan(16, 2, 2)):
+        for plan in (FewPlan(64, 2), FewHopperPlan(64, 2, 2)):
             y = run(x.bfloat16(), stack, None, plan).flatten().cpu().float()
             assert torch.equal(y, decoded(name, codes)), (name, plan)
 
