@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 # Before torch is imported: its idle OpenMP threads would spin on the cores of the pinned workers.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -11,6 +12,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Nothing in a test may reach for a model hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# A shell starts what it puts in the background deaf to Ctrl-C, and so would be the processes that
+# tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

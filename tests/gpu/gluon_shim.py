@@ -178,6 +178,13 @@ def _mma_v2(a: Any, b: Any, acc: Any) -> Any:
     return acc + tl.dot(a.to(WIDE), b.to(WIDE))
 
 
+def _full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Any:
+    """A constant; the interpreter of Triton 3.7 cannot make one of bfloat16."""
+    if dtype == tl.bfloat16:
+        return tl.full(shape, value, tl.float32).to(dtype)
+    return tl.full(shape, value, dtype)
+
+
 @triton.jit
 def _pair(bits):
     """bfloat16 with which the interpreter can calculate: as float32."""
