@@ -16,8 +16,6 @@ import triton
 from ..errors import PykernelsError
 from .few_rows import KINDS as FEW_KINDS
 from .few_rows import multiply_few_rows
-from .few_rows_hopper import multiply_few_rows_hopper
-from .few_rows_hopper import takes as few_takes
 from .gemv import KINDS as GEMV_KINDS
 from .gemv import multiply_one_row
 from .grouped_gemm import multiply, path_of
@@ -28,7 +26,7 @@ from .many_rows_hopper import multiply_many_rows
 from .many_rows_hopper import takes as many_takes
 from .matrices import K_MULTIPLE, KINDS, Matrices
 from .partials import add_partials
-from .plan import FewHopperPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan
+from .plan import FewPlan, GemmPlan, GemvPlan, ManyPlan
 from .quantize import quantize_fp8
 
 ACTIVATIONS = ("bf16", "fp8")
@@ -103,9 +101,6 @@ def linear(
     if isinstance(plan, FewPlan):
         multiply_few_rows(x, weight, out, bias, plan)
         return out
-    if isinstance(plan, FewHopperPlan):
-        multiply_few_rows_hopper(x, weight, out, bias, plan)
-        return out
     rows, scale = quantize_fp8(x) if activations == "fp8" else (x, None)
     if plan.split_k == 1:
         if isinstance(plan, ManyPlan):
@@ -139,9 +134,6 @@ def _unfit(
     if isinstance(plan, FewPlan):
         fits = weight.kind in FEW_KINDS and M <= 64 and capability >= (8, 0)
         return None if fits else f"few_rows takes up to 64 rows of {', '.join(FEW_KINDS)} on a GPU"
-    if isinstance(plan, FewHopperPlan):
-        fits = few_takes(weight) and M <= 64 and capability[0] == 9
-        return None if fits else "few_rows_hopper takes what few_rows does, aligned, on Hopper"
     if capability[0] != 9 or not many_takes(weight):
         return "many_rows_hopper takes int4 and int8 in groups of 128 or whole rows, on Hopper"
     steps = triton.cdiv(weight.K, 128)

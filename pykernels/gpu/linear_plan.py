@@ -21,7 +21,6 @@ from .matrices import Matrices
 from .plan import (
     GEMV,
     LINEAR_PLANS,
-    FewHopperPlan,
     FewPlan,
     GemmPlan,
     GemvPlan,
@@ -31,7 +30,7 @@ from .plan import (
     tuned_plan,
 )
 
-Plan = GemmPlan | GemvPlan | FewPlan | FewHopperPlan | ManyPlan
+Plan = GemmPlan | GemvPlan | FewPlan | ManyPlan
 FEW_ROWS = 32
 """Most rows for which each program reads all inputs itself, and half of it where
 ``many_rows_hopper`` could multiply them too."""

@@ -124,30 +124,6 @@ class FewPlan:
 
 
 @dataclass(frozen=True)
-class FewHopperPlan:
-    """How a linear of up to 16 rows is launched on Hopper, weights through shared memory.
-
-    Attributes:
-        rows: of the matrix a program multiplies, a power of two from 16.
-        warps: of a program: each takes its part of K.
-        stages: tiles of 64 bytes a row and warp (groups of 32 inputs: 32) on their way at a time.
-        prefetch: what is asked to come to L2 before it may be read: 0: nothing, 1: all weights of
-            a program, 2: the first ``stages`` tiles.
-    """
-
-    rows: int
-    warps: int
-    stages: int
-    prefetch: int = 2
-
-    def __post_init__(self) -> None:
-        _powers_of_two(self, "rows", "warps")
-        _in(self, "rows", range(16, 257))
-        _in(self, "stages", range(1, 33))
-        _in(self, "prefetch", range(3))
-
-
-@dataclass(frozen=True)
 class ManyPlan:
     """How a linear of more rows is launched on Hopper, weights decoded in registers.
 

@@ -169,11 +169,6 @@ def _load(pointers: Any, mask: Any = None, other: Any = None, eviction_policy: s
     return tl.load(pointers, mask=mask, other=other)
 
 
-def _full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Any:
-    # Triton 3.7's interpreter makes no bfloat16 of a number
-    return tl.full(shape, value, WIDE if dtype == tl.bfloat16 else dtype)
-
-
 def _mma_v2(a: Any, b: Any, acc: Any) -> Any:
     return acc + tl.dot(a.to(WIDE), b.to(WIDE))
 

@@ -13,7 +13,6 @@ from pykernels.gpu.attention_plan import DecodePlan, PrefillPlan
 from pykernels.gpu.plan import (
     OPS,
     PATHS,
-    FewHopperPlan,
     FewPlan,
     GemmPlan,
     GemvPlan,
@@ -113,9 +112,6 @@ def test_k_is_split_until_every_processor_has_work() -> None:
         lambda: PrefillPlan(128, 32, 8, 1, by_hand=True),
         lambda: FewPlan(48, 4),
         lambda: FewPlan(32, 4, ahead=3),
-        lambda: FewHopperPlan(48, 4, 2),
-        lambda: FewHopperPlan(32, 4, 0),
-        lambda: FewHopperPlan(32, 4, 2, 3),
         lambda: ManyPlan(96),
         lambda: ManyPlan(64, warps=2),
         lambda: ManyPlan(64, stages=1),
