@@ -25,8 +25,9 @@ from .linear_plan import Plan, choose_plan
 from .many_rows_hopper import multiply_many_rows
 from .many_rows_hopper import takes as many_takes
 from .matrices import K_MULTIPLE, KINDS, Matrices
+from .one_row import multiply_one_row as multiply_one_row_tensor
 from .partials import add_partials
-from .plan import FewPlan, GemmPlan, GemvPlan, ManyPlan
+from .plan import FewPlan, GemmPlan, GemvPlan, ManyPlan, OneRowPlan
 from .quantize import quantize_fp8
 
 ACTIVATIONS = ("bf16", "fp8")
@@ -98,6 +99,9 @@ def linear(
     if isinstance(plan, GemvPlan):
         multiply_one_row(x, weight, out, bias, plan)
         return out
+    if isinstance(plan, OneRowPlan):
+        multiply_one_row_tensor(x, weight, out, bias, plan)
+        return out
     if isinstance(plan, FewPlan):
         multiply_few_rows(x, weight, out, bias, plan)
         return out
@@ -131,6 +135,9 @@ def _unfit(
         fits = weight.kind in GEMV_KINDS and M == 1
         return None if fits else f"no gemv for {M} rows of {weight.kind}"
     capability = arch(device)
+    if isinstance(plan, OneRowPlan):
+        fits = weight.kind in FEW_KINDS and M == 1 and capability >= (8, 0)
+        return None if fits else f"one_row takes one row of {', '.join(FEW_KINDS)} on a GPU"
     if isinstance(plan, FewPlan):
         fits = weight.kind in FEW_KINDS and M <= 64 and capability >= (8, 0)
         return None if fits else f"few_rows takes up to 64 rows of {', '.join(FEW_KINDS)} on a GPU"

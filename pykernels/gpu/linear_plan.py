@@ -25,12 +25,13 @@ from .plan import (
     GemmPlan,
     GemvPlan,
     ManyPlan,
+    OneRowPlan,
     gemm_plan,
     split_k,
     tuned_plan,
 )
 
-Plan = GemmPlan | GemvPlan | FewPlan | ManyPlan
+Plan = GemmPlan | GemvPlan | OneRowPlan | FewPlan | ManyPlan
 FEW_ROWS = 32
 """Most rows for which each program reads all inputs itself, and half of it where
 ``many_rows_hopper`` could multiply them too."""
