@@ -292,7 +292,7 @@ def one_row(
         scale = scale[TURN:] + scale[:TURN]  # type: ignore[assignment]
         at = at_next
         scales = scales_next
-        value = gl.sum(gl.sum(acc, axis=0), axis=1)
+        value = gl.sum(gl.sum(acc, axis=2), axis=0)
         value = gl.convert_layout(value * DOWN, OUT)
         no = tile * ROWS + gl.arange(0, ROWS, layout=OUT)
         if GROUP == 0:
