@@ -32,12 +32,12 @@ def calibrate(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Measure, once a machine, from how many tokens an expert pays to go through the AMX GEMM.
+    """Measure, once a machine, from how many tokens an expert pays to go through the GEMM.
 
     Seconds a format. The result is kept in the cache folder, where the experts look for it.
     """
     chosen_threads = prepare_threads(threads)
-    from pykernels.cpu.plan import GEMM_BACKENDS
+    from pykernels.cpu.plan import GEMM_FROM
     from pykernels.quant import FORMATS, get_format
     from pykernels.registry import resolve
     from pykernels.target import detect
@@ -49,7 +49,7 @@ def calibrate(
     every = [name for name in FORMATS if activations == "bf16" or FORMATS[name].int8_kind]
     formats = [get_format(name).name for name in format or every]
     backends = {fmt: resolve("auto", fmt, target, activations).name for fmt in formats}
-    able = [fmt for fmt in formats if backends[fmt] in GEMM_BACKENDS]
+    able = [fmt for fmt in formats if backends[fmt] in GEMM_FROM]
     choices.read(target.cpu)  # a file that cannot be read is told before anything is timed
     found: list[Calibration] = []
     if able:

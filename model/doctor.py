@@ -208,7 +208,7 @@ def look_at_kernels() -> Iterator[Fact]:
 
 def look_at_calibration() -> Iterator[Fact]:
     """From how many tokens an expert takes the GEMM: measured here, or the default."""
-    from pykernels.cpu.plan import GEMM_BACKENDS
+    from pykernels.cpu.plan import GEMM_FROM
     from pykernels.quant import FORMATS
     from pykernels.registry import resolve
     from pykernels.target import detect
@@ -216,13 +216,14 @@ def look_at_calibration() -> Iterator[Fact]:
 
     target = detect()
     made = choices.read(target.cpu)
-    able = [fmt for fmt in FORMATS if resolve("auto", fmt, target).name in GEMM_BACKENDS]
+    backends = {fmt: resolve("auto", fmt, target).name for fmt in FORMATS}
+    able = [fmt for fmt in FORMATS if backends[fmt] in GEMM_FROM]
     if not able:
         yield Fact("GEMM from", "nothing to choose: no kernel in use here has a GEMM")
     for fmt in able:
-        found = made.get(choices.key(fmt))
+        found = made.get(choices.key(backends[fmt], fmt))
         how = "calibrated" if found else "default; `pykernels calibrate` measures it"
-        yield Fact(fmt, f"{found or choices.DEFAULT} ({how})")
+        yield Fact(fmt, f"{found or choices.default(backends[fmt])} ({how})")
 
 
 def look_at_results() -> Iterator[Fact]:

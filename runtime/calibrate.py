@@ -1,9 +1,9 @@
 """Measures what this machine should choose: so far, from how many tokens an expert takes the GEMM.
 
 An expert of few tokens runs AVX-512 tiles, bound by reading its weights; one of many the GEMM on
-AMX tiles (SOSP'25 section 3.2, Figure 7). Where the two cross depends on the CPU's memory, its
-product instructions and what decoding the format costs, so both are timed here, in turns, weights
-out of cache, and ``runtime.choices`` keeps the result.
+AMX tiles or AVX-512 again (SOSP'25 section 3.2, Figure 7). Where the two cross depends on the CPU's
+memory, its product instructions and what decoding the format costs, so both are timed here, in
+turns, weights out of cache, and ``runtime.choices`` keeps the result.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class Calibration:
             mean: 0 where the paths cross once.
     """
 
+    backend: str
     fmt: str
     activations: str
     threads: int
@@ -175,7 +176,7 @@ def calibrate(
 
     Args:
         fmt: weight format.
-        backend: one of ``plan.GEMM_BACKENDS`` that runs here.
+        backend: one of ``plan.GEMM_FROM`` that runs here.
         activations: "bf16" or "int8"; they have thresholds of their own.
         timer: instead of this machine's kernel.
 
@@ -185,7 +186,7 @@ def calibrate(
     timer = timer or PathTimer(fmt, pool, backend, activations)
     points = time_paths(timer, progress=progress)
     gemm_from, regret = crossover(points)
-    return Calibration(fmt, activations, pool.threads, gemm_from, points, regret)
+    return Calibration(backend, fmt, activations, pool.threads, gemm_from, points, regret)
 
 
 def keep(found: Calibration) -> Path:
@@ -199,5 +200,5 @@ def keep(found: Calibration) -> Path:
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "points": [asdict(point) for point in found.points],
     }
-    name = choices.key(found.fmt, found.activations)
+    name = choices.key(found.backend, found.fmt, found.activations)
     return choices.write(detect().cpu, name, Choices(gemm_from=found.gemm_from), how)

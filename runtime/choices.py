@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from pykernels.cpu.moe import NEVER
-from pykernels.cpu.plan import GEMM_BACKENDS, GEMM_FROM
+from pykernels.cpu.plan import GEMM_FROM
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 
-VERSION = 2
+VERSION = 3
 """Of the file. Raise it when a kernel changes so much that old choices are wrong: files of another
 version count as none."""
 
@@ -31,7 +31,7 @@ class Choices:
         gemm_from: tokens of an expert from which its weights go through the GEMM.
     """
 
-    gemm_from: int = GEMM_FROM
+    gemm_from: int
 
     def __str__(self) -> str:
         if self.gemm_from >= NEVER:
@@ -39,7 +39,9 @@ class Choices:
         return f"GEMM from {self.gemm_from} tokens an expert"
 
 
-DEFAULT = Choices()
+def default(backend: str) -> Choices:
+    """Where nothing was calibrated."""
+    return Choices(GEMM_FROM.get(backend, NEVER))
 
 
 def path(cpu: str) -> Path:
@@ -48,9 +50,9 @@ def path(cpu: str) -> Path:
     return env.cache_dir / f"choices-{slug}.json"
 
 
-def key(fmt: str, activations: str = "bf16") -> str:
-    """What choices are kept by: "fp8/bf16"."""
-    return f"{fmt}/{activations}"
+def key(backend: str, fmt: str, activations: str = "bf16") -> str:
+    """What choices are kept by: "amx/fp8/bf16"."""
+    return f"{backend}/{fmt}/{activations}"
 
 
 def read(cpu: str) -> dict[str, Choices]:
@@ -63,17 +65,17 @@ def read(cpu: str) -> dict[str, Choices]:
 
 
 def chosen(backend: str, fmt: str, cpu: str, activations: str = "bf16") -> Choices:
-    """The choices for a format: calibrated, or ``DEFAULT``.
+    """The choices for a format: calibrated, or the default.
 
     Args:
-        backend: one without a GEMM has nothing to choose: ``DEFAULT``.
+        backend: one without a GEMM has nothing to choose.
 
     Raises:
         PykernelsError: the file is there and cannot be read.
     """
-    if backend not in GEMM_BACKENDS:
-        return DEFAULT
-    return read(cpu).get(key(fmt, activations), DEFAULT)
+    if backend not in GEMM_FROM:
+        return default(backend)
+    return read(cpu).get(key(backend, fmt, activations), default(backend))
 
 
 def write(cpu: str, name: str, choices: Choices, how: dict[str, Any]) -> Path:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .amx_passes import HEADER, MAX_TOKENS, TILE, Passes
+from .amx_passes import HEADER, Passes
+from .gemm import MAX_TOKENS, TILE
 from .intrin.avx512 import broadcast_f32, fma_f32, fnma_f32, load_f32, mul_f32, store_f32
 from .intrin.avx512_bytes import load_i32, to_f32
 from .intrin.prefetch import prefetch_l2

@@ -10,10 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-MAX_TOKENS = 256
-"""Tokens of one pass over the weights: their A slab and sums still fit in L2."""
-TILE = 1024
-"""Bytes of a tile: 16 rows of 64."""
+from .gemm import TILE
 
 HEADER = 64
 """Bytes of scratch in front of the products."""

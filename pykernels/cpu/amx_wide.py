@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from .amx_passes import HEADER, MAX_TOKENS, TILE, Passes
+from .amx_passes import HEADER, Passes
+from .gemm import MAX_TOKENS, TILE
 from .intrin.avx512 import (
     add_f32,
     broadcast_f32,

@@ -2,8 +2,8 @@
 
 The loops, from the outside: slabs of 16 KiB of B tiles; the task's blocks of 32 outputs; groups of
 16 tokens; scale groups; tile products. A slab of all tokens stays in L2 for all blocks; a slab of a
-block stays in L1 for all tokens (half of L1: on a shared core another thread has the other half).
-The next slab of weights is prefetched meanwhile, a few lines with each product.
+block stays in L1 for all tokens. The next slab of weights is prefetched meanwhile, a few lines with
+each product.
 
 bf16 blocks are B tiles already, and so are 8-bit integers where activations are int8. Others are
 decoded into a slab of them. ``amx_wide`` or ``amx_narrow`` multiplies a slab and adds it to the
@@ -24,9 +24,10 @@ from numba import carray, types
 from ..quant.layout import K_BLOCK
 from .activations import annotation
 from .amx_narrow import make_narrow
-from .amx_passes import MAX_TOKENS, PARTS_BYTES, TILE
+from .amx_passes import PARTS_BYTES
 from .amx_wide import make_wide
-from .decode import AHEAD, LOADS, make_reader, pair_rows
+from .decode import AHEAD, LOADS, make_reader
+from .gemm import ARGUMENTS, MAX_TOKENS, OUT_AT, OUT_BYTES, SLAB_BYTES, TILE, padded_tokens
 from .instructions import Instructions
 from .intrin.avx512 import store_f32, zero_f32
 from .intrin.avx512_bytes import (
@@ -36,40 +37,23 @@ from .intrin.avx512_bytes import (
     odd_bytes_fma,
     offset_words,
     store_u8,
-    sub_i8,
     upper_bytes,
 )
 from .intrin.prefetch import prefetch_l2
 from .intrin.sync import as_pointer
 from .jit import inlined, routine
-from .job import i64, poke_f32
-from .rows import activation_scale, group_sum
 from .scales import Scales
+from .slabs import make_decode, make_gather
 
-MAX_BLOCKS = 16
-"""32-row blocks of one call, gate and up counted each."""
-ARGUMENTS = 11
-"""Of ``gemm``."""
-
-_B_BYTES = 16 << 10
 _ACT_GROUPS, _SUM_GROUPS = 4, 16  # of a slab, at most
-_OUT_BYTES = MAX_BLOCKS * MAX_TOKENS * 32 * 4
 
-OUT_AT = 0
-"""Scratch offset of the result, float32 [blocks, M rounded up to 32, 32]."""
-_CONFIG_AT = OUT_AT + _OUT_BYTES
+_CONFIG_AT = OUT_AT + OUT_BYTES
 _PARTS_AT = _CONFIG_AT + 64
 _B_AT = _PARTS_AT + PARTS_BYTES
-_ACT_SCALES_AT = _B_AT + _B_BYTES  # float32 [_ACT_GROUPS, MAX_TOKENS]
+_ACT_SCALES_AT = _B_AT + SLAB_BYTES  # float32 [_ACT_GROUPS, MAX_TOKENS]
 _SUMS_AT = _ACT_SCALES_AT + 4 * _ACT_GROUPS * MAX_TOKENS  # float32 [_SUM_GROUPS, MAX_TOKENS]
 SCRATCH_BYTES = _SUMS_AT + 4 * _SUM_GROUPS * MAX_TOKENS
 """Scratch of one worker, 64-byte aligned."""
-
-
-@inlined
-def padded_tokens(M):
-    """M rounded up to whole pairs of A tiles."""
-    return (M + 31) // 32 * 32
 
 
 @inlined
@@ -94,41 +78,26 @@ def _poke_u8(address, value):
 
 
 def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
-    """Compiles the GEMM of packed blocks in ``fmt``.
-
-    The routine ``gemm(M, blocks, w, block_bytes, scale, scale_bytes, k_blocks, a, rows, tables,
-    scratch)`` computes ``out[b, t, n] = sum_k w[b][n, k] * x_t[k]`` for ``blocks`` consecutive
-    packed blocks and ``M`` tokens into scratch at ``OUT_AT``; rows beyond M hold nothing of use.
+    """Compiles the GEMM (``gemm``) of packed blocks in ``fmt``.
 
     Args:
         fmt: weight format.
         activations: "bf16" or "int8".
         amx: ``intrin.amx``, or ``intrin.amx_model`` where there is none.
-
-    Args of the routine (addresses are int64):
-        M: tokens, at most MAX_TOKENS.
-        blocks: at most MAX_BLOCKS, ``block_bytes`` apart from ``w`` on.
-        scale: packed scales, a block's ``scale_bytes`` apart; unread if the format has none.
-        k_blocks: inputs / 128.
-        a: A tiles [groups of 16 tokens][steps][16 rows][64 bytes], 32 bf16 or 64 int8 inputs a
-            step; an even number of groups, of which the rows beyond M may hold anything.
-        rows: int64 [M rounded up to 32], address of each token's row (``cpu.rows``).
-        tables: ``decode.TABLES``.
-        scratch: SCRATCH_BYTES of this worker.
     """
     reader = make_reader(fmt, ops)
     packing, scales, INT8 = reader.packing, reader.scales, activations == "int8"
-    read, BIAS = reader.rows, reader.bias
     codes: Any = reader.codes
+    BIAS = reader.bias
     how = annotation(fmt, activations)
     ACT_K = how.act_k if how and INT8 else 0
     PARTS, TILE_BYTES, PACKED_K = packing.parts, packing.tile_bytes, packing.k_step
-    FOURS, STEP_K = packing.fours, 64 if INT8 else 32  # inputs of a full tile
+    STEP_K = 64 if INT8 else 32  # inputs of a full tile
     DIRECT = TILE_BYTES == TILE and STEP_K == PACKED_K and (INT8 or scales.k == 0)
     STEP_BYTES = 2 * TILE_BYTES * STEP_K // PACKED_K  # packed bytes of 32 outputs by a step
     STEPS = K_BLOCK // STEP_K
     PLANES = 2 if INT8 and scales.small else 1
-    SLAB = _B_BYTES // (2 * TILE * STEPS * PLANES)  # input blocks of 128
+    SLAB = SLAB_BYTES // (2 * TILE * STEPS * PLANES)  # input blocks of 128
     MINIMA, SUM_K, SUPER_K = scales.minimum is not None, scales.k, scales.super_k
     small_of: Any = scales.small
     if PLANES > 1:
@@ -139,30 +108,9 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
         minimum_k = SUM_K if PLANES > 1 else 0
         passes = make_wide(scales, ACT_K, SLAB * K_BLOCK, STEP_K, amx, minimum_k)
     run, flush, GROUPS, B_ROWS = passes.run, passes.flush, passes.token_groups, passes.b_rows
+    decode = make_decode(reader, INT8, signed=True, asks=True)
+    gather = make_gather(ACT_K, SUM_K if MINIMA else 0)
     variant = f"{fmt}-{activations}-{ops.name}-{amx.__name__.split('.')[-1]}"
-
-    @inlined
-    def decode(w, inputs, tables, ahead, b_slab):
-        """Packed blocks -> B tiles [step][half] in scratch."""
-        for k in range(0, inputs, PACKED_K):
-            for half in range(2):
-                for load in range(LOADS):
-                    for part in range(PARTS):
-                        first = k + 4 * (load * PARTS + part)
-                        tile = b_slab + (2 * (first // STEP_K) + half) * TILE
-                        if INT8:
-                            q = sub_i8(codes(w, load, part, AHEAD), broadcast_u8(BIAS))
-                            store_u8(tile + first % STEP_K * 16, q)
-                        else:
-                            row0, row1 = read(w, load, part, tables, AHEAD)
-                            if FOURS:
-                                row0, row1 = pair_rows(row0, row1)
-                            store_u8(tile + first % STEP_K * 32, row0)
-                            store_u8(tile + first % STEP_K * 32 + 64, row1)
-                w += TILE_BYTES
-            for line in range(0, STEP_BYTES * PACKED_K // STEP_K, 64):
-                prefetch_l2(ahead + line)
-            ahead += STEP_BYTES * PACKED_K // STEP_K
 
     @inlined
     def decode_planes(w, inputs, ahead, b_slab, scale, first_k):
@@ -188,20 +136,6 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
             for line in range(0, STEP_BYTES * PACKED_K // STEP_K, 64):
                 prefetch_l2(ahead + line)
             ahead += STEP_BYTES * PACKED_K // STEP_K
-
-    @inlined
-    def gather(M, rows, K, first_k, inputs, act_scales, sums):
-        """A slab's activation scales and sums, token by token, where the passes read them."""
-        if ACT_K:
-            for group in range((inputs + ACT_K - 1) // ACT_K):
-                for t in range(M):
-                    x = activation_scale(i64(rows, t), K, first_k + group * ACT_K, ACT_K)
-                    poke_f32(act_scales + 4 * (group * MAX_TOKENS + t), x)
-        if MINIMA:
-            for group in range(inputs // SUM_K):
-                for t in range(M):
-                    total = group_sum(i64(rows, t), K, first_k // SUM_K + group)
-                    poke_f32(sums + 4 * (group * MAX_TOKENS + t), total)
 
     @routine(ARGUMENTS, variant)
     def gemm(M, blocks, w, block_bytes, scale, scale_bytes, k_blocks, a, rows, tables, scratch):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import llvmlite
+import llvmlite.binding as llvm
 import numba
 from numba.core import config as numba_config
 from numba.core import types
@@ -72,6 +73,22 @@ def routine(arguments: int, variant: str = "") -> Callable[[Callable], CFunc]:
         return compiled
 
     return decorate
+
+
+_linked: list[CFunc] = []
+"""They must live as long as whatever calls them by name."""
+
+
+def linked(compiled: CFunc) -> Any:
+    """A routine as other kernels call it: by name, in their machine code too.
+
+    A ``kernel`` is compiled again with each that calls it; a routine never, so many can share it.
+    """
+    _linked.append(compiled)
+    known: Any = compiled
+    symbol = f"{known._pyfunc.__module__}.{known._pyfunc.__qualname__}"
+    llvm.add_symbol(symbol, compiled.address)
+    return types.ExternalFunction(symbol, known._sig)
 
 
 def task(variant: str = "") -> Callable[[Callable], CFunc]:

@@ -25,8 +25,11 @@ JOB, job_at = descriptor(
         "row_chunk",  # tokens of one rows task; 0: the driver has copied them all
         "x",  # rows (cpu.rows) of T tokens, H padded with zeros
         "x_stride",  # bytes
-        "h",  # rows of S slots, I padded with zeros
+        "h",  # rows, I padded with zeros, of the slots of experts that take the tiles
         "h_stride",
+        "h_gemm",  # of the others: they hold less
+        "h_gemm_stride",
+        "h_rows",  # int64 [A] where slot 0's row would be, if it were with those of this expert
         "acc",  # float32 [h_blocks, T, 32]
         "y",  # out_bf16 ? bf16 : float32 [T, y_stride / ...]
         "y_stride",
@@ -57,12 +60,10 @@ JOB, job_at = descriptor(
         "h_chunk",
         "h_chunks",
         "tiles",  # addresses of the format's routines: tile_avx512.make_tiles,
-        "gemm",  # gemm_amx.make_gemm,
+        "gemm",  # a make_gemm,
         "annotate",  # annotate.make_annotate; 0: nothing to annotate
         "annotate_gemm",  # the same for h of an expert that takes the GEMM
         "tables",  # address of the decoding tables
-        "slab_bytes",  # packed bytes of 32 outputs by 128 inputs
-        "sweep_tokens",  # tokens of one call of the tiles where many share a slab
         "int8",  # 1: the GEMM multiplies int8 codes, 0: bf16
         "tile_steps",  # A tiles of 16 slots by 128 inputs
         "gemm_from",  # tokens of an expert from which its weights go through the GEMM

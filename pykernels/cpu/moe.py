@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..target import Target, detect
-from . import gemm_amx, tile_avx512, tile_generic
+from . import gemm_amx, gemm_avx512, tile_avx512, tile_generic
 from .activations import annotation
 from .amx_state import request_permission
 from .annotate import make_annotate
@@ -35,10 +35,9 @@ class MoEKernel:
     Attributes:
         stages: the tasks (``stages`` has their indices).
         tiles, gemm: addresses of the format's routines; 0 for none.
-        annotation: what the rows of inputs hold beside bfloat16.
-        annotate: address of what makes it; 0 for nothing to make.
-        annotate_gemm: the same of rows that only the GEMM reads.
-        sweep_tokens: that one call of the tiles takes where many share a slab of weights.
+        annotations: what the rows of inputs hold beside bfloat16: all, and such as only the GEMM
+            reads.
+        annotate, annotate_gemm: addresses of what makes it; 0 for nothing to make.
         int8: whether activations are int8.
         scratch_bytes: of each worker.
     """
@@ -49,16 +48,15 @@ class MoEKernel:
     stages: Stages
     tiles: int
     gemm: int
-    annotation: Annotation | None
+    annotations: tuple[Annotation | None, Annotation | None]
     annotate: int
     annotate_gemm: int
-    sweep_tokens: int
     scratch_bytes: int
 
     @property
     def annotate_k(self) -> int:
         """Inputs that are annotated together: a task must own them all."""
-        return self.annotation.k if self.annotation else 32
+        return max(how.k if how else 32 for how in self.annotations)
 
     @property
     def has_gemm(self) -> bool:
@@ -108,7 +106,8 @@ def build_kernel(
 
     Args:
         ops: the AVX-512 operations, or None for the generic tiles.
-        amx_unit: ``intrin.amx``, ``intrin.amx_model`` where there is none, or None for no GEMM.
+        amx_unit: ``intrin.amx``, ``intrin.amx_model`` where there is none, or None for the AVX-512
+            GEMM.
     """
     # Digits are for the few tokens of an expert that takes no GEMM: with many, two dot products
     # in bfloat16 are fewer than four.
@@ -117,8 +116,14 @@ def build_kernel(
         tiles = PORTABLE[backend].make_tiles(fmt, activations)
     else:
         tiles = tile_avx512.make_tiles(fmt, ops, activations, digits)
-    how = annotation(fmt, activations, digits)
-    gemm = gemm_amx.make_gemm(fmt, ops, activations, amx_unit) if amx_unit and ops else None
+    hows = annotation(fmt, activations, digits), annotation(fmt, activations)
+    gemm, scratch_bytes = None, 0
+    if ops is not None and amx_unit is not None:
+        gemm = gemm_amx.make_gemm(fmt, ops, activations, amx_unit)
+        scratch_bytes = gemm_amx.SCRATCH_BYTES
+    elif ops is not None:
+        gemm = gemm_avx512.make_gemm(fmt, ops, activations)
+        scratch_bytes = gemm_avx512.SCRATCH_BYTES
     return MoEKernel(
         fmt=fmt,
         backend=backend,
@@ -126,9 +131,8 @@ def build_kernel(
         stages=make_stages(ops),
         tiles=tiles.address,
         gemm=gemm.address if gemm else 0,
-        annotation=how,
-        annotate=_annotate_address(how, ops),
-        annotate_gemm=_annotate_address(annotation(fmt, activations), ops),
-        sweep_tokens=tile_avx512.sweep_tokens(fmt, activations),
-        scratch_bytes=gemm_amx.SCRATCH_BYTES if gemm else 0,
+        annotations=hows,
+        annotate=_annotate_address(hows[0], ops),
+        annotate_gemm=_annotate_address(hows[1], ops),
+        scratch_bytes=scratch_bytes,
     )

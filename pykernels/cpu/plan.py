@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..quant import Format
 from ..quant.layout import N_BLOCK, padded
 from ..shapes import MoEShape
-from .gemm_amx import MAX_BLOCKS
+from .gemm import MAX_BLOCKS
 
 # Tasks a thread. Every task begins streams that the prefetchers have to find again, and a down task
 # one for each expert: from 32 down tasks a thread to 4, decode gained 3 to 8 % (fp8 to q4_k, two
@@ -18,12 +18,11 @@ _TASK_BYTES = 8 << 20  # longer runs gain nothing
 _ROW_TASKS, _LONGEST_ROWS = 4, 16
 _DRIVER_VALUES = 1 << 17  # inputs that the driver copies about as soon as others could join in
 
-GEMM_FROM = 5
-"""Tokens of an expert from which the GEMM is taken to win over tiles where nobody measured it
-(SOSP'25 Figure 7: more than four)."""
-
-GEMM_BACKENDS = ("amx",)
-"""Backends that have a GEMM beside their tiles; the others only ever run tiles."""
+GEMM_FROM = {"amx": 5, "avx512": 9}
+"""Backends that have a GEMM beside their tiles, and the tokens of an expert from which it is taken
+to win where nobody measured it: more than four on AMX (SOSP'25 Figure 7), more than a pass of tiles
+takes on AVX-512."""
+_FROM = GEMM_FROM["amx"]
 
 _CROWDED = 5  # tokens of an expert from which its time is that of products, not of reading weights
 
@@ -41,13 +40,11 @@ class MoEPlan:
 
     i_chunk: int
     h_chunk: int
-    gemm_from: int = GEMM_FROM
+    gemm_from: int = _FROM
     row_chunk: int = 0
 
 
-def plan(
-    shape: MoEShape, fmt: Format, threads: int, T: int = 1, gemm_from: int = GEMM_FROM
-) -> MoEPlan:
+def plan(shape: MoEShape, fmt: Format, threads: int, T: int = 1, gemm_from: int = _FROM) -> MoEPlan:
     """The default cut: as long as balance allows, up to 8 MiB of weights.
 
     Args:

@@ -19,15 +19,22 @@ def _words(address, count):
 
 @inlined
 def _lay_out_groups(job):
-    """Gives each expert that takes the GEMM its groups of 16 slots, in pairs, and its pieces."""
+    """Gives each expert its rows of h, and one that takes the GEMM its groups of 16 slots, in
+    pairs, and its pieces."""
     starts = _words(job.starts, job.A + 1)
     groups, pieces = _words(job.groups, job.A), _words(job.pieces, job.A)
+    h_rows = _words(job.h_rows, job.A)
+    few, many = 0, 0  # slots so far
     group, piece = 0, 0
     for active in range(job.A):
         first, last = starts[active], starts[active + 1]
         groups[active], pieces[active] = group, 0
         if last - first < job.gemm_from:
+            h_rows[active] = job.h + (few - first) * job.h_stride
+            few += last - first
             continue
+        h_rows[active] = job.h_gemm + (many - first) * job.h_gemm_stride
+        many += last - first
         group += (last - first + 31) // 32 * 2
         for slot in range(first, last, PIECE):
             _words(job.piece_active, piece + 1)[piece] = active

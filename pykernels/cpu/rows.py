@@ -67,7 +67,8 @@ def row_bytes(K: int, how: Annotation | None) -> int:
     if how.kind == "sums":
         return codes
     if how.kind == "digits":
-        return ceil_to(codes + DIGITS * K + 4 * DIGITS * (K // how.sum_k), 64)
+        offsets = 4 * DIGITS * (K // how.sum_k) if how.bias else 0
+        return ceil_to(codes + DIGITS * K + offsets, 64)
     return ceil_to(codes + K, 64)
 
 

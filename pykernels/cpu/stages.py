@@ -22,8 +22,7 @@ from typing import Any
 from numba import carray, types
 
 from ..quant.layout import K_BLOCK
-from . import gemm_amx, tile_avx512, tile_generic
-from .decode import AHEAD
+from . import gemm, tile_avx512, tile_generic
 from .instructions import Instructions
 from .intake import make_rows
 from .intrin.registers import stack_alloc
@@ -33,10 +32,8 @@ from .job import copy_line, f32, i64, job_at
 from .rows import codes_at
 from .tile_generic import round_bf16
 
-_SWEEP = 48  # tokens that share a pass over the weights, slab by slab: 8 sixes, 6 eights
-_SLAB = 2  # input blocks of 128 in a slab: its weights and the next one's stay in L1 meanwhile
 _ROW_BYTES = 32 * 4  # one token's float32 outputs of a block
-_ROOM = _SWEEP + tile_avx512.MAX_TOKENS  # the last tile of a sweep may be larger than what is left
+_PASS = tile_avx512.MAX_TOKENS  # tokens of one call of the tiles
 PIECE = 64
 """Slots that one pack task moves into A tiles."""
 
@@ -79,8 +76,12 @@ def _write_out(job, t, n0):
     stop = min(n0 + 32, job.H)
     if job.y_bf16 != 0:
         halves = carray(as_pointer(job.y + t * job.y_stride), (stop,), types.uint16)
-        for n in range(n0, stop):
-            halves[n] = round_bf16(sums[n - n0])
+        if stop == n0 + 32:  # in vectors, which LLVM makes of a known count alone
+            for n in range(32):
+                halves[n0 + n] = round_bf16(sums[n])
+        else:
+            for n in range(n0, stop):
+                halves[n] = round_bf16(sums[n - n0])
     else:
         floats = carray(as_pointer(job.y + t * job.y_stride), (stop,), types.float32)
         for n in range(n0, stop):
@@ -88,23 +89,23 @@ def _write_out(job, t, n0):
 
 
 @inlined
-def _zero_padding(job, first, last):
+def _zero_padding(job, h_rows, h_stride, first, last):
     """Clears h between I and its padded end: a wider layer may have been there."""
     start, stop = 32 * job.i_blocks, K_BLOCK * job.down_k
     for slot in range(first, last):
-        h = carray(as_pointer(job.h + slot * job.h_stride), (stop,), types.uint16)
+        h = carray(as_pointer(h_rows + slot * h_stride), (stop,), types.uint16)
         for i in range(start, stop):
             h[i] = 0
 
 
 @inlined
-def _annotate_h(job, annotate, first, last, first_block, last_block):
+def _annotate_h(job, annotate, h_rows, h_stride, first, last, first_block, last_block):
     """Annotates a run of blocks of some slots' h, the padding with the last one."""
     K = K_BLOCK * job.down_k
     stop = K if last_block == job.i_blocks else 32 * last_block
     if annotate != 0:
         for slot in range(first, last):
-            row = job.h + slot * job.h_stride
+            row = h_rows + slot * h_stride
             call_routine(annotate, (row, K, 32 * first_block, stop))
 
 
@@ -117,7 +118,7 @@ def _copy_to_tile(row, K, k_groups, tiles, slot, first, last, job):
     at = codes_at(row, K) if job.int8 != 0 else row
     to = tiles + (slot // 16 * job.tile_steps * k_groups * 16 + slot % 16) * 64
     for step in range(first, last):
-        copy_line(to + step * gemm_amx.TILE, at + 64 * step)
+        copy_line(to + step * gemm.TILE, at + 64 * step)
 
 
 @functools.cache
@@ -133,9 +134,9 @@ def make_stages(ops: Instructions | None) -> Stages:
     else:
         silu_mul_row = tile_avx512.make_silu_mul_row(ops)
         weighted_add_row = tile_avx512.weighted_add_row
-    OUT_AT = gemm_amx.OUT_AT
-    TOKENS, BLOCKS = gemm_amx.MAX_TOKENS, gemm_amx.MAX_BLOCKS
-    ADDRESSES, OUTS = 8 * _ROOM, _ROOM * _ROW_BYTES
+    OUT_AT = gemm.OUT_AT
+    TOKENS, BLOCKS = gemm.MAX_TOKENS, gemm.MAX_BLOCKS
+    ADDRESSES, OUTS = 8 * _PASS, _PASS * _ROW_BYTES
     variant = ops.name if ops else "generic"
 
     @task(f"pack-{variant}")
@@ -144,9 +145,7 @@ def make_stages(ops: Instructions | None) -> Stages:
         active, first = i64(job.piece_active, piece), i64(job.piece_slot, piece)
         start = i64(job.starts, active)
         last = min(first + PIECE, i64(job.starts, active + 1))
-        tiles = (
-            job.x_tiles + i64(job.groups, active) * job.gate_up_k * job.tile_steps * gemm_amx.TILE
-        )
+        tiles = job.x_tiles + i64(job.groups, active) * job.gate_up_k * job.tile_steps * gemm.TILE
         steps = job.tile_steps * job.gate_up_k
         for slot in range(first, last):
             row = job.x + i64(job.slot_token, slot) * job.x_stride
@@ -155,50 +154,40 @@ def make_stages(ops: Instructions | None) -> Stages:
         return 0
 
     @inlined
-    def sweep(job, M, w, scale, k_blocks, rows, out):
-        """out[M, 32] = a packed block times up to _SWEEP tokens."""
+    def multiply(job, M, w, scale, k_blocks, rows, out):
+        """out[M, 32] = a packed block times up to _PASS tokens."""
         K = K_BLOCK * k_blocks
-        slab_blocks, ahead, group = k_blocks, AHEAD, M
-        if M > tile_avx512.MAX_TOKENS:
-            slab_blocks, ahead, group = _SLAB, _SLAB * job.slab_bytes, job.sweep_tokens
-        for slab in range(0, k_blocks, slab_blocks):
-            stop = min(slab + slab_blocks, k_blocks)
-            for t in range(0, M, group):
-                tokens, to = min(group, M - t), out + t * _ROW_BYTES
-                call_routine(
-                    job.tiles,
-                    (tokens, w, scale, slab, stop, K, rows + 8 * t, job.tables, ahead, to),
-                )
+        call_routine(job.tiles, (M, w, scale, 0, k_blocks, K, rows, job.tables, out))
 
     @inlined
-    def gate_up_tiles(job, w, scale, first, last, first_block, last_block):
+    def gate_up_tiles(job, h_rows, h_stride, w, scale, first, last, first_block, last_block):
         rows = stack_alloc(ADDRESSES)
-        gates, ups = stack_alloc(OUTS), stack_alloc(OUTS)  # float32 [_ROOM, 32] each
+        gates, ups = stack_alloc(OUTS), stack_alloc(OUTS)  # float32 [_PASS, 32] each
         for block in range(first_block, last_block):
-            for slot in range(first, last, _SWEEP):
-                M = min(_SWEEP, last - slot)
-                _point_at_rows(
-                    rows, M + tile_avx512.MAX_TOKENS, job.x, job.x_stride, job.slot_token, slot, M
-                )
+            for slot in range(first, last, _PASS):
+                M = min(_PASS, last - slot)
+                _point_at_rows(rows, _PASS, job.x, job.x_stride, job.slot_token, slot, M)
                 for part in range(2):
                     at = w + (2 * block + part) * job.gate_up_block
                     scale_at = scale + (2 * block + part) * job.gate_up_scale_block
                     out = ups if part else gates
-                    sweep(job, M, at, scale_at, job.gate_up_k, rows, out)
+                    multiply(job, M, at, scale_at, job.gate_up_k, rows, out)
                 for t in range(M):
-                    h = job.h + (slot + t) * job.h_stride + block * 64
+                    h = h_rows + (slot + t) * h_stride + block * 64
                     silu_mul_row(gates + t * _ROW_BYTES, ups + t * _ROW_BYTES, h)
 
     @inlined
-    def gate_up_gemm(job, scratch, w, scale, active, first, last, first_block, last_block):
+    def gate_up_gemm(
+        job, scratch, h_rows, h_stride, w, scale, active, first, last, first_block, last_block
+    ):
         rows = stack_alloc(2048)
         out = scratch + OUT_AT  # float32 [gate 0, up 0, gate 1, up 1, ...][Mp, 32]
         for slot in range(first, last, TOKENS):
             M = min(TOKENS, last - slot)
-            Mp = gemm_amx.padded_tokens(M)
+            Mp = gemm.padded_tokens(M)
             _point_at_rows(rows, Mp, job.x, job.x_stride, job.slot_token, slot, M)
             group = i64(job.groups, active) + (slot - first) // 16
-            x_tiles = job.x_tiles + group * job.gate_up_k * job.tile_steps * gemm_amx.TILE
+            x_tiles = job.x_tiles + group * job.gate_up_k * job.tile_steps * gemm.TILE
             for block in range(first_block, last_block, BLOCKS // 2):
                 count = min(BLOCKS // 2, last_block - block)
                 call_routine(
@@ -212,18 +201,18 @@ def make_stages(ops: Instructions | None) -> Stages:
                 for b in range(count):
                     for t in range(M):
                         gate = out + (2 * b * Mp + t) * _ROW_BYTES
-                        h = job.h + (slot + t) * job.h_stride + (block + b) * 64
+                        h = h_rows + (slot + t) * h_stride + (block + b) * 64
                         silu_mul_row(gate, gate + Mp * _ROW_BYTES, h)
 
     @inlined
-    def pack_h(job, active, first, last, first_block, last_block):
+    def pack_h(job, active, h_rows, h_stride, first, last, first_block, last_block):
         """Moves the blocks of h that a task has written, and the padding, into A tiles."""
         K = K_BLOCK * job.down_k
         per_step = K_BLOCK // job.tile_steps  # inputs: 32 bf16, or 64 int8
         stop = K if last_block == job.i_blocks else 32 * last_block
-        tiles = job.h_tiles + i64(job.groups, active) * job.down_k * job.tile_steps * gemm_amx.TILE
+        tiles = job.h_tiles + i64(job.groups, active) * job.down_k * job.tile_steps * gemm.TILE
         for slot in range(first, last):
-            row = job.h + slot * job.h_stride
+            row = h_rows + slot * h_stride
             _copy_to_tile(
                 row, K, job.down_k, tiles, slot - first, 32 * first_block // per_step,
                 stop // per_step, job,
@@ -240,17 +229,30 @@ def make_stages(ops: Instructions | None) -> Stages:
         scale = job.gate_up_scale + expert * job.gate_up_scale_stride
         first, last = i64(job.starts, active), i64(job.starts, active + 1)
         crowded = last - first >= job.gemm_from
+        h_rows, h_stride = i64(job.h_rows, active), job.h_gemm_stride if crowded else job.h_stride
         if crowded:
             scratch = job.scratch + worker * job.scratch_stride
-            gate_up_gemm(job, scratch, w, scale, active, first, last, first_block, last_block)
+            gate_up_gemm(
+                job,
+                scratch,
+                h_rows,
+                h_stride,
+                w,
+                scale,
+                active,
+                first,
+                last,
+                first_block,
+                last_block,
+            )
         else:
-            gate_up_tiles(job, w, scale, first, last, first_block, last_block)
+            gate_up_tiles(job, h_rows, h_stride, w, scale, first, last, first_block, last_block)
         if last_block == job.i_blocks:
-            _zero_padding(job, first, last)
+            _zero_padding(job, h_rows, h_stride, first, last)
         annotate = job.annotate_gemm if crowded else job.annotate
-        _annotate_h(job, annotate, first, last, first_block, last_block)
+        _annotate_h(job, annotate, h_rows, h_stride, first, last, first_block, last_block)
         if crowded:
-            pack_h(job, active, first, last, first_block, last_block)
+            pack_h(job, active, h_rows, h_stride, first, last, first_block, last_block)
         return 0
 
     @inlined
@@ -261,27 +263,29 @@ def make_stages(ops: Instructions | None) -> Stages:
             weighted_add_row(f32(job.slot_weight, slot + t), out + t * _ROW_BYTES, acc)
 
     @inlined
-    def down_tiles(job, w, scale, first, last, first_block, last_block):
+    def down_tiles(job, h_rows, h_stride, w, scale, first, last, first_block, last_block):
         rows = stack_alloc(ADDRESSES)
-        out = stack_alloc(OUTS)  # float32 [_ROOM, 32]
+        out = stack_alloc(OUTS)  # float32 [_PASS, 32]
         for block in range(first_block, last_block):
             w_down = w + block * job.down_block
             s_down = scale + block * job.down_scale_block
-            for slot in range(first, last, _SWEEP):
-                M = min(_SWEEP, last - slot)
-                _point_at_rows(rows, M + tile_avx512.MAX_TOKENS, job.h, job.h_stride, 0, slot, M)
-                sweep(job, M, w_down, s_down, job.down_k, rows, out)
+            for slot in range(first, last, _PASS):
+                M = min(_PASS, last - slot)
+                _point_at_rows(rows, _PASS, h_rows, h_stride, 0, slot, M)
+                multiply(job, M, w_down, s_down, job.down_k, rows, out)
                 add_rows(job, slot, M, block, out)
 
     @inlined
-    def down_gemm(job, scratch, w, scale, active, first, last, first_block, last_block):
+    def down_gemm(
+        job, scratch, h_rows, h_stride, w, scale, active, first, last, first_block, last_block
+    ):
         rows = stack_alloc(2048)
         for slot in range(first, last, TOKENS):
             M = min(TOKENS, last - slot)
-            Mp = gemm_amx.padded_tokens(M)
-            _point_at_rows(rows, Mp, job.h, job.h_stride, 0, slot, M)
+            Mp = gemm.padded_tokens(M)
+            _point_at_rows(rows, Mp, h_rows, h_stride, 0, slot, M)
             group = i64(job.groups, active) + (slot - first) // 16
-            h_tiles = job.h_tiles + group * job.down_k * job.tile_steps * gemm_amx.TILE
+            h_tiles = job.h_tiles + group * job.down_k * job.tile_steps * gemm.TILE
             for block in range(first_block, last_block, BLOCKS):
                 count = min(BLOCKS, last_block - block)
                 call_routine(
@@ -310,11 +314,25 @@ def make_stages(ops: Instructions | None) -> Stages:
             for i in range(count):
                 sums[i] = types.float32(0)
         first, last = i64(job.starts, active), i64(job.starts, active + 1)
-        if last - first < job.gemm_from:
-            down_tiles(job, w, scale, first, last, first_block, last_block)
+        crowded = last - first >= job.gemm_from
+        h_rows, h_stride = i64(job.h_rows, active), job.h_gemm_stride if crowded else job.h_stride
+        if not crowded:
+            down_tiles(job, h_rows, h_stride, w, scale, first, last, first_block, last_block)
         else:
             scratch = job.scratch + worker * job.scratch_stride
-            down_gemm(job, scratch, w, scale, active, first, last, first_block, last_block)
+            down_gemm(
+                job,
+                scratch,
+                h_rows,
+                h_stride,
+                w,
+                scale,
+                active,
+                first,
+                last,
+                first_block,
+                last_block,
+            )
         if active == job.A - 1:
             for t in range(job.T):
                 for block in range(first_block, last_block):

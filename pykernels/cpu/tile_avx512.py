@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..quant.layout import K_BLOCK
-from .decode import LOADS, PACKINGS, make_reader
+from .decode import AHEAD, LOADS, make_reader
 from .instructions import Instructions
 from .intrin.avx512 import add_f32, broadcast_f32, fma_f32, fnma_f32, load_f32, store_f32, zero_f32
 from .intrin.registers import f32x16_array
@@ -25,23 +25,12 @@ from .silu import silu_mul_f32
 MAX_TOKENS = 8
 """Tokens of one pass over the weights: 16 accumulators and the decoder fill the registers."""
 
-ARGUMENTS = 10
+ARGUMENTS = 9
 """Of ``tiles``."""
 
 
-def sweep_tokens(fmt: str, activations: str) -> int:
-    """Tokens of one step of a sweep over weights that are in cache.
-
-    Weights that are multiplied as they lie leave registers for 6 tokens by both halves of a block,
-    so that an input that was broadcast is multiplied twice (0.48 TFLOP/s of 0.53 a Zen 5 core, with
-    8 tokens by one half 0.41). Others have to be decoded, and 8 share that; more gained nothing.
-    """
-    packing = PACKINGS[fmt]
-    return 6 if packing.tile_bytes == 1024 and packing.fours == (activations == "int8") else 8
-
-
 def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: bool = False) -> Any:
-    """Compiles ``tile(w, scale, first, last, K, rows, tables, ahead, out)`` for M tokens.
+    """Compiles ``tile(w, scale, first, last, K, rows, tables, out)`` for M tokens.
 
     The tile computes ``out[t, n] = sum_k w[n, k] * x_t[k]`` for 32 rows n and M tokens t, over the
     128-wide input blocks ``first .. last - 1``; from ``first`` 0 on, later ones add to ``out``.
@@ -53,7 +42,6 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
         K: inputs of a row, padded.
         rows: int64 [M], address of each token's row (``cpu.rows``).
         tables: ``decode.TABLES``.
-        ahead: bytes that prefetches run ahead of loads.
         out: float32 [M, 32].
     """
     reader = make_reader(fmt, ops)
@@ -64,12 +52,9 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
     factor_of, minimum_of = reader.scales.factor, reader.scales.minimum
     TILE, K_STEP, PARTS = reader.packing.tile_bytes, reader.packing.k_step, reader.packing.parts
     STEPS = K_BLOCK // K_STEP
-    # Both halves of the block in one pass if the registers hold their accumulators.
-    HALVES = 2 if M <= 2 or M == 6 else 1
-    # Few tokens read the weights in the order of their bytes, as prefetchers like it; a sweep has
-    # them in cache and alternates between the halves.
-    ORDER = HALVES if M <= 2 else 1
-    TOGETHER = HALVES // ORDER
+    # Both halves of the block in one pass if the registers hold their accumulators: prefetchers
+    # like weights in the order of their bytes.
+    HALVES = 2 if M <= 2 else 1
     OUTS, SUMS = HALVES * M, CHAINS * HALVES * M
     # Groups of inputs shorter than a packed tile are added up in registers first.
     GROUP = reader.scales.k or K_BLOCK
@@ -99,7 +84,7 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
                 begin(sums, CHAINS * (t * HALVES + half), i64(rows, t), K, k)
 
     @kernel(f"{fmt}-{activations}-m{M}-{ops.name}-{CHAINS}")
-    def tile(w, scale, first, last, K, rows, tables, ahead, out):
+    def tile(w, scale, first, last, K, rows, tables, out):
         if first == 0:
             for i in range(2 * M):
                 store_f32(out + 64 * i, zero_f32())
@@ -114,25 +99,22 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
                     begin_groups(sums, 0, HALVES, K, block * K_BLOCK, rows)
                 for step in range(STEPS):
                     k = block * K_BLOCK + step * K_STEP
-                    for order in range(ORDER):
-                        at = w + (2 * step + sweep + order) * TILE
+                    for half in range(HALVES):
+                        at = w + (2 * step + sweep + half) * TILE
                         for part_fold in range(FOLDS):
                             to_k = k + part_fold * GROUP
                             if FOLDS > 1:
-                                begin_groups(sums, order, order + TOGETHER, K, to_k, rows)
+                                begin_groups(sums, half, half + 1, K, to_k, rows)
                             for fold_load in range(FOLD_LOADS):
                                 load = part_fold * FOLD_LOADS + fold_load
                                 for part in range(PARTS):
                                     lot_k = k + 4 * (load * PARTS + part)
-                                    for half in range(order, order + TOGETHER):
-                                        multiply(
-                                            sums, CHAINS * half, CHAINS * HALVES,
-                                            at + (half - order) * TILE, load, part, tables, ahead,
-                                            rows, K, lot_k,
-                                        )  # fmt: skip
+                                    multiply(
+                                        sums, CHAINS * half, CHAINS * HALVES, at, load, part,
+                                        tables, AHEAD, rows, K, lot_k,
+                                    )  # fmt: skip
                             if FOLDS > 1:
-                                for half in range(order, order + TOGETHER):
-                                    fold(sums, outs, half, sweep + half, K, to_k, rows, scale)
+                                fold(sums, outs, half, sweep + half, K, to_k, rows, scale)
                 k = block * K_BLOCK
                 for half in range(HALVES):
                     if FOLDS == 1:
@@ -147,7 +129,7 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
 
 
 def make_tiles(fmt: str, ops: Instructions, activations: str, digits: bool = False) -> Any:
-    """Compiles the routine ``tiles(M, w, scale, first, last, K, rows, tables, ahead, out)``.
+    """Compiles the routine ``tiles(M, w, scale, first, last, K, rows, tables, out)``.
 
     ``rows`` must hold MAX_TOKENS addresses, and ``out`` as many rows: an M that has no tile of its
     own runs the next larger one (the pass over the weights is what costs), its last addresses
@@ -155,22 +137,18 @@ def make_tiles(fmt: str, ops: Instructions, activations: str, digits: bool = Fal
     """
     if digits and activations == "bf16" and make_reader(fmt, ops).codes:
         return _digit_tiles(fmt, ops)
-    SWEEP = sweep_tokens(fmt, activations)
     tile1, tile2, tile4, tile8 = (make_tile(fmt, M, ops, activations) for M in (1, 2, 4, 8))
-    tile_sweep = make_tile(fmt, SWEEP, ops, activations) if SWEEP != 8 else tile8
 
     @routine(ARGUMENTS, f"{fmt}-{activations}-{ops.name}")
-    def tiles(M, w, scale, first, last, K, rows, tables, ahead, out):
+    def tiles(M, w, scale, first, last, K, rows, tables, out):
         if M == 1:
-            tile1(w, scale, first, last, K, rows, tables, ahead, out)
+            tile1(w, scale, first, last, K, rows, tables, out)
         elif M == 2:
-            tile2(w, scale, first, last, K, rows, tables, ahead, out)
+            tile2(w, scale, first, last, K, rows, tables, out)
         elif M <= 4:
-            tile4(w, scale, first, last, K, rows, tables, ahead, out)
-        elif M <= SWEEP:
-            tile_sweep(w, scale, first, last, K, rows, tables, ahead, out)
+            tile4(w, scale, first, last, K, rows, tables, out)
         else:
-            tile8(w, scale, first, last, K, rows, tables, ahead, out)
+            tile8(w, scale, first, last, K, rows, tables, out)
         return 0
 
     return tiles
@@ -181,17 +159,17 @@ def _digit_tiles(fmt: str, ops: Instructions) -> Any:
     tile1, tile2, tile4 = (make_tile(fmt, M, ops, "bf16", True) for M in (1, 2, 4))
 
     @routine(ARGUMENTS, f"{fmt}-digits-{ops.name}")
-    def tiles(M, w, scale, first, last, K, rows, tables, ahead, out):
+    def tiles(M, w, scale, first, last, K, rows, tables, out):
         if M == 1:
-            tile1(w, scale, first, last, K, rows, tables, ahead, out)
+            tile1(w, scale, first, last, K, rows, tables, out)
         elif M == 2:
-            tile2(w, scale, first, last, K, rows, tables, ahead, out)
+            tile2(w, scale, first, last, K, rows, tables, out)
         elif M <= 4:
-            tile4(w, scale, first, last, K, rows, tables, ahead, out)
+            tile4(w, scale, first, last, K, rows, tables, out)
         else:
             for block in range(first, last):
-                tile4(w, scale, block, block + 1, K, rows, tables, ahead, out)
-                tile4(w, scale, block, block + 1, K, rows + 32, tables, ahead, out + 512)
+                tile4(w, scale, block, block + 1, K, rows, tables, out)
+                tile4(w, scale, block, block + 1, K, rows + 32, tables, out + 512)
         return 0
 
     return tiles

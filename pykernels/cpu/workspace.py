@@ -10,7 +10,6 @@ import torch
 from ..errors import PykernelsError
 from ..quant import PackedExperts
 from ..quant.layout import K_BLOCK, N_BLOCK, ceil_to
-from .decode import packed_bytes
 from .intake import take_inputs
 from .job import JOB
 from .moe import NEVER, MoEKernel, tables_address
@@ -29,7 +28,7 @@ class Workspace:
     """
 
     def __init__(self) -> None:
-        self._sizes: tuple[int, ...] = (0,) * 8
+        self._sizes: tuple[int, ...] = (0,) * 11
         self.buffers: dict[str, torch.Tensor] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
@@ -50,20 +49,27 @@ class Workspace:
         I: int,  # noqa: E741
         gemm_from: int,
         annotation: Annotation | None,
+        annotation_gemm: Annotation | None,
     ) -> dict[str, torch.Tensor]:
         """The buffers for a call of T tokens, H and I padded; not cleared between calls."""
         S, Hp = T * topk, H
         x_row, h_row = row_bytes(H, annotation), row_bytes(I, annotation)
         dense = min(E, S // gemm_from)  # experts that may take the GEMM
         groups = S // 16 + 2 * dense if dense else 0
-        sizes: tuple[int, ...] = (T, S, E, Hp, x_row, h_row, groups * H * 16, groups * I * 16)
+        few, many = min(S, E * (gemm_from - 1)), S if dense else 0  # slots of tiles, of the GEMM
+        sizes: tuple[int, ...] = (
+            T, S, E, Hp, x_row, few, h_row, many, row_bytes(I, annotation_gemm),
+            groups * H * 16, groups * I * 16,
+        )  # fmt: skip
         if any(need > have for need, have in zip(sizes, self._sizes, strict=True)):
             sizes = tuple(max(pair) for pair in zip(sizes, self._sizes, strict=True))
             self._sizes = sizes
-            T, S, E, Hp, x_row, h_row, x_tiles, h_tiles = sizes
+            T, S, E, Hp, x_row, few, h_row, many, h_gemm_row, x_tiles, h_tiles = sizes
             self.buffers = {
                 "x": torch.zeros(T, x_row, dtype=torch.uint8),
-                "h": torch.zeros(S, h_row, dtype=torch.uint8),
+                "h": torch.zeros(few, h_row, dtype=torch.uint8),
+                "h_gemm": torch.zeros(many, h_gemm_row, dtype=torch.uint8),
+                "h_rows": torch.zeros(E, dtype=torch.int64),
                 "acc": torch.zeros(T, Hp),
                 "slot_token": torch.zeros(S, dtype=torch.int64),
                 "slot_weight": torch.zeros(S),
@@ -118,10 +124,13 @@ class MoECall:
         workspace: Workspace,
         workers: int = 1,
         cut: MoEPlan | None = None,
-        gemm_from: int = GEMM_FROM,
+        gemm_from: int | None = None,
     ) -> None:
-        """``cut`` is for every call; None plans each by its tokens, for ``workers`` threads."""
-        self._gemm_from = gemm_from
+        """``cut`` is for every call; None plans each by its tokens, for ``workers`` threads.
+
+        ``gemm_from`` is as in ``MoEPlan``; None for ``plan.GEMM_FROM``.
+        """
+        self._gemm_from = gemm_from or GEMM_FROM.get(kernel.backend, NEVER)
         self.experts, self.kernel, self._workspace = experts, kernel, workspace
         self._workers, self._cut = workers, cut
         fmt, shape = experts.fmt, experts.shape
@@ -156,8 +165,6 @@ class MoECall:
             "gemm": kernel.gemm,
             "annotate": kernel.annotate,
             "annotate_gemm": kernel.annotate_gemm,
-            "slab_bytes": packed_bytes(fmt.name),
-            "sweep_tokens": kernel.sweep_tokens,
             "int8": kernel.int8,
             "tile_steps": 2 if kernel.int8 else 4,
             "scratch": self._scratch.data_ptr(),
@@ -236,8 +243,8 @@ class MoECall:
             return
         E, words = self.experts.shape.E, self._words
         H, I = (K_BLOCK * int(words[_AT[name]]) for name in ("gate_up_k", "down_k"))  # noqa: E741
-        gemm_from, annotation = int(words[_AT["gemm_from"]]), self.kernel.annotation
-        self._bind(self._workspace.reserve(T, topk, E, H, I, gemm_from, annotation))
+        gemm_from, hows = int(words[_AT["gemm_from"]]), self.kernel.annotations
+        self._bind(self._workspace.reserve(T, topk, E, H, I, gemm_from, *hows))
         self._reserved = T, topk
 
     def _check(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[int, int]:
@@ -268,5 +275,5 @@ class MoECall:
         self._buffers = buffers
         for name in buffers.keys() - {"cursor"}:
             self.job[name] = buffers[name].data_ptr()
-        for name in ("x", "h"):
+        for name in ("x", "h", "h_gemm"):
             self.job[f"{name}_stride"] = buffers[name].stride(0) * buffers[name].element_size()

@@ -43,7 +43,7 @@ def test_real_tiles_do_what_the_model_does(fmt, activations, T):
     shape = fit(SHAPE, get_format(fmt))
     experts, routing = random_experts(shape, get_format(fmt)), skewed_routing(T, shape)
     x = torch.randn(T, shape.H).bfloat16()
-    modelled = build_kernel("avx512", fmt, activations, instructions(detect()), amx_model)
+    modelled = build_kernel("amx", fmt, activations, instructions(detect()), amx_model)
     call = cpu.MoECall(experts, modelled, cpu.Workspace())
     expected = cpu.run_serially(call, x, routing.ids, routing.weights, poisoned(T, shape.H))
     y = cpu.moe_ffn(

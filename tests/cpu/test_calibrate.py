@@ -9,7 +9,7 @@ from pykernels.cpu import make_kernel
 from pykernels.cpu.instructions import instructions
 from pykernels.cpu.intrin import amx_model
 from pykernels.cpu.moe import NEVER, build_kernel
-from pykernels.cpu.plan import GEMM_BACKENDS, GEMM_FROM, plan
+from pykernels.cpu.plan import GEMM_FROM, plan
 from pykernels.env import env
 from pykernels.quant import get_format
 from pykernels.registry import kernels
@@ -28,7 +28,7 @@ SMALL = MoEShape(E=2, H=128, I=128, topk=2)
 
 @pytest.mark.skipif(not AVX512, reason="the modelled tiles are decoded in AVX-512")
 def test_both_paths_compute_the_same_and_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    modelled = build_kernel("avx512", "bf16", "bf16", instructions(detect()), amx_model)
+    modelled = build_kernel("amx", "bf16", "bf16", instructions(detect()), amx_model)
     monkeypatch.setattr("runtime.experts.make_kernel", lambda *_: modelled)
     with WorkerPool(1) as pool:
         timer = PathTimer("bf16", pool, "avx512", shape=SMALL, max_tokens=5)
@@ -54,15 +54,15 @@ def test_experts_take_what_this_machine_was_calibrated_to(
     amx = next(b for b in kernels() if b.name == "amx")
     monkeypatch.setattr("runtime.experts.resolve", lambda *_: amx)
     with env.override(cache_dir=tmp_path):
-        assert RoutedExperts(SMALL, "bf16").choices.gemm_from == GEMM_FROM
-        choices.write(detect().cpu, "bf16/bf16", Choices(gemm_from=11), {})
+        assert RoutedExperts(SMALL, "bf16").choices.gemm_from == GEMM_FROM["amx"]
+        choices.write(detect().cpu, "amx/bf16/bf16", Choices(gemm_from=11), {})
         assert RoutedExperts(SMALL, "bf16").choices.gemm_from == 11
-        assert RoutedExperts(SMALL, "fp8").choices.gemm_from == GEMM_FROM
+        assert RoutedExperts(SMALL, "fp8").choices.gemm_from == GEMM_FROM["amx"]
 
 
 def test_the_plan_carries_the_threshold() -> None:
     shape, fmt = MoEShape(E=32, H=7168, I=2048, topk=8), get_format("fp8")
-    assert plan(shape, fmt, 16, 8).gemm_from == GEMM_FROM
+    assert plan(shape, fmt, 16, 8).gemm_from == GEMM_FROM["amx"]
     crowded, sparse = plan(shape, fmt, 16, 256, NEVER), plan(shape, fmt, 16, 8, NEVER)
     assert crowded.gemm_from == NEVER
     assert crowded.h_chunk < plan(shape, fmt, 2, 256, NEVER).h_chunk  # more threads, shorter tasks
@@ -75,7 +75,7 @@ def test_backends_with_a_gemm_are_listed(name: str) -> None:
     backend = next(b for b in kernels() if b.name == name)
     if backend.supports("bf16", detect()) is not None:
         pytest.skip(f"{name} does not run here")
-    assert make_kernel(name, "bf16").has_gemm == (name in GEMM_BACKENDS)
+    assert make_kernel(name, "bf16").has_gemm == (name in GEMM_FROM)
 
 
 def test_results_are_the_same_bits_on_one_thread_and_on_all(tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""The AMX GEMM's loops on modelled tiles (any CPU), and the tile layout against the SDM."""
+"""Both GEMMs, that of AMX on modelled tiles (any CPU), and the tile layout against the SDM."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pykernels.cpu.instructions import instructions
 from pykernels.cpu.intrin import amx_model
 from pykernels.cpu.moe import build_kernel
 from pykernels.cpu.plan import MoEPlan
+from pykernels.env import env
 from pykernels.quant import FORMATS, PackedExperts, get_format
 from pykernels.quant.layout import pack_tiles
 from pykernels.ref import isa
@@ -92,18 +93,26 @@ CASES = [
 ]
 
 
+NEWER = frozenset({"avx512bf16", "avx512vbmi", "avx512vnni"})
+"""Extensions that "base" spells out."""
+
 VARIANTS = [
-    (fmt, activations)
+    (unit, fmt, activations)
+    for unit in ("amx", "avx512")
     for fmt in FORMATS
     for activations in ("bf16", "int8")
     if activations == "bf16" or FORMATS[fmt].int8_kind
-]
+] + [("base", "fp8", "bf16"), ("base", "q4_k", "int8")]
 
 
 @pytest.fixture(scope="module", params=VARIANTS, ids="-".join)
-def modelled(request):
-    fmt, activations = request.param
-    return build_kernel("avx512", fmt, activations, instructions(detect()), amx_model)
+def kernels_of(request):
+    unit, fmt, activations = request.param
+    with env.override(isa=NEWER if unit == "base" else frozenset()):
+        ops = instructions(detect())
+    if unit == "amx":
+        return build_kernel("amx", fmt, activations, ops, amx_model)
+    return build_kernel("avx512", fmt, activations, ops)
 
 
 @functools.cache
@@ -111,41 +120,41 @@ def _experts(fmt: str, shape: MoEShape) -> PackedExperts:
     return random_experts(shape, get_format(fmt))
 
 
-def _truth(modelled, experts, routing, x):
+def _truth(kernels_of, experts, routing, x):
     return ref.moe_ffn(
         x, routing.ids, routing.weights, experts,
-        dtype=torch.float64, h_dtype=torch.bfloat16, activations=modelled.activations,
+        dtype=torch.float64, h_dtype=torch.bfloat16, activations=kernels_of.activations,
     )  # fmt: skip
 
 
-def _bound(modelled, routing, shape) -> float:
-    flips = code_flips if modelled.int8 else rounding_flips
+def _bound(kernels_of, routing, shape) -> float:
+    flips = code_flips if kernels_of.int8 else rounding_flips
     return 1e-6 + flips(routing.ids.numel() * shape.I)
 
 
 @pytest.mark.parametrize(("T", "cut"), CASES)
-def test_the_gemm_is_the_reference(modelled, T, cut):
-    shape = fit(SHAPE, get_format(modelled.fmt))
-    experts = _experts(modelled.fmt, shape)
+def test_the_gemm_is_the_reference(kernels_of, T, cut):
+    shape = fit(SHAPE, get_format(kernels_of.fmt))
+    experts = _experts(kernels_of.fmt, shape)
     routing = balanced_routing(T, shape)
     x = torch.randn(T, shape.H).bfloat16()
-    y = _run(modelled, experts, routing, x, cut)
-    truth = _truth(modelled, experts, routing, x)
-    assert_close(y, truth, _bound(modelled, routing, shape))
+    y = _run(kernels_of, experts, routing, x, cut)
+    truth = _truth(kernels_of, experts, routing, x)
+    assert_close(y, truth, _bound(kernels_of, routing, shape))
 
 
-def test_both_paths_in_one_call(modelled):
+def test_both_paths_in_one_call(kernels_of):
     """Crowded experts take the GEMM, the others the tiles; the cut changes no bit."""
-    shape = fit(MoEShape(E=16, H=256, I=128, topk=2), get_format(modelled.fmt))
-    experts, routing = _experts(modelled.fmt, shape), skewed_routing(40, shape)
+    shape = fit(MoEShape(E=16, H=256, I=128, topk=2), get_format(kernels_of.fmt))
+    experts, routing = _experts(kernels_of.fmt, shape), skewed_routing(40, shape)
     counts = routing.ids.flatten().bincount(minlength=16)
     assert (counts >= 5).any() and ((counts > 0) & (counts < 5)).any()
     x = torch.randn(40, shape.H).bfloat16()
     runs = [
-        _run(modelled, experts, routing, x, MoEPlan(i, h)) for i, h in ((1, 1), (3, 5), (9, 20))
+        _run(kernels_of, experts, routing, x, MoEPlan(i, h)) for i, h in ((1, 1), (3, 5), (9, 20))
     ]
-    truth = _truth(modelled, experts, routing, x)
-    assert_close(runs[0], truth, _bound(modelled, routing, shape))
+    truth = _truth(kernels_of, experts, routing, x)
+    assert_close(runs[0], truth, _bound(kernels_of, routing, shape))
     assert torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2])
 
 
@@ -154,13 +163,13 @@ def _run(stages, experts, routing, x, cut):
     return cpu.run_serially(call, x, routing.ids, routing.weights, poisoned(*x.shape))
 
 
-def test_a_token_does_not_depend_on_its_batch(modelled):
-    shape = fit(SHAPE, get_format(modelled.fmt))
-    experts, routing = _experts(modelled.fmt, shape), balanced_routing(40, shape)
+def test_a_token_does_not_depend_on_its_batch(kernels_of):
+    shape = fit(SHAPE, get_format(kernels_of.fmt))
+    experts, routing = _experts(kernels_of.fmt, shape), balanced_routing(40, shape)
     x = torch.randn(40, shape.H).bfloat16()
     cut = MoEPlan(4, 4, gemm_from=1)
-    whole = _run(modelled, experts, routing, x, cut)
-    for t in (0, 17, 39):
+    whole = _run(kernels_of, experts, routing, x, cut)
+    for t in (0, 17, 38, 39):
         one = slice(t, t + 1)
         alone = Routing(routing.ids[one], routing.weights[one])
-        assert torch.equal(_run(modelled, experts, alone, x[one], cut), whole[one])
+        assert torch.equal(_run(kernels_of, experts, alone, x[one], cut), whole[one])

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from pykernels.cpu import tile_avx512, tile_generic
+from pykernels.cpu import passes_avx512, tile_avx512, tile_generic
 from pykernels.cpu.activations import annotation
 from pykernels.cpu.annotate import make_annotate
 from pykernels.cpu.decode import TABLES
@@ -75,8 +75,8 @@ KINDS = [
 
 @kernel("test-tiles")
 def _call_twice(tiles, M, w, scale, split, k_blocks, K, rows, tables, out):
-    call_routine(tiles, (M, w, scale, 0, split, K, rows, tables, 4096, out))
-    call_routine(tiles, (M, w, scale, split, k_blocks, K, rows, tables, 4096, out))
+    call_routine(tiles, (M, w, scale, 0, split, K, rows, tables, out))
+    call_routine(tiles, (M, w, scale, split, k_blocks, K, rows, tables, out))
 
 
 def run_tile(
@@ -295,21 +295,44 @@ def test_accumulators_live_in_registers(name, activations, product, M, tmp_path)
     """
     with env.override(cache_dir=tmp_path):  # code that comes from the cache has no assembly
         tile = tile_avx512.make_tile(name, M, instructions(detect()), activations)
-        tile.compile("(" + ", ".join(["int64"] * 9) + ")")
+        tile.compile("(" + ", ".join(["int64"] * 8) + ")")
     (assembly,) = tile.inspect_asm().values()
+    _check_sums(assembly, product, M)
+
+
+def _check_sums(assembly: str, product: str, least: int) -> None:
+    """At least so many dot products, and few whose sum is stored on the stack next."""
     lines = assembly.splitlines()
     sums = [
         (i, m[1])
         for i, line in enumerate(lines)
         if (m := re.search(rf"{product}.*, (%zmm\d+)", line))
     ]
-    assert len(sums) >= M, f"the kernel does not use {product}"
+    assert len(sums) >= least, f"the kernel does not use {product}"
     to_stack = re.compile(r"(%zmm\d+), -?\d*\(%r[sb]p")
     stored = 0
     for i, register in sums:
         user = next((line for line in lines[i + 1 :] if f"{register}," in f"{line},"), "")
         stored += bool((m := to_stack.search(user)) and m[1] == register)
     assert stored <= len(sums) // 4, f"{stored} of {len(sums)} sums go to the stack"
+
+
+@needs_bf16
+@pytest.mark.parametrize(
+    ("T", "scale_k", "minima", "act_k", "biased"),
+    [
+        (12, 0, False, 0, False),  # bf16
+        (6, 16, False, 0, False),  # q6_k
+        (6, 16, False, 256, True),  # the same with int8 activations
+        (6, 32, True, 256, False),  # q4_k with them
+    ],
+)
+def test_sums_of_a_pass_live_in_registers(T, scale_k, minima, act_k, biased, tmp_path):
+    build = passes_avx512.make_pass.__wrapped__  # anew: one from the cache has no assembly
+    with env.override(cache_dir=tmp_path):
+        built = build(T, scale_k, minima, act_k, biased, instructions(detect()))
+    assembly = built._library.get_asm_str()
+    _check_sums(assembly, "vpdpbusd" if act_k else "vdpbf16ps", 2 * T)
 
 
 def test_the_generic_kernel_is_chosen_without_avx512():

@@ -37,7 +37,7 @@ def amx(monkeypatch: pytest.MonkeyPatch) -> None:
         progress(0.5)
         points = (Point(4, 1e-3, 2e-3, 0.5), Point(8, 3e-3, 2e-3, 1.5))
         return Calibration(
-            fmt, activations, pool.threads, 8 if fmt == "bf16" else NEVER, points, 0.0
+            backend, fmt, activations, pool.threads, 8 if fmt == "bf16" else NEVER, points, 0.0
         )
 
     monkeypatch.setattr(measuring, "calibrate", calibrate)
@@ -60,7 +60,10 @@ def test_a_table_a_decision_and_a_file(amx: None, capsys: pytest.CaptureFixture[
     assert any(line.startswith("bf16: GEMM from 8 tokens an expert. Of all") for line in lines)
     assert any(line.startswith("fp8: tiles always. Of all") for line in lines)
     assert lines[-1] == f"Kept in {choices.path(detect().cpu)}"
-    assert choices.read(detect().cpu) == {"bf16/bf16": Choices(8), "fp8/bf16": Choices(NEVER)}
+    assert choices.read(detect().cpu) == {
+        "amx/bf16/bf16": Choices(8),
+        "amx/fp8/bf16": Choices(NEVER),
+    }
 
 
 def test_json_is_one_object(amx: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,14 +78,14 @@ def test_every_format_is_calibrated_unless_told(
     amx: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(capsys, "--json")[0] == 0
-    assert set(choices.read(detect().cpu)) == {f"{fmt}/bf16" for fmt in FORMATS}
+    assert set(choices.read(detect().cpu)) == {f"amx/{fmt}/bf16" for fmt in FORMATS}
 
 
 def test_int8_activations_have_choices_of_their_own(
     amx: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(capsys, "--activations", "int8")[0] == 0
-    able = {f"{name}/int8" for name, fmt in FORMATS.items() if fmt.int8_kind}
+    able = {f"amx/{name}/int8" for name, fmt in FORMATS.items() if fmt.int8_kind}
     assert set(choices.read(detect().cpu)) == able != set()
 
 
@@ -112,7 +115,7 @@ def test_an_unknown_format_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_doctor_says_what_is_calibrated(amx: None) -> None:
-    choices.write(detect().cpu, "bf16/bf16", Choices(9), {})
+    choices.write(detect().cpu, "amx/bf16/bf16", Choices(9), {})
     facts = {fact.name: fact.value for fact in doctor.look_at_calibration()}
     assert set(facts) == set(FORMATS)
     assert facts["bf16"] == "GEMM from 9 tokens an expert (calibrated)"

@@ -27,30 +27,30 @@ def cache(tmp_path: Path) -> Iterator[Path]:
 
 def test_without_a_file_the_choices_are_the_defaults() -> None:
     assert choices.read(CPU) == {}
-    assert choices.chosen("amx", "fp8", CPU) == Choices(gemm_from=GEMM_FROM)
+    assert choices.chosen("amx", "fp8", CPU) == Choices(gemm_from=GEMM_FROM["amx"])
 
 
 def test_what_was_written_is_chosen_for_its_cpu_and_format_alone(cache: Path) -> None:
-    file = choices.write(CPU, "fp8/bf16", Choices(gemm_from=9), {"threads": 15})
-    choices.write(CPU, "bf16/bf16", Choices(gemm_from=7), {})
-    assert choices.read(CPU) == {"fp8/bf16": Choices(9), "bf16/bf16": Choices(7)}
+    file = choices.write(CPU, "amx/fp8/bf16", Choices(gemm_from=9), {"threads": 15})
+    choices.write(CPU, "amx/bf16/bf16", Choices(gemm_from=7), {})
+    assert choices.read(CPU) == {"amx/fp8/bf16": Choices(9), "amx/bf16/bf16": Choices(7)}
     assert choices.chosen("amx", "fp8", CPU).gemm_from == 9
-    assert choices.chosen("amx", "int8", CPU) == choices.DEFAULT
-    assert choices.chosen("amx", "fp8", CPU, "int8") == choices.DEFAULT
-    assert choices.chosen("avx512", "fp8", CPU) == choices.DEFAULT  # it has no GEMM
-    assert choices.chosen("amx", "fp8", "another CPU") == choices.DEFAULT
+    assert choices.chosen("amx", "int8", CPU) == choices.default("amx")
+    assert choices.chosen("amx", "fp8", CPU, "int8") == choices.default("amx")
+    assert choices.chosen("avx512", "fp8", CPU) == Choices(GEMM_FROM["avx512"])
+    assert choices.chosen("amx", "fp8", "another CPU") == choices.default("amx")
     assert [path.name for path in cache.iterdir()] == [file.name]  # nothing half-written is left
-    assert json.loads(file.read_text())["formats"]["fp8/bf16"]["measured"] == {"threads": 15}
-    choices.write(CPU, "fp8/bf16", Choices(gemm_from=NEVER), {})
-    assert choices.read(CPU) == {"fp8/bf16": Choices(NEVER), "bf16/bf16": Choices(7)}
+    assert json.loads(file.read_text())["formats"]["amx/fp8/bf16"]["measured"] == {"threads": 15}
+    choices.write(CPU, "amx/fp8/bf16", Choices(gemm_from=NEVER), {})
+    assert choices.read(CPU) == {"amx/fp8/bf16": Choices(NEVER), "amx/bf16/bf16": Choices(7)}
 
 
 def test_a_file_of_another_version_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    choices.write(CPU, "fp8/bf16", Choices(gemm_from=9), {})
+    choices.write(CPU, "amx/fp8/bf16", Choices(gemm_from=9), {})
     monkeypatch.setattr(choices, "VERSION", choices.VERSION + 1)
     assert choices.read(CPU) == {}
-    choices.write(CPU, "bf16/bf16", Choices(gemm_from=7), {})
-    assert choices.read(CPU) == {"bf16/bf16": Choices(7)}
+    choices.write(CPU, "amx/bf16/bf16", Choices(gemm_from=7), {})
+    assert choices.read(CPU) == {"amx/bf16/bf16": Choices(7)}
 
 
 @pytest.mark.parametrize(
@@ -58,13 +58,13 @@ def test_a_file_of_another_version_counts_as_none(monkeypatch: pytest.MonkeyPatc
     [
         pytest.param("", id="empty"),
         pytest.param("[]", id="no object"),
-        pytest.param('{"version": 2}', id="no formats"),
-        pytest.param('{"version": 2, "formats": {"fp8": {}}}', id="no choices"),
+        pytest.param('{"version": 3}', id="no formats"),
+        pytest.param('{"version": 3, "formats": {"fp8": {}}}', id="no choices"),
         pytest.param(
-            '{"version": 2, "formats": {"fp8": {"choices": {"gemm_from": "8"}}}}', id="no number"
+            '{"version": 3, "formats": {"fp8": {"choices": {"gemm_from": "8"}}}}', id="no number"
         ),
         pytest.param(
-            '{"version": 2, "formats": {"fp8": {"choices": {"gemm_to": 8}}}}', id="no such choice"
+            '{"version": 3, "formats": {"fp8": {"choices": {"gemm_to": 8}}}}', id="no such choice"
         ),
     ],
 )
@@ -73,17 +73,17 @@ def test_a_file_that_cannot_be_read_is_one_error(cache: Path, text: str) -> None
     choices.path(CPU).write_text(text)
     for use in (
         lambda: choices.chosen("amx", "fp8", CPU),
-        lambda: choices.write(CPU, "fp8/bf16", Choices(), {}),
+        lambda: choices.write(CPU, "amx/fp8/bf16", Choices(5), {}),
     ):
         with pytest.raises(PykernelsError, match=r"cannot be read .*\. Delete it"):
             use()
-    assert choices.chosen("avx512", "fp8", CPU) == choices.DEFAULT  # never opened
+    assert choices.chosen("generic", "fp8", CPU) == Choices(NEVER)  # never opened
 
 
 def test_a_file_that_cannot_be_written_is_one_error(cache: Path) -> None:
     (cache / f"{choices.path(CPU).name}.{os.getpid()}").mkdir(parents=True)
     with pytest.raises(PykernelsError, match=r"cannot be written.*PYKERNELS_CACHE_DIR"):
-        choices.write(CPU, "fp8/bf16", Choices(), {})
+        choices.write(CPU, "amx/fp8/bf16", Choices(5), {})
 
 
 def test_choices_in_words() -> None:
