@@ -32,6 +32,8 @@ from .plan import OneRowPlan
 from .register_words import pair, powers
 
 KINDS = ("int4", "int8", "fp8")
+MOST_INPUTS = 32768
+"""All of them are in shared memory, 2 bytes each; smaller GPUs have 99 KiB."""
 FLIP = -0x7F7F7F80
 """Signs of four bytes. A run-time number: one instruction has room for one constant."""
 
@@ -94,13 +96,14 @@ def stage_inputs(
     STEPS: gl.constexpr = value.shape[0]
     WIDTH: gl.constexpr = x.shape[1]
     HALVES: gl.constexpr = value.shape[1] // (S * WIDTH)
+    if OFFSET > 0:
+        # As they lie: Triton 3.6 adds up the wrong lanes where those of a sum are no neighbours.
+        PARTS: gl.constexpr = total.shape[0] // (STEPS * S)
+        v = value.to(gl.float32).reshape([STEPS, S, PARTS, value.shape[1] // (S * PARTS)])
+        sums = gl.sum(v, axis=3).permute([0, 2, 1]).reshape([total.shape[0]])
+        total.store(sums * (-OFFSET * 2.0**-69))
     v = value.reshape([STEPS, S, WIDTH // BLOCK, HALVES, BLOCK // 4, 2, 2])
     v = v.permute([0, 3, 1, 2, 4, 6, 5]).reshape([STEPS, HALVES, S, WIDTH]).to(gl.float32)
-    if OFFSET > 0:
-        sums = gl.sum(v, axis=3)
-        if total.shape[0] == STEPS * S:
-            sums = gl.sum(sums, axis=1)
-        total.store(sums.reshape([total.shape[0]]) * (-OFFSET * 2.0**-69))
     L: gl.constexpr = v.type.layout
     half = gl.arange(0, HALVES, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
     up = gl.where(half == 0, 2.0**64, 2.0**60)[None, :, None, None]
@@ -348,6 +351,5 @@ def multiply_one_row(
         LW=words_layout,
         LX=inputs_layout(lane, plan.warps),
         num_warps=plan.warps,
-        **({"maxnreg": plan.registers} if plan.registers else {}),
         **({"launch_pdl": True} if pdl else {}),
     )

@@ -115,21 +115,18 @@ class OneRowPlan:
         ahead: steps of 64 bytes of each row (groups of 32 inputs: 32) between asking for weights
             and multiplying them.
         programs: at most, each with several blocks of rows if need be; 0: one for each block.
-        registers: of a thread at most, 0: as many as the compiler wants.
     """
 
     rows: int
     warps: int
     ahead: int = 2
     programs: int = 0
-    registers: int = 0
 
     def __post_init__(self) -> None:
         _powers_of_two(self, "rows", "warps")
         _in(self, "rows", range(16, 257))
         _in(self, "ahead", range(1, 9))
         _in(self, "programs", range(1 << 16))
-        _in(self, "registers", range(256))
 
 
 @dataclass(frozen=True)
@@ -328,8 +325,9 @@ def split_k(programs: int, K: int, processors: int, block_k: int) -> int:
     return split
 
 
-LINEAR_PLANS: dict[str, type[GemvPlan | FewPlan | ManyPlan | ExpertsPlan]] = {
+LINEAR_PLANS: dict[str, type[GemvPlan | OneRowPlan | FewPlan | ManyPlan | ExpertsPlan]] = {
     "gemv": GemvPlan,
+    "one": OneRowPlan,
     "few": FewPlan,
     "few_k": ExpertsPlan,
     "many": ManyPlan,

@@ -11,7 +11,7 @@ from pykernels import ref
 from pykernels.errors import PykernelsError
 from pykernels.gpu import few_rows, launch, many_rows_hopper, one_row
 from pykernels.gpu.linear import linear
-from pykernels.gpu.linear_plan import choose_plan, few_plan, kernel_of, many_plan
+from pykernels.gpu.linear_plan import choose_plan, few_plan, kernel_of, many_plan, one_row_plan
 from pykernels.gpu.matrices import empty_for_gpu
 from pykernels.gpu.plan import FewPlan, GemmPlan, ManyPlan, OneRowPlan
 from pykernels.quant import get_format
@@ -109,7 +109,7 @@ def test_every_code_is_decoded(run: Any) -> None:
         x = torch.zeros(1, 128)
         x[0, 77] = 1.0
         x = x.bfloat16()
-        y = run(x, stack, None, FewPlan(16, 2)).flatten().cpu().float()
+        y = run(x, stack, None, FewPlan(64, 2)).flatten().cpu().float()
         assert torch.equal(y, run(x, stack, None, OneRowPlan(64, 2, 1)).flatten().cpu().float())
         if name == "int4":
             expected = codes.float() - 8
@@ -147,6 +147,9 @@ def test_narrow_matrices_take_more_warps_or_parts() -> None:
         for M in (1, 16):
             narrow, wide = (few_plan(kind, group, M, N, 132) for N in (7168, 18432))
             assert (narrow.warps, wide.warps) == (8, 4)
+        for K in (7168, 18432):
+            narrow, wide = (one_row_plan(kind, group, N, K, 132) for N in (7168, 18432))
+            assert narrow.programs in (0, 2 * 132) and wide.programs == 3 * 132
     assert many_plan(64, 7168, 56, 132).split_k > many_plan(64, 18432, 56, 132).split_k == 1
     assert many_plan(128, 18432, 56, 132).stages == 3  # three programs a processor, in one round
     assert many_plan(3000, 18432, 56, 132).warps == 8
@@ -154,10 +157,12 @@ def test_narrow_matrices_take_more_warps_or_parts() -> None:
 
 def test_which_kernel_takes_which_rows() -> None:
     def found(kind: str, M: int, N: int, capability: tuple[int, int], many: bool = True) -> str:
-        return kernel_of(kind, M, N, 132, capability, many)
+        return kernel_of(kind, M, N, 7168, 132, capability, many)
 
     assert found("int8", 1, 7168, (9, 0)) == "gemv"
-    assert found("int8", 1, 18432, (9, 0)) == found("int8", 2, 7168, (9, 0)) == "few"
+    assert found("int8", 1, 18432, (9, 0)) == found("fp8", 1, 7168, (8, 0)) == "one"
+    assert found("int8", 2, 7168, (9, 0)) == "few"
+    assert kernel_of("int4", 1, 7168, 65536, 132, (9, 0), True) == "few"  # too long for one_row
     assert found("int4", 17, 7168, (9, 0)) == "many"
     assert found("int4", 17, 7168, (9, 0), many=False) == found("int4", 32, 7168, (8, 0)) == "few"
     assert found("int4", 33, 7168, (8, 0)) == found("q4_k", 9, 7168, (9, 0), False) == "linear"
@@ -171,7 +176,7 @@ def test_the_interpreter_goes_by_the_decoding_gemm(device: torch.device) -> None
         pytest.skip("for the interpreter")
     stack = made("int4", 72, 384)[1]
     assert isinstance(choose_plan(stack, 1, device), GemmPlan)
-    for plan in (FewPlan(16, 4), ManyPlan(16)):
+    for plan in (OneRowPlan(16, 4), FewPlan(16, 4), ManyPlan(16)):
         with pytest.raises(PykernelsError, match="no kernel for that plan"):
             linear(torch.zeros(1, 384).bfloat16(), stack, plan=plan)
 
@@ -215,6 +220,7 @@ def _meta_call(
 COMPILES = [
     _meta_call("int4-g128", 1, 18432),
     _meta_call("int4", 1, 7168),
+    _meta_call("int4-g128", 2, 18432),
     _meta_call("int8", 16, 7168, 7168),
     _meta_call("fp8", 1, 7168),
     _meta_call("q4_k", 1, 18432),
