@@ -25,6 +25,15 @@ COLUMNS = (
 )
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without ``--benchmark-enable`` a suite would run its calls once and time nothing."""
+    if not config.getoption("benchmark_enable"):
+        skip = pytest.mark.skip(reason="a benchmark: --benchmark-enable, or make bench")
+        for item in items:
+            if item.path.name.startswith("bench_"):
+                item.add_marker(skip)
+
+
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:

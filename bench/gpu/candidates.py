@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pykernels.gpu.linear_plan import Plan
+from pykernels.gpu.linear_plan import H200_PROCESSORS, Plan
 from pykernels.gpu.many_rows_hopper import KINDS as MANY_KINDS
-from pykernels.gpu.plan import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan
+from pykernels.gpu.plan import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan, OneRowPlan
 
 # (block_m, block_n, block_k, warps, stages)
 _BF16_MANY = (
@@ -41,7 +41,14 @@ _GEMV = [
     )
     for stages in (2, 3, 5)
 ]  # fmt: skip
-
+_ONE = [
+    OneRowPlan(rows, warps, ahead, rounds * H200_PROCESSORS)
+    for rows, warps, ahead in (
+        (16, 4, 2), (16, 4, 3), (16, 4, 4), (16, 8, 1), (16, 8, 2), (16, 8, 4), (32, 8, 1),
+        (32, 8, 2),
+    )
+    for rounds in (0, 2, 3)
+]  # fmt: skip
 _FEW = [
     FewPlan(rows, warps, chunks)
     for rows, warps, chunks in (
@@ -71,6 +78,9 @@ def candidates(op: str, path: str, rows: int) -> Iterator[Plan]:
     """Plans for ``rows`` rows an expert (or a linear)."""
     if op == "gemv":
         yield from _GEMV
+        return
+    if op == "one":
+        yield from _ONE
         return
     if op == "few":
         yield from _FEW

@@ -83,7 +83,7 @@ def jobs(ops: set[str], formats: set[str]) -> Iterator[Job]:
     for format, M in [*linears, ("bf16", 64), ("fp8", 1), ("q4_k", 1), ("q4_k", 16)]:
         for N, K in ((7168, 7168), (18432, 7168)):
             if "linear" in ops and format in formats:
-                yield Job(_linear_op(kind_of(format_of(format)), M, N), format, "bf16", M, N, K)
+                yield Job(_linear_op(kind_of(format_of(format)), M, N, K), format, "bf16", M, N, K)
 
 
 def _few_rows(format: str) -> int:
@@ -94,9 +94,9 @@ def _few_rows(format: str) -> int:
     return most_few(stack.kind, stack.group, stack.kind in MANY_KINDS)
 
 
-def _linear_op(kind: str, M: int, N: int) -> str:
+def _linear_op(kind: str, M: int, N: int, K: int) -> str:
     """Which kind of plan ``linear_plan`` looks for on Hopper."""
-    return kernel_of(kind, M, N, H200_PROCESSORS, (9, 0), kind in MANY_KINDS)
+    return kernel_of(kind, M, N, K, H200_PROCESSORS, (9, 0), kind in MANY_KINDS)
 
 
 def calls(

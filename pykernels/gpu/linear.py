@@ -1,7 +1,8 @@
 """Linear layers with quantized weights, from one row to thousands (what Marlin is for elsewhere).
 
 - One row of a narrow int8 matrix: ``gemv``, no tensor cores.
-- Up to 16 or 32 rows of int4, int8 or E4M3: ``few_rows``, decoding in the lanes that load weights.
+- One row of int4, E4M3 or another int8 matrix: ``one_row``, whose codes need next to no decoding.
+- Up to 16 or 32 rows of these: ``few_rows``, decoding in the lanes that load weights.
 - Up to 4 or 8 rows of K-quants: ``few_experts``, the same, each lane with one scale of its own.
 - More on Hopper: ``many_rows_hopper``, decoding while the tensor cores multiply.
 - K-quants of more rows still: ``unpacked``; E4M3 rows on Hopper: ``linear_fp8_hopper``.
@@ -27,8 +28,11 @@ from .linear_plan import Plan, choose_plan
 from .many_rows_hopper import multiply_many_rows
 from .many_rows_hopper import takes as many_takes
 from .matrices import K_MULTIPLE, KINDS, Matrices
+from .one_row import KINDS as ONE_KINDS
+from .one_row import MOST_INPUTS
+from .one_row import multiply_one_row as multiply_one_row_by_products
 from .partials import add_partials
-from .plan import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan
+from .plan import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan, OneRowPlan
 from .quantize import quantize_fp8
 
 ACTIVATIONS = ("bf16", "fp8")
@@ -100,6 +104,9 @@ def linear(
     if isinstance(plan, GemvPlan):
         multiply_one_row(x, weight, out, bias, plan)
         return out
+    if isinstance(plan, OneRowPlan):
+        multiply_one_row_by_products(x, weight, out, bias, plan)
+        return out
     if isinstance(plan, FewPlan):
         multiply_few_rows(x, weight, out, bias, plan)
         return out
@@ -136,6 +143,11 @@ def _unfit(
         fits = weight.kind in GEMV_KINDS and M == 1
         return None if fits else f"no gemv for {M} rows of {weight.kind}"
     capability = arch(device)
+    if isinstance(plan, OneRowPlan):
+        fits = weight.kind in ONE_KINDS and M == 1 and capability >= (8, 0)
+        if not fits:
+            return f"one_row takes one row of {', '.join(ONE_KINDS)} on a GPU"
+        return None if weight.K <= MOST_INPUTS else f"one_row takes up to {MOST_INPUTS} inputs"
     if isinstance(plan, ExpertsPlan):
         fits = path_of(weight, False) == "decoded" and capability >= (8, 0)
         return None if fits else "few_experts decodes weights on a GPU"

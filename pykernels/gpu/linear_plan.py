@@ -1,10 +1,10 @@
 """Which kernel multiplies a linear's rows, and how it is launched: by shapes and the GPU alone.
 
 Decoded weights in bf16 activations, by rows: ``gemv`` (one row of a narrow int8 matrix, where it
-beats the tensor cores), ``few_rows`` (up to 16, or 32 where nothing faster takes more),
-``few_experts`` (K-quants, up to 4 or 8), ``many_rows_hopper`` (Hopper), and the decoding GEMM, or
-one of bfloat16 behind ``unpacked``, for all else, which the interpreter takes too: Gluon kernels
-have none.
+beats the tensor cores), ``one_row`` (one row of all else that it takes), ``few_rows`` (up to 16, or
+32 where nothing faster takes more), ``few_experts`` (K-quants, up to 4 or 8), ``many_rows_hopper``
+(Hopper), and the decoding GEMM, or one of bfloat16 behind ``unpacked``, for all else, which the
+interpreter takes too: Gluon kernels have none.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from .launch import arch
 from .linear_fp8_hopper import pays
 from .many_rows_hopper import takes as many_takes
 from .matrices import Matrices
+from .one_row import KINDS as ONE_KINDS
+from .one_row import MOST_INPUTS
 from .plan import (
     GEMV,
     LINEAR_PLANS,
@@ -29,12 +31,13 @@ from .plan import (
     GemmPlan,
     GemvPlan,
     ManyPlan,
+    OneRowPlan,
     gemm_plan,
     split_k,
     tuned_plan,
 )
 
-Plan = GemmPlan | GemvPlan | FewPlan | ExpertsPlan | ManyPlan
+Plan = GemmPlan | GemvPlan | OneRowPlan | FewPlan | ExpertsPlan | ManyPlan
 FEW_ROWS = 32
 """Most rows for which each program reads all inputs itself, and half of it where
 ``many_rows_hopper`` could multiply them too."""
@@ -53,9 +56,9 @@ def fills(N: int, processors: int) -> bool:
 
 
 def kernel_of(
-    kind: str, M: int, N: int, processors: int, capability: tuple[int, int], many: bool
+    kind: str, M: int, N: int, K: int, processors: int, capability: tuple[int, int], many: bool
 ) -> str:
-    """The op of plans for decoded weights: "gemv", "few", "few_k", "many" or "linear".
+    """The op of plans for decoded weights: "gemv", "one", "few", "few_k", "many" or "linear".
 
     Args:
         many: whether ``many_rows_hopper`` has a form for these weights.
@@ -64,6 +67,8 @@ def kernel_of(
     many = many and capability[0] == 9
     if M == 1 and kind in GEMV and not (tensor and fills(N, processors)):
         return "gemv"
+    if M == 1 and kind in ONE_KINDS and K <= MOST_INPUTS and capability >= (8, 0):
+        return "one"
     if tensor and M <= (FEW_ROWS // 2 if many else FEW_ROWS):
         return "few"
     if kind in UNPACKED and capability >= (8, 0):
@@ -71,6 +76,23 @@ def kernel_of(
             return "few_k"
         many = many and M <= MANY_K_ROWS
     return "many" if many else "linear"
+
+
+def one_row_plan(kind: str, group: int, N: int, K: int, processors: int) -> OneRowPlan:
+    """The fastest measured at matrices [18432, 7168], [7168, 7168] and [7168, 18432] on Hopper.
+
+    Where there are many blocks of rows, three programs a processor stay for all of them, and the
+    inputs are copied to shared memory that often only. Narrow matrices have a program for each
+    block.
+    """
+    fine = kind == "int4" and group == 32  # half as many bytes a step
+    if fills(N, processors):
+        eight = fine or kind == "int8"
+        return OneRowPlan(16, 8 if eight else 4, 2 if eight else 4, 3 * processors)
+    long = K > 8192
+    if fine:
+        return OneRowPlan(16, 8, 4, 2 * processors) if long else OneRowPlan(16, 4, 4)
+    return OneRowPlan(16, 4, 3 if kind == "int4" and not long else 2)
 
 
 def few_plan(kind: str, group: int, M: int, N: int, processors: int) -> FewPlan:
@@ -134,12 +156,14 @@ def choose_plan(weight: Matrices, M: int, device: torch.device, activations: str
     path = path_of(weight, activations == "fp8")
     N, K, kind, capability = weight.N, weight.K, weight.kind, arch(device)
     if path == "decoded":
-        op = kernel_of(kind, M, N, processors, capability, many_takes(weight))
+        op = kernel_of(kind, M, N, K, processors, capability, many_takes(weight))
         tuned = tuned_plan(op, kind, name, M, N, K) if op in LINEAR_PLANS else None
         if tuned:
             return LINEAR_PLANS[op](**tuned)
         if op == "gemv":
             return GEMV[kind]
+        if op == "one":
+            return one_row_plan(kind, weight.group, N, K, processors)
         if op == "few":
             return few_plan(kind, weight.group, M, N, processors)
         if op == "few_k":

@@ -106,6 +106,30 @@ class GemvPlan:
 
 
 @dataclass(frozen=True)
+class OneRowPlan:
+    """How a linear of one row is launched on the tensor cores.
+
+    Attributes:
+        rows: of the matrix a program multiplies, a power of two from 16.
+        warps: of a program: each takes its part of K.
+        ahead: steps of 64 bytes of each row (groups of 32 inputs: 32) between asking for weights
+            and multiplying them.
+        programs: at most, each with several blocks of rows if need be; 0: one for each block.
+    """
+
+    rows: int
+    warps: int
+    ahead: int = 2
+    programs: int = 0
+
+    def __post_init__(self) -> None:
+        _powers_of_two(self, "rows", "warps")
+        _in(self, "rows", range(16, 257))
+        _in(self, "ahead", range(1, 9))
+        _in(self, "programs", range(1 << 16))
+
+
+@dataclass(frozen=True)
 class FewPlan:
     """How a linear of up to 64 rows is launched on the tensor cores, weights in registers.
 
@@ -301,8 +325,9 @@ def split_k(programs: int, K: int, processors: int, block_k: int) -> int:
     return split
 
 
-LINEAR_PLANS: dict[str, type[GemvPlan | FewPlan | ManyPlan | ExpertsPlan]] = {
+LINEAR_PLANS: dict[str, type[GemvPlan | OneRowPlan | FewPlan | ManyPlan | ExpertsPlan]] = {
     "gemv": GemvPlan,
+    "one": OneRowPlan,
     "few": FewPlan,
     "few_k": ExpertsPlan,
     "many": ManyPlan,

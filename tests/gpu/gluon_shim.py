@@ -95,6 +95,10 @@ class Box:
         kind = tl.block_type(self.dtype, list(self.data.shape))
         return tl.tensor(TensorHandle(self.data.copy(), self.dtype), kind)
 
+    @property
+    def shape(self) -> list[Any]:
+        return [tl.constexpr(n) for n in self.data.shape]
+
     def index(self, at: Any) -> Box:
         number = whole(at)
         assert 0 <= number < len(self.data)
@@ -244,6 +248,7 @@ class _Gluon(types.SimpleNamespace):
 
 def _language(threads: Threads) -> _Gluon:
     names = ("BlockedLayout", "SliceLayout", "NVMMASharedLayout", "NVMMADistributedLayout")
+    names += ("SwizzledSharedLayout",)
     roles = gluon_roles.Roles(threads)
     return _Gluon(
         **dict.fromkeys((*names, "DotOperandLayout"), _nothing),

@@ -9,11 +9,11 @@ import torch
 
 from pykernels import ref
 from pykernels.errors import PykernelsError
-from pykernels.gpu import few_rows, launch, many_rows_hopper
+from pykernels.gpu import few_rows, launch, many_rows_hopper, one_row
 from pykernels.gpu.linear import linear
-from pykernels.gpu.linear_plan import choose_plan, few_plan, kernel_of, many_plan
+from pykernels.gpu.linear_plan import choose_plan, few_plan, kernel_of, many_plan, one_row_plan
 from pykernels.gpu.matrices import empty_for_gpu
-from pykernels.gpu.plan import FewPlan, GemmPlan, ManyPlan
+from pykernels.gpu.plan import FewPlan, GemmPlan, ManyPlan, OneRowPlan
 from pykernels.quant import get_format
 from pykernels.testing import relative_error
 
@@ -33,7 +33,8 @@ def run(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
             def from_tensor(tensor: torch.Tensor, block: list[int], layout: object) -> Any:
                 return TensorDescriptor.from_tensor(tensor, block)
 
-        for module, name in ((few_rows, "few_rows"), (many_rows_hopper, "many_rows_hopper")):
+        for module in (few_rows, one_row, many_rows_hopper):
+            name = module.__name__.rsplit(".", 1)[1]
             monkeypatch.setattr(module, name, interpreted(getattr(module, name)))
         monkeypatch.setattr(many_rows_hopper, "TensorDescriptor", Descriptor)
     elif torch.cuda.get_device_capability(device) < (9, 0):
@@ -45,6 +46,9 @@ def run(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
         out = torch.full((x.shape[0], stack.N), float("nan"), dtype=torch.bfloat16, device=device)
         if not launch.interpreted():
             return linear(x, stack, bias, plan=plan, out=out)
+        if isinstance(plan, OneRowPlan):
+            one_row.multiply_one_row(x, stack, out, bias, plan)
+            return out
         if isinstance(plan, FewPlan):
             few_rows.multiply_few_rows(x, stack, out, bias, plan)
             return out
@@ -66,6 +70,11 @@ CASES = [
     ("int8-channel", 1, 24, 448, FewPlan(32, 2, 2), "one scale an output"),
     ("fp8", 1, 136, 192, FewPlan(16, 2), "two blocks of scales"),
     ("int8-channel", 4, 24, 832, FewPlan(16, 2, 1, 2), "two steps ahead, beyond the last"),
+    ("int4-g128", 1, 40, 1344, OneRowPlan(16, 2, 2, 2), "one row: half a group at the end"),
+    ("int4", 1, 40, 832, OneRowPlan(32, 4), "one row: groups of 32, rows that do not exist"),
+    ("int8", 1, 40, 704, OneRowPlan(16, 2, 3, 1), "one row: pairs of groups"),
+    ("int8-channel", 1, 72, 704, OneRowPlan(16, 2, 3, 2), "one row: one scale an output"),
+    ("fp8", 1, 136, 192, OneRowPlan(16, 2, 1), "one row: two blocks of scales"),
     ("int4-g128", 5, 72, 1088, ManyPlan(16, 4, 3, 2), "more steps than places"),
     ("int4", 20, 72, 384, ManyPlan(16, 4, 2, 4), "more places than steps, two row blocks"),
     ("int4-g128", 20, 64, 640, ManyPlan(32, 4, 3, 2, 3), "parts: one of them shorter"),
@@ -101,13 +110,27 @@ def test_every_code_is_decoded(run: Any) -> None:
         stack.scale.fill_(1.0)
         x = torch.zeros(1, 128)
         x[0, 77] = 1.0
-        y = run(x.bfloat16(), stack, None, FewPlan(16, 2)).flatten().cpu().float()
+        x = x.bfloat16()
+        y = run(x, stack, None, FewPlan(64, 2)).flatten().cpu().float()
+        assert torch.equal(y, run(x, stack, None, OneRowPlan(64, 2, 1)).flatten().cpu().float())
         if name == "int4":
             expected = codes.float() - 8
         else:
             kind = torch.int8 if name == "int8" else torch.float8_e4m3fn
             expected = codes.view(kind).float()
         assert torch.equal(y, expected), name
+
+
+@pytest.mark.parametrize("size", [2.0**-40, 2.0**50])
+def test_one_row_of_any_size(size: float, run: Any) -> None:
+    """Codes are multiplied as subnormal numbers; what is no number stays none."""
+    weight, stack = made("int8", 16, 192)
+    x = (torch.randn(1, 192) * size).bfloat16()
+    truth = ref.linear(x, weight, get_format("int8"), None, dtype=torch.float64)
+    y = run(x, stack, None, OneRowPlan(16, 1, 1)).cpu()
+    assert relative_error(y.double() / size, truth / size) < 6e-3
+    x[0, 100] = float("inf")
+    assert not run(x, stack, None, OneRowPlan(16, 1, 1)).isfinite().any()
 
 
 @pytest.mark.parametrize("N", [512, 7168, 18432])
@@ -126,6 +149,9 @@ def test_narrow_matrices_take_more_warps_or_parts() -> None:
         for M in (1, 16):
             narrow, wide = (few_plan(kind, group, M, N, 132) for N in (7168, 18432))
             assert (narrow.warps, wide.warps) == (8, 4)
+        for K in (7168, 18432):
+            narrow, wide = (one_row_plan(kind, group, N, K, 132) for N in (7168, 18432))
+            assert narrow.programs in (0, 2 * 132) and wide.programs == 3 * 132
     assert [many_plan(16, 18432, steps, 132).split_k for steps in (7, 56)] == [1, 2]
     assert many_plan(64, 7168, 56, 132).split_k > many_plan(64, 18432, 56, 132).split_k == 1
     assert many_plan(128, 18432, 56, 132).stages == 3  # three programs a processor, in one round
@@ -134,10 +160,12 @@ def test_narrow_matrices_take_more_warps_or_parts() -> None:
 
 def test_which_kernel_takes_which_rows() -> None:
     def found(kind: str, M: int, N: int, capability: tuple[int, int], many: bool = True) -> str:
-        return kernel_of(kind, M, N, 132, capability, many)
+        return kernel_of(kind, M, N, 7168, 132, capability, many)
 
     assert found("int8", 1, 7168, (9, 0)) == "gemv"
-    assert found("int8", 1, 18432, (9, 0)) == found("int8", 2, 7168, (9, 0)) == "few"
+    assert found("int8", 1, 18432, (9, 0)) == found("fp8", 1, 7168, (8, 0)) == "one"
+    assert found("int8", 2, 7168, (9, 0)) == "few"
+    assert kernel_of("int4", 1, 7168, 65536, 132, (9, 0), True) == "few"  # too long for one_row
     assert found("int4", 17, 7168, (9, 0)) == "many"
     assert found("int4", 17, 7168, (9, 0), many=False) == found("int4", 32, 7168, (8, 0)) == "few"
     assert found("int4", 33, 7168, (8, 0)) == found("q4_k", 9, 7168, (9, 0), False) == "linear"
@@ -153,7 +181,7 @@ def test_the_interpreter_goes_by_the_decoding_gemm(device: torch.device) -> None
         pytest.skip("for the interpreter")
     stack = made("int4", 72, 384)[1]
     assert isinstance(choose_plan(stack, 1, device), GemmPlan)
-    for plan in (FewPlan(16, 4), ManyPlan(16)):
+    for plan in (OneRowPlan(16, 4), FewPlan(16, 4), ManyPlan(16)):
         with pytest.raises(PykernelsError, match="no kernel for that plan"):
             linear(torch.zeros(1, 384).bfloat16(), stack, plan=plan)
 
@@ -197,6 +225,7 @@ def _meta_call(
 COMPILES = [
     _meta_call("int4-g128", 1, 18432),
     _meta_call("int4", 1, 7168),
+    _meta_call("int4-g128", 2, 18432),
     _meta_call("int8", 16, 7168, 7168),
     _meta_call("fp8", 1, 7168),
     _meta_call("q4_k", 1, 18432),

@@ -16,7 +16,7 @@ EVERY = list(
 
 def test_every_job_has_plans_of_its_kind() -> None:
     layer = {"gate_up", "down", *EXPERTS_PLANS}
-    assert {job.op for job in EVERY} == layer | {"linear", "gemv", "few", "few_k", "many"}
+    assert {job.op for job in EVERY} == layer | {"linear", "gemv", "one", "few", "few_k", "many"}
     for job in EVERY:
         found = job.candidates()
         assert len(found) == len(set(found)) > 5
