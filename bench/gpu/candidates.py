@@ -67,8 +67,8 @@ _EXPERTS = [
 _MANY = [
     ManyPlan(cols, warps, stages, words, split)
     for cols, warps, stages, words in (
-        (16, 4, 6, 6), (32, 4, 6, 6), (64, 4, 4, 4), (64, 4, 6, 6), (128, 4, 3, 4), (128, 4, 4, 4),
-        (256, 4, 3, 4), (256, 8, 5, 4),
+        (16, 4, 4, 4), (16, 4, 6, 6), (32, 4, 4, 4), (32, 4, 6, 6), (64, 4, 4, 3), (64, 4, 4, 4),
+        (64, 4, 6, 6), (128, 4, 3, 4), (128, 4, 4, 4), (256, 4, 3, 4), (256, 8, 5, 4),
     )
     for split in ((1, 2, 4) if cols <= 128 else (1,))
 ]  # fmt: skip
@@ -107,7 +107,7 @@ def candidates(op: str, path: str, rows: int) -> Iterator[Plan]:
             for bm, bn, bk, warps, stages in many[1:5] if op == "gate_up" else ():
                 yield GemmPlan(bm, bn, bk, 16, 1, warps, stages, tma=True, copy=True)
         return
-    if path in MANY_KINDS and op != "linear" and rows > 16:
+    if path in MANY_KINDS and op != "linear":
         yield from (plan for plan in _MANY if plan.cols < 2 * rows and plan.split_k == 1)
     for bm, bn, bk, warps, stages in _DECODED_FEW if rows <= 16 else _DECODED_MANY:
         for split in (1, 2, 4, 8) if op == "linear" and rows <= 16 else (1,):

@@ -24,11 +24,11 @@ import torch
 from pykernels.errors import PykernelsError
 from pykernels.gpu import plan as plans
 from pykernels.gpu.ahead import only_compile
-from pykernels.gpu.experts_plan import COARSE_ROWS, FINE_ROWS
+from pykernels.gpu.experts_plan import most_few
 from pykernels.gpu.linear import linear
 from pykernels.gpu.linear_plan import H200_PROCESSORS, Plan, kernel_of
 from pykernels.gpu.many_rows_hopper import KINDS as MANY_KINDS
-from pykernels.gpu.matrices import empty_for_gpu, fine, kind_of
+from pykernels.gpu.matrices import empty_for_gpu, kind_of
 from pykernels.gpu.moe import Experts, down, gate_up, sort_slots
 from pykernels.gpu.plan import EXPERTS_PLANS, GemmPlan, ManyPlan
 
@@ -80,18 +80,18 @@ def jobs(ops: set[str], formats: set[str]) -> Iterator[Job]:
                         op = f"few_{op}"
                     yield Job(op, format, activations, rows, N, K)
     linears = [(f, M) for f in ("int4-g128", "int8-channel") for M in (1, 16, 64, 256, 2048)]
-    for format, M in [*linears, ("fp8", 1), ("q4_k", 1), ("q4_k", 16)]:
+    for format, M in [*linears, ("bf16", 64), ("fp8", 1), ("q4_k", 1), ("q4_k", 16)]:
         for N, K in ((7168, 7168), (18432, 7168)):
             if "linear" in ops and format in formats:
                 yield Job(_linear_op(kind_of(format_of(format)), M, N, K), format, "bf16", M, N, K)
 
 
 def _few_rows(format: str) -> int:
-    """Most rows an expert for ``few_experts``, which decodes."""
+    """Most rows an expert for ``few_experts`` on Hopper, which decodes."""
     stack = empty_for_gpu(format_of(format), 1, INTER, H, torch.device("meta"))
     if stack.kind == "bf16":
         return 0
-    return FINE_ROWS if fine(stack.kind, stack.group) else COARSE_ROWS
+    return most_few(stack.kind, stack.group, stack.kind in MANY_KINDS)
 
 
 def _linear_op(kind: str, M: int, N: int, K: int) -> str:

@@ -1,8 +1,8 @@
 """Which kernel multiplies a layer's experts, and how it is launched: by shapes and the GPU alone.
 
 Weights that are decoded on the way, by rows of an expert on average: ``few_experts`` (a few),
-``many_rows_hopper`` (Hopper, from 17 on, for the integers that it takes), and between them and for
-all else the decoding GEMM, K-quants unpacked first where rows are many.
+``many_rows_hopper`` (Hopper, integers and K-quants), and for all else the decoding GEMM, K-quants
+unpacked first where rows are many.
 """
 
 from __future__ import annotations
@@ -12,12 +12,21 @@ import torch
 from .grouped_gemm import Plan, by_hand_takes, many_rows_takes, path_of
 from .launch import arch
 from .matrices import Matrices, fine
-from .plan import ExpertsPlan, GemmPlan, ManyPlan, gemm_plan, tuned_plan
+from .plan import UNPACKED, ExpertsPlan, GemmPlan, ManyPlan, gemm_plan, tuned_plan
 
-FINE_ROWS, COARSE_ROWS = 4, 8
-"""Most rows an expert, on average, for ``few_experts``: scales for at most 64 inputs, for more."""
-GEMM_ROWS = 16
-"""Most for which the decoding GEMM takes what ``many_rows_hopper`` could."""
+
+def most_few(kind: str, group: int, many: bool) -> int:
+    """Most rows an expert, on average, for ``few_experts``.
+
+    With a scale for at most 64 inputs its time grows with the rows. That of ``many_rows_hopper``
+    does not up to 16: it begins sooner than the decoding GEMM would.
+
+    Args:
+        many: whether ``many_rows_hopper`` could multiply them too.
+    """
+    if not fine(kind, group):
+        return 6 if many else 8
+    return 4 if not many else 2 if kind in UNPACKED else 3
 
 
 def few_plan(kind: str, group: int, rows: float, K: int) -> ExpertsPlan:
@@ -39,10 +48,12 @@ def few_plan(kind: str, group: int, rows: float, K: int) -> ExpertsPlan:
     )
 
 
-def many_plan(rows: float) -> ManyPlan:
+def many_plan(kind: str, rows: float) -> ManyPlan:
     """Of ``many_rows_hopper`` for this many rows an expert, on average."""
-    cols = next((cols for cols in (32, 64, 128) if rows <= cols), 256)
-    return ManyPlan(cols, warps=8 if cols == 32 else 4, stages=4 if cols <= 64 else 3)
+    cols = next((cols for cols in (16, 32, 64, 128) if rows <= cols), 256)
+    if cols == 64 and kind in UNPACKED:
+        return ManyPlan(cols, word_stages=3)
+    return ManyPlan(cols, stages=4 if cols <= 64 else 3)
 
 
 def choose_plan(
@@ -67,17 +78,18 @@ def choose_plan(
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     key = stack.kind if path == "decoded" else path
     rows = S / min(E, max(S, 1))
-    most = FINE_ROWS if fine(stack.kind, stack.group) else COARSE_ROWS
+    many = path == "decoded" and many_rows_takes(stack, device)
+    most = most_few(stack.kind, stack.group, many)
     if path == "decoded" and rows <= most and arch(device) >= (8, 0):
         tuned = tuned_plan(f"few_{op}", stack.kind, name, rows, stack.N, stack.K)
         if tuned:
             return ExpertsPlan(**tuned)
         return few_plan(stack.kind, stack.group, rows, stack.K)
-    if rows > GEMM_ROWS and path == "decoded" and many_rows_takes(stack, device):
+    if many:
         tuned = tuned_plan(op, key, name, rows, stack.N, stack.K)
         if tuned:
             return ManyPlan(**tuned) if "cols" in tuned else GemmPlan(**tuned)
-        return many_plan(rows)
+        return many_plan(stack.kind, rows)
     # fp8 weights have one key on either path; by hand none are decoded.
     by_hand = path != "decoded" and aligned and by_hand_takes(stack, device)
     return gemm_plan(op, key, arch(device), rows, stack.N, stack.K, name, by_hand)

@@ -192,7 +192,7 @@ def _many_rows(
 ) -> None:
     if order is None or plan.split_k > 1 or not many_rows_takes(stack, x.device):
         raise PykernelsError(
-            "many_rows_hopper multiplies experts of int4 and int8 on Hopper, K in one part",
+            "many_rows_hopper multiplies experts of integers and K-quants on Hopper, K in one part",
             "Give a GemmPlan",
         )
     from .many_rows_hopper import multiply_experts_rows  # Gluon is slow to import

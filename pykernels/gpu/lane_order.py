@@ -15,14 +15,17 @@ def lane_order(x, out, order, K, K_OUT, TOPK, KIND: tl.constexpr, BLOCK: tl.cons
     of sorted slot m.
 
     Of 64 places, lane t of four has 16 j + 8 odd + 2 t + e, and words 4 t .. 4 t + 3; the codes of
-    word j are its bytes 2 e + odd. Of an int4 word the second 64 places have the high halves.
+    word j are its bytes 2 e + odd. Of nibbles the second 64 places have the high halves: of
+    int4 (and Q4_K) inputs 32 further on, of Q6_K 64.
     """
     m = tl.program_id(0)
     p = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    STEP: tl.constexpr = 128 if KIND == "int4" else 64
+    STEP: tl.constexpr = 64 if KIND == "int8" else 128
     byte = 16 * (p // 2 % 4) + 4 * (p // 16 % 4) + 2 * (p % 2) + p // 8 % 2
     if KIND == "int4":
         k = p // STEP * STEP + byte // 32 * 64 + byte % 32 + p // 64 % 2 * 32
+    elif KIND == "q6_k":
+        k = p // STEP * STEP + byte + p // 64 % 2 * 64
     else:
         k = p // STEP * STEP + byte
     row = m
@@ -45,6 +48,6 @@ def in_lane_order(x: torch.Tensor, kind: str, order: SortedSlots | None = None) 
     grid = (rows, triton.cdiv(out.shape[1], block))  # rows may be more than the other axes hold
     lane_order[grid](
         x, out, order and order.slots, K, out.shape[1], order.topk if order else 1,
-        KIND=kind, BLOCK=block,
+        KIND="int4" if kind == "q4_k" else kind, BLOCK=block,
     )  # fmt: skip
     return out

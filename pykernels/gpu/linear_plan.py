@@ -2,10 +2,9 @@
 
 Decoded weights in bf16 activations, by rows: ``gemv`` (one row of a narrow int8 matrix, where it
 beats the tensor cores), ``one_row`` (one row of all else that it takes), ``few_rows`` (up to 16, or
-32 where nothing faster takes more),
-``few_experts`` (K-quants, up to 8), ``many_rows_hopper`` (Hopper, one scale for each 128 inputs or
-each output), and the decoding GEMM for all else, which the interpreter takes too: Gluon kernels
-have none.
+32 where nothing faster takes more), ``few_experts`` (K-quants, up to 4 or 8), ``many_rows_hopper``
+(Hopper), and the decoding GEMM, or one of bfloat16 behind ``unpacked``, for all else, which the
+interpreter takes too: Gluon kernels have none.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from .one_row import MOST_INPUTS
 from .plan import (
     GEMV,
     LINEAR_PLANS,
+    UNPACKED,
     ExpertsPlan,
     FewPlan,
     GemmPlan,
@@ -43,6 +43,8 @@ FEW_ROWS = 32
 ``many_rows_hopper`` could multiply them too."""
 FEW_K_ROWS = 8
 """The same of K-quants, four at a time."""
+MANY_K_ROWS = 1500
+"""Most rows for which ``many_rows_hopper`` multiplies K-quants: more are unpacked."""
 SPLIT_ROWS = 64
 """Most rows for which the decoding GEMM splits K."""
 H200_PROCESSORS = 132
@@ -69,8 +71,10 @@ def kernel_of(
         return "one"
     if tensor and M <= (FEW_ROWS // 2 if many else FEW_ROWS):
         return "few"
-    if kind.endswith("_k") and M <= FEW_K_ROWS and capability >= (8, 0):
-        return "few_k"
+    if kind in UNPACKED and capability >= (8, 0):
+        if M <= (FEW_K_ROWS // 2 if many else FEW_K_ROWS):
+            return "few_k"
+        many = many and M <= MANY_K_ROWS
     return "many" if many else "linear"
 
 
@@ -115,12 +119,13 @@ def few_k_plan(kind: str, M: int, N: int, processors: int) -> ExpertsPlan:
 
 
 def many_plan(M: int, N: int, steps: int, processors: int) -> ManyPlan:
-    """Inputs of 32 to 256 rows a program; K in parts where there are few programs.
+    """Inputs of 16 to 256 rows a program; K in parts where there are few programs.
 
     Args:
         steps: of 128 inputs.
     """
-    cols = next((cols for cols in (32, 64, 128) if M <= cols), 256)
+    least = 16 if fills(N, processors) else 32
+    cols = next((cols for cols in (least, 32, 64, 128) if M <= cols), 256)
     programs = triton.cdiv(M, cols) * triton.cdiv(N, 64)
     if cols == 256:
         if programs >= 12 * processors:  # two warpgroups that share the inputs pay in many rounds
@@ -130,6 +135,8 @@ def many_plan(M: int, N: int, steps: int, processors: int) -> ManyPlan:
         plan, room = ManyPlan(cols, stages=3 if programs > 2 * processors else 4), 2 * processors
     elif cols == 64:
         plan, room = ManyPlan(cols), 4 * processors
+    elif cols == 16:
+        plan, room = ManyPlan(cols), 5 * processors
     else:
         plan, room = ManyPlan(cols, stages=6, word_stages=6), 9 * processors
     parts = 1

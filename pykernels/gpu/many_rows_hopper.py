@@ -1,4 +1,4 @@
-"""int4 and int8 weights by many rows, of a linear or of each expert, written out for Hopper.
+"""int4, int8 and K-quant weights by many rows, of a linear or of each expert, written for Hopper.
 
 The transposed tile: a warpgroup's left operand are weights in registers, decoded (see
 ``register_words``) while the tensor cores still multiply the 64 inputs before. Words and inputs
@@ -21,22 +21,27 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..shapes import SortedSlots
 from .gluon_names import barrier, tma_load
+from .k_quant_words import (
+    decoded_heads,
+    heads_layout,
+    load_heads,
+    q6_k_codes,
+    row_starts,
+    weighted,
+)
 from .lane_order import in_lane_order
 from .matrices import Matrices, scale_words
 from .plan import ManyPlan
 from .register_words import MAGIC, codes, pair, powers
 from .tiles import tile_table
 
-KINDS = ("int4", "int8")
+KINDS = ("int4", "int8", "q4_k", "q6_k")
 
 
 def takes(stack: Matrices) -> bool:
     """Whether these weights can be multiplied."""
-    return (
-        stack.kind in KINDS
-        and stack.group in (32, 128, stack.K)
-        and stack.data.data_ptr() % 16 == 0
-    )  # fmt: skip
+    groups = (0, 32, 128, stack.K)  # 0: K-quants
+    return stack.kind in KINDS and stack.group in groups and stack.data.data_ptr() % 16 == 0
 
 
 def words_layout(warps: int, rows: int) -> object:
@@ -52,14 +57,20 @@ def words_layout(warps: int, rows: int) -> object:
 
 
 @gluon.jit
-def ask(w, row, up, tile, ready, ws, place, GATED: gl.constexpr, WARPS: gl.constexpr):
+def ask(
+    w, row, up, tile, ready, ws, place,
+    KIND: gl.constexpr, GATED: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
     """Copies of one tile of words; gated, of gate and of up."""
     mbarrier.expect(ready.index(place), WARPS * 16 * 64)
+    column = tile * 16
+    if KIND == "q4_k":
+        column += tile // 2 * 4 + 4  # behind the words of each block's scales
     if GATED:
-        tma_load(w, [row, tile * 16], ready.index(place), ws.index(2 * place))
-        tma_load(w, [up, tile * 16], ready.index(place), ws.index(2 * place + 1))
+        tma_load(w, [row, column], ready.index(place), ws.index(2 * place))
+        tma_load(w, [up, column], ready.index(place), ws.index(2 * place + 1))
     else:
-        tma_load(w, [row, tile * 16], ready.index(place), ws.index(place))
+        tma_load(w, [row, column], ready.index(place), ws.index(place))
 
 
 @gluon.jit
@@ -100,7 +111,13 @@ def operand(
 ):
     """[ROWS, 16] words (int4: their bytes' low halves) -> [ROWS, 64] weights."""
     ROWS: gl.constexpr = words.shape[0]
-    v = codes(words, MAGIC, KIND)
+    if KIND == "q6_k":
+        v = q6_k_codes(words, scale[2], MAGIC, H)
+        v = weighted(v, scale[H], None)
+    elif KIND == "q4_k":
+        v = weighted(codes(words, MAGIC, "int4"), scale[2 * H], scale[2 * H + 1])
+    else:
+        v = codes(words, MAGIC, KIND)
     if GROUP == 32:
         v = scaled(v, words, scale, KIND, H)
     v = v.reshape([ROWS, 4, 4, 2, 2]).permute([0, 2, 4, 1, 3])
@@ -111,15 +128,22 @@ def operand(
 
 
 @gluon.jit
-def places(matrix, n0, N, SCALES, ROWS: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr):
-    """Where the scales of a tile's rows begin, in words; rows behind N have the last one's."""
+def rows_of(n0, N, ROWS: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr):
+    """A tile's rows, those behind N the last one; gated, and whether they are up's."""
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     n = r
-    own = 0
+    up = 0
     if GATED:
         n = r // 16 * 8 + r % 8
-        own = r // 8 % 2 * SCALES * N
-    return matrix * SCALES * N + own + gl.minimum(n0 + n, N - 1)
+        up = r // 8 % 2
+    return gl.minimum(n0 + n, N - 1), up
+
+
+@gluon.jit
+def places(matrix, n0, N, SCALES, ROWS: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr):
+    """Where the scales of a tile's rows begin, in words."""
+    n, up = rows_of(n0, N, ROWS, GATED, LAYOUT)
+    return (matrix + up) * SCALES * N + n
 
 
 @gluon.jit
@@ -139,7 +163,8 @@ def many_rows_hopper(
     x, w, w_scale, out, bias, tiles, M, N, STEPS, SHARE, SCALES, BLOCKS, MAGIC,
     KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
     PARTS: gl.constexpr, COLS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
-    WORD_STAGES: gl.constexpr, LW: gl.constexpr, XS: gl.constexpr, WS: gl.constexpr,
+    WORD_STAGES: gl.constexpr, LW: gl.constexpr, LH: gl.constexpr,
+    XS: gl.constexpr, WS: gl.constexpr,
 ):  # fmt: skip
     """out[m, n] = sum over k of x[m, k] * w[n, k], COLS rows of x by 16 WARPS rows of w.
 
@@ -150,7 +175,8 @@ def many_rows_hopper(
     Args:
         x: descriptor of bfloat16 [M, STEPS * 128], in the order of lanes.
         w: descriptor of int32 [matrices * N, words]; blocks of 16 WARPS rows, gated 8 WARPS.
-        w_scale: int32 [matrices, SCALES, N], see ``matrices``.
+        w_scale: int32 [matrices, SCALES, N], see ``matrices``; of K-quants their words; each row
+            has SCALES blocks (Q6_K: 16 bytes).
         tiles: None: one matrix; else ``tile_table``'s for COLS rows: rows are experts' ones.
         BLOCKS: of M; with a table its bound.
         GATED: of experts: out = silu(x @ gate.T) * (x @ up.T).
@@ -160,7 +186,7 @@ def many_rows_hopper(
     MATS: gl.constexpr = 2 if GATED else 1
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLS, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    TILES: gl.constexpr = 1 if KIND == "int4" else 2  # of words, a step
+    TILES: gl.constexpr = 2 if KIND == "int8" else 1  # of words, a step
     if tiles is None:
         slot = 0
         m0 = gl.program_id(0) % BLOCKS * COLS
@@ -189,20 +215,25 @@ def many_rows_hopper(
     barrier()
     for q in gl.static_range(WORD_STAGES):
         if q < count * TILES:
-            ask(w, row, row + N, c0 * TILES + q, w_ready, ws, q, GATED, WARPS)
+            ask(w, row, row + N, c0 * TILES + q, w_ready, ws, q, KIND, GATED, WARPS)
     for q in gl.static_range(STAGES - 1):
         if q < count * 2:
             mbarrier.expect(x_ready.index(q), COLS * 128)
             tma_load(x, [m0, (c0 * 2 + q) * 64], x_ready.index(q), xs.index(q))
-    scales = w_scale + places(matrix, n0, N, SCALES, ROWS, GATED, A)
-    last = SCALES - 1
-    scale = load_scale(scales, c0, last, N, GROUP)
-    scale_1 = load_scale(scales, c0 + 1, last, N, GROUP)
-    scale_2 = load_scale(scales, c0 + 2, last, N, GROUP)
+    if GROUP != 256:
+        scales = w_scale + places(matrix, n0, N, SCALES, ROWS, GATED, A)
+        last = SCALES - 1
+        scale = load_scale(scales, c0, last, N, GROUP)
+        scale_1 = load_scale(scales, c0 + 1, last, N, GROUP)
+        scale_2 = load_scale(scales, c0 + 2, last, N, GROUP)
     acc = gl.full([ROWS, COLS], 0.0, gl.float32, layout=ACC)
     if count > 0:
         mbarrier.wait(w_ready.index(0), 0)
     words = take(ws, 0, LW, GATED, WARPS)
+    if GROUP == 256:
+        own_row, up = rows_of(n0, N, ROWS, GATED, LH)
+        heads = row_starts(w_scale, (matrix + up) * N + own_row, SCALES, KIND, LH)
+        scale = decoded_heads(load_heads(heads, c0, STEPS, KIND, LH), words, c0, KIND)
     a = operand(words, scale, MAGIC, KIND, GROUP, 0, A)
     before = a
     for c in range(0, count):
@@ -222,13 +253,19 @@ def many_rows_hopper(
                 tile = c * TILES + h
                 if tile + WORD_STAGES < count * TILES:
                     ahead = c0 * TILES + tile + WORD_STAGES
-                    ask(w, row, row + N, ahead, w_ready, ws, tile % WORD_STAGES, GATED, WARPS)
+                    place = tile % WORD_STAGES
+                    ask(w, row, row + N, ahead, w_ready, ws, place, KIND, GATED, WARPS)
             before = a
             if h == 1 or TILES == 2:
                 ahead = gl.minimum(c * TILES + (h if TILES == 2 else 0) + 1, count * TILES - 1)
                 mbarrier.wait(w_ready.index(ahead % WORD_STAGES), ahead // WORD_STAGES & 1)
                 words = take(ws, ahead % WORD_STAGES, LW, GATED, WARPS)
-            if h == 1:
+            if GROUP == 256:
+                if h == 0:
+                    head = load_heads(heads, c0 + c + 1, STEPS, KIND, LH)
+                else:
+                    scale = decoded_heads(head, words, c0 + c + 1, KIND)
+            elif h == 1:
                 scale = scale_1
                 scale_1 = scale_2
                 scale_2 = load_scale(scales, c0 + c + 3, last, N, GROUP)
@@ -292,6 +329,15 @@ def multiply_experts_rows(
     _launch(inputs, stack, out, None, tiles, bound, gated, plan)
 
 
+def _scales(stack: Matrices) -> int:
+    """What the kernel has to know of a row's length: its scales, or its blocks' places."""
+    if stack.kind == "q6_k":
+        return stack.data.shape[-1] // 16
+    if stack.kind == "q4_k":
+        return stack.K // 256
+    return 1 if stack.group == stack.K else triton.cdiv(stack.K, max(stack.group, 64))
+
+
 def _launch(
     inputs: torch.Tensor,
     stack: Matrices,
@@ -311,7 +357,7 @@ def _launch(
     many_rows_hopper[(blocks * triton.cdiv(stack.N, rows), parts)](
         TensorDescriptor.from_tensor(inputs, [plan.cols, 64], x_shared),
         TensorDescriptor.from_tensor(words, [rows, 16], w_shared),
-        scale_words(stack),
+        scale_words(stack) if stack.group else words,
         out,
         bias,
         tiles,
@@ -319,11 +365,11 @@ def _launch(
         stack.N,
         steps,
         triton.cdiv(steps, parts),
-        1 if stack.group == stack.K else triton.cdiv(stack.K, max(stack.group, 64)),
+        _scales(stack),
         blocks,
         MAGIC,
         KIND=stack.kind,
-        GROUP=0 if stack.group == stack.K else stack.group,
+        GROUP=0 if stack.group == stack.K else stack.group or 256,
         GATED=gated,
         HAS_BIAS=bias is not None,
         PARTS=out.ndim == 3,
@@ -332,6 +378,7 @@ def _launch(
         STAGES=plan.stages,
         WORD_STAGES=plan.word_stages,
         LW=words_layout(plan.warps, rows // plan.warps),
+        LH=heads_layout(plan.warps, 16) if stack.kind == "q4_k" else words_layout(plan.warps, 16),
         XS=x_shared,
         WS=w_shared,
         num_warps=plan.warps,

@@ -1,7 +1,7 @@
 """Products of many rows with K-quants that are decoded to bfloat16 in device memory beforehand.
 
-Decoding beside products costs more instructions than the products have time for. With a hundred
-rows and more it pays to write bfloat16 once and to multiply that: the values are the same.
+Each block of rows decodes the weights again. From some number of rows on it pays to write bfloat16
+once and to multiply that: the values are the same.
 """
 
 from __future__ import annotations

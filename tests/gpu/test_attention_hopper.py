@@ -97,7 +97,8 @@ def test_ptxas_keeps_the_order() -> None:
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     attention = ["prefill_hopper"] * 3 + ["mla_decode_hopper"] * 2
     linears = ["many_rows_hopper"] * 3 + ["gemm_fp8_hopper"]
-    experts = ["gemm_bf16_hopper"] + ["gemm_fp8_hopper"] * 2 + ["many_rows_hopper"] * 2
+    decoded = ["many_rows_hopper"] * 2
+    experts = ["gemm_bf16_hopper", *decoded, *["gemm_fp8_hopper"] * 2, *decoded]
     products = linears + experts
     assert [row["kernel"] for row in rows] == attention + products
     for row in rows:

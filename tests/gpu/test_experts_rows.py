@@ -1,10 +1,11 @@
-"""Experts of int4 and int8 weights with many rows: interpreted, and on the GPU that it is for.
+"""Experts of integers and K-quants with many rows: interpreted, and on the GPU that it is for.
 
 The inner loop is that of linears, see test_linear_rows.py; here is what experts add.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from pykernels import ref
 from pykernels.errors import PykernelsError
 from pykernels.gpu import experts_plan, grouped_gemm, launch, many_rows_hopper, moe
-from pykernels.gpu.experts_plan import many_plan
+from pykernels.gpu.experts_plan import many_plan, most_few
 from pykernels.gpu.matrices import pack_for_gpu
 from pykernels.gpu.plan import GemmPlan, ManyPlan
 from pykernels.quant import Weight, get_format
@@ -99,6 +100,18 @@ def test_one_scale_an_output_and_experts_that_lie_nowhere(device: torch.device) 
     assert _close(out[: starts[4]], apart[: starts[4]])
 
 
+@pytest.mark.parametrize("name", ["q4_k", "q6_k"])
+def test_k_quants_with_gate_and_up(name: str, device: torch.device) -> None:
+    fmt = get_format(name)
+    stack = pack_for_gpu(fmt, [fmt.quantize(torch.randn(24, 256)) for _ in range(4)]).to(device)
+    x = torch.randn(3, 256).bfloat16().to(device)
+    order = moe.sort_slots(torch.tensor([[0, 1], [1, 0], [1, 9]]).to(device), 2)
+    out, apart = (x.new_full((6, 24), float("nan")) for _ in range(2))
+    grouped_gemm.multiply(x, stack, out, FOUR, order=order, gated=True)
+    grouped_gemm.multiply(x, stack, apart, GemmPlan(16, 64, 64), order=order, gated=True)
+    assert _close(out[:5], apart[:5]) and out[5].isnan().all()
+
+
 def test_what_it_does_not_take_is_refused(device: torch.device) -> None:
     experts = random_experts(RAGGED, get_format("int4"), device)
     x = torch.randn(3, RAGGED.H).bfloat16().to(device)
@@ -107,17 +120,22 @@ def test_what_it_does_not_take_is_refused(device: torch.device) -> None:
         moe.gate_up(x, experts, order, plan=replace(FOUR, split_k=2))
 
 
+def test_few_rows_end_sooner_where_there_is_a_kernel_for_more() -> None:
+    for kind, group in (("q4_k", 0), ("int4", 32), ("int4", 128), ("int8", 7168)):
+        assert 2 <= most_few(kind, group, True) < most_few(kind, group, False) <= 8
+
+
 def test_blocks_are_as_long_as_experts_have_rows() -> None:
-    cols = [many_plan(rows).cols for rows in (17, 33, 64, 128, 300)]
-    assert cols == [32, 64, 64, 128, 256]
-    for rows in (17, 40, 100, 300):
-        plan = many_plan(rows)
+    cols = [many_plan("int4", rows).cols for rows in (3, 17, 33, 64, 128, 300)]
+    assert cols == [16, 32, 64, 64, 128, 256]
+    for kind, rows in itertools.product(("int8", "q6_k"), (9, 17, 40, 100, 300)):
+        plan = many_plan(kind, rows)
         shared = plan.stages * plan.cols * 128 + plan.word_stages * plan.warps * 1024
         assert shared <= (226 if plan.warps == 8 else 113) * 1024
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["int4-g128", "int4", "int8"])
+@pytest.mark.parametrize("name", ["int4-g128", "int4", "int8", "q4_k", "q6_k"])
 def test_a_graph_replays_with_other_tokens_and_experts(name: str, device: torch.device) -> None:
     shape = MoEShape(E=8, H=1536, I=768, topk=2)
     experts = random_experts(shape, get_format(name), device)

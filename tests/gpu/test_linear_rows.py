@@ -82,6 +82,8 @@ CASES = [
     ("int8", 9, 40, 448, ManyPlan(16, 4, 3, 2), "groups of 128, bytes, half a group at the end"),
     ("int4", 9, 40, 448, ManyPlan(16, 4, 3, 2), "pairs of groups, an odd one at the end"),
     ("int8-channel", 9, 40, 448, ManyPlan(16, 4, 3, 2, 2), "one scale an output, parts"),
+    ("q4_k", 9, 40, 768, ManyPlan(16, 4, 3, 2, 2), "blocks of Q4_K, parts that begin inside one"),
+    ("q6_k", 9, 40, 768, ManyPlan(16, 4, 3, 2, 2), "blocks of Q6_K, parts that begin inside one"),
 ]
 
 
@@ -132,7 +134,7 @@ def test_one_row_of_any_size(size: float, run: Any) -> None:
 
 
 @pytest.mark.parametrize("N", [512, 7168, 18432])
-@pytest.mark.parametrize("M", [17, 64, 100, 300, 3000])
+@pytest.mark.parametrize("M", [9, 17, 64, 100, 300, 3000])
 def test_no_part_of_many_rows_is_empty(M: int, N: int) -> None:
     for steps in (1, 9, 56, 112):
         plan = many_plan(M, N, steps, 132)
@@ -150,6 +152,7 @@ def test_narrow_matrices_take_more_warps_or_parts() -> None:
         for K in (7168, 18432):
             narrow, wide = (one_row_plan(kind, group, N, K, 132) for N in (7168, 18432))
             assert narrow.programs in (0, 2 * 132) and wide.programs == 3 * 132
+    assert [many_plan(16, 18432, steps, 132).split_k for steps in (7, 56)] == [1, 2]
     assert many_plan(64, 7168, 56, 132).split_k > many_plan(64, 18432, 56, 132).split_k == 1
     assert many_plan(128, 18432, 56, 132).stages == 3  # three programs a processor, in one round
     assert many_plan(3000, 18432, 56, 132).warps == 8
@@ -169,6 +172,8 @@ def test_which_kernel_takes_which_rows() -> None:
     assert found("q4_k", 8, 7168, (8, 0), False) == found("q6_k", 1, 7168, (9, 0), False) == "few_k"
     assert found("q4_k", 1, 7168, (0, 0), False) == "linear"
     assert found("int4", 1, 7168, (0, 0)) == "linear"  # the interpreter
+    rows = (4, 5, 1500, 1501)
+    assert [found("q6_k", M, 7168, (9, 0)) for M in rows] == ["few_k", "many", "many", "linear"]
 
 
 def test_the_interpreter_goes_by_the_decoding_gemm(device: torch.device) -> None:
