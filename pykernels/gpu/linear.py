@@ -2,7 +2,7 @@
 
 - One row of a narrow int8 matrix: ``gemv``, no tensor cores.
 - One row of int4, E4M3 or another int8 matrix: ``one_row``, whose codes need next to no decoding.
-- Up to 16 or 32 rows of these: ``few_rows``, decoding in the lanes that load weights.
+- Up to 16 or 32 rows of int4, int8 or E4M3: ``few_rows``, decoding in the lanes that load weights.
 - Up to 4 or 8 rows of K-quants: ``few_experts``, the same, each lane with one scale of its own.
 - More on Hopper: ``many_rows_hopper``, decoding while the tensor cores multiply.
 - K-quants of more rows still: ``unpacked``; E4M3 rows on Hopper: ``linear_fp8_hopper``.
