@@ -37,6 +37,10 @@ def mla_decode_plans(size: Size) -> Iterator[DecodePlan]:
 
 def gqa_decode_plans(size: Size) -> Iterator[DecodePlan]:
     tile = 16 if size.heads // size.kv_heads <= 16 else 64
+    if size.format == "fp8" and tile == 16:
+        rows = 8 if size.heads // size.kv_heads <= 8 else 16
+        for (keys, warps), per_sm in itertools.product(((64, 4), (128, 4), (128, 8)), (1, 2, 3)):
+            yield DecodePlan(rows, keys, warps, 1, per_sm, in_lanes=True)
     for keys, stages, warps in itertools.product((64, 128), (2, 3, 4), (4, 8)):
         if keys * (stages - 1) <= 256:
             for per_sm in (1, 2):

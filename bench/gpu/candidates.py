@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pykernels.gpu.linear_plan import Plan
-from pykernels.gpu.plan import FewPlan, GemmPlan, GemvPlan, ManyPlan
+from pykernels.gpu.many_rows_hopper import KINDS as MANY_KINDS
+from pykernels.gpu.plan import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan
 
 # (block_m, block_n, block_k, warps, stages)
 _BF16_MANY = (
@@ -48,6 +49,14 @@ _FEW = [
         (32, 4, 1), (32, 4, 2), (32, 8, 1), (32, 8, 2), (64, 2, 1), (64, 4, 1), (64, 8, 1),
     )
 ] + [FewPlan(16, warps, chunks, ahead=2) for warps in (4, 8) for chunks in (1, 2)]  # fmt: skip
+_EXPERTS = [
+    (rows, warps, chunks, ahead)
+    for rows, warps, chunks in (
+        (16, 1, 1), (16, 2, 1), (16, 2, 2), (16, 4, 1), (16, 4, 2), (32, 2, 1), (32, 4, 1),
+        (32, 4, 2), (16, 8, 1), (32, 8, 1),
+    )
+    for ahead in (1, 2)
+]  # fmt: skip
 _MANY = [
     ManyPlan(cols, warps, stages, words, split)
     for cols, warps, stages, words in (
@@ -66,6 +75,12 @@ def candidates(op: str, path: str, rows: int) -> Iterator[Plan]:
     if op == "few":
         yield from _FEW
         return
+    if op.startswith("few_"):  # four scales side by side: K-quants, and groups of 32
+        tokens = (2, 4) if path.endswith("_k") else (8,)
+        for most in tokens:
+            for some, warps, chunks, ahead in _EXPERTS:
+                yield ExpertsPlan(some, warps, most, chunks, ahead)
+        return
     if op == "many":
         yield from (plan for plan in _MANY if plan.cols < 2 * rows)
         return
@@ -73,7 +88,7 @@ def candidates(op: str, path: str, rows: int) -> Iterator[Plan]:
         many = _FP8 if path == "fp8" else _BF16_MANY
         for bm, bn, bk, warps, stages in _BF16_FEW if path == "bf16" and rows <= 16 else many:
             yield GemmPlan(bm, bn, bk, 16, 1, warps, stages, tma=True)
-        if rows > 16 and path == "fp8" and op != "linear":
+        if rows > 16 and (path == "fp8" or op != "linear"):
             for group_m in (4, 8, 16, 32):
                 yield GemmPlan(128, 128, 128, group_m, by_hand=True)
         if rows > 16:
@@ -82,6 +97,8 @@ def candidates(op: str, path: str, rows: int) -> Iterator[Plan]:
             for bm, bn, bk, warps, stages in many[1:5] if op == "gate_up" else ():
                 yield GemmPlan(bm, bn, bk, 16, 1, warps, stages, tma=True, copy=True)
         return
+    if path in MANY_KINDS and op != "linear" and rows > 16:
+        yield from (plan for plan in _MANY if plan.cols < 2 * rows and plan.split_k == 1)
     for bm, bn, bk, warps, stages in _DECODED_FEW if rows <= 16 else _DECODED_MANY:
         for split in (1, 2, 4, 8) if op == "linear" and rows <= 16 else (1,):
             yield GemmPlan(bm, bn, bk, 16, split, warps, stages)

@@ -24,18 +24,21 @@ import torch
 from pykernels.errors import PykernelsError
 from pykernels.gpu import plan as plans
 from pykernels.gpu.ahead import only_compile
+from pykernels.gpu.experts_plan import COARSE_ROWS, FINE_ROWS
 from pykernels.gpu.linear import linear
 from pykernels.gpu.linear_plan import H200_PROCESSORS, Plan, kernel_of
 from pykernels.gpu.many_rows_hopper import KINDS as MANY_KINDS
-from pykernels.gpu.matrices import kind_of
+from pykernels.gpu.matrices import empty_for_gpu, fine, kind_of
 from pykernels.gpu.moe import Experts, down, gate_up, sort_slots
-from pykernels.gpu.plan import GemmPlan, ManyPlan
+from pykernels.gpu.plan import EXPERTS_PLANS, GemmPlan, ManyPlan
 
 from .candidates import candidates
 from .harness import reason, sets_for
 from .moe import INTER, TOPK, E, H, route
 from .timer import make_timer
 from .weights import format_of, random_experts, random_stack
+
+LAYER = ("gate_up", "down", *EXPERTS_PLANS)
 
 
 @dataclass(frozen=True)
@@ -68,17 +71,27 @@ def jobs(ops: set[str], formats: set[str]) -> Iterator[Job]:
     """What is tuned: DeepSeek-V3's layer and linears, at the rows that the table parts."""
     layer = [("bf16", "bf16", r) for r in (1, 64, 128, 512)]
     layer += [("fp8", "fp8", r) for r in (64, 128, 512)]
-    layer += [("int4-g128", "bf16", r) for r in (1, 64, 256)]
+    layer += [("int4-g128", "bf16", r) for r in (1, 64, 256)] + [("q4_k", "bf16", 1)]
     for format, activations, rows in layer:
         if format in formats:
             for op, N, K in (("gate_up", INTER, H), ("down", H, INTER)):
                 if op in ops:
+                    if activations == "bf16" and rows <= _few_rows(format):
+                        op = f"few_{op}"
                     yield Job(op, format, activations, rows, N, K)
     linears = [(f, M) for f in ("int4-g128", "int8-channel") for M in (1, 16, 64, 256, 2048)]
-    for format, M in [*linears, ("fp8", 1), ("q4_k", 1)]:
+    for format, M in [*linears, ("fp8", 1), ("q4_k", 1), ("q4_k", 16)]:
         for N, K in ((7168, 7168), (18432, 7168)):
             if "linear" in ops and format in formats:
                 yield Job(_linear_op(kind_of(format_of(format)), M, N), format, "bf16", M, N, K)
+
+
+def _few_rows(format: str) -> int:
+    """Most rows an expert for ``few_experts``, which decodes."""
+    stack = empty_for_gpu(format_of(format), 1, INTER, H, torch.device("meta"))
+    if stack.kind == "bf16":
+        return 0
+    return FINE_ROWS if fine(stack.kind, stack.group) else COARSE_ROWS
 
 
 def _linear_op(kind: str, M: int, N: int) -> str:
@@ -98,7 +111,7 @@ def calls(
             ids = route(T, E, TOPK, "balanced", device)
         order = sort_slots(ids, E)
         how = job.activations
-        if job.op == "gate_up":
+        if job.op.endswith("gate_up"):
             return lambda plan: gate_up(x, experts, order, activations=how, plan=plan), 1
         h = torch.randn(T * TOPK, INTER, device=device).bfloat16()
         return lambda plan: down(h, experts, order, activations=how, plan=plan), 1
@@ -121,7 +134,7 @@ def call_on_meta(job: Job, plan: Plan) -> str | None:
     """The launches of a job, on tensors without values; the reason if one fails."""
     meta = torch.device("meta")
     try:
-        layer = job.op in ("gate_up", "down")
+        layer = job.op in LAYER
         experts = Experts.empty(format_of(job.format), E, H, INTER, meta) if layer else None
         calls(job, meta, experts)[0](plan)
     except Exception as error:
@@ -176,7 +189,7 @@ def tune(wanted: list[Job], device: torch.device, save: bool = True) -> Iterator
     compile_all(wanted)
     experts, made = None, ""
     for job in wanted:
-        layer = job.op in ("gate_up", "down")
+        layer = job.op in LAYER
         if layer and made != job.format:
             experts = None  # before the next ones are made
             experts, made = random_experts(job.format, E, H, INTER, device), job.format

@@ -30,11 +30,14 @@ def only_compile(capability: tuple[int, int]) -> None:
         for name in (
             "launch",
             "grouped_gemm",
+            "experts_plan",
             "moe",
             "linear",
             "linear_plan",
             "few_rows",
+            "few_experts",
             "quantize",
+            "unpacked",
         )  # fmt: skip
     }
     _replace(modules["launch"], "supports", lambda device: None)

@@ -31,6 +31,8 @@ class DecodePlan:
         by_hand: MLA's kernel for Hopper, whose warps have roles: 64 rows, 64 keys;
             ``warps``, ``stages`` and ``across`` mean nothing to it.
         least: blocks of a part: combining more parts costs more than shorter ones save.
+        in_lanes: GQA's kernel whose lanes multiply what they load: 8 or 16 rows, 16 or 32 keys a
+            warp; ``stages`` means nothing to it.
     """
 
     rows: int
@@ -41,8 +43,15 @@ class DecodePlan:
     across: bool = False
     by_hand: bool = False
     least: int = 1
+    in_lanes: bool = False
 
     def __post_init__(self) -> None:
+        each = self.keys // self.warps
+        if self.in_lanes and (self.rows not in (8, 16) or each not in (16, 32)):
+            raise PykernelsError(
+                f"a decode plan in lanes has {self.rows} rows and {each} keys a warp",
+                "That kernel's programs take 8 or 16, and 16 or 32",
+            )
         if self.by_hand and (self.rows, self.keys) != (64, 64):
             raise PykernelsError(
                 f"a decode plan by hand has {self.rows} rows and {self.keys} keys",
@@ -150,11 +159,24 @@ def mla_decode_plan(
     return plan
 
 
-def gqa_decode_plan(rows: int, D: int, fp8: bool, device: torch.device) -> DecodePlan:
-    """For ``rows`` = query heads of a KV head x tokens a sequence."""
+def in_lanes_takes(D: int, fp8: bool, page: int, device: torch.device, aligned: bool) -> bool:
+    """Whether ``DecodePlan.in_lanes`` can run: heads of 128 in E4M3, which the GPU can convert.
+
+    Caches ``aligned`` to 16 bytes; a warp's keys, up to 32, are within a page.
+    """
+    return arch(device) >= (8, 9) and D == 128 and fp8 and page % 32 == 0 and aligned
+
+
+def gqa_decode_plan(
+    rows: int, D: int, fp8: bool, page: int, device: torch.device, aligned: bool = True
+) -> DecodePlan:
+    """For ``rows`` = query heads of a KV head x tokens a sequence, and pages of ``page``."""
     capability = arch(device)
     if capability == (0, 0):
         return _TINY_DECODE
+    if rows <= 16 and in_lanes_takes(D, fp8, page, device, aligned):
+        tile = 8 if rows <= 8 else 16
+        return DecodePlan(rows=tile, keys=128, warps=4, stages=1, per_sm=2, in_lanes=True)
     tile = max(16, min(64, 1 << (rows - 1).bit_length()))
     if capability[0] == 9 and tile < 64 and 64 < D <= 128 and not fp8:
         return DecodePlan(rows=tile, keys=128, warps=4, stages=3)

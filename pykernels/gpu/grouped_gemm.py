@@ -17,8 +17,11 @@ from .kernel_fp8 import gemm_fp8
 from .launch import arch
 from .matrices import Matrices, scale_words
 from .permute import permute
-from .plan import GemmPlan, fit_stages
+from .plan import ExpertsPlan, GemmPlan, ManyPlan, fit_stages
 from .quantize import NATIVE_FP8
+from .unpacked import multiply_unpacked
+
+Plan = GemmPlan | ExpertsPlan | ManyPlan
 
 
 def path_of(stack: Matrices, fp8_inputs: bool) -> str:
@@ -32,7 +35,7 @@ def multiply(
     x: torch.Tensor,
     stack: Matrices,
     out: torch.Tensor,
-    plan: GemmPlan,
+    plan: Plan,
     *,
     x_scale: torch.Tensor | None = None,
     order: SortedSlots | None = None,
@@ -54,9 +57,27 @@ def multiply(
         bias: [N].
         out_scale: by hand and gated, float32 [S, ceil(N / 128)]: out is quantized to E4M3.
     """
+    if isinstance(plan, ManyPlan):
+        _many_rows(x, stack, out, plan, order, table, gated)
+        return
     path = path_of(stack, x_scale is not None)
+    if isinstance(plan, ExpertsPlan):
+        if path != "decoded" or arch(x.device) < (8, 0):
+            raise PykernelsError(
+                "experts of few rows are multiplied in registers on a GPU, and decoded on the way",
+                "Give a GemmPlan",
+            )
+        from .few_experts import multiply_few_experts  # Gluon is slow to import
+
+        multiply_few_experts(x, stack, out, plan, order=order, table=table, gated=gated, bias=bias)
+        return
+    if plan.unpack:
+        if path != "decoded":
+            raise PykernelsError("a plan unpacks what is not decoded", "Give one without unpack")
+        multiply_unpacked(x, stack, out, plan, order, table, gated, bias)
+        return
     if plan.by_hand:
-        _by_hand(x, stack, out, plan, x_scale, order, table, gated, out_scale)
+        _by_hand(x, stack, out, plan, x_scale, order, table, gated, bias, out_scale)
         return
     mats = 2 if gated else 1
     plan = fit_stages(plan, arch(x.device), _step_bytes(stack, path, plan, mats))
@@ -130,25 +151,69 @@ def _by_hand(
     order: SortedSlots | None,
     table: torch.Tensor | None,
     gated: bool,
+    bias: torch.Tensor | None,
     out_scale: torch.Tensor | None,
 ) -> None:
-    if x_scale is None or order is None or not by_hand_takes(stack, x.device):
+    matched = stack.kind == ("bf16" if x_scale is None else "fp8")
+    known = x_scale is not None or order is not None
+    if not (matched and known and x.data_ptr() % 16 == 0 and by_hand_takes(stack, x.device)):
         raise PykernelsError(
-            "the kernel written out for Hopper multiplies experts of aligned E4M3 there alone",
+            "the kernels written out for Hopper multiply aligned E4M3, and experts of aligned "
+            "bfloat16, by rows of the same, there alone",
             "Give a plan without by_hand",
         )
-    from .gemm_fp8_hopper import multiply_by_hand  # Gluon is slow to import
+    if x.shape[0] == 0:
+        return
+    if x_scale is None and order is not None:
+        from .gemm_bf16_hopper import multiply_bf16_by_hand  # Gluon is slow to import
 
-    if x.shape[0]:
+        multiply_bf16_by_hand(x, stack, out, order, table, gated=gated, group_m=plan.group_m)
+    elif x_scale is not None and order is None:
+        from .linear_fp8_hopper import multiply_rows_by_hand
+
+        multiply_rows_by_hand(x, x_scale, stack, out, bias, plan.group_m)
+    elif x_scale is not None and order is not None:
+        from .gemm_fp8_hopper import multiply_by_hand
+
         multiply_by_hand(
             x, x_scale, stack, out, order, table,
             gated=gated, group_m=plan.group_m, out_scale=out_scale,
         )  # fmt: skip
 
 
+def _many_rows(
+    x: torch.Tensor,
+    stack: Matrices,
+    out: torch.Tensor,
+    plan: ManyPlan,
+    order: SortedSlots | None,
+    table: torch.Tensor | None,
+    gated: bool,
+) -> None:
+    if order is None or plan.split_k > 1 or not many_rows_takes(stack, x.device):
+        raise PykernelsError(
+            "many_rows_hopper multiplies experts of int4 and int8 on Hopper, K in one part",
+            "Give a GemmPlan",
+        )
+    from .many_rows_hopper import multiply_experts_rows  # Gluon is slow to import
+
+    if order.slots.shape[0]:
+        multiply_experts_rows(x, stack, out, order, table, plan, gated)
+
+
+def many_rows_takes(stack: Matrices, device: torch.device) -> bool:
+    """Whether ``many_rows_hopper`` multiplies these weights there."""
+    if arch(device)[0] != 9:
+        return False
+    from .many_rows_hopper import takes
+
+    return takes(stack)
+
+
 def by_hand_takes(stack: Matrices, device: torch.device) -> bool:
     """Whether ``GemmPlan.by_hand`` can run: Hopper, weights where descriptors can begin."""
-    return stack.kind == "fp8" and arch(device)[0] == 9 and stack.data.data_ptr() % 16 == 0
+    there = stack.kind in ("bf16", "fp8") and arch(device)[0] == 9
+    return there and stack.data.data_ptr() % 16 == 0
 
 
 def _decoded(

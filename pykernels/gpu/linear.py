@@ -2,7 +2,9 @@
 
 - One row of a narrow int8 matrix: ``gemv``, no tensor cores.
 - Up to 16 or 32 rows of int4, int8 or E4M3: ``few_rows``, decoding in the lanes that load weights.
+- Up to 8 rows of K-quants: ``few_experts``, the same, each lane with one scale of its own.
 - More on Hopper: ``many_rows_hopper``, decoding while the tensor cores multiply.
+- Many rows of K-quants: ``unpacked``; of E4M3 activations on Hopper: ``linear_fp8_hopper``.
 - All else: the GEMM of the routed experts, with one expert.
 
 Where K is split over programs, the parts are added by a second launch in a fixed order.
@@ -26,7 +28,7 @@ from .many_rows_hopper import multiply_many_rows
 from .many_rows_hopper import takes as many_takes
 from .matrices import K_MULTIPLE, KINDS, Matrices
 from .partials import add_partials
-from .plan import FewPlan, GemmPlan, GemvPlan, ManyPlan
+from .plan import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan
 from .quantize import quantize_fp8
 
 ACTIVATIONS = ("bf16", "fp8")
@@ -101,6 +103,9 @@ def linear(
     if isinstance(plan, FewPlan):
         multiply_few_rows(x, weight, out, bias, plan)
         return out
+    if isinstance(plan, ExpertsPlan):
+        multiply(x, weight, out, plan, bias=bias)
+        return out
     rows, scale = quantize_fp8(x) if activations == "fp8" else (x, None)
     if plan.split_k == 1:
         if isinstance(plan, ManyPlan):
@@ -131,6 +136,9 @@ def _unfit(
         fits = weight.kind in GEMV_KINDS and M == 1
         return None if fits else f"no gemv for {M} rows of {weight.kind}"
     capability = arch(device)
+    if isinstance(plan, ExpertsPlan):
+        fits = path_of(weight, False) == "decoded" and capability >= (8, 0)
+        return None if fits else "few_experts decodes weights on a GPU"
     if isinstance(plan, FewPlan):
         fits = weight.kind in FEW_KINDS and M <= 64 and capability >= (8, 0)
         return None if fits else f"few_rows takes up to 64 rows of {', '.join(FEW_KINDS)} on a GPU"

@@ -2,8 +2,9 @@
 
 Decoded weights in bf16 activations, by rows: ``gemv`` (one row of a narrow int8 matrix, where it
 beats the tensor cores), ``few_rows`` (up to 16, or 32 where nothing faster takes more),
-``many_rows_hopper`` (Hopper, one scale for each 128 inputs or each output), and the decoding GEMM
-for all else, which the interpreter takes too: Gluon kernels have none.
+``few_experts`` (K-quants, up to 8), ``many_rows_hopper`` (Hopper, one scale for each 128 inputs or
+each output), and the decoding GEMM for all else, which the interpreter takes too: Gluon kernels
+have none.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import torch
 import triton
 
 from .few_rows import KINDS as FEW_KINDS
-from .grouped_gemm import decoded_step, path_of
+from .grouped_gemm import by_hand_takes, decoded_step, path_of
 from .launch import arch
+from .linear_fp8_hopper import pays
 from .many_rows_hopper import takes as many_takes
 from .matrices import Matrices
 from .plan import (
     GEMV,
     LINEAR_PLANS,
+    ExpertsPlan,
     FewPlan,
     GemmPlan,
     GemvPlan,
@@ -30,10 +33,12 @@ from .plan import (
     tuned_plan,
 )
 
-Plan = GemmPlan | GemvPlan | FewPlan | ManyPlan
+Plan = GemmPlan | GemvPlan | FewPlan | ExpertsPlan | ManyPlan
 FEW_ROWS = 32
 """Most rows for which each program reads all inputs itself, and half of it where
 ``many_rows_hopper`` could multiply them too."""
+FEW_K_ROWS = 8
+"""The same of K-quants, four at a time."""
 SPLIT_ROWS = 64
 """Most rows for which the decoding GEMM splits K."""
 H200_PROCESSORS = 132
@@ -47,7 +52,7 @@ def fills(N: int, processors: int) -> bool:
 def kernel_of(
     kind: str, M: int, N: int, processors: int, capability: tuple[int, int], many: bool
 ) -> str:
-    """The op of plans for decoded weights: "gemv", "few", "many" or "linear".
+    """The op of plans for decoded weights: "gemv", "few", "few_k", "many" or "linear".
 
     Args:
         many: whether ``many_rows_hopper`` has a form for these weights.
@@ -58,6 +63,8 @@ def kernel_of(
         return "gemv"
     if tensor and M <= (FEW_ROWS // 2 if many else FEW_ROWS):
         return "few"
+    if kind.endswith("_k") and M <= FEW_K_ROWS and capability >= (8, 0):
+        return "few_k"
     return "many" if many else "linear"
 
 
@@ -74,6 +81,14 @@ def few_plan(kind: str, group: int, M: int, N: int, processors: int) -> FewPlan:
         return FewPlan(32, 4, 1 if M <= 8 else 2) if wide else FewPlan(32, 8)
     chunks = 2 if wide and group == 32 else 1
     return FewPlan(16, 4 if wide else 8, chunks, ahead=2 if M <= 8 else 1)
+
+
+def few_k_plan(kind: str, M: int, N: int, processors: int) -> ExpertsPlan:
+    """The fastest measured at one row and matrices [18432, 7168] and [7168, 18432] on Hopper."""
+    tokens = 2 if M <= 2 else 4
+    if kind == "q4_k":
+        return ExpertsPlan(32 if fills(N, processors) else 16, 4, tokens)
+    return ExpertsPlan(16, 4, tokens, chunks=2)
 
 
 def many_plan(M: int, N: int, steps: int, processors: int) -> ManyPlan:
@@ -119,11 +134,14 @@ def choose_plan(weight: Matrices, M: int, device: torch.device, activations: str
             return GEMV[kind]
         if op == "few":
             return few_plan(kind, weight.group, M, N, processors)
+        if op == "few_k":
+            return few_k_plan(kind, M, N, processors)
         if op == "many":
             return many_plan(M, N, triton.cdiv(K, 128), processors)
     key = kind if path == "decoded" else path
-    plan = gemm_plan("linear", key, capability, M, N, K, name)
-    if path != "decoded" or M > SPLIT_ROWS or plan.split_k > 1:
+    by_hand = path == "fp8" and by_hand_takes(weight, device) and pays(M, N, K, processors)
+    plan = gemm_plan("linear", key, capability, M, N, K, name, by_hand)
+    if path != "decoded" or M > SPLIT_ROWS or plan.split_k > 1 or plan.unpack:
         return plan
     programs = triton.cdiv(N, plan.block_n) * triton.cdiv(M, plan.block_m)
     return replace(plan, split_k=split_k(programs, K, processors, decoded_step(weight, plan)))

@@ -1,4 +1,4 @@
-"""Linears of int4 and int8 weights for some fifty rows and more, written out for Hopper.
+"""int4 and int8 weights by many rows, of a linear or of each expert, written out for Hopper.
 
 The transposed tile: a warpgroup's left operand are weights in registers, decoded (see
 ``register_words``) while the tensor cores still multiply the 64 inputs before. Words and inputs
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import torch
 import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -20,89 +19,127 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..shapes import SortedSlots
 from .gluon_names import barrier, tma_load
+from .lane_order import in_lane_order
 from .matrices import Matrices, scale_words
 from .plan import ManyPlan
-from .register_words import MAGIC, codes, powers
+from .register_words import MAGIC, codes, pair, powers
+from .tiles import tile_table
 
 KINDS = ("int4", "int8")
 
 
 def takes(stack: Matrices) -> bool:
-    """Whether these weights can be multiplied: a step has one scale a row."""
+    """Whether these weights can be multiplied."""
     return (
         stack.kind in KINDS
-        and stack.group in (128, stack.K)
+        and stack.group in (32, 128, stack.K)
         and stack.data.data_ptr() % 16 == 0
     )  # fmt: skip
 
 
-@triton.jit
-def lane_order(x, out, M, K, K_OUT, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """out[m, p] = the input of place p, zeros behind K.
-
-    Of 64 places, lane t of four has 16 j + 8 odd + 2 t + e, and words 4 t .. 4 t + 3; the codes of
-    word j are its bytes 2 e + odd. Of an int4 word the second 64 places have the high halves.
-    """
-    m = tl.program_id(0)
-    p = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    STEP: tl.constexpr = 128 if KIND == "int4" else 64
-    byte = 16 * (p // 2 % 4) + 4 * (p // 16 % 4) + 2 * (p % 2) + p // 8 % 2
-    if KIND == "int4":
-        k = p // STEP * STEP + byte // 32 * 64 + byte % 32 + p // 64 % 2 * 32
-    else:
-        k = p // STEP * STEP + byte
-    value = tl.load(x + m.to(tl.int64) * K + k, mask=k < K, other=0.0)
-    tl.store(out + m.to(tl.int64) * K_OUT + p, value, mask=p < K_OUT)
-
-
-def in_lane_order(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """x [M, K] as the products want it: [M, K up to whole steps of 128]."""
-    M, K = x.shape
-    out = torch.empty(M, -(-K // 128) * 128, dtype=x.dtype, device=x.device)
-    block = 1024
-    grid = (M, triton.cdiv(out.shape[1], block))  # M may be more than the other axes hold
-    lane_order[grid](x, out, M, K, out.shape[1], KIND=kind, BLOCK=block)
-    return out
-
-
-def words_layout(warps: int) -> object:
-    """[16 warps, 16] words: lane 4 g + t has words 4 t .. 4 t + 3 of rows g and g + 8."""
+def words_layout(warps: int, rows: int) -> object:
+    """[rows warps, 16] words: lane 4 g + t has words 4 t .. 4 t + 3 of its warp's rows g (and, of
+    16 rows, g + 8)."""
     return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0]],
+        [[0, 1], [0, 2], *([row, 0] for row in powers(8, rows))],
         [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        [[row, 0] for row in powers(16, 16 * warps)],
+        [[row, 0] for row in powers(rows, rows * warps)],
         [],
-        [16 * warps, 16],
+        [rows * warps, 16],
     )
 
 
 @gluon.jit
-def operand(words, scale, MAGIC, KIND: gl.constexpr, SCALED: gl.constexpr, A: gl.constexpr):
+def ask(w, row, up, tile, ready, ws, place, GATED: gl.constexpr, WARPS: gl.constexpr):
+    """Copies of one tile of words; gated, of gate and of up."""
+    mbarrier.expect(ready.index(place), WARPS * 16 * 64)
+    if GATED:
+        tma_load(w, [row, tile * 16], ready.index(place), ws.index(2 * place))
+        tma_load(w, [up, tile * 16], ready.index(place), ws.index(2 * place + 1))
+    else:
+        tma_load(w, [row, tile * 16], ready.index(place), ws.index(place))
+
+
+@gluon.jit
+def take(ws, place, LW: gl.constexpr, GATED: gl.constexpr, WARPS: gl.constexpr):
+    """[ROWS, 16] words; gated, of every 16 rows the first 8 are gate's and the others up's, so that
+    both products of an output end in one lane."""
+    if GATED:
+        both = gl.join(ws.index(2 * place).load(LW), ws.index(2 * place + 1).load(LW))
+        return both.reshape([WARPS, 8, 16, 2]).permute([0, 3, 1, 2]).reshape([16 * WARPS, 16])
+    else:
+        return ws.index(place).load(LW)
+
+
+@gluon.jit
+def scaled(v, words, scale, KIND: gl.constexpr, H: gl.constexpr):
+    """Codes [ROWS, 16, 2, 2] of product H of a step, times the scales of groups of 32 inputs: a
+    lane's words lie within one group."""
+    WORDS: gl.constexpr = words.type.layout
+    later = (gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS)) >= 8)[None, :]
+    even = gl.convert_layout(scale[0], gl.SliceLayout(1, WORDS))[:, None] + gl.zeros_like(words)
+    odd = gl.convert_layout(scale[1], gl.SliceLayout(1, WORDS))[:, None] + gl.zeros_like(words)
+    if KIND == "int4":
+        both = gl.where(later, odd, even)
+        if H == 1:
+            both = both >> 16
+    elif H == 0:
+        both = gl.where(later, even >> 16, even)
+    else:
+        both = gl.where(later, odd >> 16, odd)
+    own, _ = pair(both)
+    own = gl.join(own, own)
+    return v * gl.join(own, own)
+
+
+@gluon.jit
+def operand(
+    words, scale, MAGIC, KIND: gl.constexpr, GROUP: gl.constexpr, H: gl.constexpr, A: gl.constexpr
+):
     """[ROWS, 16] words (int4: their bytes' low halves) -> [ROWS, 64] weights."""
     ROWS: gl.constexpr = words.shape[0]
-    v = codes(words, MAGIC, KIND).reshape([ROWS, 4, 4, 2, 2]).permute([0, 2, 4, 1, 3])
+    v = codes(words, MAGIC, KIND)
+    if GROUP == 32:
+        v = scaled(v, words, scale, KIND, H)
+    v = v.reshape([ROWS, 4, 4, 2, 2]).permute([0, 2, 4, 1, 3])
     a = gl.convert_layout(v.reshape([ROWS, 64]), A)
-    if SCALED:
+    if GROUP == 128:
         a = a * scale.to(gl.float32, bitcast=True).to(gl.bfloat16)[:, None]
     return a
 
 
 @gluon.jit
+def places(matrix, n0, N, SCALES, ROWS: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr):
+    """Where the scales of a tile's rows begin, in words; rows behind N have the last one's."""
+    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    n = r
+    own = 0
+    if GATED:
+        n = r // 16 * 8 + r % 8
+        own = r // 8 % 2 * SCALES * N
+    return matrix * SCALES * N + own + gl.minimum(n0 + n, N - 1)
+
+
+@gluon.jit
 def load_scale(scales, c, last, N, GROUP: gl.constexpr):
-    """Of step c, each row's; without groups 0."""
-    if GROUP > 0:
+    """Of step c, each row's; of groups of 32 the words of its two halves; without groups 0."""
+    if GROUP == 32:
+        even = gl.load(scales + gl.minimum(2 * c, last) * N)
+        return even, gl.load(scales + gl.minimum(2 * c + 1, last) * N)
+    elif GROUP > 0:
         return gl.load(scales + gl.minimum(c, last) * N)
     else:
         return 0
 
 
-@gluon.jit(do_not_specialize=["M", "M_BLOCKS", "MAGIC"])
+@gluon.jit(do_not_specialize=["M", "BLOCKS", "MAGIC"])
 def many_rows_hopper(
-    x, w, w_scale, out, bias, M, N, STEPS, SHARE, M_BLOCKS, MAGIC,
-    KIND: gl.constexpr, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr, PARTS: gl.constexpr,
-    COLS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr, WORD_STAGES: gl.constexpr,
-    LW: gl.constexpr, XS: gl.constexpr, WS: gl.constexpr,
+    x, w, w_scale, out, bias, tiles, M, N, STEPS, SHARE, SCALES, BLOCKS, MAGIC,
+    KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
+    PARTS: gl.constexpr, COLS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
+    WORD_STAGES: gl.constexpr, LW: gl.constexpr, XS: gl.constexpr, WS: gl.constexpr,
 ):  # fmt: skip
     """out[m, n] = sum over k of x[m, k] * w[n, k], COLS rows of x by 16 WARPS rows of w.
 
@@ -112,20 +149,37 @@ def many_rows_hopper(
 
     Args:
         x: descriptor of bfloat16 [M, STEPS * 128], in the order of lanes.
-        w: descriptor of int32 [N, words].
-        w_scale: int32, see ``matrices``.
+        w: descriptor of int32 [matrices * N, words]; blocks of 16 WARPS rows, gated 8 WARPS.
+        w_scale: int32 [matrices, SCALES, N], see ``matrices``.
+        tiles: None: one matrix; else ``tile_table``'s for COLS rows: rows are experts' ones.
+        BLOCKS: of M; with a table its bound.
+        GATED: of experts: out = silu(x @ gate.T) * (x @ up.T).
     """
     ROWS: gl.constexpr = 16 * WARPS
+    OUTPUTS: gl.constexpr = ROWS // 2 if GATED else ROWS
+    MATS: gl.constexpr = 2 if GATED else 1
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLS, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     TILES: gl.constexpr = 1 if KIND == "int4" else 2  # of words, a step
-    SCALED: gl.constexpr = GROUP > 0
-    m0 = gl.program_id(0) % M_BLOCKS * COLS
-    n0 = gl.program_id(0) // M_BLOCKS * ROWS
+    if tiles is None:
+        slot = 0
+        m0 = gl.program_id(0) % BLOCKS * COLS
+        hi = M
+        n0 = gl.program_id(0) // BLOCKS * OUTPUTS
+    else:
+        n_blocks = gl.cdiv(N, OUTPUTS)
+        block = gl.program_id(0) // n_blocks
+        there = block < gl.load(tiles + 4 * BLOCKS)
+        slot = gl.load(tiles + 4 * block, mask=there, other=-1)
+        m0 = gl.load(tiles + 4 * block + 1, mask=there, other=0)
+        hi = gl.load(tiles + 4 * block + 2, mask=there, other=0)
+        n0 = gl.program_id(0) % n_blocks * OUTPUTS
     c0 = gl.program_id(1) * SHARE
-    count = gl.minimum(SHARE, STEPS - c0)
+    count = gl.where(slot < 0, 0, gl.minimum(SHARE, STEPS - c0))
+    matrix = gl.maximum(slot, 0) * MATS
+    row = matrix * N + n0
     xs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, COLS, 64], XS)
-    ws = gl.allocate_shared_memory(gl.int32, [WORD_STAGES, ROWS, 16], WS)
+    ws = gl.allocate_shared_memory(gl.int32, [WORD_STAGES * MATS, OUTPUTS, 16], WS)
     x_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     w_ready = gl.allocate_shared_memory(gl.int64, [WORD_STAGES, 1], mbarrier.MBarrierLayout())
     for q in gl.static_range(STAGES):
@@ -135,22 +189,21 @@ def many_rows_hopper(
     barrier()
     for q in gl.static_range(WORD_STAGES):
         if q < count * TILES:
-            mbarrier.expect(w_ready.index(q), ROWS * 64)
-            tma_load(w, [n0, (c0 * TILES + q) * 16], w_ready.index(q), ws.index(q))
+            ask(w, row, row + N, c0 * TILES + q, w_ready, ws, q, GATED, WARPS)
     for q in gl.static_range(STAGES - 1):
         if q < count * 2:
             mbarrier.expect(x_ready.index(q), COLS * 128)
             tma_load(x, [m0, (c0 * 2 + q) * 64], x_ready.index(q), xs.index(q))
-    na = gl.minimum(n0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, A)), N - 1)
-    scales = w_scale + na
-    last = c0 + count - 1
+    scales = w_scale + places(matrix, n0, N, SCALES, ROWS, GATED, A)
+    last = SCALES - 1
     scale = load_scale(scales, c0, last, N, GROUP)
     scale_1 = load_scale(scales, c0 + 1, last, N, GROUP)
     scale_2 = load_scale(scales, c0 + 2, last, N, GROUP)
     acc = gl.full([ROWS, COLS], 0.0, gl.float32, layout=ACC)
-    mbarrier.wait(w_ready.index(0), 0)
-    words = ws.index(0).load(LW)
-    a = operand(words, scale, MAGIC, KIND, SCALED, A)
+    if count > 0:
+        mbarrier.wait(w_ready.index(0), 0)
+    words = take(ws, 0, LW, GATED, WARPS)
+    a = operand(words, scale, MAGIC, KIND, GROUP, 0, A)
     before = a
     for c in range(0, count):
         for h in gl.static_range(2):
@@ -167,40 +220,42 @@ def many_rows_hopper(
                 tma_load(x, [m0, (c0 * 2 + j) * 64], x_ready.index(to), xs.index(to))
             if h < TILES:
                 tile = c * TILES + h
-                place = tile % WORD_STAGES
                 if tile + WORD_STAGES < count * TILES:
-                    mbarrier.expect(w_ready.index(place), ROWS * 64)
-                    column = (c0 * TILES + tile + WORD_STAGES) * 16
-                    tma_load(w, [n0, column], w_ready.index(place), ws.index(place))
+                    ahead = c0 * TILES + tile + WORD_STAGES
+                    ask(w, row, row + N, ahead, w_ready, ws, tile % WORD_STAGES, GATED, WARPS)
             before = a
             if h == 1 or TILES == 2:
                 ahead = gl.minimum(c * TILES + (h if TILES == 2 else 0) + 1, count * TILES - 1)
                 mbarrier.wait(w_ready.index(ahead % WORD_STAGES), ahead // WORD_STAGES & 1)
-                words = ws.index(ahead % WORD_STAGES).load(LW)
+                words = take(ws, ahead % WORD_STAGES, LW, GATED, WARPS)
             if h == 1:
                 scale = scale_1
                 scale_1 = scale_2
                 scale_2 = load_scale(scales, c0 + c + 3, last, N, GROUP)
             if h == 1 or TILES == 2:
-                a = operand(words, scale, MAGIC, KIND, SCALED, A)
+                a = operand(words, scale, MAGIC, KIND, GROUP, 1 - h, A)
             else:
-                a = operand(words >> 4, scale, MAGIC, KIND, SCALED, A)
+                a = operand(words >> 4, scale, MAGIC, KIND, GROUP, 1, A)
     acc, before = warpgroup_mma_wait(0, deps=[acc, before])
     barrier()
-    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [ROWS // 8, 256 // ROWS], [1, WARPS], [0, 1])
-    n = n0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+    if GROUP == 0:
+        own = gl.load(w_scale + places(matrix, n0, N, SCALES, ROWS, GATED, ACC))
+        own = gl.where(slot < 0, 0, own)  # slot 0 may hold nothing yet
+        acc *= own.to(gl.float32, bitcast=True)[:, None]
+    if HAS_BIAS:
+        no = n0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
+        acc += gl.load(bias + no, mask=no < N, other=0.0).to(gl.float32)[:, None]
+    if GATED:
+        gate, up = gl.split(acc.reshape([WARPS, 2, 8, COLS]).permute([0, 2, 3, 1]))
+        acc = (gate / (1 + gl.exp(-gate)) * up).reshape([OUTPUTS, COLS])
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [OUTPUTS // 8, 256 // OUTPUTS], [1, WARPS], [0, 1])
+    n = n0 + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, OUT))
     m = m0 + gl.arange(0, COLS, layout=gl.SliceLayout(0, OUT))
     to_rows = out + (gl.program_id(1) * M + m).to(gl.int64)[None, :] * N + n[:, None]
-    there = (m < M)[None, :] & (n < N)[:, None]
-    no = n0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
-    if GROUP == 0:
-        own = gl.load(w_scale + no, mask=no < N, other=0)
-        acc *= own.to(gl.float32, bitcast=True)[:, None]
+    there = (m < hi)[None, :] & (n < N)[:, None]
     if PARTS:
         gl.store(to_rows, gl.convert_layout(acc, OUT), mask=there)
     else:
-        if HAS_BIAS:
-            acc += gl.load(bias + no, mask=no < N, other=0.0).to(gl.float32)[:, None]
         gl.store(to_rows, gl.convert_layout(acc.to(gl.bfloat16), OUT), mask=there)
 
 
@@ -218,35 +273,65 @@ def multiply_many_rows(
         stack: one matrix.
         out: bfloat16 [M, N], or float32 [parts, M, N]: of how many parts the sum is to be.
     """
+    blocks = triton.cdiv(x.shape[0], plan.cols)
+    _launch(in_lane_order(x, stack.kind), stack, out, bias, None, blocks, False, plan)
+
+
+def multiply_experts_rows(
+    x: torch.Tensor,
+    stack: Matrices,
+    out: torch.Tensor,
+    order: SortedSlots,
+    table: torch.Tensor | None,
+    plan: ManyPlan,
+    gated: bool,
+) -> None:
+    """See ``grouped_gemm.multiply``: x [T, K] gated, otherwise sorted rows [S, K]."""
+    tiles, bound = tile_table(order, table, plan.cols)
+    inputs = in_lane_order(x, stack.kind, order if gated else None)
+    _launch(inputs, stack, out, None, tiles, bound, gated, plan)
+
+
+def _launch(
+    inputs: torch.Tensor,
+    stack: Matrices,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    tiles: torch.Tensor | None,
+    blocks: int,
+    gated: bool,
+    plan: ManyPlan,
+) -> None:
     parts = out.shape[0] if out.ndim == 3 else 1
-    M = x.shape[0]
-    words = stack.data[0].view(torch.int32)
-    steps = triton.cdiv(x.shape[1], 128)
-    inputs = in_lane_order(x, stack.kind)
+    words = stack.data.view(torch.int32).flatten(0, 1)
+    steps = triton.cdiv(stack.K, 128)
+    rows = (8 if gated else 16) * plan.warps
     x_shared = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     w_shared = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    m_blocks = triton.cdiv(M, plan.cols)
-    many_rows_hopper[(m_blocks * triton.cdiv(stack.N, 16 * plan.warps), parts)](
+    many_rows_hopper[(blocks * triton.cdiv(stack.N, rows), parts)](
         TensorDescriptor.from_tensor(inputs, [plan.cols, 64], x_shared),
-        TensorDescriptor.from_tensor(words, [16 * plan.warps, 16], w_shared),
+        TensorDescriptor.from_tensor(words, [rows, 16], w_shared),
         scale_words(stack),
         out,
         bias,
-        M,
+        tiles,
+        inputs.shape[0],
         stack.N,
         steps,
         triton.cdiv(steps, parts),
-        m_blocks,
+        1 if stack.group == stack.K else triton.cdiv(stack.K, max(stack.group, 64)),
+        blocks,
         MAGIC,
         KIND=stack.kind,
         GROUP=0 if stack.group == stack.K else stack.group,
+        GATED=gated,
         HAS_BIAS=bias is not None,
         PARTS=out.ndim == 3,
         COLS=plan.cols,
         WARPS=plan.warps,
         STAGES=plan.stages,
         WORD_STAGES=plan.word_stages,
-        LW=words_layout(plan.warps),
+        LW=words_layout(plan.warps, rows // plan.warps),
         XS=x_shared,
         WS=w_shared,
         num_warps=plan.warps,

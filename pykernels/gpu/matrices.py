@@ -162,6 +162,11 @@ def empty_for_gpu(
     return Matrices(kind, N, K, 0, data)
 
 
+def fine(kind: str, group: int) -> bool:
+    """Whether a scale of these weights is for at most 64 inputs."""
+    return kind.endswith("_k") or group == 32
+
+
 def scale_words(stack: Matrices) -> torch.Tensor | None:
     """Scales as the kernels read them: those of integers as words."""
     if stack.scale is None or stack.kind == "fp8":

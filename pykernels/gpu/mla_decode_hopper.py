@@ -29,6 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .gluon_names import barrier, reinterpret, tma_load
+from .gluon_share import share_of_slot
 from .mla_decode_e4m3 import decoded, half_queries, scaled_softmax
 
 ROWS = KEYS = 64
@@ -45,27 +46,6 @@ TILE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 64 colu
 FLAT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
 LINES = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))  # float32
 LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # one dimension
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def _share(length_ptr, slot, B, slots, BATCH: gl.constexpr):
-    """``attention_parts.share_of_slot``: (sequence, its length, part, parts)."""
-    i = gl.arange(0, BATCH, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    lengths = gl.load(length_ptr + i, mask=i < B, other=0)
-    blocks = gl.cdiv(lengths, 64)
-    parts = 1 + (slots - B) * blocks // gl.maximum(gl.sum(blocks, 0), 1)
-    parts = gl.where(i < B, parts, 0)
-    start = gl.associative_scan(parts, 0, _add) - parts
-    mine = (slot >= start) & (slot < start + parts)
-    b = gl.sum(gl.where(mine, i, 0), 0)
-    length = gl.sum(gl.where(mine, lengths, 0), 0)
-    part = slot - gl.sum(gl.where(mine, start, 0), 0)
-    return b, length, part, gl.sum(gl.where(mine, parts, 0), 0)
 
 
 @gluon.jit
@@ -338,7 +318,9 @@ def mla_decode_hopper(
     slot = gl.program_id(1)
     b, part, parts = slot, 0, 1
     if SPLIT:
-        b, length, part, parts = _share(length_ptr, slot, B, slots, BATCH)
+        b, length, part, parts = share_of_slot(
+            length_ptr, slot, B, slots, S, 0, 64, BATCH, 4, False
+        )
     else:
         length = gl.load(length_ptr + b)
     each = gl.cdiv(gl.cdiv(length, 64), gl.maximum(parts, 1)) * 64

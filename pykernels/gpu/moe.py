@@ -15,12 +15,13 @@ import triton
 from ..errors import PykernelsError
 from ..quant import Format, Weight
 from ..shapes import MoEShape, SortedSlots
-from .grouped_gemm import by_hand_takes, multiply, path_of
-from .launch import arch, check_device
+from .experts_plan import choose_plan
+from .grouped_gemm import Plan, multiply
+from .launch import check_device
 from .launch import supports as device_supports
 from .matrices import Matrices, empty_for_gpu, pack_for_gpu, supports_format, unpack_from_gpu
-from .permute import sort_slots, unpermute
-from .plan import GemmPlan, gemm_plan
+from .permute import permute, sort_slots, unpermute
+from .plan import GemmPlan
 from .quantize import GROUP, quantize_fp8
 
 ACTIVATIONS = ("bf16", "fp8")
@@ -110,7 +111,7 @@ def gate_up(
     order: SortedSlots,
     *,
     activations: str = "bf16",
-    plan: GemmPlan | None = None,
+    plan: Plan | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``silu(x @ gate.T) * (x @ up.T)`` of each sorted slot's token: bfloat16 [S, I].
@@ -122,13 +123,13 @@ def gate_up(
     S = _check_tokens(x, experts, order, activations)
     if out is None:
         out = torch.empty(S, experts.I, dtype=torch.bfloat16, device=x.device)
-    plan = plan or _plan("gate_up", experts.gate_up, activations, S, experts.E, x.device)
+    plan = plan or choose_plan("gate_up", experts.gate_up, activations, S, experts.E, x.device)
     _gate_up(x, experts, order, activations, plan, out, None)
     return out
 
 
 def gate_up_quantized(
-    x: torch.Tensor, experts: Experts, order: SortedSlots, *, plan: GemmPlan | None = None
+    x: torch.Tensor, experts: Experts, order: SortedSlots, *, plan: Plan | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``quantize_fp8`` of ``gate_up`` with fp8 activations, bit for bit; one launch where it can.
 
@@ -136,8 +137,8 @@ def gate_up_quantized(
         (float8_e4m3fn [S, I], float32 scales [S, ceil(I / 128)]): what ``down`` takes.
     """
     S = _check_tokens(x, experts, order, "fp8")
-    plan = plan or _plan("gate_up", experts.gate_up, "fp8", S, experts.E, x.device)
-    if not plan.by_hand:
+    plan = plan or choose_plan("gate_up", experts.gate_up, "fp8", S, experts.E, x.device)
+    if not isinstance(plan, GemmPlan) or not plan.by_hand:
         return quantize_fp8(gate_up(x, experts, order, activations="fp8", plan=plan))
     out = torch.empty(S, experts.I, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(S, triton.cdiv(experts.I, GROUP), device=x.device)
@@ -150,13 +151,16 @@ def _gate_up(
     experts: Experts,
     order: SortedSlots,
     activations: str,
-    plan: GemmPlan,
+    plan: Plan,
     out: torch.Tensor,
     out_scale: torch.Tensor | None,
 ) -> None:
     rows, scale = x, None
+    by_hand = isinstance(plan, GemmPlan) and plan.by_hand
     if activations == "fp8":
-        rows, scale = quantize_fp8(x, order if plan.by_hand else None)
+        rows, scale = quantize_fp8(x, order if by_hand else None)
+    elif by_hand:
+        rows = permute(x, order)
     multiply(
         rows, experts.gate_up, out, plan,
         x_scale=scale, order=order, table=experts.slots, gated=True, out_scale=out_scale,
@@ -169,7 +173,7 @@ def down(
     order: SortedSlots,
     *,
     activations: str = "bf16",
-    plan: GemmPlan | None = None,
+    plan: Plan | None = None,
     out: torch.Tensor | None = None,
     h_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -187,7 +191,8 @@ def down(
         out = torch.empty(S, experts.H, dtype=torch.bfloat16, device=h.device)
     if activations == "fp8" and h_scale is None:
         h, h_scale = quantize_fp8(h)
-    plan = plan or _plan("down", experts.down, activations, S, experts.E, h.device)
+    aligned = h.data_ptr() % 16 == 0
+    plan = plan or choose_plan("down", experts.down, activations, S, experts.E, h.device, aligned)
     multiply(h, experts.down, out, plan, x_scale=h_scale, order=order, table=experts.slots)
     return out
 
@@ -200,7 +205,7 @@ def moe_ffn(
     *,
     activations: str = "bf16",
     add: torch.Tensor | None = None,
-    plans: tuple[GemmPlan, GemmPlan] | None = None,
+    plans: tuple[Plan, Plan] | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``sum_k weights[t, k] * expert[ids[t, k]](x[t])``.
@@ -231,18 +236,6 @@ def moe_ffn(
         h = gate_up(x, experts, order, activations=activations, plan=first)
     y = down(h, experts, order, activations=activations, plan=second, h_scale=scale)
     return unpermute(y, order, weights, add, out)
-
-
-def _plan(
-    op: str, stack: Matrices, activations: str, S: int, E: int, device: torch.device
-) -> GemmPlan:
-    path = path_of(stack, activations == "fp8")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    key = stack.kind if path == "decoded" else path
-    rows = S / min(E, max(S, 1))
-    # fp8 weights have one key on either path; by hand none are decoded.
-    by_hand = path == "fp8" and by_hand_takes(stack, device)
-    return gemm_plan(op, key, arch(device), rows, stack.N, stack.K, name, by_hand)
 
 
 def _check_tokens(x: torch.Tensor, experts: Experts, order: SortedSlots, activations: str) -> int:

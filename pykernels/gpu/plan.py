@@ -59,8 +59,11 @@ class GemmPlan:
         tma: weights (and sorted rows) come by the tensor memory accelerator: sm_90 and above.
         copy: a gated product's rows are first copied into the experts' order, so that they come by
             the accelerator too, in place of being gathered.
-        by_hand: the experts' fp8 kernel written out for Hopper, of tiles of 128 rows and 256
-            outputs (gated, 128 of each): only ``group_m`` is heeded. Rows are copied.
+        by_hand: the fp8 kernel, or the experts' bf16 kernel, written out for Hopper, of tiles of
+            128 rows and 256 outputs (gated, 128 of each): only ``group_m`` is heeded. Experts'
+            rows are copied into their order.
+        unpack: decoded weights become bfloat16 in device memory first; the rest is a plan for
+            bfloat16.
     """
 
     block_m: int
@@ -73,6 +76,7 @@ class GemmPlan:
     tma: bool = False
     copy: bool = False
     by_hand: bool = False
+    unpack: bool = False
 
     def __post_init__(self) -> None:
         _powers_of_two(self, "block_m", "block_n", "block_k", "warps")
@@ -124,6 +128,33 @@ class FewPlan:
 
 
 @dataclass(frozen=True)
+class ExpertsPlan:
+    """How a product of experts of a few rows each is launched, weights in registers.
+
+    Attributes:
+        rows: of the matrices a program multiplies, those of gate and up together.
+        warps: of a program: each takes its part of K.
+        tokens: most rows of the inputs that it multiplies: 8 or more, where a scale is for at most
+            64 inputs 2 or more.
+        chunks: of 64 bytes of each row (scales for at most 64 inputs: 128) that a warp takes in a
+            step.
+        ahead: 1 or 2 steps between asking for weights and multiplying them.
+    """
+
+    rows: int
+    warps: int
+    tokens: int = 2
+    chunks: int = 1
+    ahead: int = 1
+
+    def __post_init__(self) -> None:
+        _powers_of_two(self, "rows", "warps", "tokens", "chunks")
+        _in(self, "rows", range(16, 129))
+        _in(self, "tokens", range(2, 33))
+        _in(self, "ahead", range(1, 3))
+
+
+@dataclass(frozen=True)
 class ManyPlan:
     """How a linear of more rows is launched on Hopper, weights decoded in registers.
 
@@ -165,16 +196,19 @@ SMALL = ("ampere", "ada")
 ANY = float("inf")
 _GATED, _PLAIN = ("gate_up",), ("down", "linear")
 _BY_HAND = GemmPlan(128, 128, 128, 4, by_hand=True)
+_BF16_LARGE = GemmPlan(128, 256, 64, 16, warps=8, stages=4, tma=True)
 
 TABLE = (
     Row(HOPPER, "bf16", OPS, 16, GemmPlan(16, 128, 128, warps=4, stages=4, tma=True)),
     Row(HOPPER, "bf16", OPS, 32, GemmPlan(32, 128, 128, warps=4, stages=3, tma=True)),
     Row(HOPPER, "bf16", OPS, 96, GemmPlan(64, 128, 64, 8, warps=4, stages=4, tma=True)),
-    Row(HOPPER, "bf16", OPS, ANY, GemmPlan(128, 256, 64, 16, warps=8, stages=4, tma=True)),
+    Row(HOPPER, "bf16", OPS, 192, _BF16_LARGE),
+    Row(("hopper",), "bf16", ("down",), ANY, _BY_HAND),
+    Row(HOPPER, "bf16", OPS, ANY, _BF16_LARGE),
     Row(HOPPER, "fp8", OPS, 32, GemmPlan(32, 64, 128, warps=4, stages=4, tma=True)),
     Row(HOPPER, "fp8", _GATED, 96, GemmPlan(64, 64, 128, warps=4, stages=3, tma=True)),
     Row(HOPPER, "fp8", _PLAIN, 96, GemmPlan(64, 128, 128, warps=4, stages=3, tma=True)),
-    Row(("hopper",), "fp8", ("gate_up", "down"), ANY, _BY_HAND),
+    Row(("hopper",), "fp8", OPS, ANY, _BY_HAND),
     Row(HOPPER, "fp8", OPS, ANY, GemmPlan(128, 128, 128, 16, warps=8, stages=3, tma=True)),
     Row(HOPPER, "decoded", OPS, 16, GemmPlan(16, 64, 128, warps=4, stages=4)),
     Row(HOPPER, "decoded", OPS, 32, GemmPlan(32, 64, 128, warps=4, stages=4)),
@@ -192,6 +226,11 @@ TABLE = (
     Row(("interpreter",), "fp8", OPS, ANY, GemmPlan(16, 32, 128)),
     Row(("interpreter",), "decoded", OPS, ANY, GemmPlan(16, 32, 64)),
 )
+
+UNPACKED = ("q4_k", "q6_k")
+"""Kinds whose decoding has more instructions than many rows' products leave room for."""
+UNPACK_ROWS = {"linear": 64, "gate_up": 100, "down": 100}
+"""Rows (of each expert, on average) from which these are unpacked."""
 
 GEMV = {"int8": GemvPlan(block_n=16, words=128, warps=4, stages=4)}
 
@@ -227,9 +266,11 @@ def gemm_plan(
         by_hand: whether ``GemmPlan.by_hand`` can run; else plans that ask for it are passed over.
     """
     tuned = tuned_plan(op, path, device, rows, N, K)
-    if tuned and (by_hand or not tuned.get("by_hand")):
+    if tuned and "cols" not in tuned and (by_hand or not tuned.get("by_hand")):
         return GemmPlan(**tuned)
     base = path if path in PATHS else "decoded"
+    if path in UNPACKED and rows >= UNPACK_ROWS[op]:
+        return replace(gemm_plan(op, "bf16", arch, rows, N, K), unpack=True)
     return next(
         row.plan
         for row in TABLE
@@ -260,12 +301,15 @@ def split_k(programs: int, K: int, processors: int, block_k: int) -> int:
     return split
 
 
-LINEAR_PLANS: dict[str, type[GemvPlan | FewPlan | ManyPlan]] = {
+LINEAR_PLANS: dict[str, type[GemvPlan | FewPlan | ManyPlan | ExpertsPlan]] = {
     "gemv": GemvPlan,
     "few": FewPlan,
+    "few_k": ExpertsPlan,
     "many": ManyPlan,
 }
-"""By the op of tuned lines; all others hold a GemmPlan."""
+"""By the op of tuned lines."""
+EXPERTS_PLANS = {"few_gate_up": ExpertsPlan, "few_down": ExpertsPlan}
+"""The same; all others hold a GemmPlan or, of experts, a ManyPlan."""
 
 # Tuned plans: {"device": name, "op", "path", "rows", "N", "K", "plan": {...}} a line of a list.
 
@@ -299,7 +343,9 @@ def _file_lines(path: str) -> tuple[dict[str, Any], ...]:
     try:
         lines = json.loads(file.read_text())
         for line in lines:
-            LINEAR_PLANS.get(line["op"], GemmPlan)(**line["plan"])
+            kinds = {**LINEAR_PLANS, **EXPERTS_PLANS}
+            other = ManyPlan if "cols" in line["plan"] else GemmPlan
+            kinds.get(line["op"], other)(**line["plan"])
             if not line["rows"] > 0 or {"device", "path", "N", "K"} - line.keys():
                 raise ValueError(f"what the plan of {line['op']} is for is not said")
         return tuple(lines)

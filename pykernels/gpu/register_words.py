@@ -37,6 +37,27 @@ def nibbles(words, MAGIC):
 
 
 @gluon.jit
+def nibbles_above(words, MAGIC):
+    """Low halves of bytes -> [.., 2, 2], byte 2 j + i at [.., j, i], each with 128 added."""
+    low, high = pair((words & 0x000F000F) | MAGIC)
+    low_odd, high_odd = pair(((words >> 8) & 0x000F000F) | MAGIC)
+    return gl.join(gl.join(low, high), gl.join(low_odd, high_odd))
+
+
+@gluon.jit
+def sixes_above(low, high, HALF: gl.constexpr, MAGIC):
+    """Codes of 6 bits, four in the low half of a byte of ``low``, two in bits 4 HALF.. of one of
+    ``high`` -> [.., 2, 2], byte 2 j + i at [.., j, i], each with 128 added."""
+    top = high << 4 if HALF == 0 else high
+    # A mask known when compiling would be two, for either side of what is one instruction.
+    mask = (MAGIC ^ 0x43004300) | 0x30303030
+    six = low ^ ((low ^ top) & mask)  # above them is what the next mask takes off
+    a, b = pair((six & 0x003F003F) | MAGIC)
+    c, d = pair(((six >> 8) & 0x003F003F) | MAGIC)
+    return gl.join(gl.join(a, b), gl.join(c, d))
+
+
+@gluon.jit
 def octets(words, MAGIC):
     """int8 at bits 0 and 16: the low seven bits less the sign's 128."""
     low, high = pair((words & 0x007F007F) | MAGIC)
@@ -49,7 +70,7 @@ def e4m3s(signs, magnitudes):
     """E4M3 as bfloat16 with a smaller exponent: subnormals and NaN (which E4M3 weights never are,
     and which would be 480) too; one product by a power of two mends it."""
     low, high = pair((magnitudes & 0x07F007F0) | (signs & -2147450880))  # 0x80008000
-    up = gl.full([], 1.329227995784916e36, gl.bfloat16)  # 2**120
+    up = gl.full([], 0x7B80, gl.int16).to(gl.bfloat16, bitcast=True)  # 2**120
     return gl.join(low * up, high * up)
 
 

@@ -37,13 +37,14 @@ def _tile_table(
     tl.store(row + 2, tl.load(starts + expert + 1), mask=there)
     if tl.program_id(0) == 0:
         tl.store(table + 4 * bound, tl.sum(each, 0))
+        tl.store(table + 4 * bound + 1, 0)
 
 
 def tile_table(
     order: SortedSlots, slots: torch.Tensor | None, block_m: int
 ) -> tuple[torch.Tensor, int]:
     """(int32 [bound + 1, 4], bound): a line (slot, first row, row behind the expert's last, ..) for
-    each block of rows, in order; the last line holds how many there are."""
+    each block of rows, in order; the last line holds how many there are, and a 0 to count from."""
     S, E = order.slots.shape[0], order.starts.shape[0] - 1
     bound = block_bound(S, E, block_m)
     table = torch.empty(bound + 1, 4, dtype=torch.int32, device=order.slots.device)

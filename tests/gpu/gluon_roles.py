@@ -88,8 +88,12 @@ class MBarriers:
         box.phase, box.count, box.to_come, box.bytes = 0, count, count, 0
         box.landing, box.landed = [], []
 
-    def arrive(self, box: Box, count: int = 1) -> None:
+    def arrive(self, box: Box, count: int = 1, pred: Any = True) -> None:
+        from .gluon_shim import whole
+
         self.threads.barrier()  # the compiler puts one before
+        if not whole(pred):
+            return
         box.to_come -= count
         assert box.to_come >= 0, "more arrive than were expected"
         complete(box)

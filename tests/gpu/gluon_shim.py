@@ -23,6 +23,7 @@ import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from pykernels.gpu.arith import to_bf16
 from pykernels.gpu.decode import float_to_e4m3
 
 from . import gluon_roles
@@ -83,7 +84,8 @@ class Box:
     ) -> None:
         self.threads, self.dtype, self.data, self.source = threads, dtype, data, source or self
         self.parts: dict[int, Box] = {}
-        self.owes: set[str] = set()
+        self.owes = {"wait"}  # until somebody writes
+        self.fresh = True
         self.writer = ""
         self.readers: set[str] = set()  # waited for their products, had no barrier since
         threads.boxes.append(self)
@@ -125,10 +127,12 @@ class Box:
         assert not box.readers, "another warp's product may still read it: no barrier since"
         assert list(value.shape) == list(self.data.shape)
         self.data[...] = value.handle.data
-        box.owes, box.writer = box.owes | owes, self.threads.role
+        before = set() if box.fresh else box.owes
+        box.owes, box.writer, box.fresh = before | owes, self.threads.role, False
 
     def load(self, layout: Any = None) -> Any:
-        assert "wait" not in self.source.owes, "a load before what it waits for"
+        box = self.source  # what nobody has written may be loaded: it is poison
+        assert box.fresh or "wait" not in box.owes, "a load before what it waits for"
         return self.value
 
     def store(self, value: Any) -> None:
@@ -186,8 +190,46 @@ def _pair(bits):
     return (bits << 16).to(tl.float32, bitcast=True), (bits & -65536).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def _half(byte):
+    return byte.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+
+
+@triton.jit
+def _packed(low, high):
+    """Two of 16 bits as the halves of an int32."""
+    low = low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return low | (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def _decoded_within(word):
+    low = _packed(_half(word), _half(word >> 8))
+    return low, _packed(_half(word >> 16), _half(word >> 24))
+
+
+@triton.jit
+def _decoded_across(even, odd):
+    a = _packed(_half(even), _half(odd))
+    b = _packed(_half(even >> 8), _half(odd >> 8))
+    c = _packed(_half(even >> 16), _half(odd >> 16))
+    return a, b, c, _packed(_half(even >> 24), _half(odd >> 24))
+
+
+@triton.jit
+def _transposed_pairs(even, odd):
+    W: tl.constexpr = even.shape[0]
+    N: tl.constexpr = even.shape[1]
+    R: tl.constexpr = even.shape[2] // 4
+    x = tl.join(even, odd).reshape([W, N // 8, 8, R, 8]).permute([0, 1, 4, 3, 2])
+    low, high = tl.split(x.reshape([W, N, 4 * R, 2]))
+    return _packed(low.to(tl.float16), high.to(tl.float16))
+
+
 def _assembly(asm: str, constraints: str, args: list[Any], **kwargs: Any) -> Any:
     """What is written so: a conversion from E4M3, or nothing that the interpreter sees."""
+    if "lg2" in asm:
+        return tl.log2(args[0])
     if "e4m3" in asm:
         return args[0].to(tl.float8e4nv, bitcast=True).to(tl.float16)
     return args[0]
@@ -237,7 +279,11 @@ def interpreted(kernel: Any, without: str | None = None) -> Any:
         "tma_load": gluon_roles.load,
         "mma_v2": _mma_v2,
         "pair": _pair,
-        "to_e4m3": float_to_e4m3,  # the interpreter's own conversion does not round
+        "decoded_within": _decoded_within,
+        "decoded_across": _decoded_across,
+        "transposed_pairs": _transposed_pairs,
+        "to_e4m3": float_to_e4m3,  # the interpreter's own conversions do not round
+        "to_bf16": to_bf16,
         "gdc_wait": _nothing,
         "gdc_launch_dependents": _nothing,
         "warpgroup_mma": threads.mma,

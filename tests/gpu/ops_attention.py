@@ -59,15 +59,17 @@ def _mla_decode(heads: int, fp8: bool = False, page: int = PAGE) -> Op:
     return Op(f"mla_decode, {heads} heads, {kind}, pages of {page}", make, run)
 
 
-def _gqa_decode(fp8: bool = False, window: int | None = None) -> Op:
+def _gqa_decode(fp8: bool = False, window: int | None = None, page: int = PAGE) -> Op:
+    """Pages of 64 for E4M3 in the lanes that multiply."""
+
     def make(device: torch.device) -> Tensors:
         NH, KVH, D = large(device, 32, 6), large(device, 8, 2), large(device, 128, 32)
-        most = large(device, 4096, 96)
+        most = large(device, 4096, max(96, 2 * page))
         return {
             "q": normal(device, B, NH, D),
-            **_cache(device, "k", fp8, B * most // PAGE, KVH, D),
-            **_cache(device, "v", fp8, B * most // PAGE, KVH, D),
-            **_table(device, most),
+            **_cache(device, "k", fp8, B * (most // page), KVH, D, page=page),
+            **_cache(device, "v", fp8, B * (most // page), KVH, D, page=page),
+            **_table(device, most, page),
             "out": empty(device, B, NH, D),
         }
 
@@ -77,7 +79,7 @@ def _gqa_decode(fp8: bool = False, window: int | None = None) -> Op:
         return gqa_decode(*given, scale=0.1, window=window, **scales, out=t["out"])
 
     kind = "E4M3" if fp8 else "bf16"
-    return Op(f"gqa_decode, {kind}{', window' if window else ''}", make, run)
+    return Op(f"gqa_decode, {kind}{', window' if window else ''}, pages of {page}", make, run)
 
 
 def _where(device: torch.device, most: int) -> Tensors:
@@ -164,8 +166,8 @@ def _mla_read(fp8: bool) -> Op:
 
 ATTENTION = (
     _mla_decode(128), _mla_decode(16), _mla_decode(128, fp8=True), _mla_decode(16, fp8=True),
-    _mla_decode(128, fp8=True, page=64),
-    _gqa_decode(), _gqa_decode(window=50), _gqa_decode(fp8=True), _mla_prefill(), _gqa_prefill(),
+    _mla_decode(128, fp8=True, page=64), _mla_prefill(), _gqa_prefill(),
+    _gqa_decode(), _gqa_decode(window=50), _gqa_decode(fp8=True, page=64),
     _gqa_prefill(window=20), _gqa_prefill(paged=True), _gqa_prefill(paged=True, fp8=True),
     _mla_read(fp8=False), _mla_read(fp8=True),
 )  # fmt: skip

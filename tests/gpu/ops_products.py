@@ -102,9 +102,10 @@ def _linear(name: str, M: int, activations: str = "bf16") -> Op:
 
 _KINDS = [*((name, "bf16") for name in FORMATS), ("fp8", "fp8")]
 PRODUCTS = (
-    *(_experts(name, T, how) for name, how in _KINDS for T in (1, 150)),
+    *(_experts(name, T, how) for name, how in _KINDS for T in (1, 170)),
     _experts("int4", 20, table=True),
     _experts("bf16", 20, table=True),
+    _experts("bf16", 500, table=True),
     _experts("fp8", 300, "fp8", table=True),
     *(_linear(name, M, how) for name, how in _KINDS for M in (1, 3, 16, 300)),
 )

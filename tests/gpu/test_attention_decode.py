@@ -183,6 +183,7 @@ def _compile_gqa(NH: int, D: int, fp8: bool = False, **options: Any) -> None:
     gqa(_meta(2, NH, D), *caches, *where, **options)
 
 
+_BOTH = {"window": 99, "softcap": 9.0}
 COMPILES = [
     ("MLA, 128 heads", lambda: _compile_mla(128)),
     ("MLA, 16 heads", lambda: _compile_mla(16)),
@@ -190,7 +191,9 @@ COMPILES = [
     ("MLA, 16 heads, E4M3, small pages", lambda: _compile_mla(16, fp8=True, page=16)),
     ("GQA, D 128", lambda: _compile_gqa(32, 128)),
     ("GQA, D 128, E4M3", lambda: _compile_gqa(32, 128, fp8=True)),
-    ("GQA, D 256, window, cap", lambda: _compile_gqa(16, 256, window=99, softcap=9.0)),
+    ("GQA, D 128, E4M3, 16 rows, window, cap", lambda: _compile_gqa(128, 128, True, **_BOTH)),
+    ("GQA, D 96, E4M3", lambda: _compile_gqa(32, 96, fp8=True)),
+    ("GQA, D 256, window, cap", lambda: _compile_gqa(16, 256, **_BOTH)),
     ("GQA, D 96, many query heads", lambda: _compile_gqa(256, 96)),
 ]
 
@@ -318,6 +321,15 @@ FULL_GQA = [
     ({"lengths": [3000, 70], "NH": 32, "KVH": 8, "D": 128, "window": 1000}, "a window"),
     ({"lengths": [3000, 70], "NH": 32, "KVH": 8, "D": 128, "S": 8}, "eight new tokens"),
     ({"lengths": [3000, 70], "NH": 32, "KVH": 8, "D": 128, "fp8": True}, "E4M3"),
+    ({"lengths": [3000, 70], "NH": 32, "KVH": 8, "D": 128, "fp8": True, "page": 16}, "E4M3, small"),
+    (
+        {"lengths": [4096, 0, 9000, 1, 65], "NH": 64, "KVH": 4, "D": 128, "fp8": True},
+        "E4M3, G = 16",
+    ),
+    (
+        {"lengths": [3000, 70], "NH": 32, "KVH": 8, "D": 128, "S": 2, "fp8": True, "window": 1000},
+        "E4M3, two new tokens, a window",
+    ),
     ({"lengths": [3000, 70], "NH": 32, "KVH": 8, "D": 128, "page": 16}, "small pages"),
     ({"lengths": [3000, 70], "NH": 32, "KVH": 8, "D": 96}, "heads of 96"),
 ]

@@ -76,6 +76,8 @@ PLANS = [
     ("int8", 1, GemvPlan(32, 128), "a step longer than K"),
     ("int8-channel", 1, GemvPlan(16, 32), "one scale an output"),
     ("bf16", 33, GemmPlan(32, 64, 64, tma=True, group_m=1), "descriptors"),
+    ("q6_k", 5, GemmPlan(16, 64, 64, unpack=True), "K-quants unpacked first"),
+    ("int8", 5, GemmPlan(16, 64, 64, tma=True, unpack=True), "integers unpacked first"),
 ]
 
 
@@ -83,7 +85,7 @@ PLANS = [
 def test_plans(
     name: str, M: int, plan: GemmPlan | GemvPlan, why: str, device: torch.device
 ) -> None:
-    check(name, M, 72, 384, device, plan=plan)
+    check(name, M, 72, 512 if name == "q6_k" else 384, device, plan=plan)
 
 
 def test_a_narrow_matrix_of_ragged_rows(device: torch.device) -> None:
@@ -182,4 +184,10 @@ def _meta_call(name: str, M: int) -> tuple[str, object]:
     return f"{name} {M}", lambda: linear(x, stack)
 
 
-COMPILES = [_meta_call("int4", 1), _meta_call("int8", 1), _meta_call("q4_k", 1)]
+COMPILES = [
+    _meta_call("int4", 1),
+    _meta_call("int8", 1),
+    _meta_call("q4_k", 1),
+    _meta_call("q4_k", 256),
+    _meta_call("q6_k", 256),
+]

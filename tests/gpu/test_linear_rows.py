@@ -67,9 +67,11 @@ CASES = [
     ("fp8", 1, 136, 192, FewPlan(16, 2), "two blocks of scales"),
     ("int8-channel", 4, 24, 832, FewPlan(16, 2, 1, 2), "two steps ahead, beyond the last"),
     ("int4-g128", 5, 72, 1088, ManyPlan(16, 4, 3, 2), "more steps than places"),
-    ("int4-g128", 20, 72, 384, ManyPlan(16, 4, 2, 4), "more places than steps, two row blocks"),
+    ("int4", 20, 72, 384, ManyPlan(16, 4, 2, 4), "more places than steps, two row blocks"),
     ("int4-g128", 20, 64, 640, ManyPlan(32, 4, 3, 2, 3), "parts: one of them shorter"),
     ("int8-channel", 9, 40, 448, ManyPlan(16, 4, 3, 2), "one scale an output, bytes"),
+    ("int8", 9, 40, 448, ManyPlan(16, 4, 3, 2), "groups of 128, bytes, half a group at the end"),
+    ("int4", 9, 40, 448, ManyPlan(16, 4, 3, 2), "pairs of groups, an odd one at the end"),
     ("int8-channel", 9, 40, 448, ManyPlan(16, 4, 3, 2, 2), "one scale an output, parts"),
 ]
 
@@ -135,7 +137,9 @@ def test_which_kernel_takes_which_rows() -> None:
     assert found("int8", 1, 18432, (9, 0)) == found("int8", 2, 7168, (9, 0)) == "few"
     assert found("int4", 17, 7168, (9, 0)) == "many"
     assert found("int4", 17, 7168, (9, 0), many=False) == found("int4", 32, 7168, (8, 0)) == "few"
-    assert found("int4", 33, 7168, (8, 0)) == found("q4_k", 1, 7168, (9, 0), False) == "linear"
+    assert found("int4", 33, 7168, (8, 0)) == found("q4_k", 9, 7168, (9, 0), False) == "linear"
+    assert found("q4_k", 8, 7168, (8, 0), False) == found("q6_k", 1, 7168, (9, 0), False) == "few_k"
+    assert found("q4_k", 1, 7168, (0, 0), False) == "linear"
     assert found("int4", 1, 7168, (0, 0)) == "linear"  # the interpreter
 
 
@@ -176,10 +180,13 @@ def test_a_chain_of_linears_waits_for_what_it_reads() -> None:
         assert torch.equal(captured, slow)
 
 
-def _meta_call(name: str, M: int, N: int, group: int | None = None) -> tuple[str, object]:
+def _meta_call(
+    name: str, M: int, N: int, group: int | None = None, activations: str = "bf16"
+) -> tuple[str, object]:
     stack = empty_for_gpu(get_format(name), 1, N, 7168, torch.device("meta"), group)
     x = torch.empty(M, 7168, dtype=torch.bfloat16, device="meta")
-    return f"{name} {M}", lambda: linear(x, stack)
+    bias = torch.empty(N, device="meta") if activations == "fp8" else None
+    return f"{name} {M}", lambda: linear(x, stack, bias, activations=activations)
 
 
 COMPILES = [
@@ -187,6 +194,9 @@ COMPILES = [
     _meta_call("int4", 1, 7168),
     _meta_call("int8", 16, 7168, 7168),
     _meta_call("fp8", 1, 7168),
+    _meta_call("q4_k", 1, 18432),
+    _meta_call("q4_k", 8, 7168),
+    _meta_call("q6_k", 8, 7168),
     _meta_call("int8", 1, 18432, 7168),
     _meta_call("int4-g128", 32, 7168),
     _meta_call("int4-g128", 64, 7168),
@@ -195,4 +205,6 @@ COMPILES = [
     _meta_call("int4-g128", 2048, 18432),
     _meta_call("int4-g128", 2048, 7168),
     _meta_call("int8", 2048, 7168, 7168),
+    _meta_call("fp8", 128, 2048, activations="fp8"),
+    _meta_call("fp8", 2048, 18432, activations="fp8"),
 ]

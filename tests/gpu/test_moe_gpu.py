@@ -321,5 +321,8 @@ def _meta_call(name: str, rows: int, activations: str = "bf16") -> tuple[str, ob
 COMPILES = [
     _meta_call("bf16", 256),
     *(_meta_call(name, 64) for name in ("int4", "q6_k")),
+    *(_meta_call(name, 1) for name in ("int4-g128", "q4_k", "q6_k", "fp8")),
     *(_meta_call("fp8", rows, "fp8") for rows in (64, 256)),
+    *(_meta_call("int4-g128", rows) for rows in (64, 256)),
+    *(_meta_call(name, 256) for name in ("int4", "int8")),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from pykernels.gpu.attention_plan import DecodePlan, PrefillPlan
 from pykernels.gpu.plan import (
     OPS,
     PATHS,
+    ExpertsPlan,
     FewPlan,
     GemmPlan,
     GemvPlan,
@@ -21,6 +23,7 @@ from pykernels.gpu.plan import (
     gemm_plan,
     generation,
     split_k,
+    tuned_plan,
     write_tuned,
 )
 
@@ -73,6 +76,15 @@ def test_plans_by_hand_are_for_those_who_can() -> None:
     write_tuned("a gpu", "down", "fp8", 200, 7168, 2048, GemmPlan(128, 128, 128, 2, by_hand=True))
     assert gemm_plan(*args, by_hand=True).group_m == 2
     assert not gemm_plan(*args).by_hand
+    for rows, by_hand in ((128, False), (256, True)):
+        assert gemm_plan("down", "bf16", (9, 0), rows, 7168, 2048, by_hand=True).by_hand is by_hand
+
+
+def test_tuned_plans_of_experts_are_of_two_kinds() -> None:
+    write_tuned("a gpu", "down", "int4", 64, 7168, 2048, ManyPlan(64))
+    assert tuned_plan("down", "int4", "a gpu", 64, 7168, 2048) == asdict(ManyPlan(64))
+    args = ("down", "int4", (9, 0), 64, 7168, 2048)
+    assert gemm_plan(*args, "a gpu") == gemm_plan(*args)  # where that kernel cannot run
 
 
 @pytest.mark.parametrize("text", ["{", '[{"plan": {"magic": 1}}]', "[1]"])
@@ -108,10 +120,14 @@ def test_k_is_split_until_every_processor_has_work() -> None:
     [
         lambda: DecodePlan(64, 128, 8, 1, by_hand=True),
         lambda: DecodePlan(128, 64, 8, 1, by_hand=True),
+        lambda: DecodePlan(32, 128, 4, 1, in_lanes=True),
+        lambda: DecodePlan(8, 256, 4, 1, in_lanes=True),
         lambda: PrefillPlan(64, 64, 8, 1, by_hand=True),
         lambda: PrefillPlan(128, 32, 8, 1, by_hand=True),
         lambda: FewPlan(48, 4),
         lambda: FewPlan(32, 4, ahead=3),
+        lambda: ExpertsPlan(8, 4),
+        lambda: ExpertsPlan(16, 4, 64),
         lambda: ManyPlan(96),
         lambda: ManyPlan(64, warps=2),
         lambda: ManyPlan(64, stages=1),

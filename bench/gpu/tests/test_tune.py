@@ -7,7 +7,7 @@ import pytest
 from bench.gpu.candidates import candidates
 from bench.gpu.tune import distinct, jobs, main
 from pykernels.errors import PykernelsError
-from pykernels.gpu.plan import LINEAR_PLANS, GemmPlan
+from pykernels.gpu.plan import EXPERTS_PLANS, LINEAR_PLANS, GemmPlan, ManyPlan
 
 EVERY = list(
     jobs({"gate_up", "down", "linear"}, {"bf16", "fp8", "int4-g128", "int8-channel", "q4_k"})
@@ -15,12 +15,14 @@ EVERY = list(
 
 
 def test_every_job_has_plans_of_its_kind() -> None:
-    assert {job.op for job in EVERY} == {"gate_up", "down", "linear", "gemv", "few", "many"}
+    layer = {"gate_up", "down", *EXPERTS_PLANS}
+    assert {job.op for job in EVERY} == layer | {"linear", "gemv", "few", "few_k", "many"}
     for job in EVERY:
         found = job.candidates()
         assert len(found) == len(set(found)) > 5
-        kind = LINEAR_PLANS.get(job.op, GemmPlan)
-        assert all(isinstance(plan, kind) for plan in found)
+        many = job.op in ("gate_up", "down") and job.path == "int4" and job.rows > 16
+        kind = {**LINEAR_PLANS, **EXPERTS_PLANS}.get(job.op, GemmPlan)
+        assert {type(plan) for plan in found} == {kind} | ({ManyPlan} if many else set())
 
 
 def test_e4m3_tiles_lie_in_one_scale_block() -> None:

@@ -1,0 +1,83 @@
+"""Which kernel multiplies a layer's experts, and how it is launched: by shapes and the GPU alone.
+
+Weights that are decoded on the way, by rows of an expert on average: ``few_experts`` (a few),
+``many_rows_hopper`` (Hopper, from 17 on, for the integers that it takes), and between them and for
+all else the decoding GEMM, K-quants unpacked first where rows are many.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .grouped_gemm import Plan, by_hand_takes, many_rows_takes, path_of
+from .launch import arch
+from .matrices import Matrices, fine
+from .plan import ExpertsPlan, GemmPlan, ManyPlan, gemm_plan, tuned_plan
+
+FINE_ROWS, COARSE_ROWS = 4, 8
+"""Most rows an expert, on average, for ``few_experts``: scales for at most 64 inputs, for more."""
+GEMM_ROWS = 16
+"""Most for which the decoding GEMM takes what ``many_rows_hopper`` could."""
+
+
+def few_plan(kind: str, group: int, rows: float, K: int) -> ExpertsPlan:
+    """The fastest measured at experts of 7168 x 2048 on Hopper, one and eight tokens.
+
+    A warp wants some steps of its own: the fewer inputs, the fewer warps.
+
+    Args:
+        rows: of an expert, on average.
+        group: of the weights.
+    """
+    many = K >= 4096
+    tokens = 8 if not fine(kind, group) else 2 if rows <= 1 else 4
+    if kind == "q4_k":
+        return ExpertsPlan(16, 2, tokens) if many else ExpertsPlan(16, 1, tokens, ahead=2)
+    tall = many or kind == "int4"
+    return ExpertsPlan(
+        32 if tall else 16, 4 if many else 2, tokens, chunks=2 if kind in ("int8", "fp8") else 1
+    )
+
+
+def many_plan(rows: float) -> ManyPlan:
+    """Of ``many_rows_hopper`` for this many rows an expert, on average."""
+    cols = next((cols for cols in (32, 64, 128) if rows <= cols), 256)
+    return ManyPlan(cols, warps=8 if cols == 32 else 4, stages=4 if cols <= 64 else 3)
+
+
+def choose_plan(
+    op: str,
+    stack: Matrices,
+    activations: str,
+    S: int,
+    E: int,
+    device: torch.device,
+    aligned: bool = True,
+) -> Plan:
+    """The plan of a layer's product, a tuned one if this GPU has it.
+
+    Args:
+        op: "gate_up" or "down".
+        activations: "bf16" or "fp8".
+        S: sorted slots.
+        E: experts.
+        aligned: whether the rows that are multiplied begin at a multiple of 16 bytes.
+    """
+    path = path_of(stack, activations == "fp8")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    key = stack.kind if path == "decoded" else path
+    rows = S / min(E, max(S, 1))
+    most = FINE_ROWS if fine(stack.kind, stack.group) else COARSE_ROWS
+    if path == "decoded" and rows <= most and arch(device) >= (8, 0):
+        tuned = tuned_plan(f"few_{op}", stack.kind, name, rows, stack.N, stack.K)
+        if tuned:
+            return ExpertsPlan(**tuned)
+        return few_plan(stack.kind, stack.group, rows, stack.K)
+    if rows > GEMM_ROWS and path == "decoded" and many_rows_takes(stack, device):
+        tuned = tuned_plan(op, key, name, rows, stack.N, stack.K)
+        if tuned:
+            return ManyPlan(**tuned) if "cols" in tuned else GemmPlan(**tuned)
+        return many_plan(rows)
+    # fp8 weights have one key on either path; by hand none are decoded.
+    by_hand = path != "decoded" and aligned and by_hand_takes(stack, device)
+    return gemm_plan(op, key, arch(device), rows, stack.N, stack.K, name, by_hand)

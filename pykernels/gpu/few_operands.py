@@ -1,0 +1,108 @@
+"""Operands of ``few_experts``' products: where a lane has its words and inputs, and their loads."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .register_words import pair, powers
+
+
+def layouts(lane: int, warps: int, rows: int, cols: int) -> tuple[object, object, object]:
+    """(words [warps, rows, 4 lane], inputs [warps, cols, 8 lane], scales [warps, rows, 4]).
+
+    Lane 4 g + t has words lane * t .. lane * (t + 1) - 1 of rows g, g + 8, ..., their inputs of
+    columns g, g + 8, ... and their scale.
+    """
+    parts = [[part, 0, 0] for part in powers(1, warps)]
+    own = powers(1, lane)
+    group = [[0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    more_rows = [[0, row, 0] for row in powers(8, rows)]
+    words = gl.DistributedLinearLayout(
+        [[0, 0, a] for a in own] + more_rows,
+        [[0, 0, lane], [0, 0, 2 * lane], *group],
+        parts,
+        [],
+        [warps, rows, 4 * lane],
+    )
+    inputs = gl.DistributedLinearLayout(
+        [[0, 0, a] for a in (1, *(2 * a for a in own))] + [[0, c, 0] for c in powers(8, cols)],
+        [[0, 0, 2 * lane], [0, 0, 4 * lane], *group],
+        parts,
+        [],
+        [warps, cols, 8 * lane],
+    )
+    scales = gl.DistributedLinearLayout(
+        more_rows, [[0, 0, 1], [0, 0, 2], *group], parts, [], [warps, rows, 4]
+    )
+    return words, inputs, scales
+
+
+@gluon.jit
+def left(v, A: gl.constexpr):
+    """[S, ROWS, 4 LANE, 2, 2] codes -> [S, ROWS, 16 LANE]."""
+    S: gl.constexpr = v.shape[0]
+    ROWS: gl.constexpr = v.shape[1]
+    LANE: gl.constexpr = v.shape[2] // 4
+    v = v.reshape([S, ROWS, 4, LANE, 2, 2]).permute([0, 1, 3, 5, 2, 4])
+    return gl.convert_layout(v.reshape([S, ROWS, 16 * LANE]), A)
+
+
+@gluon.jit
+def right(x, B: gl.constexpr):
+    """[S, COLS, 8 LANE] pairs of inputs -> [S, 16 LANE, COLS] in the codes' order.
+
+    Pairs, for a loop carries halves of registers only as registers of their own.
+    """
+    S: gl.constexpr = x.shape[0]
+    COLS: gl.constexpr = x.shape[1]
+    LANE: gl.constexpr = x.shape[2] // 8
+    low, high = pair(x)
+    v = gl.join(low, high).reshape([S, COLS, 4, LANE, 2, 2]).permute([0, 3, 5, 2, 4, 1])
+    return gl.convert_layout(v.reshape([S, 16 * LANE, COLS]), B)
+
+
+@gluon.jit
+def spread(scale, COLS: gl.constexpr, MMA: gl.constexpr):
+    """[S, ROWS, 4] of the segments -> [S, ROWS, COLS] of the columns: nothing moves."""
+    S: gl.constexpr = scale.shape[0]
+    ROWS: gl.constexpr = scale.shape[1]
+    v = gl.join(scale, scale).reshape([S, ROWS, 8])
+    if COLS >= 16:
+        v = gl.join(v, v).permute([0, 1, 3, 2]).reshape([S, ROWS, 16])
+    if COLS >= 32:
+        v = gl.join(v, v).permute([0, 1, 3, 2]).reshape([S, ROWS, 32])
+    return gl.convert_layout(v, MMA)
+
+
+@gluon.jit
+def load_words(
+    rows, at, WORDS, chunk, CHUNKS: gl.constexpr, STRIDE: gl.constexpr, STEP: gl.constexpr,
+    EVEN: gl.constexpr,
+):  # fmt: skip
+    """Of each chunk of a step; ``at``: its own word of the first one.
+
+    What is beyond the end is any number: its inputs are zeros. EVEN: there are whole steps, and
+    beyond the last it comes again, since a mask costs an instruction for each two registers.
+    """
+    words = ()
+    for c in gl.static_range(CHUNKS):
+        if EVEN:
+            first = gl.minimum((chunk + c) * STRIDE, WORDS - (STEP - c) * STRIDE)
+            word = gl.load(rows + first, eviction_policy="evict_first")
+        else:
+            first = (chunk + c) * STRIDE
+            word = gl.load(rows + first, mask=at < WORDS - first, eviction_policy="evict_first")
+        words += (word,)  # type: ignore[assignment]
+    return words
+
+
+@gluon.jit
+def load_inputs(xs, at, own, K, FIRST, PARTS: gl.constexpr, HALVES: gl.constexpr, KC: gl.constexpr,
+                HALF: gl.constexpr):  # fmt: skip
+    """Of each half of each chunk; zeros for the other segments."""
+    inputs = ()
+    for i in gl.static_range(PARTS):
+        k = (FIRST + i // HALVES * KC + i % HALVES * HALF) // 2
+        inputs += (gl.load(xs + k, mask=own & (at < K // 2 - k), other=0),)  # type: ignore[assignment]
+    return inputs

@@ -1,0 +1,34 @@
+"""What a decode kernel in Gluon does first: finding its part of the work."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def share_of_slot(
+    length_ptr, slot, B, slots, S, window,
+    KEYS: gl.constexpr, BATCH: gl.constexpr, WARPS: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """``attention_parts.share_of_slot``: what one program does, (sequence, its length,
+    part, parts); no parts: nothing."""
+    i = gl.arange(0, BATCH, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    lengths = gl.load(length_ptr + i, mask=i < B, other=0)
+    seen = lengths
+    if WINDOW:
+        seen = lengths - gl.maximum(0, lengths - S + 1 - window) // KEYS * KEYS
+    blocks = gl.cdiv(seen, KEYS)
+    parts = 1 + (slots - B) * blocks // gl.maximum(gl.sum(blocks, 0), 1)
+    parts = gl.where(i < B, parts, 0)
+    start = gl.associative_scan(parts, 0, _add) - parts
+    mine = (slot >= start) & (slot < start + parts)
+    b = gl.sum(gl.where(mine, i, 0), 0)
+    length = gl.sum(gl.where(mine, lengths, 0), 0)
+    part = slot - gl.sum(gl.where(mine, start, 0), 0)
+    return b, length, part, gl.sum(gl.where(mine, parts, 0), 0)

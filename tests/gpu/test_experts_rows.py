@@ -1,0 +1,140 @@
+"""Experts of int4 and int8 weights with many rows: interpreted, and on the GPU that it is for.
+
+The inner loop is that of linears, see test_linear_rows.py; here is what experts add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from pykernels import ref
+from pykernels.errors import PykernelsError
+from pykernels.gpu import experts_plan, grouped_gemm, launch, many_rows_hopper, moe
+from pykernels.gpu.experts_plan import many_plan
+from pykernels.gpu.matrices import pack_for_gpu
+from pykernels.gpu.plan import GemmPlan, ManyPlan
+from pykernels.quant import Weight, get_format
+from pykernels.shapes import MoEShape
+from pykernels.testing import balanced_routing, one_expert_routing, relative_error, skewed_routing
+
+from .test_moe_gpu import check, random_experts
+
+RAGGED = MoEShape(E=3, H=192, I=64, topk=2)  # half steps of inputs, ragged tiles of outputs
+FOUR, EIGHT = ManyPlan(16, 4, 3, 2), ManyPlan(32, 8, 2, 3)
+
+
+@pytest.fixture(autouse=True)
+def by_hand(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel, or the interpreter's version in its place."""
+    if not launch.interpreted():
+        if launch.arch(device)[0] != 9:
+            pytest.skip("no Hopper GPU")
+        return
+    from .gluon_shim import interpreted
+
+    kernel = interpreted(many_rows_hopper.many_rows_hopper)
+    monkeypatch.setattr(many_rows_hopper, "many_rows_hopper", kernel)
+    for module in (grouped_gemm, experts_plan):
+        monkeypatch.setattr(module, "many_rows_takes", lambda *args: True)
+
+
+CASES = [
+    ("int4-g128", 10, skewed_routing, (FOUR, EIGHT), "experts of several blocks, of one, of none"),
+    ("int4", 17, one_expert_routing, (EIGHT, EIGHT), "groups of 32, a full block and a row"),
+    ("int8", 1, skewed_routing, (FOUR, FOUR), "one token, bytes"),
+]
+
+
+@pytest.mark.parametrize(("name", "T", "route", "plans", "why"), CASES, ids=[c[4] for c in CASES])
+def test_a_layer(
+    name: str,
+    T: int,
+    route: Callable[..., Any],
+    plans: tuple[ManyPlan, ManyPlan],
+    why: str,
+    device: torch.device,
+) -> None:
+    experts = random_experts(RAGGED, get_format(name), device)
+    x, routing = torch.randn(T, RAGGED.H).bfloat16(), route(T, RAGGED)
+    ids, weights = routing.ids.to(device), routing.weights.to(device)
+    y = moe.moe_ffn(x.to(device), ids, weights, experts, plans=plans)
+    truth = ref.moe_ffn(x, routing.ids, routing.weights, experts, dtype=torch.float64)
+    # The interpreter cuts where a GPU rounds.
+    assert relative_error(y.cpu(), truth) < (1e-2 if launch.interpreted() else 6e-3)
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool((a - b).float().norm() <= 1e-2 * b.float().norm())  # the interpreter truncates
+
+
+def test_one_scale_an_output_and_experts_that_lie_nowhere(device: torch.device) -> None:
+    fmt, shape = get_format("int8"), replace(RAGGED, E=4, H=192)
+    weights = [
+        Weight(torch.randint(-127, 128, (shape.I, shape.H), dtype=torch.int8), scale.bfloat16())
+        for scale in torch.rand(4, shape.I, 1) / 500
+    ]
+    downs = [fmt.quantize(torch.randn(shape.H, shape.I)) for _ in range(2)]
+    slots = torch.tensor([1, -1, 1, -1], dtype=torch.int32, device=device)
+    experts = moe.Experts(
+        fmt, pack_for_gpu(fmt, weights).to(device), pack_for_gpu(fmt, downs).to(device), slots
+    )
+    assert experts.gate_up.group == shape.H
+    assert experts.gate_up.scale is not None
+    experts.gate_up.scale[:2] = float("inf")  # slot 0 is nobody's
+    ids = skewed_routing(8, shape).ids
+    ids[3], ids[5, 1] = -1, shape.E
+    order = moe.sort_slots(ids.to(device), shape.E)
+    x = torch.randn(8, shape.H).bfloat16().to(device)
+    out = torch.full((16, shape.I), float("nan"), dtype=torch.bfloat16, device=device)
+    moe.gate_up(x, experts, order, plan=FOUR, out=out)
+    apart = moe.gate_up(x, experts, order, plan=GemmPlan(16, 32, 64))
+    starts = order.starts.tolist()
+    assert out[starts[1] : starts[2]].eq(0).all() and out[starts[3] : starts[4]].eq(0).all()
+    assert out[: starts[4]].isfinite().all() and out[starts[4] :].isnan().all()
+    assert _close(out[: starts[4]], apart[: starts[4]])
+
+
+def test_what_it_does_not_take_is_refused(device: torch.device) -> None:
+    experts = random_experts(RAGGED, get_format("int4"), device)
+    x = torch.randn(3, RAGGED.H).bfloat16().to(device)
+    order = moe.sort_slots(balanced_routing(3, RAGGED).ids.to(device), RAGGED.E)
+    with pytest.raises(PykernelsError, match="K in one part"):
+        moe.gate_up(x, experts, order, plan=replace(FOUR, split_k=2))
+
+
+def test_blocks_are_as_long_as_experts_have_rows() -> None:
+    cols = [many_plan(rows).cols for rows in (17, 33, 64, 128, 300)]
+    assert cols == [32, 64, 64, 128, 256]
+    for rows in (17, 40, 100, 300):
+        plan = many_plan(rows)
+        shared = plan.stages * plan.cols * 128 + plan.word_stages * plan.warps * 1024
+        assert shared <= (226 if plan.warps == 8 else 113) * 1024
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["int4-g128", "int4", "int8"])
+def test_a_graph_replays_with_other_tokens_and_experts(name: str, device: torch.device) -> None:
+    shape = MoEShape(E=8, H=1536, I=768, topk=2)
+    experts = random_experts(shape, get_format(name), device)
+    for T, route in ((100, balanced_routing), (600, skewed_routing)):
+        x = torch.randn(T, shape.H, device=device).bfloat16()
+        routing = route(T, shape)
+        check(x.cpu(), routing, experts, device)
+        ids, weights = routing.ids.to(device), routing.weights.to(device)
+        moe.moe_ffn(x, ids, weights, experts)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = moe.moe_ffn(x, ids, weights, experts)
+        for seed, other_route in ((1, skewed_routing), (2, one_expert_routing)):
+            other = other_route(T, shape, seed)
+            x.copy_(torch.randn(T, shape.H))
+            ids.copy_(other.ids)
+            weights.copy_(other.weights)
+            captured.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(captured, moe.moe_ffn(x, ids, weights, experts))

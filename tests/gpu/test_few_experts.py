@@ -1,0 +1,153 @@
+"""Experts of a few tokens, decoded in registers: the kernel on a GPU, on any CPU by the shim."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pykernels import ref
+from pykernels.errors import PykernelsError
+from pykernels.gpu import few_experts, grouped_gemm, launch, moe
+from pykernels.gpu.experts_plan import few_plan
+from pykernels.gpu.matrices import fine, pack_for_gpu
+from pykernels.gpu.permute import sort_slots
+from pykernels.gpu.plan import ExpertsPlan
+from pykernels.quant import get_format
+from pykernels.shapes import MoEShape
+from pykernels.testing import relative_error
+
+from .test_linear_gpu import made
+from .test_moe_gpu import random_experts
+
+
+@pytest.fixture
+def device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    if launch.interpreted():
+        from .gluon_shim import interpreted
+
+        monkeypatch.setattr(few_experts, "few_experts", interpreted(few_experts.few_experts))
+        monkeypatch.setattr(grouped_gemm, "arch", lambda device: (8, 0))
+    return device
+
+
+CASES = [
+    ("q4_k", 512, 24, ExpertsPlan(32, 1), "more steps than one"),
+    ("q6_k", 256, 40, ExpertsPlan(32, 2, 4, ahead=2), "rows that do not exist, 16 columns"),
+    ("int4", 320, 24, ExpertsPlan(32, 1, 2), "half a chunk at the end"),
+    ("int4-g128", 320, 24, ExpertsPlan(32, 2, 8, 2), "half a group at the end"),
+    ("int8", 192, 40, ExpertsPlan(32, 2, 8, ahead=2), "bytes"),
+    ("fp8", 192, 136, ExpertsPlan(128, 2, 8), "two blocks of scales"),
+]
+IDS = torch.tensor([[1, 3], [3, 7], [1, 3], [2, -1]])
+
+
+@pytest.mark.parametrize(("name", "K", "N", "plan", "why"), CASES, ids=[c[4] for c in CASES])
+def test_products(
+    name: str, K: int, N: int, plan: ExpertsPlan, why: str, device: torch.device
+) -> None:
+    """Experts without rows, with more than a program takes, without a slot; ids of none."""
+    (T, topk), E = IDS.shape, 4
+    fmt = get_format(name)
+    packed = [fmt.quantize(torch.randn(N, K) / K**0.5) for _ in range(6)]
+    weights = [fmt.dequantize(weight).double() for weight in packed]
+    table = torch.tensor([2, 0, -1, 1], dtype=torch.int32)
+    order = sort_slots(IDS.to(device), E)
+    slots, starts = order.slots.tolist(), order.starts.tolist()
+    x, h = torch.randn(T, K).bfloat16(), torch.randn(T * topk, K).bfloat16()
+    for gated in (True, False):
+        stack = pack_for_gpu(fmt, packed if gated else packed[:3])
+        out = torch.full((T * topk, N), float("nan"), dtype=torch.bfloat16, device=device)
+        grouped_gemm.multiply(
+            (x if gated else h).to(device), stack.to(device), out, plan,
+            order=order, table=table.to(device), gated=gated,
+        )  # fmt: skip
+        truth = torch.full((T * topk, N), float("nan"), dtype=torch.float64)
+        for e in range(E):
+            for row in range(starts[e], starts[e + 1]):
+                slot = int(table[e])
+                truth[row] = 0
+                if slot >= 0 and gated:
+                    gate, up = weights[2 * slot : 2 * slot + 2]
+                    token = x[slots[row] // topk].double()
+                    truth[row] = torch.nn.functional.silu(gate @ token) * (up @ token)
+                elif slot >= 0:
+                    truth[row] = weights[slot] @ h[row].double()
+        there = ~truth.isnan()
+        assert torch.equal(there, ~out.cpu().isnan())  # rows of no expert are not written
+        most = 8e-3 if launch.interpreted() else 5e-3  # the interpreter cuts where a GPU rounds
+        assert relative_error(out.cpu()[there], truth[there]) < most
+
+
+@pytest.mark.parametrize("name", ["q4_k", "q6_k"])
+def test_every_code_and_scale_is_decoded(name: str, device: torch.device) -> None:
+    """Random blocks, each input alone in a row of x: what is decoded is what the format says.
+
+    Two blocks of rows times two of the matrix.
+    """
+    weight, stack = made(name, 24, 256)
+    few = torch.tensor([0, 17, 40, 70, 101, 130, 200, 255])
+    x = torch.zeros(8, 256).bfloat16()
+    x[torch.arange(8), few] = 1
+    out = torch.full((8, 24), float("nan"), dtype=torch.bfloat16, device=device)
+    grouped_gemm.multiply(x.to(device), stack.to(device), out, ExpertsPlan(16, 1, 4))
+    truth = get_format(name).dequantize(weight)[:, few].T
+    assert relative_error(out.cpu(), truth) < (8e-3 if launch.interpreted() else 4e-3)
+
+
+def test_a_plan_for_few_rows_is_refused_where_nothing_is_decoded(device: torch.device) -> None:
+    experts = random_experts(MoEShape(2, 64, 64, 1), get_format("bf16"), device)
+    with pytest.raises(PykernelsError, match="decoded"):
+        order = sort_slots(torch.zeros(1, 1, dtype=torch.int64, device=device), 2)
+        moe.gate_up(
+            torch.zeros(1, 64, device=device).bfloat16(), experts, order, plan=ExpertsPlan(16, 4)
+        )
+
+
+def test_few_inputs_take_few_warps_and_few_rows_few_columns() -> None:
+    for kind, group in (("q4_k", 0), ("q6_k", 0), ("int4", 32), ("int4", 128), ("fp8", 128)):
+        many, few = (few_plan(kind, group, 1, K) for K in (7168, 2048))
+        assert many.warps == 2 * few.warps
+        assert many.tokens == (2 if fine(kind, group) else 8)
+    assert few_plan("q4_k", 0, 1.5, 7168).tokens == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["q4_k", "int8"])
+def test_a_chain_of_layers_waits_for_what_it_reads(name: str, device: torch.device) -> None:
+    """A launch may begin before the one in front of it has ended; it reads nothing until then."""
+    experts = random_experts(MoEShape(8, 1024, 1024, 2), get_format(name), device)
+    x = torch.randn(1, 1024, device=device).bfloat16()
+    ids = [torch.randperm(8, device=device)[None, :2].contiguous() for _ in range(12)]
+    weights = torch.rand(1, 2, device=device)
+
+    def chain(wait: bool) -> torch.Tensor:
+        y = x
+        for which in ids:
+            y = moe.moe_ffn(y, which, weights, experts, add=y)
+            if wait:
+                torch.cuda.synchronize()
+        return y
+
+    slow = chain(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain(False)
+    for _ in range(5):
+        assert torch.equal(chain(False), slow)
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(captured, slow)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["q4_k", "q6_k", "int4", "int4-g128", "int8", "fp8"])
+@pytest.mark.parametrize("T", [1, 9])
+def test_a_layer_of_real_size(name: str, T: int, device: torch.device) -> None:
+    shape = MoEShape(16, 1024, 768, 4)
+    experts = random_experts(shape, get_format(name), device)
+    x = torch.randn(T, shape.H).bfloat16()
+    ids = torch.stack([torch.randperm(16)[:4] for _ in range(T)])
+    weights = torch.rand(T, 4)
+    y = moe.moe_ffn(x.to(device), ids.to(device), weights.to(device), experts)
+    truth = ref.moe_ffn(x, ids, weights, experts, dtype=torch.float64)
+    assert relative_error(y.cpu(), truth) < 8e-3

@@ -1,0 +1,114 @@
+"""Linears of E4M3 rows by the kernel written out for Hopper: interpreted, and on its GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pykernels import ref
+from pykernels.gpu import grouped_gemm, launch, linear_fp8_hopper
+from pykernels.gpu.linear import linear
+from pykernels.gpu.plan import GemmPlan
+from pykernels.gpu.quantize import quantize_fp8
+from pykernels.quant import get_format
+from pykernels.testing import relative_error
+
+from .test_linear_gpu import made
+
+PLAN = GemmPlan(128, 128, 128, 2, by_hand=True)
+FP8 = get_format("fp8")
+
+
+@pytest.fixture(autouse=True)
+def by_hand(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels, or the interpreter's versions in their places."""
+    if not launch.interpreted():
+        if launch.arch(device)[0] != 9:
+            pytest.skip("no Hopper GPU")
+        return
+    from pykernels.gpu import gemm_fp8_hopper
+
+    from .gluon_shim import interpreted
+
+    monkeypatch.setattr(grouped_gemm, "by_hand_takes", lambda *args: True)
+    for module, name in (
+        (gemm_fp8_hopper, "gemm_fp8_hopper"),
+        (linear_fp8_hopper, "add_tail"),
+    ):
+        monkeypatch.setattr(module, name, interpreted(getattr(module, name)))
+
+
+CASES = [
+    (3, 200, 640, (0, 3), True, "one tile in parts, half a block of outputs"),
+    (130, 600, 576, (4, 3), True, "whole tiles, then shared ones; ragged in all sizes"),
+    (129, 320, 192, (4, 1), False, "whole tiles alone, no bias"),
+]
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "K", "split", "biased", "why"), CASES, ids=[c[5] for c in CASES]
+)
+def test_against_float64(
+    M: int,
+    N: int,
+    K: int,
+    split: tuple[int, int],
+    biased: bool,
+    why: str,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(linear_fp8_hopper, "tail_split", lambda *sizes: split)
+    weight, stack = made("fp8", N, K)
+    x, bias = torch.randn(M, K).bfloat16(), torch.randn(N) if biased else None
+    out = torch.full((M, N), float("nan"), dtype=torch.bfloat16, device=device)
+    codes, scales = quantize_fp8(x.to(device))
+    linear_fp8_hopper.multiply_rows_by_hand(
+        codes, scales, stack.to(device), out, None if bias is None else bias.to(device), 2
+    )
+    truth = ref.linear(x, weight, FP8, bias, activations="fp8", dtype=torch.float64)
+    assert relative_error(out.cpu(), truth) < 4e-3
+
+
+def test_a_linear_goes_there_by_its_plan(device: torch.device) -> None:
+    weight, stack = made("fp8", 136, 192)
+    x = torch.randn(5, 192).bfloat16()
+    y = linear(x.to(device), stack.to(device), activations="fp8", plan=PLAN)
+    truth = ref.linear(x, weight, FP8, activations="fp8", dtype=torch.float64)
+    assert relative_error(y.cpu(), truth) < 4e-3
+
+
+def test_shares_are_never_empty_and_pay() -> None:
+    for steps in (1, 8, 16, 56, 144):
+        for tiles in range(1, 400, 7):
+            whole, parts = linear_fp8_hopper.tail_split(tiles, steps, 132)
+            assert whole == tiles or parts > 1
+            share = -(-steps // parts)
+            assert whole <= tiles and share * (parts - 1) < steps
+    assert linear_fp8_hopper.tail_split(144, 56, 132) == (132, 7)  # 256 rows of 18432 outputs
+    assert linear_fp8_hopper.tail_split(1152, 56, 132) == (1152, 1)
+    assert linear_fp8_hopper.pays(128, 18432, 7168, 132)
+    assert linear_fp8_hopper.pays(256, 7168, 18432, 132)
+    assert not linear_fp8_hopper.pays(256, 7168, 7168, 132)  # 56 tiles for 132 processors
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [100, 256, 300, 2048])
+def test_sizes_of_a_model(M: int, device: torch.device) -> None:
+    """Against the plain kernel's plan; the same bits each time and by a graph's replays."""
+    N, K = 7168, 2048 if M != 256 else 7168
+    stack = made("fp8", N, K)[1].to(device)
+    x = torch.randn(M, K, device=device).bfloat16()
+    plain = GemmPlan(128, 128, 128, 16, warps=8, stages=3, tma=True)
+    expected = linear(x, stack, activations="fp8", plan=plain)
+    y = linear(x, stack, activations="fp8", plan=PLAN)
+    assert relative_error(y.cpu(), expected.double().cpu()) < 4e-3
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = linear(x, stack, activations="fp8", plan=PLAN)
+    for _ in range(2):
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(captured, y)
+        x.copy_(torch.randn(M, K))
+        y = linear(x, stack, activations="fp8", plan=PLAN)

@@ -1,0 +1,95 @@
+"""K-quants that are decoded to bfloat16 before their products, a part of them at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pykernels.errors import PykernelsError
+from pykernels.gpu import launch, moe, unpacked
+from pykernels.gpu.grouped_gemm import multiply
+from pykernels.gpu.linear import linear
+from pykernels.gpu.linear_plan import choose_plan
+from pykernels.gpu.plan import UNPACK_ROWS, GemmPlan
+from pykernels.quant import get_format
+from pykernels.shapes import MoEShape
+from pykernels.testing import one_expert_routing, relative_error, skewed_routing
+
+from .test_linear_gpu import made
+from .test_moe_gpu import check, random_experts
+
+PLAN = GemmPlan(16, 256, 128, stages=2, unpack=True)
+APART = GemmPlan(16, 128, 64)
+SHAPE = MoEShape(E=3, H=256, I=256, topk=2)
+
+
+def near(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """The same products, added in another order; the interpreter cuts to bfloat16."""
+    return relative_error(a.cpu(), b.double().cpu()) < 6e-3
+
+
+@pytest.fixture(autouse=True)
+def _fewer_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    if launch.interpreted():
+        monkeypatch.setattr(unpacked, "_ROWS", 128)
+
+
+def test_rows_of_a_matrix_by_and_by(device: torch.device) -> None:
+    stack = made("q4_k", 300, 256)[1].to(device)
+    x, bias = torch.randn(3, 256).bfloat16().to(device), torch.randn(300, device=device)
+    out = torch.full((3, 300), float("nan"), dtype=torch.bfloat16, device=device)
+    unpacked.multiply_unpacked(x, stack, out, PLAN, None, None, False, bias, limit=1)
+    assert near(out, linear(x, stack, bias, plan=APART))
+
+
+def test_experts_one_by_one_some_of_which_lie_nowhere(device: torch.device) -> None:
+    slots = torch.tensor([1, -1, 0], dtype=torch.int32, device=device)
+    experts = random_experts(SHAPE, get_format("q4_k"), device).with_slots(slots)
+    ids = skewed_routing(6, SHAPE).ids
+    ids[3], ids[5, 1] = -1, SHAPE.E
+    order = moe.sort_slots(ids.to(device), SHAPE.E)
+    x = torch.randn(6, SHAPE.H).bfloat16().to(device)
+    apart = moe.gate_up(x, experts, order, plan=APART)
+    end = int(order.starts[-1])
+    for limit in (1, *[1 << 30] * (device.type == "cuda")):
+        out = torch.full((12, SHAPE.I), float("nan"), dtype=torch.bfloat16, device=device)
+        given = (x, experts.gate_up, out, PLAN, order, slots, True, None)
+        unpacked.multiply_unpacked(*given, limit=limit)
+        assert near(out[:end], apart[:end]) and out[end:].isnan().all()
+
+
+def test_it_is_for_weights_that_are_decoded(device: torch.device) -> None:
+    stack = made("bf16", 72, 64)[1].to(device)
+    x = torch.zeros(1, 64, dtype=torch.bfloat16, device=device)
+    with pytest.raises(PykernelsError, match="unpacks what is not decoded"):
+        multiply(x, stack, x.new_empty(1, 72), PLAN)
+
+
+def test_many_rows_of_k_quants_are_unpacked(device: torch.device) -> None:
+    least = UNPACK_ROWS["linear"]
+    for M in (1, least, 3000):
+        plan = choose_plan(made("q4_k", 72, 2048)[1], M, device)
+        assert isinstance(plan, GemmPlan) and plan.unpack == (M >= least)
+        assert plan.split_k == 1 or M == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["q4_k", "q6_k"])
+def test_a_graph_replays_with_other_tokens_and_experts(name: str, device: torch.device) -> None:
+    shape, T = MoEShape(E=8, H=1536, I=768, topk=2), 600
+    experts = random_experts(shape, get_format(name), device)
+    x = torch.randn(T, shape.H, device=device).bfloat16()
+    routing = skewed_routing(T, shape)
+    ids, weights = routing.ids.to(device), routing.weights.to(device)
+    check(x.cpu(), routing, experts, device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = moe.moe_ffn(x, ids, weights, experts)
+    for route in (one_expert_routing, skewed_routing):
+        other = route(T, shape, 3)
+        x.copy_(torch.randn(T, shape.H))
+        ids.copy_(other.ids)
+        weights.copy_(other.weights)
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(captured, moe.moe_ffn(x, ids, weights, experts))
