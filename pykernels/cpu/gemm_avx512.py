@@ -2,8 +2,7 @@
 
 The loops, from the outside: slabs of 16 KiB of B tiles; the task's blocks of 32 outputs; runs of up
 to 6 or 12 tokens (``passes_avx512``); scale groups; dot products. A slab of a block is decoded
-once, its scales too, and stays in L1 for all tokens; the next block's is prefetched meanwhile, and
-the next slab of the tokens.
+once, its scales too, and stays in L1 for all tokens; the next block's is prefetched meanwhile.
 
 Each output is summed in the same order whatever the number of tokens.
 """
@@ -18,7 +17,6 @@ from .decode import make_reader
 from .gemm import ARGUMENTS, MAX_TOKENS, OUT_AT, OUT_BYTES, SLAB_BYTES, TILE, padded_tokens
 from .instructions import Instructions
 from .intrin.avx512 import store_f32, zero_f32
-from .intrin.prefetch import prefetch_l2
 from .jit import inlined, linked, routine
 from .passes_avx512 import make_pass
 from .slabs import make_decode, make_gather
@@ -69,17 +67,6 @@ def make_gemm(fmt: str, ops: Instructions, activations: str) -> Any:
                 if MINIMA:
                     store_f32(minima + to, minimum_of(scale, first_k // GROUP + group, half))
 
-    @inlined
-    def ask_for_tokens(M, a, a_group, nbytes, part, parts):
-        """Prefetches a part of a slab of A tiles, of which 16 tokens have ``nbytes`` in a piece.
-
-        All tokens of a wide layer do not fit in L2 (in int8, half as wide, asking gained nothing).
-        """
-        for group in range((M + 15) // 16):
-            at = a + group * a_group
-            for line in range(nbytes * part // parts, nbytes * (part + 1) // parts, 64):
-                prefetch_l2(at + line)
-
     @routine(ARGUMENTS, variant)
     def gemm(M, blocks, w, block_bytes, scale, scale_bytes, k_blocks, a, rows, tables, scratch):
         Mp, K = padded_tokens(M), k_blocks * K_BLOCK
@@ -93,7 +80,6 @@ def make_gemm(fmt: str, ops: Instructions, activations: str) -> Any:
             slab_blocks = min(SLAB, k_blocks - slab)
             inputs, steps = slab_blocks * K_BLOCK, slab_blocks * STEPS
             a_slab, w_slab = a + slab * STEPS * TILE, w + slab * STEPS * STEP_BYTES
-            later = min(SLAB, k_blocks - slab - slab_blocks) * STEPS * TILE
             gather(Mp, rows, K, slab * K_BLOCK, inputs, act_scales, sums)
             for block in range(blocks):
                 b = w_slab + block * block_bytes
@@ -101,8 +87,6 @@ def make_gemm(fmt: str, ops: Instructions, activations: str) -> Any:
                 # Lines of the next slab of weights with each step: all at once they would wait.
                 passes = (M + MOST - 1) // MOST * steps
                 lines = (steps * STEP_BYTES // 64 + passes - 1) // passes
-                if not INT8:
-                    ask_for_tokens(M, a_slab + steps * TILE, a_group, later, block, blocks)
                 if not DIRECT:
                     decode(b, inputs, tables, ahead, b_slab)
                     b = b_slab
