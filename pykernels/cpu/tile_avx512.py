@@ -16,6 +16,7 @@ from ..quant.layout import K_BLOCK
 from .decode import AHEAD, LOADS, make_reader
 from .instructions import Instructions
 from .intrin.avx512 import add_f32, broadcast_f32, fma_f32, fnma_f32, load_f32, store_f32, zero_f32
+from .intrin.prefetch import in_order
 from .intrin.registers import f32x16_array
 from .jit import inlined, kernel, routine
 from .job import i64
@@ -52,14 +53,16 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
     factor_of, minimum_of = reader.scales.factor, reader.scales.minimum
     TILE, K_STEP, PARTS = reader.packing.tile_bytes, reader.packing.k_step, reader.packing.parts
     STEPS = K_BLOCK // K_STEP
-    # Both halves of the block in one pass if the registers hold their accumulators: prefetchers
-    # like weights in the order of their bytes.
-    HALVES = 2 if M <= 2 else 1
-    OUTS, SUMS = HALVES * M, CHAINS * HALVES * M
     # Groups of inputs shorter than a packed tile are added up in registers first.
     GROUP = reader.scales.k or K_BLOCK
     FOLDS = max(1, K_STEP // GROUP)
+    # Both halves of the block in one pass if the registers hold their accumulators: prefetchers
+    # like weights in the order of their bytes.
+    HALVES = 2 if M <= 2 or (activations == "int8" and FOLDS == 1) else 1
+    OUTS, SUMS = HALVES * M, CHAINS * HALVES * M
     FOLD_LOADS = LOADS // FOLDS
+    # LLVM unrolls so small a block whole, and would put its prefetches, up to 64, first.
+    UNROLLED = M == 1 and FOLDS == 1
 
     @inlined
     def fold(sums, outs, half, to_half, K, k, rows, scale):
@@ -115,6 +118,8 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
                                     )  # fmt: skip
                             if FOLDS > 1:
                                 fold(sums, outs, half, sweep + half, K, to_k, rows, scale)
+                        if UNROLLED:
+                            in_order()
                 k = block * K_BLOCK
                 for half in range(HALVES):
                     if FOLDS == 1:

@@ -300,6 +300,18 @@ def test_accumulators_live_in_registers(name, activations, product, M, tmp_path)
     _check_sums(assembly, product, M)
 
 
+@needs_bf16
+def test_prefetches_are_spread_over_an_unrolled_block(tmp_path):
+    """More misses asked for at once than a core keeps track of halve the speed of reading."""
+    with env.override(cache_dir=tmp_path):
+        tile = tile_avx512.make_tile("int8", 1, instructions(detect()), "int8")
+        tile.compile("(" + ", ".join(["int64"] * 8) + ")")
+    (assembly,) = tile.inspect_asm().values()
+    asked = [part.count("prefetcht0") for part in assembly.split("vpdpbusd")]
+    assert sum(asked) >= 16
+    assert max(asked) <= 16, "the prefetches of several packed tiles stand together"
+
+
 def _check_sums(assembly: str, product: str, least: int) -> None:
     """At least so many dot products, and few whose sum is stored on the stack next."""
     lines = assembly.splitlines()

@@ -37,3 +37,18 @@ def prefetch_l2(typingctx, address):
         return context.get_dummy_value()
 
     return types.void(types.intp), codegen
+
+
+@intrinsic
+def in_order(typingctx):
+    """Loads and prefetches before this come before those after it in the machine code.
+
+    It is no instruction: the CPU may still reorder them. LLVM's scheduler takes a prefetch for free
+    and moves all those of an unrolled loop to its front, more misses at once than a core can hold.
+    """
+
+    def codegen(context, builder, sig, args):
+        builder.fence("seq_cst", targetscope="singlethread")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
