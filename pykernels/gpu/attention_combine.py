@@ -30,8 +30,8 @@ def _combine(
     first = tl.sum(tl.where(mine, start, 0), 0)
     behind = first + tl.sum(tl.where(mine, parts, 0), 0)
     if EARLY:
-        gdc_launch_dependents()  # whose programs come where those of the parts' kernel end
         gdc_wait()  # until the parts are done
+        gdc_launch_dependents()
     m = float("-inf")
     total = 0.0
     acc = tl.zeros([D_BLOCK], tl.float32)
