@@ -56,13 +56,15 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
     # Groups of inputs shorter than a packed tile are added up in registers first.
     GROUP = reader.scales.k or K_BLOCK
     FOLDS = max(1, K_STEP // GROUP)
-    # Both halves of the block in one pass if the registers hold their accumulators: prefetchers
-    # like weights in the order of their bytes.
-    HALVES = 2 if M <= 2 or (activations == "int8" and FOLDS == 1) else 1
+    # Both halves of the block in one pass: from memory weights come up to twice as fast in the
+    # order of their bytes as one KiB in two. Not where accumulators would not fit in registers.
+    MOST = 2 if FOLDS > 1 else 8 if activations == "int8" else 4 if fmt in ("bf16", "int8") else 3
+    HALVES = 2 if M <= MOST else 1
     OUTS, SUMS = HALVES * M, CHAINS * HALVES * M
     FOLD_LOADS = LOADS // FOLDS
     # LLVM unrolls so small a block whole, and would put its prefetches, up to 64, first.
-    UNROLLED = M == 1 and FOLDS == 1
+    FENCED = 3 if fmt in ("bf16", "fp8", "fp8-channel") else 1
+    UNROLLED = M <= FENCED and (FOLDS == 1 or fmt == "int4")
 
     @inlined
     def fold(sums, outs, half, to_half, K, k, rows, scale):
