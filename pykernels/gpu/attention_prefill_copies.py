@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from .gluon_names import tma_load
+from .tile_walk import hand_out
 
 STAGES = gl.constexpr(2)
 """Blocks of keys, and of values, that shared memory holds."""
@@ -37,29 +38,6 @@ def tile_at(
     if WINDOW:
         lo = gl.maximum(0, keys - queries + i + 1 - window) // KEYS
     return b, head, i, queries, keys, lo, hi
-
-
-@gluon.jit
-def _hand_out(counter_ptr, nexts, full, empty, turn):
-    """Takes the next tile and tells the other warps: who is done first takes the longest left."""
-    to = turn & 1
-    tile = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
-    mbarrier.wait(empty.index(to), (turn >> 1 & 1) ^ 1)
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    nexts.index(to).store(gl.full([1], 0, gl.int64, layout=L) + tile)
-    mbarrier.arrive(full.index(to), count=1)
-    return tile
-
-
-@gluon.jit
-def handed_out(nexts, full, empty, turn):
-    """The tile that the copying warps took."""
-    to = turn & 1
-    mbarrier.wait(full.index(to), turn >> 1 & 1)
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    tile = gl.max(nexts.index(to).load(L), 0).to(gl.int32)
-    mbarrier.arrive(empty.index(to), count=1)
-    return tile
 
 
 @gluon.jit
@@ -173,7 +151,7 @@ def copies(
                 start -= KEYS
                 c += 1
                 if n == lo:  # the buffers are full: there is time
-                    tile = _hand_out(counter_ptr, nexts, n_full, n_empty, turn)
+                    tile = hand_out(counter_ptr, nexts, n_full, n_empty, turn, 4)
         else:
-            tile = _hand_out(counter_ptr, nexts, n_full, n_empty, turn)
+            tile = hand_out(counter_ptr, nexts, n_full, n_empty, turn, 4)
         turn += 1

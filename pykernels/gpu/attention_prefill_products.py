@@ -15,7 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .attention_prefill_copies import STAGES, handed_out, tile_at
+from .attention_prefill_copies import STAGES, tile_at
+from .tile_walk import handed_out
 
 
 def _lines(DV: int) -> gl.constexpr:

@@ -20,7 +20,7 @@ from ..shapes import SortedSlots
 from .few_operands import layouts, left, load_inputs, load_words, right, spread
 from .few_scales import load_scales, scales_of
 from .launch import arch
-from .matrices import Matrices, fine, scale_words
+from .matrices import Matrices, fine, scale_every, scale_words
 from .plan import ExpertsPlan
 from .register_words import MAGIC, codes, nibbles_above, sixes_above
 
@@ -316,7 +316,7 @@ def multiply_few_experts(
         n_blocks,
         MAGIC,
         KIND=stack.kind,
-        GROUP=0 if stack.group == stack.K and stack.kind != "fp8" else stack.group,
+        GROUP=scale_every(stack),
         GATED=gated,
         HAS_SLOTS=table is not None,
         HAS_BIAS=bias is not None,

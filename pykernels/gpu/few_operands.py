@@ -1,4 +1,7 @@
-"""Operands of ``few_experts``' products: where a lane has its words and inputs, and their loads."""
+"""Operands of ``few_experts``' products: where a lane has its words and inputs, and their loads.
+
+``few_rows`` has other inputs, and the same left operand.
+"""
 
 from __future__ import annotations
 

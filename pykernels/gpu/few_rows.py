@@ -18,8 +18,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .few_operands import left
 from .launch import arch
-from .matrices import Matrices, scale_words
+from .matrices import Matrices, scale_every, scale_words
 from .plan import FewPlan
 from .register_words import MAGIC, codes, powers
 
@@ -50,16 +51,6 @@ def layouts(lane: int, warps: int, rows: int, cols: int) -> tuple[object, object
         [warps, cols, 16 * lane],
     )
     return words, inputs
-
-
-@gluon.jit
-def left(words, MAGIC, KIND: gl.constexpr, A: gl.constexpr):
-    """[S, ROWS, 4 LANE] words (int4: their bytes' low halves) -> [S, ROWS, 16 LANE] codes."""
-    S: gl.constexpr = words.shape[0]
-    ROWS: gl.constexpr = words.shape[1]
-    LANE: gl.constexpr = words.shape[2] // 4
-    v = codes(words, MAGIC, KIND).reshape([S, ROWS, 4, LANE, 2, 2]).permute([0, 1, 3, 5, 2, 4])
-    return gl.convert_layout(v.reshape([S, ROWS, 16 * LANE]), A)
 
 
 @gluon.jit
@@ -189,7 +180,7 @@ def few_rows(
             part = zero
             for h in gl.static_range(HALVES):
                 b = right(inputs_now[c * HALVES + h], B)
-                a = left(words_now[c] >> (4 * h), MAGIC, KIND, A)
+                a = left(codes(words_now[c] >> (4 * h), MAGIC, KIND), A)
                 if GROUP == 0:
                     acc = mma_v2(a, b, acc)
                 elif GROUP == 32:
@@ -250,7 +241,7 @@ def multiply_few_rows(
         words.shape[1],
         MAGIC,
         KIND=stack.kind,
-        GROUP=0 if stack.group == stack.K and stack.kind != "fp8" else stack.group,
+        GROUP=scale_every(stack),
         HAS_BIAS=bias is not None,
         PDL=pdl,
         S=plan.warps,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .arith import to_bf16
-from .matrices import Matrices, scale_words
+from .matrices import Matrices, scale_every, scale_words
 from .plan import GemvPlan
 
 KINDS = ("int8",)
@@ -122,7 +122,7 @@ def gemv(
     tl.store(out + n, to_bf16(value), mask=exists)
 
 
-def multiply_one_row(
+def multiply_gemv(
     x: torch.Tensor,
     stack: Matrices,
     out: torch.Tensor,
@@ -147,7 +147,7 @@ def multiply_one_row(
         stack.N,
         stack.K,
         words.shape[1],
-        GROUP=0 if stack.group == stack.K else stack.group,
+        GROUP=scale_every(stack),
         HAS_BIAS=bias is not None,
         BLOCK_N=plan.block_n,
         BLOCKS=max(1, plan.words // 8),

@@ -15,7 +15,7 @@ from .kernel_bf16 import gemm_bf16
 from .kernel_decoded import gemm_decoded
 from .kernel_fp8 import gemm_fp8
 from .launch import arch
-from .matrices import Matrices, scale_words
+from .matrices import Matrices, scale_every, scale_words
 from .permute import permute
 from .plan import ExpertsPlan, GemmPlan, ManyPlan, fit_stages
 from .quantize import NATIVE_FP8
@@ -236,7 +236,7 @@ def _decoded(
         ROW_BYTES=data.shape[-1],
         K_SPLIT=triton.cdiv(steps, plan.split_k) * block_k,
         KIND=stack.kind,
-        GROUP=0 if stack.group == stack.K else stack.group,
+        GROUP=scale_every(stack),
         NATIVE=arch(x.device) >= NATIVE_FP8,
         BLOCK_K=block_k,
     )

@@ -20,7 +20,7 @@ from ..errors import PykernelsError
 from .few_rows import KINDS as FEW_KINDS
 from .few_rows import multiply_few_rows
 from .gemv import KINDS as GEMV_KINDS
-from .gemv import multiply_one_row
+from .gemv import multiply_gemv
 from .grouped_gemm import multiply, path_of
 from .launch import arch, check_device
 from .launch import supports as device_supports
@@ -29,8 +29,7 @@ from .many_rows_hopper import multiply_many_rows
 from .many_rows_hopper import takes as many_takes
 from .matrices import K_MULTIPLE, KINDS, Matrices
 from .one_row import KINDS as ONE_KINDS
-from .one_row import MOST_INPUTS
-from .one_row import multiply_one_row as multiply_one_row_by_products
+from .one_row import MOST_INPUTS, multiply_one_row
 from .partials import add_partials
 from .plan import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan, OneRowPlan
 from .quantize import quantize_fp8
@@ -102,10 +101,10 @@ def linear(
     if reason := _unfit(plan, weight, M, device, activations):
         raise PykernelsError(f"no kernel for that plan: {reason}", "Let gpu.linear_plan choose")
     if isinstance(plan, GemvPlan):
-        multiply_one_row(x, weight, out, bias, plan)
+        multiply_gemv(x, weight, out, bias, plan)
         return out
     if isinstance(plan, OneRowPlan):
-        multiply_one_row_by_products(x, weight, out, bias, plan)
+        multiply_one_row(x, weight, out, bias, plan)
         return out
     if isinstance(plan, FewPlan):
         multiply_few_rows(x, weight, out, bias, plan)

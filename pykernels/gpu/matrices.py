@@ -167,6 +167,11 @@ def fine(kind: str, group: int) -> bool:
     return kind.endswith("_k") or group == 32
 
 
+def scale_every(stack: Matrices) -> int:
+    """Inputs that a scale is for, as the kernels are told: 0 if it is for all of an output's."""
+    return 0 if stack.group == stack.K and stack.kind != "fp8" else stack.group
+
+
 def scale_words(stack: Matrices) -> torch.Tensor | None:
     """Scales as the kernels read them: those of integers as words."""
     if stack.scale is None or stack.kind == "fp8":

@@ -27,7 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .few_rows import layouts
 from .gluon_names import barrier, reinterpret
 from .launch import arch
-from .matrices import Matrices, scale_words
+from .matrices import Matrices, scale_every, scale_words
 from .plan import OneRowPlan
 from .register_words import pair, powers
 
@@ -338,7 +338,7 @@ def multiply_one_row(
         words.shape[1],
         FLIP,
         KIND=stack.kind,
-        GROUP=0 if stack.group == stack.K and stack.kind != "fp8" else stack.group,
+        GROUP=scale_every(stack),
         HAS_BIAS=bias is not None,
         PDL=pdl,
         STEPS=steps,

@@ -45,6 +45,29 @@ def tile_at(tiles, bound, t, blocks, N_BLOCKS, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
+def hand_out(counter, nexts, full, empty, turn, WARPS: gl.constexpr):
+    """Takes the next tile and tells the other warps; for the ``WARPS`` warps that copy."""
+    to = turn & 1
+    taken = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+    mbarrier.wait(empty.index(to), (turn >> 1 & 1) ^ 1)
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    nexts.index(to).store(gl.full([1], 0, gl.int64, layout=L) + taken)
+    mbarrier.arrive(full.index(to), count=1)
+    return taken
+
+
+@gluon.jit
+def handed_out(nexts, full, empty, turn):
+    """The tile that the copying warps took; for four warps."""
+    to = turn & 1
+    mbarrier.wait(full.index(to), turn >> 1 & 1)
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    taken = gl.max(nexts.index(to).load(L), 0).to(gl.int32)
+    mbarrier.arrive(empty.index(to), count=1)
+    return taken
+
+
+@gluon.jit
 def take_next(tiles, bound, t, nexts, full, empty, turn):
     """Takes the tile after ``t`` and tells the other warps; for the one warp that copies.
 
@@ -53,13 +76,7 @@ def take_next(tiles, bound, t, nexts, full, empty, turn):
     if tiles is None:
         return t + gl.num_programs(0)
     else:
-        to = turn & 1
-        taken = gl.num_programs(0) + gl.atomic_add(tiles + 4 * bound + 1, 1, sem="relaxed")
-        mbarrier.wait(empty.index(to), (turn >> 1 & 1) ^ 1)
-        L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-        nexts.index(to).store(gl.full([1], 0, gl.int64, layout=L) + taken)
-        mbarrier.arrive(full.index(to), count=1)
-        return taken
+        return hand_out(tiles + 4 * bound + 1, nexts, full, empty, turn, 1)
 
 
 @gluon.jit
@@ -68,12 +85,7 @@ def next_taken(tiles, t, nexts, full, empty, turn):
     if tiles is None:
         return t + gl.num_programs(0)
     else:
-        to = turn & 1
-        mbarrier.wait(full.index(to), turn >> 1 & 1)
-        L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        taken = gl.max(nexts.index(to).load(L), 0).to(gl.int32)
-        mbarrier.arrive(empty.index(to), count=1)
-        return taken
+        return handed_out(nexts, full, empty, turn)
 
 
 @gluon.jit

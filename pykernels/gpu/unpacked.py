@@ -17,7 +17,7 @@ from ..shapes import SortedSlots
 from .decode import decode_pair
 from .kernel_decoded import row_pointers
 from .launch import arch
-from .matrices import Matrices, scale_words
+from .matrices import Matrices, scale_every, scale_words
 from .plan import GemmPlan
 from .quantize import NATIVE_FP8
 
@@ -72,7 +72,7 @@ def _unpack(
     unpack_kernel[(triton.cdiv(rows, _ROWS) * k_blocks, count)](
         data, scale_words(stack), out, order and order.starts, table, first, rows, stack.N, K,
         data.shape[-1], k_blocks, MATS=mats, KIND=stack.kind,
-        GROUP=0 if stack.group == stack.K else stack.group,
+        GROUP=scale_every(stack),
         NATIVE=arch(out.device) >= NATIVE_FP8, ROWS=_ROWS, INPUTS=_INPUTS, num_warps=4,
     )  # fmt: skip
     return Matrices("bf16", rows, K, 0, out)
