@@ -22,22 +22,28 @@ USABLE = Topology.detect().usable
 SHAPE = MoEShape(E=16, H=512, I=256, topk=4)
 
 
-def _load(experts: PackedExperts, pool: WorkerPool | None = None, kernel="auto") -> RoutedExperts:
-    routed = RoutedExperts(experts.shape, experts.fmt.name, pool, kernel)
+def _load(
+    experts: PackedExperts, pool: WorkerPool | None = None, kernel="auto", activations="bf16"
+) -> RoutedExperts:
+    routed = RoutedExperts(experts.shape, experts.fmt.name, pool, kernel, activations)
     for e in range(experts.shape.E):
         routed.load_expert(e, *experts.unpack(e))
     return routed
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(
+    ("fmt", "activations"),
+    [*((fmt, "bf16") for fmt in FORMATS), *((fmt, "int8") for fmt in ("int8", "int4", "q6_k"))],
+)
 @pytest.mark.parametrize("T", [1, 3, 50])
-def test_the_same_bits_at_any_thread_count(fmt, T):
+def test_the_same_bits_at_any_thread_count(fmt, activations, T):
     experts, routing = random_experts(SHAPE, get_format(fmt)), skewed_routing(T, SHAPE)
     x = torch.randn(T, SHAPE.H)
-    serial = cpu.moe_ffn(x, routing.ids, routing.weights, experts)
+    how = {"activations": activations}
+    serial = cpu.moe_ffn(x, routing.ids, routing.weights, experts, **how)
     for threads in range(1, USABLE + 1):
         with WorkerPool(threads) as pool:
-            routed = _load(experts, pool)
+            routed = _load(experts, pool, **how)
             for _ in range(20):
                 assert torch.equal(routed(x, routing.ids, routing.weights), serial)
 
