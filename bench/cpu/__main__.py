@@ -27,7 +27,9 @@ _RUNNING = "the run was killed"  # what a partial file says unless it is written
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.cpu", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a run of about a minute")
+    parser.add_argument(
+        "--quick", action="store_true", help="a run of about two minutes, for a first look"
+    )
     parser.add_argument(
         "--sections", metavar="A,B", help="of table, skew, latency, threads (default: all)"
     )
