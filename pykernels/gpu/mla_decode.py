@@ -264,7 +264,7 @@ def mla_decode(
         fp8 = latent_scale is not None
         hopper.mla_decode_hopper[grid](
             q, q_r, as_bytes(latent) if fp8 else hopper.rows_of(latent, 256),
-            hopper.rows_of(rope, R), latent_scale, *where, *sizes,
+            hopper.rows_of(rope, R), None if fp8 else latent, rope, latent_scale, *where, *sizes,
             **options, MANY=S > 1, E4M3=fp8, num_warps=hopper.WARPS, maxnreg=hopper.REGISTERS,
             **partials.launch,
         )  # fmt: skip

@@ -88,8 +88,8 @@ def _ask(latent, row, L: gl.constexpr):
 
 @gluon.jit
 def decoded(
-    latent, rope, scale, table, begin, end, blocks, k_left, k_right, k_rope, k_scale,
-    left_full, right_full, left_empty, right_empty, L: gl.constexpr, PAGE: gl.constexpr,
+    latent, rope, latent_ptr, rope_ptr, scale, table, begin, end, blocks, k_left, k_right, k_rope,
+    k_scale, left_full, right_full, left_empty, right_empty, L: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
     """The keys' way into shared memory; a block is within a page.
 
