@@ -42,11 +42,17 @@ def zeros_behind(values, keys):
 
 @gluon.jit
 def _ask(base, row, WIDTH: gl.constexpr):
-    """Asks for 64 rows to be brought to the L2 cache: one piece of memory, a part a thread."""
-    at = base + row.to(gl.int64) * WIDTH + gl.arange(0, 128, layout=THREAD) * (WIDTH // 2)
-    size = gl.full([128], WIDTH, gl.int32, layout=THREAD)  # bytes
+    """Asks for 64 rows to be brought to the L2 cache: one piece of memory, 16 rows a warp.
+
+    By one thread of it: an instruction that takes its address for a whole warp, and would be
+    repeated for each that has another.
+    """
+    n = gl.arange(0, 128, layout=THREAD)
+    at = base + row.to(gl.int64) * WIDTH + n // 32 * (16 * WIDTH)
+    size = gl.where(n % 32 == 0, 32 * WIDTH, 0)  # bytes
     gl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+        "{.reg .pred some; setp.gt.s32 some, $2, 0;"
+        " @some cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;}",
         "=r,l,r", [at.to(gl.int64), size], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 

@@ -30,7 +30,7 @@ ROWS = KEYS = 64
 WARPS = 4
 REGISTERS = 168
 """A thread, as launched: of the whole SM's, for three warpgroups. The roles then share them out."""
-PRODUCT_REGISTERS, PRODUCT_REGISTERS_E4M3 = gl.constexpr(232), gl.constexpr(216)
+PRODUCT_REGISTERS, PRODUCT_REGISTERS_E4M3 = gl.constexpr(232), gl.constexpr(224)
 
 LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # one dimension
 
