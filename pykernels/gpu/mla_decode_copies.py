@@ -5,12 +5,36 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .gluon_names import barrier, tma_load
+from .gluon_share import share_of_slot
 
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 TILE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 64 columns
-THREAD = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@gluon.jit
+def share(length_ptr, B, S, slots, SPLIT: gl.constexpr, BATCH: gl.constexpr):
+    """What a program does: (sequence, its length, first key, the key behind the last, blocks).
+
+    No blocks: nothing; the slot is of no sequence, or the sequence is empty.
+    """
+    slot = gl.program_id(1)
+    b, part, parts = slot, 0, 1
+    if SPLIT:
+        b, length, part, parts = share_of_slot(
+            length_ptr, slot, B, slots, S, 0, 64, BATCH, 4, False
+        )
+    else:
+        length = gl.load(length_ptr + b)
+    each = gl.cdiv(gl.cdiv(length, 64), gl.maximum(parts, 1)) * 64
+    begin = part * each
+    end = gl.minimum(length, begin + each)
+    blocks = gl.maximum(gl.cdiv(end - begin, 64), 0)
+    if SPLIT:
+        blocks = gl.where(parts > 0, blocks, 0)
+    return b.to(gl.int64), length, begin, end, blocks
 
 
 @gluon.jit
@@ -41,43 +65,24 @@ def zeros_behind(values, keys):
 
 
 @gluon.jit
-def _ask(base, row, WIDTH: gl.constexpr):
-    """Asks for 64 rows to be brought to the L2 cache: one piece of memory, 16 rows a warp.
-
-    By one thread of it: an instruction that takes its address for a whole warp, and would be
-    repeated for each that has another.
-    """
-    n = gl.arange(0, 128, layout=THREAD)
-    at = base + row.to(gl.int64) * WIDTH + n // 32 * (16 * WIDTH)
-    size = gl.where(n % 32 == 0, 32 * WIDTH, 0)  # bytes
-    gl.inline_asm_elementwise(
-        "{.reg .pred some; setp.gt.s32 some, $2, 0;"
-        " @some cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;}",
-        "=r,l,r", [at.to(gl.int64), size], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def copies(
-    latent, rope, latent_ptr, rope_ptr, scale, table, begin, end, blocks, k_left, k_right, k_rope,
-    k_scale, left_full, right_full, left_empty, right_empty, L: gl.constexpr, PAGE: gl.constexpr,
+    latent, rope, scale_ptr, table_ptr, table_stride, length_ptr, B, S, slots, k_left, k_right,
+    k_rope, k_scale, left_full, right_full, left_empty, right_empty,
+    L: gl.constexpr, PAGE: gl.constexpr, SPLIT: gl.constexpr, BATCH: gl.constexpr,
 ):  # fmt: skip
-    """The keys' way into shared memory: the left half with the rotated part, then the right.
-
-    A half's place is free for a short time only before its next keys are needed, less than memory
-    takes to answer. So blocks are asked for into the L2 cache two ahead of their copies.
-    """
+    """The keys' way into shared memory: the left half with the rotated part, then the right."""
+    gdc_wait()  # it may be launched while the kernel before it still runs
+    gdc_launch_dependents()  # the combining kernel waits by itself
+    b, _, begin, end, blocks = share(length_ptr, B, S, slots, SPLIT, BATCH)
+    table = table_ptr + b * table_stride
     PIECE: gl.constexpr = min(PAGE, 64)  # rows of a copy
     last = end - 1
-    page = gl.load(table + begin // PAGE, mask=blocks > 0, other=0)
-    following = gl.load(table + gl.minimum(begin + 64, last) // PAGE, mask=blocks > 0, other=0)
+    following = gl.load(table + begin // PAGE, mask=blocks > 0, other=0)
     for i in range(blocks):
         turn, phase = i & 1, (i >> 1) & 1
         start = begin + i * 64
-        here = page
-        page = following
-        behind = gl.minimum(start + 128, last)
-        following = gl.load(table + behind // PAGE)
+        here = following
+        following = gl.load(table + gl.minimum(start + 64, last) // PAGE)
         full = left_full.index(turn)
         mbarrier.wait(left_empty.index(turn), phase ^ 1)
         mbarrier.expect(full, 64 * (64 + 256) * 2)
@@ -97,7 +102,3 @@ def copies(
             row = here * PAGE + (start + j * PIECE) % PAGE
             to = k_right.index(turn).slice(j * PIECE, PIECE, dim=0)
             tma_load(latent, [row, 256], full, to)
-        if PAGE >= 64:
-            row = following * PAGE + behind % PAGE // 64 * 64
-            _ask(latent_ptr, row, L)
-            _ask(rope_ptr, row, 64)

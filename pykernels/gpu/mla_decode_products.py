@@ -17,15 +17,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_wait
 
-from .gluon_names import barrier, reinterpret
-from .mla_decode_copies import query_rows, zeros_behind
+from .gluon_names import barrier
+from .mla_decode_copies import query_rows, share, zeros_behind
 from .mla_decode_e4m3 import half_queries, scaled_softmax
+from .mla_decode_parts import store_lse, store_part
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 VALUES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
-FLAT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
-LINES = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))  # float32
 
 
 @gluon.jit
@@ -156,15 +156,19 @@ def _queries(
 
 @gluon.jit
 def left(
-    q, q_r, first, rows, NH, S, q_s, q_h, qr_s, qr_h, length, begin, end, blocks, inner, outer,
-    out, lse, q_left, q_right, q_rope, k_left, k_right, k_rope, k_scale, shares, tops, totals,
-    factors, left_full, right_full, left_empty, right_empty, ready, scored, both,
+    q, q_r, length_ptr, out, stats, inner, outer, B, S, NH, slots,
+    q_b, q_s, q_h, qr_b, qr_s, qr_h, q_left, q_right, q_rope, k_left, k_right, k_rope, k_scale,
+    shares, tops, totals, factors, left_full, right_full, left_empty, right_empty, ready, both,
     L: gl.constexpr, MANY: gl.constexpr, SOFTCAP: gl.constexpr, SPLIT: gl.constexpr,
-    E4M3: gl.constexpr,
+    BATCH: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
     """Scores and shares of the even blocks, and the left half of all values."""
     S_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
+    gdc_wait()  # for what the kernel before wrote, as every role does
+    b, length, begin, end, blocks = share(length_ptr, B, S, slots, SPLIT, BATCH)
+    q, q_r = q + b * q_b, q_r + b * qr_b
+    first, rows = gl.program_id(0) * 64, S * NH
     row = first + gl.arange(0, 64, layout=S_ROW)
     m = gl.full([64], float("-inf"), gl.float32, layout=S_ROW)
     total = gl.full([64], 0.0, gl.float32, layout=S_ROW)
@@ -197,7 +201,6 @@ def left(
             _publish(p, m, shares.index(even), tops.index(even), ready.index(even))
             acc = _scaled(acc, alpha)
             p = gl.convert_layout(p, OPERAND)
-            mbarrier.wait(scored, i & 1)
             pending = warpgroup_mma(p, k_left.index(even), acc, is_async=True)
             acc, p = warpgroup_mma_wait(0, deps=[pending, p])
             mbarrier.arrive(left_empty.index(even), count=1)
@@ -230,25 +233,28 @@ def left(
                 zeros_behind(k_left.index(1), end - start - 64)
             pending = warpgroup_mma(shares.index(0), k_left.index(1), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[pending])
-        total, acc = _divided(total, acc, totals, both, 0)
+        total = _of_both(total, totals, both, 0)
     if SPLIT:
         z = gl.where(total == 0, float("-inf"), m + gl.log2(gl.where(total == 0, 1.0, total)))
-        gl.store(lse + row, z, mask=row < rows)
-        rows = gl.where(blocks > 0, rows, 0)
-    _store(acc, k_left, out, first, rows, L, SPLIT)
+        store_lse(z, stats)
+    _store(acc, total, out, stats, first, rows, blocks, L, SPLIT, 0)
 
 
 @gluon.jit
 def right(
-    q, q_r, first, rows, NH, S, q_s, q_h, qr_s, qr_h, length, begin, end, blocks, inner, outer,
-    out, lse, q_left, q_right, q_rope, k_left, k_right, k_rope, k_scale, shares, tops, totals,
-    factors, left_full, right_full, left_empty, right_empty, ready, scored, both,
+    q, q_r, length_ptr, out, stats, inner, outer, B, S, NH, slots,
+    q_b, q_s, q_h, qr_b, qr_s, qr_h, q_left, q_right, q_rope, k_left, k_right, k_rope, k_scale,
+    shares, tops, totals, factors, left_full, right_full, left_empty, right_empty, ready, both,
     L: gl.constexpr, MANY: gl.constexpr, SOFTCAP: gl.constexpr, SPLIT: gl.constexpr,
-    E4M3: gl.constexpr,
+    BATCH: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
     """Scores and shares of the odd blocks, and the right half of all values."""
     S_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
+    gdc_wait()  # for what the kernel before wrote, as every role does
+    b, length, begin, end, blocks = share(length_ptr, B, S, slots, SPLIT, BATCH)
+    q, q_r = q + b * q_b, q_r + b * qr_b
+    first, rows = gl.program_id(0) * 64, S * NH
     row = first + gl.arange(0, 64, layout=S_ROW)
     m = gl.full([64], float("-inf"), gl.float32, layout=S_ROW)
     total = gl.full([64], 0.0, gl.float32, layout=S_ROW)
@@ -273,7 +279,6 @@ def right(
             s = _scores(
                 token, q_rope.index(even), k_rope.index(odd), q_factor, k_scale.index(odd), E4M3
             )
-            mbarrier.arrive(scored, count=1)
             m, total, acc = _others(m, total, acc, tops.index(even), ready.index(even), i & 1)
             mbarrier.wait(right_full.index(even), i & 1)
             pending = warpgroup_mma(shares.index(even), k_right.index(even), acc, is_async=True)
@@ -318,42 +323,34 @@ def right(
             p = gl.convert_layout(p, OPERAND)
             pending = warpgroup_mma(p, k_right.index(1), acc, is_async=True)
             acc, p = warpgroup_mma_wait(0, deps=[pending, p])
-        total, acc = _divided(total, acc, totals, both, 1)
-    if SPLIT:
-        rows = gl.where(blocks > 0, rows, 0)
-    _store(acc, k_right, out + 256, first, rows, L, SPLIT)
+        total = _of_both(total, totals, both, 1)
+    _store(acc, total, out, stats, first, rows, blocks, L, SPLIT, 1)
 
 
 @gluon.jit
-def _divided(total, acc, totals, both, SIDE: gl.constexpr):
-    """(the sum of both warpgroups' shares, the result divided by it)."""
+def _of_both(total, totals, both, SIDE: gl.constexpr):
+    """The sum of both warpgroups' shares."""
     totals.index(SIDE).store(total)
     barrier()
     mbarrier.arrive(both, count=1)
     mbarrier.wait(both, 1)
-    total = totals.index(0).load(total.type.layout) + totals.index(1).load(total.type.layout)
-    return total, _scaled(acc, 1 / gl.where(total == 0, 1.0, total))
+    return totals.index(0).load(total.type.layout) + totals.index(1).load(total.type.layout)
 
 
 @gluon.jit
-def _store(acc, room, out, first, rows, L: gl.constexpr, SPLIT: gl.constexpr):
-    """A half of the result, or of a part's: that through ``room``, keys' that nobody needs now.
-
-    Float32 as the products leave it is stored 32 bytes a row; so a warp stores whole lines.
-    """
+def _store(
+    acc, total, out, stats, first, rows, blocks, L: gl.constexpr, SPLIT: gl.constexpr,
+    SIDE: gl.constexpr,
+):  # fmt: skip
+    """A half of the result, or of a part's."""
+    inverse = gl.convert_layout(1 / gl.where(total == 0, 1.0, total), gl.SliceLayout(1, VALUES))
     if SPLIT:
-        barrier()  # other warps' products have read the keys
-        flat = reinterpret(room, gl.float32, [64, 256], FLAT)
-        flat.store(acc)
-        barrier()
-        row = first + gl.arange(0, 16, layout=gl.SliceLayout(1, LINES))
-        c = gl.arange(0, 256, layout=gl.SliceLayout(0, LINES))
-        for i in gl.static_range(4):
-            to = out + (row + i * 16)[:, None] * L + c[None, :]
-            x = flat.slice(i * 16, 16, dim=0).load(LINES)
-            gl.store(to, x, mask=(row + i * 16 < rows)[:, None])
+        if blocks > 0:  # else nobody reads it
+            store_part(acc, inverse, out, stats, SIDE)
     else:
+        slot = gl.program_id(1).to(gl.int64)  # a sequence
         row = first + gl.arange(0, 64, layout=gl.SliceLayout(1, VALUES))
-        c = gl.arange(0, 256, layout=gl.SliceLayout(0, VALUES))
-        to = out + row[:, None] * L + c[None, :]
-        gl.store(to, acc.to(out.dtype.element_ty), mask=(row < rows)[:, None])
+        c = SIDE * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, VALUES))
+        to = out + slot * rows * L + row[:, None] * L + c[None, :]
+        y = acc * inverse[:, None]
+        gl.store(to, y.to(out.dtype.element_ty), mask=(row < rows)[:, None])
