@@ -26,9 +26,9 @@ def mla_combine(
     X: gl.constexpr = gl.BlockedLayout(
         [BLOCK // ACROSS, 1, 1, 8], [1, 1, 8, 4], [ACROSS, LINES, 1, 1], [3, 2, 1, 0]
     )
+    STATS: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [16, 1], [1, 0])  # as loaded
     X_ROW: gl.constexpr = gl.SliceLayout(3, X)  # [parts, lines, rows]
     Z: gl.constexpr = gl.SliceLayout(1, X_ROW)  # [parts, rows]
-    Z_ROW: gl.constexpr = gl.SliceLayout(0, Z)
     Y: gl.constexpr = gl.SliceLayout(0, X)  # [lines, rows, 32]
     Y_LINE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, Y))
     b, group = gl.program_id(0) // (tiles * 8), gl.program_id(0) % (tiles * 8)
@@ -42,38 +42,43 @@ def mla_combine(
     r = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, Y)))
     c = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, Y)))
     spot = spot[:, None, None] + (r * 32)[None, :, None] + c[None, None, :]
-    side = gl.program_id(1) * LINES + gl.arange(
-        0, LINES, layout=gl.SliceLayout(0, gl.SliceLayout(2, X_ROW))
-    )
-    side = side // 8 * 64
-    n = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, Z))
-    r = gl.arange(0, 8, layout=Z_ROW)
-    m = gl.full([8], float("-inf"), gl.float32, layout=Z_ROW)
-    total = gl.full([8], 0.0, gl.float32, layout=Z_ROW)
+    left = gl.arange(0, LINES, layout=gl.SliceLayout(0, gl.SliceLayout(2, X_ROW)))
+    left = gl.program_id(1) * LINES + left < 8
+    n = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, STATS))
+    seen = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, X))))
+    r = gl.arange(0, 8, layout=gl.SliceLayout(0, STATS))
+    m = gl.full([8], float("-inf"), gl.float32, layout=gl.SliceLayout(0, STATS))
+    total = gl.full([8], 0.0, gl.float32, layout=gl.SliceLayout(0, STATS))
     acc = gl.full([LINES, 8, 32], 0.0, gl.float32, layout=Y)
-    gdc_wait()  # until the parts are done
+    if behind >= 0:  # always; else the compiler puts all of this behind the wait
+        gdc_wait()  # until the parts are done
     gdc_launch_dependents()
     for begin in range(first, behind, BLOCK):
-        there = begin + n < behind
-        at = (begin + n).to(gl.int64) * tiles + tile
-        stats = stats_ptr + (at * 192 + within * 8)[:, None] + r[None, :]
-        z = gl.load(stats, mask=there[:, None], other=float("-inf"))
-        powers = gl.expand_dims(stats + 64, 1) + side[None, :, None]
-        power = gl.load(powers, mask=gl.expand_dims(there[:, None], 1), other=0.0)
-        # All loads are on their way before anything waits for the first.
-        at = gl.expand_dims(gl.expand_dims((at * 32768)[:, None], 1), 3)
-        seen = gl.expand_dims(gl.expand_dims(there[:, None], 1), 3)
-        x = gl.load(parts_ptr + at + gl.expand_dims(spot, 0), mask=seen, other=0.0)
+        at = (begin + seen).to(gl.int64) * (tiles * 32768) + tile * 32768
+        at = gl.expand_dims(gl.expand_dims(at[:, None], 2), 3)
+        there = gl.expand_dims(gl.expand_dims((begin + seen < behind)[:, None], 2), 3)
+        x = gl.load(parts_ptr + at + gl.expand_dims(spot, 0), mask=there, other=0.0)
+        stats = stats_ptr + ((begin + n) * tiles + tile).to(gl.int64)[:, None] * 192
+        stats += within * 8 + r[None, :]
+        there = (begin + n < behind)[:, None]
+        z = gl.load(stats, mask=there, other=float("-inf"))
+        power_left = gl.load(stats + 64, mask=there, other=0.0)
+        power_right = gl.load(stats + 128, mask=there, other=0.0)
+        # Now warps meet at a barrier, and so all loads are on their way.
         top = gl.maximum(m, gl.max(z, 0))
         base = gl.where(top == float("-inf"), 0.0, top)
         w = gl.exp2(z - base[None, :])
         alpha = gl.exp2(m - base)
-        # An empty part wrote no values. It is left out here, not in the load, which would wait.
-        filled = gl.expand_dims(gl.expand_dims(z > float("-inf"), 1), 3)
-        x = x.to(gl.float32) * gl.expand_dims(gl.expand_dims(w, 1) * power, 3)
-        acc = acc * _of_rows(alpha, Y) + gl.sum(gl.where(filled, x, 0.0), 0)
         total = total * alpha + gl.sum(w, 0)
         m = top
+        # An empty part wrote no values. It is left out here, not in the load, which would wait.
+        filled = z > float("-inf")
+        w_left = gl.convert_layout(gl.where(filled, w * power_left, 0.0), Z)
+        w_right = gl.convert_layout(gl.where(filled, w * power_right, 0.0), Z)
+        w = gl.where(left[None, :, None], gl.expand_dims(w_left, 1), gl.expand_dims(w_right, 1))
+        w = gl.expand_dims(w, 3)
+        x = gl.where(w > 0, x.to(gl.float32) * w, 0.0)
+        acc = acc * _of_rows(alpha, Y) + gl.sum(x, 0)
     y = acc * _of_rows(1 / gl.where(total == 0, 1.0, total), Y)
     y = gl.reshape(y.to(gl.bfloat16), [LINES, 8, 4, 4, 2])  # line, row, lane, tile of 8, pair
     y = gl.reshape(gl.permute(y, [1, 0, 3, 2, 4]), [8, LINES * 32])

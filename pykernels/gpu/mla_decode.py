@@ -265,7 +265,7 @@ def mla_decode(
 
         fp8 = latent_scale is not None
         hopper.mla_decode_hopper[grid](
-            q, q_r, as_bytes(latent) if fp8 else hopper.rows_of(latent, 256),
+            q, q_r, as_bytes(latent) if fp8 else hopper.rows_of(latent, hopper.PIECE.value),
             hopper.rows_of(rope, R), latent_scale, *where, *sizes,
             **options, MANY=S > 1, E4M3=fp8, num_warps=hopper.WARPS, maxnreg=hopper.REGISTERS,
             **partials.launch,

@@ -68,14 +68,17 @@ def zeros_behind(values, keys):
 def copies(
     latent, rope, scale_ptr, table_ptr, table_stride, length_ptr, B, S, slots, k_left, k_right,
     k_rope, k_scale, left_full, right_full, left_empty, right_empty,
-    L: gl.constexpr, PAGE: gl.constexpr, SPLIT: gl.constexpr, BATCH: gl.constexpr,
+    COLUMNS: gl.constexpr, L: gl.constexpr, PAGE: gl.constexpr, SPLIT: gl.constexpr,
+    BATCH: gl.constexpr,
 ):  # fmt: skip
-    """The keys' way into shared memory: the left half with the rotated part, then the right."""
+    """The keys' way into shared memory: the left half with the rotated part, then the right.
+
+    COLUMNS of them have a memory barrier: scores begin with those that are there.
+    """
     gdc_wait()  # it may be launched while the kernel before it still runs
     gdc_launch_dependents()  # the combining kernel waits by itself
     b, _, begin, end, blocks = share(length_ptr, B, S, slots, SPLIT, BATCH)
     table = table_ptr + b * table_stride
-    PIECE: gl.constexpr = min(PAGE, 64)  # rows of a copy
     last = end - 1
     following = gl.load(table + begin // PAGE, mask=blocks > 0, other=0)
     for i in range(blocks):
@@ -83,22 +86,38 @@ def copies(
         start = begin + i * 64
         here = following
         following = gl.load(table + gl.minimum(start + 64, last) // PAGE)
-        full = left_full.index(turn)
         mbarrier.wait(left_empty.index(turn), phase ^ 1)
-        mbarrier.expect(full, 64 * (64 + 256) * 2)
-        for j in gl.static_range(64 // PIECE):
-            if j > 0:  # behind the end the last page again: its shares are zero
-                here = gl.load(table + gl.minimum(start + j * PIECE, last) // PAGE)
-            row = here * PAGE + (start + j * PIECE) % PAGE
-            to = k_rope.index(turn).slice(j * PIECE, PIECE, dim=0)
-            tma_load(rope, [row, 0], full, to)
-            tma_load(latent, [row, 0], full, k_left.index(turn).slice(j * PIECE, PIECE, dim=0))
-        full = right_full.index(turn)
+        _copies_of_half(
+            latent, table, here, start, last, 0, k_left.index(turn), left_full, turn,
+            rope, k_rope.index(turn), COLUMNS, PAGE,
+        )  # fmt: skip
         mbarrier.wait(right_empty.index(turn), phase ^ 1)
-        mbarrier.expect(full, 64 * 256 * 2)
-        for j in gl.static_range(64 // PIECE):
-            if 64 // PIECE > 1:
-                here = gl.load(table + gl.minimum(start + j * PIECE, last) // PAGE)
-            row = here * PAGE + (start + j * PIECE) % PAGE
-            to = k_right.index(turn).slice(j * PIECE, PIECE, dim=0)
-            tma_load(latent, [row, 256], full, to)
+        _copies_of_half(
+            latent, table, here, start, last, 256, k_right.index(turn), right_full, turn,
+            None, None, COLUMNS, PAGE,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _copies_of_half(
+    latent, table, page, start, last, column, half, full, turn, rope, k_rope,
+    COLUMNS: gl.constexpr, PAGE: gl.constexpr,
+):  # fmt: skip
+    """Begins the copies of half a block of keys, the rotated part with the first COLUMNS."""
+    PIECES: gl.constexpr = 256 // COLUMNS
+    TALL: gl.constexpr = min(PAGE, 64)  # rows of a copy
+    for c in gl.static_range(PIECES):
+        if c == 0 and rope is not None:
+            mbarrier.expect(full.index(turn * PIECES + c), 64 * (COLUMNS + 64) * 2)
+        else:
+            mbarrier.expect(full.index(turn * PIECES + c), 64 * COLUMNS * 2)
+    for j in gl.static_range(64 // TALL):
+        if TALL < 64:  # behind the end the last page again: its shares are zero
+            page = gl.load(table + gl.minimum(start + j * TALL, last) // PAGE)
+        row = page * PAGE + (start + j * TALL) % PAGE
+        rows = half.slice(j * TALL, TALL, dim=0)
+        if rope is not None:
+            tma_load(rope, [row, 0], full.index(turn * PIECES), k_rope.slice(j * TALL, TALL, dim=0))
+        for c in gl.static_range(PIECES):
+            to = rows.slice(c * COLUMNS, COLUMNS, dim=1)
+            tma_load(latent, [row, column + c * COLUMNS], full.index(turn * PIECES + c), to)

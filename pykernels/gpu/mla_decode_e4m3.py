@@ -92,7 +92,8 @@ def _ask(latent, row, L: gl.constexpr):
 def decoded(
     latent, rope, scale, table_ptr, table_stride, length_ptr, B, S, slots, k_left, k_right, k_rope,
     k_scale, left_full, right_full, left_empty, right_empty,
-    L: gl.constexpr, PAGE: gl.constexpr, SPLIT: gl.constexpr, BATCH: gl.constexpr,
+    COLUMNS: gl.constexpr, L: gl.constexpr, PAGE: gl.constexpr, SPLIT: gl.constexpr,
+    BATCH: gl.constexpr,
 ):  # fmt: skip
     """The keys' way into shared memory; a block is within a page.
 

@@ -30,6 +30,7 @@ REGISTERS = 168
 """A thread, as launched: of the whole SM's, for three warpgroups. The roles then share them out."""
 PRODUCT_REGISTERS, PRODUCT_REGISTERS_E4M3 = gl.constexpr(232), gl.constexpr(224)
 
+PIECE = gl.constexpr(128)  # columns of bf16 keys that are copied, and waited for, as one
 LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # one dimension
 
 
@@ -55,15 +56,18 @@ def mla_decode_hopper(
     totals = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
     factors = gl.allocate_shared_memory(gl.float32, [64], LINE)
     MB: gl.constexpr = mbarrier.MBarrierLayout()
-    left_full = gl.allocate_shared_memory(gl.int64, [2, 1], MB)
-    right_full = gl.allocate_shared_memory(gl.int64, [2, 1], MB)
+    COLUMNS: gl.constexpr = 256 if E4M3 else PIECE
+    PIECES: gl.constexpr = 256 // COLUMNS  # of half a block, that are waited for
+    left_full = gl.allocate_shared_memory(gl.int64, [2 * PIECES, 1], MB)
+    right_full = gl.allocate_shared_memory(gl.int64, [2 * PIECES, 1], MB)
     left_empty = gl.allocate_shared_memory(gl.int64, [2, 1], MB)
     right_empty = gl.allocate_shared_memory(gl.int64, [2, 1], MB)
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], MB)
     both = gl.allocate_shared_memory(gl.int64, [1], MB)
-    for i in gl.static_range(2):
+    for i in gl.static_range(2 * PIECES):
         mbarrier.init(left_full.index(i), count=2 if E4M3 else 1)
         mbarrier.init(right_full.index(i), count=1)
+    for i in gl.static_range(2):
         mbarrier.init(left_empty.index(i), count=1)
         mbarrier.init(right_empty.index(i), count=1)
         mbarrier.init(ready.index(i), count=1)
@@ -75,21 +79,21 @@ def mla_decode_hopper(
             (decoded if E4M3 else copies, (
                 latent, rope, scale_ptr, table_ptr, table_stride, length_ptr, B, S, slots,
                 k_left, k_right, k_rope, k_scale, left_full, right_full, left_empty, right_empty,
-                L, PAGE, SPLIT, BATCH,
+                COLUMNS, L, PAGE, SPLIT, BATCH,
             )),
             (left, (
                 q_ptr, q_rope_ptr, length_ptr, out_ptr, stats_ptr, inner, outer, B, S, NH, slots,
                 q_b, q_s, q_h, qr_b, qr_s, qr_h,
                 q_left, q_right, q_rope, k_left, k_right, k_rope, k_scale,
                 shares, tops, totals, factors, left_full, right_full, left_empty, right_empty,
-                ready, both, L, MANY, SOFTCAP, SPLIT, BATCH, E4M3,
+                ready, both, COLUMNS, L, MANY, SOFTCAP, SPLIT, BATCH, E4M3,
             )),
             (right, (
                 q_ptr, q_rope_ptr, length_ptr, out_ptr, stats_ptr, inner, outer, B, S, NH, slots,
                 q_b, q_s, q_h, qr_b, qr_s, qr_h,
                 q_left, q_right, q_rope, k_left, k_right, k_rope, k_scale,
                 shares, tops, totals, factors, left_full, right_full, left_empty, right_empty,
-                ready, both, L, MANY, SOFTCAP, SPLIT, BATCH, E4M3,
+                ready, both, COLUMNS, L, MANY, SOFTCAP, SPLIT, BATCH, E4M3,
             )),
         ],
         [4, 4], [PRODUCTS, PRODUCTS],

@@ -41,21 +41,34 @@ def _fresh(number):
 
 
 @gluon.jit
+def _there(full, turn, phase, COLUMNS: gl.constexpr):
+    """Waits for half a block."""
+    for c in gl.static_range(256 // COLUMNS):
+        mbarrier.wait(full.index(turn * (256 // COLUMNS) + c), phase)
+
+
+@gluon.jit
 def _begin_scores(
     zero, turn, phase, q_left, q_right, q_rope, k_left, k_right, k_rope, left_full, right_full,
-    E4M3: gl.constexpr,
+    COLUMNS: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
-    """Begins the products of the queries with a block of keys, each half once it is there."""
+    """Begins the products of the queries with a block of keys, each piece once it is there."""
+    PIECES: gl.constexpr = 256 // COLUMNS
     s = gl.full([64, 64], 0.0, gl.float32, layout=SCORES)
-    mbarrier.wait(left_full.index(turn), phase)
-    if not E4M3:  # else it comes last
-        k = k_rope.index(turn).permute((1, 0))
-        s = warpgroup_mma(q_rope.index(zero), k, s, use_acc=False, is_async=True)
-    k = k_left.index(turn).permute((1, 0))
-    s = warpgroup_mma(q_left.index(zero), k, s, use_acc=not E4M3, is_async=True)
-    mbarrier.wait(right_full.index(turn), phase)
-    k = k_right.index(turn).permute((1, 0))
-    return warpgroup_mma(q_right.index(zero), k, s, is_async=True)
+    for c in gl.static_range(PIECES):
+        mbarrier.wait(left_full.index(turn * PIECES + c), phase)
+        if c == 0 and not E4M3:  # else it comes last
+            k = k_rope.index(turn).permute((1, 0))
+            s = warpgroup_mma(q_rope.index(zero), k, s, use_acc=False, is_async=True)
+        q = q_left.index(zero).slice(c * COLUMNS, COLUMNS, dim=1)
+        k = k_left.index(turn).slice(c * COLUMNS, COLUMNS, dim=1).permute((1, 0))
+        s = warpgroup_mma(q, k, s, use_acc=not (E4M3 and c == 0), is_async=True)
+    for c in gl.static_range(PIECES):
+        mbarrier.wait(right_full.index(turn * PIECES + c), phase)
+        q = q_right.index(zero).slice(c * COLUMNS, COLUMNS, dim=1)
+        k = k_right.index(turn).slice(c * COLUMNS, COLUMNS, dim=1).permute((1, 0))
+        s = warpgroup_mma(q, k, s, is_async=True)
+    return s
 
 
 @gluon.jit
@@ -159,8 +172,8 @@ def left(
     q, q_r, length_ptr, out, stats, inner, outer, B, S, NH, slots,
     q_b, q_s, q_h, qr_b, qr_s, qr_h, q_left, q_right, q_rope, k_left, k_right, k_rope, k_scale,
     shares, tops, totals, factors, left_full, right_full, left_empty, right_empty, ready, both,
-    L: gl.constexpr, MANY: gl.constexpr, SOFTCAP: gl.constexpr, SPLIT: gl.constexpr,
-    BATCH: gl.constexpr, E4M3: gl.constexpr,
+    COLUMNS: gl.constexpr, L: gl.constexpr, MANY: gl.constexpr, SOFTCAP: gl.constexpr,
+    SPLIT: gl.constexpr, BATCH: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
     """Scores and shares of the even blocks, and the left half of all values."""
     S_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -189,7 +202,7 @@ def left(
             even, odd = _fresh(0), _fresh(1)
             token = _begin_scores(
                 even, even, i & 1, q_left, q_right, q_rope, k_left, k_right, k_rope,
-                left_full, right_full, E4M3,
+                left_full, right_full, COLUMNS, E4M3,
             )  # fmt: skip
             s = _scores(
                 token, q_rope.index(even), k_rope.index(even), q_factor, k_scale.index(even), E4M3
@@ -206,13 +219,13 @@ def left(
             mbarrier.arrive(left_empty.index(even), count=1)
 
             m, total, acc = _others(m, total, acc, tops.index(odd), ready.index(odd), i & 1)
-            mbarrier.wait(left_full.index(odd), i & 1)
+            _there(left_full, odd, i & 1, COLUMNS)
             pending = warpgroup_mma(shares.index(even), k_left.index(odd), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[pending])
             mbarrier.arrive(left_empty.index(odd), count=1)
         token = _begin_scores(
             0, 0, pairs & 1, q_left, q_right, q_rope, k_left, k_right, k_rope,
-            left_full, right_full, E4M3,
+            left_full, right_full, COLUMNS, E4M3,
         )  # fmt: skip
         s = _scores(token, q_rope.index(0), k_rope.index(0), q_factor, k_scale.index(0), E4M3)
         start = begin + pairs * 128
@@ -228,7 +241,7 @@ def left(
         acc, p = warpgroup_mma_wait(0, deps=[pending, p])
         if start + 64 < end:  # one more block, the other's
             m, total, acc = _others(m, total, acc, tops.index(1), ready.index(1), pairs & 1)
-            mbarrier.wait(left_full.index(1), pairs & 1)
+            _there(left_full, 1, pairs & 1, COLUMNS)
             if start + 128 > end:
                 zeros_behind(k_left.index(1), end - start - 64)
             pending = warpgroup_mma(shares.index(0), k_left.index(1), acc, is_async=True)
@@ -245,8 +258,8 @@ def right(
     q, q_r, length_ptr, out, stats, inner, outer, B, S, NH, slots,
     q_b, q_s, q_h, qr_b, qr_s, qr_h, q_left, q_right, q_rope, k_left, k_right, k_rope, k_scale,
     shares, tops, totals, factors, left_full, right_full, left_empty, right_empty, ready, both,
-    L: gl.constexpr, MANY: gl.constexpr, SOFTCAP: gl.constexpr, SPLIT: gl.constexpr,
-    BATCH: gl.constexpr, E4M3: gl.constexpr,
+    COLUMNS: gl.constexpr, L: gl.constexpr, MANY: gl.constexpr, SOFTCAP: gl.constexpr,
+    SPLIT: gl.constexpr, BATCH: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
     """Scores and shares of the odd blocks, and the right half of all values."""
     S_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -274,13 +287,13 @@ def right(
             even, odd = _fresh(0), _fresh(1)
             token = _begin_scores(
                 even, odd, i & 1, q_left, q_right, q_rope, k_left, k_right, k_rope,
-                left_full, right_full, E4M3,
+                left_full, right_full, COLUMNS, E4M3,
             )  # fmt: skip
             s = _scores(
                 token, q_rope.index(even), k_rope.index(odd), q_factor, k_scale.index(odd), E4M3
             )
             m, total, acc = _others(m, total, acc, tops.index(even), ready.index(even), i & 1)
-            mbarrier.wait(right_full.index(even), i & 1)
+            _there(right_full, even, i & 1, COLUMNS)
             pending = warpgroup_mma(shares.index(even), k_right.index(even), acc, is_async=True)
             p, alpha, m, total = _shares(
                 s, k_scale.index(odd), begin + i * 128 + 64, end, last, m, total, inner, outer,
@@ -301,11 +314,11 @@ def right(
         if start + 64 < end:  # the last block is this one's
             token = _begin_scores(
                 0, 1, phase, q_left, q_right, q_rope, k_left, k_right, k_rope,
-                left_full, right_full, E4M3,
+                left_full, right_full, COLUMNS, E4M3,
             )  # fmt: skip
             s = _scores(token, q_rope.index(0), k_rope.index(1), q_factor, k_scale.index(1), E4M3)
         m, total, acc = _others(m, total, acc, tops.index(0), ready.index(0), phase)
-        mbarrier.wait(right_full.index(0), phase)
+        _there(right_full, 0, phase, COLUMNS)
         if start + 64 > end:
             zeros_behind(k_right.index(0), end - start)
         pending = warpgroup_mma(shares.index(0), k_right.index(0), acc, is_async=True)
