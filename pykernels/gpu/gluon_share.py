@@ -12,14 +12,12 @@ def _add(a, b):
 
 
 @gluon.jit
-def share_of_slot(
-    length_ptr, slot, B, slots, S, window,
-    KEYS: gl.constexpr, BATCH: gl.constexpr, WARPS: gl.constexpr, WINDOW: gl.constexpr,
+def share(
+    lengths, slot, B, slots, S, window, KEYS: gl.constexpr, BATCH: gl.constexpr,
+    WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """``attention_parts.share_of_slot``: what one program does, (sequence, its length,
-    part, parts); no parts: nothing."""
-    i = gl.arange(0, BATCH, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-    lengths = gl.load(length_ptr + i, mask=i < B, other=0)
+    """``share_of_slot`` of lengths [BATCH] that were loaded."""
+    i = gl.arange(0, BATCH, layout=lengths.type.layout)
     seen = lengths
     if WINDOW:
         seen = lengths - gl.maximum(0, lengths - S + 1 - window) // KEYS * KEYS
@@ -32,3 +30,15 @@ def share_of_slot(
     length = gl.sum(gl.where(mine, lengths, 0), 0)
     part = slot - gl.sum(gl.where(mine, start, 0), 0)
     return b, length, part, gl.sum(gl.where(mine, parts, 0), 0)
+
+
+@gluon.jit
+def share_of_slot(
+    length_ptr, slot, B, slots, S, window,
+    KEYS: gl.constexpr, BATCH: gl.constexpr, WARPS: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """``attention_parts.share_of_slot``: what one program does, (sequence, its length,
+    part, parts); no parts: nothing."""
+    i = gl.arange(0, BATCH, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    lengths = gl.load(length_ptr + i, mask=i < B, other=0)
+    return share(lengths, slot, B, slots, S, window, KEYS, BATCH, WINDOW)
