@@ -84,7 +84,7 @@ def _prefetch(pointers, wanted):
 
 @gluon.jit
 def _ask_ahead(
-    k_ptr, v_ptr, table, width, P, begin, end, kv, KVH: gl.constexpr, PAGE: gl.constexpr,
+    k_ptr, v_ptr, table, P, begin, end, kv, KVH: gl.constexpr, PAGE: gl.constexpr,
     BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Asks the L2 cache for a program's first blocks, before what they hold may be read.
@@ -163,7 +163,7 @@ def gqa_decode_ring(
         begin, end = _span(length, part, parts, S, window, WINDOW)
         table = table_ptr + b.to(gl.int64) * table_stride
         if AHEAD > 0:
-            _ask_ahead(k_ptr, v_ptr, table, width, P, begin, end, kv, KVH, PAGE, AHEAD)
+            _ask_ahead(k_ptr, v_ptr, table, P, begin, end, kv, KVH, PAGE, AHEAD)
         if EARLY:
             gdc_wait()  # for what the kernel before this one wrote
             gdc_launch_dependents()  # the combining kernel waits by itself
