@@ -233,13 +233,20 @@ def gqa_decode(
     options = {"G": G, "PAGE": page, "WINDOW": window is not None, "SOFTCAP": softcap is not None}
     options |= {"BATCH": partials.batch, "SPLIT": partials.split, "EARLY": partials.early}
     if chosen.in_ring:
-        from . import gqa_decode_ring as ring  # Gluon: not in the interpreter
+        # Gluon: not in the interpreter
+        from . import gluon_last_part as last_part
+        from . import gqa_decode_ring as ring
 
+        tile_rows, most = min(16, S * G), slots - B + 1
+        last = partials.split and last_part.worth_it(tile_rows, most)
+        words, number = last_part.counted(device, B * KVH * blocks) if last else (None, 0)
         ring.gqa_decode_ring[grid](
-            q4, k, v, ring.rows_of(k), ring.rows_of(v), *where, *numbers, *strides,
-            page_table.shape[1], k.shape[0], **options, KVH=KVH, STAGES=chosen.stages, MANY=S > 1,
-            AHEAD=ring.AHEAD, num_warps=ring.WARPS, **partials.launch,
+            q4, ring.rows_of(k), ring.rows_of(v), *where, *numbers, *strides, page_table.shape[1],
+            number, words, result, **options, KVH=KVH, STAGES=chosen.stages, MANY=S > 1, LAST=last,
+            num_warps=ring.WARPS, **partials.launch,
         )  # fmt: skip
+        if last:
+            return result
     elif chosen.in_lanes:
         from . import gqa_decode_lanes as lanes  # Gluon: not in the interpreter
         from .attention_lanes import layouts

@@ -17,12 +17,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .gluon_last_part import add_up, is_last, number_it
 from .gluon_names import barrier, tma_load
 from .gluon_share import share
 
 WARPS = 4
-AHEAD = 2
-"""Blocks of a program that the L2 cache is asked for before the kernel in front is done."""
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA, 2))
@@ -47,7 +46,6 @@ VALUE = gl.constexpr(  # the same where keys are summed over
     )
 )
 TILE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
-PIECES = gl.constexpr(gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0]))
 PAGES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 QUERY = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 2, 16], [4, 1, 1], [2, 1, 0]))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
@@ -74,37 +72,6 @@ def _span(length, part, parts, S, window, WINDOW: gl.constexpr):
 
 
 @gluon.jit
-def _prefetch(pointers, wanted):
-    """Asks the L2 cache for what lies there, where ``wanted`` is not zero."""
-    gl.inline_asm_elementwise(
-        "{.reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0;}",
-        "=r,l,r", [pointers.to(gl.int64), wanted], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _ask_ahead(
-    k_ptr, v_ptr, table, P, begin, end, kv, KVH: gl.constexpr, PAGE: gl.constexpr,
-    BLOCKS: gl.constexpr,
-):  # fmt: skip
-    """Asks the L2 cache for a program's first blocks, before what they hold may be read.
-
-    The kernel in front may still write the table: it is read around the L1 cache, as a guess that
-    is kept within bounds.
-    """
-    n = gl.arange(0, 64 * BLOCKS, layout=gl.SliceLayout(1, PIECES))
-    c = gl.arange(0, 4, layout=gl.SliceLayout(0, PIECES)) * 32  # 64 bytes
-    there = begin + n < end
-    at = gl.minimum(begin + n, end - 1)
-    page = gl.load(table + at // PAGE, mask=there, other=0, cache_modifier=".cg")
-    page = gl.minimum(gl.maximum(page, 0), P - 1).to(gl.int64)
-    to = (((page * PAGE + at % PAGE) * KVH + kv) * 128)[:, None] + c[None, :]
-    wanted = (there[:, None] & (c >= 0)[None, :]).to(gl.int32)
-    _prefetch(k_ptr + to, wanted)
-    _prefetch(v_ptr + to, wanted)
-
-
-@gluon.jit
 def _ask(k_rows, v_rows, kv, pages, begin, i, turn, k_full, v_full, ks, vs, PAGE: gl.constexpr):
     """Begins the copies of block ``i``, whose page is one of ``pages``."""
     mine = gl.arange(0, 32, layout=PAGES) == i % 32
@@ -126,20 +93,22 @@ def _zeros_behind(values, keys):
 
 
 @gluon.jit(
-    do_not_specialize=["B", "slots", "table_stride", "width", "P"]
-)  # a batch compiles nothing new
+    do_not_specialize=["B", "slots", "table_stride", "width", "number"]
+)  # a batch or call compiles nothing new
 def gqa_decode_ring(
-    q_ptr, k_ptr, v_ptr, k_rows, v_rows, table_ptr, length_ptr, out_ptr, lse_ptr,
-    inner, outer, window, B, S, slots, table_stride, q_b, q_s, q_h, width, P,
+    q_ptr, k_rows, v_rows, table_ptr, length_ptr, out_ptr, lse_ptr,
+    inner, outer, window, B, S, slots, table_stride, q_b, q_s, q_h, width, number, words, result,
     G: gl.constexpr, KVH: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
     BATCH: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SPLIT: gl.constexpr,
-    MANY: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr,
+    MANY: gl.constexpr, EARLY: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     """One program: a part of a sequence's keys, for 16 query rows of a KV head.
 
     Args:
         k_rows, v_rows: ``rows_of`` the caches; PAGE is a multiple of 64.
-        width, P: of the page table, of the caches: pages.
+        width: of the page table.
+        words, number: int64 of each sequence, KV head and tile, and the call's, if LAST.
+        result: bf16 [B, S * KVH * G, 128], if LAST: the parts are made one here.
         MANY: more than one new token.
     """
     ROW: gl.constexpr = gl.SliceLayout(2, MMA)  # [4, 16]
@@ -155,18 +124,17 @@ def gqa_decode_ring(
     kv, slot = gl.program_id(0) // tiles, gl.program_id(1)
     first_row = (gl.program_id(0) % tiles) * 16
     if SPLIT:
-        # What the kernel in front may still write is a guess: it is asked for, and looked at again.
+        # What the kernel in front may still write is a guess: with luck the waiting is over when
+        # the part is found. It is looked at again.
         i = gl.arange(0, BATCH, layout=PAGES)
         guess = gl.load(length_ptr + i, mask=i < B, other=0, cache_modifier=".cg")
         guess = gl.minimum(gl.maximum(guess, 0), width * PAGE)
         b, length, part, parts = share(guess, slot, B, slots, S, window, 64, BATCH, WINDOW)
         begin, end = _span(length, part, parts, S, window, WINDOW)
         table = table_ptr + b.to(gl.int64) * table_stride
-        if AHEAD > 0:
-            _ask_ahead(k_ptr, v_ptr, table, P, begin, end, kv, KVH, PAGE, AHEAD)
         if EARLY:
             gdc_wait()  # for what the kernel before this one wrote
-            gdc_launch_dependents()  # the combining kernel waits by itself
+            gdc_launch_dependents()  # whatever follows waits by itself
         lengths = gl.load(length_ptr + i, mask=i < B, other=0)
         pages = _pages(table, begin, end, 0, PAGE)
         if gl.max((lengths != guess).to(gl.int32), 0) > 0:
@@ -190,6 +158,11 @@ def gqa_decode_ring(
         if i < blocks:
             _ask(k_rows, v_rows, kv, pages, begin, i, i, k_full, v_full, ks, vs, PAGE)
     following = _pages(table, begin, end, 32, PAGE)
+
+    if LAST:
+        word = words + b * gl.num_programs(0) + gl.program_id(0)
+        if parts > 0:
+            number_it(word, number)
 
     wq = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, QUERY)))
     row = first_row + gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, QUERY)))
@@ -280,6 +253,14 @@ def gqa_decode_ring(
         gl.store(lse_ptr + o_at, z, mask=row < rows)
         rows = gl.where(begin < end, rows, 0)
         gl.store(to, y, mask=(row < rows)[:, None])
+        if LAST:
+            if parts > 0:
+                if is_last(word, parts):
+                    R = S * (KVH * G)
+                    add_up(
+                        out_ptr, lse_ptr, result, slot - part, parts, R, b * R, first_row, S * G,
+                        kv, G, KVH,
+                    )  # fmt: skip
     else:
         gl.store(to, y.to(out_ptr.dtype.element_ty), mask=(row < S * G)[:, None])
 
