@@ -136,10 +136,10 @@ class Reader:
     Attributes:
         packing: its tiles.
         scales: its scales.
-        rows: ``rows(tile, load, part, tables, ahead) -> (row, row)``, a lot in bfloat16: pair-rows,
-            or quads of a format in fours; asks for the line ``ahead`` bytes on.
-        codes: ``codes(tile, load, part, ahead) -> row``, the lot's weights plus ``bias`` as
-            unsigned bytes; None if they are no integers.
+        rows: ``rows(tile, load, part, tables) -> (row, row)``, a lot in bfloat16: pair-rows, or
+            quads of a format in fours.
+        codes: ``codes(tile, load, part) -> row``, the lot's weights plus ``bias`` as unsigned
+            bytes; None if they are no integers.
         bias: see ``codes``.
     """
 
@@ -150,6 +150,19 @@ class Reader:
     bias: int = 0
 
 
+def make_ask(packing: Packing) -> Callable:
+    """``ask(tile, load)`` prefetches a load's share of a tile's lines, in the order of their bytes:
+    hardware prefetchers follow one stream."""
+    LINES = packing.tile_bytes // 64
+
+    @inlined
+    def ask(tile, load):
+        for line in range(load * LINES // LOADS, (load + 1) * LINES // LOADS):
+            prefetch_l1(tile + 64 * line)
+
+    return ask
+
+
 def make_reader(fmt: str, ops: Instructions) -> Reader:
     """The reader of a format, by the instructions of ``ops``."""
     rows, codes = _READERS[fmt](ops)
@@ -158,10 +171,8 @@ def make_reader(fmt: str, ops: Instructions) -> Reader:
 
 def _bf16(ops: Instructions):
     @inlined
-    def rows(tile, load, part, tables, ahead):
+    def rows(tile, load, part, tables):
         at = tile + 128 * load
-        prefetch_l1(at + ahead)
-        prefetch_l1(at + ahead + 64)
         return load_u8(at), load_u8(at + 64)
 
     return rows, None
@@ -171,9 +182,8 @@ def _fp8(ops: Instructions):
     lookup = ops.lookup_128
 
     @inlined
-    def rows(tile, load, part, tables, ahead):
+    def rows(tile, load, part, tables):
         at = tile + 64 * load
-        prefetch_l1(at + ahead)
         codes = load_u8(at)
         table = tables + _E4M3_AT
         low = lookup(load_u8(table), load_u8(table + 64), codes)
@@ -188,14 +198,13 @@ def _int8(ops: Instructions):
     lookup = ops.lookup_128
 
     @inlined
-    def fours(tile, load, part, ahead):
+    def fours(tile, load, part):
         at = tile + 128 * load + 64 * part
-        prefetch_l1(at + ahead)
         return load_u8(at)
 
     @inlined
-    def rows(tile, load, part, tables, ahead):
-        values = fours(tile, load, part, ahead)
+    def rows(tile, load, part, tables):
+        values = fours(tile, load, part)
         magnitude = abs_i8(values)
         table = tables + _INT8_AT
         low = lookup(load_u8(table), load_u8(table + 64), magnitude)
@@ -205,22 +214,17 @@ def _int8(ops: Instructions):
         return interleave_low(low, high), interleave_high(low, high)
 
     @inlined
-    def codes(tile, load, part, ahead):
-        return xor_u8(fours(tile, load, part, ahead), broadcast_u8(0x80))
+    def codes(tile, load, part):
+        return xor_u8(fours(tile, load, part), broadcast_u8(0x80))
 
     return rows, codes
 
 
 @inlined
-def _nibbles(tile, load, part, ahead):
+def _nibbles(tile, load, part):
     """The 4-bit codes of a lot, a byte each: two lots share 64 bytes."""
     both = load_u8(tile + 64 * load)
-    if part == 0:
-        prefetch_l1(tile + 64 * load + ahead)
-        found = low_nibbles(both)
-    else:
-        found = high_nibbles(both)
-    return found
+    return low_nibbles(both) if part == 0 else high_nibbles(both)
 
 
 @inlined
@@ -234,15 +238,15 @@ def _four_bits(table_at: int, flip: int | None):
 
     def make(ops: Instructions):
         @inlined
-        def rows(tile, load, part, tables, ahead):
-            found = _nibbles(tile, load, part, ahead)
+        def rows(tile, load, part, tables):
+            found = _nibbles(tile, load, part)
             table = tables + table_at
             low, high = lookup_16(load_u8(table), found), lookup_16(load_u8(table + 64), found)
             return interleave_low(low, high), interleave_high(low, high)
 
         @inlined
-        def codes(tile, load, part, ahead):
-            return xor_u8(_nibbles(tile, load, part, ahead), broadcast_u8(flip))
+        def codes(tile, load, part):
+            return xor_u8(_nibbles(tile, load, part), broadcast_u8(flip))
 
         return rows, codes if flip is not None else None
 
@@ -256,19 +260,17 @@ def _bit_planes(planes: int, table_at: int):
         lookup = ops.lookup_64
 
         @inlined
-        def codes(tile, load, part, ahead):
-            found = _nibbles(tile, load, part, ahead)
+        def codes(tile, load, part):
+            found = _nibbles(tile, load, part)
             mask = tile + 512 + (2 * load + part) * 8 * planes
-            if part == 0:
-                prefetch_l1(mask + ahead)
             found = set_where(found, mask, 16)
             if planes > 1:
                 found = set_where(found, mask + 8, 32)
             return found
 
         @inlined
-        def rows(tile, load, part, tables, ahead):
-            found = codes(tile, load, part, ahead)
+        def rows(tile, load, part, tables):
+            found = codes(tile, load, part)
             table = tables + table_at
             low, high = lookup(load_u8(table), found), lookup(load_u8(table + 64), found)
             return interleave_low(low, high), interleave_high(low, high)

@@ -26,7 +26,7 @@ from .activations import annotation
 from .amx_narrow import make_narrow
 from .amx_passes import PARTS_BYTES
 from .amx_wide import make_wide
-from .decode import AHEAD, LOADS, make_reader
+from .decode import AHEAD, LOADS, make_ask, make_reader
 from .gemm import ARGUMENTS, MAX_TOKENS, OUT_AT, OUT_BYTES, SLAB_BYTES, TILE, padded_tokens
 from .instructions import Instructions
 from .intrin.avx512 import store_f32, zero_f32
@@ -88,6 +88,7 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
     reader = make_reader(fmt, ops)
     packing, scales, INT8 = reader.packing, reader.scales, activations == "int8"
     codes: Any = reader.codes
+    ask = make_ask(packing)
     BIAS = reader.bias
     how = annotation(fmt, activations)
     ACT_K = how.act_k if how and INT8 else 0
@@ -121,12 +122,13 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
             tile = b_slab + (k // SUPER_K * PLANE) + k // STEP_K * 2 * TILE
             for half in range(2):
                 for load in range(LOADS):
+                    ask(w + AHEAD, load)
                     for part in range(PARTS):
                         lot = load * PARTS + part
                         if 4 * lot % SUM_K == 0:
                             small = small_of(scale, (first_k + k + 4 * lot) // SUM_K, half)
                             offset = offset_words(small, BIAS)
-                        q = codes(w, load, part, AHEAD)
+                        q = codes(w, load, part)
                         even = even_bytes_fma(q, small, offset)
                         odd = odd_bytes_fma(q, small, offset)
                         to = tile + half * TILE + 64 * lot

@@ -52,7 +52,7 @@ class Products:
         chains: of an accumulator.
         new_sums: ``new_sums(length)``, an array of chains.
         begin: ``begin(sums, i, row, K, k)``: the chains from i on begin a group that holds input k.
-        multiply: ``multiply(sums, i, stride, tile, load, part, tables, ahead, rows, K, k)``: the
+        multiply: ``multiply(sums, i, stride, tile, load, part, tables, rows, K, k)``: the
             chains of token t, at ``i + t * stride``, += a lot of weights times its four inputs
             from k on.
         total: ``total(sums, i, row, K, k) -> f32x16``, the sum of a group that holds input k.
@@ -92,8 +92,8 @@ def _bf16(reader: Reader, ops: Instructions, M: int) -> Products:
         sums[i + 1] = zero_f32()
 
     @inlined
-    def multiply(sums, i, stride, tile, load, part, tables, ahead, rows, K, k):
-        first, second = read(tile, load, part, tables, ahead)
+    def multiply(sums, i, stride, tile, load, part, tables, rows, K, k):
+        first, second = read(tile, load, part, tables)
         for t in range(M):
             x = i64(rows, t) + 2 * k
             at = i + t * stride
@@ -136,8 +136,8 @@ def _digits(reader: Reader, ops: Instructions, M: int) -> Products:
                 sums[i + j] = zero_i32()
 
     @inlined
-    def multiply(sums, i, stride, tile, load, part, tables, ahead, rows, K, k):
-        weights = codes(tile, load, part, ahead)
+    def multiply(sums, i, stride, tile, load, part, tables, rows, K, k):
+        weights = codes(tile, load, part)
         for t in range(M):
             for j in range(DIGITS):
                 at = i + t * stride + j
@@ -178,8 +178,8 @@ def _int8(fmt: str, reader: Reader, ops: Instructions, M: int) -> Products:
             sums[i] = broadcast_i32(sum_at(row, K, k // GROUP))
 
     @inlined
-    def multiply(sums, i, stride, tile, load, part, tables, ahead, rows, K, k):
-        weights = codes(tile, load, part, ahead)
+    def multiply(sums, i, stride, tile, load, part, tables, rows, K, k):
+        weights = codes(tile, load, part)
         for t in range(M):
             at = i + t * stride + part % CHAINS  # a part of a load each
             sums[at] = dot(sums[at], weights, broadcast_dword(codes_at(i64(rows, t), K) + k))

@@ -11,7 +11,7 @@ from typing import Any
 
 from numba import carray, types
 
-from .decode import AHEAD, LOADS, Reader, pair_rows
+from .decode import AHEAD, LOADS, Reader, make_ask, pair_rows
 from .gemm import MAX_TOKENS, TILE
 from .intrin.avx512_bytes import broadcast_u8, store_u8, sub_i8
 from .intrin.prefetch import prefetch_l2
@@ -33,7 +33,7 @@ def make_decode(reader: Reader, INT8: bool, signed: bool, asks: bool) -> Callabl
         signed: whether these take the weights themselves, not ``reader.codes`` with their bias.
         asks: whether it prefetches as many bytes from ``ahead`` on; else the caller does.
     """
-    packing, read = reader.packing, reader.rows
+    packing, read, ask = reader.packing, reader.rows, make_ask(reader.packing)
     codes: Any = reader.codes
     PARTS, TILE_BYTES, PACKED_K = packing.parts, packing.tile_bytes, packing.k_step
     FOURS, STEP_K = packing.fours, 64 if INT8 else 32  # inputs of a full tile
@@ -45,14 +45,15 @@ def make_decode(reader: Reader, INT8: bool, signed: bool, asks: bool) -> Callabl
         for k in range(0, inputs, PACKED_K):
             for half in range(2):
                 for load in range(LOADS):
+                    ask(w + NEAR, load)
                     for part in range(PARTS):
                         first = k + 4 * (load * PARTS + part)
                         tile = b_slab + (2 * (first // STEP_K) + half) * TILE
                         if INT8:
-                            q = sub_i8(codes(w, load, part, NEAR), broadcast_u8(BIAS))
+                            q = sub_i8(codes(w, load, part), broadcast_u8(BIAS))
                             store_u8(tile + first % STEP_K * 16, q)
                         else:
-                            row0, row1 = read(w, load, part, tables, NEAR)
+                            row0, row1 = read(w, load, part, tables)
                             if FOURS:
                                 row0, row1 = pair_rows(row0, row1)
                             store_u8(tile + first % STEP_K * 32, row0)

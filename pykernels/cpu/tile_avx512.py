@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..quant.layout import K_BLOCK
-from .decode import AHEAD, LOADS, make_reader
+from .decode import AHEAD, LOADS, make_ask, make_reader, packed_bytes
 from .instructions import Instructions
 from .intrin.avx512 import add_f32, broadcast_f32, fma_f32, fnma_f32, load_f32, store_f32, zero_f32
 from .intrin.prefetch import in_order
@@ -51,6 +51,7 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
     CHAINS = products.chains
     total, offset, scaled = products.total, products.offset, products.scaled
     factor_of, minimum_of = reader.scales.factor, reader.scales.minimum
+    ask = make_ask(reader.packing)
     TILE, K_STEP, PARTS = reader.packing.tile_bytes, reader.packing.k_step, reader.packing.parts
     STEPS = K_BLOCK // K_STEP
     # Groups of inputs shorter than a packed tile are added up in registers first.
@@ -60,6 +61,10 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
     # order of their bytes as one KiB in two. Not where accumulators would not fit in registers.
     MOST = 2 if FOLDS > 1 else 8 if activations == "int8" else 4 if fmt in ("bf16", "int8") else 3
     HALVES = 2 if M <= MOST else 1
+    BLOCK = packed_bytes(fmt)
+    # Lines are asked for in the order of their bytes, half by half too: then one sweep asks for
+    # half of what both sweeps of a later block load.
+    DISTANCE = AHEAD if HALVES == 2 else max(AHEAD, BLOCK)
     OUTS, SUMS = HALVES * M, CHAINS * HALVES * M
     FOLD_LOADS = LOADS // FOLDS
     # LLVM unrolls so small a block whole, and would put its prefetches, up to 64, first.
@@ -106,17 +111,19 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
                     k = block * K_BLOCK + step * K_STEP
                     for half in range(HALVES):
                         at = w + (2 * step + sweep + half) * TILE
+                        asked = w + DISTANCE + ((sweep * STEPS + step) * HALVES + half) * TILE
                         for part_fold in range(FOLDS):
                             to_k = k + part_fold * GROUP
                             if FOLDS > 1:
                                 begin_groups(sums, half, half + 1, K, to_k, rows)
                             for fold_load in range(FOLD_LOADS):
                                 load = part_fold * FOLD_LOADS + fold_load
+                                ask(asked, load)
                                 for part in range(PARTS):
                                     lot_k = k + 4 * (load * PARTS + part)
                                     multiply(
                                         sums, CHAINS * half, CHAINS * HALVES, at, load, part,
-                                        tables, AHEAD, rows, K, lot_k,
+                                        tables, rows, K, lot_k,
                                     )  # fmt: skip
                             if FOLDS > 1:
                                 fold(sums, outs, half, sweep + half, K, to_k, rows, scale)
