@@ -10,6 +10,10 @@ Codes of 8 bits or fewer go through tables of the low and the high byte of their
 section 3.4 shifts bits instead, which loses E4M3's subnormals: ``vdpbf16ps`` takes unbiased ones
 for zeros).
 
+Codes of 4 to 6 bits become bfloat16 in two operations, in the order of pairs, where a constant may
+be added: set into the upper bits of a mantissa, ``n`` of b bits is ``2**b + n``. That is exact too;
+the sum of the inputs times the constant comes off a group's sum (``products``).
+
 For int8 products it gives one row of ``16 n x 4 k`` unsigned bytes, what ``vpdpbusd`` takes: the
 weight plus a ``bias``, which costs nothing to make and one sum of the inputs to take off again.
 """
@@ -26,6 +30,7 @@ from ..quant.layout import K_BLOCK
 from .instructions import Instructions
 from .intrin.avx512_bytes import (
     abs_i8,
+    and_xor_words,
     broadcast_u8,
     even_dwords,
     high_nibbles,
@@ -122,6 +127,12 @@ LOADS = 8
 BIASES = {"int8": 128, "int4": 8, "int4-g128": 8, "q6_k": 32, "q8_0": 128}
 """By format name, see ``Reader.codes``; 0 for the others."""
 
+CODE_BITS = {"int4": 4, "int4-g128": 4, "q4_k": 4, "q5_k": 5, "q6_k": 6}
+"""Formats of integer codes narrow enough to be lifted."""
+
+LIFTS = {fmt: (1 << bits) + BIASES.get(fmt, 0) for fmt, bits in CODE_BITS.items()}
+"""By format name, see ``Reader.lifted``."""
+
 
 def packed_bytes(fmt: str) -> int:
     """Packed bytes of 32 outputs by 128 inputs, without their scales."""
@@ -141,6 +152,9 @@ class Reader:
         codes: ``codes(tile, load, part) -> row``, the lot's weights plus ``bias`` as unsigned
             bytes; None if they are no integers.
         bias: see ``codes``.
+        lifted: ``lifted(tile, load, part) -> (row, row)``, pair-rows in bfloat16 of the lot's
+            weights plus ``lift``; None if codes are too wide or no integers.
+        lift: see ``lifted``.
     """
 
     packing: Packing
@@ -148,6 +162,8 @@ class Reader:
     rows: Callable
     codes: Callable | None = None
     bias: int = 0
+    lifted: Callable | None = None
+    lift: int = 0
 
 
 def make_ask(packing: Packing) -> Callable:
@@ -166,7 +182,42 @@ def make_ask(packing: Packing) -> Callable:
 def make_reader(fmt: str, ops: Instructions) -> Reader:
     """The reader of a format, by the instructions of ``ops``."""
     rows, codes = _READERS[fmt](ops)
-    return Reader(PACKINGS[fmt], SCALES[fmt], rows, codes, BIASES.get(fmt, 0))
+    lift = LIFTS.get(fmt, 0)
+    lifted = _lifted(fmt, ops, codes) if lift else None
+    return Reader(PACKINGS[fmt], SCALES[fmt], rows, codes, BIASES.get(fmt, 0), lifted, lift)
+
+
+def _lifted(fmt: str, ops: Instructions, codes: Callable) -> Callable:
+    """A code's bits below an exponent that makes their lowest an integer's: ``2**BITS + code``."""
+    first, second, BITS = ops.first_words, ops.second_words, CODE_BITS[fmt]
+    SHIFT = 7 - BITS  # a bfloat16 has 7 bits of mantissa
+    MASK, EXPONENT = (1 << 7) - (1 << SHIFT), (127 + BITS) << 7
+
+    if BITS > 4:
+
+        @inlined
+        def lifted(tile, load, part):
+            found = codes(tile, load, part)
+            return (
+                and_xor_words(first(found, SHIFT), MASK, EXPONENT),
+                and_xor_words(second(found, SHIFT), MASK, EXPONENT),
+            )
+
+        return lifted
+
+    # Signed codes are the weights' two's complement: the flipped sign bit adds the bias.
+    FLIP = EXPONENT | (BIASES.get(fmt, 0) << SHIFT)
+
+    @inlined
+    def lifted_nibbles(tile, load, part):
+        both = load_u8(tile + 64 * load)
+        shift = SHIFT - 4 * part
+        return (
+            and_xor_words(first(both, shift), MASK, FLIP),
+            and_xor_words(second(both, shift), MASK, FLIP),
+        )
+
+    return lifted_nibbles
 
 
 def _bf16(ops: Instructions):

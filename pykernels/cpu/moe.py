@@ -116,7 +116,8 @@ def build_kernel(
         tiles = PORTABLE[backend].make_tiles(fmt, activations)
     else:
         tiles = tile_avx512.make_tiles(fmt, ops, activations, digits)
-    hows = annotation(fmt, activations, digits), annotation(fmt, activations)
+    exact = "decoded" if ops is None else "digits" if digits else "lifted"
+    hows = annotation(fmt, activations, exact), annotation(fmt, activations)
     gemm, scratch_bytes = None, 0
     if ops is not None and amx_unit is not None:
         gemm = gemm_amx.make_gemm(fmt, ops, activations, amx_unit)

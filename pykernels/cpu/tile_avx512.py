@@ -67,6 +67,10 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
     DISTANCE = AHEAD if HALVES == 2 else max(AHEAD, BLOCK)
     OUTS, SUMS = HALVES * M, CHAINS * HALVES * M
     FOLD_LOADS = LOADS // FOLDS
+    # Loads of a half before the other's turn. A group of four loads has too few chains to hide the
+    # latency of ``vdpbf16ps`` in one half.
+    RUN = 1 if FOLDS == 2 and activations == "bf16" else FOLD_LOADS
+    RUNS = FOLD_LOADS // RUN
     # LLVM unrolls so small a block whole, and would put its prefetches, up to 64, first.
     FENCED = 3 if fmt in ("bf16", "fp8", "fp8-channel") else 1
     UNROLLED = M <= FENCED and (FOLDS == 1 or fmt == "int4")
@@ -109,26 +113,32 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
                     begin_groups(sums, 0, HALVES, K, block * K_BLOCK, rows)
                 for step in range(STEPS):
                     k = block * K_BLOCK + step * K_STEP
-                    for half in range(HALVES):
-                        at = w + (2 * step + sweep + half) * TILE
-                        asked = w + DISTANCE + ((sweep * STEPS + step) * HALVES + half) * TILE
-                        for part_fold in range(FOLDS):
-                            to_k = k + part_fold * GROUP
-                            if FOLDS > 1:
-                                begin_groups(sums, half, half + 1, K, to_k, rows)
-                            for fold_load in range(FOLD_LOADS):
-                                load = part_fold * FOLD_LOADS + fold_load
-                                ask(asked, load)
-                                for part in range(PARTS):
-                                    lot_k = k + 4 * (load * PARTS + part)
-                                    multiply(
-                                        sums, CHAINS * half, CHAINS * HALVES, at, load, part,
-                                        tables, rows, K, lot_k,
-                                    )  # fmt: skip
-                            if FOLDS > 1:
+                    tile_pair = w + (2 * step + sweep) * TILE
+                    asked = w + DISTANCE + (sweep * STEPS + step) * HALVES * TILE
+                    for part_fold in range(FOLDS):
+                        to_k = k + part_fold * GROUP
+                        if FOLDS > 1:
+                            begin_groups(sums, 0, HALVES, K, to_k, rows)
+                        for run in range(RUNS):
+                            for half in range(HALVES):
+                                at = tile_pair + half * TILE
+                                for run_load in range(RUN):
+                                    load = (part_fold * RUNS + run) * RUN + run_load
+                                    turn = (
+                                        (part_fold * RUNS + run) * HALVES + half
+                                    ) * RUN + run_load
+                                    ask(asked + turn // LOADS * TILE, turn % LOADS)
+                                    for part in range(PARTS):
+                                        lot_k = k + 4 * (load * PARTS + part)
+                                        multiply(
+                                            sums, CHAINS * half, CHAINS * HALVES, at, load, part,
+                                            tables, rows, K, lot_k,
+                                        )  # fmt: skip
+                        if FOLDS > 1:
+                            for half in range(HALVES):
                                 fold(sums, outs, half, sweep + half, K, to_k, rows, scale)
-                        if UNROLLED:
-                            in_order()
+                    if UNROLLED:
+                        in_order()
                 k = block * K_BLOCK
                 for half in range(HALVES):
                     if FOLDS == 1:

@@ -104,6 +104,57 @@ def lookup_64(typingctx, table, index):
     return u8x64(u8x64, u8x64), codegen
 
 
+_QWORD_PAIRS = [
+    [8 * byte for _ in range(8) for byte in four for _ in (0, 1)]
+    for four in ((0, 1, 4, 5), (2, 3, 6, 7))
+]
+
+
+def _shifted_words(builder, args, starts):
+    """Words whose low bytes are the bits of a qword from ``starts`` less a shift on."""
+    a, shift = args
+    shifts = splat(builder, builder.trunc(shift, I8), u8x64.ir_type)
+    from_bits = builder.sub(ir.Constant(u8x64.ir_type, starts), shifts)
+    name = "llvm.x86.avx512.pmultishift.qb.512"
+    return llvm(builder, name, u8x64.ir_type, from_bits, a)
+
+
+@intrinsic
+def first_words(typingctx, a, shift):
+    """Bytes 0, 1, 4 and 5 of each eight as words, shifted left by ``shift`` (or right: -4 .. 4).
+
+    What lies beyond a byte's own bits means nothing (``vpmultishiftqb``).
+    """
+
+    def codegen(context, builder, sig, args):
+        return _shifted_words(builder, args, _QWORD_PAIRS[0])
+
+    return u8x64(u8x64, types.intp), codegen
+
+
+@intrinsic
+def second_words(typingctx, a, shift):
+    """The same of bytes 2, 3, 6 and 7."""
+
+    def codegen(context, builder, sig, args):
+        return _shifted_words(builder, args, _QWORD_PAIRS[1])
+
+    return u8x64(u8x64, types.intp), codegen
+
+
+@intrinsic
+def and_xor_words(typingctx, a, mask, flip):
+    """``(a & mask) ^ flip`` of words (``vpternlogd``)."""
+
+    def codegen(context, builder, sig, args):
+        words = ir.VectorType(ir.IntType(16), 32)
+        mask, flip = (splat(builder, builder.trunc(x, ir.IntType(16)), words) for x in args[1:])
+        masked = builder.and_(builder.bitcast(args[0], words), mask)
+        return builder.bitcast(builder.xor(masked, flip), u8x64.ir_type)
+
+    return u8x64(u8x64, types.intp, types.intp), codegen
+
+
 @intrinsic
 def set_where(typingctx, a, address, bits):
     """``a | bits`` in each byte j where bit j of the int64 at ``address`` is set (``kmovq``)."""
