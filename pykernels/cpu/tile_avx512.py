@@ -66,11 +66,11 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
     # half of what both sweeps of a later block load.
     DISTANCE = AHEAD if HALVES == 2 else max(AHEAD, BLOCK)
     OUTS, SUMS = HALVES * M, CHAINS * HALVES * M
-    FOLD_LOADS = LOADS // FOLDS
-    # Loads of a half before the other's turn. A group of four loads has too few chains to hide the
-    # latency of ``vdpbf16ps`` in one half.
-    RUN = 1 if FOLDS == 2 and activations == "bf16" else FOLD_LOADS
-    RUNS = FOLD_LOADS // RUN
+    # In groups of four loads one half has too few chains to hide the latency of ``vdpbf16ps``: the
+    # halves take turns load by load. Else a tile is read to its end.
+    ALTERNATE = FOLDS == 2 and activations == "bf16"
+    LAPS, TURN = (FOLDS, 1) if ALTERNATE else (1, LOADS // FOLDS)
+    TURNS = LOADS // FOLDS // TURN
     # LLVM unrolls so small a block whole, and would put its prefetches, up to 64, first.
     FENCED = 3 if fmt in ("bf16", "fp8", "fp8-channel") else 1
     UNROLLED = M <= FENCED and (FOLDS == 1 or fmt == "int4")
@@ -113,30 +113,32 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
                     begin_groups(sums, 0, HALVES, K, block * K_BLOCK, rows)
                 for step in range(STEPS):
                     k = block * K_BLOCK + step * K_STEP
-                    tile_pair = w + (2 * step + sweep) * TILE
+                    at = w + (2 * step + sweep) * TILE
                     asked = w + DISTANCE + (sweep * STEPS + step) * HALVES * TILE
-                    for part_fold in range(FOLDS):
-                        to_k = k + part_fold * GROUP
-                        if FOLDS > 1:
-                            begin_groups(sums, 0, HALVES, K, to_k, rows)
-                        for run in range(RUNS):
+                    for lap in range(LAPS):
+                        for turn in range(TURNS):
                             for half in range(HALVES):
-                                at = tile_pair + half * TILE
-                                for run_load in range(RUN):
-                                    load = (part_fold * RUNS + run) * RUN + run_load
-                                    turn = (
-                                        (part_fold * RUNS + run) * HALVES + half
-                                    ) * RUN + run_load
-                                    ask(asked + turn // LOADS * TILE, turn % LOADS)
-                                    for part in range(PARTS):
-                                        lot_k = k + 4 * (load * PARTS + part)
-                                        multiply(
-                                            sums, CHAINS * half, CHAINS * HALVES, at, load, part,
-                                            tables, rows, K, lot_k,
-                                        )  # fmt: skip
-                        if FOLDS > 1:
-                            for half in range(HALVES):
-                                fold(sums, outs, half, sweep + half, K, to_k, rows, scale)
+                                for lap_fold in range(FOLDS // LAPS):
+                                    group = lap * (FOLDS // LAPS) + lap_fold
+                                    to_k = k + group * GROUP
+                                    if FOLDS > 1 and turn == 0:
+                                        begin_groups(sums, half, half + 1, K, to_k, rows)
+                                    for turn_load in range(TURN):
+                                        load = (group * TURNS + turn) * TURN + turn_load
+                                        line = (
+                                            HALVES * load + half
+                                            if ALTERNATE
+                                            else half * LOADS + load
+                                        )
+                                        ask(asked + line // LOADS * TILE, line % LOADS)
+                                        for part in range(PARTS):
+                                            multiply(
+                                                sums, CHAINS * half, CHAINS * HALVES,
+                                                at + half * TILE, load, part, tables,
+                                                rows, K, k + 4 * (load * PARTS + part),
+                                            )  # fmt: skip
+                                    if FOLDS > 1 and turn == TURNS - 1:
+                                        fold(sums, outs, half, sweep + half, K, to_k, rows, scale)
                     if UNROLLED:
                         in_order()
                 k = block * K_BLOCK
