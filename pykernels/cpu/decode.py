@@ -20,6 +20,7 @@ weight plus a ``bias``, which costs nothing to make and one sum of the inputs to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -50,6 +51,9 @@ from .scales import SCALES, Scales
 
 AHEAD = 4096
 """Bytes that the prefetch of a stream runs ahead of its loads: one page."""
+
+LOADS = 8
+"""Loads of a tile."""
 
 _E4M3_AT, _INT8_AT, _INT4_AT, _MXFP4_AT, _Q4_AT, _Q5_AT, _Q6_AT = 0, 256, 512, 640, 768, 896, 1024
 
@@ -101,6 +105,11 @@ class Packing:
     def fours(self) -> bool:
         return self.k_step == 64
 
+    @property
+    def asked(self) -> int:
+        """Loads whose share of the tile is whole cache lines: 1, but for masks beside codes."""
+        return LOADS // math.gcd(LOADS, self.tile_bytes // 64)
+
 
 _PAIRS16, _PAIRS8 = Packing(32, 1024, 1), Packing(32, 512, 1)
 _FOURS8, _FOURS4 = Packing(64, 1024, 2), Packing(64, 512, 2)
@@ -120,9 +129,6 @@ PACKINGS = {
     "q8_0": _FOURS8,
 }
 """By format name."""
-
-LOADS = 8
-"""Loads of a tile."""
 
 BIASES = {"int8": 128, "int4": 8, "int4-g128": 8, "q6_k": 32, "q8_0": 128}
 """By format name, see ``Reader.codes``; 0 for the others."""
@@ -167,14 +173,15 @@ class Reader:
 
 
 def make_ask(packing: Packing) -> Callable:
-    """``ask(tile, load)`` prefetches a load's share of a tile's lines, in the order of their bytes:
-    hardware prefetchers follow one stream."""
-    LINES = packing.tile_bytes // 64
+    """``ask(tile, load)`` prefetches the lines of ``packing.asked`` loads, the first a multiple of
+    them, in the order of their bytes: hardware prefetchers follow one stream."""
+    EACH = packing.tile_bytes // LOADS
+    LINES = packing.asked * EACH // 64
 
     @inlined
     def ask(tile, load):
-        for line in range(load * LINES // LOADS, (load + 1) * LINES // LOADS):
-            prefetch_l1(tile + 64 * line)
+        for line in range(LINES):
+            prefetch_l1(tile + EACH * load + 64 * line)
 
     return ask
 

@@ -88,7 +88,7 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
     reader = make_reader(fmt, ops)
     packing, scales, INT8 = reader.packing, reader.scales, activations == "int8"
     codes: Any = reader.codes
-    ask = make_ask(packing)
+    ask, ASKED = make_ask(packing), packing.asked
     BIAS = reader.bias
     how = annotation(fmt, activations)
     ACT_K = how.act_k if how and INT8 else 0
@@ -122,7 +122,8 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
             tile = b_slab + (k // SUPER_K * PLANE) + k // STEP_K * 2 * TILE
             for half in range(2):
                 for load in range(LOADS):
-                    ask(w + AHEAD, load)
+                    if load % ASKED == 0:
+                        ask(w + AHEAD, load)
                     for part in range(PARTS):
                         lot = load * PARTS + part
                         if 4 * lot % SUM_K == 0:
