@@ -15,7 +15,7 @@ from . import gemm_amx, gemm_avx512, tile_avx512, tile_generic
 from .activations import annotation
 from .amx_state import request_permission
 from .annotate import make_annotate
-from .decode import TABLES
+from .decode import PACKINGS, TABLES
 from .instructions import Instructions, instructions
 from .intrin import amx
 from .rows import Annotation
@@ -65,6 +65,11 @@ class MoEKernel:
     @property
     def int8(self) -> bool:
         return self.activations == "int8"
+
+    @property
+    def tile_fours(self) -> bool:
+        """Whether A tiles hold the inputs 0, 2, 1, 3 of each four (``gemm``)."""
+        return PACKINGS[self.fmt].fours and not self.int8
 
 
 def tables_address() -> int:

@@ -176,6 +176,24 @@ def xor_u8(typingctx, a, b):
 
 
 @intrinsic
+def add_u8(typingctx, a, b):
+    """``a + b`` per byte (``vpaddb``)."""
+    return u8x64(u8x64, u8x64), lambda context, builder, sig, args: builder.add(*args)
+
+
+@intrinsic
+def where_negative(typingctx, sign, a, b):
+    """``a`` in each byte where ``sign`` has bit 7 set, else ``b`` (``vpmovb2m``, a masked move)."""
+
+    def codegen(context, builder, sig, args):
+        sign, a, b = args
+        zeros = ir.Constant(u8x64.ir_type, [0] * 64)
+        return builder.select(builder.icmp_signed("<", sign, zeros), a, b)
+
+    return u8x64(u8x64, u8x64, u8x64), codegen
+
+
+@intrinsic
 def sub_i8(typingctx, a, b):
     """``a - b`` per byte (``vpsubb``)."""
     return u8x64(u8x64, u8x64), lambda context, builder, sig, args: builder.sub(*args)
@@ -215,30 +233,6 @@ def high_nibbles(typingctx, a):
         return builder.and_(bytes_, ir.Constant(u8x64.ir_type, [15] * 64))
 
     return u8x64(u8x64), codegen
-
-
-@intrinsic
-def even_dwords(typingctx, a, b):
-    """Dwords 0 and 2 of each 128-bit lane of a, then of b (``vshufps 0x88``)."""
-
-    def codegen(context, builder, sig, args):
-        order = [lane + i + 16 * src for lane in range(0, 16, 4) for src in (0, 1) for i in (0, 2)]
-        words = [builder.bitcast(x, _I32X16) for x in args]
-        return builder.bitcast(shuffle(builder, words[0], words[1], order), u8x64.ir_type)
-
-    return u8x64(u8x64, u8x64), codegen
-
-
-@intrinsic
-def odd_dwords(typingctx, a, b):
-    """Dwords 1 and 3 of each 128-bit lane of a, then of b (``vshufps 0xdd``)."""
-
-    def codegen(context, builder, sig, args):
-        order = [lane + i + 16 * src for lane in range(0, 16, 4) for src in (0, 1) for i in (1, 3)]
-        words = [builder.bitcast(x, _I32X16) for x in args]
-        return builder.bitcast(shuffle(builder, words[0], words[1], order), u8x64.ir_type)
-
-    return u8x64(u8x64, u8x64), codegen
 
 
 @intrinsic
@@ -385,6 +379,71 @@ _I16X32 = ir.VectorType(ir.IntType(16), 32)
 
 
 @intrinsic
+def lookup_32_words(typingctx, table, index):
+    """``table[index & 31]`` per 16-bit word, the table in one register (``vpermw``)."""
+
+    def codegen(context, builder, sig, args):
+        table, index = (builder.bitcast(x, _I16X32) for x in args)
+        name = "llvm.x86.avx512.permvar.hi.512"
+        return builder.bitcast(llvm(builder, name, _I16X32, table, index), u8x64.ir_type)
+
+    return u8x64(u8x64, u8x64), codegen
+
+
+@intrinsic
+def lookup_64_words(typingctx, low, high, index):
+    """``table[index & 63]`` per 16-bit word, the table in two registers (``vpermi2w``)."""
+
+    def codegen(context, builder, sig, args):
+        low, high, index = (builder.bitcast(x, _I16X32) for x in args)
+        name = "llvm.x86.avx512.vpermi2var.hi.512"
+        return builder.bitcast(llvm(builder, name, _I16X32, low, index, high), u8x64.ir_type)
+
+    return u8x64(u8x64, u8x64, u8x64), codegen
+
+
+@intrinsic
+def shift_words(typingctx, a, bits):
+    """``a >> bits`` of words, unsigned (``vpsrlw``)."""
+
+    def codegen(context, builder, sig, args):
+        words = builder.bitcast(args[0], _I16X32)
+        by = splat(builder, builder.trunc(args[1], ir.IntType(16)), _I16X32)
+        return builder.bitcast(builder.lshr(words, by), u8x64.ir_type)
+
+    return u8x64(u8x64, types.intp), codegen
+
+
+@intrinsic
+def even_words(typingctx, low, high, even):
+    """Words of the even bytes of ``low`` and ``high``; ``even`` is 255 in each even byte.
+
+    (``vpsllw``, ``vpternlogd``. Were ``even`` a constant, LLVM would make a ``vpermt2b`` of it,
+    three micro-operations of which two want the only port for shuffles.)
+    """
+
+    def codegen(context, builder, sig, args):
+        low, high, even = (builder.bitcast(x, _I16X32) for x in args)
+        upper = builder.shl(high, ir.Constant(_I16X32, [8] * 32))
+        return builder.bitcast(builder.or_(builder.and_(low, even), upper), u8x64.ir_type)
+
+    return u8x64(u8x64, u8x64, u8x64), codegen
+
+
+@intrinsic
+def odd_words(typingctx, low, high, even):
+    """The same of the odd bytes (``vpsrlw``, ``vpternlogd``)."""
+
+    def codegen(context, builder, sig, args):
+        low, high, even = (builder.bitcast(x, _I16X32) for x in args)
+        lower = builder.lshr(low, ir.Constant(_I16X32, [8] * 32))
+        upper = builder.and_(high, builder.not_(even))
+        return builder.bitcast(builder.or_(lower, upper), u8x64.ir_type)
+
+    return u8x64(u8x64, u8x64, u8x64), codegen
+
+
+@intrinsic
 def load_i8_as_word_pairs(typingctx, address):
     """16 signed bytes, each as two adjacent 16-bit words."""
 
@@ -462,3 +521,28 @@ def offset_words(typingctx, a, factor):
         return builder.bitcast(rest, u8x64.ir_type)
 
     return u8x64(u8x64, types.intp), codegen
+
+
+@intrinsic
+def mul_words(typingctx, a, factor):
+    """``a * factor`` of words."""
+
+    def codegen(context, builder, sig, args):
+        words = builder.bitcast(args[0], _I16X32)
+        factors = splat(builder, builder.trunc(args[1], ir.IntType(16)), _I16X32)
+        return builder.bitcast(builder.mul(words, factors), u8x64.ir_type)
+
+    return u8x64(u8x64, types.intp), codegen
+
+
+@intrinsic
+def low_plane_bf16(typingctx, a):
+    """bfloat16 ``-(128 + (a & 127))`` of words: seven bits as they lie are its fraction."""
+
+    def codegen(context, builder, sig, args):
+        words = builder.bitcast(args[0], _I16X32)
+        fraction = builder.and_(words, ir.Constant(_I16X32, [0x7F] * 32))
+        value = builder.or_(fraction, ir.Constant(_I16X32, [0xC300] * 32))
+        return builder.bitcast(value, u8x64.ir_type)
+
+    return u8x64(u8x64), codegen
