@@ -39,21 +39,23 @@ from .intrin.avx512_bytes import (
     add_u8,
     and_xor_words,
     broadcast_u8,
-    even_words,
     high_nibbles,
     interleave_high,
     interleave_low,
     load_u8,
     lookup_16,
-    lookup_32_words,
     low_nibbles,
-    odd_words,
     or_masked,
     set_where,
-    shift_words,
     sub_i8,
     where_negative,
     xor_u8,
+)
+from .intrin.avx512_words import (
+    even_words,
+    lookup_32_words,
+    odd_words,
+    shift_words,
 )
 from .intrin.prefetch import prefetch_l1
 from .jit import inlined
@@ -75,8 +77,8 @@ def _decode_tables() -> torch.Tensor:
 
     E4M3 and magnitudes 0 .. 127 have 128 entries each; 4-bit codes have 16, once for each 128-bit
     lane; 5- and 6-bit codes have 64. Tables of whole words follow: 32 entries for codes of 4 bits
-    (each twice) and 5; ``128 (1 - h)`` for signed h of 6 bits (``planes``). Last a mask of even
-    bytes.
+    (each twice; +0 for -0) and 5; ``128 (1 - h)`` for signed h of 6 bits (``planes``). Last a mask
+    of even bytes.
     """
 
     def bytes_of(values: torch.Tensor, copies: int = 1) -> torch.Tensor:
@@ -93,7 +95,7 @@ def _decode_tables() -> torch.Tensor:
         (torch.arange(16), 4), (torch.arange(32), 2), (torch.arange(-32, 32), 1),
     )  # fmt: skip
     high_plane = 128 - 128 * torch.tensor([*range(32), *range(-32, 0)])
-    words = int4, mxfp4.VALUES, torch.arange(16), torch.arange(32), high_plane
+    words = int4, mxfp4.VALUES + 0, torch.arange(16), torch.arange(32), high_plane
     even = torch.tensor([255, 0], dtype=torch.uint8).repeat(32)
     tables = torch.cat([*(bytes_of(*part) for part in parts), *map(words_of, words), even])
     raw = torch.empty(len(tables) + 64, dtype=torch.uint8)

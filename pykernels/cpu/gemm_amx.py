@@ -6,8 +6,9 @@ block stays in L1 for all tokens. The next slab of weights is prefetched meanwhi
 each product.
 
 bf16 blocks are B tiles already, and so are 8-bit integers where activations are int8. Others are
-decoded into a slab of them, small groups of K-quants into two planes (``planes``). ``amx_wide`` or
-``amx_narrow`` multiplies a slab and adds it to the sums.
+decoded into a slab of them, with the scales of small groups where that is exact: powers of two
+(``powers``), small integers in two planes (``planes``). ``amx_wide`` or ``amx_narrow`` multiplies a
+slab and adds it to the sums.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from .intrin.avx512_bytes import broadcast_u8, store_u8
 from .intrin.sync import as_pointer
 from .jit import inlined, routine
 from .planes import make_decode_planes
+from .powers import make_decode_powers
 from .scales import Scales
 from .slabs import make_decode, make_gather
 
@@ -84,15 +86,19 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
     PLANES = 2 if scales.small and scales.k < STEP_K else 1
     SLAB = SLAB_BYTES // (2 * TILE * STEPS * PLANES)  # input blocks of 128
     MINIMA, SUM_K = scales.minimum is not None, scales.k
+    decode_scaled: Any = None
     if PLANES > 1:
+        decode_scaled = make_decode_planes(reader, INT8)
         scales = Scales(scales.super_k, scales.super_factor, scales.minimum)
+    elif scales.power:
+        decode_scaled = make_decode_powers(reader)
+        scales = Scales(0)
     if 0 < scales.k <= STEP_K:
         passes = make_narrow(scales, ACT_K, STEP_K, amx)
     else:
         passes = make_wide(scales, ACT_K, SLAB * K_BLOCK, STEP_K, amx, PLANES, SUM_K)
     run, flush, GROUPS, B_ROWS = passes.run, passes.flush, passes.token_groups, passes.b_rows
-    decode: Any = None if PLANES > 1 else make_decode(reader, INT8, signed=True)
-    decode_planes: Any = make_decode_planes(reader, INT8) if PLANES > 1 else None
+    decode = make_decode(reader, INT8, signed=True)
     gather = make_gather(ACT_K, SUM_K if MINIMA else 0)
     variant = f"{fmt}-{activations}-{ops.name}-{amx.__name__.split('.')[-1]}"
 
@@ -118,9 +124,9 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
             for block in range(blocks):
                 b = w_slab + block * block_bytes
                 ahead = b + block_bytes if block + 1 < blocks else w_slab + steps * STEP_BYTES
-                if PLANES > 1:
+                if decode_scaled is not None:
                     at = scale + block * scale_bytes
-                    decode_planes(b, inputs, tables, b_slab, at, slab * K_BLOCK)
+                    decode_scaled(b, inputs, tables, b_slab, at, slab * K_BLOCK)
                     b = b_slab
                 elif not DIRECT:
                     decode(b, inputs, tables, b_slab)

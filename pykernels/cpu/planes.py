@@ -20,9 +20,9 @@ from typing import Any
 
 from .decode import LOADS, PLANE_WORDS, Reader, make_ask
 from .gemm import TILE
-from .intrin.avx512_bytes import (
+from .intrin.avx512_bytes import load_u8, store_u8
+from .intrin.avx512_words import (
     even_bytes_fma,
-    load_u8,
     lookup_64_words,
     low_plane_bf16,
     lower_bytes,
@@ -30,7 +30,6 @@ from .intrin.avx512_bytes import (
     odd_bytes_fma,
     offset_words,
     shift_words,
-    store_u8,
     upper_bytes,
 )
 from .jit import inlined
