@@ -44,7 +44,7 @@ def make_decode_planes(reader: Reader, INT8: bool) -> Callable:
     packing, SUM_K, SUPER_K = reader.packing, reader.scales.k, reader.scales.super_k
     small_of: Any = reader.scales.small
     codes: Any = reader.codes
-    ask = make_ask(packing)
+    ask, ASKED = make_ask(packing), packing.asked
     PARTS, TILE_BYTES, PACKED_K = packing.parts, packing.tile_bytes, packing.k_step
     BIAS = reader.bias
     write_lot = _int8_lot(SUPER_K) if INT8 else _bf16_lot
@@ -54,7 +54,8 @@ def make_decode_planes(reader: Reader, INT8: bool) -> Callable:
         for k in range(0, inputs, PACKED_K):
             for half in range(2):
                 for load in range(LOADS):
-                    ask(w + NEAR, load)
+                    if load % ASKED == 0:
+                        ask(w + NEAR, load)
                     for part in range(PARTS):
                         at = k + 4 * (load * PARTS + part)
                         if at % SUM_K == 0:

@@ -20,7 +20,8 @@ from .slabs import NEAR
 def make_decode_powers(reader: Reader) -> Callable:
     """``decode(w, inputs, tables, b_slab, scale, first_k)``: packed blocks -> B tiles of bfloat16
     [step][half]."""
-    packing, ask, SCALE_K = reader.packing, make_ask(reader.packing), reader.scales.k
+    packing, SCALE_K = reader.packing, reader.scales.k
+    ask, ASKED = make_ask(packing), packing.asked
     halves: Any = reader.halves
     power_of: Any = reader.scales.power
     PARTS, TILE_BYTES, PACKED_K = packing.parts, packing.tile_bytes, packing.k_step
@@ -30,7 +31,8 @@ def make_decode_powers(reader: Reader) -> Callable:
         for k in range(0, inputs, PACKED_K):
             for half in range(2):
                 for load in range(LOADS):
-                    ask(w + NEAR, load)
+                    if load % ASKED == 0:
+                        ask(w + NEAR, load)
                     for part in range(PARTS):
                         at = k + 4 * (load * PARTS + part)
                         if at % SCALE_K == 0:

@@ -32,7 +32,8 @@ def make_decode(reader: Reader, INT8: bool, signed: bool) -> Callable:
         INT8: whether products are of 8 bits.
         signed: whether these take the weights themselves, not ``reader.codes`` with their bias.
     """
-    packing, ask = reader.packing, make_ask(reader.packing)
+    packing = reader.packing
+    ask, ASKED = make_ask(packing), packing.asked
     read: Any = reader.halves or reader.rows
     codes: Any = reader.codes
     PARTS, TILE_BYTES, PACKED_K = packing.parts, packing.tile_bytes, packing.k_step
@@ -44,7 +45,8 @@ def make_decode(reader: Reader, INT8: bool, signed: bool) -> Callable:
         for k in range(0, inputs, PACKED_K):
             for half in range(2):
                 for load in range(LOADS):
-                    ask(w + NEAR, load)
+                    if load % ASKED == 0:
+                        ask(w + NEAR, load)
                     for part in range(PARTS):
                         first = k + 4 * (load * PARTS + part)
                         tile = b_slab + (2 * (first // STEP_K) + half) * TILE
