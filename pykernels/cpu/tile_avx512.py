@@ -74,9 +74,8 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
     # what both halves load, or the sums of four groups, where registers are too few. A fence that
     # is no instruction, after a half or a short group, keeps it from that.
     SHORT = FOLDS > 2 and (M > 1 or digits)
-    MOST_FENCED = 3 if fmt in ("bf16", "fp8", "fp8-channel") else 1
     UNFENCED = ("mxfp4", "q8_0", "q6_k" if activations == "bf16" else "")
-    FENCED = SHORT or (M <= MOST_FENCED and fmt not in UNFENCED)
+    FENCED = SHORT or fmt not in UNFENCED
     FENCED_GROUPS = 1 if SHORT else FOLDS
 
     @inlined
