@@ -20,7 +20,7 @@ def _sequences(length_ptr, B, BATCH: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _shares(
+def _parts(
     i, lengths, B, slots, S, window, KEYS: gl.constexpr, WINDOW: gl.constexpr
 ):  # fmt: skip
     """(parts, first slot) of each sequence."""
@@ -40,7 +40,7 @@ def shares_of_slots(
 ):  # fmt: skip
     """``attention_parts.shares_of_slots``: (sequences' numbers, lengths, parts, first slots)."""
     i, lengths = _sequences(length_ptr, B, BATCH, WARPS)
-    parts, start = _shares(i, lengths, B, slots, S, window, KEYS, WINDOW)
+    parts, start = _parts(i, lengths, B, slots, S, window, KEYS, WINDOW)
     return i, lengths, parts, start
 
 
@@ -51,7 +51,7 @@ def share(
 ):  # fmt: skip
     """``share_of_slot`` of lengths [BATCH] that were loaded."""
     i = gl.arange(0, BATCH, layout=lengths.type.layout)
-    parts, start = _shares(i, lengths, B, slots, S, window, KEYS, WINDOW)
+    parts, start = _parts(i, lengths, B, slots, S, window, KEYS, WINDOW)
     mine = (slot >= start) & (slot < start + parts)
     b = gl.sum(gl.where(mine, i, 0), 0)
     length = gl.sum(gl.where(mine, lengths, 0), 0)
