@@ -111,6 +111,14 @@ def stage_inputs(
 
 
 @gluon.jit
+def rows_of(block, row, N, WHOLE, ROWS: gl.constexpr):
+    """Rows of a block; from block WHOLE on one has half as many, each of them twice."""
+    HALF: gl.constexpr = ROWS // 2
+    begin = (block + gl.minimum(block, WHOLE)) * HALF
+    return gl.minimum(begin + gl.where(block < WHOLE, row, row % HALF), N - 1)
+
+
+@gluon.jit
 def load_step(at, step, left_over, EVEN: gl.constexpr, WIDTH: gl.constexpr):
     """Words of a step; ``left_over``: how many words of a row each lane's first one leaves."""
     if EVEN:
@@ -173,9 +181,9 @@ def multiply_step(
     return acc
 
 
-@gluon.jit(do_not_specialize=["FLIP"])
+@gluon.jit(do_not_specialize=["FLIP", "WHOLE"])
 def one_row(
-    x, w, w_scale, out, bias, N, K, WORDS, FLIP,
+    x, w, w_scale, out, bias, N, K, WORDS, WHOLE, FLIP,
     KIND: gl.constexpr, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
     ONCE: gl.constexpr, STEPS: gl.constexpr, EVEN: gl.constexpr,
     S: gl.constexpr, ROWS: gl.constexpr, LANE: gl.constexpr, AHEAD: gl.constexpr,
@@ -189,6 +197,7 @@ def one_row(
         x: bfloat16 [K].
         w: int32 [N, WORDS].
         w_scale: int32 (see ``matrices``) or, for fp8, float32.
+        WHOLE: blocks of ROWS rows; those behind them have half as many.
         GROUP: inputs of one scale; 0: one scale an output.
         PDL: the kernel behind may be launched while this one runs, and this one was.
         ONCE: there is a program for each block of rows.
@@ -223,8 +232,10 @@ def one_row(
     chunk = gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, MMA)))
     scale_row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
     begin = gl.program_id(0)
-    at = w + gl.minimum(begin * ROWS + row, N - 1).to(gl.int64)[None, :, None] * WORDS + first
-    scales = scales_of(w_scale, gl.minimum(begin * ROWS + scale_row, N - 1), K, KIND)
+    rows = rows_of(begin, row, N, WHOLE, ROWS).to(gl.int64)
+    at = w + rows[None, :, None] * WORDS + first
+    scales = scales_of(w_scale, rows_of(begin, scale_row, N, WHOLE, ROWS), K, KIND)
+    blocks = 2 * gl.cdiv(N, ROWS) - WHOLE
     ACROSS: gl.constexpr = S * KC // 256 if S * KC > 256 else 1
     FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [S // ACROSS, ACROSS], [1, 0])
     k = gl.arange(0, TOGETHER, layout=gl.SliceLayout(1, FLAT))[:, None] * (S * KC)
@@ -255,13 +266,15 @@ def one_row(
     TURN: gl.constexpr = STEPS % AHEAD
     OUT: gl.constexpr = gl.BlockedLayout([1], [32], [S], [0])
     DOWN: gl.constexpr = (2.0**56 if KIND == "fp8" else 2.0**69) / COLS  # all columns are alike
-    for tile in range(begin, begin + 1 if ONCE else gl.cdiv(N, ROWS), gl.num_programs(0)):
-        no = tile * ROWS + gl.arange(0, ROWS, layout=OUT)
+    for tile in range(begin, begin + 1 if ONCE else blocks, gl.num_programs(0)):
+        o = gl.arange(0, ROWS, layout=OUT)
+        no = (tile + gl.minimum(tile, WHOLE)) * (ROWS // 2) + o
+        stored = (no < N) & ((tile < WHOLE) | (o < ROWS // 2))
         # Asked for here: behind the loop they would be waited for.
         if GROUP == 0:
-            row_scale = gl.load(w_scale + no, mask=no < N, other=0)
+            row_scale = gl.load(w_scale + no, mask=stored, other=0)
         if HAS_BIAS:
-            row_bias = gl.load(bias + no, mask=no < N, other=0.0).to(gl.float32)
+            row_bias = gl.load(bias + no, mask=stored, other=0.0).to(gl.float32)
         acc = gl.full([S, ROWS, COLS], 0.0, gl.float32, layout=MMA)
         for turn in range(0, TURNS):
             for q in gl.static_range(AHEAD):
@@ -279,11 +292,10 @@ def one_row(
                 )  # fmt: skip
         if not ONCE:  # beyond the last block this one's, which are in L2
             after = tile + gl.num_programs(0)
-            after = gl.where(after * ROWS < N, after, tile)
-            n = gl.minimum(after * ROWS + row, N - 1)
-            at_next = w + n.to(gl.int64)[None, :, None] * WORDS + first
-            n = gl.minimum(after * ROWS + scale_row, N - 1)
-            scales_next = scales_of(w_scale, n, K, KIND)
+            after = gl.where(after < blocks, after, tile)
+            rows_next = rows_of(after, row, N, WHOLE, ROWS).to(gl.int64)
+            at_next = w + rows_next[None, :, None] * WORDS + first
+            scales_next = scales_of(w_scale, rows_of(after, scale_row, N, WHOLE, ROWS), K, KIND)
         for t in gl.static_range(TURNS * AHEAD, STEPS):
             mine = chunk + t * S
             words_now, scale_now = words[t % AHEAD], scale[t % AHEAD]
@@ -314,7 +326,7 @@ def one_row(
             value *= row_scale.to(gl.float32, bitcast=True)
         if HAS_BIAS:
             value += row_bias
-        gl.store(out + no, value.to(gl.bfloat16), mask=no < N)
+        gl.store(out + no, value.to(gl.bfloat16), mask=stored)
 
 
 def multiply_one_row(
@@ -339,6 +351,7 @@ def multiply_one_row(
     pdl = arch(x.device) >= (9, 0)
     blocks = triton.cdiv(stack.N, plan.rows)
     programs = min(plan.programs or blocks, blocks)
+    left = blocks % programs  # for the last round; halved if there is a program for each half
     one_row[(programs,)](
         x,
         words,
@@ -348,6 +361,7 @@ def multiply_one_row(
         stack.N,
         stack.K,
         words.shape[1],
+        blocks - left if 2 * left <= programs else blocks,
         FLIP,
         KIND=stack.kind,
         GROUP=scale_every(stack),
