@@ -347,6 +347,7 @@ def multiply_one_row(
     lane = 2 if stack.group == 32 else 4
     step = 4 * lane * plan.warps
     steps = triton.cdiv(words.shape[1], step)
+    inputs = step * (8 if stack.kind == "int4" else 4)
     words_layout, _ = layouts(lane, plan.warps, plan.rows, 8)
     pdl = arch(x.device) >= (9, 0)
     blocks = triton.cdiv(stack.N, plan.rows)
@@ -374,7 +375,7 @@ def multiply_one_row(
         ROWS=plan.rows,
         LANE=lane,
         AHEAD=min(plan.ahead, steps),
-        TOGETHER=min(8, triton.next_power_of_2(steps)),
+        TOGETHER=min(8, triton.next_power_of_2(steps), max(1, 4096 // inputs)),
         LW=words_layout,
         LX=inputs_layout(lane, plan.warps),
         num_warps=plan.warps,
