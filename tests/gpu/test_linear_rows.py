@@ -75,6 +75,7 @@ CASES = [
     ("int8", 1, 40, 704, OneRowPlan(16, 2, 3, 1), "one row: pairs of groups"),
     ("int8-channel", 1, 72, 704, OneRowPlan(16, 2, 3, 2), "one row: one scale an output"),
     ("fp8", 1, 136, 192, OneRowPlan(16, 2, 1), "one row: two blocks of scales"),
+    ("int4-g128", 1, 88, 4224, OneRowPlan(16, 16, 3, 4), "one row: the last blocks are halved"),
     ("int4-g128", 5, 72, 1088, ManyPlan(16, 4, 3, 2), "more steps than places"),
     ("int4", 20, 72, 384, ManyPlan(16, 4, 2, 4), "more places than steps, two row blocks"),
     ("int4-g128", 20, 64, 640, ManyPlan(32, 4, 3, 2, 3), "parts: one of them shorter"),
