@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pykernels.errors import PykernelsError
+
 Results = dict[str, Any]
+
+
+def check_folder(out: Path) -> None:
+    """Before minutes of measuring: whether results can be written there. Nothing is made.
+
+    Raises:
+        PykernelsError: they cannot.
+    """
+    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise PykernelsError(
+            f"results cannot be written to {out}", "Give --out a folder that you may write to"
+        )
 
 
 def write_texts(results: Results, folder: Path, name: str, page: str) -> list[Path]:

@@ -39,8 +39,15 @@ def run_case(op: str, device: str, as_json: bool, flags: dict[str, int | str]) -
         PykernelsError: the device is no GPU that is here.
         typer.Exit: the process failed, with its code; it has said why.
     """
+    import torch
+
     from .pretrained import check_device
 
+    if op != "moe" and device.startswith("cuda") and not torch.cuda.is_available():
+        raise PykernelsError(
+            f"bench {op} times a GPU's kernels, and this PyTorch sees no CUDA GPU",
+            "Install a CUDA build of PyTorch and the driver, or run it where there is a GPU",
+        )
     if check_device(device).type != "cuda":
         raise PykernelsError(f"bench {op} has no kernel for {device}", "Give it --device cuda:0")
     root = str(Path(__file__).resolve().parent.parent)  # a folder named bench may be elsewhere too

@@ -66,7 +66,7 @@ def _show(report: Report) -> None:
                 table.add_row("", Text(", ".join(names), style="cyan"))
     console = out()
     console.print(table)
-    for fact in report.problems:
-        console.print(Text("✗ ", style="bold red") + Text(f"{fact.problem}. {fact.mend}."))
+    for text in dict.fromkeys(f"{fact.problem}. {fact.mend}." for fact in report.problems):
+        console.print(Text("✗ ", style="bold red") + Text(text))
     if not report.problems:
         console.print(Text("✓ ", style="bold green") + Text("nothing is missing"))

@@ -267,6 +267,8 @@ def result_fact(fmt: str, kernel: str) -> Fact:
         weights = torch.rand(3, shape.topk, generator=random)  # [T, topk]
         result = experts(x, ids, weights)
         truth = ref.moe_ffn(x, ids, weights, experts.weights.slices[0])
+    except PykernelsError as error:
+        return Fact(name, "failed", error.cause, error.mend)
     except Exception as error:  # whatever a kernel dies of, the report goes on
         return Fact(name, "failed", f"{name}: {type(error).__name__}: {error}", mend)
     return judge(name, float((result - truth).norm() / truth.norm()), mend)

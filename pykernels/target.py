@@ -18,6 +18,7 @@ import llvmlite.binding as llvm
 from numba.core import config as numba_config
 
 from .env import env
+from .errors import PykernelsError
 
 ISA_NAMES = (
     "avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16", "avx512vnni",
@@ -54,7 +55,16 @@ class Target:
 
 
 def detect() -> Target:
-    """This machine (the hardware is read once; ``PYKERNELS_ISA`` counts at every call)."""
+    """This machine (the hardware is read once; ``PYKERNELS_ISA`` counts at every call).
+
+    Raises:
+        PykernelsError: ``PYKERNELS_ISA`` hides what no kernel asks for: a misspelt name.
+    """
+    if unknown := sorted(env.isa - set(ISA_NAMES)):
+        raise PykernelsError(
+            f"PYKERNELS_ISA hides {unknown[0]!r}, which no kernel asks for",
+            f"Hide some of {', '.join(ISA_NAMES)}",
+        )
     cpu, isa, l1d, l2, l3 = _hardware()
     return Target(cpu, platform.machine(), isa - env.isa, l1d, l2, l3, _gpus())
 

@@ -112,8 +112,9 @@ def _entries(cpu: str) -> dict[str, Any]:
         if whole["version"] != VERSION:
             return {}
         for entry in whole["formats"].values():
-            if not all(isinstance(n, int) for n in asdict(Choices(**entry["choices"])).values()):
-                raise ValueError("a choice is no whole number")
+            for name, n in asdict(Choices(**entry["choices"])).items():
+                if type(n) is not int or n < 1:
+                    raise ValueError(f"{name} is {n!r}, no whole number from 1")
         return dict(whole["formats"])
     except FileNotFoundError:
         return {}

@@ -21,7 +21,7 @@ from pykernels.target import detect
 from .nodes import AUTO
 from .pool import Pool, make_pool
 from .roofline import Roofs
-from .workload import RandomLayers, call_of, distinct, routings
+from .workload import RandomLayers, call_of, check_calls, distinct, routings
 
 _ROUND = 0.05  # seconds of calls between two looks at the roofs
 _LEAST_CALLS = 8
@@ -83,8 +83,8 @@ class MoECase:
         activations: "bf16" or "int8".
 
     Raises:
-        PykernelsError: not enough memory for the weights, a kernel that cannot run here, no such
-            routing.
+        PykernelsError: not enough memory for the weights or so many tokens, a kernel that cannot
+            run here, no such routing.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class MoECase:
     ) -> None:
         if T < 1:
             raise PykernelsError(f"{T} tokens", "Measure at least 1")
+        check_calls(shape, T)
         self.T, self.shape, self.ids = T, shape, routings(shape, T, routing)
         weights = RandomLayers(shape, fmt, self.ids, pool)
         self.layers = weights.experts(kernel, activations)

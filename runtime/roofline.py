@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from pykernels.cpu.compute import FLOPS, INSTRUCTION, NEEDS, make_compute
+from pykernels.cpu.compute import FLOPS, INSTRUCTIONS, NEEDS, make_compute
 from pykernels.cpu.stream import LOOPS, STREAM, make_read
 from pykernels.target import Target, detect
 
@@ -151,7 +151,7 @@ class Roofs:
 
         ("", 0) where the backend has none, or this CPU has not got it.
         """
-        name = INSTRUCTION.get((backend, activations), "")
-        if name not in self._compute:
-            return "", 0.0
-        return name, statistics.median(self._compute[name].seen)
+        for name in INSTRUCTIONS.get((backend, activations), ()):
+            if name in self._compute:
+                return name, statistics.median(self._compute[name].seen)
+        return "", 0.0

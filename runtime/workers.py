@@ -163,11 +163,7 @@ class WorkerPool:
         """Hands a call to the workers and returns; ``wait`` ends it. One call at a time."""
         if self._closed:
             raise PykernelsError("the worker pool is closed", "Make a new WorkerPool")
-        if self._pid != os.getpid():
-            raise PykernelsError(
-                "this worker pool belongs to the parent process; threads do not survive a fork",
-                "Make the pool in the process that uses it, or start that with 'spawn'",
-            )
+        self._check_process()
         if self._running is not None:
             raise PykernelsError(
                 "a call is still running on this pool", "sync it before the next submit"
@@ -182,17 +178,20 @@ class WorkerPool:
 
         A task that fails is told by ``wait``.
         """
+        self._check_process()
         tasks.finish_rows(self.control, self.driver_works)
 
     def wait(self) -> float:
         """Waits for the call in flight; returns the seconds from its start to its last task.
 
         Raises:
+            PykernelsError: no call is in flight, or this is a forked child.
             TaskError: a task failed; which is the first one that did.
         """
         call = self._running
         if call is None:
             raise PykernelsError("no call is running on this pool", "submit one before sync")
+        self._check_process()  # its workers would never end it here
         try:
             status = tasks.finish(self.control, self.driver_works)
         finally:  # Ctrl-C arrives when the call has ended: it must not leave the pool taken
@@ -212,6 +211,13 @@ class WorkerPool:
         if self._running is not None and self._pid == os.getpid():
             tasks.finish(self.control, self.driver_works)
             self._running = None
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise PykernelsError(
+                "this worker pool belongs to the parent process; threads do not survive a fork",
+                "Make the pool in the process that uses it, or start that with 'spawn'",
+            )
 
     def _failure(self, call: Call, status: int) -> TaskError:
         stage = tasks.STAGES[self._words[tasks.FAILED_STAGE // 8]]

@@ -56,6 +56,18 @@ def routings(shape: MoEShape, T: int, kind: str, count: int = _COUNT) -> list[to
     return found
 
 
+def check_calls(shape: MoEShape, T: int, count: int = _COUNT) -> None:
+    """Raises PykernelsError where calls of T tokens, with ``count`` routings, are too large."""
+    one_token = shape.H * (4 + 4 + 2) + shape.topk * shape.I * 4  # x, y and h, about
+    need = T * (count * shape.topk * 8 + one_token)
+    if need > 0.9 * (free := Topology.detect().memory_available):
+        raise PykernelsError(
+            f"calls of {T} tokens need {need / 2**30:.1f} GiB beside the weights,"
+            f" {free / 2**30:.1f} GiB are free",
+            "Take fewer tokens",
+        )
+
+
 def distinct(ids: torch.Tensor) -> int:
     """Experts that a call reads."""
     return int(ids.unique().numel())

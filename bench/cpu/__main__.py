@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from bench.files import check_folder
 from bench.peers.catalog import ROOT
 from model.cli_common import EXIT_ERROR, EXIT_INTERRUPTED, prepare_threads
 from pykernels.errors import PykernelsError
@@ -26,7 +27,9 @@ _RUNNING = "the run was killed"  # what a partial file says unless it is written
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.cpu", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a run of about a minute")
+    parser.add_argument(
+        "--quick", action="store_true", help="a run of about two minutes, for a first look"
+    )
     parser.add_argument(
         "--sections", metavar="A,B", help="of table, skew, latency, threads (default: all)"
     )
@@ -58,11 +61,13 @@ def prepare(chosen: argparse.Namespace) -> Run:
     from .cases import SECTIONS, Settings, Tokens, parse_counts
     from .run import Run
 
-    tokens = tuple(Tokens.parse(t) for t in chosen.tokens.split(",")) if chosen.tokens else None
+    tokens = None
+    if chosen.tokens is not None:
+        tokens = tuple(Tokens.parse(t) for t in chosen.tokens.split(","))
     target = detect()
     settings = Settings.make(
         target,
-        formats=tuple(chosen.formats.split(",")) if chosen.formats else None,
+        formats=None if chosen.formats is None else tuple(chosen.formats.split(",")),
         tokens=tokens,
         sections=SECTIONS if chosen.sections is None else tuple(chosen.sections.split(",")),
         threads=chosen.threads,
@@ -117,6 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise PykernelsError(
                 "matplotlib is not installed", "Install it: pip install -e '.[bench]'"
             ) from None
+        check_folder(chosen.out)
         run = prepare(chosen)
         from . import files
         from .report import terminal

@@ -149,9 +149,10 @@ class Run:
                 )
 
     def _latency(self) -> Iterator[Part]:
-        bench = self.bench
-        seconds = estimate.latency(self.settings, self.shape, bench.latency_tokens(), 1)
+        bench, calls = self.bench, self.bench.latency_tokens()
         for fmt in self.settings.formats:
+            players = len(bench.timed_backends(fmt, calls[-1]))
+            seconds = estimate.latency(self.settings, self.shape, calls, players)
             yield Part(f"{fmt}: weights", estimate.WEIGHTS, "", partial(self._begin, fmt))
             yield Part(f"{fmt}: latency", seconds, "latency", lambda: bench.latency(self.weights))
 

@@ -23,6 +23,7 @@ from .peer_table import PeerTable
 from .rows import Row, figures, missing
 from .turns import alternate, speedup
 
+PORTABLE = "generic"
 SLOW_TOKENS = 8
 """Where a faster backend runs a format, the portable one is timed up to so many tokens a call."""
 
@@ -58,7 +59,8 @@ class Bench:
         """
         able, _ = self.backends(fmt)
         int8 = [f"{able[0]}/int8"] if get_format(fmt).int8_kind else []
-        return able[:1] + int8 + (able[1:] if T <= SLOW_TOKENS else [])
+        others = [name for name in able[1:] if name != PORTABLE or T <= SLOW_TOKENS]
+        return able[:1] + int8 + others
 
     def wanted_peers(self, fmt: str, T: int) -> list[Peer]:
         """Those that a call of T tokens is held against, up or not."""
@@ -72,10 +74,10 @@ class Bench:
             able, unable = self.backends(fmt)
             for name, why in unable.items():
                 found.setdefault(f"{name}: {why}", []).append(fmt)
-            if "generic" in able[1:]:
+            if PORTABLE in able[1:]:
                 slow.append(fmt)
         if slow:
-            found[f"generic: timed up to {SLOW_TOKENS} tokens a call, seconds beyond"] = slow
+            found[f"{PORTABLE}: timed up to {SLOW_TOKENS} tokens a call, seconds beyond"] = slow
         return [
             what if len(fmts) == len(formats) else f"{what} ({', '.join(fmts)})"
             for what, fmts in found.items()

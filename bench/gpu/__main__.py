@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.files import Partial, Results, write_texts
+from bench.files import Partial, Results, check_folder, write_texts
 from bench.peers.catalog import ROOT
 from model.cli_common import EXIT_ERROR, EXIT_INTERRUPTED
 from pykernels.errors import PykernelsError
@@ -61,6 +61,20 @@ def flags(pairs: list[str]) -> dict[str, int | str]:
     return found
 
 
+def check(chosen: argparse.Namespace) -> None:
+    """Raises PykernelsError for options that no run can be made of."""
+    if not 0 < chosen.seconds < float("inf"):
+        raise PykernelsError(f"{chosen.seconds:g} seconds", "Give a positive number to --seconds")
+    if not 0 <= chosen.minutes < float("inf"):
+        raise PykernelsError(
+            f"{chosen.minutes:g} minutes", "Give a positive number, or no --minutes"
+        )
+    if chosen.case is not None and (chosen.op == "all" or "," in chosen.op):
+        raise PykernelsError(f"--case is of one op, not of {chosen.op}", "Give --op moe, say")
+    if chosen.case is None and not chosen.no_files:
+        check_folder(chosen.out)
+
+
 def show(row: dict[str, Any], as_json: bool) -> None:
     print(json.dumps(row) if as_json else line(row), flush=True)
 
@@ -71,6 +85,7 @@ def measured(chosen: argparse.Namespace, results: Results, partial: Partial) -> 
     With ``ended``, why cases are missing.
     """
     began = time.monotonic()
+    check(chosen)
     from .ahead import compile_ahead
     from .machine import check_gpu, describe
     from .roofs import measure_roofs

@@ -33,7 +33,7 @@ def check_gpu(name: str) -> torch.device:
     if not torch.cuda.is_available():
         raise PykernelsError(
             f"this machine has no CUDA GPU that torch {torch.__version__} can use",
-            "Run it where there is one; --device cpu times the CPU's kernels (bench moe)",
+            "Run it where there is one; the CPU's kernels are timed by make bench-cpu",
         )
     if (device.index or 0) >= (count := torch.cuda.device_count()):
         raise PykernelsError(f"there is no {name}, only {count} GPUs", "Name one: --device cuda:0")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -30,8 +32,33 @@ def module_of(op: str) -> Any:
 
 
 def one_case(op: str, flags: dict[str, int | str], device: torch.device, seconds: float) -> Row:
-    """The row of one case, from its flags."""
+    """The row of one case, from its flags.
+
+    Raises:
+        PykernelsError: there is no such case.
+    """
+    check_flags(op, flags)
     return measure(module_of(op).case(device, **flags), device, seconds, measure_roofs(device))
+
+
+def check_flags(op: str, flags: dict[str, int | str]) -> None:
+    """Raises PykernelsError for a flag that the op's one case has not, or a value of another type.
+
+    The flags are the fields of its ``Size`` or the arguments of its ``case``.
+    """
+    module = module_of(op)
+    if hasattr(module, "Size"):
+        types = {field.name: field.type for field in fields(module.Size)}
+    else:
+        named = list(inspect.signature(module.case).parameters.values())[1:]  # behind the device
+        types = {parameter.name: parameter.annotation for parameter in named}
+    for name, value in flags.items():
+        if name not in types:
+            raise PykernelsError(f"{op} has no flag {name!r}", f"Use {', '.join(types)}")
+        if types[name] == "int" and (isinstance(value, str) or value < 0):
+            raise PykernelsError(f"{name}={value} is no count", f"Write {name}=1, for example")
+        if types[name] == "str" and not isinstance(value, str):
+            raise PykernelsError(f"{name}={value} is no name", f"Write {name}=bf16, for example")
 
 
 class Cases:

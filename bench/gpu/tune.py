@@ -34,6 +34,7 @@ from pykernels.gpu.plan import EXPERTS_PLANS, GemmPlan, ManyPlan
 
 from .candidates import candidates
 from .harness import reason, sets_for
+from .machine import check_gpu
 from .moe import INTER, TOPK, E, H, route
 from .timer import make_timer
 from .weights import format_of, random_experts, random_stack
@@ -204,21 +205,46 @@ def tune(wanted: list[Job], device: torch.device, save: bool = True) -> Iterator
         yield row
 
 
+OPS = "gate_up,down,linear"
+FORMATS = "bf16,fp8,int4-g128,int8-channel,q4_k"
+
+
+def asked(op: str, format: str, rows: str) -> list[Job]:
+    """The jobs that the options name; ``rows`` "" for any.
+
+    Raises:
+        PykernelsError: a name or a number of rows that nothing is tuned for.
+    """
+    for given, known, what in ((op, OPS, "op"), (format, FORMATS, "format")):
+        if unknown := [name for name in given.split(",") if name not in known.split(",")]:
+            raise PykernelsError(
+                f"nothing is tuned for the {what} {unknown[0]!r}", f"Use {known}, or some of them"
+            )
+    found = list(jobs(set(op.split(",")), set(format.split(","))))
+    if rows:
+        names = set(rows.split(","))
+        tuned = sorted({job.rows for job in found})
+        if unknown := sorted(names - set(map(str, tuned))):
+            raise PykernelsError(
+                f"nothing is tuned for {unknown[0]!r} rows",
+                f"Use some of {', '.join(map(str, tuned))}",
+            )
+        found = [job for job in found if str(job.rows) in names]
+    return found
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.tune", description=__doc__)
-    parser.add_argument("--op", default="gate_up,down,linear", metavar="A,B")
-    parser.add_argument("--format", default="bf16,fp8,int4-g128,int8-channel,q4_k", metavar="A,B")
+    parser.add_argument("--op", default=OPS, metavar="A,B")
+    parser.add_argument("--format", default=FORMATS, metavar="A,B")
     parser.add_argument("--rows", default="", metavar="M,N", help="only jobs of so many rows")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--no-save", action="store_true", help="only print")
     chosen = parser.parse_args(arguments)
+    wanted = asked(chosen.op, chosen.format, chosen.rows)
     if not torch.cuda.is_available():
         raise PykernelsError("there is no CUDA GPU here", "Run it on the GPU that is to be tuned")
-    wanted = list(jobs(set(chosen.op.split(",")), set(chosen.format.split(","))))
-    if chosen.rows:
-        rows = {int(row) for row in chosen.rows.split(",")}
-        wanted = [job for job in wanted if job.rows in rows]
-    for row in tune(wanted, torch.device(chosen.device), not chosen.no_save):
+    for row in tune(wanted, check_gpu(chosen.device), not chosen.no_save):
         print(json.dumps(row), flush=True)
     return 0
 

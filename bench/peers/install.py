@@ -107,11 +107,14 @@ def make_packages(folder: Path, version: str) -> None:
             path.unlink()
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.peers.install", description=__doc__)
     parser.add_argument("--packages-for", metavar="X.Y", help="a folder for that CPython instead")
     parser.add_argument("engines", nargs="*", metavar="ENGINE", help="default: all")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if unknown := [engine for engine in options.engines if engine not in PEERS]:
+        print(f"error: no peer {unknown[0]!r}. Use {' or '.join(PEERS)}.", file=sys.stderr)
+        return 2
     failed = 0
     for engine in options.engines or PEERS:
         try:

@@ -10,7 +10,7 @@ from numba import carray, types
 from .amx_state import request_permission
 from .gemm_amx import write_config
 from .intrin import amx
-from .intrin.avx512 import add_f32, dot_bf16, store_f32, zero_f32
+from .intrin.avx512 import add_f32, broadcast_f32, dot_bf16, fma_f32, store_f32, zero_f32
 from .intrin.avx512_bytes import add_i32, broadcast_u8, dot_u8i8, to_f32, zero_i32
 from .intrin.registers import f32x16_array, i32x16_array, stack_alloc
 from .intrin.sync import as_pointer
@@ -20,6 +20,7 @@ _CHAINS = 16
 ROUNDS = 20_000
 
 FLOPS = {
+    "vfmadd231ps": ROUNDS * _CHAINS * 32,
     "vdpbf16ps": ROUNDS * _CHAINS * 64,
     "vpdpbusd": ROUNDS * _CHAINS * 128,
     "tdpbf16ps": ROUNDS * 4 * 2 * 16 * 16 * 32,
@@ -28,6 +29,7 @@ FLOPS = {
 """Operations (a multiplication and an addition are two) of one task, by instruction."""
 
 NEEDS = {
+    "vfmadd231ps": ("avx512f",),
     "vdpbf16ps": ("avx512f", "avx512bf16"),
     "vpdpbusd": ("avx512f", "avx512vnni"),
     "tdpbf16ps": ("amx-tile", "amx-bf16"),
@@ -35,13 +37,13 @@ NEEDS = {
 }
 """CPU features."""
 
-INSTRUCTION = {
-    ("avx512", "bf16"): "vdpbf16ps",
-    ("avx512", "int8"): "vpdpbusd",
-    ("amx", "bf16"): "tdpbf16ps",
-    ("amx", "int8"): "tdpbssd",
+INSTRUCTIONS = {
+    ("avx512", "bf16"): ("vdpbf16ps", "vfmadd231ps"),
+    ("avx512", "int8"): ("vpdpbusd",),
+    ("amx", "bf16"): ("tdpbf16ps",),
+    ("amx", "int8"): ("tdpbssd",),
 }
-"""What a (backend, activations) multiplies many tokens with."""
+"""What a (backend, activations) multiplies many tokens with: the first that the CPU has."""
 
 
 @functools.cache
@@ -57,8 +59,11 @@ def make_compute(instruction: str) -> Any:
 
 
 def _make_avx512(instruction: str) -> Any:
-    if instruction == "vdpbf16ps":
-        new, zero, dot, add, as_f32 = f32x16_array, zero_f32, dot_bf16, add_f32, _as_it_is
+    new, zero, add, as_f32, spread = f32x16_array, zero_f32, add_f32, _as_it_is, broadcast_u8
+    if instruction == "vfmadd231ps":
+        dot, spread = _fma, _normal_number
+    elif instruction == "vdpbf16ps":
+        dot = dot_bf16
     else:
         new, zero, dot, add, as_f32 = i32x16_array, zero_i32, dot_u8i8, add_i32, to_f32
 
@@ -67,7 +72,7 @@ def _make_avx512(instruction: str) -> Any:
         sums = new(_CHAINS)
         for i in range(_CHAINS):
             sums[i] = zero()
-        a, b = broadcast_u8(index), broadcast_u8(worker)
+        a, b = spread(index), spread(worker)
         for _ in range(ROUNDS):
             for i in range(_CHAINS):
                 sums[i] = dot(sums[i], a, b)
@@ -82,6 +87,17 @@ def _make_avx512(instruction: str) -> Any:
 @inlined
 def _as_it_is(value):
     return value
+
+
+@inlined
+def _fma(total, a, b):
+    return fma_f32(a, b, total)
+
+
+@inlined
+def _normal_number(value):
+    """Subnormal ones would be slow."""
+    return broadcast_f32(types.float32(value + 1))
 
 
 def _make_amx(instruction: str) -> Any:

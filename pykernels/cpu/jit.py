@@ -118,6 +118,23 @@ class _KernelCache(FunctionCache):
     def _index_key(self, sig, codegen):
         return sig, codegen.magic_tuple(), self._variant
 
+    def load_overload(self, sig, target_context):
+        """What is there; nothing where the file is damaged, so that it is compiled and written."""
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception:  # unpickling half a file raises anything
+            self.flush()
+            return None
+
+    def save_overload(self, sig, data):
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            raise PykernelsError(
+                f"compiled kernels cannot be kept in {self.cache_path}: {error.strerror}",
+                "Free some space, or point PYKERNELS_CACHE_DIR at a folder that you may write to",
+            ) from None
+
 
 def _cache(function: Callable, variant: str) -> _KernelCache:
     before = numba_config.CACHE_DIR

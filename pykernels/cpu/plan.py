@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..errors import PykernelsError
 from ..quant import Format
 from ..quant.layout import N_BLOCK, padded
 from ..shapes import MoEShape
@@ -36,12 +37,21 @@ class MoEPlan:
         h_chunk: 32-row blocks of the hidden size in a down task (of all active experts).
         gemm_from: tokens of an expert from which its weights go through the GEMM.
         row_chunk: tokens whose inputs one task copies; 0: the driver copies all, before any task.
+
+    Raises:
+        PykernelsError: a number that no call could be cut by.
     """
 
     i_chunk: int
     h_chunk: int
     gemm_from: int = _FROM
     row_chunk: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.i_chunk, self.h_chunk, self.gemm_from) < 1 or self.row_chunk < 0:
+            raise PykernelsError(
+                f"a call cannot be cut by {self}", "Use numbers from 1; row_chunk may be 0"
+            )
 
 
 def plan(shape: MoEShape, fmt: Format, threads: int, T: int = 1, gemm_from: int = _FROM) -> MoEPlan:

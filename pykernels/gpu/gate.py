@@ -17,6 +17,7 @@ import triton.language as tl
 from ..errors import PykernelsError
 from .arith import dot
 from .launch import arch, check_device, unsupported
+from .strides import check_out
 
 FEW_TOKENS = 8
 """Up to so many, float32 products and sums over all of H; a program reads its rows once."""
@@ -145,10 +146,7 @@ def router_logits(
     if reason := supports(hidden, gate):
         raise PykernelsError(f"router_logits does not take these: {reason}", "Convert them")
     (T, H), E = hidden.shape, gate.shape[0]
-    if out is None:
-        out = torch.empty(T, E, dtype=torch.float32, device=device)
-    if out.shape != (T, E) or out.dtype != torch.float32 or not out.is_contiguous():
-        raise PykernelsError(f"out is {out.dtype} {tuple(out.shape)}", f"Give float32 [{T}, {E}]")
+    out = check_out(out, hidden, T, E, dtype=torch.float32)
     if T == 0:
         return out
     if T <= FEW_TOKENS and plan is None:

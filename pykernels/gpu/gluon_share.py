@@ -12,13 +12,13 @@ def _add(a, b):
 
 
 @gluon.jit
-def share_of_slot(
-    length_ptr, slot, B, slots, S, window,
+def shares_of_slots(
+    length_ptr, B, slots, S, window,
     KEYS: gl.constexpr, BATCH: gl.constexpr, WARPS: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """``attention_parts.share_of_slot``: what one program does, (sequence, its length,
-    part, parts); no parts: nothing."""
-    i = gl.arange(0, BATCH, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    """``attention_parts.shares_of_slots``: (sequences' numbers, lengths, parts, first slots)."""
+    # Every warp has all sequences, so none waits for another, nor needs shared memory.
+    i = gl.arange(0, BATCH, layout=gl.BlockedLayout([BATCH // 32], [32], [WARPS], [0]))
     lengths = gl.load(length_ptr + i, mask=i < B, other=0)
     seen = lengths
     if WINDOW:
@@ -26,7 +26,19 @@ def share_of_slot(
     blocks = gl.cdiv(seen, KEYS)
     parts = 1 + (slots - B) * blocks // gl.maximum(gl.sum(blocks, 0), 1)
     parts = gl.where(i < B, parts, 0)
-    start = gl.associative_scan(parts, 0, _add) - parts
+    return i, lengths, parts, gl.associative_scan(parts, 0, _add) - parts
+
+
+@gluon.jit
+def share_of_slot(
+    length_ptr, slot, B, slots, S, window,
+    KEYS: gl.constexpr, BATCH: gl.constexpr, WARPS: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """``attention_parts.share_of_slot``: what one program does, (sequence, its length,
+    part, parts); no parts: nothing."""
+    i, lengths, parts, start = shares_of_slots(
+        length_ptr, B, slots, S, window, KEYS, BATCH, WARPS, WINDOW
+    )
     mine = (slot >= start) & (slot < start + parts)
     b = gl.sum(gl.where(mine, i, 0), 0)
     length = gl.sum(gl.where(mine, lengths, 0), 0)

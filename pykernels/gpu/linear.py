@@ -33,6 +33,7 @@ from .one_row import MOST_INPUTS, multiply_one_row
 from .partials import add_partials
 from .plan import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan, OneRowPlan
 from .quantize import quantize_fp8
+from .strides import check_out
 
 ACTIVATIONS = ("bf16", "fp8")
 
@@ -87,14 +88,12 @@ def linear(
             f"x is {x.dtype} {tuple(x.shape)}", f"Give contiguous bfloat16 [M, {weight.K}]"
         )
     M, N = x.shape[0], weight.N
-    if bias is not None and bias.shape != (N,):
-        raise PykernelsError(f"bias {tuple(bias.shape)} for {N} outputs", "Give [N]")
-    if out is None:
-        out = torch.empty(M, N, dtype=torch.bfloat16, device=device)
-    if out.shape != (M, N) or out.dtype != torch.bfloat16 or not out.is_contiguous():
+    if bias is not None and (bias.shape != (N,) or not bias.is_floating_point()):
         raise PykernelsError(
-            f"out is {out.dtype} {tuple(out.shape)}", f"Give contiguous bfloat16 [{M}, {N}]"
+            f"bias {bias.dtype} {tuple(bias.shape)} for {N} outputs", "Give floats [N]"
         )
+    bias = None if bias is None else bias.contiguous()
+    out = check_out(out, x, M, N, dtype=torch.bfloat16)
     if M == 0:
         return out
     plan = plan or choose_plan(weight, M, device, activations)

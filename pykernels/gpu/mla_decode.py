@@ -39,6 +39,7 @@ from .attention_parts import (
 )
 from .attention_plan import DecodePlan, by_hand_takes, mla_decode_plan, sms
 from .launch import arch, check_device, interpreted
+from .mla_parts import TileParts
 
 
 @triton.jit
@@ -241,7 +242,8 @@ def mla_decode(
     blocks = triton.cdiv(S * NH, chosen.rows)
     longest = page_table.shape[1] * page if max_length is None else max_length
     slots = chosen.slots(B, blocks, longest, sms(device))
-    partials = Partials(result.view(B, S * NH, L), slots)
+    kind = TileParts if chosen.by_hand else Partials
+    partials = kind(result.view(B, S * NH, L), slots)
     inner, outer = score_factors(scale, softcap)
     sizes = (
         inner,
@@ -263,7 +265,7 @@ def mla_decode(
 
         fp8 = latent_scale is not None
         hopper.mla_decode_hopper[grid](
-            q, q_r, as_bytes(latent) if fp8 else hopper.rows_of(latent, 256),
+            q, q_r, as_bytes(latent) if fp8 else hopper.rows_of(latent, hopper.PIECE.value),
             hopper.rows_of(rope, R), latent_scale, *where, *sizes,
             **options, MANY=S > 1, E4M3=fp8, num_warps=hopper.WARPS, maxnreg=hopper.REGISTERS,
             **partials.launch,

@@ -10,8 +10,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .gluon_names import barrier, tma_load
+from .mla_decode_copies import share
 
 QUARTER = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 128 columns
 KEY = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -88,13 +90,19 @@ def _ask(latent, row, L: gl.constexpr):
 
 @gluon.jit
 def decoded(
-    latent, rope, scale, table, begin, end, blocks, k_left, k_right, k_rope, k_scale,
-    left_full, right_full, left_empty, right_empty, L: gl.constexpr, PAGE: gl.constexpr,
+    latent, rope, scale, table_ptr, table_stride, length_ptr, B, S, slots, k_left, k_right, k_rope,
+    k_scale, left_full, right_full, left_empty, right_empty,
+    COLUMNS: gl.constexpr, L: gl.constexpr, PAGE: gl.constexpr, SPLIT: gl.constexpr,
+    BATCH: gl.constexpr,
 ):  # fmt: skip
     """The keys' way into shared memory; a block is within a page.
 
     A half block is on its way here while its place is still in use, the next block to the L2 cache.
     """
+    gdc_wait()
+    gdc_launch_dependents()
+    b, _, begin, end, blocks = share(length_ptr, B, S, slots, SPLIT, BATCH)
+    table = table_ptr + b * table_stride
     n = gl.arange(0, 64, layout=KEY)
     at = gl.arange(0, 64, layout=gl.SliceLayout(1, QUARTER)).to(gl.int64)[:, None] * L
     at += gl.arange(0, 128, layout=gl.SliceLayout(0, QUARTER))[None, :]

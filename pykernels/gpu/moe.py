@@ -23,6 +23,7 @@ from .matrices import Matrices, empty_for_gpu, pack_for_gpu, supports_format, un
 from .permute import permute, sort_slots, unpermute
 from .plan import GemmPlan
 from .quantize import GROUP, quantize_fp8
+from .strides import check_out
 
 ACTIVATIONS = ("bf16", "fp8")
 
@@ -121,8 +122,7 @@ def gate_up(
         order: of T tokens; rows of slots that have no expert are not written.
     """
     S = _check_tokens(x, experts, order, activations)
-    if out is None:
-        out = torch.empty(S, experts.I, dtype=torch.bfloat16, device=x.device)
+    out = check_out(out, x, S, experts.I, dtype=torch.bfloat16)
     plan = plan or choose_plan("gate_up", experts.gate_up, activations, S, experts.E, x.device)
     _gate_up(x, experts, order, activations, plan, out, None)
     return out
@@ -187,8 +187,7 @@ def down(
     _check(h, experts.down, experts, order, activations, h_scale)
     if S != h.shape[0]:
         raise PykernelsError(f"{h.shape[0]} rows in an order of {S}", "Give gate_up's result")
-    if out is None:
-        out = torch.empty(S, experts.H, dtype=torch.bfloat16, device=h.device)
+    out = check_out(out, h, S, experts.H, dtype=torch.bfloat16)
     if activations == "fp8" and h_scale is None:
         h, h_scale = quantize_fp8(h)
     aligned = h.data_ptr() % 16 == 0

@@ -13,6 +13,7 @@ import triton.language as tl
 from ..errors import PykernelsError
 from ..shapes import SortedSlots
 from .launch import check_device, unsupported
+from .strides import check_out
 
 MAX_COMPARED = 4096
 """Up to so many slots, each is compared with all others: 1 us more a thousand, or two launches."""
@@ -146,6 +147,17 @@ def empty_order(T: int, topk: int, E: int, device: torch.device) -> SortedSlots:
     )
 
 
+def check_order(order: SortedSlots, T: int, topk: int, E: int, device: torch.device) -> None:
+    """Raises PykernelsError unless these are buffers for a sort of T tokens over E experts."""
+    shapes = ((T * topk,), (E + 1,), (T, topk))
+    for x, shape in zip((order.slots, order.starts, order.positions), shapes, strict=True):
+        if (x.shape, x.dtype, x.device) != (shape, torch.int32, device) or not x.is_contiguous():
+            raise PykernelsError(
+                f"a sort of {T} tokens, top-{topk} of {E}, into {x.dtype} {tuple(x.shape)}",
+                "Give what a sort of as many returned",
+            )
+
+
 def supports(ids: torch.Tensor) -> str | None:
     """None if `sort_slots` takes these, or the reason why not."""
     if ids.ndim != 2 or ids.dtype not in (torch.int32, torch.int64) or not ids.is_contiguous():
@@ -171,7 +183,10 @@ def sort_slots(ids: torch.Tensor, E: int, out: SortedSlots | None = None) -> Sor
     if reason := supports(ids):
         raise PykernelsError(f"sort_slots does not take these: {reason}", "Convert them")
     T, topk = ids.shape
+    if E < 1:
+        raise PykernelsError(f"a sort by {E} experts", "There must be at least one")
     out = out or empty_order(T, topk, E, device)
+    check_order(out, T, topk, E, device)
     n, EP = T * topk, triton.next_power_of_2(E + 1)
     if n <= MAX_COMPARED:
         _rank_few[(triton.cdiv(n + E + 1, _FEW_OWN),)](
@@ -222,7 +237,7 @@ def permute(x: torch.Tensor, order: SortedSlots, out: torch.Tensor | None = None
             "Give it contiguous rows of the same tokens",
         )
     check_device(x, order.positions)
-    out = x.new_empty(T * order.topk, H) if out is None else out
+    out = check_out(out, x, T * order.topk, H, dtype=x.dtype)
     if x.numel():
         grid, block = _row_grid(T, H)
         _permute[grid](
@@ -259,10 +274,12 @@ def unpermute(
             f"y {tuple(y.shape)} and weights {tuple(weights.shape)} of {T} tokens, top-{topk}",
             "y must be contiguous [T * topk, H], the weights [T, topk]",
         )
+    if weights.dtype != torch.float32 or not weights.is_contiguous():
+        raise PykernelsError(f"the weights are {weights.dtype}", "Give contiguous float32")
     if add is not None and (add.shape != (T, H) or add.stride(1) != 1):
         raise PykernelsError(f"add is {tuple(add.shape)}", f"Give it [{T}, {H}]")
     check_device(y, weights, order.positions, *(() if add is None else (add,)))
-    out = y.new_empty(T, H) if out is None else out
+    out = check_out(out, y, T, H)
     if out.numel():
         grid, block = _row_grid(T, H)
         _unpermute[grid](

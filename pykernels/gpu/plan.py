@@ -386,13 +386,23 @@ def _file_lines(path: str) -> tuple[dict[str, Any], ...]:
 def write_tuned(
     device: str, op: str, path: str, rows: float, N: int, K: int, plan: DataclassInstance
 ) -> Path:
-    """Puts a tuned plan into the file, in the place of an older one; returns the file's path."""
+    """Puts a tuned plan into the file, in the place of an older one; returns the file's path.
+
+    Raises:
+        PykernelsError: the file cannot be written, or the one that is there cannot be read.
+    """
     key = {"device": device, "op": op, "path": path, "rows": rows, "N": N, "K": K}
     kept = [line for line in _file_lines(str(_file())) if any(line[k] != key[k] for k in key)]
     file = _file()
-    file.parent.mkdir(parents=True, exist_ok=True)
     whole = file.with_suffix(".new")
-    whole.write_text(json.dumps([*kept, {**key, "plan": asdict(plan)}], indent=1) + "\n")
-    whole.replace(file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        whole.write_text(json.dumps([*kept, {**key, "plan": asdict(plan)}], indent=1) + "\n")
+        whole.replace(file)
+    except OSError as error:
+        raise PykernelsError(
+            f"{file} cannot be written: {error.strerror}",
+            "Point PYKERNELS_CACHE_DIR at a folder that you may write to",
+        ) from None
     _file_lines.cache_clear()
     return file

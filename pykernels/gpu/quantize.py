@@ -63,6 +63,10 @@ def quantize_fp8(
             f"cannot quantize {x.dtype} {tuple(x.shape)}", "Give a contiguous float matrix [R, K]"
         )
     R, K = x.shape
+    if order is not None and (order.positions.shape[0] != R or order.positions.device != x.device):
+        raise PykernelsError(
+            f"an order of {order.positions.shape[0]} tokens for {R} rows", "Sort these tokens"
+        )
     groups = triton.cdiv(K, GROUP)
     topk = 1 if order is None else order.topk
     codes = torch.empty(R * topk, K, dtype=torch.uint8, device=x.device)

@@ -14,7 +14,8 @@ from ..errors import PykernelsError
 from ..shapes import RouterSpec, Routing, SortedSlots
 from .choose import choose
 from .launch import check_device, unsupported
-from .permute import as_bytes, empty_order, permute, sort_slots
+from .permute import as_bytes, check_order, empty_order, permute, sort_slots
+from .strides import check_out
 
 MAX_EXPERTS = 4096
 _ROW = 1024  # of the token's row, a program
@@ -108,10 +109,10 @@ def _prepare(
     T, E = logits.shape
     spec.check(E)
     if out is not None:
-        if out.ids.shape != (T, spec.topk) or not (
-            out.ids.is_contiguous() and out.weights.is_contiguous()
-        ):
-            raise PykernelsError("out is not contiguous [T, topk]", "Give it that shape")
+        if out.ids.dtype not in (torch.int32, torch.int64):
+            raise PykernelsError(f"out's ids are {out.ids.dtype}", "Give int32 or int64")
+        check_out(out.ids, logits, T, spec.topk)
+        check_out(out.weights, logits, T, spec.topk, dtype=torch.float32)
         return out
     ids = torch.empty(T, spec.topk, dtype=torch.int64, device=logits.device)
     return Routing(ids, torch.empty_like(ids, dtype=torch.float32))
@@ -165,6 +166,7 @@ def route(
     T, E = logits.shape
     routing = _prepare(logits, spec, bias, out[0] if out else None)
     order = out[1] if out else empty_order(T, spec.topk, E, logits.device)
+    check_order(order, T, spec.topk, E, logits.device)
     gathered = out[2] if out else None
     if T != 1:
         router(logits, spec, bias, routing)
@@ -176,7 +178,7 @@ def route(
         if x.shape[0] != T or (H > 1 and x.stride(1) != 1):
             raise PykernelsError(f"x is {tuple(x.shape)}", f"Give it contiguous rows, [{T}, H]")
         check_device(logits, x)
-        gathered = x.new_empty(spec.topk, H) if gathered is None else gathered
+        gathered = check_out(gathered, x, spec.topk, H, dtype=x.dtype)
         source, target = as_bytes(x), as_bytes(gathered)
     _route_one[(max(1, triton.cdiv(H, _ROW)),)](
         logits, bias, routing.ids, routing.weights, order.slots, order.starts, order.positions,

@@ -26,13 +26,18 @@ def rows_of(x: torch.Tensor, name: str) -> tuple[int, int]:
     return (count, stride) if x.numel() else (0, 0)
 
 
-def check_out(out: torch.Tensor | None, like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """``out`` if it is contiguous and of that shape; a new tensor like ``like`` for None."""
+def check_out(
+    out: torch.Tensor | None, like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """``out`` if it is contiguous, of that shape and, if one is given, of that dtype; a new tensor
+    like ``like`` for None."""
     if out is None:
-        return like.new_empty(shape)
-    if out.shape != shape or not out.is_contiguous() or out.device != like.device:
+        return like.new_empty(shape, dtype=dtype)
+    right = out.shape == shape and dtype in (None, out.dtype)
+    if not right or not out.is_contiguous() or out.device != like.device:
+        kind = "" if dtype is None else f" {dtype}"
         raise PykernelsError(
-            f"out is {tuple(out.shape)} on {out.device}",
-            f"Give it contiguous {tuple(shape)} on {like.device}",
+            f"out is {out.dtype} {tuple(out.shape)} on {out.device}",
+            f"Give it contiguous{kind} {tuple(shape)} on {like.device}",
         )
     return out

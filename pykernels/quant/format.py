@@ -128,3 +128,16 @@ class Format(ABC):
     def unpack_scales(self, scales: torch.Tensor, N: int, K: int) -> torch.Tensor | None:
         """The scales' half of ``unpack``."""
         return None
+
+
+def check_finite(amax: torch.Tensor, name: str) -> None:
+    """Raises PykernelsError unless the largest magnitudes of a matrix's parts are finite.
+
+    NaN and infinities have no place in these codes: they would become ordinary numbers, or make NaN
+    of all weights that share their scale.
+    """
+    if not amax.isfinite().all():
+        raise PykernelsError(
+            f"a matrix that is to become {name} holds NaN or infinities",
+            "Check the checkpoint; bf16 keeps them as they are",
+        )

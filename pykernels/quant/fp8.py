@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from .format import Format
+from .format import Format, check_finite
 from .layout import K_BLOCK, N_BLOCK, pack_columns, padded, unpack_columns
 from .weight import Weight
 
@@ -33,6 +33,7 @@ class FP8(Format):
         blocks = torch.zeros(rows * K_BLOCK, cols * K_BLOCK)
         blocks[:N, :K] = matrix
         amax = blocks.view(rows, K_BLOCK, cols, K_BLOCK).abs().amax(dim=(1, 3))
+        check_finite(amax, self.name)
         scale = torch.where(amax > 0, amax / MAX, 1.0).float()  # [rows, cols]
         scaled = matrix.float() / self.expand(scale, N, K)
         return Weight(scaled.clamp(-MAX, MAX).to(torch.float8_e4m3fn), scale)
@@ -76,6 +77,7 @@ class FP8Channel(Format):
 
     def quantize(self, matrix: torch.Tensor) -> Weight:
         amax = matrix.float().abs().amax(1, keepdim=True)
+        check_finite(amax, self.name)
         scale = torch.where(amax > 0, amax / MAX, 1.0)  # [N, 1]
         return Weight((matrix.float() / scale).clamp(-MAX, MAX).to(self.dtype), scale)
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import PykernelsError
-from .format import Format
+from .format import Format, check_finite
 from .layout import N_BLOCK, pack_columns, pack_fours, unpack_columns, unpack_fours
 from .weight import Weight
 
@@ -89,6 +89,7 @@ class GGUF(Format):
 
     def quantize(self, matrix: torch.Tensor) -> Weight:
         rows = self.data_shape(*matrix.shape)
+        check_finite(matrix.abs().max(), self.name)
         chunk = max(1, _CHUNK // self.k_multiple)
         lots = matrix.float().reshape(-1, self.k_multiple).split(chunk)  # [B, k_multiple] each
         fitted = [self.fit(lot) for lot in lots]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import PykernelsError
-from .format import Format
+from .format import Format, check_finite
 from .layout import K_BLOCK, N_BLOCK, pack_columns, pack_fours, unpack_columns, unpack_fours
 from .weight import Weight
 
@@ -35,7 +35,10 @@ class Integer(Format):
             )
         self.name, self.bits, self.group = name, bits, group
         self.low, self.high = (-127, 127) if bits == 8 else (-8, 7)
-        self.error = f"half a step: group amax / {self.high} / 2 (round to nearest even)"
+        self.error = (
+            f"half a step: group amax / {self.high} / 2 * (1 + 2**-7), since the step is rounded"
+            " up to bfloat16 (codes to nearest even)"
+        )
 
     def quantize(self, matrix: torch.Tensor) -> Weight:
         N, K = matrix.shape
@@ -43,6 +46,7 @@ class Integer(Format):
         whole = torch.zeros(N, groups * self.group)
         whole[:, :K] = matrix
         amax = whole.view(N, groups, self.group).abs().amax(dim=2)
+        check_finite(amax, self.name)
         # Rounded up to bfloat16, so that amax still fits.
         exact = amax / self.high
         scale = exact.to(torch.bfloat16)

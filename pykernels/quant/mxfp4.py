@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import PykernelsError
-from .format import Format
+from .format import Format, check_finite
 from .layout import N_BLOCK, pack_columns, pack_fours, unpack_columns, unpack_fours
 from .weight import Weight
 
@@ -37,6 +37,7 @@ class MXFP4(Format):
         whole = torch.zeros(N, groups * GROUP)
         whole[:, :K] = matrix
         amax = whole.view(N, groups, GROUP).abs().amax(dim=2)
+        check_finite(amax, self.name)
         # The specification's rule: the power of two of amax, minus that of the element type.
         exponent = torch.frexp(amax).exponent - 1 - _EMAX
         scale = (exponent + 127).clamp(0, 254).to(torch.uint8)

@@ -2,42 +2,52 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 
 import pytest
 import torch
 
 from pykernels import cpu, ref
+from pykernels.cpu.compute import NEEDS, make_compute
+from pykernels.env import env
 from pykernels.errors import PykernelsError
 from pykernels.quant import FORMATS, PackedExperts, get_format
 from pykernels.shapes import MoEShape
+from pykernels.target import detect
 from pykernels.testing import assert_close, balanced_routing, random_experts, skewed_routing
 from runtime.experts import RoutedExperts
 from runtime.memory import HUGE_PAGE, allocate
 from runtime.pool import WorkerPool
-from runtime.roofline import LOOPS, ReadRoof
+from runtime.roofline import LOOPS, ReadRoof, Roofs
 from runtime.topology import Topology
 
 USABLE = Topology.detect().usable
 SHAPE = MoEShape(E=16, H=512, I=256, topk=4)
 
 
-def _load(experts: PackedExperts, pool: WorkerPool | None = None, kernel="auto") -> RoutedExperts:
-    routed = RoutedExperts(experts.shape, experts.fmt.name, pool, kernel)
+def _load(
+    experts: PackedExperts, pool: WorkerPool | None = None, kernel="auto", activations="bf16"
+) -> RoutedExperts:
+    routed = RoutedExperts(experts.shape, experts.fmt.name, pool, kernel, activations)
     for e in range(experts.shape.E):
         routed.load_expert(e, *experts.unpack(e))
     return routed
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(
+    ("fmt", "activations"),
+    [*((fmt, "bf16") for fmt in FORMATS), *((fmt, "int8") for fmt in ("int8", "int4", "q6_k"))],
+)
 @pytest.mark.parametrize("T", [1, 3, 50])
-def test_the_same_bits_at_any_thread_count(fmt, T):
+def test_the_same_bits_at_any_thread_count(fmt, activations, T):
     experts, routing = random_experts(SHAPE, get_format(fmt)), skewed_routing(T, SHAPE)
     x = torch.randn(T, SHAPE.H)
-    serial = cpu.moe_ffn(x, routing.ids, routing.weights, experts)
+    how = {"activations": activations}
+    serial = cpu.moe_ffn(x, routing.ids, routing.weights, experts, **how)
     for threads in range(1, USABLE + 1):
         with WorkerPool(threads) as pool:
-            routed = _load(experts, pool)
+            routed = _load(experts, pool, **how)
             for _ in range(20):
                 assert torch.equal(routed(x, routing.ids, routing.weights), serial)
 
@@ -146,6 +156,30 @@ def test_huge_page_memory_is_aligned_and_zero():
     assert memory[::4096].eq(0).all() and memory[-1] == 0
     with pytest.raises(PykernelsError, match="GiB"):
         allocate(1 << 62)
+
+
+@pytest.mark.skipif("avx512f" not in detect().isa, reason="loops of AVX-512 instructions")
+def test_without_bf16_products_the_compute_roof_is_that_of_fma(monkeypatch):
+    monkeypatch.setattr("runtime.roofline.roof_bytes", lambda: 16 << 20)
+    with WorkerPool(1) as pool, env.override(isa=frozenset({"avx512bf16"})):
+        roofs = Roofs(pool, detect())
+        roofs.sample()
+        name, rate = roofs.compute("avx512")
+        assert name == "vfmadd231ps" and 0 < rate < 10
+        assert roofs.compute("generic") == ("", 0.0)
+
+
+@pytest.mark.skipif("avx512f" not in detect().isa, reason="loops of AVX-512 instructions")
+@pytest.mark.parametrize("name", ["vfmadd231ps", "vdpbf16ps", "vpdpbusd"])
+def test_a_compute_roof_is_a_loop_of_its_instruction_on_registers(name, tmp_path):
+    if missing := detect().lacks(NEEDS[name]):
+        pytest.skip(f"this CPU lacks {missing}")
+    with env.override(cache_dir=tmp_path):  # code that comes from the cache has no assembly
+        assembly = make_compute.__wrapped__(name)._library.get_asm_str()
+    family = name.replace("231", r"\d+")  # whichever operand is overwritten
+    products = re.findall(rf"{family}\s.*", assembly)
+    assert len(products) >= 16
+    assert not [line for line in products if "(" in line], "an operand lies in memory"
 
 
 def test_the_read_roof_reads_every_byte():

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from pykernels.cpu.jit import routine
+from pykernels.env import env
+from pykernels.errors import PykernelsError
 
 LONG = "\n        ".join(f"x = (x ^ (x >> {i % 7 + 1})) * {2 * i + 3} + n" for i in range(80))
 FACTORY = f"""
@@ -43,3 +50,40 @@ def test_functions_of_one_factory_cached_by_two_processes_stay_apart(tmp_path: P
     one, two = run("1"), run("2")
     assert one != two
     assert run("1", "2") == one + two
+
+
+def build() -> int:
+    """A routine that is known by its name, made anew; what it returns for 5."""
+
+    @routine(1, "damaged")
+    def plus_one(x):
+        return x + 1
+
+    return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(plus_one.address)(5)
+
+
+@pytest.mark.parametrize("ending", ["nbi", "nbc"])
+@pytest.mark.parametrize("text", [b"", b"\x80\x04", b"no pickle at all"])
+def test_a_damaged_file_is_compiled_and_written_again(
+    ending: str, text: bytes, tmp_path: Path
+) -> None:
+    with env.override(cache_dir=tmp_path):
+        assert build() == 6
+        (file,) = tmp_path.rglob(f"*.{ending}")
+        whole = file.stat().st_size
+        file.write_bytes(text)
+        assert build() == 6 and file.stat().st_size == whole
+        untouched = file.stat().st_mtime_ns
+        assert build() == 6 and file.stat().st_mtime_ns == untouched  # from the cache
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with env.override(cache_dir=tmp_path):
+        with pytest.raises(PykernelsError, match="be kept in .*: No space left.*CACHE_DIR"):
+            build()

@@ -234,3 +234,9 @@ def test_bad_input_is_refused_in_one_line(x, ids, words):
     experts = random_experts(SHAPE, get_format("bf16"))
     with pytest.raises(PykernelsError, match=words):
         cpu.moe_ffn(x, ids, torch.ones(ids.shape), experts)
+
+
+@pytest.mark.parametrize("cut", [(0, 1, 5, 0), (1, -1, 5, 0), (1, 1, -4, 0), (1, 1, 5, -1)])
+def test_a_cut_that_no_call_can_have_is_refused(cut):
+    with pytest.raises(PykernelsError, match="cannot be cut by MoEPlan"):
+        MoEPlan(*cut)

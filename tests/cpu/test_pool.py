@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 
@@ -328,6 +329,27 @@ def test_a_forked_child_is_refused_instead_of_hanging():
                 os._exit(7 if "fork" in str(error) else 8)
             os._exit(9)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_a_child_forked_during_a_call_is_refused_instead_of_waiting_for_ever():
+    with WorkerPool(1, driver_works=False) as pool:  # the task stays with the parent's worker
+        fake = FakeCall(1, 1, 1, spin=50_000_000)
+        pool.start(fake.call)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)  # a child that waits is ended
+            for use in (pool.wait, pool.wait_for_rows):
+                try:
+                    use()
+                except PykernelsError as error:
+                    if "fork" not in str(error):
+                        os._exit(8)
+                else:
+                    os._exit(9)
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        pool.wait()
+        assert (fake.counts == 1).all()
 
 
 def test_the_shared_pool_can_be_replaced():

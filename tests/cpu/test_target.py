@@ -42,6 +42,12 @@ def test_a_hidden_feature_is_not_detected(name):
         assert name not in detect().isa
 
 
+def test_a_misspelt_feature_is_told_and_not_taken_for_hidden():
+    with env.override(isa="-avx512_bf16"):  # as /proc/cpuinfo spells it
+        with pytest.raises(PykernelsError, match="hides 'avx512_bf16'.*Hide some of .*avx512bf16"):
+            detect()
+
+
 SCRIPT = """
 import torch
 from pykernels import cpu, ref

@@ -30,7 +30,7 @@ def by_hand(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Puts the interpreter's versions in the kernels' places; ``by_hand(without=...)`` anew."""
     if not launch.interpreted():
         pytest.skip("for the interpreter: the GPU runs the real ones")
-    from pykernels.gpu import mla_decode, mla_decode_hopper
+    from pykernels.gpu import mla_combine, mla_decode, mla_decode_hopper
 
     from .gluon_shim import interpreted
 
@@ -42,6 +42,7 @@ def by_hand(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
         return TensorDescriptor(pages, [P * page, N], [N, 1], [min(page, 64), width])
 
     monkeypatch.setattr(mla_decode_hopper, "rows_of", rows_of)
+    monkeypatch.setattr(mla_combine, "mla_combine", interpreted(mla_combine.mla_combine))
 
     def put(without: str | None = None) -> None:
         made = interpreted(decode, without)

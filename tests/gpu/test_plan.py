@@ -95,6 +95,12 @@ def test_a_damaged_file_is_named(text: str, tmp_path: Path) -> None:
         gemm_plan("down", "bf16", (9, 0), 100, 7168, 2048)
 
 
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "gpu-plans.new").mkdir()
+    with pytest.raises(PykernelsError, match=r"gpu-plans.json cannot be written: .*CACHE_DIR"):
+        write_tuned("a gpu", "down", "bf16", 100, 7168, 2048, GemmPlan(16, 16, 16))
+
+
 @pytest.mark.parametrize("bad", [{"block_m": 48}, {"warps": 0}, {"stages": 0}, {"split_k": 0}])
 def test_impossible_plans_are_refused(bad: dict[str, int]) -> None:
     with pytest.raises(PykernelsError, match=next(iter(bad))):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,10 +14,13 @@ from pykernels.gpu import (
     embedding,
     gate,
     gqa_decode,
+    gqa_prefill,
     kv_write,
     launch,
     linear,
+    matrices,
     mla_decode,
+    mla_prefill,
     mla_read,
     moe,
     norm,
@@ -25,8 +29,9 @@ from pykernels.gpu import (
     router,
     sampling,
 )
+from pykernels.gpu.quantize import quantize_fp8
 from pykernels.quant import get_format
-from pykernels.shapes import MoEShape, RouterSpec
+from pykernels.shapes import MoEShape, Ragged, RouterSpec, Routing
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 LAYER = MoEShape(E=4, H=256, I=256, topk=2)
@@ -47,6 +52,22 @@ def _mla(d: torch.device, dtype: torch.dtype = BF16) -> str | None:
     caches = _zeros(d, 3, 16, 64, dtype=dtype), _zeros(d, 3, 16, 16)
     where = _zeros(d, 1, 3, dtype=torch.int32), _zeros(d, 1, dtype=torch.int32)
     return mla_decode.supports(q, q_rope, *caches, *where, scale=0.1)
+
+
+def _new(d: torch.device) -> Ragged:
+    n = torch.ones(1, dtype=torch.int32, device=d)
+    return Ragged(n, n, n, 1, k_starts=n)
+
+
+def _gqa_new(d: torch.device, dtype: torch.dtype = BF16) -> str | None:
+    q, k = _zeros(d, 4, 4, 32, dtype=dtype), _zeros(d, 4, 2, 32)
+    return gqa_prefill.supports(q, k, k, _new(d), scale=0.1)
+
+
+def _mla_new(d: torch.device, heads: int = 4) -> str | None:
+    q, q_rope = _zeros(d, 4, 4, 32), _zeros(d, 4, 4, 16)
+    k, v = _zeros(d, 4, heads, 32), _zeros(d, 4, heads, 32)
+    return mla_prefill.supports(q, q_rope, k, _zeros(d, 4, 16), v, _new(d), scale=0.1)
 
 
 FLOAT = torch.float32
@@ -85,6 +106,8 @@ ROWS = [
      lambda d: mla_read.supports(_zeros(d, 2, 4, 8).to(FP8), _zeros(d, 2, 4, 2), None),
      "without scales"),
     ("mla_decode", _mla, lambda d: _mla(d, dtype=FP8), "latent_scale is not"),
+    ("gqa_prefill", _gqa_new, lambda d: _gqa_new(d, dtype=FLOAT), "float32"),
+    ("mla_prefill", _mla_new, lambda d: _mla_new(d, heads=3), "do not match"),
 ]  # fmt: skip
 IDS = [row[0] for row in ROWS]
 
@@ -131,3 +154,74 @@ def test_without_triton(compiled: pytest.MonkeyPatch) -> None:
 def test_a_launcher_says_where_it_runs(compiled: pytest.MonkeyPatch) -> None:
     with pytest.raises(PykernelsError, match="no GPU kernel runs here"):
         activation.silu_mul(torch.zeros(2, 8))
+
+
+def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
+    """Calls whose buffers do not fit: written as they are, they would spoil what lies beside."""
+    fmt = get_format("bf16")
+    experts = moe.Experts.empty(fmt, 4, 64, 32, d)
+    stack = matrices.empty_for_gpu(fmt, 1, 32, 64, d)
+    x, ids = _zeros(d, 3, 64), torch.tensor([[0, 1], [1, 2], [3, 0]], device=d)
+    order = permute.sort_slots(ids, 4)
+    spec, logits = RouterSpec(2), _zeros(d, 3, 8, dtype=FLOAT)
+    weights = _zeros(d, 3, 2, dtype=FLOAT)
+    h, y = _zeros(d, 6, 32), _zeros(d, 6, 64)
+
+    def routing(rows: int, dtype: torch.dtype) -> Routing:
+        ids = _zeros(d, rows, 2, dtype=dtype)
+        return Routing(ids, _zeros(d, rows, 2, dtype=FLOAT))
+
+    one = permute.empty_order(1, 2, 8, d)
+    return {
+        "gate_up, narrow": lambda: moe.gate_up(x, experts, order, out=_zeros(d, 6, 31)),
+        "gate_up, few rows": lambda: moe.gate_up(x, experts, order, out=_zeros(d, 5, 32)),
+        "gate_up, float32": lambda: moe.gate_up(
+            x, experts, order, out=_zeros(d, 6, 32, dtype=FLOAT)
+        ),
+        "down, narrow": lambda: moe.down(h, experts, order, out=_zeros(d, 6, 63)),
+        "moe_ffn, few rows": lambda: moe.moe_ffn(x, ids, weights, experts, out=_zeros(d, 2, 64)),
+        "moe_ffn, bf16 weights": lambda: moe.moe_ffn(x, ids, weights.bfloat16(), experts),
+        "linear, elsewhere": lambda: linear.linear(
+            x, stack, out=torch.empty(3, 32, dtype=BF16, device="meta")
+        ),
+        "linear, an integer bias": lambda: linear.linear(
+            x, stack, _zeros(d, 32, dtype=torch.int32)
+        ),
+        "permute, narrow": lambda: permute.permute(x, order, _zeros(d, 6, 63)),
+        "permute, wider values": lambda: permute.permute(x, order, _zeros(d, 6, 64, dtype=FLOAT)),
+        "unpermute, few rows": lambda: permute.unpermute(y, order, weights, out=_zeros(d, 2, 64)),
+        "unpermute, strided weights": lambda: permute.unpermute(
+            y, order, _zeros(d, 3, 4, dtype=FLOAT)[:, ::2]
+        ),
+        "sort, another size": lambda: permute.sort_slots(ids, 4, permute.empty_order(2, 2, 4, d)),
+        "sort, other experts": lambda: permute.sort_slots(ids, 5, order),
+        "sort, no experts": lambda: permute.sort_slots(ids, 0),
+        "quantize_fp8, another order": lambda: quantize_fp8(_zeros(d, 4, 64), order),
+        "router_logits, elsewhere": lambda: gate.router_logits(
+            x, _zeros(d, 8, 64), torch.empty(3, 8, device="meta")
+        ),
+        "router, few rows": lambda: router.router(logits, spec, None, routing(2, torch.int64)),
+        "router, float ids": lambda: router.router(logits, spec, None, routing(3, FLOAT)),
+        "route, another order": lambda: router.route(
+            logits[:1], spec, None, None, (routing(1, torch.int64), order, None)
+        ),
+        "route, narrow rows": lambda: router.route(
+            logits[:1], spec, None, x[:1], (routing(1, torch.int64), one, _zeros(d, 2, 63))
+        ),
+    }
+
+
+def test_buffers_that_do_not_fit_are_refused(device: torch.device) -> None:
+    for what, call in _refused(device).items():
+        with pytest.raises(PykernelsError) as refused:
+            call()
+            pytest.fail(f"{what} was taken")
+        assert "\n" not in str(refused.value)
+
+
+def test_a_bias_may_have_gaps(device: torch.device) -> None:
+    stack = matrices.empty_for_gpu(get_format("bf16"), 1, 32, 64, device)
+    stack.data.zero_()
+    bias = torch.arange(64.0, device=device)[::2]
+    y = linear.linear(_zeros(device, 1, 64), stack, bias)
+    assert torch.equal(y[0], bias.bfloat16())

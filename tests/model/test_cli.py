@@ -230,12 +230,15 @@ def test_an_unknown_routing_is_one_line(run: Run) -> None:
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
 BENCH = [
-    pytest.param(["router"], "sees no CUDA GPU", id="no GPU", marks=NO_CUDA),
+    pytest.param(
+        ["router"], "bench router times a GPU's kernels.* sees no CUDA GPU. Install a CUDA build",
+        id="no GPU, and no CPU to fall back to", marks=NO_CUDA,
+    ),
     pytest.param(["moe", "--device", "cuda:0"], "sees no CUDA GPU", id="moe", marks=NO_CUDA),
     pytest.param(["attention", "--device", "cpu"], "attention has no kernel for cpu", id="cpu"),
     pytest.param(["linear", "--device", "tpu9"], "no device 'tpu9'", id="no such device"),
     pytest.param(["moe", "--device", "cuda:0", "--numa", 2], "--numa .* are the CPU's", id="numa"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "cause"), BENCH)
@@ -255,6 +258,7 @@ def test_bench_on_a_gpu_runs_one_case_of_the_benchmark(
         return subprocess.CompletedProcess(command, len(seen) - 1)
 
     monkeypatch.setattr("model.pretrained.check_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("subprocess.run", spy)
     assert run("bench", "moe", "--device", "cuda:1", "--tokens", 3, "--json").code == 0
     assert seen[0][:8] == ["-P", "-m", "bench.gpu", "--op", "moe", "--device", "cuda:1", "--json"]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 
 from model import doctor
 from model.cli_doctor import doctor as command
@@ -113,6 +114,22 @@ def test_a_kernel_that_raises_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("runtime.experts.RoutedExperts.submit", lambda *_: 1 / 0)
     fact = doctor.result_fact("fp8", "generic")
     assert "ZeroDivisionError" in fact.problem and fact.mend
+
+
+def test_one_problem_of_many_kernels_is_told_once_with_its_own_mend(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(cpu: str) -> dict[str, object]:
+        raise PykernelsError("the calibration cannot be read", "Delete it")
+
+    monkeypatch.setattr("runtime.choices.read", broken)
+    monkeypatch.setattr("runtime.choices.GEMM_FROM", {"generic": 5})  # as if it had a choice
+    facts = [doctor.result_fact(fmt, "generic") for fmt in ("fp8", "bf16")]
+    assert {(f.problem, f.mend) for f in facts} == {("the calibration cannot be read", "Delete it")}
+    monkeypatch.setattr(doctor, "examine", lambda progress: doctor.Report({"self-test": facts}))
+    with pytest.raises(typer.Exit):
+        command(as_json=False)
+    assert capsys.readouterr().out.count("✗ the calibration cannot be read. Delete it.") == 1
 
 
 def test_too_little_memory_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,13 @@ def test_a_file_of_another_version_counts_as_none(monkeypatch: pytest.MonkeyPatc
         pytest.param(
             '{"version": 3, "formats": {"fp8": {"choices": {"gemm_to": 8}}}}', id="no such choice"
         ),
+        pytest.param(
+            '{"version": 3, "formats": {"fp8": {"choices": {"gemm_from": -4}}}}', id="negative"
+        ),
+        pytest.param('{"version": 3, "formats": {"fp8": {"choices": {"gemm_from": 0}}}}', id="0"),
+        pytest.param(
+            '{"version": 3, "formats": {"fp8": {"choices": {"gemm_from": true}}}}', id="a boolean"
+        ),
     ],
 )
 def test_a_file_that_cannot_be_read_is_one_error(cache: Path, text: str) -> None:

@@ -154,10 +154,22 @@ def test_integer_quantization_error_is_half_a_step(name, spread):
     matrix[3, 32:160] = 0  # whole groups of zeros
     weight = fmt.quantize(matrix)
     step = fmt._expand(weight.scale, 300)
-    assert ((fmt.dequantize(weight) - matrix).abs() <= step / 2 * 1.0001).all()
+    error = (fmt.dequantize(weight) - matrix).abs()
+    assert (error <= step / 2 * 1.0001).all()
     assert weight.data.min() >= fmt.low and weight.data.max() <= fmt.high
-    amax, used = matrix.abs().max(), step[matrix != 0]
-    assert used.max() <= amax / fmt.high * (1 + 2.0**-7), "no coarser than the group needs"
+    amax = torch.nn.functional.pad(matrix.abs(), (0, -300 % fmt.group)).view(40, -1, fmt.group)
+    amax = amax.amax(2).repeat_interleave(fmt.group, dim=1)[:, :300]  # of each weight's own group
+    assert (error <= amax / fmt.high / 2 * (1 + 2.0**-7)).all(), fmt.error
+    assert (step[amax > 0] <= (amax / fmt.high * (1 + 2.0**-7))[amax > 0]).all(), "too coarse"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "bf16"])
+def test_what_is_not_finite_is_refused_and_not_made_a_number(name, bad):
+    matrix = torch.randn(33, 512)
+    matrix[32, 300] = bad
+    with pytest.raises(PykernelsError, match=f"become {name} holds NaN or infinities"):
+        get_format(name).quantize(matrix)
 
 
 @pytest.mark.parametrize("spread", [1e-6, 1.0, 1e4], ids=["tiny", "unit", "large"])

@@ -11,6 +11,7 @@ from runtime.workload import (
     CACHES,
     ROUTINGS,
     call_of,
+    check_calls,
     distinct,
     experts_between,
     layers_out_of_cache,
@@ -98,6 +99,12 @@ def test_calls_in_turn_read_the_whole_layer_before_they_come_back(kind, T, betwe
 def test_layers_outweigh_the_cache(l3: int, nbytes: int, layers: int) -> None:
     assert layers_out_of_cache(l3, nbytes) == layers
     assert layers * nbytes >= CACHES * l3
+
+
+def test_more_tokens_than_memory_are_told_before_anything_is_made() -> None:
+    check_calls(SHAPE, 1024)
+    with pytest.raises(PykernelsError, match=r"of 1000000000000 tokens need \d+\.\d GiB"):
+        check_calls(SHAPE, 10**12)
 
 
 def test_layers_turn_before_routings() -> None:

@@ -20,6 +20,7 @@ from bench.cpu.cases import (
 )
 from bench.cpu.ours import Ours
 from bench.cpu.rows import figures
+from bench.cpu.sections import Bench
 from bench.cpu.skew import skew
 from bench.cpu.static import StaticOurs
 from bench.cpu.turns import Calls, Seen, alternate, speedup
@@ -27,6 +28,7 @@ from bench.peers.catalog import PEERS
 from bench.peers.client import PeerMissing
 from pykernels.errors import PykernelsError
 from pykernels.quant import FORMATS
+from pykernels.registry import kernels
 from pykernels.shapes import MoEShape
 from pykernels.target import Target
 from runtime.pool import configure_default_pool
@@ -91,6 +93,19 @@ def test_only_engines_that_gain_by_it_are_tried_on_several_counts() -> None:
     counts = {peer.engine: settings.threads_of(peer) for peer in PEERS}
     several = (8, 16)
     assert counts == {"kt-kernel": several, "llama.cpp": several, "torch": several, "numpy": (1,)}
+
+
+def test_the_portable_backend_alone_is_left_out_of_long_calls() -> None:
+    """AVX-512 goes on beside AMX: where the two cross is what the latency plot is for."""
+    amx = target(*next(backend.features for backend in kernels() if backend.name == "amx"))
+    bench = Bench(Settings.make(amx, threads=1), amx, SHAPE, peers=None)  # type: ignore[arg-type]
+    configure_default_pool()
+    assert bench.timed_backends("fp8", 8) == ["amx", "avx512", "generic"]
+    assert bench.timed_backends("fp8", 1024) == ["amx", "avx512"]
+    assert bench.timed_backends("int4", 9) == ["amx", "amx/int8", "avx512"]
+    assert bench.untimed(("fp8", "int4")) == [
+        "generic: timed up to 8 tokens a call, seconds beyond"
+    ]
 
 
 def test_thread_counts_of_peers_are_parsed() -> None:

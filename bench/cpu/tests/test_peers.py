@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench.peers import client
+from bench.peers import client, install
 from bench.peers.catalog import PEERS, Peer, peers_of
 from bench.peers.client import PeerMissing, PeerProcess, parse, python_of
 from bench.peers.driver import Turns, serve
@@ -111,6 +111,11 @@ def test_a_peer_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_peer_that_never_starts_is_missing() -> None:
     with pytest.raises(PeerMissing, match="exit code 3: no module"):
         process([sys.executable, "-c", "import sys; print('no module', file=sys.stderr); exit(3)"])
+
+
+def test_only_known_peers_are_installed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert install.main(["kt-kernel", "vllm"]) == 2
+    assert capsys.readouterr().err == "error: no peer 'vllm'. Use kt-kernel or llama.cpp.\n"
 
 
 def test_lines_are_parsed() -> None:

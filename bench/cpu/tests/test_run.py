@@ -188,10 +188,22 @@ def test_no_part_begins_after_the_minutes(monkeypatch: pytest.MonkeyPatch) -> No
     assert results["machine"]["minutes"] == 3.3
 
 
-def test_a_section_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ["--sections", "table,skews"],
+            "there is no section 'skews'. Use table, skew, latency, threads, or some of them.",
+        ),
+        (["--formats", ""], "there is no weight format ''. Use one of bf16"),
+        (["--tokens", ""], "'' is no number of tokens. Write 8, or 64/expert."),
+        (["--out", __file__], "results cannot be written to "),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib")
-    assert command.main(["--sections", "table,skews", "--no-peers"]) == EXIT_ERROR
+    assert command.main([*options, "--no-peers"]) == EXIT_ERROR
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == (
-        "error: there is no section 'skews'. Use table, skew, latency, threads, or some of them."
-    )
+    assert line.startswith(f"error: {said}") and line.endswith(".")

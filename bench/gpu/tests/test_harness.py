@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import time
@@ -200,7 +201,7 @@ def test_the_program_writes_json_lines_and_files(
     pytest.importorskip("matplotlib")
     two = [case(lambda: wait(0.1)), case(failing)]
     ops = SimpleNamespace(
-        cases=lambda device, quick: iter(two), case=lambda device, **flags: case(lambda: wait(0.1))
+        cases=lambda device, quick: iter(two), case=lambda device, tokens: case(lambda: wait(0.1))
     )
     monkeypatch.setattr(run, "module_of", lambda op: ops)
     monkeypatch.setattr("bench.gpu.machine.check_gpu", lambda name: CPU)
@@ -295,11 +296,53 @@ def test_flags() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
-@pytest.mark.parametrize("options", [[], ["--op", "nonsense"], ["--device", "cpu"]])
-def test_what_cannot_be_is_one_line(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ([], "no CUDA GPU"),
+        (["--op", "nonsense"], "no op 'nonsense'"),
+        (["--device", "cpu"], "'cpu' is no CUDA device"),
+        (["--minutes", "-1"], "-1 minutes"),
+        (["--minutes", "nan"], "nan minutes"),
+        (["--seconds", "0"], "0 seconds"),
+        (["--case", "tokens=1"], "--case is of one op, not of all"),
+        (["--op", "moe,linear", "--case", "tokens=1"], "not of moe,linear"),
+        (["--out", __file__], "results cannot be written to"),
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_is_one_line(
+    options: list[str], cause: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert program.main(options) == 2
     (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("error: ") and said.endswith(".")
+    assert said.startswith("error: ") and said.endswith(".") and cause in said
+
+
+@pytest.mark.parametrize(
+    ("op", "flags", "cause"),
+    [
+        ("moe", {"token": 1}, "moe has no flag 'token'. Use format, tokens, hidden"),
+        ("attention", {"head": 1}, "attention has no flag 'head'. Use kind, batch, context"),
+        ("linear", {"tokens": "many"}, "tokens=many is no count"),
+        ("router", {"tokens": -1}, "tokens=-1 is no count"),
+        ("attention", {"format": 8}, "format=8 is no name"),
+        ("around", {"rows": 1}, "around has no flag 'rows'. Use what, tokens, hidden"),
+    ],
+)
+def test_a_case_that_is_not_there_is_refused_by_name(op: str, flags: Any, cause: str) -> None:
+    with pytest.raises(PykernelsError, match=cause):
+        run.one_case(op, flags, CPU, 0.1)
+
+
+def test_the_flags_of_the_command_line_are_the_cases() -> None:
+    """Of ``pykernels bench attention|linear|router`` and of ``moe`` on a GPU."""
+    from model import cli_bench_gpu
+
+    own = {"device", "as_json", "debug"}
+    for op in ("attention", "linear", "router"):
+        named = set(inspect.signature(getattr(cli_bench_gpu, op)).parameters) - own
+        run.check_flags(op, {name: "x" if name in ("kind", "format") else 1 for name in named})
 
 
 SMALL = [

@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 
 from bench.gpu.candidates import candidates
-from bench.gpu.tune import distinct, jobs, main
+from bench.gpu.tune import FORMATS, OPS, asked, distinct, jobs, main
 from pykernels.errors import PykernelsError
 from pykernels.gpu.plan import EXPERTS_PLANS, LINEAR_PLANS, GemmPlan, ManyPlan
 
-EVERY = list(
-    jobs({"gate_up", "down", "linear"}, {"bf16", "fp8", "int4-g128", "int8-channel", "q4_k"})
-)
+EVERY = list(jobs(set(OPS.split(",")), set(FORMATS.split(","))))
 
 
 def test_every_job_has_plans_of_its_kind() -> None:
@@ -34,6 +32,20 @@ def test_a_kernel_is_compiled_once() -> None:
     pairs = distinct(EVERY)
     assert len(pairs) < sum(len(job.candidates()) for job in EVERY) / 2
     assert all(plan.split_k == 1 for _, plan in pairs if isinstance(plan, GemmPlan))
+
+
+def test_what_is_asked_for_is_tuned_or_refused() -> None:
+    assert asked(OPS, FORMATS, "") == EVERY
+    assert {job.rows for job in asked("gate_up,down", "bf16,fp8", "64,512")} == {64, 512}
+    for wrong, cause in (
+        (("gate", FORMATS, ""), "the op 'gate'. Use gate_up"),
+        ((OPS, "fp8,fp9", ""), "the format 'fp9'. Use bf16"),
+        ((OPS, "", ""), "the format ''"),
+        ((OPS, "fp8", "64,x"), "'x' rows. Use some of 1, 64, 128, 512"),
+        (("linear", "fp8", "64"), "'64' rows"),
+    ):
+        with pytest.raises(PykernelsError, match=cause):
+            asked(*wrong)
 
 
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="there is a GPU")
