@@ -111,14 +111,6 @@ def stage_inputs(
 
 
 @gluon.jit
-def rows_of(block, row, N, WHOLE, ROWS: gl.constexpr):
-    """Rows of a block; from block WHOLE on one has half as many, each of them twice."""
-    HALF: gl.constexpr = ROWS // 2
-    begin = (block + gl.minimum(block, WHOLE)) * HALF
-    return gl.minimum(begin + gl.where(block < WHOLE, row, row % HALF), N - 1)
-
-
-@gluon.jit
 def load_step(at, step, left_over, EVEN: gl.constexpr, WIDTH: gl.constexpr):
     """Words of a step; ``left_over``: how many words of a row each lane's first one leaves."""
     if EVEN:
@@ -150,7 +142,7 @@ def load_scale(
 @gluon.jit
 def multiply_step(
     acc, words, scale, x, total, chunk, FLIP, KIND: gl.constexpr, GROUP: gl.constexpr,
-    A: gl.constexpr, B: gl.constexpr, LX: gl.constexpr,
+    CHAINS: gl.constexpr, A: gl.constexpr, B: gl.constexpr, LX: gl.constexpr,
 ):  # fmt: skip
     """acc plus a step's products; x [HALVES S, 16 LANE] and total [S or HALVES S] are shared."""
     COLS: gl.constexpr = acc.shape[2]
@@ -167,7 +159,10 @@ def multiply_step(
                 sums = total.slice(h * S, S).load(gl.SliceLayout(1, gl.SliceLayout(2, MMA)))
                 first += sums[:, None, None]
             part = acc + first if GROUP == 0 else first
-        part = mma_v2(a, b, part)
+        if CHAINS == 2 and h * S >= total.shape[0]:
+            part += mma_v2(a, b, gl.full(acc.shape, 0.0, gl.float32, layout=MMA))
+        else:
+            part = mma_v2(a, b, part)
         if GROUP == 32:
             if KIND == "int4":
                 sc = scale & -65536 if h == 1 else scale << 16
@@ -181,13 +176,13 @@ def multiply_step(
     return acc
 
 
-@gluon.jit(do_not_specialize=["FLIP", "WHOLE"])
+@gluon.jit(do_not_specialize=["FLIP"])
 def one_row(
-    x, w, w_scale, out, bias, N, K, WORDS, WHOLE, FLIP,
+    x, w, w_scale, out, bias, N, K, WORDS, FLIP,
     KIND: gl.constexpr, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
     ONCE: gl.constexpr, STEPS: gl.constexpr, EVEN: gl.constexpr,
     S: gl.constexpr, ROWS: gl.constexpr, LANE: gl.constexpr, AHEAD: gl.constexpr,
-    TOGETHER: gl.constexpr, LW: gl.constexpr, LX: gl.constexpr,
+    TOGETHER: gl.constexpr, CHAINS: gl.constexpr, LW: gl.constexpr, LX: gl.constexpr,
 ):  # fmt: skip
     """out[n] = sum over k of x[k] * w[n, k]: a program ROWS rows of w at a time, all of K.
 
@@ -197,13 +192,13 @@ def one_row(
         x: bfloat16 [K].
         w: int32 [N, WORDS].
         w_scale: int32 (see ``matrices``) or, for fp8, float32.
-        WHOLE: blocks of ROWS rows; those behind them have half as many.
         GROUP: inputs of one scale; 0: one scale an output.
         PDL: the kernel behind may be launched while this one runs, and this one was.
         ONCE: there is a program for each block of rows.
         EVEN: the steps end where the rows do.
         AHEAD: steps between asking for weights and multiplying them, at most STEPS.
         TOGETHER: steps whose inputs are brought to shared memory at a time.
+        CHAINS: see ``OneRowPlan``.
     """
     COLS: gl.constexpr = 8
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [S, 1, 1], [1, 16, 8])
@@ -232,10 +227,8 @@ def one_row(
     chunk = gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, MMA)))
     scale_row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
     begin = gl.program_id(0)
-    rows = rows_of(begin, row, N, WHOLE, ROWS).to(gl.int64)
-    at = w + rows[None, :, None] * WORDS + first
-    scales = scales_of(w_scale, rows_of(begin, scale_row, N, WHOLE, ROWS), K, KIND)
-    blocks = 2 * gl.cdiv(N, ROWS) - WHOLE
+    at = w + gl.minimum(begin * ROWS + row, N - 1).to(gl.int64)[None, :, None] * WORDS + first
+    scales = scales_of(w_scale, gl.minimum(begin * ROWS + scale_row, N - 1), K, KIND)
     ACROSS: gl.constexpr = S * KC // 256 if S * KC > 256 else 1
     FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [S // ACROSS, ACROSS], [1, 0])
     k = gl.arange(0, TOGETHER, layout=gl.SliceLayout(1, FLAT))[:, None] * (S * KC)
@@ -266,15 +259,13 @@ def one_row(
     TURN: gl.constexpr = STEPS % AHEAD
     OUT: gl.constexpr = gl.BlockedLayout([1], [32], [S], [0])
     DOWN: gl.constexpr = (2.0**56 if KIND == "fp8" else 2.0**69) / COLS  # all columns are alike
-    for tile in range(begin, begin + 1 if ONCE else blocks, gl.num_programs(0)):
-        o = gl.arange(0, ROWS, layout=OUT)
-        no = (tile + gl.minimum(tile, WHOLE)) * (ROWS // 2) + o
-        stored = (no < N) & ((tile < WHOLE) | (o < ROWS // 2))
+    for tile in range(begin, begin + 1 if ONCE else gl.cdiv(N, ROWS), gl.num_programs(0)):
+        no = tile * ROWS + gl.arange(0, ROWS, layout=OUT)
         # Asked for here: behind the loop they would be waited for.
         if GROUP == 0:
-            row_scale = gl.load(w_scale + no, mask=stored, other=0)
+            row_scale = gl.load(w_scale + no, mask=no < N, other=0)
         if HAS_BIAS:
-            row_bias = gl.load(bias + no, mask=stored, other=0.0).to(gl.float32)
+            row_bias = gl.load(bias + no, mask=no < N, other=0.0).to(gl.float32)
         acc = gl.full([S, ROWS, COLS], 0.0, gl.float32, layout=MMA)
         for turn in range(0, TURNS):
             for q in gl.static_range(AHEAD):
@@ -288,14 +279,15 @@ def one_row(
                     scale = scale[:q] + (factors,) + scale[q + 1 :]
                 acc = multiply_step(
                     acc, words_now, scale_now, xs.index(step), sums.index(step), mine, FLIP,
-                    KIND, GROUP, A, B, LX,
+                    KIND, GROUP, CHAINS, A, B, LX,
                 )  # fmt: skip
         if not ONCE:  # beyond the last block this one's, which are in L2
             after = tile + gl.num_programs(0)
-            after = gl.where(after < blocks, after, tile)
-            rows_next = rows_of(after, row, N, WHOLE, ROWS).to(gl.int64)
-            at_next = w + rows_next[None, :, None] * WORDS + first
-            scales_next = scales_of(w_scale, rows_of(after, scale_row, N, WHOLE, ROWS), K, KIND)
+            after = gl.where(after * ROWS < N, after, tile)
+            n = gl.minimum(after * ROWS + row, N - 1)
+            at_next = w + n.to(gl.int64)[None, :, None] * WORDS + first
+            n = gl.minimum(after * ROWS + scale_row, N - 1)
+            scales_next = scales_of(w_scale, n, K, KIND)
         for t in gl.static_range(TURNS * AHEAD, STEPS):
             mine = chunk + t * S
             words_now, scale_now = words[t % AHEAD], scale[t % AHEAD]
@@ -313,7 +305,7 @@ def one_row(
             scale = scale[: t % AHEAD] + (factors,) + scale[t % AHEAD + 1 :]
             acc = multiply_step(
                 acc, words_now, scale_now, xs.index(t), sums.index(t), mine, FLIP, KIND, GROUP,
-                A, B, LX,
+                CHAINS, A, B, LX,
             )  # fmt: skip
         if not ONCE:
             words = words[TURN:] + words[:TURN]  # type: ignore[assignment]
@@ -326,7 +318,7 @@ def one_row(
             value *= row_scale.to(gl.float32, bitcast=True)
         if HAS_BIAS:
             value += row_bias
-        gl.store(out + no, value.to(gl.bfloat16), mask=stored)
+        gl.store(out + no, value.to(gl.bfloat16), mask=no < N)
 
 
 def multiply_one_row(
@@ -352,7 +344,6 @@ def multiply_one_row(
     pdl = arch(x.device) >= (9, 0)
     blocks = triton.cdiv(stack.N, plan.rows)
     programs = min(plan.programs or blocks, blocks)
-    left = blocks % programs  # for the last round; halved if there is a program for each half
     one_row[(programs,)](
         x,
         words,
@@ -362,7 +353,6 @@ def multiply_one_row(
         stack.N,
         stack.K,
         words.shape[1],
-        blocks - left if 2 * left <= programs else blocks,
         FLIP,
         KIND=stack.kind,
         GROUP=scale_every(stack),
@@ -376,6 +366,7 @@ def multiply_one_row(
         LANE=lane,
         AHEAD=min(plan.ahead, steps),
         TOGETHER=min(8, triton.next_power_of_2(steps), max(1, 4096 // inputs)),
+        CHAINS=plan.chains,
         LW=words_layout,
         LX=inputs_layout(lane, plan.warps),
         num_warps=plan.warps,
