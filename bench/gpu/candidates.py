@@ -48,6 +48,10 @@ _ONE = [
         (32, 8, 2),
     )
     for rounds in (0, 2, 3)
+] + [
+    OneRowPlan(16, 4, 3, registers=128),
+    OneRowPlan(16, 4, 4, 3 * H200_PROCESSORS, chains=2),
+    OneRowPlan(16, 16, 3, H200_PROCESSORS, registers=128),
 ]  # fmt: skip
 _FEW = [
     FewPlan(rows, warps, chunks)

@@ -81,17 +81,20 @@ def kernel_of(
 def one_row_plan(kind: str, group: int, N: int, K: int, processors: int) -> OneRowPlan:
     """The fastest measured at matrices [18432, 7168], [7168, 7168] and [7168, 18432] on Hopper.
 
-    Where there are many blocks of rows, three programs a processor stay for all of them, and the
-    inputs are copied to shared memory that often only. Narrow matrices have a program for each
-    block, four of them a processor.
+    Where there are many blocks of rows, three programs a processor stay for all of them, or one of
+    16 warps, and the inputs are copied to shared memory that often only. Narrow matrices have a
+    program for each block, four of them a processor.
     """
     fine = kind == "int4" and group == 32  # half as many bytes a step
     if fills(N, processors):
-        eight = fine or kind == "int8"
-        return OneRowPlan(16, 8 if eight else 4, 2 if eight else 4, 3 * processors)
+        if kind == "int8" and group > 32:
+            return OneRowPlan(16, 16, 3, processors, registers=128)
+        if fine or kind == "int8":
+            return OneRowPlan(16, 8, 2, 3 * processors)
+        return OneRowPlan(16, 4, 4, 3 * processors, chains=2 if kind == "int4" else 1)
     long = K > 8192
     if fine:
-        return OneRowPlan(16, 8, 4, 2 * processors) if long else OneRowPlan(16, 4, 4)
+        return OneRowPlan(16, 8, 4, 2 * processors) if long else OneRowPlan(16, 4, 4, registers=128)
     return OneRowPlan(16, 4, 3 if kind == "int4" and not long else 2, registers=128)
 
 

@@ -142,7 +142,7 @@ def load_scale(
 @gluon.jit
 def multiply_step(
     acc, words, scale, x, total, chunk, FLIP, KIND: gl.constexpr, GROUP: gl.constexpr,
-    A: gl.constexpr, B: gl.constexpr, LX: gl.constexpr,
+    CHAINS: gl.constexpr, A: gl.constexpr, B: gl.constexpr, LX: gl.constexpr,
 ):  # fmt: skip
     """acc plus a step's products; x [HALVES S, 16 LANE] and total [S or HALVES S] are shared."""
     COLS: gl.constexpr = acc.shape[2]
@@ -159,7 +159,10 @@ def multiply_step(
                 sums = total.slice(h * S, S).load(gl.SliceLayout(1, gl.SliceLayout(2, MMA)))
                 first += sums[:, None, None]
             part = acc + first if GROUP == 0 else first
-        part = mma_v2(a, b, part)
+        if CHAINS == 2 and h * S >= total.shape[0]:
+            part += mma_v2(a, b, gl.full(acc.shape, 0.0, gl.float32, layout=MMA))
+        else:
+            part = mma_v2(a, b, part)
         if GROUP == 32:
             if KIND == "int4":
                 sc = scale & -65536 if h == 1 else scale << 16
@@ -179,7 +182,7 @@ def one_row(
     KIND: gl.constexpr, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
     ONCE: gl.constexpr, STEPS: gl.constexpr, EVEN: gl.constexpr,
     S: gl.constexpr, ROWS: gl.constexpr, LANE: gl.constexpr, AHEAD: gl.constexpr,
-    TOGETHER: gl.constexpr, LW: gl.constexpr, LX: gl.constexpr,
+    TOGETHER: gl.constexpr, CHAINS: gl.constexpr, LW: gl.constexpr, LX: gl.constexpr,
 ):  # fmt: skip
     """out[n] = sum over k of x[k] * w[n, k]: a program ROWS rows of w at a time, all of K.
 
@@ -195,6 +198,7 @@ def one_row(
         EVEN: the steps end where the rows do.
         AHEAD: steps between asking for weights and multiplying them, at most STEPS.
         TOGETHER: steps whose inputs are brought to shared memory at a time.
+        CHAINS: see ``OneRowPlan``.
     """
     COLS: gl.constexpr = 8
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [S, 1, 1], [1, 16, 8])
@@ -275,7 +279,7 @@ def one_row(
                     scale = scale[:q] + (factors,) + scale[q + 1 :]
                 acc = multiply_step(
                     acc, words_now, scale_now, xs.index(step), sums.index(step), mine, FLIP,
-                    KIND, GROUP, A, B, LX,
+                    KIND, GROUP, CHAINS, A, B, LX,
                 )  # fmt: skip
         if not ONCE:  # beyond the last block this one's, which are in L2
             after = tile + gl.num_programs(0)
@@ -301,7 +305,7 @@ def one_row(
             scale = scale[: t % AHEAD] + (factors,) + scale[t % AHEAD + 1 :]
             acc = multiply_step(
                 acc, words_now, scale_now, xs.index(t), sums.index(t), mine, FLIP, KIND, GROUP,
-                A, B, LX,
+                CHAINS, A, B, LX,
             )  # fmt: skip
         if not ONCE:
             words = words[TURN:] + words[:TURN]  # type: ignore[assignment]
@@ -335,6 +339,7 @@ def multiply_one_row(
     lane = 2 if stack.group == 32 else 4
     step = 4 * lane * plan.warps
     steps = triton.cdiv(words.shape[1], step)
+    inputs = step * (8 if stack.kind == "int4" else 4)
     words_layout, _ = layouts(lane, plan.warps, plan.rows, 8)
     pdl = arch(x.device) >= (9, 0)
     blocks = triton.cdiv(stack.N, plan.rows)
@@ -360,7 +365,8 @@ def multiply_one_row(
         ROWS=plan.rows,
         LANE=lane,
         AHEAD=min(plan.ahead, steps),
-        TOGETHER=min(8, triton.next_power_of_2(steps)),
+        TOGETHER=min(8, triton.next_power_of_2(steps), max(1, 4096 // inputs)),
+        CHAINS=plan.chains,
         LW=words_layout,
         LX=inputs_layout(lane, plan.warps),
         num_warps=plan.warps,

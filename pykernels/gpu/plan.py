@@ -116,6 +116,8 @@ class OneRowPlan:
             and multiplying them.
         programs: at most, each with several blocks of rows if need be; 0: one for each block.
         registers: of a thread, at most; 0: as many as the compiler likes.
+        chains: of products that wait for each other, for nibbles in groups of more than 32: one a
+            step, or one for the lower nibbles and one for the upper.
     """
 
     rows: int
@@ -123,6 +125,7 @@ class OneRowPlan:
     ahead: int = 2
     programs: int = 0
     registers: int = 0
+    chains: int = 1
 
     def __post_init__(self) -> None:
         _powers_of_two(self, "rows", "warps")
@@ -130,6 +133,7 @@ class OneRowPlan:
         _in(self, "ahead", range(1, 9))
         _in(self, "programs", range(1 << 16))
         _in(self, "registers", (0, *range(64, 256)))
+        _in(self, "chains", (1, 2))
 
 
 @dataclass(frozen=True)
