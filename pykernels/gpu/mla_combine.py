@@ -77,12 +77,12 @@ def mla_combine(
         alpha = gl.exp2(m - base)
         total = total * alpha + gl.sum(w, 0)
         m = top
-        # An empty part wrote no values. It is left out here, not in the load, which would wait.
-        filled = z > float("-inf")
-        w_left = gl.convert_layout(gl.where(filled, w * power_left, 0.0), Z)
-        w_right = gl.convert_layout(gl.where(filled, w * power_right, 0.0), Z)
+        w_left = gl.convert_layout(w * power_left, Z)
+        w_right = gl.convert_layout(w * power_right, Z)
         w = gl.where(left[None, :, None], gl.expand_dims(w_left, 1), gl.expand_dims(w_right, 1))
         w = gl.expand_dims(w, 3)
+        # An empty part wrote neither values nor powers: its weight is NaN, or 0.
+        # It is left out here, not in the load, which would wait.
         x = gl.where(w > 0, x.to(gl.float32) * w, 0.0)
         # Not one sum: that goes through shared memory with all lanes of a warp in a bank or two.
         x = gl.sum(gl.reshape(x, [ACROSS, BLOCK // ACROSS, LINES, 8, 32]), 1)

@@ -45,7 +45,7 @@ def as_documented(parts: TileParts) -> tuple[torch.Tensor, torch.Tensor]:
 def test_parts_of_any_number_become_one(slots: int, split: DecodePlan, device) -> None:
     """Every size that is compiled; weights from 1 to 0, powers over float32's range, empty parts.
 
-    What an empty part has for values nobody wrote: NaN here.
+    What an empty part has for values and powers nobody wrote: NaN here.
     """
     B, R, blocks = 2, 72 if slots < 10 else 20, [70, 30]
     out = torch.full((B, R, 512), float("nan"), dtype=BF16, device=device)
@@ -61,6 +61,7 @@ def test_parts_of_any_number_become_one(slots: int, split: DecodePlan, device) -
     empty = torch.arange(0, slots, 4)
     parts.lse[empty, :, 0] = float("-inf")
     parts.values[empty] = float("nan")
+    parts.lse[empty, :, 1:] = float("nan")
     parts.lse[:, :, 0, 5] = float("-inf")  # a row that sees nothing
     values, lse = as_documented(parts)
     want, first = [], 0
