@@ -29,18 +29,24 @@ def mla_combine(
     STATS: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [16, 1], [1, 0])  # as loaded
     X_ROW: gl.constexpr = gl.SliceLayout(3, X)  # [parts, lines, rows]
     Z: gl.constexpr = gl.SliceLayout(1, X_ROW)  # [parts, rows]
-    Y: gl.constexpr = gl.SliceLayout(0, X)  # [lines, rows, 32]
-    Y_LINE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, Y))
+    SPOT: gl.constexpr = gl.SliceLayout(0, X)  # [lines, rows, 32]
+    V: gl.constexpr = max(1, 8 // ACROSS)  # values of the result a thread
+    SHARED: gl.constexpr = gl.BlockedLayout(  # [warps that share a line, lines, rows, 32]
+        [ACROSS, 1, 1, V], [1, 1, V, 32 // V], [1, LINES, ACROSS, 1], [3, 2, 1, 0]
+    )
+    Y: gl.constexpr = gl.SliceLayout(0, SHARED)
     b, group = gl.program_id(0) // (tiles * 8), gl.program_id(0) % (tiles * 8)
     tile, within = group // 8, group % 8
     i, _, parts, start = shares_of_slots(length_ptr, B, slots, S, 0, 64, BATCH, 16, False)
     first = gl.sum(gl.where(i == b, start, 0), 0)
     behind = first + gl.sum(gl.where(i == b, parts, 0), 0)
 
-    line = gl.program_id(1) * LINES + gl.arange(0, LINES, layout=Y_LINE)  # of 16
+    line = gl.program_id(1) * LINES + gl.arange(
+        0, LINES, layout=gl.SliceLayout(1, gl.SliceLayout(2, SPOT))
+    )
     spot = (line // 8 * 64 + within * 8 + line % 8) * 256
-    r = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, Y)))
-    c = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, Y)))
+    r = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, SPOT)))
+    c = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, SPOT)))
     spot = spot[:, None, None] + (r * 32)[None, :, None] + c[None, None, :]
     left = gl.arange(0, LINES, layout=gl.SliceLayout(0, gl.SliceLayout(2, X_ROW)))
     left = gl.program_id(1) * LINES + left < 8
@@ -71,14 +77,16 @@ def mla_combine(
         alpha = gl.exp2(m - base)
         total = total * alpha + gl.sum(w, 0)
         m = top
-        # An empty part wrote no values. It is left out here, not in the load, which would wait.
-        filled = z > float("-inf")
-        w_left = gl.convert_layout(gl.where(filled, w * power_left, 0.0), Z)
-        w_right = gl.convert_layout(gl.where(filled, w * power_right, 0.0), Z)
+        w_left = gl.convert_layout(w * power_left, Z)
+        w_right = gl.convert_layout(w * power_right, Z)
         w = gl.where(left[None, :, None], gl.expand_dims(w_left, 1), gl.expand_dims(w_right, 1))
         w = gl.expand_dims(w, 3)
+        # An empty part wrote neither values nor powers: its weight is NaN, or 0.
+        # It is left out here, not in the load, which would wait.
         x = gl.where(w > 0, x.to(gl.float32) * w, 0.0)
-        acc = acc * _of_rows(alpha, Y) + gl.sum(x, 0)
+        # Not one sum: that goes through shared memory with all lanes of a warp in a bank or two.
+        x = gl.sum(gl.reshape(x, [ACROSS, BLOCK // ACROSS, LINES, 8, 32]), 1)
+        acc = acc * _of_rows(alpha, Y) + gl.sum(gl.convert_layout(x, SHARED), 0)
     y = acc * _of_rows(1 / gl.where(total == 0, 1.0, total), Y)
     y = gl.reshape(y.to(gl.bfloat16), [LINES, 8, 4, 4, 2])  # line, row, lane, tile of 8, pair
     y = gl.reshape(gl.permute(y, [1, 0, 3, 2, 4]), [8, LINES * 32])

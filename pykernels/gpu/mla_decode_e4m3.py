@@ -13,59 +13,54 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .gluon_names import barrier, tma_load
-from .mla_decode_copies import share
+from .mla_decode_copies import share, zeros_behind
 
 QUARTER = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 128 columns
 KEY = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-QUERY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 64 columns
 
 
 @gluon.jit
-def half_queries(base, row, rows, NH, s_stride, h_stride, left, right):
-    """64 query rows into shared memory as float16 of at most 2 ** 15, zeros behind the last row.
+def half_queries(x, tops, both, SIDE: gl.constexpr):
+    """(queries [64, 256], half of their columns, as float16 of at most 2 ** 15, powers of two).
 
-    Returns the powers of two [64] that make them the queries again: ``rows_in_half``.
+    The powers [64] make them the queries again: ``attention_parts.rows_in_half``. The largest value
+    of a row may be the other warpgroup's, which both of them wait for.
     """
-    row += gl.arange(0, 64, layout=gl.SliceLayout(1, QUERY))
-    c = gl.arange(0, 64, layout=gl.SliceLayout(0, QUERY))
-    at = base + (row // NH).to(gl.int64) * s_stride + (row % NH) * h_stride
-    top = gl.full([64], 0.0, gl.float32, layout=gl.SliceLayout(1, QUERY))
-    for i in gl.static_range(8):
-        x = gl.load(at[:, None] + (i * 64 + c)[None, :], mask=(row < rows)[:, None], other=0.0)
-        top = gl.maximum(top, gl.max(gl.abs(x.to(gl.float32)), 1))
+    ROW: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    tops.index(SIDE).store(gl.max(gl.abs(x.to(gl.float32)), 1))
+    barrier()
+    mbarrier.arrive(both, count=1)
+    mbarrier.wait(both, 0)
+    top = gl.maximum(tops.index(0).load(ROW), tops.index(1).load(ROW))
     power = gl.maximum(top.to(gl.int32, bitcast=True) & 0x7F800000, 15 << 23) - (14 << 23)
     inverse = ((254 << 23) - power).to(gl.float32, bitcast=True)
-    for i in gl.static_range(8):
-        x = gl.load(at[:, None] + (i * 64 + c)[None, :], mask=(row < rows)[:, None], other=0.0)
-        half = (x.to(gl.float32) * inverse[:, None]).to(gl.float16)
-        if i < 4:
-            left.slice(i * 64, 64, dim=1).store(half)
-        else:
-            right.slice(i * 64 - 256, 64, dim=1).store(half)
-    return power.to(gl.float32, bitcast=True)
+    half = (x.to(gl.float32) * inverse[:, None]).to(gl.float16)
+    return half, power.to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def scaled_softmax(
-    s, scale, start, end, last, m, total, inner, outer, MASKED: gl.constexpr, SOFTCAP: gl.constexpr
-):
+    s, k_scale, turn, start, end, last, m, total, inner, outer,
+    MASKED: gl.constexpr, SOFTCAP: gl.constexpr,
+):  # fmt: skip
     """One block of ``attention_parts.scaled_step``; the shares have the values' scales in them."""
+    KEYS: gl.constexpr = gl.SliceLayout(0, s.type.layout)
     if SOFTCAP:
         s = 1 - 2 / (gl.exp2(s * inner) + 1)
         factor = outer
     else:
         factor = inner
-    scale = gl.maximum(scale, 7.888609052210118e-31)  # 2 ** -100: a row of zeros has any
-    s = s * factor + gl.log2(scale)[None, :]
+    s = s * factor + k_scale.index(2 + turn).load(KEYS)[None, :]
     if MASKED:
-        at = start + gl.arange(0, 64, layout=gl.SliceLayout(0, s.type.layout))
+        at = start + gl.arange(0, 64, layout=KEYS)
         seen = (at < end)[None, :] & (at[None, :] <= last[:, None])
         s = gl.where(seen, s, float("-inf"))
     top = gl.maximum(m, gl.max(s, 1))
     base = gl.where(top == float("-inf"), 0.0, top)
     p = gl.exp2(s - base[:, None])
     alpha = gl.exp2(m - base)
-    return p.to(gl.float16), alpha, top, total * alpha + gl.sum(p * (1 / scale)[None, :], 1)
+    inverse = k_scale.index(4 + turn).load(KEYS)
+    return p.to(gl.float16), alpha, top, total * alpha + gl.sum(p * inverse[None, :], 1)
 
 
 @gluon.jit
@@ -98,6 +93,8 @@ def decoded(
     """The keys' way into shared memory; a block is within a page.
 
     A half block is on its way here while its place is still in use, the next block to the L2 cache.
+    With a block come its keys' scales, their logarithms and inverses, one thread each; behind the
+    end there are zeros, since what lies there may be NaN.
     """
     gdc_wait()
     gdc_launch_dependents()
@@ -124,8 +121,14 @@ def decoded(
         mbarrier.expect(full, 64 * 64 * 2)
         tma_load(rope, [row.to(gl.int32), 0], full, k_rope.index(turn))
         k_scale.index(turn).store(factor)
+        factor = gl.maximum(factor, 7.888609052210118e-31)  # 2 ** -100: a row of zeros has any
+        k_scale.index(2 + turn).store(gl.log2(factor))
+        k_scale.index(4 + turn).store(1 / factor)
         k_left.index(turn).slice(0, 128, dim=1).store(_halves(x))
         k_left.index(turn).slice(128, 128, dim=1).store(_halves(y))
+        if start + 64 > end:
+            barrier()
+            zeros_behind(k_left.index(turn), end - start)
         fence_async_shared()
         barrier()
         mbarrier.arrive(full, count=1)
@@ -136,6 +139,9 @@ def decoded(
         mbarrier.wait(right_empty.index(turn), phase ^ 1)
         k_right.index(turn).slice(0, 128, dim=1).store(_halves(x))
         k_right.index(turn).slice(128, 128, dim=1).store(_halves(y))
+        if start + 64 > end:
+            barrier()
+            zeros_behind(k_right.index(turn), end - start)
         fence_async_shared()
         barrier()
         mbarrier.arrive(full, count=1)

@@ -50,11 +50,9 @@ def mla_decode_hopper(
     k_left = gl.allocate_shared_memory(KIND, [2, 64, 256], SHARED)
     k_right = gl.allocate_shared_memory(KIND, [2, 64, 256], SHARED)
     k_rope = gl.allocate_shared_memory(gl.bfloat16, [2, 64, R], SHARED)
-    k_scale = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
+    k_scale = gl.allocate_shared_memory(gl.float32, [6, 64], LINE)  # and logarithms, inverses
     shares = gl.allocate_shared_memory(KIND, [1, 64, 64], SHARED)
-    tops = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
-    totals = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
-    factors = gl.allocate_shared_memory(gl.float32, [64], LINE)
+    tops = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)  # in the end totals
     MB: gl.constexpr = mbarrier.MBarrierLayout()
     COLUMNS: gl.constexpr = 256 if E4M3 else PIECE
     PIECES: gl.constexpr = 256 // COLUMNS  # of half a block, that are waited for
@@ -85,14 +83,14 @@ def mla_decode_hopper(
                 q_ptr, q_rope_ptr, length_ptr, out_ptr, stats_ptr, inner, outer, B, S, NH, slots,
                 q_b, q_s, q_h, qr_b, qr_s, qr_h,
                 q_left, q_right, q_rope, k_left, k_right, k_rope, k_scale,
-                shares, tops, totals, factors, left_full, right_full, left_empty, right_empty,
+                shares, tops, left_full, right_full, left_empty, right_empty,
                 ready, both, COLUMNS, L, MANY, SOFTCAP, SPLIT, BATCH, E4M3,
             )),
             (right, (
                 q_ptr, q_rope_ptr, length_ptr, out_ptr, stats_ptr, inner, outer, B, S, NH, slots,
                 q_b, q_s, q_h, qr_b, qr_s, qr_h,
                 q_left, q_right, q_rope, k_left, k_right, k_rope, k_scale,
-                shares, tops, totals, factors, left_full, right_full, left_empty, right_empty,
+                shares, tops, left_full, right_full, left_empty, right_empty,
                 ready, both, COLUMNS, L, MANY, SOFTCAP, SPLIT, BATCH, E4M3,
             )),
         ],

@@ -72,11 +72,11 @@ def _begin_scores(
 
 
 @gluon.jit
-def _scores(token, q_rope, k_rope, q_factor, k_scale, E4M3: gl.constexpr):
+def _scores(token, q_rope, k_rope, q_factor, k_scale, turn, E4M3: gl.constexpr):
     """A block's scores, once they are there; the rotated part is not scaled as E4M3 is."""
     s = warpgroup_mma_wait(0, deps=[token])
     if E4M3:
-        scale = k_scale.load(gl.SliceLayout(0, SCORES))
+        scale = k_scale.index(turn).load(gl.SliceLayout(0, SCORES))
         s = s * (q_factor[:, None] * scale[None, :])
         s = warpgroup_mma(q_rope, k_rope.permute((1, 0)), s, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
@@ -85,13 +85,14 @@ def _scores(token, q_rope, k_rope, q_factor, k_scale, E4M3: gl.constexpr):
 
 @gluon.jit
 def _shares(
-    s, k_scale, start, end, last, m, total, inner, outer,
+    s, k_scale, turn, start, end, last, m, total, inner, outer,
     MASKED: gl.constexpr, SOFTCAP: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
     """(shares as the tensor cores take them, factor of the past, m, total) of a block."""
     if E4M3:
-        scale = k_scale.load(gl.SliceLayout(0, SCORES))
-        return scaled_softmax(s, scale, start, end, last, m, total, inner, outer, MASKED, SOFTCAP)
+        return scaled_softmax(
+            s, k_scale, turn, start, end, last, m, total, inner, outer, MASKED, SOFTCAP
+        )
     else:
         return _softmax(s, start, end, last, m, total, inner, outer, MASKED, SOFTCAP)
 
@@ -147,23 +148,26 @@ def _scaled(acc, alpha):
 
 @gluon.jit
 def _queries(
-    q, q_r, first, rows, NH, q_s, q_h, qr_s, qr_h, q_left, q_right, q_rope,
-    LEFT: gl.constexpr, MANY: gl.constexpr, E4M3: gl.constexpr,
+    q, q_r, first, rows, NH, q_s, q_h, qr_s, qr_h, to, q_rope, tops, both,
+    SIDE: gl.constexpr, MANY: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
     """Queries into shared memory, half of them by each warpgroup; E4M3's factors of the rows."""
     factor = gl.full([64], 1.0, gl.float32, layout=gl.SliceLayout(1, SCORES))
-    if LEFT:
-        x = query_rows(q_r, first, rows, NH, qr_s, qr_h, 64, MANY)
-        if E4M3:
-            power = half_queries(q, first, rows, NH, q_s, q_h, q_left, q_right)
-            factor = gl.convert_layout(power, gl.SliceLayout(1, SCORES))
-        else:
-            q_left.store(query_rows(q, first, rows, NH, q_s, q_h, 256, MANY))
-        q_rope.store(x)
-    elif not E4M3:
-        q_right.store(query_rows(q + 256, first, rows, NH, q_s, q_h, 256, MANY))
+    if SIDE == 0:
+        x_rope = query_rows(q_r, first, rows, NH, qr_s, qr_h, 64, MANY)
+    x = query_rows(q + SIDE * 256, first, rows, NH, q_s, q_h, 256, MANY)
+    if E4M3:
+        half, power = half_queries(x, tops, both, SIDE)
+        factor = gl.convert_layout(power, gl.SliceLayout(1, SCORES))
+        to.store(half)
+    else:
+        to.store(x)
+    if SIDE == 0:
+        q_rope.store(x_rope)
     fence_async_shared()
     barrier()
+    mbarrier.arrive(both, count=1)
+    mbarrier.wait(both, 1 if E4M3 else 0)
     return factor
 
 
@@ -171,7 +175,7 @@ def _queries(
 def left(
     q, q_r, length_ptr, out, stats, inner, outer, B, S, NH, slots,
     q_b, q_s, q_h, qr_b, qr_s, qr_h, q_left, q_right, q_rope, k_left, k_right, k_rope, k_scale,
-    shares, tops, totals, factors, left_full, right_full, left_empty, right_empty, ready, both,
+    shares, tops, left_full, right_full, left_empty, right_empty, ready, both,
     COLUMNS: gl.constexpr, L: gl.constexpr, MANY: gl.constexpr, SOFTCAP: gl.constexpr,
     SPLIT: gl.constexpr, BATCH: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
@@ -188,14 +192,9 @@ def left(
     acc = gl.full([64, 256], 0.0, gl.float32, layout=VALUES)
     if blocks > 0:
         q_factor = _queries(
-            q, q_r, first, rows, NH, q_s, q_h, qr_s, qr_h, q_left.index(0), q_right.index(0),
-            q_rope.index(0), True, MANY, E4M3,
+            q, q_r, first, rows, NH, q_s, q_h, qr_s, qr_h, q_left.index(0), q_rope.index(0),
+            tops, both, 0, MANY, E4M3,
         )  # fmt: skip
-        if E4M3:
-            factors.store(q_factor)
-            barrier()
-        mbarrier.arrive(both, count=1)
-        mbarrier.wait(both, 0)
         last = length - S + (row // NH if MANY else row * 0)  # newest key that the row sees
         pairs = (blocks - 1) // 2
         for i in range(pairs):
@@ -205,10 +204,10 @@ def left(
                 left_full, right_full, COLUMNS, E4M3,
             )  # fmt: skip
             s = _scores(
-                token, q_rope.index(even), k_rope.index(even), q_factor, k_scale.index(even), E4M3
+                token, q_rope.index(even), k_rope.index(even), q_factor, k_scale, even, E4M3
             )
             p, alpha, m, total = _shares(
-                s, k_scale.index(even), begin + i * 128, end, last, m, total, inner, outer,
+                s, k_scale, even, begin + i * 128, end, last, m, total, inner, outer,
                 MANY, SOFTCAP, E4M3,
             )  # fmt: skip
             _publish(p, m, shares.index(even), tops.index(even), ready.index(even))
@@ -227,14 +226,14 @@ def left(
             0, 0, pairs & 1, q_left, q_right, q_rope, k_left, k_right, k_rope,
             left_full, right_full, COLUMNS, E4M3,
         )  # fmt: skip
-        s = _scores(token, q_rope.index(0), k_rope.index(0), q_factor, k_scale.index(0), E4M3)
+        s = _scores(token, q_rope.index(0), k_rope.index(0), q_factor, k_scale, 0, E4M3)
         start = begin + pairs * 128
         p, alpha, m, total = _shares(
-            s, k_scale.index(0), start, end, last, m, total, inner, outer, True, SOFTCAP, E4M3
+            s, k_scale, 0, start, end, last, m, total, inner, outer, True, SOFTCAP, E4M3
         )
         _publish(p, m, shares.index(0), tops.index(0), ready.index(0))
         acc = _scaled(acc, alpha)
-        if start + 64 > end:
+        if start + 64 > end and not E4M3:
             zeros_behind(k_left.index(0), end - start)
         p = gl.convert_layout(p, OPERAND)
         pending = warpgroup_mma(p, k_left.index(0), acc, is_async=True)
@@ -242,11 +241,11 @@ def left(
         if start + 64 < end:  # one more block, the other's
             m, total, acc = _others(m, total, acc, tops.index(1), ready.index(1), pairs & 1)
             _there(left_full, 1, pairs & 1, COLUMNS)
-            if start + 128 > end:
+            if start + 128 > end and not E4M3:
                 zeros_behind(k_left.index(1), end - start - 64)
             pending = warpgroup_mma(shares.index(0), k_left.index(1), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[pending])
-        total = _of_both(total, totals, both, 0)
+        total = _of_both(total, tops, both, 0, E4M3)
     if SPLIT:
         z = gl.where(total == 0, float("-inf"), m + gl.log2(gl.where(total == 0, 1.0, total)))
         store_lse(z, stats)
@@ -257,7 +256,7 @@ def left(
 def right(
     q, q_r, length_ptr, out, stats, inner, outer, B, S, NH, slots,
     q_b, q_s, q_h, qr_b, qr_s, qr_h, q_left, q_right, q_rope, k_left, k_right, k_rope, k_scale,
-    shares, tops, totals, factors, left_full, right_full, left_empty, right_empty, ready, both,
+    shares, tops, left_full, right_full, left_empty, right_empty, ready, both,
     COLUMNS: gl.constexpr, L: gl.constexpr, MANY: gl.constexpr, SOFTCAP: gl.constexpr,
     SPLIT: gl.constexpr, BATCH: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
@@ -274,13 +273,9 @@ def right(
     acc = gl.full([64, 256], 0.0, gl.float32, layout=VALUES)
     if blocks > 0:
         q_factor = _queries(
-            q, q_r, first, rows, NH, q_s, q_h, qr_s, qr_h, q_left.index(0), q_right.index(0),
-            q_rope.index(0), False, MANY, E4M3,
+            q, q_r, first, rows, NH, q_s, q_h, qr_s, qr_h, q_right.index(0), q_rope.index(0),
+            tops, both, 1, MANY, E4M3,
         )  # fmt: skip
-        mbarrier.arrive(both, count=1)
-        mbarrier.wait(both, 0)
-        if E4M3:
-            q_factor = factors.load(S_ROW)
         last = length - S + (row // NH if MANY else row * 0)  # newest key that the row sees
         pairs = (blocks - 1) // 2
         for i in range(pairs):
@@ -289,14 +284,12 @@ def right(
                 even, odd, i & 1, q_left, q_right, q_rope, k_left, k_right, k_rope,
                 left_full, right_full, COLUMNS, E4M3,
             )  # fmt: skip
-            s = _scores(
-                token, q_rope.index(even), k_rope.index(odd), q_factor, k_scale.index(odd), E4M3
-            )
+            s = _scores(token, q_rope.index(even), k_rope.index(odd), q_factor, k_scale, odd, E4M3)
             m, total, acc = _others(m, total, acc, tops.index(even), ready.index(even), i & 1)
             _there(right_full, even, i & 1, COLUMNS)
             pending = warpgroup_mma(shares.index(even), k_right.index(even), acc, is_async=True)
             p, alpha, m, total = _shares(
-                s, k_scale.index(odd), begin + i * 128 + 64, end, last, m, total, inner, outer,
+                s, k_scale, odd, begin + i * 128 + 64, end, last, m, total, inner, outer,
                 MANY, SOFTCAP, E4M3,
             )  # fmt: skip
             acc = warpgroup_mma_wait(0, deps=[pending])
@@ -316,38 +309,39 @@ def right(
                 0, 1, phase, q_left, q_right, q_rope, k_left, k_right, k_rope,
                 left_full, right_full, COLUMNS, E4M3,
             )  # fmt: skip
-            s = _scores(token, q_rope.index(0), k_rope.index(1), q_factor, k_scale.index(1), E4M3)
+            s = _scores(token, q_rope.index(0), k_rope.index(1), q_factor, k_scale, 1, E4M3)
         m, total, acc = _others(m, total, acc, tops.index(0), ready.index(0), phase)
         _there(right_full, 0, phase, COLUMNS)
-        if start + 64 > end:
+        if start + 64 > end and not E4M3:
             zeros_behind(k_right.index(0), end - start)
         pending = warpgroup_mma(shares.index(0), k_right.index(0), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[pending])
         barrier()
         if start + 64 < end:
             p, alpha, m, total = _shares(
-                s, k_scale.index(1), start + 64, end, last, m, total, inner, outer,
+                s, k_scale, 1, start + 64, end, last, m, total, inner, outer,
                 True, SOFTCAP, E4M3,
             )  # fmt: skip
             _publish(p, m, shares.index(0), tops.index(1), ready.index(1))
             acc = _scaled(acc, alpha)
-            if start + 128 > end:
+            if start + 128 > end and not E4M3:
                 zeros_behind(k_right.index(1), end - start - 64)
             p = gl.convert_layout(p, OPERAND)
             pending = warpgroup_mma(p, k_right.index(1), acc, is_async=True)
             acc, p = warpgroup_mma_wait(0, deps=[pending, p])
-        total = _of_both(total, totals, both, 1)
+        total = _of_both(total, tops, both, 1, E4M3)
     _store(acc, total, out, stats, first, rows, blocks, L, SPLIT, 1)
 
 
 @gluon.jit
-def _of_both(total, totals, both, SIDE: gl.constexpr):
+def _of_both(total, tops, both, SIDE: gl.constexpr, E4M3: gl.constexpr):
     """The sum of both warpgroups' shares."""
-    totals.index(SIDE).store(total)
+    barrier()  # all threads have read what they overwrite: largest scores that the other left
+    tops.index(1 - SIDE).store(total)
     barrier()
     mbarrier.arrive(both, count=1)
-    mbarrier.wait(both, 1)
-    return totals.index(0).load(total.type.layout) + totals.index(1).load(total.type.layout)
+    mbarrier.wait(both, 0 if E4M3 else 1)
+    return tops.index(0).load(total.type.layout) + tops.index(1).load(total.type.layout)
 
 
 @gluon.jit
