@@ -91,7 +91,9 @@ def one_row_plan(kind: str, group: int, N: int, K: int, processors: int) -> OneR
             return OneRowPlan(16, 16, 3, processors, registers=128)
         if fine or kind == "int8":
             return OneRowPlan(16, 8, 2, 3 * processors)
-        return OneRowPlan(16, 4, 4, 3 * processors, chains=2 if kind == "int4" else 1)
+        if kind == "int4":  # unbounded, two chains take more registers than are free
+            return OneRowPlan(16, 4, 4, 3 * processors, registers=168, chains=2)
+        return OneRowPlan(16, 4, 4, 3 * processors)
     long = K > 8192
     if fine:
         return OneRowPlan(16, 8, 4, 2 * processors) if long else OneRowPlan(16, 4, 4, registers=128)
