@@ -67,16 +67,14 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
     DISTANCE = AHEAD if HALVES == 2 else max(AHEAD, BLOCK)
     OUTS, SUMS = HALVES * M, CHAINS * HALVES * M
     # In groups of four loads one half has too few chains to hide the latency of ``vdpbf16ps``: the
-    # halves take turns load by load. Else a tile is read to its end.
-    ALTERNATE = FOLDS == 2 and activations == "bf16"
+    # halves take turns load by load. Else a tile is read to its end. Bytes bound q8_0, and from
+    # memory taking turns costs it a third.
+    ALTERNATE = FOLDS == 2 and activations == "bf16" and fmt != "q8_0"
     GROUP_LOADS = LOADS // FOLDS
-    # LLVM unrolls so small a block whole, and would put its prefetches, up to 64, first; or keep
-    # what both halves load, or the sums of four groups, where registers are too few. A fence that
-    # is no instruction, after a half or a short group, keeps it from that.
-    SHORT = FOLDS > 2 and (M > 1 or digits)
-    UNFENCED = ("mxfp4", "q8_0", "q6_k" if activations == "bf16" else "")
-    FENCED = SHORT or fmt not in UNFENCED
-    FENCED_GROUPS = 1 if SHORT else FOLDS
+    # LLVM would put the prefetches of loads that it unrolls first, up to 64 together, and decode
+    # more loads at once than there are registers. A fence that is no instruction after each span
+    # of loads keeps it from both.
+    SPAN = max(2, ASKED)
 
     @inlined
     def fold(sums, outs, half, to_half, K, k, rows, scale):
@@ -109,17 +107,37 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
             )  # fmt: skip
 
     @inlined
-    def read_group(sums, outs, half, to_half, at, asked, group, tables, rows, K, k, scale):
-        to_k = k + group * GROUP
-        if FOLDS > 1:
-            begin_groups(sums, half, half + 1, K, to_k, rows)
-        for some in range(GROUP_LOADS // ASKED):
-            first_load = group * GROUP_LOADS + some * ASKED
-            ask(asked, half * LOADS + first_load)
-            for j in range(ASKED):
-                add_load(sums, half, at, first_load + j, tables, rows, K, k)
-        if FOLDS > 1:
-            fold(sums, outs, half, to_half, K, to_k, rows, scale)
+    def read_half(sums, outs, half, to_half, at, asked, tables, rows, K, k, scale):
+        for group in range(FOLDS):
+            to_k = k + group * GROUP
+            if FOLDS > 1:
+                begin_groups(sums, half, half + 1, K, to_k, rows)
+            for span in range(GROUP_LOADS // SPAN):
+                for some in range(SPAN // ASKED):
+                    first_load = group * GROUP_LOADS + span * SPAN + some * ASKED
+                    ask(asked, half * LOADS + first_load)
+                    for j in range(ASKED):
+                        add_load(sums, half, at, first_load + j, tables, rows, K, k)
+                in_order()
+            if FOLDS > 1:
+                fold(sums, outs, half, to_half, K, to_k, rows, scale)
+
+    @inlined
+    def read_alternating(sums, outs, sweep, at, asked, tables, rows, K, k, scale):
+        for group in range(FOLDS):
+            to_k = k + group * GROUP
+            begin_groups(sums, 0, HALVES, K, to_k, rows)
+            for span in range(GROUP_LOADS // SPAN):
+                for some in range(SPAN // ASKED):
+                    first_load = group * GROUP_LOADS + span * SPAN + some * ASKED
+                    for j in range(HALVES):
+                        ask(asked, HALVES * first_load + j * ASKED)
+                    for j in range(ASKED):
+                        for half in range(HALVES):
+                            add_load(sums, half, at, first_load + j, tables, rows, K, k)
+                in_order()
+            for half in range(HALVES):
+                fold(sums, outs, half, sweep + half, K, to_k, rows, scale)
 
     @kernel(f"{fmt}-{activations}-m{M}-{ops.name}-{CHAINS}")
     def tile(w, scale, first, last, K, rows, tables, out):
@@ -140,32 +158,13 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
                     at = w + (2 * step + sweep) * TILE
                     asked = w + DISTANCE + (sweep * STEPS + step) * HALVES * TILE
                     if ALTERNATE:
-                        for group in range(FOLDS):
-                            to_k = k + group * GROUP
-                            begin_groups(sums, 0, HALVES, K, to_k, rows)
-                            for some in range(GROUP_LOADS // ASKED):
-                                first_load = group * GROUP_LOADS + some * ASKED
-                                for j in range(HALVES):
-                                    ask(asked, HALVES * first_load + j * ASKED)
-                                for j in range(ASKED):
-                                    for half in range(HALVES):
-                                        load = first_load + j
-                                        add_load(sums, half, at, load, tables, rows, K, k)
-                            for half in range(HALVES):
-                                fold(sums, outs, half, sweep + half, K, to_k, rows, scale)
-                        if FENCED:
-                            in_order()
+                        read_alternating(sums, outs, sweep, at, asked, tables, rows, K, k, scale)
                     else:
-                        for half in range(HALVES):
-                            for lap in range(FOLDS // FENCED_GROUPS):
-                                for j in range(FENCED_GROUPS):
-                                    group = lap * FENCED_GROUPS + j
-                                    read_group(
-                                        sums, outs, half, sweep + half, at, asked, group,
-                                        tables, rows, K, k, scale,
-                                    )  # fmt: skip
-                                if FENCED:
-                                    in_order()
+                        # No loop over halves: LLVM would not unroll it, and an accumulator whose
+                        # index is not a constant lives in memory.
+                        read_half(sums, outs, 0, sweep, at, asked, tables, rows, K, k, scale)
+                        if HALVES == 2:
+                            read_half(sums, outs, 1, 1, at, asked, tables, rows, K, k, scale)
                 k = block * K_BLOCK
                 for half in range(HALVES):
                     if FOLDS == 1:
