@@ -3,9 +3,9 @@
 Folding a group's 64 rows of registers is spread over the next group's products, so that the tile
 unit never waits for it.
 
-Planes: where small integer scales are multiplied into the weights (``gemm_amx``), these have 13
-bits. A group's B tiles are then those of the weights' multiples of 64, followed by those of the
-rest; each of the two is a group of products and a fold.
+Planes (``planes``): the B tiles of a group's first plane are followed by those of the second in
+int8, and each plane is a group of products and a fold; in bf16 the two stand side by side in each
+step, and go into the same C tiles.
 """
 
 from __future__ import annotations
@@ -41,7 +41,13 @@ _SUMS, _SCALE, _GROUP, _ACT, _ROWS, _PLANE, _LESS = range(7)  # words of the hea
 
 
 def make_wide(
-    scales: Scales, ACT_K: int, SLAB_K: int, STEP_K: int, amx: Any, MINIMUM_K: int = 0
+    scales: Scales,
+    ACT_K: int,
+    SLAB_K: int,
+    STEP_K: int,
+    amx: Any,
+    planes: int = 1,
+    MINIMUM_K: int = 0,
 ) -> Passes:
     """The passes of groups of 64 inputs and more, or none.
 
@@ -51,15 +57,19 @@ def make_wide(
         SLAB_K: most inputs of a slab.
         STEP_K: inputs of a full tile.
         amx: ``intrin.amx`` or ``intrin.amx_model``.
-        MINIMUM_K: 0, or B tiles are in two planes, and this is inputs of a minimum.
+        planes: of B tiles: 1 or 2.
+        MINIMUM_K: inputs of a minimum, if there are any.
     """
-    GROUP, SCALED, INT8 = scales.k or SLAB_K, scales.k > 0, ACT_K > 0
+    GROUP, SCALED, INT8 = min(scales.k or SLAB_K, SLAB_K), scales.k > 0, ACT_K > 0
+    SPLIT = scales.k // GROUP if SCALED else 1  # groups of one scale
     MINIMA = scales.minimum is not None
-    assert MINIMUM_K or not MINIMA, "minima are of narrow groups"
+    assert INT8 or not MINIMA, "minima are of narrow groups"
     minimum_of: Any = scales.minimum
-    MINIMA_OF_GROUP = GROUP // MINIMUM_K if MINIMUM_K else 0
-    PLANE_OF = (PLANE_BASE, _ONE) if MINIMUM_K else (_ONE,)
+    MINIMA_OF_GROUP = GROUP // MINIMUM_K if MINIMA else 0
+    JOINT = planes > 1 and not INT8
+    PLANE_OF = (PLANE_BASE, _ONE) if planes > 1 and INT8 else (_ONE,)
     PLANES = len(PLANE_OF)
+    STEP_BYTES = (4 if JOINT else 2) * TILE
     factor_of: Any = scales.factor
     zero, load, store = amx.zero, amx.load, amx.store
     dot = amx.dot_i8 if INT8 else amx.dot_bf16
@@ -87,7 +97,7 @@ def make_wide(
         part, c = parts + HEADER + 128 * first, i64(parts, _SUMS) + 128 * first
         if SCALED:
             scale, group = i64(parts, _SCALE), i64(parts, _GROUP)
-            low, high = factor_of(scale, group, 0), factor_of(scale, group, 1)
+            low, high = factor_of(scale, group // SPLIT, 0), factor_of(scale, group // SPLIT, 1)
             if PLANES > 1:
                 plane = broadcast_f32(f32(parts + 8 * _PLANE, 0))
                 low, high = mul_f32(low, plane), mul_f32(high, plane)
@@ -130,6 +140,14 @@ def make_wide(
         if pair:
             dot(2, 5, 6)
             dot(3, 5, 7)
+        if JOINT:
+            load(6, b + 2 * TILE, 64)
+            load(7, b + 3 * TILE, 64)
+            dot(0, 4, 6)
+            dot(1, 4, 7)
+            if pair:
+                dot(2, 5, 6)
+                dot(3, 5, 7)
 
     @inlined
     def run(inputs, count, a, a_group, b, c, scale, first_k, act_scales, sums, parts, ahead, lines):
@@ -154,7 +172,7 @@ def make_wide(
                         prefetch_l2(ahead)
                         ahead += 64
                     a0 += TILE
-                    at += 2 * TILE
+                    at += STEP_BYTES
                 part = parts + HEADER
                 store(0, part, 128)
                 store(1, part + 64, 128)

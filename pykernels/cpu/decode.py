@@ -4,11 +4,20 @@ For bfloat16 products a reader turns 4 inputs of 16 outputs into two 64-byte row
 give those of a B tile of TDPBF16PS, ``16 n x (k, k + 1)`` and ``16 n x (k + 2, k + 3)``. Formats in
 fours give quads, ``8 n x (k .. k + 3)``: in each 128-bit lane, outputs 0 and 1 of its four in the
 first row, 2 and 3 in the second. ``vdpbf16ps`` takes either; it is cheaper to sum a quad's two
-halves once a group (``products``) than to part them here, which ``pair_rows`` does for AMX.
+halves once a group (``products``) than to part them here.
+
+A GEMM wants pairs of one output side by side. Which two inputs make a pair is free, as long as A
+tiles say the same, and in formats in fours these are the inputs 0 and 2, 1 and 3 of a lot
+(``halves``): the even and the odd bytes of 16-bit words. Codes of 4 or 5 bits are then one look-up
+of words each (``vpermw``), other ones two of bytes and two shifts.
 
 Codes of 8 bits or fewer go through tables of the low and the high byte of their bfloat16 (OSDI'26
 section 3.4 shifts bits instead, which loses E4M3's subnormals: ``vdpbf16ps`` takes unbiased ones
 for zeros).
+
+Codes of 4 to 6 bits become bfloat16 in two operations, in the order of pairs, where a constant may
+be added: set into the upper bits of a mantissa, ``n`` of b bits is ``2**b + n``. That is exact too;
+the sum of the inputs times the constant comes off a group's sum (``products``).
 
 For int8 products it gives one row of ``16 n x 4 k`` unsigned bytes, what ``vpdpbusd`` takes: the
 weight plus a ``bias``, which costs nothing to make and one sum of the inputs to take off again.
@@ -16,6 +25,7 @@ weight plus a ``bias``, which costs nothing to make and one sum of the inputs to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,18 +36,26 @@ from ..quant.layout import K_BLOCK
 from .instructions import Instructions
 from .intrin.avx512_bytes import (
     abs_i8,
+    add_u8,
+    and_xor_words,
     broadcast_u8,
-    even_dwords,
     high_nibbles,
     interleave_high,
     interleave_low,
     load_u8,
     lookup_16,
     low_nibbles,
-    odd_dwords,
     or_masked,
     set_where,
+    sub_i8,
+    where_negative,
     xor_u8,
+)
+from .intrin.avx512_words import (
+    even_words,
+    lookup_32_words,
+    odd_words,
+    shift_words,
 )
 from .intrin.prefetch import prefetch_l1
 from .jit import inlined
@@ -46,18 +64,28 @@ from .scales import SCALES, Scales
 AHEAD = 4096
 """Bytes that the prefetch of a stream runs ahead of its loads: one page."""
 
+LOADS = 8
+"""Loads of a tile."""
+
 _E4M3_AT, _INT8_AT, _INT4_AT, _MXFP4_AT, _Q4_AT, _Q5_AT, _Q6_AT = 0, 256, 512, 640, 768, 896, 1024
+_INT4_WORDS, _MXFP4_WORDS, _Q4_WORDS, _Q5_WORDS = 1152, 1216, 1280, 1344
+PLANE_WORDS, _EVEN_AT = 1408, 1536
 
 
 def _decode_tables() -> torch.Tensor:
-    """uint8 [1152] at a 64-byte-aligned address: low bytes, then high bytes, of bf16(code).
+    """uint8 [1600] at a 64-byte-aligned address: low bytes, then high bytes, of bf16(code).
 
     E4M3 and magnitudes 0 .. 127 have 128 entries each; 4-bit codes have 16, once for each 128-bit
-    lane; 5- and 6-bit codes have 64.
+    lane; 5- and 6-bit codes have 64. Tables of whole words follow: 32 entries for codes of 4 bits
+    (each twice; +0 for -0) and 5; ``128 (1 - h)`` for signed h of 6 bits (``planes``). Last a mask
+    of even bytes.
     """
 
     def bytes_of(values: torch.Tensor, copies: int = 1) -> torch.Tensor:
         return values.to(torch.bfloat16).view(torch.uint8).view(-1, 2).T.repeat(1, copies).flatten()
+
+    def words_of(values: torch.Tensor) -> torch.Tensor:
+        return values.to(torch.bfloat16).repeat(32 // min(32, len(values))).view(torch.uint8)
 
     codes = torch.arange(128, dtype=torch.uint8)
     int4 = torch.tensor([*range(8), *range(-8, 0)])
@@ -66,7 +94,10 @@ def _decode_tables() -> torch.Tensor:
         (e4m3, 1), (codes, 1), (int4, 4), (mxfp4.VALUES, 4),
         (torch.arange(16), 4), (torch.arange(32), 2), (torch.arange(-32, 32), 1),
     )  # fmt: skip
-    tables = torch.cat([bytes_of(values, copies) for values, copies in parts])
+    high_plane = 128 - 128 * torch.tensor([*range(32), *range(-32, 0)])
+    words = int4, mxfp4.VALUES + 0, torch.arange(16), torch.arange(32), high_plane
+    even = torch.tensor([255, 0], dtype=torch.uint8).repeat(32)
+    tables = torch.cat([*(bytes_of(*part) for part in parts), *map(words_of, words), even])
     raw = torch.empty(len(tables) + 64, dtype=torch.uint8)
     skip = -raw.data_ptr() % 64
     aligned = raw[skip : skip + len(tables)]
@@ -96,6 +127,11 @@ class Packing:
     def fours(self) -> bool:
         return self.k_step == 64
 
+    @property
+    def asked(self) -> int:
+        """Loads whose share of the tile is whole cache lines: 1, but for masks beside codes."""
+        return LOADS // math.gcd(LOADS, self.tile_bytes // 64)
+
 
 _PAIRS16, _PAIRS8 = Packing(32, 1024, 1), Packing(32, 512, 1)
 _FOURS8, _FOURS4 = Packing(64, 1024, 2), Packing(64, 512, 2)
@@ -116,11 +152,14 @@ PACKINGS = {
 }
 """By format name."""
 
-LOADS = 8
-"""Loads of a tile."""
-
 BIASES = {"int8": 128, "int4": 8, "int4-g128": 8, "q6_k": 32, "q8_0": 128}
 """By format name, see ``Reader.codes``; 0 for the others."""
+
+CODE_BITS = {"int4": 4, "int4-g128": 4, "q4_k": 4, "q5_k": 5, "q6_k": 6}
+"""Formats of integer codes narrow enough to be lifted."""
+
+LIFTS = {fmt: (1 << bits) + BIASES.get(fmt, 0) for fmt, bits in CODE_BITS.items()}
+"""By format name, see ``Reader.lifted``."""
 
 
 def packed_bytes(fmt: str) -> int:
@@ -136,44 +175,99 @@ class Reader:
     Attributes:
         packing: its tiles.
         scales: its scales.
-        rows: ``rows(tile, load, part, tables, ahead) -> (row, row)``, a lot in bfloat16: pair-rows,
-            or quads of a format in fours; asks for the line ``ahead`` bytes on.
-        codes: ``codes(tile, load, part, ahead) -> row``, the lot's weights plus ``bias`` as
-            unsigned bytes; None if they are no integers.
+        rows: ``rows(tile, load, part, tables) -> (row, row)``, a lot in bfloat16: pair-rows, or
+            quads of a format in fours.
+        halves: the same of a format in fours as rows of pairs: inputs 0 and 2 of each of 16
+            outputs, inputs 1 and 3; None for other formats.
+        codes: ``codes(tile, load, part) -> row``, the lot's weights plus ``bias`` as unsigned
+            bytes; None if they are no integers.
         bias: see ``codes``.
+        lifted: ``lifted(tile, load, part) -> (row, row)``, pair-rows in bfloat16 of the lot's
+            weights plus ``lift``; None if codes are too wide or no integers.
+        lift: see ``lifted``.
     """
 
     packing: Packing
     scales: Scales
     rows: Callable
+    halves: Callable | None = None
     codes: Callable | None = None
     bias: int = 0
+    lifted: Callable | None = None
+    lift: int = 0
+
+
+def make_ask(packing: Packing) -> Callable:
+    """``ask(tile, load)`` prefetches the lines of ``packing.asked`` loads, the first a multiple of
+    them, in the order of their bytes: hardware prefetchers follow one stream."""
+    EACH = packing.tile_bytes // LOADS
+    LINES = packing.asked * EACH // 64
+
+    @inlined
+    def ask(tile, load):
+        for line in range(LINES):
+            prefetch_l1(tile + EACH * load + 64 * line)
+
+    return ask
 
 
 def make_reader(fmt: str, ops: Instructions) -> Reader:
     """The reader of a format, by the instructions of ``ops``."""
-    rows, codes = _READERS[fmt](ops)
-    return Reader(PACKINGS[fmt], SCALES[fmt], rows, codes, BIASES.get(fmt, 0))
+    rows, halves, codes = _READERS[fmt](ops)
+    lift = LIFTS.get(fmt, 0)
+    lifted = _lifted(fmt, ops, codes) if lift else None
+    bias = BIASES.get(fmt, 0)
+    return Reader(PACKINGS[fmt], SCALES[fmt], rows, halves, codes, bias, lifted, lift)
+
+
+def _lifted(fmt: str, ops: Instructions, codes: Callable) -> Callable:
+    """A code's bits below an exponent that makes their lowest an integer's: ``2**BITS + code``."""
+    first, second, BITS = ops.first_words, ops.second_words, CODE_BITS[fmt]
+    SHIFT = 7 - BITS  # a bfloat16 has 7 bits of mantissa
+    MASK, EXPONENT = (1 << 7) - (1 << SHIFT), (127 + BITS) << 7
+
+    if BITS > 4:
+
+        @inlined
+        def lifted(tile, load, part):
+            found = codes(tile, load, part)
+            return (
+                and_xor_words(first(found, SHIFT), MASK, EXPONENT),
+                and_xor_words(second(found, SHIFT), MASK, EXPONENT),
+            )
+
+        return lifted
+
+    # Signed codes are the weights' two's complement: the flipped sign bit adds the bias.
+    FLIP = EXPONENT | (BIASES.get(fmt, 0) << SHIFT)
+
+    @inlined
+    def lifted_nibbles(tile, load, part):
+        both = load_u8(tile + 64 * load)
+        shift = SHIFT - 4 * part
+        return (
+            and_xor_words(first(both, shift), MASK, FLIP),
+            and_xor_words(second(both, shift), MASK, FLIP),
+        )
+
+    return lifted_nibbles
 
 
 def _bf16(ops: Instructions):
     @inlined
-    def rows(tile, load, part, tables, ahead):
+    def rows(tile, load, part, tables):
         at = tile + 128 * load
-        prefetch_l1(at + ahead)
-        prefetch_l1(at + ahead + 64)
         return load_u8(at), load_u8(at + 64)
 
-    return rows, None
+    return rows, None, None
 
 
 def _fp8(ops: Instructions):
     lookup = ops.lookup_128
 
     @inlined
-    def rows(tile, load, part, tables, ahead):
+    def rows(tile, load, part, tables):
         at = tile + 64 * load
-        prefetch_l1(at + ahead)
         codes = load_u8(at)
         table = tables + _E4M3_AT
         low = lookup(load_u8(table), load_u8(table + 64), codes)
@@ -181,21 +275,20 @@ def _fp8(ops: Instructions):
         high = or_masked(high, codes, broadcast_u8(0x80))
         return interleave_low(low, high), interleave_high(low, high)
 
-    return rows, None
+    return rows, None, None
 
 
 def _int8(ops: Instructions):
-    lookup = ops.lookup_128
+    lookup, lookup_half = ops.lookup_128, ops.lookup_64
 
     @inlined
-    def fours(tile, load, part, ahead):
+    def fours(tile, load, part):
         at = tile + 128 * load + 64 * part
-        prefetch_l1(at + ahead)
         return load_u8(at)
 
     @inlined
-    def rows(tile, load, part, tables, ahead):
-        values = fours(tile, load, part, ahead)
+    def rows(tile, load, part, tables):
+        values = fours(tile, load, part)
         magnitude = abs_i8(values)
         table = tables + _INT8_AT
         low = lookup(load_u8(table), load_u8(table + 64), magnitude)
@@ -205,46 +298,59 @@ def _int8(ops: Instructions):
         return interleave_low(low, high), interleave_high(low, high)
 
     @inlined
-    def codes(tile, load, part, ahead):
-        return xor_u8(fours(tile, load, part, ahead), broadcast_u8(0x80))
+    def halves(tile, load, part, tables):
+        values = fours(tile, load, part)
+        magnitude = abs_i8(values)
+        table, less = tables + _INT8_AT, sub_i8(magnitude, broadcast_u8(64))
+        # From 64 on the bytes are 0x42 and the magnitude shifted to the left by one.
+        low, high = lookup_half(load_u8(table), magnitude), load_u8(table + 128)
+        high = lookup_half(high, magnitude)
+        low = where_negative(less, low, add_u8(magnitude, magnitude))
+        high = where_negative(less, high, broadcast_u8(0x42))
+        high = or_masked(high, values, broadcast_u8(0x80))
+        even = load_u8(tables + _EVEN_AT)
+        return even_words(low, high, even), odd_words(low, high, even)
 
-    return rows, codes
+    @inlined
+    def codes(tile, load, part):
+        return xor_u8(fours(tile, load, part), broadcast_u8(0x80))
+
+    return rows, halves, codes
 
 
 @inlined
-def _nibbles(tile, load, part, ahead):
+def _nibbles(tile, load, part):
     """The 4-bit codes of a lot, a byte each: two lots share 64 bytes."""
     both = load_u8(tile + 64 * load)
-    if part == 0:
-        prefetch_l1(tile + 64 * load + ahead)
-        found = low_nibbles(both)
-    else:
-        found = high_nibbles(both)
-    return found
+    return low_nibbles(both) if part == 0 else high_nibbles(both)
 
 
-@inlined
-def pair_rows(a, b):
-    """Quads -> the two pair-rows of the same lot."""
-    return even_dwords(a, b), odd_dwords(a, b)
-
-
-def _four_bits(table_at: int, flip: int | None):
-    """Reader of 4-bit codes: their bfloat16 values are at ``table_at``; code ^ flip = q + bias."""
+def _four_bits(table_at: int, words_at: int, flip: int | None):
+    """Reader of 4-bit codes: their bfloat16 values are at ``table_at`` as bytes, at ``words_at`` as
+    words; code ^ flip = q + bias."""
 
     def make(ops: Instructions):
         @inlined
-        def rows(tile, load, part, tables, ahead):
-            found = _nibbles(tile, load, part, ahead)
+        def rows(tile, load, part, tables):
+            found = _nibbles(tile, load, part)
             table = tables + table_at
             low, high = lookup_16(load_u8(table), found), lookup_16(load_u8(table + 64), found)
             return interleave_low(low, high), interleave_high(low, high)
 
         @inlined
-        def codes(tile, load, part, ahead):
-            return xor_u8(_nibbles(tile, load, part, ahead), broadcast_u8(flip))
+        def halves(tile, load, part, tables):
+            # A look-up reads the lowest five bits of a word, of which a code is four.
+            both, table = load_u8(tile + 64 * load), load_u8(tables + words_at)
+            low = both if part == 0 else shift_words(both, 4)
+            return lookup_32_words(table, low), lookup_32_words(
+                table, shift_words(both, 8 + 4 * part)
+            )
 
-        return rows, codes if flip is not None else None
+        @inlined
+        def codes(tile, load, part):
+            return xor_u8(_nibbles(tile, load, part), broadcast_u8(flip))
+
+        return rows, halves, codes if flip is not None else None
 
     return make
 
@@ -256,29 +362,38 @@ def _bit_planes(planes: int, table_at: int):
         lookup = ops.lookup_64
 
         @inlined
-        def codes(tile, load, part, ahead):
-            found = _nibbles(tile, load, part, ahead)
+        def codes(tile, load, part):
+            found = _nibbles(tile, load, part)
             mask = tile + 512 + (2 * load + part) * 8 * planes
-            if part == 0:
-                prefetch_l1(mask + ahead)
             found = set_where(found, mask, 16)
             if planes > 1:
                 found = set_where(found, mask + 8, 32)
             return found
 
         @inlined
-        def rows(tile, load, part, tables, ahead):
-            found = codes(tile, load, part, ahead)
+        def rows(tile, load, part, tables):
+            found = codes(tile, load, part)
             table = tables + table_at
             low, high = lookup(load_u8(table), found), lookup(load_u8(table + 64), found)
             return interleave_low(low, high), interleave_high(low, high)
 
-        return rows, codes
+        @inlined
+        def halves(tile, load, part, tables):
+            found = codes(tile, load, part)
+            if planes == 1:
+                table = load_u8(tables + _Q5_WORDS)
+                return lookup_32_words(table, found), lookup_32_words(table, shift_words(found, 8))
+            table = tables + table_at
+            low, high = lookup(load_u8(table), found), lookup(load_u8(table + 64), found)
+            even = load_u8(tables + _EVEN_AT)
+            return even_words(low, high, even), odd_words(low, high, even)
+
+        return rows, halves, codes
 
     return make
 
 
-_INT4 = _four_bits(_INT4_AT, flip=8)
+_INT4 = _four_bits(_INT4_AT, _INT4_WORDS, flip=8)
 
 _READERS: dict[str, Callable] = {
     "bf16": _bf16,
@@ -287,8 +402,8 @@ _READERS: dict[str, Callable] = {
     "int8": _int8,
     "int4": _INT4,
     "int4-g128": _INT4,
-    "mxfp4": _four_bits(_MXFP4_AT, flip=None),
-    "q4_k": _four_bits(_Q4_AT, flip=0),
+    "mxfp4": _four_bits(_MXFP4_AT, _MXFP4_WORDS, flip=None),
+    "q4_k": _four_bits(_Q4_AT, _Q4_WORDS, flip=0),
     "q5_k": _bit_planes(1, _Q5_AT),
     "q6_k": _bit_planes(2, _Q6_AT),
     "q8_0": _int8,

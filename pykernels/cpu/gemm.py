@@ -12,7 +12,8 @@ Args of the routine (addresses are int64):
     scale: packed scales, a block's ``scale_bytes`` apart; unread if the format has none.
     k_blocks: inputs / 128.
     a: A tiles [groups of 16 tokens][steps][16 rows][64 bytes], 32 bf16 or 64 int8 inputs a step; an
-        even number of groups, of which the rows beyond M may hold anything.
+        even number of groups, of which the rows beyond M may hold anything. bf16 inputs for formats
+        in fours lie in the order 0, 2, 1, 3 of each four (``decode``).
     rows: int64 [M rounded up to 32], address of each token's row (``rows``).
     tables: ``decode.TABLES``.
     scratch: what the GEMM asks for (SCRATCH_BYTES of its module), of this worker.

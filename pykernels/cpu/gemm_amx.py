@@ -6,13 +6,9 @@ block stays in L1 for all tokens. The next slab of weights is prefetched meanwhi
 each product.
 
 bf16 blocks are B tiles already, and so are 8-bit integers where activations are int8. Others are
-decoded into a slab of them. ``amx_wide`` or ``amx_narrow`` multiplies a slab and adds it to the
-sums.
-
-K-quants with int8 activations: a group's factor is a small integer times one float of its 256
-inputs. The integers are multiplied into the codes when these are decoded. That makes integers of 13
-bits, two planes of int8: twice the products, but of whole tiles, where groups of 16 or 32 inputs
-fill a quarter or half of one, and a fold in 256 inputs for each plane.
+decoded into a slab of them, with the scales of small groups where that is exact: powers of two
+(``powers``), small integers in two planes (``planes``). ``amx_wide`` or ``amx_narrow`` multiplies a
+slab and adds it to the sums.
 """
 
 from __future__ import annotations
@@ -26,22 +22,15 @@ from .activations import annotation
 from .amx_narrow import make_narrow
 from .amx_passes import PARTS_BYTES
 from .amx_wide import make_wide
-from .decode import AHEAD, LOADS, make_reader
+from .decode import make_reader
 from .gemm import ARGUMENTS, MAX_TOKENS, OUT_AT, OUT_BYTES, SLAB_BYTES, TILE, padded_tokens
 from .instructions import Instructions
 from .intrin.avx512 import store_f32, zero_f32
-from .intrin.avx512_bytes import (
-    broadcast_u8,
-    even_bytes_fma,
-    lower_bytes,
-    odd_bytes_fma,
-    offset_words,
-    store_u8,
-    upper_bytes,
-)
-from .intrin.prefetch import prefetch_l2
+from .intrin.avx512_bytes import broadcast_u8, store_u8
 from .intrin.sync import as_pointer
 from .jit import inlined, routine
+from .planes import make_decode_planes
+from .powers import make_decode_powers
 from .scales import Scales
 from .slabs import make_decode, make_gather
 
@@ -87,55 +76,31 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
     """
     reader = make_reader(fmt, ops)
     packing, scales, INT8 = reader.packing, reader.scales, activations == "int8"
-    codes: Any = reader.codes
-    BIAS = reader.bias
     how = annotation(fmt, activations)
     ACT_K = how.act_k if how and INT8 else 0
-    PARTS, TILE_BYTES, PACKED_K = packing.parts, packing.tile_bytes, packing.k_step
+    TILE_BYTES, PACKED_K = packing.tile_bytes, packing.k_step
     STEP_K = 64 if INT8 else 32  # inputs of a full tile
     DIRECT = TILE_BYTES == TILE and STEP_K == PACKED_K and (INT8 or scales.k == 0)
     STEP_BYTES = 2 * TILE_BYTES * STEP_K // PACKED_K  # packed bytes of 32 outputs by a step
     STEPS = K_BLOCK // STEP_K
-    PLANES = 2 if INT8 and scales.small else 1
+    PLANES = 2 if scales.small and scales.k < STEP_K else 1
     SLAB = SLAB_BYTES // (2 * TILE * STEPS * PLANES)  # input blocks of 128
-    MINIMA, SUM_K, SUPER_K = scales.minimum is not None, scales.k, scales.super_k
-    small_of: Any = scales.small
+    MINIMA, SUM_K = scales.minimum is not None, scales.k
+    decode_scaled: Any = None
     if PLANES > 1:
+        decode_scaled = make_decode_planes(reader, INT8)
         scales = Scales(scales.super_k, scales.super_factor, scales.minimum)
-    if PLANES == 1 and 0 < scales.k <= STEP_K:
+    elif scales.power:
+        decode_scaled = make_decode_powers(reader)
+        scales = Scales(0)
+    if 0 < scales.k <= STEP_K:
         passes = make_narrow(scales, ACT_K, STEP_K, amx)
     else:
-        minimum_k = SUM_K if PLANES > 1 else 0
-        passes = make_wide(scales, ACT_K, SLAB * K_BLOCK, STEP_K, amx, minimum_k)
+        passes = make_wide(scales, ACT_K, SLAB * K_BLOCK, STEP_K, amx, PLANES, SUM_K)
     run, flush, GROUPS, B_ROWS = passes.run, passes.flush, passes.token_groups, passes.b_rows
-    decode = make_decode(reader, INT8, signed=True, asks=True)
+    decode = make_decode(reader, INT8, signed=True)
     gather = make_gather(ACT_K, SUM_K if MINIMA else 0)
     variant = f"{fmt}-{activations}-{ops.name}-{amx.__name__.split('.')[-1]}"
-
-    @inlined
-    def decode_planes(w, inputs, ahead, b_slab, scale, first_k):
-        """Codes times the integer of their group's scale, v -> B tiles [superblock][plane][step]
-        [half]: v rounded to multiples of 64, over 64, then what is left of it."""
-        PLANE = SUPER_K // STEP_K * 2 * TILE
-        for k in range(0, inputs, PACKED_K):
-            tile = b_slab + (k // SUPER_K * PLANE) + k // STEP_K * 2 * TILE
-            for half in range(2):
-                for load in range(LOADS):
-                    for part in range(PARTS):
-                        lot = load * PARTS + part
-                        if 4 * lot % SUM_K == 0:
-                            small = small_of(scale, (first_k + k + 4 * lot) // SUM_K, half)
-                            offset = offset_words(small, BIAS)
-                        q = codes(w, load, part, AHEAD)
-                        even = even_bytes_fma(q, small, offset)
-                        odd = odd_bytes_fma(q, small, offset)
-                        to = tile + half * TILE + 64 * lot
-                        store_u8(to, upper_bytes(even, odd))
-                        store_u8(to + PLANE, lower_bytes(even, odd))
-                w += TILE_BYTES
-            for line in range(0, STEP_BYTES * PACKED_K // STEP_K, 64):
-                prefetch_l2(ahead + line)
-            ahead += STEP_BYTES * PACKED_K // STEP_K
 
     @routine(ARGUMENTS, variant)
     def gemm(M, blocks, w, block_bytes, scale, scale_bytes, k_blocks, a, rows, tables, scratch):
@@ -153,24 +118,23 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
             inputs, steps = slab_blocks * K_BLOCK, slab_blocks * STEPS
             w_slab = w + slab * STEPS * STEP_BYTES
             gather(16 * groups, rows, K, slab * K_BLOCK, inputs, act_scales, sums)
+            # Lines of the next slab of weights with each product: all at once they would wait.
+            products = (groups + GROUPS - 1) // GROUPS * steps * (PLANES if INT8 else 1)
+            lines = (steps * STEP_BYTES // 64 + products - 1) // products
             for block in range(blocks):
                 b = w_slab + block * block_bytes
                 ahead = b + block_bytes if block + 1 < blocks else w_slab + steps * STEP_BYTES
-                lines = 0  # of the next slab of weights, with each product
-                if DIRECT:
-                    products = (groups + GROUPS - 1) // GROUPS * steps
-                    lines = (steps * STEP_BYTES // 64 + products - 1) // products
-                elif PLANES > 1:
+                if decode_scaled is not None:
                     at = scale + block * scale_bytes
-                    decode_planes(b, inputs, ahead, b_slab, at, slab * K_BLOCK)
+                    decode_scaled(b, inputs, tables, b_slab, at, slab * K_BLOCK)
                     b = b_slab
-                else:
-                    decode(b, inputs, tables, ahead, b_slab)
+                elif not DIRECT:
+                    decode(b, inputs, tables, b_slab)
                     b = b_slab
                 for group in range(0, groups, GROUPS):
+                    a_slab = a + group * a_group + slab * STEPS * TILE
                     ahead = run(
-                        inputs, min(GROUPS, groups - group),
-                        a + group * a_group + slab * STEPS * TILE, a_group, b,
+                        inputs, min(GROUPS, groups - group), a_slab, a_group, b,
                         out + (block * Mp + 16 * group) * 128, scale + block * scale_bytes,
                         slab * K_BLOCK, act_scales + 64 * group, sums + 64 * group,
                         parts, ahead, lines,

@@ -51,7 +51,7 @@ def make_gemm(fmt: str, ops: Instructions, activations: str) -> Any:
     BIASED, MINIMA, GROUP = INT8 and reader.bias != 0, scales.minimum is not None, scales.k
     factor_of: Any = scales.factor
     minimum_of: Any = scales.minimum
-    decode = make_decode(reader, INT8, signed=False, asks=False)
+    decode = make_decode(reader, INT8, signed=False)
     gather = make_gather(ACT_K, GROUP if BIASED or MINIMA else 0)
     variant = f"{fmt}-{activations}-{ops.name}"
     MOST = 6 if GROUP else 12  # tokens of a pass
@@ -88,7 +88,7 @@ def make_gemm(fmt: str, ops: Instructions, activations: str) -> Any:
                 passes = (M + MOST - 1) // MOST * steps
                 lines = (steps * STEP_BYTES // 64 + passes - 1) // passes
                 if not DIRECT:
-                    decode(b, inputs, tables, ahead, b_slab)
+                    decode(b, inputs, tables, b_slab)
                     b = b_slab
                 if GROUP:
                     at = scale + block * scale_bytes

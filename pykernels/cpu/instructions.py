@@ -10,7 +10,7 @@ from .intrin import avx512, avx512_base, avx512_bytes
 
 EXTENSIONS = {
     "avx512bf16": (avx512, ("dot_bf16", "store_bf16")),
-    "avx512vbmi": (avx512_bytes, ("lookup_64", "lookup_128")),
+    "avx512vbmi": (avx512_bytes, ("lookup_64", "lookup_128", "first_words", "second_words")),
     "avx512vnni": (avx512_bytes, ("dot_u8i8",)),
 }
 """The operations of each extension beyond AVX-512 F, BW, VL and DQ."""
@@ -29,6 +29,8 @@ class Instructions:
     store_bf16: Callable
     lookup_64: Callable
     lookup_128: Callable
+    first_words: Callable
+    second_words: Callable
     dot_u8i8: Callable
 
 

@@ -65,6 +65,7 @@ JOB, job_at = descriptor(
         "annotate_gemm",  # the same for h of an expert that takes the GEMM
         "tables",  # address of the decoding tables
         "int8",  # 1: the GEMM multiplies int8 codes, 0: bf16
+        "tile_fours",  # 1: A tiles hold the inputs 0, 2, 1, 3 of each four (gemm)
         "tile_steps",  # A tiles of 16 slots by 128 inputs
         "gemm_from",  # tokens of an expert from which its weights go through the GEMM
         "x_tiles",  # A tiles of x: [group of 16 slots][gate_up_k * tile_steps][16][64 bytes]
@@ -112,3 +113,15 @@ def copy_line(to, source):
     words = carray(as_pointer(source), (8,), types.int64)
     for i in range(8):
         into[i] = words[i]
+
+
+@inlined
+def copy_line_0213(to, source):
+    """Copies 32 values of 16 bits, the two in the middle of each four exchanged."""
+    into = carray(as_pointer(to), (8,), types.uint64)
+    words = carray(as_pointer(source), (8,), types.uint64)
+    middle, by = types.uint64(0xFFFF0000), types.uint64(16)
+    for i in range(8):
+        four = words[i]
+        outer = four & types.uint64(0xFFFF00000000FFFF)
+        into[i] = outer | ((four >> by) & middle) | ((four & middle) << by)

@@ -15,7 +15,7 @@ from . import gemm_amx, gemm_avx512, tile_avx512, tile_generic
 from .activations import annotation
 from .amx_state import request_permission
 from .annotate import make_annotate
-from .decode import TABLES
+from .decode import PACKINGS, TABLES
 from .instructions import Instructions, instructions
 from .intrin import amx
 from .rows import Annotation
@@ -65,6 +65,11 @@ class MoEKernel:
     @property
     def int8(self) -> bool:
         return self.activations == "int8"
+
+    @property
+    def tile_fours(self) -> bool:
+        """Whether A tiles hold the inputs 0, 2, 1, 3 of each four (``gemm``)."""
+        return PACKINGS[self.fmt].fours and not self.int8
 
 
 def tables_address() -> int:
@@ -116,7 +121,8 @@ def build_kernel(
         tiles = PORTABLE[backend].make_tiles(fmt, activations)
     else:
         tiles = tile_avx512.make_tiles(fmt, ops, activations, digits)
-    hows = annotation(fmt, activations, digits), annotation(fmt, activations)
+    exact = "decoded" if ops is None else "digits" if digits else "lifted"
+    hows = annotation(fmt, activations, exact), annotation(fmt, activations)
     gemm, scratch_bytes = None, 0
     if ops is not None and amx_unit is not None:
         gemm = gemm_amx.make_gemm(fmt, ops, activations, amx_unit)

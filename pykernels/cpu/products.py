@@ -4,7 +4,10 @@ An accumulator is several chains of 16 outputs, so that one dot product need not
 With int8 activations a group's sum is an exact integer, whatever the order, and begins with what
 takes the bias of the codes off; its scale is that of the weights times that of the token's inputs.
 
-bf16 activations meet integer weights as ``digits`` (``rows``): each input is an integer of 30 bits,
+Codes of 4 to 6 bits meet bf16 activations lifted by a constant (``decode``): its product with the
+sum of a group's inputs, which their row holds, comes off the group's sum.
+
+Or they meet integer weights as ``digits`` (``rows``): each input is an integer of 30 bits,
 four signed bytes of it a chain each. Four ``vpdpbusd`` take the codes as they lie, where decoding
 64 of them to bfloat16 costs two table look-ups, two shuffles and two ``vdpbf16ps``; a group's sum
 is exact until its digits are put together.
@@ -22,7 +25,15 @@ from ..quant.activations import DIGITS, DIGITS_K
 from .activations import annotation
 from .decode import Reader
 from .instructions import Instructions
-from .intrin.avx512 import add_f32, add_neighbours, broadcast_f32, fma_f32, mul_f32, zero_f32
+from .intrin.avx512 import (
+    add_f32,
+    add_neighbours,
+    broadcast_f32,
+    fma_f32,
+    fnma_f32,
+    mul_f32,
+    zero_f32,
+)
 from .intrin.avx512_bytes import (
     add_i32,
     broadcast_dword,
@@ -52,7 +63,7 @@ class Products:
         chains: of an accumulator.
         new_sums: ``new_sums(length)``, an array of chains.
         begin: ``begin(sums, i, row, K, k)``: the chains from i on begin a group that holds input k.
-        multiply: ``multiply(sums, i, stride, tile, load, part, tables, ahead, rows, K, k)``: the
+        multiply: ``multiply(sums, i, stride, tile, load, part, tables, rows, K, k)``: the
             chains of token t, at ``i + t * stride``, += a lot of weights times its four inputs
             from k on.
         total: ``total(sums, i, row, K, k) -> f32x16``, the sum of a group that holds input k.
@@ -80,7 +91,9 @@ def make_products(
     """
     if activations == "int8":
         return _int8(fmt, reader, ops, M)
-    return _digits(reader, ops, M) if digits and reader.codes else _bf16(reader, ops, M)
+    if digits and reader.codes:
+        return _digits(reader, ops, M)
+    return _lifted(reader, ops, M) if reader.lifted else _bf16(reader, ops, M)
 
 
 def _bf16(reader: Reader, ops: Instructions, M: int) -> Products:
@@ -92,8 +105,8 @@ def _bf16(reader: Reader, ops: Instructions, M: int) -> Products:
         sums[i + 1] = zero_f32()
 
     @inlined
-    def multiply(sums, i, stride, tile, load, part, tables, ahead, rows, K, k):
-        first, second = read(tile, load, part, tables, ahead)
+    def multiply(sums, i, stride, tile, load, part, tables, rows, K, k):
+        first, second = read(tile, load, part, tables)
         for t in range(M):
             x = i64(rows, t) + 2 * k
             at = i + t * stride
@@ -122,6 +135,40 @@ def _bf16(reader: Reader, ops: Instructions, M: int) -> Products:
     return Products(2, f32x16_array, begin, multiply, total, offset, scaled)
 
 
+def _lifted(reader: Reader, ops: Instructions, M: int) -> Products:
+    read: Any = reader.lifted
+    dot, GROUP, LIFT = ops.dot_bf16, reader.scales.k, np.float32(reader.lift)
+
+    @inlined
+    def begin(sums, i, row, K, k):
+        sums[i] = zero_f32()
+        sums[i + 1] = zero_f32()
+
+    @inlined
+    def multiply(sums, i, stride, tile, load, part, tables, rows, K, k):
+        first, second = read(tile, load, part)
+        for t in range(M):
+            x = i64(rows, t) + 2 * k
+            at = i + t * stride
+            sums[at] = dot(sums[at], first, broadcast_dword(x))
+            sums[at + 1] = dot(sums[at + 1], second, broadcast_dword(x + 4))
+
+    @inlined
+    def offset(row, K, k):
+        return group_sum(row, K, k // GROUP)
+
+    @inlined
+    def total(sums, i, row, K, k):
+        lifted = add_f32(sums[i], sums[i + 1])
+        return fnma_f32(broadcast_f32(offset(row, K, k)), broadcast_f32(LIFT), lifted)
+
+    @inlined
+    def scaled(value, row, K, k):
+        return value
+
+    return Products(2, f32x16_array, begin, multiply, total, offset, scaled)
+
+
 def _digits(reader: Reader, ops: Instructions, M: int) -> Products:
     dot, GROUP, BIAS = ops.dot_u8i8, reader.scales.k, reader.bias
     codes: Any = reader.codes
@@ -136,8 +183,8 @@ def _digits(reader: Reader, ops: Instructions, M: int) -> Products:
                 sums[i + j] = zero_i32()
 
     @inlined
-    def multiply(sums, i, stride, tile, load, part, tables, ahead, rows, K, k):
-        weights = codes(tile, load, part, ahead)
+    def multiply(sums, i, stride, tile, load, part, tables, rows, K, k):
+        weights = codes(tile, load, part)
         for t in range(M):
             for j in range(DIGITS):
                 at = i + t * stride + j
@@ -178,8 +225,8 @@ def _int8(fmt: str, reader: Reader, ops: Instructions, M: int) -> Products:
             sums[i] = broadcast_i32(sum_at(row, K, k // GROUP))
 
     @inlined
-    def multiply(sums, i, stride, tile, load, part, tables, ahead, rows, K, k):
-        weights = codes(tile, load, part, ahead)
+    def multiply(sums, i, stride, tile, load, part, tables, rows, K, k):
+        weights = codes(tile, load, part)
         for t in range(M):
             at = i + t * stride + part % CHAINS  # a part of a load each
             sums[at] = dot(sums[at], weights, broadcast_dword(codes_at(i64(rows, t), K) + k))

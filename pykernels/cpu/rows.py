@@ -15,9 +15,9 @@ or ``C``              int8 [K / 16, DIGITS, 16]   bf16 inputs as digits
 ====================  ==========================  ==================================================
 
 K is padded, ``C = 2 K + K / 32 + K / 4`` rounded up to 64. Everything behind the bfloat16 is made
-from it by ``annotate``, and only where a format asks: sums for its minima or biases, codes for int8
-activations, digits for bf16 ones that meet integer weights (``quant.activations`` has the rules and
-the reference).
+from it by ``annotate``, and only where a format asks: sums for its minima, lift or bias, codes for
+int8 activations, digits for bf16 ones that meet integer weights (``quant.activations`` has the
+rules and the reference).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from .intrin.avx512 import (
     load_u8_as_f32,
     mul_f32,
 )
-from .intrin.avx512_bytes import load_i8_as_word_pairs
+from .intrin.avx512_words import load_i8_as_word_pairs, load_powers
 from .jit import inlined
 from .job import f32
 
@@ -37,6 +37,8 @@ class Scales:
         factor: ``factor(scale, group, half) -> f32x16``, of 16 outputs; ``scale`` is the address of
             the block's.
         minimum: likewise, what every weight of the group lies below ``factor * q``; None for zero.
+        power: ``power(scale, group, half)``: the factor is a power of two, and this is what it adds
+            to a bfloat16 as a word, for each of 16 outputs twice; None for other factors.
         small: ``small(scale, group, half)``: the factor is this integer of 8 bits, each of 16 twice
             as a 16-bit word, times ``super_factor`` of ``super_k`` inputs; None for no such thing.
     """
@@ -47,6 +49,7 @@ class Scales:
     small: Callable | None = None
     super_k: int = 0
     super_factor: Callable | None = None
+    power: Callable | None = None
 
 
 @inlined
@@ -62,6 +65,11 @@ def _for_outputs(scale, group, half):
 @inlined
 def _bf16_groups(scale, group, half):
     return load_bf16(scale + 64 * group + 32 * half)
+
+
+@inlined
+def _bf16_powers(scale, group, half):
+    return load_powers(scale + 64 * group + 32 * half)
 
 
 @inlined
@@ -122,7 +130,7 @@ SCALES = {
     "int8": _GROUPS_128,
     "int4": _GROUPS_32,
     "int4-g128": _GROUPS_128,
-    "mxfp4": _GROUPS_32,
+    "mxfp4": Scales(32, _bf16_groups, power=_bf16_powers),
     "q4_k": _K45,
     "q5_k": _K45,
     "q6_k": Scales(16, _k6_factor, None, _k6_small, 256, _k6_super_factor),

@@ -2,6 +2,8 @@
 
 Decoded weights are B tiles, 1 KiB of 16 outputs each: 32 inputs in bfloat16 pairs, or 64 in fours
 of 8 bits. ``tdpbf16ps`` and ``tdpbssd`` take one whole, ``vdpbf16ps`` and ``vpdpbusd`` its 16 rows.
+A pair is two neighbours, but of formats in fours inputs 0 and 2, 1 and 3 of each four
+(``decode.Reader.halves``): A tiles for them are packed in that order (``gemm``).
 """
 
 from __future__ import annotations
@@ -11,57 +13,51 @@ from typing import Any
 
 from numba import carray, types
 
-from .decode import AHEAD, LOADS, Reader, pair_rows
+from .decode import LOADS, Reader, make_ask
 from .gemm import MAX_TOKENS, TILE
 from .intrin.avx512_bytes import broadcast_u8, store_u8, sub_i8
-from .intrin.prefetch import prefetch_l2
 from .intrin.sync import as_pointer
 from .jit import inlined
 from .job import i64
 from .rows import scale_at, sum_at
 
-_NEAR = 512
+NEAR = 512
 """Bytes that loads of a slab that is in L2 are prefetched to L1."""
 
 
-def make_decode(reader: Reader, INT8: bool, signed: bool, asks: bool) -> Callable:
-    """``decode(w, inputs, tables, ahead, b_slab)``: packed blocks -> B tiles [step][half].
-
+def make_decode(reader: Reader, INT8: bool, signed: bool) -> Callable:
+    """``decode(w, inputs, tables, b_slab)``: packed blocks -> B tiles [step][half].
 
     Args:
         INT8: whether products are of 8 bits.
         signed: whether these take the weights themselves, not ``reader.codes`` with their bias.
-        asks: whether it prefetches as many bytes from ``ahead`` on; else the caller does.
     """
-    packing, read = reader.packing, reader.rows
+    packing = reader.packing
+    ask, ASKED = make_ask(packing), packing.asked
+    read: Any = reader.halves or reader.rows
     codes: Any = reader.codes
     PARTS, TILE_BYTES, PACKED_K = packing.parts, packing.tile_bytes, packing.k_step
-    FOURS, STEP_K = packing.fours, 64 if INT8 else 32  # inputs of a full tile
+    STEP_K = 64 if INT8 else 32  # inputs of a full tile
     BIAS = reader.bias if signed else 0
-    NEAR = AHEAD if asks else _NEAR
 
     @inlined
-    def decode(w, inputs, tables, ahead, b_slab):
+    def decode(w, inputs, tables, b_slab):
         for k in range(0, inputs, PACKED_K):
             for half in range(2):
                 for load in range(LOADS):
+                    if load % ASKED == 0:
+                        ask(w + NEAR, load)
                     for part in range(PARTS):
                         first = k + 4 * (load * PARTS + part)
                         tile = b_slab + (2 * (first // STEP_K) + half) * TILE
                         if INT8:
-                            q = sub_i8(codes(w, load, part, NEAR), broadcast_u8(BIAS))
+                            q = sub_i8(codes(w, load, part), broadcast_u8(BIAS))
                             store_u8(tile + first % STEP_K * 16, q)
                         else:
-                            row0, row1 = read(w, load, part, tables, NEAR)
-                            if FOURS:
-                                row0, row1 = pair_rows(row0, row1)
+                            row0, row1 = read(w, load, part, tables)
                             store_u8(tile + first % STEP_K * 32, row0)
                             store_u8(tile + first % STEP_K * 32 + 64, row1)
                 w += TILE_BYTES
-            if asks:
-                for line in range(0, 2 * TILE_BYTES, 64):
-                    prefetch_l2(ahead + line)
-                ahead += 2 * TILE_BYTES
 
     return decode
 

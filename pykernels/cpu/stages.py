@@ -28,7 +28,7 @@ from .intake import make_rows
 from .intrin.registers import stack_alloc
 from .intrin.sync import as_pointer, call_routine
 from .jit import inlined, task
-from .job import copy_line, f32, i64, job_at
+from .job import copy_line, copy_line_0213, f32, i64, job_at
 from .rows import codes_at
 from .tile_generic import round_bf16
 
@@ -113,12 +113,17 @@ def _annotate_h(job, annotate, h_rows, h_stride, first, last, first_block, last_
 def _copy_to_tile(row, K, k_groups, tiles, slot, first, last, job):
     """Moves a row's inputs of tile steps first .. last - 1, 64 bytes each, into its A tiles.
 
-    A tiles are [group of 16 slots][step][16 slots][64 bytes]: 32 bf16 or 64 int8 inputs a step.
+    A tiles are [group of 16 slots][step][16 slots][64 bytes]: 32 bf16 or 64 int8 inputs a step, in
+    the order that the format's B tiles have (``gemm``).
     """
     at = codes_at(row, K) if job.int8 != 0 else row
     to = tiles + (slot // 16 * job.tile_steps * k_groups * 16 + slot % 16) * 64
-    for step in range(first, last):
-        copy_line(to + step * gemm.TILE, at + 64 * step)
+    if job.tile_fours != 0:
+        for step in range(first, last):
+            copy_line_0213(to + step * gemm.TILE, at + 64 * step)
+    else:
+        for step in range(first, last):
+            copy_line(to + step * gemm.TILE, at + 64 * step)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..quant.layout import K_BLOCK
-from .decode import AHEAD, LOADS, make_reader
+from .decode import AHEAD, LOADS, make_ask, make_reader, packed_bytes
 from .instructions import Instructions
 from .intrin.avx512 import add_f32, broadcast_f32, fma_f32, fnma_f32, load_f32, store_f32, zero_f32
 from .intrin.prefetch import in_order
@@ -51,6 +51,7 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
     CHAINS = products.chains
     total, offset, scaled = products.total, products.offset, products.scaled
     factor_of, minimum_of = reader.scales.factor, reader.scales.minimum
+    ask, ASKED = make_ask(reader.packing), reader.packing.asked
     TILE, K_STEP, PARTS = reader.packing.tile_bytes, reader.packing.k_step, reader.packing.parts
     STEPS = K_BLOCK // K_STEP
     # Groups of inputs shorter than a packed tile are added up in registers first.
@@ -60,11 +61,22 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
     # order of their bytes as one KiB in two. Not where accumulators would not fit in registers.
     MOST = 2 if FOLDS > 1 else 8 if activations == "int8" else 4 if fmt in ("bf16", "int8") else 3
     HALVES = 2 if M <= MOST else 1
+    BLOCK = packed_bytes(fmt)
+    # Lines are asked for in the order of their bytes, half by half too: then one sweep asks for
+    # half of what both sweeps of a later block load.
+    DISTANCE = AHEAD if HALVES == 2 else max(AHEAD, BLOCK)
     OUTS, SUMS = HALVES * M, CHAINS * HALVES * M
-    FOLD_LOADS = LOADS // FOLDS
-    # LLVM unrolls so small a block whole, and would put its prefetches, up to 64, first.
-    FENCED = 3 if fmt in ("bf16", "fp8", "fp8-channel") else 1
-    UNROLLED = M <= FENCED and (FOLDS == 1 or fmt == "int4")
+    # In groups of four loads one half has too few chains to hide the latency of ``vdpbf16ps``: the
+    # halves take turns load by load. Else a tile is read to its end.
+    ALTERNATE = FOLDS == 2 and activations == "bf16"
+    GROUP_LOADS = LOADS // FOLDS
+    # LLVM unrolls so small a block whole, and would put its prefetches, up to 64, first; or keep
+    # what both halves load, or the sums of four groups, where registers are too few. A fence that
+    # is no instruction, after a half or a short group, keeps it from that.
+    SHORT = FOLDS > 2 and (M > 1 or digits)
+    UNFENCED = ("mxfp4", "q8_0", "q6_k" if activations == "bf16" else "")
+    FENCED = SHORT or fmt not in UNFENCED
+    FENCED_GROUPS = 1 if SHORT else FOLDS
 
     @inlined
     def fold(sums, outs, half, to_half, K, k, rows, scale):
@@ -88,6 +100,27 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
             for half in range(first, last):
                 begin(sums, CHAINS * (t * HALVES + half), i64(rows, t), K, k)
 
+    @inlined
+    def add_load(sums, half, at, load, tables, rows, K, k):
+        for part in range(PARTS):
+            multiply(
+                sums, CHAINS * half, CHAINS * HALVES, at + half * TILE, load, part, tables,
+                rows, K, k + 4 * (load * PARTS + part),
+            )  # fmt: skip
+
+    @inlined
+    def read_group(sums, outs, half, to_half, at, asked, group, tables, rows, K, k, scale):
+        to_k = k + group * GROUP
+        if FOLDS > 1:
+            begin_groups(sums, half, half + 1, K, to_k, rows)
+        for some in range(GROUP_LOADS // ASKED):
+            first_load = group * GROUP_LOADS + some * ASKED
+            ask(asked, half * LOADS + first_load)
+            for j in range(ASKED):
+                add_load(sums, half, at, first_load + j, tables, rows, K, k)
+        if FOLDS > 1:
+            fold(sums, outs, half, to_half, K, to_k, rows, scale)
+
     @kernel(f"{fmt}-{activations}-m{M}-{ops.name}-{CHAINS}")
     def tile(w, scale, first, last, K, rows, tables, out):
         if first == 0:
@@ -104,24 +137,35 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
                     begin_groups(sums, 0, HALVES, K, block * K_BLOCK, rows)
                 for step in range(STEPS):
                     k = block * K_BLOCK + step * K_STEP
-                    for half in range(HALVES):
-                        at = w + (2 * step + sweep + half) * TILE
-                        for part_fold in range(FOLDS):
-                            to_k = k + part_fold * GROUP
-                            if FOLDS > 1:
-                                begin_groups(sums, half, half + 1, K, to_k, rows)
-                            for fold_load in range(FOLD_LOADS):
-                                load = part_fold * FOLD_LOADS + fold_load
-                                for part in range(PARTS):
-                                    lot_k = k + 4 * (load * PARTS + part)
-                                    multiply(
-                                        sums, CHAINS * half, CHAINS * HALVES, at, load, part,
-                                        tables, AHEAD, rows, K, lot_k,
-                                    )  # fmt: skip
-                            if FOLDS > 1:
+                    at = w + (2 * step + sweep) * TILE
+                    asked = w + DISTANCE + (sweep * STEPS + step) * HALVES * TILE
+                    if ALTERNATE:
+                        for group in range(FOLDS):
+                            to_k = k + group * GROUP
+                            begin_groups(sums, 0, HALVES, K, to_k, rows)
+                            for some in range(GROUP_LOADS // ASKED):
+                                first_load = group * GROUP_LOADS + some * ASKED
+                                for j in range(HALVES):
+                                    ask(asked, HALVES * first_load + j * ASKED)
+                                for j in range(ASKED):
+                                    for half in range(HALVES):
+                                        load = first_load + j
+                                        add_load(sums, half, at, load, tables, rows, K, k)
+                            for half in range(HALVES):
                                 fold(sums, outs, half, sweep + half, K, to_k, rows, scale)
-                        if UNROLLED:
+                        if FENCED:
                             in_order()
+                    else:
+                        for half in range(HALVES):
+                            for lap in range(FOLDS // FENCED_GROUPS):
+                                for j in range(FENCED_GROUPS):
+                                    group = lap * FENCED_GROUPS + j
+                                    read_group(
+                                        sums, outs, half, sweep + half, at, asked, group,
+                                        tables, rows, K, k, scale,
+                                    )  # fmt: skip
+                                if FENCED:
+                                    in_order()
                 k = block * K_BLOCK
                 for half in range(HALVES):
                     if FOLDS == 1:

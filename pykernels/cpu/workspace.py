@@ -166,6 +166,7 @@ class MoECall:
             "annotate": kernel.annotate,
             "annotate_gemm": kernel.annotate_gemm,
             "int8": kernel.int8,
+            "tile_fours": kernel.tile_fours,
             "tile_steps": 2 if kernel.int8 else 4,
             "scratch": self._scratch.data_ptr(),
             "scratch_stride": kernel.scratch_bytes,

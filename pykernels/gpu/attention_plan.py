@@ -33,6 +33,8 @@ class DecodePlan:
         least: blocks of a part: combining more parts costs more than shorter ones save.
         in_lanes: GQA's kernel whose lanes multiply what they load: 8 or 16 rows, 16 or 32 keys a
             warp; ``stages`` means nothing to it.
+        in_ring: GQA's kernel for Hopper with a ring of ``stages`` blocks: 16 rows, 64 keys, 4
+            warps.
     """
 
     rows: int
@@ -44,6 +46,7 @@ class DecodePlan:
     by_hand: bool = False
     least: int = 1
     in_lanes: bool = False
+    in_ring: bool = False
 
     def __post_init__(self) -> None:
         each = self.keys // self.warps
@@ -51,6 +54,12 @@ class DecodePlan:
             raise PykernelsError(
                 f"a decode plan in lanes has {self.rows} rows and {each} keys a warp",
                 "That kernel's programs take 8 or 16, and 16 or 32",
+            )
+        if self.in_ring and (self.rows, self.keys, self.warps) != (16, 64, 4):
+            raise PykernelsError(
+                f"a decode plan with a ring has {self.rows} rows, {self.keys} keys and"
+                f" {self.warps} warps",
+                "That kernel's programs take 16, 64 and 4",
             )
         if self.by_hand and (self.rows, self.keys) != (64, 64):
             raise PykernelsError(
@@ -167,6 +176,14 @@ def in_lanes_takes(D: int, fp8: bool, page: int, device: torch.device, aligned: 
     return arch(device) >= (8, 9) and D == 128 and fp8 and page % 32 == 0 and aligned
 
 
+def in_ring_takes(D: int, fp8: bool, page: int, device: torch.device, aligned: bool) -> bool:
+    """Whether ``DecodePlan.in_ring`` can run: Hopper, heads of 128 in bf16.
+
+    Caches ``aligned`` to 16 bytes; a block of 64 keys is within a page.
+    """
+    return arch(device)[0] == 9 and D == 128 and not fp8 and page % 64 == 0 and aligned
+
+
 def gqa_decode_plan(
     rows: int, D: int, fp8: bool, page: int, device: torch.device, aligned: bool = True
 ) -> DecodePlan:
@@ -177,6 +194,8 @@ def gqa_decode_plan(
     if rows <= 16 and in_lanes_takes(D, fp8, page, device, aligned):
         tile = 8 if rows <= 8 else 16
         return DecodePlan(rows=tile, keys=128, warps=4, stages=1, per_sm=2, in_lanes=True)
+    if rows <= 16 and in_ring_takes(D, fp8, page, device, aligned):
+        return DecodePlan(rows=16, keys=64, warps=4, stages=6, in_ring=True)
     tile = max(16, min(64, 1 << (rows - 1).bit_length()))
     if capability[0] == 9 and tile < 64 and 64 < D <= 128 and not fp8:
         return DecodePlan(rows=tile, keys=128, warps=4, stages=3)

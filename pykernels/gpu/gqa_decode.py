@@ -38,7 +38,7 @@ from .attention_parts import (
     share_of_slot,
     softmax_step,
 )
-from .attention_plan import DecodePlan, gqa_decode_plan, in_lanes_takes, sms
+from .attention_plan import DecodePlan, gqa_decode_plan, in_lanes_takes, in_ring_takes, sms
 from .launch import arch, check_device, interpreted
 
 
@@ -213,6 +213,12 @@ def gqa_decode(
             f"{k.data_ptr() % 16} and {v.data_ptr() % 16} behind 16 bytes, on this GPU",
             "Give a plan without in_lanes",
         )
+    if chosen.in_ring and not in_ring_takes(D, *lies):
+        raise PykernelsError(
+            f"a plan with a ring for {k.dtype} heads of {D} in pages of {page}, at "
+            f"{k.data_ptr() % 16} and {v.data_ptr() % 16} behind 16 bytes, on this GPU",
+            "Give a plan without in_ring",
+        )
     blocks = triton.cdiv(S * G, chosen.rows)
     longest = page_table.shape[1] * page if max_length is None else max_length
     if window is not None:
@@ -221,28 +227,43 @@ def gqa_decode(
     partials = Partials(result.view(B, S * NH, D), slots)
     inner, outer = score_factors(scale, softcap)
     grid = (KVH * blocks, slots)
-    where = (k_scale, v_scale, page_table, lengths, partials.values, partials.lse)
+    where = (page_table, lengths, partials.values, partials.lse)
     numbers = (inner, outer, window or 0, B, S)
     strides = (slots, page_table.stride(0), *q4.stride()[:3])
     options = {"G": G, "PAGE": page, "WINDOW": window is not None, "SOFTCAP": softcap is not None}
     options |= {"BATCH": partials.batch, "SPLIT": partials.split, "EARLY": partials.early}
-    if chosen.in_lanes:
+    if chosen.in_ring:
+        # Gluon: not in the interpreter
+        from . import gluon_last_part as last_part
+        from . import gqa_decode_ring as ring
+
+        tile_rows, most = min(16, S * G), slots - B + 1
+        last = partials.split and last_part.worth_it(tile_rows, most)
+        words, number = last_part.counted(device, B * KVH * blocks) if last else (None, 0)
+        ring.gqa_decode_ring[grid](
+            q4, ring.rows_of(k), ring.rows_of(v), *where, *numbers, *strides, page_table.shape[1],
+            number, words, result, **options, KVH=KVH, STAGES=chosen.stages, MANY=S > 1, LAST=last,
+            num_warps=ring.WARPS, **partials.launch,
+        )  # fmt: skip
+        if last:
+            return result
+    elif chosen.in_lanes:
         from . import gqa_decode_lanes as lanes  # Gluon: not in the interpreter
         from .attention_lanes import layouts
 
         keys = chosen.keys // chosen.warps
         in_key, in_value = layouts(chosen.warps, keys)
         lanes.gqa_decode_lanes[grid](
-            q4, k.view(torch.int32), v.view(torch.int32), *where, *numbers, *strides,
-            **options, KVH=KVH, KEYS=keys, W=chosen.warps, ROWS=chosen.rows, MANY=S > 1,
+            q4, k.view(torch.int32), v.view(torch.int32), k_scale, v_scale, *where, *numbers,
+            *strides, **options, KVH=KVH, KEYS=keys, W=chosen.warps, ROWS=chosen.rows, MANY=S > 1,
             LK=in_key, LV=in_value, num_warps=chosen.warps, **partials.launch,
         )  # fmt: skip
     else:
         _gqa_decode[grid](
-            q4, as_bytes(k), as_bytes(v), *where, *numbers, KVH, *strides, **options,
-            D=D, D_BLOCK=triton.next_power_of_2(D), ROWS=chosen.rows, KEYS=chosen.keys,
-            STAGES=chosen.stages, KIND=cache_kind(k, arch(device)), WIDE=interpreted(),
-            num_warps=chosen.warps, num_stages=chosen.stages, **partials.launch,
+            q4, as_bytes(k), as_bytes(v), k_scale, v_scale, *where, *numbers, KVH,
+            *strides, **options, D=D, D_BLOCK=triton.next_power_of_2(D), ROWS=chosen.rows,
+            KEYS=chosen.keys, STAGES=chosen.stages, KIND=cache_kind(k, arch(device)),
+            WIDE=interpreted(), num_warps=chosen.warps, num_stages=chosen.stages, **partials.launch,
         )  # fmt: skip
     partials.combine(lengths, S, window, chosen.keys)
     return result

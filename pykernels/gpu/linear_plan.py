@@ -83,7 +83,7 @@ def one_row_plan(kind: str, group: int, N: int, K: int, processors: int) -> OneR
 
     Where there are many blocks of rows, three programs a processor stay for all of them, and the
     inputs are copied to shared memory that often only. Narrow matrices have a program for each
-    block.
+    block, four of them a processor.
     """
     fine = kind == "int4" and group == 32  # half as many bytes a step
     if fills(N, processors):
@@ -92,7 +92,7 @@ def one_row_plan(kind: str, group: int, N: int, K: int, processors: int) -> OneR
     long = K > 8192
     if fine:
         return OneRowPlan(16, 8, 4, 2 * processors) if long else OneRowPlan(16, 4, 4)
-    return OneRowPlan(16, 4, 3 if kind == "int4" and not long else 2)
+    return OneRowPlan(16, 4, 3 if kind == "int4" and not long else 2, registers=128)
 
 
 def few_plan(kind: str, group: int, M: int, N: int, processors: int) -> FewPlan:

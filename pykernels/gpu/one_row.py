@@ -177,9 +177,9 @@ def multiply_step(
 def one_row(
     x, w, w_scale, out, bias, N, K, WORDS, FLIP,
     KIND: gl.constexpr, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
-    STEPS: gl.constexpr, EVEN: gl.constexpr, S: gl.constexpr, ROWS: gl.constexpr,
-    LANE: gl.constexpr, AHEAD: gl.constexpr, TOGETHER: gl.constexpr, LW: gl.constexpr,
-    LX: gl.constexpr,
+    ONCE: gl.constexpr, STEPS: gl.constexpr, EVEN: gl.constexpr,
+    S: gl.constexpr, ROWS: gl.constexpr, LANE: gl.constexpr, AHEAD: gl.constexpr,
+    TOGETHER: gl.constexpr, LW: gl.constexpr, LX: gl.constexpr,
 ):  # fmt: skip
     """out[n] = sum over k of x[k] * w[n, k]: a program ROWS rows of w at a time, all of K.
 
@@ -191,6 +191,7 @@ def one_row(
         w_scale: int32 (see ``matrices``) or, for fp8, float32.
         GROUP: inputs of one scale; 0: one scale an output.
         PDL: the kernel behind may be launched while this one runs, and this one was.
+        ONCE: there is a program for each block of rows.
         EVEN: the steps end where the rows do.
         AHEAD: steps between asking for weights and multiplying them, at most STEPS.
         TOGETHER: steps whose inputs are brought to shared memory at a time.
@@ -221,16 +222,16 @@ def one_row(
     left_over = WORDS - first
     chunk = gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, MMA)))
     scale_row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
-    tile = gl.program_id(0)
-    at = w + gl.minimum(tile * ROWS + row, N - 1).to(gl.int64)[None, :, None] * WORDS + first
-    scales = scales_of(w_scale, gl.minimum(tile * ROWS + scale_row, N - 1), K, KIND)
+    begin = gl.program_id(0)
+    at = w + gl.minimum(begin * ROWS + row, N - 1).to(gl.int64)[None, :, None] * WORDS + first
+    scales = scales_of(w_scale, gl.minimum(begin * ROWS + scale_row, N - 1), K, KIND)
     ACROSS: gl.constexpr = S * KC // 256 if S * KC > 256 else 1
     FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [S // ACROSS, ACROSS], [1, 0])
     k = gl.arange(0, TOGETHER, layout=gl.SliceLayout(1, FLAT))[:, None] * (S * KC)
     k += gl.arange(0, S * KC, layout=gl.SliceLayout(0, FLAT))[None, :]
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     words = ()
     for t in gl.static_range(AHEAD):
         words += (load_step(at, t, left_over, EVEN, S * CW),)  # type: ignore[assignment]
@@ -254,7 +255,13 @@ def one_row(
     TURN: gl.constexpr = STEPS % AHEAD
     OUT: gl.constexpr = gl.BlockedLayout([1], [32], [S], [0])
     DOWN: gl.constexpr = (2.0**56 if KIND == "fp8" else 2.0**69) / COLS  # all columns are alike
-    for tile in range(gl.program_id(0), gl.cdiv(N, ROWS), gl.num_programs(0)):
+    for tile in range(begin, begin + 1 if ONCE else gl.cdiv(N, ROWS), gl.num_programs(0)):
+        no = tile * ROWS + gl.arange(0, ROWS, layout=OUT)
+        # Asked for here: behind the loop they would be waited for.
+        if GROUP == 0:
+            row_scale = gl.load(w_scale + no, mask=no < N, other=0)
+        if HAS_BIAS:
+            row_bias = gl.load(bias + no, mask=no < N, other=0.0).to(gl.float32)
         acc = gl.full([S, ROWS, COLS], 0.0, gl.float32, layout=MMA)
         for turn in range(0, TURNS):
             for q in gl.static_range(AHEAD):
@@ -270,39 +277,43 @@ def one_row(
                     acc, words_now, scale_now, xs.index(step), sums.index(step), mine, FLIP,
                     KIND, GROUP, A, B, LX,
                 )  # fmt: skip
-        n = gl.minimum((tile + gl.num_programs(0)) * ROWS + row, N - 1)
-        at_next = w + n.to(gl.int64)[None, :, None] * WORDS + first
-        n = gl.minimum((tile + gl.num_programs(0)) * ROWS + scale_row, N - 1)
-        scales_next = scales_of(w_scale, n, K, KIND)
+        if not ONCE:  # beyond the last block this one's, which are in L2
+            after = tile + gl.num_programs(0)
+            after = gl.where(after * ROWS < N, after, tile)
+            n = gl.minimum(after * ROWS + row, N - 1)
+            at_next = w + n.to(gl.int64)[None, :, None] * WORDS + first
+            n = gl.minimum(after * ROWS + scale_row, N - 1)
+            scales_next = scales_of(w_scale, n, K, KIND)
         for t in gl.static_range(TURNS * AHEAD, STEPS):
             mine = chunk + t * S
             words_now, scale_now = words[t % AHEAD], scale[t % AHEAD]
+            asked, factors = words_now, scale_now
+            there = chunk + (t + AHEAD) % STEPS * S
             if t + AHEAD < STEPS:
                 asked = load_step(at, t + AHEAD, left_over, EVEN, S * CW)
-            else:
+                if GROUP > 0:
+                    factors = load_scale(scales, there, N, K, KC, GROUP, KIND, EVEN)
+            elif not ONCE:
                 asked = load_step(at_next, t + AHEAD - STEPS, left_over, EVEN, S * CW)
+                if GROUP > 0:
+                    factors = load_scale(scales_next, there, N, K, KC, GROUP, KIND, EVEN)
             words = words[: t % AHEAD] + (asked,) + words[t % AHEAD + 1 :]
-            if GROUP > 0:
-                there = chunk + (t + AHEAD) % STEPS * S
-                of = scales if t + AHEAD < STEPS else scales_next
-                factors = load_scale(of, there, N, K, KC, GROUP, KIND, EVEN)
-                scale = scale[: t % AHEAD] + (factors,) + scale[t % AHEAD + 1 :]
+            scale = scale[: t % AHEAD] + (factors,) + scale[t % AHEAD + 1 :]
             acc = multiply_step(
                 acc, words_now, scale_now, xs.index(t), sums.index(t), mine, FLIP, KIND, GROUP,
                 A, B, LX,
             )  # fmt: skip
-        words = words[TURN:] + words[:TURN]  # type: ignore[assignment]
-        scale = scale[TURN:] + scale[:TURN]  # type: ignore[assignment]
-        at = at_next
-        scales = scales_next
+        if not ONCE:
+            words = words[TURN:] + words[:TURN]  # type: ignore[assignment]
+            scale = scale[TURN:] + scale[:TURN]  # type: ignore[assignment]
+            at = at_next
+            scales = scales_next
         value = gl.sum(gl.sum(acc, axis=2), axis=0)
         value = gl.convert_layout(value * DOWN, OUT)
-        no = tile * ROWS + gl.arange(0, ROWS, layout=OUT)
         if GROUP == 0:
-            sc = gl.load(w_scale + no, mask=no < N, other=0)
-            value *= sc.to(gl.float32, bitcast=True)
+            value *= row_scale.to(gl.float32, bitcast=True)
         if HAS_BIAS:
-            value += gl.load(bias + no, mask=no < N, other=0.0).to(gl.float32)
+            value += row_bias
         gl.store(out + no, value.to(gl.bfloat16), mask=no < N)
 
 
@@ -327,7 +338,8 @@ def multiply_one_row(
     words_layout, _ = layouts(lane, plan.warps, plan.rows, 8)
     pdl = arch(x.device) >= (9, 0)
     blocks = triton.cdiv(stack.N, plan.rows)
-    one_row[(min(plan.programs or blocks, blocks),)](
+    programs = min(plan.programs or blocks, blocks)
+    one_row[(programs,)](
         x,
         words,
         scale_words(stack),
@@ -341,6 +353,7 @@ def multiply_one_row(
         GROUP=scale_every(stack),
         HAS_BIAS=bias is not None,
         PDL=pdl,
+        ONCE=programs == blocks,
         STEPS=steps,
         EVEN=words.shape[1] % step == 0,
         S=plan.warps,
@@ -351,5 +364,6 @@ def multiply_one_row(
         LW=words_layout,
         LX=inputs_layout(lane, plan.warps),
         num_warps=plan.warps,
+        **({"maxnreg": plan.registers} if plan.registers else {}),
         **({"launch_pdl": True} if pdl else {}),
     )

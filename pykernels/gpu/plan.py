@@ -115,18 +115,21 @@ class OneRowPlan:
         ahead: steps of 64 bytes of each row (groups of 32 inputs: 32) between asking for weights
             and multiplying them.
         programs: at most, each with several blocks of rows if need be; 0: one for each block.
+        registers: of a thread, at most; 0: as many as the compiler likes.
     """
 
     rows: int
     warps: int
     ahead: int = 2
     programs: int = 0
+    registers: int = 0
 
     def __post_init__(self) -> None:
         _powers_of_two(self, "rows", "warps")
         _in(self, "rows", range(16, 257))
         _in(self, "ahead", range(1, 9))
         _in(self, "programs", range(1 << 16))
+        _in(self, "registers", (0, *range(64, 256)))
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ NARROW = {("6", "4", "0"), ("7", "5", "1"), ("6", "4", "2"), ("7", "5", "3")}  #
 @pytest.mark.parametrize(
     ("fmt", "activations", "product", "tiles"),
     [
-        *((fmt, "bf16", "tdpbf16ps", WIDE) for fmt in ("bf16", "fp8")),
-        *((fmt, "bf16", "tdpbf16ps", NARROW) for fmt in ("int4", "q6_k")),
+        *((fmt, "bf16", "tdpbf16ps", WIDE) for fmt in ("bf16", "fp8", "q6_k")),
+        *((fmt, "bf16", "tdpbf16ps", NARROW) for fmt in ("int4", "q4_k")),
         *((fmt, "int8", "tdpbssd", WIDE) for fmt in ("int8", "q5_k", "q6_k")),
         ("int4", "int8", "tdpbssd", NARROW),
     ],

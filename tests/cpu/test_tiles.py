@@ -54,7 +54,7 @@ def _tiles(which: str, fmt: str, activations: str):
 
 
 def _annotate(which: str, fmt: str, activations: str, rows: torch.Tensor, K: int) -> None:
-    if how := annotation(fmt, activations, which == "digits"):
+    if how := annotation(fmt, activations, EXACT[which]):
         routine = make_annotate(how, which == "generic").address
         for row in rows:
             _call_annotate(routine, row.data_ptr(), K)
@@ -73,6 +73,10 @@ KINDS = [
 ]
 
 
+EXACT = {"avx512": "lifted", "base": "lifted", "digits": "digits", "generic": "decoded"}
+"""How integer weights meet bf16 activations."""
+
+
 @kernel("test-tiles")
 def _call_twice(tiles, M, w, scale, split, k_blocks, K, rows, tables, out):
     call_routine(tiles, (M, w, scale, 0, split, K, rows, tables, out))
@@ -89,7 +93,7 @@ def run_tile(
     blocks = raw[skip : skip + fmt.block_bytes(K)].view(1, -1)
     scales = torch.zeros(1, fmt.scale_bytes(K), dtype=torch.uint8)
     fmt.pack(weight, blocks, scales)
-    how = annotation(name, activations, which == "digits")
+    how = annotation(name, activations, EXACT[which])
     inputs = torch.full((M, row_bytes(K, how)), 255, dtype=torch.uint8)
     inputs[:, : 2 * K] = x.contiguous().view(torch.uint8)
     _annotate(which, name, activations, inputs, K)
@@ -226,7 +230,7 @@ def test_digits_are_those_of_the_reference(name):
     x[4] = torch.finfo(torch.bfloat16).max * x[4].sign()
     x[5, 7], x[5, 200] = 3e4, -255.0
     x[6] *= 2.0 ** torch.randint(-40, 40, (K,), generator=torch.Generator().manual_seed(4))
-    how = annotation(name, "bf16", True)
+    how = annotation(name, "bf16", "digits")
     rows = torch.full((7, row_bytes(K, how)), 255, dtype=torch.uint8)
     rows[:, : 2 * K] = x.view(torch.uint8)
     _annotate("digits", name, "bf16", rows, K)

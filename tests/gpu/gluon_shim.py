@@ -173,7 +173,13 @@ def _same(x: Any, *args: Any, **kwargs: Any) -> Any:
     return x
 
 
-def _load(pointers: Any, mask: Any = None, other: Any = None, eviction_policy: str = "") -> Any:
+def _load(
+    pointers: Any,
+    mask: Any = None,
+    other: Any = None,
+    eviction_policy: str = "",
+    cache_modifier: str = "",
+) -> Any:
     return tl.load(pointers, mask=mask, other=other)
 
 

@@ -60,7 +60,7 @@ def _mla_decode(heads: int, fp8: bool = False, page: int = PAGE) -> Op:
 
 
 def _gqa_decode(fp8: bool = False, window: int | None = None, page: int = PAGE) -> Op:
-    """Pages of 64 for E4M3 in the lanes that multiply."""
+    """Pages of 64 for E4M3 in the lanes that multiply, and for bf16 through a ring."""
 
     def make(device: torch.device) -> Tensors:
         NH, KVH, D = large(device, 32, 6), large(device, 8, 2), large(device, 128, 32)
@@ -168,6 +168,7 @@ ATTENTION = (
     _mla_decode(128), _mla_decode(16), _mla_decode(128, fp8=True), _mla_decode(16, fp8=True),
     _mla_decode(128, fp8=True, page=64), _mla_prefill(), _gqa_prefill(),
     _gqa_decode(), _gqa_decode(window=50), _gqa_decode(fp8=True, page=64),
+    _gqa_decode(page=64), _gqa_decode(window=50, page=64),
     _gqa_prefill(window=20), _gqa_prefill(paged=True), _gqa_prefill(paged=True, fp8=True),
     _mla_read(fp8=False), _mla_read(fp8=True),
 )  # fmt: skip

@@ -213,6 +213,30 @@ def test_a_chain_of_linears_waits_for_what_it_reads() -> None:
         assert torch.equal(captured, slow)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["int4-g128", "int8-channel"])
+def test_weights_may_be_written_by_the_kernel_in_front(name: str) -> None:
+    device = torch.device("cuda")
+    stack = made(name, 4096, 4096)[1].to(device)
+    x = torch.randn(1, 4096, device=device).bfloat16()
+    codes = stack.data.view(torch.int32)
+    expected = []
+    for _ in range(2):
+        torch.bitwise_not(codes, out=codes)
+        torch.cuda.synchronize()
+        expected.append(linear(x, stack, plan=OneRowPlan(16, 4)))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = []
+        for _ in range(16):
+            torch.bitwise_not(codes, out=codes)
+            outs.append(linear(x, stack, plan=OneRowPlan(16, 4)))
+    for _ in range(20):
+        graph.replay()
+        for i, out in enumerate(outs):
+            assert torch.equal(out, expected[i % 2])
+
+
 def _meta_call(
     name: str, M: int, N: int, group: int | None = None, activations: str = "bf16"
 ) -> tuple[str, object]:

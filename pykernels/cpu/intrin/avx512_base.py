@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from .codegen import llvm, shuffle
+from .codegen import llvm, shuffle, splat
 from .registers import I32, f32x16, i32x16, u8x64
 
 _I16X32 = ir.VectorType(ir.IntType(16), 32)
@@ -102,6 +102,39 @@ def lookup_64(typingctx, table, index):
         return _lookup(builder, args[:1], args[1])
 
     return u8x64(u8x64, u8x64), codegen
+
+
+def _shifted_words(builder, args, four):
+    """``vpshufb`` and a shift to either side, by nothing to one of them."""
+    a, shift = args
+    order = [8 * j + byte for j in range(8) for byte in four for _ in (0, 1)]
+    words = builder.bitcast(shuffle(builder, a, a, order), _I16X32)
+    zero = shift.type(0)
+    for sign, move in ((1, builder.shl), (-1, builder.lshr)):
+        by = builder.mul(shift, shift.type(sign))
+        by = builder.select(builder.icmp_signed(">", by, zero), by, zero)
+        words = move(words, splat(builder, builder.trunc(by, ir.IntType(16)), _I16X32))
+    return builder.bitcast(words, u8x64.ir_type)
+
+
+@intrinsic
+def first_words(typingctx, a, shift):
+    """Bytes 0, 1, 4 and 5 of each eight as words, shifted left by ``shift`` (or right: -4 .. 4)."""
+
+    def codegen(context, builder, sig, args):
+        return _shifted_words(builder, args, (0, 1, 4, 5))
+
+    return u8x64(u8x64, types.intp), codegen
+
+
+@intrinsic
+def second_words(typingctx, a, shift):
+    """The same of bytes 2, 3, 6 and 7."""
+
+    def codegen(context, builder, sig, args):
+        return _shifted_words(builder, args, (2, 3, 6, 7))
+
+    return u8x64(u8x64, types.intp), codegen
 
 
 @intrinsic

@@ -104,6 +104,57 @@ def lookup_64(typingctx, table, index):
     return u8x64(u8x64, u8x64), codegen
 
 
+_QWORD_PAIRS = [
+    [8 * byte for _ in range(8) for byte in four for _ in (0, 1)]
+    for four in ((0, 1, 4, 5), (2, 3, 6, 7))
+]
+
+
+def _shifted_words(builder, args, starts):
+    """Words whose low bytes are the bits of a qword from ``starts`` less a shift on."""
+    a, shift = args
+    shifts = splat(builder, builder.trunc(shift, I8), u8x64.ir_type)
+    from_bits = builder.sub(ir.Constant(u8x64.ir_type, starts), shifts)
+    name = "llvm.x86.avx512.pmultishift.qb.512"
+    return llvm(builder, name, u8x64.ir_type, from_bits, a)
+
+
+@intrinsic
+def first_words(typingctx, a, shift):
+    """Bytes 0, 1, 4 and 5 of each eight as words, shifted left by ``shift`` (or right: -4 .. 4).
+
+    What lies beyond a byte's own bits means nothing (``vpmultishiftqb``).
+    """
+
+    def codegen(context, builder, sig, args):
+        return _shifted_words(builder, args, _QWORD_PAIRS[0])
+
+    return u8x64(u8x64, types.intp), codegen
+
+
+@intrinsic
+def second_words(typingctx, a, shift):
+    """The same of bytes 2, 3, 6 and 7."""
+
+    def codegen(context, builder, sig, args):
+        return _shifted_words(builder, args, _QWORD_PAIRS[1])
+
+    return u8x64(u8x64, types.intp), codegen
+
+
+@intrinsic
+def and_xor_words(typingctx, a, mask, flip):
+    """``(a & mask) ^ flip`` of words (``vpternlogd``)."""
+
+    def codegen(context, builder, sig, args):
+        words = ir.VectorType(ir.IntType(16), 32)
+        mask, flip = (splat(builder, builder.trunc(x, ir.IntType(16)), words) for x in args[1:])
+        masked = builder.and_(builder.bitcast(args[0], words), mask)
+        return builder.bitcast(builder.xor(masked, flip), u8x64.ir_type)
+
+    return u8x64(u8x64, types.intp, types.intp), codegen
+
+
 @intrinsic
 def set_where(typingctx, a, address, bits):
     """``a | bits`` in each byte j where bit j of the int64 at ``address`` is set (``kmovq``)."""
@@ -122,6 +173,24 @@ def set_where(typingctx, a, address, bits):
 def xor_u8(typingctx, a, b):
     """``a ^ b``."""
     return u8x64(u8x64, u8x64), lambda context, builder, sig, args: builder.xor(*args)
+
+
+@intrinsic
+def add_u8(typingctx, a, b):
+    """``a + b`` per byte (``vpaddb``)."""
+    return u8x64(u8x64, u8x64), lambda context, builder, sig, args: builder.add(*args)
+
+
+@intrinsic
+def where_negative(typingctx, sign, a, b):
+    """``a`` in each byte where ``sign`` has bit 7 set, else ``b`` (``vpmovb2m``, a masked move)."""
+
+    def codegen(context, builder, sig, args):
+        sign, a, b = args
+        zeros = ir.Constant(u8x64.ir_type, [0] * 64)
+        return builder.select(builder.icmp_signed("<", sign, zeros), a, b)
+
+    return u8x64(u8x64, u8x64, u8x64), codegen
 
 
 @intrinsic
@@ -164,30 +233,6 @@ def high_nibbles(typingctx, a):
         return builder.and_(bytes_, ir.Constant(u8x64.ir_type, [15] * 64))
 
     return u8x64(u8x64), codegen
-
-
-@intrinsic
-def even_dwords(typingctx, a, b):
-    """Dwords 0 and 2 of each 128-bit lane of a, then of b (``vshufps 0x88``)."""
-
-    def codegen(context, builder, sig, args):
-        order = [lane + i + 16 * src for lane in range(0, 16, 4) for src in (0, 1) for i in (0, 2)]
-        words = [builder.bitcast(x, _I32X16) for x in args]
-        return builder.bitcast(shuffle(builder, words[0], words[1], order), u8x64.ir_type)
-
-    return u8x64(u8x64, u8x64), codegen
-
-
-@intrinsic
-def odd_dwords(typingctx, a, b):
-    """Dwords 1 and 3 of each 128-bit lane of a, then of b (``vshufps 0xdd``)."""
-
-    def codegen(context, builder, sig, args):
-        order = [lane + i + 16 * src for lane in range(0, 16, 4) for src in (0, 1) for i in (1, 3)]
-        words = [builder.bitcast(x, _I32X16) for x in args]
-        return builder.bitcast(shuffle(builder, words[0], words[1], order), u8x64.ir_type)
-
-    return u8x64(u8x64, u8x64), codegen
 
 
 @intrinsic
@@ -328,86 +373,3 @@ def broadcast_i32(typingctx, address):
         return splat(builder, load(builder, args[0], I32, 4), _I32X16)
 
     return i32x16(types.intp), codegen
-
-
-_I16X32 = ir.VectorType(ir.IntType(16), 32)
-
-
-@intrinsic
-def load_i8_as_word_pairs(typingctx, address):
-    """16 signed bytes, each as two adjacent 16-bit words."""
-
-    def codegen(context, builder, sig, args):
-        dwords = builder.sext(load(builder, args[0], ir.VectorType(I8, 16), 1), _I32X16)
-        low = builder.and_(dwords, ir.Constant(_I32X16, [0xFFFF] * 16))
-        high = builder.shl(dwords, ir.Constant(_I32X16, [16] * 16))
-        return builder.bitcast(builder.or_(low, high), u8x64.ir_type)
-
-    return u8x64(types.intp), codegen
-
-
-@intrinsic
-def even_bytes_fma(typingctx, a, b, c):
-    """``a * b + c`` of a's even bytes, unsigned, and words b and c, modulo 2**16."""
-
-    def codegen(context, builder, sig, args):
-        a, b, c = (builder.bitcast(x, _I16X32) for x in args)
-        even = builder.and_(a, ir.Constant(_I16X32, [255] * 32))
-        return builder.bitcast(builder.add(builder.mul(even, b), c), u8x64.ir_type)
-
-    return u8x64(u8x64, u8x64, u8x64), codegen
-
-
-@intrinsic
-def odd_bytes_fma(typingctx, a, b, c):
-    """The same of a's odd bytes."""
-
-    def codegen(context, builder, sig, args):
-        a, b, c = (builder.bitcast(x, _I16X32) for x in args)
-        odd = builder.lshr(a, ir.Constant(_I16X32, [8] * 32))
-        return builder.bitcast(builder.add(builder.mul(odd, b), c), u8x64.ir_type)
-
-    return u8x64(u8x64, u8x64, u8x64), codegen
-
-
-@intrinsic
-def upper_bytes(typingctx, even, odd):
-    """``a >> 6`` of words, which fits in a byte each, the even and the odd ones alternating."""
-
-    def codegen(context, builder, sig, args):
-        six = ir.Constant(_I16X32, [6] * 32)
-        words = [builder.ashr(builder.bitcast(x, _I16X32), six) for x in args]
-        return _pack_words(builder, *words)
-
-    return u8x64(u8x64, u8x64), codegen
-
-
-@intrinsic
-def lower_bytes(typingctx, even, odd):
-    """``(a & 63) - 32`` of words, the even and the odd ones alternating."""
-
-    def codegen(context, builder, sig, args):
-        packed = _pack_words(builder, *(builder.bitcast(x, _I16X32) for x in args))
-        low = builder.and_(packed, ir.Constant(u8x64.ir_type, [63] * 64))
-        return builder.sub(low, ir.Constant(u8x64.ir_type, [32] * 64))
-
-    return u8x64(u8x64, u8x64), codegen
-
-
-def _pack_words(builder, even, odd):
-    low = builder.and_(even, ir.Constant(_I16X32, [255] * 32))
-    high = builder.shl(odd, ir.Constant(_I16X32, [8] * 32))
-    return builder.bitcast(builder.or_(low, high), u8x64.ir_type)
-
-
-@intrinsic
-def offset_words(typingctx, a, factor):
-    """``32 - a * factor`` of words; the factor is a literal or a constant of a factory."""
-
-    def codegen(context, builder, sig, args):
-        words = builder.bitcast(args[0], _I16X32)
-        factors = splat(builder, builder.trunc(args[1], ir.IntType(16)), _I16X32)
-        rest = builder.sub(ir.Constant(_I16X32, [32] * 32), builder.mul(words, factors))
-        return builder.bitcast(rest, u8x64.ir_type)
-
-    return u8x64(u8x64, types.intp), codegen
