@@ -25,6 +25,7 @@ weight plus a ``bias``, which costs nothing to make and one sum of the inputs to
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -197,6 +198,7 @@ class Reader:
     lift: int = 0
 
 
+@functools.cache
 def make_ask(packing: Packing) -> Callable:
     """``ask(tile, load)`` prefetches the lines of ``packing.asked`` loads, the first a multiple of
     them, in the order of their bytes: hardware prefetchers follow one stream."""
@@ -211,6 +213,7 @@ def make_ask(packing: Packing) -> Callable:
     return ask
 
 
+@functools.cache  # the tiles of a format compile its parts once
 def make_reader(fmt: str, ops: Instructions) -> Reader:
     """The reader of a format, by the instructions of ``ops``."""
     rows, halves, codes = _READERS[fmt](ops)

@@ -285,13 +285,19 @@ def test_silu_is_within_bf16_rounding(base):
     assert (error <= truth.abs() * 2.0**-8 * 1.0001 + tiny).all()
 
 
+_SUMS = [(name, "bf16", "vdpbf16ps") for name in FORMATS] + [
+    (name, "int8", "vpdpbusd") for name in ("int8", "int4", "q4_k", "q5_k", "q6_k")
+]
+_MANY_SUMS = [("bf16", "bf16"), ("int8", "bf16"), ("int8", "int8")]
+"""Whose tiles of four tokens read both halves of a block in one pass."""
+
+
 @needs_bf16
 @pytest.mark.parametrize(
-    ("name", "activations", "product"),
-    [(name, "bf16", "vdpbf16ps") for name in FORMATS]
-    + [(name, "int8", "vpdpbusd") for name in ("int8", "int4", "q4_k", "q5_k", "q6_k")],
+    ("name", "activations", "product", "M"),
+    [(*sums, M) for sums in _SUMS for M in (1, 8)]
+    + [(*sums, 4) for sums in _SUMS if sums[:2] in _MANY_SUMS],
 )
-@pytest.mark.parametrize("M", [1, 4, 8])
 def test_accumulators_live_in_registers(name, activations, product, M, tmp_path):
     """A register array that LLVM leaves in memory costs a load and a store for each dot product.
 
