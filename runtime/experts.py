@@ -164,7 +164,8 @@ class RoutedExperts:
             weights: [T, topk], taken as float32.
 
         Raises:
-            PykernelsError: inputs that do not fit, experts not loaded, a call already in flight.
+            PykernelsError: inputs that do not fit, experts not loaded, a call already in flight (of
+                these experts, or of others on the same pool).
         """
         if self._in_flight is not None and self._in_flight.runs:
             raise PykernelsError(
@@ -173,6 +174,8 @@ class RoutedExperts:
         if not self._loaded:
             self._check_loaded()
         parts = self._bind()
+        for part in parts:  # another layer's call reads the workspace that prepare writes
+            part.pool.check_free()
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         partials = [torch.empty(x.shape) for _ in parts] if len(parts) > 1 else []
         outs = partials or [y]

@@ -159,8 +159,12 @@ class WorkerPool:
         self._barrier_memory = np.zeros(2 * active * tasks.BARRIER_BYTES // 8 + 8, np.int64)
         self._barriers = _align(self._barrier_memory.ctypes.data)
 
-    def start(self, call: Call) -> None:
-        """Hands a call to the workers and returns; ``wait`` ends it. One call at a time."""
+    def check_free(self) -> None:
+        """Whether a call can start now: ask before its inputs go to the shared ``workspace``.
+
+        Raises:
+            PykernelsError: a call is running, the pool is closed, or this is a forked child.
+        """
         if self._closed:
             raise PykernelsError("the worker pool is closed", "Make a new WorkerPool")
         self._check_process()
@@ -168,6 +172,14 @@ class WorkerPool:
             raise PykernelsError(
                 "a call is still running on this pool", "sync it before the next submit"
             )
+
+    def start(self, call: Call) -> None:
+        """Hands a call to the workers and returns; ``wait`` ends it. One call at a time.
+
+        Raises:
+            PykernelsError: as ``check_free``.
+        """
+        self.check_free()
         if call.active > self._barriers_for:
             self._reserve_barriers(2 * call.active)
         self._running = call

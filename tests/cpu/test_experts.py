@@ -75,6 +75,20 @@ def test_layers_share_a_pool_and_sizes_may_change():
                 assert_close(layer(x, routing.ids, routing.weights), truth, 0.006)
 
 
+def test_a_call_refused_on_a_busy_pool_leaves_the_one_in_flight_alone():
+    a, b = (random_experts(SHAPE, get_format("fp8"), seed) for seed in (1, 2))
+    one, other = balanced_routing(4, SHAPE, 1), balanced_routing(4, SHAPE, 2)
+    x = torch.randn(4, SHAPE.H)
+    with WorkerPool(1) as pool:  # nothing is computed before sync: all of it would be spoilt
+        first, second = _load(a, pool), _load(b, pool)
+        wanted = first(x, one.ids, one.weights)
+        ticket = first.submit(x, one.ids, one.weights)
+        with pytest.raises(PykernelsError, match="still running on this pool"):
+            second.submit(2 * x, other.ids, other.weights)
+        assert torch.equal(first.sync(ticket), wanted)
+        second(x, other.ids, other.weights)
+
+
 def test_between_submit_and_sync_the_caller_is_free():
     experts, routing = random_experts(SHAPE, get_format("fp8")), balanced_routing(5, SHAPE)
     routed = _load(experts)
