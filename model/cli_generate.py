@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -82,9 +82,11 @@ class Writer:
             from transformers.utils import logging
 
             from . import EMBEDDED, from_pretrained, load_tokenizer
+            from .generate import check_options
 
             logging.set_verbosity_error()
             logging.disable_progress_bar()
+        check_options(**sampling)
         path = model or EMBEDDED
         self.tokenizer = load_tokenizer(path)
         if prompt is not None:
@@ -188,7 +190,7 @@ def generate(
 ) -> None:
     """Go on from PROMPT and stream the text; one summary line ends it."""
     if prompt == "-":
-        prompt = sys.stdin.read()
+        prompt = _read(sys.stdin.read)
     writer = Writer(
         model,
         rules,
@@ -274,6 +276,16 @@ def chat(
         err().print(summary(stats, None), style="dim", markup=False)
 
 
+def _read(text: Callable[[], str]) -> str:
+    """What `text` reads from stdin; `PykernelsError` for bytes of another encoding."""
+    try:
+        return text()
+    except UnicodeDecodeError as error:
+        from .prompt import NO_TEXT
+
+        raise PykernelsError(f"stdin is no {error.encoding} text", NO_TEXT) from None
+
+
 def _ask() -> str | None:
     """The next line that the user types; None at /exit and at the end of the input."""
     if sys.stdin.isatty():
@@ -281,7 +293,7 @@ def _ask() -> str | None:
 
         err().print("you", style="bold cyan", end="")
     try:
-        said = input("> " if sys.stdin.isatty() else "").strip()
+        said = _read(lambda: input("> " if sys.stdin.isatty() else "")).strip()
     except EOFError:
         return None
     return None if said == "/exit" else said

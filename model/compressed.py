@@ -71,6 +71,7 @@ def check_config(config: dict[str, Any], folder: Path) -> None:
     groups = config.get("config_groups")
     need("config_groups", groups, (groups,) if isinstance(groups, dict) and groups else ())
     for group in dict(groups or {}).values():
+        need("a group", group, (group,) if isinstance(group, dict) else ())
         fmt = group.get("format") or config.get("format")
         need("format", fmt, tuple(_WEIGHTS))
         weights = group.get("weights") or {}

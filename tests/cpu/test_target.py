@@ -36,6 +36,16 @@ def test_an_explicit_request_never_falls_back():
         resolve("amx9", "fp8", BARE)
 
 
+def test_the_mend_of_a_refusal_is_one_that_helps():
+    with pytest.raises(PykernelsError, match="Use kernel auto"):
+        resolve("avx512", "fp8", BARE)
+    for kernel in ("avx512", "auto"):  # auto is what the flag says
+        with env.override(kernel="avx512"), pytest.raises(PykernelsError, match="Unset PYKERNELS_"):
+            resolve(kernel, "fp8", BARE)
+    with pytest.raises(PykernelsError, match="Use bf16 activations"):
+        resolve("generic", "fp8", BARE, "int8")
+
+
 @pytest.mark.parametrize("name", sorted(detect().isa))
 def test_a_hidden_feature_is_not_detected(name):
     with env.override(isa=frozenset({name})):

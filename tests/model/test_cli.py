@@ -114,6 +114,13 @@ def test_prompt_from_stdin(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (result.code, result.out[:10]) == (0, "import os\n")
 
 
+def test_stdin_in_another_encoding_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8"))
+    failed(run("generate", "-"), "stdin is no utf-8 text. Give it as UTF-8")
+
+
 def test_chat_keeps_the_conversation_until_reset(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     import io
 
@@ -285,12 +292,22 @@ GENERATE = [
     pytest.param(["--max-new-tokens", 5000], "5000 new ones", id="more than the context"),
     pytest.param(["--temperature", "inf"], "temperature is inf", id="temperature inf"),
     pytest.param(["--top-p", 0], "top_p is 0", id="top-p 0"),
+    pytest.param(["--seed", 2**64], "seed is 1844", id="seed of 65 bits"),
 ]
 
 
 @pytest.mark.parametrize(("options", "cause"), GENERATE)
 def test_bad_option_is_one_line(run: Run, options: list[object], cause: str) -> None:
     failed(run("generate", *options, PROMPT), cause)
+
+
+def test_options_of_the_text_are_told_before_loading(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("model.pretrained.from_pretrained", lambda *_, **__: 1 / 0)
+    for command in ("generate", "chat"):
+        prompt = [PROMPT] if command == "generate" else []
+        failed(run(command, "--top-p", 0, *prompt), "top_p is 0")
 
 
 def test_prompt_longer_than_the_context_is_told_before_loading(
