@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
+import os
 import re
 import weakref
 
@@ -170,6 +173,15 @@ def test_huge_page_memory_is_aligned_and_zero():
     assert memory[::4096].eq(0).all() and memory[-1] == 0
     with pytest.raises(PykernelsError, match="GiB"):
         allocate(1 << 62)
+
+
+def test_a_kernel_that_knows_no_huge_pages_gives_plain_ones(monkeypatch):
+    class Plain(mmap.mmap):
+        def madvise(self, *_):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr("runtime.memory.mmap.mmap", Plain)
+    assert allocate(100).eq(0).all()
 
 
 @pytest.mark.skipif("avx512f" not in detect().isa, reason="loops of AVX-512 instructions")

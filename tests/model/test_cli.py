@@ -91,6 +91,19 @@ def test_generate_writes_the_text_to_stdout_and_the_summary_to_stderr(run: Run) 
     )
 
 
+def test_without_memory_for_the_roof_the_text_ends_without_its_share(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.roofline.roof_bytes", lambda: 1 << 50)
+    result = run("generate", "--max-new-tokens", 2, PROMPT)
+    assert result.code == 0
+    noted, figures = result.err.splitlines()
+    assert re.match(
+        r"note: no share of the read roof: .* takes 1048576.0 GiB.*, .* are free", noted
+    )
+    assert re.search(r"experts [\d.]+ GB/s$", figures)
+
+
 def test_sampling_follows_its_seed(run: Run) -> None:
     options = ("generate", "--max-new-tokens", 24, "--temperature", 1.2, "--no-echo")
     same = [run(*options, "--seed", 3, PROMPT).out for _ in range(2)]
