@@ -2,9 +2,8 @@
 for each output.
 
 A code is ``s eeee mmm``: ``2**(e - 7) * (1 + m / 8)``, or ``2**-6 * m / 8`` where e = 0
-(subnormal);
-448 is the largest, 0x7f and 0xff are NaN, there is no infinity (OCP 8-bit floating point, "E4M3").
-All 254 finite codes are exact in bfloat16, which the kernels rely on.
+(subnormal); 448 is the largest, 0x7f and 0xff are NaN, there is no infinity (OCP 8-bit floating
+point, "E4M3"). All 254 finite codes are exact in bfloat16, which the kernels rely on.
 """
 
 from __future__ import annotations
