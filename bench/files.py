@@ -38,6 +38,15 @@ def write_texts(results: Results, folder: Path, name: str, page: str) -> list[Pa
     return paths
 
 
+def unused(folder: Path, name: str) -> str:
+    """``name``, or with the first number that no results in the folder have: "2031-02-03-2"."""
+    found, number = name, 1
+    while (folder / f"{found}.json").exists():
+        number += 1
+        found = f"{name}-{number}"
+    return found
+
+
 class Partial:
     """``<date>-partial.json`` and ``.md``: written again after each part, so that a run that is
     killed has lost one part at most. Those of an earlier run are left alone.
@@ -59,11 +68,7 @@ class Partial:
         """Puts these results in the place of those kept before."""
         folder = self._out / results["machine"]["slug"]
         if not self.name:
-            first = f"{self._stem(results)}-partial"
-            self.name, number = first, 1
-            while (folder / f"{self.name}.json").exists():
-                number += 1
-                self.name = f"{first}-{number}"
+            self.name = unused(folder, f"{self._stem(results)}-partial")
         self.paths = write_texts(results, folder, self.name, self._page(results))
 
     def drop(self) -> None:

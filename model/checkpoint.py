@@ -159,6 +159,8 @@ def _indexed(folder: Path) -> dict[str, TensorInfo]:
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise PykernelsError(f"{folder / INDEX} has no weight_map", _AGAIN)
+    if not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise PykernelsError(f"{folder / INDEX} has a weight_map of other than file names", _AGAIN)
     shards = sorted(set(weight_map.values()))
     for shard in shards:
         if Path(shard).name != shard:
@@ -182,6 +184,15 @@ def _indexed(folder: Path) -> dict[str, TensorInfo]:
 
 def _header(file: Path) -> dict[str, TensorInfo]:
     """Parse and check one file's header against its size."""
+    try:
+        return _parsed(file)
+    except OSError as error:
+        raise PykernelsError(
+            f"{file} cannot be read: {error.strerror}", "Check its permissions and the disk"
+        ) from None
+
+
+def _parsed(file: Path) -> dict[str, TensorInfo]:
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -82,9 +82,11 @@ class Writer:
             from transformers.utils import logging
 
             from . import EMBEDDED, from_pretrained, load_tokenizer
+            from .generate import check_options
 
             logging.set_verbosity_error()
             logging.disable_progress_bar()
+        check_options(**sampling)
         path = model or EMBEDDED
         self.tokenizer = load_tokenizer(path)
         if prompt is not None:
@@ -166,6 +168,20 @@ def _status(what: str) -> Iterator[None]:
         yield
 
 
+def _read_roof() -> float | None:
+    """GB/s that the cores read, measured now; None, with a note, beside a model that fills the
+    memory."""
+    from runtime.pool import default_pool
+    from runtime.roofline import read_roof
+
+    try:
+        with _status("measuring the read roof"):
+            return read_roof(default_pool())
+    except PykernelsError as error:
+        note(f"no share of the read roof: {error}")
+        return None
+
+
 @command
 def generate(
     prompt: Annotated[
@@ -188,7 +204,7 @@ def generate(
 ) -> None:
     """Go on from PROMPT and stream the text; one summary line ends it."""
     if prompt == "-":
-        prompt = sys.stdin.read()
+        prompt = _read(sys.stdin.read)
     writer = Writer(
         model,
         rules,
@@ -205,12 +221,7 @@ def generate(
         seed=seed,
     )
     _, stats = writer.write(prompt, echo)
-    with _status("measuring the read roof"):
-        from runtime.pool import default_pool
-        from runtime.roofline import read_roof
-
-        roof = read_roof(default_pool())
-    err().print(summary(stats, roof), style="dim", markup=False)
+    err().print(summary(stats, _read_roof()), style="dim", markup=False)
 
 
 @command
@@ -274,6 +285,16 @@ def chat(
         err().print(summary(stats, None), style="dim", markup=False)
 
 
+def _read(text: Callable[[], str]) -> str:
+    """What `text` reads from stdin; `PykernelsError` for bytes of another encoding."""
+    try:
+        return text()
+    except UnicodeDecodeError as error:
+        from .prompt import NO_TEXT
+
+        raise PykernelsError(f"stdin is no {error.encoding} text", NO_TEXT) from None
+
+
 def _ask() -> str | None:
     """The next line that the user types; None at /exit and at the end of the input."""
     if sys.stdin.isatty():
@@ -281,7 +302,7 @@ def _ask() -> str | None:
 
         err().print("you", style="bold cyan", end="")
     try:
-        said = input("> " if sys.stdin.isatty() else "").strip()
+        said = _read(lambda: input("> " if sys.stdin.isatty() else "")).strip()
     except EOFError:
         return None
     return None if said == "/exit" else said

@@ -66,14 +66,17 @@ def check_config(config: dict[str, Any], folder: Path) -> None:
     need("quantization_status", config.get("quantization_status"), ("compressed", None))
     need("kv_cache_scheme", config.get("kv_cache_scheme"), (None, {}))
     need("transform_config", config.get("transform_config"), (None, {}))
-    sparsity = config.get("sparsity_config") or {}
-    need("sparsity_config", sparsity, ({}, {**sparsity, "format": "dense"}))
+    sparsity = config.get("sparsity_config") or {"format": "dense"}
+    dense = isinstance(sparsity, dict) and sparsity.get("format") == "dense"
+    need("sparsity_config", sparsity, (sparsity,) if dense else ())
     groups = config.get("config_groups")
     need("config_groups", groups, (groups,) if isinstance(groups, dict) and groups else ())
     for group in dict(groups or {}).values():
+        need("a group", group, (group,) if isinstance(group, dict) else ())
         fmt = group.get("format") or config.get("format")
         need("format", fmt, tuple(_WEIGHTS))
         weights = group.get("weights") or {}
+        need("weights", weights, (weights,) if isinstance(weights, dict) else ())
         for key, accepted in _WEIGHTS[str(fmt)].items():
             need(key, weights.get(key), accepted)
         if weights["strategy"] == "block":

@@ -85,7 +85,7 @@ def generate_stream(
         PykernelsError: before any work, for a bad option, an empty prompt without a first token to
             put there, or a prompt that with its continuation does not fit the context.
     """
-    _check_options(max_new_tokens, temperature, top_p, top_k)
+    check_options(max_new_tokens, temperature, top_p, top_k, seed)
     ids = encode(model, tokenizer, prompt)
     check_context(model, len(ids), max_new_tokens)
     config = _generation_config(model, max_new_tokens, temperature, top_p, top_k)
@@ -262,12 +262,16 @@ def _generation_config(
     return config
 
 
-def _check_options(max_new_tokens: int, temperature: float, top_p: float, top_k: int) -> None:
+def check_options(
+    max_new_tokens: int, temperature: float, top_p: float, top_k: int, seed: int | None = None
+) -> None:
+    """Raises `PykernelsError` for what `generate_stream` cannot do; needs no model."""
     checks = (
         (max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "1 or more"),
         (0 <= temperature < float("inf"), "temperature", temperature, "0 or more"),
         (0 < top_p <= 1, "top_p", top_p, "above 0 and at most 1"),
         (top_k >= 0, "top_k", top_k, "0 (all tokens) or more"),
+        (seed is None or -(2**63) <= seed < 2**64, "seed", seed, "a number below 2**64"),
     )
     for good, name, value, wanted in checks:
         if not good:

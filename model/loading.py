@@ -148,9 +148,9 @@ def _finish(model: PreTrainedModel, device: torch.device) -> None:
 
 def _warm_up(model: nn.Module) -> None:
     """Compile the kernels that the model needs now, so that its first token does not wait."""
-    seen: set[tuple[str, str]] = set()
+    seen: set[tuple[str, ...]] = set()
     for routed in routed_experts(model):
-        kind = (routed.backend.name, routed.weights.fmt.name)
+        kind = (routed.backend.name, routed.weights.fmt.name, routed.activations)
         if kind in seen:
             continue
         seen.add(kind)

@@ -21,7 +21,7 @@ from runtime.nodes import AUTO
 from runtime.pool import configure_default_pool, default_pool
 
 from . import memory
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, read_json
 from .config import read_config, resolve_dtype
 from .convert import make_plan
 from .inject import inject
@@ -71,6 +71,7 @@ def from_pretrained(
     chosen = resolve_dtype(dtype, config)
     parsed = resolve_rules(rules, config.model_type)
     _use_threads(threads, numa, place)
+    generation = read_generation_config(folder)
     with Checkpoint(folder) as checkpoint:
         model = build_meta(config, chosen)
         inject(model, parsed, kernel)
@@ -80,9 +81,26 @@ def from_pretrained(
         memory.check_nodes(plan, model, default_pool())
         with reporting(progress) as report:
             load(model, plan, checkpoint, place, chosen, report)
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    if generation is not None:
+        model.generation_config = generation
     return model
+
+
+def read_generation_config(folder: Path) -> GenerationConfig | None:
+    """The checkpoint's own settings of `generate`; None if it has none.
+
+    Raises `PykernelsError` for a file that cannot be read.
+    """
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return None
+    read_json(file)  # says what is wrong with one that is no JSON
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except Exception as error:  # transformers validates with several exception types of its own
+        raise PykernelsError(
+            f"{file} is no valid generation config: {error}", "Download it again, or remove it"
+        ) from error
 
 
 def _use_threads(threads: int | None, numa: str | None, place: torch.device) -> None:

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pykernels.errors import PykernelsError
+
+NO_TEXT = "Give it as UTF-8; iconv converts a file"
+"""The mend for a prompt in another encoding."""
 
 
 def encode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     """Token ids of a prompt, with the first token that the model was trained to see.
 
     A prompt that already starts with that token's text (a chat template writes it) gets no second
-    one. An empty prompt is the first token alone. Raises `PykernelsError` if there is none.
+    one. An empty prompt is the first token alone. Raises `PykernelsError` if there is none, or for
+    a prompt that is no text.
     """
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        # How Python passes bytes of an argument or of stdin that are no UTF-8.
+        raise PykernelsError("The prompt holds bytes that are no UTF-8 text", NO_TEXT)
     bos = tokenizer.bos_token
     special = not (bos and prompt.startswith(bos))
     ids: list[int] = tokenizer(prompt, add_special_tokens=special)["input_ids"]
@@ -34,14 +42,21 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str,
     """The text that asks for the assistant's next answer.
 
     `messages`: `{"role": "system" | "user" | "assistant", "content": ...}`, oldest first. Written
-    by the tokenizer's chat template; by a plain transcript if it has none.
+    by the tokenizer's chat template; by a plain transcript if it has none. Raises `PykernelsError`
+    for a conversation that the template refuses.
     """
     if tokenizer.chat_template:
-        return str(
-            tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
+        try:
+            return str(
+                tokenizer.apply_chat_template(
+                    list(messages), tokenize=False, add_generation_prompt=True
+                )
             )
-        )
+        except TemplateError as error:  # some know no system message, say
+            raise PykernelsError(
+                f"The model's chat template refuses this conversation: {error}",
+                "Leave out what it does not know, --system for one",
+            ) from None
     lines = [f"{message['role'].capitalize()}: {message['content']}\n" for message in messages]
     return "".join(lines) + "Assistant:"
 

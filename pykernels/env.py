@@ -57,12 +57,15 @@ def _count(text: str) -> int | None:
     return count
 
 
+_HOUR = 3.6e9  # microseconds; as nanoseconds on top of a clock it is far from 2**63
+
+
 def _microseconds(text: str) -> float | None:
     if not text.strip():
         return None
     value = float(text)
-    if not 0 <= value < float("inf"):
-        raise ValueError("it is negative or not finite")
+    if not 0 <= value <= _HOUR:
+        raise ValueError("it is negative, no number or above an hour")
     return value
 
 
@@ -142,7 +145,7 @@ class Env:
         _microseconds,
         "",
         "Microseconds that an idle worker spins; empty: 50, beside a GPU 1000.",
-        "Set it to microseconds, 0 or more, or unset it",
+        "Set it to microseconds, 0 to 3.6e9, or unset it",
     )
     hugepages = Flag(
         _switch,

@@ -78,8 +78,22 @@ def resolve(kernel: str, fmt: str, target: Target, activations: str = "bf16") ->
         names = ", ".join(b.name for b in BACKENDS)
         raise PykernelsError(f"there is no expert kernel {wanted!r}", f"Use auto or one of {names}")
     if reason := backend.supports(fmt, target, activations):
-        raise PykernelsError(f"kernel {wanted} cannot run {fmt} here: {reason}", "Use kernel auto")
+        raise PykernelsError(
+            f"kernel {wanted} cannot run {fmt} here: {reason}", _mend(backend, target)
+        )
     return backend
+
+
+_ACTIVATIONS_MEND = "Use bf16 activations, or int8 ones with an integer format"
+
+
+def _mend(backend: Backend, target: Target) -> str:
+    """What helps against a backend's refusal: another kernel, or other activations."""
+    if not target.lacks(backend.features):
+        return _ACTIVATIONS_MEND
+    if env.kernel == "auto":
+        return "Use kernel auto"
+    return "Unset PYKERNELS_KERNEL, which auto stands for here, or set it to auto"
 
 
 def _first_able(fmt: str, target: Target, activations: str) -> Backend:
@@ -88,6 +102,6 @@ def _first_able(fmt: str, target: Target, activations: str) -> Backend:
     if reasons[-1]:
         raise PykernelsError(
             f"no kernel can run this: {reasons[-1]}",
-            "Use bf16 activations, or int8 ones with an integer format",
+            _ACTIVATIONS_MEND,
         )
     return BACKENDS[reasons.index(None)]

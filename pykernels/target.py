@@ -8,6 +8,7 @@ because an instruction that the target lacks aborts the process inside LLVM.
 from __future__ import annotations
 
 import functools
+import os
 import platform
 import re
 from collections.abc import Iterable
@@ -39,7 +40,11 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Target:
-    """A machine as the kernels see it. Cache sizes are bytes per instance, 0 when unknown."""
+    """A machine as the kernels see it.
+
+    Cache sizes are bytes, 0 when unknown: ``l1d`` and ``l2`` of one instance, ``l3`` of all that
+    the cores of this process have (a server CPU has several), since weights may lie in any.
+    """
 
     cpu: str
     machine: str
@@ -71,7 +76,8 @@ def detect() -> Target:
 
 @functools.cache
 def _hardware() -> tuple[str, frozenset[str], int, int, int]:
-    return _cpu_name(), _compiled_features(), _cache_bytes(1), _cache_bytes(2), _cache_bytes(3)
+    l1d, l2, l3 = (cache_sizes(level) for level in (1, 2, 3))
+    return _cpu_name(), _compiled_features(), max(l1d, default=0), max(l2, default=0), sum(l3)
 
 
 def _compiled_features() -> frozenset[str]:
@@ -98,19 +104,29 @@ def _cpu_name() -> str:
     return f"{found[1].strip() if found else platform.processor()} ({llvm.get_host_cpu_name()})"
 
 
-def _cache_bytes(level: int) -> int:
-    """Size of one data (or unified) cache of a level, from sysfs."""
-    for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
-        try:
-            if int((index / "level").read_text()) != level:
+def cache_sizes(
+    level: int, root: Path = Path("/"), cores: Iterable[int] | None = None
+) -> list[int]:
+    """Bytes of each data (or unified) cache of a level that some of ``cores`` has, from sysfs.
+
+    Args:
+        root: where ``sys`` lies; another one for tests.
+        cores: logical CPUs; None for those that this process may run on.
+    """
+    found: dict[str, int] = {}  # by the CPUs that share it
+    for core in os.sched_getaffinity(0) if cores is None else cores:
+        for index in (root / f"sys/devices/system/cpu/cpu{core}/cache").glob("index*"):
+            try:
+                if int((index / "level").read_text()) != level:
+                    continue
+                if (index / "type").read_text().strip() == "Instruction":
+                    continue
+                size = (index / "size").read_text().strip()
+                nbytes = int(size.rstrip("KM")) * {"K": 1 << 10, "M": 1 << 20}.get(size[-1:], 1)
+                found[(index / "shared_cpu_list").read_text()] = nbytes
+            except (OSError, ValueError):
                 continue
-            if (index / "type").read_text().strip() == "Instruction":
-                continue
-            size = (index / "size").read_text().strip()
-        except (OSError, ValueError):
-            continue
-        return int(size.rstrip("KM")) * {"K": 1 << 10, "M": 1 << 20}.get(size[-1], 1)
-    return 0
+    return list(found.values())
 
 
 @functools.cache

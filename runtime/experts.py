@@ -164,7 +164,8 @@ class RoutedExperts:
             weights: [T, topk], taken as float32.
 
         Raises:
-            PykernelsError: inputs that do not fit, experts not loaded, a call already in flight.
+            PykernelsError: inputs that do not fit, experts not loaded, a call already in flight (of
+                these experts, or of others on the same pool).
         """
         if self._in_flight is not None and self._in_flight.runs:
             raise PykernelsError(
@@ -173,17 +174,19 @@ class RoutedExperts:
         if not self._loaded:
             self._check_loaded()
         parts = self._bind()
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        partials = [torch.empty(x.shape) for _ in parts] if len(parts) > 1 else []
-        outs = partials or [y]
-        x = contiguous_rows(x)
-        calls = [part.prepare(x, ids, weights, out) for part, out in zip(parts, outs, strict=True)]
         pools = [part.pool for part in parts]
-        # Known before it runs: should Ctrl-C come now, the buffers outlive what writes them.
-        ticket = self._in_flight = Ticket(y, calls[0].active, partials, pools, calls, x)
-        for pool, call in zip(pools, calls, strict=True):
-            pool.start(call)
-        if calls[0].row_tasks:
+        try:
+            for pool in pools:  # another call reads the workspace that prepare writes
+                pool.claim()
+            # Known before it runs: should Ctrl-C come now, the buffers outlive what writes them.
+            ticket = self._in_flight = self._prepare(parts, x, ids, weights)
+            for pool, call in zip(pools, ticket.calls, strict=True):
+                pool.start(call)
+        except BaseException:
+            for pool in pools:
+                pool.release()
+            raise
+        if ticket.calls[0].row_tasks:
             for pool in pools:
                 pool.wait_for_rows()  # then x is the caller's again
         return ticket
@@ -214,6 +217,17 @@ class RoutedExperts:
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """``submit`` and ``sync`` in one."""
         return self.sync(self.submit(x, ids, weights))
+
+    def _prepare(
+        self, parts: list[_Part], x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> Ticket:
+        """A call on the slices, ready to start on each one's pool."""
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        partials = [torch.empty(x.shape) for _ in parts] if len(parts) > 1 else []
+        outs = partials or [y]
+        x = contiguous_rows(x)
+        calls = [part.prepare(x, ids, weights, out) for part, out in zip(parts, outs, strict=True)]
+        return Ticket(y, calls[0].active, partials, [part.pool for part in parts], calls, x)
 
     def _bind(self) -> list[_Part]:
         """The slices on the pool of now: plan and scratch depend on its threads."""

@@ -1,8 +1,8 @@
 """Memory for weights: huge pages, zeroed, page-aligned, on the NUMA node that reads it.
 
 A stream of packed weights on 4 KiB pages misses the TLB every 64 lines; on 2 MiB pages it runs at
-the read roof. Transparent huge pages are asked for with ``madvise``; where they are off, the memory
-is plain, and ``pykernels doctor`` says so.
+the read roof. Transparent huge pages are asked for with ``madvise``; where they are off or not
+known to the kernel, the memory is plain, and ``pykernels doctor`` says so.
 
 Placement is ``mbind`` before the first touch (man 2 mbind): SOSP'25 section 3.3, each socket stores
 its own slice.
@@ -10,6 +10,7 @@ its own slice.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -51,7 +52,8 @@ def allocate(nbytes: int, node: int | None = None) -> torch.Tensor:
             "Free memory, raise the limit (ulimit -v), or take a smaller model or format",
         ) from None
     if env.hugepages:
-        region.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without them refuses
+            region.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(region, dtype=torch.uint8)
     if node is not None:
         _bind(whole.data_ptr(), len(region), node)

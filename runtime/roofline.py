@@ -15,10 +15,12 @@ import torch
 
 from pykernels.cpu.compute import FLOPS, INSTRUCTIONS, NEEDS, make_compute
 from pykernels.cpu.stream import LOOPS, STREAM, make_read
+from pykernels.errors import PykernelsError
 from pykernels.target import Target, detect
 
 from .memory import allocate
 from .pool import Call, Pool, wait_all
+from .topology import Topology
 
 _CHUNK = 4 << 20  # of one task: shorter ones lost up to 9 % to finding their stream
 
@@ -26,6 +28,13 @@ _CHUNK = 4 << 20  # of one task: shorter ones lost up to 9 % to finding their st
 @lru_cache(maxsize=1)
 def _buffers(nbytes: int, nodes: tuple[int | None, ...]) -> list[torch.Tensor]:
     """One of ``nbytes`` on each node."""
+    need, free = nbytes * len(nodes), Topology.detect().memory_available
+    if need > 0.9 * free:
+        raise PykernelsError(
+            f"the read roof takes {need / 2**30:.1f} GiB, so as not to be read from cache,"
+            f" {free / 2**30:.1f} GiB are free",
+            "Free some memory",
+        )
     buffers = [allocate(nbytes, node) for node in nodes]
     for buffer in buffers:
         buffer.fill_(1)  # pages that were never written are all one zero page
@@ -38,7 +47,14 @@ def roof_bytes() -> int:
 
 
 class ReadRoof:
-    """Repeatable passes over one buffer, so that a benchmark can time roof and kernel in turn."""
+    """Repeatable passes over one buffer, so that a benchmark can time roof and kernel in turn.
+
+    Args:
+        nbytes: of the buffer, on all nodes together; None for ``roof_bytes``.
+
+    Raises:
+        PykernelsError: too little memory for it.
+    """
 
     def __init__(self, pool: Pool, nbytes: int | None = None) -> None:
         self.pool = pool
@@ -85,7 +101,11 @@ class ReadRoof:
 
 
 def read_roof(pool: Pool) -> float:
-    """GB/s that the pool's threads read, measured now (about a second)."""
+    """GB/s that the pool's threads read, measured now (about a second).
+
+    Raises:
+        PykernelsError: too little memory for the buffer.
+    """
     roof = ReadRoof(pool)
     roof.each_once()  # warms up
     roof.seen = {loop: [] for loop in LOOPS}

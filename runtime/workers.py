@@ -118,6 +118,8 @@ class WorkerPool:
         self._reserve_barriers(64)
         self.workspace = Workspace()  # shared by the layers: one call runs at a time
         self._running: Call | None = None
+        self._guard = threading.Lock()  # of the two words that say who has the pool
+        self._claimed_by: int | None = None
         self._closed = False
         self._pid = os.getpid()
         tasks.compile_all()  # under the GIL, before any thread asks; and Ctrl-C finds them compiled
@@ -159,18 +161,48 @@ class WorkerPool:
         self._barrier_memory = np.zeros(2 * active * tasks.BARRIER_BYTES // 8 + 8, np.int64)
         self._barriers = _align(self._barrier_memory.ctypes.data)
 
+    def claim(self) -> None:
+        """Keeps the pool for a call that this thread prepares, in the ``workspace`` that all share,
+        until it starts or ``release`` gives it up.
+
+        Raises:
+            PykernelsError: a call is running, another thread prepares one, or this is a forked
+                child.
+        """
+        self._check_process()
+        me = threading.get_ident()
+        with self._guard:
+            # A claim of this thread's own was left behind by Ctrl-C: it prepares nothing now.
+            if self._claimed_by not in (None, me):
+                raise PykernelsError(
+                    "another thread prepares a call on this pool", "Make one call after the other"
+                )
+            if self._running is not None:
+                raise PykernelsError(
+                    "a call is still running on this pool", "sync it before the next submit"
+                )
+            self._claimed_by = me
+
+    def release(self) -> None:
+        """Gives up what this thread has claimed, if it has not started a call since."""
+        with self._guard:
+            if self._claimed_by == threading.get_ident():
+                self._claimed_by = None
+
     def start(self, call: Call) -> None:
-        """Hands a call to the workers and returns; ``wait`` ends it. One call at a time."""
+        """Hands a call to the workers and returns; ``wait`` ends it. One call at a time.
+
+        Raises:
+            PykernelsError: as ``claim``, or the pool is closed.
+        """
         if self._closed:
             raise PykernelsError("the worker pool is closed", "Make a new WorkerPool")
-        self._check_process()
-        if self._running is not None:
-            raise PykernelsError(
-                "a call is still running on this pool", "sync it before the next submit"
-            )
+        if self._claimed_by != threading.get_ident():
+            self.claim()
         if call.active > self._barriers_for:
             self._reserve_barriers(2 * call.active)
         self._running = call
+        self._claimed_by = None  # after it: nobody finds the pool free between the two
         tasks.publish(self.control, self._barriers, *call)
 
     def wait_for_rows(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.files import Partial, Results, write_texts
+from bench.files import Partial, Results, unused, write_texts
 
 from .cases import SECTIONS
 from .plots import draw
@@ -12,9 +12,7 @@ from .report import markdown
 
 
 def stem(results: Results) -> str:
-    """Name of a run's files, without what comes after: "2031-02-03", "2031-02-03-quick-skew".
-
-    A run of some sections never takes the place of a whole one."""
+    """Name of a run's files, without what comes after: "2031-02-03", "2031-02-03-quick-skew"."""
     day, settings = results["machine"]["date"].split()[0], results["settings"]
     chosen = settings["sections"]
     some = [] if len(chosen) == len(SECTIONS) else chosen
@@ -22,8 +20,12 @@ def stem(results: Results) -> str:
 
 
 def write(results: Results, out: Path) -> list[Path]:
-    """JSON, the page and plots, in the folder of the machine; the paths written."""
-    folder, name = out / results["machine"]["slug"], stem(results)
+    """JSON, the page and plots, in the folder of the machine; the paths written.
+
+    A run never takes the place of another: the second of a day has a number.
+    """
+    folder = out / results["machine"]["slug"]
+    name = unused(folder, stem(results))
     folder.mkdir(parents=True, exist_ok=True)
     drawn = draw(results, folder, name)
     page = markdown(results, [path.name for path in drawn])

@@ -60,16 +60,28 @@ def _roofline(results: Results, axes: Any) -> bool:
         )
         named.add(label)
     read = max(row["read_roof"] for row in rows) / 1e3
-    roofs = {row["compute_roof"] for row in rows if row.get("compute_roof")}
+    roofs = compute_roofs(rows)
     ends = [min(r["tflops"] * 1e3 / r["gbps"] for r in rows) / 2, 4e3]
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte of weights", ylabel="TFLOP/s")
     axes.set_ylim(min(row["tflops"] for row in rows) / 2, max(row["tflops"] for row in rows) * 2)
     axes.plot(ends, [read * at for at in ends], color="black", lw=1, label="read roof")
-    if roofs:
-        axes.axhline(max(roofs), color="black", ls="--", lw=1, label="register-only bf16 roof")
-        axes.set_ylim(top=max(roofs) * 2)
+    for kind, style in (("bf16", "--"), ("int8", ":")):
+        if roof := roofs.get(kind):
+            label = f"register-only {kind} roof"
+            axes.axhline(roof, color="black", ls=style, lw=1, label=label)
+            axes.set_ylim(top=max(roofs.values()) * 2)
     axes.legend(fontsize=7, ncols=2)
     return True
+
+
+def compute_roofs(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """TFLOP/s of registers alone, of "bf16" and "int8" products: the fastest backend's."""
+    found: dict[str, float] = {}
+    for row in rows:
+        kind = "int8" if row["backend"].endswith("/int8") else "bf16"
+        if roof := row.get("compute_roof"):
+            found[kind] = max(roof, found.get(kind, 0.0))
+    return found
 
 
 def _latency(results: Results, axes: Any) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.files import Partial, Results, check_folder, write_texts
+from bench.files import Partial, Results, check_folder, unused, write_texts
 from bench.peers.catalog import ROOT
 from model.cli_common import EXIT_ERROR, EXIT_INTERRUPTED
 from pykernels.errors import PykernelsError
@@ -153,7 +153,8 @@ def write(results: Results, out: Path, name: str) -> list[Path]:
 def keep(results: Results, chosen: argparse.Namespace, partial: Partial) -> None:
     """Writes the files: under the run's name, or beside it those of a run that was ended."""
     whole = results["ended"] == "" or results["ended"].endswith("over")
-    name = stem(results) if whole else partial.name
+    folder = chosen.out / results["machine"]["slug"]
+    name = unused(folder, stem(results)) if whole else partial.name
     for path in write(results, chosen.out, name):
         print(path, file=sys.stderr)
     if whole:

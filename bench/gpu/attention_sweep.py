@@ -14,12 +14,12 @@ from dataclasses import astuple, fields
 from statistics import median
 from typing import Any
 
-import torch
-
+from pykernels.errors import PykernelsError
 from pykernels.gpu.attention_plan import DecodePlan, PrefillPlan
 
-from .attention import Size, build
+from .attention import KINDS, Size, build
 from .harness import rates, reason
+from .machine import check_gpu
 from .roofs import measure_roofs
 from .timer import make_timer
 
@@ -69,7 +69,14 @@ SWEEPS = (
 
 
 def main(kinds: list[str]) -> None:
-    device = torch.device("cuda:0")
+    """Every plan of the kinds named, or of all.
+
+    Raises:
+        PykernelsError: there is no such kind, or no GPU.
+    """
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise PykernelsError(f"no attention {unknown[0]!r}", f"Use some of {', '.join(KINDS)}")
+    device = check_gpu("cuda:0")
     roofs, timer = measure_roofs(device), make_timer(device)
     print(roofs)
     for size, plans in SWEEPS:
@@ -102,4 +109,8 @@ def main(kinds: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except PykernelsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -42,22 +42,22 @@ def draw(results: Results, path: Path) -> bool:
 
 
 def _roofline(axes: Any, results: Results, rows: list[Any], colours: dict[str, str]) -> None:
-    """TFLOP/s against operations a byte, under both roofs."""
+    """TFLOP/s against operations a byte, under the roofs; the legend is the bars' too."""
+    from matplotlib.patches import Patch
+
     roofs = results["roofs"]
-    named: set[str] = set()
     for row in rows:
-        label = None if row["op"] in named else row["op"]
-        named.add(row["op"])
-        axes.scatter(
-            row["flops"] / row["nbytes"], row["tflops"], s=22, color=colours[row["op"]], label=label
-        )
+        axes.scatter(row["flops"] / row["nbytes"], row["tflops"], s=22, color=colours[row["op"]])
     read, matmul = roofs["read_gbps"] / 1e3, roofs["matmul_tflops"]
     least = min((row["flops"] / row["nbytes"] for row in rows), default=1) / 2
     knee, most = matmul / read, max(4e3, 2 * matmul / read)
     axes.plot([least, knee, most], [least * read, matmul, matmul], color="black", lw=1)
+    axes.plot([2 * knee, most], [2 * matmul, 2 * matmul], color="black", lw=1, ls="--")
+    axes.plot([knee, 2 * knee], [matmul, 2 * matmul], color="black", lw=1, ls="--")
     axes.text(knee, matmul, f" {matmul:.0f} TFLOP/s bf16", va="bottom", fontsize=7)
+    axes.text(2 * knee, 2 * matmul, " FP8: twice that", va="bottom", fontsize=7)
     axes.text(least, least * read, f" {read * 1e3:.0f} GB/s read", va="bottom", fontsize=7)
     axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s")
     if rows:
         axes.set_ylim(max(min(row["tflops"] for row in rows) / 2, 1e-5), matmul * 4)
-        axes.legend(fontsize=7)
+    axes.legend(handles=[Patch(color=c, label=op) for op, c in colours.items()], fontsize=7)

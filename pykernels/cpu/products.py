@@ -15,6 +15,7 @@ is exact until its digits are put together.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ import numpy as np
 
 from ..quant.activations import DIGITS, DIGITS_K
 from .activations import annotation
-from .decode import Reader
+from .decode import Reader, make_reader
 from .instructions import Instructions
 from .intrin.avx512 import (
     add_f32,
@@ -44,7 +45,6 @@ from .intrin.avx512_bytes import (
 )
 from .intrin.registers import f32x16_array, i32x16_array
 from .jit import inlined
-from .job import i64
 from .rows import (
     activation_scale,
     codes_at,
@@ -63,9 +63,9 @@ class Products:
         chains: of an accumulator.
         new_sums: ``new_sums(length)``, an array of chains.
         begin: ``begin(sums, i, row, K, k)``: the chains from i on begin a group that holds input k.
-        multiply: ``multiply(sums, i, stride, tile, load, part, tables, rows, K, k)``: the
-            chains of token t, at ``i + t * stride``, += a lot of weights times its four inputs
-            from k on.
+        read: ``read(tile, load, part, tables)``, a lot of weights as ``add`` takes them.
+        add: ``add(sums, i, weights, row, K, k, part)``: the chains from i on += the weights of a
+            part of a load times the four inputs from k on of the token at ``row``.
         total: ``total(sums, i, row, K, k) -> f32x16``, the sum of a group that holds input k.
         offset: ``offset(row, K, k) -> float``, the sum of the group's inputs themselves.
         scaled: ``scaled(value, row, K, k) -> f32x16``, times the activation scale of input k, which
@@ -75,29 +75,33 @@ class Products:
     chains: int
     new_sums: Callable
     begin: Callable
-    multiply: Callable
+    read: Callable
+    add: Callable
     total: Callable
     offset: Callable
     scaled: Callable
 
 
+@functools.cache  # tiles of every M share them, and compile them once
 def make_products(
-    fmt: str, reader: Reader, ops: Instructions, activations: str, M: int, digits: bool
+    fmt: str, ops: Instructions, activations: str, chains: int, digits: bool
 ) -> Products:
-    """The products of a tile of M tokens with ``activations`` "bf16" or "int8".
+    """The products of a format's tiles with ``activations`` "bf16" or "int8".
 
     Args:
+        chains: of an accumulator of 8-bit products, 1 or 2; of no use to others.
         digits: whether integer weights meet bf16 activations as digits.
     """
+    reader = make_reader(fmt, ops)
     if activations == "int8":
-        return _int8(fmt, reader, ops, M)
+        return _int8(fmt, reader, ops, chains)
     if digits and reader.codes:
-        return _digits(reader, ops, M)
-    return _lifted(reader, ops, M) if reader.lifted else _bf16(reader, ops, M)
+        return _digits(reader, ops)
+    return _lifted(reader, ops) if reader.lifted else _bf16(reader, ops)
 
 
-def _bf16(reader: Reader, ops: Instructions, M: int) -> Products:
-    read, dot, GROUP, FOURS = reader.rows, ops.dot_bf16, reader.scales.k, reader.packing.fours
+def _bf16(reader: Reader, ops: Instructions) -> Products:
+    dot, GROUP, FOURS = ops.dot_bf16, reader.scales.k, reader.packing.fours
 
     @inlined
     def begin(sums, i, row, K, k):
@@ -105,18 +109,15 @@ def _bf16(reader: Reader, ops: Instructions, M: int) -> Products:
         sums[i + 1] = zero_f32()
 
     @inlined
-    def multiply(sums, i, stride, tile, load, part, tables, rows, K, k):
-        first, second = read(tile, load, part, tables)
-        for t in range(M):
-            x = i64(rows, t) + 2 * k
-            at = i + t * stride
-            if FOURS:
-                four = broadcast_qword(x)
-                sums[at] = dot(sums[at], first, four)
-                sums[at + 1] = dot(sums[at + 1], second, four)
-            else:
-                sums[at] = dot(sums[at], first, broadcast_dword(x))
-                sums[at + 1] = dot(sums[at + 1], second, broadcast_dword(x + 4))
+    def add(sums, i, weights, row, K, k, part):
+        (first, second), x = weights, row + 2 * k
+        if FOURS:
+            four = broadcast_qword(x)
+            sums[i] = dot(sums[i], first, four)
+            sums[i + 1] = dot(sums[i + 1], second, four)
+        else:
+            sums[i] = dot(sums[i], first, broadcast_dword(x))
+            sums[i + 1] = dot(sums[i + 1], second, broadcast_dword(x + 4))
 
     @inlined
     def total(sums, i, row, K, k):
@@ -132,11 +133,11 @@ def _bf16(reader: Reader, ops: Instructions, M: int) -> Products:
     def scaled(value, row, K, k):
         return value
 
-    return Products(2, f32x16_array, begin, multiply, total, offset, scaled)
+    return Products(2, f32x16_array, begin, reader.rows, add, total, offset, scaled)
 
 
-def _lifted(reader: Reader, ops: Instructions, M: int) -> Products:
-    read: Any = reader.lifted
+def _lifted(reader: Reader, ops: Instructions) -> Products:
+    lifted: Any = reader.lifted
     dot, GROUP, LIFT = ops.dot_bf16, reader.scales.k, np.float32(reader.lift)
 
     @inlined
@@ -145,13 +146,14 @@ def _lifted(reader: Reader, ops: Instructions, M: int) -> Products:
         sums[i + 1] = zero_f32()
 
     @inlined
-    def multiply(sums, i, stride, tile, load, part, tables, rows, K, k):
-        first, second = read(tile, load, part)
-        for t in range(M):
-            x = i64(rows, t) + 2 * k
-            at = i + t * stride
-            sums[at] = dot(sums[at], first, broadcast_dword(x))
-            sums[at + 1] = dot(sums[at + 1], second, broadcast_dword(x + 4))
+    def read(tile, load, part, tables):
+        return lifted(tile, load, part)
+
+    @inlined
+    def add(sums, i, weights, row, K, k, part):
+        (first, second), x = weights, row + 2 * k
+        sums[i] = dot(sums[i], first, broadcast_dword(x))
+        sums[i + 1] = dot(sums[i + 1], second, broadcast_dword(x + 4))
 
     @inlined
     def offset(row, K, k):
@@ -159,17 +161,17 @@ def _lifted(reader: Reader, ops: Instructions, M: int) -> Products:
 
     @inlined
     def total(sums, i, row, K, k):
-        lifted = add_f32(sums[i], sums[i + 1])
-        return fnma_f32(broadcast_f32(offset(row, K, k)), broadcast_f32(LIFT), lifted)
+        both = add_f32(sums[i], sums[i + 1])
+        return fnma_f32(broadcast_f32(offset(row, K, k)), broadcast_f32(LIFT), both)
 
     @inlined
     def scaled(value, row, K, k):
         return value
 
-    return Products(2, f32x16_array, begin, multiply, total, offset, scaled)
+    return Products(2, f32x16_array, begin, read, add, total, offset, scaled)
 
 
-def _digits(reader: Reader, ops: Instructions, M: int) -> Products:
+def _digits(reader: Reader, ops: Instructions) -> Products:
     dot, GROUP, BIAS = ops.dot_u8i8, reader.scales.k, reader.bias
     codes: Any = reader.codes
     BASE = np.float32(256.0)
@@ -183,13 +185,14 @@ def _digits(reader: Reader, ops: Instructions, M: int) -> Products:
                 sums[i + j] = zero_i32()
 
     @inlined
-    def multiply(sums, i, stride, tile, load, part, tables, rows, K, k):
-        weights = codes(tile, load, part)
-        for t in range(M):
-            for j in range(DIGITS):
-                at = i + t * stride + j
-                digits = broadcast_dword(digits_at(i64(rows, t), K, k, j))
-                sums[at] = dot(sums[at], weights, digits)
+    def read(tile, load, part, tables):
+        return codes(tile, load, part)
+
+    @inlined
+    def add(sums, i, weights, row, K, k, part):
+        for j in range(DIGITS):
+            digits = broadcast_dword(digits_at(row, K, k, j))
+            sums[i + j] = dot(sums[i + j], weights, digits)
 
     @inlined
     def total(sums, i, row, K, k):
@@ -206,16 +209,14 @@ def _digits(reader: Reader, ops: Instructions, M: int) -> Products:
     def scaled(value, row, K, k):
         return mul_f32(value, broadcast_f32(activation_scale(row, K, k, DIGITS_K)))
 
-    return Products(DIGITS, i32x16_array, begin, multiply, total, offset, scaled)
+    return Products(DIGITS, i32x16_array, begin, read, add, total, offset, scaled)
 
 
-def _int8(fmt: str, reader: Reader, ops: Instructions, M: int) -> Products:
+def _int8(fmt: str, reader: Reader, ops: Instructions, CHAINS: int) -> Products:
     codes, dot, GROUP, BIAS = reader.codes, ops.dot_u8i8, reader.scales.k, reader.bias
     how = annotation(fmt, "int8")
     assert how is not None and codes is not None
     ACT_K = how.act_k
-    # Many tokens are chains enough to hide a dot product's latency.
-    CHAINS = 1 if M > 4 else 2
 
     @inlined
     def begin(sums, i, row, K, k):
@@ -225,11 +226,13 @@ def _int8(fmt: str, reader: Reader, ops: Instructions, M: int) -> Products:
             sums[i] = broadcast_i32(sum_at(row, K, k // GROUP))
 
     @inlined
-    def multiply(sums, i, stride, tile, load, part, tables, rows, K, k):
-        weights = codes(tile, load, part)
-        for t in range(M):
-            at = i + t * stride + part % CHAINS  # a part of a load each
-            sums[at] = dot(sums[at], weights, broadcast_dword(codes_at(i64(rows, t), K) + k))
+    def read(tile, load, part, tables):
+        return codes(tile, load, part)
+
+    @inlined
+    def add(sums, i, weights, row, K, k, part):
+        at = i + part % CHAINS  # a part of a load each
+        sums[at] = dot(sums[at], weights, broadcast_dword(codes_at(row, K) + k))
 
     @inlined
     def total(sums, i, row, K, k):
@@ -243,4 +246,4 @@ def _int8(fmt: str, reader: Reader, ops: Instructions, M: int) -> Products:
     def scaled(value, row, K, k):
         return mul_f32(value, broadcast_f32(activation_scale(row, K, k, ACT_K)))
 
-    return Products(CHAINS, i32x16_array, begin, multiply, total, offset, scaled)
+    return Products(CHAINS, i32x16_array, begin, read, add, total, offset, scaled)

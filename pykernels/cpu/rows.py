@@ -29,6 +29,8 @@ from ..quant.layout import ceil_to
 from .jit import inlined
 from .job import f32
 
+_LINE = 64
+
 
 @dataclass(frozen=True)
 class Annotation:
@@ -60,16 +62,24 @@ class Annotation:
 
 
 def row_bytes(K: int, how: Annotation | None) -> int:
-    """Bytes of a row of K (padded) inputs with its annotation: whole cache lines."""
+    """Bytes of a row of K (padded) inputs with its annotation: an odd number of cache lines.
+
+    So the same inputs of up to 64 tokens, which a tile reads together, are in as many sets of the
+    cache; rows 4 KiB apart would share one.
+    """
+    return (ceil_to(_bytes(K, how), _LINE) // _LINE | 1) * _LINE
+
+
+def _bytes(K: int, how: Annotation | None) -> int:
     if how is None:
-        return ceil_to(2 * K, 64)
+        return 2 * K
     codes = _codes(K)
     if how.kind == "sums":
         return codes
     if how.kind == "digits":
         offsets = 4 * DIGITS * (K // how.sum_k) if how.bias else 0
-        return ceil_to(codes + DIGITS * K + offsets, 64)
-    return ceil_to(codes + K, 64)
+        return codes + DIGITS * K + offsets
+    return codes + K
 
 
 def _codes(K: int) -> int:

@@ -2,9 +2,8 @@
 for each output.
 
 A code is ``s eeee mmm``: ``2**(e - 7) * (1 + m / 8)``, or ``2**-6 * m / 8`` where e = 0
-(subnormal);
-448 is the largest, 0x7f and 0xff are NaN, there is no infinity (OCP 8-bit floating point, "E4M3").
-All 254 finite codes are exact in bfloat16, which the kernels rely on.
+(subnormal); 448 is the largest, 0x7f and 0xff are NaN, there is no infinity (OCP 8-bit floating
+point, "E4M3"). All 254 finite codes are exact in bfloat16, which the kernels rely on.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class FP8(Format):
         blocks[:N, :K] = matrix
         amax = blocks.view(rows, K_BLOCK, cols, K_BLOCK).abs().amax(dim=(1, 3))
         check_finite(amax, self.name)
-        scale = torch.where(amax > 0, amax / MAX, 1.0).float()  # [rows, cols]
+        scale = _scale(amax)  # [rows, cols]
         scaled = matrix.float() / self.expand(scale, N, K)
         return Weight(scaled.clamp(-MAX, MAX).to(torch.float8_e4m3fn), scale)
 
@@ -78,7 +77,7 @@ class FP8Channel(Format):
     def quantize(self, matrix: torch.Tensor) -> Weight:
         amax = matrix.float().abs().amax(1, keepdim=True)
         check_finite(amax, self.name)
-        scale = torch.where(amax > 0, amax / MAX, 1.0)  # [N, 1]
+        scale = _scale(amax)  # [N, 1]
         return Weight((matrix.float() / scale).clamp(-MAX, MAX).to(self.dtype), scale)
 
     def dequantize(self, weight: Weight) -> torch.Tensor:
@@ -97,6 +96,14 @@ class FP8Channel(Format):
 
     def unpack_scales(self, scales: torch.Tensor, N: int, K: int) -> torch.Tensor:
         return unpack_columns(scales.view(torch.float32).unflatten(1, (1, N_BLOCK)), N, 1)
+
+
+def _scale(amax: torch.Tensor) -> torch.Tensor:
+    """float32 scales that take magnitudes up to ``amax`` to ``MAX``; 1 where all are zero.
+
+    Never 0, which the division of the least float32 numbers gives: 0 / 0 would be NaN.
+    """
+    return torch.where(amax > 0, (amax.float() / MAX).clamp_min(2.0**-149), 1.0)
 
 
 def decode_table() -> torch.Tensor:

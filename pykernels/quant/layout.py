@@ -1,15 +1,12 @@
-"""The tile layout: one order of bytes that AMX and AVX-512 both read (SOSP'25 section 3.2, Figure
-5).
+"""The tile layout: one order of bytes that AMX and AVX-512 both read (SOSP'25 3.2, Figure 5).
 
 A matrix [N, K] is padded with zeros to N_BLOCK x K_BLOCK and cut into blocks of 32 rows. A block is
 one contiguous, 64-byte-aligned stream. Inside it, K runs in steps of 32; a step is two AMX B tiles
 (rows 0-15, then rows 16-31 of the block); a tile is 16 rows of VNNI pairs, ``16 n x 2 k`` each:
 
-    [block][k step][half][8 groups of 2 pair-rows r][j = n / 4][n % 4][k % 2]      wide order (bf16)
-    [block][k step][half][8 groups][j = n / 4][2 pair-rows r][n % 4][k % 2]        byte order (8
-    bit)
-
-    [block][k step of 64][half][16 rows of fours][16 n][k % 4]                     fours (codes)
+    wide order (bf16):   [block][k step][half][8 groups of 2 pair-rows r][n / 4][n % 4][k % 2]
+    byte order (8 bit):  [block][k step][half][8 groups][n / 4][2 pair-rows r][n % 4][k % 2]
+    fours (codes):       [block][k step of 64][half][16 rows of fours][16 n][k % 4]
 
 The byte order differs from the wide one inside a 64-byte group only: there the two pair-rows
 alternate in runs of 8 bytes, so that after a byte-wise table lookup one ``vpunpcklbw`` yields

@@ -60,10 +60,10 @@ class MXFP4(Format):
 
     def check(self, weight: Weight, N: int, K: int, name: str = "weight") -> None:
         super().check(weight, N, K, name)
-        if int(weight.data.max()) > 15 or int(weight.scale.max()) == 255:  # type: ignore[union-attr]
-            raise PykernelsError(
-                f"{name} has codes above 15 or NaN scales", "Give one 4-bit code a byte"
-            )
+        if (most := int(weight.data.max())) > 15:
+            raise PykernelsError(f"{name} has codes up to {most}", "Give one 4-bit code a byte")
+        if weight.scale is not None and int(weight.scale.max()) == 255:
+            raise PykernelsError(f"{name} has a scale of 255, which is NaN", "Check the checkpoint")
 
     def pack_data(self, data: torch.Tensor, blocks: torch.Tensor) -> None:
         pack_fours(data, blocks, self.bits)

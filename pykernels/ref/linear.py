@@ -23,7 +23,13 @@ def linear(
 
     Args:
         x: [M, K], any float dtype.
+        weight: [N, K] in ``fmt``.
+        bias: [N].
         activations: "bf16" for x as it is, "fp8" for what E4M3 kernels make of it first.
+        dtype: of the products, their sums and the result.
+
+    Returns:
+        [M, N] in ``dtype``.
     """
     if activations == "fp8":
         x = dequantize_fp8(*quantize_fp8(x))

@@ -49,6 +49,9 @@ def unpermute(
         weights: [T, topk].
         add: [T, H], the shared expert's output, say.
         dtype: of the arithmetic and of the result.
+
+    Returns:
+        [T, H] in ``dtype``.
     """
     positions = order.positions.long()  # [T, topk]
     here = positions < order.starts[-1]

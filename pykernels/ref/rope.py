@@ -68,6 +68,9 @@ def rope(
         interleaved: which pairs.
         scale: of cos and sin (YaRN's attention factor).
         dtype: of the other arithmetic and of the results.
+
+    Returns:
+        q and k turned, of their shapes, in ``dtype``; None for no k.
     """
     angles = (positions.float().unsqueeze(1) * frequencies.float()).to(dtype)  # [T, R / 2]
     cos, sin = (f(angles).unsqueeze(1) * scale for f in (torch.cos, torch.sin))

@@ -55,6 +55,9 @@ def perturbed(
         state: int64 [2], seed and step; token v of row t draws Philox's word (v, t, step).
         temperature: [T].
         dtype: of the arithmetic and of the result.
+
+    Returns:
+        [T, V] in ``dtype``.
     """
     T, V = logits.shape
     seed, step = state.tolist()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
+import os
 import re
+import threading
 import weakref
 
 import pytest
@@ -18,7 +22,7 @@ from pykernels.target import detect
 from pykernels.testing import assert_close, balanced_routing, random_experts, skewed_routing
 from runtime.experts import RoutedExperts
 from runtime.memory import HUGE_PAGE, allocate
-from runtime.pool import WorkerPool
+from runtime.pool import Call, WorkerPool
 from runtime.roofline import LOOPS, ReadRoof, Roofs
 from runtime.topology import Topology
 
@@ -73,6 +77,53 @@ def test_layers_share_a_pool_and_sizes_may_change():
                 x = torch.randn(T, layer.shape.H)
                 truth = ref.moe_ffn(x, routing.ids, routing.weights, layer.weights)
                 assert_close(layer(x, routing.ids, routing.weights), truth, 0.006)
+
+
+def test_a_call_refused_on_a_busy_pool_leaves_the_one_in_flight_alone():
+    a, b = (random_experts(SHAPE, get_format("fp8"), seed) for seed in (1, 2))
+    one, other = balanced_routing(4, SHAPE, 1), balanced_routing(4, SHAPE, 2)
+    x = torch.randn(4, SHAPE.H)
+    with WorkerPool(1) as pool:  # nothing is computed before sync: all of it would be spoilt
+        first, second = _load(a, pool), _load(b, pool)
+        wanted = first(x, one.ids, one.weights)
+        ticket = first.submit(x, one.ids, one.weights)
+        with pytest.raises(PykernelsError, match="still running on this pool"):
+            second.submit(2 * x, other.ids, other.weights)
+        assert torch.equal(first.sync(ticket), wanted)
+        second(x, other.ids, other.weights)
+
+
+def test_a_call_prepared_by_one_thread_is_not_spoilt_by_another(monkeypatch):
+    experts, routing = random_experts(SHAPE, get_format("fp8")), balanced_routing(4, SHAPE)
+    x, said = torch.randn(4, SHAPE.H), []
+    prepare = RoutedExperts._prepare
+
+    def other() -> None:
+        with pytest.raises(PykernelsError, match="another thread prepares a call") as error:
+            second(2 * x, routing.ids, routing.weights)
+        said.append(error.value)
+
+    def interrupted(self, *arguments):
+        ticket = prepare(self, *arguments)
+        if self is first:
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+        return ticket
+
+    with WorkerPool(1) as pool:
+        first, second = _load(experts, pool), _load(experts, pool)
+        wanted = first(x, routing.ids, routing.weights)
+        monkeypatch.setattr(RoutedExperts, "_prepare", interrupted)
+        assert torch.equal(first(x, routing.ids, routing.weights), wanted)
+        assert len(said) == 1
+        with pytest.raises(PykernelsError, match="names expert"):  # what it claimed is free again
+            second(x, routing.ids + 99, routing.weights)
+        thread = threading.Thread(target=pool.claim)
+        thread.start()
+        thread.join()
+        with pytest.raises(PykernelsError, match="another thread prepares a call"):
+            pool.start(Call(0, 0, 0, 0, 0, 0))
 
 
 def test_between_submit_and_sync_the_caller_is_free():
@@ -156,6 +207,15 @@ def test_huge_page_memory_is_aligned_and_zero():
     assert memory[::4096].eq(0).all() and memory[-1] == 0
     with pytest.raises(PykernelsError, match="GiB"):
         allocate(1 << 62)
+
+
+def test_a_kernel_that_knows_no_huge_pages_gives_plain_ones(monkeypatch):
+    class Plain(mmap.mmap):
+        def madvise(self, *_):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr("runtime.memory.mmap.mmap", Plain)
+    assert allocate(100).eq(0).all()
 
 
 @pytest.mark.skipif("avx512f" not in detect().isa, reason="loops of AVX-512 instructions")

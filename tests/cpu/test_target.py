@@ -11,7 +11,7 @@ import pytest
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from pykernels.registry import kernels, resolve
-from pykernels.target import ISA_NAMES, Target, detect
+from pykernels.target import ISA_NAMES, Target, cache_sizes, detect
 
 BARE = Target("an old CPU", "x86_64", frozenset({"avx2", "fma"}), 32768, 1 << 20, 1 << 24)
 
@@ -36,10 +36,38 @@ def test_an_explicit_request_never_falls_back():
         resolve("amx9", "fp8", BARE)
 
 
+def test_the_mend_of_a_refusal_is_one_that_helps():
+    with pytest.raises(PykernelsError, match="Use kernel auto"):
+        resolve("avx512", "fp8", BARE)
+    for kernel in ("avx512", "auto"):  # auto is what the flag says
+        with env.override(kernel="avx512"), pytest.raises(PykernelsError, match="Unset PYKERNELS_"):
+            resolve(kernel, "fp8", BARE)
+    with pytest.raises(PykernelsError, match="Use bf16 activations"):
+        resolve("generic", "fp8", BARE, "int8")
+
+
 @pytest.mark.parametrize("name", sorted(detect().isa))
 def test_a_hidden_feature_is_not_detected(name):
     with env.override(isa=frozenset({name})):
         assert name not in detect().isa
+
+
+def test_every_cache_of_a_level_is_counted_once(tmp_path):
+    """Four cores: two last-level caches of two each; instructions have their own first level."""
+    for core in range(4):
+        caches = (1, "Data", "48K", core), (1, "Instruction", "32K", core)
+        for i, (level, kind, size, shared) in enumerate(
+            (*caches, (3, "Unified", "96M", core // 2))
+        ):
+            index = tmp_path / f"sys/devices/system/cpu/cpu{core}/cache/index{i}"
+            index.mkdir(parents=True)
+            for name, text in (("level", level), ("type", kind), ("size", size)):
+                (index / name).write_text(f"{text}\n")
+            (index / "shared_cpu_list").write_text(f"{shared}\n")
+    assert cache_sizes(1, tmp_path, [0, 2]) == [48 << 10] * 2
+    assert cache_sizes(3, tmp_path, range(4)) == [96 << 20] * 2
+    assert cache_sizes(3, tmp_path, [0, 1]) == [96 << 20]
+    assert cache_sizes(2, tmp_path, range(4)) == []
 
 
 def test_a_misspelt_feature_is_told_and_not_taken_for_hidden():

@@ -213,6 +213,20 @@ def test_annotations_are_those_of_the_reference(kind, name):
     assert scales[5, -1].isnan() and scales[:5].isfinite().all()
 
 
+@pytest.mark.parametrize("K", [128, 2048, 7168])
+@pytest.mark.parametrize("exact", ["decoded", "lifted", "digits"])
+@pytest.mark.parametrize("name", ["fp8", "int8", "int4", "q4_k", "q6_k"])
+def test_rows_are_not_in_each_others_cache_sets(name, exact, K):
+    """64 sets of 64 bytes: the same input of 64 tokens is in another one for each."""
+    hows = [annotation(name, "bf16", exact)]
+    if get_format(name).int8_kind:
+        hows.append(annotation(name, "int8"))
+    for how in hows:
+        stride = row_bytes(K, how)
+        assert stride % 64 == 0 and stride >= 2 * K
+        assert len({t * stride // 64 % 64 for t in range(64)}) == 64
+
+
 def _part(rows: torch.Tensor, at: int, count: int, dtype=torch.float32) -> torch.Tensor:
     """``count`` values of each row, from the byte ``at`` on."""
     return rows[:, at : at + count * dtype.itemsize].contiguous().view(dtype)

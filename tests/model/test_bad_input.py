@@ -251,6 +251,17 @@ def test_a_format_that_the_experts_do_not_fit(own: Own, monkeypatch: pytest.Monk
     load_fails("q4_k takes matrices whose inputs are a multiple of 256, not 64", own(), rules=rules)
 
 
+def test_a_broken_generation_config(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("something was loaded"))
+    folder = own()
+    for text, said in (
+        ("{", "generation_config.json is not valid JSON"),
+        ('{"max_new_tokens": -1}', "is no valid generation config: .*max_new_tokens"),
+    ):
+        (folder / "generation_config.json").write_text(text)
+        load_fails(said, folder)
+
+
 def test_tokenizers(own: Own, tmp_path: Path) -> None:
     folder = own()
     with pytest.raises(PykernelsError, match="neither tokenizer.json nor tokenizer.model"):

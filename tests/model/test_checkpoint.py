@@ -132,6 +132,16 @@ def index_without_map(folder: Path) -> None:
     (folder / INDEX).write_text('{"metadata": {}}')
 
 
+def index_of_numbers(folder: Path) -> None:
+    change_index(folder, lambda m: m.update({"lm_head.weight": [1]}))  # type: ignore[dict-item]
+
+
+def unreadable(folder: Path) -> None:
+    file = shard(folder)
+    file.unlink()
+    file.symlink_to("/proc/self/mem")  # opens, and fails at the first byte
+
+
 def index_is_a_list(folder: Path) -> None:
     (folder / INDEX).write_text("[]")
 
@@ -153,6 +163,8 @@ SPOILT = [
     (outside, "names a file outside its folder: ../model.safetensors"),
     (broken_index, "is not valid JSON"),
     (index_without_map, "has no weight_map"),
+    (index_of_numbers, "has a weight_map of other than file names"),
+    (unreadable, r"model-00002-of-00002.safetensors cannot be read: Input/output error"),
     (index_is_a_list, "holds no JSON object"),
 ]
 

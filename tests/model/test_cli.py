@@ -91,6 +91,19 @@ def test_generate_writes_the_text_to_stdout_and_the_summary_to_stderr(run: Run) 
     )
 
 
+def test_without_memory_for_the_roof_the_text_ends_without_its_share(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.roofline.roof_bytes", lambda: 1 << 50)
+    result = run("generate", "--max-new-tokens", 2, PROMPT)
+    assert result.code == 0
+    noted, figures = result.err.splitlines()
+    assert re.match(
+        r"note: no share of the read roof: .* takes 1048576.0 GiB.*, .* are free", noted
+    )
+    assert re.search(r"experts [\d.]+ GB/s$", figures)
+
+
 def test_sampling_follows_its_seed(run: Run) -> None:
     options = ("generate", "--max-new-tokens", 24, "--temperature", 1.2, "--no-echo")
     same = [run(*options, "--seed", 3, PROMPT).out for _ in range(2)]
@@ -112,6 +125,13 @@ def test_prompt_from_stdin(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("import os\n"))
     result = run("generate", "--max-new-tokens", 2, "-")
     assert (result.code, result.out[:10]) == (0, "import os\n")
+
+
+def test_stdin_in_another_encoding_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8"))
+    failed(run("generate", "-"), "stdin is no utf-8 text. Give it as UTF-8")
 
 
 def test_chat_keeps_the_conversation_until_reset(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,12 +305,22 @@ GENERATE = [
     pytest.param(["--max-new-tokens", 5000], "5000 new ones", id="more than the context"),
     pytest.param(["--temperature", "inf"], "temperature is inf", id="temperature inf"),
     pytest.param(["--top-p", 0], "top_p is 0", id="top-p 0"),
+    pytest.param(["--seed", 2**64], "seed is 1844", id="seed of 65 bits"),
 ]
 
 
 @pytest.mark.parametrize(("options", "cause"), GENERATE)
 def test_bad_option_is_one_line(run: Run, options: list[object], cause: str) -> None:
     failed(run("generate", *options, PROMPT), cause)
+
+
+def test_options_of_the_text_are_told_before_loading(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("model.pretrained.from_pretrained", lambda *_, **__: 1 / 0)
+    for command in ("generate", "chat"):
+        prompt = [PROMPT] if command == "generate" else []
+        failed(run(command, "--top-p", 0, *prompt), "top_p is 0")
 
 
 def test_prompt_longer_than_the_context_is_told_before_loading(

@@ -116,6 +116,9 @@ TOP = [
     ("rotated weights", {"transform_config": {"R1": 1}}, "transform_config"),
     ("pruned weights", {"sparsity_config": {"format": "sparse-bitmask"}}, "sparsity_config"),
     ("no groups", {"config_groups": {}}, "config_groups {}"),
+    ("a group that is none", {"config_groups": {"group_0": 4}}, "a group 4"),
+    ("weights that are none", {"config_groups": {"g": {"weights": 4}}}, "weights 4"),
+    ("sparsity that is none", {"sparsity_config": "dense"}, "sparsity_config 'dense'"),
 ]
 
 

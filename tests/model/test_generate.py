@@ -222,6 +222,8 @@ OPTIONS = [
     ({"top_p": 0.0}, "top_p is 0.0. Set it to above 0 and at most 1"),
     ({"top_p": 1.5}, "top_p is 1.5"),
     ({"top_k": -1}, "top_k is -1"),
+    ({"seed": 2**64}, "seed is 18446744073709551616. Set it to a number below"),
+    ({"prompt": "\udcff"}, "The prompt holds bytes that are no UTF-8 text. Give it as UTF-8"),
     ({"prompt": "x" * 128}, "The prompt has 128 tokens, the model's context is 128. Shorten"),
     ({"prompt": "x" * 500}, "The prompt has 500 tokens"),
     (
@@ -289,6 +291,9 @@ def test_chat_prompts() -> None:
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     assert chat_prompt(tokenizer, messages) == "[system]Be brief.[user]Hello[assistant]"
+    tokenizer.chat_template = "{{ raise_exception('only user and assistant roles') }}"
+    with pytest.raises(PykernelsError, match="refuses this .*only user and assistant .*--system"):
+        chat_prompt(tokenizer, messages)
 
 
 def test_left_padding_does_not_change_a_row(checkpoint: Checkpoints, ids: torch.Tensor) -> None:

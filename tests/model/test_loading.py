@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 import model
 from model.modules.moe import FusedMoE, routed_experts
 from pykernels.errors import PykernelsError
+from runtime.experts import RoutedExperts
 
 from . import tiny
 from .tiny import ARCHITECTURES, Tiny
@@ -318,3 +319,27 @@ def test_the_generation_config_of_the_folder_is_used(own: Callable[..., Path]) -
     folder = own("deepseek_v3")
     (folder / "generation_config.json").write_text('{"temperature": 0.3, "do_sample": true}')
     assert model.from_pretrained(folder).generation_config.temperature == 0.3
+
+
+def test_each_kind_of_experts_is_compiled_before_the_first_token(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+
+    def spy(self: RoutedExperts, x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        called.append(self.activations)
+        return x
+
+    monkeypatch.setattr(RoutedExperts, "__call__", spy)
+    rules = [
+        {
+            "match": {"class": "DeepseekV3MoE", "name": rf"\.{layer}\."},
+            "replace": {
+                "class": "FusedMoE",
+                "kwargs": {"format": "int8", "activations": activations},
+            },
+        }
+        for layer, activations in ((1, "bf16"), (2, "int8"))
+    ]
+    model.from_pretrained(checkpoint("deepseek_v3").path, rules=rules)
+    assert sorted(called) == ["bf16", "int8"]

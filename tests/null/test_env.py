@@ -69,6 +69,7 @@ BAD = [
     ("spin_us", "-1", "negative"),
     ("spin_us", "nan", "not a number"),
     ("spin_us", "inf", "never sleeps"),
+    ("spin_us", "1e30", "more than a clock holds"),
     ("hugepages", "yes", "no switch"),
 ]
 

@@ -199,6 +199,17 @@ def test_integers_out_of_range_are_refused():
         experts.pack(0, Weight(torch.full((32, 32), 9, dtype=torch.int8), good.scale), good, good)
 
 
+def test_mxfp4_codes_and_scales_that_are_none_are_refused():
+    fmt = get_format("mxfp4")
+    good = fmt.quantize(torch.randn(32, 32))
+    for spoilt, cause in (
+        (Weight(torch.full_like(good.data, 16), good.scale), "codes up to 16. Give one 4-bit"),
+        (Weight(good.data, torch.full_like(good.scale, 255)), "a scale of 255, which is NaN"),
+    ):
+        with pytest.raises(PykernelsError, match=cause):
+            fmt.check(spoilt, 32, 32)
+
+
 def test_fours_are_the_int8_tile_order():
     """Row r of a B tile holds, for 16 n, k = 4r .. 4r + 3 (Intel SDM, TDPBSSD)."""
     data = torch.randint(-127, 128, (32, 128), dtype=torch.int8)
@@ -213,6 +224,14 @@ def test_bf16_quantization_error_is_within_its_bound():
     matrix = torch.randn(64, 64)
     fmt = get_format("bf16")
     assert ((fmt.dequantize(fmt.quantize(matrix)) - matrix).abs() <= matrix.abs() * 2.0**-8).all()
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "bf16"])
+def test_the_least_float32_numbers_stay_numbers(name):
+    fmt = get_format(name)
+    matrix = torch.tensor([0.0, 2.0**-149, -(2.0**-148), 2.0**-142] * 64).expand(128, -1)
+    again = fmt.dequantize(fmt.quantize(matrix))
+    assert ((again - matrix).abs() <= 2.0**-142).all()  # False for NaN
 
 
 def test_an_all_zero_block_has_a_finite_scale():

@@ -13,6 +13,7 @@ from rich.console import Console
 from bench.cpu.__main__ import options
 from bench.cpu.files import partial, write
 from bench.cpu.machine import slug
+from bench.cpu.plots import compute_roofs
 from bench.cpu.report import HEADINGS, markdown, ratio_cell, table_rows, terminal
 
 from .canned import canned
@@ -150,6 +151,21 @@ def test_files_are_written(tmp_path: Path) -> None:
         json.dumps(canned())
     )
     assert all(f"]({plot})" in (folder / "2031-02-03-quick.md").read_text() for plot in plots)
+
+
+def test_a_run_never_takes_the_place_of_another(tmp_path: Path) -> None:
+    results = canned() | {"latency": [], "threads": [], "table": []}
+    names = [write(results, tmp_path)[0].name for _ in range(3)]
+    assert names == [f"2031-02-03-quick{number}.json" for number in ("", "-2", "-3")]
+
+
+def test_a_plot_tells_the_roofs_of_bf16_and_int8_apart() -> None:
+    first = canned()["table"][0]
+    rows = [
+        first | {"backend": backend, "compute_roof": roof}
+        for backend, roof in (("amx", 40.0), ("amx/int8", 80.0), ("avx512", 1.5), ("generic", None))
+    ]
+    assert compute_roofs(rows) == {"bf16": 40.0, "int8": 80.0}
 
 
 def test_plots_without_data_are_left_out(tmp_path: Path) -> None:

@@ -59,28 +59,30 @@ u8x64 = Register("u8x64", ir.VectorType(I8, 64))
 
 
 class RegisterArray(types.Type):
-    """A fixed number of registers of one kind; indices must be constant once loops unroll."""
+    """Registers of one kind; indices must be constant once loops unroll.
 
-    def __init__(self, element: Register, length: int) -> None:
+    How many is not part of the type: so functions that take an array are compiled once for all
+    lengths.
+    """
+
+    def __init__(self, element: Register) -> None:
         self.element = element
-        self.length = length
-        super().__init__(f"{element.name}[{length}]")
+        super().__init__(f"{element.name}[]")
 
 
 @register_model(RegisterArray)
 class RegisterArrayModel(PointerModel):
     def __init__(self, dmm, fe_type) -> None:
-        array = ir.ArrayType(fe_type.element.ir_type, fe_type.length)
-        PrimitiveModel.__init__(self, dmm, fe_type, array.as_pointer())
+        PrimitiveModel.__init__(self, dmm, fe_type, fe_type.element.ir_type.as_pointer())
 
 
 def _array_of(element: Register, length: Any):
-    array = RegisterArray(element, length.literal_value)
-
     def codegen(context, builder, sig, args):
-        return cgutils.alloca_once(builder, ir.ArrayType(element.ir_type, array.length))
+        array = ir.ArrayType(element.ir_type, length.literal_value)
+        slot = cgutils.alloca_once(builder, array)
+        return builder.gep(slot, [I64(0), I64(0)], inbounds=True)
 
-    return array(length), codegen
+    return RegisterArray(element)(length), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -110,7 +112,7 @@ class _TypeOfSet(AbstractTemplate):
 
 
 def _slot(builder, array, index):
-    return builder.gep(array, [I64(0), index], inbounds=True)
+    return builder.gep(array, [index], inbounds=True)
 
 
 @lower_builtin(operator.getitem, RegisterArray, types.intp)
