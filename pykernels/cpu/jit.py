@@ -22,6 +22,7 @@ from numba.core import config as numba_config
 from numba.core import types
 from numba.core.caching import FunctionCache
 from numba.core.ccallback import CFunc
+from numba.core.registry import CPUDispatcher
 
 from ..env import env
 from ..errors import PykernelsError
@@ -33,6 +34,13 @@ TASK = types.int64(types.intp, types.intp, types.intp)
 counts from 0, ``worker`` is the caller's number below the pool's size. Status 0 means done."""
 
 _OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+_INLINED = {
+    "nopython": True,
+    "forceinline": True,
+    # No entry for Python or C: to compile those took a quarter of the time that a kernel takes.
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+}
 
 
 def kernel(variant: str = "") -> Callable[[Callable], Any]:
@@ -43,16 +51,23 @@ def kernel(variant: str = "") -> Callable[[Callable], Any]:
     """
 
     def decorate(function: Callable) -> Any:
-        dispatcher = numba.njit(**_OPTIONS)(_named(function, variant))
+        dispatcher = numba.njit(**_OPTIONS, no_cfunc_wrapper=True)(_named(function, variant))
         dispatcher._cache = _cache(function, variant)
         return dispatcher
 
     return decorate
 
 
+class _Inlined(CPUDispatcher):
+    """What kernels compile into themselves; called from Python, it is the function in Python."""
+
+    def __call__(self, *args: Any) -> Any:
+        return self.py_func(*args)
+
+
 def inlined(function: Callable) -> Any:
     """Decorator: a helper that LLVM inlines into the kernels that call it (never cached alone)."""
-    return numba.njit(**_OPTIONS, forceinline=True)(function)
+    return _Inlined(function, targetoptions=_OPTIONS | _INLINED)
 
 
 def routine(arguments: int, variant: str = "") -> Callable[[Callable], CFunc]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -12,13 +13,14 @@ import pytest
 from pykernels.target import detect
 
 SCRIPT = """
-import sys
+import json, sys
 from pykernels.cpu.gemm_amx import make_gemm
 from pykernels.cpu.instructions import instructions
 from pykernels.cpu.intrin import amx
 from pykernels.target import detect
-gemm = make_gemm(sys.argv[1], instructions(detect()), sys.argv[2], amx)
-print(gemm._library.get_asm_str())
+for fmt, activations in json.loads(sys.argv[1]):
+    gemm = make_gemm(fmt, instructions(detect()), activations, amx)
+    print(json.dumps([fmt, activations, gemm._library.get_asm_str()]))
 """
 
 FEATURES = (
@@ -31,29 +33,38 @@ WIDE = {("6", "4", "0"), ("7", "4", "1"), ("6", "5", "2"), ("7", "5", "3")}  # 2
 NARROW = {("6", "4", "0"), ("7", "5", "1"), ("6", "4", "2"), ("7", "5", "3")}  # one after another
 
 
-@pytest.mark.skipif(detect().machine != "x86_64", reason="x86 code only")
-@pytest.mark.parametrize(
-    ("fmt", "activations", "product", "tiles"),
-    [
-        *((fmt, "bf16", "tdpbf16ps", WIDE) for fmt in ("bf16", "fp8", "q6_k")),
-        *((fmt, "bf16", "tdpbf16ps", NARROW) for fmt in ("int4", "q4_k")),
-        *((fmt, "int8", "tdpbssd", WIDE) for fmt in ("int8", "q5_k", "q6_k")),
-        ("int4", "int8", "tdpbssd", NARROW),
-    ],
-)
-def test_the_gemm_compiles_to_amx(fmt, activations, product, tiles, tmp_path):
+CASES = [
+    *((fmt, "bf16", "tdpbf16ps", WIDE) for fmt in ("bf16", "fp8", "q6_k")),
+    *((fmt, "bf16", "tdpbf16ps", NARROW) for fmt in ("int4", "q4_k")),
+    *((fmt, "int8", "tdpbssd", WIDE) for fmt in ("int8", "q5_k", "q6_k")),
+    ("int4", "int8", "tdpbssd", NARROW),
+]
+
+pytestmark = pytest.mark.skipif(detect().machine != "x86_64", reason="x86 code only")
+
+
+@pytest.fixture(scope="module")
+def assembly(tmp_path_factory) -> dict[tuple[str, str], str]:
+    """Of the GEMM of each case's format and activations, by one process for all."""
     variables = {
         "NUMBA_CPU_NAME": "sapphirerapids",
         "NUMBA_CPU_FEATURES": ",".join("+" + name for name in FEATURES.split(",")),
-        "PYKERNELS_CACHE_DIR": str(tmp_path),
+        "PYKERNELS_CACHE_DIR": str(tmp_path_factory.mktemp("sapphirerapids")),
     }
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, fmt, activations],
+        [sys.executable, "-c", SCRIPT, json.dumps([case[:2] for case in CASES])],
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    dots = re.findall(product + r"\s+%tmm(\d), %tmm(\d), %tmm(\d)", done.stdout)
+    rows = map(json.loads, done.stdout.splitlines())
+    return {(fmt, activations): text for fmt, activations, text in rows}
+
+
+@pytest.mark.parametrize(("fmt", "activations", "product", "tiles"), CASES)
+def test_the_gemm_compiles_to_amx(fmt, activations, product, tiles, assembly):
+    text = assembly[fmt, activations]
+    dots = re.findall(product + r"\s+%tmm(\d), %tmm(\d), %tmm(\d)", text)
     assert set(dots) == tiles
-    assert "ldtilecfg" in done.stdout and "tilerelease" in done.stdout
+    assert "ldtilecfg" in text and "tilerelease" in text

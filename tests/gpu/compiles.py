@@ -7,20 +7,24 @@ capability instead, with the arguments' own types and alignments, and the plan o
     python -m tests.gpu.compiles --arch 90 tests.gpu.test_router ...
 
 prints one JSON object a launch: registers, stack (spills), shared memory. It must run without
-TRITON_INTERPRET; ``launch`` is patched before any kernel's module is imported.
+TRITON_INTERPRET; ``launch`` is patched before any kernel's module is imported. Files are dealt out
+to --jobs processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -155,20 +159,30 @@ def compiled(calls: list[tuple[str, Any]], arch: int) -> Iterator[dict[str, Any]
             yield row
 
 
+def rows_of(module: str, arch: int) -> list[dict[str, Any]]:
+    """What ``compiled`` tells of the calls of a test file."""
+    calls = getattr(importlib.import_module(module), "COMPILES", [])
+    return [{"module": module, **row} for row in compiled(calls, arch)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--arch", type=int, default=90)
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("modules", nargs="+")
     chosen = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise PykernelsError("TRITON_INTERPRET is set", "Unset it")
     launch.supports = lambda device: None
     launch.arch = lambda device: divmod(chosen.arch, 10)
-    failed = False
-    for module in chosen.modules:
-        for row in compiled(getattr(importlib.import_module(module), "COMPILES", []), chosen.arch):
-            print(json.dumps({"module": module, **row}), flush=True)
-            failed |= "why" in row
+    failed, one = False, functools.partial(rows_of, arch=chosen.arch)
+    # Forked: torch is imported once for all, which takes as long as a file.
+    forked = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(chosen.jobs, mp_context=forked) as pool:
+        for rows in pool.map(one, chosen.modules):
+            for row in rows:
+                print(json.dumps(row), flush=True)
+                failed |= "why" in row
     return int(failed)
 
 

@@ -28,9 +28,11 @@ ARCHS = [
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_compiles(arch: int) -> None:  # all in one process: importing torch takes as long as a file
+def test_compiles(arch: int) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.gpu.compiles", "--arch", str(arch)]
+    jobs = max(1, len(os.sched_getaffinity(0)) // 4)  # there may be other tests beside this one
+    options = ["--arch", str(arch), "--jobs", str(jobs)]
+    command = [sys.executable, "-m", "tests.gpu.compiles", *options]
     result = subprocess.run(
         [*command, *(f"tests.gpu.{file}" for file in FILES)],
         cwd=HERE.parents[1],
