@@ -6,6 +6,7 @@ that a pipe gets the text alone. Nothing heavy is imported here: `pykernels --he
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import sys
@@ -89,8 +90,7 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
             with warnings.catch_warnings():
                 _show_our_warnings_as_notes()
                 env.check()
-                function(*args, **kwargs)
-            sys.stdout.flush()
+                _run(function, *args, **kwargs)
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
         except KeyboardInterrupt:
@@ -104,6 +104,25 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
             raise _fail(f"unexpected {what}{hint}", EXIT_PROBLEM) from None
 
     return wrapped
+
+
+def _run(function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Call it; a stdout that does not take the text is an error to be told, not a bug."""
+    if sys.stdout is None:
+        raise PykernelsError("stdout is closed", "Send it to a file or to /dev/null")
+    try:
+        function(*args, **kwargs)
+        sys.stdout.flush()
+    except UnicodeEncodeError as error:
+        what = f"{error.object[error.start : error.end]!r} cannot be written as {error.encoding}"
+        raise PykernelsError(what, "Use a UTF-8 locale, or set PYTHONIOENCODING=utf-8") from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise PykernelsError(
+            f"the output cannot be written: {error.strerror}",
+            "Free some space, or send it elsewhere",
+        ) from error
 
 
 def _fail(message: str, code: int) -> typer.Exit:

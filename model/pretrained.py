@@ -39,7 +39,7 @@ def from_pretrained(
     dtype: str | torch.dtype | None = None,
     threads: int | None = None,
     kernel: str = "auto",
-    numa: str | None = None,
+    numa: str | int | None = None,
     progress: bool | Callback | None = None,
 ) -> PreTrainedModel:
     """Load a checkpoint with its routed experts on the CPU kernels.
@@ -56,7 +56,7 @@ def from_pretrained(
         threads: workers of the experts, shared by all models of the process; None: as they are, or
             one on each physical core, without the one that feeds the GPU.
         kernel: auto, amx, avx512 or generic; a rule's own `kernel` goes before it.
-        numa: auto, off or the number of NUMA nodes: whether the experts are split across them,
+        numa: "auto", "off" or the number of NUMA nodes: whether the experts are split across them,
             which is also the workers' and so the same for all models; None: as it is (auto).
         progress: None: a bar on a terminal for loads over a second; True, False, or a callable
             that gets (bytes done, bytes in all).
@@ -103,7 +103,7 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
         ) from error
 
 
-def _use_threads(threads: int | None, numa: str | None, place: torch.device) -> None:
+def _use_threads(threads: int | None, numa: str | int | None, place: torch.device) -> None:
     """Makes the workers what was asked for and what the device wants, if they are not yet.
 
     Beside a GPU the thread that waits for the experts also feeds the GPU: it is none of them.
@@ -113,7 +113,7 @@ def _use_threads(threads: int | None, numa: str | None, place: torch.device) -> 
     works = place.type == "cpu"
     if threads is None and numa is None and default_pool().driver_works == works:
         return
-    configure_default_pool(threads, works, numa=numa or AUTO)
+    configure_default_pool(threads, works, numa=AUTO if numa is None else str(numa))
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

@@ -32,7 +32,8 @@ class MoEMeasurement:
     """One case. Rates use 1e9 and 1e12; bytes are those of the distinct experts that a call
     touched.
 
-    ``gbps`` and ``tflops`` are medians over calls. ``roof_gbps`` is the median pass of the plain
+    ``gbps`` is the median of every call's own bytes over its own time, ``tflops`` the FLOPs, which
+    are the same for all, over the median time. ``roof_gbps`` is the median pass of the plain
     read loop, ``compute_roof_tflops`` that of products on registers alone, by the instruction
     ``compute_roof_instruction`` ("" and 0 where this CPU has none that the kernels multiply with);
     both on the same threads, between the calls. Shares are of these.

@@ -107,6 +107,7 @@ def read_roof(pool: Pool) -> float:
         PykernelsError: too little memory for the buffer.
     """
     roof = ReadRoof(pool)
+    _buffers.cache_clear()  # the memory goes back with the roof: nobody asks a second time soon
     roof.each_once()  # warms up
     roof.seen = {loop: [] for loop in LOOPS}
     for _ in range(5):

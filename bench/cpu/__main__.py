@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from bench.files import check_folder
-from bench.peers.catalog import ROOT
+from bench.peers.catalog import RESULTS
 from model.cli_common import EXIT_ERROR, EXIT_INTERRUPTED, prepare_threads
 from pykernels.errors import PykernelsError
 
@@ -46,9 +46,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=float, default=0.0, metavar="N", help="then begin no further part"
     )
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "bench/results", metavar="DIR", help="results folder"
-    )
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="results folder")
     parser.add_argument("--debug", action="store_true", help="tracebacks")
     return parser.parse_args(arguments)
 

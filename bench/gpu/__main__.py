@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.files import Partial, Results, check_folder, unused, write_texts
-from bench.peers.catalog import ROOT
+from bench.peers.catalog import RESULTS
 from model.cli_common import EXIT_ERROR, EXIT_INTERRUPTED
 from pykernels.errors import PykernelsError
 
@@ -37,9 +37,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--case", nargs="*", metavar="NAME=VALUE", help="of one --op, just this case; no files"
     )
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "bench/results", metavar="DIR", help="results folder"
-    )
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="results folder")
     parser.add_argument("--no-files", action="store_true", help="write no files")
     parser.add_argument(
         "--no-ahead", action="store_true", help="compile each kernel when it is timed, not before"

@@ -10,7 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-VENVS = ROOT / ".venv-peers"
+_HOME = (
+    ROOT if (ROOT / "pyproject.toml").is_file() else Path.cwd()
+)  # never into an installed package
+VENVS = _HOME / ".venv-peers"
+RESULTS = _HOME / "bench/results"
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def moe_ffn(
     Raises:
         PykernelsError: inputs that do not fit, or a kernel that cannot run here.
     """
-    backend = resolve(kernel, experts.fmt.name, detect())
+    backend = resolve(kernel, experts.fmt.name, detect(), activations)
     kernels = make_kernel(backend.name, experts.fmt.name, activations)
     call = MoECall(experts, kernels, Workspace(), cut=cut)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -1,16 +1,20 @@
 """How a CPU kernel is compiled: one decorator for functions, one for what is called by address.
 
 Numba's own disk cache does not see a change in another file (an intrinsic's, say), and it never
-hits
-for kernels that a factory builds, since compiled functions in a closure have no stable hash. So the
-cache folder is keyed by a hash of every kernel source, the versions and the CPU, and inside it a
-kernel is known by its name and its ``variant``.
+hits for kernels that a factory builds, since compiled functions in a closure have no stable hash.
+So the cache folder is keyed by a hash of ``SOURCES``, the versions and the CPU, and inside it a
+kernel is known by its name and its ``variant``. A folder that nobody used for a month is deleted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import os
+import re
+import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,8 +34,13 @@ from ..target import detect
 
 TASK = types.int64(types.intp, types.intp, types.intp)
 """A task: ``status = task(job, index, worker)``. ``job`` is the address of its descriptor,
-``index``
-counts from 0, ``worker`` is the caller's number below the pool's size. Status 0 means done."""
+``index`` counts from 0, ``worker`` is the caller's number below the pool's size. Status 0 means
+done."""
+
+SOURCES = ("pykernels/cpu", "pykernels/quant", "runtime/reduce.py", "runtime/tasks.py")
+"""All that compiled code can see: an edit elsewhere compiles nothing again."""
+
+MONTH = 30 * 24 * 3600.0
 
 _OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 _INLINED = {
@@ -174,16 +183,29 @@ def cache_folder() -> Path:
             f"the folder for compiled kernels, {folder}, cannot be made: {error.strerror}",
             "Point PYKERNELS_CACHE_DIR at a folder that you may write to",
         ) from None
+    _forget_unused(folder)
     return folder
+
+
+@functools.cache  # once a process
+def _forget_unused(folder: Path) -> None:
+    """Marks this folder as used; deletes those of other versions that nobody used for a month."""
+    with contextlib.suppress(OSError):  # of another user, or deleted by another process just now
+        os.utime(folder)
+        for other in folder.parent.iterdir():
+            old = time.time() - other.stat().st_mtime > MONTH
+            if old and re.fullmatch("[0-9a-f]{16}", other.name) and other.is_dir():
+                shutil.rmtree(other, ignore_errors=True)
 
 
 @functools.cache
 def _fingerprint() -> str:
     digest = hashlib.sha256()
     root = Path(__file__).parent.parent.parent
-    for folder in ("pykernels", "runtime"):
-        for source in sorted((root / folder).rglob("*.py")):
-            digest.update(source.read_bytes())
+    for source in SOURCES:
+        files = sorted((root / source).rglob("*.py")) or [root / source]
+        for file in files:
+            digest.update(file.read_bytes())
     versions = (
         numba.__version__,
         llvmlite.__version__,

@@ -1,9 +1,8 @@
 """``silu(gate) * up`` on 16 lanes.
 
 exp is the classic reduction: ``2**n * exp(r)`` with ``|r| <= ln 2 / 2``, r by two-step subtraction
-of
-``n ln 2`` (Cody-Waite) and a degree-6 Taylor-like minimax polynomial (the coefficients of Cephes'
-``expf``), within 2 ulp.
+of ``n ln 2`` (Cody-Waite) and a degree-6 Taylor-like minimax polynomial (the coefficients of
+Cephes' ``expf``), within 2 ulp.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from pykernels.testing import assert_close, balanced_routing, random_experts, sk
 from runtime.experts import RoutedExperts
 from runtime.memory import HUGE_PAGE, allocate
 from runtime.pool import Call, WorkerPool
-from runtime.roofline import LOOPS, ReadRoof, Roofs
+from runtime.roofline import LOOPS, ReadRoof, Roofs, read_roof
 from runtime.topology import Topology
 
 USABLE = Topology.detect().usable
@@ -249,3 +249,18 @@ def test_the_read_roof_reads_every_byte():
             assert 0 < roof.once(loop) < 10_000 and roof.was_read
             roof._sums.fill(0)
             assert not roof.was_read
+
+
+def test_the_read_roof_gives_its_memory_back(monkeypatch):
+    made = []
+
+    def spy(nbytes, node=None):
+        memory = allocate(nbytes, node)
+        made.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr("runtime.roofline.allocate", spy)
+    monkeypatch.setattr("runtime.roofline.roof_bytes", lambda: 12 << 20)
+    with WorkerPool(1) as pool:
+        assert read_roof(pool) > 0
+    assert [memory() for memory in made] == [None]

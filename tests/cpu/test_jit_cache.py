@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from pykernels.cpu import jit
 from pykernels.cpu.jit import routine
 from pykernels.env import env
 from pykernels.errors import PykernelsError
@@ -87,3 +90,28 @@ def test_a_cache_that_cannot_be_written_is_one_line(
     with env.override(cache_dir=tmp_path):
         with pytest.raises(PykernelsError, match="be kept in .*: No space left.*CACHE_DIR"):
             build()
+
+
+def test_what_compiled_code_sees_is_in_the_key() -> None:
+    root = Path(jit.__file__).parents[2]
+    seen = {file for part in jit.SOURCES for file in ((root / part).rglob("*.py"))}
+    seen |= {root / part for part in jit.SOURCES if part.endswith(".py")}
+    for file in sorted([*root.glob("pykernels/**/*.py"), *root.glob("runtime/*.py")]):
+        imports = [
+            n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.ImportFrom)
+        ]
+        names = {a.name for n in imports if (n.module or "").endswith("jit") for a in n.names}
+        compiles = names & {"inlined", "kernel", "routine", "task"}
+        assert file in seen or not compiles, f"{file} compiles, and is not in SOURCES"
+
+
+def test_a_folder_unused_for_a_month_goes(tmp_path: Path) -> None:
+    old, new, other = (tmp_path / name for name in ("0" * 16, "1" * 16, "notes"))
+    for folder in (old, new, other):
+        folder.mkdir()
+        (folder / "file").touch()
+    for folder in (old, other):
+        os.utime(folder, (0, time.time() - 1.1 * jit.MONTH))
+    with env.override(cache_dir=tmp_path):
+        here = jit.cache_folder()
+    assert set(tmp_path.iterdir()) == {here, new, other}

@@ -247,6 +247,12 @@ def test_bad_input_is_refused_in_one_line(x, ids, words):
         cpu.moe_ffn(x, ids, torch.ones(ids.shape), experts)
 
 
+def test_activations_that_a_format_lacks_are_refused_in_one_line():
+    experts, ids = random_experts(SHAPE, get_format("bf16")), torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises(PykernelsError, match="int8"):
+        cpu.moe_ffn(torch.zeros(2, 256), ids, torch.ones(2, 3), experts, activations="int8")
+
+
 @pytest.mark.parametrize("cut", [(0, 1, 5, 0), (1, -1, 5, 0), (1, 1, -4, 0), (1, 1, 5, -1)])
 def test_a_cut_that_no_call_can_have_is_refused(cut):
     with pytest.raises(PykernelsError, match="cannot be cut by MoEPlan"):

@@ -236,6 +236,8 @@ def test_options(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
     load_fails("no.such", folder, kernel="no.such")
     load_fails("threads", folder, threads=100_000)
     load_fails("threads", folder, threads=0)
+    load_fails("--numa 99 was asked for", folder, numa=99)
+    load_fails("NUMA setting '0' is not known", folder, numa=0)
     load_fails("cannot be read", folder, rules=folder / "absent.yaml")
     load_fails(
         "rule 1 .class 'Nobody'. matches no module",

@@ -413,6 +413,26 @@ def test_a_bug_is_one_line_with_exit_code_1(run: Run, monkeypatch: pytest.Monkey
     )
 
 
+STDOUT = [
+    (OSError(28, "No space left on device"), "cannot be written: No space left on device. Free"),
+    (
+        UnicodeEncodeError("ascii", "a\xe9", 1, 2, "no"),
+        "'\xe9' cannot be written as ascii. Use a UTF",
+    ),
+]
+
+
+@pytest.mark.parametrize(("error", "cause"), STDOUT, ids=["full", "ascii"])
+def test_a_stdout_that_takes_no_text_is_one_line(
+    run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception, cause: str
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("runtime.measure.measure_moe", broken)
+    failed(run("bench", "moe"), cause)
+
+
 def test_our_warnings_become_notes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     import warnings
 

@@ -27,10 +27,15 @@ def _word(builder, address):
 
 @intrinsic
 def atomic_load(typingctx, address):
-    """The word at ``address``; later reads are not moved before it (acquire)."""
+    """The word at ``address``; later reads are not moved before it (acquire), nor is it before an
+    ``atomic_add`` in front: who says that it sleeps, then looks, misses no wake-up.
+
+    On x86 an acquire alone is the same instruction; on other CPUs the store of an atomic addition
+    may still be under way when it reads.
+    """
 
     def codegen(context, builder, sig, args):
-        return builder.load_atomic(_word(builder, args[0]), "acquire", 8, typ=I64)
+        return builder.load_atomic(_word(builder, args[0]), "seq_cst", 8, typ=I64)
 
     return types.int64(types.intp), codegen
 
