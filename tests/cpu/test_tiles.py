@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from numba import types
 
 from pykernels.cpu import passes_avx512, tile_avx512, tile_generic
 from pykernels.cpu.activations import annotation
@@ -331,7 +332,7 @@ def test_prefetches_are_spread_over_an_unrolled_block():
 
 def _assembly_of_tile(name: str, M: int, activations: str) -> str:
     tile = tile_avx512.make_tile(name, M, instructions(detect()), activations)
-    tile.compile("(" + ", ".join(["int64"] * 8) + ")")
+    tile.compile((types.int64,) * 8)  # as those that call it do: the cache goes by this
     (compiled,) = tile.overloads.values()
     return _assembly(compiled.library)
 
