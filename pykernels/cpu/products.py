@@ -10,7 +10,8 @@ sum of a group's inputs, which their row holds, comes off the group's sum.
 Or they meet integer weights as ``digits`` (``rows``): each input is an integer of 30 bits,
 four signed bytes of it a chain each. Four ``vpdpbusd`` take the codes as they lie, where decoding
 64 of them to bfloat16 costs two table look-ups, two shuffles and two ``vdpbf16ps``; a group's sum
-is exact until its digits are put together.
+is exact until its digits are put together. (Float32 then holds it times any scale up to 2**87.)
+MXFP4's weights are integers too, in halves.
 """
 
 from __future__ import annotations
