@@ -62,8 +62,11 @@ from .intrin.prefetch import prefetch_l1, prefetch_l2
 from .jit import inlined
 from .scales import SCALES, Scales
 
+AHEAD = 4096
+"""Bytes that the prefetch of a stream runs ahead of its loads: one page."""
+
 AHEAD_L1, AHEAD_L2 = 1024, 8192
-"""Bytes that the prefetches of a stream run ahead of its loads, to the first and the second level.
+"""The same of a stream that is prefetched to the first and to the second level.
 
 The second level's span the latency of memory and need no buffer of the first, of which a core has
 few; the first level's then span only that of the second."""
