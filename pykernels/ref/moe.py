@@ -22,6 +22,7 @@ def moe_ffn(
     dtype: torch.dtype = torch.float32,
     h_dtype: torch.dtype | None = None,
     activations: str = "bf16",
+    nudge: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """``sum_k weights[t, k] * expert[ids[t, k]](x[t])`` from the dequantized weights.
 
@@ -37,6 +38,7 @@ def moe_ffn(
             rounded to bf16, then quantized as ``experts.fmt.int8_kind`` says; from there the
             products are exact but for ``dtype``. "fp8" likewise: E4M3, one scale a token and 128
             inputs.
+        nudge: what becomes of an expert's h before it is rounded (``testing.flips``).
 
     Returns:
         [T, H] in ``dtype``.
@@ -52,6 +54,8 @@ def moe_ffn(
         tokens, ranks = torch.where(ids == expert)
         rows = x[tokens]
         h = F.silu(rows @ gate.T) * (rows @ up.T)
+        if nudge is not None:
+            h = nudge(h)
         if h_dtype is not None:
             h = h.to(h_dtype).to(dtype)
         y.index_add_(0, tokens, (through(h) @ down.T) * weights[tokens, ranks, None])

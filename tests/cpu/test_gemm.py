@@ -23,11 +23,10 @@ from pykernels.target import detect
 from pykernels.testing import (
     assert_close,
     balanced_routing,
-    code_flips,
     fit,
+    flips,
     poisoned,
     random_experts,
-    rounding_flips,
     skewed_routing,
 )
 
@@ -93,6 +92,8 @@ CASES = [
 ]
 
 
+FLOAT32_SUMS = 1e-6
+
 NEWER = frozenset({"avx512bf16", "avx512vbmi", "avx512vnni"})
 """Extensions that "base" spells out."""
 
@@ -120,27 +121,28 @@ def _experts(fmt: str, shape: MoEShape) -> PackedExperts:
     return random_experts(shape, get_format(fmt))
 
 
-def _truth(kernels_of, experts, routing, x):
-    return ref.moe_ffn(
-        x, routing.ids, routing.weights, experts,
-        dtype=torch.float64, h_dtype=torch.bfloat16, activations=kernels_of.activations,
+def _inputs(T: int, shape: MoEShape) -> torch.Tensor:
+    return torch.randn(T, shape.H, generator=torch.Generator().manual_seed(T)).bfloat16()
+
+
+@functools.cache
+def _truth(fmt: str, activations: str, shape: MoEShape, T: int, route):
+    """What every unit must compute of ``_inputs`` by the experts of ``route``; and the bound."""
+    routing = route(T, shape)
+    reference = functools.partial(
+        ref.moe_ffn, _inputs(T, shape), routing.ids, routing.weights, _experts(fmt, shape),
+        dtype=torch.float64, h_dtype=torch.bfloat16, activations=activations,
     )  # fmt: skip
-
-
-def _bound(kernels_of, routing, shape) -> float:
-    flips = code_flips if kernels_of.int8 else rounding_flips
-    return 1e-6 + flips(routing.ids.numel() * shape.I)
+    truth = reference()
+    return truth, FLOAT32_SUMS + flips(reference, truth)
 
 
 @pytest.mark.parametrize(("T", "cut"), CASES)
 def test_the_gemm_is_the_reference(kernels_of, T, cut):
     shape = fit(SHAPE, get_format(kernels_of.fmt))
-    experts = _experts(kernels_of.fmt, shape)
-    routing = balanced_routing(T, shape)
-    x = torch.randn(T, shape.H, generator=torch.Generator().manual_seed(T)).bfloat16()
-    y = _run(kernels_of, experts, routing, x, cut)
-    truth = _truth(kernels_of, experts, routing, x)
-    assert_close(y, truth, _bound(kernels_of, routing, shape))
+    experts, routing = _experts(kernels_of.fmt, shape), balanced_routing(T, shape)
+    y = _run(kernels_of, experts, routing, _inputs(T, shape), cut)
+    assert_close(y, *_truth(kernels_of.fmt, kernels_of.activations, shape, T, balanced_routing))
 
 
 def test_both_paths_in_one_call(kernels_of):
@@ -149,12 +151,13 @@ def test_both_paths_in_one_call(kernels_of):
     experts, routing = _experts(kernels_of.fmt, shape), skewed_routing(40, shape)
     counts = routing.ids.flatten().bincount(minlength=16)
     assert (counts >= 5).any() and ((counts > 0) & (counts < 5)).any()
-    x = torch.randn(40, shape.H, generator=torch.Generator().manual_seed(40)).bfloat16()
+    x = _inputs(40, shape)
     runs = [
         _run(kernels_of, experts, routing, x, MoEPlan(i, h)) for i, h in ((1, 1), (3, 5), (9, 20))
     ]
-    truth = _truth(kernels_of, experts, routing, x)
-    assert_close(runs[0], truth, _bound(kernels_of, routing, shape))
+    assert_close(
+        runs[0], *_truth(kernels_of.fmt, kernels_of.activations, shape, 40, skewed_routing)
+    )
     assert torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2])
 
 
@@ -166,7 +169,7 @@ def _run(stages, experts, routing, x, cut):
 def test_a_token_does_not_depend_on_its_batch(kernels_of):
     shape = fit(SHAPE, get_format(kernels_of.fmt))
     experts, routing = _experts(kernels_of.fmt, shape), balanced_routing(40, shape)
-    x = torch.randn(40, shape.H, generator=torch.Generator().manual_seed(40)).bfloat16()
+    x = _inputs(40, shape)
     cut = MoEPlan(4, 4, gemm_from=1)
     whole = _run(kernels_of, experts, routing, x, cut)
     for t in (0, 17, 38, 39):
