@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..quant import get_format
 from ..quant.activations import DIGITS_K, GROUPS
-from .decode import BIASES, LIFTS
+from .decode import BIASES, INTEGERS, LIFTS
 from .rows import Annotation
 from .scales import SCALES
 
@@ -20,7 +20,7 @@ def annotation(fmt: str, activations: str, exact: str = "decoded") -> Annotation
             "digits".
     """
     scales = SCALES[fmt]
-    if activations == "bf16" and exact == "digits" and get_format(fmt).int8_kind:
+    if activations == "bf16" and exact == "digits" and fmt in INTEGERS:
         return Annotation("digits", DIGITS_K, scales.k, BIASES.get(fmt, 0), bool(scales.minimum))
     if activations == "bf16":
         wanted = scales.minimum or (exact == "lifted" and fmt in LIFTS)

@@ -58,28 +58,34 @@ from .intrin.avx512_words import (
     odd_words,
     shift_words,
 )
-from .intrin.prefetch import prefetch_l1
+from .intrin.prefetch import prefetch_l1, prefetch_l2
 from .jit import inlined
 from .scales import SCALES, Scales
 
 AHEAD = 4096
 """Bytes that the prefetch of a stream runs ahead of its loads: one page."""
 
+AHEAD_L1, AHEAD_L2 = 1024, 8192
+"""The same of a stream that is prefetched to the first and to the second level.
+
+The second level's span the latency of memory and need no buffer of the first, of which a core has
+few; the first level's then span only that of the second."""
+
 LOADS = 8
 """Loads of a tile."""
 
 _E4M3_AT, _INT8_AT, _INT4_AT, _MXFP4_AT, _Q4_AT, _Q5_AT, _Q6_AT = 0, 256, 512, 640, 768, 896, 1024
 _INT4_WORDS, _MXFP4_WORDS, _Q4_WORDS, _Q5_WORDS = 1152, 1216, 1280, 1344
-PLANE_WORDS, _EVEN_AT = 1408, 1536
+PLANE_WORDS, _EVEN_AT, _MXFP4_CODES = 1408, 1536, 1600
 
 
 def _decode_tables() -> torch.Tensor:
-    """uint8 [1600] at a 64-byte-aligned address: low bytes, then high bytes, of bf16(code).
+    """uint8 [1664] at a 64-byte-aligned address: low bytes, then high bytes, of bf16(code).
 
     E4M3 and magnitudes 0 .. 127 have 128 entries each; 4-bit codes have 16, once for each 128-bit
     lane; 5- and 6-bit codes have 64. Tables of whole words follow: 32 entries for codes of 4 bits
     (each twice; +0 for -0) and 5; ``128 (1 - h)`` for signed h of 6 bits (``planes``). Last a mask
-    of even bytes.
+    of even bytes, and MXFP4's codes as integers.
     """
 
     def bytes_of(values: torch.Tensor, copies: int = 1) -> torch.Tensor:
@@ -98,16 +104,17 @@ def _decode_tables() -> torch.Tensor:
     high_plane = 128 - 128 * torch.tensor([*range(32), *range(-32, 0)])
     words = int4, mxfp4.VALUES + 0, torch.arange(16), torch.arange(32), high_plane
     even = torch.tensor([255, 0], dtype=torch.uint8).repeat(32)
-    tables = torch.cat([*(bytes_of(*part) for part in parts), *map(words_of, words), even])
+    integers = (mxfp4.VALUES / UNITS["mxfp4"] + BIASES["mxfp4"]).to(torch.uint8).repeat(4)
+    tables = [*(bytes_of(*part) for part in parts), *map(words_of, words), even, integers]
+    return _aligned(torch.cat(tables))
+
+
+def _aligned(tables: torch.Tensor) -> torch.Tensor:
     raw = torch.empty(len(tables) + 64, dtype=torch.uint8)
     skip = -raw.data_ptr() % 64
     aligned = raw[skip : skip + len(tables)]
     aligned.copy_(tables)
     return aligned
-
-
-TABLES = _decode_tables()
-"""Passed to the readers by address, so that compiled kernels hold no pointer of this process."""
 
 
 @dataclass(frozen=True)
@@ -153,14 +160,24 @@ PACKINGS = {
 }
 """By format name."""
 
-BIASES = {"int8": 128, "int4": 8, "int4-g128": 8, "q6_k": 32, "q8_0": 128}
+BIASES = {"int8": 128, "int4": 8, "int4-g128": 8, "mxfp4": 12, "q6_k": 32, "q8_0": 128}
 """By format name, see ``Reader.codes``; 0 for the others."""
+
+UNITS = {"mxfp4": 0.5}
+"""By format name, see ``Reader.codes``; 1 for the others."""
 
 CODE_BITS = {"int4": 4, "int4-g128": 4, "q4_k": 4, "q5_k": 5, "q6_k": 6}
 """Formats of integer codes narrow enough to be lifted."""
 
+INTEGERS = frozenset(BIASES) | frozenset(CODE_BITS)
+"""Formats whose weights are integers of 8 bits, in their unit."""
+
 LIFTS = {fmt: (1 << bits) + BIASES.get(fmt, 0) for fmt, bits in CODE_BITS.items()}
 """By format name, see ``Reader.lifted``."""
+
+
+TABLES = _decode_tables()
+"""Passed to the readers by address, so that compiled kernels hold no pointer of this process."""
 
 
 def packed_bytes(fmt: str) -> int:
@@ -180,11 +197,11 @@ class Reader:
             quads of a format in fours.
         halves: the same of a format in fours as rows of pairs: inputs 0 and 2 of each of 16
             outputs, inputs 1 and 3; None for other formats.
-        codes: ``codes(tile, load, part) -> row``, the lot's weights plus ``bias`` as unsigned
-            bytes; None if they are no integers.
-        bias: see ``codes``.
-        lifted: ``lifted(tile, load, part) -> (row, row)``, pair-rows in bfloat16 of the lot's
-            weights plus ``lift``; None if codes are too wide or no integers.
+        codes: ``codes(tile, load, part, tables) -> row``, the lot's weights over ``unit`` plus
+            ``bias`` as unsigned bytes; None if they are no integers.
+        bias, unit: see ``codes``.
+        lifted: ``lifted(tile, load, part, tables) -> (row, row)``, pair-rows in bfloat16 of the
+            lot's weights plus ``lift``; None if codes are too wide or no integers.
         lift: see ``lifted``.
     """
 
@@ -194,21 +211,29 @@ class Reader:
     halves: Callable | None = None
     codes: Callable | None = None
     bias: int = 0
+    unit: float = 1.0
     lifted: Callable | None = None
     lift: int = 0
 
 
 @functools.cache
-def make_ask(packing: Packing) -> Callable:
+def make_ask(packing: Packing, FURTHER: int = 0) -> Callable:
     """``ask(tile, load)`` prefetches the lines of ``packing.asked`` loads, the first a multiple of
-    them, in the order of their bytes: hardware prefetchers follow one stream."""
+    them, in the order of their bytes: hardware prefetchers follow one stream.
+
+    Args:
+        FURTHER: those so many bytes on are prefetched too, to the second level; 0 for none.
+    """
     EACH = packing.tile_bytes // LOADS
     LINES = packing.asked * EACH // 64
 
     @inlined
     def ask(tile, load):
         for line in range(LINES):
-            prefetch_l1(tile + EACH * load + 64 * line)
+            at = tile + EACH * load + 64 * line
+            prefetch_l1(at)
+            if FURTHER:
+                prefetch_l2(at + FURTHER)
 
     return ask
 
@@ -219,8 +244,8 @@ def make_reader(fmt: str, ops: Instructions) -> Reader:
     rows, halves, codes = _READERS[fmt](ops)
     lift = LIFTS.get(fmt, 0)
     lifted = _lifted(fmt, ops, codes) if lift else None
-    bias = BIASES.get(fmt, 0)
-    return Reader(PACKINGS[fmt], SCALES[fmt], rows, halves, codes, bias, lifted, lift)
+    bias, unit = BIASES.get(fmt, 0), UNITS.get(fmt, 1.0)
+    return Reader(PACKINGS[fmt], SCALES[fmt], rows, halves, codes, bias, unit, lifted, lift)
 
 
 def _lifted(fmt: str, ops: Instructions, codes: Callable) -> Callable:
@@ -232,8 +257,8 @@ def _lifted(fmt: str, ops: Instructions, codes: Callable) -> Callable:
     if BITS > 4:
 
         @inlined
-        def lifted(tile, load, part):
-            found = codes(tile, load, part)
+        def lifted(tile, load, part, tables):
+            found = codes(tile, load, part, tables)
             return (
                 and_xor_words(first(found, SHIFT), MASK, EXPONENT),
                 and_xor_words(second(found, SHIFT), MASK, EXPONENT),
@@ -245,7 +270,7 @@ def _lifted(fmt: str, ops: Instructions, codes: Callable) -> Callable:
     FLIP = EXPONENT | (BIASES.get(fmt, 0) << SHIFT)
 
     @inlined
-    def lifted_nibbles(tile, load, part):
+    def lifted_nibbles(tile, load, part, tables):
         both = load_u8(tile + 64 * load)
         shift = SHIFT - 4 * part
         return (
@@ -315,7 +340,7 @@ def _int8(ops: Instructions):
         return even_words(low, high, even), odd_words(low, high, even)
 
     @inlined
-    def codes(tile, load, part):
+    def codes(tile, load, part, tables):
         return xor_u8(fours(tile, load, part), broadcast_u8(0x80))
 
     return rows, halves, codes
@@ -328,9 +353,9 @@ def _nibbles(tile, load, part):
     return low_nibbles(both) if part == 0 else high_nibbles(both)
 
 
-def _four_bits(table_at: int, words_at: int, flip: int | None):
+def _four_bits(table_at: int, words_at: int, flip: int = 0, codes_at: int | None = None):
     """Reader of 4-bit codes: their bfloat16 values are at ``table_at`` as bytes, at ``words_at`` as
-    words; code ^ flip = q + bias."""
+    words; what ``Reader.codes`` gives is ``code ^ flip``, or at ``codes_at`` as bytes."""
 
     def make(ops: Instructions):
         @inlined
@@ -350,10 +375,13 @@ def _four_bits(table_at: int, words_at: int, flip: int | None):
             )
 
         @inlined
-        def codes(tile, load, part):
-            return xor_u8(_nibbles(tile, load, part), broadcast_u8(flip))
+        def codes(tile, load, part, tables):
+            found = _nibbles(tile, load, part)
+            if codes_at is None:
+                return xor_u8(found, broadcast_u8(flip))
+            return lookup_16(load_u8(tables + codes_at), found)
 
-        return rows, halves, codes if flip is not None else None
+        return rows, halves, codes
 
     return make
 
@@ -365,7 +393,7 @@ def _bit_planes(planes: int, table_at: int):
         lookup = ops.lookup_64
 
         @inlined
-        def codes(tile, load, part):
+        def codes(tile, load, part, tables):
             found = _nibbles(tile, load, part)
             mask = tile + 512 + (2 * load + part) * 8 * planes
             found = set_where(found, mask, 16)
@@ -375,14 +403,14 @@ def _bit_planes(planes: int, table_at: int):
 
         @inlined
         def rows(tile, load, part, tables):
-            found = codes(tile, load, part)
+            found = codes(tile, load, part, tables)
             table = tables + table_at
             low, high = lookup(load_u8(table), found), lookup(load_u8(table + 64), found)
             return interleave_low(low, high), interleave_high(low, high)
 
         @inlined
         def halves(tile, load, part, tables):
-            found = codes(tile, load, part)
+            found = codes(tile, load, part, tables)
             if planes == 1:
                 table = load_u8(tables + _Q5_WORDS)
                 return lookup_32_words(table, found), lookup_32_words(table, shift_words(found, 8))
@@ -405,8 +433,8 @@ _READERS: dict[str, Callable] = {
     "int8": _int8,
     "int4": _INT4,
     "int4-g128": _INT4,
-    "mxfp4": _four_bits(_MXFP4_AT, _MXFP4_WORDS, flip=None),
-    "q4_k": _four_bits(_Q4_AT, _Q4_WORDS, flip=0),
+    "mxfp4": _four_bits(_MXFP4_AT, _MXFP4_WORDS, codes_at=_MXFP4_CODES),
+    "q4_k": _four_bits(_Q4_AT, _Q4_WORDS),
     "q5_k": _bit_planes(1, _Q5_AT),
     "q6_k": _bit_planes(2, _Q6_AT),
     "q8_0": _int8,

@@ -64,7 +64,7 @@ def make_decode_planes(reader: Reader, INT8: bool) -> Callable:
                                 factor, offset = small, offset_words(small, BIAS)
                             else:
                                 factor, offset = mul_words(small, -1), mul_words(small, BIAS)
-                        q = codes(w, load, part)
+                        q = codes(w, load, part, tables)
                         even = even_bytes_fma(q, factor, offset)
                         odd = odd_bytes_fma(q, factor, offset)
                         write_lot(b_slab, at, half, even, odd, tables)

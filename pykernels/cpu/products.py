@@ -10,7 +10,8 @@ sum of a group's inputs, which their row holds, comes off the group's sum.
 Or they meet integer weights as ``digits`` (``rows``): each input is an integer of 30 bits,
 four signed bytes of it a chain each. Four ``vpdpbusd`` take the codes as they lie, where decoding
 64 of them to bfloat16 costs two table look-ups, two shuffles and two ``vdpbf16ps``; a group's sum
-is exact until its digits are put together.
+is exact until its digits are put together. (Float32 then holds it times any scale up to 2**87.)
+MXFP4's weights are integers too, in halves.
 """
 
 from __future__ import annotations
@@ -146,10 +147,6 @@ def _lifted(reader: Reader, ops: Instructions) -> Products:
         sums[i + 1] = zero_f32()
 
     @inlined
-    def read(tile, load, part, tables):
-        return lifted(tile, load, part)
-
-    @inlined
     def add(sums, i, weights, row, K, k, part):
         (first, second), x = weights, row + 2 * k
         sums[i] = dot(sums[i], first, broadcast_dword(x))
@@ -168,13 +165,13 @@ def _lifted(reader: Reader, ops: Instructions) -> Products:
     def scaled(value, row, K, k):
         return value
 
-    return Products(2, f32x16_array, begin, read, add, total, offset, scaled)
+    return Products(2, f32x16_array, begin, lifted, add, total, offset, scaled)
 
 
 def _digits(reader: Reader, ops: Instructions) -> Products:
     dot, GROUP, BIAS = ops.dot_u8i8, reader.scales.k, reader.bias
     codes: Any = reader.codes
-    BASE = np.float32(256.0)
+    BASE, UNIT = np.float32(256.0), np.float32(reader.unit)
 
     @inlined
     def begin(sums, i, row, K, k):
@@ -183,10 +180,6 @@ def _digits(reader: Reader, ops: Instructions) -> Products:
                 sums[i + j] = broadcast_i32(offset_at(row, K, k // GROUP, j))
             else:
                 sums[i + j] = zero_i32()
-
-    @inlined
-    def read(tile, load, part, tables):
-        return codes(tile, load, part)
 
     @inlined
     def add(sums, i, weights, row, K, k, part):
@@ -207,9 +200,9 @@ def _digits(reader: Reader, ops: Instructions) -> Products:
 
     @inlined
     def scaled(value, row, K, k):
-        return mul_f32(value, broadcast_f32(activation_scale(row, K, k, DIGITS_K)))
+        return mul_f32(value, broadcast_f32(UNIT * activation_scale(row, K, k, DIGITS_K)))
 
-    return Products(DIGITS, i32x16_array, begin, read, add, total, offset, scaled)
+    return Products(DIGITS, i32x16_array, begin, codes, add, total, offset, scaled)
 
 
 def _int8(fmt: str, reader: Reader, ops: Instructions, CHAINS: int) -> Products:
@@ -224,10 +217,6 @@ def _int8(fmt: str, reader: Reader, ops: Instructions, CHAINS: int) -> Products:
             sums[i + j] = zero_i32()
         if BIAS != 0:
             sums[i] = broadcast_i32(sum_at(row, K, k // GROUP))
-
-    @inlined
-    def read(tile, load, part, tables):
-        return codes(tile, load, part)
 
     @inlined
     def add(sums, i, weights, row, K, k, part):
@@ -246,4 +235,4 @@ def _int8(fmt: str, reader: Reader, ops: Instructions, CHAINS: int) -> Products:
     def scaled(value, row, K, k):
         return mul_f32(value, broadcast_f32(activation_scale(row, K, k, ACT_K)))
 
-    return Products(CHAINS, i32x16_array, begin, read, add, total, offset, scaled)
+    return Products(CHAINS, i32x16_array, begin, codes, add, total, offset, scaled)

@@ -51,7 +51,7 @@ def make_decode(reader: Reader, INT8: bool, signed: bool) -> Callable:
                         first = k + 4 * (load * PARTS + part)
                         tile = b_slab + (2 * (first // STEP_K) + half) * TILE
                         if INT8:
-                            q = sub_i8(codes(w, load, part), broadcast_u8(BIAS))
+                            q = sub_i8(codes(w, load, part, tables), broadcast_u8(BIAS))
                             store_u8(tile + first % STEP_K * 16, q)
                         else:
                             row0, row1 = read(w, load, part, tables)

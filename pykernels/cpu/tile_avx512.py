@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..quant.layout import K_BLOCK
-from .decode import AHEAD, LOADS, make_ask, make_reader, packed_bytes
+from .decode import AHEAD, AHEAD_L1, AHEAD_L2, LOADS, make_ask, make_reader, packed_bytes
 from .instructions import Instructions
 from .intrin.avx512 import add_f32, broadcast_f32, fma_f32, fnma_f32, load_f32, store_f32, zero_f32
 from .intrin.prefetch import in_order
@@ -53,7 +53,10 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
     CHAINS = products.chains
     total, offset, scaled = products.total, products.offset, products.scaled
     factor_of, minimum_of = reader.scales.factor, reader.scales.minimum
-    ask, ASKED = make_ask(reader.packing), reader.packing.asked
+    # A decoder's work between loads leaves room for prefetches to both levels; bf16, which is only
+    # loaded, reads slower with them.
+    NEAR, FURTHER = (AHEAD, 0) if fmt == "bf16" else (AHEAD_L1, AHEAD_L2 - AHEAD_L1)
+    ask, ASKED = make_ask(reader.packing, FURTHER), reader.packing.asked
     TILE, K_STEP, PARTS = reader.packing.tile_bytes, reader.packing.k_step, reader.packing.parts
     STEPS = K_BLOCK // K_STEP
     # Groups of inputs shorter than a packed tile are added up in registers first.
@@ -66,7 +69,7 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
     BLOCK = packed_bytes(fmt)
     # Lines are asked for in the order of their bytes, half by half too: then one sweep asks for
     # half of what both sweeps of a later block load.
-    DISTANCE = AHEAD if HALVES == 2 else max(AHEAD, BLOCK)
+    DISTANCE = NEAR if HALVES == 2 else max(NEAR, BLOCK)
     OUTS, SUMS = HALVES * M, CHAINS * HALVES * M
     # In groups of four loads one half has too few chains to hide the latency of ``vdpbf16ps``: the
     # halves take turns load by load. Else a tile is read to its end. Bytes bound q8_0, and from

@@ -168,7 +168,7 @@ def test_int8_products_are_exact(which, name):
 
 
 @pytest.mark.parametrize("which", KINDS)
-@pytest.mark.parametrize("name", ["int8", "q4_k"])
+@pytest.mark.parametrize("name", ["int8", "mxfp4", "q4_k"])
 def test_wide_ranges_of_inputs_are_summed_as_exactly_as_float32_can(which, name):
     """Outliers of 1e5 among inputs of 1, and inputs from 1e-6 to 1e6: products are exact."""
     g = torch.Generator().manual_seed(5)
