@@ -12,7 +12,8 @@ SEED   ?= 1
 export PROMPT
 
 BIN     := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+# Modules are compiled when they are first imported: all of torch's at once would take longer than the rest.
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
 
 .PHONY: help run test lint types bench bench-cpu bench-gpu test-gpu sanitize-gpu clean
 
