@@ -12,8 +12,7 @@ SEED   ?= 1
 export PROMPT
 
 BIN     := $(VENV)/bin
-# Modules are compiled when they are first imported: all of torch's at once would take longer than the rest.
-INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .PHONY: help run test lint types bench bench-cpu bench-gpu test-gpu sanitize-gpu clean
 
