@@ -64,9 +64,9 @@ sanitize-gpu:
 	$(SANITIZE) --tool racecheck $(PY) $(GUARDS) -k "gqa_decode or route or sort or sample"
 
 # A stamp is newer than what it was made from, or the install is done again.
-$(VENV)/.installed-test: $(VENV)/.installed-run
+$(VENV)/.installed-test: $(VENV)/.made pyproject.toml constraints.txt
 	$(INSTALL) -e ".[test]"
-	@touch $@
+	@touch $(VENV)/.installed-run $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed-run
 	$(INSTALL) -e ".[bench]"
