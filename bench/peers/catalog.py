@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-_HOME = (
-    ROOT if (ROOT / "pyproject.toml").is_file() else Path.cwd()
-)  # never into an installed package
+_CHECKOUT = (ROOT / "pyproject.toml").is_file()
+_HOME = ROOT if _CHECKOUT else Path.cwd()  # an installed package is no place to write
 VENVS = _HOME / ".venv-peers"
 RESULTS = _HOME / "bench/results"
 

@@ -89,23 +89,17 @@ def _experts(shape: MoEShape, fmt: str) -> PackedExperts:
     return random_experts(shape, get_format(fmt))
 
 
-_known: dict[tuple[str, str, int], tuple[torch.Tensor, float]] = {}
-
-
+@functools.cache
 def _truth(fmt: str, activations: str, case: int) -> tuple[torch.Tensor, float]:
     """The reference's result, the same for every backend, and the error allowed."""
-    key = fmt, activations, case
-    if key not in _known:
-        shape, routing = CASES[case].values
-        shape = fit(shape, get_format(fmt))
-        reference = functools.partial(
-            ref.moe_ffn, _x(routing.T, shape.H), routing.ids, routing.weights,
-            _experts(shape, fmt), dtype=torch.float64, h_dtype=torch.bfloat16,
-            activations=activations,
-        )  # fmt: skip
-        truth = reference()
-        _known[key] = truth, FLOAT32_SUMS + flips(reference, truth)
-    return _known[key]
+    shape, routing = CASES[case].values
+    shape = fit(shape, get_format(fmt))
+    reference = functools.partial(
+        ref.moe_ffn, _x(routing.T, shape.H), routing.ids, routing.weights, _experts(shape, fmt),
+        dtype=torch.float64, h_dtype=torch.bfloat16, activations=activations,
+    )  # fmt: skip
+    truth = reference()
+    return truth, FLOAT32_SUMS + flips(reference, truth)
 
 
 @pytest.mark.parametrize(("kernel", "fmt", "activations"), VARIANTS)
