@@ -308,8 +308,8 @@ def make_stages(ops: Instructions | None) -> Stages:
     def down(job_address, index, worker):
         job = job_at(job_address)
         active = index % job.A
-        first_block = (index // job.A) * job.h_chunk
-        last_block = min(first_block + job.h_chunk, job.h_blocks)
+        first_block = i64(job.h_cuts, index // job.A)
+        last_block = i64(job.h_cuts, index // job.A + 1)
         expert = i64(job.experts, active)
         w = job.down + expert * job.down_stride
         scale = job.down_scale + expert * job.down_scale_stride
