@@ -9,11 +9,12 @@ import pytest
 import torch
 from numba import types
 
-from pykernels.cpu import passes_avx512, tile_avx512, tile_generic
+from pykernels.cpu import passes_avx512, tile_amx, tile_avx512, tile_generic
 from pykernels.cpu.activations import annotation
 from pykernels.cpu.annotate import make_annotate
 from pykernels.cpu.decode import TABLES
 from pykernels.cpu.instructions import instructions
+from pykernels.cpu.intrin import amx_model
 from pykernels.cpu.intrin.sync import call_routine
 from pykernels.cpu.jit import kernel
 from pykernels.cpu.rows import DIGITS, codes_at, digits_at, row_bytes, scale_at, sum_at
@@ -51,6 +52,8 @@ def _tiles(which: str, fmt: str, activations: str):
     if which == "generic":
         return tile_generic.make_tiles(fmt, activations).address
     ops = _operations(which == "base")
+    if which == "amx" and activations == "bf16":
+        return tile_amx.make_tiles(fmt, ops, amx_model).address
     return tile_avx512.make_tiles(fmt, ops, activations, which == "digits").address
 
 
@@ -70,11 +73,18 @@ KINDS = [
     pytest.param("avx512", marks=needs_avx512),
     pytest.param("base", marks=needs_avx512),
     pytest.param("digits", marks=needs_vnni),
+    pytest.param("amx", marks=needs_avx512),
     "generic",
 ]
 
 
-EXACT = {"avx512": "lifted", "base": "lifted", "digits": "digits", "generic": "decoded"}
+EXACT = {
+    "avx512": "lifted",
+    "base": "lifted",
+    "digits": "digits",
+    "amx": "digits",
+    "generic": "decoded",
+}
 """How integer weights meet bf16 activations."""
 
 
@@ -259,8 +269,8 @@ def test_digits_are_those_of_the_reference(name):
     assert normal.float().mean() > 0.5 and (off[normal] == 0).all()
     assert torch.equal(_part(rows, scale_at(0, K, 0), groups), truth.scale)
     at = digits_at(0, K, 0, 0)
-    seen = _part(rows, at, DIGITS * K, torch.int8).view(7, K // 16, DIGITS, 16)
-    assert torch.equal(seen, truth.q.view(DIGITS, 7, K // 16, 16).permute(1, 2, 0, 3))
+    seen = _part(rows, at, DIGITS * K, torch.int8).view(7, K // 64, DIGITS, 64)
+    assert torch.equal(seen, truth.q.view(DIGITS, 7, K // 64, 64).permute(1, 2, 0, 3))
     if how.bias:
         count = K // how.sum_k
         added = truth.q.view(DIGITS, 7, count, how.sum_k).sum(3, dtype=torch.int32)
