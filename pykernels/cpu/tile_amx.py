@@ -11,6 +11,8 @@ its sums are folded as in ``tile_avx512``, in the same order whatever M is.
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,7 +37,7 @@ from .intrin.avx512_bytes import broadcast_u8, load_i32, load_u8, store_u8, to_f
 from .intrin.prefetch import in_order, prefetch_l1, prefetch_l2
 from .intrin.registers import f32x16_array, stack_alloc
 from .intrin.sync import as_pointer
-from .jit import inlined, kernel, routine
+from .jit import inlined, kernel, linked, routine
 from .job import i64
 from .rows import activation_scale, digits_at, group_sum
 from .tile_avx512 import ARGUMENTS
@@ -48,39 +50,101 @@ def _poke_u8(address, value):
     carray(as_pointer(address), (1,), types.uint8)[0] = value
 
 
-def make_tile(fmt: str, M: int, ops: Instructions, amx: Any) -> Any:
-    """Compiles ``tile(w, scale, first, last, K, rows, tables, out)`` for M tokens.
+@functools.cache  # the tiles of every M share it
+def _make_decode(fmt: str, ops: Instructions) -> Any:
+    """Compiles ``decode(w, tables, b)``: a packed block of 128 inputs -> B tiles [step][half].
 
-    Arguments of the tile are those of ``tile_avx512.make_tile``.
-
-    Args:
-        amx: ``intrin.amx``, or ``intrin.amx_model`` where there is none.
+    It asks for the lines of later ones as it goes.
     """
     reader = make_reader(fmt, ops)
-    packing, scales = reader.packing, reader.scales
-    signed: Any = reader.signed
-    INT8 = signed is not None
-    read: Any = signed or reader.rows
-    factor_of: Any = scales.factor
-    minimum_of: Any = scales.minimum
-    dot = amx.dot_i8 if INT8 else amx.dot_bf16
-    zero, load, store = amx.zero, amx.load, amx.store
-    ROWS_EACH = DIGITS if INT8 else 1  # rows of an A tile for a token
-    ROWS = M * ROWS_EACH
+    packing, INT8 = reader.packing, reader.signed is not None
+    read: Any = reader.signed or reader.rows
     STEP_K = 64 if INT8 else 32  # inputs of a full tile
-    STEPS = K_BLOCK // STEP_K
-    GROUP = scales.k or K_BLOCK
-    GROUPS = K_BLOCK // GROUP
-    PER_STEP = max(1, STEP_K // GROUP)  # groups in a full tile
-    PRODUCTS = max(1, GROUP // STEP_K)  # tiles of a group
-    A_BYTES, B_BYTES = 64 // PER_STEP, TILE // PER_STEP  # of a tile of one group
-    SUMS = ROWS * 64  # bytes of a C tile
-    DIRECT = INT8 and packing.tile_bytes == TILE
     PACKED, PACKED_K, PARTS = packing.tile_bytes, packing.k_step, packing.parts
-    BLOCK = packed_bytes(fmt)
-    A_ROOM, B_ROOM, C_ROOM = STEPS * SUMS, STEPS * 2 * TILE, GROUPS * 2 * SUMS
     ask, ASKED = make_ask(packing, AHEAD_L2 - AHEAD_L1), packing.asked
-    UNIT = np.float32(reader.signed_unit)
+
+    @inlined
+    def write(to, at, load, part, tables):
+        if INT8:
+            store_u8(to, read(at, load, part, tables))
+        else:
+            row0, row1 = read(at, load, part, tables)
+            store_u8(to, row0)
+            store_u8(to + 64, row1)
+
+    @routine(3, f"{fmt}-{ops.name}")
+    def decode(w, tables, b):
+        for step in range(K_BLOCK // PACKED_K):
+            for half in range(2):
+                at = w + (2 * step + half) * PACKED
+                for lot in range(0, LOADS, ASKED):
+                    ask(at + AHEAD_L1, lot)
+                    for load in range(lot, lot + ASKED):
+                        for part in range(PARTS):
+                            k = step * PACKED_K + 4 * (load * PARTS + part)
+                            to = b + (k // STEP_K * 2 + half) * TILE + k % STEP_K * 1024 // STEP_K
+                            write(to, at, load, part, tables)
+                    in_order()
+        return 0
+
+    return linked(decode)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Tiles of 128 inputs by M tokens and 32 outputs.
+
+    Attributes:
+        M: tokens.
+        int8: whether products are of 8 bits.
+        group: inputs of a sum.
+    """
+
+    M: int
+    int8: bool
+    group: int
+
+    @property
+    def rows_each(self) -> int:
+        """Rows of an A tile for a token."""
+        return DIGITS if self.int8 else 1
+
+    @property
+    def rows(self) -> int:
+        return self.M * self.rows_each
+
+    @property
+    def sums_bytes(self) -> int:
+        """Of the sums of a group by 16 outputs: a C tile, or two."""
+        return 64 * self.rows
+
+    @property
+    def step_k(self) -> int:
+        """Inputs of a full tile."""
+        return 64 if self.int8 else 32
+
+    @property
+    def steps(self) -> int:
+        return K_BLOCK // self.step_k
+
+    @property
+    def groups(self) -> int:
+        return K_BLOCK // self.group
+
+    @property
+    def per_step(self) -> int:
+        """Groups in a full tile."""
+        return max(1, self.step_k // self.group)
+
+    @property
+    def name(self) -> str:
+        return f"m{self.M}-{'int8' if self.int8 else 'bf16'}-{self.group}"
+
+
+@functools.cache
+def _make_configure(shape: _Shape) -> Any:
+    """``configure(config)``: C tiles 0 - 3, A tiles 4 and 5, B tiles 6 and 7 (SDM, LDTILECFG)."""
+    ROWS, B_ROWS = min(16, shape.rows), 16 // shape.per_step
 
     @inlined
     def configure(config):
@@ -88,52 +152,63 @@ def make_tile(fmt: str, M: int, ops: Instructions, amx: Any) -> Any:
         _poke_u8(config, 1)
         for tile in range(8):
             is_a, is_b = 4 <= tile < 6, tile >= 6
-            _poke_u8(config + 16 + 2 * tile, A_BYTES if is_a else 64)
-            _poke_u8(config + 48 + tile, 16 // PER_STEP if is_b else min(16, ROWS))
+            _poke_u8(config + 16 + 2 * tile, 4 * B_ROWS if is_a else 64)
+            _poke_u8(config + 48 + tile, B_ROWS if is_b else ROWS)
+
+    return configure
+
+
+def _make_inputs(int8: bool) -> Any:
+    """``inputs_of(row, K, block)``: address of a token's rows of A tiles, [step][64 bytes] each."""
 
     @inlined
     def inputs_of(row, K, block):
-        """Address of a token's A rows of a block: [step][ROWS_EACH][64 bytes]."""
-        return digits_at(row, K, block * K_BLOCK, 0) if INT8 else row + 2 * block * K_BLOCK
+        return digits_at(row, K, block * K_BLOCK, 0) if int8 else row + 2 * block * K_BLOCK
 
-    @inlined
+    return inputs_of
+
+
+@functools.cache
+def _make_gather(shape: _Shape) -> Any:
+    """Compiles ``gather(rows, K, block, a)``: a block's A tiles [step][token][its rows][64]."""
+    M, EACH, ROWS, STEPS = shape.M, shape.rows_each, shape.rows, shape.steps
+    inputs_of = _make_inputs(shape.int8)
+
+    @routine(4, shape.name)
     def gather(rows, K, block, a):
-        """A tiles of a block: [step][M][ROWS_EACH][64 bytes]."""
-        if M > 1:
-            for t in range(M):
-                source = inputs_of(i64(rows, t), K, block)
-                for step in range(STEPS):
-                    for r in range(ROWS_EACH):
-                        line = load_u8(source + 64 * (step * ROWS_EACH + r))
-                        store_u8(a + 64 * (step * ROWS + t * ROWS_EACH + r), line)
+        for t in range(M):
+            source = inputs_of(i64(rows, t), K, block)
+            for step in range(STEPS):
+                for row in range(EACH):
+                    line = load_u8(source + 64 * (step * EACH + row))
+                    store_u8(a + 64 * (step * ROWS + t * EACH + row), line)
+        return 0
+
+    return linked(gather)
+
+
+@functools.cache
+def _make_multiply(shape: _Shape, direct: bool, amx: Any) -> Any:
+    """Compiles ``multiply(a, b, c)``: a block's C tiles [group][half].
+
+    Args:
+        direct: whether ``b`` is packed weights; then it asks for later ones as it goes.
+    """
+    INT8, GROUPS, PER_STEP = shape.int8, shape.groups, shape.per_step
+    SUMS, STEPS = shape.sums_bytes, max(1, shape.group // shape.step_k)
+    A_BYTES, B_BYTES = 64 // PER_STEP, TILE // PER_STEP  # of a tile of one group
+    TWO = shape.rows > 16  # A tiles
+    dot = amx.dot_i8 if INT8 else amx.dot_bf16
+    zero, load, store = amx.zero, amx.load, amx.store
 
     @inlined
-    def decode(w, tables, b):
-        """B tiles of a packed block: [step][half]."""
-        for step in range(K_BLOCK // PACKED_K):
-            for half in range(2):
-                at = w + (2 * step + half) * PACKED
-                for lot in range(0 if DIRECT else LOADS // ASKED):
-                    ask(at + AHEAD_L1, lot * ASKED)
-                    for j in range(ASKED):
-                        for part in range(PARTS):
-                            k = step * PACKED_K + 4 * ((lot * ASKED + j) * PARTS + part)
-                            to = b + (k // STEP_K * 2 + half) * TILE + k % STEP_K * 1024 // STEP_K
-                            if INT8:
-                                store_u8(to, read(at, lot * ASKED + j, part, tables))
-                            else:
-                                row0, row1 = read(at, lot * ASKED + j, part, tables)
-                                store_u8(to, row0)
-                                store_u8(to + 64, row1)
-                    in_order()
-
-    @inlined
-    def ask_ahead(at):
-        """The lines of a tile, where products read packed weights themselves."""
-        if DIRECT:
-            for i in range(B_BYTES // 64):
-                prefetch_l1(at + AHEAD_L1 + 64 * i)
-                prefetch_l2(at + AHEAD_L2 + 64 * i)
+    def ask_ahead(b, tile):
+        """The lines of the ``tile``-th tile product from b on, in the order of their bytes."""
+        if direct:
+            for i in range(0, B_BYTES, 64):
+                at = b + tile * B_BYTES + i
+                prefetch_l1(at + AHEAD_L1)
+                prefetch_l2(at + AHEAD_L2)
             in_order()
 
     @inlined
@@ -145,8 +220,8 @@ def make_tile(fmt: str, M: int, ops: Instructions, amx: Any) -> Any:
         return group // PER_STEP * 2 * TILE + group % PER_STEP * B_BYTES
 
     @inlined
-    def multiply_groups(a, b, c):
-        """C tiles of a block: [group][half]. Stores wait until other products have begun."""
+    def two_groups(a, b, c):
+        """Stores wait until other products have begun."""
         for group in range(0, GROUPS, 2):
             a0, b0 = a + a_at(group), b + b_at(group)
             a1, b1 = a + a_at(group + 1), b + b_at(group + 1)
@@ -156,10 +231,10 @@ def make_tile(fmt: str, M: int, ops: Instructions, amx: Any) -> Any:
             load(4, a0, 64)
             load(6, b0, 64)
             dot(0, 4, 6)
-            ask_ahead(b + 2 * group * B_BYTES)
+            ask_ahead(b, 2 * group)
             load(7, b0 + TILE, 64)
             dot(1, 4, 7)
-            ask_ahead(b + (2 * group + 1) * B_BYTES)
+            ask_ahead(b, 2 * group + 1)
             if group > 0:
                 store(2, to - 2 * SUMS, 64)
                 store(3, to - SUMS, 64)
@@ -168,58 +243,90 @@ def make_tile(fmt: str, M: int, ops: Instructions, amx: Any) -> Any:
             load(5, a1, 64)
             load(6, b1, 64)
             dot(2, 5, 6)
-            ask_ahead(b + (2 * group + 2) * B_BYTES)
+            ask_ahead(b, 2 * group + 2)
             load(7, b1 + TILE, 64)
             dot(3, 5, 7)
-            ask_ahead(b + (2 * group + 3) * B_BYTES)
+            ask_ahead(b, 2 * group + 3)
             store(0, to, 64)
             store(1, to + SUMS, 64)
         store(2, c + (2 * GROUPS - 2) * SUMS, 64)
         store(3, c + (2 * GROUPS - 1) * SUMS, 64)
 
     @inlined
-    def multiply_block(a, b, c):
-        """The same of a block that is one group."""
+    def one_group(a, b, c):
+        """The block is one."""
         zero(0)
         zero(1)
         for step in range(STEPS):
             load(4, a + step * SUMS, 64)
             load(6, b + 2 * step * TILE, 64)
             dot(0, 4, 6)
-            ask_ahead(b + 2 * step * TILE)
+            ask_ahead(b, 2 * step)
             load(7, b + (2 * step + 1) * TILE, 64)
             dot(1, 4, 7)
-            ask_ahead(b + (2 * step + 1) * TILE)
+            ask_ahead(b, 2 * step + 1)
         store(0, c, 64)
         store(1, c + SUMS, 64)
 
     @inlined
-    def multiply_more(a, b, c):
-        """The same of two A tiles of 16 rows each."""
+    def two_a_tiles(a, b, c):
         for group in range(GROUPS):
             to = c + 2 * group * SUMS
             zero(0)
             zero(1)
             zero(2)
             zero(3)
-            for step in range(PRODUCTS):
+            for step in range(STEPS):
                 a0 = a + a_at(group) + step * SUMS
                 b0 = b + b_at(group) + step * 2 * TILE
                 load(4, a0, 64)
                 load(6, b0, 64)
                 dot(0, 4, 6)
-                at = b + (group * PRODUCTS + step) * 2 * B_BYTES
-                ask_ahead(at)
-                load(5, a0 + 1024, 64)
+                ask_ahead(b, 2 * (group * STEPS + step))
+                load(5, a0 + TILE, 64)
                 dot(1, 5, 6)
                 load(7, b0 + TILE, 64)
                 dot(2, 4, 7)
-                ask_ahead(at + B_BYTES)
+                ask_ahead(b, 2 * (group * STEPS + step) + 1)
                 dot(3, 5, 7)
             store(0, to, 64)
-            store(1, to + 1024, 64)
+            store(1, to + TILE, 64)
             store(2, to + SUMS, 64)
-            store(3, to + SUMS + 1024, 64)
+            store(3, to + SUMS + TILE, 64)
+
+    @routine(3, f"{shape.name}-{direct}-{amx.__name__.split('.')[-1]}")
+    def multiply(a, b, c):
+        if TWO:
+            two_a_tiles(a, b, c)
+        elif GROUPS > 1:
+            two_groups(a, b, c)
+        else:
+            one_group(a, b, c)
+        return 0
+
+    return linked(multiply)
+
+
+def make_tile(fmt: str, M: int, ops: Instructions, amx: Any) -> Any:
+    """Compiles ``tile(w, scale, first, last, K, rows, tables, out)`` for M tokens.
+
+    Arguments of the tile are those of ``tile_avx512.make_tile``.
+
+    Args:
+        amx: ``intrin.amx``, or ``intrin.amx_model`` where there is none.
+    """
+    reader = make_reader(fmt, ops)
+    scales, INT8 = reader.scales, reader.signed is not None
+    factor_of: Any = scales.factor
+    minimum_of: Any = scales.minimum
+    shape = _Shape(M, INT8, scales.k or K_BLOCK)
+    DIRECT = INT8 and reader.packing.tile_bytes == TILE
+    configure, inputs_of = _make_configure(shape), _make_inputs(INT8)
+    gather, multiply = _make_gather(shape), _make_multiply(shape, DIRECT, amx)
+    decode = _make_decode(fmt, ops)
+    GROUPS, SUMS, EACH, BLOCK = shape.groups, shape.sums_bytes, shape.rows_each, packed_bytes(fmt)
+    A_ROOM, B_ROOM, C_ROOM = shape.steps * SUMS, shape.steps * 2 * TILE, GROUPS * 2 * SUMS
+    UNIT = np.float32(reader.signed_unit)
 
     @inlined
     def total(at):
@@ -251,7 +358,7 @@ def make_tile(fmt: str, M: int, ops: Instructions, amx: Any) -> Any:
                 if minimum_of is not None:
                     minimum = minimum_of(scale, group, half)
                 for t in range(M):
-                    value = total(c + (2 * i + half) * SUMS + 64 * t * ROWS_EACH)
+                    value = total(c + (2 * i + half) * SUMS + 64 * t * EACH)
                     if factor_of is None:
                         outs[t] = add_f32(value, outs[t])
                     else:
@@ -266,9 +373,7 @@ def make_tile(fmt: str, M: int, ops: Instructions, amx: Any) -> Any:
                     value = add_f32(value, less[t])
                 store_f32(to, add_f32(value, load_f32(to)))
 
-    variant = f"{fmt}-m{M}-{ops.name}-{amx.__name__.split('.')[-1]}"
-
-    @kernel(variant)
+    @kernel(f"{fmt}-m{M}-{ops.name}-{amx.__name__.split('.')[-1]}")
     def tile(w, scale, first, last, K, rows, tables, out):
         a_room, b_room = stack_alloc(A_ROOM), stack_alloc(B_ROOM)
         c, config = stack_alloc(C_ROOM), stack_alloc(64)
@@ -278,21 +383,19 @@ def make_tile(fmt: str, M: int, ops: Instructions, amx: Any) -> Any:
             for i in range(2 * M):
                 store_f32(out + 64 * i, zero_f32())
         w += first * BLOCK
-        gather(rows, K, first, a_room)
-        decode(w, tables, b_room)
+        if M > 1:
+            gather(rows, K, first, a_room)
+        if not DIRECT:
+            decode(w, tables, b_room)
         for block in range(first, last):
             a = inputs_of(i64(rows, 0), K, block) if M == 1 else a_room
-            b = w if DIRECT else b_room
-            if ROWS > 16:
-                multiply_more(a, b, c)
-            elif GROUPS > 1:
-                multiply_groups(a, b, c)
-            else:
-                multiply_block(a, b, c)
+            multiply(a, w if DIRECT else b_room, c)
             w += BLOCK
             if block + 1 < last:
-                gather(rows, K, block + 1, a_room)
-                decode(w, tables, b_room)
+                if M > 1:
+                    gather(rows, K, block + 1, a_room)
+                if not DIRECT:
+                    decode(w, tables, b_room)
             fold(c, scale, block, K, rows, out)
         amx.release()
 
