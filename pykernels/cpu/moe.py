@@ -117,7 +117,7 @@ def build_kernel(
     exact = "decoded" if ops is None else "digits" if amx_unit is not None else "lifted"
     if ops is None:
         tiles = PORTABLE[backend].make_tiles(fmt, activations)
-    elif amx_unit is not None and activations == "bf16" and fmt != "bf16":
+    elif amx_unit is not None and activations == "bf16":
         tiles = tile_amx.make_tiles(fmt, ops, amx_unit)
     else:
         tiles = tile_avx512.make_tiles(fmt, ops, activations)

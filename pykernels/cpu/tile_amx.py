@@ -1,12 +1,14 @@
 """AMX tiles of few tokens: a packed 32-row block times M tokens, bf16 activations, exactly.
 
 On a core that two threads share, dot products of AVX-512 take longer than reading narrow weights
-does. A tile product takes weights as they lie in memory, or decoded to bytes, and up to 16 rows of
-inputs: those of 16 tokens in bfloat16, or of 4 as digits (``rows``), where weights are integers. It
-costs the same for any number of rows, so a block of weights is read at the rate of its decoding.
+does. A tile product takes weights as they lie in memory, or decoded, and up to 16 rows of inputs:
+those of 16 tokens in bfloat16, or of 4 as digits (``rows``), where weights are integers. It costs
+the same for any number of rows, so a block of weights is read at the rate of its decoding.
 
-A block of 128 inputs is decoded into B tiles while the products of the one before are on their way;
-its sums are folded as in ``tile_avx512``, in the same order whatever M is.
+A block of 128 inputs is decoded into B tiles while the products of the one before are on their way.
+Sums of digits are integers, folded in the order of ``tile_avx512``: there a token's result is the
+same, bit for bit, from either. Products of bfloat16 are rounded in another order than there, so
+where weights are no integers, one token and several are paths of their own (``FROM``).
 """
 
 from __future__ import annotations
@@ -40,9 +42,27 @@ from .intrin.sync import as_pointer
 from .jit import inlined, kernel, linked, routine
 from .job import i64
 from .rows import activation_scale, digits_at, group_sum
-from .tile_avx512 import ARGUMENTS
+from .tile_avx512 import ARGUMENTS, ahead
+from .tile_avx512 import make_tile as make_tile_avx512
+from .tile_avx512 import make_tiles as make_tiles_avx512
 
-_BASE = np.float32(256.0)
+FROM = {
+    "bf16": 3,
+    "fp8": 2,
+    "fp8-channel": 2,
+    "int8": 2,
+    "int4-g128": 2,
+    "int4": 3,
+    "mxfp4": 3,
+    "q4_k": 3,
+    "q5_k": 3,
+    "q8_0": 3,
+}
+"""Tokens of a pass from which a format takes these tiles; fewer, and other formats, AVX-512.
+
+As measured on Emerald Rapids: what decides is the number of sums to fold, by group and token."""
+
+_BASE, _ONE = np.float32(256.0), np.float32(1.0)
 
 
 @inlined
@@ -52,16 +72,19 @@ def _poke_u8(address, value):
 
 @functools.cache  # the tiles of every M share it
 def _make_decode(fmt: str, ops: Instructions) -> Any:
-    """Compiles ``decode(w, tables, b)``: a packed block of 128 inputs -> B tiles [step][half].
+    """Compiles ``decode(w, near, far, tables, b)``: a packed block of 128 inputs -> B tiles
+    [step][half].
 
-    It asks for the lines of later ones as it goes.
+    As it goes, it asks for as many bytes from ``near`` on in the first cache, from ``far`` on in
+    the second.
     """
     reader = make_reader(fmt, ops)
     packing, INT8 = reader.packing, reader.signed is not None
     read: Any = reader.signed or reader.rows
     STEP_K = 64 if INT8 else 32  # inputs of a full tile
     PACKED, PACKED_K, PARTS = packing.tile_bytes, packing.k_step, packing.parts
-    ask, ASKED = make_ask(packing, AHEAD_L2 - AHEAD_L1), packing.asked
+    ask_l1, ask_l2 = make_ask(packing), make_ask(packing, prefetch_l2)
+    ASKED = packing.asked
 
     @inlined
     def write(to, at, load, part, tables):
@@ -72,13 +95,15 @@ def _make_decode(fmt: str, ops: Instructions) -> Any:
             store_u8(to, row0)
             store_u8(to + 64, row1)
 
-    @routine(3, f"{fmt}-{ops.name}")
-    def decode(w, tables, b):
+    @routine(5, f"{fmt}-{ops.name}")
+    def decode(w, near, far, tables, b):
         for step in range(K_BLOCK // PACKED_K):
             for half in range(2):
-                at = w + (2 * step + half) * PACKED
+                packed = (2 * step + half) * PACKED
+                at = w + packed
                 for lot in range(0, LOADS, ASKED):
-                    ask(at + AHEAD_L1, lot)
+                    ask_l1(near + packed, lot)
+                    ask_l2(far + packed, lot)
                     for load in range(lot, lot + ASKED):
                         for part in range(PARTS):
                             k = step * PACKED_K + 4 * (load * PARTS + part)
@@ -158,30 +183,20 @@ def _make_configure(shape: _Shape) -> Any:
     return configure
 
 
-def _make_inputs(int8: bool) -> Any:
-    """``inputs_of(row, K, block)``: address of a token's rows of A tiles, [step][64 bytes] each."""
-
-    @inlined
-    def inputs_of(row, K, block):
-        return digits_at(row, K, block * K_BLOCK, 0) if int8 else row + 2 * block * K_BLOCK
-
-    return inputs_of
-
-
 @functools.cache
 def _make_gather(shape: _Shape) -> Any:
     """Compiles ``gather(rows, K, block, a)``: a block's A tiles [step][token][its rows][64]."""
-    M, EACH, ROWS, STEPS = shape.M, shape.rows_each, shape.rows, shape.steps
-    inputs_of = _make_inputs(shape.int8)
+    M, EACH, ROWS, STEPS, INT8 = shape.M, shape.rows_each, shape.rows, shape.steps, shape.int8
 
     @routine(4, shape.name)
     def gather(rows, K, block, a):
         for t in range(M):
-            source = inputs_of(i64(rows, t), K, block)
+            row, k = i64(rows, t), block * K_BLOCK
+            source = digits_at(row, K, k, 0) if INT8 else row + 2 * k
             for step in range(STEPS):
-                for row in range(EACH):
-                    line = load_u8(source + 64 * (step * EACH + row))
-                    store_u8(a + 64 * (step * ROWS + t * EACH + row), line)
+                for i in range(EACH):
+                    line = load_u8(source + 64 * (step * EACH + i))
+                    store_u8(a + 64 * (step * ROWS + t * EACH + i), line)
         return 0
 
     return linked(gather)
@@ -189,10 +204,10 @@ def _make_gather(shape: _Shape) -> Any:
 
 @functools.cache
 def _make_multiply(shape: _Shape, direct: bool, amx: Any) -> Any:
-    """Compiles ``multiply(a, b, c)``: a block's C tiles [group][half].
+    """Compiles ``multiply(a, b, near, far, c)``: a block's C tiles [group][half].
 
     Args:
-        direct: whether ``b`` is packed weights; then it asks for later ones as it goes.
+        direct: whether ``b`` is packed weights; then it asks for later ones as ``_make_decode``.
     """
     INT8, GROUPS, PER_STEP = shape.int8, shape.groups, shape.per_step
     SUMS, STEPS = shape.sums_bytes, max(1, shape.group // shape.step_k)
@@ -202,13 +217,12 @@ def _make_multiply(shape: _Shape, direct: bool, amx: Any) -> Any:
     zero, load, store = amx.zero, amx.load, amx.store
 
     @inlined
-    def ask_ahead(b, tile):
-        """The lines of the ``tile``-th tile product from b on, in the order of their bytes."""
+    def ask_ahead(near, far, tile):
+        """The lines of the ``tile``-th tile product, in the order of their bytes."""
         if direct:
-            for i in range(0, B_BYTES, 64):
-                at = b + tile * B_BYTES + i
-                prefetch_l1(at + AHEAD_L1)
-                prefetch_l2(at + AHEAD_L2)
+            for i in range(tile * B_BYTES, (tile + 1) * B_BYTES, 64):
+                prefetch_l1(near + i)
+                prefetch_l2(far + i)
             in_order()
 
     @inlined
@@ -220,7 +234,7 @@ def _make_multiply(shape: _Shape, direct: bool, amx: Any) -> Any:
         return group // PER_STEP * 2 * TILE + group % PER_STEP * B_BYTES
 
     @inlined
-    def two_groups(a, b, c):
+    def two_groups(a, b, near, far, c):
         """Stores wait until other products have begun."""
         for group in range(0, GROUPS, 2):
             a0, b0 = a + a_at(group), b + b_at(group)
@@ -231,10 +245,10 @@ def _make_multiply(shape: _Shape, direct: bool, amx: Any) -> Any:
             load(4, a0, 64)
             load(6, b0, 64)
             dot(0, 4, 6)
-            ask_ahead(b, 2 * group)
+            ask_ahead(near, far, 2 * group)
             load(7, b0 + TILE, 64)
             dot(1, 4, 7)
-            ask_ahead(b, 2 * group + 1)
+            ask_ahead(near, far, 2 * group + 1)
             if group > 0:
                 store(2, to - 2 * SUMS, 64)
                 store(3, to - SUMS, 64)
@@ -243,17 +257,17 @@ def _make_multiply(shape: _Shape, direct: bool, amx: Any) -> Any:
             load(5, a1, 64)
             load(6, b1, 64)
             dot(2, 5, 6)
-            ask_ahead(b, 2 * group + 2)
+            ask_ahead(near, far, 2 * group + 2)
             load(7, b1 + TILE, 64)
             dot(3, 5, 7)
-            ask_ahead(b, 2 * group + 3)
+            ask_ahead(near, far, 2 * group + 3)
             store(0, to, 64)
             store(1, to + SUMS, 64)
         store(2, c + (2 * GROUPS - 2) * SUMS, 64)
         store(3, c + (2 * GROUPS - 1) * SUMS, 64)
 
     @inlined
-    def one_group(a, b, c):
+    def one_group(a, b, near, far, c):
         """The block is one."""
         zero(0)
         zero(1)
@@ -261,15 +275,15 @@ def _make_multiply(shape: _Shape, direct: bool, amx: Any) -> Any:
             load(4, a + step * SUMS, 64)
             load(6, b + 2 * step * TILE, 64)
             dot(0, 4, 6)
-            ask_ahead(b, 2 * step)
+            ask_ahead(near, far, 2 * step)
             load(7, b + (2 * step + 1) * TILE, 64)
             dot(1, 4, 7)
-            ask_ahead(b, 2 * step + 1)
+            ask_ahead(near, far, 2 * step + 1)
         store(0, c, 64)
         store(1, c + SUMS, 64)
 
     @inlined
-    def two_a_tiles(a, b, c):
+    def two_a_tiles(a, b, near, far, c):
         for group in range(GROUPS):
             to = c + 2 * group * SUMS
             zero(0)
@@ -282,33 +296,33 @@ def _make_multiply(shape: _Shape, direct: bool, amx: Any) -> Any:
                 load(4, a0, 64)
                 load(6, b0, 64)
                 dot(0, 4, 6)
-                ask_ahead(b, 2 * (group * STEPS + step))
+                ask_ahead(near, far, 2 * (group * STEPS + step))
                 load(5, a0 + TILE, 64)
                 dot(1, 5, 6)
                 load(7, b0 + TILE, 64)
                 dot(2, 4, 7)
-                ask_ahead(b, 2 * (group * STEPS + step) + 1)
+                ask_ahead(near, far, 2 * (group * STEPS + step) + 1)
                 dot(3, 5, 7)
             store(0, to, 64)
             store(1, to + TILE, 64)
             store(2, to + SUMS, 64)
             store(3, to + SUMS + TILE, 64)
 
-    @routine(3, f"{shape.name}-{direct}-{amx.__name__.split('.')[-1]}")
-    def multiply(a, b, c):
+    @routine(5, f"{shape.name}-{direct}-{amx.__name__.split('.')[-1]}")
+    def multiply(a, b, near, far, c):
         if TWO:
-            two_a_tiles(a, b, c)
+            two_a_tiles(a, b, near, far, c)
         elif GROUPS > 1:
-            two_groups(a, b, c)
+            two_groups(a, b, near, far, c)
         else:
-            one_group(a, b, c)
+            one_group(a, b, near, far, c)
         return 0
 
     return linked(multiply)
 
 
 def make_tile(fmt: str, M: int, ops: Instructions, amx: Any) -> Any:
-    """Compiles ``tile(w, scale, first, last, K, rows, tables, out)`` for M tokens.
+    """Compiles ``tile(w, then, scale, first, last, K, rows, tables, out)`` for M tokens.
 
     Arguments of the tile are those of ``tile_avx512.make_tile``.
 
@@ -320,10 +334,9 @@ def make_tile(fmt: str, M: int, ops: Instructions, amx: Any) -> Any:
     factor_of: Any = scales.factor
     minimum_of: Any = scales.minimum
     shape = _Shape(M, INT8, scales.k or K_BLOCK)
-    DIRECT = INT8 and reader.packing.tile_bytes == TILE
-    configure, inputs_of = _make_configure(shape), _make_inputs(INT8)
-    gather, multiply = _make_gather(shape), _make_multiply(shape, DIRECT, amx)
-    decode = _make_decode(fmt, ops)
+    DIRECT = reader.packing.tile_bytes == TILE  # packed weights are B tiles
+    configure, gather = _make_configure(shape), _make_gather(shape)
+    multiply, decode = _make_multiply(shape, DIRECT, amx), _make_decode(fmt, ops)
     GROUPS, SUMS, EACH, BLOCK = shape.groups, shape.sums_bytes, shape.rows_each, packed_bytes(fmt)
     A_ROOM, B_ROOM, C_ROOM = shape.steps * SUMS, shape.steps * 2 * TILE, GROUPS * 2 * SUMS
     UNIT = np.float32(reader.signed_unit)
@@ -339,18 +352,26 @@ def make_tile(fmt: str, M: int, ops: Instructions, amx: Any) -> Any:
         return load_f32(at)
 
     @inlined
-    def scaled(value, row, K, k):
+    def unscaled(value, row, K, block):
+        """A sum of inputs as it meets the sums of products: exact, scales are powers of two."""
         if INT8:
-            return mul_f32(value, broadcast_f32(UNIT * activation_scale(row, K, k, DIGITS_K)))
+            return value * (_ONE / activation_scale(row, K, block * K_BLOCK, DIGITS_K))
+        return value
+
+    @inlined
+    def scaled(value, row, K, block):
+        if INT8:
+            by = UNIT * activation_scale(row, K, block * K_BLOCK, DIGITS_K)
+            return mul_f32(value, broadcast_f32(by))
         return value
 
     @inlined
     def fold(c, scale, block, K, rows, out):
+        """The order of operations is that of ``tile_avx512``."""
         for half in range(2):
-            outs, less = f32x16_array(M), f32x16_array(M)
+            outs = f32x16_array(M)
             for t in range(M):
                 outs[t] = zero_f32()
-                less[t] = zero_f32()
             for i in range(GROUPS):
                 group = block * GROUPS + i
                 if factor_of is not None:
@@ -364,38 +385,36 @@ def make_tile(fmt: str, M: int, ops: Instructions, amx: Any) -> Any:
                     else:
                         outs[t] = fma_f32(value, factor, outs[t])
                     if minimum_of is not None:
-                        inputs = broadcast_f32(group_sum(i64(rows, t), K, group))
-                        less[t] = fnma_f32(inputs, minimum, less[t])
+                        less = unscaled(group_sum(i64(rows, t), K, group), i64(rows, t), K, block)
+                        outs[t] = fnma_f32(broadcast_f32(less), minimum, outs[t])
             for t in range(M):
                 to = out + 128 * t + 64 * half
-                value = scaled(outs[t], i64(rows, t), K, block * K_BLOCK)
-                if minimum_of is not None:
-                    value = add_f32(value, less[t])
+                value = scaled(outs[t], i64(rows, t), K, block)
                 store_f32(to, add_f32(value, load_f32(to)))
 
     @kernel(f"{fmt}-m{M}-{ops.name}-{amx.__name__.split('.')[-1]}")
-    def tile(w, scale, first, last, K, rows, tables, out):
-        a_room, b_room = stack_alloc(A_ROOM), stack_alloc(B_ROOM)
+    def tile(w, then, scale, first, last, K, rows, tables, out):
+        a, b = stack_alloc(A_ROOM), stack_alloc(B_ROOM)
         c, config = stack_alloc(C_ROOM), stack_alloc(64)
         configure(config)
         amx.load_config(config)
         if first == 0:
             for i in range(2 * M):
                 store_f32(out + 64 * i, zero_f32())
+        end = w + K // K_BLOCK * BLOCK
         w += first * BLOCK
-        if M > 1:
-            gather(rows, K, first, a_room)
+        near, far = ahead(w, AHEAD_L1, end, then), ahead(w, AHEAD_L2, end, then)
+        gather(rows, K, first, a)
         if not DIRECT:
-            decode(w, tables, b_room)
+            decode(w, near, far, tables, b)
         for block in range(first, last):
-            a = inputs_of(i64(rows, 0), K, block) if M == 1 else a_room
-            multiply(a, w if DIRECT else b_room, c)
+            multiply(a, w if DIRECT else b, near, far, c)
             w += BLOCK
             if block + 1 < last:
-                if M > 1:
-                    gather(rows, K, block + 1, a_room)
+                near, far = ahead(w, AHEAD_L1, end, then), ahead(w, AHEAD_L2, end, then)
+                gather(rows, K, block + 1, a)
                 if not DIRECT:
-                    decode(w, tables, b_room)
+                    decode(w, near, far, tables, b)
             fold(c, scale, block, K, rows, out)
         amx.release()
 
@@ -403,19 +422,27 @@ def make_tile(fmt: str, M: int, ops: Instructions, amx: Any) -> Any:
 
 
 def make_tiles(fmt: str, ops: Instructions, amx: Any) -> Any:
-    """Compiles the routine ``tiles`` as ``tile_avx512.make_tiles`` does."""
-    tile1, tile2, tile4, tile8 = (make_tile(fmt, M, ops, amx) for M in (1, 2, 4, 8))
+    """Compiles the routine ``tiles`` as ``tile_avx512.make_tiles`` does, for bf16 activations."""
+    if fmt not in FROM:
+        return make_tiles_avx512(fmt, ops, "bf16", digits=True)
+    tile1 = make_tile_avx512(fmt, 1, ops, "bf16", digits=True)
+    tile2: Any = None
+    if FROM[fmt] > 2:
+        tile2 = make_tile_avx512(fmt, 2, ops, "bf16", digits=True)
+    else:
+        tile2 = make_tile(fmt, 2, ops, amx)
+    tile4, tile8 = make_tile(fmt, 4, ops, amx), make_tile(fmt, 8, ops, amx)
 
     @routine(ARGUMENTS, f"{fmt}-{ops.name}-{amx.__name__.split('.')[-1]}")
-    def tiles(M, w, scale, first, last, K, rows, tables, out):
+    def tiles(M, w, then, scale, first, last, K, rows, tables, out):
         if M == 1:
-            tile1(w, scale, first, last, K, rows, tables, out)
+            tile1(w, then, scale, first, last, K, rows, tables, out)
         elif M == 2:
-            tile2(w, scale, first, last, K, rows, tables, out)
+            tile2(w, then, scale, first, last, K, rows, tables, out)
         elif M <= 4:
-            tile4(w, scale, first, last, K, rows, tables, out)
+            tile4(w, then, scale, first, last, K, rows, tables, out)
         else:
-            tile8(w, scale, first, last, K, rows, tables, out)
+            tile8(w, then, scale, first, last, K, rows, tables, out)
         return 0
 
     return tiles
