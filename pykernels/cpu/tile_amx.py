@@ -336,7 +336,8 @@ def make_tile(fmt: str, M: int, ops: Instructions, amx: Any) -> Any:
     shape = _Shape(M, INT8, scales.k or K_BLOCK)
     DIRECT = reader.packing.tile_bytes == TILE  # packed weights are B tiles
     configure, gather = _make_configure(shape), _make_gather(shape)
-    multiply, decode = _make_multiply(shape, DIRECT, amx), _make_decode(fmt, ops)
+    multiply = _make_multiply(shape, DIRECT, amx)
+    decode: Any = None if DIRECT else _make_decode(fmt, ops)
     GROUPS, SUMS, EACH, BLOCK = shape.groups, shape.sums_bytes, shape.rows_each, packed_bytes(fmt)
     A_ROOM, B_ROOM, C_ROOM = shape.steps * SUMS, shape.steps * 2 * TILE, GROUPS * 2 * SUMS
     UNIT = np.float32(reader.signed_unit)
