@@ -223,7 +223,7 @@ def look_at_calibration() -> Iterator[Fact]:
     for fmt in able:
         found = made.get(choices.key(backends[fmt], fmt))
         how = "calibrated" if found else "default; `pykernels calibrate` measures it"
-        yield Fact(fmt, f"{found or choices.default(backends[fmt])} ({how})")
+        yield Fact(fmt, f"{found or choices.default(backends[fmt], fmt)} ({how})")
 
 
 def look_at_results() -> Iterator[Fact]:

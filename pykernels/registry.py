@@ -43,7 +43,7 @@ _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 _AMX = (*_AVX512, "avx512vbmi", "avx512bf16", "amx-tile", "amx-bf16", "amx-int8")
 
 BACKENDS = (
-    Backend("amx", "AMX tiles for many tokens, AVX-512 for few", _AMX),
+    Backend("amx", "AMX tiles for many tokens, AVX-512 for one or two", _AMX),
     Backend(
         "avx512",
         "AVX-512; its BF16, VNNI and VBMI instructions where the CPU has them",

@@ -1,6 +1,6 @@
 """Measures what this machine should choose: so far, from how many tokens an expert takes the GEMM.
 
-An expert of few tokens runs AVX-512 tiles, bound by reading its weights; one of many the GEMM on
+An expert of few tokens runs tiles, bound by reading its weights; one of many the GEMM on
 AMX tiles or AVX-512 again (SOSP'25 section 3.2, Figure 7). Where the two cross depends on the CPU's
 memory, its product instructions and what decoding the format costs, so both are timed here, in
 turns, weights out of cache, and ``runtime.choices`` keeps the result.

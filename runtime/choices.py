@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from pykernels.cpu.moe import NEVER
-from pykernels.cpu.plan import GEMM_FROM
+from pykernels.cpu.plan import GEMM_FROM, default_gemm_from
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 
-VERSION = 3
+VERSION = 4
 """Of the file. Raise it when a kernel changes so much that old choices are wrong: files of another
 version count as none."""
 
@@ -39,9 +39,9 @@ class Choices:
         return f"GEMM from {self.gemm_from} tokens an expert"
 
 
-def default(backend: str) -> Choices:
+def default(backend: str, fmt: str) -> Choices:
     """Where nothing was calibrated."""
-    return Choices(GEMM_FROM.get(backend, NEVER))
+    return Choices(default_gemm_from(backend, fmt) or NEVER)
 
 
 def path(cpu: str) -> Path:
@@ -74,8 +74,8 @@ def chosen(backend: str, fmt: str, cpu: str, activations: str = "bf16") -> Choic
         PykernelsError: the file is there and cannot be read.
     """
     if backend not in GEMM_FROM:
-        return default(backend)
-    return read(cpu).get(key(backend, fmt, activations), default(backend))
+        return default(backend, fmt)
+    return read(cpu).get(key(backend, fmt, activations), default(backend, fmt))
 
 
 def write(cpu: str, name: str, choices: Choices, how: dict[str, Any]) -> Path:

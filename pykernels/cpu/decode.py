@@ -29,6 +29,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -47,8 +48,10 @@ from .intrin.avx512_bytes import (
     lookup_16,
     low_nibbles,
     or_masked,
+    raised_nibbles,
     set_where,
     sub_i8,
+    upper_nibbles,
     where_negative,
     xor_u8,
 )
@@ -76,11 +79,11 @@ LOADS = 8
 
 _E4M3_AT, _INT8_AT, _INT4_AT, _MXFP4_AT, _Q4_AT, _Q5_AT, _Q6_AT = 0, 256, 512, 640, 768, 896, 1024
 _INT4_WORDS, _MXFP4_WORDS, _Q4_WORDS, _Q5_WORDS = 1152, 1216, 1280, 1344
-PLANE_WORDS, _EVEN_AT, _MXFP4_CODES = 1408, 1536, 1600
+PLANE_WORDS, _EVEN_AT, _MXFP4_CODES, _MXFP4_SIGNED = 1408, 1536, 1600, 1664
 
 
 def _decode_tables() -> torch.Tensor:
-    """uint8 [1664] at a 64-byte-aligned address: low bytes, then high bytes, of bf16(code).
+    """uint8 [1728] at a 64-byte-aligned address: low bytes, then high bytes, of bf16(code).
 
     E4M3 and magnitudes 0 .. 127 have 128 entries each; 4-bit codes have 16, once for each 128-bit
     lane; 5- and 6-bit codes have 64. Tables of whole words follow: 32 entries for codes of 4 bits
@@ -104,8 +107,10 @@ def _decode_tables() -> torch.Tensor:
     high_plane = 128 - 128 * torch.tensor([*range(32), *range(-32, 0)])
     words = int4, mxfp4.VALUES + 0, torch.arange(16), torch.arange(32), high_plane
     even = torch.tensor([255, 0], dtype=torch.uint8).repeat(32)
-    integers = (mxfp4.VALUES / UNITS["mxfp4"] + BIASES["mxfp4"]).to(torch.uint8).repeat(4)
+    signed = (mxfp4.VALUES / UNITS["mxfp4"]).to(torch.int8).repeat(4)
+    integers = (signed + BIASES["mxfp4"]).view(torch.uint8)
     tables = [*(bytes_of(*part) for part in parts), *map(words_of, words), even, integers]
+    tables.append(signed.view(torch.uint8))
     return _aligned(torch.cat(tables))
 
 
@@ -203,6 +208,9 @@ class Reader:
         lifted: ``lifted(tile, load, part, tables) -> (row, row)``, pair-rows in bfloat16 of the
             lot's weights plus ``lift``; None if codes are too wide or no integers.
         lift: see ``lifted``.
+        signed: ``signed(tile, load, part, tables) -> row``, the lot's weights over ``signed_unit``
+            as signed bytes; None if they are no integers.
+        signed_unit: see ``signed``.
     """
 
     packing: Packing
@@ -214,6 +222,8 @@ class Reader:
     unit: float = 1.0
     lifted: Callable | None = None
     lift: int = 0
+    signed: Callable | None = None
+    signed_unit: float = 1.0
 
 
 @functools.cache
@@ -238,7 +248,40 @@ def make_reader(fmt: str, ops: Instructions) -> Reader:
     lift = LIFTS.get(fmt, 0)
     lifted = _lifted(fmt, ops, codes) if lift else None
     bias, unit = BIASES.get(fmt, 0), UNITS.get(fmt, 1.0)
-    return Reader(PACKINGS[fmt], SCALES[fmt], rows, halves, codes, bias, unit, lifted, lift)
+    signed, signed_unit = _signed(fmt, codes, bias), unit
+    if fmt in ("int4", "int4-g128"):
+        signed, signed_unit = _high_nibbles, 1 / 16
+    return Reader(
+        PACKINGS[fmt], SCALES[fmt], rows, halves, codes, bias, unit, lifted, lift, signed,
+        signed_unit,
+    )  # fmt: skip
+
+
+@inlined
+def _high_nibbles(tile, load, part, tables):
+    """Codes of 4 bits in two's complement, each in the upper half of a byte: times 16."""
+    both = load_u8(tile + 64 * load)
+    return raised_nibbles(both) if part == 0 else upper_nibbles(both)
+
+
+def _signed(fmt: str, codes: Callable | None, bias: int) -> Callable | None:
+    if codes is None or bias == 0:
+        return codes
+    known: Any = codes
+
+    if fmt == "mxfp4":
+
+        @inlined
+        def found(tile, load, part, tables):
+            return lookup_16(load_u8(tables + _MXFP4_SIGNED), _nibbles(tile, load, part))
+
+        return found
+
+    @inlined
+    def signed(tile, load, part, tables):
+        return sub_i8(known(tile, load, part, tables), broadcast_u8(bias))
+
+    return signed
 
 
 def _lifted(fmt: str, ops: Instructions, codes: Callable) -> Callable:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..target import Target, detect
-from . import gemm_amx, gemm_avx512, tile_avx512, tile_generic
+from . import gemm_amx, gemm_avx512, tile_amx, tile_avx512, tile_generic
 from .activations import annotation
 from .amx_state import request_permission
 from .annotate import make_annotate
@@ -114,14 +114,13 @@ def build_kernel(
         amx_unit: ``intrin.amx``, ``intrin.amx_model`` where there is none, or None for the AVX-512
             GEMM.
     """
-    # Digits are for the few tokens of an expert that takes no GEMM: with many, two dot products
-    # in bfloat16 are fewer than four.
-    digits = amx_unit is not None and ops is not None and ops.vnni
+    exact = "decoded" if ops is None else "digits" if amx_unit is not None else "lifted"
     if ops is None:
         tiles = PORTABLE[backend].make_tiles(fmt, activations)
+    elif amx_unit is not None and activations == "bf16":
+        tiles = tile_amx.make_tiles(fmt, ops, amx_unit)
     else:
-        tiles = tile_avx512.make_tiles(fmt, ops, activations, digits)
-    exact = "decoded" if ops is None else "digits" if digits else "lifted"
+        tiles = tile_avx512.make_tiles(fmt, ops, activations)
     hows = annotation(fmt, activations, exact), annotation(fmt, activations)
     gemm, scratch_bytes = None, 0
     if ops is not None and amx_unit is not None:

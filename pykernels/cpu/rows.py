@@ -9,7 +9,7 @@ offset (bytes)        what                        for
 or the same           int32 [K / sum_k]           what the bias of the weights' codes has added to
                                                   each group's int8 products, negated
 ``C``                 int8 [K]                    int8 products
-or ``C``              int8 [K / 16, DIGITS, 16]   bf16 inputs as digits
+or ``C``              int8 [K / 64, DIGITS, 64]   bf16 inputs as digits
 ``C + DIGITS K``      int32 [K / sum_k, DIGITS]   what the bias of the weights' codes has added to
                                                   each group's sums of digits, negated
 ====================  ==========================  ==================================================
@@ -109,8 +109,8 @@ def codes_at(row, K):
 
 @inlined
 def digits_at(row, K, k, digit):
-    """Address of the digits number ``digit``, the highest first, of inputs k to the next 16th."""
-    return row + _codes_of(K) + k // 16 * (16 * DIGITS) + 16 * digit + k % 16
+    """Address of the digits number ``digit``, the highest first, of inputs k to the next 64th."""
+    return row + _codes_of(K) + k // 64 * (64 * DIGITS) + 64 * digit + k % 64
 
 
 @inlined

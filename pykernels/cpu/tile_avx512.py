@@ -30,6 +30,13 @@ ARGUMENTS = 10
 """Of ``tiles``."""
 
 
+@inlined
+def ahead(w, distance, end, then):
+    """What lies so far ahead of w in the stream, which jumps from a block's end to ``then``."""
+    at = w + distance
+    return at if at < end else at + (then - end)
+
+
 def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: bool = False) -> Any:
     """Compiles ``tile(w, then, scale, first, last, K, rows, tables, out)``, M tokens.
 
@@ -90,12 +97,6 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
         ask_l1(near, load)
         if TWO:
             ask_l2(far, load)
-
-    @inlined
-    def ahead(w, distance, end, then):
-        """What lies so far ahead of w in the stream, which jumps from a block's end to ``then``."""
-        at = w + distance
-        return at if at < end else at + (then - end)
 
     @inlined
     def fold(sums, outs, half, to_half, K, k, rows, scale):

@@ -13,7 +13,7 @@ from ..quant.layout import K_BLOCK, N_BLOCK, ceil_to
 from .intake import take_inputs
 from .job import JOB
 from .moe import NEVER, MoEKernel, tables_address
-from .plan import GEMM_FROM, MoEPlan, plan
+from .plan import MoEPlan, default_gemm_from, plan
 from .routing import BAD_EXPERT, sort_slots
 from .rows import Annotation, row_bytes
 
@@ -128,9 +128,9 @@ class MoECall:
     ) -> None:
         """``cut`` is for every call; None plans each by its tokens, for ``workers`` threads.
 
-        ``gemm_from`` is as in ``MoEPlan``; None for ``plan.GEMM_FROM``.
+        ``gemm_from`` is as in ``MoEPlan``; None for ``plan.default_gemm_from``.
         """
-        self._gemm_from = gemm_from or GEMM_FROM.get(kernel.backend, NEVER)
+        self._gemm_from = gemm_from or default_gemm_from(kernel.backend, kernel.fmt) or NEVER
         self.experts, self.kernel, self._workspace = experts, kernel, workspace
         self._workers, self._cut = workers, cut
         fmt, shape = experts.fmt, experts.shape

@@ -56,7 +56,7 @@ def test_experts_take_what_this_machine_was_calibrated_to(
         assert RoutedExperts(SMALL, "bf16").choices.gemm_from == GEMM_FROM["amx"]
         choices.write(detect().cpu, "amx/bf16/bf16", Choices(gemm_from=11), {})
         assert RoutedExperts(SMALL, "bf16").choices.gemm_from == 11
-        assert RoutedExperts(SMALL, "fp8").choices.gemm_from == GEMM_FROM["amx"]
+        assert RoutedExperts(SMALL, "int4").choices.gemm_from == GEMM_FROM["amx"]
 
 
 @pytest.mark.parametrize("name", [b.name for b in kernels()])

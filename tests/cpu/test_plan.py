@@ -8,7 +8,8 @@ import pytest
 
 from pykernels.cpu.gemm import MAX_BLOCKS
 from pykernels.cpu.moe import NEVER
-from pykernels.cpu.plan import GEMM_FROM, MoEPlan, plan
+from pykernels.cpu.plan import GEMM_FROM, MoEPlan, default_gemm_from, plan
+from pykernels.cpu.tile_avx512 import MAX_TOKENS
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
 from pykernels.shapes import MoEShape
@@ -23,6 +24,13 @@ def _lengths(cuts: list[int]) -> list[int]:
 def test_the_plan_carries_the_threshold() -> None:
     assert plan(SHAPE, FP8, 16, 8).gemm_from == GEMM_FROM["amx"]
     assert plan(SHAPE, FP8, 16, 256, NEVER).gemm_from == NEVER
+
+
+def test_a_pass_of_amx_tiles_puts_the_gemm_of_fp8_off() -> None:
+    """A format's own default is as late as a pass, of a backend that has a GEMM."""
+    assert default_gemm_from("amx", "fp8") == MAX_TOKENS + 1 > default_gemm_from("amx", "q4_k")
+    assert default_gemm_from("avx512", "fp8") == GEMM_FROM["avx512"]
+    assert default_gemm_from("generic", "fp8") is None
 
 
 def test_more_threads_have_shorter_tasks() -> None:

@@ -9,11 +9,12 @@ import pytest
 import torch
 from numba import types
 
-from pykernels.cpu import passes_avx512, tile_avx512, tile_generic
+from pykernels.cpu import passes_avx512, tile_amx, tile_avx512, tile_generic
 from pykernels.cpu.activations import annotation
 from pykernels.cpu.annotate import make_annotate
 from pykernels.cpu.decode import TABLES
 from pykernels.cpu.instructions import instructions
+from pykernels.cpu.intrin import amx_model
 from pykernels.cpu.intrin.sync import call_routine
 from pykernels.cpu.jit import kernel
 from pykernels.cpu.rows import DIGITS, codes_at, digits_at, row_bytes, scale_at, sum_at
@@ -46,12 +47,14 @@ def _operations(base: bool):
 
 @functools.cache
 def _tiles(which: str, fmt: str, activations: str):
-    """Address of the tiles of "avx512", the same without newer extensions or with activations as
-    digits, or "generic"."""
+    """Address of the tiles of "avx512", the same without newer extensions, those of the AMX
+    backend on modelled tiles, or "generic"."""
     if which == "generic":
         return tile_generic.make_tiles(fmt, activations).address
     ops = _operations(which == "base")
-    return tile_avx512.make_tiles(fmt, ops, activations, which == "digits").address
+    if which == "amx" and activations == "bf16":
+        return tile_amx.make_tiles(fmt, ops, amx_model).address
+    return tile_avx512.make_tiles(fmt, ops, activations).address
 
 
 def _annotate(which: str, fmt: str, activations: str, rows: torch.Tensor, K: int) -> None:
@@ -69,12 +72,12 @@ def _call_annotate(routine, row, K):
 KINDS = [
     pytest.param("avx512", marks=needs_avx512),
     pytest.param("base", marks=needs_avx512),
-    pytest.param("digits", marks=needs_vnni),
+    pytest.param("amx", marks=needs_vnni),
     "generic",
 ]
 
 
-EXACT = {"avx512": "lifted", "base": "lifted", "digits": "digits", "generic": "decoded"}
+EXACT = {"avx512": "lifted", "base": "lifted", "amx": "digits", "generic": "decoded"}
 """How integer weights meet bf16 activations."""
 
 
@@ -149,6 +152,18 @@ def test_small_integers_are_summed_exactly(which, name):
     truth = x.double() @ fmt.dequantize(weight).double().T
     for M in range(1, 9):
         assert torch.equal(run_tile(which, name, weight, x[:M]).double(), truth[:M]), f"{M} tokens"
+
+
+@pytest.mark.parametrize("which", KINDS)
+@pytest.mark.parametrize("name", ["fp8", "int8", "mxfp4", "q4_k"])
+def test_a_tokens_sums_do_not_depend_on_its_batch(which, name):
+    """Bit for bit; but in AMX tiles bf16 products of one token are summed in another order."""
+    g = torch.Generator().manual_seed(6)
+    fmt, K = get_format(name), 768
+    weight, x = fmt.quantize(torch.randn(32, K, generator=g)), torch.randn(8, K, generator=g)
+    whole = run_tile(which, name, weight, x.to(torch.bfloat16))
+    for M in range(2 if which == "amx" and name == "fp8" else 1, 8):
+        assert torch.equal(run_tile(which, name, weight, x[:M].to(torch.bfloat16)), whole[:M]), M
 
 
 @pytest.mark.parametrize("which", KINDS)
@@ -248,7 +263,7 @@ def test_digits_are_those_of_the_reference(name):
     how = annotation(name, "bf16", "digits")
     rows = torch.full((7, row_bytes(K, how)), 255, dtype=torch.uint8)
     rows[:, : 2 * K] = x.view(torch.uint8)
-    _annotate("digits", name, "bf16", rows, K)
+    _annotate("amx", name, "bf16", rows, K)
     truth, groups = digits(x), K // 128
     value = sum(truth.q[j].double() * 256.0 ** (DIGITS - 1 - j) for j in range(DIGITS))
     value *= truth.scale.double().repeat_interleave(128, dim=1)
@@ -259,8 +274,8 @@ def test_digits_are_those_of_the_reference(name):
     assert normal.float().mean() > 0.5 and (off[normal] == 0).all()
     assert torch.equal(_part(rows, scale_at(0, K, 0), groups), truth.scale)
     at = digits_at(0, K, 0, 0)
-    seen = _part(rows, at, DIGITS * K, torch.int8).view(7, K // 16, DIGITS, 16)
-    assert torch.equal(seen, truth.q.view(DIGITS, 7, K // 16, 16).permute(1, 2, 0, 3))
+    seen = _part(rows, at, DIGITS * K, torch.int8).view(7, K // 64, DIGITS, 64)
+    assert torch.equal(seen, truth.q.view(DIGITS, 7, K // 64, 64).permute(1, 2, 0, 3))
     if how.bias:
         count = K // how.sum_k
         added = truth.q.view(DIGITS, 7, count, how.sum_k).sum(3, dtype=torch.int32)
@@ -273,7 +288,7 @@ def test_digits_are_those_of_the_reference(name):
         assert ((seen - by_group.sum(2)).abs() <= 1e-6 * by_group.abs().sum(2)).all()
     x[0, 200] = float("nan")
     rows[:, : 2 * K] = x.view(torch.uint8)
-    _annotate("digits", name, "bf16", rows, K)
+    _annotate("amx", name, "bf16", rows, K)
     scales = _part(rows, scale_at(0, K, 0), groups)
     assert scales[0].isnan().tolist() == [False, True] and scales[1:].isfinite().all()
 

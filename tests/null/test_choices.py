@@ -27,7 +27,7 @@ def cache(tmp_path: Path) -> Iterator[Path]:
 
 def test_without_a_file_the_choices_are_the_defaults() -> None:
     assert choices.read(CPU) == {}
-    assert choices.chosen("amx", "fp8", CPU) == Choices(gemm_from=GEMM_FROM["amx"])
+    assert choices.chosen("amx", "int4", CPU) == Choices(gemm_from=GEMM_FROM["amx"])
 
 
 def test_what_was_written_is_chosen_for_its_cpu_and_format_alone(cache: Path) -> None:
@@ -35,10 +35,10 @@ def test_what_was_written_is_chosen_for_its_cpu_and_format_alone(cache: Path) ->
     choices.write(CPU, "amx/bf16/bf16", Choices(gemm_from=7), {})
     assert choices.read(CPU) == {"amx/fp8/bf16": Choices(9), "amx/bf16/bf16": Choices(7)}
     assert choices.chosen("amx", "fp8", CPU).gemm_from == 9
-    assert choices.chosen("amx", "int8", CPU) == choices.default("amx")
-    assert choices.chosen("amx", "fp8", CPU, "int8") == choices.default("amx")
+    assert choices.chosen("amx", "int8", CPU) == choices.default("amx", "int8")
+    assert choices.chosen("amx", "fp8", CPU, "int8") == choices.default("amx", "fp8")
     assert choices.chosen("avx512", "fp8", CPU) == Choices(GEMM_FROM["avx512"])
-    assert choices.chosen("amx", "fp8", "another CPU") == choices.default("amx")
+    assert choices.chosen("amx", "fp8", "another CPU") == choices.default("amx", "fp8")
     assert [path.name for path in cache.iterdir()] == [file.name]  # nothing half-written is left
     assert json.loads(file.read_text())["formats"]["amx/fp8/bf16"]["measured"] == {"threads": 15}
     choices.write(CPU, "amx/fp8/bf16", Choices(gemm_from=NEVER), {})
@@ -58,20 +58,20 @@ def test_a_file_of_another_version_counts_as_none(monkeypatch: pytest.MonkeyPatc
     [
         pytest.param("", id="empty"),
         pytest.param("[]", id="no object"),
-        pytest.param('{"version": 3}', id="no formats"),
-        pytest.param('{"version": 3, "formats": {"fp8": {}}}', id="no choices"),
+        pytest.param('{"version": 4}', id="no formats"),
+        pytest.param('{"version": 4, "formats": {"fp8": {}}}', id="no choices"),
         pytest.param(
-            '{"version": 3, "formats": {"fp8": {"choices": {"gemm_from": "8"}}}}', id="no number"
+            '{"version": 4, "formats": {"fp8": {"choices": {"gemm_from": "8"}}}}', id="no number"
         ),
         pytest.param(
-            '{"version": 3, "formats": {"fp8": {"choices": {"gemm_to": 8}}}}', id="no such choice"
+            '{"version": 4, "formats": {"fp8": {"choices": {"gemm_to": 8}}}}', id="no such choice"
         ),
         pytest.param(
-            '{"version": 3, "formats": {"fp8": {"choices": {"gemm_from": -4}}}}', id="negative"
+            '{"version": 4, "formats": {"fp8": {"choices": {"gemm_from": -4}}}}', id="negative"
         ),
-        pytest.param('{"version": 3, "formats": {"fp8": {"choices": {"gemm_from": 0}}}}', id="0"),
+        pytest.param('{"version": 4, "formats": {"fp8": {"choices": {"gemm_from": 0}}}}', id="0"),
         pytest.param(
-            '{"version": 3, "formats": {"fp8": {"choices": {"gemm_from": true}}}}', id="a boolean"
+            '{"version": 4, "formats": {"fp8": {"choices": {"gemm_from": true}}}}', id="a boolean"
         ),
     ],
 )

@@ -236,6 +236,29 @@ def high_nibbles(typingctx, a):
 
 
 @intrinsic
+def upper_nibbles(typingctx, a):
+    """``a & 0xF0`` per byte."""
+
+    def codegen(context, builder, sig, args):
+        return builder.and_(args[0], ir.Constant(u8x64.ir_type, [0xF0] * 64))
+
+    return u8x64(u8x64), codegen
+
+
+@intrinsic
+def raised_nibbles(typingctx, a):
+    """``a << 4`` per byte (``vpsllw`` and a mask)."""
+
+    def codegen(context, builder, sig, args):
+        words = ir.VectorType(ir.IntType(16), 32)
+        shifted = builder.shl(builder.bitcast(args[0], words), ir.Constant(words, [4] * 32))
+        bytes_ = builder.bitcast(shifted, u8x64.ir_type)
+        return builder.and_(bytes_, ir.Constant(u8x64.ir_type, [0xF0] * 64))
+
+    return u8x64(u8x64), codegen
+
+
+@intrinsic
 def or_masked(typingctx, a, b, mask):
     """``a | (b & mask)`` (``vpternlogd``)."""
 
