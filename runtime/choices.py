@@ -39,9 +39,9 @@ class Choices:
         return f"GEMM from {self.gemm_from} tokens an expert"
 
 
-def default(backend: str, fmt: str) -> Choices:
+def default(backend: str, fmt: str, activations: str = "bf16") -> Choices:
     """Where nothing was calibrated."""
-    return Choices(default_gemm_from(backend, fmt) or NEVER)
+    return Choices(default_gemm_from(backend, fmt, activations) or NEVER)
 
 
 def path(cpu: str) -> Path:
@@ -73,9 +73,10 @@ def chosen(backend: str, fmt: str, cpu: str, activations: str = "bf16") -> Choic
     Raises:
         PykernelsError: the file is there and cannot be read.
     """
+    otherwise = default(backend, fmt, activations)
     if backend not in GEMM_FROM:
-        return default(backend, fmt)
-    return read(cpu).get(key(backend, fmt, activations), default(backend, fmt))
+        return otherwise
+    return read(cpu).get(key(backend, fmt, activations), otherwise)
 
 
 def write(cpu: str, name: str, choices: Choices, how: dict[str, Any]) -> Path:

@@ -48,8 +48,8 @@ from .tile_avx512 import make_tiles as make_tiles_avx512
 
 FROM = {
     "bf16": 3,
-    "fp8": 2,
-    "fp8-channel": 2,
+    "fp8": 3,
+    "fp8-channel": 3,
     "int8": 2,
     "int4-g128": 2,
     "int4": 3,

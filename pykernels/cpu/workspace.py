@@ -130,7 +130,8 @@ class MoECall:
 
         ``gemm_from`` is as in ``MoEPlan``; None for ``plan.default_gemm_from``.
         """
-        self._gemm_from = gemm_from or default_gemm_from(kernel.backend, kernel.fmt) or NEVER
+        default = default_gemm_from(kernel.backend, kernel.fmt, kernel.activations)
+        self._gemm_from = gemm_from or default or NEVER
         self.experts, self.kernel, self._workspace = experts, kernel, workspace
         self._workers, self._cut = workers, cut
         fmt, shape = experts.fmt, experts.shape

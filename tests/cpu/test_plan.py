@@ -29,6 +29,7 @@ def test_the_plan_carries_the_threshold() -> None:
 def test_a_pass_of_amx_tiles_puts_the_gemm_of_fp8_off() -> None:
     """A format's own default is as late as a pass, of a backend that has a GEMM."""
     assert default_gemm_from("amx", "fp8") == MAX_TOKENS + 1 > default_gemm_from("amx", "q4_k")
+    assert default_gemm_from("amx", "int4", "int8") > default_gemm_from("amx", "int4")
     assert default_gemm_from("avx512", "fp8") == GEMM_FROM["avx512"]
     assert default_gemm_from("generic", "fp8") is None
 

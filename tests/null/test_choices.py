@@ -36,7 +36,7 @@ def test_what_was_written_is_chosen_for_its_cpu_and_format_alone(cache: Path) ->
     assert choices.read(CPU) == {"amx/fp8/bf16": Choices(9), "amx/bf16/bf16": Choices(7)}
     assert choices.chosen("amx", "fp8", CPU).gemm_from == 9
     assert choices.chosen("amx", "int8", CPU) == choices.default("amx", "int8")
-    assert choices.chosen("amx", "fp8", CPU, "int8") == choices.default("amx", "fp8")
+    assert choices.chosen("amx", "int4", CPU, "int8") == choices.default("amx", "int4", "int8")
     assert choices.chosen("avx512", "fp8", CPU) == Choices(GEMM_FROM["avx512"])
     assert choices.chosen("amx", "fp8", "another CPU") == choices.default("amx", "fp8")
     assert [path.name for path in cache.iterdir()] == [file.name]  # nothing half-written is left
