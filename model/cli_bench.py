@@ -108,7 +108,10 @@ def _show(measured: MoEMeasurement) -> None:
     table.add_row("layer", f"{m.experts} experts of {m.hidden} x {m.inter}, top-{m.topk}")
     crowd = "" if m.routing == "balanced" else f", the busiest has {m.busiest_over_mean:.1f} x mean"
     table.add_row("routing", f"{m.routing}: {m.distinct_experts:g} experts active{crowd}")
-    table.add_row("call", f"{m.tokens} tokens, {m.mbytes_per_call:.1f} MB of distinct experts")
+    table.add_row(
+        "call",
+        f"{m.tokens} token{'s' * (m.tokens > 1)}, {m.mbytes_per_call:.1f} MB of distinct experts",
+    )
     table.add_row(
         "time",
         f"{m.us_median:.1f} µs median, p10 {m.us_p10:.1f}, p90 {m.us_p90:.1f}, of {m.calls} calls",

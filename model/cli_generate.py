@@ -148,7 +148,7 @@ def summary(stats: GenerationStats, roof: float | None) -> str:
         roof: GB/s that this machine's cores read from memory, measured in this process.
     """
     parts = [
-        f"{stats.prompt_tokens} prompt tokens",
+        f"{stats.prompt_tokens} prompt token{'s' * (stats.prompt_tokens > 1)}",
         f"prefill {stats.prefill_tokens_per_second:.0f} tok/s",
         f"decode {stats.decode_tokens_per_second:.1f} tok/s",
     ]

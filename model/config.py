@@ -19,6 +19,9 @@ ALIASES = {"kimi_k2": "deepseek_v3"}
 transformers does not know `kimi_k2`; taken as it stands, its loader leaves every expert random.
 """
 
+EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
+"""Names under which configurations have the number of a layer's experts."""
+
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "bf16": torch.bfloat16,
@@ -57,8 +60,26 @@ def read_config(folder: Path) -> PretrainedConfig:
             f"{folder / 'config.json'} is no valid {model_type} configuration: {error}",
             "Download config.json again",
         ) from error
+    check_router(config, folder)
     config._name_or_path = str(folder)
     return config
+
+
+def check_router(config: PretrainedConfig, folder: Path) -> None:
+    """The numbers of a grouped router (DeepSeek-V2, 2.2.2) fit each other: else its first token
+    would fail, after all weights were loaded."""
+    groups, open_groups = (getattr(config, name, None) for name in ("n_group", "topk_group"))
+    counts = (getattr(config, name, None) for name in EXPERT_COUNTS)
+    experts = next((count for count in counts if count), None)
+    if not groups or not open_groups or not experts:
+        return
+    topk = config.num_experts_per_tok
+    if experts % groups or open_groups > groups or topk > experts // groups * open_groups:
+        raise PykernelsError(
+            f"{folder / 'config.json'} routes a token to {topk} of {experts} experts, in"
+            f" {open_groups} (topk_group) of {groups} groups (n_group), which cannot be",
+            "Download config.json again",
+        )
 
 
 def check_quantization(quantization: Any, folder: Path) -> None:

@@ -47,6 +47,12 @@ class Tokens:
     def __str__(self) -> str:
         return f"{self.count}/expert" if self.per_expert else f"{self.count}"
 
+    @property
+    def in_words(self) -> str:
+        """ "1 token", "64 tokens per expert"."""
+        plural, per = "s" if self.count > 1 else "", " per expert" if self.per_expert else ""
+        return f"{self.count} token{plural}{per}"
+
     def of(self, shape: MoEShape) -> int:
         """T, the tokens of a call of this layer."""
         if not self.per_expert:

@@ -142,7 +142,7 @@ class Run:
                 T = tokens.of(shape)
                 players = len(bench.timed_backends(fmt, T)) + len(bench.wanted_peers(fmt, T))
                 yield Part(
-                    f"{fmt}: {tokens.count} tokens{' per expert' if tokens.per_expert else ''}",
+                    f"{fmt}: {tokens.in_words}",
                     estimate.table(settings, shape, T, players),
                     "table",
                     lambda tokens=tokens: bench.table(self.weights, tokens),  # type: ignore[misc]

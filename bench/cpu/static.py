@@ -7,6 +7,7 @@ parallel loop would run it. The pool sees one task a thread and stage, which run
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from numba import carray, types
 from pykernels.cpu import MoECall, make_kernel
 from pykernels.cpu.intrin.sync import as_pointer, call_task
 from pykernels.cpu.jit import task
+from pykernels.cpu.plan import plan
 from runtime.pool import Call
 from runtime.workload import RandomLayers
 
@@ -58,14 +60,23 @@ class StaticOurs(Ours):
         pool = self._pool = self.layers[0].pool.pools[0]
         compiled = make_kernel(self.layers[0].backend.name, weights.fmt)
         self._stages = compiled.stages
-        gemm_from = self.layers[0].choices.gemm_from
-        self._calls = [
-            MoECall(packed.slices[0], compiled, pool.workspace, pool.threads, gemm_from=gemm_from)
-            for packed in weights.packed
-        ]
+        self._compiled, self._packed = compiled, [packed.slices[0] for packed in weights.packed]
         self._zeros = np.zeros(pool.threads, np.int64)
         self._pieces = np.full(1, pool.threads, np.int64)
         self._shares = np.zeros(1, SHARES)
+
+    def prepare(self, T: int, ids: list[torch.Tensor]) -> None:
+        """As ``Ours``; down tasks are alike, as many for every thread."""
+        threads, gemm_from = self._pool.threads, self.layers[0].choices.gemm_from
+        cut = plan(self.layers[0].shape, self._packed[0].fmt, threads, T, gemm_from)
+        share = -(-self._packed[0].down.shape[1] // threads)
+        parts = -(-share // cut.h_chunk)
+        cut = replace(cut, h_chunk=-(-share // parts), h_share=0)
+        self._calls = [
+            MoECall(packed, self._compiled, self._pool.workspace, threads, cut)
+            for packed in self._packed
+        ]
+        super().prepare(T, ids)
 
     def run(self, layer: int, routing: int) -> torch.Tensor:
         """One call; its [T, H] result."""

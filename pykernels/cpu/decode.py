@@ -58,7 +58,7 @@ from .intrin.avx512_words import (
     odd_words,
     shift_words,
 )
-from .intrin.prefetch import prefetch_l1, prefetch_l2
+from .intrin.prefetch import prefetch_l1
 from .jit import inlined
 from .scales import SCALES, Scales
 
@@ -217,23 +217,16 @@ class Reader:
 
 
 @functools.cache
-def make_ask(packing: Packing, FURTHER: int = 0) -> Callable:
+def make_ask(packing: Packing, prefetch: Callable = prefetch_l1) -> Callable:
     """``ask(tile, load)`` prefetches the lines of ``packing.asked`` loads, the first a multiple of
-    them, in the order of their bytes: hardware prefetchers follow one stream.
-
-    Args:
-        FURTHER: those so many bytes on are prefetched too, to the second level; 0 for none.
-    """
+    them, in the order of their bytes: hardware prefetchers follow one stream."""
     EACH = packing.tile_bytes // LOADS
     LINES = packing.asked * EACH // 64
 
     @inlined
     def ask(tile, load):
         for line in range(LINES):
-            at = tile + EACH * load + 64 * line
-            prefetch_l1(at)
-            if FURTHER:
-                prefetch_l2(at + FURTHER)
+            prefetch(tile + EACH * load + 64 * line)
 
     return ask
 

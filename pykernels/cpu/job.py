@@ -30,7 +30,7 @@ JOB, job_at = descriptor(
         "h_gemm",  # of the others: they hold less
         "h_gemm_stride",
         "h_rows",  # int64 [A] where slot 0's row would be, if it were with those of this expert
-        "acc",  # float32 [h_blocks, T, 32]
+        "acc",  # float32 [32-row blocks of down, T, 32]
         "y",  # out_bf16 ? bf16 : float32 [T, y_stride / ...]
         "y_stride",
         "y_bf16",  # 1: y is bf16, 0: float32
@@ -56,9 +56,7 @@ JOB, job_at = descriptor(
         "down_scale_block",
         "down_block",
         "down_k",  # 128-wide groups of I
-        "h_blocks",  # 32-row blocks of down
-        "h_chunk",
-        "h_chunks",
+        "h_cuts",  # int64 [down tasks + 1]: the 32-row block where each begins, and the end
         "tiles",  # addresses of the format's routines: tile_avx512.make_tiles,
         "gemm",  # a make_gemm,
         "annotate",  # annotate.make_annotate; 0: nothing to annotate

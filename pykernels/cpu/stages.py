@@ -159,10 +159,10 @@ def make_stages(ops: Instructions | None) -> Stages:
         return 0
 
     @inlined
-    def multiply(job, M, w, scale, k_blocks, rows, out):
-        """out[M, 32] = a packed block times up to _PASS tokens."""
+    def multiply(job, M, w, then, scale, k_blocks, rows, out):
+        """out[M, 32] = a packed block times up to _PASS tokens; ``then``: what is read next."""
         K = K_BLOCK * k_blocks
-        call_routine(job.tiles, (M, w, scale, 0, k_blocks, K, rows, job.tables, out))
+        call_routine(job.tiles, (M, w, then, scale, 0, k_blocks, K, rows, job.tables, out))
 
     @inlined
     def gate_up_tiles(job, h_rows, h_stride, w, scale, first, last, first_block, last_block):
@@ -175,8 +175,9 @@ def make_stages(ops: Instructions | None) -> Stages:
                 for part in range(2):
                     at = w + (2 * block + part) * job.gate_up_block
                     scale_at = scale + (2 * block + part) * job.gate_up_scale_block
+                    then = at if block + 1 == last_block and part else at + job.gate_up_block
                     out = ups if part else gates
-                    multiply(job, M, at, scale_at, job.gate_up_k, rows, out)
+                    multiply(job, M, at, then, scale_at, job.gate_up_k, rows, out)
                 for t in range(M):
                     h = h_rows + (slot + t) * h_stride + block * 64
                     silu_mul_row(gates + t * _ROW_BYTES, ups + t * _ROW_BYTES, h)
@@ -268,16 +269,17 @@ def make_stages(ops: Instructions | None) -> Stages:
             weighted_add_row(f32(job.slot_weight, slot + t), out + t * _ROW_BYTES, acc)
 
     @inlined
-    def down_tiles(job, h_rows, h_stride, w, scale, first, last, first_block, last_block):
+    def down_tiles(job, h_rows, h_stride, w, then, scale, first, last, first_block, last_block):
         rows = stack_alloc(ADDRESSES)
         out = stack_alloc(OUTS)  # float32 [_PASS, 32]
         for block in range(first_block, last_block):
             w_down = w + block * job.down_block
             s_down = scale + block * job.down_scale_block
+            after = w_down + job.down_block if block + 1 < last_block else then
             for slot in range(first, last, _PASS):
                 M = min(_PASS, last - slot)
                 _point_at_rows(rows, _PASS, h_rows, h_stride, 0, slot, M)
-                multiply(job, M, w_down, s_down, job.down_k, rows, out)
+                multiply(job, M, w_down, after, s_down, job.down_k, rows, out)
                 add_rows(job, slot, M, block, out)
 
     @inlined
@@ -308,8 +310,8 @@ def make_stages(ops: Instructions | None) -> Stages:
     def down(job_address, index, worker):
         job = job_at(job_address)
         active = index % job.A
-        first_block = (index // job.A) * job.h_chunk
-        last_block = min(first_block + job.h_chunk, job.h_blocks)
+        first_block = i64(job.h_cuts, index // job.A)
+        last_block = i64(job.h_cuts, index // job.A + 1)
         expert = i64(job.experts, active)
         w = job.down + expert * job.down_stride
         scale = job.down_scale + expert * job.down_scale_stride
@@ -322,7 +324,10 @@ def make_stages(ops: Instructions | None) -> Stages:
         crowded = last - first >= job.gemm_from
         h_rows, h_stride = i64(job.h_rows, active), job.h_gemm_stride if crowded else job.h_stride
         if not crowded:
-            down_tiles(job, h_rows, h_stride, w, scale, first, last, first_block, last_block)
+            # The same blocks of the next expert; behind the last one what is in cache already.
+            then = expert if active + 1 == job.A else i64(job.experts, active + 1)
+            then = job.down + then * job.down_stride + first_block * job.down_block
+            down_tiles(job, h_rows, h_stride, w, then, scale, first, last, first_block, last_block)
         else:
             scratch = job.scratch + worker * job.scratch_stride
             down_gemm(

@@ -16,7 +16,7 @@ from ..quant.layout import K_BLOCK
 from .decode import AHEAD, AHEAD_L1, AHEAD_L2, LOADS, make_ask, make_reader, packed_bytes
 from .instructions import Instructions
 from .intrin.avx512 import add_f32, broadcast_f32, fma_f32, fnma_f32, load_f32, store_f32, zero_f32
-from .intrin.prefetch import in_order
+from .intrin.prefetch import in_order, prefetch_l2
 from .intrin.registers import f32x16_array
 from .jit import inlined, kernel, routine
 from .job import i64
@@ -26,18 +26,19 @@ from .silu import silu_mul_f32
 MAX_TOKENS = 8
 """Tokens of one pass over the weights: 16 accumulators and the decoder fill the registers."""
 
-ARGUMENTS = 9
+ARGUMENTS = 10
 """Of ``tiles``."""
 
 
 def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: bool = False) -> Any:
-    """Compiles ``tile(w, scale, first, last, K, rows, tables, out)`` for M tokens.
+    """Compiles ``tile(w, then, scale, first, last, K, rows, tables, out)``, M tokens.
 
     The tile computes ``out[t, n] = sum_k w[n, k] * x_t[k]`` for 32 rows n and M tokens t, over the
     128-wide input blocks ``first .. last - 1``; from ``first`` 0 on, later ones add to ``out``.
 
     Args of the tile (addresses are int64):
         w: packed block (``quant.layout``), 64-byte aligned.
+        then: what is read after it, for prefetches that run ahead beyond its end.
         scale: the block's packed scales, unread if the format has none.
         first, last: input blocks of 128, counted from the start of w, scale and the inputs.
         K: inputs of a row, padded.
@@ -55,8 +56,10 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
     factor_of, minimum_of = reader.scales.factor, reader.scales.minimum
     # A decoder's work between loads leaves room for prefetches to both levels; bf16, which is only
     # loaded, reads slower with them.
-    NEAR, FURTHER = (AHEAD, 0) if fmt == "bf16" else (AHEAD_L1, AHEAD_L2 - AHEAD_L1)
-    ask, ASKED = make_ask(reader.packing, FURTHER), reader.packing.asked
+    TWO = fmt != "bf16"
+    NEAR = AHEAD_L1 if TWO else AHEAD
+    ask_l1, ask_l2 = make_ask(reader.packing), make_ask(reader.packing, prefetch_l2)
+    ASKED = reader.packing.asked
     TILE, K_STEP, PARTS = reader.packing.tile_bytes, reader.packing.k_step, reader.packing.parts
     STEPS = K_BLOCK // K_STEP
     # Groups of inputs shorter than a packed tile are added up in registers first.
@@ -70,6 +73,7 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
     # Lines are asked for in the order of their bytes, half by half too: then one sweep asks for
     # half of what both sweeps of a later block load.
     DISTANCE = NEAR if HALVES == 2 else max(NEAR, BLOCK)
+    FURTHER = DISTANCE - NEAR + AHEAD_L2
     OUTS, SUMS = HALVES * M, CHAINS * HALVES * M
     # In groups of four loads one half has too few chains to hide the latency of ``vdpbf16ps``: the
     # halves take turns load by load. Else a tile is read to its end. Bytes bound q8_0, and from
@@ -80,6 +84,18 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
     # more loads at once than there are registers. A fence that is no instruction after each span
     # of loads keeps it from both.
     SPAN = max(2, ASKED)
+
+    @inlined
+    def ask(near, far, load):
+        ask_l1(near, load)
+        if TWO:
+            ask_l2(far, load)
+
+    @inlined
+    def ahead(w, distance, end, then):
+        """What lies so far ahead of w in the stream, which jumps from a block's end to ``then``."""
+        at = w + distance
+        return at if at < end else at + (then - end)
 
     @inlined
     def fold(sums, outs, half, to_half, K, k, rows, scale):
@@ -113,7 +129,7 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
                 add(sums, i, weights, i64(rows, t), K, to_k, part)
 
     @inlined
-    def read_half(sums, outs, half, to_half, at, asked, tables, rows, K, k, scale):
+    def read_half(sums, outs, half, to_half, at, near, far, tables, rows, K, k, scale):
         for group in range(FOLDS):
             to_k = k + group * GROUP
             if FOLDS > 1:
@@ -121,7 +137,7 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
             for span in range(GROUP_LOADS // SPAN):
                 for some in range(SPAN // ASKED):
                     first_load = group * GROUP_LOADS + span * SPAN + some * ASKED
-                    ask(asked, half * LOADS + first_load)
+                    ask(near, far, half * LOADS + first_load)
                     for j in range(ASKED):
                         add_load(sums, half, at, first_load + j, tables, rows, K, k)
                 in_order()
@@ -129,7 +145,7 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
                 fold(sums, outs, half, to_half, K, to_k, rows, scale)
 
     @inlined
-    def read_alternating(sums, outs, sweep, at, asked, tables, rows, K, k, scale):
+    def read_alternating(sums, outs, sweep, at, near, far, tables, rows, K, k, scale):
         for group in range(FOLDS):
             to_k = k + group * GROUP
             begin_groups(sums, 0, HALVES, K, to_k, rows)
@@ -137,7 +153,7 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
                 for some in range(SPAN // ASKED):
                     first_load = group * GROUP_LOADS + span * SPAN + some * ASKED
                     for j in range(HALVES):
-                        ask(asked, HALVES * first_load + j * ASKED)
+                        ask(near, far, HALVES * first_load + j * ASKED)
                     for j in range(ASKED):
                         for half in range(HALVES):
                             add_load(sums, half, at, first_load + j, tables, rows, K, k)
@@ -146,12 +162,14 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
                 fold(sums, outs, half, sweep + half, K, to_k, rows, scale)
 
     @kernel(f"{fmt}-{activations}-m{M}-{ops.name}-{CHAINS}")
-    def tile(w, scale, first, last, K, rows, tables, out):
+    def tile(w, then, scale, first, last, K, rows, tables, out):
         if first == 0:
             for i in range(2 * M):
                 store_f32(out + 64 * i, zero_f32())
-        w += first * 2 * STEPS * TILE
+        end = w + K // K_BLOCK * BLOCK
+        w += first * BLOCK
         for block in range(first, last):
+            next_l1, next_l2 = ahead(w, DISTANCE, end, then), ahead(w, FURTHER, end, then)
             for sweep in range(0, 2, HALVES):
                 sums = new_sums(SUMS)  # [M, HALVES, CHAINS]
                 outs = f32x16_array(OUTS)  # [M, HALVES]
@@ -162,15 +180,18 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
                 for step in range(STEPS):
                     k = block * K_BLOCK + step * K_STEP
                     at = w + (2 * step + sweep) * TILE
-                    asked = w + DISTANCE + (sweep * STEPS + step) * HALVES * TILE
+                    asked = (sweep * STEPS + step) * HALVES * TILE
+                    near, far = next_l1 + asked, next_l2 + asked
                     if ALTERNATE:
-                        read_alternating(sums, outs, sweep, at, asked, tables, rows, K, k, scale)
+                        read_alternating(
+                            sums, outs, sweep, at, near, far, tables, rows, K, k, scale
+                        )
                     else:
                         # No loop over halves: LLVM would not unroll it, and an accumulator whose
                         # index is not a constant lives in memory.
-                        read_half(sums, outs, 0, sweep, at, asked, tables, rows, K, k, scale)
+                        read_half(sums, outs, 0, sweep, at, near, far, tables, rows, K, k, scale)
                         if HALVES == 2:
-                            read_half(sums, outs, 1, 1, at, asked, tables, rows, K, k, scale)
+                            read_half(sums, outs, 1, 1, at, near, far, tables, rows, K, k, scale)
                 k = block * K_BLOCK
                 for half in range(HALVES):
                     if FOLDS == 1:
@@ -179,13 +200,13 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
                         to = out + 64 * (2 * t + sweep + half)
                         value = scaled(outs[t * HALVES + half], i64(rows, t), K, k)
                         store_f32(to, add_f32(value, load_f32(to)))
-            w += 2 * STEPS * TILE
+            w += BLOCK
 
     return tile
 
 
 def make_tiles(fmt: str, ops: Instructions, activations: str, digits: bool = False) -> Any:
-    """Compiles the routine ``tiles(M, w, scale, first, last, K, rows, tables, out)``.
+    """Compiles the routine ``tiles(M, w, then, scale, first, last, K, rows, tables, out)``.
 
     ``rows`` must hold MAX_TOKENS addresses, and ``out`` as many rows: an M that has no tile of its
     own runs the next larger one (the pass over the weights is what costs), its last addresses
@@ -196,15 +217,15 @@ def make_tiles(fmt: str, ops: Instructions, activations: str, digits: bool = Fal
     tile1, tile2, tile4, tile8 = (make_tile(fmt, M, ops, activations) for M in (1, 2, 4, 8))
 
     @routine(ARGUMENTS, f"{fmt}-{activations}-{ops.name}")
-    def tiles(M, w, scale, first, last, K, rows, tables, out):
+    def tiles(M, w, then, scale, first, last, K, rows, tables, out):
         if M == 1:
-            tile1(w, scale, first, last, K, rows, tables, out)
+            tile1(w, then, scale, first, last, K, rows, tables, out)
         elif M == 2:
-            tile2(w, scale, first, last, K, rows, tables, out)
+            tile2(w, then, scale, first, last, K, rows, tables, out)
         elif M <= 4:
-            tile4(w, scale, first, last, K, rows, tables, out)
+            tile4(w, then, scale, first, last, K, rows, tables, out)
         else:
-            tile8(w, scale, first, last, K, rows, tables, out)
+            tile8(w, then, scale, first, last, K, rows, tables, out)
         return 0
 
     return tiles
@@ -215,17 +236,17 @@ def _digit_tiles(fmt: str, ops: Instructions) -> Any:
     tile1, tile2, tile4 = (make_tile(fmt, M, ops, "bf16", True) for M in (1, 2, 4))
 
     @routine(ARGUMENTS, f"{fmt}-digits-{ops.name}")
-    def tiles(M, w, scale, first, last, K, rows, tables, out):
+    def tiles(M, w, then, scale, first, last, K, rows, tables, out):
         if M == 1:
-            tile1(w, scale, first, last, K, rows, tables, out)
+            tile1(w, then, scale, first, last, K, rows, tables, out)
         elif M == 2:
-            tile2(w, scale, first, last, K, rows, tables, out)
+            tile2(w, then, scale, first, last, K, rows, tables, out)
         elif M <= 4:
-            tile4(w, scale, first, last, K, rows, tables, out)
+            tile4(w, then, scale, first, last, K, rows, tables, out)
         else:
             for block in range(first, last):
-                tile4(w, scale, block, block + 1, K, rows, tables, out)
-                tile4(w, scale, block, block + 1, K, rows + 32, tables, out + 512)
+                tile4(w, then, scale, block, block + 1, K, rows, tables, out)
+                tile4(w, then, scale, block, block + 1, K, rows + 32, tables, out + 512)
         return 0
 
     return tiles

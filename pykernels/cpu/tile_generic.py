@@ -27,7 +27,7 @@ from .rows import activation_scale, codes_at, group_sum
 from .scales import SCALES, SUPERBLOCK_K6, SUPERBLOCK_K45
 
 MAX_TOKENS = 8
-ARGUMENTS = 9
+ARGUMENTS = 10
 
 _E4M3 = decode_table().numpy()
 _HALF_BIAS = np.float32(2.0**112)
@@ -217,7 +217,7 @@ def make_tiles(fmt: str, activations: str) -> Any:
         return _even(word), _odd(word)
 
     @routine(ARGUMENTS, f"{fmt}-{activations}")
-    def tiles(M, w, scale, first, last, K, rows, tables, out):
+    def tiles(M, w, then, scale, first, last, K, rows, tables, out):
         result = _floats(out, 32 * M)
         sums = _floats(stack_alloc(1024), 32 * M)  # [M, 32]
         even = _floats(stack_alloc(64), _PAIRS)

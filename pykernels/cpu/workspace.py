@@ -134,7 +134,6 @@ class MoECall:
         self.experts, self.kernel, self._workspace = experts, kernel, workspace
         self._workers, self._cut = workers, cut
         fmt, shape = experts.fmt, experts.shape
-        i_blocks, h_blocks = experts.gate_up.shape[1], experts.down.shape[1]
         self.job = np.zeros(1, JOB)
         self.address = int(self.job.ctypes.data)
         self._words = self.job.view(np.int64)
@@ -151,7 +150,7 @@ class MoECall:
             "gate_up_scale_block": fmt.scale_bytes(shape.H),
             "gate_up_block": fmt.block_bytes(shape.H),
             "gate_up_k": ceil_to(shape.H, fmt.k_block) // K_BLOCK,
-            "i_blocks": i_blocks,
+            "i_blocks": experts.gate_up.shape[1],
             "down": experts.down.data_ptr(),
             "down_stride": experts.down.stride(0),
             "down_scale": experts.down_scale.data_ptr(),
@@ -159,7 +158,6 @@ class MoECall:
             "down_scale_block": fmt.scale_bytes(shape.I),
             "down_block": fmt.block_bytes(shape.I),
             "down_k": ceil_to(shape.I, fmt.k_block) // K_BLOCK,
-            "h_blocks": h_blocks,
             "tables": tables_address(),
             "tiles": kernel.tiles,
             "gemm": kernel.gemm,
@@ -229,13 +227,14 @@ class MoECall:
         )
         job = self.job[0]
         whole = max(1, self.kernel.annotate_k // N_BLOCK)  # blocks that a task must own together
-        for stage, chunk in (("i", ceil_to(cut.i_chunk, whole)), ("h", cut.h_chunk)):
-            job[f"{stage}_chunk"] = chunk
-            job[f"{stage}_chunks"] = -(-int(job[f"{stage}_blocks"]) // chunk)
+        job["i_chunk"] = i_chunk = ceil_to(cut.i_chunk, whole)
+        job["i_chunks"] = i_chunks = -(-int(job["i_blocks"]) // i_chunk)
+        self._h_cuts = np.array(cut.down_cuts(self.experts.down.shape[1]), np.int64)
+        job["h_cuts"] = self._h_cuts.ctypes.data
         job["gemm_from"] = cut.gemm_from if self.kernel.has_gemm else NEVER
         job["row_chunk"] = cut.row_chunk
         row_tasks = -(-T // cut.row_chunk) if cut.row_chunk else 0
-        self._planned = T, row_tasks, int(job["i_chunks"]), int(job["h_chunks"])
+        self._planned = T, row_tasks, i_chunks, len(self._h_cuts) - 1
         return self._planned[1:]
 
     def _reserve(self, T: int, topk: int) -> None:

@@ -9,9 +9,8 @@ from pykernels.cpu import make_kernel
 from pykernels.cpu.instructions import instructions
 from pykernels.cpu.intrin import amx_model
 from pykernels.cpu.moe import NEVER, build_kernel
-from pykernels.cpu.plan import GEMM_FROM, plan
+from pykernels.cpu.plan import GEMM_FROM
 from pykernels.env import env
-from pykernels.quant import get_format
 from pykernels.registry import kernels
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
@@ -58,16 +57,6 @@ def test_experts_take_what_this_machine_was_calibrated_to(
         choices.write(detect().cpu, "amx/bf16/bf16", Choices(gemm_from=11), {})
         assert RoutedExperts(SMALL, "bf16").choices.gemm_from == 11
         assert RoutedExperts(SMALL, "fp8").choices.gemm_from == GEMM_FROM["amx"]
-
-
-def test_the_plan_carries_the_threshold() -> None:
-    shape, fmt = MoEShape(E=32, H=7168, I=2048, topk=8), get_format("fp8")
-    assert plan(shape, fmt, 16, 8).gemm_from == GEMM_FROM["amx"]
-    crowded, sparse = plan(shape, fmt, 16, 256, NEVER), plan(shape, fmt, 16, 8, NEVER)
-    assert crowded.gemm_from == NEVER
-    assert crowded.h_chunk < plan(shape, fmt, 2, 256, NEVER).h_chunk  # more threads, shorter tasks
-    # A GEMM reads its expert's tokens in every task: longer tasks from where it is taken.
-    assert plan(shape, fmt, 2, 8, 2).h_chunk > sparse.h_chunk
 
 
 @pytest.mark.parametrize("name", [b.name for b in kernels()])

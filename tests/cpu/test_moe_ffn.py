@@ -165,9 +165,9 @@ def test_a_token_does_not_depend_on_its_batch_nor_on_the_cut(kernel, fmt, activa
     for gemm_from in (1, NEVER):
 
         def run(
-            rows: slice, i_chunk: int, h_chunk: int, gemm_from: int = gemm_from
+            rows: slice, i_chunk: int, h_chunk: int, share: int = 0, gemm_from: int = gemm_from
         ) -> torch.Tensor:
-            cut = MoEPlan(i_chunk, h_chunk, gemm_from)
+            cut = MoEPlan(i_chunk, h_chunk, gemm_from, h_share=share)
             ids, weights = routing.ids[rows], routing.weights[rows]
             return cpu.moe_ffn(
                 x[rows], ids, weights, experts, kernel=kernel, activations=activations, cut=cut
@@ -177,7 +177,7 @@ def test_a_token_does_not_depend_on_its_batch_nor_on_the_cut(kernel, fmt, activa
         for t in range(11):
             one = slice(t, t + 1)
             assert torch.equal(run(one, 2, 2), whole[one]), f"token {t}"
-        for chunks in ((1, 1), (3, 5), (99, 99)):
+        for chunks in ((1, 1), (3, 5), (99, 99), (99, 99, 2)):
             assert torch.equal(run(slice(None), *chunks), whole), chunks
 
 
@@ -245,9 +245,3 @@ def test_activations_that_a_format_lacks_are_refused_in_one_line():
     experts, ids = random_experts(SHAPE, get_format("bf16")), torch.zeros(2, 3, dtype=torch.int64)
     with pytest.raises(PykernelsError, match="int8"):
         cpu.moe_ffn(torch.zeros(2, 256), ids, torch.ones(2, 3), experts, activations="int8")
-
-
-@pytest.mark.parametrize("cut", [(0, 1, 5, 0), (1, -1, 5, 0), (1, 1, -4, 0), (1, 1, 5, -1)])
-def test_a_cut_that_no_call_can_have_is_refused(cut):
-    with pytest.raises(PykernelsError, match="cannot be cut by MoEPlan"):
-        MoEPlan(*cut)

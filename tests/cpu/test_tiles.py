@@ -80,8 +80,8 @@ EXACT = {"avx512": "lifted", "base": "lifted", "digits": "digits", "generic": "d
 
 @kernel("test-tiles")
 def _call_twice(tiles, M, w, scale, split, k_blocks, K, rows, tables, out):
-    call_routine(tiles, (M, w, scale, 0, split, K, rows, tables, out))
-    call_routine(tiles, (M, w, scale, split, k_blocks, K, rows, tables, out))
+    call_routine(tiles, (M, w, w, scale, 0, split, K, rows, tables, out))
+    call_routine(tiles, (M, w, w, scale, split, k_blocks, K, rows, tables, out))
 
 
 def run_tile(
@@ -332,7 +332,7 @@ def test_prefetches_are_spread_over_an_unrolled_block():
 
 def _assembly_of_tile(name: str, M: int, activations: str) -> str:
     tile = tile_avx512.make_tile(name, M, instructions(detect()), activations)
-    tile.compile((types.int64,) * 8)  # as those that call it do: the cache goes by this
+    tile.compile((types.int64,) * 9)  # as those that call it do: the cache goes by this
     (compiled,) = tile.overloads.values()
     return _assembly(compiled.library)
 

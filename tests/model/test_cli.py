@@ -195,7 +195,7 @@ def test_bench_moe_table_has_units(run: Run, monkeypatch: pytest.MonkeyPatch) ->
         "kernel fp8 on avx512, bf16 activations",
         "layer 8 experts of 256 x 128, top-2",
         "routing zipf: 2 experts active, the busiest has 4.0 x mean",
-        "call 1 tokens, 0.2 MB of distinct experts",
+        "call 1 token, 0.2 MB of distinct experts",
         "time 12.5 µs median, p10 11.0, p90 20.0, of 100 calls",
         "speed 16.00 GB/s, 0.030 TFLOP/s",
         "read roof 32.00 GB/s, timed in turns; share of it 50%",

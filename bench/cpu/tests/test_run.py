@@ -41,7 +41,7 @@ def make(sections: tuple[str, ...], **options: Any) -> Run:
 TABLE = [
     f"{fmt}: {what}"
     for fmt in ("fp8", "bf16")
-    for what in ("weights, peers", "1 tokens", "64 tokens per expert")
+    for what in ("weights, peers", "1 token", "64 tokens per expert")
 ]
 
 

@@ -1,0 +1,61 @@
+"""How calls are cut into tasks."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from pykernels.cpu.gemm import MAX_BLOCKS
+from pykernels.cpu.moe import NEVER
+from pykernels.cpu.plan import GEMM_FROM, MoEPlan, plan
+from pykernels.errors import PykernelsError
+from pykernels.quant import get_format
+from pykernels.shapes import MoEShape
+
+SHAPE, FP8 = MoEShape(E=32, H=7168, I=2048, topk=8), get_format("fp8")
+
+
+def _lengths(cuts: list[int]) -> list[int]:
+    return [stop - start for start, stop in itertools.pairwise(cuts)]
+
+
+def test_the_plan_carries_the_threshold() -> None:
+    assert plan(SHAPE, FP8, 16, 8).gemm_from == GEMM_FROM["amx"]
+    assert plan(SHAPE, FP8, 16, 256, NEVER).gemm_from == NEVER
+
+
+def test_more_threads_have_shorter_tasks() -> None:
+    many, few = plan(SHAPE, FP8, 16, 1), plan(SHAPE, FP8, 2, 1)
+    assert many.i_chunk < few.i_chunk and many.h_share > few.h_share
+
+
+def test_a_task_of_the_gemm_is_as_long_as_it_takes_at_once() -> None:
+    crowded = plan(SHAPE, FP8, 1, 256)
+    assert crowded.h_chunk <= MAX_BLOCKS and crowded.i_chunk <= MAX_BLOCKS // 2
+    assert plan(SHAPE, FP8, 1, 1).h_chunk > MAX_BLOCKS
+
+
+@pytest.mark.parametrize(("threads", "T"), [(1, 1), (2, 1), (16, 1), (16, 8), (16, 2048), (96, 1)])
+def test_down_tasks_grow_shorter_to_the_end(threads: int, T: int) -> None:
+    blocks = SHAPE.H // 32
+    cuts = plan(SHAPE, FP8, threads, T).down_cuts(blocks)
+    lengths = _lengths(cuts)
+    assert cuts[0] == 0 and cuts[-1] == blocks
+    assert lengths == sorted(lengths, reverse=True) and lengths[-1] == 1
+    # What is left when a task begins keeps every other thread busy for as long.
+    for at, length in zip(cuts, lengths, strict=False):
+        assert length <= max(1, (blocks - at) // threads)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "chunk", "lengths"), [(5, 2, [2, 2, 1]), (3, 9, [3]), (0, 1, [])]
+)
+def test_without_a_share_down_tasks_are_alike(blocks, chunk, lengths) -> None:
+    assert _lengths(MoEPlan(1, chunk).down_cuts(blocks)) == lengths
+
+
+@pytest.mark.parametrize("cut", [(0, 1), (1, -1), (1, 1, -4), (1, 1, 5, -1), (1, 1, 5, 0, -1)])
+def test_a_cut_that_no_call_can_have_is_refused(cut) -> None:
+    with pytest.raises(PykernelsError, match="cannot be cut by MoEPlan"):
+        MoEPlan(*cut)
