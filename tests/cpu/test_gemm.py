@@ -104,7 +104,7 @@ ALIKE = {
     ("amx", "q8_0", "bf16"),
 }
 """Decoded for AMX like fp8, int4 and int8, and summed in groups like fp8, int8 and int4. Their own
-scales are read the same way for either unit."""
+scales are read the same way for either unit. (On AMX itself all formats are run: tests/amx.)"""
 
 VARIANTS = [
     (unit, fmt, activations)

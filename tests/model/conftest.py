@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import torch
 
 from model.cli import app
 from model.cli_common import State
+from runtime import measure
 
 from . import tiny
 
@@ -77,3 +79,10 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     yield run_once
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture
+def short_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`bench moe` times for half a second instead of four."""
+    timed = functools.partial(measure.measure_moe, seconds=0.5)
+    monkeypatch.setattr(measure, "measure_moe", timed)

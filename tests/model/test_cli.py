@@ -137,7 +137,7 @@ def test_chat_goes_on_after_a_turn_that_does_not_fit(
     assert "decode" in result.err.splitlines()[-1]
 
 
-def test_bench_moe_json_is_one_flat_object(run: Run) -> None:
+def test_bench_moe_json_is_one_flat_object(run: Run, short_timing: None) -> None:
     shape = ("--hidden", 256, "--inter", 128, "--experts", 4, "--topk", 2, "--tokens", 3)
     result = run("bench", "moe", "--format", "bf16", *shape, "--threads", 1, "--json")
     assert (result.code, result.err) == (0, "")

@@ -49,7 +49,9 @@ def process(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("command", [c for c in commands("pykernels") if "mine" not in c])
-def test_command_runs(command: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_runs(
+    command: str, run: Run, short_timing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO())
     result = run(*shlex.split(command)[1:])
     assert result.code == 0, result.err
