@@ -12,7 +12,9 @@ SEED   ?= 1
 export PROMPT
 
 BIN     := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
+# As pip would do, but on all cores; some packages bring files for newer Pythons.
+COMPILE := @$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
 
 .PHONY: help run test lint types bench bench-cpu bench-gpu test-gpu sanitize-gpu clean
 
@@ -66,14 +68,17 @@ sanitize-gpu:
 # A stamp is newer than what it was made from, or the install is done again.
 $(VENV)/.installed-test: $(VENV)/.made pyproject.toml constraints.txt
 	$(INSTALL) -e ".[test]"
+	$(COMPILE)
 	@touch $(VENV)/.installed-run $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed-run
 	$(INSTALL) -e ".[bench]"
+	$(COMPILE)
 	@touch $@
 
 $(VENV)/.installed-run: $(VENV)/.made pyproject.toml constraints.txt
 	$(INSTALL) -e .
+	$(COMPILE)
 	@touch $@
 
 $(VENV)/.made:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 
 # Before torch is imported: its idle OpenMP threads would spin on the cores of the pinned workers.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -21,6 +22,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from .interpreter import quicken  # noqa: E402
+
 # Before Triton is imported, by whatever test (transformers does): what it decorates then stays so.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -34,6 +37,8 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 10, 10)
+    if os.environ.get("TRITON_INTERPRET") == "1" and "triton" in sys.modules:
+        quicken()
 
 
 def _missing_amx() -> str | None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import ctypes
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +15,8 @@ from pykernels.cpu import jit
 from pykernels.cpu.jit import routine
 from pykernels.env import env
 from pykernels.errors import PykernelsError
+
+from ..forks import Forks
 
 LONG = "\n        ".join(f"x = (x ^ (x >> {i % 7 + 1})) * {2 * i + 3} + n" for i in range(80))
 FACTORY = f"""
@@ -40,19 +41,19 @@ for n in map(int, sys.argv[1:]):
 
 def test_functions_of_one_factory_cached_by_two_processes_stay_apart(tmp_path: Path) -> None:
     """Numba numbers them in each process anew: both are the same-numbered ``long`` of ``make``."""
-    script = tmp_path / "factory.py"
-    script.write_text(FACTORY)
-    root = Path(__file__).parent.parent.parent
-    environment = {**os.environ, "PYTHONPATH": str(root), "PYKERNELS_CACHE_DIR": str(tmp_path)}
+    (tmp_path / "factory.py").write_text(FACTORY)
+    script = "import runpy; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
+    first = "import pykernels.cpu.jit"
+    with contextlib.closing(Forks(first, PYKERNELS_CACHE_DIR=str(tmp_path))) as forks:
 
-    def run(*numbers: str) -> list[str]:
-        command = [sys.executable, str(script), *numbers]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        return done.stdout.split()
+        def run(*numbers: str) -> list[str]:
+            done = forks.run(script, str(tmp_path / "factory.py"), *numbers)
+            assert done.returncode == 0, done.stderr
+            return done.stdout.split()
 
-    one, two = run("1"), run("2")
-    assert one != two
-    assert run("1", "2") == one + two
+        one, two = run("1"), run("2")
+        assert one != two
+        assert run("1", "2") == one + two
 
 
 def build() -> int:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
 from pykernels.cpu.intrin.sync import atomic_load, clock_ns, pause
 from pykernels.cpu.jit import task
 
-ROOT = Path(__file__).resolve().parents[2]
+from ..forks import Forks
 
+FIRST = """
+import tests.cpu.test_pool
+from tests.cpu.test_pool_process import make_until
+from runtime import tasks
+tasks.compile_all(), make_until()
+"""
 HEAD = """
 import sys, time
 import numpy as np
@@ -68,30 +73,24 @@ def make_until():
     return until
 
 
-def start(script: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", script],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    """Scripts begin with the imports of ``HEAD`` done, and with what a pool calls compiled."""
+    with contextlib.closing(Forks(FIRST)) as made:
+        yield made
 
 
 @pytest.mark.parametrize("kind", POOLS)
-def test_ctrl_c_counts_when_the_call_has_ended(kind: dict[str, object]) -> None:
-    process = start(HEAD.format(seconds=1.5, **kind) + INTERRUPTED)
-    assert process.stdout is not None
+def test_ctrl_c_counts_when_the_call_has_ended(kind: dict[str, object], forks: Forks) -> None:
+    process = forks.start(HEAD.format(seconds=1.5, **kind) + INTERRUPTED)
     assert process.stdout.readline() == "running\n"
     time.sleep(0.3)  # it is in the call now
-    process.send_signal(signal.SIGINT)
-    out, errors = process.communicate(timeout=60)
-    assert (process.returncode, out, errors) == (0, "interrupted\n", "")
+    os.kill(process.pid, signal.SIGINT)
+    ended = process.end()
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "interrupted\n", "")
 
 
 @pytest.mark.parametrize("leaving", LEAVINGS.values(), ids=LEAVINGS)
-def test_leaving_does_not_hang(leaving: str) -> None:
-    process = start(HEAD.format(seconds=0.2, threads=None, driver_works=True) + leaving)
-    _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (0, "")
+def test_leaving_does_not_hang(leaving: str, forks: Forks) -> None:
+    ended = forks.run(HEAD.format(seconds=0.2, threads=None, driver_works=True) + leaving)
+    assert (ended.returncode, ended.stderr) == (0, "")

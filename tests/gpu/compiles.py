@@ -38,7 +38,7 @@ from triton.runtime.jit import JITFunction
 from pykernels.errors import PykernelsError
 from pykernels.gpu import launch
 
-_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 _TYPES = {
     torch.float64: "fp64",
     torch.float32: "fp32",
@@ -91,6 +91,7 @@ def source(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return maker(kernel, signature, constants, attrs)
 
 
+@functools.cache  # several calls may make one launch
 def resources(cubin: bytes) -> dict[str, int]:
     """Registers a thread and bytes of stack, from the cuobjdump that Triton brings."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -145,7 +146,7 @@ def compiled(calls: list[tuple[str, Any]], arch: int) -> Iterator[dict[str, Any]
             yield {"name": name, "why": f"{type(error).__name__}: {error}"}
             continue
         for kernel, args, kwargs in launches:
-            options = {k: kwargs.pop(k) for k in _OPTIONS if k in kwargs}
+            options = {k: kwargs.pop(k) for k in OPTIONS if k in kwargs}
             row: dict[str, Any] = {"name": name, "kernel": kernel.__name__, **options}
             try:
                 made = triton.compile(

@@ -71,11 +71,11 @@ def main() -> None:
     from . import test_attention_prefill as prefill
     from . import test_linear_rows as linears
     from . import test_moe_gpu as experts
-    from .compiles import source
+    from .compiles import OPTIONS, source
 
     def compile_it(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         if self.__name__.endswith("_hopper"):
-            options = {"num_warps": kwargs.pop("num_warps")}
+            options = {k: kwargs.pop(k) for k in OPTIONS if k in kwargs}
             made = triton.compile(source(self, args, kwargs), GPUTarget("cuda", 90, 32), options)
             row = {"kernel": self.__name__, **counts(disassembled(made.asm["cubin"]))}
             row["loose"] = loose_arrivals(made.asm["ptx"])

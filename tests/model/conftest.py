@@ -1,14 +1,21 @@
-"""Tiny checkpoints, each written once a session."""
+"""Tiny checkpoints, each written once a session; the command line in this process."""
 
 from __future__ import annotations
 
+import functools
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from model.cli import app
+from model.cli_common import State
+from runtime import measure
 
 from . import tiny
 
@@ -43,3 +50,39 @@ def own(checkpoint: Callable[..., tiny.Tiny], tmp_path: Path) -> Callable[..., P
 def ids() -> torch.Tensor:
     """int64 [2, 17]: token ids for the tiny vocabularies, without their special tokens."""
     return torch.randint(2, 96, (2, 17), generator=torch.Generator().manual_seed(1))
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """`run("generate", ...)` -> exit code and both streams; the environment is put back."""
+    before = dict(os.environ)
+    monkeypatch.setattr(State, "debug", False)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run_once(*args: object) -> Result:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            app([str(arg) for arg in args], prog_name="pykernels")
+        streams = capsys.readouterr()
+        return Result(int(ended.value.code or 0), streams.out, streams.err)
+
+    yield run_once
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def short_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`bench moe` times for half a second instead of four."""
+    timed = functools.partial(measure.measure_moe, seconds=0.5)
+    monkeypatch.setattr(measure, "measure_moe", timed)

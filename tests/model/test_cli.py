@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,6 @@ import torch
 
 import model
 from model import memory
-from model.cli import app
-from model.cli_common import State
 from model.generate import generate_stream
 from pykernels import __version__
 from pykernels.quant import FORMATS
@@ -24,36 +21,9 @@ from pykernels.target import detect
 from runtime.measure import MoEMeasurement
 from runtime.topology import Topology
 
+from .conftest import Result, Run
+
 PROMPT = "def quicksort(xs):"
-
-
-@dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Result]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """`run("generate", ...)` -> exit code and both streams; the environment is put back."""
-    before = dict(os.environ)
-    monkeypatch.setattr(State, "debug", False)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run_once(*args: object) -> Result:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            app([str(arg) for arg in args], prog_name="pykernels")
-        streams = capsys.readouterr()
-        return Result(int(ended.value.code or 0), streams.out, streams.err)
-
-    yield run_once
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def failed(result: Result, cause: str) -> None:
@@ -167,7 +137,7 @@ def test_chat_goes_on_after_a_turn_that_does_not_fit(
     assert "decode" in result.err.splitlines()[-1]
 
 
-def test_bench_moe_json_is_one_flat_object(run: Run) -> None:
+def test_bench_moe_json_is_one_flat_object(run: Run, short_timing: None) -> None:
     shape = ("--hidden", 256, "--inter", 128, "--experts", 4, "--topk", 2, "--tokens", 3)
     result = run("bench", "moe", "--format", "bf16", *shape, "--threads", 1, "--json")
     assert (result.code, result.err) == (0, "")

@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+
+from ..forks import Forks
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "model.cli"]
 PROMPT = "def quicksort(xs):"
 
 
-def run(*args: str, **options: str) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, **options}
-    return subprocess.run(
-        [*COMMAND, *args], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120
-    )
+FIRST = """
+import os
+from model.cli_common import prepare_threads
+prepare_threads(None)  # before torch is imported, as in a process of its own
+import model.generate, model.pretrained, runtime.roofline
+from transformers import AutoModelForCausalLM, AutoTokenizer
+"""
+MAIN = "import runpy; runpy.run_module('model.cli', run_name='__main__')"
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *args], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    """The command line after the imports of `generate`."""
+    with contextlib.closing(Forks(FIRST)) as made:
+        yield made
 
 
 def test_help_imports_nothing_heavy_and_is_quick() -> None:
@@ -36,9 +56,9 @@ def test_help_imports_nothing_heavy_and_is_quick() -> None:
     assert min(seconds) < 0.5
 
 
-def test_greedy_text_is_the_same_twice_and_alone_on_stdout() -> None:
+def test_greedy_text_is_the_same_twice_and_alone_on_stdout(forks: Forks) -> None:
     args = ("generate", "--max-new-tokens", "64", "--temperature", "0", PROMPT)
-    first, second = run(*args), run(*args)
+    first, second = run(*args), forks.run(MAIN, *args)
     assert first.returncode == second.returncode == 0
     assert first.stdout == second.stdout
     assert first.stdout.startswith(PROMPT) and len(first.stdout) > len(PROMPT) + 20
@@ -61,36 +81,21 @@ def test_openmp_does_not_spin_against_the_workers_unless_the_user_says_so() -> N
         assert result.stdout.split("\n")[0] == expected, result.stderr
 
 
-def test_ctrl_c_ends_it_cleanly() -> None:
-    process = subprocess.Popen(
-        [*COMMAND, "generate", "--max-new-tokens", "2000", "--temperature", "1", PROMPT],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+def test_ctrl_c_ends_it_cleanly(forks: Forks) -> None:
+    process = forks.start(
+        MAIN, "generate", "--max-new-tokens", "2000", "--temperature", "1", PROMPT
     )
-    assert process.stdout is not None and process.stderr is not None
     read = process.stdout.read(len(PROMPT) + 20)  # the model writes now
-    process.send_signal(signal.SIGINT)
-    process.wait(timeout=30)
-    errors = process.stderr.read().decode()
-    process.stdout.close()
-    process.stderr.close()
-    assert read.decode().startswith(PROMPT)
-    assert (process.returncode, errors.strip()) == (130, "")
+    os.kill(process.pid, signal.SIGINT)
+    ended = process.end(timeout=30)
+    assert read.startswith(PROMPT)
+    assert (ended.returncode, ended.stderr.strip()) == (130, "")
 
 
-def test_a_reader_that_goes_away_leaves_no_traceback() -> None:
-    process = subprocess.Popen(
-        [*COMMAND, "generate", "--max-new-tokens", "200", PROMPT],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert process.stdout is not None and process.stderr is not None
+def test_a_reader_that_goes_away_leaves_no_traceback(forks: Forks) -> None:
+    process = forks.start(MAIN, "generate", "--max-new-tokens", "200", PROMPT)
     process.stdout.read(len(PROMPT) + 10)
     process.stdout.close()  # as `| head -c 28` does
-    process.wait(timeout=60)
-    errors = process.stderr.read().decode()
-    process.stderr.close()
-    assert process.returncode != 0
-    assert "Traceback" not in errors and "Exception" not in errors, errors
+    ended = process.end()
+    assert ended.returncode != 0
+    assert "Traceback" not in ended.stderr and "Exception" not in ended.stderr, ended.stderr

@@ -64,7 +64,7 @@ def test_a_narrow_layer_stays_in_one_piece_unless_the_split_was_asked_for(
 
 
 @pytest.mark.parametrize(("numa", "nodes"), [("auto", 2), ("2", 2), ("off", 1)])
-def test_bench_moe_says_on_how_many_nodes(numa: str, nodes: int) -> None:
+def test_bench_moe_says_on_how_many_nodes(numa: str, nodes: int, short_timing: None) -> None:
     shape = "--hidden 128 --inter 256 --experts 2 --topk 1 --format bf16".split()
     result = CliRunner().invoke(app, ["bench", "moe", *shape, "--numa", numa, "--json"])
     assert json.loads(result.stdout)["numa_nodes"] == nodes, result.stderr
