@@ -42,7 +42,7 @@ from .intrin.sync import as_pointer
 from .jit import inlined, kernel, linked, routine
 from .job import i64
 from .rows import activation_scale, digits_at, group_sum
-from .tile_avx512 import ARGUMENTS, ahead
+from .tile_avx512 import ahead, by_tokens
 from .tile_avx512 import make_tile as make_tile_avx512
 from .tile_avx512 import make_tiles as make_tiles_avx512
 
@@ -426,24 +426,10 @@ def make_tiles(fmt: str, ops: Instructions, amx: Any) -> Any:
     """Compiles the routine ``tiles`` as ``tile_avx512.make_tiles`` does, for bf16 activations."""
     if fmt not in FROM:
         return make_tiles_avx512(fmt, ops, "bf16", digits=True)
-    tile1 = make_tile_avx512(fmt, 1, ops, "bf16", digits=True)
-    tile2: Any = None
-    if FROM[fmt] > 2:
-        tile2 = make_tile_avx512(fmt, 2, ops, "bf16", digits=True)
-    else:
-        tile2 = make_tile(fmt, 2, ops, amx)
-    tile4, tile8 = make_tile(fmt, 4, ops, amx), make_tile(fmt, 8, ops, amx)
-
-    @routine(ARGUMENTS, f"{fmt}-{ops.name}-{amx.__name__.split('.')[-1]}")
-    def tiles(M, w, then, scale, first, last, K, rows, tables, out):
-        if M == 1:
-            tile1(w, then, scale, first, last, K, rows, tables, out)
-        elif M == 2:
-            tile2(w, then, scale, first, last, K, rows, tables, out)
-        elif M <= 4:
-            tile4(w, then, scale, first, last, K, rows, tables, out)
-        else:
-            tile8(w, then, scale, first, last, K, rows, tables, out)
-        return 0
-
-    return tiles
+    tiles = {
+        M: make_tile_avx512(fmt, M, ops, "bf16", digits=True)
+        if M < FROM[fmt]
+        else make_tile(fmt, M, ops, amx)
+        for M in (1, 2, 4, 8)
+    }
+    return by_tokens(tiles, f"{fmt}-{ops.name}-{amx.__name__.split('.')[-1]}")

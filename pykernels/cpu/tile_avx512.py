@@ -215,9 +215,15 @@ def make_tiles(fmt: str, ops: Instructions, activations: str, digits: bool = Fal
     """
     if digits and activations == "bf16" and make_reader(fmt, ops).codes:
         return _digit_tiles(fmt, ops)
-    tile1, tile2, tile4, tile8 = (make_tile(fmt, M, ops, activations) for M in (1, 2, 4, 8))
+    tiles = {M: make_tile(fmt, M, ops, activations) for M in (1, 2, 4, 8)}
+    return by_tokens(tiles, f"{fmt}-{activations}-{ops.name}")
 
-    @routine(ARGUMENTS, f"{fmt}-{activations}-{ops.name}")
+
+def by_tokens(each: dict[int, Any], variant: str) -> Any:
+    """Compiles ``tiles`` (``make_tiles``) of the tiles of 1, 2, 4 and 8 tokens."""
+    tile1, tile2, tile4, tile8 = (each[M] for M in (1, 2, 4, 8))
+
+    @routine(ARGUMENTS, variant)
     def tiles(M, w, then, scale, first, last, K, rows, tables, out):
         if M == 1:
             tile1(w, then, scale, first, last, K, rows, tables, out)
@@ -234,23 +240,16 @@ def make_tiles(fmt: str, ops: Instructions, activations: str, digits: bool = Fal
 
 def _digit_tiles(fmt: str, ops: Instructions) -> Any:
     """``make_tiles`` for bf16 activations as digits: four tokens fill the registers."""
-    tile1, tile2, tile4 = (make_tile(fmt, M, ops, "bf16", True) for M in (1, 2, 4))
+    tiles = {M: make_tile(fmt, M, ops, "bf16", True) for M in (1, 2, 4)}
+    tile4 = tiles[4]
 
-    @routine(ARGUMENTS, f"{fmt}-digits-{ops.name}")
-    def tiles(M, w, then, scale, first, last, K, rows, tables, out):
-        if M == 1:
-            tile1(w, then, scale, first, last, K, rows, tables, out)
-        elif M == 2:
-            tile2(w, then, scale, first, last, K, rows, tables, out)
-        elif M <= 4:
-            tile4(w, then, scale, first, last, K, rows, tables, out)
-        else:
-            for block in range(first, last):
-                tile4(w, then, scale, block, block + 1, K, rows, tables, out)
-                tile4(w, then, scale, block, block + 1, K, rows + 32, tables, out + 512)
-        return 0
+    @inlined
+    def tile8(w, then, scale, first, last, K, rows, tables, out):
+        for block in range(first, last):
+            tile4(w, then, scale, block, block + 1, K, rows, tables, out)
+            tile4(w, then, scale, block, block + 1, K, rows + 32, tables, out + 512)
 
-    return tiles
+    return by_tokens({**tiles, 8: tile8}, f"{fmt}-digits-{ops.name}")
 
 
 def make_silu_mul_row(ops: Instructions) -> Any:
