@@ -26,10 +26,23 @@ to win where nobody measured it: more than four on AMX (SOSP'25 Figure 7), more 
 takes on AVX-512."""
 _FROM = GEMM_FROM["amx"]
 
-# On AMX a pass of up to 8 tokens by tiles is 1.02 (bf16) to 1.8 times (int4, int8 activations) as
-# fast as the GEMM for these formats and activations; for others half to nine tenths.
-_EXACT_TILES = ("bf16", "fp8", "fp8-channel", "int8", "q8_0")
-_LATER = {*((fmt, "bf16") for fmt in _EXACT_TILES), ("int4", "int8"), ("q4_k", "int8")}
+# On AMX, as calibrated on an Emerald Rapids of 16 threads (docs/measurements.md): tiles that AMX
+# helps, and int8 inputs, put the GEMM off. Up to these counts tiles take 0.45 to 0.99 of its time.
+_LATER = {
+    ("bf16", "bf16"): 9,
+    ("fp8", "bf16"): 9,
+    ("fp8-channel", "bf16"): 9,
+    ("int4-g128", "bf16"): 9,
+    ("int8", "bf16"): 12,
+    ("q8_0", "bf16"): 12,
+    ("int8", "int8"): 10,
+    ("int4", "int8"): 16,
+    ("int4-g128", "int8"): 16,
+    ("q6_k", "int8"): 16,
+    ("q8_0", "int8"): 16,
+    ("q4_k", "int8"): 32,
+    ("q5_k", "int8"): 32,
+}
 
 _CROWDED = 5  # tokens of an expert from which its time is that of products, not of reading weights
 
@@ -78,9 +91,8 @@ class MoEPlan:
 
 def default_gemm_from(backend: str, fmt: str, activations: str = "bf16") -> int | None:
     """``MoEPlan.gemm_from`` where nobody measured it; None for a backend without a GEMM."""
-    if backend == "amx" and (fmt, activations) in _LATER:
-        return GEMM_FROM["avx512"]
-    return GEMM_FROM.get(backend)
+    otherwise = GEMM_FROM.get(backend)
+    return _LATER.get((fmt, activations), otherwise) if backend == "amx" else otherwise
 
 
 def plan(shape: MoEShape, fmt: Format, threads: int, T: int = 1, gemm_from: int = _FROM) -> MoEPlan:

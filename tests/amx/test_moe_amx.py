@@ -72,7 +72,11 @@ def test_the_same_bits_at_any_thread_count(fmt):
 
 
 def test_the_compute_roofs_are_plausible():
+    """The best of some tries: a core's other thread may have its tiles for a while."""
+    names = ("vdpbf16ps", "tdpbf16ps", "tdpbssd")
     with WorkerPool(1) as pool:
-        avx512, amx = (ComputeRoof(pool, name).once() for name in ("vdpbf16ps", "tdpbf16ps"))
-        assert amx > 2 * avx512 > 0.1
-        assert ComputeRoof(pool, "tdpbssd").once() > 1.5 * amx
+        roofs = [ComputeRoof(pool, name) for name in names]
+        tries = [[roof.once() for roof in roofs] for _ in range(8)]
+    avx512, amx, amx_int8 = (max(of_one) for of_one in zip(*tries, strict=True))
+    assert amx > 2 * avx512 > 0.1
+    assert amx_int8 > 1.5 * amx

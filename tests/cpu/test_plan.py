@@ -11,7 +11,7 @@ from pykernels.cpu.moe import NEVER
 from pykernels.cpu.plan import GEMM_FROM, MoEPlan, default_gemm_from, plan
 from pykernels.cpu.tile_avx512 import MAX_TOKENS
 from pykernels.errors import PykernelsError
-from pykernels.quant import get_format
+from pykernels.quant import FORMATS, get_format
 from pykernels.shapes import MoEShape
 
 SHAPE, FP8 = MoEShape(E=32, H=7168, I=2048, topk=8), get_format("fp8")
@@ -26,10 +26,14 @@ def test_the_plan_carries_the_threshold() -> None:
     assert plan(SHAPE, FP8, 16, 256, NEVER).gemm_from == NEVER
 
 
-def test_a_pass_of_amx_tiles_puts_the_gemm_of_fp8_off() -> None:
-    """A format's own default is as late as a pass, of a backend that has a GEMM."""
+def test_amx_tiles_and_int8_inputs_put_the_gemm_off() -> None:
+    """A format's own default is a pass of tiles or more, of a backend that has a GEMM."""
     assert default_gemm_from("amx", "fp8") == MAX_TOKENS + 1 > default_gemm_from("amx", "q4_k")
-    assert default_gemm_from("amx", "int4", "int8") > default_gemm_from("amx", "int4")
+    for fmt in FORMATS.values():
+        exact = default_gemm_from("amx", fmt.name)
+        assert exact >= GEMM_FROM["amx"]
+        if fmt.int8_kind:
+            assert default_gemm_from("amx", fmt.name, "int8") > MAX_TOKENS
     assert default_gemm_from("avx512", "fp8") == GEMM_FROM["avx512"]
     assert default_gemm_from("generic", "fp8") is None
 
