@@ -24,7 +24,7 @@ import llvmlite.binding as llvm
 import numba
 from numba.core import config as numba_config
 from numba.core import types
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, UserProvidedCacheLocator
 from numba.core.ccallback import CFunc
 from numba.core.registry import CPUDispatcher
 
@@ -132,8 +132,23 @@ def _named(function: Callable, variant: str) -> Callable:
     return function
 
 
+class _Locator(UserProvidedCacheLocator):
+    """``cache_folder``, whether it can be written or not. Numba's own would go on to folders that
+    no change in another file makes stale."""
+
+    @classmethod
+    def from_function(cls, function, file):
+        return cls(function, file)
+
+
+class _Files(FunctionCache._impl_class):
+    _locator_classes = [_Locator]
+
+
 class _KernelCache(FunctionCache):
     """Numba's function cache with an index that says what was compiled, not how it hashes."""
+
+    _impl_class = _Files
 
     def __init__(self, function: Callable, variant: str) -> None:
         self._variant = variant
@@ -147,7 +162,8 @@ class _KernelCache(FunctionCache):
         try:
             return super().load_overload(sig, target_context)
         except Exception:  # unpickling half a file raises anything
-            self.flush()
+            with contextlib.suppress(OSError):  # ``save_overload`` will tell
+                self.flush()
             return None
 
     def save_overload(self, sig, data):

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from numba.core import caching
 
 from pykernels.cpu import jit
 from pykernels.cpu.jit import routine
@@ -91,6 +92,26 @@ def test_a_cache_that_cannot_be_written_is_one_line(
     with env.override(cache_dir=tmp_path):
         with pytest.raises(PykernelsError, match="be kept in .*: No space left.*CACHE_DIR"):
             build()
+
+
+def test_a_cache_that_can_only_be_read_is_read_and_nothing_is_kept_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere, in ``__pycache__``, code would outlive the edit of a file that it was made of."""
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    with env.override(cache_dir=tmp_path):
+        assert build() == 6
+        monkeypatch.setattr(os, "replace", read_only)
+        monkeypatch.setattr(caching.tempfile, "TemporaryFile", read_only)
+        assert build() == 6
+        for file in tmp_path.rglob("*.nbi"):
+            file.write_bytes(b"damaged")
+        with pytest.raises(PykernelsError, match="be kept in .*: Read-only file system.*CACHE_DIR"):
+            build()
+    assert not [*Path(__file__).parent.rglob("*.nbi")]
 
 
 def test_what_compiled_code_sees_is_in_the_key() -> None:
