@@ -209,6 +209,8 @@ class MoECall:
                 "Expert ids must be 0 to E - 1",
             )
         active = int(words[_AT["A"]])
+        if not active:  # no task will write it
+            y.zero_()
         return Prepared(
             active,
             row_tasks,

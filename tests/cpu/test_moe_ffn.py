@@ -157,6 +157,13 @@ def test_zero_tokens(kernel, fmt, activations):
     assert y.shape == (0, shape.H)
 
 
+def test_tokens_that_take_no_expert_are_zeros():
+    experts, none = _experts(SHAPE, "bf16"), torch.empty(2, 0)
+    call = cpu.MoECall(experts, cpu.make_kernel("generic", "bf16"), cpu.Workspace())
+    y = cpu.run_serially(call, _x(2, SHAPE.H), none.long(), none, poisoned(2, SHAPE.H))
+    assert torch.equal(y, torch.zeros(2, SHAPE.H))
+
+
 @pytest.mark.parametrize(("kernel", "fmt", "activations"), VARIANTS)
 def test_a_token_does_not_depend_on_its_batch_nor_on_the_cut(kernel, fmt, activations):
     """On one path, tiles or GEMM: which one an expert takes is a matter of its token count.
