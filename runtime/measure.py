@@ -15,13 +15,14 @@ from dataclasses import asdict, dataclass
 import torch
 
 from pykernels.errors import PykernelsError
+from pykernels.registry import resolve
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
 
 from .nodes import AUTO
 from .pool import Pool, make_pool
 from .roofline import Roofs
-from .workload import RandomLayers, call_of, check_calls, distinct, routings
+from .workload import RandomLayers, call_of, check_calls, check_layers, distinct, routings
 
 _ROUND = 0.05  # seconds of calls between two looks at the roofs
 _LEAST_CALLS = 8
@@ -100,7 +101,9 @@ class MoECase:
     ) -> None:
         if T < 1:
             raise PykernelsError(f"{T} tokens", "Measure at least 1")
+        resolve(kernel, fmt, detect(), activations)  # told before any memory is filled
         check_calls(shape, T)
+        check_layers(shape, fmt)
         self.T, self.shape, self.ids = T, shape, routings(shape, T, routing)
         weights = RandomLayers(shape, fmt, self.ids, pool)
         self.layers = weights.experts(kernel, activations)

@@ -68,6 +68,17 @@ def check_calls(shape: MoEShape, T: int, count: int = _COUNT) -> None:
         )
 
 
+def check_layers(shape: MoEShape, fmt: str, count: int = 1) -> None:
+    """Raises PykernelsError where so many layers of random experts do not fit in memory."""
+    need = count * RoutedExperts.bytes_needed(shape, fmt)
+    if need > 0.9 * (free := Topology.detect().memory_available):
+        raise PykernelsError(
+            f"{count} layer(s) of {shape.E} experts in {fmt} need {need / 2**30:.1f} GiB,"
+            f" {free / 2**30:.1f} GiB are free",
+            "Take fewer experts; the weights only have to be larger than the cache",
+        )
+
+
 def distinct(ids: torch.Tensor) -> int:
     """Experts that a call reads."""
     return int(ids.unique().numel())
@@ -125,13 +136,7 @@ class RandomLayers:
         self.shape, self.fmt, self._pool = shape, fmt, pool
         nbytes = RoutedExperts.bytes_needed(shape, fmt)
         count = layers_out_of_cache(detect().l3, nbytes / shape.E * experts_between(routings))
-        free = Topology.detect().memory_available
-        if count * nbytes > 0.9 * free:
-            raise PykernelsError(
-                f"{count} layers of {shape.E} experts in {fmt} need"
-                f" {count * nbytes / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free",
-                "Take fewer experts; the weights only have to be larger than the cache",
-            )
+        check_layers(shape, fmt, count)
         self.packed = [_fill(RoutedExperts(shape, fmt, pool)) for _ in range(count)]
         self.bytes_per_expert = self.packed[0].bytes_per_expert
 

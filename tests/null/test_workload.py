@@ -7,6 +7,7 @@ import torch
 
 from pykernels.errors import PykernelsError
 from pykernels.shapes import MoEShape
+from runtime import measure
 from runtime.workload import (
     CACHES,
     ROUTINGS,
@@ -105,6 +106,21 @@ def test_more_tokens_than_memory_are_told_before_anything_is_made() -> None:
     check_calls(SHAPE, 1024)
     with pytest.raises(PykernelsError, match=r"of 1000000000000 tokens need \d+\.\d GiB"):
         check_calls(SHAPE, 10**12)
+
+
+def test_a_case_that_cannot_be_is_told_before_anything_is_made(monkeypatch) -> None:
+    def made(*_: object) -> None:
+        raise AssertionError("it began")
+
+    monkeypatch.setattr(measure, "routings", made)
+    monkeypatch.setattr(measure, "RandomLayers", made)
+    shape = MoEShape(E=10**9, H=64, I=32, topk=8)
+    with pytest.raises(PykernelsError, match=r"1 layer\(s\) of 1000000000 experts in fp8 need \d+"):
+        measure.MoECase("fp8", 1, shape, pool=None)
+    with pytest.raises(PykernelsError, match="no expert kernel 'fast'"):
+        measure.MoECase("fp8", 1, SHAPE, pool=None, kernel="fast")
+    with pytest.raises(PykernelsError, match="bf16 weights are not multiplied with int8"):
+        measure.MoECase("bf16", 1, SHAPE, pool=None, activations="int8")
 
 
 def test_layers_turn_before_routings() -> None:
