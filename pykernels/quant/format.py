@@ -17,6 +17,7 @@ class Format(ABC):
     Attributes:
         name: as on the command line.
         dtype: of ``Weight.data``.
+        scale_dtypes: that ``Weight.scale`` may have; packed, they are the same numbers.
         bits: of one packed weight, scales not counted.
         error: bound on ``|dequantize(quantize(w)) - w|``, as a person would state it.
         k_block: inputs to a multiple of which K is padded in the tile layout.
@@ -26,6 +27,7 @@ class Format(ABC):
 
     name: str
     dtype: torch.dtype
+    scale_dtypes: tuple[torch.dtype, ...] = ()
     bits: int
     error: str
     k_block: int = K_BLOCK
@@ -76,8 +78,11 @@ class Format(ABC):
         return 0
 
     def check(self, weight: Weight, N: int, K: int, name: str = "weight") -> None:
-        """Raises PykernelsError unless ``weight`` is a matrix [N, K] in this format."""
+        """Raises PykernelsError unless ``weight`` is a matrix [N, K] in this format, on the CPU."""
         self.padded_k(K)
+        for part in (weight.data, weight.scale):
+            if part is not None and not part.is_cpu:
+                raise PykernelsError(f"{name} is on {part.device}", "Copy it with .cpu() first")
         expected_data = self.data_shape(N, K)
         if tuple(weight.data.shape) != expected_data:
             raise PykernelsError(
@@ -95,6 +100,12 @@ class Format(ABC):
             raise PykernelsError(
                 f"{name} has scales of shape {found}, format {self.name} needs {expected}",
                 "Check the checkpoint's weight scales and the group or block size in its config",
+            )
+        if weight.scale is not None and weight.scale.dtype not in self.scale_dtypes:
+            raise PykernelsError(
+                f"{name} has scales of {weight.scale.dtype}, format {self.name} holds"
+                f" {self.scale_dtypes[0]}",
+                "Convert the scales, if that loses nothing",
             )
 
     def pack(self, weight: Weight, blocks: torch.Tensor, scales: torch.Tensor) -> None:

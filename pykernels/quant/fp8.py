@@ -17,12 +17,16 @@ from .weight import Weight
 MAX = 448.0
 """The largest finite E4M3 value."""
 
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What checkpoints have; packed as float32."""
+
 
 class FP8(Format):
     """E4M3 blocks; ragged last blocks are allowed, as in DeepSeek's 576-row ``kv_a_proj``."""
 
     name = "fp8"
     dtype = torch.float8_e4m3fn
+    scale_dtypes = SCALE_DTYPES
     bits = 8
     error = "max(|w| * 2**-4, block amax * 2**-10 / 448) (round to nearest even)"
 
@@ -71,6 +75,7 @@ class FP8Channel(Format):
 
     name = "fp8-channel"
     dtype = torch.float8_e4m3fn
+    scale_dtypes = SCALE_DTYPES
     bits = 8
     error = "max(|w| * 2**-4, output amax * 2**-10 / 448) (round to nearest even)"
 

@@ -26,6 +26,7 @@ class Integer(Format):
     """
 
     dtype = torch.int8
+    scale_dtypes = (torch.bfloat16,)
     int8_kind = "q8"
 
     def __init__(self, name: str, bits: int, group: int) -> None:

@@ -28,6 +28,7 @@ class MXFP4(Format):
 
     name = "mxfp4"
     dtype = torch.uint8
+    scale_dtypes = (torch.uint8,)
     bits = 4
     error = "max(|w| / 4, scale / 4), and up to 2 * scale where |w| > 6 * scale (saturation)"
 

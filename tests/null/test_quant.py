@@ -265,10 +265,11 @@ def test_bytes_per_expert_counts_weights_and_scales():
     [
         (Weight(torch.zeros(72, 100).to(torch.float8_e4m3fn), torch.ones(1, 1)), "shape (72, 100)"),
         (Weight(torch.zeros(72, 200)), "float32"),
+        (Weight(torch.zeros(72, 200, device="meta")), "is on meta. Copy it with .cpu()"),
         (Weight(torch.zeros(72, 200).to(torch.float8_e4m3fn)), "scales of shape None"),
         (Weight(torch.zeros(72, 200).to(torch.float8_e4m3fn), torch.ones(2, 2)), "needs (1, 2)"),
     ],
-    ids=["wrong shape", "wrong dtype", "no scales", "wrong scales"],
+    ids=["wrong shape", "wrong dtype", "no memory of ours", "no scales", "wrong scales"],
 )
 def test_a_wrong_matrix_is_refused_by_name(weight, words):
     fmt = get_format("fp8")
@@ -277,6 +278,22 @@ def test_a_wrong_matrix_is_refused_by_name(weight, words):
     with pytest.raises(PykernelsError, match="expert 0's gate_proj") as error:
         experts.pack(0, weight, up, down)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].scale_dtypes])
+def test_scales_are_packed_as_the_numbers_they_are_or_refused(name):
+    """The tasks that pack read a scale's bits: of another dtype they would be another number."""
+    fmt = get_format(name)
+    experts = PackedExperts(MoEShape(E=1, H=256, I=256, topk=1), fmt)
+    made = fmt.quantize(torch.randn(256, 256))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8):
+        other = Weight(made.data, made.scale.to(dtype))
+        if dtype in fmt.scale_dtypes:
+            experts.pack(0, other, other, other)
+            assert torch.equal(experts.unpack(0)[2].scale.double(), other.scale.double())
+        else:
+            with pytest.raises(PykernelsError, match=f"gate_proj has scales of {dtype}, format"):
+                experts.pack(0, other, made, made)
 
 
 def test_an_expert_out_of_range_and_an_unknown_format_are_refused():
