@@ -114,12 +114,17 @@ def _entries(cpu: str) -> dict[str, Any]:
             return {}
         for entry in whole["formats"].values():
             for name, n in asdict(Choices(**entry["choices"])).items():
-                if type(n) is not int or n < 1:
-                    raise ValueError(f"{name} is {n!r}, no whole number from 1")
+                if type(n) is not int or not 1 <= n <= NEVER:
+                    raise ValueError(f"{name} is {n!r}, no whole number from 1 to 2**62")
         return dict(whole["formats"])
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
+        raise PykernelsError(
+            f"the calibration {file} cannot be read: {error.strerror}",
+            "Point PYKERNELS_CACHE_DIR at a folder that you may read and write",
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         what = " ".join(f"{type(error).__name__}: {error}".split())
         raise PykernelsError(
             f"the calibration {file} cannot be read ({what})", "Delete it; then calibrate again"

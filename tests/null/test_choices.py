@@ -73,6 +73,10 @@ def test_a_file_of_another_version_counts_as_none(monkeypatch: pytest.MonkeyPatc
         pytest.param(
             '{"version": 4, "formats": {"fp8": {"choices": {"gemm_from": true}}}}', id="a boolean"
         ),
+        pytest.param(
+            f'{{"version": 4, "formats": {{"fp8": {{"choices": {{"gemm_from": {10**30}}}}}}}}}',
+            id="more than 64 bits",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_read_is_one_error(cache: Path, text: str) -> None:
@@ -91,6 +95,14 @@ def test_a_file_that_cannot_be_written_is_one_error(cache: Path) -> None:
     (cache / f"{choices.path(CPU).name}.{os.getpid()}").mkdir(parents=True)
     with pytest.raises(PykernelsError, match=r"cannot be written.*PYKERNELS_CACHE_DIR"):
         choices.write(CPU, "amx/fp8/bf16", Choices(5), {})
+
+
+def test_a_file_that_may_not_be_read_is_not_to_be_deleted(cache: Path) -> None:
+    choices.path(CPU).mkdir(parents=True)
+    with pytest.raises(PykernelsError, match=r"cannot be read: Is a directory\. .*CACHE_DIR"):
+        choices.read(CPU)
+    with env.override(cache_dir=Path(__file__) / "below a file"):
+        assert choices.read(CPU) == {}  # who makes the folder will tell
 
 
 def test_choices_in_words() -> None:
