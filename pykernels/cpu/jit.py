@@ -14,8 +14,10 @@ import hashlib
 import os
 import re
 import shutil
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +45,9 @@ SOURCES = ("pykernels/cpu", "pykernels/quant", "runtime/reduce.py", "runtime/tas
 MONTH = 30 * 24 * 3600.0
 
 _OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
-_INLINED = {
-    "nopython": True,
-    "forceinline": True,
-    # No entry for Python or C: to compile those took a quarter of the time that a kernel takes.
-    "no_cpython_wrapper": True,
-    "no_cfunc_wrapper": True,
-}
+_KERNEL = {"nopython": True, "no_cfunc_wrapper": True}
+# No entry for Python either: to compile both took a quarter of the time that a kernel takes.
+_INLINED = _KERNEL | {"forceinline": True, "no_cpython_wrapper": True}
 
 
 def kernel(variant: str = "") -> Callable[[Callable], Any]:
@@ -60,14 +58,41 @@ def kernel(variant: str = "") -> Callable[[Callable], Any]:
     """
 
     def decorate(function: Callable) -> Any:
-        dispatcher = numba.njit(**_OPTIONS, no_cfunc_wrapper=True)(_named(function, variant))
+        dispatcher = _Kernel(_named(function, variant), targetoptions=_OPTIONS | _KERNEL)
         dispatcher._cache = _cache(function, variant)
         return dispatcher
 
     return decorate
 
 
-class _Inlined(CPUDispatcher):
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C counts when a kernel is compiled: LLVM calls back into Python, where an exception is
+    printed and lost, and the kernel then is not there."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are not for it
+        return
+    came: list[tuple[Any, ...]] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    ours = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in ours:
+        signal.signal(number, lambda *signalled: came.append(signalled))
+    try:
+        yield
+    finally:
+        for number, handler in ours.items():
+            signal.signal(number, handler)
+        for number, frame in came[:1]:
+            ours[number](number, frame)
+
+
+class _Kernel(CPUDispatcher):
+    def compile(self, sig: Any) -> Any:
+        with _uninterrupted():
+            return super().compile(sig)
+
+
+class _Inlined(_Kernel):
     """What kernels compile into themselves; called from Python, it is the function in Python."""
 
     def __call__(self, *args: Any) -> Any:
@@ -93,7 +118,8 @@ def routine(arguments: int, variant: str = "") -> Callable[[Callable], CFunc]:
             function, (signature.args, signature.return_type), locals={}, options=dict(_OPTIONS)
         )
         compiled._cache = _cache(function, variant)
-        compiled.compile()
+        with _uninterrupted():
+            compiled.compile()
         return compiled
 
     return decorate
