@@ -102,6 +102,7 @@ def _mounts(root: Path, kind: str, controller: str) -> Iterator[tuple[PurePosixP
     """(cgroup that is the mount's root, mount point) of the hierarchies of one kind."""
     for line in (read(root / "proc/self/mountinfo") or "").splitlines():
         left, _, right = line.partition(" - ")
-        fields, (fstype, _, options) = left.split(), right.split(maxsplit=2)
+        # By single spaces: the source in the middle may be empty.
+        fields, (fstype, _, options) = left.split(" "), right.split(" ", 2)
         if fstype == kind and (kind == "cgroup2" or controller in options.split(",")):
             yield PurePosixPath(fields[3]), Path(fields[4])

@@ -15,6 +15,7 @@ from runtime.topology import Node, Topology
 
 GIB = 1 << 30
 V2 = "36 25 0:30 {root} /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
+NO_SOURCE = "35 25 0:39 / /tmp rw,relatime - tmpfs  rw\n"
 V1 = (
     "33 31 0:29 {root} /sys/fs/cgroup/cpu,cpuacct rw,relatime - cgroup cgroup rw,cpu,cpuacct\n"
     "35 31 0:31 {root} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
@@ -63,6 +64,11 @@ QUOTAS = [
          f"{CG}/a.slice/cpu.max": "200000 100000",
          f"{CG}/a.slice/b.scope/cpu.max": "300000 100000"},
         2.0, 2, id="v2, nested: the parent grants less",
+    ),
+    pytest.param(
+        {"proc/self/mountinfo": NO_SOURCE + V2.format(root="/"), "proc/self/cgroup": "0::/",
+         f"{CG}/cpu.max": "300000 100000"},
+        3.0, 3, id="v2, behind a mount without a source",
     ),
     pytest.param(
         {"proc/self/mountinfo": V2.format(root="/"), "proc/self/cgroup": "0::/../other",
