@@ -14,13 +14,24 @@ from pykernels.target import detect
 
 SCRIPT = """
 import json, sys
+from numba import types
+from pykernels.cpu import jit, tile_amx
 from pykernels.cpu.gemm_amx import make_gemm
 from pykernels.cpu.instructions import instructions
 from pykernels.cpu.intrin import amx
 from pykernels.target import detect
-for fmt, activations in json.loads(sys.argv[1]):
-    gemm = make_gemm(fmt, instructions(detect()), activations, amx)
+ops, (gemms, few) = instructions(detect()), json.loads(sys.argv[1])
+for fmt, activations in gemms:
+    gemm = make_gemm(fmt, ops, activations, amx)
     print(json.dumps([fmt, activations, gemm._library.get_asm_str()]))
+for fmt, M in few:
+    tile = tile_amx.make_tile(fmt, M, ops, amx)
+    tile.compile((types.int64,) * 9)
+    (compiled,) = tile.overloads.values()
+    # Its products are a routine that is linked by name: the last one that was made.
+    products = next(made for made in reversed(jit._linked) if "multiply" in made.__name__)
+    text = compiled.library.get_asm_str() + products._library.get_asm_str()
+    print(json.dumps([fmt, M, text]))
 """
 
 FEATURES = (
@@ -40,31 +51,48 @@ CASES = [
     ("int4", "int8", "tdpbssd", NARROW),
 ]
 
+FOUR = {("6", "4", "0"), ("6", "5", "1"), ("7", "4", "2"), ("7", "5", "3")}
+FEW = [
+    ("q8_0", 4, "tdpbssd", WIDE),  # two groups at a time
+    ("int4-g128", 8, "tdpbssd", FOUR),  # two A tiles
+    ("fp8", 8, "tdpbf16ps", {("6", "4", "0"), ("7", "4", "1")}),  # a group is a block
+]
+"""Tiles of few tokens."""
+
 pytestmark = pytest.mark.skipif(detect().machine != "x86_64", reason="x86 code only")
 
 
 @pytest.fixture(scope="module")
-def assembly(tmp_path_factory) -> dict[tuple[str, str], str]:
-    """Of the GEMM of each case's format and activations, by one process for all."""
+def assembly(tmp_path_factory) -> dict[tuple[str, str | int], str]:
+    """Of each case's GEMM or tile, by one process for all."""
     variables = {
         "NUMBA_CPU_NAME": "sapphirerapids",
         "NUMBA_CPU_FEATURES": ",".join("+" + name for name in FEATURES.split(",")),
         "PYKERNELS_CACHE_DIR": str(tmp_path_factory.mktemp("sapphirerapids")),
     }
+    made = [[case[:2] for case in cases] for cases in (CASES, FEW)]
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps([case[:2] for case in CASES])],
+        [sys.executable, "-c", SCRIPT, json.dumps(made)],
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = map(json.loads, done.stdout.splitlines())
-    return {(fmt, activations): text for fmt, activations, text in rows}
+    return {(fmt, which): text for fmt, which, text in rows}
 
 
 @pytest.mark.parametrize(("fmt", "activations", "product", "tiles"), CASES)
 def test_the_gemm_compiles_to_amx(fmt, activations, product, tiles, assembly):
-    text = assembly[fmt, activations]
+    _check(assembly[fmt, activations], product, tiles)
+
+
+@pytest.mark.parametrize(("fmt", "M", "product", "tiles"), FEW)
+def test_tiles_of_few_tokens_compile_to_amx(fmt, M, product, tiles, assembly):
+    _check(assembly[fmt, M], product, tiles)
+
+
+def _check(text: str, product: str, tiles: set[tuple[str, str, str]]) -> None:
     dots = re.findall(product + r"\s+%tmm(\d), %tmm(\d), %tmm(\d)", text)
     assert set(dots) == tiles
     assert "ldtilecfg" in text and "tilerelease" in text

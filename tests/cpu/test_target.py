@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from pykernels.cpu import amx_state
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from pykernels.registry import kernels, resolve
@@ -119,3 +120,13 @@ def test_a_cpu_without_avx512_runs_the_generic_kernel(cpu, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip() == "correct"
+
+
+def test_a_system_that_refuses_the_tiles_is_one_line(monkeypatch) -> None:
+    class Sandbox:
+        def syscall(self, *_: int) -> int:
+            return -1
+
+    monkeypatch.setattr(amx_state.ctypes, "CDLL", lambda *_, **__: Sandbox())
+    with pytest.raises(PykernelsError, match=r"refuses this process the AMX tiles.*kernel avx512"):
+        amx_state.request_permission.__wrapped__()
