@@ -8,6 +8,7 @@ import os
 import re
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -207,6 +208,22 @@ def test_huge_page_memory_is_aligned_and_zero():
     assert memory[::4096].eq(0).all() and memory[-1] == 0
     with pytest.raises(PykernelsError, match="GiB"):
         allocate(1 << 62)
+
+
+@pytest.mark.skipif(Topology.detect().huge_pages == "unknown", reason="no huge pages here")
+@pytest.mark.parametrize("asked", [True, False])
+def test_memory_asks_for_huge_pages_unless_told_not_to(asked):
+    with env.override(hugepages=asked):
+        memory = allocate(HUGE_PAGE)
+    mappings = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+    for mapping in filter(None, mappings):
+        first, last = (int(at, 16) for at in mapping.split(" ", 1)[0].split("-"))
+        if first <= memory.data_ptr() < last:
+            if (flags := re.search(r"(?m)^VmFlags:(.*)$", mapping)) is None:
+                pytest.skip("the system does not tell flags of memory")
+            assert ("hg" in flags[1].split()) == asked  # man 5 proc: huge page advise flag
+            return
+    raise AssertionError("the memory is in no mapping")
 
 
 def test_a_kernel_that_knows_no_huge_pages_gives_plain_ones(monkeypatch):
