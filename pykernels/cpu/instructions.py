@@ -18,13 +18,9 @@ EXTENSIONS = {
 
 @dataclass(frozen=True)
 class Instructions:
-    """The operations that not every AVX-512 CPU has; ``name`` tells sets of them apart.
-
-    ``vnni``: whether ``dot_u8i8`` is one instruction.
-    """
+    """The operations that not every AVX-512 CPU has; ``name`` tells sets of them apart."""
 
     name: str
-    vnni: bool
     dot_bf16: Callable
     store_bf16: Callable
     lookup_64: Callable
@@ -43,4 +39,4 @@ def instructions(target: Target) -> Instructions:
         found |= {name: getattr(module, name) for name in names}
     have = [extension[6:] for extension in EXTENSIONS if not target.lacks((extension,))]
     name = "avx512" + "".join(f"-{name}" for name in have)
-    return Instructions(name, "vnni" in have, **found)
+    return Instructions(name, **found)

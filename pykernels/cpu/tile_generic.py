@@ -25,9 +25,7 @@ from .jit import inlined, routine
 from .job import f32, i64
 from .rows import activation_scale, codes_at, group_sum
 from .scales import SCALES, SUPERBLOCK_K6, SUPERBLOCK_K45
-
-MAX_TOKENS = 8
-ARGUMENTS = 10
+from .tile_avx512 import ARGUMENTS
 
 _E4M3 = decode_table().numpy()
 _HALF_BIAS = np.float32(2.0**112)
