@@ -132,7 +132,7 @@ class Env:
     isa = Flag(
         _hidden_features,
         "",
-        "CPU features to hide, for tests: a list like -avx512bf16,-gfni.",
+        "CPU features to hide, for tests: a list like -avx512bf16,-avx512vnni.",
         "Write a comma list of CPU features, each with a leading '-'",
     )
     threads = Flag(

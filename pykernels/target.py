@@ -25,7 +25,7 @@ ISA_NAMES = (
     "avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16", "avx512vnni",
     "avx512vbmi", "gfni", "amx-tile", "amx-bf16", "amx-int8",
 )  # fmt: skip
-"""The features that some kernel asks for, in LLVM's names."""
+"""Features in LLVM's names: all that kernels ask for, and some that tell machines apart."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ def detect() -> Target:
     """This machine (the hardware is read once; ``PYKERNELS_ISA`` counts at every call).
 
     Raises:
-        PykernelsError: ``PYKERNELS_ISA`` hides what no kernel asks for: a misspelt name.
+        PykernelsError: ``PYKERNELS_ISA`` hides a feature that is none of ``ISA_NAMES``.
     """
     if unknown := sorted(env.isa - set(ISA_NAMES)):
         raise PykernelsError(
-            f"PYKERNELS_ISA hides {unknown[0]!r}, which no kernel asks for",
+            f"PYKERNELS_ISA hides {unknown[0]!r}, which is no feature known here",
             f"Hide some of {', '.join(ISA_NAMES)}",
         )
     cpu, isa, l1d, l2, l3 = _hardware()
