@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..quant import get_format
 from ..quant.activations import DIGITS_K, GROUPS
-from .decode import BIASES, INTEGERS, LIFTS
+from .packings import BIASES, INTEGERS, LIFTS
 from .rows import Annotation
 from .scales import SCALES
 

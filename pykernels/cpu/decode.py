@@ -26,15 +26,10 @@ weight plus a ``bias``, which costs nothing to make and one sum of the inputs to
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from ..quant import mxfp4
-from ..quant.layout import K_BLOCK
 from .instructions import Instructions
 from .intrin.avx512_bytes import (
     abs_i8,
@@ -61,134 +56,25 @@ from .intrin.avx512_words import (
     odd_words,
     shift_words,
 )
-from .intrin.prefetch import prefetch_l1
 from .jit import inlined
+from .packings import BIASES, CODE_BITS, LIFTS, PACKINGS, UNITS, Packing
 from .scales import SCALES, Scales
-
-AHEAD = 4096
-"""Bytes that the prefetch of a stream runs ahead of its loads: one page."""
-
-AHEAD_L1, AHEAD_L2 = 1024, 8192
-"""The same of a stream that is prefetched to the first and to the second level.
-
-The second level's span the latency of memory and need no buffer of the first, of which a core has
-few; the first level's then span only that of the second."""
-
-LOADS = 8
-"""Loads of a tile."""
-
-_E4M3_AT, _INT8_AT, _INT4_AT, _MXFP4_AT, _Q4_AT, _Q5_AT, _Q6_AT = 0, 256, 512, 640, 768, 896, 1024
-_INT4_WORDS, _MXFP4_WORDS, _Q4_WORDS, _Q5_WORDS = 1152, 1216, 1280, 1344
-PLANE_WORDS, _EVEN_AT, _MXFP4_CODES, _MXFP4_SIGNED = 1408, 1536, 1600, 1664
-
-
-def _decode_tables() -> torch.Tensor:
-    """uint8 [1728] at a 64-byte-aligned address: low bytes, then high bytes, of bf16(code).
-
-    E4M3 and magnitudes 0 .. 127 have 128 entries each; 4-bit codes have 16, once for each 128-bit
-    lane; 5- and 6-bit codes have 64. Tables of whole words follow: 32 entries for codes of 4 bits
-    (each twice; +0 for -0) and 5; ``128 (1 - h)`` for signed h of 6 bits (``planes``). Last a mask
-    of even bytes, and MXFP4's codes as integers.
-    """
-
-    def bytes_of(values: torch.Tensor, copies: int = 1) -> torch.Tensor:
-        return values.to(torch.bfloat16).view(torch.uint8).view(-1, 2).T.repeat(1, copies).flatten()
-
-    def words_of(values: torch.Tensor) -> torch.Tensor:
-        return values.to(torch.bfloat16).repeat(32 // min(32, len(values))).view(torch.uint8)
-
-    codes = torch.arange(128, dtype=torch.uint8)
-    int4 = torch.tensor([*range(8), *range(-8, 0)])
-    e4m3 = codes.view(torch.float8_e4m3fn)
-    parts = (
-        (e4m3, 1), (codes, 1), (int4, 4), (mxfp4.VALUES, 4),
-        (torch.arange(16), 4), (torch.arange(32), 2), (torch.arange(-32, 32), 1),
-    )  # fmt: skip
-    high_plane = 128 - 128 * torch.tensor([*range(32), *range(-32, 0)])
-    words = int4, mxfp4.VALUES + 0, torch.arange(16), torch.arange(32), high_plane
-    even = torch.tensor([255, 0], dtype=torch.uint8).repeat(32)
-    signed = (mxfp4.VALUES / UNITS["mxfp4"]).to(torch.int8).repeat(4)
-    integers = (signed + BIASES["mxfp4"]).view(torch.uint8)
-    tables = [*(bytes_of(*part) for part in parts), *map(words_of, words), even, integers]
-    tables.append(signed.view(torch.uint8))
-    return _aligned(torch.cat(tables))
-
-
-def _aligned(tables: torch.Tensor) -> torch.Tensor:
-    raw = torch.empty(len(tables) + 64, dtype=torch.uint8)
-    skip = -raw.data_ptr() % 64
-    aligned = raw[skip : skip + len(tables)]
-    aligned.copy_(tables)
-    return aligned
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How a format lies in a tile of 16 outputs, as numbers.
-
-    Attributes:
-        k_step: inputs of a tile: 32 in pairs, 64 in fours.
-        tile_bytes: of a packed tile.
-        parts: lots of 4 inputs that share a load; a tile has 8 loads.
-    """
-
-    k_step: int
-    tile_bytes: int
-    parts: int
-
-    @property
-    def fours(self) -> bool:
-        return self.k_step == 64
-
-    @property
-    def asked(self) -> int:
-        """Loads whose share of the tile is whole cache lines: 1, but for masks beside codes."""
-        return LOADS // math.gcd(LOADS, self.tile_bytes // 64)
-
-
-_PAIRS16, _PAIRS8 = Packing(32, 1024, 1), Packing(32, 512, 1)
-_FOURS8, _FOURS4 = Packing(64, 1024, 2), Packing(64, 512, 2)
-_FOURS5, _FOURS6 = Packing(64, 640, 2), Packing(64, 768, 2)
-
-PACKINGS = {
-    "bf16": _PAIRS16,
-    "fp8": _PAIRS8,
-    "fp8-channel": _PAIRS8,
-    "int8": _FOURS8,
-    "int4": _FOURS4,
-    "int4-g128": _FOURS4,
-    "mxfp4": _FOURS4,
-    "q4_k": _FOURS4,
-    "q5_k": _FOURS5,
-    "q6_k": _FOURS6,
-    "q8_0": _FOURS8,
-}
-"""By format name."""
-
-BIASES = {"int8": 128, "int4": 8, "int4-g128": 8, "mxfp4": 12, "q6_k": 32, "q8_0": 128}
-"""By format name, see ``Reader.codes``; 0 for the others."""
-
-UNITS = {"mxfp4": 0.5}
-"""By format name, see ``Reader.codes``; 1 for the others."""
-
-CODE_BITS = {"int4": 4, "int4-g128": 4, "q4_k": 4, "q5_k": 5, "q6_k": 6}
-"""Formats of integer codes narrow enough to be lifted."""
-
-INTEGERS = frozenset(BIASES) | frozenset(CODE_BITS)
-"""Formats whose weights are integers of 8 bits, in their unit."""
-
-LIFTS = {fmt: (1 << bits) + BIASES.get(fmt, 0) for fmt, bits in CODE_BITS.items()}
-"""By format name, see ``Reader.lifted``."""
-
-
-TABLES = _decode_tables()
-"""Passed to the readers by address, so that compiled kernels hold no pointer of this process."""
-
-
-def packed_bytes(fmt: str) -> int:
-    """Packed bytes of 32 outputs by 128 inputs, without their scales."""
-    packing = PACKINGS[fmt]
-    return 2 * K_BLOCK // packing.k_step * packing.tile_bytes
+from .tables import (
+    E4M3_AT,
+    EVEN_AT,
+    INT4_AT,
+    INT4_WORDS,
+    INT8_AT,
+    MXFP4_AT,
+    MXFP4_CODES,
+    MXFP4_SIGNED,
+    MXFP4_WORDS,
+    Q4_AT,
+    Q4_WORDS,
+    Q5_AT,
+    Q5_WORDS,
+    Q6_AT,
+)
 
 
 @dataclass(frozen=True)
@@ -226,21 +112,6 @@ class Reader:
     signed_unit: float = 1.0
 
 
-@functools.cache
-def make_ask(packing: Packing, prefetch: Callable = prefetch_l1) -> Callable:
-    """``ask(tile, load)`` prefetches the lines of ``packing.asked`` loads, the first a multiple of
-    them, in the order of their bytes: hardware prefetchers follow one stream."""
-    EACH = packing.tile_bytes // LOADS
-    LINES = packing.asked * EACH // 64
-
-    @inlined
-    def ask(tile, load):
-        for line in range(LINES):
-            prefetch(tile + EACH * load + 64 * line)
-
-    return ask
-
-
 @functools.cache  # the tiles of a format compile its parts once
 def make_reader(fmt: str, ops: Instructions) -> Reader:
     """The reader of a format, by the instructions of ``ops``."""
@@ -273,7 +144,7 @@ def _signed(fmt: str, codes: Callable | None, bias: int) -> Callable | None:
 
         @inlined
         def found(tile, load, part, tables):
-            return lookup_16(load_u8(tables + _MXFP4_SIGNED), _nibbles(tile, load, part))
+            return lookup_16(load_u8(tables + MXFP4_SIGNED), _nibbles(tile, load, part))
 
         return found
 
@@ -333,7 +204,7 @@ def _fp8(ops: Instructions):
     def rows(tile, load, part, tables):
         at = tile + 64 * load
         codes = load_u8(at)
-        table = tables + _E4M3_AT
+        table = tables + E4M3_AT
         low = lookup(load_u8(table), load_u8(table + 64), codes)
         high = lookup(load_u8(table + 128), load_u8(table + 192), codes)
         high = or_masked(high, codes, broadcast_u8(0x80))
@@ -354,7 +225,7 @@ def _int8(ops: Instructions):
     def rows(tile, load, part, tables):
         values = fours(tile, load, part)
         magnitude = abs_i8(values)
-        table = tables + _INT8_AT
+        table = tables + INT8_AT
         low = lookup(load_u8(table), load_u8(table + 64), magnitude)
         high = lookup(load_u8(table + 128), load_u8(table + 192), magnitude)
         # The sign of zero does not matter, and a negative byte has bit 7 set.
@@ -365,14 +236,14 @@ def _int8(ops: Instructions):
     def halves(tile, load, part, tables):
         values = fours(tile, load, part)
         magnitude = abs_i8(values)
-        table, less = tables + _INT8_AT, sub_i8(magnitude, broadcast_u8(64))
+        table, less = tables + INT8_AT, sub_i8(magnitude, broadcast_u8(64))
         # From 64 on the bytes are 0x42 and the magnitude shifted to the left by one.
         low, high = lookup_half(load_u8(table), magnitude), load_u8(table + 128)
         high = lookup_half(high, magnitude)
         low = where_negative(less, low, add_u8(magnitude, magnitude))
         high = where_negative(less, high, broadcast_u8(0x42))
         high = or_masked(high, values, broadcast_u8(0x80))
-        even = load_u8(tables + _EVEN_AT)
+        even = load_u8(tables + EVEN_AT)
         return even_words(low, high, even), odd_words(low, high, even)
 
     @inlined
@@ -448,11 +319,11 @@ def _bit_planes(planes: int, table_at: int):
         def halves(tile, load, part, tables):
             found = codes(tile, load, part, tables)
             if planes == 1:
-                table = load_u8(tables + _Q5_WORDS)
+                table = load_u8(tables + Q5_WORDS)
                 return lookup_32_words(table, found), lookup_32_words(table, shift_words(found, 8))
             table = tables + table_at
             low, high = lookup(load_u8(table), found), lookup(load_u8(table + 64), found)
-            even = load_u8(tables + _EVEN_AT)
+            even = load_u8(tables + EVEN_AT)
             return even_words(low, high, even), odd_words(low, high, even)
 
         return rows, halves, codes
@@ -460,7 +331,7 @@ def _bit_planes(planes: int, table_at: int):
     return make
 
 
-_INT4 = _four_bits(_INT4_AT, _INT4_WORDS, flip=8)
+_INT4 = _four_bits(INT4_AT, INT4_WORDS, flip=8)
 
 _READERS: dict[str, Callable] = {
     "bf16": _bf16,
@@ -469,9 +340,9 @@ _READERS: dict[str, Callable] = {
     "int8": _int8,
     "int4": _INT4,
     "int4-g128": _INT4,
-    "mxfp4": _four_bits(_MXFP4_AT, _MXFP4_WORDS, codes_at=_MXFP4_CODES),
-    "q4_k": _four_bits(_Q4_AT, _Q4_WORDS),
-    "q5_k": _bit_planes(1, _Q5_AT),
-    "q6_k": _bit_planes(2, _Q6_AT),
+    "mxfp4": _four_bits(MXFP4_AT, MXFP4_WORDS, codes_at=MXFP4_CODES),
+    "q4_k": _four_bits(Q4_AT, Q4_WORDS),
+    "q5_k": _bit_planes(1, Q5_AT),
+    "q6_k": _bit_planes(2, Q6_AT),
     "q8_0": _int8,
 }

@@ -15,11 +15,12 @@ from . import gemm_amx, gemm_avx512, tile_amx, tile_avx512, tile_generic
 from .activations import annotation
 from .amx_state import request_permission
 from .annotate import make_annotate
-from .decode import PACKINGS, TABLES
 from .instructions import Instructions, instructions
 from .intrin import amx
+from .packings import PACKINGS
 from .rows import Annotation
 from .stages import Stages, make_stages
+from .tables import TABLES
 
 PORTABLE = {"generic": tile_generic}
 """Backends that are plain Numba: their tiles."""

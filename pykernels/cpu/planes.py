@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .decode import LOADS, PLANE_WORDS, Reader, make_ask
+from .decode import Reader
 from .gemm import TILE
 from .intrin.avx512_bytes import load_u8, store_u8
 from .intrin.avx512_words import (
@@ -33,7 +33,9 @@ from .intrin.avx512_words import (
     upper_bytes,
 )
 from .jit import inlined
+from .packings import LOADS, make_ask
 from .slabs import NEAR
+from .tables import PLANE_WORDS
 
 
 def make_decode_planes(reader: Reader, INT8: bool) -> Callable:

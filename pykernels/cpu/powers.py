@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .decode import LOADS, Reader, make_ask
+from .decode import Reader
 from .gemm import TILE
 from .intrin.avx512_bytes import store_u8
 from .intrin.avx512_words import add_where_nonzero
 from .jit import inlined
+from .packings import LOADS, make_ask
 from .slabs import NEAR
 
 

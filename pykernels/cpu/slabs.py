@@ -13,12 +13,13 @@ from typing import Any
 
 from numba import carray, types
 
-from .decode import LOADS, Reader, make_ask
+from .decode import Reader
 from .gemm import MAX_TOKENS, TILE
 from .intrin.avx512_bytes import broadcast_u8, store_u8, sub_i8
 from .intrin.sync import as_pointer
 from .jit import inlined
 from .job import i64
+from .packings import LOADS, make_ask
 from .rows import scale_at, sum_at
 
 NEAR = 512

@@ -13,13 +13,14 @@ from __future__ import annotations
 from typing import Any
 
 from ..quant.layout import K_BLOCK
-from .decode import AHEAD, AHEAD_L1, AHEAD_L2, LOADS, make_ask, make_reader, packed_bytes
+from .decode import make_reader
 from .instructions import Instructions
 from .intrin.avx512 import add_f32, broadcast_f32, fma_f32, fnma_f32, load_f32, store_f32, zero_f32
 from .intrin.prefetch import in_order, prefetch_l2
 from .intrin.registers import f32x16_array
 from .jit import inlined, kernel, routine
 from .job import i64
+from .packings import AHEAD, AHEAD_L1, AHEAD_L2, LOADS, make_ask, packed_bytes
 from .products import make_products
 from .silu import silu_mul_f32
 

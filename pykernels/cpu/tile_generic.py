@@ -17,12 +17,12 @@ from ..quant import mxfp4
 from ..quant.fp8 import decode_table
 from ..quant.layout import K_BLOCK, K_STEP
 from .activations import annotation
-from .decode import packed_bytes
 from .intrin.registers import stack_alloc
 from .intrin.scalar import bf16_as_f32, bits_from_f32, f32_from_bits
 from .intrin.sync import as_pointer
 from .jit import inlined, routine
 from .job import f32, i64
+from .packings import packed_bytes
 from .rows import activation_scale, codes_at, group_sum
 from .scales import SCALES, SUPERBLOCK_K6, SUPERBLOCK_K45
 from .tile_avx512 import ARGUMENTS

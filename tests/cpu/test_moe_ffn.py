@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from pykernels import cpu, ref
-from pykernels.cpu.decode import INTEGERS
 from pykernels.cpu.moe import NEVER
+from pykernels.cpu.packings import INTEGERS
 from pykernels.cpu.plan import MoEPlan
 from pykernels.errors import PykernelsError
 from pykernels.quant import FORMATS, PackedExperts, get_format

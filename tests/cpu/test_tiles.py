@@ -12,12 +12,12 @@ from numba import types
 from pykernels.cpu import passes_avx512, tile_amx, tile_avx512, tile_generic
 from pykernels.cpu.activations import annotation
 from pykernels.cpu.annotate import make_annotate
-from pykernels.cpu.decode import TABLES
 from pykernels.cpu.instructions import instructions
 from pykernels.cpu.intrin import amx_model
 from pykernels.cpu.intrin.sync import call_routine
 from pykernels.cpu.jit import kernel
 from pykernels.cpu.rows import DIGITS, codes_at, digits_at, row_bytes, scale_at, sum_at
+from pykernels.cpu.tables import TABLES
 from pykernels.env import env
 from pykernels.quant import FORMATS, Format, Weight, get_format
 from pykernels.quant.activations import digits, quantize, sums
