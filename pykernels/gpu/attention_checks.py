@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -121,12 +119,3 @@ def check_scores(scale: float, window: int | None, softcap: float | None) -> Non
         raise PykernelsError(f"a softcap of {softcap}", "It must be above 0")
     if not 0 < scale < math.inf:
         raise PykernelsError(f"a scale of {scale}", "It must be above 0 and finite")
-
-
-def reason(check: Callable[..., object], *tensors: torch.Tensor, **options: Any) -> str | None:
-    """What ``check`` has against these arguments; None if nothing."""
-    try:
-        check(*tensors, **options)
-    except PykernelsError as error:
-        return error.cause
-    return None

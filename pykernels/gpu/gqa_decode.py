@@ -20,7 +20,6 @@ from .attention_checks import (
     check_scales,
     check_scores,
     newest_tokens,
-    reason,
 )
 from .attention_combine import Partials
 from .attention_parts import (
@@ -39,7 +38,7 @@ from .attention_parts import (
     softmax_step,
 )
 from .attention_plan import DecodePlan, gqa_decode_plan, in_lanes_takes, in_ring_takes, sms
-from .launch import arch, check_device, interpreted
+from .launch import arch, check_device, interpreted, why_not
 
 
 @triton.jit
@@ -160,7 +159,7 @@ def _check(
 
 def supports(*tensors: torch.Tensor, **options: Any) -> str | None:
     """None if ``gqa_decode`` takes these (all but max_length, out, plan), or the reason why not."""
-    return reason(_check, *tensors, **options)
+    return why_not(_check, *tensors, **options)
 
 
 def gqa_decode(

@@ -5,10 +5,15 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from ..errors import PykernelsError
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+"""What kernels that are no matrix products read and write."""
 
 
 @functools.cache
@@ -57,3 +62,12 @@ def check_device(*tensors: torch.Tensor) -> torch.device:
     if reason := supports(device):
         raise PykernelsError(f"no GPU kernel runs here: {reason}", "Use the CPU's kernels")
     return device
+
+
+def why_not(check: Callable[..., object], *arguments: Any, **options: Any) -> str | None:
+    """What ``check`` has against these arguments; None if nothing."""
+    try:
+        check(*arguments, **options)
+    except PykernelsError as error:
+        return error.cause
+    return None

@@ -20,7 +20,6 @@ from .attention_checks import (
     check_scales,
     check_scores,
     newest_tokens,
-    reason,
 )
 from .attention_combine import Partials
 from .attention_parts import (
@@ -38,7 +37,7 @@ from .attention_parts import (
     softmax_step,
 )
 from .attention_plan import DecodePlan, by_hand_takes, mla_decode_plan, sms
-from .launch import arch, check_device, interpreted
+from .launch import arch, check_device, interpreted, why_not
 from .mla_parts import TileParts
 
 
@@ -188,7 +187,7 @@ def _check(
 
 def supports(*tensors: torch.Tensor, **options: Any) -> str | None:
     """None if ``mla_decode`` takes these (all but max_length, out, plan), or the reason why not."""
-    return reason(_check, *tensors, **options)
+    return why_not(_check, *tensors, **options)
 
 
 def mla_decode(

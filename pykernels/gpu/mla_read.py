@@ -9,8 +9,7 @@ import triton.language as tl
 from ..errors import PykernelsError
 from .arith import to_bf16
 from .decode import e4m3_to_float
-from .launch import check_device, unsupported
-from .norm import FLOATS
+from .launch import FLOATS, check_device, unsupported
 
 _ROWS = 16  # tokens a program: 16 KiB of latents
 
