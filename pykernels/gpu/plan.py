@@ -31,11 +31,21 @@ PATHS = ("bf16", "fp8", "decoded")
 """bf16 and fp8: both operands as they are; decoded: weights become bf16 in registers."""
 
 
-def _powers_of_two(plan: object, *names: str) -> None:
+def powers_of_two(plan: object, *names: str) -> None:
+    """Raises PykernelsError unless these fields of a plan are."""
     for name in names:
         value = getattr(plan, name)
         if value < 1 or value & (value - 1):
             raise PykernelsError(f"a plan has {name}={value}", "Tiles and warps are powers of two")
+
+
+def at_least(least: int, plan: object, *names: str) -> None:
+    """Raises PykernelsError for a field of a plan below ``least``."""
+    for name in names:
+        if getattr(plan, name) < least:
+            raise PykernelsError(
+                f"a plan has {name}={getattr(plan, name)}", f"Use whole numbers from {least}"
+            )
 
 
 def _in(plan: object, name: str, allowed: Collection[int]) -> None:
@@ -79,11 +89,8 @@ class GemmPlan:
     unpack: bool = False
 
     def __post_init__(self) -> None:
-        _powers_of_two(self, "block_m", "block_n", "block_k", "warps")
-        if min(self.group_m, self.split_k, self.stages) < 1:
-            raise PykernelsError(
-                "a plan has group_m, split_k or stages below 1", "Use whole numbers from 1"
-            )
+        powers_of_two(self, "block_m", "block_n", "block_k", "warps")
+        at_least(1, self, "group_m", "split_k", "stages")
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,7 @@ class GemvPlan:
     stages: int = 3
 
     def __post_init__(self) -> None:
-        _powers_of_two(self, "block_n", "words", "warps")
+        powers_of_two(self, "block_n", "words", "warps")
         _in(self, "stages", range(1, 17))
 
 
@@ -128,7 +135,7 @@ class OneRowPlan:
     chains: int = 1
 
     def __post_init__(self) -> None:
-        _powers_of_two(self, "rows", "warps")
+        powers_of_two(self, "rows", "warps")
         _in(self, "rows", range(16, 257))
         _in(self, "ahead", range(1, 9))
         _in(self, "programs", range(1 << 16))
@@ -153,7 +160,7 @@ class FewPlan:
     ahead: int = 1
 
     def __post_init__(self) -> None:
-        _powers_of_two(self, "rows", "warps", "chunks")
+        powers_of_two(self, "rows", "warps", "chunks")
         _in(self, "rows", range(16, 257))
         _in(self, "ahead", range(1, 3))
 
@@ -179,7 +186,7 @@ class ExpertsPlan:
     ahead: int = 1
 
     def __post_init__(self) -> None:
-        _powers_of_two(self, "rows", "warps", "tokens", "chunks")
+        powers_of_two(self, "rows", "warps", "tokens", "chunks")
         _in(self, "rows", range(16, 129))
         _in(self, "tokens", range(2, 33))
         _in(self, "ahead", range(1, 3))
@@ -202,7 +209,7 @@ class ManyPlan:
     split_k: int = 1
 
     def __post_init__(self) -> None:
-        _powers_of_two(self, "cols")
+        powers_of_two(self, "cols")
         _in(self, "cols", range(8, 257))
         _in(self, "warps", (4, 8))
         _in(self, "stages", range(2, 17))  # the first copies are begun before the loop

@@ -11,6 +11,7 @@ import pytest
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from pykernels.gpu.attention_plan import DecodePlan, PrefillPlan
+from pykernels.gpu.gate import GatePlan
 from pykernels.gpu.plan import (
     OPS,
     PATHS,
@@ -125,10 +126,20 @@ def test_k_is_split_until_every_processor_has_work() -> None:
 @pytest.mark.parametrize(
     "make",
     [
+        lambda: DecodePlan(48, 64, 4, 1),
+        lambda: DecodePlan(8, 64, 4, 1),
+        lambda: DecodePlan(16, 64, 0, 1),
+        lambda: DecodePlan(16, 64, 4, 0),
+        lambda: DecodePlan(16, 64, 4, 1, per_sm=-1),
         lambda: DecodePlan(64, 128, 8, 1, by_hand=True),
         lambda: DecodePlan(128, 64, 8, 1, by_hand=True),
         lambda: DecodePlan(32, 128, 4, 1, in_lanes=True),
         lambda: DecodePlan(8, 256, 4, 1, in_lanes=True),
+        lambda: PrefillPlan(96, 64, 8, 1),
+        lambda: PrefillPlan(64, 8, 4, 1),
+        lambda: PrefillPlan(64, 64, 4, 0),
+        lambda: GatePlan(16, 48, 64, 1, 4, 3),
+        lambda: GatePlan(16, 16, 64, 0, 4, 3),
         lambda: PrefillPlan(64, 64, 8, 1, by_hand=True),
         lambda: PrefillPlan(128, 32, 8, 1, by_hand=True),
         lambda: OneRowPlan(48, 4),
