@@ -326,6 +326,8 @@ def test_what_cannot_be_is_one_line(
         ("attention", {"head": 1}, "attention has no flag 'head'. Use kind, batch, context"),
         ("linear", {"tokens": "many"}, "tokens=many is no count"),
         ("router", {"tokens": -1}, "tokens=-1 is no count"),
+        ("linear", {"inputs": 0}, "inputs=0 is no count"),
+        ("attention", {"window": 0, "batch": 0}, "batch=0 is no count"),
         ("attention", {"format": 8}, "format=8 is no name"),
         ("around", {"rows": 1}, "around has no flag 'rows'. Use what, tokens, hidden"),
     ],
