@@ -44,8 +44,8 @@ def one_case(op: str, flags: dict[str, int | str], device: torch.device, seconds
 def check_flags(op: str, flags: dict[str, int | str]) -> None:
     """Raises PykernelsError for a flag that the op's one case has not, or a value of another type.
 
-    The flags are the fields of its ``Size`` or the arguments of its ``case``. A count may be 0 where
-    that is the default.
+    The flags are the fields of its ``Size`` or the arguments of its ``case``. A count may be 0
+    where that is the default.
     """
     module = module_of(op)
     if hasattr(module, "Size"):

@@ -22,6 +22,18 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+@functools.cache
+def _driverless() -> str | None:
+    """Why Triton cannot launch here, or None: it compiles its driver, in C, when first used."""
+    from triton.runtime import driver
+
+    try:
+        _ = driver.active
+    except Exception as error:  # whatever it is, each launch would fail with it
+        return f"Triton cannot launch: {' '.join(str(error).split())}"
+    return None
+
+
 def supports(device: torch.device) -> str | None:
     """None if Triton kernels run on tensors of this device, or the reason why not."""
     if importlib.util.find_spec("triton") is None:
@@ -33,7 +45,7 @@ def supports(device: torch.device) -> str | None:
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < (8, 0):
         return f"compute capability {major}.{minor} is below 8.0 (Ampere)"
-    return None
+    return _driverless()
 
 
 def arch(device: torch.device) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
 
 from pykernels.errors import PykernelsError
 from pykernels.gpu import (
@@ -143,6 +144,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 @pytest.mark.parametrize(("capability", "reason"), GPUS, ids=[str(row[0]) for row in GPUS])
 def test_gpus(capability, reason: str | None, compiled: pytest.MonkeyPatch) -> None:
     compiled.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    compiled.setattr(launch, "_driverless", lambda: None)
     found = launch.supports(torch.device("cuda:0"))
     assert found is None if reason is None else reason in str(found)
 
@@ -150,6 +152,24 @@ def test_gpus(capability, reason: str | None, compiled: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(("op", "good", "bad", "word"), ROWS, ids=IDS)
 def test_a_cpu_is_no_gpu(op: str, good, bad, word: str, compiled: pytest.MonkeyPatch) -> None:
     assert "CUDA GPU, not on cpu" in good(torch.device("cpu"))
+
+
+def test_without_a_c_compiler(compiled: pytest.MonkeyPatch) -> None:
+    """Triton's own words, on one line, in place of its traceback at the first launch."""
+
+    class Driver:
+        @property
+        def active(self) -> object:
+            raise RuntimeError("Failed to find C compiler.\nPlease specify one")
+
+    compiled.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    compiled.setattr(triton.runtime, "driver", Driver())
+    launch._driverless.cache_clear()
+    try:
+        why = launch.supports(torch.device("cuda:0"))
+    finally:
+        launch._driverless.cache_clear()
+    assert why == "Triton cannot launch: Failed to find C compiler. Please specify one"
 
 
 def test_without_triton(compiled: pytest.MonkeyPatch) -> None:
