@@ -65,7 +65,8 @@ def check_device(*tensors: torch.Tensor) -> torch.device:
     """The one device of the tensors.
 
     Raises:
-        PykernelsError: they lie on several, or Triton kernels do not run there.
+        PykernelsError: they lie on several, Triton kernels do not run there, or it is a GPU that is
+            not the current one, where Triton would launch.
     """
     device = tensors[0].device
     if any(tensor.device != device for tensor in tensors):
@@ -73,6 +74,11 @@ def check_device(*tensors: torch.Tensor) -> torch.device:
         raise PykernelsError(f"the inputs lie on {found}", "Move them to one GPU")
     if reason := supports(device):
         raise PykernelsError(f"no GPU kernel runs here: {reason}", "Use the CPU's kernels")
+    if device.type == "cuda" and device.index != (current := torch.cuda.current_device()):
+        raise PykernelsError(
+            f"the inputs lie on {device}, and Triton launches on the current GPU, cuda:{current}",
+            f"Call it within torch.cuda.device({device.index})",
+        )
     return device
 
 

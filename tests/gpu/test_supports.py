@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -175,6 +176,16 @@ def test_without_a_c_compiler(compiled: pytest.MonkeyPatch) -> None:
 def test_without_triton(compiled: pytest.MonkeyPatch) -> None:
     compiled.setattr(importlib.util, "find_spec", lambda name: None)
     assert "Triton is not installed" in str(launch.supports(torch.device("cuda:0")))
+
+
+def test_tensors_of_another_gpu_are_refused(compiled: pytest.MonkeyPatch) -> None:
+    """Triton would launch on the current one, with addresses that are not of its memory."""
+    compiled.setattr(launch, "supports", lambda device: None)
+    compiled.setattr(torch.cuda, "current_device", lambda: 0)
+    here, there = (SimpleNamespace(device=torch.device("cuda", i)) for i in (0, 1))
+    assert launch.check_device(here, here) == torch.device("cuda:0")
+    with pytest.raises(PykernelsError, match=r"current GPU, cuda:0.*torch.cuda.device\(1\)"):
+        launch.check_device(there, there)
 
 
 def test_a_launcher_says_where_it_runs(compiled: pytest.MonkeyPatch) -> None:
