@@ -45,6 +45,21 @@ class Experts:
     down: Matrices
     slots: torch.Tensor | None = None
 
+    def __post_init__(self) -> None:
+        both, down, slots = self.gate_up, self.down, self.slots
+        if len(both) != 2 * len(down) or (both.N, both.K) != (down.K, down.N):
+            raise PykernelsError(
+                f"{len(both)} matrices [{both.N}, {both.K}] of gate and up beside {len(down)}"
+                f" [{down.N}, {down.K}] of down",
+                "Give two [I, H] and one [H, I] for each slot",
+            )
+        if slots is not None and (
+            slots.dtype != torch.int32 or slots.ndim != 1 or not slots.is_contiguous()
+        ):
+            raise PykernelsError(
+                f"the slot table is {slots.dtype} {tuple(slots.shape)}", "Give contiguous int32 [E]"
+            )
+
     @property
     def E(self) -> int:
         return len(self.down) if self.slots is None else self.slots.shape[0]
@@ -259,12 +274,6 @@ def _check(
     """Raises PykernelsError unless a kernel multiplies these; a scale comes with E4M3 inputs."""
     table = experts.slots
     check_device(x, stack.data, order.slots, *(() if table is None else (table,)))
-    if table is not None and (
-        table.dtype != torch.int32 or table.ndim != 1 or not table.is_contiguous()
-    ):
-        raise PykernelsError(
-            f"the slot table is {table.dtype} {tuple(table.shape)}", "Give contiguous int32 [E]"
-        )
     dtype = torch.bfloat16 if scale is None else torch.float8_e4m3fn
     if x.dtype != dtype or x.ndim != 2 or x.shape[1] != stack.K or not x.is_contiguous():
         raise PykernelsError(

@@ -218,9 +218,10 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
         ),
         "down, narrow": lambda: moe.down(h, experts, order, out=_zeros(d, 6, 63)),
         "moe_ffn, few rows": lambda: moe.moe_ffn(x, ids, weights, experts, out=_zeros(d, 2, 64)),
-        "moe_ffn, a table with gaps": lambda: moe.moe_ffn(
-            x, ids, weights, experts.with_slots(gapped)
-        ),
+        "a slot table with gaps": lambda: experts.with_slots(gapped),
+        "a slot table of no expert": lambda: experts.with_slots(gapped[0]),
+        "up without a gate": lambda: moe.Experts(fmt, experts.down, experts.down),
+        "down as wide as gate": lambda: moe.Experts(fmt, eight.gate_up, experts.down),
         "down, scales of a double": lambda: moe.down(
             y.to(FP8), eight, order, activations="fp8", h_scale=torch.ones(6, 1, device=d).double()
         ),
