@@ -12,7 +12,7 @@ import torch
 
 from ..errors import PykernelsError
 from .launch import arch
-from .plan import at_least, powers_of_two
+from .plan_types import at_least, powers_of_two
 
 MOST_SHARED = 64
 """Sequences of a batch beyond which every one has one program: they fill the GPU anyway."""

@@ -21,7 +21,7 @@ from .few_operands import layouts, left, load_inputs, load_words, right, spread
 from .few_scales import load_scales, scales_of
 from .launch import arch
 from .matrices import Matrices, fine, scale_every, scale_words
-from .plan import ExpertsPlan
+from .plan_types import ExpertsPlan
 from .register_words import MAGIC, codes, nibbles_above, sixes_above
 
 KINDS = ("int4", "int8", "fp8", "q4_k", "q6_k")

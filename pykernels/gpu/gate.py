@@ -17,7 +17,7 @@ import triton.language as tl
 from ..errors import PykernelsError
 from .arith import dot
 from .launch import arch, check_device, unsupported
-from .plan import at_least, powers_of_two
+from .plan_types import at_least, powers_of_two
 from .strides import check_out
 
 FEW_TOKENS = 8

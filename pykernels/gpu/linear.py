@@ -31,7 +31,7 @@ from .matrices import K_MULTIPLE, KINDS, Matrices
 from .one_row import KINDS as ONE_KINDS
 from .one_row import MOST_INPUTS, multiply_one_row
 from .partials import add_partials
-from .plan import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan, OneRowPlan
+from .plan_types import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan, OneRowPlan
 from .quantize import quantize_fp8
 from .strides import check_out
 

@@ -21,7 +21,7 @@ from .launch import check_device
 from .launch import supports as device_supports
 from .matrices import Matrices, empty_for_gpu, pack_for_gpu, supports_format, unpack_from_gpu
 from .permute import permute, sort_slots, unpermute
-from .plan import GemmPlan
+from .plan_types import GemmPlan
 from .quantize import GROUP, quantize_fp8
 from .strides import check_out
 

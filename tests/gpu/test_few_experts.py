@@ -11,7 +11,7 @@ from pykernels.gpu import few_experts, grouped_gemm, launch, moe
 from pykernels.gpu.experts_plan import few_plan
 from pykernels.gpu.matrices import fine, pack_for_gpu
 from pykernels.gpu.permute import sort_slots
-from pykernels.gpu.plan import ExpertsPlan
+from pykernels.gpu.plan_types import ExpertsPlan
 from pykernels.quant import Weight, get_format
 from pykernels.shapes import MoEShape
 from pykernels.testing import relative_error

@@ -12,22 +12,9 @@ from pykernels.env import env
 from pykernels.errors import PykernelsError
 from pykernels.gpu.attention_plan import DecodePlan, PrefillPlan
 from pykernels.gpu.gate import GatePlan
-from pykernels.gpu.plan import (
-    OPS,
-    PATHS,
-    ExpertsPlan,
-    FewPlan,
-    GemmPlan,
-    GemvPlan,
-    ManyPlan,
-    OneRowPlan,
-    fit_stages,
-    gemm_plan,
-    generation,
-    split_k,
-    tuned_plan,
-    write_tuned,
-)
+from pykernels.gpu.plan import OPS, PATHS, fit_stages, gemm_plan, generation, split_k
+from pykernels.gpu.plan_file import tuned_plan, write_tuned
+from pykernels.gpu.plan_types import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan, OneRowPlan
 
 ARCHS = ((0, 0), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 
