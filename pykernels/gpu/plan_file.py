@@ -79,6 +79,7 @@ def write_tuned(
     Raises:
         PykernelsError: the file cannot be written, or the one that is there cannot be read.
     """
+    _file_lines.cache_clear()  # another process may have written since
     key = {"device": device, "op": op, "path": path, "rows": rows, "N": N, "K": K}
     kept = [line for line in _file_lines(str(_file())) if any(line[k] != key[k] for k in key)]
     file = _file()

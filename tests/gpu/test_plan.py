@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -56,6 +57,15 @@ def test_a_tuned_plan_of_this_gpu_and_shape_comes_first() -> None:
     shipped = gemm_plan("down", "bf16", (9, 0), 100, 7168, 2048)
     assert found(20) == gemm_plan("down", "bf16", (9, 0), 20, 7168, 2048)
     assert found(100, N=4096) == found(100, device="another") == shipped
+
+
+def test_lines_of_another_process_are_kept() -> None:
+    file = write_tuned("a gpu", "down", "bf16", 100, 7168, 2048, GemmPlan(16, 16, 16))
+    assert tuned_plan("down", "bf16", "a gpu", 100, 7168, 2048)  # read, and remembered
+    theirs = json.loads(file.read_text())[0] | {"device": "another"}
+    file.write_text(json.dumps([theirs]))
+    write_tuned("a gpu", "down", "bf16", 300, 7168, 2048, GemmPlan(32, 32, 32))
+    assert tuned_plan("down", "bf16", "another", 100, 7168, 2048) == theirs["plan"]
 
 
 def test_plans_by_hand_are_for_those_who_can() -> None:
