@@ -92,25 +92,6 @@ def check_scales(
         )
 
 
-def check_out(
-    out: torch.Tensor | None, shape: tuple[int, ...], device: torch.device
-) -> torch.Tensor:
-    """The result's buffer: the given one, or a new one of bf16."""
-    if out is None:
-        return torch.empty(shape, dtype=torch.bfloat16, device=device)
-    if (
-        tuple(out.shape) != tuple(shape)
-        or out.dtype != torch.bfloat16
-        or not out.is_contiguous()
-        or out.device != device
-    ):
-        raise PykernelsError(
-            f"out is {out.dtype} {list(out.shape)} on {out.device}",
-            f"Make it contiguous bfloat16 {list(shape)} on {device}",
-        )
-    return out
-
-
 def check_scores(scale: float, window: int | None, softcap: float | None) -> None:
     """Options of the scores that no kernel could make sense of."""
     if window is not None and window < 1:

@@ -13,7 +13,7 @@ import triton.language as tl
 from ..errors import PykernelsError
 from ..shapes import SortedSlots
 from .launch import FLOATS, check_device, unsupported
-from .strides import check_out
+from .strides import as_bytes, check_out
 
 MAX_COMPARED = 4096
 """Up to so many slots, each is compared with all others: 1 us more a thousand, or two launches."""
@@ -212,11 +212,6 @@ def _row_grid(T: int, H: int) -> tuple[tuple[int, int], int]:
     """Grid over tokens and chunks of their rows, and the chunk."""
     block = min(2048, triton.next_power_of_2(H))
     return (T, triton.cdiv(H, block)), block
-
-
-def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """FP8 as uint8, to be copied: not every GPU's Triton knows the type."""
-    return x.view(torch.uint8) if x.itemsize == 1 else x
 
 
 def permute(x: torch.Tensor, order: SortedSlots, out: torch.Tensor | None = None) -> torch.Tensor:

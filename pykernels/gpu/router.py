@@ -14,8 +14,8 @@ from ..errors import PykernelsError
 from ..shapes import RouterSpec, Routing, SortedSlots
 from .choose import choose
 from .launch import check_device, unsupported, why_not
-from .permute import as_bytes, check_order, empty_order, permute, sort_slots
-from .strides import check_out
+from .permute import check_order, empty_order, permute, sort_slots
+from .strides import as_bytes, check_out
 
 MAX_EXPERTS = 4096
 _ROW = 1024  # of the token's row, a program

@@ -1,4 +1,4 @@
-"""Tensors as rows: leading dimensions as one, at one distance, without a copy."""
+"""Tensors as kernels take them: rows at one distance, FP8 as bytes, buffers that fit."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ def rows_of(x: torch.Tensor, name: str) -> tuple[int, int]:
         stride = step if span is None else stride
         count, span = count * size, step * size
     return (count, stride) if x.numel() else (0, 0)
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """FP8 as uint8: not every GPU's Triton knows the type."""
+    return x.view(torch.uint8) if x.itemsize == 1 else x
 
 
 def check_out(
