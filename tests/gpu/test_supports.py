@@ -269,6 +269,13 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
         "rope, a matrix of frequencies": lambda: rope.rope(
             _zeros(d, 3, 1, 8), None, ids[:, 0].contiguous(), _zeros(d, 2, 2, dtype=FLOAT)
         ),
+        "mla_read, one length": lambda: mla_read.mla_read(
+            *(_zeros(d, 2, 4, n) for n in (8, 2)),
+            order.positions,
+            order.starts[0],
+            order.starts[0],
+            4,
+        ),
         "mla_write, rows for pages": lambda: kv_write.mla_write(
             x, x, ids[:, 0].contiguous(), _zeros(d, 4, 64), _zeros(d, 4, 64)
         ),
