@@ -132,6 +132,25 @@ class SortedSlots:
     starts: torch.Tensor
     positions: torch.Tensor
 
+    def __post_init__(self) -> None:
+        parts = (
+            ("slots", self.slots, 1),
+            ("starts", self.starts, 1),
+            ("positions", self.positions, 2),
+        )
+        for name, x, ndim in parts:
+            if x.ndim != ndim or x.dtype != torch.int32 or not x.is_contiguous():
+                raise PykernelsError(
+                    f"an order's {name} are {x.dtype} {tuple(x.shape)}",
+                    f"make them contiguous int32 of {ndim} dimension{'s' * (ndim > 1)}",
+                )
+        if self.slots.numel() != self.positions.numel() or not self.starts.numel():
+            raise PykernelsError(
+                f"an order of {self.slots.numel()} slots, {tuple(self.positions.shape)} positions"
+                f" and {self.starts.numel()} starts",
+                "there is a position for each slot, and one start more than experts",
+            )
+
     @property
     def topk(self) -> int:
         return self.positions.shape[1]
@@ -139,7 +158,7 @@ class SortedSlots:
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Where the tokens of a batch lie that are attended together; all tensors int32 [B].
+    """Where the tokens of a batch lie that are attended together; all contiguous int32 [B].
 
     Sequence ``b`` has the queries ``q_starts[b] .. + q_lengths[b]`` and the keys
     ``k_starts[b] .. + k_lengths[b]`` of the rows given beside it, or, with a page table, its first
@@ -164,10 +183,15 @@ class Ragged:
                 "keys have a start each or a page table, one of the two",
                 "Give k_starts or page_table",
             )
-        B = self.q_starts.shape[0]
+        B = self.q_starts.numel()
         vectors = (self.q_starts, self.q_lengths, self.k_lengths, self.k_starts)
-        if any(x is not None and (x.shape != (B,) or x.dtype != torch.int32) for x in vectors):
-            raise PykernelsError("starts and lengths do not match", f"all must be int32 [{B}]")
+        if any(
+            x is not None and (x.shape != (B,) or x.dtype != torch.int32 or not x.is_contiguous())
+            for x in vectors
+        ):
+            raise PykernelsError(
+                "starts and lengths do not match", f"all must be contiguous int32 [{B}]"
+            )
         table = self.page_table
         if table is not None and (
             table.ndim != 2 or table.shape[0] != B or table.dtype != torch.int32

@@ -20,7 +20,7 @@ from pykernels.shapes import Ragged
 
 from . import attention_flashinfer as flashinfer
 from .attention_peers import gqa_decode_peers, lazily, mla_decode_peers, prefill_peers
-from .harness import Call, Case, rotating, sets_for
+from .harness import Call, Case, built, rotating, sets_for
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 PAGE = 64
@@ -103,7 +103,7 @@ def cases(device: torch.device, quick: bool = False) -> Iterator[Case]:
     """The table's rows."""
     for i, size in enumerate(SIZES):
         if not quick or i in QUICK:
-            yield build(size, device)
+            yield built("attention", build, size, device)
 
 
 def case(device: torch.device, **flags: Any) -> Case:

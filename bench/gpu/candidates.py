@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pykernels.gpu.linear_plan import H200_PROCESSORS, Plan
 from pykernels.gpu.many_rows_hopper import KINDS as MANY_KINDS
-from pykernels.gpu.plan import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan, OneRowPlan
+from pykernels.gpu.plan_types import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan, OneRowPlan
 
 # (block_m, block_n, block_k, warps, stages)
 _BF16_MANY = (

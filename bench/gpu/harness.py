@@ -96,7 +96,7 @@ def built(op: str, make: Callable[..., Case], *arguments: Any) -> Case:
     def run() -> None:
         raise failure
 
-    sizes = " ".join(str(a) for a in arguments if isinstance(a, int | str))
+    sizes = " ".join(str(a) for a in arguments if not isinstance(a, torch.device))
     return Case(op, f"{make.__name__} {sizes}", {}, run, 1, 0)
 
 

@@ -9,7 +9,7 @@ import torch
 from pykernels.gpu.linear import linear
 from pykernels.gpu.matrices import Matrices
 
-from .harness import Case, rotating, sets_for
+from .harness import Case, built, rotating, sets_for
 from .weights import random_stack
 
 SHAPES = ((7168, 7168), (18432, 7168), (7168, 18432))
@@ -72,10 +72,10 @@ def cases(device: torch.device, quick: bool = False) -> Iterator[Case]:
     few = ("int4-g128", "int8-channel")
     for format in few:
         for N, K in SHAPES[1:2] if quick else SHAPES:
-            yield case(device, format, 1, K, N)
+            yield built("linear", case, device, format, 1, K, N)
     N, K = SHAPES[1]
     for format in () if quick else ("int4", "int8", "fp8", "q4_k", "q6_k"):
-        yield case(device, format, 1, K, N)
+        yield built("linear", case, device, format, 1, K, N)
     for format in few[:1] if quick else (*few, "fp8", "q4_k"):
         for M in (16, 2048) if quick else (4, 16, 64, 256, 2048):
-            yield case(device, format, M, K, N)
+            yield built("linear", case, device, format, M, K, N)

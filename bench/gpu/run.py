@@ -44,20 +44,22 @@ def one_case(op: str, flags: dict[str, int | str], device: torch.device, seconds
 def check_flags(op: str, flags: dict[str, int | str]) -> None:
     """Raises PykernelsError for a flag that the op's one case has not, or a value of another type.
 
-    The flags are the fields of its ``Size`` or the arguments of its ``case``.
+    The flags are the fields of its ``Size`` or the arguments of its ``case``. A count may be 0
+    where that is the default.
     """
     module = module_of(op)
     if hasattr(module, "Size"):
-        types = {field.name: field.type for field in fields(module.Size)}
+        known = {field.name: (field.type, field.default) for field in fields(module.Size)}
     else:
         named = list(inspect.signature(module.case).parameters.values())[1:]  # behind the device
-        types = {parameter.name: parameter.annotation for parameter in named}
+        known = {parameter.name: (parameter.annotation, parameter.default) for parameter in named}
     for name, value in flags.items():
-        if name not in types:
-            raise PykernelsError(f"{op} has no flag {name!r}", f"Use {', '.join(types)}")
-        if types[name] == "int" and (isinstance(value, str) or value < 0):
+        if name not in known:
+            raise PykernelsError(f"{op} has no flag {name!r}", f"Use {', '.join(known)}")
+        kind, default = known[name]
+        if kind == "int" and (isinstance(value, str) or value < (default != 0)):
             raise PykernelsError(f"{name}={value} is no count", f"Write {name}=1, for example")
-        if types[name] == "str" and not isinstance(value, str):
+        if kind == "str" and not isinstance(value, str):
             raise PykernelsError(f"{name}={value} is no name", f"Write {name}=bf16, for example")
 
 

@@ -1,6 +1,6 @@
 """python -m bench.gpu.tune: times candidate launch plans on this GPU and writes the best ones.
 
-They go to ``<cache folder>/gpu-plans.json``, which ``pykernels.gpu.plan`` reads first. Candidates
+They go to ``<cache folder>/gpu-plans.json``, which ``pykernels.gpu.plan_file`` reads. Candidates
 are compiled by many processes (one core each) before anything is timed: compiling is most of it.
 """
 
@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.gpu import plan as plans
 from pykernels.gpu.ahead import only_compile
 from pykernels.gpu.experts_plan import most_few
 from pykernels.gpu.linear import linear
@@ -30,7 +29,8 @@ from pykernels.gpu.linear_plan import H200_PROCESSORS, Plan, kernel_of
 from pykernels.gpu.many_rows_hopper import KINDS as MANY_KINDS
 from pykernels.gpu.matrices import empty_for_gpu, kind_of
 from pykernels.gpu.moe import Experts, down, gate_up, sort_slots
-from pykernels.gpu.plan import EXPERTS_PLANS, GemmPlan, ManyPlan
+from pykernels.gpu.plan_file import EXPERTS_PLANS, write_tuned
+from pykernels.gpu.plan_types import GemmPlan, ManyPlan
 
 from .candidates import candidates
 from .harness import reason, sets_for
@@ -199,7 +199,7 @@ def tune(wanted: list[Job], device: torch.device, save: bool = True) -> Iterator
         best = time_one(job, device, experts)
         row = {**asdict(job), "tried": len(job.candidates()), "ran": len(best)}
         if best and save:
-            plans.write_tuned(name, job.op, job.path, job.rows, job.N, job.K, best[0][1])
+            write_tuned(name, job.op, job.path, job.rows, job.N, job.K, best[0][1])
         for place, (us, plan) in enumerate(best[:4]):
             row |= {f"us_{place}": round(us, 1), f"plan_{place}": str(plan)}
         yield row

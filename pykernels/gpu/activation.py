@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 
 from ..errors import PykernelsError
-from .launch import check_device, unsupported
-from .norm import FLOATS
+from .launch import FLOATS, check_device, unsupported, why_not
 from .strides import check_out, rows_of
 
 
@@ -23,9 +22,9 @@ def _silu_mul(gate_up, out, I, stride, BLOCK: tl.constexpr):  # noqa: E741
 
 def supports(gate_up: torch.Tensor) -> str | None:
     """None if `silu_mul` takes this, or the reason why not."""
-    if gate_up.dtype not in FLOATS or gate_up.shape[-1] % 2:
+    if gate_up.dtype not in FLOATS or gate_up.ndim < 1 or gate_up.shape[-1] % 2:
         return f"gate_up is {gate_up.dtype} {tuple(gate_up.shape)}, not floats [..., 2I]"
-    return unsupported(gate_up)
+    return why_not(rows_of, gate_up, "gate_up") or unsupported(gate_up)
 
 
 def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -94,25 +92,6 @@ def check_scales(
         )
 
 
-def check_out(
-    out: torch.Tensor | None, shape: tuple[int, ...], device: torch.device
-) -> torch.Tensor:
-    """The result's buffer: the given one, or a new one of bf16."""
-    if out is None:
-        return torch.empty(shape, dtype=torch.bfloat16, device=device)
-    if (
-        tuple(out.shape) != tuple(shape)
-        or out.dtype != torch.bfloat16
-        or not out.is_contiguous()
-        or out.device != device
-    ):
-        raise PykernelsError(
-            f"out is {out.dtype} {list(out.shape)} on {out.device}",
-            f"Make it contiguous bfloat16 {list(shape)} on {device}",
-        )
-    return out
-
-
 def check_scores(scale: float, window: int | None, softcap: float | None) -> None:
     """Options of the scores that no kernel could make sense of."""
     if window is not None and window < 1:
@@ -121,12 +100,3 @@ def check_scores(scale: float, window: int | None, softcap: float | None) -> Non
         raise PykernelsError(f"a softcap of {softcap}", "It must be above 0")
     if not 0 < scale < math.inf:
         raise PykernelsError(f"a scale of {scale}", "It must be above 0 and finite")
-
-
-def reason(check: Callable[..., object], *tensors: torch.Tensor, **options: Any) -> str | None:
-    """What ``check`` has against these arguments; None if nothing."""
-    try:
-        check(*tensors, **options)
-    except PykernelsError as error:
-        return error.cause
-    return None

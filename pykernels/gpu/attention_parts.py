@@ -24,11 +24,6 @@ def cache_kind(values: torch.Tensor, capability: tuple[int, int]) -> int:
     return BITS.value if (0, 0) < capability < (8, 9) else NATIVE.value
 
 
-def as_bytes(values: torch.Tensor) -> torch.Tensor:
-    """What a kernel is given: E4M3 as plain bytes, since old GPUs' Triton has no such type."""
-    return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
-
-
 def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
     """(inner, outer): scores in base 2 are ``inner * s``, or ``outer * tanh(inner * s / 2)``.
 

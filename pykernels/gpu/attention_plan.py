@@ -12,6 +12,7 @@ import torch
 
 from ..errors import PykernelsError
 from .launch import arch
+from .plan_types import at_least, powers_of_two
 
 MOST_SHARED = 64
 """Sequences of a batch beyond which every one has one program: they fill the GPU anyway."""
@@ -25,7 +26,8 @@ class DecodePlan:
         rows: query rows (heads x tokens) of a program: 16, or 64 for Hopper's wgmma.
         keys: of one block.
         warps, stages: Triton's num_warps and num_stages (1 does not prefetch).
-        per_sm: programs that an SM holds at a time; sequences are cut to fill that many, once.
+        per_sm: programs that an SM holds at a time; sequences are cut to fill that many, once; 0:
+            none is cut.
         across: MLA with 64 rows and 8 warps only: both warpgroups share each block of scores by
             columns, instead of each computing all of it.
         by_hand: MLA's kernel for Hopper, whose warps have roles: 64 rows, 64 keys;
@@ -49,6 +51,10 @@ class DecodePlan:
     in_ring: bool = False
 
     def __post_init__(self) -> None:
+        powers_of_two(self, "rows", "keys", "warps")
+        at_least(16 if not self.in_lanes else 8, self, "rows", "keys")  # of a product's operands
+        at_least(1, self, "stages", "least")
+        at_least(0, self, "per_sm")
         each = self.keys // self.warps
         if self.in_lanes and (self.rows not in (8, 16) or each not in (16, 32)):
             raise PykernelsError(
@@ -102,6 +108,9 @@ class PrefillPlan:
     unpack: bool = False
 
     def __post_init__(self) -> None:
+        powers_of_two(self, "rows", "keys", "warps")
+        at_least(16, self, "rows", "keys")
+        at_least(1, self, "stages")
         if self.by_hand and (self.rows != 128 or self.keys not in (64, 128)):
             raise PykernelsError(
                 f"a prefill plan by hand has {self.rows} rows and {self.keys} keys",

@@ -14,9 +14,8 @@ import triton.language as tl
 
 from ..errors import PykernelsError
 from ..shapes import Ragged
-from .attention_checks import check_out, check_rows, check_scores
+from .attention_checks import check_rows, check_scores
 from .attention_parts import (
-    as_bytes,
     cache_kind,
     page_rows,
     pages_at,
@@ -33,6 +32,7 @@ from .attention_plan import (
 )
 from .attention_unpack import unpacked
 from .launch import arch, check_device, interpreted
+from .strides import as_bytes, check_out
 
 Pair = tuple[torch.Tensor | None, torch.Tensor | None]
 
@@ -235,7 +235,7 @@ def launch(
     (q_rope, k_rope), device = rope, q.device
     (TQ, NH, D), (KVH, DV) = q.shape, v.shape[1:]
     R = 0 if q_rope is None else q_rope.shape[-1]
-    result = check_out(out, (TQ, NH, DV), device)
+    result = check_out(out, q, TQ, NH, DV, dtype=torch.bfloat16)
     blocks = triton.cdiv(batch.max_queries, chosen.rows)
     if result.numel() == 0 or blocks * batch.B == 0:
         return result

@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 
 from .arith import to_bf16
-from .attention_parts import as_bytes, cache_kind, widened
+from .attention_parts import cache_kind, widened
 from .launch import arch
+from .strides import as_bytes
 
 
 @triton.jit(do_not_specialize=["most", "table_stride"])

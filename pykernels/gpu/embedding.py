@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 
 from ..errors import PykernelsError
-from .launch import check_device, unsupported
-from .norm import FLOATS
+from .launch import FLOATS, check_device, unsupported, why_not
 from .strides import check_out, rows_of
 
 
@@ -27,9 +26,9 @@ def supports(ids: torch.Tensor, table: torch.Tensor) -> str | None:
     """None if `embed` takes these, or the reason why not."""
     if ids.dtype not in (torch.int32, torch.int64) or not ids.is_contiguous():
         return f"ids are {ids.dtype}, not contiguous int32 or int64"
-    if table.ndim != 2 or table.dtype not in FLOATS:
+    if table.ndim != 2 or table.dtype not in FLOATS or (ids.numel() and not table.shape[0]):
         return f"the table is {table.dtype} {tuple(table.shape)}, not floats [V, H]"
-    return unsupported(ids, table)
+    return why_not(rows_of, table, "table") or unsupported(ids, table)
 
 
 def embed(ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -12,7 +12,9 @@ import torch
 from .grouped_gemm import Plan, by_hand_takes, many_rows_takes, path_of
 from .launch import arch
 from .matrices import Matrices, fine
-from .plan import UNPACKED, ExpertsPlan, GemmPlan, ManyPlan, gemm_plan, tuned_plan
+from .plan import UNPACKED, gemm_plan
+from .plan_file import tuned_plan
+from .plan_types import ExpertsPlan, GemmPlan, ManyPlan
 
 
 def most_few(kind: str, group: int, many: bool) -> int:

@@ -21,7 +21,7 @@ from .few_operands import layouts, left, load_inputs, load_words, right, spread
 from .few_scales import load_scales, scales_of
 from .launch import arch
 from .matrices import Matrices, fine, scale_every, scale_words
-from .plan import ExpertsPlan
+from .plan_types import ExpertsPlan
 from .register_words import MAGIC, codes, nibbles_above, sixes_above
 
 KINDS = ("int4", "int8", "fp8", "q4_k", "q6_k")
@@ -250,20 +250,23 @@ def few_experts(
     v = gl.convert_layout(v, OUTS)
     no = n_block * OWN + gl.arange(0, OWN, layout=gl.SliceLayout(1, OUT))
     mo = first + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, OUT))
+    scaled = no < N
+    if HAS_SLOTS:  # slot 0 may hold nothing yet
+        scaled = scaled & (inputs_left > 0)
     if GATED:
         gate, up = gl.split(v)
         gate = gl.convert_layout(gate, OUT)
         up = gl.convert_layout(up, OUT)
         if GROUP == 0 and not SCALED:
             at = w_scale + (slot * 2).to(gl.int64) * N + no
-            gate *= gl.load(at, mask=no < N, other=0).to(gl.float32, bitcast=True)[:, None]
-            up *= gl.load(at + N, mask=no < N, other=0).to(gl.float32, bitcast=True)[:, None]
+            gate *= gl.load(at, mask=scaled, other=0).to(gl.float32, bitcast=True)[:, None]
+            up *= gl.load(at + N, mask=scaled, other=0).to(gl.float32, bitcast=True)[:, None]
         v = gate / (1 + gl.exp(-gate)) * up
     else:
         v = gl.convert_layout(v.reshape([OWN, TOKENS]), OUT)
         if GROUP == 0 and not SCALED:
             at = w_scale + slot.to(gl.int64) * N + no
-            v *= gl.load(at, mask=no < N, other=0).to(gl.float32, bitcast=True)[:, None]
+            v *= gl.load(at, mask=scaled, other=0).to(gl.float32, bitcast=True)[:, None]
         if HAS_BIAS:
             v += gl.load(bias + no, mask=no < N, other=0.0).to(gl.float32)[:, None]
     to = out + mo.to(gl.int64)[None, :] * N + no[:, None]

@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .few_operands import left
 from .launch import arch
 from .matrices import Matrices, scale_every, scale_words
-from .plan import FewPlan
+from .plan_types import FewPlan
 from .register_words import MAGIC, codes, powers
 
 KINDS = ("int4", "int8", "fp8")

@@ -17,6 +17,7 @@ import triton.language as tl
 from ..errors import PykernelsError
 from .arith import dot
 from .launch import arch, check_device, unsupported
+from .plan_types import at_least, powers_of_two
 from .strides import check_out
 
 FEW_TOKENS = 8
@@ -33,6 +34,11 @@ class GatePlan:
     splits: int
     warps: int
     stages: int
+
+    def __post_init__(self) -> None:
+        powers_of_two(self, "block_t", "block_e", "block_h", "warps")
+        at_least(16, self, "block_t", "block_e", "block_h")
+        at_least(1, self, "splits", "stages")
 
 
 def gate_plan(T: int, E: int, H: int, wide: bool = False, multiprocessors: int = 132) -> GatePlan:

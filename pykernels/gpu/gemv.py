@@ -15,7 +15,7 @@ import triton.language as tl
 
 from .arith import to_bf16
 from .matrices import Matrices, scale_every, scale_words
-from .plan import GemvPlan
+from .plan_types import GemvPlan
 
 KINDS = ("int8",)
 UNIT = tl.constexpr(2.0**-89)

@@ -16,15 +16,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..errors import PykernelsError
 from .attention_checks import (
     check_cache,
-    check_out,
     check_scales,
     check_scores,
     newest_tokens,
-    reason,
 )
 from .attention_combine import Partials
 from .attention_parts import (
-    as_bytes,
     cache_kind,
     first_seen,
     halves,
@@ -39,7 +36,8 @@ from .attention_parts import (
     softmax_step,
 )
 from .attention_plan import DecodePlan, gqa_decode_plan, in_lanes_takes, in_ring_takes, sms
-from .launch import arch, check_device, interpreted
+from .launch import arch, check_device, interpreted, why_not
+from .strides import as_bytes, check_out
 
 
 @triton.jit
@@ -160,7 +158,7 @@ def _check(
 
 def supports(*tensors: torch.Tensor, **options: Any) -> str | None:
     """None if ``gqa_decode`` takes these (all but max_length, out, plan), or the reason why not."""
-    return reason(_check, *tensors, **options)
+    return why_not(_check, *tensors, **options)
 
 
 def gqa_decode(
@@ -201,7 +199,7 @@ def gqa_decode(
     )  # fmt: skip
     q4 = newest_tokens(q, "q")
     (B, S, NH, D), (page, KVH) = q4.shape, k.shape[1:3]
-    result = check_out(out, q.shape, device)
+    result = check_out(out, q, *q.shape, dtype=torch.bfloat16)
     if result.numel() == 0:
         return result
     G = NH // KVH

@@ -8,9 +8,10 @@ import torch
 
 from ..errors import PykernelsError
 from ..shapes import Ragged
-from .attention_checks import check_cache, check_scales, reason
+from .attention_checks import check_cache, check_scales
 from .attention_plan import PrefillPlan
 from .attention_prefill import checked, launch
+from .launch import why_not
 
 
 def _parts(
@@ -26,14 +27,13 @@ def _parts(
     softcap: float | None = None,
 ) -> tuple[Any, ...]:
     """What the common half of the prefill launchers takes; its own checks done."""
-    D = q.shape[-1]
     table = batch.page_table
     if q.ndim != 3 or k.ndim != (3 if table is None else 4) or k.shape != v.shape:
         raise PykernelsError(
             f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not match",
             "Make them [TQ, NH, D] and [TK, KVH, D], or [P, page, KVH, D] with a page table",
         )
-    page = 0
+    D, page = q.shape[-1], 0
     if table is not None:
         token = (k.shape[2], D)
         _, page = check_cache(k, "k", token, table, batch.k_lengths, batch.B)
@@ -47,7 +47,7 @@ def _parts(
 
 def supports(*tensors: Any, **options: Any) -> str | None:
     """None if ``gqa_prefill`` takes these (all but out and plan), or the reason why not."""
-    return reason(lambda: checked(*_parts(*tensors, **options), plan=None))
+    return why_not(lambda: checked(*_parts(*tensors, **options), plan=None))
 
 
 def gqa_prefill(

@@ -17,7 +17,8 @@ from .kernel_fp8 import gemm_fp8
 from .launch import arch
 from .matrices import Matrices, scale_every, scale_words
 from .permute import permute
-from .plan import ExpertsPlan, GemmPlan, ManyPlan, fit_stages
+from .plan import fit_stages
+from .plan_types import ExpertsPlan, GemmPlan, ManyPlan
 from .quantize import NATIVE_FP8
 from .unpacked import multiply_unpacked
 

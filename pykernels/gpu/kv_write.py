@@ -8,8 +8,7 @@ import triton.language as tl
 
 from ..errors import PykernelsError
 from .decode import float_to_e4m3
-from .launch import check_device, unsupported
-from .norm import FLOATS
+from .launch import FLOATS, check_device, unsupported
 
 
 @triton.jit
@@ -127,6 +126,15 @@ def mla_write(
     Raises:
         PykernelsError: other dtypes or shapes, or no Triton for this device.
     """
+    for name, x, ndim in (
+        ("latent", latent, 2),
+        ("rope", rope, 2),
+        ("latent_cache", latent_cache, 3),
+        ("rope_cache", rope_cache, 3),
+        *(() if latent_scale is None else (("latent_scale", latent_scale, 2),)),
+    ):
+        if x.ndim != ndim:
+            raise PykernelsError(f"{name} is {tuple(x.shape)}", f"Give it {ndim} dimensions")
     _launch(
         latent.unsqueeze(1),
         rope.unsqueeze(1),

@@ -5,16 +5,33 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from ..errors import PykernelsError
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+"""What kernels that are no matrix products read and write."""
 
 
 @functools.cache
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU tensors (``TRITON_INTERPRET=1``)."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@functools.cache
+def _driverless() -> str | None:
+    """Why Triton cannot launch here, or None: it compiles its driver, in C, when first used."""
+    from triton.runtime import driver
+
+    try:
+        _ = driver.active
+    except Exception as error:  # whatever it is, each launch would fail with it
+        return f"Triton cannot launch: {' '.join(str(error).split())}"
+    return None
 
 
 def supports(device: torch.device) -> str | None:
@@ -28,7 +45,7 @@ def supports(device: torch.device) -> str | None:
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < (8, 0):
         return f"compute capability {major}.{minor} is below 8.0 (Ampere)"
-    return None
+    return _driverless()
 
 
 def arch(device: torch.device) -> tuple[int, int]:
@@ -48,7 +65,8 @@ def check_device(*tensors: torch.Tensor) -> torch.device:
     """The one device of the tensors.
 
     Raises:
-        PykernelsError: they lie on several, or Triton kernels do not run there.
+        PykernelsError: they lie on several, Triton kernels do not run there, or it is a GPU that is
+            not the current one, where Triton would launch.
     """
     device = tensors[0].device
     if any(tensor.device != device for tensor in tensors):
@@ -56,4 +74,18 @@ def check_device(*tensors: torch.Tensor) -> torch.device:
         raise PykernelsError(f"the inputs lie on {found}", "Move them to one GPU")
     if reason := supports(device):
         raise PykernelsError(f"no GPU kernel runs here: {reason}", "Use the CPU's kernels")
+    if device.type == "cuda" and device.index != (current := torch.cuda.current_device()):
+        raise PykernelsError(
+            f"the inputs lie on {device}, and Triton launches on the current GPU, cuda:{current}",
+            f"Call it within torch.cuda.device({device.index})",
+        )
     return device
+
+
+def why_not(check: Callable[..., object], *arguments: Any, **options: Any) -> str | None:
+    """What ``check`` has against these arguments; None if nothing."""
+    try:
+        check(*arguments, **options)
+    except PykernelsError as error:
+        return error.cause
+    return None

@@ -22,7 +22,7 @@ from .few_rows import multiply_few_rows
 from .gemv import KINDS as GEMV_KINDS
 from .gemv import multiply_gemv
 from .grouped_gemm import multiply, path_of
-from .launch import arch, check_device
+from .launch import FLOATS, arch, check_device
 from .launch import supports as device_supports
 from .linear_plan import Plan, choose_plan
 from .many_rows_hopper import multiply_many_rows
@@ -31,7 +31,7 @@ from .matrices import K_MULTIPLE, KINDS, Matrices
 from .one_row import KINDS as ONE_KINDS
 from .one_row import MOST_INPUTS, multiply_one_row
 from .partials import add_partials
-from .plan import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan, OneRowPlan
+from .plan_types import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan, OneRowPlan
 from .quantize import quantize_fp8
 from .strides import check_out
 
@@ -67,7 +67,7 @@ def linear(
     Args:
         x: bfloat16 [M, K], contiguous.
         weight: one matrix [N, K] (``matrices.pack_for_gpu`` of one weight).
-        bias: [N], any float dtype.
+        bias: [N], bfloat16, float16 or float32.
         activations: "bf16"; "fp8" (fp8 weights only) quantizes x for each row and 128 inputs.
         plan: in place of the one that ``gpu.linear_plan`` chooses; its type says which kernel.
         out: bfloat16 [M, N].
@@ -88,7 +88,7 @@ def linear(
             f"x is {x.dtype} {tuple(x.shape)}", f"Give contiguous bfloat16 [M, {weight.K}]"
         )
     M, N = x.shape[0], weight.N
-    if bias is not None and (bias.shape != (N,) or not bias.is_floating_point()):
+    if bias is not None and (bias.shape != (N,) or bias.dtype not in FLOATS):
         raise PykernelsError(
             f"bias {bias.dtype} {tuple(bias.shape)} for {N} outputs", "Give floats [N]"
         )

@@ -22,20 +22,9 @@ from .many_rows_hopper import takes as many_takes
 from .matrices import Matrices
 from .one_row import KINDS as ONE_KINDS
 from .one_row import MOST_INPUTS
-from .plan import (
-    GEMV,
-    LINEAR_PLANS,
-    UNPACKED,
-    ExpertsPlan,
-    FewPlan,
-    GemmPlan,
-    GemvPlan,
-    ManyPlan,
-    OneRowPlan,
-    gemm_plan,
-    split_k,
-    tuned_plan,
-)
+from .plan import GEMV, UNPACKED, gemm_plan, split_k
+from .plan_file import LINEAR_PLANS, tuned_plan
+from .plan_types import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan, OneRowPlan
 
 Plan = GemmPlan | GemvPlan | OneRowPlan | FewPlan | ExpertsPlan | ManyPlan
 FEW_ROWS = 32

@@ -31,7 +31,7 @@ from .k_quant_words import (
 )
 from .lane_order import in_lane_order
 from .matrices import Matrices, scale_words
-from .plan import ManyPlan
+from .plan_types import ManyPlan
 from .register_words import MAGIC, codes, pair, powers
 from .tiles import tile_table
 

@@ -16,15 +16,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..errors import PykernelsError
 from .attention_checks import (
     check_cache,
-    check_out,
     check_scales,
     check_scores,
     newest_tokens,
-    reason,
 )
 from .attention_combine import Partials
 from .attention_parts import (
-    as_bytes,
     cache_kind,
     halves,
     log_total,
@@ -38,8 +35,9 @@ from .attention_parts import (
     softmax_step,
 )
 from .attention_plan import DecodePlan, by_hand_takes, mla_decode_plan, sms
-from .launch import arch, check_device, interpreted
+from .launch import arch, check_device, interpreted, why_not
 from .mla_parts import TileParts
+from .strides import as_bytes, check_out
 
 
 @triton.jit
@@ -188,7 +186,7 @@ def _check(
 
 def supports(*tensors: torch.Tensor, **options: Any) -> str | None:
     """None if ``mla_decode`` takes these (all but max_length, out, plan), or the reason why not."""
-    return reason(_check, *tensors, **options)
+    return why_not(_check, *tensors, **options)
 
 
 def mla_decode(
@@ -228,7 +226,7 @@ def mla_decode(
     )  # fmt: skip
     q, q_r = newest_tokens(q_latent, "q_latent"), newest_tokens(q_rope, "q_rope")
     (B, S, NH, L), R, page = q.shape, q_r.shape[-1], latent.shape[1]
-    result = check_out(out, (*q_latent.shape[:-1], L), device)
+    result = check_out(out, q_latent, *q_latent.shape[:-1], L, dtype=torch.bfloat16)
     if result.numel() == 0:
         return result
     lies = (latent_scale is not None, page, device, not (latent.data_ptr() | rope.data_ptr()) % 16)

@@ -8,9 +8,9 @@ import torch
 
 from ..errors import PykernelsError
 from ..shapes import Ragged
-from .attention_checks import reason
 from .attention_plan import PrefillPlan
 from .attention_prefill import checked, launch
+from .launch import why_not
 
 
 def _parts(
@@ -25,20 +25,20 @@ def _parts(
     softcap: float | None = None,
 ) -> tuple[Any, ...]:
     """What the common half of the prefill launchers takes; its own checks done."""
-    NH, R = q_nope.shape[1], q_rope.shape[-1]
-    TK = k_nope.shape[0]
     if (
-        q_rope.shape[:2] != q_nope.shape[:2]
+        [x.ndim for x in (q_nope, q_rope, k_nope, k_rope, v)] != [3, 3, 3, 2, 3]
+        or q_rope.shape[:2] != q_nope.shape[:2]
         or k_nope.shape[1:] != q_nope.shape[1:]
-        or tuple(k_rope.shape) != (TK, R)
+        or k_rope.shape != (k_nope.shape[0], q_rope.shape[2])
         or v.shape[:2] != k_nope.shape[:2]
         or batch.k_starts is None
     ):
         raise PykernelsError(
             f"q {list(q_nope.shape)} + {list(q_rope.shape)}, k {list(k_nope.shape)} + "
             f"{list(k_rope.shape)} and v {list(v.shape)} do not match",
-            f"Make them [TQ, {NH}, D], [TQ, {NH}, R], [TK, {NH}, D], [TK, R], [TK, {NH}, DV]",
+            "Make them [TQ, NH, D], [TQ, NH, R], [TK, NH, D], [TK, R], [TK, NH, DV]",
         )
+    R = q_rope.shape[2]
     if R & (R - 1) or R < 16:
         raise PykernelsError(f"a rotated part of {R}", "It must be a power of two, at least 16")
     rope, none = (q_rope, k_rope), (None, None)
@@ -47,7 +47,7 @@ def _parts(
 
 def supports(*tensors: Any, **options: Any) -> str | None:
     """None if ``mla_prefill`` takes these (all but out and plan), or the reason why not."""
-    return reason(lambda: checked(*_parts(*tensors, **options), plan=None))
+    return why_not(lambda: checked(*_parts(*tensors, **options), plan=None))
 
 
 def mla_prefill(

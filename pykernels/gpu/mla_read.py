@@ -9,8 +9,7 @@ import triton.language as tl
 from ..errors import PykernelsError
 from .arith import to_bf16
 from .decode import e4m3_to_float
-from .launch import check_device, unsupported
-from .norm import FLOATS
+from .launch import FLOATS, check_device, unsupported
 
 _ROWS = 16  # tokens a program: 16 KiB of latents
 
@@ -104,8 +103,8 @@ def mla_read(
         )
     B, (page, L), R = page_table.shape[0], latent.shape[1:], rope.shape[2]
     given = (page_table, starts, lengths)
-    if any(x.dtype != torch.int32 or x.stride(-1) != 1 for x in given) or not (
-        starts.shape == lengths.shape == (B,)
+    if not starts.shape == lengths.shape == (B,) or any(
+        x.dtype != torch.int32 or x.stride(-1) != 1 for x in given
     ):
         raise PykernelsError("the page table, starts and lengths do not match", "Make them int32")
     out = out or (rope.new_empty(rows, L), rope.new_empty(rows, R))

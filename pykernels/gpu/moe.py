@@ -21,7 +21,7 @@ from .launch import check_device
 from .launch import supports as device_supports
 from .matrices import Matrices, empty_for_gpu, pack_for_gpu, supports_format, unpack_from_gpu
 from .permute import permute, sort_slots, unpermute
-from .plan import GemmPlan
+from .plan_types import GemmPlan
 from .quantize import GROUP, quantize_fp8
 from .strides import check_out
 
@@ -36,14 +36,29 @@ class Experts:
         fmt: the format they were quantized in.
         gate_up: 2 matrices [I, H] a slot: gate of slot s is number 2 s, up number 2 s + 1.
         down: a matrix [H, I] a slot.
-        slots: int32 [E]: the slot of each expert, negative if it has none (what it would have
-            contributed is left out); None: expert e is in slot e.
+        slots: contiguous int32 [E]: the slot of each expert, negative if it has none (what it would
+            have contributed is left out); None: expert e is in slot e.
     """
 
     fmt: Format
     gate_up: Matrices
     down: Matrices
     slots: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        both, down, slots = self.gate_up, self.down, self.slots
+        if len(both) != 2 * len(down) or (both.N, both.K) != (down.K, down.N):
+            raise PykernelsError(
+                f"{len(both)} matrices [{both.N}, {both.K}] of gate and up beside {len(down)}"
+                f" [{down.N}, {down.K}] of down",
+                "Give two [I, H] and one [H, I] for each slot",
+            )
+        if slots is not None and (
+            slots.dtype != torch.int32 or slots.ndim != 1 or not slots.is_contiguous()
+        ):
+            raise PykernelsError(
+                f"the slot table is {slots.dtype} {tuple(slots.shape)}", "Give contiguous int32 [E]"
+            )
 
     @property
     def E(self) -> int:
@@ -259,10 +274,6 @@ def _check(
     """Raises PykernelsError unless a kernel multiplies these; a scale comes with E4M3 inputs."""
     table = experts.slots
     check_device(x, stack.data, order.slots, *(() if table is None else (table,)))
-    if table is not None and (table.dtype != torch.int32 or table.ndim != 1):
-        raise PykernelsError(
-            f"the slot table is {table.dtype} {tuple(table.shape)}", "Give int32 [E]"
-        )
     dtype = torch.bfloat16 if scale is None else torch.float8_e4m3fn
     if x.dtype != dtype or x.ndim != 2 or x.shape[1] != stack.K or not x.is_contiguous():
         raise PykernelsError(
@@ -270,10 +281,14 @@ def _check(
             f"Give contiguous {str(dtype).removeprefix('torch.')} [.., {stack.K}]",
         )
     if scale is not None and (
-        activations != "fp8" or scale.shape != (x.shape[0], triton.cdiv(stack.K, GROUP))
+        activations != "fp8"
+        or scale.shape != (x.shape[0], triton.cdiv(stack.K, GROUP))
+        or scale.dtype != torch.float32
+        or not scale.is_contiguous()
+        or scale.device != x.device
     ):
         raise PykernelsError(
-            f"scales {tuple(scale.shape)} of the inputs with {activations} activations",
+            f"scales {scale.dtype} {tuple(scale.shape)} of inputs with {activations} activations",
             "Give gate_up_quantized's, and fp8 activations",
         )
     if order.starts.shape != (experts.E + 1,):

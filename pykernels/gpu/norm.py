@@ -7,10 +7,9 @@ import triton
 import triton.language as tl
 
 from ..errors import PykernelsError
-from .launch import check_device, unsupported
+from .launch import FLOATS, check_device, unsupported, why_not
 from .strides import check_out, rows_of
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 MAX_WIDTH = 32768
 
 
@@ -38,11 +37,11 @@ def supports(x: torch.Tensor, weight: torch.Tensor) -> str | None:
     """None if `rms_norm` takes these, or the reason why not."""
     if x.dtype not in FLOATS or weight.dtype not in FLOATS:
         return f"x is {x.dtype}, weight {weight.dtype}: not floats of 16 or 32 bits"
-    if x.shape[-1] > MAX_WIDTH:
-        return f"rows of {x.shape[-1]} are wider than {MAX_WIDTH}"
+    if x.ndim < 1 or x.shape[-1] > MAX_WIDTH:
+        return f"x is {tuple(x.shape)}: no rows, or wider ones than {MAX_WIDTH}"
     if weight.shape != x.shape[-1:] or not weight.is_contiguous():
         return f"the weight is {tuple(weight.shape)}, rows have {x.shape[-1]}"
-    return unsupported(x, weight)
+    return why_not(rows_of, x, "x") or unsupported(x, weight)
 
 
 def rms_norm(

@@ -28,7 +28,7 @@ from .few_rows import layouts
 from .gluon_names import barrier, reinterpret
 from .launch import arch
 from .matrices import Matrices, scale_every, scale_words
-from .plan import OneRowPlan
+from .plan_types import OneRowPlan
 from .register_words import pair, powers
 
 KINDS = ("int4", "int8", "fp8")

@@ -12,8 +12,8 @@ import triton.language as tl
 
 from ..errors import PykernelsError
 from ..shapes import SortedSlots
-from .launch import check_device, unsupported
-from .strides import check_out
+from .launch import FLOATS, check_device, unsupported
+from .strides import as_bytes, check_out
 
 MAX_COMPARED = 4096
 """Up to so many slots, each is compared with all others: 1 us more a thousand, or two launches."""
@@ -214,28 +214,24 @@ def _row_grid(T: int, H: int) -> tuple[tuple[int, int], int]:
     return (T, triton.cdiv(H, block)), block
 
 
-def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """FP8 as uint8, to be copied: not every GPU's Triton knows the type."""
-    return x.view(torch.uint8) if x.itemsize == 1 else x
-
-
 def permute(x: torch.Tensor, order: SortedSlots, out: torch.Tensor | None = None) -> torch.Tensor:
     """Row of the token of each sorted slot: every row of ``x`` is read once, written topk times.
 
     Args:
-        x: [T, H], any dtype; its rows contiguous.
+        x: [T, H], any dtype that is not complex; its rows contiguous.
         order: of T tokens.
         out: [T * topk, H].
 
     Raises:
         PykernelsError: shapes that do not match, or no Triton for this device.
     """
-    T, H = x.shape
-    if order.positions.shape[0] != T or x.stride(1) != 1:
+    T = order.positions.shape[0]
+    if x.ndim != 2 or x.shape[0] != T or x.stride(1) != 1 or x.is_complex():
         raise PykernelsError(
-            f"x {tuple(x.shape)} with an order of {order.positions.shape[0]} tokens",
-            "Give it contiguous rows of the same tokens",
+            f"x {x.dtype} {tuple(x.shape)} with an order of {T} tokens",
+            "Give it contiguous rows of the same tokens, real ones",
         )
+    H = x.shape[1]
     check_device(x, order.positions)
     out = check_out(out, x, T * order.topk, H, dtype=x.dtype)
     if x.numel():
@@ -259,26 +255,29 @@ def unpermute(
     Rows behind ``starts[E]`` (experts that somebody else computes) are not read.
 
     Args:
-        y: [T * topk, H], contiguous, in sorted order.
+        y: floats [T * topk, H], contiguous, in sorted order.
         order: of the same slots.
         weights: float32 [T, topk], contiguous.
-        add: [T, H], joins the sum: the shared expert's output, say.
+        add: floats [T, H], joins the sum: the shared expert's output, say.
         out: [T, H], contiguous; None makes one of y's dtype.
 
     Raises:
         PykernelsError: shapes that do not match, or no Triton for this device.
     """
-    (T, topk), H = order.positions.shape, y.shape[1]
-    if y.shape[0] != T * topk or weights.shape != (T, topk) or not y.is_contiguous():
+    T, topk = order.positions.shape
+    rows = y.ndim == 2 and y.shape[0] == T * topk and y.is_contiguous() and y.dtype in FLOATS
+    if not rows or weights.shape != (T, topk):
         raise PykernelsError(
-            f"y {tuple(y.shape)} and weights {tuple(weights.shape)} of {T} tokens, top-{topk}",
-            "y must be contiguous [T * topk, H], the weights [T, topk]",
+            f"y {y.dtype} {tuple(y.shape)} and weights {tuple(weights.shape)} of {T} tokens,"
+            f" top-{topk}",
+            "y must be contiguous floats [T * topk, H], the weights [T, topk]",
         )
     if weights.dtype != torch.float32 or not weights.is_contiguous():
         raise PykernelsError(f"the weights are {weights.dtype}", "Give contiguous float32")
-    if add is not None and (add.shape != (T, H) or add.stride(1) != 1):
-        raise PykernelsError(f"add is {tuple(add.shape)}", f"Give it [{T}, {H}]")
-    check_device(y, weights, order.positions, *(() if add is None else (add,)))
+    H = y.shape[1]
+    if add is not None and (add.shape != (T, H) or add.stride(1) != 1 or add.dtype not in FLOATS):
+        raise PykernelsError(f"add is {add.dtype} {tuple(add.shape)}", f"Give floats [{T}, {H}]")
+    check_device(y, weights, order.positions, order.starts, *(() if add is None else (add,)))
     out = check_out(out, y, T, H)
     if out.numel():
         grid, block = _row_grid(T, H)

@@ -9,7 +9,7 @@ import triton.language as tl
 from ..errors import PykernelsError
 from ..shapes import SortedSlots
 from .decode import float_to_e4m3
-from .launch import arch, check_device
+from .launch import FLOATS, arch, check_device
 
 GROUP = 128
 NATIVE_FP8 = (8, 9)
@@ -58,7 +58,7 @@ def quantize_fp8(
         PykernelsError: x is no contiguous float matrix, or no GPU kernel runs there.
     """
     check_device(x)
-    if x.ndim != 2 or not x.is_contiguous() or not x.is_floating_point():
+    if x.ndim != 2 or not x.is_contiguous() or x.dtype not in FLOATS:
         raise PykernelsError(
             f"cannot quantize {x.dtype} {tuple(x.shape)}", "Give a contiguous float matrix [R, K]"
         )

@@ -11,8 +11,7 @@ import triton.language as tl
 
 from ..errors import PykernelsError
 from ..ref.rope import rope_frequencies, yarn_frequencies, yarn_scale
-from .launch import check_device, unsupported
-from .norm import FLOATS
+from .launch import FLOATS, check_device, unsupported
 
 __all__ = ["rope", "rope_frequencies", "supports", "yarn_frequencies", "yarn_scale"]
 
@@ -63,8 +62,9 @@ def supports(x: torch.Tensor, frequencies: torch.Tensor) -> str | None:
     """None if `rope` turns this, or the reason why not."""
     if x.ndim != 3 or x.dtype not in FLOATS or x.stride(2) != 1:
         return f"{x.dtype} {tuple(x.shape)} is not floats [T, heads, D] with a dense last dimension"
-    if frequencies.dtype != torch.float32 or not frequencies.is_contiguous():
-        return f"the frequencies are {frequencies.dtype}, not contiguous float32"
+    vector = frequencies.ndim == 1 and frequencies.is_contiguous()
+    if frequencies.dtype != torch.float32 or not vector:
+        return f"frequencies are {frequencies.dtype} {tuple(frequencies.shape)}, not dense float32"
     if 2 * frequencies.shape[0] > x.shape[2]:
         return f"{frequencies.shape[0]} frequencies turn more than a head of {x.shape[2]}"
     return unsupported(x, frequencies)
@@ -96,17 +96,20 @@ def rope(
         PykernelsError: other dtypes or shapes, or no Triton for this device.
     """
     check_device(q, positions, frequencies, *(() if k is None else (k,)))
-    T = q.shape[0]
     for x in (q,) if k is None else (q, k):
         if reason := supports(x, frequencies):
             raise PykernelsError(f"rope does not take these: {reason}", "Convert them")
-        if x.shape[0] != T or positions.shape != (T,):
+        if positions.shape != x.shape[:1]:
             raise PykernelsError(
                 f"{tuple(positions.shape)} positions for {tuple(x.shape)}", "Give one a token"
             )
     if positions.dtype not in (torch.int32, torch.int64) or not positions.is_contiguous():
         raise PykernelsError(f"positions are {positions.dtype}", "Give contiguous integers")
-    half, heads = frequencies.shape[0], max(q.shape[1], 0 if k is None else k.shape[1])
+    T, half, heads = (
+        q.shape[0],
+        frequencies.shape[0],
+        max(q.shape[1], 0 if k is None else k.shape[1]),
+    )
     if T and half and heads:
         block = triton.next_power_of_2(half)
         together = min(triton.next_power_of_2(heads), max(1, 1024 // block))

@@ -13,9 +13,9 @@ import triton.language as tl
 from ..errors import PykernelsError
 from ..shapes import RouterSpec, Routing, SortedSlots
 from .choose import choose
-from .launch import check_device, unsupported
-from .permute import as_bytes, check_order, empty_order, permute, sort_slots
-from .strides import check_out
+from .launch import check_device, unsupported, why_not
+from .permute import check_order, empty_order, permute, sort_slots
+from .strides import as_bytes, check_out
 
 MAX_EXPERTS = 4096
 _ROW = 1024  # of the token's row, a program
@@ -79,9 +79,11 @@ def supports(logits: torch.Tensor, spec: RouterSpec, bias: torch.Tensor | None) 
     E = logits.shape[1]
     if E > MAX_EXPERTS:
         return f"{E} experts are more than {MAX_EXPERTS}"
-    if bias is not None and (bias.dtype != torch.float32 or bias.shape != (E,)):
-        return f"the bias is {bias.dtype} {tuple(bias.shape)}, not float32 [{E}]"
-    return unsupported(logits, bias)
+    if bias is not None and (
+        bias.dtype != torch.float32 or bias.shape != (E,) or not bias.is_contiguous()
+    ):
+        return f"the bias is {bias.dtype} {tuple(bias.shape)}, not contiguous float32 [{E}]"
+    return why_not(spec.check, E) or unsupported(logits, bias)
 
 
 def _constants(spec: RouterSpec, E: int, biased: bool) -> dict[str, object]:
@@ -107,11 +109,10 @@ def _prepare(
     if reason := supports(logits, spec, bias):
         raise PykernelsError(f"the router does not take these: {reason}", "Convert them")
     T, E = logits.shape
-    spec.check(E)
     if out is not None:
         if out.ids.dtype not in (torch.int32, torch.int64):
             raise PykernelsError(f"out's ids are {out.ids.dtype}", "Give int32 or int64")
-        check_out(out.ids, logits, T, spec.topk)
+        check_out(out.ids, logits, T, spec.topk, dtype=out.ids.dtype)
         check_out(out.weights, logits, T, spec.topk, dtype=torch.float32)
         return out
     ids = torch.empty(T, spec.topk, dtype=torch.int64, device=logits.device)
@@ -163,8 +164,8 @@ def route(
     Returns:
         The routing, the slots sorted by expert, and ``x``'s rows in that order [T * topk, H].
     """
-    T, E = logits.shape
     routing = _prepare(logits, spec, bias, out[0] if out else None)
+    T, E = logits.shape
     order = out[1] if out else empty_order(T, spec.topk, E, logits.device)
     check_order(order, T, spec.topk, E, logits.device)
     gathered = out[2] if out else None
@@ -174,10 +175,10 @@ def route(
         return routing, order, None if x is None else permute(x, order, gathered)
     H, source, target = 0, None, None
     if x is not None:
-        H = x.shape[1]
-        if x.shape[0] != T or (H > 1 and x.stride(1) != 1):
+        if x.ndim != 2 or x.shape[0] != T or (x.shape[1] > 1 and x.stride(1) != 1):
             raise PykernelsError(f"x is {tuple(x.shape)}", f"Give it contiguous rows, [{T}, H]")
         check_device(logits, x)
+        H = x.shape[1]
         gathered = check_out(gathered, x, spec.topk, H, dtype=x.dtype)
         source, target = as_bytes(x), as_bytes(gathered)
     _route_one[(max(1, triton.cdiv(H, _ROW)),)](

@@ -20,8 +20,7 @@ import triton.language as tl
 
 from ..errors import PykernelsError
 from .choose import index_of, rank_key
-from .launch import check_device, unsupported
-from .norm import FLOATS
+from .launch import FLOATS, check_device, unsupported
 
 _BLOCK = 2048  # logits a program
 _WIDE = 8192  # logits a step of the nucleus's loop

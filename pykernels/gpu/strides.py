@@ -1,10 +1,11 @@
-"""Tensors as rows: leading dimensions as one, at one distance, without a copy."""
+"""Tensors as kernels take them: rows at one distance, FP8 as bytes, buffers that fit."""
 
 from __future__ import annotations
 
 import torch
 
 from ..errors import PykernelsError
+from .launch import FLOATS
 
 
 def rows_of(x: torch.Tensor, name: str) -> tuple[int, int]:
@@ -26,16 +27,21 @@ def rows_of(x: torch.Tensor, name: str) -> tuple[int, int]:
     return (count, stride) if x.numel() else (0, 0)
 
 
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """FP8 as uint8: not every GPU's Triton knows the type."""
+    return x.view(torch.uint8) if x.itemsize == 1 else x
+
+
 def check_out(
     out: torch.Tensor | None, like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """``out`` if it is contiguous, of that shape and, if one is given, of that dtype; a new tensor
-    like ``like`` for None."""
+    """``out`` if it is contiguous, of that shape and of that dtype, or of any of ``FLOATS`` if none
+    is given; a new tensor like ``like`` for None."""
     if out is None:
         return like.new_empty(shape, dtype=dtype)
-    right = out.shape == shape and dtype in (None, out.dtype)
+    right = out.shape == shape and out.dtype in (FLOATS if dtype is None else (dtype,))
     if not right or not out.is_contiguous() or out.device != like.device:
-        kind = "" if dtype is None else f" {dtype}"
+        kind = " floats" if dtype is None else f" {dtype}"
         raise PykernelsError(
             f"out is {out.dtype} {tuple(out.shape)} on {out.device}",
             f"Give it contiguous{kind} {tuple(shape)} on {like.device}",

@@ -18,7 +18,7 @@ from .decode import decode_pair
 from .kernel_decoded import row_pointers
 from .launch import arch
 from .matrices import Matrices, scale_every, scale_words
-from .plan import GemmPlan
+from .plan_types import GemmPlan
 from .quantize import NATIVE_FP8
 
 if TYPE_CHECKING:

@@ -7,17 +7,22 @@ import torch
 import triton
 import triton.language as tl
 
-from pykernels.gpu.attention_parts import BITS, widened
+from pykernels.gpu.attention_parts import BITS, halves, widened
 from pykernels.gpu.decode import e4m3_to_float, float_to_e4m3
 
 FP8 = torch.float8_e4m3fn
 
 
 @triton.jit
-def _decode(codes, values, CACHE: tl.constexpr, KIND: tl.constexpr):
+def _decode(codes, values, TO: tl.constexpr, KIND: tl.constexpr):
     i = tl.arange(0, 256)
     code = tl.load(codes + i)
-    value = widened(code, KIND) if CACHE else e4m3_to_float(code)
+    if TO == "float32":  # weights
+        value = e4m3_to_float(code)
+    elif TO == "bf16":  # a cache, in prefill
+        value = widened(code, KIND)
+    else:  # a cache, in decode
+        value = halves(code, KIND, False)
     tl.store(values + i, value.to(tl.float32))
 
 
@@ -31,11 +36,11 @@ def _codes(device: torch.device) -> torch.Tensor:
     return torch.arange(256, dtype=torch.uint8, device=device)
 
 
-@pytest.mark.parametrize("cache", [False, True], ids=["weights", "cache"])
-def test_all_256_codes_are_decoded_exactly(cache: bool, device: torch.device) -> None:
+@pytest.mark.parametrize("to", ["float32", "bf16", "float16"])
+def test_all_256_codes_are_decoded_exactly(to: str, device: torch.device) -> None:
     codes = _codes(device)
     values = torch.full((256,), torch.inf, device=device)
-    _decode[(1,)](codes, values, cache, BITS)
+    _decode[(1,)](codes, values, to, BITS)
     truth = codes.view(FP8).float()
     assert truth.isnan().sum() == 2
     assert torch.equal(values.isnan(), truth.isnan())

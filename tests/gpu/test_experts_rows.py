@@ -18,7 +18,7 @@ from pykernels.errors import PykernelsError
 from pykernels.gpu import experts_plan, grouped_gemm, launch, many_rows_hopper, moe
 from pykernels.gpu.experts_plan import many_plan, most_few
 from pykernels.gpu.matrices import pack_for_gpu
-from pykernels.gpu.plan import GemmPlan, ManyPlan
+from pykernels.gpu.plan_types import GemmPlan, ManyPlan
 from pykernels.quant import Weight, get_format
 from pykernels.shapes import MoEShape
 from pykernels.testing import balanced_routing, one_expert_routing, relative_error, skewed_routing

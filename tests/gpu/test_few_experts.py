@@ -11,8 +11,8 @@ from pykernels.gpu import few_experts, grouped_gemm, launch, moe
 from pykernels.gpu.experts_plan import few_plan
 from pykernels.gpu.matrices import fine, pack_for_gpu
 from pykernels.gpu.permute import sort_slots
-from pykernels.gpu.plan import ExpertsPlan
-from pykernels.quant import get_format
+from pykernels.gpu.plan_types import ExpertsPlan
+from pykernels.quant import Weight, get_format
 from pykernels.shapes import MoEShape
 from pykernels.testing import relative_error
 
@@ -76,6 +76,23 @@ def test_products(
         assert torch.equal(there, ~out.cpu().isnan())  # rows of no expert are not written
         most = 8e-3 if launch.interpreted() else 5e-3  # the interpreter cuts where a GPU rounds
         assert relative_error(out.cpu()[there], truth[there]) < most
+
+
+def test_an_expert_that_lies_nowhere_takes_nothing_from_slot_0(device: torch.device) -> None:
+    """One scale an output is multiplied in behind the loop: that slot may hold nothing yet."""
+    fmt, K, N = get_format("int8"), 192, 24
+    packed = [Weight(fmt.quantize(torch.randn(N, K)).data, torch.ones(N, 1)) for _ in range(4)]
+    order = sort_slots(torch.tensor([[0, 1]], device=device), 2)
+    table = torch.tensor([-1, 1], dtype=torch.int32, device=device)
+    for gated in (True, False):
+        stack = pack_for_gpu(fmt, packed if gated else packed[:2]).to(device)
+        assert stack.scale is not None and stack.group == K
+        stack.scale[: len(stack) // 2] = float("nan")
+        x = torch.randn(1 if gated else 2, K, device=device).bfloat16()
+        out = torch.full((2, N), float("nan"), dtype=torch.bfloat16, device=device)
+        plan = ExpertsPlan(32, 2, 8)
+        grouped_gemm.multiply(x, stack, out, plan, order=order, table=table, gated=gated)
+        assert out[0].eq(0).all() and out[1].isfinite().all() and out[1].any()
 
 
 @pytest.mark.parametrize("name", ["q4_k", "q6_k"])

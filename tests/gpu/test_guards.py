@@ -7,6 +7,8 @@ import re
 import pytest
 import torch
 
+from pykernels.errors import PykernelsError
+
 from .ops import AROUND, Op, Tensors, bits
 from .ops_attention import ATTENTION
 from .ops_products import PRODUCTS
@@ -67,6 +69,47 @@ def test_only_results_are_written_and_only_inputs_are_read(op: Op, device: torch
                 assert torch.equal(bits(guarded.tensors[name]), bits(x)), f"{name} was changed"
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other), "the result depends on what lies beside the inputs"
+
+
+_GAPS = {
+    "route 1 tokens", "gate 1 tokens, torch.float32", "sort 13 tokens", "rms_norm of 100", "embed",
+    "silu_mul", "rope, pairs", "mla_write, E4M3", "kv_write", "mla_read, bf16", "greedy",
+    "sample top_p", "quantize_fp8", "linear int8 1 rows bf16", "gqa_decode, bf16, pages of 16",
+    "mla_decode, 16 heads, bf16, pages of 16", "mla_prefill",
+}  # fmt: skip
+"""An op for each launcher, on which alone it depends; sums of experts are in test_supports.py."""
+
+
+def _spread(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The same values, two neighbours of a dimension with another of its values between them."""
+    plain = x.view(torch.uint8) if x.itemsize == 1 else x
+    wide = torch.stack((plain, plain.flip(dim)), dim + 1).flatten(dim, dim + 1)
+    return wide.unflatten(dim, (-1, 2)).select(dim + 1, 0).view(x.dtype)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [pytest.param(op, id=op.name) for op in (*AROUND, *PRODUCTS, *ATTENTION) if op.name in _GAPS],
+)
+def test_gaps_between_elements_are_minded_or_refused(op: Op, device: torch.device) -> None:
+    given = op.make(device)
+
+    def results(**changed: torch.Tensor) -> list[torch.Tensor]:
+        """On copies: some ops write to their inputs."""
+        tensors = {name: x.clone() for name, x in given.items()}
+        return [bits(x) for x in op.results(tensors | changed)]
+
+    expected = results()
+    for name, x in given.items():
+        if name.endswith((" data", " scale")):  # of matrices, which their packer lays out
+            continue
+        for dim in {0, x.ndim - 1}:
+            try:
+                found = results(**{name: _spread(x, dim)})
+            except PykernelsError:
+                continue
+            for one, other in zip(found, expected, strict=True):
+                assert torch.equal(one, other), f"gaps in dimension {dim} of {name} are not seen"
 
 
 def test_a_guard_notices_a_byte(device: torch.device) -> None:

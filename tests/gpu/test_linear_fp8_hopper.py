@@ -8,7 +8,7 @@ import torch
 from pykernels import ref
 from pykernels.gpu import grouped_gemm, launch, linear_fp8_hopper
 from pykernels.gpu.linear import linear
-from pykernels.gpu.plan import GemmPlan
+from pykernels.gpu.plan_types import GemmPlan
 from pykernels.gpu.quantize import quantize_fp8
 from pykernels.quant import get_format
 from pykernels.testing import relative_error

@@ -13,7 +13,7 @@ from pykernels.gpu import linear_plan
 from pykernels.gpu.linear import linear
 from pykernels.gpu.linear_plan import choose_plan
 from pykernels.gpu.matrices import Matrices, empty_for_gpu, pack_for_gpu
-from pykernels.gpu.plan import GemmPlan, GemvPlan
+from pykernels.gpu.plan_types import GemmPlan, GemvPlan
 from pykernels.quant import Weight, get_format
 from pykernels.testing import relative_error
 

@@ -13,7 +13,7 @@ from pykernels.gpu import few_rows, launch, many_rows_hopper, one_row
 from pykernels.gpu.linear import linear
 from pykernels.gpu.linear_plan import choose_plan, few_plan, kernel_of, many_plan, one_row_plan
 from pykernels.gpu.matrices import empty_for_gpu
-from pykernels.gpu.plan import FewPlan, GemmPlan, ManyPlan, OneRowPlan
+from pykernels.gpu.plan_types import FewPlan, GemmPlan, ManyPlan, OneRowPlan
 from pykernels.quant import get_format
 from pykernels.testing import relative_error
 

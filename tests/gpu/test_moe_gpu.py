@@ -14,7 +14,7 @@ from pykernels.errors import PykernelsError
 from pykernels.gpu import moe
 from pykernels.gpu.blocks import block_bound
 from pykernels.gpu.permute import permute
-from pykernels.gpu.plan import GemmPlan
+from pykernels.gpu.plan_types import GemmPlan
 from pykernels.gpu.quantize import quantize_fp8
 from pykernels.quant import Format, get_format
 from pykernels.ref.linear import dequantize_fp8

@@ -14,7 +14,7 @@ import torch
 import pykernels.gpu.launch as launch
 from pykernels.errors import PykernelsError
 from pykernels.gpu import experts_plan, grouped_gemm, moe
-from pykernels.gpu.plan import GemmPlan
+from pykernels.gpu.plan_types import GemmPlan
 from pykernels.gpu.quantize import quantize_fp8
 from pykernels.quant import get_format
 from pykernels.shapes import MoEShape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -11,22 +12,10 @@ import pytest
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from pykernels.gpu.attention_plan import DecodePlan, PrefillPlan
-from pykernels.gpu.plan import (
-    OPS,
-    PATHS,
-    ExpertsPlan,
-    FewPlan,
-    GemmPlan,
-    GemvPlan,
-    ManyPlan,
-    OneRowPlan,
-    fit_stages,
-    gemm_plan,
-    generation,
-    split_k,
-    tuned_plan,
-    write_tuned,
-)
+from pykernels.gpu.gate import GatePlan
+from pykernels.gpu.plan import OPS, PATHS, fit_stages, gemm_plan, generation, split_k
+from pykernels.gpu.plan_file import tuned_plan, write_tuned
+from pykernels.gpu.plan_types import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan, OneRowPlan
 
 ARCHS = ((0, 0), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 
@@ -68,6 +57,15 @@ def test_a_tuned_plan_of_this_gpu_and_shape_comes_first() -> None:
     shipped = gemm_plan("down", "bf16", (9, 0), 100, 7168, 2048)
     assert found(20) == gemm_plan("down", "bf16", (9, 0), 20, 7168, 2048)
     assert found(100, N=4096) == found(100, device="another") == shipped
+
+
+def test_lines_of_another_process_are_kept() -> None:
+    file = write_tuned("a gpu", "down", "bf16", 100, 7168, 2048, GemmPlan(16, 16, 16))
+    assert tuned_plan("down", "bf16", "a gpu", 100, 7168, 2048)  # read, and remembered
+    theirs = json.loads(file.read_text())[0] | {"device": "another"}
+    file.write_text(json.dumps([theirs]))
+    write_tuned("a gpu", "down", "bf16", 300, 7168, 2048, GemmPlan(32, 32, 32))
+    assert tuned_plan("down", "bf16", "another", 100, 7168, 2048) == theirs["plan"]
 
 
 def test_plans_by_hand_are_for_those_who_can() -> None:
@@ -125,10 +123,20 @@ def test_k_is_split_until_every_processor_has_work() -> None:
 @pytest.mark.parametrize(
     "make",
     [
+        lambda: DecodePlan(48, 64, 4, 1),
+        lambda: DecodePlan(8, 64, 4, 1),
+        lambda: DecodePlan(16, 64, 0, 1),
+        lambda: DecodePlan(16, 64, 4, 0),
+        lambda: DecodePlan(16, 64, 4, 1, per_sm=-1),
         lambda: DecodePlan(64, 128, 8, 1, by_hand=True),
         lambda: DecodePlan(128, 64, 8, 1, by_hand=True),
         lambda: DecodePlan(32, 128, 4, 1, in_lanes=True),
         lambda: DecodePlan(8, 256, 4, 1, in_lanes=True),
+        lambda: PrefillPlan(96, 64, 8, 1),
+        lambda: PrefillPlan(64, 8, 4, 1),
+        lambda: PrefillPlan(64, 64, 4, 0),
+        lambda: GatePlan(16, 48, 64, 1, 4, 3),
+        lambda: GatePlan(16, 16, 64, 0, 4, 3),
         lambda: PrefillPlan(64, 64, 8, 1, by_hand=True),
         lambda: PrefillPlan(128, 32, 8, 1, by_hand=True),
         lambda: OneRowPlan(48, 4),

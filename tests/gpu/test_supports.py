@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 
 from pykernels.errors import PykernelsError
 from pykernels.gpu import (
@@ -71,6 +74,7 @@ def _mla_new(d: torch.device, heads: int = 4) -> str | None:
 
 
 FLOAT = torch.float32
+V2 = RouterSpec(2, groups=4, group_topk=2)
 # op, what it takes, what it does not, and a word of the reason
 ROWS = [
     ("silu_mul", lambda d: activation.supports(_zeros(d, 2, 8)),
@@ -90,6 +94,10 @@ ROWS = [
      lambda d: rope.supports(_zeros(d, 2, 3, 8), _zeros(d, 5, dtype=FLOAT)), "5 frequencies"),
     ("router", lambda d: router.supports(_zeros(d, 2, 8, dtype=FLOAT), RouterSpec(2), None),
      lambda d: router.supports(_zeros(d, 2, 8192, dtype=FLOAT), RouterSpec(2), None), "8192"),
+    ("router's groups", lambda d: router.supports(_zeros(d, 2, 8, dtype=FLOAT), V2, None),
+     lambda d: router.supports(_zeros(d, 2, 7, dtype=FLOAT), V2, None), "of 4 groups"),
+    ("rms_norm's rows", lambda d: norm.supports(_zeros(d, 2, 8)[:, :4], _zeros(d, 4)),
+     lambda d: norm.supports(_zeros(d, 2, 8)[:, ::2], _zeros(d, 4)), "gaps"),
     ("sample", lambda d: sampling.supports(_zeros(d, 2, 8)),
      lambda d: sampling.supports(_zeros(d, 2, 0)), "vocabulary of 0"),
     ("linear", lambda d: linear.supports("int4", 256, d),
@@ -137,6 +145,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 @pytest.mark.parametrize(("capability", "reason"), GPUS, ids=[str(row[0]) for row in GPUS])
 def test_gpus(capability, reason: str | None, compiled: pytest.MonkeyPatch) -> None:
     compiled.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    compiled.setattr(launch, "_driverless", lambda: None)
     found = launch.supports(torch.device("cuda:0"))
     assert found is None if reason is None else reason in str(found)
 
@@ -146,9 +155,37 @@ def test_a_cpu_is_no_gpu(op: str, good, bad, word: str, compiled: pytest.MonkeyP
     assert "CUDA GPU, not on cpu" in good(torch.device("cpu"))
 
 
+def test_without_a_c_compiler(compiled: pytest.MonkeyPatch) -> None:
+    """Triton's own words, on one line, in place of its traceback at the first launch."""
+
+    class Driver:
+        @property
+        def active(self) -> object:
+            raise RuntimeError("Failed to find C compiler.\nPlease specify one")
+
+    compiled.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    compiled.setattr(triton.runtime, "driver", Driver())
+    launch._driverless.cache_clear()
+    try:
+        why = launch.supports(torch.device("cuda:0"))
+    finally:
+        launch._driverless.cache_clear()
+    assert why == "Triton cannot launch: Failed to find C compiler. Please specify one"
+
+
 def test_without_triton(compiled: pytest.MonkeyPatch) -> None:
     compiled.setattr(importlib.util, "find_spec", lambda name: None)
     assert "Triton is not installed" in str(launch.supports(torch.device("cuda:0")))
+
+
+def test_tensors_of_another_gpu_are_refused(compiled: pytest.MonkeyPatch) -> None:
+    """Triton would launch on the current one, with addresses that are not of its memory."""
+    compiled.setattr(launch, "supports", lambda device: None)
+    compiled.setattr(torch.cuda, "current_device", lambda: 0)
+    here, there = (SimpleNamespace(device=torch.device("cuda", i)) for i in (0, 1))
+    assert launch.check_device(here, here) == torch.device("cuda:0")
+    with pytest.raises(PykernelsError, match=r"current GPU, cuda:0.*torch.cuda.device\(1\)"):
+        launch.check_device(there, there)
 
 
 def test_a_launcher_says_where_it_runs(compiled: pytest.MonkeyPatch) -> None:
@@ -162,7 +199,8 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
     experts = moe.Experts.empty(fmt, 4, 64, 32, d)
     stack = matrices.empty_for_gpu(fmt, 1, 32, 64, d)
     x, ids = _zeros(d, 3, 64), torch.tensor([[0, 1], [1, 2], [3, 0]], device=d)
-    order = permute.sort_slots(ids, 4)
+    order, gapped = permute.sort_slots(ids, 4), _zeros(d, 8, dtype=torch.int32)[::2]
+    eight = moe.Experts.empty(get_format("fp8"), 4, 64, 64, d)
     spec, logits = RouterSpec(2), _zeros(d, 3, 8, dtype=FLOAT)
     weights = _zeros(d, 3, 2, dtype=FLOAT)
     h, y = _zeros(d, 6, 32), _zeros(d, 6, 64)
@@ -180,6 +218,13 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
         ),
         "down, narrow": lambda: moe.down(h, experts, order, out=_zeros(d, 6, 63)),
         "moe_ffn, few rows": lambda: moe.moe_ffn(x, ids, weights, experts, out=_zeros(d, 2, 64)),
+        "a slot table with gaps": lambda: experts.with_slots(gapped),
+        "a slot table of no expert": lambda: experts.with_slots(gapped[0]),
+        "up without a gate": lambda: moe.Experts(fmt, experts.down, experts.down),
+        "down as wide as gate": lambda: moe.Experts(fmt, eight.gate_up, experts.down),
+        "down, scales of a double": lambda: moe.down(
+            y.to(FP8), eight, order, activations="fp8", h_scale=torch.ones(6, 1, device=d).double()
+        ),
         "moe_ffn, bf16 weights": lambda: moe.moe_ffn(x, ids, weights.bfloat16(), experts),
         "linear, elsewhere": lambda: linear.linear(
             x, stack, out=torch.empty(3, 32, dtype=BF16, device="meta")
@@ -187,9 +232,18 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
         "linear, an integer bias": lambda: linear.linear(
             x, stack, _zeros(d, 32, dtype=torch.int32)
         ),
+        "linear, an E4M3 bias": lambda: linear.linear(x, stack, _zeros(d, 32, dtype=FP8)),
+        "quantize_fp8, E4M3": lambda: quantize_fp8(_zeros(d, 3, 128, dtype=FP8)),
+        "permute, no rows": lambda: permute.permute(_zeros(d, 3), order),
+        "permute, complex": lambda: permute.permute(_zeros(d, 3, 8, dtype=torch.complex64), order),
         "permute, narrow": lambda: permute.permute(x, order, _zeros(d, 6, 63)),
         "permute, wider values": lambda: permute.permute(x, order, _zeros(d, 6, 64, dtype=FLOAT)),
         "unpermute, few rows": lambda: permute.unpermute(y, order, weights, out=_zeros(d, 2, 64)),
+        "unpermute, integers": lambda: permute.unpermute(y.int(), order, weights),
+        "unpermute, an integer to add": lambda: permute.unpermute(y, order, weights, x.int()),
+        "unpermute, starts elsewhere": lambda: permute.unpermute(
+            y, replace(order, starts=order.starts.to("meta")), weights
+        ),
         "unpermute, strided weights": lambda: permute.unpermute(
             y, order, _zeros(d, 3, 4, dtype=FLOAT)[:, ::2]
         ),
@@ -199,6 +253,31 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
         "quantize_fp8, another order": lambda: quantize_fp8(_zeros(d, 4, 64), order),
         "router_logits, elsewhere": lambda: gate.router_logits(
             x, _zeros(d, 8, 64), torch.empty(3, 8, device="meta")
+        ),
+        "router, a bias with gaps": lambda: router.router(
+            logits, spec, _zeros(d, 16, dtype=FLOAT)[::2]
+        ),
+        "router, more experts than there are": lambda: router.router(logits, RouterSpec(9)),
+        "route, logits of no token": lambda: router.route(logits[0], spec),
+        "route, a row of no token": lambda: router.route(logits[:1], spec, None, x[0]),
+        "rms_norm, no row": lambda: norm.rms_norm(_zeros(d), _zeros(d), 1e-6),
+        "rms_norm, into integers": lambda: norm.rms_norm(
+            x, _zeros(d, 64), 1e-6, out=(x.int(), None)
+        ),
+        "silu_mul, no row": lambda: activation.silu_mul(_zeros(d)),
+        "embed, an empty table": lambda: embedding.embed(ids, _zeros(d, 0, 8)),
+        "rope, a matrix of frequencies": lambda: rope.rope(
+            _zeros(d, 3, 1, 8), None, ids[:, 0].contiguous(), _zeros(d, 2, 2, dtype=FLOAT)
+        ),
+        "mla_read, one length": lambda: mla_read.mla_read(
+            *(_zeros(d, 2, 4, n) for n in (8, 2)),
+            order.positions,
+            order.starts[0],
+            order.starts[0],
+            4,
+        ),
+        "mla_write, rows for pages": lambda: kv_write.mla_write(
+            x, x, ids[:, 0].contiguous(), _zeros(d, 4, 64), _zeros(d, 4, 64)
         ),
         "router, few rows": lambda: router.router(logits, spec, None, routing(2, torch.int64)),
         "router, float ids": lambda: router.router(logits, spec, None, routing(3, FLOAT)),

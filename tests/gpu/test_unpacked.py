@@ -12,7 +12,8 @@ from pykernels.gpu import launch, moe, unpacked
 from pykernels.gpu.grouped_gemm import multiply
 from pykernels.gpu.linear import linear
 from pykernels.gpu.linear_plan import choose_plan
-from pykernels.gpu.plan import UNPACK_ROWS, GemmPlan, gemm_plan
+from pykernels.gpu.plan import UNPACK_ROWS, gemm_plan
+from pykernels.gpu.plan_types import GemmPlan
 from pykernels.quant import get_format
 from pykernels.shapes import MoEShape
 from pykernels.testing import one_expert_routing, relative_error, skewed_routing

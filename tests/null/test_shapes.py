@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.shapes import MoEShape, Routing
+from pykernels.shapes import MoEShape, Ragged, Routing, SortedSlots
 
 
 @pytest.mark.parametrize("field", ["E", "H", "I", "topk"])
@@ -29,6 +29,38 @@ def test_routing_must_match_its_weights():
 def test_distinct_experts_are_counted_once():
     routing = Routing(torch.tensor([[0, 3], [3, 1]]), torch.ones(2, 2))
     assert (routing.T, routing.topk, routing.distinct_experts()) == (2, 2, 3)
+
+
+N = torch.zeros(6, dtype=torch.int32)
+ORDER = {"slots": N, "starts": N[:5], "positions": N.view(3, 2)}
+
+
+@pytest.mark.parametrize(
+    ("part", "wrong"),
+    [
+        ("slots", N.long()),
+        ("slots", N[:5]),
+        ("slots", N.view(3, 2)),
+        ("starts", N[::2]),
+        ("starts", N[:0]),
+        ("starts", N.float()),
+        ("positions", N),
+        ("positions", N.view(2, 3).T),
+    ],
+)
+def test_an_order_is_dense_integers(part: str, wrong: torch.Tensor):
+    assert SortedSlots(**ORDER).topk == 2
+    with pytest.raises(PykernelsError, match="order"):
+        SortedSlots(**{**ORDER, part: wrong})
+
+
+@pytest.mark.parametrize("part", ["q_starts", "q_lengths", "k_lengths", "k_starts"])
+@pytest.mark.parametrize("wrong", [N[::2], N[:2], N[0], N[:3].long()])
+def test_places_of_sequences_are_dense_integers(part: str, wrong: torch.Tensor):
+    places = dict.fromkeys(("q_starts", "q_lengths", "k_lengths", "k_starts"), N[:3])
+    assert Ragged(**places, max_queries=1).B == 3
+    with pytest.raises(PykernelsError, match="do not match"):
+        Ragged(**{**places, part: wrong}, max_queries=1)
 
 
 def test_an_error_is_one_line():

@@ -75,6 +75,9 @@ def test_bytes_and_operations_are_those_of_the_keys_seen() -> None:
     decode = build(Size("gqa_decode", 2, 128, heads=4, kv_heads=2, head_dim=32), cpu)
     assert decode.nbytes == 2 * 128 * 2 * 2 * 32 * 2 + 2 * 2 * 2 * 4 * 32
     assert decode.flops == 2 * 4 * 128 * 2 * 2 * 32
+    decode = build(Size("mla_decode", 2, 128, heads=4), cpu)
+    assert decode.nbytes == 2 * 128 * 576 * 2 + 2 * 4 * (576 + 512) * 2
+    assert decode.flops == 2 * 128 * 4 * (576 + 512) * 2
     prefill = build(Size("gqa_prefill", 1, 8, heads=1, kv_heads=1, head_dim=32, new=2), cpu)
     assert prefill.flops == (7 + 8) * 2 * 2 * 32
 

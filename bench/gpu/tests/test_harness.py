@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from bench.gpu import __main__ as program
-from bench.gpu import around, harness, router, run
+from bench.gpu import around, attention, harness, linear, router, run
 from bench.gpu.ahead import PROCESSES, call_some
 from bench.gpu.harness import Case, built, measure, measure_all, rates, rotating, sets_for
 from bench.gpu.machine import describe, slug
@@ -105,6 +105,18 @@ def test_a_case_that_cannot_be_made_is_a_row_too() -> None:
 
     (found,) = measure_all("around", [built("around", wide_case, 9)], CPU, 0.01, ROOFS)
     assert (found["name"], found["why"]) == ("wide_case 9", "RuntimeError: no memory for 9")
+
+
+@pytest.mark.parametrize(("op", "make"), [(attention, "build"), (linear, "case")])
+def test_cases_behind_one_that_cannot_be_made_go_on(
+    op: Any, make: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing_case(*arguments: Any) -> Case:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(op, make, failing_case)
+    rows = list(measure_all("", op.cases(CPU, True), CPU, 0.01, ROOFS))
+    assert len(rows) > 3 and all(row["why"] == "RuntimeError: no memory" for row in rows)
 
 
 class LostTimer:
@@ -326,6 +338,8 @@ def test_what_cannot_be_is_one_line(
         ("attention", {"head": 1}, "attention has no flag 'head'. Use kind, batch, context"),
         ("linear", {"tokens": "many"}, "tokens=many is no count"),
         ("router", {"tokens": -1}, "tokens=-1 is no count"),
+        ("linear", {"inputs": 0}, "inputs=0 is no count"),
+        ("attention", {"window": 0, "batch": 0}, "batch=0 is no count"),
         ("attention", {"format": 8}, "format=8 is no name"),
         ("around", {"rows": 1}, "around has no flag 'rows'. Use what, tokens, hidden"),
     ],

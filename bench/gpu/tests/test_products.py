@@ -20,6 +20,12 @@ def test_random_matrices_give_results_of_a_models_size(format: str) -> None:
     assert isinstance(found, torch.Tensor) and 0.05 < float(found.float().std()) < 20
 
 
+def test_a_linear_reads_its_weights_and_scales_once() -> None:
+    found = linear.case(CPU, "int4", 3, 256, 32)
+    assert found.nbytes == 32 * 256 // 2 + 32 * 256 // 32 * 2 + 3 * 256 * 2 + 3 * 32 * 2
+    assert found.flops == 2 * 3 * 256 * 32
+
+
 @pytest.mark.parametrize("format", ["bf16", "fp8", "q4_k"])
 def test_a_layer_runs_and_reads_the_experts_that_it_touches(format: str) -> None:
     one = moe.case(CPU, format, 1, 256, 256, 8, 2)

@@ -7,7 +7,8 @@ import pytest
 from bench.gpu.candidates import candidates
 from bench.gpu.tune import FORMATS, OPS, asked, distinct, jobs, main
 from pykernels.errors import PykernelsError
-from pykernels.gpu.plan import EXPERTS_PLANS, LINEAR_PLANS, GemmPlan, ManyPlan
+from pykernels.gpu.plan_file import EXPERTS_PLANS, LINEAR_PLANS
+from pykernels.gpu.plan_types import GemmPlan, ManyPlan
 
 EVERY = list(jobs(set(OPS.split(",")), set(FORMATS.split(","))))
 
