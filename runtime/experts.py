@@ -9,15 +9,12 @@ workers read their own slice from their own memory, and ``sync`` adds the nodes'
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from pykernels.cpu import MoECall, contiguous_rows, make_kernel
-from pykernels.cpu.moe import MoEKernel
+from pykernels.cpu import make_kernel
 from pykernels.errors import PykernelsError
 from pykernels.quant import PackedExperts, Weight, get_format
 from pykernels.quant.split import SplitExperts
@@ -26,55 +23,37 @@ from pykernels.shapes import MoEShape
 from pykernels.target import detect
 
 from .choices import chosen
-from .pool import Call, Pool, TaskError, WorkerPool, default_pool, wait_all
+from .counters import Counters
+from .launch import Part
+from .pool import Pool, TaskError, WorkerPool, default_pool, wait_all
 from .reduce import reduce
 from .slices import make_room, slices_on, workers_of
 
 
-@dataclass
-class Counters:
-    """What the experts have done since the last ``reset``.
-
-    Attributes:
-        calls: fused MoE calls.
-        tokens: tokens in them.
-        bytes: weight bytes of the distinct experts that each call touched.
-        seconds: from the start of each call to its last task, summed.
-    """
-
-    calls: int = 0
-    tokens: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-
-    def reset(self) -> None:
-        self.calls, self.tokens, self.bytes, self.seconds = 0, 0, 0, 0.0
-
-
 class Ticket(NamedTuple):
-    """A call in flight, to be given to ``sync``. It holds what the workers read and write.
+    """A call in flight, to be given to ``sync``. It holds what the workers write.
 
     Attributes:
         y: the result's [T, H].
-        active: distinct experts of the call.
+        tokens: T.
+        bytes: of weights that the call reads.
         partials: float32 [T, H] of each node, if there are several.
         pools: those that work on it, each on
-        calls: its own.
-        x: what they read, unless it is copied already.
+        calls: the one of this number.
     """
 
     y: torch.Tensor
-    active: int
-    partials: list[torch.Tensor]
+    tokens: int
+    bytes: int
+    partials: Sequence[torch.Tensor]
     pools: Sequence[WorkerPool]
-    calls: Sequence[Call]
-    x: torch.Tensor
+    calls: Sequence[int | None]
 
     @property
     def runs(self) -> bool:
         """Whether a pool has not been waited for yet."""
         pairs = zip(self.pools, self.calls, strict=True)
-        return any(pool.running is call for pool, call in pairs)
+        return any(pool.running == call is not None for pool, call in pairs)
 
 
 class RoutedExperts:
@@ -114,7 +93,7 @@ class RoutedExperts:
         self.weights = make_room(shape, get_format(fmt), pool)
         self.counters = Counters()
         self._loaded, self._bytes_per_expert = False, 0
-        self._bound: tuple[Pool, list[_Part]] | None = None
+        self._bound: tuple[Pool, list[Part]] | None = None
         self._in_flight: Ticket | None = None
 
     @staticmethod
@@ -174,21 +153,22 @@ class RoutedExperts:
         if not self._loaded:
             self._check_loaded()
         parts = self._bind()
+        partials: Sequence[torch.Tensor] = ()
+        begun = parts[0].repeat(x, ids, weights) if len(parts) == 1 else None
+        if begun is not None:
+            active, y = begun
+        else:
+            active, y, partials = self._begin(parts, x, ids, weights)
         pools = [part.pool for part in parts]
-        try:
-            for pool in pools:  # another call reads the workspace that prepare writes
-                pool.claim()
-            # Known before it runs: should Ctrl-C come now, the buffers outlive what writes them.
-            ticket = self._in_flight = self._prepare(parts, x, ids, weights)
-            for pool, call in zip(pools, ticket.calls, strict=True):
-                pool.start(call)
-        except BaseException:
-            for pool in pools:
-                pool.release()
-            raise
-        if ticket.calls[0].row_tasks:
-            for pool in pools:
-                pool.wait_for_rows()  # then x is the caller's again
+        calls = [pool.running for pool in pools]
+        nbytes = active * self._bytes_per_expert
+        ticket = self._in_flight = Ticket(y, y.shape[0], nbytes, partials, pools, calls)
+        for part in parts:
+            if part.row_tasks:
+                part.pool.wait_for_rows()  # then x is the caller's again
+            part.held = None
+        if not partials:
+            parts[0].make_spare(y)
         return ticket
 
     def sync(self, ticket: Ticket) -> torch.Tensor:
@@ -201,44 +181,56 @@ class RoutedExperts:
         if self._in_flight is not ticket:
             raise PykernelsError("this ticket is not the call in flight", "sync each ticket once")
         self._in_flight = None
+        y, tokens, nbytes, partials, pools, _ = ticket
         try:
-            seconds = wait_all(ticket.pools)
+            if not partials:
+                pools[0].end(self.counters.address, tokens, nbytes)
+                return y
+            seconds = wait_all(pools)
         except TaskError as error:
             raise self._name_expert(error) from None
-        if ticket.partials:
-            reduce(ticket.partials, ticket.y, ticket.pools[0])
-        counters = self.counters
-        counters.calls += 1
-        counters.tokens += len(ticket.y)
-        counters.bytes += ticket.active * self._bytes_per_expert
-        counters.seconds += seconds
-        return ticket.y
+        reduce(partials, y, pools[0])
+        self.counters.add(tokens, nbytes, seconds)
+        return y
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """``submit`` and ``sync`` in one."""
         return self.sync(self.submit(x, ids, weights))
 
-    def _prepare(
-        self, parts: list[_Part], x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> Ticket:
-        """A call on the slices, ready to start on each one's pool."""
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        partials = [torch.empty(x.shape) for _ in parts] if len(parts) > 1 else []
-        outs = partials or [y]
-        x = contiguous_rows(x)
-        calls = [part.prepare(x, ids, weights, out) for part, out in zip(parts, outs, strict=True)]
-        return Ticket(y, calls[0].active, partials, [part.pool for part in parts], calls, x)
+    def _begin(
+        self, parts: list[Part], x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[int, torch.Tensor, Sequence[torch.Tensor]]:
+        """Begins a call of any layout, on the pool of every slice.
 
-    def _bind(self) -> list[_Part]:
+        Returns:
+            the number of active experts, y, and each node's part of it, if there are several.
+        """
+        try:
+            for part in parts:  # another call reads the workspace that this one is prepared in
+                part.pool.claim()
+            y = torch.empty_like(x, memory_format=torch.contiguous_format)
+            partials = [torch.empty(x.shape) for _ in parts] if len(parts) > 1 else []
+            for part, out in zip(parts, partials or [y], strict=True):
+                part.arrange(x, ids, weights, out)
+            actives = [part.begin() for part in parts]
+        except BaseException:
+            for part in parts:
+                part.pool.release()
+                if part.pool.running is None:
+                    part.held = None
+            raise
+        return actives[0], y, partials
+
+    def _bind(self) -> list[Part]:
         """The slices on the pool of now: plan and scratch depend on its threads."""
-        pool = self.pool
+        pool = self._own_pool or default_pool()
         if self._bound is None or self._bound[0] is not pool:
             kernel = make_kernel(self.backend.name, self.weights.fmt.name, self.activations)
             slices = self.weights.slices
             workers = workers_of(pool, len(slices))
             pairs = zip(slices, workers, strict=True)
             gemm_from = self.choices.gemm_from
-            self._bound = pool, [_Part(packed, kernel, each, gemm_from) for packed, each in pairs]
+            self._bound = pool, [Part(packed, kernel, each, gemm_from) for packed, each in pairs]
         return self._bound[1]
 
     def _check_loaded(self) -> None:
@@ -256,41 +248,3 @@ class RoutedExperts:
             return error
         expert = self._bind()[0].expert(error.active)
         return TaskError(error.status, error.stage, error.index, error.active, expert)
-
-
-class _Part:
-    """One slice of a layer, bound to the pool that works on it."""
-
-    def __init__(
-        self, packed: PackedExperts, kernel: MoEKernel, pool: WorkerPool, gemm_from: int
-    ) -> None:
-        self.pool = pool
-        self._moe = MoECall(packed, kernel, pool.workspace, pool.threads, gemm_from=gemm_from)
-        stages = kernel.stages
-        self._gate_up, self._down = stages.gate_up.address, stages.down.address
-        self._pack, self._rows = stages.pack.address, stages.rows.address
-
-    def prepare(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
-    ) -> Call:
-        """A call that writes this slice's share of the result to ``y``."""
-        tasks = self._moe.prepare(x, ids, weights, y)
-        return Call(
-            self._gate_up,
-            self._down,
-            self._moe.address,
-            tasks.active,
-            tasks.i_chunks,
-            tasks.down_chunks,
-            self._pack,
-            tasks.pack_tasks,
-            tasks.piece_active,
-            tasks.pieces,
-            self._rows,
-            tasks.row_tasks,
-        )
-
-    def expert(self, active: int) -> int:
-        """The number of an active expert of the last call."""
-        at = int(self._moe.job["experts"][0]) + 8 * active
-        return ctypes.c_int64.from_address(at).value

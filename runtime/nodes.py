@@ -169,8 +169,8 @@ def wait_all(pools: Sequence[WorkerPool]) -> float:
     Raises:
         TaskError: a task failed; no pool is left with a call, whichever it was of.
     """
-    if not pools:
-        return 0.0
+    if len(pools) == 1:
+        return pools[0].wait()
     try:
         seconds = pools[0].wait()
     finally:

@@ -30,6 +30,8 @@ from pykernels.cpu.intrin.sync import (
 )
 from pykernels.cpu.jit import inlined, kernel
 
+from .counters import count
+
 _LINE = 64
 
 # Shared words: byte offsets into the control block.
@@ -65,8 +67,11 @@ ROW_TASKS = GATE_UP + 104
 
 SPIN_NS = 12 * _LINE
 STARTED_AT = SPIN_NS + 8
+STATE = SPIN_NS + 16  # who has the pool: one of the below, or the thread that prepares a call
 CONTROL_BYTES = 13 * _LINE
 BARRIER_BYTES = _LINE
+
+FREE, RUNNING, LAUNCHING, CLOSED, FORKED = 0, -1, -2, -3, -4
 
 STAGES = ("rows", "pack", "gate-up", "down")
 """What the numbers in FAILED_STAGE stand for."""
@@ -216,9 +221,21 @@ def _wake_workers(control: int) -> None:
 
 
 @kernel()
-def publish(
+def claim(control: int, owner: int) -> int:
+    """Gives the pool to ``owner`` if it is free; returns the state that hinders it, or FREE."""
+    state = atomic_exchange(control + STATE, FREE, owner)
+    return FREE if state == owner else state
+
+
+@kernel()
+def release(control: int, owner: int) -> None:
+    """Frees the pool, if it is ``owner``'s."""
+    atomic_exchange(control + STATE, owner, FREE)
+
+
+@inlined
+def open_call(
     control: int,
-    barriers: int,
     gate_up: int,
     down: int,
     job: int,
@@ -232,7 +249,8 @@ def publish(
     rows: int,
     row_tasks: int,
 ) -> None:
-    """Opens a call to the workers; the call before it has been waited for."""
+    """Opens a call to the workers; the pool is the caller's, with barriers for so many experts."""
+    barriers = atomic_load(control + BARRIERS)
     for expert in range(2 * active):
         atomic_store(barriers + expert * BARRIER_BYTES, 0)
     atomic_store(control + GATE_UP, gate_up)
@@ -240,7 +258,6 @@ def publish(
     atomic_store(control + JOB, job)
     atomic_store(control + ACTIVE, active)
     atomic_store(control + I_CHUNKS, i_chunks)
-    atomic_store(control + BARRIERS, barriers)
     atomic_store(control + GATE_UP_TASKS, active * i_chunks)
     atomic_store(control + PACK, pack)
     atomic_store(control + PACK_TASKS, pack_tasks)
@@ -257,8 +274,43 @@ def publish(
     atomic_store(control + STARTED_AT, now)
     atomic_store(control + FINISHED_AT, now)
     atomic_store(control + DONE, 0 if tasks > 0 else 1)
+    atomic_store(control + STATE, RUNNING)
     atomic_store(control + REMAINING, tasks)
     _wake_workers(control)
+
+
+@kernel()
+def publish(
+    control: int,
+    gate_up: int,
+    down: int,
+    job: int,
+    active: int,
+    i_chunks: int,
+    down_chunks: int,
+    pack: int,
+    pack_tasks: int,
+    piece_active: int,
+    pieces: int,
+    rows: int,
+    row_tasks: int,
+) -> None:
+    """``open_call``, from Python."""
+    open_call(
+        control,
+        gate_up,
+        down,
+        job,
+        active,
+        i_chunks,
+        down_chunks,
+        pack,
+        pack_tasks,
+        piece_active,
+        pieces,
+        rows,
+        row_tasks,
+    )
 
 
 @kernel()
@@ -276,15 +328,27 @@ def finish_rows(control: int, driver_works: bool) -> None:
 
 
 @kernel()
-def finish(control: int, driver_works: bool) -> int:
-    """Waits for the call to end, working along if the driver is of the pool; returns the status."""
+def finish(control: int, driver_works: bool, counters: int, tokens: int, nbytes: int) -> int:
+    """Waits for the call to end, working along if the driver is of the pool; frees the pool.
+
+    Args:
+        counters: address of what counts it, as so many tokens and bytes, if no task fails; 0: none.
+
+    Returns:
+        the call's status.
+    """
     if driver_works:
         work(control, 0)
     tasks = atomic_load(control + TASKS)
     _wait_until_at_least(
         control + DONE, tasks + 1, control + DRIVER_SLEEPS, atomic_load(control + SPIN_NS)
     )
-    return atomic_load(control + STATUS)
+    status = atomic_load(control + STATUS)
+    if status == 0 and counters != 0:
+        took = atomic_load(control + FINISHED_AT) - atomic_load(control + STARTED_AT)
+        count(counters, tokens, nbytes, took)
+    atomic_exchange(control + STATE, RUNNING, FREE)
+    return status
 
 
 @kernel()
@@ -296,7 +360,13 @@ def stop(control: int) -> None:
 
 def compile_all() -> None:
     """Compiles (or loads from the cache) what a pool calls."""
-    for function, arguments in ((worker_loop, 2), (publish, 14), (stop, 1)):
+    for function, arguments in (
+        (worker_loop, 2),
+        (claim, 2),
+        (release, 2),
+        (publish, 13),
+        (stop, 1),
+    ):
         function.compile((types.int64,) * arguments)
-    for function in (finish_rows, finish):
-        function.compile((types.int64, types.boolean))
+    finish_rows.compile((types.int64, types.boolean))
+    finish.compile((types.int64, types.boolean, *[types.int64] * 3))

@@ -11,13 +11,18 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numba import types
 
 from pykernels.cpu import Workspace
+from pykernels.cpu.jit import direct
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 
 from . import tasks
 from .topology import Topology
+
+_STATE, _NUMBER = tasks.STATE // 8, tasks.EPOCH // 8
+_STARTED_AT, _FINISHED_AT = tasks.STARTED_AT // 8, tasks.FINISHED_AT // 8
 
 _SPIN_US, _SPIN_US_BESIDE_GPU = 50.0, 1000.0
 
@@ -113,16 +118,16 @@ class WorkerPool:
         raw = np.zeros(tasks.CONTROL_BYTES // 8 + 8, np.int64)
         self.control = _align(raw.ctypes.data)
         self._words = raw[(self.control - raw.ctypes.data) // 8 :]
+        self._clocks = self._words.data  # the same as a memoryview: numpy's scalars are slow
         spin_us = spin_budget(driver_works) if spin_us is None else spin_us
         self._words[tasks.SPIN_NS // 8] = int(spin_us * 1000)
-        self._reserve_barriers(64)
+        self._barriers_for = 0
+        self.reserve_barriers(64)
         self.workspace = Workspace()  # shared by the layers: one call runs at a time
-        self._running: Call | None = None
-        self._guard = threading.Lock()  # of the two words that say who has the pool
-        self._claimed_by: int | None = None
-        self._closed = False
-        self._pid = os.getpid()
         tasks.compile_all()  # under the GIL, before any thread asks; and Ctrl-C finds them compiled
+        self._finish = direct(
+            tasks.finish, types.int64, types.boolean, types.int64, types.int64, types.int64
+        )
         first = 1 if driver_works else 0
         self._threads = [
             threading.Thread(
@@ -155,120 +160,121 @@ class WorkerPool:
                     "Check the cpuset of this process; it may have changed while it ran",
                 ) from None
 
-    def _reserve_barriers(self, active: int) -> None:
-        """Room for the barriers of a call of so many experts."""
-        self._barriers_for = active
-        self._barrier_memory = np.zeros(2 * active * tasks.BARRIER_BYTES // 8 + 8, np.int64)
-        self._barriers = _align(self._barrier_memory.ctypes.data)
+    def reserve_barriers(self, active: int) -> None:
+        """Room for the barriers of a call of so many experts; for who has claimed the pool."""
+        if active > self._barriers_for:
+            self._barriers_for = active
+            self._barrier_memory = np.zeros(2 * active * tasks.BARRIER_BYTES // 8 + 8, np.int64)
+            self._clocks[tasks.BARRIERS // 8] = _align(self._barrier_memory.ctypes.data)
 
     def claim(self) -> None:
         """Keeps the pool for a call that this thread prepares, in the ``workspace`` that all share,
         until it starts or ``release`` gives it up.
 
         Raises:
-            PykernelsError: a call is running, another thread prepares one, or this is a forked
-                child.
+            PykernelsError: a call is running, another thread prepares one, the pool is closed, or
+                this is a forked child.
         """
-        self._check_process()
-        me = threading.get_ident()
-        with self._guard:
-            # A claim of this thread's own was left behind by Ctrl-C: it prepares nothing now.
-            if self._claimed_by not in (None, me):
-                raise PykernelsError(
-                    "another thread prepares a call on this pool", "Make one call after the other"
-                )
-            if self._running is not None:
-                raise PykernelsError(
-                    "a call is still running on this pool", "sync it before the next submit"
-                )
-            self._claimed_by = me
+        # A claim of this thread's own was left behind by Ctrl-C: it prepares nothing now.
+        if tasks.claim(self.control, threading.get_ident()) != tasks.FREE:
+            raise self.refusal()
 
     def release(self) -> None:
         """Gives up what this thread has claimed, if it has not started a call since."""
-        with self._guard:
-            if self._claimed_by == threading.get_ident():
-                self._claimed_by = None
+        tasks.release(self.control, threading.get_ident())
 
     def start(self, call: Call) -> None:
         """Hands a call to the workers and returns; ``wait`` ends it. One call at a time.
 
         Raises:
-            PykernelsError: as ``claim``, or the pool is closed.
+            PykernelsError: as ``claim``.
         """
-        if self._closed:
-            raise PykernelsError("the worker pool is closed", "Make a new WorkerPool")
-        if self._claimed_by != threading.get_ident():
-            self.claim()
-        if call.active > self._barriers_for:
-            self._reserve_barriers(2 * call.active)
-        self._running = call
-        self._claimed_by = None  # after it: nobody finds the pool free between the two
-        tasks.publish(self.control, self._barriers, *call)
+        self.claim()
+        self.reserve_barriers(call.active)
+        tasks.publish(self.control, *call)
 
     def wait_for_rows(self) -> None:
         """Waits until the call that was started has copied its inputs; works along as in ``wait``.
 
         A task that fails is told by ``wait``.
         """
-        self._check_process()
+        if self._clocks[_STATE] != tasks.RUNNING:
+            raise self._nothing_runs()
         tasks.finish_rows(self.control, self.driver_works)
 
-    def wait(self) -> float:
-        """Waits for the call in flight; returns the seconds from its start to its last task.
+    def end(self, counters: int = 0, tokens: int = 0, nbytes: int = 0) -> None:
+        """Waits for the call in flight, which is counted as in ``tasks.finish``.
 
         Raises:
             PykernelsError: no call is in flight, or this is a forked child.
             TaskError: a task failed; which is the first one that did.
         """
-        call = self._running
-        if call is None:
-            raise PykernelsError("no call is running on this pool", "submit one before sync")
-        self._check_process()  # its workers would never end it here
-        try:
-            status = tasks.finish(self.control, self.driver_works)
-        finally:  # Ctrl-C arrives when the call has ended: it must not leave the pool taken
-            self._running = None
-        if status != 0:
-            raise self._failure(call, status)
-        words = self._words
-        return int(words[tasks.FINISHED_AT // 8] - words[tasks.STARTED_AT // 8]) / 1e9
+        if self._clocks[_STATE] != tasks.RUNNING:
+            raise self._nothing_runs()
+        # Ctrl-C counts when it returns: the pool is free then.
+        if status := self._finish(self.control, self.driver_works, counters, tokens, nbytes):
+            raise self._failure(status)
+
+    def wait(self) -> float:
+        """``end``; returns the seconds from the call's start to its last task."""
+        self.end()
+        return (self._clocks[_FINISHED_AT] - self._clocks[_STARTED_AT]) / 1e9
 
     @property
-    def running(self) -> Call | None:
-        """The call that was started and not waited for yet."""
-        return self._running
+    def running(self) -> int | None:
+        """The number of the call that was started and not waited for yet."""
+        return self._clocks[_NUMBER] if self._clocks[_STATE] == tasks.RUNNING else None
 
     def settle(self) -> None:
         """Waits for a call that nobody will wait for, since Ctrl-C came right behind its start."""
-        if self._running is not None and self._pid == os.getpid():
-            tasks.finish(self.control, self.driver_works)
-            self._running = None
+        if self._clocks[_STATE] == tasks.RUNNING:
+            self._finish(self.control, self.driver_works, 0, 0, 0)
 
-    def _check_process(self) -> None:
-        if self._pid != os.getpid():
-            raise PykernelsError(
-                "this worker pool belongs to the parent process; threads do not survive a fork",
-                "Make the pool in the process that uses it, or start that with 'spawn'",
-            )
+    def refusal(self) -> PykernelsError:
+        """Why a call cannot be prepared or started now."""
+        match self._clocks[_STATE]:
+            case tasks.FORKED:
+                return PykernelsError(
+                    "this worker pool belongs to the parent process; threads do not survive a fork",
+                    "Make the pool in the process that uses it, or start that with 'spawn'",
+                )
+            case tasks.CLOSED:
+                return PykernelsError("the worker pool is closed", "Make a new WorkerPool")
+            case tasks.RUNNING:
+                return PykernelsError(
+                    "a call is still running on this pool", "sync it before the next submit"
+                )
+        return PykernelsError(
+            "another thread prepares a call on this pool", "Make one call after the other"
+        )
 
-    def _failure(self, call: Call, status: int) -> TaskError:
-        stage = tasks.STAGES[self._words[tasks.FAILED_STAGE // 8]]
-        index = int(self._words[tasks.FAILED_INDEX // 8])
+    def _nothing_runs(self) -> PykernelsError:
+        if self._clocks[_STATE] == tasks.FORKED:
+            return self.refusal()  # its workers would never end the call here
+        return PykernelsError("no call is running on this pool", "submit one before sync")
+
+    def _failure(self, status: int) -> TaskError:
+        words = self._clocks
+        stage = tasks.STAGES[words[tasks.FAILED_STAGE // 8]]
+        index = words[tasks.FAILED_INDEX // 8]
         if stage == "rows":
             return TaskError(status, stage, index, None)
         if stage == "pack":
-            pieces = (ctypes.c_int64 * call.pack_tasks).from_address(call.piece_active)
-            active = pieces[index]
+            pieces = ctypes.c_int64 * words[tasks.PACK_TASKS // 8]
+            active = pieces.from_address(words[tasks.PIECE_ACTIVE // 8])[index]
+        elif stage == "gate-up":
+            active = index // words[tasks.I_CHUNKS // 8]
         else:
-            active = index // call.i_chunks if stage == "gate-up" else index % call.active
+            active = index % words[tasks.ACTIVE // 8]
         return TaskError(status, stage, index, active)
 
     def close(self) -> None:
         """Ends the workers; waits for them. Safe to call twice."""
-        if self._closed or self._pid != os.getpid():
+        if self._clocks[_STATE] in (tasks.CLOSED, tasks.FORKED):
             return
-        self._closed = True
-        self.settle()
+        while tasks.claim(self.control, tasks.CLOSED) == tasks.RUNNING:
+            self.settle()
+        self._clocks[_STATE] = tasks.CLOSED  # where another thread prepares a call, it is refused
         tasks.stop(self.control)
         for thread in self._threads:
             thread.join()
@@ -295,6 +301,15 @@ def _worker_main(memory: np.ndarray, control: int, worker: int) -> None:
 
 
 _open_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """In a forked child, which has a copy of the control blocks but none of the threads."""
+    for pool in list(_open_pools):
+        pool._clocks[_STATE] = tasks.FORKED
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 @atexit.register

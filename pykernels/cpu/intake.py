@@ -14,7 +14,7 @@ from numba import carray, types
 
 from ..quant.layout import K_BLOCK
 from .intrin.sync import as_pointer, call_routine
-from .jit import inlined, kernel, task
+from .jit import inlined, task
 from .job import job_at
 from .tile_generic import round_bf16
 
@@ -42,13 +42,11 @@ def _copy_row(job, t):
         call_routine(job.annotate, (row, Hp, 0, Hp))
 
 
-@kernel()
-def take_inputs(job_address, source, source_stride, source_bf16):
-    """Notes where x [T, H] is (bf16 or float32, stride in bytes); copies it if no task will."""
+@inlined
+def take_inputs(job_address, source):
+    """Notes where x [T, H] is; copies it if no task will."""
     job = job_at(job_address)
     job.source = source
-    job.source_stride = source_stride
-    job.source_bf16 = source_bf16
     if job.row_chunk == 0:
         for t in range(job.T):
             _copy_row(job, t)

@@ -39,7 +39,14 @@ TASK = types.int64(types.intp, types.intp, types.intp)
 ``index`` counts from 0, ``worker`` is the caller's number below the pool's size. Status 0 means
 done."""
 
-SOURCES = ("pykernels/cpu", "pykernels/quant", "runtime/reduce.py", "runtime/tasks.py")
+SOURCES = (
+    "pykernels/cpu",
+    "pykernels/quant",
+    "runtime/counters.py",
+    "runtime/launch.py",
+    "runtime/reduce.py",
+    "runtime/tasks.py",
+)
 """All that compiled code can see: an edit elsewhere compiles nothing again."""
 
 MONTH = 30 * 24 * 3600.0
@@ -90,6 +97,12 @@ class _Kernel(CPUDispatcher):
     def compile(self, sig: Any) -> Any:
         with _uninterrupted():
             return super().compile(sig)
+
+
+def direct(compiled: Any, *arguments: types.Type) -> Any:
+    """A ``kernel`` for arguments of these types, without the dispatcher, which looks at the types
+    at every call."""
+    return compiled.compile(arguments)
 
 
 class _Inlined(_Kernel):

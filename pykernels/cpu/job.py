@@ -19,6 +19,8 @@ JOB, job_at = descriptor(
         "T",  # tokens
         "S",  # slots
         "A",  # active experts
+        "E",  # experts of the layer
+        "topk",  # of a token
         "source",  # what the caller gave: source_bf16 ? bf16 : float32 [T, source_stride / ...]
         "source_stride",  # bytes
         "source_bf16",
@@ -35,6 +37,7 @@ JOB, job_at = descriptor(
         "y_stride",
         "y_bf16",  # 1: y is bf16, 0: float32
         "H",
+        "cursor",  # int64 [E] scratch of the sort by expert
         "experts",  # int64 [A] expert numbers
         "starts",  # int64 [A + 1] first slot of each active expert
         "slot_token",  # int64 [S]
@@ -56,7 +59,13 @@ JOB, job_at = descriptor(
         "down_scale_block",
         "down_block",
         "down_k",  # 128-wide groups of I
-        "h_cuts",  # int64 [down tasks + 1]: the 32-row block where each begins, and the end
+        "h_cuts",  # int64 [h_chunks + 1]: the 32-row block where each begins, and the end
+        "h_chunks",  # down tasks of one expert
+        "row_tasks",  # runs of row_chunk tokens
+        "run_rows",  # addresses of the stages' tasks
+        "run_pack",
+        "run_gate_up",
+        "run_down",
         "tiles",  # addresses of the format's routines: tile_avx512.make_tiles,
         "gemm",  # a make_gemm,
         "annotate",  # annotate.make_annotate; 0: nothing to annotate

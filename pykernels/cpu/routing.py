@@ -5,7 +5,7 @@ from __future__ import annotations
 from numba import carray, types
 
 from .intrin.sync import as_pointer
-from .jit import inlined, kernel
+from .jit import inlined
 from .job import job_at
 from .stages import PIECE
 
@@ -44,8 +44,8 @@ def _lay_out_groups(job):
     job.P = piece
 
 
-@kernel()
-def sort_slots(job_address, E, topk, ids_address, weights_address, cursor_address):
+@inlined
+def sort_slots(job_address, ids_address, weights_address):
     """Fills the job's slot arrays by a counting sort of the (token, expert) pairs.
 
     Slots are ordered by expert, then by token: the order in which results are summed.
@@ -53,16 +53,16 @@ def sort_slots(job_address, E, topk, ids_address, weights_address, cursor_addres
     Args:
         ids_address: int64 [T, topk], contiguous.
         weights_address: float32 [T, topk], contiguous.
-        cursor_address: int64 [E] scratch.
 
     Returns:
         OK, or BAD_EXPERT if an id is outside 0 .. E - 1 (the job is unchanged then).
     """
     job = job_at(job_address)
+    E, topk = job.E, job.topk
     S = job.T * topk
     ids = _words(ids_address, S)
     weights = carray(as_pointer(weights_address), (S,), types.float32)
-    cursor = _words(cursor_address, E)
+    cursor = _words(job.cursor, E)
     for e in range(E):
         cursor[e] = 0
     for s in range(S):

@@ -10,11 +10,10 @@ import torch
 from ..errors import PykernelsError
 from ..quant import PackedExperts
 from ..quant.layout import K_BLOCK, N_BLOCK, ceil_to
-from .intake import take_inputs
+from .arrival import BAD_EXPERT, arrive
 from .job import JOB
 from .moe import NEVER, MoEKernel, tables_address
 from .plan import MoEPlan, default_gemm_from, plan
-from .routing import BAD_EXPERT, sort_slots
 from .rows import Annotation, row_bytes
 
 _AT = {name: index for index, name in enumerate(JOB.names or ())}
@@ -137,13 +136,14 @@ class MoECall:
         fmt, shape = experts.fmt, experts.shape
         self.job = np.zeros(1, JOB)
         self.address = int(self.job.ctypes.data)
-        self._words = self.job.view(np.int64)
-        self._planned: tuple[int, int, int, int] | None = None  # T, row tasks, chunks
+        self._words = self.job.view(np.int64).data  # as a memoryview: numpy's scalars are slow
+        self._planned: int | None = None  # T
         self._reserved: tuple[int, int] | None = None  # T, topk
         self._buffers: dict[str, torch.Tensor] = {}
         self._scratch = workspace.scratch(workers, kernel.scratch_bytes)
         fields = {
             "H": shape.H,
+            "E": shape.E,
             "gate_up": experts.gate_up.data_ptr(),
             "gate_up_stride": experts.gate_up.stride(0),
             "gate_up_scale": experts.gate_up_scale.data_ptr(),
@@ -161,6 +161,10 @@ class MoECall:
             "down_k": ceil_to(shape.I, fmt.k_block) // K_BLOCK,
             "tables": tables_address(),
             "tiles": kernel.tiles,
+            "run_rows": kernel.stages.rows.address,
+            "run_pack": kernel.stages.pack.address,
+            "run_gate_up": kernel.stages.gate_up.address,
+            "run_down": kernel.stages.down.address,
             "gemm": kernel.gemm,
             "annotate": kernel.annotate,
             "annotate_gemm": kernel.annotate_gemm,
@@ -188,65 +192,78 @@ class MoECall:
         Raises:
             PykernelsError: shapes, dtypes or expert numbers that do not fit.
         """
-        T, topk = self._check(x, ids, weights)
-        ids = ids.contiguous()
-        weights = weights.float().contiguous()
-        row_tasks, i_chunks, h_chunks = self._plan(T)
-        self._reserve(T, topk)
-        words, E = self._words, self.experts.shape.E
-        words[_AT["T"]] = T
-        words[_AT["y"]] = y.data_ptr()
-        words[_AT["y_stride"]] = y.stride(0) * y.element_size()
-        words[_AT["y_bf16"]] = y.dtype == torch.bfloat16
-        take_inputs(
-            self.address, x.data_ptr(), x.stride(0) * x.element_size(), x.dtype == torch.bfloat16
-        )
-        cursor = self._buffers["cursor"].data_ptr()
-        status = sort_slots(self.address, E, topk, ids.data_ptr(), weights.data_ptr(), cursor)
-        if status == BAD_EXPERT:
-            raise PykernelsError(
-                f"the routing names expert {int(ids.min())} .. {int(ids.max())} in a layer of {E}",
-                "Expert ids must be 0 to E - 1",
-            )
-        active = int(words[_AT["A"]])
+        ids, weights = self.arrange(x, ids, weights, y)
+        at = (tensor.data_ptr() for tensor in (x, ids, weights, y))
+        active = arrive(self.address, *at)
+        if active == BAD_EXPERT:
+            raise self.bad_routing(ids)
         if not active:  # no task will write it
             y.zero_()
-        return Prepared(
-            active,
-            row_tasks,
-            int(words[_AT["P"]]),
-            i_chunks,
-            h_chunks if active else 0,
-            int(words[_AT["piece_active"]]),
-            int(words[_AT["pieces"]]),
+        word = {name: self._words[_AT[name]] for name in Prepared._fields if name in _AT}
+        down_chunks = self._words[_AT["h_chunks"]] if active else 0
+        pack_tasks = self._words[_AT["P"]]
+        return Prepared(active=active, pack_tasks=pack_tasks, down_chunks=down_chunks, **word)
+
+    def arrange(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All of ``prepare`` that only depends on shapes, strides and dtypes: ``arrive`` is next.
+
+        Returns:
+            ids and weights as ``arrive`` takes them, which is as given where nothing was to do.
+        """
+        T, topk = self._check(x, ids, weights)
+        if not ids.is_contiguous():
+            ids = ids.contiguous()
+        if weights.dtype is not torch.float32 or not weights.is_contiguous():
+            weights = weights.float().contiguous()
+        self._plan(T)
+        self._reserve(T, topk)
+        words = self._words
+        words[_AT["T"]], words[_AT["topk"]] = T, topk
+        for name, tensor in (("source", x), ("y", y)):
+            words[_AT[f"{name}_stride"]] = tensor.stride(0) * tensor.element_size()
+            words[_AT[f"{name}_bf16"]] = tensor.dtype is torch.bfloat16
+        return ids, weights
+
+    @property
+    def row_tasks(self) -> int:
+        """Of the call that was arranged last."""
+        return self._words[_AT["row_tasks"]]
+
+    def bad_routing(self, ids: torch.Tensor) -> PykernelsError:
+        """What is said of BAD_EXPERT."""
+        return PykernelsError(
+            f"the routing names expert {int(ids.min())} .. {int(ids.max())} in a layer of"
+            f" {self.experts.shape.E}",
+            "Expert ids must be 0 to E - 1",
         )
 
-    def _plan(self, T: int) -> tuple[int, int, int]:
-        """Writes the cut for T tokens; returns (row tasks, i_chunks, h_chunks)."""
-        if self._planned is not None and self._planned[0] == T:
-            return self._planned[1:]
+    def _plan(self, T: int) -> None:
+        """Writes the cut for T tokens."""
+        if self._planned == T:
+            return
         cut = self._cut or plan(
             self.experts.shape, self.experts.fmt, self._workers, T, self._gemm_from
         )
         job = self.job[0]
         whole = max(1, self.kernel.annotate_k // N_BLOCK)  # blocks that a task must own together
         job["i_chunk"] = i_chunk = ceil_to(cut.i_chunk, whole)
-        job["i_chunks"] = i_chunks = -(-int(job["i_blocks"]) // i_chunk)
+        job["i_chunks"] = -(-int(job["i_blocks"]) // i_chunk)
         self._h_cuts = np.array(cut.down_cuts(self.experts.down.shape[1]), np.int64)
-        job["h_cuts"] = self._h_cuts.ctypes.data
+        job["h_cuts"], job["h_chunks"] = self._h_cuts.ctypes.data, len(self._h_cuts) - 1
         job["gemm_from"] = cut.gemm_from if self.kernel.has_gemm else NEVER
         job["row_chunk"] = cut.row_chunk
-        row_tasks = -(-T // cut.row_chunk) if cut.row_chunk else 0
-        self._planned = T, row_tasks, i_chunks, len(self._h_cuts) - 1
-        return self._planned[1:]
+        job["row_tasks"] = -(-T // cut.row_chunk) if cut.row_chunk else 0
+        self._planned = T
 
     def _reserve(self, T: int, topk: int) -> None:
         """Makes room for the call, unless the last one was of its size and nothing has changed."""
         if self._reserved == (T, topk) and self._workspace.buffers is self._buffers:
             return
         E, words = self.experts.shape.E, self._words
-        H, I = (K_BLOCK * int(words[_AT[name]]) for name in ("gate_up_k", "down_k"))  # noqa: E741
-        gemm_from, hows = int(words[_AT["gemm_from"]]), self.kernel.annotations
+        H, I = (K_BLOCK * words[_AT[name]] for name in ("gate_up_k", "down_k"))  # noqa: E741
+        gemm_from, hows = words[_AT["gemm_from"]], self.kernel.annotations
         self._bind(self._workspace.reserve(T, topk, E, H, I, gemm_from, *hows))
         self._reserved = T, topk
 
@@ -276,7 +293,7 @@ class MoECall:
         if buffers is self._buffers:
             return
         self._buffers = buffers
-        for name in buffers.keys() - {"cursor"}:
+        for name in buffers:
             self.job[name] = buffers[name].data_ptr()
         for name in ("x", "h", "h_gemm"):
             self.job[f"{name}_stride"] = buffers[name].stride(0) * buffers[name].element_size()

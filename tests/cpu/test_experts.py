@@ -22,6 +22,7 @@ from pykernels.shapes import MoEShape
 from pykernels.target import detect
 from pykernels.testing import assert_close, balanced_routing, random_experts, skewed_routing
 from runtime.experts import RoutedExperts
+from runtime.launch import Part
 from runtime.memory import HUGE_PAGE, allocate
 from runtime.pool import Call, WorkerPool
 from runtime.roofline import LOOPS, ReadRoof, Roofs, read_roof
@@ -97,7 +98,7 @@ def test_a_call_refused_on_a_busy_pool_leaves_the_one_in_flight_alone():
 def test_a_call_prepared_by_one_thread_is_not_spoilt_by_another(monkeypatch):
     experts, routing = random_experts(SHAPE, get_format("fp8")), balanced_routing(4, SHAPE)
     x, said = torch.randn(4, SHAPE.H), []
-    prepare = RoutedExperts._prepare
+    arrange = Part.arrange
 
     def other() -> None:
         with pytest.raises(PykernelsError, match="another thread prepares a call") as error:
@@ -105,17 +106,17 @@ def test_a_call_prepared_by_one_thread_is_not_spoilt_by_another(monkeypatch):
         said.append(error.value)
 
     def interrupted(self, *arguments):
-        ticket = prepare(self, *arguments)
-        if self is first:
+        arrange(self, *arguments)
+        if self is first._bind()[0]:
             thread = threading.Thread(target=other)
             thread.start()
             thread.join()
-        return ticket
 
     with WorkerPool(1) as pool:
         first, second = _load(experts, pool), _load(experts, pool)
         wanted = first(x, routing.ids, routing.weights)
-        monkeypatch.setattr(RoutedExperts, "_prepare", interrupted)
+        first(x[:1], routing.ids[:1], routing.weights[:1])  # so that the next is arranged anew
+        monkeypatch.setattr(Part, "arrange", interrupted)
         assert torch.equal(first(x, routing.ids, routing.weights), wanted)
         assert len(said) == 1
         with pytest.raises(PykernelsError, match="names expert"):  # what it claimed is free again

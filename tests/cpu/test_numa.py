@@ -215,11 +215,11 @@ def test_a_failure_on_one_node_ends_the_call_on_all_and_names_the_expert() -> No
         routed = load(whole, pool)
         x, ids, weights = torch.randn(1, SHAPE.H), torch.tensor([[2, 4, 5]]), torch.ones(1, 3)
         good = routed(x, ids, weights)
-        part = routed._bind()[1]
-        kernel, part._gate_up = part._gate_up, _broken(1).address
+        job = routed._bind()[1]._moe.job
+        kernel, job["run_gate_up"] = int(job["run_gate_up"][0]), _broken(1).address
         with pytest.raises(TaskError, match="gate-up task .* of expert 4 failed with status 77"):
             routed(x, ids, weights)
-        part._gate_up = kernel
+        job["run_gate_up"] = kernel
         assert torch.equal(routed(x, ids, weights), good)
 
 
