@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 
@@ -216,4 +217,40 @@ def test_barriers_of_a_larger_call_serve_a_smaller_one(pool):
     pool.claim()
     pool.reserve_barriers(4096)  # what was there is gone
     pool.release()
+    assert torch.equal(routed(*_inputs(3)), wanted)
+
+
+def test_after_an_interrupt_right_behind_a_launch_the_pool_can_be_settled(pool, monkeypatch):
+    routed, repeat = _load(pool), Part.repeat
+    wanted = routed(*_inputs(3)).clone()
+
+    def interrupted(self: Part, *inputs: torch.Tensor) -> None:
+        assert repeat(self, *inputs) is not None
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Part, "repeat", interrupted)
+        routed.submit(*_inputs(3))
+    part = routed._bind()[0]
+    assert part.held is not None  # what the workers write is kept
+    with pytest.raises(PykernelsError, match="still running on this pool"):
+        routed(*_inputs(3))
+    assert len(part.held) == 2
+    pool.settle()
+    for _ in range(2):
+        assert torch.equal(routed(*_inputs(3)), wanted)
+    assert part.held is None and routed.counters.calls == 3
+
+
+def test_a_like_call_in_a_forked_child_is_refused(pool):
+    routed = _load(pool)
+    wanted = routed(*_inputs(3)).clone()
+    child = os.fork()
+    if child == 0:
+        try:
+            routed(*_inputs(3))
+        except PykernelsError as error:
+            os._exit(7 if "fork" in str(error) else 8)
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert torch.equal(routed(*_inputs(3)), wanted)
