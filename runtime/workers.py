@@ -118,10 +118,10 @@ class WorkerPool:
         raw = np.zeros(tasks.CONTROL_BYTES // 8 + 8, np.int64)
         self.control = _align(raw.ctypes.data)
         self._words = raw[(self.control - raw.ctypes.data) // 8 :]
-        self._clocks = self._words.data  # the same as a memoryview: numpy's scalars are slow
+        self._word = self._words.data  # the same as a memoryview: numpy's scalars are slow
         spin_us = spin_budget(driver_works) if spin_us is None else spin_us
         self._words[tasks.SPIN_NS // 8] = int(spin_us * 1000)
-        self._barriers_for = 0
+        self._barriers_for, self._barrier_memory = 0, list[np.ndarray]()
         self.reserve_barriers(64)
         self.workspace = Workspace()  # shared by the layers: one call runs at a time
         tasks.compile_all()  # under the GIL, before any thread asks; and Ctrl-C finds them compiled
@@ -163,9 +163,12 @@ class WorkerPool:
     def reserve_barriers(self, active: int) -> None:
         """Room for the barriers of a call of so many experts; for who has claimed the pool."""
         if active > self._barriers_for:
+            active = max(active, 2 * self._barriers_for)
+            memory = np.zeros(2 * active * tasks.BARRIER_BYTES // 8 + 8, np.int64)
+            # In this order Ctrl-C may come at any time; and what there was stays, less than this.
+            self._barrier_memory.append(memory)
+            self._word[tasks.BARRIERS // 8] = _align(memory.ctypes.data)
             self._barriers_for = active
-            self._barrier_memory = np.zeros(2 * active * tasks.BARRIER_BYTES // 8 + 8, np.int64)
-            self._clocks[tasks.BARRIERS // 8] = _align(self._barrier_memory.ctypes.data)
 
     def claim(self) -> None:
         """Keeps the pool for a call that this thread prepares, in the ``workspace`` that all share,
@@ -198,7 +201,7 @@ class WorkerPool:
 
         A task that fails is told by ``wait``.
         """
-        if self._clocks[_STATE] != tasks.RUNNING:
+        if self._word[_STATE] != tasks.RUNNING:
             raise self._nothing_runs()
         tasks.finish_rows(self.control, self.driver_works)
 
@@ -209,7 +212,7 @@ class WorkerPool:
             PykernelsError: no call is in flight, or this is a forked child.
             TaskError: a task failed; which is the first one that did.
         """
-        if self._clocks[_STATE] != tasks.RUNNING:
+        if self._word[_STATE] != tasks.RUNNING:
             raise self._nothing_runs()
         # Ctrl-C counts when it returns: the pool is free then.
         if status := self._finish(self.control, self.driver_works, counters, tokens, nbytes):
@@ -218,21 +221,21 @@ class WorkerPool:
     def wait(self) -> float:
         """``end``; returns the seconds from the call's start to its last task."""
         self.end()
-        return (self._clocks[_FINISHED_AT] - self._clocks[_STARTED_AT]) / 1e9
+        return (self._word[_FINISHED_AT] - self._word[_STARTED_AT]) / 1e9
 
     @property
     def running(self) -> int | None:
         """The number of the call that was started and not waited for yet."""
-        return self._clocks[_NUMBER] if self._clocks[_STATE] == tasks.RUNNING else None
+        return self._word[_NUMBER] if self._word[_STATE] == tasks.RUNNING else None
 
     def settle(self) -> None:
         """Waits for a call that nobody will wait for, since Ctrl-C came right behind its start."""
-        if self._clocks[_STATE] == tasks.RUNNING:
+        if self._word[_STATE] == tasks.RUNNING:
             self._finish(self.control, self.driver_works, 0, 0, 0)
 
     def refusal(self) -> PykernelsError:
         """Why a call cannot be prepared or started now."""
-        match self._clocks[_STATE]:
+        match self._word[_STATE]:
             case tasks.FORKED:
                 return PykernelsError(
                     "this worker pool belongs to the parent process; threads do not survive a fork",
@@ -249,12 +252,12 @@ class WorkerPool:
         )
 
     def _nothing_runs(self) -> PykernelsError:
-        if self._clocks[_STATE] == tasks.FORKED:
+        if self._word[_STATE] == tasks.FORKED:
             return self.refusal()  # its workers would never end the call here
         return PykernelsError("no call is running on this pool", "submit one before sync")
 
     def _failure(self, status: int) -> TaskError:
-        words = self._clocks
+        words = self._word
         stage = tasks.STAGES[words[tasks.FAILED_STAGE // 8]]
         index = words[tasks.FAILED_INDEX // 8]
         if stage == "rows":
@@ -270,11 +273,11 @@ class WorkerPool:
 
     def close(self) -> None:
         """Ends the workers; waits for them. Safe to call twice."""
-        if self._clocks[_STATE] in (tasks.CLOSED, tasks.FORKED):
+        if self._word[_STATE] in (tasks.CLOSED, tasks.FORKED):
             return
         while tasks.claim(self.control, tasks.CLOSED) == tasks.RUNNING:
             self.settle()
-        self._clocks[_STATE] = tasks.CLOSED  # where another thread prepares a call, it is refused
+        self._word[_STATE] = tasks.CLOSED  # where another thread prepares a call, it is refused
         tasks.stop(self.control)
         for thread in self._threads:
             thread.join()
@@ -306,7 +309,7 @@ _open_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 def _forked() -> None:
     """In a forked child, which has a copy of the control blocks but none of the threads."""
     for pool in list(_open_pools):
-        pool._clocks[_STATE] = tasks.FORKED
+        pool._word[_STATE] = tasks.FORKED
 
 
 os.register_at_fork(after_in_child=_forked)

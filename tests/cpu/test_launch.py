@@ -215,7 +215,7 @@ def test_barriers_of_a_larger_call_serve_a_smaller_one(pool):
     pool.start(Call(0, 0, 0, 0, 0, 0))
     pool.wait()
     pool.claim()
-    pool.reserve_barriers(4096)  # what was there is gone
+    pool.reserve_barriers(4096)
     pool.release()
     assert torch.equal(routed(*_inputs(3)), wanted)
 
