@@ -191,7 +191,8 @@ def _many_rows(
     table: torch.Tensor | None,
     gated: bool,
 ) -> None:
-    if order is None or plan.split_k > 1 or not many_rows_takes(stack, x.device):
+    shared = plan.split_k > 1 or plan.programs
+    if order is None or shared or not many_rows_takes(stack, x.device):
         raise PykernelsError(
             "many_rows_hopper multiplies experts of integers and K-quants on Hopper, K in one part",
             "Give a GemmPlan",

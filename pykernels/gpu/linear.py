@@ -111,18 +111,15 @@ def linear(
     if isinstance(plan, ExpertsPlan):
         multiply(x, weight, out, plan, bias=bias)
         return out
+    if isinstance(plan, ManyPlan):
+        multiply_many_rows(x, weight, out, bias, plan)
+        return out
     rows, scale = quantize_fp8(x) if activations == "fp8" else (x, None)
     if plan.split_k == 1:
-        if isinstance(plan, ManyPlan):
-            multiply_many_rows(x, weight, out, bias, plan)
-        else:
-            multiply(rows, weight, out, plan, x_scale=scale, bias=bias)
+        multiply(rows, weight, out, plan, x_scale=scale, bias=bias)
         return out
     parts = torch.empty(plan.split_k, M, N, dtype=torch.float32, device=device)
-    if isinstance(plan, ManyPlan):
-        multiply_many_rows(x, weight, parts, None, plan)
-    else:
-        multiply(x, weight, parts, plan)
+    multiply(x, weight, parts, plan)
     add_partials(parts, out, bias)
     return out
 
