@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pykernels.gpu.linear_plan import H200_PROCESSORS, Plan, even_shares
-from pykernels.gpu.many_rows_hopper import KINDS as MANY_KINDS
+from pykernels.gpu.many_rows_hopper import EXPERT_KINDS
 from pykernels.gpu.plan_types import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan, OneRowPlan
 
 # (block_m, block_n, block_k, warps, stages)
@@ -120,7 +120,7 @@ def candidates(op: str, path: str, rows: int) -> Iterator[Plan]:
             for bm, bn, bk, warps, stages in many[1:5] if op == "gate_up" else ():
                 yield GemmPlan(bm, bn, bk, 16, 1, warps, stages, tma=True, copy=True)
         return
-    if path in MANY_KINDS and op != "linear":
+    if path in EXPERT_KINDS and op != "linear":
         yield from (plan for plan in _MANY if plan.cols < 2 * rows and plan.split_k == 1)
     for bm, bn, bk, warps, stages in _DECODED_FEW if rows <= 16 else _DECODED_MANY:
         for split in (1, 2, 4, 8) if op == "linear" and rows <= 16 else (1,):

@@ -207,9 +207,9 @@ def many_rows_takes(stack: Matrices, device: torch.device) -> bool:
     """Whether ``many_rows_hopper`` multiplies these weights there."""
     if arch(device)[0] != 9:
         return False
-    from .many_rows_hopper import takes
+    from .many_rows_hopper import EXPERT_KINDS, takes
 
-    return takes(stack)
+    return stack.kind in EXPERT_KINDS and takes(stack)
 
 
 def by_hand_takes(stack: Matrices, device: torch.device) -> bool:

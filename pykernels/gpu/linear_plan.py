@@ -33,7 +33,7 @@ FEW_ROWS = 32
 FEW_K_ROWS = 8
 """The same of K-quants, four at a time."""
 MANY_K_ROWS = 1500
-"""Most rows for which ``many_rows_hopper`` multiplies K-quants: more are unpacked."""
+"""Most rows for which ``many_rows_hopper`` multiplies K-quants and E4M3: more are unpacked."""
 UNPACK_E4M3_ROWS = 256
 """Most rows for which the decoding GEMM multiplies E4M3 on Hopper: more are unpacked."""
 SPLIT_ROWS = 64
@@ -74,6 +74,7 @@ def kernel_of(
     if kind in UNPACKED and capability >= (8, 0):
         if M <= (FEW_K_ROWS // 2 if many else FEW_K_ROWS):
             return "few_k"
+    if kind in (*UNPACKED, "fp8"):
         many = many and M <= MANY_K_ROWS
     return "many" if many else "linear"
 

@@ -1,4 +1,4 @@
-"""int4, int8 and K-quant weights by many rows, of a linear or of each expert, written for Hopper.
+"""int4, int8, E4M3 and K-quants by many rows, of a linear or of each expert, written for Hopper.
 
 Which tiles a program multiplies and where it puts them; the loop is ``many_rows_products``'. A
 linear's programs have one tile or one part of its K each, or they share all steps evenly: where
@@ -20,13 +20,15 @@ from .gluon_names import barrier
 from .k_quant_words import heads_layout
 from .lane_order import in_lane_order
 from .many_rows_products import multiply_tile, words_layout
-from .matrices import Matrices, scale_words
+from .matrices import Matrices, scale_every, scale_words
 from .partials import add_partials, add_shares
 from .plan_types import ManyPlan
 from .register_words import MAGIC
 from .tiles import tile_table
 
-KINDS = ("int4", "int8", "q4_k", "q6_k")
+EXPERT_KINDS = ("int4", "int8", "q4_k", "q6_k")
+"""Kinds of experts that it is worth taking; of linears E4M3 too."""
+KINDS = (*EXPERT_KINDS, "fp8")
 _scratch = torch.empty
 
 
@@ -95,8 +97,8 @@ def many_rows_hopper(
     Args:
         x: descriptor of bfloat16 [M, STEPS * 128], in the order of lanes.
         w: descriptor of int32 [matrices * N, words]; blocks of 16 WARPS rows, gated 8 WARPS.
-        w_scale: int32 [matrices, SCALES, N], see ``matrices``; of K-quants their words; each row
-            has SCALES blocks (Q6_K: 16 bytes).
+        w_scale: int32 [matrices, SCALES, N], see ``matrices``; of E4M3 [matrices, N / 128, SCALES];
+            of K-quants their words; each row has SCALES blocks (Q6_K: 16 bytes).
         parts: float32 or None.
         tiles: None: one matrix; else ``tile_table``'s for COLS rows: rows are experts' ones.
         BLOCKS: of M; with a table its bound.
@@ -243,7 +245,7 @@ def _scales(stack: Matrices) -> int:
         return stack.data.shape[-1] // 16
     if stack.kind == "q4_k":
         return stack.K // 256
-    return 1 if stack.group == stack.K else triton.cdiv(stack.K, max(stack.group, 64))
+    return triton.cdiv(stack.K, max(scale_every(stack) or stack.K, 64))
 
 
 def _launch(
@@ -258,6 +260,7 @@ def _launch(
     plan: ManyPlan,
 ) -> None:
     words = stack.data.view(torch.int32).flatten(0, 1)
+    scale = scale_words(stack)
     steps = triton.cdiv(stack.K, 128)
     rows = (8 if gated else 16) * plan.warps
     x_shared = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -267,7 +270,7 @@ def _launch(
     many_rows_hopper[(programs,) if programs else (count, plan.split_k)](
         TensorDescriptor.from_tensor(inputs, [plan.cols, 64], x_shared),
         TensorDescriptor.from_tensor(words, [rows, 16], w_shared),
-        scale_words(stack) if stack.group else words,
+        scale.view(torch.int32) if scale is not None else words,
         out,
         parts,
         bias,
@@ -282,7 +285,7 @@ def _launch(
         count,
         MAGIC,
         KIND=stack.kind,
-        GROUP=0 if stack.group == stack.K else stack.group or 256,
+        GROUP=scale_every(stack) if scale is not None else 256,
         GATED=gated,
         HAS_BIAS=bias is not None,
         SPREAD=programs > 0,

@@ -18,7 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .gluon_names import barrier, tma_load
 from .k_quant_words import decoded_heads, load_heads, q6_k_codes, row_starts, weighted
-from .register_words import codes, pair, powers
+from .register_words import codes, e4m3s_below, pair, powers
+
+SCALE_UP = gl.constexpr(2.0**96)
+"""What E4M3's scales are multiplied by: the codes lie 2**-120 below, and a bfloat16 must hold any
+weight on the way, and any scale."""
+REST_UP = gl.constexpr(2.0**24)
 
 
 def words_layout(warps: int, rows: int) -> object:
@@ -93,13 +98,20 @@ def operand(
         v = weighted(v, scale[H], None)
     elif KIND == "q4_k":
         v = weighted(codes(words, MAGIC, "int4"), scale[2 * H], scale[2 * H + 1])
+    elif KIND == "fp8":
+        v = e4m3s_below(words)
     else:
         v = codes(words, MAGIC, KIND)
     if GROUP == 32:
         v = scaled(v, words, scale, KIND, H)
     v = v.reshape([ROWS, 4, 4, 2, 2]).permute([0, 2, 4, 1, 3])
     a = gl.convert_layout(v.reshape([ROWS, 64]), A)
-    if GROUP == 128:
+    if KIND == "fp8":  # scales in two parts, so that a weight is rounded once
+        s = scale.to(gl.float32, bitcast=True) * SCALE_UP
+        high = s.to(gl.bfloat16)
+        low = (s - high.to(gl.float32)).to(gl.bfloat16)
+        a = gl.fma(a, high[:, None] + gl.zeros_like(a), a * low[:, None])
+    elif GROUP == 128:
         a = a * scale.to(gl.float32, bitcast=True).to(gl.bfloat16)[:, None]
     return a
 
@@ -117,20 +129,26 @@ def rows_of(n0, N, ROWS: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr
 
 
 @gluon.jit
-def places(matrix, n0, N, SCALES, ROWS: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr):
+def places(
+    matrix, n0, N, SCALES,
+    KIND: gl.constexpr, ROWS: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
     """Where the scales of a tile's rows begin, in words."""
     n, up = rows_of(n0, N, ROWS, GATED, LAYOUT)
-    return (matrix + up) * SCALES * N + n
+    if KIND == "fp8":
+        return ((matrix + up) * gl.cdiv(N, 128) + n // 128) * SCALES
+    else:
+        return (matrix + up) * SCALES * N + n
 
 
 @gluon.jit
-def load_scale(scales, c, last, N, GROUP: gl.constexpr):
+def load_scale(scales, c, last, stride, GROUP: gl.constexpr):
     """Of step c, each row's; of groups of 32 the words of its two halves; without groups 0."""
     if GROUP == 32:
-        even = gl.load(scales + gl.minimum(2 * c, last) * N)
-        return even, gl.load(scales + gl.minimum(2 * c + 1, last) * N)
+        even = gl.load(scales + gl.minimum(2 * c, last) * stride)
+        return even, gl.load(scales + gl.minimum(2 * c + 1, last) * stride)
     elif GROUP > 0:
-        return gl.load(scales + gl.minimum(c, last) * N)
+        return gl.load(scales + gl.minimum(c, last) * stride)
     else:
         return 0
 
@@ -154,7 +172,7 @@ def multiply_tile(
     MATS: gl.constexpr = 2 if GATED else 1
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLS, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    TILES: gl.constexpr = 2 if KIND == "int8" else 1  # of words, a step
+    TILES: gl.constexpr = 2 if KIND == "int8" or KIND == "fp8" else 1  # of words, a step
     matrix = gl.maximum(slot, 0) * MATS
     row = matrix * N + n0
     i0 = done * 2
@@ -169,11 +187,12 @@ def multiply_tile(
             mbarrier.expect(x_ready.index(to), COLS * 128)
             tma_load(x, [m0, (c0 * 2 + q) * 64], x_ready.index(to), xs.index(to))
     if GROUP != 256:
-        scales = w_scale + places(matrix, n0, N, SCALES, ROWS, GATED, A)
+        scales = w_scale + places(matrix, n0, N, SCALES, KIND, ROWS, GATED, A)
         last = SCALES - 1
-        scale = load_scale(scales, c0, last, N, GROUP)
-        scale_1 = load_scale(scales, c0 + 1, last, N, GROUP)
-        scale_2 = load_scale(scales, c0 + 2, last, N, GROUP)
+        stride = 1 if KIND == "fp8" else N
+        scale = load_scale(scales, c0, last, stride, GROUP)
+        scale_1 = load_scale(scales, c0 + 1, last, stride, GROUP)
+        scale_2 = load_scale(scales, c0 + 2, last, stride, GROUP)
     acc = gl.full([ROWS, COLS], 0.0, gl.float32, layout=ACC)
     if count > 0:
         mbarrier.wait(w_ready.index(t0 % WORD_STAGES), t0 // WORD_STAGES & 1)
@@ -217,7 +236,7 @@ def multiply_tile(
             elif h == 1:
                 scale = scale_1
                 scale_1 = scale_2
-                scale_2 = load_scale(scales, c0 + c + 3, last, N, GROUP)
+                scale_2 = load_scale(scales, c0 + c + 3, last, stride, GROUP)
             if h == 1 or TILES == 2:
                 a = operand(words, scale, MAGIC, KIND, GROUP, 1 - h, A)
             else:
@@ -225,7 +244,9 @@ def multiply_tile(
     acc, before = warpgroup_mma_wait(0, deps=[acc, before])
     barrier()
     if GROUP == 0:
-        own = gl.load(w_scale + places(matrix, n0, N, SCALES, ROWS, GATED, ACC))
+        own = gl.load(w_scale + places(matrix, n0, N, SCALES, KIND, ROWS, GATED, ACC))
         own = gl.where(slot < 0, 0, own)  # slot 0 may hold nothing yet
         acc *= own.to(gl.float32, bitcast=True)[:, None]
+    if KIND == "fp8":
+        acc *= REST_UP
     return acc

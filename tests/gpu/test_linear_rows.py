@@ -87,6 +87,8 @@ CASES = [
     ("int8-channel", 9, 40, 448, ManyPlan(16, 4, 3, 2, 2), "one scale an output, parts"),
     ("q4_k", 9, 40, 768, ManyPlan(16, 4, 3, 2, 2), "blocks of Q4_K, parts that begin inside one"),
     ("q6_k", 9, 40, 768, ManyPlan(16, 4, 3, 2, 2), "blocks of Q6_K, parts that begin inside one"),
+    ("fp8", 9, 136, 448, ManyPlan(16, 4, 3, 2), "two blocks of scales, half of one at the end"),
+    ("fp8", 20, 200, 384, ManyPlan(16, 8, 2, 3, 1, 3), "shares of E4M3, rows of two blocks"),
     ("int4-g128", 5, 72, 448, ManyPlan(16, 4, 3, 2, 1, 3), "shares that end inside a tile"),
     ("int8-channel", 20, 100, 192, ManyPlan(16, 4, 2, 3, 1, 3), "whole tiles, then shares"),
     ("int8-channel", 130, 100, 128, ManyPlan(128, 4, 2, 2, 1, 3), "whole tiles in quarters"),
@@ -119,7 +121,8 @@ def test_every_code_is_decoded(run: Any) -> None:
         x[0, 77] = 1.0
         x = x.bfloat16()
         y = run(x, stack, None, FewPlan(64, 2)).flatten().cpu().float()
-        assert torch.equal(y, run(x, stack, None, OneRowPlan(64, 2, 1)).flatten().cpu().float())
+        for plan in (OneRowPlan(64, 2, 1), ManyPlan(8, 8, 2, 2)):
+            assert torch.equal(y, run(x, stack, None, plan).flatten().cpu().float())
         if name == "int4":
             expected = codes.float() - 8
         else:
@@ -197,6 +200,7 @@ def test_which_kernel_takes_which_rows() -> None:
     assert found("q4_k", 1, 7168, (0, 0), False) == "linear"
     assert found("int4", 1, 7168, (0, 0)) == "linear"  # the interpreter
     rows = (4, 5, 1500, 1501)
+    assert [found("fp8", M, 7168, (9, 0)) for M in (16, *rows[2:])] == ["few", "many", "linear"]
     assert [found("q6_k", M, 7168, (9, 0)) for M in rows] == ["few_k", "many", "many", "linear"]
 
 
@@ -238,7 +242,7 @@ def test_a_chain_of_linears_waits_for_what_it_reads() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["int4-g128", "int4", "int8-channel", "q4_k", "q6_k"])
+@pytest.mark.parametrize("name", ["int4-g128", "int4", "int8-channel", "fp8", "q4_k", "q6_k"])
 @pytest.mark.parametrize("rows", [16, 32, 64, 128, 256])
 def test_shared_steps_have_the_same_bits_each_time(name: str, rows: int, run: Any) -> None:
     """Of all tiles, or of the last ones behind whole ones; replayed too."""
@@ -323,7 +327,12 @@ COMPILES = [
     _meta_call("int4", 64, 18432),
     _meta_call("int4", 128, 18432),
     _meta_call("q6_k", 256, 18432),
-    _meta_call("fp8", 300, 7168),
+    _meta_call("fp8", 2048, 7168),
+    _meta_call("fp8", 32, 18432),
+    _meta_call("fp8", 64, 18432),
+    _meta_call("fp8", 64, 4096),
+    _meta_call("fp8", 128, 18432),
+    _meta_call("fp8", 256, 18432),
     _meta_call("int8", 128, 18432, 7168),
     _meta_call("int4-g128", 2048, 18432),
     _meta_call("int4-g128", 2048, 7168),
