@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pykernels.gpu.linear_plan import H200_PROCESSORS, Plan
-from pykernels.gpu.many_rows_hopper import KINDS as MANY_KINDS
+from pykernels.gpu.linear_plan import H200_PROCESSORS, Plan, even_shares
+from pykernels.gpu.many_rows_hopper import EXPERT_KINDS
 from pykernels.gpu.plan_types import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan, OneRowPlan
 
 # (block_m, block_n, block_k, warps, stages)
@@ -74,7 +74,16 @@ _MANY = [
         (16, 4, 4, 4), (16, 4, 6, 6), (32, 4, 4, 4), (32, 4, 6, 6), (64, 4, 4, 3), (64, 4, 4, 4),
         (64, 4, 6, 6), (128, 4, 3, 4), (128, 4, 4, 4), (256, 4, 3, 4), (256, 8, 5, 4),
     )
-    for split in ((1, 2, 4) if cols <= 128 else (1,))
+    for split in ((1, 2, 4) if cols <= 128 else (1, 2) if warps == 4 else (1,))
+]  # fmt: skip
+_MANY_EVEN = [
+    even_shares(cols, warps, stages, words, room, H200_PROCESSORS)
+    for cols, warps, stages, words, rooms in (
+        (16, 4, 6, 6, (4, 6)), (32, 4, 6, 6, (4,)), (32, 8, 4, 4, (2, 3)), (64, 4, 4, 4, (3, 4)),
+        (64, 8, 4, 4, (2,)), (64, 8, 3, 4, (3,)), (128, 4, 3, 4, (3,)), (128, 8, 3, 3, (2,)),
+        (256, 4, 3, 4, (2,)), (256, 8, 5, 4, (1,)),
+    )
+    for room in rooms
 ]  # fmt: skip
 
 
@@ -96,7 +105,7 @@ def candidates(op: str, path: str, rows: int) -> Iterator[Plan]:
                 yield ExpertsPlan(some, warps, most, chunks, ahead)
         return
     if op == "many":
-        yield from (plan for plan in _MANY if plan.cols < 2 * rows)
+        yield from (plan for plan in _MANY + _MANY_EVEN if plan.cols < 2 * rows)
         return
     if path in ("bf16", "fp8"):
         many = _FP8 if path == "fp8" else _BF16_MANY
@@ -111,7 +120,7 @@ def candidates(op: str, path: str, rows: int) -> Iterator[Plan]:
             for bm, bn, bk, warps, stages in many[1:5] if op == "gate_up" else ():
                 yield GemmPlan(bm, bn, bk, 16, 1, warps, stages, tma=True, copy=True)
         return
-    if path in MANY_KINDS and op != "linear":
+    if path in EXPERT_KINDS and op != "linear":
         yield from (plan for plan in _MANY if plan.cols < 2 * rows and plan.split_k == 1)
     for bm, bn, bk, warps, stages in _DECODED_FEW if rows <= 16 else _DECODED_MANY:
         for split in (1, 2, 4, 8) if op == "linear" and rows <= 16 else (1,):

@@ -26,6 +26,7 @@ from pykernels.gpu.ahead import only_compile
 from pykernels.gpu.experts_plan import most_few
 from pykernels.gpu.linear import linear
 from pykernels.gpu.linear_plan import H200_PROCESSORS, Plan, kernel_of
+from pykernels.gpu.many_rows_hopper import EXPERT_KINDS
 from pykernels.gpu.many_rows_hopper import KINDS as MANY_KINDS
 from pykernels.gpu.matrices import empty_for_gpu, kind_of
 from pykernels.gpu.moe import Experts, down, gate_up, sort_slots
@@ -92,7 +93,7 @@ def _few_rows(format: str) -> int:
     stack = empty_for_gpu(format_of(format), 1, INTER, H, torch.device("meta"))
     if stack.kind == "bf16":
         return 0
-    return most_few(stack.kind, stack.group, stack.kind in MANY_KINDS)
+    return most_few(stack.kind, stack.group, stack.kind in EXPERT_KINDS)
 
 
 def _linear_op(kind: str, M: int, N: int, K: int) -> str:

@@ -191,7 +191,8 @@ def _many_rows(
     table: torch.Tensor | None,
     gated: bool,
 ) -> None:
-    if order is None or plan.split_k > 1 or not many_rows_takes(stack, x.device):
+    shared = plan.split_k > 1 or plan.programs
+    if order is None or shared or not many_rows_takes(stack, x.device):
         raise PykernelsError(
             "many_rows_hopper multiplies experts of integers and K-quants on Hopper, K in one part",
             "Give a GemmPlan",
@@ -206,9 +207,9 @@ def many_rows_takes(stack: Matrices, device: torch.device) -> bool:
     """Whether ``many_rows_hopper`` multiplies these weights there."""
     if arch(device)[0] != 9:
         return False
-    from .many_rows_hopper import takes
+    from .many_rows_hopper import EXPERT_KINDS, takes
 
-    return takes(stack)
+    return stack.kind in EXPERT_KINDS and takes(stack)
 
 
 def by_hand_takes(stack: Matrices, device: torch.device) -> bool:

@@ -48,6 +48,6 @@ def in_lane_order(x: torch.Tensor, kind: str, order: SortedSlots | None = None) 
     grid = (rows, triton.cdiv(out.shape[1], block))  # rows may be more than the other axes hold
     lane_order[grid](
         x, out, order and order.slots, K, out.shape[1], order.topk if order else 1,
-        KIND="int4" if kind == "q4_k" else kind, BLOCK=block,
+        KIND={"q4_k": "int4", "fp8": "int8"}.get(kind, kind), BLOCK=block,
     )  # fmt: skip
     return out

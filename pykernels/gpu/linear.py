@@ -5,7 +5,7 @@
 - Up to 16 or 32 rows of int4, int8 or E4M3: ``few_rows``, decoding in the lanes that load weights.
 - Up to 4 or 8 rows of K-quants: ``few_experts``, the same, each lane with one scale of its own.
 - More on Hopper: ``many_rows_hopper``, decoding while the tensor cores multiply.
-- K-quants of more rows still: ``unpacked``; E4M3 rows on Hopper: ``linear_fp8_hopper``.
+- K-quants and E4M3 of more rows still: ``unpacked``; E4M3 rows on Hopper: ``linear_fp8_hopper``.
 - All else: the GEMM of the routed experts, with one expert.
 
 Where K is split over programs, the parts are added by a second launch in a fixed order.
@@ -111,18 +111,15 @@ def linear(
     if isinstance(plan, ExpertsPlan):
         multiply(x, weight, out, plan, bias=bias)
         return out
+    if isinstance(plan, ManyPlan):
+        multiply_many_rows(x, weight, out, bias, plan)
+        return out
     rows, scale = quantize_fp8(x) if activations == "fp8" else (x, None)
     if plan.split_k == 1:
-        if isinstance(plan, ManyPlan):
-            multiply_many_rows(x, weight, out, bias, plan)
-        else:
-            multiply(rows, weight, out, plan, x_scale=scale, bias=bias)
+        multiply(rows, weight, out, plan, x_scale=scale, bias=bias)
         return out
     parts = torch.empty(plan.split_k, M, N, dtype=torch.float32, device=device)
-    if isinstance(plan, ManyPlan):
-        multiply_many_rows(x, weight, parts, None, plan)
-    else:
-        multiply(x, weight, parts, plan)
+    multiply(x, weight, parts, plan)
     add_partials(parts, out, bias)
     return out
 
@@ -153,7 +150,7 @@ def _unfit(
         fits = weight.kind in FEW_KINDS and M <= 64 and capability >= (8, 0)
         return None if fits else f"few_rows takes up to 64 rows of {', '.join(FEW_KINDS)} on a GPU"
     if capability[0] != 9 or not many_takes(weight):
-        return "many_rows_hopper takes integers and K-quants, on Hopper"
+        return "many_rows_hopper takes integers, E4M3 and K-quants, on Hopper"
     steps = triton.cdiv(weight.K, 128)
     full = triton.cdiv(steps, triton.cdiv(steps, plan.split_k)) == plan.split_k
     return None if full else f"{steps} steps in {plan.split_k} parts leave one empty"

@@ -29,11 +29,13 @@ from .plan_types import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan, OneR
 Plan = GemmPlan | GemvPlan | OneRowPlan | FewPlan | ExpertsPlan | ManyPlan
 FEW_ROWS = 32
 """Most rows for which each program reads all inputs itself, and half of it where
-``many_rows_hopper`` could multiply them too."""
+``many_rows_hopper`` could multiply them too, a quarter of bytes with few scales."""
 FEW_K_ROWS = 8
 """The same of K-quants, four at a time."""
 MANY_K_ROWS = 1500
-"""Most rows for which ``many_rows_hopper`` multiplies K-quants: more are unpacked."""
+"""Most rows for which ``many_rows_hopper`` multiplies K-quants and E4M3: more are unpacked."""
+UNPACK_E4M3_ROWS = 256
+"""Most rows for which the decoding GEMM multiplies E4M3 on Hopper: more are unpacked."""
 SPLIT_ROWS = 64
 """Most rows for which the decoding GEMM splits K."""
 H200_PROCESSORS = 132
@@ -45,12 +47,20 @@ def fills(N: int, processors: int) -> bool:
 
 
 def kernel_of(
-    kind: str, M: int, N: int, K: int, processors: int, capability: tuple[int, int], many: bool
+    kind: str,
+    M: int,
+    N: int,
+    K: int,
+    processors: int,
+    capability: tuple[int, int],
+    many: bool,
+    group: int = 128,
 ) -> str:
     """The op of plans for decoded weights: "gemv", "one", "few", "few_k", "many" or "linear".
 
     Args:
         many: whether ``many_rows_hopper`` has a form for these weights.
+        group: inputs that share a scale.
     """
     tensor = kind in FEW_KINDS and capability >= (8, 0)
     many = many and capability[0] == 9
@@ -58,11 +68,13 @@ def kernel_of(
         return "gemv"
     if M == 1 and kind in ONE_KINDS and K <= MOST_INPUTS and capability >= (8, 0):
         return "one"
-    if tensor and M <= (FEW_ROWS // 2 if many else FEW_ROWS):
+    octets = kind == "int8" and group > 32 and N >= 24 * processors
+    if tensor and M <= (FEW_ROWS // (4 if octets else 2) if many else FEW_ROWS):
         return "few"
     if kind in UNPACKED and capability >= (8, 0):
         if M <= (FEW_K_ROWS // 2 if many else FEW_K_ROWS):
             return "few_k"
+    if kind in (*UNPACKED, "fp8"):
         many = many and M <= MANY_K_ROWS
     return "many" if many else "linear"
 
@@ -112,27 +124,78 @@ def few_k_plan(kind: str, M: int, N: int, processors: int) -> ExpertsPlan:
     return ExpertsPlan(16, 4, tokens, chunks=2)
 
 
-def many_plan(M: int, N: int, steps: int, processors: int) -> ManyPlan:
-    """Inputs of 16 to 256 rows a program; K in parts where there are few programs.
+def many_plan(kind: str, M: int, N: int, steps: int, processors: int) -> ManyPlan:
+    """Inputs of 16 to 256 rows a program, fastest measured at four matrices on Hopper.
+
+    Up to 128 rows all steps are shared evenly where that gives each program 16 of them, up to 256
+    rows and beyond those of a last round that is less than a third full. Otherwise K is in parts
+    where there are few programs.
 
     Args:
         steps: of 128 inputs.
     """
-    least = 16 if fills(N, processors) else 32
-    cols = next((cols for cols in (least, 32, 64, 128) if M <= cols), 256)
-    programs = triton.cdiv(M, cols) * triton.cdiv(N, 64)
+    cols = next((cols for cols in (16, 32, 64, 128) if M <= cols), 256)
+    blocks = triton.cdiv(M, cols)
+    if cols < 256:
+        even = _even_plan(kind, cols, blocks, N, steps, processors)
+        return even or _parts_plan(cols, blocks * triton.cdiv(N, 64), steps, processors)
+    tiles = blocks * triton.cdiv(N, 64)
+    if tiles >= 12 * processors:  # two warpgroups that share the inputs pay in many rounds
+        return ManyPlan(cols, warps=8, stages=5)
+    rounds, rest = divmod(tiles, 2 * processors)
+    if 1 <= rounds < 4 and 0 < rest <= 2 * processors // 3:
+        return even_shares(cols, 4, 3, 4, 2, processors)
+    plan = _parts_plan(cols, tiles, steps, processors)
+    if tiles <= processors and plan.split_k == 1 and steps >= (16 if kind == "int4" else 96):
+        return replace(plan, split_k=2)  # two programs a processor
+    return plan
+
+
+def _even_plan(
+    kind: str, cols: int, blocks: int, N: int, steps: int, processors: int
+) -> ManyPlan | None:
+    """Even shares of all steps, if they are long enough.
+
+    A step of nibbles is half the bytes, so one program waits for them longer than it decodes: one
+    more a processor, and shares of six steps, pay too.
+    """
+    warps, stages, words, room = {
+        16: (4, 6, 6, 4),
+        32: (8, 4, 4, 3),
+        64: (4, 4, 4, 3),
+        128: (8, 3, 3, 2),
+    }[cols]
+    least = 16.0
+    total = blocks * triton.cdiv(N, 16 * warps) * steps / processors
+    if kind == "int4" and cols <= 64:
+        least = 6.0
+        room = 4 if cols == 64 else room
+        while room > 2 and total < 7 * room:
+            room -= 1
+    if not least * room <= total < 4 * steps * room:
+        return None
+    return even_shares(cols, warps, stages, words, room, processors)
+
+
+def even_shares(
+    cols: int, warps: int, stages: int, words: int, room: int, processors: int
+) -> ManyPlan:
+    """``room`` programs on each processor, with the registers that this leaves them."""
+    registers = 65536 // (32 * warps * room) // 8 * 8
+    bound = registers if registers < 256 else 0  # no thread has more
+    return ManyPlan(cols, warps, stages, words, programs=room * processors, registers=bound)
+
+
+def _parts_plan(cols: int, programs: int, steps: int, processors: int) -> ManyPlan:
+    """A program for each tile of 64 outputs, or for a half or a quarter of its steps."""
     if cols == 256:
-        if programs >= 12 * processors:  # two warpgroups that share the inputs pay in many rounds
-            return ManyPlan(cols, warps=8, stages=5)
         plan, room = ManyPlan(cols, stages=3), processors
     elif cols == 128:  # two programs a processor, or with a stage less three
         plan, room = ManyPlan(cols, stages=3 if programs > 2 * processors else 4), 2 * processors
     elif cols == 64:
         plan, room = ManyPlan(cols), 4 * processors
-    elif cols == 16:
-        plan, room = ManyPlan(cols), 5 * processors
     else:
-        plan, room = ManyPlan(cols, stages=6, word_stages=6), 9 * processors
+        plan, room = ManyPlan(cols, stages=6, word_stages=6), (5 if cols == 16 else 9) * processors
     parts = 1
     while parts < 4 and 2 * parts * programs <= room and steps >= 8 * parts:
         parts *= 2
@@ -150,7 +213,7 @@ def choose_plan(weight: Matrices, M: int, device: torch.device, activations: str
     path = path_of(weight, activations == "fp8")
     N, K, kind, capability = weight.N, weight.K, weight.kind, arch(device)
     if path == "decoded":
-        op = kernel_of(kind, M, N, K, processors, capability, many_takes(weight))
+        op = kernel_of(kind, M, N, K, processors, capability, many_takes(weight), weight.group)
         tuned = tuned_plan(op, kind, name, M, N, K) if op in LINEAR_PLANS else None
         if tuned:
             return LINEAR_PLANS[op](**tuned)
@@ -163,9 +226,11 @@ def choose_plan(weight: Matrices, M: int, device: torch.device, activations: str
         if op == "few_k":
             return few_k_plan(kind, M, N, processors)
         if op == "many":
-            return many_plan(M, N, triton.cdiv(K, 128), processors)
+            return many_plan(kind, M, N, triton.cdiv(K, 128), processors)
     key = kind if path == "decoded" else path
     by_hand = path == "fp8" and by_hand_takes(weight, device) and pays(M, N, K, processors)
+    if path == "decoded" and kind == "fp8" and M > UNPACK_E4M3_ROWS and capability[0] == 9:
+        return replace(gemm_plan("linear", "bf16", capability, M, N, K), unpack=True)
     plan = gemm_plan("linear", key, capability, M, N, K, name, by_hand)
     if path != "decoded" or M > SPLIT_ROWS or plan.split_k > 1 or plan.unpack:
         return plan

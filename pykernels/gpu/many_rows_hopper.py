@@ -1,9 +1,9 @@
-"""int4, int8 and K-quant weights by many rows, of a linear or of each expert, written for Hopper.
+"""int4, int8, E4M3 and K-quants by many rows, of a linear or of each expert, written for Hopper.
 
-The transposed tile: a warpgroup's left operand are weights in registers, decoded (see
-``register_words``) while the tensor cores still multiply the 64 inputs before. Words and inputs
-come by the tensor memory accelerator, several steps ahead. A lane of the product decodes whole
-words, so it has inputs in another order than they lie in: ``in_lane_order`` gives x that order.
+Which tiles a program multiplies and where it puts them; the loop is ``many_rows_products``'. A
+linear's programs have one tile or one part of its K each, or they share all steps evenly: where
+tiles are no whole number of rounds, the last round's steps are dealt out to all programs, and a
+second launch adds up the parts, always in one order.
 """
 
 from __future__ import annotations
@@ -12,30 +12,24 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..shapes import SortedSlots
-from .gluon_names import barrier, tma_load
-from .k_quant_words import (
-    decoded_heads,
-    heads_layout,
-    load_heads,
-    q6_k_codes,
-    row_starts,
-    weighted,
-)
+from .gluon_names import barrier
+from .k_quant_words import heads_layout
 from .lane_order import in_lane_order
-from .matrices import Matrices, scale_words
+from .many_rows_products import multiply_tile, words_layout
+from .matrices import Matrices, scale_every, scale_words
+from .partials import add_partials, add_shares
 from .plan_types import ManyPlan
-from .register_words import MAGIC, codes, pair, powers
+from .register_words import MAGIC
 from .tiles import tile_table
 
-KINDS = ("int4", "int8", "q4_k", "q6_k")
+EXPERT_KINDS = ("int4", "int8", "q4_k", "q6_k")
+"""Kinds of experts that it is worth taking; of linears E4M3 too."""
+KINDS = (*EXPERT_KINDS, "fp8")
+_scratch = torch.empty
 
 
 def takes(stack: Matrices) -> bool:
@@ -44,139 +38,68 @@ def takes(stack: Matrices) -> bool:
     return stack.kind in KINDS and stack.group in groups and stack.data.data_ptr() % 16 == 0
 
 
-def words_layout(warps: int, rows: int) -> object:
-    """[rows warps, 16] words: lane 4 g + t has words 4 t .. 4 t + 3 of its warp's rows g (and, of
-    16 rows, g + 8)."""
-    return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], *([row, 0] for row in powers(8, rows))],
-        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        [[row, 0] for row in powers(rows, rows * warps)],
-        [],
-        [rows * warps, 16],
-    )
+@gluon.jit
+def share(program, programs, total):
+    """The first of a program's even share of ``total`` steps, and of the next one's."""
+    first = (program.to(gl.int64) * total // programs).to(gl.int32)
+    return first, ((program + 1).to(gl.int64) * total // programs).to(gl.int32)
 
 
 @gluon.jit
-def ask(
-    w, row, up, tile, ready, ws, place,
-    KIND: gl.constexpr, GATED: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Copies of one tile of words; gated, of gate and of up."""
-    mbarrier.expect(ready.index(place), WARPS * 16 * 64)
-    column = tile * 16
-    if KIND == "q4_k":
-        column += tile // 2 * 4 + 4  # behind the words of each block's scales
-    if GATED:
-        tma_load(w, [row, column], ready.index(place), ws.index(2 * place))
-        tma_load(w, [up, column], ready.index(place), ws.index(2 * place + 1))
+def put(out, acc, m0, n0, M, N):
+    """bfloat16 out[m0 + m, n0 + r] = acc[r, m]."""
+    n = n0 + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
+    m = m0 + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
+    to = out + m.to(gl.int64)[None, :] * N + n[:, None]
+    gl.store(to, acc.to(gl.bfloat16), mask=(m < M)[None, :] & (n < N)[:, None])
+
+
+@gluon.jit
+def halves(acc):
+    """The first and the second half of the columns."""
+    R: gl.constexpr = acc.shape[0]
+    C: gl.constexpr = acc.shape[1] // 2
+    return gl.split(acc.reshape([R, 2, C]).permute([0, 2, 1]))
+
+
+@gluon.jit
+def put_tile(out, acc, m0, n0, M, N):
+    """``put``; many columns in quarters: all addresses at a time are more than registers hold."""
+    C: gl.constexpr = acc.shape[1] // 4
+    if C >= 32:
+        left, right = halves(acc)
+        a, b = halves(left)
+        put(out, a, m0, n0, M, N)
+        put(out, b, m0 + C, n0, M, N)
+        a, b = halves(right)
+        put(out, a, m0 + 2 * C, n0, M, N)
+        put(out, b, m0 + 3 * C, n0, M, N)
     else:
-        tma_load(w, [row, column], ready.index(place), ws.index(place))
+        put(out, acc, m0, n0, M, N)
 
 
-@gluon.jit
-def take(ws, place, LW: gl.constexpr, GATED: gl.constexpr, WARPS: gl.constexpr):
-    """[ROWS, 16] words; gated, of every 16 rows the first 8 are gate's and the others up's, so that
-    both products of an output end in one lane."""
-    if GATED:
-        both = gl.join(ws.index(2 * place).load(LW), ws.index(2 * place + 1).load(LW))
-        return both.reshape([WARPS, 8, 16, 2]).permute([0, 3, 1, 2]).reshape([16 * WARPS, 16])
-    else:
-        return ws.index(place).load(LW)
-
-
-@gluon.jit
-def scaled(v, words, scale, KIND: gl.constexpr, H: gl.constexpr):
-    """Codes [ROWS, 16, 2, 2] of product H of a step, times the scales of groups of 32 inputs: a
-    lane's words lie within one group."""
-    WORDS: gl.constexpr = words.type.layout
-    later = (gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS)) >= 8)[None, :]
-    even = gl.convert_layout(scale[0], gl.SliceLayout(1, WORDS))[:, None] + gl.zeros_like(words)
-    odd = gl.convert_layout(scale[1], gl.SliceLayout(1, WORDS))[:, None] + gl.zeros_like(words)
-    if KIND == "int4":
-        both = gl.where(later, odd, even)
-        if H == 1:
-            both = both >> 16
-    elif H == 0:
-        both = gl.where(later, even >> 16, even)
-    else:
-        both = gl.where(later, odd >> 16, odd)
-    own, _ = pair(both)
-    own = gl.join(own, own)
-    return v * gl.join(own, own)
-
-
-@gluon.jit
-def operand(
-    words, scale, MAGIC, KIND: gl.constexpr, GROUP: gl.constexpr, H: gl.constexpr, A: gl.constexpr
-):
-    """[ROWS, 16] words (int4: their bytes' low halves) -> [ROWS, 64] weights."""
-    ROWS: gl.constexpr = words.shape[0]
-    if KIND == "q6_k":
-        v = q6_k_codes(words, scale[2], MAGIC, H)
-        v = weighted(v, scale[H], None)
-    elif KIND == "q4_k":
-        v = weighted(codes(words, MAGIC, "int4"), scale[2 * H], scale[2 * H + 1])
-    else:
-        v = codes(words, MAGIC, KIND)
-    if GROUP == 32:
-        v = scaled(v, words, scale, KIND, H)
-    v = v.reshape([ROWS, 4, 4, 2, 2]).permute([0, 2, 4, 1, 3])
-    a = gl.convert_layout(v.reshape([ROWS, 64]), A)
-    if GROUP == 128:
-        a = a * scale.to(gl.float32, bitcast=True).to(gl.bfloat16)[:, None]
-    return a
-
-
-@gluon.jit
-def rows_of(n0, N, ROWS: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr):
-    """A tile's rows, those behind N the last one; gated, and whether they are up's."""
-    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    n = r
-    up = 0
-    if GATED:
-        n = r // 16 * 8 + r % 8
-        up = r // 8 % 2
-    return gl.minimum(n0 + n, N - 1), up
-
-
-@gluon.jit
-def places(matrix, n0, N, SCALES, ROWS: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr):
-    """Where the scales of a tile's rows begin, in words."""
-    n, up = rows_of(n0, N, ROWS, GATED, LAYOUT)
-    return (matrix + up) * SCALES * N + n
-
-
-@gluon.jit
-def load_scale(scales, c, last, N, GROUP: gl.constexpr):
-    """Of step c, each row's; of groups of 32 the words of its two halves; without groups 0."""
-    if GROUP == 32:
-        even = gl.load(scales + gl.minimum(2 * c, last) * N)
-        return even, gl.load(scales + gl.minimum(2 * c + 1, last) * N)
-    elif GROUP > 0:
-        return gl.load(scales + gl.minimum(c, last) * N)
-    else:
-        return 0
-
-
-@gluon.jit(do_not_specialize=["M", "BLOCKS", "MAGIC"])
+@gluon.jit(do_not_specialize=["M", "STEPS", "SHARE", "SCALES", "BLOCKS", "WHOLE", "TILES", "MAGIC"])
 def many_rows_hopper(
-    x, w, w_scale, out, bias, tiles, M, N, STEPS, SHARE, SCALES, BLOCKS, MAGIC,
+    x, w, w_scale, out, parts, bias, tiles, M, N, STEPS, SHARE, SCALES, BLOCKS, WHOLE, TILES, MAGIC,
     KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
-    PARTS: gl.constexpr, COLS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
+    SPREAD: gl.constexpr, COLS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
     WORD_STAGES: gl.constexpr, LW: gl.constexpr, LH: gl.constexpr,
     XS: gl.constexpr, WS: gl.constexpr,
 ):  # fmt: skip
     """out[m, n] = sum over k of x[m, k] * w[n, k], COLS rows of x by 16 WARPS rows of w.
 
-    Program (i, j) adds up steps j * SHARE .. (j + 1) * SHARE - 1 of 128 inputs; with PARTS it
-    writes them as they are to ``out`` + j * M * N. A step is two products, so that two sets of
-    registers take turns: a copy of one to the other would have to wait for the product.
+    Program (i, j) adds up steps j * SHARE .. (j + 1) * SHARE - 1 of 128 inputs; with ``parts`` it
+    writes them as they are to ``parts`` + j * M * N.
+
+    SPREAD: program p multiplies every so many of the first WHOLE tiles, then its ``share`` of the
+    steps of the others, which it writes to ``parts``: see ``even_shares``.
 
     Args:
         x: descriptor of bfloat16 [M, STEPS * 128], in the order of lanes.
         w: descriptor of int32 [matrices * N, words]; blocks of 16 WARPS rows, gated 8 WARPS.
-        w_scale: int32 [matrices, SCALES, N], see ``matrices``; of K-quants their words; each row
-            has SCALES blocks (Q6_K: 16 bytes).
+        w_scale: int32 [matrices, SCALES, N], see ``matrices``; of E4M3 [matrices, N / 128, SCALES];
+            of K-quants their words; each row has SCALES blocks (Q6_K: 16 bytes).
+        parts: float32 or None.
         tiles: None: one matrix; else ``tile_table``'s for COLS rows: rows are experts' ones.
         BLOCKS: of M; with a table its bound.
         GATED: of experts: out = silu(x @ gate.T) * (x @ up.T).
@@ -185,25 +108,6 @@ def many_rows_hopper(
     OUTPUTS: gl.constexpr = ROWS // 2 if GATED else ROWS
     MATS: gl.constexpr = 2 if GATED else 1
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLS, 16])
-    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    TILES: gl.constexpr = 2 if KIND == "int8" else 1  # of words, a step
-    if tiles is None:
-        slot = 0
-        m0 = gl.program_id(0) % BLOCKS * COLS
-        hi = M
-        n0 = gl.program_id(0) // BLOCKS * OUTPUTS
-    else:
-        n_blocks = gl.cdiv(N, OUTPUTS)
-        block = gl.program_id(0) // n_blocks
-        there = block < gl.load(tiles + 4 * BLOCKS)
-        slot = gl.load(tiles + 4 * block, mask=there, other=-1)
-        m0 = gl.load(tiles + 4 * block + 1, mask=there, other=0)
-        hi = gl.load(tiles + 4 * block + 2, mask=there, other=0)
-        n0 = gl.program_id(0) % n_blocks * OUTPUTS
-    c0 = gl.program_id(1) * SHARE
-    count = gl.where(slot < 0, 0, gl.minimum(SHARE, STEPS - c0))
-    matrix = gl.maximum(slot, 0) * MATS
-    row = matrix * N + n0
     xs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, COLS, 64], XS)
     ws = gl.allocate_shared_memory(gl.int32, [WORD_STAGES * MATS, OUTPUTS, 16], WS)
     x_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -213,87 +117,77 @@ def many_rows_hopper(
     for q in gl.static_range(WORD_STAGES):
         mbarrier.init(w_ready.index(q), count=1)
     barrier()
-    for q in gl.static_range(WORD_STAGES):
-        if q < count * TILES:
-            ask(w, row, row + N, c0 * TILES + q, w_ready, ws, q, KIND, GATED, WARPS)
-    for q in gl.static_range(STAGES - 1):
-        if q < count * 2:
-            mbarrier.expect(x_ready.index(q), COLS * 128)
-            tma_load(x, [m0, (c0 * 2 + q) * 64], x_ready.index(q), xs.index(q))
-    if GROUP != 256:
-        scales = w_scale + places(matrix, n0, N, SCALES, ROWS, GATED, A)
-        last = SCALES - 1
-        scale = load_scale(scales, c0, last, N, GROUP)
-        scale_1 = load_scale(scales, c0 + 1, last, N, GROUP)
-        scale_2 = load_scale(scales, c0 + 2, last, N, GROUP)
-    acc = gl.full([ROWS, COLS], 0.0, gl.float32, layout=ACC)
-    if count > 0:
-        mbarrier.wait(w_ready.index(0), 0)
-    words = take(ws, 0, LW, GATED, WARPS)
-    if GROUP == 256:
-        own_row, up = rows_of(n0, N, ROWS, GATED, LH)
-        heads = row_starts(w_scale, (matrix + up) * N + own_row, SCALES, KIND, LH)
-        scale = decoded_heads(load_heads(heads, c0, STEPS, KIND, LH), words, c0, KIND)
-    a = operand(words, scale, MAGIC, KIND, GROUP, 0, A)
-    before = a
-    for c in range(0, count):
-        for h in gl.static_range(2):
-            i = c * 2 + h
-            stage = i % STAGES
-            mbarrier.wait(x_ready.index(stage), i // STAGES & 1)
-            token = warpgroup_mma(a, xs.index(stage).permute((1, 0)), acc, is_async=True)
-            acc, before = warpgroup_mma_wait(1, deps=[token, before])
-            barrier()  # all have read the inputs of product i - 1 and the words of this one
-            j = i + STAGES - 1
-            to = j % STAGES
-            if j < count * 2:
-                mbarrier.expect(x_ready.index(to), COLS * 128)
-                tma_load(x, [m0, (c0 * 2 + j) * 64], x_ready.index(to), xs.index(to))
-            if h < TILES:
-                tile = c * TILES + h
-                if tile + WORD_STAGES < count * TILES:
-                    ahead = c0 * TILES + tile + WORD_STAGES
-                    place = tile % WORD_STAGES
-                    ask(w, row, row + N, ahead, w_ready, ws, place, KIND, GATED, WARPS)
-            before = a
-            if h == 1 or TILES == 2:
-                ahead = gl.minimum(c * TILES + (h if TILES == 2 else 0) + 1, count * TILES - 1)
-                mbarrier.wait(w_ready.index(ahead % WORD_STAGES), ahead // WORD_STAGES & 1)
-                words = take(ws, ahead % WORD_STAGES, LW, GATED, WARPS)
-            if GROUP == 256:
-                if h == 0:
-                    head = load_heads(heads, c0 + c + 1, STEPS, KIND, LH)
-                else:
-                    scale = decoded_heads(head, words, c0 + c + 1, KIND)
-            elif h == 1:
-                scale = scale_1
-                scale_1 = scale_2
-                scale_2 = load_scale(scales, c0 + c + 3, last, N, GROUP)
-            if h == 1 or TILES == 2:
-                a = operand(words, scale, MAGIC, KIND, GROUP, 1 - h, A)
+    if SPREAD:
+        program = gl.program_id(0)
+        programs = gl.num_programs(0)
+        first, end = share(program, programs, (TILES - WHOLE) * STEPS)
+        rounds = WHOLE // programs
+        t = first - rounds * STEPS
+        done = 0
+        while t < end:
+            tile = program + (t - first + rounds * STEPS) // STEPS * programs
+            c0 = 0
+            count = STEPS
+            if t >= first:
+                tile = WHOLE + t // STEPS
+                c0 = t % STEPS
+                count = gl.minimum(STEPS - c0, end - t)
+            m0 = tile % BLOCKS * COLS
+            n0 = tile // BLOCKS * OUTPUTS
+            acc = multiply_tile(
+                x, w, w_scale, xs, ws, x_ready, w_ready, 0, m0, n0, N, STEPS, c0, count, done,
+                SCALES, MAGIC, KIND, GROUP, GATED, COLS, WARPS, STAGES, WORD_STAGES, LW, LH,
+            )  # fmt: skip
+            r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
+            m = gl.arange(0, COLS, layout=gl.SliceLayout(0, ACC))
+            if t >= first:
+                at = parts + (tile - WHOLE + program).to(gl.int64) * (ROWS * COLS)
+                gl.store(at + m[None, :] * ROWS + r[:, None], acc)
             else:
-                a = operand(words >> 4, scale, MAGIC, KIND, GROUP, 1, A)
-    acc, before = warpgroup_mma_wait(0, deps=[acc, before])
-    barrier()
-    if GROUP == 0:
-        own = gl.load(w_scale + places(matrix, n0, N, SCALES, ROWS, GATED, ACC))
-        own = gl.where(slot < 0, 0, own)  # slot 0 may hold nothing yet
-        acc *= own.to(gl.float32, bitcast=True)[:, None]
-    if HAS_BIAS:
-        no = n0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
-        acc += gl.load(bias + no, mask=no < N, other=0.0).to(gl.float32)[:, None]
-    if GATED:
-        gate, up = gl.split(acc.reshape([WARPS, 2, 8, COLS]).permute([0, 2, 3, 1]))
-        acc = (gate / (1 + gl.exp(-gate)) * up).reshape([OUTPUTS, COLS])
-    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [OUTPUTS // 8, 256 // OUTPUTS], [1, WARPS], [0, 1])
-    n = n0 + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, OUT))
-    m = m0 + gl.arange(0, COLS, layout=gl.SliceLayout(0, OUT))
-    to_rows = out + (gl.program_id(1) * M + m).to(gl.int64)[None, :] * N + n[:, None]
-    there = (m < hi)[None, :] & (n < N)[:, None]
-    if PARTS:
-        gl.store(to_rows, gl.convert_layout(acc, OUT), mask=there)
+                n = n0 + r
+                if HAS_BIAS:
+                    own = gl.load(bias + n, mask=n < N, other=0.0)
+                    acc += own.to(gl.float32)[:, None]
+                put_tile(out, acc, m0, n0, M, N)
+            done += count
+            t += count
     else:
-        gl.store(to_rows, gl.convert_layout(acc.to(gl.bfloat16), OUT), mask=there)
+        if tiles is None:
+            slot = 0
+            m0 = gl.program_id(0) % BLOCKS * COLS
+            hi = M
+            n0 = gl.program_id(0) // BLOCKS * OUTPUTS
+        else:
+            n_blocks = gl.cdiv(N, OUTPUTS)
+            block = gl.program_id(0) // n_blocks
+            there = block < gl.load(tiles + 4 * BLOCKS)
+            slot = gl.load(tiles + 4 * block, mask=there, other=-1)
+            m0 = gl.load(tiles + 4 * block + 1, mask=there, other=0)
+            hi = gl.load(tiles + 4 * block + 2, mask=there, other=0)
+            n0 = gl.program_id(0) % n_blocks * OUTPUTS
+        c0 = gl.program_id(1) * SHARE
+        count = gl.where(slot < 0, 0, gl.minimum(SHARE, STEPS - c0))
+        acc = multiply_tile(
+            x, w, w_scale, xs, ws, x_ready, w_ready, slot, m0, n0, N, STEPS, c0, count, 0,
+            SCALES, MAGIC, KIND, GROUP, GATED, COLS, WARPS, STAGES, WORD_STAGES, LW, LH,
+        )  # fmt: skip
+        if HAS_BIAS:
+            no = n0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
+            acc += gl.load(bias + no, mask=no < N, other=0.0).to(gl.float32)[:, None]
+        if GATED:
+            gate, up = gl.split(acc.reshape([WARPS, 2, 8, COLS]).permute([0, 2, 3, 1]))
+            acc = (gate / (1 + gl.exp(-gate)) * up).reshape([OUTPUTS, COLS])
+        OUT: gl.constexpr = gl.BlockedLayout(
+            [8, 1], [OUTPUTS // 8, 256 // OUTPUTS], [1, WARPS], [0, 1]
+        )
+        n = n0 + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, OUT))
+        m = m0 + gl.arange(0, COLS, layout=gl.SliceLayout(0, OUT))
+        there = (m < hi)[None, :] & (n < N)[:, None]
+        at = (gl.program_id(1) * M + m).to(gl.int64)[None, :] * N + n[:, None]
+        if parts is None:
+            gl.store(out + at, gl.convert_layout(acc.to(gl.bfloat16), OUT), mask=there)
+        else:
+            gl.store(parts + at, gl.convert_layout(acc, OUT), mask=there)
 
 
 def multiply_many_rows(
@@ -308,10 +202,26 @@ def multiply_many_rows(
     Args:
         x: bfloat16 [M, K].
         stack: one matrix.
-        out: bfloat16 [M, N], or float32 [parts, M, N]: of how many parts the sum is to be.
+        out: bfloat16 [M, N].
     """
-    blocks = triton.cdiv(x.shape[0], plan.cols)
-    _launch(in_lane_order(x, stack.kind), stack, out, bias, None, blocks, False, plan)
+    M, N, device = *out.shape, x.device
+    blocks = triton.cdiv(M, plan.cols)
+    inputs = in_lane_order(x, stack.kind)
+    if plan.programs:
+        rows, steps = 16 * plan.warps, triton.cdiv(stack.K, 128)
+        tiles = blocks * triton.cdiv(N, rows)
+        shared = tiles % plan.programs
+        pieces = shared + plan.programs if shared else 1
+        parts = _scratch(pieces, plan.cols, rows, dtype=torch.float32, device=device)
+        _launch(inputs, stack, out, parts, bias, None, blocks, False, plan)
+        if shared:
+            add_shares(parts, out, bias, tiles, shared, steps, plan.programs)
+    elif plan.split_k > 1:
+        parts = _scratch(plan.split_k, M, N, dtype=torch.float32, device=device)
+        _launch(inputs, stack, out, parts, None, None, blocks, False, plan)
+        add_partials(parts, out, bias)
+    else:
+        _launch(inputs, stack, out, None, bias, None, blocks, False, plan)
 
 
 def multiply_experts_rows(
@@ -326,7 +236,7 @@ def multiply_experts_rows(
     """See ``grouped_gemm.multiply``: x [T, K] gated, otherwise sorted rows [S, K]."""
     tiles, bound = tile_table(order, table, plan.cols)
     inputs = in_lane_order(x, stack.kind, order if gated else None)
-    _launch(inputs, stack, out, None, tiles, bound, gated, plan)
+    _launch(inputs, stack, out, None, None, tiles, bound, gated, plan)
 
 
 def _scales(stack: Matrices) -> int:
@@ -335,44 +245,50 @@ def _scales(stack: Matrices) -> int:
         return stack.data.shape[-1] // 16
     if stack.kind == "q4_k":
         return stack.K // 256
-    return 1 if stack.group == stack.K else triton.cdiv(stack.K, max(stack.group, 64))
+    return triton.cdiv(stack.K, max(scale_every(stack) or stack.K, 64))
 
 
 def _launch(
     inputs: torch.Tensor,
     stack: Matrices,
     out: torch.Tensor,
+    parts: torch.Tensor | None,
     bias: torch.Tensor | None,
     tiles: torch.Tensor | None,
     blocks: int,
     gated: bool,
     plan: ManyPlan,
 ) -> None:
-    parts = out.shape[0] if out.ndim == 3 else 1
     words = stack.data.view(torch.int32).flatten(0, 1)
+    scale = scale_words(stack)
     steps = triton.cdiv(stack.K, 128)
     rows = (8 if gated else 16) * plan.warps
     x_shared = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     w_shared = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    many_rows_hopper[(blocks * triton.cdiv(stack.N, rows), parts)](
+    count = blocks * triton.cdiv(stack.N, rows)
+    programs = plan.programs
+    many_rows_hopper[(programs,) if programs else (count, plan.split_k)](
         TensorDescriptor.from_tensor(inputs, [plan.cols, 64], x_shared),
         TensorDescriptor.from_tensor(words, [rows, 16], w_shared),
-        scale_words(stack) if stack.group else words,
+        scale.view(torch.int32) if scale is not None else words,
         out,
+        parts,
         bias,
         tiles,
         inputs.shape[0],
         stack.N,
         steps,
-        triton.cdiv(steps, parts),
+        triton.cdiv(steps, plan.split_k),
         _scales(stack),
         blocks,
+        count - count % programs if programs else 0,
+        count,
         MAGIC,
         KIND=stack.kind,
-        GROUP=0 if stack.group == stack.K else stack.group or 256,
+        GROUP=scale_every(stack) if scale is not None else 256,
         GATED=gated,
         HAS_BIAS=bias is not None,
-        PARTS=out.ndim == 3,
+        SPREAD=programs > 0,
         COLS=plan.cols,
         WARPS=plan.warps,
         STAGES=plan.stages,
@@ -382,4 +298,5 @@ def _launch(
         XS=x_shared,
         WS=w_shared,
         num_warps=plan.warps,
+        **({"maxnreg": plan.registers} if plan.registers else {}),
     )

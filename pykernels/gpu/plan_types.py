@@ -177,6 +177,9 @@ class ManyPlan:
         cols: rows of the inputs a program multiplies by 16 ``warps`` rows of the matrix.
         stages, word_stages: tiles of 64 inputs and of 16 words of a row in shared memory.
         split_k: programs that share one output tile.
+        programs: of a linear: so many have one whole tile after the other and share the last, less
+            than one each, evenly; 0: one program for each tile and part.
+        registers: of a thread, at most; 0: as many as the compiler likes.
     """
 
     cols: int
@@ -184,6 +187,8 @@ class ManyPlan:
     stages: int = 4
     word_stages: int = 4
     split_k: int = 1
+    programs: int = 0
+    registers: int = 0
 
     def __post_init__(self) -> None:
         powers_of_two(self, "cols")
@@ -192,3 +197,7 @@ class ManyPlan:
         _in(self, "stages", range(2, 17))  # the first copies are begun before the loop
         _in(self, "word_stages", range(1, 17))
         _in(self, "split_k", range(1, 65))
+        _in(self, "programs", range(1 << 16))
+        _in(self, "registers", (0, *range(64, 256)))
+        if self.programs and self.split_k > 1:
+            raise PykernelsError("a plan has programs and split_k", "Programs share K themselves")

@@ -68,10 +68,15 @@ def octets(words, MAGIC):
 @gluon.jit
 def e4m3s(signs, magnitudes):
     """E4M3 as bfloat16 with a smaller exponent: subnormals and NaN (which E4M3 weights never are,
-    and which would be 480) too; one product by a power of two mends it."""
+    and which would be 480) too; one product by 2**120 mends it."""
     low, high = pair((magnitudes & 0x07F007F0) | (signs & -2147450880))  # 0x80008000
-    up = gl.full([], 0x7B80, gl.int16).to(gl.bfloat16, bitcast=True)  # 2**120
-    return gl.join(low * up, high * up)
+    return gl.join(low, high)
+
+
+@gluon.jit
+def e4m3s_below(words):
+    """[..] words -> [.., 2, 2] bfloat16, as of ``codes``, times 2**-120."""
+    return gl.join(e4m3s(words << 8, words << 4), e4m3s(words, words >> 4))
 
 
 @gluon.jit
@@ -80,7 +85,7 @@ def codes(words, MAGIC, KIND: gl.constexpr):
     if KIND == "int4":
         v = gl.join(nibbles(words, MAGIC), nibbles(words >> 8, MAGIC))
     elif KIND == "fp8":
-        v = gl.join(e4m3s(words << 8, words << 4), e4m3s(words, words >> 4))
+        v = e4m3s_below(words) * gl.full([], 0x7B80, gl.int16).to(gl.bfloat16, bitcast=True)
     else:
         v = gl.join(octets(words, MAGIC), octets(words >> 8, MAGIC))
     return v

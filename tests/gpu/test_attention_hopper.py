@@ -97,7 +97,7 @@ def test_ptxas_keeps_the_order() -> None:
     assert result.returncode == 0, result.stderr[-3000:]
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     attention = ["prefill_hopper"] * 3 + ["mla_decode_hopper"] * 2
-    linears = ["many_rows_hopper"] * 3 + ["gemm_fp8_hopper"]
+    linears = ["many_rows_hopper"] * 4 + ["gemm_fp8_hopper"]
     decoded = ["many_rows_hopper"] * 2
     experts = ["gemm_bf16_hopper", *decoded, *["gemm_fp8_hopper"] * 2, *decoded]
     products = linears + experts

@@ -118,6 +118,8 @@ def test_what_it_does_not_take_is_refused(device: torch.device) -> None:
     order = moe.sort_slots(balanced_routing(3, RAGGED).ids.to(device), RAGGED.E)
     with pytest.raises(PykernelsError, match="K in one part"):
         moe.gate_up(x, experts, order, plan=replace(FOUR, split_k=2))
+    with pytest.raises(PykernelsError, match="one part"):
+        moe.gate_up(x, experts, order, plan=replace(FOUR, programs=264))
 
 
 def test_few_rows_end_sooner_where_there_is_a_kernel_for_more() -> None:

@@ -37,6 +37,11 @@ def run(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
             name = module.__name__.rsplit(".", 1)[1]
             monkeypatch.setattr(module, name, interpreted(getattr(module, name)))
         monkeypatch.setattr(many_rows_hopper, "TensorDescriptor", Descriptor)
+
+        def poisoned(*shape: int, **how: Any) -> torch.Tensor:
+            return torch.full(shape, float("nan"), **how)
+
+        monkeypatch.setattr(many_rows_hopper, "_scratch", poisoned)
     elif torch.cuda.get_device_capability(device) < (9, 0):
         pytest.skip("Hopper's")
 
@@ -52,12 +57,8 @@ def run(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
         if isinstance(plan, FewPlan):
             few_rows.multiply_few_rows(x, stack, out, bias, plan)
             return out
-        if plan.split_k == 1:
-            many_rows_hopper.multiply_many_rows(x, stack, out, bias, plan)
-            return out
-        parts = torch.full((plan.split_k, *out.shape), float("nan"), device=device)
-        many_rows_hopper.multiply_many_rows(x, stack, parts, None, plan)
-        return (parts.sum(0) + (0 if bias is None else bias)).bfloat16()
+        many_rows_hopper.multiply_many_rows(x, stack, out, bias, plan)
+        return out
 
     return call
 
@@ -86,6 +87,12 @@ CASES = [
     ("int8-channel", 9, 40, 448, ManyPlan(16, 4, 3, 2, 2), "one scale an output, parts"),
     ("q4_k", 9, 40, 768, ManyPlan(16, 4, 3, 2, 2), "blocks of Q4_K, parts that begin inside one"),
     ("q6_k", 9, 40, 768, ManyPlan(16, 4, 3, 2, 2), "blocks of Q6_K, parts that begin inside one"),
+    ("fp8", 9, 136, 448, ManyPlan(16, 4, 3, 2), "two blocks of scales, half of one at the end"),
+    ("fp8", 20, 200, 384, ManyPlan(16, 8, 2, 3, 1, 3), "shares of E4M3, rows of two blocks"),
+    ("int4-g128", 5, 72, 448, ManyPlan(16, 4, 3, 2, 1, 3), "shares that end inside a tile"),
+    ("int8-channel", 20, 100, 192, ManyPlan(16, 4, 2, 3, 1, 3), "whole tiles, then shares"),
+    ("int8-channel", 130, 100, 128, ManyPlan(128, 4, 2, 2, 1, 3), "whole tiles in quarters"),
+    ("q4_k", 9, 40, 768, ManyPlan(16, 4, 3, 2, 1, 4), "shares of Q4_K that begin inside a block"),
 ]
 
 
@@ -114,7 +121,8 @@ def test_every_code_is_decoded(run: Any) -> None:
         x[0, 77] = 1.0
         x = x.bfloat16()
         y = run(x, stack, None, FewPlan(64, 2)).flatten().cpu().float()
-        assert torch.equal(y, run(x, stack, None, OneRowPlan(64, 2, 1)).flatten().cpu().float())
+        for plan in (OneRowPlan(64, 2, 1), ManyPlan(8, 8, 2, 2)):
+            assert torch.equal(y, run(x, stack, None, plan).flatten().cpu().float())
         if name == "int4":
             expected = codes.float() - 8
         else:
@@ -139,11 +147,12 @@ def test_one_row_of_any_size(size: float, run: Any) -> None:
 @pytest.mark.parametrize("M", [9, 17, 64, 100, 300, 3000])
 def test_no_part_of_many_rows_is_empty(M: int, N: int) -> None:
     for steps in (1, 9, 56, 112):
-        plan = many_plan(M, N, steps, 132)
-        share = -(-steps // plan.split_k)
-        assert -(-steps // share) == plan.split_k
-        shared = plan.stages * plan.cols * 128 + plan.word_stages * plan.warps * 1024
-        assert shared <= (113 if plan.warps == 4 else 226) * 1024
+        for kind in ("int4", "int8"):
+            plan = many_plan(kind, M, N, steps, 132)
+            share = -(-steps // plan.split_k)
+            assert -(-steps // share) == plan.split_k
+            shared = plan.stages * plan.cols * 128 + plan.word_stages * plan.warps * 1024
+            assert shared <= (113 if plan.warps == 4 else 226) * 1024
 
 
 def test_narrow_matrices_take_more_warps_or_parts() -> None:
@@ -155,10 +164,23 @@ def test_narrow_matrices_take_more_warps_or_parts() -> None:
             narrow, wide = (one_row_plan(kind, group, N, K, 132) for N in (7168, 18432))
             assert narrow.programs in (0, 2 * 132)
             assert wide.programs * wide.warps in (3 * 4 * 132, 3 * 8 * 132, 16 * 132)
-    assert [many_plan(16, 18432, steps, 132).split_k for steps in (7, 56)] == [1, 2]
-    assert many_plan(64, 7168, 56, 132).split_k > many_plan(64, 18432, 56, 132).split_k == 1
-    assert many_plan(128, 18432, 56, 132).stages == 3  # three programs a processor, in one round
-    assert many_plan(3000, 18432, 56, 132).warps == 8
+    assert many_plan("int8", 64, 7168, 56, 132).split_k == 4
+    assert many_plan("int8", 3000, 18432, 56, 132).warps == 8
+
+
+def test_steps_are_shared_evenly_where_shares_are_long() -> None:
+    def programs(kind: str, M: int, N: int, steps: int) -> float:
+        """A processor."""
+        return many_plan(kind, M, N, steps, 132).programs / 132
+
+    rows = (16, 32, 64, 128, 256, 512)
+    assert [programs("q4_k", M, 18432, 56) for M in rows] == [4, 3, 3, 2, 2, 2]
+    assert [programs("int8", M, 7168, 144) for M in rows] == [4, 3, 3, 2, 0, 0]
+    assert not any(programs("int8", M, 7168, 56) for M in rows)
+    assert [programs("int4", 64, N, 56) for N in (18432, 7168, 4096, 1024)] == [4, 4, 3, 0]
+    assert [programs("int8", M, 131072, 56) for M in (64, 256, 4096)] == [0, 0, 0]  # many rounds
+    halves = [("int8", 4096, 56), ("int8", 7168, 56), ("int4", 7168, 56), ("q4_k", 7168, 144)]
+    assert [many_plan(k, 256, N, steps, 132).split_k for k, N, steps in halves] == [2, 1, 2, 2]
 
 
 def test_which_kernel_takes_which_rows() -> None:
@@ -169,13 +191,16 @@ def test_which_kernel_takes_which_rows() -> None:
     assert found("int8", 1, 18432, (9, 0)) == found("fp8", 1, 7168, (8, 0)) == "one"
     assert found("int8", 2, 7168, (9, 0)) == "few"
     assert kernel_of("int4", 1, 7168, 65536, 132, (9, 0), True) == "few"  # too long for one_row
-    assert found("int4", 17, 7168, (9, 0)) == "many"
+    assert found("int4", 17, 7168, (9, 0)) == found("int8", 9, 7168, (9, 0)) == "many"
+    assert found("int8", 9, 2048, (9, 0)) == found("int8", 9, 7168, (8, 0)) == "few"
+    assert kernel_of("int8", 9, 7168, 7168, 132, (9, 0), True, group=32) == "few"
     assert found("int4", 17, 7168, (9, 0), many=False) == found("int4", 32, 7168, (8, 0)) == "few"
     assert found("int4", 33, 7168, (8, 0)) == found("q4_k", 9, 7168, (9, 0), False) == "linear"
     assert found("q4_k", 8, 7168, (8, 0), False) == found("q6_k", 1, 7168, (9, 0), False) == "few_k"
     assert found("q4_k", 1, 7168, (0, 0), False) == "linear"
     assert found("int4", 1, 7168, (0, 0)) == "linear"  # the interpreter
     rows = (4, 5, 1500, 1501)
+    assert [found("fp8", M, 7168, (9, 0)) for M in (16, *rows[2:])] == ["few", "many", "linear"]
     assert [found("q6_k", M, 7168, (9, 0)) for M in rows] == ["few_k", "many", "many", "linear"]
 
 
@@ -214,6 +239,33 @@ def test_a_chain_of_linears_waits_for_what_it_reads() -> None:
         captured.fill_(float("nan"))
         graph.replay()
         assert torch.equal(captured, slow)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["int4-g128", "int4", "int8-channel", "fp8", "q4_k", "q6_k"])
+@pytest.mark.parametrize("rows", [16, 32, 64, 128, 256])
+def test_shared_steps_have_the_same_bits_each_time(name: str, rows: int, run: Any) -> None:
+    """Of all tiles, or of the last ones behind whole ones; replayed too."""
+    weight, stack = made(name, 8264, 1024)
+    stack = stack.to("cuda")
+    plan = many_plan("int8", rows, 18432, 56, 132)
+    assert plan.programs
+    fmt = get_format(name.removesuffix("-channel"))
+    for M in (rows - 3, 514):
+        x = torch.randn(M, 1024).bfloat16()
+        truth = ref.linear(x, weight, fmt, None)
+        x = x.cuda()
+        first = run(x, stack, None, plan)
+        assert relative_error(first.cpu(), truth) < 4e-3
+        out = torch.empty_like(first)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            linear(x, stack, plan=plan, out=out)
+        for _ in range(20):
+            assert torch.equal(run(x, stack, None, plan), first)
+            out.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(out, first)
 
 
 @pytest.mark.gpu
@@ -261,7 +313,7 @@ COMPILES = [
     _meta_call("int4-g128", 1, 18432),
     _meta_call("int4", 1, 7168),
     _meta_call("int4-g128", 2, 18432),
-    _meta_call("int8", 16, 7168, 7168),
+    _meta_call("int8", 8, 7168, 7168),
     _meta_call("fp8", 1, 7168),
     _meta_call("q4_k", 1, 18432),
     _meta_call("q4_k", 8, 7168),
@@ -270,6 +322,17 @@ COMPILES = [
     _meta_call("int4-g128", 32, 7168),
     _meta_call("int4-g128", 64, 7168),
     _meta_call("int4-g128", 128, 18432),
+    _meta_call("q4_k", 16, 18432),
+    _meta_call("q6_k", 32, 18432),
+    _meta_call("int4", 64, 18432),
+    _meta_call("int4", 128, 18432),
+    _meta_call("q6_k", 256, 18432),
+    _meta_call("fp8", 2048, 7168),
+    _meta_call("fp8", 32, 18432),
+    _meta_call("fp8", 64, 18432),
+    _meta_call("fp8", 64, 4096),
+    _meta_call("fp8", 128, 18432),
+    _meta_call("fp8", 256, 18432),
     _meta_call("int8", 128, 18432, 7168),
     _meta_call("int4-g128", 2048, 18432),
     _meta_call("int4-g128", 2048, 7168),
