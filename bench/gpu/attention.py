@@ -5,7 +5,7 @@ Torch's peers get their cache gathered beforehand (dense, bf16), which is work t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,10 +111,17 @@ def case(device: torch.device, **flags: Any) -> Case:
     return build(Size(**{"kind": "mla_decode", **flags}), device)
 
 
-def build(size: Size, device: torch.device, plan: Any = None, peers: bool = True) -> Case:
-    """The case of a size, with another launch plan if given."""
+def build(size: Size, device: torch.device, peers: bool = True) -> Case:
+    """The case of a size. Its call takes a launch plan as ``plan=``."""
     make = _decode if size.kind.endswith("decode") else _prefill
-    return make(size, device, plan, peers)
+    return make(size, device, peers)
+
+
+def planned(size: Size, device: torch.device) -> tuple[Callable[[Any], object], int]:
+    """(a size's call, which takes a plan, input sets it rotates over)."""
+    case = build(size, device, peers=False)
+    run: Callable[..., object] = case.run
+    return lambda plan: run(plan=plan), case.sets
 
 
 def pages(size: Size, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,7 +141,7 @@ def cache(table: torch.Tensor, token: tuple[int, ...], size: Size, fp8: bool) ->
     return codes, torch.rand(shape[:-1], device=table.device) + 0.5
 
 
-def _decode(size: Size, device: torch.device, plan: Any, peers: bool) -> Case:
+def _decode(size: Size, device: torch.device, peers: bool) -> Case:
     B, K, NH, fp8 = size.batch, size.context, size.heads, size.format == "fp8"
     mla = size.kind == "mla_decode"
     KVH, D = (1, L) if mla else (size.kv_heads, size.head_dim)
@@ -160,7 +167,7 @@ def _decode(size: Size, device: torch.device, plan: Any, peers: bool) -> Case:
         out = torch.empty(B, NH, D, dtype=BF16, device=device)
         return (*q, *(x for x, _ in made), table, lengths, [s for _, s in made], out)
 
-    def run(*given: Any) -> torch.Tensor:
+    def run(*given: Any, plan: Any = None) -> torch.Tensor:
         *tensors, scales, out = given
         options: dict[str, Any] = {"out": out, "plan": plan, "max_length": K}
         if mla:
@@ -183,7 +190,7 @@ def _decode(size: Size, device: torch.device, plan: Any, peers: bool) -> Case:
     return Case("attention", name, size.params, rotating(run, rotated), nbytes, flops, others, sets)
 
 
-def _prefill(size: Size, device: torch.device, plan: Any, peers: bool) -> Case:
+def _prefill(size: Size, device: torch.device, peers: bool) -> Case:
     B, K, NH = size.batch, size.context, size.heads
     Q, mla = size.new or K, size.kind == "mla_prefill"
     KVH, D, DV = (NH, D_MLA + R, D_MLA) if mla else (size.kv_heads, *[size.head_dim] * 2)
@@ -209,7 +216,7 @@ def _prefill(size: Size, device: torch.device, plan: Any, peers: bool) -> Case:
             return (*q, k, random(B * K, R), v, out)
         return (random(B * Q, NH, D), random(B * K, KVH, D), random(B * K, KVH, D), out)
 
-    def run(*given: Any) -> torch.Tensor:
+    def run(*given: Any, plan: Any = None) -> torch.Tensor:
         tensors, out = (*given[:-1], batch), given[-1]
         options: dict[str, Any] = {"scale": D**-0.5, "out": out, "plan": plan}
         if mla:

@@ -70,15 +70,20 @@ def sets_for(nbytes: int, device: torch.device) -> int:
     return max(1, min(MAX_SETS, -(-wanted // max(1, nbytes))))
 
 
-def rotating(function: Callable[..., object], sets: Sequence[tuple[Any, ...]]) -> Call:
-    """A call that gives ``function`` the next set's arguments each time, round and round."""
+def rotating(
+    function: Callable[..., object], sets: Sequence[tuple[Any, ...]]
+) -> Callable[..., object]:
+    """A call that gives ``function`` the next set's arguments each time, round and round.
+
+    Keywords of the call are passed on.
+    """
     turn = 0
 
-    def call() -> object:
+    def call(**options: object) -> object:
         nonlocal turn
         arguments = sets[turn % len(sets)]
         turn += 1
-        return function(*arguments)
+        return function(*arguments, **options)
 
     return call
 

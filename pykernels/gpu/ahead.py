@@ -39,11 +39,23 @@ def only_compile(capability: tuple[int, int]) -> None:
             "few_experts",
             "quantize",
             "unpacked",
+            "attention_plan",
+            "attention_combine",
+            "attention_prefill",
+            "attention_prefill_hopper",
+            "gqa_decode",
+            "mla_decode",
+            "mla_parts",
         )  # fmt: skip
     }
+    processors = torch.cuda.get_device_properties().multi_processor_count
     _replace(modules["launch"], "supports", lambda device: None)
     for module in modules.values():
-        for name, value in (("device_supports", None), ("arch", capability)):
+        for name, value in (
+            ("device_supports", None),
+            ("arch", capability),
+            ("sms", processors),
+        ):
             if hasattr(module, name):
                 _replace(module, name, functools.partial(_answer, value))
 

@@ -1,4 +1,4 @@
-"""Launch plans of the attention kernels: data, from shapes and the GPU, never from lengths.
+"""The shipped launch plans of attention: data, from shapes and the GPU, never from lengths.
 
 A graph that was captured once is replayed with other lengths, so the grid has room for the longest.
 """
@@ -12,10 +12,17 @@ import torch
 
 from ..errors import PykernelsError
 from .launch import arch
-from .plan_types import at_least, powers_of_two
+from .plan_types import at_least, at_most, powers_of_two
 
 MOST_SHARED = 64
 """Sequences of a batch beyond which every one has one program: they fill the GPU anyway."""
+
+
+def _can_be_compiled(plan: DecodePlan | PrefillPlan) -> None:
+    """Raises PykernelsError for what no GPU has room for, or Triton no form."""
+    at_most(256, plan, "rows", "keys")
+    at_most(32, plan, "warps")
+    at_most(16, plan, "stages")
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,12 @@ class DecodePlan:
         at_least(16 if not self.in_lanes else 8, self, "rows", "keys")  # of a product's operands
         at_least(1, self, "stages", "least")
         at_least(0, self, "per_sm")
+        _can_be_compiled(self)
+        kernels = [name for name in ("by_hand", "in_lanes", "in_ring") if getattr(self, name)]
+        if len(kernels) > 1:
+            raise PykernelsError(
+                f"a decode plan is {' and '.join(kernels)}", "These are different kernels: keep one"
+            )
         each = self.keys // self.warps
         if self.in_lanes and (self.rows not in (8, 16) or each not in (16, 32)):
             raise PykernelsError(
@@ -111,6 +124,7 @@ class PrefillPlan:
         powers_of_two(self, "rows", "keys", "warps")
         at_least(16, self, "rows", "keys")
         at_least(1, self, "stages")
+        _can_be_compiled(self)
         if self.by_hand and (self.rows != 128 or self.keys not in (64, 128)):
             raise PykernelsError(
                 f"a prefill plan by hand has {self.rows} rows and {self.keys} keys",
@@ -143,16 +157,20 @@ _MLA_DECODE_FP8 = {
 }
 
 
-def by_hand_takes(
-    L: int, R: int, fp8: bool, page: int, device: torch.device, aligned: bool = True
-) -> bool:
-    """Whether ``DecodePlan.by_hand`` can run: Hopper, DeepSeek's sizes, caches ``aligned`` to 16.
+def by_hand_fits(L: int, R: int, fp8: bool, page: int) -> bool:
+    """Whether ``DecodePlan.by_hand`` is for DeepSeek's sizes, as these are.
 
     Its copies are of whole pages; less than eight rows are no tile of shared memory. A block of
     E4M3 is read as one piece of memory.
     """
-    sizes = (L, R) == (512, 64) and page >= (64 if fp8 else 8)
-    return arch(device)[0] == 9 and sizes and aligned
+    return (L, R) == (512, 64) and page >= (64 if fp8 else 8)
+
+
+def by_hand_takes(
+    L: int, R: int, fp8: bool, page: int, device: torch.device, aligned: bool = True
+) -> bool:
+    """Whether ``DecodePlan.by_hand`` can run: Hopper, sizes that fit, caches ``aligned`` to 16."""
+    return arch(device)[0] == 9 and by_hand_fits(L, R, fp8, page) and aligned
 
 
 def mla_decode_plan(
@@ -177,20 +195,30 @@ def mla_decode_plan(
     return plan
 
 
-def in_lanes_takes(D: int, fp8: bool, page: int, device: torch.device, aligned: bool) -> bool:
-    """Whether ``DecodePlan.in_lanes`` can run: heads of 128 in E4M3, which the GPU can convert.
+def in_lanes_fits(D: int, fp8: bool, page: int) -> bool:
+    """Whether ``DecodePlan.in_lanes`` is for heads of 128 in E4M3, as these are.
 
-    Caches ``aligned`` to 16 bytes; a warp's keys, up to 32, are within a page.
+    A warp's keys, up to 32, are within a page.
     """
-    return arch(device) >= (8, 9) and D == 128 and fp8 and page % 32 == 0 and aligned
+    return D == 128 and fp8 and page % 32 == 0
+
+
+def in_lanes_takes(D: int, fp8: bool, page: int, device: torch.device, aligned: bool) -> bool:
+    """Whether ``DecodePlan.in_lanes`` can run: the GPU converts E4M3, caches ``aligned`` to 16."""
+    return arch(device) >= (8, 9) and in_lanes_fits(D, fp8, page) and aligned
+
+
+def in_ring_fits(D: int, fp8: bool, page: int) -> bool:
+    """Whether ``DecodePlan.in_ring`` is for heads of 128 in bf16, as these are.
+
+    A block of 64 keys is within a page.
+    """
+    return D == 128 and not fp8 and page % 64 == 0
 
 
 def in_ring_takes(D: int, fp8: bool, page: int, device: torch.device, aligned: bool) -> bool:
-    """Whether ``DecodePlan.in_ring`` can run: Hopper, heads of 128 in bf16.
-
-    Caches ``aligned`` to 16 bytes; a block of 64 keys is within a page.
-    """
-    return arch(device)[0] == 9 and D == 128 and not fp8 and page % 64 == 0 and aligned
+    """Whether ``DecodePlan.in_ring`` can run: Hopper, sizes that fit, caches ``aligned`` to 16."""
+    return arch(device)[0] == 9 and in_ring_fits(D, fp8, page) and aligned
 
 
 def gqa_decode_plan(
@@ -214,13 +242,30 @@ def gqa_decode_plan(
     return DecodePlan(rows=tile, keys=keys, warps=4, stages=stages, per_sm=2 if tile < 64 else 1)
 
 
-def by_hand_takes_prefill(D: int, DV: int, R: int, page: int, device: torch.device) -> bool:
-    """Whether ``PrefillPlan.by_hand`` can run, apart from how its tensors lie: Hopper only.
+def by_hand_fits_prefill(D: int, DV: int, R: int, page: int) -> bool:
+    """Whether ``PrefillPlan.by_hand`` is for heads like these.
 
     Its copies are of whole pages; less than eight rows are no tile of shared memory.
     """
     sizes = D in (64, 128, 256) and DV in (64, 128, 256) and R in (0, 64)
-    return arch(device)[0] == 9 and sizes and (page == 0 or page >= 8)
+    return sizes and (page == 0 or page >= 8)
+
+
+def by_hand_takes_prefill(D: int, DV: int, R: int, page: int, device: torch.device) -> bool:
+    """Whether ``PrefillPlan.by_hand`` can run, apart from how its tensors lie: Hopper only."""
+    return arch(device)[0] == 9 and by_hand_fits_prefill(D, DV, R, page)
+
+
+def by_hand_prefills(
+    D: int, DV: int, R: int, fp8: bool, unpack: bool, aligned_rows: bool, page: int,
+    device: torch.device,
+) -> bool:  # fmt: skip
+    """Whether ``PrefillPlan.by_hand`` can run on these: see ``prefill_plan``.
+
+    Keys in E4M3 must become rows of bf16 first.
+    """
+    takes = by_hand_takes_prefill(D, DV, R, 0 if fp8 else page, device)
+    return aligned_rows and (unpack or not fp8) and takes
 
 
 def worth_unpacking(rows: int, room: int) -> bool:

@@ -15,6 +15,8 @@ import triton.language as tl
 from ..errors import PykernelsError
 from ..shapes import Ragged
 from .attention_checks import check_rows, check_scores
+from .attention_choose import choose_prefill
+from .attention_lines import AttentionShape
 from .attention_parts import (
     cache_kind,
     page_rows,
@@ -24,12 +26,7 @@ from .attention_parts import (
     softmax_step,
     widened,
 )
-from .attention_plan import (
-    PrefillPlan,
-    by_hand_takes_prefill,
-    prefill_plan,
-    worth_unpacking,
-)
+from .attention_plan import PrefillPlan, by_hand_prefills, worth_unpacking
 from .attention_unpack import unpacked
 from .launch import arch, check_device, interpreted
 from .strides import as_bytes, check_out
@@ -187,7 +184,7 @@ def checked(
     page: int, scale: float, window: int | None, softcap: float | None,
     *, plan: PrefillPlan | None,
 ) -> PrefillPlan:  # fmt: skip
-    """The given plan or the shipped one; raises `PykernelsError` for what no plan takes."""
+    """The given plan, a tuned or the shipped one; raises `PykernelsError` where none fits."""
     q_rope, k_rope = rope
     given = {"q": q, "q_rope": q_rope, "k_rope": k_rope}
     given |= {"k": k, "v": v} if scales[0] is None else {}
@@ -212,12 +209,11 @@ def checked(
     if fp8 and table is not None:
         room = table.numel() * page * KVH * (D + DV) * 2
         unpack = worth_unpacking(batch.max_queries * NH // KVH, room)
-    chosen = plan or prefill_plan(D, DV, R, fp8, unpack, rows, page, device)
-    if chosen.by_hand and not (
-        rows
-        and (chosen.unpack or not fp8)
-        and by_hand_takes_prefill(D, DV, R, 0 if fp8 else page, device)
-    ):
+    longest = k.shape[0] // max(1, batch.B) if table is None else table.shape[1] * page
+    near = (batch.B, batch.max_queries, longest)
+    shape = AttentionShape(NH, KVH, D, R, DV, page, window or 0, *near)
+    chosen = plan or choose_prefill(shape, fp8, unpack, rows, device)
+    if chosen.by_hand and not by_hand_prefills(D, DV, R, fp8, chosen.unpack, rows, page, device):
         raise PykernelsError(
             f"the kernel by hand takes no heads of {D} + {R} and {DV} like these on this GPU",
             "Give a plan without by_hand",

@@ -20,7 +20,9 @@ from .attention_checks import (
     check_scores,
     newest_tokens,
 )
+from .attention_choose import choose_decode
 from .attention_combine import Partials
+from .attention_lines import AttentionShape
 from .attention_parts import (
     cache_kind,
     first_seen,
@@ -35,7 +37,7 @@ from .attention_parts import (
     share_of_slot,
     softmax_step,
 )
-from .attention_plan import DecodePlan, gqa_decode_plan, in_lanes_takes, in_ring_takes, sms
+from .attention_plan import DecodePlan, in_lanes_takes, in_ring_takes, sms
 from .launch import arch, check_device, interpreted, why_not
 from .strides import as_bytes, check_out
 
@@ -185,7 +187,7 @@ def gqa_decode(
         max_length: no sequence is longer (default: what the page table can hold). It only sets how
             many programs share a sequence: lengths are read on the device.
         out: bf16 like the result, contiguous.
-        plan: instead of the shipped one.
+        plan: instead of a tuned or the shipped one.
 
     Returns:
         bf16 [B, (S,) NH, D].
@@ -203,8 +205,12 @@ def gqa_decode(
     if result.numel() == 0:
         return result
     G = NH // KVH
-    lies = (k_scale is not None, page, device, not (k.data_ptr() | v.data_ptr()) % 16)
-    chosen = plan or gqa_decode_plan(S * G, D, *lies)
+    fp8, aligned = k_scale is not None, not (k.data_ptr() | v.data_ptr()) % 16
+    lies = (fp8, page, device, aligned)
+    longest = page_table.shape[1] * page if max_length is None else max_length
+    seen = longest if window is None else min(longest, window + S - 1)
+    shape = AttentionShape(NH, KVH, D, 0, D, page, window or 0, B, S, seen)
+    chosen = plan or choose_decode("gqa_decode", shape, fp8, device, aligned)
     if chosen.in_lanes and not in_lanes_takes(D, *lies):
         raise PykernelsError(
             f"a plan in lanes for {k.dtype} heads of {D} in pages of {page}, at "
@@ -218,7 +224,6 @@ def gqa_decode(
             "Give a plan without in_ring",
         )
     blocks = triton.cdiv(S * G, chosen.rows)
-    longest = page_table.shape[1] * page if max_length is None else max_length
     if window is not None:
         longest = min(longest, window + S - 1 + chosen.keys)
     slots = chosen.slots(B, KVH * blocks, longest, sms(device))

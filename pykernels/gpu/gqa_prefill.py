@@ -70,7 +70,7 @@ def gqa_prefill(
         q, k, v: bf16, any strides but the last, which is 1; D up to 256. Pages: bf16, or E4M3 with
             scales; contiguous.
         out: bf16 like the result, contiguous.
-        plan: instead of the shipped one.
+        plan: instead of a tuned or the shipped one.
 
     Returns:
         bf16 [TQ, NH, D]; rows of no sequence (padding) are left as they were.

@@ -20,7 +20,9 @@ from .attention_checks import (
     check_scores,
     newest_tokens,
 )
+from .attention_choose import choose_decode
 from .attention_combine import Partials
+from .attention_lines import AttentionShape
 from .attention_parts import (
     cache_kind,
     halves,
@@ -34,7 +36,7 @@ from .attention_parts import (
     share_of_slot,
     softmax_step,
 )
-from .attention_plan import DecodePlan, by_hand_takes, mla_decode_plan, sms
+from .attention_plan import DecodePlan, by_hand_takes, sms
 from .launch import arch, check_device, interpreted, why_not
 from .mla_parts import TileParts
 from .strides import as_bytes, check_out
@@ -212,7 +214,7 @@ def mla_decode(
         max_length: no sequence is longer (default: what the page table can hold). It only sets how
             many programs share a sequence: lengths are read on the device.
         out: bf16 like the result, contiguous.
-        plan: instead of the shipped one.
+        plan: instead of a tuned or the shipped one.
 
     Returns:
         bf16 [B, (S,) NH, L].
@@ -229,8 +231,11 @@ def mla_decode(
     result = check_out(out, q_latent, *q_latent.shape[:-1], L, dtype=torch.bfloat16)
     if result.numel() == 0:
         return result
-    lies = (latent_scale is not None, page, device, not (latent.data_ptr() | rope.data_ptr()) % 16)
-    chosen = plan or mla_decode_plan(S * NH, (L, R), *lies)
+    fp8, aligned = latent_scale is not None, not (latent.data_ptr() | rope.data_ptr()) % 16
+    lies = (fp8, page, device, aligned)
+    longest = page_table.shape[1] * page if max_length is None else max_length
+    shape = AttentionShape(NH, 1, L, R, L, page, 0, B, S, longest)
+    chosen = plan or choose_decode("mla_decode", shape, fp8, device, aligned)
     if chosen.by_hand and not by_hand_takes(L, R, *lies):
         raise PykernelsError(
             f"the kernel by hand takes no {latent.dtype} latents of {L} + {R} in pages of {page}, "
@@ -238,7 +243,6 @@ def mla_decode(
             "Give a plan without by_hand",
         )
     blocks = triton.cdiv(S * NH, chosen.rows)
-    longest = page_table.shape[1] * page if max_length is None else max_length
     slots = chosen.slots(B, blocks, longest, sms(device))
     kind = TileParts if chosen.by_hand else Partials
     partials = kind(result.view(B, S * NH, L), slots)
@@ -261,7 +265,6 @@ def mla_decode(
     if chosen.by_hand:
         from . import mla_decode_hopper as hopper  # Gluon: not in the interpreter
 
-        fp8 = latent_scale is not None
         hopper.mla_decode_hopper[grid](
             q, q_r, as_bytes(latent) if fp8 else hopper.rows_of(latent, hopper.PIECE.value),
             hopper.rows_of(rope, R), latent_scale, *where, *sizes,

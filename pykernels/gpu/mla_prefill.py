@@ -69,7 +69,7 @@ def mla_prefill(
         q_nope, q_rope, k_nope, k_rope, v: bf16, any strides but the last, which is 1: halves of one
             projection need no copy, and the rotated keys are read for all heads from one place.
         out: bf16 like the result, contiguous.
-        plan: instead of the shipped one.
+        plan: instead of a tuned or the shipped one.
 
     Returns:
         bf16 [TQ, NH, DV]; rows of no sequence (padding) are left as they were.

@@ -25,6 +25,15 @@ def at_least(least: int, plan: object, *names: str) -> None:
             )
 
 
+def at_most(most: int, plan: object, *names: str) -> None:
+    """Raises PykernelsError for a field of a plan above ``most``."""
+    for name in names:
+        if getattr(plan, name) > most:
+            raise PykernelsError(
+                f"a plan has {name}={getattr(plan, name)}", f"Use whole numbers up to {most}"
+            )
+
+
 def _in(plan: object, name: str, allowed: Collection[int]) -> None:
     value = getattr(plan, name)
     if value not in allowed:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,10 @@ ARCHS = ((0, 0), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 def _no_file(tmp_path: Path) -> object:
     with env.override(cache_dir=tmp_path):
         yield
+
+
+def write(device: str, op: str, path: str, rows: float, N: int, K: int, plan: Any) -> Path:
+    return write_tuned(device, op, path, plan, rows=rows, N=N, K=K)
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=str)
@@ -45,9 +50,9 @@ def test_a_kind_that_is_decoded_takes_the_plans_of_decoding() -> None:
 
 def test_a_tuned_plan_of_this_gpu_and_shape_comes_first() -> None:
     tuned = GemmPlan(64, 64, 32, stages=5)
-    write_tuned("a gpu", "down", "bf16", 100, 7168, 2048, GemmPlan(16, 16, 16))
-    write_tuned("a gpu", "down", "bf16", 100, 7168, 2048, tuned)  # in place of the first one
-    write_tuned("a gpu", "down", "bf16", 300, 7168, 2048, GemmPlan(32, 32, 32))
+    write("a gpu", "down", "bf16", 100, 7168, 2048, GemmPlan(16, 16, 16))
+    write("a gpu", "down", "bf16", 100, 7168, 2048, tuned)  # in place of the first one
+    write("a gpu", "down", "bf16", 300, 7168, 2048, GemmPlan(32, 32, 32))
 
     def found(rows: float, N: int = 7168, device: str = "a gpu") -> GemmPlan:
         return gemm_plan("down", "bf16", (9, 0), rows, N, 2048, device)
@@ -60,11 +65,11 @@ def test_a_tuned_plan_of_this_gpu_and_shape_comes_first() -> None:
 
 
 def test_lines_of_another_process_are_kept() -> None:
-    file = write_tuned("a gpu", "down", "bf16", 100, 7168, 2048, GemmPlan(16, 16, 16))
+    file = write("a gpu", "down", "bf16", 100, 7168, 2048, GemmPlan(16, 16, 16))
     assert tuned_plan("down", "bf16", "a gpu", 100, 7168, 2048)  # read, and remembered
     theirs = json.loads(file.read_text())[0] | {"device": "another"}
     file.write_text(json.dumps([theirs]))
-    write_tuned("a gpu", "down", "bf16", 300, 7168, 2048, GemmPlan(32, 32, 32))
+    write("a gpu", "down", "bf16", 300, 7168, 2048, GemmPlan(32, 32, 32))
     assert tuned_plan("down", "bf16", "another", 100, 7168, 2048) == theirs["plan"]
 
 
@@ -72,7 +77,7 @@ def test_plans_by_hand_are_for_those_who_can() -> None:
     args = ("down", "fp8", (9, 0), 200, 7168, 2048, "a gpu")
     assert gemm_plan(*args, by_hand=True).by_hand
     assert not gemm_plan(*args).by_hand and not gemm_plan(*args[:2], (10, 0), *args[3:]).by_hand
-    write_tuned("a gpu", "down", "fp8", 200, 7168, 2048, GemmPlan(128, 128, 128, 2, by_hand=True))
+    write("a gpu", "down", "fp8", 200, 7168, 2048, GemmPlan(128, 128, 128, 2, by_hand=True))
     assert gemm_plan(*args, by_hand=True).group_m == 2
     assert not gemm_plan(*args).by_hand
     for rows, by_hand in ((128, False), (256, True)):
@@ -80,7 +85,7 @@ def test_plans_by_hand_are_for_those_who_can() -> None:
 
 
 def test_tuned_plans_of_experts_are_of_two_kinds() -> None:
-    write_tuned("a gpu", "down", "int4", 64, 7168, 2048, ManyPlan(64))
+    write("a gpu", "down", "int4", 64, 7168, 2048, ManyPlan(64))
     assert tuned_plan("down", "int4", "a gpu", 64, 7168, 2048) == asdict(ManyPlan(64))
     args = ("down", "int4", (9, 0), 64, 7168, 2048)
     assert gemm_plan(*args, "a gpu") == gemm_plan(*args)  # where that kernel cannot run
@@ -96,7 +101,7 @@ def test_a_damaged_file_is_named(text: str, tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "gpu-plans.new").mkdir()
     with pytest.raises(PykernelsError, match=r"gpu-plans.json cannot be written: .*CACHE_DIR"):
-        write_tuned("a gpu", "down", "bf16", 100, 7168, 2048, GemmPlan(16, 16, 16))
+        write("a gpu", "down", "bf16", 100, 7168, 2048, GemmPlan(16, 16, 16))
 
 
 @pytest.mark.parametrize("bad", [{"block_m": 48}, {"warps": 0}, {"stages": 0}, {"split_k": 0}])
@@ -132,6 +137,10 @@ def test_k_is_split_until_every_processor_has_work() -> None:
         lambda: DecodePlan(128, 64, 8, 1, by_hand=True),
         lambda: DecodePlan(32, 128, 4, 1, in_lanes=True),
         lambda: DecodePlan(8, 256, 4, 1, in_lanes=True),
+        lambda: DecodePlan(512, 64, 8, 1),
+        lambda: DecodePlan(16, 64, 64, 1),
+        lambda: DecodePlan(16, 64, 4, 17),
+        lambda: DecodePlan(16, 64, 4, 1, in_ring=True, in_lanes=True),
         lambda: PrefillPlan(96, 64, 8, 1),
         lambda: PrefillPlan(64, 8, 4, 1),
         lambda: PrefillPlan(64, 64, 4, 0),
