@@ -44,7 +44,7 @@ SIZES = (
 
 @dataclass(frozen=True)
 class AttentionJob:
-    """One line of the file: attention of one size."""
+    """One line of the file: attention of one size, as the benchmark has it."""
 
     size: Size
 
