@@ -39,7 +39,8 @@ class DecodePlan:
             columns, instead of each computing all of it.
         by_hand: MLA's kernel for Hopper, whose warps have roles: 64 rows, 64 keys;
             ``warps``, ``stages`` and ``across`` mean nothing to it.
-        least: blocks of a part: combining more parts costs more than shorter ones save.
+        least: blocks of a part at least, where combining more parts costs more than shorter ones
+            save.
         in_lanes: GQA's kernel whose lanes multiply what they load: 8 or 16 rows, 16 or 32 keys a
             warp; ``stages`` means nothing to it.
         in_ring: GQA's kernel for Hopper with a ring of ``stages`` blocks: 16 rows, 64 keys, 4
@@ -147,7 +148,7 @@ _TINY_PREFILL = PrefillPlan(rows=16, keys=16, warps=4, stages=1)
 _MLA_DECODE = {
     (9, 0): (
         (16, DecodePlan(rows=16, keys=64, warps=8, stages=3)),
-        (1 << 30, DecodePlan(rows=64, keys=64, warps=8, stages=2, by_hand=True, least=3)),
+        (1 << 30, DecodePlan(rows=64, keys=64, warps=8, stages=2, by_hand=True)),
     ),
     (8, 0): ((1 << 30, DecodePlan(rows=16, keys=32, warps=4, stages=2)),),
 }
@@ -191,7 +192,7 @@ def mla_decode_plan(
     if plan.by_hand and not by_hand_takes(*latent, fp8, page, device, aligned):
         if rows <= 16:
             return DecodePlan(rows=16, keys=64, warps=8, stages=3)
-        return replace(plan, by_hand=False, least=1, across=True)
+        return replace(plan, by_hand=False, across=True)
     return plan
 
 
