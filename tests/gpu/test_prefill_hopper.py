@@ -27,7 +27,7 @@ def by_hand(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
     from .gluon_shim import interpreted
 
     kernel = attention_prefill_hopper.prefill_hopper
-    monkeypatch.setattr(attention_prefill, "by_hand_takes_prefill", lambda *sizes: True)
+    monkeypatch.setattr(attention_prefill, "by_hand_prefills", lambda *sizes: True)
 
     def described(x: torch.Tensor, rows: int) -> TensorDescriptor:
         T, heads, width = x.shape
