@@ -280,37 +280,9 @@ def open_call(
 
 
 @kernel()
-def publish(
-    control: int,
-    gate_up: int,
-    down: int,
-    job: int,
-    active: int,
-    i_chunks: int,
-    down_chunks: int,
-    pack: int,
-    pack_tasks: int,
-    piece_active: int,
-    pieces: int,
-    rows: int,
-    row_tasks: int,
-) -> None:
-    """``open_call``, from Python."""
-    open_call(
-        control,
-        gate_up,
-        down,
-        job,
-        active,
-        i_chunks,
-        down_chunks,
-        pack,
-        pack_tasks,
-        piece_active,
-        pieces,
-        rows,
-        row_tasks,
-    )
+def publish(control: int, call: tuple[int, ...]) -> None:
+    """``open_call``, from Python; ``call`` has its other arguments."""
+    open_call(control, *call)
 
 
 @kernel()
@@ -364,9 +336,9 @@ def compile_all() -> None:
         (worker_loop, 2),
         (claim, 2),
         (release, 2),
-        (publish, 13),
         (stop, 1),
     ):
         function.compile((types.int64,) * arguments)
+    publish.compile((types.int64, types.UniTuple(types.int64, 12)))
     finish_rows.compile((types.int64, types.boolean))
     finish.compile((types.int64, types.boolean, *[types.int64] * 3))

@@ -194,7 +194,7 @@ class WorkerPool:
         """
         self.claim()
         self.reserve_barriers(call.active)
-        tasks.publish(self.control, *call)
+        tasks.publish(self.control, tuple(call))
 
     def wait_for_rows(self) -> None:
         """Waits until the call that was started has copied its inputs; works along as in ``wait``.
