@@ -23,6 +23,8 @@ from .intrin.avx512 import (
 )
 from .intrin.avx512_bytes import (
     add_i32,
+    low_bytes_i32,
+    or_i32,
     shift_digit,
     store_low_bytes,
     sum_i32,
@@ -35,9 +37,11 @@ from .intrin.sync import as_pointer
 from .jit import inlined, routine
 from .job import poke_f32
 from .rows import (
+    SUM_UNIT,
     Annotation,
     codes_at,
     digits_at,
+    lowest_at,
     offset_at,
     scale_at,
     sum_at,
@@ -75,14 +79,25 @@ def make_annotate(how: Annotation, generic: bool) -> Any:
     return annotate
 
 
+def _make_sum(SUM_K: int):
+    @inlined
+    def sum_of(row, k):
+        """The sum of the inputs from k on that share one."""
+        total = zero_f32()
+        for i in range(0, SUM_K, 16):
+            total = add_f32(total, load_bf16(row + 2 * (k + i)))
+        return sum_f32(total)
+
+    return sum_of
+
+
 def _sums(SUM_K: int):
+    sum_of = _make_sum(SUM_K)
+
     @inlined
     def sums(row, K, first, last):
         for k in range(first, last, SUM_K):
-            total = zero_f32()
-            for i in range(0, SUM_K, 16):
-                total = add_f32(total, load_bf16(row + 2 * (k + i)))
-            poke_f32(sum_at(row, K, k // SUM_K), sum_f32(total))
+            poke_f32(sum_at(row, K, k // SUM_K), sum_of(row, k))
 
     return sums
 
@@ -159,7 +174,7 @@ def _quantize(how: Annotation):
 
 def _digits(how: Annotation):
     SUM_K, BIAS, SUMS = how.sum_k, how.bias, how.sums
-    input_sums = _sums(SUM_K)
+    sum_of, PER_UNIT = _make_sum(SUM_K), np.float32(1 / SUM_UNIT)
 
     @inlined
     def digits(row, K, first, last):
@@ -174,25 +189,30 @@ def _digits(how: Annotation):
             scale = f32_from_bits(types.uint32((top - _LEAST + 1) << types.uint32(23)))
             inverse = f32_from_bits(types.uint32((_LEAST + 253 - top) << types.uint32(23)))
             poke_f32(scale_at(row, K, k // DIGITS_K), scale + sum_f32(poison))
+            whole = zero_i32()
             for group in range(k, k + DIGITS_K, SUM_K):
                 totals = i32x16_array(DIGITS)
                 for j in range(DIGITS):
                     totals[j] = zero_i32()
                 for i in range(group, group + SUM_K, 16):
                     q = to_i32(mul_f32(load_bf16(row + 2 * i), broadcast_f32(inverse)))
+                    whole = or_i32(whole, q)
                     for j in range(DIGITS):
                         # Signed digits: what is left above one is rounded to nearest.
                         store_low_bytes(digits_at(row, K, i, DIGITS - 1 - j), q)
                         totals[j] = add_i32(totals[j], q)
                         q = shift_digit(q)
+                if SUMS:
+                    poke_f32(
+                        sum_at(row, K, group // SUM_K), sum_of(row, group) * inverse * PER_UNIT
+                    )
                 if BIAS != 0:
                     for j in range(DIGITS):
                         above = sum_i32(totals[j + 1]) if j + 1 < DIGITS else 0
                         total = sum_i32(totals[j]) - 256 * above
                         to = offset_at(row, K, group // SUM_K, DIGITS - 1 - j)
                         _poke_i32(to, -BIAS * total)
-        if SUMS:
-            input_sums(row, K, first, last)
+            _poke_i32(lowest_at(row, K, k // DIGITS_K), low_bytes_i32(whole))
 
     return digits
 

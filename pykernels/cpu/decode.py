@@ -34,9 +34,9 @@ from .instructions import Instructions
 from .intrin.avx512_bytes import (
     abs_i8,
     add_u8,
+    add_where,
     and_xor_words,
     broadcast_u8,
-    high_nibbles,
     interleave_high,
     interleave_low,
     load_u8,
@@ -44,7 +44,6 @@ from .intrin.avx512_bytes import (
     low_nibbles,
     or_masked,
     raised_nibbles,
-    set_where,
     sub_i8,
     upper_nibbles,
     where_negative,
@@ -60,6 +59,8 @@ from .jit import inlined
 from .packings import BIASES, CODE_BITS, LIFTS, PACKINGS, UNITS, Packing
 from .scales import SCALES, Scales
 from .tables import (
+    BIT4_AT,
+    BIT5_AT,
     E4M3_AT,
     EVEN_AT,
     INT4_AT,
@@ -119,7 +120,7 @@ def make_reader(fmt: str, ops: Instructions) -> Reader:
     lift = LIFTS.get(fmt, 0)
     lifted = _lifted(fmt, ops, codes) if lift else None
     bias, unit = BIASES.get(fmt, 0), UNITS.get(fmt, 1.0)
-    signed, signed_unit = _signed(fmt, codes, bias), unit
+    signed, signed_unit = _signed(fmt, ops, codes, bias), unit
     if fmt in ("int4", "int4-g128"):
         signed, signed_unit = _high_nibbles, 1 / 16
     return Reader(
@@ -135,16 +136,17 @@ def _high_nibbles(tile, load, part, tables):
     return raised_nibbles(both) if part == 0 else upper_nibbles(both)
 
 
-def _signed(fmt: str, codes: Callable | None, bias: int) -> Callable | None:
+def _signed(fmt: str, ops: Instructions, codes: Callable | None, bias: int) -> Callable | None:
     if codes is None or bias == 0:
         return codes
     known: Any = codes
 
     if fmt == "mxfp4":
+        nibbles = _nibbles(ops)
 
         @inlined
         def found(tile, load, part, tables):
-            return lookup_16(load_u8(tables + MXFP4_SIGNED), _nibbles(tile, load, part))
+            return lookup_16(load_u8(tables + MXFP4_SIGNED), nibbles(tile, load, part))
 
         return found
 
@@ -253,21 +255,28 @@ def _int8(ops: Instructions):
     return rows, halves, codes
 
 
-@inlined
-def _nibbles(tile, load, part):
-    """The 4-bit codes of a lot, a byte each: two lots share 64 bytes."""
-    both = load_u8(tile + 64 * load)
-    return low_nibbles(both) if part == 0 else high_nibbles(both)
+def _nibbles(ops: Instructions) -> Callable:
+    """``nibbles(tile, load, part)``: 4-bit codes of a lot, a byte each; two lots share a line."""
+    high = ops.high_nibbles
+
+    @inlined
+    def nibbles(tile, load, part):
+        both = load_u8(tile + 64 * load)
+        return low_nibbles(both) if part == 0 else high(both)
+
+    return nibbles
 
 
-def _four_bits(table_at: int, words_at: int, flip: int = 0, codes_at: int | None = None):
+def _four_bits(table_at: int, words_at: int, flip: bool = False, codes_at: int | None = None):
     """Reader of 4-bit codes: their bfloat16 values are at ``table_at`` as bytes, at ``words_at`` as
-    words; what ``Reader.codes`` gives is ``code ^ flip``, or at ``codes_at`` as bytes."""
+    words; what ``Reader.codes`` gives is ``code ^ 8`` (``flip``), or at ``codes_at`` as bytes."""
 
     def make(ops: Instructions):
+        nibbles, high_flipped = _nibbles(ops), ops.high_nibbles_flipped
+
         @inlined
         def rows(tile, load, part, tables):
-            found = _nibbles(tile, load, part)
+            found = nibbles(tile, load, part)
             table = tables + table_at
             low, high = lookup_16(load_u8(table), found), lookup_16(load_u8(table + 64), found)
             return interleave_low(low, high), interleave_high(low, high)
@@ -283,9 +292,14 @@ def _four_bits(table_at: int, words_at: int, flip: int = 0, codes_at: int | None
 
         @inlined
         def codes(tile, load, part, tables):
-            found = _nibbles(tile, load, part)
+            if flip:
+                both = load_u8(tile + 64 * load)
+                if part == 0:
+                    return xor_u8(low_nibbles(both), broadcast_u8(8))
+                return high_flipped(both)
+            found = nibbles(tile, load, part)
             if codes_at is None:
-                return xor_u8(found, broadcast_u8(flip))
+                return found
             return lookup_16(load_u8(tables + codes_at), found)
 
         return rows, halves, codes
@@ -297,15 +311,15 @@ def _bit_planes(planes: int, table_at: int):
     """Reader of 4-bit codes with one or two more bits, each a mask of 64 bits a row of fours."""
 
     def make(ops: Instructions):
-        lookup = ops.lookup_64
+        lookup, nibbles = ops.lookup_64, _nibbles(ops)
 
         @inlined
         def codes(tile, load, part, tables):
-            found = _nibbles(tile, load, part)
+            found = nibbles(tile, load, part)
             mask = tile + 512 + (2 * load + part) * 8 * planes
-            found = set_where(found, mask, 16)
+            found = add_where(found, mask, load_u8(tables + BIT4_AT))
             if planes > 1:
-                found = set_where(found, mask + 8, 32)
+                found = add_where(found, mask + 8, load_u8(tables + BIT5_AT))
             return found
 
         @inlined
@@ -331,7 +345,7 @@ def _bit_planes(planes: int, table_at: int):
     return make
 
 
-_INT4 = _four_bits(INT4_AT, INT4_WORDS, flip=8)
+_INT4 = _four_bits(INT4_AT, INT4_WORDS, flip=True)
 
 _READERS: dict[str, Callable] = {
     "bf16": _bf16,

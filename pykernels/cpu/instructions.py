@@ -12,6 +12,7 @@ EXTENSIONS = {
     "avx512bf16": (avx512, ("dot_bf16", "store_bf16")),
     "avx512vbmi": (avx512_bytes, ("lookup_64", "lookup_128", "first_words", "second_words")),
     "avx512vnni": (avx512_bytes, ("dot_u8i8",)),
+    "gfni": (avx512_bytes, ("high_nibbles", "high_nibbles_flipped")),
 }
 """The operations of each extension beyond AVX-512 F, BW, VL and DQ."""
 
@@ -28,6 +29,8 @@ class Instructions:
     first_words: Callable
     second_words: Callable
     dot_u8i8: Callable
+    high_nibbles: Callable
+    high_nibbles_flipped: Callable
 
 
 def instructions(target: Target) -> Instructions:
@@ -37,6 +40,10 @@ def instructions(target: Target) -> Instructions:
         if target.lacks((extension,)):
             module = avx512_base
         found |= {name: getattr(module, name) for name in names}
-    have = [extension[6:] for extension in EXTENSIONS if not target.lacks((extension,))]
+    have = [
+        extension.removeprefix("avx512")
+        for extension in EXTENSIONS
+        if not target.lacks((extension,))
+    ]
     name = "avx512" + "".join(f"-{name}" for name in have)
     return Instructions(name, **found)

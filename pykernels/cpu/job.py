@@ -96,6 +96,12 @@ def i64(address, index):
 
 
 @inlined
+def i32(address, index):
+    """Element ``index`` of the int32 array at ``address``."""
+    return carray(as_pointer(address), (index + 1,), types.int32)[index]
+
+
+@inlined
 def f32(address, index):
     """Element ``index`` of the float32 array at ``address``."""
     return carray(as_pointer(address), (index + 1,), types.float32)[index]

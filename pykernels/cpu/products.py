@@ -8,9 +8,10 @@ Codes of 4 to 6 bits meet bf16 activations lifted by a constant (``decode``): it
 sum of a group's inputs, which their row holds, comes off the group's sum.
 
 Or they meet integer weights as ``digits`` (``rows``): each input is an integer of 30 bits,
-four signed bytes of it a chain each. Four ``vpdpbusd`` take the codes as they lie, where decoding
-64 of them to bfloat16 costs two table look-ups, two shuffles and two ``vdpbf16ps``; a group's sum
-is exact until its digits are put together. (Float32 then holds it times any scale up to 2**87.)
+four signed bytes of it a chain each, the lowest left out where all are zero. Three or four
+``vpdpbusd`` take the codes as they lie, where decoding 64 of them to bfloat16 costs two table
+look-ups, two shuffles and two ``vdpbf16ps``; a group's sum is exact until its digits are put
+together. (Float32 then holds it times any scale up to 2**87.)
 MXFP4's weights are integers too, in halves.
 """
 
@@ -47,6 +48,7 @@ from .intrin.avx512_bytes import (
 from .intrin.registers import f32x16_array, i32x16_array
 from .jit import inlined
 from .rows import (
+    SUM_UNIT,
     activation_scale,
     codes_at,
     digits_at,
@@ -62,6 +64,7 @@ class Products:
 
     Attributes:
         chains: of an accumulator.
+        digits: of inputs that are multiplied as digits, the highest first; 0 for other products.
         new_sums: ``new_sums(length)``, an array of chains.
         begin: ``begin(sums, i, row, K, k)``: the chains from i on begin a group that holds input k.
         read: ``read(tile, load, part, tables)``, a lot of weights as ``add`` takes them.
@@ -74,6 +77,7 @@ class Products:
     """
 
     chains: int
+    digits: int
     new_sums: Callable
     begin: Callable
     read: Callable
@@ -85,19 +89,20 @@ class Products:
 
 @functools.cache  # tiles of every M share them, and compile them once
 def make_products(
-    fmt: str, ops: Instructions, activations: str, chains: int, digits: bool
+    fmt: str, ops: Instructions, activations: str, chains: int, digits: int
 ) -> Products:
     """The products of a format's tiles with ``activations`` "bf16" or "int8".
 
     Args:
         chains: of an accumulator of 8-bit products, 1 or 2; of no use to others.
-        digits: whether integer weights meet bf16 activations as digits.
+        digits: of bf16 activations that meet integer weights, all ``DIGITS`` or the highest ones
+            where the others are zero; 0: they meet them as bfloat16.
     """
     reader = make_reader(fmt, ops)
     if activations == "int8":
         return _int8(fmt, reader, ops, chains)
     if digits and reader.codes:
-        return _digits(reader, ops)
+        return _digits(reader, ops, digits)
     return _lifted(reader, ops) if reader.lifted else _bf16(reader, ops)
 
 
@@ -134,7 +139,7 @@ def _bf16(reader: Reader, ops: Instructions) -> Products:
     def scaled(value, row, K, k):
         return value
 
-    return Products(2, f32x16_array, begin, reader.rows, add, total, offset, scaled)
+    return Products(2, 0, f32x16_array, begin, reader.rows, add, total, offset, scaled)
 
 
 def _lifted(reader: Reader, ops: Instructions) -> Products:
@@ -165,17 +170,19 @@ def _lifted(reader: Reader, ops: Instructions) -> Products:
     def scaled(value, row, K, k):
         return value
 
-    return Products(2, f32x16_array, begin, lifted, add, total, offset, scaled)
+    return Products(2, 0, f32x16_array, begin, lifted, add, total, offset, scaled)
 
 
-def _digits(reader: Reader, ops: Instructions) -> Products:
+def _digits(reader: Reader, ops: Instructions, KEPT: int) -> Products:
     dot, GROUP, BIAS = ops.dot_u8i8, reader.scales.k, reader.bias
     codes: Any = reader.codes
     BASE, UNIT = np.float32(256.0), np.float32(reader.unit)
+    LEFT_OUT = np.float32(256.0 ** (DIGITS - KEPT))
+    WHOLE = np.float32(SUM_UNIT / LEFT_OUT)
 
     @inlined
     def begin(sums, i, row, K, k):
-        for j in range(DIGITS):
+        for j in range(KEPT):
             if BIAS != 0:
                 sums[i + j] = broadcast_i32(offset_at(row, K, k // GROUP, j))
             else:
@@ -183,26 +190,28 @@ def _digits(reader: Reader, ops: Instructions) -> Products:
 
     @inlined
     def add(sums, i, weights, row, K, k, part):
-        for j in range(DIGITS):
+        for j in range(KEPT):
             digits = broadcast_dword(digits_at(row, K, k, j))
             sums[i + j] = dot(sums[i + j], weights, digits)
 
     @inlined
     def total(sums, i, row, K, k):
         value = to_f32(sums[i])
-        for j in range(1, DIGITS):
+        for j in range(1, KEPT):
             value = fma_f32(value, broadcast_f32(BASE), to_f32(sums[i + j]))
         return value
 
     @inlined
     def offset(row, K, k):
-        return group_sum(row, K, k // GROUP) / activation_scale(row, K, k, DIGITS_K)
+        return group_sum(row, K, k // GROUP) * WHOLE
 
     @inlined
     def scaled(value, row, K, k):
-        return mul_f32(value, broadcast_f32(UNIT * activation_scale(row, K, k, DIGITS_K)))
+        return mul_f32(
+            value, broadcast_f32(LEFT_OUT * UNIT * activation_scale(row, K, k, DIGITS_K))
+        )
 
-    return Products(DIGITS, i32x16_array, begin, codes, add, total, offset, scaled)
+    return Products(KEPT, KEPT, i32x16_array, begin, codes, add, total, offset, scaled)
 
 
 def _int8(fmt: str, reader: Reader, ops: Instructions, CHAINS: int) -> Products:
@@ -235,4 +244,4 @@ def _int8(fmt: str, reader: Reader, ops: Instructions, CHAINS: int) -> Products:
     def scaled(value, row, K, k):
         return mul_f32(value, broadcast_f32(activation_scale(row, K, k, ACT_K)))
 
-    return Products(CHAINS, i32x16_array, begin, codes, add, total, offset, scaled)
+    return Products(CHAINS, 0, i32x16_array, begin, codes, add, total, offset, scaled)

@@ -5,12 +5,14 @@ offset (bytes)        what                        for
 ====================  ==========================  ==================================================
 ``0``                 bfloat16 [K]                bf16 products
 ``2 K``               float32 [K / act_k]         scales of int8 codes or digits
-``2 K + K / 32``      float32 [K / sum_k]         sums of each group's bf16 inputs, or int8 codes
+``2 K + K / 32``      float32 [K / sum_k]         sums of each group's bf16 inputs, or int8 codes;
+                                                  beside digits in SUM_UNITs of their scale
 or the same           int32 [K / sum_k]           what the bias of the weights' codes has added to
                                                   each group's int8 products, negated
 ``C``                 int8 [K]                    int8 products
 or ``C``              int8 [K / 64, DIGITS, 64]   bf16 inputs as digits
-``C + DIGITS K``      int32 [K / sum_k, DIGITS]   what the bias of the weights' codes has added to
+``C + DIGITS K``      int32 [K / DIGITS_K]        not 0 where an input's lowest digit is not
+behind that           int32 [K / sum_k, DIGITS]   what the bias of the weights' codes has added to
                                                   each group's sums of digits, negated
 ====================  ==========================  ==================================================
 
@@ -24,12 +26,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..quant.activations import DIGITS
+from ..quant.activations import DIGITS, DIGITS_K
 from ..quant.layout import ceil_to
 from .jit import inlined
-from .job import f32
+from .job import f32, i32
 
 _LINE = 64
+
+SUM_UNIT = 256.0
+"""What a sum beside digits is in, times their scale: what digits count but for the lowest ones."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ def _bytes(K: int, how: Annotation | None) -> int:
         return codes
     if how.kind == "digits":
         offsets = 4 * DIGITS * (K // how.sum_k) if how.bias else 0
-        return codes + DIGITS * K + offsets
+        return codes + DIGITS * K + 4 * (K // DIGITS_K) + offsets
     return codes + K
 
 
@@ -114,9 +119,21 @@ def digits_at(row, K, k, digit):
 
 
 @inlined
+def lowest_at(row, K, index):
+    """Address of whether one of the ``index``-th ``DIGITS_K`` inputs has a lowest digit."""
+    return row + _codes_of(K) + DIGITS * K + 4 * index
+
+
+@inlined
 def offset_at(row, K, index, digit):
     """Address of what a bias has added to a group's sum of digits, negated."""
-    return row + _codes_of(K) + DIGITS * K + 4 * (index * DIGITS + digit)
+    return lowest_at(row, K, K // DIGITS_K) + 4 * (index * DIGITS + digit)
+
+
+@inlined
+def has_lowest(row, K, block):
+    """Not 0 where an input of a block of 128 has a lowest digit: three are not all."""
+    return i32(lowest_at(row, K, block), 0)
 
 
 @inlined

@@ -39,7 +39,7 @@ from .intrin.registers import f32x16_array, stack_alloc
 from .jit import inlined, kernel, linked, routine
 from .job import i64
 from .packings import AHEAD_L1, AHEAD_L2, LOADS, make_ask, packed_bytes
-from .rows import activation_scale, group_sum
+from .rows import SUM_UNIT, activation_scale, group_sum
 from .tile_amx_products import Shape, make_configure, make_gather, make_multiply
 from .tile_avx512 import ahead, by_tokens
 from .tile_avx512 import make_tile as make_tile_avx512
@@ -61,7 +61,7 @@ FROM = {
 
 As measured on Emerald Rapids: what decides is the number of sums to fold, by group and token."""
 
-_BASE, _ONE = np.float32(256.0), np.float32(1.0)
+_BASE, _SUM_UNIT = np.float32(256.0), np.float32(SUM_UNIT)
 
 
 @functools.cache  # the tiles of every M share it
@@ -141,11 +141,9 @@ def make_tile(fmt: str, M: int, ops: Instructions, amx: Any) -> Any:
         return load_f32(at)
 
     @inlined
-    def unscaled(value, row, K, block):
-        """A sum of inputs as it meets the sums of products: exact, scales are powers of two."""
-        if INT8:
-            return value * (_ONE / activation_scale(row, K, block * K_BLOCK, DIGITS_K))
-        return value
+    def input_sum(row, K, group):
+        """A sum of inputs in the unit of the sums of products."""
+        return group_sum(row, K, group) * _SUM_UNIT if INT8 else group_sum(row, K, group)
 
     @inlined
     def scaled(value, row, K, block):
@@ -174,8 +172,8 @@ def make_tile(fmt: str, M: int, ops: Instructions, amx: Any) -> Any:
                     else:
                         outs[t] = fma_f32(value, factor, outs[t])
                     if minimum_of is not None:
-                        less = unscaled(group_sum(i64(rows, t), K, group), i64(rows, t), K, block)
-                        outs[t] = fnma_f32(broadcast_f32(less), minimum, outs[t])
+                        less = broadcast_f32(input_sum(i64(rows, t), K, group))
+                        outs[t] = fnma_f32(less, minimum, outs[t])
             for t in range(M):
                 to = out + 128 * t + 64 * half
                 value = scaled(outs[t], i64(rows, t), K, block)

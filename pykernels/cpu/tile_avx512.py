@@ -1,34 +1,36 @@
 """AVX-512 tiles: a packed 32-row block times M tokens (SOSP'25 section 3.2; OSDI'26 section 3.4).
 
-The three loops of OSDI'26 Figure 10: over scale groups of the inputs, over dot products inside a
-group with no multiply by the scale, one multiply-add into the running sum at its end. What a dot
-product is, bfloat16 or int8, is ``products``' business.
-
-Each output is summed in the same order whatever M is, or in integers, so a token's result does not
-depend on its batch.
+A tile goes through its inputs block by block (``tile_avx512_block``), adds up in memory, and says
+what is to be asked for ahead. bf16 inputs as digits are four, of which the lowest is zero for all
+128 inputs of nearly every block: then three are multiplied, with the same result.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from ..quant.activations import DIGITS
 from ..quant.layout import K_BLOCK
 from .decode import make_reader
 from .instructions import Instructions
-from .intrin.avx512 import add_f32, broadcast_f32, fma_f32, fnma_f32, load_f32, store_f32, zero_f32
-from .intrin.prefetch import in_order, prefetch_l2
-from .intrin.registers import f32x16_array
-from .jit import inlined, kernel, routine
+from .intrin.avx512 import broadcast_f32, fma_f32, load_f32, store_f32, zero_f32
+from .jit import inlined, kernel, linked, routine
 from .job import i64
-from .packings import AHEAD, AHEAD_L1, AHEAD_L2, LOADS, make_ask, packed_bytes
-from .products import make_products
+from .packings import packed_bytes
+from .products import Products, make_products
+from .rows import has_lowest
 from .silu import silu_mul_f32
+from .tile_avx512_block import make_block
 
 MAX_TOKENS = 8
 """Tokens of one pass over the weights: 16 accumulators and the decoder fill the registers."""
 
 ARGUMENTS = 10
 """Of ``tiles``."""
+
+SHORT = DIGITS - 1
+"""Digits of inputs that are none smaller than 2**-14 of the largest of their 128."""
 
 
 @inlined
@@ -54,116 +56,14 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
         tables: ``decode.TABLES``.
         out: float32 [M, 32].
     """
-    reader = make_reader(fmt, ops)
-    # Many tokens are chains enough to hide a product's latency.
-    chains = 1 if activations == "int8" and M > 4 else 2
-    products = make_products(fmt, ops, activations, chains, digits)
-    new_sums, begin, read, add = products.new_sums, products.begin, products.read, products.add
-    CHAINS = products.chains
-    total, offset, scaled = products.total, products.offset, products.scaled
-    factor_of, minimum_of = reader.scales.factor, reader.scales.minimum
-    # A decoder's work between loads leaves room for prefetches to both levels; bf16, which is only
-    # loaded, reads slower with them.
-    TWO = fmt != "bf16"
-    NEAR = AHEAD_L1 if TWO else AHEAD
-    ask_l1, ask_l2 = make_ask(reader.packing), make_ask(reader.packing, prefetch_l2)
-    ASKED = reader.packing.asked
-    TILE, K_STEP, PARTS = reader.packing.tile_bytes, reader.packing.k_step, reader.packing.parts
-    STEPS = K_BLOCK // K_STEP
-    # Groups of inputs shorter than a packed tile are added up in registers first.
-    GROUP = reader.scales.k or K_BLOCK
-    FOLDS = max(1, K_STEP // GROUP)
-    # Both halves of the block in one pass: from memory weights come up to twice as fast in the
-    # order of their bytes as one KiB in two. Not where accumulators would not fit in registers.
-    MOST = 2 if FOLDS > 1 else 8 if activations == "int8" else 4 if fmt in ("bf16", "int8") else 3
-    HALVES = 2 if M <= MOST else 1
-    BLOCK = packed_bytes(fmt)
-    # Lines are asked for in the order of their bytes, half by half too: then one sweep asks for
-    # half of what both sweeps of a later block load.
-    DISTANCE = NEAR if HALVES == 2 else max(NEAR, BLOCK)
-    FURTHER = DISTANCE - NEAR + AHEAD_L2
-    OUTS, SUMS = HALVES * M, CHAINS * HALVES * M
-    # In groups of four loads one half has too few chains to hide the latency of ``vdpbf16ps``: the
-    # halves take turns load by load. Else a tile is read to its end. Bytes bound q8_0, and from
-    # memory taking turns costs it a third.
-    ALTERNATE = FOLDS == 2 and activations == "bf16" and fmt != "q8_0"
-    GROUP_LOADS = LOADS // FOLDS
-    # LLVM would put the prefetches of loads that it unrolls first, up to 64 together, and decode
-    # more loads at once than there are registers. A fence that is no instruction after each span
-    # of loads keeps it from both.
-    SPAN = max(2, ASKED)
+    products = _products(fmt, M, ops, activations, SHORT if digits else 0)
+    block_of = make_block(fmt, M, ops, activations, products)
+    DISTANCE, FURTHER, BLOCK = block_of.distance, block_of.further, packed_bytes(fmt)
+    multiply = block_of.multiply
+    if products.digits:
+        multiply = _short_or_whole(fmt, M, ops, multiply)
 
-    @inlined
-    def ask(near, far, load):
-        ask_l1(near, load)
-        if TWO:
-            ask_l2(far, load)
-
-    @inlined
-    def fold(sums, outs, half, to_half, K, k, rows, scale):
-        """outs += the sums of input k's group, times its scale."""
-        group = k // GROUP
-        for t in range(M):
-            i = t * HALVES + half
-            value = total(sums, CHAINS * i, i64(rows, t), K, k)
-            if factor_of is None:
-                value = add_f32(value, outs[i])
-            else:
-                value = fma_f32(value, factor_of(scale, group, to_half), outs[i])
-            if minimum_of is not None:
-                less = broadcast_f32(offset(i64(rows, t), K, k))
-                value = fnma_f32(less, minimum_of(scale, group, to_half), value)
-            outs[i] = value
-
-    @inlined
-    def begin_groups(sums, first, last, K, k, rows):
-        for t in range(M):
-            for half in range(first, last):
-                begin(sums, CHAINS * (t * HALVES + half), i64(rows, t), K, k)
-
-    @inlined
-    def add_load(sums, half, at, load, tables, rows, K, k):
-        for part in range(PARTS):
-            weights = read(at + half * TILE, load, part, tables)
-            for t in range(M):
-                i = CHAINS * (t * HALVES + half)
-                to_k = k + 4 * (load * PARTS + part)
-                add(sums, i, weights, i64(rows, t), K, to_k, part)
-
-    @inlined
-    def read_half(sums, outs, half, to_half, at, near, far, tables, rows, K, k, scale):
-        for group in range(FOLDS):
-            to_k = k + group * GROUP
-            if FOLDS > 1:
-                begin_groups(sums, half, half + 1, K, to_k, rows)
-            for span in range(GROUP_LOADS // SPAN):
-                for some in range(SPAN // ASKED):
-                    first_load = group * GROUP_LOADS + span * SPAN + some * ASKED
-                    ask(near, far, half * LOADS + first_load)
-                    for j in range(ASKED):
-                        add_load(sums, half, at, first_load + j, tables, rows, K, k)
-                in_order()
-            if FOLDS > 1:
-                fold(sums, outs, half, to_half, K, to_k, rows, scale)
-
-    @inlined
-    def read_alternating(sums, outs, sweep, at, near, far, tables, rows, K, k, scale):
-        for group in range(FOLDS):
-            to_k = k + group * GROUP
-            begin_groups(sums, 0, HALVES, K, to_k, rows)
-            for span in range(GROUP_LOADS // SPAN):
-                for some in range(SPAN // ASKED):
-                    first_load = group * GROUP_LOADS + span * SPAN + some * ASKED
-                    for j in range(HALVES):
-                        ask(near, far, HALVES * first_load + j * ASKED)
-                    for j in range(ASKED):
-                        for half in range(HALVES):
-                            add_load(sums, half, at, first_load + j, tables, rows, K, k)
-                in_order()
-            for half in range(HALVES):
-                fold(sums, outs, half, sweep + half, K, to_k, rows, scale)
-
-    @kernel(f"{fmt}-{activations}-m{M}-{ops.name}-{CHAINS}")
+    @kernel(f"{fmt}-{activations}-m{M}-{ops.name}-{products.chains}")
     def tile(w, then, scale, first, last, K, rows, tables, out):
         if first == 0:
             for i in range(2 * M):
@@ -171,40 +71,45 @@ def make_tile(fmt: str, M: int, ops: Instructions, activations: str, digits: boo
         end = w + K // K_BLOCK * BLOCK
         w += first * BLOCK
         for block in range(first, last):
-            next_l1, next_l2 = ahead(w, DISTANCE, end, then), ahead(w, FURTHER, end, then)
-            for sweep in range(0, 2, HALVES):
-                sums = new_sums(SUMS)  # [M, HALVES, CHAINS]
-                outs = f32x16_array(OUTS)  # [M, HALVES]
-                for i in range(OUTS):
-                    outs[i] = zero_f32()
-                if FOLDS == 1:
-                    begin_groups(sums, 0, HALVES, K, block * K_BLOCK, rows)
-                for step in range(STEPS):
-                    k = block * K_BLOCK + step * K_STEP
-                    at = w + (2 * step + sweep) * TILE
-                    asked = (sweep * STEPS + step) * HALVES * TILE
-                    near, far = next_l1 + asked, next_l2 + asked
-                    if ALTERNATE:
-                        read_alternating(
-                            sums, outs, sweep, at, near, far, tables, rows, K, k, scale
-                        )
-                    else:
-                        # No loop over halves: LLVM would not unroll it, and an accumulator whose
-                        # index is not a constant lives in memory.
-                        read_half(sums, outs, 0, sweep, at, near, far, tables, rows, K, k, scale)
-                        if HALVES == 2:
-                            read_half(sums, outs, 1, 1, at, near, far, tables, rows, K, k, scale)
-                k = block * K_BLOCK
-                for half in range(HALVES):
-                    if FOLDS == 1:
-                        fold(sums, outs, half, sweep + half, K, k, rows, scale)
-                    for t in range(M):
-                        to = out + 64 * (2 * t + sweep + half)
-                        value = scaled(outs[t * HALVES + half], i64(rows, t), K, k)
-                        store_f32(to, add_f32(value, load_f32(to)))
+            near, far = ahead(w, DISTANCE, end, then), ahead(w, FURTHER, end, then)
+            multiply(w, near, far, scale, block, K, rows, tables, out)
             w += BLOCK
 
     return tile
+
+
+def _products(fmt: str, M: int, ops: Instructions, activations: str, digits: int) -> Products:
+    # Many tokens are chains enough to hide a product's latency.
+    chains = 1 if activations == "int8" and M > 4 else 2
+    return make_products(fmt, ops, activations, chains, digits)
+
+
+def _short_or_whole(fmt: str, M: int, ops: Instructions, short: Callable) -> Callable:
+    """``multiply`` that leaves the lowest digits out, ``short``, where all of a block are zero.
+
+    Where one is not, all are multiplied: rare, so no part of the tile.
+    """
+    block_of = make_block(fmt, M, ops, "bf16", _products(fmt, M, ops, "bf16", DIGITS))
+    multiply_whole = block_of.multiply
+
+    @routine(9, f"{fmt}-m{M}-{ops.name}")
+    def whole(w, near, far, scale, block, K, rows, tables, out):
+        multiply_whole(w, near, far, scale, block, K, rows, tables, out)
+        return 0
+
+    call_whole = linked(whole)
+
+    @inlined
+    def multiply(w, near, far, scale, block, K, rows, tables, out):
+        lowest = 0
+        for t in range(M):
+            lowest |= has_lowest(i64(rows, t), K, block)
+        if lowest:
+            call_whole(w, near, far, scale, block, K, rows, tables, out)
+        else:
+            short(w, near, far, scale, block, K, rows, tables, out)
+
+    return multiply
 
 
 def make_tiles(fmt: str, ops: Instructions, activations: str, digits: bool = False) -> Any:

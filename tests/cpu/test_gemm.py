@@ -94,7 +94,7 @@ CASES = [
 
 FLOAT32_SUMS = 1e-6
 
-NEWER = frozenset({"avx512bf16", "avx512vbmi", "avx512vnni"})
+NEWER = frozenset({"avx512bf16", "avx512vbmi", "avx512vnni", "gfni"})
 """Extensions that "base" spells out."""
 
 ALIKE = {

@@ -16,7 +16,17 @@ from pykernels.cpu.instructions import instructions
 from pykernels.cpu.intrin import amx_model
 from pykernels.cpu.intrin.sync import call_routine
 from pykernels.cpu.jit import kernel
-from pykernels.cpu.rows import DIGITS, codes_at, digits_at, row_bytes, scale_at, sum_at
+from pykernels.cpu.rows import (
+    DIGITS,
+    SUM_UNIT,
+    codes_at,
+    digits_at,
+    lowest_at,
+    offset_at,
+    row_bytes,
+    scale_at,
+    sum_at,
+)
 from pykernels.cpu.tables import TABLES
 from pykernels.env import env
 from pykernels.quant import FORMATS, Format, Weight, get_format
@@ -36,7 +46,7 @@ def _lacks(*features: str) -> bool:
 needs_avx512 = pytest.mark.skipif(_lacks(), reason="this CPU has no AVX-512")
 needs_vnni = pytest.mark.skipif(_lacks("avx512vnni"), reason="this CPU has no AVX512-VNNI")
 needs_bf16 = pytest.mark.skipif(_lacks("avx512bf16"), reason="this CPU has no AVX512-BF16")
-NEWER = frozenset({"avx512bf16", "avx512vbmi", "avx512vnni"})
+NEWER = frozenset({"avx512bf16", "avx512vbmi", "avx512vnni", "gfni"})
 """Extensions that the base set spells out."""
 
 
@@ -157,10 +167,14 @@ def test_small_integers_are_summed_exactly(which, name):
 @pytest.mark.parametrize("which", KINDS)
 @pytest.mark.parametrize("name", ["fp8", "int8", "mxfp4", "q4_k"])
 def test_a_tokens_sums_do_not_depend_on_its_batch(which, name):
-    """Bit for bit; but in AMX tiles bf16 products of one token are summed in another order."""
+    """Bit for bit; but in AMX tiles bf16 products of one token are summed in another order.
+
+    Some tokens have inputs of four digits, and make those that share a pass be multiplied so.
+    """
     g = torch.Generator().manual_seed(6)
     fmt, K = get_format(name), 768
     weight, x = fmt.quantize(torch.randn(32, K, generator=g)), torch.randn(8, K, generator=g)
+    x[1::3] *= 10.0 ** (8 * torch.rand(K, generator=g) - 4)
     whole = run_tile(which, name, weight, x.to(torch.bfloat16))
     for M in range(tile_amx.FROM[name] if which == "amx" and name == "fp8" else 1, 8):
         assert torch.equal(run_tile(which, name, weight, x[:M].to(torch.bfloat16)), whole[:M]), M
@@ -274,17 +288,21 @@ def test_digits_are_those_of_the_reference(name):
     assert normal.float().mean() > 0.5 and (off[normal] == 0).all()
     assert torch.equal(_part(rows, scale_at(0, K, 0), groups), truth.scale)
     at = digits_at(0, K, 0, 0)
+    lowest = _part(rows, lowest_at(0, K, 0), groups, torch.int32)
+    assert torch.equal(lowest != 0, (truth.q[-1].view(7, groups, 128) != 0).any(2))
+    assert 0 < (lowest != 0).sum() < lowest.numel()
     seen = _part(rows, at, DIGITS * K, torch.int8).view(7, K // 64, DIGITS, 64)
     assert torch.equal(seen, truth.q.view(DIGITS, 7, K // 64, 64).permute(1, 2, 0, 3))
     if how.bias:
         count = K // how.sum_k
         added = truth.q.view(DIGITS, 7, count, how.sum_k).sum(3, dtype=torch.int32)
-        seen = _part(rows, at + DIGITS * K, DIGITS * count, torch.int32)
+        seen = _part(rows, offset_at(0, K, 0, 0), DIGITS * count, torch.int32)
         assert torch.equal(seen.view(7, count, DIGITS), -how.bias * added.permute(1, 2, 0))
     if how.sums:
         seen = _part(rows, sum_at(0, K, 0), K // how.sum_k)
-        seen[4], by_group = 0, x.double().view(7, -1, how.sum_k)  # infinite
-        by_group[4] = 0
+        unit = SUM_UNIT * truth.scale.repeat_interleave(128 // how.sum_k, dim=1)
+        seen, by_group = (seen * unit).double(), x.double().view(7, -1, how.sum_k)
+        seen[4] = by_group[4] = 0  # infinite
         assert ((seen - by_group.sum(2)).abs() <= 1e-6 * by_group.abs().sum(2)).all()
     x[0, 200] = float("nan")
     rows[:, : 2 * K] = x.view(torch.uint8)

@@ -1,8 +1,8 @@
 """Operations of newer AVX-512 extensions, spelled out in AVX-512 F and BW.
 
-For CPUs without AVX512-BF16 (before Cooper Lake and Zen 4), VBMI (before Ice Lake) or VNNI (before
-Cascade Lake). Each has the name and the meaning of the one instruction in ``avx512``; they cost two
-to sixteen, which a stream from memory hides at one or two tokens.
+For CPUs without AVX512-BF16 (before Cooper Lake and Zen 4), VBMI or GFNI (before Ice Lake) or VNNI
+(before Cascade Lake). Each has the name and the meaning of the one instruction in ``avx512``; they
+cost two to sixteen, which a stream from memory hides at one or two tokens.
 """
 
 from __future__ import annotations
@@ -42,6 +42,31 @@ def dot_bf16(typingctx, acc, a, b):
         return llvm(builder, "llvm.fma.v16f32", f32x16.ir_type, a_even, b_even, acc)
 
     return f32x16(f32x16, u8x64, u8x64), codegen
+
+
+def _high_nibbles(builder, a):
+    shifted = builder.lshr(builder.bitcast(a, _I16X32), _all(_I16X32, 4))
+    return builder.and_(builder.bitcast(shifted, u8x64.ir_type), _all(u8x64.ir_type, 15))
+
+
+@intrinsic
+def high_nibbles(typingctx, a):
+    """``a >> 4`` per byte: a shift and a mask."""
+
+    def codegen(context, builder, sig, args):
+        return _high_nibbles(builder, args[0])
+
+    return u8x64(u8x64), codegen
+
+
+@intrinsic
+def high_nibbles_flipped(typingctx, a):
+    """``(a >> 4) ^ 8`` per byte: a shift and one ``vpternlog``."""
+
+    def codegen(context, builder, sig, args):
+        return builder.xor(_high_nibbles(builder, args[0]), _all(u8x64.ir_type, 8))
+
+    return u8x64(u8x64), codegen
 
 
 @intrinsic

@@ -156,17 +156,20 @@ def and_xor_words(typingctx, a, mask, flip):
 
 
 @intrinsic
-def set_where(typingctx, a, address, bits):
-    """``a | bits`` in each byte j where bit j of the int64 at ``address`` is set (``kmovq``)."""
+def add_where(typingctx, a, address, more):
+    """``a + more`` in each byte j where bit j of the int64 at ``address`` is set.
+
+    ``more`` comes from memory: of a constant sum that carries nothing LLVM makes an "or", and there
+    is none with masks of bytes.
+    """
 
     def codegen(context, builder, sig, args):
-        a, address, bits = args
+        a, address, more = args
         word = load(builder, address, I64, 8)
         mask = builder.bitcast(word, ir.VectorType(ir.IntType(1), 64))
-        more = splat(builder, builder.trunc(bits, I8), u8x64.ir_type)
-        return builder.select(mask, builder.or_(a, more), a)
+        return builder.select(mask, builder.add(a, more), a)
 
-    return u8x64(u8x64, types.intp, types.intp), codegen
+    return u8x64(u8x64, types.intp, u8x64), codegen
 
 
 @intrinsic
@@ -222,15 +225,34 @@ def low_nibbles(typingctx, a):
     return u8x64(u8x64), codegen
 
 
+_HIGH_NIBBLES = [0, 0, 0, 0, 0x80, 0x40, 0x20, 0x10]
+"""Rows of a matrix of bits, the highest bit of the result first."""
+
+
+def _bits_times(builder, matrix, a, flip):
+    """``matrix @ a ^ flip`` for the bits of each byte."""
+    rows = ir.Constant(u8x64.ir_type, matrix * 8)
+    return llvm(
+        builder, "llvm.x86.vgf2p8affineqb.512", u8x64.ir_type, a, rows, ir.Constant(I8, flip)
+    )
+
+
 @intrinsic
 def high_nibbles(typingctx, a):
-    """``a >> 4`` per byte (``vpsrlw`` and a mask)."""
+    """``a >> 4`` per byte (``vgf2p8affineqb``)."""
 
     def codegen(context, builder, sig, args):
-        words = ir.VectorType(ir.IntType(16), 32)
-        shifted = builder.lshr(builder.bitcast(args[0], words), ir.Constant(words, [4] * 32))
-        bytes_ = builder.bitcast(shifted, u8x64.ir_type)
-        return builder.and_(bytes_, ir.Constant(u8x64.ir_type, [15] * 64))
+        return _bits_times(builder, _HIGH_NIBBLES, args[0], 0)
+
+    return u8x64(u8x64), codegen
+
+
+@intrinsic
+def high_nibbles_flipped(typingctx, a):
+    """``(a >> 4) ^ 8`` per byte (``vgf2p8affineqb``)."""
+
+    def codegen(context, builder, sig, args):
+        return _bits_times(builder, _HIGH_NIBBLES, args[0], 8)
 
     return u8x64(u8x64), codegen
 
@@ -373,6 +395,27 @@ def sum_i32(typingctx, a):
 
     def codegen(context, builder, sig, args):
         return llvm(builder, "llvm.vector.reduce.add.v16i32", I32, args[0])
+
+    return types.int32(i32x16), codegen
+
+
+@intrinsic
+def or_i32(typingctx, a, b):
+    """``a | b`` (``vpord``)."""
+
+    def codegen(context, builder, sig, args):
+        return builder.or_(*args)
+
+    return i32x16(i32x16, i32x16), codegen
+
+
+@intrinsic
+def low_bytes_i32(typingctx, a):
+    """The bits that are set in a low byte of any of 16 integers."""
+
+    def codegen(context, builder, sig, args):
+        bits = llvm(builder, "llvm.vector.reduce.or.v16i32", I32, args[0])
+        return builder.and_(bits, ir.Constant(I32, 255))
 
     return types.int32(i32x16), codegen
 
