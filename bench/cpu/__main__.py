@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from bench.files import check_folder
-from bench.peers.catalog import RESULTS
+from bench.peers.catalog import ENGINES, RESULTS
 from model.cli_common import EXIT_ERROR, EXIT_INTERRUPTED, prepare_threads
 from pykernels.errors import PykernelsError
 
@@ -42,7 +42,13 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
         "--peer-threads", metavar="N,M",
         help="a peer is tried on each, the best is timed (default: --threads, beyond 4 also half)",
     )  # fmt: skip
-    parser.add_argument("--no-peers", action="store_true", help="our kernels alone")
+    peers = parser.add_mutually_exclusive_group()
+    peers.add_argument(
+        "--peers", metavar="A,B",
+        help=f"of {', '.join(ENGINES)}: where memory is short, fewer leave room for more experts"
+             " (default: all)",
+    )  # fmt: skip
+    peers.add_argument("--no-peers", action="store_true", help="our kernels alone")
     parser.add_argument(
         "--minutes", type=float, default=0.0, metavar="N", help="then begin no further part"
     )
@@ -62,6 +68,7 @@ def prepare(chosen: argparse.Namespace) -> Run:
     tokens = None
     if chosen.tokens is not None:
         tokens = tuple(Tokens.parse(t) for t in chosen.tokens.split(","))
+    peers = ENGINES if chosen.peers is None else tuple(chosen.peers.split(","))
     target = detect()
     settings = Settings.make(
         target,
@@ -70,7 +77,7 @@ def prepare(chosen: argparse.Namespace) -> Run:
         sections=SECTIONS if chosen.sections is None else tuple(chosen.sections.split(",")),
         threads=chosen.threads,
         peer_threads=None if chosen.peer_threads is None else parse_counts(chosen.peer_threads),
-        peers=not chosen.no_peers,
+        peers=() if chosen.no_peers else peers,
         quick=chosen.quick,
         minutes=chosen.minutes,
     )
@@ -91,6 +98,8 @@ def measure(run: Run, partial: Partial) -> None:
         markup=False,
         highlight=False,
     )
+    if run.fewer_experts:
+        console.print(run.fewer_experts, markup=False, highlight=False)
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     left = TextColumn("left"), TimeRemainingColumn()
     try:

@@ -1,20 +1,15 @@
-"""What is measured: formats, tokens, threads, and an expert count that fits this memory."""
+"""What is measured: formats, tokens, threads, peers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bench.peers.catalog import TUNED, Peer
+from bench.peers.catalog import ENGINES, PEERS, TUNED, Peer
 from pykernels.errors import PykernelsError
 from pykernels.quant import FORMATS, get_format
 from pykernels.shapes import MoEShape
 from pykernels.target import Target
 from runtime.topology import Topology
-
-H, I, TOPK = 7168, 2048, 8  # noqa: E741 - DeepSeek-V3's experts
-EXPERTS = (32, 16, 8)
-BYTES_PER_WEIGHT = 16
-"""Of the largest group: ours and kt-kernel's two copies in bf16, torch in bf16 and fp32, NumPy."""
 
 ROUTINGS = 16
 """Routings that the calls of a case take in turn."""
@@ -68,6 +63,7 @@ class Settings:
         sections: of ``SECTIONS``, in its order.
         threads: ours.
         peer_threads: counts that a peer of ``TUNED`` is tried on.
+        peers: of ``ENGINES``, in its order.
         minutes: after so many no further part is begun; 0: no limit.
         rounds: turns of each engine, of about ``turn`` seconds.
     """
@@ -77,7 +73,7 @@ class Settings:
     sections: tuple[str, ...]
     threads: int
     peer_threads: tuple[int, ...]
-    peers: bool
+    peers: tuple[str, ...]
     quick: bool
     minutes: float
     rounds: int
@@ -92,7 +88,7 @@ class Settings:
         sections: tuple[str, ...] = SECTIONS,
         threads: int | None = None,
         peer_threads: tuple[int, ...] | None = None,
-        peers: bool = True,
+        peers: tuple[str, ...] = ENGINES,
         quick: bool = False,
         minutes: float = 0.0,
     ) -> Settings:
@@ -103,11 +99,12 @@ class Settings:
                 raise PykernelsError(
                     f"{count} threads, {usable} cores are usable", "Give 1 to that"
                 )
-        for name in sections:
-            if name not in SECTIONS:
-                raise PykernelsError(
-                    f"there is no section {name!r}", f"Use {', '.join(SECTIONS)}, or some of them"
-                )
+        for what, names, known in (("section", sections, SECTIONS), ("peer", peers, ENGINES)):
+            for name in names:
+                if name not in known:
+                    raise PykernelsError(
+                        f"there is no {what} {name!r}", f"Use {', '.join(known)}, or some of them"
+                    )
         if not 0 <= minutes < float("inf"):
             raise PykernelsError(f"{minutes:g} minutes", "Give a positive number, or no --minutes")
         rest = (name for name in FORMATS if name not in FIRST)
@@ -120,12 +117,30 @@ class Settings:
             tuple(name for name in SECTIONS if name in sections),
             threads or usable,
             tuple(sorted(set(peer_threads or default_peer_threads(threads or usable)))),
-            peers,
+            tuple(name for name in ENGINES if name in peers),
             quick,
             minutes,
             rounds=2 if quick else 5,
             turn=0.1 if quick else 0.15,
         )
+
+    def peers_of(self, fmt: str, *tokens: int) -> list[Peer]:
+        """Those that a call of so many tokens, or one of several, is held against, up or not."""
+        return [
+            peer
+            for peer in PEERS
+            if peer.engine in self.peers and any(peer.matches(fmt, T) for T in tokens)
+        ]
+
+    def like(self, fmt: str) -> list[Peer]:
+        """The first peer that stores weights as ``fmt`` does, if there is one."""
+        return [peer for peer in self.peers_of(fmt, 1) if peer.formats][:1]
+
+    def together(self, fmt: str, shape: MoEShape) -> list[Peer]:
+        """Those that are up at the same time, beside our weights in ``fmt``."""
+        if "table" in self.sections:
+            return self.peers_of(fmt, *(tokens.of(shape) for tokens in self.tokens))
+        return self.like(fmt) if "threads" in self.sections else []
 
     def threads_of(self, peer: Peer) -> tuple[int, ...]:
         """Thread counts that a peer is tried on."""
@@ -151,23 +166,6 @@ def default_tokens(target: Target, quick: bool) -> tuple[Tokens, ...]:
         return Tokens(1), Tokens(64, True)
     crowded = (64, 256) if "amx-bf16" in target.isa else (64,)
     return Tokens(1), Tokens(4), Tokens(8), *(Tokens(n, True) for n in crowded)
-
-
-def layer_shape(memory: int, quick: bool) -> MoEShape:
-    """DeepSeek-V3's layer with as many experts as fit in ``memory`` bytes beside every peer's.
-
-    Raises:
-        PykernelsError: not even the fewest fit.
-    """
-    for E in EXPERTS[-1:] if quick else EXPERTS:
-        if E * 3 * H * I * BYTES_PER_WEIGHT <= 0.7 * memory:
-            return MoEShape(E, H, I, TOPK)
-    need = EXPERTS[-1] * 3 * H * I * BYTES_PER_WEIGHT / 0.7
-    raise PykernelsError(
-        f"{memory / 2**30:.1f} GiB are free, the smallest layer and its peers need"
-        f" {need / 2**30:.1f}",
-        "Free some memory",
-    )
 
 
 def thread_counts(most: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The peers that are up: started when first asked for, ended when no format needs them.
+"""The peers that are up: started when first asked for, ended when a format does not need them.
 
 A peer is held against us at the best of its thread counts: workers that spin crowd each other out
 when there is one for every core. So each count is tried once, and the fastest stays.
@@ -11,13 +11,30 @@ import statistics
 from collections.abc import Collection
 
 from bench.peers.catalog import Peer
-from bench.peers.client import PeerMissing, PeerProcess
+from bench.peers.client import PeerMissing, PeerProcess, python_of
 from pykernels.shapes import MoEShape
 from pykernels.target import Target
-from runtime.workload import layers_out_of_cache, routings
+from runtime.workload import routings
 
 from .cases import ROUTINGS, Settings
 from .estimate import TRIAL
+from .memory import held_by, peer_layers
+
+
+def check(peer: Peer, target: Target) -> None:
+    """Raises PeerMissing for a peer that can never start here, with the reason."""
+    if missing := target.lacks(peer.features):
+        raise PeerMissing(f"this CPU lacks {', '.join(missing)}")
+    python_of(peer)
+
+
+def can_start(peer: Peer, target: Target) -> bool:
+    """Whether ``check`` has nothing against it."""
+    try:
+        check(peer, target)
+    except PeerMissing:
+        return False
+    return True
 
 
 class PeerTable:
@@ -58,17 +75,27 @@ class PeerTable:
         self.versions[f"{peer.engine} (peer)"] = started.versions[peer.engine]
         return started
 
+    def ready(self, peer: Peer, T: int, threads: int | None = None) -> PeerProcess:
+        """The same with the routings of calls of T tokens, balanced as ours: where it holds fewer
+        experts a call of its own still reads as many.
+
+        Raises:
+            PeerMissing: there is none, or it fails on them.
+        """
+        process = self.get(peer, threads)
+        ids = routings(held_by(peer, self._shape), T, "balanced", ROUTINGS)
+        process.prepare(T, [routing.flatten().tolist() for routing in ids])
+        return process
+
     def try_to_start(self, peer: Peer) -> None:
         """Starts it if it is not up; one that cannot start says why when it is asked for."""
         with contextlib.suppress(PeerMissing):
             self.get(peer)
 
-    def retire(self, formats: Collection[str]) -> None:
-        """Ends the peers that none of ``formats`` needs."""
-        for peer in list(self._up):
-            needed = not peer.formats or set(peer.formats) & set(formats)
-            if not formats or not needed:
-                self._end(peer)
+    def retire(self, needed: Collection[Peer]) -> None:
+        """Ends all but those that are needed: the others' memory is for them."""
+        for peer in self._up.keys() - needed:
+            self._end(peer)
 
     def close(self) -> None:
         """Ends them all."""
@@ -90,14 +117,14 @@ class PeerTable:
         tried: dict[int, tuple[int, float]] = {}
         for count in counts:
             with contextlib.suppress(PeerMissing):
-                tried[count] = self._try(self.get(peer, count), count)
+                tried[count] = self._try(peer, count)
         if not tried:
             why = dict.fromkeys(self._down[peer, count] for count in counts)
             raise PeerMissing("; ".join(why))
         self._best[peer] = min(tried, key=lambda count: tried[count])
         return self._best[peer]
 
-    def _try(self, process: PeerProcess, count: int) -> tuple[int, float]:
+    def _try(self, peer: Peer, count: int) -> tuple[int, float]:
         """(how many cases failed, geometric mean of the others' median call): less is better.
 
         The cases are one token, where spinning and bandwidth decide, and the most tokens that the
@@ -106,15 +133,13 @@ class PeerTable:
         Raises:
             PeerMissing: not even one token works; it is not started on so many threads again.
         """
-        peer = process.peer
         most = max(
             (T for T in self._tokens if not peer.max_tokens or T <= peer.max_tokens), default=1
         )
         cases, medians = sorted({1, most}), []
         try:
             for T in cases:
-                ids = routings(self._shape, T, "balanced", ROUTINGS)
-                process.prepare(T, [routing.flatten().tolist() for routing in ids])
+                process = self.ready(peer, T, count)
                 medians.append(statistics.median(took for _, took in process.turn(TRIAL)))
         except PeerMissing as error:
             self._end(peer)  # a driver that failed has ended
@@ -124,8 +149,7 @@ class PeerTable:
         return len(cases) - len(medians), statistics.geometric_mean(medians)
 
     def _start(self, peer: Peer, threads: int) -> PeerProcess:
-        if missing := self._target.lacks(peer.features):
-            raise PeerMissing(f"this CPU lacks {', '.join(missing)}")
-        nbytes = self._shape.E * self._shape.weights * peer.bytes_per_weight
-        layers = layers_out_of_cache(self._target.l3, nbytes)
-        return PeerProcess(peer, self._shape, threads, layers, self._tokens[-1])
+        check(peer, self._target)
+        layers = peer_layers(peer, self._shape, self._target.l3)
+        shape = held_by(peer, self._shape)
+        return PeerProcess(peer, shape, threads, layers, self._tokens[-1])

@@ -22,7 +22,8 @@ NOTE = (
     " fastest of these), both sampled between the turns. × is"
     " how many times faster than that peer, the median of ratios within a round. One engine runs at"
     " a time: peers are stopped while another has its turn. A peer is tried on several numbers of"
-    " threads and timed on the fastest, which is named where it is not ours."
+    " threads and timed on the fastest, which is named where it is not ours. One that is asked for"
+    " one token only (NumPy) holds experts for two calls: it reads as many a call."
 )
 
 
@@ -81,7 +82,8 @@ def terminal(results: Results) -> RenderableType:
 
 def _notes(results: Results) -> list[str]:
     """What was not timed, and what was timed beside other programs."""
-    found = _missing(results["missing"])
+    few = results["fewer_experts"]
+    found = [*([f"{few}."] if few else []), *_missing(results["missing"])]
     missing: dict[str, list[str]] = {}
     for row in results["table"]:
         if "why" in row:
@@ -118,7 +120,9 @@ def markdown(results: Results, plots: list[str]) -> str:
     """The whole run as a page; ``plots`` are file names beside it."""
     machine = results["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    quick = " Quick run: few rounds, few cases." if results["settings"]["quick"] else ""
+    quick = (
+        " Quick run: few rounds, few cases, few experts." if results["settings"]["quick"] else ""
+    )
     lines = [
         f"# {headline(results)}",
         "",

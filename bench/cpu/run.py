@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -14,9 +14,10 @@ from runtime.topology import Topology
 from runtime.workload import RandomLayers, routings
 
 from . import estimate
-from .cases import ROUTINGS, SECTIONS, Settings, layer_shape
+from .cases import ROUTINGS, SECTIONS, Settings
 from .machine import describe
-from .peer_table import PeerTable
+from .memory import EXPERTS, layer_shape
+from .peer_table import PeerTable, can_start
 from .quiet import Watch
 from .rows import Row
 from .sections import Bench
@@ -53,13 +54,22 @@ class Part:
 class Run:
     """The parts of a run in order.
 
+    Attributes:
+        fewer_experts: why memory has room for fewer than there should be; "" where it has not.
+
     Raises:
         PykernelsError: too little memory for the smallest layer.
     """
 
     def __init__(self, settings: Settings, target: Target) -> None:
         self.settings, self.target = settings, target
-        self.shape = layer_shape(Topology.detect().memory_available, settings.quick)
+        self.shape, self.fewer_experts = layer_shape(
+            Topology.detect().memory_available,
+            target.l3,
+            settings.formats,
+            lambda fmt, shape: [p for p in settings.together(fmt, shape) if can_start(p, target)],
+            most=EXPERTS[-1] if settings.quick else EXPERTS[0],
+        )
         self.peers = PeerTable(settings, self.shape, target)
         self.bench = Bench(settings, target, self.shape, self.peers)
         self._weights: RandomLayers | None = None
@@ -116,9 +126,10 @@ class Run:
         backends = {"table", "latency"} & set(settings.sections)  # the others time one of them
         why = ended or f"{settings.minutes:g} minutes were over"
         return {
-            "schema": 3,
+            "schema": 4,
             "machine": {**self._machine, "versions": versions, "minutes": minutes},
             "shape": asdict(self.shape),
+            "fewer_experts": self.fewer_experts,
             "settings": asdict(settings),
             "missing": {"why": why if self._left else "", "parts": [*self._left]},
             "disturbed": self._watch.disturbed,
@@ -131,16 +142,20 @@ class Run:
 
     def _table(self) -> Iterator[Part]:
         bench, shape, settings = self.bench, self.shape, self.settings
-        before: set[Peer] = set()
+        tried: set[Peer] = set()
+        up: set[Peer] = set()
         for fmt in settings.formats:
-            peers = set(bench.wanted_peers(fmt, 1))
-            begin = estimate.WEIGHTS + estimate.starts(settings, shape, peers - before)
-            before |= peers
-            prepare = partial(self._begin, fmt, peers=True)
+            peers = settings.together(fmt, shape)
+            first, again = set(peers) - tried, tried & set(peers) - up
+            begin = estimate.WEIGHTS + estimate.starts(settings, shape, first)
+            begin += len(again) * estimate.START
+            up = set(peers)
+            tried |= up
+            prepare = partial(self._begin, fmt, peers)
             yield Part(f"{fmt}: weights, peers", begin, "", prepare, chooses=bool(peers))
             for tokens in settings.tokens:
                 T = tokens.of(shape)
-                players = len(bench.timed_backends(fmt, T)) + len(bench.wanted_peers(fmt, T))
+                players = len(bench.timed_backends(fmt, T)) + len(settings.peers_of(fmt, T))
                 yield Part(
                     f"{fmt}: {tokens.in_words}",
                     estimate.table(settings, shape, T, players),
@@ -159,8 +174,8 @@ class Run:
     def _threads(self) -> Iterator[Part]:
         bench = self.bench
         for fmt in self.settings.formats:
-            like = any(peer.formats for peer in bench.wanted_peers(fmt, 1))
-            seconds = estimate.threads(self.settings, self.shape, 1 + like)
+            players = 1 + len(self.settings.like(fmt))
+            seconds = estimate.threads(self.settings, self.shape, players)
             yield Part(f"{fmt}: weights", estimate.WEIGHTS, "", partial(self._begin, fmt))
             yield Part(f"{fmt}: threads", seconds, "threads", lambda: bench.threads(self.weights))
 
@@ -187,13 +202,11 @@ class Run:
         assert self._weights is not None
         return self._weights
 
-    def _begin(self, fmt: str, peers: bool = False) -> list[Row]:
-        """The weights of a format in the place of those before; with ``peers``, its peers are
-        started. Those that no later format needs are ended."""
-        formats = self.settings.formats
-        self.peers.retire(formats[formats.index(fmt) :] if peers else ())
+    def _begin(self, fmt: str, peers: Collection[Peer] = ()) -> list[Row]:
+        """The weights of a format in the place of those before, and beside them these peers."""
+        self.peers.retire(peers)
         self._weights = None  # before the next are made
         self._weights = RandomLayers(self.shape, fmt, routings(self.shape, 1, "balanced", ROUTINGS))
-        for peer in self.bench.wanted_peers(fmt, 1) if peers else ():
+        for peer in peers:
             self.peers.try_to_start(peer)
         return []

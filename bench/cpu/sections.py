@@ -5,9 +5,9 @@ Each returns flat rows. A row that could not be measured has ``why`` instead of 
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
-from bench.peers.catalog import PEERS, Peer
 from bench.peers.client import PeerMissing
 from pykernels.quant import get_format
 from pykernels.registry import kernels
@@ -62,10 +62,6 @@ class Bench:
         others = [name for name in able[1:] if name != PORTABLE or T <= SLOW_TOKENS]
         return able[:1] + int8 + others
 
-    def wanted_peers(self, fmt: str, T: int) -> list[Peer]:
-        """Those that a call of T tokens is held against, up or not."""
-        return [peer for peer in PEERS if self.settings.peers and peer.matches(fmt, T)]
-
     def untimed(self, formats: tuple[str, ...]) -> list[str]:
         """One line for each backend that is not on the table, or not everywhere: why."""
         found: dict[str, list[str]] = {}
@@ -94,13 +90,11 @@ class Bench:
         for name in able:
             players[name] = Ours(weights, name)
             players[name].prepare(T, ids)
-        wanted = self.wanted_peers(fmt, T)
+        wanted = self.settings.peers_of(fmt, T)
         for peer in wanted:
             try:
-                players[peer.name] = self.peers.get(peer)
-                players[peer.name].prepare(T, [routing.flatten().tolist() for routing in ids])
+                players[peer.name] = self.peers.ready(peer, T)
             except PeerMissing as error:
-                players.pop(peer.name, None)
                 rows.append(missing(head, peer.engine, peer.mode, str(error)))
         roofs = Roofs(self.pool, self.target)
         seen = alternate(players, roofs, self.settings.rounds, self.settings.turn)
@@ -166,18 +160,15 @@ class Bench:
         ids = routings(self.shape, 1, "balanced", ROUTINGS)
         touched = [distinct(routing) for routing in ids]
         kernel = self.backends(weights.fmt)[0][0]
-        like = [peer for peer in self.wanted_peers(weights.fmt, 1) if peer.formats]
+        like = self.settings.like(weights.fmt)
         for threads in thread_counts(self.settings.threads):
             self._use_threads(threads)
             ours = Ours(weights, kernel)
             ours.prepare(1, ids)
             players: dict[str, Any] = {"pykernels": ours}
-            for peer in like[:1]:
-                try:
-                    players[peer.name] = self.peers.get(peer, threads)
-                    players[peer.name].prepare(1, [routing.flatten().tolist() for routing in ids])
-                except PeerMissing:
-                    players.pop(peer.name, None)  # the table says why
+            for peer in like:
+                with contextlib.suppress(PeerMissing):  # the table says why
+                    players[peer.name] = self.peers.ready(peer, 1, threads)
             roofs = Roofs(self.pool, self.target)
             seen = alternate(players, roofs, min(3, self.settings.rounds), self.settings.turn)
             head = {"format": weights.fmt, "threads": threads, "read_roof": round(roofs.read, 2)}

@@ -5,7 +5,6 @@ Only the standard library is imported here: the peers' own Pythons read this fil
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +26,7 @@ class Peer:
         formats: our formats that it is the like of; empty: every format is held against it.
         features: CPU features that it needs, in LLVM's names.
         max_tokens: more tokens a call are not asked of it; 0: no bound.
+        loading: bytes that copies of a weight take until it is loaded, beside those that stay.
     """
 
     engine: str
@@ -35,6 +35,7 @@ class Peer:
     formats: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
     max_tokens: int = 0
+    loading: float = 0.0
 
     @property
     def name(self) -> str:
@@ -45,6 +46,12 @@ class Peer:
         fits = not self.max_tokens or tokens <= self.max_tokens
         return fits and (not self.formats or fmt in self.formats)
 
+    def experts(self, E: int, topk: int) -> int:
+        """Of a layer of ``E`` it holds no more than two of its longest calls can take: they read
+        as many experts, and the next call others.
+        """
+        return min(E, 2 * topk * self.max_tokens) if self.max_tokens else E
+
 
 OWN_VENV = ("kt-kernel", "llama.cpp")
 TUNED = ("kt-kernel", "llama.cpp", "torch")
@@ -54,18 +61,24 @@ _BF16, _VNNI, _AVX2 = ("avx512bf16",), ("avx512vnni",), ("avx2",)
 _SCALED_FP8 = 1 + 4 / (128 * 128)
 _SCALED_INT4 = 0.5 + 2 / 32
 
+
+def _llama_cpp(mode: str, bytes_per_weight: float, *formats: str) -> Peer:
+    """Loads one matrix of three at a time."""
+    return Peer("llama.cpp", mode, bytes_per_weight, formats, _AVX2, loading=bytes_per_weight / 3)
+
+
 PEERS = (
-    Peer("kt-kernel", "fp8", _SCALED_FP8, ("fp8", "fp8-channel"), _BF16),
+    Peer("kt-kernel", "fp8", _SCALED_FP8, ("fp8", "fp8-channel"), _BF16, loading=1.0),
     Peer("kt-kernel", "bf16", 2.0, ("bf16",), _BF16),
     Peer("kt-kernel", "rawint4", _SCALED_INT4, ("int4", "int4-g128", "mxfp4"), _BF16),
-    Peer("kt-kernel", "amxint4", 0.5, ("int4", "int4-g128", "mxfp4"), _VNNI),
-    Peer("kt-kernel", "amxint8", 1.0, ("int8",), _VNNI),
-    Peer("llama.cpp", "bf16", 2.0, ("bf16",), _AVX2),
-    Peer("llama.cpp", "q8_0", 34 / 32, ("q8_0", "int8"), _AVX2),
-    Peer("llama.cpp", "q4_k", 144 / 256, ("q4_k",), _AVX2),
-    Peer("llama.cpp", "q5_k", 176 / 256, ("q5_k",), _AVX2),
-    Peer("llama.cpp", "q6_k", 210 / 256, ("q6_k",), _AVX2),
-    Peer("llama.cpp", "mxfp4", 17 / 32, ("mxfp4",), _AVX2),
+    Peer("kt-kernel", "amxint4", 0.5, ("int4", "int4-g128", "mxfp4"), _VNNI, loading=4.0),
+    Peer("kt-kernel", "amxint8", 1.0, ("int8",), _VNNI, loading=4.0),
+    _llama_cpp("bf16", 2.0, "bf16"),
+    _llama_cpp("q8_0", 34 / 32, "q8_0", "int8"),
+    _llama_cpp("q4_k", 144 / 256, "q4_k"),
+    _llama_cpp("q5_k", 176 / 256, "q5_k"),
+    _llama_cpp("q6_k", 210 / 256, "q6_k"),
+    _llama_cpp("mxfp4", 17 / 32, "mxfp4"),
     Peer("torch", "bf16", 2.0),
     Peer("torch", "fp32", 4.0, max_tokens=8),
     Peer("numpy", "fp32", 4.0, max_tokens=1),
@@ -74,7 +87,4 @@ PEERS = (
 no FP8. NumPy is one GEMV after another, so it is asked for one token only; torch in float32 takes
 seconds for many."""
 
-
-def peers_of(formats: Collection[str]) -> tuple[Peer, ...]:
-    """Those that at least one of ``formats`` is held against."""
-    return tuple(p for p in PEERS if not p.formats or set(p.formats) & set(formats))
+ENGINES = tuple(dict.fromkeys(peer.engine for peer in PEERS))

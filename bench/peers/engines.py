@@ -1,4 +1,4 @@
-"""How each peer computes the experts. Runs in the peer's own Python; imports nothing of ours.
+"""How each peer computes the experts. Runs in the peer's own Python; imports no package of ours.
 
 Every engine has random weights (one expert, copied: timing does not look at values, and filling is
 quick) in ``layers`` layers that take turns, and does per call what ours does: top-k experts of
@@ -8,7 +8,11 @@ gate, up, SiLU, down and the weighted sum, for ``ids`` [T, topk] that the parent
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
+from resource import getpagesize
 from typing import Any, NamedTuple, Protocol
+
+from bench.peers.catalog import PEERS
 
 
 class Shape(NamedTuple):
@@ -57,8 +61,14 @@ class KtKernel:
             "amxint8": ("AMXInt8_MOE", 0, 0),
         }
         name, bits, group = kind[mode]
-        self._sources = self._weights(mode)
-        order = torch.arange(shape.E, dtype=torch.int64)
+        # The loaders copy the experts that ``order`` names aside, then put each where it goes: an
+        # expert that is quantized while loading goes to the place of its source, any other to its
+        # place in ``order``, so that one source is enough for all. None is needed after loading.
+        sources = shape.E if mode.startswith("amx") else 1
+        order = torch.arange(shape.E, dtype=torch.int64) % sources
+        weights = self._weights(mode, sources)
+        stored = next(p.bytes_per_weight for p in PEERS if p.name == f"kt-kernel {mode}")
+        nbytes = 3 * shape.E * shape.H * shape.I * stored
         self.layers: list[Any] = []
         for _ in range(layers):
             config = ext.moe.MOEConfig(shape.E, shape.topk, shape.H, shape.I, 0)
@@ -66,21 +76,25 @@ class KtKernel:
             if bits:
                 config.quant_config.bits, config.quant_config.group_size = bits, group
                 config.quant_config.zero_point = False
-            for part, (weight, scale) in self._sources.items():
+            for part, (weight, scale) in weights.items():
                 setattr(config, f"{part}_proj", weight.data_ptr())
                 if scale is not None:
                     setattr(config, f"{part}_scale", scale.data_ptr())
+            before = _resident()
             layer = getattr(ext.moe, name)(config)
             self.cpu.submit(layer.load_weights_task(order.data_ptr()))
             self.cpu.sync()
+            if _resident() - before < 0.9 * nbytes:  # calls would find them in cache
+                raise RuntimeError("not every expert is in memory after loading")
             self.layers.append(layer)
 
-    def _weights(self, mode: str) -> dict[str, tuple[Any, Any]]:
-        """(weights, scales or None) [E, N, K] of each matrix as kt-kernel's loaders take them."""
-        torch, (E, H, I, _) = self.torch, self.shape  # noqa: E741
+    def _weights(self, mode: str, count: int) -> dict[str, tuple[Any, Any]]:
+        """(weights, scales or None) of each matrix of ``count`` equal experts, [count, N, K], as
+        kt-kernel's loaders take them."""
+        torch, (_, H, I, _) = self.torch, self.shape  # noqa: E741
 
-        def everywhere(expert: Any) -> Any:
-            return expert.expand(E, *expert.shape).contiguous()
+        def repeated(expert: Any) -> Any:
+            return expert.expand(count, *expert.shape).contiguous()
 
         found = {}
         for part, N, K in (("gate", I, H), ("up", I, H), ("down", H, I)):
@@ -93,7 +107,7 @@ class KtKernel:
                 scale = (torch.rand(N, K // 32) * 1e-2).to(torch.bfloat16)
             else:
                 weight = (torch.randn(N, K) / K**0.5).to(torch.bfloat16)
-            found[part] = everywhere(weight), None if scale is None else everywhere(scale)
+            found[part] = repeated(weight), None if scale is None else repeated(scale)
         return found
 
     def prepare(self, tokens: int, ids: list[list[int]]) -> None:
@@ -196,6 +210,11 @@ class Numpy:
 
     def finite(self) -> bool:
         return bool(self.np.isfinite(self.y).all())
+
+
+def _resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * getpagesize()
 
 
 def _llama_cpp(*numbers: Any) -> Engine:

@@ -37,7 +37,7 @@ def canned() -> dict[str, Any]:
         "against_balanced": 0.7, "against_balanced_a_byte": 1.02,
     }  # fmt: skip
     return {
-        "schema": 3,
+        "schema": 4,
         "machine": {
             "date": "2031-02-03 04:05 UTC",
             "cpu": "Some CPU (arch9)",
@@ -52,6 +52,7 @@ def canned() -> dict[str, Any]:
             "versions": {"numba": "0.1", "kt-kernel (peer)": "0.7.2"},
         },
         "shape": {"E": 16, "H": 7168, "I": 2048, "topk": 8},
+        "fewer_experts": "16 experts: 32 are 18.4 GiB",
         "settings": {
             "formats": ["fp8"],
             "sections": ["table", "skew", "latency", "threads"],

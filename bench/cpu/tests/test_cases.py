@@ -10,11 +10,9 @@ import torch
 
 from bench.cpu import estimate
 from bench.cpu.cases import (
-    BYTES_PER_WEIGHT,
     Settings,
     Tokens,
     default_peer_threads,
-    layer_shape,
     parse_counts,
     thread_counts,
 )
@@ -24,7 +22,7 @@ from bench.cpu.sections import Bench
 from bench.cpu.skew import skew
 from bench.cpu.static import StaticOurs
 from bench.cpu.turns import Calls, Seen, alternate, speedup
-from bench.peers.catalog import PEERS
+from bench.peers.catalog import ENGINES, PEERS
 from bench.peers.client import PeerMissing
 from pykernels.errors import PykernelsError
 from pykernels.quant import FORMATS
@@ -69,6 +67,7 @@ TOO_MANY = Topology.detect().usable + 1
         ({"threads": TOO_MANY}, "cores are usable"),
         ({"peer_threads": (1, TOO_MANY)}, f"{TOO_MANY} threads"),
         ({"peer_threads": (0, 1)}, "0 threads"),
+        ({"peers": ("torch", "vllm")}, "no peer 'vllm'.*kt-kernel, llama.cpp, torch, numpy"),
         ({"minutes": -1.0}, "-1 minutes"),
         ({"minutes": float("nan")}, "nan minutes"),  # would never be over
     ],
@@ -81,6 +80,17 @@ def test_settings_refuse_what_is_not_there(wrong: dict[str, Any], cause: str) ->
 def test_sections_come_in_the_order_of_a_run_and_once() -> None:
     asked = ("threads", "table", "threads")
     assert Settings.make(target(), sections=asked).sections == ("table", "threads")
+
+
+def test_peers_are_those_of_the_engines_asked_for() -> None:
+    assert Settings.make(target()).peers == ENGINES
+    chosen = Settings.make(target(), peers=("torch", "kt-kernel"))
+    assert chosen.peers == ("kt-kernel", "torch")
+    names = [peer.name for peer in chosen.peers_of("fp8", 8, 64)]
+    assert names == ["kt-kernel fp8", "torch bf16", "torch fp32"]
+    assert [peer.name for peer in chosen.peers_of("fp8", 64)] == names[:-1]
+    assert chosen.peers_of("q4_k", 64) == [PEERS[-3]]
+    assert Settings.make(target(), peers=()).peers_of("fp8", 1) == []
 
 
 @pytest.mark.parametrize(("threads", "counts"), [(1, (1,)), (4, (4,)), (5, (2, 5)), (16, (8, 16))])
@@ -113,15 +123,6 @@ def test_thread_counts_of_peers_are_parsed() -> None:
     for bad in ("", "8,", "8;16", "-8", "many"):
         with pytest.raises(PykernelsError, match="no list of thread counts"):
             parse_counts(bad)
-
-
-def test_experts_fit_the_memory() -> None:
-    assert layer_shape(256 << 30, quick=False).E == 32
-    small = layer_shape(24 << 30, quick=False)
-    assert small.E == 16
-    assert small.E * small.weights * BYTES_PER_WEIGHT < 24 << 30
-    with pytest.raises(PykernelsError, match="are free"):
-        layer_shape(4 << 30, quick=False)
 
 
 def test_thread_counts() -> None:

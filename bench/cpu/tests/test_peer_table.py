@@ -149,10 +149,31 @@ def test_a_count_asked_for_takes_the_place_of_the_one_that_was_up(
         assert [peers.get(TORCH, n).threads for n in (1, 2, 2)] == [1, 2, 2]
         assert peers.get(TORCH).threads == 3
         assert house.started == [1, 2, 3]
-        peers.retire(("fp8",))  # torch is held against every format
+        peers.retire([FP32, TORCH])
         assert peers.get(TORCH).threads == 3 and house.started == [1, 2, 3]
-        peers.close()
+        peers.retire([FP32])
         assert peers.get(TORCH).threads == 3 and house.started == [1, 2, 3, 3]
+    finally:
+        peers.close()
+
+
+def test_a_peer_with_fewer_experts_is_asked_for_those(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = replace(SHAPE, E=32)
+    held: list[int] = []
+
+    def start(peer: Peer, shape: MoEShape, threads: int, layers: int, most: int) -> PeerProcess:
+        held.append(shape.E)
+        body = f'say(finite={{n for ids in request["ids"] for n in ids}} == set(range({shape.E})))'
+        command = stand_in(body)
+        command[2] = command[2].replace('{"it": "1"}', '{"torch": "9", "numpy": "9"}')
+        return PeerProcess(peer, shape, threads, layers, most, command=command)
+
+    monkeypatch.setattr(peer_table, "PeerProcess", start)
+    peers = PeerTable(settings(1), shape, Target("cpu", "x86_64", frozenset(), 0, 0, 1))
+    try:
+        for peer in (NUMPY, TORCH):
+            peers.ready(peer, 1)
+        assert held == [4, 32]
     finally:
         peers.close()
 

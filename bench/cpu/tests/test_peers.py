@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from bench.peers import client, install
-from bench.peers.catalog import PEERS, Peer, peers_of
+from bench.peers import catalog, client, install
+from bench.peers.catalog import PEERS, Peer
 from bench.peers.client import PeerMissing, PeerProcess, parse, python_of
 from bench.peers.driver import Turns, serve
 from bench.peers.engines import ENGINES, Shape
@@ -34,6 +34,7 @@ def process(command: list[str]) -> PeerProcess:
 def test_every_format_has_a_peer_of_its_like() -> None:
     assert {fmt for fmt in FORMATS if not any(fmt in peer.formats for peer in PEERS)} == set()
     assert len({peer.name for peer in PEERS}) == len(PEERS)
+    assert set(catalog.ENGINES) == set(ENGINES)
 
 
 def test_llama_cpps_blocks_are_as_large_as_the_catalog_says() -> None:
@@ -52,7 +53,13 @@ def test_a_format_is_held_against_its_like_and_the_general_peers() -> None:
         "kt-kernel fp8", "torch bf16", "torch fp32", "numpy fp32",
     ]  # fmt: skip
     assert not any(p.engine == "numpy" for p in PEERS if p.matches("fp8", 2))
-    assert "kt-kernel amxint8" not in [p.name for p in peers_of(("fp8",))]
+
+
+@pytest.mark.parametrize(
+    ("most", "E", "held"), [(0, 256, 256), (1, 32, 16), (1, 8, 8), (8, 32, 32)]
+)
+def test_a_peer_of_short_calls_holds_experts_for_two_of_them(most: int, E: int, held: int) -> None:
+    assert Peer("numpy", "fp32", 4.0, max_tokens=most).experts(E, topk=8) == held
 
 
 def test_requests_are_answered() -> None:

@@ -111,6 +111,8 @@ def test_page_has_versions_rows_and_plots() -> None:
     assert "\nNot timed: kt-kernel bf16: not installed [at all] (fp8 x 1).\n" in page
     assert "| 512 | zipf | static | 15.5 | 3.9 | 150.0 | 1.31 |  |" in page
     assert "| 8 | zipf | dynamic | 10.0 | 2.0 | 9.0 | 0.70 | 1.02 |" in page
+    assert "\n16 experts: 32 are 18.4 GiB.\n" in page
+    assert "experts:" not in markdown(canned() | {"fewer_experts": ""}, [])
     assert "took 8.5 minutes" in page
     assert "| fp8 | pykernels | 2 | 40.0 | 25.0 |" in page
     assert "during fp8: threads (25%)" in page
@@ -179,3 +181,6 @@ def test_plots_without_data_are_left_out(tmp_path: Path) -> None:
 def test_options() -> None:
     chosen = options(["--quick", "--formats", "fp8,int4", "--tokens", "1,64/expert", "--no-peers"])
     assert (chosen.quick, chosen.formats, chosen.no_peers) == (True, "fp8,int4", True)
+    assert options(["--peers", "torch,numpy"]).peers == "torch,numpy"
+    with pytest.raises(SystemExit):
+        options(["--peers", "torch", "--no-peers"])

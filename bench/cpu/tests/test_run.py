@@ -12,7 +12,7 @@ import pytest
 
 from bench.cpu import __main__ as command
 from bench.cpu import run as run_module
-from bench.cpu.cases import Settings
+from bench.cpu.cases import Settings, Tokens
 from bench.cpu.quiet import Watch
 from bench.cpu.run import Part, Run
 from model.cli_common import EXIT_ERROR, EXIT_INTERRUPTED
@@ -24,7 +24,8 @@ from runtime.pool import configure_default_pool
 
 @pytest.fixture(autouse=True)
 def small_and_quiet(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(run_module, "layer_shape", lambda memory, quick: MoEShape(8, 256, 128, 2))
+    small = MoEShape(8, 256, 128, 2), ""
+    monkeypatch.setattr(run_module, "layer_shape", lambda *given, most: small)
     monkeypatch.setattr(Watch, "_wait", lambda self: None)
     monkeypatch.setattr(Watch, "_share", lambda self, part: part() or 0.0)
     yield
@@ -60,9 +61,31 @@ def test_only_the_chosen_sections_run_in_order(sections: tuple[str, ...], names:
 
 
 def test_others_are_watched_for_while_peers_are_chosen() -> None:
-    chosen = {p.name for p in make(("table", "threads"), peers=True).parts if p.chooses}
+    chosen = {p.name for p in make(("table", "threads")).parts if p.chooses}
     assert chosen == {"fp8: weights, peers", "bf16: weights, peers"}
-    assert not any(part.chooses for part in make(("table",), peers=False).parts)
+    assert not any(part.chooses for part in make(("table",), peers=()).parts)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "general"),
+    [("1", ["torch bf16", "torch fp32", "numpy fp32"]), ("8", ["torch bf16", "torch fp32"]),
+     ("64/expert", ["torch bf16"])],
+)  # fmt: skip
+def test_only_the_peers_of_a_format_and_its_calls_are_up(
+    tokens: str, general: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(("table",), tokens=(Tokens.parse(tokens),))
+    ended: list[list[str]] = []
+    begun: list[str] = []
+    monkeypatch.setattr(run_module, "RandomLayers", lambda *given: None)
+    monkeypatch.setattr(run.peers, "retire", lambda keep: ended.append([p.name for p in keep]))
+    monkeypatch.setattr(run.peers, "try_to_start", lambda peer: begun.append(peer.name))
+    for part in run.parts:
+        if not part.section:
+            part.run()
+    like = {"fp8": ["kt-kernel fp8"], "bf16": ["kt-kernel bf16", "llama.cpp bf16"]}
+    assert ended == [like["fp8"] + general, like["bf16"] + general]
+    assert begun == [*ended[0], *ended[1]]
 
 
 @pytest.mark.parametrize("section", ["skew", "latency"])
@@ -70,7 +93,7 @@ def test_a_section_of_ours_alone_starts_no_peer(
     section: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    run = make((section,), peers=True)
+    run = make((section,))
     monkeypatch.setattr(run.peers, "get", lambda *what: asked.append(what))
     run.measure(lambda *_: None, lambda: None)
     results = run.results()
@@ -95,7 +118,7 @@ def raises(error: BaseException) -> Callable[[], list[dict[str, Any]]]:
 
 def planned(parts: list[tuple[str, Callable[[], list[dict[str, Any]]]]], **options: Any) -> Run:
     """A run of made up parts of the latency section."""
-    run = make(("latency",), peers=False, **options)
+    run = make(("latency",), peers=(), **options)
     run.parts = [Part(name, 1.0, "latency", part) for name, part in parts]
     run._left = [name for name, _ in parts]
     return run
@@ -197,6 +220,7 @@ def test_no_part_begins_after_the_minutes(monkeypatch: pytest.MonkeyPatch) -> No
         ),
         (["--formats", ""], "there is no weight format ''. Use one of bf16"),
         (["--tokens", ""], "'' is no number of tokens. Write 8, or 64/expert."),
+        (["--peers", "vllm"], "there is no peer 'vllm'. Use kt-kernel, llama.cpp, torch, numpy"),
         (["--out", __file__], "results cannot be written to "),
     ],
 )
@@ -204,6 +228,6 @@ def test_what_cannot_be_is_one_line(
     options: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    assert command.main([*options, "--no-peers"]) == EXIT_ERROR
+    assert command.main(options) == EXIT_ERROR
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {said}") and line.endswith(".")
