@@ -60,7 +60,6 @@ from .packings import BIASES, CODE_BITS, LIFTS, PACKINGS, UNITS, Packing
 from .scales import SCALES, Scales
 from .tables import (
     BIT4_AT,
-    BIT5_AT,
     E4M3_AT,
     EVEN_AT,
     INT4_AT,
@@ -311,16 +310,15 @@ def _bit_planes(planes: int, table_at: int):
     """Reader of 4-bit codes with one or two more bits, each a mask of 64 bits a row of fours."""
 
     def make(ops: Instructions):
-        lookup, nibbles = ops.lookup_64, _nibbles(ops)
+        lookup, nibbles, set_planes = ops.lookup_64, _nibbles(ops), ops.set_planes
 
         @inlined
         def codes(tile, load, part, tables):
             found = nibbles(tile, load, part)
-            mask = tile + 512 + (2 * load + part) * 8 * planes
-            found = add_where(found, mask, load_u8(tables + BIT4_AT))
+            masks = tile + 512 + (2 * load + part) * 8 * planes
             if planes > 1:
-                found = add_where(found, mask + 8, load_u8(tables + BIT5_AT))
-            return found
+                return set_planes(found, masks)
+            return add_where(found, masks, load_u8(tables + BIT4_AT))
 
         @inlined
         def rows(tile, load, part, tables):

@@ -12,7 +12,7 @@ EXTENSIONS = {
     "avx512bf16": (avx512, ("dot_bf16", "store_bf16")),
     "avx512vbmi": (avx512_bytes, ("lookup_64", "lookup_128", "first_words", "second_words")),
     "avx512vnni": (avx512_bytes, ("dot_u8i8",)),
-    "gfni": (avx512_bytes, ("high_nibbles", "high_nibbles_flipped")),
+    "gfni": (avx512_bytes, ("high_nibbles", "high_nibbles_flipped", "set_planes")),
 }
 """The operations of each extension beyond AVX-512 F, BW, VL and DQ."""
 
@@ -31,6 +31,7 @@ class Instructions:
     dot_u8i8: Callable
     high_nibbles: Callable
     high_nibbles_flipped: Callable
+    set_planes: Callable
 
 
 def instructions(target: Target) -> Instructions:

@@ -10,17 +10,17 @@ from .packings import BIASES, UNITS
 E4M3_AT, INT8_AT, INT4_AT, MXFP4_AT, Q4_AT, Q5_AT, Q6_AT = 0, 256, 512, 640, 768, 896, 1024
 INT4_WORDS, MXFP4_WORDS, Q4_WORDS, Q5_WORDS = 1152, 1216, 1280, 1344
 PLANE_WORDS, EVEN_AT, MXFP4_CODES, MXFP4_SIGNED = 1408, 1536, 1600, 1664
-BIT4_AT, BIT5_AT = 1728, 1792
+BIT4_AT = 1728
 """Where a table begins in ``TABLES``, in bytes."""
 
 
 def _decode_tables() -> torch.Tensor:
-    """uint8 [1856] at a 64-byte-aligned address: low bytes, then high bytes, of bf16(code).
+    """uint8 [1792] at a 64-byte-aligned address: low bytes, then high bytes, of bf16(code).
 
     E4M3 and magnitudes 0 .. 127 have 128 entries each; 4-bit codes have 16, once for each 128-bit
     lane; 5- and 6-bit codes have 64. Tables of whole words follow: 32 entries for codes of 4 bits
     (each twice; +0 for -0) and 5; ``128 (1 - h)`` for signed h of 6 bits (``planes``). Last a mask
-    of even bytes, MXFP4's codes as integers, and the bits 4 and 5.
+    of even bytes, MXFP4's codes as integers, and the bit 4.
     """
 
     def bytes_of(values: torch.Tensor, copies: int = 1) -> torch.Tensor:
@@ -42,10 +42,8 @@ def _decode_tables() -> torch.Tensor:
     signed = (mxfp4.VALUES / UNITS["mxfp4"]).to(torch.int8).repeat(4)
     integers = (signed + BIASES["mxfp4"]).view(torch.uint8)
     tables = [*(bytes_of(*part) for part in parts), *map(words_of, words), even, integers]
-    tables += [
-        signed.view(torch.uint8),
-        *torch.tensor([16, 32], dtype=torch.uint8).view(2, 1).repeat(1, 64),
-    ]
+    bit4 = torch.full((64,), 16, dtype=torch.uint8)
+    tables += [signed.view(torch.uint8), bit4]
     return _aligned(torch.cat(tables))
 
 

@@ -11,8 +11,8 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from .codegen import llvm, shuffle, splat
-from .registers import I32, f32x16, i32x16, u8x64
+from .codegen import llvm, load, shuffle, splat
+from .registers import I32, I64, f32x16, i32x16, u8x64
 
 _I16X32 = ir.VectorType(ir.IntType(16), 32)
 _I32X16 = ir.VectorType(I32, 16)
@@ -67,6 +67,22 @@ def high_nibbles_flipped(typingctx, a):
         return builder.xor(_high_nibbles(builder, args[0]), _all(u8x64.ir_type, 8))
 
     return u8x64(u8x64), codegen
+
+
+@intrinsic
+def set_planes(typingctx, a, address):
+    """``a | 16`` and ``| 32`` where bits of two int64 at ``address`` are set: masked moves."""
+
+    def codegen(context, builder, sig, args):
+        found, address = args
+        for plane in range(2):
+            at = builder.add(address, ir.Constant(address.type, 8 * plane))
+            mask = builder.bitcast(load(builder, at, I64, 8), ir.VectorType(ir.IntType(1), 64))
+            more = builder.or_(found, _all(u8x64.ir_type, 16 << plane))
+            found = builder.select(mask, more, found)
+        return found
+
+    return u8x64(u8x64, types.intp), codegen
 
 
 @intrinsic
