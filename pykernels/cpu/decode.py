@@ -31,21 +31,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from .instructions import Instructions
+from .intrin.avx512_bits import (
+    add_where,
+    low_nibbles,
+    raised_nibbles,
+    upper_nibbles,
+)
 from .intrin.avx512_bytes import (
     abs_i8,
     add_u8,
-    add_where,
     and_xor_words,
     broadcast_u8,
     interleave_high,
     interleave_low,
     load_u8,
     lookup_16,
-    low_nibbles,
     or_masked,
-    raised_nibbles,
     sub_i8,
-    upper_nibbles,
     where_negative,
     xor_u8,
 )

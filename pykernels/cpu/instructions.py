@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..target import Target
-from .intrin import avx512, avx512_base, avx512_bytes
+from .intrin import avx512, avx512_base, avx512_bits, avx512_bytes
 
 EXTENSIONS = {
     "avx512bf16": (avx512, ("dot_bf16", "store_bf16")),
     "avx512vbmi": (avx512_bytes, ("lookup_64", "lookup_128", "first_words", "second_words")),
     "avx512vnni": (avx512_bytes, ("dot_u8i8",)),
-    "gfni": (avx512_bytes, ("high_nibbles", "high_nibbles_flipped", "set_planes")),
+    "gfni": (avx512_bits, ("high_nibbles", "high_nibbles_flipped", "set_planes")),
 }
 """The operations of each extension beyond AVX-512 F, BW, VL and DQ."""
 
