@@ -9,6 +9,7 @@ import numpy as np
 from numba import carray, types
 
 from ..quant.activations import DIGITS, DIGITS_K, DIGITS_SHIFT
+from .digits import LIFT_BITS, SHORT
 from .intrin.avx512 import (
     abs_f32,
     add_f32,
@@ -210,8 +211,9 @@ def _digits(how: Annotation):
                     for j in range(DIGITS):
                         above = sum_i32(totals[j + 1]) if j + 1 < DIGITS else 0
                         total = sum_i32(totals[j]) - 256 * above
-                        to = offset_at(row, K, group // SUM_K, DIGITS - 1 - j)
-                        _poke_i32(to, -BIAS * total)
+                        digit = DIGITS - 1 - j
+                        lift = LIFT_BITS if digit < SHORT else 0
+                        _poke_i32(offset_at(row, K, group // SUM_K, digit), lift - BIAS * total)
             _poke_i32(lowest_at(row, K, k // DIGITS_K), low_bytes_i32(whole))
 
     return digits

@@ -27,18 +27,19 @@ import numpy as np
 from ..quant.activations import DIGITS, DIGITS_K
 from .activations import annotation
 from .decode import Reader, make_reader
+from .digits import LIFT_BITS, SHORT, join_lowest, join_short
 from .instructions import Instructions
 from .intrin.avx512 import (
     add_f32,
     add_neighbours,
     broadcast_f32,
-    fma_f32,
     fnma_f32,
     mul_f32,
     zero_f32,
 )
 from .intrin.avx512_bytes import (
     add_i32,
+    all_i32,
     broadcast_dword,
     broadcast_i32,
     broadcast_qword,
@@ -95,8 +96,8 @@ def make_products(
 
     Args:
         chains: of an accumulator of 8-bit products, 1 or 2; of no use to others.
-        digits: of bf16 activations that meet integer weights, all ``DIGITS`` or the highest ones
-            where the others are zero; 0: they meet them as bfloat16.
+        digits: of bf16 activations that meet integer weights, all ``DIGITS`` or ``digits.SHORT``
+            where the lowest are zero; 0: they meet them as bfloat16.
     """
     reader = make_reader(fmt, ops)
     if activations == "int8":
@@ -176,7 +177,7 @@ def _lifted(reader: Reader, ops: Instructions) -> Products:
 def _digits(reader: Reader, ops: Instructions, KEPT: int) -> Products:
     dot, GROUP, BIAS = ops.dot_u8i8, reader.scales.k, reader.bias
     codes: Any = reader.codes
-    BASE, UNIT = np.float32(256.0), np.float32(reader.unit)
+    UNIT = np.float32(reader.unit)
     LEFT_OUT = np.float32(256.0 ** (DIGITS - KEPT))
     WHOLE = np.float32(SUM_UNIT / LEFT_OUT)
 
@@ -185,6 +186,8 @@ def _digits(reader: Reader, ops: Instructions, KEPT: int) -> Products:
         for j in range(KEPT):
             if BIAS != 0:
                 sums[i + j] = broadcast_i32(offset_at(row, K, k // GROUP, j))
+            elif j < SHORT:
+                sums[i + j] = all_i32(LIFT_BITS)
             else:
                 sums[i + j] = zero_i32()
 
@@ -196,10 +199,8 @@ def _digits(reader: Reader, ops: Instructions, KEPT: int) -> Products:
 
     @inlined
     def total(sums, i, row, K, k):
-        value = to_f32(sums[i])
-        for j in range(1, KEPT):
-            value = fma_f32(value, broadcast_f32(BASE), to_f32(sums[i + j]))
-        return value
+        value = join_short(sums[i], sums[i + 1], sums[i + 2])
+        return value if KEPT == SHORT else join_lowest(value, sums[i + 3])
 
     @inlined
     def offset(row, K, k):

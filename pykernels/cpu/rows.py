@@ -13,7 +13,8 @@ or the same           int32 [K / sum_k]           what the bias of the weights' 
 or ``C``              int8 [K / 64, DIGITS, 64]   bf16 inputs as digits
 ``C + DIGITS K``      int32 [K / DIGITS_K]        not 0 where an input's lowest digit is not
 behind that           int32 [K / sum_k, DIGITS]   what the bias of the weights' codes has added to
-                                                  each group's sums of digits, negated
+                                                  each group's sums of digits, negated; of the
+                                                  first three lifted (``digits``)
 ====================  ==========================  ==================================================
 
 K is padded, ``C = 2 K + K / 32 + K / 4`` rounded up to 64. Everything behind the bfloat16 is made
@@ -126,7 +127,7 @@ def lowest_at(row, K, index):
 
 @inlined
 def offset_at(row, K, index, digit):
-    """Address of what a bias has added to a group's sum of digits, negated."""
+    """Address of what a bias has added to a group's sum of digits, negated, lifted (``digits``)."""
     return lowest_at(row, K, K // DIGITS_K) + 4 * (index * DIGITS + digit)
 
 

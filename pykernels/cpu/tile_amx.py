@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from ..quant.activations import DIGITS, DIGITS_K
+from ..quant.activations import DIGITS_K
 from ..quant.layout import K_BLOCK
 from .decode import make_reader
+from .digits import LIFT_BITS, join_lowest, join_short
 from .gemm import TILE
 from .instructions import Instructions
 from .intrin.avx512 import (
@@ -33,7 +34,7 @@ from .intrin.avx512 import (
     store_f32,
     zero_f32,
 )
-from .intrin.avx512_bytes import load_i32, store_u8, to_f32
+from .intrin.avx512_bytes import add_i32, all_i32, load_i32, store_u8
 from .intrin.prefetch import in_order, prefetch_l2
 from .intrin.registers import f32x16_array, stack_alloc
 from .jit import inlined, kernel, linked, routine
@@ -61,7 +62,7 @@ FROM = {
 
 As measured on Emerald Rapids: what decides is the number of sums to fold, by group and token."""
 
-_BASE, _SUM_UNIT = np.float32(256.0), np.float32(SUM_UNIT)
+_SUM_UNIT = np.float32(SUM_UNIT)
 
 
 @functools.cache  # the tiles of every M share it
@@ -134,10 +135,13 @@ def make_tile(fmt: str, M: int, ops: Instructions, amx: Any) -> Any:
     def total(at):
         """The sum of one token's rows."""
         if INT8:
-            value = to_f32(load_i32(at))
-            for j in range(1, DIGITS):
-                value = fma_f32(value, broadcast_f32(_BASE), to_f32(load_i32(at + 64 * j)))
-            return value
+            lift = all_i32(LIFT_BITS)
+            value = join_short(
+                add_i32(load_i32(at), lift),
+                add_i32(load_i32(at + 64), lift),
+                add_i32(load_i32(at + 128), lift),
+            )
+            return join_lowest(value, load_i32(at + 192))
         return load_f32(at)
 
     @inlined

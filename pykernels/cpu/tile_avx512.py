@@ -13,6 +13,7 @@ from typing import Any
 from ..quant.activations import DIGITS
 from ..quant.layout import K_BLOCK
 from .decode import make_reader
+from .digits import SHORT
 from .instructions import Instructions
 from .intrin.avx512 import broadcast_f32, fma_f32, load_f32, store_f32, zero_f32
 from .jit import inlined, kernel, linked, routine
@@ -28,9 +29,6 @@ MAX_TOKENS = 8
 
 ARGUMENTS = 10
 """Of ``tiles``."""
-
-SHORT = DIGITS - 1
-"""Digits of inputs that are none smaller than 2**-14 of the largest of their 128."""
 
 
 @inlined

@@ -12,8 +12,11 @@ from numba import types
 from pykernels.cpu import passes_avx512, tile_amx, tile_avx512, tile_generic
 from pykernels.cpu.activations import annotation
 from pykernels.cpu.annotate import make_annotate
+from pykernels.cpu.digits import LIFT_BITS, SHORT, join_lowest, join_short
 from pykernels.cpu.instructions import instructions
 from pykernels.cpu.intrin import amx_model
+from pykernels.cpu.intrin.avx512 import store_f32
+from pykernels.cpu.intrin.avx512_bytes import add_i32, all_i32, load_i32
 from pykernels.cpu.intrin.sync import call_routine
 from pykernels.cpu.jit import kernel
 from pykernels.cpu.rows import (
@@ -297,7 +300,8 @@ def test_digits_are_those_of_the_reference(name):
         count = K // how.sum_k
         added = truth.q.view(DIGITS, 7, count, how.sum_k).sum(3, dtype=torch.int32)
         seen = _part(rows, offset_at(0, K, 0, 0), DIGITS * count, torch.int32)
-        assert torch.equal(seen.view(7, count, DIGITS), -how.bias * added.permute(1, 2, 0))
+        lift = torch.tensor([LIFT_BITS] * SHORT + [0], dtype=torch.int32)
+        assert torch.equal(seen.view(7, count, DIGITS), lift - how.bias * added.permute(1, 2, 0))
     if how.sums:
         seen = _part(rows, sum_at(0, K, 0), K // how.sum_k)
         unit = SUM_UNIT * truth.scale.repeat_interleave(128 // how.sum_k, dim=1)
@@ -309,6 +313,29 @@ def test_digits_are_those_of_the_reference(name):
     _annotate("amx", name, "bf16", rows, K)
     scales = _part(rows, scale_at(0, K, 0), groups)
     assert scales[0].isnan().tolist() == [False, True] and scales[1:].isfinite().all()
+
+
+@needs_avx512
+def test_sums_of_digits_are_joined_with_a_rounding_for_each_but_the_first():
+    """Up to the largest sums there are, 2**21, and where 256 s0 + s1 is more than 24 bits."""
+
+    @kernel("test-join")
+    def joined(s, out):
+        lift = all_i32(LIFT_BITS)
+        s0, s1 = add_i32(load_i32(s), lift), add_i32(load_i32(s + 64), lift)
+        value = join_short(s0, s1, add_i32(load_i32(s + 128), lift))
+        store_f32(out, value)
+        store_f32(out + 64, join_lowest(value, load_i32(s + 192)))
+
+    g = torch.Generator().manual_seed(8)
+    s, out = torch.zeros(4, 16, dtype=torch.int32), torch.zeros(2, 16)
+    for bits in range(1, 22):
+        s.copy_(torch.randint(-(2**bits), 2**bits + 1, (4, 16), generator=g))
+        joined(s.data_ptr(), out.data_ptr())
+        first = (256 * s[0].double() + s[1]).float().double()
+        value = (256 * first + s[2]).float()
+        assert torch.equal(out[0], value)
+        assert torch.equal(out[1], (256 * value.double() + s[3]).float())
 
 
 @needs_avx512

@@ -256,6 +256,16 @@ def zero_i32(typingctx):
 
 
 @intrinsic
+def all_i32(typingctx, value):
+    """An integer in all 16 lanes."""
+
+    def codegen(context, builder, sig, args):
+        return splat(builder, builder.trunc(args[0], I32), _I32X16)
+
+    return i32x16(types.intp), codegen
+
+
+@intrinsic
 def add_i32(typingctx, a, b):
     """``a + b`` (``vpaddd``)."""
     return i32x16(i32x16, i32x16), lambda context, builder, sig, args: builder.add(*args)
@@ -277,6 +287,16 @@ def to_f32(typingctx, a):
 
     def codegen(context, builder, sig, args):
         return builder.sitofp(args[0], f32x16.ir_type)
+
+    return f32x16(i32x16), codegen
+
+
+@intrinsic
+def bits_as_f32(typingctx, a):
+    """The floats that have these bits (no instruction)."""
+
+    def codegen(context, builder, sig, args):
+        return builder.bitcast(args[0], f32x16.ir_type)
 
     return f32x16(i32x16), codegen
 
