@@ -215,10 +215,11 @@ def test_the_interpreter_goes_by_the_decoding_gemm(device: torch.device) -> None
 
 
 @pytest.mark.gpu
-def test_a_chain_of_linears_waits_for_what_it_reads() -> None:
+@pytest.mark.parametrize("name", ["int4-g128", "int8-channel"])
+def test_a_chain_of_linears_waits_for_what_it_reads(name: str) -> None:
     """A launch may begin before the one in front of it has ended; it reads nothing until then."""
     device = torch.device("cuda")
-    stack = made("int4-g128", 2048, 2048)[1].to(device)
+    stack = made(name, 2048, 2048)[1].to(device)
     x = torch.randn(1, 2048, device=device).bfloat16()
 
     def chain(wait: bool) -> torch.Tensor:
