@@ -95,10 +95,11 @@ def one_row_plan(kind: str, group: int, N: int, K: int, processors: int) -> OneR
         if kind == "int4":  # unbounded, two chains take more registers than are free
             return OneRowPlan(16, 4, 4, 3 * processors, registers=168, chains=2)
         return OneRowPlan(16, 4, 4, 3 * processors)
-    long = K > 8192
+    if kind == "int4" and N >= 32 * processors:
+        return OneRowPlan(32, 8, 2 if fine else 1, registers=128)
     if fine:
-        return OneRowPlan(16, 8, 4, 2 * processors) if long else OneRowPlan(16, 4, 4, registers=128)
-    return OneRowPlan(16, 4, 3 if kind == "int4" and not long else 2, registers=128)
+        return OneRowPlan(16, 4, 4, registers=128)
+    return OneRowPlan(16, 4, 3 if kind == "int4" else 2, registers=128)
 
 
 def few_plan(kind: str, group: int, M: int, N: int, processors: int) -> FewPlan:
