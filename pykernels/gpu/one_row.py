@@ -9,7 +9,7 @@ straight into the lane that multiplies them. What is left to do for each is next
 - E4M3's bits, moved to the top of the mantissa, are a bfloat16 2**120 too small.
 - Each program first copies the inputs to shared memory, in the codes' order and times 2**64.
 - Codes keep their offset. It goes out with the sum of a chunk's inputs, where a chain of products
-  begins: summed up by tensor cores too, for adding and shuffling took a third of the copying.
+  begins.
 
 About 1.1 instructions a weight of 4 bits and 1.4 of 8. The warps of a program share its rows and
 part K; their sums are added in shared memory, in a fixed order.
@@ -33,7 +33,7 @@ from .register_words import pair, powers
 
 KINDS = ("int4", "int8", "fp8")
 MOST_INPUTS = 32768
-"""All of them are in shared memory, with their sums 3 bytes each; smaller GPUs have 99 KiB."""
+"""All of them are in shared memory, 2 bytes each; smaller GPUs have 99 KiB."""
 FLIP = -0x7F7F7F80
 """Signs of four bytes. A run-time number: one instruction has room for one constant."""
 
@@ -88,36 +88,8 @@ def right(x, COLS: gl.constexpr, B: gl.constexpr):
 
 
 @gluon.jit
-def times_power(x, by):
-    """Of bfloat16, exact here: a power of two."""
-    return x * by
-
-
-@gluon.jit
-def sums_of(value, S: gl.constexpr, PARTS: gl.constexpr, TIMES: gl.constexpr, MMA: gl.constexpr):
-    """[STEPS, inputs of a step] -> [STEPS PARTS S, 8] of TIMES their sums, all 8 alike.
-
-    By the tensor cores: each four lanes' inputs are a column as they lie, times a row of TIMES.
-    """
-    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    STEPS: gl.constexpr = value.shape[0]
-    WIDTH: gl.constexpr = value.shape[1]
-    TILES: gl.constexpr = STEPS * WIDTH // 256
-    # tile, column, lane, and of its inputs product, half and which of the two
-    v = value.reshape([TILES, 8, 4, 2, 2, 2]).permute([0, 3, 4, 2, 5, 1]).reshape([TILES, 32, 8])
-    times = gl.full([TILES, 16, 32], TIMES, gl.bfloat16, layout=A)
-    zero = gl.full([TILES, 16, 8], 0.0, gl.float32, layout=MMA)
-    sums = mma_v2(times, gl.convert_layout(v, B), zero)  # 16 rows alike, each of 8 times 32 inputs
-    sums, _ = gl.split(sums.reshape([TILES, 2, 8, 8]).permute([0, 3, 2, 1]))
-    sums = sums.reshape([STEPS, S, PARTS, WIDTH // (32 * S * PARTS), 8])
-    return gl.sum(sums, axis=3).permute([0, 2, 1, 3]).reshape([STEPS * PARTS * S, 8])
-
-
-@gluon.jit
 def stage_inputs(
-    value, x, total, S: gl.constexpr, BLOCK: gl.constexpr, OFFSET: gl.constexpr,
-    MMA: gl.constexpr,
+    value, x, total, S: gl.constexpr, BLOCK: gl.constexpr, OFFSET: gl.constexpr
 ):  # fmt: skip
     """[STEPS, inputs of a step] to shared memory: x in the codes' order, total -OFFSET times the
     sums that belong to it."""
@@ -125,13 +97,17 @@ def stage_inputs(
     WIDTH: gl.constexpr = x.shape[1]
     HALVES: gl.constexpr = value.shape[1] // (S * WIDTH)
     if OFFSET > 0:
-        total.store(sums_of(value, S, total.shape[0] // (STEPS * S), -OFFSET * 2.0**-69, MMA))
+        # As they lie: Triton 3.6 adds up the wrong lanes where those of a sum are no neighbours.
+        PARTS: gl.constexpr = total.shape[0] // (STEPS * S)
+        v = value.to(gl.float32).reshape([STEPS, S, PARTS, value.shape[1] // (S * PARTS)])
+        sums = gl.sum(v, axis=3).permute([0, 2, 1]).reshape([total.shape[0]])
+        total.store(sums * (-OFFSET * 2.0**-69))
     v = value.reshape([STEPS, S, WIDTH // BLOCK, HALVES, BLOCK // 4, 2, 2])
-    v = v.permute([0, 3, 1, 2, 4, 6, 5]).reshape([STEPS, HALVES, S, WIDTH])
+    v = v.permute([0, 3, 1, 2, 4, 6, 5]).reshape([STEPS, HALVES, S, WIDTH]).to(gl.float32)
     L: gl.constexpr = v.type.layout
     half = gl.arange(0, HALVES, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
-    up = gl.where(half == 0, 2.0**64, 2.0**60).to(gl.bfloat16)[None, :, None, None]
-    x.store(times_power(v, up).reshape([STEPS * HALVES * S, WIDTH]))
+    up = gl.where(half == 0, 2.0**64, 2.0**60)[None, :, None, None]
+    x.store((v * up).to(gl.bfloat16).reshape([STEPS * HALVES * S, WIDTH]))
 
 
 @gluon.jit
@@ -168,7 +144,7 @@ def multiply_step(
     acc, words, scale, x, total, chunk, FLIP, KIND: gl.constexpr, GROUP: gl.constexpr,
     CHAINS: gl.constexpr, A: gl.constexpr, B: gl.constexpr, LX: gl.constexpr,
 ):  # fmt: skip
-    """acc plus a step's products; shared: x [HALVES S, 16 LANE], total [S or HALVES S, COLS]."""
+    """acc plus a step's products; x [HALVES S, 16 LANE] and total [S or HALVES S] are shared."""
     COLS: gl.constexpr = acc.shape[2]
     S: gl.constexpr = acc.shape[0]
     HALVES: gl.constexpr = x.shape[0] // S
@@ -178,11 +154,10 @@ def multiply_step(
         b = right(x.slice(h * S, S).load(LX), COLS, B)
         a = left(words, FLIP, KIND, h, A)
         if h * S < total.shape[0]:
-            if KIND == "fp8":
-                first = gl.full(acc.shape, 0.0, gl.float32, layout=MMA)
-            else:
-                first = total.slice(h * S, S).load(gl.SliceLayout(1, MMA))
-                first = first.expand_dims(1).broadcast_to(acc.shape)
+            first = gl.full(acc.shape, 0.0, gl.float32, layout=MMA)
+            if KIND != "fp8":
+                sums = total.slice(h * S, S).load(gl.SliceLayout(1, gl.SliceLayout(2, MMA)))
+                first += sums[:, None, None]
             part = acc + first if GROUP == 0 else first
         if CHAINS == 2 and h * S >= total.shape[0]:
             part += mma_v2(a, b, gl.full(acc.shape, 0.0, gl.float32, layout=MMA))
@@ -234,15 +209,16 @@ def one_row(
     HALVES: gl.constexpr = 2 if KIND == "int4" else 1
     KC: gl.constexpr = CW * PER
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    SUMS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PARTS: gl.constexpr = HALVES if GROUP == 32 else 1
     BATCHES: gl.constexpr = (STEPS + TOGETHER - 1) // TOGETHER
     IN_ALL: gl.constexpr = BATCHES * TOGETHER
     xs_all = gl.allocate_shared_memory(
         gl.bfloat16, [BATCHES, TOGETHER * HALVES * S, 16 * LANE], SHARED
     )
-    sums_all = gl.allocate_shared_memory(gl.float32, [BATCHES, TOGETHER * PARTS * S, COLS], SHARED)
+    sums_all = gl.allocate_shared_memory(gl.float32, [BATCHES, TOGETHER * PARTS * S], SUMS)
     xs = reinterpret(xs_all, gl.bfloat16, [IN_ALL, HALVES * S, 16 * LANE], SHARED)
-    sums = reinterpret(sums_all, gl.float32, [IN_ALL, PARTS * S, COLS], SHARED)
+    sums = reinterpret(sums_all, gl.float32, [IN_ALL, PARTS * S], SUMS)
     s = gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, LW)))
     i = gl.arange(0, CW, layout=gl.SliceLayout(0, gl.SliceLayout(1, LW)))
     first = s[:, None, None] * CW + i[None, None, :]
@@ -277,7 +253,7 @@ def one_row(
     OFFSET: gl.constexpr = 8 if KIND == "int4" else (128 if KIND == "int8" else 0)
     BLOCK: gl.constexpr = 32 if KIND == "int4" else 16 * LANE
     for t in gl.static_range(BATCHES):
-        stage_inputs(values[t], xs_all.index(t), sums_all.index(t), S, BLOCK, OFFSET, MMA)
+        stage_inputs(values[t], xs_all.index(t), sums_all.index(t), S, BLOCK, OFFSET)
     barrier()  # here, or it would be in the loop
     TURNS: gl.constexpr = (STEPS - AHEAD) // AHEAD
     TURN: gl.constexpr = STEPS % AHEAD
@@ -389,7 +365,7 @@ def multiply_one_row(
         ROWS=plan.rows,
         LANE=lane,
         AHEAD=min(plan.ahead, steps),
-        TOGETHER=max(1, 256 // inputs, min(8, triton.next_power_of_2(steps), 4096 // inputs)),
+        TOGETHER=min(8, triton.next_power_of_2(steps), max(1, 4096 // inputs)),
         CHAINS=plan.chains,
         LW=words_layout,
         LX=inputs_layout(lane, plan.warps),

@@ -201,11 +201,6 @@ def _pair(bits):
 
 
 @triton.jit
-def _times_power(x, by):
-    return (x.to(tl.float32) * by.to(tl.float32)).to(tl.bfloat16)
-
-
-@triton.jit
 def _half(byte):
     return byte.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
 
@@ -295,7 +290,6 @@ def interpreted(kernel: Any, without: str | None = None) -> Any:
         "tma_load": gluon_roles.load,
         "mma_v2": _mma_v2,
         "pair": _pair,
-        "times_power": _times_power,
         "decoded_within": _decoded_within,
         "decoded_across": _decoded_across,
         "transposed_pairs": _transposed_pairs,
