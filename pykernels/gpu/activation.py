@@ -5,14 +5,17 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..errors import PykernelsError
-from .launch import FLOATS, check_device, unsupported, why_not
+from .launch import FLOATS, check_device, triggers, unsupported, why_not
 from .strides import check_out, rows_of
 
 
 @triton.jit
-def _silu_mul(gate_up, out, I, stride, BLOCK: tl.constexpr):  # noqa: E741
+def _silu_mul(gate_up, out, I, stride, BLOCK: tl.constexpr, TRIGGER: tl.constexpr):  # noqa: E741
+    if TRIGGER:
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up + row * stride + i, mask=i < I, other=0.0).to(tl.float32)
@@ -46,5 +49,6 @@ def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Te
     if count and I:
         block = min(2048, triton.next_power_of_2(I))
         grid = (count, triton.cdiv(I, block))
-        _silu_mul[grid](gate_up, out, I, stride, BLOCK=block, num_warps=4)
+        trigger = triggers(gate_up.device)
+        _silu_mul[grid](gate_up, out, I, stride, BLOCK=block, TRIGGER=trigger, num_warps=4)
     return out

@@ -34,6 +34,7 @@ def only_compile(capability: tuple[int, int]) -> None:
             "moe",
             "linear",
             "linear_plan",
+            "gemv",
             "one_row",
             "few_rows",
             "few_experts",

@@ -12,8 +12,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .arith import to_bf16
+from .launch import arch
 from .matrices import Matrices, scale_every, scale_words
 from .plan_types import GemvPlan
 
@@ -79,6 +81,7 @@ def gemv(
     WORDS,
     GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -91,7 +94,11 @@ def gemv(
         x: int64 [K / 4], four bfloat16 each.
         w: int32 [N, WORDS].
         w_scale: int32 [K / max(GROUP, 64), N] (GROUP 0: [N]): see ``matrices``.
+        PDL: the kernel behind may be launched while this one runs, and this one was.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     exists = n < N
     i = tl.arange(0, BLOCKS * 8)
@@ -138,6 +145,9 @@ def multiply_gemv(
     """
     words = stack.data[0].view(torch.int32)
     x = x if x.storage_offset() % 4 == 0 else x.clone()  # read 8 bytes at a time
+    group = scale_every(stack)
+    # With scales of groups the launch behind takes the places of programs yet to come: x0.76.
+    pdl = arch(x.device) >= (9, 0) and group == 0
     gemv[(triton.cdiv(stack.N, plan.block_n),)](
         x.view(torch.int64),
         words,
@@ -147,10 +157,12 @@ def multiply_gemv(
         stack.N,
         stack.K,
         words.shape[1],
-        GROUP=scale_every(stack),
+        GROUP=group,
         HAS_BIAS=bias is not None,
+        PDL=pdl,
         BLOCK_N=plan.block_n,
         BLOCKS=max(1, plan.words // 8),
         STAGES=plan.stages,
         num_warps=plan.warps,
+        **({"launch_pdl": True} if pdl else {}),
     )

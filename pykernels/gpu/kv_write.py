@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..errors import PykernelsError
 from .decode import float_to_e4m3
-from .launch import FLOATS, check_device, unsupported
+from .launch import FLOATS, check_device, triggers, unsupported
 
 
 @triton.jit
@@ -37,8 +38,10 @@ def _write(
     a, b, slots, a_cache, b_cache, a_scale, b_scale,
     a_t, a_g, b_t, b_g, A_G, B_G, A_D, B_D,
     A_QUANTIZE: tl.constexpr, B_QUANTIZE: tl.constexpr,
-    GROUPS: tl.constexpr, A_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr, A_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
+    if TRIGGER:
+        gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
     place = tl.load(slots + t).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -101,7 +104,8 @@ def _launch(
         a, b, slots, *codes, *scales,
         a.stride(0), a.stride(1), b.stride(0), b.stride(1), A_G, B_G, A_D, B_D,
         A_QUANTIZE=scales[0] is not None, B_QUANTIZE=scales[1] is not None,
-        GROUPS=groups, A_BLOCK=blocks[0], B_BLOCK=blocks[1], num_warps=4,
+        GROUPS=groups, A_BLOCK=blocks[0], B_BLOCK=blocks[1], TRIGGER=triggers(a.device),
+        num_warps=4,
     )  # fmt: skip
 
 

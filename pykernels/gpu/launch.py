@@ -53,6 +53,12 @@ def arch(device: torch.device) -> tuple[int, int]:
     return (0, 0) if interpreted() else torch.cuda.get_device_capability(device)
 
 
+def triggers(device: torch.device) -> bool:
+    """Whether kernels let the launch behind them begin at once (programmatic dependent launch, from
+    Hopper on). One that can begin early waits for all results in front of it by itself."""
+    return arch(device)[0] >= 9
+
+
 def unsupported(*tensors: torch.Tensor | None) -> str | None:
     """None if kernels run where the first tensor lies and all lie there, or the reason why not."""
     given = [tensor for tensor in tensors if tensor is not None]

@@ -80,11 +80,12 @@ def kernel_of(
 
 
 def one_row_plan(kind: str, group: int, N: int, K: int, processors: int) -> OneRowPlan:
-    """The fastest measured at matrices [18432, 7168], [7168, 7168] and [7168, 18432] on Hopper.
+    """The fastest measured at matrices of 1536 to 18432 outputs and 4096 to 18432 inputs on Hopper.
 
     Where there are many blocks of rows, three programs a processor stay for all of them, or one of
     16 warps, and the inputs are copied to shared memory that often only. Narrow matrices have a
-    program for each block, four of them a processor.
+    program for each block: of nibbles 32 rows, for half as many copies of the inputs. Where that is
+    not one a processor, warps keep it busy: 8 share the inputs of 16 rows.
     """
     fine = kind == "int4" and group == 32  # half as many bytes a step
     if fills(N, processors):
@@ -95,10 +96,11 @@ def one_row_plan(kind: str, group: int, N: int, K: int, processors: int) -> OneR
         if kind == "int4":  # unbounded, two chains take more registers than are free
             return OneRowPlan(16, 4, 4, 3 * processors, registers=168, chains=2)
         return OneRowPlan(16, 4, 4, 3 * processors)
-    long = K > 8192
-    if fine:
-        return OneRowPlan(16, 8, 4, 2 * processors) if long else OneRowPlan(16, 4, 4, registers=128)
-    return OneRowPlan(16, 4, 3 if kind == "int4" and not long else 2, registers=128)
+    if N < 32 * processors:
+        return OneRowPlan(16, 8, 3 if kind == "int4" and not fine else 2, registers=128)
+    if kind == "int4":
+        return OneRowPlan(32, 8, 2 if fine else 1, registers=128)
+    return OneRowPlan(16, 4, 3, registers=128)
 
 
 def few_plan(kind: str, group: int, M: int, N: int, processors: int) -> FewPlan:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..errors import PykernelsError
-from .launch import FLOATS, check_device, unsupported, why_not
+from .launch import FLOATS, check_device, triggers, unsupported, why_not
 from .strides import check_out, rows_of
 
 MAX_WIDTH = 32768
@@ -16,8 +17,10 @@ MAX_WIDTH = 32768
 @triton.jit(do_not_specialize=["N"])  # one kernel for any number of rows
 def _rms_norm(
     x, residual, weight, out, total, N, H, x_stride, residual_stride, eps,
-    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
+    if TRIGGER:
+        gdc_launch_dependents()
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     h = tl.arange(0, BLOCK)[None, :]
     mask = (row < N) & (h < H)
@@ -85,6 +88,7 @@ def rms_norm(
         warps = 4 if rows * block <= 4096 else 8 if block <= 8192 else 16
         _rms_norm[(triton.cdiv(count, rows),)](
             x, residual, weight, normed, total, count, H, stride, residual_stride, eps,
-            ADD=residual is not None, ROWS=rows, BLOCK=block, num_warps=warps,
+            ADD=residual is not None, ROWS=rows, BLOCK=block, TRIGGER=triggers(x.device),
+            num_warps=warps,
         )  # fmt: skip
     return normed, total

@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..errors import PykernelsError
 from ..ref.rope import rope_frequencies, yarn_frequencies, yarn_scale
-from .launch import FLOATS, check_device, unsupported
+from .launch import FLOATS, check_device, triggers, unsupported
 
 __all__ = ["rope", "rope_frequencies", "supports", "yarn_frequencies", "yarn_scale"]
 
@@ -44,7 +45,10 @@ def _rope(
     q, k, positions, frequencies, half, q_heads, k_heads, scale,
     q_t, q_head, k_t, k_head,
     K: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    TRIGGER: tl.constexpr,
 ):  # fmt: skip
+    if TRIGGER:
+        gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pair = tl.arange(0, BLOCK)[None, :]
@@ -117,6 +121,7 @@ def rope(
             q, k, positions, frequencies, half, q.shape[1], 0 if k is None else k.shape[1], scale,
             q.stride(0), q.stride(1), 0 if k is None else k.stride(0),
             0 if k is None else k.stride(1),
-            K=k is not None, INTERLEAVED=interleaved, HEADS=together, BLOCK=block, num_warps=4,
+            K=k is not None, INTERLEAVED=interleaved, HEADS=together, BLOCK=block,
+            TRIGGER=triggers(q.device), num_warps=4,
         )  # fmt: skip
     return q, k

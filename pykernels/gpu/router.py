@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..errors import PykernelsError
 from ..shapes import RouterSpec, Routing, SortedSlots
 from .choose import choose
-from .launch import check_device, unsupported, why_not
+from .launch import check_device, triggers, unsupported, why_not
 from .permute import check_order, empty_order, permute, sort_slots
 from .strides import as_bytes, check_out
 
@@ -27,8 +28,10 @@ def _router(
     TOPK: tl.constexpr, KP: tl.constexpr,
     GROUPS: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr, GROUP_TOPK: tl.constexpr,
     SIGMOID: tl.constexpr, TOP2: tl.constexpr, BIAS: tl.constexpr, RENORM: tl.constexpr,
-    SCALE: tl.constexpr,
+    SCALE: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
+    if TRIGGER:
+        gdc_launch_dependents()
     row = tl.program_id(0)
     chosen, w = choose(
         logits, bias, row, E, TOPK, KP,
@@ -45,9 +48,12 @@ def _route_one(
     TOPK: tl.constexpr, KP: tl.constexpr,
     GROUPS: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr, GROUP_TOPK: tl.constexpr,
     SIGMOID: tl.constexpr, TOP2: tl.constexpr, BIAS: tl.constexpr, RENORM: tl.constexpr,
-    SCALE: tl.constexpr, EP: tl.constexpr, GATHER: tl.constexpr, BLOCK: tl.constexpr,
+    SCALE: tl.constexpr, TRIGGER: tl.constexpr,
+    EP: tl.constexpr, GATHER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The first program chooses; each copies its part of the token's row."""
+    if TRIGGER:
+        gdc_launch_dependents()
     if GATHER:  # to all its rows: their order does not matter
         h = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         values = tl.load(x + h, mask=h < H)
@@ -86,7 +92,7 @@ def supports(logits: torch.Tensor, spec: RouterSpec, bias: torch.Tensor | None) 
     return why_not(spec.check, E) or unsupported(logits, bias)
 
 
-def _constants(spec: RouterSpec, E: int, biased: bool) -> dict[str, object]:
+def _constants(spec: RouterSpec, E: int, biased: bool, device: torch.device) -> dict[str, object]:
     return {
         "TOPK": spec.topk,
         "KP": triton.next_power_of_2(spec.topk),
@@ -99,6 +105,7 @@ def _constants(spec: RouterSpec, E: int, biased: bool) -> dict[str, object]:
         "BIAS": biased,
         "RENORM": spec.renormalize,
         "SCALE": spec.scale,
+        "TRIGGER": triggers(device),
     }
 
 
@@ -139,7 +146,7 @@ def router(
     out = _prepare(logits, spec, bias, out)
     T, E = logits.shape
     if T:
-        constants = _constants(spec, E, bias is not None)
+        constants = _constants(spec, E, bias is not None, logits.device)
         width = triton.next_power_of_2(E // spec.groups) * triton.next_power_of_2(spec.groups)
         # One warp a row: its maxima are shuffles, without barriers or shared memory.
         warps = max(1, min(8, width // 512))
@@ -184,7 +191,7 @@ def route(
     _route_one[(max(1, triton.cdiv(H, _ROW)),)](
         logits, bias, routing.ids, routing.weights, order.slots, order.starts, order.positions,
         source, target, E, H,
-        **_constants(spec, E, bias is not None),
+        **_constants(spec, E, bias is not None, logits.device),
         EP=triton.next_power_of_2(E + 1), GATHER=H > 0, BLOCK=_ROW,
         num_warps=1 if E <= 512 else 4,
     )  # fmt: skip

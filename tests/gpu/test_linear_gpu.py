@@ -27,7 +27,8 @@ def made(name: str, N: int, K: int) -> tuple[Weight, Matrices]:
     weight = fmt.quantize(torch.randn(N, K) / K**0.5)
     if name.endswith("-channel"):
         weight = Weight(
-            torch.randint(-127, 128, (N, K), dtype=torch.int8), torch.rand(N, 1).bfloat16()
+            torch.randint(-127, 128, (N, K), dtype=torch.int8),
+            (torch.rand(N, 1) / (42 * K**0.5)).bfloat16(),  # outputs as large as inputs
         )
         stack = pack_for_gpu(fmt, [weight])
         assert weight.scale is not None

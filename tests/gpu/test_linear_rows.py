@@ -10,9 +10,11 @@ import torch
 from pykernels import ref
 from pykernels.errors import PykernelsError
 from pykernels.gpu import few_rows, launch, many_rows_hopper, one_row
+from pykernels.gpu.activation import silu_mul
 from pykernels.gpu.linear import linear
 from pykernels.gpu.linear_plan import choose_plan, few_plan, kernel_of, many_plan, one_row_plan
 from pykernels.gpu.matrices import empty_for_gpu
+from pykernels.gpu.norm import rms_norm
 from pykernels.gpu.plan_types import FewPlan, GemmPlan, ManyPlan, OneRowPlan
 from pykernels.quant import get_format
 from pykernels.testing import relative_error
@@ -215,10 +217,11 @@ def test_the_interpreter_goes_by_the_decoding_gemm(device: torch.device) -> None
 
 
 @pytest.mark.gpu
-def test_a_chain_of_linears_waits_for_what_it_reads() -> None:
+@pytest.mark.parametrize("name", ["int4-g128", "int8-channel"])
+def test_a_chain_of_linears_waits_for_what_it_reads(name: str) -> None:
     """A launch may begin before the one in front of it has ended; it reads nothing until then."""
     device = torch.device("cuda")
-    stack = made("int4-g128", 2048, 2048)[1].to(device)
+    stack = made(name, 2048, 2048)[1].to(device)
     x = torch.randn(1, 2048, device=device).bfloat16()
 
     def chain(wait: bool) -> torch.Tensor:
@@ -230,11 +233,51 @@ def test_a_chain_of_linears_waits_for_what_it_reads() -> None:
         return y
 
     slow = chain(True)
-    assert slow.abs().max() > 0
+    assert slow.isfinite().all() and slow.abs().max() > 0
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = chain(False)
     for _ in range(5):
+        assert torch.equal(chain(False), slow)
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(captured, slow)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["int4-g128", "int8-channel", "q4_k"])
+def test_linears_wait_for_kernels_that_let_them_begin(name: str) -> None:
+    """Those behind RMSNorm and SiLU*mul begin with them; all write to the same buffers again."""
+    device = torch.device("cuda")
+    gate_up, down = (made(name, N, 2048)[1].to(device) for N in (4096, 2048))
+    x = torch.randn(1, 2048, device=device).bfloat16()
+    weight = torch.rand(2048, device=device).bfloat16() + 0.5
+    total, normed, half, y = (torch.empty_like(x) for _ in range(4))
+    wide = torch.empty(1, 4096, dtype=torch.bfloat16, device=device)
+
+    def chain(wait: bool) -> torch.Tensor:
+        total.copy_(x)
+        y.zero_()
+        for _ in range(12):
+            rms_norm(y, weight, 1e-6, total, out=(normed, total))
+            for step in (
+                lambda: linear(normed, gate_up, out=wide),
+                lambda: silu_mul(wide, out=half),
+                lambda: linear(half, down, out=y),
+            ):
+                if wait:
+                    torch.cuda.synchronize()
+                step()
+            if wait:
+                torch.cuda.synchronize()
+        return y.clone()
+
+    slow = chain(True)
+    assert slow.isfinite().all() and slow.abs().max() > 0
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain(False)
+    for _ in range(50):
         assert torch.equal(chain(False), slow)
         captured.fill_(float("nan"))
         graph.replay()
