@@ -46,6 +46,7 @@ from .rows import (
     offset_at,
     scale_at,
     sum_at,
+    unit_sum_at,
 )
 
 _MAX = np.float32(127.0)
@@ -204,9 +205,9 @@ def _digits(how: Annotation):
                         totals[j] = add_i32(totals[j], q)
                         q = shift_digit(q)
                 if SUMS:
-                    poke_f32(
-                        sum_at(row, K, group // SUM_K), sum_of(row, group) * inverse * PER_UNIT
-                    )
+                    total, index = sum_of(row, group), group // SUM_K
+                    poke_f32(sum_at(row, K, index), total)
+                    poke_f32(unit_sum_at(row, K, index), total * inverse * PER_UNIT)
                 if BIAS != 0:
                     for j in range(DIGITS):
                         above = sum_i32(totals[j + 1]) if j + 1 < DIGITS else 0

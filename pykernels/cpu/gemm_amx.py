@@ -1,9 +1,10 @@
 """AMX GEMM of packed 32-row blocks by many tokens (SOSP'25 section 3.2, Figure 6).
 
-The loops, from the outside: slabs of 16 KiB of B tiles; the task's blocks of 32 outputs; groups of
-16 tokens; scale groups; tile products. A slab of all tokens stays in L2 for all blocks; a slab of a
-block stays in L1 for all tokens. The next slab of weights is prefetched meanwhile, a few lines with
-each product.
+The loops, from the outside: slabs of 128 inputs; the task's blocks of 32 outputs; groups of 16
+tokens; scale groups; tile products. A slab of a block stays in L1 for all tokens, and so does that
+of up to 64 tokens for all blocks: the second level feeds tile loads too slowly to bring both. The
+next slab of weights is prefetched meanwhile, a few lines with each product. (Where sums stay in
+registers for a slab, ``amx_narrow``, and of planes a slab is 16 KiB of B tiles.)
 
 bf16 blocks are B tiles already, and so are 8-bit integers where activations are int8. Others are
 decoded into a slab of them, with the scales of small groups where that is exact: powers of two
@@ -84,7 +85,6 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
     STEP_BYTES = 2 * TILE_BYTES * STEP_K // PACKED_K  # packed bytes of 32 outputs by a step
     STEPS = K_BLOCK // STEP_K
     PLANES = 2 if scales.small and scales.k < STEP_K else 1
-    SLAB = SLAB_BYTES // (2 * TILE * STEPS * PLANES)  # input blocks of 128
     MINIMA, SUM_K = scales.minimum is not None, scales.k
     decode_scaled: Any = None
     if PLANES > 1:
@@ -93,7 +93,10 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
     elif scales.power:
         decode_scaled = make_decode_powers(reader)
         scales = Scales(0)
-    if 0 < scales.k <= STEP_K:
+    NARROW = 0 < scales.k <= STEP_K
+    # Input blocks of 128.
+    SLAB = SLAB_BYTES // (2 * TILE * STEPS * PLANES) if NARROW or PLANES > 1 else 1
+    if NARROW:
         passes = make_narrow(scales, ACT_K, STEP_K, amx)
     else:
         passes = make_wide(scales, ACT_K, SLAB * K_BLOCK, STEP_K, amx, PLANES, SUM_K)

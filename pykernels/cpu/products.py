@@ -56,6 +56,7 @@ from .rows import (
     group_sum,
     offset_at,
     sum_at,
+    unit_sum,
 )
 
 
@@ -204,7 +205,7 @@ def _digits(reader: Reader, ops: Instructions, KEPT: int) -> Products:
 
     @inlined
     def offset(row, K, k):
-        return group_sum(row, K, k // GROUP) * WHOLE
+        return unit_sum(row, K, k // GROUP) * WHOLE
 
     @inlined
     def scaled(value, row, K, k):

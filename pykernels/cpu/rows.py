@@ -5,8 +5,7 @@ offset (bytes)        what                        for
 ====================  ==========================  ==================================================
 ``0``                 bfloat16 [K]                bf16 products
 ``2 K``               float32 [K / act_k]         scales of int8 codes or digits
-``2 K + K / 32``      float32 [K / sum_k]         sums of each group's bf16 inputs, or int8 codes;
-                                                  beside digits in SUM_UNITs of their scale
+``2 K + K / 32``      float32 [K / sum_k]         sums of each group's bf16 inputs, or int8 codes
 or the same           int32 [K / sum_k]           what the bias of the weights' codes has added to
                                                   each group's int8 products, negated
 ``C``                 int8 [K]                    int8 products
@@ -15,6 +14,8 @@ or ``C``              int8 [K / 64, DIGITS, 64]   bf16 inputs as digits
 behind that           int32 [K / sum_k, DIGITS]   what the bias of the weights' codes has added to
                                                   each group's sums of digits, negated; of the
                                                   first three lifted (``digits``)
+or there              float32 [K / sum_k]         for minima: the sums of inputs once more, in
+                                                  SUM_UNITs of the digits' scale
 ====================  ==========================  ==================================================
 
 K is padded, ``C = 2 K + K / 32 + K / 4`` rounded up to 64. Everything behind the bfloat16 is made
@@ -35,7 +36,7 @@ from .job import f32, i32
 _LINE = 64
 
 SUM_UNIT = 256.0
-"""What a sum beside digits is in, times their scale: what digits count but for the lowest ones."""
+"""What a digits' sum of inputs is in, times their scale: what they count but for the lowest."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ def _bytes(K: int, how: Annotation | None) -> int:
     if how.kind == "sums":
         return codes
     if how.kind == "digits":
-        offsets = 4 * DIGITS * (K // how.sum_k) if how.bias else 0
-        return codes + DIGITS * K + 4 * (K // DIGITS_K) + offsets
+        each = 4 * DIGITS if how.bias else 4 if how.sums else 0
+        return codes + DIGITS * K + 4 * (K // DIGITS_K) + each * (K // how.sum_k)
     return codes + K
 
 
@@ -132,6 +133,12 @@ def offset_at(row, K, index, digit):
 
 
 @inlined
+def unit_sum_at(row, K, index):
+    """Address of the ``index``-th sum of inputs in SUM_UNITs of the digits' scale."""
+    return lowest_at(row, K, K // DIGITS_K) + 4 * index
+
+
+@inlined
 def has_lowest(row, K, block):
     """Not 0 where an input of a block of 128 has a lowest digit: three are not all."""
     return i32(lowest_at(row, K, block), 0)
@@ -147,3 +154,9 @@ def activation_scale(row, K, k, ACT_K):
 def group_sum(row, K, group):
     """The ``group``-th sum."""
     return f32(sum_at(row, K, group), 0)
+
+
+@inlined
+def unit_sum(row, K, group):
+    """The ``group``-th sum in SUM_UNITs of the digits' scale."""
+    return f32(unit_sum_at(row, K, group), 0)

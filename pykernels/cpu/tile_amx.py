@@ -40,7 +40,7 @@ from .intrin.registers import f32x16_array, stack_alloc
 from .jit import inlined, kernel, linked, routine
 from .job import i64
 from .packings import AHEAD_L1, AHEAD_L2, LOADS, make_ask, packed_bytes
-from .rows import SUM_UNIT, activation_scale, group_sum
+from .rows import SUM_UNIT, activation_scale, group_sum, unit_sum
 from .tile_amx_products import Shape, make_configure, make_gather, make_multiply
 from .tile_avx512 import ahead, by_tokens
 from .tile_avx512 import make_tile as make_tile_avx512
@@ -51,11 +51,11 @@ FROM = {
     "fp8": 3,
     "fp8-channel": 3,
     "int8": 2,
-    "int4-g128": 2,
-    "int4": 3,
-    "mxfp4": 3,
-    "q4_k": 3,
-    "q5_k": 3,
+    "int4-g128": 3,
+    "int4": 5,
+    "mxfp4": 5,
+    "q4_k": 5,
+    "q5_k": 5,
     "q8_0": 3,
 }
 """Tokens of a pass from which a format takes these tiles; fewer, and other formats, AVX-512.
@@ -147,7 +147,7 @@ def make_tile(fmt: str, M: int, ops: Instructions, amx: Any) -> Any:
     @inlined
     def input_sum(row, K, group):
         """A sum of inputs in the unit of the sums of products."""
-        return group_sum(row, K, group) * _SUM_UNIT if INT8 else group_sum(row, K, group)
+        return unit_sum(row, K, group) * _SUM_UNIT if INT8 else group_sum(row, K, group)
 
     @inlined
     def scaled(value, row, K, block):
