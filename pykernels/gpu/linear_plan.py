@@ -97,10 +97,11 @@ def one_row_plan(kind: str, group: int, N: int, K: int, processors: int) -> OneR
             return OneRowPlan(16, 4, 4, 3 * processors, registers=168, chains=2)
         return OneRowPlan(16, 4, 4, 3 * processors)
     if N < 32 * processors:
-        return OneRowPlan(16, 8, 3 if kind == "int4" and not fine else 2, registers=128)
+        ahead = 4 if fine else 2 if kind == "int4" and K <= 4096 else 3
+        return OneRowPlan(16, 8, ahead, registers=128)
     if kind == "int4":
         return OneRowPlan(32, 8, 2 if fine else 1, registers=128)
-    return OneRowPlan(16, 4, 3, registers=128)
+    return OneRowPlan(16, 4, 3 if K > 8192 else 2, registers=128)
 
 
 def few_plan(kind: str, group: int, M: int, N: int, processors: int) -> FewPlan:
