@@ -11,7 +11,7 @@ Or they meet integer weights as ``digits`` (``rows``): each input is an integer 
 four signed bytes of it a chain each, the lowest left out where all are zero. Three or four
 ``vpdpbusd`` take the codes as they lie, where decoding 64 of them to bfloat16 costs two table
 look-ups, two shuffles and two ``vdpbf16ps``; a group's sum is exact until its digits are put
-together. (Float32 then holds it times any scale up to 2**87.)
+together. (Float32 then holds it times any scale from 2**-87 to 2**87.)
 MXFP4's weights are integers too, in halves.
 """
 

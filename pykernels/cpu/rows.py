@@ -57,6 +57,9 @@ class Annotation:
     bias: int = 0
     sums: bool = False
 
+    def __post_init__(self) -> None:
+        assert self.kind != "digits" or not (self.bias and self.sums), "they share a place"
+
     @property
     def k(self) -> int:
         """Inputs that are annotated together."""
