@@ -34,19 +34,13 @@ def only_compile(capability: tuple[int, int]) -> None:
             "moe",
             "linear",
             "linear_plan",
-            "gemv",
-            "one_row",
-            "few_rows",
-            "few_experts",
             "quantize",
             "unpacked",
             "attention_plan",
-            "attention_combine",
             "attention_prefill",
             "attention_prefill_hopper",
             "gqa_decode",
             "mla_decode",
-            "mla_parts",
         )  # fmt: skip
     }
     processors = torch.cuda.get_device_properties().multi_processor_count
