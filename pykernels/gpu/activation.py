@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..errors import PykernelsError
-from .launch import FLOATS, check_device, triggers, unsupported, why_not
+from .launch import FLOATS, check_device, launches_early, unsupported, why_not
 from .strides import check_out, rows_of
 
 
@@ -49,6 +49,6 @@ def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Te
     if count and I:
         block = min(2048, triton.next_power_of_2(I))
         grid = (count, triton.cdiv(I, block))
-        trigger = triggers(gate_up.device)
+        trigger = launches_early(gate_up.device)
         _silu_mul[grid](gate_up, out, I, stride, BLOCK=block, TRIGGER=trigger, num_warps=4)
     return out

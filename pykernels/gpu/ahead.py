@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import pkgutil
 from typing import Any
 
 import torch
@@ -25,33 +26,14 @@ def only_compile(capability: tuple[int, int]) -> None:
         return run(self, *args, grid=(1,), warmup=True, **kw)
 
     JITFunction.run = compile_launch
-    modules = {
-        name: importlib.import_module(f"pykernels.gpu.{name}")
-        for name in (
-            "launch",
-            "grouped_gemm",
-            "experts_plan",
-            "moe",
-            "linear",
-            "linear_plan",
-            "gemv",
-            "one_row",
-            "few_rows",
-            "few_experts",
-            "quantize",
-            "unpacked",
-            "attention_plan",
-            "attention_combine",
-            "attention_prefill",
-            "attention_prefill_hopper",
-            "gqa_decode",
-            "mla_decode",
-            "mla_parts",
-        )  # fmt: skip
-    }
+    package = importlib.import_module(__package__)
+    modules = [
+        importlib.import_module(f"{__package__}.{found.name}")
+        for found in pkgutil.iter_modules(package.__path__)
+    ]
     processors = torch.cuda.get_device_properties().multi_processor_count
-    _replace(modules["launch"], "supports", lambda device: None)
-    for module in modules.values():
+    _replace(importlib.import_module(f"{__package__}.launch"), "supports", lambda device: None)
+    for module in modules:
         for name, value in (
             ("device_supports", None),
             ("arch", capability),

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .attention_parts import shares_of_slots
-from .launch import arch
+from .launch import early_launch, launches_early
 
 _VALUES = 8192
 """Of a program, all asked for at once: 64 a thread."""
@@ -65,8 +63,7 @@ class Partials:
         batch: power of two that holds B, for the kernels' vectors of sequences; at least 32, so
             that one compilation serves all small batches.
         early: whether kernels are launched while the one before still runs, and wait for it by
-            themselves (from Hopper on): their programs are there when it ends. In a graph it
-            becomes an edge of that kind.
+            themselves (``launches_early``): their programs are there when it ends.
         launch: what every launch is given for that.
     """
 
@@ -75,8 +72,8 @@ class Partials:
         B, R, D = out.shape
         self.out, self.slots, self.split = out, slots, slots > B
         self.batch = max(32, triton.next_power_of_2(B))
-        self.early = arch(out.device)[0] >= 9
-        self.launch: dict[str, Any] = {"launch_pdl": True} if self.early else {}
+        self.early = launches_early(out.device)
+        self.launch = early_launch(self.early)
         shape, device = (slots, R), out.device
         self.lse = torch.empty(shape if self.split else (1,), dtype=torch.float32, device=device)
         self.values = (

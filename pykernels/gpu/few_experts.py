@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..shapes import SortedSlots
 from .few_operands import layouts, left, load_inputs, load_words, right, spread
 from .few_scales import load_scales, scales_of
-from .launch import arch
+from .launch import early_launch, launches_early
 from .matrices import Matrices, fine, scale_every, scale_words
 from .plan_types import ExpertsPlan
 from .register_words import MAGIC, codes, nibbles_above, sixes_above
@@ -297,7 +297,7 @@ def multiply_few_experts(
     words_layout, inputs_layout, scales_layout = layouts(
         lane, plan.warps, plan.rows, tokens * parts
     )
-    pdl = arch(x.device) >= (9, 0)
+    pdl = launches_early(x.device)
     n_blocks = triton.cdiv(stack.N, plan.rows // (2 if gated else 1))
     x = x if x.storage_offset() % 8 == 0 else x.clone()  # read 16 bytes at a time
     few_experts[(blocks * n_blocks,)](
@@ -337,5 +337,5 @@ def multiply_few_experts(
         LX=inputs_layout,
         LS=scales_layout,
         num_warps=plan.warps,
-        **({"launch_pdl": True} if pdl else {}),
+        **early_launch(pdl),
     )

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .few_operands import left
-from .launch import arch
+from .launch import early_launch, launches_early
 from .matrices import Matrices, scale_every, scale_words
 from .plan_types import FewPlan
 from .register_words import MAGIC, codes, powers
@@ -228,7 +228,7 @@ def multiply_few_rows(
     lane = 2 if stack.group == 32 else 4
     cols = max(8, triton.next_power_of_2(x.shape[0]))
     words_layout, inputs_layout = layouts(lane, plan.warps, plan.rows, cols)
-    pdl = arch(x.device) >= (9, 0)
+    pdl = launches_early(x.device)
     few_rows[(triton.cdiv(stack.N, plan.rows),)](
         x,
         words,
@@ -253,5 +253,5 @@ def multiply_few_rows(
         LW=words_layout,
         LX=inputs_layout,
         num_warps=plan.warps,
-        **({"launch_pdl": True} if pdl else {}),
+        **early_launch(pdl),
     )

@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .arith import to_bf16
-from .launch import arch
+from .launch import early_launch, launches_early
 from .matrices import Matrices, scale_every, scale_words
 from .plan_types import GemvPlan
 
@@ -147,7 +147,7 @@ def multiply_gemv(
     x = x if x.storage_offset() % 4 == 0 else x.clone()  # read 8 bytes at a time
     group = scale_every(stack)
     # With scales of groups the launch behind takes the places of programs yet to come: x0.76.
-    pdl = arch(x.device) >= (9, 0) and group == 0
+    pdl = launches_early(x.device) and group == 0
     gemv[(triton.cdiv(stack.N, plan.block_n),)](
         x.view(torch.int64),
         words,
@@ -164,5 +164,5 @@ def multiply_gemv(
         BLOCKS=max(1, plan.words // 8),
         STAGES=plan.stages,
         num_warps=plan.warps,
-        **({"launch_pdl": True} if pdl else {}),
+        **early_launch(pdl),
     )

@@ -9,7 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..errors import PykernelsError
 from .decode import float_to_e4m3
-from .launch import FLOATS, check_device, triggers, unsupported
+from .launch import FLOATS, check_device, launches_early, unsupported
 
 
 @triton.jit
@@ -104,7 +104,7 @@ def _launch(
         a, b, slots, *codes, *scales,
         a.stride(0), a.stride(1), b.stride(0), b.stride(1), A_G, B_G, A_D, B_D,
         A_QUANTIZE=scales[0] is not None, B_QUANTIZE=scales[1] is not None,
-        GROUPS=groups, A_BLOCK=blocks[0], B_BLOCK=blocks[1], TRIGGER=triggers(a.device),
+        GROUPS=groups, A_BLOCK=blocks[0], B_BLOCK=blocks[1], TRIGGER=launches_early(a.device),
         num_warps=4,
     )  # fmt: skip
 

@@ -53,10 +53,18 @@ def arch(device: torch.device) -> tuple[int, int]:
     return (0, 0) if interpreted() else torch.cuda.get_device_capability(device)
 
 
-def triggers(device: torch.device) -> bool:
-    """Whether kernels let the launch behind them begin at once (programmatic dependent launch, from
-    Hopper on). One that can begin early waits for all results in front of it by itself."""
+def launches_early(device: torch.device) -> bool:
+    """Whether kernels let the launch behind them begin before they end (programmatic dependent
+    launch, from Hopper on). One that is launched so waits for what it reads by itself."""
     return arch(device)[0] >= 9
+
+
+def early_launch(early: bool) -> dict[str, bool]:
+    """Options of a launch that may begin before the kernel in front of it has ended, if ``early``.
+
+    In a graph it becomes an edge of that kind.
+    """
+    return {"launch_pdl": True} if early else {}
 
 
 def unsupported(*tensors: torch.Tensor | None) -> str | None:

@@ -84,8 +84,9 @@ def one_row_plan(kind: str, group: int, N: int, K: int, processors: int) -> OneR
 
     Where there are many blocks of rows, three programs a processor stay for all of them, or one of
     16 warps, and the inputs are copied to shared memory that often only. Narrow matrices have a
-    program for each block: of nibbles 32 rows, for half as many copies of the inputs. Where that is
-    not one a processor, warps keep it busy: 8 share the inputs of 16 rows.
+    program for each block: of nibbles 32 rows, for half as many copies of the inputs. Where there
+    is less than one block of 32 rows a processor, warps keep it busy, of all kinds: 8 share the
+    inputs of 16 rows.
     """
     fine = kind == "int4" and group == 32  # half as many bytes a step
     if fills(N, processors):

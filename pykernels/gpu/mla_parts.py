@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 
-from .launch import arch
+from .launch import early_launch, launches_early
 
 
 class TileParts:
@@ -27,8 +25,8 @@ class TileParts:
         self.out, self.slots, self.split = out, slots, slots > B
         self.tiles = triton.cdiv(R, 64)
         self.batch = max(32, triton.next_power_of_2(B))
-        self.early = arch(out.device)[0] >= 9
-        self.launch: dict[str, Any] = {"launch_pdl": True} if self.early else {}
+        self.early = launches_early(out.device)
+        self.launch = early_launch(self.early)
         shape, device = (slots, self.tiles), out.device
         self.lse = torch.empty(
             (*shape, 3, 64) if self.split else (1,), dtype=torch.float32, device=device

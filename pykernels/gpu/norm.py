@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..errors import PykernelsError
-from .launch import FLOATS, check_device, triggers, unsupported, why_not
+from .launch import FLOATS, check_device, launches_early, unsupported, why_not
 from .strides import check_out, rows_of
 
 MAX_WIDTH = 32768
@@ -88,7 +88,7 @@ def rms_norm(
         warps = 4 if rows * block <= 4096 else 8 if block <= 8192 else 16
         _rms_norm[(triton.cdiv(count, rows),)](
             x, residual, weight, normed, total, count, H, stride, residual_stride, eps,
-            ADD=residual is not None, ROWS=rows, BLOCK=block, TRIGGER=triggers(x.device),
+            ADD=residual is not None, ROWS=rows, BLOCK=block, TRIGGER=launches_early(x.device),
             num_warps=warps,
         )  # fmt: skip
     return normed, total

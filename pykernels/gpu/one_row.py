@@ -26,7 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .few_rows import layouts
 from .gluon_names import barrier, reinterpret
-from .launch import arch
+from .launch import early_launch, launches_early
 from .matrices import Matrices, scale_every, scale_words
 from .plan_types import OneRowPlan
 from .register_words import pair, powers
@@ -341,7 +341,7 @@ def multiply_one_row(
     steps = triton.cdiv(words.shape[1], step)
     inputs = step * (8 if stack.kind == "int4" else 4)
     words_layout, _ = layouts(lane, plan.warps, plan.rows, 8)
-    pdl = arch(x.device) >= (9, 0)
+    pdl = launches_early(x.device)
     blocks = triton.cdiv(stack.N, plan.rows)
     programs = min(plan.programs or blocks, blocks)
     one_row[(programs,)](
@@ -371,5 +371,5 @@ def multiply_one_row(
         LX=inputs_layout(lane, plan.warps),
         num_warps=plan.warps,
         **({"maxnreg": plan.registers} if plan.registers else {}),
-        **({"launch_pdl": True} if pdl else {}),
+        **early_launch(pdl),
     )

@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..errors import PykernelsError
 from ..ref.rope import rope_frequencies, yarn_frequencies, yarn_scale
-from .launch import FLOATS, check_device, triggers, unsupported
+from .launch import FLOATS, check_device, launches_early, unsupported
 
 __all__ = ["rope", "rope_frequencies", "supports", "yarn_frequencies", "yarn_scale"]
 
@@ -122,6 +122,6 @@ def rope(
             q.stride(0), q.stride(1), 0 if k is None else k.stride(0),
             0 if k is None else k.stride(1),
             K=k is not None, INTERLEAVED=interleaved, HEADS=together, BLOCK=block,
-            TRIGGER=triggers(q.device), num_warps=4,
+            TRIGGER=launches_early(q.device), num_warps=4,
         )  # fmt: skip
     return q, k

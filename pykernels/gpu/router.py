@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from ..errors import PykernelsError
 from ..shapes import RouterSpec, Routing, SortedSlots
 from .choose import choose
-from .launch import check_device, triggers, unsupported, why_not
+from .launch import check_device, launches_early, unsupported, why_not
 from .permute import check_order, empty_order, permute, sort_slots
 from .strides import as_bytes, check_out
 
@@ -105,7 +105,7 @@ def _constants(spec: RouterSpec, E: int, biased: bool, device: torch.device) -> 
         "BIAS": biased,
         "RENORM": spec.renormalize,
         "SCALE": spec.scale,
-        "TRIGGER": triggers(device),
+        "TRIGGER": launches_early(device),
     }
 
 

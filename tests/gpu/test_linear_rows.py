@@ -80,6 +80,17 @@ CASES = [
     ("fp8", 1, 136, 192, OneRowPlan(16, 2, 1), "one row: two blocks of scales"),
     ("int4-g128", 1, 40, 4160, OneRowPlan(16, 16, 2, 2, 128, 2), "one row: two chains, batches"),
     ("int8-channel", 1, 40, 4160, OneRowPlan(16, 16, 3, 2), "one row: batches of inputs"),
+    (
+        "int4-g128",
+        1,
+        40,
+        1344,
+        OneRowPlan(32, 8, 1, 0, 128),
+        "one row: 32 rows, a partial last step",
+    ),
+    ("int4", 1, 40, 1600, OneRowPlan(32, 8, 2, 0, 128), "one row: 32 rows, groups of 32"),
+    ("fp8", 1, 136, 1600, OneRowPlan(16, 4, 3, 0, 128), "one row: three steps of E4M3 ahead"),
+    ("int4-g128", 1, 24, 6208, OneRowPlan(16, 8, 3, 0, 128), "one row: 8 warps, batches of steps"),
     ("int4-g128", 5, 72, 1088, ManyPlan(16, 4, 3, 2), "more steps than places"),
     ("int4", 20, 72, 384, ManyPlan(16, 4, 2, 4), "more places than steps, two row blocks"),
     ("int4-g128", 20, 64, 640, ManyPlan(32, 4, 3, 2, 3), "parts: one of them shorter"),
@@ -163,11 +174,32 @@ def test_narrow_matrices_take_more_warps_or_parts() -> None:
             narrow, wide = (few_plan(kind, group, M, N, 132) for N in (7168, 18432))
             assert (narrow.warps, wide.warps) == (8, 4)
         for K in (7168, 18432):
-            narrow, wide = (one_row_plan(kind, group, N, K, 132) for N in (7168, 18432))
-            assert narrow.programs in (0, 2 * 132)
+            wide = one_row_plan(kind, group, 18432, K, 132)
             assert wide.programs * wide.warps in (3 * 4 * 132, 3 * 8 * 132, 16 * 132)
     assert many_plan("int8", 64, 7168, 56, 132).split_k == 4
     assert many_plan("int8", 3000, 18432, 56, 132).warps == 8
+
+
+def test_one_row_of_narrow_matrices() -> None:
+    """(rows, warps, steps ahead) by N: fewer blocks of 32 rows than processors, or as many."""
+
+    def found(kind: str, group: int, K: int) -> list[tuple[int, int, int]]:
+        plans = [one_row_plan(kind, group, N, K, 132) for N in (1536, 4096, 7168, 12671)]
+        assert all((plan.programs, plan.registers, plan.chains) == (0, 128, 1) for plan in plans)
+        assert plans[0] == plans[1] and plans[2] == plans[3]
+        return [(plan.rows, plan.warps, plan.ahead) for plan in plans[1:3]]
+
+    assert found("int4", 128, 7168) == [(16, 8, 3), (32, 8, 1)]
+    assert found("int4", 128, 4096) == [(16, 8, 2), (32, 8, 1)]
+    assert found("int4", 32, 7168) == [(16, 8, 4), (32, 8, 2)]
+    assert found("fp8", 128, 4096) == [(16, 8, 3), (16, 4, 2)]
+    assert found("fp8", 128, 7168) == [(16, 8, 3), (16, 4, 2)]
+    assert found("fp8", 128, 18432) == [(16, 8, 3), (16, 4, 3)]
+    first = 32 * 132  # one block of 32 rows a processor
+    for kind, warps in (("int4", 8), ("fp8", 4)):
+        less, enough = (one_row_plan(kind, 128, N, 7168, 132) for N in (first - 1, first))
+        assert (less.rows, less.warps) == (16, 8)
+        assert (enough.rows, enough.warps) == (32 if kind == "int4" else 16, warps)
 
 
 def test_steps_are_shared_evenly_where_shares_are_long() -> None:
@@ -354,6 +386,7 @@ def _meta_call(
 
 COMPILES = [
     _meta_call("int4-g128", 1, 18432),
+    _meta_call("int4-g128", 1, 7168),
     _meta_call("int4", 1, 7168),
     _meta_call("int4-g128", 2, 18432),
     _meta_call("int8", 8, 7168, 7168),

@@ -1,0 +1,36 @@
+"""Launches that only compile: every launcher takes tensors on "meta" for those of a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from triton.runtime.jit import JITFunction
+
+import pykernels.gpu
+from pykernels.gpu import ahead, launch
+
+
+def test_no_module_asks_the_gpu_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = [
+        importlib.import_module(f"pykernels.gpu.{found.name}")
+        for found in pkgutil.iter_modules(pykernels.gpu.__path__)
+    ]
+    for name, value in (
+        ("get_device_properties", SimpleNamespace(multi_processor_count=7)),
+        ("get_device_capability", None),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
+    monkeypatch.setattr(JITFunction, "run", JITFunction.run)  # put back behind the test
+    monkeypatch.setattr(ahead, "_replace", monkeypatch.setattr)
+    ahead.only_compile.__wrapped__((9, 0))
+    meta, asked = torch.device("meta"), 0
+    for module in modules:
+        for name, answer in (("arch", (9, 0)), ("sms", 7), ("device_supports", None)):
+            if hasattr(module, name):
+                asked += 1
+                assert getattr(module, name)(meta) == answer, f"{module.__name__}.{name}"
+    assert asked > 10 and launch.launches_early(meta) and launch.supports(meta) is None

@@ -1,0 +1,236 @@
+"""Chains of launches that begin before the kernel in front has ended: they wait for what they read.
+
+The right bits are those of the same chain with each launch behind the end of the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.jit import JITFunction
+
+from pykernels.gpu import launch, moe
+from pykernels.gpu.attention_plan import DecodePlan
+from pykernels.gpu.experts_plan import choose_plan
+from pykernels.gpu.gate import router_logits
+from pykernels.gpu.gqa_decode import gqa_decode
+from pykernels.gpu.kv_write import kv_write, mla_write
+from pykernels.gpu.mla_decode import mla_decode
+from pykernels.gpu.norm import rms_norm
+from pykernels.gpu.permute import unpermute
+from pykernels.gpu.plan_types import ExpertsPlan
+from pykernels.gpu.rope import rope, rope_frequencies
+from pykernels.gpu.router import route
+from pykernels.quant import get_format
+from pykernels.shapes import MoEShape, RouterSpec
+
+from .caches import BF16, Paged, make_cache
+from .test_moe_gpu import random_experts
+
+ROUNDS = 12
+Chain = Callable[[], torch.Tensor]
+"""Writes and returns one buffer, [ROUNDS + 1, ...]: the first input and the result of each round,
+which is the next round's input. It depends on nothing that another call has left."""
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[list[str]]:
+    """Each launch of ours ends before the next one begins; the kernels' names, as they run."""
+    run, names = JITFunction.run, []
+
+    def run_and_wait(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
+        result = run(self, *args, **kwargs)
+        torch.cuda.synchronize()
+        names.append(self.__name__)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", run_and_wait)
+        yield names
+
+
+def check(chain: Chain, kernels: set[str]) -> None:
+    """The same bits eagerly and replayed, again and again; ``kernels`` are among the launched."""
+    with one_at_a_time() as names:
+        expected = chain().clone()
+    assert kernels <= set(names) and len(names) >= 3 * ROUNDS
+    assert expected.isfinite().all() and expected.flatten(1).any(1).all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    for _ in range(20):
+        assert torch.equal(chain(), expected)
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(captured, expected)
+
+
+def growing(
+    lengths: list[int], tokens: list[tuple[int, ...]], fp8: tuple[bool, bool], device: torch.device
+) -> tuple[Paged, torch.Tensor, torch.Tensor, Callable[[], None]]:
+    """A cache with room for a token a round and sequence, the positions and slots of these
+    [ROUNDS, B], and what takes them away again: lengths go back, NaN is in the slots."""
+    page = 64
+    cache = make_cache([n + ROUNDS for n in lengths], page, tokens, device, fp8=fp8)
+    positions = torch.tensor(lengths) + torch.arange(ROUNDS)[:, None]
+    pages = cache.table.cpu().gather(1, (positions // page).T).T
+    slots = (pages * page + positions % page).contiguous().to(device)
+    positions = positions.to(device)
+    flat, before = slots.flatten(), cache.lengths - ROUNDS
+    each = [x for x in (*cache.values, *cache.scales) if x is not None]
+    rows = [x.view(torch.uint8).view(x.shape[0] * page, -1) for x in each]
+
+    def take_away() -> None:
+        cache.lengths.copy_(before)
+        for x in rows:
+            x.index_fill_(0, flat, 0xFF)  # NaN in bfloat16, E4M3 and float32
+
+    return cache, positions, slots, take_away
+
+
+def gqa_chain(
+    plan: DecodePlan, lengths: list[int], NH: int, KVH: int, fp8: bool, device: torch.device
+) -> Chain:
+    """Every second round's sequences are in one part."""
+    B, D = len(lengths), 128
+    cache, positions, slots, take_away = growing(lengths, [(KVH, D)] * 2, (fp8, fp8), device)
+    q = torch.randn(B, NH, D).to(BF16).to(device)
+    k, v = (torch.randn(ROUNDS, B, KVH, D).to(BF16).to(device) for _ in range(2))
+    frequencies = rope_frequencies(D).to(device)
+    turned, outs = torch.empty_like(k), q.new_empty(ROUNDS + 1, *q.shape)
+
+    def chain() -> torch.Tensor:
+        take_away()
+        turned.copy_(k)
+        outs.fill_(float("nan"))
+        outs[0].copy_(q)
+        for i in range(ROUNDS):
+            cache.lengths.add_(1)
+            rope(outs[i], turned[i], positions[i], frequencies)
+            kv_write(turned[i], v[i], slots[i], *cache.values, *cache.scales)
+            gqa_decode(
+                outs[i], *cache.values, cache.table, cache.lengths,
+                scale=1.0,  # few keys have most of the weight: queries matter
+                k_scale=cache.scales[0], v_scale=cache.scales[1],
+                out=outs[i + 1], plan=replace(plan, per_sm=0) if i % 2 else plan,
+            )  # fmt: skip
+        return outs
+
+    return chain
+
+
+def mla_chain(
+    plan: DecodePlan, lengths: list[int], NH: int, fp8: bool, device: torch.device
+) -> Chain:
+    """As ``gqa_chain``. A query's first numbers, turned in place, are its rotated part too."""
+    B, L, R = len(lengths), 512, 64
+    cache, positions, slots, take_away = growing(lengths, [(L,), (R,)], (fp8, False), device)
+    q = torch.randn(B, NH, L).to(BF16).to(device)
+    latent, key = (torch.randn(ROUNDS, B, n).to(BF16).to(device) for n in (L, R))
+    frequencies = rope_frequencies(R).to(device)
+    turned, outs = torch.empty_like(key), q.new_empty(ROUNDS + 1, *q.shape)
+
+    def chain() -> torch.Tensor:
+        take_away()
+        turned.copy_(key)
+        outs.fill_(float("nan"))
+        outs[0].copy_(q)
+        for i in range(ROUNDS):
+            cache.lengths.add_(1)
+            rope(outs[i, :, :, :R], turned[i, :, None], positions[i], frequencies)
+            mla_write(latent[i], turned[i], slots[i], *cache.values, cache.scales[0])
+            mla_decode(
+                outs[i], outs[i, :, :, :R], *cache.values, cache.table, cache.lengths,
+                scale=0.5, latent_scale=cache.scales[0],
+                out=outs[i + 1], plan=replace(plan, per_sm=0) if i % 2 else plan,
+            )  # fmt: skip
+        return outs
+
+    return chain
+
+
+def experts_chain(name: str, shape: MoEShape, device: torch.device) -> Chain:
+    """One token through layers: its experts are others in each."""
+    experts = random_experts(shape, get_format(name), device)
+    for op, stack in (("gate_up", experts.gate_up), ("down", experts.down)):
+        chosen = choose_plan(op, stack, "bf16", shape.topk, shape.E, device)
+        assert isinstance(chosen, ExpertsPlan)
+    x, weight = torch.randn(1, shape.H).to(BF16).to(device), torch.ones(shape.H, device=device)
+    gate = (torch.randn(shape.E, shape.H) / shape.H**0.5).to(BF16).to(device)
+    logits, spec = torch.zeros(1, shape.E, device=device), RouterSpec(shape.topk)
+    held = route(logits, spec)
+    normed, outs = torch.empty_like(x), x.new_empty(ROUNDS + 1, *x.shape)
+    h, y = (x.new_empty(shape.topk, n) for n in (shape.I, shape.H))
+
+    def chain() -> torch.Tensor:
+        for scratch in (normed, h, y, outs):
+            scratch.fill_(float("nan"))
+        outs[0].copy_(x)
+        for i in range(ROUNDS):
+            rms_norm(outs[i], weight, 1e-6, out=(normed, None))
+            router_logits(normed, gate, logits)
+            routing, order, _ = route(logits, spec, out=held)
+            moe.gate_up(normed, experts, order, out=h)
+            moe.down(h, experts, order, out=y)
+            unpermute(y, order, routing.weights, out=outs[i + 1])
+        return outs
+
+    return chain
+
+
+@pytest.fixture
+def hopper(device: torch.device) -> torch.device:
+    if launch.arch(device)[0] != 9:
+        pytest.skip("the plans are Hopper's")
+    return device
+
+
+LENGTHS = [3000, 70, 120]
+RING = DecodePlan(rows=16, keys=64, warps=4, stages=6, in_ring=True)
+LANES = DecodePlan(rows=8, keys=128, warps=4, stages=1, per_sm=2, in_lanes=True)
+PLAIN = DecodePlan(rows=16, keys=64, warps=4, stages=3)
+GQA = [
+    (RING, 32, 8, False, {"gqa_decode_ring"}, "a ring, the last part adds up"),
+    (RING, 64, 4, False, {"gqa_decode_ring", "_combine"}, "a ring, parts are combined"),
+    (LANES, 32, 8, True, {"gqa_decode_lanes", "_combine"}, "in lanes, E4M3"),
+    (PLAIN, 32, 8, False, {"_gqa_decode", "_combine"}, "tiles"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("plan", "NH", "KVH", "fp8", "kernels", "why"), GQA, ids=[row[-1] for row in GQA]
+)
+def test_gqa_decode_waits_for_queries_and_cache(
+    plan: DecodePlan, NH: int, KVH: int, fp8: bool, kernels: set[str], why: str, hopper
+) -> None:
+    check(gqa_chain(plan, LENGTHS, NH, KVH, fp8, hopper), kernels | {"_rope", "_write"})
+
+
+BY_HAND = DecodePlan(rows=64, keys=64, warps=8, stages=2, by_hand=True)
+SIXTEEN = DecodePlan(rows=16, keys=64, warps=8, stages=3)
+MLA = [
+    (BY_HAND, 128, False, {"mla_decode_hopper", "mla_combine"}, "by hand"),
+    (BY_HAND, 128, True, {"mla_decode_hopper", "mla_combine"}, "by hand, E4M3"),
+    (SIXTEEN, 16, False, {"_mla_decode", "_combine"}, "16 heads"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("plan", "NH", "fp8", "kernels", "why"), MLA, ids=[row[-1] for row in MLA])
+def test_mla_decode_waits_for_queries_and_cache(
+    plan: DecodePlan, NH: int, fp8: bool, kernels: set[str], why: str, hopper
+) -> None:
+    check(mla_chain(plan, LENGTHS, NH, fp8, hopper), kernels | {"_rope", "_write"})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["int4-g128", "int8", "q4_k"])
+def test_experts_of_few_rows_wait_for_the_router(name: str, device: torch.device) -> None:
+    chain = experts_chain(name, MoEShape(16, 1024, 512, 4), device)
+    check(chain, {"_rms_norm", "_route_one", "few_experts"})
