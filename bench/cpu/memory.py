@@ -15,11 +15,12 @@ from runtime.workload import layers_out_of_cache
 H, I, TOPK = 7168, 2048, 8  # noqa: E741 - DeepSeek-V3's experts
 EXPERTS = (32, 16, 8)
 
-SHARE = 0.9
+SHARE = 0.92
 """Of the free memory, for ``group_bytes``: the rest is for calls, and for the machine."""
 
-OURS = 700 << 20
-"""What our process grows by from now on, beside weights: kernels, and LLVM that compiles them."""
+OURS = 1 << 30
+"""What our process grows by from now on, beside weights: kernels of every format, and LLVM, where
+none is cached. Measured (VmRSS): 0.13 GiB after one format, 0.75 after eight."""
 
 PROCESS = {
     "kt-kernel": 270 << 20,
