@@ -29,42 +29,45 @@ def skew_shape(shape: MoEShape) -> MoEShape:
 def skew(fmt: str, kernel: str, shape: MoEShape, pool: WorkerPool, settings: Settings) -> list[Row]:
     """Every routing of ``workload.ROUTINGS`` on the queue and on static shares, in turns."""
     shape = skew_shape(shape)
+    tokens = PER_EXPERT * shape.E // shape.topk, FEW
+    return [row for T in tokens for row in _skew_of(T, fmt, kernel, shape, pool, settings)]
+
+
+def _skew_of(
+    T: int, fmt: str, kernel: str, shape: MoEShape, pool: WorkerPool, settings: Settings
+) -> list[Row]:
+    """The rows of calls of T tokens; their layers are gone when it returns."""
+    ids = {kind: routings(shape, T, kind, count=8) for kind in ROUTINGS}
+    weights = RandomLayers(shape, fmt, ids["one"])
+    players: dict[str, Any] = {}
+    for kind in ROUTINGS:
+        for schedule, make in (("dynamic", Ours), ("static", StaticOurs)):
+            player = players[f"{kind} {schedule}"] = make(weights, kernel)
+            player.prepare(T, ids[kind])
+    seen = alternate(players, None, settings.rounds, settings.turn)
+    base = seen["balanced dynamic"]
+    experts = {kind: statistics.fmean(distinct(one) for one in ids[kind]) for kind in ROUTINGS}
     rows: list[Row] = []
-    for T in (PER_EXPERT * shape.E // shape.topk, FEW):
-        ids = {kind: routings(shape, T, kind, count=8) for kind in ROUTINGS}
-        weights = RandomLayers(shape, fmt, ids["one"])
-        players: dict[str, Any] = {}
-        for kind in ROUTINGS:
-            for schedule, make in (("dynamic", Ours), ("static", StaticOurs)):
-                one = make(weights, kernel)
-                one.prepare(T, ids[kind])
-                players[f"{kind} {schedule}"] = one
-        seen = alternate(players, None, settings.rounds, settings.turn)
-        base = seen["balanced dynamic"]
-        experts = {kind: statistics.fmean(distinct(one) for one in ids[kind]) for kind in ROUTINGS}
-        for name, timed in seen.items():
-            kind, schedule = name.split()
-            times = speedup(base, timed)
-            rows.append(
-                {
-                    "format": fmt,
-                    "backend": kernel,
-                    "tokens": T,
-                    "topk": shape.topk,
-                    "experts": shape.E,
-                    "threads": pool.threads,
-                    "routing": kind,
-                    "schedule": schedule,
-                    "active": round(experts[kind], 2),
-                    "busiest": round(_busiest(ids[kind], shape.E), 2),
-                    "ms": round(timed.median * 1e3, 3),
-                    "against_balanced": round(times, 3),
-                    "against_balanced_a_byte": round(
-                        times * experts["balanced"] / experts[kind], 3
-                    ),
-                }
-            )
-        del players, weights
+    for name, timed in seen.items():
+        kind, schedule = name.split()
+        times = speedup(base, timed)
+        rows.append(
+            {
+                "format": fmt,
+                "backend": kernel,
+                "tokens": T,
+                "topk": shape.topk,
+                "experts": shape.E,
+                "threads": pool.threads,
+                "routing": kind,
+                "schedule": schedule,
+                "active": round(experts[kind], 2),
+                "busiest": round(_busiest(ids[kind], shape.E), 2),
+                "ms": round(timed.median * 1e3, 3),
+                "against_balanced": round(times, 3),
+                "against_balanced_a_byte": round(times * experts["balanced"] / experts[kind], 3),
+            }
+        )
     return rows
 
 

@@ -61,15 +61,17 @@ class KtKernel:
             "amxint8": ("AMXInt8_MOE", 0, 0),
         }
         name, bits, group = kind[mode]
-        # The loaders copy the experts that ``order`` names aside, then put each where it goes: an
-        # expert that is quantized while loading goes to the place of its source, any other to its
-        # place in ``order``, so that one source is enough for all. None is needed after loading.
+        # ``order`` names the source of each expert. One that is quantized while loading (amx) goes
+        # to the place of its source, so each needs its own; any other goes to its place in
+        # ``order``, so that one source is enough for all. None is needed after loading, nor are
+        # the copies that the fp8 and amx loaders make first (``Peer.loading``).
         sources = shape.E if mode.startswith("amx") else 1
         order = torch.arange(shape.E, dtype=torch.int64) % sources
         weights = self._weights(mode, sources)
         stored = next(p.bytes_per_weight for p in PEERS if p.name == f"kt-kernel {mode}")
         nbytes = 3 * shape.E * shape.H * shape.I * stored
         self.layers: list[Any] = []
+        before = _resident()
         for _ in range(layers):
             config = ext.moe.MOEConfig(shape.E, shape.topk, shape.H, shape.I, 0)
             config.max_len, config.pool = max(128, max_tokens), self.cpu.backend_
@@ -80,13 +82,13 @@ class KtKernel:
                 setattr(config, f"{part}_proj", weight.data_ptr())
                 if scale is not None:
                     setattr(config, f"{part}_scale", scale.data_ptr())
-            before = _resident()
             layer = getattr(ext.moe, name)(config)
             self.cpu.submit(layer.load_weights_task(order.data_ptr()))
             self.cpu.sync()
-            if _resident() - before < 0.9 * nbytes:  # calls would find them in cache
-                raise RuntimeError("not every expert is in memory after loading")
             self.layers.append(layer)
+        # Of all layers at once: one may load into pages that the allocator kept from the last.
+        if _resident() - before < 0.9 * layers * nbytes:  # calls would find them in cache
+            raise RuntimeError("not every expert is in memory after loading")
 
     def _weights(self, mode: str, count: int) -> dict[str, tuple[Any, Any]]:
         """(weights, scales or None) of each matrix of ``count`` equal experts, [count, N, K], as

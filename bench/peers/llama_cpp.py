@@ -130,6 +130,7 @@ class LlamaCpp:
             for tensor, N, K in ((gate, I, H), (up, I, H), (down, H, I)):
                 data = random_rows(self.block, N, K, E)
                 self.g.backend_tensor_set(tensor, data.ctypes.data, 0, data.nbytes)
+                del data  # before the next is made: two would need twice the room
         self._call: tuple[int, int] | None = None
 
     def _matrix(self, N: int, K: int, E: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from bench.cpu import estimate
+from bench.cpu import skew as skew_module
 from bench.cpu.cases import (
     Settings,
     Tokens,
@@ -17,7 +19,7 @@ from bench.cpu.cases import (
     thread_counts,
 )
 from bench.cpu.ours import Ours
-from bench.cpu.rows import figures
+from bench.cpu.rows import Row, figures
 from bench.cpu.sections import Bench
 from bench.cpu.skew import skew
 from bench.cpu.static import StaticOurs
@@ -205,12 +207,29 @@ def test_static_shares_compute_the_same(kernel: str, T: int) -> None:
     configure_default_pool()
 
 
-def test_skew_compares_with_balanced_on_the_queue() -> None:
+@pytest.fixture(scope="module")
+def skewed() -> tuple[list[Row], list[int]]:
+    """The rows of the skew section, and how many layers were alive when it made new ones."""
+    made: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def random_layers(*given: Any) -> RandomLayers:
+        alive.append(sum(one() is not None for one in made))
+        layers = RandomLayers(*given)
+        made.extend(weakref.ref(packed) for packed in layers.packed)
+        return layers
+
     shape = MoEShape(E=8, H=64, I=32, topk=8)
-    with configure_default_pool(1) as pool:
+    with pytest.MonkeyPatch.context() as patch, configure_default_pool(1) as pool:
+        patch.setattr(skew_module, "RandomLayers", random_layers)
         settings = Settings.make(target(), formats=("bf16",), threads=1, quick=True)
         rows = skew("bf16", "generic", shape, pool, settings)
     configure_default_pool()
+    return rows, alive
+
+
+def test_skew_compares_with_balanced_on_the_queue(skewed: tuple[list[Row], list[int]]) -> None:
+    rows, _ = skewed
     assert [(r["tokens"], r["routing"], r["schedule"]) for r in rows] == [
         (T, kind, schedule)
         for T in (256, 8)
@@ -222,6 +241,11 @@ def test_skew_compares_with_balanced_on_the_queue() -> None:
     assert (crowded["balanced"]["busiest"], crowded["one"]["busiest"]) == (1.0, 4.0)
     assert 1.0 < crowded["zipf"]["busiest"] < 4.0
     assert (crowded["balanced"]["active"], crowded["one"]["active"]) == (8, 2)
+
+
+def test_skew_has_the_layers_of_one_turn_at_a_time(skewed: tuple[list[Row], list[int]]) -> None:
+    _, alive = skewed
+    assert alive == [0, 0]
 
 
 def test_a_run_is_estimated_in_parts() -> None:

@@ -6,12 +6,14 @@ import io
 import json
 import sys
 import time
+import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bench.peers import catalog, client, install
+from bench.peers import catalog, client, engines, install, llama_cpp
 from bench.peers.catalog import PEERS, Peer
 from bench.peers.client import PeerMissing, PeerProcess, parse, python_of
 from bench.peers.driver import Turns, serve
@@ -221,6 +223,76 @@ def test_numpy_peer_computes_the_experts() -> None:
     gate, up = np.split(gate_up @ made.x, 2)
     want = down @ (gate / (1 + np.exp(-gate)) * up) * made.weights.sum()
     np.testing.assert_allclose(made.y, want, rtol=1e-3, atol=1e-4)
+
+
+class FakeGgml:
+    """Takes every call; weights that it is given go nowhere."""
+
+    def __getattr__(self, name: str) -> Any:
+        return (lambda *given: []) if name == "extra_buffers" else lambda *given: 1
+
+
+@pytest.mark.parametrize("mode", ["bf16", "q4_k"])
+def test_llama_cpp_takes_no_more_while_loading_than_the_catalog_says(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama_cpp, "Ggml", FakeGgml)
+    shape = Shape(32, 512, 256, 2)
+    of_expert = 3 * shape.H * shape.I
+    peer = next(p for p in PEERS if p.name == f"llama.cpp {mode}")
+    tracemalloc.start()
+    try:
+        ENGINES["llama.cpp"](mode, shape, 1, 2, 1)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    of_layer = shape.E * of_expert * peer.loading
+    assert of_layer < most < of_layer + 4.7 * of_expert  # and the first expert
+
+
+class FakeKt:
+    """A kt-kernel whose layers take ``loads`` bytes each; ``resident`` is what it has."""
+
+    def __init__(self, loads: list[int]) -> None:
+        self.resident, self._loads = 1000, iter(loads)
+        self.kt_kernel_ext = self
+        self.moe = SimpleNamespace(MOEConfig=self._config, AMXBF16_MOE=self._layer)
+        self.WorkerPoolConfig = SimpleNamespace
+
+    def CPUInfer(self, workers: Any) -> Any:  # noqa: N802 - its name there
+        return SimpleNamespace(backend_=None, submit=lambda task: task(), sync=lambda: None)
+
+    def _config(self, *sizes: int) -> Any:
+        return SimpleNamespace()
+
+    def _layer(self, config: Any) -> Any:
+        return SimpleNamespace(load_weights_task=lambda order: self._load)
+
+    def _load(self) -> None:
+        self.resident += next(self._loads)
+
+
+@pytest.mark.parametrize(
+    ("loads", "complete"),
+    [
+        ((2.0, 2.0, 2.0), True),
+        ((3.5, 0.5, 2.0), True),  # the second goes to pages that the first gave back
+        ((2.0, 2.0, 0.0), False),
+        ((1.0, 1.0, 1.0), False),
+    ],
+)
+def test_kt_kernel_has_every_layer_in_memory(
+    loads: tuple[float, ...], complete: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = Shape(4, 64, 32, 2)
+    fake = FakeKt([int(3 * shape.E * shape.H * shape.I * of_weight) for of_weight in loads])
+    monkeypatch.setattr(engines, "import_module", lambda name: fake)
+    monkeypatch.setattr(engines, "_resident", lambda: fake.resident)
+    if complete:
+        assert len(ENGINES["kt-kernel"]("bf16", shape, 1, 3, 1).layers) == 3
+    else:
+        with pytest.raises(RuntimeError, match="not every expert is in memory"):
+            ENGINES["kt-kernel"]("bf16", shape, 1, 3, 1)
 
 
 def test_turns_do_at_least_one_call(fake_engine: list[tuple[int, int]]) -> None:
