@@ -16,6 +16,7 @@ from pykernels.quant import Weight, get_format
 from pykernels.shapes import MoEShape
 from pykernels.testing import relative_error
 
+from .replays import assert_replays_alike
 from .test_linear_gpu import made
 from .test_moe_gpu import random_experts
 
@@ -146,14 +147,7 @@ def test_a_chain_of_layers_waits_for_what_it_reads(name: str, device: torch.devi
         return y
 
     slow = chain(True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = chain(False)
-    for _ in range(5):
-        assert torch.equal(chain(False), slow)
-        captured.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(captured, slow)
+    assert_replays_alike(lambda: chain(False), slow, times=5)
 
 
 @pytest.mark.gpu

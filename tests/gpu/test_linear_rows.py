@@ -19,6 +19,7 @@ from pykernels.gpu.plan_types import FewPlan, GemmPlan, ManyPlan, OneRowPlan
 from pykernels.quant import get_format
 from pykernels.testing import relative_error
 
+from .replays import assert_replays_alike
 from .test_linear_gpu import made
 
 
@@ -266,14 +267,7 @@ def test_a_chain_of_linears_waits_for_what_it_reads(name: str) -> None:
 
     slow = chain(True)
     assert slow.isfinite().all() and slow.abs().max() > 0
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = chain(False)
-    for _ in range(5):
-        assert torch.equal(chain(False), slow)
-        captured.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(captured, slow)
+    assert_replays_alike(lambda: chain(False), slow, times=5)
 
 
 @pytest.mark.gpu
@@ -306,14 +300,7 @@ def test_linears_wait_for_kernels_that_let_them_begin(name: str) -> None:
 
     slow = chain(True)
     assert slow.isfinite().all() and slow.abs().max() > 0
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = chain(False)
-    for _ in range(50):
-        assert torch.equal(chain(False), slow)
-        captured.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(captured, slow)
+    assert_replays_alike(lambda: chain(False), slow, times=50)
 
 
 @pytest.mark.gpu
