@@ -88,7 +88,7 @@ def make_block(fmt: str, M: int, ops: Instructions, activations: str, products: 
     def fold(sums, outs, half, to_half, K, k, rows, scale):
         """outs += the sums of input k's group, times its scale."""
         group = k // GROUP
-        if factor_of is not None:  # here: LLVM would read them for each token
+        if factor_of is not None:
             factor = factor_of(scale, group, to_half)
         if minimum_of is not None:
             minimum = minimum_of(scale, group, to_half)
