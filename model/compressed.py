@@ -1,21 +1,25 @@
 """Checkpoints of compressed-tensors (llm-compressor): what of them is read, and their int4 words.
 
 Read are weights in 4-bit integers, symmetric, in groups of 32 or 128 inputs (format
-"pack-quantized": Kimi-K2-Thinking's), and in E4M3 with scales a tensor, an output or a 128 x 128
-block ("float-quantized"). How a checkpoint rounds activations is not imitated: they stay bf16.
+"pack-quantized": Kimi-K2-Thinking's) or with a scale an output, in 8-bit integers with scales an
+output or a tensor ("int-quantized", W8A8), and in E4M3 with scales a tensor, an output or a
+128 x 128 block ("float-quantized"). How a checkpoint rounds activations is not imitated: they stay
+bf16 unless the caller asks for int8 ones.
 
 Which modules are quantized is told by their tensors, not by the lists of the config:
 
 ===========================  ==================================================================
 ``X.weight_packed``          int32 [N, ceil(K / 8)]: input ``8 i + j`` in bits 4 j .. 4 j + 3 of
                              word i, 8 added
-``X.weight_scale``           bfloat16 [N, ceil(K / group)]
+``X.weight_scale``           bfloat16 [N, ceil(K / group)] or [N, 1]
 ``X.weight_shape``           int64 [2]: N, K
 ``X.weight`` F8_E4M3         with ``X.weight_scale`` float [N, 1], [1] or [N / 128, K / 128]
+``X.weight`` I8              with ``X.weight_scale`` float [N, 1] or [1]
 ``X.input_scale``            of static activations; left aside
 ===========================  ==================================================================
 
-Source: github.com/vllm-project/compressed-tensors, ``compressors/pack_quantized``.
+Source: github.com/vllm-project/compressed-tensors, ``compressors/pack_quantized`` and
+``naive_quantized``.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from pykernels.errors import PykernelsError
 IGNORED = r"\.input_scale$"
 MEND = (
     "Get the checkpoint in bf16, in FP8 with 128x128 blocks as DeepSeek's are, or in "
-    "compressed-tensors' symmetric int4 (groups of 32 or 128) or FP8"
+    "compressed-tensors' symmetric int4 (groups of 32 or 128, or a scale an output), int8 or FP8"
 )
 
 _WEIGHTS: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -38,10 +42,15 @@ _WEIGHTS: dict[str, dict[str, tuple[Any, ...]]] = {
         "num_bits": (4,),
         "type": ("int", None),
         "symmetric": (True,),
-        "strategy": ("group",),
-        "group_size": (32, 128),
+        "strategy": ("group", "channel"),
         # "group" permutes the inputs; "weight" (also "static") only chose how to round.
         "actorder": (None, False, "weight", "static"),
+    },
+    "int-quantized": {
+        "num_bits": (8,),
+        "type": ("int", None),
+        "symmetric": (True,),
+        "strategy": ("channel", "tensor"),
     },
     "float-quantized": {
         "num_bits": (8,),
@@ -79,6 +88,8 @@ def check_config(config: dict[str, Any], folder: Path) -> None:
         need("weights", weights, (weights,) if isinstance(weights, dict) else ())
         for key, accepted in _WEIGHTS[str(fmt)].items():
             need(key, weights.get(key), accepted)
+        if weights["strategy"] == "group":
+            need("group_size", weights.get("group_size"), (32, 128))
         if weights["strategy"] == "block":
             need("block_structure", weights.get("block_structure"), ([128, 128],))
 

@@ -17,7 +17,7 @@ stored                                                as in
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -143,16 +143,25 @@ def _add_experts(plan: Plan, names: Names, module: Any, path: str) -> None:
     for dtype, matrix in {names.checkpoint.tensors[m.data.name].dtype: m for m in plain}.items():
         if dtype not in FLOATS:
             raise PykernelsError(
-                f"{matrix.data.name} is {dtype}, experts can be BF16, F16, F32 or F8_E4M3", MEND
+                f"{matrix.data.name} is {dtype}, experts can be BF16, F16, F32, F8_E4M3 or I8", MEND
             )
         if packed and dtype in ("F16", "F32"):
             plan.lossy = dtype
+    if any(m.fmt == "int4-channel" for expert in found for m in expert):
+        found = [(_whole(gate), _whole(up), _whole(down)) for gate, up, down in found]
     stored = sorted({m.fmt or "bf16" for expert in found for m in expert})
     if len(stored) > 1:
         raise PykernelsError(
             f"The experts of {block} are partly {' and partly '.join(stored)}", CHECK
         )
     plan.items.append(Experts(path, stored[0], found))
+
+
+def _whole(matrix: Matrix) -> Matrix:
+    """A matrix whose inputs are one group of int4 has a scale an output: its other name."""
+    groups = {"int4": 32, "int4-g128": 128}
+    one = matrix.shape[-1] <= groups.get(matrix.fmt or "", 0)
+    return replace(matrix, fmt="int4-channel") if one else matrix
 
 
 def _separate(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Matrix, Matrix]]:

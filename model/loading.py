@@ -84,7 +84,7 @@ def stored_weight(checkpoint: Checkpoint, source: Matrix) -> Weight:
     N, K = source.shape
     if source.fmt.startswith("int4"):
         return Weight(unpack_int4(data, K), scale)
-    if source.fmt == "fp8-channel":
+    if source.fmt.endswith("-channel"):
         scale = scale.view(-1, 1).expand(N, 1).contiguous()  # one a tensor is one an output
     return Weight(data, scale.float())
 

@@ -76,7 +76,9 @@ class Names:
                 f"{part.name} has the shape {list(info.shape)}, the model needs {list(shape)}",
                 CHECK,
             )
-        return self._fp8(key, part, shape) if info.dtype == "F8_E4M3" else Matrix(part, shape)
+        if info.dtype == "F8_E4M3":
+            return self._fp8(key, part, shape)
+        return self._int8(key, part, shape) if info.dtype == "I8" else Matrix(part, shape)
 
     def _fp8(self, key: str, part: Part, shape: tuple[int, ...]) -> Matrix | None:
         """E4M3 with DeepSeek's scales (`_scale_inv`) or those of compressed-tensors (`_scale`)."""
@@ -90,8 +92,17 @@ class Names:
             return None
         return Matrix(part, shape, scale, self._scale_format(scale, part, formats, FLOATS))
 
+    def _int8(self, key: str, part: Part, shape: tuple[int, ...]) -> Matrix | None:
+        """Integers with compressed-tensors' scale an output, or one for all."""
+        scale = self._companion(key, "_scale")
+        if scale is None:
+            return None
+        formats: dict[tuple[int, ...], str] = dict.fromkeys(((shape[0], 1), (1,)), "int8-channel")
+        return Matrix(part, shape, scale, self._scale_format(scale, part, formats, FLOATS))
+
     def _int4(self, key: str, shape: tuple[int, ...]) -> Matrix | None:
-        """compressed-tensors' words of eight 4-bit integers, with bfloat16 scales of groups."""
+        """compressed-tensors' words of eight 4-bit integers, with bfloat16 scales of groups, or one
+        an output."""
         part = self._companion(key, "_packed")
         scale, own_shape = self._companion(key, "_scale"), self._companion(key, "_shape")
         if part is None or scale is None or own_shape is None:
@@ -106,6 +117,7 @@ class Names:
                 CHECK,
             )
         formats: dict[tuple[int, ...], str] = {
+            (N, 1): "int4-channel",
             (N, -(-K // 128)): "int4-g128",
             (N, -(-K // 32)): "int4",
         }

@@ -19,12 +19,13 @@ from pykernels.gpu.matrices import empty_for_gpu, kind_of
 from pykernels.gpu.moe import Experts, down, gate_up, sort_slots
 from pykernels.gpu.plan_file import EXPERTS_PLANS, write_tuned
 from pykernels.gpu.plan_types import GemmPlan, ManyPlan
+from pykernels.quant import get_format
 
 from .candidates import candidates
 from .harness import sets_for
 from .moe import INTER, TOPK, E, H, route
 from .tune_job import Calls, Kept
-from .weights import format_of, random_experts, random_stack
+from .weights import random_experts, random_stack
 
 OPS = ("gate_up", "down", "linear")
 FORMATS = ("bf16", "fp8", "int4-g128", "int8-channel", "q4_k")
@@ -50,7 +51,7 @@ class ProductJob:
     def path(self) -> str:
         if self.activations == "fp8":
             return "fp8"
-        return kind_of(format_of(self.format))
+        return kind_of(get_format(self.format))
 
     @property
     def tokens(self) -> int:
@@ -77,7 +78,7 @@ class ProductJob:
         if self.op in LAYER:
             if self.format not in kept:
                 kept.clear()  # before the next ones are made
-                format = format_of(self.format)
+                format = get_format(self.format)
                 kept[self.format] = (
                     Experts.empty(format, E, H, INTER, device)
                     if device.type == "meta"
@@ -127,13 +128,13 @@ def jobs(ops: set[str], formats: set[str]) -> Iterator[ProductJob]:
     for format, M in [*linears, ("bf16", 64), ("fp8", 1), ("q4_k", 1), ("q4_k", 16)]:
         for N, K in ((7168, 7168), (18432, 7168)):
             if "linear" in ops and format in formats:
-                op = _linear_op(kind_of(format_of(format)), M, N, K)
+                op = _linear_op(kind_of(get_format(format)), M, N, K)
                 yield ProductJob(op, format, "bf16", M, N, K)
 
 
 def _few_rows(format: str) -> int:
     """Most rows an expert for ``few_experts`` on Hopper, which decodes."""
-    stack = empty_for_gpu(format_of(format), 1, INTER, H, torch.device("meta"))
+    stack = empty_for_gpu(get_format(format), 1, INTER, H, torch.device("meta"))
     if stack.kind == "bf16":
         return 0
     return most_few(stack.kind, stack.group, stack.kind in EXPERT_KINDS)

@@ -9,15 +9,7 @@ import torch
 
 from pykernels.gpu.matrices import Matrices, empty_for_gpu
 from pykernels.gpu.moe import Experts
-from pykernels.quant import Format, get_format
-
-CHANNEL = "int8-channel"
-"""int8 with one scale an output: what W8A16 checkpoints have; a layout, no format of ``quant``."""
-
-
-def format_of(name: str) -> Format:
-    """The format, ``CHANNEL`` included."""
-    return get_format("int8" if name == CHANNEL else name)
+from pykernels.quant import get_format
 
 
 def random_stack(name: str, count: int, N: int, K: int, device: torch.device) -> Matrices:
@@ -26,7 +18,7 @@ def random_stack(name: str, count: int, N: int, K: int, device: torch.device) ->
     Raises:
         PykernelsError: a format or a K without a GPU layout.
     """
-    stack = empty_for_gpu(format_of(name), count, N, K, device, K if name == CHANNEL else None)
+    stack = empty_for_gpu(get_format(name), count, N, K, device)
     kind, data, scale, size = stack.kind, stack.data, stack.scale, K**-0.5
     if kind in ("bf16", "fp8"):
         for matrix in data:
@@ -51,4 +43,4 @@ def random_stack(name: str, count: int, N: int, K: int, device: torch.device) ->
 def random_experts(name: str, E: int, H: int, inter: int, device: torch.device) -> Experts:
     """A layer of E experts."""
     stacks = (random_stack(name, 2 * E, inter, H, device), random_stack(name, E, H, inter, device))
-    return Experts(format_of(name), *stacks)
+    return Experts(get_format(name), *stacks)

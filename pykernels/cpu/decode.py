@@ -122,7 +122,7 @@ def make_reader(fmt: str, ops: Instructions) -> Reader:
     lifted = _lifted(fmt, ops, codes) if lift else None
     bias, unit = BIASES.get(fmt, 0), UNITS.get(fmt, 1.0)
     signed, signed_unit = _signed(fmt, ops, codes, bias), unit
-    if fmt in ("int4", "int4-g128"):
+    if _READERS[fmt] is _INT4:
         signed, signed_unit = _high_nibbles, 1 / 16
     return Reader(
         PACKINGS[fmt], SCALES[fmt], rows, halves, codes, bias, unit, lifted, lift, signed,
@@ -216,7 +216,8 @@ def _fp8(ops: Instructions):
     return rows, None, None
 
 
-def _int8(ops: Instructions):
+def _int8(ops: Instructions, LEAST: bool = False):
+    """Signed bytes from -127 on, or with -128 (``LEAST``), which is its own magnitude."""
     lookup, lookup_half = ops.lookup_128, ops.lookup_64
 
     @inlined
@@ -231,6 +232,8 @@ def _int8(ops: Instructions):
         table = tables + INT8_AT
         low = lookup(load_u8(table), load_u8(table + 64), magnitude)
         high = lookup(load_u8(table + 128), load_u8(table + 192), magnitude)
+        if LEAST:
+            high = where_negative(magnitude, broadcast_u8(0x43), high)
         # The sign of zero does not matter, and a negative byte has bit 7 set.
         high = or_masked(high, values, broadcast_u8(0x80))
         return interleave_low(low, high), interleave_high(low, high)
@@ -244,7 +247,10 @@ def _int8(ops: Instructions):
         low, high = lookup_half(load_u8(table), magnitude), load_u8(table + 128)
         high = lookup_half(high, magnitude)
         low = where_negative(less, low, add_u8(magnitude, magnitude))
-        high = where_negative(less, high, broadcast_u8(0x42))
+        from_64 = broadcast_u8(0x42)
+        if LEAST:
+            from_64 = where_negative(magnitude, broadcast_u8(0x43), from_64)
+        high = where_negative(less, high, from_64)
         high = or_masked(high, values, broadcast_u8(0x80))
         even = load_u8(tables + EVEN_AT)
         return even_words(low, high, even), odd_words(low, high, even)
@@ -352,8 +358,10 @@ _READERS: dict[str, Callable] = {
     "fp8": _fp8,
     "fp8-channel": _fp8,
     "int8": _int8,
+    "int8-channel": functools.partial(_int8, LEAST=True),
     "int4": _INT4,
     "int4-g128": _INT4,
+    "int4-channel": _INT4,
     "mxfp4": _four_bits(MXFP4_AT, MXFP4_WORDS, codes_at=MXFP4_CODES),
     "q4_k": _four_bits(Q4_AT, Q4_WORDS),
     "q5_k": _bit_planes(1, Q5_AT),

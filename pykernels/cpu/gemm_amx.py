@@ -14,6 +14,7 @@ slab and adds it to the sums.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from numba import carray, types
@@ -93,9 +94,14 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
     elif scales.power:
         decode_scaled = make_decode_powers(reader)
         scales = Scales(0)
+    if scales.whole and INT8:  # a fold is due for the activations' scales alone
+        scales = replace(scales, k=ACT_K)
     NARROW = 0 < scales.k <= STEP_K
     # Input blocks of 128.
-    SLAB = SLAB_BYTES // (2 * TILE * STEPS * PLANES) if NARROW or PLANES > 1 else 1
+    if NARROW or PLANES > 1:
+        SLAB = SLAB_BYTES // (2 * TILE * STEPS * PLANES)
+    else:
+        SLAB = max(1, scales.k // K_BLOCK)
     if NARROW:
         passes = make_narrow(scales, ACT_K, STEP_K, amx)
     else:

@@ -61,32 +61,34 @@ def make_pack(name: str) -> Any:
 
 def packs_scales(name: str) -> bool:
     """Whether a format's task writes its scales too; where it does not, they are few."""
-    return name in SOURCES
+    return name in SOURCES and SOURCES[name].scale_k > 0
 
 
 def _make_fours(name: str) -> Any:
     source = SOURCES[name]
-    write_codes, write_scales = make_code_writer(source), make_scale_writer(source)
+    write_codes = make_code_writer(source)
     K_BLOCK, SCALE_K = get_format(name).k_block, source.scale_k
+    write_scales: Any = make_scale_writer(source) if SCALE_K else None
 
     @task(f"pack-{name}")
     def pack(job_address, block, worker):
         job = _pack_at(job_address)
         k_end = (job.K + K_BLOCK - 1) // K_BLOCK * K_BLOCK
-        groups, out = k_end // SCALE_K, job.out + block * job.out_stride
+        out = job.out + block * job.out_stride
         for k in range(0, k_end, CHUNK):
             for n in range(N_BLOCK):
                 row = block * N_BLOCK + n
                 have = job.K if row < job.N else 0
                 address = job.source + row * job.row_bytes
                 write_codes(address, n, have, k, min(k + CHUNK, k_end), out)
-        scale_out = job.scale_out + block * job.scale_out_stride
-        for n in range(N_BLOCK):
-            row = block * N_BLOCK + n
-            have = (job.K + SCALE_K - 1) // SCALE_K if row < job.N else 0
-            address = job.source + row * job.row_bytes
-            scale_row = job.scale + row * job.scale_row_bytes
-            write_scales(address, scale_row, n, have, groups, scale_out)
+        if SCALE_K:
+            groups, scale_out = k_end // SCALE_K, job.scale_out + block * job.scale_out_stride
+            for n in range(N_BLOCK):
+                row = block * N_BLOCK + n
+                have = (job.K + SCALE_K - 1) // SCALE_K if row < job.N else 0
+                address = job.source + row * job.row_bytes
+                scale_row = job.scale + row * job.scale_row_bytes
+                write_scales(address, scale_row, n, have, groups, scale_out)
         return 0
 
     return pack

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from numba import carray, types
 
@@ -29,6 +30,7 @@ class Source:
         bits: of a code.
         quad: ``quad(row, k, K) -> uint32``: the codes of inputs k .. k + 3 of the row at that
             address, a byte each, the first in the lowest; k is a multiple of 4.
+        scale_k: inputs of a lot of scales; 0 where a format packs its few scales itself.
         halves, small: scales of 16 and 8 bits that are written for each ``scale_k`` inputs.
         half: ``half(row, scale_row, g, i) -> uint16``: the i-th of the 16-bit scales of the g-th
             ``scale_k`` inputs; ``scale_row`` is the address of the row's separate scales.
@@ -37,8 +39,8 @@ class Source:
 
     bits: int
     quad: Callable
-    scale_k: int
-    half: Callable
+    scale_k: int = 0
+    half: Callable | None = None
     halves: int = 1
     small: int = 0
     byte: Callable | None = None
@@ -166,8 +168,10 @@ def _byte_q6_k(row, g, i):
 
 SOURCES = {
     "int8": Source(8, _quad_bytes, 128, _half_bf16),
+    "int8-channel": Source(8, _quad_bytes),
     "int4": Source(4, _quad_bytes, 32, _half_bf16),
     "int4-g128": Source(4, _quad_bytes, 128, _half_bf16),
+    "int4-channel": Source(4, _quad_bytes),
     "mxfp4": Source(4, _quad_bytes, 32, _half_e8m0),
     "q8_0": Source(8, _quad_q8_0, 32, _half_q8_0),
     "q4_k": Source(4, _quad_q4_k, 256, _half_q4_k, halves=2, small=16, byte=_byte_q4_k),
@@ -229,9 +233,11 @@ def make_code_writer(source: Source) -> Callable:
 def make_scale_writer(source: Source) -> Callable:
     """``write(row, scale_row, n, have, groups, out)``: row n's scales into a block's packed ones.
 
-    ``groups`` lots of ``scale_k`` inputs are written, of which the row has ``have``.
+    ``groups`` lots of ``scale_k`` inputs are written, of which the row has ``have``. Only where
+    ``scale_k`` is not 0.
     """
-    HALVES, SMALL, half, byte = source.halves, source.small, source.half, source.byte
+    HALVES, SMALL, byte = source.halves, source.small, source.byte
+    half: Any = source.half
     BYTES = N_BLOCK * (2 * HALVES + SMALL)
 
     @inlined

@@ -57,8 +57,10 @@ PACKINGS = {
     "fp8": _PAIRS8,
     "fp8-channel": _PAIRS8,
     "int8": _FOURS8,
+    "int8-channel": _FOURS8,
     "int4": _FOURS4,
     "int4-g128": _FOURS4,
+    "int4-channel": _FOURS4,
     "mxfp4": _FOURS4,
     "q4_k": _FOURS4,
     "q5_k": _FOURS5,
@@ -68,13 +70,22 @@ PACKINGS = {
 """By format name."""
 
 
-BIASES = {"int8": 128, "int4": 8, "int4-g128": 8, "mxfp4": 12, "q6_k": 32, "q8_0": 128}
+BIASES = {
+    **dict.fromkeys(("int8", "int8-channel", "q8_0"), 128),
+    **dict.fromkeys(("int4", "int4-g128", "int4-channel"), 8),
+    "mxfp4": 12,
+    "q6_k": 32,
+}
 """By format name, see ``decode.Reader.codes``; 0 for the others."""
 
 UNITS = {"mxfp4": 0.5}
 """By format name, see ``decode.Reader.codes``; 1 for the others."""
 
-CODE_BITS = {"int4": 4, "int4-g128": 4, "q4_k": 4, "q5_k": 5, "q6_k": 6}
+CODE_BITS = {
+    **dict.fromkeys(("int4", "int4-g128", "int4-channel", "q4_k"), 4),
+    "q5_k": 5,
+    "q6_k": 6,
+}
 """Formats of integer codes narrow enough to be lifted."""
 
 INTEGERS = frozenset(BIASES) | frozenset(CODE_BITS)

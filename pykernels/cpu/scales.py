@@ -37,6 +37,7 @@ class Scales:
         factor: ``factor(scale, group, half) -> f32x16``, of 16 outputs; ``scale`` is the address of
             the block's.
         minimum: likewise, what every weight of the group lies below ``factor * q``; None for zero.
+        whole: whether all groups of an output have the same factor.
         power: ``power(scale, group, half)``: the factor is a power of two, and this is what it adds
             to a bfloat16 as a word, for each of 16 outputs twice; None for other factors.
         small: ``small(scale, group, half)``: the factor is this integer of 8 bits, each of 16 twice
@@ -49,6 +50,7 @@ class Scales:
     small: Callable | None = None
     super_k: int = 0
     super_factor: Callable | None = None
+    whole: bool = False
     power: Callable | None = None
 
 
@@ -121,15 +123,18 @@ def _k6_super_factor(scale, group, half):
 
 
 _GROUPS_32, _GROUPS_128 = Scales(32, _bf16_groups), Scales(128, _bf16_groups)
+_CHANNEL = Scales(128, _for_outputs, whole=True)
 _K45 = Scales(32, _k45_factor, _k45_minimum, _k45_small, 256, _k45_super_factor)
 
 SCALES = {
     "bf16": Scales(0),
     "fp8": Scales(128, _for_block),
-    "fp8-channel": Scales(128, _for_outputs),
+    "fp8-channel": _CHANNEL,
     "int8": _GROUPS_128,
+    "int8-channel": _CHANNEL,
     "int4": _GROUPS_32,
     "int4-g128": _GROUPS_128,
+    "int4-channel": _CHANNEL,
     "mxfp4": Scales(32, _bf16_groups, power=_bf16_powers),
     "q4_k": _K45,
     "q5_k": _K45,

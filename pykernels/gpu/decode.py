@@ -58,20 +58,34 @@ def byte_to_bf16(q):
 def integer_scales(scales, there, k, N, GROUP: tl.constexpr):
     """bfloat16 scales of inputs k and k + 32 of a tile's rows, from words (see ``matrices``).
 
-    GROUP 0: one scale an output. Shifts are constants: a splat of a number known at run time would
-    send the whole tile through shared memory on its way to the product.
+    GROUP 0: one scale an output, float32. Shifts are constants: a splat of a number known at run
+    time would send the whole tile through shared memory on its way to the product.
     """
-    if GROUP == 32:
-        word = tl.load(scales + k // 64 * N, mask=there, other=0)
-        s0, s1 = word.to(tl.int16), (word >> 16).to(tl.int16)
+    if GROUP == 0:
+        own = tl.load(scales, mask=there, other=0)
+        found = own.to(tl.float32, bitcast=True)[:, None]
+        first, second = found, found
     else:
-        if GROUP == 0:
-            word = tl.load(scales, mask=there, other=0)
+        if GROUP == 32:
+            word = tl.load(scales + k // 64 * N, mask=there, other=0)
+            s0, s1 = word.to(tl.int16), (word >> 16).to(tl.int16)
         else:
             word = tl.load(scales + k // GROUP * N, mask=there, other=0)
-        s0 = (word >> 16).to(tl.int16)  # of a float32
-        s1 = s0
-    return s0.to(tl.bfloat16, bitcast=True)[:, None], s1.to(tl.bfloat16, bitcast=True)[:, None]
+            s0 = (word >> 16).to(tl.int16)  # of a float32
+            s1 = s0
+        first = s0.to(tl.bfloat16, bitcast=True)[:, None]
+        second = s1.to(tl.bfloat16, bitcast=True)[:, None]
+    return first, second
+
+
+@triton.jit
+def weighed(codes, scale, GROUP: tl.constexpr):
+    """bfloat16 codes times ``integer_scales``, rounded once."""
+    if GROUP == 0:
+        product = to_bf16(codes.to(tl.float32) * scale)
+    else:
+        product = times(codes, scale)
+    return product
 
 
 @triton.jit
@@ -79,14 +93,15 @@ def int8_pair(rows, scales, there, k, N, GROUP: tl.constexpr):
     at = rows[:, None] + (k + tl.arange(0, 32))[None, :]
     s0, s1 = integer_scales(scales, there, k, N, GROUP)
     q0, q1 = tl.load(at), tl.load(at + 32)
-    return times(byte_to_bf16(q0), s0), times(byte_to_bf16(q1), s1)
+    return weighed(byte_to_bf16(q0), s0, GROUP), weighed(byte_to_bf16(q1), s1, GROUP)
 
 
 @triton.jit
 def int4_pair(rows, scales, there, k, N, GROUP: tl.constexpr):
     q = tl.load(rows[:, None] + (k // 2 + tl.arange(0, 32))[None, :])
     s0, s1 = integer_scales(scales, there, k, N, GROUP)
-    return times(nibble_to_bf16(q & 15), s0), times(nibble_to_bf16(q >> 4), s1)
+    low, high = nibble_to_bf16(q & 15), nibble_to_bf16(q >> 4)
+    return weighed(low, s0, GROUP), weighed(high, s1, GROUP)
 
 
 @triton.jit

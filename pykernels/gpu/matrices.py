@@ -100,7 +100,8 @@ def kind_of(fmt: Format) -> str:
 def pack_for_gpu(fmt: Format, weights: Sequence[Weight]) -> Matrices:
     """A stack of equal matrices from a checkpoint's weights, on their device.
 
-    Integer weights may have one scale an output (``scale`` [N, 1]) in place of one a group.
+    Integer weights may have one scale an output (``scale`` [N, 1]) in place of one a group, as
+    those of the channel formats have.
 
     Raises:
         PykernelsError: a format or a K that has no GPU layout; matrices of different shapes.
@@ -118,13 +119,13 @@ def pack_for_gpu(fmt: Format, weights: Sequence[Weight]) -> Matrices:
         return Matrices(kind, N, K, 128, data, scale)
     if kind in ("int8", "int4"):
         counts = {_scale(weight).shape[1] for weight in weights}
-        if len(counts) != 1 or not counts <= {1, -(-K // _group(fmt))}:
+        if len(counts) != 1 or not counts <= {1, -(-K // _group(fmt, K))}:
             raise PykernelsError(
                 f"{sorted(counts)} scales for {K} inputs in {fmt.name}",
                 "Give one for each group, or one for each output",
             )
-        group = K if counts == {1} else _group(fmt)
-        scale = torch.stack([_words(_scale(weight).bfloat16(), group) for weight in weights])
+        group = K if counts == {1} else _group(fmt, K)
+        scale = torch.stack([_words(_scale(weight), group) for weight in weights])
         return Matrices(kind, N, K, group, data, scale)
     return Matrices(kind, N, K, 0, data)
 
@@ -153,7 +154,7 @@ def empty_for_gpu(
         scale = torch.empty(count, -(-N // 128), -(-K // 128), device=device)
         return Matrices(kind, N, K, 128, data, scale)
     if isinstance(fmt, Integer):
-        group = group or fmt.group
+        group = group or _group(fmt, K)
         if group == 32:
             scale = torch.empty(count, K // 64, N, 2, dtype=torch.bfloat16, device=device)
         else:
@@ -195,15 +196,15 @@ def unpack_from_gpu(fmt: Format, stack: Matrices, index: int) -> Weight:
         data = torch.cat(split, dim=2)[..., :210].flatten(1)
     if scale is not None and stack.kind in ("int8", "int4"):
         by_row = scale.transpose(0, 1).flatten(1)  # a K of 64 n has whole pairs of 32
-        scale = by_row.bfloat16().contiguous()
+        scale = by_row.to(fmt.scale_dtypes[0]).contiguous()
         if stack.group == stack.K:  # one an output: repeated for each of the format's groups
-            scale = scale.expand(-1, -(-stack.K // _group(fmt))).contiguous()
+            scale = scale.expand(-1, -(-stack.K // _group(fmt, stack.K))).contiguous()
     return Weight(data, scale)
 
 
-def _group(fmt: Format) -> int:
+def _group(fmt: Format, K: int) -> int:
     assert isinstance(fmt, Integer)
-    return fmt.group
+    return fmt.group or K
 
 
 def _scale(weight: Weight) -> torch.Tensor:
@@ -212,9 +213,9 @@ def _scale(weight: Weight) -> torch.Tensor:
 
 
 def _words(scale: torch.Tensor, group: int) -> torch.Tensor:
-    """bfloat16 [N, G] -> a word for each row and group, or pair of groups."""
+    """[N, G] -> a word for each row and group, or pair of groups."""
     if group == 32:
-        return scale.unflatten(1, (-1, 2)).transpose(0, 1).contiguous()
+        return scale.bfloat16().unflatten(1, (-1, 2)).transpose(0, 1).contiguous()
     return scale.float().T.contiguous()
 
 

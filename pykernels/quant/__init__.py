@@ -7,7 +7,7 @@ from .bf16 import BF16
 from .experts import Allocator, PackedExperts, Packer
 from .format import Format
 from .fp8 import FP8, FP8Channel
-from .integer import Integer
+from .integer import Integer, IntegerChannel
 from .kquants import Q6K, AffineK
 from .mxfp4 import MXFP4
 from .q8_0 import Q8_0
@@ -20,8 +20,10 @@ FORMATS: dict[str, Format] = {
         FP8(),
         FP8Channel(),
         Integer("int8", bits=8, group=128),
+        IntegerChannel("int8-channel", bits=8),
         Integer("int4", bits=4, group=32),
         Integer("int4-g128", bits=4, group=128),
+        IntegerChannel("int4-channel", bits=4),
         MXFP4(),
         AffineK(bits=4),
         AffineK(bits=5),

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import torch
 
+from .channel import SCALE_DTYPES, ChannelScales, channel_scale
 from .format import Format, check_finite
-from .layout import K_BLOCK, N_BLOCK, pack_columns, padded, unpack_columns
+from .layout import K_BLOCK, N_BLOCK, padded
 from .weight import Weight
 
 MAX = 448.0
 """The largest finite E4M3 value."""
-
-SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What checkpoints have; packed as float32."""
 
 
 class FP8(Format):
@@ -37,7 +35,7 @@ class FP8(Format):
         blocks[:N, :K] = matrix
         amax = blocks.view(rows, K_BLOCK, cols, K_BLOCK).abs().amax(dim=(1, 3))
         check_finite(amax, self.name)
-        scale = _scale(amax)  # [rows, cols]
+        scale = channel_scale(amax, MAX)  # [rows, cols]
         scaled = matrix.float() / self.expand(scale, N, K)
         return Weight(scaled.clamp(-MAX, MAX).to(torch.float8_e4m3fn), scale)
 
@@ -70,45 +68,23 @@ class FP8(Format):
         return rows.repeat_interleave(K_BLOCK, dim=1)[:, :K]
 
 
-class FP8Channel(Format):
+class FP8Channel(ChannelScales):
     """E4M3 with a scale for each output: compressed-tensors' FP8 of strategy "channel"."""
 
     name = "fp8-channel"
     dtype = torch.float8_e4m3fn
-    scale_dtypes = SCALE_DTYPES
     bits = 8
     error = "max(|w| * 2**-4, output amax * 2**-10 / 448) (round to nearest even)"
 
     def quantize(self, matrix: torch.Tensor) -> Weight:
         amax = matrix.float().abs().amax(1, keepdim=True)
         check_finite(amax, self.name)
-        scale = _scale(amax)  # [N, 1]
+        scale = channel_scale(amax, MAX)  # [N, 1]
         return Weight((matrix.float() / scale).clamp(-MAX, MAX).to(self.dtype), scale)
 
     def dequantize(self, weight: Weight) -> torch.Tensor:
         assert weight.scale is not None
         return weight.data.float() * weight.scale.float()
-
-    def scale_shape(self, N: int, K: int) -> tuple[int, int] | None:
-        return N, 1
-
-    def scale_bytes(self, K: int) -> int:
-        """float32 [32 outputs], whatever K is."""
-        return 4 * N_BLOCK
-
-    def pack_scales(self, scale: torch.Tensor, scales: torch.Tensor) -> None:
-        pack_columns(scale, scales.view(torch.float32).unflatten(1, (1, N_BLOCK)))
-
-    def unpack_scales(self, scales: torch.Tensor, N: int, K: int) -> torch.Tensor:
-        return unpack_columns(scales.view(torch.float32).unflatten(1, (1, N_BLOCK)), N, 1)
-
-
-def _scale(amax: torch.Tensor) -> torch.Tensor:
-    """float32 scales that take magnitudes up to ``amax`` to ``MAX``; 1 where all are zero.
-
-    Never 0, which the division of the least float32 numbers gives: 0 / 0 would be NaN.
-    """
-    return torch.where(amax > 0, (amax.float() / MAX).clamp_min(2.0**-149), 1.0)
 
 
 def decode_table() -> torch.Tensor:

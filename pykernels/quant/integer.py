@@ -1,9 +1,11 @@
-"""int8 and int4, symmetric, one bfloat16 scale for each output and group of inputs.
+"""int8 and int4, symmetric, one bfloat16 scale for each output and group of inputs, or one float32
+scale for each output.
 
 ``w = q * scale`` with ``q`` in -127 .. 127 (int8) or -8 .. 7 (int4). Scales are bfloat16, as in
 Kimi-K2's compressed-tensors INT4 checkpoints (group 32); quantization rounds the scale first, so
-that nothing is lost to it. Integers of 8 bits are exact in bfloat16: with bf16 activations the
-products are those of the dequantized weights.
+that nothing is lost to it. A scale of all an output's inputs is coarse for 4 bits; checkpoints of 8
+bits (W8A8) and KTransformers' AMXINT4 have it. Integers of 8 bits are exact in bfloat16: with bf16
+activations the products are those of the dequantized weights.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from __future__ import annotations
 import torch
 
 from ..errors import PykernelsError
+from .activations import GROUPS
+from .channel import ChannelScales, channel_scale
 from .format import Format, check_finite
 from .layout import K_BLOCK, N_BLOCK, pack_columns, pack_fours, unpack_columns, unpack_fours
 from .weight import Weight
@@ -22,15 +26,15 @@ class Integer(Format):
     Args:
         name: as on the command line.
         bits: 8 or 4.
-        group: inputs of one scale, 32 or 128.
+        group: inputs of one scale, 32 or 128; 0 for all of an output's (``IntegerChannel``).
     """
 
     dtype = torch.int8
-    scale_dtypes = (torch.bfloat16,)
+    scale_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
     int8_kind = "q8"
 
     def __init__(self, name: str, bits: int, group: int) -> None:
-        if bits not in (4, 8) or group not in (32, K_BLOCK):
+        if bits not in (4, 8) or group not in (0, 32, K_BLOCK):
             raise PykernelsError(
                 f"int{bits} in groups of {group}", "Use 4 or 8 bits, group 32 or 128"
             )
@@ -92,6 +96,32 @@ class Integer(Format):
 
     def _expand(self, scale: torch.Tensor, K: int) -> torch.Tensor:
         return scale.float().repeat_interleave(self.group, dim=1)[:, :K]
+
+
+class IntegerChannel(ChannelScales, Integer):
+    """Symmetric integers with one float32 scale an output, all codes used: llm-compressor's W8A8.
+
+    Nothing is folded but the scales of int8 activations, so these have large groups: ``q8_k``.
+    """
+
+    int8_kind = "q8_k"
+    k_block = GROUPS["q8_k"]
+
+    def __init__(self, name: str, bits: int) -> None:
+        super().__init__(name, bits, 0)
+        self.low = -self.high - 1
+        self.steps = self.high + 0.5  # of the largest magnitude, on either side of zero
+        self.error = f"half a step: output amax / {self.steps} / 2 (codes to nearest even)"
+
+    def quantize(self, matrix: torch.Tensor) -> Weight:
+        amax = matrix.float().abs().amax(1, keepdim=True)
+        check_finite(amax, self.name)
+        scale = channel_scale(amax, self.steps)
+        q = torch.round(matrix.float() / scale).clamp(self.low, self.high)
+        return Weight(q.to(torch.int8), scale)
+
+    def _expand(self, scale: torch.Tensor, K: int) -> torch.Tensor:
+        return scale.float()
 
 
 def _next_up(x: torch.Tensor) -> torch.Tensor:

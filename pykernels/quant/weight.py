@@ -18,6 +18,8 @@ class Weight:
     ``fp8``             float8_e4m3fn [N, K]                float32 [ceil(N / 128), ceil(K / 128)]
     ``fp8-channel``     float8_e4m3fn [N, K]                float32 [N, 1]
     ``int8``, ``int4``  int8 [N, K], a number a byte        bfloat16 [N, ceil(K / group)]
+    ``int8-channel``,   the same                            float32 [N, 1]
+    ``int4-channel``
     ``mxfp4``           uint8 [N, K], a code a byte         uint8 [N, ceil(K / 32)], E8M0
     ``q4_k``, ``q5_k``  uint8 [N, K / 256 * 144 or 176]     None: a GGUF file's rows hold their own
     ``q6_k``, ``q8_0``  uint8 [N, K / 256 * 210],           None

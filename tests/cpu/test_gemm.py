@@ -99,6 +99,8 @@ NEWER = frozenset({"avx512bf16", "avx512vbmi", "avx512vnni", "gfni"})
 
 ALIKE = {
     ("amx", "fp8-channel", "bf16"),
+    ("amx", "int4-channel", "bf16"),
+    ("amx", "int4-channel", "int8"),
     ("amx", "int4-g128", "bf16"),
     ("amx", "int4-g128", "int8"),
     ("amx", "q8_0", "bf16"),

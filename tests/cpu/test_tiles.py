@@ -36,6 +36,7 @@ from pykernels.env import env
 from pykernels.quant import FORMATS, Format, Weight, get_format
 from pykernels.quant.activations import digits, quantize, sums
 from pykernels.quant.gguf import GGUF
+from pykernels.quant.integer import Integer
 from pykernels.registry import resolve
 from pykernels.target import detect
 from pykernels.testing import assert_close, poisoned
@@ -150,9 +151,9 @@ def _small_integers(fmt: Format, N: int, K: int, g: torch.Generator) -> Weight:
     if fmt.name == "mxfp4":
         data = torch.randint(0, 16, (N, K), generator=g, dtype=torch.uint8)
         return Weight(data, (power + 127).to(torch.uint8))
-    data = torch.randint(-8, 8, (N, K), generator=g).to(fmt.dtype)
-    scale = (2.0**power).to(torch.bfloat16 if fmt.dtype == torch.int8 else torch.float32)
-    return Weight(data, scale if shape else None)
+    low, high = (fmt.low, fmt.high) if isinstance(fmt, Integer) else (-8, 7)
+    data = torch.randint(low, high + 1, (N, K), generator=g).to(fmt.dtype)
+    return Weight(data, (2.0**power).to(fmt.scale_dtypes[0]) if shape else None)
 
 
 @pytest.mark.parametrize("which", KINDS)

@@ -22,18 +22,9 @@ FORMATS = ("bf16", "fp8", "int8", "int4", "int4-g128", "q4_k", "q6_k", "int8-cha
 
 @functools.cache
 def made(name: str, N: int, K: int) -> tuple[Weight, Matrices]:
-    """A random matrix and its stack of one, on the CPU. int8-channel: one scale an output."""
-    fmt = get_format(name.removesuffix("-channel"))
+    """A random matrix and its stack of one, on the CPU."""
+    fmt = get_format(name)
     weight = fmt.quantize(torch.randn(N, K) / K**0.5)
-    if name.endswith("-channel"):
-        weight = Weight(
-            torch.randint(-127, 128, (N, K), dtype=torch.int8),
-            (torch.rand(N, 1) / (42 * K**0.5)).bfloat16(),  # outputs as large as inputs
-        )
-        stack = pack_for_gpu(fmt, [weight])
-        assert weight.scale is not None
-        groups = -(-K // 128)
-        return Weight(weight.data, weight.scale.expand(N, groups).contiguous()), stack
     return weight, pack_for_gpu(fmt, [weight])
 
 
@@ -47,7 +38,7 @@ def check(
     **how: object,
 ) -> torch.Tensor:
     weight, stack = made(name, N, K)
-    fmt = get_format(name.removesuffix("-channel"))
+    fmt = get_format(name)
     x, bias = torch.randn(M, K).bfloat16(), torch.randn(N).bfloat16()
     y = linear(x.to(device), stack.to(device), bias.to(device), activations=activations, **how)  # type: ignore[arg-type]
     truth = ref.linear(x, weight, fmt, bias, activations=activations, dtype=torch.float64)

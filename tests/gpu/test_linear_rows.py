@@ -114,7 +114,7 @@ CASES = [
 def test_plans(name: str, M: int, N: int, K: int, plan: Any, why: str, run: Any) -> None:
     weight, stack = made(name, N, K)
     x, bias = torch.randn(M, K).bfloat16(), torch.randn(N)
-    fmt = get_format(name.removesuffix("-channel"))
+    fmt = get_format(name)
     truth = ref.linear(x, weight, fmt, bias, dtype=torch.float64)
     # The interpreter cuts where a GPU rounds.
     most = 6e-3 if launch.interpreted() else 4e-3
@@ -312,7 +312,7 @@ def test_shared_steps_have_the_same_bits_each_time(name: str, rows: int, run: An
     stack = stack.to("cuda")
     plan = many_plan("int8", rows, 18432, 56, 132)
     assert plan.programs
-    fmt = get_format(name.removesuffix("-channel"))
+    fmt = get_format(name)
     for M in (rows - 3, 514):
         x = torch.randn(M, 1024).bfloat16()
         truth = ref.linear(x, weight, fmt, None)

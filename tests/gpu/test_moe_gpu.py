@@ -23,7 +23,17 @@ from pykernels.shapes import MoEShape, Routing
 from pykernels.testing import balanced_routing, one_expert_routing, relative_error, skewed_routing
 
 SMALL = MoEShape(E=5, H=128, I=192, topk=2)
-FORMATS = ("bf16", "fp8", "int8", "int4", "int4-g128", "q4_k", "q6_k")
+FORMATS = (
+    "bf16",
+    "fp8",
+    "int8",
+    "int8-channel",
+    "int4",
+    "int4-g128",
+    "int4-channel",
+    "q4_k",
+    "q6_k",
+)
 
 
 def random_experts(shape: MoEShape, fmt: Format, device: torch.device) -> moe.Experts:

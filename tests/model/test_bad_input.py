@@ -90,16 +90,16 @@ TENSORS: list[tuple[str, Callable[[Tensors], object], str]] = [
     ),
     (
         "an expert of a wrong dtype",
-        lambda t: (t.pop(SCALE), t.update({EXPERT: torch.ones(128, 256, dtype=torch.int8)})),
-        f"{EXPERT} is I8, experts can be BF16, F16, F32 or F8_E4M3",
+        lambda t: (t.pop(SCALE), t.update({EXPERT: torch.ones(128, 256, dtype=torch.int16)})),
+        f"{EXPERT} is I16, experts can be BF16, F16, F32, F8_E4M3 or I8",
     ),
     (
         "a dense tensor of a wrong dtype",
         lambda t: (
             t.pop(f"{O_PROJ}_scale_inv"),
-            t.update({O_PROJ: torch.ones(t[O_PROJ].shape, dtype=torch.int8)}),
+            t.update({O_PROJ: torch.ones(t[O_PROJ].shape, dtype=torch.int16)}),
         ),
-        f"{O_PROJ} is I8, the model needs a float there",
+        f"{O_PROJ} is I16, the model needs a float there",
     ),
     (
         "E5M2 weights",

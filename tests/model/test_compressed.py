@@ -27,10 +27,11 @@ from pykernels.quant import get_format
 
 from . import tiny_compressed
 from .tiny import FP8_SIZES, Tiny
-from .tiny_compressed import FP8, INT4
+from .tiny_compressed import FP8, INT4, INT8
 
 Checkpoints = Callable[..., Tiny]
-SCHEMES = {**{name: name for name in INT4}, "channel": "fp8-channel", "tensor": "fp8-channel",
+SCHEMES = {**{name: name for name in INT4}, "int8-channel": "int8-channel",
+           "int8-tensor": "int8-channel", "channel": "fp8-channel", "tensor": "fp8-channel",
            "block": "fp8"}  # fmt: skip
 """What is stored, and the weight format that it is read into."""
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
@@ -104,7 +105,7 @@ WEIGHTS = [
     ("asymmetric", {"symmetric": False}, "symmetric False"),
     ("permuted inputs", {"actorder": "group"}, "actorder 'group'"),
     ("another group size", {"group_size": 64}, "group_size 64"),
-    ("a scale for a whole output", {"strategy": "channel"}, "strategy 'channel'"),
+    ("a scale for a matrix", {"strategy": "tensor"}, "strategy 'tensor'"),
     ("8 bits", {"num_bits": 8}, "num_bits 8"),
     ("floats in words", {"type": "float"}, "type 'float'"),
 ]
@@ -182,7 +183,8 @@ TENSORS: list[tuple[str, str, Callable[[dict[str, torch.Tensor]], object], str]]
         "scales of other groups",
         "int4",
         lambda t: t.update({f"{EXPERT}_scale": torch.ones(128, 4).bfloat16()}),
-        rf"{EXPERT}_scale is BF16 \[128, 4\], {EXPERT}_packed needs BF16 \[128, 2\] or \[128, 8\]",
+        rf"{EXPERT}_scale is BF16 \[128, 4\], {EXPERT}_packed needs BF16 \[128, 1\] or"
+        r" \[128, 2\] or \[128, 8\]",
     ),
     (
         "scales that bfloat16 cannot hold",
@@ -223,4 +225,4 @@ def test_wrong_tensors_are_told_before_one_is_read(
 
 
 def test_every_scheme_is_in_the_table() -> None:
-    assert set(SCHEMES) == {*INT4, *FP8}
+    assert set(SCHEMES) == {*INT4, *INT8, *FP8}

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
-INT4 = {"int4": 32, "int4-g128": 128}
+INT4 = {"int4": 32, "int4-g128": 128, "int4-channel": None}
 """Schemes of 4-bit integers, and their group sizes."""
+INT8 = {"int8-channel": "channel", "int8-tensor": "tensor"}
+"""Schemes of 8-bit integers, and the strategies of their scales."""
 FP8 = ("channel", "tensor", "block")
 """Schemes of E4M3, and the strategies of their scales."""
 
@@ -26,7 +28,12 @@ def config(scheme: str) -> dict[str, Any]:
     inputs = None
     if scheme in INT4:
         fmt = "pack-quantized"
-        weights |= {"num_bits": 4, "type": "int", "strategy": "group", "group_size": INT4[scheme]}
+        weights |= {"num_bits": 4, "type": "int", "group_size": INT4[scheme]}
+        weights["strategy"] = "group" if INT4[scheme] else "channel"
+    elif scheme in INT8:
+        fmt = "int-quantized"
+        weights |= {"num_bits": 8, "type": "int", "strategy": INT8[scheme]}
+        inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
     else:
         fmt = "float-quantized"
         weights |= {"num_bits": 8, "type": "float", "strategy": scheme}
@@ -52,7 +59,7 @@ def quantize(key: str, matrix: torch.Tensor, scheme: str) -> dict[str, torch.Ten
     """The tensors of a matrix [N, K] called `key`; plain bfloat16 where groups do not fit."""
     N, K = matrix.shape
     if scheme in INT4:
-        group = INT4[scheme]
+        group = INT4[scheme] or K
         if K % group:
             return {key: matrix.to(torch.bfloat16)}
         groups = matrix.view(N, K // group, group)
@@ -64,6 +71,12 @@ def quantize(key: str, matrix: torch.Tensor, scheme: str) -> dict[str, torch.Ten
         words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
         shape = torch.tensor([N, K])
         return {f"{key}_packed": words, f"{key}_scale": scale, f"{key}_shape": shape}
+    if scheme in INT8:  # as llm-compressor rounds: 255 steps, of which the lowest is -128
+        channel = INT8[scheme] == "channel"
+        amax = matrix.abs().amax(1, keepdim=True) if channel else matrix.abs().max().view(1)
+        scale = (amax / 127.5).to(torch.bfloat16)
+        codes = (matrix / scale.float()).round().clamp(-128, 127).to(torch.int8)
+        return {key: codes, f"{key}_scale": scale}
     if scheme == "block":
         from .tiny import quantize as blocks
 

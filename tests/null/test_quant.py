@@ -112,11 +112,15 @@ def test_padding_is_zero():
     assert whole[:3, :5].ne(0).all() and whole.count_nonzero() == 15
 
 
-def test_channel_scales_are_one_line_of_32_a_block():
-    fmt = get_format("fp8-channel")
+@pytest.mark.parametrize(
+    ("name", "bytes_of_block"),
+    [("fp8-channel", 32 * 384), ("int8-channel", 32 * 512), ("int4-channel", 16 * 512)],
+)
+def test_channel_scales_are_one_line_of_32_a_block(name, bytes_of_block):
+    fmt = get_format(name)
     weight = fmt.quantize(torch.randn(40, 300))
-    blocks, scales = (torch.full((2, n), 0xAB, dtype=torch.uint8) for n in (32 * 384, 128))
-    assert (fmt.block_bytes(300), fmt.scale_bytes(300)) == (32 * 384, 128)
+    blocks, scales = (torch.full((2, n), 0xAB, dtype=torch.uint8) for n in (bytes_of_block, 128))
+    assert (fmt.block_bytes(300), fmt.scale_bytes(300)) == (bytes_of_block, 128)
     fmt.pack(weight, blocks, scales)
     assert torch.equal(scales.view(torch.float32).flatten()[:40], weight.scale[:, 0])
     assert not scales.view(torch.float32).flatten()[40:].any()
@@ -144,6 +148,20 @@ def test_fp8_quantization_error_is_within_its_bound(name, spread):
     half_step = torch.maximum(matrix.abs() * 2.0**-4, scale * 2.0**-10)
     assert (error <= half_step * 1.0001).all()
     assert not (weight.data.view(torch.uint8) & 0x7F == 0x7F).any(), "no NaN code"
+
+
+@pytest.mark.parametrize("name", ["int8-channel", "int4-channel"])
+@pytest.mark.parametrize("spread", [1e-6, 1.0, 1e4], ids=["tiny", "unit", "large"])
+def test_channel_integers_err_by_half_a_step_of_all_codes(name, spread):
+    fmt = get_format(name)
+    matrix = torch.randn(40, 300) * spread
+    matrix[:, 7] = -9 * spread  # the largest of each output, at half a step between two codes
+    matrix[5] = 0
+    weight = fmt.quantize(matrix)
+    step = matrix.abs().amax(1, keepdim=True) / (fmt.high + 0.5)
+    assert ((fmt.dequantize(weight) - matrix).abs() <= step / 2 * 1.0001).all(), fmt.error
+    assert weight.data.min() in (fmt.low, fmt.low + 1) and not weight.data[5].any()
+    fmt.check(weight, 40, 300)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "int4-g128"])
