@@ -37,7 +37,7 @@ _LATER = {
     ("int8-channel", "bf16"): 12,
     ("q8_0", "bf16"): 12,
     ("int8", "int8"): 10,
-    ("int8-channel", "int8"): 6,
+    ("int8-channel", "int8"): 9,
     ("int4", "int8"): 16,
     ("int4-g128", "int8"): 16,
     ("int4-channel", "int8"): 10,
