@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,20 @@ Results = dict[str, Any]
 
 
 def check_folder(out: Path) -> None:
-    """Before minutes of measuring: whether results can be written there. Nothing is made.
+    """Before minutes of measuring: whether results can be written there. Nothing is left behind.
 
     Raises:
         PykernelsError: they cannot.
     """
     there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
+    try:
+        with tempfile.TemporaryDirectory(dir=there):  # of /proc, rights alone say nothing
+            pass
+    except OSError as error:
         raise PykernelsError(
-            f"results cannot be written to {out}", "Give --out a folder that you may write to"
-        )
+            f"results cannot be written to {out}: {error.strerror}",
+            "Give --out a folder that you may write to",
+        ) from None
 
 
 def write_texts(results: Results, folder: Path, name: str, page: str) -> list[Path]:

@@ -6,9 +6,12 @@ choices are the defaults below; nothing is ever measured on the way.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +83,8 @@ def chosen(backend: str, fmt: str, cpu: str, activations: str = "bf16") -> Choic
 
 
 def write(cpu: str, name: str, choices: Choices, how: dict[str, Any]) -> Path:
-    """Keeps choices beside those for other formats; returns the file.
+    """Keeps choices beside those for other formats; returns the file. Processes that calibrate at
+    the same time take turns.
 
     Args:
         name: of ``key``.
@@ -89,20 +93,32 @@ def write(cpu: str, name: str, choices: Choices, how: dict[str, Any]) -> Path:
     Raises:
         PykernelsError: the file cannot be written, or the one that is there cannot be read.
     """
-    entries = _entries(cpu) | {name: {"choices": asdict(choices), "measured": how}}
     target = path(cpu)
     fresh = target.with_name(f"{target.name}.{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"version": VERSION, "cpu": cpu, "formats": entries}, indent=1)
-        fresh.write_text(text + "\n")
-        fresh.replace(target)  # readers see the old file or the new one, never half of one
+        with _locked(target.parent):
+            entries = _entries(cpu) | {name: {"choices": asdict(choices), "measured": how}}
+            text = json.dumps({"version": VERSION, "cpu": cpu, "formats": entries}, indent=1)
+            fresh.write_text(text + "\n")
+            fresh.replace(target)  # readers see the old file or the new one, never half of one
     except OSError as error:
         raise PykernelsError(
             f"the calibration {target} cannot be written: {error.strerror}",
             "Point PYKERNELS_CACHE_DIR at a folder that you may write to",
         ) from None
     return target
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keeps other processes that ask for the same out of a block."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)  # and the lock goes with it
 
 
 def _entries(cpu: str) -> dict[str, Any]:

@@ -4,7 +4,8 @@ The loops, from the outside: slabs of 128 inputs; the task's blocks of 32 output
 tokens; scale groups; tile products. A slab of a block stays in L1 for all tokens, and so does that
 of up to 64 tokens for all blocks: the second level feeds tile loads too slowly to bring both. The
 next slab of weights is prefetched meanwhile, a few lines with each product. (Where sums stay in
-registers for a slab, ``amx_narrow``, and of planes a slab is 16 KiB of B tiles.)
+registers for a slab, ``amx_narrow``, and of planes a slab is 16 KiB of B tiles; where weights have
+one scale an output and activations groups of 256, it is one of these.)
 
 bf16 blocks are B tiles already, and so are 8-bit integers where activations are int8. Others are
 decoded into a slab of them, with the scales of small groups where that is exact: powers of two

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,13 @@ def test_what_was_written_is_chosen_for_its_cpu_and_format_alone(cache: Path) ->
     assert json.loads(file.read_text())["formats"]["amx/fp8/bf16"]["measured"] == {"threads": 15}
     choices.write(CPU, "amx/fp8/bf16", Choices(gemm_from=NEVER), {})
     assert choices.read(CPU) == {"amx/fp8/bf16": Choices(NEVER), "amx/bf16/bf16": Choices(7)}
+
+
+def test_calibrations_at_the_same_time_lose_nothing() -> None:
+    names = [f"amx/fp8/{n}" for n in range(40)]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda name: choices.write(CPU, name, Choices(gemm_from=9), {}), names))
+    assert set(choices.read(CPU)) == set(names)
 
 
 def test_a_file_of_another_version_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,6 +222,7 @@ def test_no_part_begins_after_the_minutes(monkeypatch: pytest.MonkeyPatch) -> No
         (["--tokens", ""], "'' is no number of tokens. Write 8, or 64/expert."),
         (["--peers", "vllm"], "there is no peer 'vllm'. Use kt-kernel, llama.cpp, torch, numpy"),
         (["--out", __file__], "results cannot be written to "),
+        (["--out", "/proc/results"], "results cannot be written to /proc/results: "),
     ],
 )
 def test_what_cannot_be_is_one_line(
