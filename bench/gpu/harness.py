@@ -96,13 +96,25 @@ def built(op: str, make: Callable[..., Case], *arguments: Any) -> Case:
     try:
         return make(*arguments)
     except Exception as error:
-        failure = error
+        sizes = " ".join(str(a) for a in arguments if not isinstance(a, torch.device))
+        return _failing(op, f"{make.__name__} {sizes}", error)
+
+
+def going_on(op: str, name: str, cases: Iterator[Case]) -> Iterator[Case]:
+    """The cases; where making one fails, a case ``name`` that fails so when it runs ends them."""
+    try:
+        yield from cases
+    except Exception as error:
+        yield _failing(op, name, error)
+
+
+def _failing(op: str, name: str, error: Exception) -> Case:
+    failure = error.with_traceback(None)  # whose frames hold tensors
 
     def run() -> None:
         raise failure
 
-    sizes = " ".join(str(a) for a in arguments if not isinstance(a, torch.device))
-    return Case(op, f"{make.__name__} {sizes}", {}, run, 1, 0)
+    return Case(op, name, {}, run, 1, 0)
 
 
 def measure(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +14,12 @@ from pykernels.gpu.permute import sort_slots
 from pykernels.gpu.quantize import quantize_fp8
 from pykernels.shapes import SortedSlots
 
-from .harness import Case
+from .harness import Case, going_on
 from .weights import random_experts
 
 H, INTER, E, TOPK = 7168, 2048, 256, 8
+_SERVED = 64
+"""Experts of the formats that a GPU beside a CPU holds a few of."""
 ROUTINGS = ("balanced", "zipf", "one")
 
 
@@ -145,27 +147,34 @@ def _params(
 
 def cases(device: torch.device, quick: bool = False) -> Iterator[Case]:
     """bf16 and fp8 at 64 to 512 rows an expert; the others at one token, and with many."""
-    rows = (128, 512) if quick else (64, 128, 256, 512)
     for format in ("bf16", "fp8"):
-        experts = random_experts(format, E, H, INTER, device)
-        for each in rows:
-            T = each * E // TOPK
-            how = _activations(format, each, "auto")
-            yield layer_case(experts, format, T, TOPK, "balanced", how)
-            if each in (128, 512):
-                yield from product_cases(experts, format, T, TOPK, how)
-        if not quick:
-            how = _activations(format, 256, "auto")
-            yield layer_case(experts, format, 256 * E // TOPK, TOPK, "zipf", how)
-        yield layer_case(experts, format, 1, TOPK, "balanced", "bf16")
-        del experts
+        of_all = _crowded_cases(format, device, quick)
+        yield from going_on("moe", f"{E} experts in {format}", of_all)
     served = {"int4-g128": (1, 8, 512, 2048), "int8": (1, 2048), "q4_k": (1, 512, 2048)}
     few = {"int4-g128": (1, 512)}
     for format, tokens in (few if quick else {**served, "q6_k": (1, 2048)}).items():
-        experts = random_experts(format, 64, H, INTER, device)
-        for T in tokens:
-            yield layer_case(experts, format, T, TOPK, "balanced", "bf16")
-        del experts
+        of_some = _served_cases(format, tokens, device)
+        yield from going_on("moe", f"{_SERVED} experts in {format}", of_some)
+
+
+def _crowded_cases(format: str, device: torch.device, quick: bool) -> Iterator[Case]:
+    experts = random_experts(format, E, H, INTER, device)
+    for each in (128, 512) if quick else (64, 128, 256, 512):
+        T = each * E // TOPK
+        how = _activations(format, each, "auto")
+        yield layer_case(experts, format, T, TOPK, "balanced", how)
+        if each in (128, 512):
+            yield from product_cases(experts, format, T, TOPK, how)
+    if not quick:
+        how = _activations(format, 256, "auto")
+        yield layer_case(experts, format, 256 * E // TOPK, TOPK, "zipf", how)
+    yield layer_case(experts, format, 1, TOPK, "balanced", "bf16")
+
+
+def _served_cases(format: str, tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
+    experts = random_experts(format, _SERVED, H, INTER, device)
+    for T in tokens:
+        yield layer_case(experts, format, T, TOPK, "balanced", "bf16")
 
 
 def case(
