@@ -11,7 +11,7 @@ Which modules are quantized is told by their tensors, not by the lists of the co
 ===========================  ==================================================================
 ``X.weight_packed``          int32 [N, ceil(K / 8)]: input ``8 i + j`` in bits 4 j .. 4 j + 3 of
                              word i, 8 added
-``X.weight_scale``           bfloat16 [N, ceil(K / group)] or [N, 1]
+``X.weight_scale``           bfloat16 [N, ceil(K / group)], or float [N, 1]
 ``X.weight_shape``           int64 [2]: N, K
 ``X.weight`` F8_E4M3         with ``X.weight_scale`` float [N, 1], [1] or [N / 128, K / 128]
 ``X.weight`` I8              with ``X.weight_scale`` float [N, 1] or [1]
@@ -51,6 +51,7 @@ _WEIGHTS: dict[str, dict[str, tuple[Any, ...]]] = {
         "type": ("int", None),
         "symmetric": (True,),
         "strategy": ("channel", "tensor"),
+        "actorder": (None, False, "weight", "static"),
     },
     "float-quantized": {
         "num_bits": (8,),

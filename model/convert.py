@@ -10,7 +10,8 @@ stored                                                as in
 ``X.experts.E.{w1,w3,w2}.weight``                     Mixtral (gate, up, down)
 ``X.experts.{gate_up,down}_proj`` [E, 2 I, H], ...    transformers' own fused parameters
 ``*.weight`` float8_e4m3fn + ``*.weight_scale_inv``   DeepSeek's FP8, one scale a 128x128 block
-``*.weight_packed`` + ``*.weight_scale``, ...         compressed-tensors: see `model.compressed`
+``*.weight`` float8_e4m3fn or int8 + ``*_scale``      compressed-tensors: see `model.compressed`
+``*.weight_packed`` + ``*.weight_scale``, ...         likewise, int4
 ====================================================  ==========================================
 """
 
@@ -147,14 +148,19 @@ def _add_experts(plan: Plan, names: Names, module: Any, path: str) -> None:
             )
         if packed and dtype in ("F16", "F32"):
             plan.lossy = dtype
-    if any(m.fmt == "int4-channel" for expert in found for m in expert):
+    stored = _formats(found)
+    if len(stored) > 1:
         found = [(_whole(gate), _whole(up), _whole(down)) for gate, up, down in found]
-    stored = sorted({m.fmt or "bf16" for expert in found for m in expert})
+        stored = _formats(found)
     if len(stored) > 1:
         raise PykernelsError(
             f"The experts of {block} are partly {' and partly '.join(stored)}", CHECK
         )
     plan.items.append(Experts(path, stored[0], found))
+
+
+def _formats(found: list[tuple[Matrix, Matrix, Matrix]]) -> list[str]:
+    return sorted({m.fmt or "bf16" for expert in found for m in expert})
 
 
 def _whole(matrix: Matrix) -> Matrix:

@@ -77,8 +77,23 @@ class Names:
                 CHECK,
             )
         if info.dtype == "F8_E4M3":
+            self._check_matrix(part, len(shape) >= 2)
             return self._fp8(key, part, shape)
-        return self._int8(key, part, shape) if info.dtype == "I8" else Matrix(part, shape)
+        if info.dtype == "I8":
+            self._check_matrix(part, len(shape) == 2)
+            return self._int8(key, part, shape)
+        return Matrix(part, shape)
+
+    def _check_matrix(self, part: Part, fits: bool) -> None:
+        """Raises `PykernelsError` for codes that are no matrices, or lie together as no reader cuts
+        them."""
+        info = self.checkpoint.tensors[part.name]
+        if not fits:
+            raise PykernelsError(
+                f"{part.name} is {info.dtype} {list(info.shape)}, its codes are read as matrices"
+                " [N, K], one a tensor",
+                compressed.MEND,
+            )
 
     def _fp8(self, key: str, part: Part, shape: tuple[int, ...]) -> Matrix | None:
         """E4M3 with DeepSeek's scales (`_scale_inv`) or those of compressed-tensors (`_scale`)."""
@@ -97,20 +112,22 @@ class Names:
         scale = self._companion(key, "_scale")
         if scale is None:
             return None
-        formats: dict[tuple[int, ...], str] = dict.fromkeys(((shape[0], 1), (1,)), "int8-channel")
+        N, _ = shape
+        formats: dict[tuple[int, ...], str] = dict.fromkeys(((N, 1), (1,)), "int8-channel")
         return Matrix(part, shape, scale, self._scale_format(scale, part, formats, FLOATS))
 
     def _int4(self, key: str, shape: tuple[int, ...]) -> Matrix | None:
-        """compressed-tensors' words of eight 4-bit integers, with bfloat16 scales of groups, or one
-        an output."""
+        """compressed-tensors' words of eight 4-bit integers, with bfloat16 scales of groups, or
+        scales of any float, one an output."""
         part = self._companion(key, "_packed")
         scale, own_shape = self._companion(key, "_scale"), self._companion(key, "_shape")
         if part is None or scale is None or own_shape is None:
             return None
         info = self.checkpoint.tensors[part.name]
-        *fused, N, K = shape
+        self._check_matrix(part, len(shape) == 2)
+        N, K = shape
         needed = N, -(-K // 8)
-        if fused or info.shape != needed or info.dtype != "I32":
+        if info.shape != needed or info.dtype != "I32":
             raise PykernelsError(
                 f"{part.name} is {info.dtype} {list(info.shape)}, the model's {list(shape)} needs "
                 f"I32 {list(needed)}",
@@ -121,7 +138,11 @@ class Names:
             (N, -(-K // 128)): "int4-g128",
             (N, -(-K // 32)): "int4",
         }
-        return Matrix(part, shape, scale, self._scale_format(scale, part, formats, ("BF16",)))
+        dtypes: tuple[str, ...] = ("BF16",)
+        stored = self.checkpoint.tensors[scale.name]
+        if stored.shape == (N, 1) and stored.dtype not in dtypes:
+            formats, dtypes = {(N, 1): "int4-channel"}, FLOATS
+        return Matrix(part, shape, scale, self._scale_format(scale, part, formats, dtypes))
 
     def _companion(self, key: str, suffix: str) -> Part | None:
         """A tensor that belongs to another; None notes it as missing."""

@@ -59,7 +59,7 @@ TUNED = ("kt-kernel", "llama.cpp", "torch")
 """Engines that may be faster on fewer threads than there are cores: several counts are tried."""
 
 _BF16, _VNNI, _AVX2 = ("avx512bf16",), ("avx512vnni",), ("avx2",)
-_INT4 = ("int4", "int4-g128", "int4-channel", "mxfp4")
+_INT4 = ("int4", "int4-g128", "mxfp4")
 _SCALED_FP8 = 1 + 4 / (128 * 128)
 _SCALED_INT4 = 0.5 + 4 / 32  # its bf16 scales become float32
 
@@ -77,7 +77,7 @@ PEERS = (
     Peer("kt-kernel", "fp8", _SCALED_FP8, ("fp8", "fp8-channel"), _BF16, loading=1.0),
     Peer("kt-kernel", "bf16", 2.0, ("bf16",), _BF16),
     Peer("kt-kernel", "rawint4", _SCALED_INT4, _INT4, _BF16),
-    Peer("kt-kernel", "amxint4", 0.5, _INT4, _VNNI, loading=4.0),
+    Peer("kt-kernel", "amxint4", 0.5, (*_INT4, "int4-channel"), _VNNI, loading=4.0),
     Peer("kt-kernel", "amxint8", 1.0, ("int8", "int8-channel"), _VNNI, loading=4.0),
     _llama_cpp("bf16", 2.0, "bf16"),
     _llama_cpp("q8_0", 34 / 32, "q8_0", "int8"),

@@ -100,11 +100,9 @@ def kind_of(fmt: Format) -> str:
 def pack_for_gpu(fmt: Format, weights: Sequence[Weight]) -> Matrices:
     """A stack of equal matrices from a checkpoint's weights, on their device.
 
-    Integer weights may have one scale an output (``scale`` [N, 1]) in place of one a group, as
-    those of the channel formats have.
-
     Raises:
-        PykernelsError: a format or a K that has no GPU layout; matrices of different shapes.
+        PykernelsError: a format or a K that has no GPU layout; matrices of different shapes; scales of
+            other groups than the format's.
     """
     shapes = {fmt.logical_shape(weight) for weight in weights}
     if len(shapes) != 1:
@@ -118,25 +116,22 @@ def pack_for_gpu(fmt: Format, weights: Sequence[Weight]) -> Matrices:
         scale = torch.stack([_scale(weight).float() for weight in weights])
         return Matrices(kind, N, K, 128, data, scale)
     if kind in ("int8", "int4"):
-        counts = {_scale(weight).shape[1] for weight in weights}
-        if len(counts) != 1 or not counts <= {1, -(-K // _group(fmt, K))}:
+        group, scales = _group(fmt, K), [_scale(weight) for weight in weights]
+        if {scale.shape[1] for scale in scales} != {-(-K // group)}:
             raise PykernelsError(
-                f"{sorted(counts)} scales for {K} inputs in {fmt.name}",
-                "Give one for each group, or one for each output",
+                f"{sorted({scale.shape[1] for scale in scales})} scales for {K} inputs in"
+                f" {fmt.name}",
+                "Give one for each group; the channel formats have one for each output",
             )
-        group = K if counts == {1} else _group(fmt, K)
-        scale = torch.stack([_words(_scale(weight), group) for weight in weights])
+        if group != K:  # those of groups are read as bfloat16, one an output as it is
+            scales = [scale.bfloat16() for scale in scales]
+        scale = torch.stack([_words(scale, group) for scale in scales])
         return Matrices(kind, N, K, group, data, scale)
     return Matrices(kind, N, K, 0, data)
 
 
-def empty_for_gpu(
-    fmt: Format, count: int, N: int, K: int, device: torch.device, group: int | None = None
-) -> Matrices:
+def empty_for_gpu(fmt: Format, count: int, N: int, K: int, device: torch.device) -> Matrices:
     """A stack of ``count`` matrices of no particular values: slots to copy experts into.
-
-    Args:
-        group: K for integers with one scale an output; None for the format's own groups.
 
     Raises:
         PykernelsError: a format or a K that has no GPU layout.
@@ -154,7 +149,7 @@ def empty_for_gpu(
         scale = torch.empty(count, -(-N // 128), -(-K // 128), device=device)
         return Matrices(kind, N, K, 128, data, scale)
     if isinstance(fmt, Integer):
-        group = group or _group(fmt, K)
+        group = _group(fmt, K)
         if group == 32:
             scale = torch.empty(count, K // 64, N, 2, dtype=torch.bfloat16, device=device)
         else:
@@ -197,8 +192,6 @@ def unpack_from_gpu(fmt: Format, stack: Matrices, index: int) -> Weight:
     if scale is not None and stack.kind in ("int8", "int4"):
         by_row = scale.transpose(0, 1).flatten(1)  # a K of 64 n has whole pairs of 32
         scale = by_row.to(fmt.scale_dtypes[0]).contiguous()
-        if stack.group == stack.K:  # one an output: repeated for each of the format's groups
-            scale = scale.expand(-1, -(-stack.K // _group(fmt, stack.K))).contiguous()
     return Weight(data, scale)
 
 
@@ -215,7 +208,7 @@ def _scale(weight: Weight) -> torch.Tensor:
 def _words(scale: torch.Tensor, group: int) -> torch.Tensor:
     """[N, G] -> a word for each row and group, or pair of groups."""
     if group == 32:
-        return scale.bfloat16().unflatten(1, (-1, 2)).transpose(0, 1).contiguous()
+        return scale.unflatten(1, (-1, 2)).transpose(0, 1).contiguous()
     return scale.float().T.contiguous()
 
 

@@ -1,11 +1,12 @@
 """int8 and int4, symmetric, one bfloat16 scale for each output and group of inputs, or one float32
 scale for each output.
 
-``w = q * scale`` with ``q`` in -127 .. 127 (int8) or -8 .. 7 (int4). Scales are bfloat16, as in
-Kimi-K2's compressed-tensors INT4 checkpoints (group 32); quantization rounds the scale first, so
-that nothing is lost to it. A scale of all an output's inputs is coarse for 4 bits; checkpoints of 8
-bits (W8A8) and KTransformers' AMXINT4 have it. Integers of 8 bits are exact in bfloat16: with bf16
-activations the products are those of the dequantized weights.
+``w = q * scale`` with ``q`` in -127 .. 127 (int8; with one scale an output -128 too) or -8 .. 7
+(int4). Scales of groups are bfloat16, as in Kimi-K2's compressed-tensors INT4 checkpoints (group
+32); quantization rounds the scale first, so that nothing is lost to it. A scale of all an output's
+inputs is coarse for 4 bits; checkpoints of 8 bits (W8A8) and KTransformers' AMXINT4 have it.
+Integers of 8 bits are exact in bfloat16: with bf16 activations the products are those of the
+dequantized weights.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ class Integer(Format):
     Args:
         name: as on the command line.
         bits: 8 or 4.
-        group: inputs of one scale, 32 or 128; 0 for all of an output's (``IntegerChannel``).
+        group: inputs of one scale, one of ``groups``.
     """
+
+    groups: tuple[int, ...] = (32, K_BLOCK)
 
     dtype = torch.int8
     scale_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
     int8_kind = "q8"
 
     def __init__(self, name: str, bits: int, group: int) -> None:
-        if bits not in (4, 8) or group not in (0, 32, K_BLOCK):
+        if bits not in (4, 8) or group not in self.groups:
             raise PykernelsError(
                 f"int{bits} in groups of {group}", "Use 4 or 8 bits, group 32 or 128"
             )
@@ -101,9 +104,11 @@ class Integer(Format):
 class IntegerChannel(ChannelScales, Integer):
     """Symmetric integers with one float32 scale an output, all codes used: llm-compressor's W8A8.
 
-    Nothing is folded but the scales of int8 activations, so these have large groups: ``q8_k``.
+    Nothing is folded but the scales of int8 activations, so these have large groups: ``q8_k``. K is
+    padded to whole ones.
     """
 
+    groups = (0,)  # all of an output's inputs
     int8_kind = "q8_k"
     k_block = GROUPS["q8_k"]
 

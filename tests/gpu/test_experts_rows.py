@@ -19,7 +19,7 @@ from pykernels.gpu import experts_plan, grouped_gemm, launch, many_rows_hopper, 
 from pykernels.gpu.experts_plan import many_plan, most_few
 from pykernels.gpu.matrices import pack_for_gpu
 from pykernels.gpu.plan_types import GemmPlan, ManyPlan
-from pykernels.quant import Weight, get_format
+from pykernels.quant import get_format
 from pykernels.shapes import MoEShape
 from pykernels.testing import balanced_routing, one_expert_routing, relative_error, skewed_routing
 
@@ -74,11 +74,8 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def test_one_scale_an_output_and_experts_that_lie_nowhere(device: torch.device) -> None:
-    fmt, shape = get_format("int8"), replace(RAGGED, E=4, H=192)
-    weights = [
-        Weight(torch.randint(-127, 128, (shape.I, shape.H), dtype=torch.int8), scale.bfloat16())
-        for scale in torch.rand(4, shape.I, 1) / 500
-    ]
+    fmt, shape = get_format("int8-channel"), replace(RAGGED, E=4, H=192)
+    weights = [fmt.quantize(torch.randn(shape.I, shape.H)) for _ in range(4)]
     downs = [fmt.quantize(torch.randn(shape.H, shape.I)) for _ in range(2)]
     slots = torch.tensor([1, -1, 1, -1], dtype=torch.int32, device=device)
     experts = moe.Experts(

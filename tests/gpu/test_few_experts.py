@@ -81,7 +81,7 @@ def test_products(
 
 def test_an_expert_that_lies_nowhere_takes_nothing_from_slot_0(device: torch.device) -> None:
     """One scale an output is multiplied in behind the loop: that slot may hold nothing yet."""
-    fmt, K, N = get_format("int8"), 192, 24
+    fmt, K, N = get_format("int8-channel"), 192, 24
     packed = [Weight(fmt.quantize(torch.randn(N, K)).data, torch.ones(N, 1)) for _ in range(4)]
     order = sort_slots(torch.tensor([[0, 1]], device=device), 2)
     table = torch.tensor([-1, 1], dtype=torch.int32, device=device)

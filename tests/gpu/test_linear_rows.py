@@ -362,10 +362,8 @@ def test_weights_may_be_written_by_the_kernel_in_front(name: str, plan: OneRowPl
             assert torch.equal(out, expected[i % 2])
 
 
-def _meta_call(
-    name: str, M: int, N: int, group: int | None = None, activations: str = "bf16"
-) -> tuple[str, object]:
-    stack = empty_for_gpu(get_format(name), 1, N, 7168, torch.device("meta"), group)
+def _meta_call(name: str, M: int, N: int, activations: str = "bf16") -> tuple[str, object]:
+    stack = empty_for_gpu(get_format(name), 1, N, 7168, torch.device("meta"))
     x = torch.empty(M, 7168, dtype=torch.bfloat16, device="meta")
     bias = torch.empty(N, device="meta") if activations == "fp8" else None
     return f"{name} {M}", lambda: linear(x, stack, bias, activations=activations)
@@ -376,12 +374,12 @@ COMPILES = [
     _meta_call("int4-g128", 1, 7168),
     _meta_call("int4", 1, 7168),
     _meta_call("int4-g128", 2, 18432),
-    _meta_call("int8", 8, 7168, 7168),
+    _meta_call("int8-channel", 8, 7168),
     _meta_call("fp8", 1, 7168),
     _meta_call("q4_k", 1, 18432),
     _meta_call("q4_k", 8, 7168),
     _meta_call("q6_k", 8, 7168),
-    _meta_call("int8", 1, 18432, 7168),
+    _meta_call("int8-channel", 1, 18432),
     _meta_call("int4-g128", 32, 7168),
     _meta_call("int4-g128", 64, 7168),
     _meta_call("int4-g128", 128, 18432),
@@ -396,10 +394,10 @@ COMPILES = [
     _meta_call("fp8", 64, 4096),
     _meta_call("fp8", 128, 18432),
     _meta_call("fp8", 256, 18432),
-    _meta_call("int8", 128, 18432, 7168),
+    _meta_call("int8-channel", 128, 18432),
     _meta_call("int4-g128", 2048, 18432),
     _meta_call("int4-g128", 2048, 7168),
-    _meta_call("int8", 2048, 7168, 7168),
+    _meta_call("int8-channel", 2048, 7168),
     _meta_call("fp8", 128, 2048, activations="fp8"),
     _meta_call("fp8", 2048, 18432, activations="fp8"),
 ]

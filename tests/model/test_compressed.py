@@ -137,6 +137,21 @@ def refused(folder: Path, said: str) -> None:
         pytest.param(
             "block", {"block_structure": [64, 64]}, {}, r"block_structure \[64, 64\]", id="blocks"
         ),
+        pytest.param("int4", {"group_size": None}, {}, "group_size None", id="no group size"),
+        *(
+            pytest.param("int8-channel", changed, {}, said, id=f"int8 {said}")
+            for changed, said in (
+                ({"symmetric": False}, "symmetric False"),
+                ({"strategy": "group"}, "strategy 'group'"),
+                ({"strategy": None}, "strategy None"),
+                ({"num_bits": 4}, "num_bits 4"),
+                ({"type": "float"}, "type 'float'"),
+                ({"actorder": "group"}, "actorder 'group'"),
+            )
+        ),
+        pytest.param(
+            "int4-channel", {"actorder": "group"}, {}, "actorder 'group'", id="int4 permuted"
+        ),
     ],
 )
 def test_what_cannot_be_read_is_told_in_one_line(
@@ -160,7 +175,62 @@ def test_orders_that_leave_the_inputs_in_place_are_read(tmp_path: Path, actorder
     assert read_config(tmp_path).model_type == "deepseek_v3"
 
 
+def fuse(tensors: dict[str, torch.Tensor], *scale: int) -> None:
+    """Layer 1's experts as one tensor of codes each, with scales of that shape."""
+    block = "model.layers.1.mlp.experts"
+    for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+        experts = []
+        while (at := f"{block}.{len(experts)}.{parts[0]}.weight") in tensors:
+            del tensors[f"{at}_scale"]
+            codes = [tensors.pop(f"{block}.{len(experts)}.{part}.weight") for part in parts]
+            for part in parts[1:]:
+                del tensors[f"{block}.{len(experts)}.{part}.weight_scale"]
+            experts.append(torch.cat(codes))
+        tensors[f"{block}.{name}"] = torch.stack(experts)
+        tensors[f"{block}.{name}_scale"] = torch.full(scale, 0.01)
+
+
+NORM = "model.norm.weight"
 TENSORS: list[tuple[str, str, Callable[[dict[str, torch.Tensor]], object], str]] = [
+    *(
+        (
+            f"fused int8 with scales {list(scale)}",
+            "int8-channel",
+            lambda t, scale=scale: fuse(t, *scale),  # type: ignore[misc]
+            r"experts\.gate_up_proj is I8 \[\d+, 256, 256\], its codes are read as matrices",
+        )
+        for scale in ((1,), (4, 1), (4, 256, 1))
+    ),
+    (
+        "an int8 vector",
+        "int8-channel",
+        lambda t: t.update({NORM: t[NORM].to(torch.int8), f"{NORM}_scale": torch.ones(1)}),
+        rf"{NORM} is I8 \[256\], its codes are read as matrices",
+    ),
+    (
+        "an FP8 vector",
+        "channel",
+        lambda t: t.update({NORM: t[NORM].to(torch.float8_e4m3fn), f"{NORM}_scale": torch.ones(1)}),
+        rf"{NORM} is F8_E4M3 \[256\], its codes are read as matrices",
+    ),
+    (
+        "no int8 scales",
+        "int8-channel",
+        lambda t: t.pop(f"{EXPERT}_scale"),
+        f"1 tensors are missing in .*: {EXPERT}_scale",
+    ),
+    (
+        "int8 scales of groups",
+        "int8-channel",
+        lambda t: t.update({f"{EXPERT}_scale": torch.ones(128, 2)}),
+        rf"{EXPERT}_scale is F32 \[128, 2\], {EXPERT} needs F32 \[128, 1\] or \[1\]",
+    ),
+    (
+        "int8 scales that are no floats",
+        "int8-channel",
+        lambda t: t.update({f"{EXPERT}_scale": torch.ones(128, 1, dtype=torch.int32)}),
+        rf"{EXPERT}_scale is I32 \[128, 1\], ",
+    ),
     (
         "no scales",
         "int4",
@@ -222,6 +292,21 @@ def test_wrong_tensors_are_told_before_one_is_read(
     save_file(tensors, folder / "model.safetensors")
     monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("something was loaded"))
     refused(folder, said)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_int4_scales_of_outputs_are_any_floats(
+    own: Callable[..., Path], dtype: torch.dtype
+) -> None:
+    folder = own("deepseek_v3", **options("int4-channel"))
+    tensors = load_file(folder / "model.safetensors")
+    scale = tensors[f"{EXPERT}_scale"].to(dtype) * 1.001
+    tensors[f"{EXPERT}_scale"] = scale
+    save_file(tensors, folder / "model.safetensors")
+    lm = model.from_pretrained(folder)
+    routed = next(iter(routed_experts(lm)))
+    _, up, _ = routed.weights.unpack(3)
+    assert routed.weights.fmt.name == "int4-channel" and torch.equal(up.scale, scale.float())
 
 
 def test_every_scheme_is_in_the_table() -> None:
