@@ -101,8 +101,8 @@ def pack_for_gpu(fmt: Format, weights: Sequence[Weight]) -> Matrices:
     """A stack of equal matrices from a checkpoint's weights, on their device.
 
     Raises:
-        PykernelsError: a format or a K that has no GPU layout; matrices of different shapes; scales of
-            other groups than the format's.
+        PykernelsError: a format or a K that has no GPU layout; matrices of different shapes; scales
+            of other groups than the format's.
     """
     shapes = {fmt.logical_shape(weight) for weight in weights}
     if len(shapes) != 1:
