@@ -100,13 +100,17 @@ NEWER = frozenset({"avx512bf16", "avx512vbmi", "avx512vnni", "gfni"})
 
 ALIKE = {
     ("amx", "fp8-channel", "bf16"),
+    ("amx", "int8-channel", "bf16"),
     ("amx", "int4-channel", "bf16"),
+    ("avx512", "int4-channel", "bf16"),
+    ("avx512", "int4-channel", "int8"),
     ("amx", "int4-g128", "bf16"),
     ("amx", "int4-g128", "int8"),
     ("amx", "q8_0", "bf16"),
 }
-"""Decoded for AMX like fp8, int4 and int8, and summed in groups like fp8, int8 and int4. Their own
-scales are read the same way for either unit. (On AMX itself all formats are run: tests/amx.)"""
+"""Decoded like fp8, int4 and int8 (int8-channel for either unit), and summed in groups like fp8,
+int8, int4 and int8-channel. Their own scales are read the same way for either unit. (On AMX itself
+all formats are run: tests/amx.)"""
 
 VARIANTS = [
     (unit, fmt, activations)

@@ -84,7 +84,7 @@ def main() -> None:
     JITFunction.run = compile_it
     chosen = {
         "GQA, D 128", "GQA, pages", "MLA", "MLA, 128 heads", "MLA, 128 heads, E4M3",
-        "int4-g128 2048", "int8 2048", "fp8 128",
+        "int4-g128 2048", "int8-channel 2048", "fp8 128",
         "bf16 bf16 256", "fp8 fp8 256", "int4-g128 bf16 256", "q4_k bf16 64",
     }  # fmt: skip
     tables = prefill, decode, linears, experts
