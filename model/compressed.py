@@ -37,21 +37,23 @@ MEND = (
     "compressed-tensors' symmetric int4 (groups of 32 or 128, or a scale an output), int8 or FP8"
 )
 
+_ORDERS = (None, False, "weight", "static")
+"""``actorder``: "group" permutes the inputs; "weight" (or "static") only chose how to round."""
+
 _WEIGHTS: dict[str, dict[str, tuple[Any, ...]]] = {
     "pack-quantized": {
         "num_bits": (4,),
         "type": ("int", None),
         "symmetric": (True,),
         "strategy": ("group", "channel"),
-        # "group" permutes the inputs; "weight" (also "static") only chose how to round.
-        "actorder": (None, False, "weight", "static"),
+        "actorder": _ORDERS,
     },
     "int-quantized": {
         "num_bits": (8,),
         "type": ("int", None),
         "symmetric": (True,),
         "strategy": ("channel", "tensor"),
-        "actorder": (None, False, "weight", "static"),
+        "actorder": _ORDERS,
     },
     "float-quantized": {
         "num_bits": (8,),

@@ -36,7 +36,7 @@ from pykernels.env import env
 from pykernels.quant import FORMATS, Format, Weight, get_format
 from pykernels.quant.activations import digits, quantize, sums
 from pykernels.quant.gguf import GGUF
-from pykernels.quant.integer import Integer
+from pykernels.quant.integer import Integer, IntegerChannel
 from pykernels.registry import resolve
 from pykernels.target import detect
 from pykernels.testing import assert_close, poisoned
@@ -153,13 +153,13 @@ def _small_integers(fmt: Format, N: int, K: int, g: torch.Generator) -> Weight:
 
 
 def _formats_of_kinds(names):
-    """All pairs; but what the base set spells out is tested once for a format's codes, not again
-    for its other scales."""
+    """All pairs; but what the base set spells out for integers is tested with the scales of groups
+    alone."""
     return [
         pytest.param(kind, name, marks=needs)
         for name in names
         for kind, needs in NEEDS.items()
-        if kind != "base" or not name.endswith("-channel")
+        if kind != "base" or not isinstance(FORMATS[name], IntegerChannel)
     ]
 
 

@@ -108,17 +108,18 @@ def test_a_case_that_cannot_be_made_is_a_row_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "make"), [(attention, "build"), (linear, "case"), (moe, "random_experts")]
+    ("op", "make", "fewest"),
+    [(attention, "build", 4), (linear, "case", 4), (moe, "random_experts", 3)],
 )
 def test_cases_behind_one_that_cannot_be_made_go_on(
-    op: Any, make: str, monkeypatch: pytest.MonkeyPatch
+    op: Any, make: str, fewest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing_case(*arguments: Any) -> Case:
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(op, make, failing_case)
     rows = list(measure_all("", op.cases(CPU, True), CPU, 0.01, ROOFS))
-    assert len(rows) >= 3 and all(row["why"] == "RuntimeError: no memory" for row in rows)
+    assert len(rows) >= fewest and all(row["why"] == "RuntimeError: no memory" for row in rows)
 
 
 class LostTimer:
