@@ -44,6 +44,7 @@ class Target:
 
     Cache sizes are bytes, 0 when unknown: ``l1d`` and ``l2`` of one instance, ``l3`` of all that
     the cores of this process have (a server CPU has several), since weights may lie in any.
+    ``vendor`` is the CPU's own word for who made it, "" when unknown.
     """
 
     cpu: str
@@ -53,6 +54,7 @@ class Target:
     l2: int
     l3: int
     gpus: tuple[Gpu, ...] = ()
+    vendor: str = ""
 
     def lacks(self, features: Iterable[str]) -> list[str]:
         """Those of ``features`` that are not here, in the order asked."""
@@ -70,14 +72,16 @@ def detect() -> Target:
             f"PYKERNELS_ISA hides {unknown[0]!r}, which is no feature known here",
             f"Hide some of {', '.join(ISA_NAMES)}",
         )
-    cpu, isa, l1d, l2, l3 = _hardware()
-    return Target(cpu, platform.machine(), isa - env.isa, l1d, l2, l3, _gpus())
+    cpu, vendor, isa, l1d, l2, l3 = _hardware()
+    return Target(cpu, platform.machine(), isa - env.isa, l1d, l2, l3, _gpus(), vendor)
 
 
 @functools.cache
-def _hardware() -> tuple[str, frozenset[str], int, int, int]:
+def _hardware() -> tuple[str, str, frozenset[str], int, int, int]:
     l1d, l2, l3 = (cache_sizes(level) for level in (1, 2, 3))
-    return _cpu_name(), _compiled_features(), max(l1d, default=0), max(l2, default=0), sum(l3)
+    name = f"{_cpu_says('model name') or platform.processor()} ({llvm.get_host_cpu_name()})"
+    caches = max(l1d, default=0), max(l2, default=0), sum(l3)
+    return name, _cpu_says("vendor_id"), _compiled_features(), *caches
 
 
 def _compiled_features() -> frozenset[str]:
@@ -95,13 +99,14 @@ def _compiled_features() -> frozenset[str]:
     return frozenset(name for name in ISA_NAMES if host.get(name, False))
 
 
-def _cpu_name() -> str:
+def _cpu_says(field: str) -> str:
+    """A field of the first CPU in /proc/cpuinfo; "" where it is not there."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         text = ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return f"{found[1].strip() if found else platform.processor()} ({llvm.get_host_cpu_name()})"
+    found = re.search(rf"^{field}\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else ""
 
 
 def cache_sizes(

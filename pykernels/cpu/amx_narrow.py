@@ -20,7 +20,7 @@ from .job import f32
 from .scales import Scales
 
 
-def make_narrow(scales: Scales, ACT_K: int, STEP_K: int, amx: Any) -> Passes:
+def make_narrow(scales: Scales, ACT_K: int, STEP_K: int, amx: Any, streams: int) -> Passes:
     """The passes of groups of a tile product; arguments as of ``amx_wide.make_wide``."""
     GROUP, INT8 = scales.k, ACT_K > 0
     PER_STEP = STEP_K // GROUP  # scale groups in a full tile
@@ -85,7 +85,10 @@ def make_narrow(scales: Scales, ACT_K: int, STEP_K: int, amx: Any) -> Passes:
             totals[t] = fma_f32(total, broadcast_f32(f32(act, t)), totals[t]) if INT8 else total
 
     @inlined
-    def run(inputs, count, a, a_group, b, c, scale, first_k, act_scales, sums, parts, ahead, lines):
+    def run(
+        inputs, count, a, a_group, b, c, scale, first_k, act_scales, sums, parts, ahead, stream,
+        lines,
+    ):  # fmt: skip
         part01, part23 = parts + HEADER, parts + HEADER + 2 * TILE
         for half in range(2):
             to = c + 64 * half
@@ -115,7 +118,8 @@ def make_narrow(scales: Scales, ACT_K: int, STEP_K: int, amx: Any) -> Passes:
                     store(1, part01 + TILE, 64)
                 if half == 0:
                     for _ in range(lines * (QUAD // STEP_K)):
-                        prefetch_l2(ahead)
+                        for i in range(streams):
+                            prefetch_l2(ahead + i * stream)
                         ahead += 64
             for t in range(16):
                 store_f32(to + 128 * t, totals[t])

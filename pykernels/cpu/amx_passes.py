@@ -25,9 +25,10 @@ class Passes:
 
     Attributes:
         run: ``run(inputs, count, a, a_group, b, c, scale, first_k, act_scales, sums, parts, ahead,
-            lines) -> ahead``: ``c[32, 32] += scale * (products of a slab)`` for ``count`` groups of
-            16 tokens, ``a_group`` bytes apart; prefetches ``lines`` from ``ahead`` on with each
-            product; may leave the last of it to the next call.
+            stream, lines) -> ahead``: ``c[32, 32] += scale * (products of a slab)`` for ``count``
+            groups of 16 tokens, ``a_group`` bytes apart; prefetches ``lines`` from ``ahead`` on
+            with each product, and as many of each further stream, ``stream`` bytes apart; may leave
+            the last of it to the next call.
         flush: ``flush(parts)``: adds what is left.
         token_groups: the most of ``count``.
         b_rows: rows of a B tile.

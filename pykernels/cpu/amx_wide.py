@@ -46,6 +46,7 @@ def make_wide(
     SLAB_K: int,
     STEP_K: int,
     amx: Any,
+    streams: int,
     planes: int = 1,
     MINIMUM_K: int = 0,
 ) -> Passes:
@@ -57,6 +58,7 @@ def make_wide(
         SLAB_K: most inputs of a slab.
         STEP_K: inputs of a full tile.
         amx: ``intrin.amx`` or ``intrin.amx_model``.
+        streams: of prefetches.
         planes: of B tiles: 1 or 2.
         MINIMUM_K: inputs of a minimum, if there are any.
     """
@@ -128,18 +130,30 @@ def make_wide(
         poke_i64(parts, _ROWS, 0)
 
     @inlined
-    def product(pair, a0, a1, b):
-        """The C tiles += 1 or 2 A tiles x 2 B tiles."""
+    def ask(ahead, stream, first, last):
+        for i in range(first, last):
+            for k in range(streams):
+                prefetch_l2(ahead + 64 * i + k * stream)
+
+    @inlined
+    def product(pair, a0, a1, b, ahead, stream, lines):
+        """The C tiles += 1 or 2 A tiles x 2 B tiles; lines are asked for between the products: all
+        at once they would take the buffers that tile loads need."""
         load(6, b, 64)
         load(4, a0, 64)
         load(7, b + TILE, 64)
         if pair:
             load(5, a1, 64)
         dot(0, 4, 6)
+        ask(ahead, stream, 0, lines // 4)
         dot(1, 4, 7)
+        ask(ahead, stream, lines // 4, lines // 2)
         if pair:
             dot(2, 5, 6)
+        ask(ahead, stream, lines // 2, lines * 3 // 4)
+        if pair:
             dot(3, 5, 7)
+        ask(ahead, stream, lines * 3 // 4, lines)
         if JOINT:
             load(6, b + 2 * TILE, 64)
             load(7, b + 3 * TILE, 64)
@@ -150,7 +164,10 @@ def make_wide(
                 dot(3, 5, 7)
 
     @inlined
-    def run(inputs, count, a, a_group, b, c, scale, first_k, act_scales, sums, parts, ahead, lines):
+    def run(
+        inputs, count, a, a_group, b, c, scale, first_k, act_scales, sums, parts, ahead, stream,
+        lines,
+    ):  # fmt: skip
         pair = count > 1
         at = b
         for k in range(0, inputs, GROUP):
@@ -164,13 +181,11 @@ def make_wide(
                 zero(2)
                 zero(3)
                 for _ in range(steps):
-                    product(pair, a0, a0 + a_group, at)
+                    product(pair, a0, a0 + a_group, at, ahead, stream, lines)
+                    ahead += 64 * lines
                     rows = min(each, left - folded)
                     fold(parts, folded, rows)
                     folded += rows
-                    for _ in range(lines):
-                        prefetch_l2(ahead)
-                        ahead += 64
                     a0 += TILE
                     at += STEP_BYTES
                 part = parts + HEADER

@@ -2,10 +2,13 @@
 
 The loops, from the outside: slabs of 128 inputs; the task's blocks of 32 outputs; groups of 16
 tokens; scale groups; tile products. A slab of a block stays in L1 for all tokens, and so does that
-of up to 64 tokens for all blocks: the second level feeds tile loads too slowly to bring both. The
-next slab of weights is prefetched meanwhile, a few lines with each product. (Where sums stay in
-registers for a slab, ``amx_narrow``, and of planes a slab is 16 KiB of B tiles; where weights have
-one scale an output and activations groups of 256, it is one of these.)
+of up to 64 tokens for all blocks: the second level feeds tile loads too slowly to bring both.
+(Where sums stay in registers for a slab, ``amx_narrow``, and of planes a slab is 16 KiB of B tiles;
+where weights have one scale an output and activations groups of 256, it is one of these.)
+
+The next slab of weights is prefetched meanwhile, a few lines with each product, its two pages side
+by side where it has two: the second level's own prefetcher, which follows streams within a page,
+then has time to run ahead, and fewer lines wait for memory in the few buffers of the first level.
 
 bf16 blocks are B tiles already, and so are 8-bit integers where activations are int8. Others are
 decoded into a slab of them, with the scales of small groups where that is exact: powers of two
@@ -38,6 +41,7 @@ from .scales import Scales
 from .slabs import make_decode, make_gather
 
 _ACT_GROUPS, _SUM_GROUPS = 4, 16  # of a slab, at most
+_PAGE = 4096
 
 _CONFIG_AT = OUT_AT + OUT_BYTES
 _PARTS_AT = _CONFIG_AT + 64
@@ -103,10 +107,11 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
         SLAB = SLAB_BYTES // (2 * TILE * STEPS * PLANES)
     else:
         SLAB = max(1, scales.k // K_BLOCK)
+    STREAMS = 2 if SLAB * STEPS * STEP_BYTES >= 2 * _PAGE else 1
     if NARROW:
-        passes = make_narrow(scales, ACT_K, STEP_K, amx)
+        passes = make_narrow(scales, ACT_K, STEP_K, amx, STREAMS)
     else:
-        passes = make_wide(scales, ACT_K, SLAB * K_BLOCK, STEP_K, amx, PLANES, SUM_K)
+        passes = make_wide(scales, ACT_K, SLAB * K_BLOCK, STEP_K, amx, STREAMS, PLANES, SUM_K)
     run, flush, GROUPS, B_ROWS = passes.run, passes.flush, passes.token_groups, passes.b_rows
     decode = make_decode(reader, INT8, signed=True)
     gather = make_gather(ACT_K, SUM_K if MINIMA else 0)
@@ -130,7 +135,8 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
             gather(16 * groups, rows, K, slab * K_BLOCK, inputs, act_scales, sums)
             # Lines of the next slab of weights with each product: all at once they would wait.
             products = (groups + GROUPS - 1) // GROUPS * steps * (PLANES if INT8 else 1)
-            lines = (steps * STEP_BYTES // 64 + products - 1) // products
+            stream = steps * STEP_BYTES // STREAMS
+            lines = (stream // 64 + products - 1) // products
             for block in range(blocks):
                 b = w_slab + block * block_bytes
                 ahead = b + block_bytes if block + 1 < blocks else w_slab + steps * STEP_BYTES
@@ -147,7 +153,7 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
                         inputs, min(GROUPS, groups - group), a_slab, a_group, b,
                         out + (block * Mp + 16 * group) * 128, scale + block * scale_bytes,
                         slab * K_BLOCK, act_scales + 64 * group, sums + 64 * group,
-                        parts, ahead, lines,
+                        parts, ahead, stream, lines,
                     )  # fmt: skip
             flush(parts)
         amx.release()

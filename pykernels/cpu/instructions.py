@@ -19,9 +19,15 @@ EXTENSIONS = {
 
 @dataclass(frozen=True)
 class Instructions:
-    """The operations that not every AVX-512 CPU has; ``name`` tells sets of them apart."""
+    """The operations that not every AVX-512 CPU has.
+
+    Attributes:
+        name: tells sets of them apart.
+        digits: ``prefers_digits``.
+    """
 
     name: str
+    digits: bool
     dot_bf16: Callable
     store_bf16: Callable
     lookup_64: Callable
@@ -47,4 +53,16 @@ def instructions(target: Target) -> Instructions:
         if not target.lacks((extension,))
     ]
     name = "avx512" + "".join(f"-{name}" for name in have)
-    return Instructions(name, **found)
+    return Instructions(name, prefers_digits(target), **found)
+
+
+def prefers_digits(target: Target) -> bool:
+    """Whether integer weights better meet bfloat16 inputs as digits (``products``) on AVX-512:
+    three or four ``vpdpbusd`` for two ``vdpbf16ps`` and what decoding takes.
+
+    Intel's cores begin two ``vpdpbusd`` of 512 bits a cycle and one ``vdpbf16ps``, a thread alone
+    half of one; AMD's as many of either. Where there is no ``vdpbf16ps``, it is four operations.
+    """
+    if target.lacks(("avx512vnni",)):
+        return False
+    return bool(target.lacks(("avx512bf16",))) or target.vendor == "GenuineIntel"

@@ -60,6 +60,11 @@ class MoEKernel:
         return max(how.k if how else 32 for how in self.annotations)
 
     @property
+    def digits(self) -> bool:
+        """Whether tiles take bf16 inputs as digits."""
+        return self.annotations[0] is not None and self.annotations[0].kind == "digits"
+
+    @property
     def has_gemm(self) -> bool:
         return self.gemm != 0
 
@@ -115,13 +120,14 @@ def build_kernel(
         amx_unit: ``intrin.amx``, ``intrin.amx_model`` where there is none, or None for the AVX-512
             GEMM.
     """
-    exact = "decoded" if ops is None else "digits" if amx_unit is not None else "lifted"
+    digits = ops is not None and (ops.digits or amx_unit is not None)
+    exact = "decoded" if ops is None else "digits" if digits else "lifted"
     if ops is None:
         tiles = PORTABLE[backend].make_tiles(fmt, activations)
     elif amx_unit is not None and activations == "bf16":
         tiles = tile_amx.make_tiles(fmt, ops, amx_unit)
     else:
-        tiles = tile_avx512.make_tiles(fmt, ops, activations)
+        tiles = tile_avx512.make_tiles(fmt, ops, activations, digits)
     hows = annotation(fmt, activations, exact), annotation(fmt, activations)
     gemm, scratch_bytes = None, 0
     if ops is not None and amx_unit is not None:

@@ -9,6 +9,7 @@ from ..quant import Format
 from ..quant.layout import N_BLOCK, padded
 from ..shapes import MoEShape
 from .gemm import MAX_BLOCKS
+from .packings import INTEGERS
 
 # Tasks a thread. Every task begins streams that the prefetchers have to find again: the longer the
 # better. A GEMM task reads all its expert's tokens, so there too it pays to take more outputs.
@@ -92,9 +93,18 @@ class MoEPlan:
         return cuts
 
 
-def default_gemm_from(backend: str, fmt: str, activations: str = "bf16") -> int | None:
-    """``MoEPlan.gemm_from`` where nobody measured it; None for a backend without a GEMM."""
+def default_gemm_from(
+    backend: str, fmt: str, activations: str = "bf16", digits: bool = False
+) -> int | None:
+    """``MoEPlan.gemm_from`` where nobody measured it; None for tiles always.
+
+    Args:
+        digits: whether AVX-512 tiles take bf16 inputs as digits (``instructions``). They then are
+            the faster ones for any number of tokens: the GEMM multiplies in bfloat16.
+    """
     otherwise = GEMM_FROM.get(backend)
+    if digits and backend == "avx512" and activations == "bf16" and fmt in INTEGERS:
+        return None
     return _LATER.get((fmt, activations), otherwise) if backend == "amx" else otherwise
 
 

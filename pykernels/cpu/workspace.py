@@ -129,7 +129,8 @@ class MoECall:
 
         ``gemm_from`` is as in ``MoEPlan``; None for ``plan.default_gemm_from``.
         """
-        default = default_gemm_from(kernel.backend, kernel.fmt, kernel.activations)
+        digits = kernel.digits
+        default = default_gemm_from(kernel.backend, kernel.fmt, kernel.activations, digits)
         self._gemm_from = gemm_from or default or NEVER
         self.experts, self.kernel, self._workspace = experts, kernel, workspace
         self._workers, self._cut = workers, cut

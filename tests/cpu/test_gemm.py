@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -118,7 +119,14 @@ VARIANTS = [
     for fmt in FORMATS
     for activations in ("bf16", "int8")
     if activations == "bf16" or FORMATS[fmt].int8_kind
-] + [("base", "fp8", "bf16"), ("base", "q4_k", "int8")]
+] + [
+    ("base", "fp8", "bf16"),
+    ("base", "q4_k", "int8"),
+    ("other", "int8", "bf16"),
+    ("other", "q4_k", "bf16"),
+]
+"""Of the GEMM by a unit, and the tiles beside it. "other" meets integers the other way: as digits
+where this CPU would not, or not where it would."""
 
 
 @pytest.fixture(scope="module", params=[v for v in VARIANTS if v not in ALIKE], ids="-".join)
@@ -128,6 +136,8 @@ def kernels_of(request):
         ops = instructions(detect())
     if unit == "amx":
         return build_kernel("amx", fmt, activations, ops, amx_model)
+    if unit == "other":
+        ops = replace(ops, digits=not ops.digits)
     return build_kernel("avx512", fmt, activations, ops)
 
 

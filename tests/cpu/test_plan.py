@@ -8,6 +8,7 @@ import pytest
 
 from pykernels.cpu.gemm import MAX_BLOCKS
 from pykernels.cpu.moe import NEVER
+from pykernels.cpu.packings import INTEGERS
 from pykernels.cpu.plan import GEMM_FROM, MoEPlan, default_gemm_from, plan
 from pykernels.cpu.tile_avx512 import MAX_TOKENS
 from pykernels.errors import PykernelsError
@@ -36,6 +37,15 @@ def test_amx_tiles_and_int8_inputs_put_the_gemm_off() -> None:
             assert default_gemm_from("amx", fmt.name, "int8") > MAX_TOKENS
     assert default_gemm_from("avx512", "fp8") == GEMM_FROM["avx512"]
     assert default_gemm_from("generic", "fp8") is None
+
+
+def test_tiles_of_digits_leave_the_bf16_gemm_nothing() -> None:
+    """They are faster for any number of tokens, where an AVX-512 CPU takes them at all."""
+    for name in FORMATS:
+        exact = default_gemm_from("avx512", name, digits=True)
+        assert exact == (None if name in INTEGERS else GEMM_FROM["avx512"])
+        assert default_gemm_from("avx512", name, "int8", True) == GEMM_FROM["avx512"]
+        assert default_gemm_from("amx", name, digits=True) == default_gemm_from("amx", name)
 
 
 def test_more_threads_have_shorter_tasks() -> None:

@@ -5,16 +5,30 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from pykernels.cpu import amx_state
+from pykernels.cpu.instructions import prefers_digits
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from pykernels.registry import kernels, resolve
 from pykernels.target import ISA_NAMES, Target, cache_sizes, detect
 
 BARE = Target("an old CPU", "x86_64", frozenset({"avx2", "fma"}), 32768, 1 << 20, 1 << 24)
+
+
+def test_digits_where_bytes_multiply_much_faster_than_bfloat16():
+    newer = frozenset(ISA_NAMES)
+    intel, amd = (
+        replace(BARE, isa=newer, vendor=vendor) for vendor in ("GenuineIntel", "AuthenticAMD")
+    )
+    assert prefers_digits(intel) and not prefers_digits(amd)
+    assert prefers_digits(replace(amd, isa=newer - {"avx512bf16"}))
+    assert not prefers_digits(replace(intel, isa=newer - {"avx512vnni"}))
+    assert detect().vendor in Path("/proc/cpuinfo").read_text()
 
 
 def test_every_backend_names_known_features():

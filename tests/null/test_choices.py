@@ -66,23 +66,23 @@ def test_a_file_of_another_version_counts_as_none(monkeypatch: pytest.MonkeyPatc
     [
         pytest.param("", id="empty"),
         pytest.param("[]", id="no object"),
-        pytest.param('{"version": 4}', id="no formats"),
-        pytest.param('{"version": 4, "formats": {"fp8": {}}}', id="no choices"),
+        pytest.param('{"version": 5}', id="no formats"),
+        pytest.param('{"version": 5, "formats": {"fp8": {}}}', id="no choices"),
         pytest.param(
-            '{"version": 4, "formats": {"fp8": {"choices": {"gemm_from": "8"}}}}', id="no number"
+            '{"version": 5, "formats": {"fp8": {"choices": {"gemm_from": "8"}}}}', id="no number"
         ),
         pytest.param(
-            '{"version": 4, "formats": {"fp8": {"choices": {"gemm_to": 8}}}}', id="no such choice"
+            '{"version": 5, "formats": {"fp8": {"choices": {"gemm_to": 8}}}}', id="no such choice"
         ),
         pytest.param(
-            '{"version": 4, "formats": {"fp8": {"choices": {"gemm_from": -4}}}}', id="negative"
+            '{"version": 5, "formats": {"fp8": {"choices": {"gemm_from": -4}}}}', id="negative"
         ),
-        pytest.param('{"version": 4, "formats": {"fp8": {"choices": {"gemm_from": 0}}}}', id="0"),
+        pytest.param('{"version": 5, "formats": {"fp8": {"choices": {"gemm_from": 0}}}}', id="0"),
         pytest.param(
-            '{"version": 4, "formats": {"fp8": {"choices": {"gemm_from": true}}}}', id="a boolean"
+            '{"version": 5, "formats": {"fp8": {"choices": {"gemm_from": true}}}}', id="a boolean"
         ),
         pytest.param(
-            f'{{"version": 4, "formats": {{"fp8": {{"choices": {{"gemm_from": {10**30}}}}}}}}}',
+            f'{{"version": 5, "formats": {{"fp8": {{"choices": {{"gemm_from": {10**30}}}}}}}}}',
             id="more than 64 bits",
         ),
     ],
