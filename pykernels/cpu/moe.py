@@ -60,11 +60,6 @@ class MoEKernel:
         return max(how.k if how else 32 for how in self.annotations)
 
     @property
-    def digits(self) -> bool:
-        """Whether tiles take bf16 inputs as digits."""
-        return self.annotations[0] is not None and self.annotations[0].kind == "digits"
-
-    @property
     def has_gemm(self) -> bool:
         return self.gemm != 0
 

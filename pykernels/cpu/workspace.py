@@ -10,7 +10,9 @@ import torch
 from ..errors import PykernelsError
 from ..quant import PackedExperts
 from ..quant.layout import K_BLOCK, N_BLOCK, ceil_to
+from ..target import detect
 from .arrival import BAD_EXPERT, arrive
+from .instructions import prefers_digits
 from .job import JOB
 from .moe import NEVER, MoEKernel, tables_address
 from .plan import MoEPlan, default_gemm_from, plan
@@ -129,7 +131,7 @@ class MoECall:
 
         ``gemm_from`` is as in ``MoEPlan``; None for ``plan.default_gemm_from``.
         """
-        digits = kernel.digits
+        digits = prefers_digits(detect())
         default = default_gemm_from(kernel.backend, kernel.fmt, kernel.activations, digits)
         self._gemm_from = gemm_from or default or NEVER
         self.experts, self.kernel, self._workspace = experts, kernel, workspace
