@@ -58,7 +58,7 @@ def make_wide(
         SLAB_K: most inputs of a slab.
         STEP_K: inputs of a full tile.
         amx: ``intrin.amx`` or ``intrin.amx_model``.
-        streams: of prefetches.
+        streams: of lines that prefetches follow side by side.
         planes: of B tiles: 1 or 2.
         MINIMUM_K: inputs of a minimum, if there are any.
     """

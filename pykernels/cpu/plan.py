@@ -48,7 +48,8 @@ _LATER = {
     ("q5_k", "int8"): 32,
 }
 
-# With int8 inputs on a core whose bytes multiply that fast, two passes of tiles still win.
+# On AVX-512 with int8 inputs, where bytes multiply much faster than bfloat16
+# (``instructions.prefers_digits``): two passes of tiles still win there.
 _BYTES_FROM = 16
 
 _CROWDED = 5  # tokens of an expert from which its time is that of products, not of reading weights
