@@ -53,6 +53,7 @@ def launch(control, owner, job_address, x, ids, weights, y):  # type: ignore[no-
         active,
         job.i_chunks,
         job.h_chunks if active > 0 else 0,
+        job.h_legs,
         job.run_pack,
         job.P,
         job.piece_active,
@@ -148,7 +149,8 @@ class Part:
         self._spare.clear()
         rows = contiguous_rows(x)
         taken = self._moe.arrange(rows, ids, weights, y)
-        self.pool.reserve_barriers(min(self._moe.experts.shape.E, ids.numel()))
+        most = min(self._moe.experts.shape.E, ids.numel())
+        self.pool.reserve_barriers(most, self._moe.down_chunks)
         self._buffers = self._workspace.buffers
         self.row_tasks = self._moe.row_tasks
         self.held = rows, *taken, y

@@ -4,10 +4,11 @@ One queue holds all stages: the row tasks (a run of tokens each, if they are man
 the gate-up tasks of the first active expert, of the second, ..., then the down tasks. A worker
 takes the next one by decrementing one counter. A down task owns a run of outputs and walks the
 experts in order; before each it waits at that expert's barrier, which counts the expert's finished
-gate-up tasks. So only for the rows, which any expert may read, does anybody wait for a whole stage;
-every sum has one order; and since whoever waits holds a later task than those it waits for, and row
-tasks wait for nothing, somebody is always working. The driver may wait for the rows too: it holds
-no task then.
+gate-up tasks. Where that walk is long it is a relay of several legs, each a task: the first legs of
+all runs, then the second ones, which go on with the sums of the first. So only for the rows, which
+any expert may read, does anybody wait for a whole stage; every sum has one order; and since whoever
+waits holds a later task than those it waits for, and row tasks wait for nothing, somebody is always
+working. The driver may wait for the rows too: it holds no task then.
 
 The control block is int64 words, each thread-shared one on a cache line of its own. Everything here
 is ``nogil`` code on addresses; ``workers.py`` holds the threads.
@@ -57,13 +58,16 @@ TASKS = GATE_UP + 24
 GATE_UP_TASKS = GATE_UP + 32
 I_CHUNKS = GATE_UP + 40  # gate-up tasks of one expert
 ACTIVE = GATE_UP + 48  # experts
-BARRIERS = GATE_UP + 56  # address of [2, ACTIVE] counters, a cache line each: packed, gated
+BARRIERS = GATE_UP + 56  # address of counters, a cache line each: [2, ACTIVE] packed and gated,
+# and with several legs [DOWN_CHUNKS] of those done
 PACK = GATE_UP + 64
 PACK_TASKS = GATE_UP + 72
 PIECE_ACTIVE = GATE_UP + 80  # address of int64 [PACK_TASKS]: the active expert of each pack task
 PIECES = GATE_UP + 88  # address of int64 [ACTIVE]: pack tasks of each active expert
 ROWS = GATE_UP + 96
 ROW_TASKS = GATE_UP + 104
+DOWN_CHUNKS = GATE_UP + 112  # runs of outputs
+LEGS = GATE_UP + 120  # down tasks of each
 
 SPIN_NS = 12 * _LINE
 STARTED_AT = SPIN_NS + 8
@@ -154,15 +158,22 @@ def _gate_up(control: int, index: int, worker: int, spin_ns: int) -> None:
 
 
 @inlined
-def _down(control: int, chunk: int, worker: int, spin_ns: int) -> None:
+def _down(control: int, index: int, worker: int, spin_ns: int) -> None:
     function, job = atomic_load(control + DOWN), atomic_load(control + JOB)
-    active, chunks = atomic_load(control + ACTIVE), atomic_load(control + I_CHUNKS)
+    active, i_chunks = atomic_load(control + ACTIVE), atomic_load(control + I_CHUNKS)
+    chunks, legs = atomic_load(control + DOWN_CHUNKS), atomic_load(control + LEGS)
+    leg, chunk = index // chunks, index % chunks
     gated = atomic_load(control + BARRIERS) + active * BARRIER_BYTES
-    for expert in range(active):
+    relay = gated + (active + chunk) * BARRIER_BYTES
+    if leg > 0:
+        _wait_until_at_least(relay, leg, control + WAITERS, spin_ns)
+    for expert in range(active * leg // legs, active * (leg + 1) // legs):
         barrier = gated + expert * BARRIER_BYTES
-        _wait_until_at_least(barrier, chunks, control + WAITERS, spin_ns)
-        index = chunk * active + expert
-        _note(control, call_task(function, job, index, worker), _DOWN, index)
+        _wait_until_at_least(barrier, i_chunks, control + WAITERS, spin_ns)
+        task = chunk * active + expert
+        _note(control, call_task(function, job, task, worker), _DOWN, task)
+    if legs > 1:
+        _arrive(control, relay, leg + 1)
 
 
 @inlined
@@ -242,6 +253,7 @@ def open_call(
     active: int,
     i_chunks: int,
     down_chunks: int,
+    legs: int,
     pack: int,
     pack_tasks: int,
     piece_active: int,
@@ -249,16 +261,18 @@ def open_call(
     rows: int,
     row_tasks: int,
 ) -> None:
-    """Opens a call to the workers; the pool is the caller's, with barriers for so many experts."""
+    """Opens a call to the workers; the pool is the caller's, with the barriers that it needs."""
     barriers = atomic_load(control + BARRIERS)
-    for expert in range(2 * active):
-        atomic_store(barriers + expert * BARRIER_BYTES, 0)
+    for i in range(2 * active + (down_chunks if legs > 1 else 0)):
+        atomic_store(barriers + i * BARRIER_BYTES, 0)
     atomic_store(control + GATE_UP, gate_up)
     atomic_store(control + DOWN, down)
     atomic_store(control + JOB, job)
     atomic_store(control + ACTIVE, active)
     atomic_store(control + I_CHUNKS, i_chunks)
     atomic_store(control + GATE_UP_TASKS, active * i_chunks)
+    atomic_store(control + DOWN_CHUNKS, down_chunks)
+    atomic_store(control + LEGS, legs)
     atomic_store(control + PACK, pack)
     atomic_store(control + PACK_TASKS, pack_tasks)
     atomic_store(control + PIECE_ACTIVE, piece_active)
@@ -266,7 +280,7 @@ def open_call(
     atomic_store(control + ROWS, rows)
     atomic_store(control + ROW_TASKS, row_tasks)
     atomic_store(control + ROWS_DONE, 0)
-    tasks = row_tasks + pack_tasks + active * i_chunks + down_chunks
+    tasks = row_tasks + pack_tasks + active * i_chunks + down_chunks * legs
     atomic_store(control + TASKS, tasks)
     atomic_store(control + STATUS, 0)
     atomic_store(control + FAILURES, 0)
@@ -339,6 +353,6 @@ def compile_all() -> None:
         (stop, 1),
     ):
         function.compile((types.int64,) * arguments)
-    publish.compile((types.int64, types.UniTuple(types.int64, 12)))
+    publish.compile((types.int64, types.UniTuple(types.int64, 13)))
     finish_rows.compile((types.int64, types.boolean))
     finish.compile((types.int64, types.boolean, *[types.int64] * 3))

@@ -72,6 +72,7 @@ class Call(NamedTuple):
     active: int
     i_chunks: int
     down_chunks: int
+    legs: int = 1
     pack: int = 0
     pack_tasks: int = 0
     piece_active: int = 0
@@ -121,8 +122,8 @@ class WorkerPool:
         self._word = self._words.data  # the same as a memoryview: numpy's scalars are slow
         spin_us = spin_budget(driver_works) if spin_us is None else spin_us
         self._words[tasks.SPIN_NS // 8] = int(spin_us * 1000)
-        self._barriers_for, self._barrier_memory = 0, list[np.ndarray]()
-        self.reserve_barriers(64)
+        self._barriers, self._barrier_memory = 0, list[np.ndarray]()
+        self.reserve_barriers(128)
         self.workspace = Workspace()  # shared by the layers: one call runs at a time
         tasks.compile_all()  # under the GIL, before any thread asks; and Ctrl-C finds them compiled
         self._finish = direct(
@@ -160,15 +161,16 @@ class WorkerPool:
                     "Check the cpuset of this process; it may have changed while it ran",
                 ) from None
 
-    def reserve_barriers(self, active: int) -> None:
-        """Room for the barriers of a call of so many experts; for who has claimed the pool."""
-        if active > self._barriers_for:
-            active = max(active, 2 * self._barriers_for)
-            memory = np.zeros(2 * active * tasks.BARRIER_BYTES // 8 + 8, np.int64)
+    def reserve_barriers(self, active: int, down_chunks: int = 0) -> None:
+        """Room for the barriers of a call (``tasks.BARRIERS``); for who has claimed the pool."""
+        count = 2 * active + down_chunks
+        if count > self._barriers:
+            count = max(count, 2 * self._barriers)
+            memory = np.zeros(count * tasks.BARRIER_BYTES // 8 + 8, np.int64)
             # In this order Ctrl-C may come at any time; and what there was stays, less than this.
             self._barrier_memory.append(memory)
             self._word[tasks.BARRIERS // 8] = _align(memory.ctypes.data)
-            self._barriers_for = active
+            self._barriers = count
 
     def claim(self) -> None:
         """Keeps the pool for a call that this thread prepares, in the ``workspace`` that all share,
@@ -193,7 +195,7 @@ class WorkerPool:
             PykernelsError: as ``claim``.
         """
         self.claim()
-        self.reserve_barriers(call.active)
+        self.reserve_barriers(call.active, call.down_chunks)
         tasks.publish(self.control, tuple(call))
 
     def wait_for_rows(self) -> None:

@@ -1,7 +1,8 @@
 """AMX passes of wide scale groups: 2 x 2 C tiles hold 32 tokens by 32 outputs.
 
 Folding a group's 64 rows of registers is spread over the next group's products, so that the tile
-unit never waits for it.
+unit never waits for it. Free products, those of no scale or of one for all inputs of an output, are
+one group for each slab, however long.
 
 Planes (``planes``): the B tiles of a group's first plane are followed by those of the second in
 int8, and each plane is a group of products and a fold; in bf16 the two stand side by side in each
@@ -49,6 +50,7 @@ def make_wide(
     streams: int,
     planes: int = 1,
     MINIMUM_K: int = 0,
+    free: bool = False,
 ) -> Passes:
     """The passes of groups of 64 inputs and more, or none.
 
@@ -61,7 +63,9 @@ def make_wide(
         streams: of lines that prefetches follow side by side.
         planes: of B tiles: 1 or 2.
         MINIMUM_K: inputs of a minimum, if there are any.
+        free: whether a slab is one group: bf16 activations, and no scale or one an output.
     """
+    assert not free or (not ACT_K and planes == 1 and (scales.k == 0 or scales.whole))
     GROUP, SCALED, INT8 = min(scales.k or SLAB_K, SLAB_K), scales.k > 0, ACT_K > 0
     SPLIT = scales.k // GROUP if SCALED else 1  # groups of one scale
     MINIMA = scales.minimum is not None
@@ -170,8 +174,9 @@ def make_wide(
     ):  # fmt: skip
         pair = count > 1
         at = b
-        for k in range(0, inputs, GROUP):
-            steps = min(GROUP, inputs - k) // STEP_K
+        group = inputs if free else GROUP
+        for k in range(0, inputs, group):
+            steps = min(group, inputs - k) // STEP_K
             for plane in range(PLANES):
                 a0 = a + k // STEP_K * TILE
                 left = i64(parts, _ROWS)

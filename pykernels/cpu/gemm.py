@@ -4,7 +4,7 @@
 The routine ``gemm(M, blocks, w, block_bytes, scale, scale_bytes, k_blocks, a, rows, tables,
 scratch)`` computes ``out[b, t, n] = sum_k w[b][n, k] * x_t[k]`` for ``blocks`` consecutive packed
 blocks and ``M`` tokens into scratch at ``OUT_AT``; rows beyond M hold nothing of use. Each output
-is summed in the same order whatever M is.
+is summed in the same order whatever M is, on either side of ``gemm_amx.LONG_FROM``.
 
 Args of the routine (addresses are int64):
     M: tokens, at most MAX_TOKENS.

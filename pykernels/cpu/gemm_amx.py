@@ -4,7 +4,9 @@ The loops, from the outside: slabs of 128 inputs; the task's blocks of 32 output
 tokens; scale groups; tile products. A slab of a block stays in L1 for all tokens, and so does that
 of up to 64 tokens for all blocks: the second level feeds tile loads too slowly to bring both.
 (Where sums stay in registers for a slab, ``amx_narrow``, and of planes a slab is 16 KiB of B tiles;
-where weights have one scale an output and activations groups of 256, it is one of these.)
+where weights have one scale an output and activations groups of 256, it is one of these.) The tiles
+of more tokens come from the second level for every block anyway: where no scale ends a sum sooner,
+their slabs are twice as long, so that half as many sums are added in memory.
 
 The next slab of weights is prefetched meanwhile, a few lines with each product, its two pages side
 by side where it has two: the second level's own prefetcher, which follows streams within a page,
@@ -42,6 +44,9 @@ from .slabs import make_decode, make_gather
 
 _ACT_GROUPS, _SUM_GROUPS = 4, 16  # of a slab, at most
 _PAGE = 4096
+
+LONG_FROM = 128
+"""Tokens from which slabs are twice as long."""
 
 _CONFIG_AT = OUT_AT + OUT_BYTES
 _PARTS_AT = _CONFIG_AT + 64
@@ -108,10 +113,13 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
     else:
         SLAB = max(1, scales.k // K_BLOCK)
     STREAMS = 2 if SLAB * STEPS * STEP_BYTES >= 2 * _PAGE else 1
+    FREE = not INT8 and not NARROW and PLANES == 1 and (scales.k == 0 or scales.whole)
     if NARROW:
         passes = make_narrow(scales, ACT_K, STEP_K, amx, STREAMS)
     else:
-        passes = make_wide(scales, ACT_K, SLAB * K_BLOCK, STEP_K, amx, STREAMS, PLANES, SUM_K)
+        passes = make_wide(
+            scales, ACT_K, SLAB * K_BLOCK, STEP_K, amx, STREAMS, PLANES, SUM_K, free=FREE
+        )
     run, flush, GROUPS, B_ROWS = passes.run, passes.flush, passes.token_groups, passes.b_rows
     decode = make_decode(reader, INT8, signed=True)
     gather = make_gather(ACT_K, SUM_K if MINIMA else 0)
@@ -128,8 +136,9 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
         store_u8(parts, broadcast_u8(0))  # nothing waits to be folded
         for i in range(0, blocks * Mp * 128, 64):
             store_f32(out + i, zero_f32())
-        for slab in range(0, k_blocks, SLAB):
-            slab_blocks = min(SLAB, k_blocks - slab)
+        length = 2 * SLAB if FREE and M >= LONG_FROM else SLAB
+        for slab in range(0, k_blocks, length):
+            slab_blocks = min(length, k_blocks - slab)
             inputs, steps = slab_blocks * K_BLOCK, slab_blocks * STEPS
             w_slab = w + slab * STEPS * STEP_BYTES
             gather(16 * groups, rows, K, slab * K_BLOCK, inputs, act_scales, sums)

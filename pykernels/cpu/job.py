@@ -60,7 +60,8 @@ JOB, job_at = descriptor(
         "down_block",
         "down_k",  # 128-wide groups of I
         "h_cuts",  # int64 [h_chunks + 1]: the 32-row block where each begins, and the end
-        "h_chunks",  # down tasks of one expert
+        "h_chunks",  # runs of such blocks, a down task each for an expert
+        "h_legs",  # how many workers take over from each other on a run, expert by expert
         "row_tasks",  # runs of row_chunk tokens
         "run_rows",  # addresses of the stages' tasks
         "run_pack",

@@ -17,6 +17,9 @@ _GATE_UP_TASKS, _GEMM_TASKS = 16, 6
 # Where a call ends, threads must run dry together: a down task is a third of what is left for its
 # thread. Against four like tasks a thread, one token is 1.04 to 1.08 times as fast on 16 threads.
 _DOWN_SHARE = 3
+# A crowded call's would each read all tokens of all experts, 100 times over on 16 threads, for ever
+# fewer outputs. There the runs of outputs are long, and it is the experts that are cut short.
+_RUNS, _LEGS = 2, 8
 _TASK_BYTES = 8 << 20  # longer runs gain nothing
 _ROW_TASKS, _LONGEST_ROWS = 4, 16
 _DRIVER_VALUES = 1 << 17  # inputs that the driver copies about as soon as others could join in
@@ -66,6 +69,7 @@ class MoEPlan:
         row_chunk: tokens whose inputs one task copies; 0: the driver copies all, before any task.
         h_share: a down task takes one in so many of the blocks that are left, ``h_chunk`` at most;
             0: always ``h_chunk``.
+        h_legs: down tasks in which a run of blocks walks the active experts, one behind the other.
 
     Raises:
         PykernelsError: a number that no call could be cut by.
@@ -76,16 +80,18 @@ class MoEPlan:
     gemm_from: int = _FROM
     row_chunk: int = 0
     h_share: int = 0
+    h_legs: int = 1
 
     def __post_init__(self) -> None:
         least = min(self.row_chunk, self.h_share)
-        if min(self.i_chunk, self.h_chunk, self.gemm_from) < 1 or least < 0:
+        if min(self.i_chunk, self.h_chunk, self.gemm_from, self.h_legs) < 1 or least < 0:
             raise PykernelsError(
-                f"a call cannot be cut by {self}", "Use numbers from 1; the last two may be 0"
+                f"a call cannot be cut by {self}",
+                "Use numbers from 1; row_chunk and h_share may be 0",
             )
 
     def down_cuts(self, blocks: int) -> list[int]:
-        """Where down tasks begin, and the end: long ones first, short ones when the call ends.
+        """Where runs of blocks begin, and the end: long ones first, short ones when the call ends.
 
         Threads run dry within one short task of each other, though most bytes are read in long
         ones (guided self-scheduling, Polychronopoulos and Kuck 1987).
@@ -130,10 +136,10 @@ def plan(shape: MoEShape, fmt: Format, threads: int, T: int = 1, gemm_from: int 
     if crowded:
         return MoEPlan(
             i_chunk=min(MAX_BLOCKS // 2, _chunk(i_blocks * active, _GEMM_TASKS * threads)),
-            h_chunk=MAX_BLOCKS,
+            h_chunk=min(MAX_BLOCKS, _chunk(h_blocks, _RUNS * threads)),
             gemm_from=gemm_from,
             row_chunk=row_chunk,
-            h_share=_DOWN_SHARE * threads,
+            h_legs=max(1, min(_LEGS, active)),
         )
     longest = max(1, _TASK_BYTES // (2 * fmt.block_bytes(shape.H)))
     return MoEPlan(

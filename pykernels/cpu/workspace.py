@@ -103,6 +103,7 @@ class Prepared(NamedTuple):
     pack_tasks: int
     i_chunks: int
     down_chunks: int
+    legs: int
     piece_active: int
     pieces: int
 
@@ -205,7 +206,8 @@ class MoECall:
         word = {name: self._words[_AT[name]] for name in Prepared._fields if name in _AT}
         down_chunks = self._words[_AT["h_chunks"]] if active else 0
         pack_tasks = self._words[_AT["P"]]
-        return Prepared(active=active, pack_tasks=pack_tasks, down_chunks=down_chunks, **word)
+        legs = self._words[_AT["h_legs"]]
+        return Prepared(active, pack_tasks=pack_tasks, down_chunks=down_chunks, legs=legs, **word)
 
     def arrange(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
@@ -234,6 +236,11 @@ class MoECall:
         """Of the call that was arranged last."""
         return self._words[_AT["row_tasks"]]
 
+    @property
+    def down_chunks(self) -> int:
+        """Of the call that was arranged last, if it has a token."""
+        return self._words[_AT["h_chunks"]]
+
     def bad_routing(self, ids: torch.Tensor) -> PykernelsError:
         """What is said of BAD_EXPERT."""
         return PykernelsError(
@@ -255,6 +262,7 @@ class MoECall:
         job["i_chunks"] = -(-int(job["i_blocks"]) // i_chunk)
         self._h_cuts = np.array(cut.down_cuts(self.experts.down.shape[1]), np.int64)
         job["h_cuts"], job["h_chunks"] = self._h_cuts.ctypes.data, len(self._h_cuts) - 1
+        job["h_legs"] = cut.h_legs
         job["gemm_from"] = cut.gemm_from if self.kernel.has_gemm else NEVER
         job["row_chunk"] = cut.row_chunk
         job["row_tasks"] = -(-T // cut.row_chunk) if cut.row_chunk else 0

@@ -90,21 +90,27 @@ def fake_gate_up(job, index, worker):
 
 @task("fake-down")
 def fake_down(job, index, worker):
-    """Fails with 99 if the expert's gate-up tasks are not all done."""
+    """Fails with 99 if the expert's gate-up tasks are not all done, with 98 if the expert before
+    has not been added to the same outputs."""
     head = _head(job)
     chunks, active = head[0], head[1]
     expert = index % active
     for chunk in range(chunks):
         if atomic_load(job + 8 * (HEAD + expert * chunks + chunk)) != 1:
             return 99
+    if expert > 0 and atomic_load(job + 8 * (HEAD + active * chunks + index - 1)) != 1:
+        return 98
+    for _ in range(head[4]):
+        atomic_load(job)
+    status = _status(job, 3, index)
     atomic_add(job + 8 * (HEAD + active * chunks + index), 1)
-    return _status(job, 3, index)
+    return status
 
 
 class FakeCall:
     def __init__(
         self, active, i_chunks, down_chunks,
-        status=0, failing=-1, spin=0, pieces=None, stage="gate-up", rows=0,
+        status=0, failing=-1, spin=0, pieces=None, stage="gate-up", rows=0, legs=1,
     ):  # fmt: skip
         pieces = pieces or [0] * active  # pack tasks of each expert
         self.pieces = np.array(pieces, np.int64)
@@ -117,7 +123,7 @@ class FakeCall:
         )  # fmt: skip
         self.call = Call(
             fake_gate_up.address, fake_down.address, self.job.ctypes.data,
-            active, i_chunks, down_chunks,
+            active, i_chunks, down_chunks, legs,
             fake_pack.address, packs, self.piece_active.ctypes.data, self.pieces.ctypes.data,
             fake_rows.address, rows,
         )  # fmt: skip
@@ -154,6 +160,18 @@ def pool(request):
 def test_every_task_runs_once_and_behind_its_barrier(pool, active, i_chunks, down_chunks):
     fake = FakeCall(active, i_chunks, down_chunks)
     for _ in range(50):
+        fake.run(pool)
+        assert (fake.counts == 1).all()
+
+
+@pytest.mark.parametrize("legs", [1, 2, 3, 7, 50])
+@pytest.mark.parametrize(("active", "i_chunks", "down_chunks"), CUTS)
+def test_legs_of_a_run_of_outputs_go_on_behind_each_other(
+    pool, active, i_chunks, down_chunks, legs
+):
+    """Every expert once and in order, also where legs are more than experts."""
+    fake = FakeCall(active, i_chunks, down_chunks, legs=legs, stage="down", spin=2000)
+    for _ in range(3):
         fake.run(pool)
         assert (fake.counts == 1).all()
 
