@@ -16,14 +16,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pykernels.cpu.instructions import prefers_digits
+from pykernels.cpu.instructions import prefers_digits, prefers_fma
 from pykernels.cpu.moe import NEVER
 from pykernels.cpu.plan import GEMM_FROM, default_gemm_from
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from pykernels.target import detect
 
-VERSION = 5
+VERSION = 6
 """Of the file. Raise it when a kernel changes so much that old choices are wrong: files of another
 version count as none."""
 
@@ -46,8 +46,9 @@ class Choices:
 
 def default(backend: str, fmt: str, activations: str = "bf16") -> Choices:
     """Where nothing was calibrated."""
-    digits = prefers_digits(detect())
-    return Choices(default_gemm_from(backend, fmt, activations, digits) or NEVER)
+    target = detect()
+    how = {"digits": prefers_digits(target), "fma": prefers_fma(target)}
+    return Choices(default_gemm_from(backend, fmt, activations, **how) or NEVER)
 
 
 def path(cpu: str) -> Path:

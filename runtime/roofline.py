@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from pykernels.cpu.compute import FLOPS, INSTRUCTIONS, NEEDS, make_compute
+from pykernels.cpu.compute import FLOPS, NEEDS, instruction_of, make_compute
 from pykernels.cpu.stream import LOOPS, STREAM, make_read
 from pykernels.errors import PykernelsError
 from pykernels.target import Target, detect
@@ -143,10 +143,11 @@ class ComputeRoof:
 class Roofs:
     """Both roofs of a pool, sampled between the turns of what is measured against them.
 
-    The compute roofs are those of the dot product instructions that this CPU has.
+    The compute roofs are those of the product instructions that this CPU has.
     """
 
     def __init__(self, pool: Pool, target: Target) -> None:
+        self._target = target
         self._read = ReadRoof(pool)
         self._compute = {
             name: ComputeRoof(pool, name) for name in FLOPS if not target.lacks(NEEDS[name])
@@ -172,7 +173,7 @@ class Roofs:
 
         ("", 0) where the backend has none, or this CPU has not got it.
         """
-        for name in INSTRUCTIONS.get((backend, activations), ()):
-            if name in self._compute:
-                return name, statistics.median(self._compute[name].seen)
-        return "", 0.0
+        name = instruction_of(backend, activations, self._target)
+        if name is None or name not in self._compute:
+            return "", 0.0
+        return name, statistics.median(self._compute[name].seen)

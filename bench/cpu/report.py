@@ -18,9 +18,9 @@ HEADINGS = (
 NOTE = (
     "Medians, weights out of cache; GB/s counts the distinct experts of a call. Shares are of the"
     " plain read loop and of a register-only loop of the products that the row's engine multiplies"
-    " with (amx: tiles, avx512: dot products; /int8: of int8, else of bf16, which integer weights"
-    " pass where their inputs are multiplied as digits of 8 bits; peers in bf16: the fastest of"
-    " these), both sampled between the turns. × is"
+    " with (amx: tiles, avx512: dot products, or float32 multiply-adds where these are faster;"
+    " /int8: of int8, else of bf16, which integer weights pass where their inputs are multiplied as"
+    " digits of 8 bits; peers in bf16: the fastest of these), both sampled between the turns. × is"
     " how many times faster than that peer, the median of ratios within a round. One engine runs at"
     " a time: peers are stopped while another has its turn. A peer is tried on several numbers of"
     " threads and timed on the fastest, which is named where it is not ours. One that is asked for"

@@ -7,8 +7,10 @@ from typing import Any
 
 from numba import carray, types
 
+from ..target import Target
 from .amx_state import request_permission
 from .gemm_amx import write_config
+from .instructions import prefers_fma
 from .intrin import amx
 from .intrin.avx512 import add_f32, broadcast_f32, dot_bf16, fma_f32, store_f32, zero_f32
 from .intrin.avx512_bytes import add_i32, broadcast_u8, dot_u8i8, to_f32, zero_i32
@@ -37,13 +39,19 @@ NEEDS = {
 }
 """CPU features."""
 
-INSTRUCTIONS = {
-    ("avx512", "bf16"): ("vdpbf16ps", "vfmadd231ps"),
-    ("avx512", "int8"): ("vpdpbusd",),
-    ("amx", "bf16"): ("tdpbf16ps",),
-    ("amx", "int8"): ("tdpbssd",),
+_INSTRUCTIONS = {
+    ("avx512", "bf16"): "vdpbf16ps",
+    ("avx512", "int8"): "vpdpbusd",
+    ("amx", "bf16"): "tdpbf16ps",
+    ("amx", "int8"): "tdpbssd",
 }
-"""What a (backend, activations) multiplies many tokens with: the first that the CPU has."""
+
+
+def instruction_of(backend: str, activations: str, target: Target) -> str | None:
+    """What a backend multiplies many tokens with on ``target``; None for nothing of ``FLOPS``."""
+    if (backend, activations) == ("avx512", "bf16") and prefers_fma(target):
+        return "vfmadd231ps"
+    return _INSTRUCTIONS.get((backend, activations))
 
 
 @functools.cache

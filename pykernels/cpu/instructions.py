@@ -24,10 +24,12 @@ class Instructions:
     Attributes:
         name: tells sets of them apart.
         digits: ``prefers_digits``.
+        fma: ``prefers_fma``.
     """
 
     name: str
     digits: bool
+    fma: bool
     dot_bf16: Callable
     store_bf16: Callable
     lookup_64: Callable
@@ -53,16 +55,25 @@ def instructions(target: Target) -> Instructions:
         if not target.lacks((extension,))
     ]
     name = "avx512" + "".join(f"-{name}" for name in have)
-    return Instructions(name, prefers_digits(target), **found)
+    return Instructions(name, prefers_digits(target), prefers_fma(target), **found)
 
 
 def prefers_digits(target: Target) -> bool:
     """Whether integer weights better meet bfloat16 inputs as digits (``products``) on AVX-512:
     three or four ``vpdpbusd`` for two ``vdpbf16ps`` and what decoding takes.
 
-    Intel's cores begin two ``vpdpbusd`` of 512 bits a cycle and one ``vdpbf16ps``, a thread alone
-    half of one; AMD's as many of either. Where there is no ``vdpbf16ps``, it is four operations.
+    Intel's cores begin two ``vpdpbusd`` of 512 bits a cycle, but one ``vdpbf16ps`` in two; AMD's as
+    many of either. Where there is no ``vdpbf16ps``, it is six operations.
     """
     if target.lacks(("avx512vnni",)):
         return False
+    return bool(target.lacks(("avx512bf16",))) or target.vendor == "GenuineIntel"
+
+
+def prefers_fma(target: Target) -> bool:
+    """Whether many tokens are better multiplied in float32 (``gemm_fma``) than by ``vdpbf16ps``.
+
+    Intel's cores begin two ``vfmadd231ps`` of 512 bits a cycle, but one ``vdpbf16ps``, of twice as
+    many products, in two; AMD's as many of either.
+    """
     return bool(target.lacks(("avx512bf16",))) or target.vendor == "GenuineIntel"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..target import Target, detect
-from . import gemm_amx, gemm_avx512, tile_amx, tile_avx512, tile_generic
+from . import gemm_amx, gemm_avx512, gemm_fma, tile_amx, tile_avx512, tile_generic
 from .activations import annotation
 from .amx_state import request_permission
 from .annotate import make_annotate
@@ -128,6 +128,9 @@ def build_kernel(
     if ops is not None and amx_unit is not None:
         gemm = gemm_amx.make_gemm(fmt, ops, activations, amx_unit)
         scratch_bytes = gemm_amx.SCRATCH_BYTES
+    elif ops is not None and ops.fma and activations == "bf16":
+        gemm = gemm_fma.make_gemm(fmt, ops)
+        scratch_bytes = gemm_fma.SCRATCH_BYTES
     elif ops is not None:
         gemm = gemm_avx512.make_gemm(fmt, ops, activations)
         scratch_bytes = gemm_avx512.SCRATCH_BYTES

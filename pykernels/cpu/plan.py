@@ -51,9 +51,14 @@ _LATER = {
     ("q5_k", "int8"): 32,
 }
 
-# On AVX-512 with int8 inputs, where bytes multiply much faster than bfloat16
-# (``instructions.prefers_digits``): two passes of tiles still win there.
+# On AVX-512 where bfloat16 products are slow, as calibrated on an Emerald Rapids without AMX, two
+# threads. Tiles of digits (``instructions.prefers_digits``) hold out against multiply-adds
+# (``prefers_fma``) until 12 tokens where they fold every 16 inputs, and with bytes nearly always;
+# bfloat16 until reading no longer bounds its tiles. With int8 inputs two passes of tiles still win.
 _BYTES_FROM = 16
+_FMA_FROM = 5
+_FMA_LATER = {"bf16": 12, "q6_k": 12, "int8": 64, "int8-channel": 64, "q8_0": 64}
+_FMA_DIGITS_FROM = 24
 
 _CROWDED = 5  # tokens of an expert from which its time is that of products, not of reading weights
 
@@ -104,18 +109,22 @@ class MoEPlan:
 
 
 def default_gemm_from(
-    backend: str, fmt: str, activations: str = "bf16", digits: bool = False
+    backend: str, fmt: str, activations: str = "bf16", digits: bool = False, fma: bool = False
 ) -> int | None:
-    """``MoEPlan.gemm_from`` where nobody measured it; None for tiles always.
+    """``MoEPlan.gemm_from`` where nobody measured it; None for a backend without a GEMM.
 
     Args:
         digits: whether AVX-512 tiles take bf16 inputs as digits (``instructions.prefers_digits``).
-            They then are the faster ones for any number of tokens: the GEMM multiplies in bfloat16.
+        fma: whether the AVX-512 GEMM multiplies them in float32 (``instructions.prefers_fma``).
     """
     otherwise = GEMM_FROM.get(backend)
-    if digits and backend == "avx512" and fmt in INTEGERS:
-        return None if activations == "bf16" else _BYTES_FROM
-    return _LATER.get((fmt, activations), otherwise) if backend == "amx" else otherwise
+    if backend == "amx":
+        return _LATER.get((fmt, activations), otherwise)
+    if backend == "avx512" and digits and fmt in INTEGERS:
+        return _FMA_LATER.get(fmt, _FMA_DIGITS_FROM) if activations == "bf16" else _BYTES_FROM
+    if backend == "avx512" and fma and activations == "bf16":
+        return _FMA_LATER.get(fmt, _FMA_FROM)
+    return otherwise
 
 
 def plan(shape: MoEShape, fmt: Format, threads: int, T: int = 1, gemm_from: int = _FROM) -> MoEPlan:

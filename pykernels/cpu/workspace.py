@@ -12,7 +12,7 @@ from ..quant import PackedExperts
 from ..quant.layout import K_BLOCK, N_BLOCK, ceil_to
 from ..target import detect
 from .arrival import BAD_EXPERT, arrive
-from .instructions import prefers_digits
+from .instructions import prefers_digits, prefers_fma
 from .job import JOB
 from .moe import NEVER, MoEKernel, tables_address
 from .plan import MoEPlan, default_gemm_from, plan
@@ -132,8 +132,9 @@ class MoECall:
 
         ``gemm_from`` is as in ``MoEPlan``; None for ``plan.default_gemm_from``.
         """
-        digits = prefers_digits(detect())
-        default = default_gemm_from(kernel.backend, kernel.fmt, kernel.activations, digits)
+        target = detect()
+        how = {"digits": prefers_digits(target), "fma": prefers_fma(target)}
+        default = default_gemm_from(kernel.backend, kernel.fmt, kernel.activations, **how)
         self._gemm_from = gemm_from or default or NEVER
         self.experts, self.kernel, self._workspace = experts, kernel, workspace
         self._workers, self._cut = workers, cut

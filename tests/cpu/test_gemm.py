@@ -108,6 +108,10 @@ ALIKE = {
     ("amx", "int4-g128", "bf16"),
     ("amx", "int4-g128", "int8"),
     ("amx", "q8_0", "bf16"),
+    *(
+        ("fma", fmt, "bf16")
+        for fmt in ("int8-channel", "int4-channel", "int4-g128", "q5_k", "q8_0")
+    ),
 }
 """Decoded like fp8, int4 and int8 (int8-channel for either unit), and summed in groups like fp8,
 int8, int4 and int8-channel. Their own scales are read the same way for either unit. (On AMX itself
@@ -115,18 +119,18 @@ all formats are run: tests/amx.)"""
 
 VARIANTS = [
     (unit, fmt, activations)
-    for unit in ("amx", "avx512")
+    for unit in ("amx", "avx512", "fma")
     for fmt in FORMATS
     for activations in ("bf16", "int8")
-    if activations == "bf16" or FORMATS[fmt].int8_kind
+    if activations == "bf16" or (FORMATS[fmt].int8_kind and unit != "fma")
 ] + [
     ("base", "fp8", "bf16"),
     ("base", "q4_k", "int8"),
     ("other", "int8", "bf16"),
     ("other", "q4_k", "bf16"),
 ]
-"""Of the GEMM by a unit, and the tiles beside it. "other" meets integers the other way: as digits
-where this CPU would not, or not where it would."""
+"""Of the GEMM by a unit, and the tiles beside it: AMX, dot products or multiply-adds. "other" meets
+integers the other way: as digits where this CPU would not, or not where it would."""
 
 
 @pytest.fixture(scope="module", params=[v for v in VARIANTS if v not in ALIKE], ids="-".join)
@@ -136,8 +140,7 @@ def kernels_of(request):
         ops = instructions(detect())
     if unit == "amx":
         return build_kernel("amx", fmt, activations, ops, amx_model)
-    if unit == "other":
-        ops = replace(ops, digits=not ops.digits)
+    ops = replace(ops, fma=unit == "fma", digits=ops.digits != (unit == "other"))
     return build_kernel("avx512", fmt, activations, ops)
 
 

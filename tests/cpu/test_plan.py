@@ -39,14 +39,19 @@ def test_amx_tiles_and_int8_inputs_put_the_gemm_off() -> None:
     assert default_gemm_from("generic", "fp8") is None
 
 
-def test_tiles_of_digits_leave_the_bf16_gemm_nothing() -> None:
-    """They are faster for any number of tokens, where an AVX-512 CPU takes them at all."""
+def test_tiles_of_digits_put_the_gemm_off_and_multiply_adds_bring_it_on() -> None:
+    """Where an AVX-512 CPU has slow bfloat16 products; AMX does not ask."""
     for name in FORMATS:
-        exact = default_gemm_from("avx512", name, digits=True)
-        assert exact == (None if name in INTEGERS else GEMM_FROM["avx512"])
+        digits = default_gemm_from("avx512", name, digits=True, fma=True)
+        alone = default_gemm_from("avx512", name, fma=True)
         if name in INTEGERS:
-            assert default_gemm_from("avx512", name, "int8", True) > GEMM_FROM["avx512"]
-        assert default_gemm_from("amx", name, digits=True) == default_gemm_from("amx", name)
+            assert digits > MAX_TOKENS and digits >= alone
+            assert default_gemm_from("avx512", name, "int8", True, True) > GEMM_FROM["avx512"]
+        else:
+            assert digits == alone
+        assert default_gemm_from("avx512", name, "int8", fma=True) == GEMM_FROM["avx512"]
+        assert default_gemm_from("amx", name, "bf16", True, True) == default_gemm_from("amx", name)
+    assert default_gemm_from("avx512", "fp8", fma=True) < GEMM_FROM["avx512"]
 
 
 def test_more_threads_have_shorter_tasks() -> None:

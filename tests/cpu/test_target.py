@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pykernels.cpu import amx_state
-from pykernels.cpu.instructions import prefers_digits
+from pykernels.cpu.instructions import prefers_digits, prefers_fma
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from pykernels.registry import kernels, resolve
@@ -20,7 +20,7 @@ from pykernels.target import ISA_NAMES, Target, cache_sizes, detect
 BARE = Target("an old CPU", "x86_64", frozenset({"avx2", "fma"}), 32768, 1 << 20, 1 << 24)
 
 
-def test_digits_where_bytes_multiply_much_faster_than_bfloat16():
+def test_digits_and_multiply_adds_where_bfloat16_products_are_slow():
     newer = frozenset(ISA_NAMES)
     intel, amd = (
         replace(BARE, isa=newer, vendor=vendor) for vendor in ("GenuineIntel", "AuthenticAMD")
@@ -28,6 +28,8 @@ def test_digits_where_bytes_multiply_much_faster_than_bfloat16():
     assert prefers_digits(intel) and not prefers_digits(amd)
     assert prefers_digits(replace(amd, isa=newer - {"avx512bf16"}))
     assert not prefers_digits(replace(intel, isa=newer - {"avx512vnni"}))
+    assert prefers_fma(intel) and not prefers_fma(amd)
+    assert prefers_fma(replace(amd, isa=newer - {"avx512bf16"}))
     assert detect().vendor in Path("/proc/cpuinfo").read_text()
 
 

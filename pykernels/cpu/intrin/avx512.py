@@ -47,6 +47,26 @@ def load_bf16(typingctx, address):
     return f32x16(types.intp), codegen
 
 
+def halves(builder, row):
+    """The first and the second bf16 of each pair as floats: a bf16 is the upper half of one."""
+    words = builder.bitcast(row, _I32X16)
+    first = builder.shl(words, ir.Constant(_I32X16, [16] * 16))
+    second = builder.and_(words, ir.Constant(_I32X16, [0xFFFF0000] * 16))
+    return [builder.bitcast(x, f32x16.ir_type) for x in (first, second)]
+
+
+@intrinsic
+def first_of_pairs(typingctx, row):
+    """16 floats: the first of each pair of bf16 (``vpslld``)."""
+    return f32x16(u8x64), lambda context, builder, sig, args: halves(builder, args[0])[0]
+
+
+@intrinsic
+def second_of_pairs(typingctx, row):
+    """16 floats: the second of each pair of bf16 (``vpandd``)."""
+    return f32x16(u8x64), lambda context, builder, sig, args: halves(builder, args[0])[1]
+
+
 @intrinsic
 def load_f16(typingctx, address):
     """16 IEEE halves from a 2-byte-aligned address, as floats (``vcvtph2ps``)."""
@@ -154,6 +174,12 @@ def abs_f32(typingctx, a):
 def add_f32(typingctx, a, b):
     """``a + b`` (``vaddps``)."""
     return f32x16(f32x16, f32x16), lambda context, builder, sig, args: builder.fadd(*args)
+
+
+@intrinsic
+def sub_f32(typingctx, a, b):
+    """``a - b`` (``vsubps``)."""
+    return f32x16(f32x16, f32x16), lambda context, builder, sig, args: builder.fsub(*args)
 
 
 @intrinsic

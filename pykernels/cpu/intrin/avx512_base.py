@@ -11,6 +11,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from .avx512 import halves
 from .codegen import llvm, load, shuffle, splat
 from .registers import I32, I64, f32x16, i32x16, u8x64
 
@@ -23,21 +24,13 @@ def _all(vector, value):
     return ir.Constant(vector, [value] * vector.count)
 
 
-def _halves(builder, register):
-    """The (even, odd) bf16 of each dword as floats: a bf16 is the upper half of one."""
-    words = builder.bitcast(register, _I32X16)
-    even = builder.shl(words, _all(_I32X16, 16))
-    odd = builder.and_(words, _all(_I32X16, 0xFFFF0000))
-    return (builder.bitcast(x, f32x16.ir_type) for x in (even, odd))
-
-
 @intrinsic
 def dot_bf16(typingctx, acc, a, b):
     """``acc[n] + a[2n+1] b[2n+1] + a[2n] b[2n]`` on bf16 pairs: two ``vfmadd``, subnormals kept."""
 
     def codegen(context, builder, sig, args):
         acc, a, b = args
-        (a_even, a_odd), (b_even, b_odd) = _halves(builder, a), _halves(builder, b)
+        (a_even, a_odd), (b_even, b_odd) = halves(builder, a), halves(builder, b)
         acc = llvm(builder, "llvm.fma.v16f32", f32x16.ir_type, a_odd, b_odd, acc)
         return llvm(builder, "llvm.fma.v16f32", f32x16.ir_type, a_even, b_even, acc)
 
