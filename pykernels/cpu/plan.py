@@ -53,12 +53,14 @@ _LATER = {
 
 # On AVX-512 where bfloat16 products are slow, as calibrated on an Emerald Rapids without AMX, two
 # threads. Tiles of digits (``instructions.prefers_digits``) hold out against multiply-adds
-# (``prefers_fma``) until 12 tokens where they fold every 16 inputs, and with bytes nearly always;
-# bfloat16 until reading no longer bounds its tiles. With int8 inputs two passes of tiles still win.
+# (``prefers_fma``) the longer the less often they fold: a tie within 4 % from 32 tokens on where
+# groups are wide. bfloat16's hold out until reading no longer bounds them. With int8 inputs two
+# passes of tiles still win.
 _BYTES_FROM = 16
-_FMA_FROM = 5
-_FMA_LATER = {"bf16": 12, "q6_k": 12, "int8": 64, "int8-channel": 64, "q8_0": 64}
-_FMA_DIGITS_FROM = 24
+_FMA_FROM, _FMA_DIGITS_FROM = 5, 24
+_FMA_LATER = {"bf16": 12, "q6_k": 12, "q5_k": 16} | dict.fromkeys(
+    ("int8", "int8-channel", "int4-g128", "int4-channel"), 128
+)
 
 _CROWDED = 5  # tokens of an expert from which its time is that of products, not of reading weights
 
