@@ -1,5 +1,5 @@
 """What a GEMM of packed 32-row blocks by many tokens is, whatever multiplies (``gemm_amx``,
-``gemm_avx512``): the stages call either by address.
+``gemm_avx512``, ``gemm_fma``): the stages call any by address.
 
 The routine ``gemm(M, blocks, w, block_bytes, scale, scale_bytes, k_blocks, a, rows, tables,
 scratch)`` computes ``out[b, t, n] = sum_k w[b][n, k] * x_t[k]`` for ``blocks`` consecutive packed
