@@ -9,7 +9,7 @@ import pytest
 import torch
 from numba import types
 
-from pykernels.cpu import passes_avx512, tile_amx, tile_avx512, tile_generic
+from pykernels.cpu import gemm_fma, passes_avx512, tile_amx, tile_avx512, tile_generic
 from pykernels.cpu.activations import annotation
 from pykernels.cpu.annotate import make_annotate
 from pykernels.cpu.digits import LIFT_BITS, SHORT, join_lowest, join_short
@@ -445,6 +445,14 @@ def test_sums_of_a_pass_live_in_registers(T, scale_k, minima, act_k, biased):
     built = passes_avx512.make_pass(T, scale_k, minima, act_k, biased, instructions(detect()))
     assembly = _assembly(built._library)
     _check_sums(assembly, "vpdpbusd" if act_k else "vdpbf16ps", 2 * T)
+
+
+@pytest.mark.skipif("avx512f" not in detect().isa, reason="multiply-adds of AVX-512")
+@pytest.mark.parametrize("T", [4, 8, 12])
+def test_sums_of_a_pass_of_multiply_adds_live_in_registers(T):
+    assembly = _assembly(gemm_fma.make_pass(T)._library)
+    assert len(re.findall(r"vfmadd\d+ps\s.*%zmm", assembly)) >= 4 * T
+    assert not re.search(r"vmov\w+\s+%zmm\d+, -?\d*\(%r[sb]p", assembly), "a sum is spilled"
 
 
 def test_the_generic_kernel_is_chosen_without_avx512():

@@ -16,6 +16,7 @@ import model
 from model import memory
 from model.generate import generate_stream
 from pykernels import __version__
+from pykernels.cpu.instructions import prefers_fma
 from pykernels.quant import FORMATS
 from pykernels.target import detect
 from runtime.measure import MoEMeasurement
@@ -152,8 +153,10 @@ def test_bench_moe_json_is_one_flat_object(run: Run, short_timing: None) -> None
     assert (measured["routing"], measured["distinct_experts"]) == ("balanced", 4)
     if measured["kernel"] == "generic":
         assert (measured["compute_roof_instruction"], measured["compute_roof_tflops"]) == ("", 0)
-    elif not detect().lacks(("avx512bf16",)):
-        assert measured["compute_roof_instruction"].endswith("dpbf16ps")
+    else:
+        products = "vfmadd231ps" if prefers_fma(detect()) else "vdpbf16ps"
+        products = "tdpbf16ps" if measured["kernel"] == "amx" else products
+        assert measured["compute_roof_instruction"] == products
         assert measured["compute_roof_tflops"] > measured["tflops"] > 0
 
 
