@@ -16,12 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pykernels.cpu.instructions import prefers_digits, prefers_fma
 from pykernels.cpu.moe import NEVER
-from pykernels.cpu.plan import GEMM_FROM, default_gemm_from
+from pykernels.cpu.plan import GEMM_FROM, gemm_from_here
 from pykernels.env import env
 from pykernels.errors import PykernelsError
-from pykernels.target import detect
 
 VERSION = 6
 """Of the file. Raise it when a kernel changes so much that old choices are wrong: files of another
@@ -46,9 +44,7 @@ class Choices:
 
 def default(backend: str, fmt: str, activations: str = "bf16") -> Choices:
     """Where nothing was calibrated."""
-    target = detect()
-    how = {"digits": prefers_digits(target), "fma": prefers_fma(target)}
-    return Choices(default_gemm_from(backend, fmt, activations, **how) or NEVER)
+    return Choices(gemm_from_here(backend, fmt, activations) or NEVER)
 
 
 def path(cpu: str) -> Path:

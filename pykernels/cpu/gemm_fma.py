@@ -41,7 +41,7 @@ from .slabs import NEAR
 
 _STEP_K = 32  # inputs of a tile
 _STEPS = K_BLOCK // _STEP_K  # of a slab
-_ROW = 4 * K_BLOCK  # bytes of a token's slab, and of 32 outputs by 32 inputs
+_ROW = 4 * K_BLOCK  # bytes of a token's slab
 _B_AT = OUT_AT + OUT_BYTES  # float32 [inputs][32]
 _A_AT = _B_AT + 128 * K_BLOCK  # float32 [MAX_TOKENS][steps][first, second of the pairs][16]
 SCRATCH_BYTES = _A_AT + _ROW * MAX_TOKENS
@@ -55,7 +55,6 @@ def make_pass(T: int) -> Any:
     """Compiles ``run(a, b, c, ahead, lines) -> ahead``: T tokens by a widened slab of 32 outputs,
     added to ``c``, float32 [T, 32]; ``lines`` lines from ``ahead`` on are prefetched with each step
     of 32 inputs."""
-
     N = 2 * T
 
     @routine(_PASS_ARGUMENTS, f"fma-{T}")

@@ -123,12 +123,14 @@ def build_kernel(
         tiles = tile_amx.make_tiles(fmt, ops, amx_unit)
     else:
         tiles = tile_avx512.make_tiles(fmt, ops, activations, digits)
-    hows = annotation(fmt, activations, exact), annotation(fmt, activations)
+    # Multiply-adds take minima into the weights: they need no sums of the inputs.
+    by_fma = ops is not None and ops.fma and amx_unit is None and activations == "bf16"
+    hows = annotation(fmt, activations, exact), None if by_fma else annotation(fmt, activations)
     gemm, scratch_bytes = None, 0
     if ops is not None and amx_unit is not None:
         gemm = gemm_amx.make_gemm(fmt, ops, activations, amx_unit)
         scratch_bytes = gemm_amx.SCRATCH_BYTES
-    elif ops is not None and ops.fma and activations == "bf16":
+    elif ops is not None and by_fma:
         gemm = gemm_fma.make_gemm(fmt, ops)
         scratch_bytes = gemm_fma.SCRATCH_BYTES
     elif ops is not None:

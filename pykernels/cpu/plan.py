@@ -8,7 +8,9 @@ from ..errors import PykernelsError
 from ..quant import Format
 from ..quant.layout import N_BLOCK, padded
 from ..shapes import MoEShape
+from ..target import detect
 from .gemm import MAX_BLOCKS
+from .instructions import prefers_digits, prefers_fma
 from .packings import INTEGERS
 
 # Tasks a thread. Every task begins streams that the prefetchers have to find again: the longer the
@@ -127,6 +129,12 @@ def default_gemm_from(
     if backend == "avx512" and fma and activations == "bf16":
         return _FMA_LATER.get(fmt, _FMA_FROM)
     return otherwise
+
+
+def gemm_from_here(backend: str, fmt: str, activations: str = "bf16") -> int | None:
+    """``default_gemm_from`` on this CPU."""
+    digits, fma = prefers_digits(detect()), prefers_fma(detect())
+    return default_gemm_from(backend, fmt, activations, digits, fma)
 
 
 def plan(shape: MoEShape, fmt: Format, threads: int, T: int = 1, gemm_from: int = _FROM) -> MoEPlan:

@@ -5,8 +5,8 @@
 GEMM. ``gate_up`` takes a run of 32-row blocks of one expert, writes ``h = silu(gate) * up`` as bf16
 and annotates it (int8 codes or digits, sums) for ``down``. ``down`` takes a run of output blocks
 and one expert and adds its weighted outputs to the float32 sums; it must be called for every active
-expert in order, by one thread for a given run, which is what makes the result independent of the
-thread count. The first expert starts the sums at zero, the last one writes ``y``.
+expert in order for a given run, one behind the other, which is what makes the result independent
+of the thread count. The first expert starts the sums at zero, the last one writes ``y``.
 
 An expert of few tokens runs tiles (one pass over its weights for up to 8 tokens), one of many the
 GEMM, where there is one: the arithmetic-intensity switch of section 3.2. Both are called by

@@ -10,12 +10,10 @@ import torch
 from ..errors import PykernelsError
 from ..quant import PackedExperts
 from ..quant.layout import K_BLOCK, N_BLOCK, ceil_to
-from ..target import detect
 from .arrival import BAD_EXPERT, arrive
-from .instructions import prefers_digits, prefers_fma
 from .job import JOB
 from .moe import NEVER, MoEKernel, tables_address
-from .plan import MoEPlan, default_gemm_from, plan
+from .plan import MoEPlan, gemm_from_here, plan
 from .rows import Annotation, row_bytes
 
 _AT = {name: index for index, name in enumerate(JOB.names or ())}
@@ -130,11 +128,9 @@ class MoECall:
     ) -> None:
         """``cut`` is for every call; None plans each by its tokens, for ``workers`` threads.
 
-        ``gemm_from`` is as in ``MoEPlan``; None for ``plan.default_gemm_from``.
+        ``gemm_from`` is as in ``MoEPlan``; None for ``plan.gemm_from_here``.
         """
-        target = detect()
-        how = {"digits": prefers_digits(target), "fma": prefers_fma(target)}
-        default = default_gemm_from(kernel.backend, kernel.fmt, kernel.activations, **how)
+        default = gemm_from_here(kernel.backend, kernel.fmt, kernel.activations)
         self._gemm_from = gemm_from or default or NEVER
         self.experts, self.kernel, self._workspace = experts, kernel, workspace
         self._workers, self._cut = workers, cut
