@@ -84,9 +84,9 @@ def one_row_plan(kind: str, group: int, N: int, K: int, processors: int) -> OneR
 
     Where there are many blocks of rows, three programs a processor stay for all of them, or one of
     16 warps, and the inputs are copied to shared memory that often only. Narrow matrices have a
-    program for each block: of nibbles 32 rows, for half as many copies of the inputs. Where there
-    is less than one block of 32 rows a processor, warps keep it busy, of all kinds: 8 share the
-    inputs of 16 rows.
+    program for each block: of nibbles 32 rows, for half as many copies of the inputs, or some less,
+    to fill the places for programs evenly. Where there is less than one block of 32 rows a
+    processor, warps keep it busy, of all kinds: 8 share the inputs of 16 rows.
     """
     fine = kind == "int4" and group == 32  # half as many bytes a step
     if fills(N, processors):
@@ -94,15 +94,26 @@ def one_row_plan(kind: str, group: int, N: int, K: int, processors: int) -> OneR
             return OneRowPlan(16, 16, 3, processors, registers=128)
         if fine or kind == "int8":
             return OneRowPlan(16, 8, 2, 3 * processors)
-        if kind == "int4":  # unbounded, two chains take more registers than are free
-            return OneRowPlan(16, 4, 4, 3 * processors, registers=168, chains=2)
+        if kind == "int4":  # unbounded, it takes more registers than are free
+            return OneRowPlan(16, 4, 4, 3 * processors, registers=168)
         return OneRowPlan(16, 4, 4, 3 * processors)
     if N < 32 * processors:
         ahead = 4 if fine else 2 if kind == "int4" and K <= 4096 else 3
         return OneRowPlan(16, 8, ahead, registers=128)
     if kind == "int4":
-        return OneRowPlan(32, 8, 2 if fine else 1, registers=128)
-    return OneRowPlan(16, 4, 3 if K > 8192 else 2, registers=128)
+        plan = OneRowPlan(32, 8, (3 if K <= 8192 else 2) if fine else 1, registers=128)
+    else:
+        plan = OneRowPlan(16, 4, 4 if K <= 8192 else 3, registers=128)
+    return replace(plan, used=_even_rows(plan, N, processors))
+
+
+def _even_rows(plan: OneRowPlan, N: int, processors: int) -> int:
+    """So many of a block's rows that blocks fill whole rounds of places; 0: all, where this would
+    leave more than a quarter of the products without use."""
+    room = 65536 // (32 * plan.warps * plan.registers) * processors
+    rounds = triton.cdiv(triton.cdiv(N, plan.rows), room)
+    used = triton.cdiv(N, rounds * room)
+    return used if 4 * used >= 3 * plan.rows else 0
 
 
 def few_plan(kind: str, group: int, M: int, N: int, processors: int) -> FewPlan:

@@ -109,8 +109,7 @@ class OneRowPlan:
             and multiplying them.
         programs: at most, each with several blocks of rows if need be; 0: one for each block.
         registers: of a thread, at most; 0: as many as the compiler likes.
-        chains: of products that wait for each other, for nibbles in groups of more than 32: one a
-            step, or one for the lower nibbles and one for the upper.
+        used: of these rows, so that there are as many blocks as places for programs; 0: all.
     """
 
     rows: int
@@ -118,7 +117,7 @@ class OneRowPlan:
     ahead: int = 2
     programs: int = 0
     registers: int = 0
-    chains: int = 1
+    used: int = 0
 
     def __post_init__(self) -> None:
         powers_of_two(self, "rows", "warps")
@@ -126,7 +125,7 @@ class OneRowPlan:
         _in(self, "ahead", range(1, 9))
         _in(self, "programs", range(1 << 16))
         _in(self, "registers", (0, *range(64, 256)))
-        _in(self, "chains", (1, 2))
+        _in(self, "used", range(self.rows + 1))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -79,7 +80,14 @@ CASES = [
     ("int8", 1, 40, 704, OneRowPlan(16, 2, 3, 1), "one row: pairs of groups"),
     ("int8-channel", 1, 72, 704, OneRowPlan(16, 2, 3, 2), "one row: one scale an output"),
     ("fp8", 1, 136, 192, OneRowPlan(16, 2, 1), "one row: two blocks of scales"),
-    ("int4-g128", 1, 40, 4160, OneRowPlan(16, 16, 2, 2, 128, 2), "one row: two chains, batches"),
+    (
+        "int4-g128",
+        1,
+        40,
+        4160,
+        OneRowPlan(16, 16, 2, 2, 128),
+        "one row: batches of inputs, nibbles",
+    ),
     ("int8-channel", 1, 40, 4160, OneRowPlan(16, 16, 3, 2), "one row: batches of inputs"),
     (
         "int4-g128",
@@ -90,6 +98,24 @@ CASES = [
         "one row: 32 rows, a partial last step",
     ),
     ("int4", 1, 40, 1600, OneRowPlan(32, 8, 2, 0, 128), "one row: 32 rows, groups of 32"),
+    ("int4-g128", 1, 72, 1344, OneRowPlan(32, 2, 2, used=28), "one row: 28 rows of 32, one left"),
+    (
+        "fp8",
+        1,
+        136,
+        1600,
+        OneRowPlan(16, 4, 2, 3, used=13),
+        "one row: 13 rows of 16, several blocks",
+    ),
+    (
+        "int8-channel",
+        1,
+        40,
+        8384,
+        OneRowPlan(16, 2, 3, used=15),
+        "one row: more steps than are written out",
+    ),
+    ("int4-g128", 1, 40, 5440, OneRowPlan(16, 1, 2, 2), "one row: so many, and several blocks"),
     ("fp8", 1, 136, 1600, OneRowPlan(16, 4, 3, 0, 128), "one row: three steps of E4M3 ahead"),
     ("int4-g128", 1, 24, 6208, OneRowPlan(16, 8, 3, 0, 128), "one row: 8 warps, batches of steps"),
     ("int4-g128", 5, 72, 1088, ManyPlan(16, 4, 3, 2), "more steps than places"),
@@ -182,25 +208,42 @@ def test_narrow_matrices_take_more_warps_or_parts() -> None:
 
 
 def test_one_row_of_narrow_matrices() -> None:
-    """(rows, warps, steps ahead) by N: fewer blocks of 32 rows than processors, or as many."""
+    """(rows, of them used, warps, steps ahead) by N: fewer blocks of 32 rows than processors, or as
+    many."""
 
-    def found(kind: str, group: int, K: int) -> list[tuple[int, int, int]]:
+    def found(kind: str, group: int, K: int) -> list[tuple[int, int, int, int]]:
         plans = [one_row_plan(kind, group, N, K, 132) for N in (1536, 4096, 7168, 12671)]
-        assert all((plan.programs, plan.registers, plan.chains) == (0, 128, 1) for plan in plans)
-        assert plans[0] == plans[1] and plans[2] == plans[3]
-        return [(plan.rows, plan.warps, plan.ahead) for plan in plans[1:3]]
+        assert all((plan.programs, plan.registers) == (0, 128) for plan in plans)
+        assert plans[0] == plans[1] and plans[2] == replace(plans[3], used=plans[2].used)
+        return [(plan.rows, plan.used, plan.warps, plan.ahead) for plan in plans[1:3]]
 
-    assert found("int4", 128, 7168) == [(16, 8, 3), (32, 8, 1)]
-    assert found("int4", 128, 4096) == [(16, 8, 2), (32, 8, 1)]
-    assert found("int4", 32, 7168) == [(16, 8, 4), (32, 8, 2)]
-    assert found("fp8", 128, 4096) == [(16, 8, 3), (16, 4, 2)]
-    assert found("fp8", 128, 7168) == [(16, 8, 3), (16, 4, 2)]
-    assert found("fp8", 128, 18432) == [(16, 8, 3), (16, 4, 3)]
+    assert found("int4", 128, 7168) == [(16, 0, 8, 3), (32, 28, 8, 1)]
+    assert found("int4", 128, 4096) == [(16, 0, 8, 2), (32, 28, 8, 1)]
+    assert found("int4", 32, 7168) == [(16, 0, 8, 4), (32, 28, 8, 3)]
+    assert found("int4", 32, 18432) == [(16, 0, 8, 4), (32, 28, 8, 2)]
+    assert found("fp8", 128, 4096) == [(16, 0, 8, 3), (16, 14, 4, 4)]
+    assert found("fp8", 128, 18432) == [(16, 0, 8, 3), (16, 14, 4, 3)]
     first = 32 * 132  # one block of 32 rows a processor
     for kind, warps in (("int4", 8), ("fp8", 4)):
         less, enough = (one_row_plan(kind, 128, N, 7168, 132) for N in (first - 1, first))
         assert (less.rows, less.warps) == (16, 8)
         assert (enough.rows, enough.warps) == (32 if kind == "int4" else 16, warps)
+
+
+def test_blocks_of_one_row_fill_their_places() -> None:
+    """Two programs of 8 warps a processor, or four of 4: none has many blocks more than others."""
+    for kind, room in (("int4", 2 * 132), ("fp8", 4 * 132)):
+        for N in range(32 * 132, 96 * 132, 37):
+            plan = one_row_plan(kind, 128, N, 7168, 132)
+            used = plan.used or plan.rows
+            blocks = -(-N // used)
+            assert used <= plan.rows and (used - 1) * blocks < N  # the last one is not empty
+            if plan.used:
+                assert 4 * used >= 3 * plan.rows and -(-blocks // room) == -(
+                    -N // plan.rows // room
+                )
+    used = [one_row_plan("int4", 128, N, 7168, 132).used for N in (5120, 6336, 7168, 8192, 8448)]
+    assert used == [0, 24, 28, 32, 32]
 
 
 def test_steps_are_shared_evenly_where_shares_are_long() -> None:
@@ -335,7 +378,7 @@ def test_shared_steps_have_the_same_bits_each_time(name: str, rows: int, run: An
     ("name", "plan"),
     [
         ("int4-g128", OneRowPlan(16, 4)),
-        ("int4-g128", OneRowPlan(16, 4, 4, 132, 168, 2)),
+        ("int4-g128", OneRowPlan(16, 4, 4, 132, 168)),
         ("int8-channel", OneRowPlan(16, 4)),
         ("int8-channel", OneRowPlan(16, 16, 3, 132, 128)),
     ],

@@ -1,0 +1,244 @@
+"""Steps of ``one_row``: what a lane has of weights and inputs, their loads and products (Gluon)."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from .register_words import pair, powers
+
+WRITTEN_OUT = gl.constexpr(40)
+"""Most steps of a program's only block that are written out one behind the other. Loads whose first
+use lies behind a loop's back edge share one scoreboard: the first used waits for the last asked.
+With several blocks a loop is as fast: they are in one anyway."""
+
+
+def inputs_layout(lane: int, warps: int) -> object:
+    """Inputs [warps, 16 lane] of a product: lane 4 g + t has the t-th part of each."""
+    return gl.DistributedLinearLayout(
+        [[0, a] for a in powers(1, 16 * lane // 4)],
+        [[0, 4 * lane], [0, 8 * lane], [0, 0], [0, 0], [0, 0]],
+        [[part, 0] for part in powers(1, warps)],
+        [],
+        [warps, 16 * lane],
+    )
+
+
+@gluon.jit
+def bits_of(words, FLIP, KIND: gl.constexpr, HALF: gl.constexpr):
+    """Words -> of bytes 0 and 2, and of 1 and 3, what makes a bfloat16 of each in its place."""
+    later = words >> 8
+    if KIND == "int4":
+        mask: gl.constexpr = 0x00F000F0 if HALF == 1 else 0x000F000F
+        even, odd = words & mask, later & mask
+    elif KIND == "int8":
+        even, odd = (words ^ FLIP) & 0x00FF00FF, (later ^ FLIP) & 0x00FF00FF
+    else:
+        even = ((words << 4) & 0x07F007F0) | ((words << 8) & -2147450880)
+        odd = ((words >> 4) & 0x07F007F0) | (words & -2147450880)
+    return even, odd
+
+
+@gluon.jit
+def left(words, FLIP, KIND: gl.constexpr, HALF: gl.constexpr, A: gl.constexpr):
+    """[S, ROWS, 4 LANE] words -> [S, ROWS, 16 LANE] codes."""
+    S: gl.constexpr = words.shape[0]
+    ROWS: gl.constexpr = words.shape[1]
+    LANE: gl.constexpr = words.shape[2] // 4
+    even, odd = bits_of(words, FLIP, KIND, HALF)
+    a, b = pair(even)
+    c, d = pair(odd)
+    v = gl.join(gl.join(a, b), gl.join(c, d)).reshape([S, ROWS, 4, LANE, 2, 2])
+    return gl.convert_layout(v.permute([0, 1, 3, 5, 2, 4]).reshape([S, ROWS, 16 * LANE]), A)
+
+
+@gluon.jit
+def right(x, COLS: gl.constexpr, B: gl.constexpr):
+    """[S, 16 LANE] inputs of a lane's words after each other -> [S, 16 LANE, COLS], all alike."""
+    S: gl.constexpr = x.shape[0]
+    LANE: gl.constexpr = x.shape[1] // 16
+    v = x.reshape([S, 4, LANE, 2, 2]).permute([0, 2, 3, 1, 4]).reshape([S, 16 * LANE])
+    v = gl.convert_layout(v, gl.SliceLayout(2, B))
+    return v.expand_dims(2).broadcast_to([S, 16 * LANE, COLS])
+
+
+@gluon.jit
+def stage_inputs(
+    value, x, total, S: gl.constexpr, BLOCK: gl.constexpr, OFFSET: gl.constexpr
+):  # fmt: skip
+    """[STEPS, inputs of a step] to shared memory: x in the codes' order, total -OFFSET times the
+    sums that belong to it."""
+    STEPS: gl.constexpr = value.shape[0]
+    WIDTH: gl.constexpr = x.shape[1]
+    HALVES: gl.constexpr = value.shape[1] // (S * WIDTH)
+    if OFFSET > 0:
+        # As they lie: Triton 3.6 adds up the wrong lanes where those of a sum are no neighbours.
+        PARTS: gl.constexpr = total.shape[0] // (STEPS * S)
+        v = value.to(gl.float32).reshape([STEPS, S, PARTS, value.shape[1] // (S * PARTS)])
+        sums = gl.sum(v, axis=3).permute([0, 2, 1]).reshape([total.shape[0]])
+        total.store(sums * (-OFFSET * 2.0**-69))
+    v = value.reshape([STEPS, S, WIDTH // BLOCK, HALVES, BLOCK // 4, 2, 2])
+    v = v.permute([0, 3, 1, 2, 4, 6, 5]).reshape([STEPS, HALVES, S, WIDTH]).to(gl.float32)
+    L: gl.constexpr = v.type.layout
+    half = gl.arange(0, HALVES, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
+    up = gl.where(half == 0, 2.0**64, 2.0**60)[None, :, None, None]
+    x.store((v * up).to(gl.bfloat16).reshape([STEPS * HALVES * S, WIDTH]))
+
+
+@gluon.jit
+def load_step(at, step, left_over, EVEN: gl.constexpr, WIDTH: gl.constexpr):
+    """Words of a step; ``left_over``: how many words of a row each lane's first one leaves."""
+    if EVEN:
+        return gl.load(at + step * WIDTH, eviction_policy="evict_first")
+    there = left_over > step * WIDTH
+    return gl.load(at + step * WIDTH, mask=there, other=0, eviction_policy="evict_first")
+
+
+@gluon.jit
+def scales_of(w_scale, n, K, KIND: gl.constexpr):
+    """Where the scales of rows n begin."""
+    if KIND == "fp8":
+        n = n // 128 * gl.cdiv(K, 128)
+    return w_scale + n[None, :]
+
+
+@gluon.jit
+def load_scale(
+    scales, chunk, N, K, KC: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr,
+    EVEN: gl.constexpr,
+):  # fmt: skip
+    """Words (fp8: float32) of a chunk: what GROUP inputs share, or two groups of 32."""
+    PER: gl.constexpr = 128 if KIND == "fp8" else (64 if GROUP == 32 else GROUP)
+    STRIDE = 1 if KIND == "fp8" else N
+    k = (chunk * KC if EVEN else gl.minimum(chunk * KC, K - 1))[:, None]
+    return gl.load(scales + k // PER * STRIDE)
+
+
+@gluon.jit
+def multiply_step(
+    acc, words, scale, x, total, chunk, FLIP, KIND: gl.constexpr, GROUP: gl.constexpr,
+    A: gl.constexpr, B: gl.constexpr, LX: gl.constexpr,
+):  # fmt: skip
+    """acc plus a step's products; x [HALVES S, 16 LANE] and total [S or HALVES S] are shared."""
+    COLS: gl.constexpr = acc.shape[2]
+    S: gl.constexpr = acc.shape[0]
+    HALVES: gl.constexpr = x.shape[0] // S
+    MMA: gl.constexpr = acc.type.layout
+    part = acc
+    for h in gl.static_range(HALVES):
+        b = right(x.slice(h * S, S).load(LX), COLS, B)
+        a = left(words, FLIP, KIND, h, A)
+        if h * S < total.shape[0]:
+            first = gl.full(acc.shape, 0.0, gl.float32, layout=MMA)
+            if KIND != "fp8":
+                sums = total.slice(h * S, S).load(gl.SliceLayout(1, gl.SliceLayout(2, MMA)))
+                first += sums[:, None, None]
+            part = acc + first if GROUP == 0 else first
+        part = mma_v2(a, b, part)
+        if GROUP == 32:
+            if KIND == "int4":
+                sc = scale & -65536 if h == 1 else scale << 16
+            else:
+                sc = gl.where((chunk % 2 == 1)[:, None], scale & -65536, scale << 16)
+            acc += part * sc.to(gl.float32, bitcast=True)[:, :, None]
+    if GROUP == 0:
+        acc = part
+    elif GROUP > 32:
+        acc += part * (scale if KIND == "fp8" else scale.to(gl.float32, bitcast=True))[:, :, None]
+    return acc
+
+
+@gluon.jit
+def stay():
+    """No load is moved over this: the assembler moves the next step's down to where this step's
+    products free registers, and memory waits for the products. It is no instruction."""
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [gl.program_id(0)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def ask(
+    at, scales, chunk, step, left_over, N, K, KIND: gl.constexpr, GROUP: gl.constexpr,
+    LANE: gl.constexpr, EVEN: gl.constexpr,
+):  # fmt: skip
+    """Words and scales of a step; ``chunk``: each warp's part of it. One scale an output: none."""
+    S: gl.constexpr = chunk.shape[0]
+    CW: gl.constexpr = 4 * LANE
+    words = load_step(at, step, left_over, EVEN, S * CW)
+    scale = chunk
+    if GROUP > 0:
+        KC: gl.constexpr = CW * (8 if KIND == "int4" else 4)
+        scale = load_scale(scales, chunk + step * S, N, K, KC, GROUP, KIND, EVEN)
+    return words, scale
+
+
+@gluon.jit
+def multiply_block(
+    words, scale, at, scales, at_next, scales_next, xs, sums, chunk, left_over, N, K, FLIP,
+    KIND: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr, EVEN: gl.constexpr,
+    LANE: gl.constexpr, ROWS: gl.constexpr, LAST: gl.constexpr, AHEAD: gl.constexpr,
+    MMA: gl.constexpr, LX: gl.constexpr,
+):  # fmt: skip
+    """A block of rows times all inputs: sums [S, ROWS, 8], columns all alike.
+
+    Args:
+        words, scale: of the first steps, asked for. Those of the next block's first steps, which
+            ``at_next`` and ``scales_next`` lead to, are asked for here and returned, unless LAST.
+    """
+    S: gl.constexpr = chunk.shape[0]
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    ALL: gl.constexpr = LAST and STEPS <= WRITTEN_OUT
+    ROLLED: gl.constexpr = 0 if ALL else (STEPS - AHEAD) // AHEAD * AHEAD
+    acc = gl.full([S, ROWS, 8], 0.0, gl.float32, layout=MMA)
+    for turn in range(0, ROLLED // AHEAD):
+        for q in gl.static_range(AHEAD):
+            step = turn * AHEAD + q
+            words_now, scale_now = words[q], scale[q]
+            asked, factors = ask(
+                at, scales, chunk, step + AHEAD, left_over, N, K, KIND, GROUP, LANE, EVEN
+            )
+            words = words[:q] + (asked,) + words[q + 1 :]
+            scale = scale[:q] + (factors,) + scale[q + 1 :]
+            stay()
+            acc = multiply_step(
+                acc, words_now, scale_now, xs.index(step), sums.index(step), chunk + step * S, FLIP,
+                KIND, GROUP, A, B, LX,
+            )  # fmt: skip
+    for t in gl.static_range(ROLLED, STEPS):
+        words_now, scale_now = words[t % AHEAD], scale[t % AHEAD]
+        asked, factors = words_now, scale_now
+        if t + AHEAD < STEPS:
+            asked, factors = ask(
+                at, scales, chunk, t + AHEAD, left_over, N, K, KIND, GROUP, LANE, EVEN
+            )
+        elif not LAST:
+            asked, factors = ask(
+                at_next, scales_next, chunk, t + AHEAD - STEPS, left_over, N, K, KIND, GROUP, LANE,
+                EVEN,
+            )  # fmt: skip
+        words = words[: t % AHEAD] + (asked,) + words[t % AHEAD + 1 :]
+        scale = scale[: t % AHEAD] + (factors,) + scale[t % AHEAD + 1 :]
+        stay()
+        acc = multiply_step(
+            acc, words_now, scale_now, xs.index(t), sums.index(t), chunk + t * S, FLIP,
+            KIND, GROUP, A, B, LX,
+        )  # fmt: skip
+    TURN: gl.constexpr = STEPS % AHEAD
+    return words[TURN:] + words[:TURN], scale[TURN:] + scale[:TURN], acc
+
+
+@gluon.jit
+def own_rows(ROWS: gl.constexpr, MMA: gl.constexpr):
+    """0 .. ROWS, as ``block_sums`` has them."""
+    return gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
+
+
+@gluon.jit
+def block_sums(acc, KIND: gl.constexpr):
+    """[S, ROWS, 8] of the warps, columns all alike -> [ROWS]."""
+    DOWN: gl.constexpr = (2.0**56 if KIND == "fp8" else 2.0**69) / 8
+    return gl.sum(gl.sum(acc, axis=2), axis=0) * DOWN
