@@ -3,8 +3,8 @@
 What they gain hangs on the order of a few instructions, which ptxas may change or, if it sees a
 danger, give up: then it waits after every single product and says so to nobody. Prints one JSON
 object a kernel: products (HGMMA or QGMMA), waits for them, spills (LDL, STL), the most exponentials
-between a wait for all but one group and the next wait, that is, beside products, and arrivals at
-memory barriers that are loose (``loose_arrivals``).
+between a wait for all but one group and the next wait, that is, beside products, arrivals at
+memory barriers that are loose (``loose_arrivals``); of ``one_row`` how late it asks for weights.
 """
 
 from __future__ import annotations
@@ -55,6 +55,24 @@ def loose_arrivals(ptx: str) -> int:
     return loose
 
 
+def lateness(sass: str, loads: int) -> float:
+    """How late a step asks for the next one's weights, at worst: the share of its own products that
+    are in front of a load. Steps have ``loads`` loads each and are written out one by one.
+    """
+    events = re.findall(r"LDG\.E\.EF|HMMA", sass)
+    steps = events.count("LDG.E.EF") // loads
+    products = events.count("HMMA") / steps
+    before, asked, late = 0, 0, 0.0
+    for event in events:
+        if event == "HMMA":
+            before += 1
+            continue
+        step = asked // loads - 1  # the one that should be running
+        late = max(late, before / products - max(step, 0))
+        asked += 1
+    return late
+
+
 def disassembled(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -74,17 +92,20 @@ def main() -> None:
     from .compiles import OPTIONS, source
 
     def compile_it(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        if self.__name__.endswith("_hopper"):
+        if self.__name__.endswith("_hopper") or self.__name__ == "one_row":
             options = {k: kwargs.pop(k) for k in OPTIONS if k in kwargs}
             made = triton.compile(source(self, args, kwargs), GPUTarget("cuda", 90, 32), options)
-            row = {"kernel": self.__name__, **counts(disassembled(made.asm["cubin"]))}
+            sass = disassembled(made.asm["cubin"])
+            row = {"kernel": self.__name__, **counts(sass)}
+            if self.__name__ == "one_row":
+                row["late"] = lateness(sass, loads=4)
             row["loose"] = loose_arrivals(made.asm["ptx"])
             print(json.dumps(row), flush=True)
 
     JITFunction.run = compile_it
     chosen = {
         "GQA, D 128", "GQA, pages", "MLA", "MLA, 128 heads", "MLA, 128 heads, E4M3",
-        "int4-g128 2048", "int8-channel 2048", "fp8 128",
+        "int4-g128 2048", "int8-channel 2048", "fp8 128", "int4-g128 1 narrow",
         "bf16 bf16 256", "fp8 fp8 256", "int4-g128 bf16 256", "q4_k bf16 64",
     }  # fmt: skip
     tables = prefill, decode, linears, experts

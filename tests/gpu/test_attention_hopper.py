@@ -84,7 +84,8 @@ def test_what_threads_owe_each_other_is_missed(without: str, device, by_hand) ->
 
 
 def test_ptxas_keeps_the_order() -> None:
-    """Products run on while others are begun, and exponentials are taken beside them."""
+    """Products run on while others are begun, exponentials are taken beside them, and the next
+    step's weights asked for."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     result = subprocess.run(
         [sys.executable, "-m", "tests.gpu.hopper_sass"],
@@ -101,7 +102,9 @@ def test_ptxas_keeps_the_order() -> None:
     decoded = ["many_rows_hopper"] * 2
     experts = ["gemm_bf16_hopper", *decoded, *["gemm_fp8_hopper"] * 2, *decoded]
     products = linears + experts
-    assert [row["kernel"] for row in rows] == attention + products
+    assert [row["kernel"] for row in rows] == attention + ["one_row"] + products
+    one_row = rows.pop(len(attention))
+    assert one_row["late"] < 0.5, f"weights are asked for behind products: {one_row}"
     for row in rows:
         # Registers are decoded into every two products; 128 values of E4M3 are four products, a
         # scaled sum after each; 64 of bfloat16 are four, with a wait for those before them.

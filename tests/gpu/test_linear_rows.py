@@ -414,7 +414,7 @@ def _meta_call(name: str, M: int, N: int, activations: str = "bf16") -> tuple[st
 
 COMPILES = [
     _meta_call("int4-g128", 1, 18432),
-    _meta_call("int4-g128", 1, 7168),
+    ("int4-g128 1 narrow", _meta_call("int4-g128", 1, 7168)[1]),
     _meta_call("int4", 1, 7168),
     _meta_call("int4-g128", 2, 18432),
     _meta_call("int8-channel", 8, 7168),
