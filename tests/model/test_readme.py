@@ -123,3 +123,16 @@ def test_files_it_names_exist() -> None:
             assert (ROOT / folder / part).exists(), f"{folder}{part}"
             named += 1
     assert named > 20
+
+
+RESULTS = sorted(ROOT.glob("bench/results/*/*.md"))
+DOCS = [ROOT / "docs/measurements.md", *RESULTS]
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_files_that_other_pages_name_exist(page: Path) -> None:
+    """And plots are the page's own: one that was renamed with its page shows another's table."""
+    for shown, name, link in re.findall(r"(!?)\[([^\]]*)\]\(([^)#]+)\)", page.read_text()):
+        assert (page.parent / link).exists(), link
+        if shown and page in RESULTS:
+            assert name == link and link.startswith(page.stem), link
