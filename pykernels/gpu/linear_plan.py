@@ -88,20 +88,20 @@ def one_row_plan(kind: str, group: int, N: int, K: int, processors: int) -> OneR
     to fill the places for programs evenly. Where there is less than one block of 32 rows a
     processor, warps keep it busy, of all kinds: 8 share the inputs of 16 rows.
     """
-    fine = kind == "int4" and group == 32  # half as many bytes a step
+    fine = kind == "int4" and group == 32  # a load more a step, and registers for it
     if fills(N, processors):
         if kind == "int8" and group > 32:
             return OneRowPlan(16, 16, 3, processors, registers=128)
-        if fine or kind == "int8":
+        if kind == "int8":
             return OneRowPlan(16, 8, 2, 3 * processors)
         if kind == "int4":  # unbounded, it takes more registers than are free
-            return OneRowPlan(16, 4, 4, 3 * processors, registers=168)
+            return OneRowPlan(16, 4, 3 if fine else 4, 3 * processors, registers=168)
         return OneRowPlan(16, 4, 4, 3 * processors)
     if N < 32 * processors:
-        ahead = 4 if fine else 2 if kind == "int4" and K <= 4096 else 3
-        return OneRowPlan(16, 8, ahead, registers=128)
+        early = kind == "int4" and (K > 8192 if fine else K <= 4096)
+        return OneRowPlan(16, 8, 2 if early else 3, registers=128)
     if kind == "int4":
-        plan = OneRowPlan(32, 8, (3 if K <= 8192 else 2) if fine else 1, registers=128)
+        plan = OneRowPlan(32, 8, 1, registers=128)
     else:
         plan = OneRowPlan(16, 4, 4 if K <= 8192 else 3, registers=128)
     return replace(plan, used=_even_rows(plan, N, processors))

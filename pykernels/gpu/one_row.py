@@ -10,6 +10,8 @@ straight into the lane that multiplies them. What is left to do for each is next
 - Each program first copies the inputs to shared memory, in the codes' order and times 2**64.
 - Codes keep their offset. It goes out with the sum of a chunk's inputs, where a chain of products
   begins.
+- One row needs one of a product's eight columns. Where two scales meet in a chunk (groups of 32),
+  four columns have the inputs of one half of it, and four those of the other.
 
 About 1.1 instructions a weight of 4 bits and 1.4 of 8. The warps of a program share its rows and
 part K; their sums are added in shared memory, in a fixed order.
@@ -28,8 +30,10 @@ from .gluon_names import barrier, reinterpret
 from .launch import early_launch, launches_early
 from .matrices import Matrices, scale_every, scale_words
 from .one_row_steps import (
+    LANE,
     ask,
     block_sums,
+    columns_layout,
     inputs_layout,
     multiply_block,
     own_rows,
@@ -63,12 +67,13 @@ def one_row(
     x, w, w_scale, out, bias, N, K, WORDS, FLIP,
     KIND: gl.constexpr, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
     ONCE: gl.constexpr, STEPS: gl.constexpr, EVEN: gl.constexpr,
-    S: gl.constexpr, ROWS: gl.constexpr, LANE: gl.constexpr, AHEAD: gl.constexpr,
-    TOGETHER: gl.constexpr, USED: gl.constexpr, LW: gl.constexpr, LX: gl.constexpr,
+    S: gl.constexpr, ROWS: gl.constexpr, AHEAD: gl.constexpr, TOGETHER: gl.constexpr,
+    USED: gl.constexpr, LW: gl.constexpr, LX: gl.constexpr, PARTS: gl.constexpr,
+    LC: gl.constexpr,
 ):  # fmt: skip
     """out[n] = sum over k of x[k] * w[n, k]: a program USED rows of w at a time, all of K.
 
-    In each of STEPS steps each of the S warps takes 4 LANE words of every row.
+    In each of STEPS steps each of the S warps takes 16 words of every row.
 
     Args:
         x: bfloat16 [K].
@@ -83,30 +88,31 @@ def one_row(
         USED: of ROWS rows, which a power of two must be: the others are the last again.
     """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [S, 1, 1], [1, 16, 8])
-    CW: gl.constexpr = 4 * LANE
+    CW: gl.constexpr = 16
     PER: gl.constexpr = 8 if KIND == "int4" else 4
     HALVES: gl.constexpr = 2 if KIND == "int4" else 1
     KC: gl.constexpr = CW * PER
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    SUMS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    PARTS: gl.constexpr = HALVES if GROUP == 32 else 1
+    LS: gl.constexpr = gl.SliceLayout(3, LC)
+    SUMS: gl.constexpr = S * HALVES if PARTS == 2 else S
+    PAIRS: gl.constexpr = gl.int32 if PARTS == 2 else gl.bfloat16
     BATCHES: gl.constexpr = (STEPS + TOGETHER - 1) // TOGETHER
     IN_ALL: gl.constexpr = BATCHES * TOGETHER
     xs_all = gl.allocate_shared_memory(
-        gl.bfloat16, [BATCHES, TOGETHER * HALVES * S, 16 * LANE], SHARED
+        gl.bfloat16, [BATCHES, TOGETHER * HALVES * S, 4 * CW], SHARED
     )
-    sums_all = gl.allocate_shared_memory(gl.float32, [BATCHES, TOGETHER * PARTS * S], SUMS)
-    xs = reinterpret(xs_all, gl.bfloat16, [IN_ALL, HALVES * S, 16 * LANE], SHARED)
-    sums = reinterpret(sums_all, gl.float32, [IN_ALL, PARTS * S], SUMS)
+    sums_all = gl.allocate_shared_memory(gl.float32, [BATCHES, TOGETHER * SUMS, PARTS], SHARED)
+    xs = reinterpret(xs_all, PAIRS, [IN_ALL, HALVES * S, 4 * CW // PARTS], SHARED)
+    sums = reinterpret(sums_all, gl.float32, [IN_ALL, SUMS, PARTS], SHARED)
     s = gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, LW)))
     i = gl.arange(0, CW, layout=gl.SliceLayout(0, gl.SliceLayout(1, LW)))
     first = s[:, None, None] * CW + i[None, None, :]
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LW)))
     row = gl.minimum(row, USED - 1)
     left_over = WORDS - first
-    chunk = gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, MMA)))
+    chunk = gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, LS)))
     own = own_rows(ROWS, MMA)
-    scale_row = gl.minimum(own, USED - 1)
+    scale_row = gl.minimum(own_rows(ROWS, LS), USED - 1)
     begin = gl.program_id(0)
     at = w + gl.minimum(begin * USED + row, N - 1).to(gl.int64)[None, :, None] * WORDS + first
     scales = scales_of(w_scale, gl.minimum(begin * USED + scale_row, N - 1), K, KIND)
@@ -120,7 +126,7 @@ def one_row(
     words = ()
     scale = ()
     for t in gl.static_range(AHEAD):
-        asked, factors = ask(at, scales, chunk, t, left_over, N, K, KIND, GROUP, LANE, EVEN)
+        asked, factors = ask(at, scales, chunk, t, left_over, N, K, KIND, GROUP, EVEN, LS)
         words += (asked,)  # type: ignore[assignment]
         scale += (factors,)  # type: ignore[assignment]
     values = ()
@@ -128,7 +134,7 @@ def one_row(
         exists = k < K - t * (S * KC)
         values += (gl.load(x + t * (S * KC) + k, mask=exists, other=0.0),)  # type: ignore[assignment]
     OFFSET: gl.constexpr = 8 if KIND == "int4" else (128 if KIND == "int8" else 0)
-    BLOCK: gl.constexpr = 32 if KIND == "int4" else 16 * LANE
+    BLOCK: gl.constexpr = 32 if KIND == "int4" else 4 * CW
     for t in gl.static_range(BATCHES):
         stage_inputs(values[t], xs_all.index(t), sums_all.index(t), S, BLOCK, OFFSET)
     barrier()  # here, or it would be in the loop
@@ -137,9 +143,9 @@ def one_row(
         row_scale, row_bias = of_rows(no, w_scale, bias, N, GROUP, HAS_BIAS)
         words, scale, acc = multiply_block(
             words, scale, at, scales, at, scales, xs, sums, chunk, left_over, N, K, FLIP,
-            KIND, GROUP, STEPS, EVEN, LANE, ROWS, True, AHEAD, MMA, LX,
+            KIND, GROUP, STEPS, EVEN, ROWS, True, AHEAD, MMA, LX, LS,
         )  # fmt: skip
-        value = block_sums(acc, KIND) * row_scale + row_bias
+        value = block_sums(acc, KIND, PARTS) * row_scale + row_bias
         gl.store(out + no, value.to(gl.bfloat16), mask=no < N)
     else:
         for block in range(begin, gl.cdiv(N, USED), gl.num_programs(0)):
@@ -153,9 +159,9 @@ def one_row(
             scales_next = scales_of(w_scale, n, K, KIND)
             words, scale, acc = multiply_block(
                 words, scale, at, scales, at_next, scales_next, xs, sums, chunk, left_over, N, K,
-                FLIP, KIND, GROUP, STEPS, EVEN, LANE, ROWS, False, AHEAD, MMA, LX,
+                FLIP, KIND, GROUP, STEPS, EVEN, ROWS, False, AHEAD, MMA, LX, LS,
             )  # fmt: skip
-            value = block_sums(acc, KIND) * row_scale + row_bias
+            value = block_sums(acc, KIND, PARTS) * row_scale + row_bias
             gl.store(out + no, value.to(gl.bfloat16), mask=no < N)
             at, scales = at_next, scales_next
 
@@ -175,11 +181,11 @@ def multiply_one_row(
         out: bfloat16 [1, N].
     """
     words = stack.data[0].view(torch.int32)
-    lane = 2 if stack.group == 32 else 4
-    step = 4 * lane * plan.warps
+    parts = 2 if stack.group == 32 else 1
+    step = 4 * LANE * plan.warps
     steps = triton.cdiv(words.shape[1], step)
     inputs = step * (8 if stack.kind == "int4" else 4)
-    words_layout, _ = layouts(lane, plan.warps, plan.rows, 8)
+    words_layout, _ = layouts(LANE, plan.warps, plan.rows, 8)
     pdl = launches_early(x.device)
     used = plan.used or plan.rows
     blocks = triton.cdiv(stack.N, used)
@@ -203,12 +209,13 @@ def multiply_one_row(
         EVEN=words.shape[1] % step == 0,
         S=plan.warps,
         ROWS=plan.rows,
-        LANE=lane,
         AHEAD=min(plan.ahead, steps),
         TOGETHER=min(8, triton.next_power_of_2(steps), max(1, 4096 // inputs)),
         USED=used,
         LW=words_layout,
-        LX=inputs_layout(lane, plan.warps),
+        LX=inputs_layout(plan.warps, parts),
+        PARTS=parts,
+        LC=columns_layout(plan.warps, plan.rows, parts),
         num_warps=plan.warps,
         **({"maxnreg": plan.registers} if plan.registers else {}),
         **early_launch(pdl),

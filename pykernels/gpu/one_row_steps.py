@@ -14,14 +14,37 @@ use lies behind a loop's back edge share one scoreboard: the first used waits fo
 With several blocks a loop is as fast: they are in one anyway."""
 
 
-def inputs_layout(lane: int, warps: int) -> object:
-    """Inputs [warps, 16 lane] of a product: lane 4 g + t has the t-th part of each."""
+LANE = 4
+"""Words of a row that a lane loads at a time."""
+
+
+def inputs_layout(warps: int, parts: int) -> object:
+    """Inputs of a product, lane 4 g + t has the t-th part: bfloat16 [warps, 16 LANE] or, where
+    columns of a product are of two ``parts`` of them, pairs as int32 [warps, 8 LANE, 8]."""
+    own = 16 * LANE // 4 // parts
+    t, g = [[0, own], [0, 2 * own]], [[0, 0]] * 3
+    if parts == 2:
+        t, g = [[*at, 0] for at in t], [[0, 0, 1], [0, 0, 2], [0, 0, 4]]
+    zeros = [0] * (parts - 1)
     return gl.DistributedLinearLayout(
-        [[0, a] for a in powers(1, 16 * lane // 4)],
-        [[0, 4 * lane], [0, 8 * lane], [0, 0], [0, 0], [0, 0]],
-        [[part, 0] for part in powers(1, warps)],
+        [[0, a, *zeros] for a in powers(1, own)],
+        t + g,
+        [[warp, 0, *zeros] for warp in powers(1, warps)],
         [],
-        [warps, 16 * lane],
+        [warps, 16 * LANE] if parts == 1 else [warps, 8 * LANE, 8],
+    )
+
+
+def columns_layout(warps: int, rows: int, parts: int) -> object:
+    """A product's sums [warps, rows, parts, 8 // parts] as they lie: lane 4 g + t has those of rows
+    g, g + 8, ... and of two columns."""
+    t = [[0, 0, 0, 2], [0, 0, 0, 4] if parts == 1 else [0, 0, 1, 0]]
+    return gl.DistributedLinearLayout(
+        [[0, 0, 0, 1]] + [[0, row, 0, 0] for row in powers(8, rows)],
+        [*t, [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]],
+        [[warp, 0, 0, 0] for warp in powers(1, warps)],
+        [],
+        [warps, rows, parts, 8 // parts],
     )
 
 
@@ -64,19 +87,45 @@ def right(x, COLS: gl.constexpr, B: gl.constexpr):
 
 
 @gluon.jit
+def right_of_parts(x, LX: gl.constexpr, B: gl.constexpr):
+    """[S, 8 LANE] pairs of inputs -> [S, 16 LANE, 8]: columns 0 to 3 have those of the first two
+    lanes, columns 4 to 7 those of the others, and so do the sums in a lane have its own."""
+    S: gl.constexpr = x.shape[0]
+    PAIRS: gl.constexpr = x.shape[1]
+    k = gl.arange(0, PAIRS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LX))) // (PAIRS // 2)
+    n = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, LX))) // 4
+    mine = k[None, :, None] == n[None, None, :]
+    low, high = pair(gl.where(mine, x.expand_dims(2), 0))
+    v = gl.join(low, high).reshape([S, 4, PAIRS // 8, 2, 8, 2]).permute([0, 2, 3, 1, 5, 4])
+    return gl.convert_layout(v.reshape([S, 2 * PAIRS, 8]), B)
+
+
+@gluon.jit
+def spread(factors, MMA: gl.constexpr):
+    """[S, ROWS, PARTS] -> [S, ROWS, 8], as the columns of sums are of parts."""
+    S: gl.constexpr = factors.shape[0]
+    ROWS: gl.constexpr = factors.shape[1]
+    PARTS: gl.constexpr = factors.shape[2]
+    x = factors.expand_dims(3).broadcast_to([S, ROWS, PARTS, 8 // PARTS])
+    return gl.convert_layout(x.reshape([S, ROWS, 8]), MMA)
+
+
+@gluon.jit
 def stage_inputs(
     value, x, total, S: gl.constexpr, BLOCK: gl.constexpr, OFFSET: gl.constexpr
 ):  # fmt: skip
-    """[STEPS, inputs of a step] to shared memory: x in the codes' order, total -OFFSET times the
-    sums that belong to it."""
+    """[STEPS, inputs of a step] to shared memory: x in the codes' order, total [STEPS * (halves
+    with sums of their own) * S, PARTS] -OFFSET times the sums that belong to it."""
     STEPS: gl.constexpr = value.shape[0]
     WIDTH: gl.constexpr = x.shape[1]
     HALVES: gl.constexpr = value.shape[1] // (S * WIDTH)
     if OFFSET > 0:
         # As they lie: Triton 3.6 adds up the wrong lanes where those of a sum are no neighbours.
-        PARTS: gl.constexpr = total.shape[0] // (STEPS * S)
-        v = value.to(gl.float32).reshape([STEPS, S, PARTS, value.shape[1] // (S * PARTS)])
-        sums = gl.sum(v, axis=3).permute([0, 2, 1]).reshape([total.shape[0]])
+        PARTS: gl.constexpr = total.shape[1]
+        OWN: gl.constexpr = total.shape[0] // (STEPS * S)
+        EACH: gl.constexpr = value.shape[1] // (S * PARTS * OWN)
+        v = value.to(gl.float32).reshape([STEPS, S, PARTS, OWN, EACH])
+        sums = gl.sum(v, axis=4).permute([0, 3, 1, 2]).reshape([STEPS * OWN * S, PARTS])
         total.store(sums * (-OFFSET * 2.0**-69))
     v = value.reshape([STEPS, S, WIDTH // BLOCK, HALVES, BLOCK // 4, 2, 2])
     v = v.permute([0, 3, 1, 2, 4, 6, 5]).reshape([STEPS, HALVES, S, WIDTH]).to(gl.float32)
@@ -100,52 +149,63 @@ def scales_of(w_scale, n, K, KIND: gl.constexpr):
     """Where the scales of rows n begin."""
     if KIND == "fp8":
         n = n // 128 * gl.cdiv(K, 128)
-    return w_scale + n[None, :]
+    return w_scale + n[None, :, None]
 
 
 @gluon.jit
 def load_scale(
     scales, chunk, N, K, KC: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr,
-    EVEN: gl.constexpr,
+    EVEN: gl.constexpr, LS: gl.constexpr,
 ):  # fmt: skip
-    """Words (fp8: float32) of a chunk: what GROUP inputs share, or two groups of 32."""
+    """[S, ROWS, PARTS] words (fp8: float32): what GROUP inputs of a chunk share, or two groups of
+    32: nibbles have 64 inputs in 32 bytes, of the first in the low ones."""
     PER: gl.constexpr = 128 if KIND == "fp8" else (64 if GROUP == 32 else GROUP)
     STRIDE = 1 if KIND == "fp8" else N
-    k = (chunk * KC if EVEN else gl.minimum(chunk * KC, K - 1))[:, None]
+    k = (chunk * KC)[:, None, None]
+    if GROUP == 32 and KIND == "int4":
+        k += 64 * gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, LS)))[None, None, :]
+    if not EVEN:
+        k = gl.minimum(k, K - 1)
     return gl.load(scales + k // PER * STRIDE)
 
 
 @gluon.jit
 def multiply_step(
-    acc, words, scale, x, total, chunk, FLIP, KIND: gl.constexpr, GROUP: gl.constexpr,
-    A: gl.constexpr, B: gl.constexpr, LX: gl.constexpr,
+    acc, words, scale, x, total, FLIP, KIND: gl.constexpr, GROUP: gl.constexpr,
+    A: gl.constexpr, B: gl.constexpr, LX: gl.constexpr, LS: gl.constexpr,
 ):  # fmt: skip
-    """acc plus a step's products; x [HALVES S, 16 LANE] and total [S or HALVES S] are shared."""
+    """acc plus a step's products; x [HALVES S, inputs] and total [S or HALVES S, PARTS] are
+    shared."""
     COLS: gl.constexpr = acc.shape[2]
     S: gl.constexpr = acc.shape[0]
     HALVES: gl.constexpr = x.shape[0] // S
     MMA: gl.constexpr = acc.type.layout
     part = acc
     for h in gl.static_range(HALVES):
-        b = right(x.slice(h * S, S).load(LX), COLS, B)
+        if GROUP == 32:
+            b = right_of_parts(x.slice(h * S, S).load(gl.SliceLayout(2, LX)), LX, B)
+        else:
+            b = right(x.slice(h * S, S).load(LX), COLS, B)
         a = left(words, FLIP, KIND, h, A)
         if h * S < total.shape[0]:
             first = gl.full(acc.shape, 0.0, gl.float32, layout=MMA)
             if KIND != "fp8":
-                sums = total.slice(h * S, S).load(gl.SliceLayout(1, gl.SliceLayout(2, MMA)))
-                first += sums[:, None, None]
+                sums = total.slice(h * S, S).load(gl.SliceLayout(1, LS))
+                first += spread(sums[:, None, :], MMA)
             part = acc + first if GROUP == 0 else first
         part = mma_v2(a, b, part)
         if GROUP == 32:
             if KIND == "int4":
                 sc = scale & -65536 if h == 1 else scale << 16
             else:
-                sc = gl.where((chunk % 2 == 1)[:, None], scale & -65536, scale << 16)
-            acc += part * sc.to(gl.float32, bitcast=True)[:, :, None]
+                own = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, LS)))
+                sc = gl.where((own == 1)[None, None, :], scale & -65536, scale << 16)
+            acc += part * spread(sc.to(gl.float32, bitcast=True), MMA)
     if GROUP == 0:
         acc = part
     elif GROUP > 32:
-        acc += part * (scale if KIND == "fp8" else scale.to(gl.float32, bitcast=True))[:, :, None]
+        factors = scale if KIND == "fp8" else scale.to(gl.float32, bitcast=True)
+        acc += part * spread(factors, MMA)
     return acc
 
 
@@ -162,16 +222,16 @@ def stay():
 @gluon.jit
 def ask(
     at, scales, chunk, step, left_over, N, K, KIND: gl.constexpr, GROUP: gl.constexpr,
-    LANE: gl.constexpr, EVEN: gl.constexpr,
+    EVEN: gl.constexpr, LS: gl.constexpr,
 ):  # fmt: skip
     """Words and scales of a step; ``chunk``: each warp's part of it. One scale an output: none."""
     S: gl.constexpr = chunk.shape[0]
-    CW: gl.constexpr = 4 * LANE
+    CW: gl.constexpr = 16
     words = load_step(at, step, left_over, EVEN, S * CW)
     scale = chunk
     if GROUP > 0:
         KC: gl.constexpr = CW * (8 if KIND == "int4" else 4)
-        scale = load_scale(scales, chunk + step * S, N, K, KC, GROUP, KIND, EVEN)
+        scale = load_scale(scales, chunk + step * S, N, K, KC, GROUP, KIND, EVEN, LS)
     return words, scale
 
 
@@ -179,8 +239,8 @@ def ask(
 def multiply_block(
     words, scale, at, scales, at_next, scales_next, xs, sums, chunk, left_over, N, K, FLIP,
     KIND: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr, EVEN: gl.constexpr,
-    LANE: gl.constexpr, ROWS: gl.constexpr, LAST: gl.constexpr, AHEAD: gl.constexpr,
-    MMA: gl.constexpr, LX: gl.constexpr,
+    ROWS: gl.constexpr, LAST: gl.constexpr, AHEAD: gl.constexpr, MMA: gl.constexpr,
+    LX: gl.constexpr, LS: gl.constexpr,
 ):  # fmt: skip
     """A block of rows times all inputs: sums [S, ROWS, 8], columns all alike.
 
@@ -199,33 +259,33 @@ def multiply_block(
             step = turn * AHEAD + q
             words_now, scale_now = words[q], scale[q]
             asked, factors = ask(
-                at, scales, chunk, step + AHEAD, left_over, N, K, KIND, GROUP, LANE, EVEN
+                at, scales, chunk, step + AHEAD, left_over, N, K, KIND, GROUP, EVEN, LS
             )
             words = words[:q] + (asked,) + words[q + 1 :]
             scale = scale[:q] + (factors,) + scale[q + 1 :]
             stay()
             acc = multiply_step(
-                acc, words_now, scale_now, xs.index(step), sums.index(step), chunk + step * S, FLIP,
-                KIND, GROUP, A, B, LX,
+                acc, words_now, scale_now, xs.index(step), sums.index(step), FLIP, KIND,
+                GROUP, A, B, LX, LS,
             )  # fmt: skip
     for t in gl.static_range(ROLLED, STEPS):
         words_now, scale_now = words[t % AHEAD], scale[t % AHEAD]
         asked, factors = words_now, scale_now
         if t + AHEAD < STEPS:
             asked, factors = ask(
-                at, scales, chunk, t + AHEAD, left_over, N, K, KIND, GROUP, LANE, EVEN
+                at, scales, chunk, t + AHEAD, left_over, N, K, KIND, GROUP, EVEN, LS
             )
         elif not LAST:
             asked, factors = ask(
-                at_next, scales_next, chunk, t + AHEAD - STEPS, left_over, N, K, KIND, GROUP, LANE,
-                EVEN,
+                at_next, scales_next, chunk, t + AHEAD - STEPS, left_over, N, K, KIND, GROUP, EVEN,
+                LS,
             )  # fmt: skip
         words = words[: t % AHEAD] + (asked,) + words[t % AHEAD + 1 :]
         scale = scale[: t % AHEAD] + (factors,) + scale[t % AHEAD + 1 :]
         stay()
         acc = multiply_step(
-            acc, words_now, scale_now, xs.index(t), sums.index(t), chunk + t * S, FLIP,
-            KIND, GROUP, A, B, LX,
+            acc, words_now, scale_now, xs.index(t), sums.index(t), FLIP, KIND, GROUP, A,
+            B, LX, LS,
         )  # fmt: skip
     TURN: gl.constexpr = STEPS % AHEAD
     return words[TURN:] + words[:TURN], scale[TURN:] + scale[:TURN], acc
@@ -238,7 +298,7 @@ def own_rows(ROWS: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def block_sums(acc, KIND: gl.constexpr):
-    """[S, ROWS, 8] of the warps, columns all alike -> [ROWS]."""
-    DOWN: gl.constexpr = (2.0**56 if KIND == "fp8" else 2.0**69) / 8
+def block_sums(acc, KIND: gl.constexpr, PARTS: gl.constexpr):
+    """[S, ROWS, 8] of the warps, columns of a part all alike -> [ROWS]."""
+    DOWN: gl.constexpr = (2.0**56 if KIND == "fp8" else 2.0**69) / 8 * PARTS
     return gl.sum(gl.sum(acc, axis=2), axis=0) * DOWN

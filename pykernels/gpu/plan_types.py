@@ -105,8 +105,7 @@ class OneRowPlan:
     Attributes:
         rows: of the matrix a program multiplies, a power of two from 16.
         warps: of a program: each takes its part of K.
-        ahead: steps of 64 bytes of each row (groups of 32 inputs: 32) between asking for weights
-            and multiplying them.
+        ahead: steps of 64 bytes of each row between asking for weights and multiplying them.
         programs: at most, each with several blocks of rows if need be; 0: one for each block.
         registers: of a thread, at most; 0: as many as the compiler likes.
         used: of these rows, so that there are as many blocks as places for programs; 0: all.
