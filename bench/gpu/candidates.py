@@ -51,11 +51,12 @@ _ONE = [
 ] + [
     OneRowPlan(rows, warps, ahead, registers=128, used=used)
     for rows, warps, ahead, used in (
-        (16, 4, 3, 0), (16, 4, 4, 0), (16, 4, 4, 14), (16, 8, 3, 0), (16, 8, 4, 0), (32, 8, 1, 0),
+        (16, 4, 3, 0), (16, 4, 4, 0), (16, 4, 4, 14), (16, 4, 2, 14), (16, 8, 1, 0), (16, 8, 2, 0),
+        (16, 8, 3, 0), (16, 8, 4, 0), (32, 8, 1, 0),
         (32, 8, 1, 28), (32, 8, 2, 28), (32, 8, 3, 28),
     )
 ] + [
-    OneRowPlan(16, 4, 4, 3 * H200_PROCESSORS, registers=168),
+    *(OneRowPlan(16, 4, ahead, 3 * H200_PROCESSORS, registers=168) for ahead in (2, 3, 4)),
     OneRowPlan(16, 16, 3, H200_PROCESSORS, registers=128),
 ]  # fmt: skip
 _FEW = [

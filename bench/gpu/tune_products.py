@@ -125,7 +125,7 @@ def jobs(ops: set[str], formats: set[str]) -> Iterator[ProductJob]:
                         op = f"few_{op}"
                     yield ProductJob(op, format, activations, rows, N, K)
     linears = [(f, M) for f in ("int4-g128", "int8-channel") for M in (1, 16, 64, 256, 2048)]
-    for format, M in [*linears, ("bf16", 64), ("fp8", 1), ("q4_k", 1), ("q4_k", 16)]:
+    for format, M in [*linears, ("bf16", 64), ("fp8", 1), ("q4_k", 1), ("q4_k", 4), ("q4_k", 16)]:
         for N, K in ((7168, 7168), (18432, 7168)):
             if "linear" in ops and format in formats:
                 op = _linear_op(kind_of(get_format(format)), M, N, K)

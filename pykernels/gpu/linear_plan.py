@@ -94,14 +94,21 @@ def one_row_plan(kind: str, group: int, N: int, K: int, processors: int) -> OneR
             return OneRowPlan(16, 16, 3, processors, registers=128)
         if kind == "int8":
             return OneRowPlan(16, 8, 2, 3 * processors)
-        if kind == "int4":  # unbounded, it takes more registers than are free
-            return OneRowPlan(16, 4, 3 if fine else 4, 3 * processors, registers=168)
-        return OneRowPlan(16, 4, 4, 3 * processors)
+        if kind == "fp8":
+            return OneRowPlan(16, 4, 4, 3 * processors)
+        # Unbounded, nibbles take more registers than are free.
+        ahead = 2 if kind == "q4_k" else 3 if fine else 4
+        return OneRowPlan(16, 4, ahead, 3 * processors, registers=168)
     if N < 32 * processors:
-        early = kind == "int4" and (K > 8192 if fine else K <= 4096)
-        return OneRowPlan(16, 8, 2 if early else 3, registers=128)
+        if kind == "q4_k":
+            ahead = 2 if K <= 8192 else 1
+        else:
+            ahead = 2 if kind == "int4" and (K > 8192 if fine else K <= 4096) else 3
+        return OneRowPlan(16, 8, ahead, registers=128)
     if kind == "int4":
         plan = OneRowPlan(32, 8, 1, registers=128)
+    elif kind == "q4_k":
+        plan = OneRowPlan(16, 4, 2, registers=128)
     else:
         plan = OneRowPlan(16, 4, 4 if K <= 8192 else 3, registers=128)
     return replace(plan, used=_even_rows(plan, N, processors))

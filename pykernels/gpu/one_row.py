@@ -1,4 +1,4 @@
-"""One row times a matrix of int4, int8 or E4M3 weights, at the rate that memory gives them.
+"""One row times a matrix of int4, int8, E4M3 or Q4_K weights, at the rate that memory gives them.
 
 As in ``few_rows``, weights are the left operand of ``mma.sync`` (sm_80 on), loaded 16 bytes a lane
 straight into the lane that multiplies them. What is left to do for each is next to nothing:
@@ -12,6 +12,7 @@ straight into the lane that multiplies them. What is left to do for each is next
   begins.
 - One row needs one of a product's eight columns. Where two scales meet in a chunk (groups of 32),
   four columns have the inputs of one half of it, and four those of the other.
+- Q4_K's minimums go out as offsets do. A lane unpacks the scales of its own rows and half, by hand.
 
 About 1.1 instructions a weight of 4 bits and 1.4 of 8. The warps of a program share its rows and
 part K; their sums are added in shared memory, in a fixed order.
@@ -29,20 +30,19 @@ from .few_rows import layouts
 from .gluon_names import barrier, reinterpret
 from .launch import early_launch, launches_early
 from .matrices import Matrices, scale_every, scale_words
+from .one_row_scales import columns_layout, heads_layout, scales_of
 from .one_row_steps import (
     LANE,
     ask,
     block_sums,
-    columns_layout,
     inputs_layout,
     multiply_block,
     own_rows,
-    scales_of,
     stage_inputs,
 )
 from .plan_types import OneRowPlan
 
-KINDS = ("int4", "int8", "fp8")
+KINDS = ("int4", "int8", "fp8", "q4_k")
 MOST_INPUTS = 32768
 """All of them are in shared memory, 2 bytes each; smaller GPUs have 99 KiB."""
 FLIP = -0x7F7F7F80
@@ -69,7 +69,7 @@ def one_row(
     ONCE: gl.constexpr, STEPS: gl.constexpr, EVEN: gl.constexpr,
     S: gl.constexpr, ROWS: gl.constexpr, AHEAD: gl.constexpr, TOGETHER: gl.constexpr,
     USED: gl.constexpr, LW: gl.constexpr, LX: gl.constexpr, PARTS: gl.constexpr,
-    LC: gl.constexpr,
+    LC: gl.constexpr, LF: gl.constexpr,
 ):  # fmt: skip
     """out[n] = sum over k of x[k] * w[n, k]: a program USED rows of w at a time, all of K.
 
@@ -89,11 +89,11 @@ def one_row(
     """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [S, 1, 1], [1, 16, 8])
     CW: gl.constexpr = 16
-    PER: gl.constexpr = 8 if KIND == "int4" else 4
-    HALVES: gl.constexpr = 2 if KIND == "int4" else 1
-    KC: gl.constexpr = CW * PER
+    NIBBLES: gl.constexpr = KIND == "int4" or KIND == "q4_k"
+    HALVES: gl.constexpr = 2 if NIBBLES else 1
+    KC: gl.constexpr = CW * (8 if NIBBLES else 4)
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    LS: gl.constexpr = gl.SliceLayout(3, LC)
+    LS: gl.constexpr = gl.SliceLayout(3, LF)
     SUMS: gl.constexpr = S * HALVES if PARTS == 2 else S
     PAIRS: gl.constexpr = gl.int32 if PARTS == 2 else gl.bfloat16
     BATCHES: gl.constexpr = (STEPS + TOGETHER - 1) // TOGETHER
@@ -106,7 +106,11 @@ def one_row(
     sums = reinterpret(sums_all, gl.float32, [IN_ALL, SUMS, PARTS], SHARED)
     s = gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, LW)))
     i = gl.arange(0, CW, layout=gl.SliceLayout(0, gl.SliceLayout(1, LW)))
-    first = s[:, None, None] * CW + i[None, None, :]
+    if KIND == "q4_k":  # a block: a head of 4 words, and two chunks
+        WORDS = K // 256 * 36  # so that it is known to be a multiple of 4
+        first = (s // 2 * 36 + 4 + s % 2 * CW)[:, None, None] + i[None, None, :]
+    else:
+        first = s[:, None, None] * CW + i[None, None, :]
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LW)))
     row = gl.minimum(row, USED - 1)
     left_over = WORDS - first
@@ -115,7 +119,8 @@ def one_row(
     scale_row = gl.minimum(own_rows(ROWS, LS), USED - 1)
     begin = gl.program_id(0)
     at = w + gl.minimum(begin * USED + row, N - 1).to(gl.int64)[None, :, None] * WORDS + first
-    scales = scales_of(w_scale, gl.minimum(begin * USED + scale_row, N - 1), K, KIND)
+    n = gl.minimum(begin * USED + scale_row, N - 1)
+    scales = scales_of(w, w_scale, n, chunk, K, KIND, LF)
     ACROSS: gl.constexpr = S * KC // 256 if S * KC > 256 else 1
     FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [S // ACROSS, ACROSS], [1, 0])
     k = gl.arange(0, TOGETHER, layout=gl.SliceLayout(1, FLAT))[:, None] * (S * KC)
@@ -126,7 +131,7 @@ def one_row(
     words = ()
     scale = ()
     for t in gl.static_range(AHEAD):
-        asked, factors = ask(at, scales, chunk, t, left_over, N, K, KIND, GROUP, EVEN, LS)
+        asked, factors = ask(at, scales, chunk, t, left_over, N, K, KIND, GROUP, EVEN, LF)
         words += (asked,)  # type: ignore[assignment]
         scale += (factors,)  # type: ignore[assignment]
     values = ()
@@ -134,7 +139,8 @@ def one_row(
         exists = k < K - t * (S * KC)
         values += (gl.load(x + t * (S * KC) + k, mask=exists, other=0.0),)  # type: ignore[assignment]
     OFFSET: gl.constexpr = 8 if KIND == "int4" else (128 if KIND == "int8" else 0)
-    BLOCK: gl.constexpr = 32 if KIND == "int4" else 4 * CW
+    OFFSET = 1 if KIND == "q4_k" else OFFSET  # that of a minimum
+    BLOCK: gl.constexpr = 32 if NIBBLES else 4 * CW
     for t in gl.static_range(BATCHES):
         stage_inputs(values[t], xs_all.index(t), sums_all.index(t), S, BLOCK, OFFSET)
     barrier()  # here, or it would be in the loop
@@ -143,7 +149,7 @@ def one_row(
         row_scale, row_bias = of_rows(no, w_scale, bias, N, GROUP, HAS_BIAS)
         words, scale, acc = multiply_block(
             words, scale, at, scales, at, scales, xs, sums, chunk, left_over, N, K, FLIP,
-            KIND, GROUP, STEPS, EVEN, ROWS, True, AHEAD, MMA, LX, LS,
+            KIND, GROUP, STEPS, EVEN, ROWS, True, AHEAD, MMA, LX, LC, LF,
         )  # fmt: skip
         value = block_sums(acc, KIND, PARTS) * row_scale + row_bias
         gl.store(out + no, value.to(gl.bfloat16), mask=no < N)
@@ -156,10 +162,10 @@ def one_row(
             n = gl.minimum(after * USED + row, N - 1)
             at_next = w + n.to(gl.int64)[None, :, None] * WORDS + first
             n = gl.minimum(after * USED + scale_row, N - 1)
-            scales_next = scales_of(w_scale, n, K, KIND)
+            scales_next = scales_of(w, w_scale, n, chunk, K, KIND, LF)
             words, scale, acc = multiply_block(
                 words, scale, at, scales, at_next, scales_next, xs, sums, chunk, left_over, N, K,
-                FLIP, KIND, GROUP, STEPS, EVEN, ROWS, False, AHEAD, MMA, LX, LS,
+                FLIP, KIND, GROUP, STEPS, EVEN, ROWS, False, AHEAD, MMA, LX, LC, LF,
             )  # fmt: skip
             value = block_sums(acc, KIND, PARTS) * row_scale + row_bias
             gl.store(out + no, value.to(gl.bfloat16), mask=no < N)
@@ -181,10 +187,12 @@ def multiply_one_row(
         out: bfloat16 [1, N].
     """
     words = stack.data[0].view(torch.int32)
-    parts = 2 if stack.group == 32 else 1
-    step = 4 * LANE * plan.warps
+    q4_k = stack.kind == "q4_k"
+    parts = 2 if q4_k or stack.group == 32 else 1
+    step = (18 if q4_k else 4 * LANE) * plan.warps
     steps = triton.cdiv(words.shape[1], step)
-    inputs = step * (8 if stack.kind == "int4" else 4)
+    inputs = 4 * LANE * plan.warps * (8 if q4_k or stack.kind == "int4" else 4)
+    columns = columns_layout(plan.warps, plan.rows, parts)
     words_layout, _ = layouts(LANE, plan.warps, plan.rows, 8)
     pdl = launches_early(x.device)
     used = plan.used or plan.rows
@@ -201,7 +209,7 @@ def multiply_one_row(
         words.shape[1],
         FLIP,
         KIND=stack.kind,
-        GROUP=scale_every(stack),
+        GROUP=32 if q4_k else scale_every(stack),
         HAS_BIAS=bias is not None,
         PDL=pdl,
         ONCE=programs == blocks,
@@ -215,7 +223,8 @@ def multiply_one_row(
         LW=words_layout,
         LX=inputs_layout(plan.warps, parts),
         PARTS=parts,
-        LC=columns_layout(plan.warps, plan.rows, parts),
+        LC=columns,
+        LF=heads_layout(plan.warps, plan.rows) if q4_k else columns,
         num_warps=plan.warps,
         **({"maxnreg": plan.registers} if plan.registers else {}),
         **early_launch(pdl),

@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from .one_row_scales import load_scale, q4_k_factors, spread
 from .register_words import pair, powers
 
 WRITTEN_OUT = gl.constexpr(40)
@@ -35,31 +36,18 @@ def inputs_layout(warps: int, parts: int) -> object:
     )
 
 
-def columns_layout(warps: int, rows: int, parts: int) -> object:
-    """A product's sums [warps, rows, parts, 8 // parts] as they lie: lane 4 g + t has those of rows
-    g, g + 8, ... and of two columns."""
-    t = [[0, 0, 0, 2], [0, 0, 0, 4] if parts == 1 else [0, 0, 1, 0]]
-    return gl.DistributedLinearLayout(
-        [[0, 0, 0, 1]] + [[0, row, 0, 0] for row in powers(8, rows)],
-        [*t, [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]],
-        [[warp, 0, 0, 0] for warp in powers(1, warps)],
-        [],
-        [warps, rows, parts, 8 // parts],
-    )
-
-
 @gluon.jit
 def bits_of(words, FLIP, KIND: gl.constexpr, HALF: gl.constexpr):
     """Words -> of bytes 0 and 2, and of 1 and 3, what makes a bfloat16 of each in its place."""
     later = words >> 8
-    if KIND == "int4":
-        mask: gl.constexpr = 0x00F000F0 if HALF == 1 else 0x000F000F
-        even, odd = words & mask, later & mask
-    elif KIND == "int8":
+    if KIND == "int8":
         even, odd = (words ^ FLIP) & 0x00FF00FF, (later ^ FLIP) & 0x00FF00FF
-    else:
+    elif KIND == "fp8":
         even = ((words << 4) & 0x07F007F0) | ((words << 8) & -2147450880)
         odd = ((words >> 4) & 0x07F007F0) | (words & -2147450880)
+    else:  # nibbles
+        mask: gl.constexpr = 0x00F000F0 if HALF == 1 else 0x000F000F
+        even, odd = words & mask, later & mask
     return even, odd
 
 
@@ -101,16 +89,6 @@ def right_of_parts(x, LX: gl.constexpr, B: gl.constexpr):
 
 
 @gluon.jit
-def spread(factors, MMA: gl.constexpr):
-    """[S, ROWS, PARTS] -> [S, ROWS, 8], as the columns of sums are of parts."""
-    S: gl.constexpr = factors.shape[0]
-    ROWS: gl.constexpr = factors.shape[1]
-    PARTS: gl.constexpr = factors.shape[2]
-    x = factors.expand_dims(3).broadcast_to([S, ROWS, PARTS, 8 // PARTS])
-    return gl.convert_layout(x.reshape([S, ROWS, 8]), MMA)
-
-
-@gluon.jit
 def stage_inputs(
     value, x, total, S: gl.constexpr, BLOCK: gl.constexpr, OFFSET: gl.constexpr
 ):  # fmt: skip
@@ -145,34 +123,9 @@ def load_step(at, step, left_over, EVEN: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def scales_of(w_scale, n, K, KIND: gl.constexpr):
-    """Where the scales of rows n begin."""
-    if KIND == "fp8":
-        n = n // 128 * gl.cdiv(K, 128)
-    return w_scale + n[None, :, None]
-
-
-@gluon.jit
-def load_scale(
-    scales, chunk, N, K, KC: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr,
-    EVEN: gl.constexpr, LS: gl.constexpr,
-):  # fmt: skip
-    """[S, ROWS, PARTS] words (fp8: float32): what GROUP inputs of a chunk share, or two groups of
-    32: nibbles have 64 inputs in 32 bytes, of the first in the low ones."""
-    PER: gl.constexpr = 128 if KIND == "fp8" else (64 if GROUP == 32 else GROUP)
-    STRIDE = 1 if KIND == "fp8" else N
-    k = (chunk * KC)[:, None, None]
-    if GROUP == 32 and KIND == "int4":
-        k += 64 * gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, LS)))[None, None, :]
-    if not EVEN:
-        k = gl.minimum(k, K - 1)
-    return gl.load(scales + k // PER * STRIDE)
-
-
-@gluon.jit
 def multiply_step(
-    acc, words, scale, x, total, FLIP, KIND: gl.constexpr, GROUP: gl.constexpr,
-    A: gl.constexpr, B: gl.constexpr, LX: gl.constexpr, LS: gl.constexpr,
+    acc, words, scale, x, total, chunk, FLIP, KIND: gl.constexpr, GROUP: gl.constexpr,
+    A: gl.constexpr, B: gl.constexpr, LX: gl.constexpr, LC: gl.constexpr, LF: gl.constexpr,
 ):  # fmt: skip
     """acc plus a step's products; x [HALVES S, inputs] and total [S or HALVES S, PARTS] are
     shared."""
@@ -180,7 +133,11 @@ def multiply_step(
     S: gl.constexpr = acc.shape[0]
     HALVES: gl.constexpr = x.shape[0] // S
     MMA: gl.constexpr = acc.type.layout
+    LS: gl.constexpr = gl.SliceLayout(3, LF)
+    zero = gl.full(acc.shape, 0.0, gl.float32, layout=MMA)
     part = acc
+    if KIND == "q4_k":
+        factors = q4_k_factors(scale, chunk, LS)
     for h in gl.static_range(HALVES):
         if GROUP == 32:
             b = right_of_parts(x.slice(h * S, S).load(gl.SliceLayout(2, LX)), LX, B)
@@ -188,24 +145,30 @@ def multiply_step(
             b = right(x.slice(h * S, S).load(LX), COLS, B)
         a = left(words, FLIP, KIND, h, A)
         if h * S < total.shape[0]:
-            first = gl.full(acc.shape, 0.0, gl.float32, layout=MMA)
+            first = zero
             if KIND != "fp8":
                 sums = total.slice(h * S, S).load(gl.SliceLayout(1, LS))
-                first += spread(sums[:, None, :], MMA)
+                first = spread(sums[:, None, :], LC, MMA).broadcast_to(acc.shape)
             part = acc + first if GROUP == 0 else first
-        part = mma_v2(a, b, part)
-        if GROUP == 32:
+        if KIND == "q4_k":
+            weight, least = factors[h]
+            part = mma_v2(a, b, zero)
+            acc += part * spread(weight, LC, MMA)
+            acc += first * spread(least, LC, MMA)
+        else:
+            part = mma_v2(a, b, part)
+        if GROUP == 32 and KIND != "q4_k":
             if KIND == "int4":
                 sc = scale & -65536 if h == 1 else scale << 16
             else:
                 own = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, LS)))
                 sc = gl.where((own == 1)[None, None, :], scale & -65536, scale << 16)
-            acc += part * spread(sc.to(gl.float32, bitcast=True), MMA)
+            acc += part * spread(sc.to(gl.float32, bitcast=True), LC, MMA)
     if GROUP == 0:
         acc = part
     elif GROUP > 32:
         factors = scale if KIND == "fp8" else scale.to(gl.float32, bitcast=True)
-        acc += part * spread(factors, MMA)
+        acc += part * spread(factors, LC, MMA)
     return acc
 
 
@@ -222,16 +185,15 @@ def stay():
 @gluon.jit
 def ask(
     at, scales, chunk, step, left_over, N, K, KIND: gl.constexpr, GROUP: gl.constexpr,
-    EVEN: gl.constexpr, LS: gl.constexpr,
+    EVEN: gl.constexpr, LF: gl.constexpr,
 ):  # fmt: skip
     """Words and scales of a step; ``chunk``: each warp's part of it. One scale an output: none."""
     S: gl.constexpr = chunk.shape[0]
-    CW: gl.constexpr = 16
-    words = load_step(at, step, left_over, EVEN, S * CW)
+    words = load_step(at, step, left_over, EVEN, S * (18 if KIND == "q4_k" else 16))
     scale = chunk
     if GROUP > 0:
-        KC: gl.constexpr = CW * (8 if KIND == "int4" else 4)
-        scale = load_scale(scales, chunk + step * S, N, K, KC, GROUP, KIND, EVEN, LS)
+        KC: gl.constexpr = 64 if KIND == "int8" or KIND == "fp8" else 128
+        scale = load_scale(scales, chunk, step, N, K, KC, GROUP, KIND, EVEN, LF)
     return words, scale
 
 
@@ -240,7 +202,7 @@ def multiply_block(
     words, scale, at, scales, at_next, scales_next, xs, sums, chunk, left_over, N, K, FLIP,
     KIND: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr, EVEN: gl.constexpr,
     ROWS: gl.constexpr, LAST: gl.constexpr, AHEAD: gl.constexpr, MMA: gl.constexpr,
-    LX: gl.constexpr, LS: gl.constexpr,
+    LX: gl.constexpr, LC: gl.constexpr, LF: gl.constexpr,
 ):  # fmt: skip
     """A block of rows times all inputs: sums [S, ROWS, 8], columns all alike.
 
@@ -259,33 +221,33 @@ def multiply_block(
             step = turn * AHEAD + q
             words_now, scale_now = words[q], scale[q]
             asked, factors = ask(
-                at, scales, chunk, step + AHEAD, left_over, N, K, KIND, GROUP, EVEN, LS
+                at, scales, chunk, step + AHEAD, left_over, N, K, KIND, GROUP, EVEN, LF
             )
             words = words[:q] + (asked,) + words[q + 1 :]
             scale = scale[:q] + (factors,) + scale[q + 1 :]
             stay()
             acc = multiply_step(
-                acc, words_now, scale_now, xs.index(step), sums.index(step), FLIP, KIND,
-                GROUP, A, B, LX, LS,
+                acc, words_now, scale_now, xs.index(step), sums.index(step), chunk, FLIP, KIND,
+                GROUP, A, B, LX, LC, LF,
             )  # fmt: skip
     for t in gl.static_range(ROLLED, STEPS):
         words_now, scale_now = words[t % AHEAD], scale[t % AHEAD]
         asked, factors = words_now, scale_now
         if t + AHEAD < STEPS:
             asked, factors = ask(
-                at, scales, chunk, t + AHEAD, left_over, N, K, KIND, GROUP, EVEN, LS
+                at, scales, chunk, t + AHEAD, left_over, N, K, KIND, GROUP, EVEN, LF
             )
         elif not LAST:
             asked, factors = ask(
                 at_next, scales_next, chunk, t + AHEAD - STEPS, left_over, N, K, KIND, GROUP, EVEN,
-                LS,
+                LF,
             )  # fmt: skip
         words = words[: t % AHEAD] + (asked,) + words[t % AHEAD + 1 :]
         scale = scale[: t % AHEAD] + (factors,) + scale[t % AHEAD + 1 :]
         stay()
         acc = multiply_step(
-            acc, words_now, scale_now, xs.index(t), sums.index(t), FLIP, KIND, GROUP, A,
-            B, LX, LS,
+            acc, words_now, scale_now, xs.index(t), sums.index(t), chunk, FLIP, KIND,
+            GROUP, A, B, LX, LC, LF,
         )  # fmt: skip
     TURN: gl.constexpr = STEPS % AHEAD
     return words[TURN:] + words[:TURN], scale[TURN:] + scale[:TURN], acc

@@ -120,6 +120,9 @@ CASES = [
     ("int4-g128", 1, 40, 5440, OneRowPlan(16, 1, 2, 2), "one row: so many, and several blocks"),
     ("fp8", 1, 136, 1600, OneRowPlan(16, 4, 3, 0, 128), "one row: three steps of E4M3 ahead"),
     ("int4-g128", 1, 24, 6208, OneRowPlan(16, 8, 3, 0, 128), "one row: 8 warps, batches of steps"),
+    ("q4_k", 1, 40, 768, OneRowPlan(16, 2, 2, 2), "one row: blocks of Q4_K, several of rows"),
+    ("q4_k", 1, 72, 1280, OneRowPlan(32, 8, 1, 0, 128, 28), "one row: Q4_K, a partial last step"),
+    ("q4_k", 1, 40, 5376, OneRowPlan(16, 2, 3), "one row: Q4_K, batches of inputs"),
     ("int4-g128", 5, 72, 1088, ManyPlan(16, 4, 3, 2), "more steps than places"),
     ("int4", 20, 72, 384, ManyPlan(16, 4, 2, 4), "more places than steps, two row blocks"),
     ("int4-g128", 20, 64, 640, ManyPlan(32, 4, 3, 2, 3), "parts: one of them shorter"),
@@ -234,6 +237,8 @@ def test_one_row_of_narrow_matrices() -> None:
     assert found("int4", 128, 4096) == [(16, 0, 8, 2), (32, 28, 8, 1)]
     assert found("int4", 32, 7168) == [(16, 0, 8, 3), (32, 28, 8, 1)]
     assert found("int4", 32, 18432) == [(16, 0, 8, 2), (32, 28, 8, 1)]
+    assert found("q4_k", 0, 7168) == [(16, 0, 8, 2), (16, 14, 4, 2)]
+    assert found("q4_k", 0, 18432) == [(16, 0, 8, 1), (16, 14, 4, 2)]
     assert found("fp8", 128, 4096) == [(16, 0, 8, 3), (16, 14, 4, 4)]
     assert found("fp8", 128, 18432) == [(16, 0, 8, 3), (16, 14, 4, 3)]
     first = 32 * 132  # one block of 32 rows a processor
@@ -281,6 +286,7 @@ def test_which_kernel_takes_which_rows() -> None:
 
     assert found("int8", 1, 7168, (9, 0)) == "gemv"
     assert found("int8", 1, 18432, (9, 0)) == found("fp8", 1, 7168, (8, 0)) == "one"
+    assert found("q4_k", 1, 18432, (8, 0)) == "one" and found("q4_k", 2, 18432, (8, 0)) == "few_k"
     assert found("int8", 2, 7168, (9, 0)) == "few"
     assert kernel_of("int4", 1, 7168, 65536, 132, (9, 0), True) == "few"  # too long for one_row
     assert found("int4", 17, 7168, (9, 0)) == found("int8", 9, 7168, (9, 0)) == "many"
@@ -431,6 +437,9 @@ COMPILES = [
     _meta_call("int4-g128", 1, 18432),
     ("int4-g128 1 narrow", _meta_call("int4-g128", 1, 7168)[1]),
     _meta_call("int4", 1, 7168),
+    _meta_call("int4", 1, 18432),
+    _meta_call("q4_k", 1, 7168),
+    ("q4_k 1 narrow", _meta_call("q4_k", 1, 2048)[1]),
     _meta_call("int4-g128", 2, 18432),
     _meta_call("int8-channel", 8, 7168),
     _meta_call("fp8", 1, 7168),
