@@ -1,8 +1,7 @@
 """Linear layers with quantized weights, from one row to thousands (what Marlin is for elsewhere).
 
 - One row of a narrow int8 matrix: ``gemv``, no tensor cores.
-- One row of int4, Q4_K, E4M3 or another int8 matrix: ``one_row``, whose codes need next to no
-  decoding.
+- One row of all else but bf16: ``one_row``, whose codes need next to no decoding.
 - Up to 16 or 32 rows of int4, int8 or E4M3: ``few_rows``, decoding in the lanes that load weights.
 - Up to 4 or 8 rows of K-quants: ``few_experts``, the same, each lane with one scale of its own.
 - More on Hopper: ``many_rows_hopper``, decoding while the tensor cores multiply.
@@ -143,8 +142,8 @@ def _unfit(
         fits = weight.kind in ONE_KINDS and M == 1 and capability >= (8, 0)
         if not fits:
             return f"one_row takes one row of {', '.join(ONE_KINDS)} on a GPU"
-        if weight.kind == "q4_k" and plan.warps == 1:
-            return "one_row takes Q4_K's blocks by two warps"
+        if weight.kind.endswith("_k") and plan.warps == 1:
+            return "one_row takes the blocks of K-quants by two warps"
         return None if weight.K <= MOST_INPUTS else f"one_row takes up to {MOST_INPUTS} inputs"
     if isinstance(plan, ExpertsPlan):
         fits = path_of(weight, False) == "decoded" and capability >= (8, 0)

@@ -89,26 +89,25 @@ def one_row_plan(kind: str, group: int, N: int, K: int, processors: int) -> OneR
     processor, warps keep it busy, of all kinds: 8 share the inputs of 16 rows.
     """
     fine = kind == "int4" and group == 32  # a load more a step, and registers for it
+    k_quant = kind.endswith("_k")
     if fills(N, processors):
         if kind == "int8" and group > 32:
             return OneRowPlan(16, 16, 3, processors, registers=128)
         if kind == "int8":
             return OneRowPlan(16, 8, 2, 3 * processors)
-        if kind == "fp8":
-            return OneRowPlan(16, 4, 4, 3 * processors)
-        # Unbounded, nibbles take more registers than are free.
-        ahead = 2 if kind == "q4_k" else 3 if fine else 4
-        return OneRowPlan(16, 4, ahead, 3 * processors, registers=168)
+        if kind == "int4":  # unbounded, it takes more registers than are free
+            return OneRowPlan(16, 4, 3 if fine else 4, 3 * processors, registers=168)
+        return OneRowPlan(16, 4, 2 if k_quant else 4, 3 * processors)
     if N < 32 * processors:
-        if kind == "q4_k":
+        if k_quant:
             ahead = 2 if K <= 8192 else 1
         else:
             ahead = 2 if kind == "int4" and (K > 8192 if fine else K <= 4096) else 3
         return OneRowPlan(16, 8, ahead, registers=128)
     if kind == "int4":
         plan = OneRowPlan(32, 8, 1, registers=128)
-    elif kind == "q4_k":
-        plan = OneRowPlan(16, 4, 2, registers=128)
+    elif k_quant:
+        plan = OneRowPlan(16, 4 if kind == "q4_k" or K <= 8192 else 8, 2, registers=128)
     else:
         plan = OneRowPlan(16, 4, 4 if K <= 8192 else 3, registers=128)
     return replace(plan, used=_even_rows(plan, N, processors))

@@ -1,4 +1,4 @@
-"""One row times a matrix of int4, int8, E4M3 or Q4_K weights, at the rate that memory gives them.
+"""One row times a matrix of integers, E4M3 or K-quants, at the rate that memory gives them.
 
 As in ``few_rows``, weights are the left operand of ``mma.sync`` (sm_80 on), loaded 16 bytes a lane
 straight into the lane that multiplies them. What is left to do for each is next to nothing:
@@ -10,12 +10,12 @@ straight into the lane that multiplies them. What is left to do for each is next
 - Each program first copies the inputs to shared memory, in the codes' order and times 2**64.
 - Codes keep their offset. It goes out with the sum of a chunk's inputs, where a chain of products
   begins.
-- One row needs one of a product's eight columns. Where two scales meet in a chunk (groups of 32),
-  four columns have the inputs of one half of it, and four those of the other.
-- Q4_K's minimums go out as offsets do. A lane unpacks the scales of its own rows and half, by hand.
+- One row needs one of a product's eight columns. Where several scales meet in a chunk, columns are
+  of its parts: of two groups of 32, four each; of Q6_K's four groups of 16, two each.
+- Q4_K's minimums go out as offsets do. Each lane unpacks the scales of its own rows and part.
 
-About 1.1 instructions a weight of 4 bits and 1.4 of 8. The warps of a program share its rows and
-part K; their sums are added in shared memory, in a fixed order.
+About 1.1 instructions a weight of 4 bits, 1.4 of 8, 2.7 of Q4_K and 3.5 of Q6_K. The warps of a
+program share its rows and part K; their sums are added in shared memory, in a fixed order.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from .few_rows import layouts
 from .gluon_names import barrier, reinterpret
 from .launch import early_launch, launches_early
 from .matrices import Matrices, scale_every, scale_words
-from .one_row_scales import columns_layout, heads_layout, scales_of
+from .one_row_scales import columns_layout, heads_layout, q6_k_words, scales_of
 from .one_row_steps import (
     LANE,
     ask,
     block_sums,
+    codes_of,
     inputs_layout,
     multiply_block,
     own_rows,
@@ -42,7 +43,8 @@ from .one_row_steps import (
 )
 from .plan_types import OneRowPlan
 
-KINDS = ("int4", "int8", "fp8", "q4_k")
+OFFSETS = {"int4": 8, "int8": 128, "fp8": 0, "q4_k": 1, "q6_k": 32}
+KINDS = tuple(OFFSETS)
 MOST_INPUTS = 32768
 """All of them are in shared memory, 2 bytes each; smaller GPUs have 99 KiB."""
 FLIP = -0x7F7F7F80
@@ -68,8 +70,8 @@ def one_row(
     KIND: gl.constexpr, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
     ONCE: gl.constexpr, STEPS: gl.constexpr, EVEN: gl.constexpr,
     S: gl.constexpr, ROWS: gl.constexpr, AHEAD: gl.constexpr, TOGETHER: gl.constexpr,
-    USED: gl.constexpr, LW: gl.constexpr, LX: gl.constexpr, PARTS: gl.constexpr,
-    LC: gl.constexpr, LF: gl.constexpr,
+    USED: gl.constexpr, OFFSET: gl.constexpr, PARTS: gl.constexpr, LW: gl.constexpr,
+    LX: gl.constexpr, LC: gl.constexpr, LF: gl.constexpr,
 ):  # fmt: skip
     """out[n] = sum over k of x[k] * w[n, k]: a program USED rows of w at a time, all of K.
 
@@ -85,40 +87,46 @@ def one_row(
         EVEN: the steps end where the rows do.
         AHEAD: steps between asking for weights and multiplying them, at most STEPS.
         TOGETHER: steps whose inputs are brought to shared memory at a time.
+        OFFSET: of codes; 1: minimums are scales of their own.
         USED: of ROWS rows, which a power of two must be: the others are the last again.
     """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [S, 1, 1], [1, 16, 8])
     CW: gl.constexpr = 16
-    NIBBLES: gl.constexpr = KIND == "int4" or KIND == "q4_k"
+    NIBBLES: gl.constexpr = KIND != "int8" and KIND != "fp8"
     HALVES: gl.constexpr = 2 if NIBBLES else 1
     KC: gl.constexpr = CW * (8 if NIBBLES else 4)
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     LS: gl.constexpr = gl.SliceLayout(3, LF)
-    SUMS: gl.constexpr = S * HALVES if PARTS == 2 else S
-    PAIRS: gl.constexpr = gl.int32 if PARTS == 2 else gl.bfloat16
+    SUMS: gl.constexpr = S * HALVES if PARTS > 1 else S
+    PAIRS: gl.constexpr = gl.int32 if PARTS > 1 else gl.bfloat16
     BATCHES: gl.constexpr = (STEPS + TOGETHER - 1) // TOGETHER
     IN_ALL: gl.constexpr = BATCHES * TOGETHER
     xs_all = gl.allocate_shared_memory(
         gl.bfloat16, [BATCHES, TOGETHER * HALVES * S, 4 * CW], SHARED
     )
     sums_all = gl.allocate_shared_memory(gl.float32, [BATCHES, TOGETHER * SUMS, PARTS], SHARED)
-    xs = reinterpret(xs_all, PAIRS, [IN_ALL, HALVES * S, 4 * CW // PARTS], SHARED)
+    xs = reinterpret(xs_all, PAIRS, [IN_ALL, HALVES * S, 2 * CW if PARTS > 1 else 4 * CW], SHARED)
     sums = reinterpret(sums_all, gl.float32, [IN_ALL, SUMS, PARTS], SHARED)
     s = gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, LW)))
     i = gl.arange(0, CW, layout=gl.SliceLayout(0, gl.SliceLayout(1, LW)))
+    # The width of K-quants' rows, so that it is known to be a multiple of 4.
+    CODES = WORDS
     if KIND == "q4_k":  # a block: a head of 4 words, and two chunks
-        WORDS = K // 256 * 36  # so that it is known to be a multiple of 4
+        WORDS = K // 256 * 36
+        CODES = WORDS
         first = (s // 2 * 36 + 4 + s % 2 * CW)[:, None, None] + i[None, None, :]
     else:
         first = s[:, None, None] * CW + i[None, None, :]
+    if KIND == "q6_k":
+        CODES, WORDS = K // 256 * 32, q6_k_words(K)
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LW)))
     row = gl.minimum(row, USED - 1)
-    left_over = WORDS - first
+    left_over = CODES - first
     chunk = gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, LS)))
     own = own_rows(ROWS, MMA)
     scale_row = gl.minimum(own_rows(ROWS, LS), USED - 1)
     begin = gl.program_id(0)
-    at = w + gl.minimum(begin * USED + row, N - 1).to(gl.int64)[None, :, None] * WORDS + first
+    at = codes_of(w, gl.minimum(begin * USED + row, N - 1), first, s, i, CODES, WORDS, KIND)
     n = gl.minimum(begin * USED + scale_row, N - 1)
     scales = scales_of(w, w_scale, n, chunk, K, KIND, LF)
     ACROSS: gl.constexpr = S * KC // 256 if S * KC > 256 else 1
@@ -138,11 +146,11 @@ def one_row(
     for t in gl.static_range(0, STEPS, TOGETHER):
         exists = k < K - t * (S * KC)
         values += (gl.load(x + t * (S * KC) + k, mask=exists, other=0.0),)  # type: ignore[assignment]
-    OFFSET: gl.constexpr = 8 if KIND == "int4" else (128 if KIND == "int8" else 0)
-    OFFSET = 1 if KIND == "q4_k" else OFFSET  # that of a minimum
-    BLOCK: gl.constexpr = 32 if NIBBLES else 4 * CW
+    IN_PLACE: gl.constexpr = KIND == "int4" or KIND == "q4_k"  # 16 times as large in upper halves
+    BLOCK: gl.constexpr = 32 if IN_PLACE else 4 * CW
+    UP: gl.constexpr = 2.0**60 if IN_PLACE else 2.0**64
     for t in gl.static_range(BATCHES):
-        stage_inputs(values[t], xs_all.index(t), sums_all.index(t), S, BLOCK, OFFSET)
+        stage_inputs(values[t], xs_all.index(t), sums_all.index(t), S, BLOCK, OFFSET, UP)
     barrier()  # here, or it would be in the loop
     if ONCE:  # a loop of one turn would have its addresses made in front of it, in registers
         no = gl.where(own < USED, begin * USED + own, N)
@@ -160,7 +168,7 @@ def one_row(
             after = block + gl.num_programs(0)
             after = gl.where(after * USED < N, after, block)  # beyond the last: it is in L2
             n = gl.minimum(after * USED + row, N - 1)
-            at_next = w + n.to(gl.int64)[None, :, None] * WORDS + first
+            at_next = codes_of(w, n, first, s, i, CODES, WORDS, KIND)
             n = gl.minimum(after * USED + scale_row, N - 1)
             scales_next = scales_of(w, w_scale, n, chunk, K, KIND, LF)
             words, scale, acc = multiply_block(
@@ -187,11 +195,9 @@ def multiply_one_row(
         out: bfloat16 [1, N].
     """
     words = stack.data[0].view(torch.int32)
-    q4_k = stack.kind == "q4_k"
-    parts = 2 if q4_k or stack.group == 32 else 1
-    step = (18 if q4_k else 4 * LANE) * plan.warps
-    steps = triton.cdiv(words.shape[1], step)
-    inputs = 4 * LANE * plan.warps * (8 if q4_k or stack.kind == "int4" else 4)
+    parts = {"q4_k": 2, "q6_k": 4}.get(stack.kind, 2 if stack.group == 32 else 1)
+    inputs = 4 * LANE * plan.warps * (4 if stack.kind in ("int8", "fp8") else 8)
+    steps = triton.cdiv(stack.K, inputs)
     columns = columns_layout(plan.warps, plan.rows, parts)
     words_layout, _ = layouts(LANE, plan.warps, plan.rows, 8)
     pdl = launches_early(x.device)
@@ -209,22 +215,23 @@ def multiply_one_row(
         words.shape[1],
         FLIP,
         KIND=stack.kind,
-        GROUP=32 if q4_k else scale_every(stack),
+        GROUP={"q4_k": 32, "q6_k": 16}.get(stack.kind, scale_every(stack)),
         HAS_BIAS=bias is not None,
         PDL=pdl,
         ONCE=programs == blocks,
         STEPS=steps,
-        EVEN=words.shape[1] % step == 0,
+        EVEN=stack.K % inputs == 0,
         S=plan.warps,
         ROWS=plan.rows,
         AHEAD=min(plan.ahead, steps),
         TOGETHER=min(8, triton.next_power_of_2(steps), max(1, 4096 // inputs)),
         USED=used,
+        OFFSET=OFFSETS[stack.kind],
         LW=words_layout,
         LX=inputs_layout(plan.warps, parts),
         PARTS=parts,
         LC=columns,
-        LF=heads_layout(plan.warps, plan.rows) if q4_k else columns,
+        LF=heads_layout(plan.warps, plan.rows) if stack.kind == "q4_k" else columns,
         num_warps=plan.warps,
         **({"maxnreg": plan.registers} if plan.registers else {}),
         **early_launch(pdl),

@@ -12,7 +12,11 @@ from .register_words import powers
 def columns_layout(warps: int, rows: int, parts: int) -> object:
     """A product's sums [warps, rows, parts, 8 // parts] as they lie: lane 4 g + t has those of rows
     g, g + 8, ... and of two columns."""
-    t = [[0, 0, 0, 2], [0, 0, 0, 4] if parts == 1 else [0, 0, 1, 0]]
+    t = {
+        1: [[0, 0, 0, 2], [0, 0, 0, 4]],
+        2: [[0, 0, 0, 2], [0, 0, 1, 0]],
+        4: [[0, 0, 1, 0], [0, 0, 2, 0]],
+    }[parts]
     return _of_rows([[0, 0, 0, 1]], t, warps, rows, parts, 8 // parts)
 
 
@@ -46,13 +50,27 @@ def spread(factors, LC: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
+def q6_k_words(K):
+    """Of a row: 53 a block, and zeros."""
+    return gl.cdiv(K // 256 * 53, 4) * 4
+
+
+@gluon.jit
 def scales_of(w, w_scale, n, s, K, KIND: gl.constexpr, LF: gl.constexpr):
-    """Where the scales of rows n begin, or warp s's heads of Q4_K's blocks: [1, ROWS, 1], of heads
-    [S, ROWS, 1, 4]."""
+    """Where the scales of rows n begin, [1, ROWS, 1], or those of warp s: heads of Q4_K's blocks
+    [S, ROWS, 1, 4]; Q6_K's two words of a chunk [S, ROWS, 1, 2] and the block's [S, ROWS, 1]."""
     if KIND == "q4_k":
         word = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LF))))
         at = w + n.to(gl.int64)[None, :, None, None] * (K // 256 * 36)
         at = at + (s // 2 * 36)[:, None, None, None] + word[None, None, None, :]
+    elif KIND == "q6_k":
+        word = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LF))))
+        row = w + n.to(gl.int64) * q6_k_words(K)
+        pairs = row[None, :, None, None] + (K // 256 * 48 + s * 2)[:, None, None, None]
+        at = (
+            pairs + word[None, None, None, :],
+            row[None, :, None] + (K // 256 * 52 + s // 2)[:, None, None],
+        )
     elif KIND == "fp8":
         at = w_scale + (n // 128 * gl.cdiv(K, 128))[None, :, None]
     else:
@@ -66,7 +84,8 @@ def load_scale(
     EVEN: gl.constexpr, LF: gl.constexpr,
 ):  # fmt: skip
     """What GROUP inputs of a chunk share, [S, ROWS, PARTS]: words (fp8: float32), of two groups of
-    32 each; Q4_K: the heads of the chunks' blocks, [S, ROWS, PARTS, 4].
+    32 each; Q4_K: the heads of the chunks' blocks, [S, ROWS, PARTS, 4]; Q6_K: two words of scales
+    [S, ROWS, PARTS, 2], and the block's [S, ROWS, PARTS].
 
     Nibbles have 64 inputs in 32 bytes, of the first group in the low ones.
     """
@@ -81,6 +100,18 @@ def load_scale(
             found = gl.load(at)
         else:  # no head: its scales are zero
             found = gl.load(at, mask=(now * KC < K)[:, None, None, None], other=0)
+    elif KIND == "q6_k":
+        pairs, blocks = scales
+        pairs += step * (S * 2) + 0 * part[None, None, :, None]
+        blocks += step * (S // 2) + 0 * part[None, None, :]
+        if EVEN:
+            found = (gl.load(pairs), gl.load(blocks))
+        else:
+            there = (now * KC < K)[:, None, None]
+            found = (
+                gl.load(pairs, mask=(now * KC < K)[:, None, None, None], other=0),
+                gl.load(blocks, mask=there, other=0),
+            )
     else:
         PER: gl.constexpr = 128 if KIND == "fp8" else (64 if GROUP == 32 else GROUP)
         STRIDE = 1 if KIND == "fp8" else N
@@ -118,3 +149,15 @@ def q4_k_factors(heads, chunk, LS: gl.constexpr):
         (d * number(scale), low * number(least)),
         (d * number(scale >> 8), low * number(least >> 8)),
     )
+
+
+@gluon.jit
+def q6_k_factors(scale, H: gl.constexpr, LS: gl.constexpr):
+    """[S, ROWS, PARTS]: the scales of 16 inputs each that a chunk has in its low nibbles or in its
+    high ones."""
+    pairs, block = scale
+    low, high = gl.split(pairs)
+    word = gl.convert_layout(high if H == 1 else low, LS)
+    part = gl.arange(0, pairs.shape[2], layout=gl.SliceLayout(0, gl.SliceLayout(1, LS)))
+    byte = word << (24 - 8 * part)[None, None, :] >> 24
+    return half(block) * byte.to(gl.float32)

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from .one_row_scales import load_scale, q4_k_factors, spread
+from .one_row_scales import load_scale, q4_k_factors, q6_k_factors, spread
 from .register_words import pair, powers
 
 WRITTEN_OUT = gl.constexpr(40)
@@ -20,27 +20,38 @@ LANE = 4
 
 
 def inputs_layout(warps: int, parts: int) -> object:
-    """Inputs of a product, lane 4 g + t has the t-th part: bfloat16 [warps, 16 LANE] or, where
-    columns of a product are of two ``parts`` of them, pairs as int32 [warps, 8 LANE, 8]."""
-    own = 16 * LANE // 4 // parts
-    t, g = [[0, own], [0, 2 * own]], [[0, 0]] * 3
-    if parts == 2:
-        t, g = [[*at, 0] for at in t], [[0, 0, 1], [0, 0, 2], [0, 0, 4]]
-    zeros = [0] * (parts - 1)
+    """Inputs of a product, lane 4 g + t has the t-th part: bfloat16 [warps, 16 LANE] or, where its
+    columns are of several ``parts`` of them, pairs as int32 [warps, 8 LANE, 8]."""
+    own = 4 * LANE if parts == 1 else 2 * LANE
+    zeros = [] if parts == 1 else [0]
+    columns = [[0, 0]] * 3 if parts == 1 else [[0, 0, 1], [0, 0, 2], [0, 0, 4]]
     return gl.DistributedLinearLayout(
         [[0, a, *zeros] for a in powers(1, own)],
-        t + g,
+        [[0, own, *zeros], [0, 2 * own, *zeros], *columns],
         [[warp, 0, *zeros] for warp in powers(1, warps)],
         [],
-        [warps, 16 * LANE] if parts == 1 else [warps, 8 * LANE, 8],
+        [warps, 4 * own] if parts == 1 else [warps, 4 * own, 8],
     )
 
 
 @gluon.jit
 def bits_of(words, FLIP, KIND: gl.constexpr, HALF: gl.constexpr):
-    """Words -> of bytes 0 and 2, and of 1 and 3, what makes a bfloat16 of each in its place."""
+    """Words -> of bytes 0 and 2, and of 1 and 3, what makes a bfloat16 of each in its place.
+
+    Q6_K has two words, of the second two bits more for each nibble: of words 0 to 7 the lowest.
+    """
+    if KIND == "q6_k":
+        words, high = words
+        WORDS: gl.constexpr = words.type.layout
+        i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, WORDS)))
+        high = high >> (i // 8 * 2)[None, None, :]
+        top, bottom = (high, high >> 8) if HALF == 1 else (high << 4, high >> 4)
+        words = words >> (4 * HALF)
     later = words >> 8
-    if KIND == "int8":
+    if KIND == "q6_k":
+        even = (words & 0x000F000F) | (top & 0x00300030)
+        odd = (later & 0x000F000F) | (bottom & 0x00300030)
+    elif KIND == "int8":
         even, odd = (words ^ FLIP) & 0x00FF00FF, (later ^ FLIP) & 0x00FF00FF
     elif KIND == "fp8":
         even = ((words << 4) & 0x07F007F0) | ((words << 8) & -2147450880)
@@ -54,10 +65,10 @@ def bits_of(words, FLIP, KIND: gl.constexpr, HALF: gl.constexpr):
 @gluon.jit
 def left(words, FLIP, KIND: gl.constexpr, HALF: gl.constexpr, A: gl.constexpr):
     """[S, ROWS, 4 LANE] words -> [S, ROWS, 16 LANE] codes."""
-    S: gl.constexpr = words.shape[0]
-    ROWS: gl.constexpr = words.shape[1]
-    LANE: gl.constexpr = words.shape[2] // 4
     even, odd = bits_of(words, FLIP, KIND, HALF)
+    S: gl.constexpr = even.shape[0]
+    ROWS: gl.constexpr = even.shape[1]
+    LANE: gl.constexpr = even.shape[2] // 4
     a, b = pair(even)
     c, d = pair(odd)
     v = gl.join(gl.join(a, b), gl.join(c, d)).reshape([S, ROWS, 4, LANE, 2, 2])
@@ -75,13 +86,13 @@ def right(x, COLS: gl.constexpr, B: gl.constexpr):
 
 
 @gluon.jit
-def right_of_parts(x, LX: gl.constexpr, B: gl.constexpr):
-    """[S, 8 LANE] pairs of inputs -> [S, 16 LANE, 8]: columns 0 to 3 have those of the first two
-    lanes, columns 4 to 7 those of the others, and so do the sums in a lane have its own."""
+def right_of_parts(x, PARTS: gl.constexpr, LX: gl.constexpr, B: gl.constexpr):
+    """[S, 8 LANE] pairs of inputs -> [S, 16 LANE, 8]: of two parts columns 0 to 3 have those of the
+    first two lanes, columns 4 to 7 those of the others, and so are the sums in a lane its own."""
     S: gl.constexpr = x.shape[0]
     PAIRS: gl.constexpr = x.shape[1]
-    k = gl.arange(0, PAIRS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LX))) // (PAIRS // 2)
-    n = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, LX))) // 4
+    k = gl.arange(0, PAIRS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LX))) // (PAIRS // PARTS)
+    n = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, LX))) // (8 // PARTS)
     mine = k[None, :, None] == n[None, None, :]
     low, high = pair(gl.where(mine, x.expand_dims(2), 0))
     v = gl.join(low, high).reshape([S, 4, PAIRS // 8, 2, 8, 2]).permute([0, 2, 3, 1, 5, 4])
@@ -90,10 +101,15 @@ def right_of_parts(x, LX: gl.constexpr, B: gl.constexpr):
 
 @gluon.jit
 def stage_inputs(
-    value, x, total, S: gl.constexpr, BLOCK: gl.constexpr, OFFSET: gl.constexpr
+    value, x, total, S: gl.constexpr, BLOCK: gl.constexpr, OFFSET: gl.constexpr, UP: gl.constexpr
 ):  # fmt: skip
     """[STEPS, inputs of a step] to shared memory: x in the codes' order, total [STEPS * (halves
-    with sums of their own) * S, PARTS] -OFFSET times the sums that belong to it."""
+    with sums of their own) * S, PARTS] -OFFSET times the sums that belong to it.
+
+    Args:
+        BLOCK: inputs of a half that lie side by side.
+        UP: a power of two for the inputs of second halves.
+    """
     STEPS: gl.constexpr = value.shape[0]
     WIDTH: gl.constexpr = x.shape[1]
     HALVES: gl.constexpr = value.shape[1] // (S * WIDTH)
@@ -102,24 +118,40 @@ def stage_inputs(
         PARTS: gl.constexpr = total.shape[1]
         OWN: gl.constexpr = total.shape[0] // (STEPS * S)
         EACH: gl.constexpr = value.shape[1] // (S * PARTS * OWN)
-        v = value.to(gl.float32).reshape([STEPS, S, PARTS, OWN, EACH])
-        sums = gl.sum(v, axis=4).permute([0, 3, 1, 2]).reshape([STEPS * OWN * S, PARTS])
+        if BLOCK == WIDTH:
+            v = value.to(gl.float32).reshape([STEPS, S, OWN, PARTS, EACH])
+            sums = gl.sum(v, axis=4).permute([0, 2, 1, 3])
+        else:
+            v = value.to(gl.float32).reshape([STEPS, S, PARTS, OWN, EACH])
+            sums = gl.sum(v, axis=4).permute([0, 3, 1, 2])
+        sums = sums.reshape([STEPS * OWN * S, PARTS])
         total.store(sums * (-OFFSET * 2.0**-69))
     v = value.reshape([STEPS, S, WIDTH // BLOCK, HALVES, BLOCK // 4, 2, 2])
     v = v.permute([0, 3, 1, 2, 4, 6, 5]).reshape([STEPS, HALVES, S, WIDTH]).to(gl.float32)
     L: gl.constexpr = v.type.layout
     half = gl.arange(0, HALVES, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
-    up = gl.where(half == 0, 2.0**64, 2.0**60)[None, :, None, None]
+    up = gl.where(half == 0, 2.0**64, UP)[None, :, None, None]
     x.store((v * up).to(gl.bfloat16).reshape([STEPS * HALVES * S, WIDTH]))
 
 
 @gluon.jit
-def load_step(at, step, left_over, EVEN: gl.constexpr, WIDTH: gl.constexpr):
-    """Words of a step; ``left_over``: how many words of a row each lane's first one leaves."""
+def codes_of(w, n, first, s, i, CODES, WORDS, KIND: gl.constexpr):
+    """Where the words of rows n begin, [S, ROWS, 16]; of Q6_K and where the two bits more do."""
+    row = w + n.to(gl.int64)[None, :, None] * WORDS
+    at = row + first
+    if KIND == "q6_k":
+        at = (at, row + (CODES + (s * 8)[:, None, None] + (i % 8)[None, None, :]))
+    return at
+
+
+@gluon.jit
+def load_words(at, step, left_over, EVEN: gl.constexpr, WIDTH: gl.constexpr, STRIDE: gl.constexpr):
+    """Words of a step, STRIDE behind those of the last; ``left_over``: how many words of a row each
+    lane's first one leaves, of which a step has WIDTH."""
     if EVEN:
-        return gl.load(at + step * WIDTH, eviction_policy="evict_first")
+        return gl.load(at + step * STRIDE, eviction_policy="evict_first")
     there = left_over > step * WIDTH
-    return gl.load(at + step * WIDTH, mask=there, other=0, eviction_policy="evict_first")
+    return gl.load(at + step * STRIDE, mask=there, other=0, eviction_policy="evict_first")
 
 
 @gluon.jit
@@ -132,6 +164,7 @@ def multiply_step(
     COLS: gl.constexpr = acc.shape[2]
     S: gl.constexpr = acc.shape[0]
     HALVES: gl.constexpr = x.shape[0] // S
+    PARTS: gl.constexpr = total.shape[1]
     MMA: gl.constexpr = acc.type.layout
     LS: gl.constexpr = gl.SliceLayout(3, LF)
     zero = gl.full(acc.shape, 0.0, gl.float32, layout=MMA)
@@ -139,8 +172,8 @@ def multiply_step(
     if KIND == "q4_k":
         factors = q4_k_factors(scale, chunk, LS)
     for h in gl.static_range(HALVES):
-        if GROUP == 32:
-            b = right_of_parts(x.slice(h * S, S).load(gl.SliceLayout(2, LX)), LX, B)
+        if PARTS > 1:
+            b = right_of_parts(x.slice(h * S, S).load(gl.SliceLayout(2, LX)), PARTS, LX, B)
         else:
             b = right(x.slice(h * S, S).load(LX), COLS, B)
         a = left(words, FLIP, KIND, h, A)
@@ -152,18 +185,19 @@ def multiply_step(
             part = acc + first if GROUP == 0 else first
         if KIND == "q4_k":
             weight, least = factors[h]
-            part = mma_v2(a, b, zero)
-            acc += part * spread(weight, LC, MMA)
+            acc += mma_v2(a, b, zero) * spread(weight, LC, MMA)
             acc += first * spread(least, LC, MMA)
         else:
             part = mma_v2(a, b, part)
-        if GROUP == 32 and KIND != "q4_k":
-            if KIND == "int4":
-                sc = scale & -65536 if h == 1 else scale << 16
-            else:
-                own = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, LS)))
-                sc = gl.where((own == 1)[None, None, :], scale & -65536, scale << 16)
-            acc += part * spread(sc.to(gl.float32, bitcast=True), LC, MMA)
+            if KIND == "q6_k":
+                acc += part * spread(q6_k_factors(scale, h, LS), LC, MMA)
+            elif GROUP == 32:
+                if KIND == "int4":
+                    sc = scale & -65536 if h == 1 else scale << 16
+                else:
+                    own = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, LS)))
+                    sc = gl.where((own == 1)[None, None, :], scale & -65536, scale << 16)
+                acc += part * spread(sc.to(gl.float32, bitcast=True), LC, MMA)
     if GROUP == 0:
         acc = part
     elif GROUP > 32:
@@ -189,7 +223,15 @@ def ask(
 ):  # fmt: skip
     """Words and scales of a step; ``chunk``: each warp's part of it. One scale an output: none."""
     S: gl.constexpr = chunk.shape[0]
-    words = load_step(at, step, left_over, EVEN, S * (18 if KIND == "q4_k" else 16))
+    if KIND == "q6_k":
+        low, high = at
+        words = (
+            load_words(low, step, left_over, EVEN, S * 16, S * 16),
+            load_words(high, step, left_over, EVEN, S * 16, S * 8),
+        )
+    else:
+        WIDTH: gl.constexpr = S * (18 if KIND == "q4_k" else 16)
+        words = load_words(at, step, left_over, EVEN, WIDTH, WIDTH)
     scale = chunk
     if GROUP > 0:
         KC: gl.constexpr = 64 if KIND == "int8" or KIND == "fp8" else 128

@@ -123,6 +123,9 @@ CASES = [
     ("q4_k", 1, 40, 768, OneRowPlan(16, 2, 2, 2), "one row: blocks of Q4_K, several of rows"),
     ("q4_k", 1, 72, 1280, OneRowPlan(32, 8, 1, 0, 128, 28), "one row: Q4_K, a partial last step"),
     ("q4_k", 1, 40, 5376, OneRowPlan(16, 2, 3), "one row: Q4_K, batches of inputs"),
+    ("q6_k", 1, 40, 768, OneRowPlan(16, 2, 2, 2), "one row: blocks of Q6_K, several of rows"),
+    ("q6_k", 1, 72, 1280, OneRowPlan(32, 8, 1, 0, 128, 28), "one row: Q6_K, a partial last step"),
+    ("q6_k", 1, 40, 5376, OneRowPlan(16, 2, 3), "one row: Q6_K, batches of inputs"),
     ("int4-g128", 5, 72, 1088, ManyPlan(16, 4, 3, 2), "more steps than places"),
     ("int4", 20, 72, 384, ManyPlan(16, 4, 2, 4), "more places than steps, two row blocks"),
     ("int4-g128", 20, 64, 640, ManyPlan(32, 4, 3, 2, 3), "parts: one of them shorter"),
@@ -239,6 +242,7 @@ def test_one_row_of_narrow_matrices() -> None:
     assert found("int4", 32, 18432) == [(16, 0, 8, 2), (32, 28, 8, 1)]
     assert found("q4_k", 0, 7168) == [(16, 0, 8, 2), (16, 14, 4, 2)]
     assert found("q4_k", 0, 18432) == [(16, 0, 8, 1), (16, 14, 4, 2)]
+    assert found("q6_k", 0, 18432) == [(16, 0, 8, 1), (16, 14, 8, 2)]
     assert found("fp8", 128, 4096) == [(16, 0, 8, 3), (16, 14, 4, 4)]
     assert found("fp8", 128, 18432) == [(16, 0, 8, 3), (16, 14, 4, 3)]
     first = 32 * 132  # one block of 32 rows a processor
@@ -294,7 +298,7 @@ def test_which_kernel_takes_which_rows() -> None:
     assert kernel_of("int8", 9, 7168, 7168, 132, (9, 0), True, group=32) == "few"
     assert found("int4", 17, 7168, (9, 0), many=False) == found("int4", 32, 7168, (8, 0)) == "few"
     assert found("int4", 33, 7168, (8, 0)) == found("q4_k", 9, 7168, (9, 0), False) == "linear"
-    assert found("q4_k", 8, 7168, (8, 0), False) == found("q6_k", 1, 7168, (9, 0), False) == "few_k"
+    assert found("q4_k", 8, 7168, (8, 0), False) == found("q6_k", 2, 7168, (9, 0), False) == "few_k"
     assert found("q4_k", 1, 7168, (0, 0), False) == "linear"
     assert found("int4", 1, 7168, (0, 0)) == "linear"  # the interpreter
     rows = (4, 5, 1500, 1501)
@@ -439,6 +443,8 @@ COMPILES = [
     _meta_call("int4", 1, 7168),
     _meta_call("int4", 1, 18432),
     _meta_call("q4_k", 1, 7168),
+    _meta_call("q6_k", 1, 7168),
+    _meta_call("q6_k", 1, 18432),
     ("q4_k 1 narrow", _meta_call("q4_k", 1, 2048)[1]),
     _meta_call("int4-g128", 2, 18432),
     _meta_call("int8-channel", 8, 7168),
