@@ -402,7 +402,7 @@ def test_shared_steps_have_the_same_bits_each_time(name: str, rows: int, run: An
     ("name", "plan"),
     [
         ("int4-g128", OneRowPlan(16, 4)),
-        ("int4-g128", OneRowPlan(16, 4, 4, 132, 168)),
+        ("int4-g128", OneRowPlan(16, 4, 4, 132, 160)),
         ("int4", OneRowPlan(16, 4, 3, 132, 168)),
         ("int8-channel", OneRowPlan(16, 4)),
         ("int8-channel", OneRowPlan(16, 16, 3, 132, 128)),
