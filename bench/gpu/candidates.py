@@ -56,7 +56,11 @@ _ONE = [
         (32, 8, 1, 28), (32, 8, 2, 28), (32, 8, 3, 28),
     )
 ] + [
-    *(OneRowPlan(16, 4, a, 3 * H200_PROCESSORS, registers=r) for a in (2, 3, 4) for r in (160, 168)),
+    *(
+        OneRowPlan(16, 4, ahead, 3 * H200_PROCESSORS, registers=registers)
+        for ahead in (2, 3, 4)
+        for registers in (160, 168)
+    ),
     OneRowPlan(16, 16, 3, H200_PROCESSORS, registers=128),
 ]  # fmt: skip
 _FEW = [
