@@ -1,5 +1,7 @@
 """K-quants for ``many_rows_hopper``: the words that copies do not bring, read by the lanes (Gluon).
 
+``number`` and ``half`` serve ``one_row`` too.
+
 A block of Q4_K, 256 inputs, is 36 words: two fp16, twelve bytes of eight scales and minimums of 6
 bits (its head), and the quants, whose order is int4's. A weight is (q - 8) * s + (8 * s - m): q - 8
 is exact in bfloat16, and so little is left for the second term that rounding it costs nothing.

@@ -1,7 +1,8 @@
 """Linear layers with quantized weights, from one row to thousands (what Marlin is for elsewhere).
 
 - One row of a narrow int8 matrix: ``gemv``, no tensor cores.
-- One row of all else but bf16: ``one_row``, whose codes need next to no decoding.
+- One row of all else but bf16, up to 32768 inputs: ``one_row``, which multiplies codes nearly as
+  they lie.
 - Up to 16 or 32 rows of int4, int8 or E4M3: ``few_rows``, decoding in the lanes that load weights.
 - Up to 4 or 8 rows of K-quants: ``few_experts``, the same, each lane with one scale of its own.
 - More on Hopper: ``many_rows_hopper``, decoding while the tensor cores multiply.
@@ -143,7 +144,7 @@ def _unfit(
         if not fits:
             return f"one_row takes one row of {', '.join(ONE_KINDS)} on a GPU"
         if weight.kind.endswith("_k") and plan.warps == 1:
-            return "one_row takes the blocks of K-quants by two warps"
+            return "one_row takes the blocks of K-quants by two warps or more"
         return None if weight.K <= MOST_INPUTS else f"one_row takes up to {MOST_INPUTS} inputs"
     if isinstance(plan, ExpertsPlan):
         fits = path_of(weight, False) == "decoded" and capability >= (8, 0)

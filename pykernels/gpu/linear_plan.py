@@ -84,7 +84,7 @@ def one_row_plan(kind: str, group: int, N: int, K: int, processors: int) -> OneR
 
     Where there are many blocks of rows, three programs a processor stay for all of them, or one of
     16 warps, and the inputs are copied to shared memory that often only. Narrow matrices have a
-    program for each block: of nibbles 32 rows, for half as many copies of the inputs, or some less,
+    program for each block: of int4 32 rows, for half as many copies of the inputs, or some less,
     to fill the places for programs evenly. Where there is less than one block of 32 rows a
     processor, warps keep it busy, of all kinds: 8 share the inputs of 16 rows.
     """
@@ -99,7 +99,9 @@ def one_row_plan(kind: str, group: int, N: int, K: int, processors: int) -> OneR
             return OneRowPlan(16, 4, 3, 3 * processors, registers=168)
         if kind == "int4":  # with 168 its loads are in another order: 4 % slower
             return OneRowPlan(16, 4, 4, 3 * processors, registers=160)
-        return OneRowPlan(16, 4, 2 if k_quant else 4, 3 * processors)
+        if k_quant:  # with a step that is not whole, more registers than three programs have
+            return OneRowPlan(16, 4, 2, 3 * processors, registers=168 if K % 512 else 0)
+        return OneRowPlan(16, 4, 4, 3 * processors)
     if N < 32 * processors:
         if k_quant:
             ahead = 2 if K <= 8192 else 1
@@ -140,7 +142,8 @@ def few_plan(kind: str, group: int, M: int, N: int, processors: int) -> FewPlan:
 
 
 def few_k_plan(kind: str, M: int, N: int, processors: int) -> ExpertsPlan:
-    """The fastest measured at one row and matrices [18432, 7168] and [7168, 18432] on Hopper."""
+    """The fastest measured at matrices [18432, 7168] and [7168, 18432] on Hopper, at one row, which
+    ``one_row`` takes now up to 32768 inputs."""
     tokens = 2 if M <= 2 else 4
     if kind == "q4_k":
         return ExpertsPlan(32 if fills(N, processors) else 16, 4, tokens)

@@ -5,7 +5,8 @@ straight into the lane that multiplies them. What is left to do for each is next
 
 - A code that is masked where it lies *is* a bfloat16: a number n in the low eight bits of one is
   n * 2**-133, subnormal or just above, which tensor cores multiply at full rate. Two nibbles of a
-  half word need no shift between them: the inputs of the upper ones carry a sixteenth.
+  half word need no shift between them: the inputs of the upper ones carry a sixteenth. (Q6_K's are
+  shifted: two bits more come from another word.)
 - E4M3's bits, moved to the top of the mantissa, are a bfloat16 2**120 too small.
 - Each program first copies the inputs to shared memory, in the codes' order and times 2**64.
 - Codes keep their offset. It goes out with the sum of a chunk's inputs, where a chain of products
@@ -30,7 +31,7 @@ from .few_rows import layouts
 from .gluon_names import barrier, reinterpret
 from .launch import early_launch, launches_early
 from .matrices import Matrices, scale_every, scale_words
-from .one_row_scales import columns_layout, heads_layout, q6_k_words, scales_of
+from .one_row_scales import block_heads_layout, columns_layout, q6_k_words, scales_of
 from .one_row_steps import (
     LANE,
     ask,
@@ -46,7 +47,7 @@ from .plan_types import OneRowPlan
 OFFSETS = {"int4": 8, "int8": 128, "fp8": 0, "q4_k": 1, "q6_k": 32}
 KINDS = tuple(OFFSETS)
 MOST_INPUTS = 32768
-"""All of them are in shared memory, 2 bytes each; smaller GPUs have 99 KiB."""
+"""All of them are in shared memory, 2 bytes each, and some sums; smaller GPUs have 99 KiB."""
 FLIP = -0x7F7F7F80
 """Signs of four bytes. A run-time number: one instruction has room for one constant."""
 
@@ -75,12 +76,13 @@ def one_row(
 ):  # fmt: skip
     """out[n] = sum over k of x[k] * w[n, k]: a program USED rows of w at a time, all of K.
 
-    In each of STEPS steps each of the S warps takes 16 words of every row.
+    In each of STEPS steps each of the S warps takes 16 words of every row (Q6_K: and 8 of high
+    bits).
 
     Args:
-        x: bfloat16 [K].
+        x: bfloat16 [K]; from 2**64 on they are infinite here.
         w: int32 [N, WORDS].
-        w_scale: int32 (see ``matrices``) or, for fp8, float32.
+        w_scale: int32 (see ``matrices``) or, for fp8, float32; K-quants: None.
         GROUP: inputs of one scale; 0: one scale an output.
         PDL: the kernel behind may be launched while this one runs, and this one was.
         ONCE: there is a program for each block of rows.
@@ -89,6 +91,8 @@ def one_row(
         TOGETHER: steps whose inputs are brought to shared memory at a time.
         OFFSET: of codes; 1: minimums are scales of their own.
         USED: of ROWS rows, which a power of two must be: the others are the last again.
+        PARTS: of a chunk, that have columns of a product for themselves.
+        LW, LX, LC, LF: layouts of words, inputs, a product's columns, and scales.
     """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [S, 1, 1], [1, 16, 8])
     CW: gl.constexpr = 16
@@ -109,15 +113,16 @@ def one_row(
     sums = reinterpret(sums_all, gl.float32, [IN_ALL, SUMS, PARTS], SHARED)
     s = gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, LW)))
     i = gl.arange(0, CW, layout=gl.SliceLayout(0, gl.SliceLayout(1, LW)))
-    # The width of K-quants' rows, so that it is known to be a multiple of 4.
     CODES = WORDS
     if KIND == "q4_k":  # a block: a head of 4 words, and two chunks
-        WORDS = K // 256 * 36
+        gl.static_assert(S % 2 == 0, "a warp has the same half of each block")
+        WORDS = K // 256 * 36  # so it is known to be a multiple of 4
         CODES = WORDS
         first = (s // 2 * 36 + 4 + s % 2 * CW)[:, None, None] + i[None, None, :]
     else:
         first = s[:, None, None] * CW + i[None, None, :]
     if KIND == "q6_k":
+        gl.static_assert(S % 2 == 0, "two chunks share a block's scale")
         CODES, WORDS = K // 256 * 32, q6_k_words(K)
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LW)))
     row = gl.minimum(row, USED - 1)
@@ -127,8 +132,8 @@ def one_row(
     scale_row = gl.minimum(own_rows(ROWS, LS), USED - 1)
     begin = gl.program_id(0)
     at = codes_of(w, gl.minimum(begin * USED + row, N - 1), first, s, i, CODES, WORDS, KIND)
-    n = gl.minimum(begin * USED + scale_row, N - 1)
-    scales = scales_of(w, w_scale, n, chunk, K, KIND, LF)
+    n_scales = gl.minimum(begin * USED + scale_row, N - 1)
+    scales = scales_of(w, w_scale, n_scales, chunk, K, KIND, LF)
     ACROSS: gl.constexpr = S * KC // 256 if S * KC > 256 else 1
     FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [S // ACROSS, ACROSS], [1, 0])
     k = gl.arange(0, TOGETHER, layout=gl.SliceLayout(1, FLAT))[:, None] * (S * KC)
@@ -139,7 +144,9 @@ def one_row(
     words = ()
     scale = ()
     for t in gl.static_range(AHEAD):
-        asked, factors = ask(at, scales, chunk, t, left_over, N, K, KIND, GROUP, EVEN, LF)
+        asked, factors = ask(
+            at, scales, chunk, t, left_over, N, K, KIND, GROUP, EVEN or t < STEPS - 1, LF
+        )
         words += (asked,)  # type: ignore[assignment]
         scale += (factors,)  # type: ignore[assignment]
     values = ()
@@ -169,8 +176,8 @@ def one_row(
             after = gl.where(after * USED < N, after, block)  # beyond the last: it is in L2
             n = gl.minimum(after * USED + row, N - 1)
             at_next = codes_of(w, n, first, s, i, CODES, WORDS, KIND)
-            n = gl.minimum(after * USED + scale_row, N - 1)
-            scales_next = scales_of(w, w_scale, n, chunk, K, KIND, LF)
+            n_scales = gl.minimum(after * USED + scale_row, N - 1)
+            scales_next = scales_of(w, w_scale, n_scales, chunk, K, KIND, LF)
             words, scale, acc = multiply_block(
                 words, scale, at, scales, at_next, scales_next, xs, sums, chunk, left_over, N, K,
                 FLIP, KIND, GROUP, STEPS, EVEN, ROWS, False, AHEAD, MMA, LX, LC, LF,
@@ -231,7 +238,7 @@ def multiply_one_row(
         LX=inputs_layout(plan.warps, parts),
         PARTS=parts,
         LC=columns,
-        LF=heads_layout(plan.warps, plan.rows) if stack.kind == "q4_k" else columns,
+        LF=block_heads_layout(plan.warps, plan.rows) if stack.kind == "q4_k" else columns,
         num_warps=plan.warps,
         **({"maxnreg": plan.registers} if plan.registers else {}),
         **early_launch(pdl),

@@ -1,4 +1,4 @@
-"""Scales of ``one_row``: where they are, beside which sums they lie, and Q4_K's own (Gluon)."""
+"""Scales of ``one_row``: where they are, beside which sums they lie, K-quants' own (Gluon)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def columns_layout(warps: int, rows: int, parts: int) -> object:
     return _of_rows([[0, 0, 0, 1]], t, warps, rows, parts, 8 // parts)
 
 
-def heads_layout(warps: int, rows: int) -> object:
+def block_heads_layout(warps: int, rows: int) -> object:
     """Heads [warps, rows, 2, 4] of Q4_K's blocks beside the sums of their rows."""
     words = [[0, 0, 0, 1], [0, 0, 0, 2]]
     return _of_rows(words, [[0, 0, 0, 0], [0, 0, 1, 0]], warps, rows, 2, 4)
@@ -56,20 +56,20 @@ def q6_k_words(K):
 
 
 @gluon.jit
-def scales_of(w, w_scale, n, s, K, KIND: gl.constexpr, LF: gl.constexpr):
-    """Where the scales of rows n begin, [1, ROWS, 1], or those of warp s: heads of Q4_K's blocks
+def scales_of(w, w_scale, n, chunk, K, KIND: gl.constexpr, LF: gl.constexpr):
+    """Where the scales of rows n begin, [1, ROWS, 1], or those of a chunk: heads of Q4_K's blocks
     [S, ROWS, 1, 4]; Q6_K's two words of a chunk [S, ROWS, 1, 2] and the block's [S, ROWS, 1]."""
     if KIND == "q4_k":
         word = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LF))))
         at = w + n.to(gl.int64)[None, :, None, None] * (K // 256 * 36)
-        at = at + (s // 2 * 36)[:, None, None, None] + word[None, None, None, :]
+        at = at + (chunk // 2 * 36)[:, None, None, None] + word[None, None, None, :]
     elif KIND == "q6_k":
         word = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LF))))
         row = w + n.to(gl.int64) * q6_k_words(K)
-        pairs = row[None, :, None, None] + (K // 256 * 48 + s * 2)[:, None, None, None]
+        pairs = row[None, :, None, None] + (K // 256 * 48 + chunk * 2)[:, None, None, None]
         at = (
             pairs + word[None, None, None, :],
-            row[None, :, None] + (K // 256 * 52 + s // 2)[:, None, None],
+            row[None, :, None] + (K // 256 * 52 + chunk // 2)[:, None, None],
         )
     elif KIND == "fp8":
         at = w_scale + (n // 128 * gl.cdiv(K, 128))[None, :, None]
@@ -83,9 +83,9 @@ def load_scale(
     scales, chunk, step, N, K, KC: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr,
     EVEN: gl.constexpr, LF: gl.constexpr,
 ):  # fmt: skip
-    """What GROUP inputs of a chunk share, [S, ROWS, PARTS]: words (fp8: float32), of two groups of
-    32 each; Q4_K: the heads of the chunks' blocks, [S, ROWS, PARTS, 4]; Q6_K: two words of scales
-    [S, ROWS, PARTS, 2], and the block's [S, ROWS, PARTS].
+    """What GROUP inputs of a chunk share, [S, ROWS, PARTS or 1]: words (fp8: float32), of two
+    groups of 32 each; Q4_K: the heads of the chunks' blocks, [S, ROWS, PARTS, 4]; Q6_K: two words
+    of scales [S, ROWS, PARTS, 2], and the block's [S, ROWS, PARTS].
 
     Nibbles have 64 inputs in 32 bytes, of the first group in the low ones.
     """
@@ -107,10 +107,10 @@ def load_scale(
         if EVEN:
             found = (gl.load(pairs), gl.load(blocks))
         else:
-            there = (now * KC < K)[:, None, None]
+            there = now * KC < K
             found = (
-                gl.load(pairs, mask=(now * KC < K)[:, None, None, None], other=0),
-                gl.load(blocks, mask=there, other=0),
+                gl.load(pairs, mask=there[:, None, None, None], other=0),
+                gl.load(blocks, mask=there[:, None, None], other=0),
             )
     else:
         PER: gl.constexpr = 128 if KIND == "fp8" else (64 if GROUP == 32 else GROUP)

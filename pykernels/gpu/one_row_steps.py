@@ -13,15 +13,13 @@ WRITTEN_OUT = gl.constexpr(40)
 """Most steps of a program's only block that are written out one behind the other. Loads whose first
 use lies behind a loop's back edge share one scoreboard: the first used waits for the last asked.
 With several blocks a loop is as fast: they are in one anyway."""
-
-
 LANE = 4
 """Words of a row that a lane loads at a time."""
 
 
 def inputs_layout(warps: int, parts: int) -> object:
-    """Inputs of a product, lane 4 g + t has the t-th part: bfloat16 [warps, 16 LANE] or, where its
-    columns are of several ``parts`` of them, pairs as int32 [warps, 8 LANE, 8]."""
+    """Inputs of a product, lane 4 g + t has the t-th quarter: bfloat16 [warps, 16 LANE] or, where
+    its columns are of several ``parts`` of them, pairs as int32 [warps, 8 LANE, 8]."""
     own = 4 * LANE if parts == 1 else 2 * LANE
     zeros = [] if parts == 1 else [0]
     columns = [[0, 0]] * 3 if parts == 1 else [[0, 0, 1], [0, 0, 2], [0, 0, 4]]
@@ -64,7 +62,7 @@ def bits_of(words, FLIP, KIND: gl.constexpr, HALF: gl.constexpr):
 
 @gluon.jit
 def left(words, FLIP, KIND: gl.constexpr, HALF: gl.constexpr, A: gl.constexpr):
-    """[S, ROWS, 4 LANE] words -> [S, ROWS, 16 LANE] codes."""
+    """[S, ROWS, 4 LANE] words (Q6_K: two of them) -> [S, ROWS, 16 LANE] codes."""
     even, odd = bits_of(words, FLIP, KIND, HALF)
     S: gl.constexpr = even.shape[0]
     ROWS: gl.constexpr = even.shape[1]
@@ -87,8 +85,8 @@ def right(x, COLS: gl.constexpr, B: gl.constexpr):
 
 @gluon.jit
 def right_of_parts(x, PARTS: gl.constexpr, LX: gl.constexpr, B: gl.constexpr):
-    """[S, 8 LANE] pairs of inputs -> [S, 16 LANE, 8]: of two parts columns 0 to 3 have those of the
-    first two lanes, columns 4 to 7 those of the others, and so are the sums in a lane its own."""
+    """[S, 8 LANE] pairs of inputs -> [S, 16 LANE, 8]: columns of a part have its lanes' inputs, and
+    zeros for the others'. The sums in a lane are then of its own part."""
     S: gl.constexpr = x.shape[0]
     PAIRS: gl.constexpr = x.shape[1]
     k = gl.arange(0, PAIRS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LX))) // (PAIRS // PARTS)
@@ -221,7 +219,10 @@ def ask(
     at, scales, chunk, step, left_over, N, K, KIND: gl.constexpr, GROUP: gl.constexpr,
     EVEN: gl.constexpr, LF: gl.constexpr,
 ):  # fmt: skip
-    """Words and scales of a step; ``chunk``: each warp's part of it. One scale an output: none."""
+    """Words and scales of a step; ``chunk``: each warp's part of it. One scale an output: none.
+
+    EVEN: all are there. Masks take registers: where they are known, all steps but the last are.
+    """
     S: gl.constexpr = chunk.shape[0]
     if KIND == "q6_k":
         low, high = at
@@ -246,7 +247,7 @@ def multiply_block(
     ROWS: gl.constexpr, LAST: gl.constexpr, AHEAD: gl.constexpr, MMA: gl.constexpr,
     LX: gl.constexpr, LC: gl.constexpr, LF: gl.constexpr,
 ):  # fmt: skip
-    """A block of rows times all inputs: sums [S, ROWS, 8], columns all alike.
+    """A block of rows times all inputs: sums [S, ROWS, 8], columns of a part all alike.
 
     Args:
         words, scale: of the first steps, asked for. Those of the next block's first steps, which
@@ -277,12 +278,13 @@ def multiply_block(
         asked, factors = words_now, scale_now
         if t + AHEAD < STEPS:
             asked, factors = ask(
-                at, scales, chunk, t + AHEAD, left_over, N, K, KIND, GROUP, EVEN, LF
-            )
+                at, scales, chunk, t + AHEAD, left_over, N, K, KIND, GROUP,
+                EVEN or t + AHEAD < STEPS - 1, LF,
+            )  # fmt: skip
         elif not LAST:
             asked, factors = ask(
-                at_next, scales_next, chunk, t + AHEAD - STEPS, left_over, N, K, KIND, GROUP, EVEN,
-                LF,
+                at_next, scales_next, chunk, t + AHEAD - STEPS, left_over, N, K, KIND, GROUP,
+                EVEN or t + AHEAD - STEPS < STEPS - 1, LF,
             )  # fmt: skip
         words = words[: t % AHEAD] + (asked,) + words[t % AHEAD + 1 :]
         scale = scale[: t % AHEAD] + (factors,) + scale[t % AHEAD + 1 :]
@@ -296,9 +298,9 @@ def multiply_block(
 
 
 @gluon.jit
-def own_rows(ROWS: gl.constexpr, MMA: gl.constexpr):
-    """0 .. ROWS, as ``block_sums`` has them."""
-    return gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
+def own_rows(ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """0 .. ROWS, as a layout of [S, ROWS, ..] has them."""
+    return gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
 
 
 @gluon.jit

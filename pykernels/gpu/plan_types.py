@@ -104,8 +104,9 @@ class OneRowPlan:
 
     Attributes:
         rows: of the matrix a program multiplies, a power of two from 16.
-        warps: of a program: each takes its part of K.
-        ahead: steps of 64 bytes of each row between asking for weights and multiplying them.
+        warps: of a program: each takes its part of K. Of K-quants two or more.
+        ahead: steps of 64 bytes of codes, of each row and warp, between asking for weights and
+            multiplying them.
         programs: at most, each with several blocks of rows if need be; 0: one for each block.
         registers: of a thread, at most; 0: as many as the compiler likes.
         used: of these rows, so that there are as many blocks as places for programs; 0: all.

@@ -105,7 +105,8 @@ def main() -> None:
     JITFunction.run = compile_it
     chosen = {
         "GQA, D 128", "GQA, pages", "MLA", "MLA, 128 heads", "MLA, 128 heads, E4M3",
-        "int4-g128 2048", "int8-channel 2048", "fp8 128", "int4-g128 1 narrow",
+        "int4-g128 2048 18432x7168", "int4-g128 2048 7168x7168", "int8-channel 2048 7168x7168",
+        "fp8 128 18432x7168", "fp8 128 2048x7168", "int4-g128 1 7168x7168",
         "bf16 bf16 256", "fp8 fp8 256", "int4-g128 bf16 256", "q4_k bf16 64",
     }  # fmt: skip
     tables = prefill, decode, linears, experts

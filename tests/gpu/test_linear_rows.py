@@ -124,6 +124,10 @@ CASES = [
     ("q4_k", 1, 72, 1280, OneRowPlan(32, 8, 1, 0, 128, 28), "one row: Q4_K, a partial last step"),
     ("q4_k", 1, 40, 5376, OneRowPlan(16, 2, 3), "one row: Q4_K, batches of inputs"),
     ("q6_k", 1, 40, 768, OneRowPlan(16, 2, 2, 2), "one row: blocks of Q6_K, several of rows"),
+    *(
+        (name, 1, 40, K, OneRowPlan(16, 4, 2, 2, used=13), f"one row: {name} in a loop")
+        for name, K in (("q4_k", 2304), ("q6_k", 2304), ("int4", 2240))
+    ),
     ("q6_k", 1, 72, 1280, OneRowPlan(32, 8, 1, 0, 128, 28), "one row: Q6_K, a partial last step"),
     ("q6_k", 1, 40, 5376, OneRowPlan(16, 2, 3), "one row: Q6_K, batches of inputs"),
     ("int4-g128", 5, 72, 1088, ManyPlan(16, 4, 3, 2), "more steps than places"),
@@ -190,16 +194,25 @@ def test_one_row_of_bytes_in_groups_of_32(plan: OneRowPlan, run: Any) -> None:
     assert relative_error(y, truth) < (6e-3 if launch.interpreted() else 4e-3)
 
 
+@pytest.mark.parametrize("name", ["int8", "int4", "q4_k", "q6_k"])
 @pytest.mark.parametrize("size", [2.0**-40, 2.0**50])
-def test_one_row_of_any_size(size: float, run: Any) -> None:
+def test_one_row_of_any_size(size: float, name: str, run: Any) -> None:
     """Codes are multiplied as subnormal numbers; what is no number stays none."""
-    weight, stack = made("int8", 16, 192)
-    x = (torch.randn(1, 192) * size).bfloat16()
-    truth = ref.linear(x, weight, get_format("int8"), None, dtype=torch.float64)
-    y = run(x, stack, None, OneRowPlan(16, 1, 1)).cpu()
+    weight, stack = made(name, 16, 768)
+    x = (torch.randn(1, 768) * size).bfloat16()
+    truth = ref.linear(x, weight, get_format(name), None, dtype=torch.float64)
+    y = run(x, stack, None, OneRowPlan(16, 4, 1)).cpu()
     assert relative_error(y.double() / size, truth / size) < 6e-3
     x[0, 100] = float("inf")
-    assert not run(x, stack, None, OneRowPlan(16, 1, 1)).isfinite().any()
+    assert not run(x, stack, None, OneRowPlan(16, 4, 1)).isfinite().any()
+
+
+@pytest.mark.parametrize("name", ["q4_k", "q6_k"])
+def test_one_row_of_k_quants_takes_two_warps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pykernels.gpu.linear.arch", lambda device: (9, 0))
+    _, stack = made(name, 16, 768)
+    with pytest.raises(PykernelsError, match="two warps or more"):
+        linear(torch.zeros(1, 768).bfloat16(), stack, plan=OneRowPlan(16, 1))
 
 
 @pytest.mark.parametrize("N", [512, 7168, 18432])
@@ -222,6 +235,9 @@ def test_narrow_matrices_take_more_warps_or_parts() -> None:
         for K in (7168, 18432):
             wide = one_row_plan(kind, group, 18432, K, 132)
             assert wide.programs * wide.warps in (3 * 4 * 132, 3 * 8 * 132, 16 * 132)
+    for kind in ("q4_k", "q6_k"):
+        assert one_row_plan(kind, 0, 18432, 7168, 132) == OneRowPlan(16, 4, 2, 3 * 132)
+        assert one_row_plan(kind, 0, 18432, 7424, 132).registers == 168
     assert many_plan("int8", 64, 7168, 56, 132).split_k == 4
     assert many_plan("int8", 3000, 18432, 56, 132).warps == 8
 
@@ -242,6 +258,7 @@ def test_one_row_of_narrow_matrices() -> None:
     assert found("int4", 32, 18432) == [(16, 0, 8, 2), (32, 28, 8, 1)]
     assert found("q4_k", 0, 7168) == [(16, 0, 8, 2), (16, 14, 4, 2)]
     assert found("q4_k", 0, 18432) == [(16, 0, 8, 1), (16, 14, 4, 2)]
+    assert found("q6_k", 0, 7168) == [(16, 0, 8, 2), (16, 14, 4, 2)]
     assert found("q6_k", 0, 18432) == [(16, 0, 8, 1), (16, 14, 8, 2)]
     assert found("fp8", 128, 4096) == [(16, 0, 8, 3), (16, 14, 4, 4)]
     assert found("fp8", 128, 18432) == [(16, 0, 8, 3), (16, 14, 4, 3)]
@@ -293,6 +310,7 @@ def test_which_kernel_takes_which_rows() -> None:
     assert found("q4_k", 1, 18432, (8, 0)) == "one" and found("q4_k", 2, 18432, (8, 0)) == "few_k"
     assert found("int8", 2, 7168, (9, 0)) == "few"
     assert kernel_of("int4", 1, 7168, 65536, 132, (9, 0), True) == "few"  # too long for one_row
+    assert kernel_of("q4_k", 1, 7168, 65536, 132, (9, 0), True) == "few_k"
     assert found("int4", 17, 7168, (9, 0)) == found("int8", 9, 7168, (9, 0)) == "many"
     assert found("int8", 9, 2048, (9, 0)) == found("int8", 9, 7168, (8, 0)) == "few"
     assert kernel_of("int8", 9, 7168, 7168, 132, (9, 0), True, group=32) == "few"
@@ -430,22 +448,28 @@ def test_weights_may_be_written_by_the_kernel_in_front(name: str, plan: OneRowPl
             assert torch.equal(out, expected[i % 2])
 
 
-def _meta_call(name: str, M: int, N: int, activations: str = "bf16") -> tuple[str, object]:
-    stack = empty_for_gpu(get_format(name), 1, N, 7168, torch.device("meta"))
-    x = torch.empty(M, 7168, dtype=torch.bfloat16, device="meta")
+def _meta_call(
+    name: str, M: int, N: int, activations: str = "bf16", K: int = 7168
+) -> tuple[str, object]:
+    stack = empty_for_gpu(get_format(name), 1, N, K, torch.device("meta"))
+    x = torch.empty(M, K, dtype=torch.bfloat16, device="meta")
     bias = torch.empty(N, device="meta") if activations == "fp8" else None
-    return f"{name} {M}", lambda: linear(x, stack, bias, activations=activations)
+    return f"{name} {M} {N}x{K}", lambda: linear(x, stack, bias, activations=activations)
 
 
 COMPILES = [
     _meta_call("int4-g128", 1, 18432),
-    ("int4-g128 1 narrow", _meta_call("int4-g128", 1, 7168)[1]),
+    _meta_call("int4-g128", 1, 7168),
     _meta_call("int4", 1, 7168),
     _meta_call("int4", 1, 18432),
     _meta_call("q4_k", 1, 7168),
     _meta_call("q6_k", 1, 7168),
     _meta_call("q6_k", 1, 18432),
-    ("q4_k 1 narrow", _meta_call("q4_k", 1, 2048)[1]),
+    _meta_call("q4_k", 1, 2048),
+    *(_meta_call(name, 1, 7168, K=11008) for name in ("q4_k", "q6_k", "int4")),  # no whole steps
+    *(_meta_call(name, 1, 18432, K=7424) for name in ("q4_k", "q6_k")),
+    _meta_call("q4_k", 4, 18432),
+    _meta_call("q6_k", 2, 7168),
     _meta_call("int4-g128", 2, 18432),
     _meta_call("int8-channel", 8, 7168),
     _meta_call("fp8", 1, 7168),
