@@ -6,6 +6,8 @@ above). Tests marked ``gpu`` (large sizes, graphs, FP8 tensor cores) need the re
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,3 +20,50 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def run(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """(x, stack, bias, plan) -> bfloat16 [M, N], by the plan's own kernel."""
+    from pykernels.gpu import few_rows, launch, many_rows_hopper, one_row
+    from pykernels.gpu.linear import linear
+    from pykernels.gpu.plan_types import FewPlan, OneRowPlan
+
+    if launch.interpreted():
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        from .gluon_shim import interpreted
+
+        class Descriptor:
+            @staticmethod
+            def from_tensor(tensor: torch.Tensor, block: list[int], layout: object) -> Any:
+                return TensorDescriptor.from_tensor(tensor, block)
+
+        for module in (few_rows, one_row, many_rows_hopper):
+            name = module.__name__.rsplit(".", 1)[1]
+            monkeypatch.setattr(module, name, interpreted(getattr(module, name)))
+        monkeypatch.setattr(many_rows_hopper, "TensorDescriptor", Descriptor)
+
+        def poisoned(*shape: int, **how: Any) -> torch.Tensor:
+            return torch.full(shape, float("nan"), **how)
+
+        monkeypatch.setattr(many_rows_hopper, "_scratch", poisoned)
+    elif torch.cuda.get_device_capability(device) < (9, 0):
+        pytest.skip("Hopper's")
+
+    def call(x: torch.Tensor, stack: Any, bias: Any, plan: Any) -> torch.Tensor:
+        x, stack = x.to(device), stack.to(device)
+        bias = None if bias is None else bias.to(device)
+        out = torch.full((x.shape[0], stack.N), float("nan"), dtype=torch.bfloat16, device=device)
+        if not launch.interpreted():
+            return linear(x, stack, bias, plan=plan, out=out)
+        if isinstance(plan, OneRowPlan):
+            one_row.multiply_one_row(x, stack, out, bias, plan)
+            return out
+        if isinstance(plan, FewPlan):
+            few_rows.multiply_few_rows(x, stack, out, bias, plan)
+            return out
+        many_rows_hopper.multiply_many_rows(x, stack, out, bias, plan)
+        return out
+
+    return call

@@ -89,6 +89,7 @@ def main() -> None:
     from . import test_attention_prefill as prefill
     from . import test_linear_rows as linears
     from . import test_moe_gpu as experts
+    from . import test_one_row as one_row
     from .compiles import OPTIONS, source
 
     def compile_it(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -107,9 +108,10 @@ def main() -> None:
         "GQA, D 128", "GQA, pages", "MLA", "MLA, 128 heads", "MLA, 128 heads, E4M3",
         "int4-g128 2048 18432x7168", "int4-g128 2048 7168x7168", "int8-channel 2048 7168x7168",
         "fp8 128 18432x7168", "fp8 128 2048x7168", "int4-g128 1 7168x7168",
+        "int4 1 7168x7168",
         "bf16 bf16 256", "fp8 fp8 256", "int4-g128 bf16 256", "q4_k bf16 64",
     }  # fmt: skip
-    tables = prefill, decode, linears, experts
+    tables = prefill, decode, one_row, linears, experts
     for name, call in (row for table in tables for row in table.COMPILES):
         if name in chosen:
             call()

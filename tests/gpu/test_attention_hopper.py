@@ -102,10 +102,11 @@ def test_ptxas_keeps_the_order() -> None:
     decoded = ["many_rows_hopper"] * 2
     experts = ["gemm_bf16_hopper", *decoded, *["gemm_fp8_hopper"] * 2, *decoded]
     products = linears + experts
-    assert [row["kernel"] for row in rows] == attention + ["one_row"] + products
-    one_row = rows.pop(len(attention))
-    assert one_row["late"] < 0.5, f"weights are asked for behind products: {one_row}"
+    assert [row["kernel"] for row in rows] == attention + ["one_row"] * 2 + products
     for row in rows:
+        if row["kernel"] == "one_row":
+            assert row["late"] < 0.5, f"weights are asked for behind products: {row}"
+            continue
         # Registers are decoded into every two products; 128 values of E4M3 are four products, a
         # scaled sum after each; 64 of bfloat16 are four, with a wait for those before them.
         least = 2 if row["kernel"] in products else 4
