@@ -39,24 +39,23 @@ def bits_of(words, FLIP, KIND: gl.constexpr, HALF: gl.constexpr):
     Q6_K has two words, of the second two bits more for each nibble: of words 0 to 7 the lowest.
     """
     if KIND == "q6_k":
-        words, high = words
-        WORDS: gl.constexpr = words.type.layout
+        low, high = words
+        WORDS: gl.constexpr = low.type.layout
         i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, WORDS)))
         high = high >> (i // 8 * 2)[None, None, :]
         top, bottom = (high, high >> 8) if HALF == 1 else (high << 4, high >> 4)
-        words = words >> (4 * HALF)
-    later = words >> 8
-    if KIND == "q6_k":
-        even = (words & 0x000F000F) | (top & 0x00300030)
+        low = low >> (4 * HALF)
+        later = low >> 8
+        even = (low & 0x000F000F) | (top & 0x00300030)
         odd = (later & 0x000F000F) | (bottom & 0x00300030)
     elif KIND == "int8":
-        even, odd = (words ^ FLIP) & 0x00FF00FF, (later ^ FLIP) & 0x00FF00FF
+        even, odd = (words ^ FLIP) & 0x00FF00FF, ((words >> 8) ^ FLIP) & 0x00FF00FF
     elif KIND == "fp8":
         even = ((words << 4) & 0x07F007F0) | ((words << 8) & -2147450880)
         odd = ((words >> 4) & 0x07F007F0) | (words & -2147450880)
     else:  # nibbles
         mask: gl.constexpr = 0x00F000F0 if HALF == 1 else 0x000F000F
-        even, odd = words & mask, later & mask
+        even, odd = words & mask, (words >> 8) & mask
     return even, odd
 
 
@@ -221,7 +220,8 @@ def ask(
 ):  # fmt: skip
     """Words and scales of a step; ``chunk``: each warp's part of it. One scale an output: none.
 
-    EVEN: all are there. Masks take registers: where they are known, all steps but the last are.
+    EVEN: no lane is behind its row. Masks take registers, so of the steps that are written out only
+    a last one that is not whole has them.
     """
     S: gl.constexpr = chunk.shape[0]
     if KIND == "q6_k":
