@@ -188,7 +188,7 @@ class RoutedExperts:
                 return y
             seconds = wait_all(pools)
         except TaskError as error:
-            raise self._name_expert(error) from None
+            raise self._name_expert(error) from error.raised
         reduce(partials, y, pools[0])
         self.counters.add(tokens, nbytes, seconds)
         return y
@@ -247,4 +247,4 @@ class RoutedExperts:
         if error.active is None:
             return error
         expert = self._bind()[0].expert(error.active)
-        return TaskError(error.status, error.stage, error.index, error.active, expert)
+        return TaskError(error.status, error.stage, error.index, error.active, expert, error.raised)

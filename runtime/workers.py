@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from pykernels.cpu import Workspace
+from pykernels.cpu import Workspace, raised
 from pykernels.cpu.jit import direct
 from pykernels.env import env
 from pykernels.errors import PykernelsError
@@ -39,22 +39,32 @@ def spin_budget(driver_works: bool) -> float:
 
 
 class TaskError(RuntimeError):
-    """A task returned a status other than 0; the pool stays usable.
+    """A task raised, or returned a status other than 0; the pool stays usable.
 
     Attributes:
         status: what it returned.
-        stage: "rows", "pack", "gate-up" or "down".
+        stage: "rows", "pack", "gate-up" or "down"; "" where something that tasks call raised, and
+            none of them knows.
         index: its number in the stage.
         active: which of the call's active experts it worked on; None for rows, which are all's.
+        raised: what it raised, also the cause of this one; None if it returned the status.
     """
 
     def __init__(
-        self, status: int, stage: str, index: int, active: int | None, expert: int | None = None
+        self,
+        status: int,
+        stage: str,
+        index: int,
+        active: int | None,
+        expert: int | None = None,
+        raised: BaseException | None = None,
     ) -> None:
         self.status, self.stage, self.index, self.active = status, stage, index, active
+        self.raised = self.__cause__ = raised
         of = f" of active expert {active}" if expert is None else f" of expert {expert}"
         where = "" if active is None else of
-        super().__init__(f"{stage} task {index}{where} failed with status {status}")
+        how = f"failed with status {status}" if raised is None else f"raised {raised!r}"
+        super().__init__(f"{stage} task {index}{where} {how}" if stage else f"a task {how}")
 
 
 class Call(NamedTuple):
@@ -217,8 +227,9 @@ class WorkerPool:
         if self._word[_STATE] != tasks.RUNNING:
             raise self._nothing_runs()
         # Ctrl-C counts when it returns: the pool is free then.
-        if status := self._finish(self.control, self.driver_works, counters, tokens, nbytes):
-            raise self._failure(status)
+        status = self._finish(self.control, self.driver_works, counters, tokens, nbytes)
+        if (status or raised.anything()) and (failure := self._failure(status)):
+            raise failure
 
     def wait(self) -> float:
         """``end``; returns the seconds from the call's start to its last task."""
@@ -233,7 +244,7 @@ class WorkerPool:
     def settle(self) -> None:
         """Waits for a call that nobody will wait for, since Ctrl-C came right behind its start."""
         if self._word[_STATE] == tasks.RUNNING:
-            self._finish(self.control, self.driver_works, 0, 0, 0)
+            self._failure(self._finish(self.control, self.driver_works, 0, 0, 0))  # forgotten
 
     def refusal(self) -> PykernelsError:
         """Why a call cannot be prepared or started now."""
@@ -258,12 +269,17 @@ class WorkerPool:
             return self.refusal()  # its workers would never end the call here
         return PykernelsError("no call is running on this pool", "submit one before sync")
 
-    def _failure(self, status: int) -> TaskError:
+    def _failure(self, status: int) -> TaskError | None:
+        """The first failure of the call that ended with this status, if it had one."""
+        cause = raised.taken({threading.get_ident(), *(thread.ident for thread in self._threads)})
+        if status == 0:
+            return TaskError(raised.RAISED, "", 0, None, raised=cause) if cause else None
+        cause = cause if status == raised.RAISED else None
         words = self._word
         stage = tasks.STAGES[words[tasks.FAILED_STAGE // 8]]
         index = words[tasks.FAILED_INDEX // 8]
         if stage == "rows":
-            return TaskError(status, stage, index, None)
+            return TaskError(status, stage, index, None, raised=cause)
         if stage == "pack":
             pieces = ctypes.c_int64 * words[tasks.PACK_TASKS // 8]
             active = pieces.from_address(words[tasks.PIECE_ACTIVE // 8])[index]
@@ -271,7 +287,7 @@ class WorkerPool:
             active = index // words[tasks.I_CHUNKS // 8]
         else:
             active = index % words[tasks.ACTIVE // 8]
-        return TaskError(status, stage, index, active)
+        return TaskError(status, stage, index, active, raised=cause)
 
     def close(self) -> None:
         """Ends the workers; waits for them. Safe to call twice."""

@@ -63,10 +63,9 @@ def _gqa_decode(size: Size, capability: tuple[int, int]) -> Iterator[DecodePlan]
 def _prefill(size: Size, capability: tuple[int, int]) -> Iterator[PrefillPlan]:
     mla = size.kind == "mla_prefill"
     D, DV, rope = (D_MLA, D_MLA, R) if mla else (*[size.head_dim] * 2, 0)
-    if capability[0] == 9 and by_hand_fits_prefill(D, DV, rope, 0):
-        for keys in (64, 128):
-            if keys * (D + DV + rope) <= 40 << 10:  # two blocks of each beside the queries
-                yield PrefillPlan(128, keys, 8, 1, by_hand=True)
+    for keys in (64, 128) if capability[0] == 9 else ():
+        if by_hand_fits_prefill(D, DV, rope, 0, keys):
+            yield PrefillPlan(128, keys, 8, 1, by_hand=True)
     tiles = ((128, 8), (64, 4)) if capability[0] >= 9 else ((128, 4), (128, 8), (64, 4))
     for (rows, warps), keys, stages in itertools.product(tiles, (32, 64, 128), (2, 3)):
         if keys <= rows and (keys > 32 or capability[0] != 9) and keys * (D + DV) <= 1 << 15:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from ..quant import PackedExperts
 from ..registry import resolve
 from ..target import detect
+from . import raised
 from .intrin.sync import call_task
 from .jit import kernel
 from .moe import make_kernel
@@ -44,6 +47,8 @@ def run_serially(
         tasks.gate_up_tasks,
         tasks.down_chunks * tasks.active,
     )
+    if error := raised.taken({threading.get_ident()}):
+        raise error
     return y
 
 

@@ -33,6 +33,7 @@ from numba.core.registry import CPUDispatcher
 from ..env import env
 from ..errors import PykernelsError
 from ..target import detect
+from .raised import RoutineCompiler
 
 TASK = types.int64(types.intp, types.intp, types.intp)
 """A task: ``status = task(job, index, worker)``. ``job`` is the address of its descriptor,
@@ -121,14 +122,19 @@ def routine(arguments: int, variant: str = "") -> Callable[[Callable], CFunc]:
     """Decorator: a function of int64s that returns one, compiled now, to be called by ``.address``.
 
     What calls it (``intrin.sync.call_routine``) knows nothing of its body: so the stages of a layer
-    are compiled once, not once for each format whose tiles they call.
+    are compiled once, not once for each format whose tiles they call. What it raises is kept for
+    whoever waits for the call (``raised``).
     """
     signature = types.int64(*[types.int64] * arguments)
 
     def decorate(function: Callable) -> CFunc:
         _named(function, variant)
         compiled: Any = CFunc(
-            function, (signature.args, signature.return_type), locals={}, options=dict(_OPTIONS)
+            function,
+            (signature.args, signature.return_type),
+            locals={},
+            options=dict(_OPTIONS),
+            pipeline_class=RoutineCompiler,
         )
         compiled._cache = _cache(function, variant)
         with _uninterrupted():

@@ -76,7 +76,7 @@ def choose_prefill(
     if isinstance(tuned, PrefillPlan):
         sizes = (shape.head_dim, shape.value_dim, shape.rope)
         if not tuned.by_hand or by_hand_prefills(
-            *sizes, fp8, unpack, aligned_rows, shape.page, device
+            *sizes, fp8, tuned, aligned_rows, shape.page, device
         ):
             return tuned
     return shipped_prefill(shape, fp8, unpack, aligned_rows, device)

@@ -18,6 +18,7 @@ from .attention_plan import (
     in_lanes_fits,
     in_ring_fits,
 )
+from .plan_types import plan_from
 
 
 class AttentionShape(NamedTuple):
@@ -69,10 +70,10 @@ def plan_of(line: dict[str, Any]) -> DecodePlan | PrefillPlan:
         raise PykernelsError(f"{op} has no path {path!r}", f"Use {', '.join(_PATHS[op])}")
     shape = AttentionShape(**{name: line[name] for name in AttentionShape._fields})
     if op.endswith("decode"):
-        plan = DecodePlan(**line["plan"])
+        plan = plan_from(DecodePlan, line["plan"])
         _check_decode(op, path == "fp8", shape, plan)
         return plan
-    prefill = PrefillPlan(**line["plan"])
+    prefill = plan_from(PrefillPlan, line["plan"])
     _check_prefill(path, shape, prefill)
     return prefill
 
@@ -90,7 +91,7 @@ def _check_decode(op: str, fp8: bool, shape: AttentionShape, plan: DecodePlan) -
 
 def _check_prefill(path: str, shape: AttentionShape, plan: PrefillPlan) -> None:
     page = shape.page if path == "bf16" else 0
-    fits = by_hand_fits_prefill(shape.head_dim, shape.value_dim, shape.rope, page)
+    fits = by_hand_fits_prefill(shape.head_dim, shape.value_dim, shape.rope, page, plan.keys)
     wrong = {
         "by_hand": plan.by_hand and (path == "fp8" or not fits),
         "unpack": plan.unpack != (path == "unpacked"),

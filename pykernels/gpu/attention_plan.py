@@ -243,29 +243,38 @@ def gqa_decode_plan(
     return DecodePlan(rows=tile, keys=keys, warps=4, stages=stages, per_sm=2 if tile < 64 else 1)
 
 
-def by_hand_fits_prefill(D: int, DV: int, R: int, page: int) -> bool:
-    """Whether ``PrefillPlan.by_hand`` is for heads like these.
+def by_hand_fits_prefill(D: int, DV: int, R: int, page: int, keys: int = 64) -> bool:
+    """Whether ``PrefillPlan.by_hand`` with blocks of ``keys`` is for heads like these.
 
-    Its copies are of whole pages; less than eight rows are no tile of shared memory.
+    Its copies are of whole pages; less than eight rows are no tile of shared memory, which holds
+    128 queries and two blocks of keys and values.
     """
     sizes = D in (64, 128, 256) and DV in (64, 128, 256) and R in (0, 64)
-    return sizes and (page == 0 or page >= 8)
+    shared = 2 * (128 * (D + R) + 2 * keys * (D + R + DV))
+    return sizes and (page == 0 or page >= 8) and shared <= _PREFILL_SHARED
 
 
-def by_hand_takes_prefill(D: int, DV: int, R: int, page: int, device: torch.device) -> bool:
+_PREFILL_SHARED = 222 << 10
+"""Bytes of 227 KiB that barriers and what is staged on the way out leave."""
+
+
+def by_hand_takes_prefill(
+    D: int, DV: int, R: int, page: int, device: torch.device, keys: int = 64
+) -> bool:
     """Whether ``PrefillPlan.by_hand`` can run, apart from how its tensors lie: Hopper only."""
-    return arch(device)[0] == 9 and by_hand_fits_prefill(D, DV, R, page)
+    return arch(device)[0] == 9 and by_hand_fits_prefill(D, DV, R, page, keys)
 
 
 def by_hand_prefills(
-    D: int, DV: int, R: int, fp8: bool, unpack: bool, aligned_rows: bool, page: int,
+    D: int, DV: int, R: int, fp8: bool, plan: PrefillPlan, aligned_rows: bool, page: int,
     device: torch.device,
 ) -> bool:  # fmt: skip
-    """Whether ``PrefillPlan.by_hand`` can run on these: see ``prefill_plan``.
+    """Whether this plan by hand can run on these: see ``prefill_plan``.
 
     Keys in E4M3 must become rows of bf16 first.
     """
-    takes = by_hand_takes_prefill(D, DV, R, 0 if fp8 else page, device)
+    takes = by_hand_takes_prefill(D, DV, R, 0 if fp8 else page, device, plan.keys)
+    unpack = plan.unpack
     return aligned_rows and (unpack or not fp8) and takes
 
 

@@ -213,7 +213,7 @@ def checked(
     near = (batch.B, batch.max_queries, longest)
     shape = AttentionShape(NH, KVH, D, R, DV, page, window or 0, *near)
     chosen = plan or choose_prefill(shape, fp8, unpack, rows, device)
-    if chosen.by_hand and not by_hand_prefills(D, DV, R, fp8, chosen.unpack, rows, page, device):
+    if chosen.by_hand and not by_hand_prefills(D, DV, R, fp8, chosen, rows, page, device):
         raise PykernelsError(
             f"the kernel by hand takes no heads of {D} + {R} and {DV} like these on this GPU",
             "Give a plan without by_hand",

@@ -155,6 +155,8 @@ def _check(
     check_cache(v, "v", (KVH, D), page_table, lengths, B, beside=k)
     check_scales(k, k_scale, "k_scale", (P, page, KVH))
     check_scales(v, v_scale, "v_scale", (P, page, KVH))
+    if v.dtype != k.dtype:
+        raise PykernelsError(f"k is {k.dtype} and v {v.dtype}", "Both must be of one dtype")
     return device
 
 

@@ -57,6 +57,9 @@ def multiply(
         gated: the stack has two matrices an expert: out = silu(x @ gate.T) * (x @ up.T).
         bias: [N].
         out_scale: by hand and gated, float32 [S, ceil(N / 128)]: out is quantized to E4M3.
+
+    Raises:
+        PykernelsError: a plan whose kernel does not multiply these.
     """
     if isinstance(plan, ManyPlan):
         _many_rows(x, stack, out, plan, order, table, gated)
@@ -80,6 +83,10 @@ def multiply(
     if plan.by_hand:
         _by_hand(x, stack, out, plan, x_scale, order, table, gated, bias, out_scale)
         return
+    if plan.split_k > 1 and (order is not None or path != "decoded"):
+        raise PykernelsError(
+            "only linears of decoded weights are split over K", "Give a plan with split_k=1"
+        )
     mats = 2 if gated else 1
     plan = fit_stages(plan, arch(x.device), _step_bytes(stack, path, plan, mats))
     cols = plan.block_n // mats if path == "bf16" else plan.block_n

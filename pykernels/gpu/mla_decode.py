@@ -41,6 +41,9 @@ from .launch import arch, check_device, interpreted, why_not
 from .mla_parts import TileParts
 from .strides import as_bytes, check_out
 
+MOST_LATENT, MOST_ROTATED = 512, 64
+"""Inputs of a head that every GPU has the shared memory for: those of DeepSeek."""
+
 
 @triton.jit
 def _shares(
@@ -179,6 +182,11 @@ def _check(
         )
     if any(size & (size - 1) or size < 16 for size in (L, R)):
         raise PykernelsError(f"latents of {L} + {R}", "Both must be powers of two, at least 16")
+    if L > MOST_LATENT or R > MOST_ROTATED:
+        raise PykernelsError(
+            f"latents of {L} + {R}",
+            f"There is shared memory for {MOST_LATENT} + {MOST_ROTATED} at most",
+        )
     P, page = check_cache(latent, "latent", (L,), page_table, lengths, B)
     check_cache(rope, "rope", (R,), page_table, lengths, B, beside=latent, bf16_only=True)
     check_scores(scale, None, softcap)

@@ -12,6 +12,9 @@ from .attention_plan import PrefillPlan
 from .attention_prefill import checked, launch
 from .launch import why_not
 
+MOST_ROTATED = 64
+"""Of a head: every GPU has the shared memory for it beside 256 others."""
+
 
 def _parts(
     q_nope: torch.Tensor,
@@ -39,8 +42,10 @@ def _parts(
             "Make them [TQ, NH, D], [TQ, NH, R], [TK, NH, D], [TK, R], [TK, NH, DV]",
         )
     R = q_rope.shape[2]
-    if R & (R - 1) or R < 16:
-        raise PykernelsError(f"a rotated part of {R}", "It must be a power of two, at least 16")
+    if R & (R - 1) or not 16 <= R <= MOST_ROTATED:
+        raise PykernelsError(
+            f"a rotated part of {R}", f"It must be a power of two, 16 to {MOST_ROTATED}"
+        )
     rope, none = (q_rope, k_rope), (None, None)
     return q_nope, k_nope, v, rope, none, batch, 0, scale, None, softcap
 

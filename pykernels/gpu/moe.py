@@ -20,7 +20,7 @@ from .grouped_gemm import Plan, multiply
 from .launch import check_device
 from .launch import supports as device_supports
 from .matrices import Matrices, empty_for_gpu, pack_for_gpu, supports_format, unpack_from_gpu
-from .permute import permute, sort_slots, unpermute
+from .permute import check_sum, permute, sort_slots, unpermute
 from .plan_types import GemmPlan
 from .quantize import GROUP, quantize_fp8
 from .strides import check_out
@@ -101,8 +101,20 @@ class Experts:
         """The same matrices under another table of slots."""
         return replace(self, slots=slots)
 
+    def holds(self, expert: int) -> bool:
+        """Whether there is such an expert, and it has a slot."""
+        return 0 <= expert < self.E and (self.slots is None or int(self.slots[expert]) >= 0)
+
     def unpack(self, expert: int) -> tuple[Weight, Weight, Weight]:
-        """(gate, up, down) of one expert on the CPU, as the twin in ``ref`` reads them."""
+        """(gate, up, down) of one expert on the CPU, as the twin in ``ref`` reads them.
+
+        Raises:
+            PykernelsError: it has no slot, or there is no such expert.
+        """
+        if not self.holds(expert):
+            raise PykernelsError(
+                f"expert {expert} of {self.E} is in no slot", "Ask for those that holds() has"
+            )
         slot = expert if self.slots is None else int(self.slots[expert])
         gate, up = (unpack_from_gpu(self.fmt, self.gate_up, 2 * slot + i) for i in range(2))
         return gate, up, unpack_from_gpu(self.fmt, self.down, slot)
@@ -243,6 +255,9 @@ def moe_ffn(
     """
     first, second = plans or (None, None)
     order = sort_slots(ids, experts.E)
+    check_sum(order, weights, add, experts.H)
+    if out is not None:
+        check_out(out, order.slots, ids.shape[0], experts.H)
     scale = None
     if activations == "fp8":
         h, scale = gate_up_quantized(x, experts, order, plan=first)

@@ -243,6 +243,20 @@ def permute(x: torch.Tensor, order: SortedSlots, out: torch.Tensor | None = None
     return out
 
 
+def check_sum(order: SortedSlots, weights: torch.Tensor, add: torch.Tensor | None, H: int) -> None:
+    """Raises PykernelsError unless ``unpermute`` takes these weights, and what to add."""
+    T, topk = order.positions.shape
+    if weights.shape != (T, topk):
+        raise PykernelsError(
+            f"weights {tuple(weights.shape)} of {T} tokens, top-{topk}", f"Give [{T}, {topk}]"
+        )
+    if weights.dtype != torch.float32 or not weights.is_contiguous():
+        raise PykernelsError(f"the weights are {weights.dtype}", "Give contiguous float32")
+    if add is not None and (add.shape != (T, H) or add.stride(1) != 1 or add.dtype not in FLOATS):
+        raise PykernelsError(f"add is {add.dtype} {tuple(add.shape)}", f"Give floats [{T}, {H}]")
+    check_device(weights, order.positions, order.starts, *(() if add is None else (add,)))
+
+
 def unpermute(
     y: torch.Tensor,
     order: SortedSlots,
@@ -266,18 +280,14 @@ def unpermute(
     """
     T, topk = order.positions.shape
     rows = y.ndim == 2 and y.shape[0] == T * topk and y.is_contiguous() and y.dtype in FLOATS
-    if not rows or weights.shape != (T, topk):
+    if not rows:
         raise PykernelsError(
-            f"y {y.dtype} {tuple(y.shape)} and weights {tuple(weights.shape)} of {T} tokens,"
-            f" top-{topk}",
-            "y must be contiguous floats [T * topk, H], the weights [T, topk]",
+            f"y is {y.dtype} {tuple(y.shape)} of {T} tokens, top-{topk}",
+            "Make it contiguous floats [T * topk, H]",
         )
-    if weights.dtype != torch.float32 or not weights.is_contiguous():
-        raise PykernelsError(f"the weights are {weights.dtype}", "Give contiguous float32")
     H = y.shape[1]
-    if add is not None and (add.shape != (T, H) or add.stride(1) != 1 or add.dtype not in FLOATS):
-        raise PykernelsError(f"add is {add.dtype} {tuple(add.shape)}", f"Give floats [{T}, {H}]")
-    check_device(y, weights, order.positions, order.starts, *(() if add is None else (add,)))
+    check_sum(order, weights, add, H)
+    check_device(y, order.positions)
     out = check_out(out, y, T, H)
     if out.numel():
         grid, block = _row_grid(T, H)

@@ -17,7 +17,15 @@ from ..errors import PykernelsError
 from . import attention_lines as attention
 from .attention_lines import AttentionShape
 from .attention_plan import DecodePlan, PrefillPlan
-from .plan_types import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan, OneRowPlan
+from .plan_types import (
+    ExpertsPlan,
+    FewPlan,
+    GemmPlan,
+    GemvPlan,
+    ManyPlan,
+    OneRowPlan,
+    plan_from,
+)
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -112,7 +120,14 @@ def _plan(line: dict[str, Any]) -> object:
     if op not in kinds and op not in _GEMM_OPS:
         raise PykernelsError(f"there is no op {op!r}", "It may be of another version")
     other = ManyPlan if "cols" in line["plan"] else GemmPlan
-    return kinds.get(op, other)(**line["plan"])
+    plan = plan_from(kinds.get(op, other), line["plan"])
+    shared = isinstance(plan, GemmPlan | ManyPlan) and plan.split_k > 1
+    dealt_out = isinstance(plan, ManyPlan) and plan.programs > 0
+    if op in ("gate_up", "down") and (shared or dealt_out):
+        raise PykernelsError("experts' programs share no tile", "Leave split_k and programs out")
+    if shared and line["path"] == "bf16":
+        raise PykernelsError("only decoded weights are split over K", "Leave split_k out")
+    return plan
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
@@ -122,9 +137,13 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     at = ""
     try:
         lines = json.loads(file.read_text())
+        if not isinstance(lines, list):
+            raise ValueError("it is no list of plans")
         for i, line in enumerate(lines, 1):
             at = f"plan {i}: "
             at = f"plan {i}, of {line['op']}: "
+            if not all(isinstance(line.get(name, ""), str) for name in ("op", "device", "path")):
+                raise ValueError("op, device and path must be text")
             same, near = _names(line["op"])
             if missing := {"device", "path", *same, *near} - line.keys():
                 raise ValueError(f"what it is for is not said: {', '.join(sorted(missing))}")
@@ -134,7 +153,15 @@ def _lines(file: Path) -> list[dict[str, Any]]:
                 raise ValueError(f"{' and '.join(near)} must be above 0")
             _plan(line)
         return list(lines)
-    except (PykernelsError, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (
+        PykernelsError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OSError,
+        RecursionError,
+    ) as error:
         why = f"there is no {error}" if isinstance(error, KeyError) else error
         raise PykernelsError(
             f"{file} cannot be read: {at}{why}",

@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import PykernelsError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+P = TypeVar("P", bound="DataclassInstance")
+
+
+def plan_from(kind: type[P], values: Mapping[str, Any]) -> P:
+    """The plan of a file's values.
+
+    Raises:
+        PykernelsError: a value is not of its field's type, or such a plan cannot be.
+        TypeError: a field is not known, or not there.
+    """
+    for field in fields(kind):
+        value = values.get(field.name, field.default)
+        if field.name in values and type(value).__name__ != field.type:
+            raise PykernelsError(
+                f"a plan has {field.name}={value!r}",
+                "It is a whole number" if field.type == "int" else "It is true or false",
+            )
+    return kind(**values)
 
 
 def powers_of_two(plan: object, *names: str) -> None:
@@ -50,7 +73,7 @@ class GemmPlan:
         block_m, block_n, block_k: tile of rows, outputs and inputs. Gated in bf16, ``block_n``
             counts gate and up together; in the other paths it is of each.
         group_m: M blocks of one matrix that run side by side before the next N block.
-        split_k: programs that share one output tile (linears of few rows).
+        split_k: programs that share one output tile (decoded linears of few rows).
         warps, stages: of Triton.
         tma: weights (and sorted rows) come by the tensor memory accelerator: sm_90 and above.
         copy: a gated product's rows are first copied into the experts' order, so that they come by
@@ -76,6 +99,12 @@ class GemmPlan:
 
     def __post_init__(self) -> None:
         powers_of_two(self, "block_m", "block_n", "block_k", "warps")
+        at_least(16, self, "block_m", "block_n", "block_k")  # of a product's operands
+        at_most(256, self, "block_m", "block_n")
+        at_most(1024, self, "block_k")
+        at_most(32, self, "warps")
+        at_most(16, self, "stages")
+        at_most(64, self, "split_k")
         at_least(1, self, "group_m", "split_k", "stages")
 
 

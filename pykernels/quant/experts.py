@@ -111,6 +111,10 @@ class PackedExperts:
         self._packer(self.fmt, down, self.down[expert], self.down_scale[expert])
         self.packed[expert] = True
 
+    def holds(self, expert: int) -> bool:
+        """Whether there is such an expert."""
+        return 0 <= expert < self.shape.E
+
     def unpack(self, expert: int) -> tuple[Weight, Weight, Weight]:
         """(gate, up, down) of one expert, bit for bit as they were packed."""
         H, I = self.shape.H, self.shape.I  # noqa: E741

@@ -123,6 +123,10 @@ class SplitExperts:
                 take_columns(fmt, down, H, I, rows),
             )
 
+    def holds(self, expert: int) -> bool:
+        """Whether there is such an expert."""
+        return self.slices[0].holds(expert)
+
     def unpack(self, expert: int) -> tuple[Weight, Weight, Weight]:
         """(gate, up, down) of one expert, bit for bit as they were packed."""
         parts = [packed.unpack(expert) for packed in self.slices]

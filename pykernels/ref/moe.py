@@ -28,7 +28,8 @@ def moe_ffn(
 
     Args:
         x: [T, H], any float dtype.
-        ids: int64 [T, topk].
+        ids: int64 [T, topk]; those of no expert, or of one that has no slot, contribute nothing,
+            as on the GPU (the CPU's kernels refuse them).
         weights: [T, topk].
         experts: packed experts; they are unpacked one at a time.
         dtype: of all arithmetic (float64 for error bounds).
@@ -49,7 +50,7 @@ def moe_ffn(
     through = _inputs(experts.fmt, activations, dtype)
     x, weights = through(x), weights.to(dtype)
     y = torch.zeros_like(x)
-    for expert in ids.unique().tolist():
+    for expert in filter(experts.holds, ids.unique().tolist()):
         gate, up, down = (experts.fmt.dequantize(w).to(dtype) for w in experts.unpack(expert))
         tokens, ranks = torch.where(ids == expert)
         rows = x[tokens]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numba import carray, types
 
-from pykernels.cpu.intrin.sync import as_pointer, atomic_add, atomic_load
-from pykernels.cpu.jit import inlined, task
+from pykernels.cpu.intrin.sync import as_pointer, atomic_add, atomic_load, call_routine
+from pykernels.cpu.jit import inlined, routine, task
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from runtime import tasks
@@ -270,6 +270,48 @@ def test_a_failing_task_is_named_and_the_pool_goes_on(pool, stage, index, active
     fake = FakeCall(4, 4, 4)
     fake.run(pool)
     assert (fake.counts == 1).all()
+
+
+@task("raises")
+def raises(job, index, worker):
+    if index == 3:
+        raise ValueError("a shape", 7)
+    return 0
+
+
+@routine(1, "raises-within")
+def raises_within(index):
+    if index == 3:
+        raise KeyError
+    return 0
+
+
+@task("calls")
+def calls(job, index, worker):
+    call_routine(job, (index,))
+    return 0
+
+
+def test_what_a_task_raises_reaches_the_caller(pool):
+    for _ in range(2):
+        pool.start(Call(raises.address, raises.address, 0, 2, 4, 0))
+        with pytest.raises(TaskError, match=r"^gate-up task 3 of .* 0 raised ValueError") as caught:
+            pool.wait()
+        assert isinstance(caught.value.__cause__, ValueError)
+        assert caught.value.__cause__.args == ("a shape", 7)
+    fake = FakeCall(4, 4, 4)
+    fake.run(pool)
+    assert (fake.counts == 1).all()
+
+
+def test_what_is_raised_below_a_task_reaches_the_caller(pool):
+    pool.start(Call(calls.address, calls.address, raises_within.address, 2, 4, 0))
+    with pytest.raises(TaskError, match=r"^a task raised KeyError\(\)$"):
+        pool.wait()
+    pool.start(Call(raises.address, raises.address, 0, 2, 4, 0))
+    pool.settle()  # what nobody waits for is forgotten
+    pool.start(Call(calls.address, calls.address, raises_within.address, 1, 3, 0))
+    pool.wait()
 
 
 def test_of_many_failures_one_is_told(pool):

@@ -53,6 +53,21 @@ BAD_DECODE: list[tuple[str, Callable[[Any], Any], str]] = [
 
 
 @pytest.mark.parametrize(
+    ("halves", "complaint"), [("k", "k is .*e4m3.* v .*bf"), ("v", "v .*e4m3")]
+)
+def test_gqa_decode_refuses_keys_and_values_of_two_dtypes(
+    halves: str, complaint: str, device
+) -> None:
+    from pykernels.gpu.gqa_decode import gqa_decode
+
+    arguments = decode_arguments(device)
+    arguments[halves] = arguments[halves].to(FP8)
+    arguments[f"{halves}_scale"] = torch.ones(6, 16, 2, device=device)
+    with pytest.raises(PykernelsError, match=complaint):
+        gqa_decode(**arguments)
+
+
+@pytest.mark.parametrize(
     ("name", "spoil", "complaint"), BAD_DECODE, ids=[f"{r[0]}: {r[2]}" for r in BAD_DECODE]
 )
 def test_gqa_decode_refuses(name: str, spoil: Callable[[Any], Any], complaint: str, device) -> None:
@@ -78,6 +93,21 @@ def test_mla_decode_refuses(device) -> None:
     assert supports(q, rope, pages, ropes, where[0], where[1][0], scale=1.0) is not None
     with pytest.raises(PykernelsError, match="do not match"):
         mla_decode(q, rope[:, :3], pages, ropes, where[0], where[1][0], scale=1.0)
+
+
+@pytest.mark.parametrize(("L", "R"), [(1024, 64), (512, 128)])
+def test_mla_refuses_what_no_gpu_has_shared_memory_for(L: int, R: int, device) -> None:
+    from pykernels.gpu import mla_decode, mla_prefill
+
+    q, rope = (torch.zeros(1, 16, n, dtype=BF16, device=device) for n in (L, R))
+    pages, ropes = (torch.zeros(3, 16, n, dtype=BF16, device=device) for n in (L, R))
+    where = [torch.ones(1, n, dtype=torch.int32, device=device) for n in (3, 1)]
+    why = mla_decode.supports(q, rope, pages, ropes, where[0], where[1][0], scale=1.0)
+    assert why == f"latents of {L} + {R}"
+    n = torch.ones(1, dtype=torch.int32, device=device)
+    batch, k = Ragged(n, n, n, 1, k_starts=n), torch.zeros(1, 16, 64, dtype=BF16, device=device)
+    why = mla_prefill.supports(k, rope, k, rope[:, 0], k, batch, scale=1.0)
+    assert why == (None if R == 64 else f"a rotated part of {R}")
 
 
 def test_ragged_refuses() -> None:

@@ -187,14 +187,14 @@ def _compile_gqa(
     gqa_prefill(_meta(300, 32, D), k, k, batch, **options)
 
 
-def _compile_mla(plan: PrefillPlan | None = None) -> None:
+def _compile_mla(D: int, DV: int, R: int) -> None:
     from pykernels.gpu.mla_prefill import mla_prefill
 
     n = _meta(2, dtype=torch.int32)
     batch = Ragged(n, n, n, 300, k_starts=n)
-    k, v = _meta(500, 16, 256).split(128, -1)
-    q, q_rope = _meta(300, 16, 192).split([128, 64], -1)
-    mla_prefill(q, q_rope, k, _meta(500, 64), v, batch, scale=0.1, plan=plan)
+    k, v = _meta(500, 16, D + DV).split([D, DV], -1)
+    q, q_rope = _meta(300, 16, D + R).split([D, R], -1)
+    mla_prefill(q, q_rope, k, _meta(500, R), v, batch, scale=0.1)
 
 
 COMPILES = [
@@ -204,7 +204,9 @@ COMPILES = [
     ("GQA, D 256", lambda: _compile_gqa(256)),
     ("GQA, pages", lambda: _compile_gqa(128, paged=True)),
     ("GQA, pages, E4M3", lambda: _compile_gqa(128, paged=True, fp8=True)),
-    ("MLA", _compile_mla),
+    ("MLA", lambda: _compile_mla(128, 128, 64)),
+    ("MLA, the widest", lambda: _compile_mla(256, 256, 64)),
+    ("MLA, GLM's", lambda: _compile_mla(192, 256, 64)),
     ("GQA, Triton's for Hopper", lambda: _compile_gqa(128, plan=PrefillPlan(128, 128, 8, 2))),
     ("GQA, small pages", lambda: _compile_gqa(128, paged=True, page=16)),
 ]

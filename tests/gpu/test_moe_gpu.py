@@ -142,6 +142,10 @@ def test_a_slot_table_is_all_that_says_where_experts_lie(device: torch.device) -
     weights = torch.where(there, routing.weights, 0.0)
     truth = ref.moe_ffn(x, routing.ids.where(there, 0), weights, experts, dtype=torch.float64)
     assert relative_error(y.cpu(), truth) < 8e-3
+    left_out = ref.moe_ffn(x, routing.ids, routing.weights, experts, dtype=torch.float64)
+    assert torch.equal(left_out, truth)
+    with pytest.raises(PykernelsError, match="expert 2 of 5 is in no slot"):
+        experts.unpack(2)
 
 
 def test_ids_of_no_expert_contribute_nothing(device: torch.device) -> None:

@@ -91,7 +91,7 @@ def test_tuned_plans_of_experts_are_of_two_kinds() -> None:
     assert gemm_plan(*args, "a gpu") == gemm_plan(*args)  # where that kernel cannot run
 
 
-@pytest.mark.parametrize("text", ["{", '[{"plan": {"magic": 1}}]', "[1]"])
+@pytest.mark.parametrize("text", ["{", "{}", '[{"plan": {"magic": 1}}]', "[1]", "[" * 100_000])
 def test_a_damaged_file_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "gpu-plans.json").write_text(text)
     with pytest.raises(PykernelsError, match="gpu-plans.json cannot be read"):
@@ -104,10 +104,38 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         write("a gpu", "down", "bf16", 100, 7168, 2048, GemmPlan(16, 16, 16))
 
 
-@pytest.mark.parametrize("bad", [{"block_m": 48}, {"warps": 0}, {"stages": 0}, {"split_k": 0}])
+TILE = {"block_m": 16, "block_n": 16, "block_k": 16}
+IMPOSSIBLE: list[dict[str, Any]] = [
+    {"block_m": 48}, {"block_m": 8}, {"block_n": 512}, {"block_k": 2048}, {"warps": 0},
+    {"warps": 64}, {"stages": 0}, {"stages": 17}, {"split_k": 0}, {"split_k": 65},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", IMPOSSIBLE)
 def test_impossible_plans_are_refused(bad: dict[str, int]) -> None:
     with pytest.raises(PykernelsError, match=next(iter(bad))):
-        GemmPlan(**{"block_m": 16, "block_n": 16, "block_k": 16, **bad})
+        GemmPlan(**{**TILE, **bad})
+
+
+@pytest.mark.parametrize(
+    ("op", "path", "plan"),
+    [
+        ("down", "int4", TILE | {"block_m": True}),
+        ("down", "int4", TILE | {"tma": 0}),
+        ("down", "int4", TILE | {"stages": 2.0}),
+        ("down", "int4", TILE | {"split_k": 2}),
+        ("gate_up", "int4", {"cols": 64, "programs": 132}),
+        ("gate_up", "int4", {"cols": 64, "split_k": 2}),
+        ("linear", "bf16", TILE | {"split_k": 2}),
+    ],
+)
+def test_a_line_that_no_kernel_takes_is_named(
+    op: str, path: str, plan: dict[str, Any], tmp_path: Path
+) -> None:
+    line = {"device": "a gpu", "op": op, "path": path, "rows": 8, "N": 64, "K": 64, "plan": plan}
+    (tmp_path / "gpu-plans.json").write_text(json.dumps([line]))
+    with pytest.raises(PykernelsError, match="plan 1, of"):
+        tuned_plan("down", "bf16", "a gpu", 8, 64, 64)
 
 
 def test_stages_fit_into_shared_memory() -> None:

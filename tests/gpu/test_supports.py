@@ -32,6 +32,7 @@ from pykernels.gpu import (
     router,
     sampling,
 )
+from pykernels.gpu.plan_types import GemmPlan
 from pykernels.gpu.quantize import quantize_fp8
 from pykernels.quant import get_format
 from pykernels.shapes import MoEShape, Ragged, RouterSpec, Routing
@@ -201,6 +202,7 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
     x, ids = _zeros(d, 3, 64), torch.tensor([[0, 1], [1, 2], [3, 0]], device=d)
     order, gapped = permute.sort_slots(ids, 4), _zeros(d, 8, dtype=torch.int32)[::2]
     eight = moe.Experts.empty(get_format("fp8"), 4, 64, 64, d)
+    four = moe.Experts.empty(get_format("int4"), 4, 64, 64, d)
     spec, logits = RouterSpec(2), _zeros(d, 3, 8, dtype=FLOAT)
     weights = _zeros(d, 3, 2, dtype=FLOAT)
     h, y = _zeros(d, 6, 32), _zeros(d, 6, 64)
@@ -215,6 +217,12 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
         "gate_up, few rows": lambda: moe.gate_up(x, experts, order, out=_zeros(d, 5, 32)),
         "gate_up, float32": lambda: moe.gate_up(
             x, experts, order, out=_zeros(d, 6, 32, dtype=FLOAT)
+        ),
+        "gate_up, a plan that shares tiles": lambda: moe.gate_up(
+            x, four, order, plan=GemmPlan(16, 32, 64, split_k=2)
+        ),
+        "linear, bf16 split over K": lambda: linear.linear(
+            x, stack, plan=GemmPlan(16, 32, 64, split_k=2)
         ),
         "down, narrow": lambda: moe.down(h, experts, order, out=_zeros(d, 6, 63)),
         "moe_ffn, few rows": lambda: moe.moe_ffn(x, ids, weights, experts, out=_zeros(d, 2, 64)),
@@ -296,6 +304,23 @@ def test_buffers_that_do_not_fit_are_refused(device: torch.device) -> None:
             call()
             pytest.fail(f"{what} was taken")
         assert "\n" not in str(refused.value)
+
+
+def test_a_layers_sum_is_checked_before_its_products(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moe, "multiply", None)
+    experts = moe.Experts.empty(get_format("bf16"), 4, 64, 32, device)
+    x, ids = _zeros(device, 3, 64), torch.tensor([[0, 1], [1, 2], [3, 0]], device=device)
+    weights = _zeros(device, 3, 2, dtype=FLOAT)
+    for more in (
+        {"weights": weights[:, :1]},
+        {"weights": weights.bfloat16()},
+        {"add": x[:2]},
+        {"out": x[:2]},
+    ):
+        with pytest.raises(PykernelsError, match="weights|add|out"):
+            moe.moe_ffn(x, ids, **{"weights": weights, "experts": experts, **more})
 
 
 def test_a_bias_may_have_gaps(device: torch.device) -> None:
