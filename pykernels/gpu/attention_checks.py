@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral
 
 import torch
 
@@ -94,9 +95,11 @@ def check_scales(
 
 def check_scores(scale: float, window: int | None, softcap: float | None) -> None:
     """Options of the scores that no kernel could make sense of."""
-    if window is not None and window < 1:
-        raise PykernelsError(f"a window of {window}", "It must be at least 1, the token itself")
-    if softcap is not None and not softcap > 0:
-        raise PykernelsError(f"a softcap of {softcap}", "It must be above 0")
+    if window is not None and not (isinstance(window, Integral) and window >= 1):
+        raise PykernelsError(
+            f"a window of {window}", "It must be a whole number, at least 1, the token itself"
+        )
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise PykernelsError(f"a softcap of {softcap}", "It must be above 0 and finite, or None")
     if not 0 < scale < math.inf:
         raise PykernelsError(f"a scale of {scale}", "It must be above 0 and finite")

@@ -14,17 +14,17 @@ _NONE = tl.constexpr(-(2**31))  # below every float's bits, ordered
 
 
 @triton.jit
-def _ordered(value):
+def ordered(value):
     """int32 that orders as the value does. Any NaN is above all, as in torch.topk."""
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)  # -0 equals +0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return tl.where(value == value, ordered, 0x7FFFFFFF)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(value == value, bits, 0x7FFFFFFF)
 
 
 @triton.jit
 def rank_key(value, index):
     """int64 that orders by value, then by lower index. NaN is above all, as in torch.topk."""
-    return (_ordered(value).to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+    return (ordered(value).to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def choose(
         choice = score
     else:
         choice = x
-    score = tl.where(real, _ordered(choice), _NONE)  # [GP, PP]
+    score = tl.where(real, ordered(choice), _NONE)  # [GP, PP]
     if GROUPS > 1:
         best = tl.max(score, 1)  # [GP]
         value = _value_of(best)

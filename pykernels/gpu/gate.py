@@ -126,6 +126,8 @@ def supports(hidden: torch.Tensor, gate: torch.Tensor) -> str | None:
     for name, x in (("hidden", hidden), ("gate", gate)):
         if x.ndim != 2 or x.dtype not in (torch.bfloat16, torch.float32) or x.stride(1) != 1:
             return f"{name} is {x.dtype} {tuple(x.shape)}, not bf16 or float32 with dense rows"
+    if not gate.numel():
+        return f"the gate is {tuple(gate.shape)}: it has no experts, or no inputs"
     if hidden.shape[1] != gate.shape[1] or not gate.is_contiguous():
         return f"the gate is {tuple(gate.shape)}, hidden {tuple(hidden.shape)}"
     return unsupported(hidden, gate)
@@ -140,7 +142,7 @@ def router_logits(
     """``hidden @ gate.T``, float32 [T, E]; the same in every run.
 
     Args:
-        hidden: bf16 or float32 [T, H], rows dense.
+        hidden: bf16 or float32 [T, H], rows dense; H and E at least 1.
         gate: bf16 or float32 [E, H], contiguous.
         out: float32 [T, E], contiguous.
         plan: of more than a few tokens; None takes ``gate_plan``'s.

@@ -24,8 +24,9 @@ def _write_rows(
     at = (place * G + g) * D + d
     if QUANTIZE:
         value = value.to(tl.float32)
-        top = tl.max(tl.abs(value), 1)
-        scale = tl.where(top == 0, 1.0, tl.div_rn(top, tl.full(top.shape, 448.0, tl.float32)))
+        top = tl.max(tl.abs(value), 1)  # of the numbers: NaN is no candidate
+        scale = tl.div_rn(top, tl.full(top.shape, 448.0, tl.float32))
+        scale = tl.where(scale > 0, scale, 1.0)
         scaled = tl.div_rn(value, scale[:, None] + tl.zeros_like(value))
         tl.store(cache + at, float_to_e4m3(scaled), mask=mask)
         tl.store(scales + place * G + group, scale, mask=group < G)
@@ -36,7 +37,7 @@ def _write_rows(
 @triton.jit
 def _write(
     a, b, slots, a_cache, b_cache, a_scale, b_scale,
-    a_t, a_g, b_t, b_g, A_G, B_G, A_D, B_D,
+    a_t, a_g, b_t, b_g, A_G, B_G, A_D, B_D, PLACES,
     A_QUANTIZE: tl.constexpr, B_QUANTIZE: tl.constexpr,
     GROUPS: tl.constexpr, A_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
@@ -45,7 +46,7 @@ def _write(
     t = tl.program_id(0).to(tl.int64)
     place = tl.load(slots + t).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    if place >= 0:
+    if (place >= 0) & (place < PLACES):
         _write_rows(a, a_cache, a_scale, t, group, place, a_t, a_g, A_G, A_D, A_QUANTIZE, A_BLOCK)
         _write_rows(b, b_cache, b_scale, t, group, place, b_t, b_g, B_G, B_D, B_QUANTIZE, B_BLOCK)
 
@@ -86,13 +87,13 @@ def _launch(
     for x, cache, scale, name in zip((a, b), caches, scales, names, strict=True):
         if reason := supports(x, cache, scale, name):
             raise PykernelsError(f"the cache cannot be written: {reason}", "Convert them")
-    T = a.shape[0]
+    T, (P, page) = a.shape[0], caches[0].shape[:2]
     if b.shape[0] != T or slots.shape != (T,) or slots.dtype not in (torch.int32, torch.int64):
         raise PykernelsError(
             f"{slots.dtype} {tuple(slots.shape)} slots for {T} and {b.shape[0]} rows",
             "Give one int32 or int64 slot a token",
         )
-    if caches[0].shape[:2] != caches[1].shape[:2] or not slots.is_contiguous():
+    if caches[1].shape[:2] != (P, page) or not slots.is_contiguous():
         raise PykernelsError("the two caches have other pages", "Give both the same pages")
     A_G, B_G, A_D, B_D = a.shape[1], b.shape[1], a.shape[2], b.shape[2]
     if T == 0:
@@ -102,7 +103,7 @@ def _launch(
     codes = [c if s is None else c.view(torch.uint8) for c, s in zip(caches, scales, strict=True)]
     _write[(T, triton.cdiv(max(A_G, B_G), groups))](
         a, b, slots, *codes, *scales,
-        a.stride(0), a.stride(1), b.stride(0), b.stride(1), A_G, B_G, A_D, B_D,
+        a.stride(0), a.stride(1), b.stride(0), b.stride(1), A_G, B_G, A_D, B_D, P * page,
         A_QUANTIZE=scales[0] is not None, B_QUANTIZE=scales[1] is not None,
         GROUPS=groups, A_BLOCK=blocks[0], B_BLOCK=blocks[1], TRIGGER=launches_early(a.device),
         num_warps=4,
@@ -122,10 +123,12 @@ def mla_write(
     Args:
         latent: [T, L], rows dense.
         rope: [T, R], rows dense.
-        slots: int32 or int64 [T], ``page * page_size + place``; negative: nowhere (padding).
+        slots: int32 or int64 [T], ``page * page_size + place``; a token whose slot is outside the
+            cache (negative: padding; or ``P * page_size`` and more) is written nowhere.
         latent_cache: [P, page, L]; with ``latent_scale``, E4M3 (or its bytes as uint8).
         rope_cache: [P, page, R].
-        latent_scale: float32 [P, page].
+        latent_scale: float32 [P, page]: the largest magnitude of a row's numbers over 448, 1 if
+            that is 0. NaN stays NaN, the numbers beside it stay what they are.
 
     Raises:
         PykernelsError: other dtypes or shapes, or no Triton for this device.

@@ -18,17 +18,18 @@ import torch
 import triton
 
 from ..errors import PykernelsError
+from ..quant import Format, get_format
 from .few_rows import KINDS as FEW_KINDS
 from .few_rows import multiply_few_rows
 from .gemv import KINDS as GEMV_KINDS
 from .gemv import multiply_gemv
 from .grouped_gemm import multiply, path_of
-from .launch import FLOATS, arch, check_device
+from .launch import FLOATS, arch, check_device, why_not
 from .launch import supports as device_supports
 from .linear_plan import Plan, choose_plan
 from .many_rows_hopper import multiply_many_rows
 from .many_rows_hopper import takes as many_takes
-from .matrices import K_MULTIPLE, KINDS, Matrices
+from .matrices import Matrices, supports_format
 from .one_row import KINDS as ONE_KINDS
 from .one_row import MOST_INPUTS, multiply_one_row
 from .partials import add_partials
@@ -39,19 +40,28 @@ from .strides import check_out
 ACTIVATIONS = ("bf16", "fp8")
 
 
-def supports(kind: str, K: int, device: torch.device, activations: str = "bf16") -> str | None:
-    """None if ``linear`` multiplies matrices of this kind there, or the reason why not."""
+def supports(
+    fmt: Format | str, K: int, device: torch.device, activations: str = "bf16"
+) -> str | None:
+    """None if ``linear`` multiplies matrices of this format there, or the reason why not.
+
+    Args:
+        fmt: a format, as `moe.supports` takes, or its name; a kind of ``Matrices`` is the name of
+            one of its formats.
+        K: inputs.
+        activations: as `linear`'s.
+    """
     if reason := device_supports(device):
         return reason
-    if kind not in KINDS:
-        return f"{kind} has no GPU layout (only {', '.join(KINDS)})"
-    if K % K_MULTIPLE[kind]:
-        return f"{kind} takes inputs in multiples of {K_MULTIPLE[kind]}, not {K}"
+    if isinstance(fmt, str):
+        if reason := why_not(get_format, fmt):
+            return reason
+        fmt = get_format(fmt)
     if activations not in ACTIVATIONS:
         return f"there are no {activations!r} activations (only {', '.join(ACTIVATIONS)})"
-    if activations == "fp8" and kind != "fp8":
-        return f"{kind} weights are not multiplied with fp8 activations"
-    return None
+    if activations == "fp8" and fmt.name != "fp8":
+        return f"{fmt.name} weights are not multiplied with fp8 activations"
+    return supports_format(fmt, K)
 
 
 def linear(
@@ -95,7 +105,7 @@ def linear(
         )
     bias = None if bias is None else bias.contiguous()
     out = check_out(out, x, M, N, dtype=torch.bfloat16)
-    if M == 0:
+    if not out.numel():
         return out
     plan = plan or choose_plan(weight, M, device, activations)
     if reason := _unfit(plan, weight, M, device, activations):

@@ -87,7 +87,7 @@ def supports_format(fmt: Format, K: int) -> str | None:
     kind = kind_of(fmt)
     if kind not in KINDS:
         return f"{fmt.name} has no GPU layout (only {', '.join(KINDS)})"
-    if K % K_MULTIPLE[kind]:
+    if K < 1 or K % K_MULTIPLE[kind]:
         return f"{fmt.name} on the GPU takes inputs in multiples of {K_MULTIPLE[kind]}, not {K}"
     return None
 

@@ -15,6 +15,8 @@ from ..shapes import SortedSlots
 from .launch import FLOATS, check_device, unsupported
 from .strides import as_bytes, check_out
 
+MAX_EXPERTS = 4096
+"""Each block counts all of them at once, in registers; keys of expert and slot are 32 bits."""
 MAX_COMPARED = 4096
 """Up to so many slots, each is compared with all others: 1 us more a thousand, or two launches."""
 _FEW_OWN = 32  # of these one program ranks, by 8 warps, so that a thread has little to do
@@ -173,7 +175,7 @@ def sort_slots(ids: torch.Tensor, E: int, out: SortedSlots | None = None) -> Sor
 
     Args:
         ids: int32 or int64 [T, topk], contiguous.
-        E: experts.
+        E: experts, up to ``MAX_EXPERTS``.
         out: what an earlier call returned, to be written again.
 
     Raises:
@@ -183,8 +185,8 @@ def sort_slots(ids: torch.Tensor, E: int, out: SortedSlots | None = None) -> Sor
     if reason := supports(ids):
         raise PykernelsError(f"sort_slots does not take these: {reason}", "Convert them")
     T, topk = ids.shape
-    if E < 1:
-        raise PykernelsError(f"a sort by {E} experts", "There must be at least one")
+    if not 1 <= E <= MAX_EXPERTS:
+        raise PykernelsError(f"a sort by {E} experts", f"Sort by 1 to {MAX_EXPERTS} of them")
     out = out or empty_order(T, topk, E, device)
     check_order(out, T, topk, E, device)
     n, EP = T * topk, triton.next_power_of_2(E + 1)

@@ -13,6 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from ..errors import PykernelsError
 from ..ref.rope import rope_frequencies, yarn_frequencies, yarn_scale
 from .launch import FLOATS, check_device, launches_early, unsupported
+from .strides import overlaps
 
 __all__ = ["rope", "rope_frequencies", "supports", "yarn_frequencies", "yarn_scale"]
 
@@ -66,6 +67,8 @@ def supports(x: torch.Tensor, frequencies: torch.Tensor) -> str | None:
     """None if `rope` turns this, or the reason why not."""
     if x.ndim != 3 or x.dtype not in FLOATS or x.stride(2) != 1:
         return f"{x.dtype} {tuple(x.shape)} is not floats [T, heads, D] with a dense last dimension"
+    if overlaps(x):
+        return f"{tuple(x.shape)} with strides {x.stride()} turns some elements more than once"
     vector = frequencies.ndim == 1 and frequencies.is_contiguous()
     if frequencies.dtype != torch.float32 or not vector:
         return f"frequencies are {frequencies.dtype} {tuple(frequencies.shape)}, not dense float32"
@@ -86,7 +89,7 @@ def rope(
 
     Args:
         q: [T, heads, D], D >= R; strides between tokens and heads are free, so that a slice of a
-            wider projection is turned where it lies.
+            wider projection is turned where it lies, but none may overlap another (``expand``).
         k: [T, kv heads, D'] or None; MLA's single rope key has one head.
         positions: int32 or int64 [T].
         frequencies: float32 [R / 2].

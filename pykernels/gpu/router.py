@@ -15,10 +15,12 @@ from ..errors import PykernelsError
 from ..shapes import RouterSpec, Routing, SortedSlots
 from .choose import choose
 from .launch import check_device, launches_early, unsupported, why_not
-from .permute import check_order, empty_order, permute, sort_slots
+from .permute import MAX_EXPERTS, check_order, empty_order, permute, sort_slots
 from .strides import as_bytes, check_out
 
-MAX_EXPERTS = 4096
+MAX_TOPK = 64
+"""Kernels are unrolled over the choices: 128 take ten seconds to compile."""
+_MOST_PAIRS = 1 << 16  # of choices and experts that one program compares in registers
 _ROW = 1024  # of the token's row, a program
 
 
@@ -85,6 +87,8 @@ def supports(logits: torch.Tensor, spec: RouterSpec, bias: torch.Tensor | None) 
     E = logits.shape[1]
     if E > MAX_EXPERTS:
         return f"{E} experts are more than {MAX_EXPERTS}"
+    if max(spec.topk, spec.group_topk) > MAX_TOPK:
+        return f"top-{spec.topk} in {spec.group_topk} groups, {MAX_TOPK} at most of either"
     if bias is not None and (
         bias.dtype != torch.float32 or bias.shape != (E,) or not bias.is_contiguous()
     ):
@@ -136,7 +140,7 @@ def router(
 
     Args:
         logits: float32 [T, E], contiguous.
-        spec: how.
+        spec: how; topk and group_topk up to ``MAX_TOPK``.
         bias: float32 [E], added to the scores for the choice only.
         out: ids int32 or int64 [T, topk] and weights float32 [T, topk] to write to.
 
@@ -161,7 +165,8 @@ def route(
     x: torch.Tensor | None = None,
     out: tuple[Routing, SortedSlots, torch.Tensor | None] | None = None,
 ) -> tuple[Routing, SortedSlots, torch.Tensor | None]:
-    """`router`, `sort_slots` and, if ``x`` is given, `permute`: one launch for one token.
+    """`router`, `sort_slots` and, if ``x`` is given, `permute`: one launch for one token, unless
+    its choices and experts are too many to be compared at once.
 
     Args:
         logits, spec, bias: as `router`'s.
@@ -176,7 +181,8 @@ def route(
     order = out[1] if out else empty_order(T, spec.topk, E, logits.device)
     check_order(order, T, spec.topk, E, logits.device)
     gathered = out[2] if out else None
-    if T != 1:
+    EP = triton.next_power_of_2(E + 1)
+    if T != 1 or triton.next_power_of_2(spec.topk) * EP > _MOST_PAIRS:
         router(logits, spec, bias, routing)
         sort_slots(routing.ids, E, order)
         return routing, order, None if x is None else permute(x, order, gathered)
@@ -192,7 +198,7 @@ def route(
         logits, bias, routing.ids, routing.weights, order.slots, order.starts, order.positions,
         source, target, E, H,
         **_constants(spec, E, bias is not None, logits.device),
-        EP=triton.next_power_of_2(E + 1), GATHER=H > 0, BLOCK=_ROW,
+        EP=EP, GATHER=H > 0, BLOCK=_ROW,
         num_warps=1 if E <= 512 else 4,
     )  # fmt: skip
     return routing, order, gathered

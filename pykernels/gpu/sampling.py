@@ -10,6 +10,8 @@ above it:
 - top-p: the best candidate is taken if less than p of the mass lies strictly above it; otherwise no
   token as small as it is in the nucleus, and the best of those above is the next candidate. One or
   two rounds as a rule.
+
+NaN is above all logits, as in torch.topk: a row that has one draws its first, whatever the limits.
 """
 
 from __future__ import annotations
@@ -19,18 +21,19 @@ import triton
 import triton.language as tl
 
 from ..errors import PykernelsError
-from .choose import index_of, rank_key
+from ..ref.sampling import COLDEST
+from .choose import index_of, ordered, rank_key
 from .launch import FLOATS, check_device, unsupported
 
 _BLOCK = 2048  # logits a program
 _WIDE = 8192  # logits a step of the nucleus's loop
+_COLDEST = tl.constexpr(COLDEST)
 
 
 @triton.jit
-def _ordered(x):
+def _unsigned(x):
     """uint32 that orders as the float does."""
-    bits = x.to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
+    return (ordered(x) ^ -2147483648).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -65,7 +68,7 @@ def _digits(
         tl.store(found + (row * 4 + BYTE) * 2 + 1, left.to(tl.int64))
     v = split * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * stride + v, mask=v < V, other=0.0).to(tl.float32)
-    key = _ordered(x)
+    key = _unsigned(x)
     digit = ((key >> (8 * BYTE)) & 255).to(tl.int32)
     same = v < V
     if BYTE < 3:
@@ -88,11 +91,11 @@ def _perturb(
     stay = v < V
     if TOP_K:
         least, _ = _narrow(counts, found, row, tl.load(top_k + row), V, splits, SPLITS, -1)
-        stay = stay & (_ordered(x) >= least)
+        stay = stay & (_unsigned(x) >= least)
     y = x
     if NOISE:
         heat = tl.load(temperature + row)
-        scaled = x / tl.where(heat > 0, heat, 1.0)
+        scaled = x / tl.where(heat >= _COLDEST, heat, 1.0)
         seed, step = tl.load(state), tl.load(state + 1)
         zero = v * 0
         words, _, _, _ = tl.philox(
@@ -100,7 +103,7 @@ def _perturb(
             zero + (step >> 32).to(tl.int32),
         )  # fmt: skip
         uniform = ((words >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
-        y = tl.where(heat > 0, scaled - tl.log(-tl.log(uniform)), x)
+        y = tl.where(heat >= _COLDEST, scaled - tl.log(-tl.log(uniform)), x)
         if TOP_P:
             top = tl.max(tl.where(stay, scaled, float("-inf")), 0)
             part = tl.where(stay & (scaled > float("-inf")), tl.exp(scaled - top), 0.0)
@@ -132,9 +135,9 @@ def _nucleus(
     p = tl.load(top_p + row)
     wanted *= p
     heat = tl.load(temperature + row)
-    heat = tl.where(heat > 0, heat, 1.0)
+    heat = tl.where(heat >= _COLDEST, heat, 1.0)
     token = index_of(tl.max(keys, 0))
-    searching = p < 1
+    searching = ~(p >= 1)
     while searching:
         least = tl.load(logits + row * stride + token).to(tl.float32)
         above = tl.zeros([BLOCK], tl.float32)
@@ -146,7 +149,7 @@ def _nucleus(
             higher = x > least
             above += tl.where(higher, tl.exp(x / heat - top), 0.0)
             better = tl.maximum(better, tl.where(higher, rank_key(y, v), -(2**63)))
-        heavy = tl.sum(above, 0) >= wanted
+        heavy = ~(tl.sum(above, 0) < wanted)  # sums of infinities too: the largest is left
         following = tl.max(better, 0)
         searching = heavy & (following > -(2**63))
         token = tl.where(searching, index_of(following), token)
@@ -180,7 +183,9 @@ def _splits(logits: torch.Tensor) -> tuple[int, int]:
 
 
 def greedy(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The largest of each row, of equal ones the lowest index: int64 [T]. Two launches.
+    """The largest of each row (NaN, if it has one), of equal ones the lowest index: int64 [T].
+
+    Two launches.
 
     Args:
         logits: [T, V], bf16, fp16 or float32.
@@ -217,9 +222,9 @@ def sample(
     Args:
         logits: [T, V], bf16, fp16 or float32.
         state: int64 [2] on the device: seed and step.
-        temperature: float32 [T]; 0 is greedy.
+        temperature: float32 [T]; 0, and what is below ``COLDEST``, is greedy.
         top_k: int32 [T]; 0 is off.
-        top_p: float32 [T]; 1 is off.
+        top_p: float32 [T]; 1 is off; 0, and NaN, leaves the largest.
         out: int64 [T].
 
     Raises:

@@ -10,20 +10,23 @@ E4M3_MAX = 448.0
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """E4M3 codes (as float8_e4m3fn) of [..., D] and one float32 scale a row [...].
 
-    A scale is the row's largest magnitude over 448, 1 for a row of zeros.
+    A scale is the largest magnitude of the row's numbers over 448, 1 if that is 0. NaN stays NaN,
+    the numbers beside it stay what they are.
     """
     x = x.float()
-    top = x.abs().amax(-1)
+    top = x.abs().masked_fill(x.isnan(), 0).amax(-1)
     # By a tensor: torch divides by a Python number on a GPU as a product with its reciprocal.
-    scale = torch.where(top == 0, 1.0, top / torch.full_like(top, E4M3_MAX))
-    return (x / scale.unsqueeze(-1)).to(torch.float8_e4m3fn), scale
+    scale = top / torch.full_like(top, E4M3_MAX)
+    scale = torch.where(scale > 0, scale, 1.0)
+    codes = (x / scale.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX)  # a subnormal scale is inexact
+    return codes.to(torch.float8_e4m3fn), scale
 
 
 def _write(
     rows: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor | None
 ) -> None:
-    """Rows [T, ...] to places ``slots`` of [P, page, ...]; negative slots are left out."""
-    here = slots >= 0
+    """Rows [T, ...] to places ``slots`` of [P, page, ...]; slots outside are left out."""
+    here = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
     at, rows = slots[here].long(), rows[here]
     if scales is None:
         cache.flatten(0, 1)[at] = rows.to(cache.dtype)
@@ -46,7 +49,8 @@ def mla_write(
     Args:
         latent: [T, L].
         rope: [T, R].
-        slots: int [T], ``page * page_size + place``; negative: nowhere (padding).
+        slots: int [T], ``page * page_size + place``; a token whose slot is outside the cache
+            (negative: padding; or ``P * page_size`` and more) is written nowhere.
         latent_cache: [P, page, L]; with ``latent_scale``, E4M3.
         rope_cache: [P, page, R].
         latent_scale: float32 [P, page].

@@ -1,12 +1,15 @@
 """Sampling in plain torch: Philox's numbers, Gumbel's trick, and which tokens may be drawn.
 
-The GPU draws the very same tokens: ``argmax(where(kept(...), perturbed(...), -inf))``.
+The GPU draws the very same tokens: ``argmax(where(kept(...), perturbed(...), -inf))``. NaN is above
+all logits, as in torch.topk: a row that has one draws its first, whatever the limits.
 """
 
 from __future__ import annotations
 
 import torch
 
+COLDEST = 2.0**-100
+"""Temperatures below are greedy, as 0 is: logits divided by them would be infinite."""
 _ROUNDS = 10
 _KEYS = 0x9E3779B9, 0xBB67AE85
 _FACTORS = 0xD2511F53, 0xCD9E8D57
@@ -48,7 +51,7 @@ def perturbed(
 ) -> torch.Tensor:
     """``logits / temperature`` plus Gumbel noise: its argmax is a draw from their softmax.
 
-    Rows of temperature 0 stay as they are: their argmax is the greedy choice.
+    Rows colder than ``COLDEST`` stay as they are: their argmax is the greedy choice.
 
     Args:
         logits: [T, V].
@@ -66,7 +69,7 @@ def perturbed(
     uniform = ((words >> 9).to(dtype) + 0.5) * 2.0**-23  # exact in float32, never 0 or 1
     noise = -(-uniform.log()).log()
     heat = temperature.to(dtype).unsqueeze(1)
-    return torch.where(heat > 0, logits.to(dtype) / heat + noise.to(logits.device), logits)
+    return torch.where(heat >= COLDEST, logits.to(dtype) / heat + noise.to(logits.device), logits)
 
 
 def kept(
@@ -79,22 +82,25 @@ def kept(
     """Which tokens may be drawn: bool [T, V].
 
     Those at least as large as the ``top_k``-th largest; of these, those with less than ``top_p`` of
-    the softmax's mass strictly above them. Equal logits share their fate; the largest always stays.
+    the softmax's mass strictly above them. Equal logits share their fate; the largest always stays,
+    and NaN, which counts as infinity.
 
     Args:
         logits: [T, V].
-        temperature: [T]; 0 counts as 1.
+        temperature: [T]; below ``COLDEST`` it counts as 1.
         top_k: int [T]; 0 or less, or more than V: all.
-        top_p: [T]; 1 or more: all.
+        top_p: [T]; 1 or more: all; NaN: the largest, as 0.
     """
     T, V = logits.shape
-    ordered, order = logits.to(dtype).sort(dim=-1, descending=True)
+    logits = logits.to(dtype)
+    logits = logits.masked_fill(logits.isnan(), torch.inf)
+    ordered, order = logits.sort(dim=-1, descending=True)
     stay = torch.ones(T, V, dtype=torch.bool, device=logits.device)
     if top_k is not None:
         k = torch.where((top_k < 1) | (top_k > V), V, top_k).long().unsqueeze(1)
         stay = ordered >= ordered.gather(1, k - 1)
     if top_p is not None:
-        heat = torch.where(temperature > 0, temperature, 1).to(dtype).unsqueeze(1)
+        heat = torch.where(temperature >= COLDEST, temperature, 1).to(dtype).unsqueeze(1)
         mass = (ordered / heat).masked_fill(~stay, -torch.inf).softmax(-1)
         first = torch.searchsorted(-ordered, -ordered)  # of its equals: how many are larger
         above = (mass.cumsum(-1) - mass).gather(1, first)
@@ -114,9 +120,10 @@ def sample(
     """One token a row, int64 [T]; arguments as above."""
     stay = kept(logits, temperature, top_k, top_p, dtype)
     noisy = perturbed(logits, state, temperature, dtype)
+    noisy = noisy.clamp_min(torch.finfo(noisy.dtype).min)  # what may be drawn is above what may not
     return noisy.masked_fill(~stay, -torch.inf).argmax(-1)
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """The largest of each row, int64 [T]; of equal ones the lowest index."""
+    """The largest of each row (NaN, if it has one), int64 [T]; of equal ones the lowest index."""
     return logits.sort(dim=-1, descending=True, stable=True).indices[..., 0]

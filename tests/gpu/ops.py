@@ -215,6 +215,7 @@ def _rope(interleaved: bool) -> Op:
 
 def _places(device: torch.device, T: int, places: int) -> torch.Tensor:
     slots = torch.randperm(places, device=device)[:T]
+    slots[0] = places  # right behind the cache: nowhere
     return slots.masked_fill(slots % 5 == 0, -1)  # some nowhere
 
 

@@ -21,9 +21,10 @@ def poison(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
 
 
 def slots_of(T: int, places: int, device: torch.device) -> torch.Tensor:
-    """Distinct places in disorder, one token nowhere."""
+    """Distinct places in disorder, some tokens nowhere: before the cache and behind it."""
     slots = torch.randperm(places, device=device)[:T]
     slots[T // 2 : T // 2 + 1] = -1
+    slots[T // 2 + 1 : T // 2 + 2] = places
     return slots
 
 
@@ -106,6 +107,27 @@ def test_a_nan_is_kept(device: torch.device) -> None:
     mla_write(x, x, torch.zeros(1).int().to(device), cache, torch.zeros_like(x)[None], scale)
     assert cache.float()[0, 0].isnan().nonzero().tolist() == [[3]]
     assert scale.item() == pytest.approx(1 / 448)
+
+
+def test_what_is_no_number_has_no_part_in_a_scale(device: torch.device) -> None:
+    """Nor has a row a scale of 0 or NaN, which would make NaN of numbers."""
+    tiny = 5e-43  # its 448th part rounds to the least number above 0, or to 0
+    kinds = ([torch.nan, 3.0, -1.0], [torch.nan] * 3, [torch.inf, 1.0, 0.0], [tiny, 0.0, -tiny])
+    for D in (3, 4):  # as it is, and padded in the kernel
+        x = torch.tensor([[*row, *row[:1]][:D] for row in kinds], device=device)
+        slots = torch.arange(4, device=device)
+
+        def caches(D: int = D) -> list[torch.Tensor]:
+            made = poison(1, 4, D, dtype=E4M3, device=device), torch.zeros(1, 4, D, device=device)
+            return [*made, torch.zeros(1, 4, device=device)]
+
+        mine, theirs = caches(), caches()
+        mla_write(x, x, slots, *mine)
+        ref.mla_write(x, x, slots, *theirs)
+        for found, truth in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(found.float(), truth.float(), rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(mine[0][0, [0, 1, 3]].isnan(), x[[0, 1, 3]].isnan())
+        assert mine[2][0, :3].tolist() == [(x.new_tensor(3.0) / 448).item(), 1.0, torch.inf]
 
 
 @pytest.mark.gpu

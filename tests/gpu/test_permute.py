@@ -7,7 +7,7 @@ import torch
 
 from pykernels import ref
 from pykernels.errors import PykernelsError
-from pykernels.gpu.permute import MAX_COMPARED, permute, sort_slots, unpermute
+from pykernels.gpu.permute import MAX_COMPARED, MAX_EXPERTS, permute, sort_slots, unpermute
 from pykernels.shapes import SortedSlots
 from tests.gpu.rounding import assert_rounded
 
@@ -21,6 +21,8 @@ SIZES = [
     pytest.param(MAX_COMPARED // 8, 8, 64, "as many as are compared", marks=pytest.mark.gpu),
     (MAX_COMPARED // 8 + 1, 8, 64, "some more: in blocks, the last ragged"),
     (90, 8, 255, "E + 1 is a power of two"),
+    (3, 8, MAX_EXPERTS, "as many experts as there may be, compared"),
+    pytest.param(600, 8, MAX_EXPERTS, "as many, in blocks", marks=pytest.mark.gpu),
     pytest.param(8192, 8, 256, "a prompt", marks=pytest.mark.gpu),
 ]
 
@@ -120,6 +122,9 @@ def test_refused(device: torch.device) -> None:
     y = torch.zeros(6, 8, device=device)
     with pytest.raises(PykernelsError):
         sort_slots(torch.zeros(3, 2, device=device), 4)
+    for E in (0, MAX_EXPERTS + 1, 1 << 19):
+        with pytest.raises(PykernelsError, match=f"a sort by {E} experts"):
+            sort_slots(torch.zeros(3, 2, dtype=torch.int32, device=device), E)
     with pytest.raises(PykernelsError):
         permute(torch.zeros(4, 8, device=device), order)
     with pytest.raises(PykernelsError):

@@ -9,7 +9,8 @@ import torch
 
 from pykernels import ref
 from pykernels.errors import PykernelsError
-from pykernels.gpu.router import route, router
+from pykernels.gpu import router as module
+from pykernels.gpu.router import MAX_TOPK, route, router
 from pykernels.shapes import RouterSpec, Routing
 from pykernels.testing import assert_close
 
@@ -122,6 +123,20 @@ def test_route_is_router_and_sort_and_permute(
     assert torch.equal(again[1].slots, order.slots) and again[2] is None
 
 
+def test_as_many_choices_as_there_may_be(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token's are not compared in one launch, which would take a minute to compile."""
+    monkeypatch.setattr(module, "_route_one", None)
+    spec, E = RouterSpec(MAX_TOPK), 2048
+    logits, x = torch.randn(1, E, device=device), torch.randn(1, 40, device=device)
+    routing, order, rows = route(logits, spec, None, x)
+    truth = ref.router(logits, spec)
+    assert torch.equal(routing.ids, truth.ids)
+    assert torch.equal(order.slots, ref.sort_slots(truth.ids, E).slots)
+    assert rows is not None and torch.equal(rows, x.expand(MAX_TOPK, -1))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("T", [1, 8, 500])
 def test_route_is_captured_and_replayed(T: int, device: torch.device) -> None:
@@ -147,6 +162,10 @@ REFUSED = [
     ("a bias of another length", lambda d: router(
         torch.zeros(2, 8, device=d), RouterSpec(2), torch.zeros(9, device=d))),
     ("more than E", lambda d: router(torch.zeros(2, 4, device=d), RouterSpec(5))),
+    ("too many choices", lambda d: route(torch.zeros(1, 2048, device=d), RouterSpec(600))),
+    ("every one of too many", lambda d: router(torch.zeros(1, 4096, device=d), RouterSpec(4096))),
+    ("too many groups", lambda d: router(
+        torch.zeros(2, 256, device=d), RouterSpec(2, groups=128, group_topk=65))),
     ("groups that do not divide", lambda d: router(
         torch.zeros(2, 10, device=d), RouterSpec(2, groups=4, group_topk=2))),
     ("fewer in the groups than topk", lambda d: router(
@@ -175,5 +194,7 @@ COMPILES = [
         _meta(1, 256), V3, _meta(256), _meta(1, 7168, dtype=torch.bfloat16))),
     ("v3, 8 tokens", lambda: route(_meta(8, 256), V3, _meta(256))),
     ("several groups in a warp's row", lambda: route(_meta(4, 32), SPECS[5][2])),
+    ("as many choices as there may be, 1 token", lambda: route(
+        _meta(1, 4096), RouterSpec(MAX_TOPK))),
     ("fewer experts than a warp has lanes", lambda: route(_meta(1, 16), RouterSpec(2))),
 ]  # fmt: skip

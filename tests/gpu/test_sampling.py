@@ -110,6 +110,65 @@ def test_equal_logits_share_their_fate_and_minus_infinity_is_never_drawn(
     assert drawn <= {*range(10, 14), *range(20, 30)} and len(drawn) > 6
 
 
+def test_zeros_of_both_signs_share_their_fate(device: torch.device) -> None:
+    logits = torch.full((40, 8), -1.0, device=device)
+    logits[:, 2], logits[:, 5] = 0.0, -0.0
+    at, heat, top_k = state(1, 1, device), full(1.0, 40, device), full(1, 40, device, torch.int32)
+    found = sample(logits, at, heat, top_k)
+    assert torch.equal(found, ref.sample(logits, at, heat, top_k))
+    assert set(found.tolist()) == {2, 5}
+
+
+@pytest.mark.parametrize(("k", "p"), [*LIMITS, (2, 0.5)])
+def test_the_first_nan_is_drawn_whatever_the_limits(
+    k: int | None, p: float | None, device: torch.device
+) -> None:
+    logits = torch.randn(5, 300, device=device)
+    logits[0, [200, 7]] = torch.nan
+    logits[1, 9] = -torch.tensor(torch.nan)  # its sign means nothing
+    logits[2, [3, 8]] = torch.tensor([torch.inf, torch.nan], device=device)
+    logits[3] = torch.nan
+    top_k = None if k is None else full(k, 5, device, torch.int32)
+    top_p = None if p is None else full(p, 5, device)
+    for heat in (full(0.8, 5, device), full(0.0, 5, device)):
+        at = state(3, 4, device)
+        found = sample(logits, at, heat, top_k, top_p)
+        assert found[:4].tolist() == greedy(logits)[:4].tolist() == [7, 9, 8, 0]
+        assert torch.equal(found, ref.sample(logits, at, heat, top_k, top_p))
+
+
+def test_limits_that_are_no_numbers_leave_the_largest(device: torch.device) -> None:
+    logits, at = torch.randn(9, 300, device=device), state(3, 4, device)
+    heat, top_p = full(5.0, 9, device), full(torch.nan, 9, device)
+    found = sample(logits, at, heat, None, top_p)
+    assert torch.equal(found, ref.sample(logits, at, heat, None, top_p))
+    assert torch.equal(found, greedy(logits))
+
+
+@pytest.mark.parametrize(("k", "p"), LIMITS)
+def test_temperatures_that_cannot_divide_are_greedy(
+    k: int | None, p: float | None, device: torch.device
+) -> None:
+    logits, at = torch.randn(4, 300, device=device) * 20, state(3, 4, device)
+    heat = torch.tensor([1e-40, 1e-31, 1e-30, torch.nan], device=device)
+    top_k = None if k is None else full(k, 4, device, torch.int32)
+    top_p = None if p is None else full(p, 4, device)
+    found = sample(logits, at, heat, top_k, top_p)
+    assert torch.equal(found, ref.sample(logits, at, heat, top_k, top_p))
+    assert torch.equal(found, greedy(logits))
+
+
+@pytest.mark.parametrize("least", [1e38, -3e38])
+def test_logits_that_overflow_leave_the_nucleus_its_largest(
+    least: float, device: torch.device
+) -> None:
+    logits = torch.linspace(least, least + 2e38, 300, device=device).expand(4, -1)
+    at, heat, top_p = state(3, 4, device), full(0.1, 4, device), full(0.9, 4, device)
+    found = sample(logits, at, heat, None, top_p)
+    assert torch.equal(found, ref.sample(logits, at, heat, None, top_p))
+    assert torch.equal(found, greedy(logits))
+
+
 def test_a_flat_nucleus_takes_several_rounds(device: torch.device) -> None:
     """With p = 0.01 of 300 nearly equal logits almost every candidate is refused."""
     logits = torch.linspace(0, 1e-3, 300, device=device).expand(5, -1).contiguous()

@@ -84,6 +84,10 @@ ROWS = [
      lambda d: embedding.supports(_zeros(d, 2, dtype=FLOAT), _zeros(d, 9, 8)), "ids are"),
     ("router_logits", lambda d: gate.supports(_zeros(d, 2, 8), _zeros(d, 4, 8)),
      lambda d: gate.supports(_zeros(d, 2, 8).half(), _zeros(d, 4, 8)), "float16"),
+    ("router_logits' inputs", lambda d: gate.supports(_zeros(d, 0, 8), _zeros(d, 4, 8)),
+     lambda d: gate.supports(_zeros(d, 2, 0), _zeros(d, 4, 0)), "no inputs"),
+    ("router_logits' experts", lambda d: gate.supports(_zeros(d, 20, 8), _zeros(d, 1, 8)),
+     lambda d: gate.supports(_zeros(d, 20, 8), _zeros(d, 0, 8)), "no experts"),
     ("kv_write", lambda d: kv_write.supports(_zeros(d, 2, 1, 8), _zeros(d, 3, 4, 1, 8), None, "k"),
      lambda d: kv_write.supports(_zeros(d, 2, 1, 8), _zeros(d, 3, 4, 1, 8).to(FP8), None, "k"),
      "without scales"),
@@ -103,6 +107,12 @@ ROWS = [
      lambda d: sampling.supports(_zeros(d, 2, 0)), "vocabulary of 0"),
     ("linear", lambda d: linear.supports("int4", 256, d),
      lambda d: linear.supports("mxfp4", 256, d), "no GPU layout"),
+    ("linear of a format", lambda d: linear.supports(get_format("int4-g128"), 256, d),
+     lambda d: linear.supports(get_format("q5_k"), 256, d), "q5_k has no GPU layout"),
+    ("linear of a format's name", lambda d: linear.supports("int4-g128", 256, d),
+     lambda d: linear.supports("int5", 256, d), "no weight format 'int5'"),
+    ("linear of nothing", lambda d: linear.supports("bf16", 8, d),
+     lambda d: linear.supports("bf16", 0, d), "not 0"),
     ("linear's inputs", lambda d: linear.supports("q4_k", 512, d),
      lambda d: linear.supports("q4_k", 384, d), "multiples of 256"),
     ("linear's activations", lambda d: linear.supports("fp8", 256, d, "fp8"),
@@ -321,6 +331,13 @@ def test_a_layers_sum_is_checked_before_its_products(
     ):
         with pytest.raises(PykernelsError, match="weights|add|out"):
             moe.moe_ffn(x, ids, **{"weights": weights, "experts": experts, **more})
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "int8", "fp8"])
+@pytest.mark.parametrize(("M", "N"), [(0, 32), (1, 0), (40, 0)])
+def test_nothing_to_compute(fmt: str, M: int, N: int, device: torch.device) -> None:
+    stack = matrices.empty_for_gpu(get_format(fmt), 1, N, 128, device)
+    assert linear.linear(_zeros(device, M, 128), stack).shape == (M, N)
 
 
 def test_a_bias_may_have_gaps(device: torch.device) -> None:
