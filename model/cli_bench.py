@@ -43,13 +43,14 @@ def moe(
         ),
     ] = "balanced",
     activations: Annotated[
-        str,
+        str | None,
         typer.Option(
-            metavar="bf16|int8",
-            help="Inputs of the products: as they are, or quantized to 8 bits a token (integer"
-            " formats only; about 1 % off).",
+            metavar="bf16|int8|fp8",
+            help="Inputs of the products: as they are (default), or quantized for each token: on"
+            " the CPU int8 (integer formats only; about 1 % off), on a GPU fp8 (fp8 weights only,"
+            " and the default there with many tokens an expert).",
         ),
-    ] = "bf16",
+    ] = None,
     threads: Threads = None,
     kernel: Kernel = None,
     numa: Numa = "auto",
@@ -63,16 +64,19 @@ def moe(
 ) -> None:
     """Time the routed experts of one MoE layer on random weights and routing."""
     if device != "cpu":
-        if threads or kernel or numa != "auto" or activations != "bf16":
+        if threads or kernel or numa != "auto" or activations == "int8":
             raise PykernelsError(
-                "--threads, --kernel, --numa and --activations are the CPU's",
+                "--threads, --kernel, --numa and --activations int8 are the CPU's",
                 f"Leave them out with --device {device}",
             )
         flags: dict[str, int | str] = {
             "format": format, "tokens": tokens, "hidden": hidden, "inter": inter,
             "experts": experts, "topk": topk, "routing": routing,
+            "activations": activations or "auto",
         }  # fmt: skip
         return run_case("moe", device, as_json, flags)
+    if activations == "fp8":
+        raise PykernelsError("--activations fp8 are a GPU's", "Add --device cuda:0, or use bf16")
     chosen_kernel, chosen_threads = kernel_name(kernel), prepare_threads(threads)
     from pykernels.shapes import MoEShape
     from runtime.measure import measure_moe
@@ -86,7 +90,7 @@ def moe(
             chosen_threads,
             chosen_kernel,
             routing,
-            activations,
+            activations or "bf16",
             numa,
             progress=lambda share: status.update(f"timing, {share:.0%}"),
         )

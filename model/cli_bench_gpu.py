@@ -80,7 +80,8 @@ def attention(
         int, typer.Option(min=0, metavar="N", help="Sliding window (gqa); 0: none.")
     ] = 0,
     new: Annotated[
-        int, typer.Option(min=0, metavar="N", help="New tokens of a prefill; 0: all of them.")
+        int,
+        typer.Option(min=0, metavar="N", help="New tokens; 0: one of a decode, all of a prefill."),
     ] = 0,
     device: Device = "cuda:0",
     as_json: AsJson = False,
@@ -98,6 +99,10 @@ def attention(
 def linear(
     format: Annotated[str, _text("NAME", "Weight format, as `bench moe` names them.")] = "int4",
     tokens: Annotated[int, _count("Rows of the input.")] = 1,
+    activations: Annotated[
+        str,
+        _text("auto|bf16|fp8", "Inputs of the product; auto: fp8 for many rows of fp8 weights."),
+    ] = "auto",
     inputs: Annotated[int, _count("Width of the input.")] = 7168,
     outputs: Annotated[int, _count("Width of the output.")] = 7168,
     device: Device = "cuda:0",
@@ -105,12 +110,11 @@ def linear(
     debug: Debug = False,
 ) -> None:
     """Time a quantized linear layer on the GPU, against its roofs and torch."""
-    run_case(
-        "linear",
-        device,
-        as_json,
-        {"format": format, "tokens": tokens, "inputs": inputs, "outputs": outputs},
-    )
+    flags: dict[str, int | str] = {
+        "format": format, "tokens": tokens, "activations": activations, "inputs": inputs,
+        "outputs": outputs,
+    }  # fmt: skip
+    run_case("linear", device, as_json, flags)
 
 
 @command

@@ -32,7 +32,8 @@ KINDS = ("mla_decode", "gqa_decode", "mla_prefill", "gqa_prefill")
 
 @dataclass(frozen=True)
 class Size:
-    """One case. ``kv_heads``, ``head_dim``, ``window``: of GQA; ``new``: tokens of a prefill."""
+    """One case. ``kv_heads``, ``head_dim``, ``window``: of GQA; ``new``: the newest tokens of the
+    context, whose queries these are (0: one of a decode, all of a prefill)."""
 
     kind: str
     batch: int = 1
@@ -49,23 +50,51 @@ class Size:
             raise PykernelsError(f"no attention {self.kind!r}", f"Use one of {', '.join(KINDS)}")
         if self.format not in ("bf16", "fp8"):
             raise PykernelsError(f"no {self.format} cache", "Use bf16 or fp8")
-        if self.kind.endswith("prefill") and self.format != "bf16":
+        if not self.decode and self.format != "bf16":
             raise PykernelsError("prefill is timed on keys in rows", "They are bf16")
-        if self.kind.startswith("mla") and self.window:
-            raise PykernelsError("MLA has no window", "Use a GQA kind")
+        for name in ("kv_heads", "head_dim", "window") if self.mla else ():
+            if getattr(self, name) != getattr(Size, name):
+                raise PykernelsError(f"MLA has no {name}", "Leave it out, or use a GQA kind")
         if self.new > self.context:
             raise PykernelsError(
                 f"{self.new} new tokens in a context of {self.context}", "Give a larger context"
             )
 
     @property
+    def mla(self) -> bool:
+        return self.kind.startswith("mla")
+
+    @property
+    def decode(self) -> bool:
+        return self.kind.endswith("decode")
+
+    @property
+    def queries(self) -> int:
+        """Tokens of a sequence whose attention is computed."""
+        return self.new or (1 if self.decode else self.context)
+
+    @property
+    def seen(self) -> int:
+        """Keys of a sequence that any query sees."""
+        width = self.window + self.queries - 1 if self.window else self.context
+        return min(self.context, width)
+
+    @property
+    def pairs(self) -> int:
+        """Of a sequence's queries and the keys that each sees."""
+        first, last = self.context - self.queries + 1, self.context  # what these queries see
+        if self.window:
+            return sum(min(n, self.window) for n in range(first, last + 1))
+        return self.queries * (first + last) // 2
+
+    @property
     def params(self) -> dict[str, int | str]:
         shown = {"batch": self.batch, "context": self.context, "heads": self.heads}
-        if self.kind.startswith("gqa"):
+        if not self.mla:
             shown |= {"kv_heads": self.kv_heads, "head_dim": self.head_dim}
             shown |= {"window": self.window} if self.window else {}
-        if self.kind.endswith("prefill"):
-            shown |= {"new": self.new or self.context}
+        if self.queries > 1 or not self.decode:
+            shown |= {"new": self.queries}
         return {**shown, "format": self.format}
 
 
@@ -113,7 +142,7 @@ def case(device: torch.device, **flags: Any) -> Case:
 
 def build(size: Size, device: torch.device, peers: bool = True) -> Case:
     """The case of a size. Its call takes a launch plan as ``plan=``."""
-    make = _decode if size.kind.endswith("decode") else _prefill
+    make = _decode if size.decode else _prefill
     return make(size, device, peers)
 
 
@@ -143,18 +172,17 @@ def cache(table: torch.Tensor, token: tuple[int, ...], size: Size, fp8: bool) ->
 
 def _decode(size: Size, device: torch.device, peers: bool) -> Case:
     B, K, NH, fp8 = size.batch, size.context, size.heads, size.format == "fp8"
-    mla = size.kind == "mla_decode"
+    S, mla = size.queries, size.mla
     KVH, D = (1, L) if mla else (size.kv_heads, size.head_dim)
-    seen = min(K, size.window or K)
     if mla:
         a_token = L * (1 if fp8 else 2) + R * 2 + 4 * fp8
-        flops = 2 * B * NH * K * (L + R + L)
-        in_out = 2 * B * NH * (L + R + L)
+        a_pair = L + R + L
     else:
         a_token = 2 * KVH * (D * (1 if fp8 else 2) + 4 * fp8)
-        flops = 4 * B * NH * seen * D
-        in_out = 4 * B * NH * D
-    nbytes = B * seen * a_token + in_out
+        a_pair = 2 * D
+    flops = 2 * B * NH * size.pairs * a_pair
+    nbytes = B * size.seen * a_token + 2 * B * S * NH * a_pair  # as many inputs and results
+    rows = (B, NH) if S == 1 else (B, S, NH)
     sets = sets_for(nbytes, device)
 
     def inputs() -> tuple[Any, ...]:
@@ -163,8 +191,9 @@ def _decode(size: Size, device: torch.device, peers: bool) -> Case:
         made = [
             cache(table, token, size, narrow) for token, narrow in zip(tokens, fp8s, strict=True)
         ]
-        q = [torch.randn(B, NH, n, dtype=BF16, device=device) for n in ((L, R) if mla else (D,))]
-        out = torch.empty(B, NH, D, dtype=BF16, device=device)
+        widths = (L, R) if mla else (D,)
+        q = [torch.randn(*rows, n, dtype=BF16, device=device) for n in widths]
+        out = torch.empty(*rows, D, dtype=BF16, device=device)
         return (*q, *(x for x, _ in made), table, lengths, [s for _, s in made], out)
 
     def run(*given: Any, plan: Any = None) -> torch.Tensor:
@@ -177,7 +206,7 @@ def _decode(size: Size, device: torch.device, peers: bool) -> Case:
 
     rotated = [inputs() for _ in range(sets)]
     others: dict[str, Call] = {}
-    if peers and not fp8 and not size.window:
+    if peers and S == 1 and not fp8 and not size.window:
         others = (
             mla_decode_peers(rotated, K, MLA_SCALE) if mla else gqa_decode_peers(rotated, K, KVH)
         )
@@ -192,13 +221,9 @@ def _decode(size: Size, device: torch.device, peers: bool) -> Case:
 
 def _prefill(size: Size, device: torch.device, peers: bool) -> Case:
     B, K, NH = size.batch, size.context, size.heads
-    Q, mla = size.new or K, size.kind == "mla_prefill"
+    Q, mla = size.queries, size.mla
     KVH, D, DV = (NH, D_MLA + R, D_MLA) if mla else (size.kv_heads, *[size.head_dim] * 2)
-    first, last = K - Q + 1, K  # keys that the first and the last query see
-    pairs = Q * (first + last) // 2
-    if size.window:
-        pairs = sum(min(n, size.window) for n in range(first, last + 1))
-    flops = 2 * B * NH * pairs * (D + DV)
+    flops = 2 * B * NH * size.pairs * (D + DV)
     k_bytes = K * ((NH * D_MLA + R) if mla else KVH * D)
     nbytes = 2 * B * (Q * NH * (D + DV) + k_bytes + K * KVH * DV)
     sets = sets_for(nbytes, device)

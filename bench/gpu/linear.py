@@ -10,7 +10,7 @@ from pykernels.gpu.linear import linear
 from pykernels.gpu.matrices import Matrices
 
 from .harness import Case, built, rotating, sets_for
-from .weights import random_stack
+from .weights import activations_for, random_stack
 
 SHAPES = ((7168, 7168), (18432, 7168), (7168, 18432))
 """(outputs, inputs): about an attention's output, a dense layer's gate and its down projection."""
@@ -35,10 +35,9 @@ def case(
     outputs: int = 7168,
     activations: str = "auto",
 ) -> Case:
-    """One linear. activations "auto": E4M3 for fp8 weights and more than 16 rows, else bf16."""
+    """One linear; activations: see ``activations_for``."""
     M, N, K = tokens, outputs, inputs
-    if activations == "auto":
-        activations = "fp8" if format == "fp8" and M > 16 else "bf16"
+    activations = activations_for(format, M, activations)
     first = random_stack(format, 1, N, K, device)
     read = first.nbytes + 2 * M * K
     stacks = [first, *(random_stack(format, 1, N, K, device) for _ in range(_more(read, device)))]

@@ -15,7 +15,7 @@ from pykernels.gpu.quantize import quantize_fp8
 from pykernels.shapes import SortedSlots
 
 from .harness import Case, going_on
-from .weights import random_experts
+from .weights import activations_for, random_experts
 
 H, INTER, E, TOPK = 7168, 2048, 256, 8
 _SERVED = 64
@@ -51,13 +51,6 @@ def _peer(experts: Experts, order: SortedSlots, weights: torch.Tensor) -> Callab
         return torch.zeros_like(x).index_add_(0, tokens, y)
 
     return run
-
-
-def _activations(format: str, rows: float, activations: str) -> str:
-    """ "auto" is E4M3 where products bound an fp8 layer, and bf16 elsewhere."""
-    if activations != "auto":
-        return activations
-    return "fp8" if format == "fp8" and rows > 16 else "bf16"
 
 
 def layer_case(
@@ -161,12 +154,12 @@ def _crowded_cases(format: str, device: torch.device, quick: bool) -> Iterator[C
     experts = random_experts(format, E, H, INTER, device)
     for each in (128, 512) if quick else (64, 128, 256, 512):
         T = each * E // TOPK
-        how = _activations(format, each, "auto")
+        how = activations_for(format, each, "auto")
         yield layer_case(experts, format, T, TOPK, "balanced", how)
         if each in (128, 512):
             yield from product_cases(experts, format, T, TOPK, how)
     if not quick:
-        how = _activations(format, 256, "auto")
+        how = activations_for(format, 256, "auto")
         yield layer_case(experts, format, 256 * E // TOPK, TOPK, "zipf", how)
     yield layer_case(experts, format, 1, TOPK, "balanced", "bf16")
 
@@ -193,6 +186,6 @@ def case(
         raise PykernelsError(
             f"top-{topk} of {experts} experts", "Use a topk of at most the experts"
         )
-    how = _activations(format, tokens * topk / experts, activations)
+    how = activations_for(format, tokens * topk / experts, activations)
     layer = random_experts(format, experts, hidden, inter, device)
     return layer_case(layer, format, tokens, topk, routing, how)

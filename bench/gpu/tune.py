@@ -189,7 +189,8 @@ def main(arguments: list[str] | None = None) -> int:
         default=[],
         metavar="batch=8,context=4096",
         help="only attention, of this size: batch, context, heads, kv_heads, head_dim, format, "
-        "window, new (tokens of a prefill); may be given again; caches have pages of 64",
+        "window, new (tokens); some are of some --op only; may be given again; caches have pages "
+        "of 64",
     )
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--no-save", action="store_true", help="only print")

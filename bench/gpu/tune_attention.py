@@ -59,12 +59,11 @@ class AttentionJob:
     @property
     def shape(self) -> AttentionShape:
         """What a launch of it looks for."""
-        size, decode = self.size, self.op.endswith("decode")
+        size, decode = self.size, self.size.decode
         B, K, NH, page = size.batch, size.context, size.heads, PAGE if decode else 0
-        queries = 1 if decode else size.new or K
         if decode:  # the page table has room for whole pages, but no sequence is longer
-            K = min(K, size.window) if size.window else K
-        near = (B, queries, K)
+            K = size.seen
+        near = (B, size.queries, K)
         if self.op == "mla_decode":
             return AttentionShape(NH, 1, L, R, L, page, 0, *near)
         if self.op == "mla_prefill":
@@ -73,7 +72,7 @@ class AttentionJob:
         return AttentionShape(NH, size.kv_heads, D, 0, D, page, size.window, *near)
 
     def shipped(self, device: torch.device) -> Plan:
-        if self.op.endswith("decode"):
+        if self.size.decode:
             return shipped_decode(self.op, self.shape, self.size.format == "fp8", device)
         return shipped_prefill(self.shape, False, False, True, device)
 
@@ -85,7 +84,7 @@ class AttentionJob:
         if isinstance(plan, DecodePlan):
             plan = replace(plan, per_sm=1, least=1)
         shape = self.shape
-        fixed = (shape.heads // shape.kv_heads, *shape[2:6], shape.window > 0)
+        fixed = (shape.heads // shape.kv_heads, *shape[2:6], shape.window > 0, shape.queries > 1)
         return (self.op, self.size.format, *fixed, plan), plan
 
     def calls(self, device: torch.device, kept: Kept) -> Calls:

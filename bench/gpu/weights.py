@@ -7,9 +7,30 @@ from __future__ import annotations
 
 import torch
 
+from pykernels.errors import PykernelsError
 from pykernels.gpu.matrices import Matrices, empty_for_gpu
 from pykernels.gpu.moe import Experts
 from pykernels.quant import get_format
+
+
+def activations_for(format: str, rows: float, asked: str) -> str:
+    """What was ``asked``; of "auto" fp8 where products bound an fp8 matrix, and bf16 elsewhere.
+
+    Args:
+        rows: of the matrix's inputs.
+
+    Raises:
+        PykernelsError: there are no such activations, or not with these weights.
+    """
+    if asked not in ("auto", "bf16", "fp8"):
+        raise PykernelsError(f"a GPU has no {asked!r} activations", "Use bf16 or fp8")
+    if asked == "fp8" and format != "fp8":
+        raise PykernelsError(
+            f"{format} weights are not multiplied with fp8 activations", "Use bf16, or --format fp8"
+        )
+    if asked != "auto":
+        return asked
+    return "fp8" if format == "fp8" and rows > 16 else "bf16"
 
 
 def random_stack(name: str, count: int, N: int, K: int, device: torch.device) -> Matrices:

@@ -1,4 +1,9 @@
-"""The float32 torch truth for every op, same name and signature as the fast one."""
+"""The float32 torch truth for every op, by the name of the fast one and with all of its inputs.
+
+Where both take a parameter it has the same place and default (tests/gpu/test_twins.py). What only
+the fast one takes is how it is launched and where its result goes; what only the truth takes is
+what it computes in (``dtype``) and what a packed weight knows by itself (``fmt``).
+"""
 
 from .activation import silu_mul
 from .attention import gqa_decode, gqa_prefill, mla_decode, mla_prefill

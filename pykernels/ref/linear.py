@@ -6,6 +6,8 @@ import torch
 
 from ..quant import Format, Weight
 from ..quant.fp8 import MAX
+from ..shapes import SortedSlots
+from .permute import permute
 
 GROUP = 128
 
@@ -13,9 +15,9 @@ GROUP = 128
 def linear(
     x: torch.Tensor,
     weight: Weight,
-    fmt: Format,
     bias: torch.Tensor | None = None,
     *,
+    fmt: Format,
     activations: str = "bf16",
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
@@ -25,6 +27,7 @@ def linear(
         x: [M, K], any float dtype.
         weight: [N, K] in ``fmt``.
         bias: [N].
+        fmt: of the weight, which does not know it; the GPU's layout does.
         activations: "bf16" for x as it is, "fp8" for what E4M3 kernels make of it first.
         dtype: of the products, their sums and the result.
 
@@ -37,12 +40,19 @@ def linear(
     return y if bias is None else y + bias.to(dtype)
 
 
-def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_fp8(
+    x: torch.Tensor, order: SortedSlots | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """x [R, K] -> (float8_e4m3fn [R, K], float32 scales [R, ceil(K / 128)]).
 
     A scale is the largest magnitude of a row's 128 inputs / 448 (DeepSeek-V3, arXiv 2412.19437,
     section 3.3.2), 1 if all are zero.
+
+    Args:
+        order: of R tokens; the results then have R * topk rows, each sorted slot's token.
     """
+    if order is not None:
+        x = permute(x, order)
     R, K = x.shape
     whole = torch.nn.functional.pad(x.float(), (0, -K % GROUP)).view(R, -1, GROUP)
     amax = whole.abs().amax(2, keepdim=True)

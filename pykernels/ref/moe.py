@@ -22,6 +22,7 @@ def moe_ffn(
     dtype: torch.dtype = torch.float32,
     h_dtype: torch.dtype | None = None,
     activations: str = "bf16",
+    add: torch.Tensor | None = None,
     nudge: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """``sum_k weights[t, k] * expert[ids[t, k]](x[t])`` from the dequantized weights.
@@ -39,6 +40,7 @@ def moe_ffn(
             rounded to bf16, then quantized as ``experts.fmt.int8_kind`` says; from there the
             products are exact but for ``dtype``. "fp8" likewise: E4M3, one scale a token and 128
             inputs.
+        add: [T, H] that joins the sum, such as the shared experts' output.
         nudge: what becomes of an expert's h before it is rounded (``testing.flips``).
 
     Returns:
@@ -49,7 +51,7 @@ def moe_ffn(
     """
     through = _inputs(experts.fmt, activations, dtype)
     x, weights = through(x), weights.to(dtype)
-    y = torch.zeros_like(x)
+    y = torch.zeros_like(x) if add is None else add.to(dtype, copy=True)
     for expert in filter(experts.holds, ids.unique().tolist()):
         gate, up, down = (experts.fmt.dequantize(w).to(dtype) for w in experts.unpack(expert))
         tokens, ranks = torch.where(ids == expert)

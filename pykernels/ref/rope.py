@@ -19,18 +19,25 @@ def yarn_frequencies(
     original: int,
     beta_fast: float = 32.0,
     beta_slow: float = 1.0,
+    truncate: bool = True,
 ) -> torch.Tensor:
     """Frequencies of a context stretched by ``factor`` (YaRN, 3.2): float32 [dim / 2].
 
     Those that turn more than ``beta_fast`` times in the ``original`` context stay, those that turn
     less than ``beta_slow`` times are divided by ``factor``, and between lies a ramp.
+
+    Args:
+        truncate: the ramp begins and ends at whole frequencies, as DeepSeek's does; else exactly
+            where they turn so often (gpt-oss; transformers' ``rope_parameters["truncate"]``).
     """
 
     def index(turns: float) -> float:  # of the frequency that turns so often
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    low = max(math.floor(index(beta_fast)), 0)
-    high = min(math.ceil(index(beta_slow)), dim - 1)
+    low, high = index(beta_fast), index(beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
     ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
     stretched = ramp.clamp(0, 1)
     plain = rope_frequencies(dim, base)

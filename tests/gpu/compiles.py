@@ -23,7 +23,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -130,22 +130,41 @@ def mixed_rows(ttgir: str) -> str | None:
     return None
 
 
-def compiled(calls: list[tuple[str, Any]], arch: int) -> Iterator[dict[str, Any]]:
-    """One row a launch of the calls; ``why`` where one did not compile."""
-    launches: list[tuple[JITFunction, tuple[Any, ...], dict[str, Any]]] = []
+def pretend(arch: int) -> None:
+    """From now on there is a GPU of this compute capability, as far as plans and checks go.
+
+    Raises:
+        PykernelsError: Triton would interpret.
+    """
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        raise PykernelsError("TRITON_INTERPRET is set", "Unset it")
+    launch.supports = lambda device: None
+    launch.arch = lambda device: divmod(arch, 10)
+
+
+def launches(
+    call: Callable[[], object],
+) -> list[tuple[JITFunction, tuple[Any, ...], dict[str, Any]]]:
+    """The kernels that a call would launch, with their arguments; none is launched."""
+    found = []
 
     def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        launches.append((self, args, kwargs))
+        found.append((self, args, kwargs))
 
     JITFunction.run = record
+    call()
+    return found
+
+
+def compiled(calls: list[tuple[str, Any]], arch: int) -> Iterator[dict[str, Any]]:
+    """One row a launch of the calls; ``why`` where one did not compile."""
     for name, call in calls:
-        launches.clear()
         try:
-            call()
+            found = launches(call)
         except Exception as error:
             yield {"name": name, "why": f"{type(error).__name__}: {error}"}
             continue
-        for kernel, args, kwargs in launches:
+        for kernel, args, kwargs in found:
             options = {k: kwargs.pop(k) for k in OPTIONS if k in kwargs}
             row: dict[str, Any] = {"name": name, "kernel": kernel.__name__, **options}
             try:
@@ -172,10 +191,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("modules", nargs="+")
     chosen = parser.parse_args()
-    if os.environ.get("TRITON_INTERPRET", "0") == "1":
-        raise PykernelsError("TRITON_INTERPRET is set", "Unset it")
-    launch.supports = lambda device: None
-    launch.arch = lambda device: divmod(chosen.arch, 10)
+    pretend(chosen.arch)
     failed, one = False, functools.partial(rows_of, arch=chosen.arch)
     # Forked: torch is imported once for all, which takes as long as a file.
     forked = multiprocessing.get_context("fork")

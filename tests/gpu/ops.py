@@ -2,7 +2,8 @@
 
 One table for what is asked of all ops alike (see ``test_captured.py`` and ``test_guards.py``): each
 tensor that a kernel sees is in the dict that ``make`` returns, results included, so that a test may
-put all of them where it likes. Sizes are those of a model on a GPU, tiny in the interpreter.
+put all of them where it likes. Sizes are those of a model on a GPU, tiny in the interpreter; the
+device "meta" stands for a GPU (``launches.py``).
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def empty(device: torch.device, *shape: int, dtype: torch.dtype = BF16) -> torch
 
 
 def large(device: torch.device, big: int, small: int) -> int:
-    return big if device.type == "cuda" else small
+    return small if device.type == "cpu" else big
 
 
 def order_buffers(device: torch.device, T: int, topk: int, E: int) -> Tensors:
@@ -103,7 +104,7 @@ def _route(T: int) -> Op:
     """One token by one launch, with the gather; else in parts."""
 
     def sizes(device: torch.device) -> tuple[RouterSpec, int, int]:
-        return (V3, 256, 7168) if device.type == "cuda" else (SMALL_V3, 32, 40)
+        return (SMALL_V3, 32, 40) if device.type == "cpu" else (V3, 256, 7168)
 
     def make(device: torch.device) -> Tensors:
         spec, E, H = sizes(device)

@@ -98,18 +98,24 @@ def _batch(t: Tensors, most: int) -> Ragged:
     return Ragged(*(t[name] for name in names), most, **keys)
 
 
-def _gqa_prefill(paged: bool = False, fp8: bool = False, window: int | None = None) -> Op:
+def _gqa_prefill(
+    paged: bool = False, fp8: bool = False, window: int | None = None, wide: int = 128,
+    most: int = 512,
+) -> Op:  # fmt: skip
+    """Heads ``wide`` and sequences of up to ``most`` tokens on a GPU: the kernel for Hopper takes
+    heads of a power of two, and E4M3 only where many queries make it worth unpacking."""
+
     def make(device: torch.device) -> Tensors:
-        NH, KVH, D = large(device, 8, 4), 2, large(device, 128, 32)
-        most = large(device, 512, 48)
-        given = {"q": normal(device, B * most, NH, D), "out": empty(device, B * most, NH, D)}
-        given |= _where(device, most)
+        NH, KVH, D = large(device, 8, 4), 2, large(device, wide, wide // 4)
+        room = large(device, most, 48)
+        given = {"q": normal(device, B * room, NH, D), "out": empty(device, B * room, NH, D)}
+        given |= _where(device, room)
         if paged:
-            given["table"] = _table(device, most)["table"]
+            given["table"] = _table(device, room)["table"]
             for name in "kv":
-                given |= _cache(device, name, fp8, B * most // PAGE, KVH, D)
+                given |= _cache(device, name, fp8, B * room // PAGE, KVH, D)
         else:
-            given |= {name: normal(device, B * most, KVH, D) for name in "kv"}
+            given |= {name: normal(device, B * room, KVH, D) for name in "kv"}
         return given
 
     def run(t: Tensors) -> torch.Tensor:
@@ -119,6 +125,7 @@ def _gqa_prefill(paged: bool = False, fp8: bool = False, window: int | None = No
         return gqa_prefill(*given, scale=0.1, window=window, **scales, out=t["out"])
 
     words = ["gqa_prefill", *["pages"] * paged, *["E4M3"] * fp8, *["window"] * bool(window)]
+    words += [f"heads of {wide}"] * (wide != 128) + [f"{most} tokens"] * (most != 512)
     return Op(", ".join(words), make, run)
 
 
@@ -170,5 +177,7 @@ ATTENTION = (
     _gqa_decode(), _gqa_decode(window=50), _gqa_decode(fp8=True, page=64),
     _gqa_decode(page=64), _gqa_decode(window=50, page=64),
     _gqa_prefill(window=20), _gqa_prefill(paged=True), _gqa_prefill(paged=True, fp8=True),
+    _gqa_prefill(wide=96), _gqa_prefill(paged=True, window=20, wide=96),
+    _gqa_prefill(paged=True, fp8=True, most=96),
     _mla_read(fp8=False), _mla_read(fp8=True),
 )  # fmt: skip

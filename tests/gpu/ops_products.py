@@ -9,10 +9,12 @@ import torch
 from pykernels.gpu import moe
 from pykernels.gpu.linear import linear
 from pykernels.gpu.matrices import Matrices, empty_for_gpu
+from pykernels.gpu.plan_types import GemmPlan
 from pykernels.quant import Format, get_format
 
 from .ops import Op, Tensors, choices, empty, large, normal
 
+UNPACK = GemmPlan(64, 128, 64, stages=2, unpack=True)
 FORMATS = ("bf16", "fp8", "int8", "int4", "int4-g128", "q4_k", "q6_k")
 
 
@@ -36,8 +38,11 @@ def _filled(stack: Matrices, name: str, given: Tensors) -> Matrices:
     return replace(stack, data=given[f"{name} data"], scale=given.get(f"{name} scale"))
 
 
-def _experts(name: str, T: int, activations: str = "bf16", table: bool = False) -> Op:
-    """A layer of 5 experts, or of 3 slots that a table deals out."""
+def _experts(
+    name: str, T: int, activations: str = "bf16", table: bool = False, unpack: bool = False
+) -> Op:
+    """A layer of 5 experts, or of 3 slots that a table deals out; the GPU's own plans, or one that
+    decodes them beforehand."""
     fmt, E, topk = get_format(name), 5, 2
     count = 3 if table else E
 
@@ -71,17 +76,22 @@ def _experts(name: str, T: int, activations: str = "bf16", table: bool = False) 
             slots=t.get("table"),
         )
         given = (t["x"], t["ids"], t["weights"], experts)
-        return moe.moe_ffn(*given, activations=activations, add=t["add"], out=t["out"])
+        how = {"activations": activations, "plans": (UNPACK, UNPACK) if unpack else None}
+        return moe.moe_ffn(*given, **how, add=t["add"], out=t["out"])
 
-    words = ("experts", name, f"{T} tokens", activations, *["slot table"] * table)
+    which = (*["slot table"] * table, *["unpacked"] * unpack)
+    words = ("experts", name, f"{T} tokens", activations, *which)
     return Op(" ".join(words), make, run)
 
 
-def _linear(name: str, M: int, activations: str = "bf16") -> Op:
+def _linear(
+    name: str, M: int, activations: str = "bf16", size: tuple[int, int] = (1544, 2048)
+) -> Op:
+    """A matrix of this ``size`` on a GPU."""
     fmt = get_format(name)
 
     def sizes(device: torch.device) -> tuple[int, int]:
-        return large(device, 1544, 72), large(device, 2048, 256)
+        return large(device, size[0], 72), large(device, size[1], 256)
 
     def make(device: torch.device) -> Tensors:
         N, K = sizes(device)
@@ -97,7 +107,8 @@ def _linear(name: str, M: int, activations: str = "bf16") -> Op:
         weight = _filled(stack, "w", t)
         return linear(t["x"], weight, t["bias"], activations=activations, out=t["out"])
 
-    return Op(f"linear {name} {M} rows {activations}", make, run)
+    words = ("linear", name, f"{M} rows", activations, *[str(size)] * (size != (1544, 2048)))
+    return Op(" ".join(words), make, run)
 
 
 _KINDS = [*((name, "bf16") for name in FORMATS), ("fp8", "fp8")]
@@ -107,5 +118,10 @@ PRODUCTS = (
     _experts("bf16", 20, table=True),
     _experts("bf16", 500, table=True),
     _experts("fp8", 300, "fp8", table=True),
+    _experts("q4_k", 20, table=True, unpack=True),
     *(_linear(name, M, how) for name, how in _KINDS for M in (1, 3, 16, 300)),
+    *(_linear(name, 1600) for name in ("fp8", "q4_k", "q6_k")),  # unpacked
+    _linear("int4", 40, size=(4104, 3200)),  # programs share all steps,
+    _linear("int4", 300, size=(8520, 512)),  # or those of the last round
+    _linear("fp8", 300, "fp8", size=(264, 4480)),  # by hand, its tiles shared
 )

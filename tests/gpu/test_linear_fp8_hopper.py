@@ -66,7 +66,7 @@ def test_against_float64(
     linear_fp8_hopper.multiply_rows_by_hand(
         codes, scales, stack.to(device), out, None if bias is None else bias.to(device), 2
     )
-    truth = ref.linear(x, weight, FP8, bias, activations="fp8", dtype=torch.float64)
+    truth = ref.linear(x, weight, bias, fmt=FP8, activations="fp8", dtype=torch.float64)
     assert relative_error(out.cpu(), truth) < 4e-3
 
 
@@ -74,7 +74,7 @@ def test_a_linear_goes_there_by_its_plan(device: torch.device) -> None:
     weight, stack = made("fp8", 136, 192)
     x = torch.randn(5, 192).bfloat16()
     y = linear(x.to(device), stack.to(device), activations="fp8", plan=PLAN)
-    truth = ref.linear(x, weight, FP8, activations="fp8", dtype=torch.float64)
+    truth = ref.linear(x, weight, fmt=FP8, activations="fp8", dtype=torch.float64)
     assert relative_error(y.cpu(), truth) < 4e-3
 
 

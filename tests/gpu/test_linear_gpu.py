@@ -41,9 +41,9 @@ def check(
     fmt = get_format(name)
     x, bias = torch.randn(M, K).bfloat16(), torch.randn(N).bfloat16()
     y = linear(x.to(device), stack.to(device), bias.to(device), activations=activations, **how)  # type: ignore[arg-type]
-    truth = ref.linear(x, weight, fmt, bias, activations=activations, dtype=torch.float64)
+    truth = ref.linear(x, weight, bias, fmt=fmt, activations=activations, dtype=torch.float64)
     native = x @ fmt.dequantize(weight).bfloat16().T + bias
-    exact = ref.linear(x, weight, fmt, bias, dtype=torch.float64)
+    exact = ref.linear(x, weight, bias, fmt=fmt, dtype=torch.float64)
     # A small sum's rounding flips: the error of few values is not that of many.
     assert relative_error(y.cpu(), truth) <= 1.3 * max(relative_error(native, exact), 2e-3)
     return y
@@ -93,7 +93,7 @@ def test_large_and_tiny_inputs_survive_the_powers_of_two_of_gemv(device: torch.d
     for factor in (2.0**40, 1.0, 2.0**-30):
         x = (torch.randn(1, 128) * factor).bfloat16()
         y = linear(x.to(device), stack.to(device), plan=GemvPlan(16, 32))
-        truth = ref.linear(x, weight, get_format("int8"), dtype=torch.float64)
+        truth = ref.linear(x, weight, fmt=get_format("int8"), dtype=torch.float64)
         assert relative_error(y.cpu(), truth) < 4e-3, factor
 
 

@@ -57,7 +57,7 @@ def check_plan(name: str, M: int, N: int, K: int, plan: Any, run: Any) -> None:
     weight, stack = made(name, N, K)
     x, bias = torch.randn(M, K).bfloat16(), torch.randn(N)
     fmt = get_format(name)
-    truth = ref.linear(x, weight, fmt, bias, dtype=torch.float64)
+    truth = ref.linear(x, weight, bias, fmt=fmt, dtype=torch.float64)
     # The interpreter cuts where a GPU rounds.
     most = 6e-3 if launch.interpreted() else 4e-3
     assert relative_error(run(x, stack, bias, plan).cpu(), truth) < most
@@ -228,7 +228,7 @@ def test_shared_steps_have_the_same_bits_each_time(name: str, rows: int, run: An
     fmt = get_format(name)
     for M in (rows - 3, 514):
         x = torch.randn(M, 1024).bfloat16()
-        truth = ref.linear(x, weight, fmt, None)
+        truth = ref.linear(x, weight, fmt=fmt)
         x = x.cuda()
         first = run(x, stack, None, plan)
         assert relative_error(first.cpu(), truth) < 4e-3

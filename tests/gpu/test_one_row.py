@@ -91,7 +91,7 @@ def test_one_row_of_bytes_in_groups_of_32(plan: OneRowPlan, run: Any) -> None:
     fmt = Integer("int8 in groups of 32", 8, 32)
     weight = fmt.quantize(torch.randn(72, 704) / 704**0.5 * torch.rand(72, 704))
     x, bias = torch.randn(1, 704).bfloat16(), torch.randn(72)
-    truth = ref.linear(x, weight, fmt, bias, dtype=torch.float64)
+    truth = ref.linear(x, weight, bias, fmt=fmt, dtype=torch.float64)
     y = run(x, pack_for_gpu(fmt, [weight]), bias, plan).cpu()
     assert relative_error(y, truth) < (6e-3 if launch.interpreted() else 4e-3)
 
@@ -102,7 +102,7 @@ def test_one_row_of_any_size(size: float, name: str, run: Any) -> None:
     """Codes are multiplied as subnormal numbers; what is no number stays none."""
     weight, stack = made(name, 16, 768)
     x = (torch.randn(1, 768) * size).bfloat16()
-    truth = ref.linear(x, weight, get_format(name), None, dtype=torch.float64)
+    truth = ref.linear(x, weight, fmt=get_format(name), dtype=torch.float64)
     y = run(x, stack, None, OneRowPlan(16, 4, 1)).cpu()
     assert relative_error(y.double() / size, truth / size) < 6e-3
     x[0, 100] = float("inf")

@@ -78,12 +78,15 @@ def test_both_pairings_turn_by_the_same_angles(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dim", "base", "factor", "mscale", "all_dim"),
-    [(64, 10000.0, 40.0, 1.0, 1.0), (64, 50000.0, 32.0, 1.0, 1.0), (128, 1e6, 4.0, 0.707, 0.9)],
-    ids=["deepseek v3", "kimi k2", "others"],
-)
+    ("dim", "base", "factor", "mscale", "all_dim", "truncate"),
+    [
+        (64, 10000.0, 40.0, 1.0, 1.0, True), (64, 50000.0, 32.0, 1.0, 1.0, True),
+        (128, 1e6, 4.0, 0.707, 0.9, True), (64, 150000.0, 32.0, 1.0, 0.0, False),
+    ],
+    ids=["deepseek v3", "kimi k2", "others", "gpt-oss"],
+)  # fmt: skip
 def test_yarn_is_what_transformers_makes(
-    dim: int, base: float, factor: float, mscale: float, all_dim: float
+    dim: int, base: float, factor: float, mscale: float, all_dim: float, truncate: bool
 ) -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -96,11 +99,11 @@ def test_yarn_is_what_transformers_makes(
         rope_parameters={
             "rope_type": "yarn", "rope_theta": base, "factor": factor, "beta_fast": 32,
             "beta_slow": 1, "mscale": mscale, "mscale_all_dim": all_dim,
-            "original_max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096, "truncate": truncate,
         },
     )  # fmt: skip
     theirs, scale = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
-    mine = yarn_frequencies(dim, base, factor, 4096)
+    mine = yarn_frequencies(dim, base, factor, 4096, truncate=truncate)
     assert torch.allclose(mine, theirs, rtol=1e-5, atol=0)
     assert yarn_scale(factor, mscale) / yarn_scale(factor, all_dim) == pytest.approx(scale)
     assert yarn_scale(1.0) == 1.0

@@ -259,6 +259,21 @@ def test_bench_on_a_gpu_runs_one_case_of_the_benchmark(
     assert run("bench", "attention", "--kind", "gqa_decode").code == 1  # as the program ended
 
 
+def test_bench_passes_the_activations_of_a_gpu_on(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, object]] = []
+    for module in ("cli_bench", "cli_bench_gpu"):
+        monkeypatch.setattr(f"model.{module}.run_case", lambda *given: seen.append(given[-1]))
+    moe = ("bench", "moe", "--device", "cuda:0")
+    for call in (moe, (*moe, "--activations", "fp8"), (*moe, "--activations", "bf16")):
+        assert run(*call).code == 0
+    assert run("bench", "linear", "--activations", "fp8").code == 0
+    assert [flags["activations"] for flags in seen] == ["auto", "fp8", "bf16", "fp8"]
+    failed(run(*moe, "--activations", "int8"), "--activations int8 are the CPU's")
+    failed(run("bench", "moe", "--activations", "fp8"), "fp8 are a GPU's. Add --device cuda:0")
+
+
 def test_bench_moe_help_names_every_format(run: Run) -> None:
     shown = " ".join(re.sub("[│╭╮╰╯─]", " ", run("bench", "moe", "--help").out).split())
     assert f"Weight format: {', '.join(FORMATS)}." in shown

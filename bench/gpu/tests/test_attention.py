@@ -59,14 +59,15 @@ def test_peers_compute_what_we_compute(size: Size, monkeypatch: Any) -> None:
         ("gqa_decode", {"window": 20}),
         ("gqa_decode", {"format": "fp8"}),
         ("mla_decode", {"format": "fp8"}),
+        ("mla_decode", {"new": 3}),
+        ("gqa_decode", {"new": 3, "window": 20}),
     ],
 )
 def test_cases_without_peers_run(kind: str, options: dict[str, Any]) -> None:
     if torch.cuda.is_available():
         pytest.skip("for the CPU")
-    case = build(
-        Size(kind, 1, 70, heads=4, kv_heads=2, head_dim=32, **options), torch.device("cpu")
-    )
+    sizes: dict[str, Any] = {"kv_heads": 2, "head_dim": 32} if kind.startswith("gqa") else {}
+    case = build(Size(kind, 1, 70, heads=4, **sizes, **options), torch.device("cpu"))
     assert not result(case.run).isnan().any() and not case.peers
 
 
@@ -78,6 +79,11 @@ def test_bytes_and_operations_are_those_of_the_keys_seen() -> None:
     decode = build(Size("mla_decode", 2, 128, heads=4), cpu)
     assert decode.nbytes == 2 * 128 * 576 * 2 + 2 * 4 * (576 + 512) * 2
     assert decode.flops == 2 * 128 * 4 * (576 + 512) * 2
+    steps = build(Size("gqa_decode", 1, 9, heads=4, kv_heads=2, head_dim=32, new=3, window=4), cpu)
+    assert steps.flops == 4 * 4 * (4 + 4 + 4) * 32  # each of the three sees four keys
+    assert steps.nbytes == 6 * 2 * 2 * 32 * 2 + 3 * 2 * 2 * 4 * 32
+    assert steps.params["new"] == 3 and "new" not in decode.params
+    assert result(steps.run).shape == (1, 3, 4, 32)
     prefill = build(Size("gqa_prefill", 1, 8, heads=1, kv_heads=1, head_dim=32, new=2), cpu)
     assert prefill.flops == (7 + 8) * 2 * 2 * 32
 
@@ -89,6 +95,9 @@ def test_bytes_and_operations_are_those_of_the_keys_seen() -> None:
         ({"kind": "mla_decode", "format": "int4"}, "no int4 cache"),
         ({"kind": "gqa_prefill", "format": "fp8"}, "bf16"),
         ({"kind": "mla_decode", "window": 9}, "no window"),
+        ({"kind": "mla_prefill", "kv_heads": 4}, "no kv_heads"),
+        ({"kind": "mla_decode", "head_dim": 64}, "no head_dim"),
+        ({"kind": "gqa_decode", "context": 8, "new": 9}, "new tokens"),
         ({"kind": "gqa_prefill", "context": 8, "new": 9}, "new tokens"),
     ],
 )

@@ -75,5 +75,9 @@ def test_products_alone_are_counted_as_parts_of_the_layer() -> None:
 def test_unknown_formats_and_routings_are_refused() -> None:
     with pytest.raises(PykernelsError, match="GPU layout"):
         random_stack("q5_k", 1, 8, 256, CPU)
+    for case in (linear.case, moe.case):
+        for activations, why in (("int8", "no 'int8' activations"), ("fp8", "int4 weights")):
+            with pytest.raises(PykernelsError, match=why):
+                case(CPU, "int4", activations=activations)  # before its matrices are made
     with pytest.raises(PykernelsError, match="no routing"):
         moe.route(1, 8, 2, "worst", CPU)

@@ -28,6 +28,7 @@ SMALL = [
     Size("mla_decode", 1, 70, heads=4),
     Size("gqa_decode", 2, 70, heads=4, kv_heads=2, head_dim=32, format="fp8"),
     Size("gqa_decode", 1, 70, heads=4, kv_heads=2, head_dim=32, window=40),
+    Size("gqa_decode", 1, 70, heads=4, kv_heads=2, head_dim=32, window=40, new=2),
     Size("mla_prefill", 1, 40, heads=2),
     Size("gqa_prefill", 2, 40, heads=4, kv_heads=2, head_dim=32, new=16),
 ]

@@ -1,0 +1,108 @@
+"""One op, one name: the truth takes all that the fast op takes, in the same places."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pykernels import gpu, ref
+from pykernels.gpu import moe
+from pykernels.gpu.permute import sort_slots
+from pykernels.gpu.quantize import quantize_fp8
+from pykernels.quant import get_format
+from pykernels.shapes import MoEShape
+from pykernels.testing import relative_error, skewed_routing
+
+from .test_captured import HOST
+from .test_moe_gpu import random_experts
+
+LAUNCH = {"out", "plan", "plans", "max_length", "kernel", "cut"}
+"""What only a fast op takes: where its result goes, and how it is launched."""
+TRUTH = {"dtype", "h_dtype", "nudge", "fmt"}
+"""What only the truth takes: what it computes in, and what a packed weight knows by itself."""
+CPU_LEAVES = {"add"}
+"""Of ``cpu.moe_ffn``: there the shared experts' output is added by the model."""
+
+
+def on_the_gpu(name: str) -> tuple[str, Callable[..., Any]]:
+    """The one module that defines this op, and the op."""
+    found: dict[str, Callable[..., Any]] = {}
+    for path in Path(gpu.__file__).parent.glob("*.py"):
+        if f"\ndef {name}(" in path.read_text():
+            op = getattr(import_module(f"pykernels.gpu.{path.stem}"), name)
+            found |= {path.stem: op} if inspect.isfunction(op) else {}  # no part of a kernel
+    assert len(found) == 1, found
+    return found.popitem()
+
+
+OPS = sorted({name for name in ref.__all__ if callable(getattr(ref, name))} - HOST)
+
+
+def assert_twins(fast: Callable[..., Any], truth: Callable[..., Any], left_out: set[str]) -> None:
+    ours, truths = (inspect.signature(op).parameters for op in (fast, truth))
+    assert set(ours) - set(truths) <= LAUNCH
+    assert set(truths) - set(ours) <= left_out
+    shared = [parameter for parameter in ours.values() if parameter.name in truths]
+    for parameter in shared:
+        twin = truths[parameter.name]
+        assert (parameter.kind, parameter.default) == (twin.kind, twin.default), parameter.name
+    places = [p.name for p in shared if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    for parameters in (ours, truths):  # what only one of them takes stands behind
+        assert list(parameters)[: len(places)] == places
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_signatures(name: str) -> None:
+    assert_twins(on_the_gpu(name)[1], getattr(ref, name), TRUTH)
+
+
+def test_signature_of_the_cpus_experts() -> None:
+    pytest.importorskip("numba")
+    from pykernels import cpu
+
+    assert_twins(cpu.moe_ffn, ref.moe_ffn, TRUTH | CPU_LEAVES)
+
+
+def test_the_package_says_where_each_op_is() -> None:
+    for name in OPS:
+        module, _ = on_the_gpu(name)
+        said = (gpu.__doc__ or "").split("\n\n")[1]
+        assert module == name or f"``{module}``" in said and f"``{name}``" in said, name
+
+
+def test_the_package_is_imported_without_triton() -> None:
+    code = "import sys; sys.modules['triton'] = None; import pykernels.gpu"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_joins_the_sum_of_experts(device: torch.device) -> None:
+    shape = MoEShape(E=3, H=128, I=64, topk=2)
+    experts = random_experts(shape, get_format("bf16"), device)
+    x, add = (torch.randn(4, shape.H).bfloat16() for _ in "xa")
+    routing, kept = skewed_routing(4, shape), add.clone()
+    truth = ref.moe_ffn(x, routing.ids, routing.weights, experts, add=add, dtype=torch.float64)
+    alone = ref.moe_ffn(x, routing.ids, routing.weights, experts, dtype=torch.float64)
+    assert torch.allclose(truth - alone, add.double()) and torch.equal(add, kept)
+    given = (tensor.to(device) for tensor in (x, routing.ids, routing.weights))
+    y = moe.moe_ffn(*given, experts, add=add.to(device))
+    assert relative_error(y.cpu(), truth) < 6e-3
+
+
+def test_activations_quantized_in_the_order_of_experts(device: torch.device) -> None:
+    x = torch.randn(9, 192).bfloat16()
+    ids = skewed_routing(9, MoEShape(E=5, H=128, I=64, topk=2)).ids
+    ids[3], ids[7, 1] = -1, 5
+    codes, scales = ref.quantize_fp8(x, ref.sort_slots(ids, 5))
+    found, found_scales = quantize_fp8(x.to(device), sort_slots(ids.to(device), 5))
+    assert torch.allclose(found_scales.cpu(), scales, rtol=1e-6)
+    # A quotient that is rounded otherwise moves a code now and then.
+    moved = found.cpu().view(torch.uint8) != codes.view(torch.uint8)
+    assert moved.float().mean() < 2e-3
