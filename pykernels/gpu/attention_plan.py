@@ -315,6 +315,6 @@ def prefill_plan(
         if fp8:  # converted keys and values need registers too
             return PrefillPlan(rows=128, keys=64, warps=8, stages=2)
         return PrefillPlan(rows=128, keys=128, warps=8, stages=3 if D <= 64 else 2)
-    if large or R:
-        return PrefillPlan(rows=64, keys=32, warps=4, stages=2)
+    if large or R:  # a rotated part beside values of 256 spills with 4 warps
+        return PrefillPlan(rows=64, keys=32, warps=8 if R and DV > 128 else 4, stages=2)
     return PrefillPlan(rows=128, keys=64 if D <= 64 else 32, warps=4, stages=2)

@@ -127,7 +127,7 @@ def test_what_is_no_number_has_no_part_in_a_scale(device: torch.device) -> None:
         for found, truth in zip(mine, theirs, strict=True):
             torch.testing.assert_close(found.float(), truth.float(), rtol=0, atol=0, equal_nan=True)
         assert torch.equal(mine[0][0, [0, 1, 3]].isnan(), x[[0, 1, 3]].isnan())
-        assert mine[2][0, :3].tolist() == [(x.new_tensor(3.0) / 448).item(), 1.0, torch.inf]
+        assert mine[2][0, :3].tolist() == [(torch.tensor(3.0) / 448).item(), 1.0, torch.inf]
 
 
 @pytest.mark.gpu

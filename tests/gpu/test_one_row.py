@@ -110,11 +110,13 @@ def test_one_row_of_any_size(size: float, name: str, run: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["q4_k", "q6_k"])
-def test_one_row_of_k_quants_takes_two_warps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_row_of_k_quants_takes_two_warps(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pykernels.gpu.linear.arch", lambda device: (9, 0))
     _, stack = made(name, 16, 768)
     with pytest.raises(PykernelsError, match="two warps or more"):
-        linear(torch.zeros(1, 768).bfloat16(), stack, plan=OneRowPlan(16, 1))
+        linear(torch.zeros(1, 768).bfloat16().to(device), stack.to(device), plan=OneRowPlan(16, 1))
 
 
 def test_one_row_of_narrow_matrices() -> None:
