@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .cli_common import Debug, Threads, command, err, out, prepare_threads
+from .cli_common import Debug, Threads, command, err, note, out, prepare_threads
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,14 +44,21 @@ def calibrate(
     from runtime import calibrate as measuring
     from runtime import choices
     from runtime.pool import WorkerPool
+    from runtime.topology import Topology
 
     target = detect()
     every = [name for name in FORMATS if activations == "bf16" or FORMATS[name].int8_kind]
-    formats = [get_format(name).name for name in format or every]
+    formats = [get_format(name).name for name in dict.fromkeys(format or every)]
     backends = {fmt: resolve("auto", fmt, target, activations).name for fmt in formats}
     able = [fmt for fmt in formats if backends[fmt] in GEMM_FROM]
     choices.read(target.cpu)  # a file that cannot be read is told before anything is timed
     found: list[Calibration] = []
+    usual = Topology.detect().default_threads()
+    if able and chosen_threads not in (None, usual):
+        note(
+            f"measured with --threads {chosen_threads}, where {usual} would be usual, but kept for"
+            " any number: calibrate with as many as will run"
+        )
     if able:
         with WorkerPool(chosen_threads) as pool, err().status("", spinner_style="dim") as status:
             for fmt in able:
@@ -109,7 +116,10 @@ def _decision(calibration: Calibration) -> str:
     """How it was decided, in words."""
     from runtime.choices import Choices
 
+    decided = str(Choices(calibration.gemm_from))
+    if calibration.gemm_from > calibration.points[-1].tokens:
+        decided = f"no GEMM below {calibration.gemm_from} tokens an expert"
     return (
-        f"{calibration.fmt}: {Choices(calibration.gemm_from)}. Of all thresholds it loses least"
+        f"{calibration.fmt}: {decided}. Of all thresholds it loses least"
         f" over these rows: {calibration.regret:.1%} against the faster path in every row"
     )

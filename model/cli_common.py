@@ -99,7 +99,7 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
         except PykernelsError as error:
             raise _fail(str(error), EXIT_ERROR) from None
         except Exception as error:
-            what = " ".join(f"{type(error).__name__}: {error}".split())
+            what = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
             hint = "" if State.debug else ". Run it again with --debug for the traceback"
             raise _fail(f"unexpected {what}{hint}", EXIT_PROBLEM) from None
 
@@ -170,7 +170,8 @@ def prepare_threads(threads: int | None) -> int | None:
     chosen = threads or env.threads
     if chosen is not None and chosen > usable:
         raise PykernelsError(
-            f"{chosen} threads are more than the {usable} cores that this process may use",
+            f"{chosen} threads are more than the {usable} core{'s' * (usable > 1)} that this"
+            " process may use",
             f"Give --threads {usable} or fewer, or allow it more cores (taskset, cgroup)",
         )
     for name, value in {

@@ -32,7 +32,10 @@ KERNELS = ("auto", "amx", "avx512", "generic")
 def _path(text: str) -> Path:
     if not text.strip():
         raise ValueError("it is empty")
-    return Path(text).expanduser()
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError("it begins with the home of a user who has none here") from None
 
 
 def _kernel(text: str) -> str:
@@ -51,7 +54,10 @@ def _hidden_features(text: str) -> frozenset[str]:
 def _count(text: str) -> int | None:
     if not text.strip():
         return None
-    count = int(text)
+    try:
+        count = int(text)
+    except ValueError:
+        raise ValueError("it is no whole number") from None
     if count < 1:
         raise ValueError("it is below 1")
     return count
@@ -63,7 +69,10 @@ _HOUR = 3.6e9  # microseconds; as nanoseconds on top of a clock it is far from 2
 def _microseconds(text: str) -> float | None:
     if not text.strip():
         return None
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError("it is no number") from None
     if not 0 <= value <= _HOUR:
         raise ValueError("it is negative, no number or above an hour")
     return value
@@ -120,7 +129,7 @@ class Env:
     cache_dir = Flag(
         _path,
         "~/.cache/pykernels",
-        "Folder of the compiled kernels.",
+        "Folder of compiled kernels, choices-*.json (calibrate) and gpu-plans.json.",
         "Give it a folder that you may write to",
     )
     kernel = Flag(

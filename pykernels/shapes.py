@@ -7,6 +7,7 @@ size, ``I`` intermediate size of one expert.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 
@@ -27,9 +28,9 @@ class MoEShape:
 
     def __post_init__(self) -> None:
         for name in ("E", "H", "I", "topk"):
-            if getattr(self, name) < 1:
+            if not isinstance(size := getattr(self, name), Integral) or size < 1:
                 raise PykernelsError(
-                    f"MoE shape has {name}={getattr(self, name)}", f"{name} must be at least 1"
+                    f"MoE shape has {name}={size!r}", f"{name} must be a whole number from 1"
                 )
         if self.topk > self.E:
             raise PykernelsError(

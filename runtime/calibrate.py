@@ -32,6 +32,8 @@ SHAPE = MoEShape(E=8, H=7168, I=2048, topk=8)
 """DeepSeek-V3's expert sizes; with topk = E a call of n tokens gives each expert exactly n."""
 
 TOKENS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)
+LATER = (96, 128)
+"""Measured too, one by one, while no GEMM has paid: together they cost about what ``TOKENS`` do."""
 PATHS = {"tiles": NEVER, "gemm": 1}
 """The ``gemm_from`` that sends every expert down a path."""
 
@@ -63,6 +65,7 @@ class Calibration:
     """What one format was calibrated to.
 
     Attributes:
+        gemm_from: beyond the last point where the GEMM paid in none: not below that.
         points: by tokens, ascending.
         regret: how much slower the choice is than the faster path at every point, the geometric
             mean: 0 where the paths cross once.
@@ -95,7 +98,7 @@ class PathTimer:
         backend: str,
         activations: str = "bf16",
         shape: MoEShape = SHAPE,
-        max_tokens: int = max(TOKENS),
+        max_tokens: int = max(LATER),
     ) -> None:
         g = torch.Generator().manual_seed(0)
         self._x = torch.randn(max_tokens, shape.H, generator=g).to(torch.bfloat16)
@@ -185,7 +188,14 @@ def calibrate(
     """
     timer = timer or PathTimer(fmt, pool, backend, activations)
     points = time_paths(timer, progress=progress)
+    for n in LATER:
+        if crossover(points)[0] < NEVER:
+            break
+        points += time_paths(timer, (n,))
     gemm_from, regret = crossover(points)
+    if gemm_from == NEVER:  # more than this nobody has seen
+        default = choices.default(backend, fmt, activations).gemm_from
+        gemm_from = max(default, points[-1].tokens + 1)
     return Calibration(backend, fmt, activations, pool.threads, gemm_from, points, regret)
 
 

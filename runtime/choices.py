@@ -16,14 +16,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pykernels.cpu.instructions import instructions
 from pykernels.cpu.moe import NEVER
 from pykernels.cpu.plan import GEMM_FROM, gemm_from_here
 from pykernels.env import env
 from pykernels.errors import PykernelsError
+from pykernels.target import detect
 
-VERSION = 6
-"""Of the file. Raise it when a kernel changes so much that old choices are wrong: files of another
-version count as none."""
+VERSION = 7
+"""Of the file. Raise it when a kernel or ``key`` changes so much that old choices are wrong: files
+of another version count as none."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,11 @@ def path(cpu: str) -> Path:
 
 
 def key(backend: str, fmt: str, activations: str = "bf16") -> str:
-    """What choices are kept by: "amx/fp8/bf16"."""
-    return f"{backend}/{fmt}/{activations}"
+    """What choices are kept by: "avx512/avx512-bf16-vnni/fp8/bf16".
+
+    The second is the set of instructions: what ``PYKERNELS_ISA`` hides moves where paths cross.
+    """
+    return f"{backend}/{instructions(detect()).name}/{fmt}/{activations}"
 
 
 def read(cpu: str) -> dict[str, Choices]:
@@ -140,7 +145,7 @@ def _entries(cpu: str) -> dict[str, Any]:
             f"the calibration {file} cannot be read: {error.strerror}",
             "Point PYKERNELS_CACHE_DIR at a folder that you may read and write",
         ) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = " ".join(f"{type(error).__name__}: {error}".split())
         raise PykernelsError(
             f"the calibration {file} cannot be read ({what})", "Delete it; then calibrate again"

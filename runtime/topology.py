@@ -127,17 +127,21 @@ class Topology:
             cores: of each; None for as many as there are.
 
         Raises:
-            PykernelsError: more than this machine's usable cores.
+            PykernelsError: none, or more than this machine's usable cores.
         """
         with env.override(fake_numa=None):
             return cls.detect()._dealt(nodes, cores)
 
     def _dealt(self, nodes: int, cores: int | None = None) -> Topology:
-        each = cores or len(self.physical) // nodes
-        if not 1 <= each * nodes <= len(self.physical):
+        if nodes < 1 or (cores is not None and cores < 1):
+            of = "" if cores is None else f" of {cores} cores"
+            raise PykernelsError(f"{nodes} made-up NUMA nodes{of}", "Ask for 1 or more of both")
+        most = len(self.physical)
+        each = cores or max(1, most // nodes)
+        if each * nodes > most:
             raise PykernelsError(
-                f"{nodes} made-up NUMA nodes of {max(1, each)} cores are more than the"
-                f" {len(self.physical)} cores that this process may use",
+                f"{nodes} made-up NUMA node{'s' * (nodes > 1)} of {each} core{'s' * (each > 1)} are"
+                f" more than the {most} core{'s' * (most > 1)} that this process may use",
                 "Ask for fewer (PYKERNELS_FAKE_NUMA)",
             )
         groups = self.physical[: each * nodes]

@@ -16,6 +16,7 @@ PACKAGES = {"pykernels": 0, "runtime": 1, "model": 2, "bench": 3, "tests": 3}
 PYKERNELS = {
     "": 0,  # the package itself holds the version and imports nothing
     "errors": 0,
+    "amx_state": 1,
     "env": 1,
     "shapes": 1,
     "target": 2,

@@ -7,8 +7,8 @@ from typing import Any
 
 from numba import carray, types
 
+from ..amx_state import request_permission
 from ..target import Target
-from .amx_state import request_permission
 from .gemm_amx import write_config
 from .instructions import prefers_fma
 from .intrin import amx

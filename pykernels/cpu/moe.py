@@ -10,10 +10,10 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+from ..amx_state import request_permission
 from ..target import Target, detect
 from . import gemm_amx, gemm_avx512, gemm_fma, tile_amx, tile_avx512, tile_generic
 from .activations import annotation
-from .amx_state import request_permission
 from .annotate import make_annotate
 from .instructions import Instructions, instructions
 from .intrin import amx

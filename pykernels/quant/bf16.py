@@ -14,9 +14,9 @@ class BF16(Format):
     name = "bf16"
     dtype = torch.bfloat16
     bits = 16
-    error = "|w| * 2**-8 (round to nearest even)"
+    error = "|w| * 2**-8 (round to nearest even), and 2**-134 (the least bfloat16 is 2**-133)"
 
-    def quantize(self, matrix: torch.Tensor) -> Weight:
+    def _quantize(self, matrix: torch.Tensor) -> Weight:
         return Weight(matrix.to(torch.bfloat16))
 
     def dequantize(self, weight: Weight) -> torch.Tensor:

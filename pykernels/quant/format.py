@@ -34,9 +34,23 @@ class Format(ABC):
     k_multiple: int = 1
     int8_kind: str | None = None
 
-    @abstractmethod
     def quantize(self, matrix: torch.Tensor) -> Weight:
-        """float [N, K] -> this format, within ``error``."""
+        """float [N, K] -> this format, within ``error``.
+
+        Raises:
+            PykernelsError: no matrix, K no multiple of ``k_multiple``, or weights that the format
+                has no numbers for.
+        """
+        if matrix.ndim != 2 or not matrix.numel():
+            raise PykernelsError(
+                f"a tensor of shape {tuple(matrix.shape)} cannot become {self.name}",
+                "Give a matrix [N, K] with at least one weight",
+            )
+        return self._quantize(matrix)
+
+    @abstractmethod
+    def _quantize(self, matrix: torch.Tensor) -> Weight:
+        """``quantize`` of a matrix with at least one weight."""
 
     @abstractmethod
     def dequantize(self, weight: Weight) -> torch.Tensor:
@@ -78,7 +92,13 @@ class Format(ABC):
         return 0
 
     def check(self, weight: Weight, N: int, K: int, name: str = "weight") -> None:
-        """Raises PykernelsError unless ``weight`` is a matrix [N, K] in this format, on the CPU."""
+        """Raises PykernelsError unless ``weight`` is a matrix [N, K] in this format, on the CPU,
+        and its scales are finite."""
+        if not isinstance(weight, Weight):
+            raise PykernelsError(
+                f"{name} is a {type(weight).__name__}, no Weight",
+                f"Make it one with get_format({self.name!r}).quantize",
+            )
         self.padded_k(K)
         for part in (weight.data, weight.scale):
             if part is not None and not part.is_cpu:
@@ -106,6 +126,10 @@ class Format(ABC):
                 f"{name} has scales of {weight.scale.dtype}, format {self.name} holds"
                 f" {self.scale_dtypes[0]}",
                 "Convert the scales, if that loses nothing",
+            )
+        if weight.scale is not None and not weight.scale.isfinite().all():
+            raise PykernelsError(
+                f"{name} has scales that are NaN or infinite", "Check the checkpoint"
             )
 
     def pack(self, weight: Weight, blocks: torch.Tensor, scales: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from ..errors import PykernelsError
 from .channel import SCALE_DTYPES, ChannelScales, channel_scale
 from .format import Format, check_finite
 from .layout import K_BLOCK, N_BLOCK, padded
@@ -19,16 +20,37 @@ MAX = 448.0
 """The largest finite E4M3 value."""
 
 
-class FP8(Format):
+def _error(part: str) -> str:
+    """``Format.error`` where a ``part`` of a matrix shares a scale."""
+    return (
+        f"max(|w| * 2**-4, {part} amax * 2**-10 / 448) (round to nearest even), and 2**-141"
+        " (float32 scales)"
+    )
+
+
+class E4M3(Format):
+    """What both formats share: the codes."""
+
+    dtype = torch.float8_e4m3fn
+    scale_dtypes: tuple[torch.dtype, ...] = SCALE_DTYPES
+    bits = 8
+
+    def check(self, weight: Weight, N: int, K: int, name: str = "weight") -> None:
+        super().check(weight, N, K, name)
+        codes = weight.data  # one NaN is the largest signed byte, the other the largest unsigned
+        if int(codes.view(torch.int8).max()) == 0x7F or int(codes.view(torch.uint8).max()) == 0xFF:
+            raise PykernelsError(
+                f"{name} has codes that are NaN (0x7f, 0xff)", "Check the checkpoint"
+            )
+
+
+class FP8(E4M3):
     """E4M3 blocks; ragged last blocks are allowed, as in DeepSeek's 576-row ``kv_a_proj``."""
 
     name = "fp8"
-    dtype = torch.float8_e4m3fn
-    scale_dtypes = SCALE_DTYPES
-    bits = 8
-    error = "max(|w| * 2**-4, block amax * 2**-10 / 448) (round to nearest even)"
+    error = _error("block")
 
-    def quantize(self, matrix: torch.Tensor) -> Weight:
+    def _quantize(self, matrix: torch.Tensor) -> Weight:
         N, K = matrix.shape
         rows, cols = self._scale_shape(N, K)
         blocks = torch.zeros(rows * K_BLOCK, cols * K_BLOCK)
@@ -68,15 +90,13 @@ class FP8(Format):
         return rows.repeat_interleave(K_BLOCK, dim=1)[:, :K]
 
 
-class FP8Channel(ChannelScales):
+class FP8Channel(ChannelScales, E4M3):
     """E4M3 with a scale for each output: compressed-tensors' FP8 of strategy "channel"."""
 
     name = "fp8-channel"
-    dtype = torch.float8_e4m3fn
-    bits = 8
-    error = "max(|w| * 2**-4, output amax * 2**-10 / 448) (round to nearest even)"
+    error = _error("output")
 
-    def quantize(self, matrix: torch.Tensor) -> Weight:
+    def _quantize(self, matrix: torch.Tensor) -> Weight:
         amax = matrix.float().abs().amax(1, keepdim=True)
         check_finite(amax, self.name)
         scale = channel_scale(amax, MAX)  # [N, 1]

@@ -11,6 +11,8 @@ columns of 32 rows.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from abc import abstractmethod
 from typing import NamedTuple
 
@@ -46,12 +48,16 @@ class GGUF(Format):
         k_multiple: inputs of a block.
         stored_bytes: bytes of a block in a file.
         halves, small: how many scales of each kind a block has.
+        share: what ``error`` is of the largest weight (or the widest range) in a block,
+        floor: and what fp16 scales add to it.
     """
 
     dtype = torch.uint8
     stored_bytes: int
     halves: int
     small: int
+    share: float
+    floor: float
 
     @abstractmethod
     def split(self, raw: torch.Tensor) -> Blocks:
@@ -87,15 +93,20 @@ class GGUF(Format):
             )
         return Weight(raw.contiguous().flatten().view(torch.uint8).view(rows))
 
-    def quantize(self, matrix: torch.Tensor) -> Weight:
+    def _quantize(self, matrix: torch.Tensor) -> Weight:
         rows = self.data_shape(*matrix.shape)
-        check_finite(matrix.abs().max(), self.name)
+        amax = matrix.abs().max()
+        check_finite(amax, self.name)
+        if 0 < float(amax) * self.share < self.floor:
+            _tell_of_coarse_scales(self.name, self.floor / self.share, self.floor)
         chunk = max(1, _CHUNK // self.k_multiple)
-        lots = matrix.float().reshape(-1, self.k_multiple).split(chunk)  # [B, k_multiple] each
+        # Contiguous: sums of a transposed view, as of K = k_multiple, are of another order.
+        blocks = matrix.float().contiguous().view(-1, self.k_multiple)
+        lots = blocks.split(chunk)  # [B, k_multiple] each
         fitted = [self.fit(lot) for lot in lots]
         if not all(lot.halves.isfinite().all() for lot in fitted):
             raise PykernelsError(
-                f"a matrix holds weights up to {float(matrix.abs().max()):.3g}, too large for the "
+                f"a matrix holds weights up to {float(amax):.3g}, too large for the "
                 f"fp16 scales of {self.name}",
                 "Use bf16 or int8 for these weights",
             )
@@ -150,3 +161,13 @@ class GGUF(Format):
         stream = scales.unflatten(1, (-1, wide + narrow))
         halves, small = stream[..., :wide].view(torch.int16), stream[..., wide:]
         return halves.unflatten(2, (-1, N_BLOCK)), small.unflatten(2, (self.small, N_BLOCK))
+
+
+@functools.cache
+def _tell_of_coarse_scales(name: str, least: float, floor: float) -> None:
+    """Warns, once a process. No error: it may be an expert that was never trained nor is asked."""
+    warnings.warn(
+        f"a matrix that becomes {name} has no weight above {least:.2g}: fp16 scales are too coarse"
+        f" for it, errors are up to {floor:g} whatever its weights. Use bf16 or int8 for these",
+        stacklevel=2,
+    )

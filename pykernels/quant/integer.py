@@ -45,10 +45,10 @@ class Integer(Format):
         self.low, self.high = (-127, 127) if bits == 8 else (-8, 7)
         self.error = (
             f"half a step: group amax / {self.high} / 2 * (1 + 2**-7), since the step is rounded"
-            " up to bfloat16 (codes to nearest even)"
+            " up to bfloat16 (codes to nearest even), and 2**-134 (bfloat16 scales)"
         )
 
-    def quantize(self, matrix: torch.Tensor) -> Weight:
+    def _quantize(self, matrix: torch.Tensor) -> Weight:
         N, K = matrix.shape
         groups = -(-K // self.group)
         whole = torch.zeros(N, groups * self.group)
@@ -56,10 +56,9 @@ class Integer(Format):
         amax = whole.view(N, groups, self.group).abs().amax(dim=2)
         check_finite(amax, self.name)
         # Rounded up to bfloat16, so that amax still fits.
-        exact = amax / self.high
+        exact = channel_scale(amax, self.high)
         scale = exact.to(torch.bfloat16)
         scale = torch.where(scale.float() < exact, _next_up(scale), scale)
-        scale = torch.where(amax > 0, scale, torch.ones_like(scale))
         q = torch.round(matrix.float() / self._expand(scale, K)).clamp(self.low, self.high)
         return Weight(q.to(torch.int8), scale)
 
@@ -116,9 +115,12 @@ class IntegerChannel(ChannelScales, Integer):
         super().__init__(name, bits, 0)
         self.low = -self.high - 1
         self.steps = self.high + 0.5  # of the largest magnitude, on either side of zero
-        self.error = f"half a step: output amax / {self.steps} / 2 (codes to nearest even)"
+        self.error = (
+            f"half a step: output amax / {self.steps} / 2 (codes to nearest even), and"
+            f" 2**{bits - 151} (float32 scales)"
+        )
 
-    def quantize(self, matrix: torch.Tensor) -> Weight:
+    def _quantize(self, matrix: torch.Tensor) -> Weight:
         amax = matrix.float().abs().amax(1, keepdim=True)
         check_finite(amax, self.name)
         scale = channel_scale(amax, self.steps)

@@ -27,10 +27,12 @@ class AffineK(GGUF):
     k_multiple = k_block = 256
     int8_kind = "q8_k"
     halves, small = 2, 16
+    floor = 6e-5
 
     def __init__(self, bits: int) -> None:
         self.name, self.bits, self.levels = f"q{bits}_k", bits, (1 << bits) - 1
         self.stored_bytes = 16 + 32 * bits
+        self.share = 1.5 / self.levels
         self.error = (
             f"1.5 / {self.levels} of the widest range (0 included) of a superblock's groups, "
             "and 6e-5 (fp16 scales)"
@@ -92,6 +94,7 @@ class Q6K(GGUF):
 
     name, bits = "q6_k", 6
     error = "1 / 32 of the amax of a superblock, and 1.3e-4 (fp16 scales)"
+    share, floor = 1 / 32, 1.3e-4
     k_multiple = k_block = 256
     int8_kind = "q8_k"
     stored_bytes, halves, small = 210, 1, 16

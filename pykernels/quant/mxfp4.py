@@ -32,7 +32,7 @@ class MXFP4(Format):
     bits = 4
     error = "max(|w| / 4, scale / 4), and up to 2 * scale where |w| > 6 * scale (saturation)"
 
-    def quantize(self, matrix: torch.Tensor) -> Weight:
+    def _quantize(self, matrix: torch.Tensor) -> Weight:
         N, K = matrix.shape
         groups = -(-K // GROUP)
         whole = torch.zeros(N, groups * GROUP)

@@ -16,6 +16,7 @@ class Q8_0(GGUF):
     bits = 8
     int8_kind = "q8"
     error = "block amax / 127 * 0.57, and 4e-6 (fp16 scales) (ties away from zero)"
+    share, floor = 0.57 / 127, 4e-6
     k_multiple, stored_bytes, halves, small = 32, 34, 1, 0
 
     def check(self, weight: Weight, N: int, K: int, name: str = "weight") -> None:

@@ -54,7 +54,7 @@ def test_experts_take_what_this_machine_was_calibrated_to(
     monkeypatch.setattr("runtime.experts.resolve", lambda *_: amx)
     with env.override(cache_dir=tmp_path):
         assert RoutedExperts(SMALL, "bf16").choices == choices.default("amx", "bf16")
-        choices.write(detect().cpu, "amx/bf16/bf16", Choices(gemm_from=11), {})
+        choices.write(detect().cpu, choices.key("amx", "bf16"), Choices(gemm_from=11), {})
         assert RoutedExperts(SMALL, "bf16").choices.gemm_from == 11
         assert RoutedExperts(SMALL, "int4").choices.gemm_from == GEMM_FROM["amx"]
 

@@ -7,10 +7,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from pykernels.cpu import amx_state
+from pykernels import amx_state
 from pykernels.cpu.instructions import prefers_digits, prefers_fma
 from pykernels.env import env
 from pykernels.errors import PykernelsError
@@ -61,6 +62,13 @@ def test_the_mend_of_a_refusal_is_one_that_helps():
             resolve(kernel, "fp8", BARE)
     with pytest.raises(PykernelsError, match="Use bf16 activations"):
         resolve("generic", "fp8", BARE, "int8")
+
+
+@pytest.mark.parametrize("kernel", ["auto", "avx512", "generic"])
+def test_activations_that_there_are_none_of_are_told_before_formats(kernel):
+    with pytest.raises(PykernelsError) as refused:
+        resolve(kernel, "fp8", BARE, "foo")
+    assert str(refused.value) == "there are no 'foo' activations. Use bf16 or int8."
 
 
 @pytest.mark.parametrize("name", sorted(detect().isa))
@@ -146,3 +154,28 @@ def test_a_system_that_refuses_the_tiles_is_one_line(monkeypatch) -> None:
     monkeypatch.setattr(amx_state.ctypes, "CDLL", lambda *_, **__: Sandbox())
     with pytest.raises(PykernelsError, match=r"refuses this process the AMX tiles.*kernel avx512"):
         amx_state.request_permission.__wrapped__()
+
+
+def test_where_the_tiles_are_refused_auto_takes_the_next_kernel_and_says_why(monkeypatch) -> None:
+    here = replace(BARE, isa=frozenset(ISA_NAMES))
+    asked = []
+
+    def refuse(*_: int) -> int:
+        asked.append(1)
+        return -1
+
+    monkeypatch.setattr("pykernels.registry.detect", lambda: here)
+    monkeypatch.setattr(amx_state.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(syscall=refuse))
+    amx_state.request_permission.cache_clear()
+    assert resolve("auto", "fp8", here).name == "avx512"
+    assert asked
+    with pytest.raises(PykernelsError, match="amx cannot run fp8 here: Linux.*Use kernel auto"):
+        resolve("amx", "fp8", here)
+    (amx, *_) = kernels()
+    elsewhere = replace(here, cpu="another")
+    assert amx.supports("fp8", elsewhere) is None  # nobody here can ask there
+    monkeypatch.setattr(
+        amx_state.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(syscall=lambda *_: 0)
+    )
+    assert resolve("auto", "fp8", here).name == "amx"
+    amx_state.request_permission.cache_clear()  # what was granted here was made up

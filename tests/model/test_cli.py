@@ -388,9 +388,12 @@ def test_debug_shows_the_traceback(run: Run, where: str) -> None:
     assert "Traceback" in result.err and "error: There is no folder /nowhere" in result.err
 
 
-def test_a_bug_is_one_line_with_exit_code_1(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("end", ["", ".", ".."])
+def test_a_bug_is_one_line_with_exit_code_1(
+    run: Run, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
     def broken(*_: object, **__: object) -> None:
-        raise ZeroDivisionError("a bug\nin two lines")
+        raise ZeroDivisionError(f"a bug\nin two lines{end}")
 
     monkeypatch.setattr("runtime.measure.measure_moe", broken)
     result = run("bench", "moe")
@@ -432,6 +435,11 @@ def test_our_warnings_become_notes(run: Run, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("runtime.measure.measure_moe", warns)
     result = run("bench", "moe")
     assert (result.code, result.err) == (130, "note: rounded to bf16\n\n")
+
+
+def test_one_core_is_singular(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+    failed(run("bench", "moe", "--threads", 2), "more than the 1 core that this process may use")
 
 
 def test_usage_errors_are_exit_code_2(run: Run) -> None:

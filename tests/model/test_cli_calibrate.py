@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,6 @@ import pytest
 
 from model import doctor
 from model.cli import app
-from pykernels.cpu.moe import NEVER
 from pykernels.env import env
 from pykernels.quant import FORMATS
 from pykernels.target import detect
@@ -19,6 +19,8 @@ from runtime import calibrate as measuring
 from runtime import choices
 from runtime.calibrate import Calibration, Point
 from runtime.choices import Choices
+
+POOL = SimpleNamespace(threads=1)
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +31,9 @@ def cache(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every format gets the AMX backend; bf16's GEMM pays from 8 tokens, the others' never."""
+    """Every format gets the AMX backend; bf16's GEMM pays from 8 tokens, the others' never. One
+    thread is the usual number."""
+    monkeypatch.setattr("runtime.topology.Topology.default_threads", lambda *_: 1)
     monkeypatch.setattr("pykernels.registry.resolve", lambda *_: SimpleNamespace(name="amx"))
 
     def calibrate(fmt, pool, backend, activations, timer=None, progress=None) -> Calibration:
@@ -37,7 +41,7 @@ def amx(monkeypatch: pytest.MonkeyPatch) -> None:
         progress(0.5)
         points = (Point(4, 1e-3, 2e-3, 0.5), Point(8, 3e-3, 2e-3, 1.5))
         return Calibration(
-            backend, fmt, activations, pool.threads, 8 if fmt == "bf16" else NEVER, points, 0.0
+            backend, fmt, activations, pool.threads, 8 if fmt == "bf16" else 129, points, 0.0
         )
 
     monkeypatch.setattr(measuring, "calibrate", calibrate)
@@ -58,12 +62,35 @@ def test_a_table_a_decision_and_a_file(amx: None, capsys: pytest.CaptureFixture[
     assert "4 1.000 2.000 0.50 tiles" in lines
     assert "8 3.000 2.000 1.50 GEMM" in lines
     assert any(line.startswith("bf16: GEMM from 8 tokens an expert. Of all") for line in lines)
-    assert any(line.startswith("fp8: tiles always. Of all") for line in lines)
+    assert any(line.startswith("fp8: no GEMM below 129 tokens an expert. Of all") for line in lines)
     assert lines[-1] == f"Kept in {choices.path(detect().cpu)}"
     assert choices.read(detect().cpu) == {
-        "amx/bf16/bf16": Choices(8),
-        "amx/fp8/bf16": Choices(NEVER),
+        choices.key("amx", "bf16"): Choices(8),
+        choices.key("amx", "fp8"): Choices(129),
     }
+
+
+def test_a_format_named_twice_is_measured_once(
+    amx: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = run(capsys, "--format", "bf16", "--format", "bf16")
+    assert out.count("GEMM from 8 tokens") == 1
+
+
+@pytest.mark.parametrize(("options", "noted"), [(["--threads", "1"], True), ([], False)])
+def test_another_number_of_threads_than_the_usual_is_noted(
+    amx: None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    noted: bool,
+) -> None:
+    monkeypatch.setattr("runtime.pool.WorkerPool", lambda *_: nullcontext(POOL))
+    monkeypatch.setattr("runtime.topology.Topology.default_threads", lambda *_: 2)
+    _, _, err = run(capsys, "--format", "bf16", *options)
+    assert (
+        "note: measured with --threads 1, where 2 would be usual, but kept for any number" in err
+    ) == noted
 
 
 def test_json_is_one_object(amx: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,14 +105,14 @@ def test_every_format_is_calibrated_unless_told(
     amx: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(capsys, "--json")[0] == 0
-    assert set(choices.read(detect().cpu)) == {f"amx/{fmt}/bf16" for fmt in FORMATS}
+    assert set(choices.read(detect().cpu)) == {choices.key("amx", fmt) for fmt in FORMATS}
 
 
 def test_int8_activations_have_choices_of_their_own(
     amx: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(capsys, "--activations", "int8")[0] == 0
-    able = {f"amx/{name}/int8" for name, fmt in FORMATS.items() if fmt.int8_kind}
+    able = {choices.key("amx", name, "int8") for name, fmt in FORMATS.items() if fmt.int8_kind}
     assert set(choices.read(detect().cpu)) == able != set()
 
 
@@ -115,7 +142,7 @@ def test_an_unknown_format_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_doctor_says_what_is_calibrated(amx: None) -> None:
-    choices.write(detect().cpu, "amx/bf16/bf16", Choices(9), {})
+    choices.write(detect().cpu, choices.key("amx", "bf16"), Choices(9), {})
     facts = {fact.name: fact.value for fact in doctor.look_at_calibration()}
     assert set(facts) == set(FORMATS)
     assert facts["bf16"] == "GEMM from 9 tokens an expert (calibrated)"

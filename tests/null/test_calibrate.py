@@ -12,25 +12,25 @@ from pykernels.cpu.moe import NEVER
 from pykernels.env import env
 from pykernels.target import detect
 from runtime import choices
-from runtime.calibrate import TOKENS, Point, calibrate, crossover, keep, time_paths
+from runtime.calibrate import LATER, TOKENS, Point, calibrate, crossover, keep, time_paths
 from runtime.pool import WorkerPool
 
 POOL = cast(WorkerPool, SimpleNamespace(threads=15))
 
 
 class Model:
-    """Tiles read the weights once for every 8 tokens, the GEMM costs ``fixed`` up to 32; with
+    """Tiles cost 0.15 a token and at least 1, the GEMM ``fixed`` for every ``rows`` tokens; with
     ``noise``, a factor that both paths of a round share and a smaller one that they do not."""
 
-    def __init__(self, fixed: float, noise: float = 0.0) -> None:
-        self.fixed, self.noise, self.random = fixed, noise, random.Random(0)
+    def __init__(self, fixed: float, noise: float = 0.0, rows: int = 32) -> None:
+        self.fixed, self.noise, self.rows, self.random = fixed, noise, rows, random.Random(0)
         self.asked: list[tuple[str, int]] = []
 
     def seconds(self, path: str, tokens: int) -> float:
         self.asked.append((path, tokens))
         drift = 1 + self.noise * ((len(self.asked) - 1) // 2 % 2)
         jitter = 1 + self.noise / 10 * self.random.random()
-        cost = self.fixed * -(-tokens // 32) if path == "gemm" else max(1.0, 0.15 * tokens)
+        cost = self.fixed * -(-tokens // self.rows) if path == "gemm" else max(1.0, 0.15 * tokens)
         return cost * 1e-6 * drift * jitter
 
 
@@ -65,7 +65,6 @@ def test_regret_is_what_the_wrong_rows_cost() -> None:
     [
         pytest.param(1.1, 8, id="just above one pass of tiles"),
         pytest.param(2.2, 16, id="two passes"),
-        pytest.param(1e3, NEVER, id="a GEMM that never pays"),
     ],
 )
 def test_a_model_is_calibrated_to_where_its_lines_cross(
@@ -75,6 +74,32 @@ def test_a_model_is_calibrated_to_where_its_lines_cross(
     found = calibrate("fp8", POOL, timer=Model(fixed, noise))
     assert (found.fmt, found.threads, found.gemm_from) == ("fp8", 15, gemm_from)
     assert [point.tokens for point in found.points] == list(TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "measured", "gemm_from"),
+    [
+        pytest.param(13.0, 96, 96, id="pays at the first count beyond"),
+        pytest.param(18.0, 128, 128, id="at the second"),
+        pytest.param(1e3, 128, 129, id="at none: not below the last, nor the default"),
+    ],
+)
+def test_a_gemm_that_has_not_paid_is_measured_further(
+    fixed: float, measured: int, gemm_from: int
+) -> None:
+    model = Model(fixed, rows=1024)
+    found = calibrate("fp8", POOL, timer=model)
+    assert [point.tokens for point in found.points] == [
+        *TOKENS,
+        *(n for n in LATER if n <= measured),
+    ]
+    assert found.gemm_from == gemm_from
+    assert model.asked[-1][1] == measured
+
+
+def test_what_was_not_measured_is_not_below_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.choices.gemm_from_here", lambda *_: 200)
+    assert calibrate("int8", POOL, timer=Model(1e3)).gemm_from == 200
 
 
 def test_paths_take_turns_and_the_first_round_only_warms_up() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,12 @@ from pykernels.cpu.moe import NEVER
 from pykernels.cpu.plan import GEMM_FROM
 from pykernels.env import env
 from pykernels.errors import PykernelsError
+from pykernels.target import ISA_NAMES, detect
 from runtime import choices
 from runtime.choices import Choices
 
 CPU = "Some(R) CPU @ 2/4 GHz (arch9)"
+AMX_FP8, AMX_BF16 = choices.key("amx", "fp8"), choices.key("amx", "bf16")
 
 
 @pytest.fixture(autouse=True)
@@ -32,18 +35,31 @@ def test_without_a_file_the_choices_are_the_defaults() -> None:
 
 
 def test_what_was_written_is_chosen_for_its_cpu_and_format_alone(cache: Path) -> None:
-    file = choices.write(CPU, "amx/fp8/bf16", Choices(gemm_from=9), {"threads": 15})
-    choices.write(CPU, "amx/bf16/bf16", Choices(gemm_from=7), {})
-    assert choices.read(CPU) == {"amx/fp8/bf16": Choices(9), "amx/bf16/bf16": Choices(7)}
+    file = choices.write(CPU, AMX_FP8, Choices(gemm_from=9), {"threads": 15})
+    choices.write(CPU, AMX_BF16, Choices(gemm_from=7), {})
+    assert choices.read(CPU) == {AMX_FP8: Choices(9), AMX_BF16: Choices(7)}
     assert choices.chosen("amx", "fp8", CPU).gemm_from == 9
     assert choices.chosen("amx", "int8", CPU) == choices.default("amx", "int8")
     assert choices.chosen("amx", "int4", CPU, "int8") == choices.default("amx", "int4", "int8")
     assert choices.chosen("avx512", "fp8", CPU) == choices.default("avx512", "fp8")
     assert choices.chosen("amx", "fp8", "another CPU") == choices.default("amx", "fp8")
     assert [path.name for path in cache.iterdir()] == [file.name]  # nothing half-written is left
-    assert json.loads(file.read_text())["formats"]["amx/fp8/bf16"]["measured"] == {"threads": 15}
-    choices.write(CPU, "amx/fp8/bf16", Choices(gemm_from=NEVER), {})
-    assert choices.read(CPU) == {"amx/fp8/bf16": Choices(NEVER), "amx/bf16/bf16": Choices(7)}
+    assert json.loads(file.read_text())["formats"][AMX_FP8]["measured"] == {"threads": 15}
+    choices.write(CPU, AMX_FP8, Choices(gemm_from=NEVER), {})
+    assert choices.read(CPU) == {AMX_FP8: Choices(NEVER), AMX_BF16: Choices(7)}
+
+
+def test_what_was_measured_with_other_instructions_is_kept_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    every = frozenset(ISA_NAMES)
+    for isa, gemm_from in ((every, 9), (every - {"avx512bf16", "avx512vnni"}, 30)):
+        monkeypatch.setattr(choices, "detect", lambda isa=isa: replace(detect(), isa=isa))
+        assert choices.chosen("avx512", "fp8", CPU) == choices.default("avx512", "fp8")
+        choices.write(CPU, choices.key("avx512", "fp8"), Choices(gemm_from), {})
+        assert choices.chosen("avx512", "fp8", CPU) == Choices(gemm_from)
+    keys = {"avx512/avx512-bf16-vbmi-vnni-gfni/fp8/bf16", "avx512/avx512-vbmi-gfni/fp8/bf16"}
+    assert set(choices.read(CPU)) == keys
 
 
 def test_calibrations_at_the_same_time_lose_nothing() -> None:
@@ -54,17 +70,27 @@ def test_calibrations_at_the_same_time_lose_nothing() -> None:
 
 
 def test_a_file_of_another_version_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    choices.write(CPU, "amx/fp8/bf16", Choices(gemm_from=9), {})
+    choices.write(CPU, AMX_FP8, Choices(gemm_from=9), {})
     monkeypatch.setattr(choices, "VERSION", choices.VERSION + 1)
     assert choices.read(CPU) == {}
-    choices.write(CPU, "amx/bf16/bf16", Choices(gemm_from=7), {})
-    assert choices.read(CPU) == {"amx/bf16/bf16": Choices(7)}
+    choices.write(CPU, AMX_BF16, Choices(gemm_from=7), {})
+    assert choices.read(CPU) == {AMX_BF16: Choices(7)}
+
+
+def test_files_from_before_instructions_were_part_of_a_key_count_as_none(cache: Path) -> None:
+    old = {"amx/fp8/bf16": {"choices": {"gemm_from": 77}, "measured": {"threads": 2}}}
+    cache.mkdir()
+    for version in (6, choices.VERSION):
+        text = json.dumps({"version": version, "cpu": CPU, "formats": old})
+        choices.path(CPU).write_text(text)
+        assert choices.chosen("amx", "fp8", CPU) == choices.default("amx", "fp8")
 
 
 @pytest.mark.parametrize(
     "text",
     [
         pytest.param("", id="empty"),
+        pytest.param("[" * 100_000, id="deeper than any parser goes"),
         pytest.param("[]", id="no object"),
         pytest.param('{"version": V}', id="no formats"),
         pytest.param('{"version": V, "formats": {"fp8": {}}}', id="no choices"),
@@ -92,7 +118,7 @@ def test_a_file_that_cannot_be_read_is_one_error(cache: Path, text: str) -> None
     choices.path(CPU).write_text(text.replace("V", str(choices.VERSION)))
     for use in (
         lambda: choices.chosen("amx", "fp8", CPU),
-        lambda: choices.write(CPU, "amx/fp8/bf16", Choices(5), {}),
+        lambda: choices.write(CPU, AMX_FP8, Choices(5), {}),
     ):
         with pytest.raises(PykernelsError, match=r"cannot be read .*\. Delete it"):
             use()
@@ -102,7 +128,7 @@ def test_a_file_that_cannot_be_read_is_one_error(cache: Path, text: str) -> None
 def test_a_file_that_cannot_be_written_is_one_error(cache: Path) -> None:
     (cache / f"{choices.path(CPU).name}.{os.getpid()}").mkdir(parents=True)
     with pytest.raises(PykernelsError, match=r"cannot be written.*PYKERNELS_CACHE_DIR"):
-        choices.write(CPU, "amx/fp8/bf16", Choices(5), {})
+        choices.write(CPU, AMX_FP8, Choices(5), {})
 
 
 def test_a_file_that_may_not_be_read_is_not_to_be_deleted(cache: Path) -> None:

@@ -61,6 +61,7 @@ def test_environment_is_typed_and_read_live(
 
 BAD = [
     ("cache_dir", " ", "empty path"),
+    ("cache_dir", "~nouser/x", "a home that nobody has"),
     ("kernel", "amx512", "unknown kernel"),
     ("isa", "gfni", "feature without its minus"),
     ("isa", "-avx2,-", "a minus alone"),
@@ -87,6 +88,22 @@ def test_bad_value_is_one_line_with_cause_and_mend(
     with pytest.raises(PykernelsError):
         flags.check()
     assert text in [row.value for row in flags.table()]  # doctor shows it all the same
+
+
+@pytest.mark.parametrize(
+    ("attribute", "words"),
+    [
+        ("threads", "it is no whole number"),
+        ("fake_numa", "it is no whole number"),
+        ("spin_us", "it is no number"),
+    ],
+)
+def test_a_word_for_a_number_is_told_in_words(
+    flags: Env, environ: dict[str, str], attribute: str, words: str
+) -> None:
+    environ[f"PYKERNELS_{attribute.upper()}"] = "zero"
+    with pytest.raises(PykernelsError, match=f"='zero' cannot be used: {words}. Set it"):
+        getattr(flags, attribute)
 
 
 def test_override_wins_nests_and_ends(flags: Env, environ: dict[str, str]) -> None:

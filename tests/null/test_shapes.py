@@ -16,6 +16,12 @@ def test_a_dimension_below_one_is_refused(field):
         MoEShape(**sizes)
 
 
+@pytest.mark.parametrize("size", [1.5, 2.0, "a", None])
+def test_a_dimension_that_is_no_whole_number_is_refused(size):
+    with pytest.raises(PykernelsError, match=f"E={size!r}. E must be a whole number"):
+        MoEShape(E=size, H=64, I=32, topk=1)
+
+
 def test_topk_above_E_is_refused():
     with pytest.raises(PykernelsError, match="top-5 of 4"):
         MoEShape(E=4, H=64, I=32, topk=5)

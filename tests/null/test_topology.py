@@ -274,5 +274,16 @@ def test_made_up_nodes_share_the_real_cores() -> None:
         Topology.fake(nodes=most + 1)
     with pytest.raises(PykernelsError, match="PYKERNELS_FAKE_NUMA"):
         Topology.fake(nodes=1, cores=most + 1)
+    for nodes, cores in ((0, None), (-1, None), (-1, -1), (1, 0)):
+        with pytest.raises(PykernelsError, match=f"^{nodes} made-up NUMA nodes.*Ask for 1 or more"):
+            Topology.fake(nodes, cores)
     with env.override(fake_numa=1):
         assert [node.number for node in Topology.detect().nodes] == [None]
+
+
+def test_one_core_is_singular(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+    with pytest.raises(
+        PykernelsError, match="2 made-up NUMA nodes of 1 core are more than the 1 c"
+    ):
+        Topology.fake(nodes=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 
-from ..errors import PykernelsError
+from .errors import PykernelsError
 
 _SYS_ARCH_PRCTL = 158
 _ARCH_REQ_XCOMP_PERM = 0x1023
