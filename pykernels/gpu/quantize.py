@@ -29,8 +29,9 @@ def quantize_kernel(
     inside = (row < ROWS)[:, None] & (k < K)
     at = row[:, None] * K + k
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    amax = tl.max(tl.abs(value), axis=1)
-    scale = tl.where(amax > 0, tl.div_rn(amax, tl.full(amax.shape, 448.0, tl.float32)), 1.0)
+    amax = tl.max(tl.abs(value), axis=1)  # of the numbers: NaN is no candidate
+    scale = tl.div_rn(amax, tl.full(amax.shape, 448.0, tl.float32))
+    scale = tl.where(scale > 0, scale, 1.0)
     scaled = tl.div_rn(value, scale[:, None] + tl.zeros_like(value))
     if NATIVE:
         code = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -49,7 +50,7 @@ def quantize_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [R, K] -> (float8_e4m3fn [R, K], float32 scales [R, ceil(K / 128)]).
 
-    A scale is the group's largest magnitude / 448 (1 if all are zero).
+    A scale is the largest magnitude of the group's numbers / 448 (1 if that is 0); NaN stays NaN.
 
     Args:
         order: of R tokens; the results then have R * topk rows, each sorted slot's token.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..quant import Format, Weight
-from ..quant.fp8 import MAX
 from ..shapes import SortedSlots
+from .kv_write import quantize_rows
 from .permute import permute
 
 GROUP = 128
@@ -46,7 +46,7 @@ def quantize_fp8(
     """x [R, K] -> (float8_e4m3fn [R, K], float32 scales [R, ceil(K / 128)]).
 
     A scale is the largest magnitude of a row's 128 inputs / 448 (DeepSeek-V3, arXiv 2412.19437,
-    section 3.3.2), 1 if all are zero.
+    section 3.3.2), 1 if that is 0; NaN stays NaN, the numbers beside it stay what they are.
 
     Args:
         order: of R tokens; the results then have R * topk rows, each sorted slot's token.
@@ -55,11 +55,8 @@ def quantize_fp8(
         x = permute(x, order)
     R, K = x.shape
     whole = torch.nn.functional.pad(x.float(), (0, -K % GROUP)).view(R, -1, GROUP)
-    amax = whole.abs().amax(2, keepdim=True)
-    # By a tensor: on a GPU torch divides by a number as a product with its reciprocal.
-    scale = torch.where(amax > 0, amax / torch.full_like(amax, MAX), 1.0)
-    codes = (whole / scale).clamp(-MAX, MAX).to(torch.float8_e4m3fn)
-    return codes.view(R, -1)[:, :K].contiguous(), scale[..., 0]
+    codes, scale = quantize_rows(whole)
+    return codes.view(R, -1)[:, :K].contiguous(), scale
 
 
 def dequantize_fp8(

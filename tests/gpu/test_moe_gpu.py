@@ -224,6 +224,17 @@ def test_activations_quantize_as_the_reference_does(K: int, device: torch.device
     assert error <= 1.01 * relative_error(dequantize_fp8(expected, expected_scales), x.bfloat16())
 
 
+def test_what_is_no_number_has_no_part_in_a_scale(device: torch.device) -> None:
+    x = torch.randn(3, 256).bfloat16()
+    x[0, 5], x[1, :128] = torch.nan, torch.nan
+    codes, scales = quantize_fp8(x.to(device))
+    expected, expected_scales = quantize_reference(x)
+    assert torch.equal(codes.cpu().float().isnan(), x.isnan())
+    assert torch.equal(expected.float().isnan(), x.isnan())
+    torch.testing.assert_close(scales.cpu(), expected_scales, rtol=1e-6, atol=0)
+    assert scales[1, 0] == 1
+
+
 def test_activations_quantize_into_the_experts_order(device: torch.device) -> None:
     x = torch.randn(21, 192).bfloat16().to(device)
     ids = skewed_routing(21, SMALL).ids
