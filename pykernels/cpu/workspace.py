@@ -62,7 +62,6 @@ class Workspace:
         )  # fmt: skip
         if any(need > have for need, have in zip(sizes, self._sizes, strict=True)):
             sizes = tuple(max(pair) for pair in zip(sizes, self._sizes, strict=True))
-            self._sizes = sizes
             T, S, E, Hp, x_row, few, h_row, many, h_gemm_row, x_tiles, h_tiles = sizes
             self.buffers = {
                 "x": torch.zeros(T, x_row, dtype=torch.uint8),
@@ -82,6 +81,7 @@ class Workspace:
                 "piece_active": torch.zeros(S, dtype=torch.int64),
                 "piece_slot": torch.zeros(S, dtype=torch.int64),
             }
+            self._sizes = sizes  # behind them: memory may be refused, and Ctrl-C come
         return self.buffers
 
 
@@ -250,6 +250,7 @@ class MoECall:
         """Writes the cut for T tokens."""
         if self._planned == T:
             return
+        self._planned = None  # should Ctrl-C come, some of it is of each
         cut = self._cut or plan(
             self.experts.shape, self.experts.fmt, self._workers, T, self._gemm_from
         )
@@ -300,8 +301,8 @@ class MoECall:
         """Points the descriptor at the workspace, again whenever that has grown."""
         if buffers is self._buffers:
             return
-        self._buffers = buffers
         for name in buffers:
             self.job[name] = buffers[name].data_ptr()
         for name in ("x", "h", "h_gemm"):
             self.job[f"{name}_stride"] = buffers[name].stride(0) * buffers[name].element_size()
+        self._buffers = buffers  # last: should Ctrl-C come, it is done again
