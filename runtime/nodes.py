@@ -163,16 +163,20 @@ def deal(threads: int, rooms: Sequence[int]) -> list[int]:
     return dealt
 
 
-def wait_all(pools: Sequence[WorkerPool]) -> float:
-    """Waits for the call of every pool; returns the seconds of the longest.
+def wait_all(pools: Sequence[WorkerPool], calls: Sequence[int] | None = None) -> float:
+    """Waits for a call of every pool; returns the seconds of the longest.
+
+    Args:
+        calls: their numbers; None for the ones that run.
 
     Raises:
         TaskError: a task failed; no pool is left with a call, whichever it was of.
     """
+    call = calls[0] if calls else None
     if len(pools) == 1:
-        return pools[0].wait()
+        return pools[0].wait(call)
     try:
-        seconds = pools[0].wait()
+        seconds = pools[0].wait(call)
     finally:
-        others = wait_all(pools[1:])
+        others = wait_all(pools[1:], calls[1:] if calls else None)
     return max(seconds, others)

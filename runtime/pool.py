@@ -8,9 +8,10 @@ from typing import Literal, overload
 
 from pykernels.env import env
 
+from .control import TaskError
 from .nodes import AUTO, OFF, NodePools, Pool, nodes_to_use, wait_all, why_not_split
 from .topology import Topology
-from .workers import Call, TaskError, WorkerPool
+from .workers import Call, WorkerPool
 
 _default: Pool | None = None
 _lock = threading.Lock()
