@@ -8,7 +8,8 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from operator import index
+from typing import NamedTuple, SupportsIndex
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from . import tasks
 from .control import Control, align
 from .topology import Topology
 
-_SPIN_US, _SPIN_US_BESIDE_GPU = 50.0, 1000.0
+_SPIN_US, _SPIN_US_BESIDE_GPU, _MOST_SPIN_US = 50.0, 1000.0, 1e9
 _NAP = 50e-6  # seconds between looks at what another thread does
 
 
@@ -33,6 +34,21 @@ def spin_budget(driver_works: bool) -> float:
     if (asked := env.spin_us) is not None:
         return asked
     return _SPIN_US if driver_works else _SPIN_US_BESIDE_GPU
+
+
+def whole_threads(threads: object) -> int | None:
+    """A number of threads as asked for; None stays None.
+
+    Raises:
+        PykernelsError: it is no whole number.
+    """
+    if threads is None:
+        return None
+    if isinstance(threads, bool) or not isinstance(threads, SupportsIndex):
+        raise PykernelsError(
+            f"{threads!r} threads asked for, which is no whole number", "Give an int, or None"
+        )
+    return index(threads)
 
 
 class Call(NamedTuple):
@@ -73,7 +89,8 @@ class WorkerPool(Control):
         spin_us: how long an idle thread spins before it sleeps; None for ``spin_budget``'s.
 
     Raises:
-        PykernelsError: more threads than usable cores, fewer than one, or a core that is refused.
+        PykernelsError: more threads than usable cores, fewer than one, or no whole number; a time
+            to spin that is none; or a core that is refused.
     """
 
     def __init__(
@@ -85,7 +102,7 @@ class WorkerPool(Control):
         spin_us: float | None = None,
     ) -> None:
         topology = topology or Topology.detect()
-        wanted = env.threads if threads is None else threads
+        wanted = whole_threads(env.threads if threads is None else threads)
         self.threads = topology.default_threads(driver_works) if wanted is None else wanted
         self.node = node
         if not 1 <= self.threads <= topology.usable:
@@ -94,6 +111,11 @@ class WorkerPool(Control):
                 f"Use 1 to {topology.usable} threads",
             )
         spin_us = spin_budget(driver_works) if spin_us is None else spin_us
+        number = isinstance(spin_us, (int, float))
+        if not (number and 0 <= spin_us <= _MOST_SPIN_US):  # nan neither
+            raise PykernelsError(
+                f"spin_us={spin_us} is no time to spin", "Give microseconds, 0 to 1e9"
+            )
         super().__init__(driver_works, spin_us)
         self._barriers, self._barrier_memory = 0, list[np.ndarray]()
         self.reserve_barriers(128)
