@@ -9,8 +9,7 @@ workers read their own slice from their own memory, and ``sync`` adds the nodes'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from threading import Lock
 
 import torch
 
@@ -25,35 +24,10 @@ from pykernels.target import detect
 from .choices import chosen
 from .counters import Counters
 from .launch import Part
-from .pool import Pool, TaskError, WorkerPool, default_pool, wait_all
+from .pool import Pool, TaskError, default_pool, wait_all
 from .reduce import reduce
 from .slices import make_room, slices_on, workers_of
-
-
-class Ticket(NamedTuple):
-    """A call in flight, to be given to ``sync``. It holds what the workers write.
-
-    Attributes:
-        y: the result's [T, H].
-        tokens: T.
-        bytes: of weights that the call reads.
-        partials: float32 [T, H] of each node, if there are several.
-        pools: those that work on it, each on
-        calls: the one of this number.
-    """
-
-    y: torch.Tensor
-    tokens: int
-    bytes: int
-    partials: Sequence[torch.Tensor]
-    pools: Sequence[WorkerPool]
-    calls: Sequence[int | None]
-
-    @property
-    def runs(self) -> bool:
-        """Whether a pool has not been waited for yet."""
-        pairs = zip(self.pools, self.calls, strict=True)
-        return any(pool.running == call is not None for pool, call in pairs)
+from .ticket import Ticket
 
 
 class RoutedExperts:
@@ -94,7 +68,9 @@ class RoutedExperts:
         self.counters = Counters()
         self._loaded, self._bytes_per_expert = False, 0
         self._bound: tuple[Pool, list[Part]] | None = None
-        self._in_flight: Ticket | None = None
+        self._binding = Lock()
+        self._mark = object()  # on tickets: with these experts on them they would be a cycle
+        self._in_flight: dict[int, Ticket] = {}  # by its id; they hold what the workers write
 
     @staticmethod
     def bytes_needed(shape: MoEShape, fmt: str) -> int:
@@ -138,100 +114,157 @@ class RoutedExperts:
 
         Args:
             x: bf16 or float32 [T, H] on the CPU, taken as bf16. It is copied: change it freely
-                after.
-            ids: int64 [T, topk] expert numbers.
-            weights: [T, topk], taken as float32.
+                after. If it requires a gradient, the result does not: it is detached.
+            ids: int64 [T, topk] expert numbers. Any topk: it may be more than E, and an expert may
+                come several times in a row; each adds to the sum.
+            weights: real [T, topk], taken as float32.
 
         Raises:
             PykernelsError: inputs that do not fit, experts not loaded, a call already in flight (of
                 these experts, or of others on the same pool).
         """
-        if self._in_flight is not None and self._in_flight.runs:
-            raise PykernelsError(
-                "a call of these experts is in flight", "sync it before the next submit"
-            )
-        if not self._loaded:
-            self._check_loaded()
-        parts = self._bind()
-        partials: Sequence[torch.Tensor] = ()
-        begun = parts[0].repeat(x, ids, weights) if len(parts) == 1 else None
-        if begun is not None:
-            active, y = begun
-        else:
-            active, y, partials = self._begin(parts, x, ids, weights)
-        pools = [part.pool for part in parts]
-        calls = [pool.running for pool in pools]
-        nbytes = active * self._bytes_per_expert
-        ticket = self._in_flight = Ticket(y, y.shape[0], nbytes, partials, pools, calls)
-        for part in parts:
-            if part.row_tasks:
-                part.pool.wait_for_rows()  # then x is the caller's again
-            part.held = None
-        if not partials:
-            parts[0].make_spare(y)
+        ticket = None
+        try:
+            ticket = self._submit(x, ids, weights)
+            for pool in ticket.pools:
+                pool.hand_out()
+        except BaseException:
+            self._abandon(ticket)
+            raise
         return ticket
 
     def sync(self, ticket: Ticket) -> torch.Tensor:
         """Waits for a call; returns its [T, H] result in the dtype of its x.
 
+        Also if the pool was closed in between, or settled: the call has ended then.
+
         Raises:
             PykernelsError: the ticket is not the call in flight.
             TaskError: a task failed.
         """
-        if self._in_flight is not ticket:
+        y, tokens, nbytes, partials, pools, calls, of = ticket
+        if of is not self._mark or not calls:
             raise PykernelsError("this ticket is not the call in flight", "sync each ticket once")
-        self._in_flight = None
-        y, tokens, nbytes, partials, pools, _ = ticket
+        # Should Ctrl-C come before the tasks have ended, what they write stays in ``_in_flight``.
         try:
-            if not partials:
-                pools[0].end(self.counters.address, tokens, nbytes)
-                return y
-            seconds = wait_all(pools)
+            if partials:
+                seconds, counted = wait_all(pools, calls), False
+            else:
+                counted = pools[0].end(calls[0], self.counters.address, tokens, nbytes)
+                seconds = 0.0 if counted else pools[0].seconds
         except TaskError as error:
+            calls.clear()
+            self._in_flight.pop(id(ticket), None)
             raise self._name_expert(error) from error.raised
-        reduce(partials, y, pools[0])
-        self.counters.add(tokens, nbytes, seconds)
+        calls.clear()
+        self._in_flight.pop(id(ticket), None)
+        if partials:
+            reduce(partials, y, pools[0])
+        if not counted:
+            self.counters.add(tokens, nbytes, seconds)
         return y
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """``submit`` and ``sync`` in one."""
-        return self.sync(self.submit(x, ids, weights))
+        """``submit`` and ``sync`` in one. Ctrl-C may come at any time: no call is left behind."""
+        try:
+            return self.sync(self._submit(x, ids, weights))
+        except BaseException:
+            self._abandon()
+            raise
+
+    def __del__(self) -> None:
+        bound = getattr(self, "_bound", None)
+        if bound is not None:  # where a ticket was lost, the workers read what goes now
+            for part in bound[1]:
+                part.settle()
+
+    def _submit(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Ticket:
+        """``submit``, of a call that this thread has not handed out (``WorkerPool.abandon``)."""
+        if self._in_flight:
+            self._check_in_flight()
+        if not self._loaded:
+            self._check_loaded()
+        parts = self._bind()
+        begun = parts[0].repeat(x, ids, weights) if len(parts) == 1 else None
+        if begun is None:
+            return self._begin(parts, x, ids, weights)
+        part = parts[0]
+        call, y, like = begun
+        nbytes = part.active * self._bytes_per_expert
+        ticket = Ticket(y, y.shape[0], nbytes, (), (part.pool,), [call], self._mark)
+        self._in_flight[id(ticket)] = ticket
+        part.make_spare(y, like)
+        return ticket
 
     def _begin(
         self, parts: list[Part], x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> tuple[int, torch.Tensor, Sequence[torch.Tensor]]:
-        """Begins a call of any layout, on the pool of every slice.
+    ) -> Ticket:
+        """Begins a call of any layout, on the pool of every slice."""
+        parts[0].check(x, ids, weights)
+        for part in parts:  # another call reads the workspace that this one is prepared in
+            part.pool.claim()
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        partials = [torch.empty(x.shape) for _ in parts] if len(parts) > 1 else []
+        for part, out in zip(parts, partials or [y], strict=True):
+            part.arrange(x, ids, weights, out)
+        calls, likes = zip(*(part.begin() for part in parts), strict=True)
+        nbytes = parts[0].active * self._bytes_per_expert
+        pools = [part.pool for part in parts]
+        ticket = Ticket(y, y.shape[0], nbytes, partials, pools, list(calls), self._mark)
+        self._in_flight[id(ticket)] = ticket
+        for part, call in zip(parts, calls, strict=True):
+            if part.row_tasks:
+                part.pool.wait_for_rows(call)  # then x is the caller's again
+            part.let_go()
+        if not partials and likes[0] is not None:
+            parts[0].make_spare(y, likes[0])
+        return ticket
 
-        Returns:
-            the number of active experts, y, and each node's part of it, if there are several.
-        """
-        try:
-            for part in parts:  # another call reads the workspace that this one is prepared in
-                part.pool.claim()
-            y = torch.empty_like(x, memory_format=torch.contiguous_format)
-            partials = [torch.empty(x.shape) for _ in parts] if len(parts) > 1 else []
-            for part, out in zip(parts, partials or [y], strict=True):
-                part.arrange(x, ids, weights, out)
-            actives = [part.begin() for part in parts]
-        except BaseException:
-            for part in parts:
+    def _abandon(self, ticket: Ticket | None = None) -> None:
+        """Leaves nothing behind of a call of this thread that came to no end."""
+        if ticket is not None:
+            for pool, call in zip(ticket.pools, ticket.calls, strict=True):
+                pool.settle(call)
+        if self._bound is not None:
+            for part in self._bound[1]:
                 part.pool.release()
-                if part.pool.running is None:
-                    part.held = None
-            raise
-        return actives[0], y, partials
+                part.pool.abandon()
+                part.let_go()
+
+    def _check_in_flight(self) -> None:
+        for key in list(self._in_flight):
+            if (ticket := self._in_flight.get(key)) is None:
+                continue
+            for pool in ticket.pools:
+                pool.abandon()  # where Ctrl-C came twice
+            if ticket.runs:
+                raise PykernelsError(
+                    "a call of these experts is in flight",
+                    "sync it before the next submit; call pool.settle() if its ticket is lost",
+                )
+            self._in_flight.pop(key, None)  # it was settled; who has it can sync it still
 
     def _bind(self) -> list[Part]:
         """The slices on the pool of now: plan and scratch depend on its threads."""
         pool = self._own_pool or default_pool()
-        if self._bound is None or self._bound[0] is not pool:
-            kernel = make_kernel(self.backend.name, self.weights.fmt.name, self.activations)
-            slices = self.weights.slices
-            workers = workers_of(pool, len(slices))
-            pairs = zip(slices, workers, strict=True)
-            gemm_from = self.choices.gemm_from
-            self._bound = pool, [Part(packed, kernel, each, gemm_from) for packed, each in pairs]
-        return self._bound[1]
+        bound = self._bound
+        if bound is None or bound[0] is not pool:
+            bound = self._bind_to(pool)
+        return bound[1]
+
+    def _bind_to(self, pool: Pool) -> tuple[Pool, list[Part]]:
+        with self._binding:  # what one thread has bound must not go while its call runs
+            if self._bound is None or self._bound[0] is not pool:
+                kernel = make_kernel(self.backend.name, self.weights.fmt.name, self.activations)
+                slices = self.weights.slices
+                workers = workers_of(pool, len(slices))
+                pairs = zip(slices, workers, strict=True)
+                gemm_from = self.choices.gemm_from
+                self._bound = (
+                    pool,
+                    [Part(packed, kernel, each, gemm_from) for packed, each in pairs],
+                )
+            return self._bound
 
     def _check_loaded(self) -> None:
         if missing := self.missing():

@@ -3,12 +3,18 @@
 The workers wait for all that happens here, and it runs cold (``pykernels.cpu.arrival``). So a call
 whose inputs are laid out as the last one's were, which is the rule when tokens are generated, takes
 a tuple to see that, and then one compiled function. Any other call is arranged first.
+
+Several threads may call. Who looks at how the last call was arranged does not have the pool yet,
+and until it has, another thread may arrange and run a call of its own. So the descriptor counts
+(``JOB``'s ``arranged``): a look is worth something only if the count is still the same when the
+pool is taken. What a look needs is one tuple (``_Spare``), taken in one step.
 """
 
 from __future__ import annotations
 
 import ctypes
-import threading
+from collections.abc import Callable
+from threading import get_ident
 
 import torch
 from numba import types
@@ -21,32 +27,49 @@ from pykernels.cpu.job import job_at
 from pykernels.cpu.moe import MoEKernel
 from pykernels.quant import PackedExperts
 
-from .tasks import FREE, LAUNCHING, STATE, open_call
+from .tasks import FREE, LAUNCHING, RUNS, STATE, open_call
 from .workers import WorkerPool
 
 _NOT_OURS = -2
 """Beside BAD_EXPERT, what ``launch`` returns where the workers got nothing."""
 
 
+_Like = tuple[int, tuple[object, ...], dict[str, torch.Tensor], Callable[..., torch.Tensor]]
+"""What the next call has to be like, to begin as it is: the descriptor's count, the layout of its
+inputs, the workspace's buffers (outdated ones would do, but their memory is to go); and what makes
+room for its result."""
+
+_Spare = tuple[torch.Tensor, int, _Like]
+"""Room for the result of such a call, and its address. It serves one, since a launch counts too."""
+
+
 @kernel()
-def launch(control, owner, job_address, x, ids, weights, y):  # type: ignore[no-untyped-def]
+def launch(control, owner, thread, job_address, arranged, x, ids, weights, y):  # type: ignore[no-untyped-def]
     """Starts an arranged call, if the pool is in the state ``owner``: free, or claimed by it.
 
     Args:
+        thread: the caller's.
+        arranged: the descriptor's count when the call was found to be arranged.
         x, ids, weights, y: addresses, as in ``take_call``.
 
     Returns:
-        the number of active experts. Or BAD_EXPERT, and the pool is free; or _NOT_OURS.
+        the call's number, from 1. Or BAD_EXPERT, and the pool is free; or _NOT_OURS, and all is as
+        it was.
     """
     if atomic_exchange(control + STATE, owner, LAUNCHING) != owner:
+        return _NOT_OURS
+    job = job_at(job_address)
+    if job.arranged != arranged:  # whoever had the pool before has arranged another call
+        atomic_store(control + STATE, owner)
         return _NOT_OURS
     active = take_call(job_address, x, ids, weights, y)
     if active == BAD_EXPERT:
         atomic_store(control + STATE, FREE)
-        return active
-    job = job_at(job_address)
-    open_call(
+        return BAD_EXPERT
+    job.arranged = arranged + 1
+    number = open_call(
         control,
+        thread,
         job.run_gate_up,
         job.run_down,
         job_address,
@@ -61,7 +84,8 @@ def launch(control, owner, job_address, x, ids, weights, y):  # type: ignore[no-
         job.run_rows,
         job.row_tasks,
     )
-    return active
+    atomic_store(control + STATE, RUNS - number)
+    return number
 
 
 def _layout(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[object, ...]:
@@ -87,8 +111,8 @@ class Part:
     """One slice of a layer, bound to the pool that works on it.
 
     Attributes:
-        row_tasks: of the call that began last: while they run, they read the caller's x.
-        held: what the workers use of the call that began last, until its ticket has it.
+        held: of each thread, what the workers use of its call: till its ticket has that, or another
+            thread has the pool, so that the call has ended.
     """
 
     def __init__(
@@ -98,44 +122,52 @@ class Part:
         self._moe = MoECall(packed, kernel, pool.workspace, pool.threads, gemm_from=gemm_from)
         self._job = self._moe.address
         self._workspace = pool.workspace
-        self._buffers = self._workspace.buffers  # where a call was arranged; it may be replaced
-        self._launch = direct(launch, *[types.int64] * 7)
-        self._seen: tuple[object, ...] | None = None  # the layout that ``repeat`` takes
-        self._spare: list[tuple[torch.Tensor, int]] = []  # y for such a call, and its address
-        self.row_tasks = 0
-        self.held: tuple[torch.Tensor, ...] | None = None
+        self._launch = direct(launch, *[types.int64] * 9)
+        self._like: _Like | None = None  # for who has claimed the pool
+        self._spare: _Spare | None = None
+        self.held: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def repeat(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> tuple[int, torch.Tensor] | None:
+    ) -> tuple[int, torch.Tensor, _Like] | None:
         """Begins a call like the last one, if it can be had at once.
 
         Returns:
-            the number of active experts, and y. Or None: nothing has begun, ``begin`` says why not.
+            the call's number, y, and what ``make_spare`` takes. Or None: nothing has begun, and
+            ``arrange`` or ``begin`` say why not.
         """
-        if (
-            not self._spare
-            or self._workspace.buffers is not self._buffers
-            or _layout(x, ids, weights) != self._seen
-        ):
+        spare = self._spare
+        if spare is None:
             return None
-        y, address = spare = self._spare.pop()  # no other thread gets the same
-        self.held = x, y  # should Ctrl-C come now, the buffers outlive what uses them
-        active = self._launch(
+        y, address, like = spare
+        arranged, layout, buffers, make = like
+        try:
+            if buffers is not self._workspace.buffers or _layout(x, ids, weights) != layout:
+                return None
+        except AttributeError:  # no tensor
+            return None
+        # The spare stays: should Ctrl-C come behind the launch, y outlives the tasks. Nobody begins
+        # with it again, since the launch counts. And x is copied by then: there are no row tasks.
+        call = self._launch(
             self.pool.control,
             FREE,
+            get_ident(),
             self._job,
+            arranged,
             x.data_ptr(),
             ids.data_ptr(),
             weights.data_ptr(),
             address,
         )
-        if active == 0:  # no task will write it
-            y.zero_()
-        if active >= 0:
-            return active, y
-        self._spare.append(spare)
-        return None
+        return (call, y, (arranged + 1, layout, buffers, make)) if call > 0 else None
+
+    def check(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        """Whether a call of such inputs could be arranged.
+
+        Raises:
+            PykernelsError: no.
+        """
+        self._moe.check(x, ids, weights)
 
     def arrange(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
@@ -145,42 +177,66 @@ class Part:
         Raises:
             PykernelsError: inputs that do not fit.
         """
-        self._seen = None
-        self._spare.clear()
+        self._like = self._spare = None
+        self.held.clear()  # no call runs
         rows = contiguous_rows(x)
         taken = self._moe.arrange(rows, ids, weights, y)
         most = min(self._moe.experts.shape.E, ids.numel())
         self.pool.reserve_barriers(most, self._moe.down_chunks)
-        self._buffers = self._workspace.buffers
-        self.row_tasks = self._moe.row_tasks
-        self.held = rows, *taken, y
-        if x.is_contiguous() and taken[0] is ids and taken[1] is weights:
-            self._seen = _layout(x, ids, weights)
+        self.held[get_ident()] = rows, *taken, y
+        same = x.is_contiguous() and taken[0] is ids and taken[1] is weights
+        if same and self._moe.row_tasks == 0:
+            after = self._moe.arranged + 1  # the launch counts too
+            make = torch.empty_like if ids.numel() else torch.zeros_like  # no task writes that
+            self._like = after, _layout(x, ids, weights), self._workspace.buffers, make
 
-    def begin(self) -> int:
-        """Begins the call that was arranged; returns the number of its active experts.
+    def begin(self) -> tuple[int, _Like | None]:
+        """Begins the call that this thread has arranged, on the pool that it has claimed.
+
+        Returns:
+            the call's number, and what ``make_spare`` takes.
 
         Raises:
-            PykernelsError: no such expert, or a pool that is not this thread's.
+            PykernelsError: no such expert, or a pool that was closed.
         """
-        assert self.held is not None
-        at = [tensor.data_ptr() for tensor in self.held]
-        active = self._launch(self.pool.control, threading.get_ident(), self._job, *at)
-        if active == BAD_EXPERT:
-            raise self._moe.bad_routing(self.held[1])
-        if active < 0:
+        me, like, count = get_ident(), self._like, self._moe.arranged
+        if (held := self.held.get(me)) is None:  # a signal handler has made a call in between
             raise self.pool.refusal()
-        if active == 0:
-            self.held[-1].zero_()
-        return active
+        at = [tensor.data_ptr() for tensor in held]
+        call = self._launch(self.pool.control, me, me, self._job, count, *at)
+        if call == BAD_EXPERT:
+            raise self._moe.bad_routing(held[1])
+        if call < 0:
+            raise self.pool.refusal()
+        if not held[1].numel():  # no task will write y
+            held[-1].zero_()
+        return call, like
 
-    def make_spare(self, y: torch.Tensor) -> None:
+    def let_go(self) -> None:
+        """What is held of this thread's call is another's now, or the call has ended."""
+        self.held.pop(get_ident(), None)
+
+    def make_spare(self, y: torch.Tensor, like: _Like) -> None:
         """Room for the result of the next call, while the workers run this one."""
-        if self._seen is not None and self.row_tasks == 0:
-            spare = torch.empty_like(y)
-            self._spare.append((spare, spare.data_ptr()))
+        spare = like[3](y)
+        self._spare = spare, spare.data_ptr(), like
+
+    @property
+    def row_tasks(self) -> int:
+        """Of the call that was arranged last: while they run, they read the caller's x."""
+        return self._moe.row_tasks
+
+    @property
+    def active(self) -> int:
+        """Experts of the call that began last."""
+        return self._moe.active
 
     def expert(self, active: int) -> int:
         """The number of an active expert of the last call."""
         at = int(self._moe.job["experts"][0]) + 8 * active
         return ctypes.c_int64.from_address(at).value
+
+    def settle(self) -> None:
+        """Waits for a call of this slice, if one runs: what it reads may go then."""
+        if self.pool.job == self._job:
+            self.pool.settle()

@@ -13,17 +13,18 @@ from pykernels.errors import PykernelsError
 
 from .memory import binding_problem
 from .topology import Node, Topology
-from .workers import WorkerPool, spin_budget
+from .workers import WorkerPool, spin_budget, whole_threads
 
 AUTO, OFF = "auto", "off"
 
 
-def check_numa(numa: str) -> str:
-    """``numa`` if it is "auto", "off" or a whole number from 1.
+def check_numa(numa: str | int) -> str:
+    """``numa`` as a string, if it is "auto", "off" or a whole number from 1.
 
     Raises:
         PykernelsError: it is none of them.
     """
+    numa = str(numa)
     if numa not in (AUTO, OFF) and not (numa.isdecimal() and int(numa) >= 1):
         raise PykernelsError(
             f"NUMA setting {numa!r} is not known", "Use auto, off or the number of nodes"
@@ -32,7 +33,10 @@ def check_numa(numa: str) -> str:
 
 
 def nodes_to_use(
-    topology: Topology, numa: str = AUTO, threads: int | None = None, driver_works: bool = True
+    topology: Topology,
+    numa: str | int = AUTO,
+    threads: int | None = None,
+    driver_works: bool = True,
 ) -> list[Node]:
     """The nodes across which experts are split; fewer than two: not at all.
 
@@ -46,7 +50,7 @@ def nodes_to_use(
         PykernelsError: a number of nodes that is not the machine's, or more than threads, or memory
             that cannot be bound to them.
     """
-    check_numa(numa)
+    numa, threads = check_numa(numa), whole_threads(threads)
     nodes, problem = _candidates(topology, threads or topology.default_threads(driver_works))
     if numa == OFF:
         return []
@@ -107,7 +111,7 @@ class NodePools:
         narrow: bool = True,
     ) -> None:
         topology = topology or Topology.detect()
-        wanted = env.threads if threads is None else threads
+        wanted = whole_threads(env.threads if threads is None else threads)
         rooms = [len(node.cores) for node in nodes]
         if wanted is None:
             rooms = [topology.at(node).default_threads() for node in nodes]
@@ -163,16 +167,20 @@ def deal(threads: int, rooms: Sequence[int]) -> list[int]:
     return dealt
 
 
-def wait_all(pools: Sequence[WorkerPool]) -> float:
-    """Waits for the call of every pool; returns the seconds of the longest.
+def wait_all(pools: Sequence[WorkerPool], calls: Sequence[int] | None = None) -> float:
+    """Waits for a call of every pool; returns the seconds of the longest.
+
+    Args:
+        calls: their numbers; None for the ones that run.
 
     Raises:
         TaskError: a task failed; no pool is left with a call, whichever it was of.
     """
+    call = calls[0] if calls else None
     if len(pools) == 1:
-        return pools[0].wait()
+        return pools[0].wait(call)
     try:
-        seconds = pools[0].wait()
+        seconds = pools[0].wait(call)
     finally:
-        others = wait_all(pools[1:])
+        others = wait_all(pools[1:], calls[1:] if calls else None)
     return max(seconds, others)

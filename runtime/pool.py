@@ -8,9 +8,10 @@ from typing import Literal, overload
 
 from pykernels.env import env
 
+from .control import TaskError
 from .nodes import AUTO, OFF, NodePools, Pool, nodes_to_use, wait_all, why_not_split
 from .topology import Topology
-from .workers import Call, TaskError, WorkerPool
+from .workers import Call, WorkerPool
 
 _default: Pool | None = None
 _lock = threading.Lock()
@@ -19,7 +20,7 @@ _lock = threading.Lock()
 def make_pool(
     threads: int | None = None,
     driver_works: bool = True,
-    numa: str = AUTO,
+    numa: str | int = AUTO,
     topology: Topology | None = None,
 ) -> Pool:
     """Threads as one pool, or one on each NUMA node.
@@ -59,10 +60,10 @@ def configure_default_pool(
 ) -> WorkerPool: ...
 @overload
 def configure_default_pool(
-    threads: int | None = None, driver_works: bool = True, *, numa: str
+    threads: int | None = None, driver_works: bool = True, *, numa: str | int
 ) -> Pool: ...
 def configure_default_pool(
-    threads: int | None = None, driver_works: bool = True, numa: str = OFF
+    threads: int | None = None, driver_works: bool = True, numa: str | int = OFF
 ) -> Pool:
     """Replaces the shared pool; experts without a pool of their own use it from their next call.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from pykernels.cpu.intrin.descriptor import descriptor
 from pykernels.cpu.intrin.sync import as_pointer
 from pykernels.cpu.jit import task
 from pykernels.cpu.tile_generic import round_bf16
+from pykernels.errors import PykernelsError
 
 from .workers import Call, WorkerPool
 
@@ -75,9 +77,9 @@ def reduce(parts: Sequence[torch.Tensor], y: torch.Tensor, pool: WorkerPool) -> 
         [values, _CHUNK, addresses.ctypes.data, len(parts), y.data_ptr(), bf16], np.int64
     )
     add_parts, tasks = make_add_parts(), -(-values // _CHUNK)
-    if values <= _SERIAL:
-        for index in range(tasks):
-            add_parts.ctypes(job.ctypes.data, index, 0)
-    else:
-        pool.start(Call(add_parts.address, 0, job.ctypes.data, tasks, 1, 0))
-        pool.wait()
+    if values > _SERIAL:
+        # Where the pool was closed since, or runs another thread's call, there is still this one.
+        with contextlib.suppress(PykernelsError):
+            return pool.run(Call(add_parts.address, 0, job.ctypes.data, tasks, 1, 0))
+    for index in range(tasks):
+        add_parts.ctypes(job.ctypes.data, index, 0)

@@ -54,8 +54,7 @@ def packer(own: Pool | None, part: int = 0, slices: int = 1) -> Packer:
         job, tasks = pack_job(fmt, weight, blocks, scales)
         address = make_pack(fmt.name).address
         workers = workers_of(own or default_pool(), slices)[part]
-        workers.start(Call(address, address, job.ctypes.data, tasks, i_chunks=1, down_chunks=0))
-        workers.wait()
+        workers.run(Call(address, address, job.ctypes.data, tasks, i_chunks=1, down_chunks=0))
         if scale is not None and not packs_scales(fmt.name):
             fmt.pack_scales(scale, scales)
 

@@ -72,10 +72,17 @@ LEGS = GATE_UP + 120  # down tasks of each
 SPIN_NS = 12 * _LINE
 STARTED_AT = SPIN_NS + 8
 STATE = SPIN_NS + 16  # who has the pool: one of the below, or the thread that prepares a call
+INSIDE = SPIN_NS + 24  # the thread that has started the call and told nobody yet; 0: it has
+FAILED_CALL = SPIN_NS + 32  # number of the last call of which a task failed
 CONTROL_BYTES = 13 * _LINE
 BARRIER_BYTES = _LINE
 
-FREE, RUNNING, LAUNCHING, CLOSED, FORKED = 0, -1, -2, -3, -4
+FREE, LAUNCHING, DRIVEN, CLOSED, FORKED = 0, -1, -2, -3, -4
+"""DRIVEN: a thread works on the running call or waits for it, and no other may meanwhile."""
+RUNS = -8
+"""RUNS - n: the call of number n runs. So who ends a call never ends a later one instead."""
+NOT_RUNNING = -(1 << 62)
+"""What is returned in place of a status."""
 
 STAGES = ("rows", "pack", "gate-up", "down")
 """What the numbers in FAILED_STAGE stand for."""
@@ -232,21 +239,15 @@ def _wake_workers(control: int) -> None:
 
 
 @kernel()
-def claim(control: int, owner: int) -> int:
-    """Gives the pool to ``owner`` if it is free; returns the state that hinders it, or FREE."""
-    state = atomic_exchange(control + STATE, FREE, owner)
-    return FREE if state == owner else state
-
-
-@kernel()
-def release(control: int, owner: int) -> None:
-    """Frees the pool, if it is ``owner``'s."""
-    atomic_exchange(control + STATE, owner, FREE)
+def turn(control: int, state: int, to: int) -> int:
+    """Changes the pool's state from ``state``, if it is that; returns what it was."""
+    return atomic_exchange(control + STATE, state, to)
 
 
 @inlined
 def open_call(
     control: int,
+    thread: int,
     gate_up: int,
     down: int,
     job: int,
@@ -260,8 +261,18 @@ def open_call(
     pieces: int,
     rows: int,
     row_tasks: int,
-) -> None:
-    """Opens a call to the workers; the pool is the caller's, with the barriers that it needs."""
+) -> int:
+    """Opens a call to the workers; the pool is LAUNCHING, with the barriers that it needs.
+
+    What the pool's state is then the caller says, last: from there on another thread may end the
+    call, and a third one open the next.
+
+    Args:
+        thread: the caller's.
+
+    Returns:
+        the call's number, from 1.
+    """
     barriers = atomic_load(control + BARRIERS)
     for i in range(2 * active + (down_chunks if legs > 1 else 0)):
         atomic_store(barriers + i * BARRIER_BYTES, 0)
@@ -288,20 +299,36 @@ def open_call(
     atomic_store(control + STARTED_AT, now)
     atomic_store(control + FINISHED_AT, now)
     atomic_store(control + DONE, 0 if tasks > 0 else 1)
-    atomic_store(control + STATE, RUNNING)
+    atomic_store(control + INSIDE, thread)
+    number = atomic_load(control + EPOCH) + 1
     atomic_store(control + REMAINING, tasks)
     _wake_workers(control)
+    return number
 
 
 @kernel()
-def publish(control: int, call: tuple[int, ...]) -> None:
-    """``open_call``, from Python; ``call`` has its other arguments."""
-    open_call(control, *call)
+def publish(control: int, thread: int, call: tuple[int, ...]) -> int:
+    """``open_call``, from Python; ``call`` has its other arguments.
+
+    Returns:
+        the call's number; or NOT_RUNNING: the pool is not claimed by ``thread``.
+    """
+    if atomic_exchange(control + STATE, thread, LAUNCHING) != thread:
+        return NOT_RUNNING
+    number = open_call(control, thread, *call)
+    atomic_store(control + STATE, RUNS - number)
+    return number
 
 
 @kernel()
-def finish_rows(control: int, driver_works: bool) -> None:
-    """Waits until all rows are there, working along if the driver is of the pool, on rows only."""
+def finish_rows(control: int, call: int, driver_works: bool) -> bool:
+    """Waits until all rows are there, working along if the driver is of the pool, on rows only.
+
+    Returns:
+        whether it has; not if the call does not run, or another thread drives it.
+    """
+    if atomic_exchange(control + STATE, RUNS - call, DRIVEN) != RUNS - call:
+        return False
     tasks, rows = atomic_load(control + TASKS), atomic_load(control + ROW_TASKS)
     while driver_works:
         left = atomic_load(control + REMAINING)
@@ -311,18 +338,15 @@ def finish_rows(control: int, driver_works: bool) -> None:
             _rows(control, tasks - left, 0)
             _count_done(control, tasks)
     _wait_for_rows(control, atomic_load(control + SPIN_NS))
+    atomic_store(control + STATE, RUNS - call)
+    return True
 
 
-@kernel()
-def finish(control: int, driver_works: bool, counters: int, tokens: int, nbytes: int) -> int:
-    """Waits for the call to end, working along if the driver is of the pool; frees the pool.
-
-    Args:
-        counters: address of what counts it, as so many tokens and bytes, if no task fails; 0: none.
-
-    Returns:
-        the call's status.
-    """
+@inlined
+def _drive(
+    control: int, call: int, driver_works: bool, counters: int, tokens: int, nbytes: int
+) -> int:
+    """Waits for a call to end, and frees the pool, which is DRIVEN; as ``finish``."""
     if driver_works:
         work(control, 0)
     tasks = atomic_load(control + TASKS)
@@ -333,8 +357,40 @@ def finish(control: int, driver_works: bool, counters: int, tokens: int, nbytes:
     if status == 0 and counters != 0:
         took = atomic_load(control + FINISHED_AT) - atomic_load(control + STARTED_AT)
         count(counters, tokens, nbytes, took)
-    atomic_exchange(control + STATE, RUNNING, FREE)
+    if status != 0:
+        atomic_store(control + FAILED_CALL, call)
+    atomic_store(control + STATE, FREE)
     return status
+
+
+@kernel()
+def finish(
+    control: int, call: int, driver_works: bool, counters: int, tokens: int, nbytes: int
+) -> int:
+    """Waits for a call to end, working along if the driver is of the pool; frees the pool.
+
+    Only one thread may: two would both be worker 0, which has one scratch, and the slower one would
+    wait on the words of the next call.
+
+    Args:
+        counters: address of what counts it, as so many tokens and bytes, if no task fails; 0: none.
+
+    Returns:
+        the call's status; or NOT_RUNNING: it has ended, or another thread drives it.
+    """
+    if atomic_exchange(control + STATE, RUNS - call, DRIVEN) != RUNS - call:
+        return NOT_RUNNING
+    return _drive(control, call, driver_works, counters, tokens, nbytes)
+
+
+@kernel()
+def run(control: int, thread: int, driver_works: bool, call: tuple[int, ...]) -> int:
+    """``publish`` and ``finish`` in one: no Ctrl-C comes between, to free what the tasks use."""
+    if atomic_exchange(control + STATE, thread, LAUNCHING) != thread:
+        return NOT_RUNNING
+    number = open_call(control, thread, *call)
+    atomic_store(control + STATE, DRIVEN)
+    return _drive(control, number, driver_works, 0, 0, 0)
 
 
 @kernel()
@@ -348,11 +404,12 @@ def compile_all() -> None:
     """Compiles (or loads from the cache) what a pool calls."""
     for function, arguments in (
         (worker_loop, 2),
-        (claim, 2),
-        (release, 2),
+        (turn, 3),
         (stop, 1),
     ):
         function.compile((types.int64,) * arguments)
-    publish.compile((types.int64, types.UniTuple(types.int64, 13)))
-    finish_rows.compile((types.int64, types.boolean))
-    finish.compile((types.int64, types.boolean, *[types.int64] * 3))
+    call = types.UniTuple(types.int64, 13)
+    publish.compile((types.int64, types.int64, call))
+    finish_rows.compile((types.int64, types.int64, types.boolean))
+    finish.compile((types.int64, types.int64, types.boolean, *[types.int64] * 3))
+    run.compile((types.int64, types.int64, types.boolean, call))

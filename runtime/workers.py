@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
 import threading
+import time
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from operator import index
+from typing import NamedTuple, SupportsIndex
 
 import numpy as np
-from numba import types
 
-from pykernels.cpu import Workspace, raised
-from pykernels.cpu.jit import direct
+from pykernels.cpu import Workspace
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 
 from . import tasks
+from .control import Control, align
 from .topology import Topology
 
-_STATE, _NUMBER = tasks.STATE // 8, tasks.EPOCH // 8
-_STARTED_AT, _FINISHED_AT = tasks.STARTED_AT // 8, tasks.FINISHED_AT // 8
-
-_SPIN_US, _SPIN_US_BESIDE_GPU = 50.0, 1000.0
+_SPIN_US, _SPIN_US_BESIDE_GPU, _MOST_SPIN_US = 50.0, 1000.0, 1e9
+_NAP = 50e-6  # seconds between looks at what another thread does
 
 
 def spin_budget(driver_works: bool) -> float:
@@ -38,33 +36,19 @@ def spin_budget(driver_works: bool) -> float:
     return _SPIN_US if driver_works else _SPIN_US_BESIDE_GPU
 
 
-class TaskError(RuntimeError):
-    """A task raised, or returned a status other than 0; the pool stays usable.
+def whole_threads(threads: object) -> int | None:
+    """A number of threads as asked for; None stays None.
 
-    Attributes:
-        status: what it returned.
-        stage: "rows", "pack", "gate-up" or "down"; "" where something that tasks call raised, and
-            none of them knows.
-        index: its number in the stage.
-        active: which of the call's active experts it worked on; None for rows, which are all's.
-        raised: what it raised, also the cause of this one; None if it returned the status.
+    Raises:
+        PykernelsError: it is no whole number.
     """
-
-    def __init__(
-        self,
-        status: int,
-        stage: str,
-        index: int,
-        active: int | None,
-        expert: int | None = None,
-        raised: BaseException | None = None,
-    ) -> None:
-        self.status, self.stage, self.index, self.active = status, stage, index, active
-        self.raised = self.__cause__ = raised
-        of = f" of active expert {active}" if expert is None else f" of expert {expert}"
-        where = "" if active is None else of
-        how = f"failed with status {status}" if raised is None else f"raised {raised!r}"
-        super().__init__(f"{stage} task {index}{where} {how}" if stage else f"a task {how}")
+    if threads is None:
+        return None
+    if isinstance(threads, bool) or not isinstance(threads, SupportsIndex):
+        raise PykernelsError(
+            f"{threads!r} threads asked for, which is no whole number", "Give an int, or None"
+        )
+    return index(threads)
 
 
 class Call(NamedTuple):
@@ -91,7 +75,7 @@ class Call(NamedTuple):
     row_tasks: int = 0
 
 
-class WorkerPool:
+class WorkerPool(Control):
     """``threads`` threads for the experts; each stays in one ``nogil`` loop until ``close``.
 
     The workers are pinned, each to a core of its own, in ``Topology.order``. With ``driver_works``
@@ -105,7 +89,8 @@ class WorkerPool:
         spin_us: how long an idle thread spins before it sleeps; None for ``spin_budget``'s.
 
     Raises:
-        PykernelsError: more threads than usable cores, fewer than one, or a core that is refused.
+        PykernelsError: more threads than usable cores, fewer than one, or no whole number; a time
+            to spin that is none; or a core that is refused.
     """
 
     def __init__(
@@ -117,28 +102,24 @@ class WorkerPool:
         spin_us: float | None = None,
     ) -> None:
         topology = topology or Topology.detect()
-        wanted = env.threads if threads is None else threads
+        wanted = whole_threads(env.threads if threads is None else threads)
         self.threads = topology.default_threads(driver_works) if wanted is None else wanted
-        self.driver_works = driver_works
         self.node = node
         if not 1 <= self.threads <= topology.usable:
             raise PykernelsError(
                 f"{self.threads} threads asked for, {topology.usable} cores are usable",
                 f"Use 1 to {topology.usable} threads",
             )
-        raw = np.zeros(tasks.CONTROL_BYTES // 8 + 8, np.int64)
-        self.control = _align(raw.ctypes.data)
-        self._words = raw[(self.control - raw.ctypes.data) // 8 :]
-        self._word = self._words.data  # the same as a memoryview: numpy's scalars are slow
         spin_us = spin_budget(driver_works) if spin_us is None else spin_us
-        self._words[tasks.SPIN_NS // 8] = int(spin_us * 1000)
+        number = isinstance(spin_us, (int, float))
+        if not (number and 0 <= spin_us <= _MOST_SPIN_US):  # nan neither
+            raise PykernelsError(
+                f"spin_us={spin_us} is no time to spin", "Give microseconds, 0 to 1e9"
+            )
+        super().__init__(driver_works, spin_us)
         self._barriers, self._barrier_memory = 0, list[np.ndarray]()
         self.reserve_barriers(128)
         self.workspace = Workspace()  # shared by the layers: one call runs at a time
-        tasks.compile_all()  # under the GIL, before any thread asks; and Ctrl-C finds them compiled
-        self._finish = direct(
-            tasks.finish, types.int64, types.boolean, types.int64, types.int64, types.int64
-        )
         first = 1 if driver_works else 0
         self._threads = [
             threading.Thread(
@@ -151,6 +132,7 @@ class WorkerPool:
         ]
         for thread in self._threads:
             thread.start()
+        self._idents = {thread.ident for thread in self._threads}
         _open_pools.add(self)
         self._pin(topology.order)
 
@@ -179,126 +161,66 @@ class WorkerPool:
             memory = np.zeros(count * tasks.BARRIER_BYTES // 8 + 8, np.int64)
             # In this order Ctrl-C may come at any time; and what there was stays, less than this.
             self._barrier_memory.append(memory)
-            self._word[tasks.BARRIERS // 8] = _align(memory.ctypes.data)
+            self._word[tasks.BARRIERS // 8] = align(memory.ctypes.data)
             self._barriers = count
 
-    def claim(self) -> None:
-        """Keeps the pool for a call that this thread prepares, in the ``workspace`` that all share,
-        until it starts or ``release`` gives it up.
-
-        Raises:
-            PykernelsError: a call is running, another thread prepares one, the pool is closed, or
-                this is a forked child.
-        """
-        # A claim of this thread's own was left behind by Ctrl-C: it prepares nothing now.
-        if tasks.claim(self.control, threading.get_ident()) != tasks.FREE:
-            raise self.refusal()
-
-    def release(self) -> None:
-        """Gives up what this thread has claimed, if it has not started a call since."""
-        tasks.release(self.control, threading.get_ident())
-
-    def start(self, call: Call) -> None:
-        """Hands a call to the workers and returns; ``wait`` ends it. One call at a time.
+    def start(self, call: Call) -> int:
+        """Hands a call to the workers and returns its number; ``wait`` ends it. One at a time.
 
         Raises:
             PykernelsError: as ``claim``.
         """
-        self.claim()
-        self.reserve_barriers(call.active, call.down_chunks)
-        tasks.publish(self.control, tuple(call))
+        try:
+            self.claim()
+            self.reserve_barriers(call.active, call.down_chunks)
+            number = tasks.publish(self.control, threading.get_ident(), tuple(call))
+        except BaseException:
+            self.release()
+            self.abandon()
+            raise
+        if number == tasks.NOT_RUNNING:
+            raise self.refusal()
+        self.hand_out()
+        return number
 
-    def wait_for_rows(self) -> None:
-        """Waits until the call that was started has copied its inputs; works along as in ``wait``.
-
-        A task that fails is told by ``wait``.
-        """
-        if self._word[_STATE] != tasks.RUNNING:
-            raise self._nothing_runs()
-        tasks.finish_rows(self.control, self.driver_works)
-
-    def end(self, counters: int = 0, tokens: int = 0, nbytes: int = 0) -> None:
-        """Waits for the call in flight, which is counted as in ``tasks.finish``.
+    def run(self, call: Call) -> None:
+        """``start`` and ``wait``; Ctrl-C counts when the call has ended.
 
         Raises:
-            PykernelsError: no call is in flight, or this is a forked child.
-            TaskError: a task failed; which is the first one that did.
+            PykernelsError: as ``claim``.
+            TaskError: as ``wait``.
         """
-        if self._word[_STATE] != tasks.RUNNING:
-            raise self._nothing_runs()
-        # Ctrl-C counts when it returns: the pool is free then.
-        status = self._finish(self.control, self.driver_works, counters, tokens, nbytes)
-        if (status or raised.anything()) and (failure := self._failure(status)):
-            raise failure
-
-    def wait(self) -> float:
-        """``end``; returns the seconds from the call's start to its last task."""
-        self.end()
-        return (self._word[_FINISHED_AT] - self._word[_STARTED_AT]) / 1e9
-
-    @property
-    def running(self) -> int | None:
-        """The number of the call that was started and not waited for yet."""
-        return self._word[_NUMBER] if self._word[_STATE] == tasks.RUNNING else None
-
-    def settle(self) -> None:
-        """Waits for a call that nobody will wait for, since Ctrl-C came right behind its start."""
-        if self._word[_STATE] == tasks.RUNNING:
-            self._failure(self._finish(self.control, self.driver_works, 0, 0, 0))  # forgotten
-
-    def refusal(self) -> PykernelsError:
-        """Why a call cannot be prepared or started now."""
-        match self._word[_STATE]:
-            case tasks.FORKED:
-                return PykernelsError(
-                    "this worker pool belongs to the parent process; threads do not survive a fork",
-                    "Make the pool in the process that uses it, or start that with 'spawn'",
-                )
-            case tasks.CLOSED:
-                return PykernelsError("the worker pool is closed", "Make a new WorkerPool")
-            case tasks.RUNNING:
-                return PykernelsError(
-                    "a call is still running on this pool", "sync it before the next submit"
-                )
-        return PykernelsError(
-            "another thread prepares a call on this pool", "Make one call after the other"
-        )
-
-    def _nothing_runs(self) -> PykernelsError:
-        if self._word[_STATE] == tasks.FORKED:
-            return self.refusal()  # its workers would never end the call here
-        return PykernelsError("no call is running on this pool", "submit one before sync")
-
-    def _failure(self, status: int) -> TaskError | None:
-        """The first failure of the call that ended with this status, if it had one."""
-        cause = raised.taken({threading.get_ident(), *(thread.ident for thread in self._threads)})
-        if status == 0:
-            return TaskError(raised.RAISED, "", 0, None, raised=cause) if cause else None
-        cause = cause if status == raised.RAISED else None
-        words = self._word
-        stage = tasks.STAGES[words[tasks.FAILED_STAGE // 8]]
-        index = words[tasks.FAILED_INDEX // 8]
-        if stage == "rows":
-            return TaskError(status, stage, index, None, raised=cause)
-        if stage == "pack":
-            pieces = ctypes.c_int64 * words[tasks.PACK_TASKS // 8]
-            active = pieces.from_address(words[tasks.PIECE_ACTIVE // 8])[index]
-        elif stage == "gate-up":
-            active = index // words[tasks.I_CHUNKS // 8]
-        else:
-            active = index % words[tasks.ACTIVE // 8]
-        return TaskError(status, stage, index, active, raised=cause)
+        me = threading.get_ident()
+        try:
+            self.claim()
+            self.reserve_barriers(call.active, call.down_chunks)
+            status = tasks.run(self.control, me, self.driver_works, tuple(call))
+        except BaseException:
+            self.release()
+            raise
+        if status == tasks.NOT_RUNNING:
+            raise self.refusal()
+        self._check(status)
 
     def close(self) -> None:
-        """Ends the workers; waits for them. Safe to call twice."""
-        if self._word[_STATE] in (tasks.CLOSED, tasks.FORKED):
+        """Ends the workers; waits for them, and for a call: ``sync`` still returns its result.
+
+        Safe to call twice.
+        """
+        while (state := self._word[tasks.STATE // 8]) not in (tasks.CLOSED, tasks.FORKED):
+            if state >= tasks.FREE:  # where another thread prepares a call, that is refused
+                if tasks.turn(self.control, state, tasks.CLOSED) == state:
+                    break
+            elif state == tasks.LAUNCHING:
+                time.sleep(_NAP)
+            else:
+                self.settle()
+        else:
             return
-        while tasks.claim(self.control, tasks.CLOSED) == tasks.RUNNING:
-            self.settle()
-        self._word[_STATE] = tasks.CLOSED  # where another thread prepares a call, it is refused
         tasks.stop(self.control)
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:  # it was started before Ctrl-C came
+                thread.join()
         _open_pools.discard(self)
 
     def __enter__(self) -> WorkerPool:
@@ -312,10 +234,6 @@ class WorkerPool:
             self.close()
 
 
-def _align(address: int) -> int:
-    return -(-address // 64) * 64
-
-
 def _worker_main(memory: np.ndarray, control: int, worker: int) -> None:
     """A worker thread; it keeps the control block's memory alive."""
     tasks.worker_loop(control, worker)
@@ -327,7 +245,7 @@ _open_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 def _forked() -> None:
     """In a forked child, which has a copy of the control blocks but none of the threads."""
     for pool in list(_open_pools):
-        pool._word[_STATE] = tasks.FORKED
+        pool._word[tasks.STATE // 8] = tasks.FORKED
 
 
 os.register_at_fork(after_in_child=_forked)

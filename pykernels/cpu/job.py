@@ -85,6 +85,7 @@ JOB, job_at = descriptor(
         "pieces",  # int64 [A] pieces of each active expert
         "scratch",  # of worker 0; the next one's is scratch_stride on
         "scratch_stride",
+        "arranged",  # counts the times that it was arranged, and that a call of it began
     ),
 )
 """The numpy dtype, and what kernels read it through: ``job = job_at(address)``."""

@@ -6,7 +6,9 @@ routine that raises keeps the exception and returns ``RAISED``.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections.abc import Collection
 
 from llvmlite import ir
@@ -19,8 +21,8 @@ from numba.core.typed_passes import NativeLowering
 RAISED = -(1 << 62)
 """What a routine that raises returns: a task's status, then."""
 
-_kept: list[tuple[int, BaseException]] = []
-"""(thread, what was raised there), in the order of time."""
+_kept: list[tuple[int, int, BaseException]] = []
+"""(thread, when by ``intrin.sync.clock_ns``, what was raised there), in the order of time."""
 
 
 def keep(kind: type[BaseException], value: object = None) -> None:
@@ -28,7 +30,7 @@ def keep(kind: type[BaseException], value: object = None) -> None:
     if not isinstance(value, BaseException):
         arguments = value if isinstance(value, tuple) else () if value is None else (value,)
         value = kind(*arguments)
-    _kept.append((threading.get_ident(), value))
+    _kept.append((threading.get_ident(), time.monotonic_ns(), value))
 
 
 def anything() -> bool:
@@ -36,12 +38,13 @@ def anything() -> bool:
     return bool(_kept)
 
 
-def taken(threads: Collection[int | None]) -> BaseException | None:
-    """The first that one of these threads raised; all of theirs are forgotten."""
+def taken(threads: Collection[int | None], since: int = 0) -> BaseException | None:
+    """The first that one of these threads raised since then; all of theirs are forgotten."""
     theirs = [kept for kept in list(_kept) if kept[0] in threads]
     for kept in theirs:
-        _kept.remove(kept)
-    return theirs[0][1] if theirs else None
+        with contextlib.suppress(ValueError):  # another thread has taken it
+            _kept.remove(kept)
+    return next((error for _, when, error in theirs if when >= since), None)
 
 
 class _Lower(Lower):

@@ -62,7 +62,6 @@ class Workspace:
         )  # fmt: skip
         if any(need > have for need, have in zip(sizes, self._sizes, strict=True)):
             sizes = tuple(max(pair) for pair in zip(sizes, self._sizes, strict=True))
-            self._sizes = sizes
             T, S, E, Hp, x_row, few, h_row, many, h_gemm_row, x_tiles, h_tiles = sizes
             self.buffers = {
                 "x": torch.zeros(T, x_row, dtype=torch.uint8),
@@ -82,12 +81,17 @@ class Workspace:
                 "piece_active": torch.zeros(S, dtype=torch.int64),
                 "piece_slot": torch.zeros(S, dtype=torch.int64),
             }
+            self._sizes = sizes  # behind them: memory may be refused, and Ctrl-C come
         return self.buffers
 
 
 def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy of it where the values of a row lie apart: what ``MoECall.prepare`` takes."""
     return x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
+
+
+def _kind(given: object) -> str:
+    return "None" if given is None else f"a {type(given).__module__}.{type(given).__name__}"
 
 
 class Prepared(NamedTuple):
@@ -214,19 +218,32 @@ class MoECall:
         Returns:
             ids and weights as ``arrive`` takes them, which is as given where nothing was to do.
         """
-        T, topk = self._check(x, ids, weights)
+        words = self._words
+        words[_AT["arranged"]] += 1
+        T, topk = self.check(x, ids, weights)
+        if not x.is_contiguous() and x.stride(1) != 1:
+            raise PykernelsError("the values of a row of x lie apart", "Give contiguous_rows(x)")
         if not ids.is_contiguous():
             ids = ids.contiguous()
         if weights.dtype is not torch.float32 or not weights.is_contiguous():
             weights = weights.float().contiguous()
         self._plan(T)
         self._reserve(T, topk)
-        words = self._words
         words[_AT["T"]], words[_AT["topk"]] = T, topk
         for name, tensor in (("source", x), ("y", y)):
             words[_AT[f"{name}_stride"]] = tensor.stride(0) * tensor.element_size()
             words[_AT[f"{name}_bf16"]] = tensor.dtype is torch.bfloat16
         return ids, weights
+
+    @property
+    def arranged(self) -> int:
+        """``JOB``'s count."""
+        return self._words[_AT["arranged"]]
+
+    @property
+    def active(self) -> int:
+        """Experts of the call that arrived last."""
+        return self._words[_AT["A"]]
 
     @property
     def row_tasks(self) -> int:
@@ -250,6 +267,7 @@ class MoECall:
         """Writes the cut for T tokens."""
         if self._planned == T:
             return
+        self._planned = None  # should Ctrl-C come, some of it is of each
         cut = self._cut or plan(
             self.experts.shape, self.experts.fmt, self._workers, T, self._gemm_from
         )
@@ -275,14 +293,22 @@ class MoECall:
         self._bind(self._workspace.reserve(T, topk, E, H, I, gemm_from, *hows))
         self._reserved = T, topk
 
-    def _check(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[int, int]:
+    def check(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[int, int]:
+        """T and topk of inputs that fit, but for how x lies in memory.
+
+        Raises:
+            PykernelsError: what does not.
+        """
+        for name, given in (("x", x), ("ids", ids), ("weights", weights)):
+            if not isinstance(given, torch.Tensor):
+                raise PykernelsError(
+                    f"{name} is {_kind(given)}, no torch tensor", "Give three tensors"
+                )
         H, shape, ids_shape = self.experts.shape.H, x.shape, ids.shape
         if len(shape) != 2 or shape[1] != H or x.dtype not in (torch.bfloat16, torch.float32):
             raise PykernelsError(
                 f"x is {x.dtype} {tuple(x.shape)}", f"Give bfloat16 or float32 of shape [T, {H}]"
             )
-        if not x.is_contiguous() and x.stride(1) != 1:
-            raise PykernelsError("the values of a row of x lie apart", "Give contiguous_rows(x)")
         same = len(ids_shape) == 2 and ids_shape == weights.shape and ids_shape[0] == shape[0]
         if ids.dtype != torch.int64 or not same:
             raise PykernelsError(
@@ -290,18 +316,22 @@ class MoECall:
                 f" for {x.shape[0]} tokens",
                 "Give int64 ids and weights of shape [T, topk]",
             )
-        if not (x.is_cpu and ids.is_cpu and weights.is_cpu):
-            raise PykernelsError(
-                "an input of the CPU experts is on a GPU", "Copy it with .cpu() first"
-            )
+        if weights.is_complex():
+            raise PykernelsError(f"weights are {weights.dtype}", "Give real weights")
+        for name, tensor in (("x", x), ("ids", ids), ("weights", weights)):
+            if not tensor.is_cpu:
+                raise PykernelsError(
+                    f"{name} of the CPU experts lies on {tensor.device}",
+                    "Give it on the CPU, as .cpu() copies it",
+                )
         return ids_shape[0], ids_shape[1]
 
     def _bind(self, buffers: dict[str, torch.Tensor]) -> None:
         """Points the descriptor at the workspace, again whenever that has grown."""
         if buffers is self._buffers:
             return
-        self._buffers = buffers
         for name in buffers:
             self.job[name] = buffers[name].data_ptr()
         for name in ("x", "h", "h_gemm"):
             self.job[f"{name}_stride"] = buffers[name].stride(0) * buffers[name].element_size()
+        self._buffers = buffers  # last: should Ctrl-C come, it is done again

@@ -124,7 +124,13 @@ REFUSED = {
     "tokens that differ": (lambda x, ids, w: (x[:1], ids, w), "for 1 tokens"),
     "no such expert": (lambda x, ids, w: (x, ids + SHAPE.E, w), "in a layer of 6"),
     "an expert below 0": (lambda x, ids, w: (x, ids - SHAPE.E, w), "in a layer of 6"),
-    "on a GPU": (lambda x, ids, w: (x.to("meta"), ids, w), "on a GPU"),
+    "x on no CPU": (lambda x, ids, w: (x.to("meta"), ids, w), "x of the CPU experts lies on meta"),
+    "ids on no CPU": (lambda x, ids, w: (x, ids.to("meta"), w), "ids of the CPU .* lies on meta"),
+    "x of numpy": (lambda x, ids, w: (x.float().numpy(), ids, w), "x is a numpy.ndarray, no torch"),
+    "no x": (lambda x, ids, w: (None, ids, w), "x is None, no torch tensor"),
+    "ids in a list": (lambda x, ids, w: (x, ids.tolist(), w), "ids is a builtins.list, no torch"),
+    "weights of numpy": (lambda x, ids, w: (x, ids, w.numpy()), "weights is a numpy.ndarray, no"),
+    "complex weights": (lambda x, ids, w: (x, ids, w + 0j), "weights are torch.complex64"),
 }
 
 
@@ -132,6 +138,8 @@ REFUSED = {
 def test_a_refusal_leaves_the_pool_free_and_the_next_call_right(change, message, pool):
     routed = _load(pool)
     wanted = routed(*_inputs(3)).clone()
+    with pytest.raises(PykernelsError, match=message):
+        _load(pool)(*change(*_inputs(3)))  # the first call of all
     for _ in range(2):
         with pytest.raises(PykernelsError, match=message):
             routed(*change(*_inputs(3)))
@@ -220,26 +228,17 @@ def test_barriers_of_a_larger_call_serve_a_smaller_one(pool):
     assert torch.equal(routed(*_inputs(3)), wanted)
 
 
-def test_after_an_interrupt_right_behind_a_launch_the_pool_can_be_settled(pool, monkeypatch):
-    routed, repeat = _load(pool), Part.repeat
-    wanted = routed(*_inputs(3)).clone()
+def test_any_topk_and_experts_that_come_twice_add_up(pool):
+    routed = _load(pool)
+    x, ids, _ = _inputs(2)
+    one = routed(x.float(), ids[:, :1], torch.ones(2, 1))
+    many = routed(x.float(), ids[:, :1].expand(2, 2 * SHAPE.E), torch.full((2, 2 * SHAPE.E), 0.25))
+    torch.testing.assert_close(many, 0.5 * SHAPE.E * one)
 
-    def interrupted(self: Part, *inputs: torch.Tensor) -> None:
-        assert repeat(self, *inputs) is not None
-        raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Part, "repeat", interrupted)
-        routed.submit(*_inputs(3))
-    part = routed._bind()[0]
-    assert part.held is not None  # what the workers write is kept
-    with pytest.raises(PykernelsError, match="still running on this pool"):
-        routed(*_inputs(3))
-    assert len(part.held) == 2
-    pool.settle()
-    for _ in range(2):
-        assert torch.equal(routed(*_inputs(3)), wanted)
-    assert part.held is None and routed.counters.calls == 3
+def test_a_result_is_detached(pool):
+    x, ids, weights = _inputs(2)
+    assert not _load(pool)(x.float().requires_grad_(), ids, weights.requires_grad_()).requires_grad
 
 
 def test_a_like_call_in_a_forked_child_is_refused(pool):

@@ -16,7 +16,14 @@ from pykernels.cpu.jit import inlined, routine, task
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from runtime import tasks
-from runtime.pool import Call, TaskError, WorkerPool, configure_default_pool, default_pool
+from runtime.pool import (
+    Call,
+    TaskError,
+    WorkerPool,
+    configure_default_pool,
+    default_pool,
+    make_pool,
+)
 from runtime.topology import Topology
 
 USABLE = Topology.detect().usable
@@ -353,6 +360,20 @@ def test_a_call_that_nobody_waits_for_can_be_settled(pool):
 def test_more_threads_than_cores_are_refused(threads):
     with pytest.raises(PykernelsError, match=f"{USABLE} cores are usable"):
         WorkerPool(threads)
+
+
+@pytest.mark.parametrize("threads", ["2", 1.0, True])
+def test_threads_that_are_no_whole_number_are_refused(threads):
+    with pytest.raises(PykernelsError, match="threads asked for, which is no whole number"):
+        WorkerPool(threads)
+    with pytest.raises(PykernelsError, match="threads asked for, which is no whole number"):
+        make_pool(threads)
+
+
+@pytest.mark.parametrize("spin_us", [float("nan"), float("inf"), -1, "50"])
+def test_a_time_to_spin_that_is_none_is_refused(spin_us):
+    with pytest.raises(PykernelsError, match="is no time to spin"):
+        WorkerPool(1, spin_us=spin_us)
 
 
 def test_closing_ends_the_threads():

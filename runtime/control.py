@@ -1,0 +1,272 @@
+"""The control block of a pool, as Python sees it: whose turn it is, and how a call is waited for.
+
+Threads may share a pool: each call is prepared, started and waited for under the block's ``STATE``
+(``tasks``), which one atomic exchange changes. Whatever comes between two looks at it, another
+thread or Ctrl-C, the exchange says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+
+import numpy as np
+from numba import types
+
+from pykernels.cpu import raised
+from pykernels.cpu.jit import direct
+from pykernels.errors import PykernelsError
+
+from . import tasks
+
+_STATE, _NUMBER = tasks.STATE // 8, tasks.EPOCH // 8
+_INSIDE = tasks.INSIDE // 8
+_STARTED_AT, _FINISHED_AT = tasks.STARTED_AT // 8, tasks.FINISHED_AT // 8
+
+_NAP = 50e-6  # seconds between looks at what another thread does: rare, and never in a call's way
+
+
+class TaskError(RuntimeError):
+    """A task raised, or returned a status other than 0; the pool stays usable.
+
+    Attributes:
+        status: what it returned.
+        stage: "rows", "pack", "gate-up" or "down"; "" where something that tasks call raised, and
+            none of them knows.
+        index: its number in the stage.
+        active: which of the call's active experts it worked on; None for rows, which are all's.
+        raised: what it raised, also the cause of this one; None if it returned the status.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        stage: str,
+        index: int,
+        active: int | None,
+        expert: int | None = None,
+        raised: BaseException | None = None,
+    ) -> None:
+        self.status, self.stage, self.index, self.active = status, stage, index, active
+        self.raised = self.__cause__ = raised
+        of = f" of active expert {active}" if expert is None else f" of expert {expert}"
+        where = "" if active is None else of
+        how = f"failed with status {status}" if raised is None else f"raised {raised!r}"
+        super().__init__(f"{stage} task {index}{where} {how}" if stage else f"a task {how}")
+
+
+class Control:
+    """A control block: who claims it prepares a call, and who ends a call frees it.
+
+    Args:
+        driver_works: whether the thread that waits works along.
+        spin_us: how long an idle thread spins before it sleeps.
+
+    Attributes:
+        control: the block's address.
+    """
+
+    def __init__(self, driver_works: bool, spin_us: float) -> None:
+        self.driver_works = driver_works
+        self._idents: set[int | None] = set()  # of the workers
+        raw = np.zeros(tasks.CONTROL_BYTES // 8 + 8, np.int64)
+        self.control = align(raw.ctypes.data)
+        self._words = raw[(self.control - raw.ctypes.data) // 8 :]
+        self._word = self._words.data  # the same as a memoryview: numpy's scalars are slow
+        self._words[tasks.SPIN_NS // 8] = int(spin_us * 1000)
+        tasks.compile_all()  # under the GIL, before any thread asks; and Ctrl-C finds them compiled
+        self._finish = direct(
+            tasks.finish, types.int64, types.int64, types.boolean, *[types.int64] * 3
+        )
+
+    def claim(self) -> None:
+        """Keeps the pool for a call that this thread prepares, in the ``workspace`` that all share,
+        until it starts or ``release`` gives it up.
+
+        Raises:
+            PykernelsError: a call is running, another thread prepares one, the pool is closed, or
+                this is a forked child.
+        """
+        # A claim of this thread's own was left behind by Ctrl-C: it prepares nothing now.
+        mine = tasks.FREE, threading.get_ident()
+        if tasks.turn(self.control, *mine) not in mine:
+            self.abandon()
+            if tasks.turn(self.control, *mine) not in mine:
+                raise self.refusal()
+
+    def release(self) -> None:
+        """Gives up what this thread has claimed, if it has not started a call since."""
+        tasks.turn(self.control, threading.get_ident(), tasks.FREE)
+
+    def hand_out(self) -> None:
+        """The call that this thread has started is in the hands of who will wait for it: it is not
+        one that Ctrl-C has left behind."""
+        self._word[_INSIDE] = 0
+
+    def abandon(self) -> None:
+        """Waits for a call that this thread has started and not handed out: Ctrl-C came in between,
+        so nobody else will. Also where somebody does: its buffers may go behind this."""
+        call = self._word[_NUMBER]
+        # In this order: whoever starts a call names itself before it runs.
+        if self.goes_on(call) and self._word[_INSIDE] == threading.get_ident():
+            self._end(call)
+
+    def wait_for_rows(self, call: int | None = None) -> None:
+        """Waits until a call has copied its inputs; works along as in ``wait``.
+
+        A task that fails is told by ``wait``.
+
+        Args:
+            call: its number; None for the one that runs.
+
+        Raises:
+            PykernelsError: as ``end``.
+        """
+        call = self.running if call is None else call
+        if call is None:
+            raise self._nothing_runs()
+        while not tasks.finish_rows(self.control, call, self.driver_works) and self.goes_on(call):
+            time.sleep(_NAP)
+
+    def end(
+        self, call: int | None = None, counters: int = 0, tokens: int = 0, nbytes: int = 0
+    ) -> bool:
+        """Waits for a call, which is counted as in ``tasks.finish``.
+
+        Args:
+            call: its number; None for the one that runs.
+
+        Returns:
+            whether it was counted; not if another thread has waited for it, or ``close``.
+
+        Raises:
+            PykernelsError: no call is in flight, or this is a forked child.
+            TaskError: a task failed; which is the first one that did.
+        """
+        call = self.running if call is None else call
+        if call is None:
+            raise self._nothing_runs()
+        # Ctrl-C counts when it returns: the pool is free then.
+        status = self._finish(self.control, call, self.driver_works, counters, tokens, nbytes)
+        if status == tasks.NOT_RUNNING:
+            status = self._end(call, counters, tokens, nbytes)
+        if status == tasks.NOT_RUNNING:
+            self._check_ended(call)
+            return False
+        self._check(status)
+        return True
+
+    def wait(self, call: int | None = None) -> float:
+        """``end``; returns the seconds from the call's start to its last task."""
+        self.end(call)
+        return self.seconds
+
+    @property
+    def seconds(self) -> float:
+        """From the start of the last call to its last task."""
+        return (self._word[_FINISHED_AT] - self._word[_STARTED_AT]) / 1e9
+
+    @property
+    def running(self) -> int | None:
+        """The number of the call that was started and that nobody waits for yet."""
+        state = self._word[_STATE]
+        return tasks.RUNS - state if state < tasks.RUNS else None
+
+    @property
+    def job(self) -> int:
+        """The address of the last call's."""
+        return self._word[tasks.JOB // 8]
+
+    def settle(self, call: int | None = None) -> None:
+        """Waits for a call, if it has not ended. Who has its ticket can still ``sync``.
+
+        Args:
+            call: its number; None for the last one.
+        """
+        self._end(self._word[_NUMBER] if call is None else call)
+
+    def _end(self, call: int, counters: int = 0, tokens: int = 0, nbytes: int = 0) -> int:
+        """Waits for a call, also while another thread does; its status if none other has."""
+        work = self.control, call, self.driver_works, counters, tokens, nbytes
+        while (status := self._finish(*work)) == tasks.NOT_RUNNING and self.goes_on(call):
+            time.sleep(_NAP)
+        return status
+
+    def goes_on(self, call: int) -> bool:
+        """Whether a call that was started has not been waited for yet; somebody may be about it."""
+        state = self._word[_STATE]
+        return state in (tasks.DRIVEN, tasks.RUNS - call) and self._word[_NUMBER] == call
+
+    def _check_ended(self, call: int) -> None:
+        """Of a call that another has waited for: whether its result is one.
+
+        Raises:
+            PykernelsError: this is a forked child; or that is not known any more.
+            TaskError: a task failed.
+        """
+        word = self._word
+        if word[_STATE] == tasks.FORKED:
+            raise self.refusal()  # it may have run on in the parent
+        if (failed := word[tasks.FAILED_CALL // 8]) < call:
+            return
+        if failed == call and (status := word[tasks.STATUS // 8]):  # no other call came since
+            self._check(status)
+        raise PykernelsError(
+            "a task of this call failed, or of a later one on its pool",
+            "sync a ticket before another call runs",
+        )
+
+    def refusal(self) -> PykernelsError:
+        """Why a call cannot be prepared or started now."""
+        state = self._word[_STATE]
+        match state:
+            case tasks.FORKED:
+                return PykernelsError(
+                    "this worker pool belongs to the parent process; threads do not survive a fork",
+                    "Make the pool in the process that uses it, or start that with 'spawn'",
+                )
+            case tasks.CLOSED:
+                return PykernelsError("the worker pool is closed", "Make a new WorkerPool")
+        if state == tasks.DRIVEN or state < tasks.RUNS:
+            return PykernelsError(
+                "a call is still running on this pool",
+                "sync it before the next submit; call settle() of the pool if its ticket is lost",
+            )
+        return PykernelsError(
+            "another thread prepares a call on this pool", "Make one call after the other"
+        )
+
+    def _nothing_runs(self) -> PykernelsError:
+        if self._word[_STATE] in (tasks.FORKED, tasks.CLOSED):
+            return self.refusal()  # a child has no workers that would end the call
+        return PykernelsError("no call is running on this pool", "submit one before sync")
+
+    def _check(self, status: int) -> None:
+        """Raises the first failure of the call that ended with this status, if it had one."""
+        if (status or raised.anything()) and (failure := self._failure(status)):
+            raise failure
+
+    def _failure(self, status: int) -> TaskError | None:
+        words = self._word
+        cause = raised.taken({threading.get_ident(), *self._idents}, words[_STARTED_AT])
+        if status == 0:
+            return TaskError(raised.RAISED, "", 0, None, raised=cause) if cause else None
+        cause = cause if status == raised.RAISED else None
+        stage = tasks.STAGES[words[tasks.FAILED_STAGE // 8]]
+        index = words[tasks.FAILED_INDEX // 8]
+        if stage == "rows":
+            return TaskError(status, stage, index, None, raised=cause)
+        if stage == "pack":
+            pieces = ctypes.c_int64 * words[tasks.PACK_TASKS // 8]
+            active = pieces.from_address(words[tasks.PIECE_ACTIVE // 8])[index]
+        elif stage == "gate-up":
+            active = index // words[tasks.I_CHUNKS // 8]
+        else:
+            active = index % words[tasks.ACTIVE // 8]
+        return TaskError(status, stage, index, active, raised=cause)
+
+
+def align(address: int) -> int:
+    """The next address where a cache line begins."""
+    return -(-address // 64) * 64

@@ -1,0 +1,270 @@
+"""Ctrl-C at any moment of a call: the next one is right, and nothing has to be settled by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from pykernels.cpu.workspace import MoECall, Workspace
+from pykernels.errors import PykernelsError
+from pykernels.quant import PackedExperts, get_format
+from pykernels.shapes import MoEShape
+from pykernels.testing import random_experts, skewed_routing
+from runtime import tasks
+from runtime.experts import RoutedExperts
+from runtime.launch import Part
+from runtime.pool import Call, WorkerPool, make_pool
+from runtime.topology import Topology
+
+from ..forks import Forks
+from .test_pool_process import make_until
+
+SHAPE = MoEShape(E=6, H=128, I=256, topk=2)
+PHYSICAL = len(Topology.detect().physical)
+TWO_CORES = pytest.mark.skipif(PHYSICAL < 2, reason="two made-up nodes need two cores")
+
+
+@functools.cache  # not at import, for ``Forks``: it starts threads
+def _experts() -> PackedExperts:
+    return random_experts(SHAPE, get_format("bf16"))
+
+
+def load(pool: WorkerPool) -> RoutedExperts:
+    routed = RoutedExperts(SHAPE, "bf16", pool, "generic")
+    for e in range(SHAPE.E):
+        routed.load_expert(e, *_experts().unpack(e))
+    return routed
+
+
+def inputs(T: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    routing = skewed_routing(T, SHAPE)
+    x = torch.randn(T, SHAPE.H, generator=torch.Generator().manual_seed(T))
+    return x.bfloat16(), routing.ids, routing.weights
+
+
+@pytest.fixture
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(1) as made:
+        yield made
+
+
+def _interrupt(
+    patch: pytest.MonkeyPatch, owner: type, name: str, before: bool, times: int = 1
+) -> None:
+    """Ctrl-C before or behind a function, the first ``times`` that it is called."""
+    real, left = getattr(owner, name), [times]
+
+    def function(*args: object, **kwargs: object) -> object:
+        come = left[0] > 0
+        left[0] -= come
+        if come and before:
+            raise KeyboardInterrupt
+        result = real(*args, **kwargs)
+        if come:
+            raise KeyboardInterrupt
+        return result
+
+    patch.setattr(owner, name, function)
+
+
+LIKE = [(Part, "repeat"), (Part, "make_spare"), (WorkerPool, "end"), (RoutedExperts, "sync")]
+OTHER = [
+    (MoECall, "_plan"),
+    (MoECall, "_bind"),
+    (Workspace, "reserve"),
+    (WorkerPool, "claim"),
+    (WorkerPool, "reserve_barriers"),
+    (Part, "arrange"),
+    (Part, "begin"),
+    (Part, "let_go"),
+    *LIKE[1:],
+]
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "behind"])
+@pytest.mark.parametrize(
+    ("T", "owner", "name"),
+    [*((2, *at) for at in LIKE), *((65, *at) for at in OTHER)],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_the_next_call_is_right(pool, monkeypatch, T, owner, name, before):
+    routed, other = load(pool), load(pool)
+    wanted = {n: other(*inputs(n)).clone() for n in (2, 3)}
+    other(*inputs(3))
+    for kind in ("call", "submit"):
+        assert torch.equal(routed(*inputs(2)), wanted[2])
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            _interrupt(patch, owner, name, before)
+            if kind == "call":
+                routed(*inputs(T))
+            else:
+                routed.sync(routed.submit(*inputs(T)))
+        if kind == "submit" and pool.running is not None:  # in ``sync``: its ticket is the user's
+            pool.settle()
+        results: list[torch.Tensor] = []
+        thread = threading.Thread(target=lambda out=results: out.append(other(*inputs(3))))
+        thread.start()  # another thread may call: nothing is kept claimed
+        thread.join()
+        assert torch.equal(results[0], wanted[3])
+        for n in (2, 3, 2):
+            assert torch.equal(routed(*inputs(n)), wanted[n])
+
+
+@pytest.mark.parametrize("T", [2, 65])
+def test_ctrl_c_during_what_ctrl_c_asks_for(pool, monkeypatch, T):
+    routed, other = load(pool), load(pool)
+    wanted = routed(*inputs(2)).clone()
+    for again in (routed, other):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            _interrupt(patch, WorkerPool, "end", before=True)
+            _interrupt(patch, RoutedExperts, "_abandon", before=True)
+            routed(*inputs(T))
+        assert pool.running is not None
+        for _ in range(2):
+            assert torch.equal(again(*inputs(2)), wanted)
+
+
+def test_a_ticket_outlives_ctrl_c_in_sync(pool, monkeypatch):
+    routed = load(pool)
+    wanted = routed(*inputs(2)).clone()
+    ticket = routed.submit(*inputs(2))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        _interrupt(patch, WorkerPool, "end", before=True)
+        routed.sync(ticket)
+    assert torch.equal(routed.sync(ticket), wanted)
+
+
+def test_where_a_ticket_was_lost_the_mend_is_named(pool):
+    routed, other = load(pool), load(pool)
+    routed.submit(*inputs(2))
+    with pytest.raises(PykernelsError, match=r"in flight.*pool\.settle\(\)"):
+        routed(*inputs(2))
+    with pytest.raises(PykernelsError, match=r"still running.*settle\(\) of the pool"):
+        other(*inputs(2))
+    routed.pool.settle()
+    assert routed(*inputs(2)).isfinite().all()
+
+
+def test_a_call_that_is_left_behind_has_ended_also_where_another_thread_settles_it(pool):
+    """What it writes goes behind that."""
+    job = np.array([time.monotonic_ns() + int(0.3e9)])
+    slow = make_until().address
+    pool.claim()
+    tasks.publish(
+        pool.control, threading.get_ident(), tuple(Call(slow, slow, job.ctypes.data, 1, 1, 1))
+    )
+    thread = threading.Thread(target=pool.settle)
+    thread.start()
+    while pool.running is not None:
+        time.sleep(0.001)
+    pool.abandon()
+    assert time.monotonic_ns() >= job[0] and pool._word[tasks.STATE // 8] == tasks.FREE
+    thread.join()
+
+
+@TWO_CORES
+@pytest.mark.parametrize("before", [True, False], ids=["before", "behind"])
+@pytest.mark.parametrize("name", ["_launch", "wait", "claim"])
+def test_the_next_call_on_several_nodes_is_right(monkeypatch, name, before):
+    with make_pool(2, True, "2", Topology.fake(2)) as pools:
+        routed = load(pools)
+        wanted = routed(*inputs(3)).clone()
+        for which in (0, 1):
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                part = routed._bind()[which]
+                _interrupt(patch, part if name == "_launch" else part.pool, name, before)
+                routed(*inputs(3))
+            assert torch.equal(routed(*inputs(3)), wanted)
+
+
+def test_a_pool_is_left_free_where_packing_is_interrupted(pool, monkeypatch):
+    routed = RoutedExperts(SHAPE, "bf16", pool, "generic")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        _interrupt(patch, WorkerPool, "reserve_barriers", before=False)
+        routed.load_expert(0, *_experts().unpack(0))
+    seen: list[float] = []
+
+    def call() -> None:
+        pool.start(Call(0, 0, 0, 0, 0, 0))
+        seen.append(pool.wait())
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert len(seen) == 1
+
+
+def test_memory_that_was_refused_is_not_counted_on(pool, monkeypatch):
+    routed, fresh = load(pool), load(WorkerPool(1))
+    routed(*inputs(1))
+    real = torch.zeros
+
+    def refuse(*size: object, **kwargs: object) -> torch.Tensor:
+        if kwargs.get("dtype") is torch.bfloat16:
+            raise RuntimeError("not enough memory")
+        return real(*size, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="not enough memory"):
+        patch.setattr(torch, "zeros", refuse)
+        routed(*inputs(80))
+    assert torch.equal(routed(*inputs(64)), fresh(*inputs(64)))
+    assert len(pool.workspace.buffers["acc"]) >= 64
+
+
+STRESS = """
+import os, random, signal, threading, time
+import torch
+from runtime.pool import WorkerPool
+from tests.cpu.test_interrupts import inputs, load
+
+pool = WorkerPool(1)
+routed, armed, stop = load(pool), False, False
+wanted = {T: routed(*inputs(T)).clone() for T in (1, 9)}
+given = {T: inputs(T) for T in wanted}
+
+def handler(*_):
+    if armed:
+        raise KeyboardInterrupt
+
+def shoot():
+    draw = random.Random(0)
+    while not stop:
+        time.sleep(draw.random() * 0.005)
+        os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, handler)
+thread = threading.Thread(target=shoot)
+interrupted = calls = 0
+end = time.monotonic() + 2.5
+thread.start()
+while time.monotonic() < end:
+    try:
+        T = (1, 9, 1, 1)[(calls + interrupted) % 4]
+        armed = True
+        y = routed(*given[T])
+        armed = False
+        assert torch.equal(y, wanted[T])
+        calls += 1
+    except KeyboardInterrupt:
+        armed = False
+        interrupted += 1
+stop = True
+thread.join()
+for T in wanted:
+    assert torch.equal(routed(*given[T]), wanted[T])
+assert calls > 100 and interrupted > 100, (calls, interrupted)
+"""
+
+
+def test_hundreds_of_ctrl_c_at_random_moments():
+    first = "import tests.cpu.test_interrupts\nfrom runtime import tasks\ntasks.compile_all()"
+    with contextlib.closing(Forks(first)) as forks:
+        ended = forks.run(STRESS)
+    assert (ended.returncode, ended.stderr) == (0, "")

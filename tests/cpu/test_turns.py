@@ -1,0 +1,375 @@
+"""Threads that share experts or their pool: a call is right or refused, whoever comes in between.
+
+What a thread is overtaken by is put there: the other thread runs while this one is held up.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from pykernels.cpu.jit import task
+from pykernels.errors import PykernelsError
+from pykernels.quant import get_format
+from pykernels.shapes import MoEShape
+from pykernels.testing import random_experts, skewed_routing
+from runtime import tasks
+from runtime.experts import RoutedExperts
+from runtime.launch import Part
+from runtime.pool import Call, TaskError, WorkerPool, configure_default_pool, make_pool
+from runtime.reduce import reduce
+from runtime.topology import Topology
+
+SHAPE = MoEShape(E=6, H=128, I=256, topk=2)
+EXPERTS = random_experts(SHAPE, get_format("bf16"))
+PHYSICAL = len(Topology.detect().physical)
+TWO_CORES = pytest.mark.skipif(PHYSICAL < 2, reason="two made-up nodes need two cores")
+NOTHING = Call(0, 0, 0, 0, 0, 0)
+
+
+def _load(pool: WorkerPool | None) -> RoutedExperts:
+    routed = RoutedExperts(SHAPE, "bf16", pool, "generic")
+    for e in range(SHAPE.E):
+        routed.load_expert(e, *EXPERTS.unpack(e))
+    return routed
+
+
+def _inputs(T: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    routing = skewed_routing(T, SHAPE)
+    x = torch.randn(T, SHAPE.H, generator=torch.Generator().manual_seed(T))
+    return x.bfloat16(), routing.ids, routing.weights
+
+
+def _elsewhere(function: Callable[[], object]) -> list[object]:
+    """Runs it on another thread, to its end; its result, or what it raised."""
+    out: list[object] = []
+
+    def run() -> None:
+        try:
+            out.append(function())
+        except BaseException as error:
+            out.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return out
+
+
+def _before_launch(routed: RoutedExperts, function: Callable[[], object]) -> list[object]:
+    """What ``function`` gave on another thread, once, while a call of ``routed`` was to begin."""
+    part, seen = routed._bind()[0], list[object]()
+    launch = part._launch
+
+    def late(*args: int) -> int:
+        part._launch = launch
+        seen.extend(_elsewhere(function))
+        return launch(*args)
+
+    part._launch = late
+    return seen
+
+
+@pytest.fixture
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(1) as made:
+        yield made
+
+
+@task("turns-failing")
+def _failing(job, index, worker):
+    return 77
+
+
+@pytest.mark.parametrize("T", [1, 2, 7, 64])
+@pytest.mark.parametrize("whose", ["the same experts", "another layer"])
+def test_a_thread_that_was_overtaken_runs_its_own_call(pool, whose, T):
+    routed = _load(pool)
+    other = routed if whose == "the same experts" else _load(pool)
+    fresh = _load(pool)
+    wanted, longer = fresh(*_inputs(1)).clone(), fresh(*_inputs(T)).clone()
+    for _ in range(2):
+        assert torch.equal(routed(*_inputs(1)), wanted)
+    seen = _before_launch(routed, lambda: other(*_inputs(T)))
+    assert torch.equal(routed(*_inputs(1)), wanted)
+    assert routed._bind()[0]._moe.job["T"][0] == 1  # more would go behind y's end
+    assert torch.equal(seen[0], longer)
+    for _ in range(2):
+        assert torch.equal(other(*_inputs(T)), longer)
+        assert torch.equal(routed(*_inputs(1)), wanted)
+
+
+def test_room_for_a_result_is_never_that_of_another_layout(pool):
+    """A thread is refused since another one's larger call runs: its room is of no use after."""
+    routed = _load(pool)
+    one, many = routed(*_inputs(1)).clone(), _load(pool)(*_inputs(64))
+    routed(*_inputs(1))
+    tickets = _before_launch(routed, lambda: routed.submit(*_inputs(64)))
+    with pytest.raises(PykernelsError, match="still running on this pool"):
+        routed(*_inputs(1))
+    assert torch.equal(routed.sync(tickets[0]), many)
+    for _ in range(3):
+        y = routed(*_inputs(64))
+        assert y.shape == many.shape and torch.equal(y, many)
+    assert torch.equal(routed(*_inputs(1)), one)
+
+
+def test_two_threads_with_one_room_for_a_result_get_one_each(pool):
+    routed = _load(pool)
+    wanted = routed(*_inputs(2)).clone()
+    routed(*_inputs(2))
+    seen = _before_launch(routed, lambda: routed(*_inputs(2)))
+    y = routed(*_inputs(2))
+    assert torch.equal(y, wanted) and torch.equal(seen[0], wanted)
+    assert y.data_ptr() != seen[0].data_ptr()
+
+
+def test_threads_in_a_heap_get_right_results_or_are_refused(pool):
+    with WorkerPool(min(2, Topology.detect().usable)) as pool:
+        layers = [_load(pool), _load(pool)]
+        wanted = {T: layers[0](*_inputs(T)).clone() for T in (1, 2, 33)}
+        wrong, right = list[object](), [0]
+
+        def call(routed: RoutedExperts, T: int) -> None:
+            inputs = _inputs(T)
+            for _ in range(400):
+                try:
+                    y = routed(*inputs)
+                except PykernelsError as error:
+                    if not any(why in str(error) for why in ("prepares", "running", "in flight")):
+                        wrong.append(error)
+                    time.sleep(0)
+                except BaseException as error:
+                    wrong.append(error)
+                else:
+                    right[0] += 1
+                    if not torch.equal(y, wanted[T]):
+                        wrong.append(T)
+
+        kinds = (layers[0], 1), (layers[0], 33), (layers[1], 1), (layers[0], 2)
+        threads = [threading.Thread(target=call, args=kind) for kind in kinds]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong and right[0] > 0
+        assert torch.equal(layers[0](*_inputs(33)), wanted[33])
+
+
+@pytest.mark.parametrize("lay", ["rows as they lie", "rows that are copied"])
+def test_a_refused_thread_leaves_the_one_that_prepares_its_call_alone(pool, monkeypatch, lay):
+    routed, begin, said, held = _load(pool), Part.begin, list[object](), list[object]()
+    wanted = routed(*_inputs(33)).clone()
+    routed(*_inputs(2))
+    x, ids, weights = _inputs(33)
+    if lay == "rows that are copied":
+        x = x.T.contiguous().T
+
+    def late(self: Part) -> object:
+        mine = weakref.ref(self.held[threading.get_ident()][0])
+        said.extend(_elsewhere(lambda: routed(*_inputs(1))))
+        held.append(mine() is not None)
+        return begin(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Part, "begin", late)
+        assert torch.equal(routed(x, ids, weights), wanted)
+    assert "another thread prepares a call" in str(said[0]) and held == [True]
+    assert not routed._bind()[0].held  # and nothing is kept for longer than it must
+
+
+def test_a_call_that_another_thread_is_about_is_in_flight(pool):
+    routed = _load(pool)
+    wanted = routed(*_inputs(2)).clone()
+    ticket = routed.submit(*_inputs(2))
+    state = pool._word[tasks.STATE // 8]
+    pool._word[tasks.STATE // 8] = tasks.DRIVEN  # as while its rows are waited for
+    with pytest.raises(PykernelsError, match="a call of these experts is in flight"):
+        routed.submit(*_inputs(2))
+    with pytest.raises(PykernelsError, match="still running"):
+        pool.claim()
+    pool._word[tasks.STATE // 8] = state
+    assert torch.equal(routed.sync(ticket), wanted)
+
+
+def test_two_threads_that_come_first_share_what_they_bind(pool):
+    routed = _load(pool)
+    make, bound = threading.Barrier(2), list[object]()
+
+    def bind() -> None:
+        make.wait()
+        bound.append(routed._bind()[0])
+
+    threads = [threading.Thread(target=bind) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert bound[0] is bound[1] is routed._bind()[0]
+
+
+def test_who_settles_beside_a_call_spoils_nothing():
+    with WorkerPool(min(2, Topology.detect().usable)) as pool:
+        routed, stop = _load(pool), threading.Event()
+        wanted = routed(*_inputs(33)).clone()
+
+        def settle() -> None:
+            while not stop.is_set():
+                pool.settle()
+                time.sleep(0)
+
+        thread = threading.Thread(target=settle)
+        thread.start()
+        try:
+            for _ in range(300):
+                assert torch.equal(routed(*_inputs(33)), wanted)
+        finally:
+            stop.set()
+            thread.join()
+        assert routed.counters.calls == 301
+
+
+CLOSINGS: dict[str, Callable[[WorkerPool], None]] = {
+    "closed": lambda pool: pool.close(),
+    "settled": lambda pool: pool.settle(),
+    "settled, and another call": lambda pool: (pool.settle(), pool.start(NOTHING), pool.wait()),
+    "settled, and another runs": lambda pool: (pool.settle(), pool.start(NOTHING)),
+}
+
+
+@pytest.mark.parametrize("ends", CLOSINGS.values(), ids=CLOSINGS)
+def test_a_call_that_another_has_ended_gives_its_result(ends):
+    with WorkerPool(1) as pool:
+        routed = _load(pool)
+        wanted = routed(*_inputs(3)).clone()
+        for inputs in (_inputs(3), (_inputs(3)[0].T.contiguous().T, *_inputs(3)[1:])):
+            if pool._word[tasks.STATE // 8] == tasks.CLOSED:
+                break
+            ticket = routed.submit(*inputs)
+            ends(pool)
+            assert torch.equal(routed.sync(ticket), wanted)
+            assert (routed.counters.tokens, routed.counters.seconds > 0) == (
+                3 * routed.counters.calls, True,
+            )  # fmt: skip
+            with pytest.raises(PykernelsError, match="sync each ticket once"):
+                routed.sync(ticket)
+            pool.settle()
+
+
+def test_a_call_in_flight_where_its_pool_is_left_gives_its_result():
+    with WorkerPool(1) as pool:
+        routed = _load(pool)
+        wanted = routed(*_inputs(3)).clone()
+        ticket = routed.submit(*_inputs(3))
+    assert torch.equal(routed.sync(ticket), wanted)
+    with pytest.raises(PykernelsError, match="worker pool is closed"):
+        pool.wait()
+    configure_default_pool(1)
+    try:
+        shared = _load(None)
+        ticket = shared.submit(*_inputs(3))
+        configure_default_pool(1)
+        assert torch.equal(shared.sync(ticket), wanted)
+        assert torch.equal(shared(*_inputs(3)), wanted)
+    finally:
+        configure_default_pool()
+
+
+@TWO_CORES
+def test_a_call_in_flight_on_several_nodes_that_are_closed_gives_its_result():
+    with make_pool(2, True, "2", Topology.fake(2)) as pools:
+        routed = _load(pools)
+        wanted = routed(*_inputs(5)).clone()
+        ticket = routed.submit(*_inputs(5))
+        pools.close()
+        assert torch.equal(routed.sync(ticket), wanted)
+
+
+def test_a_long_sum_is_made_where_the_pool_is_closed():
+    pool = WorkerPool(1)
+    pool.close()
+    parts = [torch.randn(3, 1 << 16) for _ in range(2)]
+    wanted, y = parts[0] + parts[1], torch.empty(3, 1 << 16)
+    reduce(parts, y, pool)
+    assert torch.equal(y, wanted)
+
+
+def test_a_failed_call_that_another_has_ended_gives_no_result(pool):
+    routed = _load(pool)
+    wanted = routed(*_inputs(3)).clone()
+    job = routed._bind()[0]._moe.job
+    good, job["run_down"] = int(job["run_down"][0]), _failing.address
+    first = routed.submit(*_inputs(3))
+    pool.settle()
+    with pytest.raises(TaskError, match="down task .* of expert"):
+        routed.sync(first)
+    second = routed.submit(*_inputs(3))
+    pool.settle()
+    pool.start(NOTHING)
+    pool.wait()
+    with pytest.raises(PykernelsError, match="a task of this call failed, or of a later one"):
+        routed.sync(second)
+    job["run_down"] = good
+    assert torch.equal(routed(*_inputs(3)), wanted)
+
+
+@pytest.mark.parametrize("whose", ["the same experts", "another layer"])
+def test_a_ticket_ends_its_own_call_only(pool, whose):
+    first = _load(pool)
+    second = first if whose == "the same experts" else _load(pool)
+    wanted, other = first(*_inputs(3)).clone(), second(*_inputs(2)).clone()
+    early = first.submit(*_inputs(3))
+    if second is not first:
+        with pytest.raises(PykernelsError, match="not the call in flight"):
+            second.sync(early)
+    pool.settle()
+    late = second.submit(*_inputs(2))
+    assert torch.equal(first.sync(early), wanted)
+    assert torch.equal(second.sync(late), other)
+
+
+def test_closing_a_pool_that_another_thread_prepares_a_call_on_refuses_that():
+    pool = WorkerPool(1)
+    routed = _load(pool)
+    routed(*_inputs(2))
+    part = routed._bind()[0]
+    arrange = part.arrange
+
+    def late(*inputs: torch.Tensor) -> None:
+        arrange(*inputs)
+        _elsewhere(pool.close)
+
+    part.arrange = late
+    with pytest.raises(PykernelsError, match="worker pool is closed"):
+        routed(*_inputs(3))
+
+
+def test_closing_a_pool_that_is_busy_ends_in_a_refusal():
+    for _ in range(20):
+        pool = WorkerPool(1, driver_works=False)
+        routed = _load(pool)
+        wanted, seen = routed(*_inputs(2)).clone(), list[object]()
+
+        def call(routed: RoutedExperts = routed, wanted: torch.Tensor = wanted) -> None:
+            while True:
+                assert torch.equal(routed(*_inputs(2)), wanted)
+
+        thread = threading.Thread(target=lambda out=seen: out.extend(_elsewhere(call)))
+        thread.start()
+        time.sleep(0.002)
+        pool.close()
+        thread.join(timeout=20)
+        assert not thread.is_alive() and "worker pool is closed" in str(seen[0])
+
+
+def test_experts_that_go_while_their_call_runs_wait_for_it(pool):
+    routed = _load(pool)
+    ticket = routed.submit(*_inputs(3))
+    assert pool.running == ticket.calls[0]
+    del routed
+    assert pool.running is None
