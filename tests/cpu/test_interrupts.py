@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +26,6 @@ from runtime.launch import Part
 from runtime.pool import Call, WorkerPool, make_pool
 from runtime.topology import Topology
 
-from ..forks import Forks
 from .test_pool_process import make_until
 
 SHAPE = MoEShape(E=6, H=128, I=256, topk=2)
@@ -31,7 +33,7 @@ PHYSICAL = len(Topology.detect().physical)
 TWO_CORES = pytest.mark.skipif(PHYSICAL < 2, reason="two made-up nodes need two cores")
 
 
-@functools.cache  # not at import, for ``Forks``: it starts threads
+@functools.cache
 def _experts() -> PackedExperts:
     return random_experts(SHAPE, get_format("bf16"))
 
@@ -259,12 +261,12 @@ stop = True
 thread.join()
 for T in wanted:
     assert torch.equal(routed(*given[T]), wanted[T])
-assert calls > 100 and interrupted > 100, (calls, interrupted)
+assert calls > 20 and interrupted > 20, (calls, interrupted)
 """
 
 
 def test_hundreds_of_ctrl_c_at_random_moments():
-    first = "import tests.cpu.test_interrupts\nfrom runtime import tasks\ntasks.compile_all()"
-    with contextlib.closing(Forks(first)) as forks:
-        ended = forks.run(STRESS)
+    command = [sys.executable, "-c", STRESS]
+    root = Path(__file__).resolve().parents[2]
+    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stderr) == (0, "")
