@@ -111,7 +111,7 @@ def test_a_wrong_result_is_a_problem(distance: float) -> None:
 
 
 def test_a_kernel_that_raises_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.experts.RoutedExperts.submit", lambda *_: 1 / 0)
+    monkeypatch.setattr("runtime.experts.RoutedExperts.__call__", lambda *_: 1 / 0)
     fact = doctor.result_fact("fp8", "generic")
     assert "ZeroDivisionError" in fact.problem and fact.mend
 
