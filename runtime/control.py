@@ -7,7 +7,6 @@ thread or Ctrl-C, the exchange says so.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 
@@ -32,8 +31,7 @@ class TaskError(RuntimeError):
 
     Attributes:
         status: what it returned.
-        stage: "rows", "pack", "gate-up" or "down"; "" where something that tasks call raised, and
-            none of them knows.
+        stage: "rows", "pack", "gate-up" or "down"; "" if another call failed before this was told.
         index: its number in the stage.
         active: which of the call's active experts it worked on; None for rows, which are all's.
         raised: what it raised, also the cause of this one; None if it returned the status.
@@ -54,6 +52,10 @@ class TaskError(RuntimeError):
         where = "" if active is None else of
         how = f"failed with status {status}" if raised is None else f"raised {raised!r}"
         super().__init__(f"{stage} task {index}{where} {how}" if stage else f"a task {how}")
+        self._made_of = status, stage, index, active, expert, raised
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), self._made_of
 
 
 class Control:
@@ -69,7 +71,6 @@ class Control:
 
     def __init__(self, driver_works: bool, spin_us: float) -> None:
         self.driver_works = driver_works
-        self._idents: set[int | None] = set()  # of the workers
         raw = np.zeros(tasks.CONTROL_BYTES // 8 + 8, np.int64)
         self.control = align(raw.ctypes.data)
         self._words = raw[(self.control - raw.ctypes.data) // 8 :]
@@ -154,7 +155,7 @@ class Control:
         if status == tasks.NOT_RUNNING:
             self._check_ended(call)
             return False
-        self._check(status)
+        self._check(call, status)
         return True
 
     def wait(self, call: int | None = None) -> float:
@@ -210,8 +211,8 @@ class Control:
             raise self.refusal()  # it may have run on in the parent
         if (failed := word[tasks.FAILED_CALL // 8]) < call:
             return
-        if failed == call and (status := word[tasks.STATUS // 8]):  # no other call came since
-            self._check(status)
+        if failed == call and (status := word[tasks.LAST_STATUS // 8]):
+            self._check(call, status)
         raise PykernelsError(
             "a task of this call failed, or of a later one on its pool",
             "sync a ticket before another call runs",
@@ -242,29 +243,30 @@ class Control:
             return self.refusal()  # a child has no workers that would end the call
         return PykernelsError("no call is running on this pool", "submit one before sync")
 
-    def _check(self, status: int) -> None:
-        """Raises the first failure of the call that ended with this status, if it had one."""
-        if (status or raised.anything()) and (failure := self._failure(status)):
-            raise failure
+    def _check(self, call: int, status: int) -> None:
+        """Raises the failure of the call that ended with this status, if it is one."""
+        if status:
+            raise self._failure(call, status)
 
-    def _failure(self, status: int) -> TaskError | None:
-        words = self._word
-        cause = raised.taken({threading.get_ident(), *self._idents}, words[_STARTED_AT])
-        if status == 0:
-            return TaskError(raised.RAISED, "", 0, None, raised=cause) if cause else None
-        cause = cause if status == raised.RAISED else None
-        stage = tasks.STAGES[words[tasks.FAILED_STAGE // 8]]
-        index = words[tasks.FAILED_INDEX // 8]
-        if stage == "rows":
-            return TaskError(status, stage, index, None, raised=cause)
-        if stage == "pack":
-            pieces = ctypes.c_int64 * words[tasks.PACK_TASKS // 8]
-            active = pieces.from_address(words[tasks.PIECE_ACTIVE // 8])[index]
-        elif stage == "gate-up":
-            active = index // words[tasks.I_CHUNKS // 8]
-        else:
-            active = index % words[tasks.ACTIVE // 8]
-        return TaskError(status, stage, index, active, raised=cause)
+    def _failure(self, call: int, status: int) -> BaseException:
+        word = self._word
+        failed = word[tasks.FAILED_CALL // 8]
+        last = word[tasks.LAST // 8 : tasks.LAST_FINISHED // 8 + 1].tolist()
+        if (failed, word[tasks.FAILED_CALL // 8]) != (call, call):  # another failed since
+            return TaskError(status, "", 0, None)
+        _, stage, index, active, started, finished = last
+        cause = None
+        if status == raised.RAISED:
+            cause = raised.first(started, finished, self._elsewhere())
+        if cause is not None and not isinstance(cause, Exception):
+            return cause  # Ctrl-C, while the exception was made
+        return TaskError(
+            status, tasks.STAGES[stage], index, active if active >= 0 else None, raised=cause
+        )
+
+    def _elsewhere(self) -> set[int | None]:
+        """Threads of other pools."""
+        return set()
 
 
 def align(address: int) -> int:

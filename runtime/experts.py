@@ -155,7 +155,7 @@ class RoutedExperts:
         except TaskError as error:
             calls.clear()
             self._in_flight.pop(id(ticket), None)
-            raise self._name_expert(error) from error.raised
+            raise self._name_expert(error, pools[0]) from error.raised
         calls.clear()
         self._in_flight.pop(id(ticket), None)
         if partials:
@@ -275,9 +275,11 @@ class RoutedExperts:
         self._bytes_per_expert = self.weights.bytes_per_expert
         self._loaded = True
 
-    def _name_expert(self, error: TaskError) -> TaskError:
-        """The same with the expert's number in the layer."""
-        if error.active is None:
+    def _name_expert(self, error: TaskError, pool: object) -> TaskError:
+        """The same with the expert's number in the layer, if these are still bound to its pool."""
+        parts = self._bound[1] if self._bound is not None else []
+        part = next((part for part in parts if part.pool is pool), None)
+        if error.active is None or part is None:
             return error
-        expert = self._bind()[0].expert(error.active)
+        expert = part.expert(error.active)
         return TaskError(error.status, error.stage, error.index, error.active, expert, error.raised)

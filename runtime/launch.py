@@ -13,6 +13,7 @@ pool is taken. What a look needs is one tuple (``_Spare``), taken in one step.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable
 from threading import get_ident
 
@@ -25,8 +26,10 @@ from pykernels.cpu.intrin.sync import atomic_exchange, atomic_store
 from pykernels.cpu.jit import direct, kernel
 from pykernels.cpu.job import job_at
 from pykernels.cpu.moe import MoEKernel
+from pykernels.cpu.raised import RAISED, first
 from pykernels.quant import PackedExperts
 
+from .control import TaskError
 from .tasks import FREE, LAUNCHING, RUNS, STATE, open_call
 from .workers import WorkerPool
 
@@ -53,8 +56,8 @@ def launch(control, owner, thread, job_address, arranged, x, ids, weights, y):  
         x, ids, weights, y: addresses, as in ``take_call``.
 
     Returns:
-        the call's number, from 1. Or BAD_EXPERT, and the pool is free; or _NOT_OURS, and all is as
-        it was.
+        the call's number, from 1. Or BAD_EXPERT or RAISED, and the pool is free; or _NOT_OURS, and
+        all is as it was.
     """
     if atomic_exchange(control + STATE, owner, LAUNCHING) != owner:
         return _NOT_OURS
@@ -63,9 +66,9 @@ def launch(control, owner, thread, job_address, arranged, x, ids, weights, y):  
         atomic_store(control + STATE, owner)
         return _NOT_OURS
     active = take_call(job_address, x, ids, weights, y)
-    if active == BAD_EXPERT:
+    if active < 0:
         atomic_store(control + STATE, FREE)
-        return BAD_EXPERT
+        return active
     job.arranged = arranged + 1
     number = open_call(
         control,
@@ -203,9 +206,13 @@ class Part:
         if (held := self.held.get(me)) is None:  # a signal handler has made a call in between
             raise self.pool.refusal()
         at = [tensor.data_ptr() for tensor in held]
+        before = time.monotonic_ns()
         call = self._launch(self.pool.control, me, me, self._job, count, *at)
         if call == BAD_EXPERT:
             raise self._moe.bad_routing(held[1])
+        if call == RAISED:
+            cause = first(before, time.monotonic_ns())
+            raise TaskError(call, "rows", 0, None, raised=cause)
         if call < 0:
             raise self.pool.refusal()
         if not held[1].numel():  # no task will write y

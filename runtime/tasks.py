@@ -74,7 +74,14 @@ STARTED_AT = SPIN_NS + 8
 STATE = SPIN_NS + 16  # who has the pool: one of the below, or the thread that prepares a call
 INSIDE = SPIN_NS + 24  # the thread that has started the call and told nobody yet; 0: it has
 FAILED_CALL = SPIN_NS + 32  # number of the last call of which a task failed
-CONTROL_BYTES = 13 * _LINE
+LAST = 13 * _LINE  # of the call FAILED_CALL, written before the pool is freed:
+LAST_STATUS = LAST
+LAST_STAGE = LAST + 8
+LAST_INDEX = LAST + 16
+LAST_ACTIVE = LAST + 24  # the active expert that the task was for; -1: rows are all's
+LAST_STARTED = LAST + 32
+LAST_FINISHED = LAST + 40
+CONTROL_BYTES = 14 * _LINE
 BARRIER_BYTES = _LINE
 
 FREE, LAUNCHING, DRIVEN, CLOSED, FORKED = 0, -1, -2, -3, -4
@@ -343,6 +350,28 @@ def finish_rows(control: int, call: int, driver_works: bool) -> bool:
 
 
 @inlined
+def _record(control: int, call: int, status: int) -> None:
+    """What of a failure is told, while no other call can begin; FAILED_CALL around it, so that who
+    reads it later sees whether it is whole."""
+    stage, index = atomic_load(control + FAILED_STAGE), atomic_load(control + FAILED_INDEX)
+    active = -1
+    if stage == _PACK:
+        active = atomic_load(atomic_load(control + PIECE_ACTIVE) + 8 * index)
+    elif stage == _GATE_UP:
+        active = index // atomic_load(control + I_CHUNKS)
+    elif stage == _DOWN:
+        active = index % atomic_load(control + ACTIVE)
+    atomic_store(control + FAILED_CALL, -1)
+    atomic_store(control + LAST_STATUS, status)
+    atomic_store(control + LAST_STAGE, stage)
+    atomic_store(control + LAST_INDEX, index)
+    atomic_store(control + LAST_ACTIVE, active)
+    atomic_store(control + LAST_STARTED, atomic_load(control + STARTED_AT))
+    atomic_store(control + LAST_FINISHED, atomic_load(control + FINISHED_AT))
+    atomic_store(control + FAILED_CALL, call)
+
+
+@inlined
 def _drive(
     control: int, call: int, driver_works: bool, counters: int, tokens: int, nbytes: int
 ) -> int:
@@ -358,7 +387,7 @@ def _drive(
         took = atomic_load(control + FINISHED_AT) - atomic_load(control + STARTED_AT)
         count(counters, tokens, nbytes, took)
     if status != 0:
-        atomic_store(control + FAILED_CALL, call)
+        _record(control, call, status)
     atomic_store(control + STATE, FREE)
     return status
 

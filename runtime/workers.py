@@ -132,7 +132,6 @@ class WorkerPool(Control):
         ]
         for thread in self._threads:
             thread.start()
-        self._idents = {thread.ident for thread in self._threads}
         _open_pools.add(self)
         self._pin(topology.order)
 
@@ -200,7 +199,11 @@ class WorkerPool(Control):
             raise
         if status == tasks.NOT_RUNNING:
             raise self.refusal()
-        self._check(status)
+        self._check(self._word[tasks.FAILED_CALL // 8], status)
+
+    def _elsewhere(self) -> set[int | None]:
+        others = (pool for pool in list(_open_pools) if pool is not self)
+        return {thread.ident for pool in others for thread in pool._threads}
 
     def close(self) -> None:
         """Ends the workers; waits for them, and for a call: ``sync`` still returns its result.

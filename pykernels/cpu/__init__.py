@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import time
 
 import torch
 
@@ -34,7 +34,7 @@ def run_serially(
     call: MoECall, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
 ) -> torch.Tensor:
     """Prepares a call (``MoECall.prepare``) and runs all its tasks on this thread; returns y."""
-    x = contiguous_rows(x)
+    x, before = contiguous_rows(x), time.monotonic_ns()
     tasks, stages = call.prepare(x, ids, weights, y), call.kernel.stages
     _run_stages(
         stages.rows.address,
@@ -47,8 +47,8 @@ def run_serially(
         tasks.gate_up_tasks,
         tasks.down_chunks * tasks.active,
     )
-    if error := raised.taken({threading.get_ident()}):
-        raise error
+    if int(call.job["raised"][0]):
+        raise raised.first(before, time.monotonic_ns()) or RuntimeError("a kernel raised")
     return y
 
 

@@ -25,14 +25,14 @@ def take_call(job_address, x, ids, weights, y):
         ids, weights: as in ``sort_slots``.
 
     Returns:
-        the number of active experts, or BAD_EXPERT.
+        the number of active experts, or BAD_EXPERT or ``raised.RAISED``.
     """
     job = job_at(job_address)
     job.y = y
     if sort_slots(job_address, ids, weights) != OK:
         return BAD_EXPERT
     take_inputs(job_address, x)
-    return job.A
+    return job.raised if job.raised != 0 else job.A
 
 
 @kernel()

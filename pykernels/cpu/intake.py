@@ -16,6 +16,7 @@ from ..quant.layout import K_BLOCK
 from .intrin.sync import as_pointer, call_routine
 from .jit import inlined, task
 from .job import job_at
+from .raised import RAISED
 from .tile_generic import round_bf16
 
 
@@ -38,8 +39,8 @@ def _copy_row(job, t):
         values = carray(as_pointer(at), (job.H,), types.float32)
         for i in range(job.H):
             to[i] = round_bf16(values[i])
-    if job.annotate != 0:
-        call_routine(job.annotate, (row, Hp, 0, Hp))
+    if job.annotate != 0 and call_routine(job.annotate, (row, Hp, 0, Hp)) != 0:
+        job.raised = RAISED
 
 
 @inlined
@@ -47,6 +48,7 @@ def take_inputs(job_address, source):
     """Notes where x [T, H] is; copies it if no task will."""
     job = job_at(job_address)
     job.source = source
+    job.raised = 0
     if job.row_chunk == 0:
         for t in range(job.T):
             _copy_row(job, t)
@@ -62,6 +64,6 @@ def make_rows() -> Any:
         first = index * job.row_chunk
         for t in range(first, min(first + job.row_chunk, job.T)):
             _copy_row(job, t)
-        return 0
+        return job.raised
 
     return rows

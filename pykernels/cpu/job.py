@@ -85,6 +85,7 @@ JOB, job_at = descriptor(
         "pieces",  # int64 [A] pieces of each active expert
         "scratch",  # of worker 0; the next one's is scratch_stride on
         "scratch_stride",
+        "raised",  # 0, or raised.RAISED once something that tasks call has raised
         "arranged",  # counts the times that it was arranged, and that a call of it began
     ),
 )

@@ -6,10 +6,10 @@ routine that raises keeps the exception and returns ``RAISED``.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import time
+from collections import deque
 from collections.abc import Collection
+from typing import cast
 
 from llvmlite import ir
 from numba.core import cgutils
@@ -18,33 +18,25 @@ from numba.core.compiler_machinery import register_pass
 from numba.core.lowering import Lower
 from numba.core.typed_passes import NativeLowering
 
-RAISED = -(1 << 62)
-"""What a routine that raises returns: a task's status, then."""
+RAISED = -(1 << 61)
+"""What a routine that raises returns; the stages pass on what the routines of their formats return,
+so that it is a task's status then. Routines that are ``linked`` must not raise: nobody looks."""
 
-_kept: list[tuple[int, int, BaseException]] = []
-"""(thread, when by ``intrin.sync.clock_ns``, what was raised there), in the order of time."""
-
-
-def keep(kind: type[BaseException], value: object = None) -> None:
-    """Called by the routine that raised, with the GIL. Appending is atomic."""
-    if not isinstance(value, BaseException):
-        arguments = value if isinstance(value, tuple) else () if value is None else (value,)
-        value = kind(*arguments)
-    _kept.append((threading.get_ident(), time.monotonic_ns(), value))
+_kept: deque[tuple[int, int, object, object]] = deque(maxlen=64)
+"""(thread, when by ``clock_gettime``, type, value or arguments) of what was raised, in the order of
+time. It is filled without running Python code, where a signal's handler would run too."""
 
 
-def anything() -> bool:
-    """Whether any thread raised something that nobody has taken yet: a look at a list."""
-    return bool(_kept)
-
-
-def taken(threads: Collection[int | None], since: int = 0) -> BaseException | None:
-    """The first that one of these threads raised since then; all of theirs are forgotten."""
-    theirs = [kept for kept in list(_kept) if kept[0] in threads]
-    for kept in theirs:
-        with contextlib.suppress(ValueError):  # another thread has taken it
-            _kept.remove(kept)
-    return next((error for _, when, error in theirs if when >= since), None)
+def first(since: int, until: int, elsewhere: Collection[int | None] = ()) -> BaseException | None:
+    """The first that was raised in that time, by no thread that is elsewhere; None if none is known
+    (any more)."""
+    for thread, when, kind, value in list(_kept):
+        if since <= when <= until and thread not in elsewhere:
+            if isinstance(value, BaseException):
+                return value
+            arguments = value if isinstance(value, tuple) else () if value is None else (value,)
+            return cast("type[BaseException]", kind)(*arguments)
+    return None
 
 
 class _Lower(Lower):
@@ -68,34 +60,41 @@ class _Lower(Lower):
             builder, inner, fndesc.restype, fndesc.argtypes, outer.args, attrs=("noinline",)
         )
         with builder.if_then(status.is_error, likely=False):
-            _call_keep(context, builder, status)
+            _keep(context, builder, status)
             builder.ret(ir.Constant(outer_type.return_type, RAISED))
         builder.ret(out)
         self.library.add_ir_module(module)
 
 
-def _call_keep(context, builder, status) -> None:
-    """``keep(*the exception)`` with the GIL held; if even that raises, it is printed."""
+def _keep(context, builder, status) -> None:
+    """Appends to ``_kept``, with the GIL held; what goes wrong even there is printed."""
     api = context.get_python_api(builder)
     state = api.gil_ensure()
     context.call_conv.raise_error(builder, api, status)
     kind, value, trace = (cgutils.alloca_once_value(builder, api.get_null_object()) for _ in "abc")
     api.err_fetch(kind, value, trace)
+    with builder.if_then(cgutils.is_null(builder, builder.load(value))):
+        builder.store(api.make_none(), value)
+    word = ir.IntType(64)
+    identify = ir.FunctionType(word, [])
+    ident = builder.call(api._get_function(identify, name="PyThread_get_thread_ident"), [])
+    timespec = cgutils.alloca_once(builder, ir.ArrayType(word, 2))
+    gettime = ir.FunctionType(ir.IntType(32), [ir.IntType(32), timespec.type])
+    clock = cgutils.get_or_insert_function(builder.module, gettime, "clock_gettime")
+    builder.call(clock, [ir.IntType(32)(time.CLOCK_MONOTONIC), timespec])
+    at = [builder.load(cgutils.gep_inbounds(builder, timespec, 0, i)) for i in range(2)]
+    when = builder.add(builder.mul(at[0], word(1_000_000_000)), at[1])
+    numbers = [api.long_from_longlong(number) for number in (ident, when)]
+    what = api.tuple_pack([*numbers, builder.load(kind), builder.load(value)])
     home = api.import_module(context.insert_const_string(builder.module, __name__))
-    function = api.object_getattr_string(home, "keep")
-    # The value may be NULL, which ends the arguments.
-    done = api.call_function_objargs(function, [builder.load(kind), builder.load(value)])
+    kept = api.object_getattr_string(home, "_kept")
+    append = api.object_getattr_string(kept, "append")
+    done = api.call_function_objargs(append, [what])
     with builder.if_then(cgutils.is_null(builder, done), likely=False):
-        api.err_write_unraisable(function)
-    for held in (
-        done,
-        function,
-        home,
-        builder.load(kind),
-        builder.load(value),
-        builder.load(trace),
-    ):
-        api.decref(held)  # NULL is let be
+        api.err_write_unraisable(kept)
+    held = [builder.load(slot) for slot in (kind, value, trace)]
+    for each in (done, append, kept, home, what, *numbers, *held):
+        api.decref(each)  # NULL is let be
     api.gil_release(state)
 
 

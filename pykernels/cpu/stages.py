@@ -29,6 +29,7 @@ from .intrin.registers import stack_alloc
 from .intrin.sync import as_pointer, call_routine
 from .jit import inlined, task
 from .job import copy_line, copy_line_0213, f32, i64, job_at
+from .raised import RAISED
 from .rows import codes_at
 from .tile_generic import round_bf16
 
@@ -106,7 +107,8 @@ def _annotate_h(job, annotate, h_rows, h_stride, first, last, first_block, last_
     if annotate != 0:
         for slot in range(first, last):
             row = h_rows + slot * h_stride
-            call_routine(annotate, (row, K, 32 * first_block, stop))
+            if call_routine(annotate, (row, K, 32 * first_block, stop)) != 0:
+                job.raised = RAISED
 
 
 @inlined
@@ -162,7 +164,9 @@ def make_stages(ops: Instructions | None) -> Stages:
     def multiply(job, M, w, then, scale, k_blocks, rows, out):
         """out[M, 32] = a packed block times up to _PASS tokens; ``then``: what is read next."""
         K = K_BLOCK * k_blocks
-        call_routine(job.tiles, (M, w, then, scale, 0, k_blocks, K, rows, job.tables, out))
+        tile = (M, w, then, scale, 0, k_blocks, K, rows, job.tables, out)
+        if call_routine(job.tiles, tile) != 0:
+            job.raised = RAISED
 
     @inlined
     def gate_up_tiles(job, h_rows, h_stride, w, scale, first, last, first_block, last_block):
@@ -196,14 +200,13 @@ def make_stages(ops: Instructions | None) -> Stages:
             x_tiles = job.x_tiles + group * job.gate_up_k * job.tile_steps * gemm.TILE
             for block in range(first_block, last_block, BLOCKS // 2):
                 count = min(BLOCKS // 2, last_block - block)
-                call_routine(
-                    job.gemm,
-                    (
-                        M, 2 * count, w + 2 * block * job.gate_up_block, job.gate_up_block,
-                        scale + 2 * block * job.gate_up_scale_block, job.gate_up_scale_block,
-                        job.gate_up_k, x_tiles, rows, job.tables, scratch,
-                    ),
+                blocks = (
+                    M, 2 * count, w + 2 * block * job.gate_up_block, job.gate_up_block,
+                    scale + 2 * block * job.gate_up_scale_block, job.gate_up_scale_block,
+                    job.gate_up_k, x_tiles, rows, job.tables, scratch,
                 )  # fmt: skip
+                if call_routine(job.gemm, blocks) != 0:
+                    job.raised = RAISED
                 for b in range(count):
                     for t in range(M):
                         gate = out + (2 * b * Mp + t) * _ROW_BYTES
@@ -259,7 +262,7 @@ def make_stages(ops: Instructions | None) -> Stages:
         _annotate_h(job, annotate, h_rows, h_stride, first, last, first_block, last_block)
         if crowded:
             pack_h(job, active, h_rows, h_stride, first, last, first_block, last_block)
-        return 0
+        return job.raised
 
     @inlined
     def add_rows(job, slot, M, block, out):
@@ -295,14 +298,13 @@ def make_stages(ops: Instructions | None) -> Stages:
             h_tiles = job.h_tiles + group * job.down_k * job.tile_steps * gemm.TILE
             for block in range(first_block, last_block, BLOCKS):
                 count = min(BLOCKS, last_block - block)
-                call_routine(
-                    job.gemm,
-                    (
-                        M, count, w + block * job.down_block, job.down_block,
-                        scale + block * job.down_scale_block, job.down_scale_block, job.down_k,
-                        h_tiles, rows, job.tables, scratch,
-                    ),
+                blocks = (
+                    M, count, w + block * job.down_block, job.down_block,
+                    scale + block * job.down_scale_block, job.down_scale_block, job.down_k,
+                    h_tiles, rows, job.tables, scratch,
                 )  # fmt: skip
+                if call_routine(job.gemm, blocks) != 0:
+                    job.raised = RAISED
                 for b in range(count):
                     add_rows(job, slot, M, block + b, scratch + OUT_AT + b * Mp * _ROW_BYTES)
 
@@ -347,6 +349,6 @@ def make_stages(ops: Instructions | None) -> Stages:
             for t in range(job.T):
                 for block in range(first_block, last_block):
                     _write_out(job, t, 32 * block)
-        return 0
+        return job.raised
 
     return Stages(make_rows(), pack, gate_up, down)

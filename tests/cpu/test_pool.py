@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 import time
@@ -11,8 +12,8 @@ import numpy as np
 import pytest
 from numba import carray, types
 
-from pykernels.cpu.intrin.sync import as_pointer, atomic_add, atomic_load, call_routine
-from pykernels.cpu.jit import inlined, routine, task
+from pykernels.cpu.intrin.sync import as_pointer, atomic_add, atomic_load
+from pykernels.cpu.jit import inlined, task
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from runtime import tasks
@@ -286,19 +287,6 @@ def raises(job, index, worker):
     return 0
 
 
-@routine(1, "raises-within")
-def raises_within(index):
-    if index == 3:
-        raise KeyError
-    return 0
-
-
-@task("calls")
-def calls(job, index, worker):
-    call_routine(job, (index,))
-    return 0
-
-
 def test_what_a_task_raises_reaches_the_caller(pool):
     for _ in range(2):
         pool.start(Call(raises.address, raises.address, 0, 2, 4, 0))
@@ -311,14 +299,20 @@ def test_what_a_task_raises_reaches_the_caller(pool):
     assert (fake.counts == 1).all()
 
 
-def test_what_is_raised_below_a_task_reaches_the_caller(pool):
-    pool.start(Call(calls.address, calls.address, raises_within.address, 2, 4, 0))
-    with pytest.raises(TaskError, match=r"^a task raised KeyError\(\)$"):
-        pool.wait()
+def test_what_nobody_waited_for_is_told_by_no_later_call(pool):
     pool.start(Call(raises.address, raises.address, 0, 2, 4, 0))
-    pool.settle()  # what nobody waits for is forgotten
-    pool.start(Call(calls.address, calls.address, raises_within.address, 1, 3, 0))
-    pool.wait()
+    pool.settle()
+    FakeCall(4, 4, 4).run(pool)
+
+
+def test_a_failure_is_told_whole_however_late(pool):
+    number = pool.start(Call(raises.address, raises.address, 0, 2, 4, 0))
+    pool.settle()
+    FakeCall(1, 1, 1).run(pool)  # other numbers of tasks and experts
+    with pytest.raises(TaskError, match="gate-up task 3 of active expert 0 raised ValueError"):
+        pool.wait(number)
+    again = pickle.loads(pickle.dumps(TaskError(5, "down", 3, 1, 7)))
+    assert str(again) == "down task 3 of expert 7 failed with status 5"
 
 
 def test_of_many_failures_one_is_told(pool):

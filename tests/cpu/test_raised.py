@@ -1,0 +1,65 @@
+"""What a kernel raises, wherever it runs, fails its call with that; the next call goes on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pykernels.cpu import run_serially
+from pykernels.cpu.jit import routine
+from pykernels.quant import get_format
+from pykernels.shapes import MoEShape
+from pykernels.testing import random_experts, skewed_routing
+from runtime.experts import RoutedExperts
+from runtime.pool import TaskError, WorkerPool
+
+SHAPE = MoEShape(E=4, H=128, I=128, topk=2)
+
+
+@routine(10, "raising-tiles")
+def raising_tiles(M, w, then, scale, first, last, K, rows, tables, out):
+    if M > 0:
+        raise ValueError("a tile", 7)
+    return 0
+
+
+@routine(4, "raising-annotate")
+def raising_annotate(row, K, start, stop):
+    if K > 0:
+        raise KeyError
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("T", "field", "told"),
+    [
+        (1, "tiles", r"gate-up task \d of expert \d raised ValueError\('a tile', 7\)"),
+        (9, "tiles", r"gate-up task \d of expert \d raised ValueError\('a tile', 7\)"),
+        (1, "annotate", r"rows task 0 raised KeyError"),  # by the driver, as the call begins
+        (80, "annotate", r"rows task \d+ raised KeyError"),
+    ],
+)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_is_raised_below_a_task_fails_the_call(
+    T: int, field: str, told: str, threads: int
+) -> None:
+    packed = random_experts(SHAPE, get_format("bf16"))
+    routing = skewed_routing(T, SHAPE)
+    inputs = torch.randn(T, SHAPE.H).bfloat16(), routing.ids, routing.weights
+    with WorkerPool(threads) as pool:
+        routed = RoutedExperts(SHAPE, "bf16", pool, "generic")
+        for e in range(SHAPE.E):
+            routed.load_expert(e, *packed.unpack(e))
+        wanted = routed(*inputs).clone()
+        call = routed._bind()[0]._moe
+        good = int(call.job[field][0])
+        call.job[field] = {"tiles": raising_tiles, "annotate": raising_annotate}[field].address
+        for _ in range(2):
+            with pytest.raises(TaskError, match=f"^{told}") as caught:
+                routed(*inputs)
+            assert type(caught.value.__cause__) in (ValueError, KeyError)
+        if field == "tiles":
+            with pytest.raises(ValueError, match="a tile"):
+                run_serially(call, *inputs, torch.empty_like(inputs[0]))
+        call.job[field] = good
+        assert torch.equal(routed(*inputs), wanted)
