@@ -22,6 +22,7 @@ from pykernels.shapes import MoEShape
 from pykernels.target import detect
 
 from .choices import chosen
+from .control import until_done
 from .counters import Counters
 from .launch import Part
 from .pool import Pool, TaskError, default_pool, wait_all
@@ -175,8 +176,7 @@ class RoutedExperts:
     def __del__(self) -> None:
         bound = getattr(self, "_bound", None)
         if bound is not None:  # where a ticket was lost, the workers read what goes now
-            for part in bound[1]:
-                part.settle()
+            until_done(lambda: [part.settle() for part in bound[1]])
 
     def _submit(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Ticket:
         """``submit``, of a call that this thread has not handed out (``WorkerPool.abandon``)."""
@@ -229,7 +229,8 @@ class RoutedExperts:
             for part in self._bound[1]:
                 part.pool.release()
                 part.pool.abandon()
-                part.let_go()
+                if not part.runs:  # else what it uses stays, till another has the pool
+                    part.let_go()
 
     def _check_in_flight(self) -> None:
         for key in list(self._in_flight):
