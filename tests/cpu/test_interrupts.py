@@ -20,7 +20,7 @@ from pykernels.errors import PykernelsError
 from pykernels.quant import PackedExperts, get_format
 from pykernels.shapes import MoEShape
 from pykernels.testing import random_experts, skewed_routing
-from runtime import roofline, tasks
+from runtime import experts, roofline, tasks
 from runtime.experts import RoutedExperts
 from runtime.launch import Part
 from runtime.pool import Call, WorkerPool, make_pool
@@ -76,7 +76,7 @@ def _interrupt(
     patch.setattr(owner, name, function)
 
 
-LIKE = [(Part, "repeat"), (Part, "make_spare"), (WorkerPool, "end"), (RoutedExperts, "sync")]
+LIKE = [(Part, "repeat"), (Part, "make_spare"), (WorkerPool, "end"), (RoutedExperts, "_sync")]
 OTHER = [
     (MoECall, "_plan"),
     (MoECall, "_bind"),
@@ -141,6 +141,22 @@ def test_a_ticket_outlives_ctrl_c_in_sync(pool, monkeypatch):
         _interrupt(patch, WorkerPool, "end", before=True)
         routed.sync(ticket)
     assert torch.equal(routed.sync(ticket), wanted)
+
+
+@TWO_CORES
+@pytest.mark.parametrize("T", [3, 1100], ids=["on this thread", "on the workers"])
+@pytest.mark.parametrize("before", [True, False], ids=["before", "behind"])
+def test_a_ticket_outlives_ctrl_c_in_the_sum_of_the_nodes(monkeypatch, T, before):
+    with make_pool(2, True, "2", Topology.fake(2)) as pools:
+        routed = load(pools)
+        wanted = routed(*inputs(T)).clone()
+        ticket = routed.submit(*inputs(T))
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            _interrupt(patch, experts, "reduce", before)
+            routed.sync(ticket)
+        assert torch.equal(routed.sync(ticket), wanted) and routed.counters.calls == 2
+        with pytest.raises(PykernelsError, match="sync each ticket once"):
+            routed.sync(ticket)
 
 
 def test_where_a_ticket_was_lost_the_mend_is_named(pool):
@@ -326,8 +342,8 @@ def test_a_claim_of_a_thread_that_has_ended_bars_nobody(pool, monkeypatch):
     wanted = other(*inputs(3)).clone()
     assert elsewhere(lambda: _leave_a_claim(routed, monkeypatch)) == [None]
     assert pool._word[tasks.STATE // 8] > tasks.FREE
-    for experts in (other, routed):
-        assert torch.equal(experts(*inputs(3)), wanted)
+    for layer in (other, routed):
+        assert torch.equal(layer(*inputs(3)), wanted)
 
 
 def test_experts_that_go_leave_the_claim_of_their_thread(pool):

@@ -430,3 +430,22 @@ def test_scratch_never_shrinks_where_two_threads_ask_for_it(monkeypatch):
     assert workspace.scratch(1, 100).numel() >= 100
     threads[0].join()
     assert workspace.scratch(1, 0).numel() == 200
+
+
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=TWO_CORES)])
+def test_a_ticket_that_two_threads_sync_is_synced_once(monkeypatch, nodes):
+    made = make_pool(2, True, "2", Topology.fake(2)) if nodes == 2 else WorkerPool(1)
+    with made as pools:
+        routed, seen = _load(pools), list[object]()
+        wanted = routed(*_inputs(3)).clone()
+        ticket, end = routed.submit(*_inputs(3)), WorkerPool.end
+
+        def late(*given: object) -> bool:
+            monkeypatch.undo()
+            counted = end(*given)
+            seen.extend(_elsewhere(lambda: routed.sync(ticket)))
+            return counted
+
+        monkeypatch.setattr(WorkerPool, "end", late)
+        assert torch.equal(routed.sync(ticket), wanted) and routed.counters.calls == 2
+        assert "another thread syncs this ticket" in str(seen[0])
