@@ -7,8 +7,10 @@ thread or Ctrl-C, the exchange says so.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 from numba import types
@@ -23,7 +25,7 @@ _STATE, _NUMBER = tasks.STATE // 8, tasks.EPOCH // 8
 _INSIDE = tasks.INSIDE // 8
 _STARTED_AT, _FINISHED_AT = tasks.STARTED_AT // 8, tasks.FINISHED_AT // 8
 
-_NAP = 50e-6  # seconds between looks at what another thread does: rare, and never in a call's way
+NAP = 50e-6  # seconds between looks at what another thread does: rare, and never in a call's way
 
 
 class TaskError(RuntimeError):
@@ -80,6 +82,7 @@ class Control:
         self._finish = direct(
             tasks.finish, types.int64, types.int64, types.boolean, *[types.int64] * 3
         )
+        self._hand_out = direct(tasks.hand_out, types.int64, types.int64)
 
     def claim(self) -> None:
         """Keeps the pool for a call that this thread prepares, in the ``workspace`` that all share,
@@ -93,17 +96,29 @@ class Control:
         mine = tasks.FREE, threading.get_ident()
         if tasks.turn(self.control, *mine) not in mine:
             self.abandon()
-            if tasks.turn(self.control, *mine) not in mine:
+            if tasks.turn(self.control, *mine) not in mine and not self._inherit():
                 raise self.refusal()
+
+    def _inherit(self) -> bool:
+        """Takes over the claim of a thread that has ended: Ctrl-C kept it from giving it up."""
+        state, me = self._word[_STATE], threading.get_ident()
+        if state <= tasks.FREE or state in sys._current_frames():
+            return False
+        return bool(tasks.turn(self.control, state, me) == state)
 
     def release(self) -> None:
         """Gives up what this thread has claimed, if it has not started a call since."""
         tasks.turn(self.control, threading.get_ident(), tasks.FREE)
 
+    @property
+    def claimed(self) -> bool:
+        """Whether this thread has the pool for a call that it prepares."""
+        return self._word[_STATE] == threading.get_ident()
+
     def hand_out(self) -> None:
         """The call that this thread has started is in the hands of who will wait for it: it is not
-        one that Ctrl-C has left behind."""
-        self._word[_INSIDE] = 0
+        one that Ctrl-C has left behind. If it has ended since, the next one is another's."""
+        self._hand_out(self.control, threading.get_ident())
 
     def abandon(self) -> None:
         """Waits for a call that this thread has started and not handed out: Ctrl-C came in between,
@@ -119,16 +134,16 @@ class Control:
         A task that fails is told by ``wait``.
 
         Args:
-            call: its number; None for the one that runs.
+            call: its number; None for the one that runs. Where that has ended, its rows are there.
 
         Raises:
-            PykernelsError: as ``end``.
+            PykernelsError: no number is given and no call is in flight, or this is a forked child.
         """
         call = self.running if call is None else call
         if call is None:
             raise self._nothing_runs()
         while not tasks.finish_rows(self.control, call, self.driver_works) and self.goes_on(call):
-            time.sleep(_NAP)
+            time.sleep(NAP)
 
     def end(
         self, call: int | None = None, counters: int = 0, tokens: int = 0, nbytes: int = 0
@@ -183,15 +198,24 @@ class Control:
         """Waits for a call, if it has not ended. Who has its ticket can still ``sync``.
 
         Args:
-            call: its number; None for the last one.
+            call: its number; None for the last one, and for what Ctrl-C has left of one that this
+                thread prepared: it has the pool no longer.
         """
-        self._end(self._word[_NUMBER] if call is None else call)
+        if call is None:
+            self.release()
+            call = self.number
+        self._end(call)
+
+    @property
+    def number(self) -> int:
+        """Of the last call."""
+        return self._word[_NUMBER]
 
     def _end(self, call: int, counters: int = 0, tokens: int = 0, nbytes: int = 0) -> int:
         """Waits for a call, also while another thread does; its status if none other has."""
         work = self.control, call, self.driver_works, counters, tokens, nbytes
         while (status := self._finish(*work)) == tasks.NOT_RUNNING and self.goes_on(call):
-            time.sleep(_NAP)
+            time.sleep(NAP)
         return status
 
     def goes_on(self, call: int) -> bool:
@@ -267,6 +291,24 @@ class Control:
     def _elsewhere(self) -> set[int | None]:
         """Threads of other pools."""
         return set()
+
+
+def until_done(step: Callable[[], object]) -> None:
+    """Takes a step that Ctrl-C may cut short, as often as it does; only then raises what came.
+
+    For who may not leave before: in ``__del__``, what workers use is freed behind it.
+    """
+    came = None
+    while True:
+        try:
+            step()
+            break
+        except RuntimeError:  # Python's own: a thread cannot be joined here, nor later
+            raise
+        except BaseException as error:
+            came = error
+    if came is not None:
+        raise came
 
 
 def align(address: int) -> int:

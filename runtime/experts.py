@@ -22,10 +22,11 @@ from pykernels.shapes import MoEShape
 from pykernels.target import detect
 
 from .choices import chosen
+from .control import until_done
 from .counters import Counters
 from .launch import Part
 from .pool import Pool, TaskError, default_pool, wait_all
-from .reduce import reduce
+from .reduce import nothing_added, reduce
 from .slices import make_room, slices_on, workers_of
 from .ticket import Ticket
 
@@ -142,7 +143,16 @@ class RoutedExperts:
             PykernelsError: the ticket is not the call in flight.
             TaskError: a task failed.
         """
-        y, tokens, nbytes, partials, pools, calls, of = ticket
+        try:
+            if not ticket.take():
+                raise PykernelsError("another thread syncs this ticket", "sync each ticket once")
+            return self._sync(ticket)
+        finally:
+            ticket.leave()
+
+    def _sync(self, ticket: Ticket) -> torch.Tensor:
+        """``sync``, of a ticket that no other thread has."""
+        y, tokens, nbytes, partials, pools, calls, of, _, added = ticket
         if of is not self._mark or not calls:
             raise PykernelsError("this ticket is not the call in flight", "sync each ticket once")
         # Should Ctrl-C come before the tasks have ended, what they write stays in ``_in_flight``.
@@ -156,10 +166,10 @@ class RoutedExperts:
             calls.clear()
             self._in_flight.pop(id(ticket), None)
             raise self._name_expert(error, pools[0]) from error.raised
+        if partials:
+            reduce(partials, y, pools[0], added)
         calls.clear()
         self._in_flight.pop(id(ticket), None)
-        if partials:
-            reduce(partials, y, pools[0])
         if not counted:
             self.counters.add(tokens, nbytes, seconds)
         return y
@@ -167,7 +177,7 @@ class RoutedExperts:
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """``submit`` and ``sync`` in one. Ctrl-C may come at any time: no call is left behind."""
         try:
-            return self.sync(self._submit(x, ids, weights))
+            return self._sync(self._submit(x, ids, weights))
         except BaseException:
             self._abandon()
             raise
@@ -175,8 +185,7 @@ class RoutedExperts:
     def __del__(self) -> None:
         bound = getattr(self, "_bound", None)
         if bound is not None:  # where a ticket was lost, the workers read what goes now
-            for part in bound[1]:
-                part.settle()
+            until_done(lambda: [part.settle() for part in bound[1]])
 
     def _submit(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Ticket:
         """``submit``, of a call that this thread has not handed out (``WorkerPool.abandon``)."""
@@ -191,7 +200,7 @@ class RoutedExperts:
         part = parts[0]
         call, y, like = begun
         nbytes = part.active * self._bytes_per_expert
-        ticket = Ticket(y, y.shape[0], nbytes, (), (part.pool,), [call], self._mark)
+        ticket = Ticket(y, y.shape[0], nbytes, (), (part.pool,), [call], self._mark, {})
         self._in_flight[id(ticket)] = ticket
         part.make_spare(y, like)
         return ticket
@@ -210,7 +219,8 @@ class RoutedExperts:
         calls, likes = zip(*(part.begin() for part in parts), strict=True)
         nbytes = parts[0].active * self._bytes_per_expert
         pools = [part.pool for part in parts]
-        ticket = Ticket(y, y.shape[0], nbytes, partials, pools, list(calls), self._mark)
+        added = nothing_added(y) if partials else None
+        ticket = Ticket(y, y.shape[0], nbytes, partials, pools, list(calls), self._mark, {}, added)
         self._in_flight[id(ticket)] = ticket
         for part, call in zip(parts, calls, strict=True):
             if part.row_tasks:
@@ -229,7 +239,8 @@ class RoutedExperts:
             for part in self._bound[1]:
                 part.pool.release()
                 part.pool.abandon()
-                part.let_go()
+                if not part.runs:  # else what it uses stays, till another has the pool
+                    part.let_go()
 
     def _check_in_flight(self) -> None:
         for key in list(self._in_flight):

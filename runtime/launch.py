@@ -178,8 +178,10 @@ class Part:
         """Makes all ready for ``begin``; for who has claimed the pool.
 
         Raises:
-            PykernelsError: inputs that do not fit.
+            PykernelsError: inputs that do not fit, or a pool that this thread has no more.
         """
+        if not self.pool.claimed:  # a signal handler has made a call in between
+            raise self.pool.refusal()
         self._like = self._spare = None
         self.held.clear()  # no call runs
         rows = contiguous_rows(x)
@@ -243,7 +245,14 @@ class Part:
         at = int(self._moe.job["experts"][0]) + 8 * active
         return ctypes.c_int64.from_address(at).value
 
+    @property
+    def runs(self) -> bool:
+        """Whether a call of this slice has not been waited for yet."""
+        call = self.pool.number
+        return self.pool.goes_on(call) and self.pool.job == self._job
+
     def settle(self) -> None:
         """Waits for a call of this slice, if one runs: what it reads may go then."""
+        call = self.pool.number  # in this order: where another call came since, its job tells
         if self.pool.job == self._job:
-            self.pool.settle()
+            self.pool.settle(call)  # by number: ``__del__`` may come while this thread has a claim

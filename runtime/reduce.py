@@ -28,6 +28,7 @@ _, _reduce_at = descriptor(
         "count",
         "y",
         "y_bf16",  # 1: y is bf16, 0: float32
+        "added",  # address of int64 [tasks]: 1 where that is done
     ),
 )
 _CHUNK = 1 << 16
@@ -43,6 +44,9 @@ def make_add_parts() -> Any:
     def add_parts(job_address, index, worker):  # type: ignore[no-untyped-def]
         job = _reduce_at(job_address)
         addresses = carray(as_pointer(job.parts), (job.count,), types.int64)
+        added = carray(as_pointer(job.added), (index + 1,), types.int64)
+        if added[index] != 0:
+            return 0
         first, last = index * job.chunk, min((index + 1) * job.chunk, job.values)
         total = carray(as_pointer(addresses[0]), (last,), types.float32)
         for p in range(1, job.count):
@@ -57,12 +61,23 @@ def make_add_parts() -> Any:
             floats = carray(as_pointer(job.y), (last,), types.float32)
             for i in range(first, last):
                 floats[i] = total[i]
+        added[index] = 1
         return 0
 
     return add_parts
 
 
-def reduce(parts: Sequence[torch.Tensor], y: torch.Tensor, pool: WorkerPool) -> None:
+def nothing_added(y: torch.Tensor) -> np.ndarray:
+    """What ``reduce`` takes as ``added`` at first."""
+    return np.zeros(-(-y.numel() // _CHUNK), np.int64)
+
+
+def reduce(
+    parts: Sequence[torch.Tensor],
+    y: torch.Tensor,
+    pool: WorkerPool,
+    added: np.ndarray | None = None,
+) -> None:
     """``y = sum of parts``, on this thread or, if it is long, on a pool that has nothing to do.
 
     float32, rounded once; parts in their order, so the bits do not depend on the threads.
@@ -70,12 +85,14 @@ def reduce(parts: Sequence[torch.Tensor], y: torch.Tensor, pool: WorkerPool) -> 
     Args:
         parts: float32, contiguous, of y's shape; the first one is overwritten.
         y: bf16 or float32, contiguous.
+        added: notes what is done: where Ctrl-C cut it short, it goes on, since a second sum on top
+            of the first part would be another.
     """
+    added = nothing_added(y) if added is None else added
     values, bf16 = y.numel(), y.dtype == torch.bfloat16
     addresses = np.array([part.data_ptr() for part in parts], np.int64)
-    job = np.array(
-        [values, _CHUNK, addresses.ctypes.data, len(parts), y.data_ptr(), bf16], np.int64
-    )
+    at = addresses.ctypes.data, len(parts), y.data_ptr(), bf16, added.ctypes.data
+    job = np.array([values, _CHUNK, *at], np.int64)
     add_parts, tasks = make_add_parts(), -(-values // _CHUNK)
     if values > _SERIAL:
         # Where the pool was closed since, or runs another thread's call, there is still this one.

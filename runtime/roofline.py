@@ -18,6 +18,7 @@ from pykernels.cpu.stream import LOOPS, STREAM, make_read
 from pykernels.errors import PykernelsError
 from pykernels.target import Target, detect
 
+from .control import until_done
 from .memory import allocate
 from .pool import Call, Pool, wait_all
 from .topology import Topology
@@ -44,6 +45,17 @@ def _buffers(nbytes: int, nodes: tuple[int | None, ...]) -> list[torch.Tensor]:
 def roof_bytes() -> int:
     """Size of the buffer that is read: 8 times the last-level cache, 512 MiB at least."""
     return max(512 << 20, 8 * detect().l3) // _CHUNK * _CHUNK
+
+
+def _seconds(pool: Pool, calls: list[Call]) -> float:
+    """Of a call on each node, at once. No call is left behind: the workers use the caller's."""
+    try:
+        for each, call in zip(pool.pools, calls, strict=True):
+            each.start(call)
+        return wait_all(pool.pools)
+    except BaseException:
+        until_done(pool.settle)
+        raise
 
 
 class ReadRoof:
@@ -77,9 +89,7 @@ class ReadRoof:
 
     def once(self, loop: str) -> float:
         """GB/s (1e9 bytes) of one pass of one of ``LOOPS``; kept in ``seen``."""
-        for pool, call in zip(self.pool.pools, self._calls[loop], strict=True):
-            pool.start(call)
-        rate = self.nbytes / wait_all(self.pool.pools) / 1e9
+        rate = self.nbytes / _seconds(self.pool, self._calls[loop]) / 1e9
         self.seen[loop].append(rate)
         return rate
 
@@ -134,9 +144,7 @@ class ComputeRoof:
 
     def once(self) -> float:
         """TFLOP/s (1e12) of one pass, some milliseconds; kept in ``seen``."""
-        for pool, call in zip(self.pool.pools, self._calls, strict=True):
-            pool.start(call)
-        self.seen.append(self._flops / wait_all(self.pool.pools) / 1e12)
+        self.seen.append(self._flops / _seconds(self.pool, self._calls) / 1e12)
         return self.seen[-1]
 
 

@@ -84,6 +84,19 @@ LAST_FINISHED = LAST + 40
 CONTROL_BYTES = 14 * _LINE
 BARRIER_BYTES = _LINE
 
+# The states of a pool, and who may make each step, by one exchange from the state that it saw:
+#
+#   FREE ----> id ----> LAUNCHING ----> RUNS - n <----> DRIVEN ----> FREE
+#     1. FREE -> id: any thread, its own id (``Control.claim``), and back (``release``). From the id
+#        of a thread that has ended, also any thread, to its own.
+#     2. id -> LAUNCHING: the thread of this id. FREE -> LAUNCHING: any thread, for a call that is
+#        arranged (``launch.launch``). Back to either: who made the step, where nothing is begun.
+#     3. LAUNCHING -> RUNS - n: who made step 2; or at once -> DRIVEN (``run``).
+#     4. RUNS - n -> DRIVEN: any thread that waits for call n. Back: the same one, where it waited
+#        for rows alone.
+#     5. DRIVEN -> FREE: who made the step to DRIVEN, when all tasks have ended.
+#   FREE or id -> CLOSED: any thread (``WorkerPool.close``); it stays so.
+#   any -> FORKED: a forked child, in its own copy; it stays so.
 FREE, LAUNCHING, DRIVEN, CLOSED, FORKED = 0, -1, -2, -3, -4
 """DRIVEN: a thread works on the running call or waits for it, and no other may meanwhile."""
 RUNS = -8
@@ -249,6 +262,12 @@ def _wake_workers(control: int) -> None:
 def turn(control: int, state: int, to: int) -> int:
     """Changes the pool's state from ``state``, if it is that; returns what it was."""
     return atomic_exchange(control + STATE, state, to)
+
+
+@kernel()
+def hand_out(control: int, thread: int) -> int:
+    """The call that the thread has started is told of, if INSIDE still says its name."""
+    return atomic_exchange(control + INSIDE, thread, 0)
 
 
 @inlined
@@ -434,6 +453,7 @@ def compile_all() -> None:
     for function, arguments in (
         (worker_loop, 2),
         (turn, 3),
+        (hand_out, 2),
         (stop, 1),
     ):
         function.compile((types.int64,) * arguments)

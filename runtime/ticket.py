@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import get_ident
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from .workers import WorkerPool
@@ -21,6 +23,8 @@ class Ticket(NamedTuple):
         pools: those that work on it, each on
         calls: the one of this number; none once it was synced.
         of: the ``RoutedExperts`` it is of, by a mark of theirs.
+        by: under 0 the thread that syncs it.
+        added: of ``partials``, as ``reduce`` notes it.
     """
 
     y: torch.Tensor
@@ -30,6 +34,18 @@ class Ticket(NamedTuple):
     pools: Sequence[WorkerPool]
     calls: list[int]
     of: object
+    by: dict[int, int]
+    added: np.ndarray | None = None
+
+    def take(self) -> bool:
+        """Whether it is this thread that syncs it, till ``leave``."""
+        me = get_ident()
+        return self.by.setdefault(0, me) == me
+
+    def leave(self) -> None:
+        """Another thread may sync it, if this one was about that."""
+        if self.by.get(0) == get_ident():
+            self.by.clear()
 
     @property
     def runs(self) -> bool:

@@ -18,11 +18,10 @@ from pykernels.env import env
 from pykernels.errors import PykernelsError
 
 from . import tasks
-from .control import Control, align
+from .control import NAP, Control, align, until_done
 from .topology import Topology
 
 _SPIN_US, _SPIN_US_BESIDE_GPU, _MOST_SPIN_US = 50.0, 1000.0, 1e9
-_NAP = 50e-6  # seconds between looks at what another thread does
 
 
 def spin_budget(driver_works: bool) -> float:
@@ -169,17 +168,20 @@ class WorkerPool(Control):
         Raises:
             PykernelsError: as ``claim``.
         """
+        number = 0
         try:
             self.claim()
             self.reserve_barriers(call.active, call.down_chunks)
             number = tasks.publish(self.control, threading.get_ident(), tuple(call))
+            if number == tasks.NOT_RUNNING:
+                raise self.refusal()
+            self.hand_out()
         except BaseException:
             self.release()
             self.abandon()
+            if number > 0:  # it may be handed out: nobody else has its number
+                self.settle(number)
             raise
-        if number == tasks.NOT_RUNNING:
-            raise self.refusal()
-        self.hand_out()
         return number
 
     def run(self, call: Call) -> None:
@@ -208,18 +210,18 @@ class WorkerPool(Control):
     def close(self) -> None:
         """Ends the workers; waits for them, and for a call: ``sync`` still returns its result.
 
-        Safe to call twice.
+        Safe to call twice; what Ctrl-C has cut short, the second one does.
         """
         while (state := self._word[tasks.STATE // 8]) not in (tasks.CLOSED, tasks.FORKED):
             if state >= tasks.FREE:  # where another thread prepares a call, that is refused
                 if tasks.turn(self.control, state, tasks.CLOSED) == state:
                     break
             elif state == tasks.LAUNCHING:
-                time.sleep(_NAP)
+                time.sleep(NAP)
             else:
                 self.settle()
-        else:
-            return
+        if self._word[tasks.STATE // 8] == tasks.FORKED:
+            return  # its threads are the parent's
         tasks.stop(self.control)
         for thread in self._threads:
             if thread.ident is not None:  # it was started before Ctrl-C came
@@ -234,7 +236,7 @@ class WorkerPool(Control):
 
     def __del__(self) -> None:
         if hasattr(self, "_threads"):
-            self.close()
+            until_done(self.close)  # the workers read and write what goes now
 
 
 def _worker_main(memory: np.ndarray, control: int, worker: int) -> None:

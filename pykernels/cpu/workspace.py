@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
@@ -29,15 +30,17 @@ class Workspace:
     def __init__(self) -> None:
         self._sizes: tuple[int, ...] = (0,) * 11
         self.buffers: dict[str, torch.Tensor] = {}
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch, self._growing = torch.empty(0, dtype=torch.uint8), Lock()
 
     def scratch(self, workers: int, nbytes: int) -> torch.Tensor:
         """uint8 [workers * nbytes], 64-byte aligned; it only grows, and old ones stay valid."""
-        if self._scratch.numel() < workers * nbytes:
-            raw = torch.empty(workers * nbytes + 64, dtype=torch.uint8)
-            skip = -raw.data_ptr() % 64
-            self._scratch = raw[skip : skip + workers * nbytes]
-        return self._scratch
+        with self._growing:  # layers are bound by threads that do not wait for one another
+            scratch = self._scratch
+            if scratch.numel() < workers * nbytes:
+                raw = torch.empty(workers * nbytes + 64, dtype=torch.uint8)
+                skip = -raw.data_ptr() % 64
+                self._scratch = scratch = raw[skip : skip + workers * nbytes]
+            return scratch
 
     def reserve(
         self,

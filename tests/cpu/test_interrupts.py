@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from pykernels.errors import PykernelsError
 from pykernels.quant import PackedExperts, get_format
 from pykernels.shapes import MoEShape
 from pykernels.testing import random_experts, skewed_routing
-from runtime import tasks
+from runtime import experts, roofline, tasks
 from runtime.experts import RoutedExperts
 from runtime.launch import Part
 from runtime.pool import Call, WorkerPool, make_pool
@@ -58,7 +58,7 @@ def pool() -> Iterator[WorkerPool]:
 
 
 def _interrupt(
-    patch: pytest.MonkeyPatch, owner: type, name: str, before: bool, times: int = 1
+    patch: pytest.MonkeyPatch, owner: object, name: str, before: bool, times: int = 1
 ) -> None:
     """Ctrl-C before or behind a function, the first ``times`` that it is called."""
     real, left = getattr(owner, name), [times]
@@ -76,7 +76,7 @@ def _interrupt(
     patch.setattr(owner, name, function)
 
 
-LIKE = [(Part, "repeat"), (Part, "make_spare"), (WorkerPool, "end"), (RoutedExperts, "sync")]
+LIKE = [(Part, "repeat"), (Part, "make_spare"), (WorkerPool, "end"), (RoutedExperts, "_sync")]
 OTHER = [
     (MoECall, "_plan"),
     (MoECall, "_bind"),
@@ -141,6 +141,22 @@ def test_a_ticket_outlives_ctrl_c_in_sync(pool, monkeypatch):
         _interrupt(patch, WorkerPool, "end", before=True)
         routed.sync(ticket)
     assert torch.equal(routed.sync(ticket), wanted)
+
+
+@TWO_CORES
+@pytest.mark.parametrize("T", [3, 1100], ids=["on this thread", "on the workers"])
+@pytest.mark.parametrize("before", [True, False], ids=["before", "behind"])
+def test_a_ticket_outlives_ctrl_c_in_the_sum_of_the_nodes(monkeypatch, T, before):
+    with make_pool(2, True, "2", Topology.fake(2)) as pools:
+        routed = load(pools)
+        wanted = routed(*inputs(T)).clone()
+        ticket = routed.submit(*inputs(T))
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            _interrupt(patch, experts, "reduce", before)
+            routed.sync(ticket)
+        assert torch.equal(routed.sync(ticket), wanted) and routed.counters.calls == 2
+        with pytest.raises(PykernelsError, match="sync each ticket once"):
+            routed.sync(ticket)
 
 
 def test_where_a_ticket_was_lost_the_mend_is_named(pool):
@@ -218,6 +234,134 @@ def test_memory_that_was_refused_is_not_counted_on(pool, monkeypatch):
         routed(*inputs(80))
     assert torch.equal(routed(*inputs(64)), fresh(*inputs(64)))
     assert len(pool.workspace.buffers["acc"]) >= 64
+
+
+def elsewhere(function: Callable[[], object]) -> list[object]:
+    """Runs it on another thread, to its end; its result, or what it raised."""
+    out: list[object] = []
+
+    def run() -> None:
+        try:
+            out.append(function())
+        except BaseException as error:
+            out.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return out
+
+
+def _slow(seconds: float) -> tuple[Call, np.ndarray]:
+    """A call of so many seconds, and its job."""
+    job = np.array([time.monotonic_ns() + int(seconds * 1e9)])
+    slow = make_until().address
+    return Call(slow, slow, job.ctypes.data, 1, 1, 1), job
+
+
+def test_closing_that_was_cut_short_is_done_by_the_next(monkeypatch):
+    pool = WorkerPool(1, driver_works=False)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        _interrupt(patch, tasks, "stop", before=True)
+        pool.close()
+    assert pool._word[tasks.STATE // 8] == tasks.CLOSED and pool._threads[0].is_alive()
+    for _ in range(2):
+        pool.close()
+        assert not pool._threads[0].is_alive()
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "behind"])
+def test_a_call_whose_number_nobody_got_has_ended(pool, monkeypatch, before):
+    call, job = _slow(0.1)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        _interrupt(patch, WorkerPool, "hand_out", before)
+        pool.start(call)
+    assert pool.running is None and time.monotonic_ns() >= job[0]
+
+
+def test_a_pass_of_a_roof_has_ended(pool, monkeypatch):
+    roof = roofline.ReadRoof(pool, 16 << 20)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        _interrupt(patch, roofline, "wait_all", before=True)
+        roof.once(next(iter(roof.seen)))
+    assert pool.running is None and roof.was_read
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_experts_that_go_while_another_thread_waits_for_their_call_wait_too(
+    pool, monkeypatch, times
+):
+    routed, seen = load(pool), list[object]()
+    part = routed._bind()[0]
+    routed.submit(*inputs(2))
+    state = pool._word[tasks.STATE // 8]
+    pool._word[tasks.STATE // 8] = tasks.DRIVEN
+
+    def nap(seconds: float) -> None:
+        seen.append(part)
+        if len(seen) <= times:
+            raise KeyboardInterrupt
+        pool._word[tasks.STATE // 8] = state
+
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "sleep", nap)
+        patch.setattr(sys, "unraisablehook", lambda told: seen.append(told.exc_type))
+        del routed
+    assert seen == [part] * (times + 1) + [KeyboardInterrupt] and pool.running is None
+
+
+def test_a_pool_that_goes_is_closed(monkeypatch):
+    pool, seen = WorkerPool(1, driver_works=False), list[object]()
+    threads = pool._threads
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", lambda told: seen.append(told.exc_type))
+        _interrupt(patch, tasks, "stop", before=True, times=2)
+        del pool
+    assert seen == [KeyboardInterrupt] and not threads[0].is_alive()
+
+
+def _leave_a_claim(routed: RoutedExperts, patch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a call is prepared, and again while that is given up."""
+    with patch.context() as both, pytest.raises(KeyboardInterrupt):
+        _interrupt(both, Part, "arrange", before=True)
+        _interrupt(both, WorkerPool, "release", before=True)
+        routed(*inputs(5))
+
+
+def test_a_claim_that_was_left_behind_goes_where_its_thread_settles(pool, monkeypatch):
+    routed, other = load(pool), load(pool)
+    wanted = other(*inputs(3)).clone()
+    _leave_a_claim(routed, monkeypatch)
+    assert "another thread prepares" in str(elsewhere(lambda: other(*inputs(3)))[0])
+    pool.settle()
+    assert torch.equal(elsewhere(lambda: other(*inputs(3)))[0], wanted)
+
+
+def test_a_claim_of_a_thread_that_has_ended_bars_nobody(pool, monkeypatch):
+    routed, other = load(pool), load(pool)
+    wanted = other(*inputs(3)).clone()
+    assert elsewhere(lambda: _leave_a_claim(routed, monkeypatch)) == [None]
+    assert pool._word[tasks.STATE // 8] > tasks.FREE
+    for layer in (other, routed):
+        assert torch.equal(layer(*inputs(3)), wanted)
+
+
+def test_experts_that_go_leave_the_claim_of_their_thread(pool):
+    """Python may collect them while this thread prepares a call."""
+    routed, other = load(pool), load(pool)
+    routed(*inputs(2))
+    wanted, arrange = other(*inputs(3)).clone(), Part.arrange
+    routed(*inputs(2))
+    held = [routed]
+    del routed
+    part = other._bind()[0]
+
+    def late(*given: torch.Tensor) -> None:
+        arrange(part, *given)
+        held.clear()
+
+    part.arrange = late
+    assert torch.equal(other(*inputs(3)), wanted)
 
 
 STRESS = """

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from pykernels.cpu.jit import task
+from pykernels.cpu.workspace import Workspace
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
 from pykernels.shapes import MoEShape
@@ -379,3 +380,78 @@ def test_experts_that_go_while_their_call_runs_wait_for_it(pool):
     assert pool.running == ticket.calls[0]
     del routed
     assert pool.running is None
+
+
+def test_a_call_of_another_thread_is_not_handed_out_for_it(pool):
+    assert _elsewhere(lambda: pool.start(NOTHING)) == [1]
+    pool.settle()
+    me = threading.get_ident()
+    tasks.publish(pool.control, pool.claim() or me, tuple(NOTHING))
+    _elsewhere(pool.hand_out)
+    assert pool._word[tasks.INSIDE // 8] == me
+    pool.hand_out()
+    assert pool._word[tasks.INSIDE // 8] == 0
+    pool.settle()
+
+
+def test_what_a_call_uses_is_kept_while_it_runs(pool):
+    routed, part = _load(pool), None
+    routed(*_inputs(2))
+    part = routed._bind()[0]
+    ticket = routed._submit(*_inputs(2))
+    held = part.held[threading.get_ident()] = (ticket.y,)
+    pool.hand_out()  # so ``abandon`` leaves it
+    routed._abandon()
+    assert part.held == {threading.get_ident(): held}
+    pool.settle()
+    routed._abandon()
+    assert not part.held
+
+
+def test_a_job_is_arranged_only_by_who_has_the_pool(pool):
+    routed = _load(pool)
+    wanted = routed(*_inputs(3)).clone()
+    part = routed._bind()[0]
+    count = part._moe.arranged
+    with pytest.raises(PykernelsError, match="prepares a call"):
+        part.arrange(*_inputs(5), torch.empty(5, SHAPE.H))
+    _elsewhere(pool.claim)
+    with pytest.raises(PykernelsError, match="prepares a call"):
+        part.arrange(*_inputs(5), torch.empty(5, SHAPE.H))
+    assert part._moe.arranged == count
+    assert torch.equal(routed(*_inputs(3)), wanted)
+
+
+def test_scratch_never_shrinks_where_two_threads_ask_for_it(monkeypatch):
+    workspace, real, threads = Workspace(), torch.empty, list[threading.Thread]()
+
+    def late(*size: int, **kwargs: torch.dtype) -> torch.Tensor:
+        if not threads:  # another thread asks for more, and gets it or waits
+            threads.append(threading.Thread(target=workspace.scratch, args=(1, 200)))
+            threads[0].start()
+            threads[0].join(timeout=0.05)
+        return real(*size, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", late)
+    assert workspace.scratch(1, 100).numel() >= 100
+    threads[0].join()
+    assert workspace.scratch(1, 0).numel() == 200
+
+
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=TWO_CORES)])
+def test_a_ticket_that_two_threads_sync_is_synced_once(monkeypatch, nodes):
+    made = make_pool(2, True, "2", Topology.fake(2)) if nodes == 2 else WorkerPool(1)
+    with made as pools:
+        routed, seen = _load(pools), list[object]()
+        wanted = routed(*_inputs(3)).clone()
+        ticket, end = routed.submit(*_inputs(3)), WorkerPool.end
+
+        def late(*given: object) -> bool:
+            monkeypatch.undo()
+            counted = end(*given)
+            seen.extend(_elsewhere(lambda: routed.sync(ticket)))
+            return counted
+
+        monkeypatch.setattr(WorkerPool, "end", late)
+        assert torch.equal(routed.sync(ticket), wanted) and routed.counters.calls == 2
+        assert "another thread syncs this ticket" in str(seen[0])
