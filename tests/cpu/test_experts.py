@@ -121,11 +121,15 @@ def test_a_call_prepared_by_one_thread_is_not_spoilt_by_another(monkeypatch):
         assert len(said) == 1
         with pytest.raises(PykernelsError, match="names expert"):  # what it claimed is free again
             second(x, routing.ids + 99, routing.weights)
-        thread = threading.Thread(target=pool.claim)
+        claimed, done = threading.Event(), threading.Event()
+        thread = threading.Thread(target=lambda: (pool.claim(), claimed.set(), done.wait()))
         thread.start()
-        thread.join()
+        claimed.wait()
         with pytest.raises(PykernelsError, match="another thread prepares a call"):
             pool.start(Call(0, 0, 0, 0, 0, 0))
+        done.set()
+        thread.join()
+        pool.start(Call(0, 0, 0, 0, 0, 0))  # a claim of a thread that has ended bars nobody
 
 
 def test_between_submit_and_sync_the_caller_is_free():
