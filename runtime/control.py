@@ -235,7 +235,8 @@ class Control:
             raise self.refusal()  # it may have run on in the parent
         if (failed := word[tasks.FAILED_CALL // 8]) < call:
             return
-        if failed == call and (status := word[tasks.LAST_STATUS // 8]):
+        status = word[tasks.LAST_STATUS // 8]
+        if failed == word[tasks.FAILED_CALL // 8] == call:
             self._check(call, status)
         raise PykernelsError(
             "a task of this call failed, or of a later one on its pool",

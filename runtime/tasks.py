@@ -370,8 +370,12 @@ def finish_rows(control: int, call: int, driver_works: bool) -> bool:
 
 @inlined
 def _record(control: int, call: int, status: int) -> None:
-    """What of a failure is told, while no other call can begin; FAILED_CALL around it, so that who
-    reads it later sees whether it is whole."""
+    """What of a failure is told, while no other call can begin.
+
+    FAILED_CALL first, and it only grows: who reads of an earlier call, at any time, sees that it or
+    a later one failed; and who finds the same FAILED_CALL again behind the LAST words, that those
+    are its call's.
+    """
     stage, index = atomic_load(control + FAILED_STAGE), atomic_load(control + FAILED_INDEX)
     active = -1
     if stage == _PACK:
@@ -380,14 +384,13 @@ def _record(control: int, call: int, status: int) -> None:
         active = index // atomic_load(control + I_CHUNKS)
     elif stage == _DOWN:
         active = index % atomic_load(control + ACTIVE)
-    atomic_store(control + FAILED_CALL, -1)
+    atomic_store(control + FAILED_CALL, call)
     atomic_store(control + LAST_STATUS, status)
     atomic_store(control + LAST_STAGE, stage)
     atomic_store(control + LAST_INDEX, index)
     atomic_store(control + LAST_ACTIVE, active)
     atomic_store(control + LAST_STARTED, atomic_load(control + STARTED_AT))
     atomic_store(control + LAST_FINISHED, atomic_load(control + FINISHED_AT))
-    atomic_store(control + FAILED_CALL, call)
 
 
 @inlined

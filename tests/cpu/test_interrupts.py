@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,38 +16,14 @@ import torch
 
 from pykernels.cpu.workspace import MoECall, Workspace
 from pykernels.errors import PykernelsError
-from pykernels.quant import PackedExperts, get_format
-from pykernels.shapes import MoEShape
-from pykernels.testing import random_experts, skewed_routing
 from runtime import experts, roofline, tasks
 from runtime.experts import RoutedExperts
 from runtime.launch import Part
 from runtime.pool import Call, WorkerPool, make_pool
 from runtime.topology import Topology
 
+from .routed import SHAPE, TWO_CORES, elsewhere, inputs, load, packed
 from .test_pool_process import make_until
-
-SHAPE = MoEShape(E=6, H=128, I=256, topk=2)
-PHYSICAL = len(Topology.detect().physical)
-TWO_CORES = pytest.mark.skipif(PHYSICAL < 2, reason="two made-up nodes need two cores")
-
-
-@functools.cache
-def _experts() -> PackedExperts:
-    return random_experts(SHAPE, get_format("bf16"))
-
-
-def load(pool: WorkerPool) -> RoutedExperts:
-    routed = RoutedExperts(SHAPE, "bf16", pool, "generic")
-    for e in range(SHAPE.E):
-        routed.load_expert(e, *_experts().unpack(e))
-    return routed
-
-
-def inputs(T: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    routing = skewed_routing(T, SHAPE)
-    x = torch.randn(T, SHAPE.H, generator=torch.Generator().manual_seed(T))
-    return x.bfloat16(), routing.ids, routing.weights
 
 
 @pytest.fixture
@@ -206,7 +181,7 @@ def test_a_pool_is_left_free_where_packing_is_interrupted(pool, monkeypatch):
     routed = RoutedExperts(SHAPE, "bf16", pool, "generic")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         _interrupt(patch, WorkerPool, "reserve_barriers", before=False)
-        routed.load_expert(0, *_experts().unpack(0))
+        routed.load_expert(0, *packed().unpack(0))
     seen: list[float] = []
 
     def call() -> None:
@@ -234,22 +209,6 @@ def test_memory_that_was_refused_is_not_counted_on(pool, monkeypatch):
         routed(*inputs(80))
     assert torch.equal(routed(*inputs(64)), fresh(*inputs(64)))
     assert len(pool.workspace.buffers["acc"]) >= 64
-
-
-def elsewhere(function: Callable[[], object]) -> list[object]:
-    """Runs it on another thread, to its end; its result, or what it raised."""
-    out: list[object] = []
-
-    def run() -> None:
-        try:
-            out.append(function())
-        except BaseException as error:
-            out.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return out
 
 
 def _slow(seconds: float) -> tuple[Call, np.ndarray]:
@@ -368,7 +327,7 @@ STRESS = """
 import os, random, signal, threading, time
 import torch
 from runtime.pool import WorkerPool
-from tests.cpu.test_interrupts import inputs, load
+from tests.cpu.routed import inputs, load
 
 pool = WorkerPool(1)
 routed, armed, stop = load(pool), False, False

@@ -7,13 +7,9 @@ import torch
 
 from pykernels.cpu import run_serially
 from pykernels.cpu.jit import routine
-from pykernels.quant import get_format
-from pykernels.shapes import MoEShape
-from pykernels.testing import random_experts, skewed_routing
-from runtime.experts import RoutedExperts
 from runtime.pool import TaskError, WorkerPool
 
-SHAPE = MoEShape(E=4, H=128, I=128, topk=2)
+from .routed import inputs, load
 
 
 @routine(10, "raising-tiles")
@@ -43,23 +39,19 @@ def raising_annotate(row, K, start, stop):
 def test_what_is_raised_below_a_task_fails_the_call(
     T: int, field: str, told: str, threads: int
 ) -> None:
-    packed = random_experts(SHAPE, get_format("bf16"))
-    routing = skewed_routing(T, SHAPE)
-    inputs = torch.randn(T, SHAPE.H).bfloat16(), routing.ids, routing.weights
+    given = inputs(T)
     with WorkerPool(threads) as pool:
-        routed = RoutedExperts(SHAPE, "bf16", pool, "generic")
-        for e in range(SHAPE.E):
-            routed.load_expert(e, *packed.unpack(e))
-        wanted = routed(*inputs).clone()
+        routed = load(pool)
+        wanted = routed(*given).clone()
         call = routed._bind()[0]._moe
         good = int(call.job[field][0])
         call.job[field] = {"tiles": raising_tiles, "annotate": raising_annotate}[field].address
         for _ in range(2):
             with pytest.raises(TaskError, match=f"^{told}") as caught:
-                routed(*inputs)
+                routed(*given)
             assert type(caught.value.__cause__) in (ValueError, KeyError)
         if field == "tiles":
             with pytest.raises(ValueError, match="a tile"):
-                run_serially(call, *inputs, torch.empty_like(inputs[0]))
+                run_serially(call, *given, torch.empty_like(given[0]))
         call.job[field] = good
-        assert torch.equal(routed(*inputs), wanted)
+        assert torch.equal(routed(*given), wanted)

@@ -13,12 +13,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from pykernels.cpu.intrin.sync import clock_ns, pause
 from pykernels.cpu.jit import task
 from pykernels.cpu.workspace import Workspace
 from pykernels.errors import PykernelsError
-from pykernels.quant import get_format
-from pykernels.shapes import MoEShape
-from pykernels.testing import random_experts, skewed_routing
 from runtime import tasks
 from runtime.experts import RoutedExperts
 from runtime.launch import Part
@@ -26,40 +24,9 @@ from runtime.pool import Call, TaskError, WorkerPool, configure_default_pool, ma
 from runtime.reduce import reduce
 from runtime.topology import Topology
 
-SHAPE = MoEShape(E=6, H=128, I=256, topk=2)
-EXPERTS = random_experts(SHAPE, get_format("bf16"))
-PHYSICAL = len(Topology.detect().physical)
-TWO_CORES = pytest.mark.skipif(PHYSICAL < 2, reason="two made-up nodes need two cores")
+from .routed import SHAPE, TWO_CORES, elsewhere, inputs, load
+
 NOTHING = Call(0, 0, 0, 0, 0, 0)
-
-
-def _load(pool: WorkerPool | None) -> RoutedExperts:
-    routed = RoutedExperts(SHAPE, "bf16", pool, "generic")
-    for e in range(SHAPE.E):
-        routed.load_expert(e, *EXPERTS.unpack(e))
-    return routed
-
-
-def _inputs(T: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    routing = skewed_routing(T, SHAPE)
-    x = torch.randn(T, SHAPE.H, generator=torch.Generator().manual_seed(T))
-    return x.bfloat16(), routing.ids, routing.weights
-
-
-def _elsewhere(function: Callable[[], object]) -> list[object]:
-    """Runs it on another thread, to its end; its result, or what it raised."""
-    out: list[object] = []
-
-    def run() -> None:
-        try:
-            out.append(function())
-        except BaseException as error:
-            out.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return out
 
 
 def _before_launch(routed: RoutedExperts, function: Callable[[], object]) -> list[object]:
@@ -69,7 +36,7 @@ def _before_launch(routed: RoutedExperts, function: Callable[[], object]) -> lis
 
     def late(*args: int) -> int:
         part._launch = launch
-        seen.extend(_elsewhere(function))
+        seen.extend(elsewhere(function))
         return launch(*args)
 
     part._launch = late
@@ -87,60 +54,69 @@ def _failing(job, index, worker):
     return 77
 
 
+@task("turns-failing-late")
+def _failing_late(job, index, worker):
+    """After 200 us: another thread has the GIL then, which this one gave up."""
+    end = clock_ns() + 200_000
+    while clock_ns() < end:
+        pause()
+    return 77
+
+
 @pytest.mark.parametrize("T", [1, 2, 7, 64])
 @pytest.mark.parametrize("whose", ["the same experts", "another layer"])
 def test_a_thread_that_was_overtaken_runs_its_own_call(pool, whose, T):
-    routed = _load(pool)
-    other = routed if whose == "the same experts" else _load(pool)
-    fresh = _load(pool)
-    wanted, longer = fresh(*_inputs(1)).clone(), fresh(*_inputs(T)).clone()
+    routed = load(pool)
+    other = routed if whose == "the same experts" else load(pool)
+    fresh = load(pool)
+    wanted, longer = fresh(*inputs(1)).clone(), fresh(*inputs(T)).clone()
     for _ in range(2):
-        assert torch.equal(routed(*_inputs(1)), wanted)
-    seen = _before_launch(routed, lambda: other(*_inputs(T)))
-    assert torch.equal(routed(*_inputs(1)), wanted)
+        assert torch.equal(routed(*inputs(1)), wanted)
+    seen = _before_launch(routed, lambda: other(*inputs(T)))
+    assert torch.equal(routed(*inputs(1)), wanted)
     assert routed._bind()[0]._moe.job["T"][0] == 1  # more would go behind y's end
     assert torch.equal(seen[0], longer)
     for _ in range(2):
-        assert torch.equal(other(*_inputs(T)), longer)
-        assert torch.equal(routed(*_inputs(1)), wanted)
+        assert torch.equal(other(*inputs(T)), longer)
+        assert torch.equal(routed(*inputs(1)), wanted)
 
 
 def test_room_for_a_result_is_never_that_of_another_layout(pool):
     """A thread is refused since another one's larger call runs: its room is of no use after."""
-    routed = _load(pool)
-    one, many = routed(*_inputs(1)).clone(), _load(pool)(*_inputs(64))
-    routed(*_inputs(1))
-    tickets = _before_launch(routed, lambda: routed.submit(*_inputs(64)))
+    routed = load(pool)
+    one, many = routed(*inputs(1)).clone(), load(pool)(*inputs(64))
+    routed(*inputs(1))
+    tickets = _before_launch(routed, lambda: routed.submit(*inputs(64)))
     with pytest.raises(PykernelsError, match="still running on this pool"):
-        routed(*_inputs(1))
+        routed(*inputs(1))
     assert torch.equal(routed.sync(tickets[0]), many)
     for _ in range(3):
-        y = routed(*_inputs(64))
+        y = routed(*inputs(64))
         assert y.shape == many.shape and torch.equal(y, many)
-    assert torch.equal(routed(*_inputs(1)), one)
+    assert torch.equal(routed(*inputs(1)), one)
 
 
 def test_two_threads_with_one_room_for_a_result_get_one_each(pool):
-    routed = _load(pool)
-    wanted = routed(*_inputs(2)).clone()
-    routed(*_inputs(2))
-    seen = _before_launch(routed, lambda: routed(*_inputs(2)))
-    y = routed(*_inputs(2))
+    routed = load(pool)
+    wanted = routed(*inputs(2)).clone()
+    routed(*inputs(2))
+    seen = _before_launch(routed, lambda: routed(*inputs(2)))
+    y = routed(*inputs(2))
     assert torch.equal(y, wanted) and torch.equal(seen[0], wanted)
     assert y.data_ptr() != seen[0].data_ptr()
 
 
 def test_threads_in_a_heap_get_right_results_or_are_refused(pool):
     with WorkerPool(min(2, Topology.detect().usable)) as pool:
-        layers = [_load(pool), _load(pool)]
-        wanted = {T: layers[0](*_inputs(T)).clone() for T in (1, 2, 33)}
+        layers = [load(pool), load(pool)]
+        wanted = {T: layers[0](*inputs(T)).clone() for T in (1, 2, 33)}
         wrong, right = list[object](), [0]
 
         def call(routed: RoutedExperts, T: int) -> None:
-            inputs = _inputs(T)
+            given = inputs(T)
             for _ in range(400):
                 try:
-                    y = routed(*inputs)
+                    y = routed(*given)
                 except PykernelsError as error:
                     if not any(why in str(error) for why in ("prepares", "running", "in flight")):
                         wrong.append(error)
@@ -159,21 +135,21 @@ def test_threads_in_a_heap_get_right_results_or_are_refused(pool):
         for thread in threads:
             thread.join()
         assert not wrong and right[0] > 0
-        assert torch.equal(layers[0](*_inputs(33)), wanted[33])
+        assert torch.equal(layers[0](*inputs(33)), wanted[33])
 
 
 @pytest.mark.parametrize("lay", ["rows as they lie", "rows that are copied"])
 def test_a_refused_thread_leaves_the_one_that_prepares_its_call_alone(pool, monkeypatch, lay):
-    routed, begin, said, held = _load(pool), Part.begin, list[object](), list[object]()
-    wanted = routed(*_inputs(33)).clone()
-    routed(*_inputs(2))
-    x, ids, weights = _inputs(33)
+    routed, begin, said, held = load(pool), Part.begin, list[object](), list[object]()
+    wanted = routed(*inputs(33)).clone()
+    routed(*inputs(2))
+    x, ids, weights = inputs(33)
     if lay == "rows that are copied":
         x = x.T.contiguous().T
 
     def late(self: Part) -> object:
         mine = weakref.ref(self.held[threading.get_ident()][0])
-        said.extend(_elsewhere(lambda: routed(*_inputs(1))))
+        said.extend(elsewhere(lambda: routed(*inputs(1))))
         held.append(mine() is not None)
         return begin(self)
 
@@ -185,13 +161,13 @@ def test_a_refused_thread_leaves_the_one_that_prepares_its_call_alone(pool, monk
 
 
 def test_a_call_that_another_thread_is_about_is_in_flight(pool):
-    routed = _load(pool)
-    wanted = routed(*_inputs(2)).clone()
-    ticket = routed.submit(*_inputs(2))
+    routed = load(pool)
+    wanted = routed(*inputs(2)).clone()
+    ticket = routed.submit(*inputs(2))
     state = pool._word[tasks.STATE // 8]
     pool._word[tasks.STATE // 8] = tasks.DRIVEN  # as while its rows are waited for
     with pytest.raises(PykernelsError, match="a call of these experts is in flight"):
-        routed.submit(*_inputs(2))
+        routed.submit(*inputs(2))
     with pytest.raises(PykernelsError, match="still running"):
         pool.claim()
     pool._word[tasks.STATE // 8] = state
@@ -199,7 +175,7 @@ def test_a_call_that_another_thread_is_about_is_in_flight(pool):
 
 
 def test_two_threads_that_come_first_share_what_they_bind(pool):
-    routed = _load(pool)
+    routed = load(pool)
     make, bound = threading.Barrier(2), list[object]()
 
     def bind() -> None:
@@ -216,8 +192,8 @@ def test_two_threads_that_come_first_share_what_they_bind(pool):
 
 def test_who_settles_beside_a_call_spoils_nothing():
     with WorkerPool(min(2, Topology.detect().usable)) as pool:
-        routed, stop = _load(pool), threading.Event()
-        wanted = routed(*_inputs(33)).clone()
+        routed, stop = load(pool), threading.Event()
+        wanted = routed(*inputs(33)).clone()
 
         def settle() -> None:
             while not stop.is_set():
@@ -228,7 +204,7 @@ def test_who_settles_beside_a_call_spoils_nothing():
         thread.start()
         try:
             for _ in range(300):
-                assert torch.equal(routed(*_inputs(33)), wanted)
+                assert torch.equal(routed(*inputs(33)), wanted)
         finally:
             stop.set()
             thread.join()
@@ -246,12 +222,12 @@ CLOSINGS: dict[str, Callable[[WorkerPool], None]] = {
 @pytest.mark.parametrize("ends", CLOSINGS.values(), ids=CLOSINGS)
 def test_a_call_that_another_has_ended_gives_its_result(ends):
     with WorkerPool(1) as pool:
-        routed = _load(pool)
-        wanted = routed(*_inputs(3)).clone()
-        for inputs in (_inputs(3), (_inputs(3)[0].T.contiguous().T, *_inputs(3)[1:])):
+        routed = load(pool)
+        wanted = routed(*inputs(3)).clone()
+        for given in (inputs(3), (inputs(3)[0].T.contiguous().T, *inputs(3)[1:])):
             if pool._word[tasks.STATE // 8] == tasks.CLOSED:
                 break
-            ticket = routed.submit(*inputs)
+            ticket = routed.submit(*given)
             ends(pool)
             assert torch.equal(routed.sync(ticket), wanted)
             assert (routed.counters.tokens, routed.counters.seconds > 0) == (
@@ -264,19 +240,19 @@ def test_a_call_that_another_has_ended_gives_its_result(ends):
 
 def test_a_call_in_flight_where_its_pool_is_left_gives_its_result():
     with WorkerPool(1) as pool:
-        routed = _load(pool)
-        wanted = routed(*_inputs(3)).clone()
-        ticket = routed.submit(*_inputs(3))
+        routed = load(pool)
+        wanted = routed(*inputs(3)).clone()
+        ticket = routed.submit(*inputs(3))
     assert torch.equal(routed.sync(ticket), wanted)
     with pytest.raises(PykernelsError, match="worker pool is closed"):
         pool.wait()
     configure_default_pool(1)
     try:
-        shared = _load(None)
-        ticket = shared.submit(*_inputs(3))
+        shared = load(None)
+        ticket = shared.submit(*inputs(3))
         configure_default_pool(1)
         assert torch.equal(shared.sync(ticket), wanted)
-        assert torch.equal(shared(*_inputs(3)), wanted)
+        assert torch.equal(shared(*inputs(3)), wanted)
     finally:
         configure_default_pool()
 
@@ -284,9 +260,9 @@ def test_a_call_in_flight_where_its_pool_is_left_gives_its_result():
 @TWO_CORES
 def test_a_call_in_flight_on_several_nodes_that_are_closed_gives_its_result():
     with make_pool(2, True, "2", Topology.fake(2)) as pools:
-        routed = _load(pools)
-        wanted = routed(*_inputs(5)).clone()
-        ticket = routed.submit(*_inputs(5))
+        routed = load(pools)
+        wanted = routed(*inputs(5)).clone()
+        ticket = routed.submit(*inputs(5))
         pools.close()
         assert torch.equal(routed.sync(ticket), wanted)
 
@@ -301,72 +277,93 @@ def test_a_long_sum_is_made_where_the_pool_is_closed():
 
 
 def test_a_failed_call_that_another_has_ended_gives_no_result(pool):
-    routed = _load(pool)
-    wanted = routed(*_inputs(3)).clone()
+    routed = load(pool)
+    wanted = routed(*inputs(3)).clone()
     job = routed._bind()[0]._moe.job
     good, job["run_down"] = int(job["run_down"][0]), _failing.address
-    first = routed.submit(*_inputs(3))
+    first = routed.submit(*inputs(3))
     pool.settle()
     with pytest.raises(TaskError, match="down task .* of expert"):
         routed.sync(first)
-    second = routed.submit(*_inputs(3))
+    second = routed.submit(*inputs(3))
     pool.settle()
     pool.start(NOTHING)
     pool.wait()
     with pytest.raises(TaskError, match="down task .* of expert"):
         routed.sync(second)
-    third = routed.submit(*_inputs(3))
+    third = routed.submit(*inputs(3))
     pool.settle()
     with pytest.raises(TaskError):
-        routed(*_inputs(3))
+        routed(*inputs(3))
     with pytest.raises(PykernelsError, match="a task of this call failed, or of a later one"):
         routed.sync(third)
     job["run_down"] = good
-    assert torch.equal(routed(*_inputs(3)), wanted)
+    assert torch.equal(routed(*inputs(3)), wanted)
+
+
+def test_the_last_failure_is_never_taken_for_none(pool):
+    """Who looks while a later failure is recorded must not find that its call went well."""
+    seen, ends = [0], threading.Event()
+
+    def look() -> None:
+        word, at = pool._word, tasks.FAILED_CALL // 8
+        while not ends.is_set():
+            if (number := word[at]) != seen[-1]:
+                seen.append(number)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    failing = Call(_failing_late.address, _failing_late.address, 0, 1, 1, 0)
+    for _ in range(500):
+        with pytest.raises(TaskError):
+            pool.run(failing)
+    ends.set()
+    thread.join()
+    assert len(seen) > 1 and seen == sorted(seen)
 
 
 @pytest.mark.parametrize("whose", ["the same experts", "another layer"])
 def test_a_ticket_ends_its_own_call_only(pool, whose):
-    first = _load(pool)
-    second = first if whose == "the same experts" else _load(pool)
-    wanted, other = first(*_inputs(3)).clone(), second(*_inputs(2)).clone()
-    early = first.submit(*_inputs(3))
+    first = load(pool)
+    second = first if whose == "the same experts" else load(pool)
+    wanted, other = first(*inputs(3)).clone(), second(*inputs(2)).clone()
+    early = first.submit(*inputs(3))
     if second is not first:
         with pytest.raises(PykernelsError, match="not the call in flight"):
             second.sync(early)
     pool.settle()
-    late = second.submit(*_inputs(2))
+    late = second.submit(*inputs(2))
     assert torch.equal(first.sync(early), wanted)
     assert torch.equal(second.sync(late), other)
 
 
 def test_closing_a_pool_that_another_thread_prepares_a_call_on_refuses_that():
     pool = WorkerPool(1)
-    routed = _load(pool)
-    routed(*_inputs(2))
+    routed = load(pool)
+    routed(*inputs(2))
     part = routed._bind()[0]
     arrange = part.arrange
 
     def late(*inputs: torch.Tensor) -> None:
         arrange(*inputs)
-        _elsewhere(pool.close)
+        elsewhere(pool.close)
 
     part.arrange = late
     with pytest.raises(PykernelsError, match="worker pool is closed"):
-        routed(*_inputs(3))
+        routed(*inputs(3))
 
 
 def test_closing_a_pool_that_is_busy_ends_in_a_refusal():
     for _ in range(20):
         pool = WorkerPool(1, driver_works=False)
-        routed = _load(pool)
-        wanted, seen = routed(*_inputs(2)).clone(), list[object]()
+        routed = load(pool)
+        wanted, seen = routed(*inputs(2)).clone(), list[object]()
 
         def call(routed: RoutedExperts = routed, wanted: torch.Tensor = wanted) -> None:
             while True:
-                assert torch.equal(routed(*_inputs(2)), wanted)
+                assert torch.equal(routed(*inputs(2)), wanted)
 
-        thread = threading.Thread(target=lambda out=seen: out.extend(_elsewhere(call)))
+        thread = threading.Thread(target=lambda out=seen: out.extend(elsewhere(call)))
         thread.start()
         time.sleep(0.002)
         pool.close()
@@ -375,19 +372,19 @@ def test_closing_a_pool_that_is_busy_ends_in_a_refusal():
 
 
 def test_experts_that_go_while_their_call_runs_wait_for_it(pool):
-    routed = _load(pool)
-    ticket = routed.submit(*_inputs(3))
+    routed = load(pool)
+    ticket = routed.submit(*inputs(3))
     assert pool.running == ticket.calls[0]
     del routed
     assert pool.running is None
 
 
 def test_a_call_of_another_thread_is_not_handed_out_for_it(pool):
-    assert _elsewhere(lambda: pool.start(NOTHING)) == [1]
+    assert elsewhere(lambda: pool.start(NOTHING)) == [1]
     pool.settle()
     me = threading.get_ident()
     tasks.publish(pool.control, pool.claim() or me, tuple(NOTHING))
-    _elsewhere(pool.hand_out)
+    elsewhere(pool.hand_out)
     assert pool._word[tasks.INSIDE // 8] == me
     pool.hand_out()
     assert pool._word[tasks.INSIDE // 8] == 0
@@ -395,10 +392,10 @@ def test_a_call_of_another_thread_is_not_handed_out_for_it(pool):
 
 
 def test_what_a_call_uses_is_kept_while_it_runs(pool):
-    routed, part = _load(pool), None
-    routed(*_inputs(2))
+    routed, part = load(pool), None
+    routed(*inputs(2))
     part = routed._bind()[0]
-    ticket = routed._submit(*_inputs(2))
+    ticket = routed._submit(*inputs(2))
     held = part.held[threading.get_ident()] = (ticket.y,)
     pool.hand_out()  # so ``abandon`` leaves it
     routed._abandon()
@@ -409,17 +406,17 @@ def test_what_a_call_uses_is_kept_while_it_runs(pool):
 
 
 def test_a_job_is_arranged_only_by_who_has_the_pool(pool):
-    routed = _load(pool)
-    wanted = routed(*_inputs(3)).clone()
+    routed = load(pool)
+    wanted = routed(*inputs(3)).clone()
     part = routed._bind()[0]
     count = part._moe.arranged
     with pytest.raises(PykernelsError, match="prepares a call"):
-        part.arrange(*_inputs(5), torch.empty(5, SHAPE.H))
-    _elsewhere(pool.claim)
+        part.arrange(*inputs(5), torch.empty(5, SHAPE.H))
+    elsewhere(pool.claim)
     with pytest.raises(PykernelsError, match="prepares a call"):
-        part.arrange(*_inputs(5), torch.empty(5, SHAPE.H))
+        part.arrange(*inputs(5), torch.empty(5, SHAPE.H))
     assert part._moe.arranged == count
-    assert torch.equal(routed(*_inputs(3)), wanted)
+    assert torch.equal(routed(*inputs(3)), wanted)
 
 
 def test_scratch_never_shrinks_where_two_threads_ask_for_it(monkeypatch):
@@ -442,14 +439,14 @@ def test_scratch_never_shrinks_where_two_threads_ask_for_it(monkeypatch):
 def test_a_ticket_that_two_threads_sync_is_synced_once(monkeypatch, nodes):
     made = make_pool(2, True, "2", Topology.fake(2)) if nodes == 2 else WorkerPool(1)
     with made as pools:
-        routed, seen = _load(pools), list[object]()
-        wanted = routed(*_inputs(3)).clone()
-        ticket, end = routed.submit(*_inputs(3)), WorkerPool.end
+        routed, seen = load(pools), list[object]()
+        wanted = routed(*inputs(3)).clone()
+        ticket, end = routed.submit(*inputs(3)), WorkerPool.end
 
         def late(*given: object) -> bool:
             monkeypatch.undo()
             counted = end(*given)
-            seen.extend(_elsewhere(lambda: routed.sync(ticket)))
+            seen.extend(elsewhere(lambda: routed.sync(ticket)))
             return counted
 
         monkeypatch.setattr(WorkerPool, "end", late)
