@@ -116,10 +116,16 @@ class Checkpoint:
 
     def _fill(self, file: Path, begin: int, view: memoryview) -> None:
         if file not in self._files:
-            self._files[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                self._files[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise _unreadable(file, error) from None
         done = 0
         while done < len(view):
-            got = os.preadv(self._files[file], [view[done : done + _READ]], begin + done)
+            try:
+                got = os.preadv(self._files[file], [view[done : done + _READ]], begin + done)
+            except OSError as error:
+                raise _unreadable(file, error) from None
             if got == 0:
                 raise PykernelsError(f"{file} ended while it was being read", _AGAIN)
             done += got
@@ -135,7 +141,7 @@ def read_json(file: Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise PykernelsError(f"{file} cannot be read: {error.strerror}", _AGAIN) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PykernelsError(f"{file} is not valid JSON: {error}", _AGAIN) from None
     if not isinstance(value, dict):
         raise PykernelsError(f"{file} holds no JSON object", _AGAIN)
@@ -187,9 +193,13 @@ def _header(file: Path) -> dict[str, TensorInfo]:
     try:
         return _parsed(file)
     except OSError as error:
-        raise PykernelsError(
-            f"{file} cannot be read: {error.strerror}", "Check its permissions and the disk"
-        ) from None
+        raise _unreadable(file, error) from None
+
+
+def _unreadable(file: Path, error: OSError) -> PykernelsError:
+    return PykernelsError(
+        f"{file} cannot be read: {error.strerror}", "Check its permissions and the disk"
+    )
 
 
 def _parsed(file: Path) -> dict[str, TensorInfo]:
@@ -203,7 +213,7 @@ def _parsed(file: Path) -> dict[str, TensorInfo]:
             header.pop("__metadata__", None)
             base = 8 + length
             tensors = {name: _info(file, base, entry) for name, entry in header.items()}
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise PykernelsError(f"{file} has a broken safetensors header", _AGAIN) from None
     promised = max((info.stop for info in tensors.values()), default=base)
     if size != promised:
@@ -211,13 +221,23 @@ def _parsed(file: Path) -> dict[str, TensorInfo]:
         raise PykernelsError(
             f"{file} is {state}: it has {size} bytes and its header promises {promised}", _AGAIN
         )
+    end = base
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if info.start != end:  # the specification has neither holes nor bytes of two tensors
+            raise PykernelsError(
+                f"{file} is corrupt: {name} begins at byte {info.start}, the tensor before it ends"
+                f" at {end}",
+                _AGAIN,
+            )
+        end = info.stop
     return tensors
 
 
 def _info(file: Path, base: int, entry: dict[str, Any]) -> TensorInfo:
-    shape = tuple(int(n) for n in entry["shape"])
-    start, stop = (base + int(n) for n in entry["data_offsets"])
-    info = TensorInfo(file, str(entry["dtype"]), shape, start, stop)
+    shape, (start, stop) = tuple(entry["shape"]), entry["data_offsets"]
+    if not all(type(n) is int and n >= 0 for n in (*shape, start, stop)):
+        raise ValueError("sizes and offsets are whole numbers")
+    info = TensorInfo(file, str(entry["dtype"]), shape, base + start, base + stop)
     known = DTYPES.get(info.dtype)
     if stop < start or (known is not None and math.prod(shape) * known.itemsize != info.nbytes):
         raise ValueError("offsets and shape disagree")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -146,6 +150,68 @@ def index_is_a_list(folder: Path) -> None:
     (folder / INDEX).write_text("[]")
 
 
+def nested(folder: Path) -> None:
+    (folder / INDEX).write_text("[" * 100_000)
+
+
+def of_header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Spoils the JSON of a shard, whose data stays where it is."""
+
+    def spoil(folder: Path) -> None:
+        data = shard(folder).read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        change(header)
+        text = json.dumps(header).encode()
+        shard(folder).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+    return spoil
+
+
+def first(header: dict[str, Any]) -> dict[str, Any]:
+    """The entry of the tensor whose data come first."""
+    return min((e for e in header.values() if "shape" in e), key=lambda e: e["data_offsets"])
+
+
+def before_the_data(header: dict[str, Any]) -> None:
+    start, stop = first(header)["data_offsets"]
+    first(header).update(dtype="U8", shape=[stop - start + 8], data_offsets=[start - 8, stop])
+
+
+def one_more_tensor(header: dict[str, Any]) -> None:
+    header["twin"] = first(header)
+
+
+def one_tensor_less(header: dict[str, Any]) -> None:
+    header.pop(next(name for name, entry in header.items() if entry is first(header)))
+
+
+def negative_shape(header: dict[str, Any]) -> None:
+    first(header)["shape"] = [-1, -math.prod(first(header)["shape"])]
+
+
+def no_whole_shape(header: dict[str, Any]) -> None:
+    first(header)["shape"][0] += 0.5
+
+
+def infinite_shape(header: dict[str, Any]) -> None:
+    first(header)["shape"][0] = float("inf")
+
+
+def deep_header(folder: Path) -> None:
+    text = b'{"a":' * 100_000
+    shard(folder).write_bytes(len(text).to_bytes(8, "little") + text)
+
+
+HEADERS = [
+    (before_the_data, "has a broken safetensors header"),
+    (one_more_tensor, r"is corrupt: \S+ begins at byte \d+, the tensor before it ends at \d+"),
+    (one_tensor_less, r"is corrupt: \S+ begins at byte \d+, the tensor before it ends at \d+"),
+    (negative_shape, "has a broken safetensors header"),
+    (no_whole_shape, "has a broken safetensors header"),
+    (infinite_shape, "has a broken safetensors header"),
+]
+
 SPOILT = [
     (cut, r"model-00002-of-00002.safetensors is half-downloaded: it has \d+ bytes and its header"),
     (cut_in_the_header, r"is cut off or no safetensors file \(40 bytes\)"),
@@ -166,10 +232,14 @@ SPOILT = [
     (index_of_numbers, "has a weight_map of other than file names"),
     (unreadable, r"model-00002-of-00002.safetensors cannot be read: Input/output error"),
     (index_is_a_list, "holds no JSON object"),
+    (nested, "is not valid JSON: maximum recursion depth"),
+    (deep_header, "has a broken safetensors header"),
+    *((of_header(change), said) for change, said in HEADERS),
 ]
+SPOILT_IDS = [f.__name__ for f, _ in [*SPOILT[: -len(HEADERS)], *HEADERS]]
 
 
-@pytest.mark.parametrize(("spoil", "said"), SPOILT, ids=[f.__name__ for f, _ in SPOILT])
+@pytest.mark.parametrize(("spoil", "said"), SPOILT, ids=SPOILT_IDS)
 def test_a_spoilt_checkpoint_is_told(
     own: Callable[..., Path], spoil: Callable[[Path], None], said: str
 ) -> None:
@@ -178,3 +248,18 @@ def test_a_spoilt_checkpoint_is_told(
     with pytest.raises(PykernelsError, match=said) as raised:
         Checkpoint(folder)
     assert "\n" not in str(raised.value)
+
+
+def failing(*_: object) -> int:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_a_disk_that_fails_later_is_told(
+    own: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    with Checkpoint(own()) as checkpoint:
+        monkeypatch.setattr(os, call, failing)
+        with pytest.raises(PykernelsError, match=r"\.safetensors cannot be read: Input/output err"):
+            checkpoint.read(Part("lm_head.weight"))
+        monkeypatch.undo()
