@@ -22,6 +22,9 @@ transformers does not know `kimi_k2`; taken as it stands, its loader leaves ever
 EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
 """Names under which configurations have the number of a layer's experts."""
 
+ROUTERS = ("greedy", "group_limited_greedy")
+"""What transformers' DeepSeek-V2 routes by; with another `topk_method` its first token fails."""
+
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "bf16": torch.bfloat16,
@@ -61,6 +64,7 @@ def read_config(folder: Path) -> PretrainedConfig:
             "Download config.json again",
         ) from error
     check_router(config, folder)
+    check_extra_layers(config, folder)
     config._name_or_path = str(folder)
     return config
 
@@ -68,16 +72,39 @@ def read_config(folder: Path) -> PretrainedConfig:
 def check_router(config: PretrainedConfig, folder: Path) -> None:
     """The numbers of a grouped router (DeepSeek-V2, 2.2.2) fit each other: else its first token
     would fail, after all weights were loaded."""
-    groups, open_groups = (getattr(config, name, None) for name in ("n_group", "topk_group"))
+    method = getattr(config, "topk_method", None)
+    if config.model_type == "deepseek_v2" and method not in ROUTERS:
+        raise PykernelsError(
+            f"{folder / 'config.json'} has the topk_method {method!r}, which is not known",
+            f"Use a checkpoint with one of {', '.join(ROUTERS)}",
+        )
     counts = (getattr(config, name, None) for name in EXPERT_COUNTS)
     experts = next((count for count in counts if count), None)
-    if not groups or not open_groups or not experts:
+    ungrouped = config.model_type == "deepseek_v2" and method == "greedy"
+    if not experts or ungrouped or not hasattr(config, "n_group"):
         return
-    topk = config.num_experts_per_tok
-    if experts % groups or open_groups > groups or topk > experts // groups * open_groups:
+    groups, open_groups, topk = config.n_group, config.topk_group, config.num_experts_per_tok
+    whole = all(isinstance(n, int) and n > 0 for n in (groups, open_groups, topk))
+    if (
+        not whole
+        or experts % groups
+        or open_groups > groups
+        or topk > experts // groups * open_groups
+    ):
         raise PykernelsError(
             f"{folder / 'config.json'} routes a token to {topk} of {experts} experts, in"
             f" {open_groups} (topk_group) of {groups} groups (n_group), which cannot be",
+            "Download config.json again",
+        )
+
+
+def check_extra_layers(config: PretrainedConfig, folder: Path) -> None:
+    """The layers of multi-token prediction, which are left out, are a number of layers."""
+    extra = getattr(config, "num_nextn_predict_layers", None) or 0
+    if not isinstance(extra, int) or not 0 <= extra <= config.num_hidden_layers:
+        raise PykernelsError(
+            f"{folder / 'config.json'} has {extra!r} num_nextn_predict_layers beside"
+            f" {config.num_hidden_layers} layers",
             "Download config.json again",
         )
 
