@@ -146,7 +146,7 @@ def _add_experts(plan: Plan, names: Names, module: Any, path: str) -> None:
             raise PykernelsError(
                 f"{matrix.data.name} is {dtype}, experts can be BF16, F16, F32, F8_E4M3 or I8", MEND
             )
-        if packed and dtype in ("F16", "F32"):
+        if packed and dtype in ("F16", "F32") and module.packed_format("bf16") == "bf16":
             plan.lossy = dtype
     stored = _formats(found)
     if len(stored) > 1:

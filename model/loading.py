@@ -71,10 +71,16 @@ def check_kernels(model: nn.Module, plan: Plan) -> None:
 
 
 def matrix(checkpoint: Checkpoint, source: Matrix, dtype: torch.dtype) -> torch.Tensor:
-    """A stored tensor in `dtype`: cast, or codes times their scales rounded once."""
+    """A stored tensor in `dtype`: cast, or codes times their scales rounded once.
+
+    Raises `PykernelsError` for codes or scales that are no numbers.
+    """
     if source.fmt is None:
         return checkpoint.read(source.data).to(dtype)
-    return get_format(source.fmt).dequantize(stored_weight(checkpoint, source)).to(dtype)
+    fmt, weight = get_format(source.fmt), stored_weight(checkpoint, source)
+    N, K = source.shape
+    fmt.check(weight, N, K, source.data.name)
+    return fmt.dequantize(weight).to(dtype)
 
 
 def stored_weight(checkpoint: Checkpoint, source: Matrix) -> Weight:
@@ -103,8 +109,12 @@ def _fill_packed(
 ) -> Iterator[int]:
     routed = module.allocate(item.stored)
     fmt = module.packed_format(item.stored)
-    for e, (gate, up, down) in enumerate(item.experts):
-        routed.load_expert(e, *(expert_weight(checkpoint, m, fmt) for m in (gate, up, down)))
+    for e, projections in enumerate(item.experts):
+        try:
+            routed.load_expert(e, *(expert_weight(checkpoint, m, fmt) for m in projections))
+        except PykernelsError as error:  # which knows the expert's number at most
+            name = f"{item.name}.experts.{e}"
+            raise PykernelsError(f"{name}: {error.cause}", error.mend) from None
         yield e
 
 

@@ -56,6 +56,10 @@ class Names:
             if match := _EXPERT.match(key):
                 proj = _PROJ.get(match["proj"], match["proj"])
                 key = f"{match['block']}.{match['e']}.{proj}.{match['what']}"
+            if key in self.stored:
+                raise PykernelsError(
+                    f"{self.stored[key]} and {name} are two names of one tensor of the model", CHECK
+                )
             self.stored[key] = name
         self.left = set(self.stored)
         self.missing: list[str] = []
@@ -204,13 +208,20 @@ def tied(model: PreTrainedModel, names: Names) -> tuple[set[str], dict[str, str]
             instead[source] = target
             continue
         names.left.discard(target)
-        a, b = (names.checkpoint.read(Part(names.stored[key])) for key in (target, source))
-        if a.shape != b.shape or not torch.equal(a, b):
+        if not _same(names.checkpoint, names.stored[target], names.stored[source]):
             raise PykernelsError(
                 f"The config ties {target} to {source}, the checkpoint stores two different ones",
                 "Set tie_word_embeddings to false in config.json",
             )
     return skip, instead
+
+
+def _same(checkpoint: Checkpoint, a: str, b: str) -> bool:
+    """Whether two stored tensors are the same floats; codes are no values without their scales."""
+    infos = checkpoint.tensors[a], checkpoint.tensors[b]
+    if infos[0].shape != infos[1].shape or not all(info.dtype in FLOATS for info in infos):
+        return False
+    return torch.equal(checkpoint.read(Part(a)), checkpoint.read(Part(b)))
 
 
 def ignored(model: PreTrainedModel) -> re.Pattern[str]:

@@ -69,6 +69,11 @@ TENSORS: list[tuple[str, Callable[[Tensors], object], str]] = [
         r"no place for: model.layers.1.mlp.experts.8.up_proj.weight",
     ),
     (
+        "an expert under two names",
+        lambda t: t.update({EXPERT.replace("up_proj", "w3"): t[EXPERT].clone()}),
+        rf"{EXPERT} and \S+w3.weight are two names of one|\S+w3.weight and {EXPERT} are two",
+    ),
+    (
         "an expert of a wrong shape",
         lambda t: t.update({EXPERT: t[EXPERT][:, :128]}),
         rf"{EXPERT} has the shape \[128, 128\], the model needs \[128, 256\]",
@@ -128,6 +133,43 @@ def test_tensors(
     load_fails(said, folder)
 
 
+def spoil_scale(tensors: Tensors, name: str) -> None:
+    tensors[f"{name}_scale_inv"][0, 0] = torch.nan
+
+
+def spoil_code(tensors: Tensors, name: str) -> None:
+    tensors[name].view(torch.uint8)[0, 0] = 0x7F
+
+
+@pytest.mark.parametrize("spoil", [spoil_scale, spoil_code])
+@pytest.mark.parametrize("kind", ["dense", "expert", "expert of transformers", "converted expert"])
+def test_codes_and_scales_that_are_no_numbers(
+    own: Own, spoil: Callable[[Tensors, str], None], kind: str
+) -> None:
+    """They are told by their full name, and never become weights."""
+    folder = own("deepseek_v3", fp8=True, shards=1)
+    name = O_PROJ if kind == "dense" else EXPERT
+    change_tensors(folder, lambda t: spoil(t, name))
+    replace = {"class": "FusedMoE", "kwargs": {"format": "bf16"}}
+    rules: dict[str, Any] = {
+        "expert of transformers": [],
+        "converted expert": [{"match": {"class": "DeepseekV3MoE"}, "replace": replace}],
+    }
+    said = r"model.layers.1.mlp.experts.3: expert 3's up_proj" if kind == "expert" else name
+    load_fails(f"{said} has .*NaN.* Check the checkpoint", folder, rules=rules.get(kind))
+
+
+def test_a_tie_to_codes(own: Own) -> None:
+    folder = own("mixtral", shards=1, tie_word_embeddings=True)
+    change_tensors(
+        folder,
+        lambda t: t.update(
+            {"lm_head.weight": t["model.embed_tokens.weight"].to(torch.float8_e5m2)}
+        ),
+    )
+    load_fails("config ties lm_head.weight to .*, the checkpoint stores two different ones", folder)
+
+
 GPTQ = {"quant_method": "gptq", "bits": 4}
 STATIC = {
     "quant_method": "fp8",
@@ -159,6 +201,20 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("groups that do not share the experts", {"n_group": 3}, r"of 3 groups \(n_group\), which can"),
     ("more open groups than there are", {"topk_group": 5}, r"5 \(topk_group\) of 4 groups"),
     ("fewer open experts than taken", {"topk_group": 1}, "token to 3 of 8 experts, in 1 "),
+    ("no groups", {"n_group": None}, r"of None groups \(n_group\), which cannot be"),
+    ("zero groups", {"n_group": 0}, r"of 0 groups \(n_group\), which cannot be"),
+    ("no open groups", {"topk_group": None}, r"in None \(topk_group\) of 4 groups"),
+    ("no number of experts taken", {"num_experts_per_tok": None}, "a token to None of 8 experts"),
+    (
+        "a billion layers of prediction",
+        {"num_nextn_predict_layers": 10**9},
+        "has 1000000000 num_nextn_predict_layers beside 3 layers",
+    ),
+    (
+        "layers of prediction that are no number",
+        {"num_nextn_predict_layers": "x"},
+        "has 'x' num_nextn_predict_layers",
+    ),
     ("a value of a wrong type", {"hidden_size": "big"}, "is no valid deepseek_v3 configuration"),
     ("more layers than stored", {"num_hidden_layers": 4}, "tensors are missing in .*layers.3"),
     ("another size", {"moe_intermediate_size": 64}, r"the model needs \[\d+, \d+\]"),
@@ -171,6 +227,14 @@ def test_configs(own: Own, name: str, values: dict[str, Any], said: str) -> None
     folder = own("deepseek_v3")
     change_config(folder, **values)
     load_fails(said, folder)
+
+
+def test_a_router_of_deepseek_v2_that_is_not_known(own: Own) -> None:
+    folder = own("deepseek_v2")
+    change_config(folder, topk_method="noaux_tc")
+    load_fails("topk_method 'noaux_tc', .* one of greedy, group_limited_greedy", folder)
+    change_config(folder, topk_method="greedy", n_group=None, topk_group=None)
+    model.from_pretrained(folder)  # which has no groups
 
 
 def test_no_folder(tmp_path: Path) -> None:

@@ -217,6 +217,16 @@ def test_what_save_pretrained_writes_can_be_loaded(
     assert errors(logits(lm, ids), logits(reference, ids)).median() < 5e-3
 
 
+def test_float32_experts_that_become_codes_are_not_said_to_run_in_bfloat16(
+    checkpoint: Checkpoints,
+) -> None:
+    replace = {"class": "FusedMoE", "kwargs": {"format": "int8"}}
+    rules = [{"match": {"class": "Qwen3MoeSparseMoeBlock"}, "replace": replace}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.from_pretrained(checkpoint("qwen3_moe", dtype=torch.float32).path, rules=rules)
+
+
 def test_bf16_experts_are_loaded_without_a_word(checkpoint: Checkpoints) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
