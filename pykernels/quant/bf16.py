@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from .format import Format
+from .format import Format, check_held
 from .weight import Weight
 
 
 class BF16(Format):
-    """Weights as most checkpoints ship them."""
+    """Weights as most checkpoints ship them; NaN and infinities stay what they are."""
 
     name = "bf16"
     dtype = torch.bfloat16
@@ -17,7 +17,11 @@ class BF16(Format):
     error = "|w| * 2**-8 (round to nearest even), and 2**-134 (the least bfloat16 is 2**-133)"
 
     def _quantize(self, matrix: torch.Tensor) -> Weight:
-        return Weight(matrix.to(torch.bfloat16))
+        data = matrix.to(torch.bfloat16)
+        amax = matrix[data.isinf()].double().abs()
+        amax = amax[amax.isfinite()]  # what was no infinity and became one
+        check_held(amax.to(torch.bfloat16), amax, self.name)
+        return Weight(data)
 
     def dequantize(self, weight: Weight) -> torch.Tensor:
         return weight.data.float()

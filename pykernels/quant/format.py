@@ -38,15 +38,20 @@ class Format(ABC):
         """float [N, K] -> this format, within ``error``.
 
         Raises:
-            PykernelsError: no matrix, K no multiple of ``k_multiple``, or weights that the format
-                has no numbers for.
+            PykernelsError: no matrix, not on the CPU, K no multiple of ``k_multiple``, or weights
+                that the format has no numbers for.
         """
+        if not matrix.is_cpu:
+            raise PykernelsError(
+                f"a matrix on {matrix.device} cannot become {self.name}",
+                "Copy it with .cpu() first",
+            )
         if matrix.ndim != 2 or not matrix.numel():
             raise PykernelsError(
                 f"a tensor of shape {tuple(matrix.shape)} cannot become {self.name}",
                 "Give a matrix [N, K] with at least one weight",
             )
-        return self._quantize(matrix)
+        return self._quantize(matrix.detach())
 
     @abstractmethod
     def _quantize(self, matrix: torch.Tensor) -> Weight:
@@ -175,4 +180,14 @@ def check_finite(amax: torch.Tensor, name: str) -> None:
         raise PykernelsError(
             f"a matrix that is to become {name} holds NaN or infinities",
             "Check the checkpoint; bf16 keeps them as they are",
+        )
+
+
+def check_held(largest: torch.Tensor, amax: torch.Tensor, name: str) -> None:
+    """Raises PykernelsError unless ``largest``, what a format makes of finite magnitudes ``amax``,
+    is finite too: rounded up, the last numbers of float32 would become infinities."""
+    if not largest.isfinite().all():
+        raise PykernelsError(
+            f"a matrix holds weights up to {float(amax.max()):.5g}, too large for {name}",
+            "Check the checkpoint",
         )

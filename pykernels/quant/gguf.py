@@ -47,6 +47,7 @@ class GGUF(Format):
     Attributes:
         k_multiple: inputs of a block.
         stored_bytes: bytes of a block in a file.
+        halves_at: where a stored block has its fp16 scales.
         halves, small: how many scales of each kind a block has.
         share: what ``error`` is of the largest weight (or the widest range) in a block,
         floor: and what fp16 scales add to it.
@@ -54,6 +55,7 @@ class GGUF(Format):
 
     dtype = torch.uint8
     stored_bytes: int
+    halves_at: slice
     halves: int
     small: int
     share: float
@@ -75,6 +77,10 @@ class GGUF(Format):
     def fit(self, x: torch.Tensor) -> Blocks:
         """float32 [B, k_multiple] -> blocks close to it."""
 
+    def stored_halves(self, raw: torch.Tensor) -> torch.Tensor:
+        """uint8 [B, stored_bytes] -> float16 [B, halves], without taking the rest apart."""
+        return raw[:, self.halves_at].contiguous().view(torch.float16)
+
     def from_gguf(self, raw: torch.Tensor, N: int, K: int) -> Weight:
         """The matrix [N, K] of a GGUF file's tensor.
 
@@ -82,7 +88,8 @@ class GGUF(Format):
             raw: the tensor's bytes, of any shape and dtype; they are not copied if contiguous.
 
         Raises:
-            PykernelsError: K does not fit the format, or there are too few or too many bytes.
+            PykernelsError: K does not fit the format, there are too few or too many bytes, or not
+                all scales are finite.
         """
         rows = self.data_shape(N, K)
         if raw.nbytes != rows[0] * rows[1]:
@@ -91,7 +98,13 @@ class GGUF(Format):
                 f"{rows[0] * rows[1]}",
                 "Check the tensor's type and shape in the GGUF file",
             )
-        return Weight(raw.contiguous().flatten().view(torch.uint8).view(rows))
+        data = raw.contiguous().flatten().view(torch.uint8)
+        if not self.stored_halves(data.view(-1, self.stored_bytes)).isfinite().all():
+            raise PykernelsError(
+                f"a {self.name} matrix {(N, K)} has scales that are NaN or infinite",
+                "Check the GGUF file",
+            )
+        return Weight(data.view(rows))
 
     def _quantize(self, matrix: torch.Tensor) -> Weight:
         rows = self.data_shape(*matrix.shape)

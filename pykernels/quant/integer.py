@@ -16,7 +16,7 @@ import torch
 from ..errors import PykernelsError
 from .activations import GROUPS
 from .channel import ChannelScales, channel_scale
-from .format import Format, check_finite
+from .format import Format, check_finite, check_held
 from .layout import K_BLOCK, N_BLOCK, pack_columns, pack_fours, unpack_columns, unpack_fours
 from .weight import Weight
 
@@ -59,6 +59,7 @@ class Integer(Format):
         exact = channel_scale(amax, self.high)
         scale = exact.to(torch.bfloat16)
         scale = torch.where(scale.float() < exact, _next_up(scale), scale)
+        check_held(torch.round(amax / scale.float()) * scale.float(), amax, self.name)
         q = torch.round(matrix.float() / self._expand(scale, K)).clamp(self.low, self.high)
         return Weight(q.to(torch.int8), scale)
 
@@ -124,6 +125,7 @@ class IntegerChannel(ChannelScales, Integer):
         amax = matrix.float().abs().amax(1, keepdim=True)
         check_finite(amax, self.name)
         scale = channel_scale(amax, self.steps)
+        check_held(torch.round(amax / scale) * scale, amax, self.name)
         q = torch.round(matrix.float() / scale).clamp(self.low, self.high)
         return Weight(q.to(torch.int8), scale)
 

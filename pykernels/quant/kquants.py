@@ -26,7 +26,7 @@ class AffineK(GGUF):
 
     k_multiple = k_block = 256
     int8_kind = "q8_k"
-    halves, small = 2, 16
+    halves_at, halves, small = slice(0, 4), 2, 16
     floor = 6e-5
 
     def __init__(self, bits: int) -> None:
@@ -40,7 +40,7 @@ class AffineK(GGUF):
         self.grids = [i / 10 for i in (range(-10, 11) if bits == 4 else range(-5, 11))]
 
     def split(self, raw: torch.Tensor) -> Blocks:
-        halves = raw[:, :4].contiguous().view(torch.float16)
+        halves = self.stored_halves(raw)
         a, b, c = raw[:, 4:8], raw[:, 8:12], raw[:, 12:16]
         sc = torch.cat((a & 63, c & 15 | a >> 6 << 4), dim=1)  # [B, 8]
         m = torch.cat((b & 63, c >> 4 | b >> 6 << 4), dim=1)
@@ -97,7 +97,7 @@ class Q6K(GGUF):
     share, floor = 1 / 32, 1.3e-4
     k_multiple = k_block = 256
     int8_kind = "q8_k"
-    stored_bytes, halves, small = 210, 1, 16
+    stored_bytes, halves_at, halves, small = 210, slice(208, 210), 1, 16
     grids = tuple(i / 10 for i in range(-9, 10))
 
     def split(self, raw: torch.Tensor) -> Blocks:
@@ -105,7 +105,7 @@ class Q6K(GGUF):
         high = raw[:, 128:192].reshape(-1, 2, 1, 32)
         codes = torch.cat((low & 15, low >> 4), dim=2).view(-1, 2, 4, 32)
         codes |= (high >> _SHIFTS[0::2, None] & 3) << 4
-        halves = raw[:, 208:].contiguous().view(torch.float16)
+        halves = self.stored_halves(raw)
         return Blocks(codes.view(-1, 256), halves, raw[:, 192:208].contiguous())
 
     def join(self, blocks: Blocks) -> torch.Tensor:

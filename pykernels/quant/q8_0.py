@@ -17,7 +17,8 @@ class Q8_0(GGUF):
     int8_kind = "q8"
     error = "block amax / 127 * 0.57, and 4e-6 (fp16 scales) (ties away from zero)"
     share, floor = 0.57 / 127, 4e-6
-    k_multiple, stored_bytes, halves, small = 32, 34, 1, 0
+    k_multiple, stored_bytes = 32, 34
+    halves_at, halves, small = slice(0, 2), 1, 0
 
     def check(self, weight: Weight, N: int, K: int, name: str = "weight") -> None:
         super().check(weight, N, K, name)
@@ -28,8 +29,7 @@ class Q8_0(GGUF):
             )
 
     def split(self, raw: torch.Tensor) -> Blocks:
-        halves = raw[:, :2].contiguous().view(torch.float16)
-        return Blocks(raw[:, 2:].contiguous(), halves, raw[:, :0])
+        return Blocks(raw[:, 2:].contiguous(), self.stored_halves(raw), raw[:, :0])
 
     def join(self, blocks: Blocks) -> torch.Tensor:
         return torch.cat((blocks.halves.view(torch.uint8), blocks.codes), dim=1)

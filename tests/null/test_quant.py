@@ -201,6 +201,41 @@ def test_what_is_not_finite_is_refused_and_not_made_a_number(name, bad):
         get_format(name).quantize(matrix)
 
 
+LAST = {"float32": torch.finfo(torch.float32).max, "bfloat16": torch.finfo(torch.bfloat16).max}
+TOO_LARGE = {
+    "float32": ("bf16", "int4", "int4-g128", "int8-channel", "int4-channel"),
+    "bfloat16": ("int8-channel", "int4-channel"),
+}
+"""Formats that would round these numbers up to infinities; K-quants have fp16 scales."""
+
+
+@pytest.mark.parametrize("last", LAST)
+@pytest.mark.parametrize("name", [n for n, fmt in FORMATS.items() if torch.uint8 != fmt.dtype])
+def test_the_largest_numbers_are_held_or_refused_and_never_become_infinite(name, last):
+    fmt, matrix = get_format(name), torch.randn(40, 300)
+    matrix[::2, 1::3] = -LAST[last]
+    if name in TOO_LARGE[last]:
+        with pytest.raises(PykernelsError, match=rf"up to 3\.\d+e\+38, too large for {name}\."):
+            fmt.quantize(matrix)
+    else:
+        held = fmt.dequantize(fmt.quantize(matrix))
+        assert ((held - matrix).abs() <= LAST[last] / 7 * 0.51).all()  # False for infinities
+
+
+def test_bf16_keeps_what_is_not_finite():
+    matrix = torch.tensor([[float("inf"), -float("inf"), float("nan"), 1.0]])
+    assert _same_bits(get_format("bf16").quantize(matrix).data, matrix.bfloat16())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_matrix_that_is_elsewhere_or_a_parameter(name):
+    fmt, matrix = get_format(name), torch.randn(32, 256)
+    with pytest.raises(PykernelsError, match=rf"on meta cannot become {name}\. Copy it with .cpu"):
+        fmt.quantize(matrix.to("meta"))
+    weight = fmt.quantize(torch.nn.Parameter(matrix))
+    assert not fmt.dequantize(weight).requires_grad, "would keep what it was made of"
+
+
 @SPREADS
 def test_mxfp4_quantization_error_is_within_its_bound(spread):
     fmt = get_format("mxfp4")

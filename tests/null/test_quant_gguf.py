@@ -245,6 +245,15 @@ def test_how_a_matrix_lies_in_memory_changes_no_bit(fmt):
         assert torch.equal(fmt.quantize(matrix).data, fmt.quantize(matrix.contiguous()).data)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_scales_of_a_file_that_are_not_finite_are_refused(fmt, bad):
+    raw = _random(fmt, 33, 512).data
+    blocks = fmt.split(raw.view(-1, fmt.stored_bytes))
+    blocks.halves[-1, -1] = bad
+    with pytest.raises(PykernelsError, match=r"matrix \(33, 512\) has scales that are NaN or inf"):
+        fmt.from_gguf(fmt.join(blocks), 33, 512)
+
+
 def test_weights_too_large_for_fp16_scales_are_refused(fmt):
     with pytest.raises(PykernelsError, match="too large for the fp16 scales"):
         fmt.quantize(torch.full((1, 256), 1e9))
