@@ -179,7 +179,8 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if chosen.debug:
             raise
-        print(f"error: unexpected {type(error).__name__}: {error}", file=sys.stderr)
+        what = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
+        print(f"error: unexpected {what}. --debug shows the traceback.", file=sys.stderr)
         return EXIT_FAILED_CASES
     failed = any("why" in row for row in results["rows"])
     return code if failed or code == EXIT_INTERRUPTED else 0

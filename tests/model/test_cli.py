@@ -257,6 +257,17 @@ def test_bench_on_a_gpu_runs_one_case_of_the_benchmark(
     assert seen[0][:8] == ["-P", "-m", "bench.gpu", "--op", "moe", "--device", "cuda:1", "--json"]
     assert {"--case", "tokens=3", "format=fp8", "hidden=7168"} <= set(seen[0])
     assert run("bench", "attention", "--kind", "gqa_decode").code == 1  # as the program ended
+    assert "--debug" not in seen[1]
+    run("bench", "attention", "--debug")
+    assert "--debug" in seen[2][: seen[2].index("--case")]
+
+
+def test_bench_on_a_gpu_says_what_killed_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("model.pretrained.check_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    killed = subprocess.CompletedProcess([], -9)
+    monkeypatch.setattr("subprocess.run", lambda command, env: killed)
+    failed(run("bench", "linear"), "bench linear ended with signal 9. Look into .* take smaller")
 
 
 def test_bench_passes_the_activations_of_a_gpu_on(
