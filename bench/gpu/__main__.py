@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.files import Partial, Results, check_folder, unused, write_texts
+from bench.files import Partial, Results, check_folder, unused, write_texts, writing
 from bench.peers.catalog import RESULTS
 from model.cli_common import EXIT_ERROR, EXIT_INTERRUPTED
 from pykernels.errors import PykernelsError
@@ -137,10 +137,11 @@ def write(results: Results, out: Path, name: str) -> list[Path]:
     from .plots import draw
 
     folder = out / results["machine"]["slug"]
-    folder.mkdir(parents=True, exist_ok=True)
     picture = folder / f"{name}.png"
     try:
-        drawn = draw(results, picture)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            drawn = draw(results, picture)
     except ImportError:
         print("note: no plot without matplotlib: pip install matplotlib", file=sys.stderr)
         drawn = False
