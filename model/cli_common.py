@@ -168,13 +168,14 @@ def prepare_threads(threads: int | None) -> int | None:
     topology = Topology.detect()
     usable = topology.usable
     chosen = env.threads if threads is None else threads
+    flag = "PYKERNELS_THREADS" if threads is None else "--threads"
     if chosen is not None and chosen < 1:
-        raise PykernelsError(f"{chosen} threads", f"Give --threads 1 to {usable}")
+        raise PykernelsError(f"{chosen} threads", f"Give {flag} 1 to {usable}")
     if chosen is not None and chosen > usable:
         raise PykernelsError(
             f"{chosen} threads are more than the {usable} core{'s' * (usable > 1)} that this"
             " process may use",
-            f"Give --threads {usable} or fewer, or allow it more cores (taskset, cgroup)",
+            f"Give {flag} {usable} or fewer, or allow it more cores (taskset, cgroup)",
         )
     for name, value in {
         "OMP_NUM_THREADS": str(chosen or topology.default_threads()),

@@ -285,6 +285,14 @@ def test_bench_passes_the_activations_of_a_gpu_on(
     failed(run("bench", "moe", "--activations", "fp8"), "fp8 are a GPU's. Add --device cuda:0")
 
 
+def test_too_many_threads_name_the_flag_that_asked(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYKERNELS_THREADS", "9999")
+    failed(run("bench", "moe"), "9999 threads .*Give PYKERNELS_THREADS [0-9]+ or fewer")
+    failed(run("bench", "moe", "--threads", 9998), "9998 threads .*Give --threads [0-9]+ or fewer")
+
+
 def test_bench_moe_help_names_every_format(run: Run) -> None:
     shown = " ".join(re.sub("[│╭╮╰╯─]", " ", run("bench", "moe", "--help").out).split())
     assert f"Weight format: {', '.join(FORMATS)}." in shown

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from bench.gpu import __main__ as program
-from bench.gpu import router, tune
+from bench.gpu import router, run, tune
 from bench.gpu.harness import Case, rates
 from bench.gpu.report import line, params
 from bench.gpu.roofs import Roofs
@@ -79,3 +81,16 @@ def test_tuning_that_is_interrupted_ends_without_a_traceback(
 
     monkeypatch.setattr(tune, "main", interrupted)
     assert tune.run() == 130
+
+
+def test_what_a_library_prints_in_the_new_process_is_no_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    rows = [{"op": "roofs"}, {"op": "moe", "name": "experts"}]
+    said = ["[1/2] nvcc a.cu", "7", *map(json.dumps, rows)]
+    fake = tmp_path / "bench/gpu/__main__.py"
+    fake.parent.mkdir(parents=True)
+    fake.write_text(f"print({chr(10).join(said)!r})")
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    assert list(run.in_a_new_process(("moe",), [], None)(1)) == rows[1:]
+    assert capsys.readouterr().err == "[1/2] nvcc a.cu\n7\n"
