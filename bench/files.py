@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +20,38 @@ def check_folder(out: Path) -> None:
     Raises:
         PykernelsError: they cannot.
     """
-    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    try:
+    with writing(out):
+        there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
         with tempfile.TemporaryDirectory(dir=there):  # of /proc, rights alone say nothing
             pass
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turns what the file system refuses into one line, a PykernelsError."""
+    try:
+        yield
     except OSError as error:
         raise PykernelsError(
-            f"results cannot be written to {out}: {error.strerror}",
-            "Give --out a folder that you may write to",
+            f"results cannot be written to {folder}: {error.strerror}",
+            "Give --out a folder that you may write to, with room for them",
         ) from None
 
 
 def write_texts(results: Results, folder: Path, name: str, page: str) -> list[Path]:
-    """``name``.json and ``name``.md; the paths written."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """``name``.json and ``name``.md; the paths written.
+
+    Raises:
+        PykernelsError: they cannot be.
+    """
     paths = []
-    for ending, text in {"json": json.dumps(results, indent=1) + "\n", "md": page}.items():
-        path, new = folder / f"{name}.{ending}", folder / f"{name}.{ending}.new"
-        new.write_text(text)
-        new.replace(path)  # whole at any moment
-        paths.append(path)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for ending, text in {"json": json.dumps(results, indent=1) + "\n", "md": page}.items():
+            path, new = folder / f"{name}.{ending}", folder / f"{name}.{ending}.new"
+            new.write_text(text, encoding="utf-8")
+            new.replace(path)  # whole at any moment
+            paths.append(path)
     return paths
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -53,6 +54,8 @@ def options(
 
 def main() -> None:
     """Entry point of the console script."""
+    if os.environ.get("COLUMNS") == "0":  # a terminal without a size: rich would print nothing
+        del os.environ["COLUMNS"]
     app()
 
 

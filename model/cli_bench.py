@@ -107,7 +107,7 @@ def _show(measured: MoEMeasurement) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="cyan", no_wrap=True)
     nodes = f" on {m.numa_nodes} NUMA nodes" if m.numa_nodes > 1 else ""
-    table.add_row("CPU", f"{m.cpu}, {m.threads} threads{nodes}")
+    table.add_row("CPU", f"{m.cpu}, {m.threads} thread{'s' * (m.threads > 1)}{nodes}")
     table.add_row("kernel", f"{m.format} on {m.kernel}, {m.activations} activations")
     table.add_row("layer", f"{m.experts} experts of {m.hidden} x {m.inter}, top-{m.topk}")
     crowd = "" if m.routing == "balanced" else f", the busiest has {m.busiest_over_mean:.1f} x mean"

@@ -16,7 +16,7 @@ import typer
 
 from pykernels.errors import PykernelsError
 
-from .cli_common import Debug, command
+from .cli_common import Debug, State, command
 
 AsJson = Annotated[
     bool, typer.Option("--json", help="One flat JSON object on stdout, nothing else.")
@@ -36,7 +36,7 @@ def run_case(op: str, device: str, as_json: bool, flags: dict[str, int | str]) -
     """Times one case in a process of its own, which writes to this one's streams.
 
     Raises:
-        PykernelsError: the device is no GPU that is here.
+        PykernelsError: the device is no GPU that is here, or the process was killed.
         typer.Exit: the process failed, with its code; it has said why.
     """
     import torch
@@ -52,12 +52,18 @@ def run_case(op: str, device: str, as_json: bool, flags: dict[str, int | str]) -
         raise PykernelsError(f"bench {op} has no kernel for {device}", "Give it --device cuda:0")
     root = str(Path(__file__).resolve().parent.parent)  # a folder named bench may be elsewhere too
     search = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    arguments = ["--op", op, "--device", device, *(["--json"] if as_json else [])]
+    arguments = ["--op", op, "--device", device]
+    arguments += ["--json"] * as_json + ["--debug"] * State.debug
     case = [f"{name}={value}" for name, value in flags.items()]
     result = subprocess.run(
         [sys.executable, "-P", "-m", "bench.gpu", *arguments, "--case", *case],
         env={**os.environ, "PYTHONPATH": search},
     )
+    if result.returncode < 0:  # it had no time to say why
+        raise PykernelsError(
+            f"the process that times bench {op} ended with signal {-result.returncode}",
+            "Look into the system's log (dmesg); 9 is mostly a lack of memory: take smaller sizes",
+        )
     if result.returncode:
         raise typer.Exit(result.returncode)
 

@@ -160,19 +160,22 @@ def prepare_threads(threads: int | None) -> int | None:
 
     torch's OpenMP threads would otherwise spin between operations on the very cores that the pinned
     expert workers use. What the user has set stays. Returns the worker threads asked for (the
-    option, else PYKERNELS_THREADS), None for the default. Raises `PykernelsError` when they exceed
-    the cores that this process may use.
+    option, else PYKERNELS_THREADS), None for the default. Raises `PykernelsError` for none, and for
+    more than the cores that this process may use.
     """
     from runtime.topology import Topology
 
     topology = Topology.detect()
     usable = topology.usable
-    chosen = threads or env.threads
+    chosen = env.threads if threads is None else threads
+    flag = "PYKERNELS_THREADS" if threads is None else "--threads"
+    if chosen is not None and chosen < 1:
+        raise PykernelsError(f"{chosen} threads", f"Give {flag} 1 to {usable}")
     if chosen is not None and chosen > usable:
         raise PykernelsError(
             f"{chosen} threads are more than the {usable} core{'s' * (usable > 1)} that this"
             " process may use",
-            f"Give --threads {usable} or fewer, or allow it more cores (taskset, cgroup)",
+            f"Give {flag} {usable} or fewer, or allow it more cores (taskset, cgroup)",
         )
     for name, value in {
         "OMP_NUM_THREADS": str(chosen or topology.default_threads()),

@@ -14,10 +14,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from bench.files import check_folder
 from bench.peers.catalog import ENGINES, RESULTS
 from model.cli_common import EXIT_ERROR, EXIT_INTERRUPTED, prepare_threads
+from pykernels.env import env
 from pykernels.errors import PykernelsError
 
 if TYPE_CHECKING:
-    from bench.files import Partial
+    from bench.files import Partial, Results
 
     from .run import Run
 
@@ -37,7 +38,12 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--tokens", metavar="N,M/expert", help="of a call, e.g. 1,4,64/expert (default: by CPU)"
     )
-    parser.add_argument("--threads", type=int, metavar="N", help="default: every usable core")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="default: PYKERNELS_THREADS, else every usable core",
+    )
     parser.add_argument(
         "--peer-threads", metavar="N,M",
         help="a peer is tried on each, the best is timed (default: --threads, beyond 4 also half)",
@@ -53,13 +59,17 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
         "--minutes", type=float, default=0.0, metavar="N", help="then begin no further part"
     )
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="results folder")
+    parser.add_argument(
+        "--check", action="store_true", help="measure nothing, only say what cannot be"
+    )
     parser.add_argument("--debug", action="store_true", help="tracebacks")
     return parser.parse_args(arguments)
 
 
 def prepare(chosen: argparse.Namespace) -> Run:
     """The run that the options ask for. Raises PykernelsError for what cannot be."""
-    prepare_threads(chosen.threads)  # before torch is imported
+    env.check()
+    threads = prepare_threads(chosen.threads)  # before torch is imported
     from pykernels.target import detect
 
     from .cases import SECTIONS, Settings, Tokens, parse_counts
@@ -75,7 +85,7 @@ def prepare(chosen: argparse.Namespace) -> Run:
         formats=None if chosen.formats is None else tuple(chosen.formats.split(",")),
         tokens=tokens,
         sections=SECTIONS if chosen.sections is None else tuple(chosen.sections.split(",")),
-        threads=chosen.threads,
+        threads=threads,
         peer_threads=None if chosen.peer_threads is None else parse_counts(chosen.peer_threads),
         peers=() if chosen.no_peers else peers,
         quick=chosen.quick,
@@ -120,6 +130,21 @@ def measure(run: Run, partial: Partial) -> None:
         raise
 
 
+def show(results: Results, paths: list[Path]) -> None:
+    """The table and the files on stdout. Raises PykernelsError if it does not take them."""
+    from .report import terminal
+
+    console = Console(width=None if sys.stdout.isatty() else 170)
+    try:
+        console.print(terminal(results))
+        console.print(*paths, sep="\n", soft_wrap=True, markup=False, highlight=False)
+    except (OSError, UnicodeEncodeError) as error:
+        why = error.reason if isinstance(error, UnicodeEncodeError) else error.strerror
+        raise PykernelsError(
+            f"the table cannot be printed ({why}), but it is written", f"Read {paths[1]}"
+        ) from None
+
+
 def main(arguments: list[str] | None = None) -> int:
     chosen = options(arguments)
     try:
@@ -131,16 +156,16 @@ def main(arguments: list[str] | None = None) -> int:
             ) from None
         check_folder(chosen.out)
         run = prepare(chosen)
+        if chosen.check:
+            return 0
         from . import files
-        from .report import terminal
 
         partial = files.partial(chosen.out)
         measure(run, partial)
         results = run.results()
-        Console(width=None if sys.stdout.isatty() else 170).print(terminal(results))
-        for path in files.write(results, chosen.out):
-            print(path)
-        partial.drop()
+        paths = files.write(results, chosen.out)
+        partial.drop()  # before anything is printed, which may go to a pipe that is closed
+        show(results, paths)
     except PykernelsError as error:
         if chosen.debug:
             raise

@@ -109,11 +109,12 @@ class Settings:
             raise PykernelsError(f"{minutes:g} minutes", "Give a positive number, or no --minutes")
         rest = (name for name in FORMATS if name not in FIRST)
         chosen = formats or (FIRST[:2] if quick else (*FIRST, *rest))
+        chosen = tuple(dict.fromkeys(chosen))
         for name in chosen:
             get_format(name)
         return cls(
             chosen,
-            tokens or default_tokens(target, quick),
+            tuple(dict.fromkeys(tokens or default_tokens(target, quick))),
             tuple(name for name in SECTIONS if name in sections),
             threads or usable,
             tuple(sorted(set(peer_threads or default_peer_threads(threads or usable)))),

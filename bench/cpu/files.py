@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.files import Partial, Results, unused, write_texts
+from bench.files import Partial, Results, unused, write_texts, writing
 
 from .cases import SECTIONS
 from .plots import draw
@@ -26,8 +26,9 @@ def write(results: Results, out: Path) -> list[Path]:
     """
     folder = out / results["machine"]["slug"]
     name = unused(folder, stem(results))
-    folder.mkdir(parents=True, exist_ok=True)
-    drawn = draw(results, folder, name)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        drawn = draw(results, folder, name)
     page = markdown(results, [path.name for path in drawn])
     return [*write_texts(results, folder, name, page), *drawn]
 

@@ -40,7 +40,8 @@ def can_start(peer: Peer, target: Target) -> bool:
 class PeerTable:
     """Peers for one layer shape, never two processes of one peer at once.
 
-    A peer that could not start on a number of threads is not tried on it again.
+    A peer that could not start on a number of threads is not tried on it again; one that failed on
+    a call starts again for the next case.
     """
 
     def __init__(self, settings: Settings, shape: MoEShape, target: Target) -> None:
@@ -64,7 +65,7 @@ class PeerTable:
         if (peer, count) in self._down:
             raise PeerMissing(self._down[peer, count])
         up = self._up.get(peer)
-        if up and up.threads == count:
+        if up and up.threads == count and not up.why:
             return up
         self._end(peer)
         try:

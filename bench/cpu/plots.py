@@ -1,4 +1,5 @@
-"""The plots of a run: roofline, latency against tokens per expert, throughput against threads."""
+"""The plots of a run: roofline, latency against tokens per expert, throughput against threads,
+static against dynamic scheduling under skew."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def draw(results: Results, folder: Path, stem: str) -> list[Path]:
     import matplotlib.pyplot as plt
 
     written = []
-    for name, plot in (("roofline", _roofline), ("latency", _latency), ("threads", _threads)):
+    plots = {"roofline": _roofline, "latency": _latency, "threads": _threads, "skew": _skew}
+    for name, plot in plots.items():
         figure, axes = plt.subplots(figsize=(7.2, 4.6))
         if plot(results, axes):
             axes.set_title(results["machine"]["cpu"], fontsize=10)
@@ -132,3 +134,21 @@ def _threads(results: Results, axes: Any) -> bool:
     axes.set(xlabel="threads", ylabel="GB/s, one token")
     axes.set_ylim(bottom=0)
     return bool(lines)
+
+
+def _skew(results: Results, axes: Any) -> bool:
+    """Time of a call on the queue and on static shares, by routing, over that of balanced routing
+    on the queue."""
+    rows = results["skew"]
+    calls = list(dict.fromkeys((row["tokens"], row["routing"]) for row in rows))
+    for schedule, side in (("dynamic", -0.2), ("static", 0.2)):
+        bars = [row for row in rows if row["schedule"] == schedule]
+        places = [calls.index((row["tokens"], row["routing"])) + side for row in bars]
+        axes.bar(places, [row["against_balanced"] for row in bars], width=0.4, label=schedule)
+    if rows:
+        axes.axhline(1.0, color="black", lw=1)
+        names = [f"{routing}\n{tokens} tokens" for tokens, routing in calls]
+        axes.set_xticks(range(len(calls)), names, fontsize=8)
+        axes.legend(fontsize=7)
+    axes.set(ylabel="time / balanced dynamic")
+    return bool(rows)

@@ -11,7 +11,7 @@ from typing import Any
 from bench.peers.catalog import Peer
 from pykernels.target import Target
 from runtime.topology import Topology
-from runtime.workload import RandomLayers, routings
+from runtime.workload import RandomLayers, check_calls, routings
 
 from . import estimate
 from .cases import ROUTINGS, SECTIONS, Settings
@@ -58,7 +58,7 @@ class Run:
         fewer_experts: why memory has room for fewer than there should be; "" where it has not.
 
     Raises:
-        PykernelsError: too little memory for the smallest layer.
+        PykernelsError: too little memory for the smallest layer, or for the longest calls.
     """
 
     def __init__(self, settings: Settings, target: Target) -> None:
@@ -70,6 +70,8 @@ class Run:
             lambda fmt, shape: [p for p in settings.together(fmt, shape) if can_start(p, target)],
             most=EXPERTS[-1] if settings.quick else EXPERTS[0],
         )
+        for tokens in settings.tokens:
+            check_calls(self.shape, tokens.of(self.shape), ROUTINGS)
         self.peers = PeerTable(settings, self.shape, target)
         self.bench = Bench(settings, target, self.shape, self.peers)
         self._weights: RandomLayers | None = None

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.files import Partial, Results, check_folder, unused, write_texts
+from bench.files import Partial, Results, check_folder, unused, write_texts, writing
 from bench.peers.catalog import RESULTS
 from model.cli_common import EXIT_ERROR, EXIT_INTERRUPTED
 from pykernels.errors import PykernelsError
@@ -137,10 +137,11 @@ def write(results: Results, out: Path, name: str) -> list[Path]:
     from .plots import draw
 
     folder = out / results["machine"]["slug"]
-    folder.mkdir(parents=True, exist_ok=True)
     picture = folder / f"{name}.png"
     try:
-        drawn = draw(results, picture)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            drawn = draw(results, picture)
     except ImportError:
         print("note: no plot without matplotlib: pip install matplotlib", file=sys.stderr)
         drawn = False
@@ -179,7 +180,8 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if chosen.debug:
             raise
-        print(f"error: unexpected {type(error).__name__}: {error}", file=sys.stderr)
+        what = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
+        print(f"error: unexpected {what}. --debug shows the traceback.", file=sys.stderr)
         return EXIT_FAILED_CASES
     failed = any("why" in row for row in results["rows"])
     return code if failed or code == EXIT_INTERRUPTED else 0

@@ -224,8 +224,8 @@ def _prefill(size: Size, device: torch.device, peers: bool) -> Case:
     Q, mla = size.queries, size.mla
     KVH, D, DV = (NH, D_MLA + R, D_MLA) if mla else (size.kv_heads, *[size.head_dim] * 2)
     flops = 2 * B * NH * size.pairs * (D + DV)
-    k_bytes = K * ((NH * D_MLA + R) if mla else KVH * D)
-    nbytes = 2 * B * (Q * NH * (D + DV) + k_bytes + K * KVH * DV)
+    a_token = (NH * D_MLA + R if mla else KVH * D) + KVH * DV
+    nbytes = 2 * B * (Q * NH * (D + DV) + size.seen * a_token)
     sets = sets_for(nbytes, device)
     ends = torch.arange(B + 1, dtype=torch.int32, device=device)
     batch = Ragged.cumulative(ends * Q, ends * K, Q)

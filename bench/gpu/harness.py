@@ -180,6 +180,7 @@ def rates(case: Case, us: float, roofs: Roofs) -> Row:
         "copy_roof_gbps": roofs.copy_gbps,
         "matmul_roof_tflops": roofs.matmul_tflops,
         "read_share": round(gbps / roofs.read_gbps, 4),
+        "copy_share": round(gbps / roofs.copy_gbps, 4),
         "matmul_share": round(tflops / roofs.matmul_tflops, 4),
         "bound": bound,
         "roof_us": round(floors[bound], 3),

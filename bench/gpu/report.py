@@ -10,8 +10,8 @@ Results = dict[str, Any]
 
 _KNOWN = {
     "op", "name", "us_median", "us_p10", "us_p90", "nbytes", "flops", "gbps", "tflops",
-    "read_roof_gbps", "copy_roof_gbps", "matmul_roof_tflops", "read_share", "matmul_share",
-    "bound", "roof_us", "roof_share", "captured", "calls", "why",
+    "read_roof_gbps", "copy_roof_gbps", "matmul_roof_tflops", "read_share", "copy_share",
+    "matmul_share", "bound", "roof_us", "roof_share", "captured", "calls", "why",
 }  # fmt: skip
 _PEER = ("us_", "x_", "captured_", "why_")
 
@@ -46,20 +46,25 @@ def line(row: Row) -> str:
     head = f"{row['op']:9s} {title(row)}: "
     if "why" in row:
         return head + f"FAILED: {row['why']}"
-    ratios = "".join(f", {ratio(row, peer)} x {peer}" for peer in peers(row))
+    ratios = "".join(
+        f", {row[f'x_{peer}']:.2f} x {peer}{_eager(row[f'captured_{peer}'])}" for peer in peers(row)
+    )
     missing = "".join(
         f", no {key.removeprefix('why_')} ({row[key]})" for key in row if key.startswith("why_")
     )
-    eager = "" if row["captured"] else " (NOT CAPTURED)"
     return (
-        f"{head}{row['us_median']:.1f} us{eager}, {row['gbps']:.0f} GB/s,"
+        f"{head}{row['us_median']:.1f} us{_eager(row['captured'])}, {row['gbps']:.0f} GB/s,"
         f" {row['tflops']:.1f} TFLOP/s,"
         f" {row['roof_share']:.0%} of the {row['bound']} roof{ratios}{missing}"
     )
 
 
+def _eager(captured: bool) -> str:
+    return "" if captured else " (NOT CAPTURED)"
+
+
 def ratio(row: Row, peer: str) -> str:
-    """How many times faster than the peer; marked where it was not captured."""
+    """How many times faster than the peer, for Markdown; marked where it was not captured."""
     return f"{row[f'x_{peer}']:.2f}" + ("" if row[f"captured_{peer}"] else "\\*")
 
 

@@ -58,16 +58,17 @@ def _logits(T: int, E: int, sets: int, device: torch.device) -> list[torch.Tenso
     return [torch.randn(T, E, device=device) for _ in range(sets)]
 
 
-def _routing_bytes(T: int, E: int, topk: int) -> int:
-    """Logits and bias read; ids (int64), weights, slots, positions, starts written."""
-    return 4 * (T * E + E) + T * topk * (8 + 4 + 4 + 4) + 4 * (E + 1)
+def _routing_bytes(E: int, slots: int, biased: bool) -> int:
+    """The bias, if there is one, read; ids (int64), weights, slots, positions, starts written."""
+    return 4 * E * biased + slots * (8 + 4 + 4 + 4) + 4 * (E + 1)
 
 
 def route_case(
     T: int, E: int, H: int, spec: RouterSpec, biased: bool, rows: bool, device: torch.device
 ) -> Case:
     """Router and sort; with ``rows`` the tokens' bf16 rows gathered too."""
-    nbytes = _routing_bytes(T, E, spec.topk) + rows * 2 * T * H * (1 + spec.topk)
+    nbytes = 4 * T * E + _routing_bytes(E, T * spec.topk, biased)
+    nbytes += rows * 2 * T * H * (1 + spec.topk)
     sets = min(sets_for(nbytes, device), 8 if T > 1000 else 64)
     bias = torch.randn(E, device=device) / 4 if biased else None
     x = [
@@ -121,9 +122,12 @@ def gate_case(T: int, E: int, H: int, gate_dtype: torch.dtype, device: torch.dev
 
 
 def step_case(T: int, E: int, H: int, spec: RouterSpec, device: torch.device) -> Case:
-    """Gate, router and sort, and for one token its rows: all that lies before the experts."""
+    """Gate, router and sort, and for one token its rows: all that lies before the experts.
+
+    The logits are no bytes that must be moved: nobody gets them.
+    """
     few = T <= 8
-    nbytes = 4 * E * H + 2 * T * H + _routing_bytes(T, E, spec.topk)
+    nbytes = 4 * E * H + 2 * T * H + _routing_bytes(E, T * spec.topk, biased=True)
     nbytes += 2 * T * spec.topk * H * few
     sets = min(sets_for(nbytes, device), 32)
     bias = torch.randn(E, device=device) / 4

@@ -138,8 +138,10 @@ def in_a_new_process(
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None
             for line in child.stdout:
-                row = json.loads(line)
-                if row["op"] != "roofs":
+                row = _row(line)
+                if row is None:
+                    print(line, end="", file=sys.stderr)
+                elif row["op"] != "roofs":
                     yield row
         if child.returncode not in (0, 1):
             yield {
@@ -149,3 +151,12 @@ def in_a_new_process(
             }
 
     return again
+
+
+def _row(line: str) -> Row | None:
+    """A line of the new process; None for what a library of its printed."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and "op" in row else None

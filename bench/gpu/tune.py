@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from model.cli_common import EXIT_ERROR, EXIT_INTERRUPTED
 from pykernels.errors import PykernelsError
 from pykernels.gpu.ahead import only_compile
 from pykernels.gpu.attention_lines import OPS as ATTENTION
@@ -203,9 +204,16 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-if __name__ == "__main__":
+def run() -> int:
+    """The command: what it raises as one line and an exit code."""
     try:
-        sys.exit(main())
+        return main()
     except PykernelsError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        return EXIT_ERROR
+    except KeyboardInterrupt:  # plans found so far are written
+        return EXIT_INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(run())

@@ -6,6 +6,7 @@ whoever's turn it is.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -14,13 +15,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bench.peers.catalog import OWN_VENV, ROOT, VENVS, Peer
 from pykernels.shapes import MoEShape
 
+Answer = TypeVar("Answer")
+
 START_SECONDS, REPLY_SECONDS = 180.0, 120.0
+END_SECONDS = 10.0
+"""Until a process that has closed its output has ended."""
 
 
 class PeerMissing(Exception):
@@ -55,6 +61,10 @@ class PeerProcess:
         max_tokens: the most tokens a call will have.
         command: what to run instead of the driver (tests).
 
+    Attributes:
+        why: why it has ended, "" while it is up. Every failure ends it: a driver that hangs would
+            run beside the others' turns, and its late reply would be taken for the next one.
+
     Raises:
         PeerMissing: not installed, or it could not start.
     """
@@ -68,7 +78,7 @@ class PeerProcess:
         max_tokens: int,
         command: list[str] | None = None,
     ) -> None:
-        self.peer, self.threads = peer, threads
+        self.peer, self.threads, self.why = peer, threads, ""
         numbers = (threads, layers, max_tokens, shape.E, shape.H, shape.I, shape.topk)
         extra: dict[str, str] = {}
         if command is None:
@@ -77,19 +87,24 @@ class PeerProcess:
             command = [*driver, *map(str, numbers)]
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "KMP_"))}
         environment |= {"OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": str(threads)}
-        self._log = tempfile.TemporaryFile("w+")
-        self._process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment | extra,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            start_new_session=True,  # Ctrl-C is ours to handle
-        )
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        try:
+            self._process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment | extra,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                start_new_session=True,  # Ctrl-C is ours to handle
+            )
+        except OSError as error:  # its environment may be of a Python that is gone
+            self._log.close()
+            what = f"{command[0]} cannot be started: {error.strerror}"
+            raise PeerMissing(f"{what}; make it again: python -m bench.peers.install") from None
         self._pending = b""
         try:
-            self.versions: dict[str, str] = self._reply(START_SECONDS)["versions"]
+            self.versions = read_versions(self._reply(START_SECONDS))
         except BaseException:
             self.close()
             raise
@@ -97,14 +112,12 @@ class PeerProcess:
 
     def prepare(self, tokens: int, ids: list[list[int]]) -> None:
         """Gives the routings of the turns to come. Raises PeerMissing if it fails on them."""
-        reply = self._ask({"op": "prepare", "tokens": tokens, "ids": ids})
-        if not reply["finite"]:
+        if not self._ask({"op": "prepare", "tokens": tokens, "ids": ids}, read_finite):
             raise PeerMissing("its result has infinities or NaNs")
 
     def turn(self, seconds: float, most: int = 1000) -> list[tuple[int, float]]:
         """About ``seconds`` of calls, at least one: (routing, seconds) of each."""
-        reply = self._ask({"op": "turn", "seconds": seconds, "most": most})
-        return [(int(routing), float(took)) for routing, took in reply["calls"]]
+        return self._ask({"op": "turn", "seconds": seconds, "most": most}, read_calls)
 
     def close(self) -> None:
         """Ends the process."""
@@ -112,12 +125,27 @@ class PeerProcess:
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._log):
             if stream:
-                stream.close()
+                with contextlib.suppress(BrokenPipeError):  # what it was asked last, unread
+                    stream.close()
 
     def _pause(self) -> None:
         self._process.send_signal(signal.SIGSTOP)
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, request: dict[str, Any], read: Callable[[dict[str, Any]], Answer]) -> Answer:
+        """What ``read`` makes of the reply."""
+        if self.why:
+            raise PeerMissing(self.why)
+        try:
+            self._send(request)
+            answer = read(self._reply(REPLY_SECONDS))
+        except PeerMissing as error:
+            self.why = str(error)
+            self.close()
+            raise
+        self._pause()
+        return answer
+
+    def _send(self, request: dict[str, Any]) -> None:
         assert self._process.stdin
         self._process.send_signal(signal.SIGCONT)
         try:
@@ -125,9 +153,6 @@ class PeerProcess:
             self._process.stdin.flush()
         except BrokenPipeError:
             raise PeerMissing(self._last_words()) from None
-        reply = self._reply(REPLY_SECONDS)
-        self._pause()
-        return reply
 
     def _reply(self, seconds: float) -> dict[str, Any]:
         """The next JSON line; a peer that dies, fails or hangs becomes PeerMissing."""
@@ -141,10 +166,13 @@ class PeerProcess:
                 raise PeerMissing(self._last_words())
             self._pending += data
         line, self._pending = self._pending.split(b"\n", 1)
-        return parse(line.decode())
+        return parse(line.decode(errors="replace"))
 
     def _last_words(self) -> str:
-        code = self._process.wait()
+        try:
+            code = self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "it closed its output and runs on"
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().splitlines() if line.strip()]
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
@@ -156,9 +184,38 @@ def parse(line: str) -> dict[str, Any]:
     try:
         message = json.loads(line)
     except ValueError:
-        raise PeerMissing(f"it does not speak the protocol: {line[:80]!r}") from None
+        raise _foreign(line) from None
     if not isinstance(message, dict):
-        raise PeerMissing(f"it does not speak the protocol: {line[:80]!r}")
+        raise _foreign(line)
     if "error" in message:
         raise PeerMissing(str(message["error"]))
     return message
+
+
+def read_versions(message: dict[str, Any]) -> dict[str, str]:
+    """The first line of a driver."""
+    if not isinstance(versions := message.get("versions"), dict):
+        raise _foreign(message)
+    return {str(name): str(version) for name, version in versions.items()}
+
+
+def read_finite(message: dict[str, Any]) -> bool:
+    """The reply to "prepare"."""
+    if not isinstance(finite := message.get("finite"), bool):
+        raise _foreign(message)
+    return finite
+
+
+def read_calls(message: dict[str, Any]) -> list[tuple[int, float]]:
+    """The reply to "turn": at least one call, each of which took its time."""
+    try:
+        calls = [(int(routing), float(took)) for routing, took in message["calls"]]
+    except (KeyError, TypeError, ValueError):
+        raise _foreign(message) from None
+    if not calls or not all(took > 0 for _, took in calls):
+        raise _foreign(message)
+    return calls
+
+
+def _foreign(said: object) -> PeerMissing:
+    return PeerMissing(f"it does not speak the protocol: {str(said)[:80]!r}")

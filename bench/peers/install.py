@@ -134,4 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # what is half installed has no stamp: it is made anew
+        sys.exit(130)

@@ -257,6 +257,17 @@ def test_bench_on_a_gpu_runs_one_case_of_the_benchmark(
     assert seen[0][:8] == ["-P", "-m", "bench.gpu", "--op", "moe", "--device", "cuda:1", "--json"]
     assert {"--case", "tokens=3", "format=fp8", "hidden=7168"} <= set(seen[0])
     assert run("bench", "attention", "--kind", "gqa_decode").code == 1  # as the program ended
+    assert "--debug" not in seen[1]
+    run("bench", "attention", "--debug")
+    assert "--debug" in seen[2][: seen[2].index("--case")]
+
+
+def test_bench_on_a_gpu_says_what_killed_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("model.pretrained.check_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    killed = subprocess.CompletedProcess([], -9)
+    monkeypatch.setattr("subprocess.run", lambda command, env: killed)
+    failed(run("bench", "linear"), "bench linear ended with signal 9. Look into .* take smaller")
 
 
 def test_bench_passes_the_activations_of_a_gpu_on(
@@ -272,6 +283,14 @@ def test_bench_passes_the_activations_of_a_gpu_on(
     assert [flags["activations"] for flags in seen] == ["auto", "fp8", "bf16", "fp8"]
     failed(run(*moe, "--activations", "int8"), "--activations int8 are the CPU's")
     failed(run("bench", "moe", "--activations", "fp8"), "fp8 are a GPU's. Add --device cuda:0")
+
+
+def test_too_many_threads_name_the_flag_that_asked(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYKERNELS_THREADS", "9999")
+    failed(run("bench", "moe"), "9999 threads .*Give PYKERNELS_THREADS [0-9]+ or fewer")
+    failed(run("bench", "moe", "--threads", 9998), "9998 threads .*Give --threads [0-9]+ or fewer")
 
 
 def test_bench_moe_help_names_every_format(run: Run) -> None:

@@ -56,6 +56,14 @@ def test_help_imports_nothing_heavy_and_is_quick() -> None:
     assert min(seconds) < 0.5
 
 
+def test_a_terminal_without_a_size_shows_help_and_errors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    assert "bench" in run("--help").stdout
+    assert run("bench", "moe", "--kernel", "amx9").stderr.startswith("error: There is no kernel")
+
+
 def test_greedy_text_is_the_same_twice_and_alone_on_stdout(forks: Forks) -> None:
     args = ("generate", "--max-new-tokens", "64", "--temperature", "0", PROMPT)
     first, second = run(*args), forks.run(MAIN, *args)

@@ -157,6 +157,20 @@ def test_a_count_asked_for_takes_the_place_of_the_one_that_was_up(
         peers.close()
 
 
+def test_a_peer_that_failed_on_a_call_starts_again_for_the_next_case(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    peers, house = table(monkeypatch, settings(3), {(3, 1): 1.0, (3, 64): None})
+    try:
+        peers.ready(TORCH, 1)
+        with pytest.raises(PeerMissing, match="too many tokens"):
+            peers.ready(TORCH, 64)
+        assert peers.ready(TORCH, 1).turn(0.0)
+        assert house.started == [3, 3]
+    finally:
+        peers.close()
+
+
 def test_a_peer_with_fewer_experts_is_asked_for_those(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = replace(SHAPE, E=32)
     held: list[int] = []

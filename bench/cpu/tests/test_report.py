@@ -53,9 +53,8 @@ def test_a_page_of_one_section_has_no_empty_ones(section: str, tmp_path: Path) -
     results |= {section: whole[section], "settings": whole["settings"] | {"sections": [section]}}
     paths = {path.name for path in write(results, tmp_path)}
     name = f"2031-02-03-quick-{section}"
-    plot = {"table": "roofline", "latency": "latency", "threads": "threads"}.get(section)
-    plots = {f"{name}-{plot}.png"} if plot else set()
-    assert paths == {f"{name}.json", f"{name}.md"} | plots
+    plot = "roofline" if section == "table" else section
+    assert paths == {f"{name}.json", f"{name}.md", f"{name}-{plot}.png"}
     page = markdown(results, [])
     assert {name for name, head in HEADS.items() if head in page} == {section} & set(HEADS)
     shown = rendered(results)
@@ -146,7 +145,7 @@ def test_files_are_written(tmp_path: Path) -> None:
     paths = write(canned(), tmp_path)
     folder = tmp_path / "some-cpu-arch9-4-cores"
     names = {path.name for path in paths}
-    plots = {f"2031-02-03-quick-{plot}.png" for plot in ("roofline", "latency", "threads")}
+    plots = {f"2031-02-03-quick-{plot}.png" for plot in ("roofline", "latency", "threads", "skew")}
     assert names == {"2031-02-03-quick.json", "2031-02-03-quick.md"} | plots
     assert all(path.parent == folder and path.stat().st_size > 0 for path in paths)
     assert json.loads((folder / "2031-02-03-quick.json").read_text()) == json.loads(
@@ -156,7 +155,7 @@ def test_files_are_written(tmp_path: Path) -> None:
 
 
 def test_a_run_never_takes_the_place_of_another(tmp_path: Path) -> None:
-    results = canned() | {"latency": [], "threads": [], "table": []}
+    results = canned() | {"latency": [], "threads": [], "table": [], "skew": []}
     names = [write(results, tmp_path)[0].name for _ in range(3)]
     assert names == [f"2031-02-03-quick{number}.json" for number in ("", "-2", "-3")]
 
@@ -173,7 +172,7 @@ def test_a_plot_tells_the_roofs_of_bf16_and_int8_apart() -> None:
 def test_plots_without_data_are_left_out(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     results = canned()
-    results["latency"], results["threads"] = [], []
+    results["latency"], results["threads"], results["skew"] = [], [], []
     results["table"] = results["table"][-1:]
     assert [path.suffix for path in write(results, tmp_path)] == [".json", ".md"]
 

@@ -13,13 +13,16 @@ import pytest
 from bench.cpu import __main__ as command
 from bench.cpu import run as run_module
 from bench.cpu.cases import Settings, Tokens
+from bench.cpu.machine import describe
 from bench.cpu.quiet import Watch
 from bench.cpu.run import Part, Run
 from model.cli_common import EXIT_ERROR, EXIT_INTERRUPTED
+from pykernels.env import env
 from pykernels.errors import PykernelsError
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
 from runtime.pool import configure_default_pool
+from runtime.topology import Topology
 
 
 @pytest.fixture(autouse=True)
@@ -193,6 +196,71 @@ def test_nothing_is_kept_of_a_run_that_measured_nothing(
     assert list(tmp_path.rglob("*")) == []
 
 
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (UnicodeEncodeError("ascii", "×", 0, 1, "ordinal not in range(128)"), "ordinal not in"),
+    ],
+)
+def test_files_are_there_before_the_table_is_printed(
+    error: Exception,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Which may go to a full disk, a closed pipe, or a terminal of another encoding."""
+    pytest.importorskip("matplotlib")
+    run = planned([("fp8: a", rows(1))])
+    monkeypatch.setattr(command, "prepare", lambda chosen: run)
+    monkeypatch.setattr("bench.cpu.report.terminal", lambda results: raises(error)())
+    assert command.main(["--out", str(tmp_path)]) == EXIT_ERROR
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"error: the table cannot be printed ({why}")
+    assert "but it is written. Read " in said and said.endswith("-quick-latency.md.")
+    names = sorted(path.name.partition("-quick-latency")[2] for path in tmp_path.rglob("*.*"))
+    assert names == ["-latency.png", ".json", ".md"]
+
+
+def test_a_folder_that_cannot_be_written_later_on_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    run = planned([("fp8: a", rows(1))])
+    monkeypatch.setattr(command, "prepare", lambda chosen: run)
+    (tmp_path / describe(run.target)["slug"]).touch()
+    assert command.main(["--out", str(tmp_path)]) == EXIT_ERROR
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"error: results cannot be written to {tmp_path}") and "File ex" in said
+
+
+def test_a_flag_of_the_environment_that_cannot_be_is_told_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("PYKERNELS_KERNEL", "amx9")
+    assert command.main(["--no-peers"]) == EXIT_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: PYKERNELS_KERNEL='amx9' cannot be used")
+
+
+def test_the_flags_of_the_environment_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Topology, "usable", 4)
+    with env.override(threads=3):
+        options = ["--sections", "table", "--formats", "fp8,fp8", "--tokens", "1,1", "--no-peers"]
+        settings = command.prepare(command.options(options)).settings
+    assert (settings.threads, settings.formats, settings.tokens) == (3, ("fp8",), (Tokens(1),))
+
+
+def test_options_are_checked_without_measuring(tmp_path: Path) -> None:
+    """So that `make bench-cpu` need not install every peer to learn of a misspelt one."""
+    pytest.importorskip("matplotlib")
+    assert command.main(["--check", "--quick", "--no-peers", "--out", str(tmp_path)]) == 0
+    assert command.main(["--check", "--formats", "fp9", "--out", str(tmp_path)]) == EXIT_ERROR
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_no_part_begins_after_the_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
     clock = [now]
@@ -223,6 +291,10 @@ def test_no_part_begins_after_the_minutes(monkeypatch: pytest.MonkeyPatch) -> No
         (["--peers", "vllm"], "there is no peer 'vllm'. Use kt-kernel, llama.cpp, torch, numpy"),
         (["--out", __file__], "results cannot be written to "),
         (["--out", "/proc/results"], "results cannot be written to /proc/results: "),
+        (["--out", "a" * 300], "results cannot be written to aaa"),
+        (["--tokens", "9" * 18, "--no-peers"], f"calls of {'9' * 18} tokens need "),
+        (["--threads", "0"], "0 threads. Give --threads 1 to "),
+        (["--threads", "-1"], "-1 threads. Give --threads 1 to "),
     ],
 )
 def test_what_cannot_be_is_one_line(

@@ -86,6 +86,9 @@ def test_bytes_and_operations_are_those_of_the_keys_seen() -> None:
     assert result(steps.run).shape == (1, 3, 4, 32)
     prefill = build(Size("gqa_prefill", 1, 8, heads=1, kv_heads=1, head_dim=32, new=2), cpu)
     assert prefill.flops == (7 + 8) * 2 * 2 * 32
+    assert prefill.nbytes == 2 * 32 * (2 * 2 + 2 * 8)  # q and out, k and v
+    windowed = Size("gqa_prefill", 1, 90, heads=4, kv_heads=2, head_dim=32, new=16, window=20)
+    assert build(windowed, cpu).nbytes == 2 * 32 * (2 * 16 * 4 + 2 * 35 * 2)  # no key before
 
 
 @pytest.mark.parametrize(

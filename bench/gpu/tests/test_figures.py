@@ -1,0 +1,96 @@
+"""What a row says, beside formulas written out by hand: bytes, shares, words on the terminal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.gpu import __main__ as program
+from bench.gpu import router, run, tune
+from bench.gpu.harness import Case, rates
+from bench.gpu.report import line, params
+from bench.gpu.roofs import Roofs
+
+HERE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+ROOFS = Roofs(read_gbps=4000.0, copy_gbps=4200.0, matmul_tflops=800.0)
+V3, PLAIN = router.KINDS["v3"](4), router.KINDS["softmax"](2)
+
+
+@pytest.mark.parametrize(
+    ("case", "nbytes"),
+    [
+        # float32 logits; 2 slots of id, weight, slot, position; starts
+        (lambda: router.route_case(1, 16, 64, PLAIN, False, False, HERE), 64 + 2 * 20 + 4 * 17),
+        # a bias is read only where there is one
+        (lambda: router.route_case(1, 32, 64, V3, True, False, HERE), 128 + 128 + 4 * 20 + 4 * 33),
+        # a row read once, written for each slot
+        (
+            lambda: router.route_case(1, 16, 64, PLAIN, False, True, HERE),
+            64 + 2 * 20 + 4 * 17 + 2 * 64 * 3,
+        ),
+        # a float32 gate and the token's row in; the row for each slot out; no logits
+        (
+            lambda: router.step_case(1, 64, 64, V3, HERE),
+            4 * 64 * 64 + 2 * 64 + 4 * 64 + 4 * 20 + 4 * 65 + 2 * 4 * 64,
+        ),
+    ],
+    ids=["route", "biased", "gather", "step"],
+)
+def test_a_router_moves_what_it_is_given_and_gives(case: Any, nbytes: int) -> None:
+    assert case().nbytes == nbytes
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    case = Case("around", "wait", {"tokens": 1}, lambda: None, nbytes=4_200_000, flops=8_000_000)
+    head = {"op": case.op, "name": case.name, **case.params}
+    return {**head, **rates(case, 2.0, ROOFS), "captured": True, **changes}
+
+
+def test_a_row_has_the_share_of_each_roof() -> None:
+    found = row()
+    assert (found["read_share"], found["copy_share"], found["matmul_share"]) == (0.525, 0.5, 0.005)
+    assert params(found) == {"tokens": 1}  # no figure is taken for a size
+
+
+def test_a_line_for_the_terminal_has_no_markdown() -> None:
+    found = line(row(x_flex=1.5, captured_flex=False, x_sdpa=2.0, captured_sdpa=True))
+    assert found.endswith(", 1.50 x flex (NOT CAPTURED), 2.00 x sdpa")
+
+
+def test_an_unexpected_error_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(*given: Any) -> None:
+        raise RuntimeError("CUDA error\n  no memory.\n")
+
+    monkeypatch.setattr(program, "measured", measured)
+    assert program.main(["--op", "moe", "--case"]) == program.EXIT_FAILED_CASES
+    said = "error: unexpected RuntimeError: CUDA error no memory. --debug shows the traceback.\n"
+    assert capsys.readouterr().err == said
+
+
+def test_tuning_that_is_interrupted_ends_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tune, "main", interrupted)
+    assert tune.run() == 130
+
+
+def test_what_a_library_prints_in_the_new_process_is_no_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    rows = [{"op": "roofs"}, {"op": "moe", "name": "experts"}]
+    said = ["[1/2] nvcc a.cu", "7", *map(json.dumps, rows)]
+    fake = tmp_path / "bench/gpu/__main__.py"
+    fake.parent.mkdir(parents=True)
+    fake.write_text(f"print({chr(10).join(said)!r})")
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    assert list(run.in_a_new_process(("moe",), [], None)(1)) == rows[1:]
+    assert capsys.readouterr().err == "[1/2] nvcc a.cu\n7\n"
