@@ -213,7 +213,8 @@ class RoutedExperts:
         for part in parts:  # another call reads the workspace that this one is prepared in
             part.pool.claim()
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        partials = [torch.empty(x.shape) for _ in parts] if len(parts) > 1 else []
+        several = len(parts) > 1
+        partials = [torch.empty_like(y, dtype=torch.float32) for _ in parts if several]
         for part, out in zip(parts, partials or [y], strict=True):
             part.arrange(x, ids, weights, out)
         calls, likes = zip(*(part.begin() for part in parts), strict=True)
