@@ -304,8 +304,8 @@ def until_done(step: Callable[[], object]) -> None:
         try:
             step()
             break
-        except RuntimeError:  # Python's own: a thread cannot be joined here, nor later
-            raise
+        except (AttributeError, RuntimeError, TypeError):
+            raise  # Python's own, not Ctrl-C: a thread cannot be joined here, a module is empty
         except BaseException as error:
             came = error
     if came is not None:

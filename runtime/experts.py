@@ -185,7 +185,9 @@ class RoutedExperts:
     def __del__(self) -> None:
         bound = getattr(self, "_bound", None)
         if bound is not None:  # where a ticket was lost, the workers read what goes now
-            until_done(lambda: [part.settle() for part in bound[1]])
+            open_ones = [part for part in bound[1] if not part.pool.ended]
+            if open_ones:
+                until_done(lambda: [part.settle() for part in open_ones])
 
     def _submit(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Ticket:
         """``submit``, of a call that this thread has not handed out (``WorkerPool.abandon``)."""
