@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 
 import numpy as np
 from numba import types
@@ -89,15 +90,17 @@ class Control:
         until it starts or ``release`` gives it up.
 
         Raises:
-            PykernelsError: a call is running, another thread prepares one, the pool is closed, or
-                this is a forked child.
+            PykernelsError: a call is running, another thread prepares one, this one does in the
+                middle of which a signal came, the pool is closed, or this is a forked child.
         """
         # A claim of this thread's own was left behind by Ctrl-C: it prepares nothing now.
         mine = tasks.FREE, threading.get_ident()
-        if tasks.turn(self.control, *mine) not in mine:
+        if (state := tasks.turn(self.control, *mine)) not in mine:
             self.abandon()
             if tasks.turn(self.control, *mine) not in mine and not self._inherit():
                 raise self.refusal()
+        elif state != tasks.FREE and self._in_preparation:
+            raise self.refusal()
 
     def _inherit(self) -> bool:
         """Takes over the claim of a thread that has ended: Ctrl-C kept it from giving it up."""
@@ -108,12 +111,36 @@ class Control:
 
     def release(self) -> None:
         """Gives up what this thread has claimed, if it has not started a call since."""
-        tasks.turn(self.control, threading.get_ident(), tasks.FREE)
+        if not self._in_preparation:
+            tasks.turn(self.control, threading.get_ident(), tasks.FREE)
 
     @property
     def claimed(self) -> bool:
         """Whether this thread has the pool for a call that it prepares."""
         return self._word[_STATE] == threading.get_ident()
+
+    def prepare(self, steps: Callable[[], None]) -> None:
+        """Takes the steps of preparing a call that this thread has claimed the pool for.
+
+        A signal's handler that calls in the middle of them is refused: it would run, or leave
+        behind, a descriptor that is half of each call.
+
+        Raises:
+            PykernelsError: this thread has the pool no more: such a handler came before.
+        """
+        if not self.claimed:
+            raise self.refusal()
+        steps()
+
+    @property
+    def _in_preparation(self) -> bool:
+        """Whether ``prepare`` is on this thread's stack: a mark of its own Ctrl-C might leave."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code is Control.prepare.__code__ and frame.f_locals["self"] is self:
+                return True
+            frame = frame.f_back
+        return False
 
     def hand_out(self) -> None:
         """The call that this thread has started is in the hands of who will wait for it: it is not
@@ -259,8 +286,9 @@ class Control:
                 "a call is still running on this pool",
                 "sync it before the next submit; call settle() of the pool if its ticket is lost",
             )
+        who = "another thread" if state != threading.get_ident() else "this thread, interrupted,"
         return PykernelsError(
-            "another thread prepares a call on this pool", "Make one call after the other"
+            f"{who} prepares a call on this pool", "Make one call after the other"
         )
 
     def _nothing_runs(self) -> PykernelsError:
@@ -304,8 +332,8 @@ def until_done(step: Callable[[], object]) -> None:
         try:
             step()
             break
-        except RuntimeError:  # Python's own: a thread cannot be joined here, nor later
-            raise
+        except (AttributeError, RuntimeError, TypeError):
+            raise  # Python's own, not Ctrl-C: a thread cannot be joined here, a module is empty
         except BaseException as error:
             came = error
     if came is not None:

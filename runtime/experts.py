@@ -185,7 +185,9 @@ class RoutedExperts:
     def __del__(self) -> None:
         bound = getattr(self, "_bound", None)
         if bound is not None:  # where a ticket was lost, the workers read what goes now
-            until_done(lambda: [part.settle() for part in bound[1]])
+            open_ones = [part for part in bound[1] if not part.pool.ended]
+            if open_ones:
+                until_done(lambda: [part.settle() for part in open_ones])
 
     def _submit(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Ticket:
         """``submit``, of a call that this thread has not handed out (``WorkerPool.abandon``)."""
@@ -213,7 +215,8 @@ class RoutedExperts:
         for part in parts:  # another call reads the workspace that this one is prepared in
             part.pool.claim()
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        partials = [torch.empty(x.shape) for _ in parts] if len(parts) > 1 else []
+        several = len(parts) > 1
+        partials = [torch.empty_like(y, dtype=torch.float32) for _ in parts if several]
         for part, out in zip(parts, partials or [y], strict=True):
             part.arrange(x, ids, weights, out)
         calls, likes = zip(*(part.begin() for part in parts), strict=True)

@@ -180,8 +180,11 @@ class Part:
         Raises:
             PykernelsError: inputs that do not fit, or a pool that this thread has no more.
         """
-        if not self.pool.claimed:  # a signal handler has made a call in between
-            raise self.pool.refusal()
+        self.pool.prepare(lambda: self._arrange(x, ids, weights, y))
+
+    def _arrange(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
+    ) -> None:
         self._like = self._spare = None
         self.held.clear()  # no call runs
         rows = contiguous_rows(x)

@@ -435,13 +435,17 @@ def finish(
 
 
 @kernel()
-def run(control: int, thread: int, driver_works: bool, call: tuple[int, ...]) -> int:
-    """``publish`` and ``finish`` in one: no Ctrl-C comes between, to free what the tasks use."""
+def run(control: int, thread: int, driver_works: bool, call: tuple[int, ...]) -> tuple[int, int]:
+    """``publish`` and ``finish`` in one: no Ctrl-C comes between, to free what the tasks use.
+
+    Returns:
+        the call's number and its status; or 0 and NOT_RUNNING, as ``publish``.
+    """
     if atomic_exchange(control + STATE, thread, LAUNCHING) != thread:
-        return NOT_RUNNING
+        return 0, NOT_RUNNING
     number = open_call(control, thread, *call)
     atomic_store(control + STATE, DRIVEN)
-    return _drive(control, number, driver_works, 0, 0, 0)
+    return number, _drive(control, number, driver_works, 0, 0, 0)
 
 
 @kernel()

@@ -87,10 +87,16 @@ class WorkerPool(Control):
         node: NUMA node that the memory of its experts is bound to; None for not bound.
         spin_us: how long an idle thread spins before it sleeps; None for ``spin_budget``'s.
 
+    Attributes:
+        ended: whether ``close`` has done all: no call runs, nor will. A flag, since what outlives
+            the modules, in ``sys`` say, goes when these are empty.
+
     Raises:
         PykernelsError: more threads than usable cores, fewer than one, or no whole number; a time
             to spin that is none; or a core that is refused.
     """
+
+    ended = False
 
     def __init__(
         self,
@@ -195,13 +201,13 @@ class WorkerPool(Control):
         try:
             self.claim()
             self.reserve_barriers(call.active, call.down_chunks)
-            status = tasks.run(self.control, me, self.driver_works, tuple(call))
+            number, status = tasks.run(self.control, me, self.driver_works, tuple(call))
         except BaseException:
             self.release()
             raise
         if status == tasks.NOT_RUNNING:
             raise self.refusal()
-        self._check(self._word[tasks.FAILED_CALL // 8], status)
+        self._check(number, status)
 
     def _elsewhere(self) -> set[int | None]:
         others = (pool for pool in list(_open_pools) if pool is not self)
@@ -221,12 +227,14 @@ class WorkerPool(Control):
             else:
                 self.settle()
         if self._word[tasks.STATE // 8] == tasks.FORKED:
+            self.ended = True
             return  # its threads are the parent's
         tasks.stop(self.control)
         for thread in self._threads:
             if thread.ident is not None:  # it was started before Ctrl-C came
                 thread.join()
         _open_pools.discard(self)
+        self.ended = True
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -235,7 +243,7 @@ class WorkerPool(Control):
         self.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_threads"):
+        if hasattr(self, "_threads") and not self.ended:
             until_done(self.close)  # the workers read and write what goes now
 
 

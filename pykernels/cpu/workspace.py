@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from threading import Lock
 from typing import NamedTuple
 
@@ -30,14 +31,14 @@ class Workspace:
     def __init__(self) -> None:
         self._sizes: tuple[int, ...] = (0,) * 11
         self.buffers: dict[str, torch.Tensor] = {}
-        self._scratch, self._growing = torch.empty(0, dtype=torch.uint8), Lock()
+        self._scratch, self._growing = torch.empty(0, dtype=torch.uint8, device="cpu"), Lock()
 
     def scratch(self, workers: int, nbytes: int) -> torch.Tensor:
         """uint8 [workers * nbytes], 64-byte aligned; it only grows, and old ones stay valid."""
         with self._growing:  # layers are bound by threads that do not wait for one another
             scratch = self._scratch
             if scratch.numel() < workers * nbytes:
-                raw = torch.empty(workers * nbytes + 64, dtype=torch.uint8)
+                raw = torch.empty(workers * nbytes + 64, dtype=torch.uint8, device="cpu")
                 skip = -raw.data_ptr() % 64
                 self._scratch = scratch = raw[skip : skip + workers * nbytes]
             return scratch
@@ -66,23 +67,25 @@ class Workspace:
         if any(need > have for need, have in zip(sizes, self._sizes, strict=True)):
             sizes = tuple(max(pair) for pair in zip(sizes, self._sizes, strict=True))
             T, S, E, Hp, x_row, few, h_row, many, h_gemm_row, x_tiles, h_tiles = sizes
+            # Told all: what torch makes by default is the caller's to set.
+            room = partial(torch.zeros, device="cpu")
             self.buffers = {
-                "x": torch.zeros(T, x_row, dtype=torch.uint8),
-                "h": torch.zeros(few, h_row, dtype=torch.uint8),
-                "h_gemm": torch.zeros(many, h_gemm_row, dtype=torch.uint8),
-                "h_rows": torch.zeros(E, dtype=torch.int64),
-                "acc": torch.zeros(T, Hp),
-                "slot_token": torch.zeros(S, dtype=torch.int64),
-                "slot_weight": torch.zeros(S),
-                "experts": torch.zeros(E, dtype=torch.int64),
-                "starts": torch.zeros(E + 1, dtype=torch.int64),
-                "cursor": torch.zeros(E, dtype=torch.int64),
-                "x_tiles": torch.zeros(x_tiles, dtype=torch.bfloat16),
-                "h_tiles": torch.zeros(h_tiles, dtype=torch.bfloat16),
-                "groups": torch.zeros(E, dtype=torch.int64),
-                "pieces": torch.zeros(E, dtype=torch.int64),
-                "piece_active": torch.zeros(S, dtype=torch.int64),
-                "piece_slot": torch.zeros(S, dtype=torch.int64),
+                "x": room(T, x_row, dtype=torch.uint8),
+                "h": room(few, h_row, dtype=torch.uint8),
+                "h_gemm": room(many, h_gemm_row, dtype=torch.uint8),
+                "h_rows": room(E, dtype=torch.int64),
+                "acc": room(T, Hp, dtype=torch.float32),
+                "slot_token": room(S, dtype=torch.int64),
+                "slot_weight": room(S, dtype=torch.float32),
+                "experts": room(E, dtype=torch.int64),
+                "starts": room(E + 1, dtype=torch.int64),
+                "cursor": room(E, dtype=torch.int64),
+                "x_tiles": room(x_tiles, dtype=torch.bfloat16),
+                "h_tiles": room(h_tiles, dtype=torch.bfloat16),
+                "groups": room(E, dtype=torch.int64),
+                "pieces": room(E, dtype=torch.int64),
+                "piece_active": room(S, dtype=torch.int64),
+                "piece_slot": room(S, dtype=torch.int64),
             }
             self._sizes = sizes  # behind them: memory may be refused, and Ctrl-C come
         return self.buffers

@@ -16,7 +16,7 @@ import torch
 
 from pykernels.cpu.workspace import MoECall, Workspace
 from pykernels.errors import PykernelsError
-from runtime import experts, roofline, tasks
+from runtime import control, experts, roofline, tasks
 from runtime.experts import RoutedExperts
 from runtime.launch import Part
 from runtime.pool import Call, WorkerPool, make_pool
@@ -277,6 +277,15 @@ def test_a_pool_that_goes_is_closed(monkeypatch):
         _interrupt(patch, tasks, "stop", before=True, times=2)
         del pool
     assert seen == [KeyboardInterrupt] and not threads[0].is_alive()
+
+
+@pytest.mark.parametrize("error", [AttributeError, TypeError, RuntimeError])
+def test_a_step_that_can_never_be_done_is_not_taken_for_ever(error):
+    def step() -> None:
+        raise error("a module is empty")
+
+    with pytest.raises(error, match="is empty"):
+        control.until_done(step)
 
 
 def _leave_a_claim(routed: RoutedExperts, patch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,10 @@ LEAVINGS = {
     "workers asleep": "time.sleep(0.05)",
     "close while a call runs": "pool.start(slow); pool.close()",
     "a dropped pool": "pool.start(slow); del pool",
+    "a pool that outlives the modules": "sys.kept = pool",
+    "and its experts": (
+        "from tests.cpu.routed import inputs, load; sys.kept = load(pool); sys.kept(*inputs(2))"
+    ),
 }
 POOLS = [
     pytest.param({"threads": 1, "driver_works": True}, id="the driver alone"),

@@ -301,6 +301,25 @@ def test_a_failed_call_that_another_has_ended_gives_no_result(pool):
     assert torch.equal(routed(*inputs(3)), wanted)
 
 
+def test_a_failure_is_told_to_the_thread_whose_call_it_was(pool, monkeypatch):
+    first = Call(_failing.address, _failing.address, 0, 1, 1, 0)
+    second = Call(
+        _failing.address, _failing.address, 0, 0, 0, 0, rows=_failing.address, row_tasks=1
+    )
+    run, seen = tasks.run, list[object]()
+
+    def late(*given: object) -> object:
+        monkeypatch.undo()
+        ended = run(*given)
+        seen.extend(elsewhere(lambda: pool.run(second)))  # fails as well, before that is told
+        return ended
+
+    monkeypatch.setattr(tasks, "run", late)
+    with pytest.raises(TaskError, match="^a task failed with status 77$"):
+        pool.run(first)
+    assert str(seen[0]) == "rows task 0 failed with status 77"
+
+
 def test_the_last_failure_is_never_taken_for_none(pool):
     """Who looks while a later failure is recorded must not find that its call went well."""
     seen, ends = [0], threading.Event()
