@@ -25,7 +25,9 @@ import gc, json, os, socket, sys
 {first}
 gc.collect()
 gc.freeze()  # else each fork copies, at its end, the pages of all that was imported
-assert len(os.listdir("/proc/self/task")) == 1, "a fork has none of the other threads"
+tasks = os.listdir("/proc/self/task")
+names = [open(f"/proc/self/task/{{task}}/comm").read().strip() for task in tasks]
+assert len(names) == 1, f"a fork has none of the other threads: {{names}}"
 asked = socket.socket(fileno=int(sys.argv[1]))
 while True:
     script, streams, *_ = socket.recv_fds(asked, 1 << 16, 2)
@@ -81,7 +83,8 @@ class Forks:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+            # The CUDA driver starts a thread as soon as somebody counts the GPUs.
+            env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **variables},
         )
         theirs.close()
         self._answers = self._ask.makefile("rb")

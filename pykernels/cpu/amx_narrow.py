@@ -2,7 +2,8 @@
 
 Sums stay in 16 registers for a whole slab, 16 tokens by 16 outputs, so that a fold is one
 multiply-add and no store of its own. Of four C tiles two are multiplied into while the other two
-are stored and folded (25 cycles a product, 28 by fours; the product alone takes 16).
+are stored and folded (25 cycles a product, 28 by fours; the product alone takes 16). The minima of
+a slab, one superblock, are multiplied before its first groups and folded beside them.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from .amx_passes import HEADER, Passes
-from .gemm import MAX_TOKENS, TILE
-from .intrin.avx512 import broadcast_f32, fma_f32, fnma_f32, load_f32, mul_f32, store_f32
+from .gemm import MAX_TOKENS, SLAB_BYTES, TILE
+from .intrin.avx512 import broadcast_f32, fma_f32, load_f32, mul_f32, store_f32
 from .intrin.avx512_bytes import load_i32, to_f32
 from .intrin.prefetch import prefetch_l2
 from .intrin.registers import f32x16_array
@@ -26,12 +27,14 @@ def make_narrow(scales: Scales, ACT_K: int, STEP_K: int, amx: Any, streams: int)
     PER_STEP = STEP_K // GROUP  # scale groups in a full tile
     A_BYTES, B_BYTES = 64 // PER_STEP, TILE // PER_STEP
     QUAD = 4 * GROUP  # inputs of four products
+    SUPER_K = scales.super_k
     factor_of: Any = scales.factor
-    minimum_of: Any = scales.minimum
-    MINIMA = scales.minimum is not None
+    minimum_of: Any = scales.super_minimum
+    MINIMA = scales.super_minimum is not None
     zero, load, store = amx.zero, amx.load, amx.store
     dot = amx.dot_i8 if INT8 else amx.dot_bf16
     assert ACT_K % QUAD == 0, "four products have one activation scale"
+    assert not (MINIMA and INT8), "these are planes"
 
     @inlined
     def read(at):
@@ -70,23 +73,31 @@ def make_narrow(scales: Scales, ACT_K: int, STEP_K: int, amx: Any, streams: int)
         dot(3, 5, 7)
 
     @inlined
-    def fold_two(totals, part, half, scale, group, act, sums):
+    def multiply_minima(a, b, half):
+        zero(2)
+        load(4, a, 64)
+        load(6, b + SLAB_BYTES + half * TILE, 64)
+        dot(2, 4, 6)
+
+    @inlined
+    def fold_minima(totals, part, half, scale, superblock):
+        factor = minimum_of(scale, superblock, half)
+        for t in range(16):
+            totals[t] = fma_f32(load_f32(part + 64 * t), factor, totals[t])
+
+    @inlined
+    def fold_two(totals, part, half, scale, group, act):
         """totals[16] += two groups' products, scaled."""
         f0, f1 = factor_of(scale, group, half), factor_of(scale, group + 1, half)
-        if MINIMA:
-            m0, m1 = minimum_of(scale, group, half), minimum_of(scale, group + 1, half)
         for t in range(16):
             at = part + 64 * t
             total = mul_f32(read(at), f0) if INT8 else fma_f32(read(at), f0, totals[t])
             total = fma_f32(read(at + TILE), f1, total)
-            if MINIMA:
-                total = fnma_f32(broadcast_f32(f32(sums, t)), m0, total)
-                total = fnma_f32(broadcast_f32(f32(sums, MAX_TOKENS + t)), m1, total)
             totals[t] = fma_f32(total, broadcast_f32(f32(act, t)), totals[t]) if INT8 else total
 
     @inlined
     def run(
-        inputs, count, a, a_group, b, c, scale, first_k, act_scales, sums, parts, ahead, stream,
+        inputs, count, a, a_group, b, c, scale, first_k, act_scales, minima, parts, ahead, stream,
         lines,
     ):  # fmt: skip
         part01, part23 = parts + HEADER, parts + HEADER + 2 * TILE
@@ -95,6 +106,8 @@ def make_narrow(scales: Scales, ACT_K: int, STEP_K: int, amx: Any, streams: int)
             totals = f32x16_array(16)
             for t in range(16):
                 totals[t] = load_f32(to + 128 * t)
+            if MINIMA:
+                multiply_minima(minima, b, half)
             # Two tiles are multiplied while two are stored and the two before folded: the last
             # turn only stores and folds.
             for k in range(0, inputs + QUAD, QUAD):
@@ -102,17 +115,20 @@ def make_narrow(scales: Scales, ACT_K: int, STEP_K: int, amx: Any, streams: int)
                 done = k - QUAD
                 group = (first_k + done) // GROUP
                 act = act_scales + 4 * MAX_TOKENS * (done // ACT_K) if INT8 else 0
-                less = sums + 4 * MAX_TOKENS * (done // GROUP)
                 if k < inputs:
                     multiply_01(a_at, b_at)
                 if k > 0:
-                    fold_two(totals, part01, half, scale, group, act, less)
+                    fold_two(totals, part01, half, scale, group, act)
                     store(2, part23, 64)
                     store(3, part23 + TILE, 64)
+                elif MINIMA:
+                    store(2, part23, 64)
                 if k < inputs:
                     multiply_23(a_at, b_at)
                 if k > 0:
-                    fold_two(totals, part23, half, scale, group + 2, act, less + 8 * MAX_TOKENS)
+                    fold_two(totals, part23, half, scale, group + 2, act)
+                elif MINIMA:
+                    fold_minima(totals, part23, half, scale, first_k // SUPER_K)
                 if k < inputs:
                     store(0, part01, 64)
                     store(1, part01 + TILE, 64)

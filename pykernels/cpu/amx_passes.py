@@ -24,11 +24,12 @@ class Passes:
     """The compiled loops over a slab.
 
     Attributes:
-        run: ``run(inputs, count, a, a_group, b, c, scale, first_k, act_scales, sums, parts, ahead,
-            stream, lines) -> ahead``: ``c[32, 32] += scale * (products of a slab)`` for ``count``
-            groups of 16 tokens, ``a_group`` bytes apart; prefetches ``lines`` from ``ahead`` on
-            with each product, and as many of each further stream, ``stream`` bytes apart; may leave
-            the last of it to the next call.
+        run: ``run(inputs, count, a, a_group, b, c, scale, first_k, act_scales, minima, parts,
+            ahead, stream, lines) -> ahead``: ``c[32, 32] += scale * (products of a slab)`` for
+            ``count`` groups of 16 tokens, ``a_group`` bytes apart, less minima, whose A tiles are
+            in ``minima`` and B tiles behind the slab (``amx_minima``); prefetches ``lines`` from
+            ``ahead`` on with each product, and as many of each further stream, ``stream`` bytes
+            apart; may leave the last of it to the next call.
         flush: ``flush(parts)``: adds what is left.
         token_groups: the most of ``count``.
         b_rows: rows of a B tile.

@@ -26,6 +26,7 @@ from typing import Any
 from numba import carray, types
 
 from ..quant.layout import K_BLOCK
+from . import amx_minima
 from .activations import annotation
 from .amx_narrow import make_narrow
 from .amx_passes import PARTS_BYTES
@@ -42,7 +43,7 @@ from .powers import make_decode_powers
 from .scales import Scales
 from .slabs import make_decode, make_gather
 
-_ACT_GROUPS, _SUM_GROUPS = 4, 16  # of a slab, at most
+_ACT_GROUPS = 4  # of a slab, at most
 _PAGE = 4096
 
 LONG_FROM = 128
@@ -51,9 +52,9 @@ LONG_FROM = 128
 _CONFIG_AT = OUT_AT + OUT_BYTES
 _PARTS_AT = _CONFIG_AT + 64
 _B_AT = _PARTS_AT + PARTS_BYTES
-_ACT_SCALES_AT = _B_AT + SLAB_BYTES  # float32 [_ACT_GROUPS, MAX_TOKENS]
-_SUMS_AT = _ACT_SCALES_AT + 4 * _ACT_GROUPS * MAX_TOKENS  # float32 [_SUM_GROUPS, MAX_TOKENS]
-SCRATCH_BYTES = _SUMS_AT + 4 * _SUM_GROUPS * MAX_TOKENS
+_ACT_SCALES_AT = _B_AT + SLAB_BYTES + amx_minima.BYTES  # float32 [_ACT_GROUPS, MAX_TOKENS]
+_MINIMA_AT = _ACT_SCALES_AT + 4 * _ACT_GROUPS * MAX_TOKENS  # A tiles
+SCRATCH_BYTES = _MINIMA_AT + TILE * (MAX_TOKENS // 16)
 """Scratch of one worker, 64-byte aligned."""
 
 
@@ -96,11 +97,11 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
     STEP_BYTES = 2 * TILE_BYTES * STEP_K // PACKED_K  # packed bytes of 32 outputs by a step
     STEPS = K_BLOCK // STEP_K
     PLANES = 2 if scales.small and scales.k < STEP_K else 1
-    MINIMA, SUM_K = scales.minimum is not None, scales.k
+    MINIMA = scales.super_minimum is not None
     decode_scaled: Any = None
     if PLANES > 1:
         decode_scaled = make_decode_planes(reader, INT8)
-        scales = Scales(scales.super_k, scales.super_factor, scales.minimum)
+        scales = replace(scales, k=scales.super_k, factor=scales.super_factor)
     elif scales.power:
         decode_scaled = make_decode_powers(reader)
         scales = Scales(0)
@@ -117,19 +118,19 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
     if NARROW:
         passes = make_narrow(scales, ACT_K, STEP_K, amx, STREAMS)
     else:
-        passes = make_wide(
-            scales, ACT_K, SLAB * K_BLOCK, STEP_K, amx, STREAMS, PLANES, SUM_K, free=FREE
-        )
+        passes = make_wide(scales, ACT_K, SLAB * K_BLOCK, STEP_K, amx, STREAMS, PLANES, free=FREE)
     run, flush, GROUPS, B_ROWS = passes.run, passes.flush, passes.token_groups, passes.b_rows
     decode = make_decode(reader, INT8, signed=True)
-    gather = make_gather(ACT_K, SUM_K if MINIMA else 0)
+    gather = make_gather(ACT_K, 0)
+    gather_minima: Any = amx_minima.make_gather_minima(reader.scales) if MINIMA else None
+    write_minima: Any = amx_minima.make_write_minima(reader.scales) if MINIMA else None
     variant = f"{fmt}-{activations}-{ops.name}-{amx.__name__.split('.')[-1]}"
 
     @routine(ARGUMENTS, variant)
     def gemm(M, blocks, w, block_bytes, scale, scale_bytes, k_blocks, a, rows, tables, scratch):
         Mp, K = padded_tokens(M), k_blocks * K_BLOCK
         out, parts, b_slab = scratch + OUT_AT, scratch + _PARTS_AT, scratch + _B_AT
-        act_scales, sums = scratch + _ACT_SCALES_AT, scratch + _SUMS_AT
+        act_scales, minima = scratch + _ACT_SCALES_AT, scratch + _MINIMA_AT
         a_group = k_blocks * STEPS * TILE
         groups = (M + 15) // 16
         amx.load_config(write_config(scratch + _CONFIG_AT, B_ROWS))
@@ -141,7 +142,9 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
             slab_blocks = min(length, k_blocks - slab)
             inputs, steps = slab_blocks * K_BLOCK, slab_blocks * STEPS
             w_slab = w + slab * STEPS * STEP_BYTES
-            gather(16 * groups, rows, K, slab * K_BLOCK, inputs, act_scales, sums)
+            gather(16 * groups, rows, K, slab * K_BLOCK, inputs, act_scales, 0)
+            if MINIMA:
+                gather_minima(16 * groups, rows, K, slab * K_BLOCK, minima)
             # Lines of the next slab of weights with each product: all at once they would wait.
             products = (groups + GROUPS - 1) // GROUPS * steps * (PLANES if INT8 else 1)
             stream = steps * STEP_BYTES // STREAMS
@@ -156,12 +159,14 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
                 elif not DIRECT:
                     decode(b, inputs, tables, b_slab)
                     b = b_slab
+                if MINIMA:
+                    write_minima(scale + block * scale_bytes, slab * K_BLOCK, b + SLAB_BYTES)
                 for group in range(0, groups, GROUPS):
                     a_slab = a + group * a_group + slab * STEPS * TILE
                     ahead = run(
                         inputs, min(GROUPS, groups - group), a_slab, a_group, b,
                         out + (block * Mp + 16 * group) * 128, scale + block * scale_bytes,
-                        slab * K_BLOCK, act_scales + 64 * group, sums + 64 * group,
+                        slab * K_BLOCK, act_scales + 64 * group, minima + TILE * group,
                         parts, ahead, stream, lines,
                     )  # fmt: skip
             flush(parts)

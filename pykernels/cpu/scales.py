@@ -42,6 +42,7 @@ class Scales:
             to a bfloat16 as a word, for each of 16 outputs twice; None for other factors.
         small: ``small(scale, group, half)``: the factor is this integer of 8 bits, each of 16 twice
             as a 16-bit word, times ``super_factor`` of ``super_k`` inputs; None for no such thing.
+        small_minimum: likewise: the minimum is this integer as a float, times ``super_minimum``.
     """
 
     k: int
@@ -52,6 +53,8 @@ class Scales:
     super_factor: Callable | None = None
     whole: bool = False
     power: Callable | None = None
+    small_minimum: Callable | None = None
+    super_minimum: Callable | None = None
 
 
 @inlined
@@ -88,9 +91,8 @@ def _k45_factor(scale, group, half):
 
 @inlined
 def _k45_minimum(scale, group, half):
-    at = scale + (group >> 3) * SUPERBLOCK_K45
-    small = load_u8_as_f32(at + 160 + 64 * (group & 7) + 16 * half)
-    return mul_f32(load_f16(at + 64 + 32 * half), small)
+    small = _k45_small_minimum(scale, group, half)
+    return mul_f32(_k45_super_minimum(scale, group >> 3, half), small)
 
 
 @inlined
@@ -112,6 +114,17 @@ def _k45_super_factor(scale, group, half):
 
 
 @inlined
+def _k45_small_minimum(scale, group, half):
+    at = scale + (group >> 3) * SUPERBLOCK_K45
+    return load_u8_as_f32(at + 160 + 64 * (group & 7) + 16 * half)
+
+
+@inlined
+def _k45_super_minimum(scale, group, half):
+    return load_f16(scale + group * SUPERBLOCK_K45 + 64 + 32 * half)
+
+
+@inlined
 def _k6_small(scale, group, half):
     at = scale + (group >> 4) * SUPERBLOCK_K6
     return load_i8_as_word_pairs(at + 64 + 32 * (group & 15) + 16 * half)
@@ -124,7 +137,10 @@ def _k6_super_factor(scale, group, half):
 
 _GROUPS_32, _GROUPS_128 = Scales(32, _bf16_groups), Scales(128, _bf16_groups)
 _CHANNEL = Scales(128, _for_outputs, whole=True)
-_K45 = Scales(32, _k45_factor, _k45_minimum, _k45_small, 256, _k45_super_factor)
+_K45 = Scales(
+    32, _k45_factor, _k45_minimum, _k45_small, 256, _k45_super_factor,
+    small_minimum=_k45_small_minimum, super_minimum=_k45_super_minimum,
+)  # fmt: skip
 
 SCALES = {
     "bf16": Scales(0),

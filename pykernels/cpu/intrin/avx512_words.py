@@ -9,8 +9,8 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from .codegen import llvm, load, splat
-from .registers import I8, I32, u8x64
+from .codegen import llvm, load, shuffle, splat
+from .registers import I8, I32, f32x16, u8x64
 
 _I32X16 = ir.VectorType(I32, 16)
 _I16X32 = ir.VectorType(ir.IntType(16), 32)
@@ -204,6 +204,41 @@ def load_powers(typingctx, address):
         dwords = builder.zext(shift, _I32X16)
         upper = builder.shl(dwords, ir.Constant(_I32X16, [16] * 16))
         return builder.bitcast(builder.or_(dwords, upper), u8x64.ir_type)
+
+    return u8x64(types.intp), codegen
+
+
+@intrinsic
+def bf16_pairs(typingctx, first, second):
+    """The upper halves of two registers' floats side by side (``vpsrld``, ``vpternlogd``)."""
+
+    def codegen(context, builder, sig, args):
+        first, second = (builder.bitcast(x, _I32X16) for x in args)
+        low = builder.lshr(first, ir.Constant(_I32X16, [16] * 16))
+        high = builder.and_(second, ir.Constant(_I32X16, [0xFFFF0000] * 16))
+        return builder.bitcast(builder.or_(low, high), u8x64.ir_type)
+
+    return u8x64(f32x16, f32x16), codegen
+
+
+@intrinsic
+def load_f32_in_bf16_parts(typingctx, address):
+    """8 floats, each as three bfloat16 that add up to it: the 8 upper ones, the next, the lowest; 8
+    zeros."""
+    floats, dwords = ir.VectorType(ir.FloatType(), 8), ir.VectorType(I32, 8)
+
+    def codegen(context, builder, sig, args):
+        rest, parts = load(builder, args[0], floats, 4), []
+        for _ in range(3):  # 8 bits of 24 each
+            bits = builder.bitcast(rest, dwords)
+            upper = builder.and_(bits, ir.Constant(dwords, [0xFFFF0000] * 8))
+            parts.append(builder.lshr(upper, ir.Constant(dwords, [16] * 8)))
+            rest = builder.fsub(rest, builder.bitcast(upper, floats))
+        parts.append(builder.and_(parts[0], ir.Constant(dwords, [0] * 8)))
+        first = shuffle(builder, parts[0], parts[1], list(range(16)))
+        second = shuffle(builder, parts[2], parts[3], list(range(16)))
+        words = builder.trunc(shuffle(builder, first, second, list(range(32))), _I16X32)
+        return builder.bitcast(words, u8x64.ir_type)
 
     return u8x64(types.intp), codegen
 
