@@ -89,6 +89,9 @@ def attention(
         int,
         typer.Option(min=0, metavar="N", help="New tokens; 0: one of a decode, all of a prefill."),
     ] = 0,
+    keys: Annotated[
+        str, _text("rows|pages", "Where a gqa_prefill's keys lie; those of fp8 are in pages.")
+    ] = "rows",
     device: Device = "cuda:0",
     as_json: AsJson = False,
     debug: Debug = False,
@@ -96,7 +99,7 @@ def attention(
     """Time attention over a paged cache on the GPU, against its roofs and torch."""
     flags: dict[str, int | str] = {
         "kind": kind, "batch": batch, "context": context, "heads": heads, "kv_heads": kv_heads,
-        "head_dim": head_dim, "format": format, "window": window, "new": new,
+        "head_dim": head_dim, "format": format, "window": window, "new": new, "keys": keys,
     }  # fmt: skip
     run_case("attention", device, as_json, flags)
 

@@ -33,7 +33,8 @@ KINDS = ("mla_decode", "gqa_decode", "mla_prefill", "gqa_prefill")
 @dataclass(frozen=True)
 class Size:
     """One case. ``kv_heads``, ``head_dim``, ``window``: of GQA; ``new``: the newest tokens of the
-    context, whose queries these are (0: one of a decode, all of a prefill)."""
+    context, whose queries these are (0: one of a decode, all of a prefill); ``keys``: whether a GQA
+    prefill reads them from "rows" beside the queries or from "pages", as a decode does."""
 
     kind: str
     batch: int = 1
@@ -44,14 +45,21 @@ class Size:
     format: str = "bf16"
     window: int = 0
     new: int = 0
+    keys: str = "rows"
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise PykernelsError(f"no attention {self.kind!r}", f"Use one of {', '.join(KINDS)}")
         if self.format not in ("bf16", "fp8"):
             raise PykernelsError(f"no {self.format} cache", "Use bf16 or fp8")
-        if not self.decode and self.format != "bf16":
-            raise PykernelsError("prefill is timed on keys in rows", "They are bf16")
+        if self.keys not in ("rows", "pages"):
+            raise PykernelsError(f"keys do not lie in {self.keys!r}", "Use rows or pages")
+        if not self.decode and self.format != "bf16" and self.keys == "rows":
+            raise PykernelsError(
+                "keys in rows are bf16", "Leave the format out, or keys=pages with gqa_prefill"
+            )
+        if self.keys == "pages" and self.kind != "gqa_prefill":
+            raise PykernelsError("only gqa_prefill reads keys from either", "Leave keys out")
         for name in ("kv_heads", "head_dim", "window") if self.mla else ():
             if getattr(self, name) != getattr(Size, name):
                 raise PykernelsError(f"MLA has no {name}", "Leave it out, or use a GQA kind")
@@ -89,12 +97,18 @@ class Size:
 
     @property
     def params(self) -> dict[str, int | str]:
-        shown = {"batch": self.batch, "context": self.context, "heads": self.heads}
+        shown: dict[str, int | str] = {
+            "batch": self.batch,
+            "context": self.context,
+            "heads": self.heads,
+        }
         if not self.mla:
             shown |= {"kv_heads": self.kv_heads, "head_dim": self.head_dim}
             shown |= {"window": self.window} if self.window else {}
         if self.queries > 1 or not self.decode:
             shown |= {"new": self.queries}
+        if self.keys == "pages":
+            shown |= {"keys": self.keys}
         return {**shown, "format": self.format}
 
 
@@ -124,6 +138,8 @@ SIZES = (
     Size("gqa_prefill", 1, 8192, heads=16, kv_heads=4, head_dim=256),
     Size("gqa_prefill", 1, 32768, heads=16, kv_heads=4, new=2048),
     Size("gqa_prefill", 1, 16384, heads=32, kv_heads=8, window=4096),
+    Size("gqa_prefill", 1, 8192, heads=32, kv_heads=8, keys="pages"),
+    Size("gqa_prefill", 1, 8192, heads=32, kv_heads=8, format="fp8", keys="pages"),
 )
 QUICK = (0, 1, 3, 4, 10, 11, 17, 19)
 
@@ -223,35 +239,46 @@ def _prefill(size: Size, device: torch.device, peers: bool) -> Case:
     B, K, NH = size.batch, size.context, size.heads
     Q, mla = size.queries, size.mla
     KVH, D, DV = (NH, D_MLA + R, D_MLA) if mla else (size.kv_heads, *[size.head_dim] * 2)
-    flops = 2 * B * NH * size.pairs * (D + DV)
-    a_token = (NH * D_MLA + R if mla else KVH * D) + KVH * DV
-    nbytes = 2 * B * (Q * NH * (D + DV) + size.seen * a_token)
+    flops, fp8 = 2 * B * NH * size.pairs * (D + DV), size.format == "fp8"
+    if fp8:
+        a_token = 2 * KVH * (D + 4)
+    else:
+        a_token = 2 * ((NH * D_MLA + R if mla else KVH * D) + KVH * DV)
+    nbytes = B * (2 * Q * NH * (D + DV) + size.seen * a_token)
     sets = sets_for(nbytes, device)
     ends = torch.arange(B + 1, dtype=torch.int32, device=device)
-    batch = Ragged.cumulative(ends * Q, ends * K, Q)
+    rows = Ragged.cumulative(ends * Q, ends * K, Q)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=BF16, device=device)
 
-    def inputs() -> tuple[torch.Tensor, ...]:
+    def inputs() -> tuple[Any, ...]:
         out = random(B * Q, NH, DV)
         if mla:
             q = random(B * Q, NH, D).split([D_MLA, R], -1)
             k, v = random(B * K, NH, 2 * D_MLA).split(D_MLA, -1)
             return (*q, k, random(B * K, R), v, out)
-        return (random(B * Q, NH, D), random(B * K, KVH, D), random(B * K, KVH, D), out)
+        if size.keys == "rows":
+            return (random(B * Q, NH, D), random(B * K, KVH, D), random(B * K, KVH, D), out)
+        table, lengths = pages(size, device)
+        paged = Ragged(ends[:-1] * Q, rows.q_lengths, lengths, Q, page_table=table)
+        (k, k_scale), (v, v_scale) = (cache(table, (KVH, D), size, fp8) for _ in range(2))
+        return (random(B * Q, NH, D), k, v, paged, k_scale, v_scale, out)
 
     def run(*given: Any, plan: Any = None) -> torch.Tensor:
-        tensors, out = (*given[:-1], batch), given[-1]
+        *tensors, out = given
         options: dict[str, Any] = {"scale": D**-0.5, "out": out, "plan": plan}
         if mla:
-            return mla_prefill(*tensors, **options)
+            return mla_prefill(*(*tensors, rows), **options)
         options["window"] = size.window or None
-        return gqa_prefill(*tensors, **options)
+        if size.keys == "rows":
+            return gqa_prefill(*(*tensors, rows), **options)
+        q, k, v, paged, k_scale, v_scale = tensors
+        return gqa_prefill(q, k, v, paged, k_scale=k_scale, v_scale=v_scale, **options)
 
     rotated = [inputs() for _ in range(sets)]
     others: dict[str, Call] = {}
-    if peers:
+    if peers and size.keys == "rows":
         others = prefill_peers(rotated, B, Q, K, size.window)
         others[flashinfer.NAME] = lazily(
             lambda: flashinfer.prefill(rotated, B, Q, K, size.window, D**-0.5)

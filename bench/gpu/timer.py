@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -93,7 +94,9 @@ class CudaTimer:
     def _waits(self, call: Callable[[], object]) -> bool:
         """Whether torch waits for the device in it: found before a capture fails by it."""
         before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():  # that this mode does not see every synchronization
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("error")
         try:
             call()
         except RuntimeError:

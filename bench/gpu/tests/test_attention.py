@@ -61,6 +61,8 @@ def test_peers_compute_what_we_compute(size: Size, monkeypatch: Any) -> None:
         ("mla_decode", {"format": "fp8"}),
         ("mla_decode", {"new": 3}),
         ("gqa_decode", {"new": 3, "window": 20}),
+        ("gqa_prefill", {"keys": "pages"}),
+        ("gqa_prefill", {"keys": "pages", "format": "fp8", "new": 16, "window": 20}),
     ],
 )
 def test_cases_without_peers_run(kind: str, options: dict[str, Any]) -> None:
@@ -89,6 +91,8 @@ def test_bytes_and_operations_are_those_of_the_keys_seen() -> None:
     assert prefill.nbytes == 2 * 32 * (2 * 2 + 2 * 8)  # q and out, k and v
     windowed = Size("gqa_prefill", 1, 90, heads=4, kv_heads=2, head_dim=32, new=16, window=20)
     assert build(windowed, cpu).nbytes == 2 * 32 * (2 * 16 * 4 + 2 * 35 * 2)  # no key before
+    codes = Size("gqa_prefill", 1, 8, 1, kv_heads=1, head_dim=32, format="fp8", keys="pages")
+    assert build(codes, cpu).nbytes == 2 * 8 * (2 * 32 + 32 + 4)  # a scale a token and head
 
 
 @pytest.mark.parametrize(
@@ -97,6 +101,10 @@ def test_bytes_and_operations_are_those_of_the_keys_seen() -> None:
         ({"kind": "flash"}, "no attention"),
         ({"kind": "mla_decode", "format": "int4"}, "no int4 cache"),
         ({"kind": "gqa_prefill", "format": "fp8"}, "bf16"),
+        ({"kind": "mla_prefill", "format": "fp8"}, "bf16"),
+        ({"kind": "mla_prefill", "keys": "pages"}, "only gqa_prefill"),
+        ({"kind": "gqa_decode", "keys": "pages"}, "only gqa_prefill"),
+        ({"kind": "gqa_prefill", "keys": "heap"}, "do not lie"),
         ({"kind": "mla_decode", "window": 9}, "no window"),
         ({"kind": "mla_prefill", "kv_heads": 4}, "no kv_heads"),
         ({"kind": "mla_decode", "head_dim": 64}, "no head_dim"),

@@ -11,9 +11,10 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from .codegen import pointer
 from .registers import I8, I64
 
-_VOID, _POINTER = ir.VoidType(), I8.as_pointer()
+_VOID = ir.VoidType()
 
 
 def _call(builder, name, *operands):
@@ -30,7 +31,7 @@ def load_config(typingctx, address):
     """Takes the thread's tile shapes from 64 bytes at ``address`` (``ldtilecfg``)."""
 
     def codegen(context, builder, sig, args):
-        _call(builder, "ldtilecfg", builder.inttoptr(args[0], _POINTER))
+        _call(builder, "ldtilecfg", pointer(builder, args[0], I8))
         return context.get_dummy_value()
 
     return types.void(types.intp), codegen
@@ -65,8 +66,8 @@ def load(typingctx, tile, address, stride):
     number = _number(tile)
 
     def codegen(context, builder, sig, args):
-        pointer = builder.inttoptr(args[1], _POINTER)
-        _call(builder, "tileloadd64", number, pointer, builder.sext(args[2], I64))
+        at = pointer(builder, args[1], I8)
+        _call(builder, "tileloadd64", number, at, builder.sext(args[2], I64))
         return context.get_dummy_value()
 
     return types.void(tile, types.int64, types.int64), codegen
@@ -78,8 +79,8 @@ def store(typingctx, tile, address, stride):
     number = _number(tile)
 
     def codegen(context, builder, sig, args):
-        pointer = builder.inttoptr(args[1], _POINTER)
-        _call(builder, "tilestored64", number, pointer, builder.sext(args[2], I64))
+        at = pointer(builder, args[1], I8)
+        _call(builder, "tilestored64", number, at, builder.sext(args[2], I64))
         return context.get_dummy_value()
 
     return types.void(tile, types.int64, types.int64), codegen

@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from .codegen import llvm, load, shuffle, splat
+from .codegen import llvm, load, pointer, shuffle, splat
 from .registers import BF16, I8, I32, f32x16, u8x64
 
 _BF16X32 = ir.VectorType(BF16, 32)
@@ -105,8 +105,8 @@ def store_f32(typingctx, address, value):
     """16 floats to a 4-byte-aligned address (``vmovups``)."""
 
     def codegen(context, builder, sig, args):
-        pointer = builder.inttoptr(args[0], f32x16.ir_type.as_pointer())
-        builder.store(args[1], pointer).align = 4
+        to = pointer(builder, args[0], f32x16.ir_type)
+        builder.store(args[1], to).align = 4
         return context.get_dummy_value()
 
     return types.void(types.intp, f32x16), codegen
@@ -278,8 +278,8 @@ def store_bf16(typingctx, address, value):
     def codegen(context, builder, sig, args):
         name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
         narrow = llvm(builder, name, _BF16X16, args[1])
-        pointer = builder.inttoptr(args[0], _BF16X16.as_pointer())
-        builder.store(narrow, pointer).align = 2
+        to = pointer(builder, args[0], _BF16X16)
+        builder.store(narrow, to).align = 2
         return context.get_dummy_value()
 
     return types.void(types.intp, f32x16), codegen

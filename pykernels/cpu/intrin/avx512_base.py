@@ -12,7 +12,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from .avx512 import halves
-from .codegen import llvm, load, shuffle, splat
+from .codegen import llvm, load, pointer, shuffle, splat
 from .registers import I32, I64, f32x16, i32x16, u8x64
 
 _I16X32 = ir.VectorType(ir.IntType(16), 32)
@@ -183,8 +183,8 @@ def store_bf16(typingctx, address, value):
         nan = builder.fcmp_unordered("uno", value, value)
         quiet = builder.or_(bits, _all(_I32X16, 0x400000))
         upper = builder.lshr(builder.select(nan, quiet, rounded), _all(_I32X16, 16))
-        pointer = builder.inttoptr(address, _I16X16.as_pointer())
-        builder.store(builder.trunc(upper, _I16X16), pointer).align = 2
+        to = pointer(builder, address, _I16X16)
+        builder.store(builder.trunc(upper, _I16X16), to).align = 2
         return context.get_dummy_value()
 
     return types.void(types.intp, f32x16), codegen

@@ -10,7 +10,7 @@ from llvmlite.binding import llvm_version_info
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from .codegen import llvm, load, shuffle, splat
+from .codegen import llvm, load, pointer, shuffle, splat
 from .registers import I8, I32, I64, f32x16, i32x16, u8x64
 
 _I32X16 = ir.VectorType(I32, 16)
@@ -31,8 +31,8 @@ def store_u8(typingctx, address, value):
     """64 bytes to a 64-byte-aligned address (``vmovdqa64``)."""
 
     def codegen(context, builder, sig, args):
-        pointer = builder.inttoptr(args[0], u8x64.ir_type.as_pointer())
-        builder.store(args[1], pointer).align = 64
+        to = pointer(builder, args[0], u8x64.ir_type)
+        builder.store(args[1], to).align = 64
         return context.get_dummy_value()
 
     return types.void(types.intp, u8x64), codegen
@@ -320,8 +320,8 @@ def store_low_bytes(typingctx, address, a):
     def codegen(context, builder, sig, args):
         address, a = args
         narrow = ir.VectorType(I8, 16)
-        pointer = builder.inttoptr(address, narrow.as_pointer())
-        builder.store(builder.trunc(a, narrow), pointer).align = 1
+        to = pointer(builder, address, narrow)
+        builder.store(builder.trunc(a, narrow), to).align = 1
         return context.get_dummy_value()
 
     return types.void(types.intp, i32x16), codegen

@@ -14,8 +14,19 @@ def llvm(builder, name, result, *operands):
     return builder.call(cgutils.get_or_insert_function(builder.module, fnty, name), operands)
 
 
+def pointer(builder, address, ir_type):
+    """An integer address as a pointer to what is read or written there.
+
+    LLVM's code generator may write such a pointer as an offset from null, in place, before a helper
+    is inlined. The optimizer then takes a store there for one to null, which is undefined, and
+    drops it. So the function says that null is an address like any other.
+    """
+    set.add(builder.function.attributes, "null_pointer_is_valid")  # llvmlite does not know it
+    return builder.inttoptr(address, ir_type.as_pointer())
+
+
 def load(builder, address, ir_type, align):
-    load = builder.load(builder.inttoptr(address, ir_type.as_pointer()))
+    load = builder.load(pointer(builder, address, ir_type))
     load.align = align
     return load
 

@@ -21,6 +21,7 @@ from numba.extending import (
     register_model,
 )
 
+from .codegen import pointer
 from .registers import I64
 
 
@@ -48,7 +49,7 @@ class _Attributes(AttributeTemplate):
 
 def _field(builder, descriptor, address, name):
     offset = I64(8 * descriptor.fields.index(name))
-    return builder.inttoptr(builder.add(address, offset), I64.as_pointer())
+    return pointer(builder, builder.add(address, offset), I64)
 
 
 @lower_getattr_generic(Descriptor)

@@ -6,15 +6,16 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from .codegen import pointer
 from .registers import I8, I32
 
 
 def _prefetch(builder, address, locality):
-    pointer = builder.inttoptr(address, I8.as_pointer())
+    at = pointer(builder, address, I8)
     fnty = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, fnty, "llvm.prefetch.p0")
     read, data = I32(0), I32(1)
-    builder.call(function, [pointer, read, I32(locality), data])
+    builder.call(function, [at, read, I32(locality), data])
 
 
 @intrinsic

@@ -13,7 +13,8 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from .registers import I32, I64
+from .codegen import pointer
+from .registers import I8, I32, I64
 
 _MACHINE = platform.machine()
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(_MACHINE, 202)
@@ -22,7 +23,7 @@ _CLOCK_MONOTONIC = 1
 
 
 def _word(builder, address):
-    return builder.inttoptr(address, I64.as_pointer())
+    return pointer(builder, address, I64)
 
 
 @intrinsic
@@ -170,6 +171,6 @@ def as_pointer(typingctx, address):
     """An integer address as a ``void*``, for ``numba.carray``."""
 
     def codegen(context, builder, sig, args):
-        return builder.inttoptr(args[0], cgutils.voidptr_t)
+        return pointer(builder, args[0], I8)
 
     return types.voidptr(types.intp), codegen
