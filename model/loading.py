@@ -165,9 +165,9 @@ def _warm_up(model: nn.Module) -> None:
             continue
         seen.add(kind)
         shape = routed.shape
-        with torch.device("cpu"):
-            x = torch.zeros(1, shape.H, dtype=torch.bfloat16)
-            routed(x, torch.arange(shape.topk)[None], torch.zeros(1, shape.topk))
+        x = torch.zeros(1, shape.H, dtype=torch.bfloat16, device="cpu")
+        weights = torch.zeros(1, shape.topk, dtype=torch.float32, device="cpu")
+        routed(x, torch.arange(shape.topk, device="cpu")[None], weights)
         routed.counters.reset()
 
 
