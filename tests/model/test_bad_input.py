@@ -104,7 +104,20 @@ TENSORS: list[tuple[str, Callable[[Tensors], object], str]] = [
             t.pop(f"{O_PROJ}_scale_inv"),
             t.update({O_PROJ: torch.ones(t[O_PROJ].shape, dtype=torch.int16)}),
         ),
-        f"{O_PROJ} is I16, the model needs a float there",
+        f"{O_PROJ} is I16, the model needs BF16, F16, F32 there",
+    ),
+    (
+        "a dense tensor in float64",
+        lambda t: (
+            t.pop(f"{O_PROJ}_scale_inv"),
+            t.update({O_PROJ: torch.ones(t[O_PROJ].shape, dtype=torch.float64)}),
+        ),
+        f"{O_PROJ} is F64, the model needs BF16, F16, F32 there. Store it as float32",
+    ),
+    (
+        "an expert in float64",
+        lambda t: (t.pop(SCALE), t.update({EXPERT: torch.ones(128, 256, dtype=torch.float64)})),
+        f"{EXPERT} is F64, experts can be BF16, .*. Store them as float32",
     ),
     (
         "E5M2 weights",
@@ -168,6 +181,17 @@ def test_a_tie_to_codes(own: Own) -> None:
         ),
     )
     load_fails("config ties lm_head.weight to .*, the checkpoint stores two different ones", folder)
+
+
+def test_a_tie_to_itself_that_holds_nan(own: Own) -> None:
+    folder = own("mixtral", shards=1, tie_word_embeddings=True)
+
+    def spoil(tensors: Tensors) -> None:
+        tensors["model.embed_tokens.weight"][5, 7] = torch.nan
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    change_tensors(folder, spoil)
+    load_fails("lm_head.weight holds NaN. Download the checkpoint again", folder)
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4}
