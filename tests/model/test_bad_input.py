@@ -242,6 +242,14 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("a value of a wrong type", {"hidden_size": "big"}, "is no valid deepseek_v3 configuration"),
     ("more layers than stored", {"num_hidden_layers": 4}, "tensors are missing in .*layers.3"),
     ("another size", {"moe_intermediate_size": 64}, r"the model needs \[\d+, \d+\]"),
+    (
+        "shared keys in latent attention",
+        {"num_key_value_heads": 1},
+        "num_key_value_heads 1, which no model runs with. Set it to 4, as the heads",
+    ),
+    ("tuples for outputs", {"return_dict": False}, "return_dict False, .* Set it to true"),
+    ("an encoder", {"is_encoder_decoder": True}, "is_encoder_decoder True, .* Set it to false"),
+    ("no end among none", {"eos_token_id": []}, r"eos_token_id \[\], .* or null for none"),
     ("a strange dtype", {"dtype": "int8"}, "dtype .*int8 cannot be used|no valid deepseek_v3"),
 ]
 
@@ -350,6 +358,7 @@ def test_a_broken_generation_config(own: Own, monkeypatch: pytest.MonkeyPatch) -
     for text, said in (
         ("{", "generation_config.json is not valid JSON"),
         ('{"max_new_tokens": -1}', "is no valid generation config: .*max_new_tokens"),
+        ('{"eos_token_id": []}', r"generation_config.json has the eos_token_id \[\], which"),
     ):
         (folder / "generation_config.json").write_text(text)
         load_fails(said, folder)
