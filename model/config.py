@@ -113,13 +113,21 @@ def check_extra_layers(config: PretrainedConfig, folder: Path) -> None:
 def check_forward(config: PretrainedConfig, folder: Path) -> None:
     """Values that transformers takes, and that its forward or `generate` fails on after all weights
     were loaded."""
-    heads, of_keys = config.num_attention_heads, config.num_key_value_heads
-    latent = getattr(config, "kv_lora_rank", None)  # every head has keys of its own, out of it
+    heads, of_keys, latent = (
+        getattr(config, name, None) or 0
+        for name in ("num_attention_heads", "num_key_value_heads", "kv_lora_rank")
+    )
     checks: tuple[tuple[bool, str, Any, str], ...] = (
+        # Every head has keys of its own out of the latent: none are repeated.
         (not latent or heads <= of_keys, "num_key_value_heads", of_keys, f"{heads}, as the heads"),
         (bool(config.return_dict), "return_dict", config.return_dict, "true"),
         (not config.is_encoder_decoder, "is_encoder_decoder", True, "false"),
-        (config.eos_token_id != [], "eos_token_id", [], "a token, or null for none"),
+        (
+            getattr(config, "eos_token_id", None) != [],
+            "eos_token_id",
+            [],
+            "a token, or null for none",
+        ),
     )
     for good, name, value, wanted in checks:
         if not good:

@@ -207,6 +207,7 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
         "'hal9000' is not known. Use .* mixtral",
     ),
     ("an architecture without rules", {"model_type": "llama"}, "no rules for the architecture"),
+    ("one of another kind", {"model_type": "mamba"}, "no rules for the architecture"),
     ("no model_type", {"model_type": None}, "has no model_type"),
     ("another quantization", {"quantization_config": GPTQ}, "quantized with quant_method 'gptq'"),
     ("static scales", {"quantization_config": STATIC}, "with activation_scheme 'static'"),
