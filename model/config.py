@@ -65,6 +65,7 @@ def read_config(folder: Path) -> PretrainedConfig:
         ) from error
     check_router(config, folder)
     check_extra_layers(config, folder)
+    check_forward(config, folder)
     config._name_or_path = str(folder)
     return config
 
@@ -107,6 +108,33 @@ def check_extra_layers(config: PretrainedConfig, folder: Path) -> None:
             f" {config.num_hidden_layers} layers",
             "Download config.json again",
         )
+
+
+def check_forward(config: PretrainedConfig, folder: Path) -> None:
+    """Values that transformers takes, and that its forward or `generate` fails on after all weights
+    were loaded."""
+    heads, of_keys, latent = (
+        getattr(config, name, None) or 0
+        for name in ("num_attention_heads", "num_key_value_heads", "kv_lora_rank")
+    )
+    checks: tuple[tuple[bool, str, Any, str], ...] = (
+        # Every head has keys of its own out of the latent: none are repeated.
+        (not latent or heads <= of_keys, "num_key_value_heads", of_keys, f"{heads}, as the heads"),
+        (bool(config.return_dict), "return_dict", config.return_dict, "true"),
+        (not config.is_encoder_decoder, "is_encoder_decoder", True, "false"),
+        (
+            getattr(config, "eos_token_id", None) != [],
+            "eos_token_id",
+            [],
+            "a token, or null for none",
+        ),
+    )
+    for good, name, value, wanted in checks:
+        if not good:
+            raise PykernelsError(
+                f"{folder / 'config.json'} has the {name} {value!r}, which no model runs with",
+                f"Set it to {wanted}",
+            )
 
 
 def check_quantization(quantization: Any, folder: Path) -> None:

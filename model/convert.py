@@ -60,11 +60,13 @@ class Experts:
 class Plan:
     """Everything to load, in the order of the model's modules.
 
-    `lossy`: experts stored in float16 or float32, which will be rounded to bfloat16.
+    `lossy`: experts stored in float16 or float32, which will be rounded to bfloat16; `widened`:
+    in int4 whose float16 scales only q8_0 holds (`model.compressed`).
     """
 
     items: list[Dense | Experts] = field(default_factory=list)
     lossy: str | None = None
+    widened: bool = False
 
 
 def make_plan(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype) -> Plan:
@@ -125,8 +127,8 @@ def _dense(
         dtype = tensor.dtype
     elif stored not in FLOATS and source.scale is None:
         raise PykernelsError(
-            f"{source.data.name} is {stored}, the model needs a float there",
-            MEND,
+            f"{source.data.name} is {stored}, the model needs {', '.join(FLOATS)} there",
+            "Store it as float32" if stored == "F64" else MEND,
         )
     return Dense(name, source, dtype)
 
@@ -144,7 +146,8 @@ def _add_experts(plan: Plan, names: Names, module: Any, path: str) -> None:
     for dtype, matrix in {names.checkpoint.tensors[m.data.name].dtype: m for m in plain}.items():
         if dtype not in FLOATS:
             raise PykernelsError(
-                f"{matrix.data.name} is {dtype}, experts can be BF16, F16, F32, F8_E4M3 or I8", MEND
+                f"{matrix.data.name} is {dtype}, experts can be BF16, F16, F32, F8_E4M3 or I8",
+                "Store them as float32" if dtype == "F64" else MEND,
             )
         if packed and dtype in ("F16", "F32") and module.packed_format("bf16") == "bf16":
             plan.lossy = dtype
@@ -156,6 +159,8 @@ def _add_experts(plan: Plan, names: Names, module: Any, path: str) -> None:
         raise PykernelsError(
             f"The experts of {block} are partly {' and partly '.join(stored)}", CHECK
         )
+    if packed and module.packed_format(stored[0]) == stored[0] == "q8_0":
+        plan.widened = True
     plan.items.append(Experts(path, stored[0], found))
 
 

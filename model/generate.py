@@ -136,7 +136,7 @@ class GenerationStream:
         seed: int | None,
     ) -> Any:
         text, streamer = Detokenizer(tokenizer), _Tokens(model)
-        prompt = torch.tensor([self.prompt_ids], device=model.device)
+        prompt = torch.tensor([self.prompt_ids], dtype=torch.int64, device=model.device)
 
         def work() -> None:
             try:

@@ -16,7 +16,7 @@ from pykernels.registry import resolve
 from pykernels.target import detect
 
 from .checkpoint import Checkpoint
-from .compressed import unpack_int4
+from .compressed import as_q8_0, unpack_int4
 from .convert import Dense, Experts, Matrix, Plan
 from .modules.moe import FusedMoE, routed_experts
 from .progress import Callback
@@ -38,6 +38,12 @@ def load(
         warnings.warn(
             f"The experts are stored in {plan.lossy} and run in bfloat16, which keeps 8 bits of "
             "their mantissa.",
+            stacklevel=3,
+        )
+    if plan.widened:
+        warnings.warn(
+            "The experts' int4 has float16 scales, which are kept exactly as q8_0, in twice the "
+            "memory. A rule with format: int4 quantizes them anew instead.",
             stacklevel=3,
         )
     total = sum(_nbytes(checkpoint, item) for item in plan.items)
@@ -88,6 +94,8 @@ def stored_weight(checkpoint: Checkpoint, source: Matrix) -> Weight:
     assert source.fmt is not None and source.scale is not None
     data, scale = checkpoint.read(source.data), checkpoint.read(source.scale)
     N, K = source.shape
+    if source.fmt == "q8_0":
+        return as_q8_0(unpack_int4(data, K), scale, source.data.name)
     if source.fmt.startswith("int4"):
         return Weight(unpack_int4(data, K), scale)
     if source.fmt.endswith("-channel"):
@@ -165,9 +173,9 @@ def _warm_up(model: nn.Module) -> None:
             continue
         seen.add(kind)
         shape = routed.shape
-        with torch.device("cpu"):
-            x = torch.zeros(1, shape.H, dtype=torch.bfloat16)
-            routed(x, torch.arange(shape.topk)[None], torch.zeros(1, shape.topk))
+        x = torch.zeros(1, shape.H, dtype=torch.bfloat16, device="cpu")
+        weights = torch.zeros(1, shape.topk, dtype=torch.float32, device="cpu")
+        routed(x, torch.arange(shape.topk, device="cpu")[None], weights)
         routed.counters.reset()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -13,10 +14,11 @@ from transformers.core_model_loading import WeightRenaming
 from pykernels.errors import PykernelsError
 
 from . import compressed
-from .checkpoint import Checkpoint, Part
+from .checkpoint import DTYPES, Checkpoint, Part
 
 FLOATS = ("BF16", "F16", "F32")
 BLOCK = 128  # rows and columns that share one FP8 scale
+Q8_0_BLOCK = 32  # inputs that share a float16 scale
 CHECK = "Check that config.json belongs to this checkpoint, or download it again"
 
 _EXPERT = re.compile(r"(?P<block>.+\.experts)\.(?P<e>\d+)\.(?P<proj>\w+?)\.(?P<what>weight\w*)$")
@@ -80,6 +82,12 @@ class Names:
                 f"{part.name} has the shape {list(info.shape)}, the model needs {list(shape)}",
                 CHECK,
             )
+        if info.dtype in FLOATS and f"{key}_scale" in self.stored:
+            raise PykernelsError(
+                f"{part.name} is {info.dtype} and has a scale: it was calibrated but never made"
+                " codes of",
+                "Get the compressed checkpoint, or save it again with save_compressed=True",
+            )
         if info.dtype == "F8_E4M3":
             self._check_matrix(part, len(shape) >= 2)
             return self._fp8(key, part, shape)
@@ -121,8 +129,8 @@ class Names:
         return Matrix(part, shape, scale, self._scale_format(scale, part, formats, FLOATS))
 
     def _int4(self, key: str, shape: tuple[int, ...]) -> Matrix | None:
-        """compressed-tensors' words of eight 4-bit integers, with bfloat16 scales of groups, or
-        scales of any float, one an output."""
+        """compressed-tensors' words of eight 4-bit integers, with scales of groups, or of any
+        float, one an output. Groups with float16 scales are read into q8_0, which holds them."""
         part = self._companion(key, "_packed")
         scale, own_shape = self._companion(key, "_scale"), self._companion(key, "_shape")
         if part is None or scale is None or own_shape is None:
@@ -137,16 +145,33 @@ class Names:
                 f"I32 {list(needed)}",
                 CHECK,
             )
+        self._check_own_shape(own_shape, part, shape)
         formats: dict[tuple[int, ...], str] = {
             (N, 1): "int4-channel",
             (N, -(-K // 128)): "int4-g128",
             (N, -(-K // 32)): "int4",
         }
-        dtypes: tuple[str, ...] = ("BF16",)
+        dtypes: tuple[str, ...] = ("F16", "BF16")
         stored = self.checkpoint.tensors[scale.name]
-        if stored.shape == (N, 1) and stored.dtype not in dtypes:
+        if stored.shape == (N, 1) and stored.dtype != "BF16":
             formats, dtypes = {(N, 1): "int4-channel"}, FLOATS
+        elif stored.dtype == "F16" and K % Q8_0_BLOCK == 0:
+            formats = dict.fromkeys(formats, "q8_0")
+        else:
+            dtypes = ("BF16",)
         return Matrix(part, shape, scale, self._scale_format(scale, part, formats, dtypes))
+
+    def _check_own_shape(self, own: Part, of: Part, shape: tuple[int, ...]) -> None:
+        """Raises `PykernelsError` unless the shape stored beside words is the model's. It is read
+        now: these few bytes lie together, and words alone do not tell K."""
+        info = self.checkpoint.tensors[own.name]
+        told: Any = f"{info.dtype} {list(info.shape)}"
+        if info.shape == (2,) and info.dtype in DTYPES:
+            told = self.checkpoint.read(own).tolist()
+        if told != list(shape):
+            raise PykernelsError(
+                f"{own.name} is {told}, {of.name} is for the model's {list(shape)}", CHECK
+            )
 
     def _companion(self, key: str, suffix: str) -> Part | None:
         """A tensor that belongs to another; None notes it as missing."""
@@ -208,20 +233,25 @@ def tied(model: PreTrainedModel, names: Names) -> tuple[set[str], dict[str, str]
             instead[source] = target
             continue
         names.left.discard(target)
-        if not _same(names.checkpoint, names.stored[target], names.stored[source]):
-            raise PykernelsError(
-                f"The config ties {target} to {source}, the checkpoint stores two different ones",
-                "Set tie_word_embeddings to false in config.json",
-            )
+        _check_same(names.checkpoint, target, names.stored[target], source, names.stored[source])
     return skip, instead
 
 
-def _same(checkpoint: Checkpoint, a: str, b: str) -> bool:
-    """Whether two stored tensors are the same floats; codes are no values without their scales."""
+def _check_same(checkpoint: Checkpoint, target: str, a: str, source: str, b: str) -> None:
+    """Raises `PykernelsError` unless `a` and `b`, stored as `target` and `source`, are the same
+    floats; codes are no values without their scales."""
     infos = checkpoint.tensors[a], checkpoint.tensors[b]
-    if infos[0].shape != infos[1].shape or not all(info.dtype in FLOATS for info in infos):
-        return False
-    return torch.equal(checkpoint.read(Part(a)), checkpoint.read(Part(b)))
+    if infos[0].shape == infos[1].shape and all(info.dtype in FLOATS for info in infos):
+        values = {name: checkpoint.read(Part(name)) for name in (a, b)}
+        if torch.equal(*values.values()):
+            return
+        for name, tensor in values.items():
+            if tensor.isnan().any():  # which equals nothing, not even itself
+                raise PykernelsError(f"{name} holds NaN", "Download the checkpoint again")
+    raise PykernelsError(
+        f"The config ties {target} to {source}, the checkpoint stores two different ones",
+        "Set tie_word_embeddings to false in config.json",
+    )
 
 
 def ignored(model: PreTrainedModel) -> re.Pattern[str]:

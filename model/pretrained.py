@@ -96,11 +96,17 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
         return None
     read_json(file)  # says what is wrong with one that is no JSON
     try:
-        return GenerationConfig.from_pretrained(folder)
+        config = GenerationConfig.from_pretrained(folder)
     except Exception as error:  # transformers validates with several exception types of its own
         raise PykernelsError(
             f"{file} is no valid generation config: {error}", "Download it again, or remove it"
         ) from error
+    if config.eos_token_id == []:  # transformers' generate takes the first of them
+        raise PykernelsError(
+            f"{file} has the eos_token_id [], which no model runs with",
+            "Set it to a token, or null for none",
+        )
+    return config
 
 
 def _use_threads(threads: int | None, numa: str | int | None, place: torch.device) -> None:

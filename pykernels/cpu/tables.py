@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..quant import mxfp4
@@ -29,26 +31,30 @@ def _decode_tables() -> torch.Tensor:
     def words_of(values: torch.Tensor) -> torch.Tensor:
         return values.to(torch.bfloat16).repeat(32 // min(32, len(values))).view(torch.uint8)
 
-    codes = torch.arange(128, dtype=torch.uint8)
-    int4 = torch.tensor([*range(8), *range(-8, 0)])
+    codes = _integers(range(128), torch.uint8)
+    int4 = _integers([*range(8), *range(-8, 0)])
     e4m3 = codes.view(torch.float8_e4m3fn)
     parts = (
         (e4m3, 1), (codes, 1), (int4, 4), (mxfp4.VALUES, 4),
-        (torch.arange(16), 4), (torch.arange(32), 2), (torch.arange(-32, 32), 1),
+        (_integers(range(16)), 4), (_integers(range(32)), 2), (_integers(range(-32, 32)), 1),
     )  # fmt: skip
-    high_plane = 128 - 128 * torch.tensor([*range(32), *range(-32, 0)])
-    words = int4, mxfp4.VALUES + 0, torch.arange(16), torch.arange(32), high_plane
-    even = torch.tensor([255, 0], dtype=torch.uint8).repeat(32)
+    high_plane = 128 - 128 * _integers([*range(32), *range(-32, 0)])
+    words = int4, mxfp4.VALUES + 0, _integers(range(16)), _integers(range(32)), high_plane
+    even = _integers([255, 0], torch.uint8).repeat(32)
     signed = (mxfp4.VALUES / UNITS["mxfp4"]).to(torch.int8).repeat(4)
     integers = (signed + BIASES["mxfp4"]).view(torch.uint8)
     tables = [*(bytes_of(*part) for part in parts), *map(words_of, words), even, integers]
-    bit4 = torch.full((64,), 16, dtype=torch.uint8)
+    bit4 = _integers([16] * 64, torch.uint8)
     tables += [signed.view(torch.uint8), bit4]
     return _aligned(torch.cat(tables))
 
 
+def _integers(values: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device="cpu")
+
+
 def _aligned(tables: torch.Tensor) -> torch.Tensor:
-    raw = torch.empty(len(tables) + 64, dtype=torch.uint8)
+    raw = torch.empty(len(tables) + 64, dtype=torch.uint8, device="cpu")
     skip = -raw.data_ptr() % 64
     aligned = raw[skip : skip + len(tables)]
     aligned.copy_(tables)

@@ -146,14 +146,14 @@ def empty_for_gpu(fmt: Format, count: int, N: int, K: int, device: torch.device)
     }.get(kind, K)
     data = torch.empty(count, N, width, dtype=_DTYPES[kind], device=device)
     if kind == "fp8":
-        scale = torch.empty(count, -(-N // 128), -(-K // 128), device=device)
+        scale = torch.empty(count, -(-N // 128), -(-K // 128), dtype=torch.float32, device=device)
         return Matrices(kind, N, K, 128, data, scale)
     if isinstance(fmt, Integer):
         group = _group(fmt, K)
         if group == 32:
             scale = torch.empty(count, K // 64, N, 2, dtype=torch.bfloat16, device=device)
         else:
-            scale = torch.empty(count, -(-K // group), N, device=device)
+            scale = torch.empty(count, -(-K // group), N, dtype=torch.float32, device=device)
         return Matrices(kind, N, K, group, data, scale)
     return Matrices(kind, N, K, 0, data)
 

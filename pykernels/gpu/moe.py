@@ -168,7 +168,7 @@ def gate_up_quantized(
     if not isinstance(plan, GemmPlan) or not plan.by_hand:
         return quantize_fp8(gate_up(x, experts, order, activations="fp8", plan=plan))
     out = torch.empty(S, experts.I, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(S, triton.cdiv(experts.I, GROUP), device=x.device)
+    scale = torch.empty(S, triton.cdiv(experts.I, GROUP), dtype=torch.float32, device=x.device)
     _gate_up(x, experts, order, "fp8", plan, out, scale)
     return out, scale
 

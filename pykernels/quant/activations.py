@@ -111,7 +111,7 @@ def digits(x: torch.Tensor) -> Digits:
     exponent = torch.where(largest > 0, exponent, least).clamp(min=least)
     unit = (exponent - DIGITS_SHIFT - 8).double()
     left = (groups.double() * 2.0**-unit).round().to(torch.int64)
-    q = torch.empty(DIGITS, *groups.shape, dtype=torch.int8)
+    q = torch.empty(DIGITS, *groups.shape, dtype=torch.int8, device=x.device)
     for j in reversed(range(DIGITS)):
         low = (left + 128) % 256 - 128
         q[j] = low

@@ -22,7 +22,7 @@ _ALIGN = 4096
 
 
 def _zeros(nbytes: int) -> torch.Tensor:
-    raw = torch.zeros(nbytes + 64, dtype=torch.uint8)
+    raw = torch.zeros(nbytes + 64, dtype=torch.uint8, device="cpu")
     skip = -raw.data_ptr() % 64
     return raw[skip : skip + nbytes]
 

@@ -10,6 +10,9 @@ from ..errors import PykernelsError
 from .layout import K_BLOCK, N_BLOCK, ceil_to, pack_tiles, padded, unpack_tiles
 from .weight import Weight
 
+_PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""What is quantized: numbers that are no codes without their scales."""
+
 
 class Format(ABC):
     """A weight format: its numbers (quantize, dequantize) and its bytes (pack, unpack).
@@ -38,8 +41,8 @@ class Format(ABC):
         """float [N, K] -> this format, within ``error``.
 
         Raises:
-            PykernelsError: no matrix, not on the CPU, K no multiple of ``k_multiple``, or weights
-                that the format has no numbers for.
+            PykernelsError: no matrix, not on the CPU, no plain floats, K no multiple of
+                ``k_multiple``, or weights that the format has no numbers for.
         """
         if not matrix.is_cpu:
             raise PykernelsError(
@@ -51,7 +54,16 @@ class Format(ABC):
                 f"a tensor of shape {tuple(matrix.shape)} cannot become {self.name}",
                 "Give a matrix [N, K] with at least one weight",
             )
-        return self._quantize(matrix.detach())
+        if matrix.dtype not in _PLAIN:
+            raise PykernelsError(
+                f"a matrix of {matrix.dtype} cannot become {self.name}",
+                "Give its values as float32, codes times their scales",
+            )
+        matrix = matrix.detach()
+        if matrix.dtype is torch.float64:  # which becomes float32 first, or less
+            finite = matrix[matrix.isfinite()].abs()
+            check_held(finite.float(), finite, self.name)
+        return self._quantize(matrix)
 
     @abstractmethod
     def _quantize(self, matrix: torch.Tensor) -> Weight:

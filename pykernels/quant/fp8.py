@@ -53,7 +53,7 @@ class FP8(E4M3):
     def _quantize(self, matrix: torch.Tensor) -> Weight:
         N, K = matrix.shape
         rows, cols = self._scale_shape(N, K)
-        blocks = torch.zeros(rows * K_BLOCK, cols * K_BLOCK)
+        blocks = torch.zeros(rows * K_BLOCK, cols * K_BLOCK, dtype=torch.float32, device="cpu")
         blocks[:N, :K] = matrix
         amax = blocks.view(rows, K_BLOCK, cols, K_BLOCK).abs().amax(dim=(1, 3))
         check_finite(amax, self.name)
@@ -109,4 +109,4 @@ class FP8Channel(ChannelScales, E4M3):
 
 def decode_table() -> torch.Tensor:
     """float32 [256]: the value of every E4M3 code (NaN for 0x7f and 0xff)."""
-    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()

@@ -51,7 +51,7 @@ class Integer(Format):
     def _quantize(self, matrix: torch.Tensor) -> Weight:
         N, K = matrix.shape
         groups = -(-K // self.group)
-        whole = torch.zeros(N, groups * self.group)
+        whole = torch.zeros(N, groups * self.group, dtype=torch.float32, device="cpu")
         whole[:, :K] = matrix
         amax = whole.view(N, groups, self.group).abs().amax(dim=2)
         check_finite(amax, self.name)

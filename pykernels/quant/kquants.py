@@ -10,7 +10,7 @@ import torch
 from .gguf import GGUF, Blocks
 from .search import fit_affine, fit_symmetric
 
-_SHIFTS = torch.arange(8, dtype=torch.uint8)
+_SHIFTS = torch.arange(8, dtype=torch.uint8, device="cpu")
 
 
 class AffineK(GGUF):

@@ -30,7 +30,7 @@ K_STEP = 32
 K_BLOCK = 128
 """Inputs of one FP8 scale block; most formats pad K to a multiple of it."""
 
-_BITS = torch.arange(8, dtype=torch.uint8)
+_BITS = torch.arange(8, dtype=torch.uint8, device="cpu")
 _WIDE = (0, 4, 1, 5, 6, 2, 3, 7)
 _BYTE = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -55,7 +55,7 @@ def pack_tiles(data: torch.Tensor, out: torch.Tensor) -> None:
     Np, Kp = padded(*data.shape)
     bits = data.contiguous().view(torch.int16 if wide else torch.uint8)
     if bits.shape != (Np, Kp):
-        whole = torch.zeros(Np, Kp, dtype=bits.dtype)
+        whole = bits.new_zeros(Np, Kp)
         whole[: bits.shape[0], : bits.shape[1]] = bits
         bits = whole
     pairs = bits.view(torch.int32 if wide else torch.int16)  # the k % 2 axis moves as one element
@@ -88,7 +88,7 @@ def pack_fours(codes: torch.Tensor, out: torch.Tensor, bits: int) -> None:
     """
     N, K = codes.shape
     blocks, steps = out.shape[0], out.shape[1] // (N_BLOCK * 64 * bits // 8)
-    whole = torch.zeros(blocks * N_BLOCK, steps * 64, dtype=torch.uint8)
+    whole = out.new_zeros(blocks * N_BLOCK, steps * 64)
     whole[:N, :K] = codes.view(torch.uint8)
     axes = whole.view(blocks, 2, 16, steps, 16, 4)
     rows = axes.permute(0, 3, 1, 4, 2, 5).reshape(
@@ -130,7 +130,7 @@ def pack_columns(values: torch.Tensor, out: torch.Tensor) -> None:
     ``out`` has room for at least G columns; it is zeroed where there is no row or no value.
     """
     N, G = values.shape
-    whole = torch.zeros(out.shape[0] * N_BLOCK, out.shape[1:-1].numel(), dtype=out.dtype)
+    whole = out.new_zeros(out.shape[0] * N_BLOCK, out.shape[1:-1].numel())
     whole[:N, :G] = values
     out.copy_(whole.view(out.shape[0], N_BLOCK, -1).transpose(1, 2).reshape(out.shape))
 

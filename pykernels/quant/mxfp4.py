@@ -15,12 +15,12 @@ from .weight import Weight
 
 GROUP = 32
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-VALUES = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)])
+VALUES = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], dtype=torch.float32, device="cpu")
 """float32 [16]: the value of every code."""
 
 _EMAX = 2  # exponent of the largest E2M1 magnitude's power of two
 # Between two magnitudes; a tie goes to the even code (round to nearest even).
-_MIDPOINTS = torch.tensor([(a + b) / 2 for a, b in zip(MAGNITUDES, MAGNITUDES[1:], strict=False)])
+_MIDPOINTS = (VALUES[:7] + VALUES[1:8]) / 2
 
 
 class MXFP4(Format):
@@ -35,7 +35,7 @@ class MXFP4(Format):
     def _quantize(self, matrix: torch.Tensor) -> Weight:
         N, K = matrix.shape
         groups = -(-K // GROUP)
-        whole = torch.zeros(N, groups * GROUP)
+        whole = torch.zeros(N, groups * GROUP, dtype=torch.float32, device="cpu")
         whole[:, :K] = matrix
         amax = whole.view(N, groups, GROUP).abs().amax(dim=2)
         check_finite(amax, self.name)
@@ -83,7 +83,8 @@ class MXFP4(Format):
 
     @staticmethod
     def _power(scale: torch.Tensor) -> torch.Tensor:
-        return torch.ldexp(torch.ones(scale.shape), scale.int() - 127)
+        bits = scale.int() << 23  # an exponent's place in float32, where 2**-127 is subnormal
+        return torch.where(bits > 0, bits, 1 << 22).view(torch.float32)
 
     def _expand(self, scale: torch.Tensor, K: int) -> torch.Tensor:
         return self._power(scale).repeat_interleave(GROUP, dim=1)[:, :K]

@@ -181,7 +181,8 @@ def attend(
     scores = torch.einsum("qhgd,khd->hgqk", groups, k) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    at, key = torch.arange(K - Q, K, device=q.device), torch.arange(K, device=q.device)
+    key = torch.arange(K, dtype=torch.int64, device=q.device)
+    at = torch.arange(K - Q, K, dtype=torch.int64, device=q.device)
     seen = key <= at[:, None]  # [Q, K]
     if window is not None:
         seen &= key > at[:, None] - window

@@ -21,7 +21,7 @@ def sort_slots(ids: torch.Tensor, E: int) -> SortedSlots:
     flat = torch.where((flat < 0) | (flat >= E), E, flat)
     slots = flat.sort(stable=True).indices
     positions = torch.empty_like(slots)
-    positions[slots] = torch.arange(len(slots), device=ids.device)
+    positions[slots] = torch.arange(len(slots), dtype=torch.int64, device=ids.device)
     counts = torch.bincount(flat, minlength=E + 1)[:E]
     starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     return SortedSlots(slots.int(), starts.int(), positions.int().view(ids.shape))

@@ -9,7 +9,7 @@ import torch
 
 def rope_frequencies(dim: int, base: float = 10000.0) -> torch.Tensor:
     """``base ** (-2i / dim)``: float32 [dim / 2]."""
-    return 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    return 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
 
 
 def yarn_frequencies(
@@ -38,7 +38,9 @@ def yarn_frequencies(
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / max(
+        high - low, 0.001
+    )
     stretched = ramp.clamp(0, 1)
     plain = rope_frequencies(dim, base)
     return plain * (1 - stretched) + plain / factor * stretched

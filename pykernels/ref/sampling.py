@@ -64,8 +64,9 @@ def perturbed(
     """
     T, V = logits.shape
     seed, step = state.tolist()
-    v, t = torch.arange(V), torch.arange(T).unsqueeze(1)
-    words = philox(seed, v, t, torch.tensor(step & _LOW), torch.tensor((step >> 32) & _LOW))
+    v, t = (torch.arange(n, dtype=torch.int64, device="cpu") for n in (V, T))
+    low, high = (v.new_tensor(step >> shift & _LOW) for shift in (0, 32))
+    words = philox(seed, v, t.unsqueeze(1), low, high)
     uniform = ((words >> 9).to(dtype) + 0.5) * 2.0**-23  # exact in float32, never 0 or 1
     noise = -(-uniform.log()).log()
     heat = temperature.to(dtype).unsqueeze(1)

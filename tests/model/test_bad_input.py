@@ -104,7 +104,20 @@ TENSORS: list[tuple[str, Callable[[Tensors], object], str]] = [
             t.pop(f"{O_PROJ}_scale_inv"),
             t.update({O_PROJ: torch.ones(t[O_PROJ].shape, dtype=torch.int16)}),
         ),
-        f"{O_PROJ} is I16, the model needs a float there",
+        f"{O_PROJ} is I16, the model needs BF16, F16, F32 there",
+    ),
+    (
+        "a dense tensor in float64",
+        lambda t: (
+            t.pop(f"{O_PROJ}_scale_inv"),
+            t.update({O_PROJ: torch.ones(t[O_PROJ].shape, dtype=torch.float64)}),
+        ),
+        f"{O_PROJ} is F64, the model needs BF16, F16, F32 there. Store it as float32",
+    ),
+    (
+        "an expert in float64",
+        lambda t: (t.pop(SCALE), t.update({EXPERT: torch.ones(128, 256, dtype=torch.float64)})),
+        f"{EXPERT} is F64, experts can be BF16, .*. Store them as float32",
     ),
     (
         "E5M2 weights",
@@ -170,6 +183,17 @@ def test_a_tie_to_codes(own: Own) -> None:
     load_fails("config ties lm_head.weight to .*, the checkpoint stores two different ones", folder)
 
 
+def test_a_tie_to_itself_that_holds_nan(own: Own) -> None:
+    folder = own("mixtral", shards=1, tie_word_embeddings=True)
+
+    def spoil(tensors: Tensors) -> None:
+        tensors["model.embed_tokens.weight"][5, 7] = torch.nan
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    change_tensors(folder, spoil)
+    load_fails("lm_head.weight holds NaN. Download the checkpoint again", folder)
+
+
 GPTQ = {"quant_method": "gptq", "bits": 4}
 STATIC = {
     "quant_method": "fp8",
@@ -183,6 +207,7 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
         "'hal9000' is not known. Use .* mixtral",
     ),
     ("an architecture without rules", {"model_type": "llama"}, "no rules for the architecture"),
+    ("one of another kind", {"model_type": "mamba"}, "no rules for the architecture"),
     ("no model_type", {"model_type": None}, "has no model_type"),
     ("another quantization", {"quantization_config": GPTQ}, "quantized with quant_method 'gptq'"),
     ("static scales", {"quantization_config": STATIC}, "with activation_scheme 'static'"),
@@ -218,6 +243,14 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("a value of a wrong type", {"hidden_size": "big"}, "is no valid deepseek_v3 configuration"),
     ("more layers than stored", {"num_hidden_layers": 4}, "tensors are missing in .*layers.3"),
     ("another size", {"moe_intermediate_size": 64}, r"the model needs \[\d+, \d+\]"),
+    (
+        "shared keys in latent attention",
+        {"num_key_value_heads": 1},
+        "num_key_value_heads 1, which no model runs with. Set it to 4, as the heads",
+    ),
+    ("tuples for outputs", {"return_dict": False}, "return_dict False, .* Set it to true"),
+    ("an encoder", {"is_encoder_decoder": True}, "is_encoder_decoder True, .* Set it to false"),
+    ("no end among none", {"eos_token_id": []}, r"eos_token_id \[\], .* or null for none"),
     ("a strange dtype", {"dtype": "int8"}, "dtype .*int8 cannot be used|no valid deepseek_v3"),
 ]
 
@@ -326,6 +359,7 @@ def test_a_broken_generation_config(own: Own, monkeypatch: pytest.MonkeyPatch) -
     for text, said in (
         ("{", "generation_config.json is not valid JSON"),
         ('{"max_new_tokens": -1}', "is no valid generation config: .*max_new_tokens"),
+        ('{"eos_token_id": []}', r"generation_config.json has the eos_token_id \[\], which"),
     ):
         (folder / "generation_config.json").write_text(text)
         load_fails(said, folder)

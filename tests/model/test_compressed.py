@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import model
-from model.checkpoint import Checkpoint
+from model.checkpoint import Checkpoint, Part
 from model.compressed import unpack_int4
 from model.config import read_config
 from model.convert import Dense, Experts, make_plan
@@ -112,7 +112,11 @@ WEIGHTS = [
 TOP = [
     ("another layout", {"format": "marlin-24"}, "format 'marlin-24'"),
     ("NVFP4", {"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized'"),
-    ("not compressed yet", {"quantization_status": "frozen"}, "quantization_status 'frozen'"),
+    (
+        "not calibrated yet",
+        {"quantization_status": "initialized"},
+        "quantization_status 'initialized'",
+    ),
     ("a quantized KV cache", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
     ("rotated weights", {"transform_config": {"R1": 1}}, "transform_config"),
     ("pruned weights", {"sparsity_config": {"format": "sparse-bitmask"}}, "sparsity_config"),
@@ -173,6 +177,22 @@ def test_orders_that_leave_the_inputs_in_place_are_read(tmp_path: Path, actorder
     whole = {"model_type": "deepseek_v3", "quantization_config": config}
     (tmp_path / "config.json").write_text(json.dumps(whole))
     assert read_config(tmp_path).model_type == "deepseek_v3"
+
+
+def test_codes_that_the_config_calls_frozen_are_read(
+    own: Callable[..., Path], ids: torch.Tensor
+) -> None:
+    """Frozen is calibrated: compressed-tensors itself saved its first compressed checkpoints under
+    that status, and converters of FP8 to int8 write it to this day. What is stored is told by the
+    tensors; transformers and vLLM go by them as well."""
+    folder = own("deepseek_v3", **options("int4"))
+    want = model.from_pretrained(folder)(ids).logits
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["quantization_status"] = "frozen"
+    (folder / "config.json").write_text(json.dumps(config))
+    lm = model.from_pretrained(folder)
+    assert {routed.weights.fmt.name for routed in routed_experts(lm)} == {"int4"}
+    assert torch.equal(lm(ids).logits, want)
 
 
 def fuse(tensors: dict[str, torch.Tensor], *scale: int) -> None:
@@ -257,10 +277,29 @@ TENSORS: list[tuple[str, str, Callable[[dict[str, torch.Tensor]], object], str]]
         r" \[128, 2\] or \[128, 8\]",
     ),
     (
-        "scales that bfloat16 cannot hold",
+        "scales that neither bfloat16 nor float16 can hold",
         "int4",
         lambda t: t.update({f"{EXPERT}_scale": torch.ones(128, 8)}),
         rf"{EXPERT}_scale is F32 \[128, 8\], .* needs BF16",
+    ),
+    (
+        "weights that were calibrated and not compressed",
+        "channel",
+        lambda t: t.update({EXPERT: torch.ones(128, 256).bfloat16()}),
+        f"{EXPERT} is BF16 and has a scale: it was calibrated but never made codes of",
+    ),
+    *(
+        (
+            f"words that say they are {told}",
+            "int4",
+            lambda t, told=told: t.update({f"{EXPERT}_shape": torch.tensor(told)}),  # type: ignore[misc]
+            rf"{EXPERT}_shape is {said}, {EXPERT}_packed is for the model's \[128, 256\]",
+        )
+        for told, said in (
+            ([7, 9], r"\[7, 9\]"),
+            ([128, 255], r"\[128, 255\]"),
+            ([128, 256, 1], r"I64 \[3\]"),
+        )
     ),
     (
         "one expert in other groups than the rest",
@@ -290,7 +329,13 @@ def test_wrong_tensors_are_told_before_one_is_read(
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
-    monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("something was loaded"))
+    read = Checkpoint.read
+
+    def only_shapes(files: Checkpoint, part: Part) -> torch.Tensor:
+        assert part.name.endswith("_shape"), "something was loaded"
+        return read(files, part)
+
+    monkeypatch.setattr(Checkpoint, "read", only_shapes)
     refused(folder, said)
 
 
@@ -307,6 +352,42 @@ def test_int4_scales_of_outputs_are_any_floats(
     routed = next(iter(routed_experts(lm)))
     _, up, _ = routed.weights.unpack(3)
     assert routed.weights.fmt.name == "int4-channel" and torch.equal(up.scale, scale.float())
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int4-g128"])
+def test_int4_with_float16_scales_is_the_same_numbers(
+    own: Callable[..., Path], scheme: str
+) -> None:
+    """As of models in float16, and all of compressed-tensors' first ones: none of their scales is
+    rounded to bfloat16's 8 bits."""
+    folder = own("deepseek_v3", **{**options(scheme), "moe_intermediate_size": 256})
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("weight_scale")]:
+        tensors[name] = (tensors[name].float() * 1.001).half()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.warns(UserWarning, match="float16 scales, which are kept exactly as q8_0"):
+        lm = model.from_pretrained(folder, dtype="float32")
+    want = tiny_compressed.value_of(tensors, DENSE)
+    assert want is not None and torch.equal(lm.get_parameter(DENSE), want)
+    routed = next(iter(routed_experts(lm)))
+    assert routed.weights.fmt.name == "q8_0"
+    for e in range(8):
+        for proj, weight in zip(("gate", "up", "down"), routed.weights.unpack(e), strict=True):
+            want = tiny_compressed.value_of(
+                tensors, f"model.layers.1.mlp.experts.{e}.{proj}_proj.weight"
+            )
+            assert want is not None and torch.equal(routed.weights.fmt.dequantize(weight), want)
+
+
+def test_float16_scales_that_are_not_finite_are_refused(own: Callable[..., Path]) -> None:
+    folder = own("deepseek_v3", **options("int4"))
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("weight_scale")]:
+        tensors[name] = tensors[name].half()
+    tensors[f"{EXPERT}_scale"][0, 0] = torch.inf
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.warns(UserWarning, match="q8_0"):
+        refused(folder, f"{EXPERT}_packed has scales that are NaN or infinite")
 
 
 def test_every_scheme_is_in_the_table() -> None:

@@ -222,6 +222,24 @@ def test_the_largest_numbers_are_held_or_refused_and_never_become_infinite(name,
         assert ((held - matrix).abs() <= LAST[last] / 7 * 0.51).all()  # False for infinities
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_float64_that_float32_cannot_hold_is_told_to_be_too_large(name):
+    matrix = torch.randn(32, 256, dtype=torch.float64)
+    get_format(name).quantize(matrix)
+    matrix[3, 5] = -1e200
+    with pytest.raises(PykernelsError, match=rf"up to 1e\+200, too large for {name}\."):
+        get_format(name).quantize(matrix)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64]
+)
+def test_what_is_no_plain_float_is_refused_in_one_line(name, dtype):
+    with pytest.raises(PykernelsError, match=f"of {dtype} cannot become {name}. Give .* float32"):
+        get_format(name).quantize(torch.zeros(32, 256).to(dtype))
+
+
 def test_bf16_keeps_what_is_not_finite():
     matrix = torch.tensor([[float("inf"), -float("inf"), float("nan"), 1.0]])
     assert _same_bits(get_format("bf16").quantize(matrix).data, matrix.bfloat16())

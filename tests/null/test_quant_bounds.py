@@ -1,0 +1,71 @@
+"""Every format's stated error bound, in numbers: it holds, and half of it would not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from pykernels.quant import FORMATS, Format
+
+N, K = 256, 1024
+Bound = Callable[[Format, torch.Tensor], torch.Tensor]
+
+
+def _matrices() -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    gauss, spread = (torch.randn(N, K, generator=g) for _ in range(2))
+    return [gauss, gauss * spread.exp(), torch.rand(N, K, generator=g)]
+
+
+def _amax(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The largest magnitude of the part that each weight shares a scale with: [N, K]."""
+    parts = matrix.abs().view(N // rows, rows, K // columns, columns).amax((1, 3))
+    return parts.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+
+
+def _e4m3(rows: int, columns: int) -> Bound:
+    return lambda _, w: (w.abs() * 2.0**-4).maximum(_amax(w, rows, columns) * 2.0**-10 / 448)
+
+
+def _steps(columns: int, steps: float, rounded_up: float = 0.0) -> Bound:
+    return lambda _, w: _amax(w, 1, columns) / steps / 2 * (1 + rounded_up)
+
+
+def _mxfp4(fmt: Format, matrix: torch.Tensor) -> torch.Tensor:
+    scale = torch.exp2(_amax(matrix, 1, 32).log2().floor() - 2)
+    size = matrix.abs()
+    return torch.where(size > 6 * scale, 2 * scale, (size / 4).maximum(scale / 4))
+
+
+def _affine(fmt: Format, matrix: torch.Tensor) -> torch.Tensor:
+    groups = matrix.view(N, K // 256, 8, 32)
+    span = groups.amax(3).clamp(min=0) - groups.amin(3).clamp(max=0)
+    return (span.amax(2) * 1.5 / ((1 << fmt.bits) - 1) + 6e-5).repeat_interleave(256, 1)
+
+
+BOUNDS: dict[str, Bound] = {
+    "bf16": lambda _, w: w.abs() * 2.0**-8,
+    "fp8": _e4m3(128, 128),
+    "fp8-channel": _e4m3(1, K),
+    "int8": _steps(128, 127, 2.0**-7),
+    "int8-channel": _steps(K, 127.5),
+    "int4": _steps(32, 7, 2.0**-7),
+    "int4-g128": _steps(128, 7, 2.0**-7),
+    "int4-channel": _steps(K, 7.5),
+    "mxfp4": _mxfp4,
+    "q4_k": _affine,
+    "q5_k": _affine,
+    "q6_k": lambda _, w: _amax(w, 1, 256) / 32 + 1.3e-4,
+    "q8_0": lambda _, w: _amax(w, 1, 32) / 127 * 0.57 + 4e-6,
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_bound_holds_and_half_of_it_does_not(name):
+    fmt, worst = FORMATS[name], 0.0
+    for matrix in _matrices():
+        error = (fmt.dequantize(fmt.quantize(matrix)) - matrix).abs()
+        worst = max(worst, float((error / BOUNDS[name](fmt, matrix)).max()))
+    assert 0.5 < worst <= 1.0001, fmt.error

@@ -1,0 +1,97 @@
+"""What torch makes unless told otherwise, set before the first import, is nothing to the kernels.
+
+Each default has a process of its own: tables that are made once, at import, are made under it.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pykernels
+
+PACKAGE = Path(pykernels.__file__).parent
+NARROW, WIDE = (f"torch.set_default_dtype(torch.{kind})" for kind in ("bfloat16", "float64"))
+DEFAULTS = {
+    "narrower than float32": NARROW,
+    "wider, and elsewhere": f"{WIDE}; torch.set_default_device('meta')",
+}
+RESULTS = """
+import hashlib, importlib, pkgutil, pykernels, runtime
+from pykernels import quant, ref
+from pykernels.quant import activations
+from pykernels.ref.sampling import perturbed
+from pykernels.shapes import MoEShape
+
+for package in (pykernels, runtime):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not module.name.startswith("pykernels.gpu."):  # which needs Triton
+            importlib.import_module(module.name)
+
+def tell(*tensors):
+    for tensor in tensors:
+        if tensor is not None:
+            held = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+            print(tensor.dtype, tensor.device, hashlib.sha256(held).hexdigest())
+
+torch.set_num_threads(1)
+g = torch.Generator().manual_seed(0)
+matrix = torch.randn(64, 256, generator=g, dtype=torch.float32, device="cpu")
+one = torch.ones(3, 1, dtype=torch.int64, device="cpu")
+for fmt in quant.FORMATS.values():
+    weight = fmt.quantize(matrix)
+    packed = quant.PackedExperts(MoEShape(E=2, H=256, I=256, topk=1), fmt)
+    packed.pack(1, *3 * [fmt.quantize(matrix.repeat(4, 1))])
+    back = packed.unpack(1)[2]
+    y = ref.moe_ffn(matrix[:3], one, one.float(), packed)
+    tell(weight.data, weight.scale, fmt.dequantize(weight), packed.gate_up, packed.gate_up_scale)
+    tell(back.data, back.scale, y)
+for kind in activations.GROUPS:
+    codes = activations.quantize(matrix, kind)
+    tell(codes.q, codes.scale, activations.dequantize(codes), activations.sums(codes.q, 16))
+tell(*activations.digits(matrix.bfloat16()))
+tell(ref.rope_frequencies(64), ref.yarn_frequencies(64, 1e4, 4.0, 32))
+tell(perturbed(matrix, one[:2, 0], matrix[:, 0].abs()))
+tell(pykernels.cpu.tables.TABLES)
+"""
+
+
+def results(default: str) -> list[str]:
+    program = f"import torch\n{default}\n{RESULTS}"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=PACKAGE.parent
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def usual() -> list[str]:
+    return results("")
+
+
+@pytest.mark.parametrize("default", DEFAULTS.values(), ids=DEFAULTS)
+def test_imports_and_numbers_are_the_same_whatever_torch_makes_by_default(usual, default):
+    assert results(default) == usual
+
+
+MAKERS = {"arange", "empty", "eye", "full", "linspace", "ones", "tensor", "zeros"}
+
+
+@pytest.mark.parametrize("folder", ["quant", "ref", "cpu", "gpu"])
+def test_every_tensor_that_is_made_names_its_dtype_and_device(folder):
+    """A process cannot try the default "cuda" everywhere; a name is the same everywhere."""
+    silent = []
+    for file in sorted((PACKAGE / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+            named = {keyword.arg for keyword in node.keywords}
+            if of_torch and node.func.attr in MAKERS and not {"dtype", "device"} <= named:
+                silent.append(f"{file.name}:{node.lineno}: {ast.unparse(node)}")
+    assert not silent
