@@ -12,7 +12,6 @@ pool is taken. What a look needs is one tuple (``_Spare``), taken in one step.
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable
 from threading import get_ident
@@ -86,6 +85,7 @@ def launch(control, owner, thread, job_address, arranged, x, ids, weights, y):  
         job.pieces,
         job.run_rows,
         job.row_tasks,
+        job.experts,
     )
     atomic_store(control + STATE, RUNS - number)
     return number
@@ -242,11 +242,6 @@ class Part:
     def active(self) -> int:
         """Experts of the call that began last."""
         return self._moe.active
-
-    def expert(self, active: int) -> int:
-        """The number of an active expert of the last call."""
-        at = int(self._moe.job["experts"][0]) + 8 * active
-        return ctypes.c_int64.from_address(at).value
 
     @property
     def runs(self) -> bool:
