@@ -51,7 +51,9 @@ def calibrate(
     formats = [get_format(name).name for name in dict.fromkeys(format or every)]
     backends = {fmt: resolve("auto", fmt, target, activations).name for fmt in formats}
     able = [fmt for fmt in formats if backends[fmt] in GEMM_FROM]
-    choices.read(target.cpu)  # a file that cannot be read is told before anything is timed
+    choices.read(target.cpu)  # what cannot be read or written is told before anything is timed
+    if able:
+        choices.check_writable(target.cpu)
     found: list[Calibration] = []
     usual = Topology.detect().default_threads()
     if able and chosen_threads not in (None, usual):

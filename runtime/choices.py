@@ -98,21 +98,46 @@ def write(cpu: str, name: str, choices: Choices, how: dict[str, Any]) -> Path:
     Raises:
         PykernelsError: the file cannot be written, or the one that is there cannot be read.
     """
-    target = path(cpu)
-    fresh = target.with_name(f"{target.name}.{os.getpid()}")
+    with _successor(path(cpu)) as fresh:
+        entries = _entries(cpu) | {name: {"choices": asdict(choices), "measured": how}}
+        text = json.dumps({"version": VERSION, "cpu": cpu, "formats": entries}, indent=1)
+        fresh.write_text(text + "\n")
+        fresh.replace(path(cpu))  # readers see the old file or the new one, never half of one
+    return path(cpu)
+
+
+def check_writable(cpu: str) -> None:
+    """Whether ``write`` could: for who would be told only after long measurements.
+
+    Raises:
+        PykernelsError: the file could not be written.
+    """
+    with _successor(path(cpu)) as fresh:
+        fresh.touch()
+
+
+@contextlib.contextmanager
+def _successor(target: Path) -> Iterator[Path]:
+    """Where to write what becomes a file, beside it; nothing is left there behind the block.
+
+    One name for all processes, which take turns: what a killed one has left, the next one takes.
+
+    Raises:
+        PykernelsError: the folder or the file cannot be written.
+    """
+    fresh = target.with_name(f"{target.name}.new")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target.parent):
-            entries = _entries(cpu) | {name: {"choices": asdict(choices), "measured": how}}
-            text = json.dumps({"version": VERSION, "cpu": cpu, "formats": entries}, indent=1)
-            fresh.write_text(text + "\n")
-            fresh.replace(target)  # readers see the old file or the new one, never half of one
+            try:
+                yield fresh
+            finally:
+                fresh.unlink(missing_ok=True)
     except OSError as error:
         raise PykernelsError(
             f"the calibration {target} cannot be written: {error.strerror}",
             "Point PYKERNELS_CACHE_DIR at a folder that you may write to",
         ) from None
-    return target
 
 
 @contextlib.contextmanager

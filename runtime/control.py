@@ -37,6 +37,7 @@ class TaskError(RuntimeError):
         stage: "rows", "pack", "gate-up" or "down"; "" if another call failed before this was told.
         index: its number in the stage.
         active: which of the call's active experts it worked on; None for rows, which are all's.
+        expert: its number in the layer, where the call is one of a layer's experts.
         raised: what it raised, also the cause of this one; None if it returned the status.
     """
 
@@ -49,7 +50,8 @@ class TaskError(RuntimeError):
         expert: int | None = None,
         raised: BaseException | None = None,
     ) -> None:
-        self.status, self.stage, self.index, self.active = status, stage, index, active
+        self.status, self.stage, self.index = status, stage, index
+        self.active, self.expert = active, expert
         self.raised = self.__cause__ = raised
         of = f" of active expert {active}" if expert is None else f" of expert {expert}"
         where = "" if active is None else of
@@ -304,18 +306,17 @@ class Control:
     def _failure(self, call: int, status: int) -> BaseException:
         word = self._word
         failed = word[tasks.FAILED_CALL // 8]
-        last = word[tasks.LAST // 8 : tasks.LAST_FINISHED // 8 + 1].tolist()
+        last = word[tasks.LAST // 8 : tasks.LAST_EXPERT // 8 + 1].tolist()
         if (failed, word[tasks.FAILED_CALL // 8]) != (call, call):  # another failed since
             return TaskError(status, "", 0, None)
-        _, stage, index, active, started, finished = last
+        _, stage, index, active, started, finished, expert = last
         cause = None
         if status == raised.RAISED:
             cause = raised.first(started, finished, self._elsewhere())
         if cause is not None and not isinstance(cause, Exception):
             return cause  # Ctrl-C, while the exception was made
-        return TaskError(
-            status, tasks.STAGES[stage], index, active if active >= 0 else None, raised=cause
-        )
+        known = [number if number >= 0 else None for number in (active, expert)]
+        return TaskError(status, tasks.STAGES[stage], index, known[0], known[1], cause)
 
     def _elsewhere(self) -> set[int | None]:
         """Threads of other pools."""

@@ -162,10 +162,10 @@ class RoutedExperts:
             else:
                 counted = pools[0].end(calls[0], self.counters.address, tokens, nbytes)
                 seconds = 0.0 if counted else pools[0].seconds
-        except TaskError as error:
+        except TaskError:
             calls.clear()
             self._in_flight.pop(id(ticket), None)
-            raise self._name_expert(error, pools[0]) from error.raised
+            raise
         if partials:
             reduce(partials, y, pools[0], added)
         calls.clear()
@@ -288,12 +288,3 @@ class RoutedExperts:
             )
         self._bytes_per_expert = self.weights.bytes_per_expert
         self._loaded = True
-
-    def _name_expert(self, error: TaskError, pool: object) -> TaskError:
-        """The same with the expert's number in the layer, if these are still bound to its pool."""
-        parts = self._bound[1] if self._bound is not None else []
-        part = next((part for part in parts if part.pool is pool), None)
-        if error.active is None or part is None:
-            return error
-        expert = part.expert(error.active)
-        return TaskError(error.status, error.stage, error.index, error.active, expert, error.raised)

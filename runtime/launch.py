@@ -12,7 +12,6 @@ pool is taken. What a look needs is one tuple (``_Spare``), taken in one step.
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable
 from threading import get_ident
@@ -37,10 +36,12 @@ _NOT_OURS = -2
 """Beside BAD_EXPERT, what ``launch`` returns where the workers got nothing."""
 
 
-_Like = tuple[int, tuple[object, ...], dict[str, torch.Tensor], Callable[..., torch.Tensor]]
+_Look = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[object, ...]]
+
+_Like = tuple[int, tuple[object, ...], dict[str, torch.Tensor], Callable[..., torch.Tensor], _Look]
 """What the next call has to be like, to begin as it is: the descriptor's count, the layout of its
-inputs, the workspace's buffers (outdated ones would do, but their memory is to go); and what makes
-room for its result."""
+inputs, the workspace's buffers (outdated ones would do, but their memory is to go); what makes
+room for its result; and what takes a layout."""
 
 _Spare = tuple[torch.Tensor, int, _Like]
 """Room for the result of such a call, and its address. It serves one, since a launch counts too."""
@@ -62,7 +63,8 @@ def launch(control, owner, thread, job_address, arranged, x, ids, weights, y):  
     if atomic_exchange(control + STATE, owner, LAUNCHING) != owner:
         return _NOT_OURS
     job = job_at(job_address)
-    if job.arranged != arranged:  # whoever had the pool before has arranged another call
+    nowhere = (x == 0 or ids == 0 or weights == 0 or y == 0) and job.T * job.topk > 0  # a fake's
+    if nowhere or job.arranged != arranged:  # or who had the pool has arranged another call
         atomic_store(control + STATE, owner)
         return _NOT_OURS
     active = take_call(job_address, x, ids, weights, y)
@@ -86,6 +88,7 @@ def launch(control, owner, thread, job_address, arranged, x, ids, weights, y):  
         job.pieces,
         job.run_rows,
         job.row_tasks,
+        job.experts,
     )
     atomic_store(control + STATE, RUNS - number)
     return number
@@ -108,6 +111,14 @@ def _layout(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[
         weights.is_cpu,
         torch.is_inference_mode_enabled(),
     )
+
+
+def _layout_and_signs(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> tuple[object, ...]:
+    """The same, and whether x or weights are negated views, which say the opposite of what lies in
+    memory. One of several values is not contiguous: it is half of complex ones."""
+    return *_layout(x, ids, weights), x.is_neg(), weights.is_neg()
 
 
 class Part:
@@ -143,11 +154,12 @@ class Part:
         if spare is None:
             return None
         y, address, like = spare
-        arranged, layout, buffers, make = like
+        arranged, layout, buffers, make, look = like
         try:
-            if buffers is not self._workspace.buffers or _layout(x, ids, weights) != layout:
+            if buffers is not self._workspace.buffers or look(x, ids, weights) != layout:
                 return None
-        except AttributeError:  # no tensor
+            at_x, at_ids, at_weights = x.data_ptr(), ids.data_ptr(), weights.data_ptr()
+        except (AttributeError, RuntimeError):  # no tensor, or one of which no such thing is known
             return None
         # The spare stays: should Ctrl-C come behind the launch, y outlives the tasks. Nobody begins
         # with it again, since the launch counts. And x is copied by then: there are no row tasks.
@@ -157,12 +169,12 @@ class Part:
             get_ident(),
             self._job,
             arranged,
-            x.data_ptr(),
-            ids.data_ptr(),
-            weights.data_ptr(),
+            at_x,
+            at_ids,
+            at_weights,
             address,
         )
-        return (call, y, (arranged + 1, layout, buffers, make)) if call > 0 else None
+        return (call, y, (arranged + 1, layout, buffers, make, look)) if call > 0 else None
 
     def check(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         """Whether a call of such inputs could be arranged.
@@ -192,11 +204,12 @@ class Part:
         most = min(self._moe.experts.shape.E, ids.numel())
         self.pool.reserve_barriers(most, self._moe.down_chunks)
         self.held[get_ident()] = rows, *taken, y
-        same = x.is_contiguous() and taken[0] is ids and taken[1] is weights
+        same = rows is x and x.is_contiguous() and taken[0] is ids and taken[1] is weights
         if same and self._moe.row_tasks == 0:
             after = self._moe.arranged + 1  # the launch counts too
             make = torch.empty_like if ids.numel() else torch.zeros_like  # no task writes that
-            self._like = after, _layout(x, ids, weights), self._workspace.buffers, make
+            look = _layout_and_signs if 1 in (x.numel(), weights.numel()) else _layout
+            self._like = after, look(x, ids, weights), self._workspace.buffers, make, look
 
     def begin(self) -> tuple[int, _Like | None]:
         """Begins the call that this thread has arranged, on the pool that it has claimed.
@@ -242,11 +255,6 @@ class Part:
     def active(self) -> int:
         """Experts of the call that began last."""
         return self._moe.active
-
-    def expert(self, active: int) -> int:
-        """The number of an active expert of the last call."""
-        at = int(self._moe.job["experts"][0]) + 8 * active
-        return ctypes.c_int64.from_address(at).value
 
     @property
     def runs(self) -> bool:

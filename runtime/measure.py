@@ -83,10 +83,11 @@ class MoECase:
         kernel: a backend's name, or "auto".
         routing: one of ``workload.ROUTINGS``.
         activations: "bf16" or "int8".
+        filling: called with the share of the weights that is there, 0 to 1.
 
     Raises:
         PykernelsError: not enough memory for the weights or so many tokens, a kernel that cannot
-            run here, no such routing.
+            run here, no such routing, a layer too small to be timed out of cache.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class MoECase:
         kernel: str = "auto",
         routing: str = "balanced",
         activations: str = "bf16",
+        filling: Callable[[float], None] | None = None,
     ) -> None:
         if T < 1:
             raise PykernelsError(f"{T} tokens", "Measure at least 1")
@@ -105,7 +107,7 @@ class MoECase:
         check_calls(shape, T)
         check_layers(shape, fmt)
         self.T, self.shape, self.ids = T, shape, routings(shape, T, routing)
-        weights = RandomLayers(shape, fmt, self.ids, pool)
+        weights = RandomLayers(shape, fmt, self.ids, pool, filling)
         self.layers = weights.experts(kernel, activations)
         g = torch.Generator().manual_seed(0)
         self.x = torch.randn(T, shape.H, generator=g).to(torch.bfloat16)
@@ -146,6 +148,7 @@ def measure_moe(
     numa: str = AUTO,
     seconds: float = 4.0,
     progress: Callable[[float], None] | None = None,
+    filling: Callable[[float], None] | None = None,
 ) -> MoEMeasurement:
     """Times fused MoE calls, weights out of cache, beside both roofs.
 
@@ -160,12 +163,13 @@ def measure_moe(
         numa: "auto", "off" or the number of NUMA nodes to split the experts across.
         seconds: about how long to measure.
         progress: called with the share done, 0 to 1.
+        filling: before that, with the share of the weights that is there.
 
     Raises:
         PykernelsError: too little memory, threads, kernel or routing that this machine has not.
     """
     with make_pool(threads, numa=numa) as pool:
-        case = MoECase(fmt, T, shape, pool, kernel, routing, activations)
+        case = MoECase(fmt, T, shape, pool, kernel, routing, activations, filling)
         roofs = Roofs(pool, detect())
         case.call()  # compiles
         calls_a_round = max(1, round(_ROUND / case.call()[0]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from typing import Literal, overload
@@ -15,6 +16,15 @@ from .workers import Call, WorkerPool
 
 _default: Pool | None = None
 _lock = threading.Lock()
+
+
+def _forked() -> None:
+    """In a forked child: who held the lock is not there to give it up."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def make_pool(

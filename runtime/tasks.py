@@ -74,6 +74,8 @@ STARTED_AT = SPIN_NS + 8
 STATE = SPIN_NS + 16  # who has the pool: one of the below, or the thread that prepares a call
 INSIDE = SPIN_NS + 24  # the thread that has started the call and told nobody yet; 0: it has
 FAILED_CALL = SPIN_NS + 32  # number of the last call of which a task failed
+EXPERTS = SPIN_NS + 40  # of the current call: address of int64 [ACTIVE], the experts' numbers in
+# their layer; 0: it is no layer's
 LAST = 13 * _LINE  # of the call FAILED_CALL, written before the pool is freed:
 LAST_STATUS = LAST
 LAST_STAGE = LAST + 8
@@ -81,6 +83,7 @@ LAST_INDEX = LAST + 16
 LAST_ACTIVE = LAST + 24  # the active expert that the task was for; -1: rows are all's
 LAST_STARTED = LAST + 32
 LAST_FINISHED = LAST + 40
+LAST_EXPERT = LAST + 48  # the number of that expert; -1: none
 CONTROL_BYTES = 14 * _LINE
 BARRIER_BYTES = _LINE
 
@@ -287,6 +290,7 @@ def open_call(
     pieces: int,
     rows: int,
     row_tasks: int,
+    experts: int,
 ) -> int:
     """Opens a call to the workers; the pool is LAUNCHING, with the barriers that it needs.
 
@@ -316,6 +320,7 @@ def open_call(
     atomic_store(control + PIECES, pieces)
     atomic_store(control + ROWS, rows)
     atomic_store(control + ROW_TASKS, row_tasks)
+    atomic_store(control + EXPERTS, experts)
     atomic_store(control + ROWS_DONE, 0)
     tasks = row_tasks + pack_tasks + active * i_chunks + down_chunks * legs
     atomic_store(control + TASKS, tasks)
@@ -377,13 +382,15 @@ def _record(control: int, call: int, status: int) -> None:
     are its call's.
     """
     stage, index = atomic_load(control + FAILED_STAGE), atomic_load(control + FAILED_INDEX)
-    active = -1
+    active, expert = -1, -1
     if stage == _PACK:
         active = atomic_load(atomic_load(control + PIECE_ACTIVE) + 8 * index)
     elif stage == _GATE_UP:
         active = index // atomic_load(control + I_CHUNKS)
     elif stage == _DOWN:
         active = index % atomic_load(control + ACTIVE)
+    if active >= 0 and atomic_load(control + EXPERTS) != 0:
+        expert = atomic_load(atomic_load(control + EXPERTS) + 8 * active)
     atomic_store(control + FAILED_CALL, call)
     atomic_store(control + LAST_STATUS, status)
     atomic_store(control + LAST_STAGE, stage)
@@ -391,6 +398,7 @@ def _record(control: int, call: int, status: int) -> None:
     atomic_store(control + LAST_ACTIVE, active)
     atomic_store(control + LAST_STARTED, atomic_load(control + STARTED_AT))
     atomic_store(control + LAST_FINISHED, atomic_load(control + FINISHED_AT))
+    atomic_store(control + LAST_EXPERT, expert)
 
 
 @inlined
@@ -464,7 +472,7 @@ def compile_all() -> None:
         (stop, 1),
     ):
         function.compile((types.int64,) * arguments)
-    call = types.UniTuple(types.int64, 13)
+    call = types.UniTuple(types.int64, 14)
     publish.compile((types.int64, types.int64, call))
     finish_rows.compile((types.int64, types.int64, types.boolean))
     finish.compile((types.int64, types.int64, types.boolean, *[types.int64] * 3))

@@ -55,8 +55,8 @@ class Call(NamedTuple):
 
     ``gate_up``, ``down``, ``pack`` and ``rows`` are addresses of ``pykernels.cpu.jit.TASK``
     functions, ``job`` is their first argument. Task indices are those of ``pykernels.cpu.moe``.
-    ``piece_active`` and ``pieces`` are addresses of int64 arrays: the active expert of each pack
-    task, and the pack tasks of each active expert.
+    ``piece_active``, ``pieces`` and ``experts`` are addresses of int64 arrays: the active expert of
+    each pack task, the pack tasks of each active expert, and its number in the layer (0: none).
     """
 
     gate_up: int
@@ -72,6 +72,7 @@ class Call(NamedTuple):
     pieces: int = 0
     rows: int = 0
     row_tasks: int = 0
+    experts: int = 0
 
 
 class WorkerPool(Control):
@@ -137,7 +138,7 @@ class WorkerPool(Control):
         ]
         for thread in self._threads:
             thread.start()
-        _open_pools.add(self)
+        _open_pools[id(self)] = self
         self._pin(topology.order)
 
     @property
@@ -210,7 +211,7 @@ class WorkerPool(Control):
         self._check(number, status)
 
     def _elsewhere(self) -> set[int | None]:
-        others = (pool for pool in list(_open_pools) if pool is not self)
+        others = (pool for pool in _open_now() if pool is not self)
         return {thread.ident for pool in others for thread in pool._threads}
 
     def close(self) -> None:
@@ -233,7 +234,7 @@ class WorkerPool(Control):
         for thread in self._threads:
             if thread.ident is not None:  # it was started before Ctrl-C came
                 thread.join()
-        _open_pools.discard(self)
+        _open_pools.pop(id(self), None)
         self.ended = True
 
     def __enter__(self) -> WorkerPool:
@@ -252,12 +253,17 @@ def _worker_main(memory: np.ndarray, control: int, worker: int) -> None:
     tasks.worker_loop(control, worker)
 
 
-_open_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+_open_pools: weakref.WeakValueDictionary[int, WorkerPool] = weakref.WeakValueDictionary()
+
+
+def _open_now() -> list[WorkerPool]:
+    """The open pools; while they are looked at, other threads may make and close some."""
+    return [pool for alive in _open_pools.valuerefs() if (pool := alive()) is not None]
 
 
 def _forked() -> None:
     """In a forked child, which has a copy of the control blocks but none of the threads."""
-    for pool in list(_open_pools):
+    for pool in _open_now():
         pool._word[tasks.STATE // 8] = tasks.FORKED
 
 
@@ -266,5 +272,5 @@ os.register_at_fork(after_in_child=_forked)
 
 @atexit.register
 def _close_all() -> None:
-    for pool in list(_open_pools):
+    for pool in _open_now():
         pool.close()

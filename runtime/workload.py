@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from pykernels.errors import PykernelsError
+from pykernels.quant.layout import ceil_to
 from pykernels.quant.split import Experts, repeat_first
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
 
 from .experts import RoutedExperts
+from .memory import HUGE_PAGE
 from .pool import Pool
 from .topology import Topology
 
@@ -18,6 +22,10 @@ ROUTINGS = ("balanced", "zipf", "one")
 
 CACHES = 4
 """Bytes read between two uses of the same weights: at least so many times the last-level cache."""
+
+MOST_LAYERS = 8192
+"""Layers that take turns: more would be minutes of filling, and of the system's 65,530 mappings of
+a process (vm.max_map_count) each layer takes some."""
 
 _COUNT = 64
 
@@ -58,19 +66,27 @@ def routings(shape: MoEShape, T: int, kind: str, count: int = _COUNT) -> list[to
 
 def check_calls(shape: MoEShape, T: int, count: int = _COUNT) -> None:
     """Raises PykernelsError where calls of T tokens, with ``count`` routings, are too large."""
-    one_token = shape.H * (4 + 4 + 2) + shape.topk * shape.I * 4  # x, y and h, about
-    need = T * (count * shape.topk * 8 + one_token)
-    if need > 0.9 * (free := Topology.detect().memory_available):
+    x_y_h = shape.H * (4 + 4 + 2) + shape.topk * shape.I * 4  # of one token, about
+    one_token = count * shape.topk * 8 + x_y_h
+    if (need := T * one_token) > (most := 0.9 * (free := Topology.detect().memory_available)):
         raise PykernelsError(
-            f"calls of {T} tokens need {need / 2**30:.1f} GiB beside the weights,"
+            f"calls of {T} token{'s' * (T > 1)} need {need / 2**30:.1f} GiB beside the weights,"
             f" {free / 2**30:.1f} GiB are free",
-            "Take fewer tokens",
+            "Take fewer tokens" if one_token <= most else "Take a narrower layer or a smaller topk",
         )
 
 
 def check_layers(shape: MoEShape, fmt: str, count: int = 1) -> None:
-    """Raises PykernelsError where so many layers of random experts do not fit in memory."""
-    need = count * RoutedExperts.bytes_needed(shape, fmt)
+    """Raises PykernelsError where so many layers of random experts are more than ``MOST_LAYERS``,
+    or do not fit in memory."""
+    nbytes = RoutedExperts.bytes_needed(shape, fmt)
+    if count > MOST_LAYERS:
+        raise PykernelsError(
+            f"a layer of {nbytes / 2**10:.0f} KiB is too small to be timed out of cache: that"
+            f" takes {count} layers in turn, {MOST_LAYERS} are the most",
+            "Take more experts, or wider ones",
+        )
+    need = count * ceil_to(nbytes, HUGE_PAGE)  # of which each layer takes one at least
     if need > 0.9 * (free := Topology.detect().memory_available):
         raise PykernelsError(
             f"{count} layer(s) of {shape.E} experts in {fmt} need {need / 2**30:.1f} GiB,"
@@ -121,9 +137,11 @@ class RandomLayers:
     Args:
         routings: those of the calls to come; ``call_of`` says which goes with which layer.
         pool: the threads; None for the shared pool.
+        progress: called with the share of the layers that are filled, 0 to 1.
 
     Raises:
-        PykernelsError: not enough memory for the weights.
+        PykernelsError: not enough memory for the weights, or so small a layer that it takes more
+            than ``MOST_LAYERS``.
     """
 
     def __init__(
@@ -132,12 +150,18 @@ class RandomLayers:
         fmt: str,
         routings: list[torch.Tensor],
         pool: Pool | None = None,
+        progress: Callable[[float], None] | None = None,
     ) -> None:
         self.shape, self.fmt, self._pool = shape, fmt, pool
         nbytes = RoutedExperts.bytes_needed(shape, fmt)
         count = layers_out_of_cache(detect().l3, nbytes / shape.E * experts_between(routings))
         check_layers(shape, fmt, count)
-        self.packed = [_fill(RoutedExperts(shape, fmt, pool)) for _ in range(count)]
+        self.packed = [_fill(RoutedExperts(shape, fmt, pool))]
+        while len(self.packed) < count:
+            if progress:
+                progress(len(self.packed) / count)
+            # The same bytes in memory of their own, which is what a cache goes by.
+            self.packed.append(_copy(self.packed[0], RoutedExperts(shape, fmt, pool).weights))
         self.bytes_per_expert = self.packed[0].bytes_per_expert
 
     def experts(self, kernel: str, activations: str = "bf16") -> list[RoutedExperts]:
@@ -157,6 +181,15 @@ class RandomLayers:
 def call_of(number: int, layers: int, routings: int) -> tuple[int, int]:
     """(layer, routing) of a call: every layer in turn with one routing, then with the next."""
     return number % layers, number // layers % routings
+
+
+def _copy(filled: Experts, into: Experts) -> Experts:
+    """Gives a layer's experts the bytes of another's."""
+    for source, packed in zip(filled.slices, into.slices, strict=True):
+        for section in ("gate_up", "gate_up_scale", "down", "down_scale"):
+            getattr(packed, section).copy_(getattr(source, section))
+        packed.packed = list(source.packed)
+    return into
 
 
 def _fill(layer: RoutedExperts) -> Experts:

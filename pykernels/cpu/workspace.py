@@ -13,6 +13,7 @@ from ..errors import PykernelsError
 from ..quant import PackedExperts
 from ..quant.layout import K_BLOCK, N_BLOCK, ceil_to
 from .arrival import BAD_EXPERT, arrive
+from .given import check_dense, check_readable
 from .job import JOB
 from .moe import NEVER, MoEKernel, tables_address
 from .plan import MoEPlan, gemm_from_here, plan
@@ -92,12 +93,10 @@ class Workspace:
 
 
 def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy of it where the values of a row lie apart: what ``MoECall.prepare`` takes."""
+    """x, or a copy of it where the values of a row lie apart, or not as they are (a negated view):
+    what ``MoECall.prepare`` takes."""
+    x = x.resolve_neg()
     return x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
-
-
-def _kind(given: object) -> str:
-    return "None" if given is None else f"a {type(given).__module__}.{type(given).__name__}"
 
 
 class Prepared(NamedTuple):
@@ -229,10 +228,9 @@ class MoECall:
         T, topk = self.check(x, ids, weights)
         if not x.is_contiguous() and x.stride(1) != 1:
             raise PykernelsError("the values of a row of x lie apart", "Give contiguous_rows(x)")
-        if not ids.is_contiguous():
-            ids = ids.contiguous()
-        if weights.dtype is not torch.float32 or not weights.is_contiguous():
-            weights = weights.float().contiguous()
+        check_readable("y", y)  # made in the caller's modes
+        ids = ids.contiguous().resolve_neg()
+        weights = weights.float().contiguous().resolve_neg()
         self._plan(T)
         self._reserve(T, topk)
         words[_AT["T"]], words[_AT["topk"]] = T, topk
@@ -306,10 +304,7 @@ class MoECall:
             PykernelsError: what does not.
         """
         for name, given in (("x", x), ("ids", ids), ("weights", weights)):
-            if not isinstance(given, torch.Tensor):
-                raise PykernelsError(
-                    f"{name} is {_kind(given)}, no torch tensor", "Give three tensors"
-                )
+            check_dense(name, given)
         H, shape, ids_shape = self.experts.shape.H, x.shape, ids.shape
         if len(shape) != 2 or shape[1] != H or x.dtype not in (torch.bfloat16, torch.float32):
             raise PykernelsError(
@@ -325,11 +320,7 @@ class MoECall:
         if weights.is_complex():
             raise PykernelsError(f"weights are {weights.dtype}", "Give real weights")
         for name, tensor in (("x", x), ("ids", ids), ("weights", weights)):
-            if not tensor.is_cpu:
-                raise PykernelsError(
-                    f"{name} of the CPU experts lies on {tensor.device}",
-                    "Give it on the CPU, as .cpu() copies it",
-                )
+            check_readable(name, tensor)
         return ids_shape[0], ids_shape[1]
 
     def _bind(self, buffers: dict[str, torch.Tensor]) -> None:

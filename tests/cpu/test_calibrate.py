@@ -15,11 +15,14 @@ from pykernels.registry import kernels
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
 from pykernels.testing import assert_close
-from runtime import choices
+from runtime import choices, workload
 from runtime.calibrate import PathTimer
 from runtime.choices import Choices
 from runtime.experts import RoutedExperts
-from runtime.pool import WorkerPool
+from runtime.pool import WorkerPool, make_pool
+from runtime.topology import Topology
+
+from .routed import TWO_CORES
 
 AVX512 = next(b for b in kernels() if b.name == "avx512").supports("bf16", detect()) is None
 SMALL = MoEShape(E=2, H=128, I=128, topk=2)
@@ -27,6 +30,7 @@ SMALL = MoEShape(E=2, H=128, I=128, topk=2)
 
 @pytest.mark.skipif(not AVX512, reason="the modelled tiles are decoded in AVX-512")
 def test_both_paths_compute_the_same_and_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workload, "layers_out_of_cache", lambda *_: 3)
     modelled = build_kernel("amx", "bf16", "bf16", instructions(detect()), amx_model)
     monkeypatch.setattr("runtime.experts.make_kernel", lambda *_: modelled)
     with WorkerPool(1) as pool:
@@ -69,16 +73,30 @@ def test_backends_with_a_gemm_are_listed(name: str) -> None:
 
 def test_results_are_the_same_bits_on_one_thread_and_on_all(tmp_path) -> None:
     """A skewed call cut for one thread and for every core (the cut is by threads)."""
-    from runtime.topology import Topology
-    from runtime.workload import RandomLayers, routings
-
     shape = MoEShape(E=8, H=256, I=256, topk=2)
-    ids = routings(shape, 40, "zipf", 1)
+    ids = workload.routings(shape, 40, "zipf", 1)
     x = torch.randn(40, shape.H).bfloat16()
     weights = torch.rand(40, shape.topk)
     results = []
     for threads in {1, Topology.detect().usable}:
         with WorkerPool(threads) as pool:
-            (layer, *_) = RandomLayers(shape, "bf16", ids, pool).experts("auto")
+            (layer, *_) = workload.RandomLayers(shape, "bf16", ids, pool).experts("auto")
             results.append(layer(x, ids[0], weights))
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=TWO_CORES)])
+def test_layers_are_copies_of_the_first_in_memory_of_their_own(monkeypatch, nodes: int) -> None:
+    monkeypatch.setattr(workload, "layers_out_of_cache", lambda *_: 3)
+    shape, told = MoEShape(E=4, H=64, I=256, topk=2), list[float]()
+    made = make_pool(2, True, "2", Topology.fake(2)) if nodes == 2 else WorkerPool(1)
+    with made as pool:
+        ids = [torch.tensor([[0, 1]])]
+        layers = workload.RandomLayers(shape, "int4", ids, pool, told.append).packed
+        kept = {part.gate_up.data_ptr() for layer in layers for part in layer.slices}
+        assert (len(layers), len(kept), told) == (3, 3 * nodes, [1 / 3, 2 / 3])
+        for layer in layers:
+            assert layer.missing() == []
+            for got, wanted in zip(layer.unpack(3), layers[0].unpack(0), strict=True):
+                assert torch.equal(got.data, wanted.data)
+                assert torch.equal(got.scale, wanted.scale)

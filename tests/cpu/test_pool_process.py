@@ -94,6 +94,36 @@ def test_ctrl_c_counts_when_the_call_has_ended(kind: dict[str, object], forks: F
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "interrupted\n", "")
 
 
+FORKED = """
+import os, signal, threading
+from runtime import pool as pools
+
+held, forked = threading.Event(), threading.Event()
+
+def make():
+    with pools._lock:
+        held.set()
+        forked.wait()
+
+thread = threading.Thread(target=make)
+thread.start()
+held.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(5)
+    os._exit(pools.default_pool().threads < 1)
+forked.set()
+thread.join()
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_fork_while_another_thread_makes_the_shared_pool_can_make_its_own(forks: Forks) -> None:
+    head = HEAD.format(seconds=0, threads=1, driver_works=True)
+    ended = forks.run(head + FORKED)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("leaving", LEAVINGS.values(), ids=LEAVINGS)
 def test_leaving_does_not_hang(leaving: str, forks: Forks) -> None:
     ended = forks.run(HEAD.format(seconds=0.2, threads=None, driver_works=True) + leaving)

@@ -135,6 +135,16 @@ def test_a_file_that_cannot_be_read_is_told_first(
     assert "cannot be read" in err and "Delete it" in err
 
 
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_timed(
+    amx: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "calibrate", None)
+    with env.override(cache_dir=Path(__file__) / "below a file"):
+        code, out, err = run(capsys, "--format", "bf16")
+    assert (code, out) == (2, "")
+    assert "cannot be written" in err and "PYKERNELS_CACHE_DIR" in err
+
+
 def test_an_unknown_format_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "--format", "fp9")
     assert (code, out) == (2, "")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import json
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -126,9 +126,36 @@ def test_a_file_that_cannot_be_read_is_one_error(cache: Path, text: str) -> None
 
 
 def test_a_file_that_cannot_be_written_is_one_error(cache: Path) -> None:
-    (cache / f"{choices.path(CPU).name}.{os.getpid()}").mkdir(parents=True)
-    with pytest.raises(PykernelsError, match=r"cannot be written.*PYKERNELS_CACHE_DIR"):
-        choices.write(CPU, AMX_FP8, Choices(5), {})
+    (cache / f"{choices.path(CPU).name}.new").mkdir(parents=True)
+    for use in (
+        lambda: choices.write(CPU, AMX_FP8, Choices(5), {}),
+        lambda: choices.check_writable(CPU),
+    ):
+        with pytest.raises(PykernelsError, match=r"cannot be written.*PYKERNELS_CACHE_DIR"):
+            use()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
+def test_a_write_that_is_cut_short_leaves_nothing_behind(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    file = choices.write(CPU, AMX_FP8, Choices(5), {})
+
+    def replace(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch, pytest.raises((PykernelsError, KeyboardInterrupt)):
+        patch.setattr(Path, "replace", replace)
+        choices.write(CPU, AMX_FP8, Choices(6), {})
+    assert list(cache.iterdir()) == [file]
+    assert choices.read(CPU) == {AMX_FP8: Choices(5)}
+
+
+def test_what_a_killed_process_has_left_is_written_over(cache: Path) -> None:
+    cache.mkdir()
+    (cache / f"{choices.path(CPU).name}.new").write_text("{")
+    choices.check_writable(CPU)
+    assert list(cache.iterdir()) == []
 
 
 def test_a_file_that_may_not_be_read_is_not_to_be_deleted(cache: Path) -> None:

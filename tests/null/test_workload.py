@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from pykernels.errors import PykernelsError
 from pykernels.shapes import MoEShape
-from runtime import measure
+from runtime import measure, workload
 from runtime.workload import (
     CACHES,
+    MOST_LAYERS,
     ROUTINGS,
+    RandomLayers,
     call_of,
     check_calls,
+    check_layers,
     distinct,
     experts_between,
     layers_out_of_cache,
@@ -106,6 +111,32 @@ def test_more_tokens_than_memory_are_told_before_anything_is_made() -> None:
     check_calls(SHAPE, 1024)
     with pytest.raises(PykernelsError, match=r"of 1000000000000 tokens need \d+\.\d GiB"):
         check_calls(SHAPE, 10**12)
+
+
+def test_fewer_tokens_are_a_mend_only_where_one_is_not_too_many() -> None:
+    with pytest.raises(PykernelsError, match=r"of 2000000000 tokens need .*Take fewer tokens"):
+        check_calls(MoEShape(E=32, H=10**5, I=32, topk=8), 2 * 10**9)
+    for T, named in ((1, "1 token"), (2, "2 tokens")):
+        with pytest.raises(PykernelsError, match=rf"of {named} need .*Take a narrower layer"):
+            check_calls(MoEShape(E=32, H=10**11, I=32, topk=8), T)
+
+
+def test_layers_too_small_to_be_out_of_cache_are_told_before_any_is_made(monkeypatch) -> None:
+    monkeypatch.setattr(workload, "_fill", None)
+    monkeypatch.setattr(workload, "detect", lambda: SimpleNamespace(l3=260 << 20))
+    shape, ids = MoEShape(E=1, H=1, I=1, topk=1), [torch.zeros(1, 1, dtype=torch.int64)]
+    told = r"a layer of 20 KiB is too small .* 53248 layers in turn, 8192 .*Take more experts"
+    with pytest.raises(PykernelsError, match=told):
+        RandomLayers(shape, "fp8", ids)
+
+
+def test_as_many_layers_as_may_be_fit_where_each_has_a_huge_page(monkeypatch) -> None:
+    shape = MoEShape(E=1, H=1, I=1, topk=1)
+    free = SimpleNamespace(memory_available=MOST_LAYERS << 20)
+    monkeypatch.setattr(workload.Topology, "detect", lambda: free)
+    check_layers(shape, "fp8", MOST_LAYERS // 3)
+    with pytest.raises(PykernelsError, match=r"8192 layer\(s\) of 1 experts in fp8 need 16.0 GiB"):
+        check_layers(shape, "fp8", MOST_LAYERS)
 
 
 def test_a_case_that_cannot_be_is_told_before_anything_is_made(monkeypatch) -> None:
