@@ -92,6 +92,7 @@ def moe(
             routing,
             activations or "bf16",
             numa,
+            filling=lambda share: status.update(f"filling random experts, {share:.0%}"),
             progress=lambda share: status.update(f"timing, {share:.0%}"),
         )
     if as_json:
