@@ -63,6 +63,7 @@ class DecodePlan:
         at_least(16 if not self.in_lanes else 8, self, "rows", "keys")  # of a product's operands
         at_least(1, self, "stages", "least")
         at_least(0, self, "per_sm")
+        at_most(32, self, "per_sm")  # no SM holds more
         _can_be_compiled(self)
         kernels = [name for name in ("by_hand", "in_lanes", "in_ring") if getattr(self, name)]
         if len(kernels) > 1:
