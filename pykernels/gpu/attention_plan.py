@@ -297,7 +297,8 @@ def prefill_plan(
 
     Args:
         unpack: E4M3 should become bf16 first.
-        aligned_rows: those of queries and of keys in bf16: every head's at a multiple of 16 bytes.
+        aligned_rows: those of queries and of keys in bf16: every head's at a multiple of 16 bytes,
+            and within 2 ** 31 elements.
         page: keys of one, 0 without pages.
     """
     if unpack:

@@ -17,7 +17,7 @@ def _write_rows(
     x, cache, scales, t, group, place, t_stride, group_stride, G, D,
     QUANTIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    g = group[:, None]
+    g = group[:, None].to(tl.int64)  # heads may be 2 ** 31 elements apart
     d = tl.arange(0, BLOCK)[None, :]
     mask = (g < G) & (d < D)
     value = tl.load(x + t * t_stride + g * group_stride + d, mask=mask, other=0.0)
