@@ -248,7 +248,7 @@ def launch(
         batch = replace(batch, page_table=None, k_starts=starts)
         scales, page = (None, None), 0
     table = batch.page_table
-    grid, factors = (blocks, NH, batch.B), (*score_factors(scale, softcap), window or 0)
+    grid, factors = (blocks, NH, batch.B), (*score_factors(scale, softcap), int(window or 0))
     where = (batch.q_starts, batch.q_lengths, batch.k_starts, batch.k_lengths)
     q_strides = (*q.stride()[:2], *(q_rope.stride()[:2] if q_rope is not None else (0, 0)))
     k_strides = (*k.stride()[:2], k_rope.stride(0) if k_rope is not None else 0, *v.stride()[:2])
