@@ -57,6 +57,8 @@ def supports(
     """None if rows [T, G, D] can be written to cache [P, page, G, D], or the reason why not."""
     if rows.dtype not in FLOATS or rows.ndim != 3 or rows.stride(2) != 1:
         return f"{name} is {rows.dtype} {tuple(rows.shape)}, not floats with dense rows"
+    if 0 in rows.shape[1:]:
+        return f"{name} is {tuple(rows.shape)}: its rows are empty"
     if cache.shape[2:] != rows.shape[1:] or not cache.is_contiguous():
         wanted = ", ".join(map(str, rows.shape[1:]))
         return f"the cache of {name} is {tuple(cache.shape)}, not contiguous [P, page, {wanted}]"
