@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from numbers import Integral
+from numbers import Integral, Real
 
 import torch
 
@@ -99,7 +99,9 @@ def check_scores(scale: float, window: int | None, softcap: float | None) -> Non
         raise PykernelsError(
             f"a window of {window}", "It must be a whole number, at least 1, the token itself"
         )
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise PykernelsError(f"a softcap of {softcap}", "It must be above 0 and finite, or None")
-    if not 0 < scale < math.inf:
-        raise PykernelsError(f"a scale of {scale}", "It must be above 0 and finite")
+    if softcap is not None and not (isinstance(softcap, Real) and 0 < softcap < math.inf):
+        raise PykernelsError(
+            f"a softcap of {softcap!r}", "It must be a number above 0 and finite, or None"
+        )
+    if not (isinstance(scale, Real) and 0 < scale < math.inf):
+        raise PykernelsError(f"a scale of {scale!r}", "It must be a number above 0 and finite")

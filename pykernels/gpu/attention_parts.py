@@ -30,8 +30,8 @@ def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
     In the second case ``inner`` is for ``exp2``, so it holds ``log2(e)`` too.
     """
     if softcap is None:
-        return scale * LOG2E, 1.0
-    return 2 * LOG2E * scale / softcap, softcap * LOG2E
+        return float(scale) * LOG2E, 1.0  # NumPy's floats are none to Triton
+    return 2 * LOG2E * float(scale) / float(softcap), float(softcap) * LOG2E
 
 
 @triton.jit

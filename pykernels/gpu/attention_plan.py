@@ -63,6 +63,7 @@ class DecodePlan:
         at_least(16 if not self.in_lanes else 8, self, "rows", "keys")  # of a product's operands
         at_least(1, self, "stages", "least")
         at_least(0, self, "per_sm")
+        at_most(32, self, "per_sm")  # no SM holds more
         _can_be_compiled(self)
         kernels = [name for name in ("by_hand", "in_lanes", "in_ring") if getattr(self, name)]
         if len(kernels) > 1:
@@ -296,7 +297,8 @@ def prefill_plan(
 
     Args:
         unpack: E4M3 should become bf16 first.
-        aligned_rows: those of queries and of keys in bf16: every head's at a multiple of 16 bytes.
+        aligned_rows: those of queries and of keys in bf16: every head's at a multiple of 16 bytes,
+            and within 2 ** 31 elements.
         page: keys of one, 0 without pages.
     """
     if unpack:

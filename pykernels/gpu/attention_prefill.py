@@ -101,6 +101,7 @@ def _prefill(
     WIDE: tl.constexpr,
 ):  # fmt: skip
     b, head = tl.program_id(2), tl.program_id(1)
+    far, kv = head.to(tl.int64), (head // G).to(tl.int64)  # heads may be 2 ** 31 elements apart
     queries = tl.load(q_length_ptr + b)
     # The last queries see the most keys: the longest programs start first.
     q_begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
@@ -117,10 +118,10 @@ def _prefill(
     inside = i < queries
     rows = q_row + i
     q_mask = inside[:, None] & (d < D)[None, :]
-    q = tl.load(q_ptr + (rows * q_t + head * q_h)[:, None] + d[None, :], mask=q_mask, other=0.0)
+    q = tl.load(q_ptr + (rows * q_t + far * q_h)[:, None] + d[None, :], mask=q_mask, other=0.0)
     q_rope = q
     if R > 0:
-        qr_ptrs = q_rope_ptr + (rows * qr_t + head * qr_h)[:, None] + tl.arange(0, R)[None, :]
+        qr_ptrs = q_rope_ptr + (rows * qr_t + far * qr_h)[:, None] + tl.arange(0, R)[None, :]
         q_rope = tl.load(qr_ptrs, mask=inside[:, None], other=0.0)
 
     past = keys - queries  # keys before the first query
@@ -142,10 +143,10 @@ def _prefill(
     if PAGE:
         table += b.to(tl.int64) * table_stride
     if KIND != 0:
-        k_scale_ptr += head // G
-        v_scale_ptr += head // G
-    k_ptr += (head // G) * k_h
-    v_ptr += (head // G) * v_h
+        k_scale_ptr += kv
+        v_scale_ptr += kv
+    k_ptr += kv * k_h
+    v_ptr += kv * v_h
     if WINDOW:
         m, total, acc = _keys(
             q, q_rope, k_ptr, k_rope_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, k_row, m, total,
@@ -169,12 +170,16 @@ def _prefill(
 
 
 def _aligned(*tensors: torch.Tensor | None) -> bool:
-    """Whether every row of every head begins at a multiple of 16 bytes, and Triton can tell."""
+    """Whether every row of every head begins at a multiple of 16 bytes, and Triton can tell.
+
+    And all heads lie within 2 ** 31 elements: copies count columns in 32 bits.
+    """
     given = [x for x in tensors if x is not None]
     return all(
         x.dtype == torch.bfloat16
         and x.data_ptr() % 16 == 0
         and all(stride % 16 == 0 for stride in x.stride()[:-1])
+        and (x.ndim < 3 or x.shape[1] * x.stride(1) < 1 << 31)
         for x in given
     )
 
@@ -243,7 +248,7 @@ def launch(
         batch = replace(batch, page_table=None, k_starts=starts)
         scales, page = (None, None), 0
     table = batch.page_table
-    grid, factors = (blocks, NH, batch.B), (*score_factors(scale, softcap), window or 0)
+    grid, factors = (blocks, NH, batch.B), (*score_factors(scale, softcap), int(window or 0))
     where = (batch.q_starts, batch.q_lengths, batch.k_starts, batch.k_lengths)
     q_strides = (*q.stride()[:2], *(q_rope.stride()[:2] if q_rope is not None else (0, 0)))
     k_strides = (*k.stride()[:2], k_rope.stride(0) if k_rope is not None else 0, *v.stride()[:2])

@@ -201,6 +201,7 @@ def gqa_decode(
         q, k, v, page_table, lengths, scale=scale, k_scale=k_scale, v_scale=v_scale, window=window,
         softcap=softcap,
     )  # fmt: skip
+    window = None if window is None else int(window)  # NumPy's integers are none to Triton
     q4 = newest_tokens(q, "q")
     (B, S, NH, D), (page, KVH) = q4.shape, k.shape[1:3]
     result = check_out(out, q, *q.shape, dtype=torch.bfloat16)

@@ -8,7 +8,7 @@ import torch
 
 from ..errors import PykernelsError
 from ..shapes import Ragged
-from .attention_checks import check_cache, check_scales
+from .attention_checks import FP8, check_cache, check_scales
 from .attention_plan import PrefillPlan
 from .attention_prefill import checked, launch
 from .launch import why_not
@@ -41,6 +41,10 @@ def _parts(
     scales = (k_scale, v_scale)
     for scaling, name in zip(scales, ("k_scale", "v_scale"), strict=True):
         check_scales(k, scaling, name, tuple(k.shape[:-1]))
+    if k.dtype != v.dtype:
+        raise PykernelsError(f"k is {k.dtype} and v {v.dtype}", "Both must be of one dtype")
+    if table is None and k.dtype == FP8:
+        raise PykernelsError(f"k is {k.dtype} without pages", "Keep it in pages, or give bfloat16")
     k, v = (x if table is None else x.flatten(0, 1) for x in (k, v))
     return q, k, v, (None, None), scales, batch, page, scale, window, softcap
 

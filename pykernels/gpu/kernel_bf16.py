@@ -67,7 +67,7 @@ def gemm_bf16(
         x_tile = x + source[:, None] * K + k[None, :]
     if not W_TMA:
         i = tl.arange(0, BLOCK_N)
-        n = tl.minimum(n_block * COLS + i % COLS, N - 1)
+        n = tl.minimum(n_block * COLS + i % COLS, N - 1).to(tl.int64)
         matrix = w + (slot * MATS).to(tl.int64) * N * K
         w_tile = matrix + ((i // COLS) * N + n)[None, :] * K + k[:, None]
     for k0 in tl.range(0, inputs, BLOCK_K, num_stages=STAGES):

@@ -93,7 +93,7 @@ def gemm_fp8(
     scale = w_scale + base * blocks + n0 // 128 * groups
     if not W_TMA:
         matrix = w + base * N * K
-        w_tile = matrix + tl.minimum(cols, N - 1)[:, None] * K + k[None, :]
+        w_tile = matrix + tl.minimum(cols, N - 1).to(tl.int64)[:, None] * K + k[None, :]
     for g in tl.range(0, tl.cdiv(inputs, 128), num_stages=STAGES):
         inside = (g * 128 + k < K)[None, :]
         if X_TMA:

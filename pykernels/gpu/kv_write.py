@@ -17,7 +17,7 @@ def _write_rows(
     x, cache, scales, t, group, place, t_stride, group_stride, G, D,
     QUANTIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    g = group[:, None]
+    g = group[:, None].to(tl.int64)  # heads may be 2 ** 31 elements apart
     d = tl.arange(0, BLOCK)[None, :]
     mask = (g < G) & (d < D)
     value = tl.load(x + t * t_stride + g * group_stride + d, mask=mask, other=0.0)
@@ -57,6 +57,8 @@ def supports(
     """None if rows [T, G, D] can be written to cache [P, page, G, D], or the reason why not."""
     if rows.dtype not in FLOATS or rows.ndim != 3 or rows.stride(2) != 1:
         return f"{name} is {rows.dtype} {tuple(rows.shape)}, not floats with dense rows"
+    if 0 in rows.shape[1:]:
+        return f"{name} is {tuple(rows.shape)}: its rows are empty"
     if cache.shape[2:] != rows.shape[1:] or not cache.is_contiguous():
         wanted = ", ".join(map(str, rows.shape[1:]))
         return f"the cache of {name} is {tuple(cache.shape)}, not contiguous [P, page, {wanted}]"

@@ -133,12 +133,13 @@ def places(
     matrix, n0, N, SCALES,
     KIND: gl.constexpr, ROWS: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Where the scales of a tile's rows begin, in words."""
+    """Where the scales of a tile's rows begin, in words: int64, slots may be many."""
     n, up = rows_of(n0, N, ROWS, GATED, LAYOUT)
+    matrix = matrix.to(gl.int64) + up
     if KIND == "fp8":
-        return ((matrix + up) * gl.cdiv(N, 128) + n // 128) * SCALES
+        return (matrix * gl.cdiv(N, 128) + n // 128) * SCALES
     else:
-        return (matrix + up) * SCALES * N + n
+        return matrix * SCALES * N + n
 
 
 @gluon.jit

@@ -51,6 +51,8 @@ def supports(
     """None if `mla_read` takes these caches, or the reason why not."""
     if latent.ndim != 3 or rope.ndim != 3 or latent.shape[:2] != rope.shape[:2]:
         return f"latents {tuple(latent.shape)} and rope {tuple(rope.shape)} are not [P, page, *]"
+    if 0 in (latent.shape[2], rope.shape[2]):
+        return f"latents {tuple(latent.shape)} or rope {tuple(rope.shape)} have empty rows"
     if not latent.is_contiguous() or not rope.is_contiguous():
         return "the caches are not contiguous"
     eight = latent.dtype in (torch.float8_e4m3fn, torch.uint8)

@@ -133,6 +133,7 @@ def _unpermute(
     for k in tl.static_range(TOPK):
         at = tl.load(positions + token * TOPK + k)
         weight = tl.load(weights + token * TOPK + k)
+        weight = tl.where(at < end, weight, 0.0)  # padding's may be NaN
         row = tl.load(y + at.to(tl.int64) * H + h, mask=(h < H) & (at + 0 * h < end), other=0.0)
         total += weight * row.to(tl.float32)
     if ADD:
@@ -268,7 +269,8 @@ def unpermute(
 ) -> torch.Tensor:
     """Weighted sum of each token's rows, k = 0 first, in float32; rounded once.
 
-    Rows behind ``starts[E]`` (experts that somebody else computes) are not read.
+    Rows behind ``starts[E]`` (experts that somebody else computes) are not read, and whatever their
+    weights are, they add nothing.
 
     Args:
         y: floats [T * topk, H], contiguous, in sorted order.

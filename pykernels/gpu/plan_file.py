@@ -132,10 +132,10 @@ def _plan(line: dict[str, Any]) -> object:
 
 def _lines(file: Path) -> list[dict[str, Any]]:
     """Raises PykernelsError: the file is damaged, or no kernel could be launched by a line."""
-    if not file.exists():
-        return []
     at = ""
     try:
+        if not file.exists():
+            return []
         lines = json.loads(file.read_text())
         if not isinstance(lines, list):
             raise ValueError("it is no list of plans")
@@ -162,6 +162,11 @@ def _lines(file: Path) -> list[dict[str, Any]]:
         OSError,
         RecursionError,
     ) as error:
+        if isinstance(error, OSError):
+            raise PykernelsError(
+                f"{file} cannot be read: {error.strerror}",
+                "Point PYKERNELS_CACHE_DIR at a folder that you may read",
+            ) from None
         why = f"there is no {error}" if isinstance(error, KeyError) else error
         raise PykernelsError(
             f"{file} cannot be read: {at}{why}",

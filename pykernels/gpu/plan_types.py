@@ -105,6 +105,7 @@ class GemmPlan:
         at_most(32, self, "warps")
         at_most(16, self, "stages")
         at_most(64, self, "split_k")
+        at_most(1 << 16, self, "group_m")  # kernels multiply it by the blocks of N, in 32 bits
         at_least(1, self, "group_m", "split_k", "stages")
 
 

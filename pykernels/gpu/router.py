@@ -188,8 +188,11 @@ def route(
         return routing, order, None if x is None else permute(x, order, gathered)
     H, source, target = 0, None, None
     if x is not None:
-        if x.ndim != 2 or x.shape[0] != T or (x.shape[1] > 1 and x.stride(1) != 1):
-            raise PykernelsError(f"x is {tuple(x.shape)}", f"Give it contiguous rows, [{T}, H]")
+        dense = x.ndim == 2 and (x.shape[1] <= 1 or x.stride(1) == 1)
+        if not dense or x.shape[0] != T or x.is_complex():
+            raise PykernelsError(
+                f"x is {x.dtype} {tuple(x.shape)}", f"Give it contiguous rows, [{T}, H], real ones"
+            )
         check_device(logits, x)
         H = x.shape[1]
         gathered = check_out(gathered, x, spec.topk, H, dtype=x.dtype)

@@ -21,13 +21,20 @@ import triton
 import triton.language as tl
 
 from ..errors import PykernelsError
-from ..ref.sampling import COLDEST
+from ..ref.sampling import COLDEST, HOTTEST
 from .choose import index_of, ordered, rank_key
 from .launch import FLOATS, check_device, unsupported
 
 _BLOCK = 2048  # logits a program
 _WIDE = 8192  # logits a step of the nucleus's loop
-_COLDEST = tl.constexpr(COLDEST)
+_COLDEST, _HOTTEST = tl.constexpr(COLDEST), tl.constexpr(HOTTEST)
+
+
+@triton.jit
+def _heat(temperature, row):
+    """A row's temperature; NaN stays NaN, which is not as warm as ``_COLDEST`` either."""
+    heat = tl.load(temperature + row)
+    return tl.where(heat > _HOTTEST, _HOTTEST, heat)
 
 
 @triton.jit
@@ -94,7 +101,7 @@ def _perturb(
         stay = stay & (_unsigned(x) >= least)
     y = x
     if NOISE:
-        heat = tl.load(temperature + row)
+        heat = _heat(temperature, row)
         scaled = x / tl.where(heat >= _COLDEST, heat, 1.0)
         seed, step = tl.load(state), tl.load(state + 1)
         zero = v * 0
@@ -134,7 +141,7 @@ def _nucleus(
     wanted = tl.sum(tl.where(parts > 0, parts * tl.exp(tops - top), 0.0), 0)
     p = tl.load(top_p + row)
     wanted *= p
-    heat = tl.load(temperature + row)
+    heat = _heat(temperature, row)
     heat = tl.where(heat >= _COLDEST, heat, 1.0)
     token = index_of(tl.max(keys, 0))
     searching = ~(p >= 1)
@@ -222,7 +229,8 @@ def sample(
     Args:
         logits: [T, V], bf16, fp16 or float32.
         state: int64 [2] on the device: seed and step.
-        temperature: float32 [T]; 0, and what is below ``COLDEST``, is greedy.
+        temperature: float32 [T]; 0, and what is below ``COLDEST``, is greedy; what is above
+            ``HOTTEST`` counts as that.
         top_k: int32 [T]; 0 is off.
         top_p: float32 [T]; 1 is off; 0, and NaN, leaves the largest.
         out: int64 [T].

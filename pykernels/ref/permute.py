@@ -41,7 +41,8 @@ def unpermute(
 ) -> torch.Tensor:
     """Weighted sum of each token's rows of ``y``, and of ``add`` if given.
 
-    Rows behind ``starts[E]`` (experts that somebody else computes) are not read.
+    Rows behind ``starts[E]`` (experts that somebody else computes) are not read, and whatever their
+    weights are, they add nothing.
 
     Args:
         y: [T * topk, H], in sorted order.
@@ -54,7 +55,7 @@ def unpermute(
         [T, H] in ``dtype``.
     """
     positions = order.positions.long()  # [T, topk]
-    here = positions < order.starts[-1]
-    rows = y[positions].to(dtype).masked_fill(~here.unsqueeze(-1), 0)
-    total = (rows * weights.to(dtype).unsqueeze(-1)).sum(1)
+    here = (positions < order.starts[-1]).unsqueeze(-1)
+    rows = y[positions].to(dtype) * weights.to(dtype).unsqueeze(-1)
+    total = rows.masked_fill(~here, 0).sum(1)
     return total if add is None else total + add.to(dtype)

@@ -10,6 +10,8 @@ import torch
 
 COLDEST = 2.0**-100
 """Temperatures below are greedy, as 0 is: logits divided by them would be infinite."""
+HOTTEST = 2.0**100
+"""Temperatures above count as this: -inf divided by infinity would be NaN, above all logits."""
 _ROUNDS = 10
 _KEYS = 0x9E3779B9, 0xBB67AE85
 _FACTORS = 0xD2511F53, 0xCD9E8D57
@@ -69,7 +71,7 @@ def perturbed(
     words = philox(seed, v, t.unsqueeze(1), low, high)
     uniform = ((words >> 9).to(dtype) + 0.5) * 2.0**-23  # exact in float32, never 0 or 1
     noise = -(-uniform.log()).log()
-    heat = temperature.to(dtype).unsqueeze(1)
+    heat = temperature.to(dtype).clamp(max=HOTTEST).unsqueeze(1)
     return torch.where(heat >= COLDEST, logits.to(dtype) / heat + noise.to(logits.device), logits)
 
 
@@ -101,7 +103,8 @@ def kept(
         k = torch.where((top_k < 1) | (top_k > V), V, top_k).long().unsqueeze(1)
         stay = ordered >= ordered.gather(1, k - 1)
     if top_p is not None:
-        heat = torch.where(temperature >= COLDEST, temperature, 1).to(dtype).unsqueeze(1)
+        heat = torch.where(temperature >= COLDEST, temperature, 1).clamp(max=HOTTEST)
+        heat = heat.to(dtype).unsqueeze(1)
         mass = (ordered / heat).masked_fill(~stay, -torch.inf).softmax(-1)
         first = torch.searchsorted(-ordered, -ordered)  # of its equals: how many are larger
         above = (mass.cumsum(-1) - mass).gather(1, first)

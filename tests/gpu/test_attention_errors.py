@@ -46,6 +46,8 @@ BAD_DECODE: list[tuple[str, Callable[[Any], Any], str]] = [
     ("scale", lambda x: float("nan"), "scale of nan"),
     ("window", lambda x: 0, "window of 0"),
     ("window", lambda x: 2.5, "window of 2.5"),
+    ("scale", lambda x: torch.tensor(0.1), "a scale of tensor"),
+    ("softcap", lambda x: torch.tensor(9.0), "a softcap of tensor"),
     ("softcap", lambda x: -1.0, "softcap of -1"),
     ("softcap", lambda x: float("inf"), "softcap of inf"),
     ("softcap", lambda x: float("nan"), "softcap of nan"),
@@ -140,6 +142,55 @@ def test_prefill_refuses(device) -> None:
         gqa_prefill(q.float(), k, k, batch, scale=1.0)
     assert "6 query heads" in (supports(q, k, k, batch, scale=1.0) or "")
     assert supports(q[:, :4], k, k, batch, scale=1.0) is None
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(
+    ("narrow", "complaint"), [("k", "k is .*e4m3.* v .*bf"), ("v", "v .*e4m3")]
+)
+def test_prefill_refuses_keys_and_values_of_two_dtypes(
+    narrow: str, complaint: str, paged: bool, device
+) -> None:
+    from pykernels.gpu.gqa_prefill import gqa_prefill, supports
+
+    n = torch.ones(1, dtype=torch.int32, device=device)
+    where = {"page_table": n[:, None] * 0} if paged else {"k_starts": n}
+    x = torch.zeros(4, 2, 32, dtype=BF16, device=device)
+    given = {"k": x[None], "v": x[None]} if paged else {"k": x, "v": x}
+    given[narrow] = given[narrow].to(FP8)
+    scale = torch.ones(given["k"].shape[:-1], device=device) if narrow == "k" else None
+    options = {"scale": 1.0, "k_scale": scale, "v_scale": scale}
+    with pytest.raises(PykernelsError, match=complaint) as refused:
+        gqa_prefill(x, given["k"], given["v"], Ragged(n, n, n, 1, **where), **options)
+    cause = supports(x, given["k"], given["v"], Ragged(n, n, n, 1, **where), **options)
+    assert cause == refused.value.cause
+
+
+def test_prefill_takes_e4m3_in_pages_alone(device) -> None:
+    from pykernels.gpu.gqa_prefill import gqa_prefill
+
+    n = torch.ones(1, dtype=torch.int32, device=device)
+    x, scale = torch.zeros(4, 2, 32, dtype=BF16, device=device), torch.ones(4, 2, device=device)
+    keys, batch = x.to(FP8), Ragged(n, n, n, 1, k_starts=n)
+    with pytest.raises(PykernelsError, match="e4m3fn without pages"):
+        gqa_prefill(x, keys, keys, batch, scale=1.0, k_scale=scale, v_scale=scale)
+
+
+def test_numbers_of_numpy_are_numbers(device) -> None:
+    import numpy as np
+
+    from pykernels.gpu.gqa_decode import gqa_decode
+    from pykernels.gpu.gqa_prefill import gqa_prefill
+
+    theirs = {"scale": np.float32(0.5), "window": np.int64(3), "softcap": np.float32(4)}
+    ours = {"scale": 0.5, "window": 3, "softcap": 4.0}
+    given = decode_arguments(device)
+    given = {**given, "q": torch.randn(2, 8, 32, device=device).to(BF16)}
+    assert torch.equal(gqa_decode(**given | theirs), gqa_decode(**given | ours))
+    n = torch.full((1,), 4, dtype=torch.int32, device=device)
+    x, batch = torch.randn(4, 2, 32, device=device).to(BF16), Ragged(n - 4, n, n, 4, k_starts=n - 4)
+    found, expected = (gqa_prefill(x, x, x, batch, **how) for how in (theirs, ours))
+    assert torch.equal(found, expected)
 
 
 def test_tensors_on_two_devices_are_refused(device) -> None:

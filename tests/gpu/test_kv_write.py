@@ -170,6 +170,15 @@ REFUSED = [
     ("a cache of other pages", lambda d: {"rope_cache": torch.zeros(2, 4, 16, device=d)}),
     ("E4M3 without scales", lambda d: {"latent_cache": torch.zeros(1, 8, 64, device=d).to(E4M3)}),
     ("scales without E4M3", lambda d: {"latent_scale": torch.zeros(1, 8, device=d)}),
+    (
+        "rows of nothing",
+        lambda d: {
+            "rope": torch.zeros(2, 0, device=d),
+            "rope_cache": torch.zeros(1, 8, 0, device=d),
+            "latent": torch.zeros(2, 0, device=d),
+            "latent_cache": torch.zeros(1, 8, 0, device=d),
+        },
+    ),
     ("a cache of integers", lambda d: {"rope_cache": torch.zeros(1, 8, 16, device=d).int()}),
 ]
 

@@ -110,6 +110,7 @@ REFUSED = [
     ("E4M3 without scales", lambda d: {"latent": torch.zeros(2, 16, 64, device=d).to(E4M3)}),
     ("scales without E4M3", lambda d: {"latent_scale": torch.zeros(2, 16, device=d)}),
     ("other pages", lambda d: {"rope": torch.zeros(2, 8, 8, device=d, dtype=BF16)}),
+    ("latents of nothing", lambda d: {"latent": torch.zeros(2, 16, 0, device=d, dtype=BF16)}),
     ("another dtype", lambda d: {"rope": torch.zeros(2, 16, 8, device=d)}),
     ("int64 lengths", lambda d: {"lengths": torch.zeros(1, device=d).long()}),
     ("starts of more", lambda d: {"starts": torch.zeros(2, device=d).int()}),

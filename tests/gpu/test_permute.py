@@ -89,6 +89,7 @@ def test_unpermute(T: int, H: int, add: bool, dtype: torch.dtype, device: torch.
     y = torch.randn(T * 4, H, device=device).to(dtype)
     y[int(order.starts[-1]) :] = torch.nan  # nobody computed these
     weights = torch.rand(T, 4, device=device)
+    weights[ids == -1] = torch.nan  # padding may have any
     shared = torch.randn(T, H, device=device).to(dtype) if add else None
     out = torch.full((T, H), torch.nan, device=device, dtype=dtype)
     unpermute(y, order, weights, shared, out)

@@ -98,6 +98,14 @@ def test_a_damaged_file_is_named(text: str, tmp_path: Path) -> None:
         gemm_plan("down", "bf16", (9, 0), 100, 7168, 2048)
 
 
+def test_a_folder_that_cannot_be_looked_into_is_named(tmp_path: Path) -> None:
+    with env.override(cache_dir=tmp_path / ("x" * 300)):
+        with pytest.raises(PykernelsError, match=r"gpu-plans.json cannot be read: .*CACHE_DIR"):
+            tuned_plan("down", "bf16", "a gpu", 100, 7168, 2048)
+        with pytest.raises(PykernelsError, match=r"gpu-plans.json cannot be read: .*CACHE_DIR"):
+            write("a gpu", "down", "bf16", 100, 7168, 2048, GemmPlan(16, 16, 16))
+
+
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "gpu-plans.new").mkdir()
     with pytest.raises(PykernelsError, match=r"gpu-plans.json cannot be written: .*CACHE_DIR"):
@@ -108,6 +116,7 @@ TILE = {"block_m": 16, "block_n": 16, "block_k": 16}
 IMPOSSIBLE: list[dict[str, Any]] = [
     {"block_m": 48}, {"block_m": 8}, {"block_n": 512}, {"block_k": 2048}, {"warps": 0},
     {"warps": 64}, {"stages": 0}, {"stages": 17}, {"split_k": 0}, {"split_k": 65},
+    {"group_m": 0}, {"group_m": 1 << 20},
 ]  # fmt: skip
 
 
@@ -161,6 +170,7 @@ def test_k_is_split_until_every_processor_has_work() -> None:
         lambda: DecodePlan(16, 64, 0, 1),
         lambda: DecodePlan(16, 64, 4, 0),
         lambda: DecodePlan(16, 64, 4, 1, per_sm=-1),
+        lambda: DecodePlan(16, 64, 4, 1, per_sm=33),
         lambda: DecodePlan(64, 128, 8, 1, by_hand=True),
         lambda: DecodePlan(128, 64, 8, 1, by_hand=True),
         lambda: DecodePlan(32, 128, 4, 1, in_lanes=True),

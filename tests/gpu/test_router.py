@@ -171,6 +171,8 @@ REFUSED = [
     ("fewer in the groups than topk", lambda d: router(
         torch.zeros(2, 8, device=d), RouterSpec(3, groups=4, group_topk=1))),
     ("an unknown score", lambda d: RouterSpec(2, scoring="tanh")),
+    ("complex rows", lambda d: route(
+        torch.zeros(1, 8, device=d), RouterSpec(2), None, torch.zeros(1, 4, device=d) + 0j)),
     ("x of other tokens", lambda d: route(
         torch.zeros(2, 8, device=d), RouterSpec(2), None, torch.zeros(3, 4, device=d))),
 ]  # fmt: skip

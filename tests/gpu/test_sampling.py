@@ -158,6 +158,20 @@ def test_temperatures_that_cannot_divide_are_greedy(
     assert torch.equal(found, greedy(logits))
 
 
+@pytest.mark.parametrize(("k", "p"), LIMITS)
+def test_no_temperature_draws_what_is_masked_out(
+    k: int | None, p: float | None, device: torch.device
+) -> None:
+    logits, at = torch.randn(9, 300, device=device), state(3, 4, device)
+    logits[:, ::3] = -torch.inf
+    heat = torch.tensor([1.0, 1e30, torch.inf], device=device).repeat(3)
+    top_k = None if k is None else full(k, 9, device, torch.int32)
+    top_p = None if p is None else full(p, 9, device)
+    found = sample(logits, at, heat, top_k, top_p)
+    assert torch.equal(found, ref.sample(logits, at, heat, top_k, top_p))
+    assert (found % 3).all()
+
+
 @pytest.mark.parametrize("least", [1e38, -3e38])
 def test_logits_that_overflow_leave_the_nucleus_its_largest(
     least: float, device: torch.device

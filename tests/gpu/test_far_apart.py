@@ -1,0 +1,72 @@
+"""Elements more than 2 ** 31 apart: addresses are 64 bits wide.
+
+Memory that nobody writes is not there: only pages that a test touches are taken from the CPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pykernels import ref
+from pykernels.gpu.attention_prefill import _aligned
+from pykernels.gpu.gqa_prefill import gqa_prefill
+from pykernels.gpu.kernel_bf16 import gemm_bf16
+from pykernels.gpu.kv_write import kv_write
+from pykernels.shapes import Ragged
+from pykernels.testing import relative_error
+
+BF16 = torch.bfloat16
+HEAD = (1 << 30) + 64
+"""Elements from one head to the next, as of 128 heads of a long prompt one behind the other."""
+
+
+def far_apart(T: int, D: int, device: torch.device) -> torch.Tensor:
+    """bfloat16 [T, 3, D], random."""
+    memory = torch.empty(2 * HEAD + T * D, dtype=BF16, device=device)
+    x = memory.as_strided((T, 3, D), (D, HEAD, 1))
+    return x.copy_(torch.randn(T, 3, D, device=device))
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_prefill_of_heads_that_lie_far_apart(which: str, device: torch.device) -> None:
+    given = {name: torch.randn(4, 3, 16, device=device).to(BF16) for name in "qkv"}
+    given[which] = far_apart(4, 16, device)
+    starts, lengths = (torch.tensor([n], dtype=torch.int32, device=device) for n in (0, 4))
+    batch = Ragged(starts, lengths, lengths, 4, k_starts=starts)
+    truth = ref.gqa_prefill(*given.values(), batch, scale=0.25, dtype=torch.float64)
+    assert relative_error(gqa_prefill(*given.values(), batch, scale=0.25), truth) < 8e-3
+
+
+def test_copies_by_hand_are_not_asked_for_heads_beyond_32_bits() -> None:
+    def heads(stride: int) -> torch.Tensor:
+        return torch.empty_strided((4, 128, 128), (128, stride, 1), dtype=BF16, device="meta")
+
+    assert _aligned(heads(1 << 23)) and not _aligned(heads(1 << 24))
+
+
+def test_a_cache_is_written_from_heads_that_lie_far_apart(device: torch.device) -> None:
+    k, v = far_apart(2, 16, device), torch.randn(2, 3, 16, device=device).to(BF16)
+    slots = torch.tensor([5, 2], device=device)
+    mine, theirs = (
+        [torch.zeros(2, 4, 3, 16, dtype=BF16, device=device) for _ in "kv"] for _ in "mt"
+    )
+    kv_write(k, v, slots, *mine)
+    ref.kv_write(k, v, slots, *theirs)
+    assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
+
+
+def test_a_matrix_of_more_weights_than_32_bits_count(device: torch.device) -> None:
+    """One tile of a gated product: its rows of up lie 2 ** 31 weights behind those of gate."""
+    N, K, COLS = (1 << 16) + 16, 1 << 15, 16
+    w = torch.empty(1, 2, N, K, dtype=BF16, device=device)
+    w[:, :, :COLS] = (torch.randn(1, 2, COLS, K, device=device) / K**0.5).to(BF16)
+    x = torch.randn(1, K, device=device).to(BF16)
+    out = torch.full((1, N), torch.nan, dtype=BF16, device=device)
+    gemm_bf16[(1,)](
+        x, w, out, None, None, None, None, 1, 1, N, K, 1, N // COLS,
+        GATED=True, GATHER=False, HAS_BIAS=False, HAS_SLOTS=False, W_TMA=False, X_TMA=False,
+        EVEN_K=True, E_PADDED=0, BLOCK_M=16, BLOCK_N=2 * COLS, BLOCK_K=128, GROUP_M=1, STAGES=1,
+    )  # fmt: skip
+    gate, up = (w[0, i, :COLS].double() @ x[0].double() for i in range(2))
+    assert relative_error(out[0, :COLS], torch.nn.functional.silu(gate) * up) < 8e-3
