@@ -60,7 +60,10 @@ def check_flags(op: str, flags: dict[str, int | str]) -> None:
         if kind == "int" and (isinstance(value, str) or value < (default != 0)):
             raise PykernelsError(f"{name}={value} is no count", f"Write {name}=1, for example")
         if kind == "str" and not isinstance(value, str):
-            raise PykernelsError(f"{name}={value} is no name", f"Write {name}=bf16, for example")
+            example = default if isinstance(default, str) else "bf16"
+            raise PykernelsError(
+                f"{name}={value} is no name", f"Write {name}={example}, for example"
+            )
 
 
 class Cases:

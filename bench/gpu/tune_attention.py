@@ -119,6 +119,8 @@ def _size(op: str, text: str) -> Size:
     check_flags("attention", fields)
     if "kind" in fields:
         raise PykernelsError("the kind of a size is its op", "Give it as --op")
+    if "keys" in fields:
+        raise PykernelsError("a prefill is tuned with its keys in rows", "Leave keys out")
     size = Size(op, **fields)  # type: ignore[arg-type]
     if op.startswith("gqa") and size.heads % size.kv_heads:
         raise PykernelsError(

@@ -359,7 +359,7 @@ def test_the_flags_of_the_command_line_are_the_cases() -> None:
     own = {"device", "as_json", "debug"}
     for op in ("attention", "linear", "router"):
         named = set(inspect.signature(getattr(cli_bench_gpu, op)).parameters) - own
-        words = ("kind", "format", "activations")
+        words = ("kind", "format", "activations", "keys")
         run.check_flags(op, {name: "x" if name in words else 1 for name in named})
 
 

@@ -169,7 +169,8 @@ def test_sizes_are_asked_for_or_refused() -> None:
         ("gqa_decode", "batch=few", "batch=few is no count"),
         ("gqa_decode", "heads=9,kv_heads=2", "9 heads on 2 KV heads"),
         ("gqa_decode", "kind=mla_decode", "Give it as --op"),
-        ("gqa_prefill", "format=fp8", "They are bf16"),
+        ("gqa_prefill", "format=fp8", "keys in rows are bf16"),
+        ("gqa_prefill", "keys=pages", "tuned with its keys in rows"),
         ("linear", "batch=3", "no linear is tuned in bf16 at batch=3"),
         ("mla_decode", "format=fp8", "no mla_decode is tuned in bf16 at format=fp8"),
     ):
