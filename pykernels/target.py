@@ -53,8 +53,13 @@ class Target:
     l1d: int
     l2: int
     l3: int
-    gpus: tuple[Gpu, ...] = ()
     vendor: str = ""
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        """Its CUDA devices, counted only when they are asked for: that starts a thread of CUDA's,
+        and then no fork of this process can use them."""
+        return _gpus()
 
     def lacks(self, features: Iterable[str]) -> list[str]:
         """Those of ``features`` that are not here, in the order asked."""
@@ -73,7 +78,7 @@ def detect() -> Target:
             f"Hide some of {', '.join(ISA_NAMES)}",
         )
     cpu, vendor, isa, l1d, l2, l3 = _hardware()
-    return Target(cpu, platform.machine(), isa - env.isa, l1d, l2, l3, _gpus(), vendor)
+    return Target(cpu, platform.machine(), isa - env.isa, l1d, l2, l3, vendor)
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from pykernels.env import env
 from pykernels.errors import PykernelsError
 from pykernels.target import detect
 
-VERSION = 7
+VERSION = 8
 """Of the file. Raise it when a kernel or ``key`` changes so much that old choices are wrong: files
 of another version count as none."""
 

@@ -83,8 +83,7 @@ class Forks:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             cwd=ROOT,
-            # The CUDA driver starts a thread as soon as somebody counts the GPUs.
-            env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **variables},
+            env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
         )
         theirs.close()
         self._answers = self._ask.makefile("rb")

@@ -49,8 +49,8 @@ _LATER = {
     ("int4-channel", "int8"): 10,
     ("q6_k", "int8"): 16,
     ("q8_0", "int8"): 16,
-    ("q4_k", "int8"): 32,
-    ("q5_k", "int8"): 32,
+    ("q4_k", "int8"): 24,
+    ("q5_k", "int8"): 24,
 }
 
 # On AVX-512 where bfloat16 products are slow, as calibrated on an Emerald Rapids without AMX, two

@@ -179,3 +179,19 @@ def test_where_the_tiles_are_refused_auto_takes_the_next_kernel_and_says_why(mon
     )
     assert resolve("auto", "fp8", here).name == "amx"
     amx_state.request_permission.cache_clear()  # what was granted here was made up
+
+
+def test_kernels_are_compiled_without_counting_gpus(tmp_path):
+    """CUDA starts a thread then, and no fork of the process can use it any more."""
+    script = (
+        "import torch\n"
+        "torch.cuda.is_available = torch.cuda.device_count = None  # no call returns\n"
+        "import pykernels.cpu, runtime.pool, runtime.experts\n"
+        "from runtime import tasks\n"
+        "tasks.compile_all()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "PYKERNELS_CACHE_DIR": str(tmp_path)},
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
