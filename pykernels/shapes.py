@@ -7,7 +7,8 @@ size, ``I`` intermediate size of one expert.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 
@@ -75,6 +76,18 @@ class Routing:
         return int(torch.unique(self.ids).numel())
 
 
+def _number(what: str, value: Any, kind: type) -> int | float:
+    """NumPy's numbers as Python's, which kernels are launched with.
+
+    Raises:
+        PykernelsError: it is none, or no whole one where ``kind`` is int.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
+        whole = "whole number" if kind is int else "number"
+        raise PykernelsError(f"{what} is {value!r}", f"Give a {whole}")
+    return kind(value)
+
+
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
     """How a router turns logits into experts and their weights.
@@ -95,6 +108,8 @@ class RouterSpec:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
+        for name, kind in (("topk", int), ("groups", int), ("group_topk", int), ("scale", float)):
+            object.__setattr__(self, name, _number(f"router {name}", getattr(self, name), kind))
         for name, known in (("scoring", ("softmax", "sigmoid")), ("group_score", ("max", "top2"))):
             if (found := getattr(self, name)) not in known:
                 raise PykernelsError(f"router {name} is {found!r}", f"Use {' or '.join(known)}")

@@ -87,7 +87,7 @@ def rms_norm(
         rows = max(1, min(16, 2048 // block)) if count > 1 else 1
         warps = 4 if rows * block <= 4096 else 8 if block <= 8192 else 16
         _rms_norm[(triton.cdiv(count, rows),)](
-            x, residual, weight, normed, total, count, H, stride, residual_stride, eps,
+            x, residual, weight, normed, total, count, H, stride, residual_stride, float(eps),
             ADD=residual is not None, ROWS=rows, BLOCK=block, TRIGGER=launches_early(x.device),
             num_warps=warps,
         )  # fmt: skip

@@ -121,8 +121,8 @@ def rope(
         block = triton.next_power_of_2(half)
         together = min(triton.next_power_of_2(heads), max(1, 1024 // block))
         _rope[(T, triton.cdiv(heads, together))](
-            q, k, positions, frequencies, half, q.shape[1], 0 if k is None else k.shape[1], scale,
-            q.stride(0), q.stride(1), 0 if k is None else k.stride(0),
+            q, k, positions, frequencies, half, q.shape[1], 0 if k is None else k.shape[1],
+            float(scale), q.stride(0), q.stride(1), 0 if k is None else k.stride(0),
             0 if k is None else k.stride(1),
             K=k is not None, INTERLEAVED=interleaved, HEADS=together, BLOCK=block,
             TRIGGER=launches_early(q.device), num_warps=4,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.shapes import MoEShape, Ragged, Routing, SortedSlots
+from pykernels.shapes import MoEShape, Ragged, RouterSpec, Routing, SortedSlots
 
 
 @pytest.mark.parametrize("field", ["E", "H", "I", "topk"])
@@ -72,3 +73,13 @@ def test_places_of_sequences_are_dense_integers(part: str, wrong: torch.Tensor):
 def test_an_error_is_one_line():
     error = PykernelsError("two\n lines.", "mend\nit.")
     assert str(error) == "two lines. mend it."
+
+
+def test_a_router_takes_numpys_numbers_as_pythons_and_no_others():
+    spec = RouterSpec(np.int64(8), groups=np.int32(4), group_topk=np.int8(2), scale=np.float32(2.5))
+    numbers = spec.topk, spec.groups, spec.group_topk, spec.scale
+    assert numbers == (8, 4, 2, 2.5) and [type(x) for x in numbers] == [int, int, int, float]
+    wrong: dict[str, object]
+    for wrong in ({"topk": 8.0}, {"topk": True}, {"groups": None}, {"scale": "2"}):
+        with pytest.raises(PykernelsError, match=f"router {next(iter(wrong))} is"):
+            RouterSpec(**{"topk": 2, **wrong})  # type: ignore[arg-type]
