@@ -36,7 +36,8 @@ _MAX_NODES = 1024
 def allocate(nbytes: int, node: int | None = None) -> torch.Tensor:
     """uint8 [nbytes] of zeros on huge pages, its address a multiple of 2 MiB.
 
-    The memory goes back when the tensor and its views are gone.
+    Less than one such page is on plain ones: its first byte would take 2 MiB. The memory goes back
+    when the tensor and its views are gone.
 
     Args:
         node: NUMA node that all pages will be on; None for wherever they are touched first.
@@ -44,20 +45,21 @@ def allocate(nbytes: int, node: int | None = None) -> torch.Tensor:
     Raises:
         PykernelsError: the system refuses that much address space, or to bind it to the node.
     """
+    large = nbytes >= HUGE_PAGE
     try:
-        region = mmap.mmap(-1, nbytes + HUGE_PAGE)
+        region = mmap.mmap(-1, nbytes + HUGE_PAGE if large else max(1, nbytes))
     except (OSError, ValueError, OverflowError):
         raise PykernelsError(
             f"the system refuses {nbytes / 2**30:.1f} GiB for weights",
             "Free memory, raise the limit (ulimit -v), or take a smaller model or format",
         ) from None
-    if env.hugepages:
+    if large and env.hugepages:
         with contextlib.suppress(OSError):  # a kernel without them refuses
             region.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(region, dtype=torch.uint8)
     if node is not None:
         _bind(whole.data_ptr(), len(region), node)
-    skip = -whole.data_ptr() % HUGE_PAGE
+    skip = -whole.data_ptr() % HUGE_PAGE if large else 0
     return whole[skip : skip + nbytes]
 
 

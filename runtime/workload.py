@@ -86,7 +86,7 @@ def check_layers(shape: MoEShape, fmt: str, count: int = 1) -> None:
             f" takes {count} layers in turn, {MOST_LAYERS} are the most",
             "Take more experts, or wider ones",
         )
-    need = count * ceil_to(nbytes, HUGE_PAGE)  # of which each layer takes one at least
+    need = count * (ceil_to(nbytes, HUGE_PAGE) if nbytes >= HUGE_PAGE else nbytes)
     if need > 0.9 * (free := Topology.detect().memory_available):
         raise PykernelsError(
             f"{count} layer(s) of {shape.E} experts in {fmt} need {need / 2**30:.1f} GiB,"

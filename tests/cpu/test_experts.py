@@ -216,17 +216,20 @@ def test_huge_page_memory_is_aligned_and_zero():
 
 
 @pytest.mark.skipif(Topology.detect().huge_pages == "unknown", reason="no huge pages here")
-@pytest.mark.parametrize("asked", [True, False])
-def test_memory_asks_for_huge_pages_unless_told_not_to(asked):
+@pytest.mark.parametrize(
+    ("asked", "nbytes"), [(True, HUGE_PAGE), (False, HUGE_PAGE), (True, HUGE_PAGE - 1)]
+)
+def test_memory_asks_for_huge_pages_unless_told_not_to_or_too_little(asked, nbytes):
     with env.override(hugepages=asked):
-        memory = allocate(HUGE_PAGE)
+        memory = allocate(nbytes)
+    expected = asked and nbytes >= HUGE_PAGE
     mappings = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
     for mapping in filter(None, mappings):
         first, last = (int(at, 16) for at in mapping.split(" ", 1)[0].split("-"))
         if first <= memory.data_ptr() < last:
             if (flags := re.search(r"(?m)^VmFlags:(.*)$", mapping)) is None:
                 pytest.skip("the system does not tell flags of memory")
-            assert ("hg" in flags[1].split()) == asked  # man 5 proc: huge page advise flag
+            assert ("hg" in flags[1].split()) == expected  # man 5 proc: huge page advise flag
             return
     raise AssertionError("the memory is in no mapping")
 

@@ -130,13 +130,14 @@ def test_layers_too_small_to_be_out_of_cache_are_told_before_any_is_made(monkeyp
         RandomLayers(shape, "fp8", ids)
 
 
-def test_as_many_layers_as_may_be_fit_where_each_has_a_huge_page(monkeypatch) -> None:
-    shape = MoEShape(E=1, H=1, I=1, topk=1)
-    free = SimpleNamespace(memory_available=MOST_LAYERS << 20)
+def test_layers_are_counted_in_whole_huge_pages_but_those_of_less_than_one(monkeypatch) -> None:
+    free = SimpleNamespace(memory_available=200 << 20)
     monkeypatch.setattr(workload.Topology, "detect", lambda: free)
-    check_layers(shape, "fp8", MOST_LAYERS // 3)
-    with pytest.raises(PykernelsError, match=r"8192 layer\(s\) of 1 experts in fp8 need 16.0 GiB"):
-        check_layers(shape, "fp8", MOST_LAYERS)
+    check_layers(MoEShape(E=1, H=1, I=1, topk=1), "fp8", MOST_LAYERS)  # of 20 KiB
+    shape = MoEShape(E=1, H=1024, I=700, topk=1)  # a little more than 2 MiB
+    check_layers(shape, "fp8", 40)
+    with pytest.raises(PykernelsError, match=r"48 layer\(s\) of 1 experts in fp8 need 0.2 GiB"):
+        check_layers(shape, "fp8", 48)
 
 
 def test_a_case_that_cannot_be_is_told_before_anything_is_made(monkeypatch) -> None:
