@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +23,6 @@ from runtime.topology import Topology
 
 from .routed import SHAPE, TWO_CORES, elsewhere, inputs, load, packed
 from .test_pool_process import make_until
-
-
-@pytest.fixture
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(1) as made:
-        yield made
 
 
 def _interrupt(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,12 +14,6 @@ from runtime.pool import TaskError, WorkerPool
 from runtime.ticket import Ticket
 
 from .routed import elsewhere, inputs, load
-
-
-@pytest.fixture
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(1) as made:
-        yield made
 
 
 @task("left-failing")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -41,12 +41,6 @@ def _before_launch(routed: RoutedExperts, function: Callable[[], object]) -> lis
 
     part._launch = late
     return seen
-
-
-@pytest.fixture
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(1) as made:
-        yield made
 
 
 @task("turns-failing")

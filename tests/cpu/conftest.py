@@ -1,0 +1,15 @@
+"""A pool of one worker, new for each test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from runtime.pool import WorkerPool
+
+
+@pytest.fixture
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(1) as made:
+        yield made
