@@ -95,8 +95,10 @@ def test_ctrl_c_counts_when_the_call_has_ended(kind: dict[str, object], forks: F
 
 
 FORKED = """
-import os, signal, threading
+import os, signal, threading, warnings
 from runtime import pool as pools
+
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork beside threads
 
 held, forked = threading.Event(), threading.Event()
 
