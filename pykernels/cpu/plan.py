@@ -32,7 +32,7 @@ to win where nobody measured it: more than four on AMX (SOSP'25 Figure 7), more 
 takes on AVX-512."""
 _FROM = GEMM_FROM["amx"]
 
-# On AMX, as calibrated on an Emerald Rapids of 16 threads (docs/measurements.md): tiles that AMX
+# On AMX, as an Emerald Rapids calibrated it (docs/measurements/cpu-gemm-amx.md): tiles that AMX
 # helps, and int8 inputs, put the GEMM off. Up to these counts tiles take 0.45 to 0.99 of its time.
 _LATER = {
     ("bf16", "bf16"): 9,
