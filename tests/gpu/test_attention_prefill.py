@@ -113,6 +113,9 @@ GQA = [
     ({"queries": [70], "keys": [100]}, WIDE, "blocks of queries larger than those of keys"),
     ({"queries": [70], "keys": [100], "window": 30}, WIDE, "a window inside such a block"),
     ({"queries": [9], "keys": [4]}, SMALL, "the first queries see no key at all"),
+    ({"queries": [32], "keys": [33]}, SMALL, "the last row's own key is a block's first"),
+    ({"queries": [32], "keys": [33], "window": 32}, SMALL, "a window leaves out a block's first"),
+    ({"queries": [5], "keys": [39], "window": 20}, SMALL, "a window takes in a block's last"),
 ]  # fmt: skip
 
 
@@ -227,6 +230,7 @@ FULL = [
     ({"queries": [9, 50], "keys": [900, 50], "D": 128, "page": 4, "fp8": True}, "few, E4M3"),
     ({"queries": [700, 50], "keys": [900, 50], "D": 96, "page": 4, "fp8": True}, "96, E4M3"),
     ({"queries": [300, 400], "keys": [300, 400], "D": 128, "gap": 100}, "left-padded"),
+    ({"queries": [256, 9], "keys": [257, 319], "D": 96, "window": 256}, "a block's first and last"),
 ]
 
 
@@ -251,6 +255,7 @@ BY_HAND = [
     ({"queries": [500], "keys": [640], "D": 128, "window": 1}, "a window of the token itself"),
     ({"queries": [700], "keys": [900], "D": 64, "softcap": 9.0}, "heads of 64, capped"),
     ({"queries": [130, 128, 127, 1], "keys": [130, 256, 500, 1], "D": 128, "gap": 3}, "edges"),
+    ({"queries": [256, 9], "keys": [257, 391], "D": 128, "window": 256}, "a block's first key"),
     ({"queries": [9, 200], "keys": [0, 0], "D": 128}, "no keys at all"),
     ({"queries": [700, 50, 0], "keys": [1900, 50, 0], "D": 128, "page": 64}, "pages"),
     ({"queries": [700], "keys": [900], "D": 128, "page": 16, "window": 200}, "small pages, window"),
