@@ -147,6 +147,14 @@ def test_a_line_that_no_kernel_takes_is_named(
         tuned_plan("down", "bf16", "a gpu", 8, 64, 64)
 
 
+@pytest.mark.parametrize("rows", [10**400, 1 << 63, 0], ids=["10**400", "1 << 63", "0"])
+def test_a_line_of_no_such_size_is_named(rows: int, tmp_path: Path) -> None:
+    line = {"device": "a gpu", "op": "down", "path": "int4", "rows": rows, "N": 64, "K": 64}
+    (tmp_path / "gpu-plans.json").write_text(json.dumps([line | {"plan": TILE}]))
+    with pytest.raises(PykernelsError, match="plan 1, of down: rows must be above 0"):
+        tuned_plan("down", "int4", "a gpu", 8, 64, 64)
+
+
 def test_stages_fit_into_shared_memory() -> None:
     plan = GemmPlan(128, 128, 256, stages=4)
     assert fit_stages(plan, (9, 0), 100 * 1024).stages == 2
@@ -197,6 +205,14 @@ def test_k_is_split_until_every_processor_has_work() -> None:
         lambda: ManyPlan(64, warps=2),
         lambda: ManyPlan(64, stages=1),
         lambda: GemvPlan(12, 128),
+        lambda: GemvPlan(1 << 20, 128),
+        lambda: GemvPlan(16, 1 << 20),
+        lambda: GemvPlan(16, 128, 64),
+        lambda: OneRowPlan(16, 64),
+        lambda: FewPlan(16, 64),
+        lambda: FewPlan(16, 4, 64),
+        lambda: ExpertsPlan(16, 64),
+        lambda: ExpertsPlan(16, 4, 2, 64),
     ],
 )
 def test_a_plan_that_would_be_wrong_is_refused(make: Callable[[], object]) -> None:
