@@ -69,6 +69,7 @@ PLANS = [
     ("int8", 1, GemvPlan(32, 128), "a step longer than K"),
     ("int8-channel", 1, GemvPlan(16, 32), "one scale an output"),
     ("bf16", 33, GemmPlan(32, 64, 64, tma=True, group_m=1), "descriptors"),
+    ("bf16", 40, GemmPlan(16, 32, 64, group_m=2), "a last group of fewer blocks of rows"),
     ("q6_k", 5, GemmPlan(16, 64, 64, unpack=True), "K-quants unpacked first"),
     ("int8", 5, GemmPlan(16, 64, 64, tma=True, unpack=True), "integers unpacked first"),
 ]
