@@ -253,6 +253,8 @@ def test_slots_fill_the_gpu_once_and_know_no_lengths() -> None:
     assert replace(plan, least=3).slots(1, 2, 1 << 13, 132) == 43
     assert replace(plan, least=3).slots(4, 2, 100, 132) == 4
     assert plan.slots(100, 2, 1 << 16, 132) == 100  # more sequences than room
+    assert replace(plan, per_sm=32).slots(65, 2, 1 << 16, 132) == 65  # a program each fills it
+    assert replace(plan, per_sm=32).slots(64, 2, 1 << 16, 132) > 64
     assert plan.slots(1, 1, 100, 132) == 2  # no more than there are blocks
     assert plan.slots(8, 132, 1 << 16, 132) == 8
 

@@ -98,6 +98,14 @@ def test_large_and_tiny_inputs_survive_the_powers_of_two_of_gemv(device: torch.d
         assert relative_error(y.cpu(), truth) < 4e-3, factor
 
 
+def test_inputs_that_begin_anywhere(device: torch.device) -> None:
+    """No descriptor can begin at an odd address."""
+    stack = made("bf16", 72, 64)[1].to(device)
+    x = torch.randn(33 * 64 + 1, device=device).bfloat16()[1:].view(33, 64)
+    plan = GemmPlan(32, 64, 64, tma=True)
+    assert torch.equal(linear(x, stack, plan=plan), linear(x.clone(), stack, plan=plan))
+
+
 def test_results_have_the_same_bits_every_time(device: torch.device) -> None:
     x = torch.randn(3, 384).bfloat16().to(device)
     stack = made("int4", 72, 384)[1].to(device)

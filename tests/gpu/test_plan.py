@@ -42,6 +42,24 @@ def test_every_case_has_a_plan(op: str, arch: tuple[int, int]) -> None:
             assert path != "fp8" or plan.block_n <= 128
 
 
+def test_generations_are_by_what_a_gpu_has() -> None:
+    """Not by their numbers: consumers' Blackwell has Ada's shared memory and no wgmma."""
+    names = ["interpreter", "ampere", "ampere", "ada", "hopper", "blackwell", "ada"]
+    assert [generation(arch) for arch in ARCHS] == names
+
+
+def test_a_row_of_the_table_is_up_to_its_rows() -> None:
+    tiles = [gemm_plan("down", "bf16", (9, 0), n, 7168, 2048).block_m for n in (16, 17, 32, 33)]
+    assert tiles == [16, 32, 32, 64]
+
+
+def test_the_nearest_line_is_taken_whatever_came_first() -> None:
+    for rows, block_m in ((100, 16), (120, 32), (140, 64)):
+        write("a gpu", "down", "bf16", rows, 7168, 2048, GemmPlan(block_m, 16, 16))
+    for rows, block_m in ((101, 16), (119, 32), (125, 32), (139, 64)):
+        assert gemm_plan("down", "bf16", (9, 0), rows, 7168, 2048, "a gpu").block_m == block_m
+
+
 def test_a_kind_that_is_decoded_takes_the_plans_of_decoding() -> None:
     assert gemm_plan("down", "q4_k", (9, 0), 8, 7168, 2048) == gemm_plan(
         "down", "decoded", (9, 0), 8, 7168, 2048

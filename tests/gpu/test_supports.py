@@ -235,6 +235,11 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
             x, stack, plan=GemmPlan(16, 32, 64, split_k=2)
         ),
         "down, narrow": lambda: moe.down(h, experts, order, out=_zeros(d, 6, 63)),
+        "gate_up, an order of other experts": lambda: moe.gate_up(
+            x, experts, permute.sort_slots(ids, 5)
+        ),
+        "gate_up, an order of other tokens": lambda: moe.gate_up(x[:2], experts, order),
+        "down, other rows": lambda: moe.down(h[:5], experts, order),
         "moe_ffn, few rows": lambda: moe.moe_ffn(x, ids, weights, experts, out=_zeros(d, 2, 64)),
         "a slot table with gaps": lambda: experts.with_slots(gapped),
         "a slot table of no expert": lambda: experts.with_slots(gapped[0]),
