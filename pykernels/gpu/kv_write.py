@@ -90,12 +90,13 @@ def _launch(
         if reason := supports(x, cache, scale, name):
             raise PykernelsError(f"the cache cannot be written: {reason}", "Convert them")
     T, (P, page) = a.shape[0], caches[0].shape[:2]
-    if b.shape[0] != T or slots.shape != (T,) or slots.dtype not in (torch.int32, torch.int64):
+    whole = slots.dtype in (torch.int32, torch.int64) and slots.is_contiguous()
+    if b.shape[0] != T or slots.shape != (T,) or not whole:
         raise PykernelsError(
             f"{slots.dtype} {tuple(slots.shape)} slots for {T} and {b.shape[0]} rows",
-            "Give one int32 or int64 slot a token",
+            "Give one int32 or int64 slot a token, contiguous ones",
         )
-    if caches[1].shape[:2] != (P, page) or not slots.is_contiguous():
+    if caches[1].shape[:2] != (P, page):
         raise PykernelsError("the two caches have other pages", "Give both the same pages")
     A_G, B_G, A_D, B_D = a.shape[1], b.shape[1], a.shape[2], b.shape[2]
     if T == 0:

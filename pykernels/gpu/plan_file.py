@@ -44,6 +44,8 @@ _NAME = "gpu-plans.json"
 _GEMM_OPS = ("gate_up", "down", "linear")
 _FACTOR = 1.5
 """A plan is taken for up to this many times more or fewer rows, keys, ... than it was tuned for."""
+_MOST = 1 << 63
+"""Of what must be near: JSON has whole numbers that no quotient can be made of."""
 
 Key = tuple[object, ...]
 """(op, path, device, what must be equal ...)"""
@@ -149,8 +151,8 @@ def _lines(file: Path) -> list[dict[str, Any]]:
                 raise ValueError(f"what it is for is not said: {', '.join(sorted(missing))}")
             if not all(isinstance(line[name], int | float) for name in (*same, *near)):
                 raise ValueError(f"{', '.join((*same, *near))} must be numbers")
-            if not all(line[name] > 0 for name in near):
-                raise ValueError(f"{' and '.join(near)} must be above 0")
+            if not all(0 < line[name] < _MOST for name in near):
+                raise ValueError(f"{' and '.join(near)} must be above 0 and below 2 ** 63")
             _plan(line)
         return list(lines)
     except (

@@ -125,6 +125,9 @@ class GemvPlan:
 
     def __post_init__(self) -> None:
         powers_of_two(self, "block_n", "words", "warps")
+        at_most(256, self, "block_n")
+        at_most(1024, self, "words")
+        at_most(32, self, "warps")
         _in(self, "stages", range(1, 17))
 
 
@@ -151,6 +154,7 @@ class OneRowPlan:
 
     def __post_init__(self) -> None:
         powers_of_two(self, "rows", "warps")
+        at_most(32, self, "warps")
         _in(self, "rows", range(16, 257))
         _in(self, "ahead", range(1, 9))
         _in(self, "programs", range(1 << 16))
@@ -176,6 +180,7 @@ class FewPlan:
 
     def __post_init__(self) -> None:
         powers_of_two(self, "rows", "warps", "chunks")
+        at_most(32, self, "warps", "chunks")
         _in(self, "rows", range(16, 257))
         _in(self, "ahead", range(1, 3))
 
@@ -202,6 +207,7 @@ class ExpertsPlan:
 
     def __post_init__(self) -> None:
         powers_of_two(self, "rows", "warps", "tokens", "chunks")
+        at_most(32, self, "warps", "chunks")
         _in(self, "rows", range(16, 129))
         _in(self, "tokens", range(2, 33))
         _in(self, "ahead", range(1, 3))

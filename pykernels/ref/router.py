@@ -44,14 +44,17 @@ def router(
     choice = logits if by_logits else scores
     if bias is not None:
         choice = choice + bias.to(dtype)
+    order = top_first(choice, E)
     if spec.groups > 1:
         grouped = choice.view(T, spec.groups, E // spec.groups)
         best = grouped.topk(1 if spec.group_score == "max" else 2, dim=-1).values.sum(-1)
         taken = top_first(best, spec.group_topk)  # [T, group_topk]
         mask = torch.zeros(T, spec.groups, dtype=torch.bool, device=logits.device)
         mask.scatter_(1, taken, True)
-        choice = grouped.masked_fill(~mask.unsqueeze(-1), -torch.inf).view(T, E)
-    ids = top_first(choice, spec.topk).contiguous()
+        # Those of other groups come last, whatever they score: -inf may be a score that counts.
+        within = mask.repeat_interleave(E // spec.groups, 1).gather(1, order)
+        order = order.gather(1, top_first(within.int(), E))
+    ids = order[:, : spec.topk].contiguous()
     weights = scores.gather(1, ids)
     if spec.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)

@@ -121,6 +121,8 @@ GQA = [
     ({"lengths": [50, 9], "S": 3}, SMALL, "several new tokens, each behind the last"),
     ({"lengths": [90, 10], "window": 20}, SMALL, "a window across a block's edge"),
     ({"lengths": [90, 10], "window": 20, "S": 3}, SMALL, "each new token has its own window"),
+    ({"lengths": [67, 68, 51, 36], "window": 20}, SMALL, "windows from a block's last key, first"),
+    ({"lengths": [69, 70], "window": 20, "S": 3}, SMALL, "the first token's window is the widest"),
     ({"lengths": [40], "window": 1}, SMALL, "a window of the token itself"),
     ({"lengths": [40], "softcap": 2.0}, SMALL, "capped scores"),
     ({"lengths": [90, 17], "fp8": True}, SMALL, "E4M3 with a scale a token and head"),
@@ -129,6 +131,11 @@ GQA = [
     ({"lengths": [90, 5]}, replace(SMALL, per_sm=9), "more slots than blocks"),
     ({"lengths": [400, 3, 90], "window": 100}, replace(SMALL, per_sm=4), "slots by what is seen"),
     ({"lengths": [75, 20]}, replace(SMALL, rows=64, keys=32), "a wide tile"),
+    (
+        {"lengths": [1] * 39 + [300], "NH": 2, "KVH": 1},
+        replace(SMALL, per_sm=9),
+        "a long sequence beside more than 32",
+    ),
 ]
 
 
@@ -150,6 +157,38 @@ def test_huge_scores_do_not_overflow(device) -> None:
     check(gqa, ref.gqa_decode, (inputs[0] * 300, *inputs[1:]), options, plan=SMALL)
 
 
+def test_rows_of_zeros_may_have_a_scale_of_zero(device) -> None:
+    """A quantizer that does not guard itself makes such: they are values like others."""
+    inputs, options = gqa_inputs([40, 9], device, fp8=True)
+    q, k, v, table, lengths = inputs
+    for x, name in ((k, "k_scale"), (v, "v_scale")):
+        page = int(table[0, 0])
+        x.view(torch.uint8)[page, :5] = 0
+        options[name][page, :5] = 0
+    check(gqa, ref.gqa_decode, inputs, options, plan=SMALL)
+    inputs, options = mla_inputs([40, 9], device, fp8=True)
+    page = int(inputs[4][0, 0])
+    inputs[2].view(torch.uint8)[page, :5] = 0
+    options["latent_scale"][page, :5] = 0
+    check(mla, ref.mla_decode, inputs, options, plan=SMALL)
+
+
+def test_a_plan_is_asked_for_by_the_keys_that_a_window_leaves(
+    device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pykernels.gpu import gqa_decode
+
+    asked = []
+    monkeypatch.setattr(gqa_decode, "choose_decode", lambda op, shape, *_: asked.append(shape))
+    inputs, options = gqa_inputs([90], device, S=2)
+    for how in ({"window": 20}, {"window": 500}, {}, {"max_length": 95}):
+        with pytest.raises(AttributeError):
+            gqa(*inputs, **options, **how)
+    room = inputs[3].shape[1] * 16
+    assert [shape.context for shape in asked] == [21, room, room, 95]
+    assert [shape.window for shape in asked] == [20, 500, 0, 0]
+
+
 def test_no_sequences(device) -> None:
     inputs, options = mla_inputs([5], device)
     empty = (inputs[0][:0], inputs[1][:0], *inputs[2:4], inputs[4][:0], inputs[5][:0])
@@ -162,6 +201,13 @@ def test_transposed_queries_need_no_copy(device) -> None:
     turned = tuple(x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs[:2])
     assert not turned[0].is_contiguous()
     assert torch.equal(mla(*turned, *inputs[2:], **options), mla(*inputs, **options))
+
+
+def test_queries_may_be_part_of_a_wider_projection(device) -> None:
+    inputs, options = gqa_inputs([50, 31], device, S=2)
+    q = torch.randn(2, 3, 16, 48, device=device).to(BF16)[:, :2, :8, :32]
+    dense = gqa(q.contiguous(), *inputs[1:], **options)
+    assert torch.equal(gqa(q, *inputs[1:], **options), dense)
 
 
 def _meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -207,6 +253,8 @@ def test_slots_fill_the_gpu_once_and_know_no_lengths() -> None:
     assert replace(plan, least=3).slots(1, 2, 1 << 13, 132) == 43
     assert replace(plan, least=3).slots(4, 2, 100, 132) == 4
     assert plan.slots(100, 2, 1 << 16, 132) == 100  # more sequences than room
+    assert replace(plan, per_sm=32).slots(65, 2, 1 << 16, 132) == 65  # a program each fills it
+    assert replace(plan, per_sm=32).slots(64, 2, 1 << 16, 132) > 64
     assert plan.slots(1, 1, 100, 132) == 2  # no more than there are blocks
     assert plan.slots(8, 132, 1 << 16, 132) == 8
 
@@ -319,6 +367,14 @@ FULL_GQA = [
     ({"lengths": [3000, 70], "NH": 64, "KVH": 8, "D": 64}, "heads of 64"),
     ({"lengths": [3000, 70], "NH": 8, "KVH": 4, "D": 256, "softcap": 50.0}, "heads of 256, capped"),
     ({"lengths": [3000, 70], "NH": 32, "KVH": 8, "D": 128, "window": 1000}, "a window"),
+    (
+        {"lengths": [2147, 2148, 2149], "NH": 32, "KVH": 8, "D": 128, "S": 2, "window": 99},
+        "windows at the edge of a block",
+    ),
+    (
+        {"lengths": [163, 164, 165], "NH": 32, "KVH": 8, "D": 128, "window": 100, "fp8": True},
+        "windows at the edge of a block, E4M3",
+    ),
     ({"lengths": [3000, 70], "NH": 32, "KVH": 8, "D": 128, "S": 8}, "eight new tokens"),
     ({"lengths": [3000, 70], "NH": 32, "KVH": 8, "D": 128, "fp8": True}, "E4M3"),
     ({"lengths": [3000, 70], "NH": 32, "KVH": 8, "D": 128, "fp8": True, "page": 16}, "E4M3, small"),

@@ -43,7 +43,10 @@ BAD_DECODE: list[tuple[str, Callable[[Any], Any], str]] = [
     ("page_table", lambda x: x[:1], "page table"),
     ("lengths", lambda x: x[:1], "lengths are"),
     ("lengths", lambda x: x.long(), "lengths are torch.int64"),
+    ("lengths", lambda x: x.repeat(2)[::2], "lengths are"),
     ("scale", lambda x: float("nan"), "scale of nan"),
+    ("scale", lambda x: 0.0, "scale of 0"),
+    ("scale", lambda x: -0.1, "scale of -0.1"),
     ("window", lambda x: 0, "window of 0"),
     ("window", lambda x: 2.5, "window of 2.5"),
     ("scale", lambda x: torch.tensor(0.1), "a scale of tensor"),
@@ -85,6 +88,17 @@ def test_gqa_decode_refuses(name: str, spoil: Callable[[Any], Any], complaint: s
         gqa_decode(**arguments)
     if name != "out":
         assert supports(**arguments) == refused.value.cause
+
+
+def test_scales_with_gaps_are_refused(device) -> None:
+    from pykernels.gpu.gqa_decode import gqa_decode
+
+    arguments = decode_arguments(device)
+    arguments |= {name: arguments[name].to(FP8) for name in "kv"}
+    whole = torch.ones(6, 16, 4, device=device)
+    arguments |= {"k_scale": whole[..., :2].contiguous(), "v_scale": whole[..., ::2]}
+    with pytest.raises(PykernelsError, match="v_scale is"):
+        gqa_decode(**arguments)
 
 
 def test_mla_decode_refuses(device) -> None:

@@ -45,6 +45,7 @@ CASES = [
         SIXTEEN,
         "two tiles of sixteen rows, tokens, window, cap",
     ),
+    ({"lengths": [135, 136], "S": 2, "window": 71}, EIGHT, "windows at the edge of a block"),
 ]
 
 

@@ -67,8 +67,10 @@ def run_gqa(
     fp8: bool = False,
     gap: int = 0,
     plan: PrefillPlan | None = None,
+    loud: tuple[int, ...] = (),
     **options: Any,
 ) -> None:
+    """``loud``: keys of each sequence whose values a row of many keys could not hide."""
     from pykernels.gpu.gqa_prefill import gqa_prefill  # after conftest chose the interpreter
 
     if page:
@@ -83,6 +85,7 @@ def run_gqa(
             poison_padding(torch.randn(TK, KVH, D).to(BF16), batch.k_starts, batch.k_lengths)
             for _ in range(2)
         )
+        v[(batch.k_starts.cpu()[:, None] + torch.tensor(loud)).long().flatten()] *= 64
         k, v = k.to(device), v.to(device)
     q = poison_padding(torch.randn(TQ, NH, D).to(BF16), batch.q_starts, batch.q_lengths).to(device)
     options["scale"] = D**-0.5
@@ -113,6 +116,9 @@ GQA = [
     ({"queries": [70], "keys": [100]}, WIDE, "blocks of queries larger than those of keys"),
     ({"queries": [70], "keys": [100], "window": 30}, WIDE, "a window inside such a block"),
     ({"queries": [9], "keys": [4]}, SMALL, "the first queries see no key at all"),
+    ({"queries": [32], "keys": [33]}, SMALL, "the last row's own key is a block's first"),
+    ({"queries": [32], "keys": [33], "window": 32}, SMALL, "a window leaves out a block's first"),
+    ({"queries": [5], "keys": [39], "window": 20}, SMALL, "a window takes in a block's last"),
 ]  # fmt: skip
 
 
@@ -227,6 +233,10 @@ FULL = [
     ({"queries": [9, 50], "keys": [900, 50], "D": 128, "page": 4, "fp8": True}, "few, E4M3"),
     ({"queries": [700, 50], "keys": [900, 50], "D": 96, "page": 4, "fp8": True}, "96, E4M3"),
     ({"queries": [300, 400], "keys": [300, 400], "D": 128, "gap": 100}, "left-padded"),
+    (
+        {"queries": [256, 9], "keys": [257, 319], "D": 96, "window": 256, "loud": (0, 63)},
+        "a window at a block's first key and its last",
+    ),
 ]
 
 
@@ -251,6 +261,10 @@ BY_HAND = [
     ({"queries": [500], "keys": [640], "D": 128, "window": 1}, "a window of the token itself"),
     ({"queries": [700], "keys": [900], "D": 64, "softcap": 9.0}, "heads of 64, capped"),
     ({"queries": [130, 128, 127, 1], "keys": [130, 256, 500, 1], "D": 128, "gap": 3}, "edges"),
+    (
+        {"queries": [256, 9], "keys": [257, 391], "D": 128, "window": 256, "loud": (0, 127)},
+        "a window at a block's first key and its last",
+    ),
     ({"queries": [9, 200], "keys": [0, 0], "D": 128}, "no keys at all"),
     ({"queries": [700, 50, 0], "keys": [1900, 50, 0], "D": 128, "page": 64}, "pages"),
     ({"queries": [700], "keys": [900], "D": 128, "page": 16, "window": 200}, "small pages, window"),

@@ -49,6 +49,7 @@ CASES = [
         plan(3),
         "two tiles of sixteen rows, tokens, window, cap",
     ),
+    ({"lengths": [135, 136], "S": 2, "window": 71}, plan(), "windows at the edge of a block"),
     ({"lengths": [2200], "page": 128}, plan(per_sm=0), "pages are asked for 32 blocks at a time"),
 ]
 

@@ -108,6 +108,40 @@ def test_unpacking_is_decided_by_the_call_not_by_the_plan() -> None:
     assert choose_prefill(paged, False, False, True, CPU).keys == 128  # bf16: as it is shipped
 
 
+@pytest.mark.usefixtures("hopper")
+def test_keys_in_e4m3_are_not_for_the_prefill_by_hand() -> None:
+    """Unless they become bf16 first, which are rows then and no pages."""
+    plan = PrefillPlan(128, 64, 8, 1, by_hand=True)
+    sizes = (128, 128, 0)
+    prefills = attention_plan.by_hand_prefills
+    assert prefills(*sizes, False, plan, True, 64, CPU)
+    assert not prefills(*sizes, True, plan, True, 64, CPU)
+    assert prefills(*sizes, True, PrefillPlan(128, 64, 8, 1, True, True), True, 4, CPU)
+    assert not prefills(*sizes, False, plan, False, 64, CPU)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_prefill_with_a_rotated_part_has_plans_of_its_own() -> None:
+    rotated = ROWS._replace(rope=64)
+    write("mla_prefill", rotated, PREFILL)
+    assert choose_prefill(rotated, False, False, True, CPU) == PREFILL
+    assert choose_prefill(ROWS, False, False, True, CPU) != PREFILL
+
+
+def test_kernels_want_pages_that_hold_what_they_read_at_once() -> None:
+    fits = attention_plan.in_lanes_fits, attention_plan.in_ring_fits, attention_plan.by_hand_fits
+    lanes, ring, by_hand = fits
+    assert lanes(128, True, 32) and not lanes(128, True, 16)
+    assert ring(128, False, 64) and not ring(128, False, 32)
+    assert by_hand(512, 64, False, 8) and not by_hand(512, 64, False, 4)
+    assert by_hand(512, 64, True, 64) and not by_hand(512, 64, True, 32)
+
+
+def test_it_pays_to_unpack_for_many_rows_in_little_room() -> None:
+    worth = attention_plan.worth_unpacking
+    assert worth(512, 2 << 30) and not worth(511, 1) and not worth(512, (2 << 30) + 1)
+
+
 WRONG = [
     ("gqa_decode", GQA, "bf16", BY_HAND, "no kernel of gqa_decode takes these .* this by_hand"),
     ("gqa_decode", GQA, "bf16", ACROSS, "this across"),

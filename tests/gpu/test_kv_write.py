@@ -193,6 +193,11 @@ def test_refused(other, device: torch.device) -> None:
         _call(device, **other(device))
 
 
+def test_slots_with_gaps_are_told_as_such(device: torch.device) -> None:
+    with pytest.raises(PykernelsError, match="slots for 2"):
+        _call(device, slots=torch.arange(4, device=device)[::2])
+
+
 def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 

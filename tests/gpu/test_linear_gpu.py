@@ -69,6 +69,7 @@ PLANS = [
     ("int8", 1, GemvPlan(32, 128), "a step longer than K"),
     ("int8-channel", 1, GemvPlan(16, 32), "one scale an output"),
     ("bf16", 33, GemmPlan(32, 64, 64, tma=True, group_m=1), "descriptors"),
+    ("bf16", 40, GemmPlan(16, 32, 64, group_m=2), "a last group of fewer blocks of rows"),
     ("q6_k", 5, GemmPlan(16, 64, 64, unpack=True), "K-quants unpacked first"),
     ("int8", 5, GemmPlan(16, 64, 64, tma=True, unpack=True), "integers unpacked first"),
 ]
@@ -95,6 +96,23 @@ def test_large_and_tiny_inputs_survive_the_powers_of_two_of_gemv(device: torch.d
         y = linear(x.to(device), stack.to(device), plan=GemvPlan(16, 32))
         truth = ref.linear(x, weight, fmt=get_format("int8"), dtype=torch.float64)
         assert relative_error(y.cpu(), truth) < 4e-3, factor
+
+
+@pytest.mark.parametrize("words", [64, 128])
+def test_what_lies_behind_a_row_is_not_multiplied(words: int, device: torch.device) -> None:
+    stack = made("int8", 72, 384)[1].to(device)
+    room = torch.full((1, 1024), float("nan"), dtype=torch.bfloat16, device=device)
+    room[:, :384] = torch.randn(384, device=device)
+    x = room[:, :384]
+    assert linear(x, stack, plan=GemvPlan(8, words)).isfinite().all()
+
+
+def test_inputs_that_begin_anywhere(device: torch.device) -> None:
+    """No descriptor can begin at an odd address."""
+    stack = made("bf16", 72, 64)[1].to(device)
+    x = torch.randn(33 * 64 + 1, device=device).bfloat16()[1:].view(33, 64)
+    plan = GemmPlan(32, 64, 64, tma=True)
+    assert torch.equal(linear(x, stack, plan=plan), linear(x.clone(), stack, plan=plan))
 
 
 def test_results_have_the_same_bits_every_time(device: torch.device) -> None:

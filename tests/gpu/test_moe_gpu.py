@@ -210,6 +210,18 @@ def test_packing_for_the_gpu_loses_nothing(device: torch.device) -> None:
             assert again.scale is not None and torch.equal(weight.scale, again.scale), name
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_empty_slots_are_as_large_as_what_is_packed(name: str, device: torch.device) -> None:
+    fmt, (N, K) = get_format(name), (136, 256 if name.endswith("_k") else 192)
+    packed = moe.pack_for_gpu(fmt, [fmt.quantize(torch.randn(N, K))] * 3)
+    empty = moe.empty_for_gpu(fmt, 3, N, K, device)
+    assert (empty.N, empty.K, empty.group) == (N, K, packed.group)
+    for mine, theirs in ((empty.data, packed.data), (empty.scale, packed.scale)):
+        assert (mine is None) == (theirs is None)
+        if mine is not None and theirs is not None:
+            assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+
+
 @pytest.mark.parametrize("K", [128, 320], ids=["whole groups", "a ragged last group"])
 def test_activations_quantize_as_the_reference_does(K: int, device: torch.device) -> None:
     x = torch.randn(21, K) * torch.logspace(-4, 3, 21)[:, None]

@@ -53,6 +53,10 @@ def test_rms_norm_of_a_slice_and_in_place(device: torch.device) -> None:
     wide, weight = torch.randn(4, 576, device=device), torch.rand(512, device=device)
     normed, _ = rms_norm(wide[:, :512], weight, 1e-5)
     assert_rounded(normed, ref.rms_norm(wide[:, :512], weight, 1e-5, None, torch.float64)[0])
+    truth = ref.rms_norm(wide[:, :512], weight, 1e-5, wide[:, 64:], torch.float64)
+    normed, total = rms_norm(wide[:, :512].contiguous(), weight, 1e-5, wide[:, 64:])
+    assert total is not None and torch.equal(total, wide[:, :512] + wide[:, 64:])
+    assert_rounded(normed, truth[0])
     x, stream = torch.randn(4, 512, device=device), torch.randn(4, 512, device=device)
     truth, total = ref.rms_norm(x, weight, 1e-5, stream)
     normed, into = rms_norm(x, weight, 1e-5, stream, (x, stream))
@@ -90,6 +94,8 @@ def test_embed(
     table = normal((50, 1100), dtype, device)
     ids = torch.randint(0, 50, shape, device=device).to(integers)
     assert torch.equal(embed(ids, table), table[ids.long()])
+    part = table[:, 7:1032]  # rows further apart than they are long
+    assert torch.equal(embed(ids, part), part[ids.long()])
 
 
 def test_an_id_outside_the_table_shows(device: torch.device) -> None:

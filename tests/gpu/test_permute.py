@@ -7,6 +7,7 @@ import torch
 
 from pykernels import ref
 from pykernels.errors import PykernelsError
+from pykernels.gpu import permute as module
 from pykernels.gpu.permute import MAX_COMPARED, MAX_EXPERTS, permute, sort_slots, unpermute
 from pykernels.shapes import SortedSlots
 from tests.gpu.rounding import assert_rounded
@@ -55,6 +56,14 @@ def test_one_expert_takes_all_and_others_are_empty(T: int, device: torch.device)
     equal(sort_slots(ids, 8), ref.sort_slots(ids, 8))
 
 
+def test_blocks_are_counted_in_steps(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More blocks than are added up at a time, which are 65536 slots as it is."""
+    for name, size in (("MAX_COMPARED", 0), ("BLOCK", 64), ("_OWN", 16)):
+        monkeypatch.setattr(module, name, size)
+    ids = routing(300, 8, 20, device)
+    equal(sort_slots(ids, 20), ref.sort_slots(ids, 20))
+
+
 @pytest.mark.parametrize("T", [200, MAX_COMPARED // 4 + 100])
 def test_slots_of_experts_elsewhere_come_last(T: int, device: torch.device) -> None:
     ids = routing(T, 4, 16, device)
@@ -90,7 +99,8 @@ def test_unpermute(T: int, H: int, add: bool, dtype: torch.dtype, device: torch.
     y[int(order.starts[-1]) :] = torch.nan  # nobody computed these
     weights = torch.rand(T, 4, device=device)
     weights[ids == -1] = torch.nan  # padding may have any
-    shared = torch.randn(T, H, device=device).to(dtype) if add else None
+    wide = torch.randn(T, H + 5, device=device).to(dtype)
+    shared = wide[:, :H] if add else None  # a slice of something else
     out = torch.full((T, H), torch.nan, device=device, dtype=dtype)
     unpermute(y, order, weights, shared, out)
     truth = ref.unpermute(y, order, weights, shared, torch.float64)

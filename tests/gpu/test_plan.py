@@ -42,6 +42,24 @@ def test_every_case_has_a_plan(op: str, arch: tuple[int, int]) -> None:
             assert path != "fp8" or plan.block_n <= 128
 
 
+def test_generations_are_by_what_a_gpu_has() -> None:
+    """Not by their numbers: consumers' Blackwell has Ada's shared memory and no wgmma."""
+    names = ["interpreter", "ampere", "ampere", "ada", "hopper", "blackwell", "ada"]
+    assert [generation(arch) for arch in ARCHS] == names
+
+
+def test_a_row_of_the_table_is_up_to_its_rows() -> None:
+    tiles = [gemm_plan("down", "bf16", (9, 0), n, 7168, 2048).block_m for n in (16, 17, 32, 33)]
+    assert tiles == [16, 32, 32, 64]
+
+
+def test_the_nearest_line_is_taken_whatever_came_first() -> None:
+    for rows, block_m in ((100, 16), (120, 32), (140, 64)):
+        write("a gpu", "down", "bf16", rows, 7168, 2048, GemmPlan(block_m, 16, 16))
+    for rows, block_m in ((101, 16), (119, 32), (125, 32), (139, 64)):
+        assert gemm_plan("down", "bf16", (9, 0), rows, 7168, 2048, "a gpu").block_m == block_m
+
+
 def test_a_kind_that_is_decoded_takes_the_plans_of_decoding() -> None:
     assert gemm_plan("down", "q4_k", (9, 0), 8, 7168, 2048) == gemm_plan(
         "down", "decoded", (9, 0), 8, 7168, 2048
@@ -147,6 +165,14 @@ def test_a_line_that_no_kernel_takes_is_named(
         tuned_plan("down", "bf16", "a gpu", 8, 64, 64)
 
 
+@pytest.mark.parametrize("rows", [10**400, 1 << 63, 0], ids=["10**400", "1 << 63", "0"])
+def test_a_line_of_no_such_size_is_named(rows: int, tmp_path: Path) -> None:
+    line = {"device": "a gpu", "op": "down", "path": "int4", "rows": rows, "N": 64, "K": 64}
+    (tmp_path / "gpu-plans.json").write_text(json.dumps([line | {"plan": TILE}]))
+    with pytest.raises(PykernelsError, match="plan 1, of down: rows must be above 0"):
+        tuned_plan("down", "int4", "a gpu", 8, 64, 64)
+
+
 def test_stages_fit_into_shared_memory() -> None:
     plan = GemmPlan(128, 128, 256, stages=4)
     assert fit_stages(plan, (9, 0), 100 * 1024).stages == 2
@@ -197,6 +223,14 @@ def test_k_is_split_until_every_processor_has_work() -> None:
         lambda: ManyPlan(64, warps=2),
         lambda: ManyPlan(64, stages=1),
         lambda: GemvPlan(12, 128),
+        lambda: GemvPlan(1 << 20, 128),
+        lambda: GemvPlan(16, 1 << 20),
+        lambda: GemvPlan(16, 128, 64),
+        lambda: OneRowPlan(16, 64),
+        lambda: FewPlan(16, 64),
+        lambda: FewPlan(16, 4, 64),
+        lambda: ExpertsPlan(16, 64),
+        lambda: ExpertsPlan(16, 4, 2, 64),
     ],
 )
 def test_a_plan_that_would_be_wrong_is_refused(make: Callable[[], object]) -> None:

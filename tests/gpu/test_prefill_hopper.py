@@ -53,6 +53,10 @@ PREFILL = [
     ),
     ({"queries": [300, 9], "keys": [401, 4], "window": 150}, 64, "a window; queries without keys"),
     ({"queries": [200], "keys": [333], "window": 1}, 128, "a window of the token itself"),
+    (
+        {"queries": [128, 5], "keys": [129, 195], "window": 128, "loud": (0, 63)}, 64,
+        "windows that leave out a block's first key and take in its last",
+    ),
     ({"queries": [140], "keys": [140], "softcap": 2.0}, 128, "capped scores"),
     ({"queries": [200, 9], "keys": [470, 30], "page": 64}, 128, "pages"),
     ({"queries": [100], "keys": [270], "page": 8, "window": 100}, 128, "small pages and a window"),

@@ -104,6 +104,35 @@ def test_a_nan_token_leaves_the_others_alone(device: torch.device) -> None:
     assert found.weights[2].isnan().all() and (found.ids[2] < 16).all()
 
 
+def test_only_experts_of_the_groups_taken_are_chosen(device: torch.device) -> None:
+    """Also where theirs are all that is left of a group, and experts are switched off by -inf."""
+    off = -torch.inf
+    logits = torch.tensor([[1.0, 1, 1, 1, 5, off, off, off]], device=device)
+    spec = RouterSpec(4, renormalize=False, groups=2)
+    for found in (router(logits, spec), ref.router(logits, spec)):
+        assert found.ids.tolist() == [[4, 5, 6, 7]]
+        assert found.weights[0, 1:].tolist() == [0, 0, 0]
+    bias = torch.tensor([0.0, 0, 0, 0, 9, 9, off, off], device=device)
+    spec = replace(spec, scoring="sigmoid", group_score="top2")
+    for found in (router(logits, spec, bias), ref.router(logits, spec, bias)):
+        assert found.ids.tolist() == [[4, 5, 6, 7]]
+
+
+def test_groups_are_not_asked_for_where_there_is_one(device: torch.device) -> None:
+    """Then logits decide: these scores are all alike in float32."""
+    logits = 1e-9 * torch.arange(6.0, device=device)[None]
+    spec = RouterSpec(2, group_score="top2")
+    for found in (router(logits, spec), ref.router(logits, spec)):
+        assert found.ids.tolist() == [[5, 4]]
+
+
+def test_scores_that_are_all_zero_have_no_weight(device: torch.device) -> None:
+    logits = torch.full((1, 8), -200.0, device=device)
+    spec = RouterSpec(2, "sigmoid")
+    for found in (router(logits, spec), ref.router(logits, spec)):
+        assert (found.weights == 0).all()
+
+
 @pytest.mark.parametrize("T", [0, 1, 2, 9, pytest.param(70, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("name", "E", "spec", "biased"), SPECS[3:6], ids=IDS[3:6])
 def test_route_is_router_and_sort_and_permute(
@@ -173,6 +202,8 @@ REFUSED = [
     ("an unknown score", lambda d: RouterSpec(2, scoring="tanh")),
     ("complex rows", lambda d: route(
         torch.zeros(1, 8, device=d), RouterSpec(2), None, torch.zeros(1, 4, device=d) + 0j)),
+    ("rows with gaps", lambda d: route(
+        torch.zeros(1, 8, device=d), RouterSpec(2), None, torch.zeros(1, 8, device=d)[:, ::2])),
     ("x of other tokens", lambda d: route(
         torch.zeros(2, 8, device=d), RouterSpec(2), None, torch.zeros(3, 4, device=d))),
 ]  # fmt: skip

@@ -262,6 +262,11 @@ REFUSED = [
     ("an int32 out", lambda d: greedy(torch.zeros(2, 8, device=d), full(0, 2, d, torch.int32))),
     ("a float64 temperature", lambda d: sample(
         torch.zeros(2, 8, device=d), state(1, 1, d), full(1, 2, d, torch.float64))),
+    ("an out with gaps", lambda d: greedy(
+        torch.zeros(2, 8, device=d), full(0, 4, d, torch.int64)[::2])),
+    ("temperatures with gaps", lambda d: sample(
+        torch.zeros(2, 8, device=d), state(1, 1, d), full(1, 4, d)[::2])),
+    ("logits with gaps", lambda d: greedy(torch.zeros(2, 16, device=d)[:, ::2])),
     ("top_k of another length", lambda d: sample(
         torch.zeros(2, 8, device=d), state(1, 1, d), full(1, 2, d), full(1, 3, d, torch.int32))),
 ]  # fmt: skip

@@ -235,6 +235,11 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
             x, stack, plan=GemmPlan(16, 32, 64, split_k=2)
         ),
         "down, narrow": lambda: moe.down(h, experts, order, out=_zeros(d, 6, 63)),
+        "gate_up, an order of other experts": lambda: moe.gate_up(
+            x, experts, permute.sort_slots(ids, 5)
+        ),
+        "gate_up, an order of other tokens": lambda: moe.gate_up(x[:2], experts, order),
+        "down, other rows": lambda: moe.down(h[:5], experts, order),
         "moe_ffn, few rows": lambda: moe.moe_ffn(x, ids, weights, experts, out=_zeros(d, 2, 64)),
         "a slot table with gaps": lambda: experts.with_slots(gapped),
         "a slot table of no expert": lambda: experts.with_slots(gapped[0]),
@@ -259,6 +264,13 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
         "unpermute, few rows": lambda: permute.unpermute(y, order, weights, out=_zeros(d, 2, 64)),
         "unpermute, integers": lambda: permute.unpermute(y.int(), order, weights),
         "unpermute, an integer to add": lambda: permute.unpermute(y, order, weights, x.int()),
+        "unpermute, strided rows": lambda: permute.unpermute(
+            _zeros(d, 6, 128)[:, ::2], order, weights
+        ),
+        "unpermute, strided rows to add": lambda: permute.unpermute(
+            y, order, weights, _zeros(d, 3, 128)[:, ::2]
+        ),
+        "sort, strided ids": lambda: permute.sort_slots(ids.repeat(1, 2)[:, ::2], 4),
         "unpermute, starts elsewhere": lambda: permute.unpermute(
             y, replace(order, starts=order.starts.to("meta")), weights
         ),
@@ -272,12 +284,17 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
         "router_logits, elsewhere": lambda: gate.router_logits(
             x, _zeros(d, 8, 64), torch.empty(3, 8, device="meta")
         ),
+        "router_logits, inputs with gaps": lambda: gate.router_logits(
+            _zeros(d, 3, 128)[:, ::2], _zeros(d, 8, 64)
+        ),
+        "router_logits, a gate with gaps": lambda: gate.router_logits(x, _zeros(d, 8, 65)[:, :64]),
         "router, a bias with gaps": lambda: router.router(
             logits, spec, _zeros(d, 16, dtype=FLOAT)[::2]
         ),
         "router, more experts than there are": lambda: router.router(logits, RouterSpec(9)),
         "route, logits of no token": lambda: router.route(logits[0], spec),
         "route, a row of no token": lambda: router.route(logits[:1], spec, None, x[0]),
+        "rms_norm, a weight with gaps": lambda: norm.rms_norm(x, _zeros(d, 128)[::2], 1e-6),
         "rms_norm, no row": lambda: norm.rms_norm(_zeros(d), _zeros(d), 1e-6),
         "rms_norm, into integers": lambda: norm.rms_norm(
             x, _zeros(d, 64), 1e-6, out=(x.int(), None)
