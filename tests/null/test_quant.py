@@ -280,6 +280,11 @@ def test_mxfp4_takes_the_nearest_value_and_the_even_code_on_a_tie():
     assert seen.tolist() == [[4.0, 0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, -4.0, 6.0, 0.0, 0.5]]
 
 
+def test_mxfp4_uses_its_least_scale():
+    made = get_format("mxfp4").quantize(torch.full((1, 32), 2.0**-125))
+    assert made.scale.tolist() == [[0]] and made.data.eq(6).all()  # 4 * 2**-127
+
+
 @pytest.mark.parametrize(
     ("name", "code", "takes"),
     [("int4", 9, "-8 .. 7"), ("int4", -9, "-8 .. 7"), ("int8", -128, "-127 .. 127")],
