@@ -211,8 +211,9 @@ def test_bytes_of_a_file_become_a_weight_and_come_back(fmt):
     flat = weight.data.flatten()
     again = fmt.from_gguf(flat, 24, 512)
     assert torch.equal(again.data, weight.data) and again.data.data_ptr() == flat.data_ptr()
-    with pytest.raises(PykernelsError, match=f"bytes are no {fmt.name} matrix"):
-        fmt.from_gguf(flat[:-1], 24, 512)
+    for wrong in (flat[:-1], torch.cat([flat, flat[:1]])):
+        with pytest.raises(PykernelsError, match=f"bytes are no {fmt.name} matrix"):
+            fmt.from_gguf(wrong, 24, 512)
 
 
 @pytest.mark.parametrize("K", [100, 128, 255])
