@@ -446,7 +446,9 @@ def test_an_expert_out_of_range_and_an_unknown_format_are_refused():
     fmt = get_format("bf16")
     experts = PackedExperts(MoEShape(E=2, H=64, I=32, topk=1), fmt)
     zeros = [fmt.quantize(torch.zeros(*s)) for s in ((32, 64), (32, 64), (64, 32))]
-    with pytest.raises(PykernelsError, match="no expert 2"):
-        experts.pack(2, *zeros)
+    for expert in (2, -1):  # which is the last one to Python
+        with pytest.raises(PykernelsError, match=f"no expert {expert} in a layer of 2"):
+            experts.pack(expert, *zeros)
+    assert experts.missing() == [0, 1]
     with pytest.raises(PykernelsError, match="bf16, fp8, fp8-channel"):
         get_format("int3")
