@@ -48,17 +48,19 @@ def split(whole: PackedExperts, parts: int) -> SplitExperts:
 
 
 CUTS = [
-    pytest.param(512, 2, [256, 256], id="even"),
-    pytest.param(640, 2, [256, 384], id="uneven: five blocks"),
-    pytest.param(512, 4, [128] * 4, id="four nodes, a block each"),
-    pytest.param(320, 2, [128, 192], id="a ragged last block stays with the last"),
-    pytest.param(2048, 1, [2048], id="one node"),
+    pytest.param("fp8", 512, 2, [256, 256], id="even"),
+    pytest.param("fp8", 640, 2, [256, 384], id="uneven: five blocks"),
+    pytest.param("fp8", 512, 4, [128] * 4, id="four nodes, a block each"),
+    pytest.param("fp8", 320, 2, [128, 192], id="a ragged last block stays with the last"),
+    pytest.param("fp8", 2048, 1, [2048], id="one node"),
+    pytest.param("q4_k", 768, 2, [256, 512], id="superblocks"),
+    pytest.param("int4-channel", 700, 2, [256, 444], id="groups of int8 inputs"),
 ]
 
 
-@pytest.mark.parametrize(("width", "parts", "widths"), CUTS)
-def test_cuts_are_whole_blocks(width: int, parts: int, widths: list[int]) -> None:
-    rows = cut(MoEShape(1, 128, width, 1), get_format("fp8"), parts)
+@pytest.mark.parametrize(("fmt", "width", "parts", "widths"), CUTS)
+def test_cuts_are_whole_blocks(fmt: str, width: int, parts: int, widths: list[int]) -> None:
+    rows = cut(MoEShape(1, 128, width, 1), get_format(fmt), parts)
     assert [len(r) for r in rows] == widths
     assert [i for r in rows for i in r] == list(range(width))
 
