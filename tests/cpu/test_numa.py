@@ -70,6 +70,8 @@ def test_too_narrow_a_layer_is_told() -> None:
     assert most_parts(shape, fmt) == 2
     with pytest.raises(PykernelsError, match=r"width 256 in fp8 have 2 block.*across 3 NUMA nodes"):
         cut(shape, fmt, 3)
+    with pytest.raises(PykernelsError, match="across 0 NUMA nodes"):
+        cut(shape, fmt, 0)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -107,6 +109,10 @@ def test_a_matrix_that_does_not_fit_is_told_before_anything_is_packed() -> None:
     gate, up, down = whole.unpack(0)
     with pytest.raises(PykernelsError, match="expert 3's down_proj has shape"):
         found.pack(3, gate, up, gate)
+    # Each slice would find the rows that it takes.
+    more = whole.fmt.quantize(torch.randn(SHAPE.I + 128, SHAPE.H))
+    with pytest.raises(PykernelsError, match="expert 3's gate_proj has shape"):
+        found.pack(3, more, up, down)
     assert found.missing() == list(range(SHAPE.E))
 
 
