@@ -39,6 +39,25 @@ def test_every_backend_names_known_features():
         assert set(backend.features) <= set(ISA_NAMES)
 
 
+_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
+
+
+@pytest.mark.parametrize(
+    ("name", "needed"),
+    [
+        ("avx512", _AVX512),
+        ("amx", (*_AVX512, "avx512bf16", "avx512vbmi", "amx-tile", "amx-bf16", "amx-int8")),
+    ],
+)
+def test_a_backend_is_refused_without_any_one_extension_that_it_emits(name, needed):
+    """What else it can use has a stand-in (``instructions``)."""
+    (backend,) = (b for b in kernels() if b.name == name)
+    for feature in ISA_NAMES:
+        target = replace(BARE, isa=frozenset(ISA_NAMES) - {feature})
+        refused = f"this CPU lacks {feature}" if feature in needed else None
+        assert backend.supports("fp8", target) == refused
+
+
 def test_auto_falls_to_generic_where_avx512_is_missing():
     assert resolve("auto", "fp8", BARE).name == "generic"
     (avx512,) = (b for b in kernels() if b.name == "avx512")
