@@ -16,7 +16,7 @@ from pykernels.cpu.instructions import prefers_digits, prefers_fma
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from pykernels.registry import kernels, resolve
-from pykernels.target import ISA_NAMES, Target, cache_sizes, detect
+from pykernels.target import ISA_NAMES, Target, _hardware, cache_sizes, detect
 
 BARE = Target("an old CPU", "x86_64", frozenset({"avx2", "fma"}), 32768, 1 << 20, 1 << 24)
 
@@ -112,6 +112,12 @@ def test_every_cache_of_a_level_is_counted_once(tmp_path):
     assert cache_sizes(3, tmp_path, range(4)) == [96 << 20] * 2
     assert cache_sizes(3, tmp_path, [0, 1]) == [96 << 20]
     assert cache_sizes(2, tmp_path, range(4)) == []
+
+
+def test_the_last_level_is_all_that_the_cores_have_and_the_others_one_cache(monkeypatch):
+    sizes = {1: [32, 48], 2: [1024, 2048], 3: [10, 20]}
+    monkeypatch.setattr("pykernels.target.cache_sizes", sizes.__getitem__)
+    assert _hardware.__wrapped__()[3:] == (48, 2048, 30)
 
 
 def test_a_misspelt_feature_is_told_and_not_taken_for_hidden():
