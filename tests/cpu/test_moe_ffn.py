@@ -247,6 +247,19 @@ def test_a_nan_reaches_its_own_token_only(kernel, fmt, activations):
     assert y[4].isnan().all() and y[[0, 1, 2, 3, 5]].isfinite().all()
 
 
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7F800001], ids=hex)
+def test_a_nan_of_any_bits_is_one_in_bf16(bits):
+    """Rounded as a number it would be a zero, or an infinity."""
+    experts, routing, x = (
+        _experts(SHAPE, "bf16"),
+        balanced_routing(2, SHAPE),
+        _x(2, SHAPE.H).float(),
+    )
+    x.view(torch.int32)[1, 3] = bits
+    y = cpu.moe_ffn(x, routing.ids, routing.weights, experts, kernel="generic")
+    assert y[1].isnan().all() and y[0].isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("x", "ids", "words"),
     [
