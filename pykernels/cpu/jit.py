@@ -67,7 +67,7 @@ def kernel(variant: str = "") -> Callable[[Callable], Any]:
 
     def decorate(function: Callable) -> Any:
         dispatcher = _Kernel(_named(function, variant), targetoptions=_OPTIONS | _KERNEL)
-        dispatcher._cache = _cache(function, variant)
+        dispatcher._cache = _KernelCache(function, variant)
         return dispatcher
 
     return decorate
@@ -136,7 +136,7 @@ def routine(arguments: int, variant: str = "") -> Callable[[Callable], CFunc]:
             options=dict(_OPTIONS),
             pipeline_class=RoutineCompiler,
         )
-        compiled._cache = _cache(function, variant)
+        compiled._cache = _KernelCache(function, variant)
         with _uninterrupted():
             compiled.compile()
         return compiled
@@ -179,7 +179,12 @@ def _named(function: Callable, variant: str) -> Callable:
 
 class _Locator(UserProvidedCacheLocator):
     """``cache_folder``, whether it can be written or not. Numba's own would go on to folders that
-    no change in another file makes stale."""
+    no change in another file makes stale, and asks a setting of the process, which threads that
+    compile at once would have to change for each other."""
+
+    def __init__(self, function, file):
+        self._py_file, self._lineno = file, function.__code__.co_firstlineno
+        self._cache_path = str(cache_folder() / self.get_suitable_cache_subpath(file))
 
     @classmethod
     def from_function(cls, function, file):
@@ -219,15 +224,6 @@ class _KernelCache(FunctionCache):
                 f"compiled kernels cannot be kept in {self.cache_path}: {error.strerror}",
                 "Free some space, or point PYKERNELS_CACHE_DIR at a folder that you may write to",
             ) from None
-
-
-def _cache(function: Callable, variant: str) -> _KernelCache:
-    before = numba_config.CACHE_DIR
-    numba_config.CACHE_DIR = str(cache_folder())  # read once, when the cache is made
-    try:
-        return _KernelCache(function, variant)
-    finally:
-        numba_config.CACHE_DIR = before
 
 
 def cache_folder() -> Path:

@@ -204,3 +204,19 @@ def test_a_token_does_not_depend_on_its_batch(kernels_of):
         one = slice(t, t + 1)
         alone = Routing(routing.ids[one], routing.weights[one])
         assert torch.equal(_run(kernels_of, experts, alone, x[one], cut), whole[one])
+
+
+def test_the_padding_of_h_is_annotated_whatever_was_there_before():
+    """A lifted format's sums are of 32 inputs: the last of a padded row hold no block of h.
+
+    (Where integers meet digits, a group of 128 always ends in a block.)
+    """
+    ops = replace(instructions(detect()), digits=False)
+    stages, workspace = build_kernel("avx512", "int4", "bf16", ops), cpu.Workspace()
+    wide, narrow = MoEShape(E=2, H=128, I=384, topk=1), MoEShape(E=2, H=128, I=72, topk=1)
+    for shape, T in ((wide, 8), (narrow, 4)):
+        experts, routing = _experts("int4", shape), balanced_routing(T, shape)
+        call = cpu.MoECall(experts, stages, workspace)
+        x = _inputs(T, shape) if shape is narrow else poisoned(T, shape.H, dtype=torch.bfloat16)
+        y = cpu.run_serially(call, x, routing.ids, routing.weights, poisoned(T, shape.H))
+    assert_close(y, *_truth("int4", "bf16", narrow, 4, balanced_routing))

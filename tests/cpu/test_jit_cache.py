@@ -7,12 +7,14 @@ import contextlib
 import ctypes
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from numba.core import caching
+from numba.core import config as numba_config
 
 from pykernels.cpu import jit
 from pykernels.cpu.jit import kernel, routine
@@ -155,6 +157,33 @@ def test_what_compiled_code_sees_is_in_the_key() -> None:
         names = {a.name for n in imports if (n.module or "").endswith("jit") for a in n.names}
         compiles = names & {"inlined", "kernel", "routine", "task"}
         assert file in seen or not compiles, f"{file} compiles, and is not in SOURCES"
+
+
+def test_threads_that_compile_at_once_do_not_see_each_others_folder_put_back(
+    tmp_path: Path,
+) -> None:
+    """Each thread may bind a layer. Numba's own setting is the process's: it is not touched."""
+    before, made = numba_config.CACHE_DIR, []
+    first, second = threading.Event(), threading.Event()
+
+    class Slow(jit._KernelCache):
+        def __init__(self, function: Callable, variant: str) -> None:
+            if variant == "first":
+                first.set()
+                second.wait(10)
+            else:  # begun while the first was at it, and made when that has ended
+                second.set()
+                thread.join(10)
+            super().__init__(function, variant)
+            made.append(Path(self.cache_path))
+
+    with env.override(cache_dir=tmp_path):
+        thread = threading.Thread(target=Slow, args=(build_kernel, "first"))
+        thread.start()
+        first.wait(10)
+        Slow(build_kernel, "second")
+        assert [path.parent for path in made] == [jit.cache_folder()] * 2
+    assert numba_config.CACHE_DIR == before
 
 
 def test_a_folder_unused_for_a_month_goes(tmp_path: Path) -> None:

@@ -209,6 +209,15 @@ def test_every_output_is_written_and_nothing_beside_it(kernel, fmt, activations)
     assert around.isnan().sum() == around.numel() - y.numel()
 
 
+@pytest.mark.parametrize("shape", [SHAPE, RAGGED], ids=["whole blocks", "H off a block"])
+def test_results_in_bf16_are_those_in_float32_rounded(shape):
+    experts, routing, x = _experts(shape, "bf16"), balanced_routing(5, shape), _x(5, shape.H)
+    y = cpu.moe_ffn(x.float(), routing.ids, routing.weights, experts, kernel="generic")
+    assert y.dtype == torch.float32
+    halves = cpu.moe_ffn(x, routing.ids, routing.weights, experts, kernel="generic")
+    assert torch.equal(halves, y.bfloat16())
+
+
 @pytest.mark.parametrize(("kernel", "fmt", "activations"), VARIANTS)
 def test_stale_scratch_is_not_read(kernel, fmt, activations):
     """A call after one of a wider layer and NaN inputs, same buffers, finds its own values."""
@@ -236,6 +245,19 @@ def test_a_nan_reaches_its_own_token_only(kernel, fmt, activations):
         x, routing.ids, routing.weights, experts, kernel=kernel, activations=activations
     )
     assert y[4].isnan().all() and y[[0, 1, 2, 3, 5]].isfinite().all()
+
+
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7F800001], ids=hex)
+def test_a_nan_of_any_bits_is_one_in_bf16(bits):
+    """Rounded as a number it would be a zero, or an infinity."""
+    experts, routing, x = (
+        _experts(SHAPE, "bf16"),
+        balanced_routing(2, SHAPE),
+        _x(2, SHAPE.H).float(),
+    )
+    x.view(torch.int32)[1, 3] = bits
+    y = cpu.moe_ffn(x, routing.ids, routing.weights, experts, kernel="generic")
+    assert y[1].isnan().all() and y[0].isfinite().all()
 
 
 @pytest.mark.parametrize(

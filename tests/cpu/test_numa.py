@@ -48,17 +48,19 @@ def split(whole: PackedExperts, parts: int) -> SplitExperts:
 
 
 CUTS = [
-    pytest.param(512, 2, [256, 256], id="even"),
-    pytest.param(640, 2, [256, 384], id="uneven: five blocks"),
-    pytest.param(512, 4, [128] * 4, id="four nodes, a block each"),
-    pytest.param(320, 2, [128, 192], id="a ragged last block stays with the last"),
-    pytest.param(2048, 1, [2048], id="one node"),
+    pytest.param("fp8", 512, 2, [256, 256], id="even"),
+    pytest.param("fp8", 640, 2, [256, 384], id="uneven: five blocks"),
+    pytest.param("fp8", 512, 4, [128] * 4, id="four nodes, a block each"),
+    pytest.param("fp8", 320, 2, [128, 192], id="a ragged last block stays with the last"),
+    pytest.param("fp8", 2048, 1, [2048], id="one node"),
+    pytest.param("q4_k", 768, 2, [256, 512], id="superblocks"),
+    pytest.param("int4-channel", 700, 2, [256, 444], id="groups of int8 inputs"),
 ]
 
 
-@pytest.mark.parametrize(("width", "parts", "widths"), CUTS)
-def test_cuts_are_whole_blocks(width: int, parts: int, widths: list[int]) -> None:
-    rows = cut(MoEShape(1, 128, width, 1), get_format("fp8"), parts)
+@pytest.mark.parametrize(("fmt", "width", "parts", "widths"), CUTS)
+def test_cuts_are_whole_blocks(fmt: str, width: int, parts: int, widths: list[int]) -> None:
+    rows = cut(MoEShape(1, 128, width, 1), get_format(fmt), parts)
     assert [len(r) for r in rows] == widths
     assert [i for r in rows for i in r] == list(range(width))
 
@@ -68,6 +70,8 @@ def test_too_narrow_a_layer_is_told() -> None:
     assert most_parts(shape, fmt) == 2
     with pytest.raises(PykernelsError, match=r"width 256 in fp8 have 2 block.*across 3 NUMA nodes"):
         cut(shape, fmt, 3)
+    with pytest.raises(PykernelsError, match="across 0 NUMA nodes"):
+        cut(shape, fmt, 0)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -105,6 +109,10 @@ def test_a_matrix_that_does_not_fit_is_told_before_anything_is_packed() -> None:
     gate, up, down = whole.unpack(0)
     with pytest.raises(PykernelsError, match="expert 3's down_proj has shape"):
         found.pack(3, gate, up, gate)
+    # Each slice would find the rows that it takes.
+    more = whole.fmt.quantize(torch.randn(SHAPE.I + 128, SHAPE.H))
+    with pytest.raises(PykernelsError, match="expert 3's gate_proj has shape"):
+        found.pack(3, more, up, down)
     assert found.missing() == list(range(SHAPE.E))
 
 

@@ -65,6 +65,38 @@ def test_a_task_of_the_gemm_is_as_long_as_it_takes_at_once() -> None:
     assert plan(SHAPE, FP8, 1, 1).h_chunk > MAX_BLOCKS
 
 
+@pytest.mark.parametrize(
+    ("threads", "T", "i_chunk"),
+    [
+        pytest.param(16, 1, 2, id="8 experts of 64 blocks among 256 tasks"),
+        pytest.param(5, 1, 7, id="rounded up: no more tasks than were asked for"),
+        pytest.param(16, 8, 8, id="no more experts than the layer has"),
+        pytest.param(1, 1, 18, id="no more than 8 MiB of gate and up"),
+        pytest.param(16, 256, 8, id="crowded: what the GEMM takes at once"),
+        pytest.param(96, 256, 4, id="crowded: 32 experts of 64 blocks among 576 tasks"),
+    ],
+)
+def test_gate_up_tasks_share_the_blocks_of_active_experts(threads, T, i_chunk) -> None:
+    assert plan(SHAPE, FP8, threads, T).i_chunk == i_chunk
+
+
+@pytest.mark.parametrize(
+    ("T", "gemm_from", "legs"),
+    [
+        pytest.param(20, 9, 8, id="five tokens of each expert"),
+        pytest.param(19, 9, 1, id="fewer"),
+        pytest.param(20, NEVER, 8, id="without a GEMM too"),
+        pytest.param(1, 1, 8, id="fewer than the GEMM takes"),
+    ],
+)
+def test_experts_are_crowded_from_five_tokens_or_where_they_take_the_gemm(
+    T, gemm_from, legs
+) -> None:
+    assert plan(SHAPE, FP8, 16, T, gemm_from).h_legs == legs
+    few = MoEShape(E=3, H=7168, I=2048, topk=3)
+    assert plan(few, FP8, 16, 20).h_legs == 3  # no more than experts
+
+
 @pytest.mark.parametrize(("threads", "T"), [(1, 1), (2, 1), (16, 1), (16, 8), (96, 1)])
 def test_down_tasks_grow_shorter_to_the_end(threads: int, T: int) -> None:
     blocks = SHAPE.H // 32

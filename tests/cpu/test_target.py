@@ -16,7 +16,7 @@ from pykernels.cpu.instructions import prefers_digits, prefers_fma
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from pykernels.registry import kernels, resolve
-from pykernels.target import ISA_NAMES, Target, cache_sizes, detect
+from pykernels.target import ISA_NAMES, Target, _hardware, cache_sizes, detect
 
 BARE = Target("an old CPU", "x86_64", frozenset({"avx2", "fma"}), 32768, 1 << 20, 1 << 24)
 
@@ -37,6 +37,25 @@ def test_digits_and_multiply_adds_where_bfloat16_products_are_slow():
 def test_every_backend_names_known_features():
     for backend in kernels():
         assert set(backend.features) <= set(ISA_NAMES)
+
+
+_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
+
+
+@pytest.mark.parametrize(
+    ("name", "needed"),
+    [
+        ("avx512", _AVX512),
+        ("amx", (*_AVX512, "avx512bf16", "avx512vbmi", "amx-tile", "amx-bf16", "amx-int8")),
+    ],
+)
+def test_a_backend_is_refused_without_any_one_extension_that_it_emits(name, needed):
+    """What else it can use has a stand-in (``instructions``)."""
+    (backend,) = (b for b in kernels() if b.name == name)
+    for feature in ISA_NAMES:
+        target = replace(BARE, isa=frozenset(ISA_NAMES) - {feature})
+        refused = f"this CPU lacks {feature}" if feature in needed else None
+        assert backend.supports("fp8", target) == refused
 
 
 def test_auto_falls_to_generic_where_avx512_is_missing():
@@ -93,6 +112,12 @@ def test_every_cache_of_a_level_is_counted_once(tmp_path):
     assert cache_sizes(3, tmp_path, range(4)) == [96 << 20] * 2
     assert cache_sizes(3, tmp_path, [0, 1]) == [96 << 20]
     assert cache_sizes(2, tmp_path, range(4)) == []
+
+
+def test_the_last_level_is_all_that_the_cores_have_and_the_others_one_cache(monkeypatch):
+    sizes = {1: [32, 48], 2: [1024, 2048], 3: [10, 20]}
+    monkeypatch.setattr("pykernels.target.cache_sizes", sizes.__getitem__)
+    assert _hardware.__wrapped__()[3:] == (48, 2048, 30)
 
 
 def test_a_misspelt_feature_is_told_and_not_taken_for_hidden():

@@ -132,6 +132,13 @@ def test_channel_scales_are_one_line_of_32_a_block(name, bytes_of_block):
     assert not scales.view(torch.float32).flatten()[40:].any()
 
 
+def test_fp8_block_scales_are_those_of_each_blocks_first_row():
+    fmt, scale = get_format("fp8"), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    scales = torch.zeros(5, fmt.scale_bytes(136), dtype=torch.uint8)
+    fmt.pack_scales(scale, scales)
+    assert torch.equal(scales.view(torch.float32), scale[[0, 0, 0, 0, 1]])
+
+
 def test_every_finite_e4m3_code_dequantizes_by_the_formula():
     table = decode_table()
     for code in FINITE:
@@ -273,12 +280,24 @@ def test_mxfp4_takes_the_nearest_value_and_the_even_code_on_a_tie():
     assert seen.tolist() == [[4.0, 0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, -4.0, 6.0, 0.0, 0.5]]
 
 
-def test_integers_out_of_range_are_refused():
-    fmt = get_format("int4")
+def test_mxfp4_uses_its_least_scale():
+    made = get_format("mxfp4").quantize(torch.full((1, 32), 2.0**-125))
+    assert made.scale.tolist() == [[0]] and made.data.eq(6).all()  # 4 * 2**-127
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "takes"),
+    [("int4", 9, "-8 .. 7"), ("int4", -9, "-8 .. 7"), ("int8", -128, "-127 .. 127")],
+)
+def test_integers_out_of_range_are_refused(name, code, takes):
+    """One is enough; -128 has no magnitude of 8 bits."""
+    fmt = get_format(name)
     experts = PackedExperts(MoEShape(E=1, H=32, I=32, topk=1), fmt)
     good = fmt.quantize(torch.randn(32, 32))
-    with pytest.raises(PykernelsError, match="holds 9 .. 9, int4 takes -8 .. 7"):
-        experts.pack(0, Weight(torch.full((32, 32), 9, dtype=torch.int8), good.scale), good, good)
+    spoilt = torch.zeros_like(good.data)
+    spoilt[3, 5] = code
+    with pytest.raises(PykernelsError, match=rf"holds .*{code}.*, {name} takes {takes}"):
+        experts.pack(0, Weight(spoilt, good.scale), good, good)
 
 
 def test_mxfp4_codes_and_scales_that_are_none_are_refused():
@@ -427,7 +446,9 @@ def test_an_expert_out_of_range_and_an_unknown_format_are_refused():
     fmt = get_format("bf16")
     experts = PackedExperts(MoEShape(E=2, H=64, I=32, topk=1), fmt)
     zeros = [fmt.quantize(torch.zeros(*s)) for s in ((32, 64), (32, 64), (64, 32))]
-    with pytest.raises(PykernelsError, match="no expert 2"):
-        experts.pack(2, *zeros)
+    for expert in (2, -1):  # which is the last one to Python
+        with pytest.raises(PykernelsError, match=f"no expert {expert} in a layer of 2"):
+            experts.pack(expert, *zeros)
+    assert experts.missing() == [0, 1]
     with pytest.raises(PykernelsError, match="bf16, fp8, fp8-channel"):
         get_format("int3")

@@ -211,8 +211,9 @@ def test_bytes_of_a_file_become_a_weight_and_come_back(fmt):
     flat = weight.data.flatten()
     again = fmt.from_gguf(flat, 24, 512)
     assert torch.equal(again.data, weight.data) and again.data.data_ptr() == flat.data_ptr()
-    with pytest.raises(PykernelsError, match=f"bytes are no {fmt.name} matrix"):
-        fmt.from_gguf(flat[:-1], 24, 512)
+    for wrong in (flat[:-1], torch.cat([flat, flat[:1]])):
+        with pytest.raises(PykernelsError, match=f"bytes are no {fmt.name} matrix"):
+            fmt.from_gguf(wrong, 24, 512)
 
 
 @pytest.mark.parametrize("K", [100, 128, 255])
@@ -257,3 +258,15 @@ def test_scales_of_a_file_that_are_not_finite_are_refused(fmt, bad):
 def test_weights_too_large_for_fp16_scales_are_refused(fmt):
     with pytest.raises(PykernelsError, match="too large for the fp16 scales"):
         fmt.quantize(torch.full((1, 256), 1e9))
+
+
+@pytest.mark.parametrize("at", [2, 33, 34 + 2], ids=["first", "last", "of the next block"])
+def test_q8_0_codes_of_minus_128_are_refused_and_bytes_of_scales_are_not(at):
+    """Kernels take magnitudes, and -128 has none of 8 bits."""
+    fmt = get_format("q8_0")
+    good = fmt.quantize(torch.ones(2, 64))
+    good.data[1, [0, 34]] = 128
+    fmt.check(good, 2, 64)
+    good.data[1, at] = 128
+    with pytest.raises(PykernelsError, match="gate holds codes of -128"):
+        fmt.check(good, 2, 64, "gate")
