@@ -79,7 +79,7 @@ def _few(
 def _sum_splits(sums, out, SIZE, splits, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     s = tl.arange(0, SPLITS)[:, None]
-    found = tl.load(sums + s * SIZE + i, mask=(s < splits) & (i < SIZE), other=0.0)
+    found = tl.load(sums + s.to(tl.int64) * SIZE + i, mask=(s < splits) & (i < SIZE), other=0.0)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + i, tl.sum(found, 0), mask=i < SIZE)
 

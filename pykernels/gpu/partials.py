@@ -14,8 +14,10 @@ def add_kernel(parts, out, bias, N, SIZE, PARTS, HAS_BIAS: tl.constexpr, BLOCK: 
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < SIZE
     total = tl.zeros((BLOCK,), tl.float32)
-    for part in range(PARTS):
-        total += tl.load(parts + part * SIZE + i, mask=inside, other=0.0)
+    at = parts + i
+    for _ in range(PARTS):
+        total += tl.load(at, mask=inside, other=0.0)
+        at += SIZE  # not part * SIZE, which 32 bits may not hold
     if HAS_BIAS:
         total += tl.load(bias + i % N, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + i, to_bf16(total), mask=inside)

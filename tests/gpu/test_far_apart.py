@@ -10,9 +10,11 @@ import torch
 
 from pykernels import ref
 from pykernels.gpu.attention_prefill import _aligned
+from pykernels.gpu.gate import _sum_splits
 from pykernels.gpu.gqa_prefill import gqa_prefill
 from pykernels.gpu.kernel_bf16 import gemm_bf16
 from pykernels.gpu.kv_write import kv_write
+from pykernels.gpu.partials import add_kernel
 from pykernels.shapes import Ragged
 from pykernels.testing import relative_error
 
@@ -54,6 +56,21 @@ def test_a_cache_is_written_from_heads_that_lie_far_apart(device: torch.device) 
     kv_write(k, v, slots, *mine)
     ref.kv_write(k, v, slots, *theirs)
     assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
+
+
+@pytest.mark.parametrize("kernel", ["parts of a product", "splits of a router's inputs"])
+def test_parts_that_lie_far_apart_are_added(kernel: str, device: torch.device) -> None:
+    """The first program alone, of as many as 3 parts of 2 ** 30 and some sums would take."""
+    SIZE, BLOCK = HEAD, 64
+    memory = torch.empty(2 * SIZE + BLOCK, device=device)
+    parts = memory.as_strided((3, BLOCK), (SIZE, 1)).copy_(torch.randn(3, BLOCK, device=device))
+    if kernel == "parts of a product":
+        out = torch.empty(BLOCK, dtype=BF16, device=device)
+        add_kernel[(1,)](memory, out, None, SIZE, SIZE, 3, False, BLOCK)
+    else:
+        out = torch.empty(BLOCK, device=device)
+        _sum_splits[(1,)](memory, out, SIZE, 3, 4, BLOCK)
+    assert relative_error(out, parts.double().sum(0)) < 4e-3
 
 
 def test_a_matrix_of_more_weights_than_32_bits_count(device: torch.device) -> None:

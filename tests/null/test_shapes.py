@@ -83,3 +83,14 @@ def test_a_router_takes_numpys_numbers_as_pythons_and_no_others():
     for wrong in ({"topk": 8.0}, {"topk": True}, {"groups": None}, {"scale": "2"}):
         with pytest.raises(PykernelsError, match=f"router {next(iter(wrong))} is"):
             RouterSpec(**{"topk": 2, **wrong})  # type: ignore[arg-type]
+
+
+def test_a_router_asks_for_experts_that_its_groups_have():
+    with pytest.raises(PykernelsError, match="group"):
+        RouterSpec(2, groups=4, group_topk=5)
+    with pytest.raises(PykernelsError, match="16 experts"):
+        RouterSpec(5, groups=4, group_topk=1).check(16)
+    RouterSpec(4, groups=4, group_topk=1).check(16)
+    with pytest.raises(PykernelsError, match="two best"):
+        RouterSpec(1, groups=4, group_score="top2").check(4)
+    RouterSpec(1, group_score="top2").check(1)  # of no groups nothing is asked
