@@ -240,7 +240,8 @@ def test_a_kernel_that_knows_no_huge_pages_gives_plain_ones(monkeypatch):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     monkeypatch.setattr("runtime.memory.mmap.mmap", Plain)
-    assert allocate(100).eq(0).all()
+    assert allocate(HUGE_PAGE).eq(0).all()
+    assert allocate(0).numel() == 0  # a format without scales
 
 
 @pytest.mark.skipif("avx512f" not in detect().isa, reason="loops of AVX-512 instructions")

@@ -10,7 +10,7 @@ import pytest
 
 from pykernels.env import env
 from pykernels.errors import PykernelsError
-from runtime.nodes import deal, nodes_to_use, why_not_split
+from runtime.nodes import NodePools, deal, nodes_to_use, wait_all, why_not_split
 from runtime.topology import Node, Topology
 
 GIB = 1 << 30
@@ -320,6 +320,76 @@ def test_what_stands_in_the_way(
 )
 def test_threads_are_dealt_evenly(threads: int, rooms: list[int], dealt: list[int]) -> None:
     assert deal(threads, rooms) == dealt
+
+
+class FakePool:
+    """What ``NodePools`` asks of a pool; the third one cannot be made."""
+
+    made: list[FakePool] = []
+
+    def __init__(self, threads: int, works: bool, place: Topology, node: int, spin_us: float):
+        if len(self.made) == 2:
+            raise PykernelsError("a core is refused", "Try again")
+        self.asked = threads, works, place.cores, node, spin_us
+        self.closed = False
+        self.made.append(self)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def wait(self, call: int | None) -> float:
+        return float(call or 0)
+
+
+def machine(nodes: int, quota: float = math.inf) -> Topology:
+    """Nodes of three cores each."""
+    cores = tuple(range(3 * nodes))
+    found = tuple(Node(n, cores[3 * n : 3 * n + 3], GIB, GIB) for n in range(nodes))
+    return Topology(cores, tuple((c,) for c in cores), quota, found, GIB, GIB, "always")
+
+
+@pytest.fixture
+def fake_pools(monkeypatch: pytest.MonkeyPatch) -> list[FakePool]:
+    monkeypatch.setattr("runtime.nodes.WorkerPool", FakePool)
+    monkeypatch.setattr(FakePool, "made", [])
+    return FakePool.made
+
+
+@pytest.mark.parametrize(
+    ("driver_works", "threads", "dealt", "spin_us"),
+    [(True, None, [3, 3], 50.0), (False, None, [2, 3], 1000.0), (True, 4, [2, 2], 50.0)],
+)
+def test_a_node_gets_its_threads_cores_and_memory(
+    fake_pools, driver_works: bool, threads: int | None, dealt: list[int], spin_us: float
+) -> None:
+    """The driver is on the first node alone; beside a GPU workers of all nodes spin longer."""
+    topology = machine(2)
+    pools = NodePools(topology.nodes, threads, driver_works, topology)
+    assert pools.threads == sum(dealt)
+    assert [pool.asked for pool in fake_pools] == [
+        (dealt[0], driver_works, (0, 1, 2), 0, spin_us),
+        (dealt[1], False, (3, 4, 5), 1, spin_us),
+    ]
+
+
+def test_threads_on_nodes_are_no_more_than_the_quota(fake_pools) -> None:
+    topology = machine(2, quota=4.5)
+    assert NodePools(topology.nodes, topology=topology).threads == 4
+    with pytest.raises(PykernelsError, match="5 threads .* 2 NUMA nodes, 4 cores are usable"):
+        NodePools(topology.nodes, 5, topology=topology)
+
+
+def test_where_one_node_cannot_be_used_the_workers_of_the_others_end(fake_pools) -> None:
+    topology = machine(3)
+    with pytest.raises(PykernelsError, match="a core is refused"):
+        NodePools(topology.nodes, topology=topology)
+    assert [pool.closed for pool in fake_pools] == [True, True]
+
+
+def test_a_call_of_several_nodes_takes_as_long_as_the_slowest(fake_pools) -> None:
+    topology = machine(2)
+    pools = NodePools(topology.nodes, topology=topology).pools
+    assert [wait_all(pools, calls) for calls in ([1, 2], [2, 1])] == [2.0, 2.0]
 
 
 def test_made_up_nodes_share_the_real_cores() -> None:
