@@ -219,6 +219,7 @@ OPTIONS = [
     ({"max_new_tokens": 0}, "max_new_tokens is 0. Set it to 1 or more"),
     ({"temperature": -1.0}, "temperature is -1.0. Set it to 0 or more"),
     ({"temperature": float("nan")}, "temperature is nan"),
+    ({"temperature": 1e-40}, "temperature is 1e-40. Set it to 0, or 1e-30 or more"),
     ({"top_p": 0.0}, "top_p is 0.0. Set it to above 0 and at most 1"),
     ({"top_p": 1.5}, "top_p is 1.5"),
     ({"top_k": -1}, "top_k is -1"),
