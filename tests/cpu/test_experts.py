@@ -21,6 +21,7 @@ from pykernels.quant import FORMATS, PackedExperts, get_format
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
 from pykernels.testing import assert_close, balanced_routing, random_experts, skewed_routing
+from runtime.counters import Counters
 from runtime.experts import RoutedExperts
 from runtime.launch import Part
 from runtime.memory import HUGE_PAGE, allocate
@@ -164,6 +165,14 @@ def test_counters_count_distinct_experts():
     assert 0 < counters.seconds < 1
     counters.reset()
     assert (counters.calls, counters.bytes, counters.seconds) == (0, 0, 0.0)
+
+
+def test_calls_of_several_pools_are_counted_in_the_same_units() -> None:
+    counters = Counters()
+    for _ in range(2):
+        counters.add(3, 5_000, 0.75)
+    told = counters.calls, counters.tokens, counters.bytes, counters.seconds
+    assert told == (2, 6, 10_000, 1.5)
 
 
 def test_dropped_experts_give_their_memory_back_at_once():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,8 +153,9 @@ def test_players_alternate_and_the_first_round_is_not_counted() -> None:
     players: dict[str, Any] = {
         name: Script(name, log, [t, 2 * t, 4 * t]) for name, t in (("ours", 1.0), ("peer", 3.0))
     }
-    seen = alternate(players, None, rounds=3, seconds=0.1)
-    assert log == ["ours", "peer"] * 4
+    roofs: Any = SimpleNamespace(sample=lambda: log.append("roofs"))
+    seen = alternate(players, roofs, rounds=3, seconds=0.1)
+    assert log == ["roofs", "ours", "peer"] * 4
     assert seen["ours"].seconds == [1.0, 2.0, 4.0]
     assert seen["ours"].median == 2.0
     assert seen["ours"].rate([10.0, 10.0]) == 5.0
@@ -189,6 +191,8 @@ def test_figures_count_the_bytes_of_distinct_experts() -> None:
     flops = 2 * 2 * 4 * SHAPE.weights
     assert row["tflops"] == round(flops / 1e-3 / 1e12, 4)
     assert row["compute_share"] is None
+    row = figures(head, "torch", "bf16", seen, [4, 8], 1e6, SHAPE, Roofs(), 2e-4)  # type: ignore[arg-type]
+    assert row["compute_share"] == round(flops / 1e-3 / 1e12 / 2e-4, 4)
 
 
 @pytest.mark.parametrize("kernel", ["generic", "auto"])
@@ -241,6 +245,9 @@ def test_skew_compares_with_balanced_on_the_queue(skewed: tuple[list[Row], list[
     assert (crowded["balanced"]["busiest"], crowded["one"]["busiest"]) == (1.0, 4.0)
     assert 1.0 < crowded["zipf"]["busiest"] < 4.0
     assert (crowded["balanced"]["active"], crowded["one"]["active"]) == (8, 2)
+    for row in rows:
+        a_byte = row["against_balanced"] * crowded["balanced"]["active"] / row["active"]
+        assert row["against_balanced_a_byte"] == pytest.approx(a_byte, rel=0.01, abs=0.01)
 
 
 def test_skew_has_the_layers_of_one_turn_at_a_time(skewed: tuple[list[Row], list[int]]) -> None:

@@ -90,6 +90,8 @@ def test_what_a_library_prints_in_the_new_process_is_no_row(
     said = ["[1/2] nvcc a.cu", "7", *map(json.dumps, rows)]
     fake = tmp_path / "bench/gpu/__main__.py"
     fake.parent.mkdir(parents=True)
+    for package in (fake.parent, fake.parent.parent):  # else one on PYTHONPATH goes before it
+        (package / "__init__.py").touch()
     fake.write_text(f"print({chr(10).join(said)!r})")
     monkeypatch.setattr(run, "ROOT", tmp_path)
     assert list(run.in_a_new_process(("moe",), [], None)(1)) == rows[1:]
