@@ -98,6 +98,15 @@ def test_prompt_from_stdin(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (result.code, result.out[:10]) == (0, "import os\n")
 
 
+def test_a_stdin_that_is_closed_is_told_before_loading(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("model.pretrained.from_pretrained", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("sys.stdin", None)
+    for command in (("generate", "-"), ("chat",)):
+        failed(run(*command), "stdin is closed")
+
+
 def test_stdin_in_another_encoding_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     import io
 
