@@ -161,6 +161,12 @@ def test_players_alternate_and_the_first_round_is_not_counted() -> None:
     assert seen["ours"].rate([10.0, 10.0]) == 5.0
 
 
+def test_a_turn_of_ours_has_one_call_at_least_and_no_more_than_asked_for(monkeypatch) -> None:
+    ours = Ours.__new__(Ours)
+    monkeypatch.setattr(Ours, "_call", lambda self: (0, 1e-6))
+    assert [len(ours.turn(seconds, most)) for seconds, most in ((0.0, 9), (9.0, 3))] == [1, 3]
+
+
 def test_speedup_is_the_median_ratio_within_a_round() -> None:
     ours = Seen([[(0, 1.0)], [(0, 10.0)], [(0, 1.0)]])
     peer = Seen([[(0, 2.0)], [(0, 30.0)], [(0, 5.0)]])
@@ -268,5 +274,5 @@ def test_a_run_is_estimated_in_parts() -> None:
     assert estimate.starts(twice, shape, [torch, numpy]) == alone + estimate.starts(
         twice, shape, [torch]
     )
-    assert estimate.in_words(20) == "about a minute"
+    assert estimate.in_words(20) == estimate.in_words(60) == "about a minute"
     assert estimate.in_words(840) == "about 14 minutes"
