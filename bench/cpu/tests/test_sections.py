@@ -45,12 +45,13 @@ class Roofs:
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A Bench; ``used`` has the thread counts that it took."""
     settings = Settings.make(detect(), ("bf16",), threads=1, peers=("kt-kernel", "torch"))
-    made = Bench.__new__(Bench)
+    made: Any = Bench.__new__(Bench)
     made.settings, made.target, made.shape = settings, detect(), SHAPE
-    made.pool: Any = SimpleNamespace(threads=1)
-    made.peers: Any = SimpleNamespace(ready=lambda peer, *given: Player())
+    made.pool = SimpleNamespace(threads=1)
+    made.peers = SimpleNamespace(ready=lambda peer, *given: Player())
     made.used = []
     monkeypatch.setattr(made, "_use_threads", made.used.append)
     monkeypatch.setattr(made, "backends", lambda fmt: (["avx512", "generic"], {}))
@@ -67,14 +68,14 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 WEIGHTS: Any = SimpleNamespace(fmt="bf16", bytes_per_expert=BYTES)
 
 
-def test_ratios_are_of_a_peers_time_over_ours(bench: Bench) -> None:
+def test_ratios_are_of_a_peers_time_over_ours(bench: Any) -> None:
     rows = {(r["engine"], r["backend"]): r for r in bench.table(WEIGHTS, Tokens(1))}
     peers = {"kt-kernel bf16", "torch bf16", "torch fp32"}
     assert rows["pykernels", "avx512"]["ratios"] == dict.fromkeys(peers, 3.0)
     assert rows["pykernels", "generic"]["ratios"] == dict.fromkeys(peers, 1.5)
 
 
-def test_a_peer_is_shown_with_its_own_bytes_threads_and_roof(bench: Bench) -> None:
+def test_a_peer_is_shown_with_its_own_bytes_threads_and_roof(bench: Any) -> None:
     rows = {(r["engine"], r["backend"]): r for r in bench.table(WEIGHTS, Tokens(1))}
     assert rows["pykernels", "avx512"]["gbps"] == 4 * BYTES / 2e-3 / 1e9
     for mode, nbytes in (("bf16", 2), ("fp32", 4)):
@@ -83,13 +84,13 @@ def test_a_peer_is_shown_with_its_own_bytes_threads_and_roof(bench: Bench) -> No
         assert (row["threads"], row["compute_roof"]) == (2, 0.5 if mode == "bf16" else None)
 
 
-def test_the_latency_curve_is_by_tokens_of_each_expert(bench: Bench) -> None:
+def test_the_latency_curve_is_by_tokens_of_each_expert(bench: Any) -> None:
     rows = [r for r in bench.latency(WEIGHTS) if r["backend"] == "avx512"]
     assert [(r["per_expert"], r["tokens"]) for r in rows[:3]] == [(1, 4), (2, 8), (4, 16)]
     assert {r["ms"] for r in rows} == {2.0}
 
 
-def test_threads_are_put_back_behind_the_curve_of_threads(bench: Bench) -> None:
+def test_threads_are_put_back_behind_the_curve_of_threads(bench: Any) -> None:
     (peer,) = bench.settings.like("bf16")
     assert peer is next(p for p in PEERS if p.name == "kt-kernel bf16")
     ours, theirs = bench.threads(WEIGHTS)
