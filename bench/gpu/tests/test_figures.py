@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from bench.gpu import __main__ as program
-from bench.gpu import router, run, tune
+from bench.gpu import roofs, router, run, timer, tune
 from bench.gpu.harness import Case, rates
 from bench.gpu.report import line, params
 from bench.gpu.roofs import Roofs
@@ -96,3 +98,30 @@ def test_what_a_library_prints_in_the_new_process_is_no_row(
     monkeypatch.setattr(run, "ROOT", tmp_path)
     assert list(run.in_a_new_process(("moe",), [], None)(1)) == rows[1:]
     assert capsys.readouterr().err == "[1/2] nvcc a.cu\n7\n"
+
+
+def test_a_copy_is_counted_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call takes a microsecond; on a CPU there is 1 MiB to read, and 512 KiB to copy."""
+    ready = timer.Ready(lambda: 1e-6, calls=1, captured=False, rounds=3)
+    fake = SimpleNamespace(prepare=lambda *_: ready)
+    monkeypatch.setattr(roofs, "make_timer", lambda device: fake)
+    found = roofs.measure_roofs.__wrapped__(torch.device("cpu"))
+    assert (found.read_gbps, found.copy_gbps) == (1048.576, 1048.58)
+    assert found.matmul_tflops == round(2 * 256**3 / 1e6, 3)
+
+
+def test_a_slow_call_is_timed_in_five_rounds_and_a_quick_one_not_for_ever() -> None:
+    assert [timer._rounds(once, 0.4) for once in (9.0, 0.02, 1e-8)] == [5, 20, 2000]
+
+
+def test_a_new_process_has_the_minutes_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def popen(command: list[str], **_: Any) -> Any:
+        commands.append(command)
+        return nullcontext(SimpleNamespace(stdout=iter(()), returncode=0))
+
+    monkeypatch.setattr(run.subprocess, "Popen", popen)
+    monkeypatch.setattr(run.time, "monotonic", lambda: 1000.0)
+    assert list(run.in_a_new_process(("moe",), [], 1090.0)(3)) == []
+    assert commands[0][-2:] == ["--minutes", "1.5"]
