@@ -16,6 +16,7 @@ from bench.gpu import roofs, router, run, timer, tune
 from bench.gpu.harness import Case, rates
 from bench.gpu.report import line, params
 from bench.gpu.roofs import Roofs
+from bench.gpu.weights import activations_for
 
 HERE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 ROOFS = Roofs(read_gbps=4000.0, copy_gbps=4200.0, matmul_tflops=800.0)
@@ -114,14 +115,23 @@ def test_a_slow_call_is_timed_in_five_rounds_and_a_quick_one_not_for_ever() -> N
     assert [timer._rounds(once, 0.4) for once in (9.0, 0.02, 1e-8)] == [5, 20, 2000]
 
 
-def test_a_new_process_has_the_minutes_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("code", [0, 1, 2, -9])
+def test_a_new_process_has_the_minutes_that_are_left(
+    monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     commands: list[list[str]] = []
 
     def popen(command: list[str], **_: Any) -> Any:
         commands.append(command)
-        return nullcontext(SimpleNamespace(stdout=iter(()), returncode=0))
+        return nullcontext(SimpleNamespace(stdout=iter(()), returncode=code))
 
     monkeypatch.setattr(run.subprocess, "Popen", popen)
     monkeypatch.setattr(run.time, "monotonic", lambda: 1000.0)
-    assert list(run.in_a_new_process(("moe",), [], 1090.0)(3)) == []
+    rows = run.in_a_new_process(("moe",), [], 1090.0)(3)
+    said = [] if code in (0, 1) else [f"it ended: {code}"]  # 1: cases failed, each with its row
+    assert [found["why"] for found in rows] == said
     assert commands[0][-2:] == ["--minutes", "1.5"]
+
+
+def test_many_rows_of_fp8_are_more_than_sixteen() -> None:
+    assert [activations_for("fp8", rows, "auto") for rows in (16, 17)] == ["bf16", "fp8"]
