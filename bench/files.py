@@ -90,6 +90,7 @@ class Partial:
 
     def drop(self) -> None:
         """Removes them: the run has ended well and its files are written."""
-        for path in self.paths:
-            path.unlink()
+        with writing(self._out):
+            for path in self.paths:
+                path.unlink(missing_ok=True)
         self.paths = []

@@ -64,7 +64,7 @@ def moe(
 ) -> None:
     """Time the routed experts of one MoE layer on random weights and routing."""
     if device != "cpu":
-        if threads or kernel or numa != "auto" or activations == "int8":
+        if threads or kernel is not None or numa != "auto" or activations == "int8":
             raise PykernelsError(
                 "--threads, --kernel, --numa and --activations int8 are the CPU's",
                 f"Leave them out with --device {device}",
@@ -72,7 +72,7 @@ def moe(
         flags: dict[str, int | str] = {
             "format": format, "tokens": tokens, "hidden": hidden, "inter": inter,
             "experts": experts, "topk": topk, "routing": routing,
-            "activations": activations or "auto",
+            "activations": "auto" if activations is None else activations,
         }  # fmt: skip
         return run_case("moe", device, as_json, flags)
     if activations == "fp8":
@@ -90,7 +90,7 @@ def moe(
             chosen_threads,
             chosen_kernel,
             routing,
-            activations or "bf16",
+            "bf16" if activations is None else activations,
             numa,
             filling=lambda share: status.update(f"filling random experts, {share:.0%}"),
             progress=lambda share: status.update(f"timing, {share:.0%}"),

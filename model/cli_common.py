@@ -149,7 +149,7 @@ def _show_our_warnings_as_notes() -> None:
 
 def kernel_name(kernel: str | None) -> str:
     """`--kernel`, or the flag; raises `PykernelsError` for an unknown one."""
-    chosen = kernel or env.kernel
+    chosen = env.kernel if kernel is None else kernel
     if chosen not in KERNELS:
         raise PykernelsError(f"There is no kernel {chosen!r}", f"Use one of {', '.join(KERNELS)}")
     return chosen

@@ -204,6 +204,7 @@ def generate(
 ) -> None:
     """Go on from PROMPT and stream the text; one summary line ends it."""
     if prompt == "-":
+        _check_stdin()
         prompt = _read(sys.stdin.read)
     writer = Writer(
         model,
@@ -242,6 +243,7 @@ def chat(
     debug: Debug = False,
 ) -> None:
     """Talk with the model, turn by turn; /reset forgets, /exit or Ctrl-D leaves."""
+    _check_stdin()
     writer = Writer(
         model,
         rules,
@@ -283,6 +285,12 @@ def chat(
             continue
         messages = [*turn, {"role": "assistant", "content": answer}]
         err().print(summary(stats, None), style="dim", markup=False)
+
+
+def _check_stdin() -> None:
+    """Raises `PykernelsError` where the program was started without one."""
+    if sys.stdin is None:
+        raise PykernelsError("stdin is closed", "Send it some text, or start it in a terminal")
 
 
 def _read(text: Callable[[], str]) -> str:

@@ -262,6 +262,10 @@ def _generation_config(
     return config
 
 
+_COLDEST = 1e-30
+"""Logits over a lower temperature are no float32."""
+
+
 def check_options(
     max_new_tokens: int, temperature: float, top_p: float, top_k: int, seed: int | None = None
 ) -> None:
@@ -269,6 +273,12 @@ def check_options(
     checks = (
         (max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "1 or more"),
         (0 <= temperature < float("inf"), "temperature", temperature, "0 or more"),
+        (
+            temperature == 0 or temperature >= _COLDEST,
+            "temperature",
+            temperature,
+            f"0, or {_COLDEST:g} or more",
+        ),
         (0 < top_p <= 1, "top_p", top_p, "above 0 and at most 1"),
         (top_k >= 0, "top_k", top_k, "0 (all tokens) or more"),
         (seed is None or -(2**63) <= seed < 2**64, "seed", seed, "a number below 2**64"),

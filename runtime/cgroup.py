@@ -73,10 +73,11 @@ def read(path: Path) -> str | None:
 
 
 def _reclaimable(folder: Path) -> int:
-    """Page cache that the cgroup is charged for and gives up under pressure."""
+    """Page cache that the cgroup is charged for and gives up under pressure: its children's too,
+    which in v1 only the line "total_" counts."""
     stat = read(folder / "memory.stat") or ""
-    found = re.search(r"^(?:total_)?inactive_file (\d+)$", stat, re.MULTILINE)
-    return int(found[1]) if found else 0
+    found = re.findall(r"^(?:total_)?inactive_file (\d+)$", stat, re.MULTILINE)
+    return max(map(int, found), default=0)
 
 
 def _chain(root: Path, controller: str) -> Iterator[Path]:

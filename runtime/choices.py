@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from pykernels.cpu.instructions import instructions
 from pykernels.cpu.moe import NEVER
@@ -121,14 +122,17 @@ def _successor(target: Path) -> Iterator[Path]:
     """Where to write what becomes a file, beside it; nothing is left there behind the block.
 
     One name for all processes, which take turns: what a killed one has left, the next one takes.
+    Where a file system gives them no turns each has a name of its own: an entry may be lost then,
+    but the file is whole.
 
     Raises:
         PykernelsError: the folder or the file cannot be written.
     """
-    fresh = target.with_name(f"{target.name}.new")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target.parent):
+        with _locked(target.parent) as in_turn:
+            own = "" if in_turn else f".{uuid4().hex}"
+            fresh = target.with_name(f"{target.name}{own}.new")
             try:
                 yield fresh
             finally:
@@ -141,12 +145,19 @@ def _successor(target: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keeps other processes that ask for the same out of a block."""
+def _locked(folder: Path) -> Iterator[bool]:
+    """Keeps other processes that ask for the same out of a block; False where that cannot be had.
+
+    NFS refuses it: its locks want their file open for writing, which no folder is (man 2 flock).
+    """
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            in_turn = True
+        except OSError:
+            in_turn = False
+        yield in_turn
     finally:
         os.close(handle)  # and the lock goes with it
 

@@ -9,7 +9,7 @@ workers read their own slice from their own memory, and ``sync`` adds the nodes'
 
 from __future__ import annotations
 
-from threading import Lock
+from threading import RLock
 
 import torch
 
@@ -69,7 +69,7 @@ class RoutedExperts:
         self.counters = Counters()
         self._loaded, self._bytes_per_expert = False, 0
         self._bound: tuple[Pool, list[Part]] | None = None
-        self._binding = Lock()
+        self._binding = RLock()  # a signal's handler may call in the middle of it
         self._mark = object()  # on tickets: with these experts on them they would be a cycle
         self._in_flight: dict[int, Ticket] = {}  # by its id; they hold what the workers write
 
@@ -274,10 +274,10 @@ class RoutedExperts:
                 workers = workers_of(pool, len(slices))
                 pairs = zip(slices, workers, strict=True)
                 gemm_from = self.choices.gemm_from
-                self._bound = (
-                    pool,
-                    [Part(packed, kernel, each, gemm_from) for packed, each in pairs],
-                )
+                parts = [Part(packed, kernel, each, gemm_from) for packed, each in pairs]
+                # Else a handler has bound them in between, and its call may run.
+                if self._bound is None or self._bound[0] is not pool:
+                    self._bound = pool, parts
             return self._bound
 
     def _check_loaded(self) -> None:

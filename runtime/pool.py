@@ -15,13 +15,13 @@ from .topology import Topology
 from .workers import Call, WorkerPool
 
 _default: Pool | None = None
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal's handler may ask for the pool while its thread holds it
 
 
 def _forked() -> None:
     """In a forked child: who held the lock is not there to give it up."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -60,7 +60,11 @@ def default_pool() -> Pool:
     global _default
     with _lock:
         if _default is None:
-            _default = make_pool()
+            made = make_pool()
+            if _default is None:  # else a handler came in between: that pool has calls by now
+                _default = made
+            else:
+                made.close()
         return _default
 
 
@@ -82,9 +86,10 @@ def configure_default_pool(
     global _default
     with _lock:
         fresh = make_pool(threads, driver_works, numa)
-        if _default is not None:
-            _default.close()
-        _default = fresh
+        # In this order: where Ctrl-C comes while it waits for a call, the shared pool is open.
+        before, _default = _default, fresh
+        if before is not None:
+            before.close()
         return fresh
 
 

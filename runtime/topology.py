@@ -166,7 +166,9 @@ def _physical(root: Path, cores: tuple[int, ...]) -> tuple[tuple[int, ...], ...]
     groups: dict[tuple[int, ...], None] = {}
     for core in cores:
         path = root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"
-        siblings = _parse_cpu_list(read(path) or "") or [core]
+        siblings = _parse_cpu_list(read(path) or "")
+        if core not in siblings:  # nothing is told, or what a container makes up is wrong
+            siblings = [core]
         groups[tuple(cpu for cpu in siblings if cpu in cores)] = None
     return tuple(groups)
 

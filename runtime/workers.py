@@ -136,8 +136,7 @@ class WorkerPool(Control):
             )
             for worker in range(first, self.threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        self._start_threads()
         _open_pools[id(self)] = self
         self._pin(topology.order)
 
@@ -145,6 +144,17 @@ class WorkerPool(Control):
     def pools(self) -> Sequence[WorkerPool]:
         """Itself alone: what ``NodePools`` has one of for each NUMA node."""
         return (self,)
+
+    def _start_threads(self) -> None:
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError as error:
+            self.close()
+            raise PykernelsError(
+                f"the system refuses a worker thread: {error}",
+                "Raise the limit (ulimit -u, a container's --pids-limit), or take fewer threads",
+            ) from None
 
     def _pin(self, cores: Sequence[int]) -> None:
         for thread, core in zip(self._threads, cores, strict=False):

@@ -54,7 +54,7 @@ def flags(pairs: list[str]) -> dict[str, int | str]:
         name, equals, value = pair.partition("=")
         if not equals or not name.isidentifier():
             raise PykernelsError(f"{pair!r} is no NAME=VALUE", "Write tokens=1, for example")
-        number = value.removeprefix("-").isdigit()
+        number = value.removeprefix("-").isdecimal()
         found[name] = int(value) if number else value
     return found
 

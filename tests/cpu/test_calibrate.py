@@ -40,6 +40,11 @@ def test_both_paths_compute_the_same_and_are_told_apart(monkeypatch: pytest.Monk
             assert tiles.shape == (tokens, 128)
             assert_close(gemm.float(), tiles.float(), 0.01)
             assert timer.seconds("gemm", tokens) > 0
+        turns = {
+            path: [i for i, layer in enumerate(layers) if layer._bound]
+            for path, layers in timer._experts.items()
+        }
+        assert turns == {"tiles": [0], "gemm": [1, 2]}  # each call reads another layer's weights
         for path, gemm_from in (("tiles", NEVER), ("gemm", 1)):
             ran = {
                 int(part._moe.job["gemm_from"][0])

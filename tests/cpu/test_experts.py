@@ -21,6 +21,7 @@ from pykernels.quant import FORMATS, PackedExperts, get_format
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
 from pykernels.testing import assert_close, balanced_routing, random_experts, skewed_routing
+from runtime.counters import Counters
 from runtime.experts import RoutedExperts
 from runtime.launch import Part
 from runtime.memory import HUGE_PAGE, allocate
@@ -166,6 +167,14 @@ def test_counters_count_distinct_experts():
     assert (counters.calls, counters.bytes, counters.seconds) == (0, 0, 0.0)
 
 
+def test_calls_of_several_pools_are_counted_in_the_same_units() -> None:
+    counters = Counters()
+    for _ in range(2):
+        counters.add(3, 5_000, 0.75)
+    told = counters.calls, counters.tokens, counters.bytes, counters.seconds
+    assert told == (2, 6, 10_000, 1.5)
+
+
 def test_dropped_experts_give_their_memory_back_at_once():
     """No reference cycle: a layer can be gigabytes, and the collector may be long in coming."""
     routed = RoutedExperts(SHAPE, "fp8")
@@ -240,7 +249,8 @@ def test_a_kernel_that_knows_no_huge_pages_gives_plain_ones(monkeypatch):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     monkeypatch.setattr("runtime.memory.mmap.mmap", Plain)
-    assert allocate(100).eq(0).all()
+    assert allocate(HUGE_PAGE).eq(0).all()
+    assert allocate(0).numel() == 0  # a format without scales
 
 
 @pytest.mark.skipif("avx512f" not in detect().isa, reason="loops of AVX-512 instructions")

@@ -5,6 +5,8 @@ It is put where it comes: a function of the preparation calls it, before or behi
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +14,8 @@ import torch
 
 from pykernels.cpu.workspace import MoECall, Workspace
 from pykernels.errors import PykernelsError
+from runtime import experts
+from runtime import pool as pools
 from runtime.pool import Call, WorkerPool, make_pool
 from runtime.topology import Topology
 
@@ -96,3 +100,53 @@ def test_a_call_in_the_middle_of_one_on_several_nodes_leaves_it_right_or_refused
         assert "this thread, interrupted" in str(seen[0])
         for n in (5, 2, 5):
             assert torch.equal(routed(*inputs(n)), wanted[n])
+
+
+def _in_time(function: Callable[[], object]) -> object:
+    """What it gives; on another thread, since one that waits for itself cannot be waited for."""
+    out: list[object] = []
+    thread = threading.Thread(target=lambda: out.append(function()), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert out, "it waits for itself"
+    return out[0]
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "behind"])
+def test_experts_that_are_bound_in_the_middle_of_their_binding_are_bound_once(monkeypatch, before):
+    with WorkerPool(1) as pool:
+        wanted = load(pool)(*inputs(5))
+        routed, bound = load(pool), []
+
+        def handler() -> torch.Tensor:
+            y = routed(*inputs(5))
+            bound.append(routed._bound)
+            return y
+
+        seen = _handle(monkeypatch, experts, "make_kernel", before, handler)
+        _in_time(lambda: routed(*inputs(2)))
+        assert torch.equal(seen[0], wanted)
+        assert routed._bound is bound[0]  # what the handler has begun on it may still run
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "behind"])
+def test_the_shared_pool_is_made_once_where_a_handler_asks_for_it_meanwhile(monkeypatch, before):
+    monkeypatch.setattr(pools, "_default", None)
+    seen = _handle(monkeypatch, pools, "make_pool", before, pools.default_pool)
+    made = _in_time(pools.default_pool)
+    with contextlib.closing(made):
+        assert seen == [made] and pools.default_pool() is made
+
+
+def test_ctrl_c_while_the_shared_pool_is_replaced_leaves_an_open_one(monkeypatch):
+    shared, close = pools.default_pool(), WorkerPool.close
+
+    def interrupted(pool: WorkerPool) -> None:
+        close(pool)
+        if pool is shared:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(WorkerPool, "close", interrupted)
+        pools.configure_default_pool()
+    pools.default_pool().run(Call(0, 0, 0, 0, 0, 0))

@@ -7,6 +7,7 @@ on node 0.
 from __future__ import annotations
 
 import os
+import platform
 from types import SimpleNamespace
 
 import pytest
@@ -273,6 +274,37 @@ def test_memory_of_a_node_that_is_not_there_is_refused() -> None:
     with pytest.raises(PykernelsError, match="the system refuses mbind"):
         allocate(HUGE_PAGE, node=1000)
     assert "mbind" in (memory.binding_problem(1000) or "")
+
+
+def test_a_kernel_without_the_call_is_told_apart_from_a_node_without_memory(monkeypatch) -> None:
+    monkeypatch.setitem(memory._SYSCALLS, platform.machine(), (9999, 9999, 9999))
+    with pytest.raises(PykernelsError, match="Function not implemented.*--cap-add SYS_NICE"):
+        allocate(HUGE_PAGE, node=0)
+    monkeypatch.undo()
+    with pytest.raises(PykernelsError, match="Invalid argument.*numactl --hardware"):
+        allocate(HUGE_PAGE, node=1000)
+
+
+def test_nodes_beyond_the_first_word_of_a_mask_are_bound_to(monkeypatch) -> None:
+    masks = []
+    monkeypatch.setattr(memory, "_call", lambda which, *given: masks.append(list(given[3])))
+    memory._bind(0, 4096, 70)
+    assert masks == [[0, 1 << 6, *[0] * 14]]
+
+
+@pytest.mark.parametrize(("second", "node"), [(0, 3), (1, None)], ids=["one node", "two"])
+def test_memory_is_bound_to_a_node_if_to_no_other(monkeypatch, second: int, node) -> None:
+    def told(which, mode, mask, *_: object) -> None:
+        mode._obj.value, mask[0], mask[1] = 2, 1 << 3, second
+
+    monkeypatch.setattr(memory, "_call", told)
+    assert memory.policy_node(zeros(1)) == node
+
+
+def test_memory_that_is_elsewhere_than_it_was_bound_to_is_a_problem(monkeypatch) -> None:
+    monkeypatch.setattr(memory, "_call", lambda *_: None)  # a sandbox that takes all and does none
+    tried = memory.binding_problem.__wrapped__
+    assert tried(0) == "memory bound to node 0 is not there"
 
 
 @TWO_CORES

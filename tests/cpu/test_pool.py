@@ -464,6 +464,17 @@ def test_a_core_that_is_refused_is_told(monkeypatch):
     assert threading.active_count() == before
 
 
+def test_a_thread_that_is_refused_is_told(monkeypatch):
+    """As a cgroup's pids.max does, or ulimit -u."""
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(PykernelsError, match="a worker thread: can't start .*ulimit -u"):
+        WorkerPool(1, driver_works=False)
+
+
 def test_threads_come_from_the_environment():
     with env.override(threads=1), WorkerPool() as pool:
         assert pool.threads == 1

@@ -194,6 +194,14 @@ def no_whole_shape(header: dict[str, Any]) -> None:
     first(header)["shape"][0] += 0.5
 
 
+def whole_as_a_fraction(header: dict[str, Any]) -> None:
+    first(header)["shape"][0] += 0.0
+
+
+def less_than_its_bytes(header: dict[str, Any]) -> None:
+    first(header)["shape"][0] -= 1
+
+
 def infinite_shape(header: dict[str, Any]) -> None:
     first(header)["shape"][0] = float("inf")
 
@@ -210,6 +218,8 @@ HEADERS = [
     (negative_shape, "has a broken safetensors header"),
     (no_whole_shape, "has a broken safetensors header"),
     (infinite_shape, "has a broken safetensors header"),
+    (whole_as_a_fraction, "has a broken safetensors header"),
+    (less_than_its_bytes, "has a broken safetensors header"),
 ]
 
 SPOILT = [
@@ -248,6 +258,35 @@ def test_a_spoilt_checkpoint_is_told(
     with pytest.raises(PykernelsError, match=said) as raised:
         Checkpoint(folder)
     assert "\n" not in str(raised.value)
+
+
+def test_a_header_beyond_the_specifications_limit_is_not_read(
+    own: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("model.checkpoint._MAX_HEADER", 100)
+    with pytest.raises(PykernelsError, match="is cut off or no safetensors file"):
+        Checkpoint(own())
+
+
+def test_a_tensor_is_read_in_as_many_pieces_as_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = torch.arange(100)
+    save_file({"other": torch.ones(3), "t": tensor}, tmp_path / "model.safetensors")
+    monkeypatch.setattr("model.checkpoint._READ", 77)
+    with Checkpoint(tmp_path) as checkpoint:
+        assert torch.equal(checkpoint.read(Part("t")), tensor)
+
+
+def test_a_file_that_is_cut_off_later_is_told(
+    own: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = iter([0])  # a second look would be one too many
+    with Checkpoint(own()) as checkpoint:
+        monkeypatch.setattr(os, "preadv", lambda *_: next(ends))
+        with pytest.raises(PykernelsError, match=r"\.safetensors ended while it was being read"):
+            checkpoint.read(Part("lm_head.weight"))
+        monkeypatch.undo()
 
 
 def failing(*_: object) -> int:

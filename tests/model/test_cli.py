@@ -98,6 +98,15 @@ def test_prompt_from_stdin(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (result.code, result.out[:10]) == (0, "import os\n")
 
 
+def test_a_stdin_that_is_closed_is_told_before_loading(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("model.pretrained.from_pretrained", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("sys.stdin", None)
+    for command in (("generate", "-"), ("chat",)):
+        failed(run(*command), "stdin is closed")
+
+
 def test_stdin_in_another_encoding_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     import io
 
@@ -282,7 +291,13 @@ def test_bench_passes_the_activations_of_a_gpu_on(
     assert run("bench", "linear", "--activations", "fp8").code == 0
     assert [flags["activations"] for flags in seen] == ["auto", "fp8", "bf16", "fp8"]
     failed(run(*moe, "--activations", "int8"), "--activations int8 are the CPU's")
+    failed(run(*moe, "--kernel", ""), "--kernel, .* are the CPU's")
     failed(run("bench", "moe", "--activations", "fp8"), "fp8 are a GPU's. Add --device cuda:0")
+
+
+def test_what_is_given_empty_is_not_taken_for_left_out(run: Run) -> None:
+    failed(run("bench", "moe", "--kernel", ""), "no kernel ''. Use one of auto, ")
+    failed(run("bench", "moe", "--activations", ""), "''")
 
 
 def test_too_many_threads_name_the_flag_that_asked(
@@ -303,6 +318,7 @@ GENERATE = [
     pytest.param(["--device", "cuda:0"], "sees no CUDA GPU", id="no GPU", marks=NO_CUDA),
     pytest.param(["--device", "tpu9"], "no device 'tpu9'", id="no such device"),
     pytest.param(["--kernel", "amx9"], "no kernel 'amx9'", id="no such kernel"),
+    pytest.param(["--kernel", ""], "no kernel ''", id="an empty kernel"),
     pytest.param(["--dtype", "int3"], "int3", id="no such dtype"),
     pytest.param(["--threads", USABLE + 1], f"{USABLE + 1} threads", id="too many threads"),
     pytest.param(["--numa", "both"], "'both' is not known", id="no NUMA setting"),

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import model
+from model import generate
 from model.generate import GenerationStream, chat_prompt, generate_stream
 from model.modules.moe import FusedMoE
 from model.prompt import encode
@@ -219,6 +220,7 @@ OPTIONS = [
     ({"max_new_tokens": 0}, "max_new_tokens is 0. Set it to 1 or more"),
     ({"temperature": -1.0}, "temperature is -1.0. Set it to 0 or more"),
     ({"temperature": float("nan")}, "temperature is nan"),
+    ({"temperature": 1e-40}, "temperature is 1e-40. Set it to 0, or 1e-30 or more"),
     ({"top_p": 0.0}, "top_p is 0.0. Set it to above 0 and at most 1"),
     ({"top_p": 1.5}, "top_p is 1.5"),
     ({"top_k": -1}, "top_k is -1"),
@@ -336,3 +338,11 @@ def test_transformers_other_ways_to_generate_work(
     found = lm.generate(ids, max_new_tokens=5, min_new_tokens=5, pad_token_id=0, **options)
     rows = 2 * options.get("num_return_sequences", 1)
     assert found.shape == (rows, 17 + 5), name
+
+
+def test_the_first_token_parts_prefill_from_decoding(lm: PreTrainedModel) -> None:
+    tokens = generate._Tokens(lm)
+    tokens.started, tokens.first, tokens.last = 10.0, 10.5, 12.0
+    found = tokens.stats(prompt_tokens=6, new_tokens=4)
+    assert (found.prefill_seconds, found.decode_seconds) == (0.5, 1.5)
+    assert (found.prefill_tokens_per_second, found.decode_tokens_per_second) == (12.0, 2.0)

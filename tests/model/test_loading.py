@@ -10,10 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 import model
+from model import memory
+from model.checkpoint import Checkpoint
+from model.config import read_config, resolve_dtype
+from model.convert import Dense, Plan, make_plan
+from model.inject import inject
 from model.modules.moe import FusedMoE, routed_experts
+from model.pretrained import build_meta, resolve_rules
 from pykernels.errors import PykernelsError
 from runtime.experts import RoutedExperts
 
@@ -353,3 +359,44 @@ def test_each_kind_of_experts_is_compiled_before_the_first_token(
     ]
     model.from_pretrained(checkpoint("deepseek_v3").path, rules=rules)
     assert sorted(called) == ["bf16", "int8"]
+
+
+def test_memory_that_is_just_enough_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available", lambda: 3 << 20)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 << 20, 9 << 20))
+    gpu = torch.device("cuda", 0)
+    memory.check(3 << 20, 2 << 20, gpu)
+    with pytest.raises(PykernelsError, match="needs 3.0 MiB of main memory, 3.0 MiB are free"):
+        memory.check((3 << 20) + 1, 0, gpu)
+    with pytest.raises(PykernelsError, match="needs 2.0 MiB on cuda:0, 2.0 MiB are free"):
+        memory.check(0, (2 << 20) + 1, gpu)
+
+
+def test_a_config_without_a_dtype_is_loaded_in_bfloat16() -> None:
+    config = PretrainedConfig(dtype=None)
+    assert resolve_dtype(None, config) == torch.bfloat16
+    assert resolve_dtype("float32", config) == torch.float32
+
+
+def test_a_load_needs_what_stays_and_the_largest_step(checkpoint: Checkpoints) -> None:
+    """A step has a tensor, or the matrices of one expert, as stored and in float32."""
+    folder, bf16, gpu = checkpoint("qwen3_moe").path, torch.bfloat16, torch.device("cuda", 0)
+    config = read_config(folder)
+    with Checkpoint(folder) as stored:
+        lm = build_meta(config, bf16)
+        inject(lm, resolve_rules(None, config.model_type))
+        items = make_plan(lm, stored, bf16).items
+
+        def needed(of: list[Any], device: torch.device) -> tuple[int, int]:
+            return memory.needed(Plan(of), lm, stored, bf16, device)
+
+        experts = next(item for item in items if not isinstance(item, Dense))
+        block: Any = lm.get_submodule(experts.name)
+        weights = 3 * block.shape.H * block.shape.I
+        packed = RoutedExperts.bytes_needed(block.shape, "bf16")
+        assert needed([experts], gpu) == (packed + (2 + 4) * weights, 0)
+        dense = [item for item in items if isinstance(item, Dense)]
+        sizes = [stored.tensors[item.source.data.name].nbytes for item in dense]
+        step = max(sizes) // 2 * (2 + 4 + 2)
+        assert needed(dense, gpu) == (step, sum(sizes))
+        assert needed(dense, torch.device("cpu")) == (step + sum(sizes), 0)

@@ -117,6 +117,21 @@ def test_paths_take_turns_and_the_first_round_only_warms_up() -> None:
     assert len(quick.asked) == 2 * 8
 
 
+def test_the_first_round_counts_in_no_median() -> None:
+    """Round n takes n + 1 seconds on tiles and a tenth of its square through the GEMM."""
+
+    class Slower:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def seconds(self, path: str, tokens: int) -> float:
+            n, self.calls = self.calls // 2 + 1, self.calls + 1
+            return n * n / 10 if path == "gemm" else float(n)
+
+    (point,) = time_paths(Slower(), (4,), clock=iter(range(9)).__next__)
+    assert (point.tiles, point.gemm, point.ratio) == (3.0, 0.9, pytest.approx(10 / 3))
+
+
 def test_what_is_kept_is_what_experts_will_find(tmp_path) -> None:
     found = calibrate("fp8", POOL, timer=Model(1.05))
     with env.override(cache_dir=tmp_path):

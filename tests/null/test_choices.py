@@ -69,6 +69,22 @@ def test_calibrations_at_the_same_time_lose_nothing() -> None:
     assert set(choices.read(CPU)) == set(names)
 
 
+def test_a_file_system_that_locks_no_folder_is_written_to(cache: Path, monkeypatch) -> None:
+    """As NFS; what another process is about to write there is left alone."""
+    other = cache / f"{choices.path(CPU).name}.new"
+    cache.mkdir()
+    other.write_text("{")
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr(choices.fcntl, "flock", refuse)
+    choices.check_writable(CPU)
+    file = choices.write(CPU, AMX_FP8, Choices(gemm_from=9), {})
+    assert choices.read(CPU) == {AMX_FP8: Choices(9)}
+    assert set(cache.iterdir()) == {file, other}
+
+
 def test_a_file_of_another_version_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
     choices.write(CPU, AMX_FP8, Choices(gemm_from=9), {})
     monkeypatch.setattr(choices, "VERSION", choices.VERSION + 1)

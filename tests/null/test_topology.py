@@ -10,7 +10,7 @@ import pytest
 
 from pykernels.env import env
 from pykernels.errors import PykernelsError
-from runtime.nodes import deal, nodes_to_use, why_not_split
+from runtime.nodes import NodePools, deal, nodes_to_use, wait_all, why_not_split
 from runtime.topology import Node, Topology
 
 GIB = 1 << 30
@@ -20,6 +20,7 @@ V1 = (
     "33 31 0:29 {root} /sys/fs/cgroup/cpu,cpuacct rw,relatime - cgroup cgroup rw,cpu,cpuacct\n"
     "35 31 0:31 {root} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
 )
+CPUSET = "32 31 0:28 / /sys/fs/cgroup/cpuset rw - cgroup cgroup rw,cpuset\n"
 BOTH = V1.format(root="/") + V2.format(root="/").replace("fs/cgroup", "fs/cgroup/unified")
 V1_PATHS = "4:memory:{path}\n2:cpu,cpuacct:{path}\n1:name=systemd:/\n"
 
@@ -98,6 +99,14 @@ QUOTAS = [
          f"{CG}/cpu,cpuacct/cpu.cfs_period_us": "100000"},
         1.0, 1, id="both: v1 has the controller",
     ),
+    pytest.param(
+        {"proc/self/mountinfo": CPUSET + V1.format(root="/"),
+         "proc/self/cgroup": "5:cpuset:/narrow\n" + V1_PATHS.format(path="/"),
+         f"{CG}/cpuset/cpu.cfs_quota_us": "100000",
+         f"{CG}/cpu,cpuacct/narrow/cpu.cfs_quota_us": "100000",
+         f"{CG}/cpu,cpuacct/cpu.cfs_quota_us": "300000"},
+        3.0, 3, id="v1, a cpuset's name begins as cpu's; a period that is not told is usual",
+    ),
 ]  # fmt: skip
 
 
@@ -126,6 +135,19 @@ MEMORY = [
         8 << 20, (1 << 20) + 4096, id="v1, nested; the root's huge number is no limit",
     ),
     pytest.param(
+        {"proc/self/mountinfo": V1.format(root="/"), "proc/self/cgroup": V1_PATHS.format(path="/p"),
+         f"{CG}/memory/memory.limit_in_bytes": str(8 << 20),
+         f"{CG}/memory/memory.usage_in_bytes": str(7 << 20),
+         f"{CG}/memory/memory.stat": "inactive_file 0\ntotal_inactive_file 4096"},
+        8 << 20, (1 << 20) + 4096, id="v1: what is used is its children's too, and so is the cache",
+    ),
+    pytest.param(
+        {"proc/self/mountinfo": V2.format(root="/"), "proc/self/cgroup": "0::/",
+         f"{CG}/memory.max": str(4 << 20), f"{CG}/memory.current": "4096",
+         f"{CG}/memory.stat": "inactive_file 8192"},
+        4 << 20, 4 << 20, id="v2, statistics from before: no more is free than may be used",
+    ),
+    pytest.param(
         {"proc/self/mountinfo": V2.format(root="/"), "proc/self/cgroup": "0::/",
          f"{CG}/memory.max": str(4 << 20), f"{CG}/memory.current": str(5 << 20)},
         4 << 20, 0, id="v2, above the limit: nothing is free",
@@ -137,6 +159,19 @@ MEMORY = [
 def test_memory(tmp_path: Path, files: dict[str, str], total: int, available: int) -> None:
     found = detect(tree(tmp_path, files))
     assert (found.memory_total, found.memory_available) == (total, available)
+
+
+def test_a_core_that_is_not_among_its_siblings_is_one_of_its_own(tmp_path: Path) -> None:
+    """What a container's made-up /sys may say of it."""
+    path = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    found = detect(tree(tmp_path, {path.format(1): "0", path.format(3): "64-65"}))
+    assert found.physical == ((0, 2), (1,), (3,))
+
+
+def test_a_kernel_without_numa_is_one_node_whose_memory_is_not_bound(tmp_path: Path) -> None:
+    (node,) = detect(tree(tmp_path, {})).nodes
+    assert (node.number, node.cores) == (None, (0, 1, 2, 3))
+    assert node.memory_total == psutil.virtual_memory().total
 
 
 def test_without_a_limit_memory_is_the_machines(tmp_path: Path) -> None:
@@ -166,10 +201,14 @@ def test_workers_take_physical_cores_first(
 
 
 def meminfo(node: int, total: int, free: int, cache: int = 0) -> str:
+    """``cache``: of each of the three kinds of memory that is given up."""
     return (
         f"Node {node} MemTotal:       {total >> 10} kB\n"
         f"Node {node} MemFree:        {free >> 10} kB\n"
-        f"Node {node} Inactive(file): {cache >> 10} kB"
+        f"Node {node} Active(file):   {cache >> 10} kB\n"
+        f"Node {node} Inactive(file): {cache >> 10} kB\n"
+        f"Node {node} Active(anon):   {9 * GIB >> 10} kB\n"
+        f"Node {node} SReclaimable:   {cache >> 10} kB"
     )
 
 
@@ -189,6 +228,10 @@ NODES = [
     pytest.param(
         {**TWO, "proc/self/status": "Mems_allowed_list:\t0"}, range(4), [64, 0], 1,
         id="the cpuset forbids its memory",
+    ),
+    pytest.param(
+        {**TWO, "proc/self/status": "Mems_allowed_list:\t0,10-11"}, range(4), [64, 0], 1,
+        id="the cpuset allows memory of a node whose number has this one's digits",
     ),
     pytest.param(
         {**TWO, f"{NODE}2/cpulist": "", f"{NODE}2/meminfo": meminfo(2, 9 * GIB, 9 * GIB)},
@@ -212,8 +255,22 @@ def test_nodes(tmp_path: Path, monkeypatch, files, affinity, gib: list[int], usa
 
 def test_free_memory_of_a_node_counts_its_idle_page_cache(tmp_path: Path) -> None:
     first, second = detect(tree(tmp_path, TWO)).nodes
-    assert (first.memory_free, second.memory_free) == (12 * GIB, 20 * GIB)
+    assert (first.memory_free, second.memory_free) == (16 * GIB, 20 * GIB)
     assert (first.number, first.cores, second.cores) == (0, (0, 2), (1, 3))
+
+
+def test_nodes_and_cores_of_several_digits_come_by_number(tmp_path: Path) -> None:
+    lists = {2: "8-11", 10: "12-13,20"}
+    root = tree(tmp_path, {f"{NODE}{n}/cpulist": text for n, text in lists.items()})
+    found = detect(root, range(9, 30)).nodes
+    assert [(node.number, node.cores) for node in found] == [(2, (9, 10, 11)), (10, (12, 13, 20))]
+
+
+def test_made_up_nodes_share_the_memory(tmp_path: Path) -> None:
+    found = detect(tree(tmp_path, {}))
+    memory = found.memory_total // 2, found.memory_available // 2
+    for node, cores in zip(found._dealt(2).nodes, ((0, 2), (1, 3)), strict=True):
+        assert (node.cores, node.memory_total, node.memory_free) == (cores, *memory)
 
 
 def test_cores_of_one_node(tmp_path: Path) -> None:
@@ -263,6 +320,76 @@ def test_what_stands_in_the_way(
 )
 def test_threads_are_dealt_evenly(threads: int, rooms: list[int], dealt: list[int]) -> None:
     assert deal(threads, rooms) == dealt
+
+
+class FakePool:
+    """What ``NodePools`` asks of a pool; the third one cannot be made."""
+
+    made: list[FakePool] = []
+
+    def __init__(self, threads: int, works: bool, place: Topology, node: int, spin_us: float):
+        if len(self.made) == 2:
+            raise PykernelsError("a core is refused", "Try again")
+        self.asked = threads, works, place.cores, node, spin_us
+        self.closed = False
+        self.made.append(self)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def wait(self, call: int | None) -> float:
+        return float(call or 0)
+
+
+def machine(nodes: int, quota: float = math.inf) -> Topology:
+    """Nodes of three cores each."""
+    cores = tuple(range(3 * nodes))
+    found = tuple(Node(n, cores[3 * n : 3 * n + 3], GIB, GIB) for n in range(nodes))
+    return Topology(cores, tuple((c,) for c in cores), quota, found, GIB, GIB, "always")
+
+
+@pytest.fixture
+def fake_pools(monkeypatch: pytest.MonkeyPatch) -> list[FakePool]:
+    monkeypatch.setattr("runtime.nodes.WorkerPool", FakePool)
+    monkeypatch.setattr(FakePool, "made", [])
+    return FakePool.made
+
+
+@pytest.mark.parametrize(
+    ("driver_works", "threads", "dealt", "spin_us"),
+    [(True, None, [3, 3], 50.0), (False, None, [2, 3], 1000.0), (True, 4, [2, 2], 50.0)],
+)
+def test_a_node_gets_its_threads_cores_and_memory(
+    fake_pools, driver_works: bool, threads: int | None, dealt: list[int], spin_us: float
+) -> None:
+    """The driver is on the first node alone; beside a GPU workers of all nodes spin longer."""
+    topology = machine(2)
+    pools = NodePools(topology.nodes, threads, driver_works, topology)
+    assert pools.threads == sum(dealt)
+    assert [pool.asked for pool in fake_pools] == [
+        (dealt[0], driver_works, (0, 1, 2), 0, spin_us),
+        (dealt[1], False, (3, 4, 5), 1, spin_us),
+    ]
+
+
+def test_threads_on_nodes_are_no_more_than_the_quota(fake_pools) -> None:
+    topology = machine(2, quota=4.5)
+    assert NodePools(topology.nodes, topology=topology).threads == 4
+    with pytest.raises(PykernelsError, match="5 threads .* 2 NUMA nodes, 4 cores are usable"):
+        NodePools(topology.nodes, 5, topology=topology)
+
+
+def test_where_one_node_cannot_be_used_the_workers_of_the_others_end(fake_pools) -> None:
+    topology = machine(3)
+    with pytest.raises(PykernelsError, match="a core is refused"):
+        NodePools(topology.nodes, topology=topology)
+    assert [pool.closed for pool in fake_pools] == [True, True]
+
+
+def test_a_call_of_several_nodes_takes_as_long_as_the_slowest(fake_pools) -> None:
+    topology = machine(2)
+    pools = NodePools(topology.nodes, topology=topology).pools
+    assert [wait_all(pools, calls) for calls in ([1, 2], [2, 1])] == [2.0, 2.0]
 
 
 def test_made_up_nodes_share_the_real_cores() -> None:

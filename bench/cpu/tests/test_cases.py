@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,11 +153,18 @@ def test_players_alternate_and_the_first_round_is_not_counted() -> None:
     players: dict[str, Any] = {
         name: Script(name, log, [t, 2 * t, 4 * t]) for name, t in (("ours", 1.0), ("peer", 3.0))
     }
-    seen = alternate(players, None, rounds=3, seconds=0.1)
-    assert log == ["ours", "peer"] * 4
+    roofs: Any = SimpleNamespace(sample=lambda: log.append("roofs"))
+    seen = alternate(players, roofs, rounds=3, seconds=0.1)
+    assert log == ["roofs", "ours", "peer"] * 4
     assert seen["ours"].seconds == [1.0, 2.0, 4.0]
     assert seen["ours"].median == 2.0
     assert seen["ours"].rate([10.0, 10.0]) == 5.0
+
+
+def test_a_turn_of_ours_has_one_call_at_least_and_no_more_than_asked_for(monkeypatch) -> None:
+    ours = Ours.__new__(Ours)
+    monkeypatch.setattr(Ours, "_call", lambda self: (0, 1e-6))
+    assert [len(ours.turn(seconds, most)) for seconds, most in ((0.0, 9), (9.0, 3))] == [1, 3]
 
 
 def test_speedup_is_the_median_ratio_within_a_round() -> None:
@@ -189,6 +197,8 @@ def test_figures_count_the_bytes_of_distinct_experts() -> None:
     flops = 2 * 2 * 4 * SHAPE.weights
     assert row["tflops"] == round(flops / 1e-3 / 1e12, 4)
     assert row["compute_share"] is None
+    row = figures(head, "torch", "bf16", seen, [4, 8], 1e6, SHAPE, Roofs(), 2e-4)  # type: ignore[arg-type]
+    assert row["compute_share"] == round(flops / 1e-3 / 1e12 / 2e-4, 4)
 
 
 @pytest.mark.parametrize("kernel", ["generic", "auto"])
@@ -241,6 +251,9 @@ def test_skew_compares_with_balanced_on_the_queue(skewed: tuple[list[Row], list[
     assert (crowded["balanced"]["busiest"], crowded["one"]["busiest"]) == (1.0, 4.0)
     assert 1.0 < crowded["zipf"]["busiest"] < 4.0
     assert (crowded["balanced"]["active"], crowded["one"]["active"]) == (8, 2)
+    for row in rows:
+        a_byte = row["against_balanced"] * crowded["balanced"]["active"] / row["active"]
+        assert row["against_balanced_a_byte"] == pytest.approx(a_byte, rel=0.01, abs=0.01)
 
 
 def test_skew_has_the_layers_of_one_turn_at_a_time(skewed: tuple[list[Row], list[int]]) -> None:
@@ -261,5 +274,5 @@ def test_a_run_is_estimated_in_parts() -> None:
     assert estimate.starts(twice, shape, [torch, numpy]) == alone + estimate.starts(
         twice, shape, [torch]
     )
-    assert estimate.in_words(20) == "about a minute"
+    assert estimate.in_words(20) == estimate.in_words(60) == "about a minute"
     assert estimate.in_words(840) == "about 14 minutes"

@@ -54,6 +54,25 @@ def test_a_peer_that_begins_with_another_answer_is_missing(said: str) -> None:
         process([sys.executable, "-c", f"print({said!r}, flush=True); input()"])
 
 
+def test_of_a_traceback_the_last_line_is_told() -> None:
+    code = r"import sys; print('Traceback:\n a frame\nOSError: no room', file=sys.stderr); exit(3)"
+    with pytest.raises(PeerMissing, match="exit code 3: OSError: no room"):
+        process([sys.executable, "-c", code])
+
+
+def test_a_peer_has_its_own_threads_and_no_ctrl_c_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_PLACES", "cores")  # what suits our threads may not suit its
+    monkeypatch.setenv("OMP_NUM_THREADS", "64")
+    monkeypatch.setenv("KMP_BLOCKTIME", "0")
+    says = "{k: v for k, v in os.environ.items() if k[:4] in ('OMP_', 'KMP_')}"
+    code = f"import json, os; print(json.dumps(dict(versions={says} | dict(of=os.getsid(0)))))"
+    peer = process([sys.executable, "-c", f"{code}; import time; time.sleep(60)"])
+    try:
+        assert peer.versions == {"OMP_NUM_THREADS": "1", "of": str(peer._process.pid)}
+    finally:
+        peer.close()
+
+
 def test_last_words_in_another_encoding_are_shown_as_far_as_they_go() -> None:
     code = r"import sys; sys.stderr.buffer.write(b'caf\xe9 is closed\n'); sys.exit(3)"
     with pytest.raises(PeerMissing, match="exit code 3: caf. is closed"):

@@ -127,6 +127,17 @@ def test_only_known_peers_are_installed(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == "error: no peer 'vllm'. Use kt-kernel or llama.cpp.\n"
 
 
+def test_a_peer_is_installed_again_where_its_pins_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Path] = []
+    monkeypatch.setattr(install.venv, "create", lambda folder, **_: made.append(folder))
+    monkeypatch.setattr(install.subprocess, "run", lambda *_, **__: tmp_path.mkdir(exist_ok=True))
+    for pins, times in ((install.LLAMA_CPP, 1), (install.LLAMA_CPP, 1), (install.KT_KERNEL, 2)):
+        install.make_venv(tmp_path, pins)
+        assert made == [tmp_path] * times
+
+
 def test_lines_are_parsed() -> None:
     assert parse('{"calls": []}') == {"calls": []}
     for bad in ("", "[1]", "{"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from bench.cpu import quiet
@@ -60,6 +62,14 @@ def test_waiting_ends_with_the_time_to_spare(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(quiet, "_LOOK", 0.01)
     monkeypatch.setattr(quiet, "LIMIT", -1.0)  # never quiet
     Watch(0.1)._wait()
+
+
+def test_the_clock_counts_what_a_hypervisor_takes_and_no_idle_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = SimpleNamespace(user=1.0, system=2.0, idle=1000.0, iowait=500.0, steal=4.0)
+    monkeypatch.setattr(quiet.psutil, "cpu_times", lambda: times)
+    assert clock()[0] == 7.0
 
 
 def test_the_clock_counts_our_own_work() -> None:

@@ -13,8 +13,10 @@ from rich.console import Console
 from bench.cpu.__main__ import options
 from bench.cpu.files import partial, write
 from bench.cpu.machine import slug
+from bench.cpu.plots import _colour as colour
 from bench.cpu.plots import compute_roofs
 from bench.cpu.report import HEADINGS, markdown, ratio_cell, table_rows, terminal
+from pykernels.quant import FORMATS
 
 from .canned import canned
 
@@ -82,6 +84,7 @@ def test_what_is_kept_of_a_run_leaves_earlier_runs_alone(tmp_path: Path) -> None
         f"{stem}.{ending}" for stem in stems for ending in ("json", "md")
     }
     assert json.loads((folder / f"{stems[0]}.json").read_text())["machine"]["minutes"] == 2.0
+    (folder / f"{stems[1]}.md").unlink()  # by somebody who has looked at it
     second.drop()
     assert {path.stem for path in folder.iterdir()} == {stems[0]}
 
@@ -113,6 +116,7 @@ def test_page_has_versions_rows_and_plots() -> None:
     assert "\n16 experts: 32 are 18.4 GiB.\n" in page
     assert "experts:" not in markdown(canned() | {"fewer_experts": ""}, [])
     assert "took 8.5 minutes" in page
+    assert "L3 32 MiB, memory 24 GiB" in page
     assert "| fp8 | pykernels | 2 | 40.0 | 25.0 |" in page
     assert "during fp8: threads (25%)" in page
     assert page.endswith("![plot.png](plot.png)\n")
@@ -158,6 +162,17 @@ def test_a_run_never_takes_the_place_of_another(tmp_path: Path) -> None:
     results = canned() | {"latency": [], "threads": [], "table": [], "skew": []}
     names = [write(results, tmp_path)[0].name for _ in range(3)]
     assert names == [f"2031-02-03-quick{number}.json" for number in ("", "-2", "-3")]
+
+
+def test_a_bar_in_a_cell_ends_no_cell() -> None:
+    results = canned()
+    results["table"] = [{**results["table"][0], "backend": "this|that"}]
+    assert r"| pykernels this\|that |" in markdown(results, [])
+
+
+def test_a_plot_has_a_colour_for_every_format() -> None:
+    formats = list(FORMATS)
+    assert len({colour({"settings": {"formats": formats}}, fmt) for fmt in formats}) == len(formats)
 
 
 def test_a_plot_tells_the_roofs_of_bf16_and_int8_apart() -> None:

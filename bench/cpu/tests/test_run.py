@@ -155,6 +155,8 @@ def test_a_run_that_ends_early_keeps_its_rows(
     pytest.importorskip("matplotlib")
     run = planned([("fp8: a", rows(1, 2)), ("fp8: b", raises(error)), ("bf16: b", rows(3))])
     monkeypatch.setattr(command, "prepare", lambda chosen: run)
+    ended: list[bool] = []
+    monkeypatch.setattr(run.peers, "close", lambda: ended.append(True))
     if code is None:
         with pytest.raises(type(error)):
             command.main(["--out", str(tmp_path)])
@@ -164,6 +166,7 @@ def test_a_run_that_ends_early_keeps_its_rows(
     assert [row["tokens"] for row in results["latency"]] == [1, 2]
     assert results["missing"]["parts"] == ["fp8: b", "bf16: b"]
     assert results["missing"]["why"].startswith(why)
+    assert ended == [True]
     assert "-partial.json" in capfd.readouterr().err
 
 

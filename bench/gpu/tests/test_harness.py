@@ -303,8 +303,8 @@ def test_every_case_is_called_by_one_of_the_processes(monkeypatch: pytest.Monkey
 
 
 def test_flags() -> None:
-    assert program.flags(["tokens=12", "format=int4", "x=-3"]) == {
-        "tokens": 12, "format": "int4", "x": -3,
+    assert program.flags(["tokens=12", "format=int4", "x=-3", "y=²"]) == {
+        "tokens": 12, "format": "int4", "x": -3, "y": "²",
     }  # fmt: skip
     with pytest.raises(PykernelsError, match="NAME=VALUE"):
         program.flags(["tokens"])
