@@ -121,6 +121,16 @@ def test_a_plan_for_few_rows_is_refused_where_nothing_is_decoded(device: torch.d
         )
 
 
+def test_more_rows_than_have_columns_of_their_own_are_refused(device: torch.device) -> None:
+    """Where a quad's lanes have scales of their own, a row has four columns."""
+    stack, x = made("q4_k", 24, 256)[1].to(device), torch.randn(9, 256, device=device).bfloat16()
+    out = torch.full((9, 24), float("nan"), dtype=torch.bfloat16, device=device)
+    grouped_gemm.multiply(x, stack, out, ExpertsPlan(16, 1, 8))
+    assert out.isfinite().all()
+    with pytest.raises(PykernelsError, match="tokens=16 for q4_k"):
+        grouped_gemm.multiply(x, stack, out, ExpertsPlan(16, 1, 16))
+
+
 def test_few_inputs_take_few_warps_and_few_rows_few_columns() -> None:
     for kind, group in (("q4_k", 0), ("q6_k", 0), ("int4", 32), ("int4", 128), ("fp8", 128)):
         many, few = (few_plan(kind, group, 1, K) for K in (7168, 2048))
