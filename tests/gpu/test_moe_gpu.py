@@ -248,6 +248,18 @@ def test_what_is_no_number_has_no_part_in_a_scale(device: torch.device) -> None:
     assert scales[1, 0] == 1
 
 
+def test_a_group_too_small_for_a_scale_has_the_scale_one(device: torch.device) -> None:
+    """A 448th of its largest is no float32 any more but 0, and nothing divided by 0 is a number."""
+    x = torch.zeros(2, 256)
+    x[0, 3], x[1, 130] = 1e-43, -1e-40
+    codes, scales = quantize_fp8(x.to(device))
+    expected, expected_scales = quantize_reference(x)
+    assert torch.equal(codes.cpu().float(), expected.float())
+    assert torch.equal(scales.cpu(), expected_scales)
+    assert scales[0].eq(1).all() and codes[0].float().eq(0).all()
+    assert 0 < scales[1, 1] < 1e-42 and codes[1].float().isfinite().all()
+
+
 def test_activations_quantize_into_the_experts_order(device: torch.device) -> None:
     x = torch.randn(21, 192).bfloat16().to(device)
     ids = skewed_routing(21, SMALL).ids
