@@ -118,6 +118,7 @@ PLANS = [
     ("bf16", "bf16", GemmPlan(16, 64, 64, tma=True, copy=True), "rows copied first"),
     ("fp8", "fp8", GemmPlan(16, 32, 128, tma=True, copy=True), "rows of E4M3 copied first"),
     ("fp8", "fp8", GemmPlan(16, 128, 128, group_m=2), "one scale block a tile"),
+    ("fp8", "fp8", GemmPlan(16, 256, 128), "several scale blocks a tile"),
     ("int8", "bf16", GemmPlan(32, 64, 128), "several steps of decoding in one"),
 ]
 
