@@ -13,6 +13,7 @@ from pykernels.gpu.matrices import fine, pack_for_gpu
 from pykernels.gpu.permute import sort_slots
 from pykernels.gpu.plan_types import ExpertsPlan
 from pykernels.quant import Weight, get_format
+from pykernels.quant.integer import Integer
 from pykernels.shapes import MoEShape
 from pykernels.testing import relative_error
 
@@ -94,6 +95,18 @@ def test_an_expert_that_lies_nowhere_takes_nothing_from_slot_0(device: torch.dev
         plan = ExpertsPlan(32, 2, 8)
         grouped_gemm.multiply(x, stack, out, plan, order=order, table=table, gated=gated)
         assert out[0].eq(0).all() and out[1].isfinite().all() and out[1].any()
+
+
+@pytest.mark.parametrize("plan", [ExpertsPlan(16, 1), ExpertsPlan(32, 2, 4, 2, 2)], ids=str)
+def test_bytes_in_groups_of_32(plan: ExpertsPlan, device: torch.device) -> None:
+    """A format that has no name of its own; half a chunk at the end."""
+    fmt = Integer("int8 in groups of 32", 8, 32)
+    weight = fmt.quantize(torch.randn(40, 448) / 448**0.5 * torch.rand(40, 448))
+    x, stack = torch.randn(5, 448).bfloat16(), pack_for_gpu(fmt, [weight]).to(device)
+    out = torch.full((5, 40), float("nan"), dtype=torch.bfloat16, device=device)
+    grouped_gemm.multiply(x.to(device), stack, out, plan)
+    truth = ref.linear(x, weight, fmt=fmt, dtype=torch.float64)
+    assert relative_error(out.cpu(), truth) < (8e-3 if launch.interpreted() else 5e-3)
 
 
 @pytest.mark.parametrize("name", ["q4_k", "q6_k"])
