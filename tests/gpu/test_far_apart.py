@@ -10,6 +10,7 @@ import torch
 
 from pykernels import ref
 from pykernels.gpu import launch
+from pykernels.gpu.activation import silu_mul
 from pykernels.gpu.attention_prefill import _aligned
 from pykernels.gpu.gqa_prefill import gqa_prefill
 from pykernels.gpu.kernel_bf16 import gemm_bf16
@@ -57,6 +58,12 @@ def test_a_cache_is_written_from_heads_that_lie_far_apart(device: torch.device) 
     kv_write(k, v, slots, *mine)
     ref.kv_write(k, v, slots, *theirs)
     assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
+
+
+def test_an_activation_of_rows_that_lie_far_apart(device: torch.device) -> None:
+    x = far_apart(1, 64, device)[0]
+    expected = ref.silu_mul(x.contiguous())
+    assert torch.allclose(silu_mul(x).float(), expected.float(), rtol=1e-2, atol=1e-6)
 
 
 def test_a_matrix_of_more_weights_than_32_bits_count(device: torch.device) -> None:
