@@ -134,6 +134,18 @@ def test_a_plan_for_few_rows_is_refused_where_nothing_is_decoded(device: torch.d
         )
 
 
+def test_inputs_that_begin_anywhere(device: torch.device) -> None:
+    """They are read 16 bytes at a time, as pairs."""
+    stack = made("int8", 24, 192)[1].to(device)
+    room = torch.randn(3 * 192 + 4, device=device).bfloat16()
+    for begin in (1, 2, 4):
+        x = room[begin:][: 3 * 192].view(3, 192)
+        odd, even = (x.new_full((3, 24), float("nan")) for _ in range(2))
+        grouped_gemm.multiply(x, stack, odd, ExpertsPlan(16, 1, 8))
+        grouped_gemm.multiply(x.clone(), stack, even, ExpertsPlan(16, 1, 8))
+        assert torch.equal(odd, even)
+
+
 def test_more_rows_than_have_columns_of_their_own_are_refused(device: torch.device) -> None:
     """Where a quad's lanes have scales of their own, a row has four columns."""
     stack, x = made("q4_k", 24, 256)[1].to(device), torch.randn(9, 256, device=device).bfloat16()

@@ -182,6 +182,24 @@ def test_inputs_that_begin_anywhere(device: torch.device) -> None:
     assert torch.equal(odd, moe.moe_ffn(x.clone(), *args, plans=(plan, plan)))
 
 
+def test_rows_at_odd_addresses_have_plans_of_their_own(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = random_experts(SMALL, get_format("bf16"), device)
+    order = moe.sort_slots(one_expert_routing(3, SMALL).ids.to(device), SMALL.E)
+    asked = []
+
+    def choose(*sizes: object) -> GemmPlan:
+        asked.append(sizes[-1])
+        return GemmPlan(16, 64, 64)
+
+    monkeypatch.setattr(moe, "choose_plan", choose)
+    rows = len(order.slots)
+    h = torch.randn(rows * SMALL.I + 1, device=device).bfloat16()[1:].view(rows, SMALL.I)
+    assert torch.equal(moe.down(h, experts, order), moe.down(h.clone(), experts, order))
+    assert asked == [False, True]
+
+
 def test_no_tokens(device: torch.device) -> None:
     experts = random_experts(SMALL, get_format("bf16"), device)
     empty = torch.empty(0, SMALL.H, dtype=torch.bfloat16, device=device)
