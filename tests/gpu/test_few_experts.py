@@ -99,13 +99,14 @@ def test_an_expert_that_lies_nowhere_takes_nothing_from_slot_0(device: torch.dev
 
 @pytest.mark.parametrize("plan", [ExpertsPlan(16, 1), ExpertsPlan(32, 2, 4, 2, 2)], ids=str)
 def test_bytes_in_groups_of_32(plan: ExpertsPlan, device: torch.device) -> None:
-    """A format that has no name of its own; half a chunk at the end."""
+    """A format that has no name of its own; half a chunk at the end, a bias."""
     fmt = Integer("int8 in groups of 32", 8, 32)
     weight = fmt.quantize(torch.randn(40, 448) / 448**0.5 * torch.rand(40, 448))
     x, stack = torch.randn(5, 448).bfloat16(), pack_for_gpu(fmt, [weight]).to(device)
+    bias = torch.randn(40)
     out = torch.full((5, 40), float("nan"), dtype=torch.bfloat16, device=device)
-    grouped_gemm.multiply(x.to(device), stack, out, plan)
-    truth = ref.linear(x, weight, fmt=fmt, dtype=torch.float64)
+    grouped_gemm.multiply(x.to(device), stack, out, plan, bias=bias.to(device))
+    truth = ref.linear(x, weight, bias, fmt=fmt, dtype=torch.float64)
     assert relative_error(out.cpu(), truth) < (8e-3 if launch.interpreted() else 5e-3)
 
 

@@ -217,6 +217,12 @@ def test_plans_for_tensor_cores_and_bfloat16_inputs_are_refused_elsewhere(
 def test_a_matrix_without_a_layout_is_refused() -> None:
     with pytest.raises(PykernelsError, match="multiples of 64"):
         pack_for_gpu(get_format("int4"), [get_format("int4").quantize(torch.randn(8, 96))])
+    with pytest.raises(PykernelsError, match="not 0"):
+        empty_for_gpu(get_format("bf16"), 1, 8, 0, torch.device("cpu"))
+    eight = get_format("int8")
+    two = eight.quantize(torch.randn(8, 256))
+    with pytest.raises(PykernelsError, match="scales"):
+        pack_for_gpu(eight, [Weight(two.data, torch.ones(8, 1).bfloat16())])
 
 
 def test_a_matrix_that_does_not_lie_as_kernels_read_it_is_refused(device: torch.device) -> None:
