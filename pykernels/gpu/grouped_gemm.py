@@ -15,7 +15,7 @@ from .kernel_bf16 import gemm_bf16
 from .kernel_decoded import gemm_decoded
 from .kernel_fp8 import gemm_fp8
 from .launch import arch
-from .matrices import Matrices, scale_every, scale_words
+from .matrices import Matrices, fine, scale_every, scale_words
 from .permute import permute
 from .plan import fit_stages
 from .plan_types import ExpertsPlan, GemmPlan, ManyPlan
@@ -23,6 +23,8 @@ from .quantize import NATIVE_FP8
 from .unpacked import multiply_unpacked
 
 Plan = GemmPlan | ExpertsPlan | ManyPlan
+MOST_FINE_TOKENS = 8
+"""Most rows of ``few_experts`` where each has four columns of a product, a scale in each."""
 
 
 def path_of(stack: Matrices, fp8_inputs: bool) -> str:
@@ -70,6 +72,12 @@ def multiply(
             raise PykernelsError(
                 "experts of few rows are multiplied in registers on a GPU, and decoded on the way",
                 "Give a GemmPlan",
+            )
+        if plan.tokens > MOST_FINE_TOKENS and fine(stack.kind, stack.group):
+            raise PykernelsError(
+                f"a plan has tokens={plan.tokens} for {stack.kind} with a scale for 64 inputs or "
+                "fewer",
+                f"Use up to {MOST_FINE_TOKENS}",
             )
         from .few_experts import multiply_few_experts  # Gluon is slow to import
 

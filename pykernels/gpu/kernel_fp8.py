@@ -26,6 +26,16 @@ def dot_e4m3(a, b, NATIVE: tl.constexpr):
     return product
 
 
+@triton.jit
+def _scales(rows, at, WIDE: tl.constexpr):
+    """Of a step's product: those of rows times the weights', one or, WIDE, each output's."""
+    if WIDE:
+        both = rows[:, None] * tl.load(at)[None, :]
+    else:
+        both = (rows * tl.load(at))[:, None]
+    return both
+
+
 @triton.jit(do_not_specialize=["M", "E", "N_BLOCKS"])
 def gemm_fp8(
     x,
@@ -60,8 +70,8 @@ def gemm_fp8(
     """As ``gemm_bf16``; the product of each 128 inputs is scaled and added in float32.
 
     DeepSeek-V3 technical report (arXiv 2412.19437), section 3.3.2: one activation scale a token
-    and 128 inputs, one weight scale a block of 128 x 128. BLOCK_N divides 128 or is a multiple
-    that covers whole blocks, so that a program's weight scales are a few numbers.
+    and 128 inputs, one weight scale a block of 128 x 128: up to a BLOCK_N of 128 a step's is one
+    number.
 
     Args:
         x: E4M3 [.., K] (uint8 where NATIVE is off), or a descriptor of blocks [BLOCK_M, 128].
@@ -90,9 +100,12 @@ def gemm_fp8(
     scale_rows = x_scale + source * groups
     base = (slot * MATS).to(tl.int64)
     blocks = tl.cdiv(N, 128) * groups
-    scale = w_scale + base * blocks + n0 // 128 * groups
+    WIDE: tl.constexpr = BLOCK_N > 128
+    own = tl.minimum(cols, N - 1) if WIDE else n0
+    scale = w_scale + base * blocks + own // 128 * groups
     if not W_TMA:
         matrix = w + base * N * K
+        up = (base * 0 + N) * K  # may be more than 32 bits count
         w_tile = matrix + tl.minimum(cols, N - 1).to(tl.int64)[:, None] * K + k[None, :]
     for g in tl.range(0, tl.cdiv(inputs, 128), num_stages=STAGES):
         inside = (g * 128 + k < K)[None, :]
@@ -105,13 +118,13 @@ def gemm_fp8(
             b = w.load([slot * MATS, n0, g * 128]).reshape(BLOCK_N, 128)
         else:
             b = load_inputs(w_tile + g * 128, inside, EVEN_K)
-        acc += dot_e4m3(a, b, NATIVE) * (s * tl.load(scale + g))[:, None]
+        acc += dot_e4m3(a, b, NATIVE) * _scales(s, scale + g, WIDE)
         if GATED:
             if W_TMA:
                 b = w.load([slot * MATS + 1, n0, g * 128]).reshape(BLOCK_N, 128)
             else:
-                b = load_inputs(w_tile + (N * K + g * 128), inside, EVEN_K)
-            acc_up += dot_e4m3(a, b, NATIVE) * (s * tl.load(scale + (blocks + g)))[:, None]
+                b = load_inputs(w_tile + (up + g * 128), inside, EVEN_K)
+            acc_up += dot_e4m3(a, b, NATIVE) * _scales(s, scale + (blocks + g), WIDE)
     if GATED:
         acc = silu_mul(acc, acc_up)
     store_rows(acc, out, row, hi, cols, N, bias, HAS_BIAS)

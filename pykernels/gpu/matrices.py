@@ -68,6 +68,24 @@ class Matrices:
     data: torch.Tensor
     scale: torch.Tensor | None = None
 
+    def __post_init__(self) -> None:
+        shape = (len(self), self.N, _width(self.kind, self.K))
+        if self.data.shape != shape:
+            raise PykernelsError(
+                f"a stack's data is {tuple(self.data.shape)}",
+                f"Give {shape} for {self.kind} [{self.N}, {self.K}]",
+            )
+        for part in (self.data, self.scale):
+            if part is None:
+                continue
+            if not part.is_contiguous():
+                raise PykernelsError("a stack of matrices has gaps", "Make it contiguous")
+            # What is decoded is read as words.
+            if self.kind != "bf16" and part.storage_offset() * part.itemsize % 4:
+                raise PykernelsError(
+                    "a stack of matrices begins within a word", "Begin it at a multiple of 4 bytes"
+                )
+
     def __len__(self) -> int:
         return self.data.shape[0]
 
@@ -139,12 +157,7 @@ def empty_for_gpu(fmt: Format, count: int, N: int, K: int, device: torch.device)
     if reason := supports_format(fmt, K):
         raise PykernelsError(reason, "Convert the weights to another format")
     kind = kind_of(fmt)
-    width = {
-        "int4": K // 2,
-        "q4_k": K // 256 * 144,
-        "q6_k": -(-K // 256 * 212 // 16) * 16,
-    }.get(kind, K)
-    data = torch.empty(count, N, width, dtype=_DTYPES[kind], device=device)
+    data = torch.empty(count, N, _width(kind, K), dtype=_DTYPES[kind], device=device)
     if kind == "fp8":
         scale = torch.empty(count, -(-N // 128), -(-K // 128), dtype=torch.float32, device=device)
         return Matrices(kind, N, K, 128, data, scale)
@@ -193,6 +206,12 @@ def unpack_from_gpu(fmt: Format, stack: Matrices, index: int) -> Weight:
         by_row = scale.transpose(0, 1).flatten(1)  # a K of 64 n has whole pairs of 32
         scale = by_row.to(fmt.scale_dtypes[0]).contiguous()
     return Weight(data, scale)
+
+
+def _width(kind: str, K: int) -> int:
+    """Elements of a row of data."""
+    widths = {"int4": K // 2, "q4_k": K // 256 * 144, "q6_k": -(-K // 256 * 212 // 16) * 16}
+    return widths.get(kind, K)
 
 
 def _group(fmt: Format, K: int) -> int:

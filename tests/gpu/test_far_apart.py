@@ -9,12 +9,16 @@ import pytest
 import torch
 
 from pykernels import ref
+from pykernels.gpu import launch
+from pykernels.gpu.activation import silu_mul
 from pykernels.gpu.attention_prefill import _aligned
 from pykernels.gpu.gate import _sum_splits
 from pykernels.gpu.gqa_prefill import gqa_prefill
 from pykernels.gpu.kernel_bf16 import gemm_bf16
+from pykernels.gpu.kernel_fp8 import gemm_fp8
 from pykernels.gpu.kv_write import kv_write
 from pykernels.gpu.partials import add_kernel
+from pykernels.gpu.quantize import NATIVE_FP8, quantize_fp8
 from pykernels.shapes import Ragged
 from pykernels.testing import relative_error
 
@@ -73,6 +77,12 @@ def test_parts_that_lie_far_apart_are_added(kernel: str, device: torch.device) -
     assert relative_error(out, parts.double().sum(0)) < 4e-3
 
 
+def test_an_activation_of_rows_that_lie_far_apart(device: torch.device) -> None:
+    x = far_apart(1, 64, device)[0]
+    expected = ref.silu_mul(x.contiguous())
+    assert torch.allclose(silu_mul(x).float(), expected.float(), rtol=1e-2, atol=1e-6)
+
+
 def test_a_matrix_of_more_weights_than_32_bits_count(device: torch.device) -> None:
     """One tile of a gated product: its rows of up lie 2 ** 31 weights behind those of gate."""
     N, K, COLS = (1 << 16) + 16, 1 << 15, 16
@@ -87,3 +97,24 @@ def test_a_matrix_of_more_weights_than_32_bits_count(device: torch.device) -> No
     )  # fmt: skip
     gate, up = (w[0, i, :COLS].double() @ x[0].double() for i in range(2))
     assert relative_error(out[0, :COLS], torch.nn.functional.silu(gate) * up) < 8e-3
+
+
+def test_an_e4m3_matrix_of_more_weights_than_32_bits_count(device: torch.device) -> None:
+    N, K, COLS = (1 << 16) + 16, 1 << 15, 16
+    w = torch.empty(1, 2, N, K, dtype=torch.uint8, device=device)
+    w[:, :, :COLS] = 0x38  # 1.0
+    w[:, 1, :COLS] = 0x40  # 2.0
+    x = torch.randn(1, K, device=device)
+    x, x_scale = quantize_fp8(x / K**0.5)
+    scale = torch.ones(2, -(-N // 128), K // 128, device=device)
+    out = torch.full((1, N), torch.nan, dtype=BF16, device=device)
+    native = launch.arch(device) >= NATIVE_FP8
+    gemm_fp8[(1,)](
+        x if native else x.view(torch.uint8), x_scale, w.view(x.dtype) if native else w, scale, out,
+        None, None, None, None, 1, 1, N, K, 1, N // COLS,
+        GATED=True, GATHER=False, HAS_BIAS=False, HAS_SLOTS=False, NATIVE=native, W_TMA=False,
+        X_TMA=False, EVEN_K=True, E_PADDED=0, BLOCK_M=16, BLOCK_N=COLS, GROUP_M=1, STAGES=1,
+    )  # fmt: skip
+    each = (x.double().view(-1, 128) * x_scale.double().view(-1, 1)).sum()
+    truth = torch.nn.functional.silu(each) * 2 * each
+    assert relative_error(out[0, :COLS], truth.expand(COLS)) < 8e-3

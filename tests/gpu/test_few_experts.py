@@ -13,6 +13,7 @@ from pykernels.gpu.matrices import fine, pack_for_gpu
 from pykernels.gpu.permute import sort_slots
 from pykernels.gpu.plan_types import ExpertsPlan
 from pykernels.quant import Weight, get_format
+from pykernels.quant.integer import Integer
 from pykernels.shapes import MoEShape
 from pykernels.testing import relative_error
 
@@ -96,6 +97,19 @@ def test_an_expert_that_lies_nowhere_takes_nothing_from_slot_0(device: torch.dev
         assert out[0].eq(0).all() and out[1].isfinite().all() and out[1].any()
 
 
+@pytest.mark.parametrize("plan", [ExpertsPlan(16, 1), ExpertsPlan(32, 2, 4, 2, 2)], ids=str)
+def test_bytes_in_groups_of_32(plan: ExpertsPlan, device: torch.device) -> None:
+    """A format that has no name of its own; half a chunk at the end, a bias."""
+    fmt = Integer("int8 in groups of 32", 8, 32)
+    weight = fmt.quantize(torch.randn(40, 448) / 448**0.5 * torch.rand(40, 448))
+    x, stack = torch.randn(5, 448).bfloat16(), pack_for_gpu(fmt, [weight]).to(device)
+    bias = torch.randn(40)
+    out = torch.full((5, 40), float("nan"), dtype=torch.bfloat16, device=device)
+    grouped_gemm.multiply(x.to(device), stack, out, plan, bias=bias.to(device))
+    truth = ref.linear(x, weight, bias, fmt=fmt, dtype=torch.float64)
+    assert relative_error(out.cpu(), truth) < (8e-3 if launch.interpreted() else 5e-3)
+
+
 @pytest.mark.parametrize("name", ["q4_k", "q6_k"])
 def test_every_code_and_scale_is_decoded(name: str, device: torch.device) -> None:
     """Random blocks, each input alone in a row of x: what is decoded is what the format says.
@@ -119,6 +133,28 @@ def test_a_plan_for_few_rows_is_refused_where_nothing_is_decoded(device: torch.d
         moe.gate_up(
             torch.zeros(1, 64, device=device).bfloat16(), experts, order, plan=ExpertsPlan(16, 4)
         )
+
+
+def test_inputs_that_begin_anywhere(device: torch.device) -> None:
+    """They are read 16 bytes at a time, as pairs."""
+    stack = made("int8", 24, 192)[1].to(device)
+    room = torch.randn(3 * 192 + 4, device=device).bfloat16()
+    for begin in (1, 2, 4):
+        x = room[begin:][: 3 * 192].view(3, 192)
+        odd, even = (x.new_full((3, 24), float("nan")) for _ in range(2))
+        grouped_gemm.multiply(x, stack, odd, ExpertsPlan(16, 1, 8))
+        grouped_gemm.multiply(x.clone(), stack, even, ExpertsPlan(16, 1, 8))
+        assert torch.equal(odd, even)
+
+
+def test_more_rows_than_have_columns_of_their_own_are_refused(device: torch.device) -> None:
+    """Where a quad's lanes have scales of their own, a row has four columns."""
+    stack, x = made("q4_k", 24, 256)[1].to(device), torch.randn(9, 256, device=device).bfloat16()
+    out = torch.full((9, 24), float("nan"), dtype=torch.bfloat16, device=device)
+    grouped_gemm.multiply(x, stack, out, ExpertsPlan(16, 1, 8))
+    assert out.isfinite().all()
+    with pytest.raises(PykernelsError, match="tokens=16 for q4_k"):
+        grouped_gemm.multiply(x, stack, out, ExpertsPlan(16, 1, 16))
 
 
 def test_few_inputs_take_few_warps_and_few_rows_few_columns() -> None:

@@ -42,6 +42,7 @@ CASES = [
     (3, 200, 640, (0, 3), True, "one tile in parts, half a block of outputs"),
     (130, 600, 576, (4, 3), True, "whole tiles, then shared ones; ragged in all sizes"),
     (129, 320, 192, (4, 1), False, "whole tiles alone, no bias"),
+    (3, 300, 128, (2, 1), True, "a group of fewer blocks of rows than it may have"),
 ]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,14 @@ from pykernels.gpu import linear_plan
 from pykernels.gpu.linear import linear
 from pykernels.gpu.linear_plan import choose_plan
 from pykernels.gpu.matrices import Matrices, empty_for_gpu, pack_for_gpu
-from pykernels.gpu.plan_types import GemmPlan, GemvPlan
+from pykernels.gpu.plan_types import (
+    ExpertsPlan,
+    FewPlan,
+    GemmPlan,
+    GemvPlan,
+    ManyPlan,
+    OneRowPlan,
+)
 from pykernels.quant import Weight, get_format
 from pykernels.testing import relative_error
 
@@ -130,6 +139,11 @@ REFUSED = [
     ("x", "x is torch.float32", lambda x, s: linear(x.float(), _one(s))),
     ("activations", "fp8 activations", lambda x, s: linear(x, _one(s), activations="fp8")),
     ("rows", "no gemv for 5 rows", lambda x, s: linear(x, _one(s), plan=GemvPlan(16, 32))),
+    (
+        "rows of bytes",
+        "no gemv for 5 rows",
+        lambda x, s: linear(x, _bytes(s), plan=GemvPlan(16, 32)),
+    ),
     ("bias", "bias", lambda x, s: linear(x, _one(s), x.new_zeros(3))),
     ("out", "out is", lambda x, s: linear(x, _one(s), out=x)),
 ]
@@ -137,6 +151,10 @@ REFUSED = [
 
 def _one(weight: Weight) -> Matrices:
     return pack_for_gpu(get_format("int4"), [weight])
+
+
+def _bytes(weight: Weight) -> Matrices:
+    return empty_for_gpu(get_format("int8"), 1, 8, 64, weight.data.device)
 
 
 @pytest.mark.parametrize(("what", "cause", "call"), REFUSED, ids=[row[0] for row in REFUSED])
@@ -149,9 +167,77 @@ def test_what_no_kernel_takes_is_refused(
         call(torch.zeros(5, 64, dtype=torch.bfloat16, device=device), on_device)  # type: ignore[operator]
 
 
+UNFIT = [
+    ("int8", 2, 64, OneRowPlan(16, 2), "one_row takes one row"),
+    ("bf16", 1, 64, OneRowPlan(16, 2), "one_row takes one row"),
+    ("q4_k", 1, 256, OneRowPlan(16, 1), "two warps or more"),
+    ("int4", 1, 32832, OneRowPlan(16, 2), "up to 32768 inputs"),
+    ("int4", 65, 64, FewPlan(16, 2), "few_rows takes up to 64 rows"),
+    ("q6_k", 2, 256, FewPlan(16, 2), "few_rows takes"),
+    ("bf16", 2, 64, ExpertsPlan(16, 2), "few_experts decodes"),
+    ("bf16", 2, 64, ManyPlan(16), "many_rows_hopper takes"),
+    ("int4", 2, 640, ManyPlan(16, split_k=4), "5 steps in 4 parts leave one empty"),
+    ("bf16", 2, 64, GemmPlan(16, 32, 64, split_k=2), "only decoded weights"),
+]
+
+
+@pytest.mark.parametrize(("name", "M", "K", "plan", "cause"), UNFIT)
+def test_a_plan_that_does_not_fit_is_refused(
+    name: str,
+    M: int,
+    K: int,
+    plan: Any,
+    cause: str,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pykernels.gpu.linear.arch", lambda device: (9, 0))
+    stack = empty_for_gpu(get_format(name), 1, 16, K, device)
+    x = torch.zeros(M, K, dtype=torch.bfloat16, device=device)
+    with pytest.raises(PykernelsError, match=f"no kernel for that plan: .*{cause}"):
+        linear(x, stack, plan=plan)
+
+
+@pytest.mark.parametrize(
+    "plan", [OneRowPlan(16, 2), FewPlan(16, 2), ExpertsPlan(16, 2, 8), ManyPlan(16)]
+)
+def test_plans_for_tensor_cores_and_bfloat16_inputs_are_refused_elsewhere(
+    plan: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = empty_for_gpu(get_format("fp8"), 1, 16, 128, device)
+    x = torch.zeros(1, 128, dtype=torch.bfloat16, device=device)
+    monkeypatch.setattr("pykernels.gpu.linear.arch", lambda device: (9, 0))
+    with pytest.raises(PykernelsError, match="fp8 activations go by a GemmPlan"):
+        linear(x, stack, plan=plan, activations="fp8")
+    monkeypatch.setattr("pykernels.gpu.linear.arch", lambda device: (0, 0))
+    with pytest.raises(PykernelsError, match="no kernel for that plan"):
+        linear(x, stack, plan=plan)
+
+
 def test_a_matrix_without_a_layout_is_refused() -> None:
     with pytest.raises(PykernelsError, match="multiples of 64"):
         pack_for_gpu(get_format("int4"), [get_format("int4").quantize(torch.randn(8, 96))])
+    with pytest.raises(PykernelsError, match="not 0"):
+        empty_for_gpu(get_format("bf16"), 1, 8, 0, torch.device("cpu"))
+    eight = get_format("int8")
+    two = eight.quantize(torch.randn(8, 256))
+    with pytest.raises(PykernelsError, match="scales"):
+        pack_for_gpu(eight, [Weight(two.data, torch.ones(8, 1).bfloat16())])
+
+
+def test_a_matrix_that_does_not_lie_as_kernels_read_it_is_refused(device: torch.device) -> None:
+    stack = made("int8", 8, 64)[1].to(device)
+    room = torch.zeros(8 * 64 + 1, dtype=torch.int8, device=device)
+    with pytest.raises(PykernelsError, match="begins within a word"):
+        replace(stack, data=room[1:].view(1, 8, 64))
+    with pytest.raises(PykernelsError, match="has gaps"):
+        replace(stack, data=stack.data.new_zeros(1, 8, 128)[..., ::2])
+    with pytest.raises(PykernelsError, match="has gaps"):
+        Matrices("bf16", 8, 64, 0, torch.zeros(1, 64, 8, device=device).bfloat16().mT)
+    with pytest.raises(PykernelsError, match=r"data is \(1, 8, 64\)"):
+        replace(stack, N=9)
+    odd = room.bfloat16()[1:].view(1, 8, 64)  # elements of two bytes are read one by one
+    assert Matrices("bf16", 8, 64, 0, odd).nbytes == 1024
 
 
 @pytest.mark.gpu

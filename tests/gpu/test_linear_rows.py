@@ -13,10 +13,11 @@ from pykernels.gpu import launch
 from pykernels.gpu.activation import silu_mul
 from pykernels.gpu.linear import linear
 from pykernels.gpu.linear_plan import choose_plan, few_plan, kernel_of, many_plan, one_row_plan
-from pykernels.gpu.matrices import empty_for_gpu
+from pykernels.gpu.matrices import empty_for_gpu, pack_for_gpu
 from pykernels.gpu.norm import rms_norm
 from pykernels.gpu.plan_types import FewPlan, GemmPlan, ManyPlan, OneRowPlan
 from pykernels.quant import get_format
+from pykernels.quant.integer import Integer
 from pykernels.testing import relative_error
 
 from .replays import assert_replays_alike
@@ -61,6 +62,21 @@ def check_plan(name: str, M: int, N: int, K: int, plan: Any, run: Any) -> None:
     # The interpreter cuts where a GPU rounds.
     most = 6e-3 if launch.interpreted() else 4e-3
     assert relative_error(run(x, stack, bias, plan).cpu(), truth) < most
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [FewPlan(16, 1), FewPlan(16, 2, 2, 2), FewPlan(32, 1, 4), ManyPlan(16, 4, 3, 2)],
+    ids=str,
+)
+def test_bytes_in_groups_of_32(plan: Any, run: Any) -> None:
+    """A format that has no name of its own; the last step has less than all its chunks."""
+    fmt = Integer("int8 in groups of 32", 8, 32)
+    weight = fmt.quantize(torch.randn(40, 448) / 448**0.5 * torch.rand(40, 448))
+    x, bias = torch.randn(5, 448).bfloat16(), torch.randn(40)
+    truth = ref.linear(x, weight, bias, fmt=fmt, dtype=torch.float64)
+    y = run(x, pack_for_gpu(fmt, [weight]), bias, plan).cpu()
+    assert relative_error(y, truth) < (6e-3 if launch.interpreted() else 4e-3)
 
 
 def test_every_code_is_decoded(run: Any) -> None:

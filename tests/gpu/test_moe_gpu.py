@@ -118,6 +118,7 @@ PLANS = [
     ("bf16", "bf16", GemmPlan(16, 64, 64, tma=True, copy=True), "rows copied first"),
     ("fp8", "fp8", GemmPlan(16, 32, 128, tma=True, copy=True), "rows of E4M3 copied first"),
     ("fp8", "fp8", GemmPlan(16, 128, 128, group_m=2), "one scale block a tile"),
+    ("fp8", "fp8", GemmPlan(16, 256, 128), "several scale blocks a tile"),
     ("int8", "bf16", GemmPlan(32, 64, 128), "several steps of decoding in one"),
 ]
 
@@ -179,6 +180,24 @@ def test_inputs_that_begin_anywhere(device: torch.device) -> None:
     plan = GemmPlan(16, 64, 64, tma=True)
     odd = moe.moe_ffn(x, *args, plans=(plan, plan))
     assert torch.equal(odd, moe.moe_ffn(x.clone(), *args, plans=(plan, plan)))
+
+
+def test_rows_at_odd_addresses_have_plans_of_their_own(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = random_experts(SMALL, get_format("bf16"), device)
+    order = moe.sort_slots(one_expert_routing(3, SMALL).ids.to(device), SMALL.E)
+    asked = []
+
+    def choose(*sizes: object) -> GemmPlan:
+        asked.append(sizes[-1])
+        return GemmPlan(16, 64, 64)
+
+    monkeypatch.setattr(moe, "choose_plan", choose)
+    rows = len(order.slots)
+    h = torch.randn(rows * SMALL.I + 1, device=device).bfloat16()[1:].view(rows, SMALL.I)
+    assert torch.equal(moe.down(h, experts, order), moe.down(h.clone(), experts, order))
+    assert asked == [False, True]
 
 
 def test_no_tokens(device: torch.device) -> None:
@@ -246,6 +265,18 @@ def test_what_is_no_number_has_no_part_in_a_scale(device: torch.device) -> None:
     assert torch.equal(expected.float().isnan(), x.isnan())
     torch.testing.assert_close(scales.cpu(), expected_scales, rtol=1e-6, atol=0)
     assert scales[1, 0] == 1
+
+
+def test_a_group_too_small_for_a_scale_has_the_scale_one(device: torch.device) -> None:
+    """A 448th of its largest is no float32 any more but 0, and nothing divided by 0 is a number."""
+    x = torch.zeros(2, 256)
+    x[0, 3], x[1, 130] = 1e-43, -1e-40
+    codes, scales = quantize_fp8(x.to(device))
+    expected, expected_scales = quantize_reference(x)
+    assert torch.equal(codes.cpu().float(), expected.float())
+    assert torch.equal(scales.cpu(), expected_scales)
+    assert scales[0].eq(1).all() and codes[0].float().eq(0).all()
+    assert 0 < scales[1, 1] < 1e-42 and codes[1].float().isfinite().all()
 
 
 def test_activations_quantize_into_the_experts_order(device: torch.device) -> None:

@@ -9,14 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pykernels.env import env
 from pykernels.errors import PykernelsError
+from pykernels.gpu import experts_plan
 from pykernels.gpu.attention_plan import DecodePlan, PrefillPlan
+from pykernels.gpu.experts_plan import choose_plan
 from pykernels.gpu.gate import GatePlan
+from pykernels.gpu.matrices import empty_for_gpu
 from pykernels.gpu.plan import OPS, PATHS, fit_stages, gemm_plan, generation, split_k
 from pykernels.gpu.plan_file import tuned_plan, write_tuned
 from pykernels.gpu.plan_types import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan, OneRowPlan
+from pykernels.quant import get_format
 
 ARCHS = ((0, 0), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 
@@ -100,6 +105,45 @@ def test_plans_by_hand_are_for_those_who_can() -> None:
     assert not gemm_plan(*args).by_hand
     for rows, by_hand in ((128, False), (256, True)):
         assert gemm_plan("down", "bf16", (9, 0), rows, 7168, 2048, by_hand=True).by_hand is by_hand
+
+
+def test_experts_plans_are_for_the_rows_of_experts_that_may_have_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu, asked = torch.device("cpu"), []
+    monkeypatch.setattr(experts_plan, "gemm_plan", lambda *args: asked.append(args))
+    monkeypatch.setattr(experts_plan, "by_hand_takes", lambda *args: True)
+    stack = empty_for_gpu(get_format("bf16"), 2, 64, 128, cpu)
+    for S, E, rows in ((4, 256, 1), (512, 256, 2), (7, 2, 3.5), (0, 8, 0)):
+        for aligned in (True, False):
+            choose_plan("down", stack, "bf16", S, E, cpu, aligned)
+            assert asked.pop() == ("down", "bf16", (0, 0), rows, 64, 128, "", aligned)
+
+
+def test_few_rows_of_experts_end_where_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts_plan, "arch", lambda device: (8, 0))
+    monkeypatch.setattr(experts_plan, "many_rows_takes", lambda *args: False)
+    for name, most in (("int4", 4), ("int4-g128", 8), ("q6_k", 4)):
+        stack = empty_for_gpu(get_format(name), 4, 64, 256, torch.device("cpu"))
+        plans = [
+            choose_plan("gate_up", stack, "bf16", S, 2, torch.device("cpu"))
+            for S in (2 * most, 2 * most + 1)
+        ]
+        assert [type(plan) for plan in plans] == [ExpertsPlan, GemmPlan]
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_tuned_plans_of_experts_are_taken(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(experts_plan, "arch", lambda device: (9, 0))
+    monkeypatch.setattr(experts_plan, "many_rows_takes", lambda *args: True)
+    stack = empty_for_gpu(get_format("int8"), 4, 64, 128, cpu)
+    for plan in (ExpertsPlan(64, 8, 16),) if few else (ManyPlan(128), GemmPlan(16, 32, 64)):
+        op, S = ("few_down", 4) if few else ("down", 40)
+        write("", op, "int8", S / 4, 64, 128, plan)
+        assert choose_plan("down", stack, "bf16", S, 4, cpu) == plan
+        other = choose_plan("gate_up", stack, "bf16", S, 4, cpu)
+        assert type(other) is (ExpertsPlan if few else ManyPlan) and other != plan
 
 
 def test_tuned_plans_of_experts_are_of_two_kinds() -> None:

@@ -46,7 +46,7 @@ def test_rows_of_a_matrix_by_and_by(device: torch.device) -> None:
 
 
 def test_experts_one_by_one_some_of_which_lie_nowhere(device: torch.device) -> None:
-    slots = torch.tensor([1, -1, 0], dtype=torch.int32, device=device)
+    slots = torch.tensor([1, -(1 << 20), 0], dtype=torch.int32, device=device)
     experts = random_experts(SHAPE, get_format("q4_k"), device).with_slots(slots)
     ids = skewed_routing(6, SHAPE).ids
     ids[3], ids[5, 1] = -1, SHAPE.E
