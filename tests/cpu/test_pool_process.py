@@ -126,6 +126,44 @@ def test_a_fork_while_another_thread_makes_the_shared_pool_can_make_its_own(fork
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+FORKED_BINDING = """
+import os, signal, threading, warnings
+from pykernels.errors import PykernelsError
+from runtime import experts
+from tests.cpu.routed import inputs, load
+
+warnings.simplefilter("ignore", DeprecationWarning)
+held, forked, make_kernel = threading.Event(), threading.Event(), experts.make_kernel
+
+def make(*what):
+    held.set()
+    forked.wait()
+    return make_kernel(*what)
+
+routed, experts.make_kernel = load(pool), make
+thread = threading.Thread(target=routed._bind)
+thread.start()
+held.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(5)
+    experts.make_kernel = make_kernel
+    try:
+        routed(*inputs(2))
+    except PykernelsError as error:
+        os._exit("belongs to the parent" not in str(error))
+    os._exit(2)
+forked.set()
+thread.join()
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_fork_while_another_thread_binds_experts_is_refused_their_pool(forks: Forks) -> None:
+    ended = forks.run(HEAD.format(seconds=0, threads=1, driver_works=True) + FORKED_BINDING)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("leaving", LEAVINGS.values(), ids=LEAVINGS)
 def test_leaving_does_not_hang(leaving: str, forks: Forks) -> None:
     ended = forks.run(HEAD.format(seconds=0.2, threads=None, driver_works=True) + leaving)
