@@ -12,8 +12,11 @@ import pytest
 
 from pykernels.cpu.intrin.sync import atomic_load, clock_ns, pause
 from pykernels.cpu.jit import task
+from runtime import tasks
+from runtime.pool import WorkerPool
 
 from ..forks import Forks
+from .test_pool import FakeCall
 
 FIRST = """
 import tests.cpu.test_pool
@@ -162,6 +165,16 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_a_fork_while_another_thread_binds_experts_is_refused_their_pool(forks: Forks) -> None:
     ended = forks.run(HEAD.format(seconds=0, threads=1, driver_works=True) + FORKED_BINDING)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_idle_workers_fall_asleep_and_are_counted_only_while_they_do() -> None:
+    with WorkerPool(1, driver_works=False, spin_us=0) as pool:
+        for _ in range(3):
+            FakeCall(2, 2, 2).run(pool)
+            until = time.monotonic() + 10
+            while pool._words[tasks.SLEEPERS // 8] < 1 and time.monotonic() < until:
+                time.sleep(0.001)
+            assert pool._words[tasks.SLEEPERS // 8] == 1
 
 
 @pytest.mark.parametrize("leaving", LEAVINGS.values(), ids=LEAVINGS)

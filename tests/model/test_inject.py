@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from model.inject import inject, is_class
 from model.modules.moe import FusedMoE
-from model.operators import OPERATORS, Operator, Place, operator
+from model.operators import OPERATORS, Operator, Place, find_operator, operator
 from model.rules import default_rules, parse_rules
 from pykernels.errors import PykernelsError
 
@@ -113,6 +113,16 @@ def test_traversal_goes_on_in_the_new_module(registered: None) -> None:
     )
     assert found == ["model.layers.1.mlp", "model.layers.1.mlp.original.gate"]
     assert model.get_submodule(found[1]).place.device == "cuda:0"
+
+
+def test_a_name_that_two_operators_end_in_is_refused_and_a_longer_one_is_not(
+    registered: None,
+) -> None:
+    for module in ("here", "there"):
+        operator(type("Twin", (Operator,), {"__module__": module}))
+    with pytest.raises(PykernelsError, match="'Twin' names several operators. Write its full path"):
+        apply(meta(), rule("Twin", name="gate$"))
+    assert find_operator("there.Twin", "test.yaml").__module__ == "there"
 
 
 def test_an_operator_may_keep_what_it_replaces(registered: None) -> None:
