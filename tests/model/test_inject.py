@@ -167,6 +167,24 @@ def test_a_rule_that_cannot_work_says_why(rules: list[Any], said: str) -> None:
     assert "\n" not in str(raised.value)
 
 
+SPOILT = [
+    (lambda block: setattr(block, "shared_expert_gate", None), "shared_expert without its gate"),
+    (lambda block: delattr(block.experts, "down_proj"), "experts of a layout that is not known"),
+    (
+        lambda block: setattr(block.experts, "gate_up_proj", block.experts.down_proj),
+        "experts of a layout that is not known",
+    ),
+]
+
+
+@pytest.mark.parametrize(("spoil", "said"), SPOILT)
+def test_blocks_of_another_make_are_refused(spoil: Any, said: str) -> None:
+    model = meta("qwen2_moe")
+    spoil(model.get_submodule("model.layers.0.mlp"))
+    with pytest.raises(PykernelsError, match=f"layers.0.mlp .*{said}"):
+        apply(model, rule(name=r"layers\.0\.mlp$"))
+
+
 def test_biased_experts_are_refused() -> None:
     model = meta(
         "gpt_oss", num_local_experts=4, num_hidden_layers=2, head_dim=16, pad_token_id=None
