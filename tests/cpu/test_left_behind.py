@@ -159,3 +159,27 @@ def test_rows_of_a_call_that_has_ended_are_not_waited_for(pool, monkeypatch):
     routed = load(pool)
     routed(*inputs(3))
     pool.wait_for_rows(pool.number)
+
+
+def test_a_call_that_has_ended_goes_on_no_more_while_the_next_one_is_driven(pool):
+    routed = load(pool)
+    routed(*inputs(3))
+    ended = pool.number
+    ticket = routed.submit(*inputs(3))
+    state = pool._word[tasks.STATE // 8]
+    pool._word[tasks.STATE // 8] = tasks.DRIVEN
+    goes_on = pool.goes_on(ended), pool.goes_on(ended + 1)
+    pool._word[tasks.STATE // 8] = state
+    routed.sync(ticket)
+    assert goes_on == (False, True)
+
+
+def test_a_forked_child_takes_no_result_of_a_call_that_the_parent_may_go_on_with(pool):
+    routed = load(pool)
+    ticket = routed.submit(*inputs(3))
+    pool.settle()
+    pool._word[tasks.STATE // 8] = tasks.FORKED  # as in its copy
+    with pytest.raises(PykernelsError, match="belongs to the parent process"):
+        routed.sync(ticket)
+    pool._word[tasks.STATE // 8] = tasks.FREE
+    assert torch.isfinite(routed.sync(ticket)).all()
