@@ -59,7 +59,8 @@ def test_torch_computes_what_we_compute(
 ) -> None:
     monkeypatch.setattr(around, "sets_for", lambda nbytes, device: 1)
     case: Case = make(*sizes, CPU)
-    ours, theirs = case.run(), case.peers["torch"]()
+    ours: Any = case.run()
+    theirs: Any = case.peers["torch"]()
     pairs = zip(ours, theirs, strict=True) if isinstance(ours, tuple) else [(ours, theirs)]
     for mine, other in pairs:
         other = other.reshape(mine.shape).float()
