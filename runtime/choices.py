@@ -51,8 +51,8 @@ def default(backend: str, fmt: str, activations: str = "bf16") -> Choices:
 
 
 def path(cpu: str) -> Path:
-    """The file of a CPU, by its name (``Target.cpu``)."""
-    slug = "-".join(re.findall(r"[a-z0-9.]+", cpu.lower()))
+    """The file of a CPU, by its name (``Target.cpu``): a Xeon 8592+ is another than an 8592."""
+    slug = "-".join(re.findall(r"[a-z0-9.+]+", cpu.lower()))
     return env.cache_dir / f"choices-{slug}.json"
 
 

@@ -9,7 +9,8 @@ workers read their own slice from their own memory, and ``sync`` adds the nodes'
 
 from __future__ import annotations
 
-from threading import RLock
+import os
+import threading
 
 import torch
 
@@ -29,6 +30,17 @@ from .pool import Pool, TaskError, default_pool, wait_all
 from .reduce import nothing_added, reduce
 from .slices import make_room, slices_on, workers_of
 from .ticket import Ticket
+
+_binding = threading.RLock()  # a signal's handler may call in the middle of it
+
+
+def _forked() -> None:
+    """In a forked child: who held the lock is not there to give it up."""
+    global _binding
+    _binding = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class RoutedExperts:
@@ -69,7 +81,6 @@ class RoutedExperts:
         self.counters = Counters()
         self._loaded, self._bytes_per_expert = False, 0
         self._bound: tuple[Pool, list[Part]] | None = None
-        self._binding = RLock()  # a signal's handler may call in the middle of it
         self._mark = object()  # on tickets: with these experts on them they would be a cycle
         self._in_flight: dict[int, Ticket] = {}  # by its id; they hold what the workers write
 
@@ -267,7 +278,7 @@ class RoutedExperts:
         return bound[1]
 
     def _bind_to(self, pool: Pool) -> tuple[Pool, list[Part]]:
-        with self._binding:  # what one thread has bound must not go while its call runs
+        with _binding:  # what one thread has bound must not go while its call runs
             if self._bound is None or self._bound[0] is not pool:
                 kernel = make_kernel(self.backend.name, self.weights.fmt.name, self.activations)
                 slices = self.weights.slices

@@ -19,7 +19,7 @@ from runtime.topology import Topology
 def slug(cpu: str, cores: int) -> str:
     """A folder's name: "AMD EPYC (znver5)", 2 -> "amd-epyc-znver5-2-cores"."""
     plain = re.sub(r"\((r|tm)\)", "", cpu.lower())
-    words = re.findall(r"[a-z0-9.]+", f"{plain} {cores} cores")
+    words = re.findall(r"[a-z0-9.+]+", f"{plain} {cores} cores")
     return "-".join(words)
 
 

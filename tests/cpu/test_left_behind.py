@@ -8,9 +8,11 @@ import threading
 import pytest
 import torch
 
+from pykernels.cpu import raised
 from pykernels.cpu.jit import task
 from pykernels.errors import PykernelsError
-from runtime.pool import TaskError, WorkerPool
+from runtime import control, tasks
+from runtime.pool import Call, TaskError, WorkerPool
 from runtime.ticket import Ticket
 
 from .routed import elsewhere, inputs, load
@@ -19,6 +21,13 @@ from .routed import elsewhere, inputs, load
 @task("left-failing")
 def _failing(job, index, worker):
     return 77
+
+
+@task("left-raising")
+def _raising(job, index, worker):
+    if job == 0:
+        raise ValueError("ours")
+    return 0
 
 
 def _ticket() -> Ticket:
@@ -115,3 +124,62 @@ def test_the_open_pools_can_be_looked_at_while_another_thread_makes_one(pool):
         for each in made:
             each.close()
     assert made and threading.get_ident() not in others
+
+
+def test_what_another_pools_worker_raised_meanwhile_is_not_the_cause(pool):
+    with WorkerPool(1, driver_works=False) as other:
+        call = pool.start(Call(_raising.address, _raising.address, 0, 1, 1, 0))
+        pool.settle()
+        started = pool._word[tasks.LAST_STARTED // 8]
+        raised._kept.appendleft((other._threads[0].ident, started, KeyError, "theirs"))
+        try:
+            with pytest.raises(TaskError, match="raised ValueError"):
+                pool.wait(call)
+        finally:
+            raised._kept.popleft()
+
+
+def test_a_call_that_another_thread_is_about_is_counted_where_it_ends(pool, monkeypatch):
+    routed = load(pool)
+    ticket = routed.submit(*inputs(3))
+    state = pool._word[tasks.STATE // 8]
+    pool._word[tasks.STATE // 8] = tasks.DRIVEN  # as while its rows are waited for
+
+    def nap(_: float) -> None:
+        pool._word[tasks.STATE // 8] = state
+
+    monkeypatch.setattr(control.time, "sleep", nap)
+    routed.sync(ticket)
+    assert (routed.counters.calls, routed.counters.tokens) == (1, 3)
+    assert routed.counters.bytes == ticket.bytes > 0
+
+
+def test_rows_of_a_call_that_has_ended_are_not_waited_for(pool, monkeypatch):
+    monkeypatch.setattr(control.time, "sleep", lambda _: pytest.fail("it waits"))
+    routed = load(pool)
+    routed(*inputs(3))
+    pool.wait_for_rows(pool.number)
+
+
+def test_a_call_that_has_ended_goes_on_no_more_while_the_next_one_is_driven(pool):
+    routed = load(pool)
+    routed(*inputs(3))
+    ended = pool.number
+    ticket = routed.submit(*inputs(3))
+    state = pool._word[tasks.STATE // 8]
+    pool._word[tasks.STATE // 8] = tasks.DRIVEN
+    goes_on = pool.goes_on(ended), pool.goes_on(ended + 1)
+    pool._word[tasks.STATE // 8] = state
+    routed.sync(ticket)
+    assert goes_on == (False, True)
+
+
+def test_a_forked_child_takes_no_result_of_a_call_that_the_parent_may_go_on_with(pool):
+    routed = load(pool)
+    ticket = routed.submit(*inputs(3))
+    pool.settle()
+    pool._word[tasks.STATE // 8] = tasks.FORKED  # as in its copy
+    with pytest.raises(PykernelsError, match="belongs to the parent process"):
+        routed.sync(ticket)
+    pool._word[tasks.STATE // 8] = tasks.FREE
+    assert torch.isfinite(routed.sync(ticket)).all()

@@ -184,6 +184,14 @@ def test_legs_of_a_run_of_outputs_go_on_behind_each_other(
         assert (fake.counts == 1).all()
 
 
+def test_a_leg_waits_for_the_one_before_it_in_every_call(pool):
+    """Two threads take both legs of the one run at once, and each leg is one slow expert."""
+    fake = FakeCall(2, 1, 1, legs=2, spin=10_000_000)
+    for _ in range(10):
+        fake.run(pool)
+        assert (fake.counts == 1).all()
+
+
 def test_barriers_hold_when_gate_up_is_slow(pool):
     fake = FakeCall(4, 3, 16, spin=20_000)
     for _ in range(10):
@@ -216,8 +224,8 @@ def test_all_that_read_rows_wait_for_all_of_them(pool, rows, spin):
 @pytest.mark.parametrize("spin_us", [0.0, 50.0], ids=["sleeps at once", "spins"])
 def test_who_waits_for_rows_finds_them_done_and_the_call_goes_on(driver_works, spin_us):
     with WorkerPool(USABLE, driver_works, spin_us=spin_us) as pool:
-        for rows in (40, 0, 1):
-            fake = FakeCall(3, 4, 5, spin=20_000, pieces=[2, 0, 1], rows=rows)
+        for rows, spin in ((40, 20_000), (0, 20_000), (1, 20_000), (2000, 0)):
+            fake = FakeCall(3, 4, 5, spin=spin, pieces=[2, 0, 1], rows=rows)
             for _ in range(20):
                 fake.job[HEAD:] = 0
                 pool.start(fake.call)

@@ -12,8 +12,11 @@ import pytest
 
 from pykernels.cpu.intrin.sync import atomic_load, clock_ns, pause
 from pykernels.cpu.jit import task
+from runtime import tasks
+from runtime.pool import WorkerPool
 
 from ..forks import Forks
+from .test_pool import FakeCall
 
 FIRST = """
 import tests.cpu.test_pool
@@ -124,6 +127,54 @@ def test_a_fork_while_another_thread_makes_the_shared_pool_can_make_its_own(fork
     head = HEAD.format(seconds=0, threads=1, driver_works=True)
     ended = forks.run(head + FORKED)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+FORKED_BINDING = """
+import os, signal, threading, warnings
+from pykernels.errors import PykernelsError
+from runtime import experts
+from tests.cpu.routed import inputs, load
+
+warnings.simplefilter("ignore", DeprecationWarning)
+held, forked, make_kernel = threading.Event(), threading.Event(), experts.make_kernel
+
+def make(*what):
+    held.set()
+    forked.wait()
+    return make_kernel(*what)
+
+routed, experts.make_kernel = load(pool), make
+thread = threading.Thread(target=routed._bind)
+thread.start()
+held.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(5)
+    experts.make_kernel = make_kernel
+    try:
+        routed(*inputs(2))
+    except PykernelsError as error:
+        os._exit("belongs to the parent" not in str(error))
+    os._exit(2)
+forked.set()
+thread.join()
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_fork_while_another_thread_binds_experts_is_refused_their_pool(forks: Forks) -> None:
+    ended = forks.run(HEAD.format(seconds=0, threads=1, driver_works=True) + FORKED_BINDING)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_idle_workers_fall_asleep_and_are_counted_only_while_they_do() -> None:
+    with WorkerPool(1, driver_works=False, spin_us=0) as pool:
+        for _ in range(3):
+            FakeCall(2, 2, 2).run(pool)
+            until = time.monotonic() + 10
+            while pool._words[tasks.SLEEPERS // 8] < 1 and time.monotonic() < until:
+                time.sleep(0.001)
+            assert pool._words[tasks.SLEEPERS // 8] == 1
 
 
 @pytest.mark.parametrize("leaving", LEAVINGS.values(), ids=LEAVINGS)

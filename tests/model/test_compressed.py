@@ -20,6 +20,7 @@ from model.convert import Dense, Experts, make_plan
 from model.inject import inject
 from model.loading import expert_weight, stored_weight
 from model.modules.moe import routed_experts
+from model.names import Names
 from model.pretrained import build_meta
 from model.rules import default_rules
 from pykernels.errors import PykernelsError
@@ -99,6 +100,20 @@ def test_words_hold_eight_values_lowest_first() -> None:
         [-8, -7, -6, -5, -4, -3, -2, -1, 7, 7, 7, 7],
         [1, 2, 3, 4, 5, 6, 7, -8, 0, -8, -8, -8],
     ]
+
+
+def test_the_last_word_of_a_row_may_be_part_of_one(tmp_path: Path) -> None:
+    """As many words as 12 values take are two; a row of the next one is no row of these."""
+    stored = {"a_packed": torch.zeros(4, 2, dtype=torch.int32), "a_scale": torch.ones(4, 1),
+              "a_shape": torch.tensor([4, 12])}  # fmt: skip
+    save_file(stored, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path) as checkpoint:
+        names = Names.__new__(Names)
+        names.checkpoint, names.stored, names.missing = checkpoint, {n: n for n in stored}, []
+        names.left = set(stored)
+        found = names.take("a", (4, 12))
+    assert found is not None and (found.shape, found.fmt) == ((4, 12), "int4-channel")
+    assert not names.left
 
 
 WEIGHTS = [

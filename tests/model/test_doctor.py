@@ -186,3 +186,18 @@ def test_exit_code_and_mends(
             assert [p["mend"] for p in json.loads(out)["problems"]] == [fact.mend] * wrong
         else:
             assert ("nothing is missing" in out) != wrong
+
+
+@pytest.mark.parametrize(("names", "alike"), [(("a", "b"), False), (("a", "b", "c"), True)])
+def test_three_neighbours_of_which_the_same_is_said_share_a_line(
+    names: tuple[str, ...],
+    alike: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report = doctor.Report({"versions": [doctor.Fact(name, "1.0") for name in names]})
+    monkeypatch.setattr(doctor, "examine", lambda progress: report)
+    command()
+    out = capsys.readouterr().out
+    assert (f"{len(names)} alike" in out) == alike
+    assert out.count("1.0") == (1 if alike else len(names))

@@ -208,6 +208,16 @@ def test_the_checkpoints_own_settings_hold(never_stops: PreTrainedModel, tokeniz
     assert not set(found.token_ids) & set(plain.token_ids)
 
 
+def test_the_text_is_of_one_beam_whatever_the_checkpoint_asks_for(
+    never_stops: PreTrainedModel, tokenizer: Any
+) -> None:
+    want = "".join(stream(never_stops, tokenizer, max_new_tokens=6, temperature=0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(never_stops.generation_config, "num_beams", 3)  # which cannot be streamed
+        found = stream(never_stops, tokenizer, max_new_tokens=6, temperature=0)
+        assert "".join(found) == want
+
+
 def test_nothing_is_warned_about(lm: PreTrainedModel, tokenizer: Any, caplog: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lm.generation_config, "temperature", 0.6)

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from model.inject import inject, is_class
 from model.modules.moe import FusedMoE
-from model.operators import OPERATORS, Operator, Place, operator
+from model.operators import OPERATORS, Operator, Place, find_operator, operator
 from model.rules import default_rules, parse_rules
 from pykernels.errors import PykernelsError
 
@@ -115,6 +115,16 @@ def test_traversal_goes_on_in_the_new_module(registered: None) -> None:
     assert model.get_submodule(found[1]).place.device == "cuda:0"
 
 
+def test_a_name_that_two_operators_end_in_is_refused_and_a_longer_one_is_not(
+    registered: None,
+) -> None:
+    for module in ("here", "there"):
+        operator(type("Twin", (Operator,), {"__module__": module}))
+    with pytest.raises(PykernelsError, match="'Twin' names several operators. Write its full path"):
+        apply(meta(), rule("Twin", name="gate$"))
+    assert find_operator("there.Twin", "test.yaml").__module__ == "there"
+
+
 def test_an_operator_may_keep_what_it_replaces(registered: None) -> None:
     @operator
     class Wrapped(Operator):
@@ -155,6 +165,24 @@ def test_a_rule_that_cannot_work_says_why(rules: list[Any], said: str) -> None:
     with pytest.raises(PykernelsError, match=said) as raised:
         apply(meta(), *rules)
     assert "\n" not in str(raised.value)
+
+
+SPOILT = [
+    (lambda block: setattr(block, "shared_expert_gate", None), "shared_expert without its gate"),
+    (lambda block: delattr(block.experts, "down_proj"), "experts of a layout that is not known"),
+    (
+        lambda block: setattr(block.experts, "gate_up_proj", block.experts.down_proj),
+        "experts of a layout that is not known",
+    ),
+]
+
+
+@pytest.mark.parametrize(("spoil", "said"), SPOILT)
+def test_blocks_of_another_make_are_refused(spoil: Any, said: str) -> None:
+    model = meta("qwen2_moe")
+    spoil(model.get_submodule("model.layers.0.mlp"))
+    with pytest.raises(PykernelsError, match=f"layers.0.mlp .*{said}"):
+        apply(model, rule(name=r"layers\.0\.mlp$"))
 
 
 def test_biased_experts_are_refused() -> None:

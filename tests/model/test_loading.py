@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig, PreTrainedModel
 
 import model
@@ -210,6 +211,22 @@ def test_fused_fp8_tensors_are_understood(
     lm = model.from_pretrained(tmp_path, dtype="float32")
     want = model.from_pretrained(made.path, dtype="float32")
     assert torch.equal(logits(lm, ids), logits(want, ids))
+
+
+def test_fp8_blocks_of_both_gate_and_up_rows_are_told(own: Callable[..., Path]) -> None:
+    path = own("deepseek_v3", shards=1, hidden_size=128, moe_intermediate_size=192)
+    file = path / "model.safetensors"
+    state = load_file(file)
+    base = "model.layers.1.mlp.experts."
+    state = {name: tensor for name, tensor in state.items() if not name.startswith(base)}
+    eight = torch.float8_e4m3fn
+    state[f"{base}gate_up_proj"] = torch.zeros(8, 384, 128).to(eight)
+    state[f"{base}gate_up_proj_scale_inv"] = torch.ones(8, 3, 1)
+    state[f"{base}down_proj"] = torch.zeros(8, 128, 192).to(eight)
+    state[f"{base}down_proj_scale_inv"] = torch.ones(8, 1, 2)
+    save_file(state, file, metadata={"format": "pt"})
+    with pytest.raises(PykernelsError, match="FP8 blocks that hold both gate and up rows"):
+        model.from_pretrained(path)
 
 
 def test_what_save_pretrained_writes_can_be_loaded(

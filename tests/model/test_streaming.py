@@ -139,6 +139,10 @@ def test_the_bar_appears_only_when_loading_takes_over_a_second(
         clock.now = 1.5
         report(20, 100)
     assert started == [True]
+    with progress.reporting(True) as report:
+        clock.now = 3.5
+        report(100, 100)  # all is done: a bar would only flash up
+    assert started == [True]
 
 
 def test_no_bar_unless_stderr_is_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

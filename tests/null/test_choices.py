@@ -34,6 +34,11 @@ def test_without_a_file_the_choices_are_the_defaults() -> None:
     assert choices.chosen("amx", "int4", CPU) == Choices(gemm_from=GEMM_FROM["amx"])
 
 
+def test_cpus_whose_names_differ_in_a_plus_have_a_file_each() -> None:
+    choices.write("XEON 8592+", AMX_FP8, Choices(gemm_from=9), {})
+    assert choices.read("XEON 8592") == {}
+
+
 def test_what_was_written_is_chosen_for_its_cpu_and_format_alone(cache: Path) -> None:
     file = choices.write(CPU, AMX_FP8, Choices(gemm_from=9), {"threads": 15})
     choices.write(CPU, AMX_BF16, Choices(gemm_from=7), {})

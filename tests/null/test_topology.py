@@ -168,6 +168,17 @@ def test_a_core_that_is_not_among_its_siblings_is_one_of_its_own(tmp_path: Path)
     assert found.physical == ((0, 2), (1,), (3,))
 
 
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [("always [madvise] never", "madvise"), ("[always] madvise never", "always"), ("", "unknown")],
+)
+def test_the_mode_of_huge_pages_is_the_one_in_brackets(
+    tmp_path: Path, text: str, mode: str
+) -> None:
+    path = "sys/kernel/mm/transparent_hugepage/enabled"
+    assert detect(tree(tmp_path, {path: text})).huge_pages == mode
+
+
 def test_a_kernel_without_numa_is_one_node_whose_memory_is_not_bound(tmp_path: Path) -> None:
     (node,) = detect(tree(tmp_path, {})).nodes
     assert (node.number, node.cores) == (None, (0, 1, 2, 3))

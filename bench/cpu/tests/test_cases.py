@@ -274,5 +274,8 @@ def test_a_run_is_estimated_in_parts() -> None:
     assert estimate.starts(twice, shape, [torch, numpy]) == alone + estimate.starts(
         twice, shape, [torch]
     )
+    alone = estimate.threads(settings, shape, 1)
+    counts = len(thread_counts(settings.threads))
+    assert estimate.threads(settings, shape, 3) == 3 * alone + 2 * counts * estimate.START
     assert estimate.in_words(20) == estimate.in_words(60) == "about a minute"
     assert estimate.in_words(840) == "about 14 minutes"

@@ -136,6 +136,7 @@ def test_several_modes_of_a_peer_are_told_apart() -> None:
         ("AMD EPYC (znver5)", 2, "amd-epyc-znver5-2-cores"),
         ("INTEL(R) XEON(R) PLATINUM 8582C (emeraldrapids)", 16,
          "intel-xeon-platinum-8582c-emeraldrapids-16-cores"),
+        ("INTEL(R) XEON(R) PLATINUM 8592+", 64, "intel-xeon-platinum-8592+-64-cores"),
         ("a/../b: c", 1, "a-..-b-c-1-cores"),
     ],
 )  # fmt: skip

@@ -180,7 +180,9 @@ def results() -> dict[str, Any]:
 
 
 def test_the_page_has_every_row(results: dict[str, Any]) -> None:
+    results["machine"]["l2_bytes"] = 50 << 20
     page = markdown(results, "plot.png")
+    assert "L2 50 MiB." in page
     assert page.startswith("# NVIDIA X1\n") and "Quick run" in page
     assert page.index("## around") < page.index("## router")
     assert "| wait tokens=1 |" in page and "| 2.50 |" in page and "| 1.50\\* |" in page
