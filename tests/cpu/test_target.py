@@ -16,7 +16,7 @@ from pykernels.cpu.instructions import prefers_digits, prefers_fma
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from pykernels.registry import kernels, resolve
-from pykernels.target import ISA_NAMES, Target, _hardware, cache_sizes, detect
+from pykernels.target import ISA_NAMES, Target, _compiled_features, _hardware, cache_sizes, detect
 
 BARE = Target("an old CPU", "x86_64", frozenset({"avx2", "fma"}), 32768, 1 << 20, 1 << 24)
 
@@ -153,22 +153,38 @@ print("correct")
 
 
 @pytest.mark.skipif(detect().machine != "x86_64", reason="names x86 CPUs")
-@pytest.mark.parametrize("cpu", ["haswell", "nehalem"])
-def test_a_cpu_without_avx512_runs_the_generic_kernel(cpu, tmp_path):
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": ""},
+        {"NUMBA_CPU_NAME": "nehalem", "NUMBA_CPU_FEATURES": ""},
+        {"NUMBA_ENABLE_AVX": "0"},
+    ],
+    ids=["haswell", "nehalem", "avx off"],
+)
+def test_a_cpu_without_avx512_runs_the_generic_kernel(variables, tmp_path):
     """Compiled as for that CPU: no AVX-512 instruction is emitted, and the numbers are right."""
-    variables = {
-        "NUMBA_CPU_NAME": cpu,
-        "NUMBA_CPU_FEATURES": "",
-        "PYKERNELS_CACHE_DIR": str(tmp_path),
-    }
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
-        env={**os.environ, **variables},
+        env={**os.environ, **variables, "PYKERNELS_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip() == "correct"
+
+
+def test_of_a_feature_that_is_switched_twice_the_last_word_counts(monkeypatch):
+    """As LLVM takes them."""
+    named = "+avx512f,-avx2,+avx2,-avx512f,+unknown"
+    monkeypatch.setattr("pykernels.target.numba_config.CPU_FEATURES", named)
+    assert _compiled_features() == {"avx2"}
+
+
+def test_features_of_another_cpu_than_this_are_not_taken_for_granted(monkeypatch):
+    monkeypatch.setattr("pykernels.target.numba_config.CPU_FEATURES", None)
+    monkeypatch.setattr("pykernels.target.numba_config.CPU_NAME", "no-such-cpu")
+    assert _compiled_features() == frozenset()
 
 
 def test_a_system_that_refuses_the_tiles_is_one_line(monkeypatch) -> None:
