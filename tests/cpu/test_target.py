@@ -112,6 +112,9 @@ def test_every_cache_of_a_level_is_counted_once(tmp_path):
     assert cache_sizes(3, tmp_path, range(4)) == [96 << 20] * 2
     assert cache_sizes(3, tmp_path, [0, 1]) == [96 << 20]
     assert cache_sizes(2, tmp_path, range(4)) == []
+    for core in (2, 3):  # some virtual machines do not say
+        (tmp_path / f"sys/devices/system/cpu/cpu{core}/cache/index2/size").write_text("\n")
+    assert cache_sizes(3, tmp_path, range(4)) == [96 << 20]
 
 
 def test_the_last_level_is_all_that_the_cores_have_and_the_others_one_cache(monkeypatch):
@@ -188,12 +191,24 @@ def test_features_of_another_cpu_than_this_are_not_taken_for_granted(monkeypatch
 
 
 def test_a_system_that_refuses_the_tiles_is_one_line(monkeypatch) -> None:
+    asked = []
+
     class Sandbox:
-        def syscall(self, *_: int) -> int:
+        def syscall(self, *words: int) -> int:
+            asked.append(words)
             return -1
 
     monkeypatch.setattr(amx_state.ctypes, "CDLL", lambda *_, **__: Sandbox())
     with pytest.raises(PykernelsError, match=r"refuses this process the AMX tiles.*kernel avx512"):
+        amx_state.request_permission.__wrapped__()
+    # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): Linux, Documentation/arch/x86/xstate.rst
+    assert asked == [(158, 0x1023, 18)]
+
+
+@pytest.mark.skipif("amx-tile" in detect().isa, reason="this CPU has the tiles")
+@pytest.mark.skipif(detect().machine != "x86_64", reason="asks as x86 CPUs do")
+def test_a_cpu_without_tiles_says_why_they_are_refused() -> None:
+    with pytest.raises(PykernelsError, match=r"AMX tiles \(errno [1-9]\d*\)"):
         amx_state.request_permission.__wrapped__()
 
 
