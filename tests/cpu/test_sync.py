@@ -218,3 +218,4 @@ def _stack():
 
 def test_parts_of_the_stack_are_aligned_and_apart() -> None:
     assert _stack.ctypes() == 0
+    assert "alloca [192 x i8], align 64" in _emitted(stack_alloc, 192)
