@@ -131,6 +131,38 @@ def test_layers_that_take_turns_keep_the_room_that_both_need():
     assert both["x"].shape == (9, workspace.reserve(*wide_layer)["x"].shape[1])
 
 
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.stack([tensor, tensor + 1], -1)[..., 0]
+
+
+def test_routing_counts_as_it_reads_however_it_lies():
+    experts, kernel = random_experts(RAGGED, get_format("bf16")), cpu.make_kernel("generic", "bf16")
+    x, routing = torch.randn(5, RAGGED.H), skewed_routing(5, RAGGED)
+    call = cpu.MoECall(experts, kernel, cpu.Workspace())
+    ids, weights = routing.ids, routing.weights
+    wanted = cpu.run_serially(call, x, ids, weights, poisoned(*x.shape))
+    for given in ((_apart(ids), weights), (ids, _apart(weights)), (ids, weights.double())):
+        assert torch.equal(cpu.run_serially(call, x, *given, poisoned(*x.shape)), wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda x, w: (x[..., None], w), "x is"),
+        (lambda x, w: (x[0], w), "x is"),
+        (lambda x, w: (x, w[:, :1]), "Give int64 ids and weights of shape"),
+        (lambda x, w: (x, w.to(torch.complex64)), "Give real weights"),
+    ],
+    ids=["x of three dims", "x of one", "fewer weights than ids", "complex weights"],
+)
+def test_what_fits_in_part_is_refused(change, told):
+    experts, kernel = random_experts(RAGGED, get_format("bf16")), cpu.make_kernel("generic", "bf16")
+    routing, x = balanced_routing(3, RAGGED), torch.randn(3, RAGGED.H)
+    x, weights = change(x, routing.weights)
+    with pytest.raises(PykernelsError, match=told):
+        cpu.MoECall(experts, kernel, cpu.Workspace()).check(x, routing.ids, weights)
+
+
 DEEPSEEK = MoEShape(E=256, H=7168, I=2048, topk=8)
 EMBEDDED = MoEShape(E=32, H=256, I=128, topk=6)
 
