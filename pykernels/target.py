@@ -17,6 +17,7 @@ from pathlib import Path
 
 import llvmlite.binding as llvm
 from numba.core import config as numba_config
+from numba.core.codegen import get_host_cpu_features
 
 from .env import env
 from .errors import PykernelsError
@@ -90,18 +91,19 @@ def _hardware() -> tuple[str, str, frozenset[str], int, int, int]:
 
 
 def _compiled_features() -> frozenset[str]:
-    """Features that Numba's code generator will use: NUMBA_CPU_FEATURES where set, else the host's.
+    """Features that Numba's code generator will use: NUMBA_CPU_FEATURES where set, else the host's,
+    of which NUMBA_ENABLE_AVX may hide those of AVX (Numba does for CPUs that it mistrusts).
 
     A NUMBA_CPU_NAME other than the host's promises nothing that we could check, so it counts as
     having no feature beyond the portable kernels.
     """
-    if numba_config.CPU_FEATURES is not None:
-        named = [f[1:] for f in numba_config.CPU_FEATURES.split(",") if f.startswith("+")]
-        return frozenset(named) & frozenset(ISA_NAMES)
-    if numba_config.CPU_NAME not in (None, "", "host", llvm.get_host_cpu_name()):
-        return frozenset()
-    host = llvm.get_host_cpu_features()
-    return frozenset(name for name in ISA_NAMES if host.get(name, False))
+    text = numba_config.CPU_FEATURES
+    if text is None:
+        if numba_config.CPU_NAME not in (None, "", "host", llvm.get_host_cpu_name()):
+            return frozenset()
+        text = get_host_cpu_features()
+    have = {part[1:]: part[0] == "+" for part in text.split(",") if part}  # the last one counts
+    return frozenset(name for name in ISA_NAMES if have.get(name, False))
 
 
 def _cpu_says(field: str) -> str:

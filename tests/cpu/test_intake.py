@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -84,6 +85,82 @@ def test_values_apart_are_refused_where_nobody_would_keep_a_copy():
     x, routing = torch.randn(RAGGED.H, 3).T, balanced_routing(3, RAGGED)
     with pytest.raises(PykernelsError, match=r"lie apart.*contiguous_rows"):
         call.prepare(x, routing.ids, routing.weights, torch.empty(3, RAGGED.H))
+
+
+def test_a_call_of_other_tokens_than_the_last_is_planned_and_given_room_anew():
+    """As many row tasks as it needs, and buffers for all its slots."""
+    experts, kernel = random_experts(RAGGED, get_format("bf16")), cpu.make_kernel("generic", "bf16")
+    workspace, cut = cpu.Workspace(), MoEPlan(1, 1, row_chunk=2)
+    call = cpu.MoECall(experts, kernel, workspace, cut=cut)
+    for T in (3, 9, 4):
+        x, routing = torch.randn(T, RAGGED.H), balanced_routing(T, RAGGED)
+        given = x, routing.ids, routing.weights
+        call.arrange(*given, poisoned(*x.shape))
+        assert call.row_tasks == (T + 1) // 2
+        assert len(workspace.buffers["x"]) >= T
+        assert len(workspace.buffers["slot_token"]) >= routing.ids.numel()
+        alone = cpu.MoECall(experts, kernel, cpu.Workspace(), cut=cut)
+        wanted = cpu.run_serially(alone, *given, poisoned(*x.shape))
+        assert torch.equal(cpu.run_serially(call, *given, poisoned(*x.shape)), wanted)
+
+
+@pytest.mark.parametrize("gemm_from", [1, 2, 5, 40])
+def test_there_is_room_however_slots_fall_to_experts(gemm_from):
+    """Rows of tiles, rows of the GEMM, and its pairs of A tiles, which are each expert's own."""
+    E, H, I = 3, 128, 256  # noqa: E741
+    for S in (1, 6, 7, 31, 33, 80):
+        room = cpu.Workspace().reserve(S, 1, E, H, I, gemm_from, None, None)
+        for first, second in product(range(S + 1), repeat=2):
+            counts = [first, second, S - first - second]
+            if counts[2] < 0:
+                continue
+            many = [n for n in counts if n >= gemm_from]
+            assert len(room["h"]) >= S - sum(many)
+            assert len(room["h_gemm"]) >= sum(many)
+            groups = sum(2 * -(-n // 32) for n in many)
+            assert len(room["x_tiles"]) >= groups * 16 * H
+            assert len(room["h_tiles"]) >= groups * 16 * I
+
+
+def test_layers_that_take_turns_keep_the_room_that_both_need():
+    workspace = cpu.Workspace()
+    many_tokens, wide_layer = (9, 2, 4, 128, 128, 5, None, None), (1, 2, 4, 512, 256, 5, None, None)
+    workspace.reserve(*many_tokens)
+    both = workspace.reserve(*wide_layer)
+    assert workspace.reserve(*many_tokens) is both
+    assert both["x"].shape == (9, workspace.reserve(*wide_layer)["x"].shape[1])
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.stack([tensor, tensor + 1], -1)[..., 0]
+
+
+def test_routing_counts_as_it_reads_however_it_lies():
+    experts, kernel = random_experts(RAGGED, get_format("bf16")), cpu.make_kernel("generic", "bf16")
+    x, routing = torch.randn(5, RAGGED.H), skewed_routing(5, RAGGED)
+    call = cpu.MoECall(experts, kernel, cpu.Workspace())
+    ids, weights = routing.ids, routing.weights
+    wanted = cpu.run_serially(call, x, ids, weights, poisoned(*x.shape))
+    for given in ((_apart(ids), weights), (ids, _apart(weights)), (ids, weights.double())):
+        assert torch.equal(cpu.run_serially(call, x, *given, poisoned(*x.shape)), wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda x, w: (x[..., None], w), "x is"),
+        (lambda x, w: (x[0], w), "x is"),
+        (lambda x, w: (x, w[:, :1]), "Give int64 ids and weights of shape"),
+        (lambda x, w: (x, w.to(torch.complex64)), "Give real weights"),
+    ],
+    ids=["x of three dims", "x of one", "fewer weights than ids", "complex weights"],
+)
+def test_what_fits_in_part_is_refused(change, told):
+    experts, kernel = random_experts(RAGGED, get_format("bf16")), cpu.make_kernel("generic", "bf16")
+    routing, x = balanced_routing(3, RAGGED), torch.randn(3, RAGGED.H)
+    x, weights = change(x, routing.weights)
+    with pytest.raises(PykernelsError, match=told):
+        cpu.MoECall(experts, kernel, cpu.Workspace()).check(x, routing.ids, weights)
 
 
 DEEPSEEK = MoEShape(E=256, H=7168, I=2048, topk=8)

@@ -62,7 +62,7 @@ def _inputs(T: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    wide = torch.empty(*tensor.shape[:-1], 2 * tensor.shape[-1], dtype=tensor.dtype)
+    wide = torch.zeros(*tensor.shape[:-1], 2 * tensor.shape[-1], dtype=tensor.dtype)
     wide[..., ::2] = tensor
     return wide[..., ::2]
 

@@ -16,7 +16,7 @@ from pykernels.cpu.instructions import prefers_digits, prefers_fma
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from pykernels.registry import kernels, resolve
-from pykernels.target import ISA_NAMES, Target, _hardware, cache_sizes, detect
+from pykernels.target import ISA_NAMES, Target, _compiled_features, _hardware, cache_sizes, detect
 
 BARE = Target("an old CPU", "x86_64", frozenset({"avx2", "fma"}), 32768, 1 << 20, 1 << 24)
 
@@ -112,6 +112,9 @@ def test_every_cache_of_a_level_is_counted_once(tmp_path):
     assert cache_sizes(3, tmp_path, range(4)) == [96 << 20] * 2
     assert cache_sizes(3, tmp_path, [0, 1]) == [96 << 20]
     assert cache_sizes(2, tmp_path, range(4)) == []
+    for core in (2, 3):  # some virtual machines do not say
+        (tmp_path / f"sys/devices/system/cpu/cpu{core}/cache/index2/size").write_text("\n")
+    assert cache_sizes(3, tmp_path, range(4)) == [96 << 20]
 
 
 def test_the_last_level_is_all_that_the_cores_have_and_the_others_one_cache(monkeypatch):
@@ -153,17 +156,20 @@ print("correct")
 
 
 @pytest.mark.skipif(detect().machine != "x86_64", reason="names x86 CPUs")
-@pytest.mark.parametrize("cpu", ["haswell", "nehalem"])
-def test_a_cpu_without_avx512_runs_the_generic_kernel(cpu, tmp_path):
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": ""},
+        {"NUMBA_CPU_NAME": "nehalem", "NUMBA_CPU_FEATURES": ""},
+        {"NUMBA_ENABLE_AVX": "0"},
+    ],
+    ids=["haswell", "nehalem", "avx off"],
+)
+def test_a_cpu_without_avx512_runs_the_generic_kernel(variables, tmp_path):
     """Compiled as for that CPU: no AVX-512 instruction is emitted, and the numbers are right."""
-    variables = {
-        "NUMBA_CPU_NAME": cpu,
-        "NUMBA_CPU_FEATURES": "",
-        "PYKERNELS_CACHE_DIR": str(tmp_path),
-    }
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
-        env={**os.environ, **variables},
+        env={**os.environ, **variables, "PYKERNELS_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
     )
@@ -171,13 +177,38 @@ def test_a_cpu_without_avx512_runs_the_generic_kernel(cpu, tmp_path):
     assert done.stdout.strip() == "correct"
 
 
+def test_of_a_feature_that_is_switched_twice_the_last_word_counts(monkeypatch):
+    """As LLVM takes them."""
+    named = "+avx512f,-avx2,+avx2,-avx512f,+unknown"
+    monkeypatch.setattr("pykernels.target.numba_config.CPU_FEATURES", named)
+    assert _compiled_features() == {"avx2"}
+
+
+def test_features_of_another_cpu_than_this_are_not_taken_for_granted(monkeypatch):
+    monkeypatch.setattr("pykernels.target.numba_config.CPU_FEATURES", None)
+    monkeypatch.setattr("pykernels.target.numba_config.CPU_NAME", "no-such-cpu")
+    assert _compiled_features() == frozenset()
+
+
 def test_a_system_that_refuses_the_tiles_is_one_line(monkeypatch) -> None:
+    asked = []
+
     class Sandbox:
-        def syscall(self, *_: int) -> int:
+        def syscall(self, *words: int) -> int:
+            asked.append(words)
             return -1
 
     monkeypatch.setattr(amx_state.ctypes, "CDLL", lambda *_, **__: Sandbox())
     with pytest.raises(PykernelsError, match=r"refuses this process the AMX tiles.*kernel avx512"):
+        amx_state.request_permission.__wrapped__()
+    # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): Linux, Documentation/arch/x86/xstate.rst
+    assert asked == [(158, 0x1023, 18)]
+
+
+@pytest.mark.skipif("amx-tile" in detect().isa, reason="this CPU has the tiles")
+@pytest.mark.skipif(detect().machine != "x86_64", reason="asks as x86 CPUs do")
+def test_a_cpu_without_tiles_says_why_they_are_refused() -> None:
+    with pytest.raises(PykernelsError, match=r"AMX tiles \(errno [1-9]\d*\)"):
         amx_state.request_permission.__wrapped__()
 
 

@@ -45,6 +45,7 @@ def test_defaults(flags: Env) -> None:
         ("spin_us", "", None),
         ("spin_us", "0", 0.0),
         ("spin_us", "12.5", 12.5),
+        ("spin_us", "3.6e9", 3.6e9),
         ("hugepages", "0", False),
     ],
 )
@@ -60,6 +61,7 @@ def test_environment_is_typed_and_read_live(
 
 
 BAD = [
+    ("cache_dir", "", "no path"),
     ("cache_dir", " ", "empty path"),
     ("cache_dir", "~nouser/x", "a home that nobody has"),
     ("kernel", "amx512", "unknown kernel"),
@@ -70,6 +72,7 @@ BAD = [
     ("spin_us", "-1", "negative"),
     ("spin_us", "nan", "not a number"),
     ("spin_us", "inf", "never sleeps"),
+    ("spin_us", "3.7e9", "above an hour"),
     ("spin_us", "1e30", "more than a clock holds"),
     ("hugepages", "yes", "no switch"),
 ]
@@ -119,6 +122,31 @@ def test_override_wins_nests_and_ends(flags: Env, environ: dict[str, str]) -> No
             assert flags.threads is None
         assert flags.threads == 2
     assert (flags.kernel, flags.threads) == ("avx512", None)
+
+
+def test_an_override_with_nothing_wins_over_the_environment(
+    flags: Env, environ: dict[str, str]
+) -> None:
+    environ["PYKERNELS_THREADS"] = "3"
+    with flags.override(threads=None):
+        assert flags.threads is None
+    assert flags.threads == 3
+
+
+def test_overrides_of_two_threads_end_in_any_order(flags: Env) -> None:
+    """As blocks of two threads may lie: the first ends while the second still runs."""
+    first, second = flags.override(kernel="generic"), flags.override(threads=2)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert (flags.kernel, flags.threads) == ("auto", 2)
+    second.__exit__(None, None, None)
+    assert flags.threads is None
+
+
+def test_features_may_be_named_with_their_minus(flags: Env) -> None:
+    with flags.override(isa=["-gfni", "avx2"]):
+        assert flags.isa == {"gfni", "avx2"}
 
 
 def test_override_ends_when_its_block_raises(flags: Env) -> None:

@@ -273,7 +273,10 @@ def scale_exp2_f32(typingctx, a, n):
 
 @intrinsic
 def store_bf16(typingctx, address, value):
-    """16 floats rounded to nearest-even bf16, to a 2-byte-aligned address (``vcvtneps2bf16``)."""
+    """16 floats rounded to nearest-even bf16, to a 2-byte-aligned address (``vcvtneps2bf16``).
+
+    Subnormal floats count as zero (Intel SDM).
+    """
 
     def codegen(context, builder, sig, args):
         name = "llvm.x86.avx512bf16.cvtneps2bf16.512"

@@ -1,0 +1,221 @@
+"""What intrinsics without arithmetic do, one by one, and in what order memory sees it."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from llvmlite import ir
+from numba import types
+
+from pykernels.cpu.intrin import amx
+from pykernels.cpu.intrin.descriptor import descriptor
+from pykernels.cpu.intrin.prefetch import in_order, prefetch_l1, prefetch_l2
+from pykernels.cpu.intrin.registers import stack_alloc
+from pykernels.cpu.intrin.scalar import bf16_as_f32, bits_from_f32, f32_from_bits
+from pykernels.cpu.intrin.sync import (
+    atomic_add,
+    atomic_exchange,
+    atomic_load,
+    atomic_store,
+    call_routine,
+    call_task,
+    clock_ns,
+    futex_wait,
+    futex_wake_all,
+    pause,
+)
+from pykernels.cpu.jit import routine, task
+from pykernels.cpu.job import f32, poke_f32
+
+BIG = (5 << 40) + 7
+I64 = ir.IntType(64)
+
+
+def _emitted(op: Any, *operands: Any) -> str:
+    """The LLVM IR of an intrinsic of integers, or of literals where these are given."""
+    count = len(operands)
+    module = ir.Module()
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * count), "f")
+    builder = ir.IRBuilder(function.append_basic_block())
+    for name, given in zip("abc", function.args, strict=False):
+        given.name = name
+    kinds = [types.intp if x is None else types.literal(x) for x in operands]
+    sig, codegen = op._defn(None, *kinds)
+    codegen(SimpleNamespace(get_dummy_value=lambda: None), builder, sig, function.args)
+    return re.sub(r'%"(\w*)[^"]*"', r"%\1", str(module))
+
+
+@pytest.mark.parametrize(
+    ("op", "operands", "line"),
+    [
+        (atomic_load, 1, "load atomic i64, i64* % seq_cst, align 8"),
+        (atomic_store, 2, "store atomic i64 %b, i64* % release, align 8"),
+        (atomic_add, 2, "atomicrmw add i64* %, i64 %b seq_cst"),
+        (atomic_exchange, 3, "cmpxchg i64* %, i64 %b, i64 %c seq_cst seq_cst"),
+    ],
+)
+def test_words_are_seen_in_the_order_that_threads_count_on(op, operands, line) -> None:
+    """A store is behind all that was written; a load is behind an addition in front of it."""
+    found = _emitted(op, *operands * [None])
+    assert line in found, found
+    assert "null_pointer_is_valid" in found
+
+
+def test_what_keeps_prefetches_apart_is_no_instruction() -> None:
+    assert 'fence syncscope("singlethread") seq_cst' in _emitted(in_order)
+
+
+@pytest.mark.parametrize(("op", "levels"), [(prefetch_l1, 3), (prefetch_l2, 2)])
+def test_prefetches_ask_for_data_to_read(op, levels) -> None:
+    assert f"i32 0, i32 {levels}, i32 1)" in _emitted(op, None)
+
+
+@pytest.mark.parametrize(
+    ("op", "operands", "call"),
+    [
+        (amx.load_config, [None], "ldtilecfg(i8* %)"),
+        (amx.release, [], "tilerelease()"),
+        (amx.zero, [3], "tilezero(i8 3)"),
+        (amx.load, [4, None, None], "tileloadd64(i8 4, i8* %, i64 %c)"),
+        (amx.store, [5, None, None], "tilestored64(i8 5, i8* %, i64 %c)"),
+        (amx.dot_bf16, [1, 2, 3], "tdpbf16ps(i8 1, i8 2, i8 3)"),
+        (amx.dot_i8, [1, 2, 3], "tdpbssd(i8 1, i8 2, i8 3)"),
+    ],
+)
+def test_tile_instructions_take_tiles_by_number(op, operands, call) -> None:
+    found = _emitted(op, *operands)
+    assert f'call void @"llvm.x86.{call}'.replace("(", '"(', 1) in found, found
+
+
+@routine(4, "sync-atomics")
+def _atomics(word, which, a, b):
+    if which == 0:
+        return atomic_load(word)
+    if which == 1:
+        atomic_store(word, a)
+        return 0
+    if which == 2:
+        return atomic_add(word, a)
+    return atomic_exchange(word, a, b)
+
+
+def test_atomics_act_on_whole_words() -> None:
+    words = np.array([-1, BIG, -1])
+    at, call = words.ctypes.data + 8, _atomics.ctypes
+    assert call(at, 0, 0, 0) == BIG
+    assert call(at, 2, -BIG - 9, 0) == BIG and words[1] == -9
+    assert call(at, 3, BIG, 1) == -9 and words[1] == -9
+    assert call(at, 3, -9, BIG) == -9 and words[1] == BIG
+    call(at, 1, -BIG, 0)
+    assert words.tolist() == [-1, -BIG, -1]
+
+
+@routine(2, "sync-wait")
+def _wait(word, seen):
+    return futex_wait(word, seen)
+
+
+@routine(1, "sync-wake")
+def _wake(word):
+    pause()
+    return futex_wake_all(word)
+
+
+def test_nobody_sleeps_on_a_word_that_has_changed() -> None:
+    words = np.array([BIG, 0])
+    assert _wait.ctypes(words.ctypes.data, BIG + 1) == -1
+    assert _wait.ctypes(words.ctypes.data, BIG - 1) == -1
+
+
+def test_all_who_sleep_are_woken_by_one_call() -> None:
+    """They compare low halves alone."""
+    words, woken = np.array([-1, 0]), list[int]()
+    at = words.ctypes.data
+    threads = [
+        threading.Thread(target=lambda: woken.append(_wait.ctypes(at, 0xFFFFFFFF)), daemon=True)
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    assert not woken and all(thread.is_alive() for thread in threads)
+    assert _wake.ctypes(at) == 3
+    for thread in threads:
+        thread.join(2)
+    assert woken == [0, 0, 0]
+
+
+@routine(0, "sync-clock")
+def _clock():
+    return clock_ns()
+
+
+def test_the_clock_is_the_monotonic_one_in_nanoseconds() -> None:
+    before = time.monotonic_ns()
+    now = _clock.ctypes()
+    assert before <= now <= time.monotonic_ns()
+
+
+@task("sync-digits")
+def _digits(job, index, worker):
+    return 100 * job + 10 * index + worker
+
+
+@routine(1, "sync-calls")
+def _calls(function):
+    return 1000 * call_task(function, 1, 2, 3) + call_routine(function, (4, 5, 6))
+
+
+def test_what_is_called_by_address_has_its_arguments_in_order() -> None:
+    assert _calls.ctypes(_digits.address) == 123456
+
+
+@routine(1, "sync-bits")
+def _bits(at):
+    value = f32(at, 0)
+    poke_f32(at + 4, f32_from_bits(bits_from_f32(value) + types.uint32(1)))
+    poke_f32(at + 8, bf16_as_f32(types.uint16(bits_from_f32(value) >> types.uint32(16))))
+    return types.int64(bits_from_f32(value))
+
+
+@pytest.mark.parametrize("value", [1.7, -1e-40, np.inf, -2.5])
+def test_bits_of_floats_are_taken_as_they_lie(value) -> None:
+    floats = np.array([value, 0, 0], np.float32)
+    bits = floats.view(np.uint32)
+    assert _bits.ctypes(floats.ctypes.data) == bits[0]
+    assert bits[1] == bits[0] + 1
+    assert bits[2] == bits[0] & 0xFFFF0000
+
+
+_RECORD, _record_at = descriptor("sync record", ("first", "second", "third"))
+
+
+@routine(1, "sync-record")
+def _exchanged(address):
+    record = _record_at(address)
+    record.second, record.third = record.third, record.second
+    return record.first
+
+
+def test_fields_of_a_record_lie_in_their_order() -> None:
+    record = np.array([(BIG, 2, 3)], _RECORD)
+    assert _exchanged.ctypes(record.ctypes.data) == BIG
+    assert record.tolist() == [(BIG, 3, 2)]
+
+
+@routine(0, "sync-stack")
+def _stack():
+    first, second = stack_alloc(64), stack_alloc(192)
+    apart = first + 64 <= second or second + 192 <= first
+    return (first | second) % 64 + (0 if apart else 1000)
+
+
+def test_parts_of_the_stack_are_aligned_and_apart() -> None:
+    assert _stack.ctypes() == 0
+    assert "alloca [192 x i8], align 64" in _emitted(stack_alloc, 192)
