@@ -113,11 +113,12 @@ def test_experts_plans_are_for_the_rows_of_experts_that_may_have_any(
     cpu, asked = torch.device("cpu"), []
     monkeypatch.setattr(experts_plan, "gemm_plan", lambda *args: asked.append(args))
     monkeypatch.setattr(experts_plan, "by_hand_takes", lambda *args: True)
+    monkeypatch.setattr(experts_plan, "arch", lambda device: (9, 0))
     stack = empty_for_gpu(get_format("bf16"), 2, 64, 128, cpu)
     for S, E, rows in ((4, 256, 1), (512, 256, 2), (7, 2, 3.5), (0, 8, 0)):
         for aligned in (True, False):
             choose_plan("down", stack, "bf16", S, E, cpu, aligned)
-            assert asked.pop() == ("down", "bf16", (0, 0), rows, 64, 128, "", aligned)
+            assert asked.pop() == ("down", "bf16", (9, 0), rows, 64, 128, "", aligned)
 
 
 def test_few_rows_of_experts_end_where_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
