@@ -194,6 +194,28 @@ def _run(stages, experts, routing, x, cut):
     return cpu.run_serially(call, x, routing.ids, routing.weights, poisoned(*x.shape))
 
 
+@pytest.mark.parametrize("T", [3, 50])
+def test_nothing_is_read_that_a_call_has_not_written(kernels_of, T):
+    """All bits of buffers and scratch set: NaN of any float, a place that is none."""
+    shape = fit(SHAPE, get_format(kernels_of.fmt))
+    experts, routing, x = (
+        _experts(kernels_of.fmt, shape),
+        balanced_routing(T, shape),
+        _inputs(T, shape),
+    )
+    workspace, cut = cpu.Workspace(), MoEPlan(3, 5, gemm_from=1)
+    call = cpu.MoECall(experts, kernels_of, workspace, cut=cut)
+
+    def run() -> torch.Tensor:
+        return cpu.run_serially(call, x, routing.ids, routing.weights, poisoned(*x.shape))
+
+    clean = run()
+    scratch = workspace.scratch(1, kernels_of.scratch_bytes)
+    for buffer in (scratch, *workspace.buffers.values()):
+        buffer.view(torch.uint8).fill_(255)
+    assert clean.isfinite().all() and torch.equal(run(), clean)
+
+
 def test_a_token_does_not_depend_on_its_batch(kernels_of):
     shape = fit(SHAPE, get_format(kernels_of.fmt))
     experts, routing = _experts(kernels_of.fmt, shape), balanced_routing(40, shape)
