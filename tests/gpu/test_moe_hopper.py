@@ -70,6 +70,14 @@ def test_a_layer(
     check(x, route(T, RAGGED), experts, device, name, plans=PLANS)
 
 
+def test_inputs_that_end_inside_a_step(device: torch.device, by_hand: Any) -> None:
+    """Of 64; bf16 alone may have any multiple of 8."""
+    shape = MoEShape(E=3, H=328, I=200, topk=2)
+    experts = random_experts(shape, get_format("bf16"), device)
+    x = torch.randn(21, shape.H).bfloat16()
+    check(x, balanced_routing(21, shape), experts, device, "bf16", plans=PLANS)
+
+
 @pytest.mark.parametrize("name", ["bf16", "fp8"])
 def test_more_tiles_than_programs(name: str, device: torch.device, by_hand: Any) -> None:
     """Programs walk: buffers and barriers go on from one tile to the next."""
