@@ -119,6 +119,11 @@ def test_inputs_may_change_and_go_behind_submit(pool, begun):
 
 REFUSED = {
     "ids are int32": (lambda x, ids, w: (x, ids.int(), w), "ids are torch.int32"),
+    "ids are int32 and, as int64, experts that there are": (
+        lambda x, ids, w: (x, torch.zeros(99, dtype=torch.int32)[: ids.numel()].view_as(ids), w),
+        "ids are torch.int32",
+    ),
+    "more experts than weights": (lambda x, ids, w: (x, torch.cat([ids, ids]), w), "ids"),
     "x is half": (lambda x, ids, w: (x.half(), ids, w), "x is torch.float16"),
     "a wider x": (lambda x, ids, w: (torch.cat([x, x], 1), ids, w), "Give bfloat16 or float32"),
     "tokens that differ": (lambda x, ids, w: (x[:1], ids, w), "for 1 tokens"),
