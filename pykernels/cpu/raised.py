@@ -12,7 +12,7 @@ from collections.abc import Collection
 from typing import cast
 
 from llvmlite import ir
-from numba.core import cgutils
+from numba.core import cgutils, types
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.compiler_machinery import register_pass
 from numba.core.lowering import Lower
@@ -50,8 +50,9 @@ class _Lower(Lower):
             convention.get_function_type(fndesc.restype, fndesc.argtypes),
             fndesc.llvm_func_name,
         )
+        raised = ir.Constant(ir.IntType(64), RAISED)
         outer_type = ir.FunctionType(
-            context.get_value_type(fndesc.restype),
+            raised.type,
             [context.get_value_type(argument) for argument in fndesc.argtypes],
         )
         outer = ir.Function(module, outer_type, fndesc.llvm_cfunc_wrapper_name)
@@ -61,8 +62,9 @@ class _Lower(Lower):
         )
         with builder.if_then(status.is_error, likely=False):
             _keep(context, builder, status)
-            builder.ret(ir.Constant(outer_type.return_type, RAISED))
-        builder.ret(out)
+            builder.ret(raised)
+        # To Numba what does nothing but raise returns None.
+        builder.ret(raised if fndesc.restype is types.none else out)
         self.library.add_ir_module(module)
 
 

@@ -7,6 +7,7 @@ import torch
 
 from pykernels.cpu import run_serially
 from pykernels.cpu.jit import routine
+from pykernels.cpu.raised import RAISED
 from runtime.pool import TaskError, WorkerPool
 
 from .routed import inputs, load
@@ -55,3 +56,11 @@ def test_what_is_raised_below_a_task_fails_the_call(
                 run_serially(call, *given, torch.empty_like(given[0]))
         call.job[field] = good
         assert torch.equal(routed(*given), wanted)
+
+
+def test_a_routine_may_do_nothing_but_raise():
+    @routine(1, "raising-only")
+    def unwritten(at):
+        raise NotImplementedError
+
+    assert unwritten.ctypes(0) == RAISED
