@@ -51,9 +51,13 @@ def default(backend: str, fmt: str, activations: str = "bf16") -> Choices:
 
 
 def path(cpu: str) -> Path:
-    """The file of a CPU, by its name (``Target.cpu``): a Xeon 8592+ is another than an 8592."""
-    slug = "-".join(re.findall(r"[a-z0-9.+]+", cpu.lower()))
-    return env.cache_dir / f"choices-{slug}.json"
+    """The file of a CPU, by its name (``Target.cpu``)."""
+    return env.cache_dir / f"choices-{slug(cpu)}.json"
+
+
+def slug(name: str) -> str:
+    """What may be a file's: "Xeon(R) 8592+" is xeon-r-8592+, another than an 8592."""
+    return "-".join(re.findall(r"[a-z0-9.+]+", name.lower()))
 
 
 def key(backend: str, fmt: str, activations: str = "bf16") -> str:

@@ -9,9 +9,6 @@ workers read their own slice from their own memory, and ``sync`` adds the nodes'
 
 from __future__ import annotations
 
-import os
-import threading
-
 import torch
 
 from pykernels.cpu import make_kernel
@@ -26,21 +23,13 @@ from .choices import chosen
 from .control import until_done
 from .counters import Counters
 from .launch import Part
+from .locks import ForkSafeLock
 from .pool import Pool, TaskError, default_pool, wait_all
 from .reduce import nothing_added, reduce
 from .slices import make_room, slices_on, workers_of
 from .ticket import Ticket
 
-_binding = threading.RLock()  # a signal's handler may call in the middle of it
-
-
-def _forked() -> None:
-    """In a forked child: who held the lock is not there to give it up."""
-    global _binding
-    _binding = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_forked)
+_binding = ForkSafeLock()
 
 
 class RoutedExperts:
@@ -278,7 +267,7 @@ class RoutedExperts:
         return bound[1]
 
     def _bind_to(self, pool: Pool) -> tuple[Pool, list[Part]]:
-        with _binding:  # what one thread has bound must not go while its call runs
+        with _binding.lock:  # what one thread has bound must not go while its call runs
             if self._bound is None or self._bound[0] is not pool:
                 kernel = make_kernel(self.backend.name, self.weights.fmt.name, self.activations)
                 slices = self.weights.slices

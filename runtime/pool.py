@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import warnings
 from typing import Literal, overload
 
 from pykernels.env import env
 
 from .control import TaskError
+from .locks import ForkSafeLock
 from .nodes import AUTO, OFF, NodePools, Pool, nodes_to_use, wait_all, why_not_split
 from .topology import Topology
 from .workers import Call, WorkerPool
 
 _default: Pool | None = None
-_lock = threading.RLock()  # a signal's handler may ask for the pool while its thread holds it
-
-
-def _forked() -> None:
-    """In a forked child: who held the lock is not there to give it up."""
-    global _lock
-    _lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_forked)
+_making = ForkSafeLock()
 
 
 def make_pool(
@@ -58,7 +48,7 @@ def make_pool(
 def default_pool() -> Pool:
     """The pool that experts share unless given another; made at first use."""
     global _default
-    with _lock:
+    with _making.lock:
         if _default is None:
             made = make_pool()
             if _default is None:  # else a handler came in between: that pool has calls by now
@@ -84,7 +74,7 @@ def configure_default_pool(
     See ``make_pool``. Experts that were split across nodes stay so: give them as many again.
     """
     global _default
-    with _lock:
+    with _making.lock:
         fresh = make_pool(threads, driver_works, numa)
         # In this order: where Ctrl-C comes while it waits for a call, the shared pool is open.
         before, _default = _default, fresh

@@ -13,14 +13,14 @@ from typing import Any
 from bench.peers.catalog import ROOT
 from pykernels import __version__
 from pykernels.target import Target
+from runtime import choices
 from runtime.topology import Topology
 
 
 def slug(cpu: str, cores: int) -> str:
     """A folder's name: "AMD EPYC (znver5)", 2 -> "amd-epyc-znver5-2-cores"."""
     plain = re.sub(r"\((r|tm)\)", "", cpu.lower())
-    words = re.findall(r"[a-z0-9.+]+", f"{plain} {cores} cores")
-    return "-".join(words)
+    return choices.slug(f"{plain} {cores} cores")
 
 
 def describe(target: Target) -> dict[str, Any]:

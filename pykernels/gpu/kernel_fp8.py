@@ -105,7 +105,7 @@ def gemm_fp8(
     scale = w_scale + base * blocks + own // 128 * groups
     if not W_TMA:
         matrix = w + base * N * K
-        up = (base * 0 + N) * K  # may be more than 32 bits count
+        up = tl.cast(N, tl.int64) * K
         w_tile = matrix + tl.minimum(cols, N - 1).to(tl.int64)[:, None] * K + k[None, :]
     for g in tl.range(0, tl.cdiv(inputs, 128), num_stages=STAGES):
         inside = (g * 128 + k < K)[None, :]

@@ -90,8 +90,8 @@ def _launch(
         if reason := supports(x, cache, scale, name):
             raise PykernelsError(f"the cache cannot be written: {reason}", "Convert them")
     T, (P, page) = a.shape[0], caches[0].shape[:2]
-    whole = slots.dtype in (torch.int32, torch.int64) and slots.is_contiguous()
-    if b.shape[0] != T or slots.shape != (T,) or not whole:
+    dense = slots.dtype in (torch.int32, torch.int64) and slots.is_contiguous()
+    if b.shape[0] != T or slots.shape != (T,) or not dense:
         raise PykernelsError(
             f"{slots.dtype} {tuple(slots.shape)} slots for {T} and {b.shape[0]} rows",
             "Give one int32 or int64 slot a token, contiguous ones",

@@ -106,7 +106,7 @@ warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fo
 held, forked = threading.Event(), threading.Event()
 
 def make():
-    with pools._lock:
+    with pools._making.lock:
         held.set()
         forked.wait()
 

@@ -70,10 +70,15 @@ def check_plan(name: str, M: int, N: int, K: int, plan: Any, run: Any) -> None:
     ids=str,
 )
 def test_bytes_in_groups_of_32(plan: Any, run: Any) -> None:
-    """A format that has no name of its own; the last step has less than all its chunks."""
+    """The last step has less than all its chunks."""
+    check_bytes_in_groups_of_32(5, 40, 448, plan, run)
+
+
+def check_bytes_in_groups_of_32(M: int, N: int, K: int, plan: Any, run: Any) -> None:
+    """A format that has no name of its own."""
     fmt = Integer("int8 in groups of 32", 8, 32)
-    weight = fmt.quantize(torch.randn(40, 448) / 448**0.5 * torch.rand(40, 448))
-    x, bias = torch.randn(5, 448).bfloat16(), torch.randn(40)
+    weight = fmt.quantize(torch.randn(N, K) / K**0.5 * torch.rand(N, K))
+    x, bias = torch.randn(M, K).bfloat16(), torch.randn(N)
     truth = ref.linear(x, weight, bias, fmt=fmt, dtype=torch.float64)
     y = run(x, pack_for_gpu(fmt, [weight]), bias, plan).cpu()
     assert relative_error(y, truth) < (6e-3 if launch.interpreted() else 4e-3)

@@ -10,17 +10,14 @@ import torch
 
 from pykernels import ref
 from pykernels.errors import PykernelsError
-from pykernels.gpu import launch
 from pykernels.gpu.linear import linear
 from pykernels.gpu.linear_plan import one_row_plan
-from pykernels.gpu.matrices import pack_for_gpu
 from pykernels.gpu.plan_types import OneRowPlan
 from pykernels.quant import get_format
-from pykernels.quant.integer import Integer
 from pykernels.testing import relative_error
 
 from .test_linear_gpu import made
-from .test_linear_rows import check_plan, meta_call
+from .test_linear_rows import check_bytes_in_groups_of_32, check_plan, meta_call
 
 CASES = [
     ("int4-g128", 1, 40, 1344, OneRowPlan(16, 2, 2, 2), "half a group at the end"),
@@ -87,13 +84,8 @@ def test_plans(name: str, M: int, N: int, K: int, plan: Any, why: str, run: Any)
 
 @pytest.mark.parametrize("plan", [OneRowPlan(16, 4, 2), OneRowPlan(32, 2, 1, 1)])
 def test_one_row_of_bytes_in_groups_of_32(plan: OneRowPlan, run: Any) -> None:
-    """A format that has no name of its own; the last step has less than all its chunks."""
-    fmt = Integer("int8 in groups of 32", 8, 32)
-    weight = fmt.quantize(torch.randn(72, 704) / 704**0.5 * torch.rand(72, 704))
-    x, bias = torch.randn(1, 704).bfloat16(), torch.randn(72)
-    truth = ref.linear(x, weight, bias, fmt=fmt, dtype=torch.float64)
-    y = run(x, pack_for_gpu(fmt, [weight]), bias, plan).cpu()
-    assert relative_error(y, truth) < (6e-3 if launch.interpreted() else 4e-3)
+    """The last step has less than all its chunks."""
+    check_bytes_in_groups_of_32(1, 72, 704, plan, run)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "q4_k", "q6_k"])
