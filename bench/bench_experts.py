@@ -13,10 +13,10 @@ import pytest
 
 from pykernels.quant import FORMATS
 from pykernels.shapes import MoEShape
-from runtime.measure import MoECase
-from runtime.pool import WorkerPool
-from runtime.roofline import ReadRoof
-from runtime.topology import Topology
+from runtime.machine.topology import Topology
+from runtime.profiling.measure import MoECase
+from runtime.profiling.roofline import ReadRoof
+from runtime.workers.pool import WorkerPool
 
 SHAPES = {
     "embedded": MoEShape(E=32, H=256, I=128, topk=6),

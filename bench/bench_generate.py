@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import model
-from model.generate import generate_stream
-from runtime.topology import Topology
+from model.text.generate import generate_stream
+from runtime.machine.topology import Topology
 
 PROMPT = "def quicksort(xs):"
 TOKENS = 64

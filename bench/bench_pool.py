@@ -14,9 +14,9 @@ import torch
 
 from pykernels.quant.split import repeat_first
 from pykernels.shapes import MoEShape
-from runtime.experts import RoutedExperts
-from runtime.pool import Call, Pool, make_pool
-from runtime.topology import Topology
+from runtime.experts.routed import RoutedExperts
+from runtime.machine.topology import Topology
+from runtime.workers.pool import Call, Pool, make_pool
 
 ROUNDS = 20_000
 EMBEDDED = MoEShape(E=64, H=256, I=128, topk=6)

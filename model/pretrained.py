@@ -17,16 +17,16 @@ from transformers import (
 )
 
 from pykernels.errors import PykernelsError
-from runtime.nodes import AUTO
-from runtime.pool import configure_default_pool, default_pool
+from runtime.workers.numa import AUTO
+from runtime.workers.pool import configure_default_pool, default_pool
 
-from . import memory
-from .checkpoint import Checkpoint, read_json
-from .config import read_config, resolve_dtype
-from .convert import make_plan
-from .inject import inject
-from .loading import check_kernels, load
-from .progress import Callback, reporting
+from .checkpoint import memory
+from .checkpoint.config import read_config, resolve_dtype
+from .checkpoint.load import check_kernels, load
+from .checkpoint.plan import make_plan
+from .checkpoint.progress import Callback, reporting
+from .checkpoint.safetensors import Checkpoint, read_json
+from .modules.inject import inject
 from .rules import Rule, default_rules, load_rules, parse_rules
 
 Rules = str | Path | Sequence[Rule | dict[str, Any]] | None

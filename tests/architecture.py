@@ -45,7 +45,7 @@ ONLY_IN = {
 }
 """Third-party packages with a fence: only these packages of ours import them."""
 
-PRINTERS = ("model.cli", "model.doctor", "model.embedded.", "model.__main__", "bench", "tests")
+PRINTERS = ("model.cli.", "model.doctor.", "model.embedded.", "bench", "tests")
 """Where `print` is right: the command line, the training scripts, the benchmarks."""
 
 MAX_LINES = 500

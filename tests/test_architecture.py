@@ -39,22 +39,37 @@ def test_the_table_of_parts_names_only_parts_that_the_map_has() -> None:
 
 
 CAUGHT = [
-    ("pykernels.cpu.moe", "from ..gpu import moe_ffn", "other way", "cpu sees gpu"),
-    ("pykernels.gpu.moe", "from ..cpu.jit import jit", "other way", "gpu sees cpu"),
+    ("pykernels.cpu.jit", "from ..gpu import moe_ffn", "other way", "cpu sees gpu"),
+    ("pykernels.gpu.norm", "from ..cpu.jit import jit", "other way", "gpu sees cpu"),
     ("pykernels.target", "from . import registry", "other way", "from . import part"),
     ("pykernels.errors", "from .env import env", "other way", "errors sees env"),
     ("pykernels.quant.fp8", "from ..ref.moe import moe_ffn", "other way", "quant sees ref"),
     ("pykernels.cpu.jit", "from pykernels.env import env", "make it relative", "absolute"),
-    ("pykernels.cpu.jit", "import runtime.pool", "other way", "kernels see threads"),
-    ("runtime.pool", "def f():\n    from model import inject", "other way", "inside a function"),
-    ("runtime.pool", "import transformers", "only bench, model, tests may", "runtime sees HF"),
+    ("pykernels.cpu.jit", "import runtime.workers.pool", "other way", "kernels see threads"),
+    (
+        "runtime.workers.pool",
+        "def f():\n    from model import inject",
+        "other way",
+        "inside a function",
+    ),
+    (
+        "runtime.workers.pool",
+        "import transformers",
+        "only bench, model, tests may",
+        "runtime sees HF",
+    ),
     ("pykernels.ref.moe", "from transformers import AutoModel", "only", "kernels see HF"),
-    ("model.inject", "import bench.report", "other way", "model sees bench"),
-    ("model.inject", "from model.rules import Rule", "make it relative", "absolute in model"),
-    ("runtime.pool", "from ... import model", "leaves its package", "too many dots"),
+    ("model.modules.inject", "import bench.report", "other way", "model sees bench"),
+    (
+        "model.modules.inject",
+        "from model.rules import Rule",
+        "make it relative",
+        "absolute in model",
+    ),
+    ("runtime.workers.pool", "from ... import model", "leaves its package", "too many dots"),
     ("pykernels.sorcery", "x = 1", "unknown part 'sorcery'", "a module without a rank"),
-    ("runtime.pool", "def f():\n    print('hello')", "print in a library", "print"),
-    ("runtime.pool", "x = 1\n" * 500, "500 lines", "a long file"),
+    ("runtime.workers.pool", "def f():\n    print('hello')", "print in a library", "print"),
+    ("runtime.workers.pool", "x = 1\n" * 500, "500 lines", "a long file"),
 ]
 
 
@@ -70,11 +85,15 @@ def test_a_module_that_breaks_a_rule_is_caught(
 
 
 KEPT = [
-    ("pykernels.cpu.moe", "from ..ref import moe_ffn\nfrom .jit import jit", False),
+    ("pykernels.cpu.moe.kernel", "from ...ref import moe_ffn\nfrom ..jit import jit", False),
     ("pykernels.cpu", "from .moe import moe_ffn", True),
     ("pykernels.target", "from .errors import PykernelsError\nfrom . import __version__", False),
-    ("runtime.experts", "from pykernels.cpu import moe_ffn\nfrom .pool import WorkerPool", False),
-    ("model.cli", "import transformers\nprint('text')\nfrom runtime import pool", False),
+    (
+        "runtime.experts.routed",
+        "from pykernels.cpu import moe_ffn\nfrom .pool import WorkerPool",
+        False,
+    ),
+    ("model.cli.main", "import transformers\nprint('text')\nfrom runtime import pool", False),
     ("bench.moe", "from bench.report import table\nfrom model import from_pretrained", False),
 ]
 

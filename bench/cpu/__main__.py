@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from bench.files import check_folder
 from bench.peers.catalog import ENGINES, RESULTS
-from model.cli_common import EXIT_ERROR, EXIT_INTERRUPTED, prepare_threads
+from model.cli.common import EXIT_ERROR, EXIT_INTERRUPTED, prepare_threads
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 

@@ -9,7 +9,7 @@ from pykernels.errors import PykernelsError
 from pykernels.quant import FORMATS, get_format
 from pykernels.shapes import MoEShape
 from pykernels.target import Target
-from runtime.topology import Topology
+from runtime.machine.topology import Topology
 
 ROUTINGS = 16
 """Routings that the calls of a case take in turn."""

@@ -13,14 +13,14 @@ from typing import Any
 from bench.peers.catalog import ROOT
 from pykernels import __version__
 from pykernels.target import Target
-from runtime import choices
-from runtime.topology import Topology
+from runtime.machine import tuning
+from runtime.machine.topology import Topology
 
 
 def slug(cpu: str, cores: int) -> str:
     """A folder's name: "AMD EPYC (znver5)", 2 -> "amd-epyc-znver5-2-cores"."""
     plain = re.sub(r"\((r|tm)\)", "", cpu.lower())
-    return choices.slug(f"{plain} {cores} cores")
+    return tuning.slug(f"{plain} {cores} cores")
 
 
 def describe(target: Target) -> dict[str, Any]:

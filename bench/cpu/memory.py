@@ -8,9 +8,9 @@ from dataclasses import replace
 from bench.peers.catalog import Peer
 from pykernels.errors import PykernelsError
 from pykernels.shapes import MoEShape
-from runtime.experts import RoutedExperts
-from runtime.roofline import roof_bytes
-from runtime.workload import layers_out_of_cache
+from runtime.experts.routed import RoutedExperts
+from runtime.profiling.roofline import roof_bytes
+from runtime.profiling.workload import layers_out_of_cache
 
 H, I, TOPK = 7168, 2048, 8  # noqa: E741 - DeepSeek-V3's experts
 EXPERTS = (32, 16, 8)

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from runtime.workload import RandomLayers, call_of
+from runtime.profiling.workload import RandomLayers, call_of
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from bench.peers.catalog import Peer
 from bench.peers.client import PeerMissing, PeerProcess, python_of
 from pykernels.shapes import MoEShape
 from pykernels.target import Target
-from runtime.workload import routings
+from runtime.profiling.workload import routings
 
 from .cases import ROUTINGS, Settings
 from .estimate import TRIAL

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pykernels.shapes import MoEShape
-from runtime.roofline import Roofs
+from runtime.profiling.roofline import Roofs
 
 from .turns import Seen
 

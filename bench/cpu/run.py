@@ -10,8 +10,8 @@ from typing import Any
 
 from bench.peers.catalog import Peer
 from pykernels.target import Target
-from runtime.topology import Topology
-from runtime.workload import RandomLayers, check_calls, routings
+from runtime.machine.topology import Topology
+from runtime.profiling.workload import RandomLayers, check_calls, routings
 
 from . import estimate
 from .cases import ROUTINGS, SECTIONS, Settings

@@ -13,9 +13,9 @@ from pykernels.quant import get_format
 from pykernels.registry import kernels
 from pykernels.shapes import MoEShape
 from pykernels.target import Target
-from runtime.pool import configure_default_pool
-from runtime.roofline import Roofs
-from runtime.workload import RandomLayers, distinct, routings
+from runtime.profiling.roofline import Roofs
+from runtime.profiling.workload import RandomLayers, distinct, routings
+from runtime.workers.pool import configure_default_pool
 
 from .cases import ROUTINGS, Settings, Tokens, thread_counts
 from .ours import Ours, split_name

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from pykernels.shapes import MoEShape
-from runtime.pool import WorkerPool
-from runtime.workload import ROUTINGS, RandomLayers, distinct, routings
+from runtime.profiling.workload import ROUTINGS, RandomLayers, distinct, routings
+from runtime.workers.pool import WorkerPool
 
 from .cases import Settings
 from .ours import Ours

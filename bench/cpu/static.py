@@ -17,9 +17,9 @@ from numba import carray, types
 from pykernels.cpu import MoECall, make_kernel
 from pykernels.cpu.intrin.sync import as_pointer, call_task
 from pykernels.cpu.jit import task
-from pykernels.cpu.plan import plan
-from runtime.pool import Call
-from runtime.workload import RandomLayers
+from pykernels.cpu.moe.plan import plan
+from runtime.profiling.workload import RandomLayers
+from runtime.workers.pool import Call
 
 from .ours import Ours
 

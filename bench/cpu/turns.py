@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from bench.peers.client import PeerMissing
-from runtime.roofline import Roofs
+from runtime.profiling.roofline import Roofs
 
 Calls = list[tuple[int, float]]
 """(routing, seconds) of each call of a turn."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.files import Partial, Results, check_folder, unused, write_texts, writing
 from bench.peers.catalog import RESULTS
-from model.cli_common import EXIT_ERROR, EXIT_INTERRUPTED
+from model.cli.common import EXIT_ERROR, EXIT_INTERRUPTED
 from pykernels.errors import PykernelsError
 
 from .report import line, markdown

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from pykernels.errors import PykernelsError
 from pykernels.gpu.activation import silu_mul
+from pykernels.gpu.attention.kv_write import kv_write, mla_write
+from pykernels.gpu.attention.mla_read import mla_read
 from pykernels.gpu.embedding import embed
-from pykernels.gpu.kv_write import kv_write, mla_write
-from pykernels.gpu.mla_read import mla_read
 from pykernels.gpu.norm import rms_norm
 from pykernels.gpu.rope import rope, rope_frequencies
 from pykernels.gpu.sampling import greedy, sample

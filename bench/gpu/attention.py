@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.gpu.gqa_decode import gqa_decode
-from pykernels.gpu.gqa_prefill import gqa_prefill
-from pykernels.gpu.mla_decode import mla_decode
-from pykernels.gpu.mla_prefill import mla_prefill
+from pykernels.gpu.attention.gqa_decode import gqa_decode
+from pykernels.gpu.attention.gqa_prefill import gqa_prefill
+from pykernels.gpu.attention.mla_decode import mla_decode
+from pykernels.gpu.attention.mla_prefill import mla_prefill
 from pykernels.shapes import Ragged
 
 from . import attention_flashinfer as flashinfer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from pykernels.gpu.attention_plan import (
+from pykernels.gpu.plans.attention import (
     DecodePlan,
     PrefillPlan,
     by_hand_fits,

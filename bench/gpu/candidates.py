@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pykernels.gpu.linear_plan import H200_PROCESSORS, Plan, even_shares
-from pykernels.gpu.many_rows_hopper import EXPERT_KINDS
-from pykernels.gpu.plan_types import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan, OneRowPlan
+from pykernels.gpu.gemm.hopper.dequant import EXPERT_KINDS
+from pykernels.gpu.gemm.select import H200_PROCESSORS, Plan, even_shares
+from pykernels.gpu.plans.gemm import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan, OneRowPlan
 
 # (block_m, block_n, block_k, warps, stages)
 _BF16_MANY = (

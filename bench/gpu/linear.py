@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from pykernels.gpu.linear import linear
-from pykernels.gpu.matrices import Matrices
+from pykernels.gpu.gemm.linear import linear
+from pykernels.gpu.gemm.weights import Matrices
 
 from .harness import Case, built, rotating, sets_for
 from .weights import activations_for, random_stack

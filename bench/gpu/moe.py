@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from pykernels.errors import PykernelsError
-from pykernels.gpu.moe import Experts, down, gate_up, gate_up_quantized, moe_ffn
-from pykernels.gpu.permute import sort_slots
+from pykernels.gpu.moe.fused_moe import Experts, down, gate_up, gate_up_quantized, moe_ffn
+from pykernels.gpu.moe.permute import sort_slots
 from pykernels.gpu.quantize import quantize_fp8
 from pykernels.shapes import SortedSlots
 

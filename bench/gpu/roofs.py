@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from pykernels.gpu.read import read
+from pykernels.gpu.common.bandwidth import read
 
 from .timer import make_timer
 

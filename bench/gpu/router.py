@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.gpu.gate import router_logits
-from pykernels.gpu.permute import permute, sort_slots, unpermute
-from pykernels.gpu.router import route, router
+from pykernels.gpu.moe.permute import permute, sort_slots, unpermute
+from pykernels.gpu.moe.router import route, router
+from pykernels.gpu.moe.router_logits import router_logits
 from pykernels.shapes import RouterSpec
 
 from .harness import Case, built, rotating, sets_for

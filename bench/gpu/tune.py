@@ -1,6 +1,6 @@
 """python -m bench.gpu.tune: times candidate launch plans on this GPU and writes the best ones.
 
-They go to ``<cache folder>/gpu-plans.json``, which ``pykernels.gpu.plan_file`` reads. Candidates
+They go to ``<cache folder>/gpu-plans.json``, which ``pykernels.gpu.plans.tuned`` reads. Candidates
 are compiled by many processes (one core each) before anything is timed: compiling is most of it.
 Each is timed alone, then the fastest once more in turns: a GPU's clock depends on what ran before.
 """
@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from model.cli_common import EXIT_ERROR, EXIT_INTERRUPTED
+from model.cli.common import EXIT_ERROR, EXIT_INTERRUPTED
 from pykernels.errors import PykernelsError
-from pykernels.gpu.ahead import only_compile
-from pykernels.gpu.attention_lines import OPS as ATTENTION
+from pykernels.gpu.common.precompile import only_compile
+from pykernels.gpu.plans.attention_shape import OPS as ATTENTION
 
 from . import tune_attention, tune_products
 from .harness import reason

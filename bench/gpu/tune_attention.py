@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.gpu.attention_choose import shipped_decode, shipped_prefill
-from pykernels.gpu.attention_lines import OPS, AttentionShape
-from pykernels.gpu.attention_plan import DecodePlan, PrefillPlan
-from pykernels.gpu.plan_file import write_tuned
+from pykernels.gpu.attention.select import shipped_decode, shipped_prefill
+from pykernels.gpu.plans.attention import DecodePlan, PrefillPlan
+from pykernels.gpu.plans.attention_shape import OPS, AttentionShape
+from pykernels.gpu.plans.tuned import write_tuned
 
 from .attention import D_MLA, PAGE, L, R, Size, planned
 from .attention_candidates import candidates

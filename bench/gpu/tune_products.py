@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from pykernels.gpu.experts_plan import most_few
-from pykernels.gpu.linear import linear
-from pykernels.gpu.linear_plan import H200_PROCESSORS, Plan, kernel_of
-from pykernels.gpu.many_rows_hopper import EXPERT_KINDS
-from pykernels.gpu.many_rows_hopper import KINDS as MANY_KINDS
-from pykernels.gpu.matrices import empty_for_gpu, kind_of
-from pykernels.gpu.moe import Experts, down, gate_up, sort_slots
-from pykernels.gpu.plan_file import EXPERTS_PLANS, write_tuned
-from pykernels.gpu.plan_types import GemmPlan, ManyPlan
+from pykernels.gpu.gemm.hopper.dequant import EXPERT_KINDS
+from pykernels.gpu.gemm.hopper.dequant import KINDS as MANY_KINDS
+from pykernels.gpu.gemm.linear import linear
+from pykernels.gpu.gemm.select import H200_PROCESSORS, Plan, kernel_of
+from pykernels.gpu.gemm.weights import empty_for_gpu, kind_of
+from pykernels.gpu.moe.fused_moe import Experts, down, gate_up, sort_slots
+from pykernels.gpu.moe.select import most_few
+from pykernels.gpu.plans.gemm import GemmPlan, ManyPlan
+from pykernels.gpu.plans.tuned import EXPERTS_PLANS, write_tuned
 from pykernels.quant import get_format
 
 from .candidates import candidates

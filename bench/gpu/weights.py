@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.gpu.matrices import Matrices, empty_for_gpu
-from pykernels.gpu.moe import Experts
+from pykernels.gpu.gemm.weights import Matrices, empty_for_gpu
+from pykernels.gpu.moe.fused_moe import Experts
 from pykernels.quant import get_format
 
 

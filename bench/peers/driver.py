@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1
 
 class Turns:
     """The calls of one engine: every layer in turn with one routing, then with the next, as ours
-    (``runtime.workload.call_of``), so that weights come from memory."""
+    (``runtime.profiling.workload.call_of``), so that weights come from memory."""
 
     def __init__(self, engine: Engine, layers: int) -> None:
         self.engine, self.layers, self.routings, self.next = engine, layers, 0, 0

@@ -11,9 +11,9 @@ from pykernels import quant
 from pykernels.errors import PykernelsError
 from pykernels.registry import ACTIVATIONS
 from pykernels.shapes import MoEShape
-from runtime.experts import RoutedExperts
+from runtime.experts.routed import RoutedExperts
 
-from ..operators import Operator, Place, operator
+from .registry import Operator, Place, operator
 
 FORMATS = ("auto", *quant.FORMATS)
 SHARED = ("shared_experts", "shared_expert", "shared_expert_gate")

@@ -12,10 +12,10 @@ from ..target import detect
 from . import raised
 from .intrin.sync import call_task
 from .jit import kernel
-from .moe import make_kernel
-from .pack import make_pack, pack_job, packs_scales
-from .plan import MoEPlan, plan
-from .workspace import MoECall, Workspace, contiguous_rows
+from .moe.call import MoECall, Workspace, contiguous_rows
+from .moe.kernel import make_kernel
+from .moe.plan import MoEPlan, plan
+from .weights.pack import make_pack, pack_job, packs_scales
 
 
 @kernel()
@@ -64,7 +64,7 @@ def moe_ffn(
 ) -> torch.Tensor:
     """``sum_k weights[t, k] * expert[ids[t, k]](x[t])`` on the calling thread alone.
 
-    The fast twin of ``pykernels.ref.moe_ffn``; ``runtime.experts`` is this on many threads.
+    The fast twin of ``pykernels.ref.moe_ffn``; ``runtime.experts.routed`` is this on many threads.
 
     Args:
         x: bf16 or float32 [T, H]; the kernels take it as bf16.

@@ -43,10 +43,10 @@ done."""
 SOURCES = (
     "pykernels/cpu",
     "pykernels/quant",
-    "runtime/counters.py",
-    "runtime/launch.py",
-    "runtime/reduce.py",
-    "runtime/tasks.py",
+    "runtime/workers/counters.py",
+    "runtime/experts/launch.py",
+    "runtime/workers/reduce.py",
+    "runtime/workers/queue.py",
 )
 """All that compiled code can see: an edit elsewhere compiles nothing again."""
 

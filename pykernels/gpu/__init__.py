@@ -1,10 +1,10 @@
 """Triton kernels with their launchers, each op with a twin of the same name in ``pykernels.ref``.
 
-An op is imported from its module: ``from pykernels.gpu.gqa_decode import gqa_decode``. This package
-exports none, so that it can be imported where there is no Triton, and most modules are called as
-their op is. The others: ``activation`` has ``silu_mul``, ``embedding`` ``embed``, ``gate``
-``router_logits``, ``kv_write`` ``mla_write`` too, ``moe`` ``moe_ffn``, ``norm`` ``rms_norm``,
-``permute`` ``sort_slots`` and ``unpermute`` too, ``quantize`` ``quantize_fp8``, and ``sampling``
+An op is imported from its module: ``from pykernels.gpu.attention.gqa_decode import gqa_decode``.
+This package exports none, so that it can be imported where there is no Triton, and most modules are
+called as their op is. The others: ``activation`` has ``silu_mul``, ``embedding`` ``embed``,
+``attention.kv_write`` ``mla_write`` too, ``moe.fused_moe`` ``moe_ffn``, ``norm`` ``rms_norm``,
+``moe.permute`` ``sort_slots`` and ``unpermute`` too, ``quantize`` ``quantize_fp8``, ``sampling``
 ``greedy`` and ``sample``.
 
 They run compiled on a CUDA GPU, and on any CPU through Triton's interpreter: slowly, at small

@@ -8,8 +8,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..errors import PykernelsError
-from .launch import FLOATS, check_device, launches_early, unsupported, why_not
-from .strides import check_out, rows_of
+from .common.launch import FLOATS, check_device, launches_early, unsupported, why_not
+from .common.strides import check_out, rows_of
 
 
 @triton.jit

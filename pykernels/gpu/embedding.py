@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from ..errors import PykernelsError
-from .launch import FLOATS, check_device, unsupported, why_not
-from .strides import check_out, rows_of
+from .common.launch import FLOATS, check_device, unsupported, why_not
+from .common.strides import check_out, rows_of
 
 
 @triton.jit

@@ -8,8 +8,8 @@ import triton.language as tl
 
 from ..errors import PykernelsError
 from ..shapes import SortedSlots
-from .decode import float_to_e4m3
-from .launch import FLOATS, arch, check_device
+from .common.dequant import float_to_e4m3
+from .common.launch import FLOATS, arch, check_device
 
 GROUP = 128
 NATIVE_FP8 = (8, 9)

@@ -12,8 +12,8 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..errors import PykernelsError
 from ..ref.rope import rope_frequencies, yarn_frequencies, yarn_scale
-from .launch import FLOATS, check_device, launches_early, unsupported
-from .strides import overlaps
+from .common.launch import FLOATS, check_device, launches_early, unsupported
+from .common.strides import overlaps
 
 __all__ = ["rope", "rope_frequencies", "supports", "yarn_frequencies", "yarn_scale"]
 

@@ -22,8 +22,8 @@ import triton.language as tl
 
 from ..errors import PykernelsError
 from ..ref.sampling import COLDEST, HOTTEST
-from .choose import index_of, ordered, rank_key
-from .launch import FLOATS, check_device, unsupported
+from .common.launch import FLOATS, check_device, unsupported
+from .common.topk import index_of, ordered, rank_key
 
 _BLOCK = 2048  # logits a program
 _WIDE = 8192  # logits a step of the nucleus's loop

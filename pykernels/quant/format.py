@@ -150,7 +150,7 @@ class Format(ABC):
             )
 
     def pack(self, weight: Weight, blocks: torch.Tensor, scales: torch.Tensor) -> None:
-        """Writes the tile layout: the reference of ``pykernels.cpu.pack``, on one thread.
+        """Writes the tile layout: the reference of ``pykernels.cpu.weights.pack``, on one thread.
 
         Args:
             weight: [N, K] in this format.

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from pykernels import cpu, ref
-from pykernels.cpu.instructions import instructions
 from pykernels.cpu.intrin import amx_model
-from pykernels.cpu.moe import build_kernel
+from pykernels.cpu.isa import instructions
+from pykernels.cpu.moe.kernel import build_kernel
 from pykernels.quant import FORMATS, get_format
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
@@ -20,10 +20,10 @@ from pykernels.testing import (
     random_experts,
     skewed_routing,
 )
-from runtime.experts import RoutedExperts
-from runtime.pool import WorkerPool
-from runtime.roofline import ComputeRoof
-from runtime.topology import Topology
+from runtime.experts.routed import RoutedExperts
+from runtime.machine.topology import Topology
+from runtime.profiling.roofline import ComputeRoof
+from runtime.workers.pool import WorkerPool
 
 pytestmark = pytest.mark.amx
 SHAPE = MoEShape(E=8, H=640, I=288, topk=3)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
-from runtime.pool import WorkerPool
+from runtime.workers.pool import WorkerPool
 
 HANGS = 300.0
 """Seconds of a test. The longest compile for some ten on a slow machine."""

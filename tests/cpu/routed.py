@@ -12,9 +12,9 @@ import torch
 from pykernels.quant import PackedExperts, get_format
 from pykernels.shapes import MoEShape
 from pykernels.testing import random_experts, skewed_routing
-from runtime.experts import RoutedExperts
-from runtime.pool import WorkerPool
-from runtime.topology import Topology
+from runtime.experts.routed import RoutedExperts
+from runtime.machine.topology import Topology
+from runtime.workers.pool import WorkerPool
 
 SHAPE = MoEShape(E=6, H=128, I=256, topk=2)
 TWO_CORES = pytest.mark.skipif(

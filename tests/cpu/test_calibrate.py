@@ -6,21 +6,22 @@ import pytest
 import torch
 
 from pykernels.cpu import make_kernel
-from pykernels.cpu.instructions import instructions
 from pykernels.cpu.intrin import amx_model
-from pykernels.cpu.moe import NEVER, build_kernel
-from pykernels.cpu.plan import GEMM_FROM
+from pykernels.cpu.isa import instructions
+from pykernels.cpu.moe.kernel import NEVER, build_kernel
+from pykernels.cpu.moe.plan import GEMM_FROM
 from pykernels.env import env
 from pykernels.registry import kernels
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
 from pykernels.testing import assert_close
-from runtime import choices, workload
-from runtime.calibrate import PathTimer
-from runtime.choices import Choices
-from runtime.experts import RoutedExperts
-from runtime.pool import WorkerPool, make_pool
-from runtime.topology import Topology
+from runtime.experts.routed import RoutedExperts
+from runtime.machine import tuning
+from runtime.machine.topology import Topology
+from runtime.machine.tuning import Choices
+from runtime.profiling import workload
+from runtime.profiling.calibrate import PathTimer
+from runtime.workers.pool import WorkerPool, make_pool
 
 from .routed import TWO_CORES
 
@@ -32,7 +33,7 @@ SMALL = MoEShape(E=2, H=128, I=128, topk=2)
 def test_both_paths_compute_the_same_and_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workload, "layers_out_of_cache", lambda *_: 3)
     modelled = build_kernel("amx", "bf16", "bf16", instructions(detect()), amx_model)
-    monkeypatch.setattr("runtime.experts.make_kernel", lambda *_: modelled)
+    monkeypatch.setattr("runtime.experts.routed.make_kernel", lambda *_: modelled)
     with WorkerPool(1) as pool:
         timer = PathTimer("bf16", pool, "avx512", shape=SMALL, max_tokens=5)
         for tokens in (2, 5):
@@ -60,10 +61,10 @@ def test_experts_take_what_this_machine_was_calibrated_to(
 ) -> None:
     """``resolve`` says "amx", nothing is compiled: what is chosen is known before the weights."""
     amx = next(b for b in kernels() if b.name == "amx")
-    monkeypatch.setattr("runtime.experts.resolve", lambda *_: amx)
+    monkeypatch.setattr("runtime.experts.routed.resolve", lambda *_: amx)
     with env.override(cache_dir=tmp_path):
-        assert RoutedExperts(SMALL, "bf16").choices == choices.default("amx", "bf16")
-        choices.write(detect().cpu, choices.key("amx", "bf16"), Choices(gemm_from=11), {})
+        assert RoutedExperts(SMALL, "bf16").choices == tuning.default("amx", "bf16")
+        tuning.write(detect().cpu, tuning.key("amx", "bf16"), Choices(gemm_from=11), {})
         assert RoutedExperts(SMALL, "bf16").choices.gemm_from == 11
         assert RoutedExperts(SMALL, "int4").choices.gemm_from == GEMM_FROM["amx"]
 

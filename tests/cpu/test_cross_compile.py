@@ -16,8 +16,8 @@ SCRIPT = """
 import json, sys
 from numba import types
 from pykernels.cpu import jit, tile_amx
-from pykernels.cpu.gemm_amx import make_gemm
-from pykernels.cpu.instructions import instructions
+from pykernels.cpu.gemm.amx import make_gemm
+from pykernels.cpu.isa import instructions
 from pykernels.cpu.intrin import amx
 from pykernels.target import detect
 ops, (gemms, few) = instructions(detect()), json.loads(sys.argv[1])

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from runtime.pool import WorkerPool, make_pool
-from runtime.topology import Topology
+from runtime.machine.topology import Topology
+from runtime.workers.pool import WorkerPool, make_pool
 
 from .routed import TWO_CORES, inputs, load
 

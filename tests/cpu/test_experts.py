@@ -14,20 +14,20 @@ import pytest
 import torch
 
 from pykernels import cpu, ref
-from pykernels.cpu.compute import NEEDS, make_compute
+from pykernels.cpu.roofline import NEEDS, make_compute
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from pykernels.quant import FORMATS, PackedExperts, get_format
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
 from pykernels.testing import assert_close, balanced_routing, random_experts, skewed_routing
-from runtime.counters import Counters
-from runtime.experts import RoutedExperts
-from runtime.launch import Part
-from runtime.memory import HUGE_PAGE, allocate
-from runtime.pool import Call, WorkerPool
-from runtime.roofline import LOOPS, ReadRoof, Roofs, read_roof
-from runtime.topology import Topology
+from runtime.experts.launch import Part
+from runtime.experts.routed import RoutedExperts
+from runtime.machine.memory import HUGE_PAGE, allocate
+from runtime.machine.topology import Topology
+from runtime.profiling.roofline import LOOPS, ReadRoof, Roofs, read_roof
+from runtime.workers.counters import Counters
+from runtime.workers.pool import Call, WorkerPool
 
 USABLE = Topology.detect().usable
 SHAPE = MoEShape(E=16, H=512, I=256, topk=4)
@@ -248,14 +248,14 @@ def test_a_kernel_that_knows_no_huge_pages_gives_plain_ones(monkeypatch):
         def madvise(self, *_):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
-    monkeypatch.setattr("runtime.memory.mmap.mmap", Plain)
+    monkeypatch.setattr("runtime.machine.memory.mmap.mmap", Plain)
     assert allocate(HUGE_PAGE).eq(0).all()
     assert allocate(0).numel() == 0  # a format without scales
 
 
 @pytest.mark.skipif("avx512f" not in detect().isa, reason="loops of AVX-512 instructions")
 def test_without_bf16_products_the_compute_roof_is_that_of_fma(monkeypatch):
-    monkeypatch.setattr("runtime.roofline.roof_bytes", lambda: 16 << 20)
+    monkeypatch.setattr("runtime.profiling.roofline.roof_bytes", lambda: 16 << 20)
     with WorkerPool(1) as pool, env.override(isa=frozenset({"avx512bf16"})):
         roofs = Roofs(pool, detect())
         roofs.sample()
@@ -294,8 +294,8 @@ def test_the_read_roof_gives_its_memory_back(monkeypatch):
         made.append(weakref.ref(memory))
         return memory
 
-    monkeypatch.setattr("runtime.roofline.allocate", spy)
-    monkeypatch.setattr("runtime.roofline.roof_bytes", lambda: 12 << 20)
+    monkeypatch.setattr("runtime.profiling.roofline.allocate", spy)
+    monkeypatch.setattr("runtime.profiling.roofline.roof_bytes", lambda: 12 << 20)
     with WorkerPool(1) as pool:
         assert read_roof(pool) > 0
     assert [memory() for memory in made] == [None]

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from pykernels import cpu, ref
-from pykernels.cpu.instructions import instructions
 from pykernels.cpu.intrin import amx_model
-from pykernels.cpu.moe import build_kernel
-from pykernels.cpu.plan import MoEPlan
+from pykernels.cpu.isa import instructions
+from pykernels.cpu.moe.kernel import build_kernel
+from pykernels.cpu.moe.plan import MoEPlan
 from pykernels.env import env
 from pykernels.quant import FORMATS, PackedExperts, get_format
 from pykernels.quant.layout import pack_tiles

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pykernels.errors import PykernelsError
-from runtime.pool import WorkerPool
+from runtime.workers.pool import WorkerPool
 
 from .routed import SHAPE, inputs, load
 

@@ -12,12 +12,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from pykernels.cpu.workspace import MoECall, Workspace
+from pykernels.cpu.moe.call import MoECall, Workspace
 from pykernels.errors import PykernelsError
-from runtime import experts
-from runtime import pool as pools
-from runtime.pool import Call, WorkerPool, make_pool
-from runtime.topology import Topology
+from runtime.experts import routed as experts_routed
+from runtime.machine.topology import Topology
+from runtime.workers import pool as pools
+from runtime.workers.pool import Call, WorkerPool, make_pool
 
 from .routed import TWO_CORES, elsewhere, inputs, load
 
@@ -123,7 +123,7 @@ def test_experts_that_are_bound_in_the_middle_of_their_binding_are_bound_once(mo
             bound.append(routed._bound)
             return y
 
-        seen = _handle(monkeypatch, experts, "make_kernel", before, handler)
+        seen = _handle(monkeypatch, experts_routed, "make_kernel", before, handler)
         _in_time(lambda: routed(*inputs(2)))
         assert torch.equal(seen[0], wanted)
         assert routed._bound is bound[0]  # what the handler has begun on it may still run

@@ -10,16 +10,16 @@ import torch
 
 from pykernels import cpu
 from pykernels.cpu.jit import task
-from pykernels.cpu.plan import MoEPlan, plan
+from pykernels.cpu.moe.plan import MoEPlan, plan
 from pykernels.errors import PykernelsError
 from pykernels.quant import PackedExperts, get_format
 from pykernels.registry import resolve
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
 from pykernels.testing import balanced_routing, fit, poisoned, random_experts, skewed_routing
-from runtime.experts import RoutedExperts
-from runtime.pool import Pool, TaskError, WorkerPool, make_pool
-from runtime.topology import Topology
+from runtime.experts.routed import RoutedExperts
+from runtime.machine.topology import Topology
+from runtime.workers.pool import Pool, TaskError, WorkerPool, make_pool
 
 USABLE = Topology.detect().usable
 PHYSICAL = len(Topology.detect().physical)

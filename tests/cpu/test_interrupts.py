@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from pykernels.cpu.workspace import MoECall, Workspace
+from pykernels.cpu.moe.call import MoECall, Workspace
 from pykernels.errors import PykernelsError
-from runtime import control, experts, roofline, tasks
-from runtime.experts import RoutedExperts
-from runtime.launch import Part
-from runtime.pool import Call, WorkerPool, make_pool
-from runtime.topology import Topology
+from runtime.experts import routed as experts_routed
+from runtime.experts.launch import Part
+from runtime.experts.routed import RoutedExperts
+from runtime.machine.topology import Topology
+from runtime.profiling import roofline
+from runtime.workers import control, queue
+from runtime.workers.pool import Call, WorkerPool, make_pool
 
 from .routed import SHAPE, TWO_CORES, elsewhere, inputs, load, packed
 from .test_pool_process import make_until
@@ -120,7 +122,7 @@ def test_a_ticket_outlives_ctrl_c_in_the_sum_of_the_nodes(monkeypatch, T, before
         wanted = routed(*inputs(T)).clone()
         ticket = routed.submit(*inputs(T))
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            _interrupt(patch, experts, "reduce", before)
+            _interrupt(patch, experts_routed, "reduce", before)
             routed.sync(ticket)
         assert torch.equal(routed.sync(ticket), wanted) and routed.counters.calls == 2
         with pytest.raises(PykernelsError, match="sync each ticket once"):
@@ -143,7 +145,7 @@ def test_a_call_that_is_left_behind_has_ended_also_where_another_thread_settles_
     job = np.array([time.monotonic_ns() + int(0.3e9)])
     slow = make_until().address
     pool.claim()
-    tasks.publish(
+    queue.publish(
         pool.control, threading.get_ident(), tuple(Call(slow, slow, job.ctypes.data, 1, 1, 1))
     )
     thread = threading.Thread(target=pool.settle)
@@ -151,7 +153,7 @@ def test_a_call_that_is_left_behind_has_ended_also_where_another_thread_settles_
     while pool.running is not None:
         time.sleep(0.001)
     pool.abandon()
-    assert time.monotonic_ns() >= job[0] and pool._word[tasks.STATE // 8] == tasks.FREE
+    assert time.monotonic_ns() >= job[0] and pool._word[queue.STATE // 8] == queue.FREE
     thread.join()
 
 
@@ -214,9 +216,9 @@ def _slow(seconds: float) -> tuple[Call, np.ndarray]:
 def test_closing_that_was_cut_short_is_done_by_the_next(monkeypatch):
     pool = WorkerPool(1, driver_works=False)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        _interrupt(patch, tasks, "stop", before=True)
+        _interrupt(patch, queue, "stop", before=True)
         pool.close()
-    assert pool._word[tasks.STATE // 8] == tasks.CLOSED and pool._threads[0].is_alive()
+    assert pool._word[queue.STATE // 8] == queue.CLOSED and pool._threads[0].is_alive()
     for _ in range(2):
         pool.close()
         assert not pool._threads[0].is_alive()
@@ -246,14 +248,14 @@ def test_experts_that_go_while_another_thread_waits_for_their_call_wait_too(
     routed, seen = load(pool), list[object]()
     part = routed._bind()[0]
     routed.submit(*inputs(2))
-    state = pool._word[tasks.STATE // 8]
-    pool._word[tasks.STATE // 8] = tasks.DRIVEN
+    state = pool._word[queue.STATE // 8]
+    pool._word[queue.STATE // 8] = queue.DRIVEN
 
     def nap(seconds: float) -> None:
         seen.append(part)
         if len(seen) <= times:
             raise KeyboardInterrupt
-        pool._word[tasks.STATE // 8] = state
+        pool._word[queue.STATE // 8] = state
 
     with monkeypatch.context() as patch:
         patch.setattr(time, "sleep", nap)
@@ -267,7 +269,7 @@ def test_a_pool_that_goes_is_closed(monkeypatch):
     threads = pool._threads
     with monkeypatch.context() as patch:
         patch.setattr(sys, "unraisablehook", lambda told: seen.append(told.exc_type))
-        _interrupt(patch, tasks, "stop", before=True, times=2)
+        _interrupt(patch, queue, "stop", before=True, times=2)
         del pool
     assert seen == [KeyboardInterrupt] and not threads[0].is_alive()
 
@@ -302,7 +304,7 @@ def test_a_claim_of_a_thread_that_has_ended_bars_nobody(pool, monkeypatch):
     routed, other = load(pool), load(pool)
     wanted = other(*inputs(3)).clone()
     assert elsewhere(lambda: _leave_a_claim(routed, monkeypatch)) == [None]
-    assert pool._word[tasks.STATE // 8] > tasks.FREE
+    assert pool._word[queue.STATE // 8] > queue.FREE
     for layer in (other, routed):
         assert torch.equal(layer(*inputs(3)), wanted)
 
@@ -328,7 +330,7 @@ def test_experts_that_go_leave_the_claim_of_their_thread(pool):
 STRESS = """
 import os, random, signal, threading, time
 import torch
-from runtime.pool import WorkerPool
+from runtime.workers.pool import WorkerPool
 from tests.cpu.routed import inputs, load
 
 pool = WorkerPool(1)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from numba.extending import _Intrinsic
 
-from pykernels.cpu.instructions import EXTENSIONS
 from pykernels.cpu.intrin import avx512, avx512_base, avx512_bits, avx512_bytes, avx512_words
+from pykernels.cpu.isa import EXTENSIONS
 from pykernels.cpu.jit import inlined, routine
 from pykernels.cpu.job import f32, poke_f32
 from pykernels.target import detect

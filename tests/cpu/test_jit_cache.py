@@ -150,7 +150,7 @@ def test_what_compiled_code_sees_is_in_the_key() -> None:
     root = Path(jit.__file__).parents[2]
     seen = {file for part in jit.SOURCES for file in ((root / part).rglob("*.py"))}
     seen |= {root / part for part in jit.SOURCES if part.endswith(".py")}
-    for file in sorted([*root.glob("pykernels/**/*.py"), *root.glob("runtime/*.py")]):
+    for file in sorted([*root.glob("pykernels/**/*.py"), *root.glob("runtime/**/*.py")]):
         imports = [
             n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.ImportFrom)
         ]

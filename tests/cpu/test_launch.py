@@ -14,9 +14,9 @@ from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
 from pykernels.shapes import MoEShape
 from pykernels.testing import random_experts, skewed_routing
-from runtime.experts import RoutedExperts
-from runtime.launch import Part
-from runtime.pool import Call, TaskError, WorkerPool
+from runtime.experts.launch import Part
+from runtime.experts.routed import RoutedExperts
+from runtime.workers.pool import Call, TaskError, WorkerPool
 
 SHAPE = MoEShape(E=6, H=128, I=64, topk=2)
 EXPERTS = random_experts(SHAPE, get_format("bf16"))

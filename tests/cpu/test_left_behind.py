@@ -11,9 +11,9 @@ import torch
 from pykernels.cpu import raised
 from pykernels.cpu.jit import task
 from pykernels.errors import PykernelsError
-from runtime import control, tasks
-from runtime.pool import Call, TaskError, WorkerPool
-from runtime.ticket import Ticket
+from runtime.experts.ticket import Ticket
+from runtime.workers import control, queue
+from runtime.workers.pool import Call, TaskError, WorkerPool
 
 from .routed import elsewhere, inputs, load
 
@@ -63,7 +63,7 @@ def test_of_two_heirs_one_has_the_ticket(monkeypatch):
         stays.wait()
         return True
 
-    monkeypatch.setattr("runtime.ticket._has_ended", ended)
+    monkeypatch.setattr("runtime.experts.ticket._has_ended", ended)
     assert not ticket.take() and seen == [True]
     assert not ticket.take()  # it lives
     may_go.set()
@@ -130,7 +130,7 @@ def test_what_another_pools_worker_raised_meanwhile_is_not_the_cause(pool):
     with WorkerPool(1, driver_works=False) as other:
         call = pool.start(Call(_raising.address, _raising.address, 0, 1, 1, 0))
         pool.settle()
-        started = pool._word[tasks.LAST_STARTED // 8]
+        started = pool._word[queue.LAST_STARTED // 8]
         raised._kept.appendleft((other._threads[0].ident, started, KeyError, "theirs"))
         try:
             with pytest.raises(TaskError, match="raised ValueError"):
@@ -142,11 +142,11 @@ def test_what_another_pools_worker_raised_meanwhile_is_not_the_cause(pool):
 def test_a_call_that_another_thread_is_about_is_counted_where_it_ends(pool, monkeypatch):
     routed = load(pool)
     ticket = routed.submit(*inputs(3))
-    state = pool._word[tasks.STATE // 8]
-    pool._word[tasks.STATE // 8] = tasks.DRIVEN  # as while its rows are waited for
+    state = pool._word[queue.STATE // 8]
+    pool._word[queue.STATE // 8] = queue.DRIVEN  # as while its rows are waited for
 
     def nap(_: float) -> None:
-        pool._word[tasks.STATE // 8] = state
+        pool._word[queue.STATE // 8] = state
 
     monkeypatch.setattr(control.time, "sleep", nap)
     routed.sync(ticket)
@@ -166,10 +166,10 @@ def test_a_call_that_has_ended_goes_on_no_more_while_the_next_one_is_driven(pool
     routed(*inputs(3))
     ended = pool.number
     ticket = routed.submit(*inputs(3))
-    state = pool._word[tasks.STATE // 8]
-    pool._word[tasks.STATE // 8] = tasks.DRIVEN
+    state = pool._word[queue.STATE // 8]
+    pool._word[queue.STATE // 8] = queue.DRIVEN
     goes_on = pool.goes_on(ended), pool.goes_on(ended + 1)
-    pool._word[tasks.STATE // 8] = state
+    pool._word[queue.STATE // 8] = state
     routed.sync(ticket)
     assert goes_on == (False, True)
 
@@ -178,8 +178,8 @@ def test_a_forked_child_takes_no_result_of_a_call_that_the_parent_may_go_on_with
     routed = load(pool)
     ticket = routed.submit(*inputs(3))
     pool.settle()
-    pool._word[tasks.STATE // 8] = tasks.FORKED  # as in its copy
+    pool._word[queue.STATE // 8] = queue.FORKED  # as in its copy
     with pytest.raises(PykernelsError, match="belongs to the parent process"):
         routed.sync(ticket)
-    pool._word[tasks.STATE // 8] = tasks.FREE
+    pool._word[queue.STATE // 8] = queue.FREE
     assert torch.isfinite(routed.sync(ticket)).all()

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from pykernels import cpu, ref
-from pykernels.cpu.moe import NEVER
-from pykernels.cpu.packings import INTEGERS
-from pykernels.cpu.plan import MoEPlan
+from pykernels.cpu.moe.kernel import NEVER
+from pykernels.cpu.moe.plan import MoEPlan
+from pykernels.cpu.weights.layout import INTEGERS
 from pykernels.errors import PykernelsError
 from pykernels.quant import FORMATS, PackedExperts, get_format
 from pykernels.registry import kernels

@@ -21,14 +21,20 @@ from pykernels.quant import FORMATS, PackedExperts, get_format
 from pykernels.quant.split import SplitExperts, cut, most_parts, repeat_first
 from pykernels.shapes import MoEShape
 from pykernels.testing import assert_close, random_experts, relative_error, skewed_routing
-from runtime import memory
-from runtime.experts import RoutedExperts
-from runtime.memory import HUGE_PAGE, allocate
-from runtime.nodes import NodePools
-from runtime.pool import TaskError, WorkerPool, configure_default_pool, default_pool, make_pool
-from runtime.reduce import reduce
-from runtime.roofline import LOOPS, ReadRoof
-from runtime.topology import Topology
+from runtime.experts.routed import RoutedExperts
+from runtime.machine import memory
+from runtime.machine.memory import HUGE_PAGE, allocate
+from runtime.machine.topology import Topology
+from runtime.profiling.roofline import LOOPS, ReadRoof
+from runtime.workers.numa import NodePools
+from runtime.workers.pool import (
+    TaskError,
+    WorkerPool,
+    configure_default_pool,
+    default_pool,
+    make_pool,
+)
+from runtime.workers.reduce import reduce
 
 PHYSICAL = len(Topology.detect().physical)
 TWO_CORES = pytest.mark.skipif(PHYSICAL < 2, reason="two made-up nodes need two cores")

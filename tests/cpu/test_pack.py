@@ -9,8 +9,8 @@ from pykernels.quant import FORMATS, PackedExperts, Weight, get_format
 from pykernels.quant.gguf import GGUF
 from pykernels.quant.layout import ceil_to
 from pykernels.shapes import MoEShape
-from runtime.pool import WorkerPool
-from runtime.slices import packer
+from runtime.experts.sharding import packer
+from runtime.workers.pool import WorkerPool
 
 SIZES = [
     pytest.param(32, 128, id="one block"),

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 
-from pykernels.cpu.gemm import MAX_BLOCKS
-from pykernels.cpu.moe import NEVER
-from pykernels.cpu.packings import INTEGERS
-from pykernels.cpu.plan import GEMM_FROM, MoEPlan, default_gemm_from, plan
-from pykernels.cpu.tile_avx512 import MAX_TOKENS
+from pykernels.cpu.gemm.common import MAX_BLOCKS
+from pykernels.cpu.gemv.avx512 import MAX_TOKENS
+from pykernels.cpu.moe.kernel import NEVER
+from pykernels.cpu.moe.plan import GEMM_FROM, MoEPlan, default_gemm_from, plan
+from pykernels.cpu.weights.layout import INTEGERS
 from pykernels.errors import PykernelsError
 from pykernels.quant import FORMATS, get_format
 from pykernels.shapes import MoEShape

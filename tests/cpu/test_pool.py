@@ -16,8 +16,9 @@ from pykernels.cpu.intrin.sync import as_pointer, atomic_add, atomic_load
 from pykernels.cpu.jit import inlined, task
 from pykernels.env import env
 from pykernels.errors import PykernelsError
-from runtime import tasks
-from runtime.pool import (
+from runtime.machine.topology import Topology
+from runtime.workers import queue
+from runtime.workers.pool import (
     Call,
     TaskError,
     WorkerPool,
@@ -25,7 +26,6 @@ from runtime.pool import (
     default_pool,
     make_pool,
 )
-from runtime.topology import Topology
 
 USABLE = Topology.detect().usable
 
@@ -73,10 +73,10 @@ def fake_pack(job, piece, worker):
     head = _head(job)
     if not _rows_are_there(job):
         return 97
-    tasks = atomic_load(job + 8 * 7)
+    queue = atomic_load(job + 8 * 7)
     for _ in range(head[4]):
         atomic_load(job)
-    atomic_add(job + 8 * (HEAD + tasks + piece), 1)
+    atomic_add(job + 8 * (HEAD + queue + piece), 1)
     return _status(job, 1, piece)
 
 
@@ -123,10 +123,10 @@ class FakeCall:
         pieces = pieces or [0] * active  # pack tasks of each expert
         self.pieces = np.array(pieces, np.int64)
         self.piece_active = np.repeat(np.arange(active), pieces)
-        tasks, packs = active * i_chunks + down_chunks * active, len(self.piece_active)
-        self.job = np.zeros(HEAD + tasks + packs + rows, np.int64)
+        queue, packs = active * i_chunks + down_chunks * active, len(self.piece_active)
+        self.job = np.zeros(HEAD + queue + packs + rows, np.int64)
         self.job[:HEAD] = (
-            i_chunks, active, status, failing, spin, packs, self.piece_active.ctypes.data, tasks,
+            i_chunks, active, status, failing, spin, packs, self.piece_active.ctypes.data, queue,
             STAGES.index(stage), rows,
         )  # fmt: skip
         self.call = Call(
@@ -458,7 +458,7 @@ def test_by_default_there_is_one_thread_on_each_physical_core():
 )
 def test_idle_threads_spin_longer_beside_a_gpu(driver_works, asked, spin_us):
     with env.override(spin_us=asked), WorkerPool(1, driver_works) as pool:
-        assert pool._words[tasks.SPIN_NS // 8] == 1000 * spin_us
+        assert pool._words[queue.SPIN_NS // 8] == 1000 * spin_us
 
 
 def test_a_core_that_is_refused_is_told(monkeypatch):

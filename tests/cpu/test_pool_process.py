@@ -12,8 +12,8 @@ import pytest
 
 from pykernels.cpu.intrin.sync import atomic_load, clock_ns, pause
 from pykernels.cpu.jit import task
-from runtime import tasks
-from runtime.pool import WorkerPool
+from runtime.workers import queue
+from runtime.workers.pool import WorkerPool
 
 from ..forks import Forks
 from .test_pool import FakeCall
@@ -30,7 +30,7 @@ import numpy as np
 from tests.cpu.test_pool import FakeCall
 from tests.cpu.test_pool_process import make_until
 from runtime import tasks
-from runtime.pool import Call, WorkerPool
+from runtime.workers.pool import Call, WorkerPool
 
 pool = WorkerPool({threads}, driver_works={driver_works})
 until = make_until().address
@@ -172,9 +172,9 @@ def test_idle_workers_fall_asleep_and_are_counted_only_while_they_do() -> None:
         for _ in range(3):
             FakeCall(2, 2, 2).run(pool)
             until = time.monotonic() + 10
-            while pool._words[tasks.SLEEPERS // 8] < 1 and time.monotonic() < until:
+            while pool._words[queue.SLEEPERS // 8] < 1 and time.monotonic() < until:
                 time.sleep(0.001)
-            assert pool._words[tasks.SLEEPERS // 8] == 1
+            assert pool._words[queue.SLEEPERS // 8] == 1
 
 
 @pytest.mark.parametrize("leaving", LEAVINGS.values(), ids=LEAVINGS)

@@ -8,7 +8,7 @@ import torch
 from pykernels.cpu import run_serially
 from pykernels.cpu.jit import routine
 from pykernels.cpu.raised import RAISED
-from runtime.pool import TaskError, WorkerPool
+from runtime.workers.pool import TaskError, WorkerPool
 
 from .routed import inputs, load
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pykernels.cpu.decode import make_reader
-from pykernels.cpu.instructions import instructions
+from pykernels.cpu.gemm.dequant_slab import make_decode_planes, make_decode_powers
+from pykernels.cpu.isa import instructions
 from pykernels.cpu.jit import routine
-from pykernels.cpu.planes import make_decode_planes
-from pykernels.cpu.powers import make_decode_powers
-from pykernels.cpu.tables import TABLES
+from pykernels.cpu.weights.dequant import make_reader
+from pykernels.cpu.weights.lookup import TABLES
 from pykernels.quant import Format, Weight, get_format
 from pykernels.quant.gguf import GGUF, Blocks
 from pykernels.quant.mxfp4 import VALUES

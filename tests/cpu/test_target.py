@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from pykernels import amx_state
-from pykernels.cpu.instructions import prefers_digits, prefers_fma
+from pykernels.cpu.isa import prefers_digits, prefers_fma
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from pykernels.registry import kernels, resolve
@@ -139,8 +139,8 @@ from pykernels.target import detect
 from pykernels.testing import assert_close, balanced_routing, random_experts
 shape = MoEShape(E=4, H=256, I=256, topk=2)
 assert resolve("auto", "fp8", detect()).name == "generic", detect()
-from pykernels.cpu.stages import make_stages
-from pykernels.cpu.tile_generic import make_tiles
+from pykernels.cpu.moe.stages import make_stages
+from pykernels.cpu.gemv.portable import make_tiles
 compiled = [make_stages(None).gate_up]
 for name in ("fp8", "bf16", "q4_k"):  # q4_k has fp16 scales, which an old CPU cannot convert
     experts, routing = random_experts(shape, get_format(name)), balanced_routing(5, shape)
@@ -242,7 +242,7 @@ def test_kernels_are_compiled_without_counting_gpus(tmp_path):
     script = (
         "import torch\n"
         "torch.cuda.is_available = torch.cuda.device_count = None  # no call returns\n"
-        "import pykernels.cpu, runtime.pool, runtime.experts\n"
+        "import pykernels.cpu, runtime.workers.pool, runtime.experts.routed\n"
         "from runtime import tasks\n"
         "tasks.compile_all()"
     )

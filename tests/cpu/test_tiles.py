@@ -9,17 +9,9 @@ import pytest
 import torch
 from numba import types
 
-from pykernels.cpu import gemm_fma, passes_avx512, tile_amx, tile_avx512, tile_generic
-from pykernels.cpu.activations import annotation
-from pykernels.cpu.annotate import make_annotate
-from pykernels.cpu.digits import LIFT_BITS, SHORT, join_lowest, join_short
-from pykernels.cpu.instructions import instructions
-from pykernels.cpu.intrin import amx_model
-from pykernels.cpu.intrin.avx512 import store_f32
-from pykernels.cpu.intrin.avx512_bytes import add_i32, all_i32, load_i32
-from pykernels.cpu.intrin.sync import call_routine
-from pykernels.cpu.jit import kernel
-from pykernels.cpu.rows import (
+from pykernels.cpu.activations.int8_slices import LIFT_BITS, SHORT, join_lowest, join_short
+from pykernels.cpu.activations.quantize import annotation, make_annotate
+from pykernels.cpu.activations.row_layout import (
     DIGITS,
     SUM_UNIT,
     codes_at,
@@ -31,7 +23,15 @@ from pykernels.cpu.rows import (
     sum_at,
     unit_sum_at,
 )
-from pykernels.cpu.tables import TABLES
+from pykernels.cpu.gemm import avx512_passes, fma
+from pykernels.cpu.gemv import amx, avx512, portable
+from pykernels.cpu.intrin import amx_model
+from pykernels.cpu.intrin.avx512 import store_f32
+from pykernels.cpu.intrin.avx512_bytes import add_i32, all_i32, load_i32
+from pykernels.cpu.intrin.sync import call_routine
+from pykernels.cpu.isa import instructions
+from pykernels.cpu.jit import kernel
+from pykernels.cpu.weights.lookup import TABLES
 from pykernels.env import env
 from pykernels.quant import FORMATS, Format, Weight, get_format
 from pykernels.quant.activations import digits, quantize, sums
@@ -65,11 +65,11 @@ def _tiles(which: str, fmt: str, activations: str):
     """Address of the tiles of "avx512", the same without newer extensions, those of the AMX
     backend on modelled tiles, or "generic"."""
     if which == "generic":
-        return tile_generic.make_tiles(fmt, activations).address
+        return portable.make_tiles(fmt, activations).address
     ops = _operations(which == "base")
     if which == "amx" and activations == "bf16":
-        return tile_amx.make_tiles(fmt, ops, amx_model).address
-    return tile_avx512.make_tiles(fmt, ops, activations).address
+        return amx.make_tiles(fmt, ops, amx_model).address
+    return avx512.make_tiles(fmt, ops, activations).address
 
 
 def _annotate(which: str, fmt: str, activations: str, rows: torch.Tensor, K: int) -> None:
@@ -187,7 +187,7 @@ def test_a_tokens_sums_do_not_depend_on_its_batch(which, name):
     weight, x = fmt.quantize(torch.randn(32, K, generator=g)), torch.randn(8, K, generator=g)
     x[1::3] *= 10.0 ** (8 * torch.rand(K, generator=g) - 4)
     whole = run_tile(which, name, weight, x.to(torch.bfloat16))
-    for M in range(tile_amx.FROM[name] if which == "amx" and name == "fp8" else 1, 8):
+    for M in range(amx.FROM[name] if which == "amx" and name == "fp8" else 1, 8):
         assert torch.equal(run_tile(which, name, weight, x[:M].to(torch.bfloat16)), whole[:M]), M
 
 
@@ -353,7 +353,7 @@ def test_sums_of_digits_are_joined_to_24_bits():
 @needs_avx512
 @pytest.mark.parametrize("base", [False, True])
 def test_silu_is_within_bf16_rounding(base):
-    silu_mul_row = tile_avx512.make_silu_mul_row(_operations(base))
+    silu_mul_row = avx512.make_silu_mul_row(_operations(base))
 
     @kernel(f"test-silu-{base}")
     def call(gate, up, h):
@@ -403,7 +403,7 @@ def test_prefetches_are_spread_over_an_unrolled_block():
 
 
 def _assembly_of_tile(name: str, M: int, activations: str) -> str:
-    tile = tile_avx512.make_tile(name, M, instructions(detect()), activations)
+    tile = avx512.make_tile(name, M, instructions(detect()), activations)
     tile.compile((types.int64,) * 9)  # as those that call it do: the cache goes by this
     (compiled,) = tile.overloads.values()
     return _assembly(compiled.library)
@@ -442,7 +442,7 @@ def _check_sums(assembly: str, product: str, least: int) -> None:
     ],
 )
 def test_sums_of_a_pass_live_in_registers(T, scale_k, minima, act_k, biased):
-    built = passes_avx512.make_pass(T, scale_k, minima, act_k, biased, instructions(detect()))
+    built = avx512_passes.make_pass(T, scale_k, minima, act_k, biased, instructions(detect()))
     assembly = _assembly(built._library)
     _check_sums(assembly, "vpdpbusd" if act_k else "vdpbf16ps", 2 * T)
 
@@ -450,7 +450,7 @@ def test_sums_of_a_pass_live_in_registers(T, scale_k, minima, act_k, biased):
 @pytest.mark.skipif("avx512f" not in detect().isa, reason="multiply-adds of AVX-512")
 @pytest.mark.parametrize("T", [4, 8, 12])
 def test_sums_of_a_pass_of_multiply_adds_live_in_registers(T):
-    assembly = _assembly(gemm_fma.make_pass(T)._library)
+    assembly = _assembly(fma.make_pass(T)._library)
     assert len(re.findall(r"vfmadd\d+ps\s.*%zmm", assembly)) >= 4 * T
     assert not re.search(r"vmov\w+\s+%zmm\d+, -?\d*\(%r[sb]p", assembly), "a sum is spilled"
 

@@ -15,14 +15,14 @@ import torch
 
 from pykernels.cpu.intrin.sync import clock_ns, pause
 from pykernels.cpu.jit import task
-from pykernels.cpu.workspace import Workspace
+from pykernels.cpu.moe.call import Workspace
 from pykernels.errors import PykernelsError
-from runtime import tasks
-from runtime.experts import RoutedExperts
-from runtime.launch import Part
-from runtime.pool import Call, TaskError, WorkerPool, configure_default_pool, make_pool
-from runtime.reduce import reduce
-from runtime.topology import Topology
+from runtime.experts.launch import Part
+from runtime.experts.routed import RoutedExperts
+from runtime.machine.topology import Topology
+from runtime.workers import queue
+from runtime.workers.pool import Call, TaskError, WorkerPool, configure_default_pool, make_pool
+from runtime.workers.reduce import reduce
 
 from .routed import SHAPE, TWO_CORES, elsewhere, inputs, load
 
@@ -158,13 +158,13 @@ def test_a_call_that_another_thread_is_about_is_in_flight(pool):
     routed = load(pool)
     wanted = routed(*inputs(2)).clone()
     ticket = routed.submit(*inputs(2))
-    state = pool._word[tasks.STATE // 8]
-    pool._word[tasks.STATE // 8] = tasks.DRIVEN  # as while its rows are waited for
+    state = pool._word[queue.STATE // 8]
+    pool._word[queue.STATE // 8] = queue.DRIVEN  # as while its rows are waited for
     with pytest.raises(PykernelsError, match="a call of these experts is in flight"):
         routed.submit(*inputs(2))
     with pytest.raises(PykernelsError, match="still running"):
         pool.claim()
-    pool._word[tasks.STATE // 8] = state
+    pool._word[queue.STATE // 8] = state
     assert torch.equal(routed.sync(ticket), wanted)
 
 
@@ -219,7 +219,7 @@ def test_a_call_that_another_has_ended_gives_its_result(ends):
         routed = load(pool)
         wanted = routed(*inputs(3)).clone()
         for given in (inputs(3), (inputs(3)[0].T.contiguous().T, *inputs(3)[1:])):
-            if pool._word[tasks.STATE // 8] == tasks.CLOSED:
+            if pool._word[queue.STATE // 8] == queue.CLOSED:
                 break
             ticket = routed.submit(*given)
             ends(pool)
@@ -300,7 +300,7 @@ def test_a_failure_is_told_to_the_thread_whose_call_it_was(pool, monkeypatch):
     second = Call(
         _failing.address, _failing.address, 0, 0, 0, 0, rows=_failing.address, row_tasks=1
     )
-    run, seen = tasks.run, list[object]()
+    run, seen = queue.run, list[object]()
 
     def late(*given: object) -> object:
         monkeypatch.undo()
@@ -308,7 +308,7 @@ def test_a_failure_is_told_to_the_thread_whose_call_it_was(pool, monkeypatch):
         seen.extend(elsewhere(lambda: pool.run(second)))  # fails as well, before that is told
         return ended
 
-    monkeypatch.setattr(tasks, "run", late)
+    monkeypatch.setattr(queue, "run", late)
     with pytest.raises(TaskError, match="^a task failed with status 77$"):
         pool.run(first)
     assert str(seen[0]) == "rows task 0 failed with status 77"
@@ -319,7 +319,7 @@ def test_the_last_failure_is_never_taken_for_none(pool):
     seen, ends = [0], threading.Event()
 
     def look() -> None:
-        word, at = pool._word, tasks.FAILED_CALL // 8
+        word, at = pool._word, queue.FAILED_CALL // 8
         while not ends.is_set():
             if (number := word[at]) != seen[-1]:
                 seen.append(number)
@@ -396,11 +396,11 @@ def test_a_call_of_another_thread_is_not_handed_out_for_it(pool):
     assert elsewhere(lambda: pool.start(NOTHING)) == [1]
     pool.settle()
     me = threading.get_ident()
-    tasks.publish(pool.control, pool.claim() or me, tuple(NOTHING))
+    queue.publish(pool.control, pool.claim() or me, tuple(NOTHING))
     elsewhere(pool.hand_out)
-    assert pool._word[tasks.INSIDE // 8] == me
+    assert pool._word[queue.INSIDE // 8] == me
     pool.hand_out()
-    assert pool._word[tasks.INSIDE // 8] == 0
+    assert pool._word[queue.INSIDE // 8] == 0
     pool.settle()
 
 

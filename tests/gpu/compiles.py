@@ -36,7 +36,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 from pykernels.errors import PykernelsError
-from pykernels.gpu import launch
+from pykernels.gpu.common import launch
 
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 _TYPES = {

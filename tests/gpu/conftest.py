@@ -25,9 +25,11 @@ def _fixed_seed() -> None:
 @pytest.fixture
 def run(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
     """(x, stack, bias, plan) -> bfloat16 [M, N], by the plan's own kernel."""
-    from pykernels.gpu import few_rows, launch, many_rows_hopper, one_row
-    from pykernels.gpu.linear import linear
-    from pykernels.gpu.plan_types import FewPlan, OneRowPlan
+    from pykernels.gpu.common import launch
+    from pykernels.gpu.gemm import gemv_mma, skinny_linear
+    from pykernels.gpu.gemm.hopper import dequant
+    from pykernels.gpu.gemm.linear import linear
+    from pykernels.gpu.plans.gemm import FewPlan, OneRowPlan
 
     if launch.interpreted():
         from triton.tools.tensor_descriptor import TensorDescriptor
@@ -39,15 +41,19 @@ def run(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
             def from_tensor(tensor: torch.Tensor, block: list[int], layout: object) -> Any:
                 return TensorDescriptor.from_tensor(tensor, block)
 
-        for module in (few_rows, one_row, many_rows_hopper):
-            name = module.__name__.rsplit(".", 1)[1]
+        kernels = (
+            (skinny_linear, "few_rows"),
+            (gemv_mma, "one_row"),
+            (dequant, "many_rows_hopper"),
+        )
+        for module, name in kernels:
             monkeypatch.setattr(module, name, interpreted(getattr(module, name)))
-        monkeypatch.setattr(many_rows_hopper, "TensorDescriptor", Descriptor)
+        monkeypatch.setattr(dequant, "TensorDescriptor", Descriptor)
 
         def poisoned(*shape: int, **how: Any) -> torch.Tensor:
             return torch.full(shape, float("nan"), **how)
 
-        monkeypatch.setattr(many_rows_hopper, "_scratch", poisoned)
+        monkeypatch.setattr(dequant, "_scratch", poisoned)
     elif torch.cuda.get_device_capability(device) < (9, 0):
         pytest.skip("Hopper's")
 
@@ -58,12 +64,12 @@ def run(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
         if not launch.interpreted():
             return linear(x, stack, bias, plan=plan, out=out)
         if isinstance(plan, OneRowPlan):
-            one_row.multiply_one_row(x, stack, out, bias, plan)
+            gemv_mma.multiply_one_row(x, stack, out, bias, plan)
             return out
         if isinstance(plan, FewPlan):
-            few_rows.multiply_few_rows(x, stack, out, bias, plan)
+            skinny_linear.multiply_few_rows(x, stack, out, bias, plan)
             return out
-        many_rows_hopper.multiply_many_rows(x, stack, out, bias, plan)
+        dequant.multiply_many_rows(x, stack, out, bias, plan)
         return out
 
     return call

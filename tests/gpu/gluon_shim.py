@@ -23,8 +23,8 @@ import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pykernels.gpu.arith import to_bf16
-from pykernels.gpu.decode import float_to_e4m3
+from pykernels.gpu.common.bf16 import to_bf16
+from pykernels.gpu.common.dequant import float_to_e4m3
 
 from . import gluon_roles
 

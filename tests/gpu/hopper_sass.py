@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from pykernels.gpu import launch
+from pykernels.gpu.common import launch
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 

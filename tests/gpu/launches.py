@@ -14,18 +14,18 @@ from pathlib import Path
 
 import torch
 
-from pykernels.gpu import launch
+from pykernels.gpu.common import launch
 
 from .compiles import launches, pretend
 
-KERNELS = Path(launch.__file__).parent
+KERNELS = Path(launch.__file__).parents[1]
 ARCH, PROCESSORS = 90, 132
 
 
 def launchable() -> set[str]:
     """What a ``jit`` decorates and some module launches, by the source; other kernels are parts."""
     made, launched = set(), set()
-    for path in KERNELS.glob("*.py"):
+    for path in KERNELS.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
                 if any("jit" in ast.unparse(by) for by in node.decorator_list):
@@ -38,9 +38,9 @@ def launchable() -> set[str]:
 def launched_by_rows() -> Iterator[str]:
     """One for each launch of each row; kernels' modules must not have been imported before."""
     pretend(ARCH)
-    from pykernels.gpu import attention_plan
+    from pykernels.gpu.plans import attention
 
-    attention_plan.sms = lambda device: PROCESSORS
+    attention.sms = lambda device: PROCESSORS
     from .ops import AROUND
     from .ops_attention import ATTENTION
     from .ops_products import PRODUCTS

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 import torch
 
 from pykernels.gpu.activation import silu_mul
+from pykernels.gpu.attention.kv_write import kv_write, mla_write
+from pykernels.gpu.common.bandwidth import read
 from pykernels.gpu.embedding import embed
-from pykernels.gpu.gate import router_logits
-from pykernels.gpu.kv_write import kv_write, mla_write
+from pykernels.gpu.moe.permute import permute, sort_slots, unpermute
+from pykernels.gpu.moe.router import route, router
+from pykernels.gpu.moe.router_logits import router_logits
 from pykernels.gpu.norm import rms_norm
-from pykernels.gpu.permute import permute, sort_slots, unpermute
 from pykernels.gpu.quantize import quantize_fp8
-from pykernels.gpu.read import read
 from pykernels.gpu.rope import rope
-from pykernels.gpu.router import route, router
 from pykernels.gpu.sampling import greedy, sample
 from pykernels.shapes import RouterSpec, Routing, SortedSlots
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from pykernels.gpu.gqa_decode import gqa_decode
-from pykernels.gpu.gqa_prefill import gqa_prefill
-from pykernels.gpu.mla_decode import mla_decode
-from pykernels.gpu.mla_prefill import mla_prefill
-from pykernels.gpu.mla_read import mla_read
+from pykernels.gpu.attention.gqa_decode import gqa_decode
+from pykernels.gpu.attention.gqa_prefill import gqa_prefill
+from pykernels.gpu.attention.mla_decode import mla_decode
+from pykernels.gpu.attention.mla_prefill import mla_prefill
+from pykernels.gpu.attention.mla_read import mla_read
 from pykernels.shapes import Ragged
 
 from .ops import BF16, FP8, Op, Tensors, empty, large, normal

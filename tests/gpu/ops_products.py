@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from pykernels.gpu import moe
-from pykernels.gpu.linear import linear
-from pykernels.gpu.matrices import Matrices, empty_for_gpu
-from pykernels.gpu.plan_types import GemmPlan
+from pykernels.gpu.gemm.linear import linear
+from pykernels.gpu.gemm.weights import Matrices, empty_for_gpu
+from pykernels.gpu.moe import fused_moe
+from pykernels.gpu.plans.gemm import GemmPlan
 from pykernels.quant import Format, get_format
 
 from .ops import Op, Tensors, choices, empty, large, normal
@@ -68,7 +68,7 @@ def _experts(
 
     def run(t: Tensors) -> torch.Tensor:
         H, inter = sizes(t["x"].device)
-        layer = moe.Experts.empty(fmt, count, H, inter, torch.device("meta"))
+        layer = fused_moe.Experts.empty(fmt, count, H, inter, torch.device("meta"))
         experts = replace(
             layer,
             gate_up=_filled(layer.gate_up, "gate_up", t),
@@ -77,7 +77,7 @@ def _experts(
         )
         given = (t["x"], t["ids"], t["weights"], experts)
         how = {"activations": activations, "plans": (UNPACK, UNPACK) if unpack else None}
-        return moe.moe_ffn(*given, **how, add=t["add"], out=t["out"])
+        return fused_moe.moe_ffn(*given, **how, add=t["add"], out=t["out"])
 
     which = (*["slot table"] * table, *["unpacked"] * unpack)
     words = ("experts", name, f"{T} tokens", activations, *which)

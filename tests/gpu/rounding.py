@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pykernels.gpu.launch import interpreted
+from pykernels.gpu.common.launch import interpreted
 from pykernels.testing import assert_close, relative_error
 
 

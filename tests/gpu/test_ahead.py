@@ -11,13 +11,13 @@ import torch
 from triton.runtime.jit import JITFunction
 
 import pykernels.gpu
-from pykernels.gpu import ahead, launch
+from pykernels.gpu.common import launch, precompile
 
 
 def test_no_module_asks_the_gpu_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = [
-        importlib.import_module(f"pykernels.gpu.{found.name}")
-        for found in pkgutil.iter_modules(pykernels.gpu.__path__)
+        importlib.import_module(found.name)
+        for found in pkgutil.walk_packages(pykernels.gpu.__path__, "pykernels.gpu.")
     ]
     for name, value in (
         ("get_device_properties", SimpleNamespace(multi_processor_count=7)),
@@ -25,8 +25,8 @@ def test_no_module_asks_the_gpu_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
     monkeypatch.setattr(JITFunction, "run", JITFunction.run)  # put back behind the test
-    monkeypatch.setattr(ahead, "_replace", monkeypatch.setattr)
-    ahead.only_compile.__wrapped__((9, 0))
+    monkeypatch.setattr(precompile, "_replace", monkeypatch.setattr)
+    precompile.only_compile.__wrapped__((9, 0))
     meta, asked = torch.device("meta"), 0
     for module in modules:
         for name, answer in (("arch", (9, 0)), ("sms", 7), ("device_supports", None)):

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from pykernels import ref
-from pykernels.gpu.attention_parts import share_of_slot
-from pykernels.gpu.attention_plan import DecodePlan, by_hand_takes
+from pykernels.gpu.attention.online_softmax import share_of_slot
+from pykernels.gpu.plans.attention import DecodePlan, by_hand_takes
 
 from .caches import BF16, FP8, make_cache, no_worse
 
@@ -73,13 +73,15 @@ def check(
 
 
 def mla(*inputs: torch.Tensor, **options: Any) -> torch.Tensor:
-    from pykernels.gpu.mla_decode import mla_decode  # after conftest chose the interpreter
+    from pykernels.gpu.attention.mla_decode import (
+        mla_decode,  # after conftest chose the interpreter
+    )
 
     return mla_decode(*inputs, **options)
 
 
 def gqa(*inputs: torch.Tensor, **options: Any) -> torch.Tensor:
-    from pykernels.gpu.gqa_decode import gqa_decode
+    from pykernels.gpu.attention.gqa_decode import gqa_decode
 
     return gqa_decode(*inputs, **options)
 
@@ -176,7 +178,7 @@ def test_rows_of_zeros_may_have_a_scale_of_zero(device) -> None:
 def test_a_plan_is_asked_for_by_the_keys_that_a_window_leaves(
     device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pykernels.gpu import gqa_decode
+    from pykernels.gpu.attention import gqa_decode
 
     asked = []
     monkeypatch.setattr(gqa_decode, "choose_decode", lambda op, shape, *_: asked.append(shape))

@@ -66,7 +66,7 @@ BAD_DECODE: list[tuple[str, Callable[[Any], Any], str]] = [
 def test_gqa_decode_refuses_keys_and_values_of_two_dtypes(
     halves: str, complaint: str, device
 ) -> None:
-    from pykernels.gpu.gqa_decode import gqa_decode
+    from pykernels.gpu.attention.gqa_decode import gqa_decode
 
     arguments = decode_arguments(device)
     arguments[halves] = arguments[halves].to(FP8)
@@ -79,7 +79,7 @@ def test_gqa_decode_refuses_keys_and_values_of_two_dtypes(
     ("name", "spoil", "complaint"), BAD_DECODE, ids=[f"{r[0]}: {r[2]}" for r in BAD_DECODE]
 )
 def test_gqa_decode_refuses(name: str, spoil: Callable[[Any], Any], complaint: str, device) -> None:
-    from pykernels.gpu.gqa_decode import gqa_decode, supports
+    from pykernels.gpu.attention.gqa_decode import gqa_decode, supports
 
     arguments = decode_arguments(device)
     assert supports(**arguments) is None
@@ -91,7 +91,7 @@ def test_gqa_decode_refuses(name: str, spoil: Callable[[Any], Any], complaint: s
 
 
 def test_scales_with_gaps_are_refused(device) -> None:
-    from pykernels.gpu.gqa_decode import gqa_decode
+    from pykernels.gpu.attention.gqa_decode import gqa_decode
 
     arguments = decode_arguments(device)
     arguments |= {name: arguments[name].to(FP8) for name in "kv"}
@@ -102,7 +102,7 @@ def test_scales_with_gaps_are_refused(device) -> None:
 
 
 def test_mla_decode_refuses(device) -> None:
-    from pykernels.gpu.mla_decode import mla_decode, supports
+    from pykernels.gpu.attention.mla_decode import mla_decode, supports
 
     q, rope = (torch.zeros(1, 4, n, dtype=BF16, device=device) for n in (48, 16))
     pages, ropes = (torch.zeros(3, 16, n, dtype=BF16, device=device) for n in (48, 16))
@@ -116,7 +116,7 @@ def test_mla_decode_refuses(device) -> None:
 
 @pytest.mark.parametrize(("L", "R"), [(1024, 64), (512, 128)])
 def test_mla_refuses_what_no_gpu_has_shared_memory_for(L: int, R: int, device) -> None:
-    from pykernels.gpu import mla_decode, mla_prefill
+    from pykernels.gpu.attention import mla_decode, mla_prefill
 
     q, rope = (torch.zeros(1, 16, n, dtype=BF16, device=device) for n in (L, R))
     pages, ropes = (torch.zeros(3, 16, n, dtype=BF16, device=device) for n in (L, R))
@@ -143,7 +143,7 @@ def test_ragged_refuses() -> None:
 
 
 def test_prefill_refuses(device) -> None:
-    from pykernels.gpu.gqa_prefill import gqa_prefill, supports
+    from pykernels.gpu.attention.gqa_prefill import gqa_prefill, supports
 
     n = torch.ones(1, dtype=torch.int32, device=device)
     batch = Ragged(n, n, n, 1, k_starts=n)
@@ -165,7 +165,7 @@ def test_prefill_refuses(device) -> None:
 def test_prefill_refuses_keys_and_values_of_two_dtypes(
     narrow: str, complaint: str, paged: bool, device
 ) -> None:
-    from pykernels.gpu.gqa_prefill import gqa_prefill, supports
+    from pykernels.gpu.attention.gqa_prefill import gqa_prefill, supports
 
     n = torch.ones(1, dtype=torch.int32, device=device)
     where = {"page_table": n[:, None] * 0} if paged else {"k_starts": n}
@@ -181,7 +181,7 @@ def test_prefill_refuses_keys_and_values_of_two_dtypes(
 
 
 def test_prefill_takes_e4m3_in_pages_alone(device) -> None:
-    from pykernels.gpu.gqa_prefill import gqa_prefill
+    from pykernels.gpu.attention.gqa_prefill import gqa_prefill
 
     n = torch.ones(1, dtype=torch.int32, device=device)
     x, scale = torch.zeros(4, 2, 32, dtype=BF16, device=device), torch.ones(4, 2, device=device)
@@ -193,8 +193,8 @@ def test_prefill_takes_e4m3_in_pages_alone(device) -> None:
 def test_numbers_of_numpy_are_numbers(device) -> None:
     import numpy as np
 
-    from pykernels.gpu.gqa_decode import gqa_decode
-    from pykernels.gpu.gqa_prefill import gqa_prefill
+    from pykernels.gpu.attention.gqa_decode import gqa_decode
+    from pykernels.gpu.attention.gqa_prefill import gqa_prefill
 
     theirs = {"scale": np.float32(0.5), "window": np.int64(3), "softcap": np.float32(4)}
     ours = {"scale": 0.5, "window": 3, "softcap": 4.0}
@@ -208,7 +208,7 @@ def test_numbers_of_numpy_are_numbers(device) -> None:
 
 
 def test_tensors_on_two_devices_are_refused(device) -> None:
-    from pykernels.gpu.gqa_decode import gqa_decode
+    from pykernels.gpu.attention.gqa_decode import gqa_decode
 
     arguments = decode_arguments(device)
     arguments["lengths"] = torch.ones(2, dtype=torch.int32, device="meta")

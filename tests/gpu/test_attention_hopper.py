@@ -16,9 +16,9 @@ import pytest
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-import pykernels.gpu.launch as launch
+import pykernels.gpu.common.launch as launch
 from pykernels import ref
-from pykernels.gpu.attention_plan import DecodePlan
+from pykernels.gpu.plans.attention import DecodePlan
 
 from .test_attention_decode import check, mla, mla_inputs
 
@@ -30,23 +30,25 @@ def by_hand(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Puts the interpreter's versions in the kernels' places; ``by_hand(without=...)`` anew."""
     if not launch.interpreted():
         pytest.skip("for the interpreter: the GPU runs the real ones")
-    from pykernels.gpu import mla_combine, mla_decode, mla_decode_hopper
+    from pykernels.gpu.attention import mla_decode
+    from pykernels.gpu.attention.hopper import mla_decode as hopper_mla_decode
+    from pykernels.gpu.attention.hopper import mla_split_kv
 
     from .gluon_shim import interpreted
 
-    decode = mla_decode_hopper.mla_decode_hopper
+    decode = hopper_mla_decode.mla_decode_hopper
     monkeypatch.setattr(mla_decode, "by_hand_takes", lambda *sizes: True)
 
     def rows_of(pages: torch.Tensor, width: int) -> TensorDescriptor:
         P, page, N = pages.shape
         return TensorDescriptor(pages, [P * page, N], [N, 1], [min(page, 64), width])
 
-    monkeypatch.setattr(mla_decode_hopper, "rows_of", rows_of)
-    monkeypatch.setattr(mla_combine, "mla_combine", interpreted(mla_combine.mla_combine))
+    monkeypatch.setattr(hopper_mla_decode, "rows_of", rows_of)
+    monkeypatch.setattr(mla_split_kv, "mla_combine", interpreted(mla_split_kv.mla_combine))
 
     def put(without: str | None = None) -> None:
         made = interpreted(decode, without)
-        monkeypatch.setattr(mla_decode_hopper, "mla_decode_hopper", made)
+        monkeypatch.setattr(hopper_mla_decode, "mla_decode_hopper", made)
 
     put()
     return put

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-import pykernels.gpu.launch as launch
+import pykernels.gpu.common.launch as launch
 from pykernels import ref
 from pykernels.errors import PykernelsError
-from pykernels.gpu.attention_plan import DecodePlan, in_lanes_takes
+from pykernels.gpu.plans.attention import DecodePlan, in_lanes_takes
 
 from .test_attention_decode import check, gqa, gqa_inputs
 
@@ -25,12 +25,12 @@ def in_lanes(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
         if not in_lanes_takes(128, True, 64, device, True):
             pytest.skip("the GPU has no conversion from E4M3")
         return
-    from pykernels.gpu import gqa_decode, gqa_decode_lanes
+    from pykernels.gpu.attention import gqa_decode, gqa_decode_fp8
 
     from .gluon_shim import interpreted
 
-    kernel = interpreted(gqa_decode_lanes.gqa_decode_lanes)
-    monkeypatch.setattr(gqa_decode_lanes, "gqa_decode_lanes", kernel)
+    kernel = interpreted(gqa_decode_fp8.gqa_decode_lanes)
+    monkeypatch.setattr(gqa_decode_fp8, "gqa_decode_lanes", kernel)
     monkeypatch.setattr(gqa_decode, "in_lanes_takes", lambda *lies: True)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pykernels import ref
-from pykernels.gpu.attention_plan import PrefillPlan, by_hand_takes_prefill
+from pykernels.gpu.plans.attention import PrefillPlan, by_hand_takes_prefill
 from pykernels.shapes import Ragged
 
 from .caches import BF16, FP8, make_cache, no_worse
@@ -71,7 +71,9 @@ def run_gqa(
     **options: Any,
 ) -> None:
     """``loud``: keys of each sequence whose values a row of many keys could not hide."""
-    from pykernels.gpu.gqa_prefill import gqa_prefill  # after conftest chose the interpreter
+    from pykernels.gpu.attention.gqa_prefill import (
+        gqa_prefill,  # after conftest chose the interpreter
+    )
 
     if page:
         cache = make_cache(keys, page, [(KVH, D)] * 2, device, fp8=(fp8, fp8))
@@ -138,7 +140,7 @@ def run_mla(
     gap: int = 0,
     plan: PrefillPlan | None = None,
 ) -> None:
-    from pykernels.gpu.mla_prefill import mla_prefill
+    from pykernels.gpu.attention.mla_prefill import mla_prefill
 
     batch, TQ, TK = ragged(queries, keys, device, gap)
     both = torch.randn(TK, NH, 2 * D).to(BF16).to(device)  # keys and values of one projection
@@ -181,7 +183,7 @@ def _meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 def _compile_gqa(
     D: int, paged: bool = False, page: int = 64, fp8: bool = False, **options: Any
 ) -> None:
-    from pykernels.gpu.gqa_prefill import gqa_prefill
+    from pykernels.gpu.attention.gqa_prefill import gqa_prefill
 
     n = _meta(2, dtype=torch.int32)
     table = _meta(2, 9, dtype=torch.int32)
@@ -194,7 +196,7 @@ def _compile_gqa(
 
 
 def _compile_mla(D: int, DV: int, R: int) -> None:
-    from pykernels.gpu.mla_prefill import mla_prefill
+    from pykernels.gpu.attention.mla_prefill import mla_prefill
 
     n = _meta(2, dtype=torch.int32)
     batch = Ragged(n, n, n, 300, k_starts=n)
@@ -293,7 +295,7 @@ def test_mla_prefill_by_hand(keys: int, device) -> None:
 @pytest.mark.gpu
 def test_prefill_of_heads_that_lie_one_behind_the_other(device) -> None:
     """The rows that the copies are told of are then longer than from one to the next."""
-    from pykernels.gpu.gqa_prefill import gqa_prefill
+    from pykernels.gpu.attention.gqa_prefill import gqa_prefill
 
     batch, T, _ = ragged([1111], [1111], device)
     views = [torch.randn(n, T, 128).to(BF16).to(device).transpose(0, 1) for n in (8, 4, 4)]
@@ -313,7 +315,7 @@ def test_prefill_of_tritons_compiler(device) -> None:
 @pytest.mark.gpu
 def test_prefill_has_no_race(device) -> None:
     """The same bits again and again: buffers are refilled while others are read."""
-    from pykernels.gpu.gqa_prefill import gqa_prefill
+    from pykernels.gpu.attention.gqa_prefill import gqa_prefill
 
     batch, TQ, TK = ragged([3000, 300], [3000, 1200], device)
     q, k, v = (torch.randn(T, 8, 128).to(BF16).to(device) for T in (TQ, TK, TK))
@@ -323,7 +325,7 @@ def test_prefill_has_no_race(device) -> None:
 
 @pytest.mark.gpu
 def test_a_graph_replayed_with_other_inputs_is_eager_to_the_bit(device) -> None:
-    from pykernels.gpu.gqa_prefill import gqa_prefill
+    from pykernels.gpu.attention.gqa_prefill import gqa_prefill
 
     batch, TQ, TK = ragged([700, 300], [900, 1200], device)
     q, k, v = (torch.randn(T, 4, 128).to(BF16).to(device) for T in (TQ, TK, TK))

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-import pykernels.gpu.launch as launch
+import pykernels.gpu.common.launch as launch
 from pykernels import ref
 from pykernels.errors import PykernelsError
-from pykernels.gpu.attention_plan import DecodePlan, in_ring_takes
+from pykernels.gpu.plans.attention import DecodePlan, in_ring_takes
 
 from .test_attention_decode import check, gqa, gqa_inputs
 
@@ -28,12 +28,13 @@ def ring(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
         if not in_ring_takes(128, False, 64, device, True):
             pytest.skip("the kernel is for Hopper")
         return
-    from pykernels.gpu import gqa_decode, gqa_decode_ring
+    from pykernels.gpu.attention import gqa_decode
+    from pykernels.gpu.attention.hopper import gqa_decode as hopper_gqa_decode
 
     from .gluon_shim import interpreted
 
-    kernel = interpreted(gqa_decode_ring.gqa_decode_ring)
-    monkeypatch.setattr(gqa_decode_ring, "gqa_decode_ring", kernel)
+    kernel = interpreted(hopper_gqa_decode.gqa_decode_ring)
+    monkeypatch.setattr(hopper_gqa_decode, "gqa_decode_ring", kernel)
     monkeypatch.setattr(gqa_decode, "in_ring_takes", lambda *lies: True)
 
 
@@ -99,9 +100,9 @@ def test_what_the_kernel_in_front_writes_late_is_seen(device, ring) -> None:
 
 @pytest.fixture
 def last_part(device: torch.device) -> Any:
-    from pykernels.gpu import gluon_last_part
+    from pykernels.gpu.attention.hopper import split_kv
 
-    return gluon_last_part
+    return split_kv
 
 
 @pytest.mark.parametrize("lies", ["zero", "ones", "other calls", "nearly this call"])

@@ -13,11 +13,12 @@ import torch
 
 from pykernels.env import env
 from pykernels.errors import PykernelsError
-from pykernels.gpu import attention_choose, attention_plan
-from pykernels.gpu.attention_choose import choose_decode, choose_prefill, shipped_decode
-from pykernels.gpu.attention_lines import AttentionShape
-from pykernels.gpu.attention_plan import DecodePlan, PrefillPlan
-from pykernels.gpu.plan_file import tuned_attention, write_tuned
+from pykernels.gpu.attention import select
+from pykernels.gpu.attention.select import choose_decode, choose_prefill, shipped_decode
+from pykernels.gpu.plans import attention
+from pykernels.gpu.plans.attention import DecodePlan, PrefillPlan
+from pykernels.gpu.plans.attention_shape import AttentionShape
+from pykernels.gpu.plans.tuned import tuned_attention, write_tuned
 
 CPU = torch.device("cpu")
 MLA = AttentionShape(128, 1, 512, 64, 512, 64, 0, batch=8, queries=1, context=8192)
@@ -43,7 +44,7 @@ def write(op: str, shape: AttentionShape, plan: Any, path: str = "bf16", device:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_plan, "arch", lambda device: (9, 0))
+    monkeypatch.setattr(attention, "arch", lambda device: (9, 0))
 
 
 def test_a_plan_is_taken_for_near_sizes_of_the_same_heads() -> None:
@@ -92,7 +93,7 @@ def test_a_kernel_that_cannot_run_here_is_passed_over(
     assert choose_decode(op, shape, fp8, CPU, aligned=True) == plan
     shipped = shipped_decode(op, shape, fp8, CPU, aligned=False)
     assert choose_decode(op, shape, fp8, CPU, aligned=False) == shipped != plan
-    monkeypatch.setattr(attention_plan, "arch", lambda device: (8, 0))
+    monkeypatch.setattr(attention, "arch", lambda device: (8, 0))
     shipped = shipped_decode(op, shape, fp8, CPU)
     assert choose_decode(op, shape, fp8, CPU, aligned=True) == shipped != plan
 
@@ -113,7 +114,7 @@ def test_keys_in_e4m3_are_not_for_the_prefill_by_hand() -> None:
     """Unless they become bf16 first, which are rows then and no pages."""
     plan = PrefillPlan(128, 64, 8, 1, by_hand=True)
     sizes = (128, 128, 0)
-    prefills = attention_plan.by_hand_prefills
+    prefills = attention.by_hand_prefills
     assert prefills(*sizes, False, plan, True, 64, CPU)
     assert not prefills(*sizes, True, plan, True, 64, CPU)
     assert prefills(*sizes, True, PrefillPlan(128, 64, 8, 1, True, True), True, 4, CPU)
@@ -129,7 +130,7 @@ def test_a_prefill_with_a_rotated_part_has_plans_of_its_own() -> None:
 
 
 def test_kernels_want_pages_that_hold_what_they_read_at_once() -> None:
-    fits = attention_plan.in_lanes_fits, attention_plan.in_ring_fits, attention_plan.by_hand_fits
+    fits = attention.in_lanes_fits, attention.in_ring_fits, attention.by_hand_fits
     lanes, ring, by_hand = fits
     assert lanes(128, True, 32) and not lanes(128, True, 16)
     assert ring(128, False, 64) and not ring(128, False, 32)
@@ -138,7 +139,7 @@ def test_kernels_want_pages_that_hold_what_they_read_at_once() -> None:
 
 
 def test_it_pays_to_unpack_for_many_rows_in_little_room() -> None:
-    worth = attention_plan.worth_unpacking
+    worth = attention.worth_unpacking
     assert worth(512, 2 << 30) and not worth(511, 1) and not worth(512, (2 << 30) + 1)
 
 
@@ -204,4 +205,4 @@ def test_a_launch_without_a_line_reads_no_file(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Path, "exists", None)
     assert tuned_attention("gqa_decode", "bf16", "", GQA._replace(batch=9)) == TILES
     assert tuned_attention("gqa_decode", "bf16", "", GQA._replace(heads=8)) is None
-    assert attention_choose._name(CPU) == ""
+    assert select._name(CPU) == ""

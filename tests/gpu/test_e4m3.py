@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pykernels.gpu.attention_parts import BITS, halves, widened
-from pykernels.gpu.decode import e4m3_to_float, float_to_e4m3
+from pykernels.gpu.attention.online_softmax import BITS, halves, widened
+from pykernels.gpu.common.dequant import e4m3_to_float, float_to_e4m3
 
 FP8 = torch.float8_e4m3fn
 

@@ -14,18 +14,19 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
-from pykernels.gpu import launch, moe
-from pykernels.gpu.attention_plan import DecodePlan
-from pykernels.gpu.experts_plan import choose_plan
-from pykernels.gpu.gate import router_logits
-from pykernels.gpu.gqa_decode import gqa_decode
-from pykernels.gpu.kv_write import kv_write, mla_write
-from pykernels.gpu.mla_decode import mla_decode
+from pykernels.gpu.attention.gqa_decode import gqa_decode
+from pykernels.gpu.attention.kv_write import kv_write, mla_write
+from pykernels.gpu.attention.mla_decode import mla_decode
+from pykernels.gpu.common import launch
+from pykernels.gpu.moe import fused_moe
+from pykernels.gpu.moe.permute import unpermute
+from pykernels.gpu.moe.router import route
+from pykernels.gpu.moe.router_logits import router_logits
+from pykernels.gpu.moe.select import choose_plan
 from pykernels.gpu.norm import rms_norm
-from pykernels.gpu.permute import unpermute
-from pykernels.gpu.plan_types import ExpertsPlan
+from pykernels.gpu.plans.attention import DecodePlan
+from pykernels.gpu.plans.gemm import ExpertsPlan
 from pykernels.gpu.rope import rope, rope_frequencies
-from pykernels.gpu.router import route
 from pykernels.quant import get_format
 from pykernels.shapes import MoEShape, RouterSpec
 
@@ -169,8 +170,8 @@ def experts_chain(name: str, shape: MoEShape, device: torch.device) -> Chain:
             rms_norm(outs[i], weight, 1e-6, out=(normed, None))
             router_logits(normed, gate, logits)
             routing, order, _ = route(logits, spec, out=held)
-            moe.gate_up(normed, experts, order, out=h)
-            moe.down(h, experts, order, out=y)
+            fused_moe.gate_up(normed, experts, order, out=h)
+            fused_moe.down(h, experts, order, out=y)
             unpermute(y, order, routing.weights, out=outs[i + 1])
         return outs
 

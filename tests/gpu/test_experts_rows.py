@@ -15,10 +15,13 @@ import torch
 
 from pykernels import ref
 from pykernels.errors import PykernelsError
-from pykernels.gpu import experts_plan, grouped_gemm, launch, many_rows_hopper, moe
-from pykernels.gpu.experts_plan import many_plan, most_few
-from pykernels.gpu.matrices import pack_for_gpu
-from pykernels.gpu.plan_types import GemmPlan, ManyPlan
+from pykernels.gpu.common import launch
+from pykernels.gpu.gemm import grouped
+from pykernels.gpu.gemm.hopper import dequant
+from pykernels.gpu.gemm.weights import pack_for_gpu
+from pykernels.gpu.moe import fused_moe, select
+from pykernels.gpu.moe.select import many_plan, most_few
+from pykernels.gpu.plans.gemm import GemmPlan, ManyPlan
 from pykernels.quant import get_format
 from pykernels.shapes import MoEShape
 from pykernels.testing import balanced_routing, one_expert_routing, relative_error, skewed_routing
@@ -38,9 +41,9 @@ def by_hand(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
         return
     from .gluon_shim import interpreted
 
-    kernel = interpreted(many_rows_hopper.many_rows_hopper)
-    monkeypatch.setattr(many_rows_hopper, "many_rows_hopper", kernel)
-    for module in (grouped_gemm, experts_plan):
+    kernel = interpreted(dequant.many_rows_hopper)
+    monkeypatch.setattr(dequant, "many_rows_hopper", kernel)
+    for module in (grouped, select):
         monkeypatch.setattr(module, "many_rows_takes", lambda *args: True)
 
 
@@ -63,7 +66,7 @@ def test_a_layer(
     experts = random_experts(RAGGED, get_format(name), device)
     x, routing = torch.randn(T, RAGGED.H).bfloat16(), route(T, RAGGED)
     ids, weights = routing.ids.to(device), routing.weights.to(device)
-    y = moe.moe_ffn(x.to(device), ids, weights, experts, plans=plans)
+    y = fused_moe.moe_ffn(x.to(device), ids, weights, experts, plans=plans)
     truth = ref.moe_ffn(x, routing.ids, routing.weights, experts, dtype=torch.float64)
     # The interpreter cuts where a GPU rounds.
     assert relative_error(y.cpu(), truth) < (1e-2 if launch.interpreted() else 6e-3)
@@ -78,7 +81,7 @@ def test_one_scale_an_output_and_experts_that_lie_nowhere(device: torch.device) 
     weights = [fmt.quantize(torch.randn(shape.I, shape.H)) for _ in range(4)]
     downs = [fmt.quantize(torch.randn(shape.H, shape.I)) for _ in range(2)]
     slots = torch.tensor([1, -1, 1, -1], dtype=torch.int32, device=device)
-    experts = moe.Experts(
+    experts = fused_moe.Experts(
         fmt, pack_for_gpu(fmt, weights).to(device), pack_for_gpu(fmt, downs).to(device), slots
     )
     assert experts.gate_up.group == shape.H
@@ -86,11 +89,11 @@ def test_one_scale_an_output_and_experts_that_lie_nowhere(device: torch.device) 
     experts.gate_up.scale[:2] = float("inf")  # slot 0 is nobody's
     ids = skewed_routing(8, shape).ids
     ids[3], ids[5, 1] = -1, shape.E
-    order = moe.sort_slots(ids.to(device), shape.E)
+    order = fused_moe.sort_slots(ids.to(device), shape.E)
     x = torch.randn(8, shape.H).bfloat16().to(device)
     out = torch.full((16, shape.I), float("nan"), dtype=torch.bfloat16, device=device)
-    moe.gate_up(x, experts, order, plan=FOUR, out=out)
-    apart = moe.gate_up(x, experts, order, plan=GemmPlan(16, 32, 64))
+    fused_moe.gate_up(x, experts, order, plan=FOUR, out=out)
+    apart = fused_moe.gate_up(x, experts, order, plan=GemmPlan(16, 32, 64))
     starts = order.starts.tolist()
     assert out[starts[1] : starts[2]].eq(0).all() and out[starts[3] : starts[4]].eq(0).all()
     assert out[: starts[4]].isfinite().all() and out[starts[4] :].isnan().all()
@@ -102,21 +105,21 @@ def test_k_quants_with_gate_and_up(name: str, device: torch.device) -> None:
     fmt = get_format(name)
     stack = pack_for_gpu(fmt, [fmt.quantize(torch.randn(24, 256)) for _ in range(4)]).to(device)
     x = torch.randn(3, 256).bfloat16().to(device)
-    order = moe.sort_slots(torch.tensor([[0, 1], [1, 0], [1, 9]]).to(device), 2)
+    order = fused_moe.sort_slots(torch.tensor([[0, 1], [1, 0], [1, 9]]).to(device), 2)
     out, apart = (x.new_full((6, 24), float("nan")) for _ in range(2))
-    grouped_gemm.multiply(x, stack, out, FOUR, order=order, gated=True)
-    grouped_gemm.multiply(x, stack, apart, GemmPlan(16, 64, 64), order=order, gated=True)
+    grouped.multiply(x, stack, out, FOUR, order=order, gated=True)
+    grouped.multiply(x, stack, apart, GemmPlan(16, 64, 64), order=order, gated=True)
     assert _close(out[:5], apart[:5]) and out[5].isnan().all()
 
 
 def test_what_it_does_not_take_is_refused(device: torch.device) -> None:
     experts = random_experts(RAGGED, get_format("int4"), device)
     x = torch.randn(3, RAGGED.H).bfloat16().to(device)
-    order = moe.sort_slots(balanced_routing(3, RAGGED).ids.to(device), RAGGED.E)
+    order = fused_moe.sort_slots(balanced_routing(3, RAGGED).ids.to(device), RAGGED.E)
     with pytest.raises(PykernelsError, match="K in one part"):
-        moe.gate_up(x, experts, order, plan=replace(FOUR, split_k=2))
+        fused_moe.gate_up(x, experts, order, plan=replace(FOUR, split_k=2))
     with pytest.raises(PykernelsError, match="one part"):
-        moe.gate_up(x, experts, order, plan=replace(FOUR, programs=264))
+        fused_moe.gate_up(x, experts, order, plan=replace(FOUR, programs=264))
 
 
 def test_few_rows_end_sooner_where_there_is_a_kernel_for_more() -> None:
@@ -143,10 +146,10 @@ def test_a_graph_replays_with_other_tokens_and_experts(name: str, device: torch.
         routing = route(T, shape)
         check(x.cpu(), routing, experts, device)
         ids, weights = routing.ids.to(device), routing.weights.to(device)
-        moe.moe_ffn(x, ids, weights, experts)
+        fused_moe.moe_ffn(x, ids, weights, experts)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = moe.moe_ffn(x, ids, weights, experts)
+            captured = fused_moe.moe_ffn(x, ids, weights, experts)
         for seed, other_route in ((1, skewed_routing), (2, one_expert_routing)):
             other = other_route(T, shape, seed)
             x.copy_(torch.randn(T, shape.H))
@@ -154,4 +157,4 @@ def test_a_graph_replays_with_other_tokens_and_experts(name: str, device: torch.
             weights.copy_(other.weights)
             captured.fill_(float("nan"))
             graph.replay()
-            assert torch.equal(captured, moe.moe_ffn(x, ids, weights, experts))
+            assert torch.equal(captured, fused_moe.moe_ffn(x, ids, weights, experts))

@@ -9,15 +9,14 @@ import pytest
 import torch
 
 from pykernels import ref
-from pykernels.gpu import launch
 from pykernels.gpu.activation import silu_mul
-from pykernels.gpu.attention_prefill import _aligned
-from pykernels.gpu.gate import _sum_splits
-from pykernels.gpu.gqa_prefill import gqa_prefill
-from pykernels.gpu.kernel_bf16 import gemm_bf16
-from pykernels.gpu.kernel_fp8 import gemm_fp8
-from pykernels.gpu.kv_write import kv_write
-from pykernels.gpu.partials import add_kernel
+from pykernels.gpu.attention.gqa_prefill import gqa_prefill
+from pykernels.gpu.attention.kv_write import kv_write
+from pykernels.gpu.attention.prefill import _aligned
+from pykernels.gpu.common import launch
+from pykernels.gpu.gemm.split_k import add_kernel
+from pykernels.gpu.gemm.triton_kernels import gemm_bf16, gemm_fp8
+from pykernels.gpu.moe.router_logits import _sum_splits
 from pykernels.gpu.quantize import NATIVE_FP8, quantize_fp8
 from pykernels.shapes import Ragged
 from pykernels.testing import relative_error

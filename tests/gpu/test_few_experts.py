@@ -7,11 +7,13 @@ import torch
 
 from pykernels import ref
 from pykernels.errors import PykernelsError
-from pykernels.gpu import few_experts, grouped_gemm, launch, moe
-from pykernels.gpu.experts_plan import few_plan
-from pykernels.gpu.matrices import fine, pack_for_gpu
-from pykernels.gpu.permute import sort_slots
-from pykernels.gpu.plan_types import ExpertsPlan
+from pykernels.gpu.common import launch
+from pykernels.gpu.gemm import grouped, skinny_experts
+from pykernels.gpu.gemm.weights import fine, pack_for_gpu
+from pykernels.gpu.moe import fused_moe
+from pykernels.gpu.moe.permute import sort_slots
+from pykernels.gpu.moe.select import few_plan
+from pykernels.gpu.plans.gemm import ExpertsPlan
 from pykernels.quant import Weight, get_format
 from pykernels.quant.integer import Integer
 from pykernels.shapes import MoEShape
@@ -27,8 +29,8 @@ def device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.devic
     if launch.interpreted():
         from .gluon_shim import interpreted
 
-        monkeypatch.setattr(few_experts, "few_experts", interpreted(few_experts.few_experts))
-        monkeypatch.setattr(grouped_gemm, "arch", lambda device: (8, 0))
+        monkeypatch.setattr(skinny_experts, "few_experts", interpreted(skinny_experts.few_experts))
+        monkeypatch.setattr(grouped, "arch", lambda device: (8, 0))
     return device
 
 
@@ -59,7 +61,7 @@ def test_products(
     for gated in (True, False):
         stack = pack_for_gpu(fmt, packed if gated else packed[:3])
         out = torch.full((T * topk, N), float("nan"), dtype=torch.bfloat16, device=device)
-        grouped_gemm.multiply(
+        grouped.multiply(
             (x if gated else h).to(device), stack.to(device), out, plan,
             order=order, table=table.to(device), gated=gated,
         )  # fmt: skip
@@ -93,7 +95,7 @@ def test_an_expert_that_lies_nowhere_takes_nothing_from_slot_0(device: torch.dev
         x = torch.randn(1 if gated else 2, K, device=device).bfloat16()
         out = torch.full((2, N), float("nan"), dtype=torch.bfloat16, device=device)
         plan = ExpertsPlan(32, 2, 8)
-        grouped_gemm.multiply(x, stack, out, plan, order=order, table=table, gated=gated)
+        grouped.multiply(x, stack, out, plan, order=order, table=table, gated=gated)
         assert out[0].eq(0).all() and out[1].isfinite().all() and out[1].any()
 
 
@@ -105,7 +107,7 @@ def test_bytes_in_groups_of_32(plan: ExpertsPlan, device: torch.device) -> None:
     x, stack = torch.randn(5, 448).bfloat16(), pack_for_gpu(fmt, [weight]).to(device)
     bias = torch.randn(40)
     out = torch.full((5, 40), float("nan"), dtype=torch.bfloat16, device=device)
-    grouped_gemm.multiply(x.to(device), stack, out, plan, bias=bias.to(device))
+    grouped.multiply(x.to(device), stack, out, plan, bias=bias.to(device))
     truth = ref.linear(x, weight, bias, fmt=fmt, dtype=torch.float64)
     assert relative_error(out.cpu(), truth) < (8e-3 if launch.interpreted() else 5e-3)
 
@@ -121,7 +123,7 @@ def test_every_code_and_scale_is_decoded(name: str, device: torch.device) -> Non
     x = torch.zeros(8, 256).bfloat16()
     x[torch.arange(8), few] = 1
     out = torch.full((8, 24), float("nan"), dtype=torch.bfloat16, device=device)
-    grouped_gemm.multiply(x.to(device), stack.to(device), out, ExpertsPlan(16, 1, 4))
+    grouped.multiply(x.to(device), stack.to(device), out, ExpertsPlan(16, 1, 4))
     truth = get_format(name).dequantize(weight)[:, few].T
     assert relative_error(out.cpu(), truth) < (8e-3 if launch.interpreted() else 4e-3)
 
@@ -130,7 +132,7 @@ def test_a_plan_for_few_rows_is_refused_where_nothing_is_decoded(device: torch.d
     experts = random_experts(MoEShape(2, 64, 64, 1), get_format("bf16"), device)
     with pytest.raises(PykernelsError, match="decoded"):
         order = sort_slots(torch.zeros(1, 1, dtype=torch.int64, device=device), 2)
-        moe.gate_up(
+        fused_moe.gate_up(
             torch.zeros(1, 64, device=device).bfloat16(), experts, order, plan=ExpertsPlan(16, 4)
         )
 
@@ -142,8 +144,8 @@ def test_inputs_that_begin_anywhere(device: torch.device) -> None:
     for begin in (1, 2, 4):
         x = room[begin:][: 3 * 192].view(3, 192)
         odd, even = (x.new_full((3, 24), float("nan")) for _ in range(2))
-        grouped_gemm.multiply(x, stack, odd, ExpertsPlan(16, 1, 8))
-        grouped_gemm.multiply(x.clone(), stack, even, ExpertsPlan(16, 1, 8))
+        grouped.multiply(x, stack, odd, ExpertsPlan(16, 1, 8))
+        grouped.multiply(x.clone(), stack, even, ExpertsPlan(16, 1, 8))
         assert torch.equal(odd, even)
 
 
@@ -151,10 +153,10 @@ def test_more_rows_than_have_columns_of_their_own_are_refused(device: torch.devi
     """Where a quad's lanes have scales of their own, a row has four columns."""
     stack, x = made("q4_k", 24, 256)[1].to(device), torch.randn(9, 256, device=device).bfloat16()
     out = torch.full((9, 24), float("nan"), dtype=torch.bfloat16, device=device)
-    grouped_gemm.multiply(x, stack, out, ExpertsPlan(16, 1, 8))
+    grouped.multiply(x, stack, out, ExpertsPlan(16, 1, 8))
     assert out.isfinite().all()
     with pytest.raises(PykernelsError, match="tokens=16 for q4_k"):
-        grouped_gemm.multiply(x, stack, out, ExpertsPlan(16, 1, 16))
+        grouped.multiply(x, stack, out, ExpertsPlan(16, 1, 16))
 
 
 def test_few_inputs_take_few_warps_and_few_rows_few_columns() -> None:
@@ -177,7 +179,7 @@ def test_a_chain_of_layers_waits_for_what_it_reads(name: str, device: torch.devi
     def chain(wait: bool) -> torch.Tensor:
         y = x
         for which in ids:
-            y = moe.moe_ffn(y, which, weights, experts, add=y)
+            y = fused_moe.moe_ffn(y, which, weights, experts, add=y)
             if wait:
                 torch.cuda.synchronize()
         return y
@@ -195,6 +197,6 @@ def test_a_layer_of_real_size(name: str, T: int, device: torch.device) -> None:
     x = torch.randn(T, shape.H).bfloat16()
     ids = torch.stack([torch.randperm(16)[:4] for _ in range(T)])
     weights = torch.rand(T, 4)
-    y = moe.moe_ffn(x.to(device), ids.to(device), weights.to(device), experts)
+    y = fused_moe.moe_ffn(x.to(device), ids.to(device), weights.to(device), experts)
     truth = ref.moe_ffn(x, ids, weights, experts, dtype=torch.float64)
     assert relative_error(y.cpu(), truth) < 8e-3

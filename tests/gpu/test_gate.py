@@ -7,7 +7,7 @@ import torch
 
 from pykernels import ref
 from pykernels.errors import PykernelsError
-from pykernels.gpu.gate import GatePlan, gate_plan, router_logits
+from pykernels.gpu.moe.router_logits import GatePlan, gate_plan, router_logits
 from pykernels.testing import assert_close, relative_error
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -7,7 +7,7 @@ import torch
 
 from pykernels import ref
 from pykernels.errors import PykernelsError
-from pykernels.gpu.kv_write import kv_write, mla_write
+from pykernels.gpu.attention.kv_write import kv_write, mla_write
 
 E4M3 = torch.float8_e4m3fn
 

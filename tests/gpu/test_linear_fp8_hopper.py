@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from pykernels import ref
-from pykernels.gpu import grouped_gemm, launch, linear_fp8_hopper
-from pykernels.gpu.linear import linear
-from pykernels.gpu.plan_types import GemmPlan
+from pykernels.gpu.common import launch
+from pykernels.gpu.gemm import grouped
+from pykernels.gpu.gemm.hopper import linear_fp8
+from pykernels.gpu.gemm.linear import linear
+from pykernels.gpu.plans.gemm import GemmPlan
 from pykernels.gpu.quantize import quantize_fp8
 from pykernels.quant import get_format
 from pykernels.testing import relative_error
@@ -26,14 +28,14 @@ def by_hand(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
         if launch.arch(device)[0] != 9:
             pytest.skip("no Hopper GPU")
         return
-    from pykernels.gpu import gemm_fp8_hopper
+    from pykernels.gpu.gemm.hopper import fp8
 
     from .gluon_shim import interpreted
 
-    monkeypatch.setattr(grouped_gemm, "by_hand_takes", lambda *args: True)
+    monkeypatch.setattr(grouped, "by_hand_takes", lambda *args: True)
     for module, name in (
-        (gemm_fp8_hopper, "gemm_fp8_hopper"),
-        (linear_fp8_hopper, "add_tail"),
+        (fp8, "gemm_fp8_hopper"),
+        (linear_fp8, "add_tail"),
     ):
         monkeypatch.setattr(module, name, interpreted(getattr(module, name)))
 
@@ -59,12 +61,12 @@ def test_against_float64(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(linear_fp8_hopper, "tail_split", lambda *sizes: split)
+    monkeypatch.setattr(linear_fp8, "tail_split", lambda *sizes: split)
     weight, stack = made("fp8", N, K)
     x, bias = torch.randn(M, K).bfloat16(), torch.randn(N) if biased else None
     out = torch.full((M, N), float("nan"), dtype=torch.bfloat16, device=device)
     codes, scales = quantize_fp8(x.to(device))
-    linear_fp8_hopper.multiply_rows_by_hand(
+    linear_fp8.multiply_rows_by_hand(
         codes, scales, stack.to(device), out, None if bias is None else bias.to(device), 2
     )
     truth = ref.linear(x, weight, bias, fmt=FP8, activations="fp8", dtype=torch.float64)
@@ -82,15 +84,15 @@ def test_a_linear_goes_there_by_its_plan(device: torch.device) -> None:
 def test_shares_are_never_empty_and_pay() -> None:
     for steps in (1, 8, 16, 56, 144):
         for tiles in range(1, 400, 7):
-            whole, parts = linear_fp8_hopper.tail_split(tiles, steps, 132)
+            whole, parts = linear_fp8.tail_split(tiles, steps, 132)
             assert whole == tiles or parts > 1
             share = -(-steps // parts)
             assert whole <= tiles and share * (parts - 1) < steps
-    assert linear_fp8_hopper.tail_split(144, 56, 132) == (132, 7)  # 256 rows of 18432 outputs
-    assert linear_fp8_hopper.tail_split(1152, 56, 132) == (1152, 1)
-    assert linear_fp8_hopper.pays(128, 18432, 7168, 132)
-    assert linear_fp8_hopper.pays(256, 7168, 18432, 132)
-    assert not linear_fp8_hopper.pays(256, 7168, 7168, 132)  # 56 tiles for 132 processors
+    assert linear_fp8.tail_split(144, 56, 132) == (132, 7)  # 256 rows of 18432 outputs
+    assert linear_fp8.tail_split(1152, 56, 132) == (1152, 1)
+    assert linear_fp8.pays(128, 18432, 7168, 132)
+    assert linear_fp8.pays(256, 7168, 18432, 132)
+    assert not linear_fp8.pays(256, 7168, 7168, 132)  # 56 tiles for 132 processors
 
 
 @pytest.mark.gpu

@@ -11,18 +11,11 @@ import torch
 
 from pykernels import ref
 from pykernels.errors import PykernelsError
-from pykernels.gpu import linear_plan
-from pykernels.gpu.linear import linear
-from pykernels.gpu.linear_plan import choose_plan
-from pykernels.gpu.matrices import Matrices, empty_for_gpu, pack_for_gpu
-from pykernels.gpu.plan_types import (
-    ExpertsPlan,
-    FewPlan,
-    GemmPlan,
-    GemvPlan,
-    ManyPlan,
-    OneRowPlan,
-)
+from pykernels.gpu.gemm import select
+from pykernels.gpu.gemm.linear import linear
+from pykernels.gpu.gemm.select import choose_plan
+from pykernels.gpu.gemm.weights import Matrices, empty_for_gpu, pack_for_gpu
+from pykernels.gpu.plans.gemm import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan, OneRowPlan
 from pykernels.quant import Weight, get_format
 from pykernels.testing import relative_error
 
@@ -191,7 +184,7 @@ def test_a_plan_that_does_not_fit_is_refused(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pykernels.gpu.linear.arch", lambda device: (9, 0))
+    monkeypatch.setattr("pykernels.gpu.gemm.linear.arch", lambda device: (9, 0))
     stack = empty_for_gpu(get_format(name), 1, 16, K, device)
     x = torch.zeros(M, K, dtype=torch.bfloat16, device=device)
     with pytest.raises(PykernelsError, match=f"no kernel for that plan: .*{cause}"):
@@ -206,10 +199,10 @@ def test_plans_for_tensor_cores_and_bfloat16_inputs_are_refused_elsewhere(
 ) -> None:
     stack = empty_for_gpu(get_format("fp8"), 1, 16, 128, device)
     x = torch.zeros(1, 128, dtype=torch.bfloat16, device=device)
-    monkeypatch.setattr("pykernels.gpu.linear.arch", lambda device: (9, 0))
+    monkeypatch.setattr("pykernels.gpu.gemm.linear.arch", lambda device: (9, 0))
     with pytest.raises(PykernelsError, match="fp8 activations go by a GemmPlan"):
         linear(x, stack, plan=plan, activations="fp8")
-    monkeypatch.setattr("pykernels.gpu.linear.arch", lambda device: (0, 0))
+    monkeypatch.setattr("pykernels.gpu.gemm.linear.arch", lambda device: (0, 0))
     with pytest.raises(PykernelsError, match="no kernel for that plan"):
         linear(x, stack, plan=plan)
 
@@ -270,7 +263,7 @@ def test_a_graph_replays_with_other_inputs(name: str, M: int) -> None:
 def test_few_rows_of_decoded_weights_are_split_over_k(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear_plan, "arch", lambda device: (0, 0))  # GPUs take none of these so
+    monkeypatch.setattr(select, "arch", lambda device: (0, 0))  # GPUs take none of these so
     plan = choose_plan(made("q4_k", 72, 2048)[1], 1, device)
     assert isinstance(plan, GemmPlan) and plan.split_k == 4  # 8 steps of 256, at least two a part
     many = choose_plan(made("q4_k", 72, 2048)[1], 3000, device)

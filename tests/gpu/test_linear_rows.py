@@ -9,13 +9,13 @@ import torch
 
 from pykernels import ref
 from pykernels.errors import PykernelsError
-from pykernels.gpu import launch
 from pykernels.gpu.activation import silu_mul
-from pykernels.gpu.linear import linear
-from pykernels.gpu.linear_plan import choose_plan, few_plan, kernel_of, many_plan, one_row_plan
-from pykernels.gpu.matrices import empty_for_gpu, pack_for_gpu
+from pykernels.gpu.common import launch
+from pykernels.gpu.gemm.linear import linear
+from pykernels.gpu.gemm.select import choose_plan, few_plan, kernel_of, many_plan, one_row_plan
+from pykernels.gpu.gemm.weights import empty_for_gpu, pack_for_gpu
 from pykernels.gpu.norm import rms_norm
-from pykernels.gpu.plan_types import FewPlan, GemmPlan, ManyPlan, OneRowPlan
+from pykernels.gpu.plans.gemm import FewPlan, GemmPlan, ManyPlan, OneRowPlan
 from pykernels.quant import get_format
 from pykernels.quant.integer import Integer
 from pykernels.testing import relative_error

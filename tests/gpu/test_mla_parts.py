@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-import pykernels.gpu.launch as launch
+import pykernels.gpu.common.launch as launch
 from pykernels import ref
-from pykernels.gpu.attention_plan import DecodePlan, by_hand_takes
-from pykernels.gpu.mla_parts import TileParts
+from pykernels.gpu.attention.mla_split_kv import TileParts
+from pykernels.gpu.plans.attention import DecodePlan, by_hand_takes
 
 from .caches import BF16, relative_error
 from .test_attention_decode import check, mla, mla_inputs

@@ -7,8 +7,8 @@ import torch
 
 from pykernels import ref
 from pykernels.errors import PykernelsError
-from pykernels.gpu.mla_prefill import mla_prefill
-from pykernels.gpu.mla_read import mla_read
+from pykernels.gpu.attention.mla_prefill import mla_prefill
+from pykernels.gpu.attention.mla_read import mla_read
 from pykernels.shapes import Ragged
 from tests.gpu.caches import Paged, make_cache
 

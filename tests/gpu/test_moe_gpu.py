@@ -11,10 +11,10 @@ import torch.nn.functional as F
 
 from pykernels import ref
 from pykernels.errors import PykernelsError
-from pykernels.gpu import moe
-from pykernels.gpu.blocks import block_bound
-from pykernels.gpu.permute import permute
-from pykernels.gpu.plan_types import GemmPlan
+from pykernels.gpu.gemm.tiles import block_bound
+from pykernels.gpu.moe import fused_moe
+from pykernels.gpu.moe.permute import permute
+from pykernels.gpu.plans.gemm import GemmPlan
 from pykernels.gpu.quantize import quantize_fp8
 from pykernels.quant import Format, get_format
 from pykernels.ref.linear import dequantize_fp8
@@ -36,15 +36,15 @@ FORMATS = (
 )
 
 
-def random_experts(shape: MoEShape, fmt: Format, device: torch.device) -> moe.Experts:
+def random_experts(shape: MoEShape, fmt: Format, device: torch.device) -> fused_moe.Experts:
     sizes = ((shape.I, shape.H), (shape.I, shape.H), (shape.H, shape.I))
     weights = [
         tuple(fmt.quantize(torch.randn(N, K) / K**0.5) for N, K in sizes) for _ in range(shape.E)
     ]
-    return moe.Experts.pack(fmt, weights, device)
+    return fused_moe.Experts.pack(fmt, weights, device)
 
 
-def native(x: torch.Tensor, routing: Routing, experts: moe.Experts) -> torch.Tensor:
+def native(x: torch.Tensor, routing: Routing, experts: fused_moe.Experts) -> torch.Tensor:
     """What torch makes of it in bfloat16, from the weights dequantized to bfloat16."""
     y = torch.zeros(x.shape, dtype=torch.float32)
     for e in routing.ids.unique().tolist():
@@ -59,13 +59,13 @@ def native(x: torch.Tensor, routing: Routing, experts: moe.Experts) -> torch.Ten
 def check(
     x: torch.Tensor,
     routing: Routing,
-    experts: moe.Experts,
+    experts: fused_moe.Experts,
     device: torch.device,
     activations: str = "bf16",
     **how: object,
 ) -> torch.Tensor:
     """Fails if the result is further from float64 than torch's own bfloat16, with some slack."""
-    y = moe.moe_ffn(
+    y = fused_moe.moe_ffn(
         x.to(device),
         routing.ids.to(device),
         routing.weights.to(device),
@@ -139,7 +139,7 @@ def test_a_slot_table_is_all_that_says_where_experts_lie(device: torch.device) -
     x = torch.randn(9, SMALL.H).bfloat16()
     routing = skewed_routing(9, SMALL)
     there = routing.ids != 2
-    y = moe.moe_ffn(x.to(device), routing.ids.to(device), routing.weights.to(device), experts)
+    y = fused_moe.moe_ffn(x.to(device), routing.ids.to(device), routing.weights.to(device), experts)
     weights = torch.where(there, routing.weights, 0.0)
     truth = ref.moe_ffn(x, routing.ids.where(there, 0), weights, experts, dtype=torch.float64)
     assert relative_error(y.cpu(), truth) < 8e-3
@@ -156,7 +156,7 @@ def test_ids_of_no_expert_contribute_nothing(device: torch.device) -> None:
     ids[0], ids[3, 1] = -1, SMALL.E
     there = (ids >= 0) & (ids < SMALL.E)
     given = routing.weights.masked_fill(~there, torch.nan).to(device)  # padding may have any
-    y = moe.moe_ffn(x.to(device), ids.to(device), given, experts)
+    y = fused_moe.moe_ffn(x.to(device), ids.to(device), given, experts)
     weights = torch.where(there, routing.weights, 0.0)
     truth = ref.moe_ffn(x, ids.where(there, 0), weights, experts, dtype=torch.float64)
     assert relative_error(y.cpu(), truth) < 8e-3
@@ -178,25 +178,25 @@ def test_inputs_that_begin_anywhere(device: torch.device) -> None:
     routing = one_expert_routing(3, replace(SMALL, E=2))
     args = (routing.ids.to(device), routing.weights.to(device), experts)
     plan = GemmPlan(16, 64, 64, tma=True)
-    odd = moe.moe_ffn(x, *args, plans=(plan, plan))
-    assert torch.equal(odd, moe.moe_ffn(x.clone(), *args, plans=(plan, plan)))
+    odd = fused_moe.moe_ffn(x, *args, plans=(plan, plan))
+    assert torch.equal(odd, fused_moe.moe_ffn(x.clone(), *args, plans=(plan, plan)))
 
 
 def test_rows_at_odd_addresses_have_plans_of_their_own(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     experts = random_experts(SMALL, get_format("bf16"), device)
-    order = moe.sort_slots(one_expert_routing(3, SMALL).ids.to(device), SMALL.E)
+    order = fused_moe.sort_slots(one_expert_routing(3, SMALL).ids.to(device), SMALL.E)
     asked = []
 
     def choose(*sizes: object) -> GemmPlan:
         asked.append(sizes[-1])
         return GemmPlan(16, 64, 64)
 
-    monkeypatch.setattr(moe, "choose_plan", choose)
+    monkeypatch.setattr(fused_moe, "choose_plan", choose)
     rows = len(order.slots)
     h = torch.randn(rows * SMALL.I + 1, device=device).bfloat16()[1:].view(rows, SMALL.I)
-    assert torch.equal(moe.down(h, experts, order), moe.down(h.clone(), experts, order))
+    assert torch.equal(fused_moe.down(h, experts, order), fused_moe.down(h.clone(), experts, order))
     assert asked == [False, True]
 
 
@@ -204,7 +204,7 @@ def test_no_tokens(device: torch.device) -> None:
     experts = random_experts(SMALL, get_format("bf16"), device)
     empty = torch.empty(0, SMALL.H, dtype=torch.bfloat16, device=device)
     routing = balanced_routing(0, SMALL)
-    y = moe.moe_ffn(empty, routing.ids.to(device), routing.weights.to(device), experts)
+    y = fused_moe.moe_ffn(empty, routing.ids.to(device), routing.weights.to(device), experts)
     assert y.shape == (0, SMALL.H)
 
 
@@ -212,9 +212,9 @@ def test_every_row_is_written_once_and_nothing_behind(device: torch.device) -> N
     experts = random_experts(SMALL, get_format("bf16"), device)
     T = 11
     x = torch.randn(T, SMALL.H).bfloat16().to(device)
-    order = moe.sort_slots(skewed_routing(T, SMALL).ids.to(device), SMALL.E)
+    order = fused_moe.sort_slots(skewed_routing(T, SMALL).ids.to(device), SMALL.E)
     room = torch.full((T * 2 + 4, SMALL.I), float("nan"), dtype=torch.bfloat16, device=device)
-    moe.gate_up(x, experts, order, out=room[: T * 2])
+    fused_moe.gate_up(x, experts, order, out=room[: T * 2])
     assert room[: T * 2].isfinite().all() and room[T * 2 :].isnan().all()
 
 
@@ -222,8 +222,8 @@ def test_packing_for_the_gpu_loses_nothing(device: torch.device) -> None:
     for name in FORMATS:
         fmt = get_format(name)
         weight = fmt.quantize(torch.randn(24, 512))
-        stack = moe.pack_for_gpu(fmt, [weight, weight])
-        again = moe.unpack_from_gpu(fmt, stack, 1)
+        stack = fused_moe.pack_for_gpu(fmt, [weight, weight])
+        again = fused_moe.unpack_from_gpu(fmt, stack, 1)
         assert torch.equal(weight.data.view(torch.uint8), again.data.view(torch.uint8)), name
         if weight.scale is not None:
             assert again.scale is not None and torch.equal(weight.scale, again.scale), name
@@ -232,8 +232,8 @@ def test_packing_for_the_gpu_loses_nothing(device: torch.device) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_empty_slots_are_as_large_as_what_is_packed(name: str, device: torch.device) -> None:
     fmt, (N, K) = get_format(name), (136, 256 if name.endswith("_k") else 192)
-    packed = moe.pack_for_gpu(fmt, [fmt.quantize(torch.randn(N, K))] * 3)
-    empty = moe.empty_for_gpu(fmt, 3, N, K, device)
+    packed = fused_moe.pack_for_gpu(fmt, [fmt.quantize(torch.randn(N, K))] * 3)
+    empty = fused_moe.empty_for_gpu(fmt, 3, N, K, device)
     assert (empty.N, empty.K, empty.group) == (N, K, packed.group)
     for mine, theirs in ((empty.data, packed.data), (empty.scale, packed.scale)):
         assert (mine is None) == (theirs is None)
@@ -283,7 +283,7 @@ def test_activations_quantize_into_the_experts_order(device: torch.device) -> No
     x = torch.randn(21, 192).bfloat16().to(device)
     ids = skewed_routing(21, SMALL).ids
     ids[3], ids[7, 1] = -1, SMALL.E
-    order = moe.sort_slots(ids.to(device), SMALL.E)
+    order = fused_moe.sort_slots(ids.to(device), SMALL.E)
     codes, scales = quantize_fp8(x)
     sorted_codes, sorted_scales = quantize_fp8(x, order)
     assert torch.equal(sorted_codes.view(torch.uint8), permute(codes, order).view(torch.uint8))
@@ -315,10 +315,10 @@ def test_what_no_kernel_takes_is_refused(cause: str, what: str, device: torch.de
         routing = balanced_routing(2, SMALL)
         args = (routing.ids.to(device), routing.weights.to(device), experts)
         if what == "table":
-            moe.moe_ffn(x, *args[:2], experts.with_slots(args[0][0]))
+            fused_moe.moe_ffn(x, *args[:2], experts.with_slots(args[0][0]))
         if what == "activations":
-            moe.moe_ffn(x, *args, activations="fp8")
-        moe.moe_ffn(x.float(), *args)
+            fused_moe.moe_ffn(x, *args, activations="fp8")
+        fused_moe.moe_ffn(x.float(), *args)
 
 
 BIG = MoEShape(E=8, H=1536, I=768, topk=2)
@@ -326,7 +326,7 @@ KINDS = [*((name, "bf16") for name in FORMATS), ("fp8", "fp8")]
 
 
 @functools.cache
-def _model_sized(name: str, device: torch.device) -> moe.Experts:
+def _model_sized(name: str, device: torch.device) -> fused_moe.Experts:
     return random_experts(BIG, get_format(name), device)
 
 
@@ -340,7 +340,7 @@ def test_a_graph_replays_with_other_tokens_and_experts(name: str, activations: s
     ids, weights = routing.ids.to(device), routing.weights.to(device)
 
     def run() -> torch.Tensor:
-        return moe.moe_ffn(x, ids, weights, experts, activations=activations)
+        return fused_moe.moe_ffn(x, ids, weights, experts, activations=activations)
 
     run()
     graph = torch.cuda.CUDAGraph()
@@ -379,10 +379,12 @@ def _meta_call(name: str, rows: int, activations: str = "bf16") -> tuple[str, ob
     T, meta = rows * E // topk, torch.device("meta")
 
     def call() -> None:
-        experts = moe.Experts.empty(get_format(name), E, H, I, meta)
+        experts = fused_moe.Experts.empty(get_format(name), E, H, I, meta)
         x = torch.empty(T, H, dtype=torch.bfloat16, device=meta)
         ids = torch.empty(T, topk, dtype=torch.int64, device=meta)
-        moe.moe_ffn(x, ids, torch.empty(T, topk, device=meta), experts, activations=activations)
+        fused_moe.moe_ffn(
+            x, ids, torch.empty(T, topk, device=meta), experts, activations=activations
+        )
 
     return f"{name} {activations} {rows}", call
 

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-import pykernels.gpu.launch as launch
+import pykernels.gpu.common.launch as launch
 from pykernels.errors import PykernelsError
-from pykernels.gpu import experts_plan, grouped_gemm, moe
-from pykernels.gpu.plan_types import GemmPlan
+from pykernels.gpu.gemm import grouped
+from pykernels.gpu.moe import fused_moe, select
+from pykernels.gpu.plans.gemm import GemmPlan
 from pykernels.gpu.quantize import quantize_fp8
 from pykernels.quant import get_format
 from pykernels.shapes import MoEShape
@@ -35,17 +36,18 @@ def by_hand(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
         if launch.arch(device)[0] != 9:
             pytest.skip("no Hopper GPU")
         return None
-    from pykernels.gpu import gemm_bf16_hopper, gemm_fp8_hopper
+    from pykernels.gpu.gemm.hopper import bf16 as hopper_bf16
+    from pykernels.gpu.gemm.hopper import fp8 as hopper_fp8
 
     from .gluon_shim import interpreted
 
-    bf16, fp8 = gemm_bf16_hopper.gemm_bf16_hopper, gemm_fp8_hopper.gemm_fp8_hopper
-    for module in (grouped_gemm, experts_plan):
+    bf16, fp8 = hopper_bf16.gemm_bf16_hopper, hopper_fp8.gemm_fp8_hopper
+    for module in (grouped, select):
         monkeypatch.setattr(module, "by_hand_takes", lambda *args: True)
 
     def put(without: str | None = None) -> None:
-        monkeypatch.setattr(gemm_bf16_hopper, "gemm_bf16_hopper", interpreted(bf16, without))
-        monkeypatch.setattr(gemm_fp8_hopper, "gemm_fp8_hopper", interpreted(fp8, without))
+        monkeypatch.setattr(hopper_bf16, "gemm_bf16_hopper", interpreted(bf16, without))
+        monkeypatch.setattr(hopper_fp8, "gemm_fp8_hopper", interpreted(fp8, without))
 
     put()
     return put
@@ -92,9 +94,9 @@ def test_results_are_quantized_as_if_apart(device: torch.device, by_hand: Any) -
     experts = random_experts(RAGGED, FP8, device)
     x = torch.randn(37, RAGGED.H).bfloat16().to(device)
     x[5] = 0  # a row of zeros has the scale 1
-    order = moe.sort_slots(skewed_routing(37, RAGGED).ids.to(device), RAGGED.E)
-    codes, scales = moe.gate_up_quantized(x, experts, order, plan=PLAN)
-    h = moe.gate_up(x, experts, order, activations="fp8", plan=PLAN)
+    order = fused_moe.sort_slots(skewed_routing(37, RAGGED).ids.to(device), RAGGED.E)
+    codes, scales = fused_moe.gate_up_quantized(x, experts, order, plan=PLAN)
+    h = fused_moe.gate_up(x, experts, order, activations="fp8", plan=PLAN)
     expected, expected_scales = quantize_fp8(h)
     assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(scales, expected_scales)
@@ -109,12 +111,12 @@ def test_experts_that_lie_nowhere_and_rows_of_no_expert(
     experts = stacked.with_slots(torch.tensor([1, -1, 0, -1], dtype=torch.int32, device=device))
     ids = skewed_routing(40, RAGGED).ids
     ids[3], ids[9, 1] = -1, RAGGED.E
-    order = moe.sort_slots(ids.to(device), RAGGED.E)
+    order = fused_moe.sort_slots(ids.to(device), RAGGED.E)
     x = torch.randn(40, RAGGED.H).bfloat16().to(device)
     out = torch.full((80, RAGGED.I), float("nan"), dtype=torch.bfloat16, device=device)
-    moe.gate_up(x, experts, order, activations=name, plan=PLAN, out=out)
+    fused_moe.gate_up(x, experts, order, activations=name, plan=PLAN, out=out)
     plan = GemmPlan(64, 64, 128)
-    apart = moe.gate_up(x, experts, order, activations=name, plan=plan)
+    apart = fused_moe.gate_up(x, experts, order, activations=name, plan=plan)
     starts = order.starts.tolist()
     assert out[starts[1] : starts[2]].eq(0).all() and out[starts[3] : starts[4]].eq(0).all()
     assert out[: starts[4]].isfinite().all() and out[starts[4] :].isnan().all()
@@ -125,9 +127,9 @@ def test_experts_that_lie_nowhere_and_rows_of_no_expert(
 def test_other_weights_are_refused(device: torch.device) -> None:
     experts = random_experts(RAGGED, get_format("int8"), device)
     x = torch.randn(3, RAGGED.H).bfloat16().to(device)
-    order = moe.sort_slots(balanced_routing(3, RAGGED).ids.to(device), RAGGED.E)
+    order = fused_moe.sort_slots(balanced_routing(3, RAGGED).ids.to(device), RAGGED.E)
     with pytest.raises(PykernelsError, match="written out for Hopper"):
-        moe.gate_up(x, experts, order, plan=PLAN)
+        fused_moe.gate_up(x, experts, order, plan=PLAN)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +160,7 @@ def test_a_graph_replays_with_other_tokens_and_experts(
     ids, weights = routing.ids.to(device), routing.weights.to(device)
 
     def run() -> torch.Tensor:
-        return moe.moe_ffn(x, ids, weights, experts, activations=name)
+        return fused_moe.moe_ffn(x, ids, weights, experts, activations=name)
 
     run()
     graph = torch.cuda.CUDAGraph()

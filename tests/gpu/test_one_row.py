@@ -10,9 +10,9 @@ import torch
 
 from pykernels import ref
 from pykernels.errors import PykernelsError
-from pykernels.gpu.linear import linear
-from pykernels.gpu.linear_plan import one_row_plan
-from pykernels.gpu.plan_types import OneRowPlan
+from pykernels.gpu.gemm.linear import linear
+from pykernels.gpu.gemm.select import one_row_plan
+from pykernels.gpu.plans.gemm import OneRowPlan
 from pykernels.quant import get_format
 from pykernels.testing import relative_error
 
@@ -105,7 +105,7 @@ def test_one_row_of_any_size(size: float, name: str, run: Any) -> None:
 def test_one_row_of_k_quants_takes_two_warps(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pykernels.gpu.linear.arch", lambda device: (9, 0))
+    monkeypatch.setattr("pykernels.gpu.gemm.linear.arch", lambda device: (9, 0))
     _, stack = made(name, 16, 768)
     with pytest.raises(PykernelsError, match="two warps or more"):
         linear(torch.zeros(1, 768).bfloat16().to(device), stack.to(device), plan=OneRowPlan(16, 1))

@@ -7,8 +7,8 @@ import torch
 
 from pykernels import ref
 from pykernels.errors import PykernelsError
-from pykernels.gpu import permute as module
-from pykernels.gpu.permute import MAX_COMPARED, MAX_EXPERTS, permute, sort_slots, unpermute
+from pykernels.gpu.moe import permute as module
+from pykernels.gpu.moe.permute import MAX_COMPARED, MAX_EXPERTS, permute, sort_slots, unpermute
 from pykernels.shapes import SortedSlots
 from tests.gpu.rounding import assert_rounded
 

@@ -13,14 +13,14 @@ import torch
 
 from pykernels.env import env
 from pykernels.errors import PykernelsError
-from pykernels.gpu import experts_plan
-from pykernels.gpu.attention_plan import DecodePlan, PrefillPlan
-from pykernels.gpu.experts_plan import choose_plan
-from pykernels.gpu.gate import GatePlan
-from pykernels.gpu.matrices import empty_for_gpu
-from pykernels.gpu.plan import OPS, PATHS, fit_stages, gemm_plan, generation, split_k
-from pykernels.gpu.plan_file import tuned_plan, write_tuned
-from pykernels.gpu.plan_types import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan, OneRowPlan
+from pykernels.gpu.gemm.weights import empty_for_gpu
+from pykernels.gpu.moe import select
+from pykernels.gpu.moe.router_logits import GatePlan
+from pykernels.gpu.moe.select import choose_plan
+from pykernels.gpu.plans.attention import DecodePlan, PrefillPlan
+from pykernels.gpu.plans.gemm import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan, OneRowPlan
+from pykernels.gpu.plans.grouped import OPS, PATHS, fit_stages, gemm_plan, generation, split_k
+from pykernels.gpu.plans.tuned import tuned_plan, write_tuned
 from pykernels.quant import get_format
 
 ARCHS = ((0, 0), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
@@ -111,9 +111,9 @@ def test_experts_plans_are_for_the_rows_of_experts_that_may_have_any(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cpu, asked = torch.device("cpu"), []
-    monkeypatch.setattr(experts_plan, "gemm_plan", lambda *args: asked.append(args))
-    monkeypatch.setattr(experts_plan, "by_hand_takes", lambda *args: True)
-    monkeypatch.setattr(experts_plan, "arch", lambda device: (9, 0))
+    monkeypatch.setattr(select, "gemm_plan", lambda *args: asked.append(args))
+    monkeypatch.setattr(select, "by_hand_takes", lambda *args: True)
+    monkeypatch.setattr(select, "arch", lambda device: (9, 0))
     stack = empty_for_gpu(get_format("bf16"), 2, 64, 128, cpu)
     for S, E, rows in ((4, 256, 1), (512, 256, 2), (7, 2, 3.5), (0, 8, 0)):
         for aligned in (True, False):
@@ -122,8 +122,8 @@ def test_experts_plans_are_for_the_rows_of_experts_that_may_have_any(
 
 
 def test_few_rows_of_experts_end_where_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts_plan, "arch", lambda device: (8, 0))
-    monkeypatch.setattr(experts_plan, "many_rows_takes", lambda *args: False)
+    monkeypatch.setattr(select, "arch", lambda device: (8, 0))
+    monkeypatch.setattr(select, "many_rows_takes", lambda *args: False)
     for name, most in (("int4", 4), ("int4-g128", 8), ("q6_k", 4)):
         stack = empty_for_gpu(get_format(name), 4, 64, 256, torch.device("cpu"))
         plans = [
@@ -136,8 +136,8 @@ def test_few_rows_of_experts_end_where_they_say(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("few", [True, False])
 def test_tuned_plans_of_experts_are_taken(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    monkeypatch.setattr(experts_plan, "arch", lambda device: (9, 0))
-    monkeypatch.setattr(experts_plan, "many_rows_takes", lambda *args: True)
+    monkeypatch.setattr(select, "arch", lambda device: (9, 0))
+    monkeypatch.setattr(select, "many_rows_takes", lambda *args: True)
     stack = empty_for_gpu(get_format("int8"), 4, 64, 128, cpu)
     for plan in (ExpertsPlan(64, 8, 16),) if few else (ManyPlan(128), GemmPlan(16, 32, 64)):
         op, S = ("few_down", 4) if few else ("down", 40)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-import pykernels.gpu.launch as launch
-from pykernels.gpu.attention_plan import PrefillPlan
+import pykernels.gpu.common.launch as launch
+from pykernels.gpu.plans.attention import PrefillPlan
 
 from .test_attention_prefill import run_gqa, run_mla
 
@@ -22,23 +22,24 @@ def by_hand(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Puts the interpreter's version in the kernel's place; ``by_hand(without=...)`` anew."""
     if not launch.interpreted():
         pytest.skip("for the interpreter: the GPU runs the real one")
-    from pykernels.gpu import attention_prefill, attention_prefill_hopper
+    from pykernels.gpu.attention import prefill
+    from pykernels.gpu.attention.hopper import prefill as hopper_prefill
 
     from .gluon_shim import interpreted
 
-    kernel = attention_prefill_hopper.prefill_hopper
-    monkeypatch.setattr(attention_prefill, "by_hand_prefills", lambda *sizes: True)
+    kernel = hopper_prefill.prefill_hopper
+    monkeypatch.setattr(prefill, "by_hand_prefills", lambda *sizes: True)
 
     def described(x: torch.Tensor, rows: int) -> TensorDescriptor:
         T, heads, width = x.shape
         columns = (heads - 1) * x.stride(1) + width
         return TensorDescriptor(x, [T, columns], [x.stride(0), 1], [rows, width])
 
-    monkeypatch.setattr(attention_prefill_hopper, "described", described)
+    monkeypatch.setattr(hopper_prefill, "described", described)
 
     def put(without: str | None = None) -> None:
         made = interpreted(kernel, without)
-        monkeypatch.setattr(attention_prefill_hopper, "prefill_hopper", made)
+        monkeypatch.setattr(hopper_prefill, "prefill_hopper", made)
 
     put()
     return put

@@ -9,8 +9,8 @@ import torch
 
 from pykernels import ref
 from pykernels.errors import PykernelsError
-from pykernels.gpu import router as module
-from pykernels.gpu.router import MAX_TOPK, route, router
+from pykernels.gpu.moe import router as module
+from pykernels.gpu.moe.router import MAX_TOPK, route, router
 from pykernels.shapes import RouterSpec, Routing
 from pykernels.testing import assert_close
 

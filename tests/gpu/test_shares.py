@@ -9,12 +9,14 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from pykernels.gpu import attention_parts, gluon_share, launch
+from pykernels.gpu.attention import online_softmax
+from pykernels.gpu.attention.hopper import split_kv
+from pykernels.gpu.common import launch
 
 from .gluon_shim import interpreted
 
-_triton_share = attention_parts.share_of_slot
-_gluon_share = gluon_share.share_of_slot
+_triton_share = online_softmax.share_of_slot
+_gluon_share = split_kv.share_of_slot
 KEYS, BATCH = 64, 32
 
 

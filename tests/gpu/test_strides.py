@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.gpu.strides import overlaps, rows_of
+from pykernels.gpu.common.strides import overlaps, rows_of
 
 X = torch.zeros(4, 3, 8)
 

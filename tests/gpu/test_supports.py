@@ -12,27 +12,20 @@ import torch
 import triton
 
 from pykernels.errors import PykernelsError
-from pykernels.gpu import (
-    activation,
-    embedding,
-    gate,
+from pykernels.gpu import activation, embedding, norm, rope, sampling
+from pykernels.gpu.attention import (
     gqa_decode,
     gqa_prefill,
     kv_write,
-    launch,
-    linear,
-    matrices,
     mla_decode,
     mla_prefill,
     mla_read,
-    moe,
-    norm,
-    permute,
-    rope,
-    router,
-    sampling,
 )
-from pykernels.gpu.plan_types import GemmPlan
+from pykernels.gpu.common import launch
+from pykernels.gpu.gemm import linear
+from pykernels.gpu.gemm import weights as gemm_weights
+from pykernels.gpu.moe import fused_moe, permute, router, router_logits
+from pykernels.gpu.plans.gemm import GemmPlan
 from pykernels.gpu.quantize import quantize_fp8
 from pykernels.quant import get_format
 from pykernels.shapes import MoEShape, Ragged, RouterSpec, Routing
@@ -82,12 +75,12 @@ ROWS = [
      lambda d: activation.supports(_zeros(d, 2, 7)), "2I"),
     ("embed", lambda d: embedding.supports(_zeros(d, 2, dtype=torch.int64), _zeros(d, 9, 8)),
      lambda d: embedding.supports(_zeros(d, 2, dtype=FLOAT), _zeros(d, 9, 8)), "ids are"),
-    ("router_logits", lambda d: gate.supports(_zeros(d, 2, 8), _zeros(d, 4, 8)),
-     lambda d: gate.supports(_zeros(d, 2, 8).half(), _zeros(d, 4, 8)), "float16"),
-    ("router_logits' inputs", lambda d: gate.supports(_zeros(d, 0, 8), _zeros(d, 4, 8)),
-     lambda d: gate.supports(_zeros(d, 2, 0), _zeros(d, 4, 0)), "no inputs"),
-    ("router_logits' experts", lambda d: gate.supports(_zeros(d, 20, 8), _zeros(d, 1, 8)),
-     lambda d: gate.supports(_zeros(d, 20, 8), _zeros(d, 0, 8)), "no experts"),
+    ("router_logits", lambda d: router_logits.supports(_zeros(d, 2, 8), _zeros(d, 4, 8)),
+     lambda d: router_logits.supports(_zeros(d, 2, 8).half(), _zeros(d, 4, 8)), "float16"),
+    ("router_logits' inputs", lambda d: router_logits.supports(_zeros(d, 0, 8), _zeros(d, 4, 8)),
+     lambda d: router_logits.supports(_zeros(d, 2, 0), _zeros(d, 4, 0)), "no inputs"),
+    ("router_logits' experts", lambda d: router_logits.supports(_zeros(d, 20, 8), _zeros(d, 1, 8)),
+     lambda d: router_logits.supports(_zeros(d, 20, 8), _zeros(d, 0, 8)), "no experts"),
     ("kv_write", lambda d: kv_write.supports(_zeros(d, 2, 1, 8), _zeros(d, 3, 4, 1, 8), None, "k"),
      lambda d: kv_write.supports(_zeros(d, 2, 1, 8), _zeros(d, 3, 4, 1, 8).to(FP8), None, "k"),
      "without scales"),
@@ -117,8 +110,8 @@ ROWS = [
      lambda d: linear.supports("q4_k", 384, d), "multiples of 256"),
     ("linear's activations", lambda d: linear.supports("fp8", 256, d, "fp8"),
      lambda d: linear.supports("int8", 256, d, "fp8"), "fp8 activations"),
-    ("experts", lambda d: moe.supports(LAYER, get_format("q6_k"), d),
-     lambda d: moe.supports(LAYER, get_format("q5_k"), d), "no GPU layout"),
+    ("experts", lambda d: fused_moe.supports(LAYER, get_format("q6_k"), d),
+     lambda d: fused_moe.supports(LAYER, get_format("q5_k"), d), "no GPU layout"),
     ("gqa_decode", _gqa, lambda d: _gqa(d, D=300), "heads of 300"),
     ("gqa_decode's cache", _gqa, lambda d: _gqa(d, dtype=torch.float16), "float16"),
     ("mla_read", lambda d: mla_read.supports(_zeros(d, 2, 4, 8), _zeros(d, 2, 4, 2), None),
@@ -207,12 +200,12 @@ def test_a_launcher_says_where_it_runs(compiled: pytest.MonkeyPatch) -> None:
 def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
     """Calls whose buffers do not fit: written as they are, they would spoil what lies beside."""
     fmt = get_format("bf16")
-    experts = moe.Experts.empty(fmt, 4, 64, 32, d)
-    stack = matrices.empty_for_gpu(fmt, 1, 32, 64, d)
+    experts = fused_moe.Experts.empty(fmt, 4, 64, 32, d)
+    stack = gemm_weights.empty_for_gpu(fmt, 1, 32, 64, d)
     x, ids = _zeros(d, 3, 64), torch.tensor([[0, 1], [1, 2], [3, 0]], device=d)
     order, gapped = permute.sort_slots(ids, 4), _zeros(d, 8, dtype=torch.int32)[::2]
-    eight = moe.Experts.empty(get_format("fp8"), 4, 64, 64, d)
-    four = moe.Experts.empty(get_format("int4"), 4, 64, 64, d)
+    eight = fused_moe.Experts.empty(get_format("fp8"), 4, 64, 64, d)
+    four = fused_moe.Experts.empty(get_format("int4"), 4, 64, 64, d)
     spec, logits = RouterSpec(2), _zeros(d, 3, 8, dtype=FLOAT)
     weights = _zeros(d, 3, 2, dtype=FLOAT)
     h, y = _zeros(d, 6, 32), _zeros(d, 6, 64)
@@ -223,32 +216,34 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
 
     one = permute.empty_order(1, 2, 8, d)
     return {
-        "gate_up, narrow": lambda: moe.gate_up(x, experts, order, out=_zeros(d, 6, 31)),
-        "gate_up, few rows": lambda: moe.gate_up(x, experts, order, out=_zeros(d, 5, 32)),
-        "gate_up, float32": lambda: moe.gate_up(
+        "gate_up, narrow": lambda: fused_moe.gate_up(x, experts, order, out=_zeros(d, 6, 31)),
+        "gate_up, few rows": lambda: fused_moe.gate_up(x, experts, order, out=_zeros(d, 5, 32)),
+        "gate_up, float32": lambda: fused_moe.gate_up(
             x, experts, order, out=_zeros(d, 6, 32, dtype=FLOAT)
         ),
-        "gate_up, a plan that shares tiles": lambda: moe.gate_up(
+        "gate_up, a plan that shares tiles": lambda: fused_moe.gate_up(
             x, four, order, plan=GemmPlan(16, 32, 64, split_k=2)
         ),
         "linear, bf16 split over K": lambda: linear.linear(
             x, stack, plan=GemmPlan(16, 32, 64, split_k=2)
         ),
-        "down, narrow": lambda: moe.down(h, experts, order, out=_zeros(d, 6, 63)),
-        "gate_up, an order of other experts": lambda: moe.gate_up(
+        "down, narrow": lambda: fused_moe.down(h, experts, order, out=_zeros(d, 6, 63)),
+        "gate_up, an order of other experts": lambda: fused_moe.gate_up(
             x, experts, permute.sort_slots(ids, 5)
         ),
-        "gate_up, an order of other tokens": lambda: moe.gate_up(x[:2], experts, order),
-        "down, other rows": lambda: moe.down(h[:5], experts, order),
-        "moe_ffn, few rows": lambda: moe.moe_ffn(x, ids, weights, experts, out=_zeros(d, 2, 64)),
+        "gate_up, an order of other tokens": lambda: fused_moe.gate_up(x[:2], experts, order),
+        "down, other rows": lambda: fused_moe.down(h[:5], experts, order),
+        "moe_ffn, few rows": lambda: fused_moe.moe_ffn(
+            x, ids, weights, experts, out=_zeros(d, 2, 64)
+        ),
         "a slot table with gaps": lambda: experts.with_slots(gapped),
         "a slot table of no expert": lambda: experts.with_slots(gapped[0]),
-        "up without a gate": lambda: moe.Experts(fmt, experts.down, experts.down),
-        "down as wide as gate": lambda: moe.Experts(fmt, eight.gate_up, experts.down),
-        "down, scales of a double": lambda: moe.down(
+        "up without a gate": lambda: fused_moe.Experts(fmt, experts.down, experts.down),
+        "down as wide as gate": lambda: fused_moe.Experts(fmt, eight.gate_up, experts.down),
+        "down, scales of a double": lambda: fused_moe.down(
             y.to(FP8), eight, order, activations="fp8", h_scale=torch.ones(6, 1, device=d).double()
         ),
-        "moe_ffn, bf16 weights": lambda: moe.moe_ffn(x, ids, weights.bfloat16(), experts),
+        "moe_ffn, bf16 weights": lambda: fused_moe.moe_ffn(x, ids, weights.bfloat16(), experts),
         "linear, elsewhere": lambda: linear.linear(
             x, stack, out=torch.empty(3, 32, dtype=BF16, device="meta")
         ),
@@ -281,13 +276,15 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
         "sort, other experts": lambda: permute.sort_slots(ids, 5, order),
         "sort, no experts": lambda: permute.sort_slots(ids, 0),
         "quantize_fp8, another order": lambda: quantize_fp8(_zeros(d, 4, 64), order),
-        "router_logits, elsewhere": lambda: gate.router_logits(
+        "router_logits, elsewhere": lambda: router_logits.router_logits(
             x, _zeros(d, 8, 64), torch.empty(3, 8, device="meta")
         ),
-        "router_logits, inputs with gaps": lambda: gate.router_logits(
+        "router_logits, inputs with gaps": lambda: router_logits.router_logits(
             _zeros(d, 3, 128)[:, ::2], _zeros(d, 8, 64)
         ),
-        "router_logits, a gate with gaps": lambda: gate.router_logits(x, _zeros(d, 8, 65)[:, :64]),
+        "router_logits, a gate with gaps": lambda: router_logits.router_logits(
+            x, _zeros(d, 8, 65)[:, :64]
+        ),
         "router, a bias with gaps": lambda: router.router(
             logits, spec, _zeros(d, 16, dtype=FLOAT)[::2]
         ),
@@ -336,8 +333,8 @@ def test_buffers_that_do_not_fit_are_refused(device: torch.device) -> None:
 def test_a_layers_sum_is_checked_before_its_products(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(moe, "multiply", None)
-    experts = moe.Experts.empty(get_format("bf16"), 4, 64, 32, device)
+    monkeypatch.setattr(fused_moe, "multiply", None)
+    experts = fused_moe.Experts.empty(get_format("bf16"), 4, 64, 32, device)
     x, ids = _zeros(device, 3, 64), torch.tensor([[0, 1], [1, 2], [3, 0]], device=device)
     weights = _zeros(device, 3, 2, dtype=FLOAT)
     for more in (
@@ -347,18 +344,18 @@ def test_a_layers_sum_is_checked_before_its_products(
         {"out": x[:2]},
     ):
         with pytest.raises(PykernelsError, match="weights|add|out"):
-            moe.moe_ffn(x, ids, **{"weights": weights, "experts": experts, **more})
+            fused_moe.moe_ffn(x, ids, **{"weights": weights, "experts": experts, **more})
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "int8", "fp8"])
 @pytest.mark.parametrize(("M", "N"), [(0, 32), (1, 0), (40, 0)])
 def test_nothing_to_compute(fmt: str, M: int, N: int, device: torch.device) -> None:
-    stack = matrices.empty_for_gpu(get_format(fmt), 1, N, 128, device)
+    stack = gemm_weights.empty_for_gpu(get_format(fmt), 1, N, 128, device)
     assert linear.linear(_zeros(device, M, 128), stack).shape == (M, N)
 
 
 def test_a_bias_may_have_gaps(device: torch.device) -> None:
-    stack = matrices.empty_for_gpu(get_format("bf16"), 1, 32, 64, device)
+    stack = gemm_weights.empty_for_gpu(get_format("bf16"), 1, 32, 64, device)
     stack.data.zero_()
     bias = torch.arange(64.0, device=device)[::2]
     y = linear.linear(_zeros(device, 1, 64), stack, bias)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pykernels.gpu.permute import sort_slots
-from pykernels.gpu.tiles import tile_table
+from pykernels.gpu.gemm.tiles import tile_table
+from pykernels.gpu.moe.permute import sort_slots
 
 COUNTS = [[5, 0, 16, 33, 0], [0, 0, 1], [64], [40, 8, 8, 8, 0, 0, 0, 3]]
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from pykernels import gpu, ref
-from pykernels.gpu import moe
-from pykernels.gpu.permute import sort_slots
+from pykernels.gpu.moe import fused_moe
+from pykernels.gpu.moe.permute import sort_slots
 from pykernels.gpu.quantize import quantize_fp8
 from pykernels.quant import get_format
 from pykernels.shapes import MoEShape
@@ -35,10 +35,12 @@ CPU_LEAVES = {"add"}
 def on_the_gpu(name: str) -> tuple[str, Callable[..., Any]]:
     """The one module that defines this op, and the op."""
     found: dict[str, Callable[..., Any]] = {}
-    for path in Path(gpu.__file__).parent.glob("*.py"):
+    root = Path(gpu.__file__).parent
+    for path in root.rglob("*.py"):
         if f"\ndef {name}(" in path.read_text():
-            op = getattr(import_module(f"pykernels.gpu.{path.stem}"), name)
-            found |= {path.stem: op} if inspect.isfunction(op) else {}  # no part of a kernel
+            module = ".".join(path.relative_to(root).with_suffix("").parts)
+            op = getattr(import_module(f"pykernels.gpu.{module}"), name)
+            found |= {module: op} if inspect.isfunction(op) else {}  # no part of a kernel
     assert len(found) == 1, found
     return found.popitem()
 
@@ -75,7 +77,9 @@ def test_the_package_says_where_each_op_is() -> None:
     for name in OPS:
         module, _ = on_the_gpu(name)
         said = (gpu.__doc__ or "").split("\n\n")[1]
-        assert module == name or f"``{module}``" in said and f"``{name}``" in said, name
+        assert module.split(".")[-1] == name or f"``{module}``" in said and f"``{name}``" in said, (
+            name
+        )
 
 
 def test_the_package_is_imported_without_triton() -> None:
@@ -92,7 +96,7 @@ def test_what_joins_the_sum_of_experts(device: torch.device) -> None:
     alone = ref.moe_ffn(x, routing.ids, routing.weights, experts, dtype=torch.float64)
     assert torch.allclose(truth - alone, add.double()) and torch.equal(add, kept)
     given = (tensor.to(device) for tensor in (x, routing.ids, routing.weights))
-    y = moe.moe_ffn(*given, experts, add=add.to(device))
+    y = fused_moe.moe_ffn(*given, experts, add=add.to(device))
     assert relative_error(y.cpu(), truth) < 6e-3
 
 

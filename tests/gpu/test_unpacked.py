@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.gpu import launch, moe, unpacked
-from pykernels.gpu.grouped_gemm import multiply
-from pykernels.gpu.linear import linear
-from pykernels.gpu.linear_plan import choose_plan
-from pykernels.gpu.plan import UNPACK_ROWS, gemm_plan
-from pykernels.gpu.plan_types import GemmPlan
+from pykernels.gpu.common import launch
+from pykernels.gpu.gemm import grouped
+from pykernels.gpu.gemm.grouped import multiply
+from pykernels.gpu.gemm.linear import linear
+from pykernels.gpu.gemm.select import choose_plan
+from pykernels.gpu.moe import fused_moe
+from pykernels.gpu.plans.gemm import GemmPlan
+from pykernels.gpu.plans.grouped import UNPACK_ROWS, gemm_plan
 from pykernels.quant import get_format
 from pykernels.shapes import MoEShape
 from pykernels.testing import one_expert_routing, relative_error, skewed_routing
@@ -34,14 +36,14 @@ def near(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.fixture(autouse=True)
 def _fewer_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if launch.interpreted():
-        monkeypatch.setattr(unpacked, "_ROWS", 128)
+        monkeypatch.setattr(grouped, "_ROWS", 128)
 
 
 def test_rows_of_a_matrix_by_and_by(device: torch.device) -> None:
     stack = made("q4_k", 300, 256)[1].to(device)
     x, bias = torch.randn(3, 256).bfloat16().to(device), torch.randn(300, device=device)
     out = torch.full((3, 300), float("nan"), dtype=torch.bfloat16, device=device)
-    unpacked.multiply_unpacked(x, stack, out, PLAN, None, None, False, bias, limit=1)
+    grouped.multiply_unpacked(x, stack, out, PLAN, None, None, False, bias, limit=1)
     assert near(out, linear(x, stack, bias, plan=APART))
 
 
@@ -50,14 +52,14 @@ def test_experts_one_by_one_some_of_which_lie_nowhere(device: torch.device) -> N
     experts = random_experts(SHAPE, get_format("q4_k"), device).with_slots(slots)
     ids = skewed_routing(6, SHAPE).ids
     ids[3], ids[5, 1] = -1, SHAPE.E
-    order = moe.sort_slots(ids.to(device), SHAPE.E)
+    order = fused_moe.sort_slots(ids.to(device), SHAPE.E)
     x = torch.randn(6, SHAPE.H).bfloat16().to(device)
-    apart = moe.gate_up(x, experts, order, plan=APART)
+    apart = fused_moe.gate_up(x, experts, order, plan=APART)
     end = int(order.starts[-1])
     for limit in (1, *[1 << 30] * (device.type == "cuda")):
         out = torch.full((12, SHAPE.I), float("nan"), dtype=torch.bfloat16, device=device)
         given = (x, experts.gate_up, out, PLAN, order, slots, True, None)
-        unpacked.multiply_unpacked(*given, limit=limit)
+        grouped.multiply_unpacked(*given, limit=limit)
         assert near(out[:end], apart[:end]) and out[end:].isnan().all()
 
 
@@ -87,7 +89,7 @@ def test_a_graph_replays_with_other_tokens_and_experts(device: torch.device) -> 
     check(x.cpu(), routing, experts, device, plans=plans)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = moe.moe_ffn(x, ids, weights, experts, plans=plans)
+        captured = fused_moe.moe_ffn(x, ids, weights, experts, plans=plans)
     for route in (one_expert_routing, skewed_routing):
         other = route(T, shape, 3)
         x.copy_(torch.randn(T, shape.H))
@@ -95,4 +97,4 @@ def test_a_graph_replays_with_other_tokens_and_experts(device: torch.device) -> 
         weights.copy_(other.weights)
         captured.fill_(float("nan"))
         graph.replay()
-        assert torch.equal(captured, moe.moe_ffn(x, ids, weights, experts, plans=plans))
+        assert torch.equal(captured, fused_moe.moe_ffn(x, ids, weights, experts, plans=plans))

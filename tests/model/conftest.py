@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from model.cli import app
-from model.cli_common import State
-from runtime import measure
+from model.cli.common import State
+from model.cli.main import app
+from runtime.profiling import measure
 
 from . import tiny
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import model
-from model.checkpoint import Checkpoint
+from model.checkpoint.safetensors import Checkpoint
 from pykernels.errors import PykernelsError
 
 Own = Callable[..., Path]

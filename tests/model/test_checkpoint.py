@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from model.checkpoint import Checkpoint, Part
+from model.checkpoint.safetensors import Checkpoint, Part
 from pykernels.errors import PykernelsError
 
 INDEX = "model.safetensors.index.json"
@@ -263,7 +263,7 @@ def test_a_spoilt_checkpoint_is_told(
 def test_a_header_beyond_the_specifications_limit_is_not_read(
     own: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("model.checkpoint._MAX_HEADER", 100)
+    monkeypatch.setattr("model.checkpoint.safetensors._MAX_HEADER", 100)
     with pytest.raises(PykernelsError, match="is cut off or no safetensors file"):
         Checkpoint(own())
 
@@ -273,7 +273,7 @@ def test_a_tensor_is_read_in_as_many_pieces_as_it_takes(
 ) -> None:
     tensor = torch.arange(100)
     save_file({"other": torch.ones(3), "t": tensor}, tmp_path / "model.safetensors")
-    monkeypatch.setattr("model.checkpoint._READ", 77)
+    monkeypatch.setattr("model.checkpoint.safetensors._READ", 77)
     with Checkpoint(tmp_path) as checkpoint:
         assert torch.equal(checkpoint.read(Part("t")), tensor)
 

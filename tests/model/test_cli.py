@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import model
-from model import memory
-from model.generate import generate_stream
+from model.checkpoint import memory
+from model.text.generate import generate_stream
 from pykernels import __version__
-from pykernels.cpu.instructions import prefers_fma
+from pykernels.cpu.isa import prefers_fma
 from pykernels.quant import FORMATS
 from pykernels.target import detect
-from runtime.measure import MoEMeasurement
-from runtime.topology import Topology
+from runtime.machine.topology import Topology
+from runtime.profiling.measure import MoEMeasurement
 
 from .conftest import Result, Run
 
@@ -65,7 +65,7 @@ def test_generate_writes_the_text_to_stdout_and_the_summary_to_stderr(run: Run) 
 def test_without_memory_for_the_roof_the_text_ends_without_its_share(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.roofline.roof_bytes", lambda: 1 << 50)
+    monkeypatch.setattr("runtime.profiling.roofline.roof_bytes", lambda: 1 << 50)
     result = run("generate", "--max-new-tokens", 2, PROMPT)
     assert result.code == 0
     noted, figures = result.err.splitlines()
@@ -123,7 +123,7 @@ def test_chat_keeps_the_conversation_until_reset(run: Run, monkeypatch: pytest.M
         said.append(prompt)
         return generate_stream(lm, tokenizer, prompt, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("model.generate.generate_stream", spy)
+    monkeypatch.setattr("model.text.generate.generate_stream", spy)
     lines = "first\nsecond\n/reset\nthird\n/exit\nnever\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     result = run("chat", "--max-new-tokens", 3, "--system", "Be brief.")
@@ -200,7 +200,7 @@ MEASURED = MoEMeasurement(
 
 
 def test_bench_moe_table_has_units(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.measure.measure_moe", lambda *_, **__: MEASURED)
+    monkeypatch.setattr("runtime.profiling.measure.measure_moe", lambda *_, **__: MEASURED)
     lines = [" ".join(line.split()) for line in run("bench", "moe").out.splitlines()]
     assert lines == [
         "CPU a CPU, 2 threads",
@@ -221,7 +221,7 @@ def test_bench_moe_without_a_compute_roof_says_so(
     measured = replace(
         MEASURED, kernel="generic", compute_roof_instruction="", compute_roof_tflops=0.0
     )
-    monkeypatch.setattr("runtime.measure.measure_moe", lambda *_, **__: measured)
+    monkeypatch.setattr("runtime.profiling.measure.measure_moe", lambda *_, **__: measured)
     last = run("bench", "moe").out.splitlines()[-1]
     assert " ".join(last.split()) == "compute roof not measured: no loop for kernel generic"
 
@@ -430,7 +430,7 @@ def test_a_bug_is_one_line_with_exit_code_1(
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError(f"a bug\nin two lines{end}")
 
-    monkeypatch.setattr("runtime.measure.measure_moe", broken)
+    monkeypatch.setattr("runtime.profiling.measure.measure_moe", broken)
     result = run("bench", "moe")
     assert (result.code, result.err) == (
         1,
@@ -455,7 +455,7 @@ def test_a_stdout_that_takes_no_text_is_one_line(
     def broken(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("runtime.measure.measure_moe", broken)
+    monkeypatch.setattr("runtime.profiling.measure.measure_moe", broken)
     failed(run("bench", "moe"), cause)
 
 
@@ -463,11 +463,13 @@ def test_our_warnings_become_notes(run: Run, monkeypatch: pytest.MonkeyPatch) ->
     import warnings
 
     def warns(*_: object, **__: object) -> None:
-        warnings.warn_explicit("rounded to bf16", UserWarning, "f.py", 1, module="model.loading")
+        warnings.warn_explicit(
+            "rounded to bf16", UserWarning, "f.py", 1, module="model.checkpoint.load"
+        )
         warnings.warn_explicit("noise", UserWarning, "g.py", 1, module="torch.nn")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("runtime.measure.measure_moe", warns)
+    monkeypatch.setattr("runtime.profiling.measure.measure_moe", warns)
     result = run("bench", "moe")
     assert (result.code, result.err) == (130, "note: rounded to bf16\n\n")
 

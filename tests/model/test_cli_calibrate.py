@@ -10,15 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from model import doctor
-from model.cli import app
+from model.cli.main import app
+from model.doctor import examine
 from pykernels.env import env
 from pykernels.quant import FORMATS
 from pykernels.target import detect
-from runtime import calibrate as measuring
-from runtime import choices
-from runtime.calibrate import Calibration, Point
-from runtime.choices import Choices
+from runtime.machine import tuning
+from runtime.machine.tuning import Choices
+from runtime.profiling import calibrate as measuring
+from runtime.profiling.calibrate import Calibration, Point
 
 POOL = SimpleNamespace(threads=1)
 
@@ -33,7 +33,7 @@ def cache(tmp_path: Path) -> Iterator[Path]:
 def amx(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every format gets the AMX backend; bf16's GEMM pays from 8 tokens, the others' never. One
     thread is the usual number."""
-    monkeypatch.setattr("runtime.topology.Topology.default_threads", lambda *_: 1)
+    monkeypatch.setattr("runtime.machine.topology.Topology.default_threads", lambda *_: 1)
     monkeypatch.setattr("pykernels.registry.resolve", lambda *_: SimpleNamespace(name="amx"))
 
     def calibrate(fmt, pool, backend, activations, timer=None, progress=None) -> Calibration:
@@ -63,10 +63,10 @@ def test_a_table_a_decision_and_a_file(amx: None, capsys: pytest.CaptureFixture[
     assert "8 3.000 2.000 1.50 GEMM" in lines
     assert any(line.startswith("bf16: GEMM from 8 tokens an expert. Of all") for line in lines)
     assert any(line.startswith("fp8: no GEMM below 129 tokens an expert. Of all") for line in lines)
-    assert lines[-1] == f"Kept in {choices.path(detect().cpu)}"
-    assert choices.read(detect().cpu) == {
-        choices.key("amx", "bf16"): Choices(8),
-        choices.key("amx", "fp8"): Choices(129),
+    assert lines[-1] == f"Kept in {tuning.path(detect().cpu)}"
+    assert tuning.read(detect().cpu) == {
+        tuning.key("amx", "bf16"): Choices(8),
+        tuning.key("amx", "fp8"): Choices(129),
     }
 
 
@@ -85,8 +85,8 @@ def test_another_number_of_threads_than_the_usual_is_noted(
     options: list[str],
     noted: bool,
 ) -> None:
-    monkeypatch.setattr("runtime.pool.WorkerPool", lambda *_: nullcontext(POOL))
-    monkeypatch.setattr("runtime.topology.Topology.default_threads", lambda *_: 2)
+    monkeypatch.setattr("runtime.workers.pool.WorkerPool", lambda *_: nullcontext(POOL))
+    monkeypatch.setattr("runtime.machine.topology.Topology.default_threads", lambda *_: 2)
     _, _, err = run(capsys, "--format", "bf16", *options)
     assert (
         "note: measured with --threads 1, where 2 would be usual, but kept for any number" in err
@@ -105,15 +105,15 @@ def test_every_format_is_calibrated_unless_told(
     amx: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(capsys, "--json")[0] == 0
-    assert set(choices.read(detect().cpu)) == {choices.key("amx", fmt) for fmt in FORMATS}
+    assert set(tuning.read(detect().cpu)) == {tuning.key("amx", fmt) for fmt in FORMATS}
 
 
 def test_int8_activations_have_choices_of_their_own(
     amx: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(capsys, "--activations", "int8")[0] == 0
-    able = {choices.key("amx", name, "int8") for name, fmt in FORMATS.items() if fmt.int8_kind}
-    assert set(choices.read(detect().cpu)) == able != set()
+    able = {tuning.key("amx", name, "int8") for name, fmt in FORMATS.items() if fmt.int8_kind}
+    assert set(tuning.read(detect().cpu)) == able != set()
 
 
 def test_without_a_gemm_there_is_nothing_to_do(
@@ -129,7 +129,7 @@ def test_without_a_gemm_there_is_nothing_to_do(
 def test_a_file_that_cannot_be_read_is_told_first(
     amx: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    choices.path(detect().cpu).write_text("{")
+    tuning.path(detect().cpu).write_text("{")
     code, out, err = run(capsys, "--format", "bf16")
     assert (code, out) == (2, "")
     assert "cannot be read" in err and "Delete it" in err
@@ -152,8 +152,8 @@ def test_an_unknown_format_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_doctor_says_what_is_calibrated(amx: None) -> None:
-    choices.write(detect().cpu, choices.key("amx", "bf16"), Choices(9), {})
-    facts = {fact.name: fact.value for fact in doctor.look_at_calibration()}
+    tuning.write(detect().cpu, tuning.key("amx", "bf16"), Choices(9), {})
+    facts = {fact.name: fact.value for fact in examine.look_at_calibration()}
     assert set(facts) == set(FORMATS)
     assert facts["bf16"] == "GEMM from 9 tokens an expert (calibrated)"
     assert facts["fp8"].endswith("(default; `pykernels calibrate` measures it)")
@@ -161,5 +161,5 @@ def test_doctor_says_what_is_calibrated(amx: None) -> None:
 
 def test_doctor_without_a_gemm_says_so() -> None:
     with env.override(kernel="generic"):
-        (fact,) = doctor.look_at_calibration()
+        (fact,) = examine.look_at_calibration()
     assert fact.value == "nothing to choose: no kernel in use here has a GEMM"

@@ -15,18 +15,18 @@ import pytest
 from ..forks import Forks
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = [sys.executable, "-m", "model.cli"]
+COMMAND = [sys.executable, "-m", "model.cli.main"]
 PROMPT = "def quicksort(xs):"
 
 
 FIRST = """
 import os
-from model.cli_common import prepare_threads
+from model.cli.common import prepare_threads
 prepare_threads(None)  # before torch is imported, as in a process of its own
-import model.generate, model.pretrained, runtime.roofline
+import model.text.generate, model.pretrained, runtime.profiling.roofline
 from transformers import AutoModelForCausalLM, AutoTokenizer
 """
-MAIN = "import runpy; runpy.run_module('model.cli', run_name='__main__')"
+MAIN = "import runpy; runpy.run_module('model.cli.main', run_name='__main__')"
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
@@ -42,7 +42,7 @@ def forks() -> Iterator[Forks]:
 
 def test_help_imports_nothing_heavy_and_is_quick() -> None:
     heavy = "{'torch', 'transformers', 'numba', 'numpy'} & set(sys.modules)"
-    code = f"import sys, model.cli\nassert not ({heavy}), {heavy}"
+    code = f"import sys, model.cli.main\nassert not ({heavy}), {heavy}"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
     seconds = []
     for _ in range(3):  # of a processor, the best of three: the machine may be busy otherwise
@@ -75,7 +75,7 @@ def test_greedy_text_is_the_same_twice_and_alone_on_stdout(forks: Forks) -> None
 
 def test_openmp_does_not_spin_against_the_workers_unless_the_user_says_so() -> None:
     code = (
-        "import os; from model.cli_common import prepare_threads; prepare_threads(1);"
+        "import os; from model.cli.common import prepare_threads; prepare_threads(1);"
         "import torch; print(torch.get_num_threads(), os.environ['OMP_WAIT_POLICY'])"
     )
     unset = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "KMP_", "MKL_"))}

@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import model
-from model.checkpoint import Checkpoint, Part
-from model.compressed import unpack_int4
-from model.config import read_config
-from model.convert import Dense, Experts, make_plan
-from model.inject import inject
-from model.loading import expert_weight, stored_weight
+from model.checkpoint.compressed_tensors import unpack_int4
+from model.checkpoint.config import read_config
+from model.checkpoint.load import expert_weight, stored_weight
+from model.checkpoint.names import Names
+from model.checkpoint.plan import Dense, Experts, make_plan
+from model.checkpoint.safetensors import Checkpoint, Part
+from model.modules.inject import inject
 from model.modules.moe import routed_experts
-from model.names import Names
 from model.pretrained import build_meta
 from model.rules import default_rules
 from pykernels.errors import PykernelsError

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import model
-from model.generate import generate_stream
 from model.modules.moe import routed_experts
+from model.text.generate import generate_stream
 
 from .tiny import Tiny
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from model.detokenize import Detokenizer
+from model.text.detokenize import Detokenizer
 
 
 def byte_level() -> PreTrainedTokenizerFast:

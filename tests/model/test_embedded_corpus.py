@@ -9,13 +9,7 @@ from tokenizers import Tokenizer
 
 from model.embedded import PATH
 from model.embedded.corpus import default_stdlib, find_sources, fingerprint, part_of, split
-from model.embedded.tokenizer import (
-    BOS_ID,
-    EOS_ID,
-    encode_files,
-    load_tokenizer,
-    train_tokenizer,
-)
+from model.embedded.tokenizer import BOS_ID, EOS_ID, encode_files, load_tokenizer, train_tokenizer
 
 TEXTS = {
     "empty": "",

@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import model
-from model import generate
-from model.generate import GenerationStream, chat_prompt, generate_stream
 from model.modules.moe import FusedMoE
-from model.prompt import encode
+from model.text import generate
+from model.text.generate import GenerationStream, chat_prompt, generate_stream
+from model.text.prompt import encode
 from pykernels.errors import PykernelsError
 
 from .tiny import Tiny

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from model.inject import inject, is_class
+from model.modules.inject import inject, is_class
 from model.modules.moe import FusedMoE
-from model.operators import OPERATORS, Operator, Place, find_operator, operator
+from model.modules.registry import OPERATORS, Operator, Place, find_operator, operator
 from model.rules import default_rules, parse_rules
 from pykernels.errors import PykernelsError
 

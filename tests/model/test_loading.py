@@ -14,15 +14,15 @@ from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig, PreTrainedModel
 
 import model
-from model import memory
-from model.checkpoint import Checkpoint
-from model.config import read_config, resolve_dtype
-from model.convert import Dense, Plan, make_plan
-from model.inject import inject
+from model.checkpoint import memory
+from model.checkpoint.config import read_config, resolve_dtype
+from model.checkpoint.plan import Dense, Plan, make_plan
+from model.checkpoint.safetensors import Checkpoint
+from model.modules.inject import inject
 from model.modules.moe import FusedMoE, routed_experts
 from model.pretrained import build_meta, resolve_rules
 from pykernels.errors import PykernelsError
-from runtime.experts import RoutedExperts
+from runtime.experts.routed import RoutedExperts
 
 from . import tiny
 from .tiny import ARCHITECTURES, Tiny

@@ -12,7 +12,7 @@ import torch
 import model
 from model.modules.moe import FusedMoE, routed_experts
 from pykernels.errors import PykernelsError
-from runtime.experts import RoutedExperts
+from runtime.experts.routed import RoutedExperts
 
 from .tiny import ARCHITECTURES, Tiny
 

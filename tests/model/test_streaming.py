@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import model
-from model import memory, progress
-from model.checkpoint import Checkpoint, Part
+from model.checkpoint import memory, progress
+from model.checkpoint.safetensors import Checkpoint, Part
 from model.modules.moe import routed_experts
 from pykernels.errors import PykernelsError
 

@@ -11,14 +11,15 @@ import torch
 from typer.testing import CliRunner
 
 import model
-from model import memory, pretrained
-from model.cli import app
-from model.doctor_topology import topology_facts
+from model import pretrained
+from model.checkpoint import memory
+from model.cli.main import app
+from model.doctor.topology import topology_facts
 from model.modules.moe import routed_experts
 from pykernels.errors import PykernelsError
 from pykernels.quant.split import SplitExperts
-from runtime.pool import configure_default_pool, default_pool
-from runtime.topology import Node, Topology
+from runtime.machine.topology import Node, Topology
+from runtime.workers.pool import configure_default_pool, default_pool
 
 from .tiny import Tiny
 

@@ -8,12 +8,12 @@ from typing import cast
 
 import pytest
 
-from pykernels.cpu.moe import NEVER
+from pykernels.cpu.moe.kernel import NEVER
 from pykernels.env import env
 from pykernels.target import detect
-from runtime import choices
-from runtime.calibrate import LATER, TOKENS, Point, calibrate, crossover, keep, time_paths
-from runtime.pool import WorkerPool
+from runtime.machine import tuning
+from runtime.profiling.calibrate import LATER, TOKENS, Point, calibrate, crossover, keep, time_paths
+from runtime.workers.pool import WorkerPool
 
 POOL = cast(WorkerPool, SimpleNamespace(threads=15))
 
@@ -98,7 +98,7 @@ def test_a_gemm_that_has_not_paid_is_measured_further(
 
 
 def test_what_was_not_measured_is_not_below_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.choices.gemm_from_here", lambda *_: 200)
+    monkeypatch.setattr("runtime.machine.tuning.gemm_from_here", lambda *_: 200)
     assert calibrate("int8", POOL, timer=Model(1e3)).gemm_from == 200
 
 
@@ -136,4 +136,4 @@ def test_what_is_kept_is_what_experts_will_find(tmp_path) -> None:
     found = calibrate("fp8", POOL, timer=Model(1.05))
     with env.override(cache_dir=tmp_path):
         keep(found)
-        assert choices.chosen("amx", "fp8", detect().cpu).gemm_from == found.gemm_from == 8
+        assert tuning.chosen("amx", "fp8", detect().cpu).gemm_from == found.gemm_from == 8

@@ -10,8 +10,8 @@ import pytest
 
 from pykernels.env import env
 from pykernels.errors import PykernelsError
-from runtime.nodes import NodePools, deal, nodes_to_use, wait_all, why_not_split
-from runtime.topology import Node, Topology
+from runtime.machine.topology import Node, Topology
+from runtime.workers.numa import NodePools, deal, nodes_to_use, wait_all, why_not_split
 
 GIB = 1 << 30
 V2 = "36 25 0:30 {root} /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
@@ -253,7 +253,7 @@ NODES = [
 
 @pytest.mark.parametrize(("files", "affinity", "gib", "usable"), NODES)
 def test_nodes(tmp_path: Path, monkeypatch, files, affinity, gib: list[int], usable: int) -> None:
-    monkeypatch.setattr("runtime.nodes.binding_problem", lambda node: None)
+    monkeypatch.setattr("runtime.workers.numa.binding_problem", lambda node: None)
     found = detect(tree(tmp_path, files), affinity)
     assert [node.memory_total // GIB for node in found.nodes] == gib
     split = nodes_to_use(found, "auto")
@@ -307,7 +307,7 @@ def test_what_stands_in_the_way(
     tmp_path: Path, monkeypatch, numa: str, threads: int | None, problem: str | None, cause: str
 ) -> None:
     """On auto there is one pool and a reason; what was asked for is had or refused."""
-    monkeypatch.setattr("runtime.nodes.binding_problem", lambda node: problem)
+    monkeypatch.setattr("runtime.workers.numa.binding_problem", lambda node: problem)
     found = detect(tree(tmp_path, TWO))
     if cause:
         with pytest.raises(PykernelsError, match=cause):
@@ -361,7 +361,7 @@ def machine(nodes: int, quota: float = math.inf) -> Topology:
 
 @pytest.fixture
 def fake_pools(monkeypatch: pytest.MonkeyPatch) -> list[FakePool]:
-    monkeypatch.setattr("runtime.nodes.WorkerPool", FakePool)
+    monkeypatch.setattr("runtime.workers.numa.WorkerPool", FakePool)
     monkeypatch.setattr(FakePool, "made", [])
     return FakePool.made
 

@@ -56,7 +56,7 @@ for kind in activations.GROUPS:
 tell(*activations.digits(matrix.bfloat16()))
 tell(ref.rope_frequencies(64), ref.yarn_frequencies(64, 1e4, 4.0, 32))
 tell(perturbed(matrix, one[:2, 0], matrix[:, 0].abs()))
-tell(pykernels.cpu.tables.TABLES)
+tell(pykernels.cpu.weights.lookup.TABLES)
 """
 
 

@@ -9,8 +9,8 @@ import torch
 
 from pykernels.errors import PykernelsError
 from pykernels.shapes import MoEShape
-from runtime import measure, workload
-from runtime.workload import (
+from runtime.profiling import measure, workload
+from runtime.profiling.workload import (
     CACHES,
     MOST_LAYERS,
     ROUTINGS,

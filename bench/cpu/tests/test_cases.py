@@ -12,13 +12,7 @@ import torch
 
 from bench.cpu import estimate
 from bench.cpu import skew as skew_module
-from bench.cpu.cases import (
-    Settings,
-    Tokens,
-    default_peer_threads,
-    parse_counts,
-    thread_counts,
-)
+from bench.cpu.cases import Settings, Tokens, default_peer_threads, parse_counts, thread_counts
 from bench.cpu.ours import Ours
 from bench.cpu.rows import Row, figures
 from bench.cpu.sections import Bench
@@ -32,9 +26,9 @@ from pykernels.quant import FORMATS
 from pykernels.registry import kernels
 from pykernels.shapes import MoEShape
 from pykernels.target import Target
-from runtime.pool import configure_default_pool
-from runtime.topology import Topology
-from runtime.workload import RandomLayers, routings
+from runtime.machine.topology import Topology
+from runtime.profiling.workload import RandomLayers, routings
+from runtime.workers.pool import configure_default_pool
 
 SHAPE = MoEShape(E=16, H=64, I=32, topk=4)
 

@@ -16,13 +16,13 @@ from bench.cpu.cases import Settings, Tokens
 from bench.cpu.machine import describe
 from bench.cpu.quiet import Watch
 from bench.cpu.run import Part, Run
-from model.cli_common import EXIT_ERROR, EXIT_INTERRUPTED
+from model.cli.common import EXIT_ERROR, EXIT_INTERRUPTED
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
-from runtime.pool import configure_default_pool
-from runtime.topology import Topology
+from runtime.machine.topology import Topology
+from runtime.workers.pool import configure_default_pool
 
 
 @pytest.fixture(autouse=True)

@@ -356,11 +356,11 @@ def test_a_case_that_is_not_there_is_refused_by_name(op: str, flags: Any, cause:
 
 def test_the_flags_of_the_command_line_are_the_cases() -> None:
     """Of ``pykernels bench attention|linear|router`` and of ``moe`` on a GPU."""
-    from model import cli_bench_gpu
+    from model.cli import bench_gpu
 
     own = {"device", "as_json", "debug"}
     for op in ("attention", "linear", "router"):
-        named = set(inspect.signature(getattr(cli_bench_gpu, op)).parameters) - own
+        named = set(inspect.signature(getattr(bench_gpu, op)).parameters) - own
         words = ("kind", "format", "activations", "keys")
         run.check_flags(op, {name: "x" if name in words else 1 for name in named})
 
@@ -398,6 +398,6 @@ def test_no_machine_needs_triton_for_the_command_line(monkeypatch: pytest.Monkey
     """The parts that a CPU uses import without it."""
     import subprocess
 
-    code = "import sys; sys.modules['triton'] = None; import bench.gpu.__main__, model.cli"
+    code = "import sys; sys.modules['triton'] = None; import bench.gpu.__main__, model.cli.main"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

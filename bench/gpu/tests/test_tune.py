@@ -8,8 +8,8 @@ from bench.gpu.candidates import candidates
 from bench.gpu.tune import FORMATS, OPS, asked, distinct, main
 from bench.gpu.tune_products import jobs
 from pykernels.errors import PykernelsError
-from pykernels.gpu.plan_file import EXPERTS_PLANS, LINEAR_PLANS
-from pykernels.gpu.plan_types import GemmPlan, ManyPlan
+from pykernels.gpu.plans.gemm import GemmPlan, ManyPlan
+from pykernels.gpu.plans.tuned import EXPERTS_PLANS, LINEAR_PLANS
 
 EVERY = list(jobs(set(OPS.split(",")), set(FORMATS.split(","))))  # of products
 

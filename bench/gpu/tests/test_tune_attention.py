@@ -18,9 +18,9 @@ from bench.gpu.tune import asked, distinct
 from bench.gpu.tune_attention import SIZES, AttentionJob, jobs
 from pykernels.env import env
 from pykernels.errors import PykernelsError
-from pykernels.gpu import attention_prefill, gqa_decode, mla_decode
-from pykernels.gpu.attention_lines import OPS, plan_of
-from pykernels.gpu.attention_plan import DecodePlan, PrefillPlan
+from pykernels.gpu.attention import gqa_decode, mla_decode, prefill
+from pykernels.gpu.plans.attention import DecodePlan, PrefillPlan
+from pykernels.gpu.plans.attention_shape import OPS, plan_of
 from pykernels.testing import relative_error
 
 CPU = torch.device("cpu")
@@ -74,9 +74,9 @@ def test_every_kind_has_plans_of_its_own_on_every_gpu() -> None:
 def test_what_the_shipped_table_holds_for_hopper_is_among_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from pykernels.gpu import attention_plan
+    from pykernels.gpu.plans import attention as plans_attention
 
-    monkeypatch.setattr(attention_plan, "arch", lambda device: (9, 0))
+    monkeypatch.setattr(plans_attention, "arch", lambda device: (9, 0))
     for job in jobs(set(OPS), {"bf16", "fp8"}):
         assert job.shipped(CPU) in job.candidates((9, 0)), job
 
@@ -110,8 +110,8 @@ def test_a_launch_takes_what_was_tuned_for_it(
     assert line["op"] == size.kind and line["plan"] == asdict(best)
 
     taken: list[Any] = []
-    for module in (mla_decode, gqa_decode, attention_prefill):
-        name = "choose_prefill" if module is attention_prefill else "choose_decode"
+    for module in (mla_decode, gqa_decode, prefill):
+        name = "choose_prefill" if module is prefill else "choose_decode"
         choose = getattr(module, name)
         spy = _spy(choose, taken)
         monkeypatch.setattr(module, name, spy)

@@ -1,0 +1,183 @@
+"""`config.json` to a transformers configuration, with what we cannot run told at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from pykernels.errors import PykernelsError
+
+from . import compressed_tensors
+from .safetensors import read_json
+
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""Architectures that are another one under a new name.
+
+transformers does not know `kimi_k2`; taken as it stands, its loader leaves every expert random.
+"""
+
+EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
+"""Names under which configurations have the number of a layer's experts."""
+
+ROUTERS = ("greedy", "group_limited_greedy")
+"""What transformers' DeepSeek-V2 routes by; with another `topk_method` its first token fails."""
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+}
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """The model's configuration, its `quantization_config` checked and taken off.
+
+    The quantization is ours to undo (see `load`): left in place, transformers would look
+    for its own quantizer. Raises `PykernelsError` for an unknown architecture or weight format.
+    """
+    if not folder.is_dir():
+        raise PykernelsError(
+            f"There is no folder {folder}", "Give the folder of a downloaded checkpoint"
+        )
+    data = read_json(folder / "config.json")
+    model_type = data.get("model_type")
+    if not isinstance(model_type, str):
+        raise PykernelsError(
+            f"{folder / 'config.json'} has no model_type", "Give the config.json of the checkpoint"
+        )
+    model_type = ALIASES.get(model_type, model_type)
+    if model_type not in CONFIG_MAPPING:
+        raise _unknown(model_type)
+    check_quantization(data.pop("quantization_config", None), folder)
+    data.pop("auto_map", None)  # no code from the checkpoint is ever run
+    try:
+        config = CONFIG_MAPPING[model_type].from_dict({**data, "model_type": model_type})
+    except Exception as error:  # transformers validates with several exception types of its own
+        raise PykernelsError(
+            f"{folder / 'config.json'} is no valid {model_type} configuration: {error}",
+            "Download config.json again",
+        ) from error
+    check_router(config, folder)
+    check_extra_layers(config, folder)
+    check_forward(config, folder)
+    config._name_or_path = str(folder)
+    return config
+
+
+def check_router(config: PretrainedConfig, folder: Path) -> None:
+    """The numbers of a grouped router (DeepSeek-V2, 2.2.2) fit each other: else its first token
+    would fail, after all weights were loaded."""
+    method = getattr(config, "topk_method", None)
+    if config.model_type == "deepseek_v2" and method not in ROUTERS:
+        raise PykernelsError(
+            f"{folder / 'config.json'} has the topk_method {method!r}, which is not known",
+            f"Use a checkpoint with one of {', '.join(ROUTERS)}",
+        )
+    counts = (getattr(config, name, None) for name in EXPERT_COUNTS)
+    experts = next((count for count in counts if count), None)
+    ungrouped = config.model_type == "deepseek_v2" and method == "greedy"
+    if not experts or ungrouped or not hasattr(config, "n_group"):
+        return
+    groups, open_groups, topk = config.n_group, config.topk_group, config.num_experts_per_tok
+    whole = all(isinstance(n, int) and n > 0 for n in (groups, open_groups, topk))
+    if (
+        not whole
+        or experts % groups
+        or open_groups > groups
+        or topk > experts // groups * open_groups
+    ):
+        raise PykernelsError(
+            f"{folder / 'config.json'} routes a token to {topk} of {experts} experts, in"
+            f" {open_groups} (topk_group) of {groups} groups (n_group), which cannot be",
+            "Download config.json again",
+        )
+
+
+def check_extra_layers(config: PretrainedConfig, folder: Path) -> None:
+    """The layers of multi-token prediction, which are left out, are a number of layers."""
+    extra = getattr(config, "num_nextn_predict_layers", None) or 0
+    if not isinstance(extra, int) or not 0 <= extra <= config.num_hidden_layers:
+        raise PykernelsError(
+            f"{folder / 'config.json'} has {extra!r} num_nextn_predict_layers beside"
+            f" {config.num_hidden_layers} layers",
+            "Download config.json again",
+        )
+
+
+def check_forward(config: PretrainedConfig, folder: Path) -> None:
+    """Values that transformers takes, and that its forward or `generate` fails on after all weights
+    were loaded."""
+    heads, of_keys, latent = (
+        getattr(config, name, None) or 0
+        for name in ("num_attention_heads", "num_key_value_heads", "kv_lora_rank")
+    )
+    checks: tuple[tuple[bool, str, Any, str], ...] = (
+        # Every head has keys of its own out of the latent: none are repeated.
+        (not latent or heads <= of_keys, "num_key_value_heads", of_keys, f"{heads}, as the heads"),
+        (bool(config.return_dict), "return_dict", config.return_dict, "true"),
+        (not config.is_encoder_decoder, "is_encoder_decoder", True, "false"),
+        (
+            getattr(config, "eos_token_id", None) != [],
+            "eos_token_id",
+            [],
+            "a token, or null for none",
+        ),
+    )
+    for good, name, value, wanted in checks:
+        if not good:
+            raise PykernelsError(
+                f"{folder / 'config.json'} has the {name} {value!r}, which no model runs with",
+                f"Set it to {wanted}",
+            )
+
+
+def check_quantization(quantization: Any, folder: Path) -> None:
+    """Accept DeepSeek's FP8 (E4M3, one scale a 128x128 block, dynamic activations), what
+    `model.checkpoint.compressed_tensors` reads, or none."""
+    if not quantization:
+        return
+    if isinstance(quantization, dict) and quantization.get("quant_method") == "compressed-tensors":
+        compressed_tensors.check_config(quantization, folder)
+        return
+    wanted = {
+        "quant_method": ("fp8",),
+        "fmt": ("e4m3", None),
+        "activation_scheme": ("dynamic", None),
+        "weight_block_size": ([128, 128],),
+    }
+    for key, accepted in wanted.items():
+        value = quantization.get(key) if isinstance(quantization, dict) else quantization
+        if value not in accepted:
+            raise PykernelsError(
+                f"{folder} is quantized with {key} {value!r}, which cannot be read",
+                compressed_tensors.MEND,
+            )
+
+
+def resolve_dtype(dtype: str | torch.dtype | None, config: PretrainedConfig) -> torch.dtype:
+    """The dtype of everything but the experts: as asked, else the config's, else bfloat16."""
+    chosen: Any = dtype if dtype is not None else config.dtype
+    if chosen is None:
+        return torch.bfloat16
+    if isinstance(chosen, str):
+        chosen = DTYPES.get(chosen, chosen)
+    if not isinstance(chosen, torch.dtype) or chosen not in DTYPES.values():
+        raise PykernelsError(
+            f"The dtype {chosen} cannot be used", f"Use one of {', '.join(DTYPES)}"
+        )
+    return chosen
+
+
+def _unknown(model_type: str) -> PykernelsError:
+    from ..rules import known_architectures
+
+    return PykernelsError(
+        f"The architecture {model_type!r} is not known",
+        f"Use a checkpoint of one of {', '.join(known_architectures())}",
+    )

@@ -1,0 +1,101 @@
+"""How much memory a load plan takes, and whether the machine has it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from pykernels.errors import PykernelsError
+from runtime.experts.routed import RoutedExperts
+from runtime.machine.topology import Topology
+from runtime.workers.pool import Pool
+
+from ..modules.moe import FusedMoE
+from .plan import Dense, Plan
+from .safetensors import Checkpoint
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+def needed(
+    plan: Plan, model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+) -> tuple[int, int]:
+    """(main memory, device memory) in bytes that loading takes at its peak.
+
+    Packed experts are in main memory, the rest on `device` (which may be the CPU: then device
+    memory is 0). On top comes the largest single step: a tensor as stored and as float32.
+    """
+    experts = dense = step = 0
+    for item in plan.items:
+        if isinstance(item, Dense):
+            numel = math.prod(item.source.shape)
+            dense += numel * item.dtype.itemsize
+            step = max(
+                step, checkpoint.nbytes(item.source.data) + numel * (4 + item.dtype.itemsize)
+            )
+            continue
+        module = model.get_submodule(item.name)
+        if isinstance(module, FusedMoE):
+            experts += RoutedExperts.bytes_needed(module.shape, module.packed_format(item.stored))
+        else:
+            dense += sum(p.numel() for p in module.parameters()) * dtype.itemsize
+        # One expert at a time: as stored, and as float32 if it is converted.
+        one = sum(checkpoint.nbytes(m.data) for m in item.experts[0])
+        step = max(step, one + 4 * sum(math.prod(m.shape) for m in item.experts[0]))
+    if device.type == "cpu":
+        return experts + dense + step, 0
+    return experts + step, dense
+
+
+def check(main: int, on_device: int, device: torch.device) -> None:
+    """Raise `PykernelsError` with both numbers if the memory that is free now does not do."""
+    free = available()
+    if main > free:
+        raise PykernelsError(
+            f"The model needs {size(main)} of main memory, {size(free)} are free",
+            "Free memory, use a machine with more of it, or a smaller checkpoint",
+        )
+    if on_device:
+        free = torch.cuda.mem_get_info(device)[0]
+        if on_device > free:
+            raise PykernelsError(
+                f"All but the experts needs {size(on_device)} on {device}, {size(free)} are free",
+                "Free memory on the GPU or use --device cpu",
+            )
+
+
+def check_nodes(plan: Plan, model: nn.Module, pool: Pool) -> None:
+    """Raise `PykernelsError` if a NUMA node has no room for its slices of the experts.
+
+    Memory that is bound to a node comes from nowhere else: the kernel would end the process.
+    """
+    needs = [0] * len(pool.pools)
+    for item in plan.items:
+        if isinstance(item, Dense):
+            continue
+        module = model.get_submodule(item.name)
+        if isinstance(module, FusedMoE):
+            fmt = module.packed_format(item.stored)
+            for i, nbytes in enumerate(RoutedExperts.bytes_by_node(module.shape, fmt, pool)):
+                needs[i] += nbytes
+    free = {node.number: node.memory_free for node in Topology.detect().nodes}
+    for need, each in zip(needs, pool.pools, strict=True):
+        if each.node is not None and need > free[each.node]:
+            raise PykernelsError(
+                f"NUMA node {each.node} gets {size(need)} of experts, {size(free[each.node])} are"
+                " free there",
+                "Free memory on that node, or use --numa off",
+            )
+
+
+def available() -> int:
+    """Bytes of main memory that a new allocation can have now, cgroup limits included."""
+    return Topology.detect().memory_available
+
+
+def size(nbytes: int) -> str:
+    """For a person: 1.5 GiB, 0.3 MiB."""
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.1f} MiB"

@@ -1,0 +1,269 @@
+"""Stored tensor names under the names that the model uses, each to be asked for once."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
+
+from pykernels.errors import PykernelsError
+
+from . import compressed_tensors
+from .safetensors import DTYPES, Checkpoint, Part
+
+FLOATS = ("BF16", "F16", "F32")
+BLOCK = 128  # rows and columns that share one FP8 scale
+Q8_0_BLOCK = 32  # inputs that share a float16 scale
+CHECK = "Check that config.json belongs to this checkpoint, or download it again"
+
+_EXPERT = re.compile(r"(?P<block>.+\.experts)\.(?P<e>\d+)\.(?P<proj>\w+?)\.(?P<what>weight\w*)$")
+_PROJ = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Where one tensor is stored: its values and, if it is quantized, its scales.
+
+    `shape`: of the tensor that they stand for; `fmt`: their format in `pykernels.quant`, None for
+    plain numbers.
+    """
+
+    data: Part
+    shape: tuple[int, ...]
+    scale: Part | None = None
+    fmt: str | None = None
+
+
+class Names:
+    """Stored names under the names that the model uses, taken off one by one."""
+
+    def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.config = model.config
+        renamings = [
+            t
+            for t in get_model_conversion_mapping(model, add_legacy=False)
+            if isinstance(t, WeightRenaming)
+        ]
+        self.stored: dict[str, str] = {}
+        for name in checkpoint.tensors:
+            key = name
+            for renaming in renamings:
+                key, _ = renaming.rename_source_key(key)
+            if match := _EXPERT.match(key):
+                proj = _PROJ.get(match["proj"], match["proj"])
+                key = f"{match['block']}.{match['e']}.{proj}.{match['what']}"
+            if key in self.stored:
+                raise PykernelsError(
+                    f"{self.stored[key]} and {name} are two names of one tensor of the model", CHECK
+                )
+            self.stored[key] = name
+        self.left = set(self.stored)
+        self.missing: list[str] = []
+        self.ignored = ignored(model)
+
+    def take(self, key: str, shape: tuple[int, ...]) -> Matrix | None:
+        """The tensor called `key` of exactly `shape`, with its scales; None notes it as missing."""
+        if f"{key}_packed" in self.stored:
+            return self._int4(key, shape)
+        if key not in self.stored:
+            self.missing.append(key)
+            return None
+        part = Part(self.stored[key])
+        self.left.discard(key)
+        info = self.checkpoint.tensors[part.name]
+        if info.shape != shape:
+            raise PykernelsError(
+                f"{part.name} has the shape {list(info.shape)}, the model needs {list(shape)}",
+                CHECK,
+            )
+        if info.dtype in FLOATS and f"{key}_scale" in self.stored:
+            raise PykernelsError(
+                f"{part.name} is {info.dtype} and has a scale: it was calibrated but never made"
+                " codes of",
+                "Get the compressed checkpoint, or save it again with save_compressed=True",
+            )
+        if info.dtype == "F8_E4M3":
+            self._check_matrix(part, len(shape) >= 2)
+            return self._fp8(key, part, shape)
+        if info.dtype == "I8":
+            self._check_matrix(part, len(shape) == 2)
+            return self._int8(key, part, shape)
+        return Matrix(part, shape)
+
+    def _check_matrix(self, part: Part, fits: bool) -> None:
+        """Raises `PykernelsError` for codes that are no matrices, or lie together as no reader cuts
+        them."""
+        info = self.checkpoint.tensors[part.name]
+        if not fits:
+            raise PykernelsError(
+                f"{part.name} is {info.dtype} {list(info.shape)}, its codes are read as matrices"
+                " [N, K], one a tensor",
+                compressed_tensors.MEND,
+            )
+
+    def _fp8(self, key: str, part: Part, shape: tuple[int, ...]) -> Matrix | None:
+        """E4M3 with DeepSeek's scales (`_scale_inv`) or those of compressed-tensors (`_scale`)."""
+        *fused, N, K = shape
+        formats = {(*fused, -(-N // BLOCK), -(-K // BLOCK)): "fp8"}
+        suffix = "_scale_inv"
+        if f"{key}_scale" in self.stored and not fused:
+            suffix, formats = "_scale", {(N, 1): "fp8-channel", (1,): "fp8-channel", **formats}
+        scale = self._companion(key, suffix)
+        if scale is None:
+            return None
+        return Matrix(part, shape, scale, self._scale_format(scale, part, formats, FLOATS))
+
+    def _int8(self, key: str, part: Part, shape: tuple[int, ...]) -> Matrix | None:
+        """Integers with compressed-tensors' scale an output, or one for all."""
+        scale = self._companion(key, "_scale")
+        if scale is None:
+            return None
+        N, _ = shape
+        formats: dict[tuple[int, ...], str] = dict.fromkeys(((N, 1), (1,)), "int8-channel")
+        return Matrix(part, shape, scale, self._scale_format(scale, part, formats, FLOATS))
+
+    def _int4(self, key: str, shape: tuple[int, ...]) -> Matrix | None:
+        """compressed-tensors' words of eight 4-bit integers, with scales of groups, or of any
+        float, one an output. Groups with float16 scales are read into q8_0, which holds them."""
+        part = self._companion(key, "_packed")
+        scale, own_shape = self._companion(key, "_scale"), self._companion(key, "_shape")
+        if part is None or scale is None or own_shape is None:
+            return None
+        info = self.checkpoint.tensors[part.name]
+        self._check_matrix(part, len(shape) == 2)
+        N, K = shape
+        needed = N, -(-K // 8)
+        if info.shape != needed or info.dtype != "I32":
+            raise PykernelsError(
+                f"{part.name} is {info.dtype} {list(info.shape)}, the model's {list(shape)} needs "
+                f"I32 {list(needed)}",
+                CHECK,
+            )
+        self._check_own_shape(own_shape, part, shape)
+        formats: dict[tuple[int, ...], str] = {
+            (N, 1): "int4-channel",
+            (N, -(-K // 128)): "int4-g128",
+            (N, -(-K // 32)): "int4",
+        }
+        dtypes: tuple[str, ...] = ("F16", "BF16")
+        stored = self.checkpoint.tensors[scale.name]
+        if stored.shape == (N, 1) and stored.dtype != "BF16":
+            formats, dtypes = {(N, 1): "int4-channel"}, FLOATS
+        elif stored.dtype == "F16" and K % Q8_0_BLOCK == 0:
+            formats = dict.fromkeys(formats, "q8_0")
+        else:
+            dtypes = ("BF16",)
+        return Matrix(part, shape, scale, self._scale_format(scale, part, formats, dtypes))
+
+    def _check_own_shape(self, own: Part, of: Part, shape: tuple[int, ...]) -> None:
+        """Raises `PykernelsError` unless the shape stored beside words is the model's. It is read
+        now: these few bytes lie together, and words alone do not tell K."""
+        info = self.checkpoint.tensors[own.name]
+        told: Any = f"{info.dtype} {list(info.shape)}"
+        if info.shape == (2,) and info.dtype in DTYPES:
+            told = self.checkpoint.read(own).tolist()
+        if told != list(shape):
+            raise PykernelsError(
+                f"{own.name} is {told}, {of.name} is for the model's {list(shape)}", CHECK
+            )
+
+    def _companion(self, key: str, suffix: str) -> Part | None:
+        """A tensor that belongs to another; None notes it as missing."""
+        name = key + suffix
+        if name not in self.stored:
+            self.missing.append(name)
+            return None
+        self.left.discard(name)
+        return Part(self.stored[name])
+
+    def _scale_format(
+        self,
+        scale: Part,
+        of: Part,
+        formats: dict[tuple[int, ...], str],
+        dtypes: tuple[str, ...],
+    ) -> str:
+        """The format whose scales have the shape of these."""
+        info = self.checkpoint.tensors[scale.name]
+        if info.shape not in formats or info.dtype not in dtypes:
+            needed = " or ".join(str(list(shape)) for shape in formats)
+            raise PykernelsError(
+                f"{scale.name} is {info.dtype} {list(info.shape)}, {of.name} needs {dtypes[-1]} "
+                f"{needed}",
+                CHECK,
+            )
+        return formats[info.shape]
+
+    def finish(self) -> None:
+        """Raise `PykernelsError` for tensors that lack, or that no module wants."""
+        if self.missing:
+            raise PykernelsError(
+                f"{len(self.missing)} tensors are missing in {self.checkpoint.folder}: "
+                f"{_few(self.missing)}",
+                CHECK,
+            )
+        extra = sorted(self.stored[key] for key in self.left if not self.ignored.search(key))
+        if extra:
+            raise PykernelsError(
+                f"{self.checkpoint.folder} has {len(extra)} tensors that the model has no place "
+                f"for: {_few(extra)}",
+                CHECK,
+            )
+
+
+def tied(model: PreTrainedModel, names: Names) -> tuple[set[str], dict[str, str]]:
+    """What tying fills: the names to leave out, and `{source: target}` where only the target of a
+    tie is stored and its source takes that tensor.
+
+    Tied in the config but stored twice with other values: an error, one of the two is wrong.
+    """
+    skip: set[str] = set()
+    instead: dict[str, str] = {}
+    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        skip.add(target)
+        if target not in names.stored:
+            continue
+        if source not in names.stored:
+            instead[source] = target
+            continue
+        names.left.discard(target)
+        _check_same(names.checkpoint, target, names.stored[target], source, names.stored[source])
+    return skip, instead
+
+
+def _check_same(checkpoint: Checkpoint, target: str, a: str, source: str, b: str) -> None:
+    """Raises `PykernelsError` unless `a` and `b`, stored as `target` and `source`, are the same
+    floats; codes are no values without their scales."""
+    infos = checkpoint.tensors[a], checkpoint.tensors[b]
+    if infos[0].shape == infos[1].shape and all(info.dtype in FLOATS for info in infos):
+        values = {name: checkpoint.read(Part(name)) for name in (a, b)}
+        if torch.equal(*values.values()):
+            return
+        for name, tensor in values.items():
+            if tensor.isnan().any():  # which equals nothing, not even itself
+                raise PykernelsError(f"{name} holds NaN", "Download the checkpoint again")
+    raise PykernelsError(
+        f"The config ties {target} to {source}, the checkpoint stores two different ones",
+        "Set tie_word_embeddings to false in config.json",
+    )
+
+
+def ignored(model: PreTrainedModel) -> re.Pattern[str]:
+    """Stored names that need no place: the model's own list, old rotary buffers, MTP layers."""
+    patterns = list(model._keys_to_ignore_on_load_unexpected or ())
+    patterns += [r"rotary_emb\.inv_freq$", compressed_tensors.IGNORED]
+    config = model.config
+    layers = config.num_hidden_layers
+    extra = getattr(config, "num_nextn_predict_layers", None) or 0
+    patterns += [rf"^model\.layers\.{layers + i}\." for i in range(extra)]
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
+
+
+def _few(names: list[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (" ..." if len(names) > most else "")

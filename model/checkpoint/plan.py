@@ -1,0 +1,211 @@
+"""Which stored tensor fills which place of the model: the load plan, made from names and shapes.
+
+Nothing is read here except names, shapes and dtypes, so every misfit of a checkpoint is told before
+the first weight is loaded. Stored layouts that are understood:
+
+====================================================  ==========================================
+stored                                                as in
+====================================================  ==========================================
+``X.experts.E.{gate,up,down}_proj.weight``            DeepSeek, Qwen, GLM (also in FP8)
+``X.experts.E.{w1,w3,w2}.weight``                     Mixtral (gate, up, down)
+``X.experts.{gate_up,down}_proj`` [E, 2 I, H], ...    transformers' own fused parameters
+``*.weight`` float8_e4m3fn + ``*.weight_scale_inv``   DeepSeek's FP8, one scale a 128x128 block
+``*.weight`` float8_e4m3fn or int8 + ``*_scale``      see `compressed_tensors`
+``*.weight_packed`` + ``*.weight_scale``, ...         likewise, int4
+====================================================  ==========================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from pykernels.errors import PykernelsError
+from pykernels.shapes import MoEShape
+
+from ..modules.moe import FusedMoE
+from .compressed_tensors import MEND
+from .names import BLOCK, CHECK, FLOATS, Matrix, Names, tied
+from .safetensors import Checkpoint, Part
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """One parameter or buffer: its dotted name, its source, the dtype that it gets."""
+
+    name: str
+    source: Matrix
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The routed experts of one block.
+
+    `name`: the module that takes them, a `FusedMoE` or a Hugging Face experts module; `stored`:
+    their format in `pykernels.quant`; `experts`: (gate [I, H], up [I, H], down [H, I]) of each.
+    """
+
+    name: str
+    stored: str
+    experts: list[tuple[Matrix, Matrix, Matrix]]
+
+
+@dataclass(slots=True)
+class Plan:
+    """Everything to load, in the order of the model's modules.
+
+    `lossy`: experts stored in float16 or float32, which will be rounded to bfloat16; `widened`:
+    in int4 whose float16 scales only q8_0 holds (`model.checkpoint.compressed_tensors`).
+    """
+
+    items: list[Dense | Experts] = field(default_factory=list)
+    lossy: str | None = None
+    widened: bool = False
+
+
+def make_plan(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype) -> Plan:
+    """The load plan of an injected meta model; `dtype` is that of all that is not an expert.
+
+    Raises `PykernelsError` for missing or unexpected tensors and for wrong shapes or dtypes.
+    """
+    names, plan = Names(model, checkpoint), Plan()
+    strict = set(model._keep_in_fp32_modules_strict or ())
+    skip, instead = tied(model, names)
+    done: set[int] = set()  # parameters that two modules share are loaded once
+    for path, module in model.named_modules():
+        if isinstance(module, FusedMoE):
+            _add_experts(plan, names, module, path)
+        elif is_fused_experts(module):
+            _add_experts(plan, names, module, path)
+            continue
+        for leaf, tensor in _own_tensors(module):
+            name = f"{path}.{leaf}" if path else leaf
+            if id(tensor) in done or name in skip:
+                continue
+            done.add(id(tensor))
+            source = names.take(instead.get(name, name), tuple(tensor.shape))
+            if source is not None:
+                target = torch.float32 if strict & set(name.split(".")) else dtype
+                plan.items.append(_dense(name, source, tensor, target, checkpoint))
+    names.finish()
+    return plan
+
+
+def is_fused_experts(module: nn.Module) -> bool:
+    """Whether `module` is a Hugging Face experts module that can be filled expert by expert."""
+    own = dict(module.named_parameters(recurse=False))
+    if set(own) != {"gate_up_proj", "down_proj"} or any(p.ndim != 3 for p in own.values()):
+        return False
+    E, H, I = own["down_proj"].shape  # noqa: E741
+    return own["gate_up_proj"].shape == (E, 2 * I, H)
+
+
+def fused_shape(experts: Any) -> MoEShape:
+    """Sizes of such a module; it does not know how many experts a token takes, so topk is 1."""
+    E, H, I = experts.down_proj.shape  # noqa: E741
+    return MoEShape(E=E, H=H, I=I, topk=1)
+
+
+def _own_tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    for leaf, buffer in module.named_buffers(recurse=False):
+        if leaf not in module._non_persistent_buffers_set:
+            yield leaf, buffer
+
+
+def _dense(
+    name: str, source: Matrix, tensor: torch.Tensor, dtype: torch.dtype, checkpoint: Checkpoint
+) -> Dense:
+    stored = checkpoint.tensors[source.data.name].dtype
+    if not tensor.is_floating_point():
+        dtype = tensor.dtype
+    elif stored not in FLOATS and source.scale is None:
+        raise PykernelsError(
+            f"{source.data.name} is {stored}, the model needs {', '.join(FLOATS)} there",
+            "Store it as float32" if stored == "F64" else MEND,
+        )
+    return Dense(name, source, dtype)
+
+
+def _add_experts(plan: Plan, names: Names, module: Any, path: str) -> None:
+    """Plan the experts of `module` at `path`, a `FusedMoE` or an experts module of transformers."""
+    packed = isinstance(module, FusedMoE)
+    block = f"{path}.experts" if packed else path
+    shape = module.shape if packed else fused_shape(module)
+    separate = f"{block}.gate_up_proj" not in names.stored
+    found = (_separate if separate else _fused)(names, block, shape)
+    if not found:
+        return  # noted as missing
+    plain = [m for expert in found for m in expert if m.fmt is None]
+    for dtype, matrix in {names.checkpoint.tensors[m.data.name].dtype: m for m in plain}.items():
+        if dtype not in FLOATS:
+            raise PykernelsError(
+                f"{matrix.data.name} is {dtype}, experts can be BF16, F16, F32, F8_E4M3 or I8",
+                "Store them as float32" if dtype == "F64" else MEND,
+            )
+        if packed and dtype in ("F16", "F32") and module.packed_format("bf16") == "bf16":
+            plan.lossy = dtype
+    stored = _formats(found)
+    if len(stored) > 1:
+        found = [(_whole(gate), _whole(up), _whole(down)) for gate, up, down in found]
+        stored = _formats(found)
+    if len(stored) > 1:
+        raise PykernelsError(
+            f"The experts of {block} are partly {' and partly '.join(stored)}", CHECK
+        )
+    if packed and module.packed_format(stored[0]) == stored[0] == "q8_0":
+        plan.widened = True
+    plan.items.append(Experts(path, stored[0], found))
+
+
+def _formats(found: list[tuple[Matrix, Matrix, Matrix]]) -> list[str]:
+    return sorted({m.fmt or "bf16" for expert in found for m in expert})
+
+
+def _whole(matrix: Matrix) -> Matrix:
+    """A matrix whose inputs are one group of int4 has a scale an output: its other name."""
+    groups = {"int4": 32, "int4-g128": 128}
+    one = matrix.shape[-1] <= groups.get(matrix.fmt or "", 0)
+    return replace(matrix, fmt="int4-channel") if one else matrix
+
+
+def _separate(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Matrix, Matrix]]:
+    found = []
+    H, I = shape.H, shape.I  # noqa: E741
+    for e in range(shape.E):
+        gate = names.take(f"{block}.{e}.gate_proj.weight", (I, H))
+        up = names.take(f"{block}.{e}.up_proj.weight", (I, H))
+        down = names.take(f"{block}.{e}.down_proj.weight", (H, I))
+        if gate and up and down:
+            found.append((gate, up, down))
+    return found
+
+
+def _fused(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Matrix, Matrix]]:
+    E, H, I = shape.E, shape.H, shape.I  # noqa: E741
+    gate_up = names.take(f"{block}.gate_up_proj", (E, 2 * I, H))
+    down = names.take(f"{block}.down_proj", (E, H, I))
+    if not (gate_up and down):
+        return []
+    if gate_up.scale and I % BLOCK:
+        raise PykernelsError(
+            f"{gate_up.data.name} has FP8 blocks that hold both gate and up rows",
+            "Get the checkpoint with one tensor an expert",
+        )
+
+    def part(matrix: Matrix, e: int, rows: tuple[int, int] | None) -> Matrix:
+        blocks = None if rows is None else (rows[0] // BLOCK, rows[1] // BLOCK)
+        scale = Part(matrix.scale.name, e, blocks) if matrix.scale else None
+        data = Part(matrix.data.name, e, rows)
+        return Matrix(data, names.checkpoint.shape(data), scale, matrix.fmt)
+
+    return [
+        (part(gate_up, e, (0, I)), part(gate_up, e, (I, 2 * I)), part(down, e, None))
+        for e in range(E)
+    ]

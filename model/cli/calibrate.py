@@ -1,0 +1,127 @@
+"""`pykernels calibrate`: measure what this machine should choose, once, and keep it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .common import Debug, Threads, command, err, note, out, prepare_threads
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from runtime.profiling.calibrate import Calibration
+
+
+@command
+def calibrate(
+    format: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="Weight format, may be repeated:", show_default="every one"
+        ),
+    ] = None,
+    activations: Annotated[
+        str, typer.Option(metavar="bf16|int8", help="What inputs are multiplied as.")
+    ] = "bf16",
+    threads: Threads = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Measure, once a machine, from how many tokens an expert pays to go through the GEMM.
+
+    Seconds a format. The result is kept in the cache folder, where the experts look for it.
+    """
+    chosen_threads = prepare_threads(threads)
+    from pykernels.cpu.moe.plan import GEMM_FROM
+    from pykernels.quant import FORMATS, get_format
+    from pykernels.registry import resolve
+    from pykernels.target import detect
+    from runtime.machine import tuning
+    from runtime.machine.topology import Topology
+    from runtime.profiling import calibrate as measuring
+    from runtime.workers.pool import WorkerPool
+
+    target = detect()
+    every = [name for name in FORMATS if activations == "bf16" or FORMATS[name].int8_kind]
+    formats = [get_format(name).name for name in dict.fromkeys(format or every)]
+    backends = {fmt: resolve("auto", fmt, target, activations).name for fmt in formats}
+    able = [fmt for fmt in formats if backends[fmt] in GEMM_FROM]
+    tuning.read(target.cpu)  # what cannot be read or written is told before anything is timed
+    if able:
+        tuning.check_writable(target.cpu)
+    found: list[Calibration] = []
+    usual = Topology.detect().default_threads()
+    if able and chosen_threads not in (None, usual):
+        note(
+            f"measured with --threads {chosen_threads}, where {usual} would be usual, but kept for"
+            " any number: calibrate with as many as will run"
+        )
+    if able:
+        with WorkerPool(chosen_threads) as pool, err().status("", spinner_style="dim") as status:
+            for fmt in able:
+                status.update(f"{fmt}: random experts, compiling …")
+                found.append(
+                    measuring.calibrate(
+                        fmt,
+                        pool,
+                        backends[fmt],
+                        activations,
+                        progress=lambda share, fmt=fmt: status.update(f"{fmt}: {share:.0%}"),  # type: ignore[misc]
+                    )
+                )
+                measuring.keep(found[-1])
+    unable = {fmt: backends[fmt] for fmt in formats if fmt not in able}
+    if as_json:
+        print(json.dumps(_as_dict(target.cpu, str(tuning.path(target.cpu)), found, unable)))
+        return
+    for calibration in found:
+        out().print(_table(calibration))
+        out().print(f"{_decision(calibration)}\n")
+    if found:
+        out().print(f"Kept in {tuning.path(target.cpu)}", markup=False)
+    if unable:
+        names = ", ".join(sorted(set(unable.values())))
+        which = "every format" if not able else ", ".join(unable)
+        out().print(f"Nothing to calibrate for {which}: kernel {names} has no GEMM")
+
+
+def _as_dict(
+    cpu: str, file: str, found: list[Calibration], unable: dict[str, str]
+) -> dict[str, object]:
+    """What `--json` prints; `no_gemm` maps formats to the kernel that has nothing to choose."""
+    from dataclasses import asdict
+
+    formats = {calibration.fmt: asdict(calibration) for calibration in found}
+    return {"cpu": cpu, "file": file if found else None, "formats": formats, "no_gemm": unable}
+
+
+def _table(calibration: Calibration) -> Table:
+    from rich.table import Table
+
+    what = f"{calibration.fmt}, {calibration.activations} activations"
+    table = Table(title=f"{what}, {calibration.threads} threads", title_justify="left")
+    for heading in ("tokens an expert", "tiles ms", "GEMM ms", "tiles / GEMM", "taken"):
+        table.add_column(heading, justify="right")
+    for p in calibration.points:
+        taken = "GEMM" if p.tokens >= calibration.gemm_from else "tiles"
+        times = f"{p.tiles * 1e3:.3f}", f"{p.gemm * 1e3:.3f}", f"{p.ratio:.2f}"
+        table.add_row(str(p.tokens), *times, taken)
+    return table
+
+
+def _decision(calibration: Calibration) -> str:
+    """How it was decided, in words."""
+    from runtime.machine.tuning import Choices
+
+    decided = str(Choices(calibration.gemm_from))
+    if calibration.gemm_from > calibration.points[-1].tokens:
+        decided = f"no GEMM below {calibration.gemm_from} tokens an expert"
+    return (
+        f"{calibration.fmt}: {decided}. Of all thresholds it loses least"
+        f" over these rows: {calibration.regret:.1%} against the faster path in every row"
+    )

@@ -1,0 +1,119 @@
+"""Replace modules of a model by rules, before any weight exists.
+
+Source: KTransformers (SOSP 2025), section 5: walk the tree; the first rule that matches a module
+replaces it; go on through the new submodules.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from pykernels.errors import PykernelsError
+
+from ..rules import Match, Rule
+from .registry import Operator, Place, build, find_operator
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """One replaced module: its dotted name, the class it had, the operator now there."""
+
+    name: str
+    was: str
+    operator: Operator
+
+
+def inject(
+    model: PreTrainedModel, rules: Sequence[Rule], kernel: str = "auto"
+) -> list[Replacement]:
+    """Apply `rules` to `model` in place and say what was replaced.
+
+    The model's class, its configuration and its public interface stay. Raises `PykernelsError` for
+    a rule that names an unknown operator, gives it wrong arguments, matches nothing, or is never
+    reached because earlier rules take all its modules.
+    """
+    operators = [find_operator(rule.replace.cls, rule.origin) for rule in rules]
+    present = {name: type(module) for name, module in model.named_modules() if name}
+    done: list[Replacement] = []
+    applied = [0] * len(rules)
+    # An operator may keep the module it replaced: that one is not replaced a second time.
+    originals: list[nn.Module] = []
+
+    def walk(parent: nn.Module, prefix: str) -> None:
+        for leaf, child in list(parent.named_children()):
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            index = next((i for i, r in enumerate(rules) if matches(r.match, name, child)), None)
+            if index is not None and not any(child is original for original in originals):
+                rule = rules[index]
+                place = Place(name, model.config, rule.replace.device, kernel)
+                new = build(operators[index], child, place, rule.replace.kwargs, rule.origin)
+                setattr(parent, leaf, new)
+                done.append(Replacement(name, type(child).__name__, new))
+                originals.append(child)
+                applied[index] += 1
+                child = new
+            walk(child, name)
+
+    walk(model, "")
+    for rule, count in zip(rules, applied, strict=True):
+        if not count:
+            raise _unused(rule, present)
+    return done
+
+
+def matches(match: Match, name: str, module: nn.Module) -> bool:
+    """Whether every clause of `match` holds for `module`, called `name` in its model."""
+    if match.name is not None and not re.search(match.name, name):
+        return False
+    return match.cls is None or is_class(type(module), match.cls)
+
+
+def is_class(cls: type, path: str) -> bool:
+    """Whether `path` names `cls`: bare, the end of its dotted path, or an importable alias of it.
+
+    The alias is for names such as `torch.nn.Linear`, which lives in `torch.nn.modules.linear`.
+    """
+    full = f"{cls.__module__}.{cls.__qualname__}"
+    if f".{full}".endswith(f".{path}"):
+        return True
+    module, _, leaf = path.rpartition(".")
+    if leaf != cls.__name__ or module.split(".")[0] != full.split(".")[0]:
+        return False
+    try:
+        return getattr(importlib.import_module(module), leaf, None) is cls
+    except ImportError:
+        return False
+
+
+def _unused(rule: Rule, present: dict[str, type]) -> PykernelsError:
+    """Why a rule did nothing: taken by an earlier one, or no such module (with near misses)."""
+    clauses = {"class": rule.match.cls, "name": rule.match.name}
+    said = " and ".join(f"{key} {value!r}" for key, value in clauses.items() if value is not None)
+    by_class = [n for n, c in present.items() if rule.match.cls and is_class(c, rule.match.cls)]
+    by_name = [n for n in present if rule.match.name and re.search(rule.match.name, n)]
+    hits = set(by_class or present) & set(by_name or present)
+    if (by_class or not rule.match.cls) and (by_name or not rule.match.name) and hits:
+        return PykernelsError(
+            f"{rule.origin} ({said}) is never reached: earlier rules replace all its modules",
+            "Put it before them or drop it",
+        )
+    classes = sorted({cls.__name__ for cls in present.values()})
+    if rule.match.cls and not by_class:
+        near = difflib.get_close_matches(rule.match.cls.rpartition(".")[2], classes, 3, 0.5)
+        mend = f"Near it are {', '.join(near)}" if near else f"Classes here: {', '.join(classes)}"
+    elif rule.match.cls:
+        mend = f"The class is at {_few(by_class)}"
+    else:
+        mend = f"Modules are called like {_few(list(present))}"
+    return PykernelsError(f"{rule.origin} ({said}) matches no module", mend)
+
+
+def _few(names: list[str], most: int = 4) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

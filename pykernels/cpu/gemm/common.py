@@ -1,0 +1,46 @@
+"""What a GEMM of packed 32-row blocks by many tokens is, whatever multiplies (``gemm_amx``,
+``gemm_avx512``, ``gemm_fma``): the stages call any by address.
+
+The routine ``gemm(M, blocks, w, block_bytes, scale, scale_bytes, k_blocks, a, rows, tables,
+scratch)`` computes ``out[b, t, n] = sum_k w[b][n, k] * x_t[k]`` for ``blocks`` consecutive packed
+blocks and ``M`` tokens into scratch at ``OUT_AT``; rows beyond M hold nothing of use. Each output
+is summed in the same order whatever M is, on either side of ``gemm_amx.LONG_FROM``.
+
+Args of the routine (addresses are int64):
+    M: tokens, at most MAX_TOKENS.
+    blocks: at most MAX_BLOCKS, ``block_bytes`` apart from ``w`` on.
+    scale: packed scales, a block's ``scale_bytes`` apart; unread if the format has none.
+    k_blocks: inputs / 128.
+    a: A tiles [groups of 16 tokens][steps][16 rows][64 bytes], 32 bf16 or 64 int8 inputs a step; an
+        even number of groups, of which the rows beyond M may hold anything. bf16 inputs for formats
+        in fours lie in the order 0, 2, 1, 3 of each four (``decode``).
+    rows: int64 [M rounded up to 32], address of each token's row (``rows``).
+    tables: ``decode.TABLES``.
+    scratch: what the GEMM asks for (SCRATCH_BYTES of its module), of this worker.
+"""
+
+from __future__ import annotations
+
+from ..jit import inlined
+
+ARGUMENTS = 11
+"""Of the routine."""
+MAX_BLOCKS = 16
+"""32-row blocks of one call, gate and up counted each."""
+MAX_TOKENS = 256
+"""Tokens of one pass over the weights: their A slab and sums still fit in L2."""
+TILE = 1024
+"""Bytes of a tile: 16 rows of 64."""
+SLAB_BYTES = 16 << 10
+"""B tiles of a block that all tokens share, in L1 (half of it: on a shared core another thread has
+the other half)."""
+
+OUT_AT = 0
+"""Scratch offset of the result, float32 [blocks, M rounded up to 32, 32]."""
+OUT_BYTES = MAX_BLOCKS * MAX_TOKENS * 32 * 4
+
+
+@inlined
+def padded_tokens(M):
+    """M rounded up to whole pairs of A tiles."""
+    return (M + 31) // 32 * 32

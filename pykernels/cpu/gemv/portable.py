@@ -1,0 +1,283 @@
+"""Portable tiles: the same blocks and the same sums in plain Numba, for any CPU.
+
+float32 arithmetic throughout; LLVM vectorizes the loops over the 16 outputs of a pair-row with what
+the CPU has (AVX2, NEON, SSE). Inputs and outputs are those of ``tile_avx512``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import carray, types
+
+from ...quant import mxfp4
+from ...quant.fp8 import decode_table
+from ...quant.layout import K_BLOCK, K_STEP
+from ..activations.quantize import annotation
+from ..activations.row_layout import activation_scale, codes_at, group_sum
+from ..intrin.registers import stack_alloc
+from ..intrin.scalar import bf16_as_f32, bits_from_f32, f32_from_bits
+from ..intrin.sync import as_pointer
+from ..jit import inlined, routine
+from ..job import f32, i64
+from ..weights.layout import packed_bytes
+from ..weights.scales import SCALES, SUPERBLOCK_K6, SUPERBLOCK_K45
+from .avx512 import ARGUMENTS
+
+_E4M3 = decode_table().numpy()
+_HALF_BIAS = np.float32(2.0**112)
+_PAIRS = 16  # pair-rows of a tile, and outputs of a pair-row
+
+
+@inlined
+def _floats(address, count):
+    return carray(as_pointer(address), (count,), types.float32)
+
+
+@inlined
+def _words(address, count):
+    return carray(as_pointer(address), (count,), types.uint32)
+
+
+@inlined
+def _even(word):
+    """The low bf16 of a word as float32: a bf16 is the upper half of one."""
+    return f32_from_bits(types.uint32(word << types.uint32(16)))
+
+
+@inlined
+def _odd(word):
+    return f32_from_bits(types.uint32(word & types.uint32(0xFFFF0000)))
+
+
+@inlined
+def _row_bf16(w, step, half, r, even, odd):
+    """Pair-row r of a step's half -> its 16 even-k and 16 odd-k weights, scales aside."""
+    words = _words(w + (2 * step + half) * 1024 + r * 64, _PAIRS)
+    for n in range(_PAIRS):
+        even[n] = _even(words[n])
+        odd[n] = _odd(words[n])
+
+
+@inlined
+def _row_fp8(w, step, half, r, even, odd):
+    at = w + (2 * step + half) * 512 + (r // 2) * 64 + (r % 2) * 8
+    codes = carray(as_pointer(at), (56,), types.uint8)
+    for j in range(4):
+        for n in range(4):
+            even[4 * j + n] = _E4M3[codes[16 * j + 2 * n]]
+            odd[4 * j + n] = _E4M3[codes[16 * j + 2 * n + 1]]
+
+
+@inlined
+def _row_int8(w, step, half, r, even, odd):
+    at = w + (step // 2 * 2 + half) * 1024 + (step % 2 * 8 + r // 2) * 64 + r % 2 * 2
+    fours = carray(as_pointer(at), (62,), types.int8)
+    for n in range(_PAIRS):
+        even[n] = types.float32(fours[4 * n])
+        odd[n] = types.float32(fours[4 * n + 1])
+
+
+def _row_nibbles(values: np.ndarray, planes: int = 0) -> Callable:
+    """Reader of 4-bit codes with ``planes`` more bits: float32 ``values`` of every code."""
+    TILE = 512 + 128 * planes
+
+    @inlined
+    def row_nibbles(w, step, half, r, even, odd):
+        row, pair = step % 2 * 8 + r // 2, r % 2 * 2
+        tile = w + (step // 2 * 2 + half) * TILE
+        fours = carray(as_pointer(tile + row // 2 * 64 + pair), (62,), types.uint8)
+        shift = types.uint8(4 * (row % 2))
+        for n in range(_PAIRS):
+            low, high = (fours[4 * n] >> shift) & 15, (fours[4 * n + 1] >> shift) & 15
+            for plane in range(planes):
+                at = tile + 512 + (row * planes + plane) * 8 + n // 2
+                bits = carray(as_pointer(at), (1,), types.uint8)[0] >> (4 * (n % 2) + pair)
+                low |= (bits & 1) << (4 + plane)
+                high |= (bits >> 1 & 1) << (4 + plane)
+            even[n] = values[low]
+            odd[n] = values[high]
+
+    return row_nibbles
+
+
+_NIBBLES = _row_nibbles(np.array([*range(8), *range(-8, 0)], np.float32))
+
+_ROW = {
+    "bf16": _row_bf16,
+    "fp8": _row_fp8,
+    "fp8-channel": _row_fp8,
+    "int8": _row_int8,
+    "int8-channel": _row_int8,
+    "int4": _NIBBLES,
+    "int4-g128": _NIBBLES,
+    "int4-channel": _NIBBLES,
+    "mxfp4": _row_nibbles(mxfp4.VALUES.numpy()),
+    "q4_k": _row_nibbles(np.arange(16, dtype=np.float32)),
+    "q5_k": _row_nibbles(np.arange(32, dtype=np.float32), planes=1),
+    "q6_k": _row_nibbles(np.arange(-32, 32, dtype=np.float32), planes=2),
+    "q8_0": _row_int8,
+}
+"""format -> reader of a pair-row."""
+
+
+@inlined
+def _half(address, index):
+    """The ``index``-th IEEE half. (LLVM's own conversion needs F16C, or aborts the process.)"""
+    bits = types.uint32(carray(as_pointer(address), (index + 1,), types.uint16)[index])
+    magnitude = types.uint32((bits & types.uint32(0x7FFF)) << types.uint32(13))
+    value = f32_from_bits(magnitude) * _HALF_BIAS  # exact, subnormals too
+    if bits & types.uint32(0x7C00) == types.uint32(0x7C00):  # infinity and NaN
+        value = f32_from_bits(types.uint32(magnitude | types.uint32(0x7F800000)))
+    return -value if bits & types.uint32(0x8000) else value
+
+
+@inlined
+def _u8(address, index):
+    return types.float32(carray(as_pointer(address), (index + 1,), types.uint8)[index])
+
+
+@inlined
+def _no_factor(scale, group, n):
+    return types.float32(1)
+
+
+@inlined
+def _for_block(scale, group, n):
+    return f32(scale, group)
+
+
+@inlined
+def _for_outputs(scale, group, n):
+    return f32(scale, n)
+
+
+@inlined
+def _bf16_groups(scale, group, n):
+    return bf16_as_f32(carray(as_pointer(scale + 64 * group), (32,), types.uint16)[n])
+
+
+@inlined
+def _f16_groups(scale, group, n):
+    return _half(scale + 64 * group, n)
+
+
+@inlined
+def _k45_factor(scale, group, n):
+    at = scale + (group >> 3) * SUPERBLOCK_K45
+    return _half(at, n) * _u8(at + 128 + 64 * (group & 7), n)
+
+
+@inlined
+def _k45_minimum(scale, group, n):
+    at = scale + (group >> 3) * SUPERBLOCK_K45
+    return _half(at + 64, n) * _u8(at + 160 + 64 * (group & 7), n)
+
+
+@inlined
+def _k6_factor(scale, group, n):
+    at = scale + (group >> 4) * SUPERBLOCK_K6
+    small = carray(as_pointer(at + 64 + 32 * (group & 15)), (32,), types.int8)
+    return _half(at, n) * types.float32(small[n])
+
+
+_FACTOR = {
+    "bf16": _no_factor,
+    "fp8": _for_block,
+    **dict.fromkeys(("fp8-channel", "int8-channel", "int4-channel"), _for_outputs),
+    "q4_k": _k45_factor,
+    "q5_k": _k45_factor,
+    "q6_k": _k6_factor,
+    "q8_0": _f16_groups,
+}
+"""format -> scale of output n's group; the others have bfloat16 groups."""
+
+
+def make_tiles(fmt: str, activations: str) -> Any:
+    """Compiles ``tiles``: see ``tile_avx512.make_tiles``.
+
+    With int8 activations all products and sums of a group are integers below 2**24: exact.
+    """
+    read_row, factor_of = _ROW[fmt], _FACTOR.get(fmt, _bf16_groups)
+    MINIMUM, INT8 = SCALES[fmt].minimum is not None, activations == "int8"
+    how = annotation(fmt, activations)
+    ACT_K = how.act_k if how and INT8 else 1
+    GROUP, BLOCK_BYTES = SCALES[fmt].k or K_BLOCK, packed_bytes(fmt)
+
+    @inlined
+    def inputs(row, K, k):
+        """Inputs k and k + 1."""
+        if INT8:
+            codes = carray(as_pointer(codes_at(row, K)), (k + 2,), types.int8)
+            return types.float32(codes[k]), types.float32(codes[k + 1])
+        word = _words(row + 2 * k, 1)[0]
+        return _even(word), _odd(word)
+
+    @routine(ARGUMENTS, f"{fmt}-{activations}")
+    def tiles(M, w, then, scale, first, last, K, rows, tables, out):
+        result = _floats(out, 32 * M)
+        sums = _floats(stack_alloc(1024), 32 * M)  # [M, 32]
+        even = _floats(stack_alloc(64), _PAIRS)
+        odd = _floats(stack_alloc(64), _PAIRS)
+        if first == 0:
+            for i in range(32 * M):
+                result[i] = types.float32(0)
+        for first_k in range(first * K_BLOCK, last * K_BLOCK, GROUP):
+            group = first_k // GROUP
+            for i in range(32 * M):
+                sums[i] = types.float32(0)
+            for half in range(2):
+                for k in range(first_k, first_k + GROUP, 2):
+                    step, r = k % K_BLOCK // K_STEP, k % K_STEP // 2
+                    read_row(w + k // K_BLOCK * BLOCK_BYTES, step, half, r, even, odd)
+                    for t in range(M):
+                        x0, x1 = inputs(i64(rows, t), K, k)
+                        at = 32 * t + 16 * half
+                        for n in range(_PAIRS):
+                            sums[at + n] += even[n] * x0 + odd[n] * x1
+            for n in range(32):
+                factor = factor_of(scale, group, n)
+                for t in range(M):
+                    row = i64(rows, t)
+                    x_scale = types.float32(1)
+                    if INT8:
+                        x_scale = activation_scale(row, K, first_k, ACT_K)
+                    value = sums[32 * t + n] * x_scale * factor
+                    if MINIMUM:
+                        value -= group_sum(row, K, group) * x_scale * _k45_minimum(scale, group, n)
+                    result[32 * t + n] += value
+        return 0
+
+    return tiles
+
+
+@inlined
+def round_bf16(value):
+    """float32 -> bf16 bits, to nearest even; NaN stays NaN."""
+    bits = bits_from_f32(value)
+    if value != value:
+        return types.uint16(0x7FC0)
+    tie = (bits >> types.uint32(16)) & types.uint32(1)
+    return types.uint16((bits + types.uint32(0x7FFF) + tie) >> types.uint32(16))
+
+
+@inlined
+def silu_mul_row(gate, up, h):
+    """h[0:32] = bf16(silu(gate[0:32]) * up[0:32])."""
+    gates, ups = _floats(gate, 32), _floats(up, 32)
+    out = carray(as_pointer(h), (32,), types.uint16)
+    for n in range(32):
+        g = gates[n]
+        silu = g / (types.float32(1) + types.float32(math.exp(-g)))
+        out[n] = round_bf16(types.float32(silu * ups[n]))
+
+
+@inlined
+def weighted_add_row(weight, value, acc):
+    """acc[0:32] += weight * value[0:32]."""
+    sums, values = _floats(acc, 32), _floats(value, 32)
+    for n in range(32):
+        sums[n] += weight * values[n]

@@ -1,0 +1,374 @@
+"""Buffers of a call, and the descriptor that points at them.
+
+A call's arrival: its inputs into the descriptor, in one compiled function.
+
+A call begins right behind one that has read its weights through all caches, so whatever the driver
+runs before the workers may begin comes from memory: each step in Python costs ten times what it
+costs in a loop of empty calls. So what only depends on shapes and dtypes is in the descriptor
+already (``MoECall.arrange``), and stays there for the next call of such inputs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from threading import Lock
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ...errors import PykernelsError
+from ...quant import PackedExperts
+from ...quant.layout import K_BLOCK, N_BLOCK, ceil_to
+from ..activations.row_layout import Annotation, row_bytes
+from ..jit import inlined, kernel
+from ..job import JOB, job_at
+from .checks import check_dense, check_readable
+from .inputs import take_inputs
+from .kernel import NEVER, MoEKernel, tables_address
+from .plan import MoEPlan, gemm_from_here, plan
+from .sort import OK, sort_slots
+
+BAD_EXPERT = -1
+
+
+@inlined
+def take_call(job_address, x, ids, weights, y):
+    """Takes an arranged call's inputs and routing; copies x if no task will.
+
+    Args:
+        x, y: addresses of [T, H], as they were arranged.
+        ids, weights: as in ``sort_slots``.
+
+    Returns:
+        the number of active experts, or BAD_EXPERT or ``raised.RAISED``.
+    """
+    job = job_at(job_address)
+    job.y = y
+    if sort_slots(job_address, ids, weights) != OK:
+        return BAD_EXPERT
+    take_inputs(job_address, x)
+    return job.raised if job.raised != 0 else job.A
+
+
+@kernel()
+def arrive(job_address, x, ids, weights, y):
+    """``take_call``, for who starts the call by other means."""
+    return take_call(job_address, x, ids, weights, y)
+
+
+pass
+
+_AT = {name: index for index, name in enumerate(JOB.names or ())}
+"""Where each field of ``JOB`` is among its words: 20 times as quick as numpy's own look-up."""
+
+
+class Workspace:
+    """Scratch for calls of one layer shape, grown when a call has more tokens than any before.
+
+    Layers of one shape share a workspace: they run one after the other.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: tuple[int, ...] = (0,) * 11
+        self.buffers: dict[str, torch.Tensor] = {}
+        self._scratch, self._growing = torch.empty(0, dtype=torch.uint8, device="cpu"), Lock()
+
+    def scratch(self, workers: int, nbytes: int) -> torch.Tensor:
+        """uint8 [workers * nbytes], 64-byte aligned; it only grows, and old ones stay valid."""
+        with self._growing:  # layers are bound by threads that do not wait for one another
+            scratch = self._scratch
+            if scratch.numel() < workers * nbytes:
+                raw = torch.empty(workers * nbytes + 64, dtype=torch.uint8, device="cpu")
+                skip = -raw.data_ptr() % 64
+                self._scratch = scratch = raw[skip : skip + workers * nbytes]
+            return scratch
+
+    def reserve(
+        self,
+        T: int,
+        topk: int,
+        E: int,
+        H: int,
+        I: int,  # noqa: E741
+        gemm_from: int,
+        annotation: Annotation | None,
+        annotation_gemm: Annotation | None,
+    ) -> dict[str, torch.Tensor]:
+        """The buffers for a call of T tokens, H and I padded; not cleared between calls."""
+        S, Hp = T * topk, H
+        x_row, h_row = row_bytes(H, annotation), row_bytes(I, annotation)
+        dense = min(E, S // gemm_from)  # experts that may take the GEMM
+        groups = S // 16 + 2 * dense if dense else 0
+        few, many = min(S, E * (gemm_from - 1)), S if dense else 0  # slots of tiles, of the GEMM
+        sizes: tuple[int, ...] = (
+            T, S, E, Hp, x_row, few, h_row, many, row_bytes(I, annotation_gemm),
+            groups * H * 16, groups * I * 16,
+        )  # fmt: skip
+        if any(need > have for need, have in zip(sizes, self._sizes, strict=True)):
+            sizes = tuple(max(pair) for pair in zip(sizes, self._sizes, strict=True))
+            T, S, E, Hp, x_row, few, h_row, many, h_gemm_row, x_tiles, h_tiles = sizes
+            # Told all: what torch makes by default is the caller's to set.
+            room = partial(torch.zeros, device="cpu")
+            self.buffers = {
+                "x": room(T, x_row, dtype=torch.uint8),
+                "h": room(few, h_row, dtype=torch.uint8),
+                "h_gemm": room(many, h_gemm_row, dtype=torch.uint8),
+                "h_rows": room(E, dtype=torch.int64),
+                "acc": room(T, Hp, dtype=torch.float32),
+                "slot_token": room(S, dtype=torch.int64),
+                "slot_weight": room(S, dtype=torch.float32),
+                "experts": room(E, dtype=torch.int64),
+                "starts": room(E + 1, dtype=torch.int64),
+                "cursor": room(E, dtype=torch.int64),
+                "x_tiles": room(x_tiles, dtype=torch.bfloat16),
+                "h_tiles": room(h_tiles, dtype=torch.bfloat16),
+                "groups": room(E, dtype=torch.int64),
+                "pieces": room(E, dtype=torch.int64),
+                "piece_active": room(S, dtype=torch.int64),
+                "piece_slot": room(S, dtype=torch.int64),
+            }
+            self._sizes = sizes  # behind them: memory may be refused, and Ctrl-C come
+        return self.buffers
+
+
+def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of it where the values of a row lie apart, or not as they are (a negated view):
+    what ``MoECall.prepare`` takes."""
+    x = x.resolve_neg()
+    return x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
+
+
+class Prepared(NamedTuple):
+    """How many tasks each stage of a prepared call has.
+
+    ``piece_active`` and ``pieces`` are the addresses of the ``JOB`` arrays of these names.
+    """
+
+    active: int
+    row_tasks: int
+    pack_tasks: int
+    i_chunks: int
+    down_chunks: int
+    legs: int
+    piece_active: int
+    pieces: int
+
+    @property
+    def gate_up_tasks(self) -> int:
+        return self.active * self.i_chunks
+
+
+class MoECall:
+    """One layer's descriptor: its weights' addresses once, a call's inputs at every ``prepare``.
+
+    Attributes:
+        job: the ``JOB`` record (numpy, one element); ``address`` is where it lies.
+    """
+
+    def __init__(
+        self,
+        experts: PackedExperts,
+        kernel: MoEKernel,
+        workspace: Workspace,
+        workers: int = 1,
+        cut: MoEPlan | None = None,
+        gemm_from: int | None = None,
+    ) -> None:
+        """``cut`` is for every call; None plans each by its tokens, for ``workers`` threads.
+
+        ``gemm_from`` is as in ``MoEPlan``; None for ``plan.gemm_from_here``.
+        """
+        default = gemm_from_here(kernel.backend, kernel.fmt, kernel.activations)
+        self._gemm_from = gemm_from or default or NEVER
+        self.experts, self.kernel, self._workspace = experts, kernel, workspace
+        self._workers, self._cut = workers, cut
+        fmt, shape = experts.fmt, experts.shape
+        self.job = np.zeros(1, JOB)
+        self.address = int(self.job.ctypes.data)
+        self._words = self.job.view(np.int64).data  # as a memoryview: numpy's scalars are slow
+        self._planned: int | None = None  # T
+        self._reserved: tuple[int, int] | None = None  # T, topk
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._scratch = workspace.scratch(workers, kernel.scratch_bytes)
+        fields = {
+            "H": shape.H,
+            "E": shape.E,
+            "gate_up": experts.gate_up.data_ptr(),
+            "gate_up_stride": experts.gate_up.stride(0),
+            "gate_up_scale": experts.gate_up_scale.data_ptr(),
+            "gate_up_scale_stride": experts.gate_up_scale[0].nbytes,
+            "gate_up_scale_block": fmt.scale_bytes(shape.H),
+            "gate_up_block": fmt.block_bytes(shape.H),
+            "gate_up_k": ceil_to(shape.H, fmt.k_block) // K_BLOCK,
+            "i_blocks": experts.gate_up.shape[1],
+            "down": experts.down.data_ptr(),
+            "down_stride": experts.down.stride(0),
+            "down_scale": experts.down_scale.data_ptr(),
+            "down_scale_stride": experts.down_scale[0].nbytes,
+            "down_scale_block": fmt.scale_bytes(shape.I),
+            "down_block": fmt.block_bytes(shape.I),
+            "down_k": ceil_to(shape.I, fmt.k_block) // K_BLOCK,
+            "tables": tables_address(),
+            "tiles": kernel.tiles,
+            "run_rows": kernel.stages.rows.address,
+            "run_pack": kernel.stages.pack.address,
+            "run_gate_up": kernel.stages.gate_up.address,
+            "run_down": kernel.stages.down.address,
+            "gemm": kernel.gemm,
+            "annotate": kernel.annotate,
+            "annotate_gemm": kernel.annotate_gemm,
+            "int8": kernel.int8,
+            "tile_fours": kernel.tile_fours,
+            "tile_steps": 2 if kernel.int8 else 4,
+            "scratch": self._scratch.data_ptr(),
+            "scratch_stride": kernel.scratch_bytes,
+        }
+        for name, value in fields.items():
+            self.job[name] = value
+
+    def prepare(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
+    ) -> Prepared:
+        """Takes a call's inputs into the descriptor.
+
+        Args:
+            x: bf16 or float32 [T, H] on the CPU, as ``contiguous_rows`` returns it. The caller
+                keeps it, unchanged, until the row tasks are done; if there are none, it was copied.
+            ids: int64 [T, topk] expert numbers.
+            weights: [T, topk], taken as float32.
+            y: bf16 or float32 [T, H], what ``down`` writes; the caller keeps it alive.
+
+        Raises:
+            PykernelsError: shapes, dtypes or expert numbers that do not fit.
+        """
+        ids, weights = self.arrange(x, ids, weights, y)
+        at = (tensor.data_ptr() for tensor in (x, ids, weights, y))
+        active = arrive(self.address, *at)
+        if active == BAD_EXPERT:
+            raise self.bad_routing(ids)
+        if not active:  # no task will write it
+            y.zero_()
+        word = {name: self._words[_AT[name]] for name in Prepared._fields if name in _AT}
+        down_chunks = self._words[_AT["h_chunks"]] if active else 0
+        pack_tasks = self._words[_AT["P"]]
+        legs = self._words[_AT["h_legs"]]
+        return Prepared(active, pack_tasks=pack_tasks, down_chunks=down_chunks, legs=legs, **word)
+
+    def arrange(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All of ``prepare`` that only depends on shapes, strides and dtypes: ``arrive`` is next.
+
+        Returns:
+            ids and weights as ``arrive`` takes them, which is as given where nothing was to do.
+        """
+        words = self._words
+        words[_AT["arranged"]] += 1
+        T, topk = self.check(x, ids, weights)
+        if not x.is_contiguous() and x.stride(1) != 1:
+            raise PykernelsError("the values of a row of x lie apart", "Give contiguous_rows(x)")
+        check_readable("y", y)  # made in the caller's modes
+        ids = ids.contiguous().resolve_neg()
+        weights = weights.float().contiguous().resolve_neg()
+        self._plan(T)
+        self._reserve(T, topk)
+        words[_AT["T"]], words[_AT["topk"]] = T, topk
+        for name, tensor in (("source", x), ("y", y)):
+            words[_AT[f"{name}_stride"]] = tensor.stride(0) * tensor.element_size()
+            words[_AT[f"{name}_bf16"]] = tensor.dtype is torch.bfloat16
+        return ids, weights
+
+    @property
+    def arranged(self) -> int:
+        """``JOB``'s count."""
+        return self._words[_AT["arranged"]]
+
+    @property
+    def active(self) -> int:
+        """Experts of the call that arrived last."""
+        return self._words[_AT["A"]]
+
+    @property
+    def row_tasks(self) -> int:
+        """Of the call that was arranged last."""
+        return self._words[_AT["row_tasks"]]
+
+    @property
+    def down_chunks(self) -> int:
+        """Of the call that was arranged last, if it has a token."""
+        return self._words[_AT["h_chunks"]]
+
+    def bad_routing(self, ids: torch.Tensor) -> PykernelsError:
+        """What is said of BAD_EXPERT."""
+        return PykernelsError(
+            f"the routing names expert {int(ids.min())} .. {int(ids.max())} in a layer of"
+            f" {self.experts.shape.E}",
+            "Expert ids must be 0 to E - 1",
+        )
+
+    def _plan(self, T: int) -> None:
+        """Writes the cut for T tokens."""
+        if self._planned == T:
+            return
+        self._planned = None  # should Ctrl-C come, some of it is of each
+        cut = self._cut or plan(
+            self.experts.shape, self.experts.fmt, self._workers, T, self._gemm_from
+        )
+        job = self.job[0]
+        whole = max(1, self.kernel.annotate_k // N_BLOCK)  # blocks that a task must own together
+        job["i_chunk"] = i_chunk = ceil_to(cut.i_chunk, whole)
+        job["i_chunks"] = -(-int(job["i_blocks"]) // i_chunk)
+        self._h_cuts = np.array(cut.down_cuts(self.experts.down.shape[1]), np.int64)
+        job["h_cuts"], job["h_chunks"] = self._h_cuts.ctypes.data, len(self._h_cuts) - 1
+        job["h_legs"] = cut.h_legs
+        job["gemm_from"] = cut.gemm_from if self.kernel.has_gemm else NEVER
+        job["row_chunk"] = cut.row_chunk
+        job["row_tasks"] = -(-T // cut.row_chunk) if cut.row_chunk else 0
+        self._planned = T
+
+    def _reserve(self, T: int, topk: int) -> None:
+        """Makes room for the call, unless the last one was of its size and nothing has changed."""
+        if self._reserved == (T, topk) and self._workspace.buffers is self._buffers:
+            return
+        E, words = self.experts.shape.E, self._words
+        H, I = (K_BLOCK * words[_AT[name]] for name in ("gate_up_k", "down_k"))  # noqa: E741
+        gemm_from, hows = words[_AT["gemm_from"]], self.kernel.annotations
+        self._bind(self._workspace.reserve(T, topk, E, H, I, gemm_from, *hows))
+        self._reserved = T, topk
+
+    def check(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[int, int]:
+        """T and topk of inputs that fit, but for how x lies in memory.
+
+        Raises:
+            PykernelsError: what does not.
+        """
+        for name, given in (("x", x), ("ids", ids), ("weights", weights)):
+            check_dense(name, given)
+        H, shape, ids_shape = self.experts.shape.H, x.shape, ids.shape
+        if len(shape) != 2 or shape[1] != H or x.dtype not in (torch.bfloat16, torch.float32):
+            raise PykernelsError(
+                f"x is {x.dtype} {tuple(x.shape)}", f"Give bfloat16 or float32 of shape [T, {H}]"
+            )
+        same = len(ids_shape) == 2 and ids_shape == weights.shape and ids_shape[0] == shape[0]
+        if ids.dtype != torch.int64 or not same:
+            raise PykernelsError(
+                f"ids are {ids.dtype} {tuple(ids.shape)}, weights {tuple(weights.shape)},"
+                f" for {x.shape[0]} tokens",
+                "Give int64 ids and weights of shape [T, topk]",
+            )
+        if weights.is_complex():
+            raise PykernelsError(f"weights are {weights.dtype}", "Give real weights")
+        for name, tensor in (("x", x), ("ids", ids), ("weights", weights)):
+            check_readable(name, tensor)
+        return ids_shape[0], ids_shape[1]
+
+    def _bind(self, buffers: dict[str, torch.Tensor]) -> None:
+        """Points the descriptor at the workspace, again whenever that has grown."""
+        if buffers is self._buffers:
+            return
+        for name in buffers:
+            self.job[name] = buffers[name].data_ptr()
+        for name in ("x", "h", "h_gemm"):
+            self.job[f"{name}_stride"] = buffers[name].stride(0) * buffers[name].element_size()
+        self._buffers = buffers  # last: should Ctrl-C come, it is done again

@@ -1,0 +1,116 @@
+"""A format's packed tiles as numbers, and how what is read next of them is asked for."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...quant.layout import K_BLOCK
+from ..intrin.prefetch import prefetch_l1
+from ..jit import inlined
+
+AHEAD = 4096
+"""Bytes that the prefetch of a stream runs ahead of its loads: one page."""
+
+AHEAD_L1, AHEAD_L2 = 1024, 8192
+"""The same of a stream that is prefetched to the first and to the second level.
+
+The second level's span the latency of memory and need no buffer of the first, of which a core has
+few; the first level's then span only that of the second."""
+
+LOADS = 8
+"""Loads of a tile."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a format lies in a tile of 16 outputs, as numbers.
+
+    Attributes:
+        k_step: inputs of a tile: 32 in pairs, 64 in fours.
+        tile_bytes: of a packed tile.
+        parts: lots of 4 inputs that share a load; a tile has 8 loads.
+    """
+
+    k_step: int
+    tile_bytes: int
+    parts: int
+
+    @property
+    def fours(self) -> bool:
+        return self.k_step == 64
+
+    @property
+    def asked(self) -> int:
+        """Loads whose share of the tile is whole cache lines: 1, but for masks beside codes."""
+        return LOADS // math.gcd(LOADS, self.tile_bytes // 64)
+
+
+_PAIRS16, _PAIRS8 = Packing(32, 1024, 1), Packing(32, 512, 1)
+_FOURS8, _FOURS4 = Packing(64, 1024, 2), Packing(64, 512, 2)
+_FOURS5, _FOURS6 = Packing(64, 640, 2), Packing(64, 768, 2)
+
+PACKINGS = {
+    "bf16": _PAIRS16,
+    "fp8": _PAIRS8,
+    "fp8-channel": _PAIRS8,
+    "int8": _FOURS8,
+    "int8-channel": _FOURS8,
+    "int4": _FOURS4,
+    "int4-g128": _FOURS4,
+    "int4-channel": _FOURS4,
+    "mxfp4": _FOURS4,
+    "q4_k": _FOURS4,
+    "q5_k": _FOURS5,
+    "q6_k": _FOURS6,
+    "q8_0": _FOURS8,
+}
+"""By format name."""
+
+
+BIASES = {
+    **dict.fromkeys(("int8", "int8-channel", "q8_0"), 128),
+    **dict.fromkeys(("int4", "int4-g128", "int4-channel"), 8),
+    "mxfp4": 12,
+    "q6_k": 32,
+}
+"""By format name, see ``decode.Reader.codes``; 0 for the others."""
+
+UNITS = {"mxfp4": 0.5}
+"""By format name, see ``decode.Reader.codes``; 1 for the others."""
+
+CODE_BITS = {
+    **dict.fromkeys(("int4", "int4-g128", "int4-channel", "q4_k"), 4),
+    "q5_k": 5,
+    "q6_k": 6,
+}
+"""Formats of integer codes narrow enough to be lifted."""
+
+INTEGERS = frozenset(BIASES) | frozenset(CODE_BITS)
+"""Formats whose weights are integers of 8 bits, in their unit."""
+
+LIFTS = {fmt: (1 << bits) + BIASES.get(fmt, 0) for fmt, bits in CODE_BITS.items()}
+"""By format name, see ``decode.Reader.lifted``."""
+
+
+def packed_bytes(fmt: str) -> int:
+    """Packed bytes of 32 outputs by 128 inputs, without their scales."""
+    packing = PACKINGS[fmt]
+    return 2 * K_BLOCK // packing.k_step * packing.tile_bytes
+
+
+@functools.cache
+def make_ask(packing: Packing, prefetch: Callable = prefetch_l1) -> Callable:
+    """``ask(tile, load)`` prefetches the lines of ``packing.asked`` loads, the first a multiple of
+    them, in the order of their bytes: hardware prefetchers follow one stream."""
+    EACH = packing.tile_bytes // LOADS
+    LINES = packing.asked * EACH // 64
+
+    @inlined
+    def ask(tile, load):
+        for line in range(LINES):
+            prefetch(tile + EACH * load + 64 * line)
+
+    return ask

@@ -1,0 +1,65 @@
+"""The tables that packed codes are looked up in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...quant import mxfp4
+from .layout import BIASES, UNITS
+
+E4M3_AT, INT8_AT, INT4_AT, MXFP4_AT, Q4_AT, Q5_AT, Q6_AT = 0, 256, 512, 640, 768, 896, 1024
+INT4_WORDS, MXFP4_WORDS, Q4_WORDS, Q5_WORDS = 1152, 1216, 1280, 1344
+PLANE_WORDS, EVEN_AT, MXFP4_CODES, MXFP4_SIGNED = 1408, 1536, 1600, 1664
+BIT4_AT = 1728
+"""Where a table begins in ``TABLES``, in bytes."""
+
+
+def _decode_tables() -> torch.Tensor:
+    """uint8 [1792] at a 64-byte-aligned address: low bytes, then high bytes, of bf16(code).
+
+    E4M3 and magnitudes 0 .. 127 have 128 entries each; 4-bit codes have 16, once for each 128-bit
+    lane; 5- and 6-bit codes have 64. Tables of whole words follow: 32 entries for codes of 4 bits
+    (each twice; +0 for -0) and 5; ``128 (1 - h)`` for signed h of 6 bits (``planes``). Last a mask
+    of even bytes, MXFP4's codes as integers, and the bit 4.
+    """
+
+    def bytes_of(values: torch.Tensor, copies: int = 1) -> torch.Tensor:
+        return values.to(torch.bfloat16).view(torch.uint8).view(-1, 2).T.repeat(1, copies).flatten()
+
+    def words_of(values: torch.Tensor) -> torch.Tensor:
+        return values.to(torch.bfloat16).repeat(32 // min(32, len(values))).view(torch.uint8)
+
+    codes = _integers(range(128), torch.uint8)
+    int4 = _integers([*range(8), *range(-8, 0)])
+    e4m3 = codes.view(torch.float8_e4m3fn)
+    parts = (
+        (e4m3, 1), (codes, 1), (int4, 4), (mxfp4.VALUES, 4),
+        (_integers(range(16)), 4), (_integers(range(32)), 2), (_integers(range(-32, 32)), 1),
+    )  # fmt: skip
+    high_plane = 128 - 128 * _integers([*range(32), *range(-32, 0)])
+    words = int4, mxfp4.VALUES + 0, _integers(range(16)), _integers(range(32)), high_plane
+    even = _integers([255, 0], torch.uint8).repeat(32)
+    signed = (mxfp4.VALUES / UNITS["mxfp4"]).to(torch.int8).repeat(4)
+    integers = (signed + BIASES["mxfp4"]).view(torch.uint8)
+    tables = [*(bytes_of(*part) for part in parts), *map(words_of, words), even, integers]
+    bit4 = _integers([16] * 64, torch.uint8)
+    tables += [signed.view(torch.uint8), bit4]
+    return _aligned(torch.cat(tables))
+
+
+def _integers(values: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device="cpu")
+
+
+def _aligned(tables: torch.Tensor) -> torch.Tensor:
+    raw = torch.empty(len(tables) + 64, dtype=torch.uint8, device="cpu")
+    skip = -raw.data_ptr() % 64
+    aligned = raw[skip : skip + len(tables)]
+    aligned.copy_(tables)
+    return aligned
+
+
+TABLES = _decode_tables()
+"""Passed to the readers by address, so that compiled kernels hold no pointer of this process."""

@@ -1,0 +1,155 @@
+"""The tile layout's packing as tasks: the fast twins of ``Format.pack``.
+
+Loading a checkpoint is copying it in another order, so this runs on every worker: one task is one
+32-row block, with its scales where they are many, written as one stream.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, types
+
+from ...quant import Format, Weight, get_format
+from ...quant.layout import K_STEP, N_BLOCK, padded
+from ..intrin.descriptor import descriptor
+from ..intrin.sync import as_pointer
+from ..jit import inlined, task
+from .pack_codes import CHUNK, SOURCES, make_code_writer, make_scale_writer
+
+PACK, _pack_at = descriptor(
+    "pack",
+    (
+        "source",  # rows of Weight.data
+        "row_bytes",
+        "N",
+        "K",
+        "out",  # block i goes to out + i * out_stride (bytes)
+        "out_stride",
+        "scale",  # rows of Weight.scale, where a task packs them; else 0
+        "scale_row_bytes",
+        "scale_out",
+        "scale_out_stride",
+    ),
+)
+"""Job: a matrix [N, K], and where its packed blocks and scales go."""
+
+_PAIRS = K_STEP // 2  # pair-rows of a tile
+
+
+@inlined
+def _place_wide(r, n):
+    """Where a tile holds pair-row r of output n, in pairs (the wide order of ``quant.layout``)."""
+    return r * 16 + n
+
+
+@inlined
+def _place_byte(r, n):
+    """The same for the byte order."""
+    return r // 2 * 32 + n // 4 * 8 + r % 2 * 4 + n % 4
+
+
+@functools.cache
+def make_pack(name: str) -> Any:
+    """Compiles a weight format's pack task (``jit.TASK``); one task a block."""
+    source = SOURCES.get(name)
+    return _make_pairs(get_format(name).dtype.itemsize) if source is None else _make_fours(name)
+
+
+def packs_scales(name: str) -> bool:
+    """Whether a format's task writes its scales too; where it does not, they are few."""
+    return name in SOURCES and SOURCES[name].scale_k > 0
+
+
+def _make_fours(name: str) -> Any:
+    source = SOURCES[name]
+    write_codes = make_code_writer(source)
+    K_BLOCK, SCALE_K = get_format(name).k_block, source.scale_k
+    write_scales: Any = make_scale_writer(source) if SCALE_K else None
+
+    @task(f"pack-{name}")
+    def pack(job_address, block, worker):
+        job = _pack_at(job_address)
+        k_end = (job.K + K_BLOCK - 1) // K_BLOCK * K_BLOCK
+        out = job.out + block * job.out_stride
+        for k in range(0, k_end, CHUNK):
+            for n in range(N_BLOCK):
+                row = block * N_BLOCK + n
+                have = job.K if row < job.N else 0
+                address = job.source + row * job.row_bytes
+                write_codes(address, n, have, k, min(k + CHUNK, k_end), out)
+        if SCALE_K:
+            groups, scale_out = k_end // SCALE_K, job.scale_out + block * job.scale_out_stride
+            for n in range(N_BLOCK):
+                row = block * N_BLOCK + n
+                have = (job.K + SCALE_K - 1) // SCALE_K if row < job.N else 0
+                address = job.source + row * job.row_bytes
+                scale_row = job.scale + row * job.scale_row_bytes
+                write_scales(address, scale_row, n, have, groups, scale_out)
+        return 0
+
+    return pack
+
+
+@functools.cache
+def _make_pairs(itemsize: int) -> Any:
+    """For elements of 1 or 2 bytes, in the byte or the wide order."""
+    element, pair = (types.uint8, types.uint16) if itemsize == 1 else (types.uint16, types.uint32)
+    SHIFT = 8 * itemsize
+    place = _place_byte if itemsize == 1 else _place_wide
+
+    @task(f"pack-{itemsize}")
+    def pack(job_address, block, worker):
+        job = _pack_at(job_address)
+        steps = (job.K + 127) // 128 * 4
+        source = carray(as_pointer(job.source), (job.N * job.K,), element)
+        pairs = carray(as_pointer(job.source), (job.N * job.K // 2,), pair)
+        out = carray(as_pointer(job.out + block * job.out_stride), (steps * 512,), pair)
+        for n in range(N_BLOCK):
+            half, column = n // 16, n % 16
+            row = block * N_BLOCK + n
+            have = job.K if row < job.N else 0
+            start = row * job.K
+            whole = have // K_STEP if job.K % 2 == 0 else 0  # steps that can be moved in pairs
+            for step in range(whole):
+                tile = (2 * step + half) * 256
+                first = (start + step * K_STEP) // 2
+                for r in range(_PAIRS):
+                    out[tile + place(r, column)] = pairs[first + r]
+            for step in range(whole, steps):
+                tile = (2 * step + half) * 256
+                for r in range(_PAIRS):
+                    k = step * K_STEP + 2 * r
+                    low, high = pair(0), pair(0)
+                    if k < have:
+                        low = pair(source[start + k])
+                    if k + 1 < have:
+                        high = pair(source[start + k + 1])
+                    out[tile + place(r, column)] = low | (high << pair(SHIFT))
+        return 0
+
+    return pack
+
+
+def pack_job(
+    fmt: Format, weight: Weight, blocks: torch.Tensor, scales: torch.Tensor
+) -> tuple[np.ndarray, int]:
+    """The job record and its number of tasks.
+
+    Args:
+        weight: a matrix in ``fmt``, its tensors contiguous.
+        blocks: uint8 [N / 32, block bytes], rows contiguous; the first dimension may be strided.
+        scales: uint8 [N / 32, scale bytes], likewise.
+    """
+    N, K = fmt.logical_shape(weight)
+    job = np.zeros(1, PACK)
+    job["source"], job["row_bytes"] = weight.data.data_ptr(), weight.data[:1].nbytes
+    job["N"], job["K"] = N, K
+    job["out"], job["out_stride"] = blocks.data_ptr(), blocks.stride(0)
+    job["scale_out"], job["scale_out_stride"] = scales.data_ptr(), scales.stride(0)
+    if weight.scale is not None:
+        job["scale"], job["scale_row_bytes"] = weight.scale.data_ptr(), weight.scale[:1].nbytes
+    return job, padded(N, K)[0] // N_BLOCK

@@ -1,0 +1,53 @@
+"""Inputs in the order in which ``many_rows_hopper``'s lanes decode weights."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ....shapes import SortedSlots
+
+
+@triton.jit
+def lane_order(x, out, order, K, K_OUT, TOPK, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """out[m, p] = the input of place p, zeros behind K, of row m or, with an order, of the token
+    of sorted slot m.
+
+    Of 64 places, lane t of four has 16 j + 8 odd + 2 t + e, and words 4 t .. 4 t + 3; the codes of
+    word j are its bytes 2 e + odd. Of nibbles the second 64 places have the high halves: of
+    int4 (and Q4_K) inputs 32 further on, of Q6_K 64.
+    """
+    m = tl.program_id(0)
+    p = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    STEP: tl.constexpr = 64 if KIND == "int8" else 128
+    byte = 16 * (p // 2 % 4) + 4 * (p // 16 % 4) + 2 * (p % 2) + p // 8 % 2
+    if KIND == "int4":
+        k = p // STEP * STEP + byte // 32 * 64 + byte % 32 + p // 64 % 2 * 32
+    elif KIND == "q6_k":
+        k = p // STEP * STEP + byte + p // 64 % 2 * 64
+    else:
+        k = p // STEP * STEP + byte
+    row = m
+    if order is not None:
+        row = tl.load(order + m) // TOPK
+    value = tl.load(x + row.to(tl.int64) * K + k, mask=k < K, other=0.0)
+    tl.store(out + m.to(tl.int64) * K_OUT + p, value, mask=p < K_OUT)
+
+
+def in_lane_order(x: torch.Tensor, kind: str, order: SortedSlots | None = None) -> torch.Tensor:
+    """x [M, K] as the products want it: [M, K up to whole steps of 128].
+
+    Args:
+        order: of M tokens: the result has each sorted slot's, [S, ..].
+    """
+    K = x.shape[1]
+    rows = x.shape[0] if order is None else order.slots.shape[0]
+    out = torch.empty(rows, -(-K // 128) * 128, dtype=x.dtype, device=x.device)
+    block = 1024
+    grid = (rows, triton.cdiv(out.shape[1], block))  # rows may be more than the other axes hold
+    lane_order[grid](
+        x, out, order and order.slots, K, out.shape[1], order.topk if order else 1,
+        KIND={"q4_k": "int4", "fp8": "int8"}.get(kind, kind), BLOCK=block,
+    )  # fmt: skip
+    return out

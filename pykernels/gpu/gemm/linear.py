@@ -1,0 +1,169 @@
+"""Linear layers with quantized weights, from one row to thousands (what Marlin is for elsewhere).
+
+- One row of a narrow int8 matrix: ``gemv``, no tensor cores.
+- One row of all else but bf16, up to 32768 inputs: ``one_row``, which multiplies codes nearly as
+  they lie.
+- Up to 16 or 32 rows of int4, int8 or E4M3: ``few_rows``, decoding in the lanes that load weights.
+- Up to 4 or 8 rows of K-quants: ``few_experts``, the same, each lane with one scale of its own.
+- More on Hopper: ``many_rows_hopper``, decoding while the tensor cores multiply.
+- K-quants and E4M3 of more rows still: ``unpacked``; E4M3 rows on Hopper: ``linear_fp8_hopper``.
+- All else: the GEMM of the routed experts, with one expert.
+
+Where K is split over programs, the parts are added by a second launch in a fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from ...errors import PykernelsError
+from ...quant import Format, get_format
+from ..common.launch import FLOATS, arch, check_device, why_not
+from ..common.launch import supports as device_supports
+from ..common.strides import check_out
+from ..plans.gemm import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan, OneRowPlan
+from ..quantize import quantize_fp8
+from .gemv_int8 import KINDS as GEMV_KINDS
+from .gemv_int8 import multiply_gemv
+from .gemv_mma import KINDS as ONE_KINDS
+from .gemv_mma import MOST_INPUTS, multiply_one_row
+from .grouped import multiply, path_of
+from .hopper.dequant import multiply_many_rows
+from .hopper.dequant import takes as many_takes
+from .select import Plan, choose_plan
+from .skinny_linear import KINDS as FEW_KINDS
+from .skinny_linear import multiply_few_rows
+from .split_k import add_partials
+from .weights import Matrices, supports_format
+
+ACTIVATIONS = ("bf16", "fp8")
+
+
+def supports(
+    fmt: Format | str, K: int, device: torch.device, activations: str = "bf16"
+) -> str | None:
+    """None if ``linear`` multiplies matrices of this format there, or the reason why not.
+
+    Args:
+        fmt: a format, as `moe.supports` takes, or its name; a kind of ``Matrices`` is the name of
+            one of its formats.
+        K: inputs.
+        activations: as `linear`'s.
+    """
+    if reason := device_supports(device):
+        return reason
+    if isinstance(fmt, str):
+        if reason := why_not(get_format, fmt):
+            return reason
+        fmt = get_format(fmt)
+    if activations not in ACTIVATIONS:
+        return f"there are no {activations!r} activations (only {', '.join(ACTIVATIONS)})"
+    if activations == "fp8" and fmt.name != "fp8":
+        return f"{fmt.name} weights are not multiplied with fp8 activations"
+    return supports_format(fmt, K)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: Matrices,
+    bias: torch.Tensor | None = None,
+    *,
+    activations: str = "bf16",
+    plan: Plan | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``x @ weight.T + bias``.
+
+    Args:
+        x: bfloat16 [M, K], contiguous.
+        weight: one matrix [N, K] (``matrices.pack_for_gpu`` of one weight).
+        bias: [N], bfloat16, float16 or float32.
+        activations: "bf16"; "fp8" (fp8 weights only) quantizes x for each row and 128 inputs.
+        plan: in place of the one that ``gpu.linear_plan`` chooses; its type says which kernel.
+        out: bfloat16 [M, N].
+
+    Returns:
+        bfloat16 [M, N], rounded once from float32 sums.
+
+    Raises:
+        PykernelsError: shapes, dtypes, devices or a plan that do not fit, or no kernel for them.
+    """
+    device = check_device(x, weight.data, *(() if bias is None else (bias,)))
+    if reason := supports(weight.kind, weight.K, device, activations):
+        raise PykernelsError(f"no GPU kernel multiplies this: {reason}", "See linear.supports()")
+    if len(weight) != 1:
+        raise PykernelsError(f"a stack of {len(weight)} matrices", "Give a stack of one")
+    if x.dtype != torch.bfloat16 or x.ndim != 2 or x.shape[1] != weight.K or not x.is_contiguous():
+        raise PykernelsError(
+            f"x is {x.dtype} {tuple(x.shape)}", f"Give contiguous bfloat16 [M, {weight.K}]"
+        )
+    M, N = x.shape[0], weight.N
+    if bias is not None and (bias.shape != (N,) or bias.dtype not in FLOATS):
+        raise PykernelsError(
+            f"bias {bias.dtype} {tuple(bias.shape)} for {N} outputs", "Give floats [N]"
+        )
+    bias = None if bias is None else bias.contiguous()
+    out = check_out(out, x, M, N, dtype=torch.bfloat16)
+    if not out.numel():
+        return out
+    plan = plan or choose_plan(weight, M, device, activations)
+    if reason := _unfit(plan, weight, M, device, activations):
+        raise PykernelsError(f"no kernel for that plan: {reason}", "Let gpu.linear_plan choose")
+    if isinstance(plan, GemvPlan):
+        multiply_gemv(x, weight, out, bias, plan)
+        return out
+    if isinstance(plan, OneRowPlan):
+        multiply_one_row(x, weight, out, bias, plan)
+        return out
+    if isinstance(plan, FewPlan):
+        multiply_few_rows(x, weight, out, bias, plan)
+        return out
+    if isinstance(plan, ExpertsPlan):
+        multiply(x, weight, out, plan, bias=bias)
+        return out
+    if isinstance(plan, ManyPlan):
+        multiply_many_rows(x, weight, out, bias, plan)
+        return out
+    rows, scale = quantize_fp8(x) if activations == "fp8" else (x, None)
+    if plan.split_k == 1:
+        multiply(rows, weight, out, plan, x_scale=scale, bias=bias)
+        return out
+    parts = torch.empty(plan.split_k, M, N, dtype=torch.float32, device=device)
+    multiply(x, weight, parts, plan)
+    add_partials(parts, out, bias)
+    return out
+
+
+def _unfit(
+    plan: Plan, weight: Matrices, M: int, device: torch.device, activations: str
+) -> str | None:
+    """Why this plan's kernel cannot multiply these, or None."""
+    if isinstance(plan, GemmPlan):
+        if plan.split_k > 1 and path_of(weight, activations == "fp8") != "decoded":
+            return "only decoded weights are split over K"
+        return None
+    if activations == "fp8":
+        return "fp8 activations go by a GemmPlan"
+    if isinstance(plan, GemvPlan):
+        fits = weight.kind in GEMV_KINDS and M == 1
+        return None if fits else f"no gemv for {M} rows of {weight.kind}"
+    capability = arch(device)
+    if isinstance(plan, OneRowPlan):
+        fits = weight.kind in ONE_KINDS and M == 1 and capability >= (8, 0)
+        if not fits:
+            return f"one_row takes one row of {', '.join(ONE_KINDS)} on a GPU"
+        if weight.kind.endswith("_k") and plan.warps == 1:
+            return "one_row takes the blocks of K-quants by two warps or more"
+        return None if weight.K <= MOST_INPUTS else f"one_row takes up to {MOST_INPUTS} inputs"
+    if isinstance(plan, ExpertsPlan):
+        fits = path_of(weight, False) == "decoded" and capability >= (8, 0)
+        return None if fits else "few_experts decodes weights on a GPU"
+    if isinstance(plan, FewPlan):
+        fits = weight.kind in FEW_KINDS and M <= 64 and capability >= (8, 0)
+        return None if fits else f"few_rows takes up to 64 rows of {', '.join(FEW_KINDS)} on a GPU"
+    if capability[0] != 9 or not many_takes(weight):
+        return "many_rows_hopper takes integers, E4M3 and K-quants, on Hopper"
+    steps = triton.cdiv(weight.K, 128)
+    full = triton.cdiv(steps, triton.cdiv(steps, plan.split_k)) == plan.split_k
+    return None if full else f"{steps} steps in {plan.split_k} parts leave one empty"

@@ -1,0 +1,61 @@
+"""Where the experts of a layer lie: in one piece, or one slice on each NUMA node of a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from pykernels.cpu import make_pack, pack_job, packs_scales
+from pykernels.errors import PykernelsError
+from pykernels.quant import Format, PackedExperts, Packer, Weight
+from pykernels.quant.split import Experts, SplitExperts, most_parts
+from pykernels.shapes import MoEShape
+
+from ..machine.memory import allocate
+from ..workers.pool import Call, Pool, WorkerPool, default_pool
+
+
+def make_room(shape: MoEShape, fmt: Format, own: Pool | None) -> Experts:
+    """Memory for the experts: split across the nodes of the pool of now, if it is on several."""
+    pool = own or default_pool()
+    if isinstance(pool, WorkerPool):
+        return PackedExperts(shape, fmt, allocate, packer(own))
+    count = slices_on(shape, fmt, pool)
+    allocs = [partial(allocate, node=each.node) for each in pool.pools[:count]]
+    return SplitExperts(shape, fmt, allocs, [packer(own, i, count) for i in range(count)])
+
+
+def slices_on(shape: MoEShape, fmt: Format, pool: Pool) -> int:
+    """Into how many slices a layer is cut on a pool."""
+    if isinstance(pool, WorkerPool) or not pool.narrow:
+        return len(pool.pools)
+    return min(len(pool.pools), most_parts(shape, fmt))
+
+
+def workers_of(pool: Pool, slices: int) -> Sequence[WorkerPool]:
+    """The pool of each slice."""
+    if slices > len(pool.pools):
+        raise PykernelsError(
+            f"experts that were split across {slices} NUMA nodes cannot run on"
+            f" {len(pool.pools)} pool(s)",
+            "Configure threads and nodes before loading the model",
+        )
+    return pool.pools[:slices]
+
+
+def packer(own: Pool | None, part: int = 0, slices: int = 1) -> Packer:
+    """``Format.pack`` on every worker of a slice's pool: one task a 32-row block."""
+
+    def pack(fmt: Format, weight: Weight, blocks: torch.Tensor, scales: torch.Tensor) -> None:
+        scale = None if weight.scale is None else weight.scale.contiguous()
+        weight = Weight(weight.data.contiguous(), scale)
+        job, tasks = pack_job(fmt, weight, blocks, scales)
+        address = make_pack(fmt.name).address
+        workers = workers_of(own or default_pool(), slices)[part]
+        workers.run(Call(address, address, job.ctypes.data, tasks, i_chunks=1, down_chunks=0))
+        if scale is not None and not packs_scales(fmt.name):
+            fmt.pack_scales(scale, scales)
+
+    return pack

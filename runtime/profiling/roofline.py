@@ -1,0 +1,194 @@
+"""The roofs: how fast this pool's threads read memory and multiply registers, measured now.
+
+The read roof is taken with the same threads, queue and huge pages as the experts, over a buffer
+several times the last-level cache, as the fastest of several plain loops (software prefetch to L1,
+to L2, none; one stream a thread or two).
+"""
+
+from __future__ import annotations
+
+import statistics
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from pykernels.cpu.roofline import (
+    FLOPS,
+    LOOPS,
+    NEEDS,
+    STREAM,
+    instruction_of,
+    make_compute,
+    make_read,
+)
+from pykernels.errors import PykernelsError
+from pykernels.target import Target, detect
+
+from ..machine.memory import allocate
+from ..machine.topology import Topology
+from ..workers.control import until_done
+from ..workers.pool import Call, Pool, wait_all
+
+_CHUNK = 4 << 20  # of one task: shorter ones lost up to 9 % to finding their stream
+
+
+@lru_cache(maxsize=1)
+def _buffers(nbytes: int, nodes: tuple[int | None, ...]) -> list[torch.Tensor]:
+    """One of ``nbytes`` on each node."""
+    need, free = nbytes * len(nodes), Topology.detect().memory_available
+    if need > 0.9 * free:
+        raise PykernelsError(
+            f"the read roof takes {need / 2**30:.1f} GiB, so as not to be read from cache,"
+            f" {free / 2**30:.1f} GiB are free",
+            "Free some memory",
+        )
+    buffers = [allocate(nbytes, node) for node in nodes]
+    for buffer in buffers:
+        buffer.fill_(1)  # pages that were never written are all one zero page
+    return buffers
+
+
+def roof_bytes() -> int:
+    """Size of the buffer that is read: 8 times the last-level cache, 512 MiB at least."""
+    return max(512 << 20, 8 * detect().l3) // _CHUNK * _CHUNK
+
+
+def _seconds(pool: Pool, calls: list[Call]) -> float:
+    """Of a call on each node, at once. No call is left behind: the workers use the caller's."""
+    try:
+        for each, call in zip(pool.pools, calls, strict=True):
+            each.start(call)
+        return wait_all(pool.pools)
+    except BaseException:
+        until_done(pool.settle)
+        raise
+
+
+class ReadRoof:
+    """Repeatable passes over one buffer, so that a benchmark can time roof and kernel in turn.
+
+    Args:
+        nbytes: of the buffer, on all nodes together; None for ``roof_bytes``.
+
+    Raises:
+        PykernelsError: too little memory for it.
+    """
+
+    def __init__(self, pool: Pool, nbytes: int | None = None) -> None:
+        self.pool = pool
+        self.nbytes = nbytes or roof_bytes()
+        parts = len(pool.pools)
+        chunks = self.nbytes // _CHUNK // parts  # each node reads its own share
+        self.nbytes = parts * chunks * _CHUNK
+        self._data = _buffers(chunks * _CHUNK, tuple(each.node for each in pool.pools))
+        self._sums = np.zeros(parts * chunks, np.int64)
+        self._jobs = np.zeros(parts, STREAM)
+        self._jobs["base"] = [data.data_ptr() for data in self._data]
+        self._jobs["bytes"] = _CHUNK
+        self._jobs["sink"] = self._sums.ctypes.data + 8 * chunks * np.arange(parts)
+        jobs = self._jobs.ctypes.data + STREAM.itemsize * np.arange(parts)
+        self._calls = {}
+        for loop in LOOPS:
+            read = make_read(loop).address
+            self._calls[loop] = [Call(read, read, int(job), chunks, 1, 0) for job in jobs]
+        self.seen: dict[str, list[float]] = {loop: [] for loop in LOOPS}
+
+    def once(self, loop: str) -> float:
+        """GB/s (1e9 bytes) of one pass of one of ``LOOPS``; kept in ``seen``."""
+        rate = self.nbytes / _seconds(self.pool, self._calls[loop]) / 1e9
+        self.seen[loop].append(rate)
+        return rate
+
+    def each_once(self) -> None:
+        """One pass of every loop."""
+        for loop in LOOPS:
+            self.once(loop)
+
+    @property
+    def gbps(self) -> float:
+        """The roof: the median pass of the fastest loop, of those seen."""
+        return max(statistics.median(rates) for rates in self.seen.values())
+
+    @property
+    def was_read(self) -> bool:
+        """Whether every chunk's sum is that of its bytes: the pass read what it says it read."""
+        word = np.full(_CHUNK // 8, 0x0101010101010101, np.int64)
+        return bool((self._sums == word.sum()).all())
+
+
+def read_roof(pool: Pool) -> float:
+    """GB/s that the pool's threads read, measured now (about a second).
+
+    Raises:
+        PykernelsError: too little memory for the buffer.
+    """
+    roof = ReadRoof(pool)
+    _buffers.cache_clear()  # the memory goes back with the roof: nobody asks a second time soon
+    roof.each_once()  # warms up
+    roof.seen = {loop: [] for loop in LOOPS}
+    for _ in range(5):
+        roof.each_once()
+    return roof.gbps
+
+
+class ComputeRoof:
+    """Repeatable passes of dot products on registers alone, on every thread of the pool.
+
+    Args:
+        instruction: one of ``FLOPS``; the caller has seen that it is here.
+    """
+
+    def __init__(self, pool: Pool, instruction: str) -> None:
+        self.pool = pool
+        task = make_compute(instruction).address
+        self._sink = np.zeros(32, np.float32)
+        address = self._sink.ctypes.data + -self._sink.ctypes.data % 64
+        tasks = [16 * each.threads for each in pool.pools]
+        self._calls = [Call(task, task, address, count, 1, 0) for count in tasks]
+        self._flops = sum(tasks) * FLOPS[instruction]
+        self.seen: list[float] = []
+
+    def once(self) -> float:
+        """TFLOP/s (1e12) of one pass, some milliseconds; kept in ``seen``."""
+        self.seen.append(self._flops / _seconds(self.pool, self._calls) / 1e12)
+        return self.seen[-1]
+
+
+class Roofs:
+    """Both roofs of a pool, sampled between the turns of what is measured against them.
+
+    The compute roofs are those of the product instructions that this CPU has.
+    """
+
+    def __init__(self, pool: Pool, target: Target) -> None:
+        self._target = target
+        self._read = ReadRoof(pool)
+        self._compute = {
+            name: ComputeRoof(pool, name) for name in FLOPS if not target.lacks(NEEDS[name])
+        }
+        self.sample()  # warms up
+        self._read.seen = {loop: [] for loop in LOOPS}
+        for roof in self._compute.values():
+            roof.seen = []
+
+    def sample(self) -> None:
+        """One pass of each."""
+        self._read.each_once()
+        for roof in self._compute.values():
+            roof.once()
+
+    @property
+    def read(self) -> float:
+        """GB/s: the median pass of the fastest plain loop."""
+        return self._read.gbps
+
+    def compute(self, backend: str, activations: str = "bf16") -> tuple[str, float]:
+        """The instruction that a backend multiplies with, and TFLOP/s of it on registers alone.
+
+        ("", 0) where the backend has none, or this CPU has not got it.
+        """
+        name = instruction_of(backend, activations, self._target)
+        if name is None or name not in self._compute:
+            return "", 0.0
+        return name, statistics.median(self._compute[name].seen)

@@ -1,0 +1,203 @@
+"""What a measurement runs on: random experts out of cache, and routings of a given skew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from pykernels.errors import PykernelsError
+from pykernels.quant.layout import ceil_to
+from pykernels.quant.split import Experts, repeat_first
+from pykernels.shapes import MoEShape
+from pykernels.target import detect
+
+from ..experts.routed import RoutedExperts
+from ..machine.memory import HUGE_PAGE
+from ..machine.topology import Topology
+from ..workers.pool import Pool
+
+ROUTINGS = ("balanced", "zipf", "one")
+"""How tokens spread over experts; the FLOPs are the same."""
+
+CACHES = 4
+"""Bytes read between two uses of the same weights: at least so many times the last-level cache."""
+
+MOST_LAYERS = 8192
+"""Layers that take turns: more would be minutes of filling, and of the system's 65,530 mappings of
+a process (vm.max_map_count) each layer takes some."""
+
+_COUNT = 64
+
+
+def routings(shape: MoEShape, T: int, kind: str, count: int = _COUNT) -> list[torch.Tensor]:
+    """int64 [T, topk] tensors, the same at every call; no token takes an expert twice.
+
+    Expert numbers are dealt anew for each, so that the crowded expert is not always the first and
+    calls that follow one another read other weights where they can.
+
+    Args:
+        kind: "balanced": T * topk / E tokens for every expert, one more or less where that is no
+            whole number; "zipf": a token draws topk experts, the one of rank r (from 0) with weight
+            1 / (r + 1); "one": all tokens take the same topk experts.
+
+    Raises:
+        PykernelsError: no such kind.
+    """
+    if kind not in ROUTINGS:
+        raise PykernelsError(f"there is no routing {kind!r}", f"Use one of {', '.join(ROUTINGS)}")
+    g = torch.Generator().manual_seed(0)
+    deal = torch.randperm(shape.E, generator=g)  # rank -> expert, turned on for every routing
+    log_p = -torch.arange(1, shape.E + 1).log()
+    slots = torch.arange(T * shape.topk).view(T, shape.topk)
+    found = []
+    for number in range(count):
+        if kind == "balanced":
+            ranks, turn = slots % shape.E, number * T * shape.topk
+        elif kind == "one":
+            ranks, turn = slots % shape.topk, number * shape.topk
+        else:  # the topk largest of log p + Gumbel noise: draws without replacement
+            noise = torch.rand(T, shape.E, generator=g).clamp(1e-9, 1 - 1e-7)
+            keys = log_p - (-noise.log()).log()
+            ranks, turn = keys.argsort(-1, descending=True)[:, : shape.topk], number
+        found.append(deal[(ranks + turn) % shape.E].contiguous())
+    return found
+
+
+def check_calls(shape: MoEShape, T: int, count: int = _COUNT) -> None:
+    """Raises PykernelsError where calls of T tokens, with ``count`` routings, are too large."""
+    x_y_h = shape.H * (4 + 4 + 2) + shape.topk * shape.I * 4  # of one token, about
+    one_token = count * shape.topk * 8 + x_y_h
+    if (need := T * one_token) > (most := 0.9 * (free := Topology.detect().memory_available)):
+        raise PykernelsError(
+            f"calls of {T} token{'s' * (T > 1)} need {need / 2**30:.1f} GiB beside the weights,"
+            f" {free / 2**30:.1f} GiB are free",
+            "Take fewer tokens" if one_token <= most else "Take a narrower layer or a smaller topk",
+        )
+
+
+def check_layers(shape: MoEShape, fmt: str, count: int = 1) -> None:
+    """Raises PykernelsError where so many layers of random experts are more than ``MOST_LAYERS``,
+    or do not fit in memory."""
+    nbytes = RoutedExperts.bytes_needed(shape, fmt)
+    if count > MOST_LAYERS:
+        raise PykernelsError(
+            f"a layer of {nbytes / 2**10:.0f} KiB is too small to be timed out of cache: that"
+            f" takes {count} layers in turn, {MOST_LAYERS} are the most",
+            "Take more experts, or wider ones",
+        )
+    need = count * (ceil_to(nbytes, HUGE_PAGE) if nbytes >= HUGE_PAGE else nbytes)
+    if need > 0.9 * (free := Topology.detect().memory_available):
+        raise PykernelsError(
+            f"{count} layer(s) of {shape.E} experts in {fmt} need {need / 2**30:.1f} GiB,"
+            f" {free / 2**30:.1f} GiB are free",
+            "Take fewer experts; the weights only have to be larger than the cache",
+        )
+
+
+def distinct(ids: torch.Tensor) -> int:
+    """Experts that a call reads."""
+    return int(ids.unique().numel())
+
+
+def experts_between(found: list[torch.Tensor]) -> int:
+    """The fewest distinct experts that one layer reads from a use of an expert to its next use.
+
+    Args:
+        found: the routings, used in turn without end.
+    """
+    sets = [frozenset(ids.unique().tolist()) for ids in found]
+    fewest = len(frozenset().union(*sets))
+    for start in range(len(sets)):
+        waiting, read = sets[start], sets[start]
+        for step in range(1, len(sets)):
+            if len(read) >= fewest:
+                break
+            following = sets[(start + step) % len(sets)]
+            if waiting & following:
+                fewest = len(read)
+                break
+            read |= following
+    return fewest
+
+
+def layers_out_of_cache(l3: int, bytes_between: float) -> int:
+    """Layers that take turns so that no weight is in cache when it is used again.
+
+    Args:
+        l3: bytes of the last-level cache.
+        bytes_between: what one layer reads from a use of a weight to its next use.
+    """
+    return max(1, -int(-CACHES * l3 // bytes_between))
+
+
+class RandomLayers:
+    """Layers of random experts in one format, as many as it takes to be out of cache.
+
+    Args:
+        routings: those of the calls to come; ``call_of`` says which goes with which layer.
+        pool: the threads; None for the shared pool.
+        progress: called with the share of the layers that are filled, 0 to 1.
+
+    Raises:
+        PykernelsError: not enough memory for the weights, or so small a layer that it takes more
+            than ``MOST_LAYERS``.
+    """
+
+    def __init__(
+        self,
+        shape: MoEShape,
+        fmt: str,
+        routings: list[torch.Tensor],
+        pool: Pool | None = None,
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
+        self.shape, self.fmt, self._pool = shape, fmt, pool
+        nbytes = RoutedExperts.bytes_needed(shape, fmt)
+        count = layers_out_of_cache(detect().l3, nbytes / shape.E * experts_between(routings))
+        check_layers(shape, fmt, count)
+        self.packed = [_fill(RoutedExperts(shape, fmt, pool))]
+        while len(self.packed) < count:
+            if progress:
+                progress(len(self.packed) / count)
+            # The same bytes in memory of their own, which is what a cache goes by.
+            self.packed.append(_copy(self.packed[0], RoutedExperts(shape, fmt, pool).weights))
+        self.bytes_per_expert = self.packed[0].bytes_per_expert
+
+    def experts(self, kernel: str, activations: str = "bf16") -> list[RoutedExperts]:
+        """The layers on one backend; every backend reads the same weights.
+
+        Raises:
+            PykernelsError: the backend cannot run this format here.
+        """
+        made = []
+        for packed in self.packed:
+            layer = RoutedExperts(self.shape, self.fmt, self._pool, kernel, activations)
+            layer.weights = packed  # its own were never touched: no memory
+            made.append(layer)
+        return made
+
+
+def call_of(number: int, layers: int, routings: int) -> tuple[int, int]:
+    """(layer, routing) of a call: every layer in turn with one routing, then with the next."""
+    return number % layers, number // layers % routings
+
+
+def _copy(filled: Experts, into: Experts) -> Experts:
+    """Gives a layer's experts the bytes of another's."""
+    for source, packed in zip(filled.slices, into.slices, strict=True):
+        for section in ("gate_up", "gate_up_scale", "down", "down_scale"):
+            getattr(packed, section).copy_(getattr(source, section))
+        packed.packed = list(source.packed)
+    return into
+
+
+def _fill(layer: RoutedExperts) -> Experts:
+    """One random expert, quantized and packed; the others are copies of its bytes."""
+    packed, H, I = layer.weights, layer.shape.H, layer.shape.I  # noqa: E741
+    g = torch.Generator().manual_seed(0)
+    sizes = ((I, H), (I, H), (H, I))
+    quantized = (packed.fmt.quantize(torch.randn(N, K, generator=g) / K**0.5) for N, K in sizes)
+    layer.load_expert(0, *quantized)
+    repeat_first(packed)
+    return packed
