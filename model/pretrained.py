@@ -63,7 +63,7 @@ def from_pretrained(
 
     Raises:
         PykernelsError: anything wrong with the checkpoint, the rules, the device or the memory,
-            in one line with its mend, before a weight is loaded.
+            in one line with its hint, before a weight is loaded.
     """
     folder = Path(path)
     place = check_device(device)

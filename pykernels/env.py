@@ -97,8 +97,8 @@ class FlagInfo:
 class Flag(Generic[V]):
     """Descriptor of one flag: attribute `x` of `Env` is `parse(text of PYKERNELS_X)`."""
 
-    def __init__(self, parse: Callable[[str], V], default: str, doc: str, mend: str) -> None:
-        self.parse, self.default, self.doc, self.mend = parse, default, doc, mend
+    def __init__(self, parse: Callable[[str], V], default: str, doc: str, hint: str) -> None:
+        self.parse, self.default, self.doc, self.hint = parse, default, doc, hint
 
     def __set_name__(self, owner: type, attribute: str) -> None:
         self.attribute, self.name = attribute, f"PYKERNELS_{attribute.upper()}"
@@ -120,7 +120,7 @@ class Flag(Generic[V]):
             return self.parse(text)
         except ValueError as error:
             cause = f"{self.name}={text!r} cannot be used: {error}"
-            raise PykernelsError(cause, self.mend) from None
+            raise PykernelsError(cause, self.hint) from None
 
 
 class Env:

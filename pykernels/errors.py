@@ -1,4 +1,4 @@
-"""The one exception a person is meant to read: what is wrong, and what mends it."""
+"""The one exception a person is meant to read: what is wrong, and what helps."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class PykernelsError(Exception):
 
     Args:
         cause: what is wrong, with the names and numbers that a reader needs to find it.
-        mend: what to do about it.
+        hint: what to do about it.
     """
 
-    def __init__(self, cause: str, mend: str) -> None:
+    def __init__(self, cause: str, hint: str) -> None:
         self.cause = " ".join(cause.split()).rstrip(".")
-        self.mend = " ".join(mend.split()).rstrip(".")
-        super().__init__(f"{self.cause}. {self.mend}.")
+        self.hint = " ".join(hint.split()).rstrip(".")
+        super().__init__(f"{self.cause}. {self.hint}.")

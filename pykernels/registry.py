@@ -96,21 +96,21 @@ def resolve(kernel: str, fmt: str, target: Target, activations: str = "bf16") ->
         raise PykernelsError(f"there is no expert kernel {wanted!r}", f"Use auto or one of {names}")
     if reason := backend.supports(fmt, target, activations):
         raise PykernelsError(
-            f"kernel {wanted} cannot run {fmt} here: {reason}", _mend(fmt, target, activations)
+            f"kernel {wanted} cannot run {fmt} here: {reason}", _hint(fmt, target, activations)
         )
     return backend
 
 
-_ACTIVATIONS_MEND = "Use bf16 activations, or int8 ones with an integer format"
+_ACTIVATIONS_HINT = "Use bf16 activations, or int8 ones with an integer format"
 
 
-def _mend(fmt: str, target: Target, activations: str) -> str:
+def _hint(fmt: str, target: Target, activations: str) -> str:
     """What helps against a backend's refusal: another kernel, or other activations.
 
     The generic backend, the last one, lacks nothing of the CPU: its reason is the caller's.
     """
     if BACKENDS[-1].supports(fmt, target, activations):
-        return _ACTIVATIONS_MEND
+        return _ACTIVATIONS_HINT
     if env.kernel == "auto":
         return "Use kernel auto"
     return "Unset PYKERNELS_KERNEL, which auto stands for here, or set it to auto"
@@ -122,6 +122,6 @@ def _first_able(fmt: str, target: Target, activations: str) -> Backend:
     if reasons[-1]:
         raise PykernelsError(
             f"no kernel can run this: {reasons[-1]}",
-            _ACTIVATIONS_MEND,
+            _ACTIVATIONS_HINT,
         )
     return BACKENDS[reasons.index(None)]

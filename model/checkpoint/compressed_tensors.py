@@ -34,7 +34,7 @@ from pykernels.errors import PykernelsError
 from pykernels.quant import Weight
 
 IGNORED = r"\.input_scale$"
-MEND = (
+HINT = (
     "Get the checkpoint in bf16, in FP8 with 128x128 blocks as DeepSeek's are, or in "
     "compressed-tensors' symmetric int4 (groups of 32 or 128, or a scale an output), int8 or FP8"
 )
@@ -74,7 +74,7 @@ def check_config(config: dict[str, Any], folder: Path) -> None:
             raise PykernelsError(
                 f"{folder} is quantized by compressed-tensors with {key} {value!r}, which cannot "
                 "be read",
-                MEND,
+                HINT,
             )
 
     need("quantization_status", config.get("quantization_status"), ("compressed", "frozen", None))

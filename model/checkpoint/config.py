@@ -156,7 +156,7 @@ def check_quantization(quantization: Any, folder: Path) -> None:
         if value not in accepted:
             raise PykernelsError(
                 f"{folder} is quantized with {key} {value!r}, which cannot be read",
-                compressed_tensors.MEND,
+                compressed_tensors.HINT,
             )
 
 

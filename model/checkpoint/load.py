@@ -122,7 +122,7 @@ def _fill_packed(
             routed.load_expert(e, *(expert_weight(checkpoint, m, fmt) for m in projections))
         except PykernelsError as error:  # which knows the expert's number at most
             name = f"{item.name}.experts.{e}"
-            raise PykernelsError(f"{name}: {error.cause}", error.mend) from None
+            raise PykernelsError(f"{name}: {error.cause}", error.hint) from None
         yield e
 
 

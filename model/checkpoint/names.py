@@ -104,7 +104,7 @@ class Names:
             raise PykernelsError(
                 f"{part.name} is {info.dtype} {list(info.shape)}, its codes are read as matrices"
                 " [N, K], one a tensor",
-                compressed_tensors.MEND,
+                compressed_tensors.HINT,
             )
 
     def _fp8(self, key: str, part: Part, shape: tuple[int, ...]) -> Matrix | None:

@@ -29,7 +29,7 @@ from pykernels.errors import PykernelsError
 from pykernels.shapes import MoEShape
 
 from ..modules.moe import FusedMoE
-from .compressed_tensors import MEND
+from .compressed_tensors import HINT
 from .names import BLOCK, CHECK, FLOATS, Matrix, Names, tied
 from .safetensors import Checkpoint, Part
 
@@ -128,7 +128,7 @@ def _dense(
     elif stored not in FLOATS and source.scale is None:
         raise PykernelsError(
             f"{source.data.name} is {stored}, the model needs {', '.join(FLOATS)} there",
-            "Store it as float32" if stored == "F64" else MEND,
+            "Store it as float32" if stored == "F64" else HINT,
         )
     return Dense(name, source, dtype)
 
@@ -147,7 +147,7 @@ def _add_experts(plan: Plan, names: Names, module: Any, path: str) -> None:
         if dtype not in FLOATS:
             raise PykernelsError(
                 f"{matrix.data.name} is {dtype}, experts can be BF16, F16, F32, F8_E4M3 or I8",
-                "Store them as float32" if dtype == "F64" else MEND,
+                "Store them as float32" if dtype == "F64" else HINT,
             )
         if packed and dtype in ("F16", "F32") and module.packed_format("bf16") == "bf16":
             plan.lossy = dtype

@@ -22,7 +22,7 @@ def doctor(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Look at this machine and try the kernels; exit code 1 with the mend if something lacks."""
+    """Look at this machine and try the kernels; exit code 1 with the hint if something lacks."""
     prepare_threads(None)
     from ..doctor.examine import examine
 
@@ -41,13 +41,13 @@ _MANY = 3  # of which the same is said: one line for all
 
 def _alike(facts: list[Fact]) -> Iterator[tuple[list[str], Fact]]:
     """Neighbours of which the same is said, as one: (their names, the first)."""
-    for _, same in groupby(facts, key=lambda fact: (fact.value, fact.problem, fact.mend)):
+    for _, same in groupby(facts, key=lambda fact: (fact.value, fact.problem, fact.hint)):
         group = list(same)
         yield [fact.name for fact in group], group[0]
 
 
 def _show(report: Report) -> None:
-    """A table of the sections, then the problems, each with its mend."""
+    """A table of the sections, then the problems, each with its hint."""
     from rich.table import Table
     from rich.text import Text
 
@@ -66,7 +66,7 @@ def _show(report: Report) -> None:
                 table.add_row("", Text(", ".join(names), style="cyan"))
     console = out()
     console.print(table)
-    for text in dict.fromkeys(f"{fact.problem}. {fact.mend}." for fact in report.problems):
+    for text in dict.fromkeys(f"{fact.problem}. {fact.hint}." for fact in report.problems):
         console.print(Text("✗ ", style="bold red") + Text(text))
     if not report.problems:
         console.print(Text("✓ ", style="bold green") + Text("nothing is missing"))

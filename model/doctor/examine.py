@@ -1,7 +1,7 @@
 """What this machine can do, looked at and tried: `pykernels doctor`, and `examine()` in a notebook.
 
 Each `look_at_*` function below gives the facts of one section. A fact with a `problem` is something
-that is needed and missing; it comes with its mend and makes the command exit with code 1.
+that is needed and missing; it comes with its hint and makes the command exit with code 1.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _steadily(section: str, look: Callable[[], Iterator[Fact]]) -> Iterator[Fact
     try:
         yield from look()
     except PykernelsError as error:
-        yield Fact(section, "failed", error.cause, error.mend)
+        yield Fact(section, "failed", error.cause, error.hint)
     except ImportError as error:
         yield Fact(section, "failed", f"{error}", "Set it up again: make clean, then make run")
     except Exception as error:
@@ -164,8 +164,8 @@ def look_at_versions() -> Iterator[Fact]:
         try:
             yield version_fact(name, importlib.import_module(name).__version__, oldest)
         except ImportError as error:
-            mend = f"Install it: pip install -c constraints.txt '{name}>={oldest}'"
-            yield Fact(name, "missing", f"{name} cannot be imported: {error}", mend)
+            hint = f"Install it: pip install -c constraints.txt '{name}>={oldest}'"
+            yield Fact(name, "missing", f"{name} cannot be imported: {error}", hint)
 
 
 def version_fact(name: str, found: str, oldest: str) -> Fact:
@@ -194,7 +194,7 @@ def look_at_kernels() -> Iterator[Fact]:
         try:
             chosen = resolve("auto", fmt, target)
         except PykernelsError as error:  # PYKERNELS_KERNEL names one that cannot run here
-            yield Fact(fmt, "none", error.cause, error.mend)
+            yield Fact(fmt, "none", error.cause, error.hint)
             continue
         asked = f"PYKERNELS_KERNEL is {env.kernel}"
         first = f"{chosen.name} is faster" if env.kernel == "auto" else asked
@@ -255,7 +255,7 @@ def result_fact(fmt: str, kernel: str) -> Fact:
     def matrix(N: int, K: int) -> torch.Tensor:
         return torch.randn(N, K, generator=random) / K**0.5
 
-    name, mend = f"{fmt} on {kernel}", "Use --kernel generic and report this CPU"
+    name, hint = f"{fmt} on {kernel}", "Use --kernel generic and report this CPU"
     try:
         experts = RoutedExperts(shape, fmt, kernel=kernel)
         for expert in range(shape.E):
@@ -268,18 +268,18 @@ def result_fact(fmt: str, kernel: str) -> Fact:
         result = experts(x, ids, weights)
         truth = ref.moe_ffn(x, ids, weights, experts.weights.slices[0])
     except PykernelsError as error:
-        return Fact(name, "failed", error.cause, error.mend)
+        return Fact(name, "failed", error.cause, error.hint)
     except Exception as error:  # whatever a kernel dies of, the report goes on
-        return Fact(name, "failed", f"{name}: {type(error).__name__}: {error}", mend)
-    return judge(name, float((result - truth).norm() / truth.norm()), mend)
+        return Fact(name, "failed", f"{name}: {type(error).__name__}: {error}", hint)
+    return judge(name, float((result - truth).norm() / truth.norm()), hint)
 
 
-def judge(name: str, distance: float, mend: str) -> Fact:
+def judge(name: str, distance: float, hint: str) -> Fact:
     """A result at this relative distance from the truth, as a fact."""
     # h is rounded to bf16's 8 bits: about 0.2 % is the arithmetic's own. `not <=`: NaN is wrong.
     wrong = not distance <= RESULT_TOLERANCE
     problem = f"{name} is wrong: its result is {distance:.1%} from the reference" if wrong else ""
-    return Fact(name, f"{distance:.2%} from the float32 reference", problem, mend)
+    return Fact(name, f"{distance:.2%} from the float32 reference", problem, hint)
 
 
 def look_at_speed() -> Iterator[Fact]:

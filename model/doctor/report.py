@@ -1,4 +1,4 @@
-"""What the doctor writes: facts by section, some of them problems with their mend."""
+"""What the doctor writes: facts by section, some of them problems with their hint."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fact:
-    """One line of the report; `problem` is empty, or why it will not do, and `mend` what helps."""
+    """One line of the report; `problem` is empty, or why it will not do, and `hint` what helps."""
 
     name: str
     value: str
     problem: str = ""
-    mend: str = ""
+    hint: str = ""
 
 
 @dataclass
@@ -28,13 +28,13 @@ class Report:
         return [fact for facts in self.sections.values() for fact in facts if fact.problem]
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`: every section as {name: value}, and the problems with their mends."""
+        """For `--json`: every section as {name: value}, and the problems with their hints."""
         sections = {
             section: {fact.name: fact.value for fact in facts}
             for section, facts in self.sections.items()
         }
         problems = [
-            {"name": fact.name, "problem": fact.problem, "mend": fact.mend}
+            {"name": fact.name, "problem": fact.problem, "hint": fact.hint}
             for fact in self.problems
         ]
         return {**sections, "problems": problems}

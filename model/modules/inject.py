@@ -107,12 +107,12 @@ def _unused(rule: Rule, present: dict[str, type]) -> PykernelsError:
     classes = sorted({cls.__name__ for cls in present.values()})
     if rule.match.cls and not by_class:
         near = difflib.get_close_matches(rule.match.cls.rpartition(".")[2], classes, 3, 0.5)
-        mend = f"Near it are {', '.join(near)}" if near else f"Classes here: {', '.join(classes)}"
+        hint = f"Near it are {', '.join(near)}" if near else f"Classes here: {', '.join(classes)}"
     elif rule.match.cls:
-        mend = f"The class is at {_few(by_class)}"
+        hint = f"The class is at {_few(by_class)}"
     else:
-        mend = f"Modules are called like {_few(list(present))}"
-    return PykernelsError(f"{rule.origin} ({said}) matches no module", mend)
+        hint = f"Modules are called like {_few(list(present))}"
+    return PykernelsError(f"{rule.origin} ({said}) matches no module", hint)
 
 
 def _few(names: list[str], most: int = 4) -> str:

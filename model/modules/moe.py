@@ -152,24 +152,24 @@ def block_shape(block: Any, place: Place) -> MoEShape:
     experts = getattr(block, "experts", None)
     children = {name for name, _ in block.named_children()}
     where = f"{place.name} ({type(block).__name__})"
-    mend = "Drop the rule for it, so that transformers runs the block itself"
+    hint = "Drop the rule for it, so that transformers runs the block itself"
     if experts is not None and any(n.endswith("bias") for n, _ in experts.named_parameters()):
-        raise PykernelsError(f"{where} has experts with biases, for which there is no kernel", mend)
+        raise PykernelsError(f"{where} has experts with biases, for which there is no kernel", hint)
     if not {"gate", "experts"} <= children:
-        raise PykernelsError(f"{where} is no MoE block with a gate and experts", mend)
+        raise PykernelsError(f"{where} is no MoE block with a gate and experts", hint)
     if strange := sorted(children - known):
-        raise PykernelsError(f"{where} has parts that are not known: {', '.join(strange)}", mend)
+        raise PykernelsError(f"{where} has parts that are not known: {', '.join(strange)}", hint)
     if ("shared_expert" in children) != ("shared_expert_gate" in children):
-        raise PykernelsError(f"{where} has a shared_expert without its gate", mend)
+        raise PykernelsError(f"{where} has a shared_expert without its gate", hint)
     activation = getattr(place.config, "hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise PykernelsError(f"{where} uses {activation!r}, the kernels have silu only", mend)
+        raise PykernelsError(f"{where} uses {activation!r}, the kernels have silu only", hint)
     gate_up, down = getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
     if gate_up is None or down is None or gate_up.ndim != 3 or down.ndim != 3:
-        raise PykernelsError(f"{where} has experts of a layout that is not known", mend)
+        raise PykernelsError(f"{where} has experts of a layout that is not known", hint)
     E, H, I = down.shape  # noqa: E741
     if gate_up.shape != (E, 2 * I, H):
-        raise PykernelsError(f"{where} has experts of a layout that is not known", mend)
+        raise PykernelsError(f"{where} has experts of a layout that is not known", hint)
     return MoEShape(E=E, H=H, I=I, topk=int(block.gate.top_k))
 
 

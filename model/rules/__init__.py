@@ -109,7 +109,7 @@ def load_rules(file: Path) -> list[Rule]:
             f"The rules {file} cannot be read: {error}", "Give an existing YAML file"
         ) from None
     except yaml.YAMLError as error:
-        raise PykernelsError(f"{file} is not valid YAML: {error}", "Mend the file") from None
+        raise PykernelsError(f"{file} is not valid YAML: {error}", "Correct the file") from None
     return parse_rules(entries, str(file))
 
 
@@ -138,6 +138,6 @@ def _parse(entry: object, origin: str) -> Rule:
                 "The keys are match: {class, name} and replace: {class, device, kwargs}",
             ) from None
         said = first["msg"].removeprefix("Value error, ")
-        raise PykernelsError(f"{origin}: {where}: {said}", "Mend the rule") from None
+        raise PykernelsError(f"{origin}: {where}: {said}", "Correct the rule") from None
     rule._origin = origin
     return rule

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pykernels.errors import PykernelsError
 
 NO_TEXT = "Give it as UTF-8; iconv converts a file"
-"""The mend for a prompt in another encoding."""
+"""The hint for a prompt in another encoding."""
 
 
 def encode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:

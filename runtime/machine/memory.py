@@ -126,7 +126,7 @@ def _call(which: int, *arguments: object) -> None:
     number = ctypes.get_errno()
     name = ("mbind", "get_mempolicy", "move_pages")[which]
     if number in (errno.EPERM, errno.ENOSYS):
-        mend = "Use --numa off, or allow it in the container (docker: --cap-add SYS_NICE)"
+        hint = "Use --numa off, or allow it in the container (docker: --cap-add SYS_NICE)"
     else:
-        mend = "Use --numa off, or check with numactl --hardware that the node has memory"
-    raise PykernelsError(f"the system refuses {name}: {os.strerror(number)}", mend)
+        hint = "Use --numa off, or check with numactl --hardware that the node has memory"
+    raise PykernelsError(f"the system refuses {name}: {os.strerror(number)}", hint)

@@ -129,7 +129,7 @@ def test_a_ticket_outlives_ctrl_c_in_the_sum_of_the_nodes(monkeypatch, T, before
             routed.sync(ticket)
 
 
-def test_where_a_ticket_was_lost_the_mend_is_named(pool):
+def test_where_a_ticket_was_lost_the_hint_is_named(pool):
     routed, other = load(pool), load(pool)
     routed.submit(*inputs(2))
     with pytest.raises(PykernelsError, match=r"in flight.*pool\.settle\(\)"):

@@ -73,7 +73,7 @@ def test_an_explicit_request_never_falls_back():
         resolve("amx9", "fp8", BARE)
 
 
-def test_the_mend_of_a_refusal_is_one_that_helps():
+def test_the_hint_of_a_refusal_is_one_that_helps():
     with pytest.raises(PykernelsError, match="Use kernel auto"):
         resolve("avx512", "fp8", BARE)
     for kernel in ("avx512", "auto"):  # auto is what the flag says

@@ -1,4 +1,4 @@
-"""Bad input, by name: one line with the cause and the mend, before a weight is loaded."""
+"""Bad input, by name: one line with the cause and the hint, before a weight is loaded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load_fails(said: str, folder: Path, **options: Any) -> None:
     with pytest.raises(PykernelsError, match=said) as raised:
         model.from_pretrained(folder, **options)
     assert "\n" not in str(raised.value)
-    assert raised.value.cause and raised.value.mend
+    assert raised.value.cause and raised.value.hint
 
 
 def change_tensors(folder: Path, change: Callable[[Tensors], object]) -> None:

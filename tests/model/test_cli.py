@@ -28,7 +28,7 @@ PROMPT = "def quicksort(xs):"
 
 
 def failed(result: Result, cause: str) -> None:
-    """One line, `error: cause. mend.`, nothing on stdout, exit code 2."""
+    """One line, `error: cause. hint.`, nothing on stdout, exit code 2."""
     lines = result.err.splitlines()
     assert (result.code, result.out, len(lines)) == (2, "", 1), result
     assert re.search(cause, lines[0]), lines[0]

@@ -64,7 +64,7 @@ def test_every_kernel_that_is_not_used_has_its_reason() -> None:
 def test_a_kernel_asked_for_that_cannot_run_is_a_problem() -> None:
     with env.override(isa="-avx512f", kernel="avx512"):
         facts = list(examine.look_at_kernels())
-    assert all("lacks avx512f" in fact.problem and fact.mend for fact in facts)
+    assert all("lacks avx512f" in fact.problem and fact.hint for fact in facts)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_kernel_asked_for_that_cannot_run_is_a_problem() -> None:
 def test_huge_pages(mode: str, wanted: bool, wrong: bool) -> None:
     fact = examine.huge_pages(mode, wanted)
     assert bool(fact.problem) == wrong
-    assert "madvise" in fact.mend and "PYKERNELS_HUGEPAGES=0" in fact.mend
+    assert "madvise" in fact.hint and "PYKERNELS_HUGEPAGES=0" in fact.hint
 
 
 @pytest.mark.parametrize(
@@ -106,17 +106,17 @@ def test_needed_versions_are_those_of_the_package() -> None:
 
 @pytest.mark.parametrize("distance", [0.5, math.nan, math.inf])
 def test_a_wrong_result_is_a_problem(distance: float) -> None:
-    assert examine.judge("fp8 on avx512", distance, "mend").problem
-    assert not examine.judge("fp8 on avx512", 0.002, "mend").problem
+    assert examine.judge("fp8 on avx512", distance, "hint").problem
+    assert not examine.judge("fp8 on avx512", 0.002, "hint").problem
 
 
 def test_a_kernel_that_raises_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.experts.routed.RoutedExperts.__call__", lambda *_: 1 / 0)
     fact = examine.result_fact("fp8", "generic")
-    assert "ZeroDivisionError" in fact.problem and fact.mend
+    assert "ZeroDivisionError" in fact.problem and fact.hint
 
 
-def test_one_problem_of_many_kernels_is_told_once_with_its_own_mend(
+def test_one_problem_of_many_kernels_is_told_once_with_its_own_hint(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(cpu: str) -> dict[str, object]:
@@ -125,7 +125,7 @@ def test_one_problem_of_many_kernels_is_told_once_with_its_own_mend(
     monkeypatch.setattr("runtime.machine.tuning.read", broken)
     monkeypatch.setattr("runtime.machine.tuning.GEMM_FROM", {"generic": 5})  # as if it had a choice
     facts = [examine.result_fact(fmt, "generic") for fmt in ("fp8", "bf16")]
-    assert {(f.problem, f.mend) for f in facts} == {("the calibration cannot be read", "Delete it")}
+    assert {(f.problem, f.hint) for f in facts} == {("the calibration cannot be read", "Delete it")}
     monkeypatch.setattr(examine, "examine", lambda progress: examine.Report({"self-test": facts}))
     with pytest.raises(typer.Exit):
         command(as_json=False)
@@ -140,7 +140,7 @@ def test_too_little_memory_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_missing_library_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(examine.NEEDED_VERSIONS, "not_installed", "1.0")
     (fact,) = [fact for fact in examine.look_at_versions() if fact.name == "not_installed"]
-    assert "cannot be imported" in fact.problem and "pip install" in fact.mend
+    assert "cannot be imported" in fact.problem and "pip install" in fact.hint
 
 
 @pytest.mark.parametrize(
@@ -161,12 +161,12 @@ def test_the_report_goes_on_after_a_section_that_fails(
         monkeypatch.setattr(examine, f"look_at_{name}", fails)
     report = examine.examine()
     assert [fact.problem for fact in report.problems] == [problem] * 5
-    assert all(fact.mend for fact in report.problems)
+    assert all(fact.hint for fact in report.problems)
     assert report.sections["flags"]
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_exit_code_and_mends(
+def test_exit_code_and_hints(
     wrong: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fact = examine.Fact("torch", "1.0", "torch 1.0 is old" if wrong else "", "Install a newer one")
@@ -183,7 +183,7 @@ def test_exit_code_and_mends(
         assert ("torch 1.0 is old" in out) == wrong
         if as_json:
             assert json.loads(out)["versions"] == {"torch": "1.0"}
-            assert [p["mend"] for p in json.loads(out)["problems"]] == [fact.mend] * wrong
+            assert [p["hint"] for p in json.loads(out)["problems"]] == [fact.hint] * wrong
         else:
             assert ("nothing is missing" in out) != wrong
 

@@ -162,10 +162,10 @@ def test_an_error_of_the_model_reaches_the_reader(
     lm: PreTrainedModel, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
-        raise PykernelsError("it broke", "mend it")
+        raise PykernelsError("it broke", "hint it")
 
     monkeypatch.setattr(FusedMoE, "forward", fail)
-    with pytest.raises(PykernelsError, match="it broke. mend it."):
+    with pytest.raises(PykernelsError, match="it broke. hint it."):
         list(stream(lm, tokenizer, max_new_tokens=4))
 
 

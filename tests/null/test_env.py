@@ -79,7 +79,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("attribute", "text", "why"), BAD, ids=[row[2] for row in BAD])
-def test_bad_value_is_one_line_with_cause_and_mend(
+def test_bad_value_is_one_line_with_cause_and_hint(
     flags: Env, environ: dict[str, str], attribute: str, text: str, why: str
 ) -> None:
     environ[f"PYKERNELS_{attribute.upper()}"] = text

@@ -71,8 +71,8 @@ def test_places_of_sequences_are_dense_integers(part: str, wrong: torch.Tensor):
 
 
 def test_an_error_is_one_line():
-    error = PykernelsError("two\n lines.", "mend\nit.")
-    assert str(error) == "two lines. mend it."
+    error = PykernelsError("two\n lines.", "hint\nit.")
+    assert str(error) == "two lines. hint it."
 
 
 def test_a_router_takes_numpys_numbers_as_pythons_and_no_others():

@@ -113,7 +113,7 @@ def test_more_tokens_than_memory_are_told_before_anything_is_made() -> None:
         check_calls(SHAPE, 10**12)
 
 
-def test_fewer_tokens_are_a_mend_only_where_one_is_not_too_many() -> None:
+def test_fewer_tokens_are_a_hint_only_where_one_is_not_too_many() -> None:
     with pytest.raises(PykernelsError, match=r"of 2000000000 tokens need .*Take fewer tokens"):
         check_calls(MoEShape(E=32, H=10**5, I=32, topk=8), 2 * 10**9)
     for T, named in ((1, "1 token"), (2, "2 tokens")):

@@ -68,7 +68,7 @@ def octets(words, MAGIC):
 @gluon.jit
 def e4m3s(signs, magnitudes):
     """E4M3 as bfloat16 with a smaller exponent: subnormals and NaN (which E4M3 weights never are,
-    and which would be 480) too; one product by 2**120 mends it."""
+    and which would be 480) too; one product by 2**120 puts it right."""
     low, high = pair((magnitudes & 0x07F007F0) | (signs & -2147450880))  # 0x80008000
     return gl.join(low, high)
 
