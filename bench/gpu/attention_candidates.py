@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pykernels.gpu.plans.attention import (
     DecodePlan,
     PrefillPlan,
-    by_hand_fits,
-    by_hand_fits_prefill,
     in_lanes_fits,
     in_ring_fits,
+    warp_specialized_fits,
+    warp_specialized_prefill_fits,
 )
 
 from .attention import D_MLA, PAGE, L, R, Size
@@ -31,9 +31,9 @@ def candidates(size: Size, capability: tuple[int, int]) -> Iterator[DecodePlan |
 
 
 def _mla_decode(size: Size, capability: tuple[int, int]) -> Iterator[DecodePlan]:
-    if capability[0] == 9 and by_hand_fits(L, R, size.format == "fp8", PAGE):
+    if capability[0] == 9 and warp_specialized_fits(L, R, size.format == "fp8", PAGE):
         for per_sm, least in itertools.product((1, 2), (1, 2, 3, 4)):  # 2 an SM: two waves
-            yield DecodePlan(64, 64, 8, 2, per_sm, by_hand=True, least=least)
+            yield DecodePlan(64, 64, 8, 2, per_sm, warp_specialized=True, least=least)
     rows = size.heads * size.queries
     if rows <= 16 or capability[0] != 9:
         for keys, stages, per_sm in itertools.product((32, 64), (2, 3), (1, 2)):
@@ -65,8 +65,8 @@ def _prefill(size: Size, capability: tuple[int, int]) -> Iterator[PrefillPlan]:
     mla = size.kind == "mla_prefill"
     D, DV, rope = (D_MLA, D_MLA, R) if mla else (*[size.head_dim] * 2, 0)
     for keys in (64, 128) if capability[0] == 9 else ():
-        if by_hand_fits_prefill(D, DV, rope, 0, keys):
-            yield PrefillPlan(128, keys, 8, 1, by_hand=True)
+        if warp_specialized_prefill_fits(D, DV, rope, 0, keys):
+            yield PrefillPlan(128, keys, 8, 1, warp_specialized=True)
     tiles = ((128, 8), (64, 4)) if capability[0] >= 9 else ((128, 4), (128, 8), (64, 4))
     for (rows, warps), keys, stages in itertools.product(tiles, (32, 64, 128), (2, 3)):
         if keys <= rows and (keys > 32 or capability[0] != 9) and keys * (D + DV) <= 1 << 15:

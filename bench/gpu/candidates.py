@@ -6,7 +6,14 @@ from collections.abc import Iterator
 
 from pykernels.gpu.gemm.hopper.dequant import EXPERT_KINDS
 from pykernels.gpu.gemm.select import H200_PROCESSORS, Plan, even_shares
-from pykernels.gpu.plans.gemm import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan, OneRowPlan
+from pykernels.gpu.plans.gemm import (
+    DequantPlan,
+    GemmPlan,
+    GemvInt8Plan,
+    GemvMmaPlan,
+    SkinnyExpertsPlan,
+    SkinnyPlan,
+)
 
 # (block_m, block_n, block_k, warps, stages)
 _BF16_MANY = (
@@ -34,7 +41,7 @@ _DECODED_MANY = (
     (256, 64, 64, 4, 3), (256, 64, 64, 8, 3),
 )  # fmt: skip
 _GEMV = [
-    GemvPlan(block_n, words, warps, stages)
+    GemvInt8Plan(block_n, words, warps, stages)
     for block_n, words, warps in (
         (4, 128, 1), (8, 128, 1), (8, 128, 2), (8, 128, 4), (16, 128, 2), (16, 128, 4),
         (32, 128, 4), (8, 256, 2), (16, 256, 2), (16, 256, 4), (8, 512, 4), (16, 64, 2),
@@ -42,14 +49,14 @@ _GEMV = [
     for stages in (2, 3, 5)
 ]  # fmt: skip
 _ONE = [
-    OneRowPlan(rows, warps, ahead, rounds * H200_PROCESSORS)
+    GemvMmaPlan(rows, warps, ahead, rounds * H200_PROCESSORS)
     for rows, warps, ahead in (
         (16, 4, 2), (16, 4, 3), (16, 4, 4), (16, 8, 1), (16, 8, 2), (16, 8, 4), (32, 8, 1),
         (32, 8, 2),
     )
     for rounds in (0, 2, 3)
 ] + [
-    OneRowPlan(rows, warps, ahead, registers=128, used=used)
+    GemvMmaPlan(rows, warps, ahead, registers=128, used=used)
     for rows, warps, ahead, used in (
         (16, 4, 3, 0), (16, 4, 4, 0), (16, 4, 4, 14), (16, 4, 2, 14), (16, 8, 1, 0), (16, 8, 2, 0),
         (16, 8, 2, 14), (16, 8, 3, 0), (16, 8, 4, 0), (32, 8, 1, 0), (32, 8, 1, 28),
@@ -57,19 +64,19 @@ _ONE = [
     )
 ] + [
     *(
-        OneRowPlan(16, 4, ahead, 3 * H200_PROCESSORS, registers=registers)
+        GemvMmaPlan(16, 4, ahead, 3 * H200_PROCESSORS, registers=registers)
         for ahead in (2, 3, 4)
         for registers in (160, 168)
     ),
-    OneRowPlan(16, 16, 3, H200_PROCESSORS, registers=128),
+    GemvMmaPlan(16, 16, 3, H200_PROCESSORS, registers=128),
 ]  # fmt: skip
 _FEW = [
-    FewPlan(rows, warps, chunks)
+    SkinnyPlan(rows, warps, chunks)
     for rows, warps, chunks in (
         (16, 2, 1), (16, 4, 1), (16, 4, 2), (16, 8, 1), (16, 8, 2), (16, 16, 1), (32, 2, 1),
         (32, 4, 1), (32, 4, 2), (32, 8, 1), (32, 8, 2), (64, 2, 1), (64, 4, 1), (64, 8, 1),
     )
-] + [FewPlan(16, warps, chunks, ahead=2) for warps in (4, 8) for chunks in (1, 2)]  # fmt: skip
+] + [SkinnyPlan(16, warps, chunks, ahead=2) for warps in (4, 8) for chunks in (1, 2)]  # fmt: skip
 _EXPERTS = [
     (rows, warps, chunks, ahead)
     for rows, warps, chunks in (
@@ -79,7 +86,7 @@ _EXPERTS = [
     for ahead in (1, 2)
 ]  # fmt: skip
 _MANY = [
-    ManyPlan(cols, warps, stages, words, split)
+    DequantPlan(cols, warps, stages, words, split)
     for cols, warps, stages, words in (
         (16, 4, 4, 4), (16, 4, 6, 6), (32, 4, 4, 4), (32, 4, 6, 6), (64, 4, 4, 3), (64, 4, 4, 4),
         (64, 4, 6, 6), (128, 4, 3, 4), (128, 4, 4, 4), (256, 4, 3, 4), (256, 8, 5, 4),
@@ -112,7 +119,7 @@ def candidates(op: str, path: str, rows: int) -> Iterator[Plan]:
         tokens = (2, 4) if path.endswith("_k") else (8,)
         for most in tokens:
             for some, warps, chunks, ahead in _EXPERTS:
-                yield ExpertsPlan(some, warps, most, chunks, ahead)
+                yield SkinnyExpertsPlan(some, warps, most, chunks, ahead)
         return
     if op == "many":
         yield from (plan for plan in _MANY + _MANY_EVEN if plan.cols < 2 * rows)
@@ -123,7 +130,7 @@ def candidates(op: str, path: str, rows: int) -> Iterator[Plan]:
             yield GemmPlan(bm, bn, bk, 16, 1, warps, stages, tma=True)
         if rows > 16 and (path == "fp8" or op != "linear"):
             for group_m in (4, 8, 16, 32):
-                yield GemmPlan(128, 128, 128, group_m, by_hand=True)
+                yield GemmPlan(128, 128, 128, group_m, warp_specialized=True)
         if rows > 16:
             for bm, bn, bk, warps, stages in many[:1]:
                 yield GemmPlan(bm, bn, bk, 16, 1, warps, stages)

@@ -16,8 +16,8 @@ from pykernels.gpu.gemm.linear import linear
 from pykernels.gpu.gemm.select import H200_PROCESSORS, Plan, kernel_of
 from pykernels.gpu.gemm.weights import empty_for_gpu, kind_of
 from pykernels.gpu.moe.fused_moe import Experts, down, gate_up, sort_slots
-from pykernels.gpu.moe.select import most_few
-from pykernels.gpu.plans.gemm import GemmPlan, ManyPlan
+from pykernels.gpu.moe.select import most_skinny_rows
+from pykernels.gpu.plans.gemm import DequantPlan, GemmPlan
 from pykernels.gpu.plans.tuned import EXPERTS_PLANS, write_tuned
 from pykernels.quant import get_format
 
@@ -69,7 +69,7 @@ class ProductJob:
         """split_k and sizes are run-time numbers."""
         if isinstance(plan, GemmPlan):
             plan = replace(plan, split_k=1)
-        elif isinstance(plan, ManyPlan):
+        elif isinstance(plan, DequantPlan):
             plan = replace(plan, split_k=min(plan.split_k, 2))  # parts are float32
         return (self.op, self.format, self.activations, self.rows == 1, plan), plan
 
@@ -133,11 +133,11 @@ def jobs(ops: set[str], formats: set[str]) -> Iterator[ProductJob]:
 
 
 def _few_rows(format: str) -> int:
-    """Most rows an expert for ``few_experts`` on Hopper, which decodes."""
+    """Most rows an expert for ``skinny_experts`` on Hopper, which decodes."""
     stack = empty_for_gpu(get_format(format), 1, INTER, H, torch.device("meta"))
     if stack.kind == "bf16":
         return 0
-    return most_few(stack.kind, stack.group, stack.kind in EXPERT_KINDS)
+    return most_skinny_rows(stack.kind, stack.group, stack.kind in EXPERT_KINDS)
 
 
 def _linear_op(kind: str, M: int, N: int, K: int) -> str:

@@ -15,7 +15,8 @@ from pykernels.target import detect
 SCRIPT = """
 import json, sys
 from numba import types
-from pykernels.cpu import jit, tile_amx
+from pykernels.cpu import jit
+from pykernels.cpu.gemv import amx as gemv_amx
 from pykernels.cpu.gemm.amx import make_gemm
 from pykernels.cpu.isa import instructions
 from pykernels.cpu.intrin import amx
@@ -25,7 +26,7 @@ for fmt, activations in gemms:
     gemm = make_gemm(fmt, ops, activations, amx)
     print(json.dumps([fmt, activations, gemm._library.get_asm_str()]))
 for fmt, M in few:
-    tile = tile_amx.make_tile(fmt, M, ops, amx)
+    tile = gemv_amx.make_tile(fmt, M, ops, amx)
     tile.compile((types.int64,) * 9)
     (compiled,) = tile.overloads.values()
     # Its products are a routine that is linked by name: the last one that was made.

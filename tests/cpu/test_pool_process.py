@@ -21,7 +21,7 @@ from .test_pool import FakeCall
 FIRST = """
 import tests.cpu.test_pool
 from tests.cpu.test_pool_process import make_until
-from runtime import tasks
+from runtime.workers import queue as tasks
 tasks.compile_all(), make_until()
 """
 HEAD = """
@@ -29,7 +29,7 @@ import sys, time
 import numpy as np
 from tests.cpu.test_pool import FakeCall
 from tests.cpu.test_pool_process import make_until
-from runtime import tasks
+from runtime.workers import queue as tasks
 from runtime.workers.pool import Call, WorkerPool
 
 pool = WorkerPool({threads}, driver_works={driver_works})
@@ -99,7 +99,7 @@ def test_ctrl_c_counts_when_the_call_has_ended(kind: dict[str, object], forks: F
 
 FORKED = """
 import os, signal, threading, warnings
-from runtime import pool as pools
+from runtime.workers import pool as pools
 
 warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork beside threads
 
@@ -132,7 +132,7 @@ def test_a_fork_while_another_thread_makes_the_shared_pool_can_make_its_own(fork
 FORKED_BINDING = """
 import os, signal, threading, warnings
 from pykernels.errors import PykernelsError
-from runtime import experts
+from runtime.experts import routed as experts
 from tests.cpu.routed import inputs, load
 
 warnings.simplefilter("ignore", DeprecationWarning)

@@ -243,7 +243,7 @@ def test_kernels_are_compiled_without_counting_gpus(tmp_path):
         "import torch\n"
         "torch.cuda.is_available = torch.cuda.device_count = None  # no call returns\n"
         "import pykernels.cpu, runtime.workers.pool, runtime.experts.routed\n"
-        "from runtime import tasks\n"
+        "from runtime.workers import queue as tasks\n"
         "tasks.compile_all()"
     )
     done = subprocess.run(

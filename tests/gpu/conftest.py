@@ -29,7 +29,7 @@ def run(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
     from pykernels.gpu.gemm import gemv_mma, skinny_linear
     from pykernels.gpu.gemm.hopper import dequant
     from pykernels.gpu.gemm.linear import linear
-    from pykernels.gpu.plans.gemm import FewPlan, OneRowPlan
+    from pykernels.gpu.plans.gemm import GemvMmaPlan, SkinnyPlan
 
     if launch.interpreted():
         from triton.tools.tensor_descriptor import TensorDescriptor
@@ -42,9 +42,9 @@ def run(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
                 return TensorDescriptor.from_tensor(tensor, block)
 
         kernels = (
-            (skinny_linear, "few_rows"),
-            (gemv_mma, "one_row"),
-            (dequant, "many_rows_hopper"),
+            (skinny_linear, "skinny_linear"),
+            (gemv_mma, "gemv_mma"),
+            (dequant, "dequant_gemm"),
         )
         for module, name in kernels:
             monkeypatch.setattr(module, name, interpreted(getattr(module, name)))
@@ -63,13 +63,13 @@ def run(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
         out = torch.full((x.shape[0], stack.N), float("nan"), dtype=torch.bfloat16, device=device)
         if not launch.interpreted():
             return linear(x, stack, bias, plan=plan, out=out)
-        if isinstance(plan, OneRowPlan):
-            gemv_mma.multiply_one_row(x, stack, out, bias, plan)
+        if isinstance(plan, GemvMmaPlan):
+            gemv_mma.multiply_gemv_mma(x, stack, out, bias, plan)
             return out
-        if isinstance(plan, FewPlan):
-            skinny_linear.multiply_few_rows(x, stack, out, bias, plan)
+        if isinstance(plan, SkinnyPlan):
+            skinny_linear.multiply_skinny(x, stack, out, bias, plan)
             return out
-        dequant.multiply_many_rows(x, stack, out, bias, plan)
+        dequant.multiply_dequant(x, stack, out, bias, plan)
         return out
 
     return call

@@ -4,7 +4,7 @@ What they gain hangs on the order of a few instructions, which ptxas may change 
 danger, give up: then it waits after every single product and says so to nobody. Prints one JSON
 object a kernel: products (HGMMA or QGMMA), waits for them, spills (LDL, STL), the most exponentials
 between a wait for all but one group and the next wait, that is, beside products, arrivals at
-memory barriers that are loose (``loose_arrivals``); of ``one_row`` how late it asks for weights.
+memory barriers that are loose (``loose_arrivals``); of ``gemv_mma`` how late it asks for weights.
 """
 
 from __future__ import annotations
@@ -89,16 +89,16 @@ def main() -> None:
     from . import test_attention_prefill as prefill
     from . import test_linear_rows as linears
     from . import test_moe_gpu as experts
-    from . import test_one_row as one_row
+    from . import test_one_row as gemv_mma
     from .compiles import OPTIONS, source
 
     def compile_it(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        if self.__name__.endswith("_hopper") or self.__name__ == "one_row":
+        if self.__name__.endswith("_hopper") or self.__name__ == "gemv_mma":
             options = {k: kwargs.pop(k) for k in OPTIONS if k in kwargs}
             made = triton.compile(source(self, args, kwargs), GPUTarget("cuda", 90, 32), options)
             sass = disassembled(made.asm["cubin"])
             row = {"kernel": self.__name__, **counts(sass)}
-            if self.__name__ == "one_row":
+            if self.__name__ == "gemv_mma":
                 row["late"] = lateness(sass, loads=4)
             row["loose"] = loose_arrivals(made.asm["ptx"])
             print(json.dumps(row), flush=True)
@@ -111,7 +111,7 @@ def main() -> None:
         "int4 1 7168x7168",
         "bf16 bf16 256", "fp8 fp8 256", "int4-g128 bf16 256", "q4_k bf16 64",
     }  # fmt: skip
-    tables = prefill, decode, one_row, linears, experts
+    tables = prefill, decode, gemv_mma, linears, experts
     for name, call in (row for table in tables for row in table.COMPILES):
         if name in chosen:
             call()

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from pykernels import ref
 from pykernels.gpu.attention.online_softmax import share_of_slot
-from pykernels.gpu.plans.attention import DecodePlan, by_hand_takes
+from pykernels.gpu.plans.attention import DecodePlan, warp_specialized_takes
 
 from .caches import BF16, FP8, make_cache, no_worse
 
@@ -181,7 +181,7 @@ def test_a_plan_is_asked_for_by_the_keys_that_a_window_leaves(
     from pykernels.gpu.attention import gqa_decode
 
     asked = []
-    monkeypatch.setattr(gqa_decode, "choose_decode", lambda op, shape, *_: asked.append(shape))
+    monkeypatch.setattr(gqa_decode, "select_decode", lambda op, shape, *_: asked.append(shape))
     inputs, options = gqa_inputs([90], device, S=2)
     for how in ({"window": 20}, {"window": 500}, {}, {"max_length": 95}):
         with pytest.raises(AttributeError):
@@ -325,8 +325,8 @@ def test_mla_decode_full(sizes: dict[str, Any], why: str, device) -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"by_hand": True},
-        {"by_hand": True, "per_sm": 0},
+        {"warp_specialized": True},
+        {"warp_specialized": True, "per_sm": 0},
         {"across": True},
         {"across": False},
         {"across": True, "keys": 32, "stages": 3},
@@ -334,7 +334,7 @@ def test_mla_decode_full(sizes: dict[str, Any], why: str, device) -> None:
 )
 def test_mla_decode_plans_agree(heads: int, changed: dict[str, Any], device) -> None:
     """Whichever plan is shipped, the others work too."""
-    if changed.get("by_hand") and not by_hand_takes(512, 64, False, 64, device):
+    if changed.get("warp_specialized") and not warp_specialized_takes(512, 64, False, 64, device):
         pytest.skip("written for Hopper")
     inputs, options = mla_inputs([6000, 0, 500, 65], device, NH=heads, L=512, R=64, page=64)
     plan = replace(DecodePlan(rows=64, keys=64, warps=8, stages=2), **changed)
@@ -343,18 +343,18 @@ def test_mla_decode_plans_agree(heads: int, changed: dict[str, Any], device) -> 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [{"S": 2, "NH": 40}, {"page": 16}, {"page": 128}])
-def test_mla_decode_by_hand(sizes: dict[str, Any], device) -> None:
-    if not by_hand_takes(512, 64, False, 64, device):
+def test_mla_decode_warp_specialized(sizes: dict[str, Any], device) -> None:
+    if not warp_specialized_takes(512, 64, False, 64, device):
         pytest.skip("written for Hopper")
     shape = {"NH": 128, "L": 512, "R": 64, "page": 64} | sizes
     inputs, options = mla_inputs([700, 1, 64, 300], device, **shape)
-    plan = DecodePlan(rows=64, keys=64, warps=8, stages=1, by_hand=True)
+    plan = DecodePlan(rows=64, keys=64, warps=8, stages=1, warp_specialized=True)
     check(mla, ref.mla_decode, inputs, options | {"softcap": 20.0}, plan=plan)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True])
-def test_mla_decode_by_hand_has_no_race(fp8: bool, device) -> None:
+def test_mla_decode_warp_specialized_has_no_race(fp8: bool, device) -> None:
     """The same bits again and again: each warpgroup reads what the other wrote."""
     inputs, options = mla_inputs([9000, 4000], device, NH=128, L=512, R=64, page=64, fp8=fp8)
     once = mla(*inputs, **options)

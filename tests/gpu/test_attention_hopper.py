@@ -22,12 +22,13 @@ from pykernels.gpu.plans.attention import DecodePlan
 
 from .test_attention_decode import check, mla, mla_inputs
 
-DECODE = DecodePlan(rows=64, keys=64, warps=8, stages=1, by_hand=True)
+DECODE = DecodePlan(rows=64, keys=64, warps=8, stages=1, warp_specialized=True)
 
 
 @pytest.fixture
-def by_hand(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Puts the interpreter's versions in the kernels' places; ``by_hand(without=...)`` anew."""
+def warp_specialized(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Puts the interpreter's versions in the kernels' places; ``warp_specialized(without=...)``
+    anew."""
     if not launch.interpreted():
         pytest.skip("for the interpreter: the GPU runs the real ones")
     from pykernels.gpu.attention import mla_decode
@@ -37,7 +38,7 @@ def by_hand(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
     from .gluon_shim import interpreted
 
     decode = hopper_mla_decode.mla_decode_hopper
-    monkeypatch.setattr(mla_decode, "by_hand_takes", lambda *sizes: True)
+    monkeypatch.setattr(mla_decode, "warp_specialized_takes", lambda *sizes: True)
 
     def rows_of(pages: torch.Tensor, width: int) -> TensorDescriptor:
         P, page, N = pages.shape
@@ -70,16 +71,16 @@ MLA = [
 @pytest.mark.parametrize(("sizes", "per_sm", "why"), MLA, ids=[row[2] for row in MLA])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_mla_decode(
-    sizes: dict[str, Any], per_sm: int, why: str, softcap: float | None, device, by_hand
+    sizes: dict[str, Any], per_sm: int, why: str, softcap: float | None, device, warp_specialized
 ) -> None:
     inputs, options = mla_inputs(device=device, L=512, R=64, **sizes)
-    plan = DecodePlan(64, 64, 8, 1, per_sm, by_hand=True)
+    plan = DecodePlan(64, 64, 8, 1, per_sm, warp_specialized=True)
     check(mla, ref.mla_decode, inputs, options | {"softcap": softcap}, plan=plan)
 
 
 @pytest.mark.parametrize("without", ["barrier", "fence_async_shared"])
-def test_what_threads_owe_each_other_is_missed(without: str, device, by_hand) -> None:
-    by_hand(without)
+def test_what_threads_owe_each_other_is_missed(without: str, device, warp_specialized) -> None:
+    warp_specialized(without)
     inputs, options = mla_inputs([200], device, L=512, R=64)
     with pytest.raises(Exception, match=without.split("_")[0]):
         mla(*inputs, **options, plan=DECODE)
@@ -100,13 +101,13 @@ def test_ptxas_keeps_the_order() -> None:
     assert result.returncode == 0, result.stderr[-3000:]
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     attention = ["prefill_hopper"] * 3 + ["mla_decode_hopper"] * 2
-    linears = ["many_rows_hopper"] * 4 + ["gemm_fp8_hopper"]
-    decoded = ["many_rows_hopper"] * 2
+    linears = ["dequant_gemm"] * 4 + ["gemm_fp8_hopper"]
+    decoded = ["dequant_gemm"] * 2
     experts = ["gemm_bf16_hopper", *decoded, *["gemm_fp8_hopper"] * 2, *decoded]
     products = linears + experts
-    assert [row["kernel"] for row in rows] == attention + ["one_row"] * 2 + products
+    assert [row["kernel"] for row in rows] == attention + ["gemv_mma"] * 2 + products
     for row in rows:
-        if row["kernel"] == "one_row":
+        if row["kernel"] == "gemv_mma":
             assert row["late"] < 0.5, f"weights are asked for behind products: {row}"
             continue
         # Registers are decoded into every two products; 128 values of E4M3 are four products, a

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pykernels import ref
-from pykernels.gpu.plans.attention import PrefillPlan, by_hand_takes_prefill
+from pykernels.gpu.plans.attention import PrefillPlan, warp_specialized_prefill_takes
 from pykernels.shapes import Ragged
 
 from .caches import BF16, FP8, make_cache, no_worse
@@ -18,8 +18,8 @@ WIDE = PrefillPlan(rows=64, keys=32, warps=4, stages=2)
 UNPACK = PrefillPlan(rows=16, keys=16, warps=4, stages=1, unpack=True)
 
 
-def by_hand(keys: int, **others: Any) -> PrefillPlan:
-    return PrefillPlan(128, keys, 8, 1, by_hand=True, **others)
+def warp_specialized(keys: int, **others: Any) -> PrefillPlan:
+    return PrefillPlan(128, keys, 8, 1, warp_specialized=True, **others)
 
 
 def ragged(
@@ -278,18 +278,20 @@ BY_HAND = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("keys", [64, 128])
 @pytest.mark.parametrize(("sizes", "why"), BY_HAND, ids=[row[1] for row in BY_HAND])
-def test_prefill_by_hand(keys: int, sizes: dict[str, Any], why: str, device) -> None:
-    if not by_hand_takes_prefill(128, 128, 0, 0, device):
+def test_prefill_warp_specialized(keys: int, sizes: dict[str, Any], why: str, device) -> None:
+    if not warp_specialized_prefill_takes(128, 128, 0, 0, device):
         pytest.skip("written for Hopper")
-    run_gqa(device, plan=by_hand(keys), **sizes)
+    run_gqa(device, plan=warp_specialized(keys), **sizes)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("keys", [64, 128])
-def test_mla_prefill_by_hand(keys: int, device) -> None:
-    if not by_hand_takes_prefill(128, 128, 64, 0, device):
+def test_mla_prefill_warp_specialized(keys: int, device) -> None:
+    if not warp_specialized_prefill_takes(128, 128, 64, 0, device):
         pytest.skip("written for Hopper")
-    run_mla(device, [1000, 77, 300], [1500, 77, 4000], D=128, R=64, gap=3, plan=by_hand(keys))
+    run_mla(
+        device, [1000, 77, 300], [1500, 77, 4000], D=128, R=64, gap=3, plan=warp_specialized(keys)
+    )
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ import torch
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from pykernels.gpu.attention import select
-from pykernels.gpu.attention.select import choose_decode, choose_prefill, shipped_decode
+from pykernels.gpu.attention.select import select_decode, select_prefill, shipped_decode
 from pykernels.gpu.plans import attention
 from pykernels.gpu.plans.attention import DecodePlan, PrefillPlan
 from pykernels.gpu.plans.attention_shape import AttentionShape
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 MLA = AttentionShape(128, 1, 512, 64, 512, 64, 0, batch=8, queries=1, context=8192)
 GQA = AttentionShape(32, 8, 128, 0, 128, 64, 0, batch=8, queries=1, context=8192)
 ROWS = GQA._replace(page=0, batch=1, queries=2048, context=2048)
-BY_HAND = DecodePlan(64, 64, 8, 2, by_hand=True)
+BY_HAND = DecodePlan(64, 64, 8, 2, warp_specialized=True)
 RING = DecodePlan(16, 64, 4, 4, in_ring=True)
 LANES = DecodePlan(8, 128, 4, 1, in_lanes=True)
 ACROSS = DecodePlan(64, 64, 8, 2, across=True)
@@ -90,12 +90,12 @@ def test_a_kernel_that_cannot_run_here_is_passed_over(
 ) -> None:
     write(op, shape, plan, path)
     fp8 = path == "fp8"
-    assert choose_decode(op, shape, fp8, CPU, aligned=True) == plan
+    assert select_decode(op, shape, fp8, CPU, aligned=True) == plan
     shipped = shipped_decode(op, shape, fp8, CPU, aligned=False)
-    assert choose_decode(op, shape, fp8, CPU, aligned=False) == shipped != plan
+    assert select_decode(op, shape, fp8, CPU, aligned=False) == shipped != plan
     monkeypatch.setattr(attention, "arch", lambda device: (8, 0))
     shipped = shipped_decode(op, shape, fp8, CPU)
-    assert choose_decode(op, shape, fp8, CPU, aligned=True) == shipped != plan
+    assert select_decode(op, shape, fp8, CPU, aligned=True) == shipped != plan
 
 
 @pytest.mark.usefixtures("hopper")
@@ -103,18 +103,20 @@ def test_unpacking_is_decided_by_the_call_not_by_the_plan() -> None:
     paged = ROWS._replace(page=64)
     write("gqa_prefill", paged, PREFILL, "fp8")
     write("gqa_prefill", paged, unpack := PrefillPlan(128, 64, 8, 1, True, True), "unpacked")
-    assert choose_prefill(paged, True, False, True, CPU) == PREFILL
-    assert choose_prefill(paged, True, True, True, CPU) == unpack
-    assert not choose_prefill(paged, True, True, False, CPU).by_hand  # rows that are not aligned
-    assert choose_prefill(paged, False, False, True, CPU).keys == 128  # bf16: as it is shipped
+    assert select_prefill(paged, True, False, True, CPU) == PREFILL
+    assert select_prefill(paged, True, True, True, CPU) == unpack
+    assert not select_prefill(
+        paged, True, True, False, CPU
+    ).warp_specialized  # rows that are not aligned
+    assert select_prefill(paged, False, False, True, CPU).keys == 128  # bf16: as it is shipped
 
 
 @pytest.mark.usefixtures("hopper")
-def test_keys_in_e4m3_are_not_for_the_prefill_by_hand() -> None:
+def test_keys_in_e4m3_are_not_for_the_prefill_warp_specialized() -> None:
     """Unless they become bf16 first, which are rows then and no pages."""
-    plan = PrefillPlan(128, 64, 8, 1, by_hand=True)
+    plan = PrefillPlan(128, 64, 8, 1, warp_specialized=True)
     sizes = (128, 128, 0)
-    prefills = attention.by_hand_prefills
+    prefills = attention.warp_specialized_prefills
     assert prefills(*sizes, False, plan, True, 64, CPU)
     assert not prefills(*sizes, True, plan, True, 64, CPU)
     assert prefills(*sizes, True, PrefillPlan(128, 64, 8, 1, True, True), True, 4, CPU)
@@ -125,17 +127,17 @@ def test_keys_in_e4m3_are_not_for_the_prefill_by_hand() -> None:
 def test_a_prefill_with_a_rotated_part_has_plans_of_its_own() -> None:
     rotated = ROWS._replace(rope=64)
     write("mla_prefill", rotated, PREFILL)
-    assert choose_prefill(rotated, False, False, True, CPU) == PREFILL
-    assert choose_prefill(ROWS, False, False, True, CPU) != PREFILL
+    assert select_prefill(rotated, False, False, True, CPU) == PREFILL
+    assert select_prefill(ROWS, False, False, True, CPU) != PREFILL
 
 
 def test_kernels_want_pages_that_hold_what_they_read_at_once() -> None:
-    fits = attention.in_lanes_fits, attention.in_ring_fits, attention.by_hand_fits
-    lanes, ring, by_hand = fits
+    fits = attention.in_lanes_fits, attention.in_ring_fits, attention.warp_specialized_fits
+    lanes, ring, warp_specialized = fits
     assert lanes(128, True, 32) and not lanes(128, True, 16)
     assert ring(128, False, 64) and not ring(128, False, 32)
-    assert by_hand(512, 64, False, 8) and not by_hand(512, 64, False, 4)
-    assert by_hand(512, 64, True, 64) and not by_hand(512, 64, True, 32)
+    assert warp_specialized(512, 64, False, 8) and not warp_specialized(512, 64, False, 4)
+    assert warp_specialized(512, 64, True, 64) and not warp_specialized(512, 64, True, 32)
 
 
 def test_it_pays_to_unpack_for_many_rows_in_little_room() -> None:
@@ -144,16 +146,17 @@ def test_it_pays_to_unpack_for_many_rows_in_little_room() -> None:
 
 
 WRONG = [
-    ("gqa_decode", GQA, "bf16", BY_HAND, "no kernel of gqa_decode takes these .* this by_hand"),
+    ("gqa_decode", GQA, "bf16", BY_HAND, "takes these .* this warp_specialized"),
     ("gqa_decode", GQA, "bf16", ACROSS, "this across"),
     ("mla_decode", MLA, "bf16", RING, "this in_ring"),
-    ("mla_decode", MLA._replace(head_dim=256), "bf16", BY_HAND, "this by_hand"),
+    ("mla_decode", MLA._replace(head_dim=256), "bf16", BY_HAND, "this warp_specialized"),
     ("gqa_decode", GQA, "fp8", RING, "this in_ring"),
     ("gqa_decode", GQA, "bf16", LANES, "this in_lanes"),
     ("gqa_decode", GQA._replace(head_dim=64), "fp8", LANES, "this in_lanes"),
-    ("gqa_prefill", ROWS, "fp8", PrefillPlan(128, 64, 8, 1, by_hand=True), "this by_hand"),
+    ("gqa_prefill", ROWS, "fp8",
+     PrefillPlan(128, 64, 8, 1, warp_specialized=True), "this warp_specialized"),
     ("gqa_prefill", ROWS._replace(head_dim=256, value_dim=256), "bf16",
-     PrefillPlan(128, 128, 8, 1, by_hand=True), "this by_hand"),
+     PrefillPlan(128, 128, 8, 1, warp_specialized=True), "this warp_specialized"),
     ("gqa_prefill", ROWS, "bf16", PrefillPlan(64, 64, 4, 1, unpack=True), "this unpack"),
     ("gqa_prefill", ROWS, "unpacked", PREFILL, "this unpack"),
     ("gqa_decode", GQA, "bf16", PREFILL, "unexpected keyword argument 'unpack'"),

@@ -22,10 +22,10 @@ from pykernels.gpu.moe import fused_moe
 from pykernels.gpu.moe.permute import unpermute
 from pykernels.gpu.moe.router import route
 from pykernels.gpu.moe.router_logits import router_logits
-from pykernels.gpu.moe.select import choose_plan
+from pykernels.gpu.moe.select import select
 from pykernels.gpu.norm import rms_norm
 from pykernels.gpu.plans.attention import DecodePlan
-from pykernels.gpu.plans.gemm import ExpertsPlan
+from pykernels.gpu.plans.gemm import SkinnyExpertsPlan
 from pykernels.gpu.rope import rope, rope_frequencies
 from pykernels.quant import get_format
 from pykernels.shapes import MoEShape, RouterSpec
@@ -153,8 +153,8 @@ def experts_chain(name: str, shape: MoEShape, device: torch.device) -> Chain:
     """One token through layers: its experts are others in each."""
     experts = random_experts(shape, get_format(name), device)
     for op, stack in (("gate_up", experts.gate_up), ("down", experts.down)):
-        chosen = choose_plan(op, stack, "bf16", shape.topk, shape.E, device)
-        assert isinstance(chosen, ExpertsPlan)
+        chosen = select(op, stack, "bf16", shape.topk, shape.E, device)
+        assert isinstance(chosen, SkinnyExpertsPlan)
     x, weight = torch.randn(1, shape.H).to(BF16).to(device), torch.ones(shape.H, device=device)
     gate = (torch.randn(shape.E, shape.H) / shape.H**0.5).to(BF16).to(device)
     logits, spec = torch.zeros(1, shape.E, device=device), RouterSpec(shape.topk)
@@ -207,7 +207,7 @@ def test_gqa_decode_waits_for_queries_and_cache(
     check(gqa_chain(plan, LENGTHS, NH, KVH, fp8, hopper), kernels | {"_rope", "_write"})
 
 
-BY_HAND = DecodePlan(rows=64, keys=64, warps=8, stages=2, by_hand=True)
+BY_HAND = DecodePlan(rows=64, keys=64, warps=8, stages=2, warp_specialized=True)
 SIXTEEN = DecodePlan(rows=16, keys=64, warps=8, stages=3)
 MLA = [
     (BY_HAND, 128, False, {"mla_decode_hopper", "mla_combine"}, "by hand"),
@@ -228,4 +228,4 @@ def test_mla_decode_waits_for_queries_and_cache(
 @pytest.mark.parametrize("name", ["int4-g128", "int8", "q4_k"])
 def test_experts_of_few_rows_wait_for_the_router(name: str, device: torch.device) -> None:
     chain = experts_chain(name, MoEShape(16, 1024, 512, 4), device)
-    check(chain, {"_rms_norm", "_route_one", "few_experts"})
+    check(chain, {"_rms_norm", "_route_one", "skinny_experts"})

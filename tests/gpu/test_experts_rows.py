@@ -20,8 +20,8 @@ from pykernels.gpu.gemm import grouped
 from pykernels.gpu.gemm.hopper import dequant
 from pykernels.gpu.gemm.weights import pack_for_gpu
 from pykernels.gpu.moe import fused_moe, select
-from pykernels.gpu.moe.select import many_plan, most_few
-from pykernels.gpu.plans.gemm import GemmPlan, ManyPlan
+from pykernels.gpu.moe.select import dequant_plan, most_skinny_rows
+from pykernels.gpu.plans.gemm import DequantPlan, GemmPlan
 from pykernels.quant import get_format
 from pykernels.shapes import MoEShape
 from pykernels.testing import balanced_routing, one_expert_routing, relative_error, skewed_routing
@@ -29,11 +29,11 @@ from pykernels.testing import balanced_routing, one_expert_routing, relative_err
 from .test_moe_gpu import check, random_experts
 
 RAGGED = MoEShape(E=3, H=192, I=64, topk=2)  # half steps of inputs, ragged tiles of outputs
-FOUR, EIGHT = ManyPlan(16, 4, 3, 2), ManyPlan(32, 8, 2, 3)
+FOUR, EIGHT = DequantPlan(16, 4, 3, 2), DequantPlan(32, 8, 2, 3)
 
 
 @pytest.fixture(autouse=True)
-def by_hand(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def warp_specialized(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel, or the interpreter's version in its place."""
     if not launch.interpreted():
         if launch.arch(device)[0] != 9:
@@ -41,10 +41,10 @@ def by_hand(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
         return
     from .gluon_shim import interpreted
 
-    kernel = interpreted(dequant.many_rows_hopper)
-    monkeypatch.setattr(dequant, "many_rows_hopper", kernel)
+    kernel = interpreted(dequant.dequant_gemm)
+    monkeypatch.setattr(dequant, "dequant_gemm", kernel)
     for module in (grouped, select):
-        monkeypatch.setattr(module, "many_rows_takes", lambda *args: True)
+        monkeypatch.setattr(module, "dequant_takes", lambda *args: True)
 
 
 CASES = [
@@ -59,7 +59,7 @@ def test_a_layer(
     name: str,
     T: int,
     route: Callable[..., Any],
-    plans: tuple[ManyPlan, ManyPlan],
+    plans: tuple[DequantPlan, DequantPlan],
     why: str,
     device: torch.device,
 ) -> None:
@@ -124,14 +124,14 @@ def test_what_it_does_not_take_is_refused(device: torch.device) -> None:
 
 def test_few_rows_end_sooner_where_there_is_a_kernel_for_more() -> None:
     for kind, group in (("q4_k", 0), ("int4", 32), ("int4", 128), ("int8", 7168)):
-        assert 2 <= most_few(kind, group, True) < most_few(kind, group, False) <= 8
+        assert 2 <= most_skinny_rows(kind, group, True) < most_skinny_rows(kind, group, False) <= 8
 
 
 def test_blocks_are_as_long_as_experts_have_rows() -> None:
-    cols = [many_plan("int4", rows).cols for rows in (3, 17, 33, 64, 128, 300)]
+    cols = [dequant_plan("int4", rows).cols for rows in (3, 17, 33, 64, 128, 300)]
     assert cols == [16, 32, 64, 64, 128, 256]
     for kind, rows in itertools.product(("int8", "q6_k"), (9, 17, 40, 100, 300)):
-        plan = many_plan(kind, rows)
+        plan = dequant_plan(kind, rows)
         shared = plan.stages * plan.cols * 128 + plan.word_stages * plan.warps * 1024
         assert shared <= (226 if plan.warps == 8 else 113) * 1024
 

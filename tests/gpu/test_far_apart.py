@@ -43,7 +43,7 @@ def test_prefill_of_heads_that_lie_far_apart(which: str, device: torch.device) -
     assert relative_error(gqa_prefill(*given.values(), batch, scale=0.25), truth) < 8e-3
 
 
-def test_copies_by_hand_are_not_asked_for_heads_beyond_32_bits() -> None:
+def test_warp_specialized_copies_not_for_heads_beyond_32_bits() -> None:
     def heads(stride: int) -> torch.Tensor:
         return torch.empty_strided((4, 128, 128), (128, stride, 1), dtype=BF16, device="meta")
 

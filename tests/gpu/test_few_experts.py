@@ -12,8 +12,8 @@ from pykernels.gpu.gemm import grouped, skinny_experts
 from pykernels.gpu.gemm.weights import fine, pack_for_gpu
 from pykernels.gpu.moe import fused_moe
 from pykernels.gpu.moe.permute import sort_slots
-from pykernels.gpu.moe.select import few_plan
-from pykernels.gpu.plans.gemm import ExpertsPlan
+from pykernels.gpu.moe.select import skinny_plan
+from pykernels.gpu.plans.gemm import SkinnyExpertsPlan
 from pykernels.quant import Weight, get_format
 from pykernels.quant.integer import Integer
 from pykernels.shapes import MoEShape
@@ -29,25 +29,27 @@ def device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.devic
     if launch.interpreted():
         from .gluon_shim import interpreted
 
-        monkeypatch.setattr(skinny_experts, "few_experts", interpreted(skinny_experts.few_experts))
+        monkeypatch.setattr(
+            skinny_experts, "skinny_experts", interpreted(skinny_experts.skinny_experts)
+        )
         monkeypatch.setattr(grouped, "arch", lambda device: (8, 0))
     return device
 
 
 CASES = [
-    ("q4_k", 512, 24, ExpertsPlan(32, 1), "more steps than one"),
-    ("q6_k", 256, 40, ExpertsPlan(32, 2, 4, ahead=2), "rows that do not exist, 16 columns"),
-    ("int4", 320, 24, ExpertsPlan(32, 1, 2), "half a chunk at the end"),
-    ("int4-g128", 320, 24, ExpertsPlan(32, 2, 8, 2), "half a group at the end"),
-    ("int8", 192, 40, ExpertsPlan(32, 2, 8, ahead=2), "bytes"),
-    ("fp8", 192, 136, ExpertsPlan(128, 2, 8), "two blocks of scales"),
+    ("q4_k", 512, 24, SkinnyExpertsPlan(32, 1), "more steps than one"),
+    ("q6_k", 256, 40, SkinnyExpertsPlan(32, 2, 4, ahead=2), "rows that do not exist, 16 columns"),
+    ("int4", 320, 24, SkinnyExpertsPlan(32, 1, 2), "half a chunk at the end"),
+    ("int4-g128", 320, 24, SkinnyExpertsPlan(32, 2, 8, 2), "half a group at the end"),
+    ("int8", 192, 40, SkinnyExpertsPlan(32, 2, 8, ahead=2), "bytes"),
+    ("fp8", 192, 136, SkinnyExpertsPlan(128, 2, 8), "two blocks of scales"),
 ]
 IDS = torch.tensor([[1, 3], [3, 7], [1, 3], [2, -1]])
 
 
 @pytest.mark.parametrize(("name", "K", "N", "plan", "why"), CASES, ids=[c[4] for c in CASES])
 def test_products(
-    name: str, K: int, N: int, plan: ExpertsPlan, why: str, device: torch.device
+    name: str, K: int, N: int, plan: SkinnyExpertsPlan, why: str, device: torch.device
 ) -> None:
     """Experts without rows, with more than a program takes, without a slot; ids of none."""
     (T, topk), E = IDS.shape, 4
@@ -94,13 +96,15 @@ def test_an_expert_that_lies_nowhere_takes_nothing_from_slot_0(device: torch.dev
         stack.scale[: len(stack) // 2] = float("nan")
         x = torch.randn(1 if gated else 2, K, device=device).bfloat16()
         out = torch.full((2, N), float("nan"), dtype=torch.bfloat16, device=device)
-        plan = ExpertsPlan(32, 2, 8)
+        plan = SkinnyExpertsPlan(32, 2, 8)
         grouped.multiply(x, stack, out, plan, order=order, table=table, gated=gated)
         assert out[0].eq(0).all() and out[1].isfinite().all() and out[1].any()
 
 
-@pytest.mark.parametrize("plan", [ExpertsPlan(16, 1), ExpertsPlan(32, 2, 4, 2, 2)], ids=str)
-def test_bytes_in_groups_of_32(plan: ExpertsPlan, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    "plan", [SkinnyExpertsPlan(16, 1), SkinnyExpertsPlan(32, 2, 4, 2, 2)], ids=str
+)
+def test_bytes_in_groups_of_32(plan: SkinnyExpertsPlan, device: torch.device) -> None:
     """A format that has no name of its own; half a chunk at the end, a bias."""
     fmt = Integer("int8 in groups of 32", 8, 32)
     weight = fmt.quantize(torch.randn(40, 448) / 448**0.5 * torch.rand(40, 448))
@@ -123,7 +127,7 @@ def test_every_code_and_scale_is_decoded(name: str, device: torch.device) -> Non
     x = torch.zeros(8, 256).bfloat16()
     x[torch.arange(8), few] = 1
     out = torch.full((8, 24), float("nan"), dtype=torch.bfloat16, device=device)
-    grouped.multiply(x.to(device), stack.to(device), out, ExpertsPlan(16, 1, 4))
+    grouped.multiply(x.to(device), stack.to(device), out, SkinnyExpertsPlan(16, 1, 4))
     truth = get_format(name).dequantize(weight)[:, few].T
     assert relative_error(out.cpu(), truth) < (8e-3 if launch.interpreted() else 4e-3)
 
@@ -133,7 +137,10 @@ def test_a_plan_for_few_rows_is_refused_where_nothing_is_decoded(device: torch.d
     with pytest.raises(PykernelsError, match="decoded"):
         order = sort_slots(torch.zeros(1, 1, dtype=torch.int64, device=device), 2)
         fused_moe.gate_up(
-            torch.zeros(1, 64, device=device).bfloat16(), experts, order, plan=ExpertsPlan(16, 4)
+            torch.zeros(1, 64, device=device).bfloat16(),
+            experts,
+            order,
+            plan=SkinnyExpertsPlan(16, 4),
         )
 
 
@@ -144,8 +151,8 @@ def test_inputs_that_begin_anywhere(device: torch.device) -> None:
     for begin in (1, 2, 4):
         x = room[begin:][: 3 * 192].view(3, 192)
         odd, even = (x.new_full((3, 24), float("nan")) for _ in range(2))
-        grouped.multiply(x, stack, odd, ExpertsPlan(16, 1, 8))
-        grouped.multiply(x.clone(), stack, even, ExpertsPlan(16, 1, 8))
+        grouped.multiply(x, stack, odd, SkinnyExpertsPlan(16, 1, 8))
+        grouped.multiply(x.clone(), stack, even, SkinnyExpertsPlan(16, 1, 8))
         assert torch.equal(odd, even)
 
 
@@ -153,18 +160,18 @@ def test_more_rows_than_have_columns_of_their_own_are_refused(device: torch.devi
     """Where a quad's lanes have scales of their own, a row has four columns."""
     stack, x = made("q4_k", 24, 256)[1].to(device), torch.randn(9, 256, device=device).bfloat16()
     out = torch.full((9, 24), float("nan"), dtype=torch.bfloat16, device=device)
-    grouped.multiply(x, stack, out, ExpertsPlan(16, 1, 8))
+    grouped.multiply(x, stack, out, SkinnyExpertsPlan(16, 1, 8))
     assert out.isfinite().all()
     with pytest.raises(PykernelsError, match="tokens=16 for q4_k"):
-        grouped.multiply(x, stack, out, ExpertsPlan(16, 1, 16))
+        grouped.multiply(x, stack, out, SkinnyExpertsPlan(16, 1, 16))
 
 
 def test_few_inputs_take_few_warps_and_few_rows_few_columns() -> None:
     for kind, group in (("q4_k", 0), ("q6_k", 0), ("int4", 32), ("int4", 128), ("fp8", 128)):
-        many, few = (few_plan(kind, group, 1, K) for K in (7168, 2048))
+        many, few = (skinny_plan(kind, group, 1, K) for K in (7168, 2048))
         assert many.warps == 2 * few.warps
         assert many.tokens == (2 if fine(kind, group) else 8)
-    assert [few_plan("q4_k", 0, rows, 7168).tokens for rows in (2, 2.5)] == [2, 4]
+    assert [skinny_plan("q4_k", 0, rows, 7168).tokens for rows in (2, 2.5)] == [2, 4]
 
 
 @pytest.mark.gpu

@@ -17,12 +17,12 @@ from pykernels.testing import relative_error
 
 from .test_linear_gpu import made
 
-PLAN = GemmPlan(128, 128, 128, 2, by_hand=True)
+PLAN = GemmPlan(128, 128, 128, 2, warp_specialized=True)
 FP8 = get_format("fp8")
 
 
 @pytest.fixture(autouse=True)
-def by_hand(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def warp_specialized(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels, or the interpreter's versions in their places."""
     if not launch.interpreted():
         if launch.arch(device)[0] != 9:
@@ -32,7 +32,7 @@ def by_hand(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 
     from .gluon_shim import interpreted
 
-    monkeypatch.setattr(grouped, "by_hand_takes", lambda *args: True)
+    monkeypatch.setattr(grouped, "warp_specialized_takes", lambda *args: True)
     for module, name in (
         (fp8, "gemm_fp8_hopper"),
         (linear_fp8, "add_tail"),
@@ -66,7 +66,7 @@ def test_against_float64(
     x, bias = torch.randn(M, K).bfloat16(), torch.randn(N) if biased else None
     out = torch.full((M, N), float("nan"), dtype=torch.bfloat16, device=device)
     codes, scales = quantize_fp8(x.to(device))
-    linear_fp8.multiply_rows_by_hand(
+    linear_fp8.multiply_rows(
         codes, scales, stack.to(device), out, None if bias is None else bias.to(device), 2
     )
     truth = ref.linear(x, weight, bias, fmt=FP8, activations="fp8", dtype=torch.float64)

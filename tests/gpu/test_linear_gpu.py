@@ -11,11 +11,18 @@ import torch
 
 from pykernels import ref
 from pykernels.errors import PykernelsError
-from pykernels.gpu.gemm import select
+from pykernels.gpu.gemm import select as selection
 from pykernels.gpu.gemm.linear import linear
-from pykernels.gpu.gemm.select import choose_plan
+from pykernels.gpu.gemm.select import select
 from pykernels.gpu.gemm.weights import Matrices, empty_for_gpu, pack_for_gpu
-from pykernels.gpu.plans.gemm import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan, OneRowPlan
+from pykernels.gpu.plans.gemm import (
+    DequantPlan,
+    GemmPlan,
+    GemvInt8Plan,
+    GemvMmaPlan,
+    SkinnyExpertsPlan,
+    SkinnyPlan,
+)
 from pykernels.quant import Weight, get_format
 from pykernels.testing import relative_error
 
@@ -66,10 +73,10 @@ PLANS = [
     ("int4", 5, GemmPlan(16, 32, 64, split_k=4), "K in four parts"),
     ("int4", 5, GemmPlan(16, 32, 64, split_k=5), "parts of different lengths"),
     ("int8", 16, GemmPlan(16, 64, 128, split_k=8), "more parts than steps: some are empty"),
-    ("int8", 1, GemvPlan(16, 32), "rows in several steps"),
-    ("int8", 1, GemvPlan(8, 64), "last step beyond K"),
-    ("int8", 1, GemvPlan(32, 128), "a step longer than K"),
-    ("int8-channel", 1, GemvPlan(16, 32), "one scale an output"),
+    ("int8", 1, GemvInt8Plan(16, 32), "rows in several steps"),
+    ("int8", 1, GemvInt8Plan(8, 64), "last step beyond K"),
+    ("int8", 1, GemvInt8Plan(32, 128), "a step longer than K"),
+    ("int8-channel", 1, GemvInt8Plan(16, 32), "one scale an output"),
     ("bf16", 33, GemmPlan(32, 64, 64, tma=True, group_m=1), "descriptors"),
     ("bf16", 40, GemmPlan(16, 32, 64, group_m=2), "a last group of fewer blocks of rows"),
     ("q6_k", 5, GemmPlan(16, 64, 64, unpack=True), "K-quants unpacked first"),
@@ -79,7 +86,7 @@ PLANS = [
 
 @pytest.mark.parametrize(("name", "M", "plan", "why"), PLANS, ids=[row[3] for row in PLANS])
 def test_plans(
-    name: str, M: int, plan: GemmPlan | GemvPlan, why: str, device: torch.device
+    name: str, M: int, plan: GemmPlan | GemvInt8Plan, why: str, device: torch.device
 ) -> None:
     check(name, M, 72, 512 if name == "q6_k" else 384, device, plan=plan)
 
@@ -95,7 +102,7 @@ def test_large_and_tiny_inputs_survive_the_powers_of_two_of_gemv(device: torch.d
     weight, stack = made("int8", 16, 128)
     for factor in (2.0**40, 1.0, 2.0**-30):
         x = (torch.randn(1, 128) * factor).bfloat16()
-        y = linear(x.to(device), stack.to(device), plan=GemvPlan(16, 32))
+        y = linear(x.to(device), stack.to(device), plan=GemvInt8Plan(16, 32))
         truth = ref.linear(x, weight, fmt=get_format("int8"), dtype=torch.float64)
         assert relative_error(y.cpu(), truth) < 4e-3, factor
 
@@ -106,7 +113,7 @@ def test_what_lies_behind_a_row_is_not_multiplied(words: int, device: torch.devi
     room = torch.full((1, 1024), float("nan"), dtype=torch.bfloat16, device=device)
     room[:, :384] = torch.randn(384, device=device)
     x = room[:, :384]
-    assert linear(x, stack, plan=GemvPlan(8, words)).isfinite().all()
+    assert linear(x, stack, plan=GemvInt8Plan(8, words)).isfinite().all()
 
 
 def test_inputs_that_begin_anywhere(device: torch.device) -> None:
@@ -131,11 +138,11 @@ REFUSED = [
     ("kind", "a stack of 2", lambda x, s: linear(x, pack_for_gpu(get_format("int4"), [s] * 2))),
     ("x", "x is torch.float32", lambda x, s: linear(x.float(), _one(s))),
     ("activations", "fp8 activations", lambda x, s: linear(x, _one(s), activations="fp8")),
-    ("rows", "no gemv for 5 rows", lambda x, s: linear(x, _one(s), plan=GemvPlan(16, 32))),
+    ("rows", "no gemv for 5 rows", lambda x, s: linear(x, _one(s), plan=GemvInt8Plan(16, 32))),
     (
         "rows of bytes",
         "no gemv for 5 rows",
-        lambda x, s: linear(x, _bytes(s), plan=GemvPlan(16, 32)),
+        lambda x, s: linear(x, _bytes(s), plan=GemvInt8Plan(16, 32)),
     ),
     ("bias", "bias", lambda x, s: linear(x, _one(s), x.new_zeros(3))),
     ("out", "out is", lambda x, s: linear(x, _one(s), out=x)),
@@ -161,15 +168,15 @@ def test_what_no_kernel_takes_is_refused(
 
 
 UNFIT = [
-    ("int8", 2, 64, OneRowPlan(16, 2), "one_row takes one row"),
-    ("bf16", 1, 64, OneRowPlan(16, 2), "one_row takes one row"),
-    ("q4_k", 1, 256, OneRowPlan(16, 1), "two warps or more"),
-    ("int4", 1, 32832, OneRowPlan(16, 2), "up to 32768 inputs"),
-    ("int4", 65, 64, FewPlan(16, 2), "few_rows takes up to 64 rows"),
-    ("q6_k", 2, 256, FewPlan(16, 2), "few_rows takes"),
-    ("bf16", 2, 64, ExpertsPlan(16, 2), "few_experts decodes"),
-    ("bf16", 2, 64, ManyPlan(16), "many_rows_hopper takes"),
-    ("int4", 2, 640, ManyPlan(16, split_k=4), "5 steps in 4 parts leave one empty"),
+    ("int8", 2, 64, GemvMmaPlan(16, 2), "gemv_mma takes one row"),
+    ("bf16", 1, 64, GemvMmaPlan(16, 2), "gemv_mma takes one row"),
+    ("q4_k", 1, 256, GemvMmaPlan(16, 1), "two warps or more"),
+    ("int4", 1, 32832, GemvMmaPlan(16, 2), "up to 32768 inputs"),
+    ("int4", 65, 64, SkinnyPlan(16, 2), "skinny_linear takes up to 64 rows"),
+    ("q6_k", 2, 256, SkinnyPlan(16, 2), "skinny_linear takes"),
+    ("bf16", 2, 64, SkinnyExpertsPlan(16, 2), "skinny_experts decodes"),
+    ("bf16", 2, 64, DequantPlan(16), "dequant_gemm takes"),
+    ("int4", 2, 640, DequantPlan(16, split_k=4), "5 steps in 4 parts leave one empty"),
     ("bf16", 2, 64, GemmPlan(16, 32, 64, split_k=2), "only decoded weights"),
 ]
 
@@ -192,7 +199,7 @@ def test_a_plan_that_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize(
-    "plan", [OneRowPlan(16, 2), FewPlan(16, 2), ExpertsPlan(16, 2, 8), ManyPlan(16)]
+    "plan", [GemvMmaPlan(16, 2), SkinnyPlan(16, 2), SkinnyExpertsPlan(16, 2, 8), DequantPlan(16)]
 )
 def test_plans_for_tensor_cores_and_bfloat16_inputs_are_refused_elsewhere(
     plan: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -263,12 +270,12 @@ def test_a_graph_replays_with_other_inputs(name: str, M: int) -> None:
 def test_few_rows_of_decoded_weights_are_split_over_k(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(select, "arch", lambda device: (0, 0))  # GPUs take none of these so
-    plan = choose_plan(made("q4_k", 72, 2048)[1], 1, device)
+    monkeypatch.setattr(selection, "arch", lambda device: (0, 0))  # GPUs take none of these so
+    plan = select(made("q4_k", 72, 2048)[1], 1, device)
     assert isinstance(plan, GemmPlan) and plan.split_k == 4  # 8 steps of 256, at least two a part
-    many = choose_plan(made("q4_k", 72, 2048)[1], 3000, device)
+    many = select(made("q4_k", 72, 2048)[1], 3000, device)
     assert isinstance(many, GemmPlan) and many.split_k == 1
-    assert isinstance(choose_plan(made("int8", 72, 384)[1], 1, device), GemvPlan)
+    assert isinstance(select(made("int8", 72, 384)[1], 1, device), GemvInt8Plan)
 
 
 def _meta_call(name: str, M: int) -> tuple[str, object]:

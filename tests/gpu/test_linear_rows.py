@@ -12,10 +12,10 @@ from pykernels.errors import PykernelsError
 from pykernels.gpu.activation import silu_mul
 from pykernels.gpu.common import launch
 from pykernels.gpu.gemm.linear import linear
-from pykernels.gpu.gemm.select import choose_plan, few_plan, kernel_of, many_plan, one_row_plan
+from pykernels.gpu.gemm.select import dequant_plan, gemv_mma_plan, kernel_of, select, skinny_plan
 from pykernels.gpu.gemm.weights import empty_for_gpu, pack_for_gpu
 from pykernels.gpu.norm import rms_norm
-from pykernels.gpu.plans.gemm import FewPlan, GemmPlan, ManyPlan, OneRowPlan
+from pykernels.gpu.plans.gemm import DequantPlan, GemmPlan, GemvMmaPlan, SkinnyPlan
 from pykernels.quant import get_format
 from pykernels.quant.integer import Integer
 from pykernels.testing import relative_error
@@ -24,28 +24,49 @@ from .replays import assert_replays_alike
 from .test_linear_gpu import made
 
 CASES = [
-    ("int4", 1, 40, 384, FewPlan(32, 4), "groups of 32, rows that do not exist"),
-    ("int4-g128", 3, 40, 320, FewPlan(16, 2), "half a group at the end"),
-    ("int4-g128", 11, 33, 1152, FewPlan(16, 4, 2), "several steps, 16 columns"),
-    ("int8", 2, 40, 320, FewPlan(16, 4), "pairs of groups"),
-    ("int8-channel", 1, 24, 448, FewPlan(32, 2, 2), "one scale an output"),
-    ("fp8", 1, 136, 192, FewPlan(16, 2), "two blocks of scales"),
-    ("int8-channel", 4, 24, 832, FewPlan(16, 2, 1, 2), "two steps ahead, beyond the last"),
-    ("int4-g128", 5, 72, 1088, ManyPlan(16, 4, 3, 2), "more steps than places"),
-    ("int4", 20, 72, 384, ManyPlan(16, 4, 2, 4), "more places than steps, two row blocks"),
-    ("int4-g128", 20, 64, 640, ManyPlan(32, 4, 3, 2, 3), "parts: one of them shorter"),
-    ("int8-channel", 9, 40, 448, ManyPlan(16, 4, 3, 2), "one scale an output, bytes"),
-    ("int8", 9, 40, 448, ManyPlan(16, 4, 3, 2), "groups of 128, bytes, half a group at the end"),
-    ("int4", 9, 40, 448, ManyPlan(16, 4, 3, 2), "pairs of groups, an odd one at the end"),
-    ("int8-channel", 9, 40, 448, ManyPlan(16, 4, 3, 2, 2), "one scale an output, parts"),
-    ("q4_k", 9, 40, 768, ManyPlan(16, 4, 3, 2, 2), "blocks of Q4_K, parts that begin inside one"),
-    ("q6_k", 9, 40, 768, ManyPlan(16, 4, 3, 2, 2), "blocks of Q6_K, parts that begin inside one"),
-    ("fp8", 9, 136, 448, ManyPlan(16, 4, 3, 2), "two blocks of scales, half of one at the end"),
-    ("fp8", 20, 200, 384, ManyPlan(16, 8, 2, 3, 1, 3), "shares of E4M3, rows of two blocks"),
-    ("int4-g128", 5, 72, 448, ManyPlan(16, 4, 3, 2, 1, 3), "shares that end inside a tile"),
-    ("int8-channel", 20, 100, 192, ManyPlan(16, 4, 2, 3, 1, 3), "whole tiles, then shares"),
-    ("int8-channel", 130, 100, 128, ManyPlan(128, 4, 2, 2, 1, 3), "whole tiles in quarters"),
-    ("q4_k", 9, 40, 768, ManyPlan(16, 4, 3, 2, 1, 4), "shares of Q4_K that begin inside a block"),
+    ("int4", 1, 40, 384, SkinnyPlan(32, 4), "groups of 32, rows that do not exist"),
+    ("int4-g128", 3, 40, 320, SkinnyPlan(16, 2), "half a group at the end"),
+    ("int4-g128", 11, 33, 1152, SkinnyPlan(16, 4, 2), "several steps, 16 columns"),
+    ("int8", 2, 40, 320, SkinnyPlan(16, 4), "pairs of groups"),
+    ("int8-channel", 1, 24, 448, SkinnyPlan(32, 2, 2), "one scale an output"),
+    ("fp8", 1, 136, 192, SkinnyPlan(16, 2), "two blocks of scales"),
+    ("int8-channel", 4, 24, 832, SkinnyPlan(16, 2, 1, 2), "two steps ahead, beyond the last"),
+    ("int4-g128", 5, 72, 1088, DequantPlan(16, 4, 3, 2), "more steps than places"),
+    ("int4", 20, 72, 384, DequantPlan(16, 4, 2, 4), "more places than steps, two row blocks"),
+    ("int4-g128", 20, 64, 640, DequantPlan(32, 4, 3, 2, 3), "parts: one of them shorter"),
+    ("int8-channel", 9, 40, 448, DequantPlan(16, 4, 3, 2), "one scale an output, bytes"),
+    ("int8", 9, 40, 448, DequantPlan(16, 4, 3, 2), "groups of 128, bytes, half a group at the end"),
+    ("int4", 9, 40, 448, DequantPlan(16, 4, 3, 2), "pairs of groups, an odd one at the end"),
+    ("int8-channel", 9, 40, 448, DequantPlan(16, 4, 3, 2, 2), "one scale an output, parts"),
+    (
+        "q4_k",
+        9,
+        40,
+        768,
+        DequantPlan(16, 4, 3, 2, 2),
+        "blocks of Q4_K, parts that begin inside one",
+    ),
+    (
+        "q6_k",
+        9,
+        40,
+        768,
+        DequantPlan(16, 4, 3, 2, 2),
+        "blocks of Q6_K, parts that begin inside one",
+    ),
+    ("fp8", 9, 136, 448, DequantPlan(16, 4, 3, 2), "two blocks of scales, half of one at the end"),
+    ("fp8", 20, 200, 384, DequantPlan(16, 8, 2, 3, 1, 3), "shares of E4M3, rows of two blocks"),
+    ("int4-g128", 5, 72, 448, DequantPlan(16, 4, 3, 2, 1, 3), "shares that end inside a tile"),
+    ("int8-channel", 20, 100, 192, DequantPlan(16, 4, 2, 3, 1, 3), "whole tiles, then shares"),
+    ("int8-channel", 130, 100, 128, DequantPlan(128, 4, 2, 2, 1, 3), "whole tiles in quarters"),
+    (
+        "q4_k",
+        9,
+        40,
+        768,
+        DequantPlan(16, 4, 3, 2, 1, 4),
+        "shares of Q4_K that begin inside a block",
+    ),
 ]
 
 
@@ -66,7 +87,7 @@ def check_plan(name: str, M: int, N: int, K: int, plan: Any, run: Any) -> None:
 
 @pytest.mark.parametrize(
     "plan",
-    [FewPlan(16, 1), FewPlan(16, 2, 2, 2), FewPlan(32, 1, 4), ManyPlan(16, 4, 3, 2)],
+    [SkinnyPlan(16, 1), SkinnyPlan(16, 2, 2, 2), SkinnyPlan(32, 1, 4), DequantPlan(16, 4, 3, 2)],
     ids=str,
 )
 def test_bytes_in_groups_of_32(plan: Any, run: Any) -> None:
@@ -97,8 +118,8 @@ def test_every_code_is_decoded(run: Any) -> None:
         x = torch.zeros(1, 128)
         x[0, 77] = 1.0
         x = x.bfloat16()
-        y = run(x, stack, None, FewPlan(64, 2)).flatten().cpu().float()
-        for plan in (OneRowPlan(64, 2, 1), ManyPlan(8, 8, 2, 2)):
+        y = run(x, stack, None, SkinnyPlan(64, 2)).flatten().cpu().float()
+        for plan in (GemvMmaPlan(64, 2, 1), DequantPlan(8, 8, 2, 2)):
             assert torch.equal(y, run(x, stack, None, plan).flatten().cpu().float())
         if name == "int4":
             expected = codes.float() - 8
@@ -113,7 +134,7 @@ def test_every_code_is_decoded(run: Any) -> None:
 def test_no_part_of_many_rows_is_empty(M: int, N: int) -> None:
     for steps in (1, 9, 56, 112):
         for kind in ("int4", "int8"):
-            plan = many_plan(kind, M, N, steps, 132)
+            plan = dequant_plan(kind, M, N, steps, 132)
             share = -(-steps // plan.split_k)
             assert -(-steps // share) == plan.split_k
             shared = plan.stages * plan.cols * 128 + plan.word_stages * plan.warps * 1024
@@ -123,22 +144,22 @@ def test_no_part_of_many_rows_is_empty(M: int, N: int) -> None:
 def test_narrow_matrices_take_more_warps_or_parts() -> None:
     for kind, group in (("int4", 128), ("int4", 32), ("int8", 7168), ("fp8", 128)):
         for M in (1, 16):
-            narrow, wide = (few_plan(kind, group, M, N, 132) for N in (7168, 18432))
+            narrow, wide = (skinny_plan(kind, group, M, N, 132) for N in (7168, 18432))
             assert (narrow.warps, wide.warps) == (8, 4)
         for K in (7168, 18432):
-            wide = one_row_plan(kind, group, 18432, K, 132)
+            wide = gemv_mma_plan(kind, group, 18432, K, 132)
             assert wide.programs * wide.warps in (3 * 4 * 132, 3 * 8 * 132, 16 * 132)
     for kind in ("q4_k", "q6_k"):
-        assert one_row_plan(kind, 0, 18432, 7168, 132) == OneRowPlan(16, 4, 2, 3 * 132)
-        assert one_row_plan(kind, 0, 18432, 7424, 132).registers == 168
-    assert many_plan("int8", 64, 7168, 56, 132).split_k == 4
-    assert many_plan("int8", 3000, 18432, 56, 132).warps == 8
+        assert gemv_mma_plan(kind, 0, 18432, 7168, 132) == GemvMmaPlan(16, 4, 2, 3 * 132)
+        assert gemv_mma_plan(kind, 0, 18432, 7424, 132).registers == 168
+    assert dequant_plan("int8", 64, 7168, 56, 132).split_k == 4
+    assert dequant_plan("int8", 3000, 18432, 56, 132).warps == 8
 
 
 def test_steps_are_shared_evenly_where_shares_are_long() -> None:
     def programs(kind: str, M: int, N: int, steps: int) -> float:
         """A processor."""
-        return many_plan(kind, M, N, steps, 132).programs / 132
+        return dequant_plan(kind, M, N, steps, 132).programs / 132
 
     rows = (16, 32, 64, 128, 256, 512)
     assert [programs("q4_k", M, 18432, 56) for M in rows] == [4, 3, 3, 2, 2, 2]
@@ -147,7 +168,7 @@ def test_steps_are_shared_evenly_where_shares_are_long() -> None:
     assert [programs("int4", 64, N, 56) for N in (18432, 7168, 4096, 1024)] == [4, 4, 3, 0]
     assert [programs("int8", M, 131072, 56) for M in (64, 256, 4096)] == [0, 0, 0]  # many rounds
     halves = [("int8", 4096, 56), ("int8", 7168, 56), ("int4", 7168, 56), ("q4_k", 7168, 144)]
-    assert [many_plan(k, 256, N, steps, 132).split_k for k, N, steps in halves] == [2, 1, 2, 2]
+    assert [dequant_plan(k, 256, N, steps, 132).split_k for k, N, steps in halves] == [2, 1, 2, 2]
 
 
 def test_which_kernel_takes_which_rows() -> None:
@@ -158,7 +179,7 @@ def test_which_kernel_takes_which_rows() -> None:
     assert found("int8", 1, 18432, (9, 0)) == found("fp8", 1, 7168, (8, 0)) == "one"
     assert found("q4_k", 1, 18432, (8, 0)) == "one" and found("q4_k", 2, 18432, (8, 0)) == "few_k"
     assert found("int8", 2, 7168, (9, 0)) == "few"
-    assert kernel_of("int4", 1, 7168, 65536, 132, (9, 0), True) == "few"  # too long for one_row
+    assert kernel_of("int4", 1, 7168, 65536, 132, (9, 0), True) == "few"  # too long for gemv_mma
     assert kernel_of("q4_k", 1, 7168, 65536, 132, (9, 0), True) == "few_k"
     assert found("int4", 17, 7168, (9, 0)) == found("int8", 9, 7168, (9, 0)) == "many"
     assert found("int8", 9, 2048, (9, 0)) == found("int8", 9, 7168, (8, 0)) == "few"
@@ -177,8 +198,8 @@ def test_the_interpreter_goes_by_the_decoding_gemm(device: torch.device) -> None
     if not launch.interpreted():
         pytest.skip("for the interpreter")
     stack = made("int4", 72, 384)[1]
-    assert isinstance(choose_plan(stack, 1, device), GemmPlan)
-    for plan in (OneRowPlan(16, 4), FewPlan(16, 4), ManyPlan(16)):
+    assert isinstance(select(stack, 1, device), GemmPlan)
+    for plan in (GemvMmaPlan(16, 4), SkinnyPlan(16, 4), DequantPlan(16)):
         with pytest.raises(PykernelsError, match="no kernel for that plan"):
             linear(torch.zeros(1, 384).bfloat16(), stack, plan=plan)
 
@@ -194,7 +215,7 @@ def test_a_chain_of_linears_waits_for_what_it_reads(name: str) -> None:
     def chain(wait: bool) -> torch.Tensor:
         y = x
         for i in range(24):
-            y = linear(y, stack, plan=FewPlan(32, 4) if i % 3 else None)
+            y = linear(y, stack, plan=SkinnyPlan(32, 4) if i % 3 else None)
             if wait:
                 torch.cuda.synchronize()
         return y
@@ -244,7 +265,7 @@ def test_shared_steps_have_the_same_bits_each_time(name: str, rows: int, run: An
     """Of all tiles, or of the last ones behind whole ones; replayed too."""
     weight, stack = made(name, 8264, 1024)
     stack = stack.to("cuda")
-    plan = many_plan("int8", rows, 18432, 56, 132)
+    plan = dequant_plan("int8", rows, 18432, 56, 132)
     assert plan.programs
     fmt = get_format(name)
     for M in (rows - 3, 514):

@@ -12,23 +12,23 @@ import torch
 import pykernels.gpu.common.launch as launch
 from pykernels import ref
 from pykernels.gpu.attention.mla_split_kv import TileParts
-from pykernels.gpu.plans.attention import DecodePlan, by_hand_takes
+from pykernels.gpu.plans.attention import DecodePlan, warp_specialized_takes
 
 from .caches import BF16, relative_error
 from .test_attention_decode import check, mla, mla_inputs
-from .test_attention_hopper import by_hand
+from .test_attention_hopper import warp_specialized
 
-_by_hand = by_hand  # a fixture
+_warp_specialized = warp_specialized  # a fixture
 
 
 @pytest.fixture
 def split(request: pytest.FixtureRequest, device: torch.device) -> DecodePlan:
     """A plan of many parts for the kernel by hand, interpreted where there is no Hopper."""
     if launch.interpreted():
-        request.getfixturevalue("by_hand")
-    elif not by_hand_takes(512, 64, False, 64, device):
+        request.getfixturevalue("warp_specialized")
+    elif not warp_specialized_takes(512, 64, False, 64, device):
         pytest.skip("written for Hopper")
-    return DecodePlan(rows=64, keys=64, warps=8, stages=1, per_sm=9, by_hand=True)
+    return DecodePlan(rows=64, keys=64, warps=8, stages=1, per_sm=9, warp_specialized=True)
 
 
 def as_documented(parts: TileParts) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,7 +122,7 @@ def test_parts_are_more_exact_than_the_result(split: DecodePlan, device) -> None
     """Against one program a sequence, which rounds once: at most an eighth of a rounding more."""
     inputs, options = mla_inputs([4000, 1000], device, L=512, R=64, page=64, NH=128)
     exact = ref.mla_decode(*inputs, **options, dtype=torch.float64)
-    whole = DecodePlan(rows=64, keys=64, warps=8, stages=1, per_sm=0, by_hand=True)
+    whole = DecodePlan(rows=64, keys=64, warps=8, stages=1, per_sm=0, warp_specialized=True)
     error: Callable[[Any], float] = lambda plan: relative_error(  # noqa: E731
         mla(*inputs, **options, plan=plan).double(), exact
     )

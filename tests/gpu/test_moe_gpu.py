@@ -193,7 +193,7 @@ def test_rows_at_odd_addresses_have_plans_of_their_own(
         asked.append(sizes[-1])
         return GemmPlan(16, 64, 64)
 
-    monkeypatch.setattr(fused_moe, "choose_plan", choose)
+    monkeypatch.setattr(fused_moe, "select", choose)
     rows = len(order.slots)
     h = torch.randn(rows * SMALL.I + 1, device=device).bfloat16()[1:].view(rows, SMALL.I)
     assert torch.equal(fused_moe.down(h, experts, order), fused_moe.down(h.clone(), experts, order))

@@ -23,15 +23,16 @@ from pykernels.testing import balanced_routing, one_expert_routing, skewed_routi
 
 from .test_moe_gpu import check, random_experts
 
-PLAN = GemmPlan(128, 128, 128, 2, by_hand=True)
+PLAN = GemmPlan(128, 128, 128, 2, warp_specialized=True)
 PLANS = (PLAN, PLAN)
 RAGGED = MoEShape(E=4, H=320, I=192, topk=2)  # half groups of inputs, half tiles of outputs
 FP8 = get_format("fp8")
 
 
 @pytest.fixture
-def by_hand(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The kernel, or the interpreter's version in its place; ``by_hand(without=...)`` anew."""
+def warp_specialized(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The kernel, or the interpreter's version in its place; ``warp_specialized(without=...)``
+    anew."""
     if not launch.interpreted():
         if launch.arch(device)[0] != 9:
             pytest.skip("no Hopper GPU")
@@ -43,7 +44,7 @@ def by_hand(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     bf16, fp8 = hopper_bf16.gemm_bf16_hopper, hopper_fp8.gemm_fp8_hopper
     for module in (grouped, select):
-        monkeypatch.setattr(module, "by_hand_takes", lambda *args: True)
+        monkeypatch.setattr(module, "warp_specialized_takes", lambda *args: True)
 
     def put(without: str | None = None) -> None:
         monkeypatch.setattr(hopper_bf16, "gemm_bf16_hopper", interpreted(bf16, without))
@@ -65,14 +66,14 @@ CASES = [
     ("name", "T", "route", "why"), CASES, ids=[f"{case[0]}, {case[3]}" for case in CASES]
 )
 def test_a_layer(
-    name: str, T: int, route: Any, why: str, device: torch.device, by_hand: Any
+    name: str, T: int, route: Any, why: str, device: torch.device, warp_specialized: Any
 ) -> None:
     experts = random_experts(RAGGED, get_format(name), device)
     x = torch.randn(T, RAGGED.H).bfloat16()
     check(x, route(T, RAGGED), experts, device, name, plans=PLANS)
 
 
-def test_inputs_that_end_inside_a_step(device: torch.device, by_hand: Any) -> None:
+def test_inputs_that_end_inside_a_step(device: torch.device, warp_specialized: Any) -> None:
     """Of 64; bf16 alone may have any multiple of 8."""
     shape = MoEShape(E=3, H=328, I=200, topk=2)
     experts = random_experts(shape, get_format("bf16"), device)
@@ -81,7 +82,7 @@ def test_inputs_that_end_inside_a_step(device: torch.device, by_hand: Any) -> No
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8"])
-def test_more_tiles_than_programs(name: str, device: torch.device, by_hand: Any) -> None:
+def test_more_tiles_than_programs(name: str, device: torch.device, warp_specialized: Any) -> None:
     """Programs walk: buffers and barriers go on from one tile to the next."""
     large = launch.arch(device)[0] == 9
     shape = MoEShape(E=4, H=1024 if large else 192, I=4096 if large else 256, topk=2)
@@ -90,7 +91,7 @@ def test_more_tiles_than_programs(name: str, device: torch.device, by_hand: Any)
     check(x, skewed_routing(len(x), shape), experts, device, name, plans=PLANS)
 
 
-def test_results_are_quantized_as_if_apart(device: torch.device, by_hand: Any) -> None:
+def test_results_are_quantized_as_if_apart(device: torch.device, warp_specialized: Any) -> None:
     experts = random_experts(RAGGED, FP8, device)
     x = torch.randn(37, RAGGED.H).bfloat16().to(device)
     x[5] = 0  # a row of zeros has the scale 1
@@ -105,7 +106,7 @@ def test_results_are_quantized_as_if_apart(device: torch.device, by_hand: Any) -
 
 @pytest.mark.parametrize("name", ["bf16", "fp8"])
 def test_experts_that_lie_nowhere_and_rows_of_no_expert(
-    name: str, device: torch.device, by_hand: Any
+    name: str, device: torch.device, warp_specialized: Any
 ) -> None:
     stacked = random_experts(replace(RAGGED, E=2), get_format(name), device)
     experts = stacked.with_slots(torch.tensor([1, -1, 0, -1], dtype=torch.int32, device=device))
@@ -136,11 +137,11 @@ def test_other_weights_are_refused(device: torch.device) -> None:
     ("without", "why"), [("wait", "still owes"), ("arrive", "wait for each other")]
 )
 def test_waits_and_arrivals_are_missed(
-    without: str, why: str, device: torch.device, by_hand: Any
+    without: str, why: str, device: torch.device, warp_specialized: Any
 ) -> None:
-    if by_hand is None:
+    if warp_specialized is None:
         pytest.skip("for the interpreter")
-    by_hand(without)
+    warp_specialized(without)
     shape = MoEShape(E=1, H=1024, I=128, topk=1)
     experts = random_experts(shape, FP8, device)
     x = torch.randn(3, shape.H).bfloat16()
@@ -151,7 +152,7 @@ def test_waits_and_arrivals_are_missed(
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["bf16", "fp8"])
 def test_a_graph_replays_with_other_tokens_and_experts(
-    name: str, device: torch.device, by_hand: Any
+    name: str, device: torch.device, warp_specialized: Any
 ) -> None:
     shape, T = MoEShape(E=8, H=1536, I=768, topk=2), 900
     experts = random_experts(shape, get_format(name), device)

@@ -1,4 +1,4 @@
-"""``one_row``: its plans, formats and edges, interpreted on any CPU and compiled on a GPU."""
+"""``gemv_mma``: its plans, formats and edges, interpreted on any CPU and compiled on a GPU."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from pykernels import ref
 from pykernels.errors import PykernelsError
 from pykernels.gpu.gemm.linear import linear
-from pykernels.gpu.gemm.select import one_row_plan
-from pykernels.gpu.plans.gemm import OneRowPlan
+from pykernels.gpu.gemm.select import gemv_mma_plan
+from pykernels.gpu.plans.gemm import GemvMmaPlan
 from pykernels.quant import get_format
 from pykernels.testing import relative_error
 
@@ -20,37 +20,37 @@ from .test_linear_gpu import made
 from .test_linear_rows import check_bytes_in_groups_of_32, check_plan, meta_call
 
 CASES = [
-    ("int4-g128", 1, 40, 1344, OneRowPlan(16, 2, 2, 2), "half a group at the end"),
-    ("int4", 1, 40, 832, OneRowPlan(32, 4), "groups of 32, rows that do not exist"),
-    ("int8", 1, 40, 704, OneRowPlan(16, 2, 3, 1), "groups of 128, two chunks each"),
-    ("int4", 1, 40, 1600, OneRowPlan(16, 4, 3, 2, 168), "groups of 32, several blocks"),
-    ("int8-channel", 1, 72, 704, OneRowPlan(16, 2, 3, 2), "one scale an output"),
-    ("fp8", 1, 136, 192, OneRowPlan(16, 2, 1), "two blocks of scales"),
+    ("int4-g128", 1, 40, 1344, GemvMmaPlan(16, 2, 2, 2), "half a group at the end"),
+    ("int4", 1, 40, 832, GemvMmaPlan(32, 4), "groups of 32, rows that do not exist"),
+    ("int8", 1, 40, 704, GemvMmaPlan(16, 2, 3, 1), "groups of 128, two chunks each"),
+    ("int4", 1, 40, 1600, GemvMmaPlan(16, 4, 3, 2, 168), "groups of 32, several blocks"),
+    ("int8-channel", 1, 72, 704, GemvMmaPlan(16, 2, 3, 2), "one scale an output"),
+    ("fp8", 1, 136, 192, GemvMmaPlan(16, 2, 1), "two blocks of scales"),
     (
         "int4-g128",
         1,
         40,
         4160,
-        OneRowPlan(16, 16, 2, 2, 128),
+        GemvMmaPlan(16, 16, 2, 2, 128),
         "batches of inputs, nibbles",
     ),
-    ("int8-channel", 1, 40, 4160, OneRowPlan(16, 16, 3, 2), "batches of inputs"),
+    ("int8-channel", 1, 40, 4160, GemvMmaPlan(16, 16, 3, 2), "batches of inputs"),
     (
         "int4-g128",
         1,
         40,
         1344,
-        OneRowPlan(32, 8, 1, 0, 128),
+        GemvMmaPlan(32, 8, 1, 0, 128),
         "32 rows, a partial last step",
     ),
-    ("int4", 1, 40, 1600, OneRowPlan(32, 8, 2, 0, 128), "32 rows, groups of 32"),
-    ("int4-g128", 1, 72, 1344, OneRowPlan(32, 2, 2, used=28), "28 rows of 32, one left"),
+    ("int4", 1, 40, 1600, GemvMmaPlan(32, 8, 2, 0, 128), "32 rows, groups of 32"),
+    ("int4-g128", 1, 72, 1344, GemvMmaPlan(32, 2, 2, used=28), "28 rows of 32, one left"),
     (
         "fp8",
         1,
         136,
         1600,
-        OneRowPlan(16, 4, 2, 3, used=13),
+        GemvMmaPlan(16, 4, 2, 3, used=13),
         "13 rows of 16, several blocks",
     ),
     (
@@ -58,22 +58,22 @@ CASES = [
         1,
         40,
         8384,
-        OneRowPlan(16, 2, 3, used=15),
+        GemvMmaPlan(16, 2, 3, used=15),
         "more steps than are written out",
     ),
-    ("int4-g128", 1, 40, 5440, OneRowPlan(16, 1, 2, 2), "so many, and several blocks"),
-    ("fp8", 1, 136, 1600, OneRowPlan(16, 4, 3, 0, 128), "three steps of E4M3 ahead"),
-    ("int4-g128", 1, 24, 6208, OneRowPlan(16, 8, 3, 0, 128), "8 warps, batches of steps"),
-    ("q4_k", 1, 40, 768, OneRowPlan(16, 2, 2, 2), "blocks of Q4_K, several of rows"),
-    ("q4_k", 1, 72, 1280, OneRowPlan(32, 8, 1, 0, 128, 28), "Q4_K, a partial last step"),
-    ("q4_k", 1, 40, 5376, OneRowPlan(16, 2, 3), "Q4_K, batches of inputs"),
-    ("q6_k", 1, 40, 768, OneRowPlan(16, 2, 2, 2), "blocks of Q6_K, several of rows"),
+    ("int4-g128", 1, 40, 5440, GemvMmaPlan(16, 1, 2, 2), "so many, and several blocks"),
+    ("fp8", 1, 136, 1600, GemvMmaPlan(16, 4, 3, 0, 128), "three steps of E4M3 ahead"),
+    ("int4-g128", 1, 24, 6208, GemvMmaPlan(16, 8, 3, 0, 128), "8 warps, batches of steps"),
+    ("q4_k", 1, 40, 768, GemvMmaPlan(16, 2, 2, 2), "blocks of Q4_K, several of rows"),
+    ("q4_k", 1, 72, 1280, GemvMmaPlan(32, 8, 1, 0, 128, 28), "Q4_K, a partial last step"),
+    ("q4_k", 1, 40, 5376, GemvMmaPlan(16, 2, 3), "Q4_K, batches of inputs"),
+    ("q6_k", 1, 40, 768, GemvMmaPlan(16, 2, 2, 2), "blocks of Q6_K, several of rows"),
     *(
-        (name, 1, 40, K, OneRowPlan(16, 4, 2, 2, used=13), f"{name} in a loop")
+        (name, 1, 40, K, GemvMmaPlan(16, 4, 2, 2, used=13), f"{name} in a loop")
         for name, K in (("q4_k", 2304), ("q6_k", 2304), ("int4", 2240))
     ),
-    ("q6_k", 1, 72, 1280, OneRowPlan(32, 8, 1, 0, 128, 28), "Q6_K, a partial last step"),
-    ("q6_k", 1, 40, 5376, OneRowPlan(16, 2, 3), "Q6_K, batches of inputs"),
+    ("q6_k", 1, 72, 1280, GemvMmaPlan(32, 8, 1, 0, 128, 28), "Q6_K, a partial last step"),
+    ("q6_k", 1, 40, 5376, GemvMmaPlan(16, 2, 3), "Q6_K, batches of inputs"),
 ]
 
 
@@ -82,8 +82,8 @@ def test_plans(name: str, M: int, N: int, K: int, plan: Any, why: str, run: Any)
     check_plan(name, M, N, K, plan, run)
 
 
-@pytest.mark.parametrize("plan", [OneRowPlan(16, 4, 2), OneRowPlan(32, 2, 1, 1)])
-def test_one_row_of_bytes_in_groups_of_32(plan: OneRowPlan, run: Any) -> None:
+@pytest.mark.parametrize("plan", [GemvMmaPlan(16, 4, 2), GemvMmaPlan(32, 2, 1, 1)])
+def test_one_row_of_bytes_in_groups_of_32(plan: GemvMmaPlan, run: Any) -> None:
     """The last step has less than all its chunks."""
     check_bytes_in_groups_of_32(1, 72, 704, plan, run)
 
@@ -95,10 +95,10 @@ def test_one_row_of_any_size(size: float, name: str, run: Any) -> None:
     weight, stack = made(name, 16, 768)
     x = (torch.randn(1, 768) * size).bfloat16()
     truth = ref.linear(x, weight, fmt=get_format(name), dtype=torch.float64)
-    y = run(x, stack, None, OneRowPlan(16, 4, 1)).cpu()
+    y = run(x, stack, None, GemvMmaPlan(16, 4, 1)).cpu()
     assert relative_error(y.double() / size, truth / size) < 6e-3
     x[0, 100] = float("inf")
-    assert not run(x, stack, None, OneRowPlan(16, 4, 1)).isfinite().any()
+    assert not run(x, stack, None, GemvMmaPlan(16, 4, 1)).isfinite().any()
 
 
 @pytest.mark.parametrize("name", ["q4_k", "q6_k"])
@@ -108,7 +108,7 @@ def test_one_row_of_k_quants_takes_two_warps(
     monkeypatch.setattr("pykernels.gpu.gemm.linear.arch", lambda device: (9, 0))
     _, stack = made(name, 16, 768)
     with pytest.raises(PykernelsError, match="two warps or more"):
-        linear(torch.zeros(1, 768).bfloat16().to(device), stack.to(device), plan=OneRowPlan(16, 1))
+        linear(torch.zeros(1, 768).bfloat16().to(device), stack.to(device), plan=GemvMmaPlan(16, 1))
 
 
 def test_one_row_of_narrow_matrices() -> None:
@@ -116,7 +116,7 @@ def test_one_row_of_narrow_matrices() -> None:
     many."""
 
     def found(kind: str, group: int, K: int) -> list[tuple[int, int, int, int]]:
-        plans = [one_row_plan(kind, group, N, K, 132) for N in (1536, 4096, 7168, 12671)]
+        plans = [gemv_mma_plan(kind, group, N, K, 132) for N in (1536, 4096, 7168, 12671)]
         assert all((plan.programs, plan.registers) == (0, 128) for plan in plans)
         assert plans[0] == plans[1] and plans[2] == replace(plans[3], used=plans[2].used)
         return [(plan.rows, plan.used, plan.warps, plan.ahead) for plan in plans[1:3]]
@@ -133,7 +133,7 @@ def test_one_row_of_narrow_matrices() -> None:
     assert found("fp8", 128, 18432) == [(16, 0, 8, 3), (16, 14, 4, 3)]
     first = 32 * 132  # one block of 32 rows a processor
     for kind, warps in (("int4", 8), ("fp8", 4)):
-        less, enough = (one_row_plan(kind, 128, N, 7168, 132) for N in (first - 1, first))
+        less, enough = (gemv_mma_plan(kind, 128, N, 7168, 132) for N in (first - 1, first))
         assert (less.rows, less.warps) == (16, 8)
         assert (enough.rows, enough.warps) == (32 if kind == "int4" else 16, warps)
 
@@ -142,7 +142,7 @@ def test_blocks_of_one_row_fill_their_places() -> None:
     """Two programs of 8 warps a processor, or four of 4: none has many blocks more than others."""
     for kind, room in (("int4", 2 * 132), ("fp8", 4 * 132)):
         for N in range(32 * 132, 96 * 132, 37):
-            plan = one_row_plan(kind, 128, N, 7168, 132)
+            plan = gemv_mma_plan(kind, 128, N, 7168, 132)
             whole = -(-N // plan.rows)
             rounds = -(-whole // room)
             if plan.used:
@@ -151,7 +151,7 @@ def test_blocks_of_one_row_fill_their_places() -> None:
                 assert 0.9 * rounds * room < blocks <= rounds * room
             else:  # filled places would hold too few rows
                 assert 4 * -(-N // (rounds * room)) < 3 * plan.rows
-    used = [one_row_plan("int4", 128, N, 7168, 132).used for N in (5120, 6336, 7168, 8192, 8448)]
+    used = [gemv_mma_plan("int4", 128, N, 7168, 132).used for N in (5120, 6336, 7168, 8192, 8448)]
     assert used == [0, 24, 28, 32, 32]
 
 
@@ -159,14 +159,14 @@ def test_blocks_of_one_row_fill_their_places() -> None:
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
-        ("int4-g128", OneRowPlan(16, 4)),
-        ("int4-g128", OneRowPlan(16, 4, 4, 132, 160)),
-        ("int4", OneRowPlan(16, 4, 3, 132, 168)),
-        ("int8-channel", OneRowPlan(16, 4)),
-        ("int8-channel", OneRowPlan(16, 16, 3, 132, 128)),
+        ("int4-g128", GemvMmaPlan(16, 4)),
+        ("int4-g128", GemvMmaPlan(16, 4, 4, 132, 160)),
+        ("int4", GemvMmaPlan(16, 4, 3, 132, 168)),
+        ("int8-channel", GemvMmaPlan(16, 4)),
+        ("int8-channel", GemvMmaPlan(16, 16, 3, 132, 128)),
     ],
 )
-def test_weights_may_be_written_by_the_kernel_in_front(name: str, plan: OneRowPlan) -> None:
+def test_weights_may_be_written_by_the_kernel_in_front(name: str, plan: GemvMmaPlan) -> None:
     device = torch.device("cuda")
     stack = made(name, 4096, 4096)[1].to(device)
     x = torch.randn(1, 4096, device=device).bfloat16()

@@ -14,11 +14,18 @@ import torch
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from pykernels.gpu.gemm.weights import empty_for_gpu
-from pykernels.gpu.moe import select
+from pykernels.gpu.moe import select as selection
 from pykernels.gpu.moe.router_logits import GatePlan
-from pykernels.gpu.moe.select import choose_plan
+from pykernels.gpu.moe.select import select
 from pykernels.gpu.plans.attention import DecodePlan, PrefillPlan
-from pykernels.gpu.plans.gemm import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan, OneRowPlan
+from pykernels.gpu.plans.gemm import (
+    DequantPlan,
+    GemmPlan,
+    GemvInt8Plan,
+    GemvMmaPlan,
+    SkinnyExpertsPlan,
+    SkinnyPlan,
+)
 from pykernels.gpu.plans.grouped import OPS, PATHS, fit_stages, gemm_plan, generation, split_k
 from pykernels.gpu.plans.tuned import tuned_plan, write_tuned
 from pykernels.quant import get_format
@@ -96,60 +103,72 @@ def test_lines_of_another_process_are_kept() -> None:
     assert tuned_plan("down", "bf16", "another", 100, 7168, 2048) == theirs["plan"]
 
 
-def test_plans_by_hand_are_for_those_who_can() -> None:
+def test_warp_specialized_plans_by_capability() -> None:
     args = ("down", "fp8", (9, 0), 200, 7168, 2048, "a gpu")
-    assert gemm_plan(*args, by_hand=True).by_hand
-    assert not gemm_plan(*args).by_hand and not gemm_plan(*args[:2], (10, 0), *args[3:]).by_hand
-    write("a gpu", "down", "fp8", 200, 7168, 2048, GemmPlan(128, 128, 128, 2, by_hand=True))
-    assert gemm_plan(*args, by_hand=True).group_m == 2
-    assert not gemm_plan(*args).by_hand
-    for rows, by_hand in ((128, False), (256, True)):
-        assert gemm_plan("down", "bf16", (9, 0), rows, 7168, 2048, by_hand=True).by_hand is by_hand
+    assert gemm_plan(*args, warp_specialized=True).warp_specialized
+    assert (
+        not gemm_plan(*args).warp_specialized
+        and not gemm_plan(*args[:2], (10, 0), *args[3:]).warp_specialized
+    )
+    write(
+        "a gpu", "down", "fp8", 200, 7168, 2048, GemmPlan(128, 128, 128, 2, warp_specialized=True)
+    )
+    assert gemm_plan(*args, warp_specialized=True).group_m == 2
+    assert not gemm_plan(*args).warp_specialized
+    for rows, warp_specialized in ((128, False), (256, True)):
+        assert (
+            gemm_plan(
+                "down", "bf16", (9, 0), rows, 7168, 2048, warp_specialized=True
+            ).warp_specialized
+            is warp_specialized
+        )
 
 
 def test_experts_plans_are_for_the_rows_of_experts_that_may_have_any(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cpu, asked = torch.device("cpu"), []
-    monkeypatch.setattr(select, "gemm_plan", lambda *args: asked.append(args))
-    monkeypatch.setattr(select, "by_hand_takes", lambda *args: True)
-    monkeypatch.setattr(select, "arch", lambda device: (9, 0))
+    monkeypatch.setattr(selection, "gemm_plan", lambda *args: asked.append(args))
+    monkeypatch.setattr(selection, "warp_specialized_takes", lambda *args: True)
+    monkeypatch.setattr(selection, "arch", lambda device: (9, 0))
     stack = empty_for_gpu(get_format("bf16"), 2, 64, 128, cpu)
     for S, E, rows in ((4, 256, 1), (512, 256, 2), (7, 2, 3.5), (0, 8, 0)):
         for aligned in (True, False):
-            choose_plan("down", stack, "bf16", S, E, cpu, aligned)
+            select("down", stack, "bf16", S, E, cpu, aligned)
             assert asked.pop() == ("down", "bf16", (9, 0), rows, 64, 128, "", aligned)
 
 
 def test_few_rows_of_experts_end_where_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "arch", lambda device: (8, 0))
-    monkeypatch.setattr(select, "many_rows_takes", lambda *args: False)
+    monkeypatch.setattr(selection, "arch", lambda device: (8, 0))
+    monkeypatch.setattr(selection, "dequant_takes", lambda *args: False)
     for name, most in (("int4", 4), ("int4-g128", 8), ("q6_k", 4)):
         stack = empty_for_gpu(get_format(name), 4, 64, 256, torch.device("cpu"))
         plans = [
-            choose_plan("gate_up", stack, "bf16", S, 2, torch.device("cpu"))
+            select("gate_up", stack, "bf16", S, 2, torch.device("cpu"))
             for S in (2 * most, 2 * most + 1)
         ]
-        assert [type(plan) for plan in plans] == [ExpertsPlan, GemmPlan]
+        assert [type(plan) for plan in plans] == [SkinnyExpertsPlan, GemmPlan]
 
 
 @pytest.mark.parametrize("few", [True, False])
 def test_tuned_plans_of_experts_are_taken(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    monkeypatch.setattr(select, "arch", lambda device: (9, 0))
-    monkeypatch.setattr(select, "many_rows_takes", lambda *args: True)
+    monkeypatch.setattr(selection, "arch", lambda device: (9, 0))
+    monkeypatch.setattr(selection, "dequant_takes", lambda *args: True)
     stack = empty_for_gpu(get_format("int8"), 4, 64, 128, cpu)
-    for plan in (ExpertsPlan(64, 8, 16),) if few else (ManyPlan(128), GemmPlan(16, 32, 64)):
+    for plan in (
+        (SkinnyExpertsPlan(64, 8, 16),) if few else (DequantPlan(128), GemmPlan(16, 32, 64))
+    ):
         op, S = ("few_down", 4) if few else ("down", 40)
         write("", op, "int8", S / 4, 64, 128, plan)
-        assert choose_plan("down", stack, "bf16", S, 4, cpu) == plan
-        other = choose_plan("gate_up", stack, "bf16", S, 4, cpu)
-        assert type(other) is (ExpertsPlan if few else ManyPlan) and other != plan
+        assert select("down", stack, "bf16", S, 4, cpu) == plan
+        other = select("gate_up", stack, "bf16", S, 4, cpu)
+        assert type(other) is (SkinnyExpertsPlan if few else DequantPlan) and other != plan
 
 
 def test_tuned_plans_of_experts_are_of_two_kinds() -> None:
-    write("a gpu", "down", "int4", 64, 7168, 2048, ManyPlan(64))
-    assert tuned_plan("down", "int4", "a gpu", 64, 7168, 2048) == asdict(ManyPlan(64))
+    write("a gpu", "down", "int4", 64, 7168, 2048, DequantPlan(64))
+    assert tuned_plan("down", "int4", "a gpu", 64, 7168, 2048) == asdict(DequantPlan(64))
     args = ("down", "int4", (9, 0), 64, 7168, 2048)
     assert gemm_plan(*args, "a gpu") == gemm_plan(*args)  # where that kernel cannot run
 
@@ -242,8 +261,8 @@ def test_k_is_split_until_every_processor_has_work() -> None:
         lambda: DecodePlan(16, 64, 4, 0),
         lambda: DecodePlan(16, 64, 4, 1, per_sm=-1),
         lambda: DecodePlan(16, 64, 4, 1, per_sm=33),
-        lambda: DecodePlan(64, 128, 8, 1, by_hand=True),
-        lambda: DecodePlan(128, 64, 8, 1, by_hand=True),
+        lambda: DecodePlan(64, 128, 8, 1, warp_specialized=True),
+        lambda: DecodePlan(128, 64, 8, 1, warp_specialized=True),
         lambda: DecodePlan(32, 128, 4, 1, in_lanes=True),
         lambda: DecodePlan(8, 256, 4, 1, in_lanes=True),
         lambda: DecodePlan(512, 64, 8, 1),
@@ -255,27 +274,27 @@ def test_k_is_split_until_every_processor_has_work() -> None:
         lambda: PrefillPlan(64, 64, 4, 0),
         lambda: GatePlan(16, 48, 64, 1, 4, 3),
         lambda: GatePlan(16, 16, 64, 0, 4, 3),
-        lambda: PrefillPlan(64, 64, 8, 1, by_hand=True),
-        lambda: PrefillPlan(128, 32, 8, 1, by_hand=True),
-        lambda: OneRowPlan(48, 4),
-        lambda: OneRowPlan(32, 4, 0),
-        lambda: OneRowPlan(32, 4, 2, -1),
-        lambda: FewPlan(48, 4),
-        lambda: FewPlan(32, 4, ahead=3),
-        lambda: ExpertsPlan(8, 4),
-        lambda: ExpertsPlan(16, 4, 64),
-        lambda: ManyPlan(96),
-        lambda: ManyPlan(64, warps=2),
-        lambda: ManyPlan(64, stages=1),
-        lambda: GemvPlan(12, 128),
-        lambda: GemvPlan(1 << 20, 128),
-        lambda: GemvPlan(16, 1 << 20),
-        lambda: GemvPlan(16, 128, 64),
-        lambda: OneRowPlan(16, 64),
-        lambda: FewPlan(16, 64),
-        lambda: FewPlan(16, 4, 64),
-        lambda: ExpertsPlan(16, 64),
-        lambda: ExpertsPlan(16, 4, 2, 64),
+        lambda: PrefillPlan(64, 64, 8, 1, warp_specialized=True),
+        lambda: PrefillPlan(128, 32, 8, 1, warp_specialized=True),
+        lambda: GemvMmaPlan(48, 4),
+        lambda: GemvMmaPlan(32, 4, 0),
+        lambda: GemvMmaPlan(32, 4, 2, -1),
+        lambda: SkinnyPlan(48, 4),
+        lambda: SkinnyPlan(32, 4, ahead=3),
+        lambda: SkinnyExpertsPlan(8, 4),
+        lambda: SkinnyExpertsPlan(16, 4, 64),
+        lambda: DequantPlan(96),
+        lambda: DequantPlan(64, warps=2),
+        lambda: DequantPlan(64, stages=1),
+        lambda: GemvInt8Plan(12, 128),
+        lambda: GemvInt8Plan(1 << 20, 128),
+        lambda: GemvInt8Plan(16, 1 << 20),
+        lambda: GemvInt8Plan(16, 128, 64),
+        lambda: GemvMmaPlan(16, 64),
+        lambda: SkinnyPlan(16, 64),
+        lambda: SkinnyPlan(16, 4, 64),
+        lambda: SkinnyExpertsPlan(16, 64),
+        lambda: SkinnyExpertsPlan(16, 4, 2, 64),
     ],
 )
 def test_a_plan_that_would_be_wrong_is_refused(make: Callable[[], object]) -> None:

@@ -18,8 +18,9 @@ from .test_attention_prefill import run_gqa, run_mla
 
 
 @pytest.fixture
-def by_hand(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Puts the interpreter's version in the kernel's place; ``by_hand(without=...)`` anew."""
+def warp_specialized(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Puts the interpreter's version in the kernel's place; ``warp_specialized(without=...)``
+    anew."""
     if not launch.interpreted():
         pytest.skip("for the interpreter: the GPU runs the real one")
     from pykernels.gpu.attention import prefill
@@ -28,7 +29,7 @@ def by_hand(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
     from .gluon_shim import interpreted
 
     kernel = hopper_prefill.prefill_hopper
-    monkeypatch.setattr(prefill, "by_hand_prefills", lambda *sizes: True)
+    monkeypatch.setattr(prefill, "warp_specialized_prefills", lambda *sizes: True)
 
     def described(x: torch.Tensor, rows: int) -> TensorDescriptor:
         T, heads, width = x.shape
@@ -66,28 +67,28 @@ PREFILL = [
 
 
 def plan(keys: int) -> PrefillPlan:
-    return PrefillPlan(128, keys, 8, 1, by_hand=True)
+    return PrefillPlan(128, keys, 8, 1, warp_specialized=True)
 
 
 @pytest.mark.parametrize(("sizes", "keys", "why"), PREFILL, ids=[row[2] for row in PREFILL])
-def test_prefill(sizes: dict[str, Any], keys: int, why: str, device, by_hand) -> None:
+def test_prefill(sizes: dict[str, Any], keys: int, why: str, device, warp_specialized) -> None:
     run_gqa(device, plan=plan(keys), **{"D": 64, "NH": 2, "KVH": 1, **sizes})
 
 
 @pytest.mark.parametrize("keys", [64, 128])
-def test_prefill_with_a_rotated_part(keys: int, device, by_hand) -> None:
+def test_prefill_with_a_rotated_part(keys: int, device, warp_specialized) -> None:
     run_mla(device, [200, 77], [333, 77], D=64, R=64, plan=plan(keys))
 
 
-def test_a_missing_fence_is_missed(device, by_hand) -> None:
-    by_hand("fence_async_shared")
+def test_a_missing_fence_is_missed(device, warp_specialized) -> None:
+    warp_specialized("fence_async_shared")
     with pytest.raises(Exception, match="fence"):
         run_gqa(device, [300], [300], NH=1, KVH=1, D=64, plan=plan(64))
 
 
 @pytest.mark.parametrize(("without", "what"), [("wait", "wait"), ("arrive", "each other")])
 def test_missing_waits_and_arrivals_are_missed(
-    without: str, what: str, device, by_hand, monkeypatch: pytest.MonkeyPatch
+    without: str, what: str, device, warp_specialized, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from . import gluon_roles
 

@@ -12,7 +12,7 @@ from pykernels.gpu.common import launch
 from pykernels.gpu.gemm import grouped
 from pykernels.gpu.gemm.grouped import multiply
 from pykernels.gpu.gemm.linear import linear
-from pykernels.gpu.gemm.select import choose_plan
+from pykernels.gpu.gemm.select import select
 from pykernels.gpu.moe import fused_moe
 from pykernels.gpu.plans.gemm import GemmPlan
 from pykernels.gpu.plans.grouped import UNPACK_ROWS, gemm_plan
@@ -74,7 +74,7 @@ def test_many_rows_of_k_quants_are_unpacked(device: torch.device) -> None:
     least = UNPACK_ROWS["linear"]
     for M in (1, least, 3000):
         assert gemm_plan("linear", "q6_k", (8, 0), M, 72, 2048).unpack == (M >= least)
-    plan = choose_plan(made("q6_k", 72, 2048)[1], 3000, device)
+    plan = select(made("q6_k", 72, 2048)[1], 3000, device)
     assert isinstance(plan, GemmPlan) and plan.unpack and plan.split_k == 1
 
 

@@ -8,7 +8,7 @@ from bench.gpu.candidates import candidates
 from bench.gpu.tune import FORMATS, OPS, asked, distinct, main
 from bench.gpu.tune_products import jobs
 from pykernels.errors import PykernelsError
-from pykernels.gpu.plans.gemm import GemmPlan, ManyPlan
+from pykernels.gpu.plans.gemm import DequantPlan, GemmPlan
 from pykernels.gpu.plans.tuned import EXPERTS_PLANS, LINEAR_PLANS
 
 EVERY = list(jobs(set(OPS.split(",")), set(FORMATS.split(","))))  # of products
@@ -22,7 +22,7 @@ def test_every_job_has_plans_of_its_kind() -> None:
         assert len(found) == len(set(found)) > 5
         many = job.op in ("gate_up", "down") and job.path == "int4" and job.rows > 16
         kind = {**LINEAR_PLANS, **EXPERTS_PLANS}.get(job.op, GemmPlan)
-        assert {type(plan) for plan in found} == {kind} | ({ManyPlan} if many else set())
+        assert {type(plan) for plan in found} == {kind} | ({DequantPlan} if many else set())
 
 
 def test_e4m3_tiles_lie_in_one_scale_block() -> None:

@@ -65,8 +65,10 @@ def test_every_kind_has_plans_of_its_own_on_every_gpu() -> None:
             assert len(found) == len(set(found)) >= 5, (job, capability)
             decode = DecodePlan if job.op.endswith("decode") else PrefillPlan
             assert {type(plan) for plan in found} == {decode}
-            by_hand = [p for p in found if p.by_hand or getattr(p, "in_ring", False)]
-            assert not by_hand or capability[0] == 9
+            warp_specialized = [
+                p for p in found if p.warp_specialized or getattr(p, "in_ring", False)
+            ]
+            assert not warp_specialized or capability[0] == 9
             what = {"op": job.op, "path": job.size.format, **job.shape._asdict()}
             assert all(plan_of({**what, "plan": asdict(plan)}) == plan for plan in found)
 
@@ -111,7 +113,7 @@ def test_a_launch_takes_what_was_tuned_for_it(
 
     taken: list[Any] = []
     for module in (mla_decode, gqa_decode, prefill):
-        name = "choose_prefill" if module is prefill else "choose_decode"
+        name = "select_prefill" if module is prefill else "select_decode"
         choose = getattr(module, name)
         spy = _spy(choose, taken)
         monkeypatch.setattr(module, name, spy)

@@ -33,7 +33,7 @@ from .online_softmax import (
     share_of_slot,
     softmax_step,
 )
-from .select import choose_decode
+from .select import select_decode
 from .split_kv import Partials
 
 
@@ -208,7 +208,7 @@ def gqa_decode(
     longest = page_table.shape[1] * page if max_length is None else max_length
     seen = longest if window is None else min(longest, window + S - 1)
     shape = AttentionShape(NH, KVH, D, 0, D, page, window or 0, B, S, seen)
-    chosen = plan or choose_decode("gqa_decode", shape, fp8, device, aligned)
+    chosen = plan or select_decode("gqa_decode", shape, fp8, device, aligned)
     if chosen.in_lanes and not in_lanes_takes(D, *lies):
         raise PykernelsError(
             f"a plan in lanes for {k.dtype} heads of {D} in pages of {page}, at "

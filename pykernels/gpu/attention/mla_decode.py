@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...errors import PykernelsError
 from ..common.launch import arch, check_device, interpreted, why_not
 from ..common.strides import as_bytes, check_out
-from ..plans.attention import DecodePlan, by_hand_takes, sms
+from ..plans.attention import DecodePlan, sms, warp_specialized_takes
 from ..plans.attention_shape import AttentionShape
 from .checks import check_cache, check_scales, check_scores, newest_tokens
 from .mla_split_kv import TileParts
@@ -33,7 +33,7 @@ from .online_softmax import (
     share_of_slot,
     softmax_step,
 )
-from .select import choose_decode
+from .select import select_decode
 from .split_kv import Partials
 
 MOST_LATENT, MOST_ROTATED = 512, 64
@@ -238,16 +238,16 @@ def mla_decode(
     lies = (fp8, page, device, aligned)
     longest = page_table.shape[1] * page if max_length is None else max_length
     shape = AttentionShape(NH, 1, L, R, L, page, 0, B, S, longest)
-    chosen = plan or choose_decode("mla_decode", shape, fp8, device, aligned)
-    if chosen.by_hand and not by_hand_takes(L, R, *lies):
+    chosen = plan or select_decode("mla_decode", shape, fp8, device, aligned)
+    if chosen.warp_specialized and not warp_specialized_takes(L, R, *lies):
         raise PykernelsError(
             f"the kernel by hand takes no {latent.dtype} latents of {L} + {R} in pages of {page}, "
             f"at {latent.data_ptr() % 16} and {rope.data_ptr() % 16} behind 16 bytes, on this GPU",
-            "Give a plan without by_hand",
+            "Give a plan without warp_specialized",
         )
     blocks = triton.cdiv(S * NH, chosen.rows)
     slots = chosen.slots(B, blocks, longest, sms(device))
-    kind = TileParts if chosen.by_hand else Partials
+    kind = TileParts if chosen.warp_specialized else Partials
     partials = kind(result.view(B, S * NH, L), slots)
     inner, outer = score_factors(scale, softcap)
     sizes = (
@@ -265,7 +265,7 @@ def mla_decode(
     options = {"PAGE": page, "L": L, "R": R, "SOFTCAP": softcap is not None}
     options |= {"SPLIT": partials.split, "BATCH": partials.batch}
     grid = (blocks, slots)
-    if chosen.by_hand:
+    if chosen.warp_specialized:
         from .hopper import mla_decode as hopper  # Gluon: not in the interpreter
 
         hopper.mla_decode_hopper[grid](

@@ -19,7 +19,7 @@ from ...shapes import Ragged
 from ..common.bf16 import to_bf16
 from ..common.launch import arch, check_device, interpreted
 from ..common.strides import as_bytes, check_out
-from ..plans.attention import PrefillPlan, by_hand_prefills, worth_unpacking
+from ..plans.attention import PrefillPlan, warp_specialized_prefills, worth_unpacking
 from ..plans.attention_shape import AttentionShape
 from .checks import check_rows, check_scores
 from .online_softmax import (
@@ -31,7 +31,7 @@ from .online_softmax import (
     softmax_step,
     widened,
 )
-from .select import choose_prefill
+from .select import select_prefill
 
 
 @triton.jit(do_not_specialize=["most", "table_stride"])
@@ -269,11 +269,13 @@ def checked(
     longest = k.shape[0] // max(1, batch.B) if table is None else table.shape[1] * page
     near = (batch.B, batch.max_queries, longest)
     shape = AttentionShape(NH, KVH, D, R, DV, page, window or 0, *near)
-    chosen = plan or choose_prefill(shape, fp8, unpack, rows, device)
-    if chosen.by_hand and not by_hand_prefills(D, DV, R, fp8, chosen, rows, page, device):
+    chosen = plan or select_prefill(shape, fp8, unpack, rows, device)
+    if chosen.warp_specialized and not warp_specialized_prefills(
+        D, DV, R, fp8, chosen, rows, page, device
+    ):
         raise PykernelsError(
             f"the kernel by hand takes no heads of {D} + {R} and {DV} like these on this GPU",
-            "Give a plan without by_hand",
+            "Give a plan without warp_specialized",
         )
     return chosen
 
@@ -306,7 +308,7 @@ def launch(
     k_strides = (*k.stride()[:2], k_rope.stride(0) if k_rope is not None else 0, *v.stride()[:2])
     options = {"G": NH // KVH, "D": D, "DV": DV, "R": R, "KEYS": chosen.keys}
     options |= {"WINDOW": window is not None, "SOFTCAP": softcap is not None}
-    if chosen.by_hand and k.shape[0]:  # copies of nothing cannot be described
+    if chosen.warp_specialized and k.shape[0]:  # copies of nothing cannot be described
         from .hopper.prefill import launch_hopper  # Gluon: not in the interpreter
 
         options |= {"PAGE": page}

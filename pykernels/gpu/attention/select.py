@@ -13,13 +13,13 @@ import torch
 from ..plans.attention import (
     DecodePlan,
     PrefillPlan,
-    by_hand_prefills,
-    by_hand_takes,
     gqa_decode_plan,
     in_lanes_takes,
     in_ring_takes,
     mla_decode_plan,
     prefill_plan,
+    warp_specialized_prefills,
+    warp_specialized_takes,
 )
 from ..plans.attention_shape import AttentionShape
 from ..plans.tuned import tuned_attention
@@ -42,7 +42,7 @@ def shipped_decode(
     return gqa_decode_plan(rows, shape.head_dim, *lies)
 
 
-def choose_decode(
+def select_decode(
     op: str, shape: AttentionShape, fp8: bool, device: torch.device, aligned: bool
 ) -> DecodePlan:
     """The plan for a cache ``aligned`` to 16 bytes or not; fp8: in E4M3."""
@@ -50,7 +50,10 @@ def choose_decode(
     if isinstance(tuned, DecodePlan):
         lies = (fp8, shape.page, device, aligned)
         if (
-            (not tuned.by_hand or by_hand_takes(shape.head_dim, shape.rope, *lies))
+            (
+                not tuned.warp_specialized
+                or warp_specialized_takes(shape.head_dim, shape.rope, *lies)
+            )
             and (not tuned.in_lanes or in_lanes_takes(shape.head_dim, *lies))
             and (not tuned.in_ring or in_ring_takes(shape.head_dim, *lies))
         ):
@@ -66,7 +69,7 @@ def shipped_prefill(
     return prefill_plan(*sizes, fp8, unpack, aligned_rows, shape.page, device)
 
 
-def choose_prefill(
+def select_prefill(
     shape: AttentionShape, fp8: bool, unpack: bool, aligned_rows: bool, device: torch.device
 ) -> PrefillPlan:
     """The plan for keys in E4M3 or not; see ``prefill_plan``. A rotated part makes it MLA's."""
@@ -75,7 +78,7 @@ def choose_prefill(
     tuned = tuned_attention(op, path, _name(device), shape)
     if isinstance(tuned, PrefillPlan):
         sizes = (shape.head_dim, shape.value_dim, shape.rope)
-        if not tuned.by_hand or by_hand_prefills(
+        if not tuned.warp_specialized or warp_specialized_prefills(
             *sizes, fp8, tuned, aligned_rows, shape.page, device
         ):
             return tuned

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..common.bf16 import to_bf16
 from ..common.launch import early_launch, launches_early
-from ..plans.gemm import GemvPlan
+from ..plans.gemm import GemvInt8Plan
 from .weights import Matrices, scale_every, scale_words
 
 KINDS = ("int8",)
@@ -129,12 +129,12 @@ def gemv(
     tl.store(out + n, to_bf16(value), mask=exists)
 
 
-def multiply_gemv(
+def multiply_gemv_int8(
     x: torch.Tensor,
     stack: Matrices,
     out: torch.Tensor,
     bias: torch.Tensor | None,
-    plan: GemvPlan,
+    plan: GemvInt8Plan,
 ) -> None:
     """out = x @ w.T + bias; the caller has checked shapes, dtypes and alignment.
 

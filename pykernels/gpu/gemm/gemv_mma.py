@@ -1,7 +1,7 @@
 """One row times a matrix of integers, E4M3 or K-quants, at the rate that memory gives them.
 
-As in ``few_rows``, weights are the left operand of ``mma.sync`` (sm_80 on), loaded 16 bytes a lane
-straight into the lane that multiplies them. What is left to do for each is next to nothing:
+As in ``skinny_linear``, weights are the left operand of ``mma.sync`` (sm_80 on), loaded 16 bytes a
+lane straight into the lane that multiplies them. What is left to do for each is next to nothing:
 
 - A code that is masked where it lies *is* a bfloat16: a number n in the low eight bits of one is
   n * 2**-133, subnormal or just above, which tensor cores multiply at full rate. Two nibbles of a
@@ -29,7 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..common.gluon_compat import barrier, reinterpret
 from ..common.launch import early_launch, launches_early
-from ..plans.gemm import OneRowPlan
+from ..plans.gemm import GemvMmaPlan
 from .gemv_mma_scales import block_heads_layout, columns_layout, q6_k_words, scales_of
 from .gemv_mma_steps import (
     LANE,
@@ -66,7 +66,7 @@ def of_rows(no, w_scale, bias, N, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["FLIP"])
-def one_row(
+def gemv_mma(
     x, w, w_scale, out, bias, N, K, WORDS, FLIP,
     KIND: gl.constexpr, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
     ONCE: gl.constexpr, STEPS: gl.constexpr, EVEN: gl.constexpr,
@@ -187,12 +187,12 @@ def one_row(
             at, scales = at_next, scales_next
 
 
-def multiply_one_row(
+def multiply_gemv_mma(
     x: torch.Tensor,
     stack: Matrices,
     out: torch.Tensor,
     bias: torch.Tensor | None,
-    plan: OneRowPlan,
+    plan: GemvMmaPlan,
 ) -> None:
     """out = x @ w.T + bias; the caller has checked shapes, dtypes and alignment.
 
@@ -211,7 +211,7 @@ def multiply_one_row(
     used = plan.used or plan.rows
     blocks = triton.cdiv(stack.N, used)
     programs = min(plan.programs or blocks, blocks)
-    one_row[(programs,)](
+    gemv_mma[(programs,)](
         x,
         words,
         scale_words(stack),

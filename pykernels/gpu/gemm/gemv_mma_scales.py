@@ -1,4 +1,4 @@
-"""Scales of ``one_row``: where they are, beside which sums they lie, K-quants' own (Gluon)."""
+"""Scales of ``gemv_mma``: where they are, beside which sums they lie, K-quants' own (Gluon)."""
 
 from __future__ import annotations
 

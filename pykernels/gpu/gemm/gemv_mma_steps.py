@@ -1,4 +1,5 @@
-"""Steps of ``one_row``: what a lane has of weights and inputs, their loads and products (Gluon)."""
+"""Steps of ``gemv_mma``: what a lane has of weights and inputs, their loads and products
+(Gluon)."""
 
 from __future__ import annotations
 

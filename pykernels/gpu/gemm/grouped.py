@@ -21,18 +21,18 @@ from ...shapes import SortedSlots
 from ..common.dequant import decode_pair
 from ..common.launch import arch
 from ..moe.permute import permute
-from ..plans.gemm import ExpertsPlan, GemmPlan, ManyPlan
+from ..plans.gemm import DequantPlan, GemmPlan, SkinnyExpertsPlan
 from ..plans.grouped import fit_stages
 from ..quantize import NATIVE_FP8
 from .tiles import block_bound
-from .triton_kernels import gemm_bf16, gemm_decoded, gemm_fp8, row_pointers
+from .triton_kernels import gemm_bf16, gemm_dequant, gemm_fp8, row_pointers
 from .weights import Matrices, fine, scale_every, scale_words
 
 pass
 
-Plan = GemmPlan | ExpertsPlan | ManyPlan
+Plan = GemmPlan | SkinnyExpertsPlan | DequantPlan
 MOST_FINE_TOKENS = 8
-"""Most rows of ``few_experts`` where each has four columns of a product, a scale in each."""
+"""Most rows of ``skinny_experts`` where each has four columns of a product, a scale in each."""
 
 
 def path_of(stack: Matrices, fp8_inputs: bool) -> str:
@@ -71,11 +71,11 @@ def multiply(
     Raises:
         PykernelsError: a plan whose kernel does not multiply these.
     """
-    if isinstance(plan, ManyPlan):
+    if isinstance(plan, DequantPlan):
         _many_rows(x, stack, out, plan, order, table, gated)
         return
     path = path_of(stack, x_scale is not None)
-    if isinstance(plan, ExpertsPlan):
+    if isinstance(plan, SkinnyExpertsPlan):
         if path != "decoded" or arch(x.device) < (8, 0):
             raise PykernelsError(
                 "experts of few rows are multiplied in registers on a GPU, and decoded on the way",
@@ -87,17 +87,19 @@ def multiply(
                 "fewer",
                 f"Use up to {MOST_FINE_TOKENS}",
             )
-        from .skinny_experts import multiply_few_experts  # Gluon is slow to import
+        from .skinny_experts import multiply_skinny_experts  # Gluon is slow to import
 
-        multiply_few_experts(x, stack, out, plan, order=order, table=table, gated=gated, bias=bias)
+        multiply_skinny_experts(
+            x, stack, out, plan, order=order, table=table, gated=gated, bias=bias
+        )
         return
     if plan.unpack:
         if path != "decoded":
             raise PykernelsError("a plan unpacks what is not decoded", "Give one without unpack")
         multiply_unpacked(x, stack, out, plan, order, table, gated, bias)
         return
-    if plan.by_hand:
-        _by_hand(x, stack, out, plan, x_scale, order, table, gated, bias, out_scale)
+    if plan.warp_specialized:
+        _warp_specialized(x, stack, out, plan, x_scale, order, table, gated, bias, out_scale)
         return
     if plan.split_k > 1 and (order is not None or path != "decoded"):
         raise PykernelsError(
@@ -166,7 +168,7 @@ def multiply(
         gemm_fp8[grid](rows, x_scale, w, stack.scale, out, **common, **tma, NATIVE=native)
 
 
-def _by_hand(
+def _warp_specialized(
     x: torch.Tensor,
     stack: Matrices,
     out: torch.Tensor,
@@ -180,26 +182,28 @@ def _by_hand(
 ) -> None:
     matched = stack.kind == ("bf16" if x_scale is None else "fp8")
     known = x_scale is not None or order is not None
-    if not (matched and known and x.data_ptr() % 16 == 0 and by_hand_takes(stack, x.device)):
+    if not (
+        matched and known and x.data_ptr() % 16 == 0 and warp_specialized_takes(stack, x.device)
+    ):
         raise PykernelsError(
             "the kernels written out for Hopper multiply aligned E4M3, and experts of aligned "
             "bfloat16, by rows of the same, there alone",
-            "Give a plan without by_hand",
+            "Give a plan without warp_specialized",
         )
     if x.shape[0] == 0:
         return
     if x_scale is None and order is not None:
-        from .hopper.bf16 import multiply_bf16_by_hand  # Gluon is slow to import
+        from .hopper.bf16 import multiply_bf16  # Gluon is slow to import
 
-        multiply_bf16_by_hand(x, stack, out, order, table, gated=gated, group_m=plan.group_m)
+        multiply_bf16(x, stack, out, order, table, gated=gated, group_m=plan.group_m)
     elif x_scale is not None and order is None:
-        from .hopper.linear_fp8 import multiply_rows_by_hand
+        from .hopper.linear_fp8 import multiply_rows
 
-        multiply_rows_by_hand(x, x_scale, stack, out, bias, plan.group_m)
+        multiply_rows(x, x_scale, stack, out, bias, plan.group_m)
     elif x_scale is not None and order is not None:
-        from .hopper.fp8 import multiply_by_hand
+        from .hopper.fp8 import multiply_fp8
 
-        multiply_by_hand(
+        multiply_fp8(
             x, x_scale, stack, out, order, table,
             gated=gated, group_m=plan.group_m, out_scale=out_scale,
         )  # fmt: skip
@@ -209,25 +213,25 @@ def _many_rows(
     x: torch.Tensor,
     stack: Matrices,
     out: torch.Tensor,
-    plan: ManyPlan,
+    plan: DequantPlan,
     order: SortedSlots | None,
     table: torch.Tensor | None,
     gated: bool,
 ) -> None:
     shared = plan.split_k > 1 or plan.programs
-    if order is None or shared or not many_rows_takes(stack, x.device):
+    if order is None or shared or not dequant_takes(stack, x.device):
         raise PykernelsError(
-            "many_rows_hopper multiplies experts of integers and K-quants on Hopper, K in one part",
+            "dequant_gemm multiplies experts of integers and K-quants on Hopper, K in one part",
             "Give a GemmPlan",
         )
-    from .hopper.dequant import multiply_experts_rows  # Gluon is slow to import
+    from .hopper.dequant import multiply_dequant_experts  # Gluon is slow to import
 
     if order.slots.shape[0]:
-        multiply_experts_rows(x, stack, out, order, table, plan, gated)
+        multiply_dequant_experts(x, stack, out, order, table, plan, gated)
 
 
-def many_rows_takes(stack: Matrices, device: torch.device) -> bool:
-    """Whether ``many_rows_hopper`` multiplies these weights there."""
+def dequant_takes(stack: Matrices, device: torch.device) -> bool:
+    """Whether ``dequant_gemm`` multiplies these weights there."""
     if arch(device)[0] != 9:
         return False
     from .hopper.dequant import EXPERT_KINDS, takes
@@ -235,8 +239,9 @@ def many_rows_takes(stack: Matrices, device: torch.device) -> bool:
     return stack.kind in EXPERT_KINDS and takes(stack)
 
 
-def by_hand_takes(stack: Matrices, device: torch.device) -> bool:
-    """Whether ``GemmPlan.by_hand`` can run: Hopper, weights where descriptors can begin."""
+def warp_specialized_takes(stack: Matrices, device: torch.device) -> bool:
+    """Whether ``GemmPlan.warp_specialized`` can run: Hopper, weights where descriptors can
+    begin."""
     there = stack.kind in ("bf16", "fp8") and arch(device)[0] == 9
     return there and stack.data.data_ptr() % 16 == 0
 
@@ -252,7 +257,7 @@ def _decoded(
     data = stack.data.view(torch.uint8)
     block_k = decoded_step(stack, plan)
     steps = triton.cdiv(stack.K, block_k)
-    gemm_decoded[(programs, plan.split_k)](
+    gemm_dequant[(programs, plan.split_k)](
         x,
         data,
         scale_words(stack),

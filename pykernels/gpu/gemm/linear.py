@@ -1,11 +1,12 @@
 """Linear layers with quantized weights, from one row to thousands (what Marlin is for elsewhere).
 
 - One row of a narrow int8 matrix: ``gemv``, no tensor cores.
-- One row of all else but bf16, up to 32768 inputs: ``one_row``, which multiplies codes nearly as
+- One row of all else but bf16, up to 32768 inputs: ``gemv_mma``, which multiplies codes nearly as
   they lie.
-- Up to 16 or 32 rows of int4, int8 or E4M3: ``few_rows``, decoding in the lanes that load weights.
-- Up to 4 or 8 rows of K-quants: ``few_experts``, the same, each lane with one scale of its own.
-- More on Hopper: ``many_rows_hopper``, decoding while the tensor cores multiply.
+- Up to 16 or 32 rows of int4, int8 or E4M3: ``skinny_linear``, decoding in the lanes that load
+weights.
+- Up to 4 or 8 rows of K-quants: ``skinny_experts``, the same, each lane with one scale of its own.
+- More on Hopper: ``dequant_gemm``, decoding while the tensor cores multiply.
 - K-quants and E4M3 of more rows still: ``unpacked``; E4M3 rows on Hopper: ``linear_fp8_hopper``.
 - All else: the GEMM of the routed experts, with one expert.
 
@@ -22,18 +23,25 @@ from ...quant import Format, get_format
 from ..common.launch import FLOATS, arch, check_device, why_not
 from ..common.launch import supports as device_supports
 from ..common.strides import check_out
-from ..plans.gemm import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan, OneRowPlan
+from ..plans.gemm import (
+    DequantPlan,
+    GemmPlan,
+    GemvInt8Plan,
+    GemvMmaPlan,
+    SkinnyExpertsPlan,
+    SkinnyPlan,
+)
 from ..quantize import quantize_fp8
 from .gemv_int8 import KINDS as GEMV_KINDS
-from .gemv_int8 import multiply_gemv
+from .gemv_int8 import multiply_gemv_int8
 from .gemv_mma import KINDS as ONE_KINDS
-from .gemv_mma import MOST_INPUTS, multiply_one_row
+from .gemv_mma import MOST_INPUTS, multiply_gemv_mma
 from .grouped import multiply, path_of
-from .hopper.dequant import multiply_many_rows
+from .hopper.dequant import multiply_dequant
 from .hopper.dequant import takes as many_takes
-from .select import Plan, choose_plan
+from .select import Plan, select
 from .skinny_linear import KINDS as FEW_KINDS
-from .skinny_linear import multiply_few_rows
+from .skinny_linear import multiply_skinny
 from .split_k import add_partials
 from .weights import Matrices, supports_format
 
@@ -107,23 +115,23 @@ def linear(
     out = check_out(out, x, M, N, dtype=torch.bfloat16)
     if not out.numel():
         return out
-    plan = plan or choose_plan(weight, M, device, activations)
+    plan = plan or select(weight, M, device, activations)
     if reason := _unfit(plan, weight, M, device, activations):
         raise PykernelsError(f"no kernel for that plan: {reason}", "Let gpu.linear_plan choose")
-    if isinstance(plan, GemvPlan):
-        multiply_gemv(x, weight, out, bias, plan)
+    if isinstance(plan, GemvInt8Plan):
+        multiply_gemv_int8(x, weight, out, bias, plan)
         return out
-    if isinstance(plan, OneRowPlan):
-        multiply_one_row(x, weight, out, bias, plan)
+    if isinstance(plan, GemvMmaPlan):
+        multiply_gemv_mma(x, weight, out, bias, plan)
         return out
-    if isinstance(plan, FewPlan):
-        multiply_few_rows(x, weight, out, bias, plan)
+    if isinstance(plan, SkinnyPlan):
+        multiply_skinny(x, weight, out, bias, plan)
         return out
-    if isinstance(plan, ExpertsPlan):
+    if isinstance(plan, SkinnyExpertsPlan):
         multiply(x, weight, out, plan, bias=bias)
         return out
-    if isinstance(plan, ManyPlan):
-        multiply_many_rows(x, weight, out, bias, plan)
+    if isinstance(plan, DequantPlan):
+        multiply_dequant(x, weight, out, bias, plan)
         return out
     rows, scale = quantize_fp8(x) if activations == "fp8" else (x, None)
     if plan.split_k == 1:
@@ -145,25 +153,29 @@ def _unfit(
         return None
     if activations == "fp8":
         return "fp8 activations go by a GemmPlan"
-    if isinstance(plan, GemvPlan):
+    if isinstance(plan, GemvInt8Plan):
         fits = weight.kind in GEMV_KINDS and M == 1
         return None if fits else f"no gemv for {M} rows of {weight.kind}"
     capability = arch(device)
-    if isinstance(plan, OneRowPlan):
+    if isinstance(plan, GemvMmaPlan):
         fits = weight.kind in ONE_KINDS and M == 1 and capability >= (8, 0)
         if not fits:
-            return f"one_row takes one row of {', '.join(ONE_KINDS)} on a GPU"
+            return f"gemv_mma takes one row of {', '.join(ONE_KINDS)} on a GPU"
         if weight.kind.endswith("_k") and plan.warps == 1:
-            return "one_row takes the blocks of K-quants by two warps or more"
-        return None if weight.K <= MOST_INPUTS else f"one_row takes up to {MOST_INPUTS} inputs"
-    if isinstance(plan, ExpertsPlan):
+            return "gemv_mma takes the blocks of K-quants by two warps or more"
+        return None if weight.K <= MOST_INPUTS else f"gemv_mma takes up to {MOST_INPUTS} inputs"
+    if isinstance(plan, SkinnyExpertsPlan):
         fits = path_of(weight, False) == "decoded" and capability >= (8, 0)
-        return None if fits else "few_experts decodes weights on a GPU"
-    if isinstance(plan, FewPlan):
+        return None if fits else "skinny_experts decodes weights on a GPU"
+    if isinstance(plan, SkinnyPlan):
         fits = weight.kind in FEW_KINDS and M <= 64 and capability >= (8, 0)
-        return None if fits else f"few_rows takes up to 64 rows of {', '.join(FEW_KINDS)} on a GPU"
+        return (
+            None
+            if fits
+            else f"skinny_linear takes up to 64 rows of {', '.join(FEW_KINDS)} on a GPU"
+        )
     if capability[0] != 9 or not many_takes(weight):
-        return "many_rows_hopper takes integers, E4M3 and K-quants, on Hopper"
+        return "dequant_gemm takes integers, E4M3 and K-quants, on Hopper"
     steps = triton.cdiv(weight.K, 128)
     full = triton.cdiv(steps, triton.cdiv(steps, plan.split_k)) == plan.split_k
     return None if full else f"{steps} steps in {plan.split_k} parts leave one empty"

@@ -1,6 +1,7 @@
 """Experts of a few tokens each, and K-quants of a few rows, at the rate that memory gives weights.
 
-As in ``few_rows``, weights are the left operand of ``mma.sync`` (sm_80 on), loaded straight into
+As in ``skinny_linear``, weights are the left operand of ``mma.sync`` (sm_80 on), loaded straight
+into
 the lane that multiplies and decodes them. Where a scale is for 64 inputs or fewer, each of the four
 lanes of a quad takes the words of another scale (``segments``), and each has columns of its own:
 their inputs are zeros for the other lanes' words. So a product's sums are apart as the scales are,
@@ -19,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...shapes import SortedSlots
 from ..common.dequant_mma import MAGIC, codes, nibbles_above, sixes_above
 from ..common.launch import early_launch, launches_early
-from ..plans.gemm import ExpertsPlan
+from ..plans.gemm import SkinnyExpertsPlan
 from .skinny_operands import (
     layouts,
     left,
@@ -78,7 +79,7 @@ def locate(pid, starts, slots, M, N_BLOCKS, E, E_PADDED: gl.constexpr, HAS_SLOTS
 
 
 @gluon.jit(do_not_specialize=["M", "E", "N_BLOCKS", "MAGIC"])
-def few_experts(
+def skinny_experts(
     x, w, w_scale, w_halves, out, order, starts, slots, bias, M, N, K, QUADS, E, TOPK, N_BLOCKS,
     MAGIC, KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, HAS_SLOTS: gl.constexpr,
     HAS_BIAS: gl.constexpr, E_PADDED: gl.constexpr, PDL: gl.constexpr,
@@ -281,11 +282,11 @@ def few_experts(
     gl.store(to, v.to(gl.bfloat16), mask=(no < N)[:, None] & (mo < hi)[None, :])
 
 
-def multiply_few_experts(
+def multiply_skinny_experts(
     x: torch.Tensor,
     stack: Matrices,
     out: torch.Tensor,
-    plan: ExpertsPlan,
+    plan: SkinnyExpertsPlan,
     *,
     order: SortedSlots | None = None,
     table: torch.Tensor | None = None,
@@ -308,7 +309,7 @@ def multiply_few_experts(
     pdl = launches_early(x.device)
     n_blocks = triton.cdiv(stack.N, plan.rows // (2 if gated else 1))
     x = x if x.storage_offset() % 8 == 0 else x.clone()  # read 16 bytes at a time
-    few_experts[(blocks * n_blocks,)](
+    skinny_experts[(blocks * n_blocks,)](
         x.view(torch.int32),
         words,
         stack.data.view(torch.int8) if k_quant else scale_words(stack),

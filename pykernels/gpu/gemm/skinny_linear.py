@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..common.dequant_mma import MAGIC, codes, powers
 from ..common.launch import early_launch, launches_early
-from ..plans.gemm import FewPlan
+from ..plans.gemm import SkinnyPlan
 from .skinny_operands import left
 from .weights import Matrices, scale_every, scale_words
 
@@ -101,7 +101,7 @@ def load_scales(
 
 
 @gluon.jit(do_not_specialize=["M", "MAGIC"])
-def few_rows(
+def skinny_linear(
     x, w, w_scale, out, bias, M, N, K, WORDS, MAGIC,
     KIND: gl.constexpr, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
     S: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, LANE: gl.constexpr,
@@ -210,12 +210,12 @@ def few_rows(
     gl.store(to, value.to(gl.bfloat16), mask=(no < N)[:, None] & (mo < M)[None, :])
 
 
-def multiply_few_rows(
+def multiply_skinny(
     x: torch.Tensor,
     stack: Matrices,
     out: torch.Tensor,
     bias: torch.Tensor | None,
-    plan: FewPlan,
+    plan: SkinnyPlan,
 ) -> None:
     """out = x @ w.T + bias; the caller has checked shapes, dtypes and alignment.
 
@@ -229,7 +229,7 @@ def multiply_few_rows(
     cols = max(8, triton.next_power_of_2(x.shape[0]))
     words_layout, inputs_layout = layouts(lane, plan.warps, plan.rows, cols)
     pdl = launches_early(x.device)
-    few_rows[(triton.cdiv(stack.N, plan.rows),)](
+    skinny_linear[(triton.cdiv(stack.N, plan.rows),)](
         x,
         words,
         scale_words(stack),

@@ -1,8 +1,8 @@
-"""Operands of ``few_experts``' products: where a lane has its words and inputs, and their loads.
+"""Operands of ``skinny_experts``' products: where a lane has its words and inputs, and their loads.
 
-``few_rows`` has other inputs, and the same left operand.
+``skinny_linear`` has other inputs, and the same left operand.
 
-Scales of ``few_experts``' products, as each lane needs them: K-quants' and integers'.
+Scales of ``skinny_experts``' products, as each lane needs them: K-quants' and integers'.
 """
 
 from __future__ import annotations

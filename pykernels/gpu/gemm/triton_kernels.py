@@ -118,7 +118,7 @@ def row_pointers(
 
 
 @triton.jit(do_not_specialize=["M", "E", "N_BLOCKS"])
-def gemm_decoded(
+def gemm_dequant(
     x,
     w,
     w_scale,

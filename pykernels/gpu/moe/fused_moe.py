@@ -23,7 +23,7 @@ from ..gemm.weights import Matrices, empty_for_gpu, pack_for_gpu, supports_forma
 from ..plans.gemm import GemmPlan
 from ..quantize import GROUP, quantize_fp8
 from .permute import check_sum, permute, sort_slots, unpermute
-from .select import choose_plan
+from .select import select
 
 ACTIVATIONS = ("bf16", "fp8")
 
@@ -150,7 +150,7 @@ def gate_up(
     """
     S = _check_tokens(x, experts, order, activations)
     out = check_out(out, x, S, experts.I, dtype=torch.bfloat16)
-    plan = plan or choose_plan("gate_up", experts.gate_up, activations, S, experts.E, x.device)
+    plan = plan or select("gate_up", experts.gate_up, activations, S, experts.E, x.device)
     _gate_up(x, experts, order, activations, plan, out, None)
     return out
 
@@ -164,8 +164,8 @@ def gate_up_quantized(
         (float8_e4m3fn [S, I], float32 scales [S, ceil(I / 128)]): what ``down`` takes.
     """
     S = _check_tokens(x, experts, order, "fp8")
-    plan = plan or choose_plan("gate_up", experts.gate_up, "fp8", S, experts.E, x.device)
-    if not isinstance(plan, GemmPlan) or not plan.by_hand:
+    plan = plan or select("gate_up", experts.gate_up, "fp8", S, experts.E, x.device)
+    if not isinstance(plan, GemmPlan) or not plan.warp_specialized:
         return quantize_fp8(gate_up(x, experts, order, activations="fp8", plan=plan))
     out = torch.empty(S, experts.I, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(S, triton.cdiv(experts.I, GROUP), dtype=torch.float32, device=x.device)
@@ -183,10 +183,10 @@ def _gate_up(
     out_scale: torch.Tensor | None,
 ) -> None:
     rows, scale = x, None
-    by_hand = isinstance(plan, GemmPlan) and plan.by_hand
+    warp_specialized = isinstance(plan, GemmPlan) and plan.warp_specialized
     if activations == "fp8":
-        rows, scale = quantize_fp8(x, order if by_hand else None)
-    elif by_hand:
+        rows, scale = quantize_fp8(x, order if warp_specialized else None)
+    elif warp_specialized:
         rows = permute(x, order)
     multiply(
         rows, experts.gate_up, out, plan,
@@ -218,7 +218,7 @@ def down(
     if activations == "fp8" and h_scale is None:
         h, h_scale = quantize_fp8(h)
     aligned = h.data_ptr() % 16 == 0
-    plan = plan or choose_plan("down", experts.down, activations, S, experts.E, h.device, aligned)
+    plan = plan or select("down", experts.down, activations, S, experts.E, h.device, aligned)
     multiply(h, experts.down, out, plan, x_scale=h_scale, order=order, table=experts.slots)
     return out
 

@@ -37,7 +37,7 @@ class DecodePlan:
             none is cut.
         across: MLA with 64 rows and 8 warps only: both warpgroups share each block of scores by
             columns, instead of each computing all of it.
-        by_hand: MLA's kernel for Hopper, whose warps have roles: 64 rows, 64 keys;
+        warp_specialized: MLA's kernel for Hopper, whose warps have roles: 64 rows, 64 keys;
             ``warps``, ``stages`` and ``across`` mean nothing to it.
         least: blocks of a part at least, where combining more parts costs more than shorter ones
             save.
@@ -53,7 +53,7 @@ class DecodePlan:
     stages: int
     per_sm: int = 1
     across: bool = False
-    by_hand: bool = False
+    warp_specialized: bool = False
     least: int = 1
     in_lanes: bool = False
     in_ring: bool = False
@@ -65,7 +65,9 @@ class DecodePlan:
         at_least(0, self, "per_sm")
         at_most(32, self, "per_sm")  # no SM holds more
         _can_be_compiled(self)
-        kernels = [name for name in ("by_hand", "in_lanes", "in_ring") if getattr(self, name)]
+        kernels = [
+            name for name in ("warp_specialized", "in_lanes", "in_ring") if getattr(self, name)
+        ]
         if len(kernels) > 1:
             raise PykernelsError(
                 f"a decode plan is {' and '.join(kernels)}", "These are different kernels: keep one"
@@ -82,7 +84,7 @@ class DecodePlan:
                 f" {self.warps} warps",
                 "That kernel's programs take 16, 64 and 4",
             )
-        if self.by_hand and (self.rows, self.keys) != (64, 64):
+        if self.warp_specialized and (self.rows, self.keys) != (64, 64):
             raise PykernelsError(
                 f"a decode plan by hand has {self.rows} rows and {self.keys} keys",
                 "That kernel's programs take 64 and 64",
@@ -110,8 +112,8 @@ class PrefillPlan:
     Attributes:
         rows, keys: of a block.
         warps, stages: Triton's num_warps and num_stages.
-        by_hand: the kernel for Hopper whose warps copy or multiply: 128 rows, 64 or 128 keys;
-            ``warps`` and ``stages`` mean nothing to it.
+        warp_specialized: the kernel for Hopper whose warps copy or multiply: 128 rows, 64 or
+            128 keys; ``warps`` and ``stages`` mean nothing to it.
         unpack: keys and values in E4M3 become bf16 rows first; means nothing to others.
     """
 
@@ -119,7 +121,7 @@ class PrefillPlan:
     keys: int
     warps: int
     stages: int
-    by_hand: bool = False
+    warp_specialized: bool = False
     unpack: bool = False
 
     def __post_init__(self) -> None:
@@ -127,7 +129,7 @@ class PrefillPlan:
         at_least(16, self, "rows", "keys")
         at_least(1, self, "stages")
         _can_be_compiled(self)
-        if self.by_hand and (self.rows != 128 or self.keys not in (64, 128)):
+        if self.warp_specialized and (self.rows != 128 or self.keys not in (64, 128)):
             raise PykernelsError(
                 f"a prefill plan by hand has {self.rows} rows and {self.keys} keys",
                 "That kernel's programs take 128 and 64 or 128",
@@ -149,18 +151,18 @@ _TINY_PREFILL = PrefillPlan(rows=16, keys=16, warps=4, stages=1)
 _MLA_DECODE = {
     (9, 0): (
         (16, DecodePlan(rows=16, keys=64, warps=8, stages=3)),
-        (1 << 30, DecodePlan(rows=64, keys=64, warps=8, stages=2, by_hand=True)),
+        (1 << 30, DecodePlan(rows=64, keys=64, warps=8, stages=2, warp_specialized=True)),
     ),
     (8, 0): ((1 << 30, DecodePlan(rows=16, keys=32, warps=4, stages=2)),),
 }
 _MLA_DECODE_FP8 = {
-    (9, 0): ((1 << 30, DecodePlan(rows=64, keys=64, warps=8, stages=2, by_hand=True)),),
+    (9, 0): ((1 << 30, DecodePlan(rows=64, keys=64, warps=8, stages=2, warp_specialized=True)),),
     (8, 0): ((1 << 30, DecodePlan(rows=16, keys=32, warps=8, stages=2)),),
 }
 
 
-def by_hand_fits(L: int, R: int, fp8: bool, page: int) -> bool:
-    """Whether ``DecodePlan.by_hand`` is for DeepSeek's sizes, as these are.
+def warp_specialized_fits(L: int, R: int, fp8: bool, page: int) -> bool:
+    """Whether ``DecodePlan.warp_specialized`` is for DeepSeek's sizes, as these are.
 
     Its copies are of whole pages; less than eight rows are no tile of shared memory. A block of
     E4M3 is read as one piece of memory.
@@ -168,11 +170,12 @@ def by_hand_fits(L: int, R: int, fp8: bool, page: int) -> bool:
     return (L, R) == (512, 64) and page >= (64 if fp8 else 8)
 
 
-def by_hand_takes(
+def warp_specialized_takes(
     L: int, R: int, fp8: bool, page: int, device: torch.device, aligned: bool = True
 ) -> bool:
-    """Whether ``DecodePlan.by_hand`` can run: Hopper, sizes that fit, caches ``aligned`` to 16."""
-    return arch(device)[0] == 9 and by_hand_fits(L, R, fp8, page) and aligned
+    """Whether ``DecodePlan.warp_specialized`` can run: Hopper, sizes that fit, caches ``aligned``
+    to 16."""
+    return arch(device)[0] == 9 and warp_specialized_fits(L, R, fp8, page) and aligned
 
 
 def mla_decode_plan(
@@ -190,10 +193,10 @@ def mla_decode_plan(
     table = _MLA_DECODE_FP8 if fp8 else _MLA_DECODE
     rules = table[(9, 0)] if capability[0] == 9 else table[(8, 0)]
     plan = next(plan for most, plan in rules if rows <= most)
-    if plan.by_hand and not by_hand_takes(*latent, fp8, page, device, aligned):
+    if plan.warp_specialized and not warp_specialized_takes(*latent, fp8, page, device, aligned):
         if rows <= 16:
             return DecodePlan(rows=16, keys=64, warps=8, stages=3)
-        return replace(plan, by_hand=False, across=True)
+        return replace(plan, warp_specialized=False, across=True)
     return plan
 
 
@@ -244,8 +247,8 @@ def gqa_decode_plan(
     return DecodePlan(rows=tile, keys=keys, warps=4, stages=stages, per_sm=2 if tile < 64 else 1)
 
 
-def by_hand_fits_prefill(D: int, DV: int, R: int, page: int, keys: int = 64) -> bool:
-    """Whether ``PrefillPlan.by_hand`` with blocks of ``keys`` is for heads like these.
+def warp_specialized_prefill_fits(D: int, DV: int, R: int, page: int, keys: int = 64) -> bool:
+    """Whether ``PrefillPlan.warp_specialized`` with blocks of ``keys`` is for heads like these.
 
     Its copies are of whole pages; less than eight rows are no tile of shared memory, which holds
     128 queries and two blocks of keys and values.
@@ -259,14 +262,15 @@ _PREFILL_SHARED = 222 << 10
 """Bytes of 227 KiB that barriers and what is staged on the way out leave."""
 
 
-def by_hand_takes_prefill(
+def warp_specialized_prefill_takes(
     D: int, DV: int, R: int, page: int, device: torch.device, keys: int = 64
 ) -> bool:
-    """Whether ``PrefillPlan.by_hand`` can run, apart from how its tensors lie: Hopper only."""
-    return arch(device)[0] == 9 and by_hand_fits_prefill(D, DV, R, page, keys)
+    """Whether ``PrefillPlan.warp_specialized`` can run, apart from how its tensors lie: Hopper
+    only."""
+    return arch(device)[0] == 9 and warp_specialized_prefill_fits(D, DV, R, page, keys)
 
 
-def by_hand_prefills(
+def warp_specialized_prefills(
     D: int, DV: int, R: int, fp8: bool, plan: PrefillPlan, aligned_rows: bool, page: int,
     device: torch.device,
 ) -> bool:  # fmt: skip
@@ -274,7 +278,7 @@ def by_hand_prefills(
 
     Keys in E4M3 must become rows of bf16 first.
     """
-    takes = by_hand_takes_prefill(D, DV, R, 0 if fp8 else page, device, plan.keys)
+    takes = warp_specialized_prefill_takes(D, DV, R, 0 if fp8 else page, device, plan.keys)
     unpack = plan.unpack
     return aligned_rows and (unpack or not fp8) and takes
 
@@ -308,9 +312,9 @@ def prefill_plan(
     if capability == (0, 0):
         return _TINY_PREFILL
     large = D + R > 192 or DV > 128
-    if aligned_rows and not fp8 and by_hand_takes_prefill(D, DV, R, page, device):
+    if aligned_rows and not fp8 and warp_specialized_prefill_takes(D, DV, R, page, device):
         keys = 64 if large else 128
-        return PrefillPlan(rows=128, keys=keys, warps=8, stages=1, by_hand=True)
+        return PrefillPlan(rows=128, keys=keys, warps=8, stages=1, warp_specialized=True)
     if capability[0] == 9:
         if large or R:
             return PrefillPlan(rows=128, keys=64, warps=8, stages=2 if large else 3)

@@ -13,10 +13,10 @@ from ...errors import PykernelsError
 from .attention import (
     DecodePlan,
     PrefillPlan,
-    by_hand_fits,
-    by_hand_fits_prefill,
     in_lanes_fits,
     in_ring_fits,
+    warp_specialized_fits,
+    warp_specialized_prefill_fits,
 )
 from .gemm import plan_from
 
@@ -81,7 +81,8 @@ def plan_of(line: dict[str, Any]) -> DecodePlan | PrefillPlan:
 def _check_decode(op: str, fp8: bool, shape: AttentionShape, plan: DecodePlan) -> None:
     mla, D, page = op == "mla_decode", shape.head_dim, shape.page
     wrong = {
-        "by_hand": plan.by_hand and not (mla and by_hand_fits(D, shape.rope, fp8, page)),
+        "warp_specialized": plan.warp_specialized
+        and not (mla and warp_specialized_fits(D, shape.rope, fp8, page)),
         "across": plan.across and not mla,
         "in_lanes": plan.in_lanes and (mla or not in_lanes_fits(D, fp8, page)),
         "in_ring": plan.in_ring and (mla or not in_ring_fits(D, fp8, page)),
@@ -91,9 +92,11 @@ def _check_decode(op: str, fp8: bool, shape: AttentionShape, plan: DecodePlan) -
 
 def _check_prefill(path: str, shape: AttentionShape, plan: PrefillPlan) -> None:
     page = shape.page if path == "bf16" else 0
-    fits = by_hand_fits_prefill(shape.head_dim, shape.value_dim, shape.rope, page, plan.keys)
+    fits = warp_specialized_prefill_fits(
+        shape.head_dim, shape.value_dim, shape.rope, page, plan.keys
+    )
     wrong = {
-        "by_hand": plan.by_hand and (path == "fp8" or not fits),
+        "warp_specialized": plan.warp_specialized and (path == "fp8" or not fits),
         "unpack": plan.unpack != (path == "unpacked"),
     }
     _refuse(f"a prefill of path {path!r}", wrong)

@@ -78,7 +78,8 @@ class GemmPlan:
         tma: weights (and sorted rows) come by the tensor memory accelerator: sm_90 and above.
         copy: a gated product's rows are first copied into the experts' order, so that they come by
             the accelerator too, in place of being gathered.
-        by_hand: the fp8 kernel, or the experts' bf16 kernel, written out for Hopper, of tiles of
+        warp_specialized: the fp8 kernel, or the experts' bf16 kernel, written out for Hopper, of
+        tiles of
             128 rows and 256 outputs (gated, 128 of each): only ``group_m`` is heeded. Experts'
             rows are copied into their order.
         unpack: decoded weights become bfloat16 in device memory first; the rest is a plan for
@@ -94,7 +95,7 @@ class GemmPlan:
     stages: int = 3
     tma: bool = False
     copy: bool = False
-    by_hand: bool = False
+    warp_specialized: bool = False
     unpack: bool = False
 
     def __post_init__(self) -> None:
@@ -110,7 +111,7 @@ class GemmPlan:
 
 
 @dataclass(frozen=True)
-class GemvPlan:
+class GemvInt8Plan:
     """How a linear of one row is launched.
 
     Attributes:
@@ -132,7 +133,7 @@ class GemvPlan:
 
 
 @dataclass(frozen=True)
-class OneRowPlan:
+class GemvMmaPlan:
     """How a linear of one row is launched on the tensor cores.
 
     Attributes:
@@ -163,7 +164,7 @@ class OneRowPlan:
 
 
 @dataclass(frozen=True)
-class FewPlan:
+class SkinnyPlan:
     """How a linear of up to 64 rows is launched on the tensor cores, weights in registers.
 
     Attributes:
@@ -186,7 +187,7 @@ class FewPlan:
 
 
 @dataclass(frozen=True)
-class ExpertsPlan:
+class SkinnyExpertsPlan:
     """How a product of experts of a few rows each is launched, weights in registers.
 
     Attributes:
@@ -214,7 +215,7 @@ class ExpertsPlan:
 
 
 @dataclass(frozen=True)
-class ManyPlan:
+class DequantPlan:
     """How a linear of more rows is launched on Hopper, weights decoded in registers.
 
     Attributes:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .gemm import GemmPlan, GemvPlan
+from .gemm import GemmPlan, GemvInt8Plan
 from .tuned import tuned_plan
 
 OPS = ("gate_up", "down", "linear")
@@ -40,7 +40,7 @@ SMALL = ("ampere", "ada")
 """100 KiB of shared memory on some of them, no tensor memory accelerator."""
 ANY = float("inf")
 _GATED, _PLAIN = ("gate_up",), ("down", "linear")
-_BY_HAND = GemmPlan(128, 128, 128, 4, by_hand=True)
+_BY_HAND = GemmPlan(128, 128, 128, 4, warp_specialized=True)
 _BF16_LARGE = GemmPlan(128, 256, 64, 16, warps=8, stages=4, tma=True)
 
 TABLE = (
@@ -77,7 +77,7 @@ UNPACKED = ("q4_k", "q6_k")
 UNPACK_ROWS = {"linear": 64, "gate_up": 100, "down": 100}
 """Rows (of each expert, on average) from which these are unpacked."""
 
-GEMV = {"int8": GemvPlan(block_n=16, words=128, warps=4, stages=4)}
+GEMV = {"int8": GemvInt8Plan(block_n=16, words=128, warps=4, stages=4)}
 
 
 def generation(arch: tuple[int, int]) -> str:
@@ -100,7 +100,7 @@ def gemm_plan(
     N: int,
     K: int,
     device: str = "",
-    by_hand: bool = False,
+    warp_specialized: bool = False,
 ) -> GemmPlan:
     """The plan for ``rows`` rows an expert, a tuned one if this GPU has it.
 
@@ -108,10 +108,11 @@ def gemm_plan(
         op: one of ``OPS``.
         path: one of ``PATHS``, or a kind of weights that is decoded: the kind of tuned lines.
         device: the GPU's name, which tuned lines are for.
-        by_hand: whether ``GemmPlan.by_hand`` can run; else plans that ask for it are passed over.
+        warp_specialized: whether ``GemmPlan.warp_specialized`` can run; else plans that ask for it
+        are passed over.
     """
     tuned = tuned_plan(op, path, device, rows, N, K)
-    if tuned and "cols" not in tuned and (by_hand or not tuned.get("by_hand")):
+    if tuned and "cols" not in tuned and (warp_specialized or not tuned.get("warp_specialized")):
         return GemmPlan(**tuned)
     base = path if path in PATHS else "decoded"
     if path in UNPACKED and rows >= UNPACK_ROWS[op]:
@@ -123,7 +124,7 @@ def gemm_plan(
         and row.path == base
         and op in row.ops
         and rows <= row.rows
-        and (by_hand or not row.plan.by_hand)
+        and (warp_specialized or not row.plan.warp_specialized)
     )
 
 

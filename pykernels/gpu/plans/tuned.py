@@ -17,21 +17,31 @@ from ...errors import PykernelsError
 from . import attention_shape as attention
 from .attention import DecodePlan, PrefillPlan
 from .attention_shape import AttentionShape
-from .gemm import ExpertsPlan, FewPlan, GemmPlan, GemvPlan, ManyPlan, OneRowPlan, plan_from
+from .gemm import (
+    DequantPlan,
+    GemmPlan,
+    GemvInt8Plan,
+    GemvMmaPlan,
+    SkinnyExpertsPlan,
+    SkinnyPlan,
+    plan_from,
+)
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-LINEAR_PLANS: dict[str, type[GemvPlan | OneRowPlan | FewPlan | ManyPlan | ExpertsPlan]] = {
-    "gemv": GemvPlan,
-    "one": OneRowPlan,
-    "few": FewPlan,
-    "few_k": ExpertsPlan,
-    "many": ManyPlan,
+LINEAR_PLANS: dict[
+    str, type[GemvInt8Plan | GemvMmaPlan | SkinnyPlan | DequantPlan | SkinnyExpertsPlan]
+] = {
+    "gemv": GemvInt8Plan,
+    "one": GemvMmaPlan,
+    "few": SkinnyPlan,
+    "few_k": SkinnyExpertsPlan,
+    "many": DequantPlan,
 }
 """By the op of tuned lines."""
-EXPERTS_PLANS = {"few_gate_up": ExpertsPlan, "few_down": ExpertsPlan}
-"""The same; those of ``_GEMM_OPS`` hold a GemmPlan or, of experts, a ManyPlan."""
+EXPERTS_PLANS = {"few_gate_up": SkinnyExpertsPlan, "few_down": SkinnyExpertsPlan}
+"""The same; those of ``_GEMM_OPS`` hold a GemmPlan or, of experts, a DequantPlan."""
 _NAME = "gpu-plans.json"
 _GEMM_OPS = ("gate_up", "down", "linear")
 _FACTOR = 1.5
@@ -113,10 +123,10 @@ def _plan(line: dict[str, Any]) -> object:
     kinds = {**LINEAR_PLANS, **EXPERTS_PLANS}
     if op not in kinds and op not in _GEMM_OPS:
         raise PykernelsError(f"there is no op {op!r}", "It may be of another version")
-    other = ManyPlan if "cols" in line["plan"] else GemmPlan
+    other = DequantPlan if "cols" in line["plan"] else GemmPlan
     plan = plan_from(kinds.get(op, other), line["plan"])
-    shared = isinstance(plan, GemmPlan | ManyPlan) and plan.split_k > 1
-    dealt_out = isinstance(plan, ManyPlan) and plan.programs > 0
+    shared = isinstance(plan, GemmPlan | DequantPlan) and plan.split_k > 1
+    dealt_out = isinstance(plan, DequantPlan) and plan.programs > 0
     if op in ("gate_up", "down") and (shared or dealt_out):
         raise PykernelsError("experts' programs share no tile", "Leave split_k and programs out")
     if shared and line["path"] == "bf16":

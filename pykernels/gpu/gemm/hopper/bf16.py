@@ -153,7 +153,7 @@ def gemm_bf16_hopper(
     )  # fmt: skip
 
 
-def multiply_bf16_by_hand(
+def multiply_bf16(
     x: torch.Tensor,
     stack: Matrices,
     out: torch.Tensor,

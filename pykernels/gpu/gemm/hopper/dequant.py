@@ -18,7 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ....shapes import SortedSlots
 from ...common.dequant_mma import MAGIC
 from ...common.gluon_compat import barrier
-from ...plans.gemm import ManyPlan
+from ...plans.gemm import DequantPlan
 from ..split_k import add_partials, add_shares
 from ..tiles import tile_table
 from ..weights import Matrices, scale_every, scale_words
@@ -79,7 +79,7 @@ def put_tile(out, acc, m0, n0, M, N):
 
 
 @gluon.jit(do_not_specialize=["M", "STEPS", "SHARE", "SCALES", "BLOCKS", "WHOLE", "TILES", "MAGIC"])
-def many_rows_hopper(
+def dequant_gemm(
     x, w, w_scale, out, parts, bias, tiles, M, N, STEPS, SHARE, SCALES, BLOCKS, WHOLE, TILES, MAGIC,
     KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
     SPREAD: gl.constexpr, COLS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
@@ -190,12 +190,12 @@ def many_rows_hopper(
             gl.store(parts + at, gl.convert_layout(acc, OUT), mask=there)
 
 
-def multiply_many_rows(
+def multiply_dequant(
     x: torch.Tensor,
     stack: Matrices,
     out: torch.Tensor,
     bias: torch.Tensor | None,
-    plan: ManyPlan,
+    plan: DequantPlan,
 ) -> None:
     """out = x @ w.T + bias; the caller has checked shapes and dtypes, and asked ``takes``.
 
@@ -224,13 +224,13 @@ def multiply_many_rows(
         _launch(inputs, stack, out, None, bias, None, blocks, False, plan)
 
 
-def multiply_experts_rows(
+def multiply_dequant_experts(
     x: torch.Tensor,
     stack: Matrices,
     out: torch.Tensor,
     order: SortedSlots,
     table: torch.Tensor | None,
-    plan: ManyPlan,
+    plan: DequantPlan,
     gated: bool,
 ) -> None:
     """See ``grouped_gemm.multiply``: x [T, K] gated, otherwise sorted rows [S, K]."""
@@ -257,7 +257,7 @@ def _launch(
     tiles: torch.Tensor | None,
     blocks: int,
     gated: bool,
-    plan: ManyPlan,
+    plan: DequantPlan,
 ) -> None:
     words = stack.data.view(torch.int32).flatten(0, 1)
     scale = scale_words(stack)
@@ -267,7 +267,7 @@ def _launch(
     w_shared = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     count = blocks * triton.cdiv(stack.N, rows)
     programs = plan.programs
-    many_rows_hopper[(programs,) if programs else (count, plan.split_k)](
+    dequant_gemm[(programs,) if programs else (count, plan.split_k)](
         TensorDescriptor.from_tensor(inputs, [plan.cols, 64], x_shared),
         TensorDescriptor.from_tensor(words, [rows, 16], w_shared),
         scale.view(torch.int32) if scale is not None else words,

@@ -1,4 +1,4 @@
-"""A tile of weights by many rows: the loop over K of ``many_rows_hopper`` (Gluon, Hopper).
+"""A tile of weights by many rows: the loop over K of ``dequant_gemm`` (Gluon, Hopper).
 
 The transposed tile: a warpgroup's left operand are weights in registers, decoded (see
 ``register_words``) while the tensor cores still multiply the 64 inputs before. Words and inputs

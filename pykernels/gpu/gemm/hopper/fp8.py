@@ -306,7 +306,7 @@ def gemm_fp8_hopper(
     )  # fmt: skip
 
 
-def multiply_by_hand(
+def multiply_fp8(
     x: torch.Tensor,
     x_scale: torch.Tensor,
     stack: Matrices,

@@ -1,6 +1,6 @@
-"""K-quants for ``many_rows_hopper``: the words that copies do not bring, read by the lanes (Gluon).
+"""K-quants for ``dequant_gemm``: the words that copies do not bring, read by the lanes (Gluon).
 
-``number`` and ``half`` serve ``one_row`` too.
+``number`` and ``half`` serve ``gemv_mma`` too.
 
 A block of Q4_K, 256 inputs, is 36 words: two fp16, twelve bytes of eight scales and minimums of 6
 bits (its head), and the quants, whose order is int4's. A weight is (q - 8) * s + (8 * s - m): q - 8

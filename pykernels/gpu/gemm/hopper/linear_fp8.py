@@ -82,7 +82,7 @@ def add_tail(
     gl.store(to, total.to(gl.bfloat16), mask=(row < hi)[:, None] & (col < N)[None, :])
 
 
-def multiply_rows_by_hand(
+def multiply_rows(
     x: torch.Tensor,
     x_scale: torch.Tensor,
     stack: Matrices,

@@ -1,4 +1,4 @@
-"""Inputs in the order in which ``many_rows_hopper``'s lanes decode weights."""
+"""Inputs in the order in which ``dequant_gemm``'s lanes decode weights."""
 
 from __future__ import annotations
 
