@@ -67,7 +67,7 @@ class StaticOurs(Ours):
 
     def prepare(self, T: int, ids: list[torch.Tensor]) -> None:
         """As ``Ours``; down tasks are alike, as many for every thread."""
-        threads, gemm_from = self._pool.threads, self.layers[0].choices.gemm_from
+        threads, gemm_from = self._pool.threads, self.layers[0].gemm_from
         cut = plan(self.layers[0].shape, self._packed[0].fmt, threads, T, gemm_from)
         share = -(-self._packed[0].down.shape[1] // threads)
         parts = -(-share // cut.h_chunk)

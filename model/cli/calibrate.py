@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -51,10 +52,10 @@ def calibrate(
     formats = [get_format(name).name for name in dict.fromkeys(format or every)]
     backends = {fmt: resolve("auto", fmt, target, activations).name for fmt in formats}
     able = [fmt for fmt in formats if backends[fmt] in GEMM_FROM]
-    tuning.read(target.cpu)  # what cannot be read or written is told before anything is timed
-    if able:
-        tuning.check_writable(target.cpu)
+    for backend in {backends[fmt] for fmt in able}:  # an error before anything is timed
+        tuning.write(backend, {}, activations)
     found: list[Calibration] = []
+    file = None
     usual = Topology.detect().default_threads()
     if able and chosen_threads not in (None, usual):
         note(
@@ -74,16 +75,16 @@ def calibrate(
                         progress=lambda share, fmt=fmt: status.update(f"{fmt}: {share:.0%}"),  # type: ignore[misc]
                     )
                 )
-                measuring.keep(found[-1])
+                file = tuning.write(backends[fmt], {fmt: found[-1].gemm_from}, activations)
     unable = {fmt: backends[fmt] for fmt in formats if fmt not in able}
     if as_json:
-        print(json.dumps(_as_dict(target.cpu, str(tuning.path(target.cpu)), found, unable)))
+        print(json.dumps(_as_dict(target.cpu, file, found, unable)))
         return
     for calibration in found:
         out().print(_table(calibration))
         out().print(f"{_decision(calibration)}\n")
     if found:
-        out().print(f"Kept in {tuning.path(target.cpu)}", markup=False)
+        out().print(f"Kept in {file}", markup=False)
     if unable:
         names = ", ".join(sorted(set(unable.values())))
         which = "every format" if not able else ", ".join(unable)
@@ -91,13 +92,13 @@ def calibrate(
 
 
 def _as_dict(
-    cpu: str, file: str, found: list[Calibration], unable: dict[str, str]
+    cpu: str, file: Path | None, found: list[Calibration], unable: dict[str, str]
 ) -> dict[str, object]:
     """What `--json` prints; `no_gemm` maps formats to the kernel that has nothing to choose."""
     from dataclasses import asdict
 
     formats = {calibration.fmt: asdict(calibration) for calibration in found}
-    return {"cpu": cpu, "file": file if found else None, "formats": formats, "no_gemm": unable}
+    return {"cpu": cpu, "file": file and str(file), "formats": formats, "no_gemm": unable}
 
 
 def _table(calibration: Calibration) -> Table:
@@ -116,9 +117,9 @@ def _table(calibration: Calibration) -> Table:
 
 def _decision(calibration: Calibration) -> str:
     """How it was decided, in words."""
-    from runtime.machine.tuning import Choices
+    from runtime.machine.tuning import describe
 
-    decided = str(Choices(calibration.gemm_from))
+    decided = describe(calibration.gemm_from)
     if calibration.gemm_from > calibration.points[-1].tokens:
         decided = f"no GEMM below {calibration.gemm_from} tokens an expert"
     return (

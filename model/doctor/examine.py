@@ -215,15 +215,14 @@ def look_at_calibration() -> Iterator[Fact]:
     from runtime.machine import tuning
 
     target = detect()
-    made = tuning.read(target.cpu)
     backends = {fmt: resolve("auto", fmt, target).name for fmt in FORMATS}
     able = [fmt for fmt in FORMATS if backends[fmt] in GEMM_FROM]
     if not able:
         yield Fact("GEMM from", "nothing to choose: no kernel in use here has a GEMM")
     for fmt in able:
-        found = made.get(tuning.key(backends[fmt], fmt))
-        how = "calibrated" if found else "default; `pykernels calibrate` measures it"
-        yield Fact(fmt, f"{found or tuning.default(backends[fmt], fmt)} ({how})")
+        calibrated = fmt in tuning.read(backends[fmt])
+        how = "calibrated" if calibrated else "default; `pykernels calibrate` measures it"
+        yield Fact(fmt, f"{tuning.describe(tuning.gemm_from(backends[fmt], fmt))} ({how})")
 
 
 def look_at_results() -> Iterator[Fact]:

@@ -19,7 +19,7 @@ from pykernels.registry import resolve
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
 
-from ..machine.tuning import chosen
+from ..machine import tuning
 from ..workers.control import until_done
 from ..workers.counters import Counters
 from ..workers.locks import ForkSafeLock
@@ -45,7 +45,8 @@ class RoutedExperts:
 
     Attributes:
         weights: the packed experts, as one or, on several nodes, as one slice each.
-        choices: what this machine was calibrated to; counts from the first call on a pool.
+        gemm_from: tokens of an expert from which it takes the GEMM, as this machine was calibrated;
+            counts from the first call on a pool.
 
     Raises:
         PykernelsError: unknown format, a kernel that cannot run here, no memory, too narrow for the
@@ -65,7 +66,7 @@ class RoutedExperts:
         target = detect()
         self.backend = resolve(kernel, fmt, target, activations)
         self.activations = activations
-        self.choices = chosen(self.backend.name, fmt, target.cpu, activations)
+        self.gemm_from = tuning.gemm_from(self.backend.name, fmt, activations)
         self.weights = make_room(shape, get_format(fmt), pool)
         self.counters = Counters()
         self._loaded, self._bytes_per_expert = False, 0
@@ -273,8 +274,7 @@ class RoutedExperts:
                 slices = self.weights.slices
                 workers = workers_of(pool, len(slices))
                 pairs = zip(slices, workers, strict=True)
-                gemm_from = self.choices.gemm_from
-                parts = [Part(packed, kernel, each, gemm_from) for packed, each in pairs]
+                parts = [Part(packed, kernel, each, self.gemm_from) for packed, each in pairs]
                 # Else a handler has bound them in between, and its call may run.
                 if self._bound is None or self._bound[0] is not pool:
                     self._bound = pool, parts

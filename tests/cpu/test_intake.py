@@ -225,7 +225,7 @@ def test_after_submit_x_may_change_however_many_tokens(pool, fmt, activations):
             assert all((call.row_tasks > 0) == (T >= MANY) for call in parts)
             serial = torch.zeros_like(x)
             for call in parts:  # the same cut, but the driver copies
-                cut = plan(call.experts.shape, experts.fmt, 1, T, routed.choices.gemm_from)
+                cut = plan(call.experts.shape, experts.fmt, 1, T, routed.gemm_from)
                 alone = cpu.MoECall(
                     call.experts, call.kernel, cpu.Workspace(), cut=replace(cut, row_chunk=0)
                 )
