@@ -46,6 +46,7 @@ SOURCES = (
     "runtime/workers/counters.py",
     "runtime/experts/launch.py",
     "runtime/workers/reduce.py",
+    "runtime/workers/control_block.py",
     "runtime/workers/queue.py",
 )
 """All that compiled code can see: an edit elsewhere compiles nothing again."""

@@ -1,13 +1,14 @@
-"""How a call of the experts begins on a pool: claimed, taken in and published by compiled code.
+"""How a call of the experts begins on a pool: the inputs are taken and published by compiled code.
 
-The workers wait for all that happens here, and it runs cold (``pykernels.cpu.moe.call``). So a call
-whose inputs are laid out as the last one's were, which is the rule when tokens are generated, takes
-a tuple to see that, and then one compiled function. Any other call is arranged first.
+The workers wait for all that happens here, and it runs with cold caches. So a call whose inputs are
+laid out as the last call's, which is the rule when tokens are generated, compares one tuple and
+then calls one compiled function (``Part.repeat``). Any other call is arranged first: its shapes and
+buffers are written to the descriptor.
 
-Several threads may call. Who looks at how the last call was arranged does not have the pool yet,
-and until it has, another thread may arrange and run a call of its own. So the descriptor counts
-(``JOB``'s ``arranged``): a look is worth something only if the count is still the same when the
-pool is taken. What a look needs is one tuple (``_Spare``), taken in one step.
+Several threads may call. A thread compares layouts before it has the pool, and until it has it,
+another thread may arrange and run a call. So the descriptor has a count (``JOB``'s ``arranged``):
+``launch`` refuses if it has changed. What the comparison needs is one tuple (``_Spare``), read in
+one step.
 """
 
 from __future__ import annotations
@@ -29,22 +30,23 @@ from pykernels.cpu.raised import RAISED, first
 from pykernels.quant import PackedExperts
 
 from ..workers.control import TaskError
-from ..workers.queue import FREE, LAUNCHING, RUNS, STATE, open_call
-from ..workers.worker import WorkerPool
+from ..workers.control_block import FREE, LAUNCHING, RUNS, STATE
+from ..workers.queue import open_call
+from ..workers.worker_pool import WorkerPool
 
 _NOT_OURS = -2
-"""Beside BAD_EXPERT, what ``launch`` returns where the workers got nothing."""
+"""Returned by ``launch`` if it did nothing; beside BAD_EXPERT and RAISED."""
 
 
 _Look = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[object, ...]]
 
 _Like = tuple[int, tuple[object, ...], dict[str, torch.Tensor], Callable[..., torch.Tensor], _Look]
-"""What the next call has to be like, to begin as it is: the descriptor's count, the layout of its
-inputs, the workspace's buffers (outdated ones would do, but their memory is to go); what makes
-room for its result; and what takes a layout."""
+"""What a call must equal to be launched as it is: the descriptor's count, the layout of its inputs,
+the workspace's buffers (old ones would work, but their memory is to be freed). And the function
+that makes room for its result, and the one that takes a layout."""
 
 _Spare = tuple[torch.Tensor, int, _Like]
-"""Room for the result of such a call, and its address. It serves one, since a launch counts too."""
+"""Room for the result of such a call, and its address. For one call: a launch changes the count."""
 
 
 @kernel()
@@ -52,19 +54,20 @@ def launch(control, owner, thread, job_address, arranged, x, ids, weights, y):  
     """Starts an arranged call, if the pool is in the state ``owner``: free, or claimed by it.
 
     Args:
-        thread: the caller's.
-        arranged: the descriptor's count when the call was found to be arranged.
+        thread: the caller's id.
+        arranged: the descriptor's count when the caller compared layouts.
         x, ids, weights, y: addresses, as in ``take_call``.
 
     Returns:
         the call's number, from 1. Or BAD_EXPERT or RAISED, and the pool is free; or _NOT_OURS, and
-        all is as it was.
+        nothing has changed.
     """
     if atomic_exchange(control + STATE, owner, LAUNCHING) != owner:
         return _NOT_OURS
     job = job_at(job_address)
-    nowhere = (x == 0 or ids == 0 or weights == 0 or y == 0) and job.T * job.topk > 0  # a fake's
-    if nowhere or job.arranged != arranged:  # or who had the pool has arranged another call
+    # A fake tensor has no memory; and another thread may have arranged another call.
+    no_memory = (x == 0 or ids == 0 or weights == 0 or y == 0) and job.T * job.topk > 0
+    if no_memory or job.arranged != arranged:
         atomic_store(control + STATE, owner)
         return _NOT_OURS
     active = take_call(job_address, x, ids, weights, y)
@@ -95,7 +98,7 @@ def launch(control, owner, thread, job_address, arranged, x, ids, weights, y):  
 
 
 def _layout(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[object, ...]:
-    """All that a call is arranged by, if the inputs are contiguous; and how y is to be made."""
+    """All that the descriptor depends on, if the inputs are contiguous; and how y is made."""
     return (
         x.shape,
         x.dtype,
@@ -116,8 +119,8 @@ def _layout(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[
 def _layout_and_signs(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> tuple[object, ...]:
-    """The same, and whether x or weights are negated views, which say the opposite of what lies in
-    memory. One of several values is not contiguous: it is half of complex ones."""
+    """The same, and whether x or weights are negated views (of the imaginary part of a conjugated
+    tensor), whose memory has the other sign. Only with one value are they contiguous."""
     return *_layout(x, ids, weights), x.is_neg(), weights.is_neg()
 
 
@@ -125,8 +128,8 @@ class Part:
     """One slice of a layer, bound to the pool that works on it.
 
     Attributes:
-        held: of each thread, what the workers use of its call: till its ticket has that, or another
-            thread has the pool, so that the call has ended.
+        held: by thread, the tensors that the workers use of its call, kept alive until its ticket
+            keeps them, or the next call is arranged.
     """
 
     def __init__(
@@ -137,18 +140,18 @@ class Part:
         self._job = self._moe.address
         self._workspace = pool.workspace
         self._launch = direct(launch, *[types.int64] * 9)
-        self._like: _Like | None = None  # for who has claimed the pool
+        self._like: _Like | None = None  # only used by the thread that has claimed the pool
         self._spare: _Spare | None = None
         self.held: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def repeat(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> tuple[int, torch.Tensor, _Like] | None:
-        """Begins a call like the last one, if it can be had at once.
+        """Launches a call whose inputs are laid out as the last call's, if the pool is free.
 
         Returns:
             the call's number, y, and what ``make_spare`` takes. Or None: nothing has begun, and
-            ``arrange`` or ``begin`` say why not.
+            ``arrange`` and ``begin`` must (or say why not).
         """
         spare = self._spare
         if spare is None:
@@ -159,10 +162,10 @@ class Part:
             if buffers is not self._workspace.buffers or look(x, ids, weights) != layout:
                 return None
             at_x, at_ids, at_weights = x.data_ptr(), ids.data_ptr(), weights.data_ptr()
-        except (AttributeError, RuntimeError):  # no tensor, or one of which no such thing is known
+        except (AttributeError, RuntimeError):  # no tensor, or one without strides or memory
             return None
-        # The spare stays: should Ctrl-C come behind the launch, y outlives the tasks. Nobody begins
-        # with it again, since the launch counts. And x is copied by then: there are no row tasks.
+        # ``_spare`` keeps y alive should Ctrl-C come right after the launch, and is not used again
+        # since the count has changed. x is copied by then: such a call has no row tasks.
         call = self._launch(
             self.pool.control,
             FREE,
@@ -177,20 +180,20 @@ class Part:
         return (call, y, (arranged + 1, layout, buffers, make, look)) if call > 0 else None
 
     def check(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        """Whether a call of such inputs could be arranged.
+        """Checks inputs.
 
         Raises:
-            PykernelsError: no.
+            PykernelsError: they do not fit these experts.
         """
         self._moe.check(x, ids, weights)
 
     def arrange(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
     ) -> None:
-        """Makes all ready for ``begin``; for who has claimed the pool.
+        """Writes a call to the descriptor, for ``begin``; this thread has claimed the pool.
 
         Raises:
-            PykernelsError: inputs that do not fit, or a pool that this thread has no more.
+            PykernelsError: inputs that do not fit, or this thread has lost the pool.
         """
         self.pool.prepare(lambda: self._arrange(x, ids, weights, y))
 
@@ -198,7 +201,7 @@ class Part:
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
     ) -> None:
         self._like = self._spare = None
-        self.held.clear()  # no call runs
+        self.held.clear()  # the pool is claimed, so no call runs
         rows = contiguous_rows(x)
         taken = self._moe.arrange(rows, ids, weights, y)
         most = min(self._moe.experts.shape.E, ids.numel())
@@ -206,8 +209,8 @@ class Part:
         self.held[get_ident()] = rows, *taken, y
         same = rows is x and x.is_contiguous() and taken[0] is ids and taken[1] is weights
         if same and self._moe.row_tasks == 0:
-            after = self._moe.arranged + 1  # the launch counts too
-            make = torch.empty_like if ids.numel() else torch.zeros_like  # no task writes that
+            after = self._moe.arranged + 1  # the launch adds 1
+            make = torch.empty_like if ids.numel() else torch.zeros_like  # no task writes y
             look = _layout_and_signs if 1 in (x.numel(), weights.numel()) else _layout
             self._like = after, look(x, ids, weights), self._workspace.buffers, make, look
 
@@ -221,7 +224,7 @@ class Part:
             PykernelsError: no such expert, or a pool that was closed.
         """
         me, like, count = get_ident(), self._like, self._moe.arranged
-        if (held := self.held.get(me)) is None:  # a signal handler has made a call in between
+        if (held := self.held.get(me)) is None:  # a signal handler made a call meanwhile
             raise self.pool.refusal()
         at = [tensor.data_ptr() for tensor in held]
         before = time.monotonic_ns()
@@ -238,17 +241,17 @@ class Part:
         return call, like
 
     def let_go(self) -> None:
-        """What is held of this thread's call is another's now, or the call has ended."""
+        """Drops what is held of this thread's call: its ticket has it, or the call has ended."""
         self.held.pop(get_ident(), None)
 
     def make_spare(self, y: torch.Tensor, like: _Like) -> None:
-        """Room for the result of the next call, while the workers run this one."""
+        """Makes room for the result of the next call, while the workers run this one."""
         spare = like[3](y)
         self._spare = spare, spare.data_ptr(), like
 
     @property
     def row_tasks(self) -> int:
-        """Of the call that was arranged last: while they run, they read the caller's x."""
+        """Of the call that was arranged last. They read the caller's x."""
         return self._moe.row_tasks
 
     @property
@@ -258,12 +261,12 @@ class Part:
 
     @property
     def runs(self) -> bool:
-        """Whether a call of this slice has not been waited for yet."""
+        """Whether a call of this slice has not ended yet."""
         call = self.pool.number
         return self.pool.goes_on(call) and self.pool.job == self._job
 
     def settle(self) -> None:
-        """Waits for a call of this slice, if one runs: what it reads may go then."""
-        call = self.pool.number  # in this order: where another call came since, its job tells
+        """Waits for a call of this slice, if one runs, so that its weights may be freed."""
+        call = self.pool.number  # read before the job: a call that begins in between has another
         if self.pool.job == self._job:
-            self.pool.settle(call)  # by number: ``__del__`` may come while this thread has a claim
+            self.pool.settle(call)  # by number, which keeps a claim of this thread (``__del__``)

@@ -71,8 +71,8 @@ class RoutedExperts:
         self.counters = Counters()
         self._loaded, self._bytes_per_expert = False, 0
         self._bound: tuple[Pool, list[Part]] | None = None
-        self._mark = object()  # on tickets: with these experts on them they would be a cycle
-        self._in_flight: dict[int, Ticket] = {}  # by its id; they hold what the workers write
+        self._mark = object()  # on tickets, in place of self: that would be a reference cycle
+        self._in_flight: dict[int, Ticket] = {}  # by id(ticket); they keep alive what is written
 
     @staticmethod
     def bytes_needed(shape: MoEShape, fmt: str) -> int:
@@ -156,7 +156,7 @@ class RoutedExperts:
         y, tokens, nbytes, partials, pools, calls, of, _, added = ticket
         if of is not self._mark or not calls:
             raise PykernelsError("this ticket is not the call in flight", "sync each ticket once")
-        # Should Ctrl-C come before the tasks have ended, what they write stays in ``_in_flight``.
+        # If Ctrl-C comes before the tasks have ended, ``_in_flight`` keeps alive what they write.
         try:
             if partials:
                 seconds, counted = wait_all(pools, calls), False
@@ -176,7 +176,7 @@ class RoutedExperts:
         return y
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """``submit`` and ``sync`` in one. Ctrl-C may come at any time: no call is left behind."""
+        """``submit`` and ``sync`` in one. If Ctrl-C comes, the call ends before it is raised."""
         try:
             return self._sync(self._submit(x, ids, weights))
         except BaseException:
@@ -185,13 +185,13 @@ class RoutedExperts:
 
     def __del__(self) -> None:
         bound = getattr(self, "_bound", None)
-        if bound is not None:  # where a ticket was lost, the workers read what goes now
+        if bound is not None:  # a call whose ticket was lost may still read the weights
             open_ones = [part for part in bound[1] if not part.pool.ended]
             if open_ones:
                 until_done(lambda: [part.settle() for part in open_ones])
 
     def _submit(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Ticket:
-        """``submit``, of a call that this thread has not handed out (``WorkerPool.abandon``)."""
+        """``submit`` before ``hand_out``: until then ``abandon`` finds the call."""
         if self._in_flight:
             self._check_in_flight()
         if not self._loaded:
@@ -213,7 +213,7 @@ class RoutedExperts:
     ) -> Ticket:
         """Begins a call of any layout, on the pool of every slice."""
         parts[0].check(x, ids, weights)
-        for part in parts:  # another call reads the workspace that this one is prepared in
+        for part in parts:  # before the workspace is written: a call of another layer may use it
             part.pool.claim()
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         several = len(parts) > 1
@@ -228,14 +228,14 @@ class RoutedExperts:
         self._in_flight[id(ticket)] = ticket
         for part, call in zip(parts, calls, strict=True):
             if part.row_tasks:
-                part.pool.wait_for_rows(call)  # then x is the caller's again
+                part.pool.wait_for_rows(call)  # then the caller may change x
             part.let_go()
         if not partials and likes[0] is not None:
             parts[0].make_spare(y, likes[0])
         return ticket
 
     def _abandon(self, ticket: Ticket | None = None) -> None:
-        """Leaves nothing behind of a call of this thread that came to no end."""
+        """Ends a call of this thread that was interrupted, and gives up its claims."""
         if ticket is not None:
             for pool, call in zip(ticket.pools, ticket.calls, strict=True):
                 pool.settle(call)
@@ -243,7 +243,7 @@ class RoutedExperts:
             for part in self._bound[1]:
                 part.pool.release()
                 part.pool.abandon()
-                if not part.runs:  # else what it uses stays, till another has the pool
+                if not part.runs:  # else the workers use what it holds
                     part.let_go()
 
     def _check_in_flight(self) -> None:
@@ -251,16 +251,16 @@ class RoutedExperts:
             if (ticket := self._in_flight.get(key)) is None:
                 continue
             for pool in ticket.pools:
-                pool.abandon()  # where Ctrl-C came twice
+                pool.abandon()  # Ctrl-C may have cut ``_abandon`` short
             if ticket.runs:
                 raise PykernelsError(
                     "a call of these experts is in flight",
                     "sync it before the next submit; call pool.settle() if its ticket is lost",
                 )
-            self._in_flight.pop(key, None)  # it was settled; who has it can sync it still
+            self._in_flight.pop(key, None)  # it was settled; its ticket can still be synced
 
     def _bind(self) -> list[Part]:
-        """The slices on the pool of now: plan and scratch depend on its threads."""
+        """The slices, bound to the current pool: plan and scratch depend on its threads."""
         pool = self._own_pool or default_pool()
         bound = self._bound
         if bound is None or bound[0] is not pool:
@@ -268,14 +268,14 @@ class RoutedExperts:
         return bound[1]
 
     def _bind_to(self, pool: Pool) -> tuple[Pool, list[Part]]:
-        with _binding.lock:  # what one thread has bound must not go while its call runs
+        with _binding.lock:  # so that no thread replaces parts whose call runs
             if self._bound is None or self._bound[0] is not pool:
                 kernel = make_kernel(self.backend.name, self.weights.fmt.name, self.activations)
                 slices = self.weights.slices
                 workers = workers_of(pool, len(slices))
                 pairs = zip(slices, workers, strict=True)
                 parts = [Part(packed, kernel, each, self.gemm_from) for packed, each in pairs]
-                # Else a handler has bound them in between, and its call may run.
+                # Unless a signal handler has bound them meanwhile: its call may run.
                 if self._bound is None or self._bound[0] is not pool:
                     self._bound = pool, parts
             return self._bound

@@ -1,4 +1,4 @@
-"""Where the experts of a layer lie: in one piece, or one slice on each NUMA node of a pool."""
+"""Memory of a layer's experts: whole, or one slice on each NUMA node of a pool."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from ..workers.pool import Call, Pool, WorkerPool, default_pool
 
 
 def make_room(shape: MoEShape, fmt: Format, own: Pool | None) -> Experts:
-    """Memory for the experts: split across the nodes of the pool of now, if it is on several."""
+    """Memory for the experts: split across the nodes of the pool, if it is on several.
+
+    Raises:
+        PykernelsError: no memory, or too narrow for the nodes that were asked for.
+    """
     pool = own or default_pool()
     if isinstance(pool, WorkerPool):
         return PackedExperts(shape, fmt, allocate, packer(own))
@@ -35,7 +39,11 @@ def slices_on(shape: MoEShape, fmt: Format, pool: Pool) -> int:
 
 
 def workers_of(pool: Pool, slices: int) -> Sequence[WorkerPool]:
-    """The pool of each slice."""
+    """The pool of each slice.
+
+    Raises:
+        PykernelsError: fewer pools than slices.
+    """
     if slices > len(pool.pools):
         raise PykernelsError(
             f"experts that were split across {slices} NUMA nodes cannot run on"

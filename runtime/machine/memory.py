@@ -36,8 +36,8 @@ _MAX_NODES = 1024
 def allocate(nbytes: int, node: int | None = None) -> torch.Tensor:
     """uint8 [nbytes] of zeros on huge pages, its address a multiple of 2 MiB.
 
-    Less than one such page is on plain ones: its first byte would take 2 MiB. The memory goes back
-    when the tensor and its views are gone.
+    Less than one such page is on plain ones: its first byte would take 2 MiB. The memory is freed
+    with the last view of the tensor.
 
     Args:
         node: NUMA node that all pages will be on; None for wherever they are touched first.
@@ -67,7 +67,7 @@ def policy_node(memory: torch.Tensor) -> int | None:
     """The one node that a tensor's memory is bound to; None if it is not bound to one.
 
     Raises:
-        PykernelsError: the system does not tell.
+        PykernelsError: the system call is refused.
     """
     mode, mask = ctypes.c_int(-1), _node_mask()
     _call(1, ctypes.byref(mode), mask, _MAX_NODES, memory.data_ptr(), _MPOL_F_ADDR)
@@ -76,7 +76,7 @@ def policy_node(memory: torch.Tensor) -> int | None:
 
 
 def page_nodes(memory: torch.Tensor, addresses: Sequence[int] | None = None) -> set[int]:
-    """The nodes that pages of a tensor lie on: of those at ``addresses``, default: all pages.
+    """The nodes that pages of a tensor lie on: those at ``addresses``, by default all pages.
 
     A page that was never touched lies nowhere and counts as its errno, -2.
     """

@@ -167,7 +167,7 @@ def _physical(root: Path, cores: tuple[int, ...]) -> tuple[tuple[int, ...], ...]
     for core in cores:
         path = root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"
         siblings = _parse_cpu_list(read(path) or "")
-        if core not in siblings:  # nothing is told, or what a container makes up is wrong
+        if core not in siblings:  # /sys says nothing, or a container's /sys is wrong
             siblings = [core]
         groups[tuple(cpu for cpu in siblings if cpu in cores)] = None
     return tuple(groups)

@@ -1,8 +1,8 @@
-"""Timing of the fused MoE call against both roofs, in one process and in turns.
+"""Timing of the fused MoE call against both roofs, alternating in one process.
 
-Memory bandwidth of a shared machine drifts within seconds, so a ratio is only worth something if
-both sides saw the same minute: rounds of a few calls alternate with one pass of the plain read
-loops and one of the register-only products.
+Memory bandwidth of a shared machine drifts within seconds, so both sides of a ratio are measured
+within the same ones: rounds of a few calls alternate with one pass of the plain read loops and one
+of the register-only products.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..workers.pool import Pool, make_pool
 from .roofline import Roofs
 from .workload import RandomLayers, call_of, check_calls, check_layers, distinct, routings
 
-_ROUND = 0.05  # seconds of calls between two looks at the roofs
+_ROUND = 0.05  # seconds of calls between two passes of the roofs
 _LEAST_CALLS = 8
 
 
@@ -83,7 +83,7 @@ class MoECase:
         kernel: a backend's name, or "auto".
         routing: one of ``workload.ROUTINGS``.
         activations: "bf16" or "int8".
-        filling: called with the share of the weights that is there, 0 to 1.
+        filling: called with the share of the weights that is filled, 0 to 1.
 
     Raises:
         PykernelsError: not enough memory for the weights or so many tokens, a kernel that cannot
@@ -103,7 +103,7 @@ class MoECase:
     ) -> None:
         if T < 1:
             raise PykernelsError(f"{T} tokens", "Measure at least 1")
-        resolve(kernel, fmt, detect(), activations)  # told before any memory is filled
+        resolve(kernel, fmt, detect(), activations)  # raises before any memory is filled
         check_calls(shape, T)
         check_layers(shape, fmt)
         self.T, self.shape, self.ids = T, shape, routings(shape, T, routing)
@@ -131,7 +131,7 @@ class MoECase:
 
     @property
     def busiest_over_mean(self) -> float:
-        """Tokens of the most crowded expert over the mean of all, over the routings."""
+        """Tokens of the busiest expert over the mean of all experts; the mean over the routings."""
         counts = [torch.bincount(ids.flatten(), minlength=self.shape.E) for ids in self.ids]
         mean = self.T * self.shape.topk / self.shape.E
         return statistics.fmean(int(count.max()) / mean for count in counts)
@@ -163,10 +163,10 @@ def measure_moe(
         numa: "auto", "off" or the number of NUMA nodes to split the experts across.
         seconds: about how long to measure.
         progress: called with the share done, 0 to 1.
-        filling: before that, with the share of the weights that is there.
+        filling: before that, with the share of the weights that is filled.
 
     Raises:
-        PykernelsError: too little memory, threads, kernel or routing that this machine has not.
+        PykernelsError: too little memory; threads, kernel or routing that are not available.
     """
     with make_pool(threads, numa=numa) as pool:
         case = MoECase(fmt, T, shape, pool, kernel, routing, activations, filling)

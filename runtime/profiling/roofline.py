@@ -55,7 +55,8 @@ def roof_bytes() -> int:
 
 
 def _seconds(pool: Pool, calls: list[Call]) -> float:
-    """Of a call on each node, at once. No call is left behind: the workers use the caller's."""
+    """Seconds of a call on each node, at once. After Ctrl-C too, all have ended: the workers read
+    the caller's buffers."""
     try:
         for each, call in zip(pool.pools, calls, strict=True):
             each.start(call)
@@ -66,7 +67,10 @@ def _seconds(pool: Pool, calls: list[Call]) -> float:
 
 
 class ReadRoof:
-    """Repeatable passes over one buffer, so that a benchmark can time roof and kernel in turn.
+    """Repeatable passes over one buffer, so that a benchmark can alternate roof and kernel.
+
+    Attributes:
+        rates: GB/s of every pass, by loop.
 
     Args:
         nbytes: of the buffer, on all nodes together; None for ``roof_bytes``.
@@ -92,12 +96,12 @@ class ReadRoof:
         for loop in LOOPS:
             read = make_read(loop).address
             self._calls[loop] = [Call(read, read, int(job), chunks, 1, 0) for job in jobs]
-        self.seen: dict[str, list[float]] = {loop: [] for loop in LOOPS}
+        self.rates: dict[str, list[float]] = {loop: [] for loop in LOOPS}
 
     def once(self, loop: str) -> float:
-        """GB/s (1e9 bytes) of one pass of one of ``LOOPS``; kept in ``seen``."""
+        """GB/s (1e9 bytes) of one pass of one of ``LOOPS``; kept in ``rates``."""
         rate = self.nbytes / _seconds(self.pool, self._calls[loop]) / 1e9
-        self.seen[loop].append(rate)
+        self.rates[loop].append(rate)
         return rate
 
     def each_once(self) -> None:
@@ -107,12 +111,12 @@ class ReadRoof:
 
     @property
     def gbps(self) -> float:
-        """The roof: the median pass of the fastest loop, of those seen."""
-        return max(statistics.median(rates) for rates in self.seen.values())
+        """The roof: the median pass of the fastest loop."""
+        return max(statistics.median(rates) for rates in self.rates.values())
 
     @property
     def was_read(self) -> bool:
-        """Whether every chunk's sum is that of its bytes: the pass read what it says it read."""
+        """Whether every chunk's sum is that of its bytes: the pass did read all of them."""
         word = np.full(_CHUNK // 8, 0x0101010101010101, np.int64)
         return bool((self._sums == word.sum()).all())
 
@@ -124,9 +128,9 @@ def read_roof(pool: Pool) -> float:
         PykernelsError: too little memory for the buffer.
     """
     roof = ReadRoof(pool)
-    _buffers.cache_clear()  # the memory goes back with the roof: nobody asks a second time soon
+    _buffers.cache_clear()  # so that the memory is freed with the roof
     roof.each_once()  # warms up
-    roof.seen = {loop: [] for loop in LOOPS}
+    roof.rates = {loop: [] for loop in LOOPS}
     for _ in range(5):
         roof.each_once()
     return roof.gbps
@@ -136,7 +140,7 @@ class ComputeRoof:
     """Repeatable passes of dot products on registers alone, on every thread of the pool.
 
     Args:
-        instruction: one of ``FLOPS``; the caller has seen that it is here.
+        instruction: one of ``FLOPS`` that this CPU has.
     """
 
     def __init__(self, pool: Pool, instruction: str) -> None:
@@ -147,16 +151,16 @@ class ComputeRoof:
         tasks = [16 * each.threads for each in pool.pools]
         self._calls = [Call(task, task, address, count, 1, 0) for count in tasks]
         self._flops = sum(tasks) * FLOPS[instruction]
-        self.seen: list[float] = []
+        self.rates: list[float] = []
 
     def once(self) -> float:
-        """TFLOP/s (1e12) of one pass, some milliseconds; kept in ``seen``."""
-        self.seen.append(self._flops / _seconds(self.pool, self._calls) / 1e12)
-        return self.seen[-1]
+        """TFLOP/s (1e12) of one pass, some milliseconds; kept in ``rates``."""
+        self.rates.append(self._flops / _seconds(self.pool, self._calls) / 1e12)
+        return self.rates[-1]
 
 
 class Roofs:
-    """Both roofs of a pool, sampled between the turns of what is measured against them.
+    """Both roofs of a pool, sampled between the calls that are measured against them.
 
     The compute roofs are those of the product instructions that this CPU has.
     """
@@ -168,9 +172,9 @@ class Roofs:
             name: ComputeRoof(pool, name) for name in FLOPS if not target.lacks(NEEDS[name])
         }
         self.sample()  # warms up
-        self._read.seen = {loop: [] for loop in LOOPS}
+        self._read.rates = {loop: [] for loop in LOOPS}
         for roof in self._compute.values():
-            roof.seen = []
+            roof.rates = []
 
     def sample(self) -> None:
         """One pass of each."""
@@ -186,9 +190,9 @@ class Roofs:
     def compute(self, backend: str, activations: str = "bf16") -> tuple[str, float]:
         """The instruction that a backend multiplies with, and TFLOP/s of it on registers alone.
 
-        ("", 0) where the backend has none, or this CPU has not got it.
+        ("", 0) if the backend has none, or this CPU lacks it.
         """
         name = instruction_of(backend, activations, self._target)
         if name is None or name not in self._compute:
             return "", 0.0
-        return name, statistics.median(self._compute[name].seen)
+        return name, statistics.median(self._compute[name].rates)

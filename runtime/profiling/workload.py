@@ -24,8 +24,8 @@ CACHES = 4
 """Bytes read between two uses of the same weights: at least so many times the last-level cache."""
 
 MOST_LAYERS = 8192
-"""Layers that take turns: more would be minutes of filling, and of the system's 65,530 mappings of
-a process (vm.max_map_count) each layer takes some."""
+"""Layers at most: more would take minutes to fill, and each takes some of the 65,530 mappings that
+the system allows a process (vm.max_map_count)."""
 
 _COUNT = 64
 
@@ -33,8 +33,8 @@ _COUNT = 64
 def routings(shape: MoEShape, T: int, kind: str, count: int = _COUNT) -> list[torch.Tensor]:
     """int64 [T, topk] tensors, the same at every call; no token takes an expert twice.
 
-    Expert numbers are dealt anew for each, so that the crowded expert is not always the first and
-    calls that follow one another read other weights where they can.
+    Each one maps ranks to experts differently, so that the busiest expert is not always the same
+    and calls that follow one another read other weights where they can.
 
     Args:
         kind: "balanced": T * topk / E tokens for every expert, one more or less where that is no
@@ -47,20 +47,20 @@ def routings(shape: MoEShape, T: int, kind: str, count: int = _COUNT) -> list[to
     if kind not in ROUTINGS:
         raise PykernelsError(f"there is no routing {kind!r}", f"Use one of {', '.join(ROUTINGS)}")
     g = torch.Generator().manual_seed(0)
-    deal = torch.randperm(shape.E, generator=g)  # rank -> expert, turned on for every routing
+    order = torch.randperm(shape.E, generator=g)  # rank -> expert, shifted for every routing
     log_p = -torch.arange(1, shape.E + 1).log()
     slots = torch.arange(T * shape.topk).view(T, shape.topk)
     found = []
     for number in range(count):
         if kind == "balanced":
-            ranks, turn = slots % shape.E, number * T * shape.topk
+            ranks, shift = slots % shape.E, number * T * shape.topk
         elif kind == "one":
-            ranks, turn = slots % shape.topk, number * shape.topk
+            ranks, shift = slots % shape.topk, number * shape.topk
         else:  # the topk largest of log p + Gumbel noise: draws without replacement
             noise = torch.rand(T, shape.E, generator=g).clamp(1e-9, 1 - 1e-7)
             keys = log_p - (-noise.log()).log()
-            ranks, turn = keys.argsort(-1, descending=True)[:, : shape.topk], number
-        found.append(deal[(ranks + turn) % shape.E].contiguous())
+            ranks, shift = keys.argsort(-1, descending=True)[:, : shape.topk], number
+        found.append(order[(ranks + shift) % shape.E].contiguous())
     return found
 
 
@@ -122,7 +122,7 @@ def experts_between(found: list[torch.Tensor]) -> int:
 
 
 def layers_out_of_cache(l3: int, bytes_between: float) -> int:
-    """Layers that take turns so that no weight is in cache when it is used again.
+    """Layers to use one after the other so that no weight is in cache when it is used again.
 
     Args:
         l3: bytes of the last-level cache.
@@ -135,7 +135,7 @@ class RandomLayers:
     """Layers of random experts in one format, as many as it takes to be out of cache.
 
     Args:
-        routings: those of the calls to come; ``call_of`` says which goes with which layer.
+        routings: of the calls to come; ``call_of`` says which goes with which layer.
         pool: the threads; None for the shared pool.
         progress: called with the share of the layers that are filled, 0 to 1.
 
@@ -160,7 +160,7 @@ class RandomLayers:
         while len(self.packed) < count:
             if progress:
                 progress(len(self.packed) / count)
-            # The same bytes in memory of their own, which is what a cache goes by.
+            # The same bytes, in other memory: a cache goes by addresses.
             self.packed.append(_copy(self.packed[0], RoutedExperts(shape, fmt, pool).weights))
         self.bytes_per_expert = self.packed[0].bytes_per_expert
 
@@ -173,7 +173,7 @@ class RandomLayers:
         made = []
         for packed in self.packed:
             layer = RoutedExperts(self.shape, self.fmt, self._pool, kernel, activations)
-            layer.weights = packed  # its own were never touched: no memory
+            layer.weights = packed  # its own pages were never touched and take no memory
             made.append(layer)
         return made
 

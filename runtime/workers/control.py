@@ -1,8 +1,8 @@
-"""The control block of a pool, as Python sees it: whose turn it is, and how a call is waited for.
+"""The control block of a pool, as Python sees it: who may use the pool, and how a call is awaited.
 
-Threads may share a pool: each call is prepared, started and waited for under the block's ``STATE``
-(``tasks``), which one atomic exchange changes. Whatever comes between two looks at it, another
-thread or Ctrl-C, the exchange says so.
+Threads may share a pool: each call is prepared, started and waited for under the block's ``STATE``,
+which only compare-and-exchange changes. So if another thread or a signal handler has changed it
+since it was read, the step fails and nothing is done.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from pykernels.cpu import raised
 from pykernels.cpu.jit import direct
 from pykernels.errors import PykernelsError
 
+from . import control_block as block
 from . import queue
 
-_STATE, _NUMBER = queue.STATE // 8, queue.EPOCH // 8
-_INSIDE = queue.INSIDE // 8
-_STARTED_AT, _FINISHED_AT = queue.STARTED_AT // 8, queue.FINISHED_AT // 8
+_STATE, _NUMBER = block.STATE // 8, block.EPOCH // 8
+_STARTER = block.STARTER // 8
+_STARTED_AT, _FINISHED_AT = block.STARTED_AT // 8, block.FINISHED_AT // 8
 
-NAP = 50e-6  # seconds between looks at what another thread does: rare, and never in a call's way
+NAP = 50e-6  # seconds between looks at what another thread does; no call of this thread waits so
 
 
 class TaskError(RuntimeError):
@@ -34,11 +35,11 @@ class TaskError(RuntimeError):
 
     Attributes:
         status: what it returned.
-        stage: "rows", "pack", "gate-up" or "down"; "" if another call failed before this was told.
-        index: its number in the stage.
-        active: which of the call's active experts it worked on; None for rows, which are all's.
-        expert: its number in the layer, where the call is one of a layer's experts.
-        raised: what it raised, also the cause of this one; None if it returned the status.
+        stage: "rows", "pack", "gate-up" or "down"; "" if it is not known: a later call failed too.
+        index: the task's number in the stage.
+        active: which of the call's active experts it worked on; None for rows.
+        expert: that expert's number in the layer, if the call is a layer's.
+        raised: what it raised, also the ``__cause__``; None if it returned the status.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class TaskError(RuntimeError):
 
 
 class Control:
-    """A control block: who claims it prepares a call, and who ends a call frees it.
+    """A control block: a thread claims it, prepares a call and starts it; ending it frees the pool.
 
     Args:
         driver_works: whether the thread that waits works along.
@@ -76,59 +77,58 @@ class Control:
 
     def __init__(self, driver_works: bool, spin_us: float) -> None:
         self.driver_works = driver_works
-        raw = np.zeros(queue.CONTROL_BYTES // 8 + 8, np.int64)
+        raw = np.zeros(block.CONTROL_BYTES // 8 + 8, np.int64)
         self.control = align(raw.ctypes.data)
         self._words = raw[(self.control - raw.ctypes.data) // 8 :]
         self._word = self._words.data  # the same as a memoryview: numpy's scalars are slow
-        self._words[queue.SPIN_NS // 8] = int(spin_us * 1000)
-        queue.compile_all()  # under the GIL, before any thread asks; and Ctrl-C finds them compiled
+        self._words[block.SPIN_NS // 8] = int(spin_us * 1000)
+        queue.compile_all()  # now: neither a worker nor a handler of Ctrl-C can compile
         self._finish = direct(
             queue.finish, types.int64, types.int64, types.boolean, *[types.int64] * 3
         )
         self._hand_out = direct(queue.hand_out, types.int64, types.int64)
 
     def claim(self) -> None:
-        """Keeps the pool for a call that this thread prepares, in the ``workspace`` that all share,
-        until it starts or ``release`` gives it up.
+        """Keeps the pool, and the ``workspace`` that all layers share, for a call that this thread
+        prepares, until it starts or ``release`` gives it up.
 
         Raises:
-            PykernelsError: a call is running, another thread prepares one, this one does in the
-                middle of which a signal came, the pool is closed, or this is a forked child.
+            PykernelsError: a call is running, another thread prepares one, or this thread does (and
+                a signal handler asks for a second), the pool is closed, or this is a forked child.
         """
-        # A claim of this thread's own was left behind by Ctrl-C: it prepares nothing now.
-        mine = queue.FREE, threading.get_ident()
-        if (state := queue.turn(self.control, *mine)) not in mine:
+        # A claim of this thread's own was left behind by Ctrl-C, unless ``prepare`` is running.
+        mine = block.FREE, threading.get_ident()
+        if (state := queue.change_state(self.control, *mine)) not in mine:
             self.abandon()
-            if queue.turn(self.control, *mine) not in mine and not self._inherit():
+            if queue.change_state(self.control, *mine) not in mine and not self._inherit():
                 raise self.refusal()
-        elif state != queue.FREE and self._in_preparation:
+        elif state != block.FREE and self._in_preparation:
             raise self.refusal()
 
     def _inherit(self) -> bool:
-        """Takes over the claim of a thread that has ended: Ctrl-C kept it from giving it up."""
+        """Takes over the claim of a thread that has ended without ``release``."""
         state, me = self._word[_STATE], threading.get_ident()
-        if state <= queue.FREE or state in sys._current_frames():
+        if state <= block.FREE or state in sys._current_frames():
             return False
-        return bool(queue.turn(self.control, state, me) == state)
+        return bool(queue.change_state(self.control, state, me) == state)
 
     def release(self) -> None:
         """Gives up what this thread has claimed, if it has not started a call since."""
         if not self._in_preparation:
-            queue.turn(self.control, threading.get_ident(), queue.FREE)
+            queue.change_state(self.control, threading.get_ident(), block.FREE)
 
     @property
     def claimed(self) -> bool:
-        """Whether this thread has the pool for a call that it prepares."""
+        """Whether this thread has claimed the pool."""
         return self._word[_STATE] == threading.get_ident()
 
     def prepare(self, steps: Callable[[], None]) -> None:
-        """Takes the steps of preparing a call that this thread has claimed the pool for.
+        """Runs ``steps``, which prepare the call that this thread has claimed the pool for.
 
-        A signal's handler that calls in the middle of them is refused: it would run, or leave
-        behind, a descriptor that is half of each call.
+        A signal handler that makes a call meanwhile is refused: the descriptor is half written.
 
         Raises:
-            PykernelsError: this thread has the pool no more: such a handler came before.
+            PykernelsError: this thread has lost the pool: such a handler came before.
         """
         if not self.claimed:
             raise self.refusal()
@@ -136,7 +136,7 @@ class Control:
 
     @property
     def _in_preparation(self) -> bool:
-        """Whether ``prepare`` is on this thread's stack: a mark of its own Ctrl-C might leave."""
+        """Whether ``prepare`` is on this thread's stack; Ctrl-C might leave a flag set."""
         frame: FrameType | None = sys._getframe()
         while frame is not None:
             if frame.f_code is Control.prepare.__code__ and frame.f_locals["self"] is self:
@@ -145,25 +145,28 @@ class Control:
         return False
 
     def hand_out(self) -> None:
-        """The call that this thread has started is in the hands of who will wait for it: it is not
-        one that Ctrl-C has left behind. If it has ended since, the next one is another's."""
+        """Says that the caller has the number of the call that this thread has started, and will
+        wait for it: ``abandon`` leaves it alone from now on."""
         self._hand_out(self.control, threading.get_ident())
 
     def abandon(self) -> None:
-        """Waits for a call that this thread has started and not handed out: Ctrl-C came in between,
-        so nobody else will. Also where somebody does: its buffers may go behind this."""
+        """Waits for a call that this thread has started and not handed out, if there is one.
+
+        Ctrl-C came in between, so nobody has its number to wait for it, and the caller is about to
+        free the buffers that it writes.
+        """
         call = self._word[_NUMBER]
-        # In this order: whoever starts a call names itself before it runs.
-        if self.goes_on(call) and self._word[_INSIDE] == threading.get_ident():
+        # In this order: STARTER is written before the call runs.
+        if self.goes_on(call) and self._word[_STARTER] == threading.get_ident():
             self._end(call)
 
     def wait_for_rows(self, call: int | None = None) -> None:
         """Waits until a call has copied its inputs; works along as in ``wait``.
 
-        A task that fails is told by ``wait``.
+        If a task fails, ``wait`` raises it.
 
         Args:
-            call: its number; None for the one that runs. Where that has ended, its rows are there.
+            call: its number; None for the one that runs. One that has ended has copied them.
 
         Raises:
             PykernelsError: no number is given and no call is in flight, or this is a forked child.
@@ -177,7 +180,7 @@ class Control:
     def end(
         self, call: int | None = None, counters: int = 0, tokens: int = 0, nbytes: int = 0
     ) -> bool:
-        """Waits for a call, which is counted as in ``tasks.finish``.
+        """Waits for a call and counts it, as ``queue.finish`` does.
 
         Args:
             call: its number; None for the one that runs.
@@ -187,16 +190,16 @@ class Control:
 
         Raises:
             PykernelsError: no call is in flight, or this is a forked child.
-            TaskError: a task failed; which is the first one that did.
+            TaskError: a task failed; the first one that did.
         """
         call = self.running if call is None else call
         if call is None:
             raise self._nothing_runs()
-        # Ctrl-C counts when it returns: the pool is free then.
+        # Compiled code: Python raises KeyboardInterrupt when it returns, and the pool is free then.
         status = self._finish(self.control, call, self.driver_works, counters, tokens, nbytes)
-        if status == queue.NOT_RUNNING:
+        if status == block.NOT_RUNNING:
             status = self._end(call, counters, tokens, nbytes)
-        if status == queue.NOT_RUNNING:
+        if status == block.NOT_RUNNING:
             self._check_ended(call)
             return False
         self._check(call, status)
@@ -214,21 +217,21 @@ class Control:
 
     @property
     def running(self) -> int | None:
-        """The number of the call that was started and that nobody waits for yet."""
+        """The number of the call that was started and that no thread waits for yet."""
         state = self._word[_STATE]
-        return queue.RUNS - state if state < queue.RUNS else None
+        return block.RUNS - state if state < block.RUNS else None
 
     @property
     def job(self) -> int:
-        """The address of the last call's."""
-        return self._word[queue.JOB // 8]
+        """The address of the last call's descriptor."""
+        return self._word[block.JOB // 8]
 
     def settle(self, call: int | None = None) -> None:
-        """Waits for a call, if it has not ended. Who has its ticket can still ``sync``.
+        """Waits for a call, if it has not ended. Its ticket can still be given to ``sync``.
 
         Args:
-            call: its number; None for the last one, and for what Ctrl-C has left of one that this
-                thread prepared: it has the pool no longer.
+            call: its number; None for the last one; then a claim of this thread that Ctrl-C has
+                left behind is released, too.
         """
         if call is None:
             self.release()
@@ -237,35 +240,35 @@ class Control:
 
     @property
     def number(self) -> int:
-        """Of the last call."""
+        """The number of the last call."""
         return self._word[_NUMBER]
 
     def _end(self, call: int, counters: int = 0, tokens: int = 0, nbytes: int = 0) -> int:
-        """Waits for a call, also while another thread does; its status if none other has."""
+        """Waits for a call, also while another thread does; NOT_RUNNING if another thread did."""
         work = self.control, call, self.driver_works, counters, tokens, nbytes
-        while (status := self._finish(*work)) == queue.NOT_RUNNING and self.goes_on(call):
+        while (status := self._finish(*work)) == block.NOT_RUNNING and self.goes_on(call):
             time.sleep(NAP)
         return status
 
     def goes_on(self, call: int) -> bool:
-        """Whether a call that was started has not been waited for yet; somebody may be about it."""
+        """Whether a call has not ended yet; another thread may be waiting for it."""
         state = self._word[_STATE]
-        return state in (queue.DRIVEN, queue.RUNS - call) and self._word[_NUMBER] == call
+        return state in (block.DRIVEN, block.RUNS - call) and self._word[_NUMBER] == call
 
     def _check_ended(self, call: int) -> None:
-        """Of a call that another has waited for: whether its result is one.
+        """Raises the failure of a call that another thread has waited for, if it failed.
 
         Raises:
-            PykernelsError: this is a forked child; or that is not known any more.
+            PykernelsError: this is a forked child; or whether it failed is not known any more.
             TaskError: a task failed.
         """
         word = self._word
-        if word[_STATE] == queue.FORKED:
+        if word[_STATE] == block.FORKED:
             raise self.refusal()  # it may have run on in the parent
-        if (failed := word[queue.FAILED_CALL // 8]) < call:
+        if (failed := word[block.FAILED_CALL // 8]) < call:
             return
-        status = word[queue.LAST_STATUS // 8]
-        if failed == word[queue.FAILED_CALL // 8] == call:
+        status = word[block.LAST_STATUS // 8]
+        if failed == word[block.FAILED_CALL // 8] == call:
             self._check(call, status)
         raise PykernelsError(
             "a task of this call failed, or of a later one on its pool",
@@ -276,14 +279,14 @@ class Control:
         """Why a call cannot be prepared or started now."""
         state = self._word[_STATE]
         match state:
-            case queue.FORKED:
+            case block.FORKED:
                 return PykernelsError(
                     "this worker pool belongs to the parent process; threads do not survive a fork",
                     "Make the pool in the process that uses it, or start that with 'spawn'",
                 )
-            case queue.CLOSED:
+            case block.CLOSED:
                 return PykernelsError("the worker pool is closed", "Make a new WorkerPool")
-        if state == queue.DRIVEN or state < queue.RUNS:
+        if state == block.DRIVEN or state < block.RUNS:
             return PykernelsError(
                 "a call is still running on this pool",
                 "sync it before the next submit; call settle() of the pool if its ticket is lost",
@@ -294,7 +297,7 @@ class Control:
         )
 
     def _nothing_runs(self) -> PykernelsError:
-        if self._word[_STATE] in (queue.FORKED, queue.CLOSED):
+        if self._word[_STATE] in (block.FORKED, block.CLOSED):
             return self.refusal()  # a child has no workers that would end the call
         return PykernelsError("no call is running on this pool", "submit one before sync")
 
@@ -305,9 +308,9 @@ class Control:
 
     def _failure(self, call: int, status: int) -> BaseException:
         word = self._word
-        failed = word[queue.FAILED_CALL // 8]
-        last = word[queue.LAST // 8 : queue.LAST_EXPERT // 8 + 1].tolist()
-        if (failed, word[queue.FAILED_CALL // 8]) != (call, call):  # another failed since
+        failed = word[block.FAILED_CALL // 8]
+        last = word[block.LAST // 8 : block.LAST_EXPERT // 8 + 1].tolist()
+        if (failed, word[block.FAILED_CALL // 8]) != (call, call):  # another failed since
             return TaskError(status, "", 0, None)
         _, stage, index, active, started, finished, expert = last
         cause = None
@@ -316,29 +319,29 @@ class Control:
         if cause is not None and not isinstance(cause, Exception):
             return cause  # Ctrl-C, while the exception was made
         known = [number if number >= 0 else None for number in (active, expert)]
-        return TaskError(status, queue.STAGES[stage], index, known[0], known[1], cause)
+        return TaskError(status, block.STAGES[stage], index, known[0], known[1], cause)
 
     def _elsewhere(self) -> set[int | None]:
-        """Threads of other pools."""
+        """Threads of other pools: what they raise is not this call's failure."""
         return set()
 
 
 def until_done(step: Callable[[], object]) -> None:
-    """Takes a step that Ctrl-C may cut short, as often as it does; only then raises what came.
+    """Repeats a step that Ctrl-C cuts short until it is done; raises what came after that.
 
-    For who may not leave before: in ``__del__``, what workers use is freed behind it.
+    For ``__del__``: what the workers use is freed when it returns.
     """
-    came = None
+    interruption = None
     while True:
         try:
             step()
             break
         except (AttributeError, RuntimeError, TypeError):
-            raise  # Python's own, not Ctrl-C: a thread cannot be joined here, a module is empty
+            raise  # no interruption: at the end of the interpreter, it would fail for ever
         except BaseException as error:
-            came = error
-    if came is not None:
-        raise came
+            interruption = error
+    if interruption is not None:
+        raise interruption
 
 
 def align(address: int) -> int:

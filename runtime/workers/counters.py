@@ -1,7 +1,7 @@
 """What the experts of a layer have done: counted by compiled code, where each call ends.
 
-Right behind a call all of the driver's Python is cold (``pykernels.cpu.moe.call``), and the caller
-waits for what it does there.
+Right after a call the driver's Python is out of the caches (``pykernels.cpu.moe.call``), and the
+caller waits for all that it does there.
 """
 
 from __future__ import annotations
@@ -67,5 +67,5 @@ class Counters:
             words[name] += more
 
     def reset(self) -> None:
-        """Begins to count anew."""
+        """Sets all of them to 0."""
         self._words.fill(0)

@@ -1,4 +1,4 @@
-"""Locks of the whole process, which neither a fork nor a signal's handler leaves held for ever."""
+"""A lock of the whole process that survives a fork and a signal handler."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import threading
 class ForkSafeLock:
     """``with something.lock:`` is for one thread at a time.
 
-    A handler may come back to it while its own thread holds it. In a forked child it is a new one:
-    who held it is not there to give it up.
+    Re-entrant, since a signal handler may take it while its own thread holds it. A forked child
+    gets a new one: the thread that held it does not exist there.
     """
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from pykernels.errors import PykernelsError
 
 from ..machine.memory import binding_problem
 from ..machine.topology import Node, Topology
-from .worker import WorkerPool, spin_budget, whole_threads
+from .worker_pool import WorkerPool, spin_budget, whole_threads
 
 AUTO, OFF = "auto", "off"
 
@@ -63,9 +63,7 @@ def nodes_to_use(
             f"Use --numa auto, off or {len(nodes)}",
         )
     if problem and len(nodes) > 1:
-        raise PykernelsError(
-            f"--numa {numa} cannot be had: {problem}", "Use --numa off, or see to that"
-        )
+        raise PykernelsError(f"--numa {numa} cannot be had: {problem}", "Use --numa off, or fix it")
     return nodes
 
 
@@ -77,7 +75,7 @@ def why_not_split(
 
 
 def _candidates(topology: Topology, threads: int) -> tuple[list[Node], str | None]:
-    """Nodes with cores and memory, and what stands in the way of using them all."""
+    """Nodes with cores and memory, and why they cannot all be used, as a clause."""
     nodes = [node for node in topology.nodes if node.memory_total > 0]
     if len(nodes) < 2:
         return nodes, "there is one node"
@@ -156,9 +154,9 @@ Pool = WorkerPool | NodePools
 
 
 def deal(threads: int, rooms: Sequence[int]) -> list[int]:
-    """Threads of each node: as even as their rooms allow, the last nodes first.
+    """Threads of each node: as even as their cores (``rooms``) allow, the last nodes first.
 
-    The first node has the fewest, since the driver is there.
+    The first node has the fewest, since the driver runs on it.
     """
     dealt = [0] * len(rooms)
     for _ in range(threads):
@@ -174,7 +172,7 @@ def wait_all(pools: Sequence[WorkerPool], calls: Sequence[int] | None = None) ->
         calls: their numbers; None for the ones that run.
 
     Raises:
-        TaskError: a task failed; no pool is left with a call, whichever it was of.
+        TaskError: a task failed; the calls of all pools have ended.
     """
     call = calls[0] if calls else None
     if len(pools) == 1:

@@ -11,7 +11,7 @@ from ..machine.topology import Topology
 from .control import TaskError
 from .locks import ForkSafeLock
 from .numa import AUTO, OFF, NodePools, Pool, nodes_to_use, wait_all, why_not_split
-from .worker import Call, WorkerPool
+from .worker_pool import Call, WorkerPool
 
 _default: Pool | None = None
 _making = ForkSafeLock()
@@ -51,7 +51,7 @@ def default_pool() -> Pool:
     with _making.lock:
         if _default is None:
             made = make_pool()
-            if _default is None:  # else a handler came in between: that pool has calls by now
+            if _default is None:  # else a signal handler made one meanwhile, which is in use
                 _default = made
             else:
                 made.close()
@@ -76,7 +76,7 @@ def configure_default_pool(
     global _default
     with _making.lock:
         fresh = make_pool(threads, driver_works, numa)
-        # In this order: where Ctrl-C comes while it waits for a call, the shared pool is open.
+        # In this order: if Ctrl-C cuts ``close`` short, the shared pool is an open one.
         before, _default = _default, fresh
         if before is not None:
             before.close()

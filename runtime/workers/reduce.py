@@ -17,7 +17,7 @@ from pykernels.cpu.intrin.sync import as_pointer
 from pykernels.cpu.jit import task
 from pykernels.errors import PykernelsError
 
-from .worker import Call, WorkerPool
+from .worker_pool import Call, WorkerPool
 
 _, _reduce_at = descriptor(
     "reduce",
@@ -28,7 +28,7 @@ _, _reduce_at = descriptor(
         "count",
         "y",
         "y_bf16",  # 1: y is bf16, 0: float32
-        "added",  # address of int64 [tasks]: 1 where that is done
+        "added",  # address of int64 [tasks]: 1 where a task is done
     ),
 )
 _CHUNK = 1 << 16
@@ -68,7 +68,7 @@ def make_add_parts() -> Any:
 
 
 def nothing_added(y: torch.Tensor) -> np.ndarray:
-    """What ``reduce`` takes as ``added`` at first."""
+    """``reduce``'s ``added`` where no task is done."""
     return np.zeros(-(-y.numel() // _CHUNK), np.int64)
 
 
@@ -85,8 +85,8 @@ def reduce(
     Args:
         parts: float32, contiguous, of y's shape; the first one is overwritten.
         y: bf16 or float32, contiguous.
-        added: notes what is done: where Ctrl-C cut it short, it goes on, since a second sum on top
-            of the first part would be another.
+        added: which tasks are done. After Ctrl-C, give it again to go on: parts must not be added
+            to the first one twice.
     """
     added = nothing_added(y) if added is None else added
     values, bf16 = y.numel(), y.dtype == torch.bfloat16
@@ -95,7 +95,7 @@ def reduce(
     job = np.array([values, _CHUNK, *at], np.int64)
     add_parts, tasks = make_add_parts(), -(-values // _CHUNK)
     if values > _SERIAL:
-        # Where the pool was closed since, or runs another thread's call, there is still this one.
+        # A pool that was closed, or runs another thread's call, refuses: then this thread does it.
         with contextlib.suppress(PykernelsError):
             return pool.run(Call(add_parts.address, 0, job.ctypes.data, tasks, 1, 0))
     for index in range(tasks):

@@ -1,4 +1,4 @@
-"""A small layer on a pool of its own, for tests of what comes between its calls."""
+"""A small layer on a pool, for tests of its calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pykernels.shapes import MoEShape
 from pykernels.testing import random_experts, skewed_routing
 from runtime.experts.routed import RoutedExperts
 from runtime.machine.topology import Topology
-from runtime.workers.pool import WorkerPool
+from runtime.workers.pool import Pool
 
 SHAPE = MoEShape(E=6, H=128, I=256, topk=2)
 TWO_CORES = pytest.mark.skipif(
@@ -23,24 +23,31 @@ TWO_CORES = pytest.mark.skipif(
 
 
 @functools.cache
-def packed() -> PackedExperts:
-    return random_experts(SHAPE, get_format("bf16"))
+def packed(fmt: str = "bf16", shape: MoEShape = SHAPE, seed: int = 0) -> PackedExperts:
+    return random_experts(shape, get_format(fmt), seed)
 
 
-def load(pool: WorkerPool | None) -> RoutedExperts:
-    routed = RoutedExperts(SHAPE, "bf16", pool, "generic")
-    for e in range(SHAPE.E):
-        routed.load_expert(e, *packed().unpack(e))
+def load(
+    pool: Pool | None,
+    experts: PackedExperts | None = None,
+    kernel: str = "generic",
+    activations: str = "bf16",
+) -> RoutedExperts:
+    experts = experts or packed()
+    routed = RoutedExperts(experts.shape, experts.fmt.name, pool, kernel, activations)
+    for e in range(experts.shape.E):
+        routed.load_expert(e, *experts.unpack(e))
     return routed
 
 
-def inputs(T: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    routing = skewed_routing(T, SHAPE)
-    x = torch.randn(T, SHAPE.H, generator=torch.Generator().manual_seed(T))
+def inputs(T: int, seed: int | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    seed = T if seed is None else seed
+    routing = skewed_routing(T, SHAPE, seed)
+    x = torch.randn(T, SHAPE.H, generator=torch.Generator().manual_seed(seed))
     return x.bfloat16(), routing.ids, routing.weights
 
 
-def elsewhere(function: Callable[[], object]) -> list[object]:
+def elsewhere(function: Callable[[], object]) -> object:
     """Runs it on another thread, to its end; its result, or what it raised."""
     out: list[object] = []
 
@@ -53,4 +60,4 @@ def elsewhere(function: Callable[[], object]) -> list[object]:
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    return out
+    return out[0]

@@ -1,162 +1,195 @@
-"""Routed experts on the pool: the serial kernel's bits at any thread count, and honest counters."""
+"""Routed experts on the pool: the serial kernel's bits, one call at a time, honest counters."""
 
 from __future__ import annotations
 
-import errno
-import mmap
 import os
-import re
+import signal
 import threading
+import time
 import weakref
-from pathlib import Path
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from pykernels import cpu, ref
-from pykernels.cpu.roofline import NEEDS, make_compute
-from pykernels.env import env
+from pykernels.cpu.intrin.sync import clock_ns, pause
+from pykernels.cpu.jit import task
 from pykernels.errors import PykernelsError
-from pykernels.quant import FORMATS, PackedExperts, get_format
+from pykernels.quant import FORMATS
 from pykernels.shapes import MoEShape
-from pykernels.target import detect
-from pykernels.testing import assert_close, balanced_routing, random_experts, skewed_routing
-from runtime.experts.launch import Part
+from pykernels.testing import assert_close, balanced_routing, skewed_routing
 from runtime.experts.routed import RoutedExperts
-from runtime.machine.memory import HUGE_PAGE, allocate
 from runtime.machine.topology import Topology
-from runtime.profiling.roofline import LOOPS, ReadRoof, Roofs, read_roof
 from runtime.workers.counters import Counters
-from runtime.workers.pool import Call, WorkerPool
+from runtime.workers.pool import TaskError, WorkerPool, make_pool
+
+from .routed import TWO_CORES, elsewhere, inputs, load, packed
 
 USABLE = Topology.detect().usable
-SHAPE = MoEShape(E=16, H=512, I=256, topk=4)
+SHAPE = MoEShape(E=8, H=512, I=256, topk=4)
 
 
-def _load(
-    experts: PackedExperts, pool: WorkerPool | None = None, kernel="auto", activations="bf16"
-) -> RoutedExperts:
-    routed = RoutedExperts(experts.shape, experts.fmt.name, pool, kernel, activations)
-    for e in range(experts.shape.E):
-        routed.load_expert(e, *experts.unpack(e))
-    return routed
+@task("slow")
+def slow(job, index, worker):
+    """Takes 0.1 s."""
+    end = clock_ns() + 100_000_000
+    while clock_ns() < end:
+        pause()
+    return 0
+
+
+@task("failing")
+def failing(job, index, worker):
+    return 77
+
+
+@contextmanager
+def gate_up(routed: RoutedExperts, replacement):
+    """Runs another gate-up task in its place."""
+    for part in routed._bind():
+        job = part._moe.job
+        kernel, job["run_gate_up"] = int(job["run_gate_up"][0]), replacement.address
+    yield
+    for part in routed._bind():
+        part._moe.job["run_gate_up"] = kernel
 
 
 @pytest.mark.parametrize(
     ("fmt", "activations"),
     [*((fmt, "bf16") for fmt in FORMATS), *((fmt, "int8") for fmt in ("int8", "int4", "q6_k"))],
 )
-@pytest.mark.parametrize("T", [1, 3, 50])
-def test_the_same_bits_at_any_thread_count(fmt, activations, T):
-    experts, routing = random_experts(SHAPE, get_format(fmt)), skewed_routing(T, SHAPE)
-    x = torch.randn(T, SHAPE.H)
-    how = {"activations": activations}
-    serial = cpu.moe_ffn(x, routing.ids, routing.weights, experts, **how)
+def test_the_same_bits_at_any_thread_count(fmt, activations):
+    experts = packed(fmt, SHAPE)
+    calls = []
+    for T in (1, 50):
+        x, routing = torch.randn(T, SHAPE.H), skewed_routing(T, SHAPE)
+        given = x, routing.ids, routing.weights
+        calls.append((given, cpu.moe_ffn(*given, experts, activations=activations)))
     for threads in range(1, USABLE + 1):
         with WorkerPool(threads) as pool:
-            routed = _load(experts, pool, **how)
-            for _ in range(20):
-                assert torch.equal(routed(x, routing.ids, routing.weights), serial)
+            routed = load(pool, experts, "auto", activations)
+            for given, serial in calls:
+                for _ in range(5):
+                    assert torch.equal(routed(*given), serial)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_matches_the_reference_in_the_dtype_of_x(dtype):
-    experts, routing = random_experts(SHAPE, get_format("fp8")), balanced_routing(9, SHAPE)
-    x = torch.randn(9, SHAPE.H).to(dtype)
-    y = _load(experts)(x, routing.ids, routing.weights)
-    truth = ref.moe_ffn(x, routing.ids, routing.weights, experts, dtype=torch.float64)
-    assert y.dtype == dtype
-    assert_close(y, truth, 0.006)
-
-
-def test_layers_share_a_pool_and_sizes_may_change():
-    small, large = MoEShape(E=4, H=128, I=64, topk=2), MoEShape(E=20, H=512, I=160, topk=6)
+    """Layers of different sizes share a pool; zero tokens are a call too."""
+    large = MoEShape(E=20, H=512, I=160, topk=6)
     with WorkerPool(USABLE) as pool:
-        layers = [_load(random_experts(s, get_format(f)), pool)
-                  for s, f in ((small, "fp8"), (large, "bf16"))]  # fmt: skip
-        for T in (1, 30, 2, 100, 1):
+        layers = [load(pool, packed("fp8", SHAPE)), load(pool, packed("bf16", large))]
+        for T in (1, 30, 0, 2, 100, 1):
             for layer in layers:
                 routing = balanced_routing(T, layer.shape, seed=T)
-                x = torch.randn(T, layer.shape.H)
-                truth = ref.moe_ffn(x, routing.ids, routing.weights, layer.weights)
-                assert_close(layer(x, routing.ids, routing.weights), truth, 0.006)
+                given = torch.randn(T, layer.shape.H).to(dtype), routing.ids, routing.weights
+                y, want = layer(*given), ref.moe_ffn(*given, layer.weights, dtype=torch.float64)
+                assert y.dtype == dtype and y.shape == given[0].shape
+                if T:
+                    assert_close(y, want, 0.006)
 
 
-def test_a_call_refused_on_a_busy_pool_leaves_the_one_in_flight_alone():
-    a, b = (random_experts(SHAPE, get_format("fp8"), seed) for seed in (1, 2))
-    one, other = balanced_routing(4, SHAPE, 1), balanced_routing(4, SHAPE, 2)
-    x = torch.randn(4, SHAPE.H)
-    with WorkerPool(1) as pool:  # nothing is computed before sync: all of it would be spoilt
-        first, second = _load(a, pool), _load(b, pool)
-        wanted = first(x, one.ids, one.weights)
-        ticket = first.submit(x, one.ids, one.weights)
-        with pytest.raises(PykernelsError, match="still running on this pool"):
-            second.submit(2 * x, other.ids, other.weights)
-        assert torch.equal(first.sync(ticket), wanted)
-        second(x, other.ids, other.weights)
+def test_a_call_on_a_busy_pool_is_refused(pool):
+    """And leaves the one in flight alone; on one thread, nothing is computed before ``sync``."""
+    first, second = load(pool), load(pool, packed(seed=1))
+    wanted, other = first(*inputs(4)).clone(), second(*inputs(2)).clone()
+    ticket = first.submit(*inputs(4))
+    with pytest.raises(PykernelsError, match="still running on this pool"):
+        second.submit(*inputs(2))
+    with pytest.raises(PykernelsError, match=r"in flight.*pool\.settle\(\)"):
+        first(*inputs(4))
+    assert torch.equal(first.sync(ticket), wanted)
+    with pytest.raises(PykernelsError, match="not the call in flight"):
+        first.sync(ticket)
+    first.submit(*inputs(4))  # and its ticket is lost
+    pool.settle()
+    assert torch.equal(second(*inputs(2)), other)
+    assert torch.equal(first(*inputs(4)), wanted)
 
 
-def test_a_call_prepared_by_one_thread_is_not_spoilt_by_another(monkeypatch):
-    experts, routing = random_experts(SHAPE, get_format("fp8")), balanced_routing(4, SHAPE)
-    x, said = torch.randn(4, SHAPE.H), []
-    arrange = Part.arrange
+def test_threads_get_right_results_or_a_refusal():
+    with WorkerPool(min(2, USABLE)) as pool:
+        layers = [load(pool), load(pool)]
+        wanted = {T: layers[0](*inputs(T)).clone() for T in (1, 2, 33)}
+        wrong, right = list[object](), [0]
 
-    def other() -> None:
-        with pytest.raises(PykernelsError, match="another thread prepares a call") as error:
-            second(2 * x, routing.ids, routing.weights)
-        said.append(error.value)
+        def call(routed: RoutedExperts, T: int) -> None:
+            given = inputs(T)
+            for _ in range(100):
+                try:
+                    same = torch.equal(routed(*given), wanted[T])
+                    right[0] += same
+                    if not same:
+                        wrong.append(T)
+                except PykernelsError as error:
+                    if not any(why in str(error) for why in ("prepares", "running", "in flight")):
+                        wrong.append(error)
+                    time.sleep(0)
 
-    def interrupted(self, *arguments):
-        arrange(self, *arguments)
-        if self is first._bind()[0]:
-            thread = threading.Thread(target=other)
+        threads = [
+            threading.Thread(target=call, args=(routed, T)) for routed in layers for T in wanted
+        ]
+        for thread in threads:
             thread.start()
+        for thread in threads:
             thread.join()
-
-    with WorkerPool(1) as pool:
-        first, second = _load(experts, pool), _load(experts, pool)
-        wanted = first(x, routing.ids, routing.weights)
-        first(x[:1], routing.ids[:1], routing.weights[:1])  # so that the next is arranged anew
-        monkeypatch.setattr(Part, "arrange", interrupted)
-        assert torch.equal(first(x, routing.ids, routing.weights), wanted)
-        assert len(said) == 1
-        with pytest.raises(PykernelsError, match="names expert"):  # what it claimed is free again
-            second(x, routing.ids + 99, routing.weights)
-        claimed, done = threading.Event(), threading.Event()
-        thread = threading.Thread(target=lambda: (pool.claim(), claimed.set(), done.wait()))
-        thread.start()
-        claimed.wait()
-        with pytest.raises(PykernelsError, match="another thread prepares a call"):
-            pool.start(Call(0, 0, 0, 0, 0, 0))
-        done.set()
-        thread.join()
-        pool.start(Call(0, 0, 0, 0, 0, 0))  # a claim of a thread that has ended bars nobody
+        assert wrong == [] and right[0] > 0
+        for T, want in wanted.items():
+            assert torch.equal(layers[0](*inputs(T)), want)
 
 
-def test_between_submit_and_sync_the_caller_is_free():
-    experts, routing = random_experts(SHAPE, get_format("fp8")), balanced_routing(5, SHAPE)
-    routed = _load(experts)
-    x = torch.randn(5, SHAPE.H)
-    expected = routed(x, routing.ids, routing.weights)
-    ticket = routed.submit(x, routing.ids, routing.weights)
-    x.fill_(float("nan"))  # was copied
-    assert torch.equal(routed.sync(ticket), expected)
+def test_a_claim_of_another_thread_is_respected(pool):
+    routed, claimed, leave = load(pool), threading.Event(), threading.Event()
+    wanted = routed(*inputs(3)).clone()
+    thread = threading.Thread(
+        target=lambda: (pool.claim(), claimed.set(), leave.wait(), pool.release())
+    )
+    thread.start()
+    claimed.wait()
+    with pytest.raises(PykernelsError, match="another thread prepares a call"):
+        routed(*inputs(3))
+    leave.set()
+    thread.join()
+    assert torch.equal(routed(*inputs(3)), wanted)
+    ticket = routed.submit(*inputs(3))
+    assert torch.equal(elsewhere(lambda: routed.sync(ticket)), wanted)  # any thread may sync
 
 
-def test_strided_inputs_and_half_precision_weights():
-    experts, routing = random_experts(SHAPE, get_format("bf16")), balanced_routing(6, SHAPE)
-    routed = _load(experts)
-    x = torch.randn(6, SHAPE.H)
-    expected = routed(x, routing.ids, routing.weights.bfloat16().float())
-    wide = torch.randn(6, 2 * SHAPE.H)
-    wide[:, ::2] = x
-    ids = routing.ids.T.contiguous().T
-    assert torch.equal(routed(wide[:, ::2], ids, routing.weights.bfloat16()), expected)
+@pytest.mark.parametrize("driver_works", [True, False])
+def test_ctrl_c_is_raised_when_the_call_has_ended(driver_works):
+    with WorkerPool(1, driver_works) as pool:
+        routed = load(pool)
+        wanted = routed(*inputs(2)).clone()
+        timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+        with gate_up(routed, slow):
+            timer.start()
+            start = time.monotonic()
+            with pytest.raises(KeyboardInterrupt):
+                routed(*inputs(2))
+            assert time.monotonic() - start >= 0.1
+        assert pool.running is None
+        for T in (2, 3):
+            routed(*inputs(T))
+        assert torch.equal(routed(*inputs(2)), wanted)
 
 
-def test_counters_count_distinct_experts():
-    experts = random_experts(SHAPE, get_format("fp8"))
-    routed = _load(experts)
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=TWO_CORES)])
+def test_a_failing_call_names_the_expert_and_counts_nothing(nodes):
+    with make_pool(nodes, True, nodes, Topology.fake(nodes)) as pool:
+        routed = load(pool)
+        wanted = routed(*inputs(3)).clone()
+        with gate_up(routed, failing):
+            with pytest.raises(TaskError, match=r"gate-up task \d+ of expert \d failed .* 77"):
+                routed(*inputs(3))
+        assert routed.counters.calls == 1
+        assert torch.equal(routed(*inputs(3)), wanted)
+        assert (routed.counters.calls, routed.counters.tokens) == (2, 6)
+
+
+def test_counters_count_distinct_experts(pool):
+    experts = packed("fp8", SHAPE)
+    routed = load(pool, experts)
     ids = torch.tensor([[0, 1, 2, 3], [2, 3, 4, 5], [2, 3, 4, 5]])
     routed(torch.randn(3, SHAPE.H), ids, torch.ones(3, 4))
     counters = routed.counters
@@ -167,15 +200,15 @@ def test_counters_count_distinct_experts():
     assert (counters.calls, counters.bytes, counters.seconds) == (0, 0, 0.0)
 
 
-def test_calls_of_several_pools_are_counted_in_the_same_units() -> None:
+def test_calls_of_several_pools_are_counted_in_the_same_units():
     counters = Counters()
     for _ in range(2):
         counters.add(3, 5_000, 0.75)
-    told = counters.calls, counters.tokens, counters.bytes, counters.seconds
-    assert told == (2, 6, 10_000, 1.5)
+    found = counters.calls, counters.tokens, counters.bytes, counters.seconds
+    assert found == (2, 6, 10_000, 1.5)
 
 
-def test_dropped_experts_give_their_memory_back_at_once():
+def test_dropped_experts_free_their_memory_at_once():
     """No reference cycle: a layer can be gigabytes, and the collector may be long in coming."""
     routed = RoutedExperts(SHAPE, "fp8")
     gone = weakref.ref(routed.weights)
@@ -183,119 +216,35 @@ def test_dropped_experts_give_their_memory_back_at_once():
     assert gone() is None
 
 
-def test_zero_tokens():
-    routed = _load(random_experts(SHAPE, get_format("bf16")))
-    y = routed(torch.empty(0, SHAPE.H), torch.empty(0, 4, dtype=torch.int64), torch.empty(0, 4))
-    assert y.shape == (0, SHAPE.H)
-
-
-def test_misuse_is_told_and_the_experts_stay_usable():
-    routed = RoutedExperts(SHAPE, "fp8")
+def test_experts_that_are_not_loaded_are_named(pool):
+    routed = RoutedExperts(SHAPE, "fp8", pool)
     routing = balanced_routing(1, SHAPE)
-    args = torch.randn(1, SHAPE.H), routing.ids, routing.weights
-    with pytest.raises(PykernelsError, match="16 of 16 experts are not loaded"):
-        routed(*args)
-    routed = _load(random_experts(SHAPE, get_format("fp8")))
-    ticket = routed.submit(*args)
-    with pytest.raises(PykernelsError, match="in flight"):
-        routed.submit(*args)
-    routed.sync(ticket)
-    with pytest.raises(PykernelsError, match="not the call in flight"):
-        routed.sync(ticket)
-    with pytest.raises(PykernelsError, match="in a layer of 16"):
-        routed(args[0], args[1] + 100, args[2])
-    assert routed(*args).isfinite().all()
+    with pytest.raises(PykernelsError, match="8 of 8 experts are not loaded"):
+        routed(torch.randn(1, SHAPE.H), routing.ids, routing.weights)
 
 
-def test_after_an_interrupt_right_behind_submit_the_pool_can_be_settled():
-    routed, routing = _load(random_experts(SHAPE, get_format("fp8"))), balanced_routing(1, SHAPE)
-    args = torch.randn(1, SHAPE.H), routing.ids, routing.weights
-    expected = routed(*args)
-    routed.submit(*args)  # and nobody has the ticket
-    routed.pool.settle()
-    assert torch.equal(routed(*args), expected)
+DEFAULTS = {
+    "wider than float32": torch.float64,
+    "narrower": torch.bfloat16,
+    "elsewhere": torch.device("meta"),
+}
 
 
-def test_huge_page_memory_is_aligned_and_zero():
-    memory = allocate(3 * HUGE_PAGE + 5)
-    assert memory.data_ptr() % HUGE_PAGE == 0 and memory.numel() == 3 * HUGE_PAGE + 5
-    assert memory[::4096].eq(0).all() and memory[-1] == 0
-    with pytest.raises(PykernelsError, match="GiB"):
-        allocate(1 << 62)
-
-
-@pytest.mark.skipif(Topology.detect().huge_pages == "unknown", reason="no huge pages here")
-@pytest.mark.parametrize(
-    ("asked", "nbytes"), [(True, HUGE_PAGE), (False, HUGE_PAGE), (True, HUGE_PAGE - 1)]
-)
-def test_memory_asks_for_huge_pages_unless_told_not_to_or_too_little(asked, nbytes):
-    with env.override(hugepages=asked):
-        memory = allocate(nbytes)
-    expected = asked and nbytes >= HUGE_PAGE
-    mappings = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
-    for mapping in filter(None, mappings):
-        first, last = (int(at, 16) for at in mapping.split(" ", 1)[0].split("-"))
-        if first <= memory.data_ptr() < last:
-            if (flags := re.search(r"(?m)^VmFlags:(.*)$", mapping)) is None:
-                pytest.skip("the system does not tell flags of memory")
-            assert ("hg" in flags[1].split()) == expected  # man 5 proc: huge page advise flag
-            return
-    raise AssertionError("the memory is in no mapping")
-
-
-def test_a_kernel_that_knows_no_huge_pages_gives_plain_ones(monkeypatch):
-    class Plain(mmap.mmap):
-        def madvise(self, *_):
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-
-    monkeypatch.setattr("runtime.machine.memory.mmap.mmap", Plain)
-    assert allocate(HUGE_PAGE).eq(0).all()
-    assert allocate(0).numel() == 0  # a format without scales
-
-
-@pytest.mark.skipif("avx512f" not in detect().isa, reason="loops of AVX-512 instructions")
-def test_without_bf16_products_the_compute_roof_is_that_of_fma(monkeypatch):
-    monkeypatch.setattr("runtime.profiling.roofline.roof_bytes", lambda: 16 << 20)
-    with WorkerPool(1) as pool, env.override(isa=frozenset({"avx512bf16"})):
-        roofs = Roofs(pool, detect())
-        roofs.sample()
-        name, rate = roofs.compute("avx512")
-        assert name == "vfmadd231ps" and 0 < rate < 10
-        assert roofs.compute("generic") == ("", 0.0)
-
-
-@pytest.mark.skipif("avx512f" not in detect().isa, reason="loops of AVX-512 instructions")
-@pytest.mark.parametrize("name", ["vfmadd231ps", "vdpbf16ps", "vpdpbusd"])
-def test_a_compute_roof_is_a_loop_of_its_instruction_on_registers(name, tmp_path):
-    if missing := detect().lacks(NEEDS[name]):
-        pytest.skip(f"this CPU lacks {missing}")
-    with env.override(cache_dir=tmp_path):  # code that comes from the cache has no assembly
-        assembly = make_compute.__wrapped__(name)._library.get_asm_str()
-    family = name.replace("231", r"\d+")  # whichever operand is overwritten
-    products = re.findall(rf"{family}\s.*", assembly)
-    assert len(products) >= 16
-    assert not [line for line in products if "(" in line], "an operand lies in memory"
-
-
-def test_the_read_roof_reads_every_byte():
-    with WorkerPool(USABLE) as pool:
-        roof = ReadRoof(pool, 64 << 20)
-        for loop in LOOPS:
-            assert 0 < roof.once(loop) < 10_000 and roof.was_read
-            roof._sums.fill(0)
-            assert not roof.was_read
-
-
-def test_the_read_roof_gives_its_memory_back(monkeypatch):
-    made = []
-
-    def spy(nbytes, node=None):
-        memory = allocate(nbytes, node)
-        made.append(weakref.ref(memory))
-        return memory
-
-    monkeypatch.setattr("runtime.profiling.roofline.allocate", spy)
-    monkeypatch.setattr("runtime.profiling.roofline.roof_bytes", lambda: 12 << 20)
-    with WorkerPool(1) as pool:
-        assert read_roof(pool) > 0
-    assert [memory() for memory in made] == [None]
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=TWO_CORES)])
+@pytest.mark.parametrize("default", DEFAULTS.values(), ids=DEFAULTS)
+def test_torch_defaults_change_no_call(default, nodes):
+    given, results = [inputs(T) for T in (3, 300)], []
+    for changed in (False, True):
+        with make_pool(nodes, True, nodes, Topology.fake(nodes)) as pool:
+            routed = load(pool)
+            try:
+                if changed and isinstance(default, torch.dtype):
+                    torch.set_default_dtype(default)
+                elif changed:
+                    torch.set_default_device(default)
+                results.append([routed(*each) for each in given])
+            finally:
+                torch.set_default_dtype(torch.float32)
+                torch.set_default_device(None)
+    for want, y in zip(*results, strict=True):
+        assert y.dtype is want.dtype and y.is_cpu and torch.equal(y, want)

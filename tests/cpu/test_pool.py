@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from pykernels.cpu.jit import inlined, task
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from runtime.machine.topology import Topology
-from runtime.workers import queue
+from runtime.workers import control_block
 from runtime.workers.pool import (
     Call,
     TaskError,
@@ -118,7 +120,7 @@ def fake_down(job, index, worker):
 class FakeCall:
     def __init__(
         self, active, i_chunks, down_chunks,
-        status=0, failing=-1, spin=0, pieces=None, stage="gate-up", rows=0, legs=1,
+        status=0, failing=-1, spin=0, pieces=None, stage="gate-up", rows=0, splits=1,
     ):  # fmt: skip
         pieces = pieces or [0] * active  # pack tasks of each expert
         self.pieces = np.array(pieces, np.int64)
@@ -131,7 +133,7 @@ class FakeCall:
         )  # fmt: skip
         self.call = Call(
             fake_gate_up.address, fake_down.address, self.job.ctypes.data,
-            active, i_chunks, down_chunks, legs,
+            active, i_chunks, down_chunks, splits,
             fake_pack.address, packs, self.piece_active.ctypes.data, self.pieces.ctypes.data,
             fake_rows.address, rows,
         )  # fmt: skip
@@ -146,15 +148,6 @@ class FakeCall:
         return self.job[HEAD:]
 
 
-CUTS = [
-    pytest.param(1, 1, 1, id="one of each"),
-    pytest.param(6, 4, 8, id="a small decode step"),
-    pytest.param(8, 64, 224, id="DeepSeek-V3 sized"),
-    pytest.param(1, 1, 50, id="one expert: every down task waits at one barrier"),
-    pytest.param(40, 3, 2, id="more experts than down tasks"),
-]
-
-
 # The real counts up to 4: a machine with many cores tests them, and its most.
 @pytest.fixture(
     params=sorted({*range(1, min(USABLE, 4) + 1), USABLE}), ids=lambda n: f"{n} threads"
@@ -164,69 +157,37 @@ def pool(request):
         yield pool
 
 
-@pytest.mark.parametrize(("active", "i_chunks", "down_chunks"), CUTS)
-def test_every_task_runs_once_and_behind_its_barrier(pool, active, i_chunks, down_chunks):
-    fake = FakeCall(active, i_chunks, down_chunks)
-    for _ in range(50):
-        fake.run(pool)
-        assert (fake.counts == 1).all()
+CALLS = {
+    "one of each": FakeCall(1, 1, 1),
+    "a small decode step": FakeCall(6, 4, 8),
+    "DeepSeek-V3 sized": FakeCall(8, 64, 224),
+    "one expert: every down task waits at one barrier": FakeCall(1, 1, 50),
+    "more experts than down tasks": FakeCall(40, 3, 2),
+    "slow gate-up tasks": FakeCall(4, 3, 16, spin=20_000),
+    "outputs split over the experts": FakeCall(6, 4, 8, splits=3, spin=2000),
+    "more splits than experts": FakeCall(6, 4, 8, splits=7),
+    "a split waits for the one before": FakeCall(2, 1, 1, splits=2, spin=2_000_000),
+    "a pack task for each expert": FakeCall(3, 4, 5, pieces=[1, 1, 1]),
+    "pack tasks of one expert": FakeCall(3, 4, 5, spin=20_000, pieces=[0, 5, 0]),
+    "one row task": FakeCall(3, 4, 5, rows=1),
+    "row tasks, ragged pack tasks": FakeCall(3, 4, 5, spin=20_000, pieces=[2, 0, 1], rows=40),
+}
 
 
-@pytest.mark.parametrize("legs", [1, 2, 3, 7, 50])
-@pytest.mark.parametrize(("active", "i_chunks", "down_chunks"), CUTS)
-def test_legs_of_a_run_of_outputs_go_on_behind_each_other(
-    pool, active, i_chunks, down_chunks, legs
-):
-    """Every expert once and in order, also where legs are more than experts."""
-    fake = FakeCall(active, i_chunks, down_chunks, legs=legs, stage="down", spin=2000)
-    for _ in range(3):
-        fake.run(pool)
-        assert (fake.counts == 1).all()
-
-
-def test_a_leg_waits_for_the_one_before_it_in_every_call(pool):
-    """Two threads take both legs of the one run at once, and each leg is one slow expert."""
-    fake = FakeCall(2, 1, 1, legs=2, spin=10_000_000)
+@pytest.mark.parametrize("fake", CALLS.values(), ids=CALLS)
+def test_every_task_runs_once_and_after_its_barriers(pool, fake):
     for _ in range(10):
         fake.run(pool)
         assert (fake.counts == 1).all()
-
-
-def test_barriers_hold_when_gate_up_is_slow(pool):
-    fake = FakeCall(4, 3, 16, spin=20_000)
-    for _ in range(10):
-        fake.run(pool)
-        assert (fake.counts == 1).all()
-
-
-@pytest.mark.parametrize(
-    "pieces", [[1, 1, 1], [0, 5, 0], [2, 0, 3]], ids=["one each", "one expert", "ragged"]
-)
-@pytest.mark.parametrize("spin", [0, 20_000], ids=["quick", "slow"])
-def test_gate_up_waits_for_its_own_experts_inputs(pool, pieces, spin):
-    fake = FakeCall(3, 4, 5, spin=spin, pieces=pieces)
-    for _ in range(20):
-        fake.run(pool)
-        assert (fake.counts == 1).all()
-
-
-@pytest.mark.parametrize("rows", [1, 2, 40])
-@pytest.mark.parametrize("spin", [0, 20_000], ids=["quick", "slow"])
-def test_all_that_read_rows_wait_for_all_of_them(pool, rows, spin):
-    for pieces in ([2, 0, 1], [0, 0, 0]):
-        fake = FakeCall(3, 4, 5, spin=spin, pieces=pieces, rows=rows)
-        for _ in range(20):
-            fake.run(pool)
-            assert (fake.counts == 1).all()
 
 
 @pytest.mark.parametrize("driver_works", [True, False])
 @pytest.mark.parametrize("spin_us", [0.0, 50.0], ids=["sleeps at once", "spins"])
-def test_who_waits_for_rows_finds_them_done_and_the_call_goes_on(driver_works, spin_us):
+def test_waiting_for_the_rows_leaves_the_rest_running(driver_works, spin_us):
     with WorkerPool(USABLE, driver_works, spin_us=spin_us) as pool:
         for rows, spin in ((40, 20_000), (0, 20_000), (1, 20_000), (2000, 0)):
             fake = FakeCall(3, 4, 5, spin=spin, pieces=[2, 0, 1], rows=rows)
-            for _ in range(20):
+            for _ in range(5):
                 fake.job[HEAD:] = 0
                 pool.start(fake.call)
                 pool.wait_for_rows()
@@ -235,31 +196,23 @@ def test_who_waits_for_rows_finds_them_done_and_the_call_goes_on(driver_works, s
                 assert (fake.counts == 1).all()
 
 
-def test_a_driver_that_only_waits_gets_its_calls_done():
-    with WorkerPool(1, driver_works=False) as pool:
-        for _ in range(20):
-            fake = FakeCall(3, 4, 5)
-            fake.run(pool)
-            assert (fake.counts == 1).all()
-        time.sleep(0.01)  # the worker is asleep now: it must wake
-        assert FakeCall(3, 4, 5).run(pool) >= 0
-
-
-def test_an_empty_call_ends(pool):
-    for _ in range(20):
-        pool.start(Call(0, 0, 0, 0, 0, 0))
-        assert 0 <= pool.wait() < 1
-
-
+@pytest.mark.parametrize("driver_works", [True, False])
 @pytest.mark.parametrize("spin_us", [0.0, 50.0], ids=["sleeps at once", "spins"])
-def test_calls_far_apart_and_back_to_back(spin_us):
-    with env.override(spin_us=spin_us), WorkerPool(USABLE) as pool:
+def test_calls_far_apart_and_back_to_back(driver_works, spin_us):
+    with WorkerPool(USABLE, driver_works, spin_us=spin_us) as pool:
         fake = FakeCall(5, 4, 9)
-        for pause in (0.0, 0.0, 0.002, 0.0, 0.02, 0.0, 0.0):
-            time.sleep(pause)
+        for pause in (0.0, 0.002, 0.0, 0.02):
+            time.sleep(pause)  # the workers fall asleep meanwhile
             for _ in range(30):
                 fake.run(pool)
                 assert (fake.counts == 1).all()
+
+
+def test_an_empty_call_ends_and_reports_its_time(pool):
+    for _ in range(20):
+        pool.start(Call(0, 0, 0, 0, 0, 0))
+        assert 0 <= pool.wait() < 1
+    assert 1e-6 < FakeCall(2, 2, 2, spin=200_000).run(pool) < 10
 
 
 FAILURES = [
@@ -295,9 +248,12 @@ def raises(job, index, worker):
     return 0
 
 
-def test_what_a_task_raises_reaches_the_caller(pool):
+RAISING = Call(raises.address, raises.address, 0, 2, 4, 0)
+
+
+def test_what_a_task_raises_is_the_cause(pool):
     for _ in range(2):
-        pool.start(Call(raises.address, raises.address, 0, 2, 4, 0))
+        pool.start(RAISING)
         with pytest.raises(TaskError, match=r"^gate-up task 3 of .* 0 raised ValueError") as caught:
             pool.wait()
         assert isinstance(caught.value.__cause__, ValueError)
@@ -307,99 +263,102 @@ def test_what_a_task_raises_reaches_the_caller(pool):
     assert (fake.counts == 1).all()
 
 
-def test_what_nobody_waited_for_is_told_by_no_later_call(pool):
-    pool.start(Call(raises.address, raises.address, 0, 2, 4, 0))
+def test_a_failure_belongs_to_its_call_however_late(pool):
+    number = pool.start(RAISING)
     pool.settle()
-    FakeCall(4, 4, 4).run(pool)
-
-
-def test_a_failure_is_told_whole_however_late(pool):
-    number = pool.start(Call(raises.address, raises.address, 0, 2, 4, 0))
-    pool.settle()
-    FakeCall(1, 1, 1).run(pool)  # other numbers of tasks and experts
+    FakeCall(1, 1, 1).run(pool)  # does not raise it
     with pytest.raises(TaskError, match="gate-up task 3 of active expert 0 raised ValueError"):
         pool.wait(number)
     again = pickle.loads(pickle.dumps(TaskError(5, "down", 3, 1, 7)))
     assert str(again) == "down task 3 of expert 7 failed with status 5"
 
 
-def test_of_many_failures_one_is_told(pool):
+def test_of_many_failures_one_is_raised(pool):
     fake = FakeCall(6, 8, 9, status=5, failing=-2)
     for _ in range(20):
         with pytest.raises(TaskError, match=r"gate-up task \d+ of active expert \d failed .* 5$"):
             fake.run(pool)
 
 
-def test_a_call_reports_the_time_it_took(pool):
-    seconds = FakeCall(2, 2, 2, spin=200_000).run(pool)
-    assert 1e-6 < seconds < 10
-
-
-def test_misuse_is_told(pool):
-    fake = FakeCall(2, 2, 2)
+def test_misuse_is_refused(pool):
+    fake = FakeCall(2, 2, 2, spin=200_000)
     with pytest.raises(PykernelsError, match="no call is running"):
         pool.wait()
     pool.start(fake.call)
     with pytest.raises(PykernelsError, match="still running"):
         pool.start(fake.call)
-    pool.wait()
+    pool.settle()  # as one does whose ticket is lost
+    assert (fake.counts == 1).all() and pool.running is None
+    pool.settle()
+    assert FakeCall(2, 2, 2).run(pool) >= 0
     pool.close()
     pool.close()
     with pytest.raises(PykernelsError, match="closed"):
         pool.start(fake.call)
 
 
-def test_a_call_that_nobody_waits_for_can_be_settled(pool):
-    fake = FakeCall(2, 2, 2, spin=200_000)
-    pool.start(fake.call)
-    pool.settle()
-    assert (fake.counts == 1).all() and pool.running is None
-    pool.settle()
-    assert FakeCall(2, 2, 2).run(pool) >= 0
+REFUSED = {
+    "more threads than cores": ({"threads": USABLE + 1}, f"{USABLE} cores are usable"),
+    "no thread": ({"threads": 0}, f"{USABLE} cores are usable"),
+    "threads as text": ({"threads": "2"}, "threads asked for, which is no whole number"),
+    "threads as a boolean": ({"threads": True}, "threads asked for, which is no whole number"),
+    "no time to spin": ({"spin_us": float("nan")}, "is no time to spin"),
+    "a negative time to spin": ({"spin_us": -1}, "is no time to spin"),
+    "a time to spin as text": ({"spin_us": "50"}, "is no time to spin"),
+}
 
 
-@pytest.mark.parametrize("threads", [USABLE + 1, 0, -1])
-def test_more_threads_than_cores_are_refused(threads):
-    with pytest.raises(PykernelsError, match=f"{USABLE} cores are usable"):
-        WorkerPool(threads)
+@pytest.mark.parametrize(("given", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_pool_that_cannot_be_is_refused(given, message):
+    with pytest.raises(PykernelsError, match=message):
+        WorkerPool(**given)
+    if "threads" in given:
+        with pytest.raises(PykernelsError, match=message):
+            make_pool(given["threads"], numa="off")
 
 
-@pytest.mark.parametrize("threads", ["2", 1.0, True])
-def test_threads_that_are_no_whole_number_are_refused(threads):
-    with pytest.raises(PykernelsError, match="threads asked for, which is no whole number"):
-        WorkerPool(threads)
-    with pytest.raises(PykernelsError, match="threads asked for, which is no whole number"):
-        make_pool(threads)
+def test_the_system_may_refuse_a_core_or_a_thread(monkeypatch):
+    def refuse_core(thread, cores):
+        raise OSError(22, "Invalid argument")
 
+    def refuse_thread(thread):  # as a cgroup's pids.max does, or ulimit -u
+        raise RuntimeError("can't start new thread")
 
-@pytest.mark.parametrize("spin_us", [float("nan"), float("inf"), -1, "50"])
-def test_a_time_to_spin_that_is_none_is_refused(spin_us):
-    with pytest.raises(PykernelsError, match="is no time to spin"):
-        WorkerPool(1, spin_us=spin_us)
-
-
-def test_closing_ends_the_threads():
     before = threading.active_count()
-    pool = WorkerPool(USABLE)
-    FakeCall(2, 2, 2).run(pool)
-    pool.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "sched_setaffinity", refuse_core)
+        with pytest.raises(PykernelsError, match="cannot be pinned to core"):
+            WorkerPool(1, driver_works=False)
     assert threading.active_count() == before
+    monkeypatch.setattr(threading.Thread, "start", refuse_thread)
+    with pytest.raises(PykernelsError, match="a worker thread: can't start .*ulimit -u"):
+        WorkerPool(1, driver_works=False)
 
 
-def test_a_dropped_pool_closes_itself():
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "dropped"])
+def test_a_pool_ends_its_threads(closed):
     before = threading.active_count()
     pool = WorkerPool(USABLE)
-    FakeCall(2, 2, 2).run(pool)
+    pool.start(FakeCall(2, 2, 2, spin=200_000).call)
+    if closed:
+        pool.close()
     del pool
     assert threading.active_count() == before
 
 
-def test_workers_are_pinned_to_different_cores():
-    with WorkerPool(USABLE) as pool:
-        tids = [thread.native_id for thread in pool._threads]
-        pinned = [os.sched_getaffinity(tid) for tid in tids]
-    assert all(len(cores) == 1 for cores in pinned)
-    assert len(set.union(set(), *pinned)) == USABLE - 1
+def test_leaving_the_process_does_not_hang():
+    """While a call runs, with a pool that outlives the modules."""
+    script = """
+import sys
+from tests.cpu.test_pool import FakeCall, WorkerPool
+sys.kept = pool = WorkerPool()
+fake = FakeCall(2, 2, 2, spin=2_000_000)
+pool.start(fake.call)
+"""
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_a_forked_child_is_refused_instead_of_hanging():
@@ -414,25 +373,11 @@ def test_a_forked_child_is_refused_instead_of_hanging():
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_a_child_forked_during_a_call_is_refused_instead_of_waiting_for_ever():
-    with WorkerPool(1, driver_works=False) as pool:  # the task stays with the parent's worker
-        fake = FakeCall(1, 1, 1, spin=50_000_000)
-        pool.start(fake.call)
-        child = os.fork()
-        if child == 0:
-            signal.alarm(20)  # a child that waits is ended
-            for use in (pool.wait, pool.wait_for_rows):
-                try:
-                    use()
-                except PykernelsError as error:
-                    if "fork" not in str(error):
-                        os._exit(8)
-                else:
-                    os._exit(9)
-            os._exit(7)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        pool.wait()
-        assert (fake.counts == 1).all()
+def test_workers_are_pinned_to_different_cores():
+    with WorkerPool(USABLE) as pool:
+        pinned = [os.sched_getaffinity(thread.native_id) for thread in pool._threads]
+    assert all(len(cores) == 1 for cores in pinned)
+    assert len(set.union(set(), *pinned)) == USABLE - 1
 
 
 def test_the_shared_pool_can_be_replaced():
@@ -444,13 +389,14 @@ def test_the_shared_pool_can_be_replaced():
     configure_default_pool()
 
 
-def test_by_default_there_is_one_thread_on_each_physical_core():
+@pytest.mark.parametrize("driver_works", [True, False])
+def test_threads_are_the_physical_cores_or_as_asked(driver_works):
     topology = Topology.detect()
-    with WorkerPool() as pool:
-        assert pool.threads == topology.default_threads()
-    with WorkerPool(driver_works=False) as pool:  # a core is left to whoever feeds the GPU
-        assert pool.threads == topology.default_threads(driver_works=False)
-        assert len(pool._threads) == max(1, len(topology.physical) - 1)
+    with WorkerPool(driver_works=driver_works) as pool:  # beside a GPU a core is left to its driver
+        assert pool.threads == topology.default_threads(driver_works)
+        assert len(pool._threads) == pool.threads - driver_works
+    with env.override(threads=1), WorkerPool(driver_works=driver_works) as pool:
+        assert pool.threads == 1
 
 
 @pytest.mark.parametrize(
@@ -458,31 +404,4 @@ def test_by_default_there_is_one_thread_on_each_physical_core():
 )
 def test_idle_threads_spin_longer_beside_a_gpu(driver_works, asked, spin_us):
     with env.override(spin_us=asked), WorkerPool(1, driver_works) as pool:
-        assert pool._words[queue.SPIN_NS // 8] == 1000 * spin_us
-
-
-def test_a_core_that_is_refused_is_told(monkeypatch):
-    def refuse(thread, cores):
-        raise OSError(22, "Invalid argument")
-
-    before = threading.active_count()
-    monkeypatch.setattr(os, "sched_setaffinity", refuse)
-    with pytest.raises(PykernelsError, match="cannot be pinned to core"):
-        WorkerPool(1, driver_works=False)
-    assert threading.active_count() == before
-
-
-def test_a_thread_that_is_refused_is_told(monkeypatch):
-    """As a cgroup's pids.max does, or ulimit -u."""
-
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(PykernelsError, match="a worker thread: can't start .*ulimit -u"):
-        WorkerPool(1, driver_works=False)
-
-
-def test_threads_come_from_the_environment():
-    with env.override(threads=1), WorkerPool() as pool:
-        assert pool.threads == 1
+        assert pool._words[control_block.SPIN_NS // 8] == 1000 * spin_us

@@ -16,7 +16,6 @@ from pykernels.env import env
 from pykernels.quant import FORMATS
 from pykernels.target import detect
 from runtime.machine import tuning
-from runtime.machine.tuning import Choices
 from runtime.profiling import calibrate as measuring
 from runtime.profiling.calibrate import Calibration, Point
 
@@ -63,11 +62,8 @@ def test_a_table_a_decision_and_a_file(amx: None, capsys: pytest.CaptureFixture[
     assert "8 3.000 2.000 1.50 GEMM" in lines
     assert any(line.startswith("bf16: GEMM from 8 tokens an expert. Of all") for line in lines)
     assert any(line.startswith("fp8: no GEMM below 129 tokens an expert. Of all") for line in lines)
-    assert lines[-1] == f"Kept in {tuning.path(detect().cpu)}"
-    assert tuning.read(detect().cpu) == {
-        tuning.key("amx", "bf16"): Choices(8),
-        tuning.key("amx", "fp8"): Choices(129),
-    }
+    assert lines[-1] == f"Kept in {tuning.path('amx')}"
+    assert tuning.read("amx") == {"bf16": 8, "fp8": 129}
 
 
 def test_a_format_named_twice_is_measured_once(
@@ -105,15 +101,15 @@ def test_every_format_is_calibrated_unless_told(
     amx: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(capsys, "--json")[0] == 0
-    assert set(tuning.read(detect().cpu)) == {tuning.key("amx", fmt) for fmt in FORMATS}
+    assert set(tuning.read("amx")) == set(FORMATS)
 
 
 def test_int8_activations_have_choices_of_their_own(
     amx: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(capsys, "--activations", "int8")[0] == 0
-    able = {tuning.key("amx", name, "int8") for name, fmt in FORMATS.items() if fmt.int8_kind}
-    assert set(tuning.read(detect().cpu)) == able != set()
+    able = {name for name, fmt in FORMATS.items() if fmt.int8_kind}
+    assert set(tuning.read("amx", "int8")) == able != set()
 
 
 def test_without_a_gemm_there_is_nothing_to_do(
@@ -129,7 +125,7 @@ def test_without_a_gemm_there_is_nothing_to_do(
 def test_a_file_that_cannot_be_read_is_told_first(
     amx: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tuning.path(detect().cpu).write_text("{")
+    tuning.path("amx").write_text("{")
     code, out, err = run(capsys, "--format", "bf16")
     assert (code, out) == (2, "")
     assert "cannot be read" in err and "Delete it" in err
@@ -152,7 +148,7 @@ def test_an_unknown_format_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_doctor_says_what_is_calibrated(amx: None) -> None:
-    tuning.write(detect().cpu, tuning.key("amx", "bf16"), Choices(9), {})
+    tuning.write("amx", {"bf16": 9})
     facts = {fact.name: fact.value for fact in examine.look_at_calibration()}
     assert set(facts) == set(FORMATS)
     assert facts["bf16"] == "GEMM from 9 tokens an expert (calibrated)"

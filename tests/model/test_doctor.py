@@ -119,7 +119,7 @@ def test_a_kernel_that_raises_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> N
 def test_one_problem_of_many_kernels_is_told_once_with_its_own_hint(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(cpu: str) -> dict[str, object]:
+    def broken(*_: object) -> dict[str, int]:
         raise PykernelsError("the calibration cannot be read", "Delete it")
 
     monkeypatch.setattr("runtime.machine.tuning.read", broken)

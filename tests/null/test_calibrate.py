@@ -1,8 +1,12 @@
-"""How the GEMM's threshold is found, on made-up timings."""
+"""How the GEMM's threshold is found, on made-up timings; and the file that keeps it."""
 
 from __future__ import annotations
 
+import errno
 import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -10,9 +14,10 @@ import pytest
 
 from pykernels.cpu.moe.kernel import NEVER
 from pykernels.env import env
-from pykernels.target import detect
+from pykernels.errors import PykernelsError
+from pykernels.target import ISA_NAMES, detect
 from runtime.machine import tuning
-from runtime.profiling.calibrate import LATER, TOKENS, Point, calibrate, crossover, keep, time_paths
+from runtime.profiling.calibrate import MORE_TOKENS, TOKENS, Point, calibrate, crossover, measure
 from runtime.workers.pool import WorkerPool
 
 POOL = cast(WorkerPool, SimpleNamespace(threads=15))
@@ -26,7 +31,7 @@ class Model:
         self.fixed, self.noise, self.rows, self.random = fixed, noise, rows, random.Random(0)
         self.asked: list[tuple[str, int]] = []
 
-    def seconds(self, path: str, tokens: int) -> float:
+    def __call__(self, path: str, tokens: int) -> float:
         self.asked.append((path, tokens))
         drift = 1 + self.noise * ((len(self.asked) - 1) // 2 % 2)
         jitter = 1 + self.noise / 10 * self.random.random()
@@ -59,81 +64,79 @@ def test_regret_is_what_the_wrong_rows_cost() -> None:
     assert regret == pytest.approx(1.1 ** (1 / 4) - 1)
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.5])
 @pytest.mark.parametrize(
-    ("fixed", "gemm_from"),
+    ("model", "measured", "gemm_from"),
     [
-        pytest.param(1.1, 8, id="just above one pass of tiles"),
-        pytest.param(2.2, 16, id="two passes"),
+        pytest.param(Model(1.1), 64, 8, id="just above one pass of tiles"),
+        pytest.param(Model(2.2), 64, 16, id="two passes"),
+        pytest.param(Model(2.2, noise=0.5), 64, 16, id="noise of every other round"),
+        pytest.param(Model(13.0, rows=1024), 96, 96, id="pays at the first count beyond"),
+        pytest.param(Model(18.0, rows=1024), 128, 128, id="at the second"),
+        pytest.param(Model(1e3, rows=1024), 128, 129, id="at none"),
     ],
 )
-def test_a_model_is_calibrated_to_where_its_lines_cross(
-    fixed: float, gemm_from: int, noise: float
-) -> None:
-    """Memory that is half as fast in every other round moves nothing: ratios are of one round."""
-    found = calibrate("fp8", POOL, timer=Model(fixed, noise))
-    assert (found.fmt, found.threads, found.gemm_from) == ("fp8", 15, gemm_from)
-    assert [point.tokens for point in found.points] == list(TOKENS)
-
-
-@pytest.mark.parametrize(
-    ("fixed", "measured", "gemm_from"),
-    [
-        pytest.param(13.0, 96, 96, id="pays at the first count beyond"),
-        pytest.param(18.0, 128, 128, id="at the second"),
-        pytest.param(1e3, 128, 129, id="at none: not below the last, nor the default"),
-    ],
-)
-def test_a_gemm_that_has_not_paid_is_measured_further(
-    fixed: float, measured: int, gemm_from: int
-) -> None:
-    model = Model(fixed, rows=1024)
-    found = calibrate("fp8", POOL, timer=model)
-    assert [point.tokens for point in found.points] == [
-        *TOKENS,
-        *(n for n in LATER if n <= measured),
-    ]
-    assert found.gemm_from == gemm_from
-    assert model.asked[-1][1] == measured
-
-
-def test_what_was_not_measured_is_not_below_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.machine.tuning.gemm_from_here", lambda *_: 200)
-    assert calibrate("int8", POOL, timer=Model(1e3)).gemm_from == 200
-
-
-def test_paths_take_turns_and_the_first_round_only_warms_up() -> None:
-    model = Model(2.0)
-    clock = iter(range(1000))
+def test_the_threshold_is_where_the_lines_cross(model, measured: int, gemm_from: int) -> None:
     shares: list[float] = []
-    slow = time_paths(model, (4, 8), shares.append, lambda: float(next(clock)))
-    assert shares == [0.0, 0.5]
-    assert model.asked == [
-        (path, n) for n in (4, 8) for _ in range(4) for path in ("tiles", "gemm")
-    ]
-    assert [round(point.gemm * 1e6, 6) for point in slow] == [2.0, 2.0]
-    quick = Model(2.0)
-    time_paths(quick, (4,), clock=lambda: 0.0)
-    assert len(quick.asked) == 2 * 8
+    found = calibrate("fp8", POOL, timer=model, progress=shares.append)
+    assert (found.fmt, found.threads, found.gemm_from) == ("fp8", 15, gemm_from)
+    tokens = [*TOKENS, *(n for n in MORE_TOKENS if n <= measured)]
+    assert [point.tokens for point in found.points] == tokens
+    assert shares == [n / len(TOKENS) for n in range(len(TOKENS))]
+    assert model.asked[:4] == [("tiles", 2), ("gemm", 2)] * 2  # by turns
 
 
-def test_the_first_round_counts_in_no_median() -> None:
-    """Round n takes n + 1 seconds on tiles and a tenth of its square through the GEMM."""
-
-    class Slower:
-        def __init__(self) -> None:
-            self.calls = 0
-
-        def seconds(self, path: str, tokens: int) -> float:
-            n, self.calls = self.calls // 2 + 1, self.calls + 1
-            return n * n / 10 if path == "gemm" else float(n)
-
-    (point,) = time_paths(Slower(), (4,), clock=iter(range(9)).__next__)
-    assert (point.tiles, point.gemm, point.ratio) == (3.0, 0.9, pytest.approx(10 / 3))
+def test_the_first_round_only_warms_up() -> None:
+    slow = iter([100.0, 1.0, 3.0, 2.0, 3.0, 2.0, *[3.0, 2.0] * 20])
+    assert measure(lambda path, tokens: next(slow), 4) == Point(4, 3.0, 2.0, 1.5)
 
 
-def test_what_is_kept_is_what_experts_will_find(tmp_path) -> None:
-    found = calibrate("fp8", POOL, timer=Model(1.05))
-    with env.override(cache_dir=tmp_path):
-        keep(found)
-        assert tuning.chosen("amx", "fp8", detect().cpu).gemm_from == found.gemm_from == 8
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[Path]:
+    with env.override(cache_dir=tmp_path / "new"):
+        yield tmp_path / "new"
+
+
+def test_what_was_written_is_found_for_its_key_alone(cache: Path, monkeypatch) -> None:
+    assert tuning.read("amx") == {}
+    file = tuning.write("amx", {"fp8": 9})
+    assert tuning.write("amx", {"bf16": NEVER}) == file
+    tuning.write("amx", {"int4": 33}, "int8")
+    assert tuning.read("amx") == {"fp8": 9, "bf16": NEVER}
+    assert tuning.gemm_from("amx", "fp8") == 9
+    assert tuning.gemm_from("amx", "int8") == tuning.default("amx", "int8")
+    assert tuning.gemm_from("amx", "int4") == tuning.default("amx", "int4") != 33
+    assert tuning.read("avx512") == {}
+    assert len(list(cache.iterdir())) == 2  # no temporary file is left
+    every = replace(detect(), isa=frozenset(ISA_NAMES))
+    for other in (replace(every, cpu="another+"), replace(every, cpu="another"), every):
+        monkeypatch.setattr(tuning, "detect", lambda other=other: other)
+        assert tuning.read("amx") == {}
+        tuning.write("amx", {"fp8": 5})
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[1]", '{"fp8": "8"}', '{"fp8": 0}', '{"fp8": true}', f'{{"fp8": {10**30}}}']
+)
+def test_a_damaged_file_is_one_error(cache: Path, text: str) -> None:
+    tuning.write("amx", {}).write_text(text)
+    for use in (lambda: tuning.gemm_from("amx", "fp8"), lambda: tuning.write("amx", {"fp8": 5})):
+        with pytest.raises(PykernelsError, match=r"cannot be read \(.*Delete it"):
+            use()
+    assert tuning.gemm_from("generic", "fp8") == NEVER  # has no GEMM: its file is never opened
+
+
+def test_a_full_disk_leaves_the_old_file(cache: Path, monkeypatch) -> None:
+    file = tuning.write("amx", {"fp8": 5})
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(PykernelsError, match=r"cannot be written: No space.*PYKERNELS_CACHE_DIR"):
+        tuning.write("amx", {"fp8": 6})
+    assert list(cache.iterdir()) == [file] and tuning.read("amx") == {"fp8": 5}
+
+
+def test_thresholds_in_words() -> None:
+    assert tuning.describe(8) == "GEMM from 8 tokens an expert"
+    assert tuning.describe(NEVER) == "tiles always"

@@ -1,4 +1,4 @@
-"""What the topology makes of a machine: a fake /proc and /sys for each kind that is met."""
+"""Cores, nodes and limits, from a fake /proc and /sys for each kind of machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from runtime.machine.topology import Node, Topology
-from runtime.workers.numa import NodePools, deal, nodes_to_use, wait_all, why_not_split
+from runtime.workers.numa import NodePools, deal, nodes_to_use, why_not_split
 
 GIB = 1 << 30
 V2 = "36 25 0:30 {root} /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
@@ -46,30 +46,15 @@ CG = "sys/fs/cgroup"
 QUOTAS = [
     pytest.param({}, math.inf, 4, id="no cgroups at all"),
     pytest.param(
-        {"proc/self/mountinfo": V2.format(root="/"), "proc/self/cgroup": "0::/",
-         f"{CG}/cpu.max": "max 100000"},
-        math.inf, 4, id="v2, unlimited",
-    ),
-    pytest.param(
-        {"proc/self/mountinfo": V2.format(root="/"), "proc/self/cgroup": "0::/",
+        {"proc/self/mountinfo": NO_SOURCE + V2.format(root="/"), "proc/self/cgroup": "0::/",
          f"{CG}/cpu.max": "150000 100000"},
         1.5, 1, id="v2, a container's own root: half a CPU is no thread",
     ),
     pytest.param(
         {"proc/self/mountinfo": V2.format(root="/"), "proc/self/cgroup": "0::/a.slice/b.scope",
-         f"{CG}/a.slice/cpu.max": "max 100000", f"{CG}/a.slice/b.scope/cpu.max": "300000 100000"},
-        3.0, 3, id="v2, nested: the limit is the process's own",
-    ),
-    pytest.param(
-        {"proc/self/mountinfo": V2.format(root="/"), "proc/self/cgroup": "0::/a.slice/b.scope",
          f"{CG}/a.slice/cpu.max": "200000 100000",
-         f"{CG}/a.slice/b.scope/cpu.max": "300000 100000"},
-        2.0, 2, id="v2, nested: the parent grants less",
-    ),
-    pytest.param(
-        {"proc/self/mountinfo": NO_SOURCE + V2.format(root="/"), "proc/self/cgroup": "0::/",
-         f"{CG}/cpu.max": "300000 100000"},
-        3.0, 3, id="v2, behind a mount without a source",
+         f"{CG}/a.slice/b.scope/cpu.max": "max 100000"},
+        2.0, 2, id="v2, nested: the parent's limit",
     ),
     pytest.param(
         {"proc/self/mountinfo": V2.format(root="/"), "proc/self/cgroup": "0::/../other",
@@ -79,7 +64,6 @@ QUOTAS = [
     pytest.param(
         {"proc/self/mountinfo": V1.format(root="/"), "proc/self/cgroup": V1_PATHS.format(path="/x"),
          f"{CG}/cpu,cpuacct/cpu.cfs_quota_us": "-1",
-         f"{CG}/cpu,cpuacct/cpu.cfs_period_us": "100000",
          f"{CG}/cpu,cpuacct/x/cpu.cfs_quota_us": "50000",
          f"{CG}/cpu,cpuacct/x/cpu.cfs_period_us": "100000"},
         0.5, 1, id="v1, nested: less than one CPU is still one thread",
@@ -87,25 +71,16 @@ QUOTAS = [
     pytest.param(
         {"proc/self/mountinfo": V1.format(root="/docker/7"),
          "proc/self/cgroup": V1_PATHS.format(path="/docker/7"),
-         f"{CG}/cpu,cpuacct/cpu.cfs_quota_us": "250000",
-         f"{CG}/cpu,cpuacct/cpu.cfs_period_us": "100000"},
+         f"{CG}/cpu,cpuacct/cpu.cfs_quota_us": "250000"},
         2.5, 2, id="v1, docker: the path is the host's, the mount the container's",
     ),
     pytest.param(
-        {"proc/self/mountinfo": BOTH,
-         "proc/self/cgroup": V1_PATHS.format(path="/") + "0::/u",
+        {"proc/self/mountinfo": CPUSET + BOTH,
+         "proc/self/cgroup": "5:cpuset:/narrow\n" + V1_PATHS.format(path="/") + "0::/u",
          f"{CG}/unified/u/cpu.max": "max 100000",
-         f"{CG}/cpu,cpuacct/cpu.cfs_quota_us": "100000",
-         f"{CG}/cpu,cpuacct/cpu.cfs_period_us": "100000"},
-        1.0, 1, id="both: v1 has the controller",
-    ),
-    pytest.param(
-        {"proc/self/mountinfo": CPUSET + V1.format(root="/"),
-         "proc/self/cgroup": "5:cpuset:/narrow\n" + V1_PATHS.format(path="/"),
          f"{CG}/cpuset/cpu.cfs_quota_us": "100000",
-         f"{CG}/cpu,cpuacct/narrow/cpu.cfs_quota_us": "100000",
          f"{CG}/cpu,cpuacct/cpu.cfs_quota_us": "300000"},
-        3.0, 3, id="v1, a cpuset's name begins as cpu's; a period that is not told is usual",
+        3.0, 3, id="both: v1 has the controller, and a cpuset is another one",
     ),
 ]  # fmt: skip
 
@@ -131,21 +106,8 @@ MEMORY = [
          f"{CG}/memory/memory.usage_in_bytes": "12345",
          f"{CG}/memory/p/memory.limit_in_bytes": str(8 << 20),
          f"{CG}/memory/p/memory.usage_in_bytes": str(7 << 20),
-         f"{CG}/memory/p/memory.stat": "total_inactive_file 4096"},
+         f"{CG}/memory/p/memory.stat": "inactive_file 0\ntotal_inactive_file 4096"},
         8 << 20, (1 << 20) + 4096, id="v1, nested; the root's huge number is no limit",
-    ),
-    pytest.param(
-        {"proc/self/mountinfo": V1.format(root="/"), "proc/self/cgroup": V1_PATHS.format(path="/p"),
-         f"{CG}/memory/memory.limit_in_bytes": str(8 << 20),
-         f"{CG}/memory/memory.usage_in_bytes": str(7 << 20),
-         f"{CG}/memory/memory.stat": "inactive_file 0\ntotal_inactive_file 4096"},
-        8 << 20, (1 << 20) + 4096, id="v1: what is used is its children's too, and so is the cache",
-    ),
-    pytest.param(
-        {"proc/self/mountinfo": V2.format(root="/"), "proc/self/cgroup": "0::/",
-         f"{CG}/memory.max": str(4 << 20), f"{CG}/memory.current": "4096",
-         f"{CG}/memory.stat": "inactive_file 8192"},
-        4 << 20, 4 << 20, id="v2, statistics from before: no more is free than may be used",
     ),
     pytest.param(
         {"proc/self/mountinfo": V2.format(root="/"), "proc/self/cgroup": "0::/",
@@ -161,32 +123,18 @@ def test_memory(tmp_path: Path, files: dict[str, str], total: int, available: in
     assert (found.memory_total, found.memory_available) == (total, available)
 
 
-def test_a_core_that_is_not_among_its_siblings_is_one_of_its_own(tmp_path: Path) -> None:
-    """What a container's made-up /sys may say of it."""
+def test_a_bare_machine(tmp_path: Path) -> None:
+    """No NUMA, no cgroups, no huge pages; a container's /sys may be wrong about siblings."""
     path = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     found = detect(tree(tmp_path, {path.format(1): "0", path.format(3): "64-65"}))
     assert found.physical == ((0, 2), (1,), (3,))
-
-
-@pytest.mark.parametrize(
-    ("text", "mode"),
-    [("always [madvise] never", "madvise"), ("[always] madvise never", "always"), ("", "unknown")],
-)
-def test_the_mode_of_huge_pages_is_the_one_in_brackets(
-    tmp_path: Path, text: str, mode: str
-) -> None:
-    path = "sys/kernel/mm/transparent_hugepage/enabled"
-    assert detect(tree(tmp_path, {path: text})).huge_pages == mode
-
-
-def test_a_kernel_without_numa_is_one_node_whose_memory_is_not_bound(tmp_path: Path) -> None:
-    (node,) = detect(tree(tmp_path, {})).nodes
+    (node,) = found.nodes
+    total = psutil.virtual_memory().total
     assert (node.number, node.cores) == (None, (0, 1, 2, 3))
-    assert node.memory_total == psutil.virtual_memory().total
-
-
-def test_without_a_limit_memory_is_the_machines(tmp_path: Path) -> None:
-    assert detect(tree(tmp_path, {})).memory_total == psutil.virtual_memory().total
+    assert node.memory_total == found.memory_total == total
+    assert found.huge_pages == "unknown"
+    mode = {"sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never"}
+    assert detect(tree(tmp_path, mode)).huge_pages == "madvise"
 
 
 SIBLINGS = [
@@ -204,10 +152,7 @@ def test_workers_take_physical_cores_first(
 ) -> None:
     found = detect(tree(tmp_path, {}), affinity)
     assert (found.physical, found.order) == (physical, order)
-    assert (found.default_threads(), found.default_threads(driver_works=False)) == (
-        threads,
-        beside_gpu,
-    )
+    assert (found.default_threads(), found.default_threads(False)) == (threads, beside_gpu)
     assert found.usable == len(affinity)  # --threads may ask for all
 
 
@@ -237,12 +182,8 @@ NODES = [
         {**TWO, f"{NODE}1/meminfo": meminfo(1, 0, 0)}, range(4), [64, 0], 1, id="one has no memory"
     ),
     pytest.param(
-        {**TWO, "proc/self/status": "Mems_allowed_list:\t0"}, range(4), [64, 0], 1,
-        id="the cpuset forbids its memory",
-    ),
-    pytest.param(
         {**TWO, "proc/self/status": "Mems_allowed_list:\t0,10-11"}, range(4), [64, 0], 1,
-        id="the cpuset allows memory of a node whose number has this one's digits",
+        id="the cpuset forbids its memory",
     ),
     pytest.param(
         {**TWO, f"{NODE}2/cpulist": "", f"{NODE}2/meminfo": meminfo(2, 9 * GIB, 9 * GIB)},
@@ -264,10 +205,13 @@ def test_nodes(tmp_path: Path, monkeypatch, files, affinity, gib: list[int], usa
         nodes_to_use(found, str(usable + 1))
 
 
-def test_free_memory_of_a_node_counts_its_idle_page_cache(tmp_path: Path) -> None:
-    first, second = detect(tree(tmp_path, TWO)).nodes
+def test_a_node_has_its_cores_and_its_idle_page_cache(tmp_path: Path) -> None:
+    found = detect(tree(tmp_path, TWO))
+    first, second = found.nodes
     assert (first.memory_free, second.memory_free) == (16 * GIB, 20 * GIB)
     assert (first.number, first.cores, second.cores) == (0, (0, 2), (1, 3))
+    alone = found.at(second)
+    assert (alone.cores, alone.physical, alone.default_threads()) == ((1, 3), ((1, 3),), 1)
 
 
 def test_nodes_and_cores_of_several_digits_come_by_number(tmp_path: Path) -> None:
@@ -277,36 +221,19 @@ def test_nodes_and_cores_of_several_digits_come_by_number(tmp_path: Path) -> Non
     assert [(node.number, node.cores) for node in found] == [(2, (9, 10, 11)), (10, (12, 13, 20))]
 
 
-def test_made_up_nodes_share_the_memory(tmp_path: Path) -> None:
-    found = detect(tree(tmp_path, {}))
-    memory = found.memory_total // 2, found.memory_available // 2
-    for node, cores in zip(found._dealt(2).nodes, ((0, 2), (1, 3)), strict=True):
-        assert (node.cores, node.memory_total, node.memory_free) == (cores, *memory)
+REFUSALS = [
+    ("auto", 1, None, ""),
+    ("auto", None, "the system refuses mbind", ""),
+    ("2", None, "the system refuses mbind", "the system refuses mbind"),
+    ("2", 1, None, r"1 thread\(s\) are fewer than 2 nodes"),
+    ("both", None, None, "'both' is not known"),
+    ("0", None, None, "'0' is not known"),
+]
 
 
-def test_cores_of_one_node(tmp_path: Path) -> None:
-    found = detect(tree(tmp_path, TWO))
-    second = found.at(found.nodes[1])
-    assert (second.cores, second.physical, second.default_threads()) == ((1, 3), ((1, 3),), 1)
-
-
-@pytest.mark.parametrize(
-    ("numa", "threads", "problem", "cause"),
-    [
-        ("auto", 1, None, ""),
-        ("auto", None, "the system refuses mbind", ""),
-        ("2", None, "the system refuses mbind", "the system refuses mbind"),
-        ("2", 1, None, r"1 thread\(s\) are fewer than 2 nodes"),
-        ("both", None, None, "'both' is not known"),
-        ("0", None, None, "'0' is not known"),
-    ],
-    ids=["auto, few threads", "auto, no mbind", "asked, no mbind", "asked, few threads", "word",
-         "none"],
-)  # fmt: skip
-def test_what_stands_in_the_way(
-    tmp_path: Path, monkeypatch, numa: str, threads: int | None, problem: str | None, cause: str
-) -> None:
-    """On auto there is one pool and a reason; what was asked for is had or refused."""
+@pytest.mark.parametrize(("numa", "threads", "problem", "cause"), REFUSALS)
+def test_a_split_that_cannot_be(tmp_path, monkeypatch, numa, threads, problem, cause) -> None:
+    """With "auto" there is one pool and a reason; what was asked for is an error."""
     monkeypatch.setattr("runtime.workers.numa.binding_problem", lambda node: problem)
     found = detect(tree(tmp_path, TWO))
     if cause:
@@ -317,20 +244,10 @@ def test_what_stands_in_the_way(
         assert why_not_split(found, threads)
 
 
-@pytest.mark.parametrize(
-    ("threads", "rooms", "dealt"),
-    [
-        (2, [1, 1], [1, 1]),
-        (8, [4, 4], [4, 4]),
-        (7, [4, 4], [3, 4]),  # the driver is on the first
-        (5, [1, 8], [1, 4]),
-        (5, [8, 1], [4, 1]),
-        (3, [4, 4, 4], [1, 1, 1]),
-        (13, [4, 5, 4], [4, 5, 4]),
-    ],
-)
-def test_threads_are_dealt_evenly(threads: int, rooms: list[int], dealt: list[int]) -> None:
-    assert deal(threads, rooms) == dealt
+def test_threads_are_dealt_evenly() -> None:
+    assert deal(7, [4, 4]) == [3, 4]  # the driver is on the first
+    assert deal(5, [1, 8]) == [1, 4] and deal(5, [8, 1]) == [4, 1]
+    assert deal(13, [4, 5, 4]) == [4, 5, 4]
 
 
 class FakePool:
@@ -347,9 +264,6 @@ class FakePool:
 
     def close(self) -> None:
         self.closed = True
-
-    def wait(self, call: int | None) -> float:
-        return float(call or 0)
 
 
 def machine(nodes: int, quota: float = math.inf) -> Topology:
@@ -383,45 +297,28 @@ def test_a_node_gets_its_threads_cores_and_memory(
     ]
 
 
-def test_threads_on_nodes_are_no_more_than_the_quota(fake_pools) -> None:
+def test_nodes_that_cannot_be_used_are_refused(fake_pools) -> None:
     topology = machine(2, quota=4.5)
     assert NodePools(topology.nodes, topology=topology).threads == 4
-    with pytest.raises(PykernelsError, match="5 threads .* 2 NUMA nodes, 4 cores are usable"):
-        NodePools(topology.nodes, 5, topology=topology)
-
-
-def test_where_one_node_cannot_be_used_the_workers_of_the_others_end(fake_pools) -> None:
-    topology = machine(3)
+    for threads in (5, 1):
+        message = f"{threads} threads .* 2 NUMA nodes, 4 cores are usable"
+        with pytest.raises(PykernelsError, match=message):
+            NodePools(topology.nodes, threads, topology=topology)
+    fake_pools.clear()
     with pytest.raises(PykernelsError, match="a core is refused"):
-        NodePools(topology.nodes, topology=topology)
+        NodePools(machine(3).nodes, topology=machine(3))
     assert [pool.closed for pool in fake_pools] == [True, True]
 
 
-def test_a_call_of_several_nodes_takes_as_long_as_the_slowest(fake_pools) -> None:
-    topology = machine(2)
-    pools = NodePools(topology.nodes, topology=topology).pools
-    assert [wait_all(pools, calls) for calls in ([1, 2], [2, 1])] == [2.0, 2.0]
-
-
-def test_made_up_nodes_share_the_real_cores() -> None:
-    real = Topology.detect()
-    found = Topology.fake(nodes=1)
-    assert found.nodes == (Node(None, real.cores, found.memory_total, found.memory_available),)
-    most = len(real.physical)
-    with pytest.raises(PykernelsError, match=f"{most + 1} made-up NUMA nodes"):
-        Topology.fake(nodes=most + 1)
-    with pytest.raises(PykernelsError, match="PYKERNELS_FAKE_NUMA"):
-        Topology.fake(nodes=1, cores=most + 1)
-    for nodes, cores in ((0, None), (-1, None), (-1, -1), (1, 0)):
-        with pytest.raises(PykernelsError, match=f"^{nodes} made-up NUMA nodes.*Ask for 1 or more"):
-            Topology.fake(nodes, cores)
+def test_made_up_nodes_share_the_real_cores(tmp_path: Path) -> None:
+    found = detect(tree(tmp_path, {}))
+    memory = found.memory_total // 2, found.memory_available // 2
+    for node, cores in zip(found._dealt(2).nodes, ((0, 2), (1, 3)), strict=True):
+        assert (node.number, node.cores) == (None, cores)
+        assert (node.memory_total, node.memory_free) == memory
+    with pytest.raises(PykernelsError, match="3 made-up NUMA .* the 2 cores .*PYKERNELS_FAKE_NUMA"):
+        found._dealt(3)
+    with pytest.raises(PykernelsError, match="^0 made-up NUMA nodes.*Ask for 1 or more"):
+        found._dealt(0)
     with env.override(fake_numa=1):
         assert [node.number for node in Topology.detect().nodes] == [None]
-
-
-def test_one_core_is_singular(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
-    with pytest.raises(
-        PykernelsError, match="2 made-up NUMA nodes of 1 core are more than the 1 c"
-    ):
-        Topology.fake(nodes=2)

@@ -18,6 +18,7 @@ from pykernels.env import env
 from pykernels.errors import PykernelsError
 
 from ..machine.topology import Topology
+from . import control_block as block
 from . import queue
 from .control import NAP, Control, align, until_done
 
@@ -55,8 +56,10 @@ class Call(NamedTuple):
 
     ``gate_up``, ``down``, ``pack`` and ``rows`` are addresses of ``pykernels.cpu.jit.TASK``
     functions, ``job`` is their first argument. Task indices: see ``pykernels.cpu.moe``.
-    ``piece_active``, ``pieces`` and ``experts`` are addresses of int64 arrays: the active expert of
-    each pack task, the pack tasks of each active expert, and its number in the layer (0: none).
+    ``down_splits`` are the down tasks of each of the ``down_chunks`` runs of outputs, see
+    ``queue``. ``piece_active``, ``pieces`` and ``experts`` are addresses of int64 arrays: the
+    active expert of each pack task, the pack tasks of each active expert, and its number in the
+    layer (0: none).
     """
 
     gate_up: int
@@ -65,7 +68,7 @@ class Call(NamedTuple):
     active: int
     i_chunks: int
     down_chunks: int
-    legs: int = 1
+    down_splits: int = 1
     pack: int = 0
     pack_tasks: int = 0
     piece_active: int = 0
@@ -89,12 +92,12 @@ class WorkerPool(Control):
         spin_us: how long an idle thread spins before it sleeps; None for ``spin_budget``'s.
 
     Attributes:
-        ended: whether ``close`` has done all: no call runs, nor will. A flag, since what outlives
-            the modules, in ``sys`` say, goes when these are empty.
+        ended: whether ``close`` has returned: no call runs, nor will one. A flag of its own,
+            since ``__del__`` may come at the end of the interpreter, when modules are empty.
 
     Raises:
-        PykernelsError: more threads than usable cores, fewer than one, or no whole number; a time
-            to spin that is none; or a core that is refused.
+        PykernelsError: more threads than usable cores, fewer than one, or no whole number; a bad
+            ``spin_us``; the system refuses a thread or a core.
     """
 
     ended = False
@@ -169,14 +172,14 @@ class WorkerPool(Control):
                 ) from None
 
     def reserve_barriers(self, active: int, down_chunks: int = 0) -> None:
-        """Room for the barriers of a call (``tasks.BARRIERS``); for who has claimed the pool."""
+        """Room for the barriers of a call (``block.BARRIERS``); the pool must be claimed."""
         count = 2 * active + down_chunks
         if count > self._barriers:
             count = max(count, 2 * self._barriers)
-            memory = np.zeros(count * queue.BARRIER_BYTES // 8 + 8, np.int64)
-            # In this order Ctrl-C may come at any time; and what there was stays, less than this.
+            memory = np.zeros(count * block.BARRIER_BYTES // 8 + 8, np.int64)
+            # In this order, for Ctrl-C in between. The old memory is kept: together less than this.
             self._barrier_memory.append(memory)
-            self._word[queue.BARRIERS // 8] = align(memory.ctypes.data)
+            self._word[block.BARRIERS // 8] = align(memory.ctypes.data)
             self._barriers = count
 
     def start(self, call: Call) -> int:
@@ -190,19 +193,19 @@ class WorkerPool(Control):
             self.claim()
             self.reserve_barriers(call.active, call.down_chunks)
             number = queue.publish(self.control, threading.get_ident(), tuple(call))
-            if number == queue.NOT_RUNNING:
+            if number == block.NOT_RUNNING:
                 raise self.refusal()
             self.hand_out()
         except BaseException:
             self.release()
             self.abandon()
-            if number > 0:  # it may be handed out: nobody else has its number
+            if number > 0:  # even if it was handed out: the caller does not get its number
                 self.settle(number)
             raise
         return number
 
     def run(self, call: Call) -> None:
-        """``start`` and ``wait``; Ctrl-C counts when the call has ended.
+        """``start`` and ``wait``; Ctrl-C is raised when the call has ended.
 
         Raises:
             PykernelsError: as ``claim``.
@@ -216,7 +219,7 @@ class WorkerPool(Control):
         except BaseException:
             self.release()
             raise
-        if status == queue.NOT_RUNNING:
+        if status == block.NOT_RUNNING:
             raise self.refusal()
         self._check(number, status)
 
@@ -227,22 +230,22 @@ class WorkerPool(Control):
     def close(self) -> None:
         """Ends the workers; waits for them, and for a call: ``sync`` still returns its result.
 
-        Safe to call twice; what Ctrl-C has cut short, the second one does.
+        Safe to call twice; if Ctrl-C cuts it short, the second call does the rest.
         """
-        while (state := self._word[queue.STATE // 8]) not in (queue.CLOSED, queue.FORKED):
-            if state >= queue.FREE:  # where another thread prepares a call, that is refused
-                if queue.turn(self.control, state, queue.CLOSED) == state:
+        while (state := self._word[block.STATE // 8]) not in (block.CLOSED, block.FORKED):
+            if state >= block.FREE:  # a call that another thread prepares will be refused
+                if queue.change_state(self.control, state, block.CLOSED) == state:
                     break
-            elif state == queue.LAUNCHING:
+            elif state == block.LAUNCHING:
                 time.sleep(NAP)
             else:
                 self.settle()
-        if self._word[queue.STATE // 8] == queue.FORKED:
+        if self._word[block.STATE // 8] == block.FORKED:
             self.ended = True
             return  # its threads are the parent's
         queue.stop(self.control)
         for thread in self._threads:
-            if thread.ident is not None:  # it was started before Ctrl-C came
+            if thread.ident is not None:  # else Ctrl-C came before it was started
                 thread.join()
         _open_pools.pop(id(self), None)
         self.ended = True
@@ -255,7 +258,7 @@ class WorkerPool(Control):
 
     def __del__(self) -> None:
         if hasattr(self, "_threads") and not self.ended:
-            until_done(self.close)  # the workers read and write what goes now
+            until_done(self.close)  # the workers use memory that is freed with this
 
 
 def _worker_main(memory: np.ndarray, control: int, worker: int) -> None:
@@ -267,14 +270,14 @@ _open_pools: weakref.WeakValueDictionary[int, WorkerPool] = weakref.WeakValueDic
 
 
 def _open_now() -> list[WorkerPool]:
-    """The open pools; while they are looked at, other threads may make and close some."""
+    """The open pools, as a copy: other threads may make and close some meanwhile."""
     return [pool for alive in _open_pools.valuerefs() if (pool := alive()) is not None]
 
 
 def _forked() -> None:
     """In a forked child, which has a copy of the control blocks but none of the threads."""
     for pool in _open_now():
-        pool._word[queue.STATE // 8] = queue.FORKED
+        pool._word[block.STATE // 8] = block.FORKED
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,94 @@
+"""Memory for weights: huge pages, NUMA nodes, and what the system refuses."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import platform
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from pykernels.env import env
+from pykernels.errors import PykernelsError
+from runtime.machine import memory
+from runtime.machine.memory import HUGE_PAGE, allocate
+from runtime.machine.topology import Topology
+
+
+def test_memory_is_aligned_and_zero():
+    found = allocate(3 * HUGE_PAGE + 5)
+    assert found.data_ptr() % HUGE_PAGE == 0 and found.numel() == 3 * HUGE_PAGE + 5
+    assert found[::4096].eq(0).all() and found[-1] == 0
+    assert allocate(0).numel() == 0  # the scales of a format without any
+    with pytest.raises(PykernelsError, match="GiB"):
+        allocate(1 << 62)
+
+
+@pytest.mark.skipif(Topology.detect().huge_pages == "unknown", reason="no huge pages here")
+@pytest.mark.parametrize(
+    ("asked", "nbytes"), [(True, HUGE_PAGE), (False, HUGE_PAGE), (True, HUGE_PAGE - 1)]
+)
+def test_huge_pages_are_asked_for_unless_off_or_too_large(asked, nbytes):
+    with env.override(hugepages=asked):
+        found = allocate(nbytes)
+    expected = asked and nbytes >= HUGE_PAGE
+    mappings = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+    for mapping in filter(None, mappings):
+        first, last = (int(at, 16) for at in mapping.split(" ", 1)[0].split("-"))
+        if first <= found.data_ptr() < last:
+            if (flags := re.search(r"(?m)^VmFlags:(.*)$", mapping)) is None:
+                pytest.skip("the system does not show flags of memory")
+            assert ("hg" in flags[1].split()) == expected  # man 5 proc: huge page advise flag
+            return
+    raise AssertionError("the memory is in no mapping")
+
+
+def test_a_kernel_without_huge_pages_gives_plain_ones(monkeypatch):
+    class Plain(mmap.mmap):
+        def madvise(self, *_):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr("runtime.machine.memory.mmap.mmap", Plain)
+    assert allocate(HUGE_PAGE).eq(0).all()
+
+
+def test_memory_is_bound_to_its_node_before_it_is_touched() -> None:
+    if problem := memory.binding_problem(0):
+        pytest.skip(problem)
+    bound, free = allocate(3 * HUGE_PAGE, node=0), allocate(3 * HUGE_PAGE)
+    assert memory.policy_node(bound) == 0 and memory.policy_node(free) is None
+    assert memory.page_nodes(bound) == {-2}  # ENOENT: no page was touched yet
+    bound.fill_(1)
+    assert memory.page_nodes(bound) == {0}
+
+
+def test_a_missing_node_and_a_missing_system_call_are_named(monkeypatch) -> None:
+    with pytest.raises(PykernelsError, match="refuses mbind: Invalid argument.*numactl --hardware"):
+        allocate(HUGE_PAGE, node=1000)
+    assert "mbind" in (memory.binding_problem(1000) or "")
+    monkeypatch.setitem(memory._SYSCALLS, platform.machine(), (9999, 9999, 9999))
+    with pytest.raises(PykernelsError, match="Function not implemented.*--cap-add SYS_NICE"):
+        allocate(HUGE_PAGE, node=0)
+
+
+def test_node_masks_of_more_than_one_word(monkeypatch) -> None:
+    masks = []
+    monkeypatch.setattr(memory, "_call", lambda which, *given: masks.append(list(given[3])))
+    memory._bind(0, 4096, 70)
+    assert masks == [[0, 1 << 6, *[0] * 14]]
+    for second, node in ((0, 3), (1, None)):  # bound to node 3 alone, or to another one too
+
+        def answer(which, mode, mask, *_: object, second: int = second) -> None:
+            mode._obj.value, mask[0], mask[1] = 2, 1 << 3, second
+
+        monkeypatch.setattr(memory, "_call", answer)
+        assert memory.policy_node(torch.zeros(1)) == node
+
+
+def test_a_system_that_ignores_binding_is_a_problem(monkeypatch) -> None:
+    monkeypatch.setattr(memory, "_call", lambda *_: None)  # as some sandboxes do
+    assert memory.binding_problem.__wrapped__(0) == "memory bound to node 0 is not there"

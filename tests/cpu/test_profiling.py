@@ -1,0 +1,147 @@
+"""The roofs, random layers out of cache, and the two paths that calibration times."""
+
+from __future__ import annotations
+
+import re
+import weakref
+
+import pytest
+import torch
+
+from pykernels.cpu import make_kernel
+from pykernels.cpu.intrin import amx_model
+from pykernels.cpu.isa import instructions
+from pykernels.cpu.moe.kernel import NEVER, build_kernel
+from pykernels.cpu.moe.plan import GEMM_FROM
+from pykernels.cpu.roofline import NEEDS, make_compute
+from pykernels.env import env
+from pykernels.registry import kernels
+from pykernels.shapes import MoEShape
+from pykernels.target import detect
+from pykernels.testing import assert_close
+from runtime.experts.routed import RoutedExperts
+from runtime.machine import tuning
+from runtime.machine.memory import allocate
+from runtime.machine.topology import Topology
+from runtime.profiling import workload
+from runtime.profiling.calibrate import PathTimer
+from runtime.profiling.roofline import LOOPS, ReadRoof, Roofs, read_roof
+from runtime.workers.pool import WorkerPool, make_pool
+
+from .routed import TWO_CORES
+
+AVX512 = pytest.mark.skipif("avx512f" not in detect().isa, reason="AVX-512 instructions")
+NODES = pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=TWO_CORES)])
+SMALL = MoEShape(E=2, H=128, I=128, topk=2)
+
+
+@NODES
+def test_the_read_roof_reads_every_byte_of_every_node(nodes: int) -> None:
+    with make_pool(numa=nodes, topology=Topology.fake(nodes)) as pool:
+        roof = ReadRoof(pool, 64 << 20)
+        for loop in LOOPS:
+            assert 0 < roof.once(loop) < 10_000 and roof.was_read
+            roof._sums.fill(0)
+            assert not roof.was_read
+
+
+def test_the_read_roof_frees_its_memory(monkeypatch) -> None:
+    made = []
+
+    def spy(nbytes, node=None):
+        memory = allocate(nbytes, node)
+        made.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr("runtime.profiling.roofline.allocate", spy)
+    monkeypatch.setattr("runtime.profiling.roofline.roof_bytes", lambda: 12 << 20)
+    with WorkerPool(1) as pool:
+        assert read_roof(pool) > 0
+    assert [memory() for memory in made] == [None]
+
+
+@AVX512
+def test_without_bf16_products_the_compute_roof_is_that_of_fma(monkeypatch) -> None:
+    monkeypatch.setattr("runtime.profiling.roofline.roof_bytes", lambda: 16 << 20)
+    with WorkerPool(1) as pool, env.override(isa=frozenset({"avx512bf16"})):
+        roofs = Roofs(pool, detect())
+        roofs.sample()
+        name, rate = roofs.compute("avx512")
+        assert name == "vfmadd231ps" and 0 < rate < 10
+        assert roofs.compute("generic") == ("", 0.0)
+
+
+@AVX512
+@pytest.mark.parametrize("name", ["vfmadd231ps", "vdpbf16ps", "vpdpbusd"])
+def test_a_compute_roof_is_a_loop_of_products_on_registers(name, tmp_path) -> None:
+    if missing := detect().lacks(NEEDS[name]):
+        pytest.skip(f"this CPU lacks {missing}")
+    with env.override(cache_dir=tmp_path):  # code that comes from the cache has no assembly
+        assembly = make_compute.__wrapped__(name)._library.get_asm_str()
+    family = name.replace("231", r"\d+")  # whichever operand is overwritten
+    products = re.findall(rf"{family}\s.*", assembly)
+    assert len(products) >= 16
+    assert not [line for line in products if "(" in line], "an operand lies in memory"
+
+
+@NODES
+def test_layers_are_copies_of_the_first_in_other_memory(monkeypatch, nodes: int) -> None:
+    monkeypatch.setattr(workload, "layers_out_of_cache", lambda *_: 3)
+    shape, shares = MoEShape(E=4, H=64, I=256, topk=2), list[float]()
+    with make_pool(nodes, True, nodes, Topology.fake(nodes)) as pool:
+        ids = [torch.tensor([[0, 1]])]
+        layers = workload.RandomLayers(shape, "int4", ids, pool, shares.append).packed
+        addresses = {part.gate_up.data_ptr() for layer in layers for part in layer.slices}
+        assert (len(layers), len(addresses), shares) == (3, 3 * nodes, [1 / 3, 2 / 3])
+        for layer in layers:
+            assert layer.missing() == []
+            for got, wanted in zip(layer.unpack(3), layers[0].unpack(0), strict=True):
+                assert torch.equal(got.data, wanted.data)
+                assert torch.equal(got.scale, wanted.scale)
+
+
+@AVX512
+def test_both_paths_compute_the_same_on_other_layers(monkeypatch) -> None:
+    """On modelled AMX tiles, whose weights are dequantized in AVX-512."""
+    monkeypatch.setattr(workload, "layers_out_of_cache", lambda *_: 3)
+    modelled = build_kernel("amx", "bf16", "bf16", instructions(detect()), amx_model)
+    monkeypatch.setattr("runtime.experts.routed.make_kernel", lambda *_: modelled)
+    with WorkerPool(1) as pool:
+        timer = PathTimer("bf16", pool, "avx512", shape=SMALL, max_tokens=5)
+        for tokens in (2, 5):
+            tiles, gemm = timer.run("tiles", tokens), timer.run("gemm", tokens)
+            assert tiles.shape == (tokens, 128)
+            assert_close(gemm.float(), tiles.float(), 0.01)
+            assert timer("gemm", tokens) > 0
+        used = {
+            path: [i for i, layer in enumerate(layers) if layer._bound]
+            for path, layers in timer._experts.items()
+        }
+        assert used == {"tiles": [0], "gemm": [1, 2]}
+        for path, gemm_from in (("tiles", NEVER), ("gemm", 1)):
+            ran = {
+                int(part._moe.job["gemm_from"][0])
+                for experts in timer._experts[path]
+                if experts._bound
+                for part in experts._bound[1]
+            }
+            assert ran == {gemm_from}
+
+
+def test_experts_take_what_this_machine_was_calibrated_to(tmp_path, monkeypatch) -> None:
+    """``resolve`` says "amx", nothing is compiled."""
+    amx = next(b for b in kernels() if b.name == "amx")
+    monkeypatch.setattr("runtime.experts.routed.resolve", lambda *_: amx)
+    with env.override(cache_dir=tmp_path):
+        assert RoutedExperts(SMALL, "bf16").gemm_from == tuning.default("amx", "bf16")
+        tuning.write("amx", {"bf16": 11})
+        assert RoutedExperts(SMALL, "bf16").gemm_from == 11
+        assert RoutedExperts(SMALL, "int4").gemm_from == tuning.default("amx", "int4")
+
+
+@pytest.mark.parametrize("name", [b.name for b in kernels()])
+def test_backends_with_a_gemm_are_listed(name: str) -> None:
+    backend = next(b for b in kernels() if b.name == name)
+    if backend.supports("bf16", detect()) is not None:
+        pytest.skip(f"{name} does not run here")
+    assert make_kernel(name, "bf16").has_gemm == (name in GEMM_FROM)
