@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pykernels.cpu.isa import instructions
 from pykernels.cpu.moe.kernel import NEVER
-from pykernels.cpu.moe.plan import GEMM_FROM, gemm_from_here
+from pykernels.cpu.moe.plan import gemm_from_here
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from pykernels.target import detect
@@ -62,8 +62,8 @@ def gemm_from(backend: str, fmt: str, activations: str = "bf16") -> int:
     Raises:
         PykernelsError: the file is there and cannot be read.
     """
-    found = read(backend, activations) if backend in GEMM_FROM else {}
-    return found.get(fmt) or default(backend, fmt, activations)
+    usual = default(backend, fmt, activations)
+    return usual if usual == NEVER else read(backend, activations).get(fmt, usual)
 
 
 def default(backend: str, fmt: str, activations: str = "bf16") -> int:

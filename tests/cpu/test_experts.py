@@ -21,7 +21,6 @@ from pykernels.shapes import MoEShape
 from pykernels.testing import assert_close, balanced_routing, skewed_routing
 from runtime.experts.routed import RoutedExperts
 from runtime.machine.topology import Topology
-from runtime.workers.counters import Counters
 from runtime.workers.pool import TaskError, WorkerPool, make_pool
 
 from .routed import TWO_CORES, elsewhere, inputs, load, packed
@@ -184,7 +183,8 @@ def test_a_failing_call_names_the_expert_and_counts_nothing(nodes):
                 routed(*inputs(3))
         assert routed.counters.calls == 1
         assert torch.equal(routed(*inputs(3)), wanted)
-        assert (routed.counters.calls, routed.counters.tokens) == (2, 6)
+        counters = routed.counters
+        assert (counters.calls, counters.tokens) == (2, 6) and 0 < counters.seconds < 1
 
 
 def test_counters_count_distinct_experts(pool):
@@ -198,14 +198,6 @@ def test_counters_count_distinct_experts(pool):
     assert 0 < counters.seconds < 1
     counters.reset()
     assert (counters.calls, counters.bytes, counters.seconds) == (0, 0, 0.0)
-
-
-def test_calls_of_several_pools_are_counted_in_the_same_units():
-    counters = Counters()
-    for _ in range(2):
-        counters.add(3, 5_000, 0.75)
-    found = counters.calls, counters.tokens, counters.bytes, counters.seconds
-    assert found == (2, 6, 10_000, 1.5)
 
 
 def test_dropped_experts_free_their_memory_at_once():

@@ -10,7 +10,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from pykernels.env import env
 from pykernels.errors import PykernelsError
@@ -73,20 +72,6 @@ def test_a_missing_node_and_a_missing_system_call_are_named(monkeypatch) -> None
     monkeypatch.setitem(memory._SYSCALLS, platform.machine(), (9999, 9999, 9999))
     with pytest.raises(PykernelsError, match="Function not implemented.*--cap-add SYS_NICE"):
         allocate(HUGE_PAGE, node=0)
-
-
-def test_node_masks_of_more_than_one_word(monkeypatch) -> None:
-    masks = []
-    monkeypatch.setattr(memory, "_call", lambda which, *given: masks.append(list(given[3])))
-    memory._bind(0, 4096, 70)
-    assert masks == [[0, 1 << 6, *[0] * 14]]
-    for second, node in ((0, 3), (1, None)):  # bound to node 3 alone, or to another one too
-
-        def answer(which, mode, mask, *_: object, second: int = second) -> None:
-            mode._obj.value, mask[0], mask[1] = 2, 1 << 3, second
-
-        monkeypatch.setattr(memory, "_call", answer)
-        assert memory.policy_node(torch.zeros(1)) == node
 
 
 def test_a_system_that_ignores_binding_is_a_problem(monkeypatch) -> None:

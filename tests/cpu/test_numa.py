@@ -20,6 +20,7 @@ from pykernels.shapes import MoEShape
 from pykernels.testing import relative_error, skewed_routing
 from runtime.experts.routed import RoutedExperts
 from runtime.machine.topology import Topology
+from runtime.workers import control_block
 from runtime.workers.numa import NodePools
 from runtime.workers.pool import WorkerPool, configure_default_pool, default_pool, make_pool
 from runtime.workers.reduce import reduce
@@ -162,13 +163,17 @@ def test_split_experts_cannot_go_back_to_one_pool(monkeypatch: pytest.MonkeyPatc
 
 
 @TWO_CORES
-def test_workers_stay_on_their_node() -> None:
+@pytest.mark.parametrize("driver_works", [True, False])
+def test_workers_stay_on_their_node(driver_works: bool) -> None:
     topology = Topology.fake(2)
-    with NodePools(topology.nodes, 2, False, topology) as pool:
+    with NodePools(topology.nodes, 2, driver_works, topology) as pool:
         for node, each in zip(topology.nodes, pool.pools, strict=True):
             for thread in each._threads:
                 assert os.sched_getaffinity(thread.native_id) <= set(node.cores)
-        assert pool.threads == sum(len(each._threads) for each in pool.pools)
+        first, second = pool.pools  # the driver is on the first node
+        assert (first.driver_works, second.driver_works) == (driver_works, False)
+        spins = [each._words[control_block.SPIN_NS // 8] for each in pool.pools]
+        assert spins == [50_000 if driver_works else 1_000_000] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

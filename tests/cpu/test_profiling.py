@@ -9,10 +9,7 @@ import pytest
 import torch
 
 from pykernels.cpu import make_kernel
-from pykernels.cpu.intrin import amx_model
-from pykernels.cpu.isa import instructions
-from pykernels.cpu.moe.kernel import NEVER, build_kernel
-from pykernels.cpu.moe.plan import GEMM_FROM
+from pykernels.cpu.moe.kernel import NEVER
 from pykernels.cpu.roofline import NEEDS, make_compute
 from pykernels.env import env
 from pykernels.registry import kernels
@@ -102,10 +99,7 @@ def test_layers_are_copies_of_the_first_in_other_memory(monkeypatch, nodes: int)
 
 @AVX512
 def test_both_paths_compute_the_same_on_other_layers(monkeypatch) -> None:
-    """On modelled AMX tiles, whose weights are dequantized in AVX-512."""
     monkeypatch.setattr(workload, "layers_out_of_cache", lambda *_: 3)
-    modelled = build_kernel("amx", "bf16", "bf16", instructions(detect()), amx_model)
-    monkeypatch.setattr("runtime.experts.routed.make_kernel", lambda *_: modelled)
     with WorkerPool(1) as pool:
         timer = PathTimer("bf16", pool, "avx512", shape=SMALL, max_tokens=5)
         for tokens in (2, 5):
@@ -144,4 +138,4 @@ def test_backends_with_a_gemm_are_listed(name: str) -> None:
     backend = next(b for b in kernels() if b.name == name)
     if backend.supports("bf16", detect()) is not None:
         pytest.skip(f"{name} does not run here")
-    assert make_kernel(name, "bf16").has_gemm == (name in GEMM_FROM)
+    assert make_kernel(name, "bf16").has_gemm == (tuning.default(name, "bf16") < NEVER)

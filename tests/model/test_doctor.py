@@ -123,7 +123,7 @@ def test_one_problem_of_many_kernels_is_told_once_with_its_own_hint(
         raise PykernelsError("the calibration cannot be read", "Delete it")
 
     monkeypatch.setattr("runtime.machine.tuning.read", broken)
-    monkeypatch.setattr("runtime.machine.tuning.GEMM_FROM", {"generic": 5})  # as if it had a choice
+    monkeypatch.setattr("runtime.machine.tuning.gemm_from_here", lambda *_: 5)  # as if with a GEMM
     facts = [examine.result_fact(fmt, "generic") for fmt in ("fp8", "bf16")]
     assert {(f.problem, f.hint) for f in facts} == {("the calibration cannot be read", "Delete it")}
     monkeypatch.setattr(examine, "examine", lambda progress: examine.Report({"self-test": facts}))

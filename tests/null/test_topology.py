@@ -179,6 +179,11 @@ NODES = [
     pytest.param(TWO, range(4), [64, 64], 2, id="two nodes"),
     pytest.param(TWO, (1, 3), [64], 1, id="pinned to one"),
     pytest.param(
+        {f"{NODE}2/cpulist": "0-1", f"{NODE}10/cpulist": "2,8", f"{NODE}2/meminfo":
+         meminfo(2, 7 * GIB, 0), f"{NODE}10/meminfo": meminfo(10, 9 * GIB, 0)},
+        range(9), [7, 9], 2, id="ordered by number",
+    ),
+    pytest.param(
         {**TWO, f"{NODE}1/meminfo": meminfo(1, 0, 0)}, range(4), [64, 0], 1, id="one has no memory"
     ),
     pytest.param(
@@ -214,13 +219,6 @@ def test_a_node_has_its_cores_and_its_idle_page_cache(tmp_path: Path) -> None:
     assert (alone.cores, alone.physical, alone.default_threads()) == ((1, 3), ((1, 3),), 1)
 
 
-def test_nodes_and_cores_of_several_digits_come_by_number(tmp_path: Path) -> None:
-    lists = {2: "8-11", 10: "12-13,20"}
-    root = tree(tmp_path, {f"{NODE}{n}/cpulist": text for n, text in lists.items()})
-    found = detect(root, range(9, 30)).nodes
-    assert [(node.number, node.cores) for node in found] == [(2, (9, 10, 11)), (10, (12, 13, 20))]
-
-
 REFUSALS = [
     ("auto", 1, None, ""),
     ("auto", None, "the system refuses mbind", ""),
@@ -250,64 +248,14 @@ def test_threads_are_dealt_evenly() -> None:
     assert deal(13, [4, 5, 4]) == [4, 5, 4]
 
 
-class FakePool:
-    """What ``NodePools`` asks of a pool; the third one cannot be made."""
-
-    made: list[FakePool] = []
-
-    def __init__(self, threads: int, works: bool, place: Topology, node: int, spin_us: float):
-        if len(self.made) == 2:
-            raise PykernelsError("a core is refused", "Try again")
-        self.asked = threads, works, place.cores, node, spin_us
-        self.closed = False
-        self.made.append(self)
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def machine(nodes: int, quota: float = math.inf) -> Topology:
-    """Nodes of three cores each."""
-    cores = tuple(range(3 * nodes))
-    found = tuple(Node(n, cores[3 * n : 3 * n + 3], GIB, GIB) for n in range(nodes))
-    return Topology(cores, tuple((c,) for c in cores), quota, found, GIB, GIB, "always")
-
-
-@pytest.fixture
-def fake_pools(monkeypatch: pytest.MonkeyPatch) -> list[FakePool]:
-    monkeypatch.setattr("runtime.workers.numa.WorkerPool", FakePool)
-    monkeypatch.setattr(FakePool, "made", [])
-    return FakePool.made
-
-
-@pytest.mark.parametrize(
-    ("driver_works", "threads", "dealt", "spin_us"),
-    [(True, None, [3, 3], 50.0), (False, None, [2, 3], 1000.0), (True, 4, [2, 2], 50.0)],
-)
-def test_a_node_gets_its_threads_cores_and_memory(
-    fake_pools, driver_works: bool, threads: int | None, dealt: list[int], spin_us: float
-) -> None:
-    """The driver is on the first node alone; beside a GPU workers of all nodes spin longer."""
-    topology = machine(2)
-    pools = NodePools(topology.nodes, threads, driver_works, topology)
-    assert pools.threads == sum(dealt)
-    assert [pool.asked for pool in fake_pools] == [
-        (dealt[0], driver_works, (0, 1, 2), 0, spin_us),
-        (dealt[1], False, (3, 4, 5), 1, spin_us),
-    ]
-
-
-def test_nodes_that_cannot_be_used_are_refused(fake_pools) -> None:
-    topology = machine(2, quota=4.5)
-    assert NodePools(topology.nodes, topology=topology).threads == 4
-    for threads in (5, 1):
+def test_threads_that_do_not_fit_the_nodes_are_refused() -> None:
+    cores = tuple(range(6))
+    nodes = tuple(Node(n, cores[3 * n : 3 * n + 3], GIB, GIB) for n in range(2))
+    topology = Topology(cores, tuple((c,) for c in cores), 4.5, nodes, GIB, GIB, "always")
+    for threads in (5, 1):  # the quota is 4.5 CPUs
         message = f"{threads} threads .* 2 NUMA nodes, 4 cores are usable"
         with pytest.raises(PykernelsError, match=message):
-            NodePools(topology.nodes, threads, topology=topology)
-    fake_pools.clear()
-    with pytest.raises(PykernelsError, match="a core is refused"):
-        NodePools(machine(3).nodes, topology=machine(3))
-    assert [pool.closed for pool in fake_pools] == [True, True]
+            NodePools(nodes, threads, topology=topology)
 
 
 def test_made_up_nodes_share_the_real_cores(tmp_path: Path) -> None:
