@@ -119,16 +119,6 @@ def test_a_refusal_leaves_the_pool_free_and_the_next_call_right(change, message,
     assert routed.counters.calls == 4
 
 
-def test_a_larger_workspace_of_another_layer_replaces_the_old_one(pool, repeated):
-    routed, larger = load(pool), load(pool)
-    wanted = routed(*inputs(2)).clone()
-    T = 3 * max(len(pool.workspace.buffers["acc"]), 2)
-    larger(*inputs(T))
-    assert torch.equal(routed(*inputs(2)), wanted)
-    assert repeated[-1] is False
-    assert routed._bind()[0]._moe._buffers is pool.workspace.buffers
-
-
 def test_the_result_is_as_inference_mode_makes_it(pool):
     routed = load(pool)
     for mode in (False, False, True, True, False):

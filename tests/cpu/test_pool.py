@@ -32,9 +32,8 @@ from runtime.workers.pool import (
 USABLE = Topology.detect().usable
 
 # The fake job is an int64 array: [i_chunks, active, status to return, index that fails (-2: all),
-# rounds that a gate-up task takes, pack tasks, address of their experts, tasks without them, stage
-# that fails, row tasks], then a counter for each gate-up task, each down tile, each pack task and
-# each row task.
+# rounds that a task takes, pack tasks, address of their experts, counters before those of the pack
+# tasks, stage that fails, row tasks], then a counter for each gate-up, down, pack and row task.
 HEAD = 10
 STAGES = ("rows", "pack", "gate-up", "down")
 
@@ -45,76 +44,61 @@ def _head(job):
 
 
 @inlined
-def _status(job, stage, index):
+def _done(job, counter):
+    return atomic_load(job + 8 * (HEAD + counter)) == 1
+
+
+@inlined
+def _work(job, counter, stage, index):
     head = _head(job)
+    for _ in range(head[4]):
+        atomic_load(job)
+    atomic_add(job + 8 * (HEAD + counter), 1)
     fails = head[8] == stage and (head[3] == index or head[3] == -2)
     return head[2] if fails else 0
 
 
-@task("fake-rows")
-def fake_rows(job, index, worker):
-    head = _head(job)
-    for _ in range(head[4]):
-        atomic_load(job)
-    atomic_add(job + 8 * (HEAD + head[7] + head[5] + index), 1)
-    return _status(job, 0, index)
-
-
 @inlined
-def _rows_are_there(job):
+def _rows_done(job):
     head = _head(job)
     for index in range(head[9]):
-        if atomic_load(job + 8 * (HEAD + head[7] + head[5] + index)) != 1:
+        if not _done(job, head[7] + head[5] + index):
             return False
     return True
 
 
+@task("fake-rows")
+def fake_rows(job, index, worker):
+    return _work(job, _head(job)[7] + _head(job)[5] + index, 0, index)
+
+
 @task("fake-pack")
 def fake_pack(job, piece, worker):
-    """Fails with 97 if the rows are not all done."""
-    head = _head(job)
-    if not _rows_are_there(job):
-        return 97
-    queue = atomic_load(job + 8 * 7)
-    for _ in range(head[4]):
-        atomic_load(job)
-    atomic_add(job + 8 * (HEAD + queue + piece), 1)
-    return _status(job, 1, piece)
+    return _work(job, _head(job)[7] + piece, 1, piece) if _rows_done(job) else 97
 
 
 @task("fake-gate-up")
 def fake_gate_up(job, index, worker):
     """Fails with 97 if the rows are not all done, with 98 if its expert's pack tasks are not."""
     head = _head(job)
-    if not _rows_are_there(job):
-        return 97
     for piece in range(head[5]):
-        if atomic_load(head[6] + 8 * piece) == index // head[0]:
-            if atomic_load(job + 8 * (HEAD + head[7] + piece)) != 1:
-                return 98
-    for _ in range(head[4]):
-        atomic_load(job)
-    atomic_add(job + 8 * (HEAD + index), 1)
-    return _status(job, 2, index)
+        if atomic_load(head[6] + 8 * piece) == index // head[0] and not _done(job, head[7] + piece):
+            return 98
+    return _work(job, index, 2, index) if _rows_done(job) else 97
 
 
 @task("fake-down")
 def fake_down(job, index, worker):
     """Fails with 99 if the expert's gate-up tasks are not all done, with 98 if the expert before
     has not been added to the same outputs."""
-    head = _head(job)
-    chunks, active = head[0], head[1]
+    chunks, active = _head(job)[0], _head(job)[1]
     expert = index % active
     for chunk in range(chunks):
-        if atomic_load(job + 8 * (HEAD + expert * chunks + chunk)) != 1:
+        if not _done(job, expert * chunks + chunk):
             return 99
-    if expert > 0 and atomic_load(job + 8 * (HEAD + active * chunks + index - 1)) != 1:
+    if expert > 0 and not _done(job, active * chunks + index - 1):
         return 98
-    for _ in range(head[4]):
-        atomic_load(job)
-    status = _status(job, 3, index)
-    atomic_add(job + 8 * (HEAD + active * chunks + index), 1)
-    return status
+    return _work(job, active * chunks + index, 3, index)
 
 
 class FakeCall:
@@ -163,13 +147,14 @@ CALLS = {
     "DeepSeek-V3 sized": FakeCall(8, 64, 224),
     "one expert: every down task waits at one barrier": FakeCall(1, 1, 50),
     "more experts than down tasks": FakeCall(40, 3, 2),
-    "slow gate-up tasks": FakeCall(4, 3, 16, spin=20_000),
+    "slow gate-up tasks": FakeCall(4, 3, 16, spin=200_000),
     "outputs split over the experts": FakeCall(6, 4, 8, splits=3, spin=2000),
     "more splits than experts": FakeCall(6, 4, 8, splits=7),
     "a split waits for the one before": FakeCall(2, 1, 1, splits=2, spin=2_000_000),
     "a pack task for each expert": FakeCall(3, 4, 5, pieces=[1, 1, 1]),
-    "pack tasks of one expert": FakeCall(3, 4, 5, spin=20_000, pieces=[0, 5, 0]),
-    "one row task": FakeCall(3, 4, 5, rows=1),
+    "pack tasks of one expert": FakeCall(3, 4, 5, spin=200_000, pieces=[0, 5, 0]),
+    "one slow row task": FakeCall(3, 4, 5, spin=200_000, rows=1),
+    "row tasks": FakeCall(3, 4, 5, spin=200_000, rows=7),
     "row tasks, ragged pack tasks": FakeCall(3, 4, 5, spin=20_000, pieces=[2, 0, 1], rows=40),
 }
 
