@@ -152,9 +152,9 @@ CALLS = {
     "more splits than experts": FakeCall(6, 4, 8, splits=7),
     "a split waits for the one before": FakeCall(2, 1, 1, splits=2, spin=2_000_000),
     "a pack task for each expert": FakeCall(3, 4, 5, pieces=[1, 1, 1]),
-    "pack tasks of one expert": FakeCall(3, 4, 5, spin=200_000, pieces=[3, 0, 0]),
+    "pack tasks of one expert": FakeCall(3, 4, 5, spin=200_000, pieces=[41, 0, 0]),
     "one slow row task": FakeCall(3, 4, 5, spin=200_000, rows=1),
-    "row tasks": FakeCall(3, 4, 5, spin=200_000, rows=7),
+    "row tasks": FakeCall(3, 4, 5, spin=200_000, rows=41),
     "row tasks, ragged pack tasks": FakeCall(3, 4, 5, spin=20_000, pieces=[2, 0, 1], rows=40),
 }
 
