@@ -39,7 +39,7 @@ def read(backend: str, activations: str = "bf16") -> dict[str, int]:
     """What was calibrated, by format; empty where nothing was.
 
     Raises:
-        PykernelsError: the file is there and cannot be read.
+        PykernelsError: there is a file, and it cannot be read.
     """
     file = path(backend, activations)
     try:
@@ -60,7 +60,7 @@ def gemm_from(backend: str, fmt: str, activations: str = "bf16") -> int:
     """Tokens of an expert from which it takes the GEMM: calibrated, or else the default.
 
     Raises:
-        PykernelsError: the file is there and cannot be read.
+        PykernelsError: there is a file, and it cannot be read.
     """
     usual = default(backend, fmt, activations)
     return usual if usual == NEVER else read(backend, activations).get(fmt, usual)

@@ -2,8 +2,8 @@
 
 An expert of few tokens runs tiles, bound by reading its weights; one of many the GEMM on AMX tiles
 or AVX-512 (SOSP'25 section 3.2, Figure 7). Where the two cross depends on the CPU's memory, its
-product instructions and what dequantizing the format costs, so both are timed here, by turns and
-with weights out of cache. ``runtime.machine.tuning`` keeps the result.
+product instructions and what dequantizing the format costs, so both are timed here, alternately
+and with weights out of cache. ``runtime.machine.tuning`` keeps the result.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class PathTimer:
 
 
 def measure(timer: Timer, tokens: int) -> Point:
-    """Both paths by turns, since a shared machine's bandwidth drifts; the first round warms up."""
+    """Both paths alternately, since bandwidth may drift meanwhile; the first round warms up."""
     rounds: list[tuple[float, float]] = []
     start = time.perf_counter()
     while len(rounds) < 4 or (len(rounds) <= _ROUNDS and time.perf_counter() - start < _SECONDS):

@@ -155,7 +155,7 @@ def measure_moe(
     Args:
         fmt: weight format.
         T: tokens a call.
-        shape: the layer; as many of them take turns as the cache asks for.
+        shape: the layer; so many of them are used that their weights are out of cache.
         threads: in all; None for one on each physical core.
         kernel: a backend's name, or "auto".
         routing: one of ``workload.ROUTINGS``.

@@ -65,7 +65,7 @@ def routings(shape: MoEShape, T: int, kind: str, count: int = _COUNT) -> list[to
 
 
 def check_calls(shape: MoEShape, T: int, count: int = _COUNT) -> None:
-    """Raises PykernelsError where calls of T tokens, with ``count`` routings, are too large."""
+    """Raises PykernelsError if calls of T tokens, with ``count`` routings, do not fit in memory."""
     x_y_h = shape.H * (4 + 4 + 2) + shape.topk * shape.I * 4  # of one token, about
     one_token = count * shape.topk * 8 + x_y_h
     if (need := T * one_token) > (most := 0.9 * (free := Topology.detect().memory_available)):
@@ -77,8 +77,8 @@ def check_calls(shape: MoEShape, T: int, count: int = _COUNT) -> None:
 
 
 def check_layers(shape: MoEShape, fmt: str, count: int = 1) -> None:
-    """Raises PykernelsError where so many layers of random experts are more than ``MOST_LAYERS``,
-    or do not fit in memory."""
+    """Raises PykernelsError if ``count`` layers of random experts are more than ``MOST_LAYERS``, or
+    do not fit in memory."""
     nbytes = RoutedExperts.bytes_needed(shape, fmt)
     if count > MOST_LAYERS:
         raise PykernelsError(
@@ -104,7 +104,7 @@ def experts_between(found: list[torch.Tensor]) -> int:
     """The fewest distinct experts that one layer reads from a use of an expert to its next use.
 
     Args:
-        found: the routings, used in turn without end.
+        found: the routings, used one after the other, again and again.
     """
     sets = [frozenset(ids.unique().tolist()) for ids in found]
     fewest = len(frozenset().union(*sets))
@@ -179,7 +179,7 @@ class RandomLayers:
 
 
 def call_of(number: int, layers: int, routings: int) -> tuple[int, int]:
-    """(layer, routing) of a call: every layer in turn with one routing, then with the next."""
+    """(layer, routing) of a call: all layers with one routing, then all with the next."""
     return number % layers, number // layers % routings
 
 

@@ -88,7 +88,7 @@ def test_slices_hold_the_whole_bit_for_bit(fmt: str) -> None:
     assert found.bytes_per_expert == whole.bytes_per_expert + extra
 
 
-def test_a_matrix_that_does_not_fit_is_refused_before_anything_is_packed() -> None:
+def test_a_matrix_that_does_not_fit_is_refused_before_packing() -> None:
     whole = packed("fp8", SHAPE)
     found = SplitExperts(SHAPE, whole.fmt, [zeros] * 2, [whole._packer] * 2)
     gate, up, down = whole.unpack(0)
@@ -135,7 +135,7 @@ def test_bits_are_those_of_the_slices_in_order(threads, driver_works: bool) -> N
 
 
 @TWO_CORES
-def test_narrow_layers_stay_on_one_node_unless_the_split_was_asked_for() -> None:
+def test_narrow_layers_stay_on_one_node_unless_asked_otherwise() -> None:
     narrow = MoEShape(E=2, H=128, I=128, topk=1)
     topology = Topology.fake(2)
     with make_pool(numa="auto", topology=topology) as pool:
