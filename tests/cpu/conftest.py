@@ -1,4 +1,4 @@
-"""A pool of one worker, new for each test; and no test that hangs for ever."""
+"""A pool of one thread for each test, and a time limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 from runtime.workers.pool import WorkerPool
 
 HANGS = 300.0
-"""Seconds of a test. The longest compile for some ten on a slow machine."""
+"""Seconds that a test may take. The longest compile for about ten on a slow machine."""
 
 
 @pytest.fixture
@@ -22,8 +22,8 @@ def pool() -> Iterator[WorkerPool]:
 
 @pytest.fixture(autouse=True)
 def ended_if_it_hangs(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Who waits in compiled code for a task that never ends hears neither Ctrl-C nor an alarm: the
-    process ends then, and says where its threads are."""
+    """Compiled code that waits for ever cannot be interrupted by Ctrl-C or an alarm. So the process
+    ends, and prints where its threads are."""
     stderr = request.config.stash[fault_handler_stderr_fd_key]  # not the one that is captured
     faulthandler.dump_traceback_later(HANGS, file=stderr, exit=True)
     yield
