@@ -82,15 +82,15 @@ class Size:
         return self.new or (1 if self.decode else self.context)
 
     @property
-    def seen(self) -> int:
-        """Keys of a sequence that any query sees."""
+    def keys_read(self) -> int:
+        """Keys of a sequence that the mask of any query lets through."""
         width = self.window + self.queries - 1 if self.window else self.context
         return min(self.context, width)
 
     @property
     def pairs(self) -> int:
-        """Of a sequence's queries and the keys that each sees."""
-        first, last = self.context - self.queries + 1, self.context  # what these queries see
+        """Of a sequence's queries and the keys that its mask lets through."""
+        first, last = self.context - self.queries + 1, self.context  # keys of these queries
         if self.window:
             return sum(min(n, self.window) for n in range(first, last + 1))
         return self.queries * (first + last) // 2
@@ -197,7 +197,7 @@ def _decode(size: Size, device: torch.device, peers: bool) -> Case:
         a_token = 2 * KVH * (D * (1 if fp8 else 2) + 4 * fp8)
         a_pair = 2 * D
     flops = 2 * B * NH * size.pairs * a_pair
-    nbytes = B * size.seen * a_token + 2 * B * S * NH * a_pair  # as many inputs and results
+    nbytes = B * size.keys_read * a_token + 2 * B * S * NH * a_pair  # as many inputs and results
     rows = (B, NH) if S == 1 else (B, S, NH)
     sets = sets_for(nbytes, device)
 
@@ -244,7 +244,7 @@ def _prefill(size: Size, device: torch.device, peers: bool) -> Case:
         a_token = 2 * KVH * (D + 4)
     else:
         a_token = 2 * ((NH * D_MLA + R if mla else KVH * D) + KVH * DV)
-    nbytes = B * (2 * Q * NH * (D + DV) + size.seen * a_token)
+    nbytes = B * (2 * Q * NH * (D + DV) + size.keys_read * a_token)
     sets = sets_for(nbytes, device)
     ends = torch.arange(B + 1, dtype=torch.int32, device=device)
     rows = Ragged.cumulative(ends * Q, ends * K, Q)

@@ -139,10 +139,10 @@ def prefill_peers(rotated: list[Any], B: int, Q: int, K: int, window: int) -> di
 
         past, width = K - Q, window or K
 
-        def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
+        def mask_mod(b: Any, h: Any, i: Any, j: Any) -> Any:
             return (j <= i + past) & (j > i + past - width)
 
-        mask = create_block_mask(seen, None, None, Q, K, device=rotated[0][0].device)
+        mask = create_block_mask(mask_mod, None, None, Q, K, device=rotated[0][0].device)
         compiled = compiled_flex()
 
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> object:

@@ -1,6 +1,6 @@
 """About how long each part of a run takes: for the line up front and the bar's time left.
 
-The rates are guesses on the slow side of what was seen; the bar corrects them as it goes.
+The rates are guesses on the slow side of what was measured; the bar corrects them as it goes.
 """
 
 from __future__ import annotations

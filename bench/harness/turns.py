@@ -67,21 +67,21 @@ def alternate(
         rounds: of all, or of each: a slow one may have fewer.
         between: called before each round; it samples the roofs.
     """
-    seen = {name: Times() for name in players}
+    times = {name: Times() for name in players}
     wanted = dict.fromkeys(players, rounds) if isinstance(rounds, int) else dict(rounds)
     for number in range(max(wanted.values(), default=0) + 1):
         between()
         for name, player in players.items():
-            if seen[name].why or number > wanted[name]:
+            if times[name].why or number > wanted[name]:
                 continue
             try:
                 calls = player.turn(seconds if number else 0.0)
             except PeerMissing as error:
-                seen[name] = Times(why=str(error))
+                times[name] = Times(why=str(error))
                 continue
             if number:
-                seen[name].rounds.append(calls)
-    return seen
+                times[name].rounds.append(calls)
+    return times
 
 
 def speedup(ours: Times, peer: Times) -> float:

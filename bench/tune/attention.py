@@ -62,7 +62,7 @@ class AttentionJob:
         size, decode = self.size, self.size.decode
         B, K, NH, page = size.batch, size.context, size.heads, PAGE if decode else 0
         if decode:  # the page table has room for whole pages, but no sequence is longer
-            K = size.seen
+            K = size.keys_read
         near = (B, size.queries, K)
         if self.op == "mla_decode":
             return AttentionShape(NH, 1, L, R, L, page, 0, *near)

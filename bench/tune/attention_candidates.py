@@ -16,7 +16,7 @@ from pykernels.gpu.plans.attention import (
 )
 
 _RINGS = ((6, 1), (5, 1), (4, 1), (3, 1), (3, 2), (2, 2))
-"""(stages, programs an SM) of 32 KiB a stage."""
+"""(stages, CTAs an SM) of 32 KiB a stage."""
 
 
 def candidates(size: Size, capability: tuple[int, int]) -> Iterator[DecodePlan | PrefillPlan]:

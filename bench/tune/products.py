@@ -113,7 +113,7 @@ class ProductJob:
 
 
 def jobs(ops: set[str], formats: set[str]) -> Iterator[ProductJob]:
-    """DeepSeek-V3's layer and linears, at the rows that the table parts."""
+    """DeepSeek-V3's layer and linears, at rows from one to many."""
     layer = [("bf16", "bf16", r) for r in (1, 64, 128, 512)]
     layer += [("fp8", "fp8", r) for r in (64, 128, 512)]
     layer += [("int4-g128", "bf16", r) for r in (1, 64, 256)] + [("q4_k", "bf16", 1)]
@@ -121,8 +121,8 @@ def jobs(ops: set[str], formats: set[str]) -> Iterator[ProductJob]:
         if format in formats:
             for op, N, K in (("gate_up", INTER, H), ("down", H, INTER)):
                 if op in ops:
-                    if activations == "bf16" and rows <= _few_rows(format):
-                        op = f"few_{op}"
+                    if activations == "bf16" and rows <= _skinny_rows(format):
+                        op = next(name for name in EXPERTS_PLANS if name.endswith(op))
                     yield ProductJob(op, format, activations, rows, N, K)
     linears = [(f, M) for f in ("int4-g128", "int8-channel") for M in (1, 16, 64, 256, 2048)]
     for format, M in [*linears, ("bf16", 64), ("fp8", 1), ("q4_k", 1), ("q4_k", 4), ("q4_k", 16)]:
@@ -132,8 +132,8 @@ def jobs(ops: set[str], formats: set[str]) -> Iterator[ProductJob]:
                 yield ProductJob(op, format, "bf16", M, N, K)
 
 
-def _few_rows(format: str) -> int:
-    """Most rows an expert for ``skinny_experts`` on Hopper, which decodes."""
+def _skinny_rows(format: str) -> int:
+    """Most rows an expert for ``skinny_experts`` on Hopper."""
     stack = empty_for_gpu(get_format(format), 1, INTER, H, torch.device("meta"))
     if stack.kind == "bf16":
         return 0

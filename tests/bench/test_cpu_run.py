@@ -1,10 +1,12 @@
-"""A run on the CPU: its parts, what is left of one that ends early, static shares, skew."""
+"""A run on the CPU: its parts, what is left of one that ends early, skew, memory."""
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +16,21 @@ import torch
 from bench import cpu as command
 from bench.cases import cpu_run
 from bench.cases.cpu_run import CpuRun, Part
+from bench.cases.experts import Experts
 from bench.cases.ours import Ours, StaticOurs
 from bench.cases.skew import skew
-from bench.harness.quiet import Watch, clock, others
+from bench.harness.quiet import Watch
 from bench.harness.rows import Row, figures
 from bench.harness.settings import Settings, Tokens
 from bench.harness.turns import Times
+from bench.peers import memory
+from bench.peers.catalog import ENGINES, ROOT
 from model.cli.common import EXIT_ERROR, EXIT_INTERRUPTED
-from pykernels.env import env
 from pykernels.errors import PykernelsError
+from pykernels.quant import FORMATS
+from pykernels.registry import kernels
 from pykernels.shapes import MoEShape
-from pykernels.target import detect
-from runtime.machine.topology import Topology
+from pykernels.target import Target, detect
 from runtime.profiling.workload import RandomLayers, routings
 from runtime.workers.pool import configure_default_pool
 
@@ -49,44 +54,10 @@ def make(sections: tuple[str, ...], **options: Any) -> CpuRun:
     return CpuRun(settings, detect())
 
 
-def test_the_parts_of_the_chosen_sections_come_in_order() -> None:
-    run = make(("threads", "table"))
-    assert [part.name for part in run.parts] == [
-        *(f"{fmt}: {what}" for fmt in ("fp8", "bf16")
-          for what in ("weights, peers", "1 token", "64 tokens per expert")),
-        *(f"{fmt}: {what}" for fmt in ("fp8", "bf16") for what in ("weights", "threads")),
-    ]  # fmt: skip
-    chosen = {part.name for part in run.parts if part.chooses}
-    assert chosen == {"fp8: weights, peers", "bf16: weights, peers"}
-    assert [part.name for part in make(("skew",)).parts] == ["scheduling under skew"]
-
-
-def test_only_the_peers_of_a_format_and_its_calls_are_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make(("table",), tokens=(Tokens(8),))
-    kept: list[list[str]] = []
-    begun: list[str] = []
-    monkeypatch.setattr(cpu_run, "RandomLayers", lambda *given: None)
-    monkeypatch.setattr(run.peers, "retire", lambda keep: kept.append([p.name for p in keep]))
-    monkeypatch.setattr(run.peers, "try_to_start", lambda peer: begun.append(peer.name))
-    for part in run.parts:
-        if part.prepares:
-            part.run()
-    general = ["torch bf16", "torch fp32"]
-    assert kept == [["kt-kernel fp8", *general], ["kt-kernel bf16", "llama.cpp bf16", *general]]
-    assert begun == [*kept[0], *kept[1]]
-
-
 def rows(*tokens: int) -> Callable[[], list[Row]]:
     figure = figures(Times([[(0, 1e-3)]]), [1e6], 1e6, 10.0, None)
     head = {"op": "latency fp8", "name": "pykernels any", "format": "fp8"}
     return lambda: [{**head, "per_expert": n, "tokens": n, **figure} for n in tokens]
-
-
-def raises(error: BaseException) -> Callable[[], list[Row]]:
-    def part() -> list[Row]:
-        raise error
-
-    return part
 
 
 def planned(parts: dict[str, Callable[[], list[Row]]], **options: Any) -> CpuRun:
@@ -95,6 +66,28 @@ def planned(parts: dict[str, Callable[[], list[Row]]], **options: Any) -> CpuRun
     run.parts = [Part(name, 1.0, part) for name, part in parts.items()]
     run._left = list(parts)
     return run
+
+
+def test_a_run_has_its_parts_in_order_up_to_its_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [part.name for part in make(("threads", "table")).parts]
+    assert names[:3] == ["fp8: weights, peers", "fp8: 1 token", "fp8: 64 tokens per expert"]
+    assert names[-2:] == ["bf16: weights", "bf16: threads"] and len(names) == 10
+    now = [time.monotonic()]
+    monkeypatch.setattr(cpu_run.time, "monotonic", lambda: now[0])
+
+    def slow() -> list[Row]:
+        now[0] += 100.0
+        return rows(1, 2)()
+
+    run = planned({f"fp8: {name}": slow for name in "abcd"}, minutes=2.5)
+    monkeypatch.setattr(command, "prepare", lambda chosen: run)
+    assert command.main(["--out", str(tmp_path)]) == 0
+    paths = {path.name.partition("-quick-latency")[2]: path for path in tmp_path.rglob("*.*")}
+    assert set(paths) == {"-latency.png", ".json", ".md"}  # and no partial ones
+    results = json.loads(paths[".json"].read_text())
+    assert len(results["rows"]) == 4 and results["missing"] == "2.5 minutes were over"
 
 
 @pytest.mark.parametrize(
@@ -110,8 +103,7 @@ def test_a_run_that_ends_early_keeps_its_rows(
     error: BaseException, why: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def kept() -> dict[str, Any]:
-        (data,) = tmp_path.rglob("*.json")
-        assert data.stem.endswith("-quick-latency-partial")
+        (data,) = tmp_path.rglob("*-quick-latency-partial.json")
         found: dict[str, Any] = json.loads(data.read_text())
         return found
 
@@ -126,51 +118,18 @@ def test_a_run_that_ends_early_keeps_its_rows(
     assert command.main(["--out", str(tmp_path)]) == code
     results = kept()
     assert [row["tokens"] for row in results["rows"]] == [1, 2]
-    assert results["missing"].startswith(why)
+    assert results["missing"].startswith(why) and ended == [True]
     assert "Not measured: fp8: b, bf16: b." in results["notes"]
-    assert ended == [True]
-
-
-def test_a_whole_run_leaves_its_files_and_no_partial_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "prepare", lambda chosen: planned({"fp8: a": rows(1, 2)}))
-    for _ in range(2):  # the second takes nobody's place
-        assert command.main(["--out", str(tmp_path)]) == 0
-    names = sorted(path.name.partition("-quick-latency")[2] for path in tmp_path.rglob("*.*"))
-    assert names == ["-2-latency.png", "-2.json", "-2.md", "-latency.png", ".json", ".md"]
-
-
-def test_nothing_is_kept_of_a_run_that_measured_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = planned({"fp8: a": raises(KeyboardInterrupt())})
-    monkeypatch.setattr(command, "prepare", lambda chosen: run)
-    assert command.main(["--out", str(tmp_path)]) == EXIT_INTERRUPTED
-    assert list(tmp_path.rglob("*")) == []
-
-
-def test_no_part_begins_after_the_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [time.monotonic()]
-    monkeypatch.setattr(cpu_run.time, "monotonic", lambda: now[0])
-
-    def slow() -> list[Row]:
-        now[0] += 100.0
-        return rows(1)()
-
-    run = planned({f"fp8: {name}": slow for name in "abcd"}, minutes=2.5)
-    assert len(list(run.rows())) == 2
-    assert run.head()["missing"] == "2.5 minutes were over"
-    assert "Not measured: fp8: c, fp8: d." in run.head()["notes"]
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--sections", "table,skews"], "there is no section 'skews'. Use table, skew"),
-        (["--formats", ""], "there is no weight format ''. Use one of bf16"),
+        (["--formats", "fp9"], "there is no weight format 'fp9'. Use one of bf16"),
+        (["--tokens", "8/token"], "'8/token' is no number of tokens."),
         (["--peers", "vllm"], "there is no peer 'vllm'. Use kt-kernel, llama.cpp, torch, numpy"),
-        (["--out", __file__], "results cannot be written to "),
+        (["--minutes", "nan"], "nan minutes"),
         (["--out", "/proc/results"], "results cannot be written to /proc/results: "),
         (["--tokens", "9" * 18, "--no-peers"], f"calls of {'9' * 18} tokens need "),
         (["--threads", "0"], "0 threads. Give --threads 1 to "),
@@ -182,27 +141,17 @@ def test_what_cannot_be_is_one_line(
     assert command.main(["--check", "--out", str(tmp_path), *options]) == EXIT_ERROR
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {said}") and line.endswith(".")
-
-
-def test_options_and_flags_of_the_environment_make_the_settings(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(Topology, "usable", 4)
-    with env.override(threads=3):
-        options = ["--sections", "table", "--formats", "fp8,fp8", "--tokens", "1,1", "--no-peers"]
-        settings = command.prepare(command.options(options)).settings
-    assert (settings.threads, settings.formats, settings.tokens) == (3, ("fp8",), (Tokens(1),))
     assert command.main(["--check", "--quick", "--no-peers", "--out", str(tmp_path)]) == 0
-    assert list(tmp_path.iterdir()) == []  # `make bench-cpu` asks first: nothing is measured
+    assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("T", [1, 40, pytest.param(600, id="600: rows are a stage")])
+@pytest.mark.parametrize("T", [1, pytest.param(600, id="600: rows are a stage")])
 def test_static_shares_compute_the_same(T: int) -> None:
     shape = MoEShape(E=4, H=256, I=128, topk=2)
     ids = routings(shape, T, "zipf", count=1)
-    with configure_default_pool(Topology.detect().usable):
-        weights = RandomLayers(shape, "fp8", ids)
-        ours, static = Ours(weights, "auto"), StaticOurs(weights, "auto")
+    with configure_default_pool(2):
+        weights = RandomLayers(shape, "bf16", ids)
+        ours, static = Ours(weights, "generic"), StaticOurs(weights, "generic")
         ours.prepare(T, ids)
         static.prepare(T, ids)
         want = ours.run(0, 0)
@@ -211,14 +160,10 @@ def test_static_shares_compute_the_same(T: int) -> None:
 
 
 def test_skew_compares_with_balanced_and_with_static_shares() -> None:
-    settings = Settings.make(detect(), formats=("bf16",), threads=1, quick=True)
-    shape = MoEShape(E=8, H=64, I=32, topk=8)
+    settings = replace(make(("skew",)).settings, rounds=1, turn=0.0)
     with configure_default_pool(1) as pool:
+        shape = MoEShape(E=8, H=64, I=32, topk=8)
         found = skew("bf16", "generic", shape, pool, settings, detect())
-    kinds = ("balanced", "zipf", "one")
-    assert [(r["tokens"], r["routing"], r["schedule"]) for r in found] == [
-        (T, kind, how) for T in (256, 8) for kind in kinds for how in ("dynamic", "static")
-    ]
     many = {r["routing"]: r for r in found if r["tokens"] == 256 and r["schedule"] == "dynamic"}
     assert many["balanced"]["x_balanced"] == 1.0 and "x_static" in many["one"]
     assert (many["balanced"]["busiest"], many["one"]["busiest"]) == (1.0, 4.0)
@@ -230,19 +175,50 @@ def test_skew_compares_with_balanced_and_with_static_shares() -> None:
 def test_a_disturbed_part_runs_again_and_the_quietest_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    left = iter([0.5, 0.2, 0.3, 0.01, 0.5, 0.5])
+    left = iter([0.5, 0.2, 0.3, 0.01, 0.5])
     monkeypatch.setattr(Watch, "_share", lambda self, part: part() or next(left))
     watch, runs = Watch(60.0), iter([{"run": n}] for n in range(1, 9))
     assert watch.run("noisy", lambda: next(runs)) == [{"run": 2}]  # of three
     assert watch.run("quiet", lambda: next(runs)) == [{"run": 4}]
-    assert watch.run("prepares", lambda: next(runs), tries=1) == [{"run": 5}]
-    assert Watch(0.0).run("no time", lambda: next(runs)) == [{"run": 6}]
-    assert watch.disturbed == [("noisy", 0.2), ("prepares", 0.5)]
+    assert Watch(0.0).run("no time", lambda: next(runs)) == [{"run": 5}]
+    assert watch.disturbed == [("noisy", 0.2)]
 
 
-def test_others_are_what_is_neither_idle_nor_ours() -> None:
-    assert others((10.0, 1.0), (14.0, 4.0), cores=2, wall=2.0) == 0.25
-    assert others((10.0, 1.0), (11.0, 2.5), cores=2, wall=2.0) == 0.0  # clocks are coarse
-    before = clock()
-    sum(i * i for i in range(2_000_000))
-    assert clock()[1] > before[1]
+def target(*isa: str) -> Target:
+    return Target("cpu", "x86_64", frozenset(isa), 0, 0, 32 << 20)
+
+
+def test_a_call_is_timed_on_backends_and_peers_that_suit_it() -> None:
+    """AVX-512 goes on beside AMX: where the two cross is what the latency plot is for."""
+    amx = target(*next(backend.features for backend in kernels() if backend.name == "amx"))
+    settings = Settings.make(amx, threads=1, peers=("torch", "kt-kernel"))
+    layer = Experts(settings, amx, MoEShape(16, 64, 32, 4), peers=None)  # type: ignore[arg-type]
+    assert {"amx", "avx512", "generic"} <= set(layer.timed_backends("fp8", 8))
+    assert "generic" not in layer.timed_backends("fp8", 1024)
+    assert "amx/int8" in layer.timed_backends("int4", 9)
+    names = [peer.name for peer in settings.peers_of("fp8", 8)]
+    assert names == ["kt-kernel fp8", "torch bf16", "torch fp32"]
+    assert [peer.name for peer in settings.peers_of("fp8", 64)] == names[:-1]
+
+
+def fitted(gib: float, peers: tuple[str, ...] = ENGINES, **fewer: Any) -> tuple[int, str]:
+    tokens = Tokens(1), Tokens(8), Tokens(64, True)
+    options = {"formats": tuple(FORMATS), "tokens": tokens, "threads": 1, "peers": peers, **fewer}
+    chosen = Settings.make(target(), **options)
+    shape, why = memory.layer_shape(int(gib * 2**30), 32 << 20, chosen.formats, chosen.together)
+    return shape.E, why
+
+
+def test_the_experts_of_the_readme_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "roof_bytes", lambda: 512 << 20)  # this machine's may be larger
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    said = re.search(r"32 experts where ([\d.]+) GiB are free \(([\d.]+) without llama", readme)
+    assert said
+    rest = tuple(engine for engine in ENGINES if engine != "llama.cpp")
+    for gib, peers in ((float(said[1]), ENGINES), (float(said[2]), rest)):
+        assert fitted(gib, peers) == (32, "")
+        assert fitted(gib - 0.5, peers)[0] == 16
+    assert fitted(21)[1].startswith("16 experts: 32 in int8 beside kt-kernel, llama.cpp")
+    assert fitted(21, ("kt-kernel", "torch")) == fitted(21, sections=("skew",)) == (32, "")
+    with pytest.raises(PykernelsError, match=r"1\.0 GiB are free.*int8 beside kt.*fewer --peers"):
+        fitted(1)

@@ -1,50 +1,54 @@
-"""The wire between us and a peer, with small stand-ins for the peer's process; the peers' math."""
+"""Peers: the wire to their processes, their thread counts, that they compute what we compute."""
 
 from __future__ import annotations
 
 import io
 import json
 import sys
-import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from bench.peers import catalog, client, engines, install
+from bench.harness.settings import Settings, Tokens
+from bench.peers import client, table
 from bench.peers.catalog import PEERS
 from bench.peers.client import PeerMissing, PeerProcess
 from bench.peers.driver import serve
 from bench.peers.engines import ENGINES, Shape
-from bench.peers.llama_cpp import BLOCKS, random_rows
+from bench.peers.llama_cpp import BLOCKS
+from bench.peers.table import PeerTable
+from pykernels.quant import FORMATS
 from pykernels.shapes import MoEShape
-
-from .stand_ins import stand_in
+from pykernels.target import Target
 
 SHAPE = MoEShape(E=4, H=64, I=32, topk=2)
-KT = next(peer for peer in PEERS if peer.name == "kt-kernel fp8")
-TORCH = next(peer for peer in PEERS if peer.name == "torch bf16")
+NAMED = {peer.name: peer for peer in PEERS}
 
 
-def process(command: list[str]) -> PeerProcess:
-    return PeerProcess(TORCH, SHAPE, 1, 1, 4, command=command)
+def process(body: str) -> PeerProcess:
+    """A process that says it is ready, then runs ``body`` for each request."""
+    script = f"""
+import json, os, sys, time
+def say(**message): print(json.dumps(message), flush=True)
+say(ready=True, versions={{"it": "1"}})
+for line in sys.stdin:
+    request = json.loads(line)
+    {body}
+"""
+    command = [sys.executable, "-c", script]
+    return PeerProcess(NAMED["torch bf16"], SHAPE, 1, 1, 4, command=command)
 
 
-def test_requests_are_answered_and_a_peer_is_stopped_between_turns() -> None:
-    peer = process(stand_in('say(calls=[[0, request["seconds"]], [1, 0.5]])'))
-    try:
-        assert peer.versions == {"it": "1"}
-        assert peer.turn(0.25) == [(0, 0.25), (1, 0.5)]
-        state = Path(f"/proc/{peer._process.pid}/stat")
-        for _ in range(100):
-            if state.read_text().rpartition(")")[2].split()[0] == "T":
-                break
-            time.sleep(0.01)
-        else:
-            raise AssertionError("the peer runs while it is not its turn")
-    finally:
-        peer.close()
+def test_requests_are_answered() -> None:
+    peer = process('say(calls=[[0, request["seconds"]], [1, 0.5]])')
+    assert peer.versions == {"it": "1"}
+    assert peer.turn(0.25) == [(0, 0.25), (1, 0.5)]
+    peer.close()
 
 
 @pytest.mark.parametrize(
@@ -53,12 +57,8 @@ def test_requests_are_answered_and_a_peer_is_stopped_between_turns() -> None:
         ("time.sleep(60)", "no answer for 0 s"),
         ("say(error='ValueError: no')", "ValueError: no"),
         ("sys.exit('bad luck')", "exit code 1: bad luck"),
-        ("import os; os.kill(os.getpid(), 4)", "signal 4"),
-        ("import os; os.close(1); time.sleep(60)", "it closed its output"),
+        ("os.kill(os.getpid(), 4)", "signal 4"),
         ("print('hello', flush=True)", "does not speak the protocol"),
-        (r"sys.stdout.buffer.write(b'\xff\xfe\n'); sys.stdout.flush()", "not speak the protocol"),
-        ("say(calls=[])", "does not speak the protocol"),
-        ("say(calls=[['zero', 1.0]])", "does not speak the protocol"),
         ("say(calls=[[0, 0.0]])", "does not speak the protocol"),  # which took no time
     ],
 )
@@ -67,8 +67,7 @@ def test_a_peer_that_fails_is_ended_and_keeps_its_reason(
 ) -> None:
     """It neither runs on beside the others' turns nor answers a later request with an old reply."""
     monkeypatch.setattr(client, "REPLY_SECONDS", 0.4)
-    monkeypatch.setattr(client, "END_SECONDS", 0.4)
-    peer = process(stand_in(body))
+    peer = process(body)
     for _ in range(2):
         with pytest.raises(PeerMissing, match=reason):
             peer.turn(0.1)
@@ -76,52 +75,53 @@ def test_a_peer_that_fails_is_ended_and_keeps_its_reason(
     peer.close()
 
 
-def test_results_with_infinities_are_a_reason() -> None:
-    peer = process(stand_in("say(finite=False)"))
-    with pytest.raises(PeerMissing, match="infinities or NaNs"):
-        peer.prepare(1, [[0, 1]])
-    peer.close()
+def test_a_peer_that_is_not_here_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "VENVS", tmp_path)
+    with pytest.raises(PeerMissing, match=r"not installed: python -m bench\.peers\.install"):
+        PeerProcess(NAMED["kt-kernel fp8"], SHAPE, 1, 1, 4)
+    target = Target("cpu", "x86_64", frozenset(), 0, 0, 1)
+    with pytest.raises(PeerMissing, match="^this CPU lacks avx512bf16$"):
+        PeerTable(Settings.make(target), SHAPE, target).get(NAMED["kt-kernel fp8"])
 
 
 @pytest.mark.parametrize(
-    ("code", "reason"),
+    ("seconds", "best", "started"),
     [
-        (r"import sys; print('a frame\nOSError: no room', file=sys.stderr); exit(3)",
-         "exit code 3: OSError: no room"),
-        (r"import sys; sys.stderr.buffer.write(b'caf\xe9 shut\n'); exit(3)", "3: caf. shut"),
-        ("print('{}', flush=True); input()", "does not speak the protocol"),
+        # The best one starts again unless it was the last.
+        ({(2, 1): 1.0, (2, 64): 10.0, (4, 1): 3.0, (4, 64): 5.0}, 2, [2, 4, 2]),
+        ({(2, 1): 1.0, (2, 64): 10.0, (4, 1): 1.5, (4, 64): 5.0}, 4, [2, 4]),
+        # One that does not start leaves the other.
+        ({(4, 1): 1.0, (4, 64): 1.0}, 4, [2, 4]),
+        # One that fails on a case loses, however fast it is on the rest.
+        ({(2, 1): 9.0, (2, 64): 9.0, (4, 1): 1.0}, 2, [2, 4, 2]),
     ],
-)  # fmt: skip
-def test_a_peer_that_does_not_start_is_missing(code: str, reason: str) -> None:
-    with pytest.raises(PeerMissing, match=reason):
-        process([sys.executable, "-c", code])
-
-
-def test_a_peer_that_is_not_installed_says_how(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+)
+def test_a_peer_has_the_threads_that_it_is_fastest_on(
+    monkeypatch: pytest.MonkeyPatch, seconds: dict[Any, float], best: int, started: list[int]
 ) -> None:
-    """Or was, by a Python that is gone."""
-    monkeypatch.setattr(client, "VENVS", tmp_path)
-    with pytest.raises(PeerMissing, match=r"not installed: python -m bench\.peers\.install"):
-        PeerProcess(KT, SHAPE, 1, 1, 4)
-    (tmp_path / "kt-kernel/bin").mkdir(parents=True)
-    (tmp_path / "kt-kernel/pins.json").touch()
-    (tmp_path / "kt-kernel/bin/python").symlink_to(tmp_path / "gone")
-    with pytest.raises(PeerMissing, match=r"cannot be started: .*python -m bench\.peers\.install"):
-        PeerProcess(KT, SHAPE, 1, 1, 4)
+    """``seconds`` of a call by (threads, tokens)."""
+    begun: list[int] = []
 
+    def start(peer: Any, shape: Any, threads: int, layers: int, most: int) -> Any:
+        def prepare(tokens: int, ids: Any) -> None:
+            if (threads, tokens) not in seconds:
+                raise PeerMissing(f"no {tokens} tokens on {threads} threads")
+            up.tokens = tokens
 
-def test_a_peer_is_installed_again_where_its_pins_have_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made: list[Path] = []
-    monkeypatch.setattr(install.venv, "create", lambda folder, **_: made.append(folder))
-    monkeypatch.setattr(install.subprocess, "run", lambda *_, **__: tmp_path.mkdir(exist_ok=True))
-    for pins, times in ((install.LLAMA_CPP, 1), (install.LLAMA_CPP, 1), (install.KT_KERNEL, 2)):
-        install.make_venv(tmp_path, pins)
-        assert made == [tmp_path] * times
-    assert install.main(["kt-kernel", "vllm"]) == 2
-    assert capsys.readouterr().err == "error: no peer 'vllm'. Use kt-kernel or llama.cpp.\n"
+        def turn(_: float) -> list[tuple[int, float]]:
+            return [(0, seconds[threads, up.tokens])]
+
+        begun.append(threads)
+        up = SimpleNamespace(threads=threads, why="", prepare=prepare, turn=turn, tokens=0)
+        return SimpleNamespace(**vars(up), versions={"torch": "9"}, close=lambda: None)
+
+    monkeypatch.setattr(table, "PeerProcess", start)
+    target = Target("cpu", "x86_64", frozenset(), 0, 0, 1)
+    chosen = Settings.make(target, threads=1, tokens=(Tokens(1), Tokens(64)))
+    peers = PeerTable(replace(chosen, peer_threads=(2, 4)), SHAPE, target)
+    up = peers.get(NAMED["torch bf16"])
+    assert (up.threads, begun) == (best, started)
+    assert peers.get(NAMED["torch bf16"]) is up  # and is not tried again
 
 
 class Fake:
@@ -129,8 +129,7 @@ class Fake:
 
     calls: list[tuple[int, int]] = []
 
-    def __init__(self, mode: str, shape: Shape, threads: int, layers: int, most: int) -> None:
-        assert (shape, threads, layers, most) == (Shape(4, 64, 32, 2), 1, 2, 4)
+    def __init__(self, *given: Any) -> None:
         self.calls.clear()
 
     def prepare(self, tokens: int, ids: list[list[int]]) -> None:
@@ -147,96 +146,43 @@ class Fake:
 def test_the_driver_rotates_routings_and_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ENGINES, "fake", Fake)
     monkeypatch.setattr("bench.peers.driver.versions", lambda engine: {engine: "1"})
-
-    def served(*requests: dict[str, Any]) -> list[dict[str, Any]]:
-        replies = io.StringIO()
-        lines = io.StringIO("".join(json.dumps(request) + "\n" for request in requests))
-        serve("fake", "any", [1, 2, 4, 4, 64, 32, 2], lines, replies)
-        return [json.loads(line) for line in replies.getvalue().splitlines()]
-
-    prepare = {"op": "prepare", "tokens": 1, "ids": [[0, 1], [2, 3], [0, 3]]}
-    ready, prepared, turned = served(prepare, {"op": "turn", "seconds": 10.0, "most": 3})
+    replies = io.StringIO()
+    requests = [
+        {"op": "prepare", "tokens": 1, "ids": [[0, 1], [2, 3], [0, 3]]},
+        {"op": "turn", "seconds": 10.0, "most": 3},
+        {"op": "prepare", "tokens": 5, "ids": [[0]]},
+    ]
+    lines = io.StringIO("".join(json.dumps(request) + "\n" for request in requests))
+    serve("fake", "any", [1, 2, 4, 4, 64, 32, 2], lines, replies)
+    ready, prepared, turned, last = map(json.loads, replies.getvalue().splitlines())
     assert ready == {"ready": True, "versions": {"fake": "1"}} and prepared == {"finite": True}
     assert [routing for routing, _ in turned["calls"]] == [0, 1, 1]
     assert Fake.calls == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert len(served(prepare, {"op": "turn", "seconds": 0.0, "most": 9})[-1]["calls"]) == 1
-    *_, last = served({"op": "prepare", "tokens": 5, "ids": [[0]]})
     assert last == {"error": "ValueError: too many tokens"}
 
 
-@pytest.mark.parametrize("mode", ["bf16", "fp32"])
-def test_torch_peer_computes_the_experts(mode: str) -> None:
-    import torch
-
-    threads = torch.get_num_threads()
+@pytest.mark.parametrize("name", ["torch bf16", "torch fp32", "numpy fp32"])
+def test_a_peer_computes_the_experts(name: str) -> None:
+    engine, mode = name.split()
+    T, threads = 1 if engine == "numpy" else 3, torch.get_num_threads()
     try:
-        made = ENGINES["torch"](mode, Shape(4, 64, 32, 2), 1, 1, 4)
-        made.prepare(3, [[0, 1, 2, 3, 0, 2]])
+        made = ENGINES[engine](mode, Shape(4, 64, 32, 2), 1, 1, T)
+        made.prepare(T, [[0, 1, 2, 3, 0, 2][: 2 * T]])
         made.call(0, 0)
     finally:
         torch.set_num_threads(threads)
         torch.set_grad_enabled(True)
-    gate_up, down = (matrix[0].float() for matrix in made.layers[0])  # all experts are alike
-    gate, up = (made.x.float() @ gate_up.T).chunk(2, -1)
-    want = (torch.nn.functional.silu(gate) * up) @ down.T * made.weights.float().sum(1)[:, None]
-    assert torch.allclose(made.y.float(), want, atol=0.03 * float(want.abs().max()))
+    as_numpy = [torch.as_tensor(t).float().numpy() for t in (made.x, made.weights, made.y)]
+    x, weights, y = (t.reshape(T, -1) for t in as_numpy)
+    gate_up, down = (torch.as_tensor(m[0]).float().numpy() for m in made.layers[0])  # all alike
+    gate, up = np.split(x @ gate_up.T, 2, -1)
+    want = (gate / (1 + np.exp(-gate)) * up) @ down.T * weights.sum(1, keepdims=True)
+    np.testing.assert_allclose(y, want, atol=0.03 * float(np.abs(want).max()))
 
 
-def test_numpy_peer_computes_the_experts() -> None:
-    import numpy as np
-
-    made = ENGINES["numpy"]("fp32", Shape(4, 64, 32, 2), 1, 1, 1)
-    made.prepare(1, [[3, 1]])
-    made.call(0, 0)
-    gate_up, down = (matrix[0] for matrix in made.layers[0])
-    gate, up = np.split(gate_up @ made.x, 2)
-    want = down @ (gate / (1 + np.exp(-gate)) * up) * made.weights.sum()
-    np.testing.assert_allclose(made.y, want, rtol=1e-3, atol=1e-4)
-
-
-def test_llama_cpps_blocks_are_as_large_as_the_catalog_says() -> None:
-    theirs = [peer for peer in PEERS if peer.engine == "llama.cpp"]
-    assert {peer.mode for peer in theirs} == set(BLOCKS)
-    assert set(catalog.ENGINES) == set(ENGINES)
-    for peer in theirs:
-        block = BLOCKS[peer.mode]
-        assert peer.bytes_per_weight == block.nbytes / block.weights
-        rows = random_rows(block, 32, 512, 2)
-        assert rows.shape == (2, 32, 512 * block.nbytes // block.weights)
-
-
-class FakeKt:
-    """A kt-kernel whose layers take ``loads`` bytes each; ``resident`` is what it has."""
-
-    def __init__(self, loads: list[int]) -> None:
-        self.resident, self._loads = 1000, iter(loads)
-        self.kt_kernel_ext = self
-        self.moe = SimpleNamespace(
-            MOEConfig=lambda *sizes: SimpleNamespace(), AMXBF16_MOE=self._layer
-        )
-        self.WorkerPoolConfig = SimpleNamespace
-
-    def CPUInfer(self, workers: Any) -> Any:  # noqa: N802 - its name there
-        return SimpleNamespace(backend_=None, submit=lambda task: task(), sync=lambda: None)
-
-    def _layer(self, config: Any) -> Any:
-        return SimpleNamespace(load_weights_task=lambda order: self._load)
-
-    def _load(self) -> None:
-        self.resident += next(self._loads)
-
-
-@pytest.mark.parametrize("loads", [(2.0, 2.0, 2.0), (2.0, 2.0, 0.0)])
-def test_kt_kernel_must_have_every_expert_in_memory(
-    loads: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Or it would be timed on weights that it shares between layers: from cache."""
-    shape = Shape(4, 64, 32, 2)
-    fake = FakeKt([int(3 * shape.E * shape.H * shape.I * of_weight) for of_weight in loads])
-    monkeypatch.setattr(engines, "import_module", lambda name: fake)
-    monkeypatch.setattr(engines, "_resident", lambda: fake.resident)
-    if loads[2]:
-        assert len(ENGINES["kt-kernel"]("bf16", shape, 1, 3, 1).layers) == 3
-    else:
-        with pytest.raises(RuntimeError, match="not every expert is in memory"):
-            ENGINES["kt-kernel"]("bf16", shape, 1, 3, 1)
+def test_every_format_has_a_peer_that_reads_as_many_bytes() -> None:
+    assert all(any(fmt in peer.formats for peer in PEERS) for fmt in FORMATS)
+    for peer in PEERS:
+        if peer.engine == "llama.cpp":
+            block = BLOCKS[peer.mode]
+            assert peer.bytes_per_weight == block.nbytes / block.weights
