@@ -8,27 +8,27 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from bench import cpu as command
-from bench.cases import cpu_run
+from bench.cases import cpu_run, experts, skew
 from bench.cases.cpu_run import CpuRun, Part
-from bench.cases.experts import Experts
 from bench.cases.ours import Ours, StaticOurs
-from bench.cases.skew import skew
 from bench.harness.quiet import Watch
 from bench.harness.rows import Row, figures
-from bench.harness.settings import Settings, Tokens
+from bench.harness.settings import SECTIONS, Settings, Tokens
 from bench.harness.turns import Times
 from bench.peers import memory
 from bench.peers.catalog import ENGINES, ROOT
+from bench.peers.client import PeerMissing
+from bench.peers.table import PeerTable
 from model.cli.common import EXIT_ERROR, EXIT_INTERRUPTED
 from pykernels.errors import PykernelsError
 from pykernels.quant import FORMATS
-from pykernels.registry import kernels
 from pykernels.shapes import MoEShape
 from pykernels.target import Target, detect
 from runtime.profiling.workload import RandomLayers, routings
@@ -47,11 +47,9 @@ def small_and_quiet(monkeypatch: pytest.MonkeyPatch) -> Any:
     configure_default_pool()
 
 
-def make(sections: tuple[str, ...], **options: Any) -> CpuRun:
-    settings = Settings.make(
-        detect(), ("fp8", "bf16"), sections=sections, threads=1, quick=True, **options
-    )
-    return CpuRun(settings, detect())
+def make(sections: tuple[str, ...], formats: Any = ("fp8", "bf16"), **options: Any) -> CpuRun:
+    settings = Settings.make(detect(), formats, sections=sections, threads=1, quick=True, **options)
+    return CpuRun(replace(settings, rounds=1, turn=0.0), detect())
 
 
 def rows(*tokens: int) -> Callable[[], list[Row]]:
@@ -122,54 +120,19 @@ def test_a_run_that_ends_early_keeps_its_rows(
     assert "Not measured: fp8: b, bf16: b." in results["notes"]
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
+def test_what_cannot_be_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check = ["--check", "--no-peers", "--out", str(tmp_path)]
+    for options, said in (
         (["--sections", "table,skews"], "there is no section 'skews'. Use table, skew"),
         (["--formats", "fp9"], "there is no weight format 'fp9'. Use one of bf16"),
-        (["--tokens", "8/token"], "'8/token' is no number of tokens."),
-        (["--peers", "vllm"], "there is no peer 'vllm'. Use kt-kernel, llama.cpp, torch, numpy"),
-        (["--minutes", "nan"], "nan minutes"),
-        (["--out", "/proc/results"], "results cannot be written to /proc/results: "),
-        (["--tokens", "9" * 18, "--no-peers"], f"calls of {'9' * 18} tokens need "),
+        (["--tokens", "9" * 18], f"calls of {'9' * 18} tokens need "),
         (["--threads", "0"], "0 threads. Give --threads 1 to "),
-    ],
-)
-def test_what_cannot_be_is_one_line(
-    options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command.main(["--check", "--out", str(tmp_path), *options]) == EXIT_ERROR
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {said}") and line.endswith(".")
-    assert command.main(["--check", "--quick", "--no-peers", "--out", str(tmp_path)]) == 0
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("T", [1, pytest.param(600, id="600: rows are a stage")])
-def test_static_shares_compute_the_same(T: int) -> None:
-    shape = MoEShape(E=4, H=256, I=128, topk=2)
-    ids = routings(shape, T, "zipf", count=1)
-    with configure_default_pool(2):
-        weights = RandomLayers(shape, "bf16", ids)
-        ours, static = Ours(weights, "generic"), StaticOurs(weights, "generic")
-        ours.prepare(T, ids)
-        static.prepare(T, ids)
-        want = ours.run(0, 0)
-        static._pool.workspace.buffers["x"].fill_(255)  # or it might find the rows of that call
-        assert torch.equal(static.run(0, 0), want)
-
-
-def test_skew_compares_with_balanced_and_with_static_shares() -> None:
-    settings = replace(make(("skew",)).settings, rounds=1, turn=0.0)
-    with configure_default_pool(1) as pool:
-        shape = MoEShape(E=8, H=64, I=32, topk=8)
-        found = skew("bf16", "generic", shape, pool, settings, detect())
-    many = {r["routing"]: r for r in found if r["tokens"] == 256 and r["schedule"] == "dynamic"}
-    assert many["balanced"]["x_balanced"] == 1.0 and "x_static" in many["one"]
-    assert (many["balanced"]["busiest"], many["one"]["busiest"]) == (1.0, 4.0)
-    assert 1.0 < many["zipf"]["busiest"] < 4.0
-    assert many["balanced"]["nbytes"] == 4 * many["one"]["nbytes"]  # eight experts, and two
-    assert many["balanced"]["flops"] == many["one"]["flops"]
+        (["--out", "/proc/results"], "results cannot be written to /proc/results: "),
+    ):
+        assert command.main([*check, *options]) == EXIT_ERROR
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: {said}") and line.endswith(".")
+    assert command.main([*check, "--quick"]) == 0 and list(tmp_path.iterdir()) == []
 
 
 def test_a_disturbed_part_runs_again_and_the_quietest_is_kept(
@@ -184,27 +147,10 @@ def test_a_disturbed_part_runs_again_and_the_quietest_is_kept(
     assert watch.disturbed == [("noisy", 0.2)]
 
 
-def target(*isa: str) -> Target:
-    return Target("cpu", "x86_64", frozenset(isa), 0, 0, 32 << 20)
-
-
-def test_a_call_is_timed_on_backends_and_peers_that_suit_it() -> None:
-    """AVX-512 goes on beside AMX: where the two cross is what the latency plot is for."""
-    amx = target(*next(backend.features for backend in kernels() if backend.name == "amx"))
-    settings = Settings.make(amx, threads=1, peers=("torch", "kt-kernel"))
-    layer = Experts(settings, amx, MoEShape(16, 64, 32, 4), peers=None)  # type: ignore[arg-type]
-    assert {"amx", "avx512", "generic"} <= set(layer.timed_backends("fp8", 8))
-    assert "generic" not in layer.timed_backends("fp8", 1024)
-    assert "amx/int8" in layer.timed_backends("int4", 9)
-    names = [peer.name for peer in settings.peers_of("fp8", 8)]
-    assert names == ["kt-kernel fp8", "torch bf16", "torch fp32"]
-    assert [peer.name for peer in settings.peers_of("fp8", 64)] == names[:-1]
-
-
 def fitted(gib: float, peers: tuple[str, ...] = ENGINES, **fewer: Any) -> tuple[int, str]:
     tokens = Tokens(1), Tokens(8), Tokens(64, True)
     options = {"formats": tuple(FORMATS), "tokens": tokens, "threads": 1, "peers": peers, **fewer}
-    chosen = Settings.make(target(), **options)
+    chosen = Settings.make(Target("cpu", "x86_64", frozenset(), 0, 0, 32 << 20), **options)
     shape, why = memory.layer_shape(int(gib * 2**30), 32 << 20, chosen.formats, chosen.together)
     return shape.E, why
 
@@ -222,3 +168,51 @@ def test_the_experts_of_the_readme_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fitted(21, ("kt-kernel", "torch")) == fitted(21, sections=("skew",)) == (32, "")
     with pytest.raises(PykernelsError, match=r"1\.0 GiB are free.*int8 beside kt.*fewer --peers"):
         fitted(1)
+
+
+def test_every_section_has_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call of a peer takes a second; one of them is not there."""
+
+    def ready(table: PeerTable, peer: Any, T: int, threads: int | None = None) -> Any:
+        if peer.mode == "fp32":
+            raise PeerMissing("not installed")
+        return SimpleNamespace(threads=2, turn=lambda *_: [(0, 1.0)])
+
+    roofs = SimpleNamespace(read=9.0, sample=lambda: None, compute=lambda *_: ("dot", 0.5))
+    for module in (experts, skew):
+        monkeypatch.setattr(module, "Roofs", lambda *_: roofs)
+    monkeypatch.setattr(PeerTable, "ready", ready)
+    monkeypatch.setattr(PeerTable, "try_to_start", lambda *_: None)
+    run = make(SECTIONS, formats=("bf16",), tokens=(Tokens(1),), peers=("kt-kernel", "torch"))
+    found: dict[str, dict[str, list[Row]]] = {}
+    for row in (row for some in run.rows() for row in some):
+        found.setdefault(row["op"], {}).setdefault(row["name"], []).append(row)
+    table, weights = found["experts bf16"], 2 * 3 * 256 * 128  # of two experts of a token
+    ours = table["pykernels generic"][0]
+    assert ours["nbytes"] == 2 * weights and ours["flops"] == 2 * weights
+    assert ours["why_torch fp32"] == "not installed"
+    assert ours["x_torch bf16"] == pytest.approx(1e6 / ours["us_median"], rel=0.01)
+    (theirs,) = table["torch bf16"]
+    assert (theirs["nbytes"], theirs["us_median"], theirs["threads"]) == (2 * weights, 1e6, 2)
+    assert [r["per_expert"] for r in found["latency bf16"]["pykernels generic"]] == [1, 2]
+    assert {"pykernels generic", "kt-kernel bf16"} <= set(found["threads bf16"])
+    many, few = zip(*found["skew bf16"].values(), strict=True)
+    busiest = {row["name"]: row["busiest"] for row in many}
+    assert busiest["one static"] == 4 > busiest["zipf dynamic"] > busiest["balanced dynamic"] == 1
+    assert many[0]["x_balanced"] == 1.0 and "x_static" in many[0]
+    assert many[0]["nbytes"] == 4 * many[-1]["nbytes"]  # eight experts, and two
+    assert many[0]["flops"] == many[-1]["flops"] > few[0]["flops"]
+
+
+def test_static_shares_compute_the_same() -> None:
+    T = 600  # so many that copying rows is a stage too
+    shape = MoEShape(E=4, H=256, I=128, topk=2)
+    ids = routings(shape, T, "zipf", count=1)
+    with configure_default_pool(2):
+        weights = RandomLayers(shape, "bf16", ids)
+        ours, static = Ours(weights, "generic"), StaticOurs(weights, "generic")
+        ours.prepare(T, ids)
+        static.prepare(T, ids)
+        want = ours.run(0, 0)
+        static._pool.workspace.buffers["x"].fill_(255)  # or it might find the rows of that call
+        assert torch.equal(static.run(0, 0), want)

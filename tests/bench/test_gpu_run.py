@@ -44,7 +44,7 @@ def failing() -> None:
 
 
 def case(run: Any, **changes: Any) -> Case:
-    given = {"params": {"tokens": 1}, "nbytes": 8000, "flops": 16, **changes}
+    given = {"params": {"tokens": 1}, "nbytes": 8000, "flops": 10**9, **changes}
     return Case("moe", "wait", run=run, **given)
 
 
@@ -71,12 +71,10 @@ def test_a_row_is_flat_with_the_times_of_the_call_and_its_peers() -> None:
 
 def test_roofs_count_a_copy_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call takes a microsecond; on a CPU there is 1 MiB to read, and 512 KiB to copy."""
-    assert measure_roofs(CPU).read_gbps > 0  # the kernel runs
     fake = SimpleNamespace(prepare=lambda *_: Ready(lambda: 1e-6, 1, False, 3))
     monkeypatch.setattr(roofs_module, "make_timer", lambda device: fake)
-    found = roofs_module.measure_roofs.__wrapped__(CPU)
+    found = measure_roofs.__wrapped__(CPU)
     assert (found.read_gbps, found.copy_gbps) == (1048.576, 1048.58)
-    assert found.matmul_tflops == round(2 * 256**3 / 1e6, 3)
 
 
 def test_a_failing_case_is_a_row_and_the_others_go_on() -> None:
@@ -96,22 +94,17 @@ def test_a_failing_case_is_a_row_and_the_others_go_on() -> None:
     assert "no memory" in end["why"]
 
 
-class LostTimer:
-    """The clock of a GPU whose context a kernel has ended."""
-
-    def prepare(self, call: Any, sets: int, seconds: float) -> Any:
-        raise RuntimeError("an illegal memory access was encountered")
-
-    def check(self) -> None:
-        raise PykernelsError("the GPU's context is lost", "Run the others in a new process")
-
-
 def test_a_lost_context_hands_what_is_left_to_a_new_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ops = SimpleNamespace(cases=lambda device, quick: iter([case(failing)] * 4))
     monkeypatch.setattr(gpu_run, "module_of", lambda op: ops)
-    monkeypatch.setattr(measure_module, "make_timer", lambda device: LostTimer())
+
+    def lost(*given: Any) -> Any:
+        raise PykernelsError("the GPU's context is lost", "Run the others in a new process")
+
+    timer = SimpleNamespace(prepare=failing, check=lost)
+    monkeypatch.setattr(measure_module, "make_timer", lambda device: timer)
     said = ["[1/2] nvcc a.cu", "7", '{"op": "roofs"}', '{"op": "moe", "name": "from there"}']
     (tmp_path / "bench").mkdir()
     (tmp_path / "bench/__init__.py").touch()  # else one on PYTHONPATH goes before it
@@ -144,9 +137,9 @@ def ops_of_three(monkeypatch: pytest.MonkeyPatch, interrupted: str = "") -> list
             cases=lambda device, quick: cases(op, quick), case=lambda device, tokens: case(wait)
         )
 
-    for module in (gpu_run, processes):
-        monkeypatch.setattr(module, "module_of", module_of)
-    monkeypatch.setattr(processes, "check_gpu", lambda name: CPU)
+    collector = SimpleNamespace(collect=lambda: 0, freeze=lambda: 0, unfreeze=lambda: 0)
+    monkeypatch.setattr(measure_module, "gc", collector)  # of all that pytest holds it is slow
+    monkeypatch.setattr(gpu_run, "module_of", module_of)
     monkeypatch.setattr("bench.harness.machine.check_gpu", lambda name: CPU)
     monkeypatch.setattr("bench.harness.roofs.measure_roofs", lambda device: ROOFS)
     return called
@@ -185,47 +178,35 @@ def test_a_run_writes_json_lines_and_files_interrupted_or_not(
     assert json.loads(capsys.readouterr().out)["name"] == "wait"
 
 
-@pytest.mark.parametrize(
-    ("options", "cause"),
-    [
+def test_no_machine_needs_triton_for_the_command_line() -> None:
+    code = "import sys; sys.modules['triton'] = None; import bench.gpu, bench.cpu"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_what_cannot_be_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for options, cause in (
         ([], "no CUDA GPU"),
-        (["--op", "nonsense"], "no op 'nonsense'"),
-        (["--device", "cpu"], "'cpu' is no CUDA device"),
         (["--minutes", "nan"], "nan minutes"),
         (["--op", "moe,linear", "--case", "tokens=1"], "not of moe,linear"),
-        (["--out", __file__], "results cannot be written to"),
-    ],
-    ids=" ".join,
-)
-def test_what_cannot_be_is_one_line(
-    options: list[str], cause: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert program.main(options) == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("error: ") and said.endswith(".") and cause in said
+    ):
+        assert program.main(options) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.startswith("error: ") and said.endswith(".") and cause in said
+    for op, flags, cause in (
+        ("attention", {"head": 1}, "attention has no flag 'head'. Use kind, batch, context"),
+        ("linear", {"tokens": "many"}, "tokens=many is no count"),
+    ):
+        with pytest.raises(PykernelsError, match=cause):
+            one_case(op, flags, CPU, 0.1)  # type: ignore[arg-type]
 
 
 def test_the_flags_of_the_command_line_are_the_cases() -> None:
     """Of ``pykernels bench attention|linear|router`` and of ``moe`` on a GPU."""
     from model.cli import bench_gpu
 
-    assert program.flags(["tokens=12", "format=int4"]) == {"tokens": 12, "format": "int4"}
-    own = {"device", "as_json", "debug"}
+    words = ("kind", "format", "activations", "keys")
     for op in ("attention", "linear", "router"):
-        named = set(inspect.signature(getattr(bench_gpu, op)).parameters) - own
-        words = ("kind", "format", "activations", "keys")
-        check_flags(op, {name: "x" if name in words else 1 for name in named})
-    for op, flags, cause in (
-        ("attention", {"head": 1}, "attention has no flag 'head'. Use kind, batch, context"),
-        ("linear", {"tokens": "many"}, "tokens=many is no count"),
-        ("attention", {"format": 8}, "format=8 is no name"),
-    ):
-        with pytest.raises(PykernelsError, match=cause):
-            one_case(op, flags, CPU, 0.1)  # type: ignore[arg-type]
-
-
-def test_no_machine_needs_triton_for_the_command_line() -> None:
-    """The parts that a CPU uses import without it."""
-    code = "import sys; sys.modules['triton'] = None; import bench.gpu, bench.cpu"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+        names = inspect.signature(getattr(bench_gpu, op)).parameters
+        own = ("device", "as_json", "debug")
+        check_flags(op, {n: "x" if n in words else 1 for n in names if n not in own})
