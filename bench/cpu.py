@@ -100,7 +100,7 @@ def measure(run: CpuRun, out: Path) -> None:
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     console.print(
         f"{', '.join(settings.sections)} of {formats} with {calls} tokens, {settings.threads}"
-        f" threads: {in_words(run.seconds)}{at_most} where nobody else uses the machine"
+        f" threads: {in_words(run.seconds)}{at_most} if nothing else runs on the machine"
     )
     if run.fewer_experts:
         console.print(run.fewer_experts)

@@ -123,7 +123,7 @@ def gate_case(T: int, E: int, H: int, gate_dtype: torch.dtype, device: torch.dev
 def step_case(T: int, E: int, H: int, spec: RouterSpec, device: torch.device) -> Case:
     """Gate, router and sort, and for one token its rows: all that lies before the experts.
 
-    The logits are no bytes that must be moved: nobody gets them.
+    The logits count no bytes: they are no result.
     """
     few = T <= 8
     nbytes = 4 * E * H + 2 * T * H + _routing_bytes(E, T * spec.topk, biased=True)

@@ -1,4 +1,4 @@
-"""Makes bench/notes/generate.svg from a real run: python bench/picture.py."""
+"""Makes bench/notes/generate.svg from a real run: python bench/notes/picture.py."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main() -> None:
     # No font from the net: the reader's own monospace one.
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
     svg = svg.replace("Fira Code, monospace", "monospace")
-    (Path(__file__).parent / "notes" / "generate.svg").write_text(svg)
+    (Path(__file__).parent / "generate.svg").write_text(svg)
 
 
 if __name__ == "__main__":

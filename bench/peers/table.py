@@ -1,6 +1,6 @@
 """The peers that are up: started when first asked for, ended when a format does not need them.
 
-A peer is compared at the best of its thread counts: workers that spin crowd each other out
+A peer is compared at the best of its thread counts: workers that spin take each other's cores
 when there is one for every core. So each count is tried once, and the fastest stays.
 """
 
