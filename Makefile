@@ -41,7 +41,7 @@ types: $(VENV)/.installed-test
 	$(BIN)/mypy
 
 bench: $(VENV)/.installed-test
-	$(BIN)/python -m pytest bench --benchmark-enable --benchmark-only
+	$(BIN)/python -m pytest bench/suites --benchmark-enable --benchmark-only
 
 # A peer that cannot be installed becomes a row that says so. A bad BENCH is told before ten minutes of that.
 bench-cpu: $(VENV)/.installed-bench

@@ -1,1 +1,1 @@
-"""Benchmarks: pytest-benchmark suites, off in the tests, run by `make bench`."""
+"""Measurements: `make bench-cpu`, `make bench-gpu`, `make bench` (pytest-benchmark suites)."""

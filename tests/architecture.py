@@ -10,7 +10,7 @@ import ast
 import importlib.util
 from collections.abc import Iterator
 
-PACKAGES = {"pykernels": 0, "runtime": 1, "model": 2, "bench": 3, "tests": 3}
+PACKAGES = {"pykernels": 0, "runtime": 1, "model": 2, "bench": 3, "tests": 4}
 """Rank of each top-level package: a module imports packages of a lower rank, and its own."""
 
 PYKERNELS = {

@@ -1,4 +1,4 @@
-"""The peers: where each lives, how it stores weights, which of our formats it is held against.
+"""The peers: where each lives, how it stores weights, which of our formats it is compared with.
 
 Only the standard library is imported here: the peers' own Pythons read this file too.
 """
@@ -23,7 +23,7 @@ class Peer:
         engine: one of ``engines.ENGINES``; those of ``OWN_VENV`` have an environment of their own.
         mode: the engine's name for how weights are stored.
         bytes_per_weight: read from memory, block scales included.
-        formats: our formats that it is the like of; empty: every format is held against it.
+        formats: our formats that are stored alike; empty: it is compared with every format.
         features: CPU features that it needs, in LLVM's names.
         max_tokens: more tokens a call are not asked of it; 0: no bound.
         loading: bytes that copies of a weight take until it is loaded, beside those that stay
@@ -43,7 +43,7 @@ class Peer:
         return f"{self.engine} {self.mode}"
 
     def matches(self, fmt: str, tokens: int) -> bool:
-        """Whether a call of ``tokens`` in our format ``fmt`` is held against this peer."""
+        """Whether a call of ``tokens`` in our format ``fmt`` is compared with this peer."""
         fits = not self.max_tokens or tokens <= self.max_tokens
         return fits and (not self.formats or fmt in self.formats)
 

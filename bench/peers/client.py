@@ -1,7 +1,7 @@
 """Our side of the wire: starts a peer, asks it for turns, holds it still while we run.
 
 Between turns the peer is stopped (SIGSTOP): its spinning workers take no core and no bandwidth from
-whoever's turn it is.
+the one whose turn it is.
 """
 
 from __future__ import annotations

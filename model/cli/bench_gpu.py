@@ -1,6 +1,6 @@
 """`pykernels bench attention|linear|router`, `moe` on a GPU: one case of `python -m bench.gpu`.
 
-The cases, their peers and roofs are in bench/gpu, which is to the right of this package: it runs as
+The cases, their peers and roofs are in bench, which is to the right of this package: it runs as
 a program of its own. An option here is an argument of ``case()`` in that op's file there.
 """
 

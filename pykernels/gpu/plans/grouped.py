@@ -2,7 +2,7 @@
 
 A plan is chosen by operation, weight kind, GPU generation, and how many rows an expert (or the
 linear) has on average: shapes only, never routing. The first of these that fits is taken: the
-``plan=`` argument; a line of the file that ``python -m bench.gpu.tune`` writes for this GPU (see
+``plan=`` argument; a line of the file that ``python -m bench.tune`` writes for this GPU (see
 ``plan_file``); the table below, or for kernels that decode in registers the functions of
 ``linear_plan`` and ``experts_plan``.
 

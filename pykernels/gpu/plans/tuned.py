@@ -174,7 +174,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
         why = f"there is no {error}" if isinstance(error, KeyError) else error
         raise PykernelsError(
             f"{file} cannot be read: {at}{why}",
-            "Delete it, or run python -m bench.gpu.tune again",
+            "Delete it, or run python -m bench.tune again",
         ) from None
 
 

@@ -1,0 +1,162 @@
+"""Our experts, timed in turns with the peers; and the same kernels under a static schedule.
+
+The static schedule shows what the dynamic queue is worth: each stage is cut into one contiguous
+share a thread and ends in a barrier for all, as a plain parallel loop would run it. The pool sees
+one task a thread and stage, which runs its whole share.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, types
+
+from pykernels.cpu import MoECall, make_kernel
+from pykernels.cpu.intrin.sync import as_pointer, call_task
+from pykernels.cpu.jit import task
+from pykernels.cpu.moe.plan import plan
+from runtime.profiling.workload import RandomLayers, call_of
+from runtime.workers.pool import Call
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """ "avx512/int8" -> (backend, activations); bf16 is not written."""
+    backend, _, activations = name.partition("/")
+    return backend, activations or "bf16"
+
+
+class Ours:
+    """One backend on random layers, on the shared pool of the moment.
+
+    Args:
+        kernel: "avx512", or with other activations "avx512/int8".
+
+    Raises:
+        PykernelsError: the backend cannot run this format here.
+    """
+
+    def __init__(self, weights: RandomLayers, kernel: str) -> None:
+        self.kernel, self.layers = kernel, weights.experts(*split_name(kernel))
+        self._next = 0
+
+    def prepare(self, T: int, ids: list[torch.Tensor]) -> None:
+        """Takes the routings of the turns to come; the first call also compiles."""
+        g = torch.Generator().manual_seed(1)
+        shape = self.layers[0].shape
+        self.x = torch.randn(T, shape.H, generator=g).to(torch.bfloat16)
+        self.weights = torch.rand(T, shape.topk, generator=g)
+        self.ids, self._next = ids, 0
+        self._call()
+
+    def turn(self, seconds: float, most: int = 1000) -> list[tuple[int, float]]:
+        """About ``seconds`` of calls, at least one: (routing, seconds) of each."""
+        calls: list[tuple[int, float]] = []
+        end = time.perf_counter() + seconds
+        while not calls or (time.perf_counter() < end and len(calls) < most):
+            calls.append(self._call())
+        return calls
+
+    def _call(self) -> tuple[int, float]:
+        layer, routing = call_of(self._next, len(self.layers), len(self.ids))
+        self._next += 1
+        start = time.perf_counter()
+        self.run(layer, routing)
+        return routing, time.perf_counter() - start
+
+    def run(self, layer: int, routing: int) -> torch.Tensor:
+        """One call; its [T, H] result."""
+        return self.layers[layer](self.x, self.ids[routing], self.weights)
+
+
+_STAGES = ("rows", "pack", "gate_up", "down")
+_FIELDS = [f"{stage}_{what}" for stage in _STAGES for what in ("at", "units", "unit")]
+SHARES = np.dtype([(name, np.int64) for name in ("job", "threads", *_FIELDS)])
+"""A call's shares: the real job, then of each stage its task, how many units, tasks of a unit."""
+
+_WORDS = len(SHARES.names or ())
+_FIELD = {stage: 2 + 3 * i for i, stage in enumerate(_STAGES)}
+
+
+@functools.cache
+def make_share(stage: str) -> Any:
+    """The task (``jit.TASK``; its job: ``SHARES``) that runs one thread's share of a stage."""
+    first_word = _FIELD[stage]
+
+    @task(f"static-{stage}")
+    def share(shares, index, worker):
+        words = carray(as_pointer(shares), (_WORDS,), types.int64)
+        job, threads = words[0], words[1]
+        function, units, unit = words[first_word], words[first_word + 1], words[first_word + 2]
+        first, last = units * index // threads, units * (index + 1) // threads
+        for i in range(first * unit, last * unit):
+            status = call_task(function, job, i, worker)
+            if status != 0:
+                return status
+        return 0
+
+    return share
+
+
+class StaticOurs(Ours):
+    """``Ours`` on static shares. A thread that is done early only waits at the barrier."""
+
+    def __init__(self, weights: RandomLayers, kernel: str) -> None:
+        super().__init__(weights, kernel)
+        pool = self._pool = self.layers[0].pool.pools[0]
+        compiled = make_kernel(self.layers[0].backend.name, weights.fmt)
+        self._stages = compiled.stages
+        self._compiled, self._packed = compiled, [packed.slices[0] for packed in weights.packed]
+        self._zeros = np.zeros(pool.threads, np.int64)
+        self._pieces = np.full(1, pool.threads, np.int64)
+        self._shares = np.zeros(1, SHARES)
+
+    def prepare(self, T: int, ids: list[torch.Tensor]) -> None:
+        """As ``Ours``; down tasks are alike, as many for every thread."""
+        threads, gemm_from = self._pool.threads, self.layers[0].gemm_from
+        cut = plan(self.layers[0].shape, self._packed[0].fmt, threads, T, gemm_from)
+        share = -(-self._packed[0].down.shape[1] // threads)
+        parts = -(-share // cut.h_chunk)
+        cut = replace(cut, h_chunk=-(-share // parts), h_share=0)
+        self._calls = [
+            MoECall(packed, self._compiled, self._pool.workspace, threads, cut)
+            for packed in self._packed
+        ]
+        super().prepare(T, ids)
+
+    def run(self, layer: int, routing: int) -> torch.Tensor:
+        """One call; its [T, H] result."""
+        call, ids = self._calls[layer], self.ids[routing]
+        y, threads, stages = torch.empty_like(self.x), self._pool.threads, self._stages
+        tasks = call.prepare(self.x, ids, self.weights, y)
+        # A run of outputs sums its experts in order: it stays with one thread.
+        self._shares[0] = (
+            *(call.address, threads),
+            *(stages.rows.address, tasks.row_tasks, 1),
+            *(stages.pack.address, tasks.pack_tasks, 1),
+            *(stages.gate_up.address, tasks.gate_up_tasks, 1),
+            *(stages.down.address, tasks.down_chunks, tasks.active),
+        )
+        rows, pack, gate_up, down = (make_share(stage).address for stage in _FIELD)
+        self._pool.start(
+            Call(
+                gate_up=gate_up,
+                down=down,
+                job=self._shares.ctypes.data,
+                active=1,
+                i_chunks=threads,
+                down_chunks=threads,
+                pack=pack,
+                pack_tasks=threads,
+                piece_active=self._zeros.ctypes.data,
+                pieces=self._pieces.ctypes.data,
+                rows=rows,
+                row_tasks=threads,
+            )
+        )
+        self._pool.wait()
+        return y

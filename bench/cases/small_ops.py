@@ -1,0 +1,259 @@
+"""The small kernels between the large ones, at the sizes of DeepSeek-V3 and of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from bench.harness.case import Case, built, rotating, sets_for
+from pykernels.errors import PykernelsError
+from pykernels.gpu.activation import silu_mul
+from pykernels.gpu.attention.kv_write import kv_write, mla_write
+from pykernels.gpu.attention.mla_read import mla_read
+from pykernels.gpu.embedding import embed
+from pykernels.gpu.norm import rms_norm
+from pykernels.gpu.rope import rope, rope_frequencies
+from pykernels.gpu.sampling import greedy, sample
+
+BF16 = torch.bfloat16
+
+
+def _sets(make: Callable[[], tuple[Any, ...]], nbytes: int, device: torch.device) -> list[Any]:
+    return [make() for _ in range(min(sets_for(nbytes, device), 32))]
+
+
+def norm_case(T: int, H: int, device: torch.device) -> Case:
+    """RMSNorm of x plus residual, both results written."""
+    nbytes = 2 * T * H * 4 + 2 * H
+    weight = torch.rand(H, device=device, dtype=BF16)
+
+    def make() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(T, H, device=device).to(BF16), torch.randn(T, H, device=device).to(BF16)
+
+    sets = _sets(make, nbytes, device)
+    out = torch.empty(T, H, device=device, dtype=BF16), torch.empty(T, H, device=device, dtype=BF16)
+
+    def peer(x: torch.Tensor, residual: torch.Tensor) -> object:
+        total = x + residual
+        return F.rms_norm(total, (H,), weight, 1e-6), total
+
+    return Case(
+        "small_ops", "rms_norm + residual", {"tokens": T, "hidden": H},
+        rotating(lambda x, r: rms_norm(x, weight, 1e-6, r, out), sets), nbytes, 0,
+        {"torch": rotating(peer, sets)}, len(sets),
+    )  # fmt: skip
+
+
+def silu_case(T: int, inter: int, device: torch.device) -> Case:
+    nbytes = 2 * T * inter * 3
+    sets = _sets(lambda: (torch.randn(T, 2 * inter, device=device).to(BF16),), nbytes, device)
+    out = torch.empty(T, inter, device=device, dtype=BF16)
+
+    def peer(x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+
+    return Case(
+        "small_ops", "silu_mul", {"tokens": T, "inter": inter},
+        rotating(lambda x: silu_mul(x, out), sets), nbytes, 0,
+        {"torch": rotating(peer, sets)}, len(sets),
+    )  # fmt: skip
+
+
+def rope_case(T: int, heads: int, kv: int, D: int, interleaved: bool, device: torch.device) -> Case:
+    """In place: read and written."""
+    nbytes = 2 * 2 * T * (heads + kv) * D
+    positions = torch.arange(T, device=device) + 5000
+    frequencies = rope_frequencies(D).to(device)
+
+    def make() -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = (torch.randn(T, n, D, device=device).to(BF16) for n in (heads, kv))
+        return q, k
+
+    angles = positions.float().unsqueeze(1) * frequencies
+    cos, sin = (
+        f(torch.cat([angles] * 2, -1)).to(BF16).unsqueeze(1) for f in (torch.cos, torch.sin)
+    )
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+        return torch.cat([a, b], -1) * cos + torch.cat([-b, a], -1) * sin
+
+    sets = _sets(make, nbytes, device)
+    return Case(
+        "small_ops", "rope", {"tokens": T, "heads": heads, "kv_heads": kv, "head_dim": D,
+                           "pairs": "interleaved" if interleaved else "half-split"},
+        rotating(lambda q, k: rope(q, k, positions, frequencies, interleaved), sets), nbytes, 0,
+        {"torch": rotating(lambda q, k: (turned(q), turned(k)), sets)}, len(sets),
+    )  # fmt: skip
+
+
+def embed_case(T: int, V: int, H: int, device: torch.device) -> Case:
+    table = torch.randn(V, H, device=device, dtype=BF16)
+    sets = [(torch.randint(0, V, (T,), device=device),) for _ in range(32)]
+    out = torch.empty(T, H, device=device, dtype=BF16)
+    return Case(
+        "small_ops", "embed", {"tokens": T, "vocab": V, "hidden": H},
+        rotating(lambda ids: embed(ids, table, out), sets), 2 * 2 * T * H + 8 * T, 0,
+        {"torch": rotating(lambda ids: F.embedding(ids, table), sets)}, 32,
+    )  # fmt: skip
+
+
+def mla_write_case(T: int, eight: bool, device: torch.device) -> Case:
+    pages, page, L, R = 2048, 64, 512, 64
+    dtype = torch.float8_e4m3fn if eight else BF16
+    latent = torch.zeros(pages, page, L, device=device, dtype=BF16).to(dtype)
+    turned = torch.zeros(pages, page, R, device=device, dtype=BF16)
+    scale = torch.zeros(pages, page, device=device) if eight else None
+    nbytes = T * (2 * (L + R) + L * dtype.itemsize + 2 * R + 4 * eight + 8)
+
+    def make() -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(T, L + R, device=device, dtype=BF16)
+        return x, torch.randperm(pages * page, device=device)[:T]
+
+    sets = _sets(make, nbytes, device)
+
+    def peer(x: torch.Tensor, slots: torch.Tensor) -> None:
+        rows = x[:, :L]
+        if scale is not None:
+            top = rows.abs().amax(-1).float().clamp_min(1e-30) / 448
+            scale.view(-1).index_copy_(0, slots, top)
+            rows = (rows / top.unsqueeze(1)).to(dtype).view(torch.uint8)
+        flat = latent.view(-1, L)
+        (flat.view(torch.uint8) if eight else flat).index_copy_(0, slots, rows)
+        turned.view(-1, R).index_copy_(0, slots, x[:, L:])
+
+    def ours(x: torch.Tensor, slots: torch.Tensor) -> None:
+        mla_write(x[:, :L], x[:, L:], slots, latent, turned, scale)
+
+    return Case(
+        "small_ops", "mla_write", {"tokens": T, "cache": "fp8" if eight else "bf16"},
+        rotating(ours, sets), nbytes, 0, {"torch": rotating(peer, sets)}, len(sets),
+    )  # fmt: skip
+
+
+def kv_write_case(T: int, KVH: int, D: int, device: torch.device) -> Case:
+    pages, page = 512, 64
+    k_cache, v_cache = (torch.zeros(pages, page, KVH, D, device=device, dtype=BF16) for _ in "kv")
+    nbytes = T * (4 * 2 * KVH * D + 8)
+
+    def make() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        k, v = (torch.randn(T, KVH, D, device=device, dtype=BF16) for _ in "kv")
+        return k, v, torch.randperm(pages * page, device=device)[:T]
+
+    sets = _sets(make, nbytes, device)
+
+    def peer(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        for x, cache in ((k, k_cache), (v, v_cache)):
+            cache.view(-1, KVH, D).index_copy_(0, slots, x)
+
+    return Case(
+        "small_ops", "kv_write", {"tokens": T, "kv_heads": KVH, "head_dim": D, "cache": "bf16"},
+        rotating(lambda k, v, slots: kv_write(k, v, slots, k_cache, v_cache), sets), nbytes, 0,
+        {"torch": rotating(peer, sets)}, len(sets),
+    )  # fmt: skip
+
+
+def mla_read_case(B: int, K: int, eight: bool, device: torch.device) -> Case:
+    """The cached latents of B prefixes of K tokens to bf16 rows."""
+    page, L, R = 64, 512, 64
+    nbytes = B * K * (L * (1 if eight else 2) + 4 * eight + 2 * R + 2 * (L + R))
+    pages = B * K // page
+    dtype = torch.float8_e4m3fn if eight else BF16
+    starts = torch.arange(B, device=device, dtype=torch.int32) * K
+    lengths = torch.full_like(starts, K)
+
+    def make() -> tuple[Any, ...]:
+        latent, turned = (torch.randn(pages, page, n, device=device, dtype=BF16) for n in (L, R))
+        scale = torch.rand(pages, page, device=device) if eight else None
+        return latent.to(dtype), turned, torch.randperm(pages, device=device).int(), scale
+
+    sets = _sets(make, nbytes, device)
+    out = (
+        torch.empty(B * K, L, device=device, dtype=BF16),
+        torch.empty(B * K, R, device=device, dtype=BF16),
+    )
+
+    def ours(latent: Any, turned: Any, table: Any, scale: Any) -> object:
+        return mla_read(latent, turned, table.view(B, -1), starts, lengths, B * K, scale, out)
+
+    def peer(latent: Any, turned: Any, table: Any, scale: Any) -> object:
+        if scale is None:
+            return latent[table], turned[table]
+        codes = latent.view(torch.uint8)[table].view(dtype)
+        return (codes.float() * scale[table].unsqueeze(-1)).to(BF16), turned[table]
+
+    return Case(
+        "small_ops", "mla_read", {"batch": B, "context": K, "cache": "fp8" if eight else "bf16"},
+        rotating(ours, sets), nbytes, 0, {"torch": rotating(peer, sets)}, len(sets),
+    )  # fmt: skip
+
+
+def sample_case(T: int, V: int, how: str, device: torch.device) -> Case:
+    """Greedy, temperature, top-k, top-p, both. Bytes: the logits once."""
+    nbytes = 4 * T * V
+    sets = _sets(lambda: (torch.randn(T, V, device=device) * 3,), nbytes, device)
+    state = torch.zeros(2, dtype=torch.int64, device=device)
+    heat = torch.full((T,), 0.8, device=device)
+    top_k = torch.full((T,), 50, dtype=torch.int32, device=device) if "top-k" in how else None
+    top_p = torch.full((T,), 0.9, device=device) if "top-p" in how else None
+    out = torch.empty(T, dtype=torch.int64, device=device)
+
+    def ours(logits: torch.Tensor) -> object:
+        if how == "greedy":
+            return greedy(logits, out)
+        return sample(logits, state, heat, top_k, top_p, out)
+
+    def peer(logits: torch.Tensor) -> torch.Tensor:
+        if how == "greedy":
+            return logits.argmax(-1)
+        logits = logits / heat.unsqueeze(1)
+        if top_k is not None:
+            least = logits.topk(50, -1)[0][:, -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        if top_p is not None:
+            ordered, order = logits.sort(-1)
+            drop = ordered.softmax(-1).cumsum(-1) <= 0.1
+            logits = logits.masked_fill(drop.scatter(1, order, drop), -torch.inf)
+        noise = torch.empty_like(logits).exponential_()
+        return (logits.softmax(-1) / noise).argmax(-1)
+
+    return Case(
+        "small_ops", "sample", {"rows": T, "vocab": V, "how": how}, rotating(ours, sets), nbytes, 0,
+        {"torch": rotating(peer, sets)}, len(sets),
+    )  # fmt: skip
+
+
+def cases(device: torch.device, quick: bool = False) -> Iterator[Case]:
+    """One token and a prompt of each."""
+    made: list[tuple[Any, ...]] = []
+    for T in (1, 8192) if quick else (1, 8, 8192):
+        made += [(norm_case, T, 7168), (silu_case, T, 2048)]
+        made += [(rope_case, T, 128, 1, 64, True), (mla_write_case, T, True)]
+    for T in () if quick else (1, 8192):
+        made += [(rope_case, T, 32, 4, 128, False), (mla_write_case, T, False)]
+        made += [(kv_write_case, T, 8, 128)]
+    made += [(mla_read_case, 1, 32768, eight) for eight in ((False,) if quick else (False, True))]
+    for T in (1,) if quick else (1, 8192):
+        made += [(embed_case, T, 129_280, 7168)]
+    for T in (1,) if quick else (1, 8):
+        for how in ("greedy", "temperature", "top-k", "top-p", "top-k, top-p"):
+            made += [(sample_case, T, 129_280, how)]
+    for make, *arguments in made:
+        yield built("small_ops", make, *arguments, device)
+
+
+def case(device: torch.device, what: str = "norm", tokens: int = 1, hidden: int = 7168) -> Case:
+    """One case by name."""
+    made: dict[str, Callable[[], Case]] = {
+        "norm": lambda: norm_case(tokens, hidden, device),
+        "silu": lambda: silu_case(tokens, hidden, device),
+        "embed": lambda: embed_case(tokens, 129_280, hidden, device),
+        "sample": lambda: sample_case(tokens, 129_280, "top-k, top-p", device),
+    }
+    if what not in made:
+        raise PykernelsError(f"There is no case {what!r}", f"Use one of {', '.join(made)}")
+    return made[what]()

@@ -1,1 +1,0 @@
-"""The GPU's kernels against its roofs and against torch: one table and a plot a machine."""

@@ -1,0 +1,1 @@
+"""How anything is timed, compared and kept: timers, turns, roofs, files, one report."""

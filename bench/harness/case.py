@@ -1,0 +1,115 @@
+"""One operation at one size, as a benchmark of the GPU times it.
+
+Each op's file in ``bench/cases`` (``attention.py``, ``moe.py``, ``linear.py``, ``router.py``,
+``small_ops.py``) has
+
+- ``cases(device, quick=False) -> Iterator[Case]``: the table's rows. A generator, so that one
+  case's memory is free before the next one's is taken;
+- ``case(device, **flags) -> Case``: one case from the flags of ``pykernels bench OP`` (integers and
+  strings; see ``model/cli/bench_gpu.py`` for their names and defaults).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .timer import L2_SHARE, l2_bytes
+
+Call = Callable[[], object]
+
+MAX_SETS = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table.
+
+    Attributes:
+        op: attention, moe, linear, router or small_ops.
+        name: what runs, the same for all sizes of it: "mla decode".
+        params: sizes and formats, flat: they become columns of the JSON.
+        run: one call of our kernel; capturable in a CUDA graph. It may take its next set of inputs
+            on each call (see ``rotating``).
+        nbytes: fewest bytes of device memory that a call must move (each input read once, each
+            output written once; of weights only what this call's routing touches).
+        flops: multiplications and additions that it must do, 2 for a multiply-add.
+        peers: what else does the same, by name ("torch sdpa").
+        sets: input sets that ``run`` (and each peer) rotates over, 1 if its input alone is larger
+            than L2.
+        compute: the roof of ``flops``: "bf16" (measured) or "fp8" (twice that).
+    """
+
+    op: str
+    name: str
+    params: dict[str, int | str]
+    run: Call
+    nbytes: int
+    flops: int
+    peers: dict[str, Call] = field(default_factory=dict)
+    sets: int = 1
+    compute: str = "bf16"
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """What names its row."""
+        return {"op": self.op, "name": self.name, **self.params}
+
+
+def sets_for(nbytes: int, device: torch.device) -> int:
+    """Input sets of ``nbytes`` each that together do not fit in L2, at most ``MAX_SETS``.
+
+    Beyond that the inputs are so small that in a model, too, the kernel before left them in L2.
+    """
+    wanted = L2_SHARE * l2_bytes(device)
+    return max(1, min(MAX_SETS, -(-wanted // max(1, nbytes))))
+
+
+def rotating(
+    function: Callable[..., object], sets: Sequence[tuple[Any, ...]]
+) -> Callable[..., object]:
+    """A call that gives ``function`` the next set's arguments each time, round and round.
+
+    Keywords of the call are passed on.
+    """
+    number = 0
+
+    def call(**options: object) -> object:
+        nonlocal number
+        arguments = sets[number % len(sets)]
+        number += 1
+        return function(*arguments, **options)
+
+    return call
+
+
+def built(op: str, make: Callable[..., Case], *arguments: Any) -> Case:
+    """``make(*arguments)``; if that fails, a case that fails so when it runs.
+
+    In a generator of cases an exception would be the end of all that follow.
+    """
+    try:
+        return make(*arguments)
+    except Exception as error:
+        sizes = " ".join(str(a) for a in arguments if not isinstance(a, torch.device))
+        return _failing(op, f"{make.__name__} {sizes}", error)
+
+
+def going_on(op: str, name: str, cases: Iterator[Case]) -> Iterator[Case]:
+    """The cases; where making one fails, a case ``name`` that fails so when it runs ends them."""
+    try:
+        yield from cases
+    except Exception as error:
+        yield _failing(op, name, error)
+
+
+def _failing(op: str, name: str, error: Exception) -> Case:
+    failure = error.with_traceback(None)  # whose frames hold tensors
+
+    def run() -> None:
+        raise failure
+
+    return Case(op, name, {}, run, 1, 0)

@@ -1,0 +1,125 @@
+"""Where and with what a run was made."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+from datetime import UTC, datetime
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from bench.peers.catalog import ROOT
+from pykernels import __version__
+from pykernels.errors import PykernelsError
+from pykernels.target import Target
+from runtime.machine import tuning
+from runtime.machine.topology import Topology
+
+if TYPE_CHECKING:
+    import torch
+
+Machine = dict[str, Any]
+"""``name``, ``slug`` (its folder), ``date``, ``about`` (one sentence), ``versions``, numbers."""
+
+
+def slug(name: str) -> str:
+    """A folder's name: "AMD EPYC (znver5) 2 cores" -> "amd-epyc-znver5-2-cores"."""
+    return tuning.slug(re.sub(r"\((r|tm)\)", "", name.lower()))
+
+
+def _describe(name: str, folder: str, about: str, versions: dict[str, str]) -> Machine:
+    return {
+        "name": name,
+        "slug": slug(folder),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "about": about,
+        "versions": {
+            "pykernels": commit() or __version__,
+            "python": platform.python_version(),
+            **versions,
+        },
+    }
+
+
+def describe_cpu(target: Target) -> Machine:
+    """The CPU, its memory, and versions."""
+    topology = Topology.detect()
+    load = round(os.getloadavg()[0], 2)
+    about = (
+        f"{', '.join(sorted(target.isa))}; L3 {target.l3 >> 20} MiB, memory"
+        f" {topology.memory_total / 2**30:.0f} GiB, huge pages {topology.huge_pages}, load before"
+        f" the run {load}."
+    )
+    names = ("numba", "llvmlite", "torch", "numpy")
+    versions = {name: metadata.version(name) for name in names}
+    folder = f"{target.cpu} {topology.usable} cores"
+    found = _describe(target.cpu, folder, about, versions)
+    return found | {"cores": topology.usable, "l3_bytes": target.l3, "load_before": load}
+
+
+def describe_gpu(device: torch.device) -> Machine:
+    """The GPU and versions; "interpreter" where there is none."""
+    import torch
+
+    from .timer import l2_bytes
+
+    cuda = device.type == "cuda"
+    found = torch.cuda.get_device_properties(device) if cuda else None
+    about = "Triton's interpreter."
+    if found:
+        about = (
+            f"Compute capability {found.major}.{found.minor}, {found.multi_processor_count}"
+            f" multiprocessors, L2 {l2_bytes(device) >> 20} MiB, memory"
+            f" {found.total_memory / 2**30:.0f} GiB."
+        )
+    name = found.name if found else "interpreter"
+    versions = {
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda or "",
+        "triton": metadata.version("triton"),
+    }
+    return _describe(name, name, about, versions)
+
+
+def check_gpu(name: str) -> torch.device:
+    """The device of that name, made the current one.
+
+    Raises:
+        PykernelsError: it is no CUDA GPU of this machine, or Triton is missing.
+    """
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("cpu")
+    if device.type != "cuda":
+        raise PykernelsError(f"{name!r} is no CUDA device", "Name one: --device cuda:0")
+    if not torch.cuda.is_available():
+        raise PykernelsError(
+            f"this machine has no CUDA GPU that torch {torch.__version__} can use",
+            "Run it where there is one; the CPU's kernels are timed by make bench-cpu",
+        )
+    if (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise PykernelsError(f"there is no {name}, only {count} GPUs", "Name one: --device cuda:0")
+    if importlib.util.find_spec("triton") is None:
+        raise PykernelsError("Triton is not installed", "pip install triton")
+    device = torch.device("cuda", device.index or 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+def commit() -> str | None:
+    """The checkout's commit, with a + if kernels or machinery differ from it."""
+    git = ["git", "-C", str(ROOT)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True)
+        if head.returncode:
+            return None
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "pykernels", "runtime"])
+    except OSError:
+        return None
+    return head.stdout.decode().strip() + ("+" if changed.returncode else "")

@@ -1,0 +1,92 @@
+"""A run from its first row to its files: what is kept of it, how it ends, its exit code."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from model.cli.common import EXIT_ERROR, EXIT_INTERRUPTED
+from pykernels.errors import PykernelsError
+
+from .files import Partial, Results, write
+from .rows import Row, reason
+
+EXIT_FAILED = 1
+_KILLED = "the run was killed"  # what a partial file says unless it is written again
+
+
+class Run(Protocol):
+    """What is measured."""
+
+    def rows(self) -> Iterator[list[Row]]:
+        """The rows, part by part, as they are measured; none begun beyond the time limit."""
+        ...
+
+    def head(self) -> Results:
+        """All of the results but the rows; of ``missing`` that the time limit was met."""
+        ...
+
+
+def measure_and_keep(run: Run, out: Path | None, show: Callable[[Row], None]) -> Results:
+    """The run; its rows are shown, and in a file, before the next part begins.
+
+    Args:
+        out: the results folder; None: no files.
+
+    Raises:
+        BaseException: what ended it early, Ctrl-C too. The rows so far are in the partial files.
+    """
+    rows: list[Row] = []
+    partial = Partial(out) if out else None
+    try:
+        for some in run.rows():
+            rows += some
+            if partial and rows:
+                partial.keep({**run.head(), "missing": _KILLED, "rows": rows})
+            for row in some:
+                show(row)
+    except BaseException as error:
+        if partial and rows:
+            why = "it was interrupted" if isinstance(error, KeyboardInterrupt) else reason(error)
+            partial.keep({**run.head(), "missing": why, "rows": rows})
+            print("what was measured:", *partial.paths, file=sys.stderr)
+        raise
+    results = {**run.head(), "rows": rows}
+    if out and partial and rows:
+        for path in write(results, out):
+            print(path, file=sys.stderr)
+        partial.drop()
+    return results
+
+
+def exit_code(command: Callable[[], int], debug: bool = False) -> int:
+    """What the command returns; an error of it as one line and the code for that."""
+    try:
+        return command()
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except PykernelsError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except Exception as error:
+        if debug:
+            raise
+        what = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
+        print(f"error: unexpected {what}. --debug shows the traceback.", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def end_on_signals() -> None:
+    """Ctrl-C and SIGTERM end a run in the same way: peers are ended, rows are kept."""
+
+    def end(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a second one would end the writing
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, end)
+    signal.signal(signal.SIGTERM, end)
