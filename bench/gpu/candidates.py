@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pykernels.gpu.common.launch import H200_SMS
 from pykernels.gpu.gemm.hopper.dequant import EXPERT_KINDS
-from pykernels.gpu.gemm.select import H200_PROCESSORS, Plan, even_shares
+from pykernels.gpu.gemm.select import Plan, even_shares
 from pykernels.gpu.plans.gemm import (
     DequantPlan,
     GemmPlan,
@@ -49,7 +50,7 @@ _GEMV = [
     for stages in (2, 3, 5)
 ]  # fmt: skip
 _ONE = [
-    GemvMmaPlan(rows, warps, ahead, rounds * H200_PROCESSORS)
+    GemvMmaPlan(rows, warps, ahead, rounds * H200_SMS)
     for rows, warps, ahead in (
         (16, 4, 2), (16, 4, 3), (16, 4, 4), (16, 8, 1), (16, 8, 2), (16, 8, 4), (32, 8, 1),
         (32, 8, 2),
@@ -64,11 +65,11 @@ _ONE = [
     )
 ] + [
     *(
-        GemvMmaPlan(16, 4, ahead, 3 * H200_PROCESSORS, registers=registers)
+        GemvMmaPlan(16, 4, ahead, 3 * H200_SMS, registers=registers)
         for ahead in (2, 3, 4)
         for registers in (160, 168)
     ),
-    GemvMmaPlan(16, 16, 3, H200_PROCESSORS, registers=128),
+    GemvMmaPlan(16, 16, 3, H200_SMS, registers=128),
 ]  # fmt: skip
 _FEW = [
     SkinnyPlan(rows, warps, chunks)
@@ -94,7 +95,7 @@ _MANY = [
     for split in ((1, 2, 4) if cols <= 128 else (1, 2) if warps == 4 else (1,))
 ]  # fmt: skip
 _MANY_EVEN = [
-    even_shares(cols, warps, stages, words, room, H200_PROCESSORS)
+    even_shares(cols, warps, stages, words, room, H200_SMS)
     for cols, warps, stages, words, rooms in (
         (16, 4, 6, 6, (4, 6)), (32, 4, 6, 6, (4,)), (32, 8, 4, 4, (2, 3)), (64, 4, 4, 4, (3, 4)),
         (64, 8, 4, 4, (2,)), (64, 8, 3, 4, (3,)), (128, 4, 3, 4, (3,)), (128, 8, 3, 3, (2,)),

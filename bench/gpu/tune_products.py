@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from pykernels.gpu.common.launch import H200_SMS
 from pykernels.gpu.gemm.hopper.dequant import EXPERT_KINDS
 from pykernels.gpu.gemm.hopper.dequant import KINDS as MANY_KINDS
 from pykernels.gpu.gemm.linear import linear
-from pykernels.gpu.gemm.select import H200_PROCESSORS, Plan, kernel_of
+from pykernels.gpu.gemm.select import Plan, kernel_of
 from pykernels.gpu.gemm.weights import empty_for_gpu, kind_of
 from pykernels.gpu.moe.fused_moe import Experts, down, gate_up, sort_slots
 from pykernels.gpu.moe.select import most_skinny_rows
@@ -142,4 +143,4 @@ def _few_rows(format: str) -> int:
 
 def _linear_op(kind: str, M: int, N: int, K: int) -> str:
     """Which kind of plan ``linear_plan`` looks for on Hopper."""
-    return kernel_of(kind, M, N, K, H200_PROCESSORS, (9, 0), kind in MANY_KINDS)
+    return kernel_of(kind, M, N, K, H200_SMS, (9, 0), kind in MANY_KINDS)

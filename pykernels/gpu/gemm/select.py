@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 import triton
 
-from ..common.launch import arch
+from ..common.launch import arch, num_sms
 from ..plans.gemm import (
     DequantPlan,
     GemmPlan,
@@ -46,7 +46,6 @@ UNPACK_E4M3_ROWS = 256
 """Most rows for which the decoding GEMM multiplies E4M3 on Hopper: more are unpacked."""
 SPLIT_ROWS = 64
 """Most rows for which the decoding GEMM splits K."""
-H200_PROCESSORS = 132
 
 
 def fills(N: int, processors: int) -> bool:
@@ -244,9 +243,7 @@ def select(weight: Matrices, M: int, device: torch.device, activations: str = "b
     """What ``linear`` would launch for M rows."""
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else ""
-    processors = (
-        torch.cuda.get_device_properties(device).multi_processor_count if cuda else H200_PROCESSORS
-    )
+    processors = num_sms(device)
     path = path_of(weight, activations == "fp8")
     N, K, kind, capability = weight.N, weight.K, weight.kind, arch(device)
     if path == "decoded":
