@@ -6,15 +6,16 @@ from collections.abc import Iterator
 
 from pykernels.gpu.common.launch import H200_SMS
 from pykernels.gpu.gemm.hopper.dequant import EXPERT_KINDS
-from pykernels.gpu.gemm.select import Plan, even_shares
 from pykernels.gpu.plans.gemm import (
     DequantPlan,
     GemmPlan,
     GemvInt8Plan,
     GemvMmaPlan,
+    LinearPlan,
     SkinnyExpertsPlan,
     SkinnyPlan,
 )
+from pykernels.gpu.plans.registers import even_shares
 
 # (block_m, block_n, block_k, warps, stages)
 _BF16_MANY = (
@@ -105,15 +106,15 @@ _MANY_EVEN = [
 ]  # fmt: skip
 
 
-def candidates(op: str, path: str, rows: int) -> Iterator[Plan]:
+def candidates(op: str, path: str, rows: int) -> Iterator[LinearPlan]:
     """Plans for ``rows`` rows an expert (or a linear)."""
     if op == "gemv":
         yield from _GEMV
         return
-    if op == "one":
+    if op == "gemv_mma":
         yield from _ONE
         return
-    if op == "few":
+    if op == "skinny":
         yield from _FEW
         return
     if op.startswith("few_"):  # four scales side by side: K-quants, and groups of 32
@@ -122,7 +123,7 @@ def candidates(op: str, path: str, rows: int) -> Iterator[Plan]:
             for some, warps, chunks, ahead in _EXPERTS:
                 yield SkinnyExpertsPlan(some, warps, most, chunks, ahead)
         return
-    if op == "many":
+    if op == "dequant":
         yield from (plan for plan in _MANY + _MANY_EVEN if plan.cols < 2 * rows)
         return
     if path in ("bf16", "fp8"):

@@ -12,13 +12,12 @@ import torch
 
 from pykernels.gpu.common.launch import H200_SMS
 from pykernels.gpu.gemm.hopper.dequant import EXPERT_KINDS
-from pykernels.gpu.gemm.hopper.dequant import KINDS as MANY_KINDS
+from pykernels.gpu.gemm.hopper.dequant import KINDS as DEQUANT_KINDS
 from pykernels.gpu.gemm.linear import linear
-from pykernels.gpu.gemm.select import Plan, kernel_of
+from pykernels.gpu.gemm.select import kernel_of, most_skinny_rows
 from pykernels.gpu.gemm.weights import empty_for_gpu, kind_of
 from pykernels.gpu.moe.fused_moe import Experts, down, gate_up, sort_slots
-from pykernels.gpu.moe.select import most_skinny_rows
-from pykernels.gpu.plans.gemm import DequantPlan, GemmPlan
+from pykernels.gpu.plans.gemm import DequantPlan, GemmPlan, LinearPlan
 from pykernels.gpu.plans.tuned import EXPERTS_PLANS, write_tuned
 from pykernels.quant import get_format
 
@@ -59,14 +58,14 @@ class ProductJob:
         """T of a layer whose experts get ``rows`` rows each."""
         return max(1, self.rows * E // TOPK)
 
-    def candidates(self, capability: tuple[int, int]) -> list[Plan]:
+    def candidates(self, capability: tuple[int, int]) -> list[LinearPlan]:
         return list(candidates(self.op, self.path, self.rows))
 
     def shipped(self, device: torch.device) -> None:
         """It depends on more than the job says; candidates are around it."""
         return
 
-    def kernel(self, plan: Plan) -> tuple[object, Plan]:
+    def kernel(self, plan: LinearPlan) -> tuple[object, LinearPlan]:
         """split_k and sizes are run-time numbers."""
         if isinstance(plan, GemmPlan):
             plan = replace(plan, split_k=1)
@@ -108,7 +107,7 @@ class ProductJob:
         h = torch.randn(T * TOPK, INTER, device=device).bfloat16()
         return lambda plan: down(h, experts, order, activations=how, plan=plan), 1
 
-    def write(self, device_name: str, plan: Plan) -> Path:
+    def write(self, device_name: str, plan: LinearPlan) -> Path:
         sizes = {"rows": self.rows, "N": self.N, "K": self.K}
         return write_tuned(device_name, self.op, self.path, plan, **sizes)
 
@@ -123,7 +122,7 @@ def jobs(ops: set[str], formats: set[str]) -> Iterator[ProductJob]:
             for op, N, K in (("gate_up", INTER, H), ("down", H, INTER)):
                 if op in ops:
                     if activations == "bf16" and rows <= _few_rows(format):
-                        op = f"few_{op}"
+                        op = f"skinny_{op}"
                     yield ProductJob(op, format, activations, rows, N, K)
     linears = [(f, M) for f in ("int4-g128", "int8-channel") for M in (1, 16, 64, 256, 2048)]
     for format, M in [*linears, ("bf16", 64), ("fp8", 1), ("q4_k", 1), ("q4_k", 4), ("q4_k", 16)]:
@@ -143,4 +142,4 @@ def _few_rows(format: str) -> int:
 
 def _linear_op(kind: str, M: int, N: int, K: int) -> str:
     """Which kind of plan ``linear_plan`` looks for on Hopper."""
-    return kernel_of(kind, M, N, K, H200_SMS, (9, 0), kind in MANY_KINDS)
+    return kernel_of(kind, M, N, K, H200_SMS, (9, 0), kind in DEQUANT_KINDS)

@@ -23,6 +23,13 @@ from triton.runtime.jit import JITFunction
 
 from pykernels.gpu.common import launch
 
+CHOSEN = (
+    "GQA, D 128", "GQA, pages", "MLA", "MLA, 128 heads", "MLA, 128 heads, E4M3",
+    "int4-g128 1 7168x7168", "int4 1 7168x7168", "int4-g128 2048 18432x7168",
+    "int4-g128 2048 7168x7168", "int8-channel 2048 7168x7168", "fp8 128 18432x7168",
+    "fp8 128 2048x7168", "bf16 bf16 256", "q4_k bf16 64", "fp8 fp8 256", "int4-g128 bf16 256",
+)  # fmt: skip
+"""Calls of the test files' ``COMPILES``."""
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -85,12 +92,7 @@ def disassembled(cubin: bytes) -> str:
 def main() -> None:
     launch.supports = lambda device: None
     launch.arch = lambda device: (9, 0)
-    from . import test_attention_decode as decode
-    from . import test_attention_prefill as prefill
-    from . import test_linear_rows as linears
-    from . import test_moe_gpu as experts
-    from . import test_one_row as gemv_mma
-    from .compiles import OPTIONS, source
+    from .compiles import OPTIONS, source, tables
 
     def compile_it(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         if self.__name__.endswith("_hopper") or self.__name__ == "gemv_mma":
@@ -104,16 +106,9 @@ def main() -> None:
             print(json.dumps(row), flush=True)
 
     JITFunction.run = compile_it
-    chosen = {
-        "GQA, D 128", "GQA, pages", "MLA", "MLA, 128 heads", "MLA, 128 heads, E4M3",
-        "int4-g128 2048 18432x7168", "int4-g128 2048 7168x7168", "int8-channel 2048 7168x7168",
-        "fp8 128 18432x7168", "fp8 128 2048x7168", "int4-g128 1 7168x7168",
-        "int4 1 7168x7168",
-        "bf16 bf16 256", "fp8 fp8 256", "int4-g128 bf16 256", "q4_k bf16 64",
-    }  # fmt: skip
-    tables = prefill, decode, gemv_mma, linears, experts
-    for name, call in (row for table in tables for row in table.COMPILES):
-        if name in chosen:
+    calls = [row for table in tables().values() for row in table]
+    for name in CHOSEN:
+        for call in (call for found, call in calls if found == name):
             call()
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from pykernels import ref
-from pykernels.errors import PykernelsError
 from pykernels.gpu.sampling import greedy, sample
 from pykernels.ref.sampling import kept, perturbed, philox
 
@@ -137,14 +136,6 @@ def test_the_first_nan_is_drawn_whatever_the_limits(
         assert torch.equal(found, ref.sample(logits, at, heat, top_k, top_p))
 
 
-def test_limits_that_are_no_numbers_leave_the_largest(device: torch.device) -> None:
-    logits, at = torch.randn(9, 300, device=device), state(3, 4, device)
-    heat, top_p = full(5.0, 9, device), full(torch.nan, 9, device)
-    found = sample(logits, at, heat, None, top_p)
-    assert torch.equal(found, ref.sample(logits, at, heat, None, top_p))
-    assert torch.equal(found, greedy(logits))
-
-
 @pytest.mark.parametrize(("k", "p"), LIMITS)
 def test_temperatures_that_cannot_divide_are_greedy(
     k: int | None, p: float | None, device: torch.device
@@ -156,20 +147,6 @@ def test_temperatures_that_cannot_divide_are_greedy(
     found = sample(logits, at, heat, top_k, top_p)
     assert torch.equal(found, ref.sample(logits, at, heat, top_k, top_p))
     assert torch.equal(found, greedy(logits))
-
-
-@pytest.mark.parametrize(("k", "p"), LIMITS)
-def test_no_temperature_draws_what_is_masked_out(
-    k: int | None, p: float | None, device: torch.device
-) -> None:
-    logits, at = torch.randn(9, 300, device=device), state(3, 4, device)
-    logits[:, ::3] = -torch.inf
-    heat = torch.tensor([1.0, 1e30, torch.inf], device=device).repeat(3)
-    top_k = None if k is None else full(k, 9, device, torch.int32)
-    top_p = None if p is None else full(p, 9, device)
-    found = sample(logits, at, heat, top_k, top_p)
-    assert torch.equal(found, ref.sample(logits, at, heat, top_k, top_p))
-    assert (found % 3).all()
 
 
 @pytest.mark.parametrize("least", [1e38, -3e38])
@@ -233,49 +210,6 @@ def test_kept_is_what_transformers_keeps() -> None:
             logits, full(heat, 20, logits.device), torch.full((20,), k), torch.full((20,), p)
         )
         assert torch.equal(mine, scores > -torch.inf)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("k", "p"), LIMITS[:4])
-def test_a_captured_graph_draws_anew(k: int | None, p: float | None, device: torch.device) -> None:
-    logits, heat = torch.randn(4, 130_000, device=device), full(1.0, 4, device)
-    top_k = None if k is None else full(k, 4, device, torch.int32)
-    top_p = None if p is None else full(p, 4, device)
-    at, out = state(1, 0, device), torch.zeros(4, dtype=torch.int64, device=device)
-    sample(logits, at, heat, top_k, top_p, out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        at[1] += 1
-        sample(logits, at, heat, top_k, top_p, out)
-    seen = []
-    for step in range(1, 6):
-        graph.replay()
-        assert int(at[1]) == step
-        assert torch.equal(out, sample(logits, at, heat, top_k, top_p))
-        seen.append(tuple(out.tolist()))
-    assert len(set(seen)) > 1
-
-
-REFUSED = [
-    ("integer logits", lambda d: greedy(torch.zeros(2, 8, device=d).int())),
-    ("no vocabulary", lambda d: greedy(torch.zeros(2, 0, device=d))),
-    ("an int32 out", lambda d: greedy(torch.zeros(2, 8, device=d), full(0, 2, d, torch.int32))),
-    ("a float64 temperature", lambda d: sample(
-        torch.zeros(2, 8, device=d), state(1, 1, d), full(1, 2, d, torch.float64))),
-    ("an out with gaps", lambda d: greedy(
-        torch.zeros(2, 8, device=d), full(0, 4, d, torch.int64)[::2])),
-    ("temperatures with gaps", lambda d: sample(
-        torch.zeros(2, 8, device=d), state(1, 1, d), full(1, 4, d)[::2])),
-    ("logits with gaps", lambda d: greedy(torch.zeros(2, 16, device=d)[:, ::2])),
-    ("top_k of another length", lambda d: sample(
-        torch.zeros(2, 8, device=d), state(1, 1, d), full(1, 2, d), full(1, 3, d, torch.int32))),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("call", [row[1] for row in REFUSED], ids=[row[0] for row in REFUSED])
-def test_refused(call, device: torch.device) -> None:
-    with pytest.raises(PykernelsError):
-        call(device)
 
 
 def _compile(V: int, dtype=torch.float32) -> None:

@@ -16,7 +16,14 @@ EVERY = list(jobs(set(OPS.split(",")), set(FORMATS.split(","))))  # of products
 
 def test_every_job_has_plans_of_its_kind() -> None:
     layer = {"gate_up", "down", *EXPERTS_PLANS}
-    assert {job.op for job in EVERY} == layer | {"linear", "gemv", "one", "few", "few_k", "many"}
+    assert {job.op for job in EVERY} == layer | {
+        "linear",
+        "gemv",
+        "gemv_mma",
+        "skinny",
+        "skinny_k_quants",
+        "dequant",
+    }
     for job in EVERY:
         found = job.candidates((9, 0))
         assert len(found) == len(set(found)) > 5

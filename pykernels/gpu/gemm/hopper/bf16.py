@@ -1,6 +1,6 @@
-"""The grouped GEMM of bfloat16 written out for Hopper: copies and products by different warps.
+"""The grouped GEMM of bfloat16 for Hopper, warp-specialized.
 
-The same function as ``kernel_bf16`` for rows in the experts' order; see ``gemm_fp8_hopper`` for how
+The same function as ``gemm_bf16`` for rows in the experts' order; see ``gemm_fp8_hopper`` for how
 the warps share the work. The next tile's copies run beside the last one's products and results.
 """
 
@@ -78,12 +78,12 @@ def _consume(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     blocks = blocks_of(tiles, bound)
-    total = blocks * N_BLOCKS
+    num_tiles = blocks * N_BLOCKS
     t = gl.program_id(0)
     slot, first, hi, n_block = tile_at(tiles, bound, t, blocks, N_BLOCKS, GROUP_M)
     step = 0
     turn = 0
-    while t < total:
+    while t < num_tiles:
         steps = gl.where(slot < 0, 0, gl.cdiv(K, 64))
         acc = gl.full([64, 256], 0.0, gl.float32, layout=ACC)
         for k in range(steps):
@@ -163,7 +163,7 @@ def multiply_bf16(
     gated: bool,
     group_m: int,
 ) -> None:
-    """out = x @ w.T of sorted rows x, bfloat16 [S, K]; see ``grouped_gemm.multiply``."""
+    """out = x @ w.T of sorted rows x, bfloat16 [S, K]; see ``gemm.grouped.multiply``."""
     tiles, bound = tile_table(order, table, BLOCK_M)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     rows = TensorDescriptor.from_tensor(x, [64, 64], layout)

@@ -11,18 +11,13 @@ import torch.nn.functional as F
 
 from pykernels import ref
 from pykernels.errors import PykernelsError
-from pykernels.gpu.gemm.tiles import block_bound
 from pykernels.gpu.moe import fused_moe
-from pykernels.gpu.moe.permute import permute
 from pykernels.gpu.plans.gemm import GemmPlan
-from pykernels.gpu.quantize import quantize_fp8
 from pykernels.quant import Format, get_format
-from pykernels.ref.linear import dequantize_fp8
-from pykernels.ref.linear import quantize_fp8 as quantize_reference
 from pykernels.shapes import MoEShape, Routing
 from pykernels.testing import balanced_routing, one_expert_routing, relative_error, skewed_routing
 
-SMALL = MoEShape(E=5, H=128, I=192, topk=2)
+SMALL = MoEShape(E=5, H=128, I=128, topk=2)
 FORMATS = (
     "bf16",
     "fp8",
@@ -85,12 +80,12 @@ def check(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_is_as_near_as_torchs_bfloat16(name: str, device: torch.device) -> None:
+def test_every_format(name: str, device: torch.device) -> None:
     K_quant = name.endswith("_k")
-    shape = replace(SMALL, E=3, H=256, I=256) if K_quant else SMALL
+    shape = replace(SMALL, E=2, H=256, I=256) if K_quant else replace(SMALL, E=3)
     experts = random_experts(shape, get_format(name), device)
-    x = torch.randn(7, shape.H).bfloat16()
-    check(x, skewed_routing(7, shape), experts, device)
+    x = torch.randn(4, shape.H).bfloat16()
+    check(x, skewed_routing(4, shape), experts, device)
 
 
 CASES = [
@@ -163,13 +158,6 @@ def test_ids_of_no_expert_contribute_nothing(device: torch.device) -> None:
     assert not y[0].any()
 
 
-def test_a_layer_of_one_expert(device: torch.device) -> None:
-    shape = MoEShape(E=1, H=64, I=64, topk=1)
-    for name in ("bf16", "int8"):
-        experts = random_experts(shape, get_format(name), device)
-        check(torch.randn(3, 64).bfloat16(), one_expert_routing(3, shape), experts, device)
-
-
 def test_inputs_that_begin_anywhere(device: torch.device) -> None:
     """A row of a larger tensor at an odd address: no descriptor can begin there."""
     experts = random_experts(replace(SMALL, E=2), get_format("bf16"), device)
@@ -180,24 +168,6 @@ def test_inputs_that_begin_anywhere(device: torch.device) -> None:
     plan = GemmPlan(16, 64, 64, tma=True)
     odd = fused_moe.moe_ffn(x, *args, plans=(plan, plan))
     assert torch.equal(odd, fused_moe.moe_ffn(x.clone(), *args, plans=(plan, plan)))
-
-
-def test_rows_at_odd_addresses_have_plans_of_their_own(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    experts = random_experts(SMALL, get_format("bf16"), device)
-    order = fused_moe.sort_slots(one_expert_routing(3, SMALL).ids.to(device), SMALL.E)
-    asked = []
-
-    def choose(*sizes: object) -> GemmPlan:
-        asked.append(sizes[-1])
-        return GemmPlan(16, 64, 64)
-
-    monkeypatch.setattr(fused_moe, "select", choose)
-    rows = len(order.slots)
-    h = torch.randn(rows * SMALL.I + 1, device=device).bfloat16()[1:].view(rows, SMALL.I)
-    assert torch.equal(fused_moe.down(h, experts, order), fused_moe.down(h.clone(), experts, order))
-    assert asked == [False, True]
 
 
 def test_no_tokens(device: torch.device) -> None:
@@ -218,109 +188,6 @@ def test_every_row_is_written_once_and_nothing_behind(device: torch.device) -> N
     assert room[: T * 2].isfinite().all() and room[T * 2 :].isnan().all()
 
 
-def test_packing_for_the_gpu_loses_nothing(device: torch.device) -> None:
-    for name in FORMATS:
-        fmt = get_format(name)
-        weight = fmt.quantize(torch.randn(24, 512))
-        stack = fused_moe.pack_for_gpu(fmt, [weight, weight])
-        again = fused_moe.unpack_from_gpu(fmt, stack, 1)
-        assert torch.equal(weight.data.view(torch.uint8), again.data.view(torch.uint8)), name
-        if weight.scale is not None:
-            assert again.scale is not None and torch.equal(weight.scale, again.scale), name
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_empty_slots_are_as_large_as_what_is_packed(name: str, device: torch.device) -> None:
-    fmt, (N, K) = get_format(name), (136, 256 if name.endswith("_k") else 192)
-    packed = fused_moe.pack_for_gpu(fmt, [fmt.quantize(torch.randn(N, K))] * 3)
-    empty = fused_moe.empty_for_gpu(fmt, 3, N, K, device)
-    assert (empty.N, empty.K, empty.group) == (N, K, packed.group)
-    for mine, theirs in ((empty.data, packed.data), (empty.scale, packed.scale)):
-        assert (mine is None) == (theirs is None)
-        if mine is not None and theirs is not None:
-            assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
-
-
-@pytest.mark.parametrize("K", [128, 320], ids=["whole groups", "a ragged last group"])
-def test_activations_quantize_as_the_reference_does(K: int, device: torch.device) -> None:
-    x = torch.randn(21, K) * torch.logspace(-4, 3, 21)[:, None]
-    x[3], x[4, :128] = 0, 0
-    x[5, 0] = 1e30  # everything else of its group becomes 0
-    codes, scales = quantize_fp8(x.bfloat16().to(device))
-    expected, expected_scales = quantize_reference(x.bfloat16())
-    assert torch.allclose(scales.cpu(), expected_scales, rtol=1e-6)
-    # A quotient that is rounded otherwise moves a code now and then.
-    moved = codes.cpu().view(torch.uint8) != expected.view(torch.uint8)
-    assert moved.float().mean() < 2e-3
-    error = relative_error(dequantize_fp8(codes.cpu(), scales.cpu()), x.bfloat16())
-    assert error <= 1.01 * relative_error(dequantize_fp8(expected, expected_scales), x.bfloat16())
-
-
-def test_what_is_no_number_has_no_part_in_a_scale(device: torch.device) -> None:
-    x = torch.randn(3, 256).bfloat16()
-    x[0, 5], x[1, :128] = torch.nan, torch.nan
-    codes, scales = quantize_fp8(x.to(device))
-    expected, expected_scales = quantize_reference(x)
-    assert torch.equal(codes.cpu().float().isnan(), x.isnan())
-    assert torch.equal(expected.float().isnan(), x.isnan())
-    torch.testing.assert_close(scales.cpu(), expected_scales, rtol=1e-6, atol=0)
-    assert scales[1, 0] == 1
-
-
-def test_a_group_too_small_for_a_scale_has_the_scale_one(device: torch.device) -> None:
-    """A 448th of its largest is no float32 any more but 0, and nothing divided by 0 is a number."""
-    x = torch.zeros(2, 256)
-    x[0, 3], x[1, 130] = 1e-43, -1e-40
-    codes, scales = quantize_fp8(x.to(device))
-    expected, expected_scales = quantize_reference(x)
-    assert torch.equal(codes.cpu().float(), expected.float())
-    assert torch.equal(scales.cpu(), expected_scales)
-    assert scales[0].eq(1).all() and codes[0].float().eq(0).all()
-    assert 0 < scales[1, 1] < 1e-42 and codes[1].float().isfinite().all()
-
-
-def test_activations_quantize_into_the_experts_order(device: torch.device) -> None:
-    x = torch.randn(21, 192).bfloat16().to(device)
-    ids = skewed_routing(21, SMALL).ids
-    ids[3], ids[7, 1] = -1, SMALL.E
-    order = fused_moe.sort_slots(ids.to(device), SMALL.E)
-    codes, scales = quantize_fp8(x)
-    sorted_codes, sorted_scales = quantize_fp8(x, order)
-    assert torch.equal(sorted_codes.view(torch.uint8), permute(codes, order).view(torch.uint8))
-    assert torch.equal(sorted_scales, permute(scales, order))
-
-
-def test_more_blocks_than_the_bound_never_come(device: torch.device) -> None:
-    for _ in range(200):
-        E, block = int(torch.randint(1, 9, ())), 2 ** int(torch.randint(0, 5, ()))
-        counts = torch.randint(0, 40, (E,)) * torch.randint(0, 2, (E,))
-        assert int((-(-counts // block)).sum()) <= block_bound(int(counts.sum()), E, block)
-
-
-REFUSED = [
-    ("q5_k has no GPU layout", "fmt"),
-    ("int4 weights are not multiplied with fp8", "activations"),
-    ("the inputs are torch.float32", "dtype"),
-    ("the slot table is torch.int64", "table"),
-]
-
-
-@pytest.mark.parametrize(("cause", "what"), REFUSED, ids=[row[1] for row in REFUSED])
-def test_what_no_kernel_takes_is_refused(cause: str, what: str, device: torch.device) -> None:
-    with pytest.raises(PykernelsError, match=cause):
-        if what == "fmt":
-            random_experts(replace(SMALL, H=256, I=256), get_format("q5_k"), device)
-        experts = random_experts(SMALL, get_format("int4"), device)
-        x = torch.randn(2, SMALL.H).to(device, torch.bfloat16)
-        routing = balanced_routing(2, SMALL)
-        args = (routing.ids.to(device), routing.weights.to(device), experts)
-        if what == "table":
-            fused_moe.moe_ffn(x, *args[:2], experts.with_slots(args[0][0]))
-        if what == "activations":
-            fused_moe.moe_ffn(x, *args, activations="fp8")
-        fused_moe.moe_ffn(x.float(), *args)
-
-
 BIG = MoEShape(E=8, H=1536, I=768, topk=2)
 KINDS = [*((name, "bf16") for name in FORMATS), ("fp8", "fp8")]
 
@@ -328,32 +195,6 @@ KINDS = [*((name, "bf16") for name in FORMATS), ("fp8", "fp8")]
 @functools.cache
 def _model_sized(name: str, device: torch.device) -> fused_moe.Experts:
     return random_experts(BIG, get_format(name), device)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("name", "activations"), KINDS)
-def test_a_graph_replays_with_other_tokens_and_experts(name: str, activations: str) -> None:
-    device = torch.device("cuda")
-    experts, T = _model_sized(name, device), 16
-    x = torch.randn(T, BIG.H, device=device).bfloat16()
-    routing = balanced_routing(T, BIG)
-    ids, weights = routing.ids.to(device), routing.weights.to(device)
-
-    def run() -> torch.Tensor:
-        return fused_moe.moe_ffn(x, ids, weights, experts, activations=activations)
-
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    for seed, route in ((1, skewed_routing), (2, one_expert_routing), (3, balanced_routing)):
-        other = route(T, BIG, seed)
-        x.copy_(torch.randn(T, BIG.H))
-        ids.copy_(other.ids)
-        weights.copy_(other.weights)
-        captured.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(captured, run())
 
 
 SIZES = [

@@ -18,11 +18,11 @@ from pykernels.gpu.attention.gqa_decode import gqa_decode
 from pykernels.gpu.attention.kv_write import kv_write, mla_write
 from pykernels.gpu.attention.mla_decode import mla_decode
 from pykernels.gpu.common import launch
+from pykernels.gpu.gemm.select import select_experts
 from pykernels.gpu.moe import fused_moe
 from pykernels.gpu.moe.permute import unpermute
 from pykernels.gpu.moe.router import route
 from pykernels.gpu.moe.router_logits import router_logits
-from pykernels.gpu.moe.select import select
 from pykernels.gpu.norm import rms_norm
 from pykernels.gpu.plans.attention import DecodePlan
 from pykernels.gpu.plans.gemm import SkinnyExpertsPlan
@@ -30,9 +30,9 @@ from pykernels.gpu.rope import rope, rope_frequencies
 from pykernels.quant import get_format
 from pykernels.shapes import MoEShape, RouterSpec
 
-from .caches import BF16, Paged, make_cache
-from .replays import assert_replays_alike
-from .test_moe_gpu import random_experts
+from ..caches import BF16, Paged, make_cache
+from ..moe.test_moe_ffn import random_experts
+from ..replays import assert_replays_alike
 
 ROUNDS = 12
 Chain = Callable[[], torch.Tensor]
@@ -153,7 +153,7 @@ def experts_chain(name: str, shape: MoEShape, device: torch.device) -> Chain:
     """One token through layers: its experts are others in each."""
     experts = random_experts(shape, get_format(name), device)
     for op, stack in (("gate_up", experts.gate_up), ("down", experts.down)):
-        chosen = select(op, stack, "bf16", shape.topk, shape.E, device)
+        chosen = select_experts(op, stack, "bf16", 1, device)
         assert isinstance(chosen, SkinnyExpertsPlan)
     x, weight = torch.randn(1, shape.H).to(BF16).to(device), torch.ones(shape.H, device=device)
     gate = (torch.randn(shape.E, shape.H) / shape.H**0.5).to(BF16).to(device)

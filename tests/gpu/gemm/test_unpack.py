@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from pykernels.errors import PykernelsError
 from pykernels.gpu.common import launch
-from pykernels.gpu.gemm import grouped
+from pykernels.gpu.gemm import grouped, unpack
 from pykernels.gpu.gemm.grouped import multiply
 from pykernels.gpu.gemm.linear import linear
-from pykernels.gpu.gemm.select import select
 from pykernels.gpu.moe import fused_moe
 from pykernels.gpu.plans.gemm import GemmPlan
-from pykernels.gpu.plans.grouped import UNPACK_ROWS, gemm_plan
 from pykernels.quant import get_format
 from pykernels.shapes import MoEShape
-from pykernels.testing import one_expert_routing, relative_error, skewed_routing
+from pykernels.testing import relative_error, skewed_routing
 
-from .test_linear_gpu import made
-from .test_moe_gpu import check, random_experts
+from ..moe.test_moe_ffn import random_experts
+from .test_linear import made
 
 PLAN = GemmPlan(16, 256, 128, stages=2, unpack=True)
 APART = GemmPlan(16, 128, 64)
@@ -36,14 +32,14 @@ def near(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.fixture(autouse=True)
 def _fewer_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if launch.interpreted():
-        monkeypatch.setattr(grouped, "_ROWS", 128)
+        monkeypatch.setattr(unpack, "_ROWS", 128)
 
 
 def test_rows_of_a_matrix_by_and_by(device: torch.device) -> None:
     stack = made("q4_k", 300, 256)[1].to(device)
     x, bias = torch.randn(3, 256).bfloat16().to(device), torch.randn(300, device=device)
     out = torch.full((3, 300), float("nan"), dtype=torch.bfloat16, device=device)
-    grouped.multiply_unpacked(x, stack, out, PLAN, None, None, False, bias, limit=1)
+    grouped.multiply_unpacked(x, stack, out, PLAN, None, None, False, False, bias, limit=1)
     assert near(out, linear(x, stack, bias, plan=APART))
 
 
@@ -58,7 +54,7 @@ def test_experts_one_by_one_some_of_which_lie_nowhere(device: torch.device) -> N
     end = int(order.starts[-1])
     for limit in (1, *[1 << 30] * (device.type == "cuda")):
         out = torch.full((12, SHAPE.I), float("nan"), dtype=torch.bfloat16, device=device)
-        given = (x, experts.gate_up, out, PLAN, order, slots, True, None)
+        given = (x, experts.gate_up, out, PLAN, order, slots, True, True, None)
         grouped.multiply_unpacked(*given, limit=limit)
         assert near(out[:end], apart[:end]) and out[end:].isnan().all()
 
@@ -66,35 +62,5 @@ def test_experts_one_by_one_some_of_which_lie_nowhere(device: torch.device) -> N
 def test_it_is_for_weights_that_are_decoded(device: torch.device) -> None:
     stack = made("bf16", 72, 64)[1].to(device)
     x = torch.zeros(1, 64, dtype=torch.bfloat16, device=device)
-    with pytest.raises(PykernelsError, match="unpacks what is not decoded"):
+    with pytest.raises(PykernelsError, match="unpacks what is not packed"):
         multiply(x, stack, x.new_empty(1, 72), PLAN)
-
-
-def test_many_rows_of_k_quants_are_unpacked(device: torch.device) -> None:
-    least = UNPACK_ROWS["linear"]
-    for M in (1, least, 3000):
-        assert gemm_plan("linear", "q6_k", (8, 0), M, 72, 2048).unpack == (M >= least)
-    plan = select(made("q6_k", 72, 2048)[1], 3000, device)
-    assert isinstance(plan, GemmPlan) and plan.unpack and plan.split_k == 1
-
-
-@pytest.mark.gpu
-def test_a_graph_replays_with_other_tokens_and_experts(device: torch.device) -> None:
-    shape, T = MoEShape(E=8, H=1536, I=768, topk=2), 600
-    experts = random_experts(shape, get_format("q6_k"), device)
-    x = torch.randn(T, shape.H, device=device).bfloat16()
-    routing = skewed_routing(T, shape)
-    ids, weights = routing.ids.to(device), routing.weights.to(device)
-    plans = [replace(PLAN, block_m=block_m) for block_m in (64, 128)]
-    check(x.cpu(), routing, experts, device, plans=plans)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = fused_moe.moe_ffn(x, ids, weights, experts, plans=plans)
-    for route in (one_expert_routing, skewed_routing):
-        other = route(T, shape, 3)
-        x.copy_(torch.randn(T, shape.H))
-        ids.copy_(other.ids)
-        weights.copy_(other.weights)
-        captured.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(captured, fused_moe.moe_ffn(x, ids, weights, experts, plans=plans))

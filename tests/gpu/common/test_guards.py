@@ -9,9 +9,9 @@ import torch
 
 from pykernels.errors import PykernelsError
 
-from .ops import AROUND, Op, Tensors, bits
-from .ops_attention import ATTENTION
-from .ops_products import PRODUCTS
+from ..ops import AROUND, Op, Tensors, bits
+from ..ops_attention import ATTENTION
+from ..ops_products import PRODUCTS
 
 GUARD = 4096
 """Bytes on either side of every tensor."""
