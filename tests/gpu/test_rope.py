@@ -75,26 +75,6 @@ def test_slices_are_turned_where_they_lie(device: torch.device) -> None:
     assert_rounded(latent[:, None, 512:], truth[1].double())
 
 
-def test_heads_before_tokens_and_expanded_ones_of_one(device: torch.device) -> None:
-    """Strides in any order; those of dimensions of one mean nothing."""
-    positions, frequencies = torch.arange(5, device=device), rope_frequencies(8).to(device)
-    x = torch.randn(2, 5, 8, device=device).transpose(0, 1)
-    truth, _ = ref.rope(x, None, positions, frequencies)
-    assert_rounded(rope(x, None, positions, frequencies)[0], truth.double())
-    one = torch.randn(8, device=device).expand(1, 1, 8)
-    truth, _ = ref.rope(one, None, positions[:1], frequencies)
-    assert_rounded(rope(one, None, positions[:1], frequencies)[0], truth.double())
-
-
-def test_both_pairings_turn_by_the_same_angles(device: torch.device) -> None:
-    x, positions = torch.randn(5, 2, 8, device=device), torch.arange(5, device=device)
-    frequencies = rope_frequencies(8).to(device)
-    split = torch.cat([x[..., 0::2], x[..., 1::2]], -1).contiguous()
-    rope(x, None, positions, frequencies, True)
-    rope(split, None, positions, frequencies, False)
-    assert torch.equal(torch.cat([x[..., 0::2], x[..., 1::2]], -1), split)
-
-
 @pytest.mark.parametrize(
     ("dim", "base", "factor", "mscale", "all_dim", "truncate", "original"),
     [

@@ -64,8 +64,7 @@ LIMITS = [(None, None), (5, None), (None, 0.7), (50, 0.9), (1, None), (None, 0.0
     ("T", "V", "dtype"),
     [
         (1, 1, torch.float32),
-        (4, 300, torch.bfloat16),
-        (2, 4500, torch.float32),
+        (3, 2100, torch.bfloat16),
         pytest.param(4, 163_840, torch.bfloat16, marks=pytest.mark.gpu),
     ],
 )
@@ -109,16 +108,7 @@ def test_equal_logits_share_their_fate_and_minus_infinity_is_never_drawn(
     assert drawn <= {*range(10, 14), *range(20, 30)} and len(drawn) > 6
 
 
-def test_zeros_of_both_signs_share_their_fate(device: torch.device) -> None:
-    logits = torch.full((40, 8), -1.0, device=device)
-    logits[:, 2], logits[:, 5] = 0.0, -0.0
-    at, heat, top_k = state(1, 1, device), full(1.0, 40, device), full(1, 40, device, torch.int32)
-    found = sample(logits, at, heat, top_k)
-    assert torch.equal(found, ref.sample(logits, at, heat, top_k))
-    assert set(found.tolist()) == {2, 5}
-
-
-@pytest.mark.parametrize(("k", "p"), [*LIMITS, (2, 0.5)])
+@pytest.mark.parametrize(("k", "p"), [(None, None), (50, 0.9)])
 def test_the_first_nan_is_drawn_whatever_the_limits(
     k: int | None, p: float | None, device: torch.device
 ) -> None:
@@ -136,7 +126,7 @@ def test_the_first_nan_is_drawn_whatever_the_limits(
         assert torch.equal(found, ref.sample(logits, at, heat, top_k, top_p))
 
 
-@pytest.mark.parametrize(("k", "p"), LIMITS)
+@pytest.mark.parametrize(("k", "p"), [(None, None), (50, 0.9)])
 def test_temperatures_that_cannot_divide_are_greedy(
     k: int | None, p: float | None, device: torch.device
 ) -> None:
@@ -146,17 +136,6 @@ def test_temperatures_that_cannot_divide_are_greedy(
     top_p = None if p is None else full(p, 4, device)
     found = sample(logits, at, heat, top_k, top_p)
     assert torch.equal(found, ref.sample(logits, at, heat, top_k, top_p))
-    assert torch.equal(found, greedy(logits))
-
-
-@pytest.mark.parametrize("least", [1e38, -3e38])
-def test_logits_that_overflow_leave_the_nucleus_its_largest(
-    least: float, device: torch.device
-) -> None:
-    logits = torch.linspace(least, least + 2e38, 300, device=device).expand(4, -1)
-    at, heat, top_p = state(3, 4, device), full(0.1, 4, device), full(0.9, 4, device)
-    found = sample(logits, at, heat, None, top_p)
-    assert torch.equal(found, ref.sample(logits, at, heat, None, top_p))
     assert torch.equal(found, greedy(logits))
 
 
@@ -178,6 +157,26 @@ def test_the_same_seed_and_step_draw_the_same_and_another_step_does_not(
     assert draws[0] == draws[1]
     assert len({tuple(row) for row in draws}) == 3
     assert len(set(draws[0])) > 1  # rows are independent
+
+
+def test_zeros_of_both_signs_share_their_fate(device: torch.device) -> None:
+    logits = torch.full((40, 8), -1.0, device=device)
+    logits[:, 2], logits[:, 5] = 0.0, -0.0
+    at, heat, top_k = state(1, 1, device), full(1.0, 40, device), full(1, 40, device, torch.int32)
+    found = sample(logits, at, heat, top_k)
+    assert torch.equal(found, ref.sample(logits, at, heat, top_k))
+    assert set(found.tolist()) == {2, 5}
+
+
+@pytest.mark.parametrize("least", [1e38, -3e38])
+def test_logits_that_overflow_leave_the_nucleus_its_largest(
+    least: float, device: torch.device
+) -> None:
+    logits = torch.linspace(least, least + 2e38, 300, device=device).expand(4, -1)
+    at, heat, top_p = state(3, 4, device), full(0.1, 4, device), full(0.9, 4, device)
+    found = sample(logits, at, heat, None, top_p)
+    assert torch.equal(found, ref.sample(logits, at, heat, None, top_p))
+    assert torch.equal(found, greedy(logits))
 
 
 def test_philox_gives_the_published_numbers() -> None:
@@ -223,5 +222,7 @@ def _compile(V: int, dtype=torch.float32) -> None:
 COMPILES = [
     ("greedy", lambda: greedy(torch.empty(4, 163_840, device="meta", dtype=torch.bfloat16))),
     ("top-k and top-p", lambda: _compile(129_280)),
+]
+COMPILES_ON_A_GPU = [
     ("top-k and top-p, bfloat16", lambda: _compile(163_840, torch.bfloat16)),
 ]

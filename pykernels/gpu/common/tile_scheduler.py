@@ -1,7 +1,7 @@
-"""Programs that walk over tiles by turns, on Hopper: who is done first takes the next tile.
+"""Persistent programs on Hopper: the first that is done takes the next tile.
 
 Tiles begin in their order, so that those that read the same weights run at the same time and one
-of them brings the weights into L2 for all. With tiles dealt out beforehand, programs drift apart
+of them brings the weights into L2 for all. With a static schedule, programs drift apart
 and read the weights again from memory.
 """
 

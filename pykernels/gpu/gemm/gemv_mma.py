@@ -54,7 +54,7 @@ FLIP = -0x7F7F7F80
 
 @gluon.jit
 def of_rows(no, w_scale, bias, N, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr):
-    """Scales and biases of rows, if there are: asked for before the products, that nothing waits
+    """Scales and biases of rows, if there are: prefetched before the products, that nothing waits
     for them behind these."""
     row_scale = gl.full(no.shape, 1.0, gl.float32, layout=no.type.layout)
     row_bias = gl.full(no.shape, 0.0, gl.float32, layout=no.type.layout)

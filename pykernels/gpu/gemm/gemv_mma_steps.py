@@ -13,7 +13,7 @@ from .skinny_operands import left, load_once
 
 WRITTEN_OUT = gl.constexpr(40)
 """Most steps of a program's only block that are written out one behind the other. Loads whose first
-use lies behind a loop's back edge share one scoreboard: the first used waits for the last asked.
+use lies behind a loop's back edge share one scoreboard: the first used waits for the last issued.
 With several blocks a loop is as fast: they are in one anyway."""
 LANE = 4
 """Words of a row that a lane loads at a time."""
@@ -248,8 +248,8 @@ def multiply_block(
     """A block of rows times all inputs: sums [S, ROWS, 8], columns of a part all alike.
 
     Args:
-        words, scale: of the first steps, asked for. Those of the next block's first steps, which
-            ``at_next`` and ``scales_next`` lead to, are asked for here and returned, unless LAST.
+        words, scale: of the first steps, prefetched. Those of the next block's first steps, which
+            ``at_next`` and ``scales_next`` lead to, are prefetched here and returned, unless LAST.
     """
     S: gl.constexpr = chunk.shape[0]
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)

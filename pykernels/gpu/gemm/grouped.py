@@ -60,8 +60,8 @@ def multiply(
         x: bfloat16 [rows, K], or E4M3 with ``x_scale`` float32 [rows, ceil(K / 128)].
         out: [S or M, N]; with ``plan.split_k`` above 1 float32 [split_k, M, N], parts of the sum.
         order: the rows' experts; None: one matrix for all rows.
-        table: int32 [E]: where each expert's matrices lie in their stack; a negative one lies
-            nowhere and its rows become zeros. None: expert e is number e.
+        table: int32 [E]: where each expert's matrices lie in their stack; a negative one
+            is in no slot and its rows become zeros. None: expert e is number e.
         gated: the stack has two matrices an expert: out = silu(x @ gate.T) * (x @ up.T).
         gather: x has tokens, of which each sorted slot's is read; else it has the sorted rows.
         bias: [N].

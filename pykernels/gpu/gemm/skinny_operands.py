@@ -79,7 +79,7 @@ def right(x, B: gl.constexpr):
 
 @gluon.jit
 def load_once(at, mask, other):
-    """Weights, which nobody reads again: inputs and scales stay in L2 before them."""
+    """Weights are read once: they leave L2 first, inputs and scales stay."""
     return gl.load(at, mask=mask, other=other, eviction_policy="evict_first")
 
 

@@ -125,7 +125,7 @@ def source_rows(row, hi, order, TOPK, GATHER: tl.constexpr):
 
 @triton.jit
 def find_slot(expert, slots, K, HAS_SLOTS: tl.constexpr):
-    """(where the expert's matrices lie, inputs to add up): none for an expert that lies nowhere."""
+    """(where the expert's matrices lie, inputs to add up): none for an expert without a slot."""
     slot, inputs = expert, expert * 0 + K
     if HAS_SLOTS:
         slot = tl.load(slots + expert)

@@ -47,12 +47,12 @@ def _rank_few(
     i = tl.program_id(0) * OWN + tl.arange(0, OWN)
     expert = tl.load(ids + i, mask=i < n, other=-1)
     expert = tl.where((expert < 0) | (expert >= E), E, expert).to(tl.int32)
-    # Unique keys in order of expert, then of slot: a slot's place is how many keys are smaller.
+    # Unique keys in order of expert, then of slot: a slot's rank is how many keys are smaller.
     key = tl.where(i < n, expert * MOST + i, (i - n) * MOST)
     rank = tl.zeros([OWN], tl.int32)
     theirs, other = _load_ids(ids, 0, n, E, STEP)
     for first in range(0, n, STEP):
-        keys = theirs * MOST + other  # past the end: above all of which a place is kept
+        keys = theirs * MOST + other  # past the end: above every rank that is kept
         theirs, other = _load_ids(ids, first + STEP, n, E, STEP)
         rank += tl.sum((keys[:, None] < key[None, :]).to(tl.int32), 0)
     tl.store(slots + rank, i, mask=i < n)
@@ -275,7 +275,7 @@ def unpermute(
 ) -> torch.Tensor:
     """Weighted sum of each token's rows, k = 0 first, in float32; rounded once.
 
-    Rows behind ``starts[E]`` (experts that somebody else computes) are not read, and whatever their
+    Rows behind ``starts[E]`` (experts of another device) are not read, and whatever their
     weights are, they add nothing.
 
     Args:

@@ -68,7 +68,7 @@ def _route_one(
         )  # fmt: skip
         k = tl.arange(0, KP)
         mask = k < TOPK
-        # Unique keys in order of expert, then of slot: a slot's place is how many keys are smaller.
+        # Unique keys in order of expert, then of slot: a slot's rank is how many keys are smaller.
         key = tl.where(mask, chosen, E) * KP + k
         rank = tl.sum((key[None, :] < key[:, None]).to(tl.int32), 1)
         tl.store(ids + k, chosen, mask=mask)

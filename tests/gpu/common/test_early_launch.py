@@ -18,23 +18,22 @@ from pykernels.gpu.attention.gqa_decode import gqa_decode
 from pykernels.gpu.attention.kv_write import kv_write, mla_write
 from pykernels.gpu.attention.mla_decode import mla_decode
 from pykernels.gpu.common import launch
-from pykernels.gpu.gemm.select import select_experts
 from pykernels.gpu.moe import fused_moe
 from pykernels.gpu.moe.permute import unpermute
 from pykernels.gpu.moe.router import route
 from pykernels.gpu.moe.router_logits import router_logits
 from pykernels.gpu.norm import rms_norm
 from pykernels.gpu.plans.attention import DecodePlan
-from pykernels.gpu.plans.gemm import SkinnyExpertsPlan
 from pykernels.gpu.rope import rope, rope_frequencies
 from pykernels.quant import get_format
 from pykernels.shapes import MoEShape, RouterSpec
 
-from ..caches import BF16, Paged, make_cache
+from ..caches import BF16, make_cache
 from ..moe.test_moe_ffn import random_experts
 from ..replays import assert_replays_alike
 
 ROUNDS = 12
+LENGTHS = [3000, 70, 120]
 Chain = Callable[[], torch.Tensor]
 """Writes and returns one buffer, [ROUNDS + 1, ...]: the first input and the result of each round,
 which is the next round's input. It depends on nothing that another call has left."""
@@ -65,96 +64,87 @@ def check(chain: Chain, kernels: set[str]) -> None:
     assert_replays_alike(chain, expected, times=20)
 
 
-def growing(
-    lengths: list[int], tokens: list[tuple[int, ...]], fp8: tuple[bool, bool], device: torch.device
-) -> tuple[Paged, torch.Tensor, torch.Tensor, Callable[[], None]]:
-    """A cache with room for a token a round and sequence, the positions and slots of these
-    [ROUNDS, B], and what takes them away again: lengths go back, NaN is in the slots."""
-    page = 64
-    cache = make_cache([n + ROUNDS for n in lengths], page, tokens, device, fp8=fp8)
-    positions = torch.tensor(lengths) + torch.arange(ROUNDS)[:, None]
+def decode_chain(plan: DecodePlan, NH: int, KVH: int, fp8: bool, device: torch.device) -> Chain:
+    """Queries turned, a token written, attention; KVH 0: MLA, whose queries' first numbers, turned
+    in place, are their rotated part too. Every second round's sequences are in one part."""
+    mla, page, B = KVH == 0, 64, len(LENGTHS)
+    D, R = (512, 64) if mla else (128, 128)
+    tokens = [(D,), (R,)] if mla else [(KVH, D)] * 2
+    lengths = [n + ROUNDS for n in LENGTHS]
+    cache = make_cache(lengths, page, tokens, device, fp8=(fp8, fp8 and not mla))
+    positions = torch.tensor(LENGTHS) + torch.arange(ROUNDS)[:, None]
     pages = cache.table.cpu().gather(1, (positions // page).T).T
     slots = (pages * page + positions % page).contiguous().to(device)
     positions = positions.to(device)
-    flat, before = slots.flatten(), cache.lengths - ROUNDS
+    before = cache.lengths - ROUNDS
     each = [x for x in (*cache.values, *cache.scales) if x is not None]
     rows = [x.view(torch.uint8).view(x.shape[0] * page, -1) for x in each]
-
-    def take_away() -> None:
-        cache.lengths.copy_(before)
-        for x in rows:
-            x.index_fill_(0, flat, 0xFF)  # NaN in bfloat16, E4M3 and float32
-
-    return cache, positions, slots, take_away
-
-
-def gqa_chain(
-    plan: DecodePlan, lengths: list[int], NH: int, KVH: int, fp8: bool, device: torch.device
-) -> Chain:
-    """Every second round's sequences are in one part."""
-    B, D = len(lengths), 128
-    cache, positions, slots, take_away = growing(lengths, [(KVH, D)] * 2, (fp8, fp8), device)
     q = torch.randn(B, NH, D).to(BF16).to(device)
-    k, v = (torch.randn(ROUNDS, B, KVH, D).to(BF16).to(device) for _ in range(2))
-    frequencies = rope_frequencies(D).to(device)
-    turned, outs = torch.empty_like(k), q.new_empty(ROUNDS + 1, *q.shape)
-
-    def chain() -> torch.Tensor:
-        take_away()
-        turned.copy_(k)
-        outs.fill_(float("nan"))
-        outs[0].copy_(q)
-        for i in range(ROUNDS):
-            cache.lengths.add_(1)
-            rope(outs[i], turned[i], positions[i], frequencies)
-            kv_write(turned[i], v[i], slots[i], *cache.values, *cache.scales)
-            gqa_decode(
-                outs[i], *cache.values, cache.table, cache.lengths,
-                scale=1.0,  # few keys have most of the weight: queries matter
-                k_scale=cache.scales[0], v_scale=cache.scales[1],
-                out=outs[i + 1], plan=replace(plan, per_sm=0) if i % 2 else plan,
-            )  # fmt: skip
-        return outs
-
-    return chain
-
-
-def mla_chain(
-    plan: DecodePlan, lengths: list[int], NH: int, fp8: bool, device: torch.device
-) -> Chain:
-    """As ``gqa_chain``. A query's first numbers, turned in place, are its rotated part too."""
-    B, L, R = len(lengths), 512, 64
-    cache, positions, slots, take_away = growing(lengths, [(L,), (R,)], (fp8, False), device)
-    q = torch.randn(B, NH, L).to(BF16).to(device)
-    latent, key = (torch.randn(ROUNDS, B, n).to(BF16).to(device) for n in (L, R))
+    first, second = (torch.randn(ROUNDS, B, *shape).to(BF16).to(device) for shape in tokens)
+    key = second if mla else first  # what is turned
     frequencies = rope_frequencies(R).to(device)
     turned, outs = torch.empty_like(key), q.new_empty(ROUNDS + 1, *q.shape)
 
     def chain() -> torch.Tensor:
-        take_away()
+        cache.lengths.copy_(before)
+        for x in rows:
+            x.index_fill_(0, slots.flatten(), 0xFF)  # NaN in bfloat16, E4M3 and float32
         turned.copy_(key)
         outs.fill_(float("nan"))
         outs[0].copy_(q)
         for i in range(ROUNDS):
             cache.lengths.add_(1)
-            rope(outs[i, :, :, :R], turned[i, :, None], positions[i], frequencies)
-            mla_write(latent[i], turned[i], slots[i], *cache.values, cache.scales[0])
-            mla_decode(
-                outs[i], outs[i, :, :, :R], *cache.values, cache.table, cache.lengths,
-                scale=0.5, latent_scale=cache.scales[0],
-                out=outs[i + 1], plan=replace(plan, per_sm=0) if i % 2 else plan,
-            )  # fmt: skip
+            how = {"out": outs[i + 1], "plan": replace(plan, per_sm=0) if i % 2 else plan}
+            where = (*cache.values, cache.table, cache.lengths)
+            if mla:
+                rope(outs[i, :, :, :R], turned[i, :, None], positions[i], frequencies)
+                mla_write(first[i], turned[i], slots[i], *cache.values, cache.scales[0])
+                how |= {"scale": 0.5, "latent_scale": cache.scales[0]}
+                mla_decode(outs[i], outs[i, :, :, :R], *where, **how)
+            else:
+                rope(outs[i], turned[i], positions[i], frequencies)
+                kv_write(turned[i], second[i], slots[i], *cache.values, *cache.scales)
+                # Few keys have most of the weight: queries matter.
+                how |= {"scale": 1.0, "k_scale": cache.scales[0], "v_scale": cache.scales[1]}
+                gqa_decode(outs[i], *where, **how)
         return outs
 
     return chain
 
 
-def experts_chain(name: str, shape: MoEShape, device: torch.device) -> Chain:
+RING = DecodePlan(rows=16, keys=64, warps=4, stages=6, in_ring=True)
+LANES = DecodePlan(rows=8, keys=128, warps=4, stages=1, per_sm=2, in_lanes=True)
+PLAIN = DecodePlan(rows=16, keys=64, warps=4, stages=3)
+SPECIALIZED = DecodePlan(rows=64, keys=64, warps=8, stages=2, warp_specialized=True)
+CASES = [
+    (RING, 32, 8, False, {"gqa_decode_ring"}, "a ring, the last part adds up"),
+    (RING, 64, 4, False, {"gqa_decode_ring", "_combine"}, "a ring, parts are combined"),
+    (LANES, 32, 8, True, {"gqa_decode_lanes", "_combine"}, "in lanes, E4M3"),
+    (PLAIN, 32, 8, False, {"_gqa_decode", "_combine"}, "tiles"),
+    (SPECIALIZED, 128, 0, False, {"mla_decode_hopper", "mla_combine"}, "MLA"),
+    (SPECIALIZED, 128, 0, True, {"mla_decode_hopper", "mla_combine"}, "MLA, E4M3"),
+    (replace(PLAIN, warps=8), 16, 0, False, {"_mla_decode", "_combine"}, "MLA, 16 heads"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("plan", "NH", "KVH", "fp8", "kernels", "why"), CASES, ids=[row[-1] for row in CASES]
+)
+def test_decode_waits_for_queries_and_cache(
+    plan: DecodePlan, NH: int, KVH: int, fp8: bool, kernels: set[str], why: str, device
+) -> None:
+    if launch.arch(device)[0] != 9:
+        pytest.skip("the plans are Hopper's")
+    check(decode_chain(plan, NH, KVH, fp8, device), kernels | {"_rope", "_write"})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["int4-g128", "int8", "q4_k"])
+def test_experts_wait_for_the_router(name: str, device: torch.device) -> None:
     """One token through layers: its experts are others in each."""
+    shape = MoEShape(16, 1024, 512, 4)
     experts = random_experts(shape, get_format(name), device)
-    for op, stack in (("gate_up", experts.gate_up), ("down", experts.down)):
-        chosen = select_experts(op, stack, "bf16", 1, device)
-        assert isinstance(chosen, SkinnyExpertsPlan)
     x, weight = torch.randn(1, shape.H).to(BF16).to(device), torch.ones(shape.H, device=device)
     gate = (torch.randn(shape.E, shape.H) / shape.H**0.5).to(BF16).to(device)
     logits, spec = torch.zeros(1, shape.E, device=device), RouterSpec(shape.topk)
@@ -175,57 +165,4 @@ def experts_chain(name: str, shape: MoEShape, device: torch.device) -> Chain:
             unpermute(y, order, routing.weights, out=outs[i + 1])
         return outs
 
-    return chain
-
-
-@pytest.fixture
-def hopper(device: torch.device) -> torch.device:
-    if launch.arch(device)[0] != 9:
-        pytest.skip("the plans are Hopper's")
-    return device
-
-
-LENGTHS = [3000, 70, 120]
-RING = DecodePlan(rows=16, keys=64, warps=4, stages=6, in_ring=True)
-LANES = DecodePlan(rows=8, keys=128, warps=4, stages=1, per_sm=2, in_lanes=True)
-PLAIN = DecodePlan(rows=16, keys=64, warps=4, stages=3)
-GQA = [
-    (RING, 32, 8, False, {"gqa_decode_ring"}, "a ring, the last part adds up"),
-    (RING, 64, 4, False, {"gqa_decode_ring", "_combine"}, "a ring, parts are combined"),
-    (LANES, 32, 8, True, {"gqa_decode_lanes", "_combine"}, "in lanes, E4M3"),
-    (PLAIN, 32, 8, False, {"_gqa_decode", "_combine"}, "tiles"),
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("plan", "NH", "KVH", "fp8", "kernels", "why"), GQA, ids=[row[-1] for row in GQA]
-)
-def test_gqa_decode_waits_for_queries_and_cache(
-    plan: DecodePlan, NH: int, KVH: int, fp8: bool, kernels: set[str], why: str, hopper
-) -> None:
-    check(gqa_chain(plan, LENGTHS, NH, KVH, fp8, hopper), kernels | {"_rope", "_write"})
-
-
-BY_HAND = DecodePlan(rows=64, keys=64, warps=8, stages=2, warp_specialized=True)
-SIXTEEN = DecodePlan(rows=16, keys=64, warps=8, stages=3)
-MLA = [
-    (BY_HAND, 128, False, {"mla_decode_hopper", "mla_combine"}, "by hand"),
-    (BY_HAND, 128, True, {"mla_decode_hopper", "mla_combine"}, "by hand, E4M3"),
-    (SIXTEEN, 16, False, {"_mla_decode", "_combine"}, "16 heads"),
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("plan", "NH", "fp8", "kernels", "why"), MLA, ids=[row[-1] for row in MLA])
-def test_mla_decode_waits_for_queries_and_cache(
-    plan: DecodePlan, NH: int, fp8: bool, kernels: set[str], why: str, hopper
-) -> None:
-    check(mla_chain(plan, LENGTHS, NH, fp8, hopper), kernels | {"_rope", "_write"})
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["int4-g128", "int8", "q4_k"])
-def test_experts_of_few_rows_wait_for_the_router(name: str, device: torch.device) -> None:
-    chain = experts_chain(name, MoEShape(16, 1024, 512, 4), device)
     check(chain, {"_rms_norm", "_route_one", "skinny_experts"})

@@ -104,15 +104,6 @@ def test_large_and_tiny_inputs_survive_the_powers_of_two_of_gemv(device: torch.d
         assert relative_error(y.cpu(), truth) < 4e-3, factor
 
 
-@pytest.mark.parametrize("words", [64, 128])
-def test_what_lies_behind_a_row_is_not_multiplied(words: int, device: torch.device) -> None:
-    stack = made("int8", 72, 384)[1].to(device)
-    room = torch.full((1, 1024), float("nan"), dtype=torch.bfloat16, device=device)
-    room[:, :384] = torch.randn(384, device=device)
-    x = room[:, :384]
-    assert linear(x, stack, plan=GemvInt8Plan(8, words)).isfinite().all()
-
-
 def test_inputs_that_begin_anywhere(device: torch.device) -> None:
     """No descriptor can begin at an odd address."""
     stack = made("bf16", 72, 64)[1].to(device)
@@ -194,9 +185,7 @@ def _meta_call(name: str, M: int) -> tuple[str, object]:
 
 
 COMPILES = [
-    _meta_call("int4", 1),
     _meta_call("int8", 1),
-    _meta_call("q4_k", 1),
     _meta_call("q4_k", 2048),
-    _meta_call("q6_k", 256),
 ]
+COMPILES_ON_A_GPU = [_meta_call("int4", 1), _meta_call("q4_k", 1), _meta_call("q6_k", 256)]

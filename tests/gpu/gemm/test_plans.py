@@ -92,13 +92,6 @@ def test_warp_specialized_plans_by_capability() -> None:
         )
 
 
-def test_tuned_plans_of_experts_are_of_two_kinds() -> None:
-    write("a gpu", "down", "int4", 64, 7168, 2048, DequantPlan(64))
-    assert tuned_plan("down", "int4", "a gpu", 64, 7168, 2048) == asdict(DequantPlan(64))
-    args = ("down", "int4", (9, 0), 64, 7168, 2048)
-    assert gemm_plan(*args, "a gpu") == gemm_plan(*args)  # where that kernel cannot run
-
-
 @pytest.mark.parametrize("text", ["{", "{}", '[{"plan": {"magic": 1}}]', "[1]", "[" * 100_000])
 def test_a_damaged_file_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "gpu-plans.json").write_text(text)

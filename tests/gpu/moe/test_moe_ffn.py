@@ -96,8 +96,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("why", "T", "route"), CASES, ids=[case[0] for case in CASES])
-@pytest.mark.parametrize("path", ["bf16", "int4", "fp8"])
+ROUTINGS = [(path, *case) for case in CASES for path in ("bf16", "int4", "fp8")]
+
+
+@pytest.mark.parametrize(
+    ("path", "why", "T", "route"),
+    [row for row in ROUTINGS if row[0] == "bf16" or row[2] in (1, 19)],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
 def test_routings(path: str, why: str, T: int, route: object, device: torch.device) -> None:
     experts = random_experts(SMALL, get_format(path), device)
     x = torch.randn(T, SMALL.H).bfloat16()
@@ -114,7 +120,7 @@ PLANS = [
     ("fp8", "fp8", GemmPlan(16, 32, 128, tma=True, copy=True), "rows of E4M3 copied first"),
     ("fp8", "fp8", GemmPlan(16, 128, 128, group_m=2), "one scale block a tile"),
     ("fp8", "fp8", GemmPlan(16, 256, 128), "several scale blocks a tile"),
-    ("int8", "bf16", GemmPlan(32, 64, 128), "several steps of decoding in one"),
+    ("int8", "bf16", GemmPlan(32, 64, 128), "several groups of 64 in a step"),
 ]
 
 
@@ -158,34 +164,12 @@ def test_ids_of_no_expert_contribute_nothing(device: torch.device) -> None:
     assert not y[0].any()
 
 
-def test_inputs_that_begin_anywhere(device: torch.device) -> None:
-    """A row of a larger tensor at an odd address: no descriptor can begin there."""
-    experts = random_experts(replace(SMALL, E=2), get_format("bf16"), device)
-    room = torch.randn(3 * SMALL.H + 1, device=device).bfloat16()
-    x = room[1:].view(3, SMALL.H)
-    routing = one_expert_routing(3, replace(SMALL, E=2))
-    args = (routing.ids.to(device), routing.weights.to(device), experts)
-    plan = GemmPlan(16, 64, 64, tma=True)
-    odd = fused_moe.moe_ffn(x, *args, plans=(plan, plan))
-    assert torch.equal(odd, fused_moe.moe_ffn(x.clone(), *args, plans=(plan, plan)))
-
-
 def test_no_tokens(device: torch.device) -> None:
     experts = random_experts(SMALL, get_format("bf16"), device)
     empty = torch.empty(0, SMALL.H, dtype=torch.bfloat16, device=device)
     routing = balanced_routing(0, SMALL)
     y = fused_moe.moe_ffn(empty, routing.ids.to(device), routing.weights.to(device), experts)
     assert y.shape == (0, SMALL.H)
-
-
-def test_every_row_is_written_once_and_nothing_behind(device: torch.device) -> None:
-    experts = random_experts(SMALL, get_format("bf16"), device)
-    T = 11
-    x = torch.randn(T, SMALL.H).bfloat16().to(device)
-    order = fused_moe.sort_slots(skewed_routing(T, SMALL).ids.to(device), SMALL.E)
-    room = torch.full((T * 2 + 4, SMALL.I), float("nan"), dtype=torch.bfloat16, device=device)
-    fused_moe.gate_up(x, experts, order, out=room[: T * 2])
-    assert room[: T * 2].isfinite().all() and room[T * 2 :].isnan().all()
 
 
 BIG = MoEShape(E=8, H=1536, I=768, topk=2)
@@ -232,9 +216,13 @@ def _meta_call(name: str, rows: int, activations: str = "bf16") -> tuple[str, ob
 
 COMPILES = [
     _meta_call("bf16", 256),
-    *(_meta_call(name, 64) for name in ("q4_k", "q6_k")),
-    *(_meta_call(name, 1) for name in ("int4-g128", "q4_k", "q6_k", "fp8")),
+    _meta_call("q4_k", 64),
+    *(_meta_call(name, 1) for name in ("int4-g128", "q4_k", "fp8")),
     *(_meta_call("fp8", rows, "fp8") for rows in (64, 256)),
-    *(_meta_call("int4-g128", rows) for rows in (64, 256)),
+    _meta_call("int4-g128", 256),
+]
+COMPILES_ON_A_GPU = [
+    *(_meta_call("q6_k", rows) for rows in (1, 64)),
+    _meta_call("int4-g128", 64),
     _meta_call("int4", 256),
 ]

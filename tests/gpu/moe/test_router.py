@@ -81,7 +81,7 @@ def test_the_definition_is_what_transformers_does(device: torch.device) -> None:
     theirs = v3.modeling_deepseek_v3.DeepseekV3TopkRouter(config)
     torch.nn.init.normal_(theirs.weight)
     theirs.e_score_correction_bias.normal_()
-    logits, weights, ids = theirs(torch.randn(40, 16))
+    logits, weights, ids = theirs(torch.randn(9, 16))
     spec = RouterSpec(
         4, "sigmoid", config.norm_topk_prob, 4, 2, "top2", config.routed_scaling_factor
     )
@@ -115,14 +115,6 @@ def test_only_experts_of_the_groups_taken_are_chosen(device: torch.device) -> No
     spec = replace(spec, scoring="sigmoid", group_score="top2")
     for found in (router(logits, spec, bias), ref.router(logits, spec, bias)):
         assert found.ids.tolist() == [[4, 5, 6, 7]]
-
-
-def test_groups_are_not_asked_for_where_there_is_one(device: torch.device) -> None:
-    """Then logits decide: these scores are all alike in float32."""
-    logits = 1e-9 * torch.arange(6.0, device=device)[None]
-    spec = RouterSpec(2, group_score="top2")
-    for found in (router(logits, spec), ref.router(logits, spec)):
-        assert found.ids.tolist() == [[5, 4]]
 
 
 @pytest.mark.parametrize("T", [0, 1, 2, 9, pytest.param(70, marks=pytest.mark.gpu)])
@@ -164,13 +156,14 @@ def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 COMPILES = [
     ("v3, 8192 tokens", lambda: router(_meta(8192, 256), V3, _meta(256))),
-    ("v2, 8192 tokens", lambda: router(_meta(8192, 160), V2)),
     ("qwen3, 1 token", lambda: router(_meta(1, 128), RouterSpec(8))),
     ("v3, 1 token with its rows", lambda: route(
         _meta(1, 256), V3, _meta(256), _meta(1, 7168, dtype=torch.bfloat16))),
     ("v3, 8 tokens", lambda: route(_meta(8, 256), V3, _meta(256))),
     ("several groups in a warp's row", lambda: route(_meta(4, 32), SPECS[5][2])),
-    ("as many choices as there may be, 1 token", lambda: route(
-        _meta(1, 4096), RouterSpec(MAX_TOPK))),
     ("fewer experts than a warp has lanes", lambda: route(_meta(1, 16), RouterSpec(2))),
 ]  # fmt: skip
+COMPILES_ON_A_GPU = [
+    ("v2, 8192 tokens", lambda: router(_meta(8192, 160), V2)),
+    ("most choices, 1 token", lambda: route(_meta(1, 4096), RouterSpec(MAX_TOPK))),
+]

@@ -12,14 +12,13 @@ import pytest
 import torch
 
 import pykernels.gpu.common.launch as launch
-from pykernels.errors import PykernelsError
 from pykernels.gpu.gemm import grouped, select
 from pykernels.gpu.moe import fused_moe
 from pykernels.gpu.plans.gemm import GemmPlan
 from pykernels.gpu.quantize import quantize_fp8
 from pykernels.quant import get_format
 from pykernels.shapes import MoEShape
-from pykernels.testing import balanced_routing, one_expert_routing, skewed_routing
+from pykernels.testing import one_expert_routing, skewed_routing
 
 from .test_moe_ffn import check, random_experts
 
@@ -55,7 +54,7 @@ def warp_specialized(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> A
 
 
 CASES = [
-    ("bf16", 80, skewed_routing, "experts of several blocks, of one, of none"),
+    ("bf16", 70, skewed_routing, "experts of several blocks, of one, of none"),
     ("fp8", 80, skewed_routing, "experts of several blocks, of one, of none"),
     ("bf16", 130, one_expert_routing, "a full block and two rows"),
     ("fp8", 1, skewed_routing, "one token"),
@@ -115,14 +114,6 @@ def test_experts_that_lie_nowhere_and_rows_of_no_expert(
     assert out[: starts[4]].isfinite().all() and out[starts[4] :].isnan().all()
     difference = (out - apart)[: starts[4]].float().norm()
     assert difference <= 1e-3 * apart[: starts[4]].float().norm()
-
-
-def test_other_weights_are_refused(device: torch.device) -> None:
-    experts = random_experts(RAGGED, get_format("int8"), device)
-    x = torch.randn(3, RAGGED.H).bfloat16().to(device)
-    order = fused_moe.sort_slots(balanced_routing(3, RAGGED).ids.to(device), RAGGED.E)
-    with pytest.raises(PykernelsError, match="warp-specialized kernels"):
-        fused_moe.gate_up(x, experts, order, plan=PLAN)
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ def multiply_dequant(
     bias: torch.Tensor | None,
     plan: DequantPlan,
 ) -> None:
-    """out = x @ w.T + bias; the caller has checked shapes and dtypes, and asked ``supports_stack``.
+    """out = x @ w.T + bias; the caller has checked shapes, dtypes and ``supports_stack``.
 
     Args:
         x: bfloat16 [M, K].

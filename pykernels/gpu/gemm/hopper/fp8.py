@@ -205,7 +205,7 @@ def _consume(
             p = warpgroup_mma(a.index(i), b0.index(i).permute((1, 0)), zeros, use_acc=False,
                               is_async=True)  # fmt: skip
             mbarrier.arrive(turns.index(1 - PART), count=1)
-            # The next scales are asked for while the product runs.
+            # The next scales are loaded while the product runs.
             ahead = gl.minimum(g + 1, groups - 1)
             s_next = gl.load(at + ahead)
             s0_next = gl.load(at0 + ahead)

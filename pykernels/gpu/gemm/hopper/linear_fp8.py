@@ -21,7 +21,7 @@ _ROWS = 16
 
 
 def tail_split(tiles: int, steps: int, num_sms: int) -> tuple[int, int]:
-    """(tiles that nobody shares, programs that share each of the others)."""
+    """(tiles of one program each, programs that share each of the others)."""
     whole, parts, _ = _tail(tiles, steps, num_sms)
     return whole, parts
 
@@ -36,7 +36,7 @@ def pays(M: int, N: int, K: int, num_sms: int) -> bool:
 
 
 def _tail(tiles: int, steps: int, num_sms: int) -> tuple[int, int, float]:
-    """``tail_split``, and how many steps the last round takes.
+    """``tail_split``, and how many steps the last wave takes.
 
     A step is 128 inputs of a tile. Parts cost about 0.09 steps a part and tile to write and read,
     and 13 for the second launch and what goes idle around it.
