@@ -117,7 +117,7 @@ def candidates(op: str, path: str, rows: int) -> Iterator[LinearPlan]:
     if op == "skinny":
         yield from _FEW
         return
-    if op.startswith("few_"):  # four scales side by side: K-quants, and groups of 32
+    if op.startswith("skinny_"):  # four scales side by side: K-quants, and groups of 32
         tokens = (2, 4) if path.endswith("_k") else (8,)
         for most in tokens:
             for some, warps, chunks, ahead in _EXPERTS:

@@ -133,7 +133,7 @@ def jobs(ops: set[str], formats: set[str]) -> Iterator[ProductJob]:
 
 
 def _few_rows(format: str) -> int:
-    """Most rows an expert for ``skinny_experts`` on Hopper, which decodes."""
+    """Most rows an expert for ``skinny_experts`` on Hopper."""
     stack = empty_for_gpu(get_format(format), 1, INTER, H, torch.device("meta"))
     if stack.kind == "bf16":
         return 0
@@ -141,5 +141,5 @@ def _few_rows(format: str) -> int:
 
 
 def _linear_op(kind: str, M: int, N: int, K: int) -> str:
-    """Which kind of plan ``linear_plan`` looks for on Hopper."""
+    """Which kernel multiplies a linear's rows on Hopper."""
     return kernel_of(kind, M, N, K, H200_SMS, (9, 0), kind in DEQUANT_KINDS)
