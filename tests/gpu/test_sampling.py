@@ -93,7 +93,7 @@ def test_rows_have_their_own_limits(device: torch.device) -> None:
     assert all(found[i] == best[i] for i in (0, 4, 5))
 
 
-def test_equal_logits_share_their_fate_and_minus_infinity_is_never_drawn(
+def test_equal_logits_share_their_fate_and_masked_ones_are_out(
     device: torch.device,
 ) -> None:
     logits = torch.full((40, 64), -torch.inf, device=device)
@@ -149,7 +149,7 @@ def test_a_flat_nucleus_takes_several_rounds(device: torch.device) -> None:
     assert (found >= 296).all()
 
 
-def test_the_same_seed_and_step_draw_the_same_and_another_step_does_not(
+def test_a_seed_and_step_draw_the_same_and_another_step_not(
     device: torch.device,
 ) -> None:
     logits, heat = torch.zeros(4, 1000, device=device), full(1.0, 4, device)

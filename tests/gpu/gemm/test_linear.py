@@ -156,7 +156,7 @@ def test_a_plan_that_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     "plan", [GemvMmaPlan(16, 2), SkinnyPlan(16, 2), SkinnyExpertsPlan(16, 2, 8), DequantPlan(16)]
 )
-def test_plans_for_tensor_cores_and_bfloat16_inputs_are_refused_elsewhere(
+def test_plans_of_the_tensor_cores_are_refused_elsewhere(
     plan: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stack = empty_for_gpu(get_format("fp8"), 1, 16, 128, device)

@@ -79,17 +79,3 @@ def test_a_linear_goes_there_by_its_plan(device: torch.device) -> None:
     y = linear(x.to(device), stack.to(device), activations="fp8", plan=PLAN)
     truth = ref.linear(x, weight, fmt=FP8, activations="fp8", dtype=torch.float64)
     assert relative_error(y.cpu(), truth) < 4e-3
-
-
-def test_shares_are_never_empty_and_pay() -> None:
-    for steps in (1, 8, 16, 56, 144):
-        for tiles in range(1, 400, 7):
-            whole, parts = linear_fp8.tail_split(tiles, steps, 132)
-            assert whole == tiles or parts > 1
-            share = -(-steps // parts)
-            assert whole <= tiles and share * (parts - 1) < steps
-    assert linear_fp8.tail_split(144, 56, 132) == (132, 7)  # 256 rows of 18432 outputs
-    assert linear_fp8.tail_split(1152, 56, 132) == (1152, 1)
-    assert linear_fp8.pays(128, 18432, 7168, 132)
-    assert linear_fp8.pays(256, 7168, 18432, 132)
-    assert not linear_fp8.pays(256, 7168, 7168, 132)  # 56 tiles for 132 processors

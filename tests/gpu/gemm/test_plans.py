@@ -145,7 +145,7 @@ def test_stages_fit_into_shared_memory() -> None:
     assert fit_stages(plan, (9, 0), 10 * 1024) is plan
 
 
-def test_k_is_split_until_every_processor_has_work() -> None:
+def test_k_is_split_until_every_sm_has_work() -> None:
     assert split_k(112, 7168, 132, 128) == 4
     assert split_k(2000, 7168, 132, 128) == 1
     assert split_k(1, 512, 132, 128) == 2  # at least two steps a part

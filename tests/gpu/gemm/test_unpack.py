@@ -1,4 +1,4 @@
-"""K-quants that are decoded to bfloat16 before their products, a part of them at a time."""
+"""K-quants unpacked to bfloat16 before their products, a part of them at a time."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_experts_one_by_one_some_of_which_lie_nowhere(device: torch.device) -> N
         assert near(out[:end], apart[:end]) and out[end:].isnan().all()
 
 
-def test_it_is_for_weights_that_are_decoded(device: torch.device) -> None:
+def test_bfloat16_is_not_unpacked(device: torch.device) -> None:
     stack = made("bf16", 72, 64)[1].to(device)
     x = torch.zeros(1, 64, dtype=torch.bfloat16, device=device)
     with pytest.raises(PykernelsError, match="unpacks what is not packed"):

@@ -1,6 +1,6 @@
-"""Experts of integers and K-quants with many rows: interpreted, and on the GPU that it is for.
+"""``dequant_gemm`` of experts: interpreted, and on the GPU that it is for.
 
-The inner loop is that of linears, see test_linear_rows.py; here is what experts add.
+The loop over K is that of linears, see gemm/test_register_gemms.py; here is what experts add.
 """
 
 from __future__ import annotations

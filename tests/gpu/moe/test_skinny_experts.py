@@ -1,4 +1,4 @@
-"""Experts of a few tokens, decoded in registers: the kernel on a GPU, on any CPU by the shim."""
+"""``skinny_experts``: compiled on a GPU, on any CPU by the Gluon interpreter."""
 
 from __future__ import annotations
 

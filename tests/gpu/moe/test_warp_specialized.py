@@ -1,6 +1,6 @@
-"""The experts' bf16 and fp8 kernels written out for Hopper: interpreted, and on a GPU.
+"""The experts' warp-specialized kernels of bf16 and E4M3: interpreted, and on Hopper.
 
-What they share with the other plans test_moe_gpu.py tests, at the sizes they are chosen for.
+What they share with the other plans test_moe_ffn.py tests, at the sizes they are chosen for.
 """
 
 from __future__ import annotations
