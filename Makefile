@@ -60,7 +60,7 @@ test-gpu:
 # Races: kernels ordered by barriers alone. Where one thread arrives at a memory barrier for its warps, as in
 # the kernels written out for Hopper, racecheck sees races that are none: tests/gpu/hopper_sass.py looks there.
 SANITIZE := compute-sanitizer --target-processes application-only --error-exitcode 9
-GUARDS   := -m pytest -q -p no:cacheprovider tests/gpu/test_guards.py
+GUARDS   := -m pytest -q -p no:cacheprovider tests/gpu/common/test_guards.py
 sanitize-gpu:
 	@command -v compute-sanitizer >/dev/null || { echo "error: there is no compute-sanitizer on the PATH. It is part of the CUDA toolkit" >&2; exit 2; }
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZE) --tool memcheck $(PY) $(GUARDS)

@@ -13,14 +13,14 @@ import torch
 from bench.cases.moe import INTER, TOPK, E, H, route
 from bench.cases.weights import random_experts, random_stack
 from bench.harness.case import sets_for
+from pykernels.gpu.common.launch import H200_SMS
 from pykernels.gpu.gemm.hopper.dequant import EXPERT_KINDS
-from pykernels.gpu.gemm.hopper.dequant import KINDS as MANY_KINDS
+from pykernels.gpu.gemm.hopper.dequant import KINDS as DEQUANT_KINDS
 from pykernels.gpu.gemm.linear import linear
-from pykernels.gpu.gemm.select import H200_PROCESSORS, Plan, kernel_of
+from pykernels.gpu.gemm.select import kernel_of, most_skinny_rows
 from pykernels.gpu.gemm.weights import empty_for_gpu, kind_of
 from pykernels.gpu.moe.fused_moe import Experts, down, gate_up, sort_slots
-from pykernels.gpu.moe.select import most_skinny_rows
-from pykernels.gpu.plans.gemm import DequantPlan, GemmPlan
+from pykernels.gpu.plans.gemm import DequantPlan, GemmPlan, LinearPlan
 from pykernels.gpu.plans.tuned import EXPERTS_PLANS, write_tuned
 from pykernels.quant import get_format
 
@@ -58,14 +58,14 @@ class ProductJob:
         """T of a layer whose experts get ``rows`` rows each."""
         return max(1, self.rows * E // TOPK)
 
-    def candidates(self, capability: tuple[int, int]) -> list[Plan]:
+    def candidates(self, capability: tuple[int, int]) -> list[LinearPlan]:
         return list(candidates(self.op, self.path, self.rows))
 
     def shipped(self, device: torch.device) -> None:
         """It depends on more than the job says; candidates are around it."""
         return
 
-    def kernel(self, plan: Plan) -> tuple[object, Plan]:
+    def kernel(self, plan: LinearPlan) -> tuple[object, LinearPlan]:
         """split_k and sizes are run-time numbers."""
         if isinstance(plan, GemmPlan):
             plan = replace(plan, split_k=1)
@@ -107,7 +107,7 @@ class ProductJob:
         h = torch.randn(T * TOPK, INTER, device=device).bfloat16()
         return lambda plan: down(h, experts, order, activations=how, plan=plan), 1
 
-    def write(self, device_name: str, plan: Plan) -> Path:
+    def write(self, device_name: str, plan: LinearPlan) -> Path:
         sizes = {"rows": self.rows, "N": self.N, "K": self.K}
         return write_tuned(device_name, self.op, self.path, plan, **sizes)
 
@@ -141,5 +141,5 @@ def _skinny_rows(format: str) -> int:
 
 
 def _linear_op(kind: str, M: int, N: int, K: int) -> str:
-    """Which kind of plan ``linear_plan`` looks for on Hopper."""
-    return kernel_of(kind, M, N, K, H200_PROCESSORS, (9, 0), kind in MANY_KINDS)
+    """Which kernel multiplies a linear's rows on Hopper."""
+    return kernel_of(kind, M, N, K, H200_SMS, (9, 0), kind in DEQUANT_KINDS)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pykernels.gpu.common.launch import H200_SMS
 from pykernels.gpu.gemm.hopper.dequant import EXPERT_KINDS
-from pykernels.gpu.gemm.select import H200_PROCESSORS, Plan, even_shares
 from pykernels.gpu.plans.gemm import (
     DequantPlan,
     GemmPlan,
     GemvInt8Plan,
     GemvMmaPlan,
+    LinearPlan,
     SkinnyExpertsPlan,
     SkinnyPlan,
 )
+from pykernels.gpu.plans.registers import even_shares
 from pykernels.gpu.plans.tuned import EXPERTS_PLANS, LINEAR_PLANS
 
 # (block_m, block_n, block_k, warps, stages)
@@ -50,7 +52,7 @@ _GEMV_INT8 = [
     for stages in (2, 3, 5)
 ]  # fmt: skip
 _GEMV_MMA = [
-    GemvMmaPlan(rows, warps, ahead, rounds * H200_PROCESSORS)
+    GemvMmaPlan(rows, warps, ahead, rounds * H200_SMS)
     for rows, warps, ahead in (
         (16, 4, 2), (16, 4, 3), (16, 4, 4), (16, 8, 1), (16, 8, 2), (16, 8, 4), (32, 8, 1),
         (32, 8, 2),
@@ -65,11 +67,11 @@ _GEMV_MMA = [
     )
 ] + [
     *(
-        GemvMmaPlan(16, 4, ahead, 3 * H200_PROCESSORS, registers=registers)
+        GemvMmaPlan(16, 4, ahead, 3 * H200_SMS, registers=registers)
         for ahead in (2, 3, 4)
         for registers in (160, 168)
     ),
-    GemvMmaPlan(16, 16, 3, H200_PROCESSORS, registers=128),
+    GemvMmaPlan(16, 16, 3, H200_SMS, registers=128),
 ]  # fmt: skip
 _SKINNY = [
     SkinnyPlan(rows, warps, chunks)
@@ -95,7 +97,7 @@ _DEQUANT = [
     for split in ((1, 2, 4) if cols <= 128 else (1, 2) if warps == 4 else (1,))
 ]  # fmt: skip
 _DEQUANT_STREAM_K = [
-    even_shares(cols, warps, stages, words, room, H200_PROCESSORS)
+    even_shares(cols, warps, stages, words, room, H200_SMS)
     for cols, warps, stages, words, rooms in (
         (16, 4, 6, 6, (4, 6)), (32, 4, 6, 6, (4,)), (32, 8, 4, 4, (2, 3)), (64, 4, 4, 4, (3, 4)),
         (64, 8, 4, 4, (2,)), (64, 8, 3, 4, (3,)), (128, 4, 3, 4, (3,)), (128, 8, 3, 3, (2,)),
@@ -103,14 +105,14 @@ _DEQUANT_STREAM_K = [
     )
     for room in rooms
 ]  # fmt: skip
-_FIXED: dict[type, list[Plan]] = {
+_FIXED: dict[type, list[LinearPlan]] = {
     GemvInt8Plan: [*_GEMV_INT8],
     GemvMmaPlan: [*_GEMV_MMA],
     SkinnyPlan: [*_SKINNY],
 }
 
 
-def candidates(op: str, path: str, rows: int) -> Iterator[Plan]:
+def candidates(op: str, path: str, rows: int) -> Iterator[LinearPlan]:
     """Plans for ``rows`` rows an expert (or a linear)."""
     kind = {**LINEAR_PLANS, **EXPERTS_PLANS}.get(op)
     if kind is SkinnyExpertsPlan:  # four scales side by side: K-quants, and groups of 32

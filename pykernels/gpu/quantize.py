@@ -63,11 +63,19 @@ def quantize_fp8(
         raise PykernelsError(
             f"cannot quantize {x.dtype} {tuple(x.shape)}", "Give a contiguous float matrix [R, K]"
         )
-    R, K = x.shape
+    R = x.shape[0]
     if order is not None and (order.positions.shape[0] != R or order.positions.device != x.device):
         raise PykernelsError(
             f"an order of {order.positions.shape[0]} tokens for {R} rows", "Sort these tokens"
         )
+    return launch_quantize(x, order)
+
+
+def launch_quantize(
+    x: torch.Tensor, order: SortedSlots | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``quantize_fp8`` of what has been checked."""
+    R, K = x.shape
     groups = triton.cdiv(K, GROUP)
     topk = 1 if order is None else order.topk
     codes = torch.empty(R * topk, K, dtype=torch.uint8, device=x.device)

@@ -1,6 +1,6 @@
 """The float32 torch truth for every op, by the name of the fast one and with all of its inputs.
 
-Where both take a parameter it has the same place and default (tests/gpu/test_twins.py). What only
+Where both take a parameter it has the same place and default (``test_twins.py``). What only
 the fast one takes is how it is launched and where its result goes; what only the truth takes is
 what it computes in (``dtype``) and what a packed weight knows by itself (``fmt``).
 """

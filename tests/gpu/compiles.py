@@ -2,9 +2,11 @@
 
 Each test file of this folder may have ``COMPILES``, a list of (name, call): calls of launchers with
 tensors on the device "meta", of any size. Every launch that they make is compiled for the asked
-capability instead, with the arguments' own types and alignments, and the plan of that GPU.
+capability instead, with the arguments' own types and alignments, and the plan of that GPU. It holds
+each kernel and each format once; other shapes of their plans are in ``COMPILES_ON_A_GPU``, and take
+the option --all.
 
-    python -m tests.gpu.compiles --arch 90 tests.gpu.test_router ...
+    python -m tests.gpu.compiles --arch 90 tests.gpu.moe.test_router ...
 
 prints one JSON object a launch: registers, stack (spills), shared memory. It must run without
 TRITON_INTERPRET; ``launch`` is patched before any kernel's module is imported. Files are dealt out
@@ -38,6 +40,7 @@ from triton.runtime.jit import JITFunction
 from pykernels.errors import PykernelsError
 from pykernels.gpu.common import launch
 
+ROOT = Path(__file__).parents[2]
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 _TYPES = {
     torch.float64: "fp64",
@@ -179,9 +182,24 @@ def compiled(calls: list[tuple[str, Any]], arch: int) -> Iterator[dict[str, Any]
             yield row
 
 
-def rows_of(module: str, arch: int) -> list[dict[str, Any]]:
+def tables(every: bool = False) -> dict[str, list[tuple[str, Any]]]:
+    """The calls of each test file that has any, by its module."""
+    found = {}
+    for path in sorted(Path(__file__).parent.rglob("test_*.py")):
+        if "\nCOMPILES = " in path.read_text():
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            found[module] = calls_of(module, every)
+    return found
+
+
+def calls_of(module: str, every: bool) -> list[tuple[str, Any]]:
+    found = importlib.import_module(module)
+    return [*found.COMPILES, *(getattr(found, "COMPILES_ON_A_GPU", []) if every else [])]
+
+
+def rows_of(module: str, arch: int, every: bool) -> list[dict[str, Any]]:
     """What ``compiled`` tells of the calls of a test file."""
-    calls = getattr(importlib.import_module(module), "COMPILES", [])
+    calls = calls_of(module, every)
     return [{"module": module, **row} for row in compiled(calls, arch)]
 
 
@@ -189,10 +207,11 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--arch", type=int, default=90)
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--all", action="store_true")
     parser.add_argument("modules", nargs="+")
     chosen = parser.parse_args()
     pretend(chosen.arch)
-    failed, one = False, functools.partial(rows_of, arch=chosen.arch)
+    failed, one = False, functools.partial(rows_of, arch=chosen.arch, every=chosen.all)
     # Forked: torch is imported once for all, which takes as long as a file.
     forked = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(chosen.jobs, mp_context=forked) as pool:

@@ -166,7 +166,8 @@ def _rows(name: str, H: int) -> Op:
     """``permute`` and ``unpermute`` of 70 tokens; the order belongs to the inputs."""
 
     def make(device: torch.device) -> Tensors:
-        T, order = 70, sort_slots(choices(device, 70, 4, 20), 20)
+        T = large(device, 70, 6)
+        order = sort_slots(choices(device, T, 4, 20), 20)
         given = {
             "x": normal(device, T if name == "permute" else 4 * T, H),
             "slots": order.slots,
@@ -267,7 +268,7 @@ def _silu() -> Op:
 
 def _sample(*limits: str) -> Op:
     def make(device: torch.device) -> Tensors:
-        T, V = 4, large(device, 129_280, 5000)
+        T, V = large(device, 4, 2), large(device, 129_280, 5000)
         return {
             "logits": normal(device, T, V, dtype=torch.float32) * 3,
             "state": integers(device, 1 << 40, 2, dtype=torch.int64),

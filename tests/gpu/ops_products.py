@@ -42,7 +42,7 @@ def _experts(
     name: str, T: int, activations: str = "bf16", table: bool = False, unpack: bool = False
 ) -> Op:
     """A layer of 5 experts, or of 3 slots that a table deals out; the GPU's own plans, or one that
-    decodes them beforehand."""
+    unpacks them beforehand."""
     fmt, E, topk = get_format(name), 5, 2
     count = 3 if table else E
 
@@ -51,19 +51,19 @@ def _experts(
         return H, large(device, 768, 256 if name.endswith("_k") else 192)
 
     def make(device: torch.device) -> Tensors:
-        H, inter = sizes(device)
+        (H, inter), n = sizes(device), large(device, T, min(T, 4))
         given = {
-            "x": normal(device, T, H),
-            "ids": choices(device, T, topk, E),
-            "weights": torch.rand(T, topk, device=device),
-            "add": normal(device, T, H),
-            "out": empty(device, T, H),
+            "x": normal(device, n, H),
+            "ids": choices(device, n, topk, E),
+            "weights": torch.rand(n, topk, device=device),
+            "add": normal(device, n, H),
+            "out": empty(device, n, H),
         }
         if table:
             slots = torch.tensor([0, 1, 2, -1, -1], device=device, dtype=torch.int32)
             given["table"] = slots[torch.randperm(E, device=device)]
-        for part, n, N, K in (("gate_up", 2 * count, inter, H), ("down", count, H, inter)):
-            given |= _stack(part, fmt, n, N, K, device)[1]
+        for part, mats, N, K in (("gate_up", 2 * count, inter, H), ("down", count, H, inter)):
+            given |= _stack(part, fmt, mats, N, K, device)[1]
         return given
 
     def run(t: Tensors) -> torch.Tensor:
@@ -121,7 +121,7 @@ PRODUCTS = (
     _experts("q4_k", 20, table=True, unpack=True),
     *(_linear(name, M, how) for name, how in _KINDS for M in (1, 3, 16, 300)),
     *(_linear(name, 1600) for name in ("fp8", "q4_k", "q6_k")),  # unpacked
-    _linear("int4", 40, size=(4104, 3200)),  # programs share all steps,
-    _linear("int4", 300, size=(8520, 512)),  # or those of the last round
-    _linear("fp8", 300, "fp8", size=(264, 4480)),  # by hand, its tiles shared
+    _linear("int4", 40, size=(4104, 3200)),  # stream-K over all tiles,
+    _linear("int4", 300, size=(8520, 512)),  # or over the last wave
+    _linear("fp8", 300, "fp8", size=(264, 4480)),  # warp-specialized, its tiles shared
 )

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from pykernels import ref
-from pykernels.errors import PykernelsError
 from pykernels.gpu.rope import rope, rope_frequencies, yarn_frequencies, yarn_scale
 from tests.gpu.rounding import assert_rounded
 
@@ -76,26 +75,6 @@ def test_slices_are_turned_where_they_lie(device: torch.device) -> None:
     assert_rounded(latent[:, None, 512:], truth[1].double())
 
 
-def test_heads_before_tokens_and_expanded_ones_of_one(device: torch.device) -> None:
-    """Strides in any order; those of dimensions of one mean nothing."""
-    positions, frequencies = torch.arange(5, device=device), rope_frequencies(8).to(device)
-    x = torch.randn(2, 5, 8, device=device).transpose(0, 1)
-    truth, _ = ref.rope(x, None, positions, frequencies)
-    assert_rounded(rope(x, None, positions, frequencies)[0], truth.double())
-    one = torch.randn(8, device=device).expand(1, 1, 8)
-    truth, _ = ref.rope(one, None, positions[:1], frequencies)
-    assert_rounded(rope(one, None, positions[:1], frequencies)[0], truth.double())
-
-
-def test_both_pairings_turn_by_the_same_angles(device: torch.device) -> None:
-    x, positions = torch.randn(5, 2, 8, device=device), torch.arange(5, device=device)
-    frequencies = rope_frequencies(8).to(device)
-    split = torch.cat([x[..., 0::2], x[..., 1::2]], -1).contiguous()
-    rope(x, None, positions, frequencies, True)
-    rope(split, None, positions, frequencies, False)
-    assert torch.equal(torch.cat([x[..., 0::2], x[..., 1::2]], -1), split)
-
-
 @pytest.mark.parametrize(
     ("dim", "base", "factor", "mscale", "all_dim", "truncate", "original"),
     [
@@ -128,53 +107,6 @@ def test_yarn_is_what_transformers_makes(
     assert torch.allclose(mine, theirs, rtol=1e-5, atol=0)
     assert yarn_scale(factor, mscale) / yarn_scale(factor, all_dim) == pytest.approx(scale)
     assert yarn_scale(1.0) == 1.0
-
-
-@pytest.mark.gpu
-def test_captured_and_replayed(device: torch.device) -> None:
-    q = torch.randn(8, 4, 64, device=device)
-    positions = torch.zeros(8, dtype=torch.int64, device=device)
-    frequencies = rope_frequencies(64).to(device)
-
-    def step() -> torch.Tensor:
-        return rope(q.clone(), None, positions, frequencies)[0]
-
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
-    for _ in range(3):
-        positions.random_(0, 5000)
-        graph.replay()
-        assert torch.equal(out, step())
-
-
-def _x(device: torch.device, *shape: int) -> torch.Tensor:
-    return torch.zeros(*shape, device=device)
-
-
-REFUSED = [
-    ("more frequencies than dims", lambda d: rope(
-        _x(d, 2, 1, 8), None, torch.arange(2, device=d), _x(d, 5))),
-    ("too few positions", lambda d: rope(
-        _x(d, 2, 1, 8), None, torch.arange(1, device=d), _x(d, 4))),
-    ("float positions", lambda d: rope(_x(d, 2, 1, 8), None, _x(d, 2), _x(d, 4))),
-    ("k of other tokens", lambda d: rope(
-        _x(d, 2, 1, 8), _x(d, 3, 1, 8), torch.arange(2, device=d), _x(d, 4))),
-    ("heads that are one", lambda d: rope(
-        _x(d, 2, 4, 8), _x(d, 2, 1, 8).expand(2, 4, 8), torch.arange(2, device=d), _x(d, 4))),
-    ("tokens that are one", lambda d: rope(
-        _x(d, 1, 4, 8).expand(2, 4, 8), None, torch.arange(2, device=d), _x(d, 4))),
-    ("heads that overlap", lambda d: rope(
-        _x(d, 2, 99).as_strided((2, 4, 8), (99, 4, 1)), None, torch.arange(2, device=d),
-        _x(d, 4))),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("call", [row[1] for row in REFUSED], ids=[row[0] for row in REFUSED])
-def test_refused(call, device: torch.device) -> None:
-    with pytest.raises(PykernelsError):
-        call(device)
 
 
 def _compile(interleaved: bool, D: int) -> None:

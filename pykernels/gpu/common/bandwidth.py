@@ -15,10 +15,10 @@ _BLOCK = 4096
 @triton.jit
 def _read(data, sums, n, BLOCK: tl.constexpr, ROUNDS: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * (BLOCK * ROUNDS) + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.int32)
+    acc = tl.zeros([BLOCK], tl.int32)
     for i in tl.static_range(ROUNDS):
-        total += tl.load(data + at + i * BLOCK, mask=at + i * BLOCK < n, other=0)
-    tl.store(sums + tl.program_id(0), tl.sum(total, 0))
+        acc += tl.load(data + at + i * BLOCK, mask=at + i * BLOCK < n, other=0)
+    tl.store(sums + tl.program_id(0), tl.sum(acc, 0))
 
 
 def read(data: torch.Tensor) -> torch.Tensor:
@@ -37,8 +37,8 @@ def read(data: torch.Tensor) -> torch.Tensor:
         raise PykernelsError(f"read() got {data.dtype}", "Give it contiguous int32")
     check_device(data)
     rounds = 4
-    programs = triton.cdiv(data.numel(), _BLOCK * rounds)
-    sums = torch.empty(programs, dtype=torch.int32, device=data.device)
-    if programs:
-        _read[(programs,)](data, sums, data.numel(), BLOCK=_BLOCK, ROUNDS=rounds, num_warps=8)
+    num_ctas = triton.cdiv(data.numel(), _BLOCK * rounds)
+    sums = torch.empty(num_ctas, dtype=torch.int32, device=data.device)
+    if num_ctas:
+        _read[(num_ctas,)](data, sums, data.numel(), BLOCK=_BLOCK, ROUNDS=rounds, num_warps=8)
     return sums

@@ -55,22 +55,22 @@ def byte_to_bf16(q):
 
 
 @triton.jit
-def integer_scales(scales, there, k, N, GROUP: tl.constexpr):
-    """bfloat16 scales of inputs k and k + 32 of a tile's rows, from words (see ``matrices``).
+def integer_scales(scales, mask, k, N, GROUP: tl.constexpr):
+    """bfloat16 scales of inputs k and k + 32 of a tile's rows, from words (see ``gemm.weights``).
 
     GROUP 0: one scale an output, float32. Shifts are constants: a splat of a number known at run
     time would send the whole tile through shared memory on its way to the product.
     """
     if GROUP == 0:
-        own = tl.load(scales, mask=there, other=0)
+        own = tl.load(scales, mask=mask, other=0)
         found = own.to(tl.float32, bitcast=True)[:, None]
         first, second = found, found
     else:
         if GROUP == 32:
-            word = tl.load(scales + k // 64 * N, mask=there, other=0)
+            word = tl.load(scales + k // 64 * N, mask=mask, other=0)
             s0, s1 = word.to(tl.int16), (word >> 16).to(tl.int16)
         else:
-            word = tl.load(scales + k // GROUP * N, mask=there, other=0)
+            word = tl.load(scales + k // GROUP * N, mask=mask, other=0)
             s0 = (word >> 16).to(tl.int16)  # of a float32
             s1 = s0
         first = s0.to(tl.bfloat16, bitcast=True)[:, None]
@@ -89,17 +89,17 @@ def weighed(codes, scale, GROUP: tl.constexpr):
 
 
 @triton.jit
-def int8_pair(rows, scales, there, k, N, GROUP: tl.constexpr):
+def int8_pair(rows, scales, mask, k, N, GROUP: tl.constexpr):
     at = rows[:, None] + (k + tl.arange(0, 32))[None, :]
-    s0, s1 = integer_scales(scales, there, k, N, GROUP)
+    s0, s1 = integer_scales(scales, mask, k, N, GROUP)
     q0, q1 = tl.load(at), tl.load(at + 32)
     return weighed(byte_to_bf16(q0), s0, GROUP), weighed(byte_to_bf16(q1), s1, GROUP)
 
 
 @triton.jit
-def int4_pair(rows, scales, there, k, N, GROUP: tl.constexpr):
+def int4_pair(rows, scales, mask, k, N, GROUP: tl.constexpr):
     q = tl.load(rows[:, None] + (k // 2 + tl.arange(0, 32))[None, :])
-    s0, s1 = integer_scales(scales, there, k, N, GROUP)
+    s0, s1 = integer_scales(scales, mask, k, N, GROUP)
     low, high = nibble_to_bf16(q & 15), nibble_to_bf16(q >> 4)
     return weighed(low, s0, GROUP), weighed(high, s1, GROUP)
 
@@ -181,10 +181,10 @@ def q6_k_pair(rows, k, K, PAIR: tl.constexpr):
 
 
 @triton.jit
-def decode_pair(
+def dequantize_pair(
     rows,
     scales,
-    there,
+    mask,
     k,
     N,
     K,
@@ -205,9 +205,9 @@ def decode_pair(
         NATIVE: the GPU has an E4M3 type.
     """
     if KIND == "int8":
-        first, second = int8_pair(rows, scales, there, k, N, GROUP)
+        first, second = int8_pair(rows, scales, mask, k, N, GROUP)
     elif KIND == "int4":
-        first, second = int4_pair(rows, scales, there, k, N, GROUP)
+        first, second = int4_pair(rows, scales, mask, k, N, GROUP)
     elif KIND == "fp8":
         first, second = fp8_pair(rows, scales, k, NATIVE)
     elif KIND == "q4_k":

@@ -1,10 +1,10 @@
-"""Words of weight codes to the left operand of the tensor cores, in registers (Gluon).
+"""Words of quantized weights to the left operand of the tensor cores, in registers (Gluon).
 
 A lane of a matrix instruction multiplies pairs of neighbouring inputs. Which inputs these are is
-free as long as both operands agree, so each lane decodes the words that it has loaded itself and K
-is permuted: nothing passes through shared memory. Two codes at a time become bfloat16 where they
-lie: masked, with ``MAGIC``'s exponents put on top (0x4300 is 128: its low bits count up by ones).
-MAGIC is a run-time number because one instruction has room for one constant.
+free as long as both operands agree, so each lane dequantizes the words that it has loaded itself
+and K is permuted: nothing passes through shared memory. Two codes at a time become bfloat16 where
+they lie: masked, with ``MAGIC``'s exponents put on top (0x4300 is 128: its low bits count up by
+ones). MAGIC is a run-time number because one instruction has room for one constant.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Programs that walk over tiles by turns, on Hopper: who is done first takes the next tile.
+"""Persistent programs on Hopper: the first that is done takes the next tile.
 
 Tiles begin in their order, so that those that read the same weights run at the same time and one
-of them brings the weights into L2 for all. With tiles dealt out beforehand, programs drift apart
+of them brings the weights into L2 for all. With a static schedule, programs drift apart
 and read the weights again from memory.
 """
 
@@ -27,20 +27,20 @@ def blocks_of(tiles, bound):
 @gluon.jit
 def tile_at(tiles, bound, t, blocks, N_BLOCKS, GROUP_M: gl.constexpr):
     """(slot, first row, row behind the expert's last, N block) of tile ``t``; zeros behind all."""
-    there = t < blocks * N_BLOCKS
+    mask = t < blocks * N_BLOCKS
     group = t // (GROUP_M * N_BLOCKS)
     inside = t % (GROUP_M * N_BLOCKS)
     rows = gl.maximum(gl.minimum(blocks - group * GROUP_M, GROUP_M), 1)
     block = group * GROUP_M + inside % rows
     if tiles is None:
         slot = 0
-        first = gl.where(there, block * 128, 0)
-        hi = gl.where(there, bound, 0)
+        first = gl.where(mask, block * 128, 0)
+        hi = gl.where(mask, bound, 0)
     else:
         line = tiles + 4 * block
-        slot = gl.load(line, mask=there, other=0)
-        first = gl.load(line + 1, mask=there, other=0)
-        hi = gl.load(line + 2, mask=there, other=0)
+        slot = gl.load(line, mask=mask, other=0)
+        first = gl.load(line + 1, mask=mask, other=0)
+        hi = gl.load(line + 2, mask=mask, other=0)
     return slot, first, hi, inside // rows
 
 

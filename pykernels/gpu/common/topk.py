@@ -38,7 +38,7 @@ def _value_of(ordered):
 
 
 @triton.jit
-def choose(
+def topk(
     logits, bias, row, E,
     TOPK: tl.constexpr, KP: tl.constexpr,
     GROUPS: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr, GROUP_TOPK: tl.constexpr,
@@ -55,13 +55,13 @@ def choose(
     x = tl.load(logits + expert, mask=real, other=float("-inf"))
     if SIGMOID:
         top = 0.0
-        total = 1.0
+        sum_exp = 1.0
         score = tl.sigmoid(x)
     else:
         top = tl.max(tl.max(x, 1), 0)
         shifted = tl.where(real, tl.exp(x - top), 0.0)
-        total = tl.sum(tl.sum(shifted, 1), 0)
-        score = shifted / total
+        sum_exp = tl.sum(tl.sum(shifted, 1), 0)
+        score = shifted / sum_exp
     if BIAS:
         choice = score + tl.load(bias + expert, mask=real, other=0.0)
     elif TOP2 and GROUPS > 1:
@@ -87,18 +87,18 @@ def choose(
         score = tl.where(taken[:, None], score, _NONE)
     k = tl.arange(0, KP)
     ids = tl.zeros([KP], tl.int32)
-    place = group * PP + within
+    index = group * PP + within
     # Flat, so that a reduction is a whole warp's.
-    score, place = tl.reshape(score, [GP * PP]), tl.reshape(place, [GP * PP])
+    score, index = tl.reshape(score, [GP * PP]), tl.reshape(index, [GP * PP])
     for i in tl.static_range(TOPK):
-        at = tl.min(tl.where(score == tl.max(score, 0), place, GP * PP - 1), 0)
+        at = tl.min(tl.where(score == tl.max(score, 0), index, GP * PP - 1), 0)
         ids = tl.where(k == i, at, ids)
-        score = tl.where(place == at, _NONE, score)
+        score = tl.where(index == at, _NONE, score)
     ids = ids // PP * per + ids % PP
     # The chosen logits are read again (from L1): cheaper than picking them out of registers.
     mask = (k < TOPK) & (ids < E)
     x = tl.load(logits + ids, mask=mask, other=0.0)
-    weights = tl.sigmoid(x) if SIGMOID else tl.exp(x - top) / total
+    weights = tl.sigmoid(x) if SIGMOID else tl.exp(x - top) / sum_exp
     weights = tl.where(mask, weights, 0.0)
     if RENORM:
         weights = weights / (tl.sum(weights, 0) + 1e-20)

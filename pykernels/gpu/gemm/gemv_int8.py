@@ -1,10 +1,10 @@
 """One row times an int8 matrix on the plain arithmetic units, at the rate it is read.
 
-Each weight is used once, and what decodes it must cost less than fetching it. A code
-that is masked where it lies in its word *is* a float32, a subnormal one (NVIDIA's multiply-add
-takes these at full rate); the power of two of its place is in the inputs, which a program's rows
-share, and so is the codes' offset. Every processor streams whole rows, so nothing is split over K
-and no second pass adds anything up.
+Each weight is used once, and to dequantize it must cost less than to fetch it. A code that is
+masked where it lies in its word *is* a float32, a subnormal one (NVIDIA's multiply-add takes these
+at full rate); the power of two of its bits is in the inputs, which a program's rows share, and so
+is the codes' offset. Every SM streams whole rows, so nothing is split over K and no second pass
+adds anything up.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def dot_bytes(words, a, b, c, d):
 
     A code at bit p is a float of 2**(p - 149) as it lies there; its input carries 2**(60 - p).
     """
-    total = (a + b + c + d)[None, :] * -(128 * UNIT)
+    acc = (a + b + c + d)[None, :] * -(128 * UNIT)
     high = words >> 16
-    total += code(words, 0, 255) * (a * 2.0**60)[None, :]
-    total += code(words, 8, 255) * (b * 2.0**52)[None, :]
-    total += code(high, 0, 255) * (c * 2.0**60)[None, :]
-    total += code(high, 8, 255) * (d * 2.0**52)[None, :]
-    return total
+    acc += code(words, 0, 255) * (a * 2.0**60)[None, :]
+    acc += code(words, 8, 255) * (b * 2.0**52)[None, :]
+    acc += code(high, 0, 255) * (c * 2.0**60)[None, :]
+    acc += code(high, 8, 255) * (d * 2.0**52)[None, :]
+    return acc
 
 
 @triton.jit
@@ -93,40 +93,40 @@ def gemv(
     Args:
         x: int64 [K / 4], four bfloat16 each.
         w: int32 [N, WORDS].
-        w_scale: int32 [K / max(GROUP, 64), N] (GROUP 0: [N]): see ``matrices``.
+        w_scale: int32 [K / max(GROUP, 64), N] (GROUP 0: [N]): see ``gemm.weights``.
         PDL: the kernel behind may be launched while this one runs, and this one was.
     """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    exists = n < N
+    mask = n < N
     i = tl.arange(0, BLOCKS * 8)
     block = tl.arange(0, BLOCKS)
     rows = w + n.to(tl.int64)[:, None] * WORDS + i[None, :]
     quads = x + i
     # Lanes keep sums of their own; they are added up once, behind the loop.
-    total = tl.zeros((BLOCK_N, BLOCKS, 8), tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCKS, 8), tl.float32)
     for first in tl.range(0, WORDS, BLOCKS * 8, num_stages=STAGES):
         inside = first + i < WORDS
-        words = tl.load(rows + first, mask=exists[:, None] & inside[None, :], other=0)
+        words = tl.load(rows + first, mask=mask[:, None] & inside[None, :], other=0)
         scale = 1.0
         if GROUP != 0:
             k_block = first // 8 + block
             at = k_block * 32 // max(GROUP, 64)
-            both = exists[:, None] & (k_block * 8 < WORDS)[None, :]
+            both = mask[:, None] & (k_block * 8 < WORDS)[None, :]
             word = tl.load(w_scale + at[None, :] * N + n[:, None], mask=both, other=0)
             scale = word_scales(word, (k_block % 2 == 1)[None, :], GROUP)
         a, b, c, d = four_inputs(tl.load(quads + first, mask=inside, other=0))
         part = dot_bytes(words ^ -2139062144, a, b, c, d)  # 0x80808080
-        total += part.reshape(BLOCK_N, BLOCKS, 8) * scale
-    value = tl.sum(tl.sum(total, axis=2), axis=1) * (1 / UNIT)
+        acc += part.reshape(BLOCK_N, BLOCKS, 8) * scale
+    value = tl.sum(tl.sum(acc, axis=2), axis=1) * (1 / UNIT)
     if GROUP == 0:
-        scale = tl.load(w_scale + n, mask=exists, other=0)
+        scale = tl.load(w_scale + n, mask=mask, other=0)
         value *= scale.to(tl.float32, bitcast=True)
     if HAS_BIAS:
-        value += tl.load(bias + n, mask=exists, other=0.0).to(tl.float32)
-    tl.store(out + n, to_bf16(value), mask=exists)
+        value += tl.load(bias + n, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + n, to_bf16(value), mask=mask)
 
 
 def multiply_gemv_int8(
@@ -146,7 +146,7 @@ def multiply_gemv_int8(
     words = stack.data[0].view(torch.int32)
     x = x if x.storage_offset() % 4 == 0 else x.clone()  # read 8 bytes at a time
     group = scale_every(stack)
-    # With scales of groups the launch behind takes the places of programs yet to come: x0.76.
+    # With scales of groups the launch behind takes the slots of programs yet to come: x0.76.
     pdl = launches_early(x.device) and group == 0
     gemv[(triton.cdiv(stack.N, plan.block_n),)](
         x.view(torch.int64),

@@ -33,15 +33,15 @@ from ..plans.gemm import GemvMmaPlan
 from .gemv_mma_scales import block_heads_layout, columns_layout, q6_k_words, scales_of
 from .gemv_mma_steps import (
     LANE,
-    ask,
     block_sums,
     codes_of,
     inputs_layout,
     multiply_block,
     own_rows,
+    prefetch,
     stage_inputs,
 )
-from .skinny_linear import layouts
+from .skinny_operands import words_layout
 from .weights import Matrices, scale_every, scale_words
 
 OFFSETS = {"int4": 8, "int8": 128, "fp8": 0, "q4_k": 1, "q6_k": 32}
@@ -54,7 +54,7 @@ FLIP = -0x7F7F7F80
 
 @gluon.jit
 def of_rows(no, w_scale, bias, N, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr):
-    """Scales and biases of rows, if there are: asked for before the products, that nothing waits
+    """Scales and biases of rows, if there are: prefetched before the products, that nothing waits
     for them behind these."""
     row_scale = gl.full(no.shape, 1.0, gl.float32, layout=no.type.layout)
     row_bias = gl.full(no.shape, 0.0, gl.float32, layout=no.type.layout)
@@ -82,7 +82,7 @@ def gemv_mma(
     Args:
         x: bfloat16 [K]; from 2**64 on they are infinite here.
         w: int32 [N, WORDS].
-        w_scale: int32 (see ``matrices``) or, for fp8, float32; K-quants: None.
+        w_scale: int32 (see ``gemm.weights``) or, for fp8, float32; K-quants: None.
         GROUP: inputs of one scale; 0: one scale an output.
         PDL: the kernel behind may be launched while this one runs, and this one was.
         ONCE: there is a program for each block of rows.
@@ -144,15 +144,15 @@ def gemv_mma(
     words = ()
     scale = ()
     for t in gl.static_range(AHEAD):
-        asked, factors = ask(
+        next_words, factors = prefetch(
             at, scales, chunk, t, left_over, N, K, KIND, GROUP, EVEN or t < STEPS - 1, LF
         )
-        words += (asked,)  # type: ignore[assignment]
+        words += (next_words,)  # type: ignore[assignment]
         scale += (factors,)  # type: ignore[assignment]
     values = ()
     for t in gl.static_range(0, STEPS, TOGETHER):
-        exists = k < K - t * (S * KC)
-        values += (gl.load(x + t * (S * KC) + k, mask=exists, other=0.0),)  # type: ignore[assignment]
+        mask = k < K - t * (S * KC)
+        values += (gl.load(x + t * (S * KC) + k, mask=mask, other=0.0),)  # type: ignore[assignment]
     IN_PLACE: gl.constexpr = KIND == "int4" or KIND == "q4_k"  # 16 times as large in upper halves
     BLOCK: gl.constexpr = 32 if IN_PLACE else 4 * CW
     UP: gl.constexpr = 2.0**60 if IN_PLACE else 2.0**64
@@ -206,12 +206,11 @@ def multiply_gemv_mma(
     inputs = 4 * LANE * plan.warps * (4 if stack.kind in ("int8", "fp8") else 8)
     steps = triton.cdiv(stack.K, inputs)
     columns = columns_layout(plan.warps, plan.rows, parts)
-    words_layout, _ = layouts(LANE, plan.warps, plan.rows, 8)
     pdl = launches_early(x.device)
     used = plan.used or plan.rows
     blocks = triton.cdiv(stack.N, used)
-    programs = min(plan.programs or blocks, blocks)
-    gemv_mma[(programs,)](
+    num_ctas = min(plan.num_ctas or blocks, blocks)
+    gemv_mma[(num_ctas,)](
         x,
         words,
         scale_words(stack),
@@ -225,7 +224,7 @@ def multiply_gemv_mma(
         GROUP={"q4_k": 32, "q6_k": 16}.get(stack.kind, scale_every(stack)),
         HAS_BIAS=bias is not None,
         PDL=pdl,
-        ONCE=programs == blocks,
+        ONCE=num_ctas == blocks,
         STEPS=steps,
         EVEN=stack.K % inputs == 0,
         S=plan.warps,
@@ -234,7 +233,7 @@ def multiply_gemv_mma(
         TOGETHER=min(8, triton.next_power_of_2(steps), max(1, 4096 // inputs)),
         USED=used,
         OFFSET=OFFSETS[stack.kind],
-        LW=words_layout,
+        LW=words_layout(LANE, plan.warps, plan.rows),
         LX=inputs_layout(plan.warps, parts),
         PARTS=parts,
         LC=columns,

@@ -107,10 +107,10 @@ def load_scale(
         if EVEN:
             found = (gl.load(pairs), gl.load(blocks))
         else:
-            there = now * KC < K
+            mask = now * KC < K
             found = (
-                gl.load(pairs, mask=there[:, None, None, None], other=0),
-                gl.load(blocks, mask=there[:, None, None], other=0),
+                gl.load(pairs, mask=mask[:, None, None, None], other=0),
+                gl.load(blocks, mask=mask[:, None, None], other=0),
             )
     else:
         PER: gl.constexpr = 128 if KIND == "fp8" else (64 if GROUP == 32 else GROUP)

@@ -9,10 +9,11 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from ..common.dequant_mma import pair, powers
 from .gemv_mma_scales import load_scale, q4_k_factors, q6_k_factors, spread
+from .skinny_operands import left, load_once
 
 WRITTEN_OUT = gl.constexpr(40)
 """Most steps of a program's only block that are written out one behind the other. Loads whose first
-use lies behind a loop's back edge share one scoreboard: the first used waits for the last asked.
+use lies behind a loop's back edge share one scoreboard: the first used waits for the last issued.
 With several blocks a loop is as fast: they are in one anyway."""
 LANE = 4
 """Words of a row that a lane loads at a time."""
@@ -61,20 +62,16 @@ def bits_of(words, FLIP, KIND: gl.constexpr, HALF: gl.constexpr):
 
 
 @gluon.jit
-def left(words, FLIP, KIND: gl.constexpr, HALF: gl.constexpr, A: gl.constexpr):
+def codes_operand(words, FLIP, KIND: gl.constexpr, HALF: gl.constexpr, A: gl.constexpr):
     """[S, ROWS, 4 LANE] words (Q6_K: two of them) -> [S, ROWS, 16 LANE] codes."""
     even, odd = bits_of(words, FLIP, KIND, HALF)
-    S: gl.constexpr = even.shape[0]
-    ROWS: gl.constexpr = even.shape[1]
-    LANE: gl.constexpr = even.shape[2] // 4
     a, b = pair(even)
     c, d = pair(odd)
-    v = gl.join(gl.join(a, b), gl.join(c, d)).reshape([S, ROWS, 4, LANE, 2, 2])
-    return gl.convert_layout(v.permute([0, 1, 3, 5, 2, 4]).reshape([S, ROWS, 16 * LANE]), A)
+    return left(gl.join(gl.join(a, b), gl.join(c, d)), A)
 
 
 @gluon.jit
-def right(x, COLS: gl.constexpr, B: gl.constexpr):
+def right_of_all(x, COLS: gl.constexpr, B: gl.constexpr):
     """[S, 16 LANE] inputs of a lane's words after each other -> [S, 16 LANE, COLS], all alike."""
     S: gl.constexpr = x.shape[0]
     LANE: gl.constexpr = x.shape[1] // 16
@@ -99,7 +96,7 @@ def right_of_parts(x, PARTS: gl.constexpr, LX: gl.constexpr, B: gl.constexpr):
 
 @gluon.jit
 def stage_inputs(
-    value, x, total, S: gl.constexpr, BLOCK: gl.constexpr, OFFSET: gl.constexpr, UP: gl.constexpr
+    value, x, x_sums, S: gl.constexpr, BLOCK: gl.constexpr, OFFSET: gl.constexpr, UP: gl.constexpr
 ):  # fmt: skip
     """[STEPS, inputs of a step] to shared memory: x in the codes' order, total [STEPS * (halves
     with sums of their own) * S, PARTS] -OFFSET times the sums that belong to it.
@@ -113,8 +110,8 @@ def stage_inputs(
     HALVES: gl.constexpr = value.shape[1] // (S * WIDTH)
     if OFFSET > 0:
         # As they lie: Triton 3.6 adds up the wrong lanes where those of a sum are no neighbours.
-        PARTS: gl.constexpr = total.shape[1]
-        OWN: gl.constexpr = total.shape[0] // (STEPS * S)
+        PARTS: gl.constexpr = x_sums.shape[1]
+        OWN: gl.constexpr = x_sums.shape[0] // (STEPS * S)
         EACH: gl.constexpr = value.shape[1] // (S * PARTS * OWN)
         if BLOCK == WIDTH:
             v = value.to(gl.float32).reshape([STEPS, S, OWN, PARTS, EACH])
@@ -123,7 +120,7 @@ def stage_inputs(
             v = value.to(gl.float32).reshape([STEPS, S, PARTS, OWN, EACH])
             sums = gl.sum(v, axis=4).permute([0, 3, 1, 2])
         sums = sums.reshape([STEPS * OWN * S, PARTS])
-        total.store(sums * (-OFFSET * 2.0**-69))
+        x_sums.store(sums * (-OFFSET * 2.0**-69))
     v = value.reshape([STEPS, S, WIDTH // BLOCK, HALVES, BLOCK // 4, 2, 2])
     v = v.permute([0, 3, 1, 2, 4, 6, 5]).reshape([STEPS, HALVES, S, WIDTH]).to(gl.float32)
     L: gl.constexpr = v.type.layout
@@ -143,18 +140,18 @@ def codes_of(w, n, first, s, i, CODES, WORDS, KIND: gl.constexpr):
 
 
 @gluon.jit
-def load_words(at, step, left_over, EVEN: gl.constexpr, WIDTH: gl.constexpr, STRIDE: gl.constexpr):
+def load_step(at, step, left_over, EVEN: gl.constexpr, WIDTH: gl.constexpr, STRIDE: gl.constexpr):
     """Words of a step, STRIDE behind those of the last; ``left_over``: how many words of a row each
     lane's first one leaves, of which a step has WIDTH."""
     if EVEN:
-        return gl.load(at + step * STRIDE, eviction_policy="evict_first")
-    there = left_over > step * WIDTH
-    return gl.load(at + step * STRIDE, mask=there, other=0, eviction_policy="evict_first")
+        return load_once(at + step * STRIDE, None, None)
+    mask = left_over > step * WIDTH
+    return load_once(at + step * STRIDE, mask, 0)
 
 
 @gluon.jit
 def multiply_step(
-    acc, words, scale, x, total, chunk, FLIP, KIND: gl.constexpr, GROUP: gl.constexpr,
+    acc, words, scale, x, x_sums, chunk, FLIP, KIND: gl.constexpr, GROUP: gl.constexpr,
     A: gl.constexpr, B: gl.constexpr, LX: gl.constexpr, LC: gl.constexpr, LF: gl.constexpr,
 ):  # fmt: skip
     """acc plus a step's products; x [HALVES S, inputs] and total [S or HALVES S, PARTS] are
@@ -162,7 +159,7 @@ def multiply_step(
     COLS: gl.constexpr = acc.shape[2]
     S: gl.constexpr = acc.shape[0]
     HALVES: gl.constexpr = x.shape[0] // S
-    PARTS: gl.constexpr = total.shape[1]
+    PARTS: gl.constexpr = x_sums.shape[1]
     MMA: gl.constexpr = acc.type.layout
     LS: gl.constexpr = gl.SliceLayout(3, LF)
     zero = gl.full(acc.shape, 0.0, gl.float32, layout=MMA)
@@ -173,12 +170,12 @@ def multiply_step(
         if PARTS > 1:
             b = right_of_parts(x.slice(h * S, S).load(gl.SliceLayout(2, LX)), PARTS, LX, B)
         else:
-            b = right(x.slice(h * S, S).load(LX), COLS, B)
-        a = left(words, FLIP, KIND, h, A)
-        if h * S < total.shape[0]:
+            b = right_of_all(x.slice(h * S, S).load(LX), COLS, B)
+        a = codes_operand(words, FLIP, KIND, h, A)
+        if h * S < x_sums.shape[0]:
             first = zero
             if KIND != "fp8":
-                sums = total.slice(h * S, S).load(gl.SliceLayout(1, LS))
+                sums = x_sums.slice(h * S, S).load(gl.SliceLayout(1, LS))
                 first = spread(sums[:, None, :], LC, MMA).broadcast_to(acc.shape)
             part = acc + first if GROUP == 0 else first
         if KIND == "q4_k":
@@ -205,7 +202,7 @@ def multiply_step(
 
 
 @gluon.jit
-def stay():
+def load_fence():
     """No load is moved over this: the assembler moves the next step's down to where this step's
     products free registers, and memory waits for the products. It is no instruction."""
     gl.inline_asm_elementwise(
@@ -215,7 +212,7 @@ def stay():
 
 
 @gluon.jit
-def ask(
+def prefetch(
     at, scales, chunk, step, left_over, N, K, KIND: gl.constexpr, GROUP: gl.constexpr,
     EVEN: gl.constexpr, LF: gl.constexpr,
 ):  # fmt: skip
@@ -228,12 +225,12 @@ def ask(
     if KIND == "q6_k":
         low, high = at
         words = (
-            load_words(low, step, left_over, EVEN, S * 16, S * 16),
-            load_words(high, step, left_over, EVEN, S * 16, S * 8),
+            load_step(low, step, left_over, EVEN, S * 16, S * 16),
+            load_step(high, step, left_over, EVEN, S * 16, S * 8),
         )
     else:
         WIDTH: gl.constexpr = S * (18 if KIND == "q4_k" else 16)
-        words = load_words(at, step, left_over, EVEN, WIDTH, WIDTH)
+        words = load_step(at, step, left_over, EVEN, WIDTH, WIDTH)
     scale = chunk
     if GROUP > 0:
         KC: gl.constexpr = 64 if KIND == "int8" or KIND == "fp8" else 128
@@ -251,8 +248,8 @@ def multiply_block(
     """A block of rows times all inputs: sums [S, ROWS, 8], columns of a part all alike.
 
     Args:
-        words, scale: of the first steps, asked for. Those of the next block's first steps, which
-            ``at_next`` and ``scales_next`` lead to, are asked for here and returned, unless LAST.
+        words, scale: of the first steps, prefetched. Those of the next block's first steps, which
+            ``at_next`` and ``scales_next`` lead to, are prefetched here and returned, unless LAST.
     """
     S: gl.constexpr = chunk.shape[0]
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -264,32 +261,32 @@ def multiply_block(
         for q in gl.static_range(AHEAD):
             step = turn * AHEAD + q
             words_now, scale_now = words[q], scale[q]
-            asked, factors = ask(
+            next_words, factors = prefetch(
                 at, scales, chunk, step + AHEAD, left_over, N, K, KIND, GROUP, EVEN, LF
             )
-            words = words[:q] + (asked,) + words[q + 1 :]
+            words = words[:q] + (next_words,) + words[q + 1 :]
             scale = scale[:q] + (factors,) + scale[q + 1 :]
-            stay()
+            load_fence()
             acc = multiply_step(
                 acc, words_now, scale_now, xs.index(step), sums.index(step), chunk, FLIP, KIND,
                 GROUP, A, B, LX, LC, LF,
             )  # fmt: skip
     for t in gl.static_range(ROLLED, STEPS):
         words_now, scale_now = words[t % AHEAD], scale[t % AHEAD]
-        asked, factors = words_now, scale_now
+        next_words, factors = words_now, scale_now
         if t + AHEAD < STEPS:
-            asked, factors = ask(
+            next_words, factors = prefetch(
                 at, scales, chunk, t + AHEAD, left_over, N, K, KIND, GROUP,
                 EVEN or t + AHEAD < STEPS - 1, LF,
             )  # fmt: skip
         elif not LAST:
-            asked, factors = ask(
+            next_words, factors = prefetch(
                 at_next, scales_next, chunk, t + AHEAD - STEPS, left_over, N, K, KIND, GROUP,
                 EVEN or t + AHEAD - STEPS < STEPS - 1, LF,
             )  # fmt: skip
-        words = words[: t % AHEAD] + (asked,) + words[t % AHEAD + 1 :]
+        words = words[: t % AHEAD] + (next_words,) + words[t % AHEAD + 1 :]
         scale = scale[: t % AHEAD] + (factors,) + scale[t % AHEAD + 1 :]
-        stay()
+        load_fence()
         acc = multiply_step(
             acc, words_now, scale_now, xs.index(t), sums.index(t), chunk, FLIP, KIND,
             GROUP, A, B, LX, LC, LF,

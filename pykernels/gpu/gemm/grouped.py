@@ -1,109 +1,116 @@
-"""Products of sorted tokens with their experts' matrices, or of all rows with one matrix.
+"""The grouped GEMM: sorted tokens with their experts' matrices, or all rows with one matrix.
 
-Products of many rows with K-quants that are decoded to bfloat16 in device memory beforehand.
-
-Each block of rows decodes the weights again. From some number of rows on it pays to write bfloat16
-once and to multiply that: the values are the same.
+The plan's type and fields say which kernel multiplies them.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...errors import PykernelsError
 from ...shapes import SortedSlots
-from ..common.dequant import decode_pair
 from ..common.launch import arch
-from ..moe.permute import permute
-from ..plans.gemm import DequantPlan, GemmPlan, SkinnyExpertsPlan
+from ..plans.gemm import DequantPlan, ExpertsPlan, GemmPlan, SkinnyExpertsPlan
 from ..plans.grouped import fit_stages
+from ..plans.registers import fine_scales
 from ..quantize import NATIVE_FP8
+from .hopper.bf16 import multiply_bf16
+from .hopper.dequant import EXPERT_KINDS, multiply_dequant_experts, supports_stack
+from .hopper.fp8 import multiply_fp8
+from .hopper.linear_fp8 import multiply_rows
+from .skinny_experts import multiply_skinny_experts
 from .tiles import block_bound
-from .triton_kernels import gemm_bf16, gemm_dequant, gemm_fp8, row_pointers
-from .weights import Matrices, fine, scale_every, scale_words
+from .triton_kernels import gemm_bf16, gemm_dequant, gemm_fp8
+from .unpack import SCRATCH, runs, unpack
+from .weights import Matrices, scale_every, scale_words
 
-pass
-
-Plan = GemmPlan | SkinnyExpertsPlan | DequantPlan
 MOST_FINE_TOKENS = 8
 """Most rows of ``skinny_experts`` where each has four columns of a product, a scale in each."""
 
 
 def path_of(stack: Matrices, fp8_inputs: bool) -> str:
-    """Which kernel multiplies these matrices: see ``plan.PATHS``."""
+    """What the kernels for these matrices do: see ``plans.grouped.PATHS``."""
     if fp8_inputs:
         return "fp8"
-    return "bf16" if stack.kind == "bf16" else "decoded"
+    return "bf16" if stack.kind == "bf16" else "dequant"
 
 
 def multiply(
     x: torch.Tensor,
     stack: Matrices,
     out: torch.Tensor,
-    plan: Plan,
+    plan: ExpertsPlan,
     *,
     x_scale: torch.Tensor | None = None,
     order: SortedSlots | None = None,
     table: torch.Tensor | None = None,
     gated: bool = False,
+    gather: bool = False,
     bias: torch.Tensor | None = None,
     out_scale: torch.Tensor | None = None,
 ) -> None:
     """out = x @ w.T by ``plan``; the caller has checked shapes and dtypes.
 
     Args:
-        x: bfloat16 [rows, K], or E4M3 with ``x_scale`` float32 [rows, ceil(K / 128)]. By hand
-            they are sorted rows, otherwise a gated product's are tokens.
+        x: bfloat16 [rows, K], or E4M3 with ``x_scale`` float32 [rows, ceil(K / 128)].
         out: [S or M, N]; with ``plan.split_k`` above 1 float32 [split_k, M, N], parts of the sum.
         order: the rows' experts; None: one matrix for all rows.
-        table: int32 [E]: where each expert's matrices lie in their stack; a negative one lies
-            nowhere and its rows become zeros. None: expert e is number e.
+        table: int32 [E]: where each expert's matrices lie in their stack; a negative one
+            is in no slot and its rows become zeros. None: expert e is number e.
         gated: the stack has two matrices an expert: out = silu(x @ gate.T) * (x @ up.T).
+        gather: x has tokens, of which each sorted slot's is read; else it has the sorted rows.
         bias: [N].
-        out_scale: by hand and gated, float32 [S, ceil(N / 128)]: out is quantized to E4M3.
+        out_scale: warp-specialized and gated, float32 [S, ceil(N / 128)]: out is quantized to E4M3.
 
     Raises:
         PykernelsError: a plan whose kernel does not multiply these.
     """
     if isinstance(plan, DequantPlan):
-        _many_rows(x, stack, out, plan, order, table, gated)
+        _launch_dequant_experts(x, stack, out, plan, order, table, gated, gather)
         return
     path = path_of(stack, x_scale is not None)
     if isinstance(plan, SkinnyExpertsPlan):
-        if path != "decoded" or arch(x.device) < (8, 0):
+        if path != "dequant" or arch(x.device) < (8, 0):
             raise PykernelsError(
-                "experts of few rows are multiplied in registers on a GPU, and decoded on the way",
+                "skinny_experts dequantizes weights, on a GPU",
                 "Give a GemmPlan",
             )
-        if plan.tokens > MOST_FINE_TOKENS and fine(stack.kind, stack.group):
+        if plan.tokens > MOST_FINE_TOKENS and fine_scales(stack.kind, stack.group):
             raise PykernelsError(
                 f"a plan has tokens={plan.tokens} for {stack.kind} with a scale for 64 inputs or "
                 "fewer",
                 f"Use up to {MOST_FINE_TOKENS}",
             )
-        from .skinny_experts import multiply_skinny_experts  # Gluon is slow to import
-
         multiply_skinny_experts(
-            x, stack, out, plan, order=order, table=table, gated=gated, bias=bias
+            x,
+            stack,
+            out,
+            plan,
+            order=order,
+            table=table,
+            gated=gated,
+            gather=gather,
+            bias=bias,
         )
         return
     if plan.unpack:
-        if path != "decoded":
-            raise PykernelsError("a plan unpacks what is not decoded", "Give one without unpack")
-        multiply_unpacked(x, stack, out, plan, order, table, gated, bias)
+        if path != "dequant":
+            raise PykernelsError("a plan unpacks what is not packed", "Give one without unpack")
+        multiply_unpacked(x, stack, out, plan, order, table, gated, gather, bias)
         return
     if plan.warp_specialized:
-        _warp_specialized(x, stack, out, plan, x_scale, order, table, gated, bias, out_scale)
+        _warp_specialized(
+            x, stack, out, plan, x_scale, order, table, gated, gather, bias, out_scale
+        )
         return
-    if plan.split_k > 1 and (order is not None or path != "decoded"):
+    if plan.split_k > 1 and (order is not None or path != "dequant"):
         raise PykernelsError(
-            "only linears of decoded weights are split over K", "Give a plan with split_k=1"
+            "only linears of weights to dequantize are split over K", "Give a plan with split_k=1"
         )
     mats = 2 if gated else 1
     plan = fit_stages(plan, arch(x.device), _step_bytes(stack, path, plan, mats))
@@ -128,7 +135,7 @@ def multiply(
         "TOPK": order.topk if order else 1,
         "N_BLOCKS": n_blocks,
         "GATED": gated,
-        "GATHER": gated,
+        "GATHER": gather,
         "HAS_BIAS": bias is not None,
         "HAS_SLOTS": table is not None,
         "E_PADDED": 0 if order is None else triton.next_power_of_2(E),
@@ -138,15 +145,14 @@ def multiply(
         "STAGES": plan.stages,
         "num_warps": plan.warps,
     }
-    if path == "decoded":
-        _decoded(x, stack, out, plan, blocks * n_blocks, common)
+    if path == "dequant":
+        _launch_dequant(x, stack, out, plan, blocks * n_blocks, common)
         return
     block_k = plan.block_k if path == "bf16" else 128
     # Descriptors want 16-byte addresses; tensors that begin elsewhere are read through pointers.
-    copied = gated and plan.copy and order is not None
     tma = {
         "W_TMA": plan.tma and stack.data.data_ptr() % 16 == 0,
-        "X_TMA": plan.tma and (copied or not gated and x.data_ptr() % 16 == 0),
+        "X_TMA": plan.tma and not gather and x.data_ptr() % 16 == 0,
         "EVEN_K": stack.K % block_k == 0,
     }
     native = path == "bf16" or arch(x.device) >= NATIVE_FP8
@@ -159,8 +165,7 @@ def multiply(
     if tma["W_TMA"]:
         w = TensorDescriptor.from_tensor(data, [mats if path == "bf16" else 1, cols, block_k])
     if tma["X_TMA"]:
-        source = permute(x, order) if copied and order else x
-        rows = TensorDescriptor.from_tensor(source, [plan.block_m, block_k])
+        rows = TensorDescriptor.from_tensor(x, [plan.block_m, block_k])
     grid = (blocks * n_blocks,)
     if path == "bf16":
         gemm_bf16[grid](rows, w, out, **common, **tma, BLOCK_K=block_k)
@@ -177,39 +182,38 @@ def _warp_specialized(
     order: SortedSlots | None,
     table: torch.Tensor | None,
     gated: bool,
+    gather: bool,
     bias: torch.Tensor | None,
     out_scale: torch.Tensor | None,
 ) -> None:
     matched = stack.kind == ("bf16" if x_scale is None else "fp8")
     known = x_scale is not None or order is not None
     if not (
-        matched and known and x.data_ptr() % 16 == 0 and warp_specialized_takes(stack, x.device)
+        matched
+        and known
+        and not gather
+        and x.data_ptr() % 16 == 0
+        and supports_warp_specialized(stack, x.device)
     ):
         raise PykernelsError(
-            "the kernels written out for Hopper multiply aligned E4M3, and experts of aligned "
-            "bfloat16, by rows of the same, there alone",
+            "warp-specialized kernels multiply aligned E4M3, and experts of aligned bfloat16, by"
+            " sorted rows of the same, on Hopper",
             "Give a plan without warp_specialized",
         )
     if x.shape[0] == 0:
         return
     if x_scale is None and order is not None:
-        from .hopper.bf16 import multiply_bf16  # Gluon is slow to import
-
         multiply_bf16(x, stack, out, order, table, gated=gated, group_m=plan.group_m)
     elif x_scale is not None and order is None:
-        from .hopper.linear_fp8 import multiply_rows
-
         multiply_rows(x, x_scale, stack, out, bias, plan.group_m)
     elif x_scale is not None and order is not None:
-        from .hopper.fp8 import multiply_fp8
-
         multiply_fp8(
             x, x_scale, stack, out, order, table,
             gated=gated, group_m=plan.group_m, out_scale=out_scale,
         )  # fmt: skip
 
 
-def _many_rows(
+def _launch_dequant_experts(
     x: torch.Tensor,
     stack: Matrices,
     out: torch.Tensor,
@@ -217,47 +221,44 @@ def _many_rows(
     order: SortedSlots | None,
     table: torch.Tensor | None,
     gated: bool,
+    gather: bool,
 ) -> None:
-    shared = plan.split_k > 1 or plan.programs
-    if order is None or shared or not dequant_takes(stack, x.device):
+    shared = plan.split_k > 1 or plan.num_ctas
+    if order is None or shared or not supports_dequant(stack, x.device):
         raise PykernelsError(
             "dequant_gemm multiplies experts of integers and K-quants on Hopper, K in one part",
             "Give a GemmPlan",
         )
-    from .hopper.dequant import multiply_dequant_experts  # Gluon is slow to import
-
     if order.slots.shape[0]:
-        multiply_dequant_experts(x, stack, out, order, table, plan, gated)
+        multiply_dequant_experts(x, stack, out, order, table, plan, gated, gather)
 
 
-def dequant_takes(stack: Matrices, device: torch.device) -> bool:
+def supports_dequant(stack: Matrices, device: torch.device) -> bool:
     """Whether ``dequant_gemm`` multiplies these weights there."""
     if arch(device)[0] != 9:
         return False
-    from .hopper.dequant import EXPERT_KINDS, takes
-
-    return stack.kind in EXPERT_KINDS and takes(stack)
+    return stack.kind in EXPERT_KINDS and supports_stack(stack)
 
 
-def warp_specialized_takes(stack: Matrices, device: torch.device) -> bool:
+def supports_warp_specialized(stack: Matrices, device: torch.device) -> bool:
     """Whether ``GemmPlan.warp_specialized`` can run: Hopper, weights where descriptors can
     begin."""
-    there = stack.kind in ("bf16", "fp8") and arch(device)[0] == 9
-    return there and stack.data.data_ptr() % 16 == 0
+    mask = stack.kind in ("bf16", "fp8") and arch(device)[0] == 9
+    return mask and stack.data.data_ptr() % 16 == 0
 
 
-def _decoded(
+def _launch_dequant(
     x: torch.Tensor,
     stack: Matrices,
     out: torch.Tensor,
     plan: GemmPlan,
-    programs: int,
+    num_ctas: int,
     common: dict[str, Any],
 ) -> None:
     data = stack.data.view(torch.uint8)
-    block_k = decoded_step(stack, plan)
+    block_k = dequant_step(stack, plan)
     steps = triton.cdiv(stack.K, block_k)
-    gemm_dequant[(programs, plan.split_k)](
+    gemm_dequant[(num_ctas, plan.split_k)](
         x,
         data,
         scale_words(stack),
@@ -278,12 +279,21 @@ def _step_bytes(stack: Matrices, path: str, plan: GemmPlan, mats: int) -> int:
         return 2 * plan.block_k * (plan.block_m + plan.block_n)
     if path == "fp8":
         return 128 * (plan.block_m + mats * plan.block_n) + 4 * plan.block_m
-    step = decoded_step(stack, plan)
+    step = dequant_step(stack, plan)
     weights = stack.nbytes * step // stack.K // stack.N  # scales included
     return 2 * step * plan.block_m + mats * plan.block_n * (weights + 4)
 
 
-def decoded_step(stack: Matrices, plan: GemmPlan) -> int:
+def wants_sorted_rows(plan: ExpertsPlan, stack: Matrices, fp8_inputs: bool) -> bool:
+    """Whether a gated product's rows are to be copied into the experts' order first: its kernel
+    loads them by the tensor memory accelerator, which gathers none."""
+    if not isinstance(plan, GemmPlan):
+        return False
+    unpacked = plan.unpack or path_of(stack, fp8_inputs) != "dequant"
+    return plan.warp_specialized or (plan.copy and plan.tma and unpacked)
+
+
+def dequant_step(stack: Matrices, plan: GemmPlan) -> int:
     """Inputs of one step: whole superblocks of K-quants, and no step beyond K."""
     if stack.kind == "q4_k":
         return 256
@@ -291,71 +301,6 @@ def decoded_step(stack: Matrices, plan: GemmPlan) -> int:
     while stack.K % step:
         step //= 2
     return step
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-SCRATCH = 256 << 20
-"""Most bytes of decoded weights at a time, or one expert's."""
-_ROWS, _INPUTS = 32, 512
-
-
-@triton.jit(do_not_specialize=["first"])
-def unpack_kernel(
-    w, w_scale, out, starts, slots, first, COUNT, N, K, ROW_BYTES, K_BLOCKS,
-    MATS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, NATIVE: tl.constexpr,
-    ROWS: tl.constexpr, INPUTS: tl.constexpr,
-):  # fmt: skip
-    """out [.., COUNT, K] = the matrices of experts from ``first`` on, or with no ``starts`` rows
-    ``first`` .. of one matrix. Experts without rows or slot are passed over."""
-    i = tl.program_id(1)
-    own = tl.program_id(0) // K_BLOCKS * ROWS + tl.arange(0, ROWS)
-    k0 = tl.program_id(0) % K_BLOCKS * INPUTS
-    if starts is None:
-        wanted, matrix, n = True, i, own + first
-    else:
-        expert = first + i // MATS
-        wanted = tl.load(starts + expert) < tl.load(starts + expert + 1)
-        slot = expert
-        if slots is not None:
-            slot = tl.load(slots + expert)
-        wanted, matrix, n = wanted & (slot >= 0), slot * MATS + i % MATS, own
-    if wanted:
-        rows, scales = row_pointers(w, w_scale, matrix, n, N, K, ROW_BYTES, KIND, GROUP)
-        there = own < COUNT
-        to = out + (i.to(tl.int64) * COUNT + own)[:, None] * K + tl.arange(0, 32)[None, :]
-        for k1 in tl.range(k0, tl.minimum(k0 + INPUTS, K), 256):
-            for pair in tl.static_range(4):
-                k = k1 + pair * 64
-                if k < K:
-                    a, b = decode_pair(rows, scales, there, k, N, K, KIND, GROUP, pair, NATIVE)
-                    tl.store(to + k, a, mask=there[:, None])
-                    tl.store(to + (k + 32), b, mask=there[:, None])
-
-
-def _unpack(
-    stack: Matrices, out: torch.Tensor, first: int, order: SortedSlots | None,
-    table: torch.Tensor | None, mats: int,
-) -> Matrices:  # fmt: skip
-    count, rows, K = out.shape
-    data = stack.data.view(torch.uint8)
-    k_blocks = triton.cdiv(K, _INPUTS)
-    unpack_kernel[(triton.cdiv(rows, _ROWS) * k_blocks, count)](
-        data, scale_words(stack), out, order and order.starts, table, first, rows, stack.N, K,
-        data.shape[-1], k_blocks, MATS=mats, KIND=stack.kind,
-        GROUP=scale_every(stack),
-        NATIVE=arch(out.device) >= NATIVE_FP8, ROWS=_ROWS, INPUTS=_INPUTS, num_warps=4,
-    )  # fmt: skip
-    return Matrices("bf16", rows, K, 0, out)
-
-
-def _runs(total: int, size: int, limit: int) -> Iterator[tuple[int, int]]:
-    """(first, how many) of runs of at most ``limit`` bytes; starts are multiples of four."""
-    count = max(1, limit // size)
-    count = min(total, count - count % 4 if count > 4 else count)
-    for first in range(0, total, count):
-        yield first, min(count, total - first)
 
 
 def multiply_unpacked(
@@ -366,36 +311,35 @@ def multiply_unpacked(
     order: SortedSlots | None,
     table: torch.Tensor | None,
     gated: bool,
+    gather: bool,
     bias: torch.Tensor | None,
     limit: int = SCRATCH,
 ) -> None:
-    """See ``grouped_gemm.multiply``; ``plan`` is for bfloat16 weights.
+    """See ``multiply``; ``plan`` is for bfloat16 weights.
 
     Args:
-        limit: bytes of decoded weights at a time, if not less than one expert's or 256 rows'.
+        limit: bytes of unpacked weights at a time, if not less than one expert's or 256 rows'.
     """
-    pass
-
     plan, mats = replace(plan, unpack=False), 2 if gated else 1
     if order is None:
-        for n, rows in _runs(stack.N, 2 * stack.K, max(limit, 512 * stack.K)):
-            decoded = _unpack(stack, _scratch(x, 1, rows, stack.K), n, None, None, 1)
+        for n, rows in runs(stack.N, 2 * stack.K, max(limit, 512 * stack.K)):
+            part_of_w = unpack(stack, _scratch(x, 1, rows, stack.K), n)
             whole = rows == stack.N
             part = out if whole else torch.empty_like(out[:, :rows])
-            multiply(x, decoded, part, plan, bias=None if bias is None else bias[n : n + rows])
+            multiply(x, part_of_w, part, plan, bias=None if bias is None else bias[n : n + rows])
             if not whole:
                 out[:, n : n + rows] = part
         return
     E = order.starts.shape[0] - 1
-    for e, count in _runs(E, 2 * mats * stack.N * stack.K, limit):
+    for e, count in runs(E, 2 * mats * stack.N * stack.K, limit):
         scratch = _scratch(x, mats * count, stack.N, stack.K)
-        decoded = _unpack(stack, scratch, e, order, table, mats)
+        unpacked = unpack(stack, scratch, e, order, table, mats)
         here = None
         if table is not None:
             own = torch.arange(count, dtype=torch.int32, device=x.device)
             here = torch.where(table[e : e + count] < 0, -1, own)
         some = replace(order, starts=order.starts[e : e + count + 1])
-        multiply(x, decoded, out, plan, order=some, table=here, gated=gated)
+        multiply(x, unpacked, out, plan, order=some, table=here, gated=gated, gather=gather)
 
 
 def _scratch(x: torch.Tensor, count: int, N: int, K: int) -> torch.Tensor:

@@ -1,16 +1,7 @@
 """Linear layers with quantized weights, from one row to thousands (what Marlin is for elsewhere).
 
-- One row of a narrow int8 matrix: ``gemv``, no tensor cores.
-- One row of all else but bf16, up to 32768 inputs: ``gemv_mma``, which multiplies codes nearly as
-  they lie.
-- Up to 16 or 32 rows of int4, int8 or E4M3: ``skinny_linear``, decoding in the lanes that load
-weights.
-- Up to 4 or 8 rows of K-quants: ``skinny_experts``, the same, each lane with one scale of its own.
-- More on Hopper: ``dequant_gemm``, decoding while the tensor cores multiply.
-- K-quants and E4M3 of more rows still: ``unpacked``; E4M3 rows on Hopper: ``linear_fp8_hopper``.
-- All else: the GEMM of the routed experts, with one expert.
-
-Where K is split over programs, the parts are added by a second launch in a fixed order.
+``select`` says which kernel multiplies how many rows. Where K is split over programs, the parts are
+added by a second launch in a fixed order.
 """
 
 from __future__ import annotations
@@ -28,19 +19,19 @@ from ..plans.gemm import (
     GemmPlan,
     GemvInt8Plan,
     GemvMmaPlan,
+    LinearPlan,
     SkinnyExpertsPlan,
     SkinnyPlan,
 )
 from ..quantize import quantize_fp8
 from .gemv_int8 import KINDS as GEMV_KINDS
 from .gemv_int8 import multiply_gemv_int8
-from .gemv_mma import KINDS as ONE_KINDS
+from .gemv_mma import KINDS as GEMV_MMA_KINDS
 from .gemv_mma import MOST_INPUTS, multiply_gemv_mma
 from .grouped import multiply, path_of
-from .hopper.dequant import multiply_dequant
-from .hopper.dequant import takes as many_takes
-from .select import Plan, select
-from .skinny_linear import KINDS as FEW_KINDS
+from .hopper.dequant import multiply_dequant, supports_stack
+from .select import select
+from .skinny_linear import KINDS as SKINNY_KINDS
 from .skinny_linear import multiply_skinny
 from .split_k import add_partials
 from .weights import Matrices, supports_format
@@ -54,8 +45,7 @@ def supports(
     """None if ``linear`` multiplies matrices of this format there, or the reason why not.
 
     Args:
-        fmt: a format, as `moe.supports` takes, or its name; a kind of ``Matrices`` is the name of
-            one of its formats.
+        fmt: a format or its name; a kind of ``Matrices`` is the name of one of its formats.
         K: inputs.
         activations: as `linear`'s.
     """
@@ -78,17 +68,17 @@ def linear(
     bias: torch.Tensor | None = None,
     *,
     activations: str = "bf16",
-    plan: Plan | None = None,
+    plan: LinearPlan | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``x @ weight.T + bias``.
 
     Args:
         x: bfloat16 [M, K], contiguous.
-        weight: one matrix [N, K] (``matrices.pack_for_gpu`` of one weight).
+        weight: one matrix [N, K] (``weights.pack_for_gpu`` of one weight).
         bias: [N], bfloat16, float16 or float32.
         activations: "bf16"; "fp8" (fp8 weights only) quantizes x for each row and 128 inputs.
-        plan: in place of the one that ``gpu.linear_plan`` chooses; its type says which kernel.
+        plan: in place of the one that ``select`` chooses; its type says which kernel.
         out: bfloat16 [M, N].
 
     Returns:
@@ -117,7 +107,7 @@ def linear(
         return out
     plan = plan or select(weight, M, device, activations)
     if reason := _unfit(plan, weight, M, device, activations):
-        raise PykernelsError(f"no kernel for that plan: {reason}", "Let gpu.linear_plan choose")
+        raise PykernelsError(f"no kernel for that plan: {reason}", "Leave the plan out")
     if isinstance(plan, GemvInt8Plan):
         multiply_gemv_int8(x, weight, out, bias, plan)
         return out
@@ -144,12 +134,12 @@ def linear(
 
 
 def _unfit(
-    plan: Plan, weight: Matrices, M: int, device: torch.device, activations: str
+    plan: LinearPlan, weight: Matrices, M: int, device: torch.device, activations: str
 ) -> str | None:
     """Why this plan's kernel cannot multiply these, or None."""
     if isinstance(plan, GemmPlan):
-        if plan.split_k > 1 and path_of(weight, activations == "fp8") != "decoded":
-            return "only decoded weights are split over K"
+        if plan.split_k > 1 and path_of(weight, activations == "fp8") != "dequant":
+            return "only weights to dequantize are split over K"
         return None
     if activations == "fp8":
         return "fp8 activations go by a GemmPlan"
@@ -158,23 +148,23 @@ def _unfit(
         return None if fits else f"no gemv for {M} rows of {weight.kind}"
     capability = arch(device)
     if isinstance(plan, GemvMmaPlan):
-        fits = weight.kind in ONE_KINDS and M == 1 and capability >= (8, 0)
+        fits = weight.kind in GEMV_MMA_KINDS and M == 1 and capability >= (8, 0)
         if not fits:
-            return f"gemv_mma takes one row of {', '.join(ONE_KINDS)} on a GPU"
+            return f"gemv_mma takes one row of {', '.join(GEMV_MMA_KINDS)} on a GPU"
         if weight.kind.endswith("_k") and plan.warps == 1:
             return "gemv_mma takes the blocks of K-quants by two warps or more"
         return None if weight.K <= MOST_INPUTS else f"gemv_mma takes up to {MOST_INPUTS} inputs"
     if isinstance(plan, SkinnyExpertsPlan):
-        fits = path_of(weight, False) == "decoded" and capability >= (8, 0)
-        return None if fits else "skinny_experts decodes weights on a GPU"
+        fits = path_of(weight, False) == "dequant" and capability >= (8, 0)
+        return None if fits else "skinny_experts dequantizes weights, on a GPU"
     if isinstance(plan, SkinnyPlan):
-        fits = weight.kind in FEW_KINDS and M <= 64 and capability >= (8, 0)
+        fits = weight.kind in SKINNY_KINDS and M <= 64 and capability >= (8, 0)
         return (
             None
             if fits
-            else f"skinny_linear takes up to 64 rows of {', '.join(FEW_KINDS)} on a GPU"
+            else f"skinny_linear takes up to 64 rows of {', '.join(SKINNY_KINDS)} on a GPU"
         )
-    if capability[0] != 9 or not many_takes(weight):
+    if capability[0] != 9 or not supports_stack(weight):
         return "dequant_gemm takes integers, E4M3 and K-quants, on Hopper"
     steps = triton.cdiv(weight.K, 128)
     full = triton.cdiv(steps, triton.cdiv(steps, plan.split_k)) == plan.split_k

@@ -1,11 +1,16 @@
-"""Which kernel multiplies a linear's rows, and how it is launched: by shapes and the GPU alone.
+"""Which kernel multiplies the rows of a linear or of a layer's experts, and by which plan.
 
-Decoded weights in bf16 activations, by rows: ``gemv`` (one row of a narrow int8 matrix, where it
-beats the tensor cores), ``gemv_mma`` (one row of all else that it takes), ``skinny_linear`` (up to
-16, or
-32 where nothing faster takes more), ``skinny_experts`` (K-quants, up to 4 or 8), ``dequant_gemm``
-(Hopper), and the decoding GEMM, or one of bfloat16 behind ``unpacked``, for all else, which the
-interpreter takes too: Gluon kernels have none.
+By shapes and the GPU alone. Weights that are dequantized on the way, bf16 activations, by rows (of
+experts: on average):
+
+- a linear's one row: ``gemv`` (a narrow int8 matrix, where it beats the tensor cores) or
+  ``gemv_mma``;
+- a few rows: ``skinny_linear`` (integers and E4M3 of a linear, up to 16, or 32 where nothing faster
+  takes more) or ``skinny_experts`` (experts, and K-quants of a linear, up to 4 or 8);
+- more on Hopper: ``dequant_gemm``;
+- all else: ``gemm_dequant``, or K-quants and E4M3 unpacked to bfloat16 and a GEMM of that.
+
+The interpreter runs the last kind only: it has no Gluon.
 """
 
 from __future__ import annotations
@@ -15,43 +20,39 @@ from dataclasses import replace
 import torch
 import triton
 
-from ..common.launch import arch
-from ..plans.gemm import (
-    DequantPlan,
-    GemmPlan,
-    GemvInt8Plan,
-    GemvMmaPlan,
-    SkinnyExpertsPlan,
-    SkinnyPlan,
-)
+from ..common.launch import arch, num_sms
+from ..plans.gemm import DequantPlan, ExpertsPlan, GemmPlan, LinearPlan
 from ..plans.grouped import GEMV, UNPACKED, gemm_plan, split_k
-from ..plans.tuned import LINEAR_PLANS, tuned_plan
-from .gemv_mma import KINDS as ONE_KINDS
+from ..plans.registers import (
+    dequant_experts_plan,
+    dequant_plan,
+    fills,
+    fine_scales,
+    gemv_mma_plan,
+    skinny_experts_plan,
+    skinny_k_quants_plan,
+    skinny_plan,
+)
+from ..plans.tuned import EXPERTS_PLANS, LINEAR_PLANS, tuned_plan
+from .gemv_mma import KINDS as GEMV_MMA_KINDS
 from .gemv_mma import MOST_INPUTS
-from .grouped import decoded_step, path_of, warp_specialized_takes
-from .hopper.dequant import takes as many_takes
+from .grouped import dequant_step, path_of, supports_dequant, supports_warp_specialized
+from .hopper.dequant import supports_stack
 from .hopper.linear_fp8 import pays
-from .skinny_linear import KINDS as FEW_KINDS
+from .skinny_linear import KINDS as SKINNY_KINDS
 from .weights import Matrices
 
-Plan = GemmPlan | GemvInt8Plan | GemvMmaPlan | SkinnyPlan | SkinnyExpertsPlan | DequantPlan
-FEW_ROWS = 32
+SKINNY_ROWS = 32
 """Most rows for which each program reads all inputs itself, and half of it where
 ``dequant_gemm`` could multiply them too, a quarter of bytes with few scales."""
-FEW_K_ROWS = 8
+SKINNY_K_QUANT_ROWS = 8
 """The same of K-quants, four at a time."""
-MANY_K_ROWS = 1500
+DEQUANT_ROWS = 1500
 """Most rows for which ``dequant_gemm`` multiplies K-quants and E4M3: more are unpacked."""
 UNPACK_E4M3_ROWS = 256
-"""Most rows for which the decoding GEMM multiplies E4M3 on Hopper: more are unpacked."""
+"""Most rows for which ``gemm_dequant`` multiplies E4M3 on Hopper: more are unpacked."""
 SPLIT_ROWS = 64
-"""Most rows for which the decoding GEMM splits K."""
-H200_PROCESSORS = 132
-
-
-def fills(N: int, processors: int) -> bool:
-    """Whether programs of a few rows of the matrix and 4 warps keep every processor busy."""
-    return N >= 96 * processors
+"""Most rows for which ``gemm_dequant`` splits K."""
 
 
 def kernel_of(
@@ -59,219 +60,125 @@ def kernel_of(
     M: int,
     N: int,
     K: int,
-    processors: int,
+    num_sms: int,
     capability: tuple[int, int],
-    many: bool,
+    dequant: bool,
     group: int = 128,
 ) -> str:
-    """The op of plans for decoded weights: "gemv", "one", "few", "few_k", "many" or "linear".
+    """Which kernel multiplies a linear's rows by weights to dequantize, as tuned plans name it:
+    "gemv", "gemv_mma", "skinny", "skinny_k_quants", "dequant" or, for the GEMM, "linear".
 
     Args:
-        many: whether ``dequant_gemm`` has a form for these weights.
+        dequant: whether ``dequant_gemm`` has a form for these weights.
         group: inputs that share a scale.
     """
-    tensor = kind in FEW_KINDS and capability >= (8, 0)
-    many = many and capability[0] == 9
-    if M == 1 and kind in GEMV and not (tensor and fills(N, processors)):
+    tensor = kind in SKINNY_KINDS and capability >= (8, 0)
+    dequant = dequant and capability[0] == 9
+    if M == 1 and kind in GEMV and not (tensor and fills(N, num_sms)):
         return "gemv"
-    if M == 1 and kind in ONE_KINDS and K <= MOST_INPUTS and capability >= (8, 0):
-        return "one"
-    octets = kind == "int8" and group > 32 and N >= 24 * processors
-    if tensor and M <= (FEW_ROWS // (4 if octets else 2) if many else FEW_ROWS):
-        return "few"
+    if M == 1 and kind in GEMV_MMA_KINDS and K <= MOST_INPUTS and capability >= (8, 0):
+        return "gemv_mma"
+    coarse_bytes = kind == "int8" and group > 32 and N >= 24 * num_sms
+    if tensor and M <= (SKINNY_ROWS // (4 if coarse_bytes else 2) if dequant else SKINNY_ROWS):
+        return "skinny"
     if kind in UNPACKED and capability >= (8, 0):
-        if M <= (FEW_K_ROWS // 2 if many else FEW_K_ROWS):
-            return "few_k"
+        if M <= (SKINNY_K_QUANT_ROWS // 2 if dequant else SKINNY_K_QUANT_ROWS):
+            return "skinny_k_quants"
     if kind in (*UNPACKED, "fp8"):
-        many = many and M <= MANY_K_ROWS
-    return "many" if many else "linear"
+        dequant = dequant and M <= DEQUANT_ROWS
+    return "dequant" if dequant else "linear"
 
 
-def gemv_mma_plan(kind: str, group: int, N: int, K: int, processors: int) -> GemvMmaPlan:
-    """The fastest measured at matrices of 1536 to 18432 outputs and 4096 to 18432 inputs on Hopper.
-
-    Where there are many blocks of rows, three programs a processor stay for all of them, or one of
-    16 warps, and the inputs are copied to shared memory that often only. Narrow matrices have a
-    program for each block: of int4 32 rows, for half as many copies of the inputs, or some less,
-    to fill the places for programs evenly. Where there is less than one block of 32 rows a
-    processor, warps keep it busy, of all kinds: 8 share the inputs of 16 rows.
-    """
-    fine = kind == "int4" and group == 32  # a load more a step, and registers for it
-    k_quant = kind.endswith("_k")
-    if fills(N, processors):
-        if kind == "int8" and group > 32:
-            return GemvMmaPlan(16, 16, 3, processors, registers=128)
-        if kind == "int8":
-            return GemvMmaPlan(16, 8, 2, 3 * processors)
-        if fine:  # unbounded, it takes more registers than are free
-            return GemvMmaPlan(16, 4, 3, 3 * processors, registers=168)
-        if kind == "int4":  # with 168 its loads are in another order: 4 % slower
-            return GemvMmaPlan(16, 4, 4, 3 * processors, registers=160)
-        if k_quant:  # with a step that is not whole, more registers than three programs have
-            return GemvMmaPlan(16, 4, 2, 3 * processors, registers=168 if K % 512 else 0)
-        return GemvMmaPlan(16, 4, 4, 3 * processors)
-    if N < 32 * processors:
-        if k_quant:
-            ahead = 2 if K <= 8192 else 1
-        else:
-            ahead = 2 if kind == "int4" and (K > 8192 if fine else K <= 4096) else 3
-        return GemvMmaPlan(16, 8, ahead, registers=128)
-    if kind == "int4":
-        plan = GemvMmaPlan(32, 8, 1, registers=128)
-    elif k_quant:
-        plan = GemvMmaPlan(16, 4 if kind == "q4_k" or K <= 8192 else 8, 2, registers=128)
-    else:
-        plan = GemvMmaPlan(16, 4, 4 if K <= 8192 else 3, registers=128)
-    return replace(plan, used=_even_rows(plan, N, processors))
+def experts_kernel_of(
+    op: str, kind: str, group: int, rows: float, capability: tuple[int, int], dequant: bool
+) -> str:
+    """The same of experts with so many rows on average: "skinny_gate_up", "skinny_down", "dequant"
+    or, for the GEMM, ``op``."""
+    if rows <= most_skinny_rows(kind, group, dequant) and capability >= (8, 0):
+        return f"skinny_{op}"
+    return "dequant" if dequant else op
 
 
-def _even_rows(plan: GemvMmaPlan, N: int, processors: int) -> int:
-    """So many of a block's rows that blocks fill whole rounds of places; 0: all, where this would
-    leave more than a quarter of the products without use."""
-    room = 65536 // (32 * plan.warps * plan.registers) * processors
-    rounds = triton.cdiv(triton.cdiv(N, plan.rows), room)
-    used = triton.cdiv(N, rounds * room)
-    return used if 4 * used >= 3 * plan.rows else 0
+def most_skinny_rows(kind: str, group: int, dequant: bool) -> int:
+    """Most rows an expert, on average, for ``skinny_experts``.
 
-
-def skinny_plan(kind: str, group: int, M: int, N: int, processors: int) -> SkinnyPlan:
-    """The fastest measured at matrices [18432, 7168] and [7168, 7168] on Hopper, by kind and rows.
-
-    Narrow matrices have few programs: these get 8 warps. Nibbles in large groups have few bytes a
-    row and take 32 rows; the others take 16, and their weights two steps ahead.
-    """
-    wide = fills(N, processors)
-    if M > 16:
-        return SkinnyPlan(32, 4, 1 if wide else 2)
-    if kind == "int4" and (group > 32 or M > 8):
-        return SkinnyPlan(32, 4, 1 if M <= 8 else 2) if wide else SkinnyPlan(32, 8)
-    chunks = 2 if wide and group == 32 else 1
-    return SkinnyPlan(16, 4 if wide else 8, chunks, ahead=2 if M <= 8 else 1)
-
-
-def skinny_k_quant_plan(kind: str, M: int, N: int, processors: int) -> SkinnyExpertsPlan:
-    """The fastest measured at matrices [18432, 7168] and [7168, 18432] on Hopper, at one row, which
-    ``gemv_mma`` takes now up to 32768 inputs."""
-    tokens = 2 if M <= 2 else 4
-    if kind == "q4_k":
-        return SkinnyExpertsPlan(32 if fills(N, processors) else 16, 4, tokens)
-    return SkinnyExpertsPlan(16, 4, tokens, chunks=2)
-
-
-def dequant_plan(kind: str, M: int, N: int, steps: int, processors: int) -> DequantPlan:
-    """Inputs of 16 to 256 rows a program, fastest measured at four matrices on Hopper.
-
-    Up to 128 rows all steps are shared evenly where that gives each program 16 of them, up to 256
-    rows and beyond those of a last round that is less than a third full. Otherwise K is in parts
-    where there are few programs.
+    With a scale for at most 64 inputs its time grows with the rows. That of ``dequant_gemm``
+    does not up to 16: it begins sooner than ``gemm_dequant`` would.
 
     Args:
-        steps: of 128 inputs.
+        dequant: whether ``dequant_gemm`` could multiply them too.
     """
-    cols = next((cols for cols in (16, 32, 64, 128) if M <= cols), 256)
-    blocks = triton.cdiv(M, cols)
-    if cols < 256:
-        even = _even_plan(kind, cols, blocks, N, steps, processors)
-        return even or _parts_plan(cols, blocks * triton.cdiv(N, 64), steps, processors)
-    tiles = blocks * triton.cdiv(N, 64)
-    if tiles >= 12 * processors:  # two warpgroups that share the inputs pay in many rounds
-        return DequantPlan(cols, warps=8, stages=5)
-    rounds, rest = divmod(tiles, 2 * processors)
-    if 1 <= rounds < 4 and 0 < rest <= 2 * processors // 3:
-        return even_shares(cols, 4, 3, 4, 2, processors)
-    plan = _parts_plan(cols, tiles, steps, processors)
-    if tiles <= processors and plan.split_k == 1 and steps >= (16 if kind == "int4" else 96):
-        return replace(plan, split_k=2)  # two programs a processor
-    return plan
+    if not fine_scales(kind, group):
+        return 6 if dequant else 8
+    return 4 if not dequant else 2 if kind in UNPACKED else 3
 
 
-def _even_plan(
-    kind: str, cols: int, blocks: int, N: int, steps: int, processors: int
-) -> DequantPlan | None:
-    """Even shares of all steps, if they are long enough.
-
-    A step of nibbles is half the bytes, so one program waits for them longer than it decodes: one
-    more a processor, and shares of six steps, pay too.
-    """
-    warps, stages, words, room = {
-        16: (4, 6, 6, 4),
-        32: (8, 4, 4, 3),
-        64: (4, 4, 4, 3),
-        128: (8, 3, 3, 2),
-    }[cols]
-    least = 16.0
-    total = blocks * triton.cdiv(N, 16 * warps) * steps / processors
-    if kind == "int4" and cols <= 64:
-        least = 6.0
-        room = 4 if cols == 64 else room
-        while room > 2 and total < 7 * room:
-            room -= 1
-    if not least * room <= total < 4 * steps * room:
-        return None
-    return even_shares(cols, warps, stages, words, room, processors)
-
-
-def even_shares(
-    cols: int, warps: int, stages: int, words: int, room: int, processors: int
-) -> DequantPlan:
-    """``room`` programs on each processor, with the registers that this leaves them."""
-    registers = 65536 // (32 * warps * room) // 8 * 8
-    bound = registers if registers < 256 else 0  # no thread has more
-    return DequantPlan(cols, warps, stages, words, programs=room * processors, registers=bound)
-
-
-def _parts_plan(cols: int, programs: int, steps: int, processors: int) -> DequantPlan:
-    """A program for each tile of 64 outputs, or for a half or a quarter of its steps."""
-    if cols == 256:
-        plan, room = DequantPlan(cols, stages=3), processors
-    elif cols == 128:  # two programs a processor, or with a stage less three
-        plan, room = DequantPlan(cols, stages=3 if programs > 2 * processors else 4), 2 * processors
-    elif cols == 64:
-        plan, room = DequantPlan(cols), 4 * processors
-    else:
-        plan, room = (
-            DequantPlan(cols, stages=6, word_stages=6),
-            (5 if cols == 16 else 9) * processors,
-        )
-    parts = 1
-    while parts < 4 and 2 * parts * programs <= room and steps >= 8 * parts:
-        parts *= 2
-    share = triton.cdiv(steps, parts)
-    return replace(plan, split_k=triton.cdiv(steps, share))  # no part is empty
-
-
-def select(weight: Matrices, M: int, device: torch.device, activations: str = "bf16") -> Plan:
-    """What ``linear`` would launch for M rows."""
-    cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if cuda else ""
-    processors = (
-        torch.cuda.get_device_properties(device).multi_processor_count if cuda else H200_PROCESSORS
-    )
+def select(weight: Matrices, M: int, device: torch.device, activations: str = "bf16") -> LinearPlan:
+    """What ``linear`` would launch for M rows: a tuned plan, if this GPU has it."""
+    N, K, kind, group = weight.N, weight.K, weight.kind, weight.group
+    capability, sms = arch(device), num_sms(device)
+    name = _name(device)
     path = path_of(weight, activations == "fp8")
-    N, K, kind, capability = weight.N, weight.K, weight.kind, arch(device)
-    if path == "decoded":
-        op = kernel_of(kind, M, N, K, processors, capability, many_takes(weight), weight.group)
-        tuned = tuned_plan(op, kind, name, M, N, K) if op in LINEAR_PLANS else None
-        if tuned:
-            return LINEAR_PLANS[op](**tuned)
-        if op == "gemv":
-            return GEMV[kind]
-        if op == "one":
-            return gemv_mma_plan(kind, weight.group, N, K, processors)
-        if op == "few":
-            return skinny_plan(kind, weight.group, M, N, processors)
-        if op == "few_k":
-            return skinny_k_quant_plan(kind, M, N, processors)
-        if op == "many":
-            return dequant_plan(kind, M, N, triton.cdiv(K, 128), processors)
-    key = kind if path == "decoded" else path
-    warp_specialized = (
-        path == "fp8" and warp_specialized_takes(weight, device) and pays(M, N, K, processors)
-    )
-    if path == "decoded" and kind == "fp8" and M > UNPACK_E4M3_ROWS and capability[0] == 9:
+    if path != "dequant":
+        pays_off = path == "fp8" and pays(M, N, K, sms)
+        specialized = pays_off and supports_warp_specialized(weight, device)
+        return gemm_plan("linear", path, capability, M, N, K, name, specialized)
+    op = kernel_of(kind, M, N, K, sms, capability, supports_stack(weight), group)
+    if op in LINEAR_PLANS and (tuned := tuned_plan(op, kind, name, M, N, K)):
+        return LINEAR_PLANS[op](**tuned)
+    if op == "gemv":
+        return GEMV[kind]
+    if op == "gemv_mma":
+        return gemv_mma_plan(kind, group, N, K, sms)
+    if op == "skinny":
+        return skinny_plan(kind, group, M, N, sms)
+    if op == "skinny_k_quants":
+        return skinny_k_quants_plan(kind, M, N, sms)
+    if op == "dequant":
+        return dequant_plan(kind, M, N, triton.cdiv(K, 128), sms)
+    if kind == "fp8" and M > UNPACK_E4M3_ROWS and capability[0] == 9:
         return replace(gemm_plan("linear", "bf16", capability, M, N, K), unpack=True)
-    plan = gemm_plan("linear", key, capability, M, N, K, name, warp_specialized)
-    if path != "decoded" or M > SPLIT_ROWS or plan.split_k > 1 or plan.unpack:
+    plan = gemm_plan("linear", kind, capability, M, N, K, name)
+    if M > SPLIT_ROWS or plan.split_k > 1 or plan.unpack:
         return plan
-    programs = triton.cdiv(N, plan.block_n) * triton.cdiv(M, plan.block_m)
-    return replace(plan, split_k=split_k(programs, K, processors, decoded_step(weight, plan)))
+    num_ctas = triton.cdiv(N, plan.block_n) * triton.cdiv(M, plan.block_m)
+    return replace(plan, split_k=split_k(num_ctas, K, sms, dequant_step(weight, plan)))
+
+
+def select_experts(
+    op: str,
+    stack: Matrices,
+    activations: str,
+    rows: float,
+    device: torch.device,
+    aligned: bool = True,
+) -> ExpertsPlan:
+    """The same for the product ``op``, "gate_up" or "down", of experts with so many rows each.
+
+    Args:
+        rows: of an expert that may have any, on average.
+        aligned: whether the rows that are multiplied begin at a multiple of 16 bytes.
+    """
+    N, K, kind = stack.N, stack.K, stack.kind
+    capability, name = arch(device), _name(device)
+    path = path_of(stack, activations == "fp8")
+    if path != "dequant":
+        specialized = aligned and supports_warp_specialized(stack, device)
+        return gemm_plan(op, path, capability, rows, N, K, name, specialized)
+    kernel = experts_kernel_of(
+        op, kind, stack.group, rows, capability, supports_dequant(stack, device)
+    )
+    tuned = tuned_plan(op if kernel == "dequant" else kernel, kind, name, rows, N, K)
+    if kernel in EXPERTS_PLANS:
+        if tuned:
+            return EXPERTS_PLANS[kernel](**tuned)
+        return skinny_experts_plan(kind, stack.group, rows, K)
+    if kernel == "dequant":
+        if tuned:
+            return DequantPlan(**tuned) if "cols" in tuned else GemmPlan(**tuned)
+        return dequant_experts_plan(kind, rows)
+    return gemm_plan(op, kind, capability, rows, N, K, name)
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""

@@ -1,11 +1,10 @@
 """Experts of a few tokens each, and K-quants of a few rows, at the rate that memory gives weights.
 
 As in ``skinny_linear``, weights are the left operand of ``mma.sync`` (sm_80 on), loaded straight
-into
-the lane that multiplies and decodes them. Where a scale is for 64 inputs or fewer, each of the four
-lanes of a quad takes the words of another scale (``segments``), and each has columns of its own:
-their inputs are zeros for the other lanes' words. So a product's sums are apart as the scales are,
-and a lane decodes no scale but its own. A gated program has rows of gate and of up.
+into the lane that multiplies and dequantizes them. Where a scale is for 64 inputs or fewer, each of
+the four lanes of a quad takes the words of another scale (``segments``), and each has columns of
+its own: their inputs are zeros for the other lanes' words. So a product's sums are apart as the
+scales are, and a lane unpacks no scale but its own. A gated program has rows of gate and of up.
 """
 
 from __future__ import annotations
@@ -21,24 +20,17 @@ from ...shapes import SortedSlots
 from ..common.dequant_mma import MAGIC, codes, nibbles_above, sixes_above
 from ..common.launch import early_launch, launches_early
 from ..plans.gemm import SkinnyExpertsPlan
-from .skinny_operands import (
-    layouts,
-    left,
-    load_inputs,
-    load_scales,
-    load_words,
-    right,
-    scales_of,
-    spread,
-)
-from .weights import Matrices, fine, scale_every, scale_words
+from ..plans.registers import fine_scales
+from .skinny_operands import inputs_layout, left, load_words, right, scales_layout, words_layout
+from .skinny_scales import load_scales, scales_of, spread
+from .weights import Matrices, scale_every, scale_words
 
 KINDS = ("int4", "int8", "fp8", "q4_k", "q6_k")
 
 
 def segments(stack: Matrices) -> int:
     """Scales of a quad's words."""
-    return 4 if fine(stack.kind, stack.group) else 1
+    return 4 if fine_scales(stack.kind, stack.group) else 1
 
 
 def lane_words(stack: Matrices) -> int:
@@ -78,11 +70,22 @@ def locate(pid, starts, slots, M, N_BLOCKS, E, E_PADDED: gl.constexpr, HAS_SLOTS
     return slot, first, hi, n_block
 
 
+@gluon.jit
+def load_inputs(xs, at, own, K, FIRST, PARTS: gl.constexpr, HALVES: gl.constexpr, KC: gl.constexpr,
+                HALF: gl.constexpr):  # fmt: skip
+    """Of each half of each chunk; zeros for the other segments."""
+    inputs = ()
+    for i in gl.static_range(PARTS):
+        k = (FIRST + i // HALVES * KC + i % HALVES * HALF) // 2
+        inputs += (gl.load(xs + k, mask=own & (at < K // 2 - k), other=0),)  # type: ignore[assignment]
+    return inputs
+
+
 @gluon.jit(do_not_specialize=["M", "E", "N_BLOCKS", "MAGIC"])
 def skinny_experts(
     x, w, w_scale, w_halves, out, order, starts, slots, bias, M, N, K, QUADS, E, TOPK, N_BLOCKS,
-    MAGIC, KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, HAS_SLOTS: gl.constexpr,
-    HAS_BIAS: gl.constexpr, E_PADDED: gl.constexpr, PDL: gl.constexpr,
+    MAGIC, KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, GATHER: gl.constexpr,
+    HAS_SLOTS: gl.constexpr, HAS_BIAS: gl.constexpr, E_PADDED: gl.constexpr, PDL: gl.constexpr,
     S: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, SEGMENTS: gl.constexpr,
     LANE: gl.constexpr, CHUNKS: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr,
     LW: gl.constexpr, LX: gl.constexpr, LS: gl.constexpr,
@@ -90,9 +93,9 @@ def skinny_experts(
     """out[row, n] = sum over k of x[token, k] * w[n, k], of gate and up silu(gate) * up.
 
     Args:
-        x: int32, pairs of bfloat16: [tokens, K / 2] with GATED, otherwise sorted rows.
+        x: int32, pairs of bfloat16: [tokens, K / 2] with GATHER, otherwise sorted rows.
         w: int32 [matrices, N, 4 QUADS].
-        w_scale: int32 (see ``matrices``), for fp8 float32, for q6_k int8 and the data again.
+        w_scale: int32 (see ``gemm.weights``), for fp8 float32, for q6_k int8 and the data again.
         w_halves: K-quants: the data as float16.
         GROUP: inputs of one scale; 0: one scale an output, or K-quants.
     """
@@ -172,13 +175,13 @@ def skinny_experts(
             groups = 1
         scales = w_scale + (matrix * groups * N + ns)[None, :, None]
     stride = N * 0 + 1 if KIND == "fp8" else N
-    words = load_words(rows, at_w, END, 0, CHUNKS, CHUNK_WORDS, STEP, EVEN)
+    words = load_words(rows, at_w, END, 0, CHUNKS, CHUNK_WORDS, STEP, EVEN, None)
     if SIX:
-        highs = load_words(rows_h, at_h, END_H, 0, CHUNKS, 8, STEP, EVEN)
+        highs = load_words(rows_h, at_h, END_H, 0, CHUNKS, 8, STEP, EVEN, None)
     if AHEAD == 2:
-        later = load_words(rows, at_w, END, STEP, CHUNKS, CHUNK_WORDS, STEP, EVEN)
+        later = load_words(rows, at_w, END, STEP, CHUNKS, CHUNK_WORDS, STEP, EVEN, None)
         if SIX:
-            later_h = load_words(rows_h, at_h, END_H, STEP, CHUNKS, 8, STEP, EVEN)
+            later_h = load_words(rows_h, at_h, END_H, STEP, CHUNKS, 8, STEP, EVEN, None)
     scale = load_scales(scales, halves, mine, seg, K, stride, CHUNKS, KC, GROUP, KIND, EVEN)
     # Inputs: those of the column's token, where the column has this segment.
     sx = gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, LX))) * CHUNKS
@@ -186,7 +189,7 @@ def skinny_experts(
     ix = gl.arange(0, 8 * LANE, layout=gl.SliceLayout(0, gl.SliceLayout(1, LX)))
     SIDE: gl.constexpr = 8 // SEGMENTS
     row = gl.minimum(first + col // 8 * SIDE + col % SIDE, hi - 1)
-    if GATED:
+    if GATHER:
         row = gl.load(order + row) // TOPK
     own = (col % 8 // SIDE)[None, :, None] == (ix // (8 * LANE // SEGMENTS))[None, None, :]
     own = own & (sx >= 0)[:, None, None]
@@ -206,20 +209,24 @@ def skinny_experts(
         chunk = now + STEP
         if EVEN:
             chunk = gl.minimum(chunk, K // KC - STEP)
-        asked = load_words(rows, at_w, END, now + AHEAD * STEP, CHUNKS, CHUNK_WORDS, STEP, EVEN)
+        next_words = load_words(
+            rows, at_w, END, now + AHEAD * STEP, CHUNKS, CHUNK_WORDS, STEP, EVEN, None
+        )
         if SIX:
             highs_now = highs
-            asked_h = load_words(rows_h, at_h, END_H, now + AHEAD * STEP, CHUNKS, 8, STEP, EVEN)
+            next_high = load_words(
+                rows_h, at_h, END_H, now + AHEAD * STEP, CHUNKS, 8, STEP, EVEN, None
+            )
         if AHEAD == 2:
             words = later
-            later = asked
+            later = next_words
             if SIX:
                 highs = later_h
-                later_h = asked_h
+                later_h = next_high
         else:
-            words = asked
+            words = next_words
             if SIX:
-                highs = asked_h
+                highs = next_high
         scale = load_scales(
             scales, halves, mine + chunk, seg, K, stride, CHUNKS, KC, GROUP, KIND, EVEN
         )
@@ -291,9 +298,10 @@ def multiply_skinny_experts(
     order: SortedSlots | None = None,
     table: torch.Tensor | None = None,
     gated: bool = False,
+    gather: bool = False,
     bias: torch.Tensor | None = None,
 ) -> None:
-    """As ``grouped_gemm.multiply``; the caller has checked shapes, dtypes and alignment."""
+    """As ``gemm.grouped.multiply``; the caller has checked shapes, dtypes and alignment."""
     words = stack.data.view(torch.int32)
     k_quant = stack.kind.endswith("_k")
     lane, parts = lane_words(stack), segments(stack)
@@ -303,9 +311,6 @@ def multiply_skinny_experts(
     if blocks == 0:
         return
     E = 1 if order is None else order.starts.shape[0] - 1
-    words_layout, inputs_layout, scales_layout = layouts(
-        lane, plan.warps, plan.rows, tokens * parts
-    )
     pdl = launches_early(x.device)
     n_blocks = triton.cdiv(stack.N, plan.rows // (2 if gated else 1))
     x = x if x.storage_offset() % 8 == 0 else x.clone()  # read 16 bytes at a time
@@ -330,6 +335,7 @@ def multiply_skinny_experts(
         KIND=stack.kind,
         GROUP=scale_every(stack),
         GATED=gated,
+        GATHER=gather,
         HAS_SLOTS=table is not None,
         HAS_BIAS=bias is not None,
         E_PADDED=0 if order is None else triton.next_power_of_2(E),
@@ -342,9 +348,9 @@ def multiply_skinny_experts(
         CHUNKS=plan.chunks,
         AHEAD=plan.ahead,
         EVEN=stack.K % (plan.warps * plan.chunks * step) == 0,
-        LW=words_layout,
-        LX=inputs_layout,
-        LS=scales_layout,
+        LW=words_layout(lane, plan.warps, plan.rows),
+        LX=inputs_layout(2 * lane, plan.warps, tokens * parts),
+        LS=scales_layout(plan.warps, plan.rows),
         num_warps=plan.warps,
         **early_launch(pdl),
     )

@@ -1,12 +1,12 @@
 """Up to 64 rows times a matrix of int4, int8 or E4M3 weights, at the rate that memory gives them.
 
 Weights are the left operand of ``mma.sync`` (sm_80 on), loaded 16 bytes a lane straight into the
-lane that multiplies them and decoded there (see ``register_words``): about 2.3 instructions a
-weight for up to 8 rows, where all else costs as much as memory does. The warps of a program share
-its rows and part K; their sums are added in shared memory, in a fixed order. All that a step reads
-(weights, scales and, for up to 8 rows, inputs) is asked for one step ahead or, where a step has few
-bytes, two: each of them comes from device memory, and a step that waited for any would wait as long
-as for all.
+lane that multiplies them and dequantized there (see ``common.dequant_mma``): about 2.3 instructions
+a weight for up to 8 rows, where more would cost as much as memory does. The warps of a program
+share its rows and part K; their sums are added in shared memory, in a fixed order. All that a step
+reads (weights, scales and, for up to 8 rows, inputs) is prefetched one step ahead or, where a step
+has few bytes, two: each of them comes from device memory, and a step that waited for any would wait
+as long as for all.
 """
 
 from __future__ import annotations
@@ -18,60 +18,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..common.dequant_mma import MAGIC, codes, powers
+from ..common.dequant_mma import MAGIC, codes
 from ..common.launch import early_launch, launches_early
 from ..plans.gemm import SkinnyPlan
-from .skinny_operands import left
+from .skinny_operands import inputs_layout, left, load_words, right, words_layout
 from .weights import Matrices, scale_every, scale_words
 
 KINDS = ("int4", "int8", "fp8")
-
-
-def layouts(lane: int, warps: int, rows: int, cols: int) -> tuple[object, object]:
-    """(words [warps, rows, 4 lane], inputs [warps, cols, 16 lane]) as the products want them.
-
-    Lane 4 g + t has words lane * t .. lane * (t + 1) - 1 of rows g, g + 8, ... and their inputs of
-    columns g, g + 8, ...
-    """
-    parts = [[part, 0, 0] for part in powers(1, warps)]
-    own = powers(1, lane)
-    group = [[0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    words = gl.DistributedLinearLayout(
-        [[0, 0, a] for a in own] + [[0, row, 0] for row in powers(8, rows)],
-        [[0, 0, lane], [0, 0, 2 * lane], *group],
-        parts,
-        [],
-        [warps, rows, 4 * lane],
-    )
-    inputs = gl.DistributedLinearLayout(
-        [[0, 0, a] for a in (1, 2, *(4 * a for a in own))] + [[0, c, 0] for c in powers(8, cols)],
-        [[0, 0, 4 * lane], [0, 0, 8 * lane], *group],
-        parts,
-        [],
-        [warps, cols, 16 * lane],
-    )
-    return words, inputs
-
-
-@gluon.jit
-def right(x, B: gl.constexpr):
-    """[S, COLS, 16 LANE] inputs -> [S, 16 LANE, COLS] in the codes' order."""
-    S: gl.constexpr = x.shape[0]
-    COLS: gl.constexpr = x.shape[1]
-    LANE: gl.constexpr = x.shape[2] // 16
-    v = x.reshape([S, COLS, 4, LANE, 2, 2]).permute([0, 3, 5, 2, 4, 1])
-    return gl.convert_layout(v.reshape([S, 16 * LANE, COLS]), B)
-
-
-@gluon.jit
-def load_words(rows, at, WORDS, FIRST, CHUNKS: gl.constexpr, CW: gl.constexpr):
-    """Of each chunk of a step."""
-    words = ()
-    for c in gl.static_range(CHUNKS):
-        there = at < WORDS - FIRST - c * CW
-        word = gl.load(rows + (FIRST + c * CW), mask=there, other=0, eviction_policy="evict_first")
-        words += (word,)  # type: ignore[assignment]
-    return words
 
 
 @gluon.jit
@@ -114,7 +67,7 @@ def skinny_linear(
     Args:
         x: bfloat16 [M, K], M <= COLS.
         w: int32 [N, WORDS].
-        w_scale: int32 (see ``matrices``) or, for fp8, float32.
+        w_scale: int32 (see ``gemm.weights``) or, for fp8, float32.
         GROUP: inputs of one scale; 0: one scale an output.
         PDL: the kernel behind may be launched while this one runs, and this one was.
     """
@@ -153,9 +106,9 @@ def skinny_linear(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    words = load_words(rows, at_w, WORDS, 0, CHUNKS, CW)
+    words = load_words(rows, at_w, WORDS, 0, CHUNKS, CW, STEP, False, 0)
     if AHEAD == 2:
-        later = load_words(rows, at_w, WORDS, STEP * CW, CHUNKS, CW)
+        later = load_words(rows, at_w, WORDS, STEP, CHUNKS, CW, STEP, False, 0)
     scale = load_scales(scales, chunk, N, K, CHUNKS, KC, GROUP, KIND)
     if EARLY:
         inputs = load_inputs(xs, at_x, K, 0, CHUNKS, HALVES, KC)
@@ -167,12 +120,14 @@ def skinny_linear(
         scale_now = scale
         inputs_now = inputs
         chunk += STEP
-        asked = load_words(rows, at_w, WORDS, (step + AHEAD) * (STEP * CW), CHUNKS, CW)
+        next_words = load_words(
+            rows, at_w, WORDS, (step + AHEAD) * STEP, CHUNKS, CW, STEP, False, 0
+        )
         if AHEAD == 2:
             words = later
-            later = asked
+            later = next_words
         else:
-            words = asked
+            words = next_words
         scale = load_scales(scales, chunk, N, K, CHUNKS, KC, GROUP, KIND)
         if EARLY:
             inputs = load_inputs(xs, at_x, K, k + STEP * KC, CHUNKS, HALVES, KC)
@@ -227,7 +182,6 @@ def multiply_skinny(
     words = stack.data[0].view(torch.int32)
     lane = 2 if stack.group == 32 else 4
     cols = max(8, triton.next_power_of_2(x.shape[0]))
-    words_layout, inputs_layout = layouts(lane, plan.warps, plan.rows, cols)
     pdl = launches_early(x.device)
     skinny_linear[(triton.cdiv(stack.N, plan.rows),)](
         x,
@@ -250,8 +204,8 @@ def multiply_skinny(
         LANE=lane,
         CHUNKS=plan.chunks,
         AHEAD=plan.ahead,
-        LW=words_layout,
-        LX=inputs_layout,
+        LW=words_layout(lane, plan.warps, plan.rows),
+        LX=inputs_layout(4 * lane, plan.warps, cols),
         num_warps=plan.warps,
         **early_launch(pdl),
     )

@@ -13,14 +13,14 @@ from ..common.bf16 import to_bf16
 def add_kernel(parts, out, bias, N, SIZE, PARTS, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < SIZE
-    total = tl.zeros((BLOCK,), tl.float32)
+    acc = tl.zeros((BLOCK,), tl.float32)
     at = parts + i
     for _ in range(PARTS):
-        total += tl.load(at, mask=inside, other=0.0)
+        acc += tl.load(at, mask=inside, other=0.0)
         at += SIZE  # not part * SIZE, which 32 bits may not hold
     if HAS_BIAS:
-        total += tl.load(bias + i % N, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + i, to_bf16(total), mask=inside)
+        acc += tl.load(bias + i % N, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + i, to_bf16(acc), mask=inside)
 
 
 def add_partials(parts: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -34,26 +34,26 @@ def add_partials(parts: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | No
 
 @triton.jit(do_not_specialize=["M", "FIRST", "TOTAL", "BLOCKS", "PROGRAMS"])
 def add_shares_kernel(
-    parts, out, bias, M, N, STEPS, FIRST, TOTAL, BLOCKS, PROGRAMS,
+    parts, out, bias, M, N, STEPS, FIRST, TOTAL, BLOCKS, NUM_CTAS,
     HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
     """Rows OWN j .. of x of tile FIRST + i, for program (i, j)."""
     i = tl.program_id(0)
     step = i.to(tl.int64) * STEPS
-    first = ((step + 1) * PROGRAMS - 1) // TOTAL
-    last = ((step + STEPS) * PROGRAMS - 1) // TOTAL
+    first = ((step + 1) * NUM_CTAS - 1) // TOTAL
+    last = ((step + STEPS) * NUM_CTAS - 1) // TOTAL
     m = tl.program_id(1) * OWN + tl.arange(0, OWN)
     r = tl.arange(0, ROWS)
     at = parts + m[:, None] * ROWS + r[None, :]
-    total = tl.load(at + (i + first) * (ROWS * COLS))
+    acc = tl.load(at + (i + first) * (ROWS * COLS))
     for program in range(first + 1, last + 1):
-        total += tl.load(at + (i + program) * (ROWS * COLS))
+        acc += tl.load(at + (i + program) * (ROWS * COLS))
     n = (FIRST + i) // BLOCKS * ROWS + r
     m += (FIRST + i) % BLOCKS * COLS
     if HAS_BIAS:
-        total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     to = out + m.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(to, to_bf16(total), mask=(m < M)[:, None] & (n < N)[None, :])
+    tl.store(to, to_bf16(acc), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
 def add_shares(
@@ -63,7 +63,7 @@ def add_shares(
     tiles: int,
     shared: int,
     steps: int,
-    programs: int,
+    num_ctas: int,
 ) -> None:
     """The last ``shared`` tiles of bfloat16 out [M, N], whose steps programs have shared evenly.
 
@@ -78,5 +78,5 @@ def add_shares(
     own = min(cols, 8)
     add_shares_kernel[(shared, cols // own)](
         parts, out, bias, M, N, steps, tiles - shared, shared * steps, triton.cdiv(M, cols),
-        programs, bias is not None, rows, cols, own,
+        num_ctas, bias is not None, rows, cols, own,
     )  # fmt: skip

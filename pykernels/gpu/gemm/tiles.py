@@ -1,8 +1,8 @@
 """Which rows and columns a program of a grouped GEMM computes, found on the device.
 
-A grouped product's blocks of rows as a table, so that a program can walk over many of them.
-
-Where a tile's inputs come from and where its results go: shared by the grouped GEMMs.
+Either each program finds its own tile (``locate``), or a table of all blocks of rows is made first
+(``tile_table``), so that a program can walk over many. Then the parts that the grouped GEMMs share:
+where a tile's inputs come from, and where its results go.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import triton.language as tl
 from ...shapes import SortedSlots
 from ..common.bf16 import to_bf16
 
-pass
-
-_OWN = 32
+_LINES = 32
+"""Of the table that a program writes."""
 
 
 @triton.jit
@@ -32,16 +31,16 @@ def _tile_table(
     after = tl.cumsum(each, 0)
     before = after[None, :] <= i[:, None]
     expert = tl.sum(before.to(tl.int32), 1)
-    there = expert < E
+    mask = expert < E
     expert = tl.minimum(expert, E - 1)
     local = i - tl.sum(tl.where(before, each[None, :], 0), 1)
     slot = expert
     if HAS_SLOTS:
         slot = tl.load(slots + expert)
     row = table + 4 * i
-    tl.store(row, slot, mask=there)
-    tl.store(row + 1, tl.load(starts + expert) + local * BLOCK_M, mask=there)
-    tl.store(row + 2, tl.load(starts + expert + 1), mask=there)
+    tl.store(row, slot, mask=mask)
+    tl.store(row + 1, tl.load(starts + expert) + local * BLOCK_M, mask=mask)
+    tl.store(row + 2, tl.load(starts + expert + 1), mask=mask)
     if tl.program_id(0) == 0:
         tl.store(table + 4 * bound, tl.sum(each, 0))
         tl.store(table + 4 * bound + 1, 0)
@@ -55,9 +54,9 @@ def tile_table(
     S, E = order.slots.shape[0], order.starts.shape[0] - 1
     bound = block_bound(S, E, block_m)
     table = torch.empty(bound + 1, 4, dtype=torch.int32, device=order.slots.device)
-    _tile_table[(triton.cdiv(bound, _OWN),)](
+    _tile_table[(triton.cdiv(bound, _LINES),)](
         order.starts, slots, table, E, bound, BLOCK_M=block_m,
-        E_PADDED=triton.next_power_of_2(E), HAS_SLOTS=slots is not None, OWN=_OWN, num_warps=4,
+        E_PADDED=triton.next_power_of_2(E), HAS_SLOTS=slots is not None, OWN=_LINES, num_warps=4,
     )  # fmt: skip
     return table, bound
 
@@ -97,9 +96,9 @@ def locate(
         local = pid
     else:
         e = tl.arange(0, E_PADDED)
-        there = e < E
-        begin = tl.load(starts + e, mask=there, other=0)
-        end = tl.load(starts + e + 1, mask=there, other=0)
+        mask = e < E
+        begin = tl.load(starts + e, mask=mask, other=0)
+        end = tl.load(starts + e + 1, mask=mask, other=0)
         each = (end - begin + BLOCK_M - 1) // BLOCK_M
         before = tl.cumsum(each, 0) <= pid // N_BLOCKS
         expert = tl.sum(before.to(tl.int32))
@@ -126,7 +125,7 @@ def source_rows(row, hi, order, TOPK, GATHER: tl.constexpr):
 
 @triton.jit
 def find_slot(expert, slots, K, HAS_SLOTS: tl.constexpr):
-    """(where the expert's matrices lie, inputs to add up): none for an expert that lies nowhere."""
+    """(where the expert's matrices lie, inputs to add up): none for an expert without a slot."""
     slot, inputs = expert, expert * 0 + K
     if HAS_SLOTS:
         slot = tl.load(slots + expert)

@@ -1,12 +1,10 @@
-"""The grouped GEMM of E4M3 weights in 128 x 128 blocks with E4M3 activations.
+"""The grouped GEMM in plain Triton: bfloat16, E4M3, and weights that are dequantized on the way.
 
-The grouped GEMM of bfloat16 weights: tiles by the tensor memory accelerator, one dot a step.
-
-The grouped GEMM of weights that are decoded to bfloat16 on the way (W4A16, W8A16, K-quants).
-
-It computes the transposed tile, weights [BLOCK_N, 32] times inputs [32, BLOCK_M]: Hopper's matrix
-instruction takes its left operand from registers, where the decoded weights are, and as few as 8
-columns, so one token wastes little. For few rows K is split over programs; their partial sums are
+``gemm_bf16`` and ``gemm_fp8`` (weights in blocks of 128 x 128, E4M3 activations) load their tiles
+by the tensor memory accelerator where there is one. ``gemm_dequant`` (W4A16, W8A16, K-quants)
+computes the transposed tile, weights [BLOCK_N, 32] times inputs [32, BLOCK_M]: Hopper's matrix
+instruction takes its left operand from registers, where the dequantized weights are, and as few as
+8 columns, so one token wastes little. For few rows K is split over programs; their partial sums are
 added by a second kernel in a fixed order.
 """
 
@@ -16,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ..common.bf16 import INTERPRETED, dot
-from ..common.dequant import decode_pair, e4m3_to_float
+from ..common.dequant import dequantize_pair, e4m3_to_float
 from .tiles import find_slot, load_inputs, locate, silu_mul, source_rows, store_rows
 
 
@@ -156,7 +154,7 @@ def gemm_dequant(
 
     Args:
         w: uint8 [matrices, N, ROW_BYTES].
-        w_scale: int32 (see ``matrices``) or, for fp8, float32; unused by K-quants.
+        w_scale: int32 (see ``gemm.weights``) or, for fp8, float32; unused by K-quants.
         K_SPLIT: a multiple of BLOCK_K.
         GROUP: inputs of one scale; 0: one scale an output.
     """
@@ -169,7 +167,7 @@ def gemm_dequant(
     slot, inputs = find_slot(expert, slots, K, HAS_SLOTS)
     row = first + tl.arange(0, BLOCK_M)
     cols = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
-    there = cols < N
+    mask = cols < N
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc_up = acc
     source = source_rows(row, hi, order, TOPK, GATHER)
@@ -184,10 +182,12 @@ def gemm_dequant(
         for pair in tl.static_range(BLOCK_K // 64):
             k = k0 + pair * 64
             a0, a1 = tl.load(x_tile + k), tl.load(x_tile + (k + 32))
-            w0, w1 = decode_pair(rows, scales, there, k, N, K, KIND, GROUP, pair, NATIVE)
+            w0, w1 = dequantize_pair(rows, scales, mask, k, N, K, KIND, GROUP, pair, NATIVE)
             acc = dot(w1, a1, dot(w0, a0, acc))
             if GATED:
-                w0, w1 = decode_pair(rows_up, scales_up, there, k, N, K, KIND, GROUP, pair, NATIVE)
+                w0, w1 = dequantize_pair(
+                    rows_up, scales_up, mask, k, N, K, KIND, GROUP, pair, NATIVE
+                )
                 acc_up = dot(w1, a1, dot(w0, a0, acc_up))
     if GATED:
         acc = silu_mul(acc, acc_up)
@@ -197,7 +197,7 @@ def gemm_dequant(
 
 @triton.jit
 def dot_e4m3(a, b, NATIVE: tl.constexpr):
-    """float32 a [M, K] @ b [N, K].T of E4M3 values; without an E4M3 type, of their bf16 decodings.
+    """float32 a [M, K] @ b [N, K].T of E4M3 values; without an E4M3 type, of the same in bf16.
 
     Every E4M3 value is a bfloat16 one, so both are exact products.
     """

@@ -15,7 +15,7 @@ kind     ``data`` [B, N, ...]                                  ``scale``
 ======== ===================================================== =================================
 
 - ``int4``: of each 64 inputs, byte i holds input i in its low half and input 32 + i in its high
-  half: the order inside a Q4_K block, so one decoder serves both.
+  half: the order inside a Q4_K block, so both are dequantized alike.
 - ``q6_k``: a row's low nibbles [K / 2], high bits [K / 4], int8 scales [K / 16] and fp16 scales
   [K / 256] (each twice), in the order of the blocks, and zeros up to a multiple of 16 bytes.
   GGUF's own blocks have 210 bytes, which leaves no load aligned.
@@ -39,7 +39,7 @@ from ...quant.integer import Integer
 
 KINDS = ("bf16", "fp8", "int8", "int4", "q4_k", "q6_k")
 K_MULTIPLE = {"bf16": 8, "fp8": 64, "int8": 64, "int4": 64, "q4_k": 256, "q6_k": 256}
-"""What K must be a multiple of: 16 bytes for the copies, or a decoder's step."""
+"""What K must be a multiple of: 16 bytes for the copies, or a kernel's step."""
 
 _DTYPES = {
     "bf16": torch.bfloat16,
@@ -80,7 +80,7 @@ class Matrices:
                 continue
             if not part.is_contiguous():
                 raise PykernelsError("a stack of matrices has gaps", "Make it contiguous")
-            # What is decoded is read as words.
+            # What is dequantized is read as words.
             if self.kind != "bf16" and part.storage_offset() * part.itemsize % 4:
                 raise PykernelsError(
                     "a stack of matrices begins within a word", "Begin it at a multiple of 4 bytes"
@@ -169,11 +169,6 @@ def empty_for_gpu(fmt: Format, count: int, N: int, K: int, device: torch.device)
             scale = torch.empty(count, -(-K // group), N, dtype=torch.float32, device=device)
         return Matrices(kind, N, K, group, data, scale)
     return Matrices(kind, N, K, 0, data)
-
-
-def fine(kind: str, group: int) -> bool:
-    """Whether a scale of these weights is for at most 64 inputs."""
-    return kind.endswith("_k") or group == 32
 
 
 def scale_every(stack: Matrices) -> int:

@@ -47,17 +47,17 @@ def _rank_few(
     i = tl.program_id(0) * OWN + tl.arange(0, OWN)
     expert = tl.load(ids + i, mask=i < n, other=-1)
     expert = tl.where((expert < 0) | (expert >= E), E, expert).to(tl.int32)
-    # Unique keys in order of expert, then of slot: a slot's place is how many keys are smaller.
+    # Unique keys in order of expert, then of slot: a slot's rank is how many keys are smaller.
     key = tl.where(i < n, expert * MOST + i, (i - n) * MOST)
-    place = tl.zeros([OWN], tl.int32)
+    rank = tl.zeros([OWN], tl.int32)
     theirs, other = _load_ids(ids, 0, n, E, STEP)
     for first in range(0, n, STEP):
-        keys = theirs * MOST + other  # past the end: above all of which a place is kept
+        keys = theirs * MOST + other  # past the end: above every rank that is kept
         theirs, other = _load_ids(ids, first + STEP, n, E, STEP)
-        place += tl.sum((keys[:, None] < key[None, :]).to(tl.int32), 0)
-    tl.store(slots + place, i, mask=i < n)
-    tl.store(positions + i, place, mask=i < n)
-    tl.store(starts + i - n, place, mask=(i >= n) & (i <= n + E))
+        rank += tl.sum((keys[:, None] < key[None, :]).to(tl.int32), 0)
+    tl.store(slots + rank, i, mask=i < n)
+    tl.store(positions + i, rank, mask=i < n)
+    tl.store(starts + i - n, rank, mask=(i >= n) & (i <= n + E))
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -71,14 +71,14 @@ def _count(ids, counts, n, E, EP: tl.constexpr, BLOCK: tl.constexpr):
 def _add_up(counts, E, blocks, EP: tl.constexpr, ROWS: tl.constexpr, BE: tl.constexpr):
     """counts [blocks + 1, EP], in place: row b becomes the sum of the rows before it."""
     e = (tl.program_id(0) * BE + tl.arange(0, BE))[None, :]
-    total = tl.zeros([1, BE], tl.int32)
+    before = tl.zeros([1, BE], tl.int32)
     for first in range(0, blocks, ROWS):
         block = first + tl.arange(0, ROWS)[:, None]
         mask = (block < blocks) & (e <= E)
         found = tl.load(counts + block * EP + e, mask=mask, other=0)
-        tl.store(counts + block * EP + e, total + tl.cumsum(found, 0) - found, mask=mask)
-        total += tl.sum(found, 0)[None, :]
-    tl.store(counts + blocks * EP + e, total, mask=e <= E)
+        tl.store(counts + block * EP + e, before + tl.cumsum(found, 0) - found, mask=mask)
+        before += tl.sum(found, 0)[None, :]
+    tl.store(counts + blocks * EP + e, before, mask=e <= E)
 
 
 @triton.jit(do_not_specialize=["n", "blocks"])
@@ -91,11 +91,11 @@ def _rank(
     expert, slot = _load_ids(ids, first, n, E, OWN)
     e = tl.arange(0, EP)
     key = expert * BLOCK + slot % BLOCK
-    place = tl.zeros([OWN], tl.int32)
+    rank = tl.zeros([OWN], tl.int32)
     for j in range(0, BLOCK, STEP):
         theirs, other = _load_ids(ids, this * BLOCK + j, n, E, STEP)
         smaller = (theirs * BLOCK + other % BLOCK)[:, None] < key[None, :]
-        place += tl.sum(smaller.to(tl.int32), 0)  # over the first axis: no thread asks another
+        rank += tl.sum(smaller.to(tl.int32), 0)  # over the first axis: no thread asks another
     mask = e <= E
     whole = tl.load(counts + blocks * EP + e, mask=mask, other=0)
     before = tl.load(counts + this * EP + e, mask=mask, other=0)
@@ -104,9 +104,9 @@ def _rank(
         tl.store(starts + e, tl.cumsum(whole, 0) - whole, mask=mask)
     # A rank counts the block's lower experts too, the start those of every block.
     others = whole - (after - before)
-    place += tl.gather(tl.cumsum(others, 0) - others + before, expert, 0)
-    tl.store(slots + place, slot, mask=slot < n)
-    tl.store(positions + slot, place, mask=slot < n)
+    rank += tl.gather(tl.cumsum(others, 0) - others + before, expert, 0)
+    tl.store(slots + rank, slot, mask=slot < n)
+    tl.store(positions + slot, rank, mask=slot < n)
 
 
 @triton.jit
@@ -129,16 +129,16 @@ def _unpermute(
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     end = tl.load(starts + E)
-    total = tl.zeros([BLOCK], tl.float32)
+    acc = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(TOPK):
         at = tl.load(positions + token * TOPK + k)
         weight = tl.load(weights + token * TOPK + k)
         weight = tl.where(at < end, weight, 0.0)  # padding's may be NaN
         row = tl.load(y + at.to(tl.int64) * H + h, mask=(h < H) & (at + 0 * h < end), other=0.0)
-        total += weight * row.to(tl.float32)
+        acc += weight * row.to(tl.float32)
     if ADD:
-        total += tl.load(add + token * add_stride + h, mask=h < H, other=0.0).to(tl.float32)
-    tl.store(out + token * H + h, total, mask=h < H)
+        acc += tl.load(add + token * add_stride + h, mask=h < H, other=0.0).to(tl.float32)
+    tl.store(out + token * H + h, acc, mask=h < H)
 
 
 def empty_order(T: int, topk: int, E: int, device: torch.device) -> SortedSlots:
@@ -237,13 +237,19 @@ def permute(x: torch.Tensor, order: SortedSlots, out: torch.Tensor | None = None
     H = x.shape[1]
     check_device(x, order.positions)
     out = check_out(out, x, T * order.topk, H, dtype=x.dtype)
+    launch_permute(x, order, out)
+    return out
+
+
+def launch_permute(x: torch.Tensor, order: SortedSlots, out: torch.Tensor) -> None:
+    """``permute`` of what has been checked."""
+    T, H = x.shape
     if x.numel():
         grid, block = _row_grid(T, H)
         _permute[grid](
             as_bytes(x), order.positions, as_bytes(out), H, x.stride(0),
             TOPK=order.topk, BLOCK=block, num_warps=4,
         )  # fmt: skip
-    return out
 
 
 def check_sum(order: SortedSlots, weights: torch.Tensor, add: torch.Tensor | None, H: int) -> None:
@@ -269,7 +275,7 @@ def unpermute(
 ) -> torch.Tensor:
     """Weighted sum of each token's rows, k = 0 first, in float32; rounded once.
 
-    Rows behind ``starts[E]`` (experts that somebody else computes) are not read, and whatever their
+    Rows behind ``starts[E]`` (experts of another device) are not read, and whatever their
     weights are, they add nothing.
 
     Args:
@@ -293,6 +299,19 @@ def unpermute(
     check_sum(order, weights, add, H)
     check_device(y, order.positions)
     out = check_out(out, y, T, H)
+    launch_unpermute(y, order, weights, add, out)
+    return out
+
+
+def launch_unpermute(
+    y: torch.Tensor,
+    order: SortedSlots,
+    weights: torch.Tensor,
+    add: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """``unpermute`` of what has been checked."""
+    (T, H), topk = out.shape, order.topk
     if out.numel():
         grid, block = _row_grid(T, H)
         _unpermute[grid](
@@ -300,4 +319,3 @@ def unpermute(
             0 if add is None else add.stride(0),
             TOPK=topk, ADD=add is not None, BLOCK=block, num_warps=4,
         )  # fmt: skip
-    return out

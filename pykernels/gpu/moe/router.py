@@ -15,7 +15,7 @@ from ...errors import PykernelsError
 from ...shapes import RouterSpec, Routing, SortedSlots
 from ..common.launch import check_device, launches_early, unsupported, why_not
 from ..common.strides import as_bytes, check_out
-from ..common.topk import choose
+from ..common.topk import topk
 from .permute import MAX_EXPERTS, check_order, empty_order, permute, sort_slots
 
 MAX_TOPK = 64
@@ -35,7 +35,7 @@ def _router(
     if TRIGGER:
         gdc_launch_dependents()
     row = tl.program_id(0)
-    chosen, w = choose(
+    chosen, w = topk(
         logits, bias, row, E, TOPK, KP,
         GROUPS, GP, PP, GROUP_TOPK, SIGMOID, TOP2, BIAS, RENORM, SCALE,
     )  # fmt: skip
@@ -62,19 +62,19 @@ def _route_one(
         for j in tl.static_range(TOPK):
             tl.store(gathered + j * H + h, values, mask=h < H)
     if tl.program_id(0) == 0:
-        chosen, w = choose(
+        chosen, w = topk(
             logits, bias, tl.program_id(0), E, TOPK, KP,
             GROUPS, GP, PP, GROUP_TOPK, SIGMOID, TOP2, BIAS, RENORM, SCALE,
         )  # fmt: skip
         k = tl.arange(0, KP)
         mask = k < TOPK
-        # Unique keys in order of expert, then of slot: a slot's place is how many keys are smaller.
+        # Unique keys in order of expert, then of slot: a slot's rank is how many keys are smaller.
         key = tl.where(mask, chosen, E) * KP + k
-        place = tl.sum((key[None, :] < key[:, None]).to(tl.int32), 1)
+        rank = tl.sum((key[None, :] < key[:, None]).to(tl.int32), 1)
         tl.store(ids + k, chosen, mask=mask)
         tl.store(weights + k, w, mask=mask)
-        tl.store(slots + place, k, mask=mask)
-        tl.store(positions + k, place, mask=mask)
+        tl.store(slots + rank, k, mask=mask)
+        tl.store(positions + k, rank, mask=mask)
         e = tl.arange(0, EP)
         below = tl.sum((key[:, None] < e[None, :] * KP).to(tl.int32), 0)
         tl.store(starts + e, below, mask=e <= E)

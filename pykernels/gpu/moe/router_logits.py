@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ...errors import PykernelsError
 from ..common.bf16 import dot
-from ..common.launch import arch, check_device, unsupported
+from ..common.launch import H200_SMS, arch, check_device, unsupported
 from ..common.strides import check_out
 from ..plans.gemm import at_least, powers_of_two
 
@@ -41,8 +41,8 @@ class GatePlan:
         at_least(1, self, "splits", "stages")
 
 
-def gate_plan(T: int, E: int, H: int, wide: bool = False, multiprocessors: int = 132) -> GatePlan:
-    """A program a multiprocessor with large tiles for prompts, else two, with splits of H.
+def gate_plan(T: int, E: int, H: int, wide: bool = False, num_sms: int = H200_SMS) -> GatePlan:
+    """A program an SM with large tiles for prompts, else two, with splits of H.
 
     ``wide``: 192 KiB of shared memory hold three blocks of 128 of H of a bf16 gate.
     """
@@ -51,28 +51,28 @@ def gate_plan(T: int, E: int, H: int, wide: bool = False, multiprocessors: int =
     else:
         block_t, block_e = max(16, min(64, triton.next_power_of_2(T))), 64
         block_h, wanted = 64, 2
-    programs = triton.cdiv(T, block_t) * triton.cdiv(E, block_e)
-    splits = max(1, min(32, wanted * multiprocessors // programs, H // 256))
+    num_ctas = triton.cdiv(T, block_t) * triton.cdiv(E, block_e)
+    splits = max(1, min(32, wanted * num_sms // num_ctas, H // 256))
     return GatePlan(block_t, block_e, block_h, splits, 8 if block_t == 128 else 4, 3)
 
 
 @triton.jit(do_not_specialize=["T"])
-def _few(
+def _dot_logits(
     x, gate, out, T, H, E, x_stride,
     TP: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     e = tl.program_id(0) * BE + tl.arange(0, BE)
     t = tl.arange(0, TP)
-    total = tl.zeros([TP, BE, BLOCK], tl.float32)
+    acc = tl.zeros([TP, BE, BLOCK], tl.float32)
     for first in tl.range(0, H, BLOCK, num_stages=STAGES):
         h = first + tl.arange(0, BLOCK)
         at = e.to(tl.int64)[:, None] * H + h[None, :]
         w = tl.load(gate + at, mask=(e < E)[:, None] & (h < H)[None, :], other=0.0)
         at = t.to(tl.int64)[:, None] * x_stride + h[None, :]
         rows = tl.load(x + at, mask=(t < T)[:, None] & (h < H)[None, :], other=0.0)
-        total += w.to(tl.float32)[None, :, :] * rows.to(tl.float32)[:, None, :]
+        acc += w.to(tl.float32)[None, :, :] * rows.to(tl.float32)[:, None, :]
     at = t[:, None] * E + e[None, :]
-    tl.store(out + at, tl.sum(total, 2), mask=(t < T)[:, None] & (e < E)[None, :])
+    tl.store(out + at, tl.sum(acc, 2), mask=(t < T)[:, None] & (e < E)[None, :])
 
 
 @triton.jit
@@ -85,14 +85,14 @@ def _sum_splits(sums, out, SIZE, splits, SPLITS: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit(do_not_specialize=["T"])  # one kernel for any number of tokens
-def _many(
+def _mma_logits(
     x, gate, out, T, E, H, x_stride, per_split,
     PARTS: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
     split = tl.program_id(2)
-    total = tl.zeros([BE, BT], tl.float32)  # gate first: its parts are an operand in registers
+    acc = tl.zeros([BE, BT], tl.float32)  # gate first: its parts are an operand in registers
     zero = tl.zeros([BE, BT], tl.float32)
     one = tl.full([BE, BT], 1.0, tl.float32)
     end = tl.minimum(split * per_split + per_split, H)
@@ -116,9 +116,9 @@ def _many(
             middle = rest.to(tl.bfloat16)
             low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
             part = dot(high, rows, dot(middle, rows, dot(low, rows, zero)))
-        total = tl.fma(part, one, total)  # a plain sum would be merged into the product
+        acc = tl.fma(part, one, acc)  # a plain sum would be merged into the product
     at = (split.to(tl.int64) * T + t[None, :]) * E + e[:, None]
-    tl.store(out + at, total, mask=(t < T)[None, :] & (e < E)[:, None])
+    tl.store(out + at, acc, mask=(t < T)[None, :] & (e < E)[:, None])
 
 
 def supports(hidden: torch.Tensor, gate: torch.Tensor) -> str | None:
@@ -162,7 +162,7 @@ def router_logits(
         # One token's block is all of H, in registers; else blocks in flight, 96 KiB at most.
         block = min(triton.next_power_of_2(H), 8192 if TP == 1 else 1024)
         stages = 1 if TP == 1 else 4 if hidden.dtype == torch.bfloat16 else 3
-        _few[(triton.cdiv(E, 2),)](
+        _dot_logits[(triton.cdiv(E, 2),)](
             hidden, gate, out, T, H, E, hidden.stride(0),
             TP=TP, BE=2, BLOCK=block, STAGES=stages, num_warps=8,
         )  # fmt: skip
@@ -173,7 +173,7 @@ def router_logits(
     per_split = triton.cdiv(triton.cdiv(H, plan.splits), plan.block_h) * plan.block_h
     sums = out if plan.splits == 1 else out.new_empty(plan.splits, T, E)
     grid = (triton.cdiv(T, plan.block_t), triton.cdiv(E, plan.block_e), plan.splits)
-    _many[grid](
+    _mma_logits[grid](
         hidden, gate, sums, T, E, H, hidden.stride(0), per_split,
         PARTS=parts, BT=plan.block_t, BE=plan.block_e, BH=plan.block_h,
         num_warps=plan.warps, num_stages=plan.stages,

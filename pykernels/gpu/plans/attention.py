@@ -5,13 +5,12 @@ A graph that was captured once is replayed with other lengths, so the grid has r
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 
 import torch
 
 from ...errors import PykernelsError
-from ..common.launch import arch
+from ..common.launch import arch, num_sms
 from .gemm import at_least, at_most, powers_of_two
 
 MOST_SHARED = 64
@@ -136,13 +135,7 @@ class PrefillPlan:
             )
 
 
-@functools.cache
-def sms(device: torch.device) -> int:
-    """Streaming multiprocessors; a few in the interpreter, so that its tests split too."""
-    if device.type != "cuda":
-        return 6
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
+sms = num_sms
 
 _TINY_DECODE = DecodePlan(rows=16, keys=16, warps=4, stages=1)
 _TINY_PREFILL = PrefillPlan(rows=16, keys=16, warps=4, stages=1)

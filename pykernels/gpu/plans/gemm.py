@@ -73,16 +73,15 @@ class GemmPlan:
         block_m, block_n, block_k: tile of rows, outputs and inputs. Gated in bf16, ``block_n``
             counts gate and up together; in the other paths it is of each.
         group_m: M blocks of one matrix that run side by side before the next N block.
-        split_k: programs that share one output tile (decoded linears of few rows).
+        split_k: programs that share one output tile (linears of few rows, dequantized on the way).
         warps, stages: of Triton.
         tma: weights (and sorted rows) come by the tensor memory accelerator: sm_90 and above.
         copy: a gated product's rows are first copied into the experts' order, so that they come by
             the accelerator too, in place of being gathered.
-        warp_specialized: the fp8 kernel, or the experts' bf16 kernel, written out for Hopper, of
-        tiles of
-            128 rows and 256 outputs (gated, 128 of each): only ``group_m`` is heeded. Experts'
-            rows are copied into their order.
-        unpack: decoded weights become bfloat16 in device memory first; the rest is a plan for
+        warp_specialized: Hopper's kernel of E4M3, or of bf16 experts, in tiles of 128 rows and 256
+            outputs (gated, 128 of each): only ``group_m`` is heeded. Experts' rows are copied into
+            their order.
+        unpack: weights become bfloat16 in device memory first; the rest is a plan for
             bfloat16.
     """
 
@@ -141,15 +140,15 @@ class GemvMmaPlan:
         warps: of a program: each takes its part of K. Of K-quants two or more.
         ahead: steps of 64 bytes of codes, of each row and warp, between asking for weights and
             multiplying them.
-        programs: at most, each with several blocks of rows if need be; 0: one for each block.
+        num_ctas: at most, each with several blocks of rows if need be; 0: one for each block.
         registers: of a thread, at most; 0: as many as the compiler likes.
-        used: of these rows, so that there are as many blocks as places for programs; 0: all.
+        used: of these rows, so that blocks are whole waves of programs; 0: all.
     """
 
     rows: int
     warps: int
     ahead: int = 2
-    programs: int = 0
+    num_ctas: int = 0
     registers: int = 0
     used: int = 0
 
@@ -158,7 +157,7 @@ class GemvMmaPlan:
         at_most(32, self, "warps")
         _in(self, "rows", range(16, 257))
         _in(self, "ahead", range(1, 9))
-        _in(self, "programs", range(1 << 16))
+        _in(self, "num_ctas", range(1 << 16))
         _in(self, "registers", (0, *range(64, 256)))
         _in(self, "used", range(self.rows + 1))
 
@@ -216,13 +215,13 @@ class SkinnyExpertsPlan:
 
 @dataclass(frozen=True)
 class DequantPlan:
-    """How a linear of more rows is launched on Hopper, weights decoded in registers.
+    """How a linear of more rows is launched on Hopper, weights dequantized in registers.
 
     Attributes:
         cols: rows of the inputs a program multiplies by 16 ``warps`` rows of the matrix.
         stages, word_stages: tiles of 64 inputs and of 16 words of a row in shared memory.
         split_k: programs that share one output tile.
-        programs: of a linear: so many have one whole tile after the other and share the last, less
+        num_ctas: of a linear: so many have one whole tile after the other and share the last, less
             than one each, evenly; 0: one program for each tile and part.
         registers: of a thread, at most; 0: as many as the compiler likes.
     """
@@ -232,7 +231,7 @@ class DequantPlan:
     stages: int = 4
     word_stages: int = 4
     split_k: int = 1
-    programs: int = 0
+    num_ctas: int = 0
     registers: int = 0
 
     def __post_init__(self) -> None:
@@ -242,7 +241,11 @@ class DequantPlan:
         _in(self, "stages", range(2, 17))  # the first copies are begun before the loop
         _in(self, "word_stages", range(1, 17))
         _in(self, "split_k", range(1, 65))
-        _in(self, "programs", range(1 << 16))
+        _in(self, "num_ctas", range(1 << 16))
         _in(self, "registers", (0, *range(64, 256)))
-        if self.programs and self.split_k > 1:
-            raise PykernelsError("a plan has programs and split_k", "Programs share K themselves")
+        if self.num_ctas and self.split_k > 1:
+            raise PykernelsError("a plan has num_ctas and split_k", "Programs share K themselves")
+
+
+ExpertsPlan = GemmPlan | SkinnyExpertsPlan | DequantPlan
+LinearPlan = GemmPlan | GemvInt8Plan | GemvMmaPlan | SkinnyPlan | SkinnyExpertsPlan | DequantPlan

@@ -3,12 +3,12 @@
 A plan is chosen by operation, weight kind, GPU generation, and how many rows an expert (or the
 linear) has on average: shapes only, never routing. The first of these that fits is taken: the
 ``plan=`` argument; a line of the file that ``python -m bench.tune`` writes for this GPU (see
-``plan_file``); the table below, or for kernels that decode in registers the functions of
-``linear_plan`` and ``experts_plan``.
+``tuned``); the table below, or for kernels that dequantize in registers the functions of
+``registers``.
 
 Why the table is as it is (Hopper): a bf16 tile of 128 x 256 reads 48 bytes a cycle from L2 for a
 tensor core's full rate, one of 128 x 128 already 64; with up to 64 rows an expert is bound by
-reading its weights, so tiles are small and several programs share a processor. A plan that was
+reading its weights, so tiles are small and several programs share an SM. A plan that was
 measured elsewhere is only slow, never wrong.
 """
 
@@ -20,8 +20,8 @@ from .gemm import GemmPlan, GemvInt8Plan
 from .tuned import tuned_plan
 
 OPS = ("gate_up", "down", "linear")
-PATHS = ("bf16", "fp8", "decoded")
-"""bf16 and fp8: both operands as they are; decoded: weights become bf16 in registers."""
+PATHS = ("bf16", "fp8", "dequant")
+"""bf16 and fp8: both operands as they are; dequant: weights become bf16 in registers."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ SMALL = ("ampere", "ada")
 """100 KiB of shared memory on some of them, no tensor memory accelerator."""
 ANY = float("inf")
 _GATED, _PLAIN = ("gate_up",), ("down", "linear")
-_BY_HAND = GemmPlan(128, 128, 128, 4, warp_specialized=True)
+_WARP_SPECIALIZED = GemmPlan(128, 128, 128, 4, warp_specialized=True)
 _BF16_LARGE = GemmPlan(128, 256, 64, 16, warps=8, stages=4, tma=True)
 
 TABLE = (
@@ -48,32 +48,32 @@ TABLE = (
     Row(HOPPER, "bf16", OPS, 32, GemmPlan(32, 128, 128, warps=4, stages=3, tma=True)),
     Row(HOPPER, "bf16", OPS, 96, GemmPlan(64, 128, 64, 8, warps=4, stages=4, tma=True)),
     Row(HOPPER, "bf16", OPS, 192, _BF16_LARGE),
-    Row(("hopper",), "bf16", ("down",), ANY, _BY_HAND),
+    Row(("hopper",), "bf16", ("down",), ANY, _WARP_SPECIALIZED),
     Row(HOPPER, "bf16", OPS, ANY, _BF16_LARGE),
     Row(HOPPER, "fp8", OPS, 32, GemmPlan(32, 64, 128, warps=4, stages=4, tma=True)),
     Row(HOPPER, "fp8", _GATED, 96, GemmPlan(64, 64, 128, warps=4, stages=3, tma=True)),
     Row(HOPPER, "fp8", _PLAIN, 96, GemmPlan(64, 128, 128, warps=4, stages=3, tma=True)),
-    Row(("hopper",), "fp8", OPS, ANY, _BY_HAND),
+    Row(("hopper",), "fp8", OPS, ANY, _WARP_SPECIALIZED),
     Row(HOPPER, "fp8", OPS, ANY, GemmPlan(128, 128, 128, 16, warps=8, stages=3, tma=True)),
-    Row(HOPPER, "decoded", OPS, 16, GemmPlan(16, 64, 128, warps=4, stages=4)),
-    Row(HOPPER, "decoded", OPS, 32, GemmPlan(32, 64, 128, warps=4, stages=4)),
-    Row(HOPPER, "decoded", OPS, 96, GemmPlan(64, 64, 128, warps=4, stages=3)),
-    Row(HOPPER, "decoded", OPS, ANY, GemmPlan(128, 128, 128, 16, warps=8, stages=3)),
+    Row(HOPPER, "dequant", OPS, 16, GemmPlan(16, 64, 128, warps=4, stages=4)),
+    Row(HOPPER, "dequant", OPS, 32, GemmPlan(32, 64, 128, warps=4, stages=4)),
+    Row(HOPPER, "dequant", OPS, 96, GemmPlan(64, 64, 128, warps=4, stages=3)),
+    Row(HOPPER, "dequant", OPS, ANY, GemmPlan(128, 128, 128, 16, warps=8, stages=3)),
     Row(SMALL, "bf16", OPS, 16, GemmPlan(16, 128, 64, stages=4)),
     Row(SMALL, "bf16", OPS, 96, GemmPlan(64, 128, 32, stages=4)),
     Row(SMALL, "bf16", OPS, ANY, GemmPlan(128, 128, 32, warps=8, stages=4)),
     Row(SMALL, "fp8", OPS, 16, GemmPlan(16, 64, 128, stages=3)),
     Row(SMALL, "fp8", _GATED, ANY, GemmPlan(64, 32, 128, warps=4, stages=3)),
     Row(SMALL, "fp8", _PLAIN, ANY, GemmPlan(64, 64, 128, warps=8, stages=3)),
-    Row(SMALL, "decoded", OPS, 16, GemmPlan(16, 64, 128, stages=3)),
-    Row(SMALL, "decoded", OPS, ANY, GemmPlan(64, 64, 64, stages=3)),
+    Row(SMALL, "dequant", OPS, 16, GemmPlan(16, 64, 128, stages=3)),
+    Row(SMALL, "dequant", OPS, ANY, GemmPlan(64, 64, 64, stages=3)),
     Row(("interpreter",), "bf16", OPS, ANY, GemmPlan(16, 32, 32)),
     Row(("interpreter",), "fp8", OPS, ANY, GemmPlan(16, 32, 128)),
-    Row(("interpreter",), "decoded", OPS, ANY, GemmPlan(16, 32, 64)),
+    Row(("interpreter",), "dequant", OPS, ANY, GemmPlan(16, 32, 64)),
 )
 
 UNPACKED = ("q4_k", "q6_k")
-"""Kinds whose decoding has more instructions than many rows' products leave room for."""
+"""Kinds that take more instructions to dequantize than many rows' products leave room for."""
 UNPACK_ROWS = {"linear": 64, "gate_up": 100, "down": 100}
 """Rows (of each expert, on average) from which these are unpacked."""
 
@@ -106,15 +106,15 @@ def gemm_plan(
 
     Args:
         op: one of ``OPS``.
-        path: one of ``PATHS``, or a kind of weights that is decoded: the kind of tuned lines.
+        path: one of ``PATHS``, or a kind of weights that is dequantized, as tuned lines have it.
         device: the GPU's name, which tuned lines are for.
         warp_specialized: whether ``GemmPlan.warp_specialized`` can run; else plans that ask for it
-        are passed over.
+            are passed over.
     """
     tuned = tuned_plan(op, path, device, rows, N, K)
     if tuned and "cols" not in tuned and (warp_specialized or not tuned.get("warp_specialized")):
         return GemmPlan(**tuned)
-    base = path if path in PATHS else "decoded"
+    base = path if path in PATHS else "dequant"
     if path in UNPACKED and rows >= UNPACK_ROWS[op]:
         return replace(gemm_plan(op, "bf16", arch, rows, N, K), unpack=True)
     return next(
@@ -139,9 +139,9 @@ def fit_stages(plan: GemmPlan, arch: tuple[int, int], step_bytes: int) -> GemmPl
     return plan if stages == plan.stages else replace(plan, stages=stages)
 
 
-def split_k(programs: int, K: int, processors: int, block_k: int) -> int:
-    """Programs to share each tile, so that ``processors`` have 4 each: 1, 2, 4, 8 or 16."""
+def split_k(num_ctas: int, K: int, num_sms: int, block_k: int) -> int:
+    """Programs to share each tile, so that ``num_sms`` have 4 each: 1, 2, 4, 8 or 16."""
     split = 1
-    while split < 16 and programs * split < 3 * processors and K // (2 * split) >= 2 * block_k:
+    while split < 16 and num_ctas * split < 3 * num_sms and K // (2 * split) >= 2 * block_k:
         split *= 2
     return split

@@ -34,13 +34,13 @@ LINEAR_PLANS: dict[
     str, type[GemvInt8Plan | GemvMmaPlan | SkinnyPlan | DequantPlan | SkinnyExpertsPlan]
 ] = {
     "gemv": GemvInt8Plan,
-    "one": GemvMmaPlan,
-    "few": SkinnyPlan,
-    "few_k": SkinnyExpertsPlan,
-    "many": DequantPlan,
+    "gemv_mma": GemvMmaPlan,
+    "skinny": SkinnyPlan,
+    "skinny_k_quants": SkinnyExpertsPlan,
+    "dequant": DequantPlan,
 }
 """By the op of tuned lines."""
-EXPERTS_PLANS = {"few_gate_up": SkinnyExpertsPlan, "few_down": SkinnyExpertsPlan}
+EXPERTS_PLANS = {"skinny_gate_up": SkinnyExpertsPlan, "skinny_down": SkinnyExpertsPlan}
 """The same; those of ``_GEMM_OPS`` hold a GemmPlan or, of experts, a DequantPlan."""
 _NAME = "gpu-plans.json"
 _GEMM_OPS = ("gate_up", "down", "linear")
@@ -126,11 +126,11 @@ def _plan(line: dict[str, Any]) -> object:
     other = DequantPlan if "cols" in line["plan"] else GemmPlan
     plan = plan_from(kinds.get(op, other), line["plan"])
     shared = isinstance(plan, GemmPlan | DequantPlan) and plan.split_k > 1
-    dealt_out = isinstance(plan, DequantPlan) and plan.programs > 0
+    dealt_out = isinstance(plan, DequantPlan) and plan.num_ctas > 0
     if op in ("gate_up", "down") and (shared or dealt_out):
         raise PykernelsError("experts' programs share no tile", "Leave split_k and programs out")
     if shared and line["path"] == "bf16":
-        raise PykernelsError("only decoded weights are split over K", "Leave split_k out")
+        raise PykernelsError("only weights to dequantize are split over K", "Leave split_k out")
     return plan
 
 

@@ -1,6 +1,6 @@
-"""The grouped GEMM of bfloat16 written out for Hopper: copies and products by different warps.
+"""The grouped GEMM of bfloat16 for Hopper, warp-specialized.
 
-The same function as ``kernel_bf16`` for rows in the experts' order; see ``gemm_fp8_hopper`` for how
+The same function as ``gemm_bf16`` for rows in the experts' order; see ``gemm_fp8_hopper`` for how
 the warps share the work. The next tile's copies run beside the last one's products and results.
 """
 
@@ -21,6 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....shapes import SortedSlots
 from ...common.gluon_compat import tma_load
+from ...common.launch import num_sms
 from ...common.tile_scheduler import (
     NUMBER,
     blocks_of,
@@ -30,7 +31,6 @@ from ...common.tile_scheduler import (
     tile_at,
     to_bf16,
 )
-from ...plans.attention import sms
 from ..tiles import tile_table
 from ..weights import Matrices
 
@@ -78,12 +78,12 @@ def _consume(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     blocks = blocks_of(tiles, bound)
-    total = blocks * N_BLOCKS
+    num_tiles = blocks * N_BLOCKS
     t = gl.program_id(0)
     slot, first, hi, n_block = tile_at(tiles, bound, t, blocks, N_BLOCKS, GROUP_M)
     step = 0
     turn = 0
-    while t < total:
+    while t < num_tiles:
         steps = gl.where(slot < 0, 0, gl.cdiv(K, 64))
         acc = gl.full([64, 256], 0.0, gl.float32, layout=ACC)
         for k in range(steps):
@@ -163,13 +163,13 @@ def multiply_bf16(
     gated: bool,
     group_m: int,
 ) -> None:
-    """out = x @ w.T of sorted rows x, bfloat16 [S, K]; see ``grouped_gemm.multiply``."""
+    """out = x @ w.T of sorted rows x, bfloat16 [S, K]; see ``gemm.grouped.multiply``."""
     tiles, bound = tile_table(order, table, BLOCK_M)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     rows = TensorDescriptor.from_tensor(x, [64, 64], layout)
     weights: Any = TensorDescriptor.from_tensor(stack.data.view(-1, stack.K), [128, 64], layout)
     n_blocks = triton.cdiv(stack.N, 128 if gated else 256)
-    gemm_bf16_hopper[(min(sms(x.device), bound * n_blocks),)](
+    gemm_bf16_hopper[(min(num_sms(x.device), bound * n_blocks),)](
         rows, weights, out, tiles, bound, stack.N, stack.K, n_blocks,
         GATED=gated, GROUP_M=group_m, STAGES=STAGES, num_warps=4,
     )  # fmt: skip

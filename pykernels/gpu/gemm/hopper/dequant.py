@@ -1,9 +1,9 @@
-"""int4, int8, E4M3 and K-quants by many rows, of a linear or of each expert, written for Hopper.
+"""The GEMM of int4, int8, E4M3 and K-quants on Hopper, of a linear or of each expert.
 
-Which tiles a program multiplies and where it puts them; the loop is ``many_rows_products``'. A
-linear's programs have one tile or one part of its K each, or they share all steps evenly: where
-tiles are no whole number of rounds, the last round's steps are dealt out to all programs, and a
-second launch adds up the parts, always in one order.
+Which tiles a program multiplies and where it puts them; the loop over K is in ``dequant_mma``. A
+linear's programs have one tile or one part of its K each (split-K), or they share all steps evenly
+(stream-K): where tiles are no whole number of waves, the last wave's steps are dealt out to all
+programs, and a second launch adds up the parts, always in one order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..tiles import tile_table
 from ..weights import Matrices, scale_every, scale_words
 from .dequant_mma import multiply_tile, words_layout
 from .k_quants import heads_layout
-from .permute_k import in_lane_order
+from .permute_k import permute_k
 
 EXPERT_KINDS = ("int4", "int8", "q4_k", "q6_k")
 """Kinds of experts that it is worth taking; of linears E4M3 too."""
@@ -32,17 +32,17 @@ KINDS = (*EXPERT_KINDS, "fp8")
 _scratch = torch.empty
 
 
-def takes(stack: Matrices) -> bool:
+def supports_stack(stack: Matrices) -> bool:
     """Whether these weights can be multiplied."""
     groups = (0, 32, 128, stack.K)  # 0: K-quants
     return stack.kind in KINDS and stack.group in groups and stack.data.data_ptr() % 16 == 0
 
 
 @gluon.jit
-def share(program, programs, total):
+def share(program, num_ctas, total):
     """The first of a program's even share of ``total`` steps, and of the next one's."""
-    first = (program.to(gl.int64) * total // programs).to(gl.int32)
-    return first, ((program + 1).to(gl.int64) * total // programs).to(gl.int32)
+    first = (program.to(gl.int64) * total // num_ctas).to(gl.int32)
+    return first, ((program + 1).to(gl.int64) * total // num_ctas).to(gl.int32)
 
 
 @gluon.jit
@@ -95,10 +95,10 @@ def dequant_gemm(
     steps of the others, which it writes to ``parts``: see ``even_shares``.
 
     Args:
-        x: descriptor of bfloat16 [M, STEPS * 128], in the order of lanes.
+        x: descriptor of bfloat16 [M, STEPS * 128], K permuted (``permute_k``).
         w: descriptor of int32 [matrices * N, words]; blocks of 16 WARPS rows, gated 8 WARPS.
-        w_scale: int32 [matrices, SCALES, N], see ``matrices``; of E4M3 [matrices, N / 128, SCALES];
-            of K-quants their words; each row has SCALES blocks (Q6_K: 16 bytes).
+        w_scale: int32 [matrices, SCALES, N], see ``gemm.weights``; of E4M3 [matrices, N / 128,
+            SCALES]; of K-quants their words; each row has SCALES blocks (Q6_K: 16 bytes).
         parts: float32 or None.
         tiles: None: one matrix; else ``tile_table``'s for COLS rows: rows are experts' ones.
         BLOCKS: of M; with a table its bound.
@@ -119,13 +119,13 @@ def dequant_gemm(
     barrier()
     if SPREAD:
         program = gl.program_id(0)
-        programs = gl.num_programs(0)
-        first, end = share(program, programs, (TILES - WHOLE) * STEPS)
-        rounds = WHOLE // programs
+        num_ctas = gl.num_programs(0)
+        first, end = share(program, num_ctas, (TILES - WHOLE) * STEPS)
+        rounds = WHOLE // num_ctas
         t = first - rounds * STEPS
         done = 0
         while t < end:
-            tile = program + (t - first + rounds * STEPS) // STEPS * programs
+            tile = program + (t - first + rounds * STEPS) // STEPS * num_ctas
             c0 = 0
             count = STEPS
             if t >= first:
@@ -160,10 +160,10 @@ def dequant_gemm(
         else:
             n_blocks = gl.cdiv(N, OUTPUTS)
             block = gl.program_id(0) // n_blocks
-            there = block < gl.load(tiles + 4 * BLOCKS)
-            slot = gl.load(tiles + 4 * block, mask=there, other=-1)
-            m0 = gl.load(tiles + 4 * block + 1, mask=there, other=0)
-            hi = gl.load(tiles + 4 * block + 2, mask=there, other=0)
+            mask = block < gl.load(tiles + 4 * BLOCKS)
+            slot = gl.load(tiles + 4 * block, mask=mask, other=-1)
+            m0 = gl.load(tiles + 4 * block + 1, mask=mask, other=0)
+            hi = gl.load(tiles + 4 * block + 2, mask=mask, other=0)
             n0 = gl.program_id(0) % n_blocks * OUTPUTS
         c0 = gl.program_id(1) * SHARE
         count = gl.where(slot < 0, 0, gl.minimum(SHARE, STEPS - c0))
@@ -182,12 +182,12 @@ def dequant_gemm(
         )
         n = n0 + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, OUT))
         m = m0 + gl.arange(0, COLS, layout=gl.SliceLayout(0, OUT))
-        there = (m < hi)[None, :] & (n < N)[:, None]
+        mask = (m < hi)[None, :] & (n < N)[:, None]
         at = (gl.program_id(1) * M + m).to(gl.int64)[None, :] * N + n[:, None]
         if parts is None:
-            gl.store(out + at, gl.convert_layout(acc.to(gl.bfloat16), OUT), mask=there)
+            gl.store(out + at, gl.convert_layout(acc.to(gl.bfloat16), OUT), mask=mask)
         else:
-            gl.store(parts + at, gl.convert_layout(acc, OUT), mask=there)
+            gl.store(parts + at, gl.convert_layout(acc, OUT), mask=mask)
 
 
 def multiply_dequant(
@@ -197,7 +197,7 @@ def multiply_dequant(
     bias: torch.Tensor | None,
     plan: DequantPlan,
 ) -> None:
-    """out = x @ w.T + bias; the caller has checked shapes and dtypes, and asked ``takes``.
+    """out = x @ w.T + bias; the caller has checked shapes, dtypes and ``supports_stack``.
 
     Args:
         x: bfloat16 [M, K].
@@ -206,16 +206,16 @@ def multiply_dequant(
     """
     M, N, device = *out.shape, x.device
     blocks = triton.cdiv(M, plan.cols)
-    inputs = in_lane_order(x, stack.kind)
-    if plan.programs:
+    inputs = permute_k(x, stack.kind)
+    if plan.num_ctas:
         rows, steps = 16 * plan.warps, triton.cdiv(stack.K, 128)
         tiles = blocks * triton.cdiv(N, rows)
-        shared = tiles % plan.programs
-        pieces = shared + plan.programs if shared else 1
+        shared = tiles % plan.num_ctas
+        pieces = shared + plan.num_ctas if shared else 1
         parts = _scratch(pieces, plan.cols, rows, dtype=torch.float32, device=device)
         _launch(inputs, stack, out, parts, bias, None, blocks, False, plan)
         if shared:
-            add_shares(parts, out, bias, tiles, shared, steps, plan.programs)
+            add_shares(parts, out, bias, tiles, shared, steps, plan.num_ctas)
     elif plan.split_k > 1:
         parts = _scratch(plan.split_k, M, N, dtype=torch.float32, device=device)
         _launch(inputs, stack, out, parts, None, None, blocks, False, plan)
@@ -232,15 +232,16 @@ def multiply_dequant_experts(
     table: torch.Tensor | None,
     plan: DequantPlan,
     gated: bool,
+    gather: bool,
 ) -> None:
-    """See ``grouped_gemm.multiply``: x [T, K] gated, otherwise sorted rows [S, K]."""
+    """See ``gemm.grouped.multiply``."""
     tiles, bound = tile_table(order, table, plan.cols)
-    inputs = in_lane_order(x, stack.kind, order if gated else None)
+    inputs = permute_k(x, stack.kind, order if gather else None)
     _launch(inputs, stack, out, None, None, tiles, bound, gated, plan)
 
 
 def _scales(stack: Matrices) -> int:
-    """What the kernel has to know of a row's length: its scales, or its blocks' places."""
+    """What the kernel has to know of a row's length: its scales, or its blocks."""
     if stack.kind == "q6_k":
         return stack.data.shape[-1] // 16
     if stack.kind == "q4_k":
@@ -266,8 +267,8 @@ def _launch(
     x_shared = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     w_shared = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     count = blocks * triton.cdiv(stack.N, rows)
-    programs = plan.programs
-    dequant_gemm[(programs,) if programs else (count, plan.split_k)](
+    num_ctas = plan.num_ctas
+    dequant_gemm[(num_ctas,) if num_ctas else (count, plan.split_k)](
         TensorDescriptor.from_tensor(inputs, [plan.cols, 64], x_shared),
         TensorDescriptor.from_tensor(words, [rows, 16], w_shared),
         scale.view(torch.int32) if scale is not None else words,
@@ -281,14 +282,14 @@ def _launch(
         triton.cdiv(steps, plan.split_k),
         _scales(stack),
         blocks,
-        count - count % programs if programs else 0,
+        count - count % num_ctas if num_ctas else 0,
         count,
         MAGIC,
         KIND=stack.kind,
         GROUP=scale_every(stack) if scale is not None else 256,
         GATED=gated,
         HAS_BIAS=bias is not None,
-        SPREAD=programs > 0,
+        SPREAD=num_ctas > 0,
         COLS=plan.cols,
         WARPS=plan.warps,
         STAGES=plan.stages,

@@ -1,9 +1,9 @@
-"""A tile of weights by many rows: the loop over K of ``dequant_gemm`` (Gluon, Hopper).
+"""The loop over K of ``dequant_gemm`` (Gluon, Hopper).
 
-The transposed tile: a warpgroup's left operand are weights in registers, decoded (see
-``register_words``) while the tensor cores still multiply the 64 inputs before. Words and inputs
-come by the tensor memory accelerator, several steps ahead. A lane of the product decodes whole
-words, so it has inputs in another order than they lie in: ``in_lane_order`` gives x that order.
+The transposed tile: a warpgroup's left operand are weights in registers, dequantized (see
+``common.dequant_mma``) while the tensor cores still multiply the 64 inputs before. Words and inputs
+come by the tensor memory accelerator, several steps ahead. A lane of the product dequantizes whole
+words, so K is permuted: ``permute_k`` does the same to x.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...common.dequant_mma import codes, e4m3s_below, pair, powers
 from ...common.gluon_compat import barrier, tma_load
-from .k_quants import decoded_heads, load_heads, q6_k_codes, row_starts, weighted
+from .k_quants import load_heads, q6_k_codes, row_starts, unpack_heads, weighted
 
 SCALE_UP = gl.constexpr(2.0**96)
 """What E4M3's scales are multiplied by: the codes lie 2**-120 below, and a bfloat16 must hold any
@@ -39,31 +39,31 @@ def words_layout(warps: int, rows: int) -> object:
 
 
 @gluon.jit
-def ask(
-    w, row, up, tile, ready, ws, place,
+def copy_words(
+    w, row, up, tile, ready, ws, buffer,
     KIND: gl.constexpr, GATED: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Copies of one tile of words; gated, of gate and of up."""
-    mbarrier.expect(ready.index(place), WARPS * 16 * 64)
+    mbarrier.expect(ready.index(buffer), WARPS * 16 * 64)
     column = tile * 16
     if KIND == "q4_k":
         column += tile // 2 * 4 + 4  # behind the words of each block's scales
     if GATED:
-        tma_load(w, [row, column], ready.index(place), ws.index(2 * place))
-        tma_load(w, [up, column], ready.index(place), ws.index(2 * place + 1))
+        tma_load(w, [row, column], ready.index(buffer), ws.index(2 * buffer))
+        tma_load(w, [up, column], ready.index(buffer), ws.index(2 * buffer + 1))
     else:
-        tma_load(w, [row, column], ready.index(place), ws.index(place))
+        tma_load(w, [row, column], ready.index(buffer), ws.index(buffer))
 
 
 @gluon.jit
-def take(ws, place, LW: gl.constexpr, GATED: gl.constexpr, WARPS: gl.constexpr):
+def load_tile_words(ws, buffer, LW: gl.constexpr, GATED: gl.constexpr, WARPS: gl.constexpr):
     """[ROWS, 16] words; gated, of every 16 rows the first 8 are gate's and the others up's, so that
     both products of an output end in one lane."""
     if GATED:
-        both = gl.join(ws.index(2 * place).load(LW), ws.index(2 * place + 1).load(LW))
+        both = gl.join(ws.index(2 * buffer).load(LW), ws.index(2 * buffer + 1).load(LW))
         return both.reshape([WARPS, 8, 16, 2]).permute([0, 3, 1, 2]).reshape([16 * WARPS, 16])
     else:
-        return ws.index(place).load(LW)
+        return ws.index(buffer).load(LW)
 
 
 @gluon.jit
@@ -129,7 +129,7 @@ def rows_of(n0, N, ROWS: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr
 
 
 @gluon.jit
-def places(
+def scale_offsets(
     matrix, n0, N, SCALES,
     KIND: gl.constexpr, ROWS: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -180,15 +180,15 @@ def multiply_tile(
     t0 = done * TILES
     for q in gl.static_range(WORD_STAGES):
         if q < count * TILES:
-            place = (t0 + q) % WORD_STAGES
-            ask(w, row, row + N, c0 * TILES + q, w_ready, ws, place, KIND, GATED, WARPS)
+            buffer = (t0 + q) % WORD_STAGES
+            copy_words(w, row, row + N, c0 * TILES + q, w_ready, ws, buffer, KIND, GATED, WARPS)
     for q in gl.static_range(STAGES - 1):
         if q < count * 2:
             to = (i0 + q) % STAGES
             mbarrier.expect(x_ready.index(to), COLS * 128)
             tma_load(x, [m0, (c0 * 2 + q) * 64], x_ready.index(to), xs.index(to))
     if GROUP != 256:
-        scales = w_scale + places(matrix, n0, N, SCALES, KIND, ROWS, GATED, A)
+        scales = w_scale + scale_offsets(matrix, n0, N, SCALES, KIND, ROWS, GATED, A)
         last = SCALES - 1
         stride = 1 if KIND == "fp8" else N
         scale = load_scale(scales, c0, last, stride, GROUP)
@@ -197,11 +197,11 @@ def multiply_tile(
     acc = gl.full([ROWS, COLS], 0.0, gl.float32, layout=ACC)
     if count > 0:
         mbarrier.wait(w_ready.index(t0 % WORD_STAGES), t0 // WORD_STAGES & 1)
-    words = take(ws, t0 % WORD_STAGES, LW, GATED, WARPS)
+    words = load_tile_words(ws, t0 % WORD_STAGES, LW, GATED, WARPS)
     if GROUP == 256:
         own_row, up = rows_of(n0, N, ROWS, GATED, LH)
         heads = row_starts(w_scale, (matrix + up) * N + own_row, SCALES, KIND, LH)
-        scale = decoded_heads(load_heads(heads, c0, STEPS, KIND, LH), words, c0, KIND)
+        scale = unpack_heads(load_heads(heads, c0, STEPS, KIND, LH), words, c0, KIND)
     a = operand(words, scale, MAGIC, KIND, GROUP, 0, A)
     before = a
     for c in range(0, count):
@@ -221,19 +221,19 @@ def multiply_tile(
                 tile = c * TILES + h
                 if tile + WORD_STAGES < count * TILES:
                     ahead = c0 * TILES + tile + WORD_STAGES
-                    place = (t0 + tile) % WORD_STAGES
-                    ask(w, row, row + N, ahead, w_ready, ws, place, KIND, GATED, WARPS)
+                    buffer = (t0 + tile) % WORD_STAGES
+                    copy_words(w, row, row + N, ahead, w_ready, ws, buffer, KIND, GATED, WARPS)
             before = a
             if h == 1 or TILES == 2:
                 ahead = gl.minimum(c * TILES + (h if TILES == 2 else 0) + 1, count * TILES - 1)
-                place = (t0 + ahead) % WORD_STAGES
-                mbarrier.wait(w_ready.index(place), (t0 + ahead) // WORD_STAGES & 1)
-                words = take(ws, place, LW, GATED, WARPS)
+                buffer = (t0 + ahead) % WORD_STAGES
+                mbarrier.wait(w_ready.index(buffer), (t0 + ahead) // WORD_STAGES & 1)
+                words = load_tile_words(ws, buffer, LW, GATED, WARPS)
             if GROUP == 256:
                 if h == 0:
                     head = load_heads(heads, c0 + c + 1, STEPS, KIND, LH)
                 else:
-                    scale = decoded_heads(head, words, c0 + c + 1, KIND)
+                    scale = unpack_heads(head, words, c0 + c + 1, KIND)
             elif h == 1:
                 scale = scale_1
                 scale_1 = scale_2
@@ -245,7 +245,7 @@ def multiply_tile(
     acc, before = warpgroup_mma_wait(0, deps=[acc, before])
     barrier()
     if GROUP == 0:
-        own = gl.load(w_scale + places(matrix, n0, N, SCALES, KIND, ROWS, GATED, ACC))
+        own = gl.load(w_scale + scale_offsets(matrix, n0, N, SCALES, KIND, ROWS, GATED, ACC))
         own = gl.where(slot < 0, 0, own)  # slot 0 may hold nothing yet
         acc *= own.to(gl.float32, bitcast=True)[:, None]
     if KIND == "fp8":

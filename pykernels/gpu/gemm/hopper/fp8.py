@@ -1,6 +1,6 @@
-"""The grouped GEMM of E4M3 blocks written out for Hopper: copies and products by different warps.
+"""The grouped GEMM of E4M3 blocks for Hopper, warp-specialized.
 
-The same function as ``kernel_fp8``, in Gluon. A producer warp asks the tensor memory accelerator
+The same function as ``gemm_fp8``, in Gluon. A producer warp asks the tensor memory accelerator
 for tiles of 128 inputs; two warpgroups multiply 64 rows each with 256 outputs (gated: 128 of gate
 and the same of up). They begin products by turns: while one scales its product and adds it in
 float32, the other one's runs. Programs walk over tiles, so that the next tile's copies run beside
@@ -25,6 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....shapes import SortedSlots
 from ...common.gluon_compat import tma_load
+from ...common.launch import num_sms
 from ...common.tile_scheduler import (
     NUMBER,
     blocks_of,
@@ -34,7 +35,6 @@ from ...common.tile_scheduler import (
     tile_at,
     to_bf16,
 )
-from ...plans.attention import sms
 from ..tiles import tile_table
 from ..weights import Matrices
 
@@ -77,11 +77,11 @@ def _produce(
     GATED: gl.constexpr, GROUP_M: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     blocks = blocks_of(tiles, bound)
-    total = _works(blocks * N_BLOCKS, whole, SPLIT)
+    works = _works(blocks * N_BLOCKS, whole, SPLIT)
     step = 0
     turn = 0
     t = gl.program_id(0)
-    while t < total:
+    while t < works:
         slot, first, hi, n_block, g0, groups = work_at(
             tiles, bound, t, blocks, whole, K, N_BLOCKS, GROUP_M, SPLIT
         )
@@ -115,8 +115,8 @@ def _store_plain(
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     col = gl.arange(0, 128, layout=gl.SliceLayout(0, ACC))
     if bias is not None:
-        there = n * 128 + col < N
-        own = gl.load(bias + n * 128 + col, mask=there, other=0.0).to(gl.float32)
+        mask = n * 128 + col < N
+        own = gl.load(bias + n * 128 + col, mask=mask, other=0.0).to(gl.float32)
         if SPLIT > 1:
             own = gl.where(over < 0, own, 0.0)
         y += own[None, :]
@@ -131,7 +131,7 @@ def _store_plain(
 
 @gluon.jit
 def to_e4m3(x):
-    """float32 -> uint8, as ``decode.float_to_e4m3``: one instruction for two."""
+    """float32 -> uint8, as ``dequant.float_to_e4m3``: one instruction for two."""
     return x.to(gl.float8e4nv).to(gl.uint8, bitcast=True)
 
 
@@ -151,7 +151,7 @@ def _store_quantized(y, codes, scales, first, hi, n_block, N, ACC: gl.constexpr)
 
 @gluon.jit
 def _scales(
-    x_scale, w_scale, slot, first, hi, n_block, g0, N, width, there,
+    x_scale, w_scale, slot, first, hi, n_block, g0, N, width, mask,
     GATED: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
     """Where a tile's scales begin (rows, first weights, second weights), and the first of each."""
@@ -168,8 +168,8 @@ def _scales(
     at0 = w_scale + line * width + g0
     at1 = w_scale + other * width + g0
     s = gl.load(at, mask=row >= 0, other=0.0)  # behind all tiles hi is 0
-    there = there & (slot >= 0)
-    return at, at0, at1, s, gl.load(at0, mask=there, other=0.0), gl.load(at1, mask=there, other=0.0)
+    mask = mask & (slot >= 0)
+    return at, at0, at1, s, gl.load(at0, mask=mask, other=0.0), gl.load(at1, mask=mask, other=0.0)
 
 
 @gluon.jit
@@ -182,7 +182,7 @@ def _consume(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     blocks = blocks_of(tiles, bound)
-    total = _works(blocks * N_BLOCKS, whole, SPLIT)
+    works = _works(blocks * N_BLOCKS, whole, SPLIT)
     zeros = gl.full([64, 128], 0.0, gl.float32, layout=ACC)
     width = gl.cdiv(K, 128)
     t = gl.program_id(0)
@@ -191,11 +191,11 @@ def _consume(
     )
     first += 64 * PART
     at, at0, at1, s, s0, s1 = _scales(
-        x_scale, w_scale, slot, first, hi, n_block, g0, N, width, t < total, GATED, ACC
+        x_scale, w_scale, slot, first, hi, n_block, g0, N, width, t < works, GATED, ACC
     )
     step = 0
     turn = 0
-    while t < total:
+    while t < works:
         acc0 = zeros
         acc1 = zeros
         for g in range(groups):
@@ -205,7 +205,7 @@ def _consume(
             p = warpgroup_mma(a.index(i), b0.index(i).permute((1, 0)), zeros, use_acc=False,
                               is_async=True)  # fmt: skip
             mbarrier.arrive(turns.index(1 - PART), count=1)
-            # The next scales are asked for while the product runs.
+            # The next scales are loaded while the product runs.
             ahead = gl.minimum(g + 1, groups - 1)
             s_next = gl.load(at + ahead)
             s0_next = gl.load(at0 + ahead)
@@ -239,7 +239,7 @@ def _consume(
         else:
             _store_plain(acc0, out, bias, parts, done, upto, n * 2, over, N, PART, 0, SPLIT)
         at, at0, at1, s, s0, s1 = _scales(
-            x_scale, w_scale, slot, first, hi, n_block, g0, N, width, t < total, GATED, ACC
+            x_scale, w_scale, slot, first, hi, n_block, g0, N, width, t < works, GATED, ACC
         )
         if QUANTIZE:
             _store_quantized(acc0, out, out_scale, done, upto, n, N, ACC)
@@ -318,7 +318,7 @@ def multiply_fp8(
     group_m: int,
     out_scale: torch.Tensor | None = None,
 ) -> None:
-    """out = x @ w.T of sorted rows x; see ``grouped_gemm.multiply``.
+    """out = x @ w.T of sorted rows x; see ``gemm.grouped.multiply``.
 
     Args:
         x: E4M3 [S, K], at a multiple of 16 bytes, as are the weights.
@@ -329,7 +329,7 @@ def multiply_fp8(
     target = out if out_scale is None else out.view(torch.uint8)
     launch(
         x, x_scale, stack, target, out_scale, None, None, tiles, bound, 0, n_blocks,
-        programs=min(sms(x.device), bound * n_blocks), gated=gated, group_m=group_m, split=1,
+        num_ctas=min(num_sms(x.device), bound * n_blocks), gated=gated, group_m=group_m, split=1,
     )  # fmt: skip
 
 
@@ -346,7 +346,7 @@ def launch(
     whole: int,
     n_blocks: int,
     *,
-    programs: int,
+    num_ctas: int,
     gated: bool,
     group_m: int,
     split: int,
@@ -355,7 +355,7 @@ def launch(
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     rows = TensorDescriptor.from_tensor(x, [64, 128], layout)
     weights: Any = TensorDescriptor.from_tensor(stack.data.view(-1, stack.K), [128, 128], layout)
-    gemm_fp8_hopper[(programs,)](
+    gemm_fp8_hopper[(num_ctas,)](
         rows, x_scale, weights, stack.scale, out, out_scale, bias, parts, tiles, bound, whole,
         stack.N, stack.K, n_blocks, GATED=gated, QUANTIZE=out_scale is not None, GROUP_M=group_m,
         SPLIT=split, STAGES=STAGES, num_warps=4,

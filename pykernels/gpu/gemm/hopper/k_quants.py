@@ -6,9 +6,9 @@ A block of Q4_K, 256 inputs, is 36 words: two fp16, twelve bytes of eight scales
 bits (its head), and the quants, whose order is int4's. A weight is (q - 8) * s + (8 * s - m): q - 8
 is exact in bfloat16, and so little is left for the second term that rounding it costs nothing.
 
-A row of Q6_K lies in parts (see ``matrices``). Copies bring the nibbles; two more bits of each, an
-int8 scale for 16 inputs and an fp16 for 256 are the head of a step. Of 16 words a lane's four are
-inputs 16 t .. in their low halves and 64 + 16 t .. in their high ones: of one scale each.
+A row of Q6_K lies in parts (see ``gemm.weights``). Copies bring the nibbles; two more bits of each,
+an int8 scale for 16 inputs and an fp16 for 256 are the head of a step. Of 16 words a lane's four
+are inputs 16 t .. in their low halves and 64 + 16 t .. in their high ones: of one scale each.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def load_heads(heads, step, STEPS, KIND: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def decoded_heads(heads, words, step, KIND: gl.constexpr):
+def unpack_heads(heads, words, step, KIND: gl.constexpr):
     """Q4_K: ``group_scales``; Q6_K: scales [ROWS, 16] of low halves and high ones, and the high
     bits, shifted as lanes need them."""
     if KIND == "q4_k":
@@ -85,7 +85,7 @@ def six_bits(words, high, MAGIC):
 
 @gluon.jit
 def q6_k_codes(words, high, MAGIC, H: gl.constexpr):
-    """As ``register_words.codes``, of product H of a step."""
+    """As ``dequant_mma.codes``, of product H of a step."""
     if H == 0:
         return gl.join(six_bits(words, high << 4, MAGIC), six_bits(words >> 8, high >> 4, MAGIC))
     else:

@@ -1,4 +1,4 @@
-"""Inputs in the order in which ``dequant_gemm``'s lanes decode weights."""
+"""Inputs with K permuted to match the lanes in which ``dequant_gemm`` dequantizes weights."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ....shapes import SortedSlots
 
 
 @triton.jit
-def lane_order(x, out, order, K, K_OUT, TOPK, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """out[m, p] = the input of place p, zeros behind K, of row m or, with an order, of the token
+def permute_k_kernel(x, out, order, K, K_OUT, TOPK, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """out[m, p] = input k(p), zeros behind K, of row m or, with an order, of the token
     of sorted slot m.
 
-    Of 64 places, lane t of four has 16 j + 8 odd + 2 t + e, and words 4 t .. 4 t + 3; the codes of
-    word j are its bytes 2 e + odd. Of nibbles the second 64 places have the high halves: of
+    Of 64 inputs of a product, lane t of four has 16 j + 8 odd + 2 t + e, and words 4 t .. 4 t + 3;
+    the codes of word j are its bytes 2 e + odd. Of nibbles the second 64 have the high halves: of
     int4 (and Q4_K) inputs 32 further on, of Q6_K 64.
     """
     m = tl.program_id(0)
@@ -35,8 +35,8 @@ def lane_order(x, out, order, K, K_OUT, TOPK, KIND: tl.constexpr, BLOCK: tl.cons
     tl.store(out + m.to(tl.int64) * K_OUT + p, value, mask=p < K_OUT)
 
 
-def in_lane_order(x: torch.Tensor, kind: str, order: SortedSlots | None = None) -> torch.Tensor:
-    """x [M, K] as the products want it: [M, K up to whole steps of 128].
+def permute_k(x: torch.Tensor, kind: str, order: SortedSlots | None = None) -> torch.Tensor:
+    """x [M, K] with K permuted, and padded to whole steps of 128.
 
     Args:
         order: of M tokens: the result has each sorted slot's, [S, ..].
@@ -46,7 +46,7 @@ def in_lane_order(x: torch.Tensor, kind: str, order: SortedSlots | None = None) 
     out = torch.empty(rows, -(-K // 128) * 128, dtype=x.dtype, device=x.device)
     block = 1024
     grid = (rows, triton.cdiv(out.shape[1], block))  # rows may be more than the other axes hold
-    lane_order[grid](
+    permute_k_kernel[grid](
         x, out, order and order.slots, K, out.shape[1], order.topk if order else 1,
         KIND={"q4_k": "int4", "fp8": "int8"}.get(kind, kind), BLOCK=block,
     )  # fmt: skip

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from pykernels import ref
-from pykernels.gpu.activation import silu_mul
 from pykernels.gpu.attention.gqa_prefill import gqa_prefill
 from pykernels.gpu.attention.kv_write import kv_write
 from pykernels.gpu.attention.prefill import _aligned
@@ -74,12 +73,6 @@ def test_parts_that_lie_far_apart_are_added(kernel: str, device: torch.device) -
         out = torch.empty(BLOCK, device=device)
         _sum_splits[(1,)](memory, out, SIZE, 3, 4, BLOCK)
     assert relative_error(out, parts.double().sum(0)) < 4e-3
-
-
-def test_an_activation_of_rows_that_lie_far_apart(device: torch.device) -> None:
-    x = far_apart(1, 64, device)[0]
-    expected = ref.silu_mul(x.contiguous())
-    assert torch.allclose(silu_mul(x).float(), expected.float(), rtol=1e-2, atol=1e-6)
 
 
 def test_a_matrix_of_more_weights_than_32_bits_count(device: torch.device) -> None:

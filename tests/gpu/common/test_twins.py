@@ -15,14 +15,12 @@ import torch
 
 from pykernels import gpu, ref
 from pykernels.gpu.moe import fused_moe
-from pykernels.gpu.moe.permute import sort_slots
-from pykernels.gpu.quantize import quantize_fp8
 from pykernels.quant import get_format
 from pykernels.shapes import MoEShape
 from pykernels.testing import relative_error, skewed_routing
 
+from ..moe.test_moe_ffn import random_experts
 from .test_captured import HOST
-from .test_moe_gpu import random_experts
 
 LAUNCH = {"out", "plan", "plans", "max_length", "kernel", "cut"}
 """What only a fast op takes: where its result goes, and how it is launched."""
@@ -98,15 +96,3 @@ def test_what_joins_the_sum_of_experts(device: torch.device) -> None:
     given = (tensor.to(device) for tensor in (x, routing.ids, routing.weights))
     y = fused_moe.moe_ffn(*given, experts, add=add.to(device))
     assert relative_error(y.cpu(), truth) < 6e-3
-
-
-def test_activations_quantized_in_the_order_of_experts(device: torch.device) -> None:
-    x = torch.randn(9, 192).bfloat16()
-    ids = skewed_routing(9, MoEShape(E=5, H=128, I=64, topk=2)).ids
-    ids[3], ids[7, 1] = -1, 5
-    codes, scales = ref.quantize_fp8(x, ref.sort_slots(ids, 5))
-    found, found_scales = quantize_fp8(x.to(device), sort_slots(ids.to(device), 5))
-    assert torch.allclose(found_scales.cpu(), scales, rtol=1e-6)
-    # A quotient that is rounded otherwise moves a code now and then.
-    moved = found.cpu().view(torch.uint8) != codes.view(torch.uint8)
-    assert moved.float().mean() < 2e-3

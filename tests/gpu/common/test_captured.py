@@ -10,10 +10,11 @@ import torch
 
 from pykernels import ref
 
-from .ops import AROUND, Op, Tensors, bits
-from .ops_attention import ATTENTION
-from .ops_products import PRODUCTS
+from ..ops import AROUND, Op, Tensors, bits
+from ..ops_attention import ATTENTION
+from ..ops_products import PRODUCTS
 
+HERE = Path(__file__).parents[1]
 TABLES = ("ops", "ops_attention", "ops_products")
 HOST = {"rope_frequencies", "yarn_frequencies", "yarn_scale"}
 """Made once, on the host."""
@@ -56,7 +57,7 @@ def test_a_replay_has_the_bits_of_an_eager_call(op: Op, device: torch.device) ->
 
 def test_every_op_has_a_row() -> None:
     """What has a definition in ``ref`` and a kernel is called by some row."""
-    rows = "".join(Path(__file__).with_name(f"{name}.py").read_text() for name in TABLES)
+    rows = "".join((HERE / f"{name}.py").read_text() for name in TABLES)
     defined = {name for name in ref.__all__ if callable(getattr(ref, name))}
     called = set(re.findall(r"(?<!\w)(\w+)\(", rows))
     assert defined > HOST and not defined - HOST - called

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from pykernels import ref
-from pykernels.errors import PykernelsError
 from pykernels.gpu.moe.router_logits import GatePlan, gate_plan, router_logits
 from pykernels.testing import assert_close, relative_error
 
@@ -53,39 +52,12 @@ def test_splits_change_only_the_order_of_the_sums(device: torch.device) -> None:
         assert_close(router_logits(hidden, gate, None, plan), truth, 2e-6)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("T", [1, 64])
-def test_captured_and_replayed(T: int, device: torch.device) -> None:
-    hidden = torch.randn(T, 2048, device=device, dtype=BF16)
-    gate = torch.randn(64, 2048, device=device)
-    router_logits(hidden, gate)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = router_logits(hidden, gate)
-    for _ in range(3):
-        hidden.normal_()
-        graph.replay()
-        assert torch.equal(out, router_logits(hidden, gate))
-
-
 def test_plans_fill_the_machine_and_cover_h() -> None:
     for T in (9, 64, 300, 8192):
         plan = gate_plan(T, 256, 7168)
-        programs = -(-T // plan.block_t) * -(-256 // plan.block_e) * plan.splits
-        assert 64 <= programs <= 300, (T, plan)
+        num_ctas = -(-T // plan.block_t) * -(-256 // plan.block_e) * plan.splits
+        assert 64 <= num_ctas <= 300, (T, plan)
     assert gate_plan(9, 8, 64).splits == 1
-
-
-def test_refused(device: torch.device) -> None:
-    hidden, gate = torch.zeros(2, 8, device=device), torch.zeros(4, 8, device=device)
-    for given in (
-        (hidden.half(), gate),
-        (hidden, gate[:, :7]),
-        (hidden, gate.T.contiguous().T),
-        (hidden, gate, torch.zeros(2, 5, device=device)),
-    ):
-        with pytest.raises(PykernelsError):
-            router_logits(*given)
 
 
 def _compile(T: int, gate_dtype: torch.dtype) -> None:
@@ -96,11 +68,13 @@ def _compile(T: int, gate_dtype: torch.dtype) -> None:
 
 COMPILES = [
     ("1 token, float32 gate", lambda: _compile(1, FP32)),
+    ("64 tokens, float32 gate", lambda: _compile(64, FP32)),
+    ("8192 tokens, bf16 gate", lambda: _compile(8192, BF16)),
+]
+COMPILES_ON_A_GPU = [
     ("2 tokens, float32 gate", lambda: _compile(2, FP32)),
     ("8 tokens, bf16 gate", lambda: _compile(8, BF16)),
     ("9 tokens, float32 gate", lambda: _compile(9, FP32)),
-    ("64 tokens, float32 gate", lambda: _compile(64, FP32)),
     ("512 tokens, bf16 gate", lambda: _compile(512, BF16)),
-    ("8192 tokens, bf16 gate", lambda: _compile(8192, BF16)),
     ("8192 tokens, float32 gate", lambda: _compile(8192, FP32)),
 ]

@@ -15,7 +15,7 @@ from pykernels.gpu.quantize import quantize_fp8
 from pykernels.quant import get_format
 from pykernels.testing import relative_error
 
-from .test_linear_gpu import made
+from .test_linear import made
 
 PLAN = GemmPlan(128, 128, 128, 2, warp_specialized=True)
 FP8 = get_format("fp8")
@@ -30,9 +30,9 @@ def warp_specialized(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> N
         return
     from pykernels.gpu.gemm.hopper import fp8
 
-    from .gluon_shim import interpreted
+    from ..gluon_shim import interpreted
 
-    monkeypatch.setattr(grouped, "warp_specialized_takes", lambda *args: True)
+    monkeypatch.setattr(grouped, "supports_warp_specialized", lambda *args: True)
     for module, name in (
         (fp8, "gemm_fp8_hopper"),
         (linear_fp8, "add_tail"),
@@ -79,39 +79,3 @@ def test_a_linear_goes_there_by_its_plan(device: torch.device) -> None:
     y = linear(x.to(device), stack.to(device), activations="fp8", plan=PLAN)
     truth = ref.linear(x, weight, fmt=FP8, activations="fp8", dtype=torch.float64)
     assert relative_error(y.cpu(), truth) < 4e-3
-
-
-def test_shares_are_never_empty_and_pay() -> None:
-    for steps in (1, 8, 16, 56, 144):
-        for tiles in range(1, 400, 7):
-            whole, parts = linear_fp8.tail_split(tiles, steps, 132)
-            assert whole == tiles or parts > 1
-            share = -(-steps // parts)
-            assert whole <= tiles and share * (parts - 1) < steps
-    assert linear_fp8.tail_split(144, 56, 132) == (132, 7)  # 256 rows of 18432 outputs
-    assert linear_fp8.tail_split(1152, 56, 132) == (1152, 1)
-    assert linear_fp8.pays(128, 18432, 7168, 132)
-    assert linear_fp8.pays(256, 7168, 18432, 132)
-    assert not linear_fp8.pays(256, 7168, 7168, 132)  # 56 tiles for 132 processors
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("M", [100, 256, 300, 2048])
-def test_sizes_of_a_model(M: int, device: torch.device) -> None:
-    """Against the plain kernel's plan; the same bits each time and by a graph's replays."""
-    N, K = 7168, 2048 if M != 256 else 7168
-    stack = made("fp8", N, K)[1].to(device)
-    x = torch.randn(M, K, device=device).bfloat16()
-    plain = GemmPlan(128, 128, 128, 16, warps=8, stages=3, tma=True)
-    expected = linear(x, stack, activations="fp8", plan=plain)
-    y = linear(x, stack, activations="fp8", plan=PLAN)
-    assert relative_error(y.cpu(), expected.double().cpu()) < 4e-3
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = linear(x, stack, activations="fp8", plan=PLAN)
-    for _ in range(2):
-        captured.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(captured, y)
-        x.copy_(torch.randn(M, K))
-        y = linear(x, stack, activations="fp8", plan=PLAN)

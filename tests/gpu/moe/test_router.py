@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from pykernels import ref
-from pykernels.errors import PykernelsError
 from pykernels.gpu.moe import router as module
 from pykernels.gpu.moe.router import MAX_TOPK, route, router
 from pykernels.shapes import RouterSpec, Routing
@@ -82,7 +81,7 @@ def test_the_definition_is_what_transformers_does(device: torch.device) -> None:
     theirs = v3.modeling_deepseek_v3.DeepseekV3TopkRouter(config)
     torch.nn.init.normal_(theirs.weight)
     theirs.e_score_correction_bias.normal_()
-    logits, weights, ids = theirs(torch.randn(40, 16))
+    logits, weights, ids = theirs(torch.randn(9, 16))
     spec = RouterSpec(
         4, "sigmoid", config.norm_topk_prob, 4, 2, "top2", config.routed_scaling_factor
     )
@@ -118,21 +117,6 @@ def test_only_experts_of_the_groups_taken_are_chosen(device: torch.device) -> No
         assert found.ids.tolist() == [[4, 5, 6, 7]]
 
 
-def test_groups_are_not_asked_for_where_there_is_one(device: torch.device) -> None:
-    """Then logits decide: these scores are all alike in float32."""
-    logits = 1e-9 * torch.arange(6.0, device=device)[None]
-    spec = RouterSpec(2, group_score="top2")
-    for found in (router(logits, spec), ref.router(logits, spec)):
-        assert found.ids.tolist() == [[5, 4]]
-
-
-def test_scores_that_are_all_zero_have_no_weight(device: torch.device) -> None:
-    logits = torch.full((1, 8), -200.0, device=device)
-    spec = RouterSpec(2, "sigmoid")
-    for found in (router(logits, spec), ref.router(logits, spec)):
-        assert (found.weights == 0).all()
-
-
 @pytest.mark.parametrize("T", [0, 1, 2, 9, pytest.param(70, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("name", "E", "spec", "biased"), SPECS[3:6], ids=IDS[3:6])
 def test_route_is_router_and_sort_and_permute(
@@ -166,68 +150,20 @@ def test_as_many_choices_as_there_may_be(
     assert rows is not None and torch.equal(rows, x.expand(MAX_TOPK, -1))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("T", [1, 8, 500])
-def test_route_is_captured_and_replayed(T: int, device: torch.device) -> None:
-    (logits, bias), x = inputs(T, 256, True, device), torch.randn(T, 512, device=device)
-    out = route(logits, V3, bias, x)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        route(logits, V3, bias, x, out)
-    for seed in range(3):
-        torch.manual_seed(seed)
-        logits.normal_()
-        x.normal_()
-        graph.replay()
-        routing, order, rows = route(logits, V3, bias, x)
-        assert torch.equal(out[0].ids, routing.ids)
-        assert torch.equal(out[0].weights, routing.weights)
-        assert torch.equal(out[1].positions, order.positions)
-        assert rows is not None and torch.equal(out[2], rows)
-
-
-REFUSED = [
-    ("bfloat16 logits", lambda d: router(torch.zeros(2, 8, device=d).bfloat16(), RouterSpec(2))),
-    ("a bias of another length", lambda d: router(
-        torch.zeros(2, 8, device=d), RouterSpec(2), torch.zeros(9, device=d))),
-    ("more than E", lambda d: router(torch.zeros(2, 4, device=d), RouterSpec(5))),
-    ("too many choices", lambda d: route(torch.zeros(1, 2048, device=d), RouterSpec(600))),
-    ("every one of too many", lambda d: router(torch.zeros(1, 4096, device=d), RouterSpec(4096))),
-    ("too many groups", lambda d: router(
-        torch.zeros(2, 256, device=d), RouterSpec(2, groups=128, group_topk=65))),
-    ("groups that do not divide", lambda d: router(
-        torch.zeros(2, 10, device=d), RouterSpec(2, groups=4, group_topk=2))),
-    ("fewer in the groups than topk", lambda d: router(
-        torch.zeros(2, 8, device=d), RouterSpec(3, groups=4, group_topk=1))),
-    ("an unknown score", lambda d: RouterSpec(2, scoring="tanh")),
-    ("complex rows", lambda d: route(
-        torch.zeros(1, 8, device=d), RouterSpec(2), None, torch.zeros(1, 4, device=d) + 0j)),
-    ("rows with gaps", lambda d: route(
-        torch.zeros(1, 8, device=d), RouterSpec(2), None, torch.zeros(1, 8, device=d)[:, ::2])),
-    ("x of other tokens", lambda d: route(
-        torch.zeros(2, 8, device=d), RouterSpec(2), None, torch.zeros(3, 4, device=d))),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("call", [row[1] for row in REFUSED], ids=[row[0] for row in REFUSED])
-def test_refused(call, device: torch.device) -> None:
-    with pytest.raises(PykernelsError):
-        call(device)
-
-
 def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 COMPILES = [
     ("v3, 8192 tokens", lambda: router(_meta(8192, 256), V3, _meta(256))),
-    ("v2, 8192 tokens", lambda: router(_meta(8192, 160), V2)),
     ("qwen3, 1 token", lambda: router(_meta(1, 128), RouterSpec(8))),
     ("v3, 1 token with its rows", lambda: route(
         _meta(1, 256), V3, _meta(256), _meta(1, 7168, dtype=torch.bfloat16))),
     ("v3, 8 tokens", lambda: route(_meta(8, 256), V3, _meta(256))),
     ("several groups in a warp's row", lambda: route(_meta(4, 32), SPECS[5][2])),
-    ("as many choices as there may be, 1 token", lambda: route(
-        _meta(1, 4096), RouterSpec(MAX_TOPK))),
     ("fewer experts than a warp has lanes", lambda: route(_meta(1, 16), RouterSpec(2))),
 ]  # fmt: skip
+COMPILES_ON_A_GPU = [
+    ("v2, 8192 tokens", lambda: router(_meta(8192, 160), V2)),
+    ("most choices, 1 token", lambda: route(_meta(1, 4096), RouterSpec(MAX_TOPK))),
+]

@@ -14,7 +14,7 @@ FP8 = torch.float8_e4m3fn
 
 
 @triton.jit
-def _decode(codes, values, TO: tl.constexpr, KIND: tl.constexpr):
+def _dequantize(codes, values, TO: tl.constexpr, KIND: tl.constexpr):
     i = tl.arange(0, 256)
     code = tl.load(codes + i)
     if TO == "float32":  # weights
@@ -27,7 +27,7 @@ def _decode(codes, values, TO: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def _encode(values, codes, N: tl.constexpr):
+def _quantize(values, codes, N: tl.constexpr):
     i = tl.arange(0, N)
     tl.store(codes + i, float_to_e4m3(tl.load(values + i)))
 
@@ -37,10 +37,10 @@ def _codes(device: torch.device) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("to", ["float32", "bf16", "float16"])
-def test_all_256_codes_are_decoded_exactly(to: str, device: torch.device) -> None:
+def test_all_256_codes_are_dequantized_exactly(to: str, device: torch.device) -> None:
     codes = _codes(device)
     values = torch.full((256,), torch.inf, device=device)
-    _decode[(1,)](codes, values, to, BITS)
+    _dequantize[(1,)](codes, values, to, BITS)
     truth = codes.view(FP8).float()
     assert truth.isnan().sum() == 2
     assert torch.equal(values.isnan(), truth.isnan())
@@ -49,7 +49,7 @@ def test_all_256_codes_are_decoded_exactly(to: str, device: torch.device) -> Non
     assert signs[~truth.isnan()].all()  # of zeros too
 
 
-def test_every_code_and_every_tie_is_encoded_as_torch_does(device: torch.device) -> None:
+def test_every_code_and_tie_is_quantized_as_torch_does(device: torch.device) -> None:
     codes = torch.arange(0x7F, dtype=torch.uint8).view(FP8).float()  # 0 .. 448
     ties = (codes[1:] + codes[:-1]) / 2
     near = torch.cat([torch.nextafter(ties, ties * 0), torch.nextafter(ties, ties * 2)])
@@ -57,9 +57,9 @@ def test_every_code_and_every_tie_is_encoded_as_torch_does(device: torch.device)
     x = torch.cat([x, -x]).to(device)
     padded = torch.nn.functional.pad(x, (0, 1024 - len(x)))
     found = torch.zeros(1024, dtype=torch.uint8, device=device)
-    _encode[(1,)](padded, found, 1024)
+    _quantize[(1,)](padded, found, 1024)
     assert torch.equal(found[: len(x)], x.to(FP8).view(torch.uint8))
     past = torch.full((16,), 1e9, device=device)
     past[1], past[2] = torch.nan, torch.inf
-    _encode[(1,)](past, found, 16)
+    _quantize[(1,)](past, found, 16)
     assert found[:3].tolist() == [0x7E, 0x7F, 0x7E]

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .launches import launchable
+from ..launches import launchable
 
 
 def test_every_kernel_is_launched_by_a_row() -> None:
@@ -15,7 +15,7 @@ def test_every_kernel_is_launched_by_a_row() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     result = subprocess.run(
         [sys.executable, "-m", "tests.gpu.launches"],
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
         env=environment,
         capture_output=True,
         text=True,

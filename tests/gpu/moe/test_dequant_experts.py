@@ -1,11 +1,10 @@
-"""Experts of integers and K-quants with many rows: interpreted, and on the GPU that it is for.
+"""``dequant_gemm`` of experts: interpreted, and on the GPU that it is for.
 
-The inner loop is that of linears, see test_linear_rows.py; here is what experts add.
+The loop over K is that of linears, see gemm/test_register_gemms.py; here is what experts add.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,17 +15,16 @@ import torch
 from pykernels import ref
 from pykernels.errors import PykernelsError
 from pykernels.gpu.common import launch
-from pykernels.gpu.gemm import grouped
+from pykernels.gpu.gemm import grouped, select
 from pykernels.gpu.gemm.hopper import dequant
 from pykernels.gpu.gemm.weights import pack_for_gpu
-from pykernels.gpu.moe import fused_moe, select
-from pykernels.gpu.moe.select import dequant_plan, most_skinny_rows
+from pykernels.gpu.moe import fused_moe
 from pykernels.gpu.plans.gemm import DequantPlan, GemmPlan
 from pykernels.quant import get_format
 from pykernels.shapes import MoEShape
 from pykernels.testing import balanced_routing, one_expert_routing, relative_error, skewed_routing
 
-from .test_moe_gpu import check, random_experts
+from .test_moe_ffn import random_experts
 
 RAGGED = MoEShape(E=3, H=192, I=64, topk=2)  # half steps of inputs, ragged tiles of outputs
 FOUR, EIGHT = DequantPlan(16, 4, 3, 2), DequantPlan(32, 8, 2, 3)
@@ -39,12 +37,12 @@ def warp_specialized(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> N
         if launch.arch(device)[0] != 9:
             pytest.skip("no Hopper GPU")
         return
-    from .gluon_shim import interpreted
+    from ..gluon_shim import interpreted
 
     kernel = interpreted(dequant.dequant_gemm)
     monkeypatch.setattr(dequant, "dequant_gemm", kernel)
     for module in (grouped, select):
-        monkeypatch.setattr(module, "dequant_takes", lambda *args: True)
+        monkeypatch.setattr(module, "supports_dequant", lambda *args: True)
 
 
 CASES = [
@@ -107,8 +105,8 @@ def test_k_quants_with_gate_and_up(name: str, device: torch.device) -> None:
     x = torch.randn(3, 256).bfloat16().to(device)
     order = fused_moe.sort_slots(torch.tensor([[0, 1], [1, 0], [1, 9]]).to(device), 2)
     out, apart = (x.new_full((6, 24), float("nan")) for _ in range(2))
-    grouped.multiply(x, stack, out, FOUR, order=order, gated=True)
-    grouped.multiply(x, stack, apart, GemmPlan(16, 64, 64), order=order, gated=True)
+    grouped.multiply(x, stack, out, FOUR, order=order, gated=True, gather=True)
+    grouped.multiply(x, stack, apart, GemmPlan(16, 64, 64), order=order, gated=True, gather=True)
     assert _close(out[:5], apart[:5]) and out[5].isnan().all()
 
 
@@ -119,42 +117,4 @@ def test_what_it_does_not_take_is_refused(device: torch.device) -> None:
     with pytest.raises(PykernelsError, match="K in one part"):
         fused_moe.gate_up(x, experts, order, plan=replace(FOUR, split_k=2))
     with pytest.raises(PykernelsError, match="one part"):
-        fused_moe.gate_up(x, experts, order, plan=replace(FOUR, programs=264))
-
-
-def test_few_rows_end_sooner_where_there_is_a_kernel_for_more() -> None:
-    for kind, group in (("q4_k", 0), ("int4", 32), ("int4", 128), ("int8", 7168)):
-        assert 2 <= most_skinny_rows(kind, group, True) < most_skinny_rows(kind, group, False) <= 8
-
-
-def test_blocks_are_as_long_as_experts_have_rows() -> None:
-    cols = [dequant_plan("int4", rows).cols for rows in (3, 17, 33, 64, 128, 300)]
-    assert cols == [16, 32, 64, 64, 128, 256]
-    for kind, rows in itertools.product(("int8", "q6_k"), (9, 17, 40, 100, 300)):
-        plan = dequant_plan(kind, rows)
-        shared = plan.stages * plan.cols * 128 + plan.word_stages * plan.warps * 1024
-        assert shared <= (226 if plan.warps == 8 else 113) * 1024
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["int4-g128", "int4", "int8", "q4_k", "q6_k"])
-def test_a_graph_replays_with_other_tokens_and_experts(name: str, device: torch.device) -> None:
-    shape = MoEShape(E=8, H=1536, I=768, topk=2)
-    experts = random_experts(shape, get_format(name), device)
-    for T, route in ((100, balanced_routing), (600, skewed_routing)):
-        x = torch.randn(T, shape.H, device=device).bfloat16()
-        routing = route(T, shape)
-        check(x.cpu(), routing, experts, device)
-        ids, weights = routing.ids.to(device), routing.weights.to(device)
-        fused_moe.moe_ffn(x, ids, weights, experts)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = fused_moe.moe_ffn(x, ids, weights, experts)
-        for seed, other_route in ((1, skewed_routing), (2, one_expert_routing)):
-            other = other_route(T, shape, seed)
-            x.copy_(torch.randn(T, shape.H))
-            ids.copy_(other.ids)
-            weights.copy_(other.weights)
-            captured.fill_(float("nan"))
-            graph.replay()
-            assert torch.equal(captured, fused_moe.moe_ffn(x, ids, weights, experts))
+        fused_moe.gate_up(x, experts, order, plan=replace(FOUR, num_ctas=264))

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from pykernels import ref
-from pykernels.errors import PykernelsError
 from pykernels.gpu.moe import permute as module
 from pykernels.gpu.moe.permute import MAX_COMPARED, MAX_EXPERTS, permute, sort_slots, unpermute
 from pykernels.shapes import SortedSlots
-from tests.gpu.rounding import assert_rounded
+
+from ..rounding import assert_rounded
 
 # T, topk, E, why
 SIZES = [
@@ -40,20 +40,13 @@ def equal(found: SortedSlots, truth: SortedSlots) -> None:
         assert torch.equal(getattr(found, field), getattr(truth, field)), field
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(("T", "topk", "E", "why"), SIZES)
-def test_sort(T: int, topk: int, E: int, why: str, dtype, device: torch.device) -> None:
-    ids = routing(T, topk, E, device).to(dtype)
+def test_sort(T: int, topk: int, E: int, why: str, device: torch.device) -> None:
+    ids = routing(T, topk, E, device).to(torch.int32 if T % 2 else torch.int64)
     out = sort_slots(ids, E)
     for field in ("slots", "starts", "positions"):
         getattr(out, field).fill_(-77)
     equal(sort_slots(ids, E, out), ref.sort_slots(ids, E))
-
-
-@pytest.mark.parametrize("T", [60, MAX_COMPARED // 2 + 60])
-def test_one_expert_takes_all_and_others_are_empty(T: int, device: torch.device) -> None:
-    ids = torch.full((T, 2), 3, device=device)
-    equal(sort_slots(ids, 8), ref.sort_slots(ids, 8))
 
 
 def test_blocks_are_counted_in_steps(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,8 +70,8 @@ def test_slots_of_experts_elsewhere_come_last(T: int, device: torch.device) -> N
     assert ((flat[:here] >= 0) & (flat[:here] < 10)).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
-@pytest.mark.parametrize(("T", "H"), [(0, 64), (1, 7), (5, 2048), (33, 2500)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("T", "H"), [(0, 64), (1, 7), (5, 2048), (9, 2500)])
 def test_permute(T: int, H: int, dtype: torch.dtype, device: torch.device) -> None:
     order = sort_slots(routing(T, 4, 16, device), 16)
     wide = torch.randn(T, H + 3, device=device).to(dtype)
@@ -90,7 +83,7 @@ def test_permute(T: int, H: int, dtype: torch.dtype, device: torch.device) -> No
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize(("T", "H"), [(0, 64), (1, 7), (33, 2500)])
+@pytest.mark.parametrize(("T", "H"), [(0, 64), (1, 7), (9, 2500)])
 def test_unpermute(T: int, H: int, add: bool, dtype: torch.dtype, device: torch.device) -> None:
     ids = routing(T, 4, 16, device)
     ids[ids == 3] = -1
@@ -105,43 +98,6 @@ def test_unpermute(T: int, H: int, add: bool, dtype: torch.dtype, device: torch.
     unpermute(y, order, weights, shared, out)
     truth = ref.unpermute(y, order, weights, shared, torch.float64)
     assert_rounded(out, truth)
-
-
-@pytest.mark.gpu
-def test_captured_and_replayed(device: torch.device) -> None:
-    ids = routing(4096, 8, 256, device)
-    x = torch.randn(4096, 256, device=device)
-    weights = torch.rand(4096, 8, device=device)
-
-    def step() -> torch.Tensor:
-        order = sort_slots(ids, 256)
-        return unpermute(permute(x, order), order, weights)
-
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
-    for _ in range(3):
-        ids.copy_(routing(4096, 8, 256, device))
-        x.normal_()
-        graph.replay()
-        assert torch.equal(out, step())
-
-
-def test_refused(device: torch.device) -> None:
-    order = sort_slots(torch.zeros(3, 2, dtype=torch.int32, device=device), 4)
-    y = torch.zeros(6, 8, device=device)
-    with pytest.raises(PykernelsError):
-        sort_slots(torch.zeros(3, 2, device=device), 4)
-    for E in (0, MAX_EXPERTS + 1, 1 << 19):
-        with pytest.raises(PykernelsError, match=f"a sort by {E} experts"):
-            sort_slots(torch.zeros(3, 2, dtype=torch.int32, device=device), E)
-    with pytest.raises(PykernelsError):
-        permute(torch.zeros(4, 8, device=device), order)
-    with pytest.raises(PykernelsError):
-        unpermute(y[:5], order, torch.zeros(3, 2, device=device))
-    with pytest.raises(PykernelsError):
-        unpermute(y, order, torch.zeros(3, 3, device=device))
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

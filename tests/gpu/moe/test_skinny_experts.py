@@ -1,4 +1,4 @@
-"""Experts of a few tokens, decoded in registers: the kernel on a GPU, on any CPU by the shim."""
+"""``skinny_experts``: compiled on a GPU, on any CPU by the Gluon interpreter."""
 
 from __future__ import annotations
 
@@ -9,25 +9,20 @@ from pykernels import ref
 from pykernels.errors import PykernelsError
 from pykernels.gpu.common import launch
 from pykernels.gpu.gemm import grouped, skinny_experts
-from pykernels.gpu.gemm.weights import fine, pack_for_gpu
-from pykernels.gpu.moe import fused_moe
+from pykernels.gpu.gemm.weights import pack_for_gpu
 from pykernels.gpu.moe.permute import sort_slots
-from pykernels.gpu.moe.select import skinny_plan
 from pykernels.gpu.plans.gemm import SkinnyExpertsPlan
 from pykernels.quant import Weight, get_format
 from pykernels.quant.integer import Integer
-from pykernels.shapes import MoEShape
 from pykernels.testing import relative_error
 
-from .replays import assert_replays_alike
-from .test_linear_gpu import made
-from .test_moe_gpu import random_experts
+from ..gemm.test_linear import made
 
 
 @pytest.fixture
 def device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     if launch.interpreted():
-        from .gluon_shim import interpreted
+        from ..gluon_shim import interpreted
 
         monkeypatch.setattr(
             skinny_experts, "skinny_experts", interpreted(skinny_experts.skinny_experts)
@@ -65,7 +60,7 @@ def test_products(
         out = torch.full((T * topk, N), float("nan"), dtype=torch.bfloat16, device=device)
         grouped.multiply(
             (x if gated else h).to(device), stack.to(device), out, plan,
-            order=order, table=table.to(device), gated=gated,
+            order=order, table=table.to(device), gated=gated, gather=gated,
         )  # fmt: skip
         truth = torch.full((T * topk, N), float("nan"), dtype=torch.float64)
         for e in range(E):
@@ -97,7 +92,7 @@ def test_an_expert_that_lies_nowhere_takes_nothing_from_slot_0(device: torch.dev
         x = torch.randn(1 if gated else 2, K, device=device).bfloat16()
         out = torch.full((2, N), float("nan"), dtype=torch.bfloat16, device=device)
         plan = SkinnyExpertsPlan(32, 2, 8)
-        grouped.multiply(x, stack, out, plan, order=order, table=table, gated=gated)
+        grouped.multiply(x, stack, out, plan, order=order, table=table, gated=gated, gather=gated)
         assert out[0].eq(0).all() and out[1].isfinite().all() and out[1].any()
 
 
@@ -117,8 +112,8 @@ def test_bytes_in_groups_of_32(plan: SkinnyExpertsPlan, device: torch.device) ->
 
 
 @pytest.mark.parametrize("name", ["q4_k", "q6_k"])
-def test_every_code_and_scale_is_decoded(name: str, device: torch.device) -> None:
-    """Random blocks, each input alone in a row of x: what is decoded is what the format says.
+def test_every_code_and_scale_is_dequantized(name: str, device: torch.device) -> None:
+    """Random blocks, each input alone in a row of x: what is dequantized is what the format says.
 
     Two blocks of rows times two of the matrix.
     """
@@ -130,18 +125,6 @@ def test_every_code_and_scale_is_decoded(name: str, device: torch.device) -> Non
     grouped.multiply(x.to(device), stack.to(device), out, SkinnyExpertsPlan(16, 1, 4))
     truth = get_format(name).dequantize(weight)[:, few].T
     assert relative_error(out.cpu(), truth) < (8e-3 if launch.interpreted() else 4e-3)
-
-
-def test_a_plan_for_few_rows_is_refused_where_nothing_is_decoded(device: torch.device) -> None:
-    experts = random_experts(MoEShape(2, 64, 64, 1), get_format("bf16"), device)
-    with pytest.raises(PykernelsError, match="decoded"):
-        order = sort_slots(torch.zeros(1, 1, dtype=torch.int64, device=device), 2)
-        fused_moe.gate_up(
-            torch.zeros(1, 64, device=device).bfloat16(),
-            experts,
-            order,
-            plan=SkinnyExpertsPlan(16, 4),
-        )
 
 
 def test_inputs_that_begin_anywhere(device: torch.device) -> None:
@@ -164,46 +147,3 @@ def test_more_rows_than_have_columns_of_their_own_are_refused(device: torch.devi
     assert out.isfinite().all()
     with pytest.raises(PykernelsError, match="tokens=16 for q4_k"):
         grouped.multiply(x, stack, out, SkinnyExpertsPlan(16, 1, 16))
-
-
-def test_few_inputs_take_few_warps_and_few_rows_few_columns() -> None:
-    for kind, group in (("q4_k", 0), ("q6_k", 0), ("int4", 32), ("int4", 128), ("fp8", 128)):
-        many, few = (skinny_plan(kind, group, 1, K) for K in (7168, 2048))
-        assert many.warps == 2 * few.warps
-        assert many.tokens == (2 if fine(kind, group) else 8)
-    assert [skinny_plan("q4_k", 0, rows, 7168).tokens for rows in (2, 2.5)] == [2, 4]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["q4_k", "int8"])
-def test_a_chain_of_layers_waits_for_what_it_reads(name: str, device: torch.device) -> None:
-    """A launch may begin before the one in front of it has ended; it reads nothing until then."""
-    experts = random_experts(MoEShape(8, 1024, 1024, 2), get_format(name), device)
-    x = torch.randn(1, 1024, device=device).bfloat16()
-    ids = [torch.randperm(8, device=device)[None, :2].contiguous() for _ in range(12)]
-    weights = torch.rand(1, 2, device=device)
-
-    def chain(wait: bool) -> torch.Tensor:
-        y = x
-        for which in ids:
-            y = fused_moe.moe_ffn(y, which, weights, experts, add=y)
-            if wait:
-                torch.cuda.synchronize()
-        return y
-
-    slow = chain(True)
-    assert_replays_alike(lambda: chain(False), slow, times=5)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["q4_k", "q6_k", "int4", "int4-g128", "int8", "fp8"])
-@pytest.mark.parametrize("T", [1, 9])
-def test_a_layer_of_real_size(name: str, T: int, device: torch.device) -> None:
-    shape = MoEShape(16, 1024, 768, 4)
-    experts = random_experts(shape, get_format(name), device)
-    x = torch.randn(T, shape.H).bfloat16()
-    ids = torch.stack([torch.randperm(16)[:4] for _ in range(T)])
-    weights = torch.rand(T, 4)
-    y = fused_moe.moe_ffn(x.to(device), ids.to(device), weights.to(device), experts)
-    truth = ref.moe_ffn(x, ids, weights, experts, dtype=torch.float64)
-    assert relative_error(y.cpu(), truth) < 8e-3

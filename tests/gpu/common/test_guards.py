@@ -9,9 +9,9 @@ import torch
 
 from pykernels.errors import PykernelsError
 
-from .ops import AROUND, Op, Tensors, bits
-from .ops_attention import ATTENTION
-from .ops_products import PRODUCTS
+from ..ops import AROUND, Op, Tensors, bits
+from ..ops_attention import ATTENTION
+from ..ops_products import PRODUCTS
 
 GUARD = 4096
 """Bytes on either side of every tensor."""
@@ -19,7 +19,8 @@ FILLS = (0xFF, 0x3C)
 """NaN and -1 everywhere; small numbers everywhere."""
 
 _SLOW = re.compile(
-    "(16|40|300|1600) rows|(96|170|300|500) tokens|sort 700|experts (int8|int4-g128|q)|E4M3, window"
+    "(3|16|40|300|1600) rows|(96|170|300|500) tokens|sort 700|experts (int8|int4-g128|q)"
+    "|E4M3, window|128 heads|pages of 64|gqa_prefill, (window|heads of 96|pages)$|sample top_k$"
 )
 """What takes the interpreter long, and shows little more than its neighbours."""
 

@@ -12,9 +12,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-HERE = Path(__file__).parent
-FILES = sorted(path.stem for path in HERE.glob("test_*.py") if "\nCOMPILES" in path.read_text())
+ROOT = Path(__file__).parents[3]
+MODULES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in Path(__file__).parents[1].rglob("test_*.py")
+    if "\nCOMPILES = " in path.read_text()
+)
 MOST_STACK = 256
 """Bytes a thread: a few spilled registers are no failure, a local array is."""
 
@@ -31,11 +36,11 @@ ARCHS = [
 def test_compiles(arch: int) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     jobs = max(1, len(os.sched_getaffinity(0)) // 4)  # there may be other tests beside this one
-    options = ["--arch", str(arch), "--jobs", str(jobs)]
+    options = ["--arch", str(arch), "--jobs", str(jobs), *["--all"] * torch.cuda.is_available()]
     command = [sys.executable, "-m", "tests.gpu.compiles", *options]
     result = subprocess.run(
-        [*command, *(f"tests.gpu.{file}" for file in FILES)],
-        cwd=HERE.parents[1],
+        [*command, *MODULES],
+        cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,
@@ -44,7 +49,7 @@ def test_compiles(arch: int) -> None:
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     failed = [row for row in rows if "why" in row]
     assert result.returncode == 0 and rows, f"{failed}\n{result.stderr[-2000:]}"
-    assert {row["module"] for row in rows} == {f"tests.gpu.{file}" for file in FILES}
+    assert {row["module"] for row in rows} == set(MODULES)
     too_large = [row for row in rows if row["shared"] > SHARED[arch] * 1024]
     assert not too_large, too_large
     spilled = [row for row in rows if row.get("stack", 0) > MOST_STACK]

@@ -1,0 +1,104 @@
+"""A layer's experts on the GPU: stacks of matrices, and the slot in which each expert lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...errors import PykernelsError
+from ...quant import Format, Weight
+from ..gemm.weights import Matrices, empty_for_gpu, pack_for_gpu, unpack_from_gpu
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A layer's experts on the GPU, or as many of them as its slots hold.
+
+    Attributes:
+        fmt: the format they were quantized in.
+        gate_up: 2 matrices [I, H] a slot: gate of slot s is number 2 s, up number 2 s + 1.
+        down: a matrix [H, I] a slot.
+        slots: contiguous int32 [E]: the slot of each expert, negative if it has none (what it would
+            have contributed is left out); None: expert e is in slot e.
+    """
+
+    fmt: Format
+    gate_up: Matrices
+    down: Matrices
+    slots: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        both, down, slots = self.gate_up, self.down, self.slots
+        if len(both) != 2 * len(down) or (both.N, both.K) != (down.K, down.N):
+            raise PykernelsError(
+                f"{len(both)} matrices [{both.N}, {both.K}] of gate and up beside {len(down)}"
+                f" [{down.N}, {down.K}] of down",
+                "Give two [I, H] and one [H, I] for each slot",
+            )
+        if slots is not None and (
+            slots.dtype != torch.int32 or slots.ndim != 1 or not slots.is_contiguous()
+        ):
+            raise PykernelsError(
+                f"the slot table is {slots.dtype} {tuple(slots.shape)}", "Give contiguous int32 [E]"
+            )
+
+    @property
+    def E(self) -> int:
+        return len(self.down) if self.slots is None else self.slots.shape[0]
+
+    @property
+    def H(self) -> int:
+        return self.down.N
+
+    @property
+    def I(self) -> int:  # noqa: E743 - the house's letter for the intermediate size
+        return self.down.K
+
+    @classmethod
+    def pack(
+        cls, fmt: Format, experts: Sequence[tuple[Weight, Weight, Weight]], device: torch.device
+    ) -> Experts:
+        """From (gate, up, down) of each expert, as a checkpoint (or ``PackedExperts``) has them."""
+        both = [weight for gate, up, _ in experts for weight in (gate, up)]
+        downs = [down for *_, down in experts]
+        return cls(fmt, pack_for_gpu(fmt, both).to(device), pack_for_gpu(fmt, downs).to(device))
+
+    @classmethod
+    def empty(
+        cls,
+        fmt: Format,
+        slots: int,
+        H: int,
+        I: int,  # noqa: E741
+        device: torch.device,
+    ) -> Experts:
+        """Room for experts, to be copied into slot by slot."""
+        return cls(
+            fmt,
+            empty_for_gpu(fmt, 2 * slots, I, H, device),
+            empty_for_gpu(fmt, slots, H, I, device),
+        )
+
+    def with_slots(self, slots: torch.Tensor) -> Experts:
+        """The same matrices under another table of slots."""
+        return replace(self, slots=slots)
+
+    def holds(self, expert: int) -> bool:
+        """Whether there is such an expert, and it has a slot."""
+        return 0 <= expert < self.E and (self.slots is None or int(self.slots[expert]) >= 0)
+
+    def unpack(self, expert: int) -> tuple[Weight, Weight, Weight]:
+        """(gate, up, down) of one expert on the CPU, as the twin in ``ref`` reads them.
+
+        Raises:
+            PykernelsError: it has no slot, or there is no such expert.
+        """
+        if not self.holds(expert):
+            raise PykernelsError(
+                f"expert {expert} of {self.E} is in no slot", "Ask for those that holds() has"
+            )
+        slot = expert if self.slots is None else int(self.slots[expert])
+        gate, up = (unpack_from_gpu(self.fmt, self.gate_up, 2 * slot + i) for i in range(2))
+        return gate, up, unpack_from_gpu(self.fmt, self.down, slot)

@@ -1,0 +1,168 @@
+"""Chains of launches that begin before the kernel in front has ended: they wait for what they read.
+
+The right bits are those of the same chain with each launch behind the end of the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.jit import JITFunction
+
+from pykernels.gpu.attention.gqa_decode import gqa_decode
+from pykernels.gpu.attention.kv_write import kv_write, mla_write
+from pykernels.gpu.attention.mla_decode import mla_decode
+from pykernels.gpu.common import launch
+from pykernels.gpu.moe import fused_moe
+from pykernels.gpu.moe.permute import unpermute
+from pykernels.gpu.moe.router import route
+from pykernels.gpu.moe.router_logits import router_logits
+from pykernels.gpu.norm import rms_norm
+from pykernels.gpu.plans.attention import DecodePlan
+from pykernels.gpu.rope import rope, rope_frequencies
+from pykernels.quant import get_format
+from pykernels.shapes import MoEShape, RouterSpec
+
+from ..caches import BF16, make_cache
+from ..moe.test_moe_ffn import random_experts
+from ..replays import assert_replays_alike
+
+ROUNDS = 12
+LENGTHS = [3000, 70, 120]
+Chain = Callable[[], torch.Tensor]
+"""Writes and returns one buffer, [ROUNDS + 1, ...]: the first input and the result of each round,
+which is the next round's input. It depends on nothing that another call has left."""
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[list[str]]:
+    """Each launch of ours ends before the next one begins; the kernels' names, as they run."""
+    run, names = JITFunction.run, []
+
+    def run_and_wait(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
+        result = run(self, *args, **kwargs)
+        torch.cuda.synchronize()
+        names.append(self.__name__)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", run_and_wait)
+        yield names
+
+
+def check(chain: Chain, kernels: set[str]) -> None:
+    """The same bits eagerly and replayed, again and again; ``kernels`` are among the launched."""
+    with one_at_a_time() as names:
+        expected = chain().clone()
+    assert kernels <= set(names) and len(names) >= 3 * ROUNDS
+    assert expected.isfinite().all() and expected.flatten(1).any(1).all()
+    assert_replays_alike(chain, expected, times=20)
+
+
+def decode_chain(plan: DecodePlan, NH: int, KVH: int, fp8: bool, device: torch.device) -> Chain:
+    """Queries turned, a token written, attention; KVH 0: MLA, whose queries' first numbers, turned
+    in place, are their rotated part too. Every second round's sequences are in one part."""
+    mla, page, B = KVH == 0, 64, len(LENGTHS)
+    D, R = (512, 64) if mla else (128, 128)
+    tokens = [(D,), (R,)] if mla else [(KVH, D)] * 2
+    lengths = [n + ROUNDS for n in LENGTHS]
+    cache = make_cache(lengths, page, tokens, device, fp8=(fp8, fp8 and not mla))
+    positions = torch.tensor(LENGTHS) + torch.arange(ROUNDS)[:, None]
+    pages = cache.table.cpu().gather(1, (positions // page).T).T
+    slots = (pages * page + positions % page).contiguous().to(device)
+    positions = positions.to(device)
+    before = cache.lengths - ROUNDS
+    each = [x for x in (*cache.values, *cache.scales) if x is not None]
+    rows = [x.view(torch.uint8).view(x.shape[0] * page, -1) for x in each]
+    q = torch.randn(B, NH, D).to(BF16).to(device)
+    first, second = (torch.randn(ROUNDS, B, *shape).to(BF16).to(device) for shape in tokens)
+    key = second if mla else first  # what is turned
+    frequencies = rope_frequencies(R).to(device)
+    turned, outs = torch.empty_like(key), q.new_empty(ROUNDS + 1, *q.shape)
+
+    def chain() -> torch.Tensor:
+        cache.lengths.copy_(before)
+        for x in rows:
+            x.index_fill_(0, slots.flatten(), 0xFF)  # NaN in bfloat16, E4M3 and float32
+        turned.copy_(key)
+        outs.fill_(float("nan"))
+        outs[0].copy_(q)
+        for i in range(ROUNDS):
+            cache.lengths.add_(1)
+            how = {"out": outs[i + 1], "plan": replace(plan, per_sm=0) if i % 2 else plan}
+            where = (*cache.values, cache.table, cache.lengths)
+            if mla:
+                rope(outs[i, :, :, :R], turned[i, :, None], positions[i], frequencies)
+                mla_write(first[i], turned[i], slots[i], *cache.values, cache.scales[0])
+                how |= {"scale": 0.5, "latent_scale": cache.scales[0]}
+                mla_decode(outs[i], outs[i, :, :, :R], *where, **how)
+            else:
+                rope(outs[i], turned[i], positions[i], frequencies)
+                kv_write(turned[i], second[i], slots[i], *cache.values, *cache.scales)
+                # Few keys have most of the weight: queries matter.
+                how |= {"scale": 1.0, "k_scale": cache.scales[0], "v_scale": cache.scales[1]}
+                gqa_decode(outs[i], *where, **how)
+        return outs
+
+    return chain
+
+
+RING = DecodePlan(rows=16, keys=64, warps=4, stages=6, in_ring=True)
+LANES = DecodePlan(rows=8, keys=128, warps=4, stages=1, per_sm=2, in_lanes=True)
+PLAIN = DecodePlan(rows=16, keys=64, warps=4, stages=3)
+SPECIALIZED = DecodePlan(rows=64, keys=64, warps=8, stages=2, warp_specialized=True)
+CASES = [
+    (RING, 32, 8, False, {"gqa_decode_ring"}, "a ring, the last part adds up"),
+    (RING, 64, 4, False, {"gqa_decode_ring", "_combine"}, "a ring, parts are combined"),
+    (LANES, 32, 8, True, {"gqa_decode_lanes", "_combine"}, "in lanes, E4M3"),
+    (PLAIN, 32, 8, False, {"_gqa_decode", "_combine"}, "tiles"),
+    (SPECIALIZED, 128, 0, False, {"mla_decode_hopper", "mla_combine"}, "MLA"),
+    (SPECIALIZED, 128, 0, True, {"mla_decode_hopper", "mla_combine"}, "MLA, E4M3"),
+    (replace(PLAIN, warps=8), 16, 0, False, {"_mla_decode", "_combine"}, "MLA, 16 heads"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("plan", "NH", "KVH", "fp8", "kernels", "why"), CASES, ids=[row[-1] for row in CASES]
+)
+def test_decode_waits_for_queries_and_cache(
+    plan: DecodePlan, NH: int, KVH: int, fp8: bool, kernels: set[str], why: str, device
+) -> None:
+    if launch.arch(device)[0] != 9:
+        pytest.skip("the plans are Hopper's")
+    check(decode_chain(plan, NH, KVH, fp8, device), kernels | {"_rope", "_write"})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["int4-g128", "int8", "q4_k"])
+def test_experts_wait_for_the_router(name: str, device: torch.device) -> None:
+    """One token through layers: its experts are others in each."""
+    shape = MoEShape(16, 1024, 512, 4)
+    experts = random_experts(shape, get_format(name), device)
+    x, weight = torch.randn(1, shape.H).to(BF16).to(device), torch.ones(shape.H, device=device)
+    gate = (torch.randn(shape.E, shape.H) / shape.H**0.5).to(BF16).to(device)
+    logits, spec = torch.zeros(1, shape.E, device=device), RouterSpec(shape.topk)
+    held = route(logits, spec)
+    normed, outs = torch.empty_like(x), x.new_empty(ROUNDS + 1, *x.shape)
+    h, y = (x.new_empty(shape.topk, n) for n in (shape.I, shape.H))
+
+    def chain() -> torch.Tensor:
+        for scratch in (normed, h, y, outs):
+            scratch.fill_(float("nan"))
+        outs[0].copy_(x)
+        for i in range(ROUNDS):
+            rms_norm(outs[i], weight, 1e-6, out=(normed, None))
+            router_logits(normed, gate, logits)
+            routing, order, _ = route(logits, spec, out=held)
+            fused_moe.gate_up(normed, experts, order, out=h)
+            fused_moe.down(h, experts, order, out=y)
+            unpermute(y, order, routing.weights, out=outs[i + 1])
+        return outs
+
+    check(chain, {"_rms_norm", "_route_one", "skinny_experts"})
