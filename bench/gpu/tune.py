@@ -24,7 +24,7 @@ import torch
 from model.cli.common import EXIT_ERROR, EXIT_INTERRUPTED
 from pykernels.errors import PykernelsError
 from pykernels.gpu.common.precompile import only_compile
-from pykernels.gpu.plans.attention_shape import OPS as ATTENTION
+from pykernels.gpu.plans.attention_lines import OPS as ATTENTION
 
 from . import tune_attention, tune_products
 from .harness import reason

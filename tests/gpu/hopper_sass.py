@@ -1,10 +1,11 @@
-"""python -m tests.gpu.hopper_sass: what ptxas made of the kernels written out for Hopper.
+"""python -m tests.gpu.hopper_sass [--all]: what ptxas made of Hopper's Gluon kernels.
 
 What they gain hangs on the order of a few instructions, which ptxas may change or, if it sees a
 danger, give up: then it waits after every single product and says so to nobody. Prints one JSON
 object a kernel: products (HGMMA or QGMMA), waits for them, spills (LDL, STL), the most exponentials
 between a wait for all but one group and the next wait, that is, beside products, arrivals at
-memory barriers that are loose (``loose_arrivals``); of ``gemv_mma`` how late it asks for weights.
+memory barriers that are loose (``loose_arrivals``); of ``gemv_mma`` how late it loads weights.
+Without ``--all`` it compiles each kernel once.
 """
 
 from __future__ import annotations
@@ -82,18 +83,33 @@ def disassembled(cubin: bytes) -> str:
         ).stdout
 
 
+KERNELS = {
+    "prefill_hopper", "mla_decode_hopper", "gemv_mma", "dequant_gemm", "gemm_fp8_hopper",
+    "gemm_bf16_hopper",
+}  # fmt: skip
+FEW = {
+    "GQA, pages", "MLA, 128 heads", "int4 1 7168x7168", "int4-g128 2048 7168x7168",
+    "fp8 128 2048x7168", "bf16 bf16 256",
+}  # fmt: skip
+MORE = {
+    "GQA, D 128", "MLA", "MLA, 128 heads, E4M3", "int4-g128 2048 18432x7168",
+    "int8-channel 2048 7168x7168", "fp8 128 18432x7168", "int4-g128 1 7168x7168", "fp8 fp8 256",
+    "int4-g128 bf16 256", "q4_k bf16 64",
+}  # fmt: skip
+
+
 def main() -> None:
     launch.supports = lambda device: None
     launch.arch = lambda device: (9, 0)
-    from . import test_attention_decode as decode
-    from . import test_attention_prefill as prefill
     from . import test_linear_rows as linears
     from . import test_moe_gpu as experts
     from . import test_one_row as gemv_mma
+    from .attention import test_decode as decode
+    from .attention import test_prefill as prefill
     from .compiles import OPTIONS, source
 
     def compile_it(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        if self.__name__.endswith("_hopper") or self.__name__ == "gemv_mma":
+        if self.__name__ in KERNELS:
             options = {k: kwargs.pop(k) for k in OPTIONS if k in kwargs}
             made = triton.compile(source(self, args, kwargs), GPUTarget("cuda", 90, 32), options)
             sass = disassembled(made.asm["cubin"])
@@ -104,13 +120,7 @@ def main() -> None:
             print(json.dumps(row), flush=True)
 
     JITFunction.run = compile_it
-    chosen = {
-        "GQA, D 128", "GQA, pages", "MLA", "MLA, 128 heads", "MLA, 128 heads, E4M3",
-        "int4-g128 2048 18432x7168", "int4-g128 2048 7168x7168", "int8-channel 2048 7168x7168",
-        "fp8 128 18432x7168", "fp8 128 2048x7168", "int4-g128 1 7168x7168",
-        "int4 1 7168x7168",
-        "bf16 bf16 256", "fp8 fp8 256", "int4-g128 bf16 256", "q4_k bf16 64",
-    }  # fmt: skip
+    chosen = FEW | MORE if "--all" in sys.argv else FEW
     tables = prefill, decode, gemv_mma, linears, experts
     for name, call in (row for table in tables for row in table.COMPILES):
         if name in chosen:

@@ -19,7 +19,7 @@ from pykernels.gpu.common import launch
 from .compiles import launches, pretend
 
 KERNELS = Path(launch.__file__).parents[1]
-ARCH, PROCESSORS = 90, 132
+ARCH = 90
 
 
 def launchable() -> set[str]:
@@ -38,9 +38,6 @@ def launchable() -> set[str]:
 def launched_by_rows() -> Iterator[str]:
     """One for each launch of each row; kernels' modules must not have been imported before."""
     pretend(ARCH)
-    from pykernels.gpu.plans import attention
-
-    attention.sms = lambda device: PROCESSORS
     from .ops import AROUND
     from .ops_attention import ATTENTION
     from .ops_products import PRODUCTS

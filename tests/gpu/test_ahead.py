@@ -29,7 +29,7 @@ def test_no_module_asks_the_gpu_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     precompile.only_compile.__wrapped__((9, 0))
     meta, asked = torch.device("meta"), 0
     for module in modules:
-        for name, answer in (("arch", (9, 0)), ("sms", 7), ("device_supports", None)):
+        for name, answer in (("arch", (9, 0)), ("num_sms", 7), ("device_supports", None)):
             if hasattr(module, name):
                 asked += 1
                 assert getattr(module, name)(meta) == answer, f"{module.__name__}.{name}"

@@ -14,7 +14,11 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-FILES = sorted(path.stem for path in HERE.glob("test_*.py") if "\nCOMPILES" in path.read_text())
+MODULES = sorted(
+    ".".join(path.relative_to(HERE.parents[1]).with_suffix("").parts)
+    for path in HERE.rglob("test_*.py")
+    if "\nCOMPILES" in path.read_text()
+)
 MOST_STACK = 256
 """Bytes a thread: a few spilled registers are no failure, a local array is."""
 
@@ -34,7 +38,7 @@ def test_compiles(arch: int) -> None:
     options = ["--arch", str(arch), "--jobs", str(jobs)]
     command = [sys.executable, "-m", "tests.gpu.compiles", *options]
     result = subprocess.run(
-        [*command, *(f"tests.gpu.{file}" for file in FILES)],
+        [*command, *MODULES],
         cwd=HERE.parents[1],
         env=environment,
         capture_output=True,
@@ -44,7 +48,7 @@ def test_compiles(arch: int) -> None:
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     failed = [row for row in rows if "why" in row]
     assert result.returncode == 0 and rows, f"{failed}\n{result.stderr[-2000:]}"
-    assert {row["module"] for row in rows} == {f"tests.gpu.{file}" for file in FILES}
+    assert {row["module"] for row in rows} == set(MODULES)
     too_large = [row for row in rows if row["shared"] > SHARED[arch] * 1024]
     assert not too_large, too_large
     spilled = [row for row in rows if row.get("stack", 0) > MOST_STACK]

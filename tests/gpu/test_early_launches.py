@@ -112,7 +112,7 @@ def gqa_chain(
                 outs[i], *cache.values, cache.table, cache.lengths,
                 scale=1.0,  # few keys have most of the weight: queries matter
                 k_scale=cache.scales[0], v_scale=cache.scales[1],
-                out=outs[i + 1], plan=replace(plan, per_sm=0) if i % 2 else plan,
+                out=outs[i + 1], plan=replace(plan, ctas_per_sm=0) if i % 2 else plan,
             )  # fmt: skip
         return outs
 
@@ -142,7 +142,7 @@ def mla_chain(
             mla_decode(
                 outs[i], outs[i, :, :, :R], *cache.values, cache.table, cache.lengths,
                 scale=0.5, latent_scale=cache.scales[0],
-                out=outs[i + 1], plan=replace(plan, per_sm=0) if i % 2 else plan,
+                out=outs[i + 1], plan=replace(plan, ctas_per_sm=0) if i % 2 else plan,
             )  # fmt: skip
         return outs
 
@@ -186,13 +186,13 @@ def hopper(device: torch.device) -> torch.device:
 
 
 LENGTHS = [3000, 70, 120]
-RING = DecodePlan(rows=16, keys=64, warps=4, stages=6, in_ring=True)
-LANES = DecodePlan(rows=8, keys=128, warps=4, stages=1, per_sm=2, in_lanes=True)
+RING = DecodePlan(rows=16, keys=64, warps=4, stages=6, ring_buffer=True)
+LANES = DecodePlan(rows=8, keys=128, warps=4, stages=1, ctas_per_sm=2, fp8_mma=True)
 PLAIN = DecodePlan(rows=16, keys=64, warps=4, stages=3)
 GQA = [
-    (RING, 32, 8, False, {"gqa_decode_ring"}, "a ring, the last part adds up"),
-    (RING, 64, 4, False, {"gqa_decode_ring", "_combine"}, "a ring, parts are combined"),
-    (LANES, 32, 8, True, {"gqa_decode_lanes", "_combine"}, "in lanes, E4M3"),
+    (RING, 32, 8, False, {"gqa_decode_ring"}, "a ring, the last split combines"),
+    (RING, 64, 4, False, {"gqa_decode_ring", "_combine"}, "a ring, splits are combined"),
+    (LANES, 32, 8, True, {"gqa_decode_fp8", "_combine"}, "operands in registers, E4M3"),
     (PLAIN, 32, 8, False, {"_gqa_decode", "_combine"}, "tiles"),
 ]
 

@@ -20,7 +20,7 @@ from pykernels.env import env
 from pykernels.errors import PykernelsError
 from pykernels.gpu.attention import gqa_decode, mla_decode, prefill
 from pykernels.gpu.plans.attention import DecodePlan, PrefillPlan
-from pykernels.gpu.plans.attention_shape import OPS, plan_of
+from pykernels.gpu.plans.attention_lines import OPS, plan_of
 from pykernels.testing import relative_error
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ SMALL = [
     Size("mla_prefill", 1, 40, heads=2),
     Size("gqa_prefill", 2, 40, heads=4, kv_heads=2, head_dim=32, new=16),
 ]
-DECODE = [DecodePlan(16, 32, 4, 1), DecodePlan(16, 32, 4, 2, per_sm=2)]
+DECODE = [DecodePlan(16, 32, 4, 1), DecodePlan(16, 32, 4, 2, ctas_per_sm=2)]
 PREFILL = [PrefillPlan(16, 32, 4, 1), PrefillPlan(32, 16, 4, 1)]
 
 
@@ -66,7 +66,7 @@ def test_every_kind_has_plans_of_its_own_on_every_gpu() -> None:
             decode = DecodePlan if job.op.endswith("decode") else PrefillPlan
             assert {type(plan) for plan in found} == {decode}
             warp_specialized = [
-                p for p in found if p.warp_specialized or getattr(p, "in_ring", False)
+                p for p in found if p.warp_specialized or getattr(p, "ring_buffer", False)
             ]
             assert not warp_specialized or capability[0] == 9
             what = {"op": job.op, "path": job.size.format, **job.shape._asdict()}
@@ -87,7 +87,9 @@ def test_a_kernel_is_compiled_once_for_all_batches() -> None:
     two = [AttentionJob(Size("mla_decode", B, 8192)) for B in (1, 8)]
     plans = two[0].candidates((9, 0))
     pairs = distinct([(job, plans) for job in two])
-    kernels = {replace(plan, per_sm=1, least=1) for plan in plans if isinstance(plan, DecodePlan)}
+    kernels = {
+        replace(plan, ctas_per_sm=1, min_blocks=1) for plan in plans if isinstance(plan, DecodePlan)
+    }
     assert len(pairs) == len(kernels) < len(plans)
     other = AttentionJob(Size("gqa_decode", 8, 8192, heads=32))
     window = AttentionJob(Size("gqa_decode", 8, 8192, heads=32, window=99))

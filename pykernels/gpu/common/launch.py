@@ -14,6 +14,7 @@ from ...errors import PykernelsError
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """What kernels that are no matrix products read and write."""
+H200_SMS = 132
 
 
 @functools.cache
@@ -51,6 +52,15 @@ def supports(device: torch.device) -> str | None:
 def arch(device: torch.device) -> tuple[int, int]:
     """Compute capability; (0, 0) in the interpreter."""
     return (0, 0) if interpreted() else torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """Streaming multiprocessors; a few in the interpreter, so that its tests split too, and an
+    H200's for tensors without data ("meta"), whose launches only compile."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 6 if interpreted() else H200_SMS
 
 
 def launches_early(device: torch.device) -> bool:

@@ -33,13 +33,14 @@ def only_compile(capability: tuple[int, int]) -> None:
         importlib.import_module(found.name)
         for found in pkgutil.walk_packages(package.__path__, f"{_GPU}.")
     ]
-    processors = torch.cuda.get_device_properties().multi_processor_count
+    count = torch.cuda.get_device_properties().multi_processor_count
     _replace(importlib.import_module(f"{__package__}.launch"), "supports", lambda device: None)
     for module in modules:
         for name, value in (
             ("device_supports", None),
             ("arch", capability),
-            ("sms", processors),
+            ("num_sms", count),
+            ("sms", count),
         ):
             if hasattr(module, name):
                 _replace(module, name, functools.partial(_answer, value))

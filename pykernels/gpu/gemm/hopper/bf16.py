@@ -21,6 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....shapes import SortedSlots
 from ...common.gluon_compat import tma_load
+from ...common.launch import num_sms
 from ...common.tile_scheduler import (
     NUMBER,
     blocks_of,
@@ -30,7 +31,6 @@ from ...common.tile_scheduler import (
     tile_at,
     to_bf16,
 )
-from ...plans.attention import sms
 from ..tiles import tile_table
 from ..weights import Matrices
 
@@ -169,7 +169,7 @@ def multiply_bf16(
     rows = TensorDescriptor.from_tensor(x, [64, 64], layout)
     weights: Any = TensorDescriptor.from_tensor(stack.data.view(-1, stack.K), [128, 64], layout)
     n_blocks = triton.cdiv(stack.N, 128 if gated else 256)
-    gemm_bf16_hopper[(min(sms(x.device), bound * n_blocks),)](
+    gemm_bf16_hopper[(min(num_sms(x.device), bound * n_blocks),)](
         rows, weights, out, tiles, bound, stack.N, stack.K, n_blocks,
         GATED=gated, GROUP_M=group_m, STAGES=STAGES, num_warps=4,
     )  # fmt: skip

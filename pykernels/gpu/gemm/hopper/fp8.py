@@ -25,6 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....shapes import SortedSlots
 from ...common.gluon_compat import tma_load
+from ...common.launch import num_sms
 from ...common.tile_scheduler import (
     NUMBER,
     blocks_of,
@@ -34,7 +35,6 @@ from ...common.tile_scheduler import (
     tile_at,
     to_bf16,
 )
-from ...plans.attention import sms
 from ..tiles import tile_table
 from ..weights import Matrices
 
@@ -329,7 +329,7 @@ def multiply_fp8(
     target = out if out_scale is None else out.view(torch.uint8)
     launch(
         x, x_scale, stack, target, out_scale, None, None, tiles, bound, 0, n_blocks,
-        programs=min(sms(x.device), bound * n_blocks), gated=gated, group_m=group_m, split=1,
+        programs=min(num_sms(x.device), bound * n_blocks), gated=gated, group_m=group_m, split=1,
     )  # fmt: skip
 
 

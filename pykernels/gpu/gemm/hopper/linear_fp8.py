@@ -12,7 +12,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...plans.attention import sms
+from ...common.launch import num_sms
 from ..weights import Matrices
 from .fp8 import BLOCK_M, launch, work_at
 
@@ -97,7 +97,7 @@ def multiply_rows(
         x_scale: float32 [M, ceil(K / 128)].
         stack: one matrix.
     """
-    M, processors = x.shape[0], sms(x.device)
+    M, processors = x.shape[0], num_sms(x.device)
     n_blocks = triton.cdiv(stack.N, 256)
     tiles = triton.cdiv(M, BLOCK_M) * n_blocks
     whole, split = tail_split(tiles, triton.cdiv(stack.K, 128), processors)

@@ -10,7 +10,7 @@ import torch
 from pykernels import ref
 from pykernels.shapes import Ragged
 
-from .caches import FP8
+from ..caches import FP8
 
 SCALE = 0.3
 
