@@ -26,7 +26,7 @@ from .gqa_decode_fp8_mma import (
     value_words,
 )
 from .hopper.split_kv import load_lengths
-from .online_softmax import find_split, first_key, log_sum_exp, split_range
+from .online_softmax import capped, find_split, first_key, log_sum_exp, split_range
 
 
 @gluon.jit
@@ -139,7 +139,7 @@ def gqa_decode_fp8(
         k_scale, v_scale = _scales(ks_at, vs_at, ps, after, end, ws, ns, KVH, KEYS, PAGE)
         ps = pages_of(table, after + STEP, end, ws, KEYS, PAGE)
         if SOFTCAP:
-            s = 1 - 2 / (gl.exp2(s * factor) + 1)
+            s = capped(s, factor)
             s = s * outer
         else:
             s = s * factor

@@ -106,15 +106,18 @@ def product(a, b, acc, WIDE: tl.constexpr):
 
 
 @triton.jit
-def exp_scores(s, mask, m_i, inner, outer, MASKED: tl.constexpr, SOFTCAP: tl.constexpr):
-    """``softmax_step`` but for ``l_i``: (p, the factor of what was accumulated before, m_i).
+def capped(s, inner):
+    """tanh(x), which is 1 - 2 / (exp(2x) + 1), of dot products: see ``score_factors``."""
+    return 1 - 2 / (tl.exp2(s * inner) + 1)
+
+
+@triton.jit
+def exp_scores(s, mask, m_i, factor, MASKED: tl.constexpr):
+    """``softmax_step`` but for the cap and ``l_i``: (p, factor of what was accumulated, m_i).
 
     The largest score is that of the largest dot product, and scaling is part of the subtraction: a
     multiply-add and an exponential a score.
     """
-    if SOFTCAP:  # tanh(x) is 1 - 2 / (exp(2x) + 1)
-        s = 1 - 2 / (tl.exp2(s * inner) + 1)
-    factor = outer if SOFTCAP else inner
     if MASKED:
         s = tl.where(mask, s, float("-inf"))
     m_new = tl.maximum(m_i, tl.max(s, 1) * factor)
@@ -135,7 +138,9 @@ def softmax_step(s, mask, m_i, l_i, inner, outer, MASKED: tl.constexpr, SOFTCAP:
     Returns:
         (p [M, N], the factor of what was accumulated before [M], m_i, l_i).
     """
-    p, alpha, m_i = exp_scores(s, mask, m_i, inner, outer, MASKED, SOFTCAP)
+    if SOFTCAP:
+        s = capped(s, inner)
+    p, alpha, m_i = exp_scores(s, mask, m_i, outer if SOFTCAP else inner, MASKED)
     return p, alpha, m_i, l_i * alpha + tl.sum(p, 1)
 
 
@@ -148,7 +153,7 @@ def softmax_step_scaled(s, mask, scale, m_i, l_i, inner, outer, SOFTCAP: tl.cons
     """
     scale = tl.maximum(scale, 7.888609052210118e-31)  # 2 ** -100: a row of zeros has any
     if SOFTCAP:
-        s = 1 - 2 / (tl.exp2(s * inner) + 1)
+        s = capped(s, inner)
     factor = outer if SOFTCAP else inner
     s = tl.where(mask, s * factor + tl.log2(scale)[None, :], float("-inf"))
     m_new = tl.maximum(m_i, tl.max(s, 1))

@@ -132,15 +132,11 @@ def test_mla_prefill(device) -> None:
 
 def test_ragged() -> None:
     n = torch.ones(2, dtype=torch.int32)
-    for broken, complaint in [
-        ({}, "a start each or a page table"),
-        ({"k_starts": n, "page_table": n[:, None]}, "a start each or a page table"),
-        ({"k_starts": n[:1]}, "starts and lengths"),
-        ({"k_starts": n.long()}, "starts and lengths"),
-        ({"page_table": n}, "page table is"),
-    ]:
-        with pytest.raises(PykernelsError, match=complaint):
+    for broken in ({}, {"k_starts": n, "page_table": n[:, None]}):
+        with pytest.raises(PykernelsError, match="a start each or a page table"):
             Ragged(n, n, n, 1, **broken)
+    with pytest.raises(PykernelsError, match="page table is"):
+        Ragged(n, n, n, 1, page_table=n)
 
 
 def test_gqa_prefill(device) -> None:
@@ -171,10 +167,3 @@ def test_numbers_of_numpy_are_numbers(device) -> None:
     x, batch = torch.randn(4, 2, 32, device=device).to(BF16), Ragged(n - 4, n, n, 4, k_starts=n - 4)
     found, expected = (gqa_prefill.gqa_prefill(x, x, x, batch, **how) for how in (theirs, ours))
     assert torch.equal(found, expected)
-
-
-def test_tensors_on_two_devices(device) -> None:
-    arguments = decode_arguments(device)
-    arguments["lengths"] = torch.ones(2, dtype=torch.int32, device="meta")
-    with pytest.raises(PykernelsError, match="lie on"):
-        gqa_decode.gqa_decode(**arguments)

@@ -78,23 +78,21 @@ def test_other_caches_are_refused(
 @pytest.mark.gpu
 @pytest.mark.parametrize("stages", [2, 6])
 @pytest.mark.parametrize("per_sm", [0, 1, 3])
-@pytest.mark.parametrize("page", [64, 256])
-def test_plans_of_the_ring_buffer_agree(
-    stages: int, per_sm: int, page: int, device, hopper
-) -> None:
-    given = gqa_inputs([6000, 0, 500, 65, 128], device, NH=24, KVH=2, D=128, page=page)
+def test_plans_of_the_ring_buffer(stages: int, per_sm: int, device, hopper) -> None:
     plan = replace(RING, stages=stages, ctas_per_sm=per_sm)
-    check(gqa_decode, ref.gqa_decode, given, plan=plan)
+    for page in (64, 256):
+        given = gqa_inputs([6000, 0, 500, 65, 128], device, NH=24, KVH=2, D=128, page=page)
+        check(gqa_decode, ref.gqa_decode, given, plan=plan)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("keys", [64, 128])
 @pytest.mark.parametrize("rows", [8, 16])
 @pytest.mark.parametrize("per_sm", [0, 3])
-def test_plans_of_fp8_mma_agree(rows: int, keys: int, per_sm: int, device, converts_e4m3) -> None:
+def test_plans_of_fp8_mma(rows: int, per_sm: int, device, converts_e4m3) -> None:
     given = gqa_inputs([6000, 0, 500, 65], device, NH=24, KVH=2, D=128, page=64, fp8=True)
-    plan = DecodePlan(rows, keys, warps=4, stages=1, ctas_per_sm=per_sm, fp8_mma=True)
-    check(gqa_decode, ref.gqa_decode, given, plan=plan)
+    for keys in (64, 128):
+        plan = DecodePlan(rows, keys, warps=4, stages=1, ctas_per_sm=per_sm, fp8_mma=True)
+        check(gqa_decode, ref.gqa_decode, given, plan=plan)
 
 
 @triton.jit
@@ -143,12 +141,8 @@ def test_counters_may_hold_anything(
         check(gqa_decode, ref.gqa_decode, given, plan=replace(RING, ctas_per_sm=2))
     assert [len(counters) for _, counters in made] == [3 * 2] * 2
     assert not any(counters.any() for _, counters in made)
-    assert made[0][0] != made[1][0]
-
-
-def test_no_call_has_the_id_of_another(device) -> None:
-    ids = [split_kv.new_counters(device, 1)[0] for _ in range(1000)]
-    assert len(set(ids)) == 1000
+    ids = [new_counters(device, 1)[0] for _ in range(1000)]
+    assert len(set(ids)) == 1000  # no call has another's
     assert all(1 << 62 <= call < 1 << 63 and call % (1 << 16) == 0 for call in ids)
 
 
@@ -159,26 +153,3 @@ def test_many_rows_of_many_splits_have_a_kernel(
     monkeypatch.setattr(split_kv, "worth_it", lambda rows, splits: False)
     monkeypatch.setattr(split_kv, "new_counters", None)
     check(gqa_decode, ref.gqa_decode, gqa_inputs([200, 3], device, **BF16_SIZES), plan=RING)
-
-
-@pytest.mark.gpu
-def test_two_graphs_of_many_calls_at_once_and_again(device, hopper) -> None:
-    calls = [gqa_inputs([3000 + 64 * i, 100], device, **FULL) for i in range(6)]
-    expected = [gqa_decode(*inputs, **options) for inputs, options in calls]
-    graphs, streams, found = [], [torch.cuda.Stream() for _ in range(2)], []
-    for mine in (calls[:3], calls[3:]):
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1]):
-            found.append([gqa_decode(*inputs, **how) for _ in range(10) for inputs, how in mine])
-    for _ in range(5):
-        for result in (*found[0], *found[1]):
-            result.fill_(float("nan"))
-        torch.cuda.synchronize()
-        for _ in range(4):
-            for graph, stream in zip(graphs, streams, strict=True):
-                with torch.cuda.stream(stream):
-                    graph.replay()
-        torch.cuda.synchronize()
-        for i, results in enumerate(found):
-            for j, result in enumerate(results):
-                assert torch.equal(result, expected[3 * i + j % 3])

@@ -44,20 +44,6 @@ def test_mla_read(
         assert int(found.isnan().all(1).sum()) == rows - sum(lengths)
 
 
-def test_every_code_keeps_its_sign(device: torch.device) -> None:
-    """Of zeros too, which are few among random codes."""
-    codes = torch.arange(256, dtype=torch.uint8, device=device).view(2, 16, 8)
-    zero = torch.zeros(1, dtype=torch.int32, device=device)
-    table, scale = torch.arange(2, device=device).int()[None], torch.rand(2, 16, device=device) + 1
-    rope = torch.zeros(2, 16, 8, dtype=BF16, device=device)
-    given = (codes.view(E4M3), rope, table, zero, zero + 32, 32, scale)
-    (found, _), (expected, _) = mla_read(*given), ref.mla_read(*given)
-    assert int(expected.isnan().sum()) == 2
-    assert torch.equal(found.isnan(), expected.isnan())
-    numbers = ~expected.isnan()
-    assert torch.equal(found.view(torch.int16)[numbers], expected.view(torch.int16)[numbers])
-
-
 REFUSED: list[tuple[str, Callable[[torch.device], dict[str, Any]]]] = [
     ("E4M3 without scales", lambda d: {"latent": torch.zeros(2, 16, 64, device=d).to(E4M3)}),
     ("scales without E4M3", lambda d: {"latent_scale": torch.zeros(2, 16, device=d)}),

@@ -134,7 +134,7 @@ def test_any_number_of_splits_is_combined(total: int, device, hopper) -> None:
     assert out[:, 5].count_nonzero() == 0 and not out.isnan().any()
 
 
-@pytest.mark.parametrize("scale", [1e30, 1e5, 1e-30], ids="{:.0e}".format)
+@pytest.mark.parametrize("scale", [1e30, 1e-30, 0.0], ids="{:.0e}".format)
 def test_values_beyond_float16(scale: float, device, hopper) -> None:
     """Halves of very different sizes: each has its own power of two."""
     inputs, options = mla_inputs([150, 64], device, L=512, R=64, page=64)
@@ -146,13 +146,6 @@ def test_values_beyond_float16(scale: float, device, hopper) -> None:
     for half in (slice(0, 256), slice(256, 512)):
         yardstick = relative_error(native[..., half].double(), exact[..., half])
         assert relative_error(out[..., half].double(), exact[..., half]) <= max(yardstick, 8e-3)
-
-
-def test_zeros_stay_zeros(device, hopper) -> None:
-    inputs, options = mla_inputs([150], device, L=512, R=64, page=64)
-    inputs[2].zero_()
-    out = mla_decode(*inputs, **options, plan=PLAN)
-    assert out.count_nonzero() == 0 and not out.isnan().any()
 
 
 @pytest.mark.gpu

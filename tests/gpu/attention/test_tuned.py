@@ -13,7 +13,6 @@ import torch
 
 from pykernels.env import env
 from pykernels.errors import PykernelsError
-from pykernels.gpu.attention import select
 from pykernels.gpu.attention.select import select_decode, select_prefill
 from pykernels.gpu.plans import attention
 from pykernels.gpu.plans.attention import DecodePlan, PrefillPlan, shipped_decode
@@ -64,14 +63,6 @@ def test_a_plan_is_taken_for_near_sizes_of_the_same_heads() -> None:
         assert found(**others) is None, others  # type: ignore[arg-type]
 
 
-def test_a_written_plan_replaces_that_of_its_shape_alone(folder: Path) -> None:
-    write("gqa_decode", GQA, TILES)
-    write("mla_decode", MLA, WARPS)
-    lines = json.loads(write("gqa_decode", GQA, RING).read_text())
-    assert [line["op"] for line in lines] == ["mla_decode", "gqa_decode"]
-    assert lines[1]["plan"] == asdict(RING)
-
-
 @pytest.mark.parametrize(
     ("op", "shape", "fp8", "plan"),
     [
@@ -103,6 +94,10 @@ def test_the_call_decides_about_unpacking_not_the_plan() -> None:
     assert select_prefill(paged, True, True, True, CPU) == unpack
     assert not select_prefill(paged, True, True, False, CPU).warp_specialized  # not aligned
     assert select_prefill(paged, False, False, True, CPU).keys == 128  # bf16: as it is shipped
+    rotated = ROWS._replace(rope=64)
+    write("mla_prefill", rotated, PREFILL)  # with a rotated part it is another op
+    assert select_prefill(rotated, False, False, True, CPU) == PREFILL
+    assert select_prefill(ROWS, False, False, True, CPU) != PREFILL
 
 
 @pytest.mark.usefixtures("hopper_plans")
@@ -118,14 +113,6 @@ def test_the_warp_specialized_prefill_reads_bf16() -> None:
         select_prefill(paged, True, False, True, CPU, plan)
 
 
-@pytest.mark.usefixtures("hopper_plans")
-def test_mla_prefill_has_plans_of_its_own() -> None:
-    rotated = ROWS._replace(rope=64)
-    write("mla_prefill", rotated, PREFILL)
-    assert select_prefill(rotated, False, False, True, CPU) == PREFILL
-    assert select_prefill(ROWS, False, False, True, CPU) != PREFILL
-
-
 def test_pages_hold_what_a_kernel_reads_at_once() -> None:
     mma, ring, warps = (
         attention.fp8_mma_fits, attention.ring_buffer_fits, attention.warp_specialized_fits
@@ -134,10 +121,7 @@ def test_pages_hold_what_a_kernel_reads_at_once() -> None:
     assert ring(128, False, 64) and not ring(128, False, 32)
     assert warps(512, 64, False, 8) and not warps(512, 64, False, 4)
     assert warps(512, 64, True, 64) and not warps(512, 64, True, 32)
-
-
-def test_it_pays_to_unpack_for_many_rows_in_little_room() -> None:
-    worth = attention.worth_unpacking
+    worth = attention.worth_unpacking  # for many rows in little room
     assert worth(512, 2 << 30) and not worth(511, 1) and not worth(512, (2 << 30) + 1)
 
 
@@ -176,12 +160,10 @@ def test_a_line_that_no_kernel_takes_is_named(
         ({"page": None}, "what it is for is not said: page"),
         ({"plan": {"rows": 16, "keys": 48, "warps": 4, "stages": 1}}, "a plan has keys=48"),
         ({"plan": {**asdict(TILES), "parts": 4}}, "unexpected keyword argument 'parts'"),
-        ({"plan": {**asdict(TILES), "stages": 1.5}}, "a plan has stages=1.5. It is a whole number"),
         (
             {"plan": {**asdict(TILES), "ring_buffer": "no"}},
             "a plan has ring_buffer='no'. It is true or",
         ),
-        ({"device": ["a gpu"]}, "op, device and path must be text"),
         ({"context": "long"}, "batch, queries, context must be numbers"),
     ],
 )
@@ -191,14 +173,3 @@ def test_a_damaged_line_is_named(change: dict[str, Any], why: str, folder: Path)
     file.write_text(json.dumps([{k: v for k, v in line.items() if v is not None}]))
     with env.override(cache_dir=f"{folder}/."), pytest.raises(PykernelsError, match=why):
         tuned_attention("gqa_decode", "bf16", "", GQA)
-
-
-def test_a_launch_without_a_line_reads_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    file = write("gqa_decode", GQA, TILES)
-    assert tuned_attention("gqa_decode", "bf16", "", GQA) == TILES
-    file.unlink()
-    monkeypatch.setattr(Path, "read_text", None)
-    monkeypatch.setattr(Path, "exists", None)
-    assert tuned_attention("gqa_decode", "bf16", "", GQA._replace(batch=9)) == TILES
-    assert tuned_attention("gqa_decode", "bf16", "", GQA._replace(heads=8)) is None
-    assert select._name(CPU) == ""

@@ -19,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...common.gluon_compat import barrier, tma_load
-from ..online_softmax import find_split, first_key, log_sum_exp, split_range
+from ..online_softmax import capped, find_split, first_key, log_sum_exp, split_range
 from .split_kv import claim_counter, combine_splits, is_last
 
 WARPS = 4
@@ -197,7 +197,7 @@ def gqa_decode_ring(
         k = ks.index(stage).load(KEY).reshape([4, 16, 128]).permute([0, 2, 1])
         s = mma_v2(q, gl.convert_layout(k, OPERAND_B), zero)
         if SOFTCAP:
-            s = 1 - 2 / (gl.exp2(s * inner) + 1)
+            s = capped(s, inner)
         mask = start + key < end
         if MULTI_TOKEN:
             mask = mask & (start + key <= last[None, :, None])
@@ -256,8 +256,9 @@ def gqa_decode_ring(
     o_at = (split_idx.to(gl.int64) * S + row // G) * (KVH * G) + kv * G + row % G
     to = out_ptr + o_at[:, None] * 128 + c[None, :]
     if SPLIT:
+        z = log_sum_exp(m_i, l_i)
         rows = gl.where(num_splits > 0, S * G, 0)
-        gl.store(lse_ptr + o_at, log_sum_exp(m_i, l_i), mask=row < rows)
+        gl.store(lse_ptr + o_at, z, mask=row < rows)
         rows = gl.where(begin < end, rows, 0)
         gl.store(to, y, mask=(row < rows)[:, None])
         if REDUCE:

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...common.gluon_compat import barrier, tma_load
-from ..online_softmax import half_scale
+from ..online_softmax import capped, half_scale
 from .mla_decode_loads import split_of_cta, zeros_behind
 
 QUARTER = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 128 columns
@@ -46,7 +46,7 @@ def scaled_softmax(
     """``online_softmax.softmax_step_scaled``, with the scales' logarithms and inverses at hand."""
     KEYS: gl.constexpr = gl.SliceLayout(0, s.type.layout)
     if SOFTCAP:
-        s = 1 - 2 / (gl.exp2(s * inner) + 1)
+        s = capped(s, inner)
         factor = outer
     else:
         factor = inner

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from ...common.gluon_compat import barrier
-from ..online_softmax import exp_scores, log_sum_exp
+from ..online_softmax import capped, exp_scores, log_sum_exp
 from .mla_decode_fp8 import half_queries, scaled_softmax
 from .mla_decode_loads import query_rows, split_of_cta, zeros_behind
 from .mla_split_kv import store_lse, store_split
@@ -95,11 +95,13 @@ def _softmax(
             s, k_scale, stage, start, end, last, m_i, l_i, inner, outer, MASKED, SOFTCAP
         )
     else:
+        if SOFTCAP:
+            s = capped(s, inner)
         mask = s  # not read
         if MASKED:
             at = start + gl.arange(0, 64, layout=gl.SliceLayout(0, SCORES))
             mask = (at < end)[None, :] & (at[None, :] <= last[:, None])
-        p, alpha, m_i = exp_scores(s, mask, m_i, inner, outer, MASKED, SOFTCAP)
+        p, alpha, m_i = exp_scores(s, mask, m_i, outer if SOFTCAP else inner, MASKED)
         return p.to(gl.bfloat16), alpha, m_i, l_i * alpha + gl.sum(p, 1)
 
 

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...common.tile_scheduler import handed_out
-from ..online_softmax import softmax_step
+from ..online_softmax import capped, exp_scores
 from .prefill_loads import STAGES, tile_at
 
 
@@ -75,14 +75,17 @@ def _softmax(
     s, start, at_q, keys, m_i, l_i, inner, outer, window,
     KEYS: gl.constexpr, MASKED: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """``softmax_step`` of the block of keys from ``start`` on."""
+    """``online_softmax.softmax_step`` of the block of keys from ``start`` on."""
+    if SOFTCAP:
+        s = capped(s, inner)
     mask = s  # not read
     if MASKED:
         n = start + gl.arange(0, KEYS, layout=gl.SliceLayout(0, s.type.layout))
         mask = (n < keys)[None, :] & (n[None, :] <= at_q[:, None])
         if WINDOW:
             mask = mask & (n[None, :] > at_q[:, None] - window)
-    return softmax_step(s, mask, m_i, l_i, inner, outer, MASKED, SOFTCAP)
+    p, alpha, m_i = exp_scores(s, mask, m_i, outer if SOFTCAP else inner, MASKED)
+    return p, alpha, m_i, l_i * alpha + gl.sum(p, 1)
 
 
 @gluon.jit
