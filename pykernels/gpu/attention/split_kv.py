@@ -62,6 +62,7 @@ class Partials:
         values: float32 [total_splits, R, D], or the result itself, bf16 [B, R, D], if not
             ``split``.
         lse: float32 [total_splits, R].
+        block: splits that the combining kernel loads at a time.
         batch: power of two that holds B, for the kernels' vectors of sequences; at least 32, so
             that one compilation serves all small batches.
         early: whether kernels are launched while the one before still runs, and wait for it by
@@ -71,16 +72,21 @@ class Partials:
 
     def __init__(self, out: torch.Tensor, total_splits: int) -> None:
         """out: [B, R, D], contiguous; it is what ``combine`` fills."""
-        B, R, D = out.shape
+        B = out.shape[0]
         self.out, self.total_splits, self.split = out, total_splits, total_splits > B
         self.batch = max(32, triton.next_power_of_2(B))
         self.early = launches_early(out.device)
         self.launch = early_launch(self.early)
-        shape, device = (total_splits, R), out.device
-        self.lse = torch.empty(shape if self.split else (1,), dtype=torch.float32, device=device)
-        self.values = (
-            torch.empty(*shape, D, dtype=torch.float32, device=device) if self.split else out
-        )
+        # Most sequences' splits in one go. Five sizes at most are compiled.
+        self.block = min(128, max(8, triton.next_power_of_2(total_splits // max(1, B))))
+        self.values, self.lse = out, torch.empty(1, dtype=torch.float32, device=out.device)
+        if self.split:
+            self._allocate()
+
+    def _allocate(self) -> None:
+        (_, R, D), device = self.out.shape, self.out.device
+        self.lse = torch.empty(self.total_splits, R, dtype=torch.float32, device=device)
+        self.values = torch.empty(self.total_splits, R, D, dtype=torch.float32, device=device)
 
     def combine(self, lengths: torch.Tensor, S: int, window: int | None, keys: int) -> None:
         """``out`` from the partial results; nothing to do if there is one split a sequence.
@@ -88,14 +94,14 @@ class Partials:
         Args:
             lengths, S, window, keys: as the decode kernel had them.
         """
+        if self.split:
+            self._combine(lengths, S, window, keys)
+
+    def _combine(self, lengths: torch.Tensor, S: int, window: int | None, keys: int) -> None:
         B, R, D = self.out.shape
-        if not self.split:
-            return
-        # Most sequences' splits in one go. Five sizes at most are compiled.
-        block = min(128, max(8, triton.next_power_of_2(self.total_splits // B)))
-        columns = min(triton.next_power_of_2(D), max(32, _VALUES // block))
+        columns = min(triton.next_power_of_2(D), max(32, _VALUES // self.block))
         _combine[(B * R, triton.cdiv(D, columns))](
             self.values, self.lse, self.out, lengths, B, R, self.total_splits, S, window or 0,
-            D=D, D_BLOCK=columns, BLOCK=block, KEYS=keys, BATCH=self.batch,
+            D=D, D_BLOCK=columns, BLOCK=self.block, KEYS=keys, BATCH=self.batch,
             WINDOW=window is not None, EARLY=self.early, num_warps=4, **self.launch,
         )  # fmt: skip
