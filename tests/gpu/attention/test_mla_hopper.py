@@ -17,14 +17,14 @@ from .inputs import check, mla_inputs
 PLAN = DecodePlan(rows=64, keys=64, warps=8, stages=1, warp_specialized=True)
 
 MLA = [
-    ({"lengths": [150, 0, 64, 65]}, 1, "ragged: an empty sequence, whole blocks and one more"),
+    ({"lengths": [130, 0, 64, 65]}, 1, "ragged: an empty sequence, whole blocks and one more"),
     ({"lengths": [333, 65], "softcap": 3.0}, 0, "one split a sequence: no combining; capped"),
-    ({"lengths": [333]}, 9, "a split for each block"),
-    ({"lengths": [500, 3, 70]}, 3, "a long sequence beside short ones"),
+    ({"lengths": [200]}, 9, "a split for each block"),
+    ({"lengths": [260, 3, 70]}, 3, "a long sequence beside short ones"),
     ({"lengths": [130, 1], "NH": 20, "S": 4}, 1, "new tokens and heads over two tiles"),
     ({"lengths": [66, 2, 0], "NH": 16, "S": 4}, 9, "splits in which a row has no key"),
     ({"lengths": [200, 72], "page": 8}, 1, "small pages"),
-    ({"lengths": [300], "page": 256, "softcap": 3.0}, 1, "large pages; capped"),
+    ({"lengths": [270], "page": 256, "softcap": 3.0}, 1, "large pages; capped"),
     ({"lengths": [140, 0, 64], "page": 64, "fp8": True}, 1, "E4M3, ragged"),
     ({"lengths": [200], "page": 128, "fp8": True, "softcap": 3.0}, 0, "E4M3, no combining; capped"),
 ]

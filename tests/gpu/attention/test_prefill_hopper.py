@@ -10,15 +10,15 @@ from .. import gluon_roles
 from .test_prefill import run_gqa, run_mla, warp_specialized
 
 PREFILL = [
-    ({"queries": [300], "keys": [300], "NH": 4, "KVH": 2}, 64, "no prefix, a ragged last block"),
-    ({"queries": [200, 77, 0, 30], "keys": [500, 77, 9, 400]}, 128, "ragged, behind prefixes"),
+    ({"queries": [150], "keys": [150], "NH": 4, "KVH": 2}, 64, "no prefix, a ragged last block"),
+    ({"queries": [200, 77, 0, 30], "keys": [300, 77, 9, 200]}, 128, "ragged, behind prefixes"),
     ({"queries": [130, 127, 1], "keys": [256, 500, 1], "gap": 3}, 128, "edges; padding is NaN"),
-    ({"queries": [300, 9], "keys": [401, 4], "window": 150}, 64, "a window; queries without keys"),
+    ({"queries": [200, 9], "keys": [301, 4], "window": 100}, 64, "a window; queries without keys"),
     ({"queries": [200], "keys": [333], "window": 1}, 128, "a window of the token itself"),
     ({"queries": [128, 5], "keys": [129, 195], "window": 128, "loud": (0, 63)}, 64,
      "windows that leave out a block's first key and take in its last"),
     ({"queries": [140], "keys": [140], "softcap": 2.0}, 128, "capped scores"),
-    ({"queries": [200, 9], "keys": [470, 30], "page": 64}, 128, "pages"),
+    ({"queries": [140, 9], "keys": [270, 30], "page": 64}, 128, "pages"),
     ({"queries": [100], "keys": [270], "page": 8, "window": 100}, 128, "small pages and a window"),
     ({"queries": [100], "keys": [270], "page": 256}, 64, "large pages"),
 ]  # fmt: skip
