@@ -15,7 +15,7 @@ import torch
 from bench.harness.machine import check_gpu
 from bench.harness.session import exit_code
 from pykernels.errors import PykernelsError
-from pykernels.gpu.plans.attention_shape import OPS as ATTENTION
+from pykernels.gpu.plans.attention_lines import OPS as ATTENTION
 
 from . import attention, products
 from .job import Job

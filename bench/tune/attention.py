@@ -13,7 +13,7 @@ from bench.cases.attention import D_MLA, PAGE, L, R, Size, planned
 from pykernels.errors import PykernelsError
 from pykernels.gpu.attention.select import shipped_decode, shipped_prefill
 from pykernels.gpu.plans.attention import DecodePlan, PrefillPlan
-from pykernels.gpu.plans.attention_shape import OPS, AttentionShape
+from pykernels.gpu.plans.attention_lines import OPS, AttentionShape
 from pykernels.gpu.plans.tuned import write_tuned
 
 from .attention_candidates import candidates
@@ -82,7 +82,7 @@ class AttentionJob:
     def kernel(self, plan: Plan) -> tuple[object, Plan]:
         """Batches, lengths and how many share them are run-time numbers."""
         if isinstance(plan, DecodePlan):
-            plan = replace(plan, per_sm=1, least=1)
+            plan = replace(plan, ctas_per_sm=1, min_blocks=1)
         shape = self.shape
         fixed = (shape.heads // shape.kv_heads, *shape[2:6], shape.window > 0, shape.queries > 1)
         return (self.op, self.size.format, *fixed, plan), plan

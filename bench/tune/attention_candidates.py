@@ -9,8 +9,8 @@ from bench.cases.attention import D_MLA, PAGE, L, R, Size
 from pykernels.gpu.plans.attention import (
     DecodePlan,
     PrefillPlan,
-    in_lanes_fits,
-    in_ring_fits,
+    fp8_mma_fits,
+    ring_buffer_fits,
     warp_specialized_fits,
     warp_specialized_prefill_fits,
 )
@@ -31,33 +31,39 @@ def candidates(size: Size, capability: tuple[int, int]) -> Iterator[DecodePlan |
 
 def _mla_decode(size: Size, capability: tuple[int, int]) -> Iterator[DecodePlan]:
     if capability[0] == 9 and warp_specialized_fits(L, R, size.format == "fp8", PAGE):
-        for per_sm, least in itertools.product((1, 2), (1, 2, 3, 4)):  # 2 an SM: two waves
-            yield DecodePlan(64, 64, 8, 2, per_sm, warp_specialized=True, least=least)
+        for ctas_per_sm, min_blocks in itertools.product(
+            (1, 2), (1, 2, 3, 4)
+        ):  # 2 an SM: two waves
+            yield DecodePlan(
+                64, 64, 8, 2, ctas_per_sm, warp_specialized=True, min_blocks=min_blocks
+            )
     rows = size.heads * size.queries
     if rows <= 16 or capability[0] != 9:
-        for keys, stages, per_sm in itertools.product((32, 64), (2, 3), (1, 2)):
-            yield DecodePlan(16, keys, 8, stages, per_sm)
-        for keys, per_sm in itertools.product((16, 32), (1, 2)):
-            yield DecodePlan(16, keys, 4, 2, per_sm)
+        for keys, stages, ctas_per_sm in itertools.product((32, 64), (2, 3), (1, 2)):
+            yield DecodePlan(16, keys, 8, stages, ctas_per_sm)
+        for keys, ctas_per_sm in itertools.product((16, 32), (1, 2)):
+            yield DecodePlan(16, keys, 4, 2, ctas_per_sm)
     if rows > 16 and capability[0] >= 9:
-        for across in (True, False):
+        for split_scores in (True, False):
             for keys, stages in ((64, 2), (32, 3)):
-                yield DecodePlan(64, keys, 8, stages, 1, across)
+                yield DecodePlan(64, keys, 8, stages, 1, split_scores)
 
 
 def _gqa_decode(size: Size, capability: tuple[int, int]) -> Iterator[DecodePlan]:
     rows, fp8 = size.heads // size.kv_heads * size.queries, size.format == "fp8"
     tile = max(16, min(64, 1 << (rows - 1).bit_length()))
-    if capability[0] == 9 and in_ring_fits(size.head_dim, fp8, PAGE):
-        for stages, per_sm in _RINGS:
-            yield DecodePlan(16, 64, 4, stages, per_sm, in_ring=True)
-    if capability >= (8, 9) and rows <= 16 and in_lanes_fits(size.head_dim, fp8, PAGE):
+    if capability[0] == 9 and ring_buffer_fits(size.head_dim, fp8, PAGE):
+        for stages, ctas_per_sm in _RINGS:
+            yield DecodePlan(16, 64, 4, stages, ctas_per_sm, ring_buffer=True)
+    if capability >= (8, 9) and rows <= 16 and fp8_mma_fits(size.head_dim, fp8, PAGE):
         few = 8 if rows <= 8 else 16
-        for (keys, warps), per_sm in itertools.product(((64, 4), (128, 4), (128, 8)), (1, 2, 3)):
-            yield DecodePlan(few, keys, warps, 1, per_sm, in_lanes=True)
-    for keys, stages, per_sm in itertools.product((32, 64, 128), (2, 3, 4), (1, 2)):
+        for (keys, warps), ctas_per_sm in itertools.product(
+            ((64, 4), (128, 4), (128, 8)), (1, 2, 3)
+        ):
+            yield DecodePlan(few, keys, warps, 1, ctas_per_sm, fp8_mma=True)
+    for keys, stages, ctas_per_sm in itertools.product((32, 64, 128), (2, 3, 4), (1, 2)):
         if 64 <= keys * (stages - 1) <= 256 and keys * size.head_dim <= 1 << 14:
-            yield DecodePlan(tile, keys, 4, stages, per_sm)
+            yield DecodePlan(tile, keys, 4, stages, ctas_per_sm)
 
 
 def _prefill(size: Size, capability: tuple[int, int]) -> Iterator[PrefillPlan]:

@@ -1,8 +1,8 @@
 """The float truth of attention over paged caches and over ragged batches.
 
 Everywhere: query ``i`` of a sequence with ``Q`` queries and ``K`` keys sits at position
-``K - Q + i`` and sees the keys at its own position and before it, with a window only the last
-``window`` of those. A query that sees no key gives zeros.
+``K - Q + i`` and attends to the keys at its own position and before it, with a window only the last
+``window`` of those. A query without a key gives zeros.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def mla_decode(
         q_rope: [B, NH, R] or [B, S, NH, R], rotated.
         latent: [P, page, L], normalised latents; with ``latent_scale``, E4M3.
         rope: [P, page, R], the rotated part that all heads share.
-        page_table: int32 [B, pages]: page ``j`` of a sequence lies at ``latent[page_table[b, j]]``.
+        page_table: int32 [B, pages]: page ``j`` of a sequence is ``latent[page_table[b, j]]``.
         lengths: int32 [B], keys of each sequence, those of this call's S tokens included.
         scale: of the scores, ``(128 + R) ** -0.5`` and YaRN's factor.
         latent_scale: float32 [P, page]; a token's latent is ``latent * latent_scale``.
@@ -183,12 +183,12 @@ def attend(
         scores = softcap * torch.tanh(scores / softcap)
     key = torch.arange(K, dtype=torch.int64, device=q.device)
     at = torch.arange(K - Q, K, dtype=torch.int64, device=q.device)
-    seen = key <= at[:, None]  # [Q, K]
+    mask = key <= at[:, None]  # [Q, K]
     if window is not None:
-        seen &= key > at[:, None] - window
-    scores = scores.masked_fill(~seen, float("-inf"))
-    shares = torch.softmax(scores, -1).nan_to_num(0.0) * seen  # rows without a key: zeros
-    return torch.einsum("hgqk,khd->qhgd", shares, v).flatten(1, 2)
+        mask &= key > at[:, None] - window
+    scores = scores.masked_fill(~mask, float("-inf"))
+    p = torch.softmax(scores, -1).nan_to_num(0.0) * mask  # rows without a key: zeros
+    return torch.einsum("hgqk,khd->qhgd", p, v).flatten(1, 2)
 
 
 def _pages(

@@ -25,7 +25,7 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _write(
     rows: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor | None
 ) -> None:
-    """Rows [T, ...] to places ``slots`` of [P, page, ...]; slots outside are left out."""
+    """Rows [T, ...] to the ``slots`` of [P, page, ...]; slots outside are left out."""
     here = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
     at, rows = slots[here].long(), rows[here]
     if scales is None:
@@ -44,12 +44,12 @@ def mla_write(
     rope_cache: torch.Tensor,
     latent_scale: torch.Tensor | None = None,
 ) -> None:
-    """Latents and their rotated parts to their places in the cache of `mla_decode`.
+    """Writes latents and their rotated parts to their slots in the cache of `mla_decode`.
 
     Args:
         latent: [T, L].
         rope: [T, R].
-        slots: int [T], ``page * page_size + place``; a token whose slot is outside the cache
+        slots: int [T], ``page * page_size + offset``; a token whose slot is outside the cache
             (negative: padding; or ``P * page_size`` and more) is written nowhere.
         latent_cache: [P, page, L]; with ``latent_scale``, E4M3.
         rope_cache: [P, page, R].
@@ -68,7 +68,7 @@ def kv_write(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
-    """Keys and values to their places in the cache of `gqa_decode`.
+    """Writes keys and values to their slots in the cache of `gqa_decode`.
 
     Args:
         k, v: [T, KVH, D].

@@ -88,7 +88,8 @@ class Box:
         self.fresh = True
         self.writer = ""
         self.readers: set[str] = set()  # waited for their products, had no barrier since
-        threads.boxes.append(self)
+        if source is None:
+            threads.boxes.append(self)
 
     @property
     def value(self) -> Any:
@@ -213,13 +214,13 @@ def _packed(low, high):
 
 
 @triton.jit
-def _decoded_within(word):
+def _e4m3_pairs(word):
     low = _packed(_half(word), _half(word >> 8))
     return low, _packed(_half(word >> 16), _half(word >> 24))
 
 
 @triton.jit
-def _decoded_across(even, odd):
+def _e4m3_pairs_interleaved(even, odd):
     a = _packed(_half(even), _half(odd))
     b = _packed(_half(even >> 8), _half(odd >> 8))
     c = _packed(_half(even >> 16), _half(odd >> 16))
@@ -290,8 +291,8 @@ def interpreted(kernel: Any, without: str | None = None) -> Any:
         "tma_load": gluon_roles.load,
         "mma_v2": _mma_v2,
         "pair": _pair,
-        "decoded_within": _decoded_within,
-        "decoded_across": _decoded_across,
+        "e4m3_pairs": _e4m3_pairs,
+        "e4m3_pairs_interleaved": _e4m3_pairs_interleaved,
         "transposed_pairs": _transposed_pairs,
         "to_e4m3": float_to_e4m3,  # the interpreter's own conversions do not round
         "to_bf16": to_bf16,

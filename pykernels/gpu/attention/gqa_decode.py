@@ -1,7 +1,11 @@
-"""Grouped-query attention of the newest tokens over a paged cache.
+"""Grouped-query attention of the newest tokens over a paged cache: FlashDecoding (split-KV).
 
-One program reads a part of one sequence's keys and values of one KV head, for all query heads of
-that KV head and every new token: each byte of the cache is read once.
+One CTA reads a split of one sequence's keys and values of one KV head, for all query heads of that
+KV head and every new token: each byte of the cache is read once. The splits' results are combined
+by a second kernel (``split_kv``), or by the CTA that is done last (``hopper.split_kv``).
+
+Here are the op and Triton's kernel. Two more take heads of 128: ``gqa_decode_fp8`` for E4M3, and
+``hopper.gqa_decode`` for bf16.
 """
 
 from __future__ import annotations
@@ -14,24 +18,26 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...errors import PykernelsError
-from ..common.launch import arch, check_device, interpreted, why_not
+from ..common.launch import arch, check_device, interpreted, num_sms, why_not
 from ..common.strides import as_bytes, check_out
-from ..plans.attention import DecodePlan, in_lanes_takes, in_ring_takes, sms
+from ..plans.attention import DecodePlan
 from ..plans.attention_shape import AttentionShape
 from .checks import check_cache, check_scales, check_scores, newest_tokens
 from .online_softmax import (
     cache_kind,
-    first_seen,
-    halves,
-    log_total,
+    cache_to_half,
+    find_split,
+    first_key,
+    half_rows,
+    load_lengths,
+    log_sum_exp,
     page_rows,
     pages_at,
     product,
-    rows_in_half,
-    scaled_step,
     score_factors,
-    share_of_slot,
     softmax_step,
+    softmax_step_scaled,
+    split_range,
 )
 from .select import select_decode
 from .split_kv import Partials
@@ -46,10 +52,10 @@ def _heads(rows, d, D: tl.constexpr):
         return tl.load(rows + d[None, :], mask=(d < D)[None, :], other=0)
 
 
-@triton.jit(do_not_specialize=["B", "slots", "table_stride"])  # a batch compiles nothing new
+@triton.jit(do_not_specialize=["B", "total_splits", "table_stride"])  # a batch compiles nothing new
 def _gqa_decode(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, length_ptr, out_ptr, lse_ptr,
-    inner, outer, window, B, S, KVH, slots, table_stride, q_b, q_s, q_h,
+    inner, outer, window, B, S, KVH, total_splits, table_stride, q_b, q_s, q_h,
     G: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, BATCH: tl.constexpr,
     KIND: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
@@ -59,13 +65,14 @@ def _gqa_decode(
         gdc_wait()  # for what the kernel before this one wrote
         gdc_launch_dependents()  # the combining kernel waits by itself
     blocks = tl.cdiv(S * G, ROWS)
-    kv, slot = tl.program_id(0) // blocks, tl.program_id(1)
-    b, part, parts = slot, 0, 1
+    kv, split_idx = tl.program_id(0) // blocks, tl.program_id(1)
+    b, split, num_splits = split_idx, 0, 1
     if SPLIT:
-        b, length, part, parts = share_of_slot(
-            length_ptr, slot, B, slots, S, window, KEYS, BATCH, WINDOW
+        i, lengths = load_lengths(length_ptr, B, BATCH)
+        b, length, split, num_splits = find_split(
+            i, lengths, split_idx, B, total_splits, S, window, KEYS, WINDOW
         )
-        if parts == 0:
+        if num_splits == 0:
             return
     else:
         length = tl.load(length_ptr + b)
@@ -80,51 +87,52 @@ def _gqa_decode(
 
     q_factor = tl.full([ROWS], 1.0, tl.float32)
     if KIND != 0:
-        q, q_factor = rows_in_half(q)
+        q, q_factor = half_rows(q)
 
-    last = length - S + s_at  # newest key that the row sees
-    first = first_seen(length, S, window, KEYS, WINDOW)
-    each = tl.cdiv(tl.cdiv(length - first, KEYS), parts) * KEYS
-    begin = first + part * each
-    end = tl.minimum(length, begin + each)
+    last = length - S + s_at  # newest key that the row attends to
+    first = first_key(length, S, window, KEYS, WINDOW)
+    begin, end = split_range(first, length, split, num_splits, KEYS, False)
     table = table_ptr + b.to(tl.int64) * table_stride
 
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    m_i = tl.full([ROWS], float("-inf"), tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D_BLOCK], tl.float32)
     pages = pages_at(table, begin, end, n, PAGE, KEYS)
     for start in tl.range(begin, end, KEYS, num_stages=STAGES):
-        # Behind the end the last key again, whose share is zero: no masks, and no NaN.
+        # Behind the end the last key again, whose probability is zero: loads without masks, and no
+        # NaN in the cache is read.
         at = page_rows(pages, start, tl.minimum(n, end - 1 - start), PAGE, KEYS) * KVH + kv
         pages = pages_at(table, start + KEYS, end, n, PAGE, KEYS)
-        there = start + n < end
-        k = halves(_heads(k_ptr + at[:, None] * D, d, D), KIND, False)
-        v = halves(_heads(v_ptr + at[:, None] * D, d, D), KIND, False)
+        valid = start + n < end
+        k = cache_to_half(_heads(k_ptr + at[:, None] * D, d, D), KIND, False)
+        v = cache_to_half(_heads(v_ptr + at[:, None] * D, d, D), KIND, False)
         s = product(q, tl.trans(k), tl.zeros([ROWS, KEYS], tl.float32), WIDE)
-        seen = there[None, :] & (start + n[None, :] <= last[:, None])
+        mask = valid[None, :] & (start + n[None, :] <= last[:, None])
         if WINDOW:
-            seen = seen & (start + n[None, :] > last[:, None] - window)
+            mask = mask & (start + n[None, :] > last[:, None] - window)
         if KIND != 0:
             k_scale = tl.load(k_scale_ptr + at)
             v_scale = tl.load(v_scale_ptr + at)
             s *= q_factor[:, None] * k_scale[None, :]
-            p, alpha, m, total = scaled_step(s, seen, v_scale, m, total, inner, outer, SOFTCAP)
+            p, alpha, m_i, l_i = softmax_step_scaled(
+                s, mask, v_scale, m_i, l_i, inner, outer, SOFTCAP
+            )
         else:
-            p, alpha, m, total = softmax_step(s, seen, m, total, inner, outer, True, SOFTCAP)
+            p, alpha, m_i, l_i = softmax_step(s, mask, m_i, l_i, inner, outer, True, SOFTCAP)
         acc = product(p.to(v.dtype), v, acc * alpha[:, None], WIDE)
 
-    y = acc / tl.where(total == 0, 1.0, total)[:, None]
-    o_at = (slot.to(tl.int64) * S + s_at) * (KVH * G) + h_at  # not split: slots are sequences
+    y = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
+    o_at = (split_idx.to(tl.int64) * S + s_at) * (KVH * G) + h_at  # not split: of a sequence
     o_ptrs = out_ptr + o_at[:, None] * D + d[None, :]
     if SPLIT:
-        tl.store(lse_ptr + o_at, log_total(m, total), mask=inside)
+        tl.store(lse_ptr + o_at, log_sum_exp(m_i, l_i), mask=inside)
         if begin < end:
             tl.store(o_ptrs, y.to(out_ptr.dtype.element_ty), mask=q_mask)
     else:
         tl.store(o_ptrs, y.to(out_ptr.dtype.element_ty), mask=q_mask)
 
 
-def _check(
+def _checked(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -136,10 +144,11 @@ def _check(
     v_scale: torch.Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
-) -> torch.device:
-    """The one device of what ``gqa_decode`` takes; raises `PykernelsError` for what it does not."""
+) -> tuple[torch.device, torch.Tensor]:
+    """(the device, q as [B, S, NH, D]); raises `PykernelsError` for what ``gqa_decode`` refuses."""
     device = check_device(q, k, v, page_table, lengths)
-    B, _, NH, D = newest_tokens(q, "q").shape
+    q = newest_tokens(q, "q")
+    B, _, NH, D = q.shape
     KVH = k.shape[2] if k.ndim == 4 else 0
     if KVH < 1 or NH % KVH:
         raise PykernelsError(f"{NH} query heads on {KVH} KV heads", "Give a whole number a KV head")
@@ -152,12 +161,12 @@ def _check(
     check_scales(v, v_scale, "v_scale", (P, page, KVH))
     if v.dtype != k.dtype:
         raise PykernelsError(f"k is {k.dtype} and v {v.dtype}", "Both must be of one dtype")
-    return device
+    return device, q
 
 
 def supports(*tensors: torch.Tensor, **options: Any) -> str | None:
     """None if ``gqa_decode`` takes these (all but max_length, out, plan), or the reason why not."""
-    return why_not(_check, *tensors, **options)
+    return why_not(_checked, *tensors, **options)
 
 
 def gqa_decode(
@@ -182,7 +191,7 @@ def gqa_decode(
         q: bf16, any strides but the last, which is 1; D up to 256.
         k, v: bf16, or E4M3 with scales of one a token and head; contiguous.
         max_length: no sequence is longer (default: what the page table can hold). It only sets how
-            many programs share a sequence: lengths are read on the device.
+            many splits a sequence has: lengths are read on the device.
         out: bf16 like the result, contiguous.
         plan: instead of a tuned or the shipped one.
 
@@ -192,72 +201,57 @@ def gqa_decode(
     Raises:
         PykernelsError: a dtype, size or GPU that the kernel does not take.
     """
-    device = _check(
+    device, q4 = _checked(
         q, k, v, page_table, lengths, scale=scale, k_scale=k_scale, v_scale=v_scale, window=window,
         softcap=softcap,
     )  # fmt: skip
     window = None if window is None else int(window)  # NumPy's integers are none to Triton
-    q4 = newest_tokens(q, "q")
     (B, S, NH, D), (page, KVH) = q4.shape, k.shape[1:3]
     result = check_out(out, q, *q.shape, dtype=torch.bfloat16)
     if result.numel() == 0:
         return result
     G = NH // KVH
-    fp8, aligned = k_scale is not None, not (k.data_ptr() | v.data_ptr()) % 16
-    lies = (fp8, page, device, aligned)
     longest = page_table.shape[1] * page if max_length is None else max_length
-    seen = longest if window is None else min(longest, window + S - 1)
-    shape = AttentionShape(NH, KVH, D, 0, D, page, window or 0, B, S, seen)
-    chosen = plan or select_decode("gqa_decode", shape, fp8, device, aligned)
-    if chosen.in_lanes and not in_lanes_takes(D, *lies):
-        raise PykernelsError(
-            f"a plan in lanes for {k.dtype} heads of {D} in pages of {page}, at "
-            f"{k.data_ptr() % 16} and {v.data_ptr() % 16} behind 16 bytes, on this GPU",
-            "Give a plan without in_lanes",
-        )
-    if chosen.in_ring and not in_ring_takes(D, *lies):
-        raise PykernelsError(
-            f"a plan with a ring for {k.dtype} heads of {D} in pages of {page}, at "
-            f"{k.data_ptr() % 16} and {v.data_ptr() % 16} behind 16 bytes, on this GPU",
-            "Give a plan without in_ring",
-        )
-    blocks = triton.cdiv(S * G, chosen.rows)
+    context = longest if window is None else min(longest, window + S - 1)
+    shape = AttentionShape(NH, KVH, D, 0, D, page, window or 0, B, S, context)
+    fp8, aligned = k_scale is not None, not (k.data_ptr() | v.data_ptr()) % 16
+    chosen = select_decode("gqa_decode", shape, fp8, aligned, device, plan)
+    tiles = triton.cdiv(S * G, chosen.rows)
     if window is not None:
         longest = min(longest, window + S - 1 + chosen.keys)
-    slots = chosen.slots(B, KVH * blocks, longest, sms(device))
-    partials = Partials(result.view(B, S * NH, D), slots)
-    inner, outer = score_factors(scale, softcap)
-    grid = (KVH * blocks, slots)
+    total_splits = chosen.total_splits(B, KVH * tiles, longest, num_sms(device))
+    partials = Partials(result.view(B, S * NH, D), total_splits)
+    grid = (KVH * tiles, total_splits)
     where = (page_table, lengths, partials.values, partials.lse)
-    numbers = (inner, outer, window or 0, B, S)
-    strides = (slots, page_table.stride(0), *q4.stride()[:3])
+    numbers = (*score_factors(scale, softcap), window or 0, B, S)
+    strides = (total_splits, page_table.stride(0), *q4.stride()[:3])
     options = {"G": G, "PAGE": page, "WINDOW": window is not None, "SOFTCAP": softcap is not None}
     options |= {"BATCH": partials.batch, "SPLIT": partials.split, "EARLY": partials.early}
-    if chosen.in_ring:
+    if chosen.ring_buffer:
         # Gluon: not in the interpreter
         from .hopper import gqa_decode as ring
-        from .hopper import split_kv as last_part
+        from .hopper import split_kv as in_kernel
 
-        tile_rows, most = min(16, S * G), slots - B + 1
-        last = partials.split and last_part.worth_it(tile_rows, most)
-        words, number = last_part.counted(device, B * KVH * blocks) if last else (None, 0)
+        rows, most = min(16, S * G), total_splits - B + 1
+        reduces = partials.split and in_kernel.worth_it(rows, most)
+        counters = in_kernel.new_counters(device, B * KVH * tiles) if reduces else (0, None)
         ring.gqa_decode_ring[grid](
             q4, ring.rows_of(k), ring.rows_of(v), *where, *numbers, *strides, page_table.shape[1],
-            number, words, result, **options, KVH=KVH, STAGES=chosen.stages, MANY=S > 1, LAST=last,
-            num_warps=ring.WARPS, **partials.launch,
+            *counters, result, **options, KVH=KVH, STAGES=chosen.stages, MULTI_TOKEN=S > 1,
+            REDUCE=reduces, num_warps=ring.WARPS, **partials.launch,
         )  # fmt: skip
-        if last:
+        if reduces:
             return result
-    elif chosen.in_lanes:
-        from . import gqa_decode_fp8 as lanes  # Gluon: not in the interpreter
+    elif chosen.fp8_mma:
+        from . import gqa_decode_fp8 as fp8_mma  # Gluon: not in the interpreter
         from .gqa_decode_fp8_mma import layouts
 
         keys = chosen.keys // chosen.warps
         in_key, in_value = layouts(chosen.warps, keys)
-        lanes.gqa_decode_lanes[grid](
+        fp8_mma.gqa_decode_fp8[grid](
             q4, k.view(torch.int32), v.view(torch.int32), k_scale, v_scale, *where, *numbers,
-            *strides, **options, KVH=KVH, KEYS=keys, W=chosen.warps, ROWS=chosen.rows, MANY=S > 1,
-            LK=in_key, LV=in_value, num_warps=chosen.warps, **partials.launch,
+            *strides, **options, KVH=KVH, KEYS=keys, W=chosen.warps, ROWS=chosen.rows,
+            MULTI_TOKEN=S > 1, LK=in_key, LV=in_value, num_warps=chosen.warps, **partials.launch,
         )  # fmt: skip
     else:
         _gqa_decode[grid](

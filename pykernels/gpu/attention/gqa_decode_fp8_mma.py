@@ -1,15 +1,15 @@
-"""What kernels share whose lanes multiply what they load: operands of ``mma.sync`` (Gluon).
+"""Operands of ``mma.sync`` from E4M3 words, for ``gqa_decode_fp8`` (Gluon).
 
-Keys and values of 128 elements in E4M3 are loaded 16 bytes a lane straight into the lanes whose
-products take them, and become float16 there. Nothing passes through shared memory. They are the
-left operands, so that 8 query rows fill a product. What a product sums over may be in any order in
-which both operands agree:
+Keys and values of 128 elements are loaded 16 bytes a lane straight into the lanes whose products
+take them, and dequantized to float16 there: nothing passes through shared memory. They are operand
+A, so that 8 query rows fill a product (its N). A product may sum in any order on which both
+operands agree:
 
 - Scores [keys, rows] sum over D: lane 4 g + t has 16 bytes at 16 t and at 64 + 16 t of keys g,
   g + 8, ..., and the queries' elements are put in the same order.
 - Values [D, rows] sum over keys: lane 4 g + t has 16 bytes at 16 g of keys 2 t, 2 t + 1, 2 t + 8,
-  ..., and shares are transposed, 8 x 8 in an instruction. The result's rows are put in order at the
-  end.
+  ..., and probabilities are transposed, 8 x 8 in an instruction. The result's rows are put in
+  order at the end.
 
 The first dimension of every tensor is the warps'.
 """
@@ -20,23 +20,24 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..common.dequant_mma import powers
+from .online_softmax import half_scale
 
 
 def layouts(warps: int, keys: int) -> tuple[object, object]:
     """(int32 of keys, of values) [warps, keys, 32] as the products want them."""
-    parts = [[part, 0, 0] for part in powers(1, warps)]
+    of_warps = [[warp, 0, 0] for warp in powers(1, warps)]
     others = [[0, n, 0] for n in powers(8, keys)]
     in_key = gl.DistributedLinearLayout(
         [[0, 0, n] for n in (1, 2, 16)] + others,
         [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        parts,
+        of_warps,
         [],
         [warps, keys, 32],
     )
     in_value = gl.DistributedLinearLayout(
         [[0, 0, 1], [0, 0, 2], [0, 1, 0], *others],
         [[0, 2, 0], [0, 4, 0], [0, 0, 4], [0, 0, 8], [0, 0, 16]],
-        parts,
+        of_warps,
         [],
         [warps, keys, 32],
     )
@@ -52,7 +53,7 @@ def half_pair(bits):
 
 
 @gluon.jit
-def decoded_within(word):
+def e4m3_pairs(word):
     """Four E4M3 as two pairs of float16: exact, an instruction a pair."""
     return gl.inline_asm_elementwise(
         "{.reg .b16 a, b; mov.b32 {a, b}, $2;"
@@ -62,7 +63,7 @@ def decoded_within(word):
 
 
 @gluon.jit
-def decoded_across(even, odd):
+def e4m3_pairs_interleaved(even, odd):
     """Bytes 0 to 3 of two words, each beside the other word's, as pairs of float16."""
     return gl.inline_asm_elementwise(
         "{.reg .b32 x, y; .reg .b16 a, b, c, d;"
@@ -102,19 +103,19 @@ def joined(bits):
 
 
 @gluon.jit
-def left_keys(words, A: gl.constexpr):
-    """[W, N, 32] -> [W, N, 128], D in the queries' order (``right_queries``)."""
+def key_operand(words, A: gl.constexpr):
+    """[W, N, 32] -> operand A [W, N, 128], D in the order of ``query_operand``."""
     W: gl.constexpr = words.shape[0]
     N: gl.constexpr = words.shape[1]
-    low, high = decoded_within(words)
+    low, high = e4m3_pairs(words)
     x = gl.join(joined(low), joined(high))  # .., bit 0 of d, bit 1
     x = x.reshape([W, N, 2, 4, 4, 2, 2]).permute([0, 1, 2, 4, 6, 3, 5])
     return gl.convert_layout(x.reshape([W, N, 128]), A)
 
 
 @gluon.jit
-def right_queries(q, B: gl.constexpr):
-    """[W, ROWS, 128] -> [W, 128, ROWS] in the order of ``left_keys``."""
+def query_operand(q, B: gl.constexpr):
+    """[W, ROWS, 128] -> operand B [W, 128, ROWS], D in the order of ``key_operand``."""
     W: gl.constexpr = q.shape[0]
     ROWS: gl.constexpr = q.shape[1]
     x = q.reshape([W, ROWS, 2, 4, 4, 2, 2]).permute([0, 2, 4, 5, 3, 6, 1])
@@ -122,27 +123,27 @@ def right_queries(q, B: gl.constexpr):
 
 
 @gluon.jit
-def left_values(words, A: gl.constexpr):
-    """[W, N, 32] -> [W, 128, N], D in the order that ``in_order`` undoes."""
+def value_operand(words, A: gl.constexpr):
+    """[W, N, 32] -> operand A [W, 128, N], D in the order that ``unpermute_columns`` undoes."""
     W: gl.constexpr = words.shape[0]
     N: gl.constexpr = words.shape[1]
     even, odd = gl.split(words.reshape([W, N // 2, 2, 32]).permute([0, 1, 3, 2]))
-    a, b, c, d = decoded_across(even, odd)
+    a, b, c, d = e4m3_pairs_interleaved(even, odd)
     x = gl.join(gl.join(joined(a), joined(b)), gl.join(joined(c), joined(d)))
     x = x.reshape([W, N // 2, 8, 4, 2, 2, 2]).permute([0, 3, 6, 5, 2, 1, 4])
     return gl.convert_layout(x.reshape([W, 128, N]), A)
 
 
 @gluon.jit
-def in_order(acc):
-    """[128, ROWS] sums of ``left_values`` -> [ROWS, 128]."""
+def unpermute_columns(acc):
+    """[128, ROWS] sums of ``value_operand`` -> [ROWS, 128]."""
     ROWS: gl.constexpr = acc.shape[1]
     return acc.reshape([16, 8, ROWS]).permute([2, 1, 0]).reshape([ROWS, 128])
 
 
 @gluon.jit
-def right_shares(p, B: gl.constexpr):
-    """[W, N, ROWS] float32 as scores lie -> float16 as a right operand."""
+def p_operand(p, B: gl.constexpr):
+    """[W, N, ROWS] float32 as scores lie -> float16 as operand B."""
     W: gl.constexpr = p.shape[0]
     N: gl.constexpr = p.shape[1]
     ROWS: gl.constexpr = p.shape[2]
@@ -152,13 +153,10 @@ def right_shares(p, B: gl.constexpr):
 
 
 @gluon.jit
-def in_half(x):
-    """``attention_parts.rows_in_half`` of [W, ROWS, 128]."""
-    top = gl.max(gl.abs(x.to(gl.float32)), 2)
-    power = gl.maximum(top.to(gl.int32, bitcast=True) & 0x7F800000, 15 << 23) - (14 << 23)
-    inverse = ((254 << 23) - power).to(gl.float32, bitcast=True)
-    half = (x.to(gl.float32) * inverse[:, :, None]).to(gl.float16)
-    return half, power.to(gl.float32, bitcast=True)
+def half_rows(x):
+    """``online_softmax.half_rows`` of [W, ROWS, 128]."""
+    power, inverse = half_scale(gl.max(gl.abs(x.to(gl.float32)), 2))
+    return (x.to(gl.float32) * inverse[:, :, None]).to(gl.float16), power
 
 
 @gluon.jit
@@ -176,7 +174,7 @@ def first_rows(page, start, w, KEYS: gl.constexpr, PAGE: gl.constexpr):
 
 @gluon.jit
 def key_words(ptrs, page, start, w, TOKEN: gl.constexpr, KEYS: gl.constexpr, PAGE: gl.constexpr):
-    """Behind the end whatever is there: their scores are not looked at."""
+    """Behind the end whatever the cache holds: those scores are masked."""
     at = first_rows(page, start, w, KEYS, PAGE) * TOKEN
     return gl.load(ptrs + at[:, None, None])
 
@@ -187,5 +185,5 @@ def value_words(
 ):
     """Zeros behind the end."""
     at = first_rows(page, start, w, KEYS, PAGE) * TOKEN
-    there = n[None, :] < (end - start - w * KEYS)[:, None]
-    return gl.load(ptrs + at[:, None, None], mask=there[:, :, None], other=0)
+    valid = n[None, :] < (end - start - w * KEYS)[:, None]
+    return gl.load(ptrs + at[:, None, None], mask=valid[:, :, None], other=0)

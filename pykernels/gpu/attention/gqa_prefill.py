@@ -1,4 +1,4 @@
-"""Causal grouped-query attention of many tokens, behind a cached prefix or not."""
+"""Causal grouped-query attention of many tokens, behind a cached prefix or not: the op."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ...shapes import Ragged
 from ..common.launch import why_not
 from ..plans.attention import PrefillPlan
 from .checks import FP8, check_cache, check_scales
-from .prefill import checked, launch
+from .prefill import Inputs, checked, launch
 
 
-def _parts(
+def _inputs(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -25,8 +25,8 @@ def _parts(
     v_scale: torch.Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
-) -> tuple[Any, ...]:
-    """What the common half of the prefill launchers takes; its own checks done."""
+) -> Inputs:
+    """What both prefill ops are made of; the checks of this one done."""
     table = batch.page_table
     if q.ndim != 3 or k.ndim != (3 if table is None else 4) or k.shape != v.shape:
         raise PykernelsError(
@@ -46,12 +46,12 @@ def _parts(
     if table is None and k.dtype == FP8:
         raise PykernelsError(f"k is {k.dtype} without pages", "Keep it in pages, or give bfloat16")
     k, v = (x if table is None else x.flatten(0, 1) for x in (k, v))
-    return q, k, v, (None, None), scales, batch, page, scale, window, softcap
+    return Inputs(q, k, v, batch, scale, softcap, window, page, scales=scales)
 
 
 def supports(*tensors: Any, **options: Any) -> str | None:
     """None if ``gqa_prefill`` takes these (all but out and plan), or the reason why not."""
-    return why_not(lambda: checked(*_parts(*tensors, **options), plan=None))
+    return why_not(lambda: checked(_inputs(*tensors, **options)))
 
 
 def gqa_prefill(
@@ -82,8 +82,8 @@ def gqa_prefill(
     Raises:
         PykernelsError: a dtype, size or GPU that the kernel does not take.
     """
-    parts = _parts(
+    given = _inputs(
         q, k, v, batch, scale=scale, k_scale=k_scale, v_scale=v_scale, window=window,
         softcap=softcap,
     )  # fmt: skip
-    return launch(*parts, out=out, plan=plan)
+    return launch(given, out, plan)

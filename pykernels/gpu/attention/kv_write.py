@@ -1,4 +1,4 @@
-"""Keys and values into a paged cache, one launch; E4M3 with one scale a row, or as they are."""
+"""Writes keys and values into a paged cache in one launch: E4M3 with a scale a row, or as is."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ..common.launch import FLOATS, check_device, launches_early, unsupported
 
 @triton.jit
 def _write_rows(
-    x, cache, scales, t, group, place, t_stride, group_stride, G, D,
+    x, cache, scales, t, group, slot, t_stride, group_stride, G, D,
     QUANTIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     g = group[:, None].to(tl.int64)  # heads may be 2 ** 31 elements apart
     d = tl.arange(0, BLOCK)[None, :]
     mask = (g < G) & (d < D)
     value = tl.load(x + t * t_stride + g * group_stride + d, mask=mask, other=0.0)
-    at = (place * G + g) * D + d
+    at = (slot * G + g) * D + d
     if QUANTIZE:
         value = value.to(tl.float32)
-        top = tl.max(tl.abs(value), 1)  # of the numbers: NaN is no candidate
-        scale = tl.div_rn(top, tl.full(top.shape, 448.0, tl.float32))
+        amax = tl.max(tl.abs(value), 1)  # of the numbers: NaN is no candidate
+        scale = tl.div_rn(amax, tl.full(amax.shape, 448.0, tl.float32))
         scale = tl.where(scale > 0, scale, 1.0)
         scaled = tl.div_rn(value, scale[:, None] + tl.zeros_like(value))
         tl.store(cache + at, float_to_e4m3(scaled), mask=mask)
-        tl.store(scales + place * G + group, scale, mask=group < G)
+        tl.store(scales + slot * G + group, scale, mask=group < G)
     else:
         tl.store(cache + at, value.to(cache.dtype.element_ty), mask=mask)
 
@@ -37,18 +37,18 @@ def _write_rows(
 @triton.jit
 def _write(
     a, b, slots, a_cache, b_cache, a_scale, b_scale,
-    a_t, a_g, b_t, b_g, A_G, B_G, A_D, B_D, PLACES,
+    a_t, a_g, b_t, b_g, A_G, B_G, A_D, B_D, NUM_SLOTS,
     A_QUANTIZE: tl.constexpr, B_QUANTIZE: tl.constexpr,
     GROUPS: tl.constexpr, A_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     if TRIGGER:
         gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
-    place = tl.load(slots + t).to(tl.int64)
+    slot = tl.load(slots + t).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    if (place >= 0) & (place < PLACES):
-        _write_rows(a, a_cache, a_scale, t, group, place, a_t, a_g, A_G, A_D, A_QUANTIZE, A_BLOCK)
-        _write_rows(b, b_cache, b_scale, t, group, place, b_t, b_g, B_G, B_D, B_QUANTIZE, B_BLOCK)
+    if (slot >= 0) & (slot < NUM_SLOTS):
+        _write_rows(a, a_cache, a_scale, t, group, slot, a_t, a_g, A_G, A_D, A_QUANTIZE, A_BLOCK)
+        _write_rows(b, b_cache, b_scale, t, group, slot, b_t, b_g, B_G, B_D, B_QUANTIZE, B_BLOCK)
 
 
 def supports(
@@ -121,12 +121,12 @@ def mla_write(
     rope_cache: torch.Tensor,
     latent_scale: torch.Tensor | None = None,
 ) -> None:
-    """Latents and their rotated parts to their places in the cache of `mla_decode`.
+    """Writes latents and their rotated parts to their slots in the cache of `mla_decode`.
 
     Args:
         latent: [T, L], rows dense.
         rope: [T, R], rows dense.
-        slots: int32 or int64 [T], ``page * page_size + place``; a token whose slot is outside the
+        slots: int32 or int64 [T], ``page * page_size + offset``; a token whose slot is outside the
             cache (negative: padding; or ``P * page_size`` and more) is written nowhere.
         latent_cache: [P, page, L]; with ``latent_scale``, E4M3 (or its bytes as uint8).
         rope_cache: [P, page, R].
@@ -164,7 +164,7 @@ def kv_write(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
-    """Keys and values to their places in the cache of `gqa_decode`.
+    """Writes keys and values to their slots in the cache of `gqa_decode`.
 
     Args:
         k, v: [T, KVH, D], the last dimension dense.

@@ -1,7 +1,9 @@
 """Absorbed multi-head latent attention of the newest tokens over a paged latent cache.
 
-One program reads a part of one sequence's latents once, for a block of query rows (heads of every
-new token): the latent is key and value, so a block of it is loaded once for both products.
+FlashDecoding (split-KV): one CTA reads a split of one sequence's latents once, for a block of query
+rows (heads of every new token). The latent is key and value, so a block of it is loaded once for
+both products. Here are the op and Triton's kernel; Hopper's for DeepSeek's sizes, in the manner of
+FlashMLA, is ``hopper.mla_decode``.
 """
 
 from __future__ import annotations
@@ -14,24 +16,26 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...errors import PykernelsError
-from ..common.launch import arch, check_device, interpreted, why_not
+from ..common.launch import arch, check_device, interpreted, num_sms, why_not
 from ..common.strides import as_bytes, check_out
-from ..plans.attention import DecodePlan, sms, warp_specialized_takes
+from ..plans.attention import DecodePlan
 from ..plans.attention_shape import AttentionShape
 from .checks import check_cache, check_scales, check_scores, newest_tokens
-from .mla_split_kv import TileParts
+from .mla_split_kv import TilePartials
 from .online_softmax import (
     cache_kind,
-    halves,
-    log_total,
+    cache_to_half,
+    find_split,
+    half_rows,
+    load_lengths,
+    log_sum_exp,
     page_rows,
     pages_at,
     product,
-    rows_in_half,
-    scaled_step,
     score_factors,
-    share_of_slot,
     softmax_step,
+    softmax_step_scaled,
+    split_range,
 )
 from .select import select_decode
 from .split_kv import Partials
@@ -41,49 +45,52 @@ MOST_LATENT, MOST_ROTATED = 512, 64
 
 
 @triton.jit
-def _shares(
-    q, q_factor, q_rope, k, k_rope, k_scale, seen, m, total, inner, outer, unknown,
-    KIND: tl.constexpr, SOFTCAP: tl.constexpr, ACROSS: tl.constexpr, WIDE: tl.constexpr,
+def _scores(
+    q, q_factor, q_rope, k, k_rope, k_scale, mask, m_i, l_i, inner, outer, unknown,
+    KIND: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT_SCORES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Scores of one block and the running softmax: (shares, factor of the past, m, total).
+    """A block's scores and the online softmax: (p, factor of what was accumulated, m_i, l_i).
 
-    In the shares of an E4M3 cache the latents' scales are contained.
+    The ``p`` of an E4M3 cache have the latents' scales in them.
     """
     ROWS: tl.constexpr = q.shape[0]
     KEYS: tl.constexpr = k.shape[0]
     s_rope = tl.zeros([ROWS, KEYS], tl.float32)
-    if ACROSS:
+    if SPLIT_SCORES:
         if unknown >= 0:  # see the kernel
             s_rope = product(q_rope, tl.trans(k_rope), s_rope, WIDE)
     else:
         s_rope = product(q_rope, tl.trans(k_rope), s_rope, WIDE)
     if KIND == 0:
         s = product(q, tl.trans(k), s_rope, WIDE)
-        return softmax_step(s, seen, m, total, inner, outer, True, SOFTCAP)
+        return softmax_step(s, mask, m_i, l_i, inner, outer, True, SOFTCAP)
     else:  # the scale is the latent's alone
         s = product(q, tl.trans(k), tl.zeros([ROWS, KEYS], tl.float32), WIDE)
         s = s * (q_factor[:, None] * k_scale[None, :]) + s_rope
-        return scaled_step(s, seen, k_scale, m, total, inner, outer, SOFTCAP)
+        return softmax_step_scaled(s, mask, k_scale, m_i, l_i, inner, outer, SOFTCAP)
 
 
-@triton.jit(do_not_specialize=["B", "slots", "table_stride"])  # a batch compiles nothing new
+@triton.jit(do_not_specialize=["B", "total_splits", "table_stride"])  # a batch compiles nothing new
 def _mla_decode(
     q_ptr, q_rope_ptr, latent_ptr, rope_ptr, scale_ptr, table_ptr, length_ptr, out_ptr, lse_ptr,
-    inner, outer, B, S, NH, slots, table_stride,
+    inner, outer, B, S, NH, total_splits, table_stride,
     q_b, q_s, q_h, qr_b, qr_s, qr_h,
     PAGE: tl.constexpr, L: tl.constexpr, R: tl.constexpr, SOFTCAP: tl.constexpr,
     SPLIT: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    STAGES: tl.constexpr, KIND: tl.constexpr, ACROSS: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, KIND: tl.constexpr, SPLIT_SCORES: tl.constexpr, EARLY: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         gdc_wait()  # for what the kernel before this one wrote
         gdc_launch_dependents()  # the combining kernel waits by itself
-    slot = tl.program_id(1)
-    b, part, parts = slot, 0, 1
+    split_idx = tl.program_id(1)
+    b, split, num_splits = split_idx, 0, 1
     if SPLIT:
-        b, length, part, parts = share_of_slot(length_ptr, slot, B, slots, S, 0, KEYS, BATCH, False)
-        if parts == 0:
+        i, lengths = load_lengths(length_ptr, B, BATCH)
+        b, length, split, num_splits = find_split(
+            i, lengths, split_idx, B, total_splits, S, 0, KEYS, False
+        )
+        if num_splits == 0:
             return
     else:
         length = tl.load(length_ptr + b)
@@ -98,63 +105,62 @@ def _mla_decode(
 
     q_factor = tl.full([ROWS], 1.0, tl.float32)
     if KIND != 0:
-        q, q_factor = rows_in_half(q)
+        q, q_factor = half_rows(q)
 
-    last = length - S + s_at  # newest key that the row sees
-    each = tl.cdiv(tl.cdiv(length, KEYS), parts) * KEYS
-    begin = part * each
-    end = tl.minimum(length, begin + each)
+    last = length - S + s_at  # newest key that the row attends to
+    begin, end = split_range(0, length, split, num_splits, KEYS, False)
     table = table_ptr + b.to(tl.int64) * table_stride
 
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    m_i = tl.full([ROWS], float("-inf"), tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, L], tl.float32)
     pages = pages_at(table, begin, end, n, PAGE, KEYS)
     for start in tl.range(begin, end, KEYS, num_stages=STAGES):
-        # Behind the end the last key again, whose share is zero: no masks, and no NaN.
+        # Behind the end the last key again, whose probability is zero: loads without masks, and no
+        # NaN in the cache is read.
         at = page_rows(pages, start, tl.minimum(n, end - 1 - start), PAGE, KEYS)
         pages = pages_at(table, start + KEYS, end, n, PAGE, KEYS)
-        there = start + n < end
+        valid = start + n < end
         k = tl.load(latent_ptr + at[:, None] * L + c[None, :])
         k_rope = tl.load(rope_ptr + at[:, None] * R + r[None, :])
-        k = halves(k, KIND, not WIDE)
+        k = cache_to_half(k, KIND, not WIDE)
         k_scale = tl.zeros([KEYS], tl.float32)
         if KIND != 0:
             k_scale = tl.load(scale_ptr + at)
-        seen = there[None, :] & (start + n[None, :] <= last[:, None])
-        if ACROSS:
+        mask = valid[None, :] & (start + n[None, :] <= last[:, None])
+        if SPLIT_SCORES:
             # Triton gives the warps of a product whose result enters another product to its rows,
             # and 64 rows are one warpgroup's: two would compute the same. It does not see the other
-            # product from inside an `if`, and shares the columns. Both conditions always hold.
-            p = tl.where(there[None, :], 0.0, 1.0).broadcast_to(ROWS, KEYS)
+            # product from inside an `if`, and divides the columns. Both conditions always hold.
+            p = tl.where(valid[None, :], 0.0, 1.0).broadcast_to(ROWS, KEYS)
             p = p.to(k.dtype)
             alpha = tl.full([ROWS], 1.0, tl.float32)
             if start < end:
-                p32, alpha, m, total = _shares(
-                    q, q_factor, q_rope, k, k_rope, k_scale, seen, m, total, inner, outer,
-                    start - begin, KIND, SOFTCAP, ACROSS, WIDE,
+                p32, alpha, m_i, l_i = _scores(
+                    q, q_factor, q_rope, k, k_rope, k_scale, mask, m_i, l_i, inner, outer,
+                    start - begin, KIND, SOFTCAP, SPLIT_SCORES, WIDE,
                 )  # fmt: skip
                 p = p32.to(k.dtype)
         else:
-            p32, alpha, m, total = _shares(
-                q, q_factor, q_rope, k, k_rope, k_scale, seen, m, total, inner, outer, 0,
-                KIND, SOFTCAP, ACROSS, WIDE,
+            p32, alpha, m_i, l_i = _scores(
+                q, q_factor, q_rope, k, k_rope, k_scale, mask, m_i, l_i, inner, outer, 0,
+                KIND, SOFTCAP, SPLIT_SCORES, WIDE,
             )  # fmt: skip
             p = p32.to(k.dtype)
         acc = product(p, k, acc * alpha[:, None], WIDE)
 
-    y = acc / tl.where(total == 0, 1.0, total)[:, None]
-    o_at = slot.to(tl.int64) * (S * NH) + row  # not split: slots are sequences
+    y = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
+    o_at = split_idx.to(tl.int64) * (S * NH) + row  # not split: of a sequence
     o_ptrs = out_ptr + o_at[:, None] * L + c[None, :]
     if SPLIT:
-        tl.store(lse_ptr + o_at, log_total(m, total), mask=inside)
+        tl.store(lse_ptr + o_at, log_sum_exp(m_i, l_i), mask=inside)
         if begin < end:
             tl.store(o_ptrs, y.to(out_ptr.dtype.element_ty), mask=inside[:, None])
     else:
         tl.store(o_ptrs, y.to(out_ptr.dtype.element_ty), mask=inside[:, None])
 
 
-def _check(
+def _checked(
     q_latent: torch.Tensor,
     q_rope: torch.Tensor,
     latent: torch.Tensor,
@@ -165,8 +171,9 @@ def _check(
     scale: float,
     latent_scale: torch.Tensor | None = None,
     softcap: float | None = None,
-) -> torch.device:
-    """The one device of what ``mla_decode`` takes; raises `PykernelsError` for what it does not."""
+) -> tuple[torch.device, torch.Tensor, torch.Tensor]:
+    """(the device, the two parts of q as [B, S, NH, *]); raises `PykernelsError` for what
+    ``mla_decode`` refuses."""
     device = check_device(q_latent, q_rope, latent, rope, page_table, lengths)
     q, q_r = newest_tokens(q_latent, "q_latent"), newest_tokens(q_rope, "q_rope")
     B, L, R = q.shape[0], q.shape[-1], q_r.shape[-1]
@@ -186,12 +193,12 @@ def _check(
     check_cache(rope, "rope", (R,), page_table, lengths, B, beside=latent, bf16_only=True)
     check_scores(scale, None, softcap)
     check_scales(latent, latent_scale, "latent_scale", (P, page))
-    return device
+    return device, q, q_r
 
 
 def supports(*tensors: torch.Tensor, **options: Any) -> str | None:
     """None if ``mla_decode`` takes these (all but max_length, out, plan), or the reason why not."""
-    return why_not(_check, *tensors, **options)
+    return why_not(_checked, *tensors, **options)
 
 
 def mla_decode(
@@ -215,7 +222,7 @@ def mla_decode(
         q_latent, q_rope: bf16, any strides but the last, which is 1.
         latent: bf16, or E4M3 with ``latent_scale``; rope: bf16; both contiguous.
         max_length: no sequence is longer (default: what the page table can hold). It only sets how
-            many programs share a sequence: lengths are read on the device.
+            many splits a sequence has: lengths are read on the device.
         out: bf16 like the result, contiguous.
         plan: instead of a tuned or the shipped one.
 
@@ -225,62 +232,44 @@ def mla_decode(
     Raises:
         PykernelsError: a dtype, size or GPU that the kernel does not take.
     """
-    device = _check(
+    device, q, q_r = _checked(
         q_latent, q_rope, latent, rope, page_table, lengths, scale=scale,
         latent_scale=latent_scale, softcap=softcap,
     )  # fmt: skip
-    q, q_r = newest_tokens(q_latent, "q_latent"), newest_tokens(q_rope, "q_rope")
     (B, S, NH, L), R, page = q.shape, q_r.shape[-1], latent.shape[1]
     result = check_out(out, q_latent, *q_latent.shape[:-1], L, dtype=torch.bfloat16)
     if result.numel() == 0:
         return result
-    fp8, aligned = latent_scale is not None, not (latent.data_ptr() | rope.data_ptr()) % 16
-    lies = (fp8, page, device, aligned)
     longest = page_table.shape[1] * page if max_length is None else max_length
     shape = AttentionShape(NH, 1, L, R, L, page, 0, B, S, longest)
-    chosen = plan or select_decode("mla_decode", shape, fp8, device, aligned)
-    if chosen.warp_specialized and not warp_specialized_takes(L, R, *lies):
-        raise PykernelsError(
-            f"the kernel by hand takes no {latent.dtype} latents of {L} + {R} in pages of {page}, "
-            f"at {latent.data_ptr() % 16} and {rope.data_ptr() % 16} behind 16 bytes, on this GPU",
-            "Give a plan without warp_specialized",
-        )
-    blocks = triton.cdiv(S * NH, chosen.rows)
-    slots = chosen.slots(B, blocks, longest, sms(device))
-    kind = TileParts if chosen.warp_specialized else Partials
-    partials = kind(result.view(B, S * NH, L), slots)
-    inner, outer = score_factors(scale, softcap)
-    sizes = (
-        inner,
-        outer,
-        B,
-        S,
-        NH,
-        slots,
-        page_table.stride(0),
-        *q.stride()[:3],
-        *q_r.stride()[:3],
-    )
+    fp8, aligned = latent_scale is not None, not (latent.data_ptr() | rope.data_ptr()) % 16
+    chosen = select_decode("mla_decode", shape, fp8, aligned, device, plan)
+    tiles = triton.cdiv(S * NH, chosen.rows)
+    total_splits = chosen.total_splits(B, tiles, longest, num_sms(device))
+    kind = TilePartials if chosen.warp_specialized else Partials
+    partials = kind(result.view(B, S * NH, L), total_splits)
     where = (page_table, lengths, partials.values, partials.lse)
+    numbers = (*score_factors(scale, softcap), B, S, NH)
+    strides = (total_splits, page_table.stride(0), *q.stride()[:3], *q_r.stride()[:3])
     options = {"PAGE": page, "L": L, "R": R, "SOFTCAP": softcap is not None}
     options |= {"SPLIT": partials.split, "BATCH": partials.batch}
-    grid = (blocks, slots)
+    grid = (tiles, total_splits)
     if chosen.warp_specialized:
         from .hopper import mla_decode as hopper  # Gluon: not in the interpreter
 
         hopper.mla_decode_hopper[grid](
             q, q_r, as_bytes(latent) if fp8 else hopper.rows_of(latent, hopper.PIECE.value),
-            hopper.rows_of(rope, R), latent_scale, *where, *sizes,
-            **options, MANY=S > 1, E4M3=fp8, num_warps=hopper.WARPS, maxnreg=hopper.REGISTERS,
+            hopper.rows_of(rope, R), latent_scale, *where, *numbers, *strides, **options,
+            MULTI_TOKEN=S > 1, E4M3=fp8, num_warps=hopper.WARPS, maxnreg=hopper.REGISTERS,
             **partials.launch,
         )  # fmt: skip
     else:
         _mla_decode[grid](
-            q, q_r, as_bytes(latent), rope, latent_scale, *where, *sizes, **options,
+            q, q_r, as_bytes(latent), rope, latent_scale, *where, *numbers, *strides, **options,
             ROWS=chosen.rows, KEYS=chosen.keys, STAGES=chosen.stages,
-            KIND=cache_kind(latent, arch(device)), ACROSS=chosen.across, EARLY=partials.early,
-            WIDE=interpreted(),
-            num_warps=chosen.warps, num_stages=chosen.stages, **partials.launch,
+            KIND=cache_kind(latent, arch(device)), SPLIT_SCORES=chosen.split_scores,
+            EARLY=partials.early, WIDE=interpreted(), num_warps=chosen.warps,
+            num_stages=chosen.stages, **partials.launch,
         )  # fmt: skip
     partials.combine(lengths, S, None, chosen.keys)
     return result

@@ -10,13 +10,13 @@ from ...errors import PykernelsError
 from ...shapes import Ragged
 from ..common.launch import why_not
 from ..plans.attention import PrefillPlan
-from .prefill import checked, launch
+from .prefill import Inputs, checked, launch
 
 MOST_ROTATED = 64
 """Of a head: every GPU has the shared memory for it beside 256 others."""
 
 
-def _parts(
+def _inputs(
     q_nope: torch.Tensor,
     q_rope: torch.Tensor,
     k_nope: torch.Tensor,
@@ -26,8 +26,8 @@ def _parts(
     *,
     scale: float,
     softcap: float | None = None,
-) -> tuple[Any, ...]:
-    """What the common half of the prefill launchers takes; its own checks done."""
+) -> Inputs:
+    """What both prefill ops are made of; the checks of this one done."""
     if (
         [x.ndim for x in (q_nope, q_rope, k_nope, k_rope, v)] != [3, 3, 3, 2, 3]
         or q_rope.shape[:2] != q_nope.shape[:2]
@@ -46,13 +46,12 @@ def _parts(
         raise PykernelsError(
             f"a rotated part of {R}", f"It must be a power of two, 16 to {MOST_ROTATED}"
         )
-    rope, none = (q_rope, k_rope), (None, None)
-    return q_nope, k_nope, v, rope, none, batch, 0, scale, None, softcap
+    return Inputs(q_nope, k_nope, v, batch, scale, softcap, rope=(q_rope, k_rope))
 
 
 def supports(*tensors: Any, **options: Any) -> str | None:
     """None if ``mla_prefill`` takes these (all but out and plan), or the reason why not."""
-    return why_not(lambda: checked(*_parts(*tensors, **options), plan=None))
+    return why_not(lambda: checked(_inputs(*tensors, **options)))
 
 
 def mla_prefill(
@@ -82,5 +81,5 @@ def mla_prefill(
     Raises:
         PykernelsError: a dtype, size or GPU that the kernel does not take.
     """
-    parts = _parts(q_nope, q_rope, k_nope, k_rope, v, batch, scale=scale, softcap=softcap)
-    return launch(*parts, out=out, plan=plan)
+    given = _inputs(q_nope, q_rope, k_nope, k_rope, v, batch, scale=scale, softcap=softcap)
+    return launch(given, out, plan)

@@ -11,18 +11,18 @@ from ..common.bf16 import to_bf16
 from ..common.dequant import e4m3_to_float
 from ..common.launch import FLOATS, check_device, unsupported
 
-_ROWS = 16  # tokens a program: 16 KiB of latents
+_ROWS = 16  # tokens a CTA: 16 KiB of latents
 
 
 @triton.jit
 def _copy_rows(
-    cache, scales, out, place, row, here, D, DECODE: tl.constexpr, BLOCK: tl.constexpr
+    cache, scales, out, slot, row, inside, D, DEQUANTIZE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     d = tl.arange(0, BLOCK)[None, :]
-    mask = here[:, None] & (d < D)
-    value = tl.load(cache + place[:, None] * D + d, mask=mask, other=0)
-    if DECODE:
-        scale = tl.load(scales + place, mask=here, other=0.0)
+    mask = inside[:, None] & (d < D)
+    value = tl.load(cache + slot[:, None] * D + d, mask=mask, other=0)
+    if DEQUANTIZE:
+        scale = tl.load(scales + slot, mask=inside, other=0.0)
         value = to_bf16(e4m3_to_float(value) * scale[:, None])
     tl.store(out + row[:, None] * D + d, value, mask=mask)
 
@@ -30,19 +30,19 @@ def _copy_rows(
 @triton.jit
 def _gather(
     latent, rope, scales, table, starts, lengths, latent_out, rope_out, table_stride, page, L, R,
-    DECODE: tl.constexpr, LP: tl.constexpr, RP: tl.constexpr, ROWS: tl.constexpr,
+    DEQUANTIZE: tl.constexpr, LP: tl.constexpr, RP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths + b)
     first = tl.program_id(0) * ROWS
     if first < length:
         token = first + tl.arange(0, ROWS)
-        here = token < length
-        number = tl.load(table + b * table_stride + token // page, mask=here, other=0)
-        place = number.to(tl.int64) * page + token % page
+        inside = token < length
+        number = tl.load(table + b * table_stride + token // page, mask=inside, other=0)
+        slot = number.to(tl.int64) * page + token % page
         row = tl.load(starts + b).to(tl.int64) + token
-        _copy_rows(latent, scales, latent_out, place, row, here, L, DECODE, LP)
-        _copy_rows(rope, scales, rope_out, place, row, here, R, False, RP)
+        _copy_rows(latent, scales, latent_out, slot, row, inside, L, DEQUANTIZE, LP)
+        _copy_rows(rope, scales, rope_out, slot, row, inside, R, False, RP)
 
 
 def supports(
@@ -88,7 +88,7 @@ def mla_read(
         rope: [P, page, R]; as the latents, bfloat16 beside E4M3.
         page_table: int32 [B, pages], rows dense: page ``j`` lies at ``latent[page_table[b, j]]``.
         starts, lengths: int32 [B].
-        rows: of the results; no sequence's end lies behind them.
+        rows: of the results; all sequences end within them.
         latent_scale: float32 [P, page].
         out: contiguous ([rows, L], [rows, R]) of rope's dtype.
 
@@ -119,7 +119,7 @@ def mla_read(
         _gather[(blocks, B)](
             latent.view(torch.uint8) if eight else latent, rope, latent_scale,
             page_table, starts, lengths, *out, page_table.stride(0), page, L, R,
-            DECODE=eight, LP=triton.next_power_of_2(L), RP=triton.next_power_of_2(R), ROWS=_ROWS,
-            num_warps=4,
+            DEQUANTIZE=eight, LP=triton.next_power_of_2(L), RP=triton.next_power_of_2(R),
+            ROWS=_ROWS, num_warps=4,
         )  # fmt: skip
     return out

@@ -1,56 +1,40 @@
-"""Scratch of ``mla_decode_hopper``: parts of sequences, and who makes them one."""
+"""Scratch of ``hopper.mla_decode``: the splits' results in tiles, and the launch that combines."""
 
 from __future__ import annotations
 
 import torch
 import triton
 
-from ..common.launch import early_launch, launches_early
+from .split_kv import Partials
 
 
-class TileParts:
-    """Scratch of one call, as ``attention_combine.Partials``, of the kernel by hand.
+class TilePartials(Partials):
+    """``Partials`` of the warp-specialised kernel, for ``out`` [B, R, 512].
 
     Attributes:
-        values: float16 [slots, tiles of 64 rows, 2 halves of the columns, 64 lines, 256], or the
-            result itself if not ``split``. Line 8 * g + n of a half is of the rows 8 * g to
+        values: float16 [total_splits, tiles of 64 rows, 2 halves of the columns, 64 lines, 256], or
+            the result itself if not ``split``. Line 8 * g + n of a half is of the rows 8 * g to
             8 * g + 7 and of 32 columns from 32 * n on: [row, lane of 4, tile of 8 columns, 2].
-        lse: float32 [slots, tiles, 3, 64]: log-sum-exps of the rows, base 2, and the powers of two
-            that make ``values`` the result again, by half.
+        lse: float32 [total_splits, tiles, 3, 64]: log-sum-exps of the rows, base 2, and the powers
+            of two that make ``values`` the result again, by half.
     """
 
-    def __init__(self, out: torch.Tensor, slots: int) -> None:
-        """out: [B, R, 512], contiguous; it is what ``combine`` fills."""
-        B, R, _ = out.shape
-        self.out, self.slots, self.split = out, slots, slots > B
-        self.tiles = triton.cdiv(R, 64)
-        self.batch = max(32, triton.next_power_of_2(B))
-        self.early = launches_early(out.device)
-        self.launch = early_launch(self.early)
-        shape, device = (slots, self.tiles), out.device
-        self.lse = torch.empty(
-            (*shape, 3, 64) if self.split else (1,), dtype=torch.float32, device=device
-        )
-        self.values = out
-        if self.split:
-            self.values = torch.empty(*shape, 2, 64, 256, dtype=torch.float16, device=device)
+    @property
+    def tiles(self) -> int:
+        return triton.cdiv(self.out.shape[1], 64)
 
-    def combine(self, lengths: torch.Tensor, S: int, window: None, keys: int) -> None:
-        """``out`` from the partial results; nothing to do if there is one part a sequence.
+    def _allocate(self) -> None:
+        shape, device = (self.total_splits, self.tiles), self.out.device
+        self.lse = torch.empty(*shape, 3, 64, dtype=torch.float32, device=device)
+        self.values = torch.empty(*shape, 2, 64, 256, dtype=torch.float16, device=device)
 
-        Args:
-            lengths, S, window, keys: as the kernel had them that wrote the parts.
-        """
+    def _combine(self, lengths: torch.Tensor, S: int, window: int | None, keys: int) -> None:
         from .hopper import mla_split_kv as combining  # Gluon: not in the interpreter
 
         B, R, _ = self.out.shape
-        if not self.split:
-            return
-        # Most sequences' parts in one go. Five sizes at most are compiled.
-        block = min(128, max(8, triton.next_power_of_2(self.slots // B)))
-        lines = combining.LINES_PARTS // block
+        lines = combining.LINES_SPLITS // self.block
         combining.mla_combine[(B * self.tiles * 8, 16 // lines)](
-            self.values, self.lse, self.out, lengths, B, R, self.tiles, self.slots, S,
-            LINES=lines, BLOCK=block, BATCH=self.batch,
+            self.values, self.lse, self.out, lengths, B, R, self.tiles, self.total_splits, S,
+            LINES=lines, BLOCK=self.block, BATCH=self.batch,
             num_warps=combining.WARPS, **self.launch,
         )  # fmt: skip

@@ -1,4 +1,6 @@
-"""Pieces that the attention kernels share: scores, running softmax, cache rows, FP8 values.
+"""Common to the attention kernels: online softmax, cache rows, E4M3 values, split-KV.
+
+Functions that name no layout (the softmax, split-KV, scales) serve the Gluon kernels too.
 
 Scores are kept in base 2 (``exp2`` is one instruction): the scale that arrives here already holds
 ``log2(e)``.
@@ -35,7 +37,7 @@ def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
 
 
 @triton.jit
-def widened(x, KIND: tl.constexpr):
+def cache_to_bf16(x, KIND: tl.constexpr):
     """Cache values as bf16: exact, E4M3 has fewer bits."""
     if KIND == NATIVE:
         return x.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
@@ -51,7 +53,7 @@ def widened(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def halves(x, KIND: tl.constexpr, ONCE: tl.constexpr):
+def cache_to_half(x, KIND: tl.constexpr, ONCE: tl.constexpr):
     """Cache values as float16, E4M3 only: exact, and an instruction for two where the GPU has it.
 
     (There is none to bf16: through float16 it is one for two and one for each, at a quarter rate.)
@@ -76,15 +78,22 @@ def halves(x, KIND: tl.constexpr, ONCE: tl.constexpr):
 
 
 @triton.jit
-def rows_in_half(x):
+def half_scale(amax):
+    """(power of two, its inverse), float32: numbers of at most ``amax`` times the inverse are at
+    most 2 ** 15, and fit in float16."""
+    power = tl.maximum(amax.to(tl.int32, bitcast=True) & 0x7F800000, 15 << 23) - (14 << 23)
+    inverse = ((254 << 23) - power).to(tl.float32, bitcast=True)
+    return power.to(tl.float32, bitcast=True), inverse
+
+
+@triton.jit
+def half_rows(x):
     """(float16 rows of at most 2 ** 15, float32 powers of two that make them ``x`` [M, N] again).
 
     Exact but for elements 2 ** 28 times smaller than their row's largest.
     """
-    top = tl.max(tl.abs(x.to(tl.float32)), 1)
-    power = tl.maximum(top.to(tl.int32, bitcast=True) & 0x7F800000, 15 << 23) - (14 << 23)
-    inverse = ((254 << 23) - power).to(tl.float32, bitcast=True)
-    return (x * inverse[:, None]).to(tl.float16), power.to(tl.float32, bitcast=True)
+    power, inverse = half_scale(tl.max(tl.abs(x.to(tl.float32)), 1))
+    return (x * inverse[:, None]).to(tl.float16), power
 
 
 @triton.jit
@@ -97,44 +106,67 @@ def product(a, b, acc, WIDE: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(s, seen, m, total, inner, outer, MASKED: tl.constexpr, SOFTCAP: tl.constexpr):
-    """One block of the running softmax.
+def capped(s, inner):
+    """tanh(x), which is 1 - 2 / (exp(2x) + 1), of dot products: see ``score_factors``."""
+    return 1 - 2 / (tl.exp2(s * inner) + 1)
 
-    s [M, N] dot products; seen, what a row may see of them (only if MASKED); m [M] largest score so
-    far; total [M] sum so far. Returns (shares [M, N], factor of the past [M], m, total).
+
+@triton.jit
+def exp_scores(s, mask, m_i, factor, MASKED: tl.constexpr):
+    """``softmax_step`` but for the cap and ``l_i``: (p, factor of what was accumulated, m_i).
 
     The largest score is that of the largest dot product, and scaling is part of the subtraction: a
     multiply-add and an exponential a score.
     """
-    if SOFTCAP:  # tanh(x) is 1 - 2 / (exp(2x) + 1)
-        s = 1 - 2 / (tl.exp2(s * inner) + 1)
-    factor = outer if SOFTCAP else inner
     if MASKED:
-        s = tl.where(seen, s, float("-inf"))
-    top = tl.maximum(m, tl.max(s, 1) * factor)
-    base = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen nothing yet
+        s = tl.where(mask, s, float("-inf"))
+    m_new = tl.maximum(m_i, tl.max(s, 1) * factor)
+    base = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row without a key so far
     p = tl.exp2(s * factor - base[:, None])
-    alpha = tl.exp2(m - base)
-    return p, alpha, top, total * alpha + tl.sum(p, 1)
+    return p, tl.exp2(m_i - base), m_new
 
 
 @triton.jit
-def scaled_step(s, seen, scale, m, total, inner, outer, SOFTCAP: tl.constexpr):
+def softmax_step(s, mask, m_i, l_i, inner, outer, MASKED: tl.constexpr, SOFTCAP: tl.constexpr):
+    """One block of the online softmax.
+
+    Args:
+        s: [M, N] dot products.
+        mask: [M, N], keys that a row may attend to; read only if MASKED.
+        m_i, l_i: [M], running maximum of the scores and sum of their exponentials.
+
+    Returns:
+        (p [M, N], the factor of what was accumulated before [M], m_i, l_i).
+    """
+    if SOFTCAP:
+        s = capped(s, inner)
+    p, alpha, m_i = exp_scores(s, mask, m_i, outer if SOFTCAP else inner, MASKED)
+    return p, alpha, m_i, l_i * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def softmax_step_scaled(s, mask, scale, m_i, l_i, inner, outer, SOFTCAP: tl.constexpr):
     """``softmax_step`` where every key's value has a factor ``scale`` [N].
 
-    The shares [M, N] have the factors in them, and m is such that the largest is 1: they fit in
-    float16 whatever the scales are. The total is that of the plain shares.
+    ``p`` has the factors in it, and m_i is such that its largest element is 1: it fits in float16
+    whatever the scales are. ``l_i`` sums the probabilities without the factors.
     """
     scale = tl.maximum(scale, 7.888609052210118e-31)  # 2 ** -100: a row of zeros has any
     if SOFTCAP:
-        s = 1 - 2 / (tl.exp2(s * inner) + 1)
+        s = capped(s, inner)
     factor = outer if SOFTCAP else inner
-    s = tl.where(seen, s * factor + tl.log2(scale)[None, :], float("-inf"))
-    top = tl.maximum(m, tl.max(s, 1))
-    base = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen nothing yet
+    s = tl.where(mask, s * factor + tl.log2(scale)[None, :], float("-inf"))
+    m_new = tl.maximum(m_i, tl.max(s, 1))
+    base = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row without a key so far
     p = tl.exp2(s - base[:, None])
-    alpha = tl.exp2(m - base)
-    return p, alpha, top, total * alpha + tl.sum(p * (1 / scale)[None, :], 1)
+    alpha = tl.exp2(m_i - base)
+    return p, alpha, m_new, l_i * alpha + tl.sum(p * (1 / scale)[None, :], 1)
+
+
+@triton.jit
+def log_sum_exp(m_i, l_i):
+    """Base 2; -inf for a row without a key."""
+    return tl.where(l_i == 0, float("-inf"), m_i + tl.log2(tl.where(l_i == 0, 1.0, l_i)))
 
 
 @triton.jit
@@ -161,14 +193,8 @@ def page_rows(pages, start, n, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def log_total(m, total):
-    """Base-2 log-sum-exp of a row; -inf for one that saw no key."""
-    return tl.where(total == 0, float("-inf"), m + tl.log2(tl.where(total == 0, 1.0, total)))
-
-
-@triton.jit
-def first_seen(lengths, S, window, KEYS: tl.constexpr, WINDOW: tl.constexpr):
-    """First key that any of the S newest tokens sees, at a block's edge."""
+def first_key(lengths, S, window, KEYS: tl.constexpr, WINDOW: tl.constexpr):
+    """First key that any of the S newest tokens attends to, at a block's edge."""
     if WINDOW:
         return tl.maximum(0, lengths - S + 1 - window) // KEYS * KEYS
     else:
@@ -176,32 +202,54 @@ def first_seen(lengths, S, window, KEYS: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def shares_of_slots(
-    length_ptr, B, slots, S, window, KEYS: tl.constexpr, BATCH: tl.constexpr, WINDOW: tl.constexpr
-):
-    """How ``slots`` programs are dealt out: (lengths, parts, first slot), int32 [BATCH].
-
-    Every sequence has one and of the others as many as its share of all blocks, so that a long one
-    beside short ones is not cut into fewer parts than the GPU has room for.
-    """
+def load_lengths(length_ptr, B, BATCH: tl.constexpr):
+    """(numbers of the sequences, their lengths), int32 [BATCH]."""
     i = tl.arange(0, BATCH)
-    lengths = tl.load(length_ptr + i, mask=i < B, other=0)
-    blocks = tl.cdiv(lengths - first_seen(lengths, S, window, KEYS, WINDOW), KEYS)
-    parts = 1 + (slots - B) * blocks // tl.maximum(tl.sum(blocks, 0), 1)
-    parts = tl.where(i < B, parts, 0)
-    return lengths, parts, tl.cumsum(parts, 0) - parts
+    return i, tl.load(length_ptr + i, mask=i < B, other=0)
 
 
 @triton.jit
-def share_of_slot(
-    length_ptr, slot, B, slots, S, window,
-    KEYS: tl.constexpr, BATCH: tl.constexpr, WINDOW: tl.constexpr,
+def count_splits(
+    i, lengths, B, total_splits, S, window, KEYS: tl.constexpr, WINDOW: tl.constexpr
 ):  # fmt: skip
-    """What one program does: (sequence, its length, part, parts); no parts: nothing."""
-    i = tl.arange(0, BATCH)
-    lengths, parts, start = shares_of_slots(length_ptr, B, slots, S, window, KEYS, BATCH, WINDOW)
-    mine = (slot >= start) & (slot < start + parts)
+    """Split-KV: (splits of each sequence, number of its first one), int32 [BATCH].
+
+    Every sequence has one, and of the others in proportion to its blocks of keys, so that a
+    long sequence beside short ones is not cut into fewer splits than the GPU has room for.
+    """
+    blocks = tl.cdiv(lengths - first_key(lengths, S, window, KEYS, WINDOW), KEYS)
+    num_splits = 1 + (total_splits - B) * blocks // tl.maximum(tl.sum(blocks, 0), 1)
+    num_splits = tl.where(i < B, num_splits, 0)
+    return num_splits, tl.cumsum(num_splits, 0) - num_splits
+
+
+@triton.jit
+def find_split(
+    i, lengths, split_idx, B, total_splits, S, window, KEYS: tl.constexpr, WINDOW: tl.constexpr
+):  # fmt: skip
+    """What split ``split_idx`` of all is: (sequence, its length, split, splits of the sequence).
+
+    No splits: it is of no sequence, and there is nothing to do.
+    """
+    num_splits, first = count_splits(i, lengths, B, total_splits, S, window, KEYS, WINDOW)
+    mine = (split_idx >= first) & (split_idx < first + num_splits)
     b = tl.sum(tl.where(mine, i, 0), 0)
     length = tl.sum(tl.where(mine, lengths, 0), 0)
-    part = slot - tl.sum(tl.where(mine, start, 0), 0)
-    return b, length, part, tl.sum(tl.where(mine, parts, 0), 0)
+    split = split_idx - tl.sum(tl.where(mine, first, 0), 0)
+    return b, length, split, tl.sum(tl.where(mine, num_splits, 0), 0)
+
+
+@triton.jit
+def split_range(
+    first, length, split, num_splits, KEYS: tl.constexpr, MAY_BE_NONE: tl.constexpr
+):  # fmt: skip
+    """(first key of a split, the key behind its last) of the keys ``first .. length``.
+
+    MAY_BE_NONE: there may be no splits, and then the range means nothing.
+    """
+    blocks = tl.cdiv(length - first, KEYS)
+    if MAY_BE_NONE:
+        num_splits = tl.maximum(num_splits, 1)
+    each = tl.cdiv(blocks, num_splits) * KEYS
+    begin = first + split * each
+    return begin, tl.minimum(length, begin + each)

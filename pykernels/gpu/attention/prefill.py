@@ -1,14 +1,15 @@
-"""Causal attention of many tokens a sequence: one kernel for GQA heads and for MLA's 128 + 64.
+"""Causal attention of many tokens a sequence: FlashAttention-2 for GQA heads and MLA's 128 + 64.
 
-A program takes a block of queries of one head and runs over the keys that they may see: blocks that
-a mask cuts (the window's edge, the diagonal, the end) apart from those that all rows see whole.
+A CTA takes a block of queries of one head and runs over the keys that they may attend to: blocks
+that a mask cuts (the window's edge, the diagonal, the end) apart from those that need none.
 
-E4M3 keys and values in pages as bf16 rows, for a prefill that reads each of them many times.
+Where many queries read each key, keys and values of a paged E4M3 cache are dequantized to rows of
+bf16 first. Hopper has a warp-specialised kernel for bf16: ``hopper.prefill``.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -19,19 +20,59 @@ from ...shapes import Ragged
 from ..common.bf16 import to_bf16
 from ..common.launch import arch, check_device, interpreted
 from ..common.strides import as_bytes, check_out
-from ..plans.attention import PrefillPlan, warp_specialized_prefills, worth_unpacking
+from ..plans.attention import PrefillPlan, worth_unpacking
 from ..plans.attention_shape import AttentionShape
 from .checks import check_rows, check_scores
 from .online_softmax import (
     cache_kind,
+    cache_to_bf16,
     page_rows,
     pages_at,
     product,
     score_factors,
     softmax_step,
-    widened,
 )
 from .select import select_prefill
+
+Pair = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What both prefill ops are made of.
+
+    Attributes:
+        q, k, v: [TQ, NH, D], [TK, KVH, D], [TK, KVH, DV]; of a paged cache, TK = P * page.
+        rope: the rotated parts that MLA keeps apart: [TQ, NH, R], [TK, R].
+        scales: of E4M3 keys and values, float32 [P, page, KVH].
+        page: tokens of one, 0 without pages.
+        scale, window, softcap: of the scores.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    batch: Ragged
+    scale: float
+    softcap: float | None
+    window: int | None = None
+    page: int = 0
+    rope: Pair = (None, None)
+    scales: Pair = (None, None)
+
+    @property
+    def R(self) -> int:
+        return 0 if self.rope[0] is None else self.rope[0].shape[-1]
+
+    @property
+    def shape(self) -> AttentionShape:
+        (_, NH, D), (KVH, DV), table = self.q.shape, self.v.shape[1:], self.batch.page_table
+        if table is None:
+            context = self.k.shape[0] // max(1, self.batch.B)
+        else:
+            context = table.shape[1] * self.page
+        near = (self.batch.B, self.batch.max_queries, context)
+        return AttentionShape(NH, KVH, D, self.R, DV, self.page, self.window or 0, *near)
 
 
 @triton.jit(do_not_specialize=["most", "table_stride"])
@@ -44,19 +85,19 @@ def _unpack(
     length = tl.load(length_ptr + b)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, head = row // KVH, row % KVH
-    there = token < length
+    valid = token < length
     if tl.program_id(0) == 0:
         tl.store(start_ptr + b, (b * most).to(tl.int32))
-    page = tl.load(table_ptr + b * table_stride + token // PAGE, mask=there, other=0)
+    page = tl.load(table_ptr + b * table_stride + token // PAGE, mask=valid, other=0)
     at = (page.to(tl.int64) * PAGE + token % PAGE) * KVH + head
     to = (b * most + token) * KVH + head
     d = tl.arange(0, D_BLOCK)
-    mask = there[:, None] & (d < D)[None, :]
-    k = widened(tl.load(k_ptr + at[:, None] * D + d[None, :], mask=mask, other=0), KIND)
-    k = k.to(tl.float32) * tl.load(k_scale_ptr + at, mask=there, other=0.0)[:, None]
+    mask = valid[:, None] & (d < D)[None, :]
+    k = cache_to_bf16(tl.load(k_ptr + at[:, None] * D + d[None, :], mask=mask, other=0), KIND)
+    k = k.to(tl.float32) * tl.load(k_scale_ptr + at, mask=valid, other=0.0)[:, None]
     tl.store(k_out_ptr + to[:, None] * D + d[None, :], to_bf16(k), mask=mask)
-    v = widened(tl.load(v_ptr + at[:, None] * D + d[None, :], mask=mask, other=0), KIND)
-    v = v.to(tl.float32) * tl.load(v_scale_ptr + at, mask=there, other=0.0)[:, None]
+    v = cache_to_bf16(tl.load(v_ptr + at[:, None] * D + d[None, :], mask=mask, other=0), KIND)
+    v = v.to(tl.float32) * tl.load(v_scale_ptr + at, mask=valid, other=0.0)[:, None]
     tl.store(v_out_ptr + to[:, None] * D + d[None, :], to_bf16(v), mask=mask)
 
 
@@ -81,20 +122,15 @@ def unpacked(
     return k_rows, v_rows, starts
 
 
-pass
-
-Pair = tuple[torch.Tensor | None, torch.Tensor | None]
-
-
 @triton.jit
 def _keys(
-    q, q_rope, k_ptr, k_rope_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, first_row, m, total, acc,
+    q, q_rope, k_ptr, k_rope_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, first_row, m_i, l_i, acc,
     begin, end, keys, at_q, inner, outer, window, k_t, kr_t, v_t, scale_t,
     KIND: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
     KEYS: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax over the keys ``begin .. end``; MASKED: some row may not see some."""
+    """The online softmax over the keys ``begin .. end``; MASKED: a mask cuts some block."""
     ROWS: tl.constexpr = q.shape[0]
     D_BLOCK: tl.constexpr = q.shape[1]
     V_BLOCK: tl.constexpr = acc.shape[1]
@@ -103,7 +139,7 @@ def _keys(
     if PAGE:
         pages = pages_at(table, begin, keys, n, PAGE, KEYS)
     for start in tl.range(begin, end, KEYS, num_stages=STAGES):
-        there = start + n < keys
+        valid = start + n < keys
         if PAGE:
             at = page_rows(pages, start, n, PAGE, KEYS)
             pages = pages_at(table, start + KEYS, keys, n, PAGE, KEYS)
@@ -112,34 +148,34 @@ def _keys(
         k_ptrs = k_ptr + at[:, None] * k_t + d[None, :]
         v_ptrs = v_ptr + at[:, None] * v_t + dv[None, :]
         if MASKED or D != D_BLOCK or DV != V_BLOCK:
-            k = tl.load(k_ptrs, mask=there[:, None] & (d < D)[None, :], other=0)
-            v = tl.load(v_ptrs, mask=there[:, None] & (dv < DV)[None, :], other=0)
+            k = tl.load(k_ptrs, mask=valid[:, None] & (d < D)[None, :], other=0)
+            v = tl.load(v_ptrs, mask=valid[:, None] & (dv < DV)[None, :], other=0)
         else:
             k = tl.load(k_ptrs)
             v = tl.load(v_ptrs)
-        k = widened(k, KIND)
-        v = widened(v, KIND)
+        k = cache_to_bf16(k, KIND)
+        v = cache_to_bf16(v, KIND)
         s = tl.zeros([ROWS, KEYS], tl.float32)
         if R > 0:
             kr_ptrs = k_rope_ptr + at[:, None] * kr_t + tl.arange(0, R)[None, :]
             if MASKED:
-                k_rope = tl.load(kr_ptrs, mask=there[:, None], other=0.0)
+                k_rope = tl.load(kr_ptrs, mask=valid[:, None], other=0.0)
             else:
                 k_rope = tl.load(kr_ptrs)
             s = product(q_rope, tl.trans(k_rope), s, WIDE)
         s = product(q, tl.trans(k), s, WIDE)
         if KIND != 0:
-            s *= tl.load(k_scale_ptr + at * scale_t, mask=there, other=0.0)[None, :]
-        seen = s  # of no use
+            s *= tl.load(k_scale_ptr + at * scale_t, mask=valid, other=0.0)[None, :]
+        mask = s  # not read
         if MASKED:
-            seen = there[None, :] & (start + n[None, :] <= at_q[:, None])
+            mask = valid[None, :] & (start + n[None, :] <= at_q[:, None])
             if WINDOW:
-                seen = seen & (start + n[None, :] > at_q[:, None] - window)
-        p, alpha, m, total = softmax_step(s, seen, m, total, inner, outer, MASKED, SOFTCAP)
+                mask = mask & (start + n[None, :] > at_q[:, None] - window)
+        p, alpha, m_i, l_i = softmax_step(s, mask, m_i, l_i, inner, outer, MASKED, SOFTCAP)
         if KIND != 0:
-            p *= tl.load(v_scale_ptr + at * scale_t, mask=there, other=0.0)[None, :]
+            p *= tl.load(v_scale_ptr + at * scale_t, mask=valid, other=0.0)[None, :]
         acc = product(p.to(tl.bfloat16), v, acc * alpha[:, None], WIDE)
-    return m, total, acc
+    return m_i, l_i, acc
 
 
 @triton.jit
@@ -155,7 +191,7 @@ def _prefill(
     b, head = tl.program_id(2), tl.program_id(1)
     far, kv = head.to(tl.int64), (head // G).to(tl.int64)  # heads may be 2 ** 31 elements apart
     queries = tl.load(q_length_ptr + b)
-    # The last queries see the most keys: the longest programs start first.
+    # The last queries attend to the most keys: the longest CTAs start first.
     q_begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     if q_begin >= queries:
         return
@@ -178,18 +214,20 @@ def _prefill(
 
     past = keys - queries  # keys before the first query
     at_q = past + i
-    end = tl.minimum(keys, past + q_begin + ROWS)  # behind the last key that any row sees
-    whole = tl.maximum(0, tl.minimum(keys, past + q_begin + 1)) // KEYS * KEYS
+    end = tl.minimum(keys, past + q_begin + ROWS)  # behind the last key of any row
+    # Blocks from ``unmasked`` to ``causal`` need no mask: neither the window's edge nor the
+    # diagonal nor the end cuts them.
+    causal = tl.maximum(0, tl.minimum(keys, past + q_begin + 1)) // KEYS * KEYS
     begin = 0
-    clear = 0  # first block that no row's window cuts
+    unmasked = 0
     if WINDOW:
         begin = tl.maximum(0, past + q_begin + 1 - window) // KEYS * KEYS
-        clear = tl.maximum(0, past + q_begin + ROWS - window + KEYS - 1) // KEYS * KEYS
-        whole = tl.maximum(whole, begin)
-        clear = tl.minimum(clear, whole)
+        unmasked = tl.maximum(0, past + q_begin + ROWS - window + KEYS - 1) // KEYS * KEYS
+        causal = tl.maximum(causal, begin)
+        unmasked = tl.minimum(unmasked, causal)
 
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    m_i = tl.full([ROWS], float("-inf"), tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, V_BLOCK], tl.float32)
     table = table_ptr
     if PAGE:
@@ -200,22 +238,22 @@ def _prefill(
     k_ptr += kv * k_h
     v_ptr += kv * v_h
     if WINDOW:
-        m, total, acc = _keys(
-            q, q_rope, k_ptr, k_rope_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, k_row, m, total,
-            acc, begin, clear, keys, at_q, inner, outer, window, k_t, kr_t, v_t, scale_t,
+        m_i, l_i, acc = _keys(
+            q, q_rope, k_ptr, k_rope_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, k_row, m_i, l_i,
+            acc, begin, unmasked, keys, at_q, inner, outer, window, k_t, kr_t, v_t, scale_t,
             KIND, PAGE, D, DV, R, KEYS, STAGES, True, WINDOW, SOFTCAP, WIDE,
         )  # fmt: skip
-    m, total, acc = _keys(
-        q, q_rope, k_ptr, k_rope_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, k_row, m, total, acc,
-        clear, whole, keys, at_q, inner, outer, window, k_t, kr_t, v_t, scale_t,
+    m_i, l_i, acc = _keys(
+        q, q_rope, k_ptr, k_rope_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, k_row, m_i, l_i, acc,
+        unmasked, causal, keys, at_q, inner, outer, window, k_t, kr_t, v_t, scale_t,
         KIND, PAGE, D, DV, R, KEYS, STAGES, False, WINDOW, SOFTCAP, WIDE,
     )  # fmt: skip
-    m, total, acc = _keys(
-        q, q_rope, k_ptr, k_rope_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, k_row, m, total, acc,
-        whole, end, keys, at_q, inner, outer, window, k_t, kr_t, v_t, scale_t,
+    m_i, l_i, acc = _keys(
+        q, q_rope, k_ptr, k_rope_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, k_row, m_i, l_i, acc,
+        causal, end, keys, at_q, inner, outer, window, k_t, kr_t, v_t, scale_t,
         KIND, PAGE, D, DV, R, KEYS, STAGES, True, WINDOW, SOFTCAP, WIDE,
     )  # fmt: skip
-    y = acc / tl.where(total == 0, 1.0, total)[:, None]
+    y = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
     o_mask = inside[:, None] & (dv < DV)[None, :]
     o_ptrs = out_ptr + (rows * o_t + head * o_h)[:, None] + dv[None, :]
     tl.store(o_ptrs, y.to(out_ptr.dtype.element_ty), mask=o_mask)
@@ -236,88 +274,69 @@ def _aligned(*tensors: torch.Tensor | None) -> bool:
     )
 
 
-def checked(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Pair, scales: Pair, batch: Ragged,
-    page: int, scale: float, window: int | None, softcap: float | None,
-    *, plan: PrefillPlan | None,
-) -> PrefillPlan:  # fmt: skip
+def _unpacks(given: Inputs) -> bool:
+    """Whether keys and values in E4M3 should become rows of bf16 first."""
+    table = given.batch.page_table
+    if given.scales[0] is None or table is None:
+        return False
+    (NH, D), (KVH, DV) = given.q.shape[1:], given.v.shape[1:]
+    room = table.numel() * given.page * KVH * (D + DV) * 2
+    return worth_unpacking(given.batch.max_queries * NH // KVH, room)
+
+
+def checked(given: Inputs, plan: PrefillPlan | None = None) -> PrefillPlan:
     """The given plan, a tuned or the shipped one; raises `PykernelsError` where none fits."""
-    q_rope, k_rope = rope
-    given = {"q": q, "q_rope": q_rope, "k_rope": k_rope}
-    given |= {"k": k, "v": v} if scales[0] is None else {}
-    for name, x in given.items():
+    (q, k, v), (q_rope, k_rope), batch = (given.q, given.k, given.v), given.rope, given.batch
+    fp8 = given.scales[0] is not None
+    rows = {"q": q, "q_rope": q_rope, "k_rope": k_rope} | ({} if fp8 else {"k": k, "v": v})
+    for name, x in rows.items():
         if x is not None:
             check_rows(x, name)
-    table = batch.page_table
-    where = (batch.q_starts, batch.q_lengths, batch.k_lengths, batch.k_starts, table)
+    where = (batch.q_starts, batch.q_lengths, batch.k_lengths, batch.k_starts, batch.page_table)
     device = check_device(*(x for x in (q, k, v, q_rope, k_rope, *where) if x is not None))
     (_, NH, D), (KVH, DV) = q.shape, v.shape[1:]
-    R = 0 if q_rope is None else q_rope.shape[-1]
     if KVH < 1 or NH % KVH or k.shape[1] != KVH:
         raise PykernelsError(f"{NH} query heads on {KVH} KV heads", "Give a whole number a KV head")
     if not (16 <= D <= 256 and 16 <= DV <= 256) or k.shape[2] != D:
         raise PykernelsError(
             f"heads of {D} on {k.shape[2]} and {DV}", "The kernel takes 16 to 256, q and k alike"
         )
-    check_scores(scale, window, softcap)
-    fp8 = scales[0] is not None
-    rows = _aligned(q, q_rope, k_rope, *(() if fp8 else (k, v)))
-    unpack = False
-    if fp8 and table is not None:
-        room = table.numel() * page * KVH * (D + DV) * 2
-        unpack = worth_unpacking(batch.max_queries * NH // KVH, room)
-    longest = k.shape[0] // max(1, batch.B) if table is None else table.shape[1] * page
-    near = (batch.B, batch.max_queries, longest)
-    shape = AttentionShape(NH, KVH, D, R, DV, page, window or 0, *near)
-    chosen = plan or select_prefill(shape, fp8, unpack, rows, device)
-    if chosen.warp_specialized and not warp_specialized_prefills(
-        D, DV, R, fp8, chosen, rows, page, device
-    ):
-        raise PykernelsError(
-            f"the kernel by hand takes no heads of {D} + {R} and {DV} like these on this GPU",
-            "Give a plan without warp_specialized",
-        )
-    return chosen
+    check_scores(given.scale, given.window, given.softcap)
+    return select_prefill(given.shape, fp8, _unpacks(given), _aligned(*rows.values()), device, plan)
 
 
-def launch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Pair, scales: Pair, batch: Ragged,
-    page: int, scale: float, window: int | None, softcap: float | None,
-    *, out: torch.Tensor | None, plan: PrefillPlan | None,
-) -> torch.Tensor:  # fmt: skip
-    """Both launchers' common half: k [TK, KVH, D], v [TK, KVH, DV]; ``page`` 0: not paged."""
-    chosen = checked(q, k, v, rope, scales, batch, page, scale, window, softcap, plan=plan)
-    (q_rope, k_rope), device = rope, q.device
+def launch(given: Inputs, out: torch.Tensor | None, plan: PrefillPlan | None) -> torch.Tensor:
+    """What both ops do once their inputs are in order."""
+    chosen = checked(given, plan)
+    (q, k, v), (q_rope, k_rope), batch = (given.q, given.k, given.v), given.rope, given.batch
     (TQ, NH, D), (KVH, DV) = q.shape, v.shape[1:]
-    R = 0 if q_rope is None else q_rope.shape[-1]
     result = check_out(out, q, TQ, NH, DV, dtype=torch.bfloat16)
     blocks = triton.cdiv(batch.max_queries, chosen.rows)
     if result.numel() == 0 or blocks * batch.B == 0:
         return result
+    scales, page = given.scales, given.page
     k_scale, v_scale = scales
     if chosen.unpack and k_scale is not None and v_scale is not None:
         assert batch.page_table is not None  # E4M3 is in pages
-        lengths = batch.k_lengths
-        k, v, starts = unpacked(k, v, k_scale, v_scale, batch.page_table, lengths, page)
+        k, v, starts = unpacked(k, v, k_scale, v_scale, batch.page_table, batch.k_lengths, page)
         batch = replace(batch, page_table=None, k_starts=starts)
         scales, page = (None, None), 0
     table = batch.page_table
-    grid, factors = (blocks, NH, batch.B), (*score_factors(scale, softcap), int(window or 0))
+    factors = (*score_factors(given.scale, given.softcap), int(given.window or 0))
     where = (batch.q_starts, batch.q_lengths, batch.k_starts, batch.k_lengths)
     q_strides = (*q.stride()[:2], *(q_rope.stride()[:2] if q_rope is not None else (0, 0)))
     k_strides = (*k.stride()[:2], k_rope.stride(0) if k_rope is not None else 0, *v.stride()[:2])
-    options = {"G": NH // KVH, "D": D, "DV": DV, "R": R, "KEYS": chosen.keys}
-    options |= {"WINDOW": window is not None, "SOFTCAP": softcap is not None}
+    options = {"G": NH // KVH, "D": D, "DV": DV, "R": given.R, "KEYS": chosen.keys, "PAGE": page}
+    options |= {"WINDOW": given.window is not None, "SOFTCAP": given.softcap is not None}
     if chosen.warp_specialized and k.shape[0]:  # copies of nothing cannot be described
         from .hopper.prefill import launch_hopper  # Gluon: not in the interpreter
 
-        options |= {"PAGE": page}
         launch_hopper(q, q_rope, k, k_rope, v, batch, result, factors, options, chosen)
         return result
-    _prefill[grid](
+    _prefill[(blocks, NH, batch.B)](
         q, q_rope, as_bytes(k), k_rope, as_bytes(v), *scales, *where, table, result, *factors,
         0 if table is None else table.stride(0), *q_strides, *k_strides, KVH,
-        *result.stride()[:2], **options, KIND=cache_kind(k, arch(device)), PAGE=page,
+        *result.stride()[:2], **options, KIND=cache_kind(k, arch(q.device)),
         D_BLOCK=triton.next_power_of_2(D), V_BLOCK=triton.next_power_of_2(DV), ROWS=chosen.rows,
         STAGES=chosen.stages, WIDE=interpreted(), num_warps=chosen.warps, num_stages=chosen.stages,
     )  # fmt: skip

@@ -1,7 +1,8 @@
-"""Which plan attention is launched with: a tuned one of this GPU and shape, or the shipped one.
+"""The plan that attention is launched with: the given, a tuned or the shipped one.
 
 Shapes and the GPU alone decide, never lengths: those are on the device, and to ask for them would
-wait for it. A tuned plan for what this call is not (tensors that are not aligned) is passed over.
+wait for it. A tuned plan whose kernel cannot run on these tensors (they are not aligned, say) is
+passed over; a given one is an error.
 """
 
 from __future__ import annotations
@@ -10,16 +11,14 @@ import functools
 
 import torch
 
+from ...errors import PykernelsError
 from ..plans.attention import (
     DecodePlan,
     PrefillPlan,
-    gqa_decode_plan,
-    in_lanes_takes,
-    in_ring_takes,
-    mla_decode_plan,
-    prefill_plan,
-    warp_specialized_prefills,
-    warp_specialized_takes,
+    decode_kernel_runs,
+    prefill_kernel_runs,
+    shipped_decode,
+    shipped_prefill,
 )
 from ..plans.attention_shape import AttentionShape
 from ..plans.tuned import tuned_attention
@@ -31,55 +30,53 @@ def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
-def shipped_decode(
-    op: str, shape: AttentionShape, fp8: bool, device: torch.device, aligned: bool = True
-) -> DecodePlan:
-    """The plan of this package for ``op`` = "mla_decode" or "gqa_decode"."""
-    rows = shape.queries * shape.heads // shape.kv_heads
-    lies = (fp8, shape.page, device, aligned)
-    if op == "mla_decode":
-        return mla_decode_plan(rows, (shape.head_dim, shape.rope), *lies)
-    return gqa_decode_plan(rows, shape.head_dim, *lies)
-
-
 def select_decode(
-    op: str, shape: AttentionShape, fp8: bool, device: torch.device, aligned: bool
-) -> DecodePlan:
-    """The plan for a cache ``aligned`` to 16 bytes or not; fp8: in E4M3."""
+    op: str, shape: AttentionShape, fp8: bool, aligned: bool, device: torch.device,
+    plan: DecodePlan | None = None,
+) -> DecodePlan:  # fmt: skip
+    """The plan for a cache in E4M3 (``fp8``) or bf16, ``aligned`` to 16 bytes or not.
+
+    Raises:
+        PykernelsError: the kernel of the given plan cannot run on it here.
+    """
+    if plan is not None:
+        if not decode_kernel_runs(op, plan, shape, fp8, aligned, device):
+            heads = f"{shape.head_dim} + {shape.rope}" if shape.rope else f"{shape.head_dim}"
+            raise PykernelsError(
+                f"a {plan.kernel} plan of {op} for heads of {heads} in {'E4M3' if fp8 else 'bf16'},"
+                f" pages of {shape.page}, {'' if aligned else 'not '}aligned to 16 bytes, on this"
+                " GPU",
+                f"Give a plan without {plan.kernel}",
+            )
+        return plan
     tuned = tuned_attention(op, "fp8" if fp8 else "bf16", _name(device), shape)
     if isinstance(tuned, DecodePlan):
-        lies = (fp8, shape.page, device, aligned)
-        if (
-            (
-                not tuned.warp_specialized
-                or warp_specialized_takes(shape.head_dim, shape.rope, *lies)
-            )
-            and (not tuned.in_lanes or in_lanes_takes(shape.head_dim, *lies))
-            and (not tuned.in_ring or in_ring_takes(shape.head_dim, *lies))
-        ):
+        if decode_kernel_runs(op, tuned, shape, fp8, aligned, device):
             return tuned
     return shipped_decode(op, shape, fp8, device, aligned)
 
 
-def shipped_prefill(
-    shape: AttentionShape, fp8: bool, unpack: bool, aligned_rows: bool, device: torch.device
-) -> PrefillPlan:
-    """The plan of this package."""
-    sizes = (shape.head_dim, shape.value_dim, shape.rope)
-    return prefill_plan(*sizes, fp8, unpack, aligned_rows, shape.page, device)
-
-
 def select_prefill(
-    shape: AttentionShape, fp8: bool, unpack: bool, aligned_rows: bool, device: torch.device
-) -> PrefillPlan:
-    """The plan for keys in E4M3 or not; see ``prefill_plan``. A rotated part makes it MLA's."""
+    shape: AttentionShape, fp8: bool, unpack: bool, aligned_rows: bool, device: torch.device,
+    plan: PrefillPlan | None = None,
+) -> PrefillPlan:  # fmt: skip
+    """The plan for keys in E4M3 (``fp8``) or not; see ``shipped_prefill``.
+
+    Raises:
+        PykernelsError: the kernel of the given plan cannot run on them here.
+    """
+    if plan is not None:
+        if not prefill_kernel_runs(plan, shape, fp8, aligned_rows, device):
+            raise PykernelsError(
+                f"the warp-specialised kernel takes no heads of {shape.head_dim} + {shape.rope} and"
+                f" {shape.value_dim} like these on this GPU",
+                "Give a plan without warp_specialized",
+            )
+        return plan
     path = "unpacked" if unpack else "fp8" if fp8 else "bf16"
     op = "mla_prefill" if shape.rope else "gqa_prefill"
     tuned = tuned_attention(op, path, _name(device), shape)
     if isinstance(tuned, PrefillPlan):
-        sizes = (shape.head_dim, shape.value_dim, shape.rope)
-        if not tuned.warp_specialized or warp_specialized_prefills(
-            *sizes, fp8, tuned, aligned_rows, shape.page, device
-        ):
+        if prefill_kernel_runs(tuned, shape, fp8, aligned_rows, device):
             return tuned
     return shipped_prefill(shape, fp8, unpack, aligned_rows, device)

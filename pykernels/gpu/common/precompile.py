@@ -40,7 +40,6 @@ def only_compile(capability: tuple[int, int]) -> None:
             ("device_supports", None),
             ("arch", capability),
             ("num_sms", count),
-            ("sms", count),
         ):
             if hasattr(module, name):
                 _replace(module, name, functools.partial(_answer, value))

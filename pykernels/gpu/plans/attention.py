@@ -1,6 +1,7 @@
-"""The shipped launch plans of attention: data, from shapes and the GPU, never from lengths.
+"""The launch plans of attention and the shipped ones: data, from shapes and the GPU.
 
-A graph that was captured once is replayed with other lengths, so the grid has room for the longest.
+Never from lengths: a graph that was captured once is replayed with other lengths, so the grid has
+room for the longest.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...errors import PykernelsError
-from ..common.launch import arch, num_sms
+from ..common.launch import arch
+from .attention_shape import AttentionShape
 from .gemm import at_least, at_most, powers_of_two
 
-MOST_SHARED = 64
-"""Sequences of a batch beyond which every one has one program: they fill the GPU anyway."""
+MOST_SPLIT = 64
+"""Sequences of a batch beyond which none is split: they fill the GPU anyway."""
 
 
 def _can_be_compiled(plan: DecodePlan | PrefillPlan) -> None:
@@ -26,81 +28,90 @@ def _can_be_compiled(plan: DecodePlan | PrefillPlan) -> None:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """One decode kernel's launch.
+    """One decode kernel's launch; Triton's, unless it names another: ``warp_specialized``,
+    ``fp8_mma`` or ``ring_buffer``.
 
     Attributes:
-        rows: query rows (heads x tokens) of a program: 16, or 64 for Hopper's wgmma.
+        rows: query rows (heads x tokens) of a CTA: 16, or 64 for Hopper's wgmma.
         keys: of one block.
         warps, stages: Triton's num_warps and num_stages (1 does not prefetch).
-        per_sm: programs that an SM holds at a time; sequences are cut to fill that many, once; 0:
-            none is cut.
-        across: MLA with 64 rows and 8 warps only: both warpgroups share each block of scores by
-            columns, instead of each computing all of it.
-        warp_specialized: MLA's kernel for Hopper, whose warps have roles: 64 rows, 64 keys;
-            ``warps``, ``stages`` and ``across`` mean nothing to it.
-        least: blocks of a part at least, where combining more parts costs more than shorter ones
-            save.
-        in_lanes: GQA's kernel whose lanes multiply what they load: 8 or 16 rows, 16 or 32 keys a
-            warp; ``stages`` means nothing to it.
-        in_ring: GQA's kernel for Hopper with a ring of ``stages`` blocks: 16 rows, 64 keys, 4
-            warps.
+        ctas_per_sm: that an SM holds at a time; sequences are split to fill that many, once; 0:
+            none is split.
+        split_scores: MLA with 64 rows and 8 warps only: the two warpgroups divide each block of
+            scores by columns, instead of each computing all of it.
+        warp_specialized: MLA's kernel for Hopper with a producer and two consumer warpgroups: 64
+            rows, 64 keys; ``warps``, ``stages`` and ``split_scores`` mean nothing to it.
+        min_blocks: blocks of a split at least, where combining more splits costs more than shorter
+            ones save.
+        fp8_mma: GQA's kernel for E4M3 that dequantizes operands in the registers of the tensor
+            cores: 8 or 16 rows, 16 or 32 keys a warp; ``stages`` means nothing to it.
+        ring_buffer: GQA's kernel for Hopper with a ring buffer of ``stages`` blocks in shared
+            memory: 16 rows, 64 keys, 4 warps.
     """
 
     rows: int
     keys: int
     warps: int
     stages: int
-    per_sm: int = 1
-    across: bool = False
+    ctas_per_sm: int = 1
+    split_scores: bool = False
     warp_specialized: bool = False
-    least: int = 1
-    in_lanes: bool = False
-    in_ring: bool = False
+    min_blocks: int = 1
+    fp8_mma: bool = False
+    ring_buffer: bool = False
 
     def __post_init__(self) -> None:
         powers_of_two(self, "rows", "keys", "warps")
-        at_least(16 if not self.in_lanes else 8, self, "rows", "keys")  # of a product's operands
-        at_least(1, self, "stages", "least")
-        at_least(0, self, "per_sm")
-        at_most(32, self, "per_sm")  # no SM holds more
+        at_least(16 if not self.fp8_mma else 8, self, "rows", "keys")  # of an mma's operands
+        at_least(1, self, "stages", "min_blocks")
+        at_least(0, self, "ctas_per_sm")
+        at_most(32, self, "ctas_per_sm")  # no SM holds more
         _can_be_compiled(self)
-        kernels = [
-            name for name in ("warp_specialized", "in_lanes", "in_ring") if getattr(self, name)
-        ]
-        if len(kernels) > 1:
+        if len(self._kernels) > 1:
             raise PykernelsError(
-                f"a decode plan is {' and '.join(kernels)}", "These are different kernels: keep one"
+                f"a decode plan is {' and '.join(self._kernels)}",
+                "These are different kernels: keep one",
             )
-        each = self.keys // self.warps
-        if self.in_lanes and (self.rows not in (8, 16) or each not in (16, 32)):
+        per_warp = self.keys // self.warps
+        if self.fp8_mma and (self.rows not in (8, 16) or per_warp not in (16, 32)):
             raise PykernelsError(
-                f"a decode plan in lanes has {self.rows} rows and {each} keys a warp",
-                "That kernel's programs take 8 or 16, and 16 or 32",
+                f"an fp8_mma decode plan has {self.rows} rows and {per_warp} keys a warp",
+                "That kernel takes 8 or 16, and 16 or 32",
             )
-        if self.in_ring and (self.rows, self.keys, self.warps) != (16, 64, 4):
+        if self.ring_buffer and (self.rows, self.keys, self.warps) != (16, 64, 4):
             raise PykernelsError(
-                f"a decode plan with a ring has {self.rows} rows, {self.keys} keys and"
+                f"a ring_buffer decode plan has {self.rows} rows, {self.keys} keys and"
                 f" {self.warps} warps",
-                "That kernel's programs take 16, 64 and 4",
+                "That kernel takes 16, 64 and 4",
             )
         if self.warp_specialized and (self.rows, self.keys) != (64, 64):
             raise PykernelsError(
-                f"a decode plan by hand has {self.rows} rows and {self.keys} keys",
-                "That kernel's programs take 64 and 64",
+                f"a warp_specialized decode plan has {self.rows} rows and {self.keys} keys",
+                "That kernel takes 64 and 64",
             )
 
-    def slots(self, B: int, programs: int, max_length: int, sms: int) -> int:
-        """Programs that share ``B`` sequences, at least one each; the GPU holds them all at a time.
+    @property
+    def _kernels(self) -> list[str]:
+        names = ("warp_specialized", "fp8_mma", "ring_buffer")
+        return [name for name in names if getattr(self, name)]
+
+    @property
+    def kernel(self) -> str:
+        """The field that names the plan's kernel; "" is Triton's."""
+        return "".join(self._kernels)
+
+    def total_splits(self, B: int, ctas: int, max_length: int, num_sms: int) -> int:
+        """Splits of ``B`` sequences, at least one each; the GPU holds all their CTAs at a time.
 
         Args:
-            programs: that do the same part of a sequence for other rows or KV heads.
+            ctas: of one split: for other rows or KV heads.
             max_length: of a sequence.
         """
-        if B > MOST_SHARED:
+        if B > MOST_SPLIT:
             return B
-        fill = max(B, self.per_sm * sms // max(1, programs))
+        fill = max(B, self.ctas_per_sm * num_sms // max(1, ctas))
         blocks = B * -(-max_length // self.keys)
-        each = max(self.least, -(-blocks // fill))  # no part is empty that has to be combined
+        each = max(self.min_blocks, -(-blocks // fill))  # no empty split has to be combined
         return max(B, -(-blocks // each))
 
 
@@ -130,150 +141,155 @@ class PrefillPlan:
         _can_be_compiled(self)
         if self.warp_specialized and (self.rows != 128 or self.keys not in (64, 128)):
             raise PykernelsError(
-                f"a prefill plan by hand has {self.rows} rows and {self.keys} keys",
-                "That kernel's programs take 128 and 64 or 128",
+                f"a warp_specialized prefill plan has {self.rows} rows and {self.keys} keys",
+                "That kernel takes 128 and 64 or 128",
             )
 
 
-sms = num_sms
-
-_TINY_DECODE = DecodePlan(rows=16, keys=16, warps=4, stages=1)
-_TINY_PREFILL = PrefillPlan(rows=16, keys=16, warps=4, stages=1)
-
-# By (first compute capability, most rows that want it), the first that fits.
-_MLA_DECODE = {
-    (9, 0): (
-        (16, DecodePlan(rows=16, keys=64, warps=8, stages=3)),
-        (1 << 30, DecodePlan(rows=64, keys=64, warps=8, stages=2, warp_specialized=True)),
-    ),
-    (8, 0): ((1 << 30, DecodePlan(rows=16, keys=32, warps=4, stages=2)),),
-}
-_MLA_DECODE_FP8 = {
-    (9, 0): ((1 << 30, DecodePlan(rows=64, keys=64, warps=8, stages=2, warp_specialized=True)),),
-    (8, 0): ((1 << 30, DecodePlan(rows=16, keys=32, warps=8, stages=2)),),
-}
+# Which sizes a kernel is for, on any GPU.
 
 
 def warp_specialized_fits(L: int, R: int, fp8: bool, page: int) -> bool:
-    """Whether ``DecodePlan.warp_specialized`` is for DeepSeek's sizes, as these are.
+    """Whether MLA's ``DecodePlan.warp_specialized`` is for these: DeepSeek's sizes.
 
-    Its copies are of whole pages; less than eight rows are no tile of shared memory. A block of
-    E4M3 is read as one piece of memory.
+    It copies whole pages, and less than eight rows are no tile of shared memory. A block of E4M3 is
+    read as one piece of memory.
     """
     return (L, R) == (512, 64) and page >= (64 if fp8 else 8)
 
 
-def warp_specialized_takes(
-    L: int, R: int, fp8: bool, page: int, device: torch.device, aligned: bool = True
-) -> bool:
-    """Whether ``DecodePlan.warp_specialized`` can run: Hopper, sizes that fit, caches ``aligned``
-    to 16."""
-    return arch(device)[0] == 9 and warp_specialized_fits(L, R, fp8, page) and aligned
-
-
-def mla_decode_plan(
-    rows: int,
-    latent: tuple[int, int],
-    fp8: bool,
-    page: int,
-    device: torch.device,
-    aligned: bool = True,
-) -> DecodePlan:
-    """For ``rows`` = heads x tokens a sequence and latents of (L, R) in pages of ``page``."""
-    capability = arch(device)
-    if capability == (0, 0):
-        return _TINY_DECODE
-    table = _MLA_DECODE_FP8 if fp8 else _MLA_DECODE
-    rules = table[(9, 0)] if capability[0] == 9 else table[(8, 0)]
-    plan = next(plan for most, plan in rules if rows <= most)
-    if plan.warp_specialized and not warp_specialized_takes(*latent, fp8, page, device, aligned):
-        if rows <= 16:
-            return DecodePlan(rows=16, keys=64, warps=8, stages=3)
-        return replace(plan, warp_specialized=False, across=True)
-    return plan
-
-
-def in_lanes_fits(D: int, fp8: bool, page: int) -> bool:
-    """Whether ``DecodePlan.in_lanes`` is for heads of 128 in E4M3, as these are.
+def fp8_mma_fits(D: int, fp8: bool, page: int) -> bool:
+    """Whether ``DecodePlan.fp8_mma`` is for these: heads of 128 in E4M3.
 
     A warp's keys, up to 32, are within a page.
     """
     return D == 128 and fp8 and page % 32 == 0
 
 
-def in_lanes_takes(D: int, fp8: bool, page: int, device: torch.device, aligned: bool) -> bool:
-    """Whether ``DecodePlan.in_lanes`` can run: the GPU converts E4M3, caches ``aligned`` to 16."""
-    return arch(device) >= (8, 9) and in_lanes_fits(D, fp8, page) and aligned
-
-
-def in_ring_fits(D: int, fp8: bool, page: int) -> bool:
-    """Whether ``DecodePlan.in_ring`` is for heads of 128 in bf16, as these are.
+def ring_buffer_fits(D: int, fp8: bool, page: int) -> bool:
+    """Whether ``DecodePlan.ring_buffer`` is for these: heads of 128 in bf16.
 
     A block of 64 keys is within a page.
     """
     return D == 128 and not fp8 and page % 64 == 0
 
 
-def in_ring_takes(D: int, fp8: bool, page: int, device: torch.device, aligned: bool) -> bool:
-    """Whether ``DecodePlan.in_ring`` can run: Hopper, sizes that fit, caches ``aligned`` to 16."""
-    return arch(device)[0] == 9 and in_ring_fits(D, fp8, page) and aligned
+def decode_kernel_fits(op: str, plan: DecodePlan, shape: AttentionShape, fp8: bool) -> bool:
+    """Whether the kernel that the plan names is for this op and these sizes."""
+    given = (fp8, shape.page)
+    if op == "mla_decode":
+        sizes = (shape.head_dim, shape.rope)
+        return not plan.kernel or (plan.warp_specialized and warp_specialized_fits(*sizes, *given))
+    fits = {"": True, "warp_specialized": False}
+    fits["fp8_mma"] = fp8_mma_fits(shape.head_dim, *given)
+    fits["ring_buffer"] = ring_buffer_fits(shape.head_dim, *given)
+    return fits[plan.kernel]
 
 
-def gqa_decode_plan(
-    rows: int, D: int, fp8: bool, page: int, device: torch.device, aligned: bool = True
-) -> DecodePlan:
-    """For ``rows`` = query heads of a KV head x tokens a sequence, and pages of ``page``."""
-    capability = arch(device)
-    if capability == (0, 0):
-        return _TINY_DECODE
-    if rows <= 16 and in_lanes_takes(D, fp8, page, device, aligned):
-        tile = 8 if rows <= 8 else 16
-        return DecodePlan(rows=tile, keys=128, warps=4, stages=1, per_sm=2, in_lanes=True)
-    if rows <= 16 and in_ring_takes(D, fp8, page, device, aligned):
-        return DecodePlan(rows=16, keys=64, warps=4, stages=6, in_ring=True)
-    tile = max(16, min(64, 1 << (rows - 1).bit_length()))
-    if capability[0] == 9 and tile < 64 and 64 < D <= 128 and not fp8:
-        return DecodePlan(rows=tile, keys=128, warps=4, stages=3)
-    roomy = capability[0] == 9 or capability in ((8, 0), (10, 0))  # at least 160 KiB an SM
-    keys = 64 if D <= 128 else 32
-    stages = (4 if roomy else 2) if D <= 128 else (3 if roomy else 2)
-    return DecodePlan(rows=tile, keys=keys, warps=4, stages=stages, per_sm=2 if tile < 64 else 1)
-
-
-def warp_specialized_prefill_fits(D: int, DV: int, R: int, page: int, keys: int = 64) -> bool:
-    """Whether ``PrefillPlan.warp_specialized`` with blocks of ``keys`` is for heads like these.
-
-    Its copies are of whole pages; less than eight rows are no tile of shared memory, which holds
-    128 queries and two blocks of keys and values.
-    """
-    sizes = D in (64, 128, 256) and DV in (64, 128, 256) and R in (0, 64)
-    shared = 2 * (128 * (D + R) + 2 * keys * (D + R + DV))
-    return sizes and (page == 0 or page >= 8) and shared <= _PREFILL_SHARED
+def decode_kernel_runs(
+    op: str, plan: DecodePlan, shape: AttentionShape, fp8: bool, aligned: bool, device: torch.device
+) -> bool:
+    """Whether the kernel that the plan names can run here: sizes that fit, caches ``aligned`` to 16
+    bytes, and Hopper or, for ``fp8_mma``, any GPU that converts E4M3."""
+    if not plan.kernel:
+        return True
+    has = arch(device) >= (8, 9) if plan.fp8_mma else arch(device)[0] == 9
+    return has and aligned and decode_kernel_fits(op, plan, shape, fp8)
 
 
 _PREFILL_SHARED = 222 << 10
 """Bytes of 227 KiB that barriers and what is staged on the way out leave."""
 
 
-def warp_specialized_prefill_takes(
-    D: int, DV: int, R: int, page: int, device: torch.device, keys: int = 64
+def warp_specialized_prefill_fits(D: int, DV: int, R: int, page: int, keys: int = 64) -> bool:
+    """Whether ``PrefillPlan.warp_specialized`` with blocks of ``keys`` is for heads like these.
+
+    It copies whole pages, and less than eight rows are no tile of shared memory, which holds 128
+    queries and two blocks of keys and values.
+    """
+    sizes = D in (64, 128, 256) and DV in (64, 128, 256) and R in (0, 64)
+    shared = 2 * (128 * (D + R) + 2 * keys * (D + R + DV))
+    return sizes and (page == 0 or page >= 8) and shared <= _PREFILL_SHARED
+
+
+def prefill_kernel_runs(
+    plan: PrefillPlan, shape: AttentionShape, fp8: bool, aligned_rows: bool, device: torch.device
 ) -> bool:
-    """Whether ``PrefillPlan.warp_specialized`` can run, apart from how its tensors lie: Hopper
-    only."""
-    return arch(device)[0] == 9 and warp_specialized_prefill_fits(D, DV, R, page, keys)
-
-
-def warp_specialized_prefills(
-    D: int, DV: int, R: int, fp8: bool, plan: PrefillPlan, aligned_rows: bool, page: int,
-    device: torch.device,
-) -> bool:  # fmt: skip
-    """Whether this plan by hand can run on these: see ``prefill_plan``.
+    """Whether the plan's kernel can run here; the warp-specialised one: see ``shipped_prefill``.
 
     Keys in E4M3 must become rows of bf16 first.
     """
-    takes = warp_specialized_prefill_takes(D, DV, R, 0 if fp8 else page, device, plan.keys)
-    unpack = plan.unpack
-    return aligned_rows and (unpack or not fp8) and takes
+    if not plan.warp_specialized:
+        return True
+    sizes = (shape.head_dim, shape.value_dim, shape.rope)
+    fits = warp_specialized_prefill_fits(*sizes, 0 if fp8 else shape.page, plan.keys)
+    return arch(device)[0] == 9 and fits and aligned_rows and (plan.unpack or not fp8)
+
+
+# The shipped plans. Of MLA's decode by (first compute capability, most rows that want it).
+
+_TINY_DECODE = DecodePlan(rows=16, keys=16, warps=4, stages=1)
+_TINY_PREFILL = PrefillPlan(rows=16, keys=16, warps=4, stages=1)
+_WARP_SPECIALIZED = DecodePlan(rows=64, keys=64, warps=8, stages=2, warp_specialized=True)
+_SIXTEEN = DecodePlan(rows=16, keys=64, warps=8, stages=3)
+_MLA_DECODE = {
+    (9, 0): ((16, _SIXTEEN), (1 << 30, _WARP_SPECIALIZED)),
+    (8, 0): ((1 << 30, DecodePlan(rows=16, keys=32, warps=4, stages=2)),),
+}
+_MLA_DECODE_FP8 = {
+    (9, 0): ((1 << 30, _WARP_SPECIALIZED),),
+    (8, 0): ((1 << 30, DecodePlan(rows=16, keys=32, warps=8, stages=2)),),
+}
+
+
+def shipped_decode(
+    op: str, shape: AttentionShape, fp8: bool, device: torch.device, aligned: bool = True
+) -> DecodePlan:
+    """The plan of this package for ``op`` = "mla_decode" or "gqa_decode".
+
+    Args:
+        fp8: the cache is in E4M3.
+        aligned: it begins at a multiple of 16 bytes.
+    """
+    if arch(device) == (0, 0):
+        return _TINY_DECODE
+    rows = shape.queries * shape.heads // shape.kv_heads  # that attend to the same keys
+    if op == "mla_decode":
+        return _shipped_mla(shape, rows, fp8, aligned, device)
+    return _shipped_gqa(shape, rows, fp8, aligned, device)
+
+
+def _shipped_mla(
+    shape: AttentionShape, rows: int, fp8: bool, aligned: bool, device: torch.device
+) -> DecodePlan:
+    table = _MLA_DECODE_FP8 if fp8 else _MLA_DECODE
+    rules = table[(9, 0)] if arch(device)[0] == 9 else table[(8, 0)]
+    plan = next(plan for most, plan in rules if rows <= most)
+    if decode_kernel_runs("mla_decode", plan, shape, fp8, aligned, device):
+        return plan
+    return _SIXTEEN if rows <= 16 else replace(plan, warp_specialized=False, split_scores=True)
+
+
+def _shipped_gqa(
+    shape: AttentionShape, rows: int, fp8: bool, aligned: bool, device: torch.device
+) -> DecodePlan:
+    capability, D = arch(device), shape.head_dim
+    if rows <= 16:
+        tile = 8 if rows <= 8 else 16
+        for plan in (
+            DecodePlan(rows=tile, keys=128, warps=4, stages=1, ctas_per_sm=2, fp8_mma=True),
+            DecodePlan(rows=16, keys=64, warps=4, stages=6, ring_buffer=True),
+        ):
+            if decode_kernel_runs("gqa_decode", plan, shape, fp8, aligned, device):
+                return plan
+    tile = max(16, min(64, 1 << (rows - 1).bit_length()))
+    if capability[0] == 9 and tile < 64 and 64 < D <= 128 and not fp8:
+        return DecodePlan(rows=tile, keys=128, warps=4, stages=3)
+    roomy = capability[0] == 9 or capability in ((8, 0), (10, 0))  # at least 160 KiB an SM
+    keys = 64 if D <= 128 else 32
+    stages = (4 if roomy else 2) if D <= 128 else (3 if roomy else 2)
+    ctas_per_sm = 2 if tile < 64 else 1
+    return DecodePlan(rows=tile, keys=keys, warps=4, stages=stages, ctas_per_sm=ctas_per_sm)
 
 
 def worth_unpacking(rows: int, room: int) -> bool:
@@ -286,28 +302,29 @@ def worth_unpacking(rows: int, room: int) -> bool:
     return rows >= 512 and room <= 2 << 30
 
 
-def prefill_plan(
-    D: int, DV: int, R: int, fp8: bool, unpack: bool, aligned_rows: bool, page: int,
-    device: torch.device,
-) -> PrefillPlan:  # fmt: skip
-    """For heads of D + R on values of DV.
+def shipped_prefill(
+    shape: AttentionShape, fp8: bool, unpack: bool, aligned_rows: bool, device: torch.device
+) -> PrefillPlan:
+    """The plan of this package.
 
     Args:
-        unpack: E4M3 should become bf16 first.
+        fp8: keys and values are in E4M3.
+        unpack: they should become bf16 first.
         aligned_rows: those of queries and of keys in bf16: every head's at a multiple of 16 bytes,
             and within 2 ** 31 elements.
-        page: keys of one, 0 without pages.
     """
-    if unpack:
-        plan = prefill_plan(D, DV, R, False, False, aligned_rows, 0, device)
-        return replace(plan, unpack=True)
+    if unpack:  # into rows without pages
+        rows = shape._replace(page=0)
+        return replace(shipped_prefill(rows, False, False, aligned_rows, device), unpack=True)
     capability = arch(device)
     if capability == (0, 0):
         return _TINY_PREFILL
-    large = D + R > 192 or DV > 128
-    if aligned_rows and not fp8 and warp_specialized_prefill_takes(D, DV, R, page, device):
-        keys = 64 if large else 128
-        return PrefillPlan(rows=128, keys=keys, warps=8, stages=1, warp_specialized=True)
+    D, R = shape.head_dim, shape.rope
+    large = D + R > 192 or shape.value_dim > 128
+    keys = 64 if large else 128
+    plan = PrefillPlan(rows=128, keys=keys, warps=8, stages=1, warp_specialized=True)
+    if prefill_kernel_runs(plan, shape, fp8, aligned_rows, device):
+        return plan
     if capability[0] == 9:
         if large or R:
             return PrefillPlan(rows=128, keys=64, warps=8, stages=2 if large else 3)
@@ -315,5 +332,7 @@ def prefill_plan(
             return PrefillPlan(rows=128, keys=64, warps=8, stages=2)
         return PrefillPlan(rows=128, keys=128, warps=8, stages=3 if D <= 64 else 2)
     if large or R:  # a rotated part beside values of 256 spills with 4 warps
-        return PrefillPlan(rows=64, keys=32, warps=8 if R and DV > 128 else 4, stages=2)
+        return PrefillPlan(
+            rows=64, keys=32, warps=8 if R and shape.value_dim > 128 else 4, stages=2
+        )
     return PrefillPlan(rows=128, keys=64 if D <= 64 else 32, warps=4, stages=2)

@@ -157,13 +157,13 @@ def _even_plan(
         128: (8, 3, 3, 2),
     }[cols]
     least = 16.0
-    per_sm = blocks * triton.cdiv(N, 16 * warps) * steps / num_sms
+    ctas_per_sm = blocks * triton.cdiv(N, 16 * warps) * steps / num_sms
     if kind == "int4" and cols <= 64:
         least = 6.0
         room = 4 if cols == 64 else room
-        while room > 2 and per_sm < 7 * room:
+        while room > 2 and ctas_per_sm < 7 * room:
             room -= 1
-    if not least * room <= per_sm < 4 * steps * room:
+    if not least * room <= ctas_per_sm < 4 * steps * room:
         return None
     return even_shares(cols, warps, stages, words, room, num_sms)
 

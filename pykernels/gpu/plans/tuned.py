@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...env import Env, env
 from ...errors import PykernelsError
-from . import attention_shape as attention
+from . import attention_lines as attention
 from .attention import DecodePlan, PrefillPlan
 from .attention_shape import AttentionShape
 from .gemm import (

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pykernels.gpu.attention.online_softmax import BITS, halves, widened
+from pykernels.gpu.attention.online_softmax import BITS, cache_to_bf16, cache_to_half
 from pykernels.gpu.common.dequant import e4m3_to_float, float_to_e4m3
 
 FP8 = torch.float8_e4m3fn
@@ -20,9 +20,9 @@ def _dequantize(codes, values, TO: tl.constexpr, KIND: tl.constexpr):
     if TO == "float32":  # weights
         value = e4m3_to_float(code)
     elif TO == "bf16":  # a cache, in prefill
-        value = widened(code, KIND)
+        value = cache_to_bf16(code, KIND)
     else:  # a cache, in decode
-        value = halves(code, KIND, False)
+        value = cache_to_half(code, KIND, False)
     tl.store(values + i, value.to(tl.float32))
 
 

@@ -94,7 +94,7 @@ def decode_chain(plan: DecodePlan, NH: int, KVH: int, fp8: bool, device: torch.d
         outs[0].copy_(q)
         for i in range(ROUNDS):
             cache.lengths.add_(1)
-            how = {"out": outs[i + 1], "plan": replace(plan, per_sm=0) if i % 2 else plan}
+            how = {"out": outs[i + 1], "plan": replace(plan, ctas_per_sm=0) if i % 2 else plan}
             where = (*cache.values, cache.table, cache.lengths)
             if mla:
                 rope(outs[i, :, :, :R], turned[i, :, None], positions[i], frequencies)
@@ -112,14 +112,14 @@ def decode_chain(plan: DecodePlan, NH: int, KVH: int, fp8: bool, device: torch.d
     return chain
 
 
-RING = DecodePlan(rows=16, keys=64, warps=4, stages=6, in_ring=True)
-LANES = DecodePlan(rows=8, keys=128, warps=4, stages=1, per_sm=2, in_lanes=True)
+RING = DecodePlan(rows=16, keys=64, warps=4, stages=6, ring_buffer=True)
+LANES = DecodePlan(rows=8, keys=128, warps=4, stages=1, ctas_per_sm=2, fp8_mma=True)
 PLAIN = DecodePlan(rows=16, keys=64, warps=4, stages=3)
 SPECIALIZED = DecodePlan(rows=64, keys=64, warps=8, stages=2, warp_specialized=True)
 CASES = [
     (RING, 32, 8, False, {"gqa_decode_ring"}, "a ring, the last part adds up"),
     (RING, 64, 4, False, {"gqa_decode_ring", "_combine"}, "a ring, parts are combined"),
-    (LANES, 32, 8, True, {"gqa_decode_lanes", "_combine"}, "in lanes, E4M3"),
+    (LANES, 32, 8, True, {"gqa_decode_fp8", "_combine"}, "in lanes, E4M3"),
     (PLAIN, 32, 8, False, {"_gqa_decode", "_combine"}, "tiles"),
     (SPECIALIZED, 128, 0, False, {"mla_decode_hopper", "mla_combine"}, "MLA"),
     (SPECIALIZED, 128, 0, True, {"mla_decode_hopper", "mla_combine"}, "MLA, E4M3"),

@@ -158,9 +158,10 @@ IMPOSSIBLE = [
         {"stages": 0}, {"stages": 17}, {"split_k": 65}, {"group_m": 1 << 20},
     )),
     *((DecodePlan, {"rows": 16, "keys": 64, "warps": 4, "stages": 1} | bad) for bad in (
-        {"rows": 48}, {"rows": 512}, {"warps": 0}, {"stages": 17}, {"per_sm": -1}, {"per_sm": 33},
-        {"rows": 64, "keys": 128, "warp_specialized": True}, {"rows": 32, "in_lanes": True},
-        {"in_ring": True, "in_lanes": True},
+        {"rows": 48}, {"rows": 512}, {"warps": 0}, {"stages": 17}, {"ctas_per_sm": -1},
+        {"ctas_per_sm": 33},
+        {"rows": 64, "keys": 128, "warp_specialized": True}, {"rows": 32, "fp8_mma": True},
+        {"ring_buffer": True, "fp8_mma": True},
     )),
     *((PrefillPlan, {"rows": 64, "keys": 64, "warps": 4, "stages": 1} | bad) for bad in (
         {"rows": 96}, {"keys": 8}, {"stages": 0}, {"warp_specialized": True},

@@ -121,14 +121,14 @@ def _fits(plan: DequantPlan) -> bool:
 
 
 def test_steps_are_shared_evenly_where_shares_are_long() -> None:
-    def per_sm(kind: str, M: int, N: int, steps: int) -> float:
+    def ctas_per_sm(kind: str, M: int, N: int, steps: int) -> float:
         return dequant_plan(kind, M, N, steps, SMS).num_ctas / SMS
 
     rows = (16, 32, 64, 128, 256, 512)
-    assert [per_sm("q4_k", M, 18432, 56) for M in rows] == [4, 3, 3, 2, 2, 2]
-    assert [per_sm("int8", M, 7168, 144) for M in rows] == [4, 3, 3, 2, 0, 0]
-    assert [per_sm("int4", 64, N, 56) for N in (18432, 7168, 4096, 1024)] == [4, 4, 3, 0]
-    assert [per_sm("int8", M, 131072, 56) for M in (64, 256, 4096)] == [0, 0, 0]  # many rounds
+    assert [ctas_per_sm("q4_k", M, 18432, 56) for M in rows] == [4, 3, 3, 2, 2, 2]
+    assert [ctas_per_sm("int8", M, 7168, 144) for M in rows] == [4, 3, 3, 2, 0, 0]
+    assert [ctas_per_sm("int4", 64, N, 56) for N in (18432, 7168, 4096, 1024)] == [4, 4, 3, 0]
+    assert [ctas_per_sm("int8", M, 131072, 56) for M in (64, 256, 4096)] == [0, 0, 0]  # many rounds
     halves = [("int8", 4096, 56), ("int8", 7168, 56), ("int4", 7168, 56), ("q4_k", 7168, 144)]
     assert [dequant_plan(k, 256, N, steps, SMS).split_k for k, N, steps in halves] == [2, 1, 2, 2]
     assert dequant_plan("int8", 3000, 18432, 56, SMS).warps == 8

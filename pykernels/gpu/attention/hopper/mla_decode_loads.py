@@ -1,4 +1,4 @@
-"""What comes into shared memory for ``mla_decode_hopper``: queries, blocks of keys, shares."""
+"""What comes into shared memory for ``mla_decode_hopper``: queries, and the producer's blocks."""
 
 from __future__ import annotations
 
@@ -8,44 +8,46 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...common.gluon_compat import barrier, tma_load
-from .split_kv import share_of_slot
+from ..online_softmax import find_split, split_range
+from .split_kv import load_lengths
 
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 TILE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 64 columns
 
 
 @gluon.jit
-def share(length_ptr, B, S, slots, SPLIT: gl.constexpr, BATCH: gl.constexpr):
-    """What a program does: (sequence, its length, first key, the key behind the last, blocks).
+def split_of_cta(length_ptr, B, S, total_splits, SPLIT: gl.constexpr, BATCH: gl.constexpr):
+    """What a CTA does: (sequence, its length, first key, the key behind the last, blocks).
 
-    No blocks: nothing; the slot is of no sequence, or the sequence is empty.
+    No blocks: nothing; the split is of no sequence, or the sequence is empty.
     """
-    slot = gl.program_id(1)
-    b, part, parts = slot, 0, 1
+    split_idx = gl.program_id(1)
+    b, split, num_splits = split_idx, 0, 1
     if SPLIT:
-        b, length, part, parts = share_of_slot(
-            length_ptr, slot, B, slots, S, 0, 64, BATCH, 4, False
+        i, lengths = load_lengths(length_ptr, B, BATCH, 4)
+        b, length, split, num_splits = find_split(
+            i, lengths, split_idx, B, total_splits, S, 0, 64, False
         )
     else:
         length = gl.load(length_ptr + b)
-    each = gl.cdiv(gl.cdiv(length, 64), gl.maximum(parts, 1)) * 64
-    begin = part * each
-    end = gl.minimum(length, begin + each)
+    begin, end = split_range(0, length, split, num_splits, 64, True)
     blocks = gl.maximum(gl.cdiv(end - begin, 64), 0)
     if SPLIT:
-        blocks = gl.where(parts > 0, blocks, 0)
+        blocks = gl.where(num_splits > 0, blocks, 0)
     return b.to(gl.int64), length, begin, end, blocks
 
 
 @gluon.jit
-def query_rows(base, row, rows, NH, s_stride, h_stride, WIDTH: gl.constexpr, MANY: gl.constexpr):
+def query_rows(
+    base, row, rows, NH, s_stride, h_stride, WIDTH: gl.constexpr, MULTI_TOKEN: gl.constexpr
+):
     """64 query rows of ``WIDTH`` columns in registers, zeros behind the last row.
 
-    All of it is asked for at once: it is the first that a program waits for.
+    All of it is loaded at once: it is the first that a CTA waits for.
     """
     row += gl.arange(0, 64, layout=gl.SliceLayout(1, TILE))
     c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, TILE))
-    if MANY:
+    if MULTI_TOKEN:
         at = base + (row // NH).to(gl.int64) * s_stride + (row % NH) * h_stride
     else:
         at = base + row.to(gl.int64) * h_stride
@@ -54,53 +56,53 @@ def query_rows(base, row, rows, NH, s_stride, h_stride, WIDTH: gl.constexpr, MAN
 
 @gluon.jit
 def zeros_behind(values, keys):
-    """Zeros in the rows of a half block that hold no keys: there may be NaN there."""
+    """Zeros in the rows of a half block that hold no keys: the cache may hold NaN."""
     n = gl.arange(0, 64, layout=gl.SliceLayout(1, TILE))
     for i in gl.static_range(4):
-        part = values.slice(i * 64, 64, dim=1)
-        x = part.load(TILE)
-        part.store(gl.where((n < keys)[:, None], x, gl.zeros_like(x)))
+        columns = values.slice(i * 64, 64, dim=1)
+        x = columns.load(TILE)
+        columns.store(gl.where((n < keys)[:, None], x, gl.zeros_like(x)))
     fence_async_shared()  # the tensor cores read through another path than threads write
     barrier()
 
 
 @gluon.jit
-def copies(
-    latent, rope, scale_ptr, table_ptr, table_stride, length_ptr, B, S, slots, k_left, k_right,
-    k_rope, k_scale, left_full, right_full, left_empty, right_empty,
+def producer(
+    latent, rope, scale_ptr, table_ptr, table_stride, length_ptr, B, S, total_splits, k_left,
+    k_right, k_rope, k_scale, left_full, right_full, left_empty, right_empty,
     COLUMNS: gl.constexpr, L: gl.constexpr, PAGE: gl.constexpr, SPLIT: gl.constexpr,
     BATCH: gl.constexpr,
 ):  # fmt: skip
-    """The keys' way into shared memory: the left half with the rotated part, then the right.
+    """Copies the keys into shared memory: the left half with the rotated part, then the right.
 
-    COLUMNS of them have a memory barrier: scores begin with those that are there.
+    Every COLUMNS have a memory barrier: scores begin with those that have arrived.
     """
     gdc_wait()  # it may be launched while the kernel before it still runs
     gdc_launch_dependents()  # the combining kernel waits by itself
-    b, _, begin, end, blocks = share(length_ptr, B, S, slots, SPLIT, BATCH)
+    b, _, begin, end, blocks = split_of_cta(length_ptr, B, S, total_splits, SPLIT, BATCH)
     table = table_ptr + b * table_stride
     last = end - 1
     following = gl.load(table + begin // PAGE, mask=blocks > 0, other=0)
     for i in range(blocks):
-        turn, phase = i & 1, (i >> 1) & 1
+        stage, phase = i & 1, (i >> 1) & 1
         start = begin + i * 64
         here = following
         following = gl.load(table + gl.minimum(start + 64, last) // PAGE)
-        mbarrier.wait(left_empty.index(turn), phase ^ 1)
-        _copies_of_half(
-            latent, table, here, start, last, 0, k_left.index(turn), left_full, turn,
-            rope, k_rope.index(turn), COLUMNS, PAGE,
+        mbarrier.wait(left_empty.index(stage), phase ^ 1)
+        _copy_half(
+            latent, table, here, start, last, 0, k_left.index(stage), left_full, stage,
+            rope, k_rope.index(stage), COLUMNS, PAGE,
         )  # fmt: skip
-        mbarrier.wait(right_empty.index(turn), phase ^ 1)
-        _copies_of_half(
-            latent, table, here, start, last, 256, k_right.index(turn), right_full, turn,
+        mbarrier.wait(right_empty.index(stage), phase ^ 1)
+        _copy_half(
+            latent, table, here, start, last, 256, k_right.index(stage), right_full, stage,
             None, None, COLUMNS, PAGE,
         )  # fmt: skip
 
 
 @gluon.jit
-def _copies_of_half(
-    latent, table, page, start, last, column, half, full, turn, rope, k_rope,
+def _copy_half(
+    latent, table, page, start, last, column, half, full, stage, rope, k_rope,
     COLUMNS: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
     """Begins the copies of half a block of keys, the rotated part with the first COLUMNS."""
@@ -108,16 +110,18 @@ def _copies_of_half(
     TALL: gl.constexpr = min(PAGE, 64)  # rows of a copy
     for c in gl.static_range(PIECES):
         if c == 0 and rope is not None:
-            mbarrier.expect(full.index(turn * PIECES + c), 64 * (COLUMNS + 64) * 2)
+            mbarrier.expect(full.index(stage * PIECES + c), 64 * (COLUMNS + 64) * 2)
         else:
-            mbarrier.expect(full.index(turn * PIECES + c), 64 * COLUMNS * 2)
+            mbarrier.expect(full.index(stage * PIECES + c), 64 * COLUMNS * 2)
     for j in gl.static_range(64 // TALL):
-        if TALL < 64:  # behind the end the last page again: its shares are zero
+        if TALL < 64:  # behind the end the last page again: those keys' p is zero
             page = gl.load(table + gl.minimum(start + j * TALL, last) // PAGE)
         row = page * PAGE + (start + j * TALL) % PAGE
         rows = half.slice(j * TALL, TALL, dim=0)
         if rope is not None:
-            tma_load(rope, [row, 0], full.index(turn * PIECES), k_rope.slice(j * TALL, TALL, dim=0))
+            tma_load(
+                rope, [row, 0], full.index(stage * PIECES), k_rope.slice(j * TALL, TALL, dim=0)
+            )
         for c in gl.static_range(PIECES):
             to = rows.slice(c * COLUMNS, COLUMNS, dim=1)
-            tma_load(latent, [row, column + c * COLUMNS], full.index(turn * PIECES + c), to)
+            tma_load(latent, [row, column + c * COLUMNS], full.index(stage * PIECES + c), to)

@@ -1,7 +1,8 @@
-"""Causal prefill for Hopper by specialised warps: one group copies, two take 64 queries each.
+"""Causal prefill for Hopper, warp-specialised: FlashAttention-3's schedule.
 
-The same function as ``attention_prefill``'s Triton kernel for bf16 keys, in Gluon. The warps that
-copy keep two blocks of keys and of values ahead by the tensor memory accelerator.
+The same function as ``prefill``'s Triton kernel for bf16 keys, in Gluon. A producer warpgroup
+(``prefill_loads``) keeps two blocks of keys and of values ahead by the tensor memory accelerator;
+two consumers (``prefill_mma``) take 64 queries each. CTAs are persistent.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....shapes import Ragged
-from ...plans.attention import PrefillPlan, sms
-from .prefill_loads import STAGES, copies
-from .prefill_mma import products
+from ...common.launch import num_sms
+from ...plans.attention import PrefillPlan
+from .prefill_loads import STAGES, producer
+from .prefill_mma import consumer
 
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 NUMBER = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
@@ -35,7 +37,7 @@ def prefill_hopper(
     qs = gl.allocate_shared_memory(gl.bfloat16, [2, 64, D], SHARED)
     ks = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, D], SHARED)
     vs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, DV], SHARED)
-    q_ropes, k_ropes = qs, ks  # of no use without a rotated part
+    q_ropes, k_ropes = qs, ks  # not read without a rotated part
     if R > 0:
         q_ropes = gl.allocate_shared_memory(gl.bfloat16, [2, 64, R], SHARED)
         k_ropes = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, R], SHARED)
@@ -65,20 +67,20 @@ def prefill_hopper(
     # fmt: off
     gl.warp_specialize(
         [
-            (copies, (
+            (producer, (
                 q_desc, qr_desc, k_desc, kr_desc, v_desc, q_start_ptr, q_length_ptr, k_start_ptr,
                 k_length_ptr, table_ptr, table_stride, window, q_h, qr_h, k_h, v_h, B, blocks,
                 tiles, at_a_time, counter_ptr, qs, q_ropes, ks, k_ropes, vs, q_full, q_empty,
                 k_full, k_empty, v_full, v_empty, tail, nexts, n_full, n_empty, PAGE, G, D, DV, R,
                 KEYS, WINDOW,
             )),
-            (products, (
+            (consumer, (
                 q_start_ptr, q_length_ptr, k_length_ptr, out_ptr, inner, outer, window, o_t, o_h,
                 B, blocks, tiles, at_a_time, qs, q_ropes, ks, k_ropes, vs, q_full, q_empty, k_full,
                 k_empty, v_full, v_empty, nexts, n_full, n_empty, DV, R, KEYS, WINDOW, SOFTCAP,
                 gl.constexpr(0),
             )),
-            (products, (
+            (consumer, (
                 q_start_ptr, q_length_ptr, k_length_ptr, out_ptr, inner, outer, window, o_t, o_h,
                 B, blocks, tiles, at_a_time, qs, q_ropes, ks, k_ropes, vs, q_full, q_empty, k_full,
                 k_empty, v_full, v_empty, nexts, n_full, n_empty, DV, R, KEYS, WINDOW, SOFTCAP,
@@ -118,7 +120,7 @@ def launch_hopper(
     NH, G, page, table = q.shape[1], options["G"], options["PAGE"], batch.page_table
     piece = min(page or plan.keys, plan.keys)  # rows of keys of one copy
     q_desc, k_desc, v_desc = described(q, 64), described(k, piece), described(v, piece)
-    qr_desc, kr_desc, qr_h = q_desc, k_desc, 0  # of no use without a rotated part
+    qr_desc, kr_desc, qr_h = q_desc, k_desc, 0  # not read without a rotated part
     if q_rope is not None and k_rope is not None:
         qr_desc, kr_desc = described(q_rope, 64), described(k_rope[:, None], piece)
         qr_h = q_rope.stride(1)
@@ -126,7 +128,7 @@ def launch_hopper(
     blocks = triton.cdiv(batch.max_queries, 128)
     tiles = blocks * NH * batch.B
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-    prefill_hopper[min(tiles, sms(q.device)),](
+    prefill_hopper[min(tiles, num_sms(q.device)),](
         q_desc, qr_desc, k_desc, kr_desc, v_desc, batch.q_starts, batch.q_lengths, batch.k_starts,
         batch.k_lengths, table, out, *factors, q.stride(1), qr_h, k.stride(1), v.stride(1),
         *out.stride()[:2], batch.B, blocks, tiles, _at_a_time(rows, k, v, G), counter,

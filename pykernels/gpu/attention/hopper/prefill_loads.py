@@ -1,8 +1,8 @@
-"""Hopper's causal prefill: the order of its tiles, and the warps that copy for the others.
+"""Hopper's causal prefill: the order of its tiles, and the producer warps.
 
-Tiles run from those that see the most keys to those that see the fewest, over so many heads at a
-time that their keys stay in L2. Blocks of keys run from the diagonal to the first, so that only the
-first few need a mask.
+Tiles run from those with the most keys to those with the fewest, over so many heads at a time that
+their keys stay in L2. Blocks of keys run from the diagonal to the first, so that only the first few
+need a mask.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def tile_at(
     i = (blocks - 1 - at % blocks) * 128
     queries = gl.load(q_length_ptr + b)
     keys = gl.load(k_length_ptr + b)
-    end = gl.minimum(keys, keys - queries + i + 128)  # behind the last key that any row sees
+    end = gl.minimum(keys, keys - queries + i + 128)  # behind the last key of any row
     hi = gl.where(i < queries, gl.cdiv(gl.maximum(end, 0), KEYS), 0)
     lo = 0
     if WINDOW:
@@ -49,7 +49,7 @@ def _copy(
         PIECE: gl.constexpr = min(PAGE, KEYS)
         for j in gl.static_range(KEYS // PIECE):
             n = start + j * PIECE
-            # Behind the end the last page again: nobody looks at it.
+            # Behind the end the last page again: those keys are masked.
             row = gl.load(table + gl.minimum(n, end - 1) // PAGE) * PAGE + n % PAGE
             tma_load(desc, [row, column], full, to.slice(j * PIECE, PIECE, dim=0))
     else:
@@ -61,12 +61,14 @@ def _copy_keys(
     k_desc, kr_desc, table, first_row, start, column, end, ks, k_ropes, full, empty, c,
     PAGE: gl.constexpr, D: gl.constexpr, R: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
-    to = c % STAGES
-    mbarrier.wait(empty.index(to), (c // STAGES & 1) ^ 1)
-    mbarrier.expect(full.index(to), 2 * KEYS * (D + R))
-    _copy(k_desc, table, first_row, start, column, end, full.index(to), ks.index(to), PAGE, KEYS)
+    stage = c % STAGES
+    mbarrier.wait(empty.index(stage), (c // STAGES & 1) ^ 1)
+    mbarrier.expect(full.index(stage), 2 * KEYS * (D + R))
+    _copy(
+        k_desc, table, first_row, start, column, end, full.index(stage), ks.index(stage), PAGE, KEYS
+    )
     if R > 0:
-        tma_load(kr_desc, [first_row + start, 0], full.index(to), k_ropes.index(to))
+        tma_load(kr_desc, [first_row + start, 0], full.index(stage), k_ropes.index(stage))
 
 
 @gluon.jit
@@ -75,13 +77,13 @@ def _copy_values(
     PAGE: gl.constexpr, DV: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
     """Behind the sequence's last key, zeros: NaN times 0 is NaN."""
-    to = c % STAGES
-    mbarrier.wait(empty.index(to), (c // STAGES & 1) ^ 1)
-    v = vs.index(to)
+    stage = c % STAGES
+    mbarrier.wait(empty.index(stage), (c // STAGES & 1) ^ 1)
+    v = vs.index(stage)
     left = end - start
     if left >= KEYS:
-        mbarrier.expect(full.index(to), 2 * KEYS * DV)
-        _copy(v_desc, table, first_row, start, column, end, full.index(to), v, PAGE, KEYS)
+        mbarrier.expect(full.index(stage), 2 * KEYS * DV)
+        _copy(v_desc, table, first_row, start, column, end, full.index(stage), v, PAGE, KEYS)
     else:
         mbarrier.expect(tail.index(0), 2 * KEYS * DV)
         _copy(v_desc, table, first_row, start, column, end, tail.index(0), v, PAGE, KEYS)
@@ -91,25 +93,25 @@ def _copy_values(
         ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
         n = gl.arange(0, 16, layout=gl.SliceLayout(1, ROWS))[:, None]
         for r in gl.static_range(0, KEYS, 16):
-            part = v.slice(r, 16)
-            x = part.load(ROWS)
-            part.store(gl.where(r + n < left, x, gl.zeros_like(x)))
+            some = v.slice(r, 16)
+            x = some.load(ROWS)
+            some.store(gl.where(r + n < left, x, gl.zeros_like(x)))
         fence_async_shared()
-        mbarrier.arrive(full.index(to), count=1)
+        mbarrier.arrive(full.index(stage), count=1)
 
 
 @gluon.jit
-def copies(
+def producer(
     q_desc, qr_desc, k_desc, kr_desc, v_desc, q_start_ptr, q_length_ptr, k_start_ptr, k_length_ptr,
     table_ptr, table_stride, window, q_h, qr_h, k_h, v_h, B, blocks, tiles, at_a_time, counter_ptr,
     qs, q_ropes, ks, k_ropes, vs, q_full, q_empty, k_full, k_empty, v_full, v_empty, tail,
     nexts, n_full, n_empty, PAGE: gl.constexpr, G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     R: gl.constexpr, KEYS: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """What the copying warps do."""
+    """What the producer warps do."""
     c = 0
     t = 0
-    turn = 0
+    n_tile = 0
     tile = gl.program_id(0)
     while tile < tiles:
         b, head, i, queries, keys, lo, hi = tile_at(
@@ -151,7 +153,7 @@ def copies(
                 start -= KEYS
                 c += 1
                 if n == lo:  # the buffers are full: there is time
-                    tile = hand_out(counter_ptr, nexts, n_full, n_empty, turn, 4)
+                    tile = hand_out(counter_ptr, nexts, n_full, n_empty, n_tile, 4)
         else:
-            tile = hand_out(counter_ptr, nexts, n_full, n_empty, turn, 4)
-        turn += 1
+            tile = hand_out(counter_ptr, nexts, n_full, n_empty, n_tile, 4)
+        n_tile += 1

@@ -1,8 +1,8 @@
-"""Hopper's causal prefill: what each of the two warpgroups that multiply does for its 64 queries.
+"""Hopper's causal prefill: what each of the two consumer warpgroups does for its 64 queries.
 
 It begins the scores of block j together with the values of the block before it, and takes the
-exponentials of j while the latter are multiplied. The two take turns: one begins its products while
-the other is at its exponentials (FlashAttention-3, arXiv 2407.08608).
+exponentials of j while the latter are multiplied. The two warpgroups ping-pong: one begins its
+products while the other is at its exponentials (FlashAttention-3, arXiv 2407.08608).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...common.tile_scheduler import handed_out
+from ..online_softmax import capped, exp_scores
 from .prefill_loads import STAGES, tile_at
 
 
@@ -47,13 +48,13 @@ def _barrier(ASM: gl.constexpr):
 
 
 @gluon.jit
-def _await_turn(WG: gl.constexpr):
+def _pingpong_wait(WG: gl.constexpr):
     """Waits until the other warpgroup has begun its products: named barriers of 256 threads."""
     _barrier("bar.sync 9, 256; mov.b32 $0, $1;" if WG == 0 else "bar.sync 10, 256; mov.b32 $0, $1;")
 
 
 @gluon.jit
-def _pass_turn(WG: gl.constexpr):
+def _pingpong_signal(WG: gl.constexpr):
     _barrier(
         "bar.arrive 10, 256; mov.b32 $0, $1;" if WG == 0 else "bar.arrive 9, 256; mov.b32 $0, $1;"
     )
@@ -71,31 +72,25 @@ def _scores(q, q_rope, k, k_rope, zeros, R: gl.constexpr):
 
 @gluon.jit
 def _softmax(
-    s, start, at_q, keys, m, total, inner, outer, window,
+    s, start, at_q, keys, m_i, l_i, inner, outer, window,
     KEYS: gl.constexpr, MASKED: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """(shares, factor of the past, m, total) of one block."""
+    """``online_softmax.softmax_step`` of the block of keys from ``start`` on."""
     if SOFTCAP:
-        s = 1 - 2 / (gl.exp2(s * inner) + 1)
-        factor = outer
-    else:
-        factor = inner
+        s = capped(s, inner)
+    mask = s  # not read
     if MASKED:
         n = start + gl.arange(0, KEYS, layout=gl.SliceLayout(0, s.type.layout))
-        seen = (n < keys)[None, :] & (n[None, :] <= at_q[:, None])
+        mask = (n < keys)[None, :] & (n[None, :] <= at_q[:, None])
         if WINDOW:
-            seen = seen & (n[None, :] > at_q[:, None] - window)
-        s = gl.where(seen, s, float("-inf"))
-    top = gl.maximum(m, gl.max(s, 1) * factor)
-    base = gl.where(top == float("-inf"), 0.0, top)
-    p = gl.exp2(s * factor - base[:, None])
-    alpha = gl.exp2(m - base)
-    return p, alpha, top, total * alpha + gl.sum(p, 1)
+            mask = mask & (n[None, :] > at_q[:, None] - window)
+    p, alpha, m_i = exp_scores(s, mask, m_i, outer if SOFTCAP else inner, MASKED)
+    return p, alpha, m_i, l_i * alpha + gl.sum(p, 1)
 
 
 @gluon.jit
-def _settled(total):
-    """``total``, computed before any wait that follows.
+def _computed_here(l_i):
+    """``l_i``, computed before any wait that follows.
 
     ptxas hoists a wait for products before exponentials that do not need them, and nothing runs
     beside the products any more. It does not hoist it over a store to shared memory that may be:
@@ -105,19 +100,19 @@ def _settled(total):
     return gl.inline_asm_elementwise(
         "{ .reg .pred q; .reg .u32 a; setp.lt.f32 q, $1, 0f00000000; mov.u32 a, 0;"
         " @q st.shared.f32 [a], $1; mov.b32 $0, $1; }",
-        "=f,f", [total], dtype=gl.float32, is_pure=False, pack=1,
+        "=f,f", [l_i], dtype=gl.float32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
 def _operand(p, VALUES: gl.constexpr):
-    """Shares as the left operand of the product with values."""
+    """Probabilities as operand A of the product with values."""
     return gl.convert_layout(p.to(gl.bfloat16), gl.DotOperandLayout(0, VALUES, 2))
 
 
 @gluon.jit
 def _steps(
-    q, q_rope, ks, k_ropes, vs, zeros, k_full, k_empty, v_full, v_empty, p, m, total, acc, c,
+    q, q_rope, ks, k_ropes, vs, zeros, k_full, k_empty, v_full, v_empty, p, m_i, l_i, acc, c,
     n, count, at_q, keys, inner, outer, window, R: gl.constexpr, KEYS: gl.constexpr,
     MASKED: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, WG: gl.constexpr,
 ):  # fmt: skip
@@ -129,30 +124,30 @@ def _steps(
         c += 1
         k_at = c % STAGES
         mbarrier.wait(k_full.index(k_at), c // STAGES & 1)
-        _await_turn(WG)
+        _pingpong_wait(WG)
         token = _scores(q, q_rope, ks.index(k_at), k_ropes.index(k_at), zeros, R)
         p = _operand(p, VALUES)
         mbarrier.wait(v_full.index(v_at), v_phase)
         pending = warpgroup_mma(p, vs.index(v_at), acc, is_async=True)
-        _pass_turn(WG)
+        _pingpong_signal(WG)
         s = warpgroup_mma_wait(1, deps=[token])
         mbarrier.arrive(k_empty.index(k_at), count=1)
-        p_next, alpha, m, total = _softmax(
-            s, n * KEYS, at_q, keys, m, total, inner, outer, window,
+        p_next, alpha, m_i, l_i = _softmax(
+            s, n * KEYS, at_q, keys, m_i, l_i, inner, outer, window,
             KEYS, MASKED, WINDOW, SOFTCAP,
         )  # fmt: skip
-        total = _settled(total)
+        l_i = _computed_here(l_i)
         acc, p = warpgroup_mma_wait(0, deps=[pending, p])
         mbarrier.arrive(v_empty.index(v_at), count=1)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, VALUES))[:, None]
         p = p_next
         n -= 1
-    return p, m, total, acc, c, n
+    return p, m_i, l_i, acc, c, n
 
 
 @gluon.jit
 def _store(acc, out, q_row, i, queries, o_t, DV: gl.constexpr):
-    """64 rows of the result. Lanes exchange what they have first, to write 16 bytes each."""
+    """64 rows of the result. Lanes exchange columns first, to write 16 bytes each."""
     L: gl.constexpr = LINES_64 if DV == 64 else LINES_128 if DV == 128 else LINES_256
     y = gl.convert_layout(acc.to(out.dtype.element_ty), L)
     row = i + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
@@ -162,7 +157,7 @@ def _store(acc, out, q_row, i, queries, o_t, DV: gl.constexpr):
 
 
 @gluon.jit
-def products(
+def consumer(
     q_start_ptr, q_length_ptr, k_length_ptr, out_ptr, inner, outer, window, o_t, o_h,
     B, blocks, tiles, at_a_time,
     qs, q_ropes, ks, k_ropes, vs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
@@ -175,12 +170,12 @@ def products(
     S_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     V_ROW: gl.constexpr = gl.SliceLayout(1, VALUES)
     if WG == 1:
-        _pass_turn(WG)  # the other begins
+        _pingpong_signal(WG)  # the other begins
     q, q_rope = qs.index(WG), q_ropes.index(WG)
     zeros = gl.full([64, KEYS], 0.0, gl.float32, layout=SCORES)
     c = 0
     t = 0
-    turn = 0
+    n_tile = 0
     tile = gl.program_id(0)
     while tile < tiles:
         b, head, i, queries, keys, lo, hi = tile_at(
@@ -193,8 +188,8 @@ def products(
             scale = gl.full([64], 1.0, gl.float32, layout=S_ROW)
             if lo < hi:
                 at_q = past + i + gl.arange(0, 64, layout=S_ROW)
-                m = gl.full([64], float("-inf"), gl.float32, layout=S_ROW)
-                total = gl.full([64], 0.0, gl.float32, layout=S_ROW)
+                m_i = gl.full([64], float("-inf"), gl.float32, layout=S_ROW)
+                l_i = gl.full([64], 0.0, gl.float32, layout=S_ROW)
                 # Blocks from mid on are cut by the diagonal or the end, those before low by the
                 # window's edge.
                 mid = gl.maximum(0, gl.minimum(keys, past + i + 1)) // KEYS
@@ -207,30 +202,30 @@ def products(
                 t += 1
                 k_at = c % STAGES
                 mbarrier.wait(k_full.index(k_at), c // STAGES & 1)
-                _await_turn(WG)
+                _pingpong_wait(WG)
                 token = _scores(q, q_rope, ks.index(k_at), k_ropes.index(k_at), zeros, R)
-                _pass_turn(WG)
+                _pingpong_signal(WG)
                 s = warpgroup_mma_wait(0, deps=[token])
                 mbarrier.arrive(k_empty.index(k_at), count=1)
-                p, _, m, total = _softmax(
-                    s, (hi - 1) * KEYS, at_q, keys, m, total, inner, outer, window,
+                p, _, m_i, l_i = _softmax(
+                    s, (hi - 1) * KEYS, at_q, keys, m_i, l_i, inner, outer, window,
                     KEYS, True, WINDOW, SOFTCAP,
                 )  # fmt: skip
                 n = hi - 2
-                p, m, total, acc, c, n = _steps(
-                    q, q_rope, ks, k_ropes, vs, zeros, k_full, k_empty, v_full, v_empty, p, m,
-                    total, acc, c, n, hi - 1 - mid, at_q, keys, inner, outer, window, R, KEYS, True,
+                p, m_i, l_i, acc, c, n = _steps(
+                    q, q_rope, ks, k_ropes, vs, zeros, k_full, k_empty, v_full, v_empty, p, m_i,
+                    l_i, acc, c, n, hi - 1 - mid, at_q, keys, inner, outer, window, R, KEYS, True,
                     WINDOW, SOFTCAP, WG,
                 )  # fmt: skip
-                p, m, total, acc, c, n = _steps(
-                    q, q_rope, ks, k_ropes, vs, zeros, k_full, k_empty, v_full, v_empty, p, m,
-                    total, acc, c, n, mid - low, at_q, keys, inner, outer, window, R, KEYS, False,
+                p, m_i, l_i, acc, c, n = _steps(
+                    q, q_rope, ks, k_ropes, vs, zeros, k_full, k_empty, v_full, v_empty, p, m_i,
+                    l_i, acc, c, n, mid - low, at_q, keys, inner, outer, window, R, KEYS, False,
                     WINDOW, SOFTCAP, WG,
                 )  # fmt: skip
                 if WINDOW:
-                    p, m, total, acc, c, n = _steps(
-                        q, q_rope, ks, k_ropes, vs, zeros, k_full, k_empty, v_full, v_empty, p, m,
-                        total, acc, c, n, low - lo, at_q, keys, inner, outer, window, R, KEYS, True,
+                    p, m_i, l_i, acc, c, n = _steps(
+                        q, q_rope, ks, k_ropes, vs, zeros, k_full, k_empty, v_full, v_empty, p, m_i,
+                        l_i, acc, c, n, low - lo, at_q, keys, inner, outer, window, R, KEYS, True,
                         WINDOW, SOFTCAP, WG,
                     )  # fmt: skip
                 mbarrier.arrive(q_empty, count=1)
@@ -241,11 +236,11 @@ def products(
                 pending = warpgroup_mma(p, vs.index(v_at), acc, is_async=True)
                 acc, p = warpgroup_mma_wait(0, deps=[pending, p])
                 mbarrier.arrive(v_empty.index(v_at), count=1)
-                scale = 1 / gl.where(total == 0, 1.0, total)
+                scale = 1 / gl.where(l_i == 0, 1.0, l_i)
             acc = acc * gl.convert_layout(scale, V_ROW)[:, None]
             q_row = gl.load(q_start_ptr + b)
             _store(acc, out_ptr + head * o_h, q_row, i, queries, o_t, DV)
-        tile = handed_out(nexts, n_full, n_empty, turn)
-        turn += 1
+        tile = handed_out(nexts, n_full, n_empty, n_tile)
+        n_tile += 1
     if WG == 0:
-        _await_turn(WG)  # the turn that the other passed last
+        _pingpong_wait(WG)  # for the other's last signal

@@ -8,18 +8,21 @@ import pytest
 import torch
 
 from pykernels import ref
-from pykernels.gpu.plans.attention import PrefillPlan, warp_specialized_prefill_takes
+from pykernels.gpu.attention.gqa_prefill import gqa_prefill
+from pykernels.gpu.attention.mla_prefill import mla_prefill
+from pykernels.gpu.plans.attention import PrefillPlan
 from pykernels.shapes import Ragged
 
-from .caches import BF16, FP8, make_cache, no_worse
+from ..caches import BF16, FP8, make_cache, no_worse
+from .inputs import meta
 
 SMALL = PrefillPlan(rows=16, keys=16, warps=4, stages=1)
 WIDE = PrefillPlan(rows=64, keys=32, warps=4, stages=2)
 UNPACK = PrefillPlan(rows=16, keys=16, warps=4, stages=1, unpack=True)
 
 
-def warp_specialized(keys: int, **others: Any) -> PrefillPlan:
-    return PrefillPlan(128, keys, 8, 1, warp_specialized=True, **others)
+def warp_specialized(keys: int) -> PrefillPlan:
+    return PrefillPlan(128, keys, 8, 1, warp_specialized=True)
 
 
 def ragged(
@@ -71,10 +74,6 @@ def run_gqa(
     **options: Any,
 ) -> None:
     """``loud``: keys of each sequence whose values a row of many keys could not hide."""
-    from pykernels.gpu.attention.gqa_prefill import (
-        gqa_prefill,  # after conftest chose the interpreter
-    )
-
     if page:
         cache = make_cache(keys, page, [(KVH, D)] * 2, device, fp8=(fp8, fp8))
         batch, TQ, _ = ragged(queries, keys, device, gap, page_table=cache.table)
@@ -117,7 +116,7 @@ GQA = [
      "keys in E4M3, unpacked first"),
     ({"queries": [70], "keys": [100]}, WIDE, "blocks of queries larger than those of keys"),
     ({"queries": [70], "keys": [100], "window": 30}, WIDE, "a window inside such a block"),
-    ({"queries": [9], "keys": [4]}, SMALL, "the first queries see no key at all"),
+    ({"queries": [9], "keys": [4]}, SMALL, "the first queries have no key at all"),
     ({"queries": [32], "keys": [33]}, SMALL, "the last row's own key is a block's first"),
     ({"queries": [32], "keys": [33], "window": 32}, SMALL, "a window leaves out a block's first"),
     ({"queries": [5], "keys": [39], "window": 20}, SMALL, "a window takes in a block's last"),
@@ -140,8 +139,6 @@ def run_mla(
     gap: int = 0,
     plan: PrefillPlan | None = None,
 ) -> None:
-    from pykernels.gpu.attention.mla_prefill import mla_prefill
-
     batch, TQ, TK = ragged(queries, keys, device, gap)
     both = torch.randn(TK, NH, 2 * D).to(BF16).to(device)  # keys and values of one projection
     k, v = both.split(D, -1)
@@ -176,33 +173,25 @@ def test_cumulative_lengths_as_varlen_attention_has_them() -> None:
     assert batch.k_lengths.tolist() == [4, 0, 11]
 
 
-def _meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 def _compile_gqa(
     D: int, paged: bool = False, page: int = 64, fp8: bool = False, **options: Any
 ) -> None:
-    from pykernels.gpu.attention.gqa_prefill import gqa_prefill
-
-    n = _meta(2, dtype=torch.int32)
-    table = _meta(2, 9, dtype=torch.int32)
+    n = meta(2, dtype=torch.int32)
+    table = meta(2, 9, dtype=torch.int32)
     batch = Ragged(n, n, n, 300, **({"page_table": table} if paged else {"k_starts": n}))
     shape = (9, page, 8, D) if paged else (500, 8, D)
-    k = _meta(*shape, dtype=FP8 if fp8 else BF16)
-    scale = _meta(*shape[:-1], dtype=torch.float32) if fp8 else None
+    k = meta(*shape, dtype=FP8 if fp8 else BF16)
+    scale = meta(*shape[:-1], dtype=torch.float32) if fp8 else None
     options |= {"scale": 0.1, "k_scale": scale, "v_scale": scale}
-    gqa_prefill(_meta(300, 32, D), k, k, batch, **options)
+    gqa_prefill(meta(300, 32, D), k, k, batch, **options)
 
 
 def _compile_mla(D: int, DV: int, R: int) -> None:
-    from pykernels.gpu.attention.mla_prefill import mla_prefill
-
-    n = _meta(2, dtype=torch.int32)
+    n = meta(2, dtype=torch.int32)
     batch = Ragged(n, n, n, 300, k_starts=n)
-    k, v = _meta(500, 16, D + DV).split([D, DV], -1)
-    q, q_rope = _meta(300, 16, D + R).split([D, R], -1)
-    mla_prefill(q, q_rope, k, _meta(500, R), v, batch, scale=0.1)
+    k, v = meta(500, 16, D + DV).split([D, DV], -1)
+    q, q_rope = meta(300, 16, D + R).split([D, R], -1)
+    mla_prefill(q, q_rope, k, meta(500, R), v, batch, scale=0.1)
 
 
 COMPILES = [
@@ -249,95 +238,19 @@ def test_gqa_prefill_full(sizes: dict[str, Any], why: str, device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("queries", "keys", "gap"),
-    [([2048], [2048], 0), ([1000, 77, 300], [1500, 77, 4000], 0), ([300, 400], [300, 500], 50)],
-)
-def test_mla_prefill_full(queries: list[int], keys: list[int], gap: int, device) -> None:
-    run_mla(device, queries, keys, NH=8, D=128, R=64, gap=gap)
-
-
-BY_HAND = [
-    ({"queries": [1000, 77, 0, 300], "keys": [1500, 77, 9, 4000], "D": 128}, "ragged, prefixes"),
-    ({"queries": [700, 300, 9], "keys": [701, 1200, 4], "D": 128, "window": 300}, "a window"),
-    ({"queries": [500], "keys": [640], "D": 128, "window": 1}, "a window of the token itself"),
-    ({"queries": [700], "keys": [900], "D": 64, "softcap": 9.0}, "heads of 64, capped"),
-    ({"queries": [130, 128, 127, 1], "keys": [130, 256, 500, 1], "D": 128, "gap": 3}, "edges"),
-    (
-        {"queries": [256, 9], "keys": [257, 391], "D": 128, "window": 256, "loud": (0, 127)},
-        "a window at a block's first key and its last",
-    ),
-    ({"queries": [9, 200], "keys": [0, 0], "D": 128}, "no keys at all"),
-    ({"queries": [700, 50, 0], "keys": [1900, 50, 0], "D": 128, "page": 64}, "pages"),
-    ({"queries": [700], "keys": [900], "D": 128, "page": 16, "window": 200}, "small pages, window"),
-    ({"queries": [300, 9], "keys": [900, 333], "D": 128, "page": 8}, "the smallest pages"),
-    ({"queries": [300, 9], "keys": [900, 333], "D": 128, "page": 256}, "large pages"),
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("keys", [64, 128])
-@pytest.mark.parametrize(("sizes", "why"), BY_HAND, ids=[row[1] for row in BY_HAND])
-def test_prefill_warp_specialized(keys: int, sizes: dict[str, Any], why: str, device) -> None:
-    if not warp_specialized_prefill_takes(128, 128, 0, 0, device):
-        pytest.skip("written for Hopper")
-    run_gqa(device, plan=warp_specialized(keys), **sizes)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("keys", [64, 128])
-def test_mla_prefill_warp_specialized(keys: int, device) -> None:
-    if not warp_specialized_prefill_takes(128, 128, 64, 0, device):
-        pytest.skip("written for Hopper")
-    run_mla(
-        device, [1000, 77, 300], [1500, 77, 4000], D=128, R=64, gap=3, plan=warp_specialized(keys)
-    )
-
-
-@pytest.mark.gpu
-def test_prefill_of_heads_that_lie_one_behind_the_other(device) -> None:
-    """The rows that the copies are told of are then longer than from one to the next."""
-    from pykernels.gpu.attention.gqa_prefill import gqa_prefill
-
-    batch, T, _ = ragged([1111], [1111], device)
-    views = [torch.randn(n, T, 128).to(BF16).to(device).transpose(0, 1) for n in (8, 4, 4)]
-    one = gqa_prefill(*views, batch, scale=0.09)
-    assert torch.equal(one, gqa_prefill(*(x.contiguous() for x in views), batch, scale=0.09))
-
-
-@pytest.mark.gpu
-def test_prefill_of_tritons_compiler(device) -> None:
-    """Whichever plan is shipped, this one works too."""
-    plan = PrefillPlan(128, 64, 8, 2)
+@pytest.mark.parametrize("plan", [None, PrefillPlan(128, 64, 8, 2)], ids=["shipped", "Triton's"])
+def test_both_prefills_full(plan: PrefillPlan | None, device) -> None:
+    """Whichever plan is shipped, Triton's kernel works too."""
     run_gqa(device, [700, 50], [900, 50], D=128, plan=plan)
     run_gqa(device, [700, 50], [900, 50], D=256, plan=plan)
-    run_mla(device, [700, 50], [900, 50], D=128, R=64, plan=plan)
+    run_mla(device, [2048], [2048], NH=8, D=128, R=64, plan=plan)
+    run_mla(device, [1000, 77, 300], [1500, 77, 4000], D=128, R=64, gap=50, plan=plan)
 
 
 @pytest.mark.gpu
 def test_prefill_has_no_race(device) -> None:
     """The same bits again and again: buffers are refilled while others are read."""
-    from pykernels.gpu.attention.gqa_prefill import gqa_prefill
-
     batch, TQ, TK = ragged([3000, 300], [3000, 1200], device)
     q, k, v = (torch.randn(T, 8, 128).to(BF16).to(device) for T in (TQ, TK, TK))
     once = gqa_prefill(q, k, v, batch, scale=0.09)
     assert all(torch.equal(once, gqa_prefill(q, k, v, batch, scale=0.09)) for _ in range(50))
-
-
-@pytest.mark.gpu
-def test_a_graph_replayed_with_other_inputs_is_eager_to_the_bit(device) -> None:
-    from pykernels.gpu.attention.gqa_prefill import gqa_prefill
-
-    batch, TQ, TK = ragged([700, 300], [900, 1200], device)
-    q, k, v = (torch.randn(T, 4, 128).to(BF16).to(device) for T in (TQ, TK, TK))
-    gqa_prefill(q, k, v, batch, scale=0.09)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = gqa_prefill(q, k, v, batch, scale=0.09)
-    q.copy_(torch.randn_like(q))
-    batch.q_lengths.copy_(torch.tensor([650, 300], device=device))
-    captured.fill_(1.0)
-    graph.replay()
-    eager = gqa_prefill(q, k, v, batch, scale=0.09, out=torch.ones_like(q))
-    assert torch.equal(captured, eager)

@@ -13,10 +13,9 @@ import torch
 
 from pykernels.env import env
 from pykernels.errors import PykernelsError
-from pykernels.gpu.attention import select
-from pykernels.gpu.attention.select import select_decode, select_prefill, shipped_decode
+from pykernels.gpu.attention.select import select_decode, select_prefill
 from pykernels.gpu.plans import attention
-from pykernels.gpu.plans.attention import DecodePlan, PrefillPlan
+from pykernels.gpu.plans.attention import DecodePlan, PrefillPlan, shipped_decode
 from pykernels.gpu.plans.attention_shape import AttentionShape
 from pykernels.gpu.plans.tuned import tuned_attention, write_tuned
 
@@ -24,10 +23,10 @@ CPU = torch.device("cpu")
 MLA = AttentionShape(128, 1, 512, 64, 512, 64, 0, batch=8, queries=1, context=8192)
 GQA = AttentionShape(32, 8, 128, 0, 128, 64, 0, batch=8, queries=1, context=8192)
 ROWS = GQA._replace(page=0, batch=1, queries=2048, context=2048)
-BY_HAND = DecodePlan(64, 64, 8, 2, warp_specialized=True)
-RING = DecodePlan(16, 64, 4, 4, in_ring=True)
-LANES = DecodePlan(8, 128, 4, 1, in_lanes=True)
-ACROSS = DecodePlan(64, 64, 8, 2, across=True)
+WARPS = DecodePlan(64, 64, 8, 2, warp_specialized=True)
+RING = DecodePlan(16, 64, 4, 4, ring_buffer=True)
+FP8_MMA = DecodePlan(8, 128, 4, 1, fp8_mma=True)
+SPLIT_SCORES = DecodePlan(64, 64, 8, 2, split_scores=True)
 TILES = DecodePlan(16, 32, 4, 2)
 PREFILL = PrefillPlan(64, 32, 4, 2)
 
@@ -43,7 +42,7 @@ def write(op: str, shape: AttentionShape, plan: Any, path: str = "bf16", device:
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def hopper_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "arch", lambda device: (9, 0))
 
 
@@ -64,95 +63,74 @@ def test_a_plan_is_taken_for_near_sizes_of_the_same_heads() -> None:
         assert found(**others) is None, others  # type: ignore[arg-type]
 
 
-def test_a_written_plan_replaces_that_of_its_shape_alone(folder: Path) -> None:
-    old = {"device": "a gpu", "op": "gemv", "path": "int8", "rows": 1, "N": 8, "K": 8}
-    old |= {"plan": {"block_n": 16, "words": 128, "warps": 4, "stages": 3}}
-    (folder / "gpu-plans.json").write_text(json.dumps([old]))  # before attention was tuned
-    write("gqa_decode", GQA, TILES)
-    write("mla_decode", MLA, BY_HAND)
-    file = write("gqa_decode", GQA, RING)
-    lines = json.loads(file.read_text())
-    assert [line["op"] for line in lines] == ["gemv", "mla_decode", "gqa_decode"]
-    assert lines[0] == old and lines[2]["plan"] == asdict(RING)
-
-
 @pytest.mark.parametrize(
-    ("op", "shape", "path", "plan"),
+    ("op", "shape", "fp8", "plan"),
     [
-        ("mla_decode", MLA, "bf16", BY_HAND),
-        ("gqa_decode", GQA, "bf16", RING),
-        ("gqa_decode", GQA, "fp8", LANES),
+        ("mla_decode", MLA, False, WARPS),
+        ("gqa_decode", GQA, False, RING),
+        ("gqa_decode", GQA, True, FP8_MMA),
     ],
 )
-@pytest.mark.usefixtures("hopper")
+@pytest.mark.usefixtures("hopper_plans")
 def test_a_kernel_that_cannot_run_here_is_passed_over(
-    op: str, shape: AttentionShape, path: str, plan: DecodePlan, monkeypatch: pytest.MonkeyPatch
+    op: str, shape: AttentionShape, fp8: bool, plan: DecodePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(op, shape, plan, path)
-    fp8 = path == "fp8"
-    assert select_decode(op, shape, fp8, CPU, aligned=True) == plan
+    write(op, shape, plan, "fp8" if fp8 else "bf16")
+    assert select_decode(op, shape, fp8, True, CPU) == plan
     shipped = shipped_decode(op, shape, fp8, CPU, aligned=False)
-    assert select_decode(op, shape, fp8, CPU, aligned=False) == shipped != plan
+    assert select_decode(op, shape, fp8, False, CPU) == shipped != plan
     monkeypatch.setattr(attention, "arch", lambda device: (8, 0))
-    shipped = shipped_decode(op, shape, fp8, CPU)
-    assert select_decode(op, shape, fp8, CPU, aligned=True) == shipped != plan
+    assert select_decode(op, shape, fp8, True, CPU) == shipped_decode(op, shape, fp8, CPU) != plan
+    with pytest.raises(PykernelsError, match=f"a {plan.kernel} plan of {op} for heads"):
+        select_decode(op, shape, fp8, True, CPU, plan)
 
 
-@pytest.mark.usefixtures("hopper")
-def test_unpacking_is_decided_by_the_call_not_by_the_plan() -> None:
+@pytest.mark.usefixtures("hopper_plans")
+def test_the_call_decides_about_unpacking_not_the_plan() -> None:
     paged = ROWS._replace(page=64)
     write("gqa_prefill", paged, PREFILL, "fp8")
     write("gqa_prefill", paged, unpack := PrefillPlan(128, 64, 8, 1, True, True), "unpacked")
     assert select_prefill(paged, True, False, True, CPU) == PREFILL
     assert select_prefill(paged, True, True, True, CPU) == unpack
-    assert not select_prefill(
-        paged, True, True, False, CPU
-    ).warp_specialized  # rows that are not aligned
+    assert not select_prefill(paged, True, True, False, CPU).warp_specialized  # not aligned
     assert select_prefill(paged, False, False, True, CPU).keys == 128  # bf16: as it is shipped
-
-
-@pytest.mark.usefixtures("hopper")
-def test_keys_in_e4m3_are_not_for_the_prefill_warp_specialized() -> None:
-    """Unless they become bf16 first, which are rows then and no pages."""
-    plan = PrefillPlan(128, 64, 8, 1, warp_specialized=True)
-    sizes = (128, 128, 0)
-    prefills = attention.warp_specialized_prefills
-    assert prefills(*sizes, False, plan, True, 64, CPU)
-    assert not prefills(*sizes, True, plan, True, 64, CPU)
-    assert prefills(*sizes, True, PrefillPlan(128, 64, 8, 1, True, True), True, 4, CPU)
-    assert not prefills(*sizes, False, plan, False, 64, CPU)
-
-
-@pytest.mark.usefixtures("hopper")
-def test_a_prefill_with_a_rotated_part_has_plans_of_its_own() -> None:
     rotated = ROWS._replace(rope=64)
-    write("mla_prefill", rotated, PREFILL)
+    write("mla_prefill", rotated, PREFILL)  # with a rotated part it is another op
     assert select_prefill(rotated, False, False, True, CPU) == PREFILL
     assert select_prefill(ROWS, False, False, True, CPU) != PREFILL
 
 
-def test_kernels_want_pages_that_hold_what_they_read_at_once() -> None:
-    fits = attention.in_lanes_fits, attention.in_ring_fits, attention.warp_specialized_fits
-    lanes, ring, warp_specialized = fits
-    assert lanes(128, True, 32) and not lanes(128, True, 16)
+@pytest.mark.usefixtures("hopper_plans")
+def test_the_warp_specialized_prefill_reads_bf16() -> None:
+    """E4M3 must become bf16 first, which are rows then and no pages."""
+    plan, paged = PrefillPlan(128, 64, 8, 1, warp_specialized=True), ROWS._replace(page=64)
+    runs, unpack = attention.prefill_kernel_runs, PrefillPlan(128, 64, 8, 1, True, True)
+    assert runs(plan, paged, False, True, CPU)
+    assert not runs(plan, paged, True, True, CPU)
+    assert runs(unpack, ROWS._replace(page=4), True, True, CPU)
+    assert not runs(plan, paged, False, False, CPU)
+    with pytest.raises(PykernelsError, match="takes no heads of 128"):
+        select_prefill(paged, True, False, True, CPU, plan)
+
+
+def test_pages_hold_what_a_kernel_reads_at_once() -> None:
+    mma, ring, warps = (
+        attention.fp8_mma_fits, attention.ring_buffer_fits, attention.warp_specialized_fits
+    )  # fmt: skip
+    assert mma(128, True, 32) and not mma(128, True, 16)
     assert ring(128, False, 64) and not ring(128, False, 32)
-    assert warp_specialized(512, 64, False, 8) and not warp_specialized(512, 64, False, 4)
-    assert warp_specialized(512, 64, True, 64) and not warp_specialized(512, 64, True, 32)
-
-
-def test_it_pays_to_unpack_for_many_rows_in_little_room() -> None:
-    worth = attention.worth_unpacking
+    assert warps(512, 64, False, 8) and not warps(512, 64, False, 4)
+    assert warps(512, 64, True, 64) and not warps(512, 64, True, 32)
+    worth = attention.worth_unpacking  # for many rows in little room
     assert worth(512, 2 << 30) and not worth(511, 1) and not worth(512, (2 << 30) + 1)
 
 
 WRONG = [
-    ("gqa_decode", GQA, "bf16", BY_HAND, "takes these .* this warp_specialized"),
-    ("gqa_decode", GQA, "bf16", ACROSS, "this across"),
-    ("mla_decode", MLA, "bf16", RING, "this in_ring"),
-    ("mla_decode", MLA._replace(head_dim=256), "bf16", BY_HAND, "this warp_specialized"),
-    ("gqa_decode", GQA, "fp8", RING, "this in_ring"),
-    ("gqa_decode", GQA, "bf16", LANES, "this in_lanes"),
-    ("gqa_decode", GQA._replace(head_dim=64), "fp8", LANES, "this in_lanes"),
+    ("gqa_decode", GQA, "bf16", WARPS, "takes these .* this warp_specialized"),
+    ("gqa_decode", GQA, "bf16", SPLIT_SCORES, "this split_scores"),
+    ("mla_decode", MLA, "bf16", RING, "this ring_buffer"),
+    ("mla_decode", MLA._replace(head_dim=256), "bf16", WARPS, "this warp_specialized"),
+    ("gqa_decode", GQA._replace(head_dim=64), "fp8", FP8_MMA, "this fp8_mma"),
     ("gqa_prefill", ROWS, "fp8",
      PrefillPlan(128, 64, 8, 1, warp_specialized=True), "this warp_specialized"),
     ("gqa_prefill", ROWS._replace(head_dim=256, value_dim=256), "bf16",
@@ -170,7 +148,7 @@ WRONG = [
 def test_a_line_that_no_kernel_takes_is_named(
     op: str, shape: AttentionShape, path: str, plan: Any, why: str
 ) -> None:
-    write("mla_decode", MLA._replace(heads=64), BY_HAND)
+    write("mla_decode", MLA._replace(heads=64), WARPS)
     write(op, shape, plan, path)
     with pytest.raises(PykernelsError, match=f"gpu-plans.json cannot be read: plan 2, .*{why}"):
         tuned_attention("mla_decode", "bf16", "", MLA)
@@ -182,14 +160,11 @@ def test_a_line_that_no_kernel_takes_is_named(
         ({"page": None}, "what it is for is not said: page"),
         ({"plan": {"rows": 16, "keys": 48, "warps": 4, "stages": 1}}, "a plan has keys=48"),
         ({"plan": {**asdict(TILES), "parts": 4}}, "unexpected keyword argument 'parts'"),
-        ({"plan": 7}, "plan 1, of gqa_decode"),
-        ({"plan": {**asdict(TILES), "stages": 1.5}}, "a plan has stages=1.5. It is a whole number"),
-        ({"plan": {**asdict(TILES), "in_ring": "no"}}, "a plan has in_ring='no'. It is true or"),
-        ({"device": ["a gpu"]}, "op, device and path must be text"),
-        ({"path": ["bf16"]}, "op, device and path must be text"),
-        ({"op": None}, "plan 1: there is no 'op'"),
+        (
+            {"plan": {**asdict(TILES), "ring_buffer": "no"}},
+            "a plan has ring_buffer='no'. It is true or",
+        ),
         ({"context": "long"}, "batch, queries, context must be numbers"),
-        ({"heads": [32]}, "plan 1, of gqa_decode: heads, .* must be numbers"),
     ],
 )
 def test_a_damaged_line_is_named(change: dict[str, Any], why: str, folder: Path) -> None:
@@ -198,14 +173,3 @@ def test_a_damaged_line_is_named(change: dict[str, Any], why: str, folder: Path)
     file.write_text(json.dumps([{k: v for k, v in line.items() if v is not None}]))
     with env.override(cache_dir=f"{folder}/."), pytest.raises(PykernelsError, match=why):
         tuned_attention("gqa_decode", "bf16", "", GQA)
-
-
-def test_a_launch_without_a_line_reads_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    file = write("gqa_decode", GQA, TILES)
-    assert tuned_attention("gqa_decode", "bf16", "", GQA) == TILES
-    file.unlink()
-    monkeypatch.setattr(Path, "read_text", None)
-    monkeypatch.setattr(Path, "exists", None)
-    assert tuned_attention("gqa_decode", "bf16", "", GQA._replace(batch=9)) == TILES
-    assert tuned_attention("gqa_decode", "bf16", "", GQA._replace(heads=8)) is None
-    assert select._name(CPU) == ""
