@@ -16,6 +16,7 @@ from bench.peers.catalog import ENGINES, RESULTS
 from model.cli.common import EXIT_ERROR, EXIT_INTERRUPTED, prepare_threads
 from pykernels.env import env
 from pykernels.errors import PykernelsError
+from pykernels.registry import requested
 
 if TYPE_CHECKING:
     from bench.files import Partial, Results
@@ -69,6 +70,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
 def prepare(chosen: argparse.Namespace) -> Run:
     """The run that the options ask for. Raises PykernelsError for what cannot be."""
     env.check()
+    requested()
     threads = prepare_threads(chosen.threads)  # before torch is imported
     from pykernels.target import detect
 

@@ -37,7 +37,6 @@ def calibrate(
     Seconds a format. The result is kept in the cache folder, where the experts look for it.
     """
     chosen_threads = prepare_threads(threads)
-    from pykernels.cpu.moe.plan import GEMM_FROM
     from pykernels.quant import FORMATS, get_format
     from pykernels.registry import resolve
     from pykernels.target import detect
@@ -49,8 +48,9 @@ def calibrate(
     target = detect()
     every = [name for name in FORMATS if activations == "bf16" or FORMATS[name].int8_kind]
     formats = [get_format(name).name for name in dict.fromkeys(format or every)]
-    backends = {fmt: resolve("auto", fmt, target, activations).name for fmt in formats}
-    able = [fmt for fmt in formats if backends[fmt] in GEMM_FROM]
+    chosen = {fmt: resolve("auto", fmt, target, activations) for fmt in formats}
+    backends = {fmt: backend.name for fmt, backend in chosen.items()}
+    able = [fmt for fmt in formats if chosen[fmt].gemm_from]
     tuning.read(target.cpu)  # what cannot be read or written is told before anything is timed
     if able:
         tuning.check_writable(target.cpu)

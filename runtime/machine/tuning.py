@@ -19,9 +19,10 @@ from uuid import uuid4
 
 from pykernels.cpu.isa import instructions
 from pykernels.cpu.moe.kernel import NEVER
-from pykernels.cpu.moe.plan import GEMM_FROM, gemm_from_here
+from pykernels.cpu.moe.plan import gemm_from_here
 from pykernels.env import env
 from pykernels.errors import PykernelsError
+from pykernels.registry import get_backend
 from pykernels.target import detect
 
 VERSION = 8
@@ -87,7 +88,7 @@ def chosen(backend: str, fmt: str, cpu: str, activations: str = "bf16") -> Choic
         PykernelsError: the file is there and cannot be read.
     """
     otherwise = default(backend, fmt, activations)
-    if backend not in GEMM_FROM:
+    if get_backend(backend).gemm_from is None:
         return otherwise
     return read(cpu).get(key(backend, fmt, activations), otherwise)
 

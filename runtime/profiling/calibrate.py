@@ -179,7 +179,7 @@ def calibrate(
 
     Args:
         fmt: weight format.
-        backend: one of ``plan.GEMM_FROM`` that runs here.
+        backend: one with a GEMM that runs here.
         activations: "bf16" or "int8"; they have thresholds of their own.
         timer: instead of this machine's kernel.
 

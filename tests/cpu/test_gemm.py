@@ -229,7 +229,7 @@ def test_a_token_does_not_depend_on_its_batch(kernels_of):
 
 
 def test_the_padding_of_h_is_annotated_whatever_was_there_before():
-    """A lifted format's sums are of 32 inputs: the last of a padded row hold no block of h.
+    """A magic format's sums are of 32 inputs: the last of a padded row hold no block of h.
 
     (Where integers meet digits, a group of 128 always ends in a block.)
     """

@@ -330,7 +330,7 @@ CASES = [
     Case(B.or_i32, "ii", "i", np.bitwise_or),
     Case(B.low_bytes_i32, "i", "s",
          lambda a: np.repeat(np.bitwise_or.reduce(a) & 255, 16)),
-    Case(B.shift_digit, "i", "i", lambda a: (a + I32(128)) >> 8),
+    Case(B.shift_slice, "i", "i", lambda a: (a + I32(128)) >> 8),
     Case(B.broadcast_i32, "@", "i", lambda p: np.repeat(p[:4].view(I32), 16), 4),
     Case(W.lookup_32_words, "uu", "u", lambda a, i: a.view(U16)[i.view(U16) & 31].view(U8)),
     Case(W.lookup_64_words, "uuu", "u",

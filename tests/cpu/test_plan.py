@@ -92,9 +92,9 @@ def test_gate_up_tasks_share_the_blocks_of_active_experts(threads, T, i_chunk) -
 def test_experts_are_crowded_from_five_tokens_or_where_they_take_the_gemm(
     T, gemm_from, legs
 ) -> None:
-    assert plan(SHAPE, FP8, 16, T, gemm_from).h_legs == legs
+    assert plan(SHAPE, FP8, 16, T, gemm_from).down_splits == legs
     few = MoEShape(E=3, H=7168, I=2048, topk=3)
-    assert plan(few, FP8, 16, 20).h_legs == 3  # no more than experts
+    assert plan(few, FP8, 16, 20).down_splits == 3  # no more than experts
 
 
 @pytest.mark.parametrize(("threads", "T"), [(1, 1), (2, 1), (16, 1), (16, 8), (96, 1)])
@@ -116,8 +116,8 @@ def test_down_tasks_of_crowded_experts_are_long_in_outputs_and_short_in_experts(
     assert sum(lengths) == SHAPE.H // 32 and max(lengths) <= MAX_BLOCKS
     assert len(set(lengths[:-1])) == 1 and lengths[-1] <= lengths[0]
     # A leg waits for the one before it, so more runs than threads; and a call ends with a leg.
-    assert len(lengths) > threads and len(lengths) * cut.h_legs >= 8 * threads
-    assert plan(SHAPE, FP8, threads, 1).h_legs == 1
+    assert len(lengths) > threads and len(lengths) * cut.down_splits >= 8 * threads
+    assert plan(SHAPE, FP8, threads, 1).down_splits == 1
 
 
 @pytest.mark.parametrize(

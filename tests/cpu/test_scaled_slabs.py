@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pykernels.cpu.gemm.dequant_slab import make_decode_planes, make_decode_powers
+from pykernels.cpu.gemm.dequant_slab import make_dequantize_planes, make_dequantize_powers
 from pykernels.cpu.isa import instructions
 from pykernels.cpu.jit import routine
 from pykernels.cpu.weights.dequant import make_reader
@@ -26,7 +26,7 @@ def _slab(fmt: Format, weight: Weight, decode, planes: int) -> torch.Tensor:
     """bfloat16 [planes, 32, K] of a packed block."""
 
     @routine(4, fmt.name)
-    def decode_block(w, tables, b_slab, scale):
+    def dequantize_block(w, tables, b_slab, scale):
         decode(w, K, tables, b_slab, scale, 0)
         return 0
 
@@ -34,7 +34,7 @@ def _slab(fmt: Format, weight: Weight, decode, planes: int) -> torch.Tensor:
     scale = torch.empty(1, fmt.scale_bytes(K), dtype=torch.uint8)
     fmt.pack(weight, w, scale)
     tiles = poisoned(K // 32, planes, 2, 8, 2, 16, 2, dtype=torch.bfloat16)
-    decode_block.ctypes(w.data_ptr(), TABLES.data_ptr(), tiles.data_ptr(), scale.data_ptr())
+    dequantize_block.ctypes(w.data_ptr(), TABLES.data_ptr(), tiles.data_ptr(), scale.data_ptr())
     # [step][plane][half][four][even or odd][output][two inputs]
     return tiles.permute(1, 2, 5, 0, 3, 6, 4).reshape(planes, 32, K)
 
@@ -42,7 +42,7 @@ def _slab(fmt: Format, weight: Weight, decode, planes: int) -> torch.Tensor:
 def test_the_planes_of_q6_k_add_up_to_its_weights():
     fmt = get_format("q6_k")
     assert isinstance(fmt, GGUF)
-    decode = make_decode_planes(make_reader(fmt.name, instructions(detect())), False)
+    decode = make_dequantize_planes(make_reader(fmt.name, instructions(detect())), False)
     small = (torch.arange(512) // 2 - 128).view(32, 16)  # of 32 outputs by 16 groups
     for half in range(2):
         group = torch.arange(16) + 16 * (torch.arange(16)[:, None] % 2) + 32 * half
@@ -55,7 +55,7 @@ def test_the_planes_of_q6_k_add_up_to_its_weights():
 
 def test_mxfp4_takes_its_powers():
     fmt = get_format("mxfp4")
-    decode = make_decode_powers(make_reader(fmt.name, instructions(detect())))
+    decode = make_dequantize_powers(make_reader(fmt.name, instructions(detect())))
     powers = torch.arange(256).clamp(max=254).view(32, 8)
     codes = torch.arange(16, dtype=torch.uint8).repeat(32, K // 16)
     found = _slab(fmt, Weight(codes, powers.to(torch.uint8)), decode, 1)[0]

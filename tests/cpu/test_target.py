@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from pykernels import amx_state
-from pykernels.cpu.isa import prefers_digits, prefers_fma
+from pykernels.cpu.isa import prefers_fma, prefers_int8_slices
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from pykernels.registry import kernels, resolve
@@ -26,9 +26,9 @@ def test_digits_and_multiply_adds_where_bfloat16_products_are_slow():
     intel, amd = (
         replace(BARE, isa=newer, vendor=vendor) for vendor in ("GenuineIntel", "AuthenticAMD")
     )
-    assert prefers_digits(intel) and not prefers_digits(amd)
-    assert prefers_digits(replace(amd, isa=newer - {"avx512bf16"}))
-    assert not prefers_digits(replace(intel, isa=newer - {"avx512vnni"}))
+    assert prefers_int8_slices(intel) and not prefers_int8_slices(amd)
+    assert prefers_int8_slices(replace(amd, isa=newer - {"avx512bf16"}))
+    assert not prefers_int8_slices(replace(intel, isa=newer - {"avx512vnni"}))
     assert prefers_fma(intel) and not prefers_fma(amd)
     assert prefers_fma(replace(amd, isa=newer - {"avx512bf16"}))
     assert detect().vendor in Path("/proc/cpuinfo").read_text()

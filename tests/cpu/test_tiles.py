@@ -9,17 +9,17 @@ import pytest
 import torch
 from numba import types
 
-from pykernels.cpu.activations.int8_slices import LIFT_BITS, SHORT, join_lowest, join_short
-from pykernels.cpu.activations.quantize import annotation, make_annotate
+from pykernels.cpu.activations.int8_slices import MAGIC_BITS, SHORT, join_lowest, join_short
+from pykernels.cpu.activations.quantize import make_quantize_row, row_format
 from pykernels.cpu.activations.row_layout import (
-    DIGITS,
+    SLICES,
     SUM_UNIT,
     codes_at,
-    digits_at,
     lowest_at,
     offset_at,
     row_bytes,
     scale_at,
+    slices_at,
     sum_at,
     unit_sum_at,
 )
@@ -72,15 +72,15 @@ def _tiles(which: str, fmt: str, activations: str):
     return avx512.make_tiles(fmt, ops, activations).address
 
 
-def _annotate(which: str, fmt: str, activations: str, rows: torch.Tensor, K: int) -> None:
-    if how := annotation(fmt, activations, EXACT[which]):
-        routine = make_annotate(how, which == "generic").address
+def _quantize_rows(which: str, fmt: str, activations: str, rows: torch.Tensor, K: int) -> None:
+    if how := row_format(fmt, activations, EXACT[which]):
+        routine = make_quantize_row(how, which == "generic").address
         for row in rows:
-            _call_annotate(routine, row.data_ptr(), K)
+            _call_quantize_row(routine, row.data_ptr(), K)
 
 
-@kernel("test-annotate")
-def _call_annotate(routine, row, K):
+@kernel("test-quantize_row")
+def _call_quantize_row(routine, row, K):
     call_routine(routine, (row, K, 0, K))
 
 
@@ -88,7 +88,7 @@ NEEDS = {"avx512": needs_avx512, "base": needs_avx512, "amx": needs_vnni, "gener
 KINDS = [pytest.param(kind, marks=needs) for kind, needs in NEEDS.items()]
 
 
-EXACT = {"avx512": "lifted", "base": "lifted", "amx": "digits", "generic": "decoded"}
+EXACT = {"avx512": "magic", "base": "magic", "amx": "digits", "generic": "decoded"}
 """How integer weights meet bf16 activations."""
 
 
@@ -108,10 +108,10 @@ def run_tile(
     blocks = raw[skip : skip + fmt.block_bytes(K)].view(1, -1)
     scales = torch.zeros(1, fmt.scale_bytes(K), dtype=torch.uint8)
     fmt.pack(weight, blocks, scales)
-    how = annotation(name, activations, EXACT[which])
+    how = row_format(name, activations, EXACT[which])
     inputs = torch.full((M, row_bytes(K, how)), 255, dtype=torch.uint8)
     inputs[:, : 2 * K] = x.contiguous().view(torch.uint8)
-    _annotate(which, name, activations, inputs, K)
+    _quantize_rows(which, name, activations, inputs, K)
     out = poisoned(8, 32)
     rows = torch.tensor([inputs[min(t, M - 1)].data_ptr() for t in range(8)])
     _call_twice(
@@ -233,10 +233,10 @@ def test_annotations_are_those_of_the_reference(kind, name):
     x[1, :256] = 0
     x[2] *= 1e-38
     x[3, 7], x[3, 300] = 50.0, -50.0
-    how, how_k = FORMATS[name].int8_kind, annotation(name, "int8")
+    how, how_k = FORMATS[name].int8_kind, row_format(name, "int8")
     rows = torch.full((6, row_bytes(512, how_k)), 255, dtype=torch.uint8)
     rows[:, :1024] = x.view(torch.uint8)
-    _annotate(kind, name, "int8", rows, 512)
+    _quantize_rows(kind, name, "int8", rows, 512)
     truth = quantize(x, how)
     sum_k, groups = how_k.sum_k, 512 // how_k.act_k
     assert torch.equal(_part(rows, codes_at(0, 512), 512, torch.int8), truth.q)
@@ -250,19 +250,19 @@ def test_annotations_are_those_of_the_reference(kind, name):
         assert torch.equal(seen, added.float())
     x[5, 400] = float("nan")
     rows[:, :1024] = x.view(torch.uint8)
-    _annotate(kind, name, "int8", rows, 512)
+    _quantize_rows(kind, name, "int8", rows, 512)
     scales = _part(rows, scale_at(0, 512, 0), groups)
     assert scales[5, -1].isnan() and scales[:5].isfinite().all()
 
 
 @pytest.mark.parametrize("K", [128, 2048, 7168])
-@pytest.mark.parametrize("exact", ["decoded", "lifted", "digits"])
+@pytest.mark.parametrize("exact", ["decoded", "magic", "digits"])
 @pytest.mark.parametrize("name", ["fp8", "int8", "int4", "q4_k", "q6_k"])
 def test_rows_are_not_in_each_others_cache_sets(name, exact, K):
     """64 sets of 64 bytes: the same input of 64 tokens is in another one for each."""
-    hows = [annotation(name, "bf16", exact)]
+    hows = [row_format(name, "bf16", exact)]
     if get_format(name).int8_kind:
-        hows.append(annotation(name, "int8"))
+        hows.append(row_format(name, "int8"))
     for how in hows:
         stride = row_bytes(K, how)
         assert stride % 64 == 0 and stride >= 2 * K
@@ -286,12 +286,12 @@ def test_digits_are_those_of_the_reference(name):
     x[4] = torch.finfo(torch.bfloat16).max * x[4].sign()
     x[5, 7], x[5, 200] = 3e4, -255.0
     x[6] *= 2.0 ** torch.randint(-40, 40, (K,), generator=torch.Generator().manual_seed(4))
-    how = annotation(name, "bf16", "digits")
+    how = row_format(name, "bf16", "digits")
     rows = torch.full((7, row_bytes(K, how)), 255, dtype=torch.uint8)
     rows[:, : 2 * K] = x.view(torch.uint8)
-    _annotate("amx", name, "bf16", rows, K)
+    _quantize_rows("amx", name, "bf16", rows, K)
     truth, groups = digits(x), K // 128
-    value = sum(truth.q[j].double() * 256.0 ** (DIGITS - 1 - j) for j in range(DIGITS))
+    value = sum(truth.q[j].double() * 256.0 ** (SLICES - 1 - j) for j in range(SLICES))
     value *= truth.scale.double().repeat_interleave(128, dim=1)
     largest = x.double().abs().view(7, groups, 128).amax(2).repeat_interleave(128, dim=1)
     off = (value - x.double()).abs()
@@ -299,18 +299,20 @@ def test_digits_are_those_of_the_reference(name):
     normal = x.double().abs() >= (largest * 2.0**-22).clamp(min=2.0**-118)
     assert normal.float().mean() > 0.5 and (off[normal] == 0).all()
     assert torch.equal(_part(rows, scale_at(0, K, 0), groups), truth.scale)
-    at = digits_at(0, K, 0, 0)
+    at = slices_at(0, K, 0, 0)
     lowest = _part(rows, lowest_at(0, K, 0), groups, torch.int32)
     assert torch.equal(lowest != 0, (truth.q[-1].view(7, groups, 128) != 0).any(2))
     assert 0 < (lowest != 0).sum() < lowest.numel()
-    seen = _part(rows, at, DIGITS * K, torch.int8).view(7, K // 64, DIGITS, 64)
-    assert torch.equal(seen, truth.q.view(DIGITS, 7, K // 64, 64).permute(1, 2, 0, 3))
+    seen = _part(rows, at, SLICES * K, torch.int8).view(7, K // 64, SLICES, 64)
+    assert torch.equal(seen, truth.q.view(SLICES, 7, K // 64, 64).permute(1, 2, 0, 3))
     if how.bias:
         count = K // how.sum_k
-        added = truth.q.view(DIGITS, 7, count, how.sum_k).sum(3, dtype=torch.int32)
-        seen = _part(rows, offset_at(0, K, 0, 0), DIGITS * count, torch.int32)
-        lift = torch.tensor([LIFT_BITS] * SHORT + [0], dtype=torch.int32)
-        assert torch.equal(seen.view(7, count, DIGITS), lift - how.bias * added.permute(1, 2, 0))
+        added = truth.q.view(SLICES, 7, count, how.sum_k).sum(3, dtype=torch.int32)
+        seen = _part(rows, offset_at(0, K, 0, 0), SLICES * count, torch.int32)
+        magic_offset = torch.tensor([MAGIC_BITS] * SHORT + [0], dtype=torch.int32)
+        assert torch.equal(
+            seen.view(7, count, SLICES), magic_offset - how.bias * added.permute(1, 2, 0)
+        )
     if how.sums:
         by_group = x.double().view(7, -1, how.sum_k)
         units = SUM_UNIT * truth.scale.double().repeat_interleave(128 // how.sum_k, dim=1)
@@ -320,7 +322,7 @@ def test_digits_are_those_of_the_reference(name):
             assert near[[0, 1, 2, 3, 5, 6]].all()  # the fifth's are infinite
     x[0, 200] = float("nan")
     rows[:, : 2 * K] = x.view(torch.uint8)
-    _annotate("amx", name, "bf16", rows, K)
+    _quantize_rows("amx", name, "bf16", rows, K)
     scales = _part(rows, scale_at(0, K, 0), groups)
     assert scales[0].isnan().tolist() == [False, True] and scales[1:].isfinite().all()
 
@@ -331,9 +333,9 @@ def test_sums_of_digits_are_joined_to_24_bits():
 
     @kernel("test-join")
     def joined(s, out):
-        lift = all_i32(LIFT_BITS)
-        s0, s1 = add_i32(load_i32(s), lift), add_i32(load_i32(s + 64), lift)
-        value = join_short(s0, s1, add_i32(load_i32(s + 128), lift))
+        magic_offset = all_i32(MAGIC_BITS)
+        s0, s1 = add_i32(load_i32(s), magic_offset), add_i32(load_i32(s + 64), magic_offset)
+        value = join_short(s0, s1, add_i32(load_i32(s + 128), magic_offset))
         store_f32(out, value)
         store_f32(out + 64, join_lowest(value, load_i32(s + 192)))
 

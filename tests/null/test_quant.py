@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pykernels.errors import PykernelsError
 from pykernels.quant import FORMATS, PackedExperts, Weight, get_format
-from pykernels.quant.fp8 import decode_table
+from pykernels.quant.fp8 import e4m3_values
 from pykernels.quant.integer import Integer
 from pykernels.quant.layout import (
     K_BLOCK,
@@ -140,7 +140,7 @@ def test_fp8_block_scales_are_those_of_each_blocks_first_row():
 
 
 def test_every_finite_e4m3_code_dequantizes_by_the_formula():
-    table = decode_table()
+    table = e4m3_values()
     for code in FINITE:
         e, m = code >> 3 & 15, code & 7
         magnitude = 2.0 ** (e - 7) * (1 + m / 8) if e else 2.0**-6 * m / 8
