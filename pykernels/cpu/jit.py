@@ -26,7 +26,7 @@ import llvmlite.binding as llvm
 import numba
 from numba.core import config as numba_config
 from numba.core import types
-from numba.core.caching import FunctionCache, UserProvidedCacheLocator
+from numba.core.caching import FunctionCache, NullCache, UserProvidedCacheLocator
 from numba.core.ccallback import CFunc
 from numba.core.registry import CPUDispatcher
 
@@ -67,7 +67,7 @@ def kernel(variant: str = "") -> Callable[[Callable], Any]:
 
     def decorate(function: Callable) -> Any:
         dispatcher = _Kernel(_named(function, variant), targetoptions=_OPTIONS | _KERNEL)
-        dispatcher._cache = _KernelCache(function, variant)
+        dispatcher._cache = _cache(function, variant)
         return dispatcher
 
     return decorate
@@ -136,7 +136,7 @@ def routine(arguments: int, variant: str = "") -> Callable[[Callable], CFunc]:
             options=dict(_OPTIONS),
             pipeline_class=RoutineCompiler,
         )
-        compiled._cache = _KernelCache(function, variant)
+        compiled._cache = _cache(function, variant)
         with _uninterrupted():
             compiled.compile()
         return compiled
@@ -224,6 +224,13 @@ class _KernelCache(FunctionCache):
                 f"compiled kernels cannot be kept in {self.cache_path}: {error.strerror}",
                 "Free some space, or point PYKERNELS_CACHE_DIR at a folder that you may write to",
             ) from None
+
+
+def _cache(function: Callable, variant: str) -> Any:
+    """Of a function in a file. One of a notebook's cell is compiled anew in each process: nothing
+    tells when the cell has changed."""
+    in_file = Path(function.__code__.co_filename).is_file()
+    return _KernelCache(function, variant) if in_file else NullCache()
 
 
 def cache_folder() -> Path:

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from pykernels.cpu import make_kernel
+from pykernels.cpu.backends import amx
 from pykernels.cpu.intrin import amx_model
 from pykernels.cpu.isa import instructions
-from pykernels.cpu.moe.kernel import NEVER, build_kernel
-from pykernels.cpu.moe.plan import GEMM_FROM
+from pykernels.cpu.moe.kernel import NEVER, assemble
 from pykernels.env import env
 from pykernels.registry import kernels
 from pykernels.shapes import MoEShape
@@ -32,7 +32,8 @@ SMALL = MoEShape(E=2, H=128, I=128, topk=2)
 @pytest.mark.skipif(not AVX512, reason="the modelled tiles are decoded in AVX-512")
 def test_both_paths_compute_the_same_and_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workload, "layers_out_of_cache", lambda *_: 3)
-    modelled = build_kernel("amx", "bf16", "bf16", instructions(detect()), amx_model)
+    parts = amx.parts("bf16", "bf16", instructions(detect()), amx_model)
+    modelled = assemble("amx", "bf16", "bf16", parts)
     monkeypatch.setattr("runtime.experts.routed.make_kernel", lambda *_: modelled)
     with WorkerPool(1) as pool:
         timer = PathTimer("bf16", pool, "avx512", shape=SMALL, max_tokens=5)
@@ -60,13 +61,13 @@ def test_experts_take_what_this_machine_was_calibrated_to(
     tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``resolve`` says "amx", nothing is compiled: what is chosen is known before the weights."""
-    amx = next(b for b in kernels() if b.name == "amx")
-    monkeypatch.setattr("runtime.experts.routed.resolve", lambda *_: amx)
+    backend = next(b for b in kernels() if b.name == "amx")
+    monkeypatch.setattr("runtime.experts.routed.resolve", lambda *_: backend)
     with env.override(cache_dir=tmp_path):
         assert RoutedExperts(SMALL, "bf16").choices == tuning.default("amx", "bf16")
         tuning.write(detect().cpu, tuning.key("amx", "bf16"), Choices(gemm_from=11), {})
         assert RoutedExperts(SMALL, "bf16").choices.gemm_from == 11
-        assert RoutedExperts(SMALL, "int4").choices.gemm_from == GEMM_FROM["amx"]
+        assert RoutedExperts(SMALL, "int4").choices.gemm_from == amx.GEMM_FROM
 
 
 @pytest.mark.parametrize("name", [b.name for b in kernels()])
@@ -74,7 +75,7 @@ def test_backends_with_a_gemm_are_listed(name: str) -> None:
     backend = next(b for b in kernels() if b.name == name)
     if backend.supports("bf16", detect()) is not None:
         pytest.skip(f"{name} does not run here")
-    assert make_kernel(name, "bf16").has_gemm == (name in GEMM_FROM)
+    assert make_kernel(name, "bf16").has_gemm == (backend.gemm_from is not None)
 
 
 def test_results_are_the_same_bits_on_one_thread_and_on_all(tmp_path) -> None:

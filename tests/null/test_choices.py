@@ -31,7 +31,7 @@ def cache(tmp_path: Path) -> Iterator[Path]:
 
 def test_without_a_file_the_choices_are_the_defaults() -> None:
     assert tuning.read(CPU) == {}
-    assert tuning.chosen("amx", "int4", CPU) == Choices(gemm_from=GEMM_FROM["amx"])
+    assert tuning.chosen("amx", "int4", CPU) == Choices(gemm_from=GEMM_FROM)
 
 
 def test_cpus_whose_names_differ_in_a_plus_have_a_file_each() -> None:
