@@ -85,6 +85,8 @@ _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 
 _AMX = (*_AVX512, "avx512vbmi", "avx512bf16", "amx-tile", "amx-bf16", "amx-int8")
 
+_PORTABLE = "pykernels.cpu.gemv.portable:make_tiles"
+
 BACKENDS = [
     Backend(
         "amx",
@@ -103,12 +105,7 @@ BACKENDS = [
         gemm_from="pykernels.cpu.backends.avx512:gemm_from",
         instruction="pykernels.cpu.backends.avx512:instruction",
     ),
-    Backend(
-        "generic",
-        "plain Numba, any CPU; float32 arithmetic",
-        (),
-        build="pykernels.cpu.gemv.portable:make_tiles",
-    ),
+    Backend("generic", "plain Numba, any CPU; float32 arithmetic", (), build=_PORTABLE),
 ]
 """Fastest first; ``auto`` takes the first one that can run."""
 
