@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -147,22 +146,6 @@ def test_what_compiled_code_sees_is_in_the_key() -> None:
         names = {a.name for n in imports if (n.module or "").endswith("jit") for a in n.names}
         compiles = names & {"inlined", "kernel", "routine", "task"}
         assert file in seen or not compiles, f"{file} compiles, and is not in SOURCES"
-
-
-def test_threads_that_compile_at_once_use_one_folder(tmp_path: Path) -> None:
-    """Each thread may bind a layer, and all must find the same cache."""
-    made: list[Path] = []
-
-    def make(name: str) -> None:
-        made.append(Path(jit._KernelCache(build_kernel, name).cache_path))
-
-    with env.override(cache_dir=tmp_path):
-        threads = [threading.Thread(target=make, args=(name,)) for name in "abcd"]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert [path.parent for path in made] == [jit.cache_folder()] * 4
 
 
 def test_a_folder_unused_for_a_month_is_deleted(tmp_path: Path) -> None:

@@ -61,36 +61,30 @@ def _emitted(op: Any, *operands: Any) -> str:
     ],
 )
 def test_memory_order_of_atomics(op, operands, line) -> None:
-    """A store is behind all that was written; a load is behind an addition in front of it."""
+    """A store is after all that was written before it; a load after an addition before it."""
     found = _emitted(op, *operands * [None])
     assert line in found, found
     assert "null_pointer_is_valid" in found
 
 
-def test_in_order_is_a_compiler_fence() -> None:
-    assert 'fence syncscope("singlethread") seq_cst' in _emitted(in_order)
-
-
-@pytest.mark.parametrize(("op", "levels"), [(prefetch_l1, 3), (prefetch_l2, 2)])
-def test_prefetch_levels(op, levels) -> None:
-    assert f"i32 0, i32 {levels}, i32 1)" in _emitted(op, None)
-
-
 @pytest.mark.parametrize(
     ("op", "operands", "call"),
     [
-        (amx.load_config, [None], "ldtilecfg(i8* %)"),
-        (amx.release, [], "tilerelease()"),
-        (amx.zero, [3], "tilezero(i8 3)"),
-        (amx.load, [4, None, None], "tileloadd64(i8 4, i8* %, i64 %c)"),
-        (amx.store, [5, None, None], "tilestored64(i8 5, i8* %, i64 %c)"),
-        (amx.dot_bf16, [1, 2, 3], "tdpbf16ps(i8 1, i8 2, i8 3)"),
-        (amx.dot_i8, [1, 2, 3], "tdpbssd(i8 1, i8 2, i8 3)"),
+        (in_order, [], 'fence syncscope("singlethread") seq_cst'),  # no instruction
+        (prefetch_l1, [None], "i32 0, i32 3, i32 1)"),
+        (prefetch_l2, [None], "i32 0, i32 2, i32 1)"),
+        (amx.load_config, [None], 'ldtilecfg"(i8* %)'),
+        (amx.release, [], 'tilerelease"()'),
+        (amx.zero, [3], 'tilezero"(i8 3)'),
+        (amx.load, [4, None, None], 'tileloadd64"(i8 4, i8* %, i64 %c)'),
+        (amx.store, [5, None, None], 'tilestored64"(i8 5, i8* %, i64 %c)'),
+        (amx.dot_bf16, [1, 2, 3], 'tdpbf16ps"(i8 1, i8 2, i8 3)'),
+        (amx.dot_i8, [1, 2, 3], 'tdpbssd"(i8 1, i8 2, i8 3)'),
     ],
 )
-def test_amx_instructions(op, operands, call) -> None:
+def test_what_prefetches_and_amx_emit(op, operands, call) -> None:
     found = _emitted(op, *operands)
-    assert f'call void @"llvm.x86.{call}'.replace("(", '"(', 1) in found, found
+    assert call in found, found
 
 
 @routine(4, "sync-atomics")
