@@ -40,7 +40,7 @@ class Backend:
         build: ``build(fmt, activations)`` compiles ``cpu.backends.parts.Parts``. Or the tiles alone
             (``make_tiles`` of ``cpu.gemv.portable``): everything around them is then plain Numba.
         gemm_from: ``gemm_from(fmt, activations, target)``: tokens of an expert from which its GEMM
-            is taken to win, where nobody calibrated it; None for a backend without a GEMM.
+            is taken to win without a calibration; None for a backend without a GEMM.
         instruction: ``instruction(activations, target)``: which of ``cpu.roofline.FLOPS`` it
             multiplies many tokens with; None for none of them.
     """
@@ -62,7 +62,7 @@ class Backend:
 
         if missing := target.lacks(self.features):
             return f"this CPU lacks {', '.join(missing)}"
-        if self.permission and target == detect():  # of another machine, nobody here can say
+        if self.permission and target == detect():  # another machine's system cannot be asked
             try:
                 self.permission()
             except PykernelsError as refusal:

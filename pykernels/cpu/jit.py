@@ -48,13 +48,13 @@ SOURCES = (
     "runtime/workers/reduce.py",
     "runtime/workers/queue.py",
 )
-"""All that compiled code can see: an edit elsewhere compiles nothing again."""
+"""All source that compiled code is made of: an edit elsewhere recompiles nothing."""
 
 MONTH = 30 * 24 * 3600.0
 
 _OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 _KERNEL = {"nopython": True, "no_cfunc_wrapper": True}
-# No entry for Python either: to compile both took a quarter of the time that a kernel takes.
+# No entry for Python either: compiling both entries took a quarter of a kernel's time.
 _INLINED = _KERNEL | {"forceinline": True, "no_cpython_wrapper": True}
 
 
@@ -178,9 +178,9 @@ def _named(function: Callable, variant: str) -> Callable:
 
 
 class _Locator(UserProvidedCacheLocator):
-    """``cache_folder``, whether it can be written or not. Numba's own would go on to folders that
-    no change in another file makes stale, and asks a setting of the process, which threads that
-    compile at once would have to change for each other."""
+    """``cache_folder``, whether it can be written or not. Numba's own locators would fall back to
+    folders that stay valid when another file changes, and read a setting of the process, which
+    threads that compile at once would change for each other."""
 
     def __init__(self, function, file):
         self._py_file, self._lineno = file, function.__code__.co_firstlineno

@@ -110,20 +110,6 @@ def test_byte_order_interleaves_pair_rows_by_eight_bytes():
         assert torch.equal(row, codes[16:32, k : k + 2])
 
 
-@pytest.mark.parametrize(
-    ("name", "bytes_of_block"),
-    [("fp8-channel", 32 * 384), ("int8-channel", 32 * 512), ("int4-channel", 16 * 512)],
-)
-def test_channel_scales_are_one_line_of_32_a_block(name, bytes_of_block):
-    fmt = get_format(name)
-    weight = fmt.quantize(torch.randn(40, 300))
-    blocks, scales = (torch.full((2, n), 0xAB, dtype=torch.uint8) for n in (bytes_of_block, 128))
-    assert (fmt.block_bytes(300), fmt.scale_bytes(300)) == (bytes_of_block, 128)
-    fmt.pack(weight, blocks, scales)
-    assert torch.equal(scales.view(torch.float32).flatten()[:40], weight.scale[:, 0])
-    assert not scales.view(torch.float32).flatten()[40:].any()
-
-
 def test_every_finite_e4m3_code_dequantizes_by_the_formula():
     table = e4m3_values()
     for code in FINITE:

@@ -43,8 +43,8 @@ _LATER = {
 
 
 def make(fmt: str, activations: str) -> Parts:
-    """Compiles the parts for this machine. The caller has asked ``registry`` first: compiling for a
-    CPU that lacks the instructions aborts."""
+    """Compiles the parts for this machine. The caller has checked ``registry`` first: compiling for
+    a CPU that lacks the instructions aborts."""
     request_permission()
     return parts(fmt, activations, instructions(detect()), amx)
 
@@ -75,7 +75,7 @@ def parts(fmt: str, activations: str, ops: Instructions, amx_unit: Any) -> Parts
 
 
 def gemm_from(fmt: str, activations: str, target: Target) -> int:
-    """Tokens of an expert from which the GEMM is taken to win where nobody calibrated it."""
+    """Tokens of an expert from which the GEMM is taken to win without a calibration."""
     return _LATER.get((fmt, activations), GEMM_FROM)
 
 

@@ -29,8 +29,8 @@ _FMA_LATER = {"bf16": 12, "q6_k": 12, "q5_k": 16} | dict.fromkeys(
 
 
 def make(fmt: str, activations: str) -> Parts:
-    """Compiles the parts for this machine. The caller has asked ``registry`` first: compiling for a
-    CPU that lacks the instructions aborts."""
+    """Compiles the parts for this machine. The caller has checked ``registry`` first: compiling for
+    a CPU that lacks the instructions aborts."""
     return parts(fmt, activations, instructions(detect()))
 
 
@@ -55,7 +55,7 @@ def parts(fmt: str, activations: str, ops: Instructions) -> Parts:
 
 
 def gemm_from(fmt: str, activations: str, target: Target) -> int:
-    """Tokens of an expert from which the GEMM is taken to win where nobody calibrated it."""
+    """Tokens of an expert from which the GEMM is taken to win without a calibration."""
     if prefers_int8_slices(target) and fmt in INTEGERS:
         return _FMA_LATER.get(fmt, _FMA_SLICES_FROM) if activations == "bf16" else _INT8_FROM
     if prefers_fma(target) and activations == "bf16":

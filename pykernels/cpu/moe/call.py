@@ -57,7 +57,7 @@ def _take_call(job_address, x, ids, weights, y):
 
 
 _AT = {name: index for index, name in enumerate(JOB.names or ())}
-"""Where each field of ``JOB`` is among its words: 20 times as quick as numpy's own look-up."""
+"""Where each field of ``JOB`` is among its words: 20 times as quick as numpy's own lookup."""
 
 
 class Workspace:

@@ -70,7 +70,8 @@ def tables_address() -> int:
 def make_kernel(backend: str, fmt: str, activations: str = "bf16") -> MoEKernel:
     """Compiles (or loads from the cache) the kernels for a weight format.
 
-    The caller has asked ``registry`` first: compiling for a CPU that lacks the instructions aborts.
+    The caller has checked ``registry`` first: compiling for a CPU that lacks the instructions
+    aborts.
 
     Args:
         activations: "bf16" (exact), or "int8".

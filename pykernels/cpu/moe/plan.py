@@ -27,7 +27,7 @@ _ROW_TASKS, _LONGEST_ROWS = 4, 16
 _DRIVER_VALUES = 1 << 17  # inputs that the driver copies about as soon as others could join in
 
 GEMM_FROM = 5
-"""Tokens of an expert from which its weights go through the GEMM where nobody says: more than four
+"""Tokens of an expert from which its weights go through the GEMM by default: more than four
 (SOSP'25 Figure 7)."""
 
 _COMPUTE_BOUND = 5  # tokens of an expert from which products take longer than reading its weights
@@ -80,7 +80,7 @@ class MoEPlan:
 
 
 def gemm_from_here(backend: str, fmt: str, activations: str = "bf16") -> int | None:
-    """``MoEPlan.gemm_from`` on this CPU where nobody calibrated it; None for a backend without a
+    """``MoEPlan.gemm_from`` on this CPU without a calibration; None for a backend without a
     GEMM."""
     gemm_from = get_backend(backend).gemm_from
     return load(gemm_from)(fmt, activations, detect()) if gemm_from else None

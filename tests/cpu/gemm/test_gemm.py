@@ -54,28 +54,6 @@ def test_a_packed_block_is_a_b_tile():
         assert np.allclose(c, truth.numpy(), rtol=1e-6, atol=1e-5)
 
 
-def test_a_row_of_the_tile_is_an_avx512_operand():
-    w = torch.randn(16, 32).bfloat16()
-    whole = torch.zeros(32, 128).bfloat16()
-    whole[:16, :32] = w
-    blocks = torch.empty(1, 32 * 128 * 2, dtype=torch.uint8)
-    pack_tiles(whole, blocks)
-    rows = blocks.view(torch.bfloat16).view(-1, 32)[:16]
-    x = torch.randn(32).bfloat16()
-    acc = np.zeros(16, np.float32)
-    for r in range(16):
-        acc = isa.vdpbf16ps(acc, _bits(rows[r]), np.tile(_bits(x[2 * r : 2 * r + 2]), 16))
-    assert np.allclose(acc, (w.double() @ x.double()).numpy(), rtol=1e-6, atol=1e-5)
-
-
-def test_int8_tiles_multiply_fours():
-    g = np.random.default_rng(0)
-    a, w = g.integers(-128, 128, (16, 64)), g.integers(-128, 128, (16, 64))  # [m, k], [n, k]
-    b = w.reshape(16, 16, 4).transpose(1, 0, 2).reshape(16, 64)  # [k / 4][n][k % 4]
-    c = isa.tdpbssd(np.zeros((16, 16), np.int32), a.astype(np.int8), b.astype(np.int8))
-    assert (c == a @ w.T).all()
-
-
 SHAPE = MoEShape(E=4, H=640, I=160, topk=2)
 """5 scale blocks: whole slabs and a short one, but where K is padded to 256."""
 
