@@ -17,6 +17,7 @@ from bench.peers.catalog import ENGINES, RESULTS
 from model.cli.common import prepare_threads
 from pykernels.env import env
 from pykernels.errors import PykernelsError
+from pykernels.registry import requested
 
 if TYPE_CHECKING:
     from bench.cases.cpu_run import CpuRun
@@ -66,6 +67,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
 def prepare(chosen: argparse.Namespace) -> CpuRun:
     """The run that the options ask for. Raises PykernelsError for what cannot be."""
     env.check()
+    requested()
     threads = prepare_threads(chosen.threads)  # before torch is imported
     from bench.cases.cpu_run import CpuRun
     from bench.harness.settings import SECTIONS, Settings, Tokens, parse_counts

@@ -25,9 +25,6 @@ from .errors import PykernelsError
 
 V = TypeVar("V")
 
-KERNELS = ("auto", "amx", "avx512", "generic")
-"""The values of `PYKERNELS_KERNEL` and of `--kernel`."""
-
 
 def _path(text: str) -> Path:
     if not text.strip():
@@ -38,10 +35,10 @@ def _path(text: str) -> Path:
         raise ValueError("it begins with the home of a user who has none here") from None
 
 
-def _kernel(text: str) -> str:
-    if text not in KERNELS:
-        raise ValueError(f"it is none of {', '.join(KERNELS)}")
-    return text
+def _name(text: str) -> str:
+    if not text.strip():
+        raise ValueError("it is empty")
+    return text.strip()
 
 
 def _hidden_features(text: str) -> frozenset[str]:
@@ -133,10 +130,10 @@ class Env:
         "Give it a folder that you may write to",
     )
     kernel = Flag(
-        _kernel,
+        _name,  # ``registry`` knows which there are, and refuses any other
         "auto",
-        "Expert kernel that `auto` stands for: auto, amx, avx512 or generic.",
-        f"Set it to one of {', '.join(KERNELS)}",
+        "Expert kernel that `auto` stands for; `doctor` lists them.",
+        "Set it to a kernel's name, or unset it",
     )
     isa = Flag(
         _hidden_features,

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pykernels.errors import PykernelsError
+from pykernels.registry import requested
 
 from .bench_gpu import run_case
-from .common import Debug, Kernel, Numa, Threads, command, err, kernel_name, out, prepare_threads
+from .common import Debug, Kernel, Numa, Threads, command, err, out, prepare_threads
 
 if TYPE_CHECKING:
     from runtime.profiling.measure import MoEMeasurement
@@ -67,7 +68,7 @@ def moe(
         return run_case("moe", device, as_json, flags)
     if activations == "fp8":
         raise PykernelsError("--activations fp8 are a GPU's", "Add --device cuda:0, or use bf16")
-    chosen_kernel, chosen_threads = kernel_name(kernel), prepare_threads(threads)
+    chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
     from pykernels.shapes import MoEShape
     from runtime.profiling.measure import measure_moe
 

@@ -38,7 +38,6 @@ def calibrate(
     Seconds a format. The result is kept in the cache folder, where the experts look for it.
     """
     chosen_threads = prepare_threads(threads)
-    from pykernels.cpu.moe.plan import GEMM_FROM
     from pykernels.quant import FORMATS, get_format
     from pykernels.registry import resolve
     from pykernels.target import detect
@@ -50,8 +49,9 @@ def calibrate(
     target = detect()
     every = [name for name in FORMATS if activations == "bf16" or FORMATS[name].int8_kind]
     formats = [get_format(name).name for name in dict.fromkeys(format or every)]
-    backends = {fmt: resolve("auto", fmt, target, activations).name for fmt in formats}
-    able = [fmt for fmt in formats if backends[fmt] in GEMM_FROM]
+    chosen = {fmt: resolve("auto", fmt, target, activations) for fmt in formats}
+    backends = {fmt: backend.name for fmt, backend in chosen.items()}
+    able = [fmt for fmt in formats if chosen[fmt].gemm_from]
     for backend in {backends[fmt] for fmt in able}:  # an error before anything is timed
         tuning.write(backend, {}, activations)
     found: list[Calibration] = []

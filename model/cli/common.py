@@ -18,8 +18,9 @@ from typing import Annotated, Any, ParamSpec
 import typer
 from rich.console import Console
 
-from pykernels.env import KERNELS, env
+from pykernels.env import env
 from pykernels.errors import PykernelsError
+from pykernels.registry import names, requested
 
 P = ParamSpec("P")
 
@@ -62,7 +63,7 @@ Numa = Annotated[
 ]
 Kernel = Annotated[
     str | None,
-    typer.Option(metavar="|".join(KERNELS), help="Expert kernel.", show_default="PYKERNELS_KERNEL"),
+    typer.Option(metavar="|".join(names()), help="Expert kernel.", show_default="PYKERNELS_KERNEL"),
 ]
 
 
@@ -90,6 +91,7 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
             with warnings.catch_warnings():
                 _show_our_warnings_as_notes()
                 env.check()
+                requested()
                 _run(function, *args, **kwargs)
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
@@ -145,14 +147,6 @@ def _show_our_warnings_as_notes() -> None:
         note(" ".join(str(message).split()))
 
     warnings.showwarning = show
-
-
-def kernel_name(kernel: str | None) -> str:
-    """`--kernel`, or the flag; raises `PykernelsError` for an unknown one."""
-    chosen = env.kernel if kernel is None else kernel
-    if chosen not in KERNELS:
-        raise PykernelsError(f"There is no kernel {chosen!r}", f"Use one of {', '.join(KERNELS)}")
-    return chosen
 
 
 def prepare_threads(threads: int | None) -> int | None:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pykernels.errors import PykernelsError
+from pykernels.registry import requested
 
-from .common import Debug, Kernel, Numa, Threads, command, err, kernel_name, note, prepare_threads
+from .common import Debug, Kernel, Numa, Threads, command, err, note, prepare_threads
 
 if TYPE_CHECKING:
     from ..text.generate import GenerationStats
@@ -66,7 +67,7 @@ class Writer:
 
         `sampling` goes to `generate_stream` as it is.
         """
-        chosen_kernel, chosen_threads = kernel_name(kernel), prepare_threads(threads)
+        chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
         self.sampling = sampling
         with _status("importing torch and transformers"):
             from transformers.utils import logging

@@ -208,15 +208,15 @@ def look_at_kernels() -> Iterator[Fact]:
 
 def look_at_calibration() -> Iterator[Fact]:
     """From how many tokens an expert takes the GEMM: measured here, or the default."""
-    from pykernels.cpu.moe.plan import GEMM_FROM
     from pykernels.quant import FORMATS
     from pykernels.registry import resolve
     from pykernels.target import detect
     from runtime.machine import tuning
 
     target = detect()
-    backends = {fmt: resolve("auto", fmt, target).name for fmt in FORMATS}
-    able = [fmt for fmt in FORMATS if backends[fmt] in GEMM_FROM]
+    chosen = {fmt: resolve("auto", fmt, target) for fmt in FORMATS}
+    backends = {fmt: backend.name for fmt, backend in chosen.items()}
+    able = [fmt for fmt in FORMATS if chosen[fmt].gemm_from]
     if not able:
         yield Fact("GEMM from", "nothing to choose: no kernel in use here has a GEMM")
     for fmt in able:

@@ -23,12 +23,12 @@ class Instructions:
 
     Attributes:
         name: tells sets of them apart.
-        digits: ``prefers_digits``.
+        int8_slices: ``prefers_int8_slices``.
         fma: ``prefers_fma``.
     """
 
     name: str
-    digits: bool
+    int8_slices: bool
     fma: bool
     dot_bf16: Callable
     store_bf16: Callable
@@ -55,12 +55,12 @@ def instructions(target: Target) -> Instructions:
         if not target.lacks((extension,))
     ]
     name = "avx512" + "".join(f"-{name}" for name in have)
-    return Instructions(name, prefers_digits(target), prefers_fma(target), **found)
+    return Instructions(name, prefers_int8_slices(target), prefers_fma(target), **found)
 
 
-def prefers_digits(target: Target) -> bool:
-    """Whether integer weights better meet bfloat16 inputs as digits (``products``) on AVX-512:
-    three or four ``vpdpbusd`` for two ``vdpbf16ps`` and what decoding takes.
+def prefers_int8_slices(target: Target) -> bool:
+    """Whether integer weights better meet bfloat16 inputs as int8 slices (``gemv.dot``) on
+    AVX-512: three or four ``vpdpbusd`` for two ``vdpbf16ps`` and what dequantization takes.
 
     Intel's cores begin two ``vpdpbusd`` of 512 bits a cycle, but one ``vdpbf16ps`` in two; AMD's as
     many of either. Where there is no ``vdpbf16ps``, it is six operations.
@@ -71,7 +71,7 @@ def prefers_digits(target: Target) -> bool:
 
 
 def prefers_fma(target: Target) -> bool:
-    """Whether many tokens are better multiplied in float32 (``gemm_fma``) than by ``vdpbf16ps``.
+    """Whether many tokens are better multiplied in float32 (``gemm.fma``) than by ``vdpbf16ps``.
 
     Intel's cores begin two ``vfmadd231ps`` of 512 bits a cycle, but one ``vdpbf16ps``, of twice as
     many products, in two; AMD's as many of either.

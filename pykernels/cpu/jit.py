@@ -26,7 +26,7 @@ import llvmlite.binding as llvm
 import numba
 from numba.core import config as numba_config
 from numba.core import types
-from numba.core.caching import FunctionCache, UserProvidedCacheLocator
+from numba.core.caching import FunctionCache, NullCache, UserProvidedCacheLocator
 from numba.core.ccallback import CFunc
 from numba.core.registry import CPUDispatcher
 
@@ -49,13 +49,13 @@ SOURCES = (
     "runtime/workers/control_block.py",
     "runtime/workers/queue.py",
 )
-"""All that compiled code can see: an edit elsewhere compiles nothing again."""
+"""All source that compiled code is made of: an edit elsewhere recompiles nothing."""
 
 MONTH = 30 * 24 * 3600.0
 
 _OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 _KERNEL = {"nopython": True, "no_cfunc_wrapper": True}
-# No entry for Python either: to compile both took a quarter of the time that a kernel takes.
+# No entry for Python either: compiling both entries took a quarter of a kernel's time.
 _INLINED = _KERNEL | {"forceinline": True, "no_cpython_wrapper": True}
 
 
@@ -68,7 +68,7 @@ def kernel(variant: str = "") -> Callable[[Callable], Any]:
 
     def decorate(function: Callable) -> Any:
         dispatcher = _Kernel(_named(function, variant), targetoptions=_OPTIONS | _KERNEL)
-        dispatcher._cache = _KernelCache(function, variant)
+        dispatcher._cache = _cache(function, variant)
         return dispatcher
 
     return decorate
@@ -137,7 +137,7 @@ def routine(arguments: int, variant: str = "") -> Callable[[Callable], CFunc]:
             options=dict(_OPTIONS),
             pipeline_class=RoutineCompiler,
         )
-        compiled._cache = _KernelCache(function, variant)
+        compiled._cache = _cache(function, variant)
         with _uninterrupted():
             compiled.compile()
         return compiled
@@ -179,9 +179,9 @@ def _named(function: Callable, variant: str) -> Callable:
 
 
 class _Locator(UserProvidedCacheLocator):
-    """``cache_folder``, whether it can be written or not. Numba's own would go on to folders that
-    no change in another file makes stale, and asks a setting of the process, which threads that
-    compile at once would have to change for each other."""
+    """``cache_folder``, whether it can be written or not. Numba's own locators would fall back to
+    folders that stay valid when another file changes, and read a setting of the process, which
+    threads that compile at once would change for each other."""
 
     def __init__(self, function, file):
         self._py_file, self._lineno = file, function.__code__.co_firstlineno
@@ -225,6 +225,13 @@ class _KernelCache(FunctionCache):
                 f"compiled kernels cannot be kept in {self.cache_path}: {error.strerror}",
                 "Free some space, or point PYKERNELS_CACHE_DIR at a folder that you may write to",
             ) from None
+
+
+def _cache(function: Callable, variant: str) -> Any:
+    """Of a function in a file. One of a notebook's cell is compiled anew in each process: nothing
+    tells when the cell has changed."""
+    in_file = Path(function.__code__.co_filename).is_file()
+    return _KernelCache(function, variant) if in_file else NullCache()
 
 
 def cache_folder() -> Path:

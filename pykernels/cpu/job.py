@@ -25,7 +25,7 @@ JOB, job_at = descriptor(
         "source_stride",  # bytes
         "source_bf16",
         "row_chunk",  # tokens of one rows task; 0: the driver has copied them all
-        "x",  # rows (cpu.rows) of T tokens, H padded with zeros
+        "x",  # rows (activations.row_layout) of T tokens, H padded with zeros
         "x_stride",  # bytes
         "h",  # rows, I padded with zeros, of the slots of experts that take the tiles
         "h_stride",
@@ -61,19 +61,19 @@ JOB, job_at = descriptor(
         "down_k",  # 128-wide groups of I
         "h_cuts",  # int64 [h_chunks + 1]: the 32-row block where each begins, and the end
         "h_chunks",  # runs of such blocks, a down task each for an expert
-        "h_legs",  # how many workers take over from each other on a run, expert by expert
+        "down_splits",  # tasks that a run is split into by its experts, one after the other
         "row_tasks",  # runs of row_chunk tokens
         "run_rows",  # addresses of the stages' tasks
         "run_pack",
         "run_gate_up",
         "run_down",
-        "tiles",  # addresses of the format's routines: tile_avx512.make_tiles,
-        "gemm",  # a make_gemm,
-        "annotate",  # annotate.make_annotate; 0: nothing to annotate
-        "annotate_gemm",  # the same for h of an expert that takes the GEMM
-        "tables",  # address of the decoding tables
+        "tiles",  # addresses of the format's routines: gemv.common's,
+        "gemm",  # gemm.common's,
+        "quantize_row",  # and activations.quantize's; 0: nothing to quantize
+        "gemm_quantize_row",  # the same for h of an expert that takes the GEMM
+        "tables",  # address of the lookup tables (weights.lookup)
         "int8",  # 1: the GEMM multiplies int8 codes, 0: bf16
-        "tile_fours",  # 1: A tiles hold the inputs 0, 2, 1, 3 of each four (gemm)
+        "interleave_a",  # 1: A tiles hold the inputs 0, 2, 1, 3 of each four (gemm.common)
         "tile_steps",  # A tiles of 16 slots by 128 inputs
         "gemm_from",  # tokens of an expert from which its weights go through the GEMM
         "x_tiles",  # A tiles of x: [group of 16 slots][gate_up_k * tile_steps][16][64 bytes]

@@ -1,6 +1,6 @@
-"""What a routine raises reaches whoever waits for its call.
+"""An exception of a compiled routine reaches the caller that waits for the result.
 
-Numba's own C callbacks print an exception and return 0, which the workers take for done. Here a
+Numba's own C callbacks print an exception and return 0, which means success to the workers. Here a
 routine that raises keeps the exception and returns ``RAISED``.
 """
 
@@ -19,8 +19,8 @@ from numba.core.lowering import Lower
 from numba.core.typed_passes import NativeLowering
 
 RAISED = -(1 << 61)
-"""What a routine that raises returns; the stages pass on what the routines of their formats return,
-so that it is a task's status then. Routines that are ``linked`` must not raise: nobody looks."""
+"""What a routine that raises returns; the stages return it too, so that it becomes their task's
+status. Routines that are ``linked`` must not raise: their callers do not look at it."""
 
 _kept: deque[tuple[int, int, object, object]] = deque(maxlen=64)
 """(thread, when by ``clock_gettime``, type, value or arguments) of what was raised, in the order of

@@ -1,6 +1,7 @@
-"""Multiplying registers and doing nothing else: what the kernels' FLOP/s are measured against.
+"""The two roofs that kernels are measured against, as tasks that do nothing else.
 
-Reading memory and doing nothing else: what the expert kernels' bandwidth is measured against.
+Compute: products of registers (``make_compute``), for FLOP/s. Memory: reading with plain loops
+(``make_read``), for GB/s.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 from numba import carray, types
 
 from ..amx_state import request_permission
+from ..registry import get_backend, load
 from ..target import Target
 from .gemm.amx import write_config
 from .intrin import amx
@@ -20,7 +22,6 @@ from .intrin.descriptor import descriptor
 from .intrin.prefetch import prefetch_l1, prefetch_l2
 from .intrin.registers import f32x16_array, i32x16_array, stack_alloc
 from .intrin.sync import as_pointer
-from .isa import prefers_fma
 from .jit import inlined, task
 
 _CHAINS = 16
@@ -44,19 +45,11 @@ NEEDS = {
 }
 """CPU features."""
 
-_INSTRUCTIONS = {
-    ("avx512", "bf16"): "vdpbf16ps",
-    ("avx512", "int8"): "vpdpbusd",
-    ("amx", "bf16"): "tdpbf16ps",
-    ("amx", "int8"): "tdpbssd",
-}
-
 
 def instruction_of(backend: str, activations: str, target: Target) -> str | None:
     """What a backend multiplies many tokens with on ``target``; None for nothing of ``FLOPS``."""
-    if (backend, activations) == ("avx512", "bf16") and prefers_fma(target):
-        return "vfmadd231ps"
-    return _INSTRUCTIONS.get((backend, activations))
+    found = get_backend(backend).instruction
+    return load(found)(activations, target) if found else None
 
 
 @functools.cache
@@ -142,11 +135,11 @@ def _make_amx(instruction: str) -> Any:
 
 
 STREAM, _stream_at = descriptor("stream", ("base", "bytes", "sink"))
-"""Job of a read: task ``i`` reads ``bytes`` (a multiple of 1024) at ``base + i * bytes`` and writes
-their sum as int64 words to element ``i`` at ``sink``."""
+"""The job of a read: task ``i`` reads ``bytes`` (a multiple of 1024) at ``base + i * bytes`` and
+writes their sum as int64 words to element ``i`` at ``sink``."""
 
 AHEAD = 4096
-"""Bytes that a prefetching loop asks ahead: one page."""
+"""Bytes that a prefetching loop runs ahead of its loads: one page."""
 
 
 @inlined
@@ -161,14 +154,14 @@ LOOPS = {
     "hardware, two streams": (_no_prefetch, 2),
     "l1, two streams": (prefetch_l1, 2),
 }
-"""The plain read loops: what they ask for ahead, and how many runs of a task's bytes they read side
+"""The plain read loops: what they prefetch with, and how many runs of a task's bytes they read side
 by side. Which is fastest depends on the CPU."""
 
 
 @functools.cache
 def make_read(loop: str) -> Any:
     """Compiles the read task (``jit.TASK``) of one of ``LOOPS``."""
-    ask, STREAMS = LOOPS[loop]
+    prefetch, STREAMS = LOOPS[loop]
 
     @task(loop)
     def read(job_address, index, worker):
@@ -180,7 +173,7 @@ def make_read(loop: str) -> Any:
             for stream in range(STREAMS):
                 block = base + stream * run + at
                 for line in range(8):
-                    ask(block + 64 * line + AHEAD)
+                    prefetch(block + 64 * line + AHEAD)
                 words = carray(as_pointer(block), (64,), types.int64)
                 for i in range(64):
                     total += words[i]

@@ -1,4 +1,4 @@
-"""What integer kernels make of their inputs, bit for bit: int8 activations, or bf16 as digits.
+"""What integer kernels make of their inputs, bit for bit: int8 activations, or bf16 as slices.
 
 int8 activations are of two kinds, each of groups along K with a float32 scale. All arithmetic is
 float32, all rounding of codes to nearest even:
@@ -10,7 +10,7 @@ value of the largest magnitude, ``inverse = -127 / max``, ``q = min(127, round(i
 
 A group whose inverse scale is not finite (zeros, or all below 4e-37) has scale 0 and codes 0.
 
-Digits keep bf16 inputs as exact as float32 sums are (``digits``).
+int8 slices keep bf16 inputs as exact as float32 sums are (``int8_slices``).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ..errors import PykernelsError
 GROUPS = {"q8": 128, "q8_k": 256}
 """Inputs of a scale."""
 
-DIGITS = 4
+SLICES = 4
 """Signed bytes that a bf16 input is split into."""
-DIGITS_K = 128
-"""Inputs that share a scale as digits."""
-DIGITS_SHIFT = 8 * (DIGITS - 1) - 2
+SLICES_K = 128
+"""Inputs that share a scale as int8 slices."""
+SLICES_SHIFT = 8 * (SLICES - 1) - 2
 """Binary places that are kept below the largest input's 8 bits: with one more, an input of 255/256
-of the range would round up to a first digit of 128."""
+of the range would round up to a first slice of 128."""
 
 
 class Activations(NamedTuple):
@@ -80,43 +80,43 @@ def dequantize(a: Activations, dtype: torch.dtype = torch.float32) -> torch.Tens
     return a.q.to(dtype) * wide[:, : a.q.shape[1]]
 
 
-class Digits(NamedTuple):
-    """Rows as ``scale * sum_j q[j] * 256**(DIGITS - 1 - j)``.
+class Int8Slices(NamedTuple):
+    """Rows as ``scale * sum_j q[j] * 256**(SLICES - 1 - j)``.
 
     Attributes:
-        q: int8 [DIGITS, T, K], the highest digit first.
-        scale: float32 [T, ceil(K / DIGITS_K)], powers of two.
+        q: int8 [SLICES, T, K], the highest slice first.
+        scale: float32 [T, ceil(K / SLICES_K)], powers of two.
     """
 
     q: torch.Tensor
     scale: torch.Tensor
 
 
-def digits(x: torch.Tensor) -> Digits:
+def int8_slices(x: torch.Tensor) -> Int8Slices:
     """Rows of finite bf16 values as integers of 30 bits, in four signed bytes.
 
-    The unit is ``2**-DIGITS_SHIFT`` of the last bit of a group's largest input: inputs down to
-    ``2**-DIGITS_SHIFT`` of it are exact, of a smaller one it is the nearest integer, at most
-    ``2**-(DIGITS_SHIFT + 8)`` of the largest away, or ``2**-127``. (A float32 sum of the group's
+    The unit is ``2**-SLICES_SHIFT`` of the last bit of a group's largest input: inputs down to
+    ``2**-SLICES_SHIFT`` of it are exact, of a smaller one it is the nearest integer, at most
+    ``2**-(SLICES_SHIFT + 8)`` of the largest away, or ``2**-127``. (A float32 sum of the group's
     products is off by more: by ``2**-24`` of the largest.)
 
     Args:
         x: bf16 [T, K]. The last group of a row may be short.
     """
     T, K = x.shape
-    groups = _grouped(x.float(), DIGITS_K)  # [T, G, DIGITS_K]
+    groups = _grouped(x.float(), SLICES_K)  # [T, G, SLICES_K]
     largest = groups.abs().amax(2, keepdim=True)
     _, exponent = torch.frexp(largest)  # largest in [0.5, 1) * 2**exponent
-    least = DIGITS_SHIFT + 8 - 126  # of which the unit is a normal number
+    least = SLICES_SHIFT + 8 - 126  # of which the unit is a normal number
     exponent = torch.where(largest > 0, exponent, least).clamp(min=least)
-    unit = (exponent - DIGITS_SHIFT - 8).double()
+    unit = (exponent - SLICES_SHIFT - 8).double()
     left = (groups.double() * 2.0**-unit).round().to(torch.int64)
-    q = torch.empty(DIGITS, *groups.shape, dtype=torch.int8, device=x.device)
-    for j in reversed(range(DIGITS)):
+    q = torch.empty(SLICES, *groups.shape, dtype=torch.int8, device=x.device)
+    for j in reversed(range(SLICES)):
         low = (left + 128) % 256 - 128
         q[j] = low
         left = (left - low) >> 8
-    return Digits(q.view(DIGITS, T, -1)[:, :, :K].contiguous(), (2.0**unit).float().squeeze(2))
+    return Int8Slices(q.view(SLICES, T, -1)[:, :, :K].contiguous(), (2.0**unit).float().squeeze(2))
 
 
 def sums(q: torch.Tensor, group: int) -> torch.Tensor:

@@ -107,6 +107,6 @@ class FP8Channel(ChannelScales, E4M3):
         return weight.data.float() * weight.scale.float()
 
 
-def decode_table() -> torch.Tensor:
+def e4m3_values() -> torch.Tensor:
     """float32 [256]: the value of every E4M3 code (NaN for 0x7f and 0xff)."""
     return torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()

@@ -84,7 +84,7 @@ def launch(control, owner, thread, job_address, arranged, x, ids, weights, y):  
         active,
         job.i_chunks,
         job.h_chunks if active > 0 else 0,
-        job.h_legs,
+        job.down_splits,
         job.run_pack,
         job.P,
         job.piece_active,

@@ -156,7 +156,7 @@ def calibrate(
 
     Args:
         fmt: weight format.
-        backend: one of ``plan.GEMM_FROM`` that runs here.
+        backend: one with a GEMM that runs here.
         activations: "bf16" or "int8"; they have thresholds of their own.
         timer: instead of this machine's kernel.
         progress: called with the share done, 0 to 1.

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numba import carray, types
 
-from pykernels.cpu.gemv.portable import round_bf16
 from pykernels.cpu.intrin.descriptor import descriptor
+from pykernels.cpu.intrin.scalar import round_bf16
 from pykernels.cpu.intrin.sync import as_pointer
 from pykernels.cpu.jit import task
 from pykernels.errors import PykernelsError

@@ -24,8 +24,8 @@ from pykernels.errors import PykernelsError
 from pykernels.gpu.attention import gqa_decode, mla_decode, prefill
 from pykernels.gpu.plans import attention as attention_plans
 from pykernels.gpu.plans.attention import DecodePlan, PrefillPlan
-from pykernels.gpu.plans.attention_shape import OPS as ATTENTION
-from pykernels.gpu.plans.attention_shape import plan_of
+from pykernels.gpu.plans.attention_lines import OPS as ATTENTION
+from pykernels.gpu.plans.attention_lines import plan_of
 from pykernels.gpu.plans.tuned import EXPERTS_PLANS, LINEAR_PLANS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")

@@ -46,9 +46,9 @@ NARROW = {("6", "4", "0"), ("7", "5", "1"), ("6", "4", "2"), ("7", "5", "3")}  #
 
 
 CASES = [
-    *((fmt, "bf16", "tdpbf16ps", WIDE) for fmt in ("bf16", "fp8", "q6_k")),
-    *((fmt, "bf16", "tdpbf16ps", NARROW) for fmt in ("int4", "q4_k")),
-    *((fmt, "int8", "tdpbssd", WIDE) for fmt in ("int8", "q5_k", "q6_k")),
+    *((fmt, "bf16", "tdpbf16ps", WIDE) for fmt in ("fp8", "q6_k")),
+    ("q4_k", "bf16", "tdpbf16ps", NARROW),
+    *((fmt, "int8", "tdpbssd", WIDE) for fmt in ("int8", "q5_k")),
     ("int4", "int8", "tdpbssd", NARROW),
 ]
 

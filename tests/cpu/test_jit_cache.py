@@ -7,14 +7,11 @@ import contextlib
 import ctypes
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from numba.core import caching
-from numba.core import config as numba_config
 
 from pykernels.cpu import jit
 from pykernels.cpu.jit import kernel, routine
@@ -44,7 +41,7 @@ for n in map(int, sys.argv[1:]):
 """
 
 
-def test_functions_of_one_factory_cached_by_two_processes_stay_apart(tmp_path: Path) -> None:
+def test_cached_functions_of_one_factory_stay_apart(tmp_path: Path) -> None:
     """Numba numbers them in each process anew: both are the same-numbered ``long`` of ``make``."""
     (tmp_path / "factory.py").write_text(FACTORY)
     script = "import runpy; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
@@ -82,29 +79,25 @@ def build_kernel() -> int:
 
 
 @pytest.mark.parametrize("make", [build, build_kernel])
-def test_ctrl_c_counts_when_a_kernel_is_compiled(
-    make: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_waits_until_a_kernel_is_compiled(make, tmp_path, monkeypatch) -> None:
     """In LLVM's callbacks the exception would be lost, and the kernel not there."""
-    save, handler, went_on = jit._KernelCache.save_overload, signal.getsignal(signal.SIGINT), []
+    save, handler, saved = jit._KernelCache.save_overload, signal.getsignal(signal.SIGINT), []
 
     def interrupted(self, sig, data):
         signal.raise_signal(signal.SIGINT)
-        went_on.append(save(self, sig, data))
+        saved.append(save(self, sig, data))
 
     monkeypatch.setattr(jit._KernelCache, "save_overload", interrupted)
     with env.override(cache_dir=tmp_path):
         with pytest.raises(KeyboardInterrupt):
             make()
-        assert len(went_on) == 1 and signal.getsignal(signal.SIGINT) is handler
-        assert make() == 6 and len(went_on) == 1  # from the cache
+        assert len(saved) == 1 and signal.getsignal(signal.SIGINT) is handler
+        assert make() == 6 and len(saved) == 1  # from the cache
 
 
 @pytest.mark.parametrize("ending", ["nbi", "nbc"])
-@pytest.mark.parametrize("text", [b"", b"\x80\x04", b"no pickle at all"])
-def test_a_damaged_file_is_compiled_and_written_again(
-    ending: str, text: bytes, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("text", [b"", b"\x80\x04"])
+def test_a_damaged_file_is_written_again(ending: str, text: bytes, tmp_path: Path) -> None:
     with env.override(cache_dir=tmp_path):
         assert build() == 6
         (file,) = tmp_path.rglob(f"*.{ending}")
@@ -114,21 +107,7 @@ def test_a_damaged_file_is_compiled_and_written_again(
         assert build() == 6 and file.stat().st_mtime_ns == untouched  # from the cache
 
 
-def test_a_cache_that_cannot_be_written_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with env.override(cache_dir=tmp_path):
-        with pytest.raises(PykernelsError, match="be kept in .*: No space left.*CACHE_DIR"):
-            build()
-
-
-def test_a_cache_that_can_only_be_read_is_read_and_nothing_is_kept_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_only_cache_is_read_and_nothing_kept_elsewhere(tmp_path, monkeypatch) -> None:
     """Elsewhere, in ``__pycache__``, code would outlive the edit of a file that it was made of."""
 
     def read_only(*_: object, **__: object) -> None:
@@ -146,6 +125,16 @@ def test_a_cache_that_can_only_be_read_is_read_and_nothing_is_kept_elsewhere(
     assert not [*Path(__file__).parent.rglob("*.nbi")]
 
 
+def test_a_function_of_no_file_is_compiled_and_not_kept(tmp_path: Path) -> None:
+    """A notebook's cell: nothing tells when it has changed."""
+    for number in (1, 2):
+        scope: dict = {}
+        exec(f"def plus(x):\n    return x + {number}", scope)
+        with env.override(cache_dir=tmp_path):
+            assert routine(1, "cell")(scope["plus"]).ctypes(5) == 5 + number
+    assert not [*tmp_path.rglob("*.nb*")]
+
+
 def test_what_compiled_code_sees_is_in_the_key() -> None:
     root = Path(jit.__file__).parents[2]
     seen = {file for part in jit.SOURCES for file in ((root / part).rglob("*.py"))}
@@ -159,34 +148,7 @@ def test_what_compiled_code_sees_is_in_the_key() -> None:
         assert file in seen or not compiles, f"{file} compiles, and is not in SOURCES"
 
 
-def test_threads_that_compile_at_once_do_not_see_each_others_folder_put_back(
-    tmp_path: Path,
-) -> None:
-    """Each thread may bind a layer. Numba's own setting is the process's: it is not touched."""
-    before, made = numba_config.CACHE_DIR, []
-    first, second = threading.Event(), threading.Event()
-
-    class Slow(jit._KernelCache):
-        def __init__(self, function: Callable, variant: str) -> None:
-            if variant == "first":
-                first.set()
-                second.wait(10)
-            else:  # begun while the first was at it, and made when that has ended
-                second.set()
-                thread.join(10)
-            super().__init__(function, variant)
-            made.append(Path(self.cache_path))
-
-    with env.override(cache_dir=tmp_path):
-        thread = threading.Thread(target=Slow, args=(build_kernel, "first"))
-        thread.start()
-        first.wait(10)
-        Slow(build_kernel, "second")
-        assert [path.parent for path in made] == [jit.cache_folder()] * 2
-    assert numba_config.CACHE_DIR == before
-
-
-def test_a_folder_unused_for_a_month_goes(tmp_path: Path) -> None:
+def test_a_folder_unused_for_a_month_is_deleted(tmp_path: Path) -> None:
     old, new, other = (tmp_path / name for name in ("0" * 16, "1" * 16, "notes"))
     for folder in (old, new, other):
         folder.mkdir()

@@ -14,6 +14,7 @@ from model.cli.main import app
 from model.doctor import examine
 from pykernels.env import env
 from pykernels.quant import FORMATS
+from pykernels.registry import get_backend
 from pykernels.target import detect
 from runtime.machine import tuning
 from runtime.profiling import calibrate as measuring
@@ -33,7 +34,7 @@ def amx(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every format gets the AMX backend; bf16's GEMM pays from 8 tokens, the others' never. One
     thread is the usual number."""
     monkeypatch.setattr("runtime.machine.topology.Topology.default_threads", lambda *_: 1)
-    monkeypatch.setattr("pykernels.registry.resolve", lambda *_: SimpleNamespace(name="amx"))
+    monkeypatch.setattr("pykernels.registry.resolve", lambda *_: get_backend("amx"))
 
     def calibrate(fmt, pool, backend, activations, timer=None, progress=None) -> Calibration:
         assert backend == "amx"

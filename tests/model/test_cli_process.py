@@ -61,7 +61,9 @@ def test_a_terminal_without_a_size_shows_help_and_errors(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "0")
     assert "bench" in run("--help").stdout
-    assert run("bench", "moe", "--kernel", "amx9").stderr.startswith("error: There is no kernel")
+    assert run("bench", "moe", "--kernel", "amx9").stderr.startswith(
+        "error: there is no expert kernel"
+    )
 
 
 def test_greedy_text_is_the_same_twice_and_alone_on_stdout(forks: Forks) -> None:

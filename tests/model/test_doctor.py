@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from model.doctor import examine
 from pykernels.env import Env, env
 from pykernels.errors import PykernelsError
 from pykernels.quant import FORMATS
-from pykernels.registry import kernels
+from pykernels.registry import get_backend, kernels
 from pykernels.target import detect
 
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
@@ -123,7 +124,8 @@ def test_one_problem_of_many_kernels_is_told_once_with_its_own_hint(
         raise PykernelsError("the calibration cannot be read", "Delete it")
 
     monkeypatch.setattr("runtime.machine.tuning.read", broken)
-    monkeypatch.setattr("runtime.machine.tuning.gemm_from_here", lambda *_: 5)  # as if with a GEMM
+    generic = replace(get_backend("generic"), gemm_from=lambda *_: 5)  # as if it had a GEMM
+    monkeypatch.setattr("pykernels.registry.BACKENDS", [generic])
     facts = [examine.result_fact(fmt, "generic") for fmt in ("fp8", "bf16")]
     assert {(f.problem, f.hint) for f in facts} == {("the calibration cannot be read", "Delete it")}
     monkeypatch.setattr(examine, "examine", lambda progress: examine.Report({"self-test": facts}))

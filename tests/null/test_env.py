@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pykernels.env import KERNELS, Env
+from pykernels.env import Env
 from pykernels.errors import PykernelsError
-from pykernels.registry import kernels
 
 
 @pytest.fixture
@@ -24,11 +23,8 @@ def flags(environ: dict[str, str]) -> Env:
 
 def test_defaults(flags: Env) -> None:
     assert flags.cache_dir == Path.home() / ".cache/pykernels"
-    assert flags.kernel == "auto"
-    assert flags.isa == frozenset()
-    assert flags.threads is None
-    assert flags.spin_us is None
-    assert flags.hugepages is True
+    assert (flags.kernel, flags.isa, flags.hugepages) == ("auto", frozenset(), True)
+    assert flags.threads is None and flags.spin_us is None
     flags.check()
 
 
@@ -36,20 +32,18 @@ def test_defaults(flags: Env) -> None:
     ("attribute", "text", "value"),
     [
         ("cache_dir", "~/x", Path.home() / "x"),
-        ("cache_dir", "/tmp/x", Path("/tmp/x")),
         ("kernel", "generic", "generic"),
         ("isa", "-avx512bf16,-gfni", frozenset({"avx512bf16", "gfni"})),
         ("isa", " -AVX2 , ", frozenset({"avx2"})),
         ("threads", "3", 3),
         ("threads", "", None),
         ("spin_us", "", None),
-        ("spin_us", "0", 0.0),
         ("spin_us", "12.5", 12.5),
         ("spin_us", "3.6e9", 3.6e9),
         ("hugepages", "0", False),
     ],
 )
-def test_environment_is_typed_and_read_live(
+def test_the_environment_is_typed_and_read_live(
     flags: Env, environ: dict[str, str], attribute: str, text: str, value: object
 ) -> None:
     before = getattr(flags, attribute)
@@ -61,52 +55,34 @@ def test_environment_is_typed_and_read_live(
 
 
 BAD = [
-    ("cache_dir", "", "no path"),
-    ("cache_dir", " ", "empty path"),
-    ("cache_dir", "~nouser/x", "a home that nobody has"),
-    ("kernel", "amx512", "unknown kernel"),
-    ("isa", "gfni", "feature without its minus"),
-    ("isa", "-avx2,-", "a minus alone"),
-    ("threads", "0", "no thread"),
-    ("threads", "two", "no number"),
-    ("spin_us", "-1", "negative"),
-    ("spin_us", "nan", "not a number"),
-    ("spin_us", "inf", "never sleeps"),
-    ("spin_us", "3.7e9", "above an hour"),
-    ("spin_us", "1e30", "more than a clock holds"),
-    ("hugepages", "yes", "no switch"),
+    ("cache_dir", " ", "it is empty"),
+    ("cache_dir", "~nouser/x", "home of a user who has none here"),
+    ("kernel", "", "it is empty"),
+    ("isa", "gfni", "does not start with '-'"),
+    ("isa", "-avx2,-", "does not start with '-'"),
+    ("threads", "0", "it is below 1"),
+    ("threads", "two", "it is no whole number"),
+    ("fake_numa", "two", "it is no whole number"),
+    ("spin_us", "zero", "it is no number"),
+    ("spin_us", "-1", "negative, no number or above an hour"),
+    ("spin_us", "nan", "negative, no number or above an hour"),
+    ("spin_us", "1e30", "negative, no number or above an hour"),
+    ("hugepages", "yes", "neither 0 nor 1"),
 ]
 
 
-@pytest.mark.parametrize(("attribute", "text", "why"), BAD, ids=[row[2] for row in BAD])
-def test_bad_value_is_one_line_with_cause_and_hint(
+@pytest.mark.parametrize(("attribute", "text", "why"), BAD)
+def test_a_bad_value_is_one_line(
     flags: Env, environ: dict[str, str], attribute: str, text: str, why: str
 ) -> None:
     environ[f"PYKERNELS_{attribute.upper()}"] = text
-    with pytest.raises(PykernelsError) as caught:
-        getattr(flags, attribute)
-    message = str(caught.value)
-    assert f"PYKERNELS_{attribute.upper()}={text!r}" in message
-    assert "\n" not in message
-    with pytest.raises(PykernelsError):
-        flags.check()
+    for read in (lambda: getattr(flags, attribute), flags.check):
+        with pytest.raises(PykernelsError) as caught:
+            read()
+        message = str(caught.value)
+        assert f"PYKERNELS_{attribute.upper()}={text!r} cannot be used: " in message
+        assert why in message and "\n" not in message
     assert text in [row.value for row in flags.table()]  # doctor shows it all the same
-
-
-@pytest.mark.parametrize(
-    ("attribute", "words"),
-    [
-        ("threads", "it is no whole number"),
-        ("fake_numa", "it is no whole number"),
-        ("spin_us", "it is no number"),
-    ],
-)
-def test_a_word_for_a_number_is_told_in_words(
-    flags: Env, environ: dict[str, str], attribute: str, words: str
-) -> None:
-    environ[f"PYKERNELS_{attribute.upper()}"] = "zero"
-    with pytest.raises(PykernelsError, match=f"='zero' cannot be used: {words}. Set it"):
-        getattr(flags, attribute)
 
 
 def test_override_wins_nests_and_ends(flags: Env, environ: dict[str, str]) -> None:
@@ -114,23 +90,17 @@ def test_override_wins_nests_and_ends(flags: Env, environ: dict[str, str]) -> No
     with flags.override(kernel="generic", threads=2) as same:
         assert same is flags
         assert (flags.kernel, flags.threads) == ("generic", 2)
-        with flags.override(kernel="auto", hugepages=False, isa={"gfni"}):
+        with flags.override(kernel="auto", hugepages=False, isa=["-gfni", "avx2"]):
             assert (flags.kernel, flags.threads) == ("auto", 2)
-            assert (flags.hugepages, flags.isa) == (False, frozenset({"gfni"}))
+            assert (flags.hugepages, flags.isa) == (False, frozenset({"gfni", "avx2"}))
         assert (flags.kernel, flags.hugepages) == ("generic", True)
         with flags.override(threads=None):
             assert flags.threads is None
         assert flags.threads == 2
     assert (flags.kernel, flags.threads) == ("avx512", None)
-
-
-def test_an_override_with_nothing_wins_over_the_environment(
-    flags: Env, environ: dict[str, str]
-) -> None:
-    environ["PYKERNELS_THREADS"] = "3"
-    with flags.override(threads=None):
-        assert flags.threads is None
-    assert flags.threads == 3
+    with pytest.raises(ZeroDivisionError), flags.override(spin_us=0):
+        raise ZeroDivisionError
+    assert flags.spin_us is None
 
 
 def test_overrides_of_two_threads_end_in_any_order(flags: Env) -> None:
@@ -138,54 +108,29 @@ def test_overrides_of_two_threads_end_in_any_order(flags: Env) -> None:
     first, second = flags.override(kernel="generic"), flags.override(threads=2)
     first.__enter__()
     second.__enter__()
+    seen: list[str] = []
+    thread = threading.Thread(target=lambda: seen.append(flags.kernel))
+    thread.start()
+    thread.join()
     first.__exit__(None, None, None)
-    assert (flags.kernel, flags.threads) == ("auto", 2)
+    assert seen == ["generic"] and (flags.kernel, flags.threads) == ("auto", 2)
     second.__exit__(None, None, None)
     assert flags.threads is None
 
 
-def test_features_may_be_named_with_their_minus(flags: Env) -> None:
-    with flags.override(isa=["-gfni", "avx2"]):
-        assert flags.isa == {"gfni", "avx2"}
-
-
-def test_override_ends_when_its_block_raises(flags: Env) -> None:
-    with pytest.raises(ZeroDivisionError), flags.override(spin_us=0):
-        raise ZeroDivisionError
-    assert flags.spin_us is None
-
-
-def test_override_is_seen_by_other_threads(flags: Env) -> None:
-    seen: list[str] = []
-    with flags.override(kernel="generic"):
-        thread = threading.Thread(target=lambda: seen.append(flags.kernel))
-        thread.start()
-        thread.join()
-    assert seen == ["generic"]
-
-
-def test_bad_override_sets_nothing(flags: Env) -> None:
+def test_a_bad_override_sets_nothing(flags: Env) -> None:
     with pytest.raises(PykernelsError, match="PYKERNELS_THREADS"):
         with flags.override(kernel="generic", threads=0):
             pass
     with pytest.raises(PykernelsError, match="no flag 'kernels'"):
         with flags.override(kernels="generic"):
             pass
-    assert flags.kernel == "auto"
-
-
-def test_a_flag_cannot_be_assigned(flags: Env) -> None:
     with pytest.raises(AttributeError, match="override"):
         flags.kernel = "generic"  # type: ignore[assignment]
     assert flags.kernel == "auto"
 
 
-def test_table_documents_every_flag(flags: Env) -> None:
+def test_the_table_documents_every_flag(flags: Env) -> None:
     rows = flags.table()
     assert [row.name for row in rows] == [flag.name for flag in Env.flags()]
     assert all(row.doc.endswith(".") and len(row.doc) < 80 for row in rows)
-    assert {row.name for row in rows} >= {"PYKERNELS_CACHE_DIR", "PYKERNELS_SPIN_US"}
-
-
-def test_the_names_of_kernels_are_those_of_the_registry() -> None:
-    assert KERNELS == ("auto", *(backend.name for backend in kernels()))

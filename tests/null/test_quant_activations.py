@@ -67,12 +67,6 @@ def test_each_code_is_as_specified(kind, case):
     assert made.scale[0, 0] == scale == made.scale[1, 1]
 
 
-def test_a_ggml_scale_follows_the_sign_of_the_peak():
-    for sign in (1, -1):
-        made = quantize(sign * torch.arange(256.0)[None], "q8_k")
-        assert made.q[0, -1] == -127 and made.scale[0, 0] * sign < 0
-
-
 @pytest.mark.parametrize("kind", GROUPS)
 def test_a_group_too_small_for_an_inverse_is_zero(kind):
     made = quantize(torch.full((1, 300), 1e-39), kind)
@@ -80,8 +74,8 @@ def test_a_group_too_small_for_an_inverse_is_zero(kind):
 
 
 @pytest.mark.parametrize("kind", GROUPS)
-@pytest.mark.parametrize("K", [1, 100, 256, 300], ids=lambda K: f"K={K}")
-def test_codes_are_within_half_a_step_and_the_last_group_may_be_short(kind, K):
+@pytest.mark.parametrize("K", [1, 256, 300], ids=lambda K: f"K={K}")
+def test_codes_are_within_half_a_step(kind, K):
     x = torch.randn(5, K)
     made = quantize(x, kind)
     assert made.q.shape == (5, K) and made.scale.shape == (5, -(-K // GROUPS[kind]))
@@ -93,12 +87,6 @@ def test_sums_are_of_whole_and_short_groups():
     q = torch.full((2, 40), -127, dtype=torch.int8)
     assert sums(q, 16).tolist() == [[-2032, -2032, -1016]] * 2
     assert sums(q, 16).dtype == torch.int32
-
-
-def test_dequantized_in_float64_it_is_exact():
-    made = quantize(torch.randn(3, 200), "q8")
-    exact = dequantize(made, torch.float64)
-    assert torch.equal(exact[:, :128], made.q[:, :128].double() * made.scale[:, :1].double())
 
 
 @pytest.mark.parametrize("name", [name for name, fmt in FORMATS.items() if fmt.int8_kind])

@@ -69,3 +69,17 @@ def test_the_bound_holds_and_half_of_it_does_not(name):
         error = (fmt.dequantize(fmt.quantize(matrix)) - matrix).abs()
         worst = max(worst, float((error / BOUNDS[name](fmt, matrix)).max()))
     assert 0.5 < worst <= 1.0001, fmt.error
+
+
+@pytest.mark.filterwarnings("ignore:a matrix that becomes")
+@pytest.mark.parametrize("size", [1e-30, 1e-6, 1e4])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_bound_holds_at_any_size(name, size):
+    """Groups, rows and blocks of zeros too, and subnormal scales."""
+    fmt, matrix = FORMATS[name], _matrices()[0] * size
+    matrix[7], matrix[:128, 128:256], matrix[9, 32:160] = 0, 0, 0
+    made = fmt.quantize(matrix)
+    error = (fmt.dequantize(made) - matrix).abs()
+    assert (error <= BOUNDS[name](fmt, matrix) * 1.0001 + 2.0**-128).all(), fmt.error
+    assert not fmt.dequantize(made)[7].any()
+    fmt.check(made, N, K)

@@ -9,33 +9,28 @@ import torch
 from pykernels.errors import PykernelsError
 from pykernels.shapes import MoEShape, Ragged, RouterSpec, Routing, SortedSlots
 
-
-@pytest.mark.parametrize("field", ["E", "H", "I", "topk"])
-def test_a_dimension_below_one_is_refused(field):
-    sizes = {"E": 4, "H": 64, "I": 32, "topk": 2, field: 0}
-    with pytest.raises(PykernelsError, match=f"{field}=0"):
-        MoEShape(**sizes)
+SIZES = {"E": 4, "H": 64, "I": 32, "topk": 2}
 
 
-@pytest.mark.parametrize("size", [1.5, 2.0, "a", None])
-def test_a_dimension_that_is_no_whole_number_is_refused(size):
-    with pytest.raises(PykernelsError, match=f"E={size!r}. E must be a whole number"):
-        MoEShape(E=size, H=64, I=32, topk=1)
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        *(({field: 0}, f"{field}=0. {field} must be a whole number from 1") for field in SIZES),
+        ({"E": 1.5}, "E=1.5. E must be a whole number"),
+        ({"E": None}, "E=None. E must be a whole number"),
+        ({"topk": 5}, "top-5 of 4"),
+    ],
+)
+def test_impossible_moe_shapes_are_refused(wrong: dict, told: str):
+    with pytest.raises(PykernelsError, match=told):
+        MoEShape(**SIZES | wrong)
 
 
-def test_topk_above_E_is_refused():
-    with pytest.raises(PykernelsError, match="top-5 of 4"):
-        MoEShape(E=4, H=64, I=32, topk=5)
-
-
-def test_routing_must_match_its_weights():
-    with pytest.raises(PykernelsError, match="do not match"):
-        Routing(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 1))
-
-
-def test_distinct_experts_are_counted_once():
+def test_routing_matches_its_weights():
     routing = Routing(torch.tensor([[0, 3], [3, 1]]), torch.ones(2, 2))
     assert (routing.T, routing.topk, routing.distinct_experts()) == (2, 2, 3)
+    with pytest.raises(PykernelsError, match="do not match"):
+        Routing(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 1))
 
 
 N = torch.zeros(6, dtype=torch.int32)
@@ -47,10 +42,8 @@ ORDER = {"slots": N, "starts": N[:5], "positions": N.view(3, 2)}
     [
         ("slots", N.long()),
         ("slots", N[:5]),
-        ("slots", N.view(3, 2)),
         ("starts", N[::2]),
         ("starts", N[:0]),
-        ("starts", N.float()),
         ("positions", N),
         ("positions", N.view(2, 3).T),
     ],
@@ -62,12 +55,12 @@ def test_an_order_is_dense_integers(part: str, wrong: torch.Tensor):
 
 
 @pytest.mark.parametrize("part", ["q_starts", "q_lengths", "k_lengths", "k_starts"])
-@pytest.mark.parametrize("wrong", [N[::2], N[:2], N[0], N[:3].long()])
-def test_places_of_sequences_are_dense_integers(part: str, wrong: torch.Tensor):
-    places = dict.fromkeys(("q_starts", "q_lengths", "k_lengths", "k_starts"), N[:3])
-    assert Ragged(**places, max_queries=1).B == 3
+@pytest.mark.parametrize("wrong", [N[::2], N[:2], N[:3].long()])
+def test_starts_and_lengths_are_dense_integers(part: str, wrong: torch.Tensor):
+    parts = dict.fromkeys(("q_starts", "q_lengths", "k_lengths", "k_starts"), N[:3])
+    assert Ragged(**parts, max_queries=1).B == 3
     with pytest.raises(PykernelsError, match="do not match"):
-        Ragged(**{**places, part: wrong}, max_queries=1)
+        Ragged(**{**parts, part: wrong}, max_queries=1)
 
 
 def test_an_error_is_one_line():
@@ -75,7 +68,7 @@ def test_an_error_is_one_line():
     assert str(error) == "two lines. hint it."
 
 
-def test_a_router_takes_numpys_numbers_as_pythons_and_no_others():
+def test_a_router_takes_numpys_numbers():
     spec = RouterSpec(np.int64(8), groups=np.int32(4), group_topk=np.int8(2), scale=np.float32(2.5))
     numbers = spec.topk, spec.groups, spec.group_topk, spec.scale
     assert numbers == (8, 4, 2, 2.5) and [type(x) for x in numbers] == [int, int, int, float]

@@ -24,7 +24,7 @@ def _off(sign: int, h: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("activations", ["bf16", "int8"])
-def test_flips_are_what_float32_sums_cost_and_no_more(activations: str) -> None:
+def test_flips_bound_what_float32_sums_cost(activations: str) -> None:
     experts, routing = random_experts(SHAPE, get_format("int8")), balanced_routing(20, SHAPE)
     off, bounds, unrounded = [], [], []
     for seed in range(16):

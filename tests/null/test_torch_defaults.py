@@ -46,7 +46,7 @@ for fmt in quant.FORMATS.values():
 for kind in activations.GROUPS:
     codes = activations.quantize(matrix, kind)
     tell(codes.q, codes.scale, activations.dequantize(codes), activations.sums(codes.q, 16))
-tell(*activations.digits(matrix.bfloat16()))
+tell(*activations.int8_slices(matrix.bfloat16()))
 tell(ref.rope_frequencies(64), ref.yarn_frequencies(64, 1e4, 4.0, 32))
 tell(perturbed(matrix, one[:2, 0], matrix[:, 0].abs()))
 tell(pykernels.cpu.weights.lookup.TABLES)

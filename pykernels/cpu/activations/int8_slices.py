@@ -1,7 +1,7 @@
-"""Sums of digits (``quant.activations``) put together, one conversion in place of three.
+"""Sums of int8 slices (``quant.activations``) put together, one conversion in place of three.
 
-The integers of the first three chains of products begin at ``LIFT_BITS``, the bits of ``LIFT``, a
-float32 whose last place is 1: so with a sum of less than 2**22 added they are the bits of ``LIFT``
+The integers of the first three chains of products begin at ``MAGIC_BITS``, the bits of ``MAGIC``, a
+float32 whose last place is 1: so with a sum of less than 2**22 added they are the bits of ``MAGIC``
 plus the sum. What is too much leaves in the first multiply-add, exactly; the sum of ``256 s0``,
 ``s1`` and a constant of 2**15.6 is rounded once, and once with ``s2``: to 24 bits, each.
 """
@@ -10,25 +10,26 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...quant.activations import DIGITS
+from ...quant.activations import SLICES
 from ..intrin.avx512 import add_f32, broadcast_f32, fma_f32
 from ..intrin.avx512_bytes import bits_as_f32, to_f32
 from ..jit import inlined
 
-SHORT = DIGITS - 1
-"""Digits of inputs that are none smaller than 2**-14 of the largest of their 128."""
+SHORT = SLICES - 1
+"""Int8Slices of inputs that are none smaller than 2**-14 of the largest of their 128."""
 
-LIFT_BITS = 0x4B400000
-LIFT = np.uint32(LIFT_BITS).view(np.float32)  # 1.5 * 2**23
+MAGIC_BITS = 0x4B400000
+MAGIC = np.uint32(MAGIC_BITS).view(np.float32)  # 1.5 * 2**23
 
 _BASE = np.float32(256.0)
-_LESS = np.float32(-257 * float(LIFT) - float(LIFT) / 256)
-assert float(_LESS) == -257 * float(LIFT) - float(LIFT) / 256
+_LESS = np.float32(-257 * float(MAGIC) - float(MAGIC) / 256)
+assert float(_LESS) == -257 * float(MAGIC) - float(MAGIC) / 256
 
 
 @inlined
 def join_short(s0, s1, s2):
-    """``(256 s0 + s1) 256 + s2`` of lifted sums, at most 2**-23 of it off; exact below 2**24."""
+    """``(256 s0 + s1) 256 + s2`` of sums plus MAGIC_BITS each, at most 2**-23 of it off; exact
+    below 2**24."""
     value = fma_f32(bits_as_f32(s0), broadcast_f32(_BASE), broadcast_f32(_LESS))
     value = add_f32(value, bits_as_f32(s1))
     return fma_f32(value, broadcast_f32(_BASE), bits_as_f32(s2))
@@ -36,5 +37,5 @@ def join_short(s0, s1, s2):
 
 @inlined
 def join_lowest(value, s3):
-    """``256 value + s3``, the sum of the lowest digits, which is not lifted."""
+    """``256 value + s3``, the sum of the lowest slices, plain integers."""
     return fma_f32(value, broadcast_f32(_BASE), to_f32(s3))

@@ -13,8 +13,8 @@ by side where it has two: the second level's own prefetcher, which follows strea
 then has time to run ahead, and fewer lines wait for memory in the few buffers of the first level.
 
 bf16 blocks are B tiles already, and so are 8-bit integers where activations are int8. Others are
-decoded into a slab of them, with the scales of small groups where that is exact: powers of two
-(``powers``), small integers in two planes (``planes``). ``amx_wide`` or ``amx_narrow`` multiplies a
+dequantized into a slab of them (``dequant_slab``), with the scales of small groups where that is
+exact: powers of two, small integers in two planes. ``amx_wide`` or ``amx_narrow`` multiplies a
 slab and adds it to the sums.
 """
 
@@ -26,7 +26,7 @@ from typing import Any
 from numba import carray, types
 
 from ...quant.layout import K_BLOCK
-from ..activations.quantize import annotation
+from ..activations.row_layout import row_format
 from ..intrin.avx512 import store_f32, zero_f32
 from ..intrin.avx512_bytes import broadcast_u8, store_u8
 from ..intrin.sync import as_pointer
@@ -39,7 +39,12 @@ from .amx_narrow import make_narrow
 from .amx_passes import PARTS_BYTES
 from .amx_wide import make_wide
 from .common import ARGUMENTS, MAX_TOKENS, OUT_AT, OUT_BYTES, SLAB_BYTES, TILE, padded_tokens
-from .dequant_slab import make_decode, make_decode_planes, make_decode_powers, make_gather
+from .dequant_slab import (
+    make_dequantize,
+    make_dequantize_planes,
+    make_dequantize_powers,
+    make_gather,
+)
 
 _ACT_GROUPS = 4  # of a slab, at most
 _PAGE = 4096
@@ -78,7 +83,7 @@ def _poke_u8(address, value):
 
 
 def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
-    """Compiles the GEMM (``gemm``) of packed blocks in ``fmt``.
+    """Compiles the GEMM (``common``) of packed blocks in ``fmt``.
 
     Args:
         fmt: weight format.
@@ -87,7 +92,7 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
     """
     reader = make_reader(fmt, ops)
     packing, scales, INT8 = reader.packing, reader.scales, activations == "int8"
-    how = annotation(fmt, activations)
+    how = row_format(fmt, activations)
     ACT_K = how.act_k if how and INT8 else 0
     TILE_BYTES, PACKED_K = packing.tile_bytes, packing.k_step
     STEP_K = 64 if INT8 else 32  # inputs of a full tile
@@ -96,14 +101,14 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
     STEPS = K_BLOCK // STEP_K
     PLANES = 2 if scales.small and scales.k < STEP_K else 1
     MINIMA = scales.super_minimum is not None
-    decode_scaled: Any = None
+    dequantize_scaled: Any = None
     if PLANES > 1:
-        decode_scaled = make_decode_planes(reader, INT8)
+        dequantize_scaled = make_dequantize_planes(reader, INT8)
         scales = replace(scales, k=scales.super_k, factor=scales.super_factor)
     elif scales.power:
-        decode_scaled = make_decode_powers(reader)
+        dequantize_scaled = make_dequantize_powers(reader)
         scales = Scales(0)
-    if scales.whole and INT8:  # a fold is due for the activations' scales alone
+    if scales.whole and INT8:  # only the activations' scales are applied to products
         scales = replace(scales, k=ACT_K)
     NARROW = 0 < scales.k <= STEP_K
     # Input blocks of 128.
@@ -118,7 +123,7 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
     else:
         passes = make_wide(scales, ACT_K, SLAB * K_BLOCK, STEP_K, amx, STREAMS, PLANES, free=FREE)
     run, flush, GROUPS, B_ROWS = passes.run, passes.flush, passes.token_groups, passes.b_rows
-    decode = make_decode(reader, INT8, signed=True)
+    dequantize = make_dequantize(reader, INT8, signed=True)
     gather = make_gather(ACT_K, 0)
     gather_minima: Any = amx_minima.make_gather_minima(reader.scales) if MINIMA else None
     write_minima: Any = amx_minima.make_write_minima(reader.scales) if MINIMA else None
@@ -132,7 +137,7 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
         a_group = k_blocks * STEPS * TILE
         groups = (M + 15) // 16
         amx.load_config(write_config(scratch + _CONFIG_AT, B_ROWS))
-        store_u8(parts, broadcast_u8(0))  # nothing waits to be folded
+        store_u8(parts, broadcast_u8(0))  # no products wait for their scales
         for i in range(0, blocks * Mp * 128, 64):
             store_f32(out + i, zero_f32())
         length = 2 * SLAB if FREE and M >= LONG_FROM else SLAB
@@ -150,12 +155,12 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
             for block in range(blocks):
                 b = w_slab + block * block_bytes
                 ahead = b + block_bytes if block + 1 < blocks else w_slab + steps * STEP_BYTES
-                if decode_scaled is not None:
+                if dequantize_scaled is not None:
                     at = scale + block * scale_bytes
-                    decode_scaled(b, inputs, tables, b_slab, at, slab * K_BLOCK)
+                    dequantize_scaled(b, inputs, tables, b_slab, at, slab * K_BLOCK)
                     b = b_slab
                 elif not DIRECT:
-                    decode(b, inputs, tables, b_slab)
+                    dequantize(b, inputs, tables, b_slab)
                     b = b_slab
                 if MINIMA:
                     write_minima(scale + block * scale_bytes, slab * K_BLOCK, b + SLAB_BYTES)

@@ -1,10 +1,10 @@
 """A superblock's minima as one more tile product (K-quants).
 
 All weights of a group lie below ``factor * code`` by its minimum: it costs each token the sum of
-the group's inputs times that, as many multiply-adds as half of the folds. But minima are integers
-of 6 bits under one float of their superblock, and sums, float32, are three bfloat16 that add up to
-them exactly. So a superblock's is one product of 24 inputs, the three parts of 8 sums by the 8
-integers three times, and a fold of its own.
+the group's inputs times that, as many multiply-adds as half of those for scales. But minima are
+integers of 6 bits under one float of their superblock, and sums, float32, are three bfloat16 that
+add up to them exactly. So a superblock's is one product of 24 inputs, the three parts of 8 sums by
+the 8 integers three times, with a scale of its own.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """AMX passes of scale groups that end with each tile product.
 
-Sums stay in 16 registers for a whole slab, 16 tokens by 16 outputs, so that a fold is one
+Sums stay in 16 registers for a whole slab, 16 tokens by 16 outputs, so that applying a scale is one
 multiply-add and no store of its own. Of four C tiles two are multiplied into while the other two
-are stored and folded (25 cycles a product, 28 by fours; the product alone takes 16). The minima of
-a slab, one superblock, are multiplied before its first groups and folded beside them.
+are stored and scaled (25 cycles a product, 28 by fours; the product alone takes 16). The minima of
+a slab, one superblock, are multiplied before its first groups and applied beside them.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ def make_narrow(scales: Scales, ACT_K: int, STEP_K: int, amx: Any, streams: int)
         dot(2, 4, 6)
 
     @inlined
-    def fold_minima(totals, part, half, scale, superblock):
+    def apply_minima(totals, part, half, scale, superblock):
         factor = minimum_of(scale, superblock, half)
         for t in range(16):
             totals[t] = fma_f32(load_f32(part + 64 * t), factor, totals[t])
 
     @inlined
-    def fold_two(totals, part, half, scale, group, act):
+    def apply_two_scales(totals, part, half, scale, group, act):
         """totals[16] += two groups' products, scaled."""
         f0, f1 = factor_of(scale, group, half), factor_of(scale, group + 1, half)
         for t in range(16):
@@ -108,8 +108,8 @@ def make_narrow(scales: Scales, ACT_K: int, STEP_K: int, amx: Any, streams: int)
                 totals[t] = load_f32(to + 128 * t)
             if MINIMA:
                 multiply_minima(minima, b, half)
-            # Two tiles are multiplied while two are stored and the two before folded: the last
-            # turn only stores and folds.
+            # Two tiles are multiplied while two are stored and the two before scaled: the last
+            # iteration only stores and scales.
             for k in range(0, inputs + QUAD, QUAD):
                 a_at, b_at = a + k // STEP_K * TILE, b + (2 * (k // STEP_K) + half) * TILE
                 done = k - QUAD
@@ -118,7 +118,7 @@ def make_narrow(scales: Scales, ACT_K: int, STEP_K: int, amx: Any, streams: int)
                 if k < inputs:
                     multiply_01(a_at, b_at)
                 if k > 0:
-                    fold_two(totals, part01, half, scale, group, act)
+                    apply_two_scales(totals, part01, half, scale, group, act)
                     store(2, part23, 64)
                     store(3, part23 + TILE, 64)
                 elif MINIMA:
@@ -126,9 +126,9 @@ def make_narrow(scales: Scales, ACT_K: int, STEP_K: int, amx: Any, streams: int)
                 if k < inputs:
                     multiply_23(a_at, b_at)
                 if k > 0:
-                    fold_two(totals, part23, half, scale, group + 2, act)
+                    apply_two_scales(totals, part23, half, scale, group + 2, act)
                 elif MINIMA:
-                    fold_minima(totals, part23, half, scale, first_k // SUPER_K)
+                    apply_minima(totals, part23, half, scale, first_k // SUPER_K)
                 if k < inputs:
                     store(0, part01, 64)
                     store(1, part01 + TILE, 64)

@@ -1,8 +1,8 @@
 """One slab of a 32-row block by 16 or 32 tokens, on AMX tiles, added to float32 sums.
 
-A C tile has no scale, so at the end of each scale group it is stored and folded into the sums by
-AVX-512. What that costs decides the shape of a pass: ``amx_wide`` for groups of 64 inputs and more,
-``amx_narrow`` for groups that end with each tile product.
+A C tile has no scale, so at the end of each scale group it is stored, scaled and added to the sums
+by AVX-512. What this scale epilogue costs decides the shape of a pass: ``amx_wide`` for groups of
+64 inputs and more, ``amx_narrow`` for groups that end with each tile product.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from .common import TILE
 HEADER = 64
 """Bytes of scratch in front of the products."""
 PARTS_BYTES = HEADER + 4 * TILE
-"""Scratch of the passes: what is not folded yet, and the products. (Not two rooms in turn: 4 KiB
-apart, a load would take the other room's store for its own until their addresses are compared.)"""
+"""Scratch of the passes: what the waiting products belong to, and these. (Not two buffers in turn:
+4 KiB apart, a load would wait for a store to the other one, whose address looks the same.)"""
 
 
 @dataclass(frozen=True)

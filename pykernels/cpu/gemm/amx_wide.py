@@ -1,12 +1,13 @@
 """AMX passes of wide scale groups: 2 x 2 C tiles hold 32 tokens by 32 outputs.
 
-Folding a group's 64 rows of registers is spread over the next group's products, so that the tile
-unit never waits for it. Free products, those of no scale or of one for all inputs of an output, are
-one group for each slab, however long.
+Applying the scales to a group's 64 rows of registers is spread over the next group's products, so
+that the tile unit never waits for it. Free products, those of no scale or of one for all inputs of
+an output, are one group for each slab, however long.
 
 Planes (``planes``): the B tiles of a group's first plane are followed by those of the second in
-int8, and each plane is a group of products and a fold; in bf16 the two stand side by side in each
-step, and go into the same C tiles. Minima (``amx_minima``) are a last plane of one product.
+int8, and each plane is a group of products with scales of its own; in bf16 the two stand side by
+side in each step, and go into the same C tiles. Minima (``amx_minima``) are a last plane of one
+product.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def make_wide(
     dot, dot_bf16 = amx.dot_i8 if INT8 else amx.dot_bf16, amx.dot_bf16
 
     @inlined
-    def fold_minima(c, part, count, scale, group, act):
+    def apply_minima(c, part, count, scale, group, act):
         low, high = minimum_of(scale, group, 0), minimum_of(scale, group, 1)
         for _ in range(count):
             x = broadcast_f32(f32(act, 0))
@@ -79,7 +80,7 @@ def make_wide(
             act += 4
 
     @inlined
-    def fold(parts, first, count):
+    def apply_scales(parts, first, count):
         """Sums += ``count`` rows of the products that the header tells of; it may be empty."""
         if count == 0:
             return
@@ -89,7 +90,7 @@ def make_wide(
         act = i64(parts, _ACT) + 4 * first
         if MINIMA:
             if i64(parts, _MINIMA) != 0:
-                fold_minima(c, part, count, scale, group, act)
+                apply_minima(c, part, count, scale, group, act)
                 return
         if SCALED:
             low, high = factor_of(scale, group // SPLIT, 0), factor_of(scale, group // SPLIT, 1)
@@ -114,18 +115,18 @@ def make_wide(
 
     @inlined
     def flush(parts):
-        fold(parts, 0, i64(parts, _ROWS))
+        apply_scales(parts, 0, i64(parts, _ROWS))
         poke_i64(parts, _ROWS, 0)
 
     @inlined
-    def ask(ahead, stream, first, last):
+    def prefetch(ahead, stream, first, last):
         for i in range(first, last):
             for k in range(streams):
                 prefetch_l2(ahead + 64 * i + k * stream)
 
     @inlined
     def product(pair, a0, a1, b, ahead, stream, lines):
-        """The C tiles += 1 or 2 A tiles x 2 B tiles; lines are asked for between the products: all
+        """The C tiles += 1 or 2 A tiles x 2 B tiles; lines are prefetched between the products: all
         at once they would take the buffers that tile loads need."""
         load(6, b, 64)
         load(4, a0, 64)
@@ -133,15 +134,15 @@ def make_wide(
         if pair:
             load(5, a1, 64)
         dot(0, 4, 6)
-        ask(ahead, stream, 0, lines // 4)
+        prefetch(ahead, stream, 0, lines // 4)
         dot(1, 4, 7)
-        ask(ahead, stream, lines // 4, lines // 2)
+        prefetch(ahead, stream, lines // 4, lines // 2)
         if pair:
             dot(2, 5, 6)
-        ask(ahead, stream, lines // 2, lines * 3 // 4)
+        prefetch(ahead, stream, lines // 2, lines * 3 // 4)
         if pair:
             dot(3, 5, 7)
-        ask(ahead, stream, lines * 3 // 4, lines)
+        prefetch(ahead, stream, lines * 3 // 4, lines)
         if JOINT:
             load(6, b + 2 * TILE, 64)
             load(7, b + 3 * TILE, 64)
@@ -172,7 +173,7 @@ def make_wide(
 
     @inlined
     def end(pair, parts, c, scale, group, act):
-        """Stores the C tiles, and for whom they are."""
+        """Stores the C tiles, and in the header what they are to be added to."""
         part = parts + HEADER
         store(0, part, 128)
         store(1, part + 64, 128)
@@ -200,14 +201,14 @@ def make_wide(
             for plane in range(PLANES):
                 a0 = a + k // STEP_K * TILE
                 left = i64(parts, _ROWS)
-                each, folded = (left + steps - 1) // steps, 0
+                each, done = (left + steps - 1) // steps, 0
                 begin()
                 for _ in range(steps):
                     product(pair, a0, a0 + a_group, at, ahead, stream, lines)
                     ahead += 64 * lines
-                    rows = min(each, left - folded)
-                    fold(parts, folded, rows)
-                    folded += rows
+                    rows = min(each, left - done)
+                    apply_scales(parts, done, rows)
+                    done += rows
                     a0 += TILE
                     at += STEP_BYTES
                 end(pair, parts, c, scale, index, act)

@@ -1,8 +1,9 @@
 """AVX-512 GEMM of packed 32-row blocks by many tokens, for CPUs without AMX (SOSP'25 Figure 6).
 
 The loops, from the outside: slabs of 16 KiB of B tiles; the task's blocks of 32 outputs; runs of up
-to 6 or 12 tokens (``passes_avx512``); scale groups; dot products. A slab of a block is decoded
-once, its scales too, and stays in L1 for all tokens; the next block's is prefetched meanwhile.
+to 6 or 12 tokens (``avx512_passes``); scale groups; dot products. A slab of a block is
+dequantized once, its scales too, and stays in L1 for all tokens; the next block's is prefetched
+meanwhile.
 
 Each output is summed in the same order whatever the number of tokens.
 """
@@ -12,14 +13,14 @@ from __future__ import annotations
 from typing import Any
 
 from ...quant.layout import K_BLOCK
-from ..activations.quantize import annotation
+from ..activations.row_layout import row_format
 from ..intrin.avx512 import store_f32, zero_f32
 from ..isa import Instructions
 from ..jit import inlined, linked, routine
 from ..weights.dequant import make_reader
 from .avx512_passes import make_pass
 from .common import ARGUMENTS, MAX_TOKENS, OUT_AT, OUT_BYTES, SLAB_BYTES, TILE, padded_tokens
-from .dequant_slab import make_decode, make_gather
+from .dequant_slab import make_dequantize, make_gather
 
 _SLAB_K = SLAB_BYTES // 32  # inputs of a slab, at most
 _GROUPS, _ACT_GROUPS = _SLAB_K // 16, _SLAB_K // 128
@@ -33,7 +34,7 @@ SCRATCH_BYTES = _SUMS_AT + 4 * _GROUPS * MAX_TOKENS
 
 
 def make_gemm(fmt: str, ops: Instructions, activations: str) -> Any:
-    """Compiles the GEMM (``gemm``) of packed blocks in ``fmt``.
+    """Compiles the GEMM (``common``) of packed blocks in ``fmt``.
 
     Args:
         fmt: weight format.
@@ -41,7 +42,7 @@ def make_gemm(fmt: str, ops: Instructions, activations: str) -> Any:
     """
     reader, INT8 = make_reader(fmt, ops), activations == "int8"
     packing, scales = reader.packing, reader.scales
-    how = annotation(fmt, activations)
+    how = row_format(fmt, activations)
     ACT_K = how.act_k if how and INT8 else 0
     STEP_K = 64 if INT8 else 32  # inputs of a B tile
     STEPS = K_BLOCK // STEP_K
@@ -51,14 +52,14 @@ def make_gemm(fmt: str, ops: Instructions, activations: str) -> Any:
     BIASED, MINIMA, GROUP = INT8 and reader.bias != 0, scales.minimum is not None, scales.k
     factor_of: Any = scales.factor
     minimum_of: Any = scales.minimum
-    decode = make_decode(reader, INT8, signed=False)
+    dequantize = make_dequantize(reader, INT8, signed=False)
     gather = make_gather(ACT_K, GROUP if BIASED or MINIMA else 0)
     variant = f"{fmt}-{activations}-{ops.name}"
     MOST = 6 if GROUP else 12  # tokens of a pass
     run_most, run4 = (linked(make_pass(T, GROUP, MINIMA, ACT_K, BIASED, ops)) for T in (MOST, 4))
 
     @inlined
-    def decode_scales(scale, first_k, inputs, factors, minima):
+    def expand_scales(scale, first_k, inputs, factors, minima):
         """A slab's factors and minima, float32 [groups][32] each."""
         for group in range((inputs + GROUP - 1) // GROUP):
             for half in range(2):
@@ -88,11 +89,11 @@ def make_gemm(fmt: str, ops: Instructions, activations: str) -> Any:
                 passes = (M + MOST - 1) // MOST * steps
                 lines = (steps * STEP_BYTES // 64 + passes - 1) // passes
                 if not DIRECT:
-                    decode(b, inputs, tables, b_slab)
+                    dequantize(b, inputs, tables, b_slab)
                     b = b_slab
                 if GROUP:
                     at = scale + block * scale_bytes
-                    decode_scales(at, slab * K_BLOCK, inputs, factors, minima)
+                    expand_scales(at, slab * K_BLOCK, inputs, factors, minima)
                 t = 0
                 while t < M:
                     c = out + (block * Mp + t) * 128

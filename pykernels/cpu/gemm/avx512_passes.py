@@ -1,4 +1,4 @@
-"""A decoded slab of 32 outputs by a few tokens, in AVX-512 dot products, added to float32 sums.
+"""A dequantized slab of 32 outputs by a few tokens, in AVX-512 dot products, added to float32 sums.
 
 Two sums of 16 outputs a token stay in registers, two totals beside them where scales part the
 inputs: 6 tokens fill the 32, and 12 where there is no scale. Sums of 8-bit products begin with what
@@ -78,7 +78,7 @@ def make_pass(
             products[2 * t + 1] = dot(products[2 * t + 1], high, x)
 
     @inlined
-    def fold(totals, products, factors, minima, act_scales, sums, group, k):
+    def apply_scales(totals, products, factors, minima, act_scales, sums, group, k):
         at = factors + 128 * group
         low, high = load_f32(at), load_f32(at + 64)
         for t in range(T):
@@ -129,7 +129,7 @@ def make_pass(
                                 to_b + step * 2 * TILE, part * ROWS + row,
                             )  # fmt: skip
                     if SCALED:
-                        fold(totals, products, factors, minima, act_scales, sums, group, k)
+                        apply_scales(totals, products, factors, minima, act_scales, sums, group, k)
                 for _ in range(lines * STEPS):
                     prefetch_l2(ahead)
                     ahead += 64

@@ -1,10 +1,10 @@
-"""What a GEMM of packed 32-row blocks by many tokens is, whatever multiplies (``gemm_amx``,
-``gemm_avx512``, ``gemm_fma``): the stages call any by address.
+"""What a GEMM of packed 32-row blocks by many tokens is, whatever multiplies: the stages
+call any by address.
 
 The routine ``gemm(M, blocks, w, block_bytes, scale, scale_bytes, k_blocks, a, rows, tables,
 scratch)`` computes ``out[b, t, n] = sum_k w[b][n, k] * x_t[k]`` for ``blocks`` consecutive packed
 blocks and ``M`` tokens into scratch at ``OUT_AT``; rows beyond M hold nothing of use. Each output
-is summed in the same order whatever M is, on either side of ``gemm_amx.LONG_FROM``.
+is summed in the same order whatever M is, on either side of ``amx.LONG_FROM``.
 
 Args of the routine (addresses are int64):
     M: tokens, at most MAX_TOKENS.
@@ -13,10 +13,10 @@ Args of the routine (addresses are int64):
     k_blocks: inputs / 128.
     a: A tiles [groups of 16 tokens][steps][16 rows][64 bytes], 32 bf16 or 64 int8 inputs a step; an
         even number of groups, of which the rows beyond M may hold anything. bf16 inputs for formats
-        in fours lie in the order 0, 2, 1, 3 of each four (``decode``).
-    rows: int64 [M rounded up to 32], address of each token's row (``rows``).
-    tables: ``decode.TABLES``.
-    scratch: what the GEMM asks for (SCRATCH_BYTES of its module), of this worker.
+        in fours lie in the order 0, 2, 1, 3 of each four (``dequant_slab``).
+    rows: int64 [M rounded up to 32], address of each token's row (``activations.row_layout``).
+    tables: ``weights.lookup.TABLES``.
+    scratch: of this worker, SCRATCH_BYTES of the GEMM's module.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Intel's cores begin two ``vfmadd231ps`` of 512 bits a cycle, but one ``vdpbf16ps`` in two: the same
 products take half the time in float32. So a slab of a block is widened once for all tokens, scales
-and minima taken in on the way, and no scale parts the sums any more.
+and minima applied on the way, and sums need not end with a scale group.
 
 The loops, from the outside: slabs of 128 inputs, the tokens' widened once for all blocks; the
 task's blocks of 32 outputs; runs of 12 tokens, 8 or 4, two sums of 16 outputs each in registers;
@@ -35,7 +35,7 @@ from ..isa import Instructions
 from ..jit import inlined, linked, routine
 from ..job import f32
 from ..weights.dequant import make_reader
-from ..weights.layout import LOADS, PACKINGS, make_ask
+from ..weights.layout import LOADS, PACKINGS, make_prefetch
 from .common import ARGUMENTS, MAX_TOKENS, OUT_AT, OUT_BYTES, TILE, padded_tokens
 from .dequant_slab import NEAR
 
@@ -100,7 +100,7 @@ def make_widen(fmt: str, ops: Instructions) -> Any:
     packing, scales = reader.packing, reader.scales
     GROUP, MINIMA = scales.k, scales.minimum is not None
     PARTS, TILE_BYTES, PACKED_K = packing.parts, packing.tile_bytes, packing.k_step
-    ask, ASKED = make_ask(packing), packing.asked
+    prefetch, PREFETCH_LOADS = make_prefetch(packing), packing.prefetch_loads
     read: Any = reader.halves or reader.rows
     factor_of: Any = scales.factor
     minimum_of: Any = scales.minimum
@@ -116,17 +116,17 @@ def make_widen(fmt: str, ops: Instructions) -> Any:
         factor, less = zero_f32(), zero_f32()
         for k in range(0, K_BLOCK, PACKED_K):
             for half in range(2):
-                for lot in range(LOADS * PARTS):  # of 4 inputs
-                    load, part = lot // PARTS, lot % PARTS
-                    if part == 0 and load % ASKED == 0:
-                        ask(w + NEAR, load)
-                    if GROUP and 4 * lot % GROUP == 0:
-                        group = (first_k + k + 4 * lot) // GROUP
+                for four in range(LOADS * PARTS):  # of inputs
+                    load, part = four // PARTS, four % PARTS
+                    if part == 0 and load % PREFETCH_LOADS == 0:
+                        prefetch(w + NEAR, load)
+                    if GROUP and 4 * four % GROUP == 0:
+                        group = (first_k + k + 4 * four) // GROUP
                         factor = factor_of(scale, group, half)
                         if MINIMA:
                             less = sub_f32(zero_f32(), minimum_of(scale, group, half))
                     row0, row1 = read(w, load, part, tables)
-                    at = to + 128 * (k + 4 * lot) + 64 * half
+                    at = to + 128 * (k + 4 * four) + 64 * half
                     store_f32(at, scaled(first_of_pairs(row0), factor, less))
                     store_f32(at + 128, scaled(second_of_pairs(row0), factor, less))
                     store_f32(at + 256, scaled(first_of_pairs(row1), factor, less))
@@ -137,7 +137,7 @@ def make_widen(fmt: str, ops: Instructions) -> Any:
 
 
 def make_gemm(fmt: str, ops: Instructions) -> Any:
-    """Compiles the GEMM (``gemm``) of packed blocks in ``fmt`` by bfloat16 inputs.
+    """Compiles the GEMM (``common``) of packed blocks in ``fmt`` by bfloat16 inputs.
 
     Args:
         fmt: weight format.

@@ -1,14 +1,15 @@
 """AMX tiles of few tokens: a packed 32-row block times M tokens, bf16 activations, exactly.
 
 On a core that two threads share, dot products of AVX-512 take longer than reading narrow weights
-does. A tile product takes weights as they lie in memory, or decoded, and up to 16 rows of inputs:
-those of 16 tokens in bfloat16, or of 4 as digits (``rows``), where weights are integers. It costs
-the same for any number of rows, so a block of weights is read at the rate of its decoding.
+does. A tile product takes weights as they lie in memory, or dequantized, and up to 16 rows of
+inputs: those of 16 tokens in bfloat16, or of 4 as int8 slices (``activations.row_layout``), where
+weights are integers. It costs the same for any number of rows, so a block of weights is read at the
+rate of its dequantization.
 
-A block of 128 inputs is decoded into B tiles while the products of the one before are on their way.
-Sums of digits are integers, folded in the order of ``tile_avx512``: there a token's result is the
+A block of 128 inputs is dequantized into B tiles while the products of the one before are computed.
+Sums of slices are integers, scaled in the order of ``avx512_block``: there a token's result is the
 same, bit for bit, from either. Products of bfloat16 are rounded in another order than there, so
-where weights are no integers, one token and several are paths of their own (``FROM``).
+where weights are no integers, one token and several differ in the last bits (``FROM``).
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from ...quant.activations import DIGITS_K
+from ...quant.activations import SLICES_K
 from ...quant.layout import K_BLOCK
-from ..activations.int8_slices import LIFT_BITS, join_lowest, join_short
+from ..activations.int8_slices import MAGIC_BITS, join_lowest, join_short
 from ..activations.row_layout import SUM_UNIT, activation_scale, group_sum, unit_sum
 from ..gemm.common import TILE
 from ..intrin.avx512 import (
@@ -40,11 +41,11 @@ from ..isa import Instructions
 from ..jit import inlined, kernel, linked, routine
 from ..job import i64
 from ..weights.dequant import make_reader
-from ..weights.layout import AHEAD_L1, AHEAD_L2, LOADS, make_ask, packed_bytes
+from ..weights.layout import AHEAD_L1, AHEAD_L2, LOADS, make_prefetch, packed_bytes
 from .amx_mma import Shape, make_configure, make_gather, make_multiply
-from .avx512 import ahead, by_tokens
 from .avx512 import make_tile as make_tile_avx512
 from .avx512 import make_tiles as make_tiles_avx512
+from .common import ahead, by_tokens
 
 FROM = {
     "bf16": 3,
@@ -63,26 +64,26 @@ FROM = {
 """Tokens of a pass from which a format takes these tiles; fewer, and other formats, AVX-512.
 
 As measured on Emerald Rapids (the channel formats' are those of int8 and int4-g128): what decides
-is the number of sums to fold, by group and token."""
+is the number of sums to scale, by group and token."""
 
 _SUM_UNIT = np.float32(SUM_UNIT)
 
 
 @functools.cache  # the tiles of every M share it
-def _make_decode(fmt: str, ops: Instructions) -> Any:
-    """Compiles ``decode(w, near, far, tables, b)``: a packed block of 128 inputs -> B tiles
+def _make_dequantize(fmt: str, ops: Instructions) -> Any:
+    """Compiles ``dequantize(w, near, far, tables, b)``: a packed block of 128 inputs -> B tiles
     [step][half].
 
-    As it goes, it asks for as many bytes from ``near`` on in the first cache, from ``far`` on in
-    the second.
+    As it goes, it prefetches as many bytes from ``near`` on to L1, from ``far`` on to L2.
     """
     reader = make_reader(fmt, ops)
     packing, INT8 = reader.packing, reader.signed is not None
     read: Any = reader.signed or reader.rows
     STEP_K = 64 if INT8 else 32  # inputs of a full tile
     PACKED, PACKED_K, PARTS = packing.tile_bytes, packing.k_step, packing.parts
-    ask_l1, ask_l2 = make_ask(packing), make_ask(packing, prefetch_l2)
-    ASKED = packing.asked
+    prefetch_near = make_prefetch(packing)
+    prefetch_far = make_prefetch(packing, prefetch_l2)
+    PREFETCH_LOADS = packing.prefetch_loads
 
     @inlined
     def write(to, at, load, part, tables):
@@ -94,15 +95,15 @@ def _make_decode(fmt: str, ops: Instructions) -> Any:
             store_u8(to + 64, row1)
 
     @routine(5, f"{fmt}-{ops.name}")
-    def decode(w, near, far, tables, b):
+    def dequantize(w, near, far, tables, b):
         for step in range(K_BLOCK // PACKED_K):
             for half in range(2):
                 packed = (2 * step + half) * PACKED
                 at = w + packed
-                for lot in range(0, LOADS, ASKED):
-                    ask_l1(near + packed, lot)
-                    ask_l2(far + packed, lot)
-                    for load in range(lot, lot + ASKED):
+                for first_load in range(0, LOADS, PREFETCH_LOADS):
+                    prefetch_near(near + packed, first_load)
+                    prefetch_far(far + packed, first_load)
+                    for load in range(first_load, first_load + PREFETCH_LOADS):
                         for part in range(PARTS):
                             k = step * PACKED_K + 4 * (load * PARTS + part)
                             to = b + (k // STEP_K * 2 + half) * TILE + k % STEP_K * 1024 // STEP_K
@@ -110,13 +111,13 @@ def _make_decode(fmt: str, ops: Instructions) -> Any:
                     in_order()
         return 0
 
-    return linked(decode)
+    return linked(dequantize)
 
 
 def make_tile(fmt: str, M: int, ops: Instructions, amx: Any) -> Any:
     """Compiles ``tile(w, then, scale, first, last, K, rows, tables, out)`` for M tokens.
 
-    Arguments of the tile are those of ``tile_avx512.make_tile``.
+    Arguments of the tile are those of ``avx512.make_tile``.
 
     Args:
         amx: ``intrin.amx``, or ``intrin.amx_model`` where there is none.
@@ -129,7 +130,7 @@ def make_tile(fmt: str, M: int, ops: Instructions, amx: Any) -> Any:
     DIRECT = reader.packing.tile_bytes == TILE  # packed weights are B tiles
     configure, gather = make_configure(shape), make_gather(shape)
     multiply = make_multiply(shape, DIRECT, amx)
-    decode: Any = None if DIRECT else _make_decode(fmt, ops)
+    dequantize: Any = None if DIRECT else _make_dequantize(fmt, ops)
     GROUPS, SUMS, EACH, BLOCK = shape.groups, shape.sums_bytes, shape.rows_each, packed_bytes(fmt)
     A_ROOM, B_ROOM, C_ROOM = shape.steps * SUMS, shape.steps * 2 * TILE, GROUPS * 2 * SUMS
     UNIT = np.float32(reader.signed_unit)
@@ -138,11 +139,11 @@ def make_tile(fmt: str, M: int, ops: Instructions, amx: Any) -> Any:
     def total(at):
         """The sum of one token's rows."""
         if INT8:
-            lift = all_i32(LIFT_BITS)
+            magic = all_i32(MAGIC_BITS)
             value = join_short(
-                add_i32(load_i32(at), lift),
-                add_i32(load_i32(at + 64), lift),
-                add_i32(load_i32(at + 128), lift),
+                add_i32(load_i32(at), magic),
+                add_i32(load_i32(at + 64), magic),
+                add_i32(load_i32(at + 128), magic),
             )
             return join_lowest(value, load_i32(at + 192))
         return load_f32(at)
@@ -155,13 +156,13 @@ def make_tile(fmt: str, M: int, ops: Instructions, amx: Any) -> Any:
     @inlined
     def scaled(value, row, K, block):
         if INT8:
-            by = UNIT * activation_scale(row, K, block * K_BLOCK, DIGITS_K)
+            by = UNIT * activation_scale(row, K, block * K_BLOCK, SLICES_K)
             return mul_f32(value, broadcast_f32(by))
         return value
 
     @inlined
-    def fold(c, scale, block, K, rows, out):
-        """The order of operations is that of ``tile_avx512``."""
+    def apply_scales(c, scale, block, K, rows, out):
+        """out += the block's sums times their scales, in the order of ``avx512_block``."""
         for half in range(2):
             outs = f32x16_array(M)
             for t in range(M):
@@ -200,7 +201,7 @@ def make_tile(fmt: str, M: int, ops: Instructions, amx: Any) -> Any:
         near, far = ahead(w, AHEAD_L1, end, then), ahead(w, AHEAD_L2, end, then)
         gather(rows, K, first, a)
         if not DIRECT:
-            decode(w, near, far, tables, b)
+            dequantize(w, near, far, tables, b)
         for block in range(first, last):
             multiply(a, w if DIRECT else b, near, far, c)
             w += BLOCK
@@ -208,19 +209,19 @@ def make_tile(fmt: str, M: int, ops: Instructions, amx: Any) -> Any:
                 near, far = ahead(w, AHEAD_L1, end, then), ahead(w, AHEAD_L2, end, then)
                 gather(rows, K, block + 1, a)
                 if not DIRECT:
-                    decode(w, near, far, tables, b)
-            fold(c, scale, block, K, rows, out)
+                    dequantize(w, near, far, tables, b)
+            apply_scales(c, scale, block, K, rows, out)
         amx.release()
 
     return tile
 
 
 def make_tiles(fmt: str, ops: Instructions, amx: Any) -> Any:
-    """Compiles the routine ``tiles`` as ``tile_avx512.make_tiles`` does, for bf16 activations."""
+    """Compiles the routine ``tiles`` (``common``) for bf16 activations."""
     if fmt not in FROM:
-        return make_tiles_avx512(fmt, ops, "bf16", digits=True)
+        return make_tiles_avx512(fmt, ops, "bf16", int8_slices=True)
     tiles = {
-        M: make_tile_avx512(fmt, M, ops, "bf16", digits=True)
+        M: make_tile_avx512(fmt, M, ops, "bf16", int8_slices=True)
         if M < FROM[fmt]
         else make_tile(fmt, M, ops, amx)
         for M in (1, 2, 4, 8)

@@ -1,7 +1,7 @@
 """The products of a few tokens with a block of 128 inputs and 32 outputs, on AMX tiles.
 
 A tile product costs the same for any number of rows: those of A are up to 16 tokens in bfloat16, or
-4 as digits (``rows``). Groups of inputs with a scale of their own get C tiles of their own.
+4 as int8 slices. Groups of inputs with a scale of their own get C tiles of their own.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 from numba import carray, types
 
-from ...quant.activations import DIGITS
+from ...quant.activations import SLICES
 from ...quant.layout import K_BLOCK
-from ..activations.row_layout import digits_at
+from ..activations.row_layout import slices_at
 from ..gemm.common import TILE
 from ..intrin.avx512_bytes import broadcast_u8, load_u8, store_u8
 from ..intrin.prefetch import in_order, prefetch_l1, prefetch_l2
@@ -45,7 +45,7 @@ class Shape:
     @property
     def rows_each(self) -> int:
         """Rows of an A tile for a token."""
-        return DIGITS if self.int8 else 1
+        return SLICES if self.int8 else 1
 
     @property
     def rows(self) -> int:
@@ -105,7 +105,7 @@ def make_gather(shape: Shape) -> Any:
     def gather(rows, K, block, a):
         for t in range(M):
             row, k = i64(rows, t), block * K_BLOCK
-            source = digits_at(row, K, k, 0) if INT8 else row + 2 * k
+            source = slices_at(row, K, k, 0) if INT8 else row + 2 * k
             for step in range(STEPS):
                 for i in range(EACH):
                     line = load_u8(source + 64 * (step * EACH + i))
@@ -120,7 +120,8 @@ def make_multiply(shape: Shape, direct: bool, amx: Any) -> Any:
     """Compiles ``multiply(a, b, near, far, c)``: a block's C tiles [group][half].
 
     Args:
-        direct: whether ``b`` is packed weights; then it asks for later ones, as decoding does.
+        direct: whether ``b`` is packed weights; then later ones are prefetched here
+            instead of in dequantization.
     """
     INT8, GROUPS, PER_STEP = shape.int8, shape.groups, shape.per_step
     SUMS, STEPS = shape.sums_bytes, max(1, shape.group // shape.step_k)
@@ -130,7 +131,7 @@ def make_multiply(shape: Shape, direct: bool, amx: Any) -> Any:
     zero, load, store = amx.zero, amx.load, amx.store
 
     @inlined
-    def ask_ahead(near, far, tile):
+    def prefetch_ahead(near, far, tile):
         """The lines of the ``tile``-th tile product, in the order of their bytes."""
         if direct:
             for i in range(tile * B_BYTES, (tile + 1) * B_BYTES, 64):
@@ -158,10 +159,10 @@ def make_multiply(shape: Shape, direct: bool, amx: Any) -> Any:
             load(4, a0, 64)
             load(6, b0, 64)
             dot(0, 4, 6)
-            ask_ahead(near, far, 2 * group)
+            prefetch_ahead(near, far, 2 * group)
             load(7, b0 + TILE, 64)
             dot(1, 4, 7)
-            ask_ahead(near, far, 2 * group + 1)
+            prefetch_ahead(near, far, 2 * group + 1)
             if group > 0:
                 store(2, to - 2 * SUMS, 64)
                 store(3, to - SUMS, 64)
@@ -170,10 +171,10 @@ def make_multiply(shape: Shape, direct: bool, amx: Any) -> Any:
             load(5, a1, 64)
             load(6, b1, 64)
             dot(2, 5, 6)
-            ask_ahead(near, far, 2 * group + 2)
+            prefetch_ahead(near, far, 2 * group + 2)
             load(7, b1 + TILE, 64)
             dot(3, 5, 7)
-            ask_ahead(near, far, 2 * group + 3)
+            prefetch_ahead(near, far, 2 * group + 3)
             store(0, to, 64)
             store(1, to + SUMS, 64)
         store(2, c + (2 * GROUPS - 2) * SUMS, 64)
@@ -188,10 +189,10 @@ def make_multiply(shape: Shape, direct: bool, amx: Any) -> Any:
             load(4, a + step * SUMS, 64)
             load(6, b + 2 * step * TILE, 64)
             dot(0, 4, 6)
-            ask_ahead(near, far, 2 * step)
+            prefetch_ahead(near, far, 2 * step)
             load(7, b + (2 * step + 1) * TILE, 64)
             dot(1, 4, 7)
-            ask_ahead(near, far, 2 * step + 1)
+            prefetch_ahead(near, far, 2 * step + 1)
         store(0, c, 64)
         store(1, c + SUMS, 64)
 
@@ -209,12 +210,12 @@ def make_multiply(shape: Shape, direct: bool, amx: Any) -> Any:
                 load(4, a0, 64)
                 load(6, b0, 64)
                 dot(0, 4, 6)
-                ask_ahead(near, far, 2 * (group * STEPS + step))
+                prefetch_ahead(near, far, 2 * (group * STEPS + step))
                 load(5, a0 + TILE, 64)
                 dot(1, 5, 6)
                 load(7, b0 + TILE, 64)
                 dot(2, 4, 7)
-                ask_ahead(near, far, 2 * (group * STEPS + step) + 1)
+                prefetch_ahead(near, far, 2 * (group * STEPS + step) + 1)
                 dot(3, 5, 7)
             store(0, to, 64)
             store(1, to + TILE, 64)

@@ -1,8 +1,8 @@
 """A packed block, 32 outputs by 128 inputs, times M tokens in AVX-512: what tiles do for each.
 
 The inner loops of OSDI'26 Figure 10: over scale groups of the inputs, over dot products inside a
-group with no multiply by the scale, one multiply-add into the running sum at its end. What a dot
-product is, bfloat16 or int8, is ``products``' business.
+group with no multiply by the scale, one multiply-add into the running sum at its end (the scale
+epilogue). What a dot product is, bfloat16 or int8, is in ``dot``.
 
 Each output is summed in the same order whatever M is, or in integers, so a token's result does not
 depend on its batch.
@@ -21,7 +21,7 @@ from ..isa import Instructions
 from ..jit import inlined
 from ..job import i64
 from ..weights.dequant import make_reader
-from ..weights.layout import AHEAD, AHEAD_L1, AHEAD_L2, LOADS, make_ask, packed_bytes
+from ..weights.layout import AHEAD, AHEAD_L1, AHEAD_L2, LOADS, make_prefetch, packed_bytes
 from .dot import Products
 
 
@@ -31,8 +31,8 @@ class Block:
 
     Attributes:
         multiply: ``multiply(w, near, far, scale, block, K, rows, tables, out)`` adds the products
-            of the packed block at w, number ``block`` of its K, to ``out`` [M, 32]. It asks for as
-            many bytes from ``near`` on in the first cache, from ``far`` on in the second.
+            of the packed block at w, number ``block`` of its K, to ``out`` [M, 32]. It prefetches
+            as many bytes from ``near`` on to L1, from ``far`` on to L2.
         distance, further: bytes that ``near`` and ``far`` run ahead of w.
     """
 
@@ -48,22 +48,31 @@ def make_block(fmt: str, M: int, ops: Instructions, activations: str, products: 
     CHAINS = products.chains
     total, offset, scaled = products.total, products.offset, products.scaled
     factor_of, minimum_of = reader.scales.factor, reader.scales.minimum
-    # A decoder's work between loads leaves room for prefetches to both levels; bf16, which is only
+    # Dequantization between loads leaves room for prefetches to both levels; bf16, which is only
     # loaded, reads slower with them.
     TWO = fmt != "bf16"
     NEAR = AHEAD_L1 if TWO else AHEAD
-    ask_l1, ask_l2 = make_ask(reader.packing), make_ask(reader.packing, prefetch_l2)
-    ASKED = reader.packing.asked
+    prefetch_near = make_prefetch(reader.packing)
+    prefetch_far = make_prefetch(reader.packing, prefetch_l2)
+    PREFETCH_LOADS = reader.packing.prefetch_loads
     TILE, K_STEP, PARTS = reader.packing.tile_bytes, reader.packing.k_step, reader.packing.parts
     STEPS = K_BLOCK // K_STEP
     # Groups of inputs shorter than a packed tile are added up in registers first.
     GROUP = reader.scales.k or K_BLOCK
-    FOLDS = max(1, K_STEP // GROUP)
+    TILE_GROUPS = max(1, K_STEP // GROUP)
     # Both halves of the block in one pass: from memory weights come up to twice as fast in the
     # order of their bytes as one KiB in two. Not where accumulators would not fit in registers.
-    MOST = 2 if FOLDS > 1 else 8 if activations == "int8" else 4 if fmt in ("bf16", "int8") else 3
+    MOST = (
+        2
+        if TILE_GROUPS > 1
+        else 8
+        if activations == "int8"
+        else 4
+        if fmt in ("bf16", "int8")
+        else 3
+    )
     HALVES = 2 if M <= MOST else 1
-    # Lines are asked for in the order of their bytes, half by half too: then one sweep asks for
+    # Lines are prefetched in the order of their bytes, half by half too: then one sweep prefetches
     # half of what both sweeps of a later block load.
     DISTANCE = NEAR if HALVES == 2 else max(NEAR, packed_bytes(fmt))
     FURTHER = DISTANCE - NEAR + AHEAD_L2
@@ -71,21 +80,21 @@ def make_block(fmt: str, M: int, ops: Instructions, activations: str, products: 
     # In groups of four loads one half has too few chains to hide the latency of ``vdpbf16ps``: the
     # halves take turns load by load. Else a tile is read to its end. Bytes bound q8_0, and from
     # memory taking turns costs it a third.
-    ALTERNATE = FOLDS == 2 and activations == "bf16" and fmt != "q8_0"
-    GROUP_LOADS = LOADS // FOLDS
-    # LLVM would put the prefetches of loads that it unrolls first, up to 64 together, and decode
-    # more loads at once than there are registers. A fence that is no instruction after each span
-    # of loads keeps it from both.
-    SPAN = max(2, ASKED)
+    ALTERNATE = TILE_GROUPS == 2 and activations == "bf16" and fmt != "q8_0"
+    GROUP_LOADS = LOADS // TILE_GROUPS
+    # LLVM would put the prefetches of loads that it unrolls first, up to 64 together, and
+    # dequantize more loads at once than there are registers. A fence that is no instruction after
+    # each span of loads keeps it from both.
+    SPAN = max(2, PREFETCH_LOADS)
 
     @inlined
-    def ask(near, far, load):
-        ask_l1(near, load)
+    def prefetch(near, far, load):
+        prefetch_near(near, load)
         if TWO:
-            ask_l2(far, load)
+            prefetch_far(far, load)
 
     @inlined
-    def fold(sums, outs, half, to_half, K, k, rows, scale):
+    def apply_scales(sums, outs, half, to_half, K, k, rows, scale):
         """outs += the sums of input k's group, times its scale."""
         group = k // GROUP
         if factor_of is not None:
@@ -120,36 +129,36 @@ def make_block(fmt: str, M: int, ops: Instructions, activations: str, products: 
 
     @inlined
     def read_half(sums, outs, half, to_half, at, near, far, tables, rows, K, k, scale):
-        for group in range(FOLDS):
+        for group in range(TILE_GROUPS):
             to_k = k + group * GROUP
-            if FOLDS > 1:
+            if TILE_GROUPS > 1:
                 begin_groups(sums, half, half + 1, K, to_k, rows)
             for span in range(GROUP_LOADS // SPAN):
-                for some in range(SPAN // ASKED):
-                    first_load = group * GROUP_LOADS + span * SPAN + some * ASKED
-                    ask(near, far, half * LOADS + first_load)
-                    for j in range(ASKED):
+                for some in range(SPAN // PREFETCH_LOADS):
+                    first_load = group * GROUP_LOADS + span * SPAN + some * PREFETCH_LOADS
+                    prefetch(near, far, half * LOADS + first_load)
+                    for j in range(PREFETCH_LOADS):
                         add_load(sums, half, at, first_load + j, tables, rows, K, k)
                 in_order()
-            if FOLDS > 1:
-                fold(sums, outs, half, to_half, K, to_k, rows, scale)
+            if TILE_GROUPS > 1:
+                apply_scales(sums, outs, half, to_half, K, to_k, rows, scale)
 
     @inlined
     def read_alternating(sums, outs, sweep, at, near, far, tables, rows, K, k, scale):
-        for group in range(FOLDS):
+        for group in range(TILE_GROUPS):
             to_k = k + group * GROUP
             begin_groups(sums, 0, HALVES, K, to_k, rows)
             for span in range(GROUP_LOADS // SPAN):
-                for some in range(SPAN // ASKED):
-                    first_load = group * GROUP_LOADS + span * SPAN + some * ASKED
+                for some in range(SPAN // PREFETCH_LOADS):
+                    first_load = group * GROUP_LOADS + span * SPAN + some * PREFETCH_LOADS
                     for j in range(HALVES):
-                        ask(near, far, HALVES * first_load + j * ASKED)
-                    for j in range(ASKED):
+                        prefetch(near, far, HALVES * first_load + j * PREFETCH_LOADS)
+                    for j in range(PREFETCH_LOADS):
                         for half in range(HALVES):
                             add_load(sums, half, at, first_load + j, tables, rows, K, k)
                 in_order()
             for half in range(HALVES):
-                fold(sums, outs, half, sweep + half, K, to_k, rows, scale)
+                apply_scales(sums, outs, half, sweep + half, K, to_k, rows, scale)
 
     @inlined
     def multiply(w, near, far, scale, block, K, rows, tables, out):
@@ -158,13 +167,13 @@ def make_block(fmt: str, M: int, ops: Instructions, activations: str, products: 
             outs = f32x16_array(OUTS)  # [M, HALVES]
             for i in range(OUTS):
                 outs[i] = zero_f32()
-            if FOLDS == 1:
+            if TILE_GROUPS == 1:
                 begin_groups(sums, 0, HALVES, K, block * K_BLOCK, rows)
             for step in range(STEPS):
                 k = block * K_BLOCK + step * K_STEP
                 at = w + (2 * step + sweep) * TILE
-                asked = (sweep * STEPS + step) * HALVES * TILE
-                l1, l2 = near + asked, far + asked
+                done = (sweep * STEPS + step) * HALVES * TILE
+                l1, l2 = near + done, far + done
                 if ALTERNATE:
                     read_alternating(sums, outs, sweep, at, l1, l2, tables, rows, K, k, scale)
                 else:
@@ -175,8 +184,8 @@ def make_block(fmt: str, M: int, ops: Instructions, activations: str, products: 
                         read_half(sums, outs, 1, 1, at, l1, l2, tables, rows, K, k, scale)
             k = block * K_BLOCK
             for half in range(HALVES):
-                if FOLDS == 1:
-                    fold(sums, outs, half, sweep + half, K, k, rows, scale)
+                if TILE_GROUPS == 1:
+                    apply_scales(sums, outs, half, sweep + half, K, k, rows, scale)
                 for t in range(M):
                     to = out + 64 * (2 * t + sweep + half)
                     value = scaled(outs[t * HALVES + half], i64(rows, t), K, k)

@@ -1,17 +1,17 @@
-"""Dot products of a lot of 64 weights with M tokens, in bfloat16 or in integers.
+"""Dot products of 64 weights (16 outputs by 4 inputs) with M tokens, in bfloat16 or in integers.
 
 An accumulator is several chains of 16 outputs, so that one dot product need not wait for the last.
 With int8 activations a group's sum is an exact integer, whatever the order, and begins with what
 takes the bias of the codes off; its scale is that of the weights times that of the token's inputs.
 
-Codes of 4 to 6 bits meet bf16 activations lifted by a constant (``decode``): its product with the
-sum of a group's inputs, which their row holds, comes off the group's sum.
+Codes of 4 to 6 bits meet bf16 activations with a magic number added (``weights.dequant``): its
+product with the sum of a group's inputs, which their row holds, comes off the group's sum.
 
-Or they meet integer weights as ``digits`` (``rows``): each input is an integer of 30 bits,
-four signed bytes of it a chain each, the lowest left out where all are zero. Three or four
-``vpdpbusd`` take the codes as they lie, where decoding 64 of them to bfloat16 costs two table
-look-ups, two shuffles and two ``vdpbf16ps``; a group's sum is exact until its digits are put
-together. (Float32 then holds it times any scale from 2**-87 to 2**87.)
+Or integer weights meet bf16 activations as int8 slices (``quant.activations.int8_slices``): each
+input is an integer of 30 bits, four signed bytes of it a chain each, the lowest left out where all
+are zero. Three or four ``vpdpbusd`` take the codes as they lie, where dequantizing 64 of them to
+bfloat16 costs two table lookups, two shuffles and two ``vdpbf16ps``; a group's sum is exact until
+its slices are put together. (Float32 then holds it times any scale from 2**-87 to 2**87.)
 MXFP4's weights are integers too, in halves.
 """
 
@@ -24,16 +24,16 @@ from typing import Any
 
 import numpy as np
 
-from ...quant.activations import DIGITS, DIGITS_K
-from ..activations.int8_slices import LIFT_BITS, SHORT, join_lowest, join_short
-from ..activations.quantize import annotation
+from ...quant.activations import SLICES, SLICES_K
+from ..activations.int8_slices import MAGIC_BITS, SHORT, join_lowest, join_short
 from ..activations.row_layout import (
     SUM_UNIT,
     activation_scale,
     codes_at,
-    digits_at,
     group_sum,
     offset_at,
+    row_format,
+    slices_at,
     sum_at,
     unit_sum,
 )
@@ -59,10 +59,10 @@ class Products:
 
     Attributes:
         chains: of an accumulator.
-        digits: of inputs that are multiplied as digits, the highest first; 0 for other products.
+        slices: int8 slices of an input that are multiplied, the highest first; 0 for none.
         new_sums: ``new_sums(length)``, an array of chains.
         begin: ``begin(sums, i, row, K, k)``: the chains from i on begin a group that holds input k.
-        read: ``read(tile, load, part, tables)``, a lot of weights as ``add`` takes them.
+        read: ``read(tile, load, part, tables)``, 64 weights as ``add`` takes them.
         add: ``add(sums, i, weights, row, K, k, part)``: the chains from i on += the weights of a
             part of a load times the four inputs from k on of the token at ``row``.
         total: ``total(sums, i, row, K, k) -> f32x16``, the sum of a group that holds input k.
@@ -72,7 +72,7 @@ class Products:
     """
 
     chains: int
-    digits: int
+    slices: int
     new_sums: Callable
     begin: Callable
     read: Callable
@@ -84,21 +84,21 @@ class Products:
 
 @functools.cache  # tiles of every M share them, and compile them once
 def make_products(
-    fmt: str, ops: Instructions, activations: str, chains: int, digits: int
+    fmt: str, ops: Instructions, activations: str, chains: int, slices: int
 ) -> Products:
     """The products of a format's tiles with ``activations`` "bf16" or "int8".
 
     Args:
         chains: of an accumulator of 8-bit products, 1 or 2; of no use to others.
-        digits: of bf16 activations that meet integer weights, all ``DIGITS`` or ``digits.SHORT``
-            where the lowest are zero; 0: they meet them as bfloat16.
+        slices: of bf16 activations that meet integer weights, all ``SLICES`` or
+            ``int8_slices.SHORT`` where the lowest are zero; 0: they meet them as bfloat16.
     """
     reader = make_reader(fmt, ops)
     if activations == "int8":
         return _int8(fmt, reader, ops, chains)
-    if digits and reader.codes:
-        return _digits(reader, ops, digits)
-    return _lifted(reader, ops) if reader.lifted else _bf16(reader, ops)
+    if slices and reader.codes:
+        return _int8_slices(reader, ops, slices)
+    return _magic(reader, ops) if reader.magic else _bf16(reader, ops)
 
 
 def _bf16(reader: Reader, ops: Instructions) -> Products:
@@ -137,9 +137,9 @@ def _bf16(reader: Reader, ops: Instructions) -> Products:
     return Products(2, 0, f32x16_array, begin, reader.rows, add, total, offset, scaled)
 
 
-def _lifted(reader: Reader, ops: Instructions) -> Products:
-    lifted: Any = reader.lifted
-    dot, GROUP, LIFT = ops.dot_bf16, reader.scales.k, np.float32(reader.lift)
+def _magic(reader: Reader, ops: Instructions) -> Products:
+    magic: Any = reader.magic
+    dot, GROUP, OFFSET = ops.dot_bf16, reader.scales.k, np.float32(reader.magic_offset)
 
     @inlined
     def begin(sums, i, row, K, k):
@@ -159,20 +159,20 @@ def _lifted(reader: Reader, ops: Instructions) -> Products:
     @inlined
     def total(sums, i, row, K, k):
         both = add_f32(sums[i], sums[i + 1])
-        return fnma_f32(broadcast_f32(offset(row, K, k)), broadcast_f32(LIFT), both)
+        return fnma_f32(broadcast_f32(offset(row, K, k)), broadcast_f32(OFFSET), both)
 
     @inlined
     def scaled(value, row, K, k):
         return value
 
-    return Products(2, 0, f32x16_array, begin, lifted, add, total, offset, scaled)
+    return Products(2, 0, f32x16_array, begin, magic, add, total, offset, scaled)
 
 
-def _digits(reader: Reader, ops: Instructions, KEPT: int) -> Products:
+def _int8_slices(reader: Reader, ops: Instructions, KEPT: int) -> Products:
     dot, GROUP, BIAS = ops.dot_u8i8, reader.scales.k, reader.bias
     codes: Any = reader.codes
     UNIT = np.float32(reader.unit)
-    LEFT_OUT = np.float32(256.0 ** (DIGITS - KEPT))
+    LEFT_OUT = np.float32(256.0 ** (SLICES - KEPT))
     WHOLE = np.float32(SUM_UNIT / LEFT_OUT)
 
     @inlined
@@ -181,15 +181,15 @@ def _digits(reader: Reader, ops: Instructions, KEPT: int) -> Products:
             if BIAS != 0:
                 sums[i + j] = broadcast_i32(offset_at(row, K, k // GROUP, j))
             elif j < SHORT:
-                sums[i + j] = all_i32(LIFT_BITS)
+                sums[i + j] = all_i32(MAGIC_BITS)
             else:
                 sums[i + j] = zero_i32()
 
     @inlined
     def add(sums, i, weights, row, K, k, part):
         for j in range(KEPT):
-            digits = broadcast_dword(digits_at(row, K, k, j))
-            sums[i + j] = dot(sums[i + j], weights, digits)
+            x = broadcast_dword(slices_at(row, K, k, j))
+            sums[i + j] = dot(sums[i + j], weights, x)
 
     @inlined
     def total(sums, i, row, K, k):
@@ -203,7 +203,7 @@ def _digits(reader: Reader, ops: Instructions, KEPT: int) -> Products:
     @inlined
     def scaled(value, row, K, k):
         return mul_f32(
-            value, broadcast_f32(LEFT_OUT * UNIT * activation_scale(row, K, k, DIGITS_K))
+            value, broadcast_f32(LEFT_OUT * UNIT * activation_scale(row, K, k, SLICES_K))
         )
 
     return Products(KEPT, KEPT, i32x16_array, begin, codes, add, total, offset, scaled)
@@ -211,7 +211,7 @@ def _digits(reader: Reader, ops: Instructions, KEPT: int) -> Products:
 
 def _int8(fmt: str, reader: Reader, ops: Instructions, CHAINS: int) -> Products:
     codes, dot, GROUP, BIAS = reader.codes, ops.dot_u8i8, reader.scales.k, reader.bias
-    how = annotation(fmt, "int8")
+    how = row_format(fmt, "int8")
     assert how is not None and codes is not None
     ACT_K = how.act_k
 

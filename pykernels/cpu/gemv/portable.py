@@ -1,12 +1,11 @@
 """Portable tiles: the same blocks and the same sums in plain Numba, for any CPU.
 
 float32 arithmetic throughout; LLVM vectorizes the loops over the 16 outputs of a pair-row with what
-the CPU has (AVX2, NEON, SSE). Inputs and outputs are those of ``tile_avx512``.
+the CPU has (AVX2, NEON, SSE).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,20 +13,18 @@ import numpy as np
 from numba import carray, types
 
 from ...quant import mxfp4
-from ...quant.fp8 import decode_table
+from ...quant.fp8 import e4m3_values
 from ...quant.layout import K_BLOCK, K_STEP
-from ..activations.quantize import annotation
-from ..activations.row_layout import activation_scale, codes_at, group_sum
+from ..activations.row_layout import activation_scale, codes_at, group_sum, row_format
 from ..intrin.registers import stack_alloc
-from ..intrin.scalar import bf16_as_f32, bits_from_f32, f32_from_bits
+from ..intrin.scalar import bf16_as_f32, f32_from_bits
 from ..intrin.sync import as_pointer
 from ..jit import inlined, routine
 from ..job import f32, i64
-from ..weights.layout import packed_bytes
-from ..weights.scales import SCALES, SUPERBLOCK_K6, SUPERBLOCK_K45
-from .avx512 import ARGUMENTS
+from ..weights.layout import MINIMA, SCALE_K, SUPERBLOCK_K6, SUPERBLOCK_K45, packed_bytes
+from .common import ARGUMENTS
 
-_E4M3 = decode_table().numpy()
+_E4M3 = e4m3_values().numpy()
 _HALF_BIAS = np.float32(2.0**112)
 _PAIRS = 16  # pair-rows of a tile, and outputs of a pair-row
 
@@ -197,15 +194,15 @@ _FACTOR = {
 
 
 def make_tiles(fmt: str, activations: str) -> Any:
-    """Compiles ``tiles``: see ``tile_avx512.make_tiles``.
+    """Compiles ``tiles``: see ``common``.
 
     With int8 activations all products and sums of a group are integers below 2**24: exact.
     """
     read_row, factor_of = _ROW[fmt], _FACTOR.get(fmt, _bf16_groups)
-    MINIMUM, INT8 = SCALES[fmt].minimum is not None, activations == "int8"
-    how = annotation(fmt, activations)
+    MINIMUM, INT8 = fmt in MINIMA, activations == "int8"
+    how = row_format(fmt, activations)
     ACT_K = how.act_k if how and INT8 else 1
-    GROUP, BLOCK_BYTES = SCALES[fmt].k or K_BLOCK, packed_bytes(fmt)
+    GROUP, BLOCK_BYTES = SCALE_K[fmt] or K_BLOCK, packed_bytes(fmt)
 
     @inlined
     def inputs(row, K, k):
@@ -252,32 +249,3 @@ def make_tiles(fmt: str, activations: str) -> Any:
         return 0
 
     return tiles
-
-
-@inlined
-def round_bf16(value):
-    """float32 -> bf16 bits, to nearest even; NaN stays NaN."""
-    bits = bits_from_f32(value)
-    if value != value:
-        return types.uint16(0x7FC0)
-    tie = (bits >> types.uint32(16)) & types.uint32(1)
-    return types.uint16((bits + types.uint32(0x7FFF) + tie) >> types.uint32(16))
-
-
-@inlined
-def silu_mul_row(gate, up, h):
-    """h[0:32] = bf16(silu(gate[0:32]) * up[0:32])."""
-    gates, ups = _floats(gate, 32), _floats(up, 32)
-    out = carray(as_pointer(h), (32,), types.uint16)
-    for n in range(32):
-        g = gates[n]
-        silu = g / (types.float32(1) + types.float32(math.exp(-g)))
-        out[n] = round_bf16(types.float32(silu * ups[n]))
-
-
-@inlined
-def weighted_add_row(weight, value, acc):
-    """acc[0:32] += weight * value[0:32]."""
-    sums, values = _floats(acc, 32), _floats(value, 32)
-    for n in range(32):
-        sums[n] += weight * values[n]

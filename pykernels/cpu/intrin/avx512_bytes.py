@@ -359,7 +359,7 @@ def low_bytes_i32(typingctx, a):
 
 
 @intrinsic
-def shift_digit(typingctx, a):
+def shift_slice(typingctx, a):
     """``(a + 128) >> 8``: what is left above a signed byte."""
 
     def codegen(context, builder, sig, args):

@@ -20,7 +20,7 @@ def _prefetch(builder, address, locality):
 
 @intrinsic
 def prefetch_l1(typingctx, address):
-    """Asks for the line at ``address`` in every cache level (``prefetcht0``)."""
+    """Prefetches the line at ``address`` to every cache level (``prefetcht0``)."""
 
     def codegen(context, builder, sig, args):
         _prefetch(builder, args[0], 3)
@@ -31,7 +31,7 @@ def prefetch_l1(typingctx, address):
 
 @intrinsic
 def prefetch_l2(typingctx, address):
-    """Asks for the line from the second level outwards (``prefetcht1``)."""
+    """Prefetches the line to the second level and beyond (``prefetcht1``)."""
 
     def codegen(context, builder, sig, args):
         _prefetch(builder, args[0], 2)

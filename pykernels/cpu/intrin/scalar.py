@@ -1,10 +1,11 @@
-"""Scalar bit patterns."""
+"""Bit patterns of single numbers."""
 
 from __future__ import annotations
 
 from numba.core import types
 from numba.extending import intrinsic
 
+from ..jit import inlined
 from .registers import F32, I32
 
 
@@ -36,3 +37,13 @@ def bf16_as_f32(typingctx, bits):
         return builder.bitcast(builder.shl(builder.zext(args[0], I32), I32(16)), F32)
 
     return types.float32(types.uint16), codegen
+
+
+@inlined
+def round_bf16(value):
+    """float32 -> bf16 bits, to nearest even; NaN stays NaN."""
+    bits = bits_from_f32(value)
+    if value != value:
+        return types.uint16(0x7FC0)
+    tie = (bits >> types.uint32(16)) & types.uint32(1)
+    return types.uint16((bits + types.uint32(0x7FFF) + tie) >> types.uint32(16))

@@ -1,11 +1,10 @@
-"""Buffers of a call, and the descriptor that points at them.
+"""A call of one layer's experts: its buffers, and the descriptor (``JOB``) that points at them.
 
-A call's arrival: its inputs into the descriptor, in one compiled function.
-
-A call begins right behind one that has read its weights through all caches, so whatever the driver
+A call begins right after one that has read its weights through all caches, so whatever the driver
 runs before the workers may begin comes from memory: each step in Python costs ten times what it
 costs in a loop of empty calls. So what only depends on shapes and dtypes is in the descriptor
-already (``MoECall.arrange``), and stays there for the next call of such inputs.
+already (``MoECall.arrange``) and stays there for the next call of such inputs; the rest is one
+compiled function (``take_call``).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 from ...errors import PykernelsError
 from ...quant import PackedExperts
 from ...quant.layout import K_BLOCK, N_BLOCK, ceil_to
-from ..activations.row_layout import Annotation, row_bytes
+from ..activations.row_layout import RowFormat, row_bytes
 from ..jit import inlined, kernel
 from ..job import JOB, job_at
 from .checks import check_dense, check_readable
@@ -52,15 +51,13 @@ def take_call(job_address, x, ids, weights, y):
 
 
 @kernel()
-def arrive(job_address, x, ids, weights, y):
-    """``take_call``, for who starts the call by other means."""
+def _take_call(job_address, x, ids, weights, y):
+    """``take_call``, called from Python."""
     return take_call(job_address, x, ids, weights, y)
 
 
-pass
-
 _AT = {name: index for index, name in enumerate(JOB.names or ())}
-"""Where each field of ``JOB`` is among its words: 20 times as quick as numpy's own look-up."""
+"""Where each field of ``JOB`` is among its words: 20 times as quick as numpy's own lookup."""
 
 
 class Workspace:
@@ -76,7 +73,7 @@ class Workspace:
 
     def scratch(self, workers: int, nbytes: int) -> torch.Tensor:
         """uint8 [workers * nbytes], 64-byte aligned; it only grows, and old ones stay valid."""
-        with self._growing:  # layers are bound by threads that do not wait for one another
+        with self._growing:  # several threads may bind layers
             scratch = self._scratch
             if scratch.numel() < workers * nbytes:
                 raw = torch.empty(workers * nbytes + 64, dtype=torch.uint8, device="cpu")
@@ -92,23 +89,23 @@ class Workspace:
         H: int,
         I: int,  # noqa: E741
         gemm_from: int,
-        annotation: Annotation | None,
-        annotation_gemm: Annotation | None,
+        row_format: RowFormat | None,
+        row_format_gemm: RowFormat | None,
     ) -> dict[str, torch.Tensor]:
         """The buffers for a call of T tokens, H and I padded; not cleared between calls."""
         S, Hp = T * topk, H
-        x_row, h_row = row_bytes(H, annotation), row_bytes(I, annotation)
+        x_row, h_row = row_bytes(H, row_format), row_bytes(I, row_format)
         dense = min(E, S // gemm_from)  # experts that may take the GEMM
         groups = S // 16 + 2 * dense if dense else 0
         few, many = min(S, E * (gemm_from - 1)), S if dense else 0  # slots of tiles, of the GEMM
         sizes: tuple[int, ...] = (
-            T, S, E, Hp, x_row, few, h_row, many, row_bytes(I, annotation_gemm),
+            T, S, E, Hp, x_row, few, h_row, many, row_bytes(I, row_format_gemm),
             groups * H * 16, groups * I * 16,
         )  # fmt: skip
         if any(need > have for need, have in zip(sizes, self._sizes, strict=True)):
             sizes = tuple(max(pair) for pair in zip(sizes, self._sizes, strict=True))
             T, S, E, Hp, x_row, few, h_row, many, h_gemm_row, x_tiles, h_tiles = sizes
-            # Told all: what torch makes by default is the caller's to set.
+            # Everything explicit: the caller may have changed torch's defaults.
             room = partial(torch.zeros, device="cpu")
             self.buffers = {
                 "x": room(T, x_row, dtype=torch.uint8),
@@ -128,7 +125,7 @@ class Workspace:
                 "piece_active": room(S, dtype=torch.int64),
                 "piece_slot": room(S, dtype=torch.int64),
             }
-            self._sizes = sizes  # behind them: memory may be refused, and Ctrl-C come
+            self._sizes = sizes  # last: an allocation may fail or be interrupted
         return self.buffers
 
 
@@ -150,7 +147,7 @@ class Prepared(NamedTuple):
     pack_tasks: int
     i_chunks: int
     down_chunks: int
-    legs: int
+    down_splits: int
     piece_active: int
     pieces: int
 
@@ -216,10 +213,10 @@ class MoECall:
             "run_gate_up": kernel.stages.gate_up.address,
             "run_down": kernel.stages.down.address,
             "gemm": kernel.gemm,
-            "annotate": kernel.annotate,
-            "annotate_gemm": kernel.annotate_gemm,
+            "quantize_row": kernel.quantize_row,
+            "gemm_quantize_row": kernel.gemm_quantize_row,
             "int8": kernel.int8,
-            "tile_fours": kernel.tile_fours,
+            "interleave_a": kernel.interleave_a,
             "tile_steps": 2 if kernel.int8 else 4,
             "scratch": self._scratch.data_ptr(),
             "scratch_stride": kernel.scratch_bytes,
@@ -244,7 +241,7 @@ class MoECall:
         """
         ids, weights = self.arrange(x, ids, weights, y)
         at = (tensor.data_ptr() for tensor in (x, ids, weights, y))
-        active = arrive(self.address, *at)
+        active = _take_call(self.address, *at)
         if active == BAD_EXPERT:
             raise self.bad_routing(ids)
         if not active:  # no task will write it
@@ -252,23 +249,23 @@ class MoECall:
         word = {name: self._words[_AT[name]] for name in Prepared._fields if name in _AT}
         down_chunks = self._words[_AT["h_chunks"]] if active else 0
         pack_tasks = self._words[_AT["P"]]
-        legs = self._words[_AT["h_legs"]]
-        return Prepared(active, pack_tasks=pack_tasks, down_chunks=down_chunks, legs=legs, **word)
+        return Prepared(active, pack_tasks=pack_tasks, down_chunks=down_chunks, **word)
 
     def arrange(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All of ``prepare`` that only depends on shapes, strides and dtypes: ``arrive`` is next.
+        """All of ``prepare`` that depends on shapes, strides and dtypes alone; ``take_call``
+        follows.
 
         Returns:
-            ids and weights as ``arrive`` takes them, which is as given where nothing was to do.
+            ids and weights as ``take_call`` takes them: those given, where nothing was to convert.
         """
         words = self._words
         words[_AT["arranged"]] += 1
         T, topk = self.check(x, ids, weights)
         if not x.is_contiguous() and x.stride(1) != 1:
             raise PykernelsError("the values of a row of x lie apart", "Give contiguous_rows(x)")
-        check_readable("y", y)  # made in the caller's modes
+        check_readable("y", y)  # a FakeTensorMode of the caller would have made it a fake one
         ids = ids.contiguous().resolve_neg()
         weights = weights.float().contiguous().resolve_neg()
         self._plan(T)
@@ -286,7 +283,7 @@ class MoECall:
 
     @property
     def active(self) -> int:
-        """Experts of the call that arrived last."""
+        """Experts of the call that was taken last."""
         return self._words[_AT["A"]]
 
     @property
@@ -300,7 +297,7 @@ class MoECall:
         return self._words[_AT["h_chunks"]]
 
     def bad_routing(self, ids: torch.Tensor) -> PykernelsError:
-        """What is said of BAD_EXPERT."""
+        """The error of BAD_EXPERT."""
         return PykernelsError(
             f"the routing names expert {int(ids.min())} .. {int(ids.max())} in a layer of"
             f" {self.experts.shape.E}",
@@ -311,17 +308,17 @@ class MoECall:
         """Writes the cut for T tokens."""
         if self._planned == T:
             return
-        self._planned = None  # should Ctrl-C come, some of it is of each
+        self._planned = None  # an interrupt would leave some of either plan
         cut = self._cut or plan(
             self.experts.shape, self.experts.fmt, self._workers, T, self._gemm_from
         )
         job = self.job[0]
-        whole = max(1, self.kernel.annotate_k // N_BLOCK)  # blocks that a task must own together
+        whole = max(1, self.kernel.row_k // N_BLOCK)  # blocks that are quantized together
         job["i_chunk"] = i_chunk = ceil_to(cut.i_chunk, whole)
         job["i_chunks"] = -(-int(job["i_blocks"]) // i_chunk)
         self._h_cuts = np.array(cut.down_cuts(self.experts.down.shape[1]), np.int64)
         job["h_cuts"], job["h_chunks"] = self._h_cuts.ctypes.data, len(self._h_cuts) - 1
-        job["h_legs"] = cut.h_legs
+        job["down_splits"] = cut.down_splits
         job["gemm_from"] = cut.gemm_from if self.kernel.has_gemm else NEVER
         job["row_chunk"] = cut.row_chunk
         job["row_tasks"] = -(-T // cut.row_chunk) if cut.row_chunk else 0
@@ -333,7 +330,7 @@ class MoECall:
             return
         E, words = self.experts.shape.E, self._words
         H, I = (K_BLOCK * words[_AT[name]] for name in ("gate_up_k", "down_k"))  # noqa: E741
-        gemm_from, hows = words[_AT["gemm_from"]], self.kernel.annotations
+        gemm_from, hows = words[_AT["gemm_from"]], self.kernel.row_formats
         self._bind(self._workspace.reserve(T, topk, E, H, I, gemm_from, *hows))
         self._reserved = T, topk
 
@@ -371,4 +368,4 @@ class MoECall:
             self.job[name] = buffers[name].data_ptr()
         for name in ("x", "h", "h_gemm"):
             self.job[f"{name}_stride"] = buffers[name].stride(0) * buffers[name].element_size()
-        self._buffers = buffers  # last: should Ctrl-C come, it is done again
+        self._buffers = buffers  # last: if interrupted, it is done again

@@ -8,7 +8,7 @@ from ...errors import PykernelsError
 
 
 def check_dense(name: str, given: object) -> None:
-    """Whether it has a shape and strides; to be asked before it is asked for them.
+    """Whether it has a shape and strides; to be called before anything reads these.
 
     Raises:
         PykernelsError: it is no tensor, or a sparse, nested or otherwise opaque one.

@@ -1,4 +1,4 @@
-"""A call's inputs on their way in: x as rows (``rows``), by the driver or by the first tasks.
+"""Copies a call's x into rows (``activations.row_layout``), by the driver or by the first tasks.
 
 A long prompt's rows take milliseconds, in which every other thread would wait: there they are a
 stage of the queue, ``row_chunk`` tokens a task. A few tokens are copied sooner than a second thread
@@ -13,7 +13,7 @@ from typing import Any
 from numba import carray, types
 
 from ...quant.layout import K_BLOCK
-from ..gemv.portable import round_bf16
+from ..intrin.scalar import round_bf16
 from ..intrin.sync import as_pointer, call_routine
 from ..jit import inlined, task
 from ..job import job_at
@@ -22,7 +22,7 @@ from ..raised import RAISED
 
 @inlined
 def _copy_row(job, t):
-    """Token t's inputs into its row, annotated.
+    """Copies token t's inputs into its row and quantizes them.
 
     The padding is zeroed every time: a wider layer may have used the same rows.
     """
@@ -39,7 +39,7 @@ def _copy_row(job, t):
         values = carray(as_pointer(at), (job.H,), types.float32)
         for i in range(job.H):
             to[i] = round_bf16(values[i])
-    if job.annotate != 0 and call_routine(job.annotate, (row, Hp, 0, Hp)) != 0:
+    if job.quantize_row != 0 and call_routine(job.quantize_row, (row, Hp, 0, Hp)) != 0:
         job.raised = RAISED
 
 
@@ -56,7 +56,7 @@ def take_inputs(job_address, source):
 
 @functools.cache
 def make_rows() -> Any:
-    """Compiles the task (``jit.TASK``) that copies and annotates ``row_chunk`` tokens."""
+    """Compiles the task (``jit.TASK``) that copies and quantizes ``row_chunk`` tokens."""
 
     @task("rows")
     def rows(job_address, index, worker):

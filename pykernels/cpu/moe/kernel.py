@@ -1,32 +1,21 @@
 """The kernels of a (backend, format, activations), and where a job finds them.
 
-``stages`` are compiled once for a backend; what depends on the format, the tiles of few tokens, the
-GEMM of many and the annotation of input rows, they call by address.
+The stages are compiled once for an epilogue; what depends on the format, the tiles of few tokens,
+the GEMM of many and the quantization of input rows, they call by address.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
-from ...amx_state import request_permission
+from ...registry import Backend, get_backend, load
 from ...target import Target, detect
-from ..activations.quantize import annotation, make_annotate
-from ..activations.row_layout import Annotation
-from ..gemm import amx as gemm_amx
-from ..gemm import avx512, fma
-from ..gemv import amx as gemv_amx
-from ..gemv import avx512 as gemv_avx512
-from ..gemv import portable
-from ..intrin import amx
-from ..isa import Instructions, instructions
-from ..weights.layout import PACKINGS
+from ..activations.row_layout import RowFormat
+from ..backends import portable
+from ..backends.parts import Parts
 from ..weights.lookup import TABLES
 from .stages import Stages, make_stages
-
-PORTABLE = {"generic": portable}
-"""Backends that are plain Numba: their tiles."""
 
 NEVER = 1 << 62
 """``gemm_from`` of a kernel without a GEMM."""
@@ -39,11 +28,11 @@ class MoEKernel:
     Attributes:
         stages: the tasks (``stages`` has their indices).
         tiles, gemm: addresses of the format's routines; 0 for none.
-        annotations: what the rows of inputs hold beside bfloat16: all, and such as only the GEMM
+        row_formats: what the rows of inputs hold beside bfloat16: all, and such as only the GEMM
             reads.
-        annotate, annotate_gemm: addresses of what makes it; 0 for nothing to make.
-        int8: whether activations are int8.
+        quantize_row, gemm_quantize_row: addresses of what makes it; 0 for nothing to make.
         scratch_bytes: of each worker.
+        interleave_a: whether A tiles hold the inputs 0, 2, 1, 3 of each four.
     """
 
     fmt: str
@@ -52,15 +41,16 @@ class MoEKernel:
     stages: Stages
     tiles: int
     gemm: int
-    annotations: tuple[Annotation | None, Annotation | None]
-    annotate: int
-    annotate_gemm: int
+    row_formats: tuple[RowFormat | None, RowFormat | None]
+    quantize_row: int
+    gemm_quantize_row: int
     scratch_bytes: int
+    interleave_a: bool
 
     @property
-    def annotate_k(self) -> int:
-        """Inputs that are annotated together: a task must own them all."""
-        return max(how.k if how else 32 for how in self.annotations)
+    def row_k(self) -> int:
+        """Inputs that are quantized together: a task must own them all."""
+        return max(how.k if how else 32 for how in self.row_formats)
 
     @property
     def has_gemm(self) -> bool:
@@ -68,86 +58,46 @@ class MoEKernel:
 
     @property
     def int8(self) -> bool:
+        """Whether activations are int8."""
         return self.activations == "int8"
-
-    @property
-    def tile_fours(self) -> bool:
-        """Whether A tiles hold the inputs 0, 2, 1, 3 of each four (``gemm``)."""
-        return PACKINGS[self.fmt].fours and not self.int8
 
 
 def tables_address() -> int:
-    """Address of the decoding tables that the tiles read."""
+    """Address of the lookup tables that the tiles read."""
     return TABLES.data_ptr()
 
 
-def make_kernel(
-    backend: str, fmt: str, activations: str = "bf16", target: Target | None = None
-) -> MoEKernel:
+def make_kernel(backend: str, fmt: str, activations: str = "bf16") -> MoEKernel:
     """Compiles (or loads from the cache) the kernels for a weight format.
 
-    The caller has asked ``registry`` first: compiling for a CPU that lacks the instructions aborts.
+    The caller has checked ``registry`` first: compiling for a CPU that lacks the instructions
+    aborts.
 
     Args:
         activations: "bf16" (exact), or "int8".
-        target: None for this machine.
     """
-    ops = None if backend in PORTABLE else instructions(target or detect())
-    if backend == "amx":
-        request_permission()
-        return build_kernel(backend, fmt, activations, ops, amx)
-    return build_kernel(backend, fmt, activations, ops)
+    return _make(get_backend(backend), fmt, activations, detect())
 
 
-def _annotate_address(how: Annotation | None, ops: Instructions | None) -> int:
-    return make_annotate(how, ops is None).address if how else 0
+@functools.cache  # a machine whose features are hidden is another one
+def _make(backend: Backend, fmt: str, activations: str, target: Target) -> MoEKernel:
+    made = load(backend.build)(fmt, activations)
+    parts = made if isinstance(made, Parts) else portable.parts(fmt, activations, made)
+    return assemble(backend.name, fmt, activations, parts)
 
 
-@functools.cache
-def build_kernel(
-    backend: str,
-    fmt: str,
-    activations: str,
-    ops: Instructions | None,
-    amx_unit: Any = None,
-) -> MoEKernel:
-    """The kernels of a backend's parts.
-
-    Args:
-        ops: the AVX-512 operations, or None for the generic tiles.
-        amx_unit: ``intrin.amx``, ``intrin.amx_model`` where there is none, or None for the AVX-512
-            GEMM.
-    """
-    digits = ops is not None and (ops.digits or amx_unit is not None)
-    exact = "decoded" if ops is None else "digits" if digits else "lifted"
-    if ops is None:
-        tiles = PORTABLE[backend].make_tiles(fmt, activations)
-    elif amx_unit is not None and activations == "bf16":
-        tiles = gemv_amx.make_tiles(fmt, ops, amx_unit)
-    else:
-        tiles = gemv_avx512.make_tiles(fmt, ops, activations, digits)
-    # Multiply-adds take minima into the weights: they need no sums of the inputs.
-    by_fma = ops is not None and ops.fma and amx_unit is None and activations == "bf16"
-    hows = annotation(fmt, activations, exact), None if by_fma else annotation(fmt, activations)
-    gemm, scratch_bytes = None, 0
-    if ops is not None and amx_unit is not None:
-        gemm = gemm_amx.make_gemm(fmt, ops, activations, amx_unit)
-        scratch_bytes = gemm_amx.SCRATCH_BYTES
-    elif ops is not None and by_fma:
-        gemm = fma.make_gemm(fmt, ops)
-        scratch_bytes = fma.SCRATCH_BYTES
-    elif ops is not None:
-        gemm = avx512.make_gemm(fmt, ops, activations)
-        scratch_bytes = avx512.SCRATCH_BYTES
+def assemble(backend: str, fmt: str, activations: str, parts: Parts) -> MoEKernel:
+    """The kernel of a backend's parts."""
     return MoEKernel(
         fmt=fmt,
         backend=backend,
         activations=activations,
-        stages=make_stages(ops),
-        tiles=tiles.address,
-        gemm=gemm.address if gemm else 0,
-        annotations=hows,
-        annotate=_annotate_address(hows[0], ops),
-        annotate_gemm=_annotate_address(hows[1], ops),
-        scratch_bytes=scratch_bytes,
+        stages=make_stages(parts.epilogue),
+        tiles=parts.tiles.address,
+        gemm=parts.gemm.address if parts.gemm else 0,
+        row_formats=(parts.row_format, parts.gemm_row_format),
+        quantize_row=parts.quantize_row.address if parts.quantize_row else 0,
+        gemm_quantize_row=parts.gemm_quantize_row.address if parts.gemm_quantize_row else 0,
+        scratch_bytes=parts.scratch_bytes,
+        interleave_a=parts.interleave_a,
     )

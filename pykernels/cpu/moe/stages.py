@@ -1,11 +1,11 @@
 """The stages of a fused MoE call, as tasks (SOSP'25 section 3.2, "Fused MoE Operator").
 
-``rows`` copies the inputs of a run of tokens into rows (``intake``), where the driver has not.
+``rows`` copies the inputs of a run of tokens into rows (``inputs``), where the driver has not.
 ``pack`` moves the inputs of up to 64 slots of an expert into A tiles, for experts that take the
 GEMM. ``gate_up`` takes a run of 32-row blocks of one expert, writes ``h = silu(gate) * up`` as bf16
-and annotates it (int8 codes or digits, sums) for ``down``. ``down`` takes a run of output blocks
+and quantizes it (int8 codes or slices, sums) for ``down``. ``down`` takes a run of output blocks
 and one expert and adds its weighted outputs to the float32 sums; it must be called for every active
-expert in order for a given run, one behind the other, which is what makes the result independent
+expert in order for a given run, one after the other, which is what makes the result independent
 of the thread count. The first expert starts the sums at zero, the last one writes ``y``.
 
 An expert of few tokens runs tiles (one pass over its weights for up to 8 tokens), one of many the
@@ -24,18 +24,17 @@ from numba import carray, types
 from ...quant.layout import K_BLOCK
 from ..activations.row_layout import codes_at
 from ..gemm import common
-from ..gemv import avx512, portable
-from ..gemv.portable import round_bf16
+from ..gemv.common import MAX_TOKENS as PASS
 from ..intrin.registers import stack_alloc
+from ..intrin.scalar import round_bf16
 from ..intrin.sync import as_pointer, call_routine
-from ..isa import Instructions
 from ..jit import inlined, task
 from ..job import copy_line, copy_line_0213, f32, i64, job_at
 from ..raised import RAISED
+from .epilogue import Epilogue
 from .inputs import make_rows
 
 _ROW_BYTES = 32 * 4  # one token's float32 outputs of a block
-_PASS = avx512.MAX_TOKENS  # tokens of one call of the tiles
 PIECE = 64
 """Slots that one pack task moves into A tiles."""
 
@@ -101,14 +100,14 @@ def _zero_padding(job, h_rows, h_stride, first, last):
 
 
 @inlined
-def _annotate_h(job, annotate, h_rows, h_stride, first, last, first_block, last_block):
-    """Annotates a run of blocks of some slots' h, the padding with the last one."""
+def _quantize_h(job, quantize_row, h_rows, h_stride, first, last, first_block, last_block):
+    """Quantizes a run of blocks of some slots' h, the padding with the last one."""
     K = K_BLOCK * job.down_k
     stop = K if last_block == job.i_blocks else 32 * last_block
-    if annotate != 0:
+    if quantize_row != 0:
         for slot in range(first, last):
             row = h_rows + slot * h_stride
-            if call_routine(annotate, (row, K, 32 * first_block, stop)) != 0:
+            if call_routine(quantize_row, (row, K, 32 * first_block, stop)) != 0:
                 job.raised = RAISED
 
 
@@ -117,11 +116,11 @@ def _copy_to_tile(row, K, k_groups, tiles, slot, first, last, job):
     """Moves a row's inputs of tile steps first .. last - 1, 64 bytes each, into its A tiles.
 
     A tiles are [group of 16 slots][step][16 slots][64 bytes]: 32 bf16 or 64 int8 inputs a step, in
-    the order that the format's B tiles have (``gemm``).
+    the order that the format's B tiles have (``gemm.common``).
     """
     at = codes_at(row, K) if job.int8 != 0 else row
     to = tiles + (slot // 16 * job.tile_steps * k_groups * 16 + slot % 16) * 64
-    if job.tile_fours != 0:
+    if job.interleave_a != 0:
         for step in range(first, last):
             copy_line_0213(to + step * common.TILE, at + 64 * step)
     else:
@@ -130,24 +129,14 @@ def _copy_to_tile(row, K, k_groups, tiles, slot, first, last, job):
 
 
 @functools.cache
-def make_stages(ops: Instructions | None) -> Stages:
-    """Compiles the stages.
-
-    Args:
-        ops: the AVX-512 operations, or None for plain Numba.
-    """
-    if ops is None:
-        silu_mul_row = portable.silu_mul_row
-        weighted_add_row = portable.weighted_add_row
-    else:
-        silu_mul_row = avx512.make_silu_mul_row(ops)
-        weighted_add_row = avx512.weighted_add_row
+def make_stages(epilogue: Epilogue) -> Stages:
+    """Compiles the stages around an epilogue."""
+    silu_mul, weighted_add = epilogue.silu_mul, epilogue.weighted_add
     OUT_AT = common.OUT_AT
     TOKENS, BLOCKS = common.MAX_TOKENS, common.MAX_BLOCKS
-    ADDRESSES, OUTS = 8 * _PASS, _PASS * _ROW_BYTES
-    variant = ops.name if ops else "generic"
+    ADDRESSES, OUTS = 8 * PASS, PASS * _ROW_BYTES
 
-    @task(f"pack-{variant}")
+    @task(f"pack-{epilogue.name}")
     def pack(job_address, piece, worker):
         job = job_at(job_address)
         active, first = i64(job.piece_active, piece), i64(job.piece_slot, piece)
@@ -163,7 +152,7 @@ def make_stages(ops: Instructions | None) -> Stages:
 
     @inlined
     def multiply(job, M, w, then, scale, k_blocks, rows, out):
-        """out[M, 32] = a packed block times up to _PASS tokens; ``then``: what is read next."""
+        """out[M, 32] = a packed block times up to PASS tokens; ``then``: what is read next."""
         K = K_BLOCK * k_blocks
         tile = (M, w, then, scale, 0, k_blocks, K, rows, job.tables, out)
         if call_routine(job.tiles, tile) != 0:
@@ -172,11 +161,11 @@ def make_stages(ops: Instructions | None) -> Stages:
     @inlined
     def gate_up_tiles(job, h_rows, h_stride, w, scale, first, last, first_block, last_block):
         rows = stack_alloc(ADDRESSES)
-        gates, ups = stack_alloc(OUTS), stack_alloc(OUTS)  # float32 [_PASS, 32] each
+        gates, ups = stack_alloc(OUTS), stack_alloc(OUTS)  # float32 [PASS, 32] each
         for block in range(first_block, last_block):
-            for slot in range(first, last, _PASS):
-                M = min(_PASS, last - slot)
-                _point_at_rows(rows, _PASS, job.x, job.x_stride, job.slot_token, slot, M)
+            for slot in range(first, last, PASS):
+                M = min(PASS, last - slot)
+                _point_at_rows(rows, PASS, job.x, job.x_stride, job.slot_token, slot, M)
                 for part in range(2):
                     at = w + (2 * block + part) * job.gate_up_block
                     scale_at = scale + (2 * block + part) * job.gate_up_scale_block
@@ -185,7 +174,7 @@ def make_stages(ops: Instructions | None) -> Stages:
                     multiply(job, M, at, then, scale_at, job.gate_up_k, rows, out)
                 for t in range(M):
                     h = h_rows + (slot + t) * h_stride + block * 64
-                    silu_mul_row(gates + t * _ROW_BYTES, ups + t * _ROW_BYTES, h)
+                    silu_mul(gates + t * _ROW_BYTES, ups + t * _ROW_BYTES, h)
 
     @inlined
     def gate_up_gemm(
@@ -212,7 +201,7 @@ def make_stages(ops: Instructions | None) -> Stages:
                     for t in range(M):
                         gate = out + (2 * b * Mp + t) * _ROW_BYTES
                         h = h_rows + (slot + t) * h_stride + (block + b) * 64
-                        silu_mul_row(gate, gate + Mp * _ROW_BYTES, h)
+                        silu_mul(gate, gate + Mp * _ROW_BYTES, h)
 
     @inlined
     def pack_h(job, active, h_rows, h_stride, first, last, first_block, last_block):
@@ -228,7 +217,7 @@ def make_stages(ops: Instructions | None) -> Stages:
                 stop // per_step, job,
             )  # fmt: skip
 
-    @task(f"gate-up-{variant}")
+    @task(f"gate-up-{epilogue.name}")
     def gate_up(job_address, index, worker):
         job = job_at(job_address)
         active = index // job.i_chunks
@@ -238,9 +227,9 @@ def make_stages(ops: Instructions | None) -> Stages:
         w = job.gate_up + expert * job.gate_up_stride
         scale = job.gate_up_scale + expert * job.gate_up_scale_stride
         first, last = i64(job.starts, active), i64(job.starts, active + 1)
-        crowded = last - first >= job.gemm_from
-        h_rows, h_stride = i64(job.h_rows, active), job.h_gemm_stride if crowded else job.h_stride
-        if crowded:
+        use_gemm = last - first >= job.gemm_from
+        h_rows, h_stride = i64(job.h_rows, active), job.h_gemm_stride if use_gemm else job.h_stride
+        if use_gemm:
             scratch = job.scratch + worker * job.scratch_stride
             gate_up_gemm(
                 job,
@@ -259,9 +248,9 @@ def make_stages(ops: Instructions | None) -> Stages:
             gate_up_tiles(job, h_rows, h_stride, w, scale, first, last, first_block, last_block)
         if last_block == job.i_blocks:
             _zero_padding(job, h_rows, h_stride, first, last)
-        annotate = job.annotate_gemm if crowded else job.annotate
-        _annotate_h(job, annotate, h_rows, h_stride, first, last, first_block, last_block)
-        if crowded:
+        quantize_row = job.gemm_quantize_row if use_gemm else job.quantize_row
+        _quantize_h(job, quantize_row, h_rows, h_stride, first, last, first_block, last_block)
+        if use_gemm:
             pack_h(job, active, h_rows, h_stride, first, last, first_block, last_block)
         return job.raised
 
@@ -270,19 +259,19 @@ def make_stages(ops: Instructions | None) -> Stages:
         """The sums of M slots' tokens += their weights x out[M, 32]."""
         for t in range(M):
             acc = _sums_at(job, block, i64(job.slot_token, slot + t))
-            weighted_add_row(f32(job.slot_weight, slot + t), out + t * _ROW_BYTES, acc)
+            weighted_add(f32(job.slot_weight, slot + t), out + t * _ROW_BYTES, acc)
 
     @inlined
     def down_tiles(job, h_rows, h_stride, w, then, scale, first, last, first_block, last_block):
         rows = stack_alloc(ADDRESSES)
-        out = stack_alloc(OUTS)  # float32 [_PASS, 32]
+        out = stack_alloc(OUTS)  # float32 [PASS, 32]
         for block in range(first_block, last_block):
             w_down = w + block * job.down_block
             s_down = scale + block * job.down_scale_block
             after = w_down + job.down_block if block + 1 < last_block else then
-            for slot in range(first, last, _PASS):
-                M = min(_PASS, last - slot)
-                _point_at_rows(rows, _PASS, h_rows, h_stride, 0, slot, M)
+            for slot in range(first, last, PASS):
+                M = min(PASS, last - slot)
+                _point_at_rows(rows, PASS, h_rows, h_stride, 0, slot, M)
                 multiply(job, M, w_down, after, s_down, job.down_k, rows, out)
                 add_rows(job, slot, M, block, out)
 
@@ -309,7 +298,7 @@ def make_stages(ops: Instructions | None) -> Stages:
                 for b in range(count):
                     add_rows(job, slot, M, block + b, scratch + OUT_AT + b * Mp * _ROW_BYTES)
 
-    @task(f"down-{variant}")
+    @task(f"down-{epilogue.name}")
     def down(job_address, index, worker):
         job = job_at(job_address)
         active = index % job.A
@@ -324,9 +313,9 @@ def make_stages(ops: Instructions | None) -> Stages:
             for i in range(count):
                 sums[i] = types.float32(0)
         first, last = i64(job.starts, active), i64(job.starts, active + 1)
-        crowded = last - first >= job.gemm_from
-        h_rows, h_stride = i64(job.h_rows, active), job.h_gemm_stride if crowded else job.h_stride
-        if not crowded:
+        use_gemm = last - first >= job.gemm_from
+        h_rows, h_stride = i64(job.h_rows, active), job.h_gemm_stride if use_gemm else job.h_stride
+        if not use_gemm:
             # The same blocks of the next expert; behind the last one what is in cache already.
             then = expert if active + 1 == job.A else i64(job.experts, active + 1)
             then = job.down + then * job.down_stride + first_block * job.down_block

@@ -1,26 +1,26 @@
 """Packed weights to what dot products take, exactly, 64 weights at a time: one reader a format.
 
-For bfloat16 products a reader turns 4 inputs of 16 outputs into two 64-byte rows. Formats in pairs
-give those of a B tile of TDPBF16PS, ``16 n x (k, k + 1)`` and ``16 n x (k + 2, k + 3)``. Formats in
-fours give quads, ``8 n x (k .. k + 3)``: in each 128-bit lane, outputs 0 and 1 of its four in the
-first row, 2 and 3 in the second. ``vdpbf16ps`` takes either; it is cheaper to sum a quad's two
-halves once a group (``products``) than to part them here.
+The 64 weights are 4 inputs of 16 outputs. For bfloat16 products a reader turns them into two
+64-byte rows. Formats in pairs give those of a B tile of TDPBF16PS, ``16 n x (k, k + 1)`` and
+``16 n x (k + 2, k + 3)``. Formats in fours give quads, ``8 n x (k .. k + 3)``: in each 128-bit
+lane, outputs 0 and 1 of its four in the first row, 2 and 3 in the second. ``vdpbf16ps`` takes
+either; it is cheaper to sum a quad's two halves once a group (``gemv.dot``) than to part them here.
 
 A GEMM wants pairs of one output side by side. Which two inputs make a pair is free, as long as A
-tiles say the same, and in formats in fours these are the inputs 0 and 2, 1 and 3 of a lot
-(``halves``): the even and the odd bytes of 16-bit words. Codes of 4 or 5 bits are then one look-up
+tiles say the same, and in formats in fours these are the inputs 0 and 2, 1 and 3 of each four
+(``halves``): the even and the odd bytes of 16-bit words. Codes of 4 or 5 bits are then one lookup
 of words each (``vpermw``), other ones two of bytes and two shifts.
 
-Codes of 8 bits or fewer go through tables of the low and the high byte of their bfloat16 (OSDI'26
-section 3.4 shifts bits instead, which loses E4M3's subnormals: ``vdpbf16ps`` takes unbiased ones
-for zeros).
+Codes of 8 bits or fewer go through tables of the low and the high byte of their bfloat16
+(``lookup``). OSDI'26 section 3.4 shifts bits instead, which loses E4M3's subnormals: ``vdpbf16ps``
+takes unbiased ones for zeros.
 
-Codes of 4 to 6 bits become bfloat16 in two operations, in the order of pairs, where a constant may
-be added: set into the upper bits of a mantissa, ``n`` of b bits is ``2**b + n``. That is exact too;
-the sum of the inputs times the constant comes off a group's sum (``products``).
+Codes of 4 to 6 bits become bfloat16 in two operations, in the order of pairs, with the magic-number
+trick: set into the upper bits of a mantissa, ``n`` of b bits is ``2**b + n``. That is exact too;
+the sum of the inputs times the constant comes off a group's sum (``gemv.dot``).
 
-For int8 products it gives one row of ``16 n x 4 k`` unsigned bytes, what ``vpdpbusd`` takes: the
-weight plus a ``bias``, which costs nothing to make and one sum of the inputs to take off again.
+For int8 products a reader gives one row of ``16 n x 4 k`` unsigned bytes, what ``vpdpbusd`` takes:
+the weight plus a ``bias``, which costs nothing to make and one sum of the inputs to take off again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from ..intrin.avx512_bytes import (
 from ..intrin.avx512_words import even_words, lookup_32_words, odd_words, shift_words
 from ..isa import Instructions
 from ..jit import inlined
-from .layout import BIASES, CODE_BITS, LIFTS, PACKINGS, UNITS, Packing
+from .layout import BIASES, CODE_BITS, MAGIC_OFFSETS, PACKINGS, UNITS, Packing
 from .lookup import (
     BIT4_AT,
     E4M3_AT,
@@ -76,18 +76,18 @@ class Reader:
     Attributes:
         packing: its tiles.
         scales: its scales.
-        rows: ``rows(tile, load, part, tables) -> (row, row)``, a lot in bfloat16: pair-rows, or
-            quads of a format in fours.
+        rows: ``rows(tile, load, part, tables) -> (row, row)``, 64 weights in bfloat16: pair-rows,
+            or quads of a format in fours.
         halves: the same of a format in fours as rows of pairs: inputs 0 and 2 of each of 16
             outputs, inputs 1 and 3; None for other formats.
-        codes: ``codes(tile, load, part, tables) -> row``, the lot's weights over ``unit`` plus
+        codes: ``codes(tile, load, part, tables) -> row``, the weights over ``unit`` plus
             ``bias`` as unsigned bytes; None if they are no integers.
         bias, unit: see ``codes``.
-        lifted: ``lifted(tile, load, part, tables) -> (row, row)``, pair-rows in bfloat16 of the
-            lot's weights plus ``lift``; None if codes are too wide or no integers.
-        lift: see ``lifted``.
-        signed: ``signed(tile, load, part, tables) -> row``, the lot's weights over ``signed_unit``
-            as signed bytes; None if they are no integers.
+        magic: ``magic(tile, load, part, tables) -> (row, row)``, pair-rows in bfloat16 of the
+            weights plus ``magic_offset``; None if codes are too wide or no integers.
+        magic_offset: see ``magic``.
+        signed: ``signed(tile, load, part, tables) -> row``, the weights over ``signed_unit`` as
+            signed bytes; None if they are no integers.
         signed_unit: see ``signed``.
     """
 
@@ -98,8 +98,8 @@ class Reader:
     codes: Callable | None = None
     bias: int = 0
     unit: float = 1.0
-    lifted: Callable | None = None
-    lift: int = 0
+    magic: Callable | None = None
+    magic_offset: int = 0
     signed: Callable | None = None
     signed_unit: float = 1.0
 
@@ -108,14 +108,14 @@ class Reader:
 def make_reader(fmt: str, ops: Instructions) -> Reader:
     """The reader of a format, by the instructions of ``ops``."""
     rows, halves, codes = _READERS[fmt](ops)
-    lift = LIFTS.get(fmt, 0)
-    lifted = _lifted(fmt, ops, codes) if lift else None
+    magic_offset = MAGIC_OFFSETS.get(fmt, 0)
+    magic = _magic(fmt, ops, codes) if magic_offset else None
     bias, unit = BIASES.get(fmt, 0), UNITS.get(fmt, 1.0)
     signed, signed_unit = _signed(fmt, ops, codes, bias), unit
     if _READERS[fmt] is _INT4:
         signed, signed_unit = _high_nibbles, 1 / 16
     return Reader(
-        PACKINGS[fmt], SCALES[fmt], rows, halves, codes, bias, unit, lifted, lift, signed,
+        PACKINGS[fmt], SCALES[fmt], rows, halves, codes, bias, unit, magic, magic_offset, signed,
         signed_unit,
     )  # fmt: skip
 
@@ -148,7 +148,7 @@ def _signed(fmt: str, ops: Instructions, codes: Callable | None, bias: int) -> C
     return signed
 
 
-def _lifted(fmt: str, ops: Instructions, codes: Callable) -> Callable:
+def _magic(fmt: str, ops: Instructions, codes: Callable) -> Callable:
     """A code's bits below an exponent that makes their lowest an integer's: ``2**BITS + code``."""
     first, second, BITS = ops.first_words, ops.second_words, CODE_BITS[fmt]
     SHIFT = 7 - BITS  # a bfloat16 has 7 bits of mantissa
@@ -157,20 +157,20 @@ def _lifted(fmt: str, ops: Instructions, codes: Callable) -> Callable:
     if BITS > 4:
 
         @inlined
-        def lifted(tile, load, part, tables):
+        def magic(tile, load, part, tables):
             found = codes(tile, load, part, tables)
             return (
                 and_xor_words(first(found, SHIFT), MASK, EXPONENT),
                 and_xor_words(second(found, SHIFT), MASK, EXPONENT),
             )
 
-        return lifted
+        return magic
 
     # Signed codes are the weights' two's complement: the flipped sign bit adds the bias.
     FLIP = EXPONENT | (BIASES.get(fmt, 0) << SHIFT)
 
     @inlined
-    def lifted_nibbles(tile, load, part, tables):
+    def magic_nibbles(tile, load, part, tables):
         both = load_u8(tile + 64 * load)
         shift = SHIFT - 4 * part
         return (
@@ -178,7 +178,7 @@ def _lifted(fmt: str, ops: Instructions, codes: Callable) -> Callable:
             and_xor_words(second(both, shift), MASK, FLIP),
         )
 
-    return lifted_nibbles
+    return magic_nibbles
 
 
 def _bf16(ops: Instructions):
@@ -253,7 +253,7 @@ def _int8(ops: Instructions, LEAST: bool = False):
 
 
 def _nibbles(ops: Instructions) -> Callable:
-    """``nibbles(tile, load, part)``: 4-bit codes of a lot, a byte each; two lots share a line."""
+    """``nibbles(tile, load, part)``: 64 codes of 4 bits, a byte each; 128 share a line."""
     high = ops.high_nibbles
 
     @inlined
@@ -280,7 +280,7 @@ def _four_bits(table_at: int, words_at: int, flip: bool = False, codes_at: int |
 
         @inlined
         def halves(tile, load, part, tables):
-            # A look-up reads the lowest five bits of a word, of which a code is four.
+            # A lookup reads the lowest five bits of a word, of which a code is four.
             both, table = load_u8(tile + 64 * load), load_u8(tables + words_at)
             low = both if part == 0 else shift_words(both, 4)
             return lookup_32_words(table, low), lookup_32_words(

@@ -1,4 +1,4 @@
-"""A format's packed tiles as numbers, and how what is read next of them is asked for."""
+"""A format's packed tiles and scale groups as numbers, and the prefetch of what is read next."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Packing:
     Attributes:
         k_step: inputs of a tile: 32 in pairs, 64 in fours.
         tile_bytes: of a packed tile.
-        parts: lots of 4 inputs that share a load; a tile has 8 loads.
+        parts: vectors of 16 outputs by 4 inputs that share a load; a tile has 8 loads.
     """
 
     k_step: int
@@ -43,8 +43,9 @@ class Packing:
         return self.k_step == 64
 
     @property
-    def asked(self) -> int:
-        """Loads whose share of the tile is whole cache lines: 1, but for masks beside codes."""
+    def prefetch_loads(self) -> int:
+        """Loads that are prefetched together, as their share of the tile is whole cache lines: 1,
+        but for masks beside codes."""
         return LOADS // math.gcd(LOADS, self.tile_bytes // 64)
 
 
@@ -76,23 +77,39 @@ BIASES = {
     "mxfp4": 12,
     "q6_k": 32,
 }
-"""By format name, see ``decode.Reader.codes``; 0 for the others."""
+"""By format name, see ``dequant.Reader.codes``; 0 for the others."""
 
 UNITS = {"mxfp4": 0.5}
-"""By format name, see ``decode.Reader.codes``; 1 for the others."""
+"""By format name, see ``dequant.Reader.codes``; 1 for the others."""
 
 CODE_BITS = {
     **dict.fromkeys(("int4", "int4-g128", "int4-channel", "q4_k"), 4),
     "q5_k": 5,
     "q6_k": 6,
 }
-"""Formats of integer codes narrow enough to be lifted."""
+"""Formats of integer codes narrow enough for a magic number."""
 
 INTEGERS = frozenset(BIASES) | frozenset(CODE_BITS)
 """Formats whose weights are integers of 8 bits, in their unit."""
 
-LIFTS = {fmt: (1 << bits) + BIASES.get(fmt, 0) for fmt, bits in CODE_BITS.items()}
-"""By format name, see ``decode.Reader.lifted``."""
+MAGIC_OFFSETS = {fmt: (1 << bits) + BIASES.get(fmt, 0) for fmt, bits in CODE_BITS.items()}
+"""By format name, see ``dequant.Reader.magic_offset``."""
+
+
+SCALE_K = {
+    "bf16": 0,
+    **dict.fromkeys(("fp8", "fp8-channel", "int8", "int8-channel"), 128),
+    **dict.fromkeys(("int4-g128", "int4-channel"), 128),
+    **dict.fromkeys(("int4", "mxfp4", "q4_k", "q5_k", "q8_0"), 32),
+    "q6_k": 16,
+}
+"""Inputs of a scale group by format name; 0 for no scales."""
+
+MINIMA = frozenset(("q4_k", "q5_k"))
+"""Formats whose groups have a minimum beside the scale."""
+
+SUPERBLOCK_K45, SUPERBLOCK_K6 = 640, 576
+"""Packed scale bytes of 32 outputs by 256 inputs: ``q4_k`` and ``q5_k``, ``q6_k``."""
 
 
 def packed_bytes(fmt: str) -> int:
@@ -102,15 +119,15 @@ def packed_bytes(fmt: str) -> int:
 
 
 @functools.cache
-def make_ask(packing: Packing, prefetch: Callable = prefetch_l1) -> Callable:
-    """``ask(tile, load)`` prefetches the lines of ``packing.asked`` loads, the first a multiple of
-    them, in the order of their bytes: hardware prefetchers follow one stream."""
+def make_prefetch(packing: Packing, prefetch: Callable = prefetch_l1) -> Callable:
+    """``prefetch_tile(tile, load)`` prefetches the lines of ``packing.prefetch_loads`` loads, the
+    first a multiple of them, in the order of their bytes, as hardware prefetchers follow them."""
     EACH = packing.tile_bytes // LOADS
-    LINES = packing.asked * EACH // 64
+    LINES = packing.prefetch_loads * EACH // 64
 
     @inlined
-    def ask(tile, load):
+    def prefetch_tile(tile, load):
         for line in range(LINES):
             prefetch(tile + EACH * load + 64 * line)
 
-    return ask
+    return prefetch_tile

@@ -1,4 +1,4 @@
-"""The tables that packed codes are looked up in."""
+"""The tables that packed codes are looked up in, for dequantization in registers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ BIT4_AT = 1728
 """Where a table begins in ``TABLES``, in bytes."""
 
 
-def _decode_tables() -> torch.Tensor:
+def _make_tables() -> torch.Tensor:
     """uint8 [1792] at a 64-byte-aligned address: low bytes, then high bytes, of bf16(code).
 
     E4M3 and magnitudes 0 .. 127 have 128 entries each; 4-bit codes have 16, once for each 128-bit
     lane; 5- and 6-bit codes have 64. Tables of whole words follow: 32 entries for codes of 4 bits
-    (each twice; +0 for -0) and 5; ``128 (1 - h)`` for signed h of 6 bits (``planes``). Last a mask
-    of even bytes, MXFP4's codes as integers, and the bit 4.
+    (each twice; +0 for -0) and 5; ``128 (1 - h)`` for signed h of 6 bits (``gemm.dequant_slab``).
+    Last a mask of even bytes, MXFP4's codes as integers, and the bit 4.
     """
 
     def bytes_of(values: torch.Tensor, copies: int = 1) -> torch.Tensor:
@@ -61,5 +61,5 @@ def _aligned(tables: torch.Tensor) -> torch.Tensor:
     return aligned
 
 
-TABLES = _decode_tables()
+TABLES = _make_tables()
 """Passed to the readers by address, so that compiled kernels hold no pointer of this process."""

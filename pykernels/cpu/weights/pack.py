@@ -41,13 +41,13 @@ _PAIRS = K_STEP // 2  # pair-rows of a tile
 
 
 @inlined
-def _place_wide(r, n):
+def _index_wide(r, n):
     """Where a tile holds pair-row r of output n, in pairs (the wide order of ``quant.layout``)."""
     return r * 16 + n
 
 
 @inlined
-def _place_byte(r, n):
+def _index_byte(r, n):
     """The same for the byte order."""
     return r // 2 * 32 + n // 4 * 8 + r % 2 * 4 + n % 4
 
@@ -99,7 +99,7 @@ def _make_pairs(itemsize: int) -> Any:
     """For elements of 1 or 2 bytes, in the byte or the wide order."""
     element, pair = (types.uint8, types.uint16) if itemsize == 1 else (types.uint16, types.uint32)
     SHIFT = 8 * itemsize
-    place = _place_byte if itemsize == 1 else _place_wide
+    index_of = _index_byte if itemsize == 1 else _index_wide
 
     @task(f"pack-{itemsize}")
     def pack(job_address, block, worker):
@@ -118,7 +118,7 @@ def _make_pairs(itemsize: int) -> Any:
                 tile = (2 * step + half) * 256
                 first = (start + step * K_STEP) // 2
                 for r in range(_PAIRS):
-                    out[tile + place(r, column)] = pairs[first + r]
+                    out[tile + index_of(r, column)] = pairs[first + r]
             for step in range(whole, steps):
                 tile = (2 * step + half) * 256
                 for r in range(_PAIRS):
@@ -128,7 +128,7 @@ def _make_pairs(itemsize: int) -> Any:
                         low = pair(source[start + k])
                     if k + 1 < have:
                         high = pair(source[start + k + 1])
-                    out[tile + place(r, column)] = low | (high << pair(SHIFT))
+                    out[tile + index_of(r, column)] = low | (high << pair(SHIFT))
         return 0
 
     return pack

@@ -30,8 +30,9 @@ class Source:
         bits: of a code.
         quad: ``quad(row, k, K) -> uint32``: the codes of inputs k .. k + 3 of the row at that
             address, a byte each, the first in the lowest; k is a multiple of 4.
-        scale_k: inputs of a lot of scales; 0 where a format packs its few scales itself.
-        halves, small: scales of 16 and 8 bits that are written for each ``scale_k`` inputs.
+        scale_k: inputs that scales are packed for together; 0 where a format packs its few scales
+            itself. halves, small: scales of 16 and 8 bits that are written for each ``scale_k``
+            inputs.
         half: ``half(row, scale_row, g, i) -> uint16``: the i-th of the 16-bit scales of the g-th
             ``scale_k`` inputs; ``scale_row`` is the address of the row's separate scales.
         byte: ``byte(row, g, i) -> uint8``: likewise the small ones.
@@ -233,8 +234,8 @@ def make_code_writer(source: Source) -> Callable:
 def make_scale_writer(source: Source) -> Callable:
     """``write(row, scale_row, n, have, groups, out)``: row n's scales into a block's packed ones.
 
-    ``groups`` lots of ``scale_k`` inputs are written, of which the row has ``have``. Only where
-    ``scale_k`` is not 0.
+    ``groups`` times ``scale_k`` inputs' scales are written, of which the row has ``have``. Only
+    where ``scale_k`` is not 0.
     """
     HALVES, SMALL, byte = source.halves, source.small, source.byte
     half: Any = source.half

@@ -1,6 +1,6 @@
 """Where a format's scales lie, and what a group of inputs is multiplied by.
 
-A group is ``scale_k`` inputs of one output: its products are summed without any scale and go into
+A group is ``SCALE_K`` inputs of one output: its products are summed without any scale and go into
 the running sum with one multiply-add (OSDI'26 Figure 10). K-quants have a scale and a minimum for
 each group, small integers under two halves for each superblock of 256 inputs: their products with
 the half are exact in float32.
@@ -9,7 +9,7 @@ the half are exact in float32.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..intrin.avx512 import (
     broadcast_f32,
@@ -23,9 +23,7 @@ from ..intrin.avx512 import (
 from ..intrin.avx512_words import load_i8_as_word_pairs, load_powers
 from ..jit import inlined
 from ..job import f32
-
-SUPERBLOCK_K45, SUPERBLOCK_K6 = 640, 576
-"""Packed scale bytes of 32 outputs by 256 inputs: ``q4_k`` and ``q5_k``, ``q6_k``."""
+from .layout import SCALE_K, SUPERBLOCK_K6, SUPERBLOCK_K45
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Scales:
         small_minimum: likewise: the minimum is this integer as a float, times ``super_minimum``.
     """
 
-    k: int
+    k: int = 0
     factor: Callable | None = None
     minimum: Callable | None = None
     small: Callable | None = None
@@ -135,26 +133,30 @@ def _k6_super_factor(scale, group, half):
     return load_f16(scale + group * SUPERBLOCK_K6 + 32 * half)
 
 
-_GROUPS_32, _GROUPS_128 = Scales(32, _bf16_groups), Scales(128, _bf16_groups)
-_CHANNEL = Scales(128, _for_outputs, whole=True)
+_GROUPS = Scales(factor=_bf16_groups)
+_CHANNEL = Scales(factor=_for_outputs, whole=True)
 _K45 = Scales(
-    32, _k45_factor, _k45_minimum, _k45_small, 256, _k45_super_factor,
+    factor=_k45_factor, minimum=_k45_minimum,
+    small=_k45_small, super_k=256, super_factor=_k45_super_factor,
     small_minimum=_k45_small_minimum, super_minimum=_k45_super_minimum,
 )  # fmt: skip
+_K6 = Scales(factor=_k6_factor, small=_k6_small, super_k=256, super_factor=_k6_super_factor)
 
-SCALES = {
-    "bf16": Scales(0),
-    "fp8": Scales(128, _for_block),
+_SCALES = {
+    "bf16": Scales(),
+    "fp8": Scales(factor=_for_block),
     "fp8-channel": _CHANNEL,
-    "int8": _GROUPS_128,
+    "int8": _GROUPS,
     "int8-channel": _CHANNEL,
-    "int4": _GROUPS_32,
-    "int4-g128": _GROUPS_128,
+    "int4": _GROUPS,
+    "int4-g128": _GROUPS,
     "int4-channel": _CHANNEL,
-    "mxfp4": Scales(32, _bf16_groups, power=_bf16_powers),
+    "mxfp4": Scales(factor=_bf16_groups, power=_bf16_powers),
     "q4_k": _K45,
     "q5_k": _K45,
-    "q6_k": Scales(16, _k6_factor, None, _k6_small, 256, _k6_super_factor),
-    "q8_0": Scales(32, _f16_groups),
+    "q6_k": _K6,
+    "q8_0": Scales(factor=_f16_groups),
 }
+
+SCALES = {fmt: replace(scales, k=SCALE_K[fmt]) for fmt, scales in _SCALES.items()}
 """By format name."""

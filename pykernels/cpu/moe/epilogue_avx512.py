@@ -1,4 +1,4 @@
-"""``silu(gate) * up`` on 16 lanes.
+"""The epilogues in AVX-512, 16 outputs at a time.
 
 exp is the classic reduction: ``2**n * exp(r)`` with ``|r| <= ln 2 / 2``, r by two-step subtraction
 of ``n ln 2`` (Cody-Waite) and a degree-6 Taylor-like minimax polynomial (the coefficients of
@@ -7,6 +7,8 @@ Cephes' ``expf``), within 2 ulp.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from ..intrin.avx512 import (
@@ -14,13 +16,17 @@ from ..intrin.avx512 import (
     broadcast_f32,
     div_f32,
     fma_f32,
+    load_f32,
     max_f32,
     min_f32,
     mul_f32,
     round_f32,
     scale_exp2_f32,
+    store_f32,
 )
+from ..isa import Instructions
 from ..jit import inlined
+from .epilogue import Epilogue
 
 _LOG2E = np.float32(1.44269504088896341)
 _LN2_HIGH = np.float32(-0.693359375)
@@ -61,3 +67,24 @@ def silu_mul_f32(gate, up):
     """``gate / (1 + exp(-gate)) * up``."""
     e = exp_f32(mul_f32(gate, broadcast_f32(np.float32(-1.0))))
     return mul_f32(div_f32(gate, add_f32(e, broadcast_f32(_ONE))), up)
+
+
+@functools.cache
+def make_epilogue(ops: Instructions) -> Epilogue:
+    """The epilogues by the instructions of ``ops``."""
+    store_bf16 = ops.store_bf16
+
+    @inlined
+    def silu_mul(gate, up, h):
+        for i in range(2):
+            value = silu_mul_f32(load_f32(gate + 64 * i), load_f32(up + 64 * i))
+            store_bf16(h + 32 * i, value)
+
+    return Epilogue(ops.name, silu_mul, _weighted_add)
+
+
+@inlined
+def _weighted_add(weight, value, acc):
+    for i in range(2):
+        at = acc + 64 * i
+        store_f32(at, fma_f32(broadcast_f32(weight), load_f32(value + 64 * i), load_f32(at)))

@@ -1,4 +1,4 @@
-"""What intrinsics without arithmetic do, one by one, and in what order memory sees it."""
+"""Intrinsics without arithmetic: atomics, futexes, prefetches, AMX, calls, bit casts."""
 
 from __future__ import annotations
 
@@ -60,37 +60,31 @@ def _emitted(op: Any, *operands: Any) -> str:
         (atomic_exchange, 3, "cmpxchg i64* %, i64 %b, i64 %c seq_cst seq_cst"),
     ],
 )
-def test_words_are_seen_in_the_order_that_threads_count_on(op, operands, line) -> None:
-    """A store is behind all that was written; a load is behind an addition in front of it."""
+def test_memory_order_of_atomics(op, operands, line) -> None:
+    """A store is after all that was written before it; a load after an addition before it."""
     found = _emitted(op, *operands * [None])
     assert line in found, found
     assert "null_pointer_is_valid" in found
 
 
-def test_what_keeps_prefetches_apart_is_no_instruction() -> None:
-    assert 'fence syncscope("singlethread") seq_cst' in _emitted(in_order)
-
-
-@pytest.mark.parametrize(("op", "levels"), [(prefetch_l1, 3), (prefetch_l2, 2)])
-def test_prefetches_ask_for_data_to_read(op, levels) -> None:
-    assert f"i32 0, i32 {levels}, i32 1)" in _emitted(op, None)
-
-
 @pytest.mark.parametrize(
     ("op", "operands", "call"),
     [
-        (amx.load_config, [None], "ldtilecfg(i8* %)"),
-        (amx.release, [], "tilerelease()"),
-        (amx.zero, [3], "tilezero(i8 3)"),
-        (amx.load, [4, None, None], "tileloadd64(i8 4, i8* %, i64 %c)"),
-        (amx.store, [5, None, None], "tilestored64(i8 5, i8* %, i64 %c)"),
-        (amx.dot_bf16, [1, 2, 3], "tdpbf16ps(i8 1, i8 2, i8 3)"),
-        (amx.dot_i8, [1, 2, 3], "tdpbssd(i8 1, i8 2, i8 3)"),
+        (in_order, [], 'fence syncscope("singlethread") seq_cst'),  # no instruction
+        (prefetch_l1, [None], "i32 0, i32 3, i32 1)"),
+        (prefetch_l2, [None], "i32 0, i32 2, i32 1)"),
+        (amx.load_config, [None], 'ldtilecfg"(i8* %)'),
+        (amx.release, [], 'tilerelease"()'),
+        (amx.zero, [3], 'tilezero"(i8 3)'),
+        (amx.load, [4, None, None], 'tileloadd64"(i8 4, i8* %, i64 %c)'),
+        (amx.store, [5, None, None], 'tilestored64"(i8 5, i8* %, i64 %c)'),
+        (amx.dot_bf16, [1, 2, 3], 'tdpbf16ps"(i8 1, i8 2, i8 3)'),
+        (amx.dot_i8, [1, 2, 3], 'tdpbssd"(i8 1, i8 2, i8 3)'),
     ],
 )
-def test_tile_instructions_take_tiles_by_number(op, operands, call) -> None:
+def test_what_prefetches_and_amx_emit(op, operands, call) -> None:
     found = _emitted(op, *operands)
-    assert f'call void @"llvm.x86.{call}'.replace("(", '"(', 1) in found, found
+    assert call in found, found
 
 
 @routine(4, "sync-atomics")
@@ -105,7 +99,7 @@ def _atomics(word, which, a, b):
     return atomic_exchange(word, a, b)
 
 
-def test_atomics_act_on_whole_words() -> None:
+def test_atomics_act_on_64_bits() -> None:
     words = np.array([-1, BIG, -1])
     at, call = words.ctypes.data + 8, _atomics.ctypes
     assert call(at, 0, 0, 0) == BIG
@@ -127,13 +121,13 @@ def _wake(word):
     return futex_wake_all(word)
 
 
-def test_nobody_sleeps_on_a_word_that_has_changed() -> None:
+def test_futex_wait_returns_if_the_word_changed() -> None:
     words = np.array([BIG, 0])
     assert _wait.ctypes(words.ctypes.data, BIG + 1) == -1
     assert _wait.ctypes(words.ctypes.data, BIG - 1) == -1
 
 
-def test_all_who_sleep_are_woken_by_one_call() -> None:
+def test_futex_wake_wakes_all() -> None:
     """They compare low halves alone."""
     words, woken = np.array([-1, 0]), list[int]()
     at = words.ctypes.data
@@ -156,7 +150,7 @@ def _clock():
     return clock_ns()
 
 
-def test_the_clock_is_the_monotonic_one_in_nanoseconds() -> None:
+def test_clock_is_monotonic_ns() -> None:
     before = time.monotonic_ns()
     now = _clock.ctypes()
     assert before <= now <= time.monotonic_ns()
@@ -172,7 +166,7 @@ def _calls(function):
     return 1000 * call_task(function, 1, 2, 3) + call_routine(function, (4, 5, 6))
 
 
-def test_what_is_called_by_address_has_its_arguments_in_order() -> None:
+def test_calls_by_address_pass_arguments_in_order() -> None:
     assert _calls.ctypes(_digits.address) == 123456
 
 
@@ -185,7 +179,7 @@ def _bits(at):
 
 
 @pytest.mark.parametrize("value", [1.7, -1e-40, np.inf, -2.5])
-def test_bits_of_floats_are_taken_as_they_lie(value) -> None:
+def test_bit_casts(value) -> None:
     floats = np.array([value, 0, 0], np.float32)
     bits = floats.view(np.uint32)
     assert _bits.ctypes(floats.ctypes.data) == bits[0]
@@ -203,7 +197,7 @@ def _exchanged(address):
     return record.first
 
 
-def test_fields_of_a_record_lie_in_their_order() -> None:
+def test_descriptor_fields() -> None:
     record = np.array([(BIG, 2, 3)], _RECORD)
     assert _exchanged.ctypes(record.ctypes.data) == BIG
     assert record.tolist() == [(BIG, 3, 2)]
@@ -216,6 +210,6 @@ def _stack():
     return (first | second) % 64 + (0 if apart else 1000)
 
 
-def test_parts_of_the_stack_are_aligned_and_apart() -> None:
+def test_stack_alloc_is_aligned() -> None:
     assert _stack.ctypes() == 0
     assert "alloca [192 x i8], align 64" in _emitted(stack_alloc, 192)

@@ -8,7 +8,6 @@ is no more than that of torch's own bf16 modules.
 from __future__ import annotations
 
 import functools
-import itertools
 
 import pytest
 import torch
@@ -18,11 +17,9 @@ from pykernels import cpu, ref
 from pykernels.cpu.moe.kernel import NEVER
 from pykernels.cpu.moe.plan import MoEPlan
 from pykernels.cpu.weights.layout import INTEGERS
-from pykernels.errors import PykernelsError
-from pykernels.quant import FORMATS, PackedExperts, get_format
-from pykernels.registry import kernels
+from pykernels.quant import PackedExperts, get_format
+from pykernels.registry import get_backend
 from pykernels.shapes import MoEShape, Routing
-from pykernels.target import detect
 from pykernels.testing import (
     assert_close,
     balanced_routing,
@@ -35,24 +32,11 @@ from pykernels.testing import (
     skewed_routing,
 )
 
+from ..kernels import variants
+
 FLOAT32_SUMS = 1e-6
 
-
-def _variants(*activations: str) -> list:
-    """(backend, format, activations), those that cannot run here marked with the reason."""
-    found = []
-    for backend in kernels():
-        for fmt, kind in itertools.product(FORMATS, activations):
-            if kind == "int8" and FORMATS[fmt].int8_kind is None:
-                continue
-            why = backend.supports(fmt, detect(), kind)
-            marks = [pytest.mark.skip(reason=why)] if why else []
-            name = f"{backend.name}-{fmt}-{kind}"
-            found.append(pytest.param(backend.name, fmt, kind, id=name, marks=marks))
-    return found
-
-
-VARIANTS, EXACT = _variants("bf16", "int8"), _variants("bf16")
+VARIANTS, EXACT = variants("bf16", "int8"), variants("bf16")
 
 SHAPE = MoEShape(E=8, H=256, I=128, topk=3)
 RAGGED = MoEShape(E=5, H=200, I=72, topk=2)
@@ -134,18 +118,6 @@ def test_no_worse_than_native_bf16(kernel, fmt, _):
     assert relative_error(y, truth) <= relative_error(native, truth)
 
 
-@pytest.mark.parametrize(("kernel", "fmt", "activations"), _variants("int8"))
-def test_int8_activations_cost_about_one_percent(kernel, fmt, activations):
-    """What the caller chooses: 8 bits of x and of h, each about half a percent of its norm."""
-    shape = fit(SHAPE, get_format(fmt))
-    experts, routing, x = _experts(shape, fmt), balanced_routing(33, shape), _x(33, shape.H)
-    truth = ref.moe_ffn(x, routing.ids, routing.weights, experts, dtype=torch.float64)
-    y = cpu.moe_ffn(
-        x, routing.ids, routing.weights, experts, kernel=kernel, activations=activations
-    )
-    assert 0.002 < relative_error(y, truth) < 0.02
-
-
 @pytest.mark.parametrize(("kernel", "fmt", "activations"), VARIANTS)
 def test_zero_tokens(kernel, fmt, activations):
     shape = fit(SHAPE, get_format(fmt))
@@ -165,7 +137,7 @@ def test_tokens_that_take_no_expert_are_zeros():
 
 
 @pytest.mark.parametrize(("kernel", "fmt", "activations"), VARIANTS)
-def test_a_token_does_not_depend_on_its_batch_nor_on_the_cut(kernel, fmt, activations):
+def test_a_token_does_not_depend_on_batch_or_plan(kernel, fmt, activations):
     """On one path, tiles or GEMM: which one an expert takes is a matter of its token count.
 
     So it is whether bf16 products are in AMX tiles, which those of three tokens are.
@@ -173,7 +145,7 @@ def test_a_token_does_not_depend_on_its_batch_nor_on_the_cut(kernel, fmt, activa
     shape = fit(SHAPE, get_format(fmt))
     experts, routing = _experts(shape, fmt), balanced_routing(11, shape)
     x = _x(11, shape.H).float()
-    for gemm_from in (1, NEVER):
+    for gemm_from in (1, NEVER) if get_backend(kernel).gemm_from else (NEVER,):
 
         def run(
             rows: slice | list[int],
@@ -197,7 +169,7 @@ def test_a_token_does_not_depend_on_its_batch_nor_on_the_cut(kernel, fmt, activa
 
 
 @pytest.mark.parametrize(("kernel", "fmt", "activations"), VARIANTS)
-def test_every_output_is_written_and_nothing_beside_it(kernel, fmt, activations):
+def test_outputs_are_written_and_nothing_else(kernel, fmt, activations):
     shape = fit(RAGGED, get_format(fmt))
     experts, routing = _experts(shape, fmt), balanced_routing(5, shape)
     stages = cpu.make_kernel(kernel, fmt, activations)
@@ -258,27 +230,3 @@ def test_a_nan_of_any_bits_is_one_in_bf16(bits):
     x.view(torch.int32)[1, 3] = bits
     y = cpu.moe_ffn(x, routing.ids, routing.weights, experts, kernel="generic")
     assert y[1].isnan().all() and y[0].isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("x", "ids", "words"),
-    [
-        (torch.zeros(2, 8), torch.zeros(2, 3, dtype=torch.int64), r"\[T, 256\]"),
-        (torch.zeros(2, 256).half(), torch.zeros(2, 3, dtype=torch.int64), "float16"),
-        (torch.zeros(2, 256), torch.zeros(2, 3, dtype=torch.int32), "int32"),
-        (torch.zeros(2, 256), torch.zeros(1, 3, dtype=torch.int64), "for 2 tokens"),
-        (torch.zeros(2, 256), torch.full((2, 3), 8), "expert 8 .. 8 in a layer of 8"),
-        (torch.zeros(2, 256), torch.full((2, 3), -1), "expert -1"),
-    ],
-    ids=["H", "dtype", "ids dtype", "ids rows", "expert too large", "expert negative"],
-)
-def test_bad_input_is_refused_in_one_line(x, ids, words):
-    experts = random_experts(SHAPE, get_format("bf16"))
-    with pytest.raises(PykernelsError, match=words):
-        cpu.moe_ffn(x, ids, torch.ones(ids.shape), experts)
-
-
-def test_activations_that_a_format_lacks_are_refused_in_one_line():
-    experts, ids = random_experts(SHAPE, get_format("bf16")), torch.zeros(2, 3, dtype=torch.int64)
-    with pytest.raises(PykernelsError, match="int8"):
-        cpu.moe_ffn(torch.zeros(2, 256), ids, torch.ones(2, 3), experts, activations="int8")

@@ -1,4 +1,4 @@
-"""Both GEMMs, that of AMX on modelled tiles (any CPU), and the tile layout against the SDM."""
+"""The GEMMs, that of AMX on modelled tiles, and the tile layout against the SDM."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ import pytest
 import torch
 
 from pykernels import cpu, ref
+from pykernels.cpu.backends import amx, avx512
 from pykernels.cpu.intrin import amx_model
-from pykernels.cpu.isa import instructions
-from pykernels.cpu.moe.kernel import build_kernel
+from pykernels.cpu.moe.kernel import assemble
 from pykernels.cpu.moe.plan import MoEPlan
-from pykernels.env import env
 from pykernels.quant import FORMATS, PackedExperts, get_format
 from pykernels.quant.layout import pack_tiles
 from pykernels.ref import isa
-from pykernels.registry import kernels
 from pykernels.shapes import MoEShape, Routing
-from pykernels.target import detect
 from pykernels.testing import (
     assert_close,
     balanced_routing,
@@ -31,10 +28,9 @@ from pykernels.testing import (
     skewed_routing,
 )
 
-pytestmark = pytest.mark.skipif(
-    next(b for b in kernels() if b.name == "avx512").supports("fp8", detect()) is not None,
-    reason="the GEMM's gather and decode are AVX-512",
-)
+from ..kernels import needs_avx512, operations
+
+pytestmark = needs_avx512
 
 
 def _bits(x: torch.Tensor) -> np.ndarray:
@@ -58,28 +54,6 @@ def test_a_packed_block_is_a_b_tile():
         assert np.allclose(c, truth.numpy(), rtol=1e-6, atol=1e-5)
 
 
-def test_a_row_of_the_tile_is_an_avx512_operand():
-    w = torch.randn(16, 32).bfloat16()
-    whole = torch.zeros(32, 128).bfloat16()
-    whole[:16, :32] = w
-    blocks = torch.empty(1, 32 * 128 * 2, dtype=torch.uint8)
-    pack_tiles(whole, blocks)
-    rows = blocks.view(torch.bfloat16).view(-1, 32)[:16]
-    x = torch.randn(32).bfloat16()
-    acc = np.zeros(16, np.float32)
-    for r in range(16):
-        acc = isa.vdpbf16ps(acc, _bits(rows[r]), np.tile(_bits(x[2 * r : 2 * r + 2]), 16))
-    assert np.allclose(acc, (w.double() @ x.double()).numpy(), rtol=1e-6, atol=1e-5)
-
-
-def test_int8_tiles_multiply_fours():
-    g = np.random.default_rng(0)
-    a, w = g.integers(-128, 128, (16, 64)), g.integers(-128, 128, (16, 64))  # [m, k], [n, k]
-    b = w.reshape(16, 16, 4).transpose(1, 0, 2).reshape(16, 64)  # [k / 4][n][k % 4]
-    c = isa.tdpbssd(np.zeros((16, 16), np.int32), a.astype(np.int8), b.astype(np.int8))
-    assert (c == a @ w.T).all()
-
-
 SHAPE = MoEShape(E=4, H=640, I=160, topk=2)
 """5 scale blocks: whole slabs and a short one, but where K is padded to 256."""
 
@@ -96,9 +70,6 @@ CASES = [
 
 FLOAT32_SUMS = 1e-6
 
-NEWER = frozenset({"avx512bf16", "avx512vbmi", "avx512vnni", "gfni"})
-"""Extensions that "base" spells out."""
-
 ALIKE = {
     ("amx", "fp8-channel", "bf16"),
     ("amx", "int8-channel", "bf16"),
@@ -113,9 +84,9 @@ ALIKE = {
         for fmt in ("int8-channel", "int4-channel", "int4-g128", "q5_k", "q8_0")
     ),
 }
-"""Decoded like fp8, int4 and int8 (int8-channel for either unit), and summed in groups like fp8,
-int8, int4 and int8-channel. Their own scales are read the same way for either unit. (On AMX itself
-all formats are run: tests/amx.)"""
+"""Left out: dequantized like fp8, int4 and int8 (int8-channel for either unit), and summed in
+groups like fp8, int8, int4 and int8-channel. Their own scales are read the same way for either
+unit. (On AMX itself all formats are run: tests/amx.)"""
 
 VARIANTS = [
     (unit, fmt, activations)
@@ -130,18 +101,18 @@ VARIANTS = [
     ("other", "q4_k", "bf16"),
 ]
 """Of the GEMM by a unit, and the tiles beside it: AMX, dot products or multiply-adds. "other" meets
-integers the other way: as digits where this CPU would not, or not where it would."""
+integers the other way: as int8 slices where this CPU would not, or not where it would."""
 
 
 @pytest.fixture(scope="module", params=[v for v in VARIANTS if v not in ALIKE], ids="-".join)
 def kernels_of(request):
     unit, fmt, activations = request.param
-    with env.override(isa=NEWER if unit == "base" else frozenset()):
-        ops = instructions(detect())
+    ops = operations(unit == "base")
     if unit == "amx":
-        return build_kernel("amx", fmt, activations, ops, amx_model)
-    ops = replace(ops, fma=unit == "fma", digits=ops.digits != (unit == "other"))
-    return build_kernel("avx512", fmt, activations, ops)
+        return assemble("amx", fmt, activations, amx.parts(fmt, activations, ops, amx_model))
+    slices = ops.int8_slices != (unit == "other")
+    ops = replace(ops, fma=unit == "fma", int8_slices=slices)
+    return assemble("avx512", fmt, activations, avx512.parts(fmt, activations, ops))
 
 
 @functools.cache
@@ -174,7 +145,7 @@ def test_the_gemm_is_the_reference(kernels_of, T, cut):
 
 
 def test_both_paths_in_one_call(kernels_of):
-    """Crowded experts take the GEMM, the others the tiles; the cut changes no bit."""
+    """Experts of many tokens take the GEMM, others the tiles; the plan changes no bit."""
     shape = fit(MoEShape(E=16, H=256, I=128, topk=2), get_format(kernels_of.fmt))
     experts, routing = _experts(kernels_of.fmt, shape), skewed_routing(40, shape)
     counts = routing.ids.flatten().bincount(minlength=16)
@@ -228,17 +199,18 @@ def test_a_token_does_not_depend_on_its_batch(kernels_of):
         assert torch.equal(_run(kernels_of, experts, alone, x[one], cut), whole[one])
 
 
-def test_the_padding_of_h_is_annotated_whatever_was_there_before():
-    """A lifted format's sums are of 32 inputs: the last of a padded row hold no block of h.
+def test_the_padding_of_h_is_summed_whatever_was_there_before():
+    """Sums for a magic number are of 32 inputs: the last of a padded row hold no block of h.
 
-    (Where integers meet digits, a group of 128 always ends in a block.)
+    (Where integers meet int8 slices, a group of 128 always ends in a block.)
     """
-    ops = replace(instructions(detect()), digits=False)
-    stages, workspace = build_kernel("avx512", "int4", "bf16", ops), cpu.Workspace()
+    ops = replace(operations(), int8_slices=False)
+    made = assemble("avx512", "int4", "bf16", avx512.parts("int4", "bf16", ops))
+    workspace = cpu.Workspace()
     wide, narrow = MoEShape(E=2, H=128, I=384, topk=1), MoEShape(E=2, H=128, I=72, topk=1)
     for shape, T in ((wide, 8), (narrow, 4)):
         experts, routing = _experts("int4", shape), balanced_routing(T, shape)
-        call = cpu.MoECall(experts, stages, workspace)
+        call = cpu.MoECall(experts, made, workspace)
         x = _inputs(T, shape) if shape is narrow else poisoned(T, shape.H, dtype=torch.bfloat16)
         y = cpu.run_serially(call, x, routing.ids, routing.weights, poisoned(T, shape.H))
     assert_close(y, *_truth("int4", "bf16", narrow, 4, balanced_routing))

@@ -1,0 +1,195 @@
+"""Single tiles: every E4M3 code, exact arithmetic, a token's sums in any batch."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from pykernels.cpu.activations.row_layout import row_format
+from pykernels.cpu.gemv import amx, avx512, portable
+from pykernels.cpu.intrin import amx_model
+from pykernels.cpu.intrin.sync import call_routine
+from pykernels.cpu.jit import kernel
+from pykernels.cpu.moe.epilogue_avx512 import make_epilogue
+from pykernels.cpu.weights.lookup import TABLES
+from pykernels.quant import FORMATS, Format, Weight, get_format
+from pykernels.quant.gguf import GGUF
+from pykernels.quant.integer import Integer, IntegerChannel
+from pykernels.testing import assert_close, poisoned
+
+from ..activations.test_quantize import quantized
+from ..kernels import needs_avx512, needs_vnni, operations
+
+FINITE = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8)
+
+
+@functools.cache
+def _tiles(which: str, fmt: str, activations: str):
+    """Address of the tiles of "avx512", the same without newer extensions, those of the AMX
+    backend on modelled tiles, or "generic"."""
+    if which == "generic":
+        return portable.make_tiles(fmt, activations).address
+    ops = operations(which == "base")
+    if which == "amx" and activations == "bf16":
+        return amx.make_tiles(fmt, ops, amx_model).address
+    return avx512.make_tiles(fmt, ops, activations).address
+
+
+NEEDS = {"avx512": needs_avx512, "base": needs_avx512, "amx": needs_vnni, "generic": ()}
+KINDS = [pytest.param(kind, marks=needs) for kind, needs in NEEDS.items()]
+
+EXACT = {"avx512": "magic", "base": "magic", "amx": "int8_slices", "generic": "bf16"}
+"""How integer weights meet bf16 activations."""
+
+
+@kernel("test-tiles")
+def _call_twice(tiles, M, w, scale, split, k_blocks, K, rows, tables, out):
+    call_routine(tiles, (M, w, w, scale, 0, split, K, rows, tables, out))
+    call_routine(tiles, (M, w, w, scale, split, k_blocks, K, rows, tables, out))
+
+
+def run_tile(
+    which: str, name: str, weight: Weight, x: torch.Tensor, activations: str = "bf16"
+) -> torch.Tensor:
+    """x [M, K] times a block of 32 outputs, in two steps -> float32 [M, 32]."""
+    fmt, (M, K) = get_format(name), x.shape
+    raw = torch.zeros(fmt.block_bytes(K) + 64, dtype=torch.uint8)
+    skip = -raw.data_ptr() % 64
+    blocks = raw[skip : skip + fmt.block_bytes(K)].view(1, -1)
+    scales = torch.zeros(1, fmt.scale_bytes(K), dtype=torch.uint8)
+    fmt.pack(weight, blocks, scales)
+    how = row_format(name, activations, EXACT[which])
+    inputs = quantized(how, x, which == "generic")
+    out = poisoned(8, 32)
+    rows = torch.tensor([inputs[min(t, M - 1)].data_ptr() for t in range(8)])
+    _call_twice(
+        _tiles(which, name, activations), M, blocks.data_ptr(), scales.data_ptr(),
+        (K // 128 + 1) // 2, K // 128, K, rows.data_ptr(), TABLES.data_ptr(), out.data_ptr(),
+    )  # fmt: skip
+    return out[:M]
+
+
+@pytest.mark.parametrize("which", KINDS)
+def test_all_254_finite_e4m3_codes_are_exact(which):
+    """One-hot inputs read single weights back: subnormals, both zeros and both signs included."""
+    codes = FINITE.repeat(17)[: 32 * 128].view(32, 128).clone()
+    assert set(codes.flatten().tolist()) == set(FINITE.tolist())
+    weight = Weight(codes.view(torch.float8_e4m3fn), torch.ones(1, 1))
+    eye = torch.eye(128).to(torch.bfloat16)
+    seen = torch.cat([run_tile(which, "fp8", weight, eye[k : k + 8]) for k in range(0, 128, 8)])
+    assert torch.equal(seen.T, weight.data.float())
+
+
+def _small_integers(fmt: Format, N: int, K: int, g: torch.Generator) -> Weight:
+    """Random codes, all of them where they are few, and scales that are powers of two."""
+    if isinstance(fmt, GGUF):
+        raw = torch.randint(0, 256, fmt.data_shape(N, K), generator=g, dtype=torch.uint8)
+        blocks = fmt.split(raw.view(-1, fmt.stored_bytes))
+        codes = blocks.codes
+        if fmt.name == "q8_0":  # which has no -128
+            codes = torch.where(codes == 128, 129, codes)
+        halves = torch.full_like(blocks.halves, 0.25)
+        return Weight(fmt.join(blocks._replace(halves=halves, codes=codes)).view(raw.shape))
+    shape = fmt.scale_shape(N, K)
+    power = torch.randint(-2, 3, shape or (1,), generator=g)
+    if fmt.name == "mxfp4":
+        data = torch.randint(0, 16, (N, K), generator=g, dtype=torch.uint8)
+        return Weight(data, (power + 127).to(torch.uint8))
+    low, high = (fmt.low, fmt.high) if isinstance(fmt, Integer) else (-8, 7)
+    data = torch.randint(low, high + 1, (N, K), generator=g).to(fmt.dtype)
+    return Weight(data, (2.0**power).to(fmt.scale_dtypes[0]) if shape else None)
+
+
+def _formats_of_kinds(names):
+    """All pairs; but what the base set spells out for integers is tested with the scales of groups
+    alone."""
+    return [
+        pytest.param(kind, name, marks=needs)
+        for name in names
+        for kind, needs in NEEDS.items()
+        if kind != "base" or not isinstance(FORMATS[name], IntegerChannel)
+    ]
+
+
+@pytest.mark.parametrize(("which", "name"), _formats_of_kinds(FORMATS))
+def test_sums_of_small_integers_are_exact(which, name):
+    """No rounding can happen here, so every byte of the layout and every M must be right."""
+    g = torch.Generator().manual_seed(1)
+    fmt, K = get_format(name), 768
+    weight = _small_integers(fmt, 32, K, g)
+    x = torch.randint(-4, 5, (8, K), generator=g).to(torch.bfloat16)
+    truth = x.double() @ fmt.dequantize(weight).double().T
+    for M in range(1, 9):
+        assert torch.equal(run_tile(which, name, weight, x[:M]).double(), truth[:M]), f"{M} tokens"
+
+
+@pytest.mark.parametrize("which", KINDS)
+@pytest.mark.parametrize("name", ["fp8", "int8", "mxfp4", "q4_k"])
+def test_a_token_does_not_depend_on_its_batch(which, name):
+    """Bit for bit; but in AMX tiles bf16 products of one token are summed in another order.
+
+    Some tokens have inputs of four slices, and make those that share a pass be multiplied so.
+    """
+    g = torch.Generator().manual_seed(6)
+    fmt, K = get_format(name), 768
+    weight, x = fmt.quantize(torch.randn(32, K, generator=g)), torch.randn(8, K, generator=g)
+    x[1::3] *= 10.0 ** (8 * torch.rand(K, generator=g) - 4)
+    whole = run_tile(which, name, weight, x.to(torch.bfloat16))
+    for M in range(amx.FROM[name] if which == "amx" and name == "fp8" else 1, 8):
+        assert torch.equal(run_tile(which, name, weight, x[:M].to(torch.bfloat16)), whole[:M]), M
+
+
+@pytest.mark.parametrize(
+    ("which", "name"), _formats_of_kinds(name for name in FORMATS if FORMATS[name].int8_kind)
+)
+def test_int8_products_are_exact(which, name):
+    """Inputs of -127 .. 127 with 127 in every group are their own codes: nothing is rounded."""
+    g = torch.Generator().manual_seed(2)
+    fmt, K = get_format(name), 768
+    weight = _small_integers(fmt, 32, K, g)
+    x = torch.randint(-127, 128, (8, K), generator=g)
+    x[:, ::64] = -127
+    x = x.to(torch.bfloat16)
+    truth = x.double() @ fmt.dequantize(weight).double().T
+    for M in range(1, 9):
+        seen = run_tile(which, name, weight, x[:M], "int8")
+        assert_close(seen, truth[:M], 3e-7, f"{M} tokens")
+
+
+@pytest.mark.parametrize("which", KINDS)
+@pytest.mark.parametrize("name", ["int8", "mxfp4", "q4_k"])
+def test_wide_ranges_of_inputs(which, name):
+    """Outliers of 1e5 among inputs of 1, and inputs from 1e-6 to 1e6: products are exact."""
+    g = torch.Generator().manual_seed(5)
+    fmt, K = get_format(name), 2048
+    weight = fmt.quantize(torch.randn(32, K, generator=g))
+    x = torch.randn(2, K, generator=g)
+    x[0, ::100] *= 1e5
+    x[1] *= 10.0 ** (12 * torch.rand(K, generator=g) - 6)
+    x, w = x.to(torch.bfloat16), fmt.dequantize(weight).double()
+    error = (run_tile(which, name, weight, x).double() - x.double() @ w.T).abs()
+    assert (error <= 1e-6 * (x.double().abs() @ w.abs().T)).all()
+
+
+@needs_avx512
+@pytest.mark.parametrize("base", [False, True])
+def test_silu_is_within_bf16_rounding(base):
+    silu_mul = make_epilogue(operations(base)).silu_mul
+
+    @kernel(f"test-silu-{base}")
+    def call(gate, up, h):
+        silu_mul(gate, up, h)
+
+    corners = torch.tensor([0.0, -0.0, 1e-30, 3e38] * 8)
+    grid = torch.cat([torch.linspace(-110, 110, 3200), corners])
+    gate = grid.view(-1, 32).contiguous()
+    out = torch.empty(gate.shape, dtype=torch.bfloat16)
+    ones = torch.ones(32)
+    for i in range(len(gate)):
+        call(gate[i].data_ptr(), ones.data_ptr(), out[i].data_ptr())
+    truth = torch.nn.functional.silu(gate.double())
+    error = (out.double() - truth).abs()
+    tiny = 3e-37  # below -88.7 exp(-gate) overflows float32 and the result is -0, as torch's is
+    assert (error <= truth.abs() * 2.0**-8 * 1.0001 + tiny).all()

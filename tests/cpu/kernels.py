@@ -1,0 +1,45 @@
+"""Every (backend, format, activations) as test parameters, and what stands in for other CPUs."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from pykernels.cpu.isa import Instructions, instructions
+from pykernels.env import env
+from pykernels.quant import FORMATS
+from pykernels.registry import kernels
+from pykernels.target import detect
+
+NEWER = frozenset({"avx512bf16", "avx512vbmi", "avx512vnni", "gfni"})
+"""Extensions of AVX-512 that the base set spells out in other instructions."""
+
+
+def lacks(*features: str) -> bool:
+    """Whether this CPU lacks AVX-512 or one of its extensions."""
+    return bool(detect().lacks(("avx512f", "avx512bw", "avx512vl", "avx512dq", *features)))
+
+
+needs_avx512 = pytest.mark.skipif(lacks(), reason="this CPU has no AVX-512")
+needs_vnni = pytest.mark.skipif(lacks("avx512vnni"), reason="this CPU has no AVX512-VNNI")
+needs_bf16 = pytest.mark.skipif(lacks("avx512bf16"), reason="this CPU has no AVX512-BF16")
+
+
+def operations(base: bool = False) -> Instructions:
+    """This CPU's, or (``base``) those of one with AVX-512 F, BW, VL and DQ alone."""
+    with env.override(isa=NEWER if base else frozenset()):
+        return instructions(detect())
+
+
+def variants(*activations: str) -> list:
+    """(backend, format, activations), those that cannot run here skipped with the reason."""
+    found = []
+    for backend, fmt, kind in itertools.product(kernels(), FORMATS, activations):
+        if kind == "int8" and FORMATS[fmt].int8_kind is None:
+            continue
+        why = backend.supports(fmt, detect(), kind)
+        marks = [pytest.mark.skip(reason=why)] if why else []
+        name = f"{backend.name}-{fmt}-{kind}"
+        found.append(pytest.param(backend.name, fmt, kind, id=name, marks=marks))
+    return found
