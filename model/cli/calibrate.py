@@ -1,4 +1,4 @@
-"""`pykernels calibrate`: measure what this machine should choose, once, and keep it."""
+"""`pykernels calibrate`: measure, once a machine, when an expert should use the GEMM."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def calibrate(
     formats = [get_format(name).name for name in dict.fromkeys(format or every)]
     backends = {fmt: resolve("auto", fmt, target, activations).name for fmt in formats}
     able = [fmt for fmt in formats if backends[fmt] in GEMM_FROM]
-    tuning.read(target.cpu)  # what cannot be read or written is told before anything is timed
+    tuning.read(target.cpu)  # an unreadable file is an error before anything is timed
     if able:
         tuning.check_writable(target.cpu)
     found: list[Calibration] = []
@@ -93,7 +93,7 @@ def calibrate(
 def _as_dict(
     cpu: str, file: str, found: list[Calibration], unable: dict[str, str]
 ) -> dict[str, object]:
-    """What `--json` prints; `no_gemm` maps formats to the kernel that has nothing to choose."""
+    """What `--json` prints; `no_gemm` maps formats to their kernel, which has no GEMM."""
     from dataclasses import asdict
 
     formats = {calibration.fmt: asdict(calibration) for calibration in found}
@@ -115,7 +115,7 @@ def _table(calibration: Calibration) -> Table:
 
 
 def _decision(calibration: Calibration) -> str:
-    """How it was decided, in words."""
+    """The choice and its cost, as a sentence."""
     from runtime.machine.tuning import Choices
 
     decided = str(Choices(calibration.gemm_from))

@@ -1,5 +1,1 @@
-"""The operators that rules can put into a model."""
-
-from .moe import FusedMoE
-
-__all__ = ["FusedMoE"]
+"""What takes the place of a module: the operators, their register, and the injection by rules."""

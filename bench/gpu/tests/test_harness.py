@@ -356,11 +356,11 @@ def test_a_case_that_is_not_there_is_refused_by_name(op: str, flags: Any, cause:
 
 def test_the_flags_of_the_command_line_are_the_cases() -> None:
     """Of ``pykernels bench attention|linear|router`` and of ``moe`` on a GPU."""
-    from model.cli import bench_gpu
+    from bench import cli
 
     own = {"device", "as_json", "debug"}
     for op in ("attention", "linear", "router"):
-        named = set(inspect.signature(getattr(bench_gpu, op)).parameters) - own
+        named = set(inspect.signature(getattr(cli, op)).parameters) - own
         words = ("kind", "format", "activations", "keys")
         run.check_flags(op, {name: "x" if name in words else 1 for name in named})
 
