@@ -41,7 +41,7 @@ def chat(
     threads: Threads = None,
     kernel: Kernel = None,
     numa: Numa = "auto",
-    system: Annotated[str, typer.Option(help="What the model is told first.")] = "",
+    system: Annotated[str, typer.Option(help="System message, put before the conversation.")] = "",
     debug: Debug = False,
 ) -> None:
     """Talk with the model, turn by turn; /reset forgets, /exit or Ctrl-D leaves."""
@@ -69,20 +69,20 @@ def chat(
     note("/reset forgets the conversation, /exit or Ctrl-D leaves")
     first = [{"role": "system", "content": system}] if system else []
     messages = list(first)
-    while (said := _ask()) is not None:
-        if said == "/reset":
+    while (line := _ask()) is not None:
+        if line == "/reset":
             messages = list(first)
             continue
-        if not said:
+        if not line:
             continue
-        turn = [*messages, {"role": "user", "content": said}]
+        turn = [*messages, {"role": "user", "content": line}]
         try:
             answer, stats = session.write(chat_prompt(session.tokenizer, turn))
         except KeyboardInterrupt:
             default_pool().settle()
             note("stopped; this turn is forgotten")
             continue
-        except PykernelsError as error:  # the context is full, say: the conversation goes on
+        except PykernelsError as error:  # a full context, for one: the conversation goes on
             err().print(f"error: {error}", markup=False)
             continue
         messages = [*turn, {"role": "assistant", "content": answer}]
@@ -96,7 +96,7 @@ def _ask() -> str | None:
 
         err().print("you", style="bold cyan", end="")
     try:
-        said = read_stdin(lambda: input("> " if sys.stdin.isatty() else "")).strip()
+        line = read_stdin(lambda: input("> " if sys.stdin.isatty() else "")).strip()
     except EOFError:
         return None
-    return None if said == "/exit" else said
+    return None if line == "/exit" else line

@@ -1,1 +1,1 @@
-"""What takes the place of a module: the operators, their register, and the injection by rules."""
+"""Replacements of modules: the operators, their register, and the injection by rules."""

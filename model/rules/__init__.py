@@ -137,7 +137,7 @@ def _parse(entry: object, origin: str) -> Rule:
                 f"{origin}: unknown key {where!r}",
                 "The keys are match: {class, name} and replace: {class, device, kwargs}",
             ) from None
-        said = first["msg"].removeprefix("Value error, ")
-        raise PykernelsError(f"{origin}: {where}: {said}", "Correct the rule") from None
+        reason = first["msg"].removeprefix("Value error, ")
+        raise PykernelsError(f"{origin}: {where}: {reason}", "Correct the rule") from None
     rule._origin = origin
     return rule

@@ -29,7 +29,7 @@ class Detokenizer:
         before = self._decode(self.start, self.done)
         if not text.startswith(before) or len(text) <= len(before):
             return ""
-        # A real U+FFFD is held back too: only the next token tells it from an incomplete character.
+        # A real U+FFFD is held back too: only the next token shows whether it is incomplete.
         if text.endswith(_REPLACEMENT):
             return ""
         self.start, self.done = self.done, len(self.ids)

@@ -52,7 +52,7 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str,
                     list(messages), tokenize=False, add_generation_prompt=True
                 )
             )
-        except TemplateError as error:  # some know no system message, say
+        except TemplateError as error:  # some refuse a system message, for one
             raise PykernelsError(
                 f"The model's chat template refuses this conversation: {error}",
                 "Leave out what it does not know, --system for one",

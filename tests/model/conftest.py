@@ -18,6 +18,7 @@ from model.cli.main import app
 from runtime.profiling import measure
 
 from . import tiny
+from .checks import byte_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -44,6 +45,15 @@ def own(checkpoint: Callable[..., tiny.Tiny], tmp_path: Path) -> Callable[..., P
         return folder
 
     return get
+
+
+@pytest.fixture(scope="session")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny deepseek_v3 checkpoint with a tokenizer, for the command line."""
+    folder = tmp_path_factory.mktemp("writer")
+    tiny.make(folder, "deepseek_v3")
+    byte_tokenizer().save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
