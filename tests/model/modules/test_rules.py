@@ -8,7 +8,8 @@ import pytest
 
 from model.rules import default_rules, known_architectures, load_rules, parse_rules
 from pykernels.errors import PykernelsError
-from tests.model.tiny import ARCHITECTURES
+
+from ..tiny import ARCHITECTURES
 
 
 def written(folder: Path, text: str) -> Path:
@@ -68,11 +69,11 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("text", "said"), MISTAKES, ids=[said for _, said in MISTAKES])
-def test_a_mistake_names_the_file_and_the_rule(tmp_path: Path, text: str, said: str) -> None:
+@pytest.mark.parametrize(("text", "message"), MISTAKES, ids=[message for _, message in MISTAKES])
+def test_a_mistake_names_the_file_and_the_rule(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(PykernelsError) as raised:
         load_rules(written(tmp_path, text))
-    assert said in str(raised.value)
+    assert message in str(raised.value)
     assert "rules.yaml" in str(raised.value)
     assert "\n" not in str(raised.value)
 
