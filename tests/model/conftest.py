@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -51,8 +52,9 @@ def own(checkpoint: Callable[..., tiny.Tiny], tmp_path: Path) -> Callable[..., P
 def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny deepseek_v3 checkpoint with a tokenizer, for the command line."""
     folder = tmp_path_factory.mktemp("writer")
-    tiny.make(folder, "deepseek_v3")
+    tiny.make(folder, "deepseek_v3", max_position_embeddings=512)
     byte_tokenizer().save_pretrained(folder)
+    (folder / "generation_config.json").write_text("{}")  # no eos: the text has a known length
     return folder
 
 
@@ -70,6 +72,14 @@ class Result:
 
 
 Run = Callable[..., Result]
+
+
+def failed(result: Result, cause: str) -> None:
+    """One line, `error: cause. hint.`, nothing on stdout, exit code 2."""
+    lines = result.err.splitlines()
+    assert (result.code, result.out, len(lines)) == (2, "", 1), result
+    assert re.search(cause, lines[0]), lines[0]
+    assert re.fullmatch(r"error: .+\. .+\.", lines[0]), lines[0]
 
 
 @pytest.fixture
