@@ -1,29 +1,26 @@
-"""A model's workers: NUMA nodes from `--numa` to the logits, and who works beside a GPU."""
+"""A model's workers: NUMA nodes from `--numa` to the logits, and the pool beside a GPU."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import model
 from model import pretrained
 from model.checkpoint import memory
-from model.cli.main import app
-from model.doctor.topology import topology_facts
 from model.modules.moe import routed_experts
 from pykernels.errors import PykernelsError
 from pykernels.quant.split import SplitExperts
 from runtime.machine.topology import Node, Topology
 from runtime.workers.pool import configure_default_pool, default_pool
 
-from .tiny import Tiny
+from .checks import Checkpoints
+from .conftest import Run
 
-Checkpoints = Callable[..., Tiny]
 WIDE = {"hidden_size": 256, "moe_intermediate_size": 256}
 
 pytestmark = pytest.mark.skipif(
@@ -54,7 +51,7 @@ def test_a_model_split_across_nodes_has_the_same_logits(
     assert (logits["auto"] - logits["off"]).norm() < 1e-3 * logits["off"].norm()
 
 
-def test_a_narrow_layer_stays_in_one_piece_unless_the_split_was_asked_for(
+def test_a_narrow_layer_is_not_split_unless_asked_for(
     checkpoint: Checkpoints,
 ) -> None:
     path = checkpoint("deepseek_v3").path  # 32 wide
@@ -64,30 +61,32 @@ def test_a_narrow_layer_stays_in_one_piece_unless_the_split_was_asked_for(
         model.from_pretrained(path, numa="2")
 
 
-@pytest.mark.parametrize(("numa", "nodes"), [("auto", 2), ("2", 2), ("off", 1)])
-def test_bench_moe_says_on_how_many_nodes(numa: str, nodes: int, short_timing: None) -> None:
+@pytest.mark.parametrize(("numa", "nodes"), [("auto", 2), ("off", 1)])
+def test_bench_moe_says_on_how_many_nodes(
+    run: Run, numa: str, nodes: int, short_timing: None
+) -> None:
     shape = "--hidden 128 --inter 256 --experts 2 --topk 1 --format bf16".split()
-    result = CliRunner().invoke(app, ["bench", "moe", *shape, "--numa", numa, "--json"])
-    assert json.loads(result.stdout)["numa_nodes"] == nodes, result.stderr
+    result = run("bench", "moe", *shape, "--numa", numa, "--json")
+    assert json.loads(result.out)["numa_nodes"] == nodes, result.err
 
 
 @pytest.mark.parametrize("numa", ["auto", "off"])
 @pytest.mark.filterwarnings("ignore:experts are not split")  # two cores: one is the driver's
 def test_beside_a_gpu_the_driver_is_no_worker(numa: str) -> None:
     topology = Topology.detect()
-    pretrained._use_threads(None, numa, torch.device("cuda:0"))
+    pretrained._configure_workers(None, numa, torch.device("cuda:0"))
     pool = default_pool()
     assert not pool.driver_works
     pinned = sum(len(each._threads) for each in pool.pools)
     assert pinned == pool.threads == max(1, topology.default_threads() - 1)
-    pretrained._use_threads(None, None, torch.device("cuda:0"))
+    pretrained._configure_workers(None, None, torch.device("cuda:0"))
     assert default_pool() is pool  # as they are
-    pretrained._use_threads(None, None, torch.device("cpu"))
+    pretrained._configure_workers(None, None, torch.device("cpu"))
     assert default_pool().driver_works
     assert default_pool().threads == topology.default_threads()
 
 
-def test_a_node_without_room_for_its_slices_is_told_before_loading(
+def test_a_node_without_room_is_found_before_loading(
     checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel ends a process that touches more memory than the bound node has."""
@@ -103,7 +102,7 @@ def test_a_node_without_room_for_its_slices_is_told_before_loading(
         monkeypatch.setattr(
             pretrained, "default_pool", lambda: SimpleNamespace(pools=pools, narrow=False)
         )
-        monkeypatch.setattr(pretrained, "_use_threads", lambda *_: None)
+        monkeypatch.setattr(pretrained, "_configure_workers", lambda *_: None)
         model.from_pretrained(path)
 
     monkeypatch.setattr(memory, "available", lambda: 1 << 40)
@@ -114,43 +113,3 @@ def test_a_node_without_room_for_its_slices_is_told_before_loading(
     check(half)
     with pytest.raises(PykernelsError, match=r"NUMA node 7 gets [\d.]+ MiB of experts"):
         check(half - 1)
-
-
-@pytest.mark.parametrize(
-    ("changes", "facts"),
-    [
-        ({}, {"cores": "2 of", "workers": "2 by default, 1 beside a GPU", "NUMA": "are split"}),
-        (
-            {"physical": ((0, 1),), "cpu_quota": 1.5},
-            {
-                "cores": "on 1 physical cores",
-                "CPU quota": "grants 1.5 CPUs",
-                "workers": "1 by default, 1 beside",
-                "NUMA": "not split: 1 thread(s) are fewer than 2 nodes",
-            },
-        ),
-        (
-            {"nodes": (Node(0, (0, 1), 4 << 30, 3 << 30),)},
-            {"NUMA": "1 node(s); experts are not split: there is one node"},
-        ),
-    ],
-    ids=["two nodes", "SMT siblings and a quota", "one node"],
-)
-def test_the_doctor_says_what_becomes_of_cores_and_nodes(changes, facts) -> None:
-    nodes = (Node(None, (0,), 4 << 30, 3 << 30), Node(None, (1,), 4 << 30, 1 << 30))
-    given = {
-        "cores": (0, 1),
-        "physical": ((0,), (1,)),
-        "cpu_quota": float("inf"),
-        "nodes": nodes,
-        "memory_total": 8 << 30,
-        "memory_available": 4 << 30,
-        "huge_pages": "madvise",
-    }
-    found = {fact.name: fact.value for fact in topology_facts(Topology(**{**given, **changes}))}
-    for name, text in facts.items():
-        assert text in found[name]
-    if len(changes.get("nodes", nodes)) == 2:
-        assert found["made-up node 1"] == "1 core(s), 1.0 GiB free of 4.0 GiB"
-    else:
-        assert not [name for name in found if "node" in name]

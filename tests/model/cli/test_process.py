@@ -61,7 +61,9 @@ def test_a_terminal_without_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("users", [{}, {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "ACTIVE"}])
-def test_openmp_is_told_not_to_spin(monkeypatch: pytest.MonkeyPatch, users: dict[str, str]) -> None:
+def test_openmp_does_not_spin_by_default(
+    monkeypatch: pytest.MonkeyPatch, users: dict[str, str]
+) -> None:
     """Against the workers; what the user has set stays."""
     with monkeypatch.context() as patch:
         patch.setattr(os, "environ", {**users})
@@ -72,7 +74,7 @@ def test_openmp_is_told_not_to_spin(monkeypatch: pytest.MonkeyPatch, users: dict
 
 def test_text_is_the_same_twice_and_alone_on_stdout(forks: Forks, writer: Path) -> None:
     args = ("generate", "--model", str(writer), "--max-new-tokens", "24", PROMPT)
-    first, second = run(*args), forks.run(MAIN, *args)
+    first, second = (forks.run(MAIN, *args) for _ in range(2))
     assert first.returncode == second.returncode == 0
     assert first.stdout == second.stdout
     assert first.stdout.startswith(PROMPT) and len(first.stdout) > len(PROMPT) + 10

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 import pytest
@@ -50,7 +49,7 @@ def test_config_is_the_architecture_promised(config: dict[str, Any]) -> None:
     }
 
 
-def test_index_names_each_tensor_and_the_shard_that_holds_it(tensors: dict[str, Tensor]) -> None:
+def test_the_index_names_each_tensor_and_its_shard(tensors: dict[str, Tensor]) -> None:
     from safetensors import safe_open
 
     index = json.loads((PATH / INDEX).read_text())
@@ -63,59 +62,6 @@ def test_index_names_each_tensor_and_the_shard_that_holds_it(tensors: dict[str, 
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
 
 
-def test_every_layer_has_deepseeks_tensors_by_name_and_shape(
-    config: dict[str, Any], tensors: dict[str, Tensor]
-) -> None:
-    c = config
-    H, heads = c["hidden_size"], c["num_attention_heads"]
-    qk = c["qk_nope_head_dim"] + c["qk_rope_head_dim"]
-    linear: dict[str, tuple[int, int]] = {}
-    plain: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (c["vocab_size"], H),
-        "model.norm.weight": (H,),
-        "lm_head.weight": (c["vocab_size"], H),
-    }
-
-    def mlp(prefix: str, size: int) -> None:
-        linear[f"{prefix}.gate_proj"] = linear[f"{prefix}.up_proj"] = (size, H)
-        linear[f"{prefix}.down_proj"] = (H, size)
-
-    for layer in range(c["num_hidden_layers"]):
-        p = f"model.layers.{layer}"
-        a = f"{p}.self_attn"
-        linear[f"{a}.q_a_proj"] = (c["q_lora_rank"], H)
-        linear[f"{a}.q_b_proj"] = (heads * qk, c["q_lora_rank"])
-        linear[f"{a}.kv_a_proj_with_mqa"] = (c["kv_lora_rank"] + c["qk_rope_head_dim"], H)
-        linear[f"{a}.kv_b_proj"] = (
-            heads * (c["qk_nope_head_dim"] + c["v_head_dim"]),
-            c["kv_lora_rank"],
-        )
-        linear[f"{a}.o_proj"] = (H, heads * c["v_head_dim"])
-        plain[f"{a}.q_a_layernorm.weight"] = (c["q_lora_rank"],)
-        plain[f"{a}.kv_a_layernorm.weight"] = (c["kv_lora_rank"],)
-        plain[f"{p}.input_layernorm.weight"] = plain[f"{p}.post_attention_layernorm.weight"] = (H,)
-        if layer < c["first_k_dense_replace"]:
-            mlp(f"{p}.mlp", c["intermediate_size"])
-            continue
-        mlp(f"{p}.mlp.shared_experts", c["moe_intermediate_size"])
-        for expert in range(c["n_routed_experts"]):
-            mlp(f"{p}.mlp.experts.{expert}", c["moe_intermediate_size"])
-        plain[f"{p}.mlp.gate.weight"] = (c["n_routed_experts"], H)
-        plain[f"{p}.mlp.gate.e_score_correction_bias"] = (c["n_routed_experts"],)
-
-    names = {f"{n}.weight" for n in linear} | {f"{n}.weight_scale_inv" for n in linear}
-    assert set(tensors) == names | set(plain)
-    for name, (rows, columns) in linear.items():
-        codes, scale = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale_inv"]
-        assert codes.dtype == torch.float8_e4m3fn and codes.shape == (rows, columns), name
-        assert scale.dtype == torch.float32, name
-        assert scale.shape == (math.ceil(rows / 128), math.ceil(columns / 128)), name
-    for name, shape in plain.items():
-        bias = name.endswith("e_score_correction_bias")
-        assert tensors[name].shape == shape, name
-        assert tensors[name].dtype == (torch.float32 if bias else torch.bfloat16), name
-
-
 def test_no_value_is_nan_or_infinite_and_scales_are_tight(tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         assert torch.isfinite(tensor.float()).all(), name
@@ -125,17 +71,13 @@ def test_no_value_is_nan_or_infinite_and_scales_are_tight(tensors: dict[str, Ten
             assert (tensors[name + "_scale_inv"] > 0).all(), name
 
 
-def test_a_ragged_fp8_block_is_shipped(tensors: dict[str, Tensor]) -> None:
-    assert tensors["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"].shape[0] % 128 != 0
-
-
 def test_the_router_biases_were_trained(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     for layer in range(config["first_k_dense_replace"], config["num_hidden_layers"]):
         bias = tensors[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"]
         assert bias.std() > 1e-3, layer
 
 
-def test_dequantized_weights_fill_transformers_model_without_a_gap(
+def test_it_is_deepseeks_layout_without_a_gap(
     config: dict[str, Any], tensors: dict[str, Tensor]
 ) -> None:
     from transformers import AutoModelForCausalLM, DeepseekV3Config
@@ -145,21 +87,31 @@ def test_dequantized_weights_fill_transformers_model_without_a_gap(
         model = AutoModelForCausalLM.from_config(DeepseekV3Config(**plain))
     expected = {name: value.shape for name, value in model.state_dict().items()}
     assert {name: value.shape for name, value in fused_state(tensors).items()} == expected
+    ragged = False
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.float8_e4m3fn:  # every linear of a layer, one expert a tensor
+            scale = tensors[f"{name}_scale_inv"]
+            rows, columns = tensor.shape
+            assert (scale.dtype, scale.shape) == (
+                torch.float32,
+                (-(-rows // 128), -(-columns // 128)),
+            )
+            ragged |= rows % 128 != 0
+        elif not name.endswith("_scale_inv"):
+            assert not name.endswith("proj.weight")
+            bias = name.endswith("e_score_correction_bias")
+            assert tensor.dtype == (torch.float32 if bias else torch.bfloat16), name
+    assert ragged  # as kv_a_proj_with_mqa of DeepSeek-V3 is
 
 
-def test_the_card_is_what_the_committed_figures_render_to() -> None:
+def test_the_card_renders_the_committed_figures() -> None:
     assert (PATH / "README.md").read_text() == render(PATH)
 
 
-def test_the_card_states_the_held_out_table() -> None:
-    card = (PATH / "README.md").read_text()
+def test_the_held_out_figures_are_good() -> None:
     evaluation = json.loads((PATH / "evaluation.json").read_text())
     training = json.loads((PATH / "training.json").read_text())
-    xz = evaluation["xz_bits_per_byte"]
-    figures = [evaluation["bits_per_byte_fp8"], training["bits_per_byte_bf16"], *xz.values()]
-    assert len(figures) == 5
-    assert all(f"{figure:.4f}" in card for figure in figures)
-    assert evaluation["bits_per_byte_fp8"] < 0.8 * min(xz.values())
+    assert evaluation["bits_per_byte_fp8"] < 0.8 * min(evaluation["xz_bits_per_byte"].values())
     # FP8 may cost half a percent.
     assert evaluation["bits_per_byte_fp8"] < 1.005 * training["bits_per_byte_bf16"]
 

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from model.embedded import PATH
-from model.embedded.corpus import default_stdlib, find_sources, fingerprint, part_of, split
+from model.embedded.corpus import default_stdlib, find_sources, part_of
 from model.embedded.tokenizer import BOS_ID, EOS_ID, encode_files, load_tokenizer, train_tokenizer
 
 TEXTS = {
@@ -32,23 +32,16 @@ def tokenizer() -> Tokenizer:
     return load_tokenizer(PATH)
 
 
-@pytest.mark.parametrize("name", sorted(TEXTS))
-def test_tokenizer_gives_any_text_back_exactly(tokenizer: Tokenizer, name: str) -> None:
-    text = TEXTS[name]
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
-    assert tokenizer.decode(ids, skip_special_tokens=False) == text
-
-
-def test_tokenizer_gives_the_library_back_exactly(tokenizer: Tokenizer) -> None:
-    files = sorted(default_stdlib().glob("*.py"))[::5]
-    texts = [f.read_bytes().decode() for f in files]
-    assert len(texts) > 10
+def test_the_tokenizer_gives_any_text_back_exactly(tokenizer: Tokenizer) -> None:
+    files = [file.read_bytes().decode() for file in sorted(default_stdlib().glob("*.py"))[::20]]
+    assert len(files) > 5
+    texts = [*TEXTS.values(), *files]
     for text, ids in zip(texts, encode_files(tokenizer, texts), strict=True):
         assert (ids[0], ids[-1]) == (BOS_ID, EOS_ID)
-        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode(ids[1:-1], skip_special_tokens=False) == text
 
 
-def test_a_prompt_is_cut_as_the_text_that_goes_on_from_it(tokenizer: Tokenizer) -> None:
+def test_a_prompt_is_cut_like_the_longer_text(tokenizer: Tokenizer) -> None:
     whole = tokenizer.encode("def f(xs):\n    return xs").ids
     for prompt in ("def f(xs):", "def f(xs):\n"):
         ids = tokenizer.encode(prompt).ids
@@ -73,27 +66,14 @@ def test_tokenizer_training_is_deterministic() -> None:
     assert first.to_str() == second.to_str()
 
 
-def test_part_of_a_file_depends_on_its_path_alone() -> None:
+def test_the_split_depends_on_the_path_alone() -> None:
     # Pinned: another Python, machine or order must put the same path into the same part.
     assert part_of("dataclasses.py") == part_of("statistics.py") == "heldout"
     assert part_of("argparse.py") == "train"
-    names = [f"package/module_{i}.py" for i in range(20000)]
+    names = [f"package/module_{i}.py" for i in range(5000)]
     share = {p: sum(part_of(n) == p for n in names) / len(names) for p in ("heldout", "validation")}
     assert share["heldout"] == pytest.approx(0.05, abs=0.01)
-    assert share["validation"] == pytest.approx(0.95 * 0.02, abs=0.006)
-
-
-def test_split_is_by_file_complete_and_disjoint(tmp_path: Path) -> None:
-    for i in range(300):
-        file = tmp_path / f"p{i % 7}" / f"m{i}.py"
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(f"x = {i}\n")
-    sources = find_sources(tmp_path)
-    parts = split(sources)
-    paths = [{f.path for f in part} for part in (parts.train, parts.validation, parts.heldout)]
-    assert all(paths)
-    assert sum(map(len, paths)) == len(set.union(*paths)) == len(sources) == 300
-    assert fingerprint(split(reversed(sources)).heldout[::-1]) == fingerprint(parts.heldout)
+    assert share["validation"] == pytest.approx(0.95 * 0.02, abs=0.008)
 
 
 def test_sources_leave_out_what_is_not_the_library(tmp_path: Path) -> None:
@@ -110,8 +90,6 @@ def test_sources_leave_out_what_is_not_the_library(tmp_path: Path) -> None:
     (tmp_path / "latin1.py").write_bytes(b"# caf\xe9\n")
     (tmp_path / "empty.py").write_bytes(b"")
     assert [s.path for s in find_sources(tmp_path)] == ["a/kept.py"]
-
-
-def test_a_folder_without_python_is_an_error(tmp_path: Path) -> None:
+    kept.unlink()
     with pytest.raises(ValueError, match=r"no UTF-8 \*\.py file"):
         find_sources(tmp_path)

@@ -23,7 +23,7 @@ from model.embedded.tokenizer import BOS_ID, EOS_ID, encode_files, load_tokenize
 from model.embedded.train import Run, TrainSettings
 
 
-@pytest.mark.parametrize("shape", [(128, 128), (160, 256), (1, 1), (130, 127), (2, 200, 300)])
+@pytest.mark.parametrize("shape", [(128, 128), (1, 1), (2, 130, 300)])
 def test_fp8_blocks_keep_each_weight_within_e4m3s_step(shape: tuple[int, ...]) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.05
     codes, scale = quantize_blocks(weight)
@@ -36,7 +36,7 @@ def test_fp8_blocks_keep_each_weight_within_e4m3s_step(shape: tuple[int, ...]) -
     assert torch.equal(fake_quantize(back), back), "what FP8 holds must survive a second rounding"
 
 
-def test_fp8_of_zeros_and_of_one_block_beside_another() -> None:
+def test_fp8_scales_are_of_blocks() -> None:
     weight = torch.zeros(128, 256)
     weight[:, 128:] = 3.0
     codes, scale = quantize_blocks(weight)
@@ -44,7 +44,7 @@ def test_fp8_of_zeros_and_of_one_block_beside_another() -> None:
     assert torch.equal(dequantize_blocks(codes, scale), weight)
 
 
-def test_windows_score_every_token_once_with_half_a_window_before_it() -> None:
+def test_windows_score_every_token_once() -> None:
     for length in (1, 2, 7, 8, 9, 12, 13, 40, 41):
         document = [BOS_ID, *range(10, 9 + length), EOS_ID]
         scored: list[int] = []
@@ -90,7 +90,7 @@ def test_an_epoch_holds_the_corpus_and_the_next_one_differs() -> None:
         TrainingRows(documents, 8, 400, torch.device("cpu"), seed=0)
 
 
-def test_schedule_warms_up_holds_decays_and_follows_the_clock() -> None:
+def test_the_schedule_follows_steps_and_the_clock() -> None:
     schedule = Schedule(steps=1000, seconds=100.0, warmup=100, decay=0.6)
     assert schedule.scale(0, 0.0) == pytest.approx(0.01)
     assert schedule.scale(300, 0.0) == 1.0 and not schedule.decaying(300, 0.0)
@@ -102,7 +102,7 @@ def test_schedule_warms_up_holds_decays_and_follows_the_clock() -> None:
     assert schedule.progress(500, 0.0) == 1.0
 
 
-def test_orthogonalize_keeps_singular_vectors_and_levels_the_values() -> None:
+def test_orthogonalize_levels_the_singular_values() -> None:
     generator = torch.Generator().manual_seed(0)
     for shape in ((3, 16, 40), (2, 40, 16)):
         matrices = torch.randn(shape, generator=generator)
@@ -112,20 +112,20 @@ def test_orthogonalize_keeps_singular_vectors_and_levels_the_values() -> None:
         assert torch.diagonal(u.mT @ orthogonalize(matrices) @ vt.mT, dim1=1, dim2=2).min() > 0.5
 
 
-def test_optimizer_lowers_the_loss_and_writes_fp8_values_back() -> None:
+def test_the_optimizer_learns_and_writes_fp8_back() -> None:
     torch.manual_seed(0)
     model = build_model(SIZES["tiny"], torch.bfloat16)
     optimizer = MasterOptimizer(model, OptimizerSettings())
     ids = torch.randint(2, 512, (2, 32))
     losses = []
-    for _ in range(12):
+    for _ in range(8):
         logits = model(input_ids=ids, use_cache=False).logits.float()
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
         optimizer.step(1.0)
         optimizer.write_back(fp8=True)
         losses.append(float(loss.detach()))
-    assert losses[-1] < losses[0] - 0.5
+    assert losses[-1] < losses[0] - 0.3
     masters = optimizer.masters()
     assert set(masters) == {name for name, _ in model.named_parameters()}
     weight = dict(model.named_parameters())["model.layers.0.self_attn.o_proj.weight"]
@@ -151,7 +151,7 @@ def test_router_biases_move_against_the_load_error() -> None:
         assert counter.loads[layer].sum() == 0
 
 
-def test_export_and_reload_give_the_rounded_weights_back(tmp_path: Path) -> None:
+def test_export_and_reload_round_the_weights(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = build_model(SIZES["tiny"], torch.float32)
     for router in routers(model).values():
@@ -181,18 +181,19 @@ def test_references_count_what_they_say() -> None:
     assert shared_line_fraction(files, []) == 0.0
 
 
-def test_the_whole_script_in_small(tmp_path: Path) -> None:
+def test_the_whole_script_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = tmp_path / "library"
     library.mkdir()
-    texts = [s.text for s in find_sources(default_stdlib() / "json")]
+    texts = [s.text[:2500] for s in find_sources(default_stdlib() / "json")]
     counts = {"train": 0, "validation": 0, "heldout": 0}
     for number in range(2000):
         part = part_of(f"m{number}.py")
         if counts[part] < (12 if part == "train" else 1):
             counts[part] += 1
             (library / f"m{number}.py").write_text(texts[number % len(texts)] + f"# {number}\n")
-    settings = TrainSettings(size="tiny", minutes=1.0, epochs=1.0, rows=8, length=64, evaluations=3)
+    settings = TrainSettings(size="tiny", minutes=1.0, epochs=0.5, rows=4, length=64, evaluations=2)
     out = tmp_path / "out"
+    monkeypatch.setattr(Run, "probe", lambda self: 0.1)  # seconds a step
     run = Run(settings, split(find_sources(library)), out)
     run.finish(run.train())
     log = json.loads((out / "training.json").read_text())
@@ -202,11 +203,11 @@ def test_the_whole_script_in_small(tmp_path: Path) -> None:
     assert result["bits_per_byte_fp8"] == pytest.approx(log["bits_per_byte_bf16"], rel=0.02)
 
 
-def test_the_shipped_model_beats_xz_on_files_it_never_saw() -> None:
+def test_the_shipped_model_beats_xz_on_held_out_files() -> None:
     names = ("dataclasses.py", "statistics.py")
     files = [s for s in find_sources(default_stdlib()) if s.path in names]
     assert [part_of(s.path) for s in files] == ["heldout", "heldout"]
-    heads = [s.text[:2500] for s in files]
+    heads = [s.text[:1500] for s in files]
     nbytes = sum(len(head.encode()) for head in heads)
     bits = total_bits(load_dequantized(PATH), encode_files(load_tokenizer(PATH), heads))
     # Far below 0.5 would mean that the scored token leaks into its own prediction.
