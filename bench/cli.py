@@ -211,7 +211,7 @@ def run_case(op: str, device: str, as_json: bool, flags: dict[str, int | str]) -
     """
     import torch
 
-    from model.pretrained import check_device
+    from model.device import check_device
 
     if op != "moe" and device.startswith("cuda") and not torch.cuda.is_available():
         raise PykernelsError(

@@ -26,6 +26,7 @@ from .checkpoint.load import check_kernels, load
 from .checkpoint.plan import make_plan
 from .checkpoint.progress import Callback, reporting
 from .checkpoint.safetensors import Checkpoint, read_json
+from .device import check_device
 from .modules.inject import inject
 from .rules import Rule, default_rules, load_rules, parse_rules
 
@@ -143,27 +144,6 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise PykernelsError(
             f"The tokenizer of {folder} cannot be read: {error}", "Download its files again"
         ) from error
-
-
-def check_device(device: str | torch.device) -> torch.device:
-    """`device` if this machine has it, else `PykernelsError`."""
-    try:
-        target = torch.device(device)
-    except RuntimeError:
-        raise PykernelsError(f"There is no device {device!r}", "Use cpu or cuda:0") from None
-    if target.type == "cpu":
-        return target
-    if target.type != "cuda":
-        raise PykernelsError(f"The device {device} is not supported", "Use cpu or cuda:0")
-    if not torch.cuda.is_available():
-        raise PykernelsError(
-            f"The device {device} was asked for, but this PyTorch sees no CUDA GPU",
-            "Use --device cpu, or install a CUDA build of PyTorch and the driver",
-        )
-    if (target.index or 0) >= torch.cuda.device_count():
-        last = torch.cuda.device_count() - 1
-        raise PykernelsError(f"There is no GPU {device}", f"The last one is cuda:{last}")
-    return target
 
 
 def resolve_rules(rules: Rules, model_type: str) -> list[Rule]:
