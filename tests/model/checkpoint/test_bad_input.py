@@ -34,62 +34,53 @@ def plain(name: str, dtype: torch.dtype) -> Callable[[Tensors], object]:
     )
 
 
+def put(name: str, tensor: torch.Tensor) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({name: tensor})
+
+
+def drop(name: str) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.pop(name)
+
+
+# fmt: off
 TENSORS: dict[str, tuple[Callable[[Tensors], object], str]] = {
-    "a missing expert": (lambda t: t.pop(EXPERT), rf"1 tensors are missing in .*: {EXPERT}"),
+    "a missing expert": (drop(EXPERT), rf"1 tensors are missing in .*: {EXPERT}"),
     "a missing dense tensor": (
-        lambda t: t.pop(NORM),
-        f"1 tensors are missing in .*: {NORM}. Check that config.json belongs",
-    ),
-    "a missing scale": (lambda t: t.pop(SCALE), f"1 tensors are missing in .*: {SCALE}"),
+        drop(NORM), f"1 tensors are missing in .*: {NORM}. Check that config.json belongs"),
+    "a missing scale": (drop(SCALE), f"1 tensors are missing in .*: {SCALE}"),
     "a tensor of no module": (
-        lambda t: t.update({"model.layers.7.mlp.up_proj.weight": torch.ones(1)}),
-        "has 1 tensors that the model has no place for: model.layers.7.mlp.up_proj.weight",
-    ),
+        put("model.layers.7.mlp.up_proj.weight", torch.ones(1)),
+        "has 1 tensors that the model has no place for: model.layers.7.mlp.up_proj.weight"),
     "an expert too many": (
-        lambda t: t.update({EXPERT.replace(".3.", ".8."): t[EXPERT].clone()}),
-        r"no place for: model.layers.1.mlp.experts.8.up_proj.weight",
-    ),
+        put(EXPERT.replace(".3.", ".8."), torch.ones(1)),
+        r"no place for: model.layers.1.mlp.experts.8.up_proj.weight"),
     "an expert under two names": (
-        lambda t: t.update({EXPERT.replace("up_proj", "w3"): t[EXPERT].clone()}),
-        rf"{EXPERT} and \S+w3.weight are two names of one|\S+w3.weight and {EXPERT} are two",
-    ),
+        put(EXPERT.replace("up_proj", "w3"), torch.ones(1)),
+        rf"{EXPERT} and \S+w3.weight are two names of one|\S+w3.weight and {EXPERT} are two"),
     "an expert of a wrong shape": (
-        lambda t: t.update({EXPERT: t[EXPERT][:, :128]}),
-        rf"{EXPERT} has the shape \[128, 128\], the model needs \[128, 256\]",
-    ),
+        put(EXPERT, torch.ones(128, 128).to(torch.float8_e4m3fn)),
+        rf"{EXPERT} has the shape \[128, 128\], the model needs \[128, 256\]"),
     "a dense tensor of a wrong shape": (
-        lambda t: t.update({NORM: torch.ones(7)}),
-        rf"{NORM} has the shape \[7\], the model needs \[256\]",
-    ),
+        put(NORM, torch.ones(7)), rf"{NORM} has the shape \[7\], the model needs \[256\]"),
     "scales of a wrong shape": (
-        lambda t: t.update({SCALE: torch.ones(1, 1)}),
-        rf"{SCALE} is F32 \[1, 1\], {EXPERT} needs F32 \[1, 2\]",
-    ),
+        put(SCALE, torch.ones(1, 1)), rf"{SCALE} is F32 \[1, 1\], {EXPERT} needs F32 \[1, 2\]"),
     "scales of a wrong dtype": (
-        lambda t: t.update({SCALE: torch.ones(1, 2, dtype=torch.int32)}),
-        rf"{SCALE} is I32 \[1, 2\]",
-    ),
+        put(SCALE, torch.ones(1, 2, dtype=torch.int32)), rf"{SCALE} is I32 \[1, 2\]"),
     "an expert of a wrong dtype": (
-        lambda t: t.update({EXPERT: t[EXPERT].float().to(torch.float8_e5m2)}),
-        f"{EXPERT} is F8_E5M2, experts can be BF16, F16, F32, F8_E4M3 or I8",
-    ),
+        put(EXPERT, torch.ones(128, 256).to(torch.float8_e5m2)),
+        f"{EXPERT} is F8_E5M2, experts can be BF16, F16, F32, F8_E4M3 or I8"),
     "an expert in float64": (
         plain(EXPERT, torch.float64),
-        f"{EXPERT} is F64, experts can be BF16, .*. Store them as float32",
-    ),
+        f"{EXPERT} is F64, experts can be BF16, .*. Store them as float32"),
     "a dense tensor of a wrong dtype": (
-        plain(O_PROJ, torch.int16),
-        f"{O_PROJ} is I16, the model needs BF16, F16, F32 there",
-    ),
+        plain(O_PROJ, torch.int16), f"{O_PROJ} is I16, the model needs BF16, F16, F32 there"),
     "a dense tensor in float64": (
-        plain(O_PROJ, torch.float64),
-        f"{O_PROJ} is F64, the model needs BF16, F16, F32 there. Store it as float32",
-    ),
+        plain(O_PROJ, torch.float64), f"{O_PROJ} is F64, the model .* Store it as float32"),
     "one expert in another format": (
         plain(EXPERT, torch.bfloat16),
-        "The experts of model.layers.1.mlp.experts are partly bf16 and partly fp8",
-    ),
+        "The experts of model.layers.1.mlp.experts are partly bf16 and partly fp8"),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -164,47 +155,37 @@ def quantization(**values: Any) -> dict[str, Any]:
 
 
 STATIC = quantization(quant_method="fp8", activation_scheme="static", weight_block_size=[128, 128])
-CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "an unknown architecture": (
-        {"model_type": "hal9000"},
-        "'hal9000' is not known. Use .* mixtral",
-    ),
-    "no rules for it": ({"model_type": "llama"}, "no rules for the architecture"),
-    "no model_type": ({"model_type": None}, "has no model_type"),
-    "GPTQ": (quantization(quant_method="gptq", bits=4), "quantized with quant_method 'gptq'"),
-    "static scales": (STATIC, "with activation_scheme 'static'"),
-    "other blocks": (
-        quantization(quant_method="fp8", weight_block_size=[64, 64]),
-        r"with weight_block_size \[64, 64\]",
-    ),
-    "nonsense quantization": ({"quantization_config": "yes"}, "with quant_method 'yes'"),
-    "another activation": ({"hidden_act": "gelu"}, "uses 'gelu', the kernels have silu only"),
-    "groups of other sizes": ({"n_group": 3}, r"of 3 groups \(n_group\), which cannot be"),
-    "no groups": ({"n_group": None}, r"of None groups \(n_group\), which cannot be"),
-    "more groups than there are": ({"topk_group": 5}, r"5 \(topk_group\) of 4 groups"),
-    "fewer experts than top-k": ({"topk_group": 1}, "token to 3 of 8 experts, in 1 "),
-    "a billion MTP layers": (
-        {"num_nextn_predict_layers": 10**9},
-        "has 1000000000 num_nextn_predict_layers beside 3 layers",
-    ),
-    "a value of a wrong type": ({"hidden_size": "big"}, "is no valid deepseek_v3 configuration"),
-    "more layers than stored": ({"num_hidden_layers": 4}, "tensors are missing in .*layers.3"),
-    "another size": ({"moe_intermediate_size": 64}, r"the model needs \[\d+, \d+\]"),
-    "shared keys in MLA": (
-        {"num_key_value_heads": 1},
-        "num_key_value_heads 1, which no model runs with. Set it to 4, as the heads",
-    ),
-    "tuples as outputs": ({"return_dict": False}, "return_dict False, .* Set it to true"),
-    "an encoder": ({"is_encoder_decoder": True}, "is_encoder_decoder True, .* Set it to false"),
-    "no eos among none": ({"eos_token_id": []}, r"eos_token_id \[\], .* or null for none"),
-    "a wrong dtype": ({"dtype": "int8"}, "dtype .*int8 cannot be used|no valid deepseek_v3"),
-}
+BLOCKS = quantization(quant_method="fp8", weight_block_size=[64, 64])
+# fmt: off
+CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "hal9000"}, "'hal9000' is not known. Use .* mixtral"),
+    ({"model_type": "llama"}, "no rules for the architecture"),
+    ({"model_type": None}, "has no model_type"),
+    (quantization(quant_method="gptq", bits=4), "quantized with quant_method 'gptq'"),
+    (STATIC, "with activation_scheme 'static'"),
+    (BLOCKS, r"with weight_block_size \[64, 64\]"),
+    ({"quantization_config": "yes"}, "with quant_method 'yes'"),
+    ({"hidden_act": "gelu"}, "uses 'gelu', the kernels have silu only"),
+    ({"n_group": 3}, r"of 3 groups \(n_group\), which cannot be"),
+    ({"n_group": None}, r"of None groups \(n_group\), which cannot be"),
+    ({"topk_group": 5}, r"5 \(topk_group\) of 4 groups"),
+    ({"topk_group": 1}, "token to 3 of 8 experts, in 1 "),
+    ({"num_nextn_predict_layers": 10**9}, "has 1000000000 num_nextn_predict_layers beside 3 lay"),
+    ({"hidden_size": "big"}, "is no valid deepseek_v3 configuration"),
+    ({"num_hidden_layers": 4}, "tensors are missing in .*layers.3"),
+    ({"moe_intermediate_size": 64}, r"the model needs \[\d+, \d+\]"),
+    ({"num_key_value_heads": 1}, "num_key_value_heads 1, which no .* Set it to 4, as the heads"),
+    ({"return_dict": False}, "return_dict False, .* Set it to true"),
+    ({"is_encoder_decoder": True}, "is_encoder_decoder True, .* Set it to false"),
+    ({"eos_token_id": []}, r"eos_token_id \[\], .* or null for none"),
+    ({"dtype": "int8"}, "dtype .*int8 cannot be used|no valid deepseek_v3"),
+]
+# fmt: on
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_configs(own: Own, name: str) -> None:
+@pytest.mark.parametrize(("values", "message"), CONFIGS, ids=[str(row[0]) for row in CONFIGS])
+def test_configs(own: Own, values: dict[str, Any], message: str) -> None:
     folder = own("deepseek_v3")
-    values, message = CONFIGS[name]
     change_config(folder, **values)
     refused(message, folder)
 
@@ -217,43 +198,29 @@ def test_a_router_of_deepseek_v2_that_is_not_known(own: Own) -> None:
     model.from_pretrained(folder)  # greedy routing has no groups
 
 
-def as_folder(file: Path) -> None:
-    file.unlink()
-    file.mkdir()
+GENERATION = "generation_config.json"
+FILES: list[tuple[str, str | None, str]] = [
+    ("config.json", None, "config.json is missing"),
+    ("config.json", '{"model_type": ', "config.json is not valid JSON"),
+    (GENERATION, "{", "generation_config.json is not valid JSON"),
+    (GENERATION, '{"max_new_tokens": -1}', "no valid generation config: .*max_new_tokens"),
+    (GENERATION, '{"eos_token_id": []}', r"generation_config.json has the eos_token_id \[\], "),
+]
 
 
-FILES: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "no config": ("config.json", Path.unlink, "config.json is missing"),
-    "config cut off": (
-        "config.json",
-        lambda file: file.write_text('{"model_type": '),
-        "config.json is not valid JSON",
-    ),
-    "config is a folder": ("config.json", as_folder, "config.json cannot be read"),
-    "no JSON": (
-        "generation_config.json",
-        lambda file: file.write_text("{"),
-        "generation_config.json is not valid JSON",
-    ),
-    "a bad generation config": (
-        "generation_config.json",
-        lambda file: file.write_text('{"max_new_tokens": -1}'),
-        "is no valid generation config: .*max_new_tokens",
-    ),
-    "no eos to generate": (
-        "generation_config.json",
-        lambda file: file.write_text('{"eos_token_id": []}'),
-        r"generation_config.json has the eos_token_id \[\], which",
-    ),
-}
+@pytest.mark.parametrize(("name", "text", "message"), FILES)
+def test_files(own: Own, no_reads: None, name: str, text: str | None, message: str) -> None:
+    file = own() / name
+    if text is None:
+        file.unlink()
+    else:
+        file.write_text(text)
+    refused(message, file.parent)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_files(own: Own, no_reads: None, name: str) -> None:
-    folder = own()
-    file, spoil, message = FILES[name]
-    spoil(folder / file)
-    refused(message, folder)
+def test_a_config_that_is_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()
+    refused("config.json cannot be read", tmp_path)
 
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [

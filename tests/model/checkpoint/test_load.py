@@ -98,18 +98,6 @@ def test_other_blocks_are_left_to_transformers(
     assert errors(logits(lm, ids), logits(made.reference, ids)).median() < 5e-3
 
 
-def test_rules_from_a_file(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text(
-        "- match: {class: DeepseekV3MoE}\n"
-        "  replace: {class: FusedMoE, kwargs: {kernel: generic, format: fp8}}\n"
-    )
-    lm = model.from_pretrained(checkpoint("deepseek_v3").path, rules=file, kernel="auto")
-    for routed in routed_experts(lm):
-        assert routed.backend.name == "generic"
-        assert routed.weights.fmt.name == "fp8"
-
-
 CONVERSIONS = [
     ({}, "fp8", 6e-2),  # E4M3 keeps 4 bits
     ({"fp8": True}, "bf16", 2e-2),  # rounded once more
@@ -122,10 +110,20 @@ CONVERSIONS = [
 
 @pytest.mark.parametrize(("options", "fmt", "limit"), CONVERSIONS)
 def test_a_rule_can_convert_the_experts(
-    checkpoint: Checkpoints, ids: torch.Tensor, options: Options, fmt: str, limit: float
+    checkpoint: Checkpoints,
+    ids: torch.Tensor,
+    tmp_path: Path,
+    options: Options,
+    fmt: str,
+    limit: float,
 ) -> None:
-    made = checkpoint("deepseek_v3", **options)
-    lm = model.from_pretrained(made.path, rules=[fused_moe(ALL, format=fmt)], dtype="float32")
+    made, rules = checkpoint("deepseek_v3", **options), tmp_path / "mine.yaml"
+    kwargs = f"{{kernel: generic, format: {fmt}}}"
+    rules.write_text(
+        f"- {{match: {{class: {ALL}}}, replace: {{class: FusedMoE, kwargs: {kwargs}}}}}"
+    )
+    lm = model.from_pretrained(made.path, rules=rules, dtype="float32")
+    assert {routed.backend.name for routed in routed_experts(lm)} == {"generic"}
     assert {routed.weights.fmt.name for routed in routed_experts(lm)} == {fmt}
     assert errors(logits(lm, ids), logits(made.reference, ids)).median() < limit
 
@@ -217,15 +215,9 @@ def test_multi_token_prediction_layers_are_not_loaded(own: Own) -> None:
 
 
 YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1,
+    "original_max_position_embeddings": 32, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("options", [{}, {"rope_parameters": YARN}], ids=["plain", "yarn"])

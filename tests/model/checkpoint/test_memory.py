@@ -7,21 +7,15 @@ import subprocess
 import sys
 import weakref
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 import model
 from model.checkpoint import memory, progress
-from model.checkpoint.config import read_config
-from model.checkpoint.plan import Dense, Plan, make_plan
 from model.checkpoint.safetensors import Checkpoint, Part
-from model.modules.inject import inject
 from model.modules.moe import routed_experts
-from model.pretrained import build_meta, resolve_rules
 from pykernels.errors import PykernelsError
-from runtime.experts.routed import RoutedExperts
 
 from ..checks import Checkpoints, refused
 
@@ -116,30 +110,6 @@ def test_as_much_memory_is_used_as_was_checked(
     one_expert = 3 * 128 * 256 if fp8 else 3 * 32 * 64
     assert packed + dense < main <= packed + dense + 8 * max(largest, one_expert)
     assert device == 0
-
-
-def test_a_load_needs_the_model_and_the_largest_step(checkpoint: Checkpoints) -> None:
-    """A step has a tensor, or the matrices of one expert, as stored and in float32."""
-    folder, bf16, gpu = checkpoint("qwen3_moe").path, torch.bfloat16, torch.device("cuda", 0)
-    config = read_config(folder)
-    with Checkpoint(folder) as stored:
-        lm = build_meta(config, bf16)
-        inject(lm, resolve_rules(None, config.model_type))
-        items = make_plan(lm, stored, bf16).items
-
-        def needed(of: list[Any], device: torch.device) -> tuple[int, int]:
-            return memory.needed(Plan(of), lm, stored, bf16, device)
-
-        experts = next(item for item in items if not isinstance(item, Dense))
-        block: Any = lm.get_submodule(experts.name)
-        weights = 3 * block.shape.H * block.shape.I
-        packed = RoutedExperts.bytes_needed(block.shape, "bf16")
-        assert needed([experts], gpu) == (packed + (2 + 4) * weights, 0)
-        dense = [item for item in items if isinstance(item, Dense)]
-        sizes = [stored.tensors[item.source.data.name].nbytes for item in dense]
-        step = max(sizes) // 2 * (2 + 4 + 2)
-        assert needed(dense, gpu) == (step, sum(sizes))
-        assert needed(dense, torch.device("cpu")) == (step + sum(sizes), 0)
 
 
 def test_progress_goes_from_nothing_to_all(checkpoint: Checkpoints) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from model.embedded import PATH
 from model.embedded.card import render
-from model.embedded.export import INDEX, fused_state, read_tensors
+from model.embedded.export import fused_state, read_tensors
 
 LIMIT = 24 * 2**20
 
@@ -47,19 +47,6 @@ def test_config_is_the_architecture_promised(config: dict[str, Any]) -> None:
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
     }
-
-
-def test_the_index_names_each_tensor_and_its_shard(tensors: dict[str, Tensor]) -> None:
-    from safetensors import safe_open
-
-    index = json.loads((PATH / INDEX).read_text())
-    files = {f.name for f in PATH.glob("*.safetensors")}
-    assert set(index["weight_map"].values()) == files and len(files) >= 2
-    for file in files:
-        with safe_open(PATH / file, framework="pt") as shard:
-            held = set(shard.keys())
-        assert held == {n for n, f in index["weight_map"].items() if f == file}
-    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
 
 
 def test_no_value_is_nan_or_infinite_and_scales_are_tight(tensors: dict[str, Tensor]) -> None:

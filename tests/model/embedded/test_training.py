@@ -11,14 +11,12 @@ import torch
 from model.embedded import PATH
 from model.embedded.architecture import SIZES, build_model
 from model.embedded.balance import LoadCounter, router_bias, routers
-from model.embedded.batches import TrainingRows, pack
 from model.embedded.corpus import default_stdlib, find_sources, part_of, split
 from model.embedded.evaluate import evaluate_checkpoint, total_bits, windows
 from model.embedded.export import checkpoint_tensors, export, load_dequantized
 from model.embedded.fp8 import dequantize_blocks, fake_quantize, quantize_blocks
-from model.embedded.optimizer import MasterOptimizer, OptimizerSettings, orthogonalize
-from model.embedded.references import shared_line_fraction, xz_bits_per_byte
-from model.embedded.schedule import Schedule
+from model.embedded.optimizer import MasterOptimizer, OptimizerSettings
+from model.embedded.references import xz_bits_per_byte
 from model.embedded.tokenizer import BOS_ID, EOS_ID, encode_files, load_tokenizer
 from model.embedded.train import Run, TrainSettings
 
@@ -67,49 +65,6 @@ def test_bits_do_not_depend_on_batching_or_padding() -> None:
     together = total_bits(model, documents, window=16, rows=5)
     alone = sum(total_bits(model, [d], window=16, rows=1) for d in documents)
     assert together == pytest.approx(alone, rel=1e-5)
-
-
-def test_rows_begin_with_bos_and_targets_are_the_next_tokens() -> None:
-    inputs, targets = pack(torch.arange(10, 35), 8)
-    assert inputs.shape == targets.shape == (3, 8)
-    assert (inputs[:, 0] == BOS_ID).all()
-    assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    assert targets.flatten().tolist() == list(range(10, 34))
-
-
-def test_an_epoch_holds_the_corpus_and_the_next_one_differs() -> None:
-    documents = [[0, *range(100 * d, 100 * d + 30), 1] for d in range(1, 9)]
-    rows = TrainingRows(documents, 8, 4, torch.device("cpu"), seed=0)
-    batches = iter(rows)
-    epochs = [[next(batches)[1] for _ in range(rows.steps_per_epoch)] for _ in range(2)]
-    tokens = [torch.cat(epoch).flatten() for epoch in epochs]
-    everything = sorted(t for d in documents for t in d)
-    assert sorted(tokens[0].tolist()) == sorted(tokens[1].tolist()) == everything
-    assert not torch.equal(tokens[0], tokens[1])
-    with pytest.raises(ValueError, match="do not fill a batch"):
-        TrainingRows(documents, 8, 400, torch.device("cpu"), seed=0)
-
-
-def test_the_schedule_follows_steps_and_the_clock() -> None:
-    schedule = Schedule(steps=1000, seconds=100.0, warmup=100, decay=0.6)
-    assert schedule.scale(0, 0.0) == pytest.approx(0.01)
-    assert schedule.scale(300, 0.0) == 1.0 and not schedule.decaying(300, 0.0)
-    assert schedule.scale(700, 0.0) == pytest.approx(0.5) and schedule.decaying(700, 0.0)
-    assert schedule.scale(300, 70.0) == pytest.approx(0.5), "a slow machine decays by the clock"
-    assert schedule.scale(1000, 0.0) == schedule.scale(0, 100.0) == 0.0
-    schedule.decay_from_now(200)
-    assert schedule.steps == 500 and schedule.scale(200, 0.0) == pytest.approx(1.0)
-    assert schedule.progress(500, 0.0) == 1.0
-
-
-def test_orthogonalize_levels_the_singular_values() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for shape in ((3, 16, 40), (2, 40, 16)):
-        matrices = torch.randn(shape, generator=generator)
-        values = torch.linalg.svdvals(orthogonalize(matrices))
-        assert values.min() > 0.5 and values.max() < 1.3
-        u, _, vt = torch.linalg.svd(matrices, full_matrices=False)
-        assert torch.diagonal(u.mT @ orthogonalize(matrices) @ vt.mT, dim1=1, dim2=2).min() > 0.5
 
 
 def test_the_optimizer_learns_and_writes_fp8_back() -> None:
@@ -170,15 +125,6 @@ def test_export_and_reload_round_the_weights(tmp_path: Path) -> None:
             assert torch.equal(value, state[name].to(keep).float()), name
         else:
             assert torch.equal(value, fake_quantize(state[name])), name
-
-
-def test_references_count_what_they_say() -> None:
-    files = find_sources(default_stdlib() / "json")
-    xz = xz_bits_per_byte(files, files)
-    assert xz["concatenated"] < xz["per_file"] < 8
-    assert xz["after_known"] < 0.1 * xz["concatenated"], "known files cost xz next to nothing"
-    assert shared_line_fraction(files, files) == 1.0
-    assert shared_line_fraction(files, []) == 0.0
 
 
 def test_the_whole_script_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
