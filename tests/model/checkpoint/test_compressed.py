@@ -15,16 +15,10 @@ from safetensors.torch import save_file
 import model
 from model.checkpoint.compressed_tensors import unpack_int4
 from model.checkpoint.config import read_config
-from model.checkpoint.load import expert_weight, stored_weight
 from model.checkpoint.names import Names
-from model.checkpoint.plan import Dense, Experts, make_plan
 from model.checkpoint.safetensors import Checkpoint, Part
-from model.modules.inject import inject
 from model.modules.moe import routed_experts
-from model.pretrained import build_meta
-from model.rules import default_rules
 from pykernels.errors import PykernelsError
-from pykernels.quant import get_format
 
 from .. import tiny_compressed
 from ..checks import (
@@ -76,26 +70,14 @@ def test_values_and_logits(checkpoint: Checkpoints, ids: torch.Tensor, scheme: s
 def test_experts_are_not_quantized_again(checkpoint: Checkpoints, scheme: str) -> None:
     """Values and scales of the file are those that are packed."""
     made = checkpoint("deepseek_v3", **options(scheme))
-    config = read_config(made.path)
-    with Checkpoint(made.path) as files:
-        lm = build_meta(config, torch.bfloat16)
-        inject(lm, default_rules(config.model_type), "auto")
-        plan = make_plan(lm, files, torch.bfloat16)
-        experts = [item for item in plan.items if isinstance(item, Experts)]
-        assert len(experts) == 2 and {item.stored for item in experts} == {SCHEMES[scheme]}
-        fmt = get_format(SCHEMES[scheme])
-        for projection, source in zip(("gate", "up", "down"), experts[0].experts[3], strict=True):
-            weight = expert_weight(files, source, fmt.name)
-            fmt.check(weight, *source.shape)
-            key = f"model.layers.1.mlp.experts.3.{projection}_proj.weight"
-            value = tiny_compressed.value_of(made.stored, key)
-            assert value is not None and torch.equal(fmt.dequantize(weight), value)
-            if scheme in INT4:
-                assert weight.scale is not None
-                assert torch.equal(weight.scale, made.stored[f"{key}_scale"])
-        dense = next(i for i in plan.items if isinstance(i, Dense) and i.name == DENSE)
-        assert dense.source.fmt == SCHEMES[scheme]
-        assert stored_weight(files, dense.source).data.shape == dense.source.shape
+    routed = routed_experts(model.from_pretrained(made.path))[0]
+    for name, weight in zip(("gate", "up", "down"), routed.weights.unpack(3), strict=True):
+        key = f"model.layers.1.mlp.experts.3.{name}_proj.weight"
+        value = tiny_compressed.value_of(made.stored, key)
+        assert value is not None and torch.equal(routed.weights.fmt.dequantize(weight), value)
+        if scheme in ("int4", "int4-g128"):
+            assert weight.scale is not None
+            assert torch.equal(weight.scale, made.stored[f"{key}_scale"])
 
 
 def test_int4_is_packed_eight_to_a_word_lowest_first() -> None:

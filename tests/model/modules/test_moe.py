@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 import model
 from model.modules.moe import FusedMoE, routed_experts
 from pykernels.errors import PykernelsError
-from runtime.experts.routed import RoutedExperts
 
 from ..checks import Checkpoints, errors, moe_blocks
 from ..tiny import ARCHITECTURES
@@ -71,26 +69,6 @@ def test_float16_trunks_lose_nothing(checkpoint: Checkpoints) -> None:
     got = half(x)
     assert got.dtype == torch.float16
     assert errors(got.float(), full(x.float())).max() < 4e-3
-
-
-def test_shared_experts_run_between_submit_and_sync(
-    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    block = layer(checkpoint)
-    order: list[str] = []
-
-    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any) -> Any:
-            order.append(name)
-            return call(*args)
-
-        return noted
-
-    for name in ("submit", "sync"):
-        monkeypatch.setattr(RoutedExperts, name, noting(name, getattr(RoutedExperts, name)))
-    block.shared_experts.register_forward_hook(lambda *_: order.append("shared"))
-    block(torch.randn(1, 2, 64, dtype=torch.bfloat16))
-    assert order == ["submit", "shared", "sync"]
 
 
 def test_an_error_beside_the_experts_leaves_them_usable(checkpoint: Checkpoints) -> None:

@@ -254,19 +254,3 @@ def test_left_padding_does_not_change_a_row(checkpoint: Checkpoints, ids: torch.
         for row in (long, short)
     ]
     assert together.tolist() == [row.tolist() for row in alone]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_beams": 3},
-        {"do_sample": True, "top_k": 5},
-        {"do_sample": True, "num_return_sequences": 2},
-    ],
-    ids=["beams", "sampling", "several"],
-)
-def test_transformers_other_ways_to_generate_work(
-    lm: PreTrainedModel, ids: torch.Tensor, options: dict[str, Any]
-) -> None:
-    found = lm.generate(ids, max_new_tokens=5, pad_token_id=0, **options)
-    assert found.shape == (2 * options.get("num_return_sequences", 1), 17 + 5)
