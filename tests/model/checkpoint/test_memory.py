@@ -76,15 +76,6 @@ def test_the_peak_is_the_model_and_no_second_copy(checkpoint: Checkpoints) -> No
     assert grown < 1.25 * size
 
 
-def test_too_little_memory_is_found_before_loading(
-    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = checkpoint("deepseek_v3").path
-    monkeypatch.setattr(memory, "available", lambda: 300_000)
-    monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("something was loaded"))
-    refused(r"needs \d.\d MiB of main memory, 0.3 MiB are free", path)
-
-
 def test_memory_that_is_just_enough_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available", lambda: 3 << 20)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 << 20, 9 << 20))
@@ -94,6 +85,15 @@ def test_memory_that_is_just_enough_is_enough(monkeypatch: pytest.MonkeyPatch) -
         memory.check((3 << 20) + 1, 0, gpu)
     with pytest.raises(PykernelsError, match="needs 2.0 MiB on cuda:0, 2.0 MiB are free"):
         memory.check(0, (2 << 20) + 1, gpu)
+
+
+def test_memory_is_checked_before_loading(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available", lambda: 300_000)
+    monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("something was loaded"))
+    message = r"needs \d.\d MiB of main memory, 0.3 MiB are free"
+    refused(message, checkpoint("deepseek_v3").path)
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import model
-from model.checkpoint import memory
 from model.text.generate import generate_stream
 from pykernels import __version__
 from runtime.machine.topology import Topology
@@ -171,14 +170,6 @@ def test_bad_checkpoints(run: Run, own: Own, monkeypatch: pytest.MonkeyPatch) ->
     (folder / "tokenizer.json").write_text("{}")
     change_config(folder, model_type="warp_drive")
     failed(run("generate", "--model", folder, PROMPT), "warp_drive")
-
-
-def test_too_little_memory_names_both_numbers(
-    run: Run, writer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(memory, "available", lambda: 1 << 18)
-    message = r"needs [\d.]+ MiB of main memory, 0\.2 MiB are free"
-    failed(run("generate", "--model", writer, PROMPT), message)
 
 
 def test_a_bad_flag(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,16 +15,12 @@ from model.embedded.tokenizer import BOS_ID, EOS_ID, encode_files, load_tokenize
 TEXTS = {
     "empty": "",
     "indented": "def f(xs):\n    if not xs:\n        return []\n\n\n\treturn xs  \n",
-    "no final newline": "x = 1",
-    "DOS line ends": "a = 1\r\n\r\nb = 2\r\n",
-    "a lone carriage return": "a\rb",
-    "form feed": "\x0c\nclass A:\n\x0c    pass\n",
-    "leading and trailing spaces": "   x   ",
-    "long runs": " " * 77 + "x" + "\n" * 33 + "#" * 79 + "_" * 20,
+    "line ends": "a = 1\r\n\r\nb = 2\r\n\x0c\na\rb",
+    "spaces": "   x   " + " " * 77 + "x" + "\n" * 33 + "#" * 79 + "_" * 20,
     "digits": "0xdeadbeef 1_000_000 3.14159e-10 '\\u00e9'",
     "other scripts": "naïve = 'Ελληνικά 漢字 \U0001f40d עברית'  # é as e\u0301",
     "control bytes": "".join(map(chr, range(256))),
-    "a word like a special token": "<|bos|> is no bos when it is a <|boss|>",
+    "like a special token": "<|bos|> is no bos when it is a <|boss|>",
 }
 
 

@@ -12,12 +12,12 @@ from model.embedded import PATH
 from model.embedded.architecture import SIZES, build_model
 from model.embedded.balance import LoadCounter, router_bias, routers
 from model.embedded.corpus import default_stdlib, find_sources, part_of, split
-from model.embedded.evaluate import evaluate_checkpoint, total_bits, windows
+from model.embedded.evaluate import evaluate_checkpoint, total_bits
 from model.embedded.export import checkpoint_tensors, export, load_dequantized
 from model.embedded.fp8 import dequantize_blocks, fake_quantize, quantize_blocks
 from model.embedded.optimizer import MasterOptimizer, OptimizerSettings
 from model.embedded.references import xz_bits_per_byte
-from model.embedded.tokenizer import BOS_ID, EOS_ID, encode_files, load_tokenizer
+from model.embedded.tokenizer import encode_files, load_tokenizer
 from model.embedded.train import Run, TrainSettings
 
 
@@ -32,30 +32,6 @@ def test_fp8_blocks_keep_each_weight_within_e4m3s_step(shape: tuple[int, ...]) -
     bound = torch.maximum(weight.abs() / 16, torch.full_like(weight, float(scale.max()) * 2**-10))
     assert ((back - weight).abs() <= bound * 1.0001).all()
     assert torch.equal(fake_quantize(back), back), "what FP8 holds must survive a second rounding"
-
-
-def test_fp8_scales_are_of_blocks() -> None:
-    weight = torch.zeros(128, 256)
-    weight[:, 128:] = 3.0
-    codes, scale = quantize_blocks(weight)
-    assert scale.tolist() == [[1.0, pytest.approx(3.0 / 448.0)]]
-    assert torch.equal(dequantize_blocks(codes, scale), weight)
-
-
-def test_windows_score_every_token_once() -> None:
-    for length in (1, 2, 7, 8, 9, 12, 13, 40, 41):
-        document = [BOS_ID, *range(10, 9 + length), EOS_ID]
-        scored: list[int] = []
-        for number, (inputs, targets) in enumerate(windows(document, 8)):
-            assert len(inputs) == len(targets) <= 8
-            assert inputs[0] == BOS_ID
-            fresh = [t for t in targets if t != -100]
-            assert number == 0 or targets[:4] == [-100] * 4
-            scored += fresh
-            for i, target in enumerate(targets):
-                if target != -100 and i + 1 < len(inputs):
-                    assert inputs[i + 1] == target
-        assert scored == document[1:]
 
 
 def test_bits_do_not_depend_on_batching_or_padding() -> None:
