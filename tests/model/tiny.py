@@ -88,9 +88,9 @@ def make(
     reference = AutoModelForCausalLM.from_config(cfg, dtype=torch.float32).eval()
     randomize(reference, seed)
     stored = store(reference, model_type, dtype, fp8, compressed)
-    truth = dict(reference.state_dict())
-    fill(truth, stored, model_type)
-    reference.load_state_dict(truth)
+    values = dict(reference.state_dict())
+    fill(values, stored, model_type)
+    reference.load_state_dict(values)
     reference.tie_weights()
     path.mkdir(parents=True, exist_ok=True)
     data = cfg.to_dict()
@@ -98,11 +98,9 @@ def make(
     data["dtype"] = "bfloat16"
     if fp8:
         data["quantization_config"] = {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
             "weight_block_size": [BLOCK, BLOCK],
-        }
+        }  # fmt: skip
     if compressed:
         data["quantization_config"] = tiny_compressed.config(compressed)
     (path / "config.json").write_text(json.dumps(data))

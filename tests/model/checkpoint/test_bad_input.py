@@ -107,14 +107,11 @@ def test_fp8_blocks_of_both_gate_and_up_rows(own: Own, no_reads: None) -> None:
     refused("FP8 blocks that hold both gate and up rows", folder)
 
 
+TO_BF16 = [fused_moe("DeepseekV3MoE", format="bf16")]
 NAN = [
-    ("dense", "scale", None),
-    ("dense", "code", None),
-    ("expert", "scale", None),
-    ("expert", "code", None),
-    ("expert", "scale", []),
-    ("expert", "code", [fused_moe("DeepseekV3MoE", format="bf16")]),
-]
+    ("dense", "scale", None), ("dense", "code", None), ("expert", "scale", None),
+    ("expert", "code", None), ("expert", "scale", []), ("expert", "code", TO_BF16),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "part", "rules"), NAN)
@@ -223,6 +220,8 @@ def test_a_config_that_is_a_folder(tmp_path: Path) -> None:
     refused("config.json cannot be read", tmp_path)
 
 
+Q4_K = [fused_moe("DeepseekV3MoE", format="q4_k")]
+# fmt: off
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"device": "nonsense"}, "There is no device 'nonsense'. Use cpu or cuda:0"),
     ({"device": "meta"}, "The device meta is not supported"),
@@ -235,11 +234,9 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"numa": 0}, "NUMA setting '0' is not known"),
     ({"rules": "/absent.yaml"}, "cannot be read"),
     ({"rules": [fused_moe("Nobody")]}, "rule 1 .class 'Nobody'. matches no module"),
-    (
-        {"rules": [fused_moe("DeepseekV3MoE", format="q4_k")]},
-        "q4_k takes matrices whose inputs are a multiple of 256, not 64",
-    ),
+    ({"rules": Q4_K}, "q4_k takes matrices whose inputs are a multiple of 256, not 64"),
 ]
+# fmt: on
 
 
 @pytest.mark.parametrize(("options", "message"), OPTIONS, ids=[str(o) for o, _ in OPTIONS])

@@ -98,14 +98,10 @@ def test_other_blocks_are_left_to_transformers(
     assert errors(logits(lm, ids), logits(made.reference, ids)).median() < 5e-3
 
 
-CONVERSIONS = [
-    ({}, "fp8", 6e-2),  # E4M3 keeps 4 bits
-    ({"fp8": True}, "bf16", 2e-2),  # rounded once more
-    ({}, "int8", 2e-2),  # 7 bits a group of 128
-    ({}, "int4", 3e-1),  # 3 bits a group of 32
-    ({"fp8": True}, "int8", 2e-2),  # dequantized and quantized again
-    ({}, "q8_0", 2e-2),  # 7 bits a block of 32, float16 scales
-]
+CONVERSIONS = [  # the format's own rounding error
+    ({}, "fp8", 6e-2), ({}, "int8", 2e-2), ({}, "int4", 3e-1), ({}, "q8_0", 2e-2),
+    ({"fp8": True}, "bf16", 2e-2), ({"fp8": True}, "int8", 2e-2),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "fmt", "limit"), CONVERSIONS)

@@ -63,15 +63,6 @@ def test_a_decision_and_a_file(amx: None, run: Run) -> None:
     }
 
 
-def test_an_unusual_number_of_threads_is_noted(
-    amx: None, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("runtime.machine.topology.Topology.default_threads", lambda *_: 2)
-    noted = "note: measured with --threads 1, where 2 would be usual, but kept for any number"
-    assert noted in run("calibrate", "--format", "bf16", "--threads", 1).err
-    assert "note" not in run("calibrate", "--format", "bf16").err
-
-
 def test_every_format_as_json(amx: None, run: Run) -> None:
     result = run("calibrate", "--json")
     found = json.loads(result.out)
