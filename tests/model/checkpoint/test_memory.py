@@ -6,13 +6,12 @@ import gc
 import subprocess
 import sys
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import model
-from model.checkpoint import memory, progress
+from model.checkpoint import memory
 from model.checkpoint.safetensors import Checkpoint, Part
 from model.modules.moe import routed_experts
 from pykernels.errors import PykernelsError
@@ -121,22 +120,3 @@ def test_progress_goes_from_nothing_to_all(checkpoint: Checkpoints) -> None:
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1][0] == stored
     assert len(seen) > 20
-
-
-def test_a_bar_appears_after_a_second_of_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock.now)
-    started: list[float] = []
-    monkeypatch.setattr(progress.Progress, "start", lambda self: started.append(clock.now))
-    with progress.reporting(True) as report:
-        report(10, 100)
-        assert not started
-        clock.now = 1.5
-        report(20, 100)
-    with progress.reporting(True) as report:
-        clock.now = 3.5
-        report(100, 100)  # all is done: a bar would only flash up
-    with progress.reporting(None) as report:  # stderr is no terminal here
-        clock.now = 9.0
-        report(20, 100)
-    assert started == [1.5]

@@ -110,12 +110,9 @@ def test_the_report_goes_on_after_an_error(
     assert report.sections["flags"]
 
 
-def test_too_little_memory_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_lacks_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examine, "NEEDED_MEMORY", 1 << 60)
     assert "are free" in next(examine.look_at_memory()).problem
-
-
-def test_a_missing_library_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(examine.NEEDED_VERSIONS, "not_installed", "1.0")
     (fact,) = [fact for fact in examine.look_at_versions() if fact.name == "not_installed"]
     assert "cannot be imported" in fact.problem and "pip install" in fact.hint

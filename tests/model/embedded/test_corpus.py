@@ -38,13 +38,6 @@ def test_the_tokenizer_gives_any_text_back_exactly(tokenizer: Tokenizer) -> None
         assert tokenizer.decode(ids[1:-1], skip_special_tokens=False) == text
 
 
-def test_a_prompt_is_cut_like_the_longer_text(tokenizer: Tokenizer) -> None:
-    whole = tokenizer.encode("def f(xs):\n    return xs").ids
-    for prompt in ("def f(xs):", "def f(xs):\n"):
-        ids = tokenizer.encode(prompt).ids
-        assert whole[: len(ids)] == ids
-
-
 def test_transformers_reads_the_tokenizer(tokenizer: Tokenizer) -> None:
     loaded = AutoTokenizer.from_pretrained(PATH)
     ids = loaded(TEXTS["indented"])["input_ids"]

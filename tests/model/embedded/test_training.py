@@ -15,7 +15,6 @@ from model.embedded.corpus import default_stdlib, find_sources, part_of, split
 from model.embedded.evaluate import evaluate_checkpoint, total_bits
 from model.embedded.export import checkpoint_tensors, export, load_dequantized
 from model.embedded.fp8 import dequantize_blocks, fake_quantize, quantize_blocks
-from model.embedded.optimizer import MasterOptimizer, OptimizerSettings
 from model.embedded.references import xz_bits_per_byte
 from model.embedded.tokenizer import encode_files, load_tokenizer
 from model.embedded.train import Run, TrainSettings
@@ -32,37 +31,6 @@ def test_fp8_blocks_keep_each_weight_within_e4m3s_step(shape: tuple[int, ...]) -
     bound = torch.maximum(weight.abs() / 16, torch.full_like(weight, float(scale.max()) * 2**-10))
     assert ((back - weight).abs() <= bound * 1.0001).all()
     assert torch.equal(fake_quantize(back), back), "what FP8 holds must survive a second rounding"
-
-
-def test_bits_do_not_depend_on_batching_or_padding() -> None:
-    torch.manual_seed(0)
-    model = build_model(SIZES["tiny"], torch.float32).eval()
-    documents = [[0, *torch.randint(2, 512, (n,)).tolist(), 1] for n in (3, 20, 41)]
-    together = total_bits(model, documents, window=16, rows=5)
-    alone = sum(total_bits(model, [d], window=16, rows=1) for d in documents)
-    assert together == pytest.approx(alone, rel=1e-5)
-
-
-def test_the_optimizer_learns_and_writes_fp8_back() -> None:
-    torch.manual_seed(0)
-    model = build_model(SIZES["tiny"], torch.bfloat16)
-    optimizer = MasterOptimizer(model, OptimizerSettings())
-    ids = torch.randint(2, 512, (2, 32))
-    losses = []
-    for _ in range(8):
-        logits = model(input_ids=ids, use_cache=False).logits.float()
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        loss.backward()
-        optimizer.step(1.0)
-        optimizer.write_back(fp8=True)
-        losses.append(float(loss.detach()))
-    assert losses[-1] < losses[0] - 0.3
-    masters = optimizer.masters()
-    assert set(masters) == {name for name, _ in model.named_parameters()}
-    weight = dict(model.named_parameters())["model.layers.0.self_attn.o_proj.weight"]
-    master = masters["model.layers.0.self_attn.o_proj.weight"]
-    assert torch.equal(weight.detach(), fake_quantize(master).bfloat16())
-    assert not torch.equal(weight.detach(), master.bfloat16())
 
 
 def test_router_biases_move_against_the_load_error() -> None:
