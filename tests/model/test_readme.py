@@ -72,7 +72,7 @@ def test_python_runs(block: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_kernel_in_five_minutes(tmp_path: Path) -> None:
     for package in ("pykernels", "runtime", "model", "bench", "tests"):
-        ignore = shutil.ignore_patterns("__pycache__", "checkpoint")
+        ignore = shutil.ignore_patterns("__pycache__", "checkpoint", "results")
         shutil.copytree(ROOT / package, tmp_path / package, ignore=ignore)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for command in commands("cp"):

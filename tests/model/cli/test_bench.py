@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from bench import cli
 from pykernels.cpu.isa import prefers_fma
 from pykernels.errors import PykernelsError
 from pykernels.quant import FORMATS
@@ -80,7 +79,7 @@ def test_too_many_threads_by_the_flag(run: Run, monkeypatch: pytest.MonkeyPatch)
 
 def test_options_are_flags_of_a_gpus_case(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(cli, "run_case", lambda *call: given.append(call))
+    monkeypatch.setattr("bench.cli.run_case", lambda *call: given.append(call))
     assert run("bench", "moe", "--device", "cuda:1", "--tokens", 3, "--json").code == 0
     op, device, as_json, flags = given.pop()
     assert (op, device, as_json) == ("moe", "cuda:1", True)
