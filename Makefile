@@ -43,7 +43,7 @@ types: $(VENV)/.installed-test
 bench: $(VENV)/.installed-test
 	$(BIN)/python -m pytest bench/suites --benchmark-enable --benchmark-only
 
-# A peer that cannot be installed becomes a row that says so. A bad BENCH is told before ten minutes of that.
+# A peer that cannot be installed becomes a row that says so. A bad BENCH is an error before ten minutes of that.
 bench-cpu: $(VENV)/.installed-bench
 	@$(BIN)/python -m bench.cpu --check $(BENCH)
 	-$(BIN)/python -m bench.peers.install

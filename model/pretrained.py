@@ -1,4 +1,4 @@
-"""`from_pretrained`: the one call from a checkpoint folder to a model that runs."""
+"""`from_pretrained`: from a checkpoint folder to a model that runs, in one call."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from .checkpoint.load import check_kernels, load
 from .checkpoint.plan import make_plan
 from .checkpoint.progress import Callback, reporting
 from .checkpoint.safetensors import Checkpoint, read_json
+from .device import check_device
 from .modules.inject import inject
 from .rules import Rule, default_rules, load_rules, parse_rules
 
@@ -53,11 +54,11 @@ def from_pretrained(
             empty list leaves the model as transformers has it.
         device: where all but the routed experts goes: "cpu" or "cuda:0".
         dtype: of all but the routed experts; None: the config's (bfloat16 as a rule).
-        threads: workers of the experts, shared by all models of the process; None: as they are, or
-            one on each physical core, without the one that feeds the GPU.
-        kernel: auto, amx, avx512 or generic; a rule's own `kernel` goes before it.
+        threads: workers of the experts, shared by all models of the process; None: unchanged, or
+            at first one on each physical core (beside a GPU one fewer: it launches the kernels).
+        kernel: auto, amx, avx512 or generic; a rule's own `kernel` overrides it.
         numa: "auto", "off" or the number of NUMA nodes: whether the experts are split across them,
-            which is also the workers' and so the same for all models; None: as it is (auto).
+            which are the workers' too and so the same for all models; None: unchanged (auto).
         progress: None: a bar on a terminal for loads over a second; True, False, or a callable
             that gets (bytes done, bytes in all).
 
@@ -66,21 +67,21 @@ def from_pretrained(
             in one line with its hint, before a weight is loaded.
     """
     folder = Path(path)
-    place = check_device(device)
+    target = check_device(device)
     config = read_config(folder)
     chosen = resolve_dtype(dtype, config)
     parsed = resolve_rules(rules, config.model_type)
-    _use_threads(threads, numa, place)
+    _configure_workers(threads, numa, target)
     generation = read_generation_config(folder)
     with Checkpoint(folder) as checkpoint:
         model = build_meta(config, chosen)
         inject(model, parsed, kernel)
         plan = make_plan(model, checkpoint, chosen)
         check_kernels(model, plan)
-        memory.check(*memory.needed(plan, model, checkpoint, chosen, place), place)
+        memory.check(*memory.needed(plan, model, checkpoint, chosen, target), target)
         memory.check_nodes(plan, model, default_pool())
         with reporting(progress) as report:
-            load(model, plan, checkpoint, place, chosen, report)
+            load(model, plan, checkpoint, target, chosen, report)
     if generation is not None:
         model.generation_config = generation
     return model
@@ -94,14 +95,14 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
     file = folder / "generation_config.json"
     if not file.is_file():
         return None
-    read_json(file)  # says what is wrong with one that is no JSON
+    read_json(file)  # a clearer error for a file that is no JSON
     try:
         config = GenerationConfig.from_pretrained(folder)
     except Exception as error:  # transformers validates with several exception types of its own
         raise PykernelsError(
             f"{file} is no valid generation config: {error}", "Download it again, or remove it"
         ) from error
-    if config.eos_token_id == []:  # transformers' generate takes the first of them
+    if config.eos_token_id == []:  # transformers' generate reads the first one
         raise PykernelsError(
             f"{file} has the eos_token_id [], which no model runs with",
             "Set it to a token, or null for none",
@@ -109,17 +110,17 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
     return config
 
 
-def _use_threads(threads: int | None, numa: str | int | None, place: torch.device) -> None:
-    """Makes the workers what was asked for and what the device wants, if they are not yet.
+def _configure_workers(threads: int | None, numa: str | int | None, device: torch.device) -> None:
+    """Start the default pool with `threads` and `numa`, unless it already is as asked for.
 
-    Beside a GPU the thread that waits for the experts also feeds the GPU: it is none of them.
+    Beside a GPU the calling thread launches the GPU's kernels, so it is not one of the workers.
     """
     if threads is not None and threads < 1:
         raise PykernelsError(f"{threads} threads were asked for", "Ask for 1 or more")
-    works = place.type == "cpu"
-    if threads is None and numa is None and default_pool().driver_works == works:
+    driver_works = device.type == "cpu"
+    if threads is None and numa is None and default_pool().driver_works == driver_works:
         return
-    configure_default_pool(threads, works, numa=AUTO if numa is None else str(numa))
+    configure_default_pool(threads, driver_works, numa=AUTO if numa is None else str(numa))
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -135,7 +136,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             "Download the tokenizer's files too",
         )
     try:
-        # The configuration is only asked for the tokenizer's class; ours knows every alias.
+        # AutoTokenizer takes only the tokenizer's class from it; ours also resolves aliases.
         return AutoTokenizer.from_pretrained(folder, config=read_config(folder))
     except PykernelsError:
         raise
@@ -143,27 +144,6 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise PykernelsError(
             f"The tokenizer of {folder} cannot be read: {error}", "Download its files again"
         ) from error
-
-
-def check_device(device: str | torch.device) -> torch.device:
-    """`device` if it is there, else `PykernelsError`."""
-    try:
-        place = torch.device(device)
-    except RuntimeError:
-        raise PykernelsError(f"There is no device {device!r}", "Use cpu or cuda:0") from None
-    if place.type == "cpu":
-        return place
-    if place.type != "cuda":
-        raise PykernelsError(f"The device {device} is not supported", "Use cpu or cuda:0")
-    if not torch.cuda.is_available():
-        raise PykernelsError(
-            f"The device {device} was asked for, but this PyTorch sees no CUDA GPU",
-            "Use --device cpu, or install a CUDA build of PyTorch and the driver",
-        )
-    if (place.index or 0) >= torch.cuda.device_count():
-        last = torch.cuda.device_count() - 1
-        raise PykernelsError(f"There is no GPU {device}", f"The last one is cuda:{last}")
-    return place
 
 
 def resolve_rules(rules: Rules, model_type: str) -> list[Rule]:
@@ -176,11 +156,11 @@ def resolve_rules(rules: Rules, model_type: str) -> list[Rule]:
 
 
 def build_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of `config` without weights."""
+    """The model of `config` on the meta device: shapes and dtypes without weights."""
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except Exception as error:  # a config can be wrong in as many ways as there are models
+    except Exception as error:  # each architecture raises its own types for a bad config
         raise PykernelsError(
             f"transformers cannot build a {config.model_type} language model: {error}",
             "Check config.json",

@@ -37,7 +37,7 @@ SIBLINGS = {("registry", "quant")}
 ONLY_IN = {
     "transformers": {"model", "bench", "tests"},
     "tokenizers": {"model", "bench", "tests"},
-    "typer": {"model", "tests"},
+    "typer": {"model", "bench", "tests"},
     "rich": {"model", "bench", "tests"},
     "pydantic": {"model", "bench", "tests"},
     "pytest": {"bench", "tests"},

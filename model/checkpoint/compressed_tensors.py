@@ -1,13 +1,13 @@
-"""Checkpoints of compressed-tensors (llm-compressor): what of them is read, and their int4 words.
+"""Checkpoints of compressed-tensors (llm-compressor): which are read, and unpacking of int4.
 
-Read are weights in 4-bit integers, symmetric, in groups of 32 or 128 inputs (format
-"pack-quantized": Kimi-K2-Thinking's) or with a scale an output, in 8-bit integers with scales an
-output or a tensor ("int-quantized", W8A8), and in E4M3 with scales a tensor, an output or a
-128 x 128 block ("float-quantized"). How a checkpoint rounds activations is not imitated: they stay
-bf16 unless the caller asks for int8 ones.
+These weights are read: symmetric 4-bit integers with a scale per group of 32 or 128 inputs (format
+"pack-quantized": Kimi-K2-Thinking's) or per output, 8-bit integers with a scale per output or per
+tensor ("int-quantized", W8A8), and E4M3 with a scale per tensor, output or 128 x 128 block
+("float-quantized"). The checkpoint's quantization of activations is ignored: they stay bf16 unless
+the caller asks for int8.
 
-Which modules are quantized is told by their tensors, not by the lists of the config, nor by its
-``quantization_status``: writers left "frozen" (calibrated) in configs of codes and of words.
+A module is quantized if its stored tensors are. The lists in the config are not read, nor its
+``quantization_status``: some writers leave "frozen" (calibrated) there after they have compressed.
 
 ===========================  ==================================================================
 ``X.weight_packed``          int32 [N, ceil(K / 8)]: input ``8 i + j`` in bits 4 j .. 4 j + 3 of
@@ -16,7 +16,7 @@ Which modules are quantized is told by their tensors, not by the lists of the co
 ``X.weight_shape``           integers [2]: N, K
 ``X.weight`` F8_E4M3         with ``X.weight_scale`` float [N, 1], [1] or [N / 128, K / 128]
 ``X.weight`` I8              with ``X.weight_scale`` float [N, 1] or [1]
-``X.input_scale``            of static activations; left aside
+``X.input_scale``            of static activations; ignored
 ===========================  ==================================================================
 
 Source: github.com/vllm-project/compressed-tensors, ``compressors/pack_quantized`` and
@@ -40,7 +40,7 @@ HINT = (
 )
 
 _ORDERS = (None, False, "weight", "static")
-"""``actorder``: "group" permutes the inputs; "weight" (or "static") only chose how to round."""
+"""``actorder``: "group" permutes the inputs; "weight" (or "static") only affects the rounding."""
 
 _WEIGHTS: dict[str, dict[str, tuple[Any, ...]]] = {
     "pack-quantized": {
@@ -67,7 +67,7 @@ _WEIGHTS: dict[str, dict[str, tuple[Any, ...]]] = {
 
 
 def check_config(config: dict[str, Any], folder: Path) -> None:
-    """Raises `PykernelsError` for a `quantization_config` of compressed-tensors we cannot read."""
+    """Raise `PykernelsError` for a `quantization_config` of compressed-tensors that is not read."""
 
     def need(key: str, value: Any, accepted: tuple[Any, ...]) -> None:
         if value not in accepted:
@@ -101,17 +101,18 @@ def check_config(config: dict[str, Any], folder: Path) -> None:
 
 def unpack_int4(words: torch.Tensor, K: int) -> torch.Tensor:
     """int32 [N, ceil(K / 8)] -> int8 [N, K], values -8 .. 7."""
-    # Little endian: a byte's low nibble comes first. Wide, in place: an expert is 15 million codes.
+    # Little endian: a byte's low nibble comes first. In place on int16: an expert of DeepSeek-V3
+    # has 15 million codes.
     pairs = words.contiguous().view(torch.uint8).to(torch.int16)
     pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F)
     return pairs.view(torch.int8)[:, :K].sub_(8)
 
 
 def as_q8_0(codes: torch.Tensor, scale: torch.Tensor, name: str) -> Weight:
-    """Codes of 4 bits with float16 scales of groups, as a `Weight` in q8_0: the same numbers.
+    """int4 with float16 group scales as a `Weight` in q8_0, which stands for the same numbers.
 
-    The integers of this house have bfloat16 scales, which cannot hold float16's 11 bits; ggml's
-    blocks of 32 bytes and a float16 scale can, and a group is whole blocks.
+    The int4 formats here have bfloat16 scales, which lack float16's mantissa bits. q8_0 has a
+    float16 scale per 32 inputs, and a group of 32 or 128 is whole blocks of it.
 
     Args:
         codes: int8 [N, K], K a multiple of 32.

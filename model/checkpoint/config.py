@@ -1,4 +1,4 @@
-"""`config.json` to a transformers configuration, with what we cannot run told at once."""
+"""`config.json` to a transformers configuration; what cannot run is an error at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .safetensors import read_json
 ALIASES = {"kimi_k2": "deepseek_v3"}
 """Architectures that are another one under a new name.
 
-transformers does not know `kimi_k2`; taken as it stands, its loader leaves every expert random.
+transformers has no `kimi_k2`; under the old name its loader leaves every expert random.
 """
 
 EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
@@ -36,10 +36,10 @@ DTYPES = {
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """The model's configuration, its `quantization_config` checked and taken off.
+    """The model's configuration, its `quantization_config` checked and removed.
 
-    The quantization is ours to undo (see `load`): left in place, transformers would look
-    for its own quantizer. Raises `PykernelsError` for an unknown architecture or weight format.
+    `load` dequantizes by itself: with the entry left in place, transformers would look for a
+    quantizer of its own. Raises `PykernelsError` for an unknown architecture or weight format.
     """
     if not folder.is_dir():
         raise PykernelsError(
@@ -71,8 +71,10 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 
 def check_router(config: PretrainedConfig, folder: Path) -> None:
-    """The numbers of a grouped router (DeepSeek-V2, 2.2.2) fit each other: else its first token
-    would fail, after all weights were loaded."""
+    """The sizes of a grouped router (DeepSeek-V2, 2.2.2) are consistent.
+
+    Otherwise the model would fail at its first token, after all weights were loaded.
+    """
     method = getattr(config, "topk_method", None)
     if config.model_type == "deepseek_v2" and method not in ROUTERS:
         raise PykernelsError(
@@ -100,7 +102,7 @@ def check_router(config: PretrainedConfig, folder: Path) -> None:
 
 
 def check_extra_layers(config: PretrainedConfig, folder: Path) -> None:
-    """The layers of multi-token prediction, which are left out, are a number of layers."""
+    """The count of multi-token prediction layers, which are not loaded, is plausible."""
     extra = getattr(config, "num_nextn_predict_layers", None) or 0
     if not isinstance(extra, int) or not 0 <= extra <= config.num_hidden_layers:
         raise PykernelsError(
@@ -111,15 +113,22 @@ def check_extra_layers(config: PretrainedConfig, folder: Path) -> None:
 
 
 def check_forward(config: PretrainedConfig, folder: Path) -> None:
-    """Values that transformers takes, and that its forward or `generate` fails on after all weights
-    were loaded."""
-    heads, of_keys, latent = (
+    """Values that transformers accepts, but whose forward or `generate` fails with them.
+
+    They would be found only after all weights were loaded.
+    """
+    heads, kv_heads, latent = (
         getattr(config, name, None) or 0
         for name in ("num_attention_heads", "num_key_value_heads", "kv_lora_rank")
     )
     checks: tuple[tuple[bool, str, Any, str], ...] = (
-        # Every head has keys of its own out of the latent: none are repeated.
-        (not latent or heads <= of_keys, "num_key_value_heads", of_keys, f"{heads}, as the heads"),
+        # MLA: every head has its own keys, expanded from the latent; none are repeated.
+        (
+            not latent or heads <= kv_heads,
+            "num_key_value_heads",
+            kv_heads,
+            f"{heads}, as the heads",
+        ),
         (bool(config.return_dict), "return_dict", config.return_dict, "true"),
         (not config.is_encoder_decoder, "is_encoder_decoder", True, "false"),
         (

@@ -32,7 +32,7 @@ def load(
 ) -> None:
     """Stream `plan` into `model`: experts packed in main memory, the rest on `device` in `dtype`.
 
-    At any time at most one tensor (or one expert) is held besides the model itself.
+    At most one tensor (or the matrices of one expert) is in memory besides the model itself.
     """
     if plan.lossy:
         warnings.warn(
@@ -51,16 +51,16 @@ def load(
     for item in plan.items:
         if isinstance(item, Dense):
             tensor = matrix(checkpoint, item.source, item.dtype).to(device)
-            _place(model, item.name, tensor)
+            _set_tensor(model, item.name, tensor)
             del tensor
             done += _nbytes(checkpoint, item)
             report(done, total)
             continue
         module: Any = model.get_submodule(item.name)
-        one = _nbytes(checkpoint, item) // len(item.experts)
+        expert_bytes = _nbytes(checkpoint, item) // len(item.experts)
         fill = _fill_packed if isinstance(module, FusedMoE) else _fill_fused
         for _ in fill(module, item, checkpoint, device, dtype):
-            done += one
+            done += expert_bytes
             report(done, total)
     _finish(model, device)
     _warm_up(model)
@@ -77,9 +77,9 @@ def check_kernels(model: nn.Module, plan: Plan) -> None:
 
 
 def matrix(checkpoint: Checkpoint, source: Matrix, dtype: torch.dtype) -> torch.Tensor:
-    """A stored tensor in `dtype`: cast, or codes times their scales rounded once.
+    """A stored tensor in `dtype`: cast, or dequantized in float32 and rounded once.
 
-    Raises `PykernelsError` for codes or scales that are no numbers.
+    Raises `PykernelsError` for NaN or infinite values or scales.
     """
     if source.fmt is None:
         return checkpoint.read(source.data).to(dtype)
@@ -99,12 +99,12 @@ def stored_weight(checkpoint: Checkpoint, source: Matrix) -> Weight:
     if source.fmt.startswith("int4"):
         return Weight(unpack_int4(data, K), scale)
     if source.fmt.endswith("-channel"):
-        scale = scale.view(-1, 1).expand(N, 1).contiguous()  # one a tensor is one an output
+        scale = scale.view(-1, 1).expand(N, 1).contiguous()  # one for the tensor: for each output
     return Weight(data, scale.float())
 
 
 def expert_weight(checkpoint: Checkpoint, source: Matrix, fmt: str) -> Weight:
-    """A stored expert matrix as a `Weight` in `fmt`: as it is where it can, else converted."""
+    """A stored expert matrix as a `Weight` in `fmt`: as stored if that is `fmt`, else converted."""
     if fmt == "bf16":
         return Weight(matrix(checkpoint, source, torch.bfloat16))
     if fmt == source.fmt:
@@ -120,7 +120,7 @@ def _fill_packed(
     for e, projections in enumerate(item.experts):
         try:
             routed.load_expert(e, *(expert_weight(checkpoint, m, fmt) for m in projections))
-        except PykernelsError as error:  # which knows the expert's number at most
+        except PykernelsError as error:  # its message has the expert's number at most
             name = f"{item.name}.experts.{e}"
             raise PykernelsError(f"{name}: {error.cause}", error.hint) from None
         yield e
@@ -141,7 +141,7 @@ def _fill_fused(
         yield e
 
 
-def _place(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+def _set_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     parent, _, leaf = name.rpartition(".")
     module = model.get_submodule(parent)
     if leaf in module._parameters:
@@ -151,7 +151,7 @@ def _place(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 def _finish(model: PreTrainedModel, device: torch.device) -> None:
-    """Rebuild what no checkpoint stores, tie what is tied, and check that nothing was forgotten."""
+    """Rebuild computed buffers, tie tied weights, and check that every tensor is loaded."""
     _rebuild_computed(model, device)
     model.tie_weights()
     model.requires_grad_(False)
@@ -165,7 +165,7 @@ def _finish(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def _warm_up(model: nn.Module) -> None:
-    """Compile the kernels that the model needs now, so that its first token does not wait."""
+    """Compile the model's kernels now, so that its first token does not wait for them."""
     seen: set[tuple[str, ...]] = set()
     for routed in routed_experts(model):
         kind = (routed.backend.name, routed.weights.fmt.name, routed.activations)
@@ -180,9 +180,9 @@ def _warm_up(model: nn.Module) -> None:
 
 
 def _rebuild_computed(model: PreTrainedModel, device: torch.device) -> None:
-    """Make modules with computed buffers (rotary frequencies) anew, off the meta device.
+    """Construct modules with computed buffers (rotary frequencies) again, off the meta device.
 
-    Non-persistent buffers are in no checkpoint, and values computed on meta are lost.
+    Non-persistent buffers are in no checkpoint, and on meta their values were not computed.
     """
     for name, module in list(model.named_modules()):
         lost = [n for n in module._non_persistent_buffers_set if module._buffers[n] is not None]
@@ -195,7 +195,7 @@ def _rebuild_computed(model: PreTrainedModel, device: torch.device) -> None:
                 "Use an architecture that has rules",
             )
         parent, _, leaf = name.rpartition(".")
-        with torch.device("cpu"):  # the same frequencies whatever the device
+        with torch.device("cpu"):  # the same bits for every device
             rebuilt = type(module)(config)
         setattr(model.get_submodule(parent), leaf, rebuilt.to(device))
 

@@ -1,4 +1,4 @@
-"""How much memory a load plan takes, and whether the machine has it."""
+"""How much memory a load plan needs, and whether the machine has it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def needed(
 ) -> tuple[int, int]:
     """(main memory, device memory) in bytes that loading takes at its peak.
 
-    Packed experts are in main memory, the rest on `device` (which may be the CPU: then device
-    memory is 0). On top comes the largest single step: a tensor as stored and as float32.
+    Packed experts are in main memory, the rest on `device` (if that is the CPU, device memory is
+    0). The largest single step is added: one tensor, or one expert, as stored and as float32.
     """
     experts = dense = step = 0
     for item in plan.items:
@@ -43,15 +43,15 @@ def needed(
         else:
             dense += sum(p.numel() for p in module.parameters()) * dtype.itemsize
         # One expert at a time: as stored, and as float32 if it is converted.
-        one = sum(checkpoint.nbytes(m.data) for m in item.experts[0])
-        step = max(step, one + 4 * sum(math.prod(m.shape) for m in item.experts[0]))
+        stored = sum(checkpoint.nbytes(m.data) for m in item.experts[0])
+        step = max(step, stored + 4 * sum(math.prod(m.shape) for m in item.experts[0]))
     if device.type == "cpu":
         return experts + dense + step, 0
     return experts + step, dense
 
 
 def check(main: int, on_device: int, device: torch.device) -> None:
-    """Raise `PykernelsError` with both numbers if the memory that is free now does not do."""
+    """Raise `PykernelsError` with both numbers if less memory is free now than is needed."""
     free = available()
     if main > free:
         raise PykernelsError(
@@ -70,7 +70,7 @@ def check(main: int, on_device: int, device: torch.device) -> None:
 def check_nodes(plan: Plan, model: nn.Module, pool: Pool) -> None:
     """Raise `PykernelsError` if a NUMA node has no room for its slices of the experts.
 
-    Memory that is bound to a node comes from nowhere else: the kernel would end the process.
+    The slices are bound to their node: where it has no room, Linux would kill the process.
     """
     needs = [0] * len(pool.pools)
     for item in plan.items:
@@ -97,5 +97,5 @@ def available() -> int:
 
 
 def size(nbytes: int) -> str:
-    """For a person: 1.5 GiB, 0.3 MiB."""
+    """`nbytes` as text: 1.5 GiB, 0.3 MiB."""
     return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.1f} MiB"

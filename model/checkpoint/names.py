@@ -1,4 +1,4 @@
-"""Stored tensor names under the names that the model uses, each to be asked for once."""
+"""Stored tensors looked up by the names that the model uses, with the scales that they need."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .safetensors import DTYPES, Checkpoint, Part
 
 FLOATS = ("BF16", "F16", "F32")
 BLOCK = 128  # rows and columns that share one FP8 scale
-Q8_0_BLOCK = 32  # inputs that share a float16 scale
+Q8_0_BLOCK = 32  # inputs that share one float16 scale
 CHECK = "Check that config.json belongs to this checkpoint, or download it again"
 
 _EXPERT = re.compile(r"(?P<block>.+\.experts)\.(?P<e>\d+)\.(?P<proj>\w+?)\.(?P<what>weight\w*)$")
@@ -29,8 +29,7 @@ _PROJ = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 class Matrix:
     """Where one tensor is stored: its values and, if it is quantized, its scales.
 
-    `shape`: of the tensor that they stand for; `fmt`: their format in `pykernels.quant`, None for
-    plain numbers.
+    `shape`: of the dequantized tensor; `fmt`: its format in `pykernels.quant`, None for floats.
     """
 
     data: Part
@@ -40,7 +39,10 @@ class Matrix:
 
 
 class Names:
-    """Stored names under the names that the model uses, taken off one by one."""
+    """The stored tensors by the model's names.
+
+    `take` looks one up and marks it as used; `finish` complains about missing and unused ones.
+    """
 
     def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -63,19 +65,19 @@ class Names:
                     f"{self.stored[key]} and {name} are two names of one tensor of the model", CHECK
                 )
             self.stored[key] = name
-        self.left = set(self.stored)
+        self.unused = set(self.stored)
         self.missing: list[str] = []
         self.ignored = ignored(model)
 
     def take(self, key: str, shape: tuple[int, ...]) -> Matrix | None:
-        """The tensor called `key` of exactly `shape`, with its scales; None notes it as missing."""
+        """The tensor `key`, which must have `shape`, with its scales; None if missing (noted)."""
         if f"{key}_packed" in self.stored:
             return self._int4(key, shape)
         if key not in self.stored:
             self.missing.append(key)
             return None
         part = Part(self.stored[key])
-        self.left.discard(key)
+        self.unused.discard(key)
         info = self.checkpoint.tensors[part.name]
         if info.shape != shape:
             raise PykernelsError(
@@ -97,8 +99,7 @@ class Names:
         return Matrix(part, shape)
 
     def _check_matrix(self, part: Part, fits: bool) -> None:
-        """Raises `PykernelsError` for codes that are no matrices, or lie together as no reader cuts
-        them."""
+        """Raise `PykernelsError` unless quantized values are a matrix (`fits`), one a tensor."""
         info = self.checkpoint.tensors[part.name]
         if not fits:
             raise PykernelsError(
@@ -120,7 +121,7 @@ class Names:
         return Matrix(part, shape, scale, self._scale_format(scale, part, formats, FLOATS))
 
     def _int8(self, key: str, part: Part, shape: tuple[int, ...]) -> Matrix | None:
-        """Integers with compressed-tensors' scale an output, or one for all."""
+        """compressed-tensors' int8, with a scale per output or one for the tensor."""
         scale = self._companion(key, "_scale")
         if scale is None:
             return None
@@ -129,8 +130,10 @@ class Names:
         return Matrix(part, shape, scale, self._scale_format(scale, part, formats, FLOATS))
 
     def _int4(self, key: str, shape: tuple[int, ...]) -> Matrix | None:
-        """compressed-tensors' words of eight 4-bit integers, with scales of groups, or of any
-        float, one an output. Groups with float16 scales are read into q8_0, which holds them."""
+        """compressed-tensors' int4, eight to an int32, with scales per group or per output.
+
+        Group scales are bfloat16, or float16, which q8_0 keeps exactly; those per output any float.
+        """
         part = self._companion(key, "_packed")
         scale, own_shape = self._companion(key, "_scale"), self._companion(key, "_shape")
         if part is None or scale is None or own_shape is None:
@@ -162,24 +165,26 @@ class Names:
         return Matrix(part, shape, scale, self._scale_format(scale, part, formats, dtypes))
 
     def _check_own_shape(self, own: Part, of: Part, shape: tuple[int, ...]) -> None:
-        """Raises `PykernelsError` unless the shape stored beside words is the model's. It is read
-        now: these few bytes lie together, and words alone do not tell K."""
+        """Raise `PykernelsError` unless the shape stored beside packed int4 is the model's.
+
+        It is read now, two numbers: the packed tensor alone does not determine K.
+        """
         info = self.checkpoint.tensors[own.name]
-        told: Any = f"{info.dtype} {list(info.shape)}"
+        found: Any = f"{info.dtype} {list(info.shape)}"
         if info.shape == (2,) and info.dtype in DTYPES:
-            told = self.checkpoint.read(own).tolist()
-        if told != list(shape):
+            found = self.checkpoint.read(own).tolist()
+        if found != list(shape):
             raise PykernelsError(
-                f"{own.name} is {told}, {of.name} is for the model's {list(shape)}", CHECK
+                f"{own.name} is {found}, {of.name} is for the model's {list(shape)}", CHECK
             )
 
     def _companion(self, key: str, suffix: str) -> Part | None:
-        """A tensor that belongs to another; None notes it as missing."""
+        """The tensor `key + suffix` that `key` needs; None if it is missing (noted)."""
         name = key + suffix
         if name not in self.stored:
             self.missing.append(name)
             return None
-        self.left.discard(name)
+        self.unused.discard(name)
         return Part(self.stored[name])
 
     def _scale_format(
@@ -189,7 +194,7 @@ class Names:
         formats: dict[tuple[int, ...], str],
         dtypes: tuple[str, ...],
     ) -> str:
-        """The format whose scales have the shape of these."""
+        """The format, by the shape of the scales; `PykernelsError` for another shape or dtype."""
         info = self.checkpoint.tensors[scale.name]
         if info.shape not in formats or info.dtype not in dtypes:
             needed = " or ".join(str(list(shape)) for shape in formats)
@@ -201,14 +206,14 @@ class Names:
         return formats[info.shape]
 
     def finish(self) -> None:
-        """Raise `PykernelsError` for tensors that lack, or that no module wants."""
+        """Raise `PykernelsError` for missing tensors, and for stored ones that no module uses."""
         if self.missing:
             raise PykernelsError(
                 f"{len(self.missing)} tensors are missing in {self.checkpoint.folder}: "
                 f"{_few(self.missing)}",
                 CHECK,
             )
-        extra = sorted(self.stored[key] for key in self.left if not self.ignored.search(key))
+        extra = sorted(self.stored[key] for key in self.unused if not self.ignored.search(key))
         if extra:
             raise PykernelsError(
                 f"{self.checkpoint.folder} has {len(extra)} tensors that the model has no place "
@@ -218,10 +223,10 @@ class Names:
 
 
 def tied(model: PreTrainedModel, names: Names) -> tuple[set[str], dict[str, str]]:
-    """What tying fills: the names to leave out, and `{source: target}` where only the target of a
-    tie is stored and its source takes that tensor.
+    """Tied tensors: the names not to load, and `{source: target}` where only `target` is stored.
 
-    Tied in the config but stored twice with other values: an error, one of the two is wrong.
+    There the source is loaded from the target's tensor. Tied in the config, but stored twice with
+    different values, is an error: one of the two is wrong.
     """
     skip: set[str] = set()
     instead: dict[str, str] = {}
@@ -232,21 +237,23 @@ def tied(model: PreTrainedModel, names: Names) -> tuple[set[str], dict[str, str]
         if source not in names.stored:
             instead[source] = target
             continue
-        names.left.discard(target)
+        names.unused.discard(target)
         _check_same(names.checkpoint, target, names.stored[target], source, names.stored[source])
     return skip, instead
 
 
 def _check_same(checkpoint: Checkpoint, target: str, a: str, source: str, b: str) -> None:
-    """Raises `PykernelsError` unless `a` and `b`, stored as `target` and `source`, are the same
-    floats; codes are no values without their scales."""
+    """Raise `PykernelsError` unless `a` and `b`, stored as `target` and `source`, are equal floats.
+
+    Quantized ones never are: their codes alone are no values.
+    """
     infos = checkpoint.tensors[a], checkpoint.tensors[b]
     if infos[0].shape == infos[1].shape and all(info.dtype in FLOATS for info in infos):
         values = {name: checkpoint.read(Part(name)) for name in (a, b)}
         if torch.equal(*values.values()):
             return
         for name, tensor in values.items():
-            if tensor.isnan().any():  # which equals nothing, not even itself
+            if tensor.isnan().any():  # NaN does not even equal itself
                 raise PykernelsError(f"{name} holds NaN", "Download the checkpoint again")
     raise PykernelsError(
         f"The config ties {target} to {source}, the checkpoint stores two different ones",
@@ -255,7 +262,7 @@ def _check_same(checkpoint: Checkpoint, target: str, a: str, source: str, b: str
 
 
 def ignored(model: PreTrainedModel) -> re.Pattern[str]:
-    """Stored names that need no place: the model's own list, old rotary buffers, MTP layers."""
+    """Stored names that are not loaded: the model's own list, old rotary buffers, MTP layers."""
     patterns = list(model._keys_to_ignore_on_load_unexpected or ())
     patterns += [r"rotary_emb\.inv_freq$", compressed_tensors.IGNORED]
     config = model.config

@@ -1,7 +1,7 @@
-"""Which stored tensor fills which place of the model: the load plan, made from names and shapes.
+"""The load plan: which stored tensor goes where in the model, made from names and shapes.
 
-Nothing is read here except names, shapes and dtypes, so every misfit of a checkpoint is told before
-the first weight is loaded. Stored layouts that are understood:
+Only names, shapes and dtypes are read here, so every mismatch is an error before the first weight
+is loaded. These stored layouts are read:
 
 ====================================================  ==========================================
 stored                                                as in
@@ -47,7 +47,7 @@ class Dense:
 class Experts:
     """The routed experts of one block.
 
-    `name`: the module that takes them, a `FusedMoE` or a Hugging Face experts module; `stored`:
+    `name`: the module that gets them, a `FusedMoE` or a Hugging Face experts module; `stored`:
     their format in `pykernels.quant`; `experts`: (gate [I, H], up [I, H], down [H, I]) of each.
     """
 
@@ -60,8 +60,8 @@ class Experts:
 class Plan:
     """Everything to load, in the order of the model's modules.
 
-    `lossy`: experts stored in float16 or float32, which will be rounded to bfloat16; `widened`:
-    in int4 whose float16 scales only q8_0 holds (`model.checkpoint.compressed_tensors`).
+    `lossy`: F16 or F32 if experts stored so are rounded to bfloat16; `widened`: experts stored in
+    int4 with float16 scales are kept in q8_0 (`model.checkpoint.compressed_tensors`).
     """
 
     items: list[Dense | Experts] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Plan:
 
 
 def make_plan(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype) -> Plan:
-    """The load plan of an injected meta model; `dtype` is that of all that is not an expert.
+    """The load plan of an injected meta model; `dtype` is of all but the experts.
 
     Raises `PykernelsError` for missing or unexpected tensors and for wrong shapes or dtypes.
     """
@@ -107,7 +107,7 @@ def is_fused_experts(module: nn.Module) -> bool:
 
 
 def fused_shape(experts: Any) -> MoEShape:
-    """Sizes of such a module; it does not know how many experts a token takes, so topk is 1."""
+    """Sizes of such a module; topk is 1, since the module does not know it."""
     E, H, I = experts.down_proj.shape  # noqa: E741
     return MoEShape(E=E, H=H, I=I, topk=1)
 
@@ -141,7 +141,7 @@ def _add_experts(plan: Plan, names: Names, module: Any, path: str) -> None:
     separate = f"{block}.gate_up_proj" not in names.stored
     found = (_separate if separate else _fused)(names, block, shape)
     if not found:
-        return  # noted as missing
+        return  # missing, which `Names.finish` reports
     plain = [m for expert in found for m in expert if m.fmt is None]
     for dtype, matrix in {names.checkpoint.tensors[m.data.name].dtype: m for m in plain}.items():
         if dtype not in FLOATS:
@@ -169,10 +169,10 @@ def _formats(found: list[tuple[Matrix, Matrix, Matrix]]) -> list[str]:
 
 
 def _whole(matrix: Matrix) -> Matrix:
-    """A matrix whose inputs are one group of int4 has a scale an output: its other name."""
+    """int4 whose inputs are one single group has one scale per output: int4-channel."""
     groups = {"int4": 32, "int4-g128": 128}
-    one = matrix.shape[-1] <= groups.get(matrix.fmt or "", 0)
-    return replace(matrix, fmt="int4-channel") if one else matrix
+    one_group = matrix.shape[-1] <= groups.get(matrix.fmt or "", 0)
+    return replace(matrix, fmt="int4-channel") if one_group else matrix
 
 
 def _separate(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Matrix, Matrix]]:

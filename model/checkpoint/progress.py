@@ -1,4 +1,4 @@
-"""The bar of a long load: share done, GB/s, time left."""
+"""The progress bar of a long load: share done, GB/s, time left."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rich.text import Text
 Callback = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) after every step of a load."""
 
-_PATIENCE = 1.0  # seconds a load may take before a bar appears
+_PATIENCE = 1.0  # seconds of loading before a bar appears
 
 
 class _Rate(ProgressColumn):
@@ -31,10 +31,10 @@ class _Rate(ProgressColumn):
 
 @contextmanager
 def reporting(progress: bool | Callback | None) -> Iterator[Callback]:
-    """What to call while loading.
+    """The callback of a load, for `from_pretrained(progress=...)`.
 
-    `None`: a bar on stderr if that is a terminal and the load lasts over a second; True: the same
-    wherever stderr goes; False: nothing; a callable: that.
+    None: a bar on stderr if that is a terminal and the load takes over a second; True: the same on
+    any stderr; False: nothing; a callable: itself.
     """
     if callable(progress):
         yield progress

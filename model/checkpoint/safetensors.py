@@ -1,8 +1,8 @@
-"""A folder of safetensors files, checked whole before use and read one tensor at a time.
+"""A folder of safetensors files: headers checked first, then read one tensor at a time.
 
 File format: 8 bytes little-endian header length, a JSON header `{name: {dtype, shape,
-data_offsets}}`, then the data (safetensors specification 0.x). Reads go through `pread` into fresh
-memory, never through a mapping, so the resident memory is what was asked for and no more.
+data_offsets}}`, then the data (safetensors specification 0.x). Reads go through `pread` into new
+memory, never through a mapping, so that resident memory is what was asked for and no more.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Checkpoint:
         return shape
 
     def nbytes(self, part: Part) -> int:
-        """Bytes that `read` will take from the disk."""
+        """Bytes that `read` will read."""
         info = self.tensors[part.name]
         return info.nbytes // max(1, math.prod(info.shape)) * math.prod(self.shape(part))
 
@@ -132,7 +132,7 @@ class Checkpoint:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in `file`; one clear line if it is absent, unreadable or something else."""
+    """The JSON object in `file`; `PykernelsError` if it is missing, unreadable or no object."""
     try:
         value = json.loads(file.read_bytes())
     except FileNotFoundError:
@@ -223,7 +223,7 @@ def _parsed(file: Path) -> dict[str, TensorInfo]:
         )
     end = base
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
-        if info.start != end:  # the specification has neither holes nor bytes of two tensors
+        if info.start != end:  # the specification allows neither gaps nor overlaps
             raise PykernelsError(
                 f"{file} is corrupt: {name} begins at byte {info.start}, the tensor before it ends"
                 f" at {end}",

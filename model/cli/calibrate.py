@@ -1,4 +1,4 @@
-"""`pykernels calibrate`: measure what this machine should choose, once, and keep it."""
+"""`pykernels calibrate`: measure, once a machine, when an expert should use the GEMM."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def calibrate(
 def _as_dict(
     cpu: str, file: Path | None, found: list[Calibration], unable: dict[str, str]
 ) -> dict[str, object]:
-    """What `--json` prints; `no_gemm` maps formats to the kernel that has nothing to choose."""
+    """What `--json` prints; `no_gemm` maps formats to their kernel, which has no GEMM."""
     from dataclasses import asdict
 
     formats = {calibration.fmt: asdict(calibration) for calibration in found}
@@ -116,7 +116,7 @@ def _table(calibration: Calibration) -> Table:
 
 
 def _decision(calibration: Calibration) -> str:
-    """How it was decided, in words."""
+    """The choice and its cost, as a sentence."""
     from runtime.machine.tuning import describe
 
     decided = describe(calibration.gemm_from)

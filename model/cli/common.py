@@ -1,7 +1,8 @@
-"""What every command shares: the two consoles, errors as one line, quiet threads.
+"""What every command shares: the two consoles, errors as one line, OpenMP's settings.
 
-Text that a person asked for goes to stdout; progress, notes, errors and summaries go to stderr, so
-that a pipe gets the text alone. Nothing heavy is imported here: `pykernels --help` stays quick.
+The text or table that was asked for goes to stdout; progress, notes, errors and summaries go to
+stderr, so that a pipe gets the text alone. Nothing heavy is imported at the top, to keep
+`pykernels --help` quick.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ P = ParamSpec("P")
 EXIT_PROBLEM = 1
 """`doctor` found something missing, or the program met a bug of its own."""
 EXIT_ERROR = 2
-"""Bad input or a machine that cannot do what was asked, told in one line."""
+"""Bad input, or a machine that cannot do what was asked; one line on stderr."""
 EXIT_INTERRUPTED = 130
 """Ctrl-C."""
 
-OURS = r"(pykernels|runtime|model)(\.|$)"
+OURS = r"(pykernels|runtime|model|bench)(\.|$)"
+"""Modules whose warnings are shown, as notes; those of other libraries only with --debug."""
 
 
 class State:
-    """What the global option sets, or the same option behind a command."""
+    """Set by `--debug`, before or behind the command."""
 
     debug: bool = False
 
@@ -68,7 +70,7 @@ Kernel = Annotated[
 
 
 def out() -> Console:
-    """Console on stdout (made anew: a test may have replaced the stream)."""
+    """Console on stdout (made for each use: a test may have replaced the stream)."""
     return Console(highlight=False, soft_wrap=True)
 
 
@@ -78,7 +80,7 @@ def err() -> Console:
 
 
 def note(text: str) -> None:
-    """One line beside the text, on stderr."""
+    """One line on stderr, `note: ...`."""
     err().print(f"note: {text}", style="dim", markup=False)
 
 
@@ -109,7 +111,7 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
 
 
 def _run(function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-    """Call it; a stdout that does not take the text is an error to be told, not a bug."""
+    """Call it; a stdout that cannot be written to is an error of one line, not a bug."""
     if sys.stdout is None:
         raise PykernelsError("stdout is closed", "Send it to a file or to /dev/null")
     try:

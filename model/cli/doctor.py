@@ -36,11 +36,11 @@ def doctor(
         raise typer.Exit(EXIT_PROBLEM)
 
 
-_MANY = 3  # of which the same is said: one line for all
+_MANY = 3  # neighbours with the same value share one line
 
 
 def _alike(facts: list[Fact]) -> Iterator[tuple[list[str], Fact]]:
-    """Neighbours of which the same is said, as one: (their names, the first)."""
+    """Neighbouring facts that differ only by name, grouped: (their names, the first)."""
     for _, same in groupby(facts, key=lambda fact: (fact.value, fact.problem, fact.hint)):
         group = list(same)
         yield [fact.name for fact in group], group[0]

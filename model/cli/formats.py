@@ -8,7 +8,7 @@ from typer.core import TyperCommand
 
 
 class ListsFormats(TyperCommand):
-    """A command whose `--help` ends the help of `--format` with the formats there are.
+    """A command whose `--help` ends the help of `--format` with the names of all formats.
 
     They are looked up only when help is asked for: that imports torch.
     """

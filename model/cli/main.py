@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 from typing import Annotated
 
@@ -9,8 +11,7 @@ import typer
 
 from pykernels import __version__
 
-from . import bench as cli_bench
-from . import bench_gpu, calibrate, doctor, generate
+from . import calibrate, chat, doctor, generate
 from .common import Debug, State, out
 from .formats import ListsFormats
 
@@ -22,17 +23,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-bench = typer.Typer(no_args_is_help=True, help="Time the kernels on this machine.")
 
 app.command("generate")(generate.generate)
-app.command("chat")(generate.chat)
+app.command("chat")(chat.chat)
 app.command("doctor")(doctor.doctor)
 app.command("calibrate", cls=ListsFormats)(calibrate.calibrate)
-bench.command("moe", cls=ListsFormats)(cli_bench.moe)
-bench.command("attention")(bench_gpu.attention)
-bench.command("linear")(bench_gpu.linear)
-bench.command("router")(bench_gpu.router)
-app.add_typer(bench, name="bench")
+
+PLUGINS = {"bench": "bench.cli"}
+"""Groups of commands from packages that may be installed beside this one: name -> module."""
+
+
+def _add_plugins() -> None:
+    for name, module in PLUGINS.items():
+        package = module.partition(".")[0]
+        if importlib.util.find_spec(package) and importlib.util.find_spec(module):
+            app.add_typer(importlib.import_module(module).app, name=name)
+
+
+_add_plugins()
 
 
 def _version(value: bool) -> None:

@@ -1,7 +1,7 @@
-"""What this machine can do, looked at and tried: `pykernels doctor`, and `examine()` in a notebook.
+"""What this machine can do: `pykernels doctor`, and `examine()` in a notebook.
 
-Each `look_at_*` function below gives the facts of one section. A fact with a `problem` is something
-that is needed and missing; it comes with its hint and makes the command exit with code 1.
+Each `look_at_*` function yields the facts of one section of the report. A fact with a `problem` is
+something needed that is missing or wrong; it has a hint, and the command then exits with code 1.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pykernels.env import env
 from pykernels.errors import PykernelsError
 
 from .report import Fact, Report
+from .selftest import look_at_results
 from .topology import topology_facts
 
 NEEDED_VERSIONS = {
@@ -28,22 +29,19 @@ NEEDED_VERSIONS = {
     "llvmlite": "0.50",
     "numpy": "2.0",
 }
-"""The oldest that do; the same as in pyproject.toml (a test compares them)."""
+"""The oldest supported; the same as in pyproject.toml (a test compares them)."""
 
 NEEDED_MEMORY = 1 << 30
 """Bytes: Python, torch and the embedded model come to about 0.7 GiB."""
-
-RESULT_TOLERANCE = 0.01
-"""Relative error (norm over norm) of a kernel's result that the self-test accepts."""
 
 GIB = 1 << 30
 
 
 def examine(progress: Callable[[str], None] = lambda what: None) -> Report:
-    """Look at this machine and try the kernels on it; takes some seconds.
+    """Every section of the report; runs each kernel once, which takes some seconds.
 
     Args:
-        progress: called with what is looked at next.
+        progress: called with the name of each section before it.
     """
     looks: dict[str, Callable[[], Iterator[Fact]]] = {
         "machine": look_at_machine,
@@ -59,12 +57,12 @@ def examine(progress: Callable[[str], None] = lambda what: None) -> Report:
     report = Report()
     for section, look in looks.items():
         progress(section)
-        report.sections[section] = list(_steadily(section, look))
+        report.sections[section] = list(_guarded(section, look))
     return report
 
 
-def _steadily(section: str, look: Callable[[], Iterator[Fact]]) -> Iterator[Fact]:
-    """The facts of one section; whatever ends it early is a fact too, and the report goes on."""
+def _guarded(section: str, look: Callable[[], Iterator[Fact]]) -> Iterator[Fact]:
+    """The facts of one section; an error in it becomes a fact, and the report goes on."""
     try:
         yield from look()
     except PykernelsError as error:
@@ -77,7 +75,7 @@ def _steadily(section: str, look: Callable[[], Iterator[Fact]]) -> Iterator[Fact
 
 
 def look_at_machine() -> Iterator[Fact]:
-    """System, CPU, instruction sets, the cores that this process may use."""
+    """System, CPU, instruction sets, and the cores that this process may use."""
     from pykernels.target import ISA_NAMES, detect
     from runtime.machine.topology import Topology
 
@@ -113,7 +111,7 @@ def look_at_memory() -> Iterator[Fact]:
 
 
 def huge_pages(mode: str, wanted: bool) -> Fact:
-    """The mode of transparent huge pages ("always", "madvise", "never", "unknown") as a fact."""
+    """Transparent huge pages: `mode` is "always", "madvise", "never" or "unknown"."""
     off = mode == "never" and wanted
     return Fact(
         "huge pages",
@@ -125,7 +123,7 @@ def huge_pages(mode: str, wanted: bool) -> Fact:
 
 
 def look_at_gpu() -> Iterator[Fact]:
-    """CUDA devices. None is fine: everything runs on the CPU then."""
+    """CUDA devices; without one everything runs on the CPU."""
     import torch
 
     from pykernels.target import detect
@@ -144,7 +142,7 @@ def look_at_gpu() -> Iterator[Fact]:
 
 
 def _driver() -> str:
-    """The driver's version and the newest CUDA that it can do (13000 stands for 13.0)."""
+    """The driver's version and the newest CUDA that it supports (13000 stands for 13.0)."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
@@ -157,7 +155,7 @@ def _driver() -> str:
 
 
 def look_at_versions() -> Iterator[Fact]:
-    """Python and the libraries, against the oldest that do."""
+    """Python and the libraries, against the oldest supported versions."""
     yield Fact("pykernels", __version__)
     yield Fact("python", platform.python_version())
     for name, oldest in NEEDED_VERSIONS.items():
@@ -184,7 +182,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def look_at_kernels() -> Iterator[Fact]:
-    """Which backend each weight format gets, and why each other one is not it."""
+    """Which kernel each weight format gets, and why not each other one."""
     from pykernels.quant import FORMATS
     from pykernels.registry import kernels, resolve
     from pykernels.target import detect
@@ -207,7 +205,7 @@ def look_at_kernels() -> Iterator[Fact]:
 
 
 def look_at_calibration() -> Iterator[Fact]:
-    """From how many tokens an expert takes the GEMM: measured here, or the default."""
+    """From how many tokens an expert uses the GEMM: calibrated on this machine, or the default."""
     from pykernels.quant import FORMATS
     from pykernels.registry import resolve
     from pykernels.target import detect
@@ -225,64 +223,8 @@ def look_at_calibration() -> Iterator[Fact]:
         yield Fact(fmt, f"{tuning.describe(tuning.gemm_from(backends[fmt], fmt))} ({how})")
 
 
-def look_at_results() -> Iterator[Fact]:
-    """A tiny MoE layer on every kernel that can run here, against the float32 reference."""
-    from pykernels.quant import FORMATS
-    from pykernels.registry import kernels
-    from pykernels.target import detect
-
-    target = detect()
-    for fmt in FORMATS:
-        for backend in kernels():
-            if backend.supports(fmt, target) is None:
-                yield result_fact(fmt, backend.name)
-
-
-def result_fact(fmt: str, kernel: str) -> Fact:
-    """One kernel's result on a small layer, against the float32 reference."""
-    import torch
-
-    from pykernels import ref
-    from pykernels.quant import get_format
-    from pykernels.shapes import MoEShape
-    from runtime.experts.routed import RoutedExperts
-
-    shape = MoEShape(E=4, H=256, I=256, topk=2)  # expert 3 gets no token
-    quantize = get_format(fmt).quantize
-    random = torch.Generator().manual_seed(0)
-
-    def matrix(N: int, K: int) -> torch.Tensor:
-        return torch.randn(N, K, generator=random) / K**0.5
-
-    name, hint = f"{fmt} on {kernel}", "Use --kernel generic and report this CPU"
-    try:
-        experts = RoutedExperts(shape, fmt, kernel=kernel)
-        for expert in range(shape.E):
-            gate, up = matrix(shape.I, shape.H), matrix(shape.I, shape.H)
-            down = matrix(shape.H, shape.I)
-            experts.load_expert(expert, quantize(gate), quantize(up), quantize(down))
-        x = torch.randn(3, shape.H, generator=random).to(torch.bfloat16).float()  # [T, H]
-        ids = torch.tensor([[0, 1], [1, 2], [0, 2]])  # [T, topk]
-        weights = torch.rand(3, shape.topk, generator=random)  # [T, topk]
-        result = experts(x, ids, weights)
-        truth = ref.moe_ffn(x, ids, weights, experts.weights.slices[0])
-    except PykernelsError as error:
-        return Fact(name, "failed", error.cause, error.hint)
-    except Exception as error:  # whatever a kernel dies of, the report goes on
-        return Fact(name, "failed", f"{name}: {type(error).__name__}: {error}", hint)
-    return judge(name, float((result - truth).norm() / truth.norm()), hint)
-
-
-def judge(name: str, distance: float, hint: str) -> Fact:
-    """A result at this relative distance from the truth, as a fact."""
-    # h is rounded to bf16's 8 bits: about 0.2 % is the arithmetic's own. `not <=`: NaN is wrong.
-    wrong = not distance <= RESULT_TOLERANCE
-    problem = f"{name} is wrong: its result is {distance:.1%} from the reference" if wrong else ""
-    return Fact(name, f"{distance:.2%} from the float32 reference", problem, hint)
-
-
 def look_at_speed() -> Iterator[Fact]:
-    """The read roof: what bounds the experts when one token is decoded."""
+    """The read roof, which bounds the experts when one token is decoded."""
     from runtime.profiling.roofline import read_roof
     from runtime.workers.pool import default_pool
 

@@ -1,4 +1,4 @@
-"""What the doctor writes: facts by section, some of them problems with their hint."""
+"""The doctor's report: facts by section, some of them problems with a hint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fact:
-    """One line of the report; `problem` is empty, or why it will not do, and `hint` what helps."""
+    """One line of the report; `problem` is empty or what is wrong, `hint` what to do about it."""
 
     name: str
     value: str

@@ -1,4 +1,4 @@
-"""The doctor's facts about cores and NUMA nodes, and what the expert workers make of them."""
+"""The doctor's facts about cores and NUMA nodes, and how the expert workers use them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GIB = 1 << 30
 
 
 def topology_facts(topology: Topology) -> Iterator[Fact]:
-    """Cores that may be used, the quota, worker threads by default, NUMA nodes and their use."""
+    """Usable cores, the quota, default worker threads, NUMA nodes and whether experts are split."""
     cores, physical = len(topology.cores), len(topology.physical)
     siblings = f", on {physical} physical cores" if physical < cores else ""
     yield Fact("cores", f"{cores} of {os.cpu_count()} may be used{siblings}")

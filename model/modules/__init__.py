@@ -1,5 +1,1 @@
-"""The operators that rules can put into a model."""
-
-from .moe import FusedMoE
-
-__all__ = ["FusedMoE"]
+"""Replacements of modules: the operators, their register, and the injection by rules."""

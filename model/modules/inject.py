@@ -18,12 +18,13 @@ from transformers import PreTrainedModel
 from pykernels.errors import PykernelsError
 
 from ..rules import Match, Rule
-from .registry import Operator, Place, build, find_operator
+from . import moe  # noqa: F401 - registers the shipped operators
+from .registry import ModuleContext, Operator, build, find_operator
 
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """One replaced module: its dotted name, the class it had, the operator now there."""
+    """One replaced module: its dotted name, its class before, and the operator in its place."""
 
     name: str
     was: str
@@ -33,17 +34,17 @@ class Replacement:
 def inject(
     model: PreTrainedModel, rules: Sequence[Rule], kernel: str = "auto"
 ) -> list[Replacement]:
-    """Apply `rules` to `model` in place and say what was replaced.
+    """Apply `rules` to `model` in place; returns what was replaced.
 
     The model's class, its configuration and its public interface stay. Raises `PykernelsError` for
     a rule that names an unknown operator, gives it wrong arguments, matches nothing, or is never
-    reached because earlier rules take all its modules.
+    reached because earlier rules replace all its modules.
     """
     operators = [find_operator(rule.replace.cls, rule.origin) for rule in rules]
     present = {name: type(module) for name, module in model.named_modules() if name}
-    done: list[Replacement] = []
+    replaced: list[Replacement] = []
     applied = [0] * len(rules)
-    # An operator may keep the module it replaced: that one is not replaced a second time.
+    # An operator may keep the module it replaced, which is then not replaced a second time.
     originals: list[nn.Module] = []
 
     def walk(parent: nn.Module, prefix: str) -> None:
@@ -52,10 +53,10 @@ def inject(
             index = next((i for i, r in enumerate(rules) if matches(r.match, name, child)), None)
             if index is not None and not any(child is original for original in originals):
                 rule = rules[index]
-                place = Place(name, model.config, rule.replace.device, kernel)
-                new = build(operators[index], child, place, rule.replace.kwargs, rule.origin)
+                context = ModuleContext(name, model.config, rule.replace.device, kernel)
+                new = build(operators[index], child, context, rule.replace.kwargs, rule.origin)
                 setattr(parent, leaf, new)
-                done.append(Replacement(name, type(child).__name__, new))
+                replaced.append(Replacement(name, type(child).__name__, new))
                 originals.append(child)
                 applied[index] += 1
                 child = new
@@ -65,7 +66,7 @@ def inject(
     for rule, count in zip(rules, applied, strict=True):
         if not count:
             raise _unused(rule, present)
-    return done
+    return replaced
 
 
 def matches(match: Match, name: str, module: nn.Module) -> bool:
@@ -76,9 +77,9 @@ def matches(match: Match, name: str, module: nn.Module) -> bool:
 
 
 def is_class(cls: type, path: str) -> bool:
-    """Whether `path` names `cls`: bare, the end of its dotted path, or an importable alias of it.
+    """Whether `path` names `cls`: its bare name, the end of its dotted path, or an alias of it.
 
-    The alias is for names such as `torch.nn.Linear`, which lives in `torch.nn.modules.linear`.
+    An alias is a public name such as `torch.nn.Linear`, whose module is `torch.nn.modules.linear`.
     """
     full = f"{cls.__module__}.{cls.__qualname__}"
     if f".{full}".endswith(f".{path}"):
@@ -93,15 +94,15 @@ def is_class(cls: type, path: str) -> bool:
 
 
 def _unused(rule: Rule, present: dict[str, type]) -> PykernelsError:
-    """Why a rule did nothing: taken by an earlier one, or no such module (with near misses)."""
+    """Why a rule did nothing: an earlier one took its modules, or there are none (near misses)."""
     clauses = {"class": rule.match.cls, "name": rule.match.name}
-    said = " and ".join(f"{key} {value!r}" for key, value in clauses.items() if value is not None)
+    clause = " and ".join(f"{key} {value!r}" for key, value in clauses.items() if value is not None)
     by_class = [n for n, c in present.items() if rule.match.cls and is_class(c, rule.match.cls)]
     by_name = [n for n in present if rule.match.name and re.search(rule.match.name, n)]
     hits = set(by_class or present) & set(by_name or present)
     if (by_class or not rule.match.cls) and (by_name or not rule.match.name) and hits:
         return PykernelsError(
-            f"{rule.origin} ({said}) is never reached: earlier rules replace all its modules",
+            f"{rule.origin} ({clause}) is never reached: earlier rules replace all its modules",
             "Put it before them or drop it",
         )
     classes = sorted({cls.__name__ for cls in present.values()})
@@ -112,7 +113,7 @@ def _unused(rule: Rule, present: dict[str, type]) -> PykernelsError:
         hint = f"The class is at {_few(by_class)}"
     else:
         hint = f"Modules are called like {_few(list(present))}"
-    return PykernelsError(f"{rule.origin} ({said}) matches no module", hint)
+    return PykernelsError(f"{rule.origin} ({clause}) matches no module", hint)
 
 
 def _few(names: list[str], most: int = 4) -> str:

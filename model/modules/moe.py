@@ -13,7 +13,7 @@ from pykernels.registry import ACTIVATIONS
 from pykernels.shapes import MoEShape
 from runtime.experts.routed import RoutedExperts
 
-from .registry import Operator, Place, operator
+from .registry import ModuleContext, Operator, operator
 
 FORMATS = ("auto", *quant.FORMATS)
 SHARED = ("shared_experts", "shared_expert", "shared_expert_gate")
@@ -24,7 +24,7 @@ SHARED = ("shared_experts", "shared_expert", "shared_expert_gate")
 class FusedMoE(Operator):
     """Router and shared experts as they were; routed experts packed for the CPU.
 
-    Takes the place of a whole block, so that the CPU works on the routed experts while the shared
+    Replaces a whole block, so that the CPU works on the routed experts while the shared
     ones run on the model's device. The packed weights are neither parameters nor buffers: `.to()`
     leaves them in main memory. Inference only.
 
@@ -38,33 +38,33 @@ class FusedMoE(Operator):
     def __init__(
         self,
         original: Any,
-        place: Place,
+        context: ModuleContext,
         *,
         kernel: str | None = None,
         format: str = "auto",
         activations: str = "bf16",
     ) -> None:
-        super().__init__(original, place)
+        super().__init__(original, context)
         if format not in FORMATS:
             raise PykernelsError(
-                f"{place.name}: there is no expert format {format!r}",
+                f"{context.name}: there is no expert format {format!r}",
                 f"Use one of {', '.join(FORMATS)}",
             )
         if activations not in ACTIVATIONS:
             raise PykernelsError(
-                f"{place.name}: there are no {activations!r} activations",
+                f"{context.name}: there are no {activations!r} activations",
                 f"Use {' or '.join(ACTIVATIONS)}",
             )
-        if place.device not in (None, "cpu"):
+        if context.device not in (None, "cpu"):
             raise PykernelsError(
-                f"{place.name}: routed experts cannot run on {place.device!r}",
+                f"{context.name}: routed experts cannot run on {context.device!r}",
                 "Write device: cpu in the rule, or drop the rule to leave the block as it is",
             )
-        self.name = place.name
-        self.kernel = kernel or place.kernel
+        self.name = context.name
+        self.kernel = kernel or context.kernel
         self.format = format
         self.activations = activations
-        self.shape = block_shape(original, place)
+        self.shape = block_shape(original, context)
         self.gate: nn.Module = original.gate
         for child in SHARED:
             if hasattr(original, child):
@@ -118,7 +118,7 @@ class FusedMoE(Operator):
             return shared(x)
         if (shared := parts.get("shared_expert")) is not None:
             gate = parts["shared_expert_gate"]
-            assert gate is not None  # block_shape has seen to it
+            assert gate is not None  # checked by block_shape
             return torch.sigmoid(gate(x)) * shared(x)
         return None
 
@@ -135,33 +135,33 @@ class FusedMoE(Operator):
         return self.routed
 
     def _save_to_state_dict(self, *_: object) -> None:
-        # Without this a saved model would lack its experts and nobody would be told.
+        # Without this the saved model would silently lack its experts.
         raise PykernelsError(
             f"{self.name}: packed experts are in no state dict",
             "Copy the checkpoint's own files instead of saving the model",
         )
 
 
-def block_shape(block: Any, place: Place) -> MoEShape:
-    """Sizes of a Hugging Face MoE block; `PykernelsError` if it is one we cannot take over.
+def block_shape(block: Any, context: ModuleContext) -> MoEShape:
+    """Sizes of a Hugging Face MoE block; `PykernelsError` if `FusedMoE` cannot replace it.
 
-    What is needed: `gate` that returns (logits, weights, indices), and `experts` with the fused
+    It needs a `gate` that returns (logits, weights, indices), and `experts` with the fused
     `gate_up_proj` [E, 2 I, H] (gate first) and `down_proj` [E, H, I], no biases, SiLU.
     """
     known = {"gate", "experts", *SHARED}
     experts = getattr(block, "experts", None)
     children = {name for name, _ in block.named_children()}
-    where = f"{place.name} ({type(block).__name__})"
+    where = f"{context.name} ({type(block).__name__})"
     hint = "Drop the rule for it, so that transformers runs the block itself"
     if experts is not None and any(n.endswith("bias") for n, _ in experts.named_parameters()):
         raise PykernelsError(f"{where} has experts with biases, for which there is no kernel", hint)
     if not {"gate", "experts"} <= children:
         raise PykernelsError(f"{where} is no MoE block with a gate and experts", hint)
-    if strange := sorted(children - known):
-        raise PykernelsError(f"{where} has parts that are not known: {', '.join(strange)}", hint)
+    if unknown := sorted(children - known):
+        raise PykernelsError(f"{where} has parts that are not known: {', '.join(unknown)}", hint)
     if ("shared_expert" in children) != ("shared_expert_gate" in children):
         raise PykernelsError(f"{where} has a shared_expert without its gate", hint)
-    activation = getattr(place.config, "hidden_act", "silu")
+    activation = getattr(context.config, "hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise PykernelsError(f"{where} uses {activation!r}, the kernels have silu only", hint)
     gate_up, down = getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)

@@ -1,4 +1,4 @@
-"""What a rule may put in place of a module: the base class and the register of operators."""
+"""Operators: the base class of the modules that rules put into a model, and their register."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ O = TypeVar("O", bound="type[Operator]")  # noqa: E741 - a type variable, never 
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where an operator is put.
+class ModuleContext:
+    """What an operator knows of the module that it replaces, beside the module itself.
 
     `name`: dotted name in the model; `config`: the model's; `device`: the rule's, or None;
     `kernel`: the expert kernel that the caller asked for, where the rule names none.
@@ -29,12 +29,12 @@ class Place:
 
 
 class Operator(nn.Module):
-    """Base of the modules that rules put in place: built from the (meta) original and its place.
+    """Base of the modules that rules put into a model, built from the original (on meta).
 
-    A subclass takes `(original, place, *, ...)`; a rule's `kwargs` are its keyword arguments.
+    A subclass takes `(original, context, *, ...)`; a rule's `kwargs` are its keyword arguments.
     """
 
-    def __init__(self, original: nn.Module, place: Place, **kwargs: Any) -> None:
+    def __init__(self, original: nn.Module, context: ModuleContext, **kwargs: Any) -> None:
         super().__init__()
 
 
@@ -49,9 +49,10 @@ def operator(cls: O) -> O:
 
 
 def find_operator(path: str, origin: str) -> type[Operator]:
-    """The operator whose dotted path is, or ends with, `path`; `PykernelsError` if none is."""
-    from .. import modules  # noqa: F401 - importing it registers the operators of this package
+    """The registered operator whose dotted path is, or ends with, `path`.
 
+    Raises `PykernelsError`, which names the rule's `origin`, if there is none or several.
+    """
     found = [cls for full, cls in OPERATORS.items() if f".{full}".endswith(f".{path}")]
     if not found:
         raise PykernelsError(
@@ -63,11 +64,15 @@ def find_operator(path: str, origin: str) -> type[Operator]:
 
 
 def build(
-    cls: type[Operator], original: nn.Module, place: Place, kwargs: dict[str, Any], origin: str
+    cls: type[Operator],
+    original: nn.Module,
+    context: ModuleContext,
+    kwargs: dict[str, Any],
+    origin: str,
 ) -> Operator:
-    """`cls(original, place, **kwargs)` with unknown or missing arguments told in one line."""
+    """`cls(original, context, **kwargs)`; `PykernelsError` for unknown or missing arguments."""
     try:
-        inspect.signature(cls).bind(original, place, **kwargs)
+        inspect.signature(cls).bind(original, context, **kwargs)
     except TypeError as error:
         known = [
             p.name
@@ -77,4 +82,4 @@ def build(
         raise PykernelsError(
             f"{origin}: {cls.__name__} {error}", f"Its kwargs are {', '.join(known) or 'none'}"
         ) from None
-    return cls(original, place, **kwargs)
+    return cls(original, context, **kwargs)

@@ -1,4 +1,4 @@
-"""Injection rules in YAML: what to match in the model, what to put in its place.
+"""Injection rules in YAML: which modules to replace, and by which operator.
 
     - match:
         class: modeling_deepseek_v3.DeepseekV3MoE   # bare, suffix or full dotted path
@@ -53,14 +53,14 @@ class Match(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _says_something(self) -> Match:
+    def _has_a_clause(self) -> Match:
         if self.cls is None and self.name is None:
             raise ValueError("match needs a class, a name or both")
         return self
 
 
 class Replace(BaseModel):
-    """What takes their place: an operator of this package, where, and with which arguments."""
+    """By which operator, on which device, and with which arguments."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -80,7 +80,7 @@ class Rule(BaseModel):
 
     @property
     def origin(self) -> str:
-        """Where it was written (file and number), for errors."""
+        """The file and the rule's number in it, for errors."""
         return self._origin
 
 
@@ -137,7 +137,7 @@ def _parse(entry: object, origin: str) -> Rule:
                 f"{origin}: unknown key {where!r}",
                 "The keys are match: {class, name} and replace: {class, device, kwargs}",
             ) from None
-        said = first["msg"].removeprefix("Value error, ")
-        raise PykernelsError(f"{origin}: {where}: {said}", "Correct the rule") from None
+        reason = first["msg"].removeprefix("Value error, ")
+        raise PykernelsError(f"{origin}: {where}: {reason}", "Correct the rule") from None
     rule._origin = origin
     return rule

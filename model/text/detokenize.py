@@ -1,45 +1,45 @@
-"""Token ids to text, piece by piece, without ever showing half a character."""
+"""Token ids to text, piece by piece and in whole characters."""
 
 from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
-_HALF = "\N{REPLACEMENT CHARACTER}"
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer:
-    """Feed token ids, get the text that has become certain.
+    """Incremental detokenization: push token ids, get the text that they complete.
 
     A byte-level token may end inside a character, and some tokenizers write a token differently at
-    the start of a text. So each piece is the difference of two decodings that share their
-    beginning, and waits while its end is an unfinished character. The pieces joined are the
+    the start of a text. So each piece is the difference of two decodings that begin with the same
+    ids, and is held back while it ends in an incomplete character. The pieces joined are the
     decoding of all ids together.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.ids: list[int] = []
-        self.start = 0  # of the ids that are decoded again, as context
-        self.shown = 0  # ids whose text was given out
+        self.start = 0  # first of the ids that are decoded again, as context
+        self.done = 0  # ids whose text has been returned
 
     def push(self, token: int) -> str:
-        """The text that `token` adds, or "" while a character is unfinished."""
+        """The text that `token` adds, or "" while a character is incomplete."""
         self.ids.append(token)
         text = self._decode(self.start, len(self.ids))
-        before = self._decode(self.start, self.shown)
+        before = self._decode(self.start, self.done)
         if not text.startswith(before) or len(text) <= len(before):
             return ""
-        # Also for a real U+FFFD: only with what follows is it certain that it is no half character.
-        if text.endswith(_HALF):
+        # A real U+FFFD is held back too: only the next token shows whether it is incomplete.
+        if text.endswith(_REPLACEMENT):
             return ""
-        self.start, self.shown = self.shown, len(self.ids)
+        self.start, self.done = self.done, len(self.ids)
         return text[len(before) :]
 
     def finish(self) -> str:
-        """What is left at the end, an unfinished character as U+FFFD."""
+        """The rest of the text at the end; an incomplete character becomes U+FFFD."""
         text = self._decode(self.start, len(self.ids))
-        before = self._decode(self.start, self.shown)
-        self.start = self.shown = len(self.ids)
+        before = self._decode(self.start, self.done)
+        self.start = self.done = len(self.ids)
         return text[len(before) :]
 
     def _decode(self, start: int, stop: int) -> str:

@@ -1,4 +1,4 @@
-"""Text from a model, streamed, with the figures of the run.
+"""Streamed text from a model, with the figures of the run.
 
 The tokens come from transformers' own `generate`, run in a thread with a streamer: greedy text is
 exactly what `model.generate` gives, and every setting of the checkpoint's generation_config holds.
@@ -37,7 +37,7 @@ __all__ = ["GenerationStats", "GenerationStream", "chat_prompt", "generate_strea
 class GenerationStats:
     """Figures of one run. Seconds are wall-clock.
 
-    `prefill_seconds` ends when the first token is there; decoding is all after it. `expert_bytes`
+    `prefill_seconds` ends with the first token; decoding is all after it. `expert_bytes`
     (weights of the distinct experts that each step touched) and `expert_seconds` are of decoding
     only, where memory bounds the speed.
     """
@@ -73,17 +73,17 @@ def generate_stream(
     top_k: int = 0,
     seed: int | None = None,
 ) -> GenerationStream:
-    """Go on from `prompt`; iterate over the result for pieces of text, then read its `.stats`.
+    """Continue `prompt`; iterate over the result for pieces of text, then read its `.stats`.
 
     Args:
         max_new_tokens: at most this many; the end-of-text token ends it earlier.
         temperature: 0 takes the likeliest token each time.
-        top_p, top_k: sample among the likeliest tokens only; 1 and 0 leave them all.
-        seed: for sampling; the global random state is put back afterwards. None: go on from it.
+        top_p, top_k: sample among the likeliest tokens only; 1 and 0 keep all.
+        seed: for sampling; the global random state is restored afterwards. None: continue it.
 
     Raises:
-        PykernelsError: before any work, for a bad option, an empty prompt without a first token to
-            put there, or a prompt that with its continuation does not fit the context.
+        PykernelsError: before any work, for a bad option, an empty prompt of a model without a bos
+            token, or a prompt that with its continuation does not fit the context.
     """
     check_options(max_new_tokens, temperature, top_p, top_k, seed)
     ids = encode(model, tokenizer, prompt)
@@ -93,10 +93,10 @@ def generate_stream(
 
 
 class GenerationStream:
-    """Iterator of text pieces; `stats` is there once it has ended (also when it was closed early).
+    """Iterator of text pieces; has `stats` once it has ended (also when it was closed early).
 
-    The work starts with the first piece asked for. Closing the iterator, or Ctrl-C while it waits,
-    stops the model after the token that it is at.
+    Generation starts with the first `next`. Closing the iterator, or Ctrl-C while it waits, stops
+    the model after the current token.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class GenerationStream:
                         stopping_criteria=StoppingCriteriaList([_Stop(streamer.stopped)]),
                     )
                 streamer.tokens.put(None)
-            except BaseException as error:  # handed to the reader, who raises it
+            except BaseException as error:  # raised again in the reader's thread
                 streamer.tokens.put(error)
 
         thread = threading.Thread(target=work, name="generate", daemon=True)
@@ -171,7 +171,7 @@ class GenerationStream:
 
 
 class _Tokens(BaseStreamer):
-    """Takes tokens from `generate` as they come, and the time and the experts' counters."""
+    """Streamer that queues the tokens of `generate`, and notes times and the experts' counters."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.tokens: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
@@ -179,11 +179,11 @@ class _Tokens(BaseStreamer):
         self.experts = routed_experts(model)
         self.started = self.first = self.last = 0.0
         self.bytes = self.seconds = 0.0
-        self.seen_prompt = False
+        self.got_prompt = False
 
     def put(self, value: torch.Tensor) -> None:
-        if not self.seen_prompt:  # generate hands over the prompt first
-            self.seen_prompt = True
+        if not self.got_prompt:  # generate streams the prompt first
+            self.got_prompt = True
             return
         self.last = time.perf_counter()
         if not self.first:
@@ -193,7 +193,7 @@ class _Tokens(BaseStreamer):
             self.tokens.put(token)
 
     def end(self) -> None:
-        """The thread itself says when all is done, errors included."""
+        """Nothing to do: the thread itself queues the end, errors included."""
 
     def stats(self, prompt_tokens: int, new_tokens: int) -> GenerationStats:
         first = self.first or time.perf_counter()
@@ -213,7 +213,7 @@ class _Tokens(BaseStreamer):
 
 
 class _Stop(StoppingCriteria):
-    """Ends the generation when the reader went away."""
+    """Ends the generation when the reader has closed the stream."""
 
     def __init__(self, stopped: threading.Event) -> None:
         self.stopped = stopped
@@ -224,7 +224,7 @@ class _Stop(StoppingCriteria):
 
 
 class _seeded:
-    """Seed torch's generators for the block and put their state back after it."""
+    """Seed torch's generators for the block and restore their state after it."""
 
     def __init__(self, seed: int | None, device: torch.device) -> None:
         self.seed = seed
@@ -244,14 +244,14 @@ class _seeded:
 def _generation_config(
     model: PreTrainedModel, max_new_tokens: int, temperature: float, top_p: float, top_k: int
 ) -> GenerationConfig:
-    """The checkpoint's own settings with ours over them."""
+    """The checkpoint's own settings, overridden by the arguments."""
     config = copy.deepcopy(model.generation_config) or GenerationConfig()
     sample = temperature > 0
     config.max_new_tokens = max_new_tokens
     config.num_beams = 1
     config.do_sample = sample
-    # Where nothing is sampled, the neutral values: None would be filled from the checkpoint's
-    # settings, and any other value makes transformers warn.
+    # Greedy: neutral values, since None would be filled from the checkpoint's settings, and any
+    # other value makes transformers warn.
     config.temperature = temperature if sample else 1.0
     config.top_p = top_p if sample else 1.0
     config.top_k = top_k if sample else 50
@@ -263,13 +263,13 @@ def _generation_config(
 
 
 _COLDEST = 1e-30
-"""Logits over a lower temperature are no float32."""
+"""Logits divided by a lower temperature overflow float32."""
 
 
 def check_options(
     max_new_tokens: int, temperature: float, top_p: float, top_k: int, seed: int | None = None
 ) -> None:
-    """Raises `PykernelsError` for what `generate_stream` cannot do; needs no model."""
+    """Raise `PykernelsError` for options out of range; needs no model."""
     checks = (
         (max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "1 or more"),
         (0 <= temperature < float("inf"), "temperature", temperature, "0 or more"),

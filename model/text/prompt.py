@@ -1,4 +1,4 @@
-"""What a model is given to go on from: token ids of a prompt, the text of a conversation."""
+"""Prompts: token ids of a text, the text of a conversation, the check against the context."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pykernels.errors import PykernelsError
 
-NO_TEXT = "Give it as UTF-8; iconv converts a file"
+NOT_UTF8 = "Give it as UTF-8; iconv converts a file"
 """The hint for a prompt in another encoding."""
 
 
 def encode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Token ids of a prompt, with the first token that the model was trained to see.
+    """Token ids of a prompt, with the bos token in front if the tokenizer adds one.
 
-    A prompt that already starts with that token's text (a chat template writes it) gets no second
-    one. An empty prompt is the first token alone. Raises `PykernelsError` if there is none, or for
-    a prompt that is no text.
+    A prompt that already starts with the text of bos (a chat template writes it) gets no second
+    one. An empty prompt is bos alone. Raises `PykernelsError` if the model has none, or for a
+    prompt that is no UTF-8 text.
     """
     if any("\ud800" <= character <= "\udfff" for character in prompt):
-        # How Python passes bytes of an argument or of stdin that are no UTF-8.
-        raise PykernelsError("The prompt holds bytes that are no UTF-8 text", NO_TEXT)
+        # Python passes bytes of an argument or of stdin that are no UTF-8 as lone surrogates.
+        raise PykernelsError("The prompt holds bytes that are no UTF-8 text", NOT_UTF8)
     bos = tokenizer.bos_token
-    special = not (bos and prompt.startswith(bos))
-    ids: list[int] = tokenizer(prompt, add_special_tokens=special)["input_ids"]
+    add_bos = not (bos and prompt.startswith(bos))
+    ids: list[int] = tokenizer(prompt, add_special_tokens=add_bos)["input_ids"]
     if ids:
         return ids
     first = tokenizer.bos_token_id
@@ -52,7 +52,7 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str,
                     list(messages), tokenize=False, add_generation_prompt=True
                 )
             )
-        except TemplateError as error:  # some know no system message, say
+        except TemplateError as error:  # some refuse a system message, for one
             raise PykernelsError(
                 f"The model's chat template refuses this conversation: {error}",
                 "Leave out what it does not know, --system for one",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from model.cli.main import app
 from runtime.profiling import measure
 
 from . import tiny
+from .checks import byte_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -47,6 +49,16 @@ def own(checkpoint: Callable[..., tiny.Tiny], tmp_path: Path) -> Callable[..., P
 
 
 @pytest.fixture(scope="session")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny deepseek_v3 checkpoint with a tokenizer, for the command line."""
+    folder = tmp_path_factory.mktemp("writer")
+    tiny.make(folder, "deepseek_v3", max_position_embeddings=512)
+    byte_tokenizer().save_pretrained(folder)
+    (folder / "generation_config.json").write_text("{}")  # no eos: the text has a known length
+    return folder
+
+
+@pytest.fixture(scope="session")
 def ids() -> torch.Tensor:
     """int64 [2, 17]: token ids for the tiny vocabularies, without their special tokens."""
     return torch.randint(2, 96, (2, 17), generator=torch.Generator().manual_seed(1))
@@ -60,6 +72,14 @@ class Result:
 
 
 Run = Callable[..., Result]
+
+
+def failed(result: Result, cause: str) -> None:
+    """One line, `error: cause. hint.`, nothing on stdout, exit code 2."""
+    lines = result.err.splitlines()
+    assert (result.code, result.out, len(lines)) == (2, "", 1), result
+    assert re.search(cause, lines[0]), lines[0]
+    assert re.fullmatch(r"error: .+\. .+\.", lines[0]), lines[0]
 
 
 @pytest.fixture

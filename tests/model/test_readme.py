@@ -146,19 +146,3 @@ def test_files_that_other_pages_name_exist(page: Path) -> None:
         assert (page.parent / link).exists(), link
         if shown and page in RESULTS:
             assert name == link and link.startswith(page.stem), link
-
-
-def anchors(page: Path) -> set[str]:
-    """Of its headings, as GitHub makes them."""
-    found: list[str] = []
-    for title in re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE):
-        name = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-        again = sum(re.fullmatch(rf"{name}(-\d+)?", other) is not None for other in found)
-        found.append(f"{name}-{again}" if again else name)
-    return set(found)
-
-
-@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=lambda page: page.stem)
-def test_anchors_that_pages_name_exist(page: Path) -> None:
-    for path, anchor in re.findall(r"\]\(([\w./-]*)#([^)]+)\)", page.read_text()):
-        assert anchor in anchors(page.parent / path if path else page), f"{path}#{anchor}"

@@ -22,53 +22,32 @@ from . import tiny_compressed
 ARCHITECTURES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")
 BLOCK = 128
 
+# fmt: off
 _BASE: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 3,
-    "max_position_embeddings": 128,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "tie_word_embeddings": False,
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_experts_per_tok": 3, "max_position_embeddings": 128, "bos_token_id": 0,
+    "eos_token_id": 1, "tie_word_embeddings": False,
 }
 _MLA: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "n_group": 4,
-    "topk_group": 2,
-    "q_lora_rank": 48,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 16,
+    "num_key_value_heads": 4, "n_routed_experts": 8, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "q_lora_rank": 48,
+    "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
 }
 _FAMILY: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**_MLA, "routed_scaling_factor": 2.5},
     "deepseek_v2": {**_MLA, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0},
     "glm4_moe": {
-        "head_dim": 16,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "n_group": 2,
-        "topk_group": 1,
-        "use_qk_norm": True,
+        "head_dim": 16, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        "n_group": 2, "topk_group": 1, "use_qk_norm": True,
     },
     "mixtral": {"num_local_experts": 8, "intermediate_size": 32, "num_experts_per_tok": 2},
     "qwen2_moe": {
-        "num_experts": 8,
-        "shared_expert_intermediate_size": 48,
-        "decoder_sparse_step": 1,
+        "num_experts": 8, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 1,
     },
     "qwen3_moe": {"num_experts": 8, "head_dim": 16, "norm_topk_prob": True},
 }
+# fmt: on
 FP8_SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "moe_intermediate_size": 128,
@@ -109,9 +88,9 @@ def make(
     reference = AutoModelForCausalLM.from_config(cfg, dtype=torch.float32).eval()
     randomize(reference, seed)
     stored = store(reference, model_type, dtype, fp8, compressed)
-    truth = dict(reference.state_dict())
-    fill(truth, stored, model_type)
-    reference.load_state_dict(truth)
+    values = dict(reference.state_dict())
+    fill(values, stored, model_type)
+    reference.load_state_dict(values)
     reference.tie_weights()
     path.mkdir(parents=True, exist_ok=True)
     data = cfg.to_dict()
@@ -119,11 +98,9 @@ def make(
     data["dtype"] = "bfloat16"
     if fp8:
         data["quantization_config"] = {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
             "weight_block_size": [BLOCK, BLOCK],
-        }
+        }  # fmt: skip
     if compressed:
         data["quantization_config"] = tiny_compressed.config(compressed)
     (path / "config.json").write_text(json.dumps(data))

@@ -17,14 +17,9 @@ FP8 = ("channel", "tensor", "block")
 def config(scheme: str) -> dict[str, Any]:
     """A `quantization_config` as llm-compressor writes it (Kimi-K2-Thinking's, for int4)."""
     weights: dict[str, Any] = {
-        "actorder": None,
-        "block_structure": None,
-        "dynamic": False,
-        "group_size": None,
-        "observer": "minmax",
-        "observer_kwargs": {},
-        "symmetric": True,
-    }
+        "actorder": None, "block_structure": None, "dynamic": False, "group_size": None,
+        "observer": "minmax", "observer_kwargs": {}, "symmetric": True,
+    }  # fmt: skip
     inputs = None
     if scheme in INT4:
         fmt = "pack-quantized"
@@ -39,20 +34,16 @@ def config(scheme: str) -> dict[str, Any]:
         weights |= {"num_bits": 8, "type": "float", "strategy": scheme}
         weights["block_structure"] = [128, 128] if scheme == "block" else None
         inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
-    group = {
-        "input_activations": inputs,
-        "output_activations": None,
-        "targets": ["Linear"],
-        "weights": weights,
-    }
     return {
-        "config_groups": {"group_0": group},
-        "format": fmt,
-        "ignore": ["lm_head", "re:.*mlp.gate$"],
-        "kv_cache_scheme": None,
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-    }
+        "config_groups": {
+            "group_0": {
+                "input_activations": inputs, "output_activations": None, "targets": ["Linear"],
+                "weights": weights,
+            }
+        },
+        "format": fmt, "ignore": ["lm_head", "re:.*mlp.gate$"], "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors", "quantization_status": "compressed",
+    }  # fmt: skip
 
 
 def quantize(key: str, matrix: torch.Tensor, scheme: str) -> dict[str, torch.Tensor]:

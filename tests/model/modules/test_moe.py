@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,9 @@ import torch
 import model
 from model.modules.moe import FusedMoE, routed_experts
 from pykernels.errors import PykernelsError
-from runtime.experts.routed import RoutedExperts
 
-from .tiny import ARCHITECTURES, Tiny
-
-Checkpoints = Callable[..., Tiny]
-
-
-def blocks(lm: torch.nn.Module) -> dict[str, FusedMoE]:
-    return {name: m for name, m in lm.named_modules() if isinstance(m, FusedMoE)}
-
-
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Largest over the tokens of |got - want| / |want|."""
-    return float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max())
+from ..checks import Checkpoints, errors, moe_blocks
+from ..tiny import ARCHITECTURES
 
 
 @pytest.mark.parametrize("kernel", ["auto", "generic"])
@@ -33,33 +21,36 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 def test_a_block_does_what_it_replaces(
     checkpoint: Checkpoints, architecture: str, kernel: str
 ) -> None:
-    tiny = checkpoint(architecture)
-    lm = model.from_pretrained(tiny.path, dtype="float32", kernel=kernel)
-    found = blocks(lm)
+    made = checkpoint(architecture)
+    lm = model.from_pretrained(made.path, dtype="float32", kernel=kernel)
+    found = moe_blocks(lm)
     assert found
     x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0)).bfloat16().float()
     for name, block in found.items():
         with torch.no_grad():
-            want = tiny.reference.get_submodule(name)(x)
+            original = made.reference.get_submodule(name)
+            want = original(x)
         got = block(x)
         assert (got.shape, got.dtype) == (want.shape, torch.float32)
         # The experts' intermediate is rounded to bfloat16: 2**-9 relative, summed over experts.
-        assert error(got, want) < 6e-3
+        assert errors(got, want).max() < 6e-3
         # ... which is far less than what the routed experts contribute.
         with torch.no_grad():
-            routed = tiny.reference.get_submodule(name).experts
-            down = routed.down_proj.clone()
-            routed.down_proj.zero_()
-            without = tiny.reference.get_submodule(name)(x)
-            routed.down_proj.copy_(down)
-        assert error(without, want) > 0.1
+            down = original.experts.down_proj.clone()
+            original.experts.down_proj.zero_()
+            without = original(x)
+            original.experts.down_proj.copy_(down)
+        assert errors(without, want).max() > 0.1
+
+
+def layer(checkpoint: Checkpoints) -> FusedMoE:
+    lm = model.from_pretrained(checkpoint("deepseek_v3").path)
+    return moe_blocks(lm)["model.layers.1.mlp"]
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 1), (1, 33), (0, 4)], ids=str)
 def test_any_number_of_tokens(checkpoint: Checkpoints, shape: tuple[int, int]) -> None:
-    tiny = checkpoint("deepseek_v3")
-    lm = model.from_pretrained(tiny.path)
-    block = blocks(lm)["model.layers.1.mlp"]
+    block = layer(checkpoint)
     x = torch.randn(*shape, 64, dtype=torch.bfloat16)
     got = block(x)
     assert (got.shape, got.dtype) == (x.shape, x.dtype)
@@ -69,39 +60,19 @@ def test_any_number_of_tokens(checkpoint: Checkpoints, shape: tuple[int, int]) -
 
 
 def test_float16_trunks_lose_nothing(checkpoint: Checkpoints) -> None:
-    tiny = checkpoint("qwen2_moe")
+    path = checkpoint("qwen2_moe").path
     x = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(3)).half()
-    half = blocks(model.from_pretrained(tiny.path, dtype="float16"))["model.layers.0.mlp"]
-    full = blocks(model.from_pretrained(tiny.path, dtype="float32"))["model.layers.0.mlp"]
+    half, full = (
+        moe_blocks(model.from_pretrained(path, dtype=dtype))["model.layers.0.mlp"]
+        for dtype in ("float16", "float32")
+    )
     got = half(x)
     assert got.dtype == torch.float16
-    assert error(got.float(), full(x.float())) < 4e-3
-
-
-def test_the_routed_experts_run_while_the_shared_ones_do(
-    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lm = model.from_pretrained(checkpoint("deepseek_v3").path)
-    block = blocks(lm)["model.layers.1.mlp"]
-    order: list[str] = []
-
-    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any) -> Any:
-            order.append(name)
-            return call(*args)
-
-        return noted
-
-    for name in ("submit", "sync"):
-        monkeypatch.setattr(RoutedExperts, name, noting(name, getattr(RoutedExperts, name)))
-    block.shared_experts.register_forward_hook(lambda *_: order.append("shared"))
-    block(torch.randn(1, 2, 64, dtype=torch.bfloat16))
-    assert order == ["submit", "shared", "sync"]
+    assert errors(got.float(), full(x.float())).max() < 4e-3
 
 
 def test_an_error_beside_the_experts_leaves_them_usable(checkpoint: Checkpoints) -> None:
-    lm = model.from_pretrained(checkpoint("deepseek_v3").path)
-    block = blocks(lm)["model.layers.1.mlp"]
+    block = layer(checkpoint)
     x = torch.randn(1, 2, 64, dtype=torch.bfloat16)
 
     def fail(*_: Any) -> None:
@@ -139,11 +110,11 @@ def test_experts_are_neither_parameters_nor_saved(checkpoint: Checkpoints, tmp_p
 
 
 def test_router_logits_can_still_be_recorded(checkpoint: Checkpoints, ids: torch.Tensor) -> None:
-    tiny = checkpoint("qwen3_moe")
-    lm = model.from_pretrained(tiny.path, dtype="float32")
+    made = checkpoint("qwen3_moe")
+    lm = model.from_pretrained(made.path, dtype="float32")
     got = lm(ids, output_router_logits=True)
     with torch.no_grad():
-        want = tiny.reference(ids, output_router_logits=True)
+        want = made.reference(ids, output_router_logits=True)
     assert len(got.router_logits) == len(want.router_logits) == 3
     torch.testing.assert_close(got.router_logits[0], want.router_logits[0])
     torch.testing.assert_close(got.aux_loss, want.aux_loss, rtol=2e-2, atol=0)

@@ -1,0 +1,102 @@
+"""`pykernels chat`: a conversation, turn by turn."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from pykernels.errors import PykernelsError
+
+from .common import Debug, Kernel, Numa, Threads, command, err, note
+from .session import (
+    Device,
+    Dtype,
+    MaxNewTokens,
+    Model,
+    Rules,
+    Seed,
+    Session,
+    Temperature,
+    TopK,
+    TopP,
+    check_stdin,
+    read_stdin,
+    summary,
+)
+
+
+@command
+def chat(
+    model: Model = None,
+    rules: Rules = None,
+    device: Device = "cpu",
+    dtype: Dtype = None,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.8,
+    top_p: TopP = 0.95,
+    top_k: TopK = 0,
+    seed: Seed = 0,
+    threads: Threads = None,
+    kernel: Kernel = None,
+    numa: Numa = "auto",
+    system: Annotated[str, typer.Option(help="System message, put before the conversation.")] = "",
+    debug: Debug = False,
+) -> None:
+    """Talk with the model, turn by turn; /reset forgets, /exit or Ctrl-D leaves."""
+    check_stdin()
+    session = Session(
+        model,
+        rules,
+        device,
+        dtype,
+        threads,
+        kernel,
+        numa,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+    )
+    from runtime.workers.pool import default_pool
+
+    from ..text.generate import chat_prompt
+
+    if not getattr(session.tokenizer, "chat_template", None):
+        note("this model was not trained to chat: it goes on from a plain transcript")
+    note("/reset forgets the conversation, /exit or Ctrl-D leaves")
+    first = [{"role": "system", "content": system}] if system else []
+    messages = list(first)
+    while (line := _ask()) is not None:
+        if line == "/reset":
+            messages = list(first)
+            continue
+        if not line:
+            continue
+        turn = [*messages, {"role": "user", "content": line}]
+        try:
+            answer, stats = session.write(chat_prompt(session.tokenizer, turn))
+        except KeyboardInterrupt:
+            default_pool().settle()
+            note("stopped; this turn is forgotten")
+            continue
+        except PykernelsError as error:  # a full context, for one: the conversation goes on
+            err().print(f"error: {error}", markup=False)
+            continue
+        messages = [*turn, {"role": "assistant", "content": answer}]
+        err().print(summary(stats, None), style="dim", markup=False)
+
+
+def _ask() -> str | None:
+    """The next line that the user types; None at /exit and at the end of the input."""
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  (gives input() a history and line editing)
+
+        err().print("you", style="bold cyan", end="")
+    try:
+        line = read_stdin(lambda: input("> " if sys.stdin.isatty() else "")).strip()
+    except EOFError:
+        return None
+    return None if line == "/exit" else line

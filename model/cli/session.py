@@ -1,0 +1,175 @@
+"""What `generate` and `chat` have in common: their options, and a model that streams to stdout."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pykernels.errors import PykernelsError
+from pykernels.registry import requested
+
+from .common import err, prepare_threads
+
+if TYPE_CHECKING:
+    from ..text.generate import GenerationStats
+
+Model = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Checkpoint folder.", show_default="the embedded model"),
+]
+Rules = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Injection rules.", show_default="those of the architecture"),
+]
+Device = Annotated[
+    str, typer.Option(metavar="cpu|cuda:0", help="Where everything but the experts runs.")
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        metavar="bfloat16|float32", help="Of the dense part.", show_default="the config's"
+    ),
+]
+MaxNewTokens = Annotated[int, typer.Option(min=1, metavar="N", help="Stop after N tokens.")]
+Temperature = Annotated[
+    float, typer.Option(min=0.0, metavar="T", help="0 takes the likeliest token.")
+]
+TopP = Annotated[
+    float, typer.Option(min=0.0, max=1.0, metavar="P", help="Sample from this much probability.")
+]
+TopK = Annotated[
+    int, typer.Option(min=0, metavar="K", help="Sample from the K likeliest tokens; 0: all.")
+]
+Seed = Annotated[int, typer.Option(min=0, metavar="N", help="The same seed gives the same text.")]
+
+
+class Session:
+    """A loaded model and tokenizer with the options of a run."""
+
+    def __init__(
+        self,
+        model: Path | None,
+        rules: Path | None,
+        device: str,
+        dtype: str | None,
+        threads: int | None,
+        kernel: str | None,
+        numa: str,
+        prompt: str | None = None,
+        **sampling: Any,
+    ) -> None:
+        """Check the options and that `prompt` fits the context, then load.
+
+        `sampling`: the other arguments of `generate_stream`.
+        """
+        chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
+        self.sampling = sampling
+        with status("importing torch and transformers"):
+            from transformers.utils import logging
+
+            from .. import EMBEDDED, from_pretrained, load_tokenizer
+            from ..text.generate import check_options
+
+            logging.set_verbosity_error()
+            logging.disable_progress_bar()
+        check_options(**sampling)
+        path = model or EMBEDDED
+        self.tokenizer = load_tokenizer(path)
+        if prompt is not None:
+            self._check(path, prompt)
+        self.model = from_pretrained(
+            path,
+            rules=rules,
+            device=device,
+            dtype=dtype,
+            threads=chosen_threads,
+            kernel=chosen_kernel,
+            numa=numa,
+        )
+
+    def _check(self, path: Path, prompt: str) -> None:
+        """Check that the prompt fits, before minutes are spent on loading a large model."""
+        import torch
+
+        from ..checkpoint.config import read_config
+        from ..pretrained import build_meta
+        from ..text.prompt import check_context, encode
+
+        shapes = build_meta(read_config(path), torch.bfloat16)
+        tokens = len(encode(shapes, self.tokenizer, prompt))
+        check_context(shapes, tokens, self.sampling["max_new_tokens"])
+
+    def write(self, prompt: str, echo: bool = False) -> tuple[str, GenerationStats]:
+        """Stream the continuation of `prompt` to stdout; returns it with its figures.
+
+        With `echo` the prompt is written first, once it is known to fit.
+        """
+        from ..text.generate import generate_stream
+
+        stream = generate_stream(self.model, self.tokenizer, prompt, **self.sampling)
+        text = prompt if echo else ""
+        answer = ""
+        try:
+            with status("reading the prompt"):  # the first run compiles the kernels here, too
+                answer = next(stream, "")
+            sys.stdout.write(text + answer)
+            sys.stdout.flush()
+            for piece in stream:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+                answer += piece
+        finally:
+            stream.close()
+            if answer:
+                sys.stdout.write("\n")
+                sys.stdout.flush()
+        return answer, stream.stats
+
+
+def summary(stats: GenerationStats, roof: float | None) -> str:
+    """The line under a generated text.
+
+    Args:
+        stats: what `generate_stream` measured.
+        roof: GB/s that this machine's cores read from memory, measured in this process.
+    """
+    parts = [
+        f"{stats.prompt_tokens} prompt token{'s' * (stats.prompt_tokens > 1)}",
+        f"prefill {stats.prefill_tokens_per_second:.0f} tok/s",
+        f"decode {stats.decode_tokens_per_second:.1f} tok/s",
+    ]
+    if stats.expert_seconds > 0:
+        experts = f"experts {stats.expert_gb_per_second:.2f} GB/s"
+        if roof:
+            share = 100 * stats.expert_gb_per_second / roof
+            experts += f" ({share:.0f} % of the {roof:.0f} GB/s read roof)"
+        parts.append(experts)
+    return " · ".join(parts)
+
+
+@contextmanager
+def status(what: str) -> Iterator[None]:
+    """A spinner on stderr meanwhile; nothing if stderr is no terminal."""
+    with err().status(f"{what} …", spinner_style="dim"):
+        yield
+
+
+def check_stdin() -> None:
+    """Raise `PykernelsError` if the program was started without a stdin."""
+    if sys.stdin is None:
+        raise PykernelsError("stdin is closed", "Send it some text, or start it in a terminal")
+
+
+def read_stdin(read: Callable[[], str]) -> str:
+    """The result of `read`, which reads stdin; `PykernelsError` for bytes of another encoding."""
+    try:
+        return read()
+    except UnicodeDecodeError as error:
+        from ..text.prompt import NOT_UTF8
+
+        raise PykernelsError(f"stdin is no {error.encoding} text", NOT_UTF8) from None

@@ -1,0 +1,68 @@
+"""The doctor's self-test: each kernel on a tiny MoE layer, against the float32 reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pykernels.errors import PykernelsError
+
+from .report import Fact
+
+RESULT_TOLERANCE = 0.01
+"""Relative error (norm over norm) of a kernel's result that the self-test accepts."""
+
+
+def look_at_results() -> Iterator[Fact]:
+    """A tiny MoE layer on every kernel that this CPU can run, against the float32 reference."""
+    from pykernels.quant import FORMATS
+    from pykernels.registry import kernels
+    from pykernels.target import detect
+
+    target = detect()
+    for fmt in FORMATS:
+        for backend in kernels():
+            if backend.supports(fmt, target) is None:
+                yield result_fact(fmt, backend.name)
+
+
+def result_fact(fmt: str, kernel: str) -> Fact:
+    """One kernel's result on a small layer, against the float32 reference."""
+    import torch
+
+    from pykernels import ref
+    from pykernels.quant import get_format
+    from pykernels.shapes import MoEShape
+    from runtime.experts.routed import RoutedExperts
+
+    shape = MoEShape(E=4, H=256, I=256, topk=2)  # expert 3 gets no token
+    quantize = get_format(fmt).quantize
+    random = torch.Generator().manual_seed(0)
+
+    def matrix(N: int, K: int) -> torch.Tensor:
+        return torch.randn(N, K, generator=random) / K**0.5
+
+    name, hint = f"{fmt} on {kernel}", "Use --kernel generic and report this CPU"
+    try:
+        experts = RoutedExperts(shape, fmt, kernel=kernel)
+        for expert in range(shape.E):
+            gate, up = matrix(shape.I, shape.H), matrix(shape.I, shape.H)
+            down = matrix(shape.H, shape.I)
+            experts.load_expert(expert, quantize(gate), quantize(up), quantize(down))
+        x = torch.randn(3, shape.H, generator=random).to(torch.bfloat16).float()  # [T, H]
+        ids = torch.tensor([[0, 1], [1, 2], [0, 2]])  # [T, topk]
+        weights = torch.rand(3, shape.topk, generator=random)  # [T, topk]
+        result = experts(x, ids, weights)
+        reference = ref.moe_ffn(x, ids, weights, experts.weights.slices[0])
+    except PykernelsError as error:
+        return Fact(name, "failed", error.cause, error.hint)
+    except Exception as error:  # whatever a kernel raises, the report goes on
+        return Fact(name, "failed", f"{name}: {type(error).__name__}: {error}", hint)
+    return accuracy_fact(name, float((result - reference).norm() / reference.norm()), hint)
+
+
+def accuracy_fact(name: str, distance: float, hint: str) -> Fact:
+    """A result at this relative distance from the reference, as a fact."""
+    # About 0.2 % comes from rounding h to bf16. `not <=`, so that NaN is wrong too.
+    wrong = not distance <= RESULT_TOLERANCE
+    problem = f"{name} is wrong: its result is {distance:.1%} from the reference" if wrong else ""
+    return Fact(name, f"{distance:.2%} from the float32 reference", problem, hint)

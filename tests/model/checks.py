@@ -1,0 +1,76 @@
+"""What several test files do with a tiny checkpoint: change it, see it refused, compare logits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+import model
+from model.modules.moe import FusedMoE
+from pykernels.errors import PykernelsError
+
+from .tiny import Tiny
+
+Checkpoints = Callable[..., Tiny]
+Own = Callable[..., Path]
+Tensors = dict[str, torch.Tensor]
+
+
+def logits(lm: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return lm(ids).logits.float()
+
+
+def errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """|got - want| / |want| of each token."""
+    return (got - want).norm(dim=-1) / want.norm(dim=-1)
+
+
+def moe_blocks(lm: torch.nn.Module) -> dict[str, FusedMoE]:
+    return {name: m for name, m in lm.named_modules() if isinstance(m, FusedMoE)}
+
+
+def fused_moe(cls: str, name: str | None = None, **kwargs: Any) -> dict[str, Any]:
+    """A rule that replaces modules of that class by `FusedMoE`."""
+    match = {"class": cls} if name is None else {"class": cls, "name": name}
+    return {"match": match, "replace": {"class": "FusedMoE", "kwargs": kwargs}}
+
+
+def change_config(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+
+def change_tensors(folder: Path, change: Callable[[Tensors], object]) -> Tensors:
+    """Of a checkpoint in one shard; returns what is stored then."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return tensors
+
+
+def refused(message: str, folder: Path, **options: Any) -> None:
+    """Loading raises one line with that cause and a hint."""
+    with pytest.raises(PykernelsError, match=message) as raised:
+        model.from_pretrained(folder, **options)
+    assert "\n" not in str(raised.value)
+    assert raised.value.cause and raised.value.hint
+
+
+def byte_tokenizer(bos: str | None = "<s>") -> PreTrainedTokenizerFast:
+    """96 tokens: two special ones, and a byte each: the printable ones up to |, space, newline."""
+    alphabet = [*map(chr, range(33, 125)), "Ġ", "Ċ"]  # as byte-level tokenizers write these two
+    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, eos_token="</s>")

@@ -1,0 +1,135 @@
+"""`pykernels bench`: figures, a GPU's cases, and what a command raises as one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from pykernels.cpu.isa import prefers_fma
+from pykernels.errors import PykernelsError
+from pykernels.quant import FORMATS
+from pykernels.target import detect
+
+from ..conftest import Run, failed
+
+MEASURE = "runtime.profiling.measure.measure_moe"
+
+
+def test_moe_as_json_is_one_flat_object(run: Run, short_timing: None) -> None:
+    shape = ("--hidden", 256, "--inter", 128, "--experts", 4, "--topk", 2, "--tokens", 3)
+    result = run("bench", "moe", "--format", "bf16", *shape, "--threads", 1, "--json")
+    assert (result.code, result.err) == (0, "")
+    measured = json.loads(result.out)
+    assert all(isinstance(value, (str, int, float)) for value in measured.values())
+    assert measured["format"] == "bf16"
+    assert [measured[k] for k in ("tokens", "hidden", "inter", "experts", "topk", "threads")] == [
+        *(3, 256, 128, 4, 2, 1)
+    ]
+    assert 0 < measured["us_p10"] <= measured["us_median"] <= measured["us_p90"]
+    assert measured["gbps"] > 0 and measured["tflops"] > 0 and measured["roof_gbps"] > 0
+    assert (measured["routing"], measured["distinct_experts"]) == ("balanced", 4)
+    if measured["compute_roof_instruction"]:
+        products = "vfmadd231ps" if prefers_fma(detect()) else "vdpbf16ps"
+        products = "tdpbf16ps" if measured["kernel"] == "amx" else products
+        assert measured["compute_roof_instruction"] == products
+        assert measured["compute_roof_tflops"] > measured["tflops"] > 0
+
+
+def test_help_names_every_format(run: Run) -> None:
+    shown = " ".join(re.sub("[│╭╮╰╯─]", " ", run("bench", "moe", "--help").out).split())
+    assert f"Weight format: {', '.join(FORMATS)}." in shown
+
+
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
+GPU = ["moe", "--device", "cuda:0"]
+BAD = [
+    (["moe", "--routing", "skewed"], "no routing 'skewed'. Use one of balanced"),
+    (["moe", "--kernel", ""], "no kernel ''. Use one of auto, "),
+    (["moe", "--activations", ""], "''"),
+    (["moe", "--activations", "fp8"], "fp8 are a GPU's. Add --device cuda:0"),
+    (["moe", "--threads", 9998], "9998 threads .*Give --threads [0-9]+ or fewer"),
+    ([*GPU, "--numa", 2], "--numa .* are the CPU's"),
+    ([*GPU, "--activations", "int8"], "--activations int8 are the CPU's"),
+    ([*GPU, "--kernel", ""], "--kernel, .* are the CPU's"),
+    pytest.param(GPU, "sees no CUDA GPU", marks=NO_CUDA),
+    pytest.param(
+        ["router"],
+        "bench router times a GPU's kernels.* sees no CUDA GPU. Install a CUDA build",
+        marks=NO_CUDA,
+    ),
+    (["attention", "--device", "cpu"], "attention has no kernel for cpu"),
+    (["linear", "--device", "tpu9"], "no device 'tpu9'"),
+]
+
+
+@pytest.mark.parametrize(("options", "cause"), BAD)
+def test_bad_options(run: Run, options: list[object], cause: str) -> None:
+    failed(run("bench", *options), cause)
+
+
+def test_too_many_threads_by_the_flag(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYKERNELS_THREADS", "9999")
+    failed(run("bench", "moe"), "9999 threads .*Give PYKERNELS_THREADS [0-9]+ or fewer")
+
+
+def test_options_are_flags_of_a_gpus_case(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("bench.cli.run_case", lambda *call: given.append(call))
+    assert run("bench", "moe", "--device", "cuda:1", "--tokens", 3, "--json").code == 0
+    op, device, as_json, flags = given.pop()
+    assert (op, device, as_json) == ("moe", "cuda:1", True)
+    assert (flags["tokens"], flags["hidden"], flags["activations"]) == (3, 7168, "auto")
+    assert run("bench", *GPU, "--activations", "bf16").code == 0
+    assert given.pop()[-1]["activations"] == "bf16"
+
+
+def test_a_gpus_case_is_one_row(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"op": "router", "name": "v3", "us_median": 1.5}
+    monkeypatch.setattr("model.device.check_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("bench.harness.machine.check_gpu", torch.device)
+    monkeypatch.setattr("bench.cases.gpu_run.one_case", lambda op, flags, device, seconds: row)
+    result = run("bench", "router", "--json")
+    assert (result.code, json.loads(result.out)) == (0, row)
+
+    def lost(*_: object) -> None:
+        raise PykernelsError("the GPU's context is lost", "Try again")
+
+    monkeypatch.setattr("bench.cases.gpu_run.one_case", lost)
+    failed(run("bench", "router"), "the GPU's context is lost")
+
+
+def raising(error: BaseException) -> Any:
+    def broken(*_: object, **__: object) -> None:
+        warnings.warn_explicit("rounded", UserWarning, "f.py", 1, module="model.checkpoint.load")
+        warnings.warn_explicit("noise", UserWarning, "g.py", 1, module="torch.nn")
+        raise error
+
+    return broken
+
+
+RAISED = [
+    (ZeroDivisionError("a bug\nin two lines."), 1,
+     "error: unexpected ZeroDivisionError: a bug in two lines. Run it again with --debug"),
+    (OSError(28, "No space left on device"), 2,
+     "error: the output cannot be written: No space left on device. Free some space, or"),
+    (UnicodeEncodeError("ascii", "a\xe9", 1, 2, "no"), 2,
+     "error: '\xe9' cannot be written as ascii. Use a UTF-8 locale, or set PYTHONIOENCODING"),
+    (KeyboardInterrupt(), 130, ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "code", "line"), RAISED, ids=lambda v: type(v).__name__)
+def test_what_a_command_raises(
+    run: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, line: str
+) -> None:
+    """One line and an exit code; our own warnings are notes, those of libraries are not shown."""
+    monkeypatch.setattr(MEASURE, raising(error))
+    result = run("bench", "moe")
+    note, last = result.err.splitlines()
+    assert (result.code, note, last[: len(line)]) == (code, "note: rounded", line)

@@ -1,0 +1,159 @@
+"""The doctor: what it finds on this machine, and each thing that it must find wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.doctor import examine
+from model.doctor.report import Fact, Report
+from model.doctor.selftest import accuracy_fact, look_at_results, result_fact
+from model.doctor.topology import topology_facts
+from pykernels.env import Env, env
+from pykernels.errors import PykernelsError
+from pykernels.quant import FORMATS
+from pykernels.registry import kernels
+from pykernels.target import detect
+from runtime.machine.topology import Node, Topology
+
+from ..conftest import Run
+
+PYPROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
+
+
+def test_this_machine(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All sections; every kernel that runs here is right. Two formats: all are tested elsewhere."""
+    few = {name: FORMATS[name] for name in ("bf16", "fp8")}
+    monkeypatch.setattr("pykernels.quant.FORMATS", few)
+    result = run("doctor", "--json")
+    facts = json.loads(result.out)
+    assert (result.code, facts.pop("problems")) == (0, [])
+    assert facts["machine"]["CPU"] == detect().cpu
+    assert re.fullmatch(r"[\d.]+ GiB free of [\d.]+ GiB", facts["memory"]["main memory"])
+    assert float(facts["speed"]["read roof"].split()[0]) > 0.1
+    assert set(facts["versions"]) == {"pykernels", "python", *examine.NEEDED_VERSIONS}
+    assert list(facts["flags"]) == [flag.name for flag in Env.flags()]
+    able = [(fmt, k) for fmt in few for k in kernels() if k.supports(fmt, detect()) is None]
+    assert set(facts["self-test"]) == {f"{fmt} on {kernel.name}" for fmt, kernel in able}
+
+
+def test_every_kernel_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("model.doctor.selftest.result_fact", lambda *pair: pair)
+    able = [(f, k.name) for f in FORMATS for k in kernels() if k.supports(f, detect()) is None]
+    assert list(look_at_results()) == able  # type: ignore[comparison-overlap]
+    assert {fmt for fmt, _ in able} == set(FORMATS)  # the generic kernel runs anywhere
+
+
+def test_every_kernel_that_is_not_used_has_its_reason() -> None:
+    with env.override(isa="-avx512vl", kernel="auto"):
+        facts = {fact.name: fact.value for fact in examine.look_at_kernels()}
+    assert set(facts) == set(FORMATS)
+    assert all("not avx512: this CPU lacks" in value for value in facts.values())
+    with env.override(isa="-avx512f", kernel="avx512"):  # asked for, and cannot run
+        bad = list(examine.look_at_kernels())
+    assert all("lacks avx512f" in fact.problem and fact.hint for fact in bad)
+
+
+def test_huge_pages_that_are_off_are_a_problem() -> None:
+    wrong = [examine.huge_pages(mode, True) for mode in ("always", "madvise", "never", "unknown")]
+    assert [bool(fact.problem) for fact in wrong] == [False, False, True, False]
+    assert not examine.huge_pages("never", False).problem
+
+
+def test_versions_compare_as_numbers() -> None:
+    pairs = (("2.13.0+cpu", "2.11"), ("2.11.0a0+git1234", "2.11"), ("10.0", "9.9"))
+    assert not any(examine.version_fact("torch", *pair).problem for pair in pairs)
+    assert examine.version_fact("torch", "2.9.1", "2.11").problem
+
+
+def test_needed_versions_are_those_of_the_package() -> None:
+    requirements = dict(re.findall(r'"(\w+)>=([\d.]+)[^"]*"', PYPROJECT.read_text()))
+    for name, oldest in examine.NEEDED_VERSIONS.items():
+        assert requirements[name] == oldest
+
+
+@pytest.mark.parametrize("distance", [0.5, math.nan, math.inf])
+def test_a_wrong_result_is_a_problem(distance: float) -> None:
+    assert accuracy_fact("fp8 on avx512", distance, "hint").problem
+    assert not accuracy_fact("fp8 on avx512", 0.002, "hint").problem
+
+
+@pytest.mark.parametrize(
+    ("error", "problem"),
+    [
+        (PykernelsError("no luck", "Try again"), "no luck"),
+        (ImportError("No module named 'x'"), "No module named 'x'"),
+        (OSError("broken\nsensor"), "OSError: broken sensor"),
+    ],
+)
+def test_the_report_goes_on_after_an_error(
+    error: Exception, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> Iterator[Fact]:
+        raise error
+
+    monkeypatch.setattr("runtime.experts.routed.RoutedExperts.__call__", fails)
+    fact = result_fact("fp8", "generic")
+    assert problem.partition("\n")[0].split()[-1] in fact.problem and fact.hint
+    for name in ("machine", "gpu", "kernels", "results", "speed"):
+        monkeypatch.setattr(examine, f"look_at_{name}", fails)
+    report = examine.examine()
+    assert [fact.problem for fact in report.problems] == [problem] * 5
+    assert all(fact.hint for fact in report.problems)
+    assert report.sections["flags"]
+
+
+def test_what_lacks_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examine, "NEEDED_MEMORY", 1 << 60)
+    assert "are free" in next(examine.look_at_memory()).problem
+    monkeypatch.setitem(examine.NEEDED_VERSIONS, "not_installed", "1.0")
+    (fact,) = [fact for fact in examine.look_at_versions() if fact.name == "not_installed"]
+    assert "cannot be imported" in fact.problem and "pip install" in fact.hint
+
+
+def test_exit_code_and_hints(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = Fact("torch", "1.0")
+    bad = replace(good, problem="torch 1.0 is old", hint="Install a newer one")
+    report = Report({"versions": [good, replace(good, name="numpy"), replace(good, name="numba")]})
+    monkeypatch.setattr(examine, "examine", lambda progress: report)
+    result = run("doctor")
+    assert result.code == 0 and "nothing is missing" in result.out
+    assert result.out.count("1.0") == 1 and "3 alike" in result.out  # a line for all three
+    report = Report({"versions": [bad, replace(bad, name="numpy")]})
+    result = run("doctor")
+    assert result.code == 1 and "nothing is missing" not in result.out
+    assert result.out.count("✗ torch 1.0 is old. Install a newer one.") == 1
+    result = run("doctor", "--json")
+    assert result.code == 1
+    assert json.loads(result.out)["versions"] == {"torch": "1.0", "numpy": "1.0"}
+    assert [p["hint"] for p in json.loads(result.out)["problems"]] == [bad.hint] * 2
+
+
+NODES = (Node(None, (0,), 4 << 30, 3 << 30), Node(None, (1,), 4 << 30, 1 << 30))
+TWO_CORES = {
+    "cores": (0, 1), "physical": ((0,), (1,)), "cpu_quota": math.inf, "nodes": NODES,
+    "memory_total": 8 << 30, "memory_available": 4 << 30, "huge_pages": "madvise",
+}  # fmt: skip
+MACHINES: list[tuple[dict[str, Any], dict[str, str]]] = [
+    ({}, {"cores": "2 of", "workers": "2 by default, 1 beside a GPU", "NUMA": "are split",
+          "made-up node 1": "1 core(s), 1.0 GiB free of 4.0 GiB"}),
+    ({"physical": ((0, 1),), "cpu_quota": 1.5},
+     {"cores": "on 1 physical cores", "CPU quota": "grants 1.5 CPUs",
+      "NUMA": "not split: 1 thread(s) are fewer than 2 nodes"}),
+    ({"nodes": (Node(0, (0, 1), 4 << 30, 3 << 30),)},
+     {"NUMA": "1 node(s); experts are not split: there is one node"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "facts"), MACHINES, ids=["two nodes", "SMT", "one node"])
+def test_cores_and_nodes(changes: dict[str, Any], facts: dict[str, str]) -> None:
+    topology = Topology(**{**TWO_CORES, **changes})
+    found = {fact.name: fact.value for fact in topology_facts(topology)}
+    assert all(text in found[name] for name, text in facts.items()), found

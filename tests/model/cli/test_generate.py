@@ -1,0 +1,191 @@
+"""`pykernels generate` and `chat`: text on stdout, all else on stderr, bad input as one line."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import model
+from model.text.generate import generate_stream
+from pykernels import __version__
+from runtime.machine.topology import Topology
+
+from ..checks import Own, change_config
+from ..conftest import Result, Run, failed
+
+PROMPT = "def quicksort(xs):"
+
+
+@pytest.fixture(autouse=True)
+def quick_roof(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.profiling.roofline.read_roof", lambda _: 40.0)
+
+
+@pytest.fixture
+def no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("model.pretrained.from_pretrained", lambda *_, **__: 1 / 0)
+
+
+def stdin(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+
+
+def test_version(run: Run) -> None:
+    assert run("--version") == Result(0, f"pykernels {__version__}\n", "")
+
+
+def test_help_names_every_default(run: Run) -> None:
+    text = " ".join(run("generate", "--help").out.replace("│", " ").split())
+    for default in ("128", "0.8", "(the embedded model)", "(one on each physical core)"):
+        assert f"[default: {default}]" in text
+
+
+def test_text_on_stdout_and_summary_on_stderr(run: Run, writer: Path) -> None:
+    options = ("--max-new-tokens", 12, "--temperature", 0)
+    result = run("generate", "--model", writer, *options, PROMPT)
+    lm, tokenizer = model.from_pretrained(writer), model.load_tokenizer(writer)
+    stream = generate_stream(lm, tokenizer, PROMPT, max_new_tokens=12)
+    assert (result.code, result.out) == (0, PROMPT + "".join(stream) + "\n")
+    assert re.fullmatch(
+        rf"{len(PROMPT)} prompt tokens · prefill \d+ tok/s · decode [\d.]+ tok/s · "
+        r"experts [\d.]+ GB/s \(\d+ % of the 40 GB/s read roof\)\n",
+        result.err,
+    )
+    for kernel in ("generic", "auto"):
+        chosen = run("generate", "--model", writer, "--kernel", kernel, "--threads", 1, PROMPT)
+        assert (chosen.code, chosen.out[: len(PROMPT)]) == (0, PROMPT)
+
+
+def test_without_memory_for_the_roof_there_is_no_share(
+    run: Run, writer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr("runtime.profiling.roofline.roof_bytes", lambda: 1 << 50)
+    result = run("generate", "--model", writer, "--max-new-tokens", 2, PROMPT)
+    assert result.code == 0
+    note, figures = result.err.splitlines()[-2:]
+    assert re.match(r"note: no share of the read roof: .* takes 1048576.0 GiB.*, .* are free", note)
+    assert re.search(r"experts [\d.]+ GB/s$", figures)
+
+
+def test_sampling_follows_its_seed(run: Run, writer: Path) -> None:
+    options = ("generate", "--model", writer, "--max-new-tokens", 12, "--temperature", 1.2)
+    first, second, other = (run(*options, "--no-echo", "--seed", s, PROMPT).out for s in (3, 3, 4))
+    assert first == second != other
+    assert not first.startswith(PROMPT)
+
+
+def test_a_prompt_from_stdin(run: Run, writer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stdin(monkeypatch, "import os\n")
+    result = run("generate", "--model", writer, "--max-new-tokens", 2, "-")
+    assert (result.code, result.out[:10]) == (0, "import os\n")
+
+
+def test_a_stdin_that_cannot_be_read(
+    run: Run, monkeypatch: pytest.MonkeyPatch, no_load: None
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    for command in (("generate", "-"), ("chat",)):
+        failed(run(*command), "stdin is closed")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8"))
+    failed(run("generate", "-"), "stdin is no utf-8 text. Give it as UTF-8")
+
+
+def test_chat_keeps_the_conversation_until_reset(
+    run: Run, writer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts: list[str] = []
+
+    def spy(lm: object, tokenizer: object, prompt: str, **options: object) -> object:
+        prompts.append(prompt)
+        return generate_stream(lm, tokenizer, prompt, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("model.text.generate.generate_stream", spy)
+    stdin(monkeypatch, f"first\nsecond\n/reset\n{'x' * 600}\nthird\n/exit\nnever\n")
+    result = run("chat", "--model", writer, "--max-new-tokens", 3, "--system", "Be brief.")
+    assert result.code == 0
+    first, second, _, third = prompts
+    assert "Be brief." in first and "first" in first
+    assert "first" in second and "second" in second
+    assert "first" not in third and "third" in third and "Be brief." in third
+    assert "x" * 600 not in third  # the turn that did not fit the context is forgotten
+    assert result.err.count("\nerror: ") == 1
+    assert result.err.count("prompt tokens") == 3 and "prompt tokens" not in result.out
+
+
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
+USABLE = Topology.detect().usable
+OPTIONS = [
+    pytest.param(["--device", "cuda:0"], "sees no CUDA GPU", marks=NO_CUDA),
+    (["--device", "tpu9"], "no device 'tpu9'"),
+    (["--kernel", "amx9"], "no kernel 'amx9'"),
+    (["--kernel", ""], "no kernel ''"),
+    (["--dtype", "int3"], "int3"),
+    (["--threads", USABLE + 1], f"{USABLE + 1} threads"),
+    (["--numa", "both"], "'both' is not known"),
+    (["--numa", 99], r"--numa 99 .* NUMA node\(s\) have cores"),
+    (["--rules", "/nowhere.yaml"], "/nowhere.yaml"),
+]
+
+
+@pytest.mark.parametrize(("options", "cause"), OPTIONS)
+def test_bad_options(run: Run, writer: Path, options: list[object], cause: str) -> None:
+    failed(run("generate", "--model", writer, *options, PROMPT), cause)
+
+
+SAMPLING = [
+    (["--max-new-tokens", 5000], "5000 new ones"),
+    (["--temperature", "inf"], "temperature is inf"),
+    (["--top-p", 0], "top_p is 0"),
+    (["--seed", 2**64], "seed is 1844"),
+]
+
+
+@pytest.mark.parametrize(("options", "cause"), SAMPLING)
+def test_bad_sampling_is_found_before_loading(
+    run: Run, writer: Path, no_load: None, options: list[object], cause: str
+) -> None:
+    failed(run("generate", "--model", writer, *options, PROMPT), cause)
+
+
+def test_a_long_prompt_is_found_before_loading(run: Run, writer: Path, no_load: None) -> None:
+    said = r"prompt has \d+ tokens, the model's context is \d+"
+    failed(run("generate", "--model", writer, "x = 1\n" * 99), said)
+
+
+def test_bad_rules(run: Run, writer: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rules.yaml"
+    path.write_text("- match: {class: NoSuchMoE}\n  replace: {class: FusedMoE}")
+    failed(run("generate", "--model", writer, "--rules", path, PROMPT), "NoSuchMoE.* matches no")
+
+
+def test_bad_checkpoints(run: Run, own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed(run("generate", "--model", "/nowhere", PROMPT), "no folder /nowhere")
+    folder = own()
+    failed(run("generate", "--model", folder, PROMPT), "neither tokenizer.json nor")
+    (folder / "tokenizer.json").write_text("{}")
+    change_config(folder, model_type="warp_drive")
+    failed(run("generate", "--model", folder, PROMPT), "warp_drive")
+
+
+def test_a_bad_flag(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYKERNELS_SPIN_US", "soon")
+    failed(run("generate", PROMPT), "PYKERNELS_SPIN_US='soon'")
+
+
+@pytest.mark.parametrize("where", ["before", "behind"])
+def test_debug_shows_the_traceback(run: Run, where: str) -> None:
+    command = ["generate", "--model", "/nowhere", PROMPT]
+    command.insert(0 if where == "before" else 1, "--debug")
+    result = run(*command)
+    assert result.code == 2
+    assert "Traceback" in result.err and "error: There is no folder /nowhere" in result.err
+
+
+def test_usage_errors_are_exit_code_2(run: Run) -> None:
+    for args in (["generate"], ["generate", "--seed", "x", PROMPT], ["dance"], ["bench", "-q"]):
+        assert run(*args).code == 2

@@ -1,0 +1,177 @@
+"""Injection: which modules a rule takes, and what a rule that cannot work says."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from model.modules.inject import inject, is_class
+from model.modules.moe import FusedMoE
+from model.modules.registry import OPERATORS, ModuleContext, Operator, find_operator, operator
+from model.rules import default_rules, parse_rules
+from pykernels.errors import PykernelsError
+
+from .. import tiny
+
+
+def meta(model_type: str = "deepseek_v3", **config: Any) -> PreTrainedModel:
+    settings = {**tiny._BASE, **tiny._FAMILY.get(model_type, {}), **config}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**settings))
+
+
+def rule(
+    replace: str = "FusedMoE",
+    *,
+    cls: str | None = None,
+    name: str | None = None,
+    device: str | None = None,
+    **kwargs: Any,
+) -> Any:
+    return {
+        "match": {"class": cls, "name": name},
+        "replace": {"class": replace, "device": device, "kwargs": kwargs},
+    }
+
+
+def apply(model: PreTrainedModel, *rules: Any, kernel: str = "auto") -> list[str]:
+    return [r.name for r in inject(model, parse_rules(list(rules), "test.yaml"), kernel)]
+
+
+@pytest.fixture
+def registered() -> Any:
+    """Operators registered by a test are forgotten after it."""
+    before = copy.copy(OPERATORS)
+    yield
+    OPERATORS.clear()
+    OPERATORS.update(before)
+
+
+@pytest.mark.parametrize("model_type", tiny.ARCHITECTURES)
+def test_shipped_rules_replace_every_moe_block_and_nothing_else(model_type: str) -> None:
+    model = meta(model_type)
+    before = {n: type(m) for n, m in model.named_modules()}
+    done = inject(model, default_rules(model_type))
+    moe_layers = [n for n in before if n.endswith(".mlp.experts")]
+    assert [f"{r.name}.experts" for r in done] == moe_layers
+    assert moe_layers
+    for name, module in model.named_modules():
+        if not isinstance(module, FusedMoE):
+            assert type(module) is before[name], name
+    left = [n for n, _ in model.named_parameters() if ".experts." in n]
+    assert not left
+
+
+def test_class_names() -> None:
+    assert is_class(nn.Linear, "Linear")
+    assert is_class(nn.Linear, "linear.Linear")
+    assert is_class(nn.Linear, "torch.nn.modules.linear.Linear")
+    assert is_class(nn.Linear, "torch.nn.Linear")  # a public alias
+    assert not is_class(nn.Linear, "near")
+    assert not is_class(nn.Linear, "ear.Linear")
+    assert not is_class(nn.Linear, "linear")
+    assert not is_class(nn.Linear, "other.Linear")
+    assert not is_class(nn.Linear, "torch.nn.Bilinear")
+
+
+def test_name_and_class_must_both_hold() -> None:
+    found = apply(meta(), rule(cls="DeepseekV3MoE", name=r"\.2\."))
+    assert found == ["model.layers.2.mlp"]
+
+
+def test_the_first_rule_that_matches_wins() -> None:
+    model = meta()
+    first = rule(name=r"layers\.1\.mlp$", kernel="generic")
+    apply(model, first, rule(cls="DeepseekV3MoE"), kernel="avx512")
+    kernels = [m.kernel for m in model.modules() if isinstance(m, FusedMoE)]
+    assert kernels == ["generic", "avx512"]
+
+
+@pytest.fixture
+def keeper(registered: None) -> None:
+    """An operator, `Keeper`, that has the module which it replaces as a child."""
+
+    @operator
+    class Keeper(Operator):
+        def __init__(self, original: nn.Module, context: ModuleContext) -> None:
+            super().__init__(original, context)
+            self.context, self.original = context, original
+
+
+def test_traversal_goes_on_in_the_new_module(keeper: None) -> None:
+    model = meta()
+    found = apply(
+        model,
+        rule("Keeper", name=r"layers\.1\.mlp$"),
+        rule("Keeper", name=r"layers\.1\.mlp\.original\.gate$", device="cuda:0"),
+    )
+    assert found == ["model.layers.1.mlp", "model.layers.1.mlp.original.gate"]
+    assert model.get_submodule(found[1]).context.device == "cuda:0"
+
+
+def test_what_an_operator_keeps_is_not_replaced_again(keeper: None) -> None:
+    found = apply(meta(), rule("Keeper", cls="torch.nn.Linear"))
+    assert len(found) == len(set(found)) == sum(type(m) is nn.Linear for m in meta().modules())
+
+
+def test_an_ambiguous_operator_needs_its_full_path(registered: None) -> None:
+    for module in ("here", "there"):
+        operator(type("Twin", (Operator,), {"__module__": module}))
+    with pytest.raises(PykernelsError, match="'Twin' names several operators. Write its full path"):
+        apply(meta(), rule("Twin", name="gate$"))
+    assert find_operator("there.Twin", "test.yaml").__module__ == "there"
+
+
+MOE = "DeepseekV3MoE"
+# fmt: off
+WRONG = [
+    ([rule("NoSuch", name="mlp")], "test.yaml, rule 1: there is no operator 'NoSuch'. .*FusedMoE"),
+    ([rule("usedMoE", name="mlp")], "there is no operator 'usedMoE'"),
+    ([rule(cls="DeepseekV3Moe")], "matches no module. Near it are DeepseekV3M"),
+    ([rule(cls="Zzz")], r"\(class 'Zzz'\) matches no module. Classes here: Deep"),
+    ([rule(name=r"^model\.layer\.")], "matches no module. Modules are called like model, "),
+    ([rule(cls=MOE, name="lm_head")], "matches no module. The class is at model.layers.1.mlp, mod"),
+    ([rule(cls=MOE), rule(name=r"layers\.1\.mlp$")], "rule 2 .* is never reached: earlier rules"),
+    ([rule(cls=MOE, kernal="auto")], "unexpected .* 'kernal'. Its kwargs are kernel, format"),
+    ([rule(cls=MOE, device="cuda:0")], "cannot run on 'cuda:0'"),
+    ([rule(cls=MOE, format="int3")], "no expert format 'int3'"),
+    ([rule(cls="DeepseekV3MLP")], "is no MoE block with a gate and experts"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("rules", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_a_rule_that_cannot_work_says_why(rules: list[Any], message: str) -> None:
+    with pytest.raises(PykernelsError, match=message) as raised:
+        apply(meta(), *rules)
+    assert "\n" not in str(raised.value)
+
+
+def delete_down(block: nn.Module) -> None:
+    del block.experts.down_proj
+
+
+SPOILT = [
+    (lambda block: setattr(block, "shared_expert_gate", None), "shared_expert without its gate"),
+    (delete_down, "experts of a layout that is not known"),
+    (lambda block: block.register_module("extra", nn.Identity()), "are not known: extra"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "message"), SPOILT)
+def test_unknown_blocks_are_refused(spoil: Any, message: str) -> None:
+    model = meta("qwen2_moe")
+    spoil(model.get_submodule("model.layers.0.mlp"))
+    with pytest.raises(PykernelsError, match=f"layers.0.mlp .*{message}"):
+        apply(model, rule(name=r"layers\.0\.mlp$"))
+
+
+def test_biased_experts_are_refused() -> None:
+    model = meta("gpt_oss", num_local_experts=4, num_hidden_layers=2, pad_token_id=None)
+    with pytest.raises(PykernelsError, match="experts with biases"):
+        apply(model, rule(cls="GptOssMLP"))
