@@ -7,8 +7,9 @@ feed it modules that break each rule and see them caught.
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 PACKAGES = {"pykernels": 0, "runtime": 1, "model": 2, "bench": 3, "tests": 4}
 """Rank of each top-level package: a module imports packages of a lower rank, and its own."""
@@ -72,6 +73,32 @@ def violations(source: str, name: str, is_package: bool = False) -> list[str]:
     if (lines := len(source.splitlines())) >= MAX_LINES:
         found.append(f"{name}: {lines} lines: split it, one concept a file")
     return found
+
+
+def circle(sources: Mapping[str, tuple[str, bool]]) -> list[str]:
+    """The modules of one circle of imports, imports inside functions too; empty if there is none.
+
+    Args:
+        sources: dotted name of each module -> its text, and whether it is an `__init__.py`.
+    """
+    graph: dict[str, set[str]] = {}
+    for name, (source, is_package) in sources.items():
+        graph[name] = set()
+        for node in ast.walk(ast.parse(source)):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            base = node.module or ""
+            if node.level:
+                here = name if is_package else name.rpartition(".")[0]
+                base = importlib.util.resolve_name("." * node.level + base, here)
+            for alias in node.names:
+                target = f"{base}.{alias.name}"
+                graph[name].add(target if target in sources else base)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def _imports(tree: ast.Module, name: str, is_package: bool) -> Iterator[tuple[int, str]]:

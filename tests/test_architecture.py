@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture import PACKAGES, PYKERNELS, violations
+from tests.architecture import PACKAGES, PYKERNELS, circle, violations
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -36,6 +36,36 @@ def test_the_table_of_parts_names_only_parts_that_the_map_has() -> None:
     for part in sorted(parts - {"__init__", "__pycache__"}):
         assert part in PYKERNELS, f"pykernels/{part} has no rank"
         assert part in readme, f"pykernels/{part} is missing on the README's map of the house"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    sources = {
+        name: (path.read_text(), path.name == "__init__.py")
+        for name, path in modules()
+        if not name.startswith("tests")
+    }
+    assert circle(sources) == []
+
+
+def test_a_circle_is_caught() -> None:
+    sources = {
+        "a": ("", True),
+        "a.b": ("from .c import f", False),
+        "a.c": ("def f():\n    from . import b", False),
+    }
+    assert set(circle(sources)) == {"a.b", "a.c"}
+
+
+MOST_FILES = 15
+"""Of Python in a folder: what a reader takes in at a glance."""
+
+
+def test_folders_are_small() -> None:
+    count: dict[Path, int] = {}
+    for name, path in modules():
+        if not name.startswith("tests"):
+            count[path.parent] = count.get(path.parent, 0) + 1
+    assert {str(f.relative_to(ROOT)): n for f, n in count.items() if n > MOST_FILES} == {}
 
 
 CAUGHT = [

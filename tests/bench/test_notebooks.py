@@ -1,0 +1,28 @@
+"""The notebooks run, cell after cell, and what they check holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import matplotlib
+import pytest
+
+from pykernels import registry
+from pykernels.target import detect
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "bench/notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.skipif(bool(detect().lacks(("avx2", "fma"))), reason="this CPU has no AVX2 and FMA")
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    matplotlib.use("agg")
+    monkeypatch.setattr(registry, "BACKENDS", [*registry.BACKENDS])  # what it registers goes again
+    cells = json.loads(path.read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert len(code) >= 5
+    names = ModuleType("notebook").__dict__
+    for i, source in enumerate(code):
+        exec(compile(source, f"{path.name}[{i}]", "exec"), names)
