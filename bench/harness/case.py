@@ -6,7 +6,7 @@ Each op's file in ``bench/cases`` (``attention.py``, ``moe.py``, ``linear.py``, 
 - ``cases(device, quick=False) -> Iterator[Case]``: the table's rows. A generator, so that one
   case's memory is free before the next one's is taken;
 - ``case(device, **flags) -> Case``: one case from the flags of ``pykernels bench OP`` (integers and
-  strings; see ``model/cli/bench_gpu.py`` for their names and defaults).
+  strings; see ``bench/cli.py`` for their names and defaults).
 """
 
 from __future__ import annotations

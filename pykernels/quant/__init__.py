@@ -5,13 +5,12 @@ from __future__ import annotations
 from ..errors import PykernelsError
 from .bf16 import BF16
 from .experts import Allocator, PackedExperts, Packer
-from .format import Format
+from .format import Format, Weight
 from .fp8 import FP8, FP8Channel
 from .integer import Integer, IntegerChannel
 from .kquants import Q6K, AffineK
 from .mxfp4 import MXFP4
 from .q8_0 import Q8_0
-from .weight import Weight
 
 FORMATS: dict[str, Format] = {
     fmt.name: fmt

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .format import Format, check_held
-from .weight import Weight
+from .format import Format, Weight, check_held
 
 
 class BF16(Format):

@@ -8,9 +8,8 @@ import torch
 
 from ..errors import PykernelsError
 from ..shapes import MoEShape
-from .format import Format
+from .format import Format, Weight
 from .layout import N_BLOCK, ceil_to, padded
-from .weight import Weight
 
 Allocator = Callable[[int], torch.Tensor]
 """bytes -> zeroed uint8 tensor at a 64-byte-aligned address."""

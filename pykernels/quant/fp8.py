@@ -12,9 +12,8 @@ import torch
 
 from ..errors import PykernelsError
 from .channel import SCALE_DTYPES, ChannelScales, channel_scale
-from .format import Format, check_finite
+from .format import Format, Weight, check_finite
 from .layout import K_BLOCK, N_BLOCK, padded
-from .weight import Weight
 
 MAX = 448.0
 """The largest finite E4M3 value."""

@@ -16,9 +16,8 @@ import torch
 from ..errors import PykernelsError
 from .activations import GROUPS
 from .channel import ChannelScales, channel_scale
-from .format import Format, check_finite, check_held
+from .format import Format, Weight, check_finite, check_held
 from .layout import K_BLOCK, N_BLOCK, pack_columns, pack_fours, unpack_columns, unpack_fours
-from .weight import Weight
 
 
 class Integer(Format):

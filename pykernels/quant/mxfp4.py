@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 
 from ..errors import PykernelsError
-from .format import Format, check_finite
+from .format import Format, Weight, check_finite
 from .layout import N_BLOCK, pack_columns, pack_fours, unpack_columns, unpack_fours
-from .weight import Weight
 
 GROUP = 32
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

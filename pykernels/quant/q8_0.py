@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..errors import PykernelsError
+from .format import Weight
 from .gguf import GGUF, Blocks
-from .weight import Weight
 
 
 class Q8_0(GGUF):

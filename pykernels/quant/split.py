@@ -15,9 +15,8 @@ import torch
 from ..errors import PykernelsError
 from ..shapes import MoEShape
 from .experts import Allocator, PackedExperts, Packer
-from .format import Format
+from .format import Format, Weight
 from .layout import K_BLOCK
-from .weight import Weight
 
 
 def most_parts(shape: MoEShape, fmt: Format) -> int:

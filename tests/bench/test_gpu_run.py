@@ -202,10 +202,10 @@ def test_what_cannot_be_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_flags_of_the_command_line_are_the_cases() -> None:
     """Of ``pykernels bench attention|linear|router`` and of ``moe`` on a GPU."""
-    from model.cli import bench_gpu
+    from bench import cli
 
     words = ("kind", "format", "activations", "keys")
     for op in ("attention", "linear", "router"):
-        names = inspect.signature(getattr(bench_gpu, op)).parameters
+        names = inspect.signature(getattr(cli, op)).parameters
         own = ("device", "as_json", "debug")
         check_flags(op, {n: "x" if n in words else 1 for n in names if n not in own})

@@ -37,7 +37,7 @@ SMALL = [
     Size("mla_prefill", 1, 40, heads=2),
     Size("gqa_prefill", 2, 40, heads=4, kv_heads=2, head_dim=32, new=16),
 ]
-DECODE = [DecodePlan(16, 32, 4, 1), DecodePlan(16, 32, 4, 2, per_sm=2)]
+DECODE = [DecodePlan(16, 32, 4, 1), DecodePlan(16, 32, 4, 2, ctas_per_sm=2)]
 PREFILL = [PrefillPlan(16, 32, 4, 1), PrefillPlan(32, 16, 4, 1)]
 
 

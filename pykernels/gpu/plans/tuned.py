@@ -128,7 +128,7 @@ def _plan(line: dict[str, Any]) -> object:
     shared = isinstance(plan, GemmPlan | DequantPlan) and plan.split_k > 1
     dealt_out = isinstance(plan, DequantPlan) and plan.num_ctas > 0
     if op in ("gate_up", "down") and (shared or dealt_out):
-        raise PykernelsError("experts' programs share no tile", "Leave split_k and programs out")
+        raise PykernelsError("experts' programs share no tile", "Leave split_k and num_ctas out")
     if shared and line["path"] == "bf16":
         raise PykernelsError("only weights to dequantize are split over K", "Leave split_k out")
     return plan

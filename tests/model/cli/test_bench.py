@@ -49,7 +49,7 @@ NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has
 GPU = ["moe", "--device", "cuda:0"]
 BAD = [
     (["moe", "--routing", "skewed"], "no routing 'skewed'. Use one of balanced"),
-    (["moe", "--kernel", ""], "no kernel ''. Use one of auto, "),
+    (["moe", "--kernel", ""], "no expert kernel ''. Use auto or one of "),
     (["moe", "--activations", ""], "''"),
     (["moe", "--activations", "fp8"], "fp8 are a GPU's. Add --device cuda:0"),
     (["moe", "--threads", 9998], "9998 threads .*Give --threads [0-9]+ or fewer"),

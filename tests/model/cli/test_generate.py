@@ -122,8 +122,8 @@ USABLE = Topology.detect().usable
 OPTIONS = [
     pytest.param(["--device", "cuda:0"], "sees no CUDA GPU", marks=NO_CUDA),
     (["--device", "tpu9"], "no device 'tpu9'"),
-    (["--kernel", "amx9"], "no kernel 'amx9'"),
-    (["--kernel", ""], "no kernel ''"),
+    (["--kernel", "amx9"], "no expert kernel 'amx9'"),
+    (["--kernel", ""], "no expert kernel ''"),
     (["--dtype", "int3"], "int3"),
     (["--threads", USABLE + 1], f"{USABLE + 1} threads"),
     (["--numa", "both"], "'both' is not known"),
