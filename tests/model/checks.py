@@ -58,6 +58,14 @@ def change_tensors(folder: Path, change: Callable[[Tensors], object]) -> Tensors
     return tensors
 
 
+def put(name: str, tensor: torch.Tensor) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({name: tensor})
+
+
+def drop(name: str) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.pop(name)
+
+
 def refused(message: str, folder: Path, **options: Any) -> None:
     """Loading raises one line with that cause and a hint."""
     with pytest.raises(PykernelsError, match=message) as raised:

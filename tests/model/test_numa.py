@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -18,7 +17,6 @@ from runtime.machine.topology import Node, Topology
 from runtime.workers.pool import configure_default_pool, default_pool
 
 from .checks import Checkpoints, refused
-from .conftest import Run
 
 WIDE = {"hidden_size": 256, "moe_intermediate_size": 256}
 
@@ -55,15 +53,6 @@ def test_a_narrow_layer_is_not_split_unless_asked_for(checkpoint: Checkpoints) -
     lm = model.from_pretrained(path, numa="auto")
     assert {len(routed.weights.slices) for routed in routed_experts(lm)} == {1}
     refused("cannot be split across 2 NUMA nodes", path, numa="2")
-
-
-@pytest.mark.parametrize(("numa", "nodes"), [("auto", 2), ("off", 1)])
-def test_bench_moe_says_on_how_many_nodes(
-    run: Run, numa: str, nodes: int, short_timing: None
-) -> None:
-    shape = "--hidden 128 --inter 256 --experts 2 --topk 1 --format bf16".split()
-    result = run("bench", "moe", *shape, "--numa", numa, "--json")
-    assert json.loads(result.out)["numa_nodes"] == nodes, result.err
 
 
 @pytest.mark.parametrize("numa", ["auto", "off"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 import shlex
 import shutil
@@ -36,24 +35,9 @@ def commands(program: str) -> list[str]:
     return [line for line in found if line.split()[0] == program]
 
 
-def process(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A `pykernels` or `python` line, with this Python and the sources in `folder`."""
-    program, *args = shlex.split(command)
-    args = ["-m", "model.cli.main", *args] if program == "pykernels" else args
-    return subprocess.run(
-        [sys.executable, *args],
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "COLUMNS": "200"},
-    )
-
-
 @pytest.mark.parametrize("command", [c for c in commands("pykernels") if "mine" not in c])
 def test_command_runs(
-    command: str, run: Run, short_timing: None, monkeypatch: pytest.MonkeyPatch
+    command: str, run: Run, short_timing: None, few_formats: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO())
     result = run(*shlex.split(command)[1:])
@@ -90,7 +74,10 @@ def test_a_kernel_in_five_minutes(
 
     (test,) = commands("python")
     # What these tests do of the portable tiles is not done again: they would be compiled anew.
-    chosen = process(f"{test} -p no:cacheprovider --collect-only -q", tmp_path)
+    args = shlex.split(f"{test} -p no:cacheprovider --collect-only -q")[1:]
+    chosen = subprocess.run(
+        [sys.executable, *args], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
     found = chosen.stdout.count("::test_matches_the_reference[")
     assert found >= len(FORMATS) and "mine-fp8-bf16" in chosen.stdout, chosen.stdout
     # The same row in this process, whose kernels are compiled already.

@@ -1,7 +1,6 @@
 """Tiny random models of every architecture that has rules, stored as their real checkpoints are.
 
-A checkpoint is written under the hub's names (one tensor an expert, FP8 blocks as DeepSeek's) by
-code of its own: nothing here calls what it is used to test.
+Under the hub's names, one tensor an expert, by code of its own: nothing here calls what it tests.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from . import tiny_compressed
+from . import tiny_quantized
 
 ARCHITECTURES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")
-BLOCK = 128
 
 # fmt: off
 _BASE: dict[str, Any] = {
@@ -79,15 +77,16 @@ def make(
     seed: int = 0,
     **config: Any,
 ) -> Tiny:
-    """Write a random `model_type` checkpoint into `path`.
+    """Write a random `model_type` checkpoint into `path`; `fp8`: as DeepSeek's are.
 
-    `compressed`: a scheme of `tiny_compressed`, for all linear layers but the head and routers.
+    `compressed`: a scheme of `tiny_quantized`, for all linear layers but the head and routers.
     """
+    scheme = "deepseek" if fp8 else compressed
     settings = {**_BASE, **_FAMILY[model_type], **(FP8_SIZES if fp8 else {}), **config}
     cfg = CONFIG_MAPPING[model_type](**settings)
     reference = AutoModelForCausalLM.from_config(cfg, dtype=torch.float32).eval()
     randomize(reference, seed)
-    stored = store(reference, model_type, dtype, fp8, compressed)
+    stored = store(reference, model_type, dtype, scheme)
     values = dict(reference.state_dict())
     fill(values, stored, model_type)
     reference.load_state_dict(values)
@@ -96,13 +95,8 @@ def make(
     data = cfg.to_dict()
     data["architectures"] = [type(reference).__name__]
     data["dtype"] = "bfloat16"
-    if fp8:
-        data["quantization_config"] = {
-            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
-            "weight_block_size": [BLOCK, BLOCK],
-        }  # fmt: skip
-    if compressed:
-        data["quantization_config"] = tiny_compressed.config(compressed)
+    if scheme:
+        data["quantization_config"] = tiny_quantized.config(scheme)
     (path / "config.json").write_text(json.dumps(data))
     write_shards(path, stored, shards)
     return Tiny(path, stored, reference)
@@ -127,11 +121,7 @@ def randomize(model: PreTrainedModel, seed: int) -> None:
 
 
 def store(
-    model: PreTrainedModel,
-    model_type: str,
-    dtype: torch.dtype,
-    fp8: bool,
-    compressed: str | None,
+    model: PreTrainedModel, model_type: str, dtype: torch.dtype, scheme: str | None
 ) -> dict[str, torch.Tensor]:
     """The model's values under the hub's names and in the hub's dtypes."""
     stored: dict[str, torch.Tensor] = {}
@@ -140,10 +130,8 @@ def store(
             continue
         for key, matrix in split(name, tensor, model_type):
             linear = matrix.ndim == 2 and not re.search(r"embed|lm_head|gate\.weight", key)
-            if fp8 and linear:
-                stored[key], stored[f"{key}_scale_inv"] = quantize(matrix)
-            elif compressed and linear:
-                stored |= tiny_compressed.quantize(key, matrix, compressed)
+            if scheme and linear:
+                stored |= tiny_quantized.quantize(key, matrix, scheme)
             elif "e_score_correction_bias" in key:
                 stored[key] = matrix.clone()
             else:
@@ -176,35 +164,7 @@ def fill(state: dict[str, torch.Tensor], stored: dict[str, torch.Tensor], model_
     for name, tensor in state.items():
         for key, part in split(name, tensor, model_type):
             if key in stored or f"{key}_packed" in stored:
-                part.copy_(value_of(stored, key))
-
-
-def value_of(stored: dict[str, torch.Tensor], key: str) -> torch.Tensor:
-    """What a stored tensor stands for, in float32."""
-    if (value := tiny_compressed.value_of(stored, key)) is not None:
-        return value
-    scale = stored.get(f"{key}_scale_inv")
-    return stored[key].float() if scale is None else dequantize(stored[key], scale)
-
-
-def quantize(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """DeepSeek's block quantization, block by block."""
-    N, K = matrix.shape
-    codes = torch.empty(N, K, dtype=torch.float8_e4m3fn)
-    scale = torch.empty(math.ceil(N / BLOCK), math.ceil(K / BLOCK))
-    for i, j in torch.cartesian_prod(*(torch.arange(n) for n in scale.shape)).tolist():
-        where = (slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK))
-        scale[i, j] = matrix[where].abs().max() / 448
-        codes[where] = (matrix[where] / scale[i, j]).to(torch.float8_e4m3fn)
-    return codes, scale
-
-
-def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The inverse of `quantize`, block by block."""
-    out = codes.float()
-    for i, j in torch.cartesian_prod(*(torch.arange(n) for n in scale.shape)).tolist():
-        out[i * BLOCK : (i + 1) * BLOCK, j * BLOCK : (j + 1) * BLOCK] *= scale[i, j]
-    return out
+                part.copy_(tiny_quantized.value_of(stored, key))
 
 
 def write_shards(path: Path, tensors: dict[str, torch.Tensor], shards: int) -> None:

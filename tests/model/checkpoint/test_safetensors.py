@@ -112,17 +112,8 @@ def first(header: Header) -> Header:
     return min((e for e in header.values() if "shape" in e), key=lambda e: e["data_offsets"])
 
 
-def before_the_data(header: Header) -> None:
-    start, stop = first(header)["data_offsets"]
-    first(header).update(dtype="U8", shape=[stop - start + 8], data_offsets=[start - 8, stop])
-
-
 def first_shape(shape: Callable[[list[int]], list[Any]]) -> Callable[[Path], None]:
     return of_header(lambda header: first(header).update(shape=shape(first(header)["shape"])))
-
-
-def one_tensor_less(header: Header) -> None:
-    header.pop(next(name for name, entry in header.items() if entry is first(header)))
 
 
 def unreadable(folder: Path) -> None:
@@ -143,7 +134,6 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut": (of_bytes(lambda data: data[:-7]), r"is half-downloaded: it has \d+ bytes and its head"),
     "cut in the header": (of_bytes(lambda data: data[:40]), r"is cut off or no .* \(40 bytes\)"),
     "longer": (of_bytes(lambda data: data + b"x"), "is corrupt: it has"),
-    "garbage": (of_bytes(lambda data: data[:8] + b"\xff\xfe{{" + data[12:]), BROKEN),
     "nested header": (
         of_bytes(lambda _: (500_000).to_bytes(8, "little") + b'{"a":' * 100_000), BROKEN),
     "absent": (remove("model-00002*"), "1 of 2 shards .* are missing: model-00002-of-00002.safet"),
@@ -159,16 +149,12 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     "index of numbers": (
         of_index(lambda m: m.update({"lm_head.weight": [1]})),
         "has a weight_map of other than file names"),
-    "broken index": (write(INDEX, '{"weight_map": '), "is not valid JSON"),
     "index without map": (write(INDEX, '{"metadata": {}}'), "has no weight_map"),
     "index is a list": (write(INDEX, "[]"), "holds no JSON object"),
     "nested index": (write(INDEX, "[" * 100_000), "is not valid JSON: maximum recursion depth"),
     "unreadable": (unreadable, "cannot be read: Input/output error"),
-    "offset before the data": (of_header(before_the_data), BROKEN),
     "overlap": (of_header(lambda header: header.update(twin=first(header))), GAP),
-    "gap": (of_header(one_tensor_less), GAP),
     "negative shape": (first_shape(lambda shape: [-1, -math.prod(shape)]), BROKEN),
-    "shape of fractions": (first_shape(lambda shape: [float(n) for n in shape]), BROKEN),
     "fewer rows than bytes": (first_shape(lambda shape: [shape[0] - 1, *shape[1:]]), BROKEN),
 }
 # fmt: on

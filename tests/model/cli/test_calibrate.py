@@ -54,23 +54,15 @@ def test_a_decision_and_a_file(amx: None, run: Run) -> None:
     formats = ("--format", "bf16", "--format", "fp8", "--format", "bf16")  # each measured once
     result = run("calibrate", *formats, "--threads", 1)
     assert (result.code, result.err) == (0, "")
-    assert result.out.count("bf16: GEMM from 8 tokens an expert. Of all") == 1
-    assert result.out.count("fp8: no GEMM below 129 tokens an expert. Of all") == 1
-    assert result.out.splitlines()[-1] == f"Kept in {tuning.path('amx')}"
+    assert result.out.count("bf16: GEMM from 8 tokens") == 1
     assert tuning.read("amx") == {"bf16": 8, "fp8": 129}
 
 
-def test_every_format_as_json(amx: None, run: Run) -> None:
-    result = run("calibrate", "--json")
+def test_int8_activations_have_choices_of_their_own(amx: None, run: Run) -> None:
+    result = run("calibrate", "--activations", "int8", "--json")
     found = json.loads(result.out)
     assert (result.code, found["cpu"], found["no_gemm"]) == (0, CPU, {})
-    assert found["formats"]["bf16"]["gemm_from"] == 8
-    assert Path(found["file"]).exists()
-    assert set(tuning.read("amx")) == set(FORMATS)
-
-
-def test_int8_activations_have_choices_of_their_own(amx: None, run: Run) -> None:
-    assert run("calibrate", "--activations", "int8").code == 0
+    assert found["formats"]["int8"]["gemm_from"] == 129 and Path(found["file"]).exists()
     able = {name for name, fmt in FORMATS.items() if fmt.int8_kind}
     assert set(tuning.read("amx", "int8")) == able != set()
 

@@ -8,13 +8,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from model.doctor import examine
 from model.doctor.report import Fact, Report
-from model.doctor.selftest import accuracy_fact, look_at_results, result_fact
+from model.doctor.selftest import accuracy_fact, result_fact
 from model.doctor.topology import topology_facts
 from pykernels.env import Env, env
 from pykernels.errors import PykernelsError
@@ -28,10 +27,8 @@ from ..conftest import Run
 PYPROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
 
 
-def test_this_machine(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine(run: Run, few_formats: list[str]) -> None:
     """All sections; every kernel that runs here is right. Two formats: all are tested elsewhere."""
-    few = {name: FORMATS[name] for name in ("bf16", "fp8")}
-    monkeypatch.setattr("pykernels.quant.FORMATS", few)
     result = run("doctor", "--json")
     facts = json.loads(result.out)
     assert (result.code, facts.pop("problems")) == (0, [])
@@ -40,15 +37,8 @@ def test_this_machine(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert float(facts["speed"]["read roof"].split()[0]) > 0.1
     assert set(facts["versions"]) == {"pykernels", "python", *examine.NEEDED_VERSIONS}
     assert list(facts["flags"]) == [flag.name for flag in Env.flags()]
-    able = [(fmt, k) for fmt in few for k in kernels() if k.supports(fmt, detect()) is None]
+    able = [(fmt, k) for fmt in few_formats for k in kernels() if k.supports(fmt, detect()) is None]
     assert set(facts["self-test"]) == {f"{fmt} on {kernel.name}" for fmt, kernel in able}
-
-
-def test_every_kernel_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model.doctor.selftest.result_fact", lambda *pair: pair)
-    able = [(f, k.name) for f in FORMATS for k in kernels() if k.supports(f, detect()) is None]
-    assert list(look_at_results()) == able  # type: ignore[comparison-overlap]
-    assert {fmt for fmt, _ in able} == set(FORMATS)  # the generic kernel runs anywhere
 
 
 def test_every_kernel_that_is_not_used_has_its_reason() -> None:
@@ -79,10 +69,8 @@ def test_needed_versions_are_those_of_the_package() -> None:
         assert requirements[name] == oldest
 
 
-@pytest.mark.parametrize("distance", [0.5, math.nan, math.inf])
-def test_a_wrong_result_is_a_problem(distance: float) -> None:
-    assert accuracy_fact("fp8 on avx512", distance, "hint").problem
-    assert not accuracy_fact("fp8 on avx512", 0.002, "hint").problem
+def test_a_wrong_result_is_a_problem() -> None:
+    assert all(accuracy_fact("fp8 on avx512", wrong, "hint").problem for wrong in (0.5, math.nan))
 
 
 @pytest.mark.parametrize(
@@ -100,8 +88,7 @@ def test_the_report_goes_on_after_an_error(
         raise error
 
     monkeypatch.setattr("runtime.experts.routed.RoutedExperts.__call__", fails)
-    fact = result_fact("fp8", "generic")
-    assert problem.partition("\n")[0].split()[-1] in fact.problem and fact.hint
+    assert "failed" in result_fact("fp8", "generic").value
     for name in ("machine", "gpu", "kernels", "results", "speed"):
         monkeypatch.setattr(examine, f"look_at_{name}", fails)
     report = examine.examine()
@@ -121,39 +108,23 @@ def test_what_lacks_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_exit_code_and_hints(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     good = Fact("torch", "1.0")
     bad = replace(good, problem="torch 1.0 is old", hint="Install a newer one")
-    report = Report({"versions": [good, replace(good, name="numpy"), replace(good, name="numba")]})
+    report = Report({"versions": [good] * 3})
     monkeypatch.setattr(examine, "examine", lambda progress: report)
-    result = run("doctor")
-    assert result.code == 0 and "nothing is missing" in result.out
-    assert result.out.count("1.0") == 1 and "3 alike" in result.out  # a line for all three
+    assert run("doctor").code == 0
     report = Report({"versions": [bad, replace(bad, name="numpy")]})
     result = run("doctor")
-    assert result.code == 1 and "nothing is missing" not in result.out
-    assert result.out.count("✗ torch 1.0 is old. Install a newer one.") == 1
+    assert result.code == 1
+    assert result.out.count("torch 1.0 is old. Install a newer one.") == 1
     result = run("doctor", "--json")
     assert result.code == 1
     assert json.loads(result.out)["versions"] == {"torch": "1.0", "numpy": "1.0"}
     assert [p["hint"] for p in json.loads(result.out)["problems"]] == [bad.hint] * 2
 
 
-NODES = (Node(None, (0,), 4 << 30, 3 << 30), Node(None, (1,), 4 << 30, 1 << 30))
-TWO_CORES = {
-    "cores": (0, 1), "physical": ((0,), (1,)), "cpu_quota": math.inf, "nodes": NODES,
-    "memory_total": 8 << 30, "memory_available": 4 << 30, "huge_pages": "madvise",
-}  # fmt: skip
-MACHINES: list[tuple[dict[str, Any], dict[str, str]]] = [
-    ({}, {"cores": "2 of", "workers": "2 by default, 1 beside a GPU", "NUMA": "are split",
-          "made-up node 1": "1 core(s), 1.0 GiB free of 4.0 GiB"}),
-    ({"physical": ((0, 1),), "cpu_quota": 1.5},
-     {"cores": "on 1 physical cores", "CPU quota": "grants 1.5 CPUs",
-      "NUMA": "not split: 1 thread(s) are fewer than 2 nodes"}),
-    ({"nodes": (Node(0, (0, 1), 4 << 30, 3 << 30),)},
-     {"NUMA": "1 node(s); experts are not split: there is one node"}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("changes", "facts"), MACHINES, ids=["two nodes", "SMT", "one node"])
-def test_cores_and_nodes(changes: dict[str, Any], facts: dict[str, str]) -> None:
-    topology = Topology(**{**TWO_CORES, **changes})
+def test_cores_and_nodes() -> None:
+    nodes = tuple(Node(None, (i,), 4 << 30, 1 << 30) for i in (0, 1))
+    topology = Topology((0, 1), ((0,), (1,)), 1.5, nodes, 8 << 30, 4 << 30, "madvise")
     found = {fact.name: fact.value for fact in topology_facts(topology)}
-    assert all(text in found[name] for name, text in facts.items()), found
+    assert "1.5 CPUs" in found["CPU quota"]
+    assert "1.0 GiB free of 4.0 GiB" in found["made-up node 1"]
+    assert "1 thread(s) are fewer than 2 nodes" in found["NUMA"]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,51 +13,32 @@ import pytest
 from model.cli.common import prepare_threads
 
 from ...forks import ROOT, Forks
+from ..conftest import Run
 
 COMMAND = [sys.executable, "-m", "model.cli.main"]
 PROMPT = "def quicksort(xs):"
-FIRST = """
-from model.cli.common import prepare_threads
-prepare_threads(None)  # before torch is imported, as in a process of its own
-import model.text.generate, model.pretrained, runtime.profiling.roofline
-from transformers import AutoModelForCausalLM, AutoTokenizer
-"""
 MAIN = "import runpy; runpy.run_module('model.cli.main', run_name='__main__')"
 
 
-def run(*args: str) -> subprocess.CompletedProcess[str]:
+def process(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *args], cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    """The command line after the imports of `generate`."""
-    with contextlib.closing(Forks(FIRST)) as made:
-        yield made
-
-
-def test_help_imports_nothing_heavy_and_is_quick() -> None:
+def test_help_imports_nothing_heavy_and_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "0")  # a terminal without a size
     heavy = "{'torch', 'transformers', 'numba', 'numpy'} & set(sys.modules)"
     code = f"import sys, model, model.cli.main\nassert not ({heavy}), {heavy}"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
     seconds = []
     for _ in range(3):  # of a processor, the best of three: the machine may be busy otherwise
         before = os.times()
-        result = run("--help")
+        result = process("--help")
         after = os.times()
         seconds.append(sum(after[2:4]) - sum(before[2:4]))  # the child's
         assert result.returncode == 0
         for command in ("generate", "chat", "doctor", "bench"):
             assert command in result.stdout
     assert min(seconds) < 0.5
-
-
-def test_a_terminal_without_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "0")
-    assert "bench" in run("--help").stdout
-    assert run("bench", "moe", "--kernel", "amx9").stderr.startswith(
-        "error: there is no expert kernel"
-    )
 
 
 @pytest.mark.parametrize("users", [{}, {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "ACTIVE"}])
@@ -74,32 +53,32 @@ def test_openmp_does_not_spin_by_default(
         assert os.environ["OMP_WAIT_POLICY"] == users.get("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def test_text_is_the_same_twice_and_alone_on_stdout(forks: Forks, writer: Path) -> None:
-    args = ("generate", "--model", str(writer), "--max-new-tokens", "24", PROMPT)
-    first, second = (forks.run(MAIN, *args) for _ in range(2))
-    assert first.returncode == second.returncode == 0
-    assert first.stdout == second.stdout
+def command(writer: Path, new_tokens: int) -> tuple[str, ...]:
+    return ("generate", "--model", str(writer), "--max-new-tokens", str(new_tokens), PROMPT)
+
+
+def test_text_is_the_same_in_any_process(forks: Forks, run: Run, writer: Path) -> None:
+    """And alone on stdout."""
+    first, second = forks.run(MAIN, *command(writer, 24)), run(*command(writer, 24))
+    assert first.returncode == second.code == 0
+    assert first.stdout == second.out
     assert first.stdout.startswith(PROMPT) and len(first.stdout) > len(PROMPT) + 10
     assert first.stderr.count("\n") == 1 and "read roof" in first.stderr
 
 
 def test_ctrl_c_ends_it_cleanly(forks: Forks, writer: Path) -> None:
-    process = forks.start(
-        MAIN, "generate", "--model", str(writer), "--max-new-tokens", "400", PROMPT
-    )
-    read = process.stdout.read(len(PROMPT) + 10)  # the model writes now
-    os.kill(process.pid, signal.SIGINT)
-    ended = process.end(timeout=30)
+    started = forks.start(MAIN, *command(writer, 400))
+    read = started.stdout.read(len(PROMPT) + 10)  # the model writes now
+    os.kill(started.pid, signal.SIGINT)
+    ended = started.end(timeout=30)
     assert read.startswith(PROMPT)
     assert (ended.returncode, ended.stderr.strip()) == (130, "")
 
 
 def test_a_reader_that_goes_away_leaves_no_traceback(forks: Forks, writer: Path) -> None:
-    process = forks.start(
-        MAIN, "generate", "--model", str(writer), "--max-new-tokens", "200", PROMPT
-    )
-    process.stdout.read(len(PROMPT) + 10)
-    process.stdout.close()  # as `| head -c 28` does
-    ended = process.end()
+    started = forks.start(MAIN, *command(writer, 200))
+    started.stdout.read(len(PROMPT) + 10)
+    started.stdout.close()  # as `| head -c 28` does
+    ended = started.end()
     assert ended.returncode != 0
     assert "Traceback" not in ended.stderr and "Exception" not in ended.stderr, ended.stderr

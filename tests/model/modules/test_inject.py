@@ -67,16 +67,13 @@ def test_shipped_rules_replace_every_moe_block_and_nothing_else(model_type: str)
     assert not left
 
 
-def test_class_names() -> None:
-    assert is_class(nn.Linear, "Linear")
-    assert is_class(nn.Linear, "linear.Linear")
-    assert is_class(nn.Linear, "torch.nn.modules.linear.Linear")
-    assert is_class(nn.Linear, "torch.nn.Linear")  # a public alias
-    assert not is_class(nn.Linear, "near")
-    assert not is_class(nn.Linear, "ear.Linear")
-    assert not is_class(nn.Linear, "linear")
-    assert not is_class(nn.Linear, "other.Linear")
-    assert not is_class(nn.Linear, "torch.nn.Bilinear")
+@pytest.mark.parametrize(
+    ("path", "names_it"),
+    [("Linear", True), ("linear.Linear", True), ("torch.nn.Linear", True), ("near", False),
+     ("ear.Linear", False), ("other.Linear", False), ("torch.nn.Bilinear", False)],
+)  # fmt: skip
+def test_class_names(path: str, names_it: bool) -> None:
+    assert is_class(nn.Linear, path) == names_it
 
 
 def test_name_and_class_must_both_hold() -> None:
@@ -131,9 +128,7 @@ MOE = "DeepseekV3MoE"
 # fmt: off
 WRONG = [
     ([rule("NoSuch", name="mlp")], "test.yaml, rule 1: there is no operator 'NoSuch'. .*FusedMoE"),
-    ([rule("usedMoE", name="mlp")], "there is no operator 'usedMoE'"),
     ([rule(cls="DeepseekV3Moe")], "matches no module. Near it are DeepseekV3M"),
-    ([rule(cls="Zzz")], r"\(class 'Zzz'\) matches no module. Classes here: Deep"),
     ([rule(name=r"^model\.layer\.")], "matches no module. Modules are called like model, "),
     ([rule(cls=MOE, name="lm_head")], "matches no module. The class is at model.layers.1.mlp, mod"),
     ([rule(cls=MOE), rule(name=r"layers\.1\.mlp$")], "rule 2 .* is never reached: earlier rules"),
@@ -152,13 +147,9 @@ def test_a_rule_that_cannot_work_says_why(rules: list[Any], message: str) -> Non
     assert "\n" not in str(raised.value)
 
 
-def delete_down(block: nn.Module) -> None:
-    del block.experts.down_proj
-
-
 SPOILT = [
     (lambda block: setattr(block, "shared_expert_gate", None), "shared_expert without its gate"),
-    (delete_down, "experts of a layout that is not known"),
+    (lambda block: delattr(block.experts, "down_proj"), "experts of a layout that is not known"),
     (lambda block: block.register_module("extra", nn.Identity()), "are not known: extra"),
 ]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from model.rules import default_rules, known_architectures, load_rules, parse_rules
+from model.rules import default_rules, known_architectures, load_rules
 from pykernels.errors import PykernelsError
 
 from ..tiny import ARCHITECTURES
@@ -28,12 +28,8 @@ def test_the_papers_listing_is_understood(tmp_path: Path) -> None:
     kwargs:
       backend: "hybrid_AMX_AVX512"
       n_deferred_experts: 6
-- match:
-    name: "^(?!lm_head$).*$"
-    class: torch.nn.Linear
-  replace:
-    class: operators.linear.MarlinLinear
-    device: "cuda:0"
+- match: {name: "^(?!lm_head$).*$", class: torch.nn.Linear}
+  replace: {class: operators.linear.MarlinLinear, device: "cuda:0"}
 """
     first, second = load_rules(written(tmp_path, text))
     assert first.match.cls == "modeling_deepseek_v3.DeepseekV3MoE"
@@ -53,11 +49,9 @@ def test_every_known_architecture_has_rules_that_parse() -> None:
 RULE = "- match: {class: A}\n  replace: {class: B}\n"
 MISTAKES = [
     (RULE + "- match: {klass: A}\n  replace: {class: B}", "rule 2: unknown key 'match.klass'"),
-    (RULE + "  extra: 1", "rule 1: unknown key 'extra'"),
     ("- match: {class: A}", "rule 1: replace: Field required"),
     ("- match: {}\n  replace: {class: B}", "rule 1: match: match needs a class, a name or both"),
     ("- match: {name: '('}\n  replace: {class: B}", "rule 1: match.name: '(' is no regular"),
-    ("- match: {class: 3}\n  replace: {class: B}", "rule 1: match.class: Input should be a val"),
     ("- just text", "rule 1 is no mapping"),
     ("match: {class: A}", "is no list of rules"),
     ("- match: {class: A", "is not valid YAML"),
@@ -78,9 +72,3 @@ def test_a_missing_file_and_an_unknown_architecture(tmp_path: Path) -> None:
         load_rules(tmp_path / "absent.yaml")
     with pytest.raises(PykernelsError, match="no rules .*'llama'.*deepseek_v3.*qwen3_moe"):
         default_rules("llama")
-
-
-def test_rules_can_be_given_as_mappings() -> None:
-    rules = parse_rules([{"match": {"class": "A"}, "replace": {"class": "B"}}], "the given rules")
-    assert parse_rules(rules, "again") == rules
-    assert rules[0].origin == "the given rules, rule 1"

@@ -1,7 +1,8 @@
-"""Matrices as compressed-tensors stores them, written value by value; see `tiny`."""
+"""Matrices as DeepSeek and compressed-tensors store them, written value by value; see `tiny`."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -10,40 +11,50 @@ INT4 = {"int4": 32, "int4-g128": 128, "int4-channel": None}
 """Schemes of 4-bit integers, and their group sizes."""
 INT8 = {"int8-channel": "channel", "int8-tensor": "tensor"}
 """Schemes of 8-bit integers, and the strategies of their scales."""
-FP8 = ("channel", "tensor", "block")
-"""Schemes of E4M3, and the strategies of their scales."""
+BLOCK = 128
 
 
 def config(scheme: str) -> dict[str, Any]:
-    """A `quantization_config` as llm-compressor writes it (Kimi-K2-Thinking's, for int4)."""
+    """A `quantization_config` as DeepSeek and llm-compressor write it."""
+    if scheme == "deepseek":
+        return {
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+        }  # fmt: skip
     weights: dict[str, Any] = {
         "actorder": None, "block_structure": None, "dynamic": False, "group_size": None,
         "observer": "minmax", "observer_kwargs": {}, "symmetric": True,
     }  # fmt: skip
-    inputs = None
+    inputs: dict[str, Any] | None = {"num_bits": 8, "strategy": "token", "dynamic": True}
     if scheme in INT4:
-        fmt = "pack-quantized"
+        fmt, inputs = "pack-quantized", None
         weights |= {"num_bits": 4, "type": "int", "group_size": INT4[scheme]}
         weights["strategy"] = "group" if INT4[scheme] else "channel"
     elif scheme in INT8:
         fmt = "int-quantized"
         weights |= {"num_bits": 8, "type": "int", "strategy": INT8[scheme]}
-        inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
     else:
         fmt = "float-quantized"
         weights |= {"num_bits": 8, "type": "float", "strategy": scheme}
-        weights["block_structure"] = [128, 128] if scheme == "block" else None
-        inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+        weights["block_structure"] = [BLOCK, BLOCK] if scheme == "block" else None
+    group = {"input_activations": inputs, "targets": ["Linear"], "weights": weights}
     return {
-        "config_groups": {
-            "group_0": {
-                "input_activations": inputs, "output_activations": None, "targets": ["Linear"],
-                "weights": weights,
-            }
-        },
-        "format": fmt, "ignore": ["lm_head", "re:.*mlp.gate$"], "kv_cache_scheme": None,
-        "quant_method": "compressed-tensors", "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "format": fmt, "kv_cache_scheme": None,
+        "ignore": ["lm_head", "re:.*mlp.gate$"], "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
     }  # fmt: skip
+
+
+def blocks(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """E4M3 with a scale a block, block by block."""
+    N, K = matrix.shape
+    codes = torch.empty(N, K, dtype=torch.float8_e4m3fn)
+    scale = torch.empty(math.ceil(N / BLOCK), math.ceil(K / BLOCK))
+    for i, j in torch.cartesian_prod(*(torch.arange(n) for n in scale.shape)).tolist():
+        where = (slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK))
+        scale[i, j] = matrix[where].abs().max() / 448
+        codes[where] = (matrix[where] / scale[i, j]).to(torch.float8_e4m3fn)
+    return codes, scale
 
 
 def quantize(key: str, matrix: torch.Tensor, scheme: str) -> dict[str, torch.Tensor]:
@@ -68,10 +79,10 @@ def quantize(key: str, matrix: torch.Tensor, scheme: str) -> dict[str, torch.Ten
         scale = (amax / 127.5).to(torch.bfloat16)
         codes = (matrix / scale.float()).round().clamp(-128, 127).to(torch.int8)
         return {key: codes, f"{key}_scale": scale}
-    if scheme == "block":
-        from .tiny import quantize as blocks
-
+    if scheme in ("deepseek", "block"):
         codes, scale = blocks(matrix)
+        if scheme == "deepseek":
+            return {key: codes, f"{key}_scale_inv": scale}
     else:
         amax = matrix.abs().amax(1, keepdim=True) if scheme == "channel" else matrix.abs().max()
         scale = amax.view(-1, 1) / 448 if scheme == "channel" else amax.view(1) / 448
@@ -82,19 +93,18 @@ def quantize(key: str, matrix: torch.Tensor, scheme: str) -> dict[str, torch.Ten
     return tensors
 
 
-def value_of(stored: dict[str, torch.Tensor], key: str) -> torch.Tensor | None:
-    """What the tensors of `quantize` stand for, float32 [N, K]; None if they are not there."""
-    scale = stored.get(f"{key}_scale")
+def value_of(stored: dict[str, torch.Tensor], key: str) -> torch.Tensor:
+    """What the tensors of a matrix stand for, in float32 [N, K]."""
+    scale = stored.get(f"{key}_scale", stored.get(f"{key}_scale_inv"))
     if scale is None:
-        return None
+        return stored[key].float()
     if f"{key}_packed" in stored:
         N, K = stored[f"{key}_shape"].tolist()
         words = stored[f"{key}_packed"].long()
         codes = torch.stack([(words >> 4 * j & 15) - 8 for j in range(8)], dim=2).view(N, K)
         return codes.float() * scale.float().repeat_interleave(K // scale.shape[1], dim=1)
     codes = stored[key]
-    if scale.shape == (-(-codes.shape[0] // 128), -(-codes.shape[1] // 128)):
-        from .tiny import dequantize as blocks
-
-        return blocks(codes, scale)
+    if scale.shape == (math.ceil(codes.shape[0] / BLOCK), math.ceil(codes.shape[1] / BLOCK)):
+        scale = scale.repeat_interleave(BLOCK, 0)[: codes.shape[0]]
+        scale = scale.repeat_interleave(BLOCK, 1)[:, : codes.shape[1]]
     return codes.float() * scale
