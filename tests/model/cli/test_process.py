@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from model.cli.common import prepare_threads
 
-from ...forks import ROOT, Forks
-
+ROOT = Path(__file__).resolve().parents[3]
 COMMAND = [sys.executable, "-m", "model.cli.main"]
 PROMPT = "def quicksort(xs):"
-FIRST = """
-from model.cli.common import prepare_threads
-prepare_threads(None)  # before torch is imported, as in a process of its own
-import model.text.generate, model.pretrained, runtime.profiling.roofline
-from transformers import AutoModelForCausalLM, AutoTokenizer
-"""
-MAIN = "import runpy; runpy.run_module('model.cli.main', run_name='__main__')"
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *args], cwd=ROOT, capture_output=True, text=True, timeout=120)
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    """The command line after the imports of `generate`."""
-    with contextlib.closing(Forks(FIRST)) as made:
-        yield made
 
 
 def test_help_imports_nothing_heavy_and_is_quick() -> None:
@@ -74,32 +57,40 @@ def test_openmp_does_not_spin_by_default(
         assert os.environ["OMP_WAIT_POLICY"] == users.get("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def test_text_is_the_same_twice_and_alone_on_stdout(forks: Forks, writer: Path) -> None:
-    args = ("generate", "--model", str(writer), "--max-new-tokens", "24", PROMPT)
-    first, second = (forks.run(MAIN, *args) for _ in range(2))
-    assert first.returncode == second.returncode == 0
-    assert first.stdout == second.stdout
-    assert first.stdout.startswith(PROMPT) and len(first.stdout) > len(PROMPT) + 10
-    assert first.stderr.count("\n") == 1 and "read roof" in first.stderr
-
-
-def test_ctrl_c_ends_it_cleanly(forks: Forks, writer: Path) -> None:
-    process = forks.start(
-        MAIN, "generate", "--model", str(writer), "--max-new-tokens", "400", PROMPT
+def start(model: Path, tokens: int) -> subprocess.Popen[str]:
+    """Writes ``tokens`` tokens."""
+    args = ("generate", "--model", str(model), "--max-new-tokens", str(tokens), PROMPT)
+    return subprocess.Popen(
+        [*COMMAND, *args], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    read = process.stdout.read(len(PROMPT) + 10)  # the model writes now
-    os.kill(process.pid, signal.SIGINT)
-    ended = process.end(timeout=30)
-    assert read.startswith(PROMPT)
-    assert (ended.returncode, ended.stderr.strip()) == (130, "")
 
 
-def test_a_reader_that_goes_away_leaves_no_traceback(forks: Forks, writer: Path) -> None:
-    process = forks.start(
-        MAIN, "generate", "--model", str(writer), "--max-new-tokens", "200", PROMPT
-    )
-    process.stdout.read(len(PROMPT) + 10)
-    process.stdout.close()  # as `| head -c 28` does
-    ended = process.end()
-    assert ended.returncode != 0
-    assert "Traceback" not in ended.stderr and "Exception" not in ended.stderr, ended.stderr
+def begun(process: subprocess.Popen[str]) -> str:
+    """What it writes first, when the model has begun to write."""
+    assert process.stdout is not None
+    return process.stdout.read(len(PROMPT) + 10)
+
+
+def test_text_is_the_same_twice_and_alone_on_stdout(writer: Path) -> None:
+    """And Ctrl-C ends it cleanly."""
+    with start(writer, 24) as process:
+        text, errors = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert text.startswith(PROMPT) and len(text) > len(PROMPT) + 10
+    assert errors.count("\n") == 1 and "read roof" in errors
+    with start(writer, 400) as process:
+        again = begun(process)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert text.startswith(again)
+    assert (process.returncode, errors.strip()) == (130, "")
+
+
+def test_a_reader_that_goes_away_leaves_no_traceback(writer: Path) -> None:
+    with start(writer, 200) as process:
+        begun(process)
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()  # as `| head -c 28` does
+        errors = process.stderr.read()
+        assert process.wait(timeout=60) != 0
+    assert "Traceback" not in errors and "Exception" not in errors, errors
