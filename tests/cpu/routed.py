@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -45,19 +43,3 @@ def inputs(T: int, seed: int | None = None) -> tuple[torch.Tensor, torch.Tensor,
     routing = skewed_routing(T, SHAPE, seed)
     x = torch.randn(T, SHAPE.H, generator=torch.Generator().manual_seed(seed))
     return x.bfloat16(), routing.ids, routing.weights
-
-
-def elsewhere(function: Callable[[], object]) -> object:
-    """Runs it on another thread, to its end; its result, or what it raised."""
-    out: list[object] = []
-
-    def run() -> None:
-        try:
-            out.append(function())
-        except BaseException as error:
-            out.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return out[0]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -19,19 +17,15 @@ from pykernels.cpu.jit import inlined, task
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from runtime.machine.topology import Topology
-from runtime.workers import control_block
 from runtime.workers.pool import (
     Call,
     TaskError,
     WorkerPool,
-    configure_default_pool,
-    default_pool,
-    make_pool,
 )
 
 USABLE = Topology.detect().usable
 
-# The fake job is an int64 array: [i_chunks, active, status to return, index that fails (-2: all),
+# The fake job is an int64 array: [i_chunks, active, status to return, index that fails,
 # rounds that a task takes, pack tasks, address of their experts, counters before those of the pack
 # tasks, stage that fails, row tasks], then a counter for each gate-up, down, pack and row task.
 HEAD = 10
@@ -54,7 +48,7 @@ def _work(job, counter, stage, index):
     for _ in range(head[4]):
         atomic_load(job)
     atomic_add(job + 8 * (HEAD + counter), 1)
-    fails = head[8] == stage and (head[3] == index or head[3] == -2)
+    fails = head[8] == stage and head[3] == index
     return head[2] if fails else 0
 
 
@@ -143,17 +137,13 @@ def pool(request):
 
 CALLS = {
     "one of each": FakeCall(1, 1, 1),
-    "a small decode step": FakeCall(6, 4, 8),
     "DeepSeek-V3 sized": FakeCall(8, 64, 224),
     "one expert: every down task waits at one barrier": FakeCall(1, 1, 50),
     "more experts than down tasks": FakeCall(40, 3, 2),
-    "slow gate-up tasks": FakeCall(4, 3, 16, spin=200_000),
     "outputs split over the experts": FakeCall(6, 4, 8, splits=3, spin=2000),
     "more splits than experts": FakeCall(6, 4, 8, splits=7),
     "a split waits for the one before": FakeCall(2, 1, 1, splits=2, spin=2_000_000),
-    "a pack task for each expert": FakeCall(3, 4, 5, pieces=[1, 1, 1]),
     "pack tasks of one expert": FakeCall(3, 4, 5, spin=200_000, pieces=[41, 0, 0]),
-    "one slow row task": FakeCall(3, 4, 5, spin=200_000, rows=1),
     "row tasks": FakeCall(3, 4, 5, spin=200_000, rows=41),
     "row tasks, ragged pack tasks": FakeCall(3, 4, 5, spin=20_000, pieces=[2, 0, 1], rows=40),
 }
@@ -166,8 +156,10 @@ def test_every_task_runs_once_and_after_its_barriers(pool, fake):
         assert (fake.counts == 1).all()
 
 
-@pytest.mark.parametrize("driver_works", [True, False])
-@pytest.mark.parametrize("spin_us", [0.0, 50.0], ids=["sleeps at once", "spins"])
+@pytest.mark.parametrize(
+    ("driver_works", "spin_us"),
+    [(True, 0.0), (False, 50.0), (False, 0.0)],
+)
 def test_waiting_for_the_rows_leaves_the_rest_running(driver_works, spin_us):
     with WorkerPool(USABLE, driver_works, spin_us=spin_us) as pool:
         for rows, spin in ((40, 20_000), (0, 20_000), (1, 20_000), (2000, 0)):
@@ -178,18 +170,6 @@ def test_waiting_for_the_rows_leaves_the_rest_running(driver_works, spin_us):
                 pool.wait_for_rows()
                 assert (fake.counts[len(fake.counts) - rows :] == 1).all()
                 pool.wait()
-                assert (fake.counts == 1).all()
-
-
-@pytest.mark.parametrize("driver_works", [True, False])
-@pytest.mark.parametrize("spin_us", [0.0, 50.0], ids=["sleeps at once", "spins"])
-def test_calls_far_apart_and_back_to_back(driver_works, spin_us):
-    with WorkerPool(USABLE, driver_works, spin_us=spin_us) as pool:
-        fake = FakeCall(5, 4, 9)
-        for pause in (0.0, 0.002, 0.0, 0.02):
-            time.sleep(pause)  # the workers fall asleep meanwhile
-            for _ in range(30):
-                fake.run(pool)
                 assert (fake.counts == 1).all()
 
 
@@ -204,7 +184,6 @@ FAILURES = [
     # 4 experts, 3 gate-up and 5 down tasks each, pack tasks 0 and 1 of expert 0, 2 of expert 3, and
     # 6 row tasks.
     pytest.param("gate-up", 7, 2, id="gate-up, the second task of expert 2"),
-    pytest.param("gate-up", -2, 0, id="every gate-up task: one is named"),
     pytest.param("down", 13, 1, id="down, expert 1 in run 3"),
     pytest.param("pack", 2, 3, id="pack, the piece of expert 3"),
     pytest.param("rows", 5, None, id="rows, which are of no expert"),
@@ -218,7 +197,7 @@ def test_a_failing_task_is_named_and_the_pool_goes_on(pool, stage, index, active
         fake.run(pool)
     error = caught.value
     assert (error.status, error.stage) == (42, stage)
-    assert index == -2 or (error.index, error.active) == (index, active)
+    assert (error.index, error.active) == (index, active)
     of = "" if active is None else f" of active expert {error.active}"
     assert str(error) == f"{stage} task {error.index}{of} failed with status 42"
     assert (fake.counts == 1).all()  # the others ran
@@ -238,15 +217,11 @@ RAISING = Call(raises.address, raises.address, 0, 2, 4, 0)
 
 
 def test_what_a_task_raises_is_the_cause(pool):
-    number = pool.start(RAISING)
-    pool.settle()
-    FakeCall(1, 1, 1).run(pool)  # does not raise it
+    pool.start(RAISING)
     with pytest.raises(TaskError, match="^gate-up task 3 of .* 0 raised ValueError") as caught:
-        pool.wait(number)
+        pool.wait()
     assert isinstance(caught.value.__cause__, ValueError)
     assert caught.value.__cause__.args == ("a shape", 7)
-    again = pickle.loads(pickle.dumps(TaskError(5, "down", 3, 1, 7)))
-    assert str(again) == "down task 3 of expert 7 failed with status 5"
 
 
 def test_misuse_is_refused(pool):
@@ -256,10 +231,8 @@ def test_misuse_is_refused(pool):
     pool.start(fake.call)
     with pytest.raises(PykernelsError, match="still running"):
         pool.start(fake.call)
-    pool.settle()  # as one does whose ticket is lost
-    assert (fake.counts == 1).all() and pool.running is None
     pool.settle()
-    assert FakeCall(2, 2, 2).run(pool) >= 0
+    assert (fake.counts == 1).all() and pool.running is None
     pool.close()
     pool.close()
     with pytest.raises(PykernelsError, match="closed"):
@@ -268,12 +241,8 @@ def test_misuse_is_refused(pool):
 
 REFUSED = {
     "more threads than cores": ({"threads": USABLE + 1}, f"{USABLE} cores are usable"),
-    "no thread": ({"threads": 0}, f"{USABLE} cores are usable"),
     "threads as text": ({"threads": "2"}, "threads asked for, which is no whole number"),
-    "threads as a boolean": ({"threads": True}, "threads asked for, which is no whole number"),
     "no time to spin": ({"spin_us": float("nan")}, "is no time to spin"),
-    "a negative time to spin": ({"spin_us": -1}, "is no time to spin"),
-    "a time to spin as text": ({"spin_us": "50"}, "is no time to spin"),
 }
 
 
@@ -281,9 +250,6 @@ REFUSED = {
 def test_a_pool_that_cannot_be_is_refused(given, message):
     with pytest.raises(PykernelsError, match=message):
         WorkerPool(**given)
-    if "threads" in given:
-        with pytest.raises(PykernelsError, match=message):
-            make_pool(given["threads"], numa="off")
 
 
 def test_the_system_may_refuse_a_core_or_a_thread(monkeypatch):
@@ -349,15 +315,6 @@ def test_workers_are_pinned_to_different_cores():
     assert len(set.union(set(), *pinned)) == USABLE - 1
 
 
-def test_the_shared_pool_can_be_replaced():
-    first = default_pool()
-    assert default_pool() is first
-    second = configure_default_pool(1)
-    assert default_pool() is second and second.threads == 1
-    FakeCall(2, 2, 2).run(second)
-    configure_default_pool()
-
-
 @pytest.mark.parametrize("driver_works", [True, False])
 def test_threads_are_the_physical_cores_or_as_asked(driver_works):
     topology = Topology.detect()
@@ -366,11 +323,3 @@ def test_threads_are_the_physical_cores_or_as_asked(driver_works):
         assert len(pool._threads) == pool.threads - driver_works
     with env.override(threads=1), WorkerPool(driver_works=driver_works) as pool:
         assert pool.threads == 1
-
-
-@pytest.mark.parametrize(
-    ("driver_works", "asked", "spin_us"), [(True, "", 50), (False, "", 1000), (False, "7.5", 7.5)]
-)
-def test_idle_threads_spin_longer_beside_a_gpu(driver_works, asked, spin_us):
-    with env.override(spin_us=asked), WorkerPool(1, driver_works) as pool:
-        assert pool._words[control_block.SPIN_NS // 8] == 1000 * spin_us

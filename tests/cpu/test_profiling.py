@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import weakref
 
 import pytest
 import torch
@@ -15,15 +14,12 @@ from pykernels.env import env
 from pykernels.registry import kernels
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
-from pykernels.testing import assert_close
 from runtime.experts.routed import RoutedExperts
 from runtime.machine import tuning
-from runtime.machine.memory import allocate
 from runtime.machine.topology import Topology
 from runtime.profiling import workload
-from runtime.profiling.calibrate import PathTimer
-from runtime.profiling.roofline import LOOPS, ReadRoof, Roofs, read_roof
-from runtime.workers.pool import WorkerPool, make_pool
+from runtime.profiling.roofline import LOOPS, ReadRoof
+from runtime.workers.pool import make_pool
 
 from .routed import TWO_CORES
 
@@ -40,32 +36,6 @@ def test_the_read_roof_reads_every_byte_of_every_node(nodes: int) -> None:
             assert 0 < roof.once(loop) < 10_000 and roof.was_read
             roof._sums.fill(0)
             assert not roof.was_read
-
-
-def test_the_read_roof_frees_its_memory(monkeypatch) -> None:
-    made = []
-
-    def spy(nbytes, node=None):
-        memory = allocate(nbytes, node)
-        made.append(weakref.ref(memory))
-        return memory
-
-    monkeypatch.setattr("runtime.profiling.roofline.allocate", spy)
-    monkeypatch.setattr("runtime.profiling.roofline.roof_bytes", lambda: 12 << 20)
-    with WorkerPool(1) as pool:
-        assert read_roof(pool) > 0
-    assert [memory() for memory in made] == [None]
-
-
-@AVX512
-def test_without_bf16_products_the_compute_roof_is_that_of_fma(monkeypatch) -> None:
-    monkeypatch.setattr("runtime.profiling.roofline.roof_bytes", lambda: 16 << 20)
-    with WorkerPool(1) as pool, env.override(isa=frozenset({"avx512bf16"})):
-        roofs = Roofs(pool, detect())
-        roofs.sample()
-        name, rate = roofs.compute("avx512")
-        assert name == "vfmadd231ps" and 0 < rate < 10
-        assert roofs.compute("generic") == ("", 0.0)
 
 
 @AVX512
@@ -95,31 +65,6 @@ def test_layers_are_copies_of_the_first_in_other_memory(monkeypatch, nodes: int)
             for got, wanted in zip(layer.unpack(3), layers[0].unpack(0), strict=True):
                 assert torch.equal(got.data, wanted.data)
                 assert torch.equal(got.scale, wanted.scale)
-
-
-@AVX512
-def test_both_paths_compute_the_same_on_other_layers(monkeypatch) -> None:
-    monkeypatch.setattr(workload, "layers_out_of_cache", lambda *_: 3)
-    with WorkerPool(1) as pool:
-        timer = PathTimer("bf16", pool, "avx512", shape=SMALL, max_tokens=5)
-        for tokens in (2, 5):
-            tiles, gemm = timer.run("tiles", tokens), timer.run("gemm", tokens)
-            assert tiles.shape == (tokens, 128)
-            assert_close(gemm.float(), tiles.float(), 0.01)
-            assert timer("gemm", tokens) > 0
-        used = {
-            path: [i for i, layer in enumerate(layers) if layer._bound]
-            for path, layers in timer._experts.items()
-        }
-        assert used == {"tiles": [0], "gemm": [1, 2]}
-        for path, gemm_from in (("tiles", NEVER), ("gemm", 1)):
-            ran = {
-                int(part._moe.job["gemm_from"][0])
-                for experts in timer._experts[path]
-                if experts._bound
-                for part in experts._bound[1]
-            }
-            assert ran == {gemm_from}
 
 
 def test_experts_take_what_this_machine_was_calibrated_to(tmp_path, monkeypatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from pykernels.env import env
 from pykernels.errors import PykernelsError
-from pykernels.target import _compiled_features, _hardware, cache_sizes, detect
+from pykernels.target import cache_sizes, detect
 
 
 def test_hidden_features_are_not_detected():
@@ -39,19 +39,3 @@ def test_every_cache_of_a_level_is_counted_once(tmp_path):
     for core in (2, 3):  # some virtual machines do not say
         (tmp_path / f"sys/devices/system/cpu/cpu{core}/cache/index2/size").write_text("\n")
     assert cache_sizes(3, tmp_path, range(4)) == [96 << 20]
-
-
-def test_the_last_level_is_summed_and_the_others_are_one_cache(monkeypatch):
-    sizes = {1: [32, 48], 2: [1024, 2048], 3: [10, 20]}
-    monkeypatch.setattr("pykernels.target.cache_sizes", sizes.__getitem__)
-    assert _hardware.__wrapped__()[3:] == (48, 2048, 30)
-
-
-def test_features_are_those_that_numba_compiles_for(monkeypatch):
-    """The last word on a feature counts; another CPU's are not taken for granted."""
-    named = "+avx512f,-avx2,+avx2,-avx512f,+unknown"
-    monkeypatch.setattr("pykernels.target.numba_config.CPU_FEATURES", named)
-    assert _compiled_features() == {"avx2"}
-    monkeypatch.setattr("pykernels.target.numba_config.CPU_FEATURES", None)
-    monkeypatch.setattr("pykernels.target.numba_config.CPU_NAME", "no-such-cpu")
-    assert _compiled_features() == frozenset()

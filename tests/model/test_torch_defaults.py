@@ -5,14 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 import model
 
-from ..forks import ROOT
 from .checks import logits
 from .tiny import FP8_SIZES, Tiny
+
+ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
 import torch

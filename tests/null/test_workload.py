@@ -12,13 +12,9 @@ from pykernels.shapes import MoEShape
 from runtime.profiling import measure, workload
 from runtime.profiling.workload import (
     ROUTINGS,
-    RandomLayers,
-    call_of,
     check_calls,
     check_layers,
-    distinct,
     experts_between,
-    layers_out_of_cache,
     routings,
 )
 
@@ -37,16 +33,11 @@ def test_routings_name_distinct_experts_and_repeat(kind: str, T: int) -> None:
         assert 0 <= int(ids.min()) and int(ids.max()) < 32
 
 
-@pytest.mark.parametrize(
-    ("T", "shape", "counts"),
-    [
-        pytest.param(256, SHAPE, {64}, id="the same for all"),
-        pytest.param(7, MoEShape(E=12, H=64, I=32, topk=5), {2, 3}, id="no whole number"),
-    ],
-)
-def test_balanced_is_balanced(T: int, shape: MoEShape, counts: set[int]) -> None:
-    for ids in routings(shape, T, "balanced"):
-        assert set(torch.bincount(ids.flatten(), minlength=shape.E).tolist()) == counts
+def test_balanced_is_balanced() -> None:
+    with pytest.raises(PykernelsError, match="no routing 'skewed'.*balanced, zipf, one"):
+        routings(SHAPE, 1, "skewed")
+    for ids in routings(MoEShape(E=12, H=64, I=32, topk=5), 7, "balanced"):
+        assert set(torch.bincount(ids.flatten(), minlength=12).tolist()) == {2, 3}
 
 
 def test_zipf_draws_by_rank() -> None:
@@ -73,16 +64,6 @@ def test_experts_between_two_uses(found: list[list[int]], between: int) -> None:
     assert experts_between([torch.tensor([ids]) for ids in found]) == between
 
 
-def test_layers_outweigh_the_cache_four_times() -> None:
-    assert [layers_out_of_cache(32 << 20, size << 20) for size in (1024, 100, 1)] == [1, 2, 128]
-    assert layers_out_of_cache(0, 1 << 30) == 1
-    assert [call_of(i, 2, 3) for i in range(7)] == [
-        (0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2), (0, 0),
-    ]  # fmt: skip
-    assert experts_between(routings(SHAPE, 1, "one")) == 32  # it moves on
-    assert [distinct(ids) for ids in routings(SHAPE, 256, "one", 4)] == [8] * 4
-
-
 def _case(monkeypatch: pytest.MonkeyPatch, **given: object) -> None:
     """A case of which nothing may be made."""
     monkeypatch.setattr(measure, "routings", None)
@@ -90,16 +71,12 @@ def _case(monkeypatch: pytest.MonkeyPatch, **given: object) -> None:
     measure.MoECase(**{"fmt": "fp8", "T": 1, "shape": SHAPE, "pool": None, **given})
 
 
-WIDE = MoEShape(E=32, H=10**11, I=32, topk=8)
 REFUSED = {
     "tokens": ({"T": 10**12}, r"of 1000000000000 tokens need \d+\.\d GiB.*Take fewer tokens"),
-    "width": ({"shape": WIDE}, "of 1 token need .*Take a narrower layer"),
     "experts": (
         {"shape": MoEShape(E=10**9, H=64, I=32, topk=8)},
         r"1 layer\(s\) of 1000000000 experts in fp8 need \d+",
     ),
-    "kernel": ({"kernel": "fast"}, "no expert kernel 'fast'"),
-    "activations": ({"fmt": "bf16", "activations": "int8"}, "bf16 weights are not multiplied"),
 }
 
 
@@ -110,11 +87,6 @@ def test_a_case_that_cannot_be_is_refused_before_it_begins(monkeypatch, given, m
         _case(monkeypatch, **given)
 
 
-def test_an_unknown_routing_is_refused() -> None:
-    with pytest.raises(PykernelsError, match="no routing 'skewed'.*balanced, zipf, one"):
-        routings(SHAPE, 1, "skewed")
-
-
 def test_too_many_layers_are_refused_before_any_is_made(monkeypatch) -> None:
     free = SimpleNamespace(memory_available=200 << 20)
     monkeypatch.setattr(workload.Topology, "detect", lambda: free)
@@ -122,9 +94,3 @@ def test_too_many_layers_are_refused_before_any_is_made(monkeypatch) -> None:
     check_layers(shape, "fp8", 40)
     with pytest.raises(PykernelsError, match=r"48 layer\(s\) of 1 experts in fp8 need 0.2 GiB"):
         check_layers(shape, "fp8", 48)
-    monkeypatch.setattr(workload, "_fill", None)
-    monkeypatch.setattr(workload, "detect", lambda: SimpleNamespace(l3=260 << 20))
-    tiny, ids = MoEShape(E=1, H=1, I=1, topk=1), [torch.zeros(1, 1, dtype=torch.int64)]
-    message = r"a layer of 20 KiB is too small .* 53248 layers in turn, 8192 .*Take more experts"
-    with pytest.raises(PykernelsError, match=message):
-        RandomLayers(tiny, "fp8", ids)

@@ -1,11 +1,10 @@
-"""The GEMMs, that of AMX on modelled tiles, and the tile layout against the SDM."""
+"""The GEMMs, that of AMX on modelled tiles."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,8 +14,6 @@ from pykernels.cpu.intrin import amx_model
 from pykernels.cpu.moe.kernel import assemble
 from pykernels.cpu.moe.plan import MoEPlan
 from pykernels.quant import FORMATS, PackedExperts, get_format
-from pykernels.quant.layout import pack_tiles
-from pykernels.ref import isa
 from pykernels.shapes import MoEShape, Routing
 from pykernels.testing import (
     assert_close,
@@ -31,27 +28,6 @@ from pykernels.testing import (
 from ..kernels import needs_avx512, operations
 
 pytestmark = needs_avx512
-
-
-def _bits(x: torch.Tensor) -> np.ndarray:
-    return x.float().numpy()
-
-
-def test_a_packed_block_is_a_b_tile():
-    """tdpbf16ps on 1 KiB of a packed block, as it lies, is the matrix product."""
-    g = torch.Generator().manual_seed(0)
-    w = torch.randn(32, 128, generator=g).bfloat16()
-    x = torch.randn(16, 128, generator=g).bfloat16()
-    blocks = torch.empty(1, 32 * 128 * 2, dtype=torch.uint8)
-    pack_tiles(w, blocks)
-    tiles = blocks.view(torch.bfloat16).view(4, 2, 16, 32)  # [step][half][pair-row][16 n x 2 k]
-    for half in range(2):
-        c = np.zeros((16, 16), np.float32)
-        for step in range(4):
-            a = _bits(x[:, 32 * step : 32 * step + 32])
-            c = isa.tdpbf16ps(c, a, _bits(tiles[step, half]))
-        truth = x.double() @ w[16 * half : 16 * half + 16].double().T
-        assert np.allclose(c, truth.numpy(), rtol=1e-6, atol=1e-5)
 
 
 SHAPE = MoEShape(E=4, H=640, I=160, topk=2)
@@ -169,11 +145,8 @@ def _run(stages, experts, routing, x, cut):
 def test_nothing_is_read_that_a_call_has_not_written(kernels_of, T):
     """All bits of buffers and scratch set: NaN of any float, a place that is none."""
     shape = fit(SHAPE, get_format(kernels_of.fmt))
-    experts, routing, x = (
-        _experts(kernels_of.fmt, shape),
-        balanced_routing(T, shape),
-        _inputs(T, shape),
-    )
+    experts, routing = _experts(kernels_of.fmt, shape), balanced_routing(T, shape)
+    x = _inputs(T, shape)
     workspace, cut = cpu.Workspace(), MoEPlan(3, 5, gemm_from=1)
     call = cpu.MoECall(experts, kernels_of, workspace, cut=cut)
 

@@ -40,6 +40,7 @@ VARIANTS, EXACT = variants("bf16", "int8"), variants("bf16")
 
 SHAPE = MoEShape(E=8, H=256, I=128, topk=3)
 RAGGED = MoEShape(E=5, H=200, I=72, topk=2)
+TINY, WIDE = MoEShape(E=2, H=32, I=32, topk=1), MoEShape(E=3, H=640, I=384, topk=3)
 
 CASES = [
     pytest.param(SHAPE, balanced_routing(1, SHAPE), id="one token: the decode step"),
@@ -52,16 +53,8 @@ CASES = [
     pytest.param(SHAPE, skewed_routing(40, SHAPE), id="skewed: crowded and empty experts"),
     pytest.param(SHAPE, one_expert_routing(20, SHAPE, 6), id="wraps around; experts with none"),
     pytest.param(RAGGED, balanced_routing(5, RAGGED), id="H and I off every block size"),
-    pytest.param(
-        MoEShape(E=2, H=32, I=32, topk=1),
-        balanced_routing(3, MoEShape(E=2, H=32, I=32, topk=1)),
-        id="one block, K padded fourfold",
-    ),
-    pytest.param(
-        MoEShape(E=3, H=640, I=384, topk=3),
-        balanced_routing(4, MoEShape(E=3, H=640, I=384, topk=3)),
-        id="every expert taken, several scale blocks",
-    ),
+    pytest.param(TINY, balanced_routing(3, TINY), id="one block, K padded fourfold"),
+    pytest.param(WIDE, balanced_routing(4, WIDE), id="every expert taken, several scale blocks"),
 ]
 
 
@@ -222,11 +215,8 @@ def test_a_nan_reaches_its_own_token_only(kernel, fmt, activations):
 @pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7F800001], ids=hex)
 def test_a_nan_of_any_bits_is_one_in_bf16(bits):
     """Rounded as a number it would be a zero, or an infinity."""
-    experts, routing, x = (
-        _experts(SHAPE, "bf16"),
-        balanced_routing(2, SHAPE),
-        _x(2, SHAPE.H).float(),
-    )
+    experts, routing = _experts(SHAPE, "bf16"), balanced_routing(2, SHAPE)
+    x = _x(2, SHAPE.H).float()
     x.view(torch.int32)[1, 3] = bits
     y = cpu.moe_ffn(x, routing.ids, routing.weights, experts, kernel="generic")
     assert y[1].isnan().all() and y[0].isfinite().all()

@@ -12,12 +12,9 @@ import pytest
 
 from model.cli.common import prepare_threads
 
-from ...forks import ROOT, Forks
-from ..conftest import Run
-
+ROOT = Path(__file__).resolve().parents[3]
 COMMAND = [sys.executable, "-m", "model.cli.main"]
 PROMPT = "def quicksort(xs):"
-MAIN = "import runpy; runpy.run_module('model.cli.main', run_name='__main__')"
 
 
 def process(*args: str) -> subprocess.CompletedProcess[str]:
@@ -53,32 +50,40 @@ def test_openmp_does_not_spin_by_default(
         assert os.environ["OMP_WAIT_POLICY"] == users.get("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def command(writer: Path, new_tokens: int) -> tuple[str, ...]:
-    return ("generate", "--model", str(writer), "--max-new-tokens", str(new_tokens), PROMPT)
+def start(model: Path, tokens: int) -> subprocess.Popen[str]:
+    """Writes ``tokens`` tokens."""
+    args = ("generate", "--model", str(model), "--max-new-tokens", str(tokens), PROMPT)
+    return subprocess.Popen(
+        [*COMMAND, *args], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
-def test_text_is_the_same_in_any_process(forks: Forks, run: Run, writer: Path) -> None:
-    """And alone on stdout."""
-    first, second = forks.run(MAIN, *command(writer, 24)), run(*command(writer, 24))
-    assert first.returncode == second.code == 0
-    assert first.stdout == second.out
-    assert first.stdout.startswith(PROMPT) and len(first.stdout) > len(PROMPT) + 10
-    assert first.stderr.count("\n") == 1 and "read roof" in first.stderr
+def begun(process: subprocess.Popen[str]) -> str:
+    """What it writes first, when the model has begun to write."""
+    assert process.stdout is not None
+    return process.stdout.read(len(PROMPT) + 10)
 
 
-def test_ctrl_c_ends_it_cleanly(forks: Forks, writer: Path) -> None:
-    started = forks.start(MAIN, *command(writer, 400))
-    read = started.stdout.read(len(PROMPT) + 10)  # the model writes now
-    os.kill(started.pid, signal.SIGINT)
-    ended = started.end(timeout=30)
-    assert read.startswith(PROMPT)
-    assert (ended.returncode, ended.stderr.strip()) == (130, "")
+def test_text_is_the_same_twice_and_alone_on_stdout(writer: Path) -> None:
+    """And Ctrl-C ends it cleanly."""
+    with start(writer, 24) as process:
+        text, errors = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert text.startswith(PROMPT) and len(text) > len(PROMPT) + 10
+    assert errors.count("\n") == 1 and "read roof" in errors
+    with start(writer, 400) as process:
+        again = begun(process)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert text.startswith(again)
+    assert (process.returncode, errors.strip()) == (130, "")
 
 
-def test_a_reader_that_goes_away_leaves_no_traceback(forks: Forks, writer: Path) -> None:
-    started = forks.start(MAIN, *command(writer, 200))
-    started.stdout.read(len(PROMPT) + 10)
-    started.stdout.close()  # as `| head -c 28` does
-    ended = started.end()
-    assert ended.returncode != 0
-    assert "Traceback" not in ended.stderr and "Exception" not in ended.stderr, ended.stderr
+def test_a_reader_that_goes_away_leaves_no_traceback(writer: Path) -> None:
+    with start(writer, 200) as process:
+        begun(process)
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()  # as `| head -c 28` does
+        errors = process.stderr.read()
+        assert process.wait(timeout=60) != 0
+    assert "Traceback" not in errors and "Exception" not in errors, errors
