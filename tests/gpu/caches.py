@@ -74,11 +74,8 @@ def make_cache(
 
 
 def no_worse(result: torch.Tensor, exact: torch.Tensor, native: torch.Tensor) -> None:
-    """The error against float64 is at most that of torch in bf16, or of a few roundings.
-
-    Those are the shares' and the result's, 1.7e-3 each; the interpreter cuts bits off where a GPU
-    rounds to nearest, which is twice as far off.
-    """
+    """The error against float64 is at most that of torch in bf16, or of the shares' rounding and
+    the result's, 1.7e-3 each; the interpreter cuts bits off, which is twice as far off."""
     roundings = 8e-3 if result.device.type == "cpu" else 4e-3
     error, yardstick = relative_error(result, exact), relative_error(native, exact)
     assert error <= max(yardstick, roundings), f"error {error:.2e}, torch in bf16 {yardstick:.2e}"

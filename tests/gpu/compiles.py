@@ -8,9 +8,8 @@ the option --all.
 
     python -m tests.gpu.compiles --arch 90 tests.gpu.moe.test_router ...
 
-prints one JSON object a launch: registers, stack (spills), shared memory. It must run without
-TRITON_INTERPRET; ``launch`` is patched before any kernel's module is imported. Files are dealt out
-to --jobs processes.
+prints one JSON object a launch: registers, stack (spills), shared memory. ``launch`` is patched
+before any kernel's module is imported. Files are dealt out to --jobs processes.
 """
 
 from __future__ import annotations
@@ -43,19 +42,10 @@ from pykernels.gpu.common import launch
 ROOT = Path(__file__).parents[2]
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 _TYPES = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float8_e4m3fn: "fp8e4nv",
-    torch.float8_e5m2: "fp8e5",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-    torch.bool: "i1",
-}
+    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5", torch.int64: "i64",
+    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "i1",
+}  # fmt: skip
 _NAMED = {str(dtype).removeprefix("torch."): name for dtype, name in _TYPES.items()}
 
 
@@ -145,9 +135,7 @@ def pretend(arch: int) -> None:
     launch.arch = lambda device: divmod(arch, 10)
 
 
-def launches(
-    call: Callable[[], object],
-) -> list[tuple[JITFunction, tuple[Any, ...], dict[str, Any]]]:
+def launches(call: Callable[[], object]) -> list[tuple[JITFunction, tuple, dict[str, Any]]]:
     """The kernels that a call would launch, with their arguments; none is launched."""
     found = []
 
@@ -198,9 +186,7 @@ def calls_of(module: str, every: bool) -> list[tuple[str, Any]]:
 
 
 def rows_of(module: str, arch: int, every: bool) -> list[dict[str, Any]]:
-    """What ``compiled`` tells of the calls of a test file."""
-    calls = calls_of(module, every)
-    return [{"module": module, **row} for row in compiled(calls, arch)]
+    return [{"module": module, **row} for row in compiled(calls_of(module, every), arch)]
 
 
 def main() -> int:

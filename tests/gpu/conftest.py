@@ -34,7 +34,7 @@ def run(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
     if launch.interpreted():
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        from .gluon_shim import interpreted
+        from .gluon_shim import interpret
 
         class Descriptor:
             @staticmethod
@@ -46,13 +46,10 @@ def run(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
             (gemv_mma, "gemv_mma"),
             (dequant, "dequant_gemm"),
         )
-        for module, name in kernels:
-            monkeypatch.setattr(module, name, interpreted(getattr(module, name)))
+        interpret(monkeypatch, *kernels)
         monkeypatch.setattr(dequant, "TensorDescriptor", Descriptor)
 
-        def poisoned(*shape: int, **how: Any) -> torch.Tensor:
-            return torch.full(shape, float("nan"), **how)
-
+        poisoned = lambda *shape, **how: torch.full(shape, float("nan"), **how)  # noqa: E731
         monkeypatch.setattr(dequant, "_scratch", poisoned)
     elif torch.cuda.get_device_capability(device) < (9, 0):
         pytest.skip("Hopper's")
@@ -63,13 +60,10 @@ def run(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
         out = torch.full((x.shape[0], stack.N), float("nan"), dtype=torch.bfloat16, device=device)
         if not launch.interpreted():
             return linear(x, stack, bias, plan=plan, out=out)
-        if isinstance(plan, GemvMmaPlan):
-            gemv_mma.multiply_gemv_mma(x, stack, out, bias, plan)
-            return out
-        if isinstance(plan, SkinnyPlan):
-            skinny_linear.multiply_skinny(x, stack, out, bias, plan)
-            return out
-        dequant.multiply_dequant(x, stack, out, bias, plan)
+        multiply = {
+            GemvMmaPlan: gemv_mma.multiply_gemv_mma, SkinnyPlan: skinny_linear.multiply_skinny
+        }.get(type(plan), dequant.multiply_dequant)  # fmt: skip
+        multiply(x, stack, out, bias, plan)
         return out
 
     return call

@@ -1,18 +1,16 @@
 """Runs Gluon kernels in Triton's interpreter: what they compute, not how their threads take turns.
 
-Gluon has no interpreter. Its arithmetic is Triton's with layouts added, so here a kernel's Python
-function is given other globals, in which layouts are nothing, shared memory is a box for a value,
-copies and products are done when they are begun. Indices, masks, buffer turns and loop bounds are
-then checked on any CPU; layouts are for the compiler.
-
-Waits, barriers and fences move nothing, but account is kept of what a GPU needs of them. A box may
-be read by a product once its copies have been waited for, a barrier has joined the threads that
-made them and a fence has told the tensor cores. It may be written once the products that read it
-have been waited for and a barrier has joined the threads that waited.
+A kernel's Python function is given other globals: layouts are nothing, shared memory is a box for a
+value, copies and products are done when they are begun. Waits, barriers and fences move nothing,
+but account is kept of what a GPU needs of them. A box may be read by a product once its copies have
+been waited for, a barrier has joined the threads that made them and a fence has told the tensor
+cores. It may be written once the products that read it have been waited for and a barrier has
+joined the threads that waited.
 """
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -112,12 +110,15 @@ class Box:
         at[dim] = slice(whole(start), whole(start) + whole(length))
         return Box(self.threads, self.dtype, self.data[tuple(at)], self.source)
 
+    def _unread(self) -> None:
+        reading = [boxes for _, boxes in self.threads.products]
+        assert not any(self in boxes for boxes in reading), "a product still reads it"
+        assert not self.readers, "another warp's product may still read it: no barrier since"
+
     def reinterpret(self, dtype: Any, shape: list[Any], layout: None) -> Box:
         """The same memory for something else, once no product reads it."""
-        reading = [boxes for _, boxes in self.threads.products]
         for part in (self, *self.parts.values()):
-            assert not any(part in boxes for boxes in reading), "a product still reads it"
-            assert not part.readers, "another warp's product may still read it: no barrier since"
+            part._unread()
         bare = allocated(self.threads, dtype, shape).data
         data = self.data.reshape(-1).view(bare.dtype).reshape(bare.shape)
         return Box(self.threads, dtype, data)
@@ -127,9 +128,7 @@ class Box:
 
     def _write(self, value: Any, owes: set[str]) -> None:
         box = self.source
-        reading = [boxes for _, boxes in self.threads.products]
-        assert not any(box in boxes for boxes in reading), "a product still reads it"
-        assert not box.readers, "another warp's product may still read it: no barrier since"
+        box._unread()
         assert list(value.shape) == list(self.data.shape)
         self.data[...] = value.handle.data
         before = set() if box.fresh else box.owes
@@ -170,22 +169,8 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def _same(x: Any, *args: Any, **kwargs: Any) -> Any:
-    return x
-
-
-def _load(
-    pointers: Any,
-    mask: Any = None,
-    other: Any = None,
-    eviction_policy: str = "",
-    cache_modifier: str = "",
-) -> Any:
+def _load(pointers: Any, mask: Any = None, other: Any = None, **hints: str) -> Any:
     return tl.load(pointers, mask=mask, other=other)
-
-
-def _mma_v2(a: Any, b: Any, acc: Any) -> Any:
-    return acc + tl.dot(a.to(WIDE), b.to(WIDE))
 
 
 def _full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Any:
@@ -254,28 +239,23 @@ class _Gluon(types.SimpleNamespace):
 
 
 def _language(threads: Threads) -> _Gluon:
-    names = ("BlockedLayout", "SliceLayout", "NVMMASharedLayout", "NVMMADistributedLayout")
-    names += ("SwizzledSharedLayout",)
+    kinds = ("Blocked", "Slice", "NVMMAShared", "NVMMADistributed", "SwizzledShared", "DotOperand")
     roles = gluon_roles.Roles(threads)
     return _Gluon(
-        **dict.fromkeys((*names, "DotOperandLayout"), _nothing),
+        **dict.fromkeys((f"{kind}Layout" for kind in kinds), _nothing),
         arange=lambda start, end, layout=None: tl.arange(start, end),
         full=_full,
         allocate_shared_memory=lambda dtype, shape, layout: allocated(threads, dtype, shape),
         warp_specialize=roles.run,
-        convert_layout=_same,
+        convert_layout=lambda x, *given, **how: x,
         load=_load,
         inline_asm_elementwise=_assembly,
     )
 
 
 def interpreted(kernel: Any, without: str | None = None) -> Any:
-    """A Gluon kernel as one of Triton's, for the interpreter; call it with a grid as usual.
-
-    Args:
-        without: a name of Gluon's, or ``wait`` or ``arrive`` of its memory barriers, that shall do
-            nothing, to see that it is missed.
-    """
+    """A Gluon kernel as one of Triton's; ``without`` a name of Gluon's, or ``wait`` or ``arrive``
+    of its memory barriers, that shall do nothing, to see that it is missed."""
     tl.core.block_type.layout = None  # what `x.type.layout` finds
     threads = Threads()
     barriers = gluon_roles.MBarriers(threads, without)
@@ -289,33 +269,39 @@ def interpreted(kernel: Any, without: str | None = None) -> Any:
         "mbarrier": barriers,
         "reinterpret": Box.reinterpret,
         "tma_load": gluon_roles.load,
-        "mma_v2": _mma_v2,
+        "mma_v2": lambda a, b, acc: acc + tl.dot(a.to(WIDE), b.to(WIDE)),
         "pair": _pair,
         "e4m3_pairs": _e4m3_pairs,
         "e4m3_pairs_interleaved": _e4m3_pairs_interleaved,
         "transposed_pairs": _transposed_pairs,
         "to_e4m3": float_to_e4m3,  # the interpreter's own conversions do not round
         "to_bf16": to_bf16,
-        "gdc_wait": _nothing,
-        "gdc_launch_dependents": _nothing,
+        **dict.fromkeys(("gdc_wait", "gdc_launch_dependents"), _nothing),
         "warpgroup_mma": threads.mma,
         "warpgroup_mma_wait": threads.wait_mma,
     }
     shared |= {without: _nothing} if without in shared else {}
-    return _Launcher(_triton(kernel.fn, shared, {}))
+    return _Launcher(kernel, shared)
 
 
 class _Launcher:
-    """A kernel that takes Gluon's descriptors for Triton's."""
+    """A kernel that takes Gluon's descriptors for Triton's; it is made when it is launched, which
+    takes half a second."""
 
-    def __init__(self, made: Any) -> None:
-        self.made = made
+    def __init__(self, kernel: Any, shared: dict[str, Any]) -> None:
+        self.kernel = kernel
+        self.make = functools.cache(lambda: _triton(kernel.fn, shared, {}))
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        def launch(*args: Any, **kwargs: Any) -> None:
-            self.made[grid](*map(_host, args), **kwargs)
+        return lambda *args, **kwargs: self.make()[grid](*map(_host, args), **kwargs)
 
-        return launch
+
+def interpret(monkeypatch: Any, *kernels: tuple[Any, str], without: str | None = None) -> None:
+    """These kernels, each a module and a name in it, are the interpreter's versions of them."""
+    for module, name in kernels:
+        kernel = getattr(module, name)
+        kernel = kernel.kernel if isinstance(kernel, _Launcher) else kernel
+        monkeypatch.setattr(module, name, interpreted(kernel, without))
 
 
 def _host(arg: Any) -> Any:

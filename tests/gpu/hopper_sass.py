@@ -33,9 +33,8 @@ def counts(sass: str) -> dict[str, int]:
     waits = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x\d", sass)
     upto = [part.split("gsb0, 0x0")[0] for part in re.split(r"gsb0, 0x1", sass)[1:]]
     beside = [len(re.findall(r"MUFU\.EX2", part)) for part in upto]
-    spills = len(re.findall(r"\b(?:LDL|STL)\b", sass))
-    beside_one = max(beside, default=0)
-    return {"products": products, "waits": len(waits), "beside": beside_one, "spills": spills}
+    spills, most = len(re.findall(r"\b(?:LDL|STL)\b", sass)), max(beside, default=0)
+    return {"products": products, "waits": len(waits), "beside": most, "spills": spills}
 
 
 def loose_arrivals(ptx: str) -> int:
@@ -58,8 +57,7 @@ def loose_arrivals(ptx: str) -> int:
 
 def lateness(sass: str, loads: int) -> float:
     """How late a step asks for the next one's weights, at worst: the share of its own products that
-    are in front of a load. Steps have ``loads`` loads each and are written out one by one.
-    """
+    are in front of a load. Steps have ``loads`` loads each and are written out one by one."""
     events = re.findall(r"LDG\.E\.EF|HMMA", sass)
     steps = events.count("LDG.E.EF") // loads
     products = events.count("HMMA") / steps

@@ -77,16 +77,13 @@ def large(device: torch.device, big: int, small: int) -> int:
     return small if device.type == "cpu" else big
 
 
-def order_buffers(device: torch.device, T: int, topk: int, E: int) -> Tensors:
-    return {
-        "slots": empty(device, T * topk, dtype=torch.int32),
-        "starts": empty(device, E + 1, dtype=torch.int32),
-        "positions": empty(device, T, topk, dtype=torch.int32),
-    }
-
-
 def order_of(given: Tensors) -> SortedSlots:
     return SortedSlots(given["slots"], given["starts"], given["positions"])
+
+
+def order_buffers(d: torch.device, T: int, topk: int, E: int) -> Tensors:
+    shapes = {"slots": (T * topk,), "starts": (E + 1,), "positions": (T, topk)}
+    return {name: empty(d, *shape, dtype=torch.int32) for name, shape in shapes.items()}
 
 
 def choices(device: torch.device, T: int, topk: int, E: int) -> torch.Tensor:
@@ -95,7 +92,7 @@ def choices(device: torch.device, T: int, topk: int, E: int) -> torch.Tensor:
     return odds.expand(T, -1).multinomial(topk)
 
 
-ORDER = ("slots", "starts", "positions")
+FP32, ORDER = torch.float32, ("slots", "starts", "positions")
 V3 = RouterSpec(8, "sigmoid", True, groups=8, group_topk=4, group_score="top2", scale=2.5)
 SMALL_V3 = RouterSpec(4, "sigmoid", True, groups=4, group_topk=2, group_score="top2", scale=2.5)
 
@@ -109,11 +106,11 @@ def _route(T: int) -> Op:
     def make(device: torch.device) -> Tensors:
         spec, E, H = sizes(device)
         return {
-            "logits": normal(device, T, E, dtype=torch.float32),
-            "bias": normal(device, E, dtype=torch.float32) / 4,
+            "logits": normal(device, T, E, dtype=FP32),
+            "bias": normal(device, E, dtype=FP32) / 4,
             "x": normal(device, T, H),
             "ids": empty(device, T, spec.topk, dtype=torch.int64),
-            "weights": empty(device, T, spec.topk, dtype=torch.float32),
+            "weights": empty(device, T, spec.topk, dtype=FP32),
             "rows": empty(device, T * spec.topk, H),
             **order_buffers(device, T, spec.topk, E),
         }
@@ -128,11 +125,8 @@ def _route(T: int) -> Op:
 def _router(E: int, spec: RouterSpec) -> Op:
     def make(device: torch.device) -> Tensors:
         T = large(device, 300, 5)
-        return {
-            "logits": normal(device, T, E, dtype=torch.float32),
-            "ids": empty(device, T, spec.topk, dtype=torch.int32),
-            "weights": empty(device, T, spec.topk, dtype=torch.float32),
-        }
+        ids, weights = (empty(device, T, spec.topk, dtype=kind) for kind in (torch.int32, FP32))
+        return {"logits": normal(device, T, E, dtype=FP32), "ids": ids, "weights": weights}
 
     def run(t: Tensors) -> None:
         router(t["logits"], spec, None, Routing(t["ids"], t["weights"]))
@@ -143,22 +137,19 @@ def _router(E: int, spec: RouterSpec) -> Op:
 def _gate(T: int, dtype: torch.dtype) -> Op:
     def make(device: torch.device) -> Tensors:
         E, H = large(device, 256, 18), large(device, 7168, 520)
-        return {
-            "x": normal(device, T, H),
-            "gate": normal(device, E, H, dtype=dtype),
-            "out": empty(device, T, E, dtype=torch.float32),
-        }
+        gate, out = normal(device, E, H, dtype=dtype), empty(device, T, E, dtype=FP32)
+        return {"x": normal(device, T, H), "gate": gate, "out": out}
 
     name = f"gate {T} tokens, {dtype}"
     return Op(name, make, lambda t: router_logits(t["x"], t["gate"], t["out"]))
 
 
 def _sort(T: int) -> Op:
-    def make(device: torch.device) -> Tensors:
-        return {"ids": choices(device, T, 6, 50), **order_buffers(device, T, 6, 50)}
-
     return Op(
-        f"sort {T} tokens", make, lambda t: sort_slots(t["ids"], 50, order_of(t)) and (), ORDER
+        f"sort {T} tokens",
+        lambda d: {"ids": choices(d, T, 6, 50), **order_buffers(d, T, 6, 50)},
+        lambda t: sort_slots(t["ids"], 50, order_of(t)) and (),
+        ORDER,
     )
 
 
@@ -168,16 +159,14 @@ def _rows(name: str, H: int) -> Op:
     def make(device: torch.device) -> Tensors:
         T = large(device, 70, 6)
         order = sort_slots(choices(device, T, 4, 20), 20)
-        given = {
-            "x": normal(device, T if name == "permute" else 4 * T, H),
-            "slots": order.slots,
-            "starts": order.starts,
-            "positions": order.positions,
-            "out": empty(device, 4 * T if name == "permute" else T, H),
+        few, many = (T, 4 * T) if name == "permute" else (4 * T, T)
+        return {
+            "x": normal(device, few, H),
+            **{part: getattr(order, part) for part in ORDER},
+            "out": empty(device, many, H),
+            "weights": torch.rand(T, 4, device=device),
+            "add": normal(device, T, H),
         }
-        if name == "unpermute":
-            given |= {"weights": torch.rand(T, 4, device=device), "add": normal(device, T, H)}
-        return given
 
     def run(t: Tensors) -> torch.Tensor:
         if name == "permute":
@@ -189,9 +178,9 @@ def _rows(name: str, H: int) -> Op:
 
 def _norm(H: int) -> Op:
     def make(device: torch.device) -> Tensors:
-        x = {name: normal(device, 9, H) for name in ("x", "residual")}
-        outs = {name: empty(device, 9, H) for name in ("out", "total")}
-        return {**x, "weight": normal(device, H), **outs}
+        made = {name: normal(device, 9, H) for name in ("x", "residual")}
+        made |= {name: empty(device, 9, H) for name in ("out", "total")}
+        return made | {"weight": normal(device, H)}
 
     def run(t: Tensors) -> None:
         rms_norm(t["x"], t["weight"], 1e-6, t["residual"], (t["out"], t["total"]))
@@ -202,12 +191,9 @@ def _norm(H: int) -> Op:
 def _rope(interleaved: bool) -> Op:
     def make(device: torch.device) -> Tensors:
         T, D = large(device, 40, 3), 64
-        return {
-            "q": normal(device, T, 6, D + 8),
-            "k": normal(device, T, 1, D),
-            "positions": integers(device, 9000, T, dtype=torch.int64),
-            "frequencies": torch.rand(D // 2, device=device),
-        }
+        given = {"q": normal(device, T, 6, D + 8), "k": normal(device, T, 1, D)}
+        given["positions"] = integers(device, 9000, T, dtype=torch.int64)
+        return given | {"frequencies": torch.rand(D // 2, device=device)}
 
     def run(t: Tensors) -> None:
         rope(t["q"], t["k"], t["positions"], t["frequencies"], interleaved)
@@ -228,7 +214,7 @@ def _mla_write() -> Op:
             "places": _places(device, 9, 64),
             "latent": empty(device, 4, 16, 512, dtype=torch.uint8),
             "rope": empty(device, 4, 16, 64),
-            "scale": empty(device, 4, 16, dtype=torch.float32),
+            "scale": empty(device, 4, 16, dtype=FP32),
         }
 
     def run(t: Tensors) -> None:
@@ -250,27 +236,11 @@ def _kv_write() -> Op:
     return Op("kv_write", make, run, ("k_cache", "v_cache"))
 
 
-def _embed() -> Op:
-    def make(device: torch.device) -> Tensors:
-        H = large(device, 7168, 40)
-        ids = integers(device, 99, 5, dtype=torch.int64)
-        return {"ids": ids, "table": normal(device, 99, H), "out": empty(device, 5, H)}
-
-    return Op("embed", make, lambda t: embed(t["ids"], t["table"], t["out"]))
-
-
-def _silu() -> Op:
-    def make(device: torch.device) -> Tensors:
-        return {"x": normal(device, 5, 2 * 2500), "out": empty(device, 5, 2500)}
-
-    return Op("silu_mul", make, lambda t: silu_mul(t["x"], t["out"]))
-
-
 def _sample(*limits: str) -> Op:
     def make(device: torch.device) -> Tensors:
         T, V = large(device, 4, 2), large(device, 129_280, 5000)
         return {
-            "logits": normal(device, T, V, dtype=torch.float32) * 3,
+            "logits": normal(device, T, V, dtype=FP32) * 3,
             "state": integers(device, 1 << 40, 2, dtype=torch.int64),
             "heat": torch.rand(T, device=device).round(decimals=1),  # some 0: greedy
             "top_k": integers(device, 90, T, dtype=torch.int32),
@@ -285,31 +255,22 @@ def _sample(*limits: str) -> Op:
     return Op(" ".join(("sample", *limits)), make, run)
 
 
-def _greedy() -> Op:
-    def make(device: torch.device) -> Tensors:
-        V = large(device, 129_280, 5000)
-        return {"logits": normal(device, 4, V), "out": empty(device, 4, dtype=torch.int64)}
-
-    return Op("greedy", make, lambda t: greedy(t["logits"], t["out"]))
-
-
-def _quantize() -> Op:
-    return Op(
-        "quantize_fp8", lambda d: {"x": normal(d, 21, 320)}, lambda t: quantize_fp8(t["x"]), ()
-    )
-
-
-def _read() -> Op:
-    def make(device: torch.device) -> Tensors:
-        return {"x": integers(device, 99, 50_000, dtype=torch.int32)}
-
-    return Op("read", make, lambda t: read(t["x"]), ())
-
-
 AROUND = (
     _route(1), _route(7), _router(128, RouterSpec(8)), _router(60, RouterSpec(4)),
-    _gate(1, torch.float32), _gate(5, BF16), _gate(40, torch.float32), _sort(13), _sort(700),
-    _rows("permute", 2500), _rows("unpermute", 2500), _norm(7168), _norm(100), _silu(), _embed(),
-    _rope(False), _rope(True), _mla_write(), _kv_write(), _greedy(), _sample(), _sample("top_k"),
-    _sample("top_p"), _sample("top_k", "top_p"), _quantize(), _read(),
+    _gate(1, FP32), _gate(5, BF16), _gate(40, FP32), _sort(13), _sort(700),
+    _rows("permute", 2500), _rows("unpermute", 2500), _norm(7168), _norm(100),
+    _rope(False), _rope(True), _mla_write(), _kv_write(), _sample(), _sample("top_k"),
+    _sample("top_p"), _sample("top_k", "top_p"),
+    Op("embed", lambda d: {
+        "ids": integers(d, 99, 5, dtype=torch.int64),
+        "table": normal(d, 99, H := large(d, 7168, 40)), "out": empty(d, 5, H),
+    }, lambda t: embed(t["ids"], t["table"], t["out"])),
+    Op("greedy", lambda d: {
+        "logits": normal(d, 4, large(d, 129_280, 5000)), "out": empty(d, 4, dtype=torch.int64),
+    }, lambda t: greedy(t["logits"], t["out"])),
+    Op("silu_mul", lambda d: {"x": normal(d, 5, 5000), "out": empty(d, 5, 2500)},
+       lambda t: silu_mul(t["x"], t["out"])),
+    Op("quantize_fp8", lambda d: {"x": normal(d, 21, 320)}, lambda t: quantize_fp8(t["x"]), ()),
+    Op("read", lambda d: {"x": integers(d, 99, 50_000, dtype=torch.int32)},
+       lambda t: read(t["x"]), ()),
 )  # fmt: skip

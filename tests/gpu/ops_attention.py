@@ -14,17 +14,16 @@ from pykernels.shapes import Ragged
 from .ops import BF16, FP8, Op, Tensors, empty, large, normal
 
 B, PAGE = 3, 16
+KIND = {False: "bf16", True: "E4M3"}
 
 
 def _cache(
-    device: torch.device, name: str, fp8: bool, pages: int, *token: int, page: int = PAGE
+    device: torch.device, name: str, fp8: bool, tokens: int, *token: int, page: int = PAGE
 ) -> Tensors:
     """Pages, with their scales as "<name>_scale" for E4M3."""
-    values = normal(device, pages, page, *token, dtype=FP8 if fp8 else BF16)
-    found = {name: values}
-    if fp8:
-        found[f"{name}_scale"] = torch.rand(values.shape[:-1], device=device) + 0.5
-    return found
+    values = normal(device, B * (tokens // page), page, *token, dtype=FP8 if fp8 else BF16)
+    scale = {f"{name}_scale": torch.rand(values.shape[:-1], device=device) + 0.5} if fp8 else {}
+    return {name: values, **scale}
 
 
 def _table(device: torch.device, most: int, page: int = PAGE) -> Tensors:
@@ -42,11 +41,11 @@ def _mla_decode(heads: int, fp8: bool = False, page: int = PAGE) -> Op:
     def make(device: torch.device) -> Tensors:
         L, R, most = large(device, 512, 64), large(device, 64, 16), large(device, 2048, 128)
         NH = large(device, heads, max(3, heads // 8))
+        queries = {"q": normal(device, B, NH, L), "q_rope": normal(device, B, NH, R)}
         return {
-            "q": normal(device, B, NH, L),
-            "q_rope": normal(device, B, NH, R),
-            **_cache(device, "latent", fp8, B * (most // page), L, page=page),
-            **_cache(device, "rope", False, B * (most // page), R, page=page),
+            **queries,
+            **_cache(device, "latent", fp8, most, L, page=page),
+            **_cache(device, "rope", False, most, R, page=page),
             **_table(device, most, page),
             "out": empty(device, B, NH, L),
         }
@@ -55,8 +54,7 @@ def _mla_decode(heads: int, fp8: bool = False, page: int = PAGE) -> Op:
         given = (t["q"], t["q_rope"], t["latent"], t["rope"], t["table"], t["lengths"])
         return mla_decode(*given, scale=0.07, latent_scale=t.get("latent_scale"), out=t["out"])
 
-    kind = "E4M3" if fp8 else "bf16"
-    return Op(f"mla_decode, {heads} heads, {kind}, pages of {page}", make, run)
+    return Op(f"mla_decode, {heads} heads, {KIND[fp8]}, pages of {page}", make, run)
 
 
 def _gqa_decode(fp8: bool = False, window: int | None = None, page: int = PAGE) -> Op:
@@ -65,21 +63,17 @@ def _gqa_decode(fp8: bool = False, window: int | None = None, page: int = PAGE) 
     def make(device: torch.device) -> Tensors:
         NH, KVH, D = large(device, 32, 6), large(device, 8, 2), large(device, 128, 32)
         most = large(device, 4096, max(96, 2 * page))
-        return {
-            "q": normal(device, B, NH, D),
-            **_cache(device, "k", fp8, B * (most // page), KVH, D, page=page),
-            **_cache(device, "v", fp8, B * (most // page), KVH, D, page=page),
-            **_table(device, most, page),
-            "out": empty(device, B, NH, D),
-        }
+        caches = (_cache(device, name, fp8, most, KVH, D, page=page) for name in "kv")
+        given = {"q": normal(device, B, NH, D), "out": empty(device, B, NH, D)}
+        return {**given, **next(caches), **next(caches), **_table(device, most, page)}
 
     def run(t: Tensors) -> torch.Tensor:
         scales = {name: t.get(name) for name in ("k_scale", "v_scale")}
         given = (t["q"], t["k"], t["v"], t["table"], t["lengths"])
         return gqa_decode(*given, scale=0.1, window=window, **scales, out=t["out"])
 
-    kind = "E4M3" if fp8 else "bf16"
-    return Op(f"gqa_decode, {kind}{', window' if window else ''}, pages of {page}", make, run)
+    within = ", window" if window else ""
+    return Op(f"gqa_decode, {KIND[fp8]}{within}, pages of {page}", make, run)
 
 
 def _where(device: torch.device, most: int) -> Tensors:
@@ -113,7 +107,7 @@ def _gqa_prefill(
         if paged:
             given["table"] = _table(device, room)["table"]
             for name in "kv":
-                given |= _cache(device, name, fp8, B * room // PAGE, KVH, D)
+                given |= _cache(device, name, fp8, room, KVH, D)
         else:
             given |= {name: normal(device, B * room, KVH, D) for name in "kv"}
         return given
@@ -155,8 +149,8 @@ def _mla_read(fp8: bool) -> Op:
     def make(device: torch.device) -> Tensors:
         L, R, most = large(device, 512, 40), large(device, 64, 16), large(device, 2048, 48)
         return {
-            **_cache(device, "latent", fp8, B * most // PAGE, L),
-            **_cache(device, "rope", False, B * most // PAGE, R),
+            **_cache(device, "latent", fp8, most, L),
+            **_cache(device, "rope", False, most, R),
             **_table(device, most),
             "starts": torch.arange(B, device=device).int() * most,
             "out": empty(device, B * most, L),
@@ -168,7 +162,7 @@ def _mla_read(fp8: bool) -> Op:
         results = (t["out"], t["rope_out"])
         mla_read(t["latent"], t["rope"], *where, t.get("latent_scale"), results)
 
-    return Op(f"mla_read, {'E4M3' if fp8 else 'bf16'}", make, run, ("out", "rope_out"))
+    return Op(f"mla_read, {KIND[fp8]}", make, run, ("out", "rope_out"))
 
 
 ATTENTION = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -18,10 +19,8 @@ UNPACK = GemmPlan(64, 128, 64, stages=2, unpack=True)
 FORMATS = ("bf16", "fp8", "int8", "int4", "int4-g128", "q4_k", "q6_k")
 
 
-def _stack(
-    name: str, fmt: Format, count: int, N: int, K: int, device: torch.device
-) -> tuple[Matrices, Tensors]:
-    """A layout without its tensors' storage, and random tensors for it."""
+def _stack(name: str, fmt: Format, count: int, N: int, K: int, device: torch.device) -> Tensors:
+    """Random tensors for a stack of matrices."""
     stack = empty_for_gpu(fmt, count, N, K, device)
     data, scale = stack.data, stack.scale
     if stack.kind in ("bf16", "fp8"):
@@ -31,7 +30,7 @@ def _stack(
     found = {f"{name} data": data}
     if scale is not None:
         found[f"{name} scale"] = (torch.rand(scale.shape, device=device) / K).to(scale.dtype)
-    return stack, found
+    return found
 
 
 def _filled(stack: Matrices, name: str, given: Tensors) -> Matrices:
@@ -52,29 +51,21 @@ def _experts(
 
     def make(device: torch.device) -> Tensors:
         (H, inter), n = sizes(device), large(device, T, min(T, 4))
-        given = {
-            "x": normal(device, n, H),
-            "ids": choices(device, n, topk, E),
-            "weights": torch.rand(n, topk, device=device),
-            "add": normal(device, n, H),
-            "out": empty(device, n, H),
-        }
+        given = {name: normal(device, n, H) for name in ("x", "add")}
+        given |= {"ids": choices(device, n, topk, E), "out": empty(device, n, H)}
+        given["weights"] = torch.rand(n, topk, device=device)
         if table:
             slots = torch.tensor([0, 1, 2, -1, -1], device=device, dtype=torch.int32)
             given["table"] = slots[torch.randperm(E, device=device)]
         for part, mats, N, K in (("gate_up", 2 * count, inter, H), ("down", count, H, inter)):
-            given |= _stack(part, fmt, mats, N, K, device)[1]
+            given |= _stack(part, fmt, mats, N, K, device)
         return given
 
     def run(t: Tensors) -> torch.Tensor:
         H, inter = sizes(t["x"].device)
         layer = fused_moe.Experts.empty(fmt, count, H, inter, torch.device("meta"))
-        experts = replace(
-            layer,
-            gate_up=_filled(layer.gate_up, "gate_up", t),
-            down=_filled(layer.down, "down", t),
-            slots=t.get("table"),
-        )
+        parts = {name: _filled(getattr(layer, name), name, t) for name in ("gate_up", "down")}
+        experts = replace(layer, **parts, slots=t.get("table"))
         given = (t["x"], t["ids"], t["weights"], experts)
         how = {"activations": activations, "plans": (UNPACK, UNPACK) if unpack else None}
         return fused_moe.moe_ffn(*given, **how, add=t["add"], out=t["out"])
@@ -84,9 +75,7 @@ def _experts(
     return Op(" ".join(words), make, run)
 
 
-def _linear(
-    name: str, M: int, activations: str = "bf16", size: tuple[int, int] = (1544, 2048)
-) -> Op:
+def _linear(name: str, M: int, activations: str = "bf16", size: Any = (1544, 2048)) -> Op:
     """A matrix of this ``size`` on a GPU."""
     fmt = get_format(name)
 
@@ -95,12 +84,8 @@ def _linear(
 
     def make(device: torch.device) -> Tensors:
         N, K = sizes(device)
-        return {
-            "x": normal(device, M, K),
-            "bias": normal(device, N),
-            "out": empty(device, M, N),
-            **_stack("w", fmt, 1, N, K, device)[1],
-        }
+        given = {"x": normal(device, M, K), "bias": normal(device, N), "out": empty(device, M, N)}
+        return given | _stack("w", fmt, 1, N, K, device)
 
     def run(t: Tensors) -> torch.Tensor:
         stack = empty_for_gpu(fmt, 1, *sizes(t["x"].device), torch.device("meta"))
@@ -114,9 +99,7 @@ def _linear(
 _KINDS = [*((name, "bf16") for name in FORMATS), ("fp8", "fp8")]
 PRODUCTS = (
     *(_experts(name, T, how) for name, how in _KINDS for T in (1, 170)),
-    _experts("int4", 20, table=True),
-    _experts("bf16", 20, table=True),
-    _experts("bf16", 500, table=True),
+    *(_experts(name, T, table=True) for name, T in (("int4", 20), ("bf16", 20), ("bf16", 500))),
     _experts("fp8", 300, "fp8", table=True),
     _experts("q4_k", 20, table=True, unpack=True),
     *(_linear(name, M, how) for name, how in _KINDS for M in (1, 3, 16, 300)),

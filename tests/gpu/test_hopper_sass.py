@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from .hopper_sass import KERNELS, loose_arrivals
+from .uninterpreted import run_module
 
 
 @pytest.mark.parametrize("which", [[], pytest.param(["--all"], marks=pytest.mark.gpu)])
 def test_ptxas_keeps_the_order(which: list[str]) -> None:
     """Products run on while others are begun, exponentials are taken beside them, and the next
     step's weights are loaded."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.hopper_sass", *which],
-        cwd=Path(__file__).parents[2],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    rows = [json.loads(line) for line in run_module("hopper_sass", *which).splitlines()]
     assert {row["kernel"] for row in rows} == KERNELS
     for row in rows:
         if row["kernel"] == "gemv_mma":

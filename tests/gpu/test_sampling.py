@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -20,19 +22,17 @@ def state(seed: int, step: int, device: torch.device) -> torch.Tensor:
     return torch.tensor([seed, step], device=device)
 
 
-def assert_drawn(
-    found: torch.Tensor,
-    logits: torch.Tensor,
-    at: torch.Tensor,
-    heat: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-) -> None:
+def limits_of(k: int | None, p: float | None, T: int, device: torch.device) -> list[Any]:
+    """``top_k`` and ``top_p``, the same for all rows."""
+    top_k = None if k is None else full(k, T, device, torch.int32)
+    return [top_k, None if p is None else full(p, T, device)]
+
+
+def assert_drawn(found: torch.Tensor, logits: torch.Tensor, *given: torch.Tensor | None) -> None:
     """Each token may be drawn, and none that may be drawn beats it by more than rounding."""
-    logits = logits.float().cpu()
-    limits = [None if x is None else x.cpu() for x in (top_k, top_p)]
-    stay = kept(logits, heat.cpu(), *limits, dtype=torch.float64)
-    noisy = perturbed(logits, at.cpu(), heat.cpu(), torch.float64)
+    logits, (at, heat, *limits) = logits.float().cpu(), (x if x is None else x.cpu() for x in given)
+    stay = kept(logits, heat, *limits, dtype=torch.float64)
+    noisy = perturbed(logits, at, heat, torch.float64)
     best = noisy.masked_fill(~stay, -torch.inf).amax(-1)
     mine = found.cpu().unsqueeze(1)
     assert stay.gather(1, mine).all()
@@ -61,24 +61,14 @@ LIMITS = [(None, None), (5, None), (None, 0.7), (50, 0.9), (1, None), (None, 0.0
 
 @pytest.mark.parametrize(("k", "p"), LIMITS)
 @pytest.mark.parametrize(
-    ("T", "V", "dtype"),
-    [
-        (1, 1, torch.float32),
-        (3, 2100, torch.bfloat16),
-        pytest.param(4, 163_840, torch.bfloat16, marks=pytest.mark.gpu),
-    ],
+    ("T", "V"), [(1, 1), (3, 2100), pytest.param(4, 163_840, marks=pytest.mark.gpu)]
 )
-def test_sample(
-    T: int, V: int, k: int | None, p: float | None, dtype: torch.dtype, device: torch.device
-) -> None:
-    logits = (torch.randn(T, V, device=device) * 3).to(dtype)
-    top_k = None if k is None else full(k, T, device, torch.int32)
-    top_p = None if p is None else full(p, T, device)
-    heat = full(0.8, T, device)
+def test_sample(T: int, V: int, k: int | None, p: float | None, device: torch.device) -> None:
+    logits = (torch.randn(T, V, device=device) * 3).to(torch.float32 if T == 1 else torch.bfloat16)
     for step in range(2):
         at = state(123456789012345, step, device)
-        found = sample(logits, at, heat, top_k, top_p)
-        assert_drawn(found, logits, at, heat, top_k, top_p)
+        given = at, full(0.8, T, device), *limits_of(k, p, T, device)
+        assert_drawn(sample(logits, *given), logits, *given)
 
 
 def test_rows_have_their_own_limits(device: torch.device) -> None:
@@ -93,9 +83,7 @@ def test_rows_have_their_own_limits(device: torch.device) -> None:
     assert all(found[i] == best[i] for i in (0, 4, 5))
 
 
-def test_equal_logits_share_their_fate_and_masked_ones_are_out(
-    device: torch.device,
-) -> None:
+def test_equal_logits_share_their_fate_and_masked_ones_are_out(device: torch.device) -> None:
     logits = torch.full((40, 64), -torch.inf, device=device)
     logits[:, 10:14] = 2.0
     logits[:, 20:30] = 1.0
@@ -106,6 +94,10 @@ def test_equal_logits_share_their_fate_and_masked_ones_are_out(
     found = sample(logits, state(1, 1, device), full(5.0, 40, device), None, top_p)
     drawn = set(found.tolist())
     assert drawn <= {*range(10, 14), *range(20, 30)} and len(drawn) > 6
+    logits = torch.full((40, 8), -1.0, device=device)
+    logits[:, 2], logits[:, 5] = 0.0, -0.0  # equal too
+    found = sample(logits, state(1, 1, device), full(1.0, 40, device), top_k // 2)
+    assert set(found.tolist()) == {2, 5}
 
 
 @pytest.mark.parametrize(("k", "p"), [(None, None), (50, 0.9)])
@@ -117,41 +109,35 @@ def test_the_first_nan_is_drawn_whatever_the_limits(
     logits[1, 9] = -torch.tensor(torch.nan)  # its sign means nothing
     logits[2, [3, 8]] = torch.tensor([torch.inf, torch.nan], device=device)
     logits[3] = torch.nan
-    top_k = None if k is None else full(k, 5, device, torch.int32)
-    top_p = None if p is None else full(p, 5, device)
-    for heat in (full(0.8, 5, device), full(0.0, 5, device)):
-        at = state(3, 4, device)
-        found = sample(logits, at, heat, top_k, top_p)
+    for heat in (0.8, 0.0):
+        given = state(3, 4, device), full(heat, 5, device), *limits_of(k, p, 5, device)
+        found = sample(logits, *given)
         assert found[:4].tolist() == greedy(logits)[:4].tolist() == [7, 9, 8, 0]
-        assert torch.equal(found, ref.sample(logits, at, heat, top_k, top_p))
+        assert torch.equal(found, ref.sample(logits, *given))
 
 
 @pytest.mark.parametrize(("k", "p"), [(None, None), (50, 0.9)])
 def test_temperatures_that_cannot_divide_are_greedy(
     k: int | None, p: float | None, device: torch.device
 ) -> None:
-    logits, at = torch.randn(4, 300, device=device) * 20, state(3, 4, device)
+    logits = torch.randn(4, 300, device=device) * 20
     heat = torch.tensor([1e-40, 1e-31, 1e-30, torch.nan], device=device)
-    top_k = None if k is None else full(k, 4, device, torch.int32)
-    top_p = None if p is None else full(p, 4, device)
-    found = sample(logits, at, heat, top_k, top_p)
-    assert torch.equal(found, ref.sample(logits, at, heat, top_k, top_p))
+    given = state(3, 4, device), heat, *limits_of(k, p, 4, device)
+    found = sample(logits, *given)
+    assert torch.equal(found, ref.sample(logits, *given))
     assert torch.equal(found, greedy(logits))
 
 
 def test_a_flat_nucleus_takes_several_rounds(device: torch.device) -> None:
     """With p = 0.01 of 300 nearly equal logits almost every candidate is refused."""
     logits = torch.linspace(0, 1e-3, 300, device=device).expand(5, -1).contiguous()
-    heat, top_p = full(1.0, 5, device), full(0.01, 5, device)
-    at = state(3, 0, device)
-    found = sample(logits, at, heat, None, top_p)
-    assert_drawn(found, logits, at, heat, None, top_p)
+    given = state(3, 0, device), full(1.0, 5, device), None, full(0.01, 5, device)
+    found = sample(logits, *given)
+    assert_drawn(found, logits, *given)
     assert (found >= 296).all()
 
 
-def test_a_seed_and_step_draw_the_same_and_another_step_not(
-    device: torch.device,
-) -> None:
+def test_a_seed_and_step_draw_the_same_and_another_step_not(device: torch.device) -> None:
     logits, heat = torch.zeros(4, 1000, device=device), full(1.0, 4, device)
     draws = [sample(logits, state(5, step, device), heat).tolist() for step in (0, 0, 1, 1 << 32)]
     assert draws[0] == draws[1]
@@ -159,24 +145,14 @@ def test_a_seed_and_step_draw_the_same_and_another_step_not(
     assert len(set(draws[0])) > 1  # rows are independent
 
 
-def test_zeros_of_both_signs_share_their_fate(device: torch.device) -> None:
-    logits = torch.full((40, 8), -1.0, device=device)
-    logits[:, 2], logits[:, 5] = 0.0, -0.0
-    at, heat, top_k = state(1, 1, device), full(1.0, 40, device), full(1, 40, device, torch.int32)
-    found = sample(logits, at, heat, top_k)
-    assert torch.equal(found, ref.sample(logits, at, heat, top_k))
-    assert set(found.tolist()) == {2, 5}
-
-
 @pytest.mark.parametrize("least", [1e38, -3e38])
 def test_logits_that_overflow_leave_the_nucleus_its_largest(
     least: float, device: torch.device
 ) -> None:
     logits = torch.linspace(least, least + 2e38, 300, device=device).expand(4, -1)
-    at, heat, top_p = state(3, 4, device), full(0.1, 4, device), full(0.9, 4, device)
-    found = sample(logits, at, heat, None, top_p)
-    assert torch.equal(found, ref.sample(logits, at, heat, None, top_p))
-    assert torch.equal(found, greedy(logits))
+    given = state(3, 4, device), full(0.1, 4, device), None, full(0.9, 4, device)
+    found = sample(logits, *given)
+    assert torch.equal(found, ref.sample(logits, *given)) and torch.equal(found, greedy(logits))
 
 
 def test_philox_gives_the_published_numbers() -> None:
@@ -205,24 +181,18 @@ def test_kept_is_what_transformers_keeps() -> None:
         scores = process.TemperatureLogitsWarper(heat)(None, logits)
         scores = process.TopKLogitsWarper(k)(None, scores)
         scores = process.TopPLogitsWarper(p)(None, scores)
-        mine = kept(
-            logits, full(heat, 20, logits.device), torch.full((20,), k), torch.full((20,), p)
-        )
+        mine = kept(logits, *(torch.full((20,), x) for x in (heat, k, p)))
         assert torch.equal(mine, scores > -torch.inf)
 
 
 def _compile(V: int, dtype=torch.float32) -> None:
     meta = torch.device("meta")
-    limits = full(1, 4, meta, torch.int32), full(1, 4, meta)
-    at = torch.empty(2, dtype=torch.int64, device=meta)
-    logits = torch.empty(4, V, device=meta, dtype=dtype)
-    sample(logits, at, full(1, 4, meta), *limits)
+    at, logits = torch.empty(2, device=meta).long(), torch.empty(4, V, device=meta, dtype=dtype)
+    sample(logits, at, full(1, 4, meta), full(1, 4, meta, torch.int32), full(1, 4, meta))
 
 
 COMPILES = [
     ("greedy", lambda: greedy(torch.empty(4, 163_840, device="meta", dtype=torch.bfloat16))),
     ("top-k and top-p", lambda: _compile(129_280)),
 ]
-COMPILES_ON_A_GPU = [
-    ("top-k and top-p, bfloat16", lambda: _compile(163_840, torch.bfloat16)),
-]
+COMPILES_ON_A_GPU = [("top-k and top-p, bfloat16", lambda: _compile(163_840, torch.bfloat16))]

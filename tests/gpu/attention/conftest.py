@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from pykernels.gpu.attention import gqa_decode_fp8, select
 from pykernels.gpu.attention.hopper import gqa_decode, mla_decode, mla_split_kv, prefill
 from pykernels.gpu.common import launch
 
-from ..gluon_shim import interpreted
+from ..gluon_shim import interpret
 
 KERNELS = (
     (gqa_decode_fp8, "gqa_decode_fp8"),
@@ -24,25 +22,12 @@ KERNELS = (
 )
 
 
-class Interpreted:
-    """A kernel that is made for the interpreter when it is launched, which takes half a second."""
-
-    def __init__(self, kernel: Any, without: str | None) -> None:
-        self.make = functools.cache(lambda: interpreted(kernel, without))
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        launch: Callable[..., None] = self.make()[grid]
-        return launch
-
-
 @pytest.fixture
 def gluon(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Call it with a name of Gluon's that shall do nothing, in the interpreter."""
-    kernels = [(module, name, getattr(module, name)) for module, name in KERNELS]
 
     def put(without: str | None = None) -> None:
-        for module, name, kernel in kernels:
-            monkeypatch.setattr(module, name, Interpreted(kernel, without))
+        interpret(monkeypatch, *KERNELS, without=without)
 
     if launch.interpreted():
         monkeypatch.setattr(select, "decode_kernel_runs", lambda *given: True)

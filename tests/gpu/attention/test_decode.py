@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from pykernels import ref
-from pykernels.gpu.attention import gqa_decode as gqa_module
 from pykernels.gpu.attention.gqa_decode import gqa_decode
 from pykernels.gpu.attention.mla_decode import mla_decode
 from pykernels.gpu.plans.attention import DecodePlan
@@ -19,6 +18,7 @@ from ..caches import BF16, FP8
 from .inputs import check, gqa_inputs, meta, mla_inputs
 
 SMALL = DecodePlan(rows=16, keys=16, warps=4, stages=1)
+SCORES = replace(SMALL, split_scores=True)
 
 
 def split(ctas_per_sm: int) -> DecodePlan:
@@ -34,13 +34,8 @@ MLA = [
     ({"lengths": [90, 17], "fp8": True}, SMALL, "E4M3 latents beside bf16 rope"),
     ({"lengths": [40], "softcap": 2.0}, SMALL, "capped scores"),
     ({"lengths": [90], "page": 4}, SMALL, "pages smaller than a block"),
-    ({"lengths": [90], "page": 64}, SMALL, "pages larger than a block"),
-    (
-        {"lengths": [90, 33]},
-        replace(SMALL, split_scores=True),
-        "the products as Hopper's plan orders them",
-    ),
-    ({"lengths": [90], "fp8": True}, replace(SMALL, split_scores=True), "the same with E4M3"),
+    ({"lengths": [90, 33]}, SCORES, "the products as Hopper's plan orders them"),
+    ({"lengths": [90], "fp8": True}, SCORES, "the same with E4M3"),
     ({"lengths": [90]}, split(0), "one split a sequence: no combining"),
     ({"lengths": [90]}, split(9), "more splits than blocks"),
     ({"lengths": [150, 3, 0, 17]}, split(4), "a long sequence beside short ones"),
@@ -64,7 +59,6 @@ GQA = [
     ({"lengths": [90, 10], "window": 20, "S": 3}, SMALL, "each new token has its own window"),
     ({"lengths": [67, 68, 51, 36], "window": 20}, SMALL, "windows from a block's last key, first"),
     ({"lengths": [69, 70], "window": 20, "S": 3}, SMALL, "the first token's window is the widest"),
-    ({"lengths": [40], "window": 1}, SMALL, "a window of the token itself"),
     ({"lengths": [40], "softcap": 2.0}, SMALL, "capped scores"),
     ({"lengths": [90, 17], "fp8": True}, SMALL, "E4M3 with a scale a token and head"),
     ({"lengths": [90], "page": 4, "window": 33}, SMALL, "pages smaller than a block"),
@@ -72,11 +66,7 @@ GQA = [
     ({"lengths": [90, 5]}, split(9), "more splits than blocks"),
     ({"lengths": [250, 3, 90], "window": 100}, split(4), "splits by what the window leaves"),
     ({"lengths": [75, 20]}, replace(SMALL, rows=64, keys=32), "a wide tile"),
-    (
-        {"lengths": [1] * 33 + [100], "NH": 2, "KVH": 1},
-        split(9),
-        "a long sequence beside more than 32",
-    ),
+    ({"lengths": [1] * 33 + [100], "NH": 2, "KVH": 1}, split(9), "a long one beside 33"),
 ]
 
 
@@ -103,27 +93,14 @@ def test_rows_of_zeros_may_have_a_scale_of_zero(device) -> None:
     """A quantizer that does not guard itself makes such: they are values like others."""
     inputs, options = gqa_inputs([40, 9], device, fp8=True)
     page = int(inputs[3][0, 0])
-    for x, name in ((inputs[1], "k_scale"), (inputs[2], "v_scale")):
+    for x in (*inputs[1:3], options["k_scale"], options["v_scale"]):
         x.view(torch.uint8)[page, :5] = 0
-        options[name][page, :5] = 0
     check(gqa_decode, ref.gqa_decode, (inputs, options), plan=SMALL)
     inputs, options = mla_inputs([40, 9], device, fp8=True)
     page = int(inputs[4][0, 0])
     inputs[2].view(torch.uint8)[page, :5] = 0
     options["latent_scale"][page, :5] = 0
     check(mla_decode, ref.mla_decode, (inputs, options), plan=SMALL)
-
-
-def test_a_plan_is_selected_by_the_keys_within_the_window(
-    device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shapes = []
-    monkeypatch.setattr(gqa_module, "select_decode", lambda op, x, *_: shapes.append(x) or SMALL)
-    inputs, options = gqa_inputs([90], device, S=2)
-    for how in ({"window": 20}, {"window": 500}, {"max_length": 95}):
-        gqa_decode(*inputs, **options, **how)
-    room = inputs[3].shape[1] * 16
-    assert [(x.context, x.window) for x in shapes] == [(21, 20), (room, 500), (95, 0)]
 
 
 def test_queries_need_not_be_contiguous(device) -> None:
@@ -149,22 +126,23 @@ def _compile_mla(NH: int, fp8: bool = False, page: int = 64) -> None:
 
 def _compile_gqa(NH: int, D: int, fp8: bool = False, **options: Any) -> None:
     kind, scale = (FP8, meta(9, 64, 8, dtype=torch.float32)) if fp8 else (BF16, None)
-    caches = [meta(9, 64, 8, D, dtype=kind)] * 2
     where = (meta(2, 99, dtype=torch.int32), meta(2, dtype=torch.int32))
     options |= {"scale": 0.1, "k_scale": scale, "v_scale": scale}
-    gqa_decode(meta(2, NH, D), *caches, *where, **options)
+    gqa_decode(meta(2, NH, D), *[meta(9, 64, 8, D, dtype=kind)] * 2, *where, **options)
 
 
 _BOTH = {"window": 99, "softcap": 9.0}
 COMPILES = [
     ("MLA, 128 heads", lambda: _compile_mla(128)),
-    ("MLA, 16 heads", lambda: _compile_mla(16)),
-    ("MLA, 128 heads, E4M3", lambda: _compile_mla(128, fp8=True)),
     ("MLA, 16 heads, E4M3, small pages", lambda: _compile_mla(16, fp8=True, page=16)),
     ("GQA, D 128", lambda: _compile_gqa(32, 128)),
     ("GQA, D 128, E4M3", lambda: _compile_gqa(32, 128, fp8=True)),
-    ("GQA, D 128, E4M3, 16 rows, window, cap", lambda: _compile_gqa(128, 128, True, **_BOTH)),
     ("GQA, D 96, E4M3", lambda: _compile_gqa(32, 96, fp8=True)),
+]
+COMPILES_ON_A_GPU = [
+    ("MLA, 16 heads", lambda: _compile_mla(16)),
+    ("MLA, 128 heads, E4M3", lambda: _compile_mla(128, fp8=True)),
+    ("GQA, D 128, E4M3, 16 rows, window, cap", lambda: _compile_gqa(128, 128, True, **_BOTH)),
     ("GQA, D 256, window, cap", lambda: _compile_gqa(16, 256, **_BOTH)),
     ("GQA, D 96, many query heads", lambda: _compile_gqa(256, 96)),
 ]
@@ -175,14 +153,12 @@ COMPILES = [
 FULL_MLA = [
     ({"lengths": [8192], "NH": 128}, "DeepSeek V3, one sequence"),
     ({"lengths": [4096, 77, 0, 9000, 1, 64, 65, 2000], "NH": 128}, "a ragged batch of eight"),
-    ({"lengths": [5000, 300], "NH": 64}, "Kimi K2"),
     ({"lengths": [5000, 300, 20], "NH": 16}, "DeepSeek V2 Lite"),
     ({"lengths": [3000, 7], "NH": 40}, "heads that do not fill a tile"),
     ({"lengths": [3000, 700], "NH": 32, "S": 4}, "four new tokens"),
     ({"lengths": [5000, 300], "NH": 128, "fp8": True}, "E4M3 latents, many heads"),
     ({"lengths": [5000, 300], "NH": 16, "fp8": True}, "E4M3 latents, few heads"),
     ({"lengths": [700, 1, 64, 300], "NH": 40, "S": 2, "fp8": True}, "E4M3, two new tokens"),
-    ({"lengths": [5000, 300], "NH": 64, "fp8": True, "page": 256}, "E4M3, large pages"),
     ({"lengths": [5000, 300], "NH": 128, "fp8": True, "page": 16}, "E4M3, small pages, many heads"),
     ({"lengths": [5000, 300], "NH": 16, "fp8": True, "page": 16}, "E4M3, small pages, few heads"),
     ({"lengths": [5000, 300], "NH": 128, "page": 16}, "small pages"),
@@ -200,27 +176,16 @@ GQA_SIZES: dict[str, Any] = {"NH": 32, "KVH": 8, "D": 128, "page": 64}
 FULL_GQA = [
     ({"lengths": [32768]}, "Qwen3, Mixtral"),
     ({"lengths": [4096, 77, 0, 9000, 1, 64, 65], "NH": 64, "KVH": 4, "D": 128}, "ragged, G = 16"),
-    ({"lengths": [3000, 70], "NH": 96, "KVH": 8, "D": 128}, "GLM 4.5: G = 12"),
-    ({"lengths": [3000, 70], "NH": 16, "KVH": 16, "D": 128}, "multi-head"),
     ({"lengths": [3000, 70], "NH": 64, "KVH": 8, "D": 64}, "heads of 64"),
     ({"lengths": [3000, 70], "NH": 8, "KVH": 4, "D": 256, "softcap": 50.0}, "heads of 256, capped"),
     ({"lengths": [3000, 70], "window": 1000}, "a window"),
     ({"lengths": [2147, 2148, 2149], "S": 2, "window": 99}, "windows at the edge of a block"),
-    (
-        {"lengths": [163, 164, 165], "window": 100, "fp8": True},
-        "windows at the edge of a block, E4M3",
-    ),
+    ({"lengths": [163, 164, 165], "window": 100, "fp8": True}, "windows at an edge, E4M3"),
     ({"lengths": [3000, 70], "S": 8}, "eight new tokens"),
     ({"lengths": [3000, 70], "fp8": True}, "E4M3"),
     ({"lengths": [3000, 70], "fp8": True, "page": 16}, "E4M3, small"),
-    (
-        {"lengths": [4096, 0, 9000, 1, 65], "NH": 64, "KVH": 4, "D": 128, "fp8": True},
-        "E4M3, G = 16",
-    ),
-    (
-        {"lengths": [3000, 70], "S": 2, "fp8": True, "window": 1000},
-        "E4M3, two new tokens, a window",
-    ),
+    ({"lengths": [4096, 0, 9000, 1, 65], "NH": 64, "KVH": 4, "fp8": True}, "E4M3, G = 16"),
+    ({"lengths": [3000, 70], "S": 2, "fp8": True, "window": 1000}, "E4M3, two tokens, a window"),
     ({"lengths": [3000, 70], "page": 16}, "small pages"),
     ({"lengths": [3000, 70], "NH": 32, "KVH": 8, "D": 96}, "heads of 96"),
 ]

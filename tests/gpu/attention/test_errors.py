@@ -44,23 +44,16 @@ BAD_DECODE: list[tuple[str, Callable[[Any], Any], str]] = [
     ("q", lambda x: x[0], r"q is \[8, 32\]"),
     ("q", lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), "q has strides"),
     ("q", lambda x: x[:, :7], "7 query heads on 2 KV heads"),
-    ("k", lambda x: x.half(), "k is torch.float16"),
-    ("k", lambda x: x[:, :12], "k has strides"),
     ("k", lambda x: x[:, :12].contiguous(), "pages of 12 tokens"),
     ("k", lambda x: x.to(FP8), "k_scale is not"),
     ("v", lambda x: x[:5].contiguous(), "v has 5 pages"),
     ("v", lambda x: x[..., :16].contiguous(), r"v is \[6, 16, 2, 16\]"),
     ("page_table", lambda x: x.long(), "page table is torch.int64"),
-    ("page_table", lambda x: x[:1], "page table"),
-    ("lengths", lambda x: x.long(), "lengths are torch.int64"),
     ("lengths", lambda x: x.repeat(2)[::2], "lengths are"),
     ("scale", lambda x: float("nan"), "scale of nan"),
-    ("scale", lambda x: torch.tensor(0.1), "a scale of tensor"),
     ("window", lambda x: 0, "window of 0"),
-    ("window", lambda x: 2.5, "window of 2.5"),
     ("softcap", lambda x: float("inf"), "softcap of inf"),
     ("k_scale", lambda x: torch.ones(6, 16, 2), "k_scale is given"),
-    ("out", lambda x: torch.zeros(2, 8, 32), "out is torch.float32"),
     ("out", lambda x: torch.zeros(2, 8, 16, dtype=BF16), "out is"),
 ]
 
@@ -84,17 +77,17 @@ def test_gqa_decode(name: str, spoil: Callable[[Any], Any], complaint: str, devi
 def test_keys_and_values_of_two_dtypes(narrow: str, complaint: str, device) -> None:
     with pytest.raises(PykernelsError, match=complaint):
         gqa_decode.gqa_decode(**e4m3(decode_arguments(device), narrow))
-    n = torch.ones(1, dtype=torch.int32, device=device)
-    paged, rows = ({"page_table": n[:, None] * 0}, (1, 4, 2, 32)), ({"k_starts": n}, (4, 2, 32))
-    for where, shape in (paged, rows):
-        given: dict[str, Any] = {"k": zeros(device, *shape), "v": zeros(device, *shape)}
-        given[narrow] = given[narrow].to(FP8)
-        scale = torch.ones(shape[:-1], device=device) if narrow == "k" else None
-        given |= {"k_scale": scale, "v_scale": scale, "scale": 1.0}
-        given |= {"q": zeros(device, 4, 2, 32), "batch": Ragged(n, n, n, 1, **where)}
-        with pytest.raises(PykernelsError, match=complaint) as refused:
-            gqa_prefill.gqa_prefill(**given)
-        assert gqa_prefill.supports(given.pop("q"), **given) == refused.value.cause
+    n, q = torch.ones(1, dtype=torch.int32, device=device), zeros(device, 4, 2, 32)
+    for where, shape in (
+        ({"page_table": n[:, None] * 0}, (1, 4, 2, 32)),
+        ({"k_starts": n}, q.shape),
+    ):
+        given = e4m3({"k": zeros(device, *shape), "v": zeros(device, *shape)}, narrow)
+        given = (
+            given | {"v_scale": given["k_scale"]} if narrow == "k" else given | {"v_scale": None}
+        )
+        with pytest.raises(PykernelsError, match=complaint):
+            gqa_prefill.gqa_prefill(q, batch=Ragged(n, n, n, 1, **where), scale=1.0, **given)
 
 
 def test_scales_with_gaps(device) -> None:
@@ -106,12 +99,7 @@ def test_scales_with_gaps(device) -> None:
 
 @pytest.mark.parametrize(
     ("L", "R", "heads", "why"),
-    [
-        (48, 16, 16, "latents of 48"),
-        (1024, 64, 16, r"latents of 1024 \+ 64"),
-        (512, 128, 16, r"latents of 512 \+ 128"),
-        (64, 16, 3, "do not match"),
-    ],
+    [(48, 16, 16, "latents of 48"), (512, 128, 16, r"512 \+ 128"), (64, 16, 3, "do not match")],
 )
 def test_mla_decode(L: int, R: int, heads: int, why: str, device) -> None:
     q, rope = zeros(device, 1, 16, L), zeros(device, 1, heads, R)
@@ -123,38 +111,34 @@ def test_mla_decode(L: int, R: int, heads: int, why: str, device) -> None:
 
 
 def test_mla_prefill(device) -> None:
-    n = torch.ones(1, dtype=torch.int32, device=device)
-    batch, k = Ragged(n, n, n, 1, k_starts=n), zeros(device, 1, 16, 64)
+    n, k = torch.ones(1, dtype=torch.int32, device=device), zeros(device, 1, 16, 64)
     for R, why in ((64, None), (128, "a rotated part of 128")):
-        rope = zeros(device, 1, 16, R)
+        rope, batch = zeros(device, 1, 16, R), Ragged(n, n, n, 1, k_starts=n)
         assert mla_prefill.supports(k, rope, k, rope[:, 0], k, batch, scale=1.0) == why
 
 
 def test_ragged() -> None:
     n = torch.ones(2, dtype=torch.int32)
-    for broken in ({}, {"k_starts": n, "page_table": n[:, None]}):
-        with pytest.raises(PykernelsError, match="a start each or a page table"):
+    for broken, why in (({}, "a start each or a"), ({"page_table": n}, "page table is")):
+        with pytest.raises(PykernelsError, match=why):
             Ragged(n, n, n, 1, **broken)
-    with pytest.raises(PykernelsError, match="page table is"):
-        Ragged(n, n, n, 1, page_table=n)
 
 
 def test_gqa_prefill(device) -> None:
     n = torch.ones(1, dtype=torch.int32, device=device)
     batch = Ragged(n, n, n, 1, k_starts=n)
     q, k = (zeros(device, 4, heads, 32) for heads in (6, 4))
-    narrow, scale = k.to(FP8), torch.ones(4, 4, device=device)
-    scales = {"k_scale": scale, "v_scale": scale}
     assert gqa_prefill.supports(q[:, :4], k, k, batch, scale=1.0) is None
-    for given, options, why in (
-        ((q, k, k), {}, "6 query heads on 4 KV heads"),
-        ((q, k, k[:3]), {}, "do not match"),
-        ((q.float(), k, k), {}, "q is torch.float32"),
-        ((q[:, :4], narrow, narrow), scales, "e4m3fn without pages"),
+    narrow = e4m3({"k": k, "v": k}, "k", "v") | {"scale": 1.0}
+    for given, why in (
+        ({"q": q, "k": k, "v": k, "scale": 1.0}, "6 query heads on 4 KV heads"),
+        ({"q": q, "k": k, "v": k[:3], "scale": 1.0}, "do not match"),
+        ({"q": q.float(), "k": k, "v": k, "scale": 1.0}, "q is torch.float32"),
+        ({"q": q[:, :4], **narrow}, "e4m3fn without pages"),
     ):
         with pytest.raises(PykernelsError, match=why) as refused:
-            gqa_prefill.gqa_prefill(*given, batch, scale=1.0, **options)
-        assert gqa_prefill.supports(*given, batch, scale=1.0, **options) == refused.value.cause
+            gqa_prefill.gqa_prefill(batch=batch, **given)
+        assert gqa_prefill.supports(batch=batch, **given) == refused.value.cause
 
 
 def test_numbers_of_numpy_are_numbers(device) -> None:
@@ -163,7 +147,3 @@ def test_numbers_of_numpy_are_numbers(device) -> None:
     given = decode_arguments(device) | {"q": torch.randn(2, 8, 32, device=device).to(BF16)}
     expected = gqa_decode.gqa_decode(**given | ours)
     assert torch.equal(gqa_decode.gqa_decode(**given | theirs), expected)
-    n = torch.full((1,), 4, dtype=torch.int32, device=device)
-    x, batch = torch.randn(4, 2, 32, device=device).to(BF16), Ragged(n - 4, n, n, 4, k_starts=n - 4)
-    found, expected = (gqa_prefill.gqa_prefill(x, x, x, batch, **how) for how in (theirs, ours))
-    assert torch.equal(found, expected)

@@ -14,13 +14,10 @@ from pykernels.gpu.attention.kv_write import kv_write, mla_write
 
 from ..caches import BF16
 from ..caches import FP8 as E4M3
+from ..ops import bits
 from .inputs import meta
 
 Caches = list[torch.Tensor | None]
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(torch.uint8)
 
 
 def poison(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -48,8 +45,7 @@ def assert_writes_alike(op: str, given: tuple[torch.Tensor, ...], made: Callable
     {"mla_write": mla_write, "kv_write": kv_write}[op](*given, *mine)
     getattr(ref, op)(*given, *theirs)
     for found, truth in zip(mine, theirs, strict=True):
-        if found is not None:
-            assert truth is not None and torch.equal(bits(found), bits(truth))
+        assert found is truth is None or torch.equal(bits(found), bits(truth))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -75,7 +71,7 @@ def test_mla_write(
 
 
 @pytest.mark.parametrize("eight", [False, True])
-@pytest.mark.parametrize(("T", "KVH", "D"), [(1, 1, 64), (7, 8, 128), (3, 5, 96), (2, 40, 256)])
+@pytest.mark.parametrize(("T", "KVH", "D"), [(1, 1, 64), (3, 5, 96), (2, 40, 256)])
 def test_kv_write(T: int, KVH: int, D: int, eight: bool, device: torch.device) -> None:
     k, v = (rows(T, KVH, D, dtype=torch.bfloat16, device=device) for _ in range(2))
 
@@ -108,7 +104,6 @@ def test_what_is_no_number_has_no_part_in_a_scale(device: torch.device) -> None:
 
 REFUSED: list[tuple[str, Callable[[torch.device], dict[str, torch.Tensor]]]] = [
     ("float slots", lambda d: {"slots": torch.zeros(2, device=d)}),
-    ("a slot too few", lambda d: {"slots": torch.arange(1, device=d)}),
     ("slots with gaps", lambda d: {"slots": torch.arange(4, device=d)[::2]}),
     ("a cache of another width", lambda d: {"latent_cache": torch.zeros(1, 8, 65, device=d)}),
     ("a cache of other pages", lambda d: {"rope_cache": torch.zeros(2, 4, 16, device=d)}),
@@ -116,7 +111,6 @@ REFUSED: list[tuple[str, Callable[[torch.device], dict[str, torch.Tensor]]]] = [
     ("scales without E4M3", lambda d: {"latent_scale": torch.zeros(1, 8, device=d)}),
     ("rows of nothing", lambda d: {
         "rope": torch.zeros(2, 0, device=d), "rope_cache": torch.zeros(1, 8, 0, device=d)}),
-    ("a cache of integers", lambda d: {"rope_cache": torch.zeros(1, 8, 16, device=d).int()}),
 ]  # fmt: skip
 
 

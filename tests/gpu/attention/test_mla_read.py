@@ -18,7 +18,6 @@ from .inputs import meta
 
 SIZES = [
     ([0], 16, 32, 8),
-    ([1], 16, 32, 8),
     ([16, 0, 33], 16, 40, 24),  # a whole page, none, three
     ([5, 70], 64, 512, 64),
     pytest.param([4000, 1, 32768], 64, 512, 64, marks=pytest.mark.gpu),
@@ -48,7 +47,6 @@ REFUSED: list[tuple[str, Callable[[torch.device], dict[str, Any]]]] = [
     ("E4M3 without scales", lambda d: {"latent": torch.zeros(2, 16, 64, device=d).to(E4M3)}),
     ("scales without E4M3", lambda d: {"latent_scale": torch.zeros(2, 16, device=d)}),
     ("other pages", lambda d: {"rope": torch.zeros(2, 8, 8, device=d, dtype=BF16)}),
-    ("latents of nothing", lambda d: {"latent": torch.zeros(2, 16, 0, device=d, dtype=BF16)}),
     ("another dtype", lambda d: {"rope": torch.zeros(2, 16, 8, device=d)}),
     ("int64 lengths", lambda d: {"lengths": torch.zeros(1, device=d).long()}),
     ("starts of more", lambda d: {"starts": torch.zeros(2, device=d).int()}),
@@ -78,4 +76,5 @@ def _read(dtype: torch.dtype) -> None:
     mla_read(meta(99, 64, 512, dtype=dtype), meta(99, 64, 64), *where, scale)
 
 
-COMPILES = [("bf16", lambda: _read(BF16)), ("e4m3", lambda: _read(E4M3))]
+COMPILES = [("e4m3", lambda: _read(E4M3))]
+COMPILES_ON_A_GPU = [("bf16", lambda: _read(BF16))]

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from .. import gluon_roles
 from .test_prefill import run_gqa, run_mla, warp_specialized
 
 PREFILL = [
@@ -36,15 +35,10 @@ def test_prefill_with_a_rotated_part(keys: int, device, hopper) -> None:
 
 
 @pytest.mark.parametrize("without", ["fence_async_shared", "wait", "arrive"])
-def test_what_is_missing_is_noticed(
-    without: str, device, hopper, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_missing_is_noticed(without: str, device, hopper) -> None:
     if device.type == "cuda":
         pytest.skip("for the interpreter")
-    if without == "fence_async_shared":
-        hopper(without)
-    else:
-        monkeypatch.setattr(gluon_roles.MBarriers, without, lambda *args, **options: None)
+    hopper(without)
     with pytest.raises(Exception, match=r"fence|wait"):
         run_gqa(device, [150], [150], NH=1, KVH=1, D=64, plan=warp_specialized(64))
 

@@ -1,4 +1,4 @@
-"""Split-KV: how many splits, which is whose, and how MLA's results of them become one."""
+"""Split-KV: how MLA's results of its splits, float16 by tiles, become one."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from pykernels import ref
 from pykernels.gpu.attention.mla_decode import mla_decode
 from pykernels.gpu.attention.mla_split_kv import TilePartials
-from pykernels.gpu.attention.online_softmax import find_split, load_lengths
 from pykernels.gpu.plans.attention import DecodePlan
 from pykernels.testing import relative_error
 
@@ -22,67 +19,6 @@ from ..caches import BF16
 from .inputs import mla_inputs
 
 PLAN = DecodePlan(rows=64, keys=64, warps=8, stages=1, ctas_per_sm=9, warp_specialized=True)
-
-
-def test_splits_fill_the_gpu_once_and_know_no_lengths() -> None:
-    plan = replace(PLAN, ctas_per_sm=1)
-    assert plan.total_splits(1, 2, 66 * 640, 132) == 66
-    assert plan.total_splits(1, 2, 1 << 16, 132) == 64  # 16 blocks each: two more would be empty
-    assert replace(plan, min_blocks=3).total_splits(1, 2, 1 << 13, 132) == 43
-    assert plan.total_splits(100, 2, 1 << 16, 132) == 100  # more sequences than room
-    assert replace(plan, ctas_per_sm=32).total_splits(65, 2, 1 << 16, 132) == 65  # one each fills
-    assert replace(plan, ctas_per_sm=32).total_splits(64, 2, 1 << 16, 132) > 64
-    assert plan.total_splits(1, 1, 100, 132) == 2  # no more than there are blocks
-
-
-@triton.jit
-def _find_all(
-    length_ptr, out, B, total_splits, S, window,
-    KEYS: tl.constexpr, BATCH: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    at = tl.program_id(0)
-    i, lengths = load_lengths(length_ptr, B, BATCH)
-    b, length, split, num_splits = find_split(
-        i, lengths, at, B, total_splits, S, window, KEYS, WINDOW
-    )
-    tl.store(out + at * 4, b)
-    tl.store(out + at * 4 + 1, length)
-    tl.store(out + at * 4 + 2, split)
-    tl.store(out + at * 4 + 3, num_splits)
-
-
-SPLITS = [
-    ([700, 0, 64, 65, 1], 40, 1, 0, "ragged, an empty sequence, no window"),
-    ([0, 0], 9, 1, 0, "no keys at all"),
-    ([191, 192, 193, 640], 33, 1, 128, "a window that begins at a block's edge and beside it"),
-    ([192, 193, 194, 129], 33, 2, 128, "the same for two tokens"),
-    ([500] * 7, 7, 1, 100, "one each"),
-]
-
-
-@pytest.mark.parametrize(
-    ("lengths", "total", "S", "window", "why"), SPLITS, ids=[row[-1] for row in SPLITS]
-)
-def test_every_split_of_every_sequence_is_found_once(
-    lengths: list[int], total: int, S: int, window: int, why: str, device: torch.device
-) -> None:
-    keys = 64
-    firsts = [max(0, n - S + 1 - window) // keys * keys if window else 0 for n in lengths]
-    blocks = [-(-(n - first) // keys) for n, first in zip(lengths, firsts, strict=True)]
-    counts = [1 + (total - len(lengths)) * n // max(sum(blocks), 1) for n in blocks]
-    pairs = enumerate(zip(lengths, counts, strict=True))
-    expected = [[b, length, i, count] for b, (length, count) in pairs for i in range(count)]
-    assert len(expected) <= total
-    given = torch.tensor(lengths, dtype=torch.int32, device=device)
-    out = torch.full((total, 4), -1, dtype=torch.int32, device=device)
-    _find_all[(total,)](
-        given, out, len(lengths), total, S, window, KEYS=keys, BATCH=32, WINDOW=window > 0
-    )
-    assert out[: len(expected)].tolist() == expected
-    assert out[len(expected) :, 3].eq(0).all()  # nothing to do
-
-
-# --- MLA's results, as float16 by tiles
 
 
 def as_documented(partials: TilePartials) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
-
-from pykernels import ref
 
 from ..ops import AROUND, Op, Tensors, bits
 from ..ops_attention import ATTENTION
 from ..ops_products import PRODUCTS
-
-HERE = Path(__file__).parents[1]
-TABLES = ("ops", "ops_attention", "ops_products")
-HOST = {"rope_frequencies", "yarn_frequencies", "yarn_scale"}
-"""Made once, on the host."""
 
 OPS = (*AROUND, *PRODUCTS, *ATTENTION)
 
@@ -53,11 +43,3 @@ def test_a_replay_has_the_bits_of_an_eager_call(op: Op, device: torch.device) ->
             assert torch.equal(found, bits(eager))
         seen.append(torch.cat(replayed))
     assert not torch.equal(*seen)  # the inputs did change
-
-
-def test_every_op_has_a_row() -> None:
-    """What has a definition in ``ref`` and a kernel is called by some row."""
-    rows = "".join((HERE / f"{name}.py").read_text() for name in TABLES)
-    defined = {name for name in ref.__all__ if callable(getattr(ref, name))}
-    called = set(re.findall(r"(?<!\w)(\w+)\(", rows))
-    assert defined > HOST and not defined - HOST - called

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[3]
+from ..uninterpreted import ROOT, run_module
+
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in Path(__file__).parents[1].rglob("test_*.py")
@@ -26,29 +25,15 @@ MOST_STACK = 256
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory that a program may have, by compute capability."""
-ARCHS = [
-    pytest.param(arch, marks=[] if arch == 90 else [pytest.mark.gpu])  # a minute each
-    for arch in SHARED
-]
+ARCHS = [pytest.param(arch, marks=[pytest.mark.gpu] * (arch != 90)) for arch in SHARED]  # a minute
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_compiles(arch: int) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     jobs = max(1, len(os.sched_getaffinity(0)) // 4)  # there may be other tests beside this one
     options = ["--arch", str(arch), "--jobs", str(jobs), *["--all"] * torch.cuda.is_available()]
-    command = [sys.executable, "-m", "tests.gpu.compiles", *options]
-    result = subprocess.run(
-        [*command, *MODULES],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    rows = [json.loads(line) for line in result.stdout.splitlines()]
-    failed = [row for row in rows if "why" in row]
-    assert result.returncode == 0 and rows, f"{failed}\n{result.stderr[-2000:]}"
+    printed = run_module("compiles", *options, *MODULES, timeout=900)
+    rows = [json.loads(line) for line in printed.splitlines()]
     assert {row["module"] for row in rows} == set(MODULES)
     too_large = [row for row in rows if row["shared"] > SHARED[arch] * 1024]
     assert not too_large, too_large

@@ -32,13 +32,9 @@ def _quantize(values, codes, N: tl.constexpr):
     tl.store(codes + i, float_to_e4m3(tl.load(values + i)))
 
 
-def _codes(device: torch.device) -> torch.Tensor:
-    return torch.arange(256, dtype=torch.uint8, device=device)
-
-
 @pytest.mark.parametrize("to", ["float32", "bf16", "float16"])
 def test_all_256_codes_are_dequantized_exactly(to: str, device: torch.device) -> None:
-    codes = _codes(device)
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
     values = torch.full((256,), torch.inf, device=device)
     _dequantize[(1,)](codes, values, to, BITS)
     truth = codes.view(FP8).float()

@@ -5,8 +5,7 @@ The right bits are those of the same chain with each launch behind the end of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -39,9 +38,9 @@ Chain = Callable[[], torch.Tensor]
 which is the next round's input. It depends on nothing that another call has left."""
 
 
-@contextmanager
-def one_at_a_time() -> Iterator[list[str]]:
-    """Each launch of ours ends before the next one begins; the kernels' names, as they run."""
+def check(chain: Chain, kernels: set[str]) -> None:
+    """The same bits eagerly and replayed, again and again, as when each launch ends before the next
+    one begins; ``kernels`` are among the launched."""
     run, names = JITFunction.run, []
 
     def run_and_wait(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
@@ -52,12 +51,6 @@ def one_at_a_time() -> Iterator[list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", run_and_wait)
-        yield names
-
-
-def check(chain: Chain, kernels: set[str]) -> None:
-    """The same bits eagerly and replayed, again and again; ``kernels`` are among the launched."""
-    with one_at_a_time() as names:
         expected = chain().clone()
     assert kernels <= set(names) and len(names) >= 3 * ROUNDS
     assert expected.isfinite().all() and expected.flatten(1).any(1).all()
@@ -70,43 +63,40 @@ def decode_chain(plan: DecodePlan, NH: int, KVH: int, fp8: bool, device: torch.d
     mla, page, B = KVH == 0, 64, len(LENGTHS)
     D, R = (512, 64) if mla else (128, 128)
     tokens = [(D,), (R,)] if mla else [(KVH, D)] * 2
-    lengths = [n + ROUNDS for n in LENGTHS]
-    cache = make_cache(lengths, page, tokens, device, fp8=(fp8, fp8 and not mla))
+    cache = make_cache(
+        [n + ROUNDS for n in LENGTHS], page, tokens, device, fp8=(fp8, fp8 and not mla)
+    )
     positions = torch.tensor(LENGTHS) + torch.arange(ROUNDS)[:, None]
     pages = cache.table.cpu().gather(1, (positions // page).T).T
     slots = (pages * page + positions % page).contiguous().to(device)
-    positions = positions.to(device)
-    before = cache.lengths - ROUNDS
+    positions, before = positions.to(device), cache.lengths - ROUNDS
     each = [x for x in (*cache.values, *cache.scales) if x is not None]
     rows = [x.view(torch.uint8).view(x.shape[0] * page, -1) for x in each]
     q = torch.randn(B, NH, D).to(BF16).to(device)
-    first, second = (torch.randn(ROUNDS, B, *shape).to(BF16).to(device) for shape in tokens)
-    key = second if mla else first  # what is turned
-    frequencies = rope_frequencies(R).to(device)
-    turned, outs = torch.empty_like(key), q.new_empty(ROUNDS + 1, *q.shape)
+    given = [torch.randn(ROUNDS, B, *shape).to(BF16).to(device) for shape in tokens]
+    kept, frequencies = given[mla].clone(), rope_frequencies(R).to(device)
+    turned, outs = given[mla], q.new_empty(ROUNDS + 1, *q.shape)
+    scales = dict(zip(("k_scale", "v_scale"), cache.scales, strict=True))
+    # Of GQA few keys have most of the weight: queries matter.
+    how = {"scale": 0.5, "latent_scale": cache.scales[0]} if mla else {"scale": 1.0, **scales}
+    write, decode = (mla_write, mla_decode) if mla else (kv_write, gqa_decode)
 
     def chain() -> torch.Tensor:
         cache.lengths.copy_(before)
         for x in rows:
             x.index_fill_(0, slots.flatten(), 0xFF)  # NaN in bfloat16, E4M3 and float32
-        turned.copy_(key)
+        turned.copy_(kept)
         outs.fill_(float("nan"))
         outs[0].copy_(q)
         for i in range(ROUNDS):
             cache.lengths.add_(1)
-            how = {"out": outs[i + 1], "plan": replace(plan, ctas_per_sm=0) if i % 2 else plan}
+            key = turned[i, :, None] if mla else turned[i]
+            rope(outs[i, :, :, :R], key, positions[i], frequencies)
+            write(*(x[i] for x in given), slots[i], *cache.values, *cache.scales[: 2 - mla])
+            queries = (outs[i], outs[i, :, :, :R]) if mla else (outs[i],)
+            one_part = replace(plan, ctas_per_sm=0) if i % 2 else plan
             where = (*cache.values, cache.table, cache.lengths)
-            if mla:
-                rope(outs[i, :, :, :R], turned[i, :, None], positions[i], frequencies)
-                mla_write(first[i], turned[i], slots[i], *cache.values, cache.scales[0])
-                how |= {"scale": 0.5, "latent_scale": cache.scales[0]}
-                mla_decode(outs[i], outs[i, :, :, :R], *where, **how)
-            else:
-                rope(outs[i], turned[i], positions[i], frequencies)
-                kv_write(turned[i], second[i], slots[i], *cache.values, *cache.scales)
-                # Few keys have most of the weight: queries matter.
-                how |= {"scale": 1.0, "k_scale": cache.scales[0], "v_scale": cache.scales[1]}
-                gqa_decode(outs[i], *where, **how)
+            decode(*queries, *where, **how, out=outs[i + 1], plan=one_part)
         return outs
 
     return chain

@@ -19,11 +19,9 @@ def test_no_module_asks_the_gpu_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         importlib.import_module(found.name)
         for found in pkgutil.walk_packages(pykernels.gpu.__path__, "pykernels.gpu.")
     ]
-    for name, value in (
-        ("get_device_properties", SimpleNamespace(multi_processor_count=7)),
-        ("get_device_capability", None),
-    ):
-        monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
+    sms = SimpleNamespace(multi_processor_count=7)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *device: sms)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: None)
     monkeypatch.setattr(JITFunction, "run", JITFunction.run)  # put back behind the test
     monkeypatch.setattr(precompile, "_replace", monkeypatch.setattr)
     precompile.only_compile.__wrapped__((9, 0))

@@ -20,8 +20,9 @@ from pykernels.shapes import MoEShape
 from pykernels.testing import relative_error, skewed_routing
 
 from ..moe.test_moe_ffn import random_experts
-from .test_captured import HOST
 
+HOST = {"rope_frequencies", "yarn_frequencies", "yarn_scale"}
+"""Made once, on the host."""
 LAUNCH = {"out", "plan", "plans", "max_length", "kernel", "cut"}
 """What only a fast op takes: where its result goes, and how it is launched."""
 TRUTH = {"dtype", "h_dtype", "nudge", "fmt"}
@@ -71,15 +72,6 @@ def test_signature_of_the_cpus_experts() -> None:
     assert_twins(cpu.moe_ffn, ref.moe_ffn, TRUTH | CPU_LEAVES)
 
 
-def test_the_package_says_where_each_op_is() -> None:
-    for name in OPS:
-        module, _ = on_the_gpu(name)
-        said = (gpu.__doc__ or "").split("\n\n")[1]
-        assert module.split(".")[-1] == name or f"``{module}``" in said and f"``{name}``" in said, (
-            name
-        )
-
-
 def test_the_package_is_imported_without_triton() -> None:
     code = "import sys; sys.modules['triton'] = None; import pykernels.gpu"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -91,8 +83,7 @@ def test_what_joins_the_sum_of_experts(device: torch.device) -> None:
     x, add = (torch.randn(4, shape.H).bfloat16() for _ in "xa")
     routing, kept = skewed_routing(4, shape), add.clone()
     truth = ref.moe_ffn(x, routing.ids, routing.weights, experts, add=add, dtype=torch.float64)
-    alone = ref.moe_ffn(x, routing.ids, routing.weights, experts, dtype=torch.float64)
-    assert torch.allclose(truth - alone, add.double()) and torch.equal(add, kept)
+    assert torch.equal(add, kept)
     given = (tensor.to(device) for tensor in (x, routing.ids, routing.weights))
     y = fused_moe.moe_ffn(*given, experts, add=add.to(device))
     assert relative_error(y.cpu(), truth) < 6e-3

@@ -8,13 +8,14 @@ import torch
 from pykernels import ref
 from pykernels.gpu.common import launch
 from pykernels.gpu.gemm import grouped
-from pykernels.gpu.gemm.hopper import linear_fp8
+from pykernels.gpu.gemm.hopper import fp8, linear_fp8
 from pykernels.gpu.gemm.linear import linear
 from pykernels.gpu.plans.gemm import GemmPlan
 from pykernels.gpu.quantize import quantize_fp8
 from pykernels.quant import get_format
 from pykernels.testing import relative_error
 
+from ..gluon_shim import interpret
 from .test_linear import made
 
 PLAN = GemmPlan(128, 128, 128, 2, warp_specialized=True)
@@ -28,16 +29,8 @@ def warp_specialized(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> N
         if launch.arch(device)[0] != 9:
             pytest.skip("no Hopper GPU")
         return
-    from pykernels.gpu.gemm.hopper import fp8
-
-    from ..gluon_shim import interpreted
-
     monkeypatch.setattr(grouped, "supports_warp_specialized", lambda *args: True)
-    for module, name in (
-        (fp8, "gemm_fp8_hopper"),
-        (linear_fp8, "add_tail"),
-    ):
-        monkeypatch.setattr(module, name, interpreted(getattr(module, name)))
+    interpret(monkeypatch, (fp8, "gemm_fp8_hopper"), (linear_fp8, "add_tail"))
 
 
 CASES = [
@@ -52,15 +45,9 @@ CASES = [
     ("M", "N", "K", "split", "biased", "why"), CASES, ids=[c[5] for c in CASES]
 )
 def test_against_float64(
-    M: int,
-    N: int,
-    K: int,
-    split: tuple[int, int],
-    biased: bool,
-    why: str,
-    device: torch.device,
+    M: int, N: int, K: int, split: tuple[int, int], biased: bool, why: str, device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setattr(linear_fp8, "tail_split", lambda *sizes: split)
     weight, stack = made("fp8", N, K)
     x, bias = torch.randn(M, K).bfloat16(), torch.randn(N) if biased else None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,16 +19,8 @@ from pykernels.testing import balanced_routing, one_expert_routing, relative_err
 
 SMALL = MoEShape(E=5, H=128, I=128, topk=2)
 FORMATS = (
-    "bf16",
-    "fp8",
-    "int8",
-    "int8-channel",
-    "int4",
-    "int4-g128",
-    "int4-channel",
-    "q4_k",
-    "q6_k",
-)
+    "bf16", "fp8", "int8", "int8-channel", "int4", "int4-g128", "int4-channel", "q4_k", "q6_k",
+)  # fmt: skip
 
 
 def random_experts(shape: MoEShape, fmt: Format, device: torch.device) -> fused_moe.Experts:
@@ -52,31 +44,19 @@ def native(x: torch.Tensor, routing: Routing, experts: fused_moe.Experts) -> tor
 
 
 def check(
-    x: torch.Tensor,
-    routing: Routing,
-    experts: fused_moe.Experts,
-    device: torch.device,
-    activations: str = "bf16",
-    **how: object,
-) -> torch.Tensor:
+    x: torch.Tensor, routing: Routing, experts: fused_moe.Experts, device: torch.device,
+    activations: str = "bf16", **how: Any,
+) -> None:  # fmt: skip
     """Fails if the result is further from float64 than torch's own bfloat16, with some slack."""
-    y = fused_moe.moe_ffn(
-        x.to(device),
-        routing.ids.to(device),
-        routing.weights.to(device),
-        experts,
-        activations=activations,
-        **how,  # type: ignore[arg-type]
-    )
+    given = (x.to(device), routing.ids.to(device), routing.weights.to(device), experts)
+    y = fused_moe.moe_ffn(*given, activations=activations, **how)
     args = (x, routing.ids, routing.weights, experts)
     truth = ref.moe_ffn(*args, dtype=torch.float64, activations=activations)
     exact = truth if activations == "bf16" else ref.moe_ffn(*args, dtype=torch.float64)
     # E4M3 inputs of the second product: a sum that rounds to another bfloat16 moves a whole code.
     slack = 1.3 if activations == "bf16" else 4
-    assert relative_error(y.cpu(), truth) <= slack * relative_error(
-        native(x, routing, experts), exact
-    )
-    return y
+    theirs = relative_error(native(x, routing, experts), exact)
+    assert relative_error(y.cpu(), truth) <= slack * theirs
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -96,19 +76,19 @@ CASES = [
 ]
 
 
-ROUTINGS = [(path, *case) for case in CASES for path in ("bf16", "int4", "fp8")]
+ROUTINGS = [
+    (path, *case) for case in CASES for path in ("bf16", "int4", "fp8")
+    if path == "bf16" or case[1] in (1, 19)
+]  # fmt: skip
+IDS = [f"{path}, {why}" for path, why, *_ in ROUTINGS]
 
 
-@pytest.mark.parametrize(
-    ("path", "why", "T", "route"),
-    [row for row in ROUTINGS if row[0] == "bf16" or row[2] in (1, 19)],
-    ids=lambda x: x if isinstance(x, str) else "",
-)
-def test_routings(path: str, why: str, T: int, route: object, device: torch.device) -> None:
+@pytest.mark.parametrize(("path", "why", "T", "route"), ROUTINGS, ids=IDS)
+def test_routings(path: str, why: str, T: int, route: Any, device: torch.device) -> None:
     experts = random_experts(SMALL, get_format(path), device)
     x = torch.randn(T, SMALL.H).bfloat16()
     activations = "fp8" if path == "fp8" else "bf16"
-    check(x, route(T, SMALL), experts, device, activations)  # type: ignore[operator]
+    check(x, route(T, SMALL), experts, device, activations)
 
 
 PLANS = [
@@ -144,8 +124,6 @@ def test_a_slot_table_is_all_that_says_where_experts_lie(device: torch.device) -
     weights = torch.where(there, routing.weights, 0.0)
     truth = ref.moe_ffn(x, routing.ids.where(there, 0), weights, experts, dtype=torch.float64)
     assert relative_error(y.cpu(), truth) < 8e-3
-    left_out = ref.moe_ffn(x, routing.ids, routing.weights, experts, dtype=torch.float64)
-    assert torch.equal(left_out, truth)
     with pytest.raises(PykernelsError, match="expert 2 of 5 is in no slot"):
         experts.unpack(2)
 
@@ -174,13 +152,6 @@ def test_no_tokens(device: torch.device) -> None:
 
 BIG = MoEShape(E=8, H=1536, I=768, topk=2)
 KINDS = [*((name, "bf16") for name in FORMATS), ("fp8", "fp8")]
-
-
-@functools.cache
-def _model_sized(name: str, device: torch.device) -> fused_moe.Experts:
-    return random_experts(BIG, get_format(name), device)
-
-
 SIZES = [
     *((*kind, rows) for kind in KINDS for rows in (4, 200)),
     *((*kind, rows) for kind in (KINDS[0], KINDS[-1]) for rows in (20, 80)),
@@ -189,13 +160,10 @@ SIZES = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "activations", "rows"), SIZES)
-def test_every_plan_of_the_table_at_sizes_of_a_model(
-    name: str, activations: str, rows: int
-) -> None:
-    device = torch.device("cuda")
+def test_every_plan_at_sizes_of_a_model(name: str, activations: str, rows: int, device) -> None:
     T = rows * BIG.E // BIG.topk
-    x = torch.randn(T, BIG.H).bfloat16()
-    check(x, skewed_routing(T, BIG), _model_sized(name, device), device, activations)
+    x, experts = torch.randn(T, BIG.H).bfloat16(), random_experts(BIG, get_format(name), device)
+    check(x, skewed_routing(T, BIG), experts, device, activations)
 
 
 def _meta_call(name: str, rows: int, activations: str = "bf16") -> tuple[str, object]:
@@ -205,24 +173,19 @@ def _meta_call(name: str, rows: int, activations: str = "bf16") -> tuple[str, ob
 
     def call() -> None:
         experts = fused_moe.Experts.empty(get_format(name), E, H, I, meta)
-        x = torch.empty(T, H, dtype=torch.bfloat16, device=meta)
-        ids = torch.empty(T, topk, dtype=torch.int64, device=meta)
-        fused_moe.moe_ffn(
-            x, ids, torch.empty(T, topk, device=meta), experts, activations=activations
-        )
+        x, weights = torch.empty(T, H, device=meta).bfloat16(), torch.empty(T, topk, device=meta)
+        fused_moe.moe_ffn(x, weights.long(), weights, experts, activations=activations)
 
     return f"{name} {activations} {rows}", call
 
 
 COMPILES = [
-    _meta_call("bf16", 256),
-    _meta_call("q4_k", 64),
-    *(_meta_call(name, 1) for name in ("int4-g128", "q4_k", "fp8")),
+    *(_meta_call(name, rows) for name, rows in (
+        ("bf16", 256), ("q4_k", 64), ("int4-g128", 1), ("q4_k", 1), ("fp8", 1), ("int4-g128", 256),
+    )),
     *(_meta_call("fp8", rows, "fp8") for rows in (64, 256)),
-    _meta_call("int4-g128", 256),
-]
+]  # fmt: skip
 COMPILES_ON_A_GPU = [
     *(_meta_call("q6_k", rows) for rows in (1, 64)),
-    _meta_call("int4-g128", 64),
-    _meta_call("int4", 256),
+    *(_meta_call(name, rows) for name, rows in (("int4-g128", 64), ("int4", 256))),
 ]

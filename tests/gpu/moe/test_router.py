@@ -20,7 +20,6 @@ V3 = RouterSpec(8, "sigmoid", True, groups=8, group_topk=4, group_score="top2", 
 SPECS = [
     ("mixtral: softmax, renormalized", 8, RouterSpec(2), False),
     ("qwen2: softmax as it is", 60, RouterSpec(4, renormalize=False), False),  # E not a power of 2
-    ("qwen3", 128, RouterSpec(8), False),
     ("deepseek v2: 8 groups of 20 by their best", 160, V2, False),
     ("deepseek v3: sigmoid, bias, groups by their two best", 256, V3, True),
     ("groups by two best, no bias", 32, replace(V3, topk=4, groups=4, group_topk=2), False),
@@ -38,11 +37,6 @@ def inputs(T: int, E: int, biased: bool, device: torch.device) -> tuple[torch.Te
     return torch.randn(T, E, device=device) * 2, bias
 
 
-def poisoned_out(T: int, topk: int, device: torch.device, dtype=torch.int64) -> Routing:
-    ids = torch.full((T, topk), -9, dtype=dtype, device=device)
-    return Routing(ids, torch.full((T, topk), torch.nan, device=device))
-
-
 @pytest.mark.parametrize("T", [1, 5, pytest.param(1030, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("name", "E", "spec", "biased"), SPECS, ids=IDS)
 def test_router(
@@ -50,7 +44,8 @@ def test_router(
 ) -> None:
     logits, bias = inputs(T, E, biased, device)
     truth = ref.router(logits, spec, bias, torch.float64)
-    out = poisoned_out(T, spec.topk, device, torch.int32 if T == 5 else torch.int64)
+    ids = torch.full_like(truth.ids, -9, dtype=torch.int32 if T == 5 else torch.int64)
+    out = Routing(ids, torch.full((T, spec.topk), torch.nan, device=device))
     found = router(logits, spec, bias, out)
     assert found is out
     same = (found.ids == truth.ids).all(-1)
@@ -59,35 +54,29 @@ def test_router(
 
 
 @pytest.mark.parametrize("spec", [RouterSpec(5), replace(V3, topk=5)], ids=["softmax", "v3"])
-def test_of_equal_scores_the_lowest_index_comes_first(
-    spec: RouterSpec, device: torch.device
-) -> None:
+def test_of_equal_scores_the_lowest_comes_first(spec: RouterSpec, device: torch.device) -> None:
     rows = [torch.zeros(64), torch.arange(64) % 3, -(torch.arange(64) // 16), torch.arange(64) // 9]
     logits = torch.stack([row.float() for row in rows]).to(device)
     logits[0, ::2] = -0.0  # equal to +0
     bias = torch.zeros(64, device=device) if spec.scoring == "sigmoid" else None
     found = router(logits, spec, bias)
     assert torch.equal(found.ids, ref.router(logits, spec, bias).ids)
-    if spec.groups == 1:
-        assert found.ids[0].tolist() == [0, 1, 2, 3, 4]
+    assert spec.groups > 1 or found.ids[0].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_the_definition_is_what_transformers_does(device: torch.device) -> None:
     """DeepSeek-V3's own router, the most involved one."""
     v3 = pytest.importorskip("transformers.models.deepseek_v3")
-    config = v3.DeepseekV3Config(
-        hidden_size=16, n_routed_experts=32, num_experts_per_tok=4, n_group=4, topk_group=2
-    )
+    sizes = {"hidden_size": 16, "n_routed_experts": 32, "num_experts_per_tok": 4}
+    config = v3.DeepseekV3Config(**sizes, n_group=4, topk_group=2)
     theirs = v3.modeling_deepseek_v3.DeepseekV3TopkRouter(config)
     torch.nn.init.normal_(theirs.weight)
     theirs.e_score_correction_bias.normal_()
     logits, weights, ids = theirs(torch.randn(9, 16))
-    spec = RouterSpec(
-        4, "sigmoid", config.norm_topk_prob, 4, 2, "top2", config.routed_scaling_factor
-    )
+    scale = config.routed_scaling_factor
+    spec = RouterSpec(4, "sigmoid", config.norm_topk_prob, 4, 2, "top2", scale)
     found = router(logits.detach().to(device), spec, theirs.e_score_correction_bias.to(device))
-    order = ids.argsort(-1)
-    mine = found.ids.argsort(-1)
+    order, mine = ids.argsort(-1), found.ids.argsort(-1)
     assert torch.equal(found.ids.gather(1, mine).cpu(), ids.gather(1, order))
     assert_close(found.weights.gather(1, mine).cpu(), weights.detach().gather(1, order), 2e-6)
 
@@ -97,9 +86,8 @@ def test_a_nan_token_leaves_the_others_alone(device: torch.device) -> None:
     clean = router(logits, RouterSpec(2))
     logits[2] = torch.nan
     found = router(logits, RouterSpec(2))
-    others = [0, 1, 3, 4, 5]
-    assert torch.equal(found.ids[others], clean.ids[others])
-    assert torch.equal(found.weights[others], clean.weights[others])
+    for mine, before in ((found.ids, clean.ids), (found.weights, clean.weights)):
+        assert torch.equal(mine[[0, 1, 3, 4, 5]], before[[0, 1, 3, 4, 5]])
     assert found.weights[2].isnan().all() and (found.ids[2] < 16).all()
 
 
@@ -118,7 +106,7 @@ def test_only_experts_of_the_groups_taken_are_chosen(device: torch.device) -> No
 
 
 @pytest.mark.parametrize("T", [0, 1, 2, 9, pytest.param(70, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize(("name", "E", "spec", "biased"), SPECS[3:6], ids=IDS[3:6])
+@pytest.mark.parametrize(("name", "E", "spec", "biased"), SPECS[2:5], ids=IDS[2:5])
 def test_route_is_router_and_sort_and_permute(
     name: str, E: int, spec: RouterSpec, biased: bool, T: int, device: torch.device
 ) -> None:
@@ -136,9 +124,7 @@ def test_route_is_router_and_sort_and_permute(
     assert torch.equal(again[1].slots, order.slots) and again[2] is None
 
 
-def test_as_many_choices_as_there_may_be(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_many_choices_as_there_may_be(device: torch.device, monkeypatch) -> None:
     """One token's are not compared in one launch, which would take a minute to compile."""
     monkeypatch.setattr(module, "_route_one", None)
     spec, E = RouterSpec(MAX_TOPK), 2048
@@ -156,14 +142,13 @@ def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 COMPILES = [
     ("v3, 8192 tokens", lambda: router(_meta(8192, 256), V3, _meta(256))),
-    ("qwen3, 1 token", lambda: router(_meta(1, 128), RouterSpec(8))),
     ("v3, 1 token with its rows", lambda: route(
         _meta(1, 256), V3, _meta(256), _meta(1, 7168, dtype=torch.bfloat16))),
-    ("v3, 8 tokens", lambda: route(_meta(8, 256), V3, _meta(256))),
-    ("several groups in a warp's row", lambda: route(_meta(4, 32), SPECS[5][2])),
+    ("several groups in a warp's row", lambda: route(_meta(4, 32), SPECS[4][2])),
     ("fewer experts than a warp has lanes", lambda: route(_meta(1, 16), RouterSpec(2))),
 ]  # fmt: skip
 COMPILES_ON_A_GPU = [
+    ("qwen3, 1 token", lambda: router(_meta(1, 128), RouterSpec(8))),
     ("v2, 8192 tokens", lambda: router(_meta(8192, 160), V2)),
     ("most choices, 1 token", lambda: route(_meta(1, 4096), RouterSpec(MAX_TOPK))),
 ]

@@ -17,16 +17,13 @@ from pykernels.quant.integer import Integer
 from pykernels.testing import relative_error
 
 from ..gemm.test_linear import made
+from ..gluon_shim import interpret
 
 
 @pytest.fixture
 def device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     if launch.interpreted():
-        from ..gluon_shim import interpreted
-
-        monkeypatch.setattr(
-            skinny_experts, "skinny_experts", interpreted(skinny_experts.skinny_experts)
-        )
+        interpret(monkeypatch, (skinny_experts, "skinny_experts"))
         monkeypatch.setattr(grouped, "arch", lambda device: (8, 0))
     return device
 
@@ -109,22 +106,6 @@ def test_bytes_in_groups_of_32(plan: SkinnyExpertsPlan, device: torch.device) ->
     grouped.multiply(x.to(device), stack, out, plan, bias=bias.to(device))
     truth = ref.linear(x, weight, bias, fmt=fmt, dtype=torch.float64)
     assert relative_error(out.cpu(), truth) < (8e-3 if launch.interpreted() else 5e-3)
-
-
-@pytest.mark.parametrize("name", ["q4_k", "q6_k"])
-def test_every_code_and_scale_is_dequantized(name: str, device: torch.device) -> None:
-    """Random blocks, each input alone in a row of x: what is dequantized is what the format says.
-
-    Two blocks of rows times two of the matrix.
-    """
-    weight, stack = made(name, 24, 256)
-    few = torch.tensor([0, 17, 40, 70, 101, 130, 200, 255])
-    x = torch.zeros(8, 256).bfloat16()
-    x[torch.arange(8), few] = 1
-    out = torch.full((8, 24), float("nan"), dtype=torch.bfloat16, device=device)
-    grouped.multiply(x.to(device), stack.to(device), out, SkinnyExpertsPlan(16, 1, 4))
-    truth = get_format(name).dequantize(weight)[:, few].T
-    assert relative_error(out.cpu(), truth) < (8e-3 if launch.interpreted() else 4e-3)
 
 
 def test_inputs_that_begin_anywhere(device: torch.device) -> None:

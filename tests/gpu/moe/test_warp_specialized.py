@@ -13,6 +13,7 @@ import torch
 
 import pykernels.gpu.common.launch as launch
 from pykernels.gpu.gemm import grouped, select
+from pykernels.gpu.gemm.hopper import bf16, fp8
 from pykernels.gpu.moe import fused_moe
 from pykernels.gpu.plans.gemm import GemmPlan
 from pykernels.gpu.quantize import quantize_fp8
@@ -20,6 +21,7 @@ from pykernels.quant import get_format
 from pykernels.shapes import MoEShape
 from pykernels.testing import one_expert_routing, skewed_routing
 
+from ..gluon_shim import interpret
 from .test_moe_ffn import check, random_experts
 
 PLAN = GemmPlan(128, 128, 128, 2, warp_specialized=True)
@@ -28,29 +30,16 @@ RAGGED = MoEShape(E=4, H=320, I=192, topk=2)  # half groups of inputs, half tile
 FP8 = get_format("fp8")
 
 
-@pytest.fixture
-def warp_specialized(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The kernel, or the interpreter's version in its place; ``warp_specialized(without=...)``
-    anew."""
+@pytest.fixture(autouse=True)
+def warp_specialized(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels, or the interpreter's versions in their places."""
     if not launch.interpreted():
         if launch.arch(device)[0] != 9:
             pytest.skip("no Hopper GPU")
-        return None
-    from pykernels.gpu.gemm.hopper import bf16 as hopper_bf16
-    from pykernels.gpu.gemm.hopper import fp8 as hopper_fp8
-
-    from ..gluon_shim import interpreted
-
-    bf16, fp8 = hopper_bf16.gemm_bf16_hopper, hopper_fp8.gemm_fp8_hopper
+        return
     for module in (grouped, select):
         monkeypatch.setattr(module, "supports_warp_specialized", lambda *args: True)
-
-    def put(without: str | None = None) -> None:
-        monkeypatch.setattr(hopper_bf16, "gemm_bf16_hopper", interpreted(bf16, without))
-        monkeypatch.setattr(hopper_fp8, "gemm_fp8_hopper", interpreted(fp8, without))
-
-    put()
-    return put
+    interpret(monkeypatch, (bf16, "gemm_bf16_hopper"), (fp8, "gemm_fp8_hopper"))
 
 
 CASES = [
@@ -64,16 +53,14 @@ CASES = [
 @pytest.mark.parametrize(
     ("name", "T", "route", "why"), CASES, ids=[f"{case[0]}, {case[3]}" for case in CASES]
 )
-def test_a_layer(
-    name: str, T: int, route: Any, why: str, device: torch.device, warp_specialized: Any
-) -> None:
+def test_a_layer(name: str, T: int, route: Any, why: str, device: torch.device) -> None:
     experts = random_experts(RAGGED, get_format(name), device)
     x = torch.randn(T, RAGGED.H).bfloat16()
     check(x, route(T, RAGGED), experts, device, name, plans=PLANS)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8"])
-def test_more_tiles_than_programs(name: str, device: torch.device, warp_specialized: Any) -> None:
+def test_more_tiles_than_programs(name: str, device: torch.device) -> None:
     """Programs walk: buffers and barriers go on from one tile to the next."""
     large = launch.arch(device)[0] == 9
     shape = MoEShape(E=4, H=1024 if large else 192, I=4096 if large else 256, topk=2)
@@ -82,7 +69,7 @@ def test_more_tiles_than_programs(name: str, device: torch.device, warp_speciali
     check(x, skewed_routing(len(x), shape), experts, device, name, plans=PLANS)
 
 
-def test_results_are_quantized_as_if_apart(device: torch.device, warp_specialized: Any) -> None:
+def test_results_are_quantized_as_if_apart(device: torch.device) -> None:
     experts = random_experts(RAGGED, FP8, device)
     x = torch.randn(37, RAGGED.H).bfloat16().to(device)
     x[5] = 0  # a row of zeros has the scale 1
@@ -96,9 +83,7 @@ def test_results_are_quantized_as_if_apart(device: torch.device, warp_specialize
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8"])
-def test_experts_that_lie_nowhere_and_rows_of_no_expert(
-    name: str, device: torch.device, warp_specialized: Any
-) -> None:
+def test_experts_that_lie_nowhere_and_rows_of_no_expert(name: str, device: torch.device) -> None:
     stacked = random_experts(replace(RAGGED, E=2), get_format(name), device)
     experts = stacked.with_slots(torch.tensor([1, -1, 0, -1], dtype=torch.int32, device=device))
     ids = skewed_routing(40, RAGGED).ids
@@ -114,19 +99,3 @@ def test_experts_that_lie_nowhere_and_rows_of_no_expert(
     assert out[: starts[4]].isfinite().all() and out[starts[4] :].isnan().all()
     difference = (out - apart)[: starts[4]].float().norm()
     assert difference <= 1e-3 * apart[: starts[4]].float().norm()
-
-
-@pytest.mark.parametrize(
-    ("without", "why"), [("wait", "still owes"), ("arrive", "wait for each other")]
-)
-def test_waits_and_arrivals_are_missed(
-    without: str, why: str, device: torch.device, warp_specialized: Any
-) -> None:
-    if warp_specialized is None:
-        pytest.skip("for the interpreter")
-    warp_specialized(without)
-    shape = MoEShape(E=1, H=1024, I=128, topk=1)
-    experts = random_experts(shape, FP8, device)
-    x = torch.randn(3, shape.H).bfloat16()
-    with pytest.raises(Exception, match=why):
-        check(x, one_expert_routing(3, shape), experts, device, "fp8", plans=PLANS)
