@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
@@ -20,7 +19,6 @@ from model.cli.main import app
 from pykernels.quant import FORMATS
 from runtime.profiling import measure
 
-from ..forks import Forks
 from . import tiny
 from .checks import byte_tokenizer
 
@@ -59,19 +57,6 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     byte_tokenizer().save_pretrained(folder)
     (folder / "generation_config.json").write_text("{}")  # no eos: the text has a known length
     return folder
-
-
-@pytest.fixture(scope="session")
-def forks() -> Iterator[Forks]:
-    """A process after the imports of `generate`, with the command line's settings."""
-    first = """
-from model.cli.common import prepare_threads
-prepare_threads(None)  # before torch is imported, as in a process of its own
-import model.text.generate, model.pretrained, runtime.profiling.roofline
-from transformers import AutoModelForCausalLM, AutoTokenizer
-"""
-    with contextlib.closing(Forks(first)) as made:
-        yield made
 
 
 @pytest.fixture(scope="session")

@@ -97,8 +97,9 @@ def test_what_was_written_is_found_for_its_key_alone(cache: Path, monkeypatch) -
     assert tuning.gemm_from("amx", "int4") == tuning.default("amx", "int4") != 33
     assert tuning.read("avx512") == {}
     assert len(list(cache.iterdir())) == 2  # no temporary file is left
-    every = replace(detect(), isa=frozenset(ISA_NAMES))
-    for other in (replace(every, cpu="another+"), replace(every, cpu="another"), every):
+    here = detect()
+    others = (replace(here, cpu=name, isa=frozenset(ISA_NAMES)) for name in ("another", "another+"))
+    for other in (*others, replace(here, cpu="another", isa=frozenset())):
         monkeypatch.setattr(tuning, "detect", lambda other=other: other)
         assert tuning.read("amx") == {}
         tuning.write("amx", {"fp8": 5})
