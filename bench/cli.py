@@ -12,16 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from model.cli.common import (
-    Debug,
-    Kernel,
-    Numa,
-    Threads,
-    command,
-    err,
-    out,
-    prepare_threads,
-)
+from model.cli.common import Debug, Kernel, Numa, Threads, command, err, out, prepare_threads
 from model.cli.formats import ListsFormats
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested

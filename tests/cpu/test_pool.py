@@ -17,11 +17,7 @@ from pykernels.cpu.jit import inlined, task
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from runtime.machine.topology import Topology
-from runtime.workers.pool import (
-    Call,
-    TaskError,
-    WorkerPool,
-)
+from runtime.workers.pool import Call, TaskError, WorkerPool
 
 USABLE = Topology.detect().usable
 

@@ -26,9 +26,10 @@ def _fixed_seed() -> None:
 def run(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
     """(x, stack, bias, plan) -> bfloat16 [M, N], by the plan's own kernel."""
     from pykernels.gpu.common import launch
-    from pykernels.gpu.gemm import gemv_mma, skinny_linear
     from pykernels.gpu.gemm.hopper import dequant
     from pykernels.gpu.gemm.linear import linear
+    from pykernels.gpu.gemm.skinny import gemv_mma
+    from pykernels.gpu.gemm.skinny import linear as skinny_linear
     from pykernels.gpu.plans.gemm import GemvMmaPlan, SkinnyPlan
 
     if launch.interpreted():

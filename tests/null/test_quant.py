@@ -9,13 +9,7 @@ import torch
 from pykernels.quant import FORMATS, Format, PackedExperts, Weight, get_format
 from pykernels.quant.fp8 import e4m3_values
 from pykernels.quant.integer import Integer
-from pykernels.quant.layout import (
-    N_BLOCK,
-    ceil_to,
-    pack_fours,
-    pack_tiles,
-    padded,
-)
+from pykernels.quant.layout import N_BLOCK, ceil_to, pack_fours, pack_tiles, padded
 from pykernels.ref import isa
 from pykernels.shapes import MoEShape
 

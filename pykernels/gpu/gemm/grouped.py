@@ -23,7 +23,7 @@ from .hopper.bf16 import multiply_bf16
 from .hopper.dequant import EXPERT_KINDS, multiply_dequant_experts, supports_stack
 from .hopper.fp8 import multiply_fp8
 from .hopper.linear_fp8 import multiply_rows
-from .skinny_experts import multiply_skinny_experts
+from .skinny.experts import multiply_skinny_experts
 from .tiles import block_bound
 from .triton_kernels import gemm_bf16, gemm_dequant, gemm_fp8
 from .unpack import SCRATCH, runs, unpack

@@ -24,15 +24,15 @@ from ..plans.gemm import (
     SkinnyPlan,
 )
 from ..quantize import quantize_fp8
-from .gemv_int8 import KINDS as GEMV_KINDS
-from .gemv_int8 import multiply_gemv_int8
-from .gemv_mma import KINDS as GEMV_MMA_KINDS
-from .gemv_mma import MOST_INPUTS, multiply_gemv_mma
 from .grouped import multiply, path_of
 from .hopper.dequant import multiply_dequant, supports_stack
 from .select import select
-from .skinny_linear import KINDS as SKINNY_KINDS
-from .skinny_linear import multiply_skinny
+from .skinny.gemv_int8 import KINDS as GEMV_KINDS
+from .skinny.gemv_int8 import multiply_gemv_int8
+from .skinny.gemv_mma import KINDS as GEMV_MMA_KINDS
+from .skinny.gemv_mma import MOST_INPUTS, multiply_gemv_mma
+from .skinny.linear import KINDS as SKINNY_KINDS
+from .skinny.linear import multiply_skinny
 from .split_k import add_partials
 from .weights import Matrices, supports_format
 

@@ -34,12 +34,12 @@ from ..plans.registers import (
     skinny_plan,
 )
 from ..plans.tuned import EXPERTS_PLANS, LINEAR_PLANS, tuned_plan
-from .gemv_mma import KINDS as GEMV_MMA_KINDS
-from .gemv_mma import MOST_INPUTS
 from .grouped import dequant_step, path_of, supports_dequant, supports_warp_specialized
 from .hopper.dequant import supports_stack
 from .hopper.linear_fp8 import pays
-from .skinny_linear import KINDS as SKINNY_KINDS
+from .skinny.gemv_mma import KINDS as GEMV_MMA_KINDS
+from .skinny.gemv_mma import MOST_INPUTS
+from .skinny.linear import KINDS as SKINNY_KINDS
 from .weights import Matrices
 
 SKINNY_ROWS = 32

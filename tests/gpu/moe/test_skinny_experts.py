@@ -8,7 +8,8 @@ import torch
 from pykernels import ref
 from pykernels.errors import PykernelsError
 from pykernels.gpu.common import launch
-from pykernels.gpu.gemm import grouped, skinny_experts
+from pykernels.gpu.gemm import grouped
+from pykernels.gpu.gemm.skinny import experts
 from pykernels.gpu.gemm.weights import pack_for_gpu
 from pykernels.gpu.moe.permute import sort_slots
 from pykernels.gpu.plans.gemm import SkinnyExpertsPlan
@@ -23,7 +24,7 @@ from ..gluon_shim import interpret
 @pytest.fixture
 def device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     if launch.interpreted():
-        interpret(monkeypatch, (skinny_experts, "skinny_experts"))
+        interpret(monkeypatch, (experts, "skinny_experts"))
         monkeypatch.setattr(grouped, "arch", lambda device: (8, 0))
     return device
 

@@ -7,9 +7,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from ..common.dequant_mma import pair, powers
+from ...common.dequant_mma import pair, powers
 from .gemv_mma_scales import load_scale, q4_k_factors, q6_k_factors, spread
-from .skinny_operands import left, load_once
+from .operands import left, load_once
 
 WRITTEN_OUT = gl.constexpr(40)
 """Most steps of a program's only block that are written out one behind the other. Loads whose first

@@ -16,14 +16,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...shapes import SortedSlots
-from ..common.dequant_mma import MAGIC, codes, nibbles_above, sixes_above
-from ..common.launch import early_launch, launches_early
-from ..plans.gemm import SkinnyExpertsPlan
-from ..plans.registers import fine_scales
-from .skinny_operands import inputs_layout, left, load_words, right, scales_layout, words_layout
-from .skinny_scales import load_scales, scales_of, spread
-from .weights import Matrices, scale_every, scale_words
+from ....shapes import SortedSlots
+from ...common.dequant_mma import MAGIC, codes, nibbles_above, sixes_above
+from ...common.launch import early_launch, launches_early
+from ...plans.gemm import SkinnyExpertsPlan
+from ...plans.registers import fine_scales
+from ..weights import Matrices, scale_every, scale_words
+from .operands import inputs_layout, left, load_words, right, scales_layout, words_layout
+from .scales import load_scales, scales_of, spread
 
 KINDS = ("int4", "int8", "fp8", "q4_k", "q6_k")
 

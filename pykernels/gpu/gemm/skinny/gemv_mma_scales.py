@@ -5,8 +5,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..common.dequant_mma import powers
-from .hopper.k_quants import half, number
+from ...common.dequant_mma import powers
+from ..hopper.k_quants import half, number
 
 
 def columns_layout(warps: int, rows: int, parts: int) -> object:

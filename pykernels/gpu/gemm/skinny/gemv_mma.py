@@ -27,9 +27,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..common.gluon_compat import barrier, reinterpret
-from ..common.launch import early_launch, launches_early
-from ..plans.gemm import GemvMmaPlan
+from ...common.gluon_compat import barrier, reinterpret
+from ...common.launch import early_launch, launches_early
+from ...plans.gemm import GemvMmaPlan
+from ..weights import Matrices, scale_every, scale_words
 from .gemv_mma_scales import block_heads_layout, columns_layout, q6_k_words, scales_of
 from .gemv_mma_steps import (
     LANE,
@@ -41,8 +42,7 @@ from .gemv_mma_steps import (
     prefetch,
     stage_inputs,
 )
-from .skinny_operands import words_layout
-from .weights import Matrices, scale_every, scale_words
+from .operands import words_layout
 
 OFFSETS = {"int4": 8, "int8": 128, "fp8": 0, "q4_k": 1, "q6_k": 32}
 KINDS = tuple(OFFSETS)

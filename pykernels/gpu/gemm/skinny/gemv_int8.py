@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..common.bf16 import to_bf16
-from ..common.launch import early_launch, launches_early
-from ..plans.gemm import GemvInt8Plan
-from .weights import Matrices, scale_every, scale_words
+from ...common.bf16 import to_bf16
+from ...common.launch import early_launch, launches_early
+from ...plans.gemm import GemvInt8Plan
+from ..weights import Matrices, scale_every, scale_words
 
 KINDS = ("int8",)
 UNIT = tl.constexpr(2.0**-89)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..common.dequant_mma import pair, powers
+from ...common.dequant_mma import pair, powers
 
 _GROUP = [[0, 1, 0], [0, 2, 0], [0, 4, 0]]
 """Lane 4 g + t has rows, and columns, g, g + 8, ..."""

@@ -18,11 +18,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..common.dequant_mma import MAGIC, codes
-from ..common.launch import early_launch, launches_early
-from ..plans.gemm import SkinnyPlan
-from .skinny_operands import inputs_layout, left, load_words, right, words_layout
-from .weights import Matrices, scale_every, scale_words
+from ...common.dequant_mma import MAGIC, codes
+from ...common.launch import early_launch, launches_early
+from ...plans.gemm import SkinnyPlan
+from ..weights import Matrices, scale_every, scale_words
+from .operands import inputs_layout, left, load_words, right, words_layout
 
 KINDS = ("int4", "int8", "fp8")
 
