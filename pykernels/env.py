@@ -126,7 +126,7 @@ class Env:
     cache_dir = Flag(
         _path,
         "~/.cache/pykernels",
-        "Folder of compiled kernels, choices-*.json (calibrate) and gpu-plans.json.",
+        "Folder of compiled kernels, gemm-from-*.json (calibrate) and gpu-plans.json.",
         "Give it a folder that you may write to",
     )
     kernel = Flag(
