@@ -50,6 +50,7 @@ PRINTERS = ("model.cli.", "model.doctor.", "model.embedded.", "bench", "tests")
 """Where `print` is right: the command line, the training scripts, the benchmarks."""
 
 MAX_LINES = 500
+MAX_TEST_NAME = 60
 
 
 def violations(source: str, name: str, is_package: bool = False) -> list[str]:
@@ -70,6 +71,13 @@ def violations(source: str, name: str, is_package: bool = False) -> list[str]:
             and isinstance(node.func, ast.Name)
             and node.func.id == "print"
         ]
+    found += [
+        f"{name}:{node.lineno}: the name of a test has {len(node.name)} characters: say it shorter"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and node.name.startswith("test_")
+        and len(node.name) > MAX_TEST_NAME
+    ]
     if (lines := len(source.splitlines())) >= MAX_LINES:
         found.append(f"{name}: {lines} lines: split it, one concept a file")
     return found

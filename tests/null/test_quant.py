@@ -108,7 +108,7 @@ def test_bf16_keeps_what_is_not_finite():
     assert _same_bits(get_format("bf16").quantize(matrix).data, matrix.bfloat16())
 
 
-def test_mxfp4_takes_the_nearest_value_and_the_even_code_on_a_tie():
+def test_mxfp4_takes_the_nearest_value_or_the_even_code():
     fmt = get_format("mxfp4")
     row = torch.tensor([[4.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0, 6.5, -0.2, 0.26]])
     seen = fmt.dequantize(fmt.quantize(row))

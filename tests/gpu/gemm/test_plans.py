@@ -64,7 +64,7 @@ def test_a_tuned_plan_of_this_gpu_and_shape_comes_first() -> None:
     assert found(100, N=4096) == found(100, device="another") == shipped
 
 
-def test_a_warp_specialized_plan_is_for_those_that_have_its_kernel() -> None:
+def test_warp_specialized_plans_are_for_gpus_with_the_kernel() -> None:
     plan = GemmPlan(128, 128, 128, 2, warp_specialized=True)
     write("a gpu", "down", "fp8", 200, 7168, 2048, plan)
     args = ("down", "fp8", (9, 0), 200, 7168, 2048, "a gpu")
