@@ -43,6 +43,7 @@ class Backend:
             is taken to win without a calibration; None for a backend without a GEMM.
         instruction: ``instruction(activations, target)``: which of ``cpu.roofline.FLOPS`` it
             multiplies many tokens with; None for none of them.
+        formats: that it has tiles of; none: every format.
     """
 
     name: str
@@ -52,10 +53,15 @@ class Backend:
     build: Reference = ""
     gemm_from: Reference | None = None
     instruction: Reference | None = None
+    formats: tuple[str, ...] = ()
 
     def supports(self, fmt: str, target: Target, activations: str = "bf16") -> str | None:
         """None if this backend runs ``fmt`` on ``target``, else the reason why not."""
-        return _refusal(fmt, activations) or self._cpu_refusal(target)
+        if refusal := _refusal(fmt, activations) or self._cpu_refusal(target):
+            return refusal
+        if self.formats and fmt not in self.formats:
+            return f"it has tiles of {', '.join(self.formats)} only"
+        return None
 
     def _cpu_refusal(self, target: Target) -> str | None:
         from .target import detect
@@ -104,6 +110,13 @@ BACKENDS = [
         build="pykernels.cpu.backends.avx512:make",
         gemm_from="pykernels.cpu.backends.avx512:gemm_from",
         instruction="pykernels.cpu.backends.avx512:instruction",
+    ),
+    Backend(
+        "avx2",
+        "AVX2 and FMA; float32 arithmetic",
+        ("avx2", "fma"),
+        build="pykernels.cpu.gemv.avx2:make_tiles",
+        formats=("bf16", "fp8", "fp8-channel"),
     ),
     Backend("generic", "plain Numba, any CPU; float32 arithmetic", (), build=_PORTABLE),
 ]

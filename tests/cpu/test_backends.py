@@ -27,18 +27,25 @@ _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 
 
 def test_auto_is_the_fastest_that_can():
-    assert resolve("auto", "fp8", BARE).name == "generic"
+    assert resolve("auto", "fp8", BARE).name == "avx2"
+    assert resolve("auto", "int4", BARE).name == "generic"  # of which avx2 has no tiles
     assert resolve("auto", "fp8", replace(BARE, isa=frozenset(_AVX512))).name == "avx512"
-    with env.override(isa=frozenset({"avx512bw"})):
+    with env.override(isa=frozenset({"avx512bw", "fma"})):
         assert resolve("auto", "fp8", detect()).name == "generic"
 
 
 REFUSED = [
     ("avx512", "auto", "bf16", "kernel avx512 cannot run fp8 here: .*avx512f.*Use kernel auto"),
     ("auto", "avx512", "bf16", "kernel avx512 cannot run fp8 here.*Unset PYKERNELS_KERNEL"),
+    ("avx2", "auto", "int8", "fp8 weights are not multiplied .*Use bf16 activations"),
     ("generic", "auto", "int8", "fp8 weights are not multiplied .*Use bf16 activations"),
     ("auto", "auto", "foo", "^there are no 'foo' activations. Use bf16 or int8.$"),
-    ("amx9", "auto", "bf16", "no expert kernel 'amx9'. Use auto or one of amx, avx512, generic"),
+    (
+        "amx9",
+        "auto",
+        "bf16",
+        "no expert kernel 'amx9'. Use auto or one of amx, avx512, avx2, generic",
+    ),
     ("auto", "amx9", "bf16", "PYKERNELS_KERNEL='amx9' cannot be used.*Set it to one of auto, amx"),
 ]
 
@@ -58,8 +65,8 @@ def test_a_module_of_tiles_is_a_backend(monkeypatch):
     args = torch.randn(3, 128), routing.ids, routing.weights, experts
     for build in ("pykernels.cpu.gemv.portable:make_tiles", portable.make_tiles):
         mine = register(Backend("mine", "my first kernel", (), build=build))
-        assert kernels()[-1] == mine == get_backend("mine") and len(kernels()) == 4
-        assert resolve("auto", "fp8", BARE).name == "generic"
+        assert kernels()[-1] == mine == get_backend("mine") and len(kernels()) == 5
+        assert resolve("auto", "fp8", BARE).name == "avx2"
         assert_close(cpu.moe_ffn(*args, kernel="mine"), ref.moe_ffn(*args), 0.01)
 
 

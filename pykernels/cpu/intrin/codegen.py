@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 from llvmlite import ir
-from numba.core import cgutils
+from numba.core import cgutils, types
+from numba.extending import intrinsic
 
 from .registers import I32
+
+
+def emits(result: types.Type, *operands: types.Type) -> Callable[[Callable], Any]:
+    """Decorator: a function that emits an instruction, ``emit(builder, *operands)``, as one that
+    kernels call. It gives None where ``result`` is ``types.void``."""
+
+    def decorate(emit: Callable) -> Any:
+        def codegen(context, builder, sig, args):
+            value = emit(builder, *args)
+            return context.get_dummy_value() if value is None else value
+
+        def definition(typingctx, *args):
+            return result(*operands), codegen
+
+        functools.update_wrapper(definition, emit)  # Numba takes the operands' names from it
+        return intrinsic(definition)
+
+    return decorate
 
 
 def llvm(builder, name, result, *operands):

@@ -55,6 +55,8 @@ class RegisterModel(PrimitiveModel):
 
 f32x16 = Register("f32x16", ir.VectorType(F32, 16))
 i32x16 = Register("i32x16", ir.VectorType(I32, 16))
+f32x8 = Register("f32x8", ir.VectorType(F32, 8))
+i32x8 = Register("i32x8", ir.VectorType(I32, 8))
 u8x64 = Register("u8x64", ir.VectorType(I8, 64))
 
 
@@ -95,6 +97,18 @@ def f32x16_array(typingctx, length):
 def i32x16_array(typingctx, length):
     """``length`` registers of 16 integers; ``length`` as above."""
     return _array_of(i32x16, length)
+
+
+@intrinsic(prefer_literal=True)
+def f32x8_array(typingctx, length):
+    """``length`` registers of 8 floats; ``length`` as above."""
+    return _array_of(f32x8, length)
+
+
+@intrinsic(prefer_literal=True)
+def i32x8_array(typingctx, length):
+    """``length`` registers of 8 integers; ``length`` as above."""
+    return _array_of(i32x8, length)
 
 
 @infer_global(operator.getitem)
