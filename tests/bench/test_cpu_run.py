@@ -29,6 +29,7 @@ from bench.peers.table import PeerTable
 from model.cli.common import EXIT_ERROR, EXIT_INTERRUPTED
 from pykernels.errors import PykernelsError
 from pykernels.quant import FORMATS
+from pykernels.registry import resolve
 from pykernels.shapes import MoEShape
 from pykernels.target import Target, detect
 from runtime.profiling.workload import RandomLayers, routings
@@ -188,14 +189,15 @@ def test_every_section_has_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     for row in (row for some in run.rows() for row in some):
         found.setdefault(row["op"], {}).setdefault(row["name"], []).append(row)
     table, weights = found["experts bf16"], 2 * 3 * 256 * 128  # of two experts of a token
-    ours = table["pykernels generic"][0]
+    auto = f"pykernels {resolve('auto', 'bf16', detect()).name}"
+    ours = table[auto][0]
     assert ours["nbytes"] == 2 * weights and ours["flops"] == 2 * weights
     assert ours["why_torch fp32"] == "not installed"
     assert ours["x_torch bf16"] == pytest.approx(1e6 / ours["us_median"], rel=0.01)
     (theirs,) = table["torch bf16"]
     assert (theirs["nbytes"], theirs["us_median"], theirs["threads"]) == (2 * weights, 1e6, 2)
-    assert [r["per_expert"] for r in found["latency bf16"]["pykernels generic"]] == [1, 2]
-    assert {"pykernels generic", "kt-kernel bf16"} <= set(found["threads bf16"])
+    assert [r["per_expert"] for r in found["latency bf16"][auto]] == [1, 2]
+    assert {auto, "kt-kernel bf16"} <= set(found["threads bf16"])
     many, few = zip(*found["skew bf16"].values(), strict=True)
     busiest = {row["name"]: row["busiest"] for row in many}
     assert busiest["one static"] == 4 > busiest["zipf dynamic"] > busiest["balanced dynamic"] == 1
