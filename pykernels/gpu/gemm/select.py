@@ -129,7 +129,10 @@ def select(weight: Matrices, M: int, device: torch.device, activations: str = "b
     if op == "gemv":
         return GEMV[kind]
     if op == "gemv_mma":
-        return gemv_mma_plan(kind, group, N, K, sms)
+        chosen = gemv_mma_plan(kind, group, N, K, sms)
+        # Ampere and Ada spill K-quants of steps that are not whole into 128 registers.
+        spills = capability < (9, 0) and kind.endswith("_k") and K % 512
+        return replace(chosen, registers=168) if spills else chosen
     if op == "skinny":
         return skinny_plan(kind, group, M, N, sms)
     if op == "skinny_k_quants":
