@@ -362,6 +362,18 @@ def lookup_16(builder, table, index):
     return _bytes(builder, "llvm.x86.avx2.pshuf.b", _I8X32, table, index)
 
 
+@emits(i32x8, types.intp)
+def expand_bits(builder, address):
+    """The 32 bits at an address as bytes, 255 where one is set, the lowest first (``vpbroadcastd``,
+    ``vpshufb``, ``vpand``, ``vpcmpeqb``)."""
+    mask = splat(builder, load(builder, address, I32, 1), _I32X8)
+    bits = ir.Constant(_I8X32, [1 << i % 8 for i in range(32)])
+    own = [16 * (i // 16) + i // 8 for i in range(32)]  # every lane has all four bytes
+    own = shuffle(builder, builder.bitcast(mask, _I8X32), _all(_I8X32, 0), own)
+    same = builder.icmp_unsigned("==", builder.and_(own, bits), bits)
+    return builder.bitcast(builder.sext(same, _I8X32), _I32X8)
+
+
 @emits(i32x8, i32x8)
 def low_bytes_to_words(builder, a):
     """The lower 8 bytes of each 16-byte lane as upper bytes of words (``vpunpcklbw``)."""

@@ -1,0 +1,130 @@
+"""Packed integer weights in AVX2: 8 outputs by 4 inputs a register, bytes as they are multiplied.
+
+A row of fours (``quant.layout``) is 64 bytes, two sides of 8 outputs. Codes of 8 bits are loaded;
+of 4 bits two rows share a register, an even one in the low halves of its bytes; further bits are
+masks, a byte for each of which is made by one shuffle and a comparison.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..intrin import avx2
+from ..intrin.avx2 import (
+    and_i32,
+    broadcast_i32,
+    expand_bits,
+    load_i32,
+    lookup_16,
+    or_i32,
+    shift_right_u16,
+    xor_i32,
+)
+from ..jit import inlined
+from .factors import Factors, make_factors
+from .layout import BIASES, PACKINGS, SCALE_K, UNITS, Packing
+from .lookup import MXFP4_CODES
+
+FACTORS = make_factors(avx2, 8)
+"""By format name; the ``part`` is a quarter of the block."""
+
+
+@dataclass(frozen=True)
+class Codes:
+    """How the AVX2 kernels read a format of integer weights.
+
+    Attributes:
+        packing: its tiles.
+        k: inputs of a scale group.
+        factors: its scales.
+        rows: ``rows(tile, load, side, tables) -> (even, odd)``: rows ``2 load`` and ``2 load + 1``
+            of a packed tile, 8 outputs by 4 inputs each: int8 weights, or unsigned bytes.
+        signed: whether ``rows`` are weights; else they are weights over ``unit`` plus ``bias``.
+        bias, unit: see ``signed``.
+        largest: magnitude of a byte.
+    """
+
+    packing: Packing
+    k: int
+    factors: Factors
+    rows: Callable
+    signed: bool
+    bias: int
+    unit: float
+    largest: int
+
+
+@functools.cache
+def make_codes(fmt: str) -> Codes:
+    """The reader of a format of integer weights."""
+    rows, largest = _ROWS[fmt]
+    signed = rows is _bytes
+    return Codes(
+        PACKINGS[fmt], SCALE_K[fmt], FACTORS[fmt], rows, signed,
+        0 if signed else BIASES.get(fmt, 0), UNITS.get(fmt, 1.0), largest,
+    )  # fmt: skip
+
+
+@inlined
+def _bytes(tile, load, side, tables):
+    at = tile + 128 * load + 32 * side
+    return load_i32(at), load_i32(at + 64)
+
+
+@inlined
+def _halves(both):
+    low = broadcast_i32(0x0F0F0F0F)
+    return and_i32(both, low), and_i32(shift_right_u16(both, 4), low)
+
+
+@inlined
+def _unsigned(tile, load, side, tables):
+    return _halves(load_i32(tile + 64 * load + 32 * side))
+
+
+@inlined
+def _twos_complement(tile, load, side, tables):
+    """The flipped sign bit adds 8."""
+    return _halves(xor_i32(load_i32(tile + 64 * load + 32 * side), broadcast_i32(0x88888888)))
+
+
+@inlined
+def _mxfp4(tile, load, side, tables):
+    even, odd = _halves(load_i32(tile + 64 * load + 32 * side))
+    table = load_i32(tables + MXFP4_CODES)
+    return lookup_16(table, even), lookup_16(table, odd)
+
+
+@inlined
+def _five_bits(tile, load, side, tables):
+    even, odd = _unsigned(tile, load, side, tables)
+    masks, bit4 = tile + 512 + 16 * load + 4 * side, broadcast_i32(0x10101010)
+    even = or_i32(even, and_i32(expand_bits(masks), bit4))
+    return even, or_i32(odd, and_i32(expand_bits(masks + 8), bit4))
+
+
+@inlined
+def _six_bits(tile, load, side, tables):
+    even, odd = _unsigned(tile, load, side, tables)
+    masks = tile + 512 + 32 * load + 4 * side
+    return _add_bits(even, masks), _add_bits(odd, masks + 16)
+
+
+@inlined
+def _add_bits(row, masks):
+    bit4 = and_i32(expand_bits(masks), broadcast_i32(0x10101010))
+    bit5 = and_i32(expand_bits(masks + 8), broadcast_i32(0x20202020))
+    return or_i32(row, or_i32(bit4, bit5))
+
+
+_ROWS = {
+    **dict.fromkeys(("int8", "q8_0"), (_bytes, 127)),
+    "int8-channel": (_bytes, 128),
+    **dict.fromkeys(("int4", "int4-g128", "int4-channel"), (_twos_complement, 15)),
+    "mxfp4": (_mxfp4, 24),
+    "q4_k": (_unsigned, 15),
+    "q5_k": (_five_bits, 31),
+    "q6_k": (_six_bits, 63),
+}

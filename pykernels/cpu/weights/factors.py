@@ -1,0 +1,94 @@
+"""What a group of inputs is multiplied by, from a format's packed scales.
+
+A group is ``SCALE_K`` inputs of one output: its products are summed without any scale and go into
+the running sum with one multiply-add (OSDI'26 Figure 10). K-quants have a scale and a minimum for
+each group, small integers under two halves for each superblock of 256 inputs: their products with
+the half are exact in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..jit import inlined
+from ..job import f32
+from .layout import SUPERBLOCK_K6, SUPERBLOCK_K45
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Of a block's groups.
+
+    Attributes:
+        factor: ``factor(scale, group, part) -> floats``, of a vector of outputs, the ``part``-th of
+            the block's 32; ``scale`` is the address of the block's. None for no scales.
+        minimum: likewise, what every weight of the group lies below ``factor * q``; None for zero.
+    """
+
+    factor: Callable | None = None
+    minimum: Callable | None = None
+
+
+def make_factors(vectors: Any, N: int) -> dict[str, Factors]:
+    """By format name, in vectors of N outputs.
+
+    Args:
+        vectors: the module of intrinsics, ``intrin.avx512`` or ``intrin.avx2``.
+    """
+    broadcast_f32, load_f32 = vectors.broadcast_f32, vectors.load_f32
+    load_bf16, load_f16, mul_f32 = vectors.load_bf16, vectors.load_f16, vectors.mul_f32
+    load_u8_as_f32, load_i8_as_f32 = vectors.load_u8_as_f32, vectors.load_i8_as_f32
+
+    @inlined
+    def for_block(scale, group, part):
+        return broadcast_f32(f32(scale, group))
+
+    @inlined
+    def for_outputs(scale, group, part):
+        return load_f32(scale + 4 * N * part)
+
+    @inlined
+    def bf16_groups(scale, group, part):
+        return load_bf16(scale + 64 * group + 2 * N * part)
+
+    @inlined
+    def f16_groups(scale, group, part):
+        return load_f16(scale + 64 * group + 2 * N * part)
+
+    @inlined
+    def k45_factor(scale, group, part):
+        at = scale + (group >> 3) * SUPERBLOCK_K45
+        small = load_u8_as_f32(at + 128 + 64 * (group & 7) + N * part)
+        return mul_f32(load_f16(at + 2 * N * part), small)
+
+    @inlined
+    def k45_minimum(scale, group, part):
+        at = scale + (group >> 3) * SUPERBLOCK_K45
+        small = load_u8_as_f32(at + 160 + 64 * (group & 7) + N * part)
+        return mul_f32(load_f16(at + 64 + 2 * N * part), small)
+
+    @inlined
+    def k6_factor(scale, group, part):
+        at = scale + (group >> 4) * SUPERBLOCK_K6
+        small = load_i8_as_f32(at + 64 + 32 * (group & 15) + N * part)
+        return mul_f32(load_f16(at + 2 * N * part), small)
+
+    groups, channel = Factors(bf16_groups), Factors(for_outputs)
+    k45 = Factors(k45_factor, k45_minimum)
+    return {
+        "bf16": Factors(),
+        "fp8": Factors(for_block),
+        "fp8-channel": channel,
+        "int8": groups,
+        "int8-channel": channel,
+        "int4": groups,
+        "int4-g128": groups,
+        "int4-channel": channel,
+        "mxfp4": groups,
+        "q4_k": k45,
+        "q5_k": k45,
+        "q6_k": Factors(k6_factor),
+        "q8_0": Factors(f16_groups),
+    }
