@@ -113,10 +113,9 @@ BACKENDS = [
     ),
     Backend(
         "avx2",
-        "AVX2 and FMA; float32 arithmetic",
-        ("avx2", "fma"),
-        build="pykernels.cpu.gemv.avx2:make_tiles",
-        formats=("bf16", "fp8", "fp8-channel"),
+        "AVX2 and FMA; AVX-VNNI where the CPU has it",
+        ("avx2", "fma", "f16c"),
+        build="pykernels.cpu.backends.avx2:make",
     ),
     Backend("generic", "plain Numba, any CPU; float32 arithmetic", (), build=_PORTABLE),
 ]

@@ -22,8 +22,16 @@ def lacks(*features: str) -> bool:
 
 
 needs_avx512 = pytest.mark.skipif(lacks(), reason="this CPU has no AVX-512")
+needs_avx2 = pytest.mark.skipif(
+    bool(detect().lacks(("avx2", "fma", "f16c"))), reason="this CPU has no AVX2"
+)
 needs_vnni = pytest.mark.skipif(lacks("avx512vnni"), reason="this CPU has no AVX512-VNNI")
 needs_bf16 = pytest.mark.skipif(lacks("avx512bf16"), reason="this CPU has no AVX512-BF16")
+
+VECTORS = [
+    pytest.param("avx512", marks=needs_avx512), pytest.param("avx2", marks=needs_avx2)
+]  # fmt: skip
+"""Of ``activations.quantize_vectors``."""
 
 
 def operations(base: bool = False) -> Instructions:

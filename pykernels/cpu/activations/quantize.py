@@ -1,6 +1,6 @@
 """How a group of a row's bfloat16 inputs becomes int8 codes: what both implementations share.
 
-``quantize_avx512`` and ``quantize_portable`` compile ``quantize_row(row, K, first, last)``, which
+``quantize_vectors`` and ``quantize_portable`` compile ``quantize_row(row, K, first, last)``, which
 makes what a ``RowFormat`` needs of inputs ``first .. last - 1`` (multiples of ``how.k``): sums,
 int8 codes with their scales, or int8 slices. A NaN or infinity makes its group's scale NaN.
 ``quant.activations`` has the rules and the reference; the bytes are the same from either.

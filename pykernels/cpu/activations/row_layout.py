@@ -16,6 +16,8 @@ behind that           int32 [K / sum_k, SLICES]   what the bias of the weights' 
                                                   three plus the magic number (``int8_slices``)
 or there              float32 [K / sum_k]         for minima: the sums of inputs once more, in
                                                   SUM_UNITs of the slices' scale
+or ``C``              float32 [K]                 bf16 inputs over the scale of their 128, a power
+                                                  of two
 ====================  ==========================  ==================================================
 
 K is padded, ``C = 2 K + K / 32 + K / 4`` rounded up to 64. Everything after the bfloat16 is made
@@ -41,17 +43,26 @@ SUM_UNIT = 256.0
 """The unit of the sums of inputs beside slices, times the slices' scale: that of all slices but the
 lowest."""
 
+FLOATS = {
+    **dict.fromkeys(("fp8", "fp8-channel"), 60),
+    **dict.fromkeys(("bf16", "int8", "int8-channel", "q8_0"), 1),
+}
+"""Formats whose weights may meet activations as float32, and ``RowFormat.power`` then: E4M3 is read
+times 2**-120."""
+
 
 @dataclass(frozen=True)
 class RowFormat:
     """What a row holds beside its bfloat16 inputs.
 
     Attributes:
-        kind: "sums", "q8", "q8_k" or "int8_slices".
+        kind: "sums", "q8", "q8_k", "int8_slices" or "floats".
         act_k: inputs of one activation scale (128 or 256; of no use to "sums").
         sum_k: inputs of one sum.
         bias: of the weights' codes.
         sums: whether the sums of the inputs themselves stand beside slices.
+        power: the largest of 128 inputs is between 2**power and twice that as a float, unless all
+            are below 2**(power - 127); so no product with small weights is lost.
     """
 
     kind: str
@@ -59,6 +70,7 @@ class RowFormat:
     sum_k: int
     bias: int = 0
     sums: bool = False
+    power: int = 0
 
     def __post_init__(self) -> None:
         assert self.kind != "int8_slices" or not (self.bias and self.sums), "they share their bytes"
@@ -71,7 +83,7 @@ class RowFormat:
     @property
     def name(self) -> str:
         """Tells it from every other one."""
-        return f"{self.kind}-{self.act_k}-{self.sum_k}-{self.bias}-{self.sums:d}"
+        return f"{self.kind}-{self.act_k}-{self.sum_k}-{self.bias}-{self.sums:d}-{self.power}"
 
 
 def row_format(fmt: str, activations: str, exact: str = "bf16") -> RowFormat | None:
@@ -82,10 +94,13 @@ def row_format(fmt: str, activations: str, exact: str = "bf16") -> RowFormat | N
 
     Args:
         exact: how integer weights meet bf16 activations (``gemv.dot``): as "bf16", as bf16 plus a
-            "magic" number, or as "int8_slices" of the activations.
+            "magic" number, or as "int8_slices" of the activations; or "floats", as those but for
+            weights of 8 bits and floats, which meet activations as float32.
     """
     bias, minima = BIASES.get(fmt, 0), fmt in MINIMA
-    if activations == "bf16" and exact == "int8_slices" and fmt in INTEGERS:
+    if activations == "bf16" and exact == "floats" and fmt in FLOATS:
+        return RowFormat("floats", 128, 128, power=FLOATS[fmt])
+    if activations == "bf16" and exact in ("int8_slices", "floats") and fmt in INTEGERS:
         return RowFormat("int8_slices", SLICES_K, SCALE_K[fmt], bias, minima)
     if activations == "bf16":
         wanted = minima or (exact == "magic" and fmt in MAGIC_OFFSETS)
@@ -113,7 +128,7 @@ def _bytes(K: int, how: RowFormat | None) -> int:
     if how.kind == "int8_slices":
         each = 4 * SLICES if how.bias else 4 if how.sums else 0
         return codes + SLICES * K + 4 * (K // SLICES_K) + each * (K // how.sum_k)
-    return codes + K
+    return codes + (4 * K if how.kind == "floats" else K)
 
 
 def _codes(K: int) -> int:
@@ -139,6 +154,12 @@ def sum_at(row, K, index):
 def codes_at(row, K):
     """Address of a row's int8 codes."""
     return row + _codes_of(K)
+
+
+@inlined
+def float_at(row, K, k):
+    """Address of input k as a float."""
+    return codes_at(row, K) + 4 * k
 
 
 @inlined

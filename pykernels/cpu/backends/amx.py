@@ -6,15 +6,15 @@ from typing import Any
 
 from ...amx_state import request_permission
 from ...target import Target, detect
-from ..activations.quantize_avx512 import make_quantize_row
+from ..activations.quantize_vectors import make_quantize_row
 from ..activations.row_layout import row_format
 from ..gemm.amx import SCRATCH_BYTES, make_gemm
 from ..gemv import amx as gemv_amx
 from ..gemv import avx512 as gemv_avx512
 from ..intrin import amx
 from ..isa import Instructions, instructions
-from ..moe.epilogue_avx512 import make_epilogue
 from ..weights.layout import PACKINGS
+from .avx512 import epilogue
 from .parts import Parts
 
 GEMM_FROM = 5
@@ -63,12 +63,12 @@ def parts(fmt: str, activations: str, ops: Instructions, amx_unit: Any) -> Parts
         tiles = gemv_avx512.make_tiles(fmt, ops, activations, int8_slices=True)
     return Parts(
         tiles=tiles,
-        epilogue=make_epilogue(ops),
+        epilogue=epilogue(ops),
         row_format=how,
-        quantize_row=make_quantize_row(how) if how else None,
+        quantize_row=make_quantize_row(how, "avx512") if how else None,
         gemm=make_gemm(fmt, ops, activations, amx_unit),
         gemm_row_format=gemm_how,
-        gemm_quantize_row=make_quantize_row(gemm_how) if gemm_how else None,
+        gemm_quantize_row=make_quantize_row(gemm_how, "avx512") if gemm_how else None,
         scratch_bytes=SCRATCH_BYTES,
         interleave_a=PACKINGS[fmt].fours and activations == "bf16",
     )

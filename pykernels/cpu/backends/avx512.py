@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from ...target import Target, detect
-from ..activations.quantize_avx512 import make_quantize_row
+from ..activations.quantize_vectors import make_quantize_row
 from ..activations.row_layout import row_format
 from ..gemm import avx512 as dot_gemm
 from ..gemm import fma as fma_gemm
 from ..gemv.avx512 import make_tiles
+from ..intrin import avx512
 from ..isa import Instructions, instructions, prefers_fma, prefers_int8_slices
-from ..moe.epilogue_avx512 import make_epilogue
+from ..moe.epilogue import Epilogue
+from ..moe.epilogue_vectors import make_epilogue
 from ..weights.layout import INTEGERS, PACKINGS
 from .parts import Parts
 
@@ -37,21 +39,26 @@ def make(fmt: str, activations: str) -> Parts:
 def parts(fmt: str, activations: str, ops: Instructions) -> Parts:
     """The parts by the operations of ``ops``."""
     how = row_format(fmt, activations, "int8_slices" if ops.int8_slices else "magic")
-    quantize_row = make_quantize_row(how) if how else None
+    quantize_row = make_quantize_row(how, "avx512") if how else None
     tiles = make_tiles(fmt, ops, activations, ops.int8_slices)
     interleave_a = PACKINGS[fmt].fours and activations == "bf16"
     if ops.fma and activations == "bf16":
         # Multiply-adds take minima into the weights: they need no sums of the inputs.
         return Parts(
-            tiles, make_epilogue(ops), how, quantize_row, fma_gemm.make_gemm(fmt, ops),
+            tiles, epilogue(ops), how, quantize_row, fma_gemm.make_gemm(fmt, ops),
             scratch_bytes=fma_gemm.SCRATCH_BYTES, interleave_a=interleave_a,
         )  # fmt: skip
     gemm_how = row_format(fmt, activations)
     return Parts(
-        tiles, make_epilogue(ops), how, quantize_row, dot_gemm.make_gemm(fmt, ops, activations),
-        gemm_how, make_quantize_row(gemm_how) if gemm_how else None,
+        tiles, epilogue(ops), how, quantize_row, dot_gemm.make_gemm(fmt, ops, activations),
+        gemm_how, make_quantize_row(gemm_how, "avx512") if gemm_how else None,
         dot_gemm.SCRATCH_BYTES, interleave_a,
     )  # fmt: skip
+
+
+def epilogue(ops: Instructions) -> Epilogue:
+    """The stages' epilogues by the operations of ``ops``."""
+    return make_epilogue(ops.name, avx512, 16, ops.store_bf16)
 
 
 def gemm_from(fmt: str, activations: str, target: Target) -> int:

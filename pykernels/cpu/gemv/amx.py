@@ -21,7 +21,7 @@ import numpy as np
 
 from ...quant.activations import SLICES_K
 from ...quant.layout import K_BLOCK
-from ..activations.int8_slices import MAGIC_BITS, join_lowest, join_short
+from ..activations.int8_slices import MAGIC_BITS
 from ..activations.row_layout import SUM_UNIT, activation_scale, group_sum, unit_sum
 from ..gemm.common import TILE
 from ..intrin.avx512 import (
@@ -46,6 +46,7 @@ from .amx_mma import Shape, make_configure, make_gather, make_multiply
 from .avx512 import make_tile as make_tile_avx512
 from .avx512 import make_tiles as make_tiles_avx512
 from .common import ahead, by_tokens
+from .dot import JOINS
 
 FROM = {
     "bf16": 3,
@@ -134,6 +135,7 @@ def make_tile(fmt: str, M: int, ops: Instructions, amx: Any) -> Any:
     GROUPS, SUMS, EACH, BLOCK = shape.groups, shape.sums_bytes, shape.rows_each, packed_bytes(fmt)
     A_ROOM, B_ROOM, C_ROOM = shape.steps * SUMS, shape.steps * 2 * TILE, GROUPS * 2 * SUMS
     UNIT = np.float32(reader.signed_unit)
+    join_short, join_lowest = JOINS
 
     @inlined
     def total(at):

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from ...quant.activations import SLICES, SLICES_K
-from ..activations.int8_slices import MAGIC_BITS, SHORT, join_lowest, join_short
+from ..activations.int8_slices import MAGIC_BITS, SHORT, make_joins
 from ..activations.row_layout import (
     SUM_UNIT,
     activation_scale,
@@ -37,6 +37,7 @@ from ..activations.row_layout import (
     sum_at,
     unit_sum,
 )
+from ..intrin import avx512, avx512_bytes
 from ..intrin.avx512 import add_f32, add_neighbours, broadcast_f32, fnma_f32, mul_f32, zero_f32
 from ..intrin.avx512_bytes import (
     add_i32,
@@ -51,6 +52,8 @@ from ..intrin.registers import f32x16_array, i32x16_array
 from ..isa import Instructions
 from ..jit import inlined
 from ..weights.dequant import Reader, make_reader
+
+JOINS = make_joins(avx512, avx512_bytes)
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,7 @@ def _int8_slices(reader: Reader, ops: Instructions, KEPT: int) -> Products:
     UNIT = np.float32(reader.unit)
     LEFT_OUT = np.float32(256.0 ** (SLICES - KEPT))
     WHOLE = np.float32(SUM_UNIT / LEFT_OUT)
+    join_short, join_lowest = JOINS
 
     @inlined
     def begin(sums, i, row, K, k):

@@ -213,6 +213,31 @@ def round_f32(builder, a):
     return llvm(builder, "llvm.nearbyint.v8f32", _F32X8, a)
 
 
+@emits(f32x8, f32x8, f32x8)
+def scale_exp2_f32(builder, a, n):
+    """``a * 2**n`` for whole n, at most 250 from 0, with correct under- and overflow: two
+    multiplications by powers that are normal numbers."""
+    n = llvm(builder, "llvm.x86.avx.cvt.ps2dq.256", _I32X8, n)
+    half = builder.ashr(n, _all(_I32X8, 1))
+    for power in (half, builder.sub(n, half)):
+        bits = builder.shl(builder.add(power, _all(_I32X8, 127)), _all(_I32X8, 23))
+        a = builder.fmul(a, builder.bitcast(bits, _F32X8))
+    return a
+
+
+@emits(types.void, types.intp, f32x8)
+def store_bf16(builder, address, value):
+    """8 floats rounded to nearest-even bf16, to a 2-byte-aligned address; NaN stays NaN."""
+    bits = builder.bitcast(value, _I32X8)
+    tie = builder.and_(builder.lshr(bits, _all(_I32X8, 16)), _all(_I32X8, 1))
+    rounded = builder.add(bits, builder.add(tie, _all(_I32X8, 0x7FFF)))
+    nan = builder.fcmp_unordered("uno", value, value)
+    quiet = builder.or_(bits, _all(_I32X8, 0x400000))
+    upper = builder.lshr(builder.select(nan, quiet, rounded), _all(_I32X8, 16))
+    words = builder.trunc(upper, ir.VectorType(ir.IntType(16), 8))
+    builder.store(words, pointer(builder, address, words.type)).align = 2
+
+
 @emits(types.float32, f32x8)
 def sum_f32(builder, a):
     """The sum of the 8 floats, by halves."""
@@ -293,6 +318,25 @@ def sub_i8(builder, a, b):
     """``a - b`` of 32 bytes (``vpsubb``)."""
     a, b = builder.bitcast(a, _I8X32), builder.bitcast(b, _I8X32)
     return builder.bitcast(builder.sub(a, b), _I32X8)
+
+
+@emits(i32x8, i32x8)
+def shift_slice(builder, a):
+    """``(a + 128) >> 8``: what is left above a signed byte."""
+    return builder.ashr(builder.add(a, _all(_I32X8, 128)), _all(_I32X8, 8))
+
+
+@emits(types.void, types.intp, i32x8)
+def store_low_bytes(builder, address, a):
+    """The low byte of each of 8 integers, to 8 bytes at any address."""
+    builder.store(builder.trunc(a, _I8X8), pointer(builder, address, _I8X8)).align = 1
+
+
+@emits(types.int32, i32x8)
+def low_bytes_i32(builder, a):
+    """The bits that are set in a low byte of any of 8 integers."""
+    bits = llvm(builder, "llvm.vector.reduce.or.v8i32", I32, a)
+    return builder.and_(bits, ir.Constant(I32, 255))
 
 
 @emits(i32x8, i32x8, i32x8)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pykernels.cpu.activations import quantize_avx512, quantize_portable
-from pykernels.cpu.activations.int8_slices import MAGIC_BITS, SHORT, join_lowest, join_short
+from pykernels.cpu.activations import quantize_portable, quantize_vectors
+from pykernels.cpu.activations.int8_slices import MAGIC_BITS, SHORT, make_joins
 from pykernels.cpu.activations.row_layout import (
     SLICES,
     SUM_UNIT,
@@ -21,6 +21,7 @@ from pykernels.cpu.activations.row_layout import (
     sum_at,
     unit_sum_at,
 )
+from pykernels.cpu.intrin import avx512, avx512_bytes
 from pykernels.cpu.intrin.avx512 import store_f32
 from pykernels.cpu.intrin.avx512_bytes import add_i32, all_i32, load_i32
 from pykernels.cpu.intrin.sync import call_routine
@@ -28,7 +29,7 @@ from pykernels.cpu.jit import kernel
 from pykernels.quant import FORMATS, get_format
 from pykernels.quant.activations import int8_slices, quantize, sums
 
-from ..kernels import needs_avx512
+from ..kernels import VECTORS, needs_avx512
 
 
 @kernel("test-quantize-row")
@@ -36,13 +37,16 @@ def _call(routine, row, K):
     call_routine(routine, (row, K, 0, K))
 
 
-def quantized(how: RowFormat | None, x: torch.Tensor, portable: bool) -> torch.Tensor:
+def quantized(how: RowFormat | None, x: torch.Tensor, by: str) -> torch.Tensor:
     """uint8 [T, row bytes] of x, bf16 [T, K]; what nobody writes is 255."""
     T, K = x.shape
     rows = torch.full((T, row_bytes(K, how)), 255, dtype=torch.uint8)
     rows[:, : 2 * K] = x.contiguous().view(torch.uint8)
     if how:
-        made = (quantize_portable if portable else quantize_avx512).make_quantize_row(how)
+        if by == "generic":
+            made = quantize_portable.make_quantize_row(how)
+        else:
+            made = quantize_vectors.make_quantize_row(how, by)
         for row in rows:
             _call(made.address, row.data_ptr(), K)
     return rows
@@ -53,16 +57,16 @@ def _part(rows: torch.Tensor, at: int, count: int, dtype=torch.float32) -> torch
     return rows[:, at : at + count * dtype.itemsize].contiguous().view(dtype)
 
 
-@pytest.mark.parametrize("portable", [pytest.param(False, marks=needs_avx512), True])
+@pytest.mark.parametrize("by", [*VECTORS, "generic"])
 @pytest.mark.parametrize("name", ["int4", "q4_k", "q6_k"])
-def test_int8_codes_are_those_of_the_reference(name, portable):
+def test_int8_codes_are_those_of_the_reference(name, by):
     """Codes, scales and sums, bit for bit; also of zeros, tiny values and a NaN."""
     x = torch.randn(6, 512, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
     x[1, :256] = 0
     x[2] *= 1e-38
     x[3, 7], x[3, 300] = 50.0, -50.0
     how = row_format(name, "int8")
-    rows, truth = quantized(how, x, portable), quantize(x, FORMATS[name].int8_kind)
+    rows, truth = quantized(how, x, by), quantize(x, FORMATS[name].int8_kind)
     count = 512 // how.sum_k
     assert torch.equal(_part(rows, codes_at(0, 512), 512, torch.int8), truth.q)
     assert torch.equal(_part(rows, scale_at(0, 512, 0), 512 // how.act_k), truth.scale)
@@ -70,13 +74,13 @@ def test_int8_codes_are_those_of_the_reference(name, portable):
     wanted = -how.bias * added.int() if how.bias else added.float()
     assert torch.equal(_part(rows, sum_at(0, 512, 0), count, wanted.dtype), wanted)
     x[5, 400] = float("nan")
-    scales = _part(quantized(how, x, portable), scale_at(0, 512, 0), 512 // how.act_k)
+    scales = _part(quantized(how, x, by), scale_at(0, 512, 0), 512 // how.act_k)
     assert scales[5, -1].isnan() and scales[:5].isfinite().all()
 
 
-@needs_avx512
+@pytest.mark.parametrize("by", VECTORS)
 @pytest.mark.parametrize("name", ["int4", "q4_k", "q6_k"])
-def test_int8_slices_are_those_of_the_reference(name):
+def test_int8_slices_are_those_of_the_reference(name, by):
     """Bit for bit: zeros, the least and the largest numbers, outliers; what a bias adds; a NaN."""
     K = 256
     x = torch.randn(7, K, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
@@ -87,7 +91,7 @@ def test_int8_slices_are_those_of_the_reference(name):
     x[5, 7], x[5, 200] = 3e4, -255.0
     x[6] *= 2.0 ** torch.randint(-40, 40, (K,), generator=torch.Generator().manual_seed(4))
     how = row_format(name, "bf16", "int8_slices")
-    rows = quantized(how, x, portable=False)
+    rows = quantized(how, x, by)
     truth, groups = int8_slices(x), K // 128
     value = sum(truth.q[j].double() * 256.0 ** (SLICES - 1 - j) for j in range(SLICES))
     value *= truth.scale.double().repeat_interleave(128, dim=1)
@@ -116,13 +120,32 @@ def test_int8_slices_are_those_of_the_reference(name):
             near = (found - by_group.sum(2)).abs() <= 1e-6 * by_group.abs().sum(2)
             assert near[[0, 1, 2, 3, 5, 6]].all()  # the fifth's are infinite
     x[0, 200] = float("nan")
-    scales = _part(quantized(how, x, portable=False), scale_at(0, K, 0), groups)
+    scales = _part(quantized(how, x, by), scale_at(0, K, 0), groups)
     assert scales[0].isnan().tolist() == [False, True] and scales[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("by", VECTORS)
+@pytest.mark.parametrize("power", [1, 60])
+def test_floats_are_the_inputs_over_their_scales(power, by):
+    """Exactly, but where all of a group are tiny; what is not finite stays so."""
+    x = torch.randn(4, 256, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    x[1, :128], x[1, 128:] = 0, torch.finfo(torch.bfloat16).max
+    x[2] *= 1e-36
+    x[3, 7], x[3, 200] = float("inf"), float("nan")
+    rows = quantized(RowFormat("floats", 128, 128, power=power), x, by)
+    floats = _part(rows, codes_at(0, 256), 256).view(4, 2, 128)
+    scales = _part(rows, scale_at(0, 256, 0), 2)
+    assert torch.equal((floats[:3] * scales[:3, :, None]).flatten(1), x[:3].float())
+    largest = floats[:1].abs().amax(2)
+    assert ((largest >= 2.0**power) & (largest < 2.0 ** (power + 1))).all()
+    assert not (floats[3] * scales[3, :, None]).sum(1).isfinite().any()
 
 
 @needs_avx512
 def test_sums_of_int8_slices_are_joined_to_24_bits():
     """Up to the largest sums there are, 2**21; exactly where they are small; at a power of two."""
+
+    join_short, join_lowest = make_joins(avx512, avx512_bytes)
 
     @kernel("test-join")
     def joined(s, out):

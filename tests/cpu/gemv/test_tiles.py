@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from pykernels.cpu.activations.row_layout import row_format
-from pykernels.cpu.gemv import amx, avx512, portable
+from pykernels.cpu.gemv import amx, avx2, avx512, portable
 from pykernels.cpu.intrin import amx_model
+from pykernels.cpu.intrin import avx2 as intrin_avx2
+from pykernels.cpu.intrin import avx512 as intrin_avx512
 from pykernels.cpu.intrin.sync import call_routine
 from pykernels.cpu.jit import kernel
-from pykernels.cpu.moe.epilogue_avx512 import make_epilogue
+from pykernels.cpu.moe.epilogue_vectors import make_epilogue
 from pykernels.cpu.weights.lookup import TABLES
 from pykernels.quant import FORMATS, Format, Weight, get_format
 from pykernels.quant.gguf import GGUF
@@ -20,7 +22,7 @@ from pykernels.quant.integer import Integer, IntegerChannel
 from pykernels.testing import assert_close, poisoned
 
 from ..activations.test_quantize import quantized
-from ..kernels import needs_avx512, needs_vnni, operations
+from ..kernels import needs_avx2, needs_avx512, needs_vnni, operations
 
 FINITE = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8)
 
@@ -28,16 +30,21 @@ FINITE = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.u
 @functools.cache
 def _tiles(which: str, fmt: str, activations: str):
     """Address of the tiles of "avx512", the same without newer extensions, those of the AMX
-    backend on modelled tiles, or "generic"."""
+    backend on modelled tiles, of "avx2", or "generic"."""
     if which == "generic":
         return portable.make_tiles(fmt, activations).address
+    if which == "avx2":
+        return avx2.make_tiles(fmt, activations).address
     ops = operations(which == "base")
     if which == "amx" and activations == "bf16":
         return amx.make_tiles(fmt, ops, amx_model).address
     return avx512.make_tiles(fmt, ops, activations).address
 
 
-NEEDS = {"avx512": needs_avx512, "base": needs_avx512, "amx": needs_vnni, "generic": ()}
+NEEDS = {
+    "avx512": needs_avx512, "base": needs_avx512, "amx": needs_vnni, "avx2": needs_avx2,
+    "generic": (),
+}  # fmt: skip
 KINDS = [pytest.param(kind, marks=needs) for kind, needs in NEEDS.items()]
 
 EXACT = {"avx512": "magic", "base": "magic", "amx": "int8_slices", "generic": "bf16"}
@@ -60,8 +67,11 @@ def run_tile(
     blocks = raw[skip : skip + fmt.block_bytes(K)].view(1, -1)
     scales = torch.zeros(1, fmt.scale_bytes(K), dtype=torch.uint8)
     fmt.pack(weight, blocks, scales)
-    how = row_format(name, activations, EXACT[which])
-    inputs = quantized(how, x, which == "generic")
+    if which == "avx2":
+        how = avx2.tile_row_format(name, activations)
+    else:
+        how = row_format(name, activations, EXACT[which])
+    inputs = quantized(how, x, which if which in ("avx2", "generic") else "avx512")
     out = poisoned(8, 32)
     rows = torch.tensor([inputs[min(t, M - 1)].data_ptr() for t in range(8)])
     _call_twice(
@@ -173,12 +183,15 @@ def test_wide_ranges_of_inputs(which, name):
     assert (error <= 1e-6 * (x.double().abs() @ w.abs().T)).all()
 
 
-@needs_avx512
-@pytest.mark.parametrize("base", [False, True])
-def test_silu_is_within_bf16_rounding(base):
-    silu_mul = make_epilogue(operations(base)).silu_mul
+@pytest.mark.parametrize("which", KINDS[:2] + KINDS[3:4])
+def test_silu_is_within_bf16_rounding(which):
+    if which == "avx2":
+        vectors = intrin_avx2, 8, intrin_avx2.store_bf16
+    else:
+        vectors = intrin_avx512, 16, operations(which == "base").store_bf16
+    silu_mul = make_epilogue(which, *vectors).silu_mul
 
-    @kernel(f"test-silu-{base}")
+    @kernel(f"test-silu-{which}")
     def call(gate, up, h):
         silu_mul(gate, up, h)
 

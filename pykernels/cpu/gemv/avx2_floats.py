@@ -1,0 +1,148 @@
+"""AVX2 tiles in float32 multiply-adds: bf16, E4M3 and 8-bit integers, all of them exact products.
+
+Weights become floats by shifts and masks: a bf16 is the upper half of one, and an E4M3 byte b is,
+as the word ``(b << 8) >> 4`` (signed) masked by 0x87F0, the bf16 of its value times 2**-120,
+subnormals included. An int8 in the highest byte of a word is converted as 2**24 times itself. The
+inputs are floats in their rows (``activations.row_layout``), scaled so that none of it is lost.
+
+An output has two accumulators, one for the even and one for the odd inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..activations.row_layout import float_at
+from ..intrin.avx2 import (
+    add_f32,
+    and_i32,
+    broadcast_f32_at,
+    broadcast_i32,
+    first_of_pairs,
+    fma_f32,
+    high_bytes_to_words,
+    load_f32,
+    load_i32,
+    low_bytes_to_words,
+    pin_f32,
+    second_of_pairs,
+    shift_left_i32,
+    shift_right_words,
+    store_f32,
+    to_f32,
+    zero_f32,
+)
+from ..intrin.prefetch import prefetch_l1
+from ..intrin.registers import f32x8_array
+from ..jit import inlined
+from ..job import i64
+from ..weights.codes_avx2 import FACTORS
+from ..weights.layout import PACKINGS, SCALE_K
+from .avx2_group import Group
+
+_E4M3_MASK = 0x87F087F0
+E4M3_UNITS = (2.0**60, 2.0**60)
+
+UNITS = dict.fromkeys(("fp8", "fp8-channel"), E4M3_UNITS) | {"bf16": ()}
+"""By format name, what a weight as a float is short of; the others are 8-bit integers."""
+
+
+@inlined
+def _pairs(sums, i, pairs, x):
+    """Two inputs of 8 outputs, as pairs of bf16."""
+    sums[i] = pin_f32(fma_f32(first_of_pairs(pairs), broadcast_f32_at(x), sums[i]))
+    x1 = broadcast_f32_at(x + 4)
+    sums[i + 1] = pin_f32(fma_f32(second_of_pairs(pairs), x1, sums[i + 1]))
+
+
+@inlined
+def _read_bf16(codes):
+    return codes
+
+
+@inlined
+def _add_bf16(sums, i, pairs, x):
+    _pairs(sums, i, pairs, x)
+
+
+@inlined
+def _read_fp8(codes):
+    mask = broadcast_i32(_E4M3_MASK)
+    low = and_i32(shift_right_words(low_bytes_to_words(codes), 4), mask)
+    return low, and_i32(shift_right_words(high_bytes_to_words(codes), 4), mask)
+
+
+@inlined
+def _add_fp8(sums, i, pairs, x):
+    low, high = pairs
+    _pairs(sums, i, low, x)
+    _pairs(sums, i, high, x + 8)
+
+
+@inlined
+def _read_int8(codes):
+    high = broadcast_i32(0xFF000000)
+    return (
+        to_f32(shift_left_i32(codes, 24)),
+        to_f32(and_i32(shift_left_i32(codes, 16), high)),
+        to_f32(and_i32(shift_left_i32(codes, 8), high)),
+        to_f32(and_i32(codes, high)),
+    )
+
+
+@inlined
+def _add_int8(sums, i, fours, x):
+    a, b, c, d = fours
+    sums[i] = fma_f32(a, broadcast_f32_at(x), sums[i])
+    sums[i + 1] = fma_f32(b, broadcast_f32_at(x + 4), sums[i + 1])
+    sums[i] = pin_f32(fma_f32(c, broadcast_f32_at(x + 8), sums[i]))
+    sums[i + 1] = pin_f32(fma_f32(d, broadcast_f32_at(x + 12), sums[i + 1]))
+
+
+def _products(fmt: str) -> tuple[Callable, Callable]:
+    """``read(32 bytes)`` and ``add(sums, i, what it gave, x)``: floats at x times it go to the two
+    accumulators from i on."""
+    if fmt == "bf16":
+        return _read_bf16, _add_bf16
+    return (_read_fp8, _add_fp8) if fmt in UNITS else (_read_int8, _add_int8)
+
+
+def make_group(fmt: str, M: int) -> Group:
+    """The group of M tokens, at most 4, by rows of floats."""
+    packing, factor_of = PACKINGS[fmt], FACTORS[fmt].factor
+    read, add_floats = _products(fmt)
+    FACTOR, GROUP = factor_of is not None, SCALE_K[fmt] or packing.k_step
+    factor_of_any: Any = factor_of
+    PIECE = min(GROUP, packing.k_step)
+    SIDES = 2 if M <= 2 else 1
+    SUMS = 2 * SIDES * M
+    LINE_K = packing.k_step // (packing.tile_bytes // 64)
+
+    @inlined
+    def add(outs, tile, first, side, k, near, LINES, scale, quarter, rows, K, tables):
+        sums = f32x8_array(SUMS)
+        for i in range(SUMS):
+            sums[i] = pin_f32(zero_f32())  # else the first products are vmulps
+        start = tile + 64 * (first // LINE_K) + 32 * side
+        for line in range(PIECE // LINE_K):
+            if line < LINES:
+                prefetch_l1(near + 64 * line)
+            for s in range(SIDES):
+                weights = read(load_i32(start + 64 * line + 32 * s))
+                for t in range(M):
+                    x = float_at(i64(rows, t), K, k + LINE_K * line)
+                    add_floats(sums, 2 * (s * M + t), weights, x)
+        for s in range(SIDES):
+            if FACTOR:
+                factor = factor_of_any(scale, k // GROUP, quarter + s)
+            for t in range(M):
+                i, to = 2 * (s * M + t), outs + 128 * t + 32 * (quarter + s)
+                value = add_f32(sums[i], sums[i + 1])
+                if FACTOR:
+                    value = fma_f32(value, factor, load_f32(to))
+                else:
+                    value = add_f32(value, load_f32(to))
+                store_f32(to, value)
+
+    return Group(add, PIECE, SIDES, UNITS.get(fmt, (2.0**-24,)))
