@@ -47,7 +47,9 @@ def allocate(nbytes: int, node: int | None = None) -> torch.Tensor:
     """
     large = nbytes >= HUGE_PAGE
     try:
-        region = mmap.mmap(-1, nbytes + HUGE_PAGE if large else max(1, nbytes))
+        # Private: shared memory is shmem, which gets no huge pages on most systems.
+        room = nbytes + HUGE_PAGE if large else max(1, nbytes)
+        region = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError):
         raise PykernelsError(
             f"the system refuses {nbytes / 2**30:.1f} GiB for weights",
