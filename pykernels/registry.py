@@ -40,7 +40,7 @@ class Backend:
         build: ``build(fmt, activations)`` compiles ``cpu.backends.parts.Parts``. Or the tiles alone
             (``make_tiles`` of ``cpu.gemv.portable``): everything around them is then plain Numba.
         gemm_from: ``gemm_from(fmt, activations, target)``: tokens of an expert from which its GEMM
-            is taken to win without a calibration; None for a backend without a GEMM.
+            is taken to win without a calibration, None for no GEMM; None for a backend without one.
         instruction: ``instruction(activations, target)``: which of ``cpu.roofline.FLOPS`` it
             multiplies many tokens with; None for none of them.
         formats: that it has tiles of; none: every format.
@@ -116,6 +116,7 @@ BACKENDS = [
         "AVX2 and FMA; AVX-VNNI where the CPU has it",
         ("avx2", "fma", "f16c"),
         build="pykernels.cpu.backends.avx2:make",
+        gemm_from="pykernels.cpu.backends.avx2:gemm_from",
     ),
     Backend("generic", "plain Numba, any CPU; float32 arithmetic", (), build=_PORTABLE),
 ]

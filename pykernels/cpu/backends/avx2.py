@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...target import Target, detect
 from ..activations.quantize_vectors import make_quantize_row
+from ..gemm.fma_avx2 import SCRATCH_BYTES, make_gemm
 from ..gemv.avx2 import make_tiles, tile_row_format
 from ..intrin import avx2
 from ..moe.epilogue_vectors import make_epilogue
@@ -29,4 +30,16 @@ def parts(fmt: str, activations: str, vnni: bool) -> Parts:
     how = tile_row_format(fmt, activations)
     epilogue = make_epilogue("avx2", avx2, 8, avx2.store_bf16)
     tiles = make_tiles(fmt, activations, vnni)
-    return Parts(tiles, epilogue, how, make_quantize_row(how, "avx2"))
+    quantize_row = make_quantize_row(how, "avx2")
+    if activations == "int8":  # tiles of 8 tokens are as fast as it gets
+        return Parts(
+            tiles, epilogue, how, quantize_row, gemm_row_format=how, gemm_quantize_row=quantize_row
+        )
+    gemm = make_gemm(fmt)
+    return Parts(tiles, epilogue, how, quantize_row, gemm, scratch_bytes=SCRATCH_BYTES)
+
+
+def gemm_from(fmt: str, activations: str, target: Target) -> int | None:
+    """Tokens of an expert from which the GEMM is taken to win without a calibration; None for
+    tiles always."""
+    return GEMM_FROM if activations == "bf16" else None

@@ -6,7 +6,7 @@ from ...target import Target, detect
 from ..activations.quantize_vectors import make_quantize_row
 from ..activations.row_layout import row_format
 from ..gemm import avx512 as dot_gemm
-from ..gemm import fma as fma_gemm
+from ..gemm import fma_avx512 as fma_gemm
 from ..gemv.avx512 import make_tiles
 from ..intrin import avx512
 from ..isa import Instructions, instructions, prefers_fma, prefers_int8_slices

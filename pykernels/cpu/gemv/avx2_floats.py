@@ -21,14 +21,11 @@ from ..intrin.avx2 import (
     broadcast_i32,
     first_of_pairs,
     fma_f32,
-    high_bytes_to_words,
     load_f32,
     load_i32,
-    low_bytes_to_words,
     pin_f32,
     second_of_pairs,
     shift_left_i32,
-    shift_right_words,
     store_f32,
     to_f32,
     zero_f32,
@@ -37,11 +34,10 @@ from ..intrin.prefetch import prefetch_l1
 from ..intrin.registers import f32x8_array
 from ..jit import inlined
 from ..job import i64
-from ..weights.codes_avx2 import FACTORS
+from ..weights.codes_avx2 import FACTORS, pairs_of_e4m3
 from ..weights.layout import PACKINGS, SCALE_K
 from .avx2_group import Group
 
-_E4M3_MASK = 0x87F087F0
 E4M3_UNITS = (2.0**60, 2.0**60)
 
 UNITS = dict.fromkeys(("fp8", "fp8-channel"), E4M3_UNITS) | {"bf16": ()}
@@ -64,13 +60,6 @@ def _read_bf16(codes):
 @inlined
 def _add_bf16(sums, i, pairs, x):
     _pairs(sums, i, pairs, x)
-
-
-@inlined
-def _read_fp8(codes):
-    mask = broadcast_i32(_E4M3_MASK)
-    low = and_i32(shift_right_words(low_bytes_to_words(codes), 4), mask)
-    return low, and_i32(shift_right_words(high_bytes_to_words(codes), 4), mask)
 
 
 @inlined
@@ -105,7 +94,7 @@ def _products(fmt: str) -> tuple[Callable, Callable]:
     accumulators from i on."""
     if fmt == "bf16":
         return _read_bf16, _add_bf16
-    return (_read_fp8, _add_fp8) if fmt in UNITS else (_read_int8, _add_int8)
+    return (pairs_of_e4m3, _add_fp8) if fmt in UNITS else (_read_int8, _add_int8)
 
 
 def make_group(fmt: str, M: int) -> Group:

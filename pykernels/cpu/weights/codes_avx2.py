@@ -1,4 +1,4 @@
-"""Packed integer weights in AVX2: 8 outputs by 4 inputs a register, bytes as they are multiplied.
+"""Packed weights in AVX2: 8 outputs by 4 inputs a register, bytes as they are multiplied.
 
 A row of fours (``quant.layout``) is 64 bytes, two sides of 8 outputs. Codes of 8 bits are loaded;
 of 4 bits two rows share a register, an even one in the low halves of its bytes; further bits are
@@ -16,10 +16,13 @@ from ..intrin.avx2 import (
     and_i32,
     broadcast_i32,
     expand_bits,
+    high_bytes_to_words,
     load_i32,
     lookup_16,
+    low_bytes_to_words,
     or_i32,
     shift_right_u16,
+    shift_right_words,
     xor_i32,
 )
 from ..jit import inlined
@@ -29,6 +32,17 @@ from .lookup import MXFP4_CODES
 
 FACTORS = make_factors(avx2, 8)
 """By format name; the ``part`` is a quarter of the block."""
+
+_E4M3_MASK = 0x87F087F0
+
+
+@inlined
+def pairs_of_e4m3(codes):
+    """32 E4M3 bytes of 8 outputs by two pairs of inputs -> (pairs, pairs) of bf16, each 2**-120 of
+    a weight, subnormals included: ``(byte << 8) >> 4`` (signed) and a mask."""
+    mask = broadcast_i32(_E4M3_MASK)
+    low = and_i32(shift_right_words(low_bytes_to_words(codes), 4), mask)
+    return low, and_i32(shift_right_words(high_bytes_to_words(codes), 4), mask)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pykernels import cpu, ref
-from pykernels.cpu.backends import amx, avx512
+from pykernels.cpu.backends import amx, avx2, avx512
 from pykernels.cpu.intrin import amx_model
 from pykernels.cpu.moe.kernel import assemble
 from pykernels.cpu.moe.plan import MoEPlan
@@ -25,10 +25,7 @@ from pykernels.testing import (
     skewed_routing,
 )
 
-from ..kernels import needs_avx512, operations
-
-pytestmark = needs_avx512
-
+from ..kernels import needs_avx2, needs_avx512, operations
 
 SHAPE = MoEShape(E=4, H=640, I=160, topk=2)
 """5 scale blocks: whole slabs and a short one, but where K is padded to 256."""
@@ -56,7 +53,8 @@ ALIKE = {
     ("amx", "int4-g128", "int8"),
     ("amx", "q8_0", "bf16"),
     *(
-        ("fma", fmt, "bf16")
+        (unit, fmt, "bf16")
+        for unit in ("fma", "avx2")
         for fmt in ("int8-channel", "int4-channel", "int4-g128", "q5_k", "q8_0")
     ),
 }
@@ -66,10 +64,10 @@ unit. (On AMX itself all formats are run: tests/amx.)"""
 
 VARIANTS = [
     (unit, fmt, activations)
-    for unit in ("amx", "avx512", "fma")
+    for unit in ("amx", "avx512", "fma", "avx2")
     for fmt in FORMATS
     for activations in ("bf16", "int8")
-    if activations == "bf16" or (FORMATS[fmt].int8_kind and unit != "fma")
+    if activations == "bf16" or (FORMATS[fmt].int8_kind and unit not in ("fma", "avx2"))
 ] + [
     ("base", "fp8", "bf16"),
     ("base", "q4_k", "int8"),
@@ -80,9 +78,18 @@ VARIANTS = [
 integers the other way: as int8 slices where this CPU would not, or not where it would."""
 
 
-@pytest.fixture(scope="module", params=[v for v in VARIANTS if v not in ALIKE], ids="-".join)
+PARAMS = [
+    pytest.param(v, marks=needs_avx2 if v[0] == "avx2" else needs_avx512, id="-".join(v))
+    for v in VARIANTS
+    if v not in ALIKE
+]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def kernels_of(request):
     unit, fmt, activations = request.param
+    if unit == "avx2":
+        return assemble("avx2", fmt, activations, avx2.parts(fmt, activations, vnni=False))
     ops = operations(unit == "base")
     if unit == "amx":
         return assemble("amx", fmt, activations, amx.parts(fmt, activations, ops, amx_model))
@@ -172,6 +179,7 @@ def test_a_token_does_not_depend_on_its_batch(kernels_of):
         assert torch.equal(_run(kernels_of, experts, alone, x[one], cut), whole[one])
 
 
+@needs_avx512
 def test_the_padding_of_h_is_summed_whatever_was_there_before():
     """Sums for a magic number are of 32 inputs: the last of a padded row hold no block of h.
 
