@@ -117,6 +117,7 @@ BACKENDS = [
         ("avx2", "fma", "f16c"),
         build="pykernels.cpu.backends.avx2:make",
         gemm_from="pykernels.cpu.backends.avx2:gemm_from",
+        instruction="pykernels.cpu.backends.avx2:instruction",
     ),
     Backend("generic", "plain Numba, any CPU; float32 arithmetic", (), build=_PORTABLE),
 ]

@@ -15,31 +15,38 @@ from ..amx_state import request_permission
 from ..registry import get_backend, load
 from ..target import Target
 from .gemm.amx import write_config
-from .intrin import amx
+from .intrin import amx, avx2
 from .intrin.avx512 import add_f32, broadcast_f32, dot_bf16, fma_f32, store_f32, zero_f32
 from .intrin.avx512_bytes import add_i32, broadcast_u8, dot_u8i8, to_f32, zero_i32
 from .intrin.descriptor import descriptor
 from .intrin.prefetch import prefetch_l1, prefetch_l2
-from .intrin.registers import f32x16_array, i32x16_array, stack_alloc
+from .intrin.registers import f32x8_array, f32x16_array, i32x8_array, i32x16_array, stack_alloc
 from .intrin.sync import as_pointer
 from .jit import inlined, task
 
-_CHAINS = 16
+_CHAINS, _CHAINS_AVX2 = 16, 12
 ROUNDS = 20_000
 
 FLOPS = {
     "vfmadd231ps": ROUNDS * _CHAINS * 32,
     "vdpbf16ps": ROUNDS * _CHAINS * 64,
     "vpdpbusd": ROUNDS * _CHAINS * 128,
+    "vfmadd231ps ymm": ROUNDS * _CHAINS_AVX2 * 16,
+    "vpmaddubsw ymm": ROUNDS * _CHAINS_AVX2 * 64,
+    "vpdpbusd ymm": ROUNDS * _CHAINS_AVX2 * 64,
     "tdpbf16ps": ROUNDS * 4 * 2 * 16 * 16 * 32,
     "tdpbssd": ROUNDS * 4 * 2 * 16 * 16 * 64,
 }
-"""Operations (a multiplication and an addition are two) of one task, by instruction."""
+"""Operations (a multiplication and an addition are two) of one task, by instruction; of 256 bits
+("ymm"), ``vpmaddubsw`` with what makes integers of its words."""
 
 NEEDS = {
     "vfmadd231ps": ("avx512f",),
     "vdpbf16ps": ("avx512f", "avx512bf16"),
     "vpdpbusd": ("avx512f", "avx512vnni"),
+    "vfmadd231ps ymm": ("avx2", "fma"),
+    "vpmaddubsw ymm": ("avx2",),
+    "vpdpbusd ymm": ("avx2", "avxvnni"),
     "tdpbf16ps": ("amx-tile", "amx-bf16"),
     "tdpbssd": ("amx-tile", "amx-int8"),
 }
@@ -61,7 +68,7 @@ def make_compute(instruction: str) -> Any:
     if instruction.startswith("t"):
         request_permission()
         return _make_amx(instruction)
-    return _make_avx512(instruction)
+    return _make_avx2(instruction) if "ymm" in instruction else _make_avx512(instruction)
 
 
 def _make_avx512(instruction: str) -> Any:
@@ -104,6 +111,53 @@ def _fma(total, a, b):
 def _normal_number(value):
     """Subnormal ones would be slow."""
     return broadcast_f32(types.float32(value + 1))
+
+
+def _make_avx2(instruction: str) -> Any:
+    if instruction == "vfmadd231ps ymm":
+        return _make_avx2_fma(instruction)
+    VNNI, N = instruction == "vpdpbusd ymm", _CHAINS_AVX2
+
+    @task(instruction)
+    def compute(job, index, worker):
+        sums = i32x8_array(N)
+        for i in range(N):
+            sums[i] = avx2.zero_i32()
+        a, b, one = avx2.broadcast_i32(index), avx2.broadcast_i32(worker), avx2.broadcast_i32(65537)
+        for _ in range(ROUNDS):
+            for i in range(N):
+                b = avx2.pin_i32(b)  # else one product would do for all
+                if VNNI:
+                    sums[i] = avx2.dpbusd(sums[i], a, b)
+                else:
+                    sums[i] = avx2.add_i32(sums[i], avx2.dot_words(avx2.dot_u8i8(a, b), one))
+        for i in range(1, N):
+            sums[0] = avx2.add_i32(sums[0], sums[i])
+        avx2.store_i32(job, sums[0])
+        return 0
+
+    return compute
+
+
+def _make_avx2_fma(instruction: str) -> Any:
+    N = _CHAINS_AVX2
+
+    @task(instruction)
+    def compute(job, index, worker):
+        sums = f32x8_array(N)
+        for i in range(N):
+            sums[i] = avx2.zero_f32()
+        a = avx2.broadcast_f32(types.float32(index + 1))
+        b = avx2.broadcast_f32(types.float32(worker + 1))
+        for _ in range(ROUNDS):
+            for i in range(N):
+                sums[i] = avx2.fma_f32(a, b, sums[i])
+        for i in range(1, N):
+            sums[0] = avx2.add_f32(sums[0], sums[i])
+        avx2.store_f32(job, sums[0])
+        return 0
+
+    return compute
 
 
 def _make_amx(instruction: str) -> Any:

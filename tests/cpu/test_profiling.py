@@ -23,7 +23,6 @@ from runtime.workers.pool import make_pool
 
 from .routed import TWO_CORES
 
-AVX512 = pytest.mark.skipif("avx512f" not in detect().isa, reason="AVX-512 instructions")
 NODES = pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=TWO_CORES)])
 SMALL = MoEShape(E=2, H=128, I=128, topk=2)
 
@@ -38,16 +37,15 @@ def test_the_read_roof_reads_every_byte_of_every_node(nodes: int) -> None:
             assert not roof.was_read
 
 
-@AVX512
-@pytest.mark.parametrize("name", ["vfmadd231ps", "vdpbf16ps", "vpdpbusd"])
+@pytest.mark.parametrize("name", [name for name in NEEDS if name[0] == "v"])
 def test_a_compute_roof_is_a_loop_of_products_on_registers(name, tmp_path) -> None:
     if missing := detect().lacks(NEEDS[name]):
         pytest.skip(f"this CPU lacks {missing}")
     with env.override(cache_dir=tmp_path):  # code that comes from the cache has no assembly
         assembly = make_compute.__wrapped__(name)._library.get_asm_str()
-    family = name.replace("231", r"\d+")  # whichever operand is overwritten
+    family = name.split()[0].replace("231", r"\d+")  # whichever operand is overwritten
     products = re.findall(rf"{family}\s.*", assembly)
-    assert len(products) >= 16
+    assert len(products) >= 12
     assert not [line for line in products if "(" in line], "an operand lies in memory"
 
 

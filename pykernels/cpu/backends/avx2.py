@@ -43,3 +43,10 @@ def gemm_from(fmt: str, activations: str, target: Target) -> int | None:
     """Tokens of an expert from which the GEMM is taken to win without a calibration; None for
     tiles always."""
     return GEMM_FROM if activations == "bf16" else None
+
+
+def instruction(activations: str, target: Target) -> str:
+    """What many tokens are multiplied with."""
+    if activations == "int8":
+        return "vpdpbusd ymm" if has_vnni(target) else "vpmaddubsw ymm"
+    return "vfmadd231ps ymm"

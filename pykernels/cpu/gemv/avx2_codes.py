@@ -37,6 +37,7 @@ from ..intrin.avx2 import (
     broadcast_i32_at,
     dot_u8i8,
     dot_words,
+    dpbusd,
     fma_f32,
     fnma_f32,
     load_f32,
@@ -87,9 +88,9 @@ def make_adds(codes: Codes, VNNI: bool) -> tuple[Callable, bool]:
         if VNNI:
             x0, x1 = broadcast_i32_at(x), broadcast_i32_at(x + 4)
             if SIGNED:
-                total = avx2.dpbusd(total, abs_i8(even), sign_i8(x0, even))
-                return avx2.dpbusd(total, abs_i8(odd), sign_i8(x1, odd))
-            return avx2.dpbusd(avx2.dpbusd(total, even, x0), odd, x1)
+                total = dpbusd(total, abs_i8(even), sign_i8(x0, even))
+                return dpbusd(total, abs_i8(odd), sign_i8(x1, odd))
+            return dpbusd(dpbusd(total, even, x0), odd, x1)
         if WORDS:
             return add_words(total, products(even, odd, x))
         return add_i32(total, products(even, odd, x))

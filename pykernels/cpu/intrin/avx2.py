@@ -385,6 +385,13 @@ def dot_words(builder, a, b):
     return llvm(builder, "llvm.x86.avx2.pmadd.wd", _I32X8, a, b)
 
 
+@emits(i32x8, i32x8, i32x8, i32x8)
+def dpbusd(builder, total, a, b):
+    """``total`` plus, of 32 unsigned bytes by 32 signed ones, the sums of fours (``vpdpbusd``,
+    AVX-VNNI)."""
+    return llvm(builder, "llvm.x86.avx512.vpdpbusd.256", _I32X8, total, a, b)
+
+
 @emits(i32x8, i32x8, i32x8)
 def sign_i8(builder, a, b):
     """32 bytes ``a``, negated where ``b`` is negative, 0 where it is 0 (``vpsignb``)."""
