@@ -35,6 +35,8 @@ NEEDED_MEMORY = 1 << 30
 """Bytes: Python, torch and the embedded model come to about 0.7 GiB."""
 
 GIB = 1 << 30
+PROBE = 64 << 20
+"""Bytes that are put in memory as weights are, to see their pages."""
 
 
 def examine(progress: Callable[[str], None] = lambda what: None) -> Report:
@@ -97,6 +99,7 @@ def look_at_machine() -> Iterator[Fact]:
 
 def look_at_memory() -> Iterator[Fact]:
     """Main memory, cgroup limits included, and huge pages."""
+    from runtime.machine.memory import allocate, collapse, huge_bytes
     from runtime.machine.topology import Topology
 
     topology = Topology.detect()
@@ -108,6 +111,10 @@ def look_at_memory() -> Iterator[Fact]:
         f"Free memory until there is {NEEDED_MEMORY / GIB:.0f} GiB for the embedded model",
     )
     yield huge_pages(topology.huge_pages, env.hugepages)
+    probe = allocate(PROBE)
+    probe.fill_(1)
+    collapse(probe)
+    yield Fact("as weights are", f"{huge_bytes(probe) >> 20} of {PROBE >> 20} MiB in huge pages")
 
 
 def huge_pages(mode: str, wanted: bool) -> Fact:

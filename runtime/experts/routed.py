@@ -20,6 +20,7 @@ from pykernels.shapes import MoEShape
 from pykernels.target import detect
 
 from ..machine import tuning
+from ..machine.memory import collapse
 from ..workers.control import until_done
 from ..workers.counters import Counters
 from ..workers.locks import ForkSafeLock
@@ -286,5 +287,8 @@ class RoutedExperts:
                 f"{len(missing)} of {self.shape.E} experts are not loaded (first: {missing[0]})",
                 "load_expert every one of them",
             )
+        for part in self.weights.slices:
+            collapse(part.gate_up)
+            collapse(part.down)
         self._bytes_per_expert = self.weights.bytes_per_expert
         self._loaded = True

@@ -1,7 +1,8 @@
 """Memory for weights: huge pages, zeroed, page-aligned, on the NUMA node that reads it.
 
 A stream of packed weights on 4 KiB pages misses the TLB every 64 lines; on 2 MiB pages it runs at
-the read roof. Transparent huge pages are asked for with ``madvise``; where they are off or not
+the read roof. Transparent huge pages are asked for with ``madvise``, and once more when the weights
+are there (``collapse``), as memory may have been in pieces before; where they are off or not
 known to the kernel, the memory is plain, and ``pykernels doctor`` says so.
 
 Placement is ``mbind`` before the first touch (man 2 mbind): SOSP'25 section 3.3, each socket stores
@@ -17,7 +18,9 @@ import functools
 import mmap
 import os
 import platform
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -28,6 +31,7 @@ HUGE_PAGE = 2 << 20
 
 _SYSCALLS = {"x86_64": (237, 239, 279), "aarch64": (235, 236, 239)}
 """Numbers of mbind, get_mempolicy and move_pages."""
+_MADV_COLLAPSE = 25
 _MPOL_BIND = 2
 _MPOL_F_ADDR = 2
 _MAX_NODES = 1024
@@ -63,6 +67,37 @@ def allocate(nbytes: int, node: int | None = None) -> torch.Tensor:
         _bind(whole.data_ptr(), len(region), node)
     skip = -whole.data_ptr() % HUGE_PAGE if large else 0
     return whole[skip : skip + nbytes]
+
+
+def collapse(memory: torch.Tensor) -> None:
+    """Puts pages that are there into huge ones, where ``allocate`` asked for them and got others
+    (MADV_COLLAPSE, Linux 6.1). A system that does not know it, or has no whole ones, leaves them.
+    """
+    if memory.nbytes < HUGE_PAGE or not env.hugepages:
+        return
+    first = memory.data_ptr() // HUGE_PAGE * HUGE_PAGE
+    length = memory.data_ptr() + memory.nbytes - first
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), _MADV_COLLAPSE)
+
+
+def huge_bytes(memory: torch.Tensor) -> int:
+    """Bytes of a tensor that lie in huge pages, from /proc/self/smaps; 0 where it does not say.
+
+    A mapping that holds more than the tensor counts up to the tensor's part of it.
+    """
+    start, end, found, overlap = memory.data_ptr(), memory.data_ptr() + memory.nbytes, 0, 0
+    try:
+        lines = Path("/proc/self/smaps").read_text().splitlines()
+    except OSError:
+        return 0
+    for line in lines:
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            first, last = (int(at, 16) for at in bounds.groups())
+            overlap = max(0, min(end, last) - max(start, first))
+        elif overlap and line.startswith("AnonHugePages:"):
+            found += min(overlap, int(line.split()[1]) << 10)
+    return found
 
 
 def policy_node(memory: torch.Tensor) -> int | None:

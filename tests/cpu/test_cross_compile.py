@@ -1,4 +1,5 @@
-"""AMX kernels compiled on any machine for a CPU that has it: missing instructions show here."""
+"""AMX and AVX-VNNI kernels compiled on any machine for a CPU that has them: missing instructions
+show here."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +35,16 @@ for fmt, M in few:
     products = next(made for made in reversed(jit._linked) if "multiply" in made.__name__)
     text = compiled.library.get_asm_str() + products._library.get_asm_str()
     print(json.dumps([fmt, M, text]))
+"""
+
+VNNI = """
+from numba import types
+from pykernels.cpu.gemv import avx2
+for fmt in "q4_k", "q8_0":
+    tile = avx2.make_tile(fmt, avx2.tile_row_format(fmt, "int8"), 4, True)
+    tile.compile((types.int64,) * 9)
+    (compiled,) = tile.overloads.values()
+    print(compiled.library.get_asm_str())
 """
 
 FEATURES = (
@@ -66,21 +78,33 @@ pytestmark = pytest.mark.skipif(detect().machine != "x86_64", reason="x86 code o
 @pytest.fixture(scope="module")
 def assembly(tmp_path_factory) -> dict[tuple[str, str | int], str]:
     """Of each case's GEMM or tile, by one process for all."""
-    variables = {
-        "NUMBA_CPU_NAME": "sapphirerapids",
-        "NUMBA_CPU_FEATURES": ",".join("+" + name for name in FEATURES.split(",")),
-        "PYKERNELS_CACHE_DIR": str(tmp_path_factory.mktemp("sapphirerapids")),
-    }
     made = [[case[:2] for case in cases] for cases in (CASES, FEW)]
+    where = tmp_path_factory.mktemp("sapphirerapids")
+    out = _run_as("sapphirerapids", FEATURES, where, SCRIPT, json.dumps(made))
+    return {(fmt, which): text for fmt, which, text in map(json.loads, out.splitlines())}
+
+
+def _run_as(cpu: str, features: str, cache: Path, *script: str) -> str:
+    """What a script prints whose kernels are compiled for another CPU."""
+    variables = {
+        "NUMBA_CPU_NAME": cpu,
+        "NUMBA_CPU_FEATURES": ",".join("+" + name for name in features.split(",")),
+        "PYKERNELS_CACHE_DIR": str(cache),
+    }
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(made)],
+        [sys.executable, "-c", *script],
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    rows = map(json.loads, done.stdout.splitlines())
-    return {(fmt, which): text for fmt, which, text in rows}
+    return done.stdout
+
+
+def test_avx2_tiles_of_integers_compile_to_avx_vnni(tmp_path):
+    text = _run_as("alderlake", "avx,avx2,fma,bmi,bmi2,f16c,avxvnni", tmp_path, VNNI)
+    assert len(re.findall(r"\{vex\}\s+vpdpbusd\s.*%ymm", text)) > 100
+    assert "vpmaddubsw" not in text and "zmm" not in text
 
 
 @pytest.mark.parametrize(("fmt", "activations", "product", "tiles"), CASES)

@@ -46,6 +46,23 @@ def test_huge_pages_are_asked_for_unless_off_or_too_large(asked, nbytes):
     raise AssertionError("the memory is in no mapping")
 
 
+@pytest.mark.skipif(Topology.detect().huge_pages == "unknown", reason="no huge pages here")
+def test_huge_pages_are_counted():
+    """Where the system gives them: no more than were touched, and none where none are wanted."""
+    with env.override(hugepages=True):
+        found = allocate(8 * HUGE_PAGE)
+        found[: 4 * HUGE_PAGE].fill_(1)
+        memory.collapse(found[: 4 * HUGE_PAGE])
+    with env.override(hugepages=False):
+        plain = allocate(8 * HUGE_PAGE)
+        plain.fill_(1)
+    if Topology.detect().huge_pages == "madvise":
+        assert memory.huge_bytes(plain) == 0
+    if (got := memory.huge_bytes(found)) == 0:
+        pytest.skip("the system gave none")
+    assert got % HUGE_PAGE == 0 and got <= 4 * HUGE_PAGE
+
+
 def test_a_kernel_without_huge_pages_gives_plain_ones(monkeypatch):
     class Plain(mmap.mmap):
         def madvise(self, *_):

@@ -22,6 +22,7 @@ from ...quant.layout import K_BLOCK
 from ..activations.int8_slices import SHORT
 from ..activations.row_layout import RowFormat, activation_scale, has_lowest, row_format
 from ..intrin.avx2 import add_f32, broadcast_f32, load_f32, mul_f32, store_f32, zero_f32
+from ..intrin.prefetch import unknown
 from ..intrin.registers import stack_alloc
 from ..jit import inlined, kernel
 from ..job import i64
@@ -61,13 +62,14 @@ def make_multiply(fmt: str, how: RowFormat, M: int, group: Group) -> Callable:
     def multiply(w, near, scale, block, K, rows, tables, outs, out):
         for i in range(4 * M):
             store_f32(outs + 32 * i, zero_f32())
-        for index in range(TILES):  # [inputs][half of the outputs]
-            for g in range(GROUPS):
+        # Unrolled, the loops would fill the instruction cache, and take seconds to compile.
+        for index in range(unknown(TILES)):  # [inputs][half of the outputs]
+            for g in range(unknown(GROUPS)):
                 first = g * PIECE
                 k = block * K_BLOCK + index // 2 * TILE_K + first
                 asked = near + index * TILE + g * (64 * LINES)
                 tile, quarter = w + index * TILE, index % 2 * 2
-                for side in range(0, 2, SIDES):
+                for side in range(0, unknown(2), SIDES):
                     add_group(
                         outs, tile, first, side, k, asked + side * (64 * PASS_LINES), PASS_LINES,
                         scale, quarter + side, rows, K, tables,

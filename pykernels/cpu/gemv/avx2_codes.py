@@ -106,7 +106,8 @@ def make_group(fmt: str, how: RowFormat, M: int, KEPT: int, VNNI: bool) -> Group
         VNNI: whether the CPU has AVX-VNNI.
     """
     codes = make_codes(fmt)
-    SIDES = 2 if 2 * M * max(1, KEPT) <= 8 else 1
+    # What makes wider codes takes registers too.
+    SIDES = 2 if 2 * M * max(1, KEPT) <= (8 if codes.largest <= 15 or codes.signed else 2) else 1
     GROUP, PIECE, BIAS = codes.k, group_k(codes), how.bias
     read, add_load, WORDS = codes.rows, *make_adds(codes, VNNI)
     factor_of: Any = codes.factors.factor
