@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.peers.catalog import ROOT
 from pykernels import __version__
+from pykernels.env import env
 from pykernels.errors import PykernelsError
 from pykernels.target import Target
 from runtime.machine import tuning
@@ -55,8 +56,11 @@ def describe_cpu(target: Target) -> Machine:
     )
     names = ("numba", "llvmlite", "torch", "numpy")
     versions = {name: metadata.version(name) for name in names}
-    folder = f"{target.cpu} {topology.usable} cores"
-    found = _describe(target.cpu, folder, about, versions)
+    name = target.cpu
+    if env.isa:  # as another CPU: a folder of its own
+        name += f" without {'AVX-512' if 'avx512f' in env.isa else ' '.join(sorted(env.isa))}"
+    folder = f"{name} {topology.usable} cores"
+    found = _describe(name, folder, about, versions)
     return found | {"cores": topology.usable, "l3_bytes": target.l3, "load_before": load}
 
 

@@ -25,6 +25,7 @@ class Peer:
         bytes_per_weight: read from memory, block scales included.
         formats: our formats that are stored alike; empty: it is compared with every format.
         features: CPU features that it needs, in LLVM's names.
+        unless: where the CPU has these, the engine has a faster mode, and this one is left out.
         max_tokens: more tokens a call are not asked of it; 0: no bound.
         loading: bytes that copies of a weight take until it is loaded, beside those that stay
             and those of the one expert that the others are copies of.
@@ -35,6 +36,7 @@ class Peer:
     bytes_per_weight: float
     formats: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
     max_tokens: int = 0
     loading: float = 0.0
 
@@ -58,7 +60,7 @@ OWN_VENV = ("kt-kernel", "llama.cpp")
 TUNED = ("kt-kernel", "llama.cpp", "torch")
 """Engines that may be faster on fewer threads than there are cores: several counts are tried."""
 
-_BF16, _VNNI, _AVX2 = ("avx512bf16",), ("avx512vnni",), ("avx2",)
+_BF16, _VNNI, _AVX2, _FMA = ("avx512bf16",), ("avx512vnni",), ("avx2",), ("avx2", "fma")
 _INT4 = ("int4", "int4-g128", "mxfp4")
 _SCALED_FP8 = 1 + 4 / (128 * 128)
 _SCALED_INT4 = 0.5 + 4 / 32  # its bf16 scales become float32
@@ -77,6 +79,9 @@ PEERS = (
     Peer("kt-kernel", "fp8", _SCALED_FP8, ("fp8", "fp8-channel"), _BF16, loading=1.0),
     Peer("kt-kernel", "bf16", 2.0, ("bf16",), _BF16),
     Peer("kt-kernel", "rawint4", _SCALED_INT4, _INT4, _BF16),
+    Peer("kt-kernel", "avx2fp8", _SCALED_FP8, ("fp8", "fp8-channel"), _FMA, _BF16, loading=1.0),
+    Peer("kt-kernel", "avx2bf16", 2.0, ("bf16",), _FMA, _BF16),
+    Peer("kt-kernel", "avx2rawint4", _SCALED_INT4, _INT4, _FMA, _BF16),
     Peer("kt-kernel", "amxint4", 0.5, (*_INT4, "int4-channel"), _VNNI, loading=4.0),
     Peer("kt-kernel", "amxint8", 1.0, ("int8", "int8-channel"), _VNNI, loading=4.0),
     _llama_cpp("bf16", 2.0, "bf16"),

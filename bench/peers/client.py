@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from bench.peers.catalog import OWN_VENV, ROOT, VENVS, Peer
 from pykernels.shapes import MoEShape
+from pykernels.target import detect
 
 Answer = TypeVar("Answer")
 
@@ -48,6 +49,15 @@ def python_of(peer: Peer) -> tuple[Path, dict[str, str]]:
     if packages.exists():
         return Path(sys.executable), {"PYTHONPATH": str(packages)}
     raise PeerMissing("not installed: python -m bench.peers.install")
+
+
+_AVX2_ONLY = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "KT_KERNEL_CPU_VARIANT": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "OPENBLAS_CORETYPE": "Haswell",
+}
+"""What keeps each engine from AVX-512: where that is hidden from us, it is from them."""
 
 
 class PeerProcess:
@@ -87,6 +97,8 @@ class PeerProcess:
             command = [*driver, *map(str, numbers)]
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "KMP_"))}
         environment |= {"OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": str(threads)}
+        if detect().lacks(("avx512f",)):
+            environment |= _AVX2_ONLY
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
         try:
             self._process = subprocess.Popen(

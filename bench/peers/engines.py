@@ -59,6 +59,9 @@ class KtKernel:
             "rawint4": ("AMXInt4_KGroup_MOE", 4, 32),
             "amxint4": ("AMXInt4_MOE", 0, 0),
             "amxint8": ("AMXInt8_MOE", 0, 0),
+            "avx2fp8": ("AVX2FP8_MOE", 8, 128),
+            "avx2bf16": ("AVX2BF16_MOE", 0, 0),
+            "avx2rawint4": ("AVX2RawInt4_MOE", 4, 32),
         }
         name, bits, group = kind[mode]
         # ``order`` names the source of each expert. One that is quantized while loading (amx) goes
@@ -101,10 +104,10 @@ class KtKernel:
         found = {}
         for part, N, K in (("gate", I, H), ("up", I, H), ("down", H, I)):
             scale = None
-            if mode == "fp8":
+            if mode.endswith("fp8"):
                 weight = torch.randint(0, 119, (N, K), dtype=torch.uint8)
                 scale = torch.rand(N // 128, K // 128) * 1e-2
-            elif mode == "rawint4":
+            elif mode.endswith("rawint4"):
                 weight = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8)
                 scale = (torch.rand(N, K // 32) * 1e-2).to(torch.bfloat16)
             else:

@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.peers.catalog import VENVS
+from pykernels.env import env
+from pykernels.target import detect
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,6 @@ LLAMA_CPP = Pins(
     bare=("llama-cpp-python==0.3.36",),
     imports="numpy",
     cmake=(
-        "-DGGML_NATIVE=ON",
         "-DLLAVA_BUILD=OFF",
         "-DLLAMA_CURL=OFF",
         "-DLLAMA_BUILD_TOOLS=OFF",
@@ -74,22 +75,36 @@ LLAMA_CPP = Pins(
 )
 PEERS = {"kt-kernel": KT_KERNEL, "llama.cpp": LLAMA_CPP}
 _KEPT = ("kt_kernel", "kt_kernel.libs", "gguf", "compressed_tensors")
-_EXTENSIONS = ("_amx", "_avx512_bf16")  # of kt_kernel's seven builds, those that the peers ask for
+_EXTENSIONS = ("_amx", "_avx512_bf16", "_avx2")
+"""Of kt_kernel's seven builds, those that the peers ask for."""
 
 
 def make_venv(folder: Path, pins: Pins) -> None:
     """A virtual environment with a peer; nothing to do where it is already that of the pins."""
-    stamp, wanted = folder / "pins.json", json.dumps(asdict(pins))
+    stamp, wanted = folder / "pins.json", json.dumps(asdict(pins) | {"isa": isa_options()})
     if stamp.exists() and stamp.read_text() == wanted:
         return
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=True, symlinks=True)
     pip = [str(folder / "bin/python"), "-m", "pip", "install", "--disable-pip-version-check"]
-    environment = os.environ | {"CMAKE_ARGS": " ".join(pins.cmake)}
+    environment = os.environ | {"CMAKE_ARGS": " ".join((*pins.cmake, *isa_options()))}
     subprocess.run([*pip, *pins.needs], check=True)
     subprocess.run([*pip, "--no-deps", *pins.bare], check=True, env=environment)
     subprocess.run([folder / "bin/python", "-c", f"import {pins.imports}"], check=True)
     stamp.write_text(wanted)
+
+
+def isa_options() -> tuple[str, ...]:
+    """What ggml may use: all that this CPU has; where ``PYKERNELS_ISA`` hides AVX-512 from us,
+    AVX2 too, so that the peer is compared like with like."""
+    if not env.isa:
+        return ("-DGGML_NATIVE=ON",)
+    isa = detect().isa
+    have = {"AVX2": "avx2", "FMA": "fma", "F16C": "f16c", "AVX_VNNI": "avxvnni"}
+    options = (
+        f"-DGGML_{name}={'ON' if feature in isa else 'OFF'}" for name, feature in have.items()
+    )
+    return ("-DGGML_NATIVE=OFF", "-DGGML_BMI2=ON", *options)
 
 
 def make_packages(folder: Path, version: str) -> None:

@@ -25,6 +25,10 @@ def check(peer: Peer, target: Target) -> None:
     """Raises PeerMissing for a peer that can never start here, with the reason."""
     if missing := target.lacks(peer.features):
         raise PeerMissing(f"this CPU lacks {', '.join(missing)}")
+    if peer.unless and not target.lacks(peer.unless):
+        raise PeerMissing(
+            f"this CPU has {', '.join(peer.unless)}, for which there is a faster mode"
+        )
     python_of(peer)
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 from numba import types
 
-from pykernels.cpu.gemm import avx512_passes, fma
+from pykernels.cpu.gemm import avx512_passes, fma_avx512
 from pykernels.cpu.gemv import avx512
 from pykernels.quant import FORMATS
 
@@ -61,7 +61,7 @@ def test_accumulators_of_a_gemm_pass(T, scale_k, minima, act_k, biased):
 @needs_avx512
 @pytest.mark.parametrize("T", [4, 8, 12])
 def test_accumulators_of_a_multiply_add_pass(T):
-    assembly = _assembly(fma.make_pass(T)._library)
+    assembly = _assembly(fma_avx512.make_pass(T)._library)
     assert len(re.findall(r"vfmadd\d+ps\s.*%zmm", assembly)) >= 4 * T
     assert not re.search(r"vmov\w+\s+%zmm\d+, -?\d*\(%r[sb]p", assembly), "a sum is spilled"
 

@@ -22,7 +22,7 @@ from pykernels.quant.integer import Integer, IntegerChannel
 from pykernels.testing import assert_close, poisoned
 
 from ..activations.test_quantize import quantized
-from ..kernels import needs_avx2, needs_avx512, needs_vnni, operations
+from ..kernels import needs_avx2, needs_avx512, needs_vnni, operations, tried
 
 FINITE = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8)
 
@@ -120,6 +120,7 @@ def _formats_of_kinds(names):
         for name in names
         for kind, needs in NEEDS.items()
         if kind != "base" or not isinstance(FORMATS[name], IntegerChannel)
+        if tried(kind, name)
     ]
 
 

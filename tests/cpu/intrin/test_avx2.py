@@ -66,7 +66,7 @@ def _dot_bytes(a: Any, b: Any) -> Any:
 
 def _add_fours(total: Any, a: Any, b: Any) -> Any:
     products = a.view(U8).astype(I32) * b.view(I8).astype(I32)
-    return total.view(I32) + products.reshape(-1, 4).sum(1)
+    return total.view(I32) + products.reshape(-1, 4).sum(1, dtype=I32)
 
 
 def _sign(a: Any, b: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pykernels.cpu.isa import prefers_fma
+from pykernels.cpu.roofline import instruction_of
 from pykernels.target import detect
 
 from ..conftest import Run, failed
@@ -30,8 +30,7 @@ def test_moe_as_json_is_one_flat_object(run: Run, short_timing: None) -> None:
     assert measured["gbps"] > 0 and measured["tflops"] > 0 and measured["roof_gbps"] > 0
     assert (measured["routing"], measured["distinct_experts"]) == ("balanced", 4)
     if measured["compute_roof_instruction"]:
-        products = "vfmadd231ps" if prefers_fma(detect()) else "vdpbf16ps"
-        products = "tdpbf16ps" if measured["kernel"] == "amx" else products
+        products = instruction_of(measured["kernel"], "bf16", detect())
         assert measured["compute_roof_instruction"] == products
         assert measured["compute_roof_tflops"] > measured["tflops"] > 0
 
