@@ -15,9 +15,9 @@ from typing import Any
 from llvmlite import ir
 from numba.core import types
 
-from ...target import Target
-from .codegen import emits, llvm, load, pointer, shuffle, splat
-from .registers import F32, I32, f32x8, f32x8_array, f32x16, f32x16_array
+from ..target import Target
+from .intrin.codegen import emits, llvm, load, pointer, shuffle, splat
+from .intrin.registers import F32, I32, f32x8, f32x8_array, f32x16, f32x16_array
 
 _ARRAYS = {8: f32x8_array, 16: f32x16_array}
 
