@@ -51,7 +51,8 @@ class Node:
 
     Attributes:
         op: its name, the same in ``pykernels.ref``, ``.cpu`` and ``.gpu``.
-        inputs, outputs: names of buffers; an output may be a "cache", of which it writes a part.
+        inputs, outputs: names of buffers; an output that is an input too, or a "cache", is changed
+            in part.
         weights: what does not change from step to step, by the op's own names for it.
         attrs: numbers and words.
         device: "cpu", "cuda:0", "host".
@@ -107,7 +108,8 @@ class Program:
                 if name not in written:
                     raise _broken(self, f"{where} reads {name!r} before it is written")
             for name in node.outputs:
-                if name in written and self.buffers[name].kind != "cache":
+                in_place = self.buffers[name].kind == "cache" or name in node.inputs
+                if name in written and not in_place:
                     raise _broken(self, f"{where} writes {name!r}, which is written already")
                 written.add(name)
         for buffer in self.buffers.values():

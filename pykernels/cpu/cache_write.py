@@ -27,6 +27,7 @@ _HEADS = 16
 """Heads of a task."""
 MAX_HEAD = 1024
 """Numbers of a head, at most."""
+_HEAD_BYTES = 4 * MAX_HEAD
 
 _STEP = ("count_at", "table", "half", "interleaved", "slots", "page_bytes", "token_bytes", "eps")
 
@@ -192,7 +193,7 @@ def make_gqa_write() -> tuple[Any, Any]:
         t, first = index // chunks, index % chunks * _HEADS
         table, slot, D = job.table + 8 * job.half * t, i64(job.slots, t), job.D
         place = slot // PAGE * job.page_bytes + slot % PAGE * job.token_bytes
-        scratch = stack_alloc(4 * MAX_HEAD)
+        scratch = stack_alloc(_HEAD_BYTES)
         for head in range(first, min(first + _HEADS, heads)):
             x = job.qkv + t * job.qkv_stride + 4 * head * D
             if head < job.NH:

@@ -23,6 +23,7 @@ from .jit import inlined, task
 from .job import f32, i64
 
 _ROW_BYTES = 32 * 4  # one token's outputs of a block
+_ADDRESSES, _OUTS, _MANY = 8 * PASS, PASS * _ROW_BYTES, 8 * common.MAX_TOKENS
 
 LINEAR, linear_at = descriptor(
     "linear",
@@ -85,7 +86,7 @@ def make_linear() -> tuple[Any, Any]:
 
     @inlined
     def by_tiles(job, T, first, last):
-        rows, out = stack_alloc(8 * PASS), stack_alloc(PASS * _ROW_BYTES)
+        rows, out = stack_alloc(_ADDRESSES), stack_alloc(_OUTS)
         status = 0
         for block in range(first, last):
             w, scale = job.w + block * job.block_bytes, job.scale + block * job.scale_bytes
@@ -103,7 +104,7 @@ def make_linear() -> tuple[Any, Any]:
 
     @inlined
     def by_gemm(job, T, first, last, scratch):
-        rows = stack_alloc(8 * common.MAX_TOKENS)
+        rows = stack_alloc(_MANY)
         status = 0
         for t in range(0, T, common.MAX_TOKENS):
             M = min(common.MAX_TOKENS, T - t)
@@ -203,7 +204,7 @@ def make_heads() -> tuple[Any, Any]:
         job = heads_at(address)
         T, Kp = i64(job.count_at, 0), 128 * job.k_blocks
         scratch = job.scratch + worker * job.scratch_stride
-        rows, out = stack_alloc(8 * PASS), stack_alloc(PASS * _ROW_BYTES)
+        rows, out = stack_alloc(_ADDRESSES), stack_alloc(_OUTS)
         status = 0
         for t in range(0, T, PASS):
             M = min(PASS, T - t)

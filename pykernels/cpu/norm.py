@@ -30,7 +30,7 @@ NORM, norm_at = descriptor(
     "norm",
     (
         "count_at",  # address of the number of tokens
-        "index",  # int64 [count]: which row of x each is; 0: their own
+        "index",  # int64 [count]: which row of x and what is added each is; 0: their own
         "x",  # float32 [T, H]
         "x_stride",  # bytes
         "add0",  # float32 [T, H] added first, of add_stride; 0: none
@@ -78,9 +78,9 @@ def make_norm() -> tuple[Any, Any]:
     @inlined
     def add_up(job, t, to):
         """Writes the sum to ``to``; returns its mean square."""
-        x = job.x + (i64(job.index, t) if job.index != 0 else t) * job.x_stride
-        add0 = job.add0 + t * job.add_stride
-        add1 = job.add1 + t * job.add_stride
+        row = i64(job.index, t) if job.index != 0 else t
+        x = job.x + row * job.x_stride
+        add0, add1 = job.add0 + row * job.add_stride, job.add1 + row * job.add_stride
         H = job.H
         whole = H // N * N
         squares = V.zero()

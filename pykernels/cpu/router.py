@@ -20,6 +20,7 @@ from .job import i64
 
 MAX_EXPERTS = 1024
 """Of a layer."""
+_FLOATS = 4 * MAX_EXPERTS
 
 ROUTER, router_at = descriptor(
     "router",
@@ -93,7 +94,7 @@ def make_router() -> tuple[Any, Any]:
     def close_groups(job, choice, closed):
         """Marks the experts of groups that are not taken."""
         per = job.E // job.groups
-        values = carray(as_pointer(stack_alloc(4 * MAX_EXPERTS)), (job.groups,), types.float32)
+        values = carray(as_pointer(stack_alloc(_FLOATS)), (job.groups,), types.float32)
         for group in range(job.groups):
             values[group] = group_value(job, choice, group, per)
             closed[group * per : (group + 1) * per] = 1
@@ -112,8 +113,8 @@ def make_router() -> tuple[Any, Any]:
         E = job.E
         at = job.logits + t * job.logits_stride
         logits = carray(as_pointer(at), (E,), types.float32)
-        scores = carray(as_pointer(stack_alloc(4 * MAX_EXPERTS)), (E,), types.float32)
-        choice = carray(as_pointer(stack_alloc(4 * MAX_EXPERTS)), (E,), types.float32)
+        scores = carray(as_pointer(stack_alloc(_FLOATS)), (E,), types.float32)
+        choice = carray(as_pointer(stack_alloc(_FLOATS)), (E,), types.float32)
         closed = carray(as_pointer(stack_alloc(MAX_EXPERTS)), (E,), types.uint8)
         ids = carray(as_pointer(job.ids + 8 * t * job.width), (job.topk,), types.int64)
         weights = carray(as_pointer(job.weights + 4 * t * job.width), (job.topk,), types.float32)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pykernels.cpu import Workspace, make_kernel
+from pykernels.cpu import MoECall, Workspace, make_kernel
 from pykernels.cpu.activations.row_layout import row_bytes
 from pykernels.cpu.gemm.common import TILE
 from pykernels.cpu.moe.kernel import NEVER, MoEKernel
@@ -79,7 +79,7 @@ class CpuStep:
 
         self.program, self.pool, self.kernel = program, pool, kernel
         self.sizes = torch.zeros(3, dtype=torch.int64) if sizes is None else sizes
-        self.workspace = Workspace()
+        self.workspace, self.calls = Workspace(), list[MoECall]()
         self._kept: list[Any] = [self.sizes, inputs, caches, program]
         self._memory = _Memory()
         self._tensors: dict[str, torch.Tensor] = {**inputs, **caches}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -103,6 +105,7 @@ class RingPool:
         self._ring[words.SPIN_NS // 8] = int(spin * 1000)
         self.closed = False
         words.work(self.ring, 0, 1, 1)  # compiled before a thread waits for it
+        _open.add(self)
         self._threads = [
             threading.Thread(
                 target=words.worker_loop, args=(self.ring, worker, 1), name=f"ring-{worker}",
@@ -154,9 +157,14 @@ class RingPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        if hasattr(self, "_threads"):
-            self.close()
+
+_open: weakref.WeakSet[RingPool] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for pool in list(_open):
+        pool.close()
 
 
 def float_bits(value: float) -> int:
