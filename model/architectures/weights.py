@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -13,6 +12,11 @@ from pykernels.quant import PackedExperts, Weight, get_format
 from pykernels.shapes import MoEShape
 from runtime.machine.memory import allocate
 from runtime.matrix import Pack, PackedHeads, PackedMatrix
+
+from ..checkpoint.load import matrix as read_matrix
+from ..checkpoint.load import nbytes, stored_weight
+from ..checkpoint.plan import Dense, Plan
+from ..checkpoint.safetensors import Checkpoint
 
 BLOCK = 128
 """Rows and columns of an FP8 scale."""
@@ -32,8 +36,9 @@ class Parameters:
     """Those of a loaded model: matrices count as bfloat16."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._tensors = dict(model.named_parameters(remove_duplicate=False))
-        self._tensors |= dict(model.named_buffers())
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._tensors.update(model.named_parameters(remove_duplicate=False))
+        self._tensors.update(model.named_buffers())
 
     def matrix(self, name: str) -> tuple[str, Weight]:
         return "bf16", Weight(self._tensors[name].detach().to(torch.bfloat16))
@@ -43,24 +48,36 @@ class Parameters:
         return None if found is None else found.detach()
 
 
-@dataclass(frozen=True)
 class Stored:
-    """Tensors that a checkpoint's loader has put aside.
+    """Those of a checkpoint as they are stored, read when they are asked for.
 
-    Attributes:
-        matrices: (format, weight) by name; ``others``: any other tensor.
+    Args:
+        plan: of ``model.checkpoint.plan``.
+        checkpoint: open.
+        report: called with the bytes of what was read.
     """
 
-    matrices: Mapping[str, tuple[str, Weight]]
-    others: Mapping[str, torch.Tensor]
+    def __init__(
+        self, plan: Plan, checkpoint: Checkpoint, report: Callable[[int], None] = lambda _: None
+    ) -> None:
+        self._items = {item.name: item for item in plan.items if isinstance(item, Dense)}
+        self._checkpoint, self._report = checkpoint, report
 
     def matrix(self, name: str) -> tuple[str, Weight]:
-        if name in self.matrices:
-            return self.matrices[name]
-        return "bf16", Weight(self.others[name].to(torch.bfloat16))
+        item = self._items[name]
+        self._report(nbytes(self._checkpoint, item))
+        if item.source.fmt is None:
+            return "bf16", Weight(self._checkpoint.read(item.source.data).to(torch.bfloat16))
+        weight = stored_weight(self._checkpoint, item.source)
+        N, K = item.source.shape
+        get_format(item.source.fmt).check(weight, N, K, name)
+        return item.source.fmt, weight
 
     def tensor(self, name: str) -> torch.Tensor | None:
-        return self.others.get(name)
+        if (item := self._items.get(name)) is None:
+            return None
+        self._report(nbytes(self._checkpoint, item))
+        return read_matrix(self._checkpoint, item.source, item.dtype)
 
 
 class Packing:

@@ -216,6 +216,7 @@ class CpuStep:
             record["interleave_a"] = kernel.interleave_a
             self._rows[out, form, tiles] = Rows(rows, stride, a_tiles)
         scratch, stride = self.scratch(4 * H)
+        summed = {"sum": self.at(total), "sum_stride": self.stride(total)} if total else {}
         address = self.record(
             NORM,
             **{
@@ -228,20 +229,11 @@ class CpuStep:
                 "scratch_stride": stride,
                 "forms": self.keep(records),
                 "form_count": len(forms),
+                **summed,
                 **fields,
             },
         )
-        if total is not None:
-            self.set(address, NORM, sum=self.at(total), sum_stride=self.stride(total))
         return [Job(label, run.address, address, opening.address)]
-
-    def set(self, address: int, dtype: np.dtype, **fields: int) -> None:
-        """Changes fields of a record."""
-        words = np.ctypeslib.as_array(
-            (np.ctypeslib.ctypes.c_int64 * len(dtype.names or ())).from_address(address)
-        )
-        for field, value in fields.items():
-            words[(dtype.names or ()).index(field)] = value
 
     def forms_of(self, name: str) -> tuple[list[tuple[str, bool]], list[MoEKernel]]:
         """The forms in which a buffer's readers want its rows."""
