@@ -1,0 +1,132 @@
+"""The interface between the engine and a device: StepBatch, StepResult, Runner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .counts import TokenCounts
+from .sampling_params import SamplingParams
+
+Ints = NDArray[np.int64]
+
+
+class SequenceSampling:
+    """What a runner needs to draw the tokens of one sequence, beside seed and number of draws.
+
+    All but ``counts``' contents is fixed: ``StepBatch.version`` grows when a sequence gets another.
+
+    Attributes:
+        params: temperature, top-k and so on. Its ``logit_bias`` and ``stop_token_ids`` are not
+            for the runner: ``bias_ids`` holds what applies.
+        seed: of the draws, 0 to 2**63 - 1.
+        counts: seen tokens; None if ``params`` has no penalties.
+        bias_ids: int32 [N], distinct.
+        bias_values: float32 [N], added to the logits; -inf: not to be drawn.
+    """
+
+    __slots__ = ("bias_ids", "bias_values", "counts", "params", "seed")
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        seed: int,
+        counts: TokenCounts | None,
+        bias: Mapping[int, float],
+    ) -> None:
+        self.params, self.seed, self.counts = params, seed, counts
+        self.bias_ids = np.fromiter(bias.keys(), np.int32, len(bias))
+        self.bias_values = np.fromiter(bias.values(), np.float32, len(bias))
+
+
+@dataclass(slots=True, eq=False)
+class StepBatch:
+    """One forward step: T tokens of S sequences, the last token of the first R is sampled.
+
+    The engine makes one and changes it from step to step; a runner reads it during ``step`` and
+    keeps nothing of it but addresses. Arrays are int64 and never move; entries behind S and T
+    are old. Sequences with one token each (decode) come first, then pieces of prompts; only the
+    last piece may end before its prompt does, so R is S or S - 1.
+
+    Attributes:
+        S: sequences of this step.
+        T: tokens of this step.
+        R: the first R sequences are sampled.
+        version: grows when S, ``rows``, ``sampling`` or the tokens a sequence change. While it
+            stays, every sequence has one token, and from step to step ``positions``, ``lengths``
+            and ``draws`` grow by 1 and only ``tokens``, ``slots`` and the tables change else.
+        tables_version: grows when ``page_tables`` changes.
+        tokens: [max_tokens] ids.
+        positions: [max_tokens] place of each token in its sequence, from 0.
+        slots: [max_tokens] where its keys and values go: ``page * page_size + offset``.
+        starts: [max_sequences + 1]; tokens of sequence s: ``starts[s]`` to ``starts[s + 1]``.
+        lengths: [max_sequences] positions that sequence s attends to, this step's included.
+        rows: [max_sequences] row of ``page_tables`` of sequence s.
+        page_tables: [max_sequences, max_pages]; position p of sequence s lies in page
+            ``page_tables[rows[s], p // page_size]``.
+        seeds: [max_sequences] of the draws, for s < R.
+        draws: [max_sequences] tokens that sequence s has drawn before, for s < R.
+        sampling: R views, for s < R.
+    """
+
+    tokens: Ints
+    positions: Ints
+    slots: Ints
+    starts: Ints
+    lengths: Ints
+    rows: Ints
+    page_tables: Ints
+    seeds: Ints
+    draws: Ints
+    sampling: list[SequenceSampling] = field(default_factory=list)
+    S: int = 0
+    T: int = 0
+    R: int = 0
+    version: int = 0
+    tables_version: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class StepResult:
+    """Sampled tokens of one step; a runner may return the same object every time.
+
+    Attributes:
+        tokens: int64 [>= R] token ids.
+        logprobs: float32 [>= R], log-softmax of the logits as the model gave them, at ``tokens``;
+            needed where ``params.logprobs`` is not None.
+        top_ids: int64 [>= R, >= N], the N = ``params.logprobs`` most likely tokens of these
+            logits, best first; needed where N > 0.
+        top_logprobs: float32, the same shape.
+    """
+
+    tokens: Ints
+    logprobs: NDArray[np.float32] | None = None
+    top_ids: Ints | None = None
+    top_logprobs: NDArray[np.float32] | None = None
+
+
+class Runner(Protocol):
+    """A model on a device, with its KV cache. ``step`` is called by one thread at a time."""
+
+    page_size: int
+    """Tokens a page."""
+    num_pages: int
+    """Pages of the cache, 0 to num_pages - 1."""
+    max_tokens: int
+    """Most tokens in one step."""
+    max_sequences: int
+    """Most sequences in one step."""
+    max_context: int
+    """Positions that the model was made for."""
+    vocab_size: int
+
+    def step(self, batch: StepBatch) -> StepResult:
+        """Write keys and values of all T tokens, draw one token for each of R sequences.
+
+        An exception fails the step's requests; the engine goes on.
+        """
+        ...

@@ -1,0 +1,102 @@
+"""Fills the one StepBatch: anew when its sequences change, else a few additions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..kv_cache import BlockManager
+from .batch import Ints, Runner, StepBatch
+from .request import Request
+
+Piece = tuple[Request, int]
+"""A request that is not decoding yet, and how many of its tokens the step computes."""
+
+
+class BatchWriter:
+    """Writes the batch of each step into the same arrays."""
+
+    def __init__(self, runner: Runner, manager: BlockManager) -> None:
+        self.manager = manager
+        self.page_size = runner.page_size
+        T, S = runner.max_tokens, runner.max_sequences
+        # What grows by one in every decode step lies together: one addition for all of it.
+        self._counters: Ints = np.zeros((4, max(T, S)), np.int64)
+        positions, slots, lengths, draws = self._counters
+        self.batch = StepBatch(
+            tokens=np.zeros(T, np.int64),
+            positions=positions[:T],
+            slots=slots[:T],
+            starts=np.zeros(S + 1, np.int64),
+            lengths=lengths[:S],
+            rows=np.zeros(S, np.int64),
+            page_tables=manager.tables,
+            seeds=np.zeros(S, np.int64),
+            draws=draws[:S],
+        )
+        self._live = self._counters[:, :0]
+
+    def write(self, decoding: Sequence[Request], pieces: Sequence[Piece]) -> StepBatch:
+        """The batch of ``decoding``, one token each, and of ``pieces`` behind them.
+
+        Args:
+            decoding: at most max_sequences, each with a page for its token.
+            pieces: all but the last end their prompt.
+        """
+        batch, page_size = self.batch, self.page_size
+        S = len(decoding)
+        batch.tokens[:S] = [request.tokens[-1] for request in decoding]
+        batch.starts[: S + 1] = np.arange(S + 1)
+        positions = [request.computed for request in decoding]
+        batch.positions[:S] = positions
+        batch.lengths[:S] = batch.positions[:S] + 1
+        T, R = S, S
+        requests = list(decoding)
+        for request, size in pieces:
+            first, last = request.computed, request.computed + size
+            at = np.arange(first, last)
+            pages = self.manager.tables[request.table.row]
+            batch.tokens[T : T + size] = request.tokens[first:last]
+            batch.positions[T : T + size] = at
+            batch.slots[T : T + size] = pages[at // page_size] * page_size + at % page_size
+            batch.lengths[len(requests)] = last
+            T += size
+            R += last == len(request.tokens)
+            requests.append(request)
+            batch.starts[len(requests)] = T
+        batch.S, batch.T, batch.R = len(requests), T, R
+        batch.rows[: batch.S] = [request.table.row for request in requests]
+        batch.sampling = [request.sampling for request in requests[:R]]
+        batch.seeds[:R] = [sampling.seed for sampling in batch.sampling]
+        batch.draws[:R] = [request.drawn for request in requests[:R]]
+        self._live = self._counters[:, :S]
+        self._write_slots(decoding)
+        batch.version += 1
+        batch.tables_version = self.manager.version
+        return batch
+
+    def advance(self, decoding: Sequence[Request], new_pages: bool) -> StepBatch:
+        """The same sequences one token later; ``take`` was given the tokens.
+
+        Args:
+            decoding: as ``write`` was given, without pieces.
+            new_pages: whether any of them begins a page.
+        """
+        self._live += 1
+        if new_pages:
+            self._write_slots(decoding)
+        self.batch.tables_version = self.manager.version
+        return self.batch
+
+    def take(self, tokens: Ints) -> None:
+        """Tokens that the batch's sequences have drawn: the next step's, if they stay."""
+        R = self.batch.R
+        self.batch.tokens[:R] = tokens[:R]
+
+    def _write_slots(self, decoding: Sequence[Request]) -> None:
+        page_size = self.page_size
+        self.batch.slots[: len(decoding)] = [
+            r.table.pages[r.computed // page_size] * page_size + r.computed % page_size
+            for r in decoding
+        ]

@@ -1,0 +1,277 @@
+"""The engine: one thread owns requests, cache and runner; all others talk to it through queues."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import threading
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from queue import SimpleQueue
+from types import TracebackType
+
+from pykernels.errors import PykernelsError
+
+from .batch import Runner
+from .core import Core
+from .delivery import LoopBridge
+from .handle import AsyncRequestHandle, RequestHandle
+from .intake import Intake
+from .outputs import Chunk, EngineStats, Result
+from .request import Event, Request, Sink
+from .sampling_params import SamplingParams
+from .text import MakeDetokenizer
+
+
+class Engine:
+    """Serves many requests at once on one runner (continuous batching).
+
+    Its thread starts with the first request, sleeps when there is none and ends with ``close``
+    (or the ``with`` block, or the process). ``submit``, ``generate``, ``stream``, ``cancel`` and
+    ``stats`` may be called from any thread.
+
+    Args:
+        runner: the model on its device; the engine does not close it.
+        eos_token_ids: tokens that end an output unless ``ignore_eos``.
+        detokenizer: makes one ``Detokenizer`` an output; None: chunks have no text.
+        threaded: False: no thread; the caller owns the engine, and ``step`` or waiting for a
+            chunk or a result drives it.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        eos_token_ids: Collection[int] = (),
+        detokenizer: MakeDetokenizer | None = None,
+        threaded: bool = True,
+    ) -> None:
+        self.threaded = threaded
+        self._core = Core(runner)
+        self._intake = Intake(runner, eos_token_ids, detokenizer)
+        self._detokenizer = detokenizer
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._bridges: dict[asyncio.AbstractEventLoop, LoopBridge] = {}
+        self._gate = threading.Lock()  # nothing enters the inbox behind the end
+        self._owner = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._stopping = self._closed = False
+
+    def submit(
+        self,
+        prompt_ids: Iterable[int],
+        params: SamplingParams | None = None,
+        *,
+        name: str | None = None,
+    ) -> RequestHandle:
+        """Queue a prompt; ``params.n`` outputs come back through the handle.
+
+        Args:
+            prompt_ids: at least one token id.
+            params: None: drawn at temperature 1, to the end of the context.
+            name: for error messages; None: a number.
+
+        Raises:
+            PykernelsError: this engine can never serve it, or is closed.
+        """
+        return self._submit(prompt_ids, params, name, streamed=True)
+
+    def asubmit(
+        self,
+        prompt_ids: Iterable[int],
+        params: SamplingParams | None = None,
+        *,
+        name: str | None = None,
+    ) -> AsyncRequestHandle:
+        """``submit`` for the running event loop: the handle is awaited in it."""
+        if not self.threaded:
+            raise PykernelsError(
+                "An engine without a thread cannot serve an event loop",
+                "Make it with threaded=True",
+            )
+        queue: asyncio.Queue[Event] = asyncio.Queue()
+        bridge = self._bridge(asyncio.get_running_loop())
+        requests = self._enter(prompt_ids, params, name, partial(bridge.put, queue), streamed=True)
+        return AsyncRequestHandle(requests, self._cancel, self._detokenizer, queue)
+
+    def generate(
+        self,
+        prompts: Sequence[Iterable[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Result]:
+        """All prompts to their ends, in one go. Ctrl-C, or a failure of one, cancels the rest.
+
+        Args:
+            prompts: token ids of each.
+            params: for all, or one a prompt.
+
+        Raises:
+            PykernelsError: as ``submit`` and ``RequestHandle.result`` do.
+        """
+        each = params if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise PykernelsError(
+                f"There are {len(prompts)} prompts and {len(each)} params",
+                "Give one SamplingParams for all, or one a prompt",
+            )
+        handles: list[RequestHandle] = []
+        try:
+            for prompt, one in zip(prompts, each, strict=True):
+                handles.append(self._submit(prompt, one, None, streamed=False))
+            return [handle.result() for handle in handles]
+        except BaseException:
+            for handle in handles:
+                handle.cancel()
+            raise
+
+    def stream(
+        self, prompt_ids: Iterable[int], params: SamplingParams | None = None
+    ) -> Iterator[Chunk]:
+        """Chunks of one prompt; whoever stops listening, by Ctrl-C too, cancels it."""
+        handle = self.submit(prompt_ids, params)
+        try:
+            yield from handle
+        finally:
+            if not handle.finished:
+                handle.cancel()
+
+    async def astream(
+        self, prompt_ids: Iterable[int], params: SamplingParams | None = None
+    ) -> AsyncIterator[Chunk]:
+        """``stream`` for an event loop."""
+        handle = self.asubmit(prompt_ids, params)
+        try:
+            async for chunk in handle:
+                yield chunk
+        finally:
+            if not handle.finished:
+                handle.cancel()
+
+    def step(self) -> bool:
+        """Without a thread: do what was asked for, and one step; False if there is no work.
+
+        Raises:
+            PykernelsError: the engine has a thread, or another one is in ``step``.
+        """
+        if self.threaded or not self._owner.acquire(blocking=False):
+            raise PykernelsError(
+                "Another thread owns this engine", "Make it with threaded=False and step it in one"
+            )
+        try:
+            self._obey()
+            return self._core.step()
+        finally:
+            self._owner.release()
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counts up to now, a copy."""
+        scheduler = self._core.scheduler
+        return replace(
+            self._core.stats,
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.prefilling) + len(scheduler.decoding),
+            free_pages=len(scheduler.manager.pool),
+            cached_pages=scheduler.manager.tree.idle,
+        )
+
+    def close(self) -> None:
+        """Cancel what is not finished, after the step under way; idempotent."""
+        with self._gate:
+            already, self._closed = self._closed, True
+            if not already:
+                self._inbox.put(self._stop)
+        atexit.unregister(self.close)
+        if self._thread is None:
+            self._finish(None)
+        elif self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _submit(
+        self,
+        prompt_ids: Iterable[int],
+        params: SamplingParams | None,
+        name: str | None,
+        streamed: bool,
+    ) -> RequestHandle:
+        queue: SimpleQueue[Event] = SimpleQueue()
+        requests = self._enter(prompt_ids, params, name, queue.put, streamed)
+        receive = queue.get if self.threaded else partial(self._drive, queue)
+        return RequestHandle(requests, self._cancel, self._detokenizer, receive)
+
+    def _enter(
+        self,
+        prompt_ids: Iterable[int],
+        params: SamplingParams | None,
+        name: str | None,
+        sink: Sink,
+        streamed: bool,
+    ) -> list[Request]:
+        params = params or SamplingParams()
+        requests = self._intake.requests(prompt_ids, params, sink, streamed, name)
+        with self._gate:
+            if self._closed:
+                raise PykernelsError("The engine is closed", "Make a new one")
+            for request in requests:
+                self._inbox.put(partial(self._core.add, request))
+            if self.threaded and self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+                atexit.register(self.close)
+                self._thread.start()
+        return requests
+
+    def _cancel(self, request: Request) -> None:
+        with self._gate:
+            if not self._closed:  # else it ends anyway
+                self._inbox.put(partial(self._core.cancel, request))
+
+    def _drive(self, queue: SimpleQueue[Event]) -> Event:
+        while queue.empty():
+            self.step()
+        return queue.get()
+
+    def _bridge(self, loop: asyncio.AbstractEventLoop) -> LoopBridge:
+        with self._gate:
+            self._bridges = {k: v for k, v in self._bridges.items() if not k.is_closed()}
+            return self._bridges.setdefault(loop, LoopBridge(loop))
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            while not self._stopping:
+                if not self._core.busy:
+                    self._inbox.get()()
+                self._obey()
+                self._core.step()
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            self._finish(error)
+
+    def _obey(self) -> None:
+        inbox = self._inbox
+        while not inbox.empty():
+            inbox.get()()
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _finish(self, error: BaseException | None) -> None:
+        """End every request, those in the inbox too: no consumer waits for ever."""
+        with self._gate:
+            self._closed = True
+        self._obey()
+        self._core.end_all(error)

@@ -1,0 +1,167 @@
+"""What ``submit`` gives back: the chunks of a request as they come, its result, and cancel."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+
+from pykernels.errors import PykernelsError
+
+from .outputs import Chunk, Completion, Result
+from .request import Event, Request, State
+from .text import MakeDetokenizer, TextStream
+
+
+class Handle:
+    """The ``n`` outputs of one submitted prompt, for one consumer.
+
+    Text is made here, in the consumer's thread, unless stop strings make the engine look at it.
+
+    Args:
+        requests: one an output.
+        cancel: asks the engine to end a request.
+        detokenizer: makes text of tokens; None: there is no text.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        cancel: Callable[[Request], None],
+        detokenizer: MakeDetokenizer | None,
+    ) -> None:
+        self.name = requests[0].name
+        self._requests, self._cancel = requests, cancel
+        self._open = len(requests)
+        self._result: Result | None = None
+        self._texts = [
+            r.text or (TextStream(detokenizer()) if detokenizer else None) for r in requests
+        ]
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last chunks of all outputs were seen."""
+        return self._open == 0
+
+    def cancel(self) -> None:
+        """End all outputs before the next step; what was generated stays. From any thread."""
+        for request in self._requests:
+            self._cancel(request)
+
+    def _chunk(self, event: Event) -> Chunk:
+        """The chunk of an event. Raises the error of an output that failed, and ends the rest."""
+        request, token, logprob, text, reason = event
+        if reason is not None:
+            self._open -= 1
+        if reason == "error":
+            self.cancel()
+            raise _failed(request)
+        tokens = () if token < 0 else (token,)
+        stream = self._texts[request.index]
+        if request.text is None and request.streamed and stream is not None:
+            if tokens and reason != "stop":  # an end token has no text
+                text = stream.push(token)[0]
+            if reason is not None:
+                text += stream.finish()[0]
+        return Chunk(request.index, tokens, text, () if logprob is None else (logprob,), reason)
+
+    def _collect(self) -> Result:
+        """The result, once all outputs have ended."""
+        if self._result is None:
+            first = self._requests[0]
+            prompt = tuple(first.tokens[: first.prompt_size])
+            outputs = tuple(self._completion(request) for request in self._requests)
+            self._result = Result(self.name, prompt, outputs)
+        return self._result
+
+    def _completion(self, request: Request) -> Completion:
+        assert request.state is State.FINISHED and request.reason is not None
+        if request.error is not None:
+            raise _failed(request)
+        stream = self._texts[request.index]
+        if request.text is None and not request.streamed and stream is not None:
+            for token in request.output[: -1 if request.reason == "stop" else None]:
+                stream.push(token)
+            stream.finish()
+        return Completion(
+            request.index,
+            request.output,
+            "" if stream is None else stream.text,
+            tuple(request.logprobs),
+            request.reason,
+            request.stats(),
+        )
+
+
+class RequestHandle(Handle):
+    """Iterate for chunks, or ask for the ``result``.
+
+    Args:
+        receive: waits for the next event.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        cancel: Callable[[Request], None],
+        detokenizer: MakeDetokenizer | None,
+        receive: Callable[[], Event],
+    ) -> None:
+        super().__init__(requests, cancel, detokenizer)
+        self._receive = receive
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self
+
+    def __next__(self) -> Chunk:
+        if self.finished:
+            raise StopIteration
+        return self._chunk(self._receive())
+
+    def result(self) -> Result:
+        """Wait for the end of all outputs.
+
+        Raises:
+            PykernelsError: a step of the request failed; its cause is the error.
+        """
+        for _ in self:
+            pass
+        return self._collect()
+
+
+class AsyncRequestHandle(Handle):
+    """The same in an event loop: ``async for`` chunk, or ``await handle.result()``."""
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        cancel: Callable[[Request], None],
+        detokenizer: MakeDetokenizer | None,
+        queue: asyncio.Queue[Event],
+    ) -> None:
+        super().__init__(requests, cancel, detokenizer)
+        self._queue = queue
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self.finished:
+            raise StopAsyncIteration
+        return self._chunk(await self._queue.get())
+
+    async def result(self) -> Result:
+        """As ``RequestHandle.result``."""
+        async for _ in self:
+            pass
+        return self._collect()
+
+
+def _failed(request: Request) -> PykernelsError:
+    error = request.error
+    if isinstance(error, PykernelsError):
+        told = PykernelsError(f"{request.name}: {error.cause}", error.hint)
+    else:
+        cause = f"{request.name} failed: {type(error).__name__}: {error}"
+        told = PykernelsError(cause, "Its traceback is the error's __cause__")
+    told.__cause__ = error
+    return told

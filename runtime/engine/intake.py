@@ -1,0 +1,125 @@
+"""From a prompt and its parameters to requests, or a refusal before any work is done."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import secrets
+import time
+from collections.abc import Collection, Iterable, Sequence
+
+from pykernels.errors import PykernelsError
+
+from .batch import Runner
+from .request import Request, Sink, fork_seed
+from .sampling_params import MAX_SEED, SamplingParams
+from .text import MakeDetokenizer, TextStream
+
+
+class Intake:
+    """Makes the requests of one engine. Callable from any thread."""
+
+    def __init__(
+        self, runner: Runner, eos_ids: Collection[int], detokenizer: MakeDetokenizer | None
+    ) -> None:
+        self.vocab_size, self.max_context = runner.vocab_size, runner.max_context
+        self.num_pages, self.page_size = runner.num_pages, runner.page_size
+        self.eos_ids = tuple(eos_ids)
+        self.detokenizer = detokenizer
+        self._arrivals = itertools.count(1)
+
+    def requests(
+        self,
+        prompt_ids: Iterable[int],
+        params: SamplingParams,
+        sink: Sink,
+        streamed: bool,
+        name: str | None,
+    ) -> list[Request]:
+        """``params.n`` requests of one prompt, the leader first.
+
+        Raises:
+            PykernelsError: this engine can never serve it; the line has its name.
+        """
+        arrival = next(self._arrivals)
+        name = name or f"request-{arrival}"
+        prompt = self._prompt(name, prompt_ids)
+        max_tokens = self._room(name, len(prompt), params)
+        self._check_ids(name, params)
+        if params.stop and self.detokenizer is None:
+            raise PykernelsError(
+                f"{name} has stop strings, and this engine has no detokenizer",
+                "Give the engine one, or use stop_token_ids",
+            )
+        seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
+        now = time.perf_counter()
+        made: list[Request] = []
+        for index in range(params.n):
+            text = None
+            if params.stop and self.detokenizer is not None:
+                text = TextStream(self.detokenizer(), tuple(params.stop))
+            made.append(
+                Request(
+                    name,
+                    prompt,
+                    params,
+                    index=index,
+                    arrival=arrival,
+                    seed=fork_seed(seed, index),
+                    max_tokens=max_tokens,
+                    eos_ids=self.eos_ids,
+                    vocab_size=self.vocab_size,
+                    now=now,
+                    sink=sink,
+                    streamed=streamed,
+                    leader=made[0] if made else None,
+                    text=text,
+                )
+            )
+        return made
+
+    def _prompt(self, name: str, prompt_ids: Iterable[int]) -> list[int]:
+        try:
+            prompt = list(map(operator.index, prompt_ids))
+        except TypeError:
+            raise PykernelsError(
+                f"{name}: the prompt is not a list of token ids", "Tokenize the text first"
+            ) from None
+        if not prompt:
+            raise PykernelsError(f"{name}: the prompt is empty", "Give it at least one token")
+        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
+            bad = min(prompt) if min(prompt) < 0 else max(prompt)
+            raise PykernelsError(
+                f"{name}: token {bad} of the prompt is outside the vocabulary of {self.vocab_size}",
+                "Use the tokenizer of this model",
+            )
+        return prompt
+
+    def _room(self, name: str, P: int, params: SamplingParams) -> int:
+        """Most tokens that the output may have."""
+        # The last token is drawn but never computed: it needs no place in the cache.
+        places = self.num_pages * self.page_size + 1
+        limit = min(self.max_context, places)
+        wanted = max(1, params.min_tokens) if params.max_tokens is None else params.max_tokens
+        if P + wanted > limit:
+            what = "the context" if limit == self.max_context else "the KV cache"
+            raise PykernelsError(
+                f"{name}: a prompt of {P} and {wanted} new tokens can never fit into {what}"
+                f" of {limit}",
+                "Shorten the prompt, lower max_tokens"
+                + ("" if limit == self.max_context else ", or give the cache more pages"),
+            )
+        return limit - P if params.max_tokens is None else params.max_tokens
+
+    def _check_ids(self, name: str, params: SamplingParams) -> None:
+        named: Sequence[tuple[str, Iterable[int]]] = (
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+        )
+        for field, ids in named:
+            if (most := max(ids, default=0)) >= self.vocab_size:
+                raise PykernelsError(
+                    f"{name}: token {most} of {field} is outside the vocabulary of"
+                    f" {self.vocab_size}",
+                    "Use the tokenizer of this model",
+                )

@@ -1,0 +1,165 @@
+"""One output being generated: its tokens, its state, its times."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Collection, Sequence
+
+from ..kv_cache import PageTable
+from .batch import SequenceSampling
+from .counts import TokenCounts
+from .outputs import FinishReason, RequestStats, TokenLogprob
+from .sampling_params import MAX_SEED, SamplingParams
+from .text import TextStream
+
+
+class State(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+Event = tuple["Request", int, TokenLogprob | None, str, FinishReason | None]
+"""A token (-1: none), its logprob, the text to show, and why the request ended, if it did. Text
+comes this way only from a request with stop strings: any other's is made by its consumer."""
+
+Sink = Callable[[Event], None]
+
+
+class Request:
+    """One of the ``n`` outputs of a submitted prompt. The engine's thread alone changes it.
+
+    Attributes:
+        tokens: prompt and output; after a preemption all of them are computed again.
+        computed: how many of them have keys and values in the cache.
+        order: (priority, arrival, index); the smallest is served first and preempted last.
+        leader: the first output of the same prompt: this one waits until the leader's pages
+            of the prompt are there to share. None for the leader itself.
+        text: of a request with stop strings, else None.
+        streamed: whether each token is an event; otherwise only the end is.
+        deadline: on the clock of ``time.perf_counter``.
+    """
+
+    __slots__ = (
+        "admitted_at",
+        "cached",
+        "computed",
+        "deadline",
+        "end_ids",
+        "error",
+        "first_at",
+        "index",
+        "last_at",
+        "leader",
+        "logprobs",
+        "max_tokens",
+        "min_tokens",
+        "name",
+        "order",
+        "params",
+        "preemptions",
+        "prompt_size",
+        "reason",
+        "sampling",
+        "sink",
+        "state",
+        "streamed",
+        "submitted_at",
+        "table",
+        "text",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        index: int,
+        arrival: int,
+        seed: int,
+        max_tokens: int,
+        eos_ids: Collection[int],
+        vocab_size: int,
+        now: float,
+        sink: Sink,
+        streamed: bool,
+        leader: Request | None = None,
+        text: TextStream | None = None,
+    ) -> None:
+        self.name, self.index, self.params = name, index, params
+        self.tokens = list(prompt)
+        self.prompt_size = len(self.tokens)
+        self.computed = 0
+        self.order = (params.priority, arrival, index)
+        self.leader = leader
+        self.max_tokens, self.min_tokens = max_tokens, params.min_tokens
+        self.end_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            self.end_ids = self.end_ids.union(eos_ids)
+        counts = TokenCounts(prompt, max_tokens, vocab_size) if params.penalizes else None
+        bias = dict(params.logit_bias)
+        if self.min_tokens:
+            bias |= dict.fromkeys(self.end_ids, -math.inf)
+        self.sampling = SequenceSampling(params, seed, counts, bias)
+        self.table = PageTable()
+        self.state = State.WAITING
+        self.reason: FinishReason | None = None
+        self.error: BaseException | None = None
+        self.text = text
+        self.logprobs: list[TokenLogprob] = []
+        self.sink, self.streamed = sink, streamed
+        self.submitted_at = now
+        self.deadline = math.inf if params.deadline is None else now + params.deadline
+        self.admitted_at = self.first_at = self.last_at = math.nan
+        self.cached = 0
+        self.preemptions = 0
+
+    @property
+    def drawn(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.prompt_size
+
+    @property
+    def output(self) -> tuple[int, ...]:
+        return tuple(self.tokens[self.prompt_size :])
+
+    @property
+    def waits_for_leader(self) -> bool:
+        leader = self.leader
+        return leader is not None and leader.drawn == 0 and leader.state is not State.FINISHED
+
+    def allow_end(self) -> None:
+        """``min_tokens`` are there: end tokens may be drawn from now on."""
+        old = self.sampling
+        self.sampling = SequenceSampling(self.params, old.seed, old.counts, self.params.logit_bias)
+
+    def stats(self) -> RequestStats:
+        first = None if math.isnan(self.first_at) else self.first_at - self.submitted_at
+        begun = self.last_at if math.isnan(self.admitted_at) else self.admitted_at
+        return RequestStats(
+            prompt_tokens=self.prompt_size,
+            cached_tokens=self.cached,
+            new_tokens=self.drawn,
+            queue_seconds=begun - self.submitted_at,
+            time_to_first_token=first,
+            decode_seconds=0.0 if first is None else self.last_at - self.first_at,
+            preemptions=self.preemptions,
+        )
+
+
+def fork_seed(seed: int, index: int) -> int:
+    """Seed of output ``index`` of a request; of output 0 the request's own.
+
+    SplitMix64's finalizer (Steele et al., OOPSLA 2014): streams of near seeds have nothing in
+    common.
+    """
+    if index == 0:
+        return seed
+    x = (seed + index * 0x9E3779B97F4A7C15) & (2**64 - 1)
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return (x ^ (x >> 31)) & MAX_SEED

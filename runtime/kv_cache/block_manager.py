@@ -1,0 +1,149 @@
+"""Page tables of the running sequences: admission, growth, sharing and release of pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .pages import PagePool
+from .prefix import Node, PageKey, PrefixTree, extend_keys
+
+
+class PageTable:
+    """The pages of one sequence, position p at ``pages[p // page_size]``.
+
+    It lives as long as its request: the keys of its tokens outlast a preemption.
+    """
+
+    __slots__ = ("cached", "keys", "node", "pages", "row")
+
+    def __init__(self) -> None:
+        self.pages: list[int] = []
+        self.row = -1  # of BlockManager.tables; -1: holds no pages
+        self.keys: list[PageKey] = []
+        self.cached = 0  # leading pages that are in the tree
+        self.node: Node | None = None  # of the last of these
+
+
+class BlockManager:
+    """Deals pages to sequences; full pages are shared through the prefix tree.
+
+    A page in the tree is full and is never written again. So sequences share whole pages without
+    copies, and what they write lies behind, in pages of their own.
+
+    Args:
+        num_pages: pages of the cache.
+        page_size: tokens a page.
+        max_sequences: rows of ``tables``: sequences that hold pages at the same time.
+        max_pages: columns of ``tables``: pages of the longest sequence.
+
+    Attributes:
+        tables: int64 [max_sequences, max_pages]; row ``table.row`` holds ``table.pages``. Entries
+            behind them are old, but always page ids.
+        version: grows with every change of ``tables``.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, max_sequences: int, max_pages: int) -> None:
+        self.page_size = page_size
+        self.pool = PagePool(num_pages)
+        self.tree = PrefixTree()
+        self.tables = np.zeros((max_sequences, max_pages), np.int64)
+        self.version = 0
+        self._rows = list(range(max_sequences - 1, -1, -1))
+
+    @property
+    def available(self) -> int:
+        """Pages that can be had without taking one from a sequence."""
+        return len(self.pool) + self.tree.idle
+
+    def admit(self, table: PageTable, tokens: Sequence[int], reserve: int = 0) -> bool:
+        """Give a sequence pages for all its tokens, the longest cached prefix among them.
+
+        At least the last token is left to compute. ``table.cached`` says how many pages need no
+        computing.
+
+        Args:
+            table: an empty one.
+            tokens: prompt, and what was generated before a preemption.
+            reserve: pages that must be left available.
+
+        Returns:
+            Whether the pages were there; if not, nothing has changed.
+        """
+        limit = (len(tokens) - 1) // self.page_size
+        extend_keys(table.keys, tokens, limit, self.page_size)
+        hits = self.tree.match(table.keys, limit)
+        fresh = -(-len(tokens) // self.page_size) - len(hits)
+        # Idle pages that are hit stop being available as well.
+        idle = sum(not self.pool.references[node.page] for node in hits)
+        if not self._rows or fresh + idle + reserve > self.available:
+            return False
+        for node in hits:
+            self._hold(node.page)
+        # Hits are held by now: none of them can be evicted for the others.
+        pages = [node.page for node in hits] + [self._take() for _ in range(fresh)]
+        table.pages, table.row = pages, self._rows.pop()
+        table.cached, table.node = len(hits), hits[-1] if hits else None
+        self.tables[table.row, : len(pages)] = pages
+        self.version += 1
+        return True
+
+    def extend(self, table: PageTable) -> bool:
+        """One page more at the end; False if there is none to be had."""
+        if not self.available:
+            return False
+        page = self._take()
+        self.tables[table.row, len(table.pages)] = page
+        table.pages.append(page)
+        self.version += 1
+        return True
+
+    def commit(self, table: PageTable, tokens: Sequence[int], computed: int) -> None:
+        """Put the full pages among the first ``computed`` tokens into the tree.
+
+        If another sequence has computed the same page in the meantime, this one goes on with
+        that page and gives its own back.
+        """
+        full = computed // self.page_size
+        extend_keys(table.keys, tokens, full, self.page_size)
+        while table.cached < full:
+            i = table.cached
+            if i and table.node is None:
+                return  # behind a collision: its own pages stay its own
+            node = self.tree.find(table.node, table.keys[i])
+            if node is not None:
+                self._replace(table, i, node.page)
+            else:
+                node = self.tree.insert(table.node, table.keys[i], table.pages[i])
+            table.node = node
+            table.cached += 1
+
+    def release(self, table: PageTable) -> None:
+        """Take all pages back; full ones stay in the tree until they are evicted."""
+        if table.row < 0:
+            return
+        for page in reversed(table.pages):  # deepest first: see PrefixTree
+            self._drop(page)
+        self._rows.append(table.row)
+        table.pages, table.row, table.cached, table.node = [], -1, 0, None
+
+    def _take(self) -> int:
+        if not len(self.pool):
+            self.pool.free(self.tree.evict())
+        return self.pool.allocate()
+
+    def _hold(self, page: int) -> None:
+        self.pool.share(page)
+        self.tree.hold(page)
+
+    def _drop(self, page: int) -> None:
+        if self.pool.release(page) and not self.tree.keep(page):
+            self.pool.free(page)
+
+    def _replace(self, table: PageTable, index: int, page: int) -> None:
+        own, table.pages[index] = table.pages[index], page
+        self._hold(page)
+        self._drop(own)
+        self.tables[table.row, index] = page
+        self.version += 1

@@ -1,0 +1,104 @@
+"""Which pages hold which tokens: a tree of full pages, found by a chain of hashes.
+
+A page's keys and values depend on its own tokens and on all before them, so a page is known by its
+tokens and its parent. The key is ``blake2b(parent's key, tokens)``: the same in every process, so
+that a store of pages outside this one can use it too. Tokens and parent are compared as well: two
+pages whose keys collide are never taken for each other.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+
+KEY_BYTES = 16
+ROOT = bytes(KEY_BYTES)
+
+PageKey = tuple[bytes, bytes]
+"""Key of a full page, and its tokens as int32."""
+
+
+def extend_keys(keys: list[PageKey], tokens: Sequence[int], pages: int, page_size: int) -> None:
+    """Append to ``keys`` until it has those of the first ``pages`` full pages of ``tokens``."""
+    parent = keys[-1][0] if keys else ROOT
+    for i in range(len(keys), pages):
+        data = array("i", tokens[i * page_size : (i + 1) * page_size]).tobytes()
+        parent = blake2b(parent + data, digest_size=KEY_BYTES).digest()
+        keys.append((parent, data))
+
+
+class Node:
+    """One full page in the tree."""
+
+    __slots__ = ("data", "key", "page", "parent")
+
+    def __init__(self, key: bytes, data: bytes, parent: Node | None, page: int) -> None:
+        self.key, self.data, self.parent, self.page = key, data, parent, page
+
+
+class PrefixTree:
+    """Full pages by their tokens, and the order in which unreferenced ones are evicted.
+
+    Whoever holds a page holds all its ancestors, and gives the deepest back first. So the least
+    recently used page is always a leaf, and evicting it cuts nothing off.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: dict[bytes, Node] = {}
+        self._of_page: dict[int, Node] = {}
+        self._idle: OrderedDict[int, Node] = OrderedDict()  # unreferenced, the oldest first
+
+    def __len__(self) -> int:
+        """Number of pages in the tree."""
+        return len(self._of_page)
+
+    @property
+    def idle(self) -> int:
+        """Number of pages in the tree that no page table names: they can be evicted."""
+        return len(self._idle)
+
+    def match(self, keys: Sequence[PageKey], limit: int) -> list[Node]:
+        """The longest cached prefix, at most ``limit`` pages, from the root on."""
+        found: list[Node] = []
+        parent = None
+        for i in range(limit):
+            node = self.find(parent, keys[i])
+            if node is None:
+                break
+            found.append(node)
+            parent = node
+        return found
+
+    def find(self, parent: Node | None, key: PageKey) -> Node | None:
+        node = self._nodes.get(key[0])
+        if node is None or node.parent is not parent or node.data != key[1]:
+            return None
+        return node
+
+    def insert(self, parent: Node | None, key: PageKey, page: int) -> Node | None:
+        """Add a referenced page; None if another page with other tokens has the same key."""
+        if key[0] in self._nodes:
+            return None
+        node = Node(key[0], key[1], parent, page)
+        self._nodes[key[0]] = self._of_page[page] = node
+        return node
+
+    def hold(self, page: int) -> None:
+        """A page of the tree is referenced: it cannot be evicted."""
+        self._idle.pop(page, None)
+
+    def keep(self, page: int) -> bool:
+        """The last reference is gone; whether the page is in the tree and stays there for now."""
+        node = self._of_page.get(page)
+        if node is None:
+            return False
+        self._idle[page] = node
+        return True
+
+    def evict(self) -> int:
+        """Forget the least recently used page and return it. Raises KeyError if all are held."""
+        page, node = self._idle.popitem(last=False)
+        del self._nodes[node.key], self._of_page[page]
+        return page

@@ -1,0 +1,128 @@
+"""A runner whose cache holds the tokens themselves: any mix-up of pages changes what it draws."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from runtime.engine import Completion, SequenceSampling, StepBatch, StepResult
+from runtime.kv_cache import BlockManager, PageTable
+
+
+def draw(history: Sequence[int] | np.ndarray, seed: int, draws: int, vocab: int) -> int:
+    """The next token: a pure function of what it may depend on."""
+    data = np.asarray(history, np.int64).tobytes() + seed.to_bytes(8, "little")
+    return zlib.crc32(data + draws.to_bytes(8, "little")) % vocab
+
+
+def expected(prompt: Sequence[int], seed: int, count: int, vocab: int = 997) -> tuple[int, ...]:
+    """What a request must draw, whatever runs beside it."""
+    tokens = list(prompt)
+    for draws in range(count):
+        tokens.append(draw(tokens, seed, draws, vocab))
+    return tuple(tokens[len(prompt) :])
+
+
+@dataclass
+class FakeRunner:
+    page_size: int = 4
+    num_pages: int = 64
+    max_tokens: int = 16
+    max_sequences: int = 8
+    max_context: int = 200
+    vocab_size: int = 997
+    cache: np.ndarray = field(init=False)
+    drawn: dict[int, list[int]] = field(default_factory=dict)
+    """By seed, which is another for each request of a test."""
+    sizes: list[int] = field(default_factory=list)
+    """T of each step."""
+    fail_next: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self.cache = np.full(self.num_pages * self.page_size, -1)
+
+    def step(self, batch: StepBatch) -> StepResult:
+        self.sizes.append(batch.T)
+        if self.fail_next is not None:
+            error, self.fail_next = self.fail_next, None
+            raise error
+        assert batch.T <= self.max_tokens and batch.S <= self.max_sequences
+        assert batch.S - 1 <= batch.R <= batch.S and batch.starts[batch.S] == batch.T
+        slots = batch.slots[: batch.T]
+        assert len(set(slots.tolist())) == batch.T, "two tokens write the same slot"
+        self.cache[slots] = batch.tokens[: batch.T]
+        tokens = np.zeros(self.max_sequences, np.int64)
+        for s in range(batch.S):
+            history = self._history(batch, s)
+            if s < batch.R:
+                tokens[s] = self._draw(history, batch, s, batch.sampling[s])
+        logprobs = -np.arange(self.max_sequences, dtype=np.float32)
+        top = np.tile(np.arange(20), (self.max_sequences, 1))
+        return StepResult(tokens, logprobs, top, -top.astype(np.float32))
+
+    def _history(self, batch: StepBatch, s: int) -> np.ndarray:
+        first, last, length = batch.starts[s], batch.starts[s + 1], batch.lengths[s]
+        at = np.arange(length)
+        table = batch.page_tables[batch.rows[s]]
+        slots = table[at // self.page_size] * self.page_size + at % self.page_size
+        own = batch.positions[first:last]
+        assert own.tolist() == list(range(length - (last - first), length))
+        assert slots[own].tolist() == batch.slots[first:last].tolist()
+        return self.cache[slots]
+
+    def _draw(self, history: np.ndarray, batch: StepBatch, s: int, how: SequenceSampling) -> int:
+        seed, draws = int(batch.seeds[s]), int(batch.draws[s])
+        before = self.drawn.setdefault(seed, [])
+        assert seed == how.seed and draws == len(before), "drawn twice, or not at all"
+        assert history[len(history) - draws :].tolist() == before
+        if how.counts is not None:
+            self._check_counts(history, before, how)
+        banned = how.bias_ids[np.isneginf(how.bias_values)].tolist()
+        token = draw(history, seed, draws, self.vocab_size)
+        while token in banned:
+            token = (token + 1) % self.vocab_size
+        before.append(token)
+        return token
+
+    def _check_counts(self, history: np.ndarray, output: list[int], how: SequenceSampling) -> None:
+        counts = how.counts
+        assert counts is not None
+        N = counts.size
+        prompt = set(history[: len(history) - len(output)].tolist())
+        assert set(counts.ids[:N].tolist()) == set(history.tolist())
+        for token, count, seen in zip(
+            counts.ids[:N].tolist(), counts.counts[:N], counts.in_prompt[:N], strict=True
+        ):
+            assert count == output.count(token) and seen == (token in prompt)
+
+
+def check_pages(manager: BlockManager, tables: Sequence[PageTable]) -> None:
+    """Every page is free, kept by the tree alone, or counted by just the tables that name it."""
+    pool, tree = manager.pool, manager.tree
+    named = [page for table in tables for page in table.pages]
+    assert pool.references == [named.count(page) for page in range(pool.num_pages)]
+    assert len(pool) + tree.idle + len(set(named)) == pool.num_pages
+    for table in tables:
+        assert (
+            table.row < 0 or manager.tables[table.row][: len(table.pages)].tolist() == table.pages
+        )
+
+
+class Words:
+    """A detokenizer: token t is the t-th of its words."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = words
+
+    def push(self, token: int) -> str:
+        return self.words[token % len(self.words)]
+
+    def finish(self) -> str:
+        return ""
+
+
+def text_of(completion: Completion, words: Sequence[str]) -> str:
+    return "".join(words[token % len(words)] for token in completion.token_ids)

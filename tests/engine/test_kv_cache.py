@@ -1,0 +1,100 @@
+"""Pages and prefixes: what is shared is equal, what is free is free."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.kv_cache import BlockManager, PageTable, PrefixTree
+from runtime.kv_cache.prefix import extend_keys
+
+from .fake_runner import check_pages
+
+PAGE = 2
+
+
+@st.composite
+def operations(make: st.DrawFn) -> list[tuple[str, int, list[int]]]:
+    few = st.lists(st.integers(0, 1), min_size=1, max_size=9)  # two tokens: many equal prefixes
+    kind = st.sampled_from(["admit", "grow", "grow", "release"])
+    return make(st.lists(st.tuples(kind, st.integers(0, 3), few), max_size=60))
+
+
+@settings(max_examples=200, deadline=None)
+@given(operations())
+def test_a_table_reads_back_its_own_tokens(steps: list[tuple[str, int, list[int]]]) -> None:
+    manager = BlockManager(num_pages=8, page_size=PAGE, max_sequences=3, max_pages=20)
+    tables = [PageTable() for _ in range(4)]
+    tokens: list[list[int]] = [[] for _ in tables]
+    cache: dict[int, int] = {}
+
+    def compute(i: int, first: int) -> None:
+        for p in range(first, len(tokens[i])):
+            page = tables[i].pages[p // PAGE]
+            assert manager.pool.references[page] == 1, "writes into a page of two sequences"
+            cache[page * PAGE + p % PAGE] = tokens[i][p]
+        manager.commit(tables[i], tokens[i], len(tokens[i]))
+
+    for kind, i, more in steps:
+        table = tables[i]
+        if kind == "admit" and table.row < 0:
+            # A new list of tokens is a new request.
+            tables[i] = table = PageTable()
+            free = manager.available
+            if manager.admit(table, more):
+                tokens[i] = list(more)
+                assert table.cached * PAGE < len(more)
+                compute(i, table.cached * PAGE)
+            else:
+                assert manager.available == free
+        elif kind == "grow" and table.row >= 0:
+            if len(tokens[i]) < len(table.pages) * PAGE or manager.extend(table):
+                tokens[i].append(more[0])
+                compute(i, len(tokens[i]) - 1)
+        elif kind == "release":
+            manager.release(table)
+        check_pages(manager, tables)
+        for table, own in zip(tables, tokens, strict=True):
+            read = (
+                [cache[table.pages[p // PAGE] * PAGE + p % PAGE] for p in range(len(own))]
+                if (table.row >= 0)
+                else own
+            )
+            assert read == own
+    for table in tables:
+        manager.release(table)
+    assert manager.available == 8
+
+
+def test_the_oldest_leaf_is_evicted_first() -> None:
+    manager = BlockManager(num_pages=6, page_size=PAGE, max_sequences=2, max_pages=6)
+
+    def run(tokens: list[int]) -> None:
+        table = PageTable()
+        assert manager.admit(table, tokens)
+        manager.commit(table, tokens, len(tokens))
+        manager.release(table)
+
+    def cached(tokens: list[int]) -> int:
+        keys: list[tuple[bytes, bytes]] = []
+        extend_keys(keys, tokens, 2, PAGE)
+        return len(manager.tree.match(keys, 2))
+
+    run([1, 1, 2, 2])
+    run([3, 3, 4, 4])
+    run([1, 1, 9])  # touches the first page of the first
+    run([5, 5, 6, 6, 7, 7])  # takes two free pages, and the oldest leaf
+    assert (cached([1, 1, 2, 2]), cached([3, 3, 4, 4])) == (1, 2)
+    run([8, 8, 8])  # takes the next two: a leaf and what has become one
+    assert (cached([1, 1, 2, 2]), cached([3, 3, 4, 4])) == (1, 0)
+
+
+def test_equal_keys_of_other_tokens_are_no_match() -> None:
+    tree = PrefixTree()
+    keys: list[tuple[bytes, bytes]] = []
+    extend_keys(keys, [1, 2, 3, 4], 2, PAGE)
+    first = tree.insert(None, keys[0], page=0)
+    forged = (keys[0][0], keys[1][1])
+    assert tree.find(None, forged) is None
+    assert tree.insert(None, forged, page=1) is None
+    assert tree.find(first, keys[0]) is None, "the same tokens behind another parent"

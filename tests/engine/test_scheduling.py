@@ -1,0 +1,176 @@
+"""What a request draws depends on nothing that runs beside it, and no page gets lost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pykernels.errors import PykernelsError
+from runtime.engine import Engine, RequestHandle, SamplingParams
+
+from .fake_runner import FakeRunner, check_pages, expected
+
+
+def owned(runner: FakeRunner, **how: object) -> Engine:
+    return Engine(runner, threaded=False, **how)  # type: ignore[arg-type]
+
+
+def params(seed: int, count: int, **more: object) -> SamplingParams:
+    return SamplingParams(seed=seed, max_tokens=count, **more)  # type: ignore[arg-type]
+
+
+def check_all_free(engine: Engine) -> None:
+    stats = engine.stats
+    assert stats.waiting == stats.running == 0
+    check_pages(engine._core.scheduler.manager, [])
+
+
+def test_a_batch_draws_what_each_draws_alone() -> None:
+    prompts = [list(range(i, i + size)) for i, size in enumerate((1, 4, 7, 30, 40))]
+    runner = FakeRunner()
+    engine = owned(runner)
+    results = engine.generate(prompts, [params(i, 10 + i) for i in range(5)])
+    for i, result in enumerate(results):
+        assert result.token_ids == expected(prompts[i], i, 10 + i)
+        assert result.completions[0].finish_reason == "length"
+    assert max(runner.sizes) == runner.max_tokens, "prompts in pieces that fill the budget"
+    check_all_free(engine)
+
+
+def test_long_prompts_do_not_stop_those_that_decode() -> None:
+    runner = FakeRunner()
+    engine = owned(runner)
+    first = engine.submit([1, 2, 3], params(1, 20))
+    engine.step()
+    engine.submit(list(range(100)), params(2, 2))
+    for _ in range(5):
+        engine.step()
+    assert runner.sizes[1:6] == [16] * 5
+    assert len(runner.drawn[1]) == 6
+    assert first.result().token_ids == expected([1, 2, 3], 1, 20)
+
+
+def test_a_known_prefix_is_not_computed_again() -> None:
+    runner = FakeRunner(max_tokens=64)
+    engine = owned(runner)
+    system = list(range(40))
+    [one] = engine.generate([[*system, 1]], params(1, 6))
+    used = engine.stats.cached_pages
+    assert used == 11  # 41 + 5 tokens in full pages of 4
+    results = engine.generate([[*system, 2], [*system, 3]], [params(2, 2), params(3, 2)])
+    assert runner.sizes[-2] == 2, "one token of each prompt is new"
+    assert [r.completions[0].stats.cached_tokens for r in results] == [40, 40]
+    assert engine.stats.cached_pages == used, "neither filled a page of its own"
+    chat = [*system, 1, *one.token_ids, 5]
+    [again] = engine.generate([chat], params(4, 1))
+    assert again.completions[0].stats.cached_tokens == 44, "answers are remembered too"
+    assert again.token_ids == expected(chat, 4, 1)
+    check_all_free(engine)
+
+
+def test_preempted_requests_lose_nothing() -> None:
+    runner = FakeRunner(num_pages=12)
+    engine = owned(runner)
+    prompts = [[i] * 9 for i in range(4)]
+    results = engine.generate(prompts, [params(i, 30) for i in range(4)])
+    assert engine.stats.preemptions > 0
+    assert results[0].completions[0].stats.preemptions == 0, "the oldest is the last to go"
+    for i, result in enumerate(results):
+        assert result.token_ids == expected(prompts[i], i, 30)
+    check_all_free(engine)
+
+
+def test_priority_is_served_first_and_preempted_last() -> None:
+    runner = FakeRunner(num_pages=12, max_sequences=2)
+    engine = owned(runner)
+    low = [engine.submit([i] * 5, params(i, 20, priority=1)) for i in range(3)]
+    engine.step()
+    high = engine.submit([9] * 5, params(9, 20, priority=0))
+    result = high.result()
+    assert result.completions[0].stats.preemptions == 0
+    assert list(runner.drawn) == [0, 1, 9, 2], "the third came earlier, and waits longer"
+    for i, handle in enumerate(low):
+        assert handle.result().token_ids == expected([i] * 5, i, 20)
+
+
+def test_forks_share_the_prompt_and_draw_their_own() -> None:
+    runner = FakeRunner()
+    engine = owned(runner)
+    prompt = list(range(14))
+    [result] = engine.generate([prompt], params(5, 6, n=3))
+    outputs = [c.token_ids for c in result.completions]
+    assert len(set(outputs)) == 3
+    assert outputs[0] == expected(prompt, 5, 6)
+    assert sorted(outputs) == sorted(expected(prompt, seed, 6) for seed in runner.drawn)
+    assert runner.sizes[:2] == [14, 1 + 2 + 2], "three full pages of the prompt are shared"
+    check_all_free(engine)
+
+
+def test_penalties_see_what_was_drawn() -> None:
+    runner = FakeRunner(vocab_size=11, num_pages=12)  # it compares the counts in every step
+    engine = owned(runner)
+    how = [params(i, 25, presence_penalty=0.5) for i in range(3)]
+    results = engine.generate([[1, 2, 2, i] for i in range(3)], how)
+    assert engine.stats.preemptions > 0
+    assert results[2].token_ids == expected([1, 2, 2, 2], 2, 25, vocab=11)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "how", "named"),
+    [
+        ([], {}, "prompt"),
+        ([5, 997], {}, "997"),
+        ([1] * 150, {"max_tokens": 60}, "context"),
+        ([1] * 100, {"max_tokens": 50}, "cache"),
+        ([1], {"stop": "x"}, "detokenizer"),
+        ([1], {"logit_bias": {2000: 1.0}}, "logit_bias"),
+    ],
+)
+def test_what_can_never_run_is_refused(prompt: list[int], how: dict, named: str) -> None:
+    engine = owned(FakeRunner(num_pages=32 if named == "cache" else 64))
+    with pytest.raises(PykernelsError, match=f"mine.*{named}"):
+        engine.submit(prompt, SamplingParams(**how), name="mine")
+
+
+def test_no_page_leaks_from_2000_random_requests() -> None:
+    rng = random.Random(7)
+    runner = FakeRunner(page_size=8, num_pages=48, max_tokens=40, max_sequences=12)
+    engine = owned(runner, eos_token_ids=[3])
+    trunk = [rng.randrange(900) for _ in range(60)]
+    live: list[tuple[RequestHandle, list[int], int, int]] = []
+    done, seed = 0, 0
+    while done < 2000:
+        for _ in range(rng.randrange(3) if seed < 2000 else 0):
+            shared = trunk[: rng.choice((0, 8, 20, 40))]
+            prompt = shared + [rng.randrange(900) for _ in range(rng.randrange(1, 30))]
+            count = rng.randrange(1, 50)
+            stops = rng.sample(range(900), rng.choice((0, 0, 40)))
+            how = params(seed, count, stop_token_ids=stops, priority=rng.choice((0, 0, 1)))
+            live.append((engine.submit(prompt, how), prompt, seed, count))
+            seed += 1
+        engine.step()
+        if live and rng.random() < 0.1:
+            rng.choice(live)[0].cancel()
+        for item in [item for item in live if item[0]._requests[0].reason]:
+            live.remove(item)
+            done += 1
+            handle, prompt, own, count = item
+            completion = handle.result().completions[0]
+            whole = expected(prompt, own, count)
+            assert completion.token_ids == whole[: len(completion.token_ids)]
+            ends = {3, *handle._requests[0].params.stop_token_ids}
+            if completion.finish_reason == "length":
+                assert completion.token_ids == whole
+            elif completion.finish_reason == "stop":
+                assert completion.token_ids[-1] in ends
+            assert not ends.intersection(completion.token_ids[:-1])
+        if done % 100 == 0:
+            check_pages(
+                engine._core.scheduler.manager,
+                [r.table for r in engine._core.scheduler.requests()],
+            )
+    stats = engine.stats
+    assert stats.finished == 2000 and stats.preemptions > 10 and stats.cached_tokens > 1000
+    check_all_free(engine)
+    assert stats.free_pages + stats.cached_pages == runner.num_pages
