@@ -56,6 +56,11 @@ class Decoder:
     frequencies: torch.Tensor
     rope_scale: float
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below."""
+        return self.table.shape[0]
+
     def caches(self, pages: int) -> dict[str, tuple[int, ...]]:
         """Shapes of the cache's buffers (bfloat16), ``pages`` of 64 tokens."""
         return {
