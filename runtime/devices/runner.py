@@ -24,7 +24,9 @@ DECODE = 8
 class Lowered(Protocol):
     """A model's weights, from which programs are made."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Of its architecture."""
 
     @property
     def vocab_size(self) -> int:

@@ -23,7 +23,7 @@ class Chunk(NamedTuple):
     Text may come later than its tokens: a character may be incomplete, a stop string may begin.
     """
 
-    index: int
+    output: int
     """Which of the request's ``n`` outputs."""
     token_ids: tuple[int, ...]
     text: str
