@@ -235,4 +235,5 @@ def worker_loop(ring: int, worker: int, number: int) -> None:
 def stop(ring: int) -> None:
     """Ends all workers, those asleep too; what has not begun is left."""
     atomic_store(ring + STOP, 1)
+    atomic_add(ring + HEAD, 1)  # else one who is about to sleep on it would not wake
     futex_wake_all(ring + HEAD)
