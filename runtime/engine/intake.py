@@ -36,7 +36,7 @@ class Intake:
         streamed: bool,
         name: str | None,
     ) -> list[Request]:
-        """``params.n`` requests of one prompt, the leader first.
+        """``params.n`` requests of one prompt.
 
         Raises:
             PykernelsError: this engine can never serve it; the line has its name.
@@ -72,7 +72,6 @@ class Intake:
                     now=now,
                     sink=sink,
                     streamed=streamed,
-                    leader=made[0] if made else None,
                     text=text,
                 )
             )

@@ -39,6 +39,7 @@ class FakeRunner:
     """By seed, which is another for each request of a test."""
     sizes: list[int] = field(default_factory=list)
     """T of each step."""
+    seen: tuple[int, object, int, object] | None = None
     fail_next: Exception | None = None
 
     def __post_init__(self) -> None:
@@ -50,6 +51,7 @@ class FakeRunner:
             error, self.fail_next = self.fail_next, None
             raise error
         assert batch.T <= self.max_tokens and batch.S <= self.max_sequences
+        self._check_versions(batch)
         assert batch.S - 1 <= batch.R <= batch.S and batch.starts[batch.S] == batch.T
         slots = batch.slots[: batch.T]
         assert len(set(slots.tolist())) == batch.T, "two tokens write the same slot"
@@ -62,6 +64,16 @@ class FakeRunner:
         logprobs = -np.arange(self.max_sequences, dtype=np.float32)
         top = np.tile(np.arange(20), (self.max_sequences, 1))
         return StepResult(tokens, logprobs, top, -top.astype(np.float32))
+
+    def _check_versions(self, batch: StepBatch) -> None:
+        """What a runner may keep while the versions stay is what it would read again."""
+        now = (batch.S, batch.rows[: batch.S].tolist(), list(map(id, batch.sampling)))
+        tables = batch.page_tables[batch.rows[: batch.S]].tolist()
+        if self.seen and self.seen[0] == batch.version:
+            assert self.seen[1] == now and batch.T == batch.S == batch.R
+            if self.seen[2] == batch.tables_version:
+                assert self.seen[3] == tables
+        self.seen = (batch.version, now, batch.tables_version, tables)
 
     def _history(self, batch: StepBatch, s: int) -> np.ndarray:
         first, last, length = batch.starts[s], batch.starts[s + 1], batch.lengths[s]
@@ -106,9 +118,8 @@ def check_pages(manager: BlockManager, tables: Sequence[PageTable]) -> None:
     assert pool.references == [named.count(page) for page in range(pool.num_pages)]
     assert len(pool) + tree.idle + len(set(named)) == pool.num_pages
     for table in tables:
-        assert (
-            table.row < 0 or manager.tables[table.row][: len(table.pages)].tolist() == table.pages
-        )
+        row = manager.tables[table.row, : len(table.pages)].tolist()
+        assert table.row < 0 or row == table.pages
 
 
 class Words:

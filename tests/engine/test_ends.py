@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import signal
 import threading
 import time
 
@@ -163,6 +164,20 @@ def test_interrupted_generate_cancels_its_requests(monkeypatch: pytest.MonkeyPat
         engine.generate([[i] * 10 for i in range(9)], SamplingParams(max_tokens=5))
     assert not engine.step()
     assert engine.stats.finished == 9
+
+
+def test_ctrl_c_ends_generate_and_its_requests() -> None:
+    runner = SlowRunner()
+    with Engine(runner) as engine:
+        main = threading.main_thread().ident
+        assert main is not None
+        threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([[1], [2]], SamplingParams(max_tokens=100))
+        runner.may.set()
+        while engine.stats.finished < 2:
+            time.sleep(0.001)
+        assert engine.stats.steps < 5
 
 
 @pytest.mark.parametrize(

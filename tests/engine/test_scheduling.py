@@ -107,6 +107,16 @@ def test_forks_share_the_prompt_and_draw_their_own() -> None:
     check_all_free(engine)
 
 
+def test_prompts_that_come_at_once_share_what_comes() -> None:
+    runner = FakeRunner(max_tokens=30)
+    engine = owned(runner)
+    prompts = [[*range(50), i, i, i, i] for i in range(3)]
+    results = engine.generate(prompts, [params(i, 2) for i in range(3)])
+    # 48 of the 50 are whole pages: the first computes them, for the others 6 are left.
+    assert runner.sizes[:3] == [30, 24, 1 + 6 + 6]
+    assert [r.token_ids for r in results] == [expected(p, i, 2) for i, p in enumerate(prompts)]
+
+
 def test_penalties_see_what_was_drawn() -> None:
     runner = FakeRunner(vocab_size=11, num_pages=12)  # it compares the counts in every step
     engine = owned(runner)
