@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from runtime.engine import Completion, SequenceSampling, StepBatch, StepResult
+from runtime.engine import SequenceSampling, StepBatch, StepResult
 from runtime.kv_cache import BlockManager, PageTable
 
 
@@ -93,6 +93,7 @@ class FakeRunner:
         if how.counts is not None:
             self._check_counts(history, before, how)
         banned = how.bias_ids[np.isneginf(how.bias_values)].tolist()
+        assert not banned or draws < how.params.min_tokens
         token = draw(history, seed, draws, self.vocab_size)
         while token in banned:
             token = (token + 1) % self.vocab_size
@@ -117,13 +118,17 @@ def check_pages(manager: BlockManager, tables: Sequence[PageTable]) -> None:
     named = [page for table in tables for page in table.pages]
     assert pool.references == [named.count(page) for page in range(pool.num_pages)]
     assert len(pool) + tree.idle + len(set(named)) == pool.num_pages
+    for node in tree._nodes.values():
+        assert node.parent is None or tree._nodes[node.parent.key] is node.parent
     for table in tables:
         row = manager.tables[table.row, : len(table.pages)].tolist()
         assert table.row < 0 or row == table.pages
 
 
 class Words:
-    """A detokenizer: token t is the t-th of its words."""
+    """A detokenizer: token t is the t-th of its words; the last token brings one letter more."""
+
+    REST = "c"
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = words
@@ -132,8 +137,8 @@ class Words:
         return self.words[token % len(self.words)]
 
     def finish(self) -> str:
-        return ""
+        return self.REST
 
 
-def text_of(completion: Completion, words: Sequence[str]) -> str:
-    return "".join(words[token % len(words)] for token in completion.token_ids)
+def text_of(tokens: Sequence[int], words: Sequence[str]) -> str:
+    return "".join(words[token % len(words)] for token in tokens)

@@ -74,7 +74,7 @@ def test_preempted_requests_lose_nothing() -> None:
     engine = owned(runner)
     prompts = [[i] * 9 for i in range(4)]
     results = engine.generate(prompts, [params(i, 30) for i in range(4)])
-    assert engine.stats.preemptions > 0
+    assert engine.stats.preemptions > 0 and engine.stats.prompt_tokens == 4 * 9
     assert results[0].completions[0].stats.preemptions == 0, "the oldest is the last to go"
     for i, result in enumerate(results):
         assert result.token_ids == expected(prompts[i], i, 30)
