@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .llm import load_engine
     from .pretrained import from_pretrained, load_tokenizer
 
 EMBEDDED: Path = Path(__file__).parent / "embedded" / "checkpoint"
 """Folder of the checkpoint that ships with the package."""
 
-__all__ = ["EMBEDDED", "from_pretrained", "load_tokenizer"]
+__all__ = ["EMBEDDED", "from_pretrained", "load_engine", "load_tokenizer"]
 
 
 def __getattr__(name: str) -> Any:
@@ -28,4 +29,8 @@ def __getattr__(name: str) -> Any:
         from . import pretrained
 
         return getattr(pretrained, name)
+    if name == "load_engine":
+        from .llm import load_engine
+
+        return load_engine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -34,36 +34,62 @@ def load(
 
     At most one tensor (or the matrices of one expert) is in memory besides the model itself.
     """
-    if plan.lossy:
-        warnings.warn(
-            f"The experts are stored in {plan.lossy} and run in bfloat16, which keeps 8 bits of "
-            "their mantissa.",
-            stacklevel=3,
-        )
-    if plan.widened:
-        warnings.warn(
-            "The experts' int4 has float16 scales, which are kept exactly as q8_0, in twice the "
-            "memory. A rule with format: int4 quantizes them anew instead.",
-            stacklevel=3,
-        )
-    total = sum(_nbytes(checkpoint, item) for item in plan.items)
+    warn_of(plan)
+    total = sum(nbytes(checkpoint, item) for item in plan.items)
     done = 0
     for item in plan.items:
         if isinstance(item, Dense):
             tensor = matrix(checkpoint, item.source, item.dtype).to(device)
             _set_tensor(model, item.name, tensor)
             del tensor
-            done += _nbytes(checkpoint, item)
+            done += nbytes(checkpoint, item)
             report(done, total)
             continue
         module: Any = model.get_submodule(item.name)
-        expert_bytes = _nbytes(checkpoint, item) // len(item.experts)
+        expert_bytes = nbytes(checkpoint, item) // len(item.experts)
         fill = _fill_packed if isinstance(module, FusedMoE) else _fill_fused
         for _ in fill(module, item, checkpoint, device, dtype):
             done += expert_bytes
             report(done, total)
     _finish(model, device)
     _warm_up(model)
+
+
+def warn_of(plan: Plan) -> None:
+    """Warns of experts that are not kept as they are stored."""
+    if plan.lossy:
+        warnings.warn(
+            f"The experts are stored in {plan.lossy} and run in bfloat16, which keeps 8 bits of "
+            "their mantissa.",
+            stacklevel=4,
+        )
+    if plan.widened:
+        warnings.warn(
+            "The experts' int4 has float16 scales, which are kept exactly as q8_0, in twice the "
+            "memory. A rule with format: int4 quantizes them anew instead.",
+            stacklevel=4,
+        )
+
+
+def load_experts(
+    model: PreTrainedModel, plan: Plan, checkpoint: Checkpoint, report: Callable[[int], None]
+) -> None:
+    """Packs the routed experts alone; the rest of the model stays on meta, for a program.
+
+    Args:
+        report: called with the bytes of what was read.
+    """
+    warn_of(plan)
+    for item in plan.items:
+        if isinstance(item, Experts):
+            module: Any = model.get_submodule(item.name)
+            if not isinstance(module, FusedMoE):
+                raise PykernelsError(
+                    f"the experts of {item.name} have no kernel of ours", "Use --eager"
+                )
+            each = nbytes(checkpoint, item) // len(item.experts)
+            for _ in _fill_packed(module, item, checkpoint):
+                report(each)
 
 
 def check_kernels(model: nn.Module, plan: Plan) -> None:
@@ -200,7 +226,8 @@ def _rebuild_computed(model: PreTrainedModel, device: torch.device) -> None:
         setattr(model.get_submodule(parent), leaf, rebuilt.to(device))
 
 
-def _nbytes(checkpoint: Checkpoint, item: Dense | Experts) -> int:
+def nbytes(checkpoint: Checkpoint, item: Dense | Experts) -> int:
+    """Stored bytes of what a plan's item takes."""
     matrices = [item.source] if isinstance(item, Dense) else [m for e in item.experts for m in e]
     parts = [part for m in matrices for part in (m.data, m.scale) if part is not None]
     return sum(checkpoint.nbytes(part) for part in parts)

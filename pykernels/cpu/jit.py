@@ -48,6 +48,8 @@ SOURCES = (
     "runtime/workers/reduce.py",
     "runtime/workers/control_block.py",
     "runtime/workers/queue.py",
+    "runtime/workers/ring.py",
+    "runtime/workers/moe_job.py",
 )
 """All source that compiled code is made of: an edit elsewhere recompiles nothing."""
 

@@ -179,4 +179,24 @@ def make_vectors(N: int) -> Any:
             builder.icmp_signed("<", lanes, limit), value, ir.Constant(FLOATS, None)
         )
 
+    @gives(types.float32, vector)
+    def first(builder, value):
+        """Lane 0."""
+        return builder.extract_element(value, I32(0))
+
+    @gives(vector, vector, vector, vector, vector)
+    def where_less(builder, a, b, then, other):
+        """Of each lane ``then`` where ``a < b``, else (NaN too) ``other``."""
+        return builder.select(builder.fcmp_ordered("<", a, b), then, other)
+
+    @gives(vector, vector, types.int64, types.int64, vector)
+    def keep_lanes(builder, value, start, end, other):
+        """Lanes from ``start`` to before ``end`` (of 32 bits) of ``value``, else ``other``'s."""
+        lanes = ir.Constant(INTS, list(range(N)))
+        low, high = (splat(builder, builder.trunc(x, I32), INTS) for x in (start, end))
+        within = builder.and_(
+            builder.icmp_signed(">=", lanes, low), builder.icmp_signed("<", lanes, high)
+        )
+        return builder.select(within, value, other)
+
     return V

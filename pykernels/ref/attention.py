@@ -172,8 +172,12 @@ def attend(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One sequence, in the dtype of its inputs: q [Q, NH, D], k [K, KVH, D], v [K, KVH, DV]."""
+    """One sequence, in the dtype of its inputs: q [Q, NH, D], k [K, KVH, D], v [K, KVH, DV].
+
+    ``sinks`` [NH]: one more logit of each head, whose probability falls to no key (gpt-oss).
+    """
     (Q, NH, _), (K, KVH, _) = q.shape, k.shape
     if Q == 0 or K == 0:
         return q.new_zeros(Q, NH, v.shape[-1])
@@ -187,7 +191,10 @@ def attend(
     if window is not None:
         mask &= key > at[:, None] - window
     scores = scores.masked_fill(~mask, float("-inf"))
-    p = torch.softmax(scores, -1).nan_to_num(0.0) * mask  # rows without a key: zeros
+    if sinks is not None:
+        logits = sinks.to(scores.dtype).view(KVH, NH // KVH, 1, 1).expand(-1, -1, Q, 1)
+        scores = torch.cat([scores, logits], -1)
+    p = torch.softmax(scores, -1)[..., :K].nan_to_num(0.0) * mask  # rows without a key: zeros
     return torch.einsum("hgqk,khd->qhgd", p, v).flatten(1, 2)
 
 

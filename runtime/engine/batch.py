@@ -124,6 +124,10 @@ class Runner(Protocol):
     """Positions that the model was made for."""
     vocab_size: int
 
+    def bind(self, batch: StepBatch) -> None:
+        """Called once, before the first step, with the batch whose arrays never move."""
+        ...
+
     def step(self, batch: StepBatch) -> StepResult:
         """Write keys and values of all T tokens, draw one token for each of R sequences.
 

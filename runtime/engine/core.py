@@ -19,6 +19,7 @@ class Core:
         self.runner = runner
         self.stats = EngineStats()
         self.scheduler = Scheduler(runner, self.stats)
+        runner.bind(self.scheduler.writer.batch)
         self._timed: set[Request] = set()
         self._next_deadline = math.inf
 

@@ -24,7 +24,7 @@ class Chunk:
     Text may come later than its tokens: a character may be incomplete, a stop string may begin.
     """
 
-    index: int
+    output: int
     """Which of the request's ``n`` outputs."""
     token_ids: tuple[int, ...]
     text: str

@@ -45,7 +45,11 @@ class FakeRunner:
     def __post_init__(self) -> None:
         self.cache = np.full(self.num_pages * self.page_size, -1)
 
+    def bind(self, batch: StepBatch) -> None:
+        self.bound = batch
+
     def step(self, batch: StepBatch) -> StepResult:
+        assert batch is self.bound
         self.sizes.append(batch.T)
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None

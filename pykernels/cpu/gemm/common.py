@@ -21,7 +21,10 @@ Args of the routine (addresses are int64):
 
 from __future__ import annotations
 
+from ...quant.layout import K_BLOCK
+from ..activations.row_layout import codes_at
 from ..jit import inlined
+from ..job import copy_line, copy_line_0213
 
 ARGUMENTS = 11
 """Of the routine."""
@@ -44,3 +47,20 @@ OUT_BYTES = MAX_BLOCKS * MAX_TOKENS * 32 * 4
 def padded_tokens(M):
     """M rounded up to whole pairs of A tiles."""
     return (M + 31) // 32 * 32
+
+
+@inlined
+def copy_to_tile(row, K, tiles, slot, first, last, tile_steps, int8, interleave_a):
+    """Moves a row's inputs of tile steps first .. last - 1, 64 bytes each, into its A tiles.
+
+    A tiles are [group of 16 slots][step][16 slots][64 bytes]: 32 bf16 or 64 int8 inputs a step, in
+    the order that the format's B tiles have (above).
+    """
+    at = codes_at(row, K) if int8 != 0 else row
+    to = tiles + (slot // 16 * tile_steps * (K // K_BLOCK) * 16 + slot % 16) * 64
+    if interleave_a != 0:
+        for step in range(first, last):
+            copy_line_0213(to + step * TILE, at + 64 * step)
+    else:
+        for step in range(first, last):
+            copy_line(to + step * TILE, at + 64 * step)

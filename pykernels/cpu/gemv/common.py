@@ -22,7 +22,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from numba import carray, types
+
+from ..intrin.sync import as_pointer
 from ..jit import inlined, routine
+from ..job import i64
 
 MAX_TOKENS = 8
 """Tokens of one pass over the weights: 16 accumulators and dequantization fill the registers of
@@ -30,6 +34,20 @@ AVX-512."""
 
 ARGUMENTS = 10
 """Of ``tiles``."""
+
+
+@inlined
+def point_at_rows(rows, room, base, stride, slots, first, count):
+    """rows[i] = address of slot ``first + i``'s input, the last one repeated up to ``room``.
+
+    Args:
+        slots: int64, which row of ``base`` each slot has; 0: their own.
+    """
+    addresses = carray(as_pointer(rows), (room,), types.int64)
+    for i in range(room):
+        slot = first + min(i, count - 1)
+        row = i64(slots, slot) if slots != 0 else slot
+        addresses[i] = base + row * stride
 
 
 @inlined

@@ -276,6 +276,24 @@ class MoECall:
             words[_AT[f"{name}_bf16"]] = tensor.dtype is torch.bfloat16
         return ids, weights
 
+    def bind(self, T: int, topk: int, x: int, x_stride: int, y: int, y_stride: int) -> None:
+        """Arranges every call to come, of up to T tokens, planned as one of T: nothing is copied.
+
+        Args:
+            topk: experts of a token.
+            x: address of T rows (``activations.row_layout``) in the form of ``kernel``.
+            y: address of float32 [T, H]; strides are in bytes.
+        """
+        words = self._words
+        self._plan(T)
+        words[_AT["row_chunk"]] = words[_AT["row_tasks"]] = 0
+        self._reserve(T, topk)
+        for name, value in (
+            ("T", T), ("topk", topk), ("x", x), ("x_stride", x_stride), ("y", y),
+            ("y_stride", y_stride), ("y_bf16", 0),
+        ):  # fmt: skip
+            words[_AT[name]] = value
+
     @property
     def arranged(self) -> int:
         """``JOB``'s count."""

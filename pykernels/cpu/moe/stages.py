@@ -22,14 +22,15 @@ from typing import Any
 from numba import carray, types
 
 from ...quant.layout import K_BLOCK
-from ..activations.row_layout import codes_at
 from ..gemm import common
+from ..gemm.common import copy_to_tile
 from ..gemv.common import MAX_TOKENS as PASS
+from ..gemv.common import point_at_rows
 from ..intrin.registers import stack_alloc
 from ..intrin.scalar import round_bf16
 from ..intrin.sync import as_pointer, call_routine
 from ..jit import inlined, task
-from ..job import copy_line, copy_line_0213, f32, i64, job_at
+from ..job import f32, i64, job_at
 from ..raised import RAISED
 from .epilogue import Epilogue
 from .inputs import make_rows
@@ -51,16 +52,6 @@ class Stages:
     pack: Any
     gate_up: Any
     down: Any
-
-
-@inlined
-def _point_at_rows(rows, room, base, stride, slots, first, count):
-    """rows[i] = address of slot ``first + i``'s input, the last one repeated up to ``room``."""
-    addresses = carray(as_pointer(rows), (room,), types.int64)
-    for i in range(room):
-        slot = first + min(i, count - 1)
-        row = i64(slots, slot) if slots != 0 else slot
-        addresses[i] = base + row * stride
 
 
 @inlined
@@ -111,23 +102,6 @@ def _quantize_h(job, quantize_row, h_rows, h_stride, first, last, first_block, l
                 job.raised = RAISED
 
 
-@inlined
-def _copy_to_tile(row, K, k_groups, tiles, slot, first, last, job):
-    """Moves a row's inputs of tile steps first .. last - 1, 64 bytes each, into its A tiles.
-
-    A tiles are [group of 16 slots][step][16 slots][64 bytes]: 32 bf16 or 64 int8 inputs a step, in
-    the order that the format's B tiles have (``gemm.common``).
-    """
-    at = codes_at(row, K) if job.int8 != 0 else row
-    to = tiles + (slot // 16 * job.tile_steps * k_groups * 16 + slot % 16) * 64
-    if job.interleave_a != 0:
-        for step in range(first, last):
-            copy_line_0213(to + step * common.TILE, at + 64 * step)
-    else:
-        for step in range(first, last):
-            copy_line(to + step * common.TILE, at + 64 * step)
-
-
 @functools.cache
 def make_stages(epilogue: Epilogue) -> Stages:
     """Compiles the stages around an epilogue."""
@@ -147,7 +121,9 @@ def make_stages(epilogue: Epilogue) -> Stages:
         for slot in range(first, last):
             row = job.x + i64(job.slot_token, slot) * job.x_stride
             K = K_BLOCK * job.gate_up_k
-            _copy_to_tile(row, K, job.gate_up_k, tiles, slot - start, 0, steps, job)
+            copy_to_tile(
+                row, K, tiles, slot - start, 0, steps, job.tile_steps, job.int8, job.interleave_a
+            )
         return 0
 
     @inlined
@@ -165,7 +141,7 @@ def make_stages(epilogue: Epilogue) -> Stages:
         for block in range(first_block, last_block):
             for slot in range(first, last, PASS):
                 M = min(PASS, last - slot)
-                _point_at_rows(rows, PASS, job.x, job.x_stride, job.slot_token, slot, M)
+                point_at_rows(rows, PASS, job.x, job.x_stride, job.slot_token, slot, M)
                 for part in range(2):
                     at = w + (2 * block + part) * job.gate_up_block
                     scale_at = scale + (2 * block + part) * job.gate_up_scale_block
@@ -185,7 +161,7 @@ def make_stages(epilogue: Epilogue) -> Stages:
         for slot in range(first, last, TOKENS):
             M = min(TOKENS, last - slot)
             Mp = common.padded_tokens(M)
-            _point_at_rows(rows, Mp, job.x, job.x_stride, job.slot_token, slot, M)
+            point_at_rows(rows, Mp, job.x, job.x_stride, job.slot_token, slot, M)
             group = i64(job.groups, active) + (slot - first) // 16
             x_tiles = job.x_tiles + group * job.gate_up_k * job.tile_steps * common.TILE
             for block in range(first_block, last_block, BLOCKS // 2):
@@ -212,9 +188,9 @@ def make_stages(epilogue: Epilogue) -> Stages:
         tiles = job.h_tiles + i64(job.groups, active) * job.down_k * job.tile_steps * common.TILE
         for slot in range(first, last):
             row = h_rows + slot * h_stride
-            _copy_to_tile(
-                row, K, job.down_k, tiles, slot - first, 32 * first_block // per_step,
-                stop // per_step, job,
+            copy_to_tile(
+                row, K, tiles, slot - first, 32 * first_block // per_step, stop // per_step,
+                job.tile_steps, job.int8, job.interleave_a,
             )  # fmt: skip
 
     @task(f"gate-up-{epilogue.name}")
@@ -271,7 +247,7 @@ def make_stages(epilogue: Epilogue) -> Stages:
             after = w_down + job.down_block if block + 1 < last_block else then
             for slot in range(first, last, PASS):
                 M = min(PASS, last - slot)
-                _point_at_rows(rows, PASS, h_rows, h_stride, 0, slot, M)
+                point_at_rows(rows, PASS, h_rows, h_stride, 0, slot, M)
                 multiply(job, M, w_down, after, s_down, job.down_k, rows, out)
                 add_rows(job, slot, M, block, out)
 
@@ -283,7 +259,7 @@ def make_stages(epilogue: Epilogue) -> Stages:
         for slot in range(first, last, TOKENS):
             M = min(TOKENS, last - slot)
             Mp = common.padded_tokens(M)
-            _point_at_rows(rows, Mp, h_rows, h_stride, 0, slot, M)
+            point_at_rows(rows, Mp, h_rows, h_stride, 0, slot, M)
             group = i64(job.groups, active) + (slot - first) // 16
             h_tiles = job.h_tiles + group * job.down_k * job.tile_steps * common.TILE
             for block in range(first_block, last_block, BLOCKS):

@@ -1,0 +1,1 @@
+"""Lowering: a model's modules and weights to programs that devices run."""

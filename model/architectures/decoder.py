@@ -1,0 +1,168 @@
+"""A decoder of Hugging Face's as a program: embed, layers, norm, head.
+
+All families here share ``model.embed_tokens``, ``layers[i].{input_layernorm, self_attn,
+post_attention_layernorm, mlp}``, ``norm`` and ``lm_head``; they differ in what ``attention`` and
+``moe`` read off the modules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from pykernels.errors import PykernelsError
+from runtime.matrix import Pack, PackedMatrix
+from runtime.program import Builder, Program
+
+from ..modules.moe import FusedMoE
+from .attention import GQA, MLA, Attention
+from .moe import Dense, MoE
+from .weights import Packing, Source
+
+LATENT = ("deepseek_v2", "deepseek_v3")
+GROUPED = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "llama")
+FAMILIES = (*LATENT, *GROUPED)
+"""``model_type``s that are lowered."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's weights."""
+
+    input_norm: torch.Tensor
+    attention: Attention
+    post_norm: torch.Tensor
+    mlp: Dense | MoE
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A model's weights, packed, and what programs are made from.
+
+    Attributes:
+        table: bfloat16 [V, H].
+        frequencies: float32 [R / 2]; ``rope_scale``: of cos and sin (YaRN).
+    """
+
+    name: str
+    table: torch.Tensor
+    layers: tuple[Layer, ...]
+    norm: torch.Tensor
+    head: PackedMatrix
+    eps: float
+    frequencies: torch.Tensor
+    rope_scale: float
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below."""
+        return self.table.shape[0]
+
+    def caches(self, pages: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the cache's buffers (bfloat16), ``pages`` of 64 tokens."""
+        return {
+            f"layer{i}.{part}": shape
+            for i, layer in enumerate(self.layers)
+            for part, shape in layer.attention.caches(pages).items()
+        }
+
+    def lower(self, T: int, S: int, R: int, pages: int, table_pages: int) -> Program:
+        """The program of a step of at most T tokens of S sequences, R of them sampled.
+
+        Args:
+            pages: of the cache; ``table_pages``: of one sequence, at most.
+        """
+        H, V = self.table.shape[1], self.table.shape[0]
+        b = Builder(f"{self.name} T={T}", {"T": T, "S": S, "R": R})
+        for name in ("tokens", "positions", "sequences", "slots"):
+            b.buffer(name, "T", dtype=torch.int64, kind="input")
+        b.buffer("page_table", "S", table_pages, dtype=torch.int64, kind="input")
+        b.buffer("sampled", "R", dtype=torch.int64, kind="input")
+        x = b.buffer("embedded", "T", H)
+        b.node("embed", "embed", ["tokens"], [x], {"table": self.table})
+        b.buffer("rope", "T", 2, len(self.frequencies))
+        b.node(
+            "rope_table", "rope", ["positions"], ["rope"], {"frequencies": self.frequencies},
+            scale=self.rope_scale,
+        )  # fmt: skip
+        add: list[str] = []
+        for i, layer in enumerate(self.layers):
+            name = f"layer{i}"
+            x, normed = self._norm(b, f"{name}.input_norm", layer.input_norm, x, add)
+            add = [layer.attention.lower(b, name, normed, pages)]
+            x, normed = self._norm(b, f"{name}.post_norm", layer.post_norm, x, add)
+            add = layer.mlp.lower(b, name, normed)
+        last = b.buffer("normed", "R", H)
+        b.node(
+            "rms_norm", "norm", [x, *add, "sampled"], [last], {"weight": self.norm}, eps=self.eps,
+            sampled=1,
+        )  # fmt: skip
+        b.buffer("logits", "R", V, kind="output")
+        b.node("linear", "lm_head", [last], ["logits"], {"weight": self.head})
+        return b.build()
+
+    def _norm(
+        self, b: Builder, name: str, weight: torch.Tensor, x: str, add: list[str]
+    ) -> tuple[str, str]:
+        """The residual stream with ``add``, and its norm."""
+        normed = b.buffer(f"{name}.out", "T", len(weight))
+        total = [b.buffer(f"{name}.sum", "T", len(weight))] if add else []
+        b.node("rms_norm", name, [x, *add], [normed, *total], {"weight": weight}, eps=self.eps)
+        return (total[0] if add else x), normed
+
+
+def why_not(model_type: str) -> str | None:
+    """Why a family cannot be lowered; None if it can."""
+    if model_type in FAMILIES:
+        return None
+    return f"there is no lowering of {model_type}, only of {', '.join(FAMILIES)}"
+
+
+def make_decoder(model: PreTrainedModel, source: Source, pack: Pack) -> Decoder:
+    """Packs a model's weights for programs.
+
+    Args:
+        model: loaded, or on the meta device but for its routed experts: it gives the schema.
+        source: its weights.
+
+    Raises:
+        PykernelsError: a family that is not lowered.
+    """
+    config: Any = model.config
+    if reason := why_not(config.model_type):
+        raise PykernelsError(f"the engine cannot run this model: {reason}", "Use --eager")
+    packing, inner = Packing(source, pack), model.model
+    rotary = type(inner.rotary_emb)(config)  # its frequencies are in no checkpoint
+    table = packing.source.matrix("model.embed_tokens.weight")[1].data.contiguous()
+    tied = config.tie_word_embeddings
+    return Decoder(
+        name=config.model_type,
+        table=table,
+        layers=tuple(
+            _layer(layer, f"model.layers.{i}", packing, config)
+            for i, layer in enumerate(inner.layers)
+        ),
+        norm=packing.vector("model.norm.weight"),
+        head=packing.matrix("model.embed_tokens.weight" if tied else "lm_head.weight"),
+        eps=inner.norm.variance_epsilon,
+        frequencies=rotary.inv_freq.float(),
+        rope_scale=float(rotary.attention_scaling),
+    )
+
+
+def _layer(layer: Any, name: str, packing: Packing, config: Any) -> Layer:
+    kind: Any = MLA if config.model_type in LATENT else GQA
+    mlp: Dense | MoE
+    if isinstance(layer.mlp, FusedMoE):
+        mlp = MoE.make(layer.mlp, f"{name}.mlp", packing)
+    else:
+        mlp = Dense.make(f"{name}.mlp", packing)
+    return Layer(
+        input_norm=packing.vector(f"{name}.input_layernorm.weight"),
+        attention=kind.make(layer.self_attn, f"{name}.self_attn", packing),
+        post_norm=packing.vector(f"{name}.post_attention_layernorm.weight"),
+        mlp=mlp,
+    )

@@ -1,0 +1,188 @@
+"""`load_engine`: from a checkpoint folder to an engine that serves it, in one call.
+
+llm = model.load_engine(model.EMBEDDED)
+print(llm.generate("def quicksort(xs):", max_tokens=64).text)
+for piece in llm.stream("class Stack:"):
+    print(piece, end="")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from pykernels.errors import PykernelsError
+from runtime.devices.runner import CpuRunner
+from runtime.engine import Engine, RequestHandle, Result, SamplingParams
+from runtime.matrix import packer
+from runtime.workers.ring_pool import RingPool
+
+from .architectures.decoder import make_decoder, why_not
+from .architectures.weights import Stored
+from .checkpoint import memory
+from .checkpoint.config import read_config, resolve_dtype
+from .checkpoint.load import check_kernels, load_experts, nbytes
+from .checkpoint.plan import make_plan
+from .checkpoint.progress import Callback, reporting
+from .checkpoint.safetensors import Checkpoint
+from .modules.inject import inject
+from .pretrained import (
+    Rules,
+    build_meta,
+    load_tokenizer,
+    read_generation_config,
+    resolve_rules,
+)
+from .text.detokenize import Detokenizer
+from .text.prompt import encode
+
+CONTEXT = 8192
+"""Positions that an engine has room for by default, if the model has as many."""
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model that an engine serves, with its tokenizer: text in, text out.
+
+    Attributes:
+        engine: for token ids, handles and asyncio; ``runner``: the model on its device.
+    """
+
+    def __init__(
+        self,
+        runner: CpuRunner,
+        config: PretrainedConfig,
+        tokenizer: PreTrainedTokenizerBase | None,
+        eos: Sequence[int],
+        pool: RingPool,
+    ) -> None:
+        self.runner, self.config, self.tokenizer, self.pool = runner, config, tokenizer, pool
+        detokenizer = None if tokenizer is None else partial(Detokenizer, tokenizer)
+        self.engine = Engine(runner, eos_token_ids=eos, detokenizer=detokenizer)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a text, with the bos token if the tokenizer adds one; ids stay."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise PykernelsError("This model has no tokenizer", "Give token ids")
+        return encode(self, self.tokenizer, prompt)
+
+    def submit(
+        self, prompt: Prompt, params: SamplingParams | None = None, **settings: Any
+    ) -> RequestHandle:
+        """Queues a prompt; the handle gives chunks, or the result.
+
+        Args:
+            params: or its fields as ``settings``.
+
+        Raises:
+            PykernelsError: this engine can never serve it.
+        """
+        return self.engine.submit(self.encode(prompt), params or SamplingParams(**settings))
+
+    def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, **settings: Any
+    ) -> Result:
+        """The continuation of one prompt; ``engine.generate`` takes many."""
+        return self.submit(prompt, params, **settings).result()
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **settings: Any
+    ) -> Iterator[str]:
+        """The continuation piece by piece; whoever stops listening cancels it."""
+        chosen = params or SamplingParams(**settings)
+        for chunk in self.engine.stream(self.encode(prompt), chosen):
+            yield chunk.text
+
+    def close(self) -> None:
+        """Ends the engine and its workers."""
+        self.engine.close()
+        self.pool.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def load_engine(
+    path: str | Path,
+    rules: Rules = None,
+    threads: int | None = None,
+    kernel: str = "auto",
+    context: int | None = None,
+    max_sequences: int = 16,
+    max_tokens: int = 512,
+    progress: bool | Callback | None = None,
+) -> LLM:
+    """Loads a checkpoint for the engine: every matrix packed in the format that it is stored in.
+
+    Args:
+        path: folder with config.json, safetensors and their index.
+        rules: as in ``from_pretrained``.
+        threads: workers; None: one on each physical core.
+        kernel: auto, amx, avx512, avx2 or generic.
+        context: positions that the cache has room for; None: the model's, ``CONTEXT`` at most.
+        max_sequences: requests that run at once; ``max_tokens``: tokens of a step.
+        progress: as in ``from_pretrained``.
+
+    Raises:
+        PykernelsError: a model that the engine cannot run, or what ``from_pretrained`` raises.
+    """
+    folder = Path(path)
+    config = read_config(folder)
+    if reason := why_not(config.model_type):
+        raise PykernelsError(f"the engine cannot run this model: {reason}", "Use --eager")
+    positions = config.max_position_embeddings
+    if context is not None and not 1 <= context <= positions:
+        raise PykernelsError(f"a context of {context}", f"Ask for 1 to {positions}")
+    dtype = resolve_dtype(None, config)
+    parsed = resolve_rules(rules, config.model_type)
+    generation = read_generation_config(folder)
+    has_tokenizer = any((folder / f"tokenizer.{kind}").is_file() for kind in ("json", "model"))
+    tokenizer = load_tokenizer(folder) if has_tokenizer else None
+    pool = RingPool(threads)
+    try:
+        with Checkpoint(folder) as checkpoint:
+            model = build_meta(config, dtype)
+            inject(model, parsed, kernel)
+            plan = make_plan(model, checkpoint, dtype)
+            check_kernels(model, plan)
+            memory.check(
+                *memory.needed(plan, model, checkpoint, dtype, torch.device("cpu")),
+                torch.device("cpu"),
+            )
+            total, done = sum(nbytes(checkpoint, item) for item in plan.items), 0
+            with reporting(progress) as report:
+
+                def add(count: int) -> None:
+                    nonlocal done
+                    done = min(done + count, total)
+                    report(done, total)
+
+                load_experts(model, plan, checkpoint, add)
+                decoder = make_decoder(model, Stored(plan, checkpoint, add), packer(pool))
+        runner = CpuRunner(
+            decoder, pool, context or min(CONTEXT, positions), None, max_tokens, max_sequences,
+            kernel,
+        )  # fmt: skip
+        return LLM(runner, config, tokenizer, _eos(config, generation), pool)
+    except BaseException:
+        pool.close()
+        raise
+
+
+def _eos(config: PretrainedConfig, generation: Any) -> list[int]:
+    """Tokens that end an output."""
+    found = getattr(generation, "eos_token_id", None)
+    if found is None:
+        found = config.eos_token_id
+    return [] if found is None else list(found) if isinstance(found, (list, tuple)) else [found]

@@ -1,0 +1,113 @@
+"""Cuts a step into items: tiles of query rows, and splits of the keys where rows are few."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ..jit import inlined, task
+from ..job import i64
+from .job import (
+    COMBINE_BYTES,
+    COMBINE_ROWS,
+    ITEM_BYTES,
+    PAGE,
+    SPLIT_KEYS,
+    SPLIT_TOKENS,
+    attention_at,
+    combine_at,
+    item_at,
+)
+
+FULL = -1
+"""Status of ``open`` where the work list or the memory of partial results is too small."""
+
+
+@inlined
+def padded_rows(rows):
+    """Rows as blocks of 6 and 4 cover them."""
+    return max(4, (rows + 1) // 2 * 2)
+
+
+@inlined
+def partial_bytes(rows, D_V):
+    """Of one split's result, in whole cache lines."""
+    return (padded_rows(rows) * (2 + D_V) * 4 + 63) // 64 * 64
+
+
+@functools.cache
+def make_open(D_V: int, ROWS: int) -> Any:
+    """Compiles ``open``: fills the work list, returns its items; negative: ``FULL``."""
+
+    @inlined
+    def add_tile(job, items, combines, partial, token, tokens, kv_head, head, heads):
+        """Appends a tile of all its splits; returns the new counts and end of the partials."""
+        end = i64(job.positions, token + tokens - 1) + 1
+        low = i64(job.positions, token) - job.window + 1
+        low = max(0, low) if job.window > 0 else 0
+        first, last = 0, 1
+        if tokens <= SPLIT_TOKENS:
+            first, last = low // SPLIT_KEYS, (end + SPLIT_KEYS - 1) // SPLIT_KEYS
+        splits = max(1, last - first)
+        rows = tokens * heads
+        tasks = (rows + COMBINE_ROWS - 1) // COMBINE_ROWS if splits > 1 else 0
+        each = partial_bytes(rows, D_V) if splits > 1 else 0
+        if (
+            items + splits > job.items_capacity
+            or combines + tasks > job.combines_capacity
+            or partial + splits * each > job.partial + job.partial_bytes
+        ):
+            return FULL, combines, partial
+        for i in range(tasks):
+            combine = combine_at(job.combines + (combines + i) * COMBINE_BYTES)
+            combine.item, combine.splits, combine.row = items, splits, i * COMBINE_ROWS
+            combine.rows = min(COMBINE_ROWS, rows - i * COMBINE_ROWS)
+        for i in range(splits):
+            item = item_at(job.items + (items + i) * ITEM_BYTES)
+            item.token, item.tokens, item.kv_head = token, tokens, kv_head
+            item.head, item.heads = head, heads
+            item.start, item.end, item.partial = low // PAGE * PAGE, end, 0
+            if splits > 1:
+                item.start = max(item.start, (first + i) * SPLIT_KEYS)
+                item.end = min(end, (first + i + 1) * SPLIT_KEYS)
+                item.partial = partial + i * each
+        return items + splits, combines + tasks, partial + splits * each
+
+    @task(f"attention-open-{D_V}-{ROWS}")
+    def opening(address, index, worker):
+        job = attention_at(address)
+        T, group = i64(job.sizes, 0), job.NH // job.KVH
+        chunks = (group + ROWS - 1) // ROWS
+        heads = (group + chunks - 1) // chunks
+        tokens = ROWS // heads
+        items, combines, partial, t = 0, 0, job.partial, 0
+        while t < T:
+            last = t + 1
+            while last < T and i64(job.sequence, last) == i64(job.sequence, t):
+                last += 1
+            # A sequence of a few tokens is split whether they fit in one tile or not.
+            most = tokens if last - t > SPLIT_TOKENS else min(tokens, SPLIT_TOKENS)
+            first = t + (last - 1 - t) // most * most  # the longest tiles first
+            while first >= t:
+                count = min(most, last - first)
+                for kv_head in range(job.KVH):
+                    for head in range(0, group, heads):
+                        items, combines, partial = add_tile(
+                            job,
+                            items,
+                            combines,
+                            partial,
+                            first,
+                            count,
+                            kv_head,
+                            kv_head * group + head,
+                            min(heads, group - head),
+                        )
+                        if items == FULL:
+                            return FULL
+                first -= most
+            t = last
+        job.combine_count = combines
+        return items
+
+    return opening

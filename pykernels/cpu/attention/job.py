@@ -1,0 +1,81 @@
+"""What attention's tasks read: the job, its work list, and where split results are combined.
+
+A *tile* is a run of consecutive query tokens of one sequence with heads of one KV head's group: its
+rows are (token, head), tokens first. An *item*, one task, is a tile and a range of keys: all that
+its tokens see, or one split of ``SPLIT_KEYS``.
+"""
+
+from __future__ import annotations
+
+from ..intrin.descriptor import descriptor
+
+PAGE = 64
+"""Tokens of a page of the cache."""
+SPLIT_KEYS = 512
+"""Keys of one split: 512 n to 512 (n + 1), so that sums depend on nothing but the sequence."""
+SPLIT_TOKENS = 8
+"""A sequence with more tokens in the step has tiles enough: its keys are not split."""
+COMBINE_ROWS = 8
+"""Rows that one task of the second op sums over the splits."""
+
+ATTENTION, attention_at = descriptor(
+    "attention",
+    (
+        "sizes",  # int64 [>= 1]: T tokens of this step, ...
+        "sequence",  # int64 [T]: row of the page table; a sequence's tokens are contiguous
+        "positions",  # int64 [T], ascending in a sequence; a token sees the keys 0 .. its position
+        "page_table",  # int64 [S, page_table_stride], page numbers
+        "page_table_stride",  # entries
+        "q",  # float32 [T, NH, D_K]
+        "q_stride",  # bytes
+        "k",  # bfloat16 of head h, page p, token i: k + h k_head_bytes + p page_bytes + i token_bytes
+        "v",  # likewise; with MLA the same address as k
+        "page_bytes",
+        "token_bytes",
+        "k_head_bytes",
+        "v_head_bytes",
+        "NH",
+        "KVH",
+        "scale",  # of the scores, bits of a float32
+        "window",  # a token sees the last so many keys up to its own; 0: all
+        "sinks",  # float32 [NH], one more logit each in the softmax's denominator; 0: none
+        "out",  # float32 [T, NH, D_V]
+        "out_stride",  # bytes
+        "items",  # ITEM records, the work list
+        "items_capacity",
+        "combines",  # COMBINE records
+        "combines_capacity",
+        "combine_count",  # written by open
+        "partial",  # results of splits, 64-byte aligned
+        "partial_bytes",
+        "scratch",  # of worker 0, 64-byte aligned; the next one's is scratch_stride on
+        "scratch_stride",  # bytes, at least Attention.scratch_bytes
+    ),
+)
+"""The job of both ops, ``Attention.open, run`` and then ``combine_open, combine``."""
+
+ITEM, item_at = descriptor(
+    "attention_item",
+    (
+        "token",  # the first one
+        "tokens",
+        "kv_head",
+        "head",  # the first one, of NH
+        "heads",
+        "start",  # first key, a multiple of PAGE
+        "end",  # behind the last key
+        "partial",  # address of its result: m, l float32 [rows], o [rows, D_V]; 0: goes to out
+    ),
+)
+
+COMBINE, combine_at = descriptor(
+    "attention_combine",
+    (
+        "item",  # of the first split; the others follow
+        "splits",
+        "row",  # the first one
+        "rows",
+    ),
+)
+
+ITEM_BYTES, COMBINE_BYTES = ITEM.itemsize, COMBINE.itemsize

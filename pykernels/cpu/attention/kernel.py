@@ -1,0 +1,106 @@
+"""Attention over the paged cache: grouped queries, and MLA's absorbed form, by one kernel.
+
+Twin of ``ref.gqa_decode``, ``ref.gqa_prefill`` and ``ref.mla_decode``, for any mix of their tokens
+in a step. MLA is one KV head whose values are the first D_V numbers of its keys' own rows. The
+scores, the softmax and the sums are float32, of queries in float32 and a cache in bfloat16.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from ...target import detect
+from ..vectors import width
+from .combine import make_combine
+from .items import make_open, partial_bytes
+from .job import (
+    COMBINE_BYTES,
+    COMBINE_ROWS,
+    ITEM_BYTES,
+    SPLIT_KEYS,
+    SPLIT_TOKENS,
+)
+from .layout import Layout
+from .run import make_run
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """What a job must own for the steps that it is used for: bytes, and records."""
+
+    items_capacity: int
+    combines_capacity: int
+    partial_bytes: int
+
+    @property
+    def items_bytes(self) -> int:
+        return self.items_capacity * ITEM_BYTES
+
+    @property
+    def combines_bytes(self) -> int:
+        return self.combines_capacity * COMBINE_BYTES
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Two ops on one ``ATTENTION`` job, the second after the first; each task a ``jit.TASK``.
+
+    Attributes:
+        open: writes the work list from the step's tokens; returns the tasks of ``run``, negative
+            where the job's memory is too small (``workspace``).
+        run: an item of the list: rows of the output, or a split's part of them.
+        combine_open: returns the tasks of ``combine``; none where nothing was split.
+        combine: a few rows of the output from their splits.
+        scratch_bytes: of a worker.
+    """
+
+    layout: Layout
+    open: Any
+    run: Any
+    combine_open: Any
+    combine: Any
+    scratch_bytes: int
+
+    def workspace(self, NH: int, KVH: int, T: int, S: int, keys: int) -> Workspace:
+        """For steps of at most T tokens of S sequences, which have ``keys`` keys together."""
+        group = NH // KVH
+        chunks = -(-group // self.layout.rows)
+        heads = -(-group // chunks)
+        tokens = self.layout.rows // heads
+        whole = T // tokens + S  # tiles of a KV head's chunk: of sequences that are not split,
+        short = min(T, SPLIT_TOKENS * S) // min(tokens, SPLIT_TOKENS) + S  # and of those that are
+        most = -(-SPLIT_TOKENS // min(tokens, SPLIT_TOKENS))  # tiles of one of these
+        splits = min(most * (keys // SPLIT_KEYS + 2 * S), short * (keys // SPLIT_KEYS + 2))
+        rows = min(tokens, SPLIT_TOKENS) * heads
+        return Workspace(
+            items_capacity=KVH * chunks * (whole + splits),
+            combines_capacity=KVH * chunks * short * -(-rows // COMBINE_ROWS),
+            partial_bytes=KVH * chunks * splits * int(partial_bytes(rows, self.layout.D_V)),
+        )
+
+
+@functools.cache
+def make_attention(D_K: int, D_V: int, N: int | None = None) -> Attention:
+    """Compiles attention of heads of D_K (keys) and D_V (values) numbers.
+
+    Args:
+        N: floats of a vector, 8 or 16; None for what suits this CPU.
+
+    Raises:
+        PykernelsError: D_K or D_V is no multiple of 16.
+
+    Source: FlashAttention-2 (arXiv 2307.08691), split-KV as in FlashDecoding; DeepSeek-V2
+    (arXiv 2405.04434), appendix C, for the absorbed form.
+    """
+    layout = Layout(D_K, D_V, N or width(detect()))
+    combine_open, combine = make_combine(layout)
+    return Attention(
+        layout,
+        make_open(D_V, layout.rows),
+        make_run(layout),
+        combine_open,
+        combine,
+        layout.offsets["end"],
+    )

@@ -1,0 +1,79 @@
+"""Tile sizes and the worker's scratch, from head sizes and the width of vectors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...errors import PykernelsError
+from .job import PAGE
+
+_TILE_FLOATS = 72 * 1024
+"""Of a tile's queries and sums together: they lie in L2 beside a page of keys and values."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Of one kernel. Strips are what a block of rows meets at a time.
+
+    Attributes:
+        D_K, D_V: numbers of a key and of a value.
+        N: floats of a vector.
+    """
+
+    D_K: int
+    D_V: int
+    N: int
+
+    def __post_init__(self) -> None:
+        for name, D in (("D_K", self.D_K), ("D_V", self.D_V)):
+            if D < 16 or D % 16:
+                raise PykernelsError(
+                    f"attention with {name} = {D}", "Head sizes must be multiples of 16"
+                )
+
+    @property
+    def name(self) -> str:
+        return f"{self.D_K}-{self.D_V}-x{self.N}"
+
+    @property
+    def rows(self) -> int:
+        """Of a tile, at most."""
+        return max(32, min(256, _TILE_FLOATS // (self.D_K + self.D_V) // 32 * 32))
+
+    @property
+    def key_vectors(self) -> int:
+        """Of a strip of keys: 6 rows by 4 sums fill 32 registers, 6 by 2 fill 16."""
+        return 4 if self.N == 16 else 2
+
+    @property
+    def value_vectors(self) -> int:
+        """Of a strip of values."""
+        vectors = self.D_V // self.N
+        most = self.key_vectors
+        return next(n for n in range(most, 0, -1) if vectors % n == 0)
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether values and sums lie as even and odd numbers, a vector of each in turns."""
+        return self.value_vectors % 2 == 0
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Where each part of the scratch begins (bytes), and its ``end``."""
+        sizes = {
+            "q": 4 * self.rows * self.D_K,  # float32 [rows, D_K], times scale and log2 e
+            "o": 4 * self.rows * self.D_V,  # float32 [rows, D_V]
+            "s": 4 * self.rows * PAGE,  # float32 [rows, PAGE]
+            "l": 4 * self.rows * self.N,  # float32 [rows, N]
+            "m": 4 * self.rows,
+            "alpha": 4 * self.rows,
+            "lows": 8 * self.rows,
+            "ends": 8 * self.rows,
+            "keys": 4 * self.D_K * PAGE,  # float32 [strip][D_K][keys of a strip]
+            "values": 4 * self.D_V * PAGE,  # float32 [strip][PAGE][numbers of a strip]
+        }
+        found, at = {}, 0
+        for part, size in sizes.items():
+            found[part] = at
+            at += size
+        return found | {"end": at}

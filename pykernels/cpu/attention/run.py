@@ -1,0 +1,178 @@
+"""One item: a tile's rows over its pages, then its rows' results or its part of a split."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from ..intrin.scalar import f32_from_bits
+from ..jit import inlined, task
+from ..job import f32, i64, poke_f32, poke_i64
+from ..vectors import make_vectors
+from .items import padded_rows
+from .job import ITEM_BYTES, PAGE, attention_at, item_at
+from .layout import Layout
+from .pages import make_prefetch, make_store_row, make_widen_keys, make_widen_values
+from .softmax import LOG2E, NO_KEY, make_exp2, make_softmax
+from .tiles import make_scores, make_weighted
+
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+
+
+@functools.cache
+def make_run(layout: Layout) -> Any:
+    """Compiles ``run(job, item, worker)``."""
+    V: Any = make_vectors(layout.N)
+    N, D_K, D_V = layout.N, layout.D_K, layout.D_V
+    VECTOR, KEY_STRIP, VALUE_STRIP = 4 * N, N * layout.key_vectors, N * layout.value_vectors
+    at = layout.offsets
+    Q, SUMS, S, L, M, ALPHA = (at[part] for part in ("q", "o", "s", "l", "m", "alpha"))
+    LOWS, ENDS, KEYS, VALUES = (at[part] for part in ("lows", "ends", "keys", "values"))
+    scores_6, scores_4 = make_scores(layout, 6), make_scores(layout, 4)
+    weighted_6, weighted_4 = make_weighted(layout, 6), make_weighted(layout, 4)
+    widen_keys, widen_values = make_widen_keys(layout), make_widen_values(layout)
+    prefetch_keys, prefetch_values = make_prefetch(D_K), make_prefetch(D_V)
+    softmax, exp2, store_row = make_softmax(N), make_exp2(N), make_store_row(layout)
+
+    @inlined
+    def begin(job, item, scratch):
+        """Queries, sums and limits of the tile's rows; rows of padding see no key."""
+        scale = V.broadcast(f32_from_bits(types.uint32(job.scale)) * LOG2E)
+        rows = item.tokens * item.heads
+        for token in range(item.tokens):
+            position = i64(job.positions, item.token + token)
+            low = max(0, position - job.window + 1) if job.window > 0 else 0
+            source = job.q + (item.token + token) * job.q_stride + item.head * (4 * D_K)
+            for head in range(item.heads):
+                row = token * item.heads + head
+                poke_i64(scratch + LOWS, row, low)
+                poke_i64(scratch + ENDS, row, position + 1)
+                for d in range(0, 4 * D_K, VECTOR):
+                    x = V.mul(V.load_f32(source + head * (4 * D_K) + d), scale)
+                    V.store_f32(scratch + Q + row * (4 * D_K) + d, x)
+        padded = padded_rows(rows)
+        for row in range(rows, padded):
+            poke_i64(scratch + LOWS, row, 0)
+            poke_i64(scratch + ENDS, row, 0)
+            for d in range(0, 4 * D_K, VECTOR):
+                V.store_f32(scratch + Q + row * (4 * D_K) + d, V.zero())
+        for row in range(padded):
+            poke_f32(scratch + M + 4 * row, NO_KEY)
+            V.store_f32(scratch + L + VECTOR * row, V.zero())
+        for d in range(0, 4 * D_V * padded, VECTOR):
+            V.store_f32(scratch + SUMS + d, V.zero())
+
+    @inlined
+    def all_scores(scratch, first, last, sixes, next_keys, stride, ahead):
+        """Of the rows by the page's keys; ``ahead`` keys of the next one are fetched meanwhile."""
+        share = (ahead + (last - first) // 4 - 1) // ((last - first) // 4)
+        for strip in range(PAGE // KEY_STRIP):
+            keys = scratch + KEYS + strip * (4 * KEY_STRIP * D_K)
+            to, done = scratch + S + strip * (4 * KEY_STRIP), 0
+            for row in range(first, first + sixes, 6):
+                scores_6(scratch + Q + row * (4 * D_K), keys, to + row * (4 * PAGE))
+                if strip == 0:
+                    prefetch_keys(next_keys, stride, done, min(done + share, ahead))
+                    done += share
+            for row in range(first + sixes, last, 4):
+                scores_4(scratch + Q + row * (4 * D_K), keys, to + row * (4 * PAGE))
+                if strip == 0:
+                    prefetch_keys(next_keys, stride, done, min(done + share, ahead))
+                    done += share
+
+    @inlined
+    def all_weighted(scratch, first, last, sixes, count):
+        for strip in range(D_V // VALUE_STRIP):
+            values = scratch + VALUES + strip * (4 * VALUE_STRIP * PAGE)
+            to = scratch + SUMS + strip * (4 * VALUE_STRIP)
+            for row in range(first, first + sixes, 6):
+                p, alpha = scratch + S + row * (4 * PAGE), scratch + ALPHA + 4 * row
+                weighted_6(p, values, to + row * (4 * D_V), alpha, count)
+            for row in range(first + sixes, last, 4):
+                p, alpha = scratch + S + row * (4 * PAGE), scratch + ALPHA + 4 * row
+                weighted_4(p, values, to + row * (4 * D_V), alpha, count)
+
+    @inlined
+    def finish(job, item, scratch):
+        """To ``out``: sums over l, of which the sink has a share."""
+        for token in range(item.tokens):
+            for h in range(item.heads):
+                row, head = token * item.heads + h, item.head + h
+                total = V.sum(V.load_f32(scratch + L + VECTOR * row))
+                factor = _ONE
+                if job.sinks != 0:
+                    sink, largest = f32(job.sinks, head) * LOG2E, f32(scratch + M, row)
+                    now = max(sink, largest)
+                    factor = V.first(exp2(V.broadcast(largest - now)))
+                    total = total * factor + V.first(exp2(V.broadcast(sink - now)))
+                to = job.out + (item.token + token) * job.out_stride + head * (4 * D_V)
+                factor = factor / total if total > _ZERO else _ZERO
+                store_row(scratch + SUMS + row * (4 * D_V), factor, to)
+
+    @inlined
+    def keep(item, scratch):
+        """To the partial results: m, l, o."""
+        padded = padded_rows(item.tokens * item.heads)
+        for row in range(padded):
+            poke_f32(item.partial + 4 * row, f32(scratch + M, row))
+            total = V.sum(V.load_f32(scratch + L + VECTOR * row))
+            poke_f32(item.partial + 4 * (padded + row), total)
+        to = item.partial + 8 * padded
+        for d in range(0, 4 * D_V * padded, VECTOR):
+            V.store_f32(to + d, V.load_f32(scratch + SUMS + d))
+
+    @task(f"attention-{layout.name}")
+    def run(address, index, worker):
+        job = attention_at(address)
+        item = item_at(job.items + index * ITEM_BYTES)
+        scratch = job.scratch + worker * job.scratch_stride
+        begin(job, item, scratch)
+        rows, heads = item.tokens * item.heads, item.heads
+        padded, lows, ends = padded_rows(rows), scratch + LOWS, scratch + ENDS
+        stride = job.token_bytes
+        k = job.k + item.kv_head * job.k_head_bytes
+        v = job.v + item.kv_head * job.v_head_bytes
+        table = job.page_table + 8 * i64(job.sequence, item.token) * job.page_table_stride
+        first, last = 0, 0  # rows that see some key of the page
+        for page in range(item.start, item.end, PAGE):
+            count = min(PAGE, item.end - page)
+            place = i64(table, page // PAGE) * job.page_bytes
+            ahead = max(0, min(PAGE, item.end - page - PAGE))
+            next_place = i64(table, page // PAGE + 1) * job.page_bytes if ahead > 0 else place
+            while first < rows and i64(ends, first) <= page:
+                first += heads
+            while last < rows and i64(lows, last) < page + PAGE:
+                last += heads
+            # Blocks have 6 rows, and 4 where need be: an even number of rows, at least 4.
+            begins, stops = first // 2 * 2, min((last + 1) // 2 * 2, padded)
+            if stops - begins < 4:
+                stops = min(begins + 4, padded)
+                begins = stops - 4
+            some = stops - begins
+            sixes = some - some // 2 * 2 % 3 * 4
+            widen_keys(k + place, stride, count, scratch + KEYS)
+            all_scores(scratch, begins, stops, sixes, k + next_place, stride, ahead)
+            softmax(
+                begins,
+                stops,
+                page,
+                scratch + S,
+                scratch + M,
+                scratch + L,
+                scratch + ALPHA,
+                lows,
+                ends,
+            )
+            prefetch_values(v + next_place, stride, 0, ahead)
+            widen_values(v + place, stride, count, scratch + VALUES)
+            all_weighted(scratch, begins, stops, sixes, (count + 3) // 4 * 4)
+        if item.partial != 0:
+            keep(item, scratch)
+        else:
+            finish(job, item, scratch)
+        return 0
+
+    return run

@@ -1,0 +1,84 @@
+"""bfloat16 rows to float32 columns: a block's transposition in registers."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from llvmlite import ir
+from numba.core import types
+
+from ..intrin.codegen import emits, load, pointer, shuffle
+from ..intrin.registers import F32, I32
+
+LANE = 4
+"""Words of a 128-bit lane, which unpack instructions do not cross."""
+
+
+def _unpack(builder, a, b, size, second):
+    """Of each lane's halves one, runs of ``size`` words of a and b in turns."""
+    n, start = a.type.count, 2 if second else 0
+    order = []
+    for lane in range(0, n, LANE):
+        for run in range(0, 2, size):
+            at = [lane + start + run + i for i in range(size)]
+            order += at + [n + i for i in at]
+    return shuffle(builder, a, b, order)
+
+
+def _lanes(builder, a, b, chosen):
+    """Two lanes of a, then two of b; of one lane each where vectors have two."""
+    n, half = a.type.count, len(chosen) // 2
+    starts = [LANE * lane for lane in chosen[:half]] + [n + LANE * lane for lane in chosen[half:]]
+    return shuffle(builder, a, b, [start + i for start in starts for i in range(LANE)])
+
+
+def _transpose(builder, rows):
+    """n vectors of n words, n = 8 or 16: the n columns."""
+    n = len(rows)
+    columns: list[Any] = [None] * n
+    quads = []  # [n / 4][4]: of 4 rows column 4 l + c in lane l of the c-th
+    for at in range(0, n, 4):
+        low, high = (
+            [_unpack(builder, a, b, 1, second) for second in (False, True)]
+            for a, b in (rows[at : at + 2], rows[at + 2 : at + 4])
+        )
+        quads.append(
+            [_unpack(builder, low[i], high[i], 2, second) for i in (0, 1) for second in (0, 1)]
+        )
+    for c in range(4):
+        parts = [quad[c] for quad in quads]
+        if n == 8:
+            for lane in range(2):
+                columns[4 * lane + c] = _lanes(builder, *parts, (lane, lane))
+            continue
+        for pair in range(2):
+            low, high = (
+                _lanes(builder, *two, (2 * pair, 2 * pair + 1) * 2)
+                for two in (parts[:2], parts[2:])
+            )
+            for odd in range(2):
+                columns[4 * (2 * pair + odd) + c] = _lanes(builder, low, high, (odd, 2 + odd) * 2)
+    return columns
+
+
+@functools.cache
+def make_transpose(n: int) -> Any:
+    """``transpose(rows, stride, to, to_stride)``: n rows of 2 n bfloat16, ``stride`` bytes apart,
+    to 2 n rows of n float32; n is 8 or 16."""
+
+    @emits(types.void, types.intp, types.intp, types.intp, types.intp)
+    def transpose_bf16(builder, rows, stride, to, to_stride):
+        words, floats = ir.VectorType(I32, n), ir.VectorType(F32, n)
+        loaded = []
+        for _ in range(n):
+            loaded.append(load(builder, rows, words, 2))
+            rows = builder.add(rows, stride)
+        shift, upper = (ir.Constant(words, [value] * n) for value in (16, 0xFFFF0000))
+        for column in _transpose(builder, loaded):
+            for value in (builder.shl(column, shift), builder.and_(column, upper)):
+                place = pointer(builder, to, floats)
+                builder.store(builder.bitcast(value, floats), place).align = 4
+                to = builder.add(to, to_stride)
+
+    return transpose_bf16

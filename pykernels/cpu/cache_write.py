@@ -1,0 +1,213 @@
+"""What comes before attention: norms of queries and keys, rotary embedding, the cache's new rows.
+
+Twins of ``ref.rope`` with ``ref.mla_write`` and ``ref.kv_write``, in one pass over a token's heads.
+A slot is ``page * 64 + offset``; a token of slot -1 is written nowhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from numba import carray, types
+
+from ..target import detect
+from .intrin.descriptor import descriptor
+from .intrin.registers import stack_alloc
+from .intrin.scalar import f32_from_bits, round_bf16
+from .intrin.sync import as_pointer
+from .jit import inlined, task
+from .job import f32, i64, poke_f32
+from .rope import rotate
+from .vectors import make_vectors, width
+
+PAGE = 64
+"""Tokens of a page."""
+_HEADS = 16
+"""Heads of a task."""
+MAX_HEAD = 1024
+"""Numbers of a head, at most."""
+_HEAD_BYTES = 4 * MAX_HEAD
+
+_STEP = ("count_at", "table", "half", "interleaved", "slots", "page_bytes", "token_bytes", "eps")
+
+MLA_WRITE, mla_at = descriptor(
+    "mla_write",
+    (
+        *_STEP,
+        "q",  # float32 [T, NH, nope + 2 half]
+        "q_stride",  # bytes
+        "nope",
+        "NH",
+        "kv",  # float32 [T, L + 2 half]
+        "kv_stride",
+        "weight",  # float32 [L], of the latent's norm
+        "L",
+        "cache",  # bfloat16 [pages, PAGE, L + 2 half]
+        "out",  # float32 [T, NH, L + 2 half]: the turned part of q goes behind L
+        "out_stride",
+    ),
+)
+
+GQA_WRITE, gqa_at = descriptor(
+    "gqa_write",
+    (
+        *_STEP,
+        "qkv",  # float32 [T, NH + 2 KVH, D]: queries, keys, values
+        "qkv_stride",
+        "NH",
+        "KVH",
+        "D",
+        "q_weight",  # float32 [D] of a norm a head, 0: none
+        "k_weight",
+        "k",  # bfloat16 [pages, PAGE, KVH, D]
+        "v",
+        "head_bytes",
+        "out",  # float32 [T, NH, D]
+        "out_stride",
+    ),
+)
+
+
+@functools.cache
+def make_mla_write() -> tuple[Any, Any]:
+    """Compiles (open, run), tasks of ``MLA_WRITE``: 16 heads of a token each; the first one has its
+    latent."""
+    V = make_vectors(width(detect()))
+    N: int = V.N
+
+    @task("mla-write-open")
+    def opening(address, index, worker):
+        job = mla_at(address)
+        return i64(job.count_at, 0) * ((job.NH + _HEADS - 1) // _HEADS)
+
+    @inlined
+    def write_latent(job, t, table):
+        slot = i64(job.slots, t)
+        if slot < 0:
+            return
+        latent, L = job.kv + t * job.kv_stride, job.L
+        at = job.cache + slot // PAGE * job.page_bytes + slot % PAGE * job.token_bytes
+        squares = V.zero()
+        whole = L // N * N
+        for i in range(0, whole, N):
+            value = V.load_f32(latent + 4 * i)
+            squares = V.fma(value, value, squares)
+        total = V.sum(squares)
+        for i in range(whole, L):
+            total += f32(latent, i) * f32(latent, i)
+        eps = f32_from_bits(types.uint32(job.eps))
+        mean = total / types.float32(L)
+        factor = types.float32(1) / types.float32((mean + eps) ** types.float32(0.5))
+        row = carray(as_pointer(at), (L + 2 * job.half,), types.uint16)
+        for i in range(0, whole, N):
+            value = V.mul(V.load_f32(latent + 4 * i), V.broadcast(factor))
+            V.store_bf16(at + 2 * i, V.mul(value, V.load_f32(job.weight + 4 * i)))
+        for i in range(whole, L):
+            row[i] = round_bf16(f32(latent, i) * factor * f32(job.weight, i))
+        for pair in range(job.half):
+            a, b, a_at, b_at = rotate(latent + 4 * L, table, job.half, job.interleaved, pair)
+            row[L + a_at], row[L + b_at] = round_bf16(a), round_bf16(b)
+
+    @task("mla-write")
+    def run(address, index, worker):
+        job = mla_at(address)
+        chunks = (job.NH + _HEADS - 1) // _HEADS
+        t, first = index // chunks, index % chunks * _HEADS
+        half = job.half
+        table = job.table + 8 * half * t
+        if first == 0:
+            write_latent(job, t, table)
+        for head in range(first, min(first + _HEADS, job.NH)):
+            q = job.q + t * job.q_stride + 4 * (head * (job.nope + 2 * half) + job.nope)
+            out = job.out + t * job.out_stride + 4 * (head * (job.L + 2 * half) + job.L)
+            for pair in range(half):
+                a, b, a_at, b_at = rotate(q, table, half, job.interleaved, pair)
+                poke_f32(out + 4 * a_at, a)
+                poke_f32(out + 4 * b_at, b)
+        return 0
+
+    return opening, run
+
+
+@functools.cache
+def make_gqa_write() -> tuple[Any, Any]:
+    """Compiles (open, run), tasks of ``GQA_WRITE``: 16 heads of a token each, of its queries, keys
+    and values in this order."""
+    V = make_vectors(width(detect()))
+    N: int = V.N
+
+    @task("gqa-write-open")
+    def opening(address, index, worker):
+        job = gqa_at(address)
+        return i64(job.count_at, 0) * ((job.NH + 2 * job.KVH + _HEADS - 1) // _HEADS)
+
+    @inlined
+    def normalised(job, x, weight, to):
+        """Writes x [D], normalised if there is a weight."""
+        D = job.D
+        whole = D // N * N
+        factor = types.float32(1)
+        if weight != 0:
+            squares = V.zero()
+            for i in range(0, whole, N):
+                value = V.load_f32(x + 4 * i)
+                squares = V.fma(value, value, squares)
+            total = V.sum(squares)
+            for i in range(whole, D):
+                total += f32(x, i) * f32(x, i)
+            mean = total / types.float32(D)
+            eps = f32_from_bits(types.uint32(job.eps))
+            factor = types.float32(1) / types.float32((mean + eps) ** types.float32(0.5))
+        for i in range(0, whole, N):
+            value = V.load_f32(x + 4 * i)
+            if weight != 0:
+                value = V.mul(V.mul(value, V.broadcast(factor)), V.load_f32(weight + 4 * i))
+            V.store_f32(to + 4 * i, value)
+        for i in range(whole, D):
+            value = f32(x, i)
+            poke_f32(to + 4 * i, value * factor * f32(weight, i) if weight != 0 else value)
+
+    @inlined
+    def turn(job, x, table):
+        """Turns the first 2 half numbers of x in place."""
+        for pair in range(job.half):
+            a, b, a_at, b_at = rotate(x, table, job.half, job.interleaved, pair)
+            poke_f32(x + 4 * a_at, a)
+            poke_f32(x + 4 * b_at, b)
+
+    @inlined
+    def store_row(x, at, D):
+        row = carray(as_pointer(at), (D,), types.uint16)
+        whole = D // N * N
+        for i in range(0, whole, N):
+            V.store_bf16(at + 2 * i, V.load_f32(x + 4 * i))
+        for i in range(whole, D):
+            row[i] = round_bf16(f32(x, i))
+
+    @task("gqa-write")
+    def run(address, index, worker):
+        job = gqa_at(address)
+        heads = job.NH + 2 * job.KVH
+        chunks = (heads + _HEADS - 1) // _HEADS
+        t, first = index // chunks, index % chunks * _HEADS
+        table, slot, D = job.table + 8 * job.half * t, i64(job.slots, t), job.D
+        place = slot // PAGE * job.page_bytes + slot % PAGE * job.token_bytes
+        scratch = stack_alloc(_HEAD_BYTES)
+        for head in range(first, min(first + _HEADS, heads)):
+            x = job.qkv + t * job.qkv_stride + 4 * head * D
+            if head < job.NH:
+                out = job.out + t * job.out_stride + 4 * head * D
+                normalised(job, x, job.q_weight, out)
+                turn(job, out, table)
+            elif slot < 0:
+                continue
+            elif head < job.NH + job.KVH:
+                normalised(job, x, job.k_weight, scratch)
+                turn(job, scratch, table)
+                store_row(scratch, job.k + place + (head - job.NH) * job.head_bytes, D)
+            else:
+                store_row(x, job.v + place + (head - job.NH - job.KVH) * job.head_bytes, D)
+        return 0
+
+    return opening, run

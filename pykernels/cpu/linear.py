@@ -1,0 +1,228 @@
+"""Linears in every format of ``quant``: packed 32-row blocks times the rows that a norm has made.
+
+Twin of ``ref.linear``. An expert's tile is a plain linear's tile: few tokens go through
+``gemv.common``'s tiles, many through the GEMM, as in ``moe.stages``; a task owns a run of outputs,
+so no sum is shared and the result is the same bits at any thread count.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from numba import carray, types
+
+from .gemm import common
+from .gemv.common import MAX_TOKENS as PASS
+from .gemv.common import point_at_rows
+from .intrin.descriptor import descriptor
+from .intrin.registers import stack_alloc
+from .intrin.scalar import round_bf16
+from .intrin.sync import as_pointer, call_routine
+from .jit import inlined, task
+from .job import f32, i64
+
+_ROW_BYTES = 32 * 4  # one token's outputs of a block
+_ADDRESSES, _OUTS, _MANY = 8 * PASS, PASS * _ROW_BYTES, 8 * common.MAX_TOKENS
+
+LINEAR, linear_at = descriptor(
+    "linear",
+    (
+        "count_at",  # address of the number of tokens, T
+        "rows",  # row (activations.row_layout) of token 0; the next one's is row_stride on
+        "row_stride",
+        "k_blocks",  # inputs / 128, padded
+        "w",  # packed blocks
+        "block_bytes",
+        "scale",
+        "scale_bytes",  # of one block's scales
+        "blocks",  # of 32 outputs
+        "N",  # outputs that count
+        "bias",  # float32 [N]; 0: none
+        "out",  # float32 [T, N]
+        "out_stride",  # bytes
+        "chunk",  # blocks of a task with few tokens
+        "gemm_chunk",  # with many, gemm.common.MAX_BLOCKS at most
+        "gemm_from",  # tokens from which the GEMM is taken
+        "tiles",  # the format's routines
+        "gemm",
+        "tables",
+        "a_tiles",  # A tiles of the rows
+        "tile_steps",
+        "scratch",  # of worker 0, for the GEMM; the next one's is scratch_stride on
+        "scratch_stride",
+    ),
+)
+
+
+@inlined
+def _write(job, t, block, sums):
+    """A token's 32 sums of a block, with the bias, to where they go."""
+    first = 32 * block
+    count = min(32, job.N - first)
+    at = job.out + t * job.out_stride + 4 * first
+    out = carray(as_pointer(at), (32,), types.float32)
+    found = carray(as_pointer(sums), (32,), types.float32)
+    if count == 32 and job.bias == 0:
+        for n in range(32):
+            out[n] = found[n]
+    else:
+        for n in range(count):
+            out[n] = found[n] + (f32(job.bias, first + n) if job.bias != 0 else types.float32(0))
+
+
+@functools.cache
+def make_linear() -> tuple[Any, Any]:
+    """Compiles (open, run), tasks of ``LINEAR``: one for a run of blocks of all tokens."""
+
+    @task("linear-open")
+    def opening(address, index, worker):
+        job = linear_at(address)
+        T = i64(job.count_at, 0)
+        if T == 0:
+            return 0
+        chunk = job.gemm_chunk if T >= job.gemm_from else job.chunk
+        return (job.blocks + chunk - 1) // chunk
+
+    @inlined
+    def by_tiles(job, T, first, last):
+        rows, out = stack_alloc(_ADDRESSES), stack_alloc(_OUTS)
+        status = 0
+        for block in range(first, last):
+            w, scale = job.w + block * job.block_bytes, job.scale + block * job.scale_bytes
+            then = w if block + 1 == last else w + job.block_bytes
+            for t in range(0, T, PASS):
+                M = min(PASS, T - t)
+                point_at_rows(rows, PASS, job.rows, job.row_stride, 0, t, M)
+                tile = (
+                    M, w, then, scale, 0, job.k_blocks, 128 * job.k_blocks, rows, job.tables, out,
+                )  # fmt: skip
+                status |= call_routine(job.tiles, tile)
+                for m in range(M):
+                    _write(job, t + m, block, out + m * _ROW_BYTES)
+        return status
+
+    @inlined
+    def by_gemm(job, T, first, last, scratch):
+        rows = stack_alloc(_MANY)
+        status = 0
+        for t in range(0, T, common.MAX_TOKENS):
+            M = min(common.MAX_TOKENS, T - t)
+            Mp = common.padded_tokens(M)
+            point_at_rows(rows, Mp, job.rows, job.row_stride, 0, t, M)
+            a = job.a_tiles + t // 16 * job.tile_steps * job.k_blocks * common.TILE
+            blocks = (
+                M, last - first, job.w + first * job.block_bytes, job.block_bytes,
+                job.scale + first * job.scale_bytes, job.scale_bytes, job.k_blocks, a, rows,
+                job.tables, scratch,
+            )  # fmt: skip
+            status |= call_routine(job.gemm, blocks)
+            for b in range(last - first):
+                for m in range(M):
+                    _write(job, t + m, first + b, scratch + common.OUT_AT + (b * Mp + m) * 128)
+        return status
+
+    @task("linear")
+    def run(address, index, worker):
+        job = linear_at(address)
+        T = i64(job.count_at, 0)
+        use_gemm = T >= job.gemm_from
+        chunk = job.gemm_chunk if use_gemm else job.chunk
+        first = index * chunk
+        last = min(first + chunk, job.blocks)
+        if use_gemm:
+            return by_gemm(job, T, first, last, job.scratch + worker * job.scratch_stride)
+        return by_tiles(job, T, first, last)
+
+    return opening, run
+
+
+HEADS, heads_at = descriptor(
+    "heads",
+    (
+        "count_at",  # address of the number of tokens, T
+        "G",  # heads, a task each
+        "x",  # float32: head 0's inputs of token 0, x_head bytes to the next head's
+        "x_stride",  # bytes to the next token's
+        "x_head",
+        "K",  # inputs
+        "k_blocks",  # of 128, padded
+        "w",  # head 0's packed blocks, w_head bytes to the next head's
+        "w_head",
+        "block_bytes",
+        "scale",
+        "scale_head",
+        "scale_bytes",
+        "blocks",  # of 32 outputs
+        "N",
+        "bias",  # 0
+        "out",  # float32: head 0's outputs of token 0
+        "out_stride",
+        "out_head",
+        "tiles",
+        "tables",
+        "quantize_row",
+        "row_stride",
+        "scratch",  # rows of PASS tokens, of worker 0; the next one's is scratch_stride on
+        "scratch_stride",
+    ),
+)
+
+
+@functools.cache
+def make_heads() -> tuple[Any, Any]:
+    """Compiles (open, run), tasks of ``HEADS``: each head its own matrix (``W_UK`` and ``W_UV`` of
+    absorbed latent attention, DeepSeek-V2 2.1.2). A head's inputs are read by nobody else, so its
+    task makes their rows too."""
+
+    @task("heads-open")
+    def opening(address, index, worker):
+        job = heads_at(address)
+        return job.G if i64(job.count_at, 0) > 0 else 0
+
+    @inlined
+    def fill(x, K, Kp, row):
+        values = carray(as_pointer(x), (K,), types.float32)
+        out = carray(as_pointer(row), (Kp,), types.uint16)
+        for k in range(K):
+            out[k] = round_bf16(values[k])
+        for k in range(K, Kp):
+            out[k] = 0
+
+    @inlined
+    def write(job, g, t, block, sums):
+        first = 32 * block
+        count = min(32, job.N - first)
+        at = job.out + t * job.out_stride + g * job.out_head + 4 * first
+        out = carray(as_pointer(at), (32,), types.float32)
+        found = carray(as_pointer(sums), (32,), types.float32)
+        for n in range(count):
+            out[n] = found[n]
+
+    @task("heads")
+    def run(address, g, worker):
+        job = heads_at(address)
+        T, Kp = i64(job.count_at, 0), 128 * job.k_blocks
+        scratch = job.scratch + worker * job.scratch_stride
+        rows, out = stack_alloc(_ADDRESSES), stack_alloc(_OUTS)
+        status = 0
+        for t in range(0, T, PASS):
+            M = min(PASS, T - t)
+            for m in range(M):
+                row = scratch + m * job.row_stride
+                fill(job.x + (t + m) * job.x_stride + g * job.x_head, job.K, Kp, row)
+                if job.quantize_row != 0:
+                    status |= call_routine(job.quantize_row, (row, Kp, 0, Kp))
+            point_at_rows(rows, PASS, scratch, job.row_stride, 0, 0, M)
+            for block in range(job.blocks):
+                w = job.w + g * job.w_head + block * job.block_bytes
+                scale = job.scale + g * job.scale_head + block * job.scale_bytes
+                tile = (
+                    M, w, w + job.block_bytes, scale, 0, job.k_blocks, Kp, rows, job.tables, out,
+                )  # fmt: skip
+                status |= call_routine(job.tiles, tile)
+                for m in range(M):
+                    write(job, g, t + m, block, out + m * _ROW_BYTES)
+        return status
+
+    return opening, run

@@ -1,0 +1,102 @@
+"""Weights of linears, packed in the tile layout, as programs hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from pykernels.cpu import make_pack, pack_job, packs_scales
+from pykernels.quant import Format, Weight
+from pykernels.quant.layout import N_BLOCK, padded
+
+from .machine.memory import allocate, collapse
+from .workers.ring_pool import Job, Jobs, RingPool
+
+Pack = Callable[[Format, Weight, torch.Tensor, torch.Tensor], None]
+"""``Format.pack``, or on the workers of a pool: ``packer``."""
+
+
+def packer(pool: RingPool) -> Pack:
+    """``Format.pack`` on every worker: one task a 32-row block."""
+
+    def pack(fmt: Format, weight: Weight, blocks: torch.Tensor, scales: torch.Tensor) -> None:
+        scale = None if weight.scale is None else weight.scale.contiguous()
+        weight = Weight(weight.data.contiguous(), scale)
+        record, tasks = pack_job(fmt, weight, blocks, scales)
+        run = make_pack(fmt.name).address
+        with pool.lock:
+            pool.run(Jobs([Job("pack", run, int(record.ctypes.data), tasks=tasks, after=0)]))
+        if scale is not None and not packs_scales(fmt.name):
+            fmt.pack_scales(scale, scales)
+
+    return pack
+
+
+class PackedMatrix:
+    """One matrix [N, K], or several of one K one below the other, each from a 32-row block on.
+
+    Args:
+        parts: in ``fmt``.
+
+    Attributes:
+        blocks: uint8 [blocks, block bytes]; ``scales``: uint8 [blocks, scale bytes].
+        N: rows, those that fill up blocks included; ``starts``: first row of each part.
+    """
+
+    def __init__(self, fmt: Format, parts: Sequence[Weight], pack: Pack) -> None:
+        self.fmt = fmt
+        shapes = [fmt.logical_shape(part) for part in parts]
+        self.K = shapes[0][1]
+        assert all(K == self.K for _, K in shapes), "parts of one matrix read the same inputs"
+        counts = [padded(N, 1)[0] // N_BLOCK for N, _ in shapes]
+        self.starts = tuple(N_BLOCK * sum(counts[:i]) for i in range(len(counts)))
+        self.N = self.starts[-1] + shapes[-1][0]
+        self.blocks, self.scales = _room(fmt, self.K, sum(counts))
+        for start, count, part in zip(self.starts, counts, parts, strict=True):
+            at = slice(start // N_BLOCK, start // N_BLOCK + count)
+            pack(fmt, part, self.blocks[at], self.scales[at])
+        collapse(self.blocks)
+
+    @property
+    def nbytes(self) -> int:
+        """That one pass reads."""
+        return self.blocks.nbytes + self.scales.nbytes
+
+    def __str__(self) -> str:
+        return f"{self.fmt.name} [{self.N}, {self.K}]"
+
+
+class PackedHeads:
+    """A matrix [N, K] of each head.
+
+    Attributes:
+        blocks: uint8 [heads, blocks, block bytes]; ``scales``: uint8 [heads, blocks, scale bytes].
+    """
+
+    def __init__(self, fmt: Format, heads: Sequence[Weight], pack: Pack) -> None:
+        self.fmt, self.G = fmt, len(heads)
+        self.N, self.K = fmt.logical_shape(heads[0])
+        count = padded(self.N, 1)[0] // N_BLOCK
+        blocks, scales = _room(fmt, self.K, self.G * count)
+        self.blocks = blocks.view(self.G, count, -1)
+        self.scales = scales.view(self.G, count, -1)
+        for head, weight in enumerate(heads):
+            pack(fmt, weight, self.blocks[head], self.scales[head])
+        collapse(blocks)
+
+    @property
+    def nbytes(self) -> int:
+        """That one pass reads."""
+        return self.blocks.nbytes + self.scales.nbytes
+
+    def __str__(self) -> str:
+        return f"{self.fmt.name} [{self.G}, {self.N}, {self.K}]"
+
+
+def _room(fmt: Format, K: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    sizes = blocks * fmt.block_bytes(K), blocks * fmt.scale_bytes(K)
+    weights = allocate(sizes[0]).view(blocks, -1)
+    if not sizes[1]:
+        return weights, torch.zeros(blocks, 0, dtype=torch.uint8, device="cpu")
+    return weights, allocate(sizes[1]).view(blocks, -1)

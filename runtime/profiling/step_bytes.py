@@ -1,0 +1,32 @@
+"""What a step of a program reads from memory: the roof of a decode step is these bytes."""
+
+from __future__ import annotations
+
+from ..program import Program
+
+
+def weight_bytes(program: Program, tokens: int = 1) -> int:
+    """Packed weights and scales that a step reads: every matrix once; of the routed experts those
+    that ``tokens`` tokens take, if no two of them take the same one."""
+    total = 0
+    for node in program.nodes:
+        for name, weight in node.weights.items():
+            if name in ("weight", "heads") and node.op in ("linear", "heads"):
+                total += weight.nbytes
+            elif name == "experts":
+                E = weight.shape.E
+                topk = program.shape(node.inputs[1])[1] if len(node.inputs) > 1 else E
+                total += weight.bytes_per_expert * min(E, topk * tokens)
+    return total
+
+
+def cache_bytes(program: Program, context: int) -> int:
+    """Keys and values that one token reads at a context of so many."""
+    total = 0
+    for node in program.nodes:
+        if node.op == "attention":
+            attrs = node.attrs
+            values = 0 if len(node.inputs) < 6 else attrs["dv"]  # in latents, a part of the keys
+            keys = min(context, attrs.get("window") or context)
+            total += 2 * keys * attrs["kv_heads"] * (attrs["dk"] + values)
+    return total

@@ -1,0 +1,238 @@
+"""The workers' ring: jobs published in order, run by whoever comes, several in flight.
+
+A *job* is one node of a step: ``open`` says how many tasks it has this time, ``run`` does one. Its
+record (``JOB_BYTES``, owned by whoever publishes it) never moves and is published again every
+step; its *number* is its place in the order of all that was ever published. A worker goes through
+the numbers: at each it takes tasks until none is left, then goes on to the next, so there is no
+ramp-down between jobs, and whoever finds a job's tasks all taken is already at the next one.
+
+A job is opened when the job ``after`` places before it is complete (0: at once), by whoever comes
+first. Opening is serial and short: sorting a router's choices, counting what there is to do. The
+words of a record carry the job's number, so a worker that comes late, even when the record is
+already used again, sees that and walks on. Nothing is ever reset by the publisher.
+
+No deadlock: a worker that waits holds no task, or one whose wait is for tasks taken before it.
+
+Everything here is ``nogil`` code on addresses. ``submit`` has a C address: Python, a CUDA host
+function or a worker may call it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from pykernels.cpu.intrin.sync import (
+    atomic_add,
+    atomic_exchange,
+    atomic_load,
+    atomic_store,
+    call_task,
+    clock_ns,
+    futex_wait,
+    futex_wake_all,
+    pause,
+)
+from pykernels.cpu.jit import inlined, kernel, routine
+
+LINE = 64
+
+# Of the ring, each on a cache line of its own.
+HEAD, STOP, SLEEPERS, FAILED = 0, 1 * LINE, 2 * LINE, 3 * LINE
+STATUS, FAILED_JOB, FAILED_TASK = FAILED + 8, FAILED + 16, FAILED + 24
+SLOTS, MASK, SPIN_NS = 4 * LINE, 4 * LINE + 8, 4 * LINE + 16
+RING_BYTES = 5 * LINE
+
+# Of a job: what the publisher writes, then what the workers do.
+OPEN, RUN, RECORD, AFTER, OPENED_AT, COMPLETED_AT = 0, 8, 16, 24, 32, 40
+CLAIMED, OPENED, TASKS = 1 * LINE, 1 * LINE + 8, 1 * LINE + 16
+TAKEN = 2 * LINE
+DONE, COMPLETED = 3 * LINE, 3 * LINE + 8
+JOB_BYTES = 4 * LINE
+
+_PAUSES = 16  # between two looks at the clock
+_COUNT = 0xFFFFFFFF
+_FOREVER = 1 << 62
+
+
+@inlined
+def wait_until_at_least(ring, word, value):  # type: ignore[no-untyped-def]
+    """Spins, then sleeps, until the word reaches ``value``; at once if the ring stops."""
+    now = atomic_load(word)
+    if now >= value:
+        return
+    deadline = clock_ns() + atomic_load(ring + SPIN_NS)
+    while clock_ns() < deadline:
+        for _ in range(_PAUSES):
+            now = atomic_load(word)
+            if now >= value:
+                return
+            pause()
+    atomic_add(ring + SLEEPERS, 1)
+    now = atomic_load(word)
+    while now < value and atomic_load(ring + STOP) == 0:
+        futex_wait(word, now)
+        now = atomic_load(word)
+    atomic_add(ring + SLEEPERS, -1)
+
+
+@inlined
+def tell(ring, word):  # type: ignore[no-untyped-def]
+    """Wakes those who sleep until a word, just changed, reaches a value."""
+    if atomic_add(ring + SLEEPERS, 0) > 0:
+        futex_wake_all(word)
+
+
+@inlined
+def _note(ring, job, index, status):  # type: ignore[no-untyped-def]
+    """Keeps the first failure since ``submit_step``."""
+    if atomic_add(ring + FAILED, 1) == 0:
+        atomic_store(ring + FAILED_JOB, job)
+        atomic_store(ring + FAILED_TASK, index)
+        atomic_store(ring + STATUS, status)
+
+
+@inlined
+def _complete(ring, job, number):  # type: ignore[no-untyped-def]
+    atomic_store(job + COMPLETED_AT, clock_ns())
+    atomic_store(job + COMPLETED, number)
+    tell(ring, job + COMPLETED)
+
+
+@inlined
+def _open(ring, job, number, worker):  # type: ignore[no-untyped-def]
+    """Counts the job's tasks and lets them be taken."""
+    atomic_store(job + OPENED_AT, clock_ns())
+    tasks = atomic_load(job + TASKS)  # of a job without ``open``
+    if atomic_load(job + OPEN) != 0:
+        tasks = call_task(atomic_load(job + OPEN), atomic_load(job + RECORD), -1, worker)
+        if tasks < 0:
+            _note(ring, job, -1, tasks)
+            tasks = 0
+        atomic_store(job + TASKS, tasks)
+    atomic_store(job + DONE, 0)
+    atomic_store(job + TAKEN, (number << 32) | tasks)
+    atomic_store(job + OPENED, number)
+    tell(ring, job + OPENED)
+    if tasks == 0:
+        _complete(ring, job, number)
+
+
+@inlined
+def _wait_for_opening(ring, job, before, needed, number, worker):  # type: ignore[no-untyped-def]
+    """Until the job is open: opens it as soon as it may be, unless another does."""
+    spins = 0
+    while atomic_load(job + OPENED) < number:
+        if before == 0 or atomic_load(before + COMPLETED) >= needed:
+            claimed = atomic_load(job + CLAIMED)
+            if claimed < number:
+                if atomic_exchange(job + CLAIMED, claimed, number) == claimed:
+                    _open(ring, job, number, worker)
+            else:
+                wait_until_at_least(ring, job + OPENED, number)
+        elif spins < _PAUSES:
+            pause()
+        else:
+            # Whoever completes the job before looks at this one next.
+            wait_until_at_least(ring, before + COMPLETED, needed)
+        spins += 1
+        if atomic_load(ring + STOP) != 0:
+            return
+
+
+@kernel("ring")
+def work(ring: int, worker: int, number: int, until: int) -> int:
+    """Runs jobs from ``number`` on; returns ``until`` when it has got there, or where it stopped.
+
+    A worker's life is one call with an ``until`` that never comes.
+    """
+    slots, mask = atomic_load(ring + SLOTS), atomic_load(ring + MASK)
+    while number < until:
+        wait_until_at_least(ring, ring + HEAD, number)
+        if atomic_load(ring + STOP) != 0:
+            return number
+        job = atomic_load(slots + 8 * (number & mask))
+        if atomic_load(job + OPENED) < number:
+            after = atomic_load(job + AFTER)
+            before = 0
+            if after > 0:
+                before = atomic_load(slots + 8 * ((number - after) & mask))
+            _wait_for_opening(ring, job, before, number - after, number, worker)
+        while True:
+            taken = atomic_load(job + TAKEN)
+            left = taken & _COUNT
+            if left == 0 or (taken >> 32) & _COUNT != number & _COUNT:
+                break
+            if atomic_exchange(job + TAKEN, taken, taken - 1) != taken:
+                continue
+            tasks = atomic_load(job + TASKS)
+            index = tasks - left
+            run, record = atomic_load(job + RUN), atomic_load(job + RECORD)
+            status = call_task(run, record, index, worker)
+            if status != 0:
+                _note(ring, job, index, status)
+            if atomic_add(job + DONE, 1) + 1 == tasks:
+                _complete(ring, job, number)
+        number += 1
+    return number
+
+
+def _submit(ring: int, jobs: int, count: int) -> int:
+    """Publishes jobs; returns the number of the first.
+
+    Args:
+        jobs: address of int64 [count], the jobs' addresses. One thread at a time.
+    """
+    first = atomic_load(ring + HEAD) + 1
+    slots, mask = atomic_load(ring + SLOTS), atomic_load(ring + MASK)
+    for i in range(count):
+        atomic_store(slots + 8 * ((first + i) & mask), atomic_load(jobs + 8 * i))
+    atomic_store(ring + HEAD, first + count - 1)
+    tell(ring, ring + HEAD)
+    return first
+
+
+@functools.cache
+def make_submit() -> Any:
+    """Compiles ``_submit`` as a routine; ``.address`` is its C address."""
+    return routine(3, "submit")(_submit)
+
+
+_publish = inlined(_submit)
+
+
+@kernel("ring")
+def run_step(ring: int, jobs: int, count: int, driver_works: bool) -> int:
+    """Publishes jobs, works along as worker 0, and returns when the last one is complete.
+
+    Returns:
+        the status of the first task that failed, or 0; ``STATUS`` and its neighbours say more.
+    """
+    atomic_store(ring + FAILED, 0)
+    atomic_store(ring + STATUS, 0)
+    first = _publish(ring, jobs, count)
+    last = first + count - 1
+    if driver_works:
+        work(ring, 0, first, last + 1)
+    job = atomic_load(jobs + 8 * (count - 1))
+    wait_until_at_least(ring, job + COMPLETED, last)
+    return atomic_load(ring + STATUS)
+
+
+@kernel("ring")
+def wait_for(ring: int, job: int, number: int) -> None:
+    """Waits, without working, until a job of that number is complete."""
+    wait_until_at_least(ring, job + COMPLETED, number)
+
+
+@kernel("ring")
+def worker_loop(ring: int, worker: int, number: int) -> None:
+    """A worker thread's life."""
+    work(ring, worker, number, _FOREVER)
+
+
+@kernel("ring")
+def stop(ring: int) -> None:
+    """Ends all workers, those asleep too; what has not begun is left."""
+    atomic_store(ring + STOP, 1)
+    futex_wake_all(ring + HEAD)

@@ -1,0 +1,123 @@
+"""Steps of attention over a made-up cache: run serially, and by the reference in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from pykernels.cpu.attention.job import ATTENTION, PAGE
+from pykernels.cpu.attention.kernel import Attention
+from pykernels.ref.attention import attend
+from pykernels.testing import poisoned
+
+
+def bits(value: float) -> int:
+    """A float32's, as jobs hold it."""
+    return int(np.float32(value).view(np.int32))
+
+
+@dataclass
+class Step:
+    """``sequences``: of each its tokens of this step, and its keys with them.
+
+    The cache is [pages, PAGE, KVH, D_K + D_V], of MLA [pages, PAGE, 1, D_K], whose first D_V
+    numbers are the values. Pages lie in random order; whatever is not written is NaN.
+    """
+
+    sequences: Sequence[tuple[int, int]]
+    NH: int
+    KVH: int
+    D_K: int
+    D_V: int
+    mla: bool = False
+    window: int = 0
+    sinks: bool = False
+    scale: float = 0.1
+    table: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        g = torch.Generator().manual_seed(len(self.sequences))
+        T, S = sum(tokens for tokens, _ in self.sequences), len(self.sequences)
+        self.q = torch.randn(T, self.NH, self.D_K, generator=g)
+        used = [-(-keys // PAGE) for _, keys in self.sequences]
+        order = torch.randperm(sum(used) + 1, generator=g).tolist()
+        self.table = torch.full((S, max(used) + 1), 1 << 40)
+        both = self.D_K if self.mla else self.D_K + self.D_V
+        cache = poisoned(len(order), PAGE, self.KVH, both, dtype=torch.bfloat16)
+        self.k = cache[..., : self.D_K]
+        self.v = cache[..., : self.D_V] if self.mla else cache[..., self.D_K :]
+        self.sequence = torch.empty(T, dtype=torch.int64)
+        self.positions = torch.empty(T, dtype=torch.int64)
+        t = 0
+        for s, (tokens, keys) in enumerate(self.sequences):
+            for j in range(used[s]):
+                self.table[s, j] = page = order.pop()
+                n = min(PAGE, keys - PAGE * j)
+                cache[page, :n] = torch.randn(n, self.KVH, both, generator=g).bfloat16()
+            self.sequence[t : t + tokens] = s
+            self.positions[t : t + tokens] = torch.arange(keys - tokens, keys)
+            t += tokens
+        self.sink = torch.randn(self.NH, generator=g) * 2 if self.sinks else None
+
+    def truth(self) -> torch.Tensor:
+        """float64 [T, NH, D_V]."""
+        out, t = [], 0
+        for s, (tokens, keys) in enumerate(self.sequences):
+            pages = self.table[s, : -(-keys // PAGE)]
+            k, v = (x[pages].flatten(0, 1)[:keys].double() for x in (self.k, self.v))
+            q, sinks = self.q[t : t + tokens].double(), self.sink
+            window = self.window or None
+            out.append(attend(q, k, v, scale=self.scale, window=window, sinks=sinks))
+            t += tokens
+        return torch.cat(out)
+
+    def job(self, attention: Attention, out: torch.Tensor) -> tuple[np.ndarray, list[Any]]:
+        """The record, and what it points to."""
+        T, S = self.q.shape[0], len(self.sequences)
+        keys = sum(keys for _, keys in self.sequences)
+        need = attention.workspace(self.NH, self.KVH, T, S, keys)
+        sizes = torch.tensor([T, S])
+        memory = {
+            "items": need.items_bytes,
+            "combines": need.combines_bytes,
+            "partial": need.partial_bytes,
+            "scratch": attention.scratch_bytes,
+        }
+        held: list[Any] = [sizes]
+        job = np.zeros(1, ATTENTION)
+        for name, nbytes in memory.items():
+            held.append(torch.full((nbytes + 64,), 255, dtype=torch.uint8))
+            job[name] = (held[-1].data_ptr() + 63) // 64 * 64
+        for name in ("sequence", "positions", "q", "k", "v"):
+            job[name] = getattr(self, name).data_ptr()
+        job["sizes"], job["page_table"] = sizes.data_ptr(), self.table.data_ptr()
+        job["page_table_stride"] = self.table.stride(0)
+        job["q_stride"], job["out_stride"] = 4 * self.q.stride(0), 4 * out.stride(0)
+        job["page_bytes"], job["token_bytes"] = 2 * self.k.stride(0), 2 * self.k.stride(1)
+        job["k_head_bytes"], job["v_head_bytes"] = 2 * self.k.stride(2), 2 * self.v.stride(2)
+        job["NH"], job["KVH"], job["scale"] = self.NH, self.KVH, bits(self.scale)
+        job["window"], job["out"] = self.window, out.data_ptr()
+        job["sinks"] = 0 if self.sink is None else self.sink.data_ptr()
+        job["items_capacity"] = need.items_capacity
+        job["combines_capacity"] = need.combines_capacity
+        job["partial_bytes"] = need.partial_bytes
+        return job, held
+
+    def run(self, attention: Attention, backwards: bool = False) -> tuple[torch.Tensor, int]:
+        """(float32 [T, NH, D_V], tasks of the second op)."""
+        out = poisoned(self.q.shape[0], self.NH, self.D_V)
+        job, _held = self.job(attention, out)
+        address, tasks = job.ctypes.data, 0
+        for opening, run in (
+            (attention.open, attention.run),
+            (attention.combine_open, attention.combine),
+        ):
+            tasks = opening.ctypes(address, -1, 0)
+            assert tasks >= 0
+            for i in range(tasks)[:: -1 if backwards else 1]:
+                assert run.ctypes(address, i, 0) == 0
+        return out, tasks

@@ -1,0 +1,73 @@
+"""The CPU's attention against the reference in float64, on the same bfloat16 cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pykernels.cpu.attention.kernel import make_attention
+from pykernels.errors import PykernelsError
+from pykernels.testing import assert_close
+
+from .steps import Step
+
+BOUND = 2e-6
+GQA = {"NH": 8, "KVH": 2, "D_K": 64, "D_V": 64}
+MLA = {"NH": 6, "KVH": 1, "D_K": 160, "D_V": 128, "mla": True}
+RAGGED = [(1, 1), (3, 130), (70, 70), (1, 64), (100, 333), (1, 700)]
+"""One token, few and many, with a cached prefix and without, at a page's end and behind it."""
+
+STEPS = {
+    "gqa": Step(RAGGED, **GQA),
+    "mla": Step(RAGGED, **MLA),
+    "window": Step(RAGGED, window=100, **GQA),
+    "window-1": Step([(80, 200), (1, 600)], window=1, **GQA),
+    "sinks": Step(RAGGED, sinks=True, **GQA),
+    "long": Step([(1, 2000), (8, 1025)], sinks=True, window=1500, **GQA),
+    "no-group": Step(RAGGED[:4], NH=3, KVH=3, D_K=32, D_V=16),
+    "wide-group": Step([(2, 600), (9, 80)], NH=300, KVH=1, D_K=48, D_V=32, mla=True),
+    "v3-heads": Step([(40, 90)], NH=2, KVH=2, D_K=192, D_V=128),
+    "odd-values": Step([(5, 90)], NH=4, KVH=2, D_K=16, D_V=80),
+    "far-scores": Step([(30, 150)], scale=30.0, **GQA),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_against_the_reference(name: str) -> None:
+    step = STEPS[name]
+    out, combines = step.run(make_attention(step.D_K, step.D_V))
+    bound = 1e-4 if name == "far-scores" else BOUND  # of scores near 300, in float32
+    assert_close(out, step.truth(), bound)
+    few_see_two_splits = {"gqa", "mla", "sinks", "long", "wide-group"}
+    assert (combines > 0) == (name in few_see_two_splits)
+
+
+def test_vectors_of_eight() -> None:
+    for step in (STEPS["gqa"], STEPS["mla"]):
+        out, _ = step.run(make_attention(step.D_K, step.D_V, N=8))
+        assert_close(out, step.truth(), BOUND)
+
+
+def test_a_sequence_alone_has_the_same_bits() -> None:
+    attention = make_attention(GQA["D_K"], GQA["D_V"])
+    together = Step([(1, 700)] * 2, **GQA)
+    out, _ = together.run(attention, backwards=True)
+    alone = Step([(1, 700)], **GQA)
+    for s in range(2):
+        alone.q, alone.k, alone.v = together.q[s : s + 1], together.k, together.v
+        alone.table = together.table[s : s + 1]
+        assert torch.equal(alone.run(attention)[0], out[s : s + 1])
+
+
+def test_too_little_memory_is_a_status() -> None:
+    step, attention = STEPS["gqa"], make_attention(GQA["D_K"], GQA["D_V"])
+    job, _held = step.job(attention, torch.empty_like(step.q))
+    for name in ("items_capacity", "combines_capacity", "partial_bytes"):
+        short = job.copy()
+        short[name] = 1
+        assert attention.open.ctypes(short.ctypes.data, -1, 0) < 0
+
+
+def test_other_head_sizes_are_refused() -> None:
+    with pytest.raises(PykernelsError, match="D_V = 24"):
+        make_attention(32, 24)
