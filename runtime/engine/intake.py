@@ -31,7 +31,7 @@ class Intake:
     def requests(
         self,
         prompt_ids: Iterable[int],
-        params: SamplingParams,
+        params: SamplingParams | None,
         sink: Sink,
         streamed: bool,
         name: str | None,
@@ -41,6 +41,7 @@ class Intake:
         Raises:
             PykernelsError: this engine can never serve it; the line has its name.
         """
+        params = params or SamplingParams()
         arrival = next(self._arrivals)
         name = name or f"request-{arrival}"
         prompt = self._prompt(name, prompt_ids)

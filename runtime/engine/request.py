@@ -15,6 +15,7 @@ from .text import TextStream
 
 
 class State(enum.Enum):
+    NEW = "new"
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
@@ -101,7 +102,7 @@ class Request:
             bias |= dict.fromkeys(self.end_ids, -math.inf)
         self.sampling = SequenceSampling(params, seed, counts, bias)
         self.table = PageTable()
-        self.state = State.WAITING
+        self.state = State.NEW
         self.reason: FinishReason | None = None
         self.error: BaseException | None = None
         self.text = text

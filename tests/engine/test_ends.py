@@ -7,6 +7,7 @@ import math
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -62,16 +63,17 @@ def test_end_tokens_end_after_min_tokens() -> None:
     assert len(late) >= 8 and whole[5] not in late[:8], "not drawn at all, rather than ignored"
 
 
-def test_cancels_and_deadlines_keep_what_was_drawn() -> None:
+def test_cancels_and_deadlines_keep_what_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(FakeRunner(max_sequences=2), threaded=False)
     long, late, queued = (
         engine.submit([i], SamplingParams(seed=i, max_tokens=100, deadline=limit))
-        for i, limit in enumerate((None, 0.05, 0.0))
+        for i, limit in enumerate((None, 30, 0))
     )
     for _ in range(3):
         engine.step()
     assert queued.result().completions[0].finish_reason == "deadline"
-    time.sleep(0.06)
+    later = SimpleNamespace(perf_counter=lambda: time.perf_counter() + 60)
+    monkeypatch.setattr("runtime.engine.core.time", later)
     assert late.result().token_ids == expected([1], 1, 3)
     long.cancel()
     long.cancel()
@@ -173,16 +175,23 @@ def test_interrupted_generate_cancels_its_requests(monkeypatch: pytest.MonkeyPat
     assert engine.stats.finished == 9
 
 
-def test_ctrl_c_ends_generate_and_its_requests() -> None:
-    runner = SlowRunner()
+def test_ctrl_c_ends_generate_and_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, may = FakeRunner(), threading.Event()
+    main, step = threading.main_thread().ident, runner.step
+    assert main is not None
+
+    def interrupting(batch: StepBatch) -> StepResult:
+        signal.pthread_kill(main, signal.SIGINT)
+        may.wait()
+        return step(batch)
+
+    monkeypatch.setattr(runner, "step", interrupting)
     with Engine(runner) as engine:
-        main = threading.main_thread().ident
-        assert main is not None
-        threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             engine.generate([[1], [2]], SamplingParams(max_tokens=100))
-        runner.may.set()
-        while engine.stats.finished < 2:
+        monkeypatch.undo()
+        may.set()
+        while engine.stats.finished == 0 or engine.stats.waiting + engine.stats.running:
             time.sleep(0.001)
         assert engine.stats.steps < 5
 

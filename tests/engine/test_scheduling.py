@@ -162,14 +162,14 @@ def test_no_page_leaks_from_2000_random_requests() -> None:
         engine.step()
         if live and rng.random() < 0.1:
             rng.choice(live)[0].cancel()
-        for item in [item for item in live if item[0]._requests[0].reason]:
+        for item in [item for item in live if item[0].requests[0].reason]:
             live.remove(item)
             done += 1
             handle, prompt, own, count = item
             completion = handle.result().completions[0]
             whole = expected(prompt, own, count)
             assert completion.token_ids == whole[: len(completion.token_ids)]
-            ends = {3, *handle._requests[0].params.stop_token_ids}
+            ends = {3, *handle.requests[0].params.stop_token_ids}
             if completion.finish_reason == "length":
                 assert completion.token_ids == whole
             elif completion.finish_reason == "stop":
