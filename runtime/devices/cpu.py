@@ -85,6 +85,7 @@ class CpuStep:
         self._tensors: dict[str, torch.Tensor] = {**inputs, **caches}
         self._rows: dict[tuple[str, str, bool], Rows] = {}
         self._scratch: dict[int, int] = {}
+        self._shared: dict[str, int] = {}
         self.outputs: dict[str, torch.Tensor] = {}
         jobs: list[Job] = []
         self._last = {name: at for at, node in enumerate(program.nodes) for name in node.inputs}
@@ -152,6 +153,13 @@ class CpuStep:
     def room(self, nbytes: int) -> int:
         """Memory that lasts; returns its address."""
         return self.keep(allocate(max(nbytes, _LINE)))
+
+    def shared(self, what: str, nbytes: int) -> int:
+        """Memory that nodes of one kind use in turn; returns its address."""
+        key = f"{what} {ceil_to(max(nbytes, _LINE), _LINE)}"
+        if key not in self._shared:
+            self._shared[key] = self.room(nbytes)
+        return self._shared[key]
 
     def scratch(self, nbytes: int) -> tuple[int, int]:
         """(address, stride) of scratch of each worker, which any task may use while it runs."""

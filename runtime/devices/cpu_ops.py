@@ -12,6 +12,8 @@ import torch
 
 from pykernels.cpu import MoECall
 from pykernels.cpu.activations.row_layout import row_bytes
+from pykernels.cpu.attention.job import ATTENTION, PAGE
+from pykernels.cpu.attention.kernel import make_attention
 from pykernels.cpu.cache_write import GQA_WRITE, MLA_WRITE, make_gqa_write, make_mla_write
 from pykernels.cpu.embedding import EMBED, make_embed
 from pykernels.cpu.gemm.common import MAX_BLOCKS
@@ -233,6 +235,54 @@ def _gqa_write(step: CpuStep, node: Node) -> list[Job]:
     return [Job(node.name, run.address, record, opening.address)]
 
 
+def _attention(step: CpuStep, node: Node) -> list[Job]:
+    q, k, positions, sequences, table, *rest = node.inputs
+    (out,), attrs = node.outputs, node.attrs
+    v = rest[0] if rest else k  # in latents the values are a part of the keys
+    pages, tables = step.tensor(k), step.tensor(table)
+    NH, KVH, T = attrs["heads"], attrs["kv_heads"], step.most(q)
+    kernel = make_attention(attrs["dk"], attrs["dv"])
+    S = min(T, tables.shape[0])
+    room = kernel.workspace(NH, KVH, T, S, S * tables.shape[1] * PAGE)
+    head_bytes = pages.stride(2) * 2 if pages.ndim == 4 else 0
+    scratch, scratch_stride = step.scratch(kernel.scratch_bytes)
+    record = step.record(
+        ATTENTION,
+        sizes=step.count_at(q),
+        sequence=step.at(sequences),
+        positions=step.at(positions),
+        page_table=step.at(table),
+        page_table_stride=tables.stride(0),
+        q=step.at(q),
+        q_stride=step.stride(q),
+        k=step.at(k),
+        v=step.at(v),
+        page_bytes=pages.stride(0) * 2,
+        token_bytes=pages.stride(1) * 2,
+        k_head_bytes=head_bytes,
+        v_head_bytes=head_bytes,
+        NH=NH,
+        KVH=KVH,
+        scale=step.bits(attrs["scale"]),
+        window=attrs.get("window", 0),
+        sinks=step.keep(node.weights["sinks"]) if "sinks" in node.weights else 0,
+        out=step.at(out),
+        out_stride=step.stride(out),
+        items=step.shared("items", room.items_bytes),
+        items_capacity=room.items_capacity,
+        combines=step.shared("combines", room.combines_bytes),
+        combines_capacity=room.combines_capacity,
+        partial=step.shared("partial", room.partial_bytes),
+        partial_bytes=room.partial_bytes,
+        scratch=scratch,
+        scratch_stride=scratch_stride,
+    )
+    return [
+        Job(node.name, kernel.run.address, record, kernel.open.address),
+        Job(f"{node.name}.combine", kernel.combine.address, record, kernel.combine_open.address),
+    ]
+
+
 def _router(step: CpuStep, node: Node) -> list[Job]:
     (logits,), (ids, weights) = node.inputs, node.outputs
     spec, bias = node.attrs["spec"], node.weights.get("bias")
@@ -295,6 +345,7 @@ BINDERS: dict[str, Callable[[CpuStep, Node], list[Job]]] = {
     "rope_table": _rope_table,
     "mla_write": _mla_write,
     "gqa_write": _gqa_write,
+    "attention": _attention,
     "router": _router,
     "moe_ffn": _moe_ffn,
 }
