@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from pykernels.errors import PykernelsError
-from runtime.engine import Engine, SamplingParams, StepBatch, StepResult
+from runtime.engine import AsyncRequestHandle, Engine, SamplingParams, StepBatch, StepResult
 
 from .fake_runner import FakeRunner, Words, expected, text_of
 
@@ -146,6 +146,20 @@ def test_who_stops_listening_cancels() -> None:
     assert next(chunks).token_ids == expected([1], 5, 1)
     chunks.close()  # type: ignore[attr-defined]
     assert not engine.step() and engine.stats.finished == 1
+
+
+def test_requests_of_a_closed_event_loop_end() -> None:
+    runner = SlowRunner()
+
+    async def leave(engine: Engine) -> list[AsyncRequestHandle]:
+        return [engine.asubmit([seed], SamplingParams(seed=seed)) for seed in range(3)]
+
+    with Engine(runner) as engine:
+        handles = asyncio.run(leave(engine))
+        runner.may.set()
+        while engine.stats.finished < 3:
+            time.sleep(0.001)
+        assert [handle.requests[0].drawn for handle in handles] == [1, 1, 1]
 
 
 def test_close_ends_what_waits_and_what_comes_later() -> None:
