@@ -14,6 +14,9 @@ from .sampling_params import SamplingParams
 
 Ints = NDArray[np.int64]
 
+NEVER = -1e30
+"""Bias of a token that must not be drawn: infinite for a softmax, finite for all arithmetic."""
+
 
 class SequenceSampling:
     """What a runner needs to draw the tokens of one sequence, beside seed and number of draws.
@@ -26,7 +29,7 @@ class SequenceSampling:
         seed: of the draws, 0 to 2**63 - 1.
         counts: seen tokens; None if ``params`` has no penalties.
         bias_ids: int32 [N], distinct.
-        bias_values: float32 [N], added to the logits; -inf: not to be drawn.
+        bias_values: float32 [N], added to the logits; finite, ``NEVER`` for what must not be drawn.
     """
 
     __slots__ = ("bias_ids", "bias_values", "counts", "params", "seed")
@@ -40,7 +43,7 @@ class SequenceSampling:
     ) -> None:
         self.params, self.seed, self.counts = params, seed, counts
         self.bias_ids = np.fromiter(bias.keys(), np.int32, len(bias))
-        self.bias_values = np.fromiter(bias.values(), np.float32, len(bias))
+        self.bias_values = np.clip(list(bias.values()), NEVER, -NEVER).astype(np.float32)
 
 
 @dataclass(slots=True, eq=False)

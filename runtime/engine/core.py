@@ -28,14 +28,15 @@ class Core:
         return self.scheduler.busy
 
     def add(self, request: Request) -> None:
+        request.state = State.WAITING
         self.scheduler.add(request)
         if request.deadline < math.inf:
             self._timed.add(request)
             self._next_deadline = min(self._next_deadline, request.deadline)
 
     def cancel(self, request: Request) -> None:
-        """End a request with what it has; nothing happens if it has ended."""
-        if request.state is not State.FINISHED:
+        """End a request with what it has; nothing happens if it has ended, or was not added."""
+        if request.state not in (State.NEW, State.FINISHED):
             self._end(request, "cancelled")
 
     def end_all(self, error: BaseException | None = None) -> None:

@@ -20,11 +20,10 @@ class TokenCounts:
     Attributes:
         size: N, distinct tokens so far.
         ids: int32 [capacity]; the first N are valid, as below.
-        counts: int32 [capacity], occurrences in the output.
-        in_prompt: uint8 [capacity], 1 if the token is in the prompt.
+        counts: int32 [capacity], occurrences in the output; 0: in the prompt only.
     """
 
-    __slots__ = ("_index", "counts", "ids", "in_prompt", "size")
+    __slots__ = ("_index", "counts", "ids", "size")
 
     def __init__(self, prompt: Sequence[int], room: int, vocab_size: int) -> None:
         distinct = list(dict.fromkeys(prompt))
@@ -32,9 +31,7 @@ class TokenCounts:
         self.size = len(distinct)
         self.ids = np.zeros(capacity, np.int32)
         self.counts = np.zeros(capacity, np.int32)
-        self.in_prompt = np.zeros(capacity, np.uint8)
         self.ids[: self.size] = distinct
-        self.in_prompt[: self.size] = 1
         self._index = {token: i for i, token in enumerate(distinct)}
 
     def add(self, token: int) -> None:

@@ -21,7 +21,11 @@ class LoopBridge:
         self._events.append((queue, event))
         if not self._woken:
             self._woken = True
-            self.loop.call_soon_threadsafe(self._drain)
+            try:
+                self.loop.call_soon_threadsafe(self._drain)
+            except RuntimeError:
+                self._woken = False  # the next request of this loop is to hear of it too
+                raise
 
     def _drain(self) -> None:
         # Cleared first: an event that comes while the rest is handed out wakes the loop again.

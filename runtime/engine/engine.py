@@ -19,7 +19,7 @@ from .delivery import LoopBridge
 from .handle import AsyncRequestHandle, RequestHandle
 from .intake import Intake
 from .outputs import Chunk, EngineStats, Result
-from .request import Event, Request, Sink
+from .request import Event, Request
 from .sampling_params import SamplingParams
 from .text import MakeDetokenizer
 
@@ -75,7 +75,9 @@ class Engine:
         Raises:
             PykernelsError: this engine can never serve it, or is closed.
         """
-        return self._submit(prompt_ids, params, name, streamed=True)
+        handle = self._handle(prompt_ids, params, name, streamed=True)
+        self._enter(handle.requests)
+        return handle
 
     def asubmit(
         self,
@@ -92,8 +94,11 @@ class Engine:
             )
         queue: asyncio.Queue[Event] = asyncio.Queue()
         bridge = self._bridge(asyncio.get_running_loop())
-        requests = self._enter(prompt_ids, params, name, partial(bridge.put, queue), streamed=True)
-        return AsyncRequestHandle(requests, self._cancel, self._detokenizer, queue)
+        sink = partial(bridge.put, queue)
+        requests = self._intake.requests(prompt_ids, params, sink, streamed=True, name=name)
+        handle = AsyncRequestHandle(requests, self._cancel, self._detokenizer, queue)
+        self._enter(requests)
+        return handle
 
     def generate(
         self,
@@ -115,10 +120,13 @@ class Engine:
                 f"There are {len(prompts)} prompts and {len(each)} params",
                 "Give one SamplingParams for all, or one a prompt",
             )
-        handles: list[RequestHandle] = []
+        handles = [
+            self._handle(prompt, one, None, streamed=False)
+            for prompt, one in zip(prompts, each, strict=True)
+        ]
         try:
-            for prompt, one in zip(prompts, each, strict=True):
-                handles.append(self._submit(prompt, one, None, streamed=False))
+            for handle in handles:
+                self._enter(handle.requests)
             return [handle.result() for handle in handles]
         except BaseException:
             for handle in handles:
@@ -199,7 +207,7 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _submit(
+    def _handle(
         self,
         prompt_ids: Iterable[int],
         params: SamplingParams | None,
@@ -207,20 +215,11 @@ class Engine:
         streamed: bool,
     ) -> RequestHandle:
         queue: SimpleQueue[Event] = SimpleQueue()
-        requests = self._enter(prompt_ids, params, name, queue.put, streamed)
+        requests = self._intake.requests(prompt_ids, params, queue.put, streamed, name)
         receive = queue.get if self.threaded else partial(self._drive, queue)
         return RequestHandle(requests, self._cancel, self._detokenizer, receive)
 
-    def _enter(
-        self,
-        prompt_ids: Iterable[int],
-        params: SamplingParams | None,
-        name: str | None,
-        sink: Sink,
-        streamed: bool,
-    ) -> list[Request]:
-        params = params or SamplingParams()
-        requests = self._intake.requests(prompt_ids, params, sink, streamed, name)
+    def _enter(self, requests: Sequence[Request]) -> None:
         with self._gate:
             if self._closed:
                 raise PykernelsError("The engine is closed", "Make a new one")
@@ -230,7 +229,6 @@ class Engine:
                 self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
                 atexit.register(self.close)
                 self._thread.start()
-        return requests
 
     def _cancel(self, request: Request) -> None:
         with self._gate:

@@ -30,7 +30,7 @@ class Handle:
         detokenizer: MakeDetokenizer | None,
     ) -> None:
         self.name = requests[0].name
-        self._requests, self._cancel = requests, cancel
+        self.requests, self._cancel = requests, cancel
         self._open = len(requests)
         self._result: Result | None = None
         self._texts = [
@@ -44,7 +44,7 @@ class Handle:
 
     def cancel(self) -> None:
         """End all outputs before the next step; what was generated stays. From any thread."""
-        for request in self._requests:
+        for request in self.requests:
             self._cancel(request)
 
     def _chunk(self, event: Event) -> Chunk:
@@ -67,9 +67,9 @@ class Handle:
     def _collect(self) -> Result:
         """The result, once all outputs have ended."""
         if self._result is None:
-            first = self._requests[0]
+            first = self.requests[0]
             prompt = tuple(first.tokens[: first.prompt_size])
-            outputs = tuple(self._completion(request) for request in self._requests)
+            outputs = tuple(self._completion(request) for request in self.requests)
             self._result = Result(self.name, prompt, outputs)
         return self._result
 

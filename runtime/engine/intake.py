@@ -31,16 +31,17 @@ class Intake:
     def requests(
         self,
         prompt_ids: Iterable[int],
-        params: SamplingParams,
+        params: SamplingParams | None,
         sink: Sink,
         streamed: bool,
         name: str | None,
     ) -> list[Request]:
-        """``params.n`` requests of one prompt, the leader first.
+        """``params.n`` requests of one prompt.
 
         Raises:
             PykernelsError: this engine can never serve it; the line has its name.
         """
+        params = params or SamplingParams()
         arrival = next(self._arrivals)
         name = name or f"request-{arrival}"
         prompt = self._prompt(name, prompt_ids)
@@ -72,7 +73,6 @@ class Intake:
                     now=now,
                     sink=sink,
                     streamed=streamed,
-                    leader=made[0] if made else None,
                     text=text,
                 )
             )

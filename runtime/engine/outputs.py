@@ -17,7 +17,8 @@ class TokenLogprob(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
-class Chunk(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Chunk:
     """What is new of one output. The last of each output has a ``finish_reason``.
 
     Text may come later than its tokens: a character may be incomplete, a stop string may begin.

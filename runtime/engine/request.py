@@ -15,6 +15,7 @@ from .text import TextStream
 
 
 class State(enum.Enum):
+    NEW = "new"
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
@@ -35,8 +36,6 @@ class Request:
         tokens: prompt and output; after a preemption all of them are computed again.
         computed: how many of them have keys and values in the cache.
         order: (priority, arrival, index); the smallest is served first and preempted last.
-        leader: the first output of the same prompt: this one waits until the leader's pages
-            of the prompt are there to share. None for the leader itself.
         text: of a request with stop strings, else None.
         streamed: whether each token is an event; otherwise only the end is.
         deadline: on the clock of ``time.perf_counter``.
@@ -52,7 +51,6 @@ class Request:
         "first_at",
         "index",
         "last_at",
-        "leader",
         "logprobs",
         "max_tokens",
         "min_tokens",
@@ -87,7 +85,6 @@ class Request:
         now: float,
         sink: Sink,
         streamed: bool,
-        leader: Request | None = None,
         text: TextStream | None = None,
     ) -> None:
         self.name, self.index, self.params = name, index, params
@@ -95,7 +92,6 @@ class Request:
         self.prompt_size = len(self.tokens)
         self.computed = 0
         self.order = (params.priority, arrival, index)
-        self.leader = leader
         self.max_tokens, self.min_tokens = max_tokens, params.min_tokens
         self.end_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
@@ -106,7 +102,7 @@ class Request:
             bias |= dict.fromkeys(self.end_ids, -math.inf)
         self.sampling = SequenceSampling(params, seed, counts, bias)
         self.table = PageTable()
-        self.state = State.WAITING
+        self.state = State.NEW
         self.reason: FinishReason | None = None
         self.error: BaseException | None = None
         self.text = text
@@ -126,11 +122,6 @@ class Request:
     @property
     def output(self) -> tuple[int, ...]:
         return tuple(self.tokens[self.prompt_size :])
-
-    @property
-    def waits_for_leader(self) -> bool:
-        leader = self.leader
-        return leader is not None and leader.drawn == 0 and leader.state is not State.FINISHED
 
     def allow_end(self) -> None:
         """``min_tokens`` are there: end tokens may be drawn from now on."""

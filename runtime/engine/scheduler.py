@@ -143,17 +143,17 @@ class Scheduler:
     def _prefill(self, budget: int, now: float) -> list[Piece]:
         """Pieces of prompts: those under way, and new ones that fit, all by order."""
         pieces: list[Piece] = []
-        head = self._next()
+        may_admit = True
         while budget > 0:
             i = len(pieces)
             request = self.prefilling[i] if i < len(self.prefilling) else None
+            head = self.waiting[0] if self.waiting and may_admit else None
             if head is not None and (request is None or head.order < request.order):
-                if self._admit(head, now):
-                    request, head = head, self._next()
-                    insort(self.prefilling, request, key=ORDER)
-                else:
-                    head = None  # those behind it wait as well: nobody is overtaken for ever
-                    continue
+                # If it cannot, those behind it wait as well: nobody is overtaken for ever.
+                may_admit = self._admit(head, now)
+                if may_admit:
+                    insort(self.prefilling, head, key=ORDER)
+                continue
             if request is None:
                 break
             size = min(budget, len(request.tokens) - request.computed)
@@ -161,13 +161,13 @@ class Scheduler:
             budget -= size
         return pieces
 
-    def _next(self) -> Request | None:
-        return next((r for r in self.waiting if not r.waits_for_leader), None)
-
     def _admit(self, request: Request, now: float) -> bool:
         running = len(self.decoding) + len(self.prefilling)
         # A page for each that runs: otherwise the next full page would preempt this one again.
         if running >= self.capacity:
+            return False
+        under_way = [other.table for other in self.prefilling]
+        if self.manager.is_coming(request.table, request.tokens, under_way):
             return False
         if not self.manager.admit(request.table, request.tokens, reserve=running):
             return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -57,6 +57,19 @@ class BlockManager:
         """Pages that can be had without taking one from a sequence."""
         return len(self.pool) + self.tree.idle
 
+    def is_coming(
+        self, table: PageTable, tokens: Sequence[int], others: Iterable[PageTable]
+    ) -> bool:
+        """Whether the first page that is not cached is being computed for one of ``others``.
+
+        Then it is worth waiting for: prompts that come at once compute what they share once.
+        """
+        next_page = len(self._match(table, tokens))
+        if next_page == self._shareable(tokens):
+            return False
+        key = table.keys[next_page]
+        return any(next_page < len(o.keys) and o.keys[next_page] == key for o in others)
+
     def admit(self, table: PageTable, tokens: Sequence[int], reserve: int = 0) -> bool:
         """Give a sequence pages for all its tokens, the longest cached prefix among them.
 
@@ -71,9 +84,7 @@ class BlockManager:
         Returns:
             Whether the pages were there; if not, nothing has changed.
         """
-        limit = (len(tokens) - 1) // self.page_size
-        extend_keys(table.keys, tokens, limit, self.page_size)
-        hits = self.tree.match(table.keys, limit)
+        hits = self._match(table, tokens)
         fresh = -(-len(tokens) // self.page_size) - len(hits)
         # Idle pages that are hit stop being available as well.
         idle = sum(not self.pool.references[node.page] for node in hits)
@@ -127,6 +138,15 @@ class BlockManager:
             self._drop(page)
         self._rows.append(table.row)
         table.pages, table.row, table.cached, table.node = [], -1, 0, None
+
+    def _shareable(self, tokens: Sequence[int]) -> int:
+        """Most leading pages that may come from the cache: the last token is always computed."""
+        return (len(tokens) - 1) // self.page_size
+
+    def _match(self, table: PageTable, tokens: Sequence[int]) -> list[Node]:
+        limit = self._shareable(tokens)
+        extend_keys(table.keys, tokens, limit, self.page_size)
+        return self.tree.match(table.keys, limit)
 
     def _take(self) -> int:
         if not len(self.pool):

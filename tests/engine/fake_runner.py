@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from runtime.engine import Completion, SequenceSampling, StepBatch, StepResult
+from runtime.engine import SequenceSampling, StepBatch, StepResult
+from runtime.engine.batch import NEVER
 from runtime.kv_cache import BlockManager, PageTable
 
 
@@ -39,6 +40,7 @@ class FakeRunner:
     """By seed, which is another for each request of a test."""
     sizes: list[int] = field(default_factory=list)
     """T of each step."""
+    seen: tuple[int, object, int, object] | None = None
     fail_next: Exception | None = None
 
     def __post_init__(self) -> None:
@@ -54,6 +56,7 @@ class FakeRunner:
             error, self.fail_next = self.fail_next, None
             raise error
         assert batch.T <= self.max_tokens and batch.S <= self.max_sequences
+        self._check_versions(batch)
         assert batch.S - 1 <= batch.R <= batch.S and batch.starts[batch.S] == batch.T
         slots = batch.slots[: batch.T]
         assert len(set(slots.tolist())) == batch.T, "two tokens write the same slot"
@@ -66,6 +69,16 @@ class FakeRunner:
         logprobs = -np.arange(self.max_sequences, dtype=np.float32)
         top = np.tile(np.arange(20), (self.max_sequences, 1))
         return StepResult(tokens, logprobs, top, -top.astype(np.float32))
+
+    def _check_versions(self, batch: StepBatch) -> None:
+        """What a runner may keep while the versions stay is what it would read again."""
+        now = (batch.S, batch.rows[: batch.S].tolist(), list(map(id, batch.sampling)))
+        tables = batch.page_tables[batch.rows[: batch.S]].tolist()
+        if self.seen and self.seen[0] == batch.version:
+            assert self.seen[1] == now and batch.T == batch.S == batch.R
+            if self.seen[2] == batch.tables_version:
+                assert self.seen[3] == tables
+        self.seen = (batch.version, now, batch.tables_version, tables)
 
     def _history(self, batch: StepBatch, s: int) -> np.ndarray:
         first, last, length = batch.starts[s], batch.starts[s + 1], batch.lengths[s]
@@ -84,7 +97,8 @@ class FakeRunner:
         assert history[len(history) - draws :].tolist() == before
         if how.counts is not None:
             self._check_counts(history, before, how)
-        banned = how.bias_ids[np.isneginf(how.bias_values)].tolist()
+        banned = how.bias_ids[how.bias_values <= np.float32(NEVER)].tolist()
+        assert not banned or draws < how.params.min_tokens
         token = draw(history, seed, draws, self.vocab_size)
         while token in banned:
             token = (token + 1) % self.vocab_size
@@ -94,13 +108,9 @@ class FakeRunner:
     def _check_counts(self, history: np.ndarray, output: list[int], how: SequenceSampling) -> None:
         counts = how.counts
         assert counts is not None
-        N = counts.size
-        prompt = set(history[: len(history) - len(output)].tolist())
-        assert set(counts.ids[:N].tolist()) == set(history.tolist())
-        for token, count, seen in zip(
-            counts.ids[:N].tolist(), counts.counts[:N], counts.in_prompt[:N], strict=True
-        ):
-            assert count == output.count(token) and seen == (token in prompt)
+        ids, N = counts.ids.tolist(), counts.size
+        assert set(ids[:N]) == set(history.tolist())
+        assert counts.counts[:N].tolist() == [output.count(token) for token in ids[:N]]
 
 
 def check_pages(manager: BlockManager, tables: Sequence[PageTable]) -> None:
@@ -109,14 +119,17 @@ def check_pages(manager: BlockManager, tables: Sequence[PageTable]) -> None:
     named = [page for table in tables for page in table.pages]
     assert pool.references == [named.count(page) for page in range(pool.num_pages)]
     assert len(pool) + tree.idle + len(set(named)) == pool.num_pages
+    for node in tree._nodes.values():
+        assert node.parent is None or tree._nodes[node.parent.key] is node.parent
     for table in tables:
-        assert (
-            table.row < 0 or manager.tables[table.row][: len(table.pages)].tolist() == table.pages
-        )
+        row = manager.tables[table.row, : len(table.pages)].tolist()
+        assert table.row < 0 or row == table.pages
 
 
 class Words:
-    """A detokenizer: token t is the t-th of its words."""
+    """A detokenizer: token t is the t-th of its words; the last token brings one letter more."""
+
+    REST = "c"
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = words
@@ -125,8 +138,8 @@ class Words:
         return self.words[token % len(self.words)]
 
     def finish(self) -> str:
-        return ""
+        return self.REST
 
 
-def text_of(completion: Completion, words: Sequence[str]) -> str:
-    return "".join(words[token % len(words)] for token in completion.token_ids)
+def text_of(tokens: Sequence[int], words: Sequence[str]) -> str:
+    return "".join(words[token % len(words)] for token in tokens)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from pykernels.errors import PykernelsError
-from runtime.engine import Engine, SamplingParams, StepBatch, StepResult
+from runtime.engine import AsyncRequestHandle, Engine, SamplingParams, StepBatch, StepResult
 
 from .fake_runner import FakeRunner, Words, expected, text_of
 
@@ -19,32 +21,40 @@ WORDS = ("a", "b", "ab", "c", "ba", "caa", "bb")
 
 def test_stop_strings_never_show_in_any_chunk() -> None:
     """At every split of the text into tokens, and for stops that overlap one another."""
-    stops = ("bcaab", "abab", "cc")
+    stops = ("bbc", "caa", "ababab", "cc")
     for seed in range(60):
         engine = Engine(FakeRunner(), threaded=False, detokenizer=lambda: Words(WORDS))
-        how = SamplingParams(seed=seed, max_tokens=40, stop=stops, min_tokens=seed % 3)
+        least = seed % 3
+        how = SamplingParams(seed=seed, max_tokens=3 + seed % 17, stop=stops, min_tokens=least)
         handle = engine.submit([seed], how)
         shown = "".join(chunk.text for chunk in handle)
         completion = handle.result().completions[0]
-        raw = text_of(completion, WORDS)
-        free = "".join(WORDS[t % len(WORDS)] for t in completion.token_ids[: seed % 3])
-        cuts = [at for s in stops if (at := raw.find(s, len(free))) >= 0]
+        free = len(text_of(completion.token_ids[:least], WORDS))  # here stops do not count
+        raw = text_of(completion.token_ids, WORDS) + Words.REST
+        cuts = [at for stop in stops if (at := raw.find(stop, free)) >= 0]
         assert shown == completion.text == raw[: min(cuts, default=len(raw))]
         assert completion.finish_reason == ("stop" if cuts else "length")
-        if cuts:
-            before = "".join(WORDS[t % len(WORDS)] for t in completion.token_ids[:-1])
-            assert not any(s in before[len(free) :] for s in stops), "it ended too late"
+        before = text_of(completion.token_ids[:-1], WORDS)[free:]
+        assert not any(stop in before for stop in stops), "it ended too late"
 
 
 def test_end_tokens_end_after_min_tokens() -> None:
     whole = expected([1], 4, 30)
-    engine = Engine(FakeRunner(), threaded=False, eos_token_ids=[whole[5]])
+    engine = Engine(
+        FakeRunner(),
+        threaded=False,
+        eos_token_ids=[whole[5]],
+        detokenizer=lambda: Words(WORDS),
+    )
     how = {"seed": 4, "max_tokens": 20, "temperature": 0.5}
 
     def run(seed: int, **more: object) -> tuple[tuple[int, ...], str]:
         engine._core.runner.drawn.clear()  # type: ignore[attr-defined]
         [result] = engine.generate([[1]], SamplingParams(**{**how, **more}))  # type: ignore[arg-type]
-        return result.token_ids, result.completions[0].finish_reason
+        reason = result.completions[0].finish_reason
+        shown = result.token_ids[: -1 if reason == "stop" else None]
+        assert result.text == text_of(shown, WORDS) + Words.REST
+        return result.token_ids, reason
 
     assert run(4) == (whole[:6], "stop")
     assert run(4, ignore_eos=True) == (whole[:20], "length")
@@ -53,16 +63,17 @@ def test_end_tokens_end_after_min_tokens() -> None:
     assert len(late) >= 8 and whole[5] not in late[:8], "not drawn at all, rather than ignored"
 
 
-def test_cancels_and_deadlines_keep_what_was_drawn() -> None:
+def test_cancels_and_deadlines_keep_what_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(FakeRunner(max_sequences=2), threaded=False)
     long, late, queued = (
         engine.submit([i], SamplingParams(seed=i, max_tokens=100, deadline=limit))
-        for i, limit in enumerate((None, 0.05, 0.0))
+        for i, limit in enumerate((None, 30, 0))
     )
     for _ in range(3):
         engine.step()
     assert queued.result().completions[0].finish_reason == "deadline"
-    time.sleep(0.06)
+    later = SimpleNamespace(perf_counter=lambda: time.perf_counter() + 60)
+    monkeypatch.setattr("runtime.engine.core.time", later)
     assert late.result().token_ids == expected([1], 1, 3)
     long.cancel()
     long.cancel()
@@ -104,8 +115,7 @@ class SlowRunner(FakeRunner):
 
 
 def test_threads_and_tasks_share_one_engine() -> None:
-    runner = FakeRunner()
-    with Engine(runner, detokenizer=lambda: Words(WORDS)) as engine:
+    with Engine(FakeRunner(), detokenizer=lambda: Words(WORDS)) as engine:
         texts: dict[int, str] = {}
 
         def stream(seed: int) -> None:
@@ -127,15 +137,29 @@ def test_threads_and_tasks_share_one_engine() -> None:
             thread.join()
         assert outputs == [list(expected([s], s, 30)) for s in range(10, 14)]
         for seed in range(4):
-            text = "".join(WORDS[t % len(WORDS)] for t in expected([seed], seed, 30))
-            assert texts[seed] == text
-            assert engine.stats.waiting == 0
-        # Whoever stops listening cancels.
-        for _ in engine.stream([1], SamplingParams(seed=50, max_tokens=190)):
-            break
-        while engine.stats.finished < 9:
+            assert texts[seed] == text_of(expected([seed], seed, 30), WORDS) + Words.REST
+
+
+def test_who_stops_listening_cancels() -> None:
+    engine = Engine(FakeRunner(), threaded=False)
+    chunks = engine.stream([1], SamplingParams(seed=5))
+    assert next(chunks).token_ids == expected([1], 5, 1)
+    chunks.close()  # type: ignore[attr-defined]
+    assert not engine.step() and engine.stats.finished == 1
+
+
+def test_requests_of_a_closed_event_loop_end() -> None:
+    runner = SlowRunner()
+
+    async def leave(engine: Engine) -> list[AsyncRequestHandle]:
+        return [engine.asubmit([seed], SamplingParams(seed=seed)) for seed in range(3)]
+
+    with Engine(runner) as engine:
+        handles = asyncio.run(leave(engine))
+        runner.may.set()
+        while engine.stats.finished < 3:
             time.sleep(0.001)
-        assert len(runner.drawn[50]) < 190
+        assert [handle.requests[0].drawn for handle in handles] == [1, 1, 1]
 
 
 def test_close_ends_what_waits_and_what_comes_later() -> None:
@@ -163,6 +187,27 @@ def test_interrupted_generate_cancels_its_requests(monkeypatch: pytest.MonkeyPat
         engine.generate([[i] * 10 for i in range(9)], SamplingParams(max_tokens=5))
     assert not engine.step()
     assert engine.stats.finished == 9
+
+
+def test_ctrl_c_ends_generate_and_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, may = FakeRunner(), threading.Event()
+    main, step = threading.main_thread().ident, runner.step
+    assert main is not None
+
+    def interrupting(batch: StepBatch) -> StepResult:
+        signal.pthread_kill(main, signal.SIGINT)
+        may.wait()
+        return step(batch)
+
+    monkeypatch.setattr(runner, "step", interrupting)
+    with Engine(runner) as engine:
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([[1], [2]], SamplingParams(max_tokens=100))
+        monkeypatch.undo()
+        may.set()
+        while engine.stats.finished == 0 or engine.stats.waiting + engine.stats.running:
+            time.sleep(0.001)
+        assert engine.stats.steps < 5
 
 
 @pytest.mark.parametrize(

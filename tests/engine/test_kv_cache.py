@@ -89,6 +89,16 @@ def test_the_oldest_leaf_is_evicted_first() -> None:
     assert (cached([1, 1, 2, 2]), cached([3, 3, 4, 4])) == (1, 0)
 
 
+def test_pages_that_two_computed_become_one() -> None:
+    manager = BlockManager(num_pages=6, page_size=PAGE, max_sequences=2, max_pages=6)
+    tables = [PageTable(), PageTable()]
+    assert all(manager.admit(table, [1, 1, 2, 2]) for table in tables)
+    for table in tables:
+        manager.commit(table, [1, 1, 2, 2], 4)
+    assert tables[0].pages == tables[1].pages and manager.available == 4
+    check_pages(manager, tables)
+
+
 def test_equal_keys_of_other_tokens_are_no_match() -> None:
     tree = PrefixTree()
     keys: list[tuple[bytes, bytes]] = []

@@ -74,7 +74,7 @@ def test_preempted_requests_lose_nothing() -> None:
     engine = owned(runner)
     prompts = [[i] * 9 for i in range(4)]
     results = engine.generate(prompts, [params(i, 30) for i in range(4)])
-    assert engine.stats.preemptions > 0
+    assert engine.stats.preemptions > 0 and engine.stats.prompt_tokens == 4 * 9
     assert results[0].completions[0].stats.preemptions == 0, "the oldest is the last to go"
     for i, result in enumerate(results):
         assert result.token_ids == expected(prompts[i], i, 30)
@@ -105,6 +105,16 @@ def test_forks_share_the_prompt_and_draw_their_own() -> None:
     assert sorted(outputs) == sorted(expected(prompt, seed, 6) for seed in runner.drawn)
     assert runner.sizes[:2] == [14, 1 + 2 + 2], "three full pages of the prompt are shared"
     check_all_free(engine)
+
+
+def test_prompts_that_come_at_once_share_what_comes() -> None:
+    runner = FakeRunner(max_tokens=30)
+    engine = owned(runner)
+    prompts = [[*range(50), i, i, i, i] for i in range(3)]
+    results = engine.generate(prompts, [params(i, 2) for i in range(3)])
+    # 48 of the 50 are whole pages: the first computes them, for the others 6 are left.
+    assert runner.sizes[:3] == [30, 24, 1 + 6 + 6]
+    assert [r.token_ids for r in results] == [expected(p, i, 2) for i, p in enumerate(prompts)]
 
 
 def test_penalties_see_what_was_drawn() -> None:
@@ -152,14 +162,14 @@ def test_no_page_leaks_from_2000_random_requests() -> None:
         engine.step()
         if live and rng.random() < 0.1:
             rng.choice(live)[0].cancel()
-        for item in [item for item in live if item[0]._requests[0].reason]:
+        for item in [item for item in live if item[0].requests[0].reason]:
             live.remove(item)
             done += 1
             handle, prompt, own, count = item
             completion = handle.result().completions[0]
             whole = expected(prompt, own, count)
             assert completion.token_ids == whole[: len(completion.token_ids)]
-            ends = {3, *handle._requests[0].params.stop_token_ids}
+            ends = {3, *handle.requests[0].params.stop_token_ids}
             if completion.finish_reason == "length":
                 assert completion.token_ids == whole
             elif completion.finish_reason == "stop":
