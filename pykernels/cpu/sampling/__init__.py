@@ -1,12 +1,13 @@
-"""Sampling on the CPU, twin of ``ref.sampling.sample_requests``: two ops, scan and finish.
+"""Sampling on the CPU, twin of ``ref.sampling.sample_requests``: three ops, scan, draw and finish.
 
 - *scan*: a task takes a chunk of a row: applies mask, bias and penalties, keeps the largest of each
-  lane of its groups, sums exps for the logprob, and draws where nothing but the temperature counts.
+  lane of its groups, and sums exps for the logprob.
+- *draw*: a task takes a chunk of a row where neither top-k nor min-p counts: its best draw.
 - *finish*: a task takes a row: merges its chunks; finds the k-th largest by bisection over the
   maxima and the few logits that reach their k-th; then accepts the best draw if less than top-p of
   the mass lies above it, or goes on with those above. There is no sort.
 
-A draw is an argmax of logits with Gumbel's noise, which no token can raise by more than 16.64: noise
+A draw is an argmax of logits with Gumbel's noise, which raises no token by more than 16.64: noise
 is made only for those that can still win.
 """
 
@@ -22,6 +23,7 @@ from ...errors import PykernelsError
 from ...ref.sampling import MAX_LOGPROBS, Request, Sampled
 from ..intrin.sync import call_task
 from ..jit import kernel
+from .draw import make_draw
 from .finish import make_finish
 from .job import (
     COLUMNS,
@@ -36,11 +38,9 @@ from .scan import make_scan
 
 
 @kernel()
-def _run(scan_open, scan, finish_open, finish, job):
-    for index in range(call_task(scan_open, job, -1, 0)):
-        call_task(scan, job, index, 0)
-    for index in range(call_task(finish_open, job, -1, 0)):
-        call_task(finish, job, index, 0)
+def _run(opening, run, job):
+    for index in range(call_task(opening, job, -1, 0)):
+        call_task(run, job, index, 0)
 
 
 def set_request(block: np.ndarray, row: int, request: Request, V: int) -> list[Any]:
@@ -137,8 +137,8 @@ def sample_requests(logits: torch.Tensor, requests: Sequence[Request]) -> Sample
     job["tokens"], job["logprobs_out"] = out.tokens.data_ptr(), out.logprobs.data_ptr()
     job["top_ids"], job["top_logprobs"] = out.top_ids.data_ptr(), out.top_logprobs.data_ptr()
     job["scratch_stride"] = need.scratch_stride
-    tasks = [compiled.address for op in (make_scan(), make_finish()) for compiled in op]
-    _run(*tasks, job.ctypes.data)
+    for opening, run in (make_scan(), make_draw(), make_finish()):
+        _run(opening.address, run.address, job.ctypes.data)
     del held  # what the block points at has lived until here
     return out
 
@@ -147,6 +147,7 @@ __all__ = [
     "COLUMNS",
     "SAMPLING",
     "Sizes",
+    "make_draw",
     "make_finish",
     "make_scan",
     "parameter_dtype",

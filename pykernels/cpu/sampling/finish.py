@@ -1,4 +1,4 @@
-"""The second op: a row a task; what its chunks have found becomes a token and its logprobs."""
+"""The third op: a row a task; what its chunks have found becomes a token and its logprobs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,21 @@ import numpy as np
 from numba import carray, types
 
 from ...ref.sampling import MAX_LOGPROBS
-from ..intrin.registers import stack_alloc
 from ..intrin.sync import as_pointer
 from ..jit import inlined, task
 from ..job import f32, i64, poke_f32, poke_i64
-from .job import CANDIDATES, CHUNK, PARTIAL_BYTES, number, partial_at, sampling_at
+from .job import CANDIDATES, CHUNK, number, sampling_at
 from .passes import LEAST, is_finite, make_passes
-from .scan import NAN, heat_of, is_adjusted, is_allowed, keeps_all, row_of
+from .rows import (
+    NAN,
+    heat_of,
+    is_adjusted,
+    is_allowed,
+    keeps_all,
+    largest,
+    partial_of,
+    row_of,
+)
 from .select import from_ordered, make_select, ordered
 
 _ZERO, _ONE, _INFINITY = np.float32(0.0), np.float32(1.0), np.float32(np.inf)
@@ -24,7 +32,7 @@ _ZERO, _ONE, _INFINITY = np.float32(0.0), np.float32(1.0), np.float32(np.inf)
 
 @functools.cache
 def make_finish() -> tuple[Any, Any]:
-    """Compiles (open, run), tasks of ``SAMPLING``, to be run after the scan: one for a row."""
+    """Compiles (open, run), tasks of ``SAMPLING``, to be run last: one for a row."""
     P, S = make_passes(), make_select()
     N, GROUP, STEP = P.N, P.GROUP, P.STEP
     best_draw, nucleus_mass, summarize = P.best_draw, P.nucleus_mass, P.summarize
@@ -40,7 +48,7 @@ def make_finish() -> tuple[Any, Any]:
         no finite largest."""
         top = LEAST
         for c in range(chunks):
-            mine = number(partial_at(job.partials + PARTIAL_BYTES * (r * chunks + c)).top)
+            mine = number(partial_of(job, r, c).top)
             if mine != mine:
                 return NAN, NAN
             top = max(top, mine)
@@ -48,18 +56,18 @@ def make_finish() -> tuple[Any, Any]:
             return top, NAN
         total = _ZERO
         for c in range(chunks):
-            partial = partial_at(job.partials + PARTIAL_BYTES * (r * chunks + c))
+            partial = partial_of(job, r, c)
             less = types.float32(math.exp(number(partial.top) - top))
             total += number(partial.total) * less
         return top, types.float32(top + types.float32(math.log(total)))
 
     @inlined
-    def draw(job, r, groups, maxima, best, best_id, noisy_id, heat, spare):
+    def draw(job, r, chunks, groups, maxima, best, best_id, heat, spare):
         """The token of a row without NaN whose largest logit is above -inf, not greedily."""
         V, row = job.V, row_of(job, r)
         seed, draws = i64(job.seed, r), i64(job.draws, r)
         least, floor = LEAST, LEAST
-        top, token, p = best / heat, noisy_id, f32(job.top_p, r)
+        top, token, p = best / heat, -1, f32(job.top_p, r)
         limited = not keeps_all(job, r)
         if limited:
             k, min_p = i64(job.top_k, r), f32(job.min_p, r)
@@ -67,6 +75,12 @@ def make_finish() -> tuple[Any, Any]:
                 least = kth_largest(row, V, groups, maxima, k, best, spare)
             if min_p > _ZERO:
                 floor = types.float32(top + types.float32(math.log(min(min_p, _ONE))))
+        else:
+            noisy = LEAST
+            for c in range(chunks):
+                partial = partial_of(job, r, c)
+                if number(partial.noisy) > noisy:
+                    noisy, token = number(partial.noisy), partial.noisy_id
         if not p >= _ONE and not is_finite(top):
             return best_id  # no sum says more than that it has all the mass
         border, mass, limit, heavy = LEAST, _ZERO, least, True
@@ -74,7 +88,7 @@ def make_finish() -> tuple[Any, Any]:
         while heavy:
             if searching:
                 _, token = best_draw(
-                    row, V, 0, groups, maxima, heat, seed, draws, top, limit, floor
+                    row, V, 0, groups, maxima, heat, seed, draws, best_id, limit, floor
                 )
             if p >= _ONE:
                 return token
@@ -89,15 +103,9 @@ def make_finish() -> tuple[Any, Any]:
 
     @inlined
     def choose(job, r, chunks, groups, maxima, spare):
-        best, best_id, noisy, noisy_id = LEAST, -1, LEAST, -1
-        for c in range(chunks):
-            partial = partial_at(job.partials + PARTIAL_BYTES * (r * chunks + c))
-            if partial.first_nan >= 0:
-                return partial.first_nan
-            if number(partial.best) > best:
-                best, best_id = number(partial.best), partial.best_id
-            if number(partial.noisy) > noisy:
-                noisy, noisy_id = number(partial.noisy), partial.noisy_id
+        best, best_id, first_nan = largest(job, r)
+        if first_nan >= 0:
+            return first_nan
         if best_id < 0:  # nothing is above -inf
             mask = i64(job.mask, r)
             for v in range(job.V):
@@ -106,7 +114,7 @@ def make_finish() -> tuple[Any, Any]:
             return -1
         heat = heat_of(job, r)
         if heat > _ZERO:
-            return draw(job, r, groups, maxima, best, best_id, noisy_id, heat, spare)
+            return draw(job, r, chunks, groups, maxima, best, best_id, heat, spare)
         return best_id
 
     @inlined

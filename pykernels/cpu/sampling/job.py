@@ -80,7 +80,7 @@ PARTIAL, partial_at = descriptor(
         "best",  # bits of the largest adjusted logit
         "best_id",  # the lowest that has it
         "first_nan",  # id of the first adjusted logit that is NaN; -1: none
-        "noisy",  # bits of the largest perturbed logit, in rows without top-k and min-p
+        "noisy",  # bits of the largest perturbed logit (draw)
         "noisy_id",
         "unused",
     ),

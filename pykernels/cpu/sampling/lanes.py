@@ -12,7 +12,7 @@ from numba.core import types
 
 from ...ref.sampling import PHILOX_FACTORS, PHILOX_KEYS, PHILOX_ROUNDS
 from ..intrin.codegen import emits, shuffle, splat
-from ..intrin.registers import F32, I32, I64
+from ..intrin.registers import I32, I64
 from ..jit import inlined
 from ..vectors import make_vectors
 

@@ -27,7 +27,6 @@ LEAST = np.float32(-np.inf)
 LOWEST = np.finfo(np.float32).min
 """Perturbed logits are not below: what may be drawn is above what may not."""
 _MOST_NOISE = np.float32(16.7)  # -log(-log(1 - 2**-24)) is 16.64
-_SPREAD = np.float32(19.6)  # and -log(-log(2**-24)) is -2.81
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
 
@@ -132,12 +131,12 @@ def make_passes() -> Any:
         return V_.sum(whole), V_.sum(upper)
 
     @inlined
-    def best_draw(row, V, first, last, maxima, heat, seed, draws, top, least, floor):
+    def best_draw(row, V, first, last, maxima, heat, seed, draws, best_id, least, floor):
         """(largest perturbed logit, its lowest id) of those in groups first .. last - 1 that are
         above -inf, at least ``least`` and, divided by heat, ``floor``; (-inf, -1) if none is.
 
-        ``top`` is the largest logit among them, divided by heat: noise is made only for what can
-        still win.
+        Noise is made only for what can still win, also against ``best_id``, one such token of any
+        group: the row's largest leaves few.
         """
         spare, lanes = stack_alloc(SPARE), stack_alloc(BEST)
         key_low, key_high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
@@ -145,7 +144,10 @@ def make_passes() -> Any:
         by, low, bottom = V_.broadcast(heat), V_.broadcast(least), V_.broadcast(floor)
         nothing, lowest = V_.broadcast(LEAST), V_.broadcast(types.float32(LOWEST))
         best, best_at = nothing, V_.zero()
-        limit = max(floor, types.float32(top - _SPREAD))
+        v = best_id // N * N
+        V_.store_f32(lanes, gumbel(v, key_low, key_high, draws_low, draws_high))
+        rival = f32(row, best_id) / heat + f32(lanes, best_id - v)
+        limit = max(floor, types.float32(rival - _MOST_NOISE))
         for g in range(first, last):
             edge = V_.broadcast(limit)
             summary = V_.load_f32(maxima + STEP * g)

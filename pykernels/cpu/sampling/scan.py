@@ -1,4 +1,4 @@
-"""The first op: a chunk of a row's logits a task, adjusted, summed up, and drawn from."""
+"""The first op: a chunk of a row's logits a task, adjusted and summed up."""
 
 from __future__ import annotations
 
@@ -8,53 +8,14 @@ from typing import Any
 import numpy as np
 from numba import carray, types
 
-from ...ref.sampling import COLDEST, HOTTEST
 from ..intrin.sync import as_pointer
 from ..jit import inlined, task
 from ..job import f32, i32, i64
 from .job import CHUNK, PARTIAL_BYTES, partial_at, sampling_at, word
 from .passes import LEAST, is_finite, make_passes
+from .rows import NAN, is_adjusted, is_allowed
 
-NAN = np.float32(np.nan)
-_COLDEST, _HOTTEST = np.float32(COLDEST), np.float32(HOTTEST)
 _ZERO = np.float32(0.0)
-
-
-@inlined
-def heat_of(job, r):
-    """A row's temperature; 0 where the largest is taken (NaN is no temperature either)."""
-    heat = f32(job.temperature, r)
-    return min(heat, _HOTTEST) if heat >= _COLDEST else _ZERO
-
-
-@inlined
-def is_adjusted(job, r):
-    """Whether a row's logits do not stay as they came."""
-    return i64(job.mask, r) != 0 or i64(job.bias_count, r) > 0 or i64(job.seen_count, r) > 0
-
-
-@inlined
-def row_of(job, r):
-    """Address of the logits that a row draws from."""
-    if is_adjusted(job, r):
-        return job.adjusted + 4 * r * job.V
-    return job.logits + r * job.logits_stride
-
-
-@inlined
-def keeps_all(job, r):
-    """Whether neither top-k nor min-p leaves out any of a row."""
-    k = i64(job.top_k, r)
-    return (k < 1 or k >= job.V) and not f32(job.min_p, r) > _ZERO
-
-
-@inlined
-def is_allowed(mask, v):
-    """Whether bit v of a mask is set; without a mask (0) all are."""
-    if mask == 0:
-        return True
-    byte = carray(as_pointer(mask), (v // 8 + 1,), types.uint8)[v // 8]
-    return (types.int64(byte) >> (v % 8)) & 1 != 0
 
 
 @functools.cache
@@ -64,7 +25,7 @@ def make_scan() -> tuple[Any, Any]:
     N, GROUP, STEP, V_ = P.N, P.GROUP, P.STEP, P.V
     pick = P.L.pick
     CHUNK_GROUPS = CHUNK // GROUP
-    summarize, find, sum_exp, best_draw = P.summarize, P.find, P.sum_exp, P.best_draw
+    summarize, find, sum_exp = P.summarize, P.find, P.sum_exp
 
     @task("sampling-scan-open")
     def opening(address, index, worker):
@@ -150,14 +111,6 @@ def make_scan() -> tuple[Any, Any]:
         partial.first_nan = first_nan(row, first, last) if broken else -1
         partial.best = word(best)
         partial.best_id = find(row, V, from_group, to_group, maxima, best)
-        heat = heat_of(job, r)
-        noisy, noisy_id = LEAST, -1
-        if heat > _ZERO and not broken and keeps_all(job, r):
-            noisy, noisy_id = best_draw(
-                row, V, from_group, to_group, maxima, heat, i64(job.seed, r), i64(job.draws, r),
-                best / heat, LEAST, LEAST,
-            )  # fmt: skip
-        partial.noisy, partial.noisy_id = word(noisy), noisy_id
         return 0
 
     return opening, run

@@ -1,4 +1,4 @@
-"""The k-th largest logit and the ids of the few largest, from the maxima and few groups of a row."""
+"""The k-th largest logit and the ids of the largest, from the maxima and few groups of a row."""
 
 from __future__ import annotations
 
