@@ -239,7 +239,8 @@ def sample_requests(logits: torch.Tensor, requests: Sequence[Request]) -> Sample
         token = tokens[r] = _draw(adjusted(row, request), request)
         if request.logprobs < 0 or token < 0 or not row.amax().isfinite():
             continue
-        order = row.log_softmax(-1).sort(descending=True, stable=True)
+        # In float32, torch's sum over a large vocabulary is off by 2e-5.
+        order = row.double().log_softmax(-1).sort(descending=True, stable=True)
         own[r] = order.values[order.indices == token].squeeze()
         n = min(request.logprobs, row.shape[0])
         ids[r, :n], tops[r, :n] = order.indices[:n], order.values[:n]
