@@ -43,9 +43,9 @@ def make_finish() -> tuple[Any, Any]:
         return i64(sampling_at(address).count_at, 0)
 
     @inlined
-    def log_sum_exp(job, r, chunks):
-        """(largest logit, log of the sum of exps) of a row as it came; the latter NaN if there is
-        no finite largest."""
+    def largest_and_mass(job, r, chunks):
+        """(largest logit of a row as it came, log of the sum of ``exp(logit - largest)``: NaN if
+        there is no finite largest)."""
         top = LEAST
         for c in range(chunks):
             mine = number(partial_of(job, r, c).top)
@@ -59,7 +59,7 @@ def make_finish() -> tuple[Any, Any]:
             partial = partial_of(job, r, c)
             less = types.float32(math.exp(number(partial.top) - top))
             total += number(partial.total) * less
-        return top, types.float32(top + types.float32(math.log(total)))
+        return top, types.float32(math.log(total))
 
     @inlined
     def draw(job, r, chunks, groups, maxima, best, best_id, heat, spare):
@@ -124,11 +124,12 @@ def make_finish() -> tuple[Any, Any]:
         values = job.top_logprobs + 4 * MAX_LOGPROBS * r
         out = carray(as_pointer(values), (MAX_LOGPROBS,), types.float32)
         wanted, held, own = i64(job.logprobs, r), 0, NAN
+        top, mass = LEAST, NAN
         if wanted >= 0 and token >= 0:
-            top, total = log_sum_exp(job, r, chunks)
+            top, mass = largest_and_mass(job, r, chunks)
             row = job.logits + r * job.logits_stride
-            if is_finite(total):
-                own = f32(row, token) - total
+            if is_finite(mass):
+                own = f32(row, token) - top - mass
                 if wanted > 0:
                     if is_adjusted(job, r):  # the maxima are of the adjusted logits
                         maxima = spare + 4 * (CANDIDATES + N)
@@ -136,7 +137,7 @@ def make_finish() -> tuple[Any, Any]:
                     n = min(wanted, MAX_LOGPROBS)
                     held = top_ids(row, job.V, groups, maxima, n, top, ids, values)
             for i in range(held):
-                out[i] -= total
+                out[i] = out[i] - top - mass
         poke_f32(job.logprobs_out + 4 * r, own)
         for i in range(held, MAX_LOGPROBS):
             poke_i64(ids, i, -1)
