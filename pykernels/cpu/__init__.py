@@ -15,6 +15,7 @@ from .jit import kernel
 from .moe.call import MoECall, Workspace, contiguous_rows
 from .moe.kernel import make_kernel
 from .moe.plan import MoEPlan, plan
+from .sampling import sample_requests
 from .weights.pack import make_pack, pack_job, packs_scales
 
 
@@ -100,4 +101,5 @@ __all__ = [
     "packs_scales",
     "plan",
     "run_serially",
+    "sample_requests",
 ]

@@ -43,6 +43,7 @@ done."""
 SOURCES = (
     "pykernels/cpu",
     "pykernels/quant",
+    "pykernels/ref/sampling.py",
     "runtime/workers/counters.py",
     "runtime/experts/launch.py",
     "runtime/workers/reduce.py",

@@ -1,0 +1,151 @@
+"""A call of sampling from Python: its memory, its job, and its tasks one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...errors import PykernelsError
+from ...ref.sampling import MAX_LOGPROBS, Request, Sampled
+from ..intrin.sync import call_task
+from ..jit import kernel
+from .draw import make_draw
+from .finish import make_finish
+from .job import SAMPLING, parameter_dtype, point_at_parameters, sizes
+from .scan import make_scan
+
+
+@kernel()
+def _run(opening, run, job):
+    for index in range(call_task(opening, job, -1, 0)):
+        call_task(run, job, index, 0)
+
+
+def set_request(block: np.ndarray, row: int, request: Request, V: int) -> list[Any]:
+    """Writes a request into a row of the parameters block.
+
+    Returns:
+        What the block has addresses of: to be kept until the token is drawn.
+
+    Raises:
+        PykernelsError: a temperature, penalty, mask or list that cannot be.
+    """
+    _check(request, V)
+    held: list[Any] = []
+
+    def address(values: torch.Tensor | None, dtype: Any) -> int:
+        if values is None or not len(values):
+            return 0
+        held.append(np.ascontiguousarray(values.numpy(), dtype))
+        return held[-1].ctypes.data
+
+    for name in ("temperature", "top_p", "min_p", "repetition", "presence", "frequency"):
+        block[name][row] = getattr(request, name)
+    for name in ("top_k", "logprobs", "draws"):
+        block[name][row] = getattr(request, name)
+    block["seed"][row] = (request.seed & (1 << 64) - 1) - (request.seed >> 63 & 1) * (1 << 64)
+    block["seen"][row] = address(request.seen, np.int32)
+    block["counts"][row] = address(request.counts, np.int32)
+    block["seen_count"][row] = 0 if request.seen is None else len(request.seen)
+    block["bias_ids"][row] = address(request.bias_ids, np.int32)
+    block["bias"][row] = address(request.bias, np.float32)
+    block["bias_count"][row] = 0 if request.bias_ids is None else len(request.bias_ids)
+    block["mask"][row] = 0
+    if request.mask is not None:
+        held.append(np.packbits(request.mask.numpy(), bitorder="little"))
+        block["mask"][row] = held[-1].ctypes.data
+    return held
+
+
+def _check(request: Request, V: int) -> None:
+    def length(values: torch.Tensor | None) -> int:
+        return 0 if values is None else len(values)
+
+    if not request.repetition > 0:
+        raise PykernelsError(f"repetition is {request.repetition}", "Give a positive number")
+    if not -1 <= request.logprobs <= MAX_LOGPROBS:
+        hint = f"Ask for {MAX_LOGPROBS} at most, or -1"
+        raise PykernelsError(f"{request.logprobs} top logprobs", hint)
+    if request.mask is not None and request.mask.shape != (V,):
+        raise PykernelsError(f"a mask {tuple(request.mask.shape)}", f"Give it bool [{V}]")
+    for ids, values in ((request.seen, request.counts), (request.bias_ids, request.bias)):
+        if length(ids) != length(values):
+            raise PykernelsError(
+                f"{length(ids)} token ids with {length(values)} values", "Give each id its value"
+            )
+
+
+@dataclass(frozen=True)
+class SamplingCall:
+    """The job of one step and the memory that it has addresses of.
+
+    Attributes:
+        job: a ``SAMPLING`` record; ``address`` is what its tasks take.
+        out: where they write.
+        held: the rest.
+    """
+
+    job: np.ndarray
+    out: Sampled
+    held: list[Any]
+
+    @property
+    def address(self) -> int:
+        return self.job.ctypes.data
+
+
+def prepare(logits: torch.Tensor, requests: Sequence[Request], workers: int = 1) -> SamplingCall:
+    """A call that tasks of up to ``workers`` workers can run; otherwise as `sample_requests`."""
+    if logits.dtype != torch.float32 or logits.ndim != 2 or logits.stride(1) != 1:
+        given = f"{logits.dtype} {tuple(logits.shape)}"
+        raise PykernelsError(f"logits are {given}", "Give float32 [R, V] in dense rows")
+    R, V = logits.shape
+    if len(requests) != R:
+        raise PykernelsError(f"{len(requests)} requests for {R} rows", "Give one a row")
+    need, block = sizes(R, V, workers), np.zeros(1, parameter_dtype(R))
+    held: list[Any] = [set_request(block[0], r, request, V) for r, request in enumerate(requests)]
+    out = Sampled(
+        torch.empty(R, dtype=torch.int64, device="cpu"),
+        torch.empty(R, dtype=torch.float32, device="cpu"),
+        torch.empty(R, MAX_LOGPROBS, dtype=torch.int64, device="cpu"),
+        torch.empty(R, MAX_LOGPROBS, dtype=torch.float32, device="cpu"),
+    )
+    count, job = np.array([R], np.int64), np.zeros(1, SAMPLING)
+    point_at_parameters(job[0], block[0])
+    for name in ("adjusted", "maxima", "partials", "scratch"):
+        held.append(np.empty(getattr(need, name), np.uint8))
+        job[name] = held[-1].ctypes.data
+    job["scratch_stride"] = need.scratch_stride
+    job["count_at"], job["V"] = count.ctypes.data, V
+    job["logits"], job["logits_stride"] = logits.data_ptr(), 4 * logits.stride(0)
+    job["tokens"], job["logprobs_out"] = out.tokens.data_ptr(), out.logprobs.data_ptr()
+    job["top_ids"], job["top_logprobs"] = out.top_ids.data_ptr(), out.top_logprobs.data_ptr()
+    return SamplingCall(job, out, [*held, block, count, logits])
+
+
+def make_ops() -> list[tuple[Any, Any]]:
+    """The (open, run) tasks of scan, draw and finish, in their order."""
+    return [make_scan(), make_draw(), make_finish()]
+
+
+def sample_requests(logits: torch.Tensor, requests: Sequence[Request]) -> Sampled:
+    """One token a row, of requests that know nothing of each other, on the calling thread alone.
+
+    The fast twin of ``ref.sampling.sample_requests``, where parameters and result are described.
+    The same tokens are drawn, unless the two best draws differ by no more than rounding.
+
+    Args:
+        logits: float32 [R, V], dense rows.
+        requests: R of them.
+
+    Raises:
+        PykernelsError: what does not fit.
+    """
+    call = prepare(logits, requests)
+    for opening, run in make_ops():
+        _run(opening.address, run.address, call.address)
+    return call.out

@@ -1,0 +1,75 @@
+"""What the parameters of a row ask for."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, types
+
+from ...ref.sampling import COLDEST, HOTTEST
+from ..intrin.sync import as_pointer
+from ..jit import inlined
+from ..job import f32, i64
+from .job import CHUNK, PARTIAL_BYTES, number, partial_at
+from .passes import LEAST
+
+NAN = np.float32(np.nan)
+_COLDEST, _HOTTEST = np.float32(COLDEST), np.float32(HOTTEST)
+_ZERO = np.float32(0.0)
+
+
+@inlined
+def heat_of(job, r):
+    """A row's temperature; 0 where the largest is taken (NaN is no temperature either)."""
+    heat = f32(job.temperature, r)
+    return min(heat, _HOTTEST) if heat >= _COLDEST else _ZERO
+
+
+@inlined
+def is_adjusted(job, r):
+    """Whether a row's logits do not stay as they came."""
+    return i64(job.mask, r) != 0 or i64(job.bias_count, r) > 0 or i64(job.seen_count, r) > 0
+
+
+@inlined
+def row_of(job, r):
+    """Address of the logits that a row draws from."""
+    if is_adjusted(job, r):
+        return job.adjusted + 4 * r * job.V
+    return job.logits + r * job.logits_stride
+
+
+@inlined
+def keeps_all(job, r):
+    """Whether neither top-k nor min-p leaves out any of a row."""
+    k = i64(job.top_k, r)
+    return (k < 1 or k >= job.V) and not f32(job.min_p, r) > _ZERO
+
+
+@inlined
+def is_allowed(mask, v):
+    """Whether bit v of a mask is set; without a mask (0) all are."""
+    if mask == 0:
+        return True
+    byte = carray(as_pointer(mask), (v // 8 + 1,), types.uint8)[v // 8]
+    return (types.int64(byte) >> (v % 8)) & 1 != 0
+
+
+@inlined
+def partial_of(job, r, chunk):
+    """What the tasks have found in a chunk of a row."""
+    chunks = (job.V + CHUNK - 1) // CHUNK
+    return partial_at(job.partials + PARTIAL_BYTES * (r * chunks + chunk))
+
+
+@inlined
+def largest(job, r):
+    """(largest adjusted logit of a row, its lowest id, id of the first that is NaN); -inf and -1 if
+    none is above -inf, -1 if none is NaN."""
+    best, best_id = LEAST, -1
+    for c in range((job.V + CHUNK - 1) // CHUNK):
+        partial = partial_of(job, r, c)
+        if partial.first_nan >= 0:
+            return LEAST, -1, partial.first_nan
+        if number(partial.best) > best:
+            best, best_id = number(partial.best), partial.best_id
+    return best, best_id, -1

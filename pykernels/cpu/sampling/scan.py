@@ -1,0 +1,116 @@
+"""The first op: a chunk of a row's logits a task, adjusted and summed up."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numba import carray, types
+
+from ..intrin.sync import as_pointer
+from ..jit import inlined, task
+from ..job import f32, i32, i64
+from .job import CHUNK, PARTIAL_BYTES, partial_at, sampling_at, word
+from .passes import LEAST, is_finite, make_passes
+from .rows import NAN, is_adjusted, is_allowed
+
+_ZERO = np.float32(0.0)
+
+
+@functools.cache
+def make_scan() -> tuple[Any, Any]:
+    """Compiles (open, run), tasks of ``SAMPLING``: one for a chunk of a row."""
+    P = make_passes()
+    N, GROUP, STEP, V_ = P.N, P.GROUP, P.STEP, P.V
+    pick = P.L.pick
+    CHUNK_GROUPS = CHUNK // GROUP
+    summarize, find, sum_exp = P.summarize, P.find, P.sum_exp
+
+    @task("sampling-scan-open")
+    def opening(address, index, worker):
+        job = sampling_at(address)
+        return i64(job.count_at, 0) * ((job.V + CHUNK - 1) // CHUNK)
+
+    @inlined
+    def copy_allowed(x, y, mask, first, last):
+        """Logits first .. last - 1 from x to y; -inf where the mask forbids."""
+        nothing, whole = V_.broadcast(LEAST), first + (last - first) // N * N
+        for v in range(first, whole, N):
+            value = V_.load_f32(x + 4 * v)
+            if mask != 0:
+                if N == 16:
+                    bits = types.int64(carray(as_pointer(mask + v // 8), (1,), types.uint16)[0])
+                else:
+                    bits = types.int64(carray(as_pointer(mask + v // 8), (1,), types.uint8)[0])
+                value = pick(bits, value, nothing)
+            V_.store_f32(y + 4 * v, value)
+        out = carray(as_pointer(y), (last,), types.float32)
+        for v in range(whole, last):
+            out[v] = f32(x, v) if is_allowed(mask, v) else LEAST
+
+    @inlined
+    def adjust(job, r, first, last):
+        """``ref.sampling.adjusted`` of logits first .. last - 1."""
+        x, y = job.logits + r * job.logits_stride, job.adjusted + 4 * r * job.V
+        copy_allowed(x, y, i64(job.mask, r), first, last)
+        out = carray(as_pointer(y), (last,), types.float32)
+        ids, bias = i64(job.bias_ids, r), i64(job.bias, r)
+        for i in range(i64(job.bias_count, r)):
+            v = types.int64(i32(ids, i))
+            if first <= v < last:
+                out[v] += f32(bias, i)
+        seen, counts = i64(job.seen, r), i64(job.counts, r)
+        repetition, presence = f32(job.repetition, r), f32(job.presence, r)
+        frequency = f32(job.frequency, r)
+        for i in range(i64(job.seen_count, r)):
+            v = types.int64(i32(seen, i))
+            if first <= v < last:
+                value = out[v]
+                value = value / repetition if value > _ZERO else value * repetition
+                times = i32(counts, i)
+                value -= frequency * types.float32(times)
+                out[v] = value - presence if times > 0 else value
+
+    @inlined
+    def first_nan(row, first, last):
+        for v in range(first, last):
+            value = f32(row, v)
+            if value != value:
+                return v
+        return -1
+
+    @task("sampling-scan")
+    def run(address, index, worker):
+        job = sampling_at(address)
+        V = job.V
+        chunks = (V + CHUNK - 1) // CHUNK
+        r, chunk = index // chunks, index % chunks
+        groups = (V + GROUP - 1) // GROUP
+        first, last = chunk * CHUNK, min(chunk * CHUNK + CHUNK, V)
+        from_group = chunk * CHUNK_GROUPS
+        to_group = min(from_group + CHUNK_GROUPS, groups)
+        maxima = job.maxima + STEP * groups * r
+        partial = partial_at(job.partials + PARTIAL_BYTES * index)
+        adjusted, wanted = is_adjusted(job, r), i64(job.logprobs, r) >= 0
+        row = job.logits + r * job.logits_stride
+        best, broken = LEAST, False
+        total = _ZERO
+        for after in range(2 if adjusted else 1):
+            if adjusted and after == 1:
+                adjust(job, r, first, last)
+                row = job.adjusted + 4 * r * V
+            elif adjusted and not wanted:
+                continue
+            best, broken = summarize(row, V, from_group, to_group, maxima)
+            if after == 0 and wanted:
+                partial.top = word(NAN if broken else best)
+                if is_finite(best) and not broken:
+                    total = sum_exp(row, V, from_group, to_group, best)
+                partial.total = word(total)
+        partial.first_nan = first_nan(row, first, last) if broken else -1
+        partial.best = word(best)
+        partial.best_id = find(row, V, from_group, to_group, maxima, best)
+        return 0
+
+    return opening, run
