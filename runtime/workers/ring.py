@@ -40,8 +40,9 @@ LINE = 64
 # Of the ring, each on a cache line of its own.
 HEAD, STOP, SLEEPERS, FAILED = 0, 1 * LINE, 2 * LINE, 3 * LINE
 STATUS, FAILED_JOB, FAILED_TASK = FAILED + 8, FAILED + 16, FAILED + 24
-SLOTS, MASK, SPIN_NS = 4 * LINE, 4 * LINE + 8, 4 * LINE + 16
+SLOTS, MASK, SPIN_NS, PLACES = 4 * LINE, 4 * LINE + 8, 4 * LINE + 16, 4 * LINE + 24
 RING_BYTES = 5 * LINE
+"""``PLACES`` is the address of a line for each worker: the number that it is at."""
 
 # Of a job: what the publisher writes, then what the workers do.
 OPEN, RUN, RECORD, AFTER, OPENED_AT, COMPLETED_AT = 0, 8, 16, 24, 32, 40
@@ -147,7 +148,9 @@ def work(ring: int, worker: int, number: int, until: int) -> int:
     A worker's life is one call with an ``until`` that never comes.
     """
     slots, mask = atomic_load(ring + SLOTS), atomic_load(ring + MASK)
+    place = atomic_load(ring + PLACES) + worker * LINE
     while number < until:
+        atomic_store(place, number)
         wait_until_at_least(ring, ring + HEAD, number)
         if atomic_load(ring + STOP) != 0:
             return number
@@ -223,6 +226,16 @@ def run_step(ring: int, jobs: int, count: int, driver_works: bool) -> int:
 def wait_for(ring: int, job: int, number: int) -> None:
     """Waits, without working, until a job of that number is complete."""
     wait_until_at_least(ring, job + COMPLETED, number)
+
+
+@kernel("ring")
+def pass_by(ring: int, first: int, workers: int) -> None:
+    """Waits until workers ``first .. workers - 1`` are beyond all that was published: none of them
+    looks at those jobs again."""
+    places, number = atomic_load(ring + PLACES), atomic_load(ring + HEAD)
+    for worker in range(first, workers):
+        while atomic_load(places + worker * LINE) <= number and atomic_load(ring + STOP) == 0:
+            pause()
 
 
 @kernel("ring")

@@ -94,16 +94,19 @@ class RingPool:
                 f"Use 1 to {topology.usable} threads",
             )
         self.driver_works, self.lock = driver_works, threading.Lock()
-        memory = np.zeros(words.RING_BYTES // 8 + 8 + _SLOTS, np.int64)
+        places = self.threads * words.LINE // 8
+        memory = np.zeros(words.RING_BYTES // 8 + 8 + places + _SLOTS, np.int64)
         skip = -memory.ctypes.data % words.LINE // 8
         self._memory = memory
         self._ring = memory[skip : skip + words.RING_BYTES // 8]
         self.ring = int(self._ring.ctypes.data)
-        self._ring[words.SLOTS // 8] = self.ring + words.RING_BYTES
+        self._ring[words.PLACES // 8] = self.ring + words.RING_BYTES
+        self._ring[words.SLOTS // 8] = self.ring + words.RING_BYTES + 8 * places
         self._ring[words.MASK // 8] = _SLOTS - 1
         spin = spin_budget(driver_works) if spin_us is None else spin_us
         self._ring[words.SPIN_NS // 8] = int(spin * 1000)
         self.closed = False
+        self._published: Jobs | None = None  # the last: a worker may still be on its way past it
         words.work(self.ring, 0, 1, 1)  # compiled before a thread waits for it
         _open.add(self)
         self._threads = [
@@ -132,6 +135,9 @@ class RingPool:
         Raises:
             StepError: a task failed.
         """
+        if jobs is not self._published:
+            words.pass_by(self.ring, 1 if self.driver_works else 0, self.threads)
+            self._published = jobs
         status = words.run_step(self.ring, jobs.address, jobs.count, self.driver_works)
         if status:
             raise self._failure(jobs, status)
