@@ -165,9 +165,10 @@ class Request:
         counts: int32 [n], how often each is in the output; 0: only in the prompt.
         bias_ids, bias: int32 and float32 [b], distinct ids and what is added to their logits.
         mask: bool [V], the tokens that may be drawn; None: all.
-        seed: 64 bits, the key of Philox.
-        draws: tokens drawn before this one. Token v draws Philox's word (v, 0, draws), whatever
-            the row and its neighbours: the only row of `sample` with ``state`` (seed, draws).
+        seed: int64, the key of Philox.
+        draws: int64, tokens drawn before this one. Token v draws Philox's word (v, 0, draws),
+            whatever the row and its neighbours: as the only row of `sample` does with ``state``
+            (seed, draws).
         logprobs: top logprobs wanted, 0 .. ``MAX_LOGPROBS``; -1: not the token's own either.
     """
 

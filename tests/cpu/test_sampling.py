@@ -108,6 +108,7 @@ EDGES = {
     "NaN above infinity": many(0.0, _3=INF, _700=NAN, _900=NAN),
     "infinities": many(0.0, _700=INF, _900=INF),
     "zeros of both signs": many(-1.0, _700=-0.0, _900=0.0),
+    "zeros below": many(-0.0, _900=1.0),
     "the largest last": many(-5.0, _999=30.0),
     "too large to divide": many(-3e38, _700=3e38, _900=3e38),
 }

@@ -32,7 +32,7 @@ def set_request(block: np.ndarray, row: int, request: Request, V: int) -> list[A
         What the block has addresses of: to be kept until the token is drawn.
 
     Raises:
-        PykernelsError: a temperature, penalty, mask or list that cannot be.
+        PykernelsError: a penalty, mask, number or list that cannot be.
     """
     _check(request, V)
     held: list[Any] = []
@@ -45,9 +45,8 @@ def set_request(block: np.ndarray, row: int, request: Request, V: int) -> list[A
 
     for name in ("temperature", "top_p", "min_p", "repetition", "presence", "frequency"):
         block[name][row] = getattr(request, name)
-    for name in ("top_k", "logprobs", "draws"):
+    for name in ("top_k", "logprobs", "seed", "draws"):
         block[name][row] = getattr(request, name)
-    block["seed"][row] = (request.seed & (1 << 64) - 1) - (request.seed >> 63 & 1) * (1 << 64)
     block["seen"][row] = address(request.seen, np.int32)
     block["counts"][row] = address(request.counts, np.int32)
     block["seen_count"][row] = 0 if request.seen is None else len(request.seen)

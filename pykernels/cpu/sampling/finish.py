@@ -83,23 +83,22 @@ def make_finish() -> tuple[Any, Any]:
                     noisy, token = number(partial.noisy), partial.noisy_id
         if not p >= _ONE and not is_finite(top):
             return best_id  # no sum says more than that it has all the mass
-        border, mass, limit, heavy = LEAST, _ZERO, least, True
-        searching = limited
-        while heavy:
-            if searching:
+        limit = least
+        while True:
+            if token < 0:
                 _, token = best_draw(
                     row, V, 0, groups, maxima, heat, seed, draws, best_id, limit, floor
                 )
             if p >= _ONE:
                 return token
-            border = f32(row, token)
+            border = f32(row, token) + _ZERO  # not -0, whose next larger one is 0: no larger
             if not border < best:
                 return token
             mass, upper = nucleus_mass(row, V, groups, maxima, heat, top, least, floor, border)
-            heavy = not upper < p * mass
+            if upper < p * mass:
+                return token
             # No token as small as this one is in the nucleus: the best of those above it, if any.
-            limit, searching = from_ordered(ordered(border) + 1), True
-        return token
+            limit, token = from_ordered(ordered(border) + 1), -1
 
     @inlined
     def choose(job, r, chunks, groups, maxima, spare):

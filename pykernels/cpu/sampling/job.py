@@ -92,8 +92,11 @@ PARTIAL_BYTES = PARTIAL.itemsize
 class Sizes:
     """Memory that sampling from up to ``R`` rows of ``V`` logits on ``workers`` workers wants.
 
-    Attributes, in bytes: parameters, adjusted (touched by the rows that need it alone), maxima,
-    partials, scratch (of all workers), scratch_stride (of one). All alignments are 64.
+    Attributes, in bytes:
+        parameters: the block of ``parameter_dtype``.
+        adjusted: only rows that are adjusted touch theirs.
+        maxima, partials: of all rows.
+        scratch, scratch_stride: of all workers, of one.
     """
 
     parameters: int
@@ -105,8 +108,10 @@ class Sizes:
 
 
 def sizes(R: int, V: int, workers: int) -> Sizes:
-    """Raises:
-    PykernelsError: more logits than token ids can be counted.
+    """What a ``SAMPLING`` job's addresses want behind them.
+
+    Raises:
+        PykernelsError: a vocabulary that is too large to count in float32.
     """
     if not 0 < V < MAX_V:
         raise PykernelsError(f"a vocabulary of {V}", f"Sampling takes 1 .. {MAX_V - 1} tokens")

@@ -80,6 +80,11 @@ def make_lanes(N: int) -> Any:
         lanes = builder.trunc(mask, ir.IntType(N))
         return builder.select(builder.bitcast(lanes, ir.VectorType(ir.IntType(1), N)), a, b)
 
+    @gives(types.int64, types.int64)
+    def lowest(builder, mask):
+        """The lowest lane whose bit is set; of a mask that has one."""
+        return builder.cttz(mask, ir.IntType(1)(1))
+
     @gives(vector, vector, vector)
     def poison(builder, seen, value):
         """``seen``, but NaN in the lanes where ``value`` is."""

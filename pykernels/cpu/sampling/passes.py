@@ -27,16 +27,7 @@ LEAST = np.float32(-np.inf)
 LOWEST = np.finfo(np.float32).min
 """Perturbed logits are not below: what may be drawn is above what may not."""
 _MOST_NOISE = np.float32(16.7)  # -log(-log(1 - 2**-24)) is 16.64
-_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
-
-
-@inlined
-def lowest_bit(mask):
-    """Index of the lowest set bit."""
-    i = 0
-    while (mask >> i) & 1 == 0:
-        i += 1
-    return i
+_ONE = np.float32(1.0)
 
 
 @functools.cache
@@ -50,7 +41,7 @@ def make_passes() -> Any:
     STEP = 4 * N
     BEST = 8 * N
     at_least, above, equal, pick, poison = L.at_least, L.above, L.equal, L.pick, L.poison
-    exp, gumbel, lane_numbers = L.exp, L.gumbel, L.lane_numbers
+    exp, gumbel, lane_numbers, lowest = L.exp, L.gumbel, L.lane_numbers, L.lowest
 
     @inlined
     def group_at(row, V, g, spare):
@@ -94,7 +85,7 @@ def make_passes() -> Any:
             for i in range(GROUP_VECTORS):
                 same = equal(V_.load_f32(at + STEP * i), wanted)
                 if same != 0:
-                    return g * GROUP + i * N + lowest_bit(same)
+                    return g * GROUP + i * N + lowest(same)
         return -1
 
     @inlined
@@ -142,7 +133,7 @@ def make_passes() -> Any:
         key_low, key_high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
         draws_low, draws_high = draws & 0xFFFFFFFF, (draws >> 32) & 0xFFFFFFFF
         by, low, bottom = V_.broadcast(heat), V_.broadcast(least), V_.broadcast(floor)
-        nothing, lowest = V_.broadcast(LEAST), V_.broadcast(types.float32(LOWEST))
+        nothing, bound = V_.broadcast(LEAST), V_.broadcast(types.float32(LOWEST))
         best, best_at = nothing, V_.zero()
         v = best_id // N * N
         V_.store_f32(lanes, gumbel(v, key_low, key_high, draws_low, draws_high))
@@ -162,7 +153,7 @@ def make_passes() -> Any:
                     continue
                 v = g * GROUP + i * N
                 noise = gumbel(v, key_low, key_high, draws_low, draws_high)
-                noisy = V_.largest(V_.add(scaled, noise), lowest)
+                noisy = V_.largest(V_.add(scaled, noise), bound)
                 noisy = pick(may, noisy, nothing)
                 better = above(noisy, best)
                 best = V_.largest(noisy, best)

@@ -15,7 +15,7 @@ from ..intrin.sync import as_pointer
 from ..jit import inlined
 from ..job import f32
 from .job import CANDIDATES, GROUP_VECTORS
-from .passes import LEAST, lowest_bit, make_passes
+from .passes import LEAST, make_passes
 
 
 @inlined
@@ -35,8 +35,9 @@ def from_ordered(key):
 def make_select() -> Any:
     """For this CPU's vectors; ``row``, ``maxima`` and groups as in `make_passes`."""
     P = make_passes()
-    N, STEP, SPARE = P.N, P.STEP, P.SPARE
-    V_, at_least, count, group_at = P.V, P.L.at_least, P.count, P.group_at
+    N, GROUP, STEP, SPARE = P.N, P.GROUP, P.STEP, P.SPARE
+    V_, count, group_at = P.V, P.count, P.group_at
+    at_least, lowest = P.L.at_least, P.L.lowest
 
     @inlined
     def bisect(at, vectors, k, low, high):
@@ -67,7 +68,7 @@ def make_select() -> Any:
                 while mask != 0:
                     if n == CANDIDATES:
                         return -1
-                    out[n] = f32(at + STEP * i, lowest_bit(mask))
+                    out[n] = f32(at + STEP * i, lowest(mask))
                     mask &= mask - 1
                     n += 1
         for i in range(n, (n + N - 1) // N * N):
@@ -117,9 +118,9 @@ def make_select() -> Any:
             for i in range(GROUP_VECTORS):
                 mask = at_least(V_.load_f32(at + STEP * i), edge)
                 while mask != 0:
-                    lane = lowest_bit(mask)
+                    lane = lowest(mask)
                     mask &= mask - 1
-                    token = g * P_GROUP + i * N + lane
+                    token = g * GROUP + i * N + lane
                     x = f32(at + STEP * i, lane)
                     if token >= V or (held == n and not x > found[n - 1]):
                         continue
@@ -131,5 +132,4 @@ def make_select() -> Any:
                     found[place], out[place] = x, token
         return held
 
-    P_GROUP = P.GROUP
     return SimpleNamespace(kth_largest=kth_largest, top_ids=top_ids)
