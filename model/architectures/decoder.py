@@ -24,6 +24,8 @@ from .weights import Packing, Source
 
 LATENT = ("deepseek_v2", "deepseek_v3")
 GROUPED = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "llama")
+TOP = 20
+"""Of the likeliest tokens, whose logprobs a step can give."""
 FAMILIES = (*LATENT, *GROUPED)
 """``model_type``s that are lowered."""
 
@@ -102,6 +104,13 @@ class Decoder:
         )  # fmt: skip
         b.buffer("logits", "R", V, kind="output")
         b.node("linear", "lm_head", [last], ["logits"], {"weight": self.head})
+        outputs = [
+            b.buffer("drawn", "R", dtype=torch.int64, kind="output"),
+            b.buffer("logprobs", "R", kind="output"),
+            b.buffer("top_ids", "R", TOP, dtype=torch.int64, kind="output"),
+            b.buffer("top_logprobs", "R", TOP, kind="output"),
+        ]
+        b.node("sample", "sample", ["logits"], outputs)
         return b.build()
 
     def _norm(

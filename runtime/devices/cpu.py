@@ -30,6 +30,7 @@ from ..machine import tuning
 from ..machine.memory import allocate
 from ..program import Node, Program
 from ..workers.ring_pool import Job, Jobs, RingPool, float_bits
+from .sampling import SamplingBlock
 
 _LINE = 64
 _SIZES = ("T", "S", "R")
@@ -57,6 +58,7 @@ class CpuStep:
         inputs: by name, int64 tensors of the program's input buffers, in their largest shape.
         caches: by name, tensors of the "cache" buffers.
         kernel: a backend of ``pykernels.registry``, or "auto".
+        parameters: how rows are sampled; None: greedily.
 
     Attributes:
         sizes: int64 [3]: T, S and R of the step to come; set it before ``run``.
@@ -74,13 +76,15 @@ class CpuStep:
         caches: Mapping[str, torch.Tensor],
         kernel: str = "auto",
         sizes: torch.Tensor | None = None,
+        parameters: SamplingBlock | None = None,
     ) -> None:
         from .cpu_ops import BINDERS
 
         self.program, self.pool, self.kernel = program, pool, kernel
         self.sizes = torch.zeros(3, dtype=torch.int64) if sizes is None else sizes
         self.workspace, self.calls = Workspace(), list[MoECall]()
-        self._kept: list[Any] = [self.sizes, inputs, caches, program]
+        self.parameters = parameters or SamplingBlock(program.sizes["R"])
+        self._kept: list[Any] = [self.sizes, inputs, caches, program, self.parameters]
         self._memory = _Memory()
         self._tensors: dict[str, torch.Tensor] = {**inputs, **caches}
         self._rows: dict[tuple[str, str, bool], Rows] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from pykernels.cpu import MoECall
@@ -23,11 +24,13 @@ from pykernels.cpu.moe.kernel import MoEKernel, tables_address
 from pykernels.cpu.moe.plan import plan
 from pykernels.cpu.rope import ROPE, make_rope_table
 from pykernels.cpu.router import ROUTER, make_router
+from pykernels.cpu.sampling import make_ops
 from pykernels.quant.layout import K_BLOCK, ceil_to
 
 from ..program import Node
 from ..workers.moe_job import MOE, barrier_bytes, make_moe
 from ..workers.ring_pool import Job
+from .sampling import SAMPLING, sizes
 
 if TYPE_CHECKING:
     from .cpu import CpuStep
@@ -337,6 +340,30 @@ def _moe_ffn(step: CpuStep, node: Node) -> list[Job]:
     return [*jobs, Job(node.name, run.address, record, opening.address)]
 
 
+def _sample(step: CpuStep, node: Node) -> list[Job]:
+    (logits,) = node.inputs
+    tokens, logprobs, top_ids, top_logprobs = node.outputs
+    R, V = step.program.shape(logits)
+    need = sizes(R, V, step.pool.threads)
+    record = np.zeros(1, SAMPLING)
+    step.parameters.point_at(record[0])
+    for field, name in (
+        ("tokens", tokens), ("logprobs_out", logprobs), ("top_ids", top_ids),
+        ("top_logprobs", top_logprobs), ("logits", logits),
+    ):  # fmt: skip
+        record[field] = step.at(name)
+    for field in ("adjusted", "maxima", "partials", "scratch"):
+        record[field] = step.room(getattr(need, field))
+    record["count_at"], record["V"] = step.count_at(logits), V
+    record["logits_stride"], record["scratch_stride"] = step.stride(logits), need.scratch_stride
+    address = step.keep(record)
+    names = ("scan", "draw", "finish")
+    return [
+        Job(f"{node.name}.{name}", run.address, address, opening.address)
+        for name, (opening, run) in zip(names, make_ops(), strict=True)
+    ]
+
+
 BINDERS: dict[str, Callable[[CpuStep, Node], list[Job]]] = {
     "embed": _embed,
     "rms_norm": _rms_norm,
@@ -348,4 +375,5 @@ BINDERS: dict[str, Callable[[CpuStep, Node], list[Job]]] = {
     "attention": _attention,
     "router": _router,
     "moe_ffn": _moe_ffn,
+    "sample": _sample,
 }

@@ -15,6 +15,7 @@ from ..machine.memory import allocate
 from ..program import Program
 from ..workers.ring_pool import RingPool
 from .cpu import CpuStep
+from .sampling import SamplingBlock
 
 PAGE = 64
 DECODE = 8
@@ -82,7 +83,8 @@ class CpuRunner:
         self._sequences = np.zeros(self.max_tokens, np.int64)
         self._sampled = np.zeros(max_sequences, np.int64)
         self._version = -1
-        self._result = StepResult(np.zeros(max_sequences, np.int64))
+        self._parameters = SamplingBlock(max_sequences)
+        self._results: dict[int, StepResult] = {}
 
     def bind(self, batch: StepBatch) -> None:
         """Makes the programs over the batch's arrays, and compiles what they need."""
@@ -94,13 +96,20 @@ class CpuRunner:
             "page_table": batch.page_tables,
             "sampled": self._sampled,
         }
+        self._parameters.bind(batch)
         inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
         table_pages = batch.page_tables.shape[1]
         for T in sorted({min(DECODE, self.max_tokens), self.max_tokens}):
             rows = min(T, self.max_sequences)
             program = self.model.lower(T, self.max_sequences, rows, self.num_pages, table_pages)
-            self.steps.append(
-                CpuStep(program, self.pool, inputs, self.caches, self.kernel, self._sizes)
+            step = CpuStep(
+                program, self.pool, inputs, self.caches, self.kernel, self._sizes,
+                self._parameters,
+            )  # fmt: skip
+            self.steps.append(step)
+            out = {name: tensor.numpy() for name, tensor in step.outputs.items()}
+            self._results[id(step)] = StepResult(
+                out["drawn"], out["logprobs"], out["top_ids"], out["top_logprobs"]
             )
 
     def step(self, batch: StepBatch) -> StepResult:
@@ -113,10 +122,10 @@ class CpuRunner:
             self._arrange(batch)
             self._version = batch.version
         step = self.steps[0] if batch.T <= self.steps[0].program.sizes["T"] else self.steps[-1]
+        self._parameters.refresh()
         with self.pool.lock:
             step.run()
-        self._result.tokens[: batch.R] = step.outputs["logits"][: batch.R].argmax(-1).numpy()
-        return self._result
+        return self._results[id(step)]
 
     def _arrange(self, batch: StepBatch) -> None:
         """Which sequence each token is of, and which tokens are sampled."""
@@ -127,3 +136,4 @@ class CpuRunner:
         counts = np.diff(batch.starts[: S + 1])
         self._sequences[:T] = np.repeat(batch.rows[:S], counts)
         self._sampled[:R] = batch.starts[1 : R + 1] - 1
+        self._parameters.arrange(batch.sampling[:R])
