@@ -18,15 +18,10 @@ from .job import (
     combine_at,
     item_at,
 )
+from .products import padded_rows
 
 FULL = -1
 """Status of ``open`` where the work list or the memory of partial results is too small."""
-
-
-@inlined
-def padded_rows(rows):
-    """Rows as blocks of 6 and 4 cover them."""
-    return max(4, (rows + 1) // 2 * 2)
 
 
 @inlined
