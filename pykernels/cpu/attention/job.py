@@ -71,7 +71,7 @@ ITEM, item_at = descriptor(
 COMBINE, combine_at = descriptor(
     "attention_combine",
     (
-        "item",  # of the first split; the others follow
+        "item",  # of the first split, whose partial result the others' follow
         "splits",
         "row",  # the first one
         "rows",

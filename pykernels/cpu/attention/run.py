@@ -14,7 +14,7 @@ from ..job import f32, i64, poke_f32, poke_i64
 from ..vectors import make_vectors
 from .job import ITEM_BYTES, PAGE, attention_at, item_at
 from .layout import Layout
-from .pages import make_list_lines, make_store_row
+from .pages import fetch, make_list_lines, make_store_row
 from .products import FEW, make_page_scores, make_page_sums, padded_rows
 from .softmax import LOG2E, NO_KEY, make_exp2, make_softmax
 
@@ -30,6 +30,7 @@ def make_run(layout: Layout) -> Any:
     at = layout.offsets
     Q, SUMS, S, L, M, ALPHA = (at[part] for part in ("q", "o", "s", "l", "m", "alpha"))
     LOWS, ENDS, K_LINES, V_LINES = (at[x] for x in ("lows", "ends", "key_lines", "value_lines"))
+    K_TOTAL, V_TOTAL = layout.lines(D_K), layout.lines(D_V)
     page_scores, page_sums = make_page_scores(layout), make_page_sums(layout)
     list_key_lines, list_value_lines = make_list_lines(D_K, D_K), make_list_lines(D_V, PAGE)
     softmax, exp2, store_row = make_softmax(N), make_exp2(N), make_store_row(layout)
@@ -96,7 +97,6 @@ def make_run(layout: Layout) -> Any:
         job = attention_at(address)
         item = item_at(job.items + index * ITEM_BYTES)
         scratch = job.scratch + worker * job.scratch_stride
-        begin(job, item, scratch)
         rows, heads = item.tokens * item.heads, item.heads
         padded, lows, ends = padded_rows(rows), scratch + LOWS, scratch + ENDS
         stride = job.token_bytes
@@ -107,6 +107,11 @@ def make_run(layout: Layout) -> Any:
         unit = 4 if few else 2
         list_key_lines(stride, scratch + K_LINES)
         list_value_lines(stride, scratch + V_LINES)
+        if item.start < item.end:
+            place = i64(table, item.start // PAGE) * job.page_bytes
+            fetch(k + place, scratch + K_LINES, 0, K_TOTAL)
+            fetch(v + place, scratch + V_LINES, 0, V_TOTAL)
+        begin(job, item, scratch)
         first, last = 0, 0  # rows that see some key of the page
         for page in range(item.start, item.end, PAGE):
             count = min(PAGE, item.end - page)
