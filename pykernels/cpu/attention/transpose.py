@@ -50,12 +50,12 @@ def _transpose(builder, rows):
         parts = [quad[c] for quad in quads]
         if n == 8:
             for lane in range(2):
-                columns[4 * lane + c] = _lanes(builder, *parts, (lane, lane))
+                columns[4 * lane + c] = _lanes(builder, parts[0], parts[1], (lane, lane))
             continue
         for pair in range(2):
             low, high = (
-                _lanes(builder, *two, (2 * pair, 2 * pair + 1) * 2)
-                for two in (parts[:2], parts[2:])
+                _lanes(builder, parts[i], parts[i + 1], (2 * pair, 2 * pair + 1) * 2)
+                for i in (0, 2)
             )
             for odd in range(2):
                 columns[4 * (2 * pair + odd) + c] = _lanes(builder, low, high, (odd, 2 + odd) * 2)
