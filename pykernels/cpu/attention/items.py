@@ -35,7 +35,7 @@ def make_open(D_V: int, ROWS: int) -> Any:
     """Compiles ``open``: fills the work list, returns its items; negative: ``FULL``."""
 
     @inlined
-    def add_tiles(job, items, combines, partial, token, tokens):
+    def add_tiles(job, items, combines, partial, token, tokens, split_keys):
         """Appends the tiles of all heads; returns the new counts and end of the partials."""
         group = job.NH // job.KVH
         chunks = (group + ROWS - 1) // ROWS
@@ -44,7 +44,7 @@ def make_open(D_V: int, ROWS: int) -> Any:
         low = i64(job.positions, token) - job.window + 1
         low = max(0, low) if job.window > 0 else 0
         first, last = 0, 1
-        if tokens <= SPLIT_TOKENS:
+        if split_keys:
             first, last = low // SPLIT_KEYS, (end + SPLIT_KEYS - 1) // SPLIT_KEYS
         splits = max(1, last - first)
         tiles = job.KVH * chunks
@@ -89,15 +89,20 @@ def make_open(D_V: int, ROWS: int) -> Any:
             last = t + 1
             while last < T and i64(job.sequence, last) == i64(job.sequence, t):
                 last += 1
-            # A sequence of a few tokens is split whether they fit in one tile or not.
-            most = tokens if last - t > SPLIT_TOKENS else min(tokens, SPLIT_TOKENS)
-            first = t + (last - 1 - t) // most * most  # the longest tiles first
+            first = t + (last - 1 - t) // tokens * tokens  # the longest tiles first
             while first >= t:
-                count = min(most, last - first)
-                items, combines, partial = add_tiles(job, items, combines, partial, first, count)
+                items, combines, partial = add_tiles(
+                    job,
+                    items,
+                    combines,
+                    partial,
+                    first,
+                    min(tokens, last - first),
+                    last - t <= SPLIT_TOKENS,
+                )
                 if items == FULL:
                     return FULL
-                first -= most
+                first -= tokens
             t = last
         job.combine_count = combines
         return items
