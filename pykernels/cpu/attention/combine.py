@@ -10,10 +10,11 @@ import numpy as np
 from ..jit import task
 from ..job import f32, poke_f32
 from ..vectors import make_vectors
-from .items import padded_rows, partial_bytes
+from .items import partial_bytes
 from .job import COMBINE_BYTES, ITEM_BYTES, attention_at, combine_at, item_at
 from .layout import Layout
 from .pages import make_store_row
+from .products import padded_rows
 from .softmax import LOG2E, NO_KEY, make_exp2
 
 _ZERO = np.float32(0.0)

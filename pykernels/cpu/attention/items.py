@@ -18,15 +18,10 @@ from .job import (
     combine_at,
     item_at,
 )
+from .products import padded_rows
 
 FULL = -1
 """Status of ``open`` where the work list or the memory of partial results is too small."""
-
-
-@inlined
-def padded_rows(rows):
-    """Rows as blocks of 6 and 4 cover them."""
-    return max(4, (rows + 1) // 2 * 2)
 
 
 @inlined
@@ -40,72 +35,74 @@ def make_open(D_V: int, ROWS: int) -> Any:
     """Compiles ``open``: fills the work list, returns its items; negative: ``FULL``."""
 
     @inlined
-    def add_tile(job, items, combines, partial, token, tokens, kv_head, head, heads):
-        """Appends a tile of all its splits; returns the new counts and end of the partials."""
+    def add_tiles(job, items, combines, partial, token, tokens, split_keys):
+        """Appends the tiles of all heads; returns the new counts and end of the partials."""
+        group = job.NH // job.KVH
+        chunks = (group + ROWS - 1) // ROWS
+        heads = (group + chunks - 1) // chunks
         end = i64(job.positions, token + tokens - 1) + 1
         low = i64(job.positions, token) - job.window + 1
         low = max(0, low) if job.window > 0 else 0
         first, last = 0, 1
-        if tokens <= SPLIT_TOKENS:
+        if split_keys:
             first, last = low // SPLIT_KEYS, (end + SPLIT_KEYS - 1) // SPLIT_KEYS
         splits = max(1, last - first)
-        rows = tokens * heads
-        tasks = (rows + COMBINE_ROWS - 1) // COMBINE_ROWS if splits > 1 else 0
-        each = partial_bytes(rows, D_V) if splits > 1 else 0
+        tiles = job.KVH * chunks
+        tasks = (tokens * heads + COMBINE_ROWS - 1) // COMBINE_ROWS if splits > 1 else 0
+        room = splits * partial_bytes(tokens * heads, D_V) if splits > 1 else 0
         if (
-            items + splits > job.items_capacity
-            or combines + tasks > job.combines_capacity
-            or partial + splits * each > job.partial + job.partial_bytes
+            items + splits * tiles > job.items_capacity
+            or combines + tasks * tiles > job.combines_capacity
+            or partial + room * tiles > job.partial + job.partial_bytes
         ):
             return FULL, combines, partial
-        for i in range(tasks):
-            combine = combine_at(job.combines + (combines + i) * COMBINE_BYTES)
-            combine.item, combine.splits, combine.row = items, splits, i * COMBINE_ROWS
-            combine.rows = min(COMBINE_ROWS, rows - i * COMBINE_ROWS)
-        for i in range(splits):
-            item = item_at(job.items + (items + i) * ITEM_BYTES)
-            item.token, item.tokens, item.kv_head = token, tokens, kv_head
-            item.head, item.heads = head, heads
-            item.start, item.end, item.partial = low // PAGE * PAGE, end, 0
+        for tile in range(tiles):
+            kv_head, head = tile // chunks, tile % chunks * heads
+            some = min(heads, group - head)
+            rows = tokens * some
+            for split in range(splits):
+                # A split's heads lie side by side in the cache: their items follow each other.
+                item = item_at(job.items + (items + split * tiles + tile) * ITEM_BYTES)
+                item.token, item.tokens, item.kv_head = token, tokens, kv_head
+                item.head, item.heads = kv_head * group + head, some
+                item.start, item.end, item.partial = low // PAGE * PAGE, end, 0
+                if splits > 1:
+                    item.start = max(item.start, (first + split) * SPLIT_KEYS)
+                    item.end = min(end, (first + split + 1) * SPLIT_KEYS)
+                    item.partial = partial + tile * room + split * partial_bytes(rows, D_V)
             if splits > 1:
-                item.start = max(item.start, (first + i) * SPLIT_KEYS)
-                item.end = min(end, (first + i + 1) * SPLIT_KEYS)
-                item.partial = partial + i * each
-        return items + splits, combines + tasks, partial + splits * each
+                for row in range(0, rows, COMBINE_ROWS):
+                    combine = combine_at(job.combines + combines * COMBINE_BYTES)
+                    combine.item, combine.splits = items + tile, splits
+                    combine.row, combine.rows = row, min(COMBINE_ROWS, rows - row)
+                    combines += 1
+        return items + splits * tiles, combines, partial + room * tiles
 
     @task(f"attention-open-{D_V}-{ROWS}")
     def opening(address, index, worker):
         job = attention_at(address)
         T, group = i64(job.sizes, 0), job.NH // job.KVH
         chunks = (group + ROWS - 1) // ROWS
-        heads = (group + chunks - 1) // chunks
-        tokens = ROWS // heads
+        tokens = ROWS // ((group + chunks - 1) // chunks)
         items, combines, partial, t = 0, 0, job.partial, 0
         while t < T:
             last = t + 1
             while last < T and i64(job.sequence, last) == i64(job.sequence, t):
                 last += 1
-            # A sequence of a few tokens is split whether they fit in one tile or not.
-            most = tokens if last - t > SPLIT_TOKENS else min(tokens, SPLIT_TOKENS)
-            first = t + (last - 1 - t) // most * most  # the longest tiles first
+            first = t + (last - 1 - t) // tokens * tokens  # the longest tiles first
             while first >= t:
-                count = min(most, last - first)
-                for kv_head in range(job.KVH):
-                    for head in range(0, group, heads):
-                        items, combines, partial = add_tile(
-                            job,
-                            items,
-                            combines,
-                            partial,
-                            first,
-                            count,
-                            kv_head,
-                            kv_head * group + head,
-                            min(heads, group - head),
-                        )
-                        if items == FULL:
-                            return FULL
-                first -= most
+                items, combines, partial = add_tiles(
+                    job,
+                    items,
+                    combines,
+                    partial,
+                    first,
+                    min(tokens, last - first),
+                    last - t <= SPLIT_TOKENS,
+                )
+                if items == FULL:
+                    return FULL
+                first -= tokens
             t = last
         job.combine_count = combines
         return items

@@ -28,7 +28,7 @@ ATTENTION, attention_at = descriptor(
         "page_table_stride",  # entries
         "q",  # float32 [T, NH, D_K]
         "q_stride",  # bytes
-        "k",  # bfloat16 of head h, page p, token i: k + h k_head_bytes + p page_bytes + i token_bytes
+        "k",  # bfloat16 [pages, PAGE, KVH, D_K] with the strides below
         "v",  # likewise; with MLA the same address as k
         "page_bytes",
         "token_bytes",
@@ -71,7 +71,7 @@ ITEM, item_at = descriptor(
 COMBINE, combine_at = descriptor(
     "attention_combine",
     (
-        "item",  # of the first split; the others follow
+        "item",  # of the first split, whose partial result the others' follow
         "splits",
         "row",  # the first one
         "rows",

@@ -69,11 +69,13 @@ class Attention:
         chunks = -(-group // self.layout.rows)
         heads = -(-group // chunks)
         tokens = self.layout.rows // heads
-        whole = T // tokens + S  # tiles of a KV head's chunk: of sequences that are not split,
-        short = min(T, SPLIT_TOKENS * S) // min(tokens, SPLIT_TOKENS) + S  # and of those that are
-        most = -(-SPLIT_TOKENS // min(tokens, SPLIT_TOKENS))  # tiles of one of these
-        splits = min(most * (keys // SPLIT_KEYS + 2 * S), short * (keys // SPLIT_KEYS + 2))
-        rows = min(tokens, SPLIT_TOKENS) * heads
+        few = min(tokens, SPLIT_TOKENS)
+        whole = T // tokens + S  # tiles of a chunk of heads, of sequences that are not split,
+        short = min(T, SPLIT_TOKENS * S) // few + S  # of those that are,
+        most = -(-SPLIT_TOKENS // few)  # and of one of these
+        ranges = keys // SPLIT_KEYS
+        splits = min(most * (ranges + 2 * S), short * (ranges + 2))
+        rows = few * heads
         return Workspace(
             items_capacity=KVH * chunks * (whole + splits),
             combines_capacity=KVH * chunks * short * -(-rows // COMBINE_ROWS),

@@ -58,6 +58,17 @@ class Layout:
         return self.value_vectors % 2 == 0
 
     @property
+    def fetch_steps(self) -> int:
+        """Steps of a product (a number of the keys, or a key) for each cache line that is fetched
+        meanwhile: 8 rows fetch one page while they meet another."""
+        return 1 if self.N == 16 else 4
+
+    @staticmethod
+    def lines(D: int) -> int:
+        """Cache lines of a page, a row of D bfloat16 from each token."""
+        return PAGE * -(-2 * D // 64)
+
+    @property
     def offsets(self) -> dict[str, int]:
         """Where each part of the scratch begins (bytes), and its ``end``."""
         sizes = {
@@ -69,11 +80,13 @@ class Layout:
             "alpha": 4 * self.rows,
             "lows": 8 * self.rows,
             "ends": 8 * self.rows,
+            "key_lines": 8 * (self.lines(self.D_K) + self.D_K),  # pages.make_lines
+            "value_lines": 8 * (self.lines(self.D_V) + PAGE),
             "keys": 4 * self.D_K * PAGE,  # float32 [strip][D_K][keys of a strip]
             "values": 4 * self.D_V * PAGE,  # float32 [strip][PAGE][numbers of a strip]
         }
         found, at = {}, 0
         for part, size in sizes.items():
             found[part] = at
-            at += size
+            at += -(-size // 64) * 64
         return found | {"end": at}

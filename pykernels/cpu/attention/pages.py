@@ -7,6 +7,7 @@ from typing import Any
 
 from ..intrin.prefetch import prefetch_l2
 from ..jit import inlined
+from ..job import i64, poke_i64
 from ..vectors import make_vectors
 from .job import PAGE
 from .layout import Layout
@@ -14,33 +15,37 @@ from .transpose import make_transpose
 
 
 @functools.cache
-def make_widen_keys(layout: Layout) -> Any:
-    """``widen_keys(rows, stride, count, to)``: ``count`` keys, ``stride`` bytes apart, to float32
-    [strip][D_K][keys of a strip]; a vector's worth of keys at a time, so up to N - 1 rows more."""
+def make_keys(layout: Layout, few: bool) -> Any:
+    """``keys(rows, stride, count, to)``: ``count`` keys, ``stride`` bytes apart, as columns.
+
+    float32 [strip][D_K][keys of a strip]; ``few``: pairs of bfloat16 [strip][D_K / 2][keys of a
+    strip]. It moves N keys at a time, so up to N - 1 rows more.
+    """
     N, D_K, C = layout.N, layout.D_K, layout.key_vectors
     WIDE = D_K // (2 * N) * 2 * N  # the rest, 16 of each key, by vectors of half the length
     COLUMN = 4 * N * C
-    transpose, transpose_8 = make_transpose(N), make_transpose(8)
+    NUMBER = COLUMN // 2 if few else COLUMN
+    transpose, transpose_8 = make_transpose(N, not few), make_transpose(8, not few)
 
     @inlined
-    def widen_keys(rows, stride, count, to):
+    def keys(rows, stride, count, to):
         for group in range((count + N - 1) // N):
             source = rows + N * group * stride
-            place = to + group // C * (COLUMN * D_K) + group % C * 4 * N
+            place = to + group // C * (NUMBER * D_K) + group % C * 4 * N
             for d in range(0, WIDE, 2 * N):
-                transpose(source + 2 * d, stride, place + COLUMN * d, COLUMN)
+                transpose(source + 2 * d, stride, place + NUMBER * d, COLUMN)
             if WIDE < D_K:
                 for half in range(0, N, 8):
                     at = source + half * stride + 2 * WIDE
-                    transpose_8(at, stride, place + COLUMN * WIDE + 4 * half, COLUMN)
+                    transpose_8(at, stride, place + NUMBER * WIDE + 4 * half, COLUMN)
 
-    return widen_keys
+    return keys
 
 
 @functools.cache
 def make_widen_values(layout: Layout) -> Any:
     """``widen_values(rows, stride, count, to)``: ``count`` values to float32 [strip][PAGE][numbers
-    of a strip], and zeros up to a multiple of four."""
+    of a strip]."""
     V: Any = make_vectors(layout.N)
     N, D_V, C, PAIRS = layout.N, layout.D_V, layout.value_vectors, layout.interleaved
     ROW = 4 * N * C
@@ -59,26 +64,36 @@ def make_widen_values(layout: Layout) -> Any:
                     for c in range(C):
                         V.store_f32(place + 4 * N * c, V.load_bf16(row + 2 * N * c))
                 row += 2 * N * C
-        for key in range(count, (count + 3) // 4 * 4):
-            for strip in range(D_V // (N * C)):
-                for c in range(C):
-                    V.store_f32(to + strip * (ROW * PAGE) + key * ROW + 4 * N * c, V.zero())
 
     return widen_values
 
 
 @functools.cache
-def make_prefetch(D: int) -> Any:
-    """``prefetch(rows, stride, first, last)``: rows of D bfloat16, to L2."""
-    LINES = (2 * D + 63) // 64
+def make_list_lines(D: int, spare: int) -> Any:
+    """``list_lines(stride, to)``: offsets of the cache lines of a page's rows, and ``spare`` times
+    that of the first, for those who fetch on when all is fetched.
+
+    The next page is fetched line by line between multiply-adds: all at once, it would stall them
+    as if it were read.
+    """
+    LINES = Layout.lines(D) // PAGE
 
     @inlined
-    def prefetch(rows, stride, first, last):
-        for key in range(first, last):
+    def list_lines(stride, to):
+        for key in range(PAGE):
             for line in range(LINES):
-                prefetch_l2(rows + key * stride + 64 * line)
+                poke_i64(to, key * LINES + line, key * stride + 64 * line)
+        for i in range(spare):
+            poke_i64(to, PAGE * LINES + i, 0)
 
-    return prefetch
+    return list_lines
+
+
+@inlined
+def fetch(base, lines, first, last):
+    """Prefetches lines of a list."""
+    for i in range(first, last):
+        prefetch_l2(base + i64(lines, i))
 
 
 @functools.cache

@@ -12,12 +12,11 @@ from ..intrin.scalar import f32_from_bits
 from ..jit import inlined, task
 from ..job import f32, i64, poke_f32, poke_i64
 from ..vectors import make_vectors
-from .items import padded_rows
 from .job import ITEM_BYTES, PAGE, attention_at, item_at
 from .layout import Layout
-from .pages import make_prefetch, make_store_row, make_widen_keys, make_widen_values
+from .pages import fetch, make_list_lines, make_store_row
+from .products import FEW, make_page_scores, make_page_sums, padded_rows
 from .softmax import LOG2E, NO_KEY, make_exp2, make_softmax
-from .tiles import make_scores, make_weighted
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
@@ -27,14 +26,13 @@ def make_run(layout: Layout) -> Any:
     """Compiles ``run(job, item, worker)``."""
     V: Any = make_vectors(layout.N)
     N, D_K, D_V = layout.N, layout.D_K, layout.D_V
-    VECTOR, KEY_STRIP, VALUE_STRIP = 4 * N, N * layout.key_vectors, N * layout.value_vectors
+    VECTOR = 4 * N
     at = layout.offsets
     Q, SUMS, S, L, M, ALPHA = (at[part] for part in ("q", "o", "s", "l", "m", "alpha"))
-    LOWS, ENDS, KEYS, VALUES = (at[part] for part in ("lows", "ends", "keys", "values"))
-    scores_6, scores_4 = make_scores(layout, 6), make_scores(layout, 4)
-    weighted_6, weighted_4 = make_weighted(layout, 6), make_weighted(layout, 4)
-    widen_keys, widen_values = make_widen_keys(layout), make_widen_values(layout)
-    prefetch_keys, prefetch_values = make_prefetch(D_K), make_prefetch(D_V)
+    LOWS, ENDS, K_LINES, V_LINES = (at[x] for x in ("lows", "ends", "key_lines", "value_lines"))
+    K_TOTAL, V_TOTAL = layout.lines(D_K), layout.lines(D_V)
+    page_scores, page_sums = make_page_scores(layout), make_page_sums(layout)
+    list_key_lines, list_value_lines = make_list_lines(D_K, D_K), make_list_lines(D_V, PAGE)
     softmax, exp2, store_row = make_softmax(N), make_exp2(N), make_store_row(layout)
 
     @inlined
@@ -64,36 +62,6 @@ def make_run(layout: Layout) -> Any:
             V.store_f32(scratch + L + VECTOR * row, V.zero())
         for d in range(0, 4 * D_V * padded, VECTOR):
             V.store_f32(scratch + SUMS + d, V.zero())
-
-    @inlined
-    def all_scores(scratch, first, last, sixes, next_keys, stride, ahead):
-        """Of the rows by the page's keys; ``ahead`` keys of the next one are fetched meanwhile."""
-        share = (ahead + (last - first) // 4 - 1) // ((last - first) // 4)
-        for strip in range(PAGE // KEY_STRIP):
-            keys = scratch + KEYS + strip * (4 * KEY_STRIP * D_K)
-            to, done = scratch + S + strip * (4 * KEY_STRIP), 0
-            for row in range(first, first + sixes, 6):
-                scores_6(scratch + Q + row * (4 * D_K), keys, to + row * (4 * PAGE))
-                if strip == 0:
-                    prefetch_keys(next_keys, stride, done, min(done + share, ahead))
-                    done += share
-            for row in range(first + sixes, last, 4):
-                scores_4(scratch + Q + row * (4 * D_K), keys, to + row * (4 * PAGE))
-                if strip == 0:
-                    prefetch_keys(next_keys, stride, done, min(done + share, ahead))
-                    done += share
-
-    @inlined
-    def all_weighted(scratch, first, last, sixes, count):
-        for strip in range(D_V // VALUE_STRIP):
-            values = scratch + VALUES + strip * (4 * VALUE_STRIP * PAGE)
-            to = scratch + SUMS + strip * (4 * VALUE_STRIP)
-            for row in range(first, first + sixes, 6):
-                p, alpha = scratch + S + row * (4 * PAGE), scratch + ALPHA + 4 * row
-                weighted_6(p, values, to + row * (4 * D_V), alpha, count)
-            for row in range(first + sixes, last, 4):
-                p, alpha = scratch + S + row * (4 * PAGE), scratch + ALPHA + 4 * row
-                weighted_4(p, values, to + row * (4 * D_V), alpha, count)
 
     @inlined
     def finish(job, item, scratch):
@@ -129,32 +97,38 @@ def make_run(layout: Layout) -> Any:
         job = attention_at(address)
         item = item_at(job.items + index * ITEM_BYTES)
         scratch = job.scratch + worker * job.scratch_stride
-        begin(job, item, scratch)
         rows, heads = item.tokens * item.heads, item.heads
         padded, lows, ends = padded_rows(rows), scratch + LOWS, scratch + ENDS
         stride = job.token_bytes
         k = job.k + item.kv_head * job.k_head_bytes
         v = job.v + item.kv_head * job.v_head_bytes
         table = job.page_table + 8 * i64(job.sequence, item.token) * job.page_table_stride
+        few = padded <= FEW
+        unit = 4 if few else 2
+        list_key_lines(stride, scratch + K_LINES)
+        list_value_lines(stride, scratch + V_LINES)
+        if item.start < item.end:
+            place = i64(table, item.start // PAGE) * job.page_bytes
+            fetch(k + place, scratch + K_LINES, 0, K_TOTAL)
+            fetch(v + place, scratch + V_LINES, 0, V_TOTAL)
+        begin(job, item, scratch)
         first, last = 0, 0  # rows that see some key of the page
         for page in range(item.start, item.end, PAGE):
             count = min(PAGE, item.end - page)
             place = i64(table, page // PAGE) * job.page_bytes
-            ahead = max(0, min(PAGE, item.end - page - PAGE))
-            next_place = i64(table, page // PAGE + 1) * job.page_bytes if ahead > 0 else place
+            more = page + PAGE < item.end
+            next_place = i64(table, page // PAGE + 1) * job.page_bytes if more else place
             while first < rows and i64(ends, first) <= page:
                 first += heads
             while last < rows and i64(lows, last) < page + PAGE:
                 last += heads
-            # Blocks have 6 rows, and 4 where need be: an even number of rows, at least 4.
-            begins, stops = first // 2 * 2, min((last + 1) // 2 * 2, padded)
+            # Whole blocks: of 4 rows, or of 6 and 4, which take any even number from 4.
+            begins, stops = first // unit * unit, min((last + unit - 1) // unit * unit, padded)
             if stops - begins < 4:
                 stops = min(begins + 4, padded)
                 begins = stops - 4
-            some = stops - begins
-            sixes = some - some // 2 * 2 % 3 * 4
-            widen_keys(k + place, stride, count, scratch + KEYS)
-            all_scores(scratch, begins, stops, sixes, k + next_place, stride, ahead)
+            keys, values = k + place, v + place
+            page_scores(scratch, few, keys, stride, count, begins, stops, k + next_place, more)
             softmax(
                 begins,
                 stops,
@@ -166,9 +140,7 @@ def make_run(layout: Layout) -> Any:
                 lows,
                 ends,
             )
-            prefetch_values(v + next_place, stride, 0, ahead)
-            widen_values(v + place, stride, count, scratch + VALUES)
-            all_weighted(scratch, begins, stops, sixes, (count + 3) // 4 * 4)
+            page_sums(scratch, few, values, stride, count, begins, stops, v + next_place, more)
         if item.partial != 0:
             keep(item, scratch)
         else:

@@ -1,11 +1,17 @@
-"""The two products of a block of rows with one page: scores, and numerators times values."""
+"""The two products of a block of rows with one page: scores, and numerators times values.
+
+Either meets float32 that was made for many rows, or, ``few``, bfloat16: then fewer bytes go through
+L1 than rows could pay for.
+"""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
+from ..intrin.prefetch import prefetch_l2
 from ..jit import inlined
+from ..job import i64
 from ..vectors import make_vectors
 from .job import PAGE
 from .layout import Layout
@@ -14,30 +20,43 @@ UNROLL = 4
 
 
 @functools.cache
-def make_scores(layout: Layout, R: int) -> Any:
-    """``scores(q, keys, s)``: R rows of q by one strip of keys.
+def make_scores(layout: Layout, R: int, few: bool) -> Any:
+    """``scores(q, keys, s, base, lines)``: R rows of q by one strip of keys.
 
-    q float32 [R, D_K]; keys float32 [D_K][keys of a strip]; s float32 [R, PAGE], at the strip.
+    q float32 [R, D_K]; keys float32 [D_K][keys of a strip], or pairs of bfloat16 [D_K / 2][keys of
+    a strip]; s float32 [R, PAGE], at the strip. Meanwhile lines of a list from ``base`` on are
+    fetched, one each ``fetch_steps``.
     """
     V: Any = make_vectors(layout.N)
     D_K, C, BYTES, SUMS = layout.D_K, layout.key_vectors, 4 * layout.N, R * layout.key_vectors
+    FETCHES, EVERY = UNROLL // layout.fetch_steps, layout.fetch_steps
 
     @inlined
-    def scores(q, keys, s):
+    def column(keys, u, c):
+        if few:
+            at = keys + BYTES * (C * (u // 2) + c)
+            return V.load_bf16_even(at) if u % 2 == 0 else V.load_bf16_odd(at)
+        return V.load_f32(keys + BYTES * (C * u + c))
+
+    @inlined
+    def scores(q, keys, s, base, lines):
         sums = V.array(SUMS)
         for i in range(SUMS):
             sums[i] = V.zero()
         for _ in range(0, D_K, UNROLL):
             for u in range(UNROLL):
+                if u % EVERY == 0:
+                    prefetch_l2(base + i64(lines, u // EVERY))
                 k = V.array(C)
                 for c in range(C):
-                    k[c] = V.load_f32(keys + BYTES * (C * u + c))
+                    k[c] = column(keys, u, c)
                 for r in range(R):
                     x = V.broadcast_at(q + 4 * D_K * r + 4 * u)
                     for c in range(C):
                         sums[C * r + c] = V.fma(x, k[c], sums[C * r + c])
-            keys += BYTES * C * UNROLL
+            keys += BYTES * C * (UNROLL // 2 if few else UNROLL)
             q += 4 * UNROLL
+            lines += 8 * FETCHES
         for r in range(R):
             for c in range(C):
                 V.store_f32(s + 4 * PAGE * r + BYTES * c, sums[C * r + c])
@@ -46,33 +65,56 @@ def make_scores(layout: Layout, R: int) -> Any:
 
 
 @functools.cache
-def make_weighted(layout: Layout, R: int) -> Any:
-    """``weighted(p, values, o, alpha, count)``: R rows' numerators by one strip of values.
+def make_weighted(layout: Layout, R: int, few: bool) -> Any:
+    """``weighted(p, values, stride, count, o, alpha, base, lines)``: ``o alpha + p values``, R rows
+    of numerators by one strip of values.
 
-    p float32 [R, PAGE]; values float32 [PAGE][numbers of a strip], of which the first ``count`` (a
-    multiple of 4) are there; o float32 [R, D_V], at the strip: ``o alpha + p values``.
+    p float32 [R, PAGE]; ``count`` values, ``stride`` bytes apart, float32 or bfloat16, at the
+    strip; o float32 [R, D_V], at the strip. Lines are fetched as above.
     """
     V: Any = make_vectors(layout.N)
     D_V, C, BYTES, SUMS = layout.D_V, layout.value_vectors, 4 * layout.N, R * layout.value_vectors
+    FETCHES, EVERY = UNROLL // layout.fetch_steps, layout.fetch_steps
+    PAIRS, HALF = layout.interleaved, BYTES // 2
 
     @inlined
-    def weighted(p, values, o, alpha, count):
+    def number(row, c):
+        if few:
+            if PAIRS:
+                at = row + BYTES * (c // 2)
+                return V.load_bf16_even(at) if c % 2 == 0 else V.load_bf16_odd(at)
+            return V.load_bf16(row + HALF * c)
+        return V.load_f32(row + BYTES * c)
+
+    @inlined
+    def one_key(sums, p, row):
+        v = V.array(C)
+        for c in range(C):
+            v[c] = number(row, c)
+        for r in range(R):
+            x = V.broadcast_at(p + 4 * PAGE * r)
+            for c in range(C):
+                sums[C * r + c] = V.fma(x, v[c], sums[C * r + c])
+
+    @inlined
+    def weighted(p, values, stride, count, o, alpha, base, lines):
         sums = V.array(SUMS)
         for r in range(R):
             factor = V.broadcast_at(alpha + 4 * r)
             for c in range(C):
                 sums[C * r + c] = V.mul(factor, V.load_f32(o + 4 * D_V * r + BYTES * c))
-        for _ in range(0, count, UNROLL):
+        for _ in range(count // UNROLL):
             for u in range(UNROLL):
-                v = V.array(C)
-                for c in range(C):
-                    v[c] = V.load_f32(values + BYTES * (C * u + c))
-                for r in range(R):
-                    x = V.broadcast_at(p + 4 * PAGE * r + 4 * u)
-                    for c in range(C):
-                        sums[C * r + c] = V.fma(x, v[c], sums[C * r + c])
-            values += BYTES * C * UNROLL
+                if u % EVERY == 0:
+                    prefetch_l2(base + i64(lines, u // EVERY))
+                one_key(sums, p + 4 * u, values + u * stride)
+            values += UNROLL * stride
             p += 4 * UNROLL
+            lines += 8 * FETCHES
+        for _ in range(count % UNROLL):
+            one_key(sums, p, values)
+            values += stride
+            p += 4
         for r in range(R):
             for c in range(C):
                 V.store_f32(o + 4 * D_V * r + BYTES * c, sums[C * r + c])

@@ -1,4 +1,4 @@
-"""bfloat16 rows to float32 columns: a block's transposition in registers."""
+"""bfloat16 rows to columns: a block's transposition in registers, of pairs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba.core import types
 
 from ..intrin.codegen import emits, load, pointer, shuffle
-from ..intrin.registers import F32, I32
+from ..intrin.registers import I32
 
 LANE = 4
 """Words of a 128-bit lane, which unpack instructions do not cross."""
@@ -50,12 +50,12 @@ def _transpose(builder, rows):
         parts = [quad[c] for quad in quads]
         if n == 8:
             for lane in range(2):
-                columns[4 * lane + c] = _lanes(builder, *parts, (lane, lane))
+                columns[4 * lane + c] = _lanes(builder, parts[0], parts[1], (lane, lane))
             continue
         for pair in range(2):
             low, high = (
-                _lanes(builder, *two, (2 * pair, 2 * pair + 1) * 2)
-                for two in (parts[:2], parts[2:])
+                _lanes(builder, parts[i], parts[i + 1], (2 * pair, 2 * pair + 1) * 2)
+                for i in (0, 2)
             )
             for odd in range(2):
                 columns[4 * (2 * pair + odd) + c] = _lanes(builder, low, high, (odd, 2 + odd) * 2)
@@ -63,22 +63,22 @@ def _transpose(builder, rows):
 
 
 @functools.cache
-def make_transpose(n: int) -> Any:
+def make_transpose(n: int, widen: bool) -> Any:
     """``transpose(rows, stride, to, to_stride)``: n rows of 2 n bfloat16, ``stride`` bytes apart,
-    to 2 n rows of n float32; n is 8 or 16."""
+    to n rows of n pairs; ``widen``: to 2 n rows of n float32. n is 8 or 16."""
 
     @emits(types.void, types.intp, types.intp, types.intp, types.intp)
     def transpose_bf16(builder, rows, stride, to, to_stride):
-        words, floats = ir.VectorType(I32, n), ir.VectorType(F32, n)
+        words = ir.VectorType(I32, n)
         loaded = []
         for _ in range(n):
             loaded.append(load(builder, rows, words, 2))
             rows = builder.add(rows, stride)
         shift, upper = (ir.Constant(words, [value] * n) for value in (16, 0xFFFF0000))
         for column in _transpose(builder, loaded):
-            for value in (builder.shl(column, shift), builder.and_(column, upper)):
-                place = pointer(builder, to, floats)
-                builder.store(builder.bitcast(value, floats), place).align = 4
+            floats = builder.shl(column, shift), builder.and_(column, upper)
+            for value in floats if widen else (column,):
+                builder.store(value, pointer(builder, to, words)).align = 4
                 to = builder.add(to, to_stride)
 
     return transpose_bf16

@@ -24,10 +24,8 @@ STEPS = {
     "window-1": Step([(80, 200), (1, 600)], window=1, **GQA),
     "sinks": Step(RAGGED, sinks=True, **GQA),
     "long": Step([(1, 2000), (8, 1025)], sinks=True, window=1500, **GQA),
-    "no-group": Step(RAGGED[:4], NH=3, KVH=3, D_K=32, D_V=16),
-    "wide-group": Step([(2, 600), (9, 80)], NH=300, KVH=1, D_K=48, D_V=32, mla=True),
-    "v3-heads": Step([(40, 90)], NH=2, KVH=2, D_K=192, D_V=128),
-    "odd-values": Step([(5, 90)], NH=4, KVH=2, D_K=16, D_V=80),
+    "wide-group": Step([(2, 600), (9, 600)], NH=300, KVH=1, D_K=48, D_V=32, mla=True),
+    "no-group": Step(RAGGED[:4], NH=3, KVH=3, D_K=16, D_V=80),
     "far-scores": Step([(30, 150)], scale=30.0, **GQA),
 }
 
@@ -38,14 +36,14 @@ def test_against_the_reference(name: str) -> None:
     out, combines = step.run(make_attention(step.D_K, step.D_V))
     bound = 1e-4 if name == "far-scores" else BOUND  # of scores near 300, in float32
     assert_close(out, step.truth(), bound)
-    few_see_two_splits = {"gqa", "mla", "sinks", "long", "wide-group"}
-    assert (combines > 0) == (name in few_see_two_splits)
+    tasks = {"gqa": 2, "mla": 1, "sinks": 2, "long": 2 * 5, "wide-group": 2 * 2 * 19}
+    assert combines == tasks.get(name, 0)  # of all others no sequence of few tokens sees two splits
 
 
 def test_vectors_of_eight() -> None:
-    for step in (STEPS["gqa"], STEPS["mla"]):
-        out, _ = step.run(make_attention(step.D_K, step.D_V, N=8))
-        assert_close(out, step.truth(), BOUND)
+    step = STEPS["mla"]
+    out, _ = step.run(make_attention(step.D_K, step.D_V, N=8))
+    assert_close(out, step.truth(), BOUND)
 
 
 def test_a_sequence_alone_has_the_same_bits() -> None:

@@ -1,0 +1,111 @@
+"""A page by all rows of a tile that see some of it: blocks of 6 rows, and 4 where need be."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ..jit import inlined
+from .job import PAGE
+from .layout import Layout
+from .pages import fetch, make_keys, make_widen_values
+from .tiles import make_scores, make_weighted
+
+FEW = 16
+"""Rows of a tile that multiply a page as it is: making float32 of it does not pay. (On Zen 5
+16 rows gain 11-18 %, 32 rows 9 %; sharing ports with multiply-adds, widening would cost more.)"""
+
+
+@inlined
+def padded_rows(rows):
+    """Of a tile, as blocks cover them."""
+    return (rows + 3) // 4 * 4 if rows <= FEW else (rows + 1) // 2 * 2
+
+
+@inlined
+def _in_sixes(rows):
+    """Of an even number of rows, at least 4, those in blocks of 6."""
+    return rows - rows % 3 * 4
+
+
+@functools.cache
+def make_page_scores(layout: Layout) -> Any:
+    """``page_scores(scratch, few, rows, stride, count, first, last, base, more)``.
+
+    ``count`` keys at ``rows``, ``stride`` bytes apart, by the tile's rows ``first`` to before
+    ``last``. If there are ``more`` pages, the lines of the next one, from ``base`` on, are fetched
+    meanwhile.
+    """
+    D_K, N = layout.D_K, layout.N
+    STRIP, STEPS, TOTAL = N * layout.key_vectors, layout.fetch_steps, layout.lines(layout.D_K)
+    at = layout.offsets
+    Q, S, KEYS, LINES = at["q"], at["s"], at["keys"], at["key_lines"]
+    keys_many, keys_few = make_keys(layout, False), make_keys(layout, True)
+    six, four = make_scores(layout, 6, False), make_scores(layout, 4, False)
+    few_four = make_scores(layout, 4, True)
+
+    @inlined
+    def page_scores(scratch, few, rows, stride, count, first, last, base, more):
+        lines, done = scratch + LINES, 0 if more else TOTAL
+        sixes = 0 if few else _in_sixes(last - first)
+        if few:
+            keys_few(rows, stride, count, scratch + KEYS)
+        else:
+            keys_many(rows, stride, count, scratch + KEYS)
+        for strip in range(PAGE // STRIP):
+            keys = scratch + KEYS + strip * ((2 if few else 4) * STRIP * D_K)
+            to = scratch + S + strip * (4 * STRIP)
+            for row in range(first, first + sixes, 6):
+                q, s = scratch + Q + row * (4 * D_K), to + row * (4 * PAGE)
+                six(q, keys, s, base, lines + 8 * done)
+                done = min(done + D_K // STEPS, TOTAL)
+            for row in range(first + sixes, last, 4):
+                q, s = scratch + Q + row * (4 * D_K), to + row * (4 * PAGE)
+                if few:
+                    few_four(q, keys, s, base, lines + 8 * done)
+                else:
+                    four(q, keys, s, base, lines + 8 * done)
+                done = min(done + D_K // STEPS, TOTAL)
+        fetch(base, lines, done, TOTAL)
+
+    return page_scores
+
+
+@functools.cache
+def make_page_sums(layout: Layout) -> Any:
+    """``page_sums(scratch, few, rows, stride, count, first, last, base, more)``: numerators by the
+    page's values, added to the rows' sums; the arguments are as above."""
+    D_V, N, C = layout.D_V, layout.N, layout.value_vectors
+    STRIP, STEPS, TOTAL = N * C, layout.fetch_steps, layout.lines(layout.D_V)
+    at = layout.offsets
+    P, ALPHA, SUMS, VALUES, LINES = (at[x] for x in ("s", "alpha", "o", "values", "value_lines"))
+    widen = make_widen_values(layout)
+    six, four = make_weighted(layout, 6, False), make_weighted(layout, 4, False)
+    few_four = make_weighted(layout, 4, True)
+
+    @inlined
+    def page_sums(scratch, few, rows, stride, count, first, last, base, more):
+        lines, done = scratch + LINES, 0 if more else TOTAL
+        sixes = 0 if few else _in_sixes(last - first)
+        if not few:
+            widen(rows, stride, count, scratch + VALUES)
+        for strip in range(D_V // STRIP):
+            values = scratch + VALUES + strip * (4 * STRIP * PAGE)
+            to = scratch + SUMS + strip * (4 * STRIP)
+            for row in range(first, first + sixes, 6):
+                p, alpha = scratch + P + row * (4 * PAGE), scratch + ALPHA + 4 * row
+                o = to + row * (4 * D_V)
+                six(p, values, 4 * STRIP, count, o, alpha, base, lines + 8 * done)
+                done = min(done + count // STEPS, TOTAL)
+            for row in range(first + sixes, last, 4):
+                p, alpha = scratch + P + row * (4 * PAGE), scratch + ALPHA + 4 * row
+                o = to + row * (4 * D_V)
+                if few:
+                    source = rows + strip * (2 * STRIP)
+                    few_four(p, source, stride, count, o, alpha, base, lines + 8 * done)
+                else:
+                    four(p, values, 4 * STRIP, count, o, alpha, base, lines + 8 * done)
+                done = min(done + count // STEPS, TOTAL)
+        fetch(base, lines, done, TOTAL)
+
+    return page_sums
