@@ -17,7 +17,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from pykernels.errors import PykernelsError
-from runtime.devices.runner import CpuRunner
+from runtime.devices.cpu.runner import CpuRunner
 from runtime.engine import Engine, RequestHandle, Result, SamplingParams
 from runtime.matrix import packer
 from runtime.workers.ring_pool import RingPool

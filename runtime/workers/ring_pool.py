@@ -49,6 +49,15 @@ class Job:
         return int(self.words.ctypes.data)
 
     @property
+    def after(self) -> int:
+        """How many jobs before it stands the one that must be complete; 0: none."""
+        return int(self.words[words.AFTER // 8])
+
+    @after.setter
+    def after(self, jobs: int) -> None:
+        self.words[words.AFTER // 8] = jobs
+
+    @property
     def times(self) -> tuple[int, int]:
         """When it was opened and complete the last time, ns of the monotonic clock."""
         opened, completed = self.words[words.OPENED_AT // 8], self.words[words.COMPLETED_AT // 8]

@@ -11,7 +11,7 @@ import torch
 
 import model
 from model.llm import LLM
-from runtime.devices.cpu import CpuStep
+from runtime.devices.cpu.step import CpuStep
 from runtime.engine import SamplingParams
 
 from . import tiny

@@ -10,12 +10,12 @@ import torch
 
 from pykernels.errors import PykernelsError
 
-from ..engine.batch import StepBatch, StepResult
-from ..machine.memory import allocate
-from ..program import Program
-from ..workers.ring_pool import RingPool
-from .cpu import CpuStep
+from ...engine.batch import StepBatch, StepResult
+from ...machine.memory import allocate
+from ...program import Program
+from ...workers.ring_pool import RingPool
 from .sampling import SamplingBlock
+from .step import CpuStep
 
 PAGE = 64
 DECODE = 8

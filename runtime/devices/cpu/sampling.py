@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykernels.cpu.sampling import SAMPLING, parameter_dtype, point_at_parameters, sizes
+from pykernels.cpu.sampling import parameter_dtype, point_at_parameters
 
-from ..engine.batch import SequenceSampling, StepBatch
+from ...engine.batch import SequenceSampling, StepBatch
 
 _NAMES = {
     "temperature": "temperature",
@@ -70,6 +70,3 @@ class SamplingBlock:
         for row, one in self._penalized:
             assert one.counts is not None
             self.columns["seen_count"][row] = one.counts.size
-
-
-__all__ = ["SAMPLING", "SamplingBlock", "sizes"]

@@ -1,4 +1,4 @@
-"""The ``cpu`` device: a program bound to memory, its nodes as jobs of the workers' ring.
+"""Binding a program to memory: what the ops' binders ask for.
 
 A step is then one call: no line of Python runs between its nodes. Buffers share memory where their
 lives do not overlap. What follows a norm reads *rows* in the form of its weight format, so a norm's
@@ -8,7 +8,7 @@ output is converted first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,14 +26,18 @@ from pykernels.quant.layout import K_BLOCK, ceil_to
 from pykernels.registry import resolve
 from pykernels.target import detect
 
-from ..machine import tuning
-from ..machine.memory import allocate
-from ..program import Node, Program
-from ..workers.ring_pool import Job, Jobs, RingPool, float_bits
+from ...machine import tuning
+from ...machine.memory import allocate
+from ...program import Node, Program
+from ...workers.ring_pool import Job, RingPool, float_bits
 from .sampling import SamplingBlock
 
 _LINE = 64
 _SIZES = ("T", "S", "R")
+
+
+Binder = Callable[["Context", Node], list[Job]]
+"""Makes the jobs of a node."""
 
 
 @dataclass(frozen=True)
@@ -50,22 +54,15 @@ class Rows:
     a_tiles: int
 
 
-class CpuStep:
-    """A program that is ready to run on a pool.
+class Context:
+    """A program being bound: what binders ask for, and what they leave to be kept.
 
     Args:
-        program: with ops of ``cpu_ops.BINDERS`` only.
-        inputs: by name, int64 tensors of the program's input buffers, in their largest shape.
-        caches: by name, tensors of the "cache" buffers.
-        kernel: a backend of ``pykernels.registry``, or "auto".
-        parameters: how rows are sampled; None: greedily.
+        inputs, caches: by name, tensors of the buffers of these kinds.
 
     Attributes:
-        sizes: int64 [3]: T, S and R of the step to come; set it before ``run``.
+        sizes: int64 [3]: T, S and R of a step.
         outputs: by name, tensors of the "output" buffers.
-
-    Raises:
-        PykernelsError: an op that this device does not have.
     """
 
     def __init__(
@@ -74,49 +71,41 @@ class CpuStep:
         pool: RingPool,
         inputs: Mapping[str, torch.Tensor],
         caches: Mapping[str, torch.Tensor],
-        kernel: str = "auto",
-        sizes: torch.Tensor | None = None,
-        parameters: SamplingBlock | None = None,
+        kernel: str,
+        sizes: torch.Tensor,
+        parameters: SamplingBlock,
     ) -> None:
-        from .cpu_ops import BINDERS
-
         self.program, self.pool, self.kernel = program, pool, kernel
-        self.sizes = torch.zeros(3, dtype=torch.int64) if sizes is None else sizes
+        self.sizes, self.parameters = sizes, parameters
         self.workspace, self.calls = Workspace(), list[MoECall]()
-        self.parameters = parameters or SamplingBlock(program.sizes["R"])
-        self._kept: list[Any] = [self.sizes, inputs, caches, program, self.parameters]
+        self._kept: list[Any] = [sizes, inputs, caches, parameters]
         self._memory = _Memory()
         self._tensors: dict[str, torch.Tensor] = {**inputs, **caches}
         self._rows: dict[tuple[str, str, bool], Rows] = {}
         self._scratch: dict[int, int] = {}
         self._shared: dict[str, int] = {}
         self.outputs: dict[str, torch.Tensor] = {}
-        jobs: list[Job] = []
         self._last = {name: at for at, node in enumerate(program.nodes) for name in node.inputs}
-        for at, node in enumerate(program.nodes):
-            if node.op not in BINDERS:
+
+    def bind(self, binders: Mapping[str, Binder]) -> list[Job]:
+        """The jobs of all nodes.
+
+        Raises:
+            PykernelsError: an op that there is no binder for.
+        """
+        jobs: list[Job] = []
+        for at, node in enumerate(self.program.nodes):
+            if node.op not in binders:
                 raise PykernelsError(
-                    f"the cpu device has no {node.op!r}", f"It has {', '.join(BINDERS)}"
+                    f"the cpu device has no {node.op!r}", f"It has {', '.join(binders)}"
                 )
             for name in node.outputs:
                 self._make(name)
-            self._at = at
-            jobs += BINDERS[node.op](self, node)
+            jobs += binders[node.op](self, node)
             for name in (*node.inputs, *node.outputs):
                 if self._last.get(name, at) <= at:
                     self._free(name)
-        jobs[0].words[24 // 8] = 0  # the step before is complete
-        self.jobs = Jobs(jobs)
-
-    def run(self) -> None:
-        """One step.
-
-        Raises:
-            StepError: a task failed.
-        """
-        self.pool.run(self.jobs)
-
-    # What binders ask for.
+        return jobs
 
     def at(self, name: str) -> int:
         """Address of a buffer."""
@@ -249,16 +238,25 @@ class CpuStep:
 
     def forms_of(self, name: str) -> tuple[list[tuple[str, bool]], list[MoEKernel]]:
         """The forms in which a buffer's readers want its rows."""
-        from .cpu_ops import row_kernel
-
         forms: dict[tuple[str, bool], MoEKernel] = {}
         for reader in self.program.readers(name):
-            wanted = row_kernel(self, reader, name)
+            wanted = self.row_kernel(reader, name)
             if wanted is not None:
                 kernel, gemm = wanted
                 tiles = gemm and self.gemm_from(kernel) <= self.most(name)
                 forms[_form_name(kernel), tiles] = kernel
         return list(forms), list(forms.values())
+
+    def row_kernel(self, node: Node, name: str) -> tuple[MoEKernel, bool] | None:
+        """The kernel for whose rows a node reads a buffer, and whether A tiles of the GEMM are
+        wanted; None if it reads floats."""
+        if node.op == "linear" and name == node.inputs[0]:
+            matrix = node.weights["weight"]
+            return self.kernel_of(matrix.fmt.name, node.attrs.get("activations", "bf16")), True
+        if node.op == "moe_ffn" and name == node.inputs[0]:
+            experts = node.weights["experts"]
+            return self.kernel_of(experts.fmt.name, node.attrs.get("activations", "bf16")), False
+        return None
 
     def bits(self, value: float) -> int:
         """A float32 as records hold it."""

@@ -1,0 +1,153 @@
+"""The ops around attention and experts as jobs: embedding, norms, linears, sampling."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pykernels.cpu.activations.row_layout import row_bytes
+from pykernels.cpu.embedding import EMBED, make_embed
+from pykernels.cpu.gemm.common import MAX_BLOCKS
+from pykernels.cpu.gemv.common import MAX_TOKENS
+from pykernels.cpu.linear import HEADS, LINEAR, make_heads, make_linear
+from pykernels.cpu.moe.kernel import tables_address
+from pykernels.cpu.sampling import SAMPLING, make_ops, sizes
+from pykernels.quant.layout import K_BLOCK, ceil_to
+
+from ...program import Node
+from ...workers.ring_pool import Job
+from .context import Context
+
+_TASKS = 8
+"""Tasks a worker of a linear: dynamic, so that a core that is slower takes fewer."""
+_TASK_BYTES = 1 << 20
+
+
+def embed(step: Context, node: Node) -> list[Job]:
+    (ids,), (out,) = node.inputs, node.outputs
+    table = node.weights["table"]
+    opening, run = make_embed()
+    record = step.record(
+        EMBED, count_at=step.count_at(ids), ids=step.at(ids), table=step.keep(table),
+        V=table.shape[0], H=table.shape[1], out=step.at(out), out_stride=step.stride(out), chunk=16,
+    )  # fmt: skip
+    return [Job(node.name, run.address, record, opening.address)]
+
+
+def rms_norm(step: Context, node: Node) -> list[Job]:
+    x, *adds = node.inputs
+    index = adds.pop() if node.attrs.get("sampled") else None
+    out, total = node.outputs[0], node.outputs[1] if len(node.outputs) > 1 else None
+    forms, kernels = step.forms_of(out)
+    weight = node.weights["weight"].float().contiguous()
+    fields = {"weight": step.keep(weight), "eps": step.bits(node.attrs["eps"])}
+    for i, name in enumerate(adds):
+        fields |= {f"add{i}": step.at(name), "add_stride": step.stride(name)}
+    if index is not None:
+        fields["index"] = step.at(index)
+    start = node.attrs.get("start", 0)  # a part of x's columns
+    fields["x"] = step.at(x) + 4 * start
+    return step.norm(node.name, out, total, fields, forms, kernels, x, K=len(weight))
+
+
+def linear(step: Context, node: Node) -> list[Job]:
+    (x,), (out,) = node.inputs, node.outputs
+    matrix, bias = node.weights["weight"], node.weights.get("bias")
+    kernel = step.kernel_of(matrix.fmt.name, node.attrs.get("activations", "bf16"))
+    rows, jobs = step.rows(node, x, kernel, True)
+    blocks = matrix.blocks.shape[0]
+    workers = step.pool.threads
+    chunk = max(1, min(blocks // (_TASKS * workers), _TASK_BYTES // matrix.blocks.shape[1]))
+    gemm_chunk = max(1, min(MAX_BLOCKS, blocks // (2 * workers)))
+    scratch, scratch_stride = step.scratch(kernel.scratch_bytes)
+    opening, run = make_linear()
+    record = step.record(
+        LINEAR,
+        count_at=step.count_at(x),
+        rows=rows.address,
+        row_stride=rows.stride,
+        k_blocks=ceil_to(matrix.K, matrix.fmt.k_block) // K_BLOCK,
+        w=step.keep(matrix.blocks),
+        block_bytes=matrix.blocks.shape[1],
+        scale=step.keep(matrix.scales),
+        scale_bytes=matrix.scales.shape[1],
+        blocks=blocks,
+        N=matrix.N,
+        bias=0 if bias is None else step.keep(bias.float().contiguous()),
+        out=step.at(out),
+        out_stride=step.stride(out),
+        chunk=chunk,
+        gemm_chunk=gemm_chunk,
+        gemm_from=step.gemm_from(kernel),
+        tiles=kernel.tiles,
+        gemm=kernel.gemm,
+        tables=tables_address(),
+        a_tiles=rows.a_tiles,
+        tile_steps=2 if kernel.int8 else 4,
+        scratch=scratch,
+        scratch_stride=scratch_stride,
+    )
+    return [*jobs, Job(node.name, run.address, record, opening.address)]
+
+
+def heads(step: Context, node: Node) -> list[Job]:
+    """x [T, G * x_head + ...] by a matrix of each head, to out [T, G * out_head + ...]; strides in
+    numbers, ``attrs``."""
+    x, (out,) = node.inputs[0], node.outputs
+    heads, attrs = node.weights["heads"], node.attrs
+    kernel = step.kernel_of(heads.fmt.name, "bf16")
+    K = ceil_to(heads.K, heads.fmt.k_block)
+    row_stride = row_bytes(K, kernel.row_formats[0])
+    scratch, scratch_stride = step.scratch(MAX_TOKENS * row_stride)
+    opening, run = make_heads()
+    record = step.record(
+        HEADS,
+        count_at=step.count_at(x),
+        G=heads.G,
+        x=step.at(x),
+        x_stride=step.stride(x),
+        x_head=4 * attrs["x_head"],
+        K=heads.K,
+        k_blocks=K // K_BLOCK,
+        w=step.keep(heads.blocks),
+        w_head=heads.blocks.stride(0),
+        block_bytes=heads.blocks.shape[2],
+        scale=step.keep(heads.scales),
+        scale_head=heads.scales[0].nbytes,
+        scale_bytes=heads.scales.shape[2],
+        blocks=heads.blocks.shape[1],
+        N=heads.N,
+        out=step.at(out),
+        out_stride=step.stride(out),
+        out_head=4 * attrs["out_head"],
+        tiles=kernel.tiles,
+        tables=tables_address(),
+        quantize_row=kernel.quantize_row,
+        row_stride=row_stride,
+        scratch=scratch,
+        scratch_stride=scratch_stride,
+    )
+    return [Job(node.name, run.address, record, opening.address)]
+
+
+def sample(step: Context, node: Node) -> list[Job]:
+    (logits,) = node.inputs
+    tokens, logprobs, top_ids, top_logprobs = node.outputs
+    R, V = step.program.shape(logits)
+    need = sizes(R, V, step.pool.threads)
+    record = np.zeros(1, SAMPLING)
+    step.parameters.point_at(record[0])
+    for field, name in (
+        ("tokens", tokens), ("logprobs_out", logprobs), ("top_ids", top_ids),
+        ("top_logprobs", top_logprobs), ("logits", logits),
+    ):  # fmt: skip
+        record[field] = step.at(name)
+    for field in ("adjusted", "maxima", "partials", "scratch"):
+        record[field] = step.room(getattr(need, field))
+    record["count_at"], record["V"] = step.count_at(logits), V
+    record["logits_stride"], record["scratch_stride"] = step.stride(logits), need.scratch_stride
+    address = step.keep(record)
+    names = ("scan", "draw", "finish")
+    return [
+        Job(f"{node.name}.{name}", run.address, address, opening.address)
+        for name, (opening, run) in zip(names, make_ops(), strict=True)
+    ]

@@ -1,0 +1,69 @@
+"""Routers and experts as jobs."""
+
+from __future__ import annotations
+
+import torch
+
+from pykernels.cpu import MoECall
+from pykernels.cpu.gemv.common import MAX_TOKENS
+from pykernels.cpu.moe.plan import plan
+from pykernels.cpu.router import ROUTER, make_router
+
+from ...program import Node
+from ...workers.moe_job import MOE, barrier_bytes, make_moe
+from ...workers.ring_pool import Job
+from .context import Context
+
+
+def router(step: Context, node: Node) -> list[Job]:
+    (logits,), (ids, weights) = node.inputs, node.outputs
+    spec, bias = node.attrs["spec"], node.weights.get("bias")
+    opening, run = make_router()
+    record = step.record(
+        ROUTER,
+        count_at=step.count_at(logits),
+        logits=step.at(logits),
+        logits_stride=step.stride(logits),
+        bias=0 if bias is None else step.keep(bias.float().contiguous()),
+        E=node.attrs["experts"],
+        topk=spec.topk,
+        sigmoid=spec.scoring == "sigmoid",
+        renormalize=spec.renormalize,
+        groups=spec.groups,
+        group_topk=spec.group_topk,
+        top2=spec.group_score == "top2",
+        scale=step.bits(spec.scale),
+        ids=step.at(ids),
+        weights=step.at(weights),
+        width=step.program.shape(ids)[1],
+        chunk=8,
+    )
+    return [Job(node.name, run.address, record, opening.address)]
+
+
+def moe_ffn(step: Context, node: Node) -> list[Job]:
+    """Routed experts; or a dense MLP as the one expert that every token takes."""
+    x, *routing = node.inputs
+    (out,) = node.outputs
+    experts = node.weights["experts"]
+    kernel = step.kernel_of(experts.fmt.name, node.attrs.get("activations", "bf16"))
+    rows, jobs = step.rows(node, x, kernel, False)
+    T = step.most(x)
+    topk = step.program.shape(routing[0])[1] if routing else 1
+    cut = plan(experts.shape, experts.fmt, step.pool.threads, 1 if T <= MAX_TOKENS else T,
+               step.gemm_from(kernel))  # fmt: skip
+    call = MoECall(experts, kernel, step.workspace, step.pool.threads, cut)
+    call.bind(T, topk, rows.address, rows.stride, step.at(out), step.stride(out))
+    step.keep(call.job)
+    step.calls.append(call)
+    if routing:
+        ids, weights = (step.at(name) for name in routing)
+    else:
+        ids = step.keep(torch.zeros(T, dtype=torch.int64))
+        weights = step.keep(torch.ones(T))
+    opening, run = make_moe()
+    record = step.record(
+        MOE, ring=step.pool.ring, count_at=step.count_at(x), job=call.address, ids=ids,
+        weights=weights, barriers=step.room(barrier_bytes(experts.shape.E, call.down_chunks)),
+    )  # fmt: skip
+    return [*jobs, Job(node.name, run.address, record, opening.address)]
