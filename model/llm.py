@@ -119,6 +119,7 @@ def load_engine(
     threads: int | None = None,
     kernel: str = "auto",
     context: int | None = None,
+    at_least: int = 0,
     max_sequences: int = 16,
     max_tokens: int = 512,
     progress: bool | Callback | None = None,
@@ -130,7 +131,8 @@ def load_engine(
         rules: as in ``from_pretrained``.
         threads: workers; None: one on each physical core.
         kernel: auto, amx, avx512, avx2 or generic.
-        context: positions that the cache has room for; None: the model's, ``CONTEXT`` at most.
+        context: positions that the cache has room for; None: the model's, ``CONTEXT`` at most, or
+            ``at_least`` so many.
         max_sequences: requests that run at once; ``max_tokens``: tokens of a step.
         progress: as in ``from_pretrained``.
 
@@ -170,10 +172,8 @@ def load_engine(
 
                 load_experts(model, plan, checkpoint, add)
                 decoder = make_decoder(model, Stored(plan, checkpoint, add), packer(pool))
-        runner = CpuRunner(
-            decoder, pool, context or min(CONTEXT, positions), None, max_tokens, max_sequences,
-            kernel,
-        )  # fmt: skip
+        room = context or min(max(CONTEXT, at_least), positions)
+        runner = CpuRunner(decoder, pool, room, None, max_tokens, max_sequences, kernel)
         return LLM(runner, config, tokenizer, _eos(config, generation), pool)
     except BaseException:
         pool.close()

@@ -32,5 +32,5 @@ def bench_generate(benchmark, embedded) -> None:
     benchmark.extra_info.update(
         threads=Topology.detect().usable,
         tok_per_s=best.decode_tokens_per_second,
-        gbps=best.expert_gb_per_second,
+        gbps=best.read_gb_per_second,
     )

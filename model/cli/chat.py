@@ -13,6 +13,7 @@ from .common import Debug, Kernel, Numa, Threads, command, err, note
 from .session import (
     Device,
     Dtype,
+    Eager,
     MaxNewTokens,
     Model,
     Rules,
@@ -41,6 +42,7 @@ def chat(
     threads: Threads = None,
     kernel: Kernel = None,
     numa: Numa = "auto",
+    eager: Eager = False,
     system: Annotated[str, typer.Option(help="System message, put before the conversation.")] = "",
     debug: Debug = False,
 ) -> None:
@@ -54,6 +56,7 @@ def chat(
         threads,
         kernel,
         numa,
+        eager,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,
@@ -79,7 +82,8 @@ def chat(
         try:
             answer, stats = session.write(chat_prompt(session.tokenizer, turn))
         except KeyboardInterrupt:
-            default_pool().settle()
+            if session.llm is None:
+                default_pool().settle()
             note("stopped; this turn is forgotten")
             continue
         except PykernelsError as error:  # a full context, for one: the conversation goes on

@@ -13,6 +13,7 @@ from .common import Debug, Kernel, Numa, Threads, command, err, note
 from .session import (
     Device,
     Dtype,
+    Eager,
     MaxNewTokens,
     Model,
     Rules,
@@ -45,6 +46,7 @@ def generate(
     threads: Threads = None,
     kernel: Kernel = None,
     numa: Numa = "auto",
+    eager: Eager = False,
     echo: Annotated[bool, typer.Option(help="Write the prompt before its continuation.")] = True,
     debug: Debug = False,
 ) -> None:
@@ -60,6 +62,7 @@ def generate(
         threads,
         kernel,
         numa,
+        eager,
         prompt,
         max_new_tokens=max_new_tokens,
         temperature=temperature,

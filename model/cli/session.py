@@ -13,10 +13,12 @@ import typer
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
-from .common import err, prepare_threads
+from .common import err, note, prepare_threads
 
 if TYPE_CHECKING:
-    from ..text.generate import GenerationStats
+    from ..llm import LLM
+    from ..text.engine_stream import EngineStream
+    from ..text.generate import GenerationStats, GenerationStream
 
 Model = Annotated[
     Path | None,
@@ -48,8 +50,18 @@ TopK = Annotated[
 Seed = Annotated[int, typer.Option(min=0, metavar="N", help="The same seed gives the same text.")]
 
 
+Eager = Annotated[
+    bool,
+    typer.Option(
+        "--eager",
+        help="Hugging Face's own forward with our experts, instead of the engine; what --device"
+        " cuda:0 and --dtype use anyway.",
+    ),
+]
+
+
 class Session:
-    """A loaded model and tokenizer with the options of a run."""
+    """A loaded model and tokenizer with the options of a run: on the engine, or eagerly."""
 
     def __init__(
         self,
@@ -60,6 +72,7 @@ class Session:
         threads: int | None,
         kernel: str | None,
         numa: str,
+        eager: bool,
         prompt: str | None = None,
         **sampling: Any,
     ) -> None:
@@ -72,7 +85,9 @@ class Session:
         with status("importing torch and transformers"):
             from transformers.utils import logging
 
-            from .. import EMBEDDED, from_pretrained, load_tokenizer
+            from .. import EMBEDDED, load_tokenizer
+            from ..architectures.decoder import why_not
+            from ..checkpoint.config import read_config
             from ..text.generate import check_options
 
             logging.set_verbosity_error()
@@ -80,20 +95,30 @@ class Session:
         check_options(**sampling)
         path = model or EMBEDDED
         self.tokenizer = load_tokenizer(path)
-        if prompt is not None:
-            self._check(path, prompt)
-        self.model = from_pretrained(
-            path,
-            rules=rules,
-            device=device,
-            dtype=dtype,
-            threads=chosen_threads,
-            kernel=chosen_kernel,
-            numa=numa,
-        )
+        wanted = 0 if prompt is None else self._check(path, prompt)
+        eager = eager or device != "cpu" or dtype is not None
+        if not eager and (reason := why_not(read_config(path).model_type)):
+            note(f"the engine cannot run this model, so it runs eagerly: {reason}")
+            eager = True
+        self.llm: LLM | None = None
+        if eager:
+            from .. import from_pretrained
 
-    def _check(self, path: Path, prompt: str) -> None:
-        """Check that the prompt fits, before minutes are spent on loading a large model."""
+            self.model = from_pretrained(
+                path, rules=rules, device=device, dtype=dtype, threads=chosen_threads,
+                kernel=chosen_kernel, numa=numa,
+            )  # fmt: skip
+        else:
+            from ..llm import load_engine
+
+            self.llm = load_engine(
+                path, rules=rules, threads=chosen_threads, kernel=chosen_kernel, at_least=wanted,
+                max_sequences=1,
+            )  # fmt: skip
+
+    def _check(self, path: Path, prompt: str) -> int:
+        """Check that the prompt fits, before minutes are spent on loading a large model; tokens of
+        it and its continuation."""
         import torch
 
         from ..checkpoint.config import read_config
@@ -103,15 +128,14 @@ class Session:
         shapes = build_meta(read_config(path), torch.bfloat16)
         tokens = len(encode(shapes, self.tokenizer, prompt))
         check_context(shapes, tokens, self.sampling["max_new_tokens"])
+        return tokens + int(self.sampling["max_new_tokens"])
 
     def write(self, prompt: str, echo: bool = False) -> tuple[str, GenerationStats]:
         """Stream the continuation of `prompt` to stdout; returns it with its figures.
 
         With `echo` the prompt is written first, once it is known to fit.
         """
-        from ..text.generate import generate_stream
-
-        stream = generate_stream(self.model, self.tokenizer, prompt, **self.sampling)
+        stream = self._stream(prompt)
         text = prompt if echo else ""
         answer = ""
         try:
@@ -130,6 +154,15 @@ class Session:
                 sys.stdout.flush()
         return answer, stream.stats
 
+    def _stream(self, prompt: str) -> GenerationStream | EngineStream:
+        if self.llm is None:
+            from ..text.generate import generate_stream
+
+            return generate_stream(self.model, self.tokenizer, prompt, **self.sampling)
+        from ..text.engine_stream import engine_stream
+
+        return engine_stream(self.llm, prompt, **self.sampling)
+
 
 def summary(stats: GenerationStats, roof: float | None) -> str:
     """The line under a generated text.
@@ -143,12 +176,12 @@ def summary(stats: GenerationStats, roof: float | None) -> str:
         f"prefill {stats.prefill_tokens_per_second:.0f} tok/s",
         f"decode {stats.decode_tokens_per_second:.1f} tok/s",
     ]
-    if stats.expert_seconds > 0:
-        experts = f"experts {stats.expert_gb_per_second:.2f} GB/s"
+    if stats.read_seconds > 0:
+        read = f"{stats.reads} {stats.read_gb_per_second:.2f} GB/s"
         if roof:
-            share = 100 * stats.expert_gb_per_second / roof
-            experts += f" ({share:.0f} % of the {roof:.0f} GB/s read roof)"
-        parts.append(experts)
+            share = 100 * stats.read_gb_per_second / roof
+            read += f" ({share:.0f} % of the {roof:.0f} GB/s read roof)"
+        parts.append(read)
     return " · ".join(parts)
 
 

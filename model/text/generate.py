@@ -37,17 +37,19 @@ __all__ = ["GenerationStats", "GenerationStream", "chat_prompt", "generate_strea
 class GenerationStats:
     """Figures of one run. Seconds are wall-clock.
 
-    `prefill_seconds` ends with the first token; decoding is all after it. `expert_bytes`
-    (weights of the distinct experts that each step touched) and `expert_seconds` are of decoding
-    only, where memory bounds the speed.
+    `prefill_seconds` ends with the first token; decoding is all after it. `read_bytes` and
+    `read_seconds` are of decoding only, where memory bounds the speed: eagerly the weights of the
+    distinct experts that each step touched, while they ran; in the engine all weights of a step.
+    `reads` says which.
     """
 
     prompt_tokens: int
     new_tokens: int
     prefill_seconds: float
     decode_seconds: float
-    expert_bytes: int
-    expert_seconds: float
+    read_bytes: int
+    read_seconds: float
+    reads: str = "experts"
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -58,9 +60,9 @@ class GenerationStats:
         return _rate(max(0, self.new_tokens - 1), self.decode_seconds)
 
     @property
-    def expert_gb_per_second(self) -> float:
-        """GB/s (1e9 bytes) at which the experts' weights were read while they ran."""
-        return _rate(self.expert_bytes, self.expert_seconds) / 1e9
+    def read_gb_per_second(self) -> float:
+        """GB/s (1e9 bytes) at which weights were read."""
+        return _rate(self.read_bytes, self.read_seconds) / 1e9
 
 
 def generate_stream(
@@ -203,8 +205,8 @@ class _Tokens(BaseStreamer):
             new_tokens=new_tokens,
             prefill_seconds=first - self.started,
             decode_seconds=max(0.0, self.last - first),
-            expert_bytes=int(now_bytes - self.bytes) if self.first else 0,
-            expert_seconds=now_seconds - self.seconds if self.first else 0.0,
+            read_bytes=int(now_bytes - self.bytes) if self.first else 0,
+            read_seconds=now_seconds - self.seconds if self.first else 0.0,
         )
 
     def _counters(self) -> tuple[float, float]:

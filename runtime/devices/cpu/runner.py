@@ -12,6 +12,7 @@ from pykernels.errors import PykernelsError
 
 from ...engine.batch import StepBatch, StepResult
 from ...machine.memory import allocate
+from ...profiling.step_bytes import weight_bytes
 from ...program import Program
 from ...workers.ring_pool import RingPool
 from .sampling import SamplingBlock
@@ -111,6 +112,11 @@ class CpuRunner:
             self._results[id(step)] = StepResult(
                 out["drawn"], out["logprobs"], out["top_ids"], out["top_logprobs"]
             )
+
+    @property
+    def weight_bytes(self) -> int:
+        """That a step of one token reads."""
+        return weight_bytes(self.steps[0].program)
 
     def step(self, batch: StepBatch) -> StepResult:
         """One forward step, and a token for each sampled sequence.

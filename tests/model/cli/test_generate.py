@@ -5,10 +5,13 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import model
+from model.llm import LLM
+from model.text.engine_stream import EngineStream, engine_stream
 from model.text.generate import generate_stream
 from pykernels import __version__
 from runtime.machine.topology import Topology
@@ -26,6 +29,7 @@ def quick_roof(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("model.pretrained.from_pretrained", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("model.llm.load_engine", lambda *_, **__: 1 / 0)
 
 
 def stdin(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
@@ -39,12 +43,12 @@ def test_version(run: Run) -> None:
 def test_text_on_stdout_and_summary_on_stderr(run: Run, writer: Path) -> None:
     options = ("--max-new-tokens", 12, "--temperature", 0)
     result = run("generate", "--model", writer, *options, PROMPT)
-    lm, tokenizer = model.from_pretrained(writer), model.load_tokenizer(writer)
-    stream = generate_stream(lm, tokenizer, PROMPT, max_new_tokens=12)
-    assert (result.code, result.out) == (0, PROMPT + "".join(stream) + "\n")
+    with model.load_engine(writer) as llm:
+        text = llm.generate(PROMPT, max_tokens=12, temperature=0).text
+    assert (result.code, result.out) == (0, PROMPT + text + "\n")
     assert re.fullmatch(
         rf"{len(PROMPT)} prompt tokens · prefill \d+ tok/s · decode [\d.]+ tok/s · "
-        r"experts [\d.]+ GB/s \(\d+ % of the 40 GB/s read roof\)\n",
+        r"weights [\d.]+ GB/s \(\d+ % of the 40 GB/s read roof\)\n",
         result.err,
     )
 
@@ -58,7 +62,7 @@ def test_without_memory_for_the_roof_there_is_no_share(
     assert result.code == 0
     note, figures = result.err.splitlines()[-2:]
     assert re.match(r"note: no share of the read roof: .* takes 1048576.0 GiB.*, .* are free", note)
-    assert re.search(r"experts [\d.]+ GB/s$", figures)
+    assert re.search(r"weights [\d.]+ GB/s$", figures)
 
 
 def test_a_prompt_from_stdin(run: Run, writer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,11 +86,11 @@ def test_chat_keeps_the_conversation_until_reset(
 ) -> None:
     prompts: list[str] = []
 
-    def spy(lm: object, tokenizer: object, prompt: str, **options: object) -> object:
+    def spy(llm: LLM, prompt: str, **options: Any) -> EngineStream:
         prompts.append(prompt)
-        return generate_stream(lm, tokenizer, prompt, **options)  # type: ignore[arg-type]
+        return engine_stream(llm, prompt, **options)
 
-    monkeypatch.setattr("model.text.generate.generate_stream", spy)
+    monkeypatch.setattr("model.text.engine_stream.engine_stream", spy)
     stdin(monkeypatch, f"first\nsecond\n/reset\n{'x' * 600}\nthird\n/exit\nnever\n")
     result = run("chat", "--model", writer, "--max-new-tokens", 3, "--system", "Be brief.")
     assert result.code == 0
@@ -102,9 +106,18 @@ def test_chat_keeps_the_conversation_until_reset(
 def test_options_reach_the_model(run: Run, writer: Path) -> None:
     options = ("--temperature", 1.2, "--seed", 4, "--kernel", "generic", "--threads", 1)
     result = run("generate", "--model", writer, "--no-echo", "--max-new-tokens", 12, *options, "x")
-    lm, tokenizer = model.from_pretrained(writer, kernel="generic"), model.load_tokenizer(writer)
+    with model.load_engine(writer, kernel="generic") as llm:
+        text = llm.generate("x", max_tokens=12, temperature=1.2, top_p=0.95, seed=4).text
+    assert result.out == text + "\n"
+
+
+def test_eagerly_it_is_hugging_faces_own_forward(run: Run, writer: Path) -> None:
+    options = ("--max-new-tokens", 12, "--temperature", 1.2, "--seed", 4, "--eager")
+    result = run("generate", "--model", writer, "--no-echo", *options, "x")
+    lm, tokenizer = model.from_pretrained(writer), model.load_tokenizer(writer)
     sampling = {"max_new_tokens": 12, "temperature": 1.2, "top_p": 0.95, "seed": 4}
     assert result.out == "".join(generate_stream(lm, tokenizer, "x", **sampling)) + "\n"
+    assert re.search(r"experts [\d.]+ GB/s", result.err)
 
 
 USABLE = Topology.detect().usable
