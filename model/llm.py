@@ -13,24 +13,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from pykernels.errors import PykernelsError
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.engine import Engine, RequestHandle, Result, SamplingParams
-from runtime.matrix import packer
+from runtime.matrix import outline, packer
 from runtime.workers.ring_pool import RingPool
 
-from .architectures.decoder import make_decoder, why_not
-from .architectures.weights import Stored
+from .architectures.decoder import Decoder, cache_token_bytes, make_decoder, why_not
+from .architectures.weights import Outline, Stored
 from .checkpoint import memory
 from .checkpoint.config import read_config, resolve_dtype
 from .checkpoint.load import check_kernels, load_experts, nbytes
-from .checkpoint.plan import make_plan
+from .checkpoint.plan import Experts, make_plan
 from .checkpoint.progress import Callback, reporting
 from .checkpoint.safetensors import Checkpoint
 from .modules.inject import inject
+from .modules.moe import FusedMoE
 from .pretrained import (
     Rules,
     build_meta,
@@ -146,6 +146,8 @@ def load_engine(
     positions = config.max_position_embeddings
     if context is not None and not 1 <= context <= positions:
         raise PykernelsError(f"a context of {context}", f"Ask for 1 to {positions}")
+    room = context or min(max(CONTEXT, at_least), positions)
+    pages = -(-room // 64) * min(2, max_sequences) + 1
     dtype = resolve_dtype(None, config)
     parsed = resolve_rules(rules, config.model_type)
     generation = read_generation_config(folder)
@@ -158,10 +160,10 @@ def load_engine(
             inject(model, parsed, kernel)
             plan = make_plan(model, checkpoint, dtype)
             check_kernels(model, plan)
-            memory.check(
-                *memory.needed(plan, model, checkpoint, dtype, torch.device("cpu")),
-                torch.device("cpu"),
-            )
+            memory.check_engine(
+                memory.needed_by_engine(plan, model, checkpoint), cache_token_bytes(model), room,
+                64 * pages,
+            )  # fmt: skip
             total, done = sum(nbytes(checkpoint, item) for item in plan.items), 0
             with reporting(progress) as report:
 
@@ -172,12 +174,30 @@ def load_engine(
 
                 load_experts(model, plan, checkpoint, add)
                 decoder = make_decoder(model, Stored(plan, checkpoint, add), packer(pool))
-        room = context or min(max(CONTEXT, at_least), positions)
-        runner = CpuRunner(decoder, pool, room, None, max_tokens, max_sequences, kernel)
+        runner = CpuRunner(decoder, pool, room, pages, max_tokens, max_sequences, kernel)
         return LLM(runner, config, tokenizer, _eos(config, generation), pool)
     except BaseException:
         pool.close()
         raise
+
+
+def outline_decoder(path: Path, rules: Rules = None) -> Decoder:
+    """The decoder of a checkpoint without its weights: what programs look like.
+
+    Raises:
+        PykernelsError: as ``load_engine``.
+    """
+    config = read_config(path)
+    dtype = resolve_dtype(None, config)
+    with Checkpoint(path) as checkpoint:
+        model = build_meta(config, dtype)
+        inject(model, resolve_rules(rules, config.model_type))
+        plan = make_plan(model, checkpoint, dtype)
+    for item in plan.items:
+        if isinstance(item, Experts) and isinstance(model.get_submodule(item.name), FusedMoE):
+            module: Any = model.get_submodule(item.name)
+            module.allocate(item.stored)
+    return make_decoder(model, Outline(plan), outline)
 
 
 def _eos(config: PretrainedConfig, generation: Any) -> list[int]:

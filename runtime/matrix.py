@@ -18,7 +18,8 @@ Pack = Callable[[Format, Weight, torch.Tensor, torch.Tensor], None]
 
 
 def packer(pool: RingPool) -> Pack:
-    """``Format.pack`` on every worker: one task a 32-row block."""
+    """``Format.pack`` on every worker: one task a 32-row block; then huge pages, where they are
+    whole ones by now."""
 
     def pack(fmt: Format, weight: Weight, blocks: torch.Tensor, scales: torch.Tensor) -> None:
         scale = None if weight.scale is None else weight.scale.contiguous()
@@ -29,8 +30,13 @@ def packer(pool: RingPool) -> Pack:
             pool.run(Jobs([Job("pack", run, int(record.ctypes.data), tasks=tasks, after=0)]))
         if scale is not None and not packs_scales(fmt.name):
             fmt.pack_scales(scale, scales)
+        collapse(blocks)
 
     return pack
+
+
+def outline(*_: object) -> None:
+    """A ``Pack`` that packs nothing: the memory is never touched, so it takes none."""
 
 
 class PackedMatrix:
@@ -56,7 +62,6 @@ class PackedMatrix:
         for start, count, part in zip(self.starts, counts, parts, strict=True):
             at = slice(start // N_BLOCK, start // N_BLOCK + count)
             pack(fmt, part, self.blocks[at], self.scales[at])
-        collapse(self.blocks)
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +88,6 @@ class PackedHeads:
         self.scales = scales.view(self.G, count, -1)
         for head, weight in enumerate(heads):
             pack(fmt, weight, self.blocks[head], self.scales[head])
-        collapse(blocks)
 
     @property
     def nbytes(self) -> int:

@@ -67,7 +67,7 @@ class Node:
     name: str = ""
 
     def __str__(self) -> str:
-        attrs = ", ".join(f"{key}={value}" for key, value in self.attrs.items())
+        attrs = ", ".join(f"{key}={_short(value)}" for key, value in self.attrs.items())
         weights = ", ".join(f"{key}: {describe(value)}" for key, value in self.weights.items())
         inside = "; ".join(part for part in (", ".join(self.inputs), weights, attrs) if part)
         return f"{', '.join(self.outputs)} = {self.op}({inside})"
@@ -132,6 +132,10 @@ class Program:
         width = max((len(node.name) for node in self.nodes), default=0)
         lines += [f"  {node.name:<{width}}  {node.device:<4}  {node}" for node in self.nodes]
         return "\n".join(lines)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def describe(weight: Any) -> str:

@@ -83,6 +83,11 @@ class MLA:
             interleaved=getattr(module.config, "rope_interleave", True),
         )
 
+    @staticmethod
+    def cached(module: Any) -> int:
+        """Numbers of a token in the cache."""
+        return int(module.kv_lora_rank + module.qk_rope_head_dim)
+
     def caches(self, pages: int) -> dict[str, tuple[int, ...]]:
         return {"latent": (pages, PAGE, self.L + self.R)}
 
@@ -166,6 +171,11 @@ class GQA:
             scale=module.scaling,
             window=getattr(module, "sliding_window", None) or 0,
         )
+
+    @staticmethod
+    def cached(module: Any) -> int:
+        """Numbers of a token in the cache."""
+        return int(2 * module.k_proj.out_features)
 
     def caches(self, pages: int) -> dict[str, tuple[int, ...]]:
         shape = (pages, PAGE, self.KVH, self.D)

@@ -130,6 +130,13 @@ def why_not(model_type: str) -> str | None:
     return f"there is no lowering of {model_type}, only of {', '.join(FAMILIES)}"
 
 
+def cache_token_bytes(model: PreTrainedModel) -> int:
+    """Bytes that one token's keys and values take in the cache."""
+    inner: Any = model.model
+    kind: Any = MLA if model.config.model_type in LATENT else GQA
+    return sum(2 * kind.cached(layer.self_attn) for layer in inner.layers)
+
+
 def make_decoder(model: PreTrainedModel, source: Source, pack: Pack) -> Decoder:
     """Packs a model's weights for programs.
 

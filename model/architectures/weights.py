@@ -11,7 +11,7 @@ from torch import nn
 from pykernels.quant import PackedExperts, Weight, get_format
 from pykernels.shapes import MoEShape
 from runtime.machine.memory import allocate
-from runtime.matrix import Pack, PackedHeads, PackedMatrix
+from runtime.matrix import Pack, PackedHeads, PackedMatrix, outline
 
 from ..checkpoint.load import matrix as read_matrix
 from ..checkpoint.load import nbytes, stored_weight
@@ -80,6 +80,25 @@ class Stored:
         return read_matrix(self._checkpoint, item.source, item.dtype)
 
 
+class Outline:
+    """Shapes and formats alone, from a plan: no weight is read."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._items = {item.name: item for item in plan.items if isinstance(item, Dense)}
+
+    def matrix(self, name: str) -> tuple[str, Weight]:
+        source = self._items[name].source
+        N, K = source.shape
+        fmt = get_format(source.fmt or "bf16")
+        scale = fmt.scale_shape(N, K)
+        scales = None if scale is None else torch.ones(scale).to(fmt.scale_dtypes[0])
+        return fmt.name, Weight(torch.empty(fmt.data_shape(N, K), dtype=fmt.dtype), scales)
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        item = self._items.get(name)
+        return None if item is None else torch.ones(item.source.shape)
+
+
 class Packing:
     """Packs what a source holds; matrices that are read together become one if they can."""
 
@@ -124,7 +143,8 @@ class Packing:
         fmt = get_format(found[0][0])
         H, I = fmt.logical_shape(found[2][1])  # noqa: E741
         packed = PackedExperts(MoEShape(E=1, H=H, I=I, topk=1), fmt, allocate, self.pack)
-        packed.pack(0, *(weight for _, weight in found))
+        if self.pack is not outline:  # whose weights are no numbers to check
+            packed.pack(0, *(weight for _, weight in found))
         return packed
 
     def vector(self, name: str) -> torch.Tensor:

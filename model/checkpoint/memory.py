@@ -50,6 +50,46 @@ def needed(
     return experts + step, dense
 
 
+def needed_by_engine(plan: Plan, model: nn.Module, checkpoint: Checkpoint) -> int:
+    """Bytes that weights take in the engine, at the peak of loading: packed, as they are stored."""
+    total = step = 0
+    for item in plan.items:
+        if isinstance(item, Dense):
+            matrix = item.source
+            each = checkpoint.nbytes(matrix.data)
+            total += each + (checkpoint.nbytes(matrix.scale) if matrix.scale else 0)
+            step = max(step, 2 * each)
+            continue
+        module = model.get_submodule(item.name)
+        assert isinstance(module, FusedMoE)
+        total += RoutedExperts.bytes_needed(module.shape, module.packed_format(item.stored))
+        stored = sum(checkpoint.nbytes(m.data) for m in item.experts[0])
+        step = max(step, stored + 4 * sum(math.prod(m.shape) for m in item.experts[0]))
+    return total + step
+
+
+def check_engine(weights: int, token: int, context: int, cached: int) -> None:
+    """Raise `PykernelsError` if weights and KV cache need more memory than is free now.
+
+    Args:
+        weights: bytes; ``token``: bytes of the cache for each token.
+        context: positions of a sequence; ``cached``: tokens that the cache holds.
+    """
+    free = available()
+    if weights > free:
+        raise PykernelsError(
+            f"The model needs {size(weights)} of main memory, {size(free)} are free",
+            "Free memory, use a machine with more of it, or a smaller checkpoint",
+        )
+    if weights + token * cached > free:
+        fits = (free - weights) // token * context // cached // 64 * 64
+        raise PykernelsError(
+            f"The model's {size(weights)} and a KV cache of {size(token * cached)} for {cached}"
+            f" tokens need more than the {size(free)} that are free",
+            f"Ask for a context of {fits}" if fits else "Free memory, or use a smaller checkpoint",
+        )
+
+
 def check(main: int, on_device: int, device: torch.device) -> None:
     """Raise `PykernelsError` with both numbers if less memory is free now than is needed."""
     free = available()

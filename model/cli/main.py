@@ -1,4 +1,4 @@
-"""The command line, `pykernels`: generate, chat, doctor, calibrate, bench."""
+"""The command line, `pykernels`: generate, chat, doctor, inspect, calibrate, bench."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from pykernels import __version__
 
-from . import calibrate, chat, doctor, generate
+from . import calibrate, chat, doctor, generate, inspect
 from .common import Debug, State, out
 from .formats import ListsFormats
 
@@ -27,6 +27,7 @@ app = typer.Typer(
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("doctor")(doctor.doctor)
+app.command("inspect")(inspect.inspect)
 app.command("calibrate", cls=ListsFormats)(calibrate.calibrate)
 
 PLUGINS = {"bench": "bench.cli"}

@@ -23,7 +23,7 @@ from bench.harness.rows import Row, figures
 from bench.harness.settings import SECTIONS, Settings, Tokens
 from bench.harness.turns import Times
 from bench.peers import memory
-from bench.peers.catalog import ENGINES, ROOT
+from bench.peers.catalog import ENGINES, ROOT, Peer
 from bench.peers.client import PeerMissing
 from bench.peers.table import PeerTable
 from model.cli.common import EXIT_ERROR, EXIT_INTERRUPTED
@@ -152,7 +152,11 @@ def fitted(gib: float, peers: tuple[str, ...] = ENGINES, **fewer: Any) -> tuple[
     tokens = Tokens(1), Tokens(8), Tokens(64, True)
     options = {"formats": tuple(FORMATS), "tokens": tokens, "threads": 1, "peers": peers, **fewer}
     chosen = Settings.make(Target("cpu", "x86_64", frozenset(), 0, 0, 32 << 20), **options)
-    shape, why = memory.layer_shape(int(gib * 2**30), 32 << 20, chosen.formats, chosen.together)
+
+    def up(fmt: str, shape: MoEShape) -> list[Peer]:  # on a CPU with AVX-512
+        return [peer for peer in chosen.together(fmt, shape) if not peer.unless]
+
+    shape, why = memory.layer_shape(int(gib * 2**30), 32 << 20, chosen.formats, up)
     return shape.E, why
 
 

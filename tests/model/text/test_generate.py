@@ -80,8 +80,8 @@ def test_figures(lm: PreTrainedModel, tokenizer: Any) -> None:
     # 8 steps after the first token, in 2 layers, 3 experts each of 3 matrices of bf16.
     expert = routed_experts(lm)[0].weights.bytes_per_expert
     assert expert >= 3 * 32 * 64 * 2
-    assert stats.expert_bytes == 8 * 2 * 3 * expert
-    assert 0 < stats.expert_seconds < stats.decode_seconds
+    assert stats.read_bytes == 8 * 2 * 3 * expert
+    assert 0 < stats.read_seconds < stats.decode_seconds
 
 
 def test_closing_stops_the_model(lm: PreTrainedModel, tokenizer: Any) -> None:
