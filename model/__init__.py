@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .custom_generate import custom_generate
     from .llm import load_engine
     from .pretrained import from_pretrained, load_tokenizer
 
 EMBEDDED: Path = Path(__file__).parent / "embedded" / "checkpoint"
 """Folder of the checkpoint that ships with the package."""
 
-__all__ = ["EMBEDDED", "from_pretrained", "load_engine", "load_tokenizer"]
+__all__ = ["EMBEDDED", "custom_generate", "from_pretrained", "load_engine", "load_tokenizer"]
 
 
 def __getattr__(name: str) -> Any:
@@ -33,4 +34,8 @@ def __getattr__(name: str) -> Any:
         from .llm import load_engine
 
         return load_engine
+    if name == "custom_generate":
+        from .custom_generate import custom_generate
+
+        return custom_generate
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,12 +16,13 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from pykernels.errors import PykernelsError
+from runtime.devices.cpu import precompile
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.engine import Engine, RequestHandle, Result, SamplingParams
 from runtime.matrix import outline, packer
 from runtime.workers.ring_pool import RingPool
 
-from .architectures.decoder import Decoder, cache_token_bytes, make_decoder, why_not
+from .architectures.decoder import Decoder, cache_token_bytes, head_sizes, make_decoder, why_not
 from .architectures.weights import Outline, Stored
 from .checkpoint import memory
 from .checkpoint.config import read_config, resolve_dtype
@@ -158,6 +159,7 @@ def load_engine(
         with Checkpoint(folder) as checkpoint:
             model = build_meta(config, dtype)
             inject(model, parsed, kernel)
+            precompile.begin(head_sizes(model))
             plan = make_plan(model, checkpoint, dtype)
             check_kernels(model, plan)
             memory.check_engine(

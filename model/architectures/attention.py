@@ -88,6 +88,11 @@ class MLA:
         """Numbers of a token in the cache."""
         return int(module.kv_lora_rank + module.qk_rope_head_dim)
 
+    @staticmethod
+    def head(module: Any) -> tuple[int, int]:
+        """Numbers of a key and of a value, as attention sees them."""
+        return module.kv_lora_rank + module.qk_rope_head_dim, module.kv_lora_rank
+
     def caches(self, pages: int) -> dict[str, tuple[int, ...]]:
         return {"latent": (pages, PAGE, self.L + self.R)}
 
@@ -176,6 +181,11 @@ class GQA:
     def cached(module: Any) -> int:
         """Numbers of a token in the cache."""
         return int(2 * module.k_proj.out_features)
+
+    @staticmethod
+    def head(module: Any) -> tuple[int, int]:
+        """Numbers of a key and of a value, as attention sees them."""
+        return module.head_dim, module.head_dim
 
     def caches(self, pages: int) -> dict[str, tuple[int, ...]]:
         shape = (pages, PAGE, self.KVH, self.D)

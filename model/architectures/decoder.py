@@ -137,6 +137,13 @@ def cache_token_bytes(model: PreTrainedModel) -> int:
     return sum(2 * kind.cached(layer.self_attn) for layer in inner.layers)
 
 
+def head_sizes(model: PreTrainedModel) -> set[tuple[int, int]]:
+    """Numbers of a key and of a value of each kind of head: what attention is compiled for."""
+    inner: Any = model.model
+    kind: Any = MLA if model.config.model_type in LATENT else GQA
+    return {kind.head(layer.self_attn) for layer in inner.layers}
+
+
 def make_decoder(model: PreTrainedModel, source: Source, pack: Pack) -> Decoder:
     """Packs a model's weights for programs.
 

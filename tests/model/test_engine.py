@@ -91,3 +91,18 @@ def test_a_long_prompt_in_pieces_and_from_the_cache(llm: LLM) -> None:
     again = llm.generate(ids, temperature=0, max_tokens=16)
     assert again.completions[0].stats.cached_tokens >= 64 * (len(ids) // 64) - 64
     assert again.token_ids == first.token_ids
+
+
+def test_generate_hands_its_loop_to_the_engine() -> None:
+    """Ragged rows, padded on the left; greedily and by torch's seed."""
+    lm, tokenizer = model.from_pretrained(model.EMBEDDED), model.load_tokenizer(model.EMBEDDED)
+    tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.eos_token
+    inputs = tokenizer(list(PROMPTS), return_tensors="pt", padding=True)
+    truth = lm.generate(**inputs, max_new_tokens=12, do_sample=False)
+    ours = {"custom_generate": model.custom_generate, "max_new_tokens": 12}
+    assert torch.equal(lm.generate(**inputs, **ours, do_sample=False), truth)
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        drawn.append(lm.generate(**inputs, **ours, do_sample=True, temperature=2.0))
+    assert torch.equal(*drawn) and not torch.equal(drawn[0], truth)

@@ -1,0 +1,122 @@
+"""A loaded Hugging Face model's own ``generate``, with the engine as its loop.
+
+    lm = model.from_pretrained(path)
+    lm.generate(**inputs, custom_generate=model.custom_generate, max_new_tokens=64)
+
+transformers prepares the inputs and the generation config as ever and hands the loop over.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from pykernels.errors import PykernelsError
+from runtime.devices.cpu.runner import CpuRunner
+from runtime.engine import SamplingParams
+from runtime.matrix import packer
+from runtime.workers.ring_pool import RingPool
+
+from .architectures.decoder import make_decoder
+from .architectures.weights import Parameters
+from .llm import CONTEXT, LLM
+
+_OURS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_NOT_OURS = ("num_beams", "num_return_sequences", "typical_p", "no_repeat_ngram_size")
+
+
+def engine_of(lm: PreTrainedModel, threads: int | None = None) -> LLM:
+    """The engine of a loaded model, made once: its dense weights are packed beside it, as bfloat16.
+
+    Raises:
+        PykernelsError: a model that the engine cannot run.
+    """
+    found: LLM | None = lm.__dict__.get("_pykernels_engine")
+    if found is None:
+        pool = RingPool(threads)
+        try:
+            decoder = make_decoder(lm, Parameters(lm), packer(pool))
+            context = min(CONTEXT, int(lm.config.max_position_embeddings))
+            found = LLM(CpuRunner(decoder, pool, context), lm.config, None, (), pool)
+        except BaseException:
+            pool.close()
+            raise
+        lm.__dict__["_pykernels_engine"] = found
+    return found
+
+
+def custom_generate(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+    **others: Any,
+) -> torch.Tensor:
+    """Continues every row; the engine runs them together.
+
+    Args:
+        input_ids: int64 [B, P].
+        generation_config: sampling or greedy, with temperature, top-k, top-p, min-p, repetition
+            penalty, end tokens and the number of new tokens.
+        others: of these ``attention_mask`` [B, P], 0 for padding on the left, and ``streamer``,
+            which gets the tokens of a single row. (Named, transformers would give them twice.)
+
+    Returns:
+        int64 [B, P + new tokens], rows that ended before filled up with the pad token.
+
+    Raises:
+        PykernelsError: beams, several sequences a row, or other things that the engine does not do.
+    """
+    config, attention_mask = generation_config, others.get("attention_mask")
+    streamer = others.get("streamer")
+    for name in _NOT_OURS:
+        if getattr(config, name, None) not in (None, 0, 1, 1.0):
+            raise PykernelsError(
+                f"the engine does not generate with {name}={getattr(config, name)}",
+                "Leave custom_generate out",
+            )
+    llm, (B, P) = engine_of(model), input_ids.shape
+    eos = config.eos_token_id
+    ends = [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [int(eos)]
+    params = SamplingParams(
+        max_tokens=int(config.max_length) - P,
+        stop_token_ids=ends,
+        seed=int(torch.randint(2**62, ())),  # of torch's own state: torch.manual_seed holds
+        **_sampling(config),
+    )
+    masks = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    prompts = [row[mask.bool()].tolist() for row, mask in zip(input_ids, masks, strict=True)]
+    if streamer is None:
+        outputs = [list(result.token_ids) for result in llm.engine.generate(prompts, params)]
+    else:
+        outputs = [_streamed(llm, prompts[0], params, streamer, input_ids)]
+    pad = config.pad_token_id
+    if pad is None:
+        pad = ends[0] if ends else 0
+    longest = max(len(output) for output in outputs)
+    rows = [output + [int(pad)] * (longest - len(output)) for output in outputs]
+    return torch.cat([input_ids, input_ids.new_tensor(rows).view(B, longest)], dim=1)
+
+
+def _sampling(config: GenerationConfig) -> dict[str, Any]:
+    if not config.do_sample:
+        penalty = getattr(config, "repetition_penalty", None) or 1.0
+        return {"temperature": 0, "repetition_penalty": penalty}
+    found = {name: getattr(config, name, None) for name in _OURS}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _streamed(
+    llm: LLM, prompt: list[int], params: SamplingParams, streamer: Any, input_ids: torch.Tensor
+) -> list[int]:
+    """One row, its tokens put into a streamer as they come; ``generate`` has put the prompt."""
+    if len(input_ids) != 1:
+        raise PykernelsError("a streamer takes one sequence", "Generate without it")
+    tokens: list[int] = []
+    for chunk in llm.engine.stream(prompt, params):
+        tokens += chunk.token_ids
+        for token in chunk.token_ids:
+            streamer.put(torch.tensor([token]))
+    streamer.end()
+    return tokens
