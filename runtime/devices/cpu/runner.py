@@ -19,8 +19,8 @@ from .sampling import SamplingBlock
 from .step import CpuStep
 
 PAGE = 64
-DECODE = 8
-"""Tokens of the smallest program: one pass of tiles."""
+BUCKETS = 8, 64
+"""Tokens of the programs beside that of the whole budget: one pass of tiles; many answers."""
 
 
 class Lowered(Protocol):
@@ -100,7 +100,7 @@ class CpuRunner:
         self._parameters.bind(batch)
         inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
         table_pages = batch.page_tables.shape[1]
-        for T in sorted({min(DECODE, self.max_tokens), self.max_tokens}):
+        for T in sorted({*(b for b in BUCKETS if b < self.max_tokens), self.max_tokens}):
             rows = min(T, self.max_sequences)
             program = self.model.lower(T, self.max_sequences, rows, self.num_pages, table_pages)
             step = CpuStep(
@@ -127,7 +127,7 @@ class CpuRunner:
         if batch.version != self._version:
             self._arrange(batch)
             self._version = batch.version
-        step = self.steps[0] if batch.T <= self.steps[0].program.sizes["T"] else self.steps[-1]
+        step = next(step for step in self.steps if batch.T <= step.program.sizes["T"])
         self._parameters.refresh()
         with self.pool.lock:
             step.run()
