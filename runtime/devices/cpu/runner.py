@@ -13,7 +13,7 @@ from pykernels.errors import PykernelsError
 from ...engine.batch import StepBatch, StepResult
 from ...machine.memory import allocate
 from ...program import Program
-from ...workers.ring_pool import RingPool
+from ...workers.pool import WorkerPool
 from .sampling import SamplingBlock
 from .step import CpuStep
 
@@ -63,7 +63,7 @@ class CpuRunner:
     def __init__(
         self,
         model: Lowered,
-        pool: RingPool,
+        pool: WorkerPool,
         max_context: int,
         num_pages: int | None = None,
         max_tokens: int = 512,
@@ -116,7 +116,7 @@ class CpuRunner:
         """One forward step, and a token for each sampled sequence.
 
         Raises:
-            StepError: a task failed.
+            TaskError: a task failed.
         """
         if batch.version != self._version:
             self._arrange(batch)
