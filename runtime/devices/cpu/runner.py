@@ -14,7 +14,7 @@ from ...engine.batch import StepBatch, StepResult
 from ...machine.memory import allocate
 from ...profiling.step_bytes import weight_bytes
 from ...program import Program
-from ...workers.ring_pool import RingPool
+from ...workers.pool import WorkerPool
 from .sampling import SamplingBlock
 from .step import CpuStep
 
@@ -64,7 +64,7 @@ class CpuRunner:
     def __init__(
         self,
         model: Lowered,
-        pool: RingPool,
+        pool: WorkerPool,
         max_context: int,
         num_pages: int | None = None,
         max_tokens: int = 512,
@@ -122,15 +122,14 @@ class CpuRunner:
         """One forward step, and a token for each sampled sequence.
 
         Raises:
-            StepError: a task failed.
+            TaskError: a task failed.
         """
         if batch.version != self._version:
             self._arrange(batch)
             self._version = batch.version
         step = next(step for step in self.steps if batch.T <= step.program.sizes["T"])
         self._parameters.refresh()
-        with self.pool.lock:
-            step.run()
+        step.run()
         return self._results[id(step)]
 
     def _arrange(self, batch: StepBatch) -> None:
