@@ -1,4 +1,6 @@
-"""`pykernels bench moe|attention|linear|router`: one kernel timed, on this CPU or a GPU; `e2e`: a model.
+"""`pykernels bench moe|attention|linear|router`: one kernel timed, on this CPU or a GPU.
+
+`e2e`, a whole model through the engine, is in `bench.e2e.cli`.
 
 `model.cli.main` offers these commands where this package is installed. `moe` on the CPU is the
 measurement of `bench/cpu`; on a GPU all four time one case of `bench/gpu`, of whose `case()` (or

@@ -123,7 +123,6 @@ def measured(ours: Ours, load: Any, kernel: str, threads: int | None) -> Row:
 
     from .ours import measure
 
-    speed, seconds = measure(ours, load, kernel, threads)
     return {
         "model": ours.name,
         "format": ours.fmt,
@@ -133,9 +132,8 @@ def measured(ours: Ours, load: Any, kernel: str, threads: int | None) -> Row:
         "cpu": detect().cpu,
         "kernel": ours.backend(kernel),
         **asdict(load),
-        **asdict(speed),
+        **measure(ours, load, kernel, threads),
         "load_seconds": ours.load_seconds,
-        **seconds,
     }
 
 

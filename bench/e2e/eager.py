@@ -1,10 +1,10 @@
 """The eager forward, transformers' own loop: prompts and decode, to compare the engine with.
 
-python -m bench.e2e.eager ARCH LAYERS VOCAB THREADS CASES   CASES: a JSON list of [op, tokens, batch, context]
+python -m bench.e2e.eager ARCH LAYERS EXPERTS VOCAB THREADS CASES
 
-It times transformers' own model of an architecture, random bfloat16 weights, in a process of its
-own, and prints a JSON list of tokens a second. A checkpoint's eager model, with our experts, is timed by
-``eager_speed`` in the process of ``pykernels bench e2e``.
+times transformers' own model of an architecture, random bfloat16 weights, in a process of its own.
+CASES is a JSON list of [op, tokens, batch, context]; what it prints, one of tokens a second.
+0 stands for the architecture's own number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from model.checkpoint.memory import available, size
 from model.pretrained import build_meta
 from pykernels.errors import PykernelsError
 
@@ -90,13 +89,13 @@ def _tile(parameter: torch.Tensor) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    arch, layers, vocab, threads, cases = arguments
+    arch, layers, experts, vocab, threads, cases = arguments
     torch.set_num_threads(int(threads))
     try:
-        config = Shape(arch, int(layers) or None, None, int(vocab) or None).config()
-        lm = random_eager(arch, config)
+        shape = Shape(arch, int(layers) or None, int(experts) or None, int(vocab) or None)
+        lm = random_eager(arch, shape.config())
     except PykernelsError as error:
-        print(f"{error} ({size(available())} are available)", file=sys.stderr)
+        print(error, file=sys.stderr)
         return 2
     prefill(lm, 16)
     decode(lm, 1, 16, 2)

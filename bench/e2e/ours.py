@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from pykernels.registry import resolve
 from pykernels.target import detect
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.matrix import packer
-from runtime.profiling.engine_speed import EngineSpeed, EngineTimer, Load, StepTime, speed
+from runtime.profiling.engine_speed import EngineTimer, Load, StepTime, decode_speed
 from runtime.profiling.roofline import read_roof
 from runtime.workers.pool import make_pool
 from runtime.workers.ring_pool import RingPool
@@ -51,9 +51,7 @@ class Shape:
         Raises:
             PykernelsError: there is none of that name, or a token takes more experts than it has.
         """
-        config = make_config(
-            self.arch, num_hidden_layers=self.layers, vocab_size=self.vocab
-        )
+        config = make_config(self.arch, num_hidden_layers=self.layers, vocab_size=self.vocab)
         if self.experts is not None:
             if self.experts < config.num_experts_per_tok:
                 raise PykernelsError(
@@ -147,14 +145,15 @@ class Ours:
 
 def measure(
     ours: Ours, load: Load, kernel: str, threads: int | None, rounds: int = 3
-) -> tuple[EngineSpeed, dict[str, float]]:
-    """The speed of the engine, the roof taken before and after, and seconds of its making."""
+) -> dict[str, float]:
+    """The speed of prompts and of decode steps, the roof taken before and after, and the seconds
+    that compiling and warming up took."""
     start = time.perf_counter()
     timer = ours.timer(load, kernel)
     try:
         timer.prefill(load.prompt)
         timer.decode(load.batch, min(load.context, 64), 4)
-        seconds = {"warmup_seconds": round(time.perf_counter() - start, 2)}
+        warmup = time.perf_counter() - start
         roofs = [roof(threads)]
         prompts: list[float] = []
         steps: list[StepTime] = []
@@ -163,7 +162,12 @@ def measure(
             steps += timer.decode(load.batch, load.context, load.tokens)
         roofs.append(roof(threads))
         program = timer.runner.steps[0].program
-        return speed(prompts, steps, program, load, ours.layers, mean(roofs)), seconds
+        found = decode_speed(steps, program, load.batch, ours.layers, mean(roofs))
+        return {
+            "prefill_tok_s": round(load.prompt / median(prompts), 2),
+            **asdict(found),
+            "warmup_seconds": round(warmup, 2),
+        }
     finally:
         timer.close()
 
@@ -212,5 +216,3 @@ def _experts(decoder: Decoder) -> tuple[str, str]:
         if hasattr(layer.mlp, "experts"):
             return layer.mlp.experts.fmt.name, layer.mlp.activations
     return decoder.head.fmt.name, "bf16"
-
-

@@ -2,8 +2,8 @@
 
 As in ours (``model.architectures.random_model``), a matrix is 128 random rows again and again: only
 shapes and bytes count. So a file of any type takes seconds: these rows are quantized, by our own
-formats, which store them as GGUF does. All matrices have the type, as after `llama-quantize --pure`.
-There is no tokenizer in it, only a size of the vocabulary.
+formats, which store them as GGUF does. All matrices have that type (`llama-quantize --pure`). There
+is no tokenizer in it, only a size of the vocabulary.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""llama.cpp on a whole model: a process of `llama-bench` or `llama-batched-bench` for each figure."""
+"""llama.cpp on a whole model: a process of its `llama-bench` or `llama-batched-bench` a figure."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ def decode(
         PeerMissing: it is not built, or failed.
     """
     if batch == 1:
-        return _rate(
-            model, threads, repeat, "-p", "0", "-n", str(tokens), "-d", str(context)
-        )
+        return _rate(model, threads, repeat, "-p", "0", "-n", str(tokens), "-d", str(context))
     room = batch * (context + tokens + 1)
     lines = _run(
         "llama-batched-bench", "-m", str(model), "-c", str(room), "-npp", f"{context},1",
@@ -75,7 +73,11 @@ def _run(name: str, *options: str) -> str:
     """What a program writes to stdout."""
     try:
         done = subprocess.run(
-            [find(name), *options], capture_output=True, text=True, timeout=SECONDS, errors="replace"
+            [find(name), *options],
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            errors="replace",
         )
     except ToolMissing as error:
         raise PeerMissing(str(error)) from None

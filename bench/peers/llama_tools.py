@@ -2,12 +2,13 @@
 
 `llama-bench` times a whole model, `llama-batched-bench` several sequences at once and
 `llama-quantize` makes the formats of a GGUF file. They are linked statically: what is kept is three
-files. The compiler is the only thing that has to be there; cmake comes from pip where there is none.
+files. Only a C++ compiler has to be there; cmake comes from pip where there is none.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -31,7 +32,7 @@ OPTIONS = (
     "-DLLAMA_CURL=OFF",
     "-DLLAMA_OPENSSL=OFF",
 )
-HOME = VENVS / "llama.cpp"
+HOME = VENVS / "llama.cpp-tools"
 _STAMP = "tools.json"
 
 
@@ -46,7 +47,7 @@ def find(name: str, home: Path = HOME) -> Path:
         ToolMissing: it is not built.
     """
     if not (home / _STAMP).exists() or not (path := home / "bin" / name).exists():
-        raise ToolMissing(f"{name} is not built: python -m bench.peers.install llama.cpp")
+        raise ToolMissing(f"{name} is not built: python -m bench.peers.install llama.cpp-tools")
     return path
 
 
@@ -55,11 +56,10 @@ def compiler() -> str | None:
     return next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
 
 
-def build(python: Path, isa: tuple[str, ...], jobs: int, home: Path = HOME) -> None:
+def build(isa: tuple[str, ...], jobs: int, home: Path = HOME) -> None:
     """Makes ``TOOLS`` in ``home``/bin; nothing to do where they are those of these options.
 
     Args:
-        python: of the peer's environment: its pip fetches the source.
         isa: CMake options of the instruction sets.
         jobs: compilers at once.
 
@@ -72,19 +72,22 @@ def build(python: Path, isa: tuple[str, ...], jobs: int, home: Path = HOME) -> N
     if stamp.exists() and stamp.read_text() == wanted:
         return
     if compiler() is None:
-        raise ToolMissing("llama.cpp's programs are compiled, and there is no C++ compiler")
+        raise ToolMissing("its programs are compiled, and there is no C++ compiler")
     stamp.unlink(missing_ok=True)
-    pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
+    (home / "bin").mkdir(parents=True, exist_ok=True)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     with tempfile.TemporaryDirectory(prefix="llama-cpp-") as name:
         folder = Path(name)
         fetch = [*pip, "download", "--no-deps", "--no-binary", ":all:", "-d", name, SOURCE]
         subprocess.run(fetch, check=True)
         source = _unpack(next(folder.glob("*.tar.gz")), folder)
-        _say(f"compiling {', '.join(TOOLS)}: about ten minutes on two cores")
-        made, cmake = folder / "build", _cmake(pip, python)
-        subprocess.run([cmake, "-S", source, "-B", made, *OPTIONS, *isa], check=True)
+        print(f"compiling {', '.join(TOOLS)}: ten minutes on two cores", file=sys.stderr)
+        made, cmake, environment = folder / "build", *_cmake(pip, folder)
+        configure = [cmake, "-S", source, "-B", made, *OPTIONS, *isa]
+        subprocess.run(configure, check=True, env=environment)
         targets = [word for tool in TOOLS for word in ("--target", tool)]
-        subprocess.run([cmake, "--build", made, "-j", str(jobs), *targets], check=True)
+        compile_ = [cmake, "--build", made, "-j", str(jobs), *targets]
+        subprocess.run(compile_, check=True, env=environment)
         for tool in TOOLS:
             shutil.copy2(made / "bin" / tool, home / "bin" / tool)
     subprocess.run([home / "bin" / TOOLS[0], "--help"], check=True, stdout=subprocess.DEVNULL)
@@ -97,13 +100,10 @@ def _unpack(archive: Path, folder: Path) -> Path:
     return next(folder.glob("*/vendor/llama.cpp"))
 
 
-def _cmake(pip: list[str], python: Path) -> Path:
-    """The system's, or one in the peer's environment."""
+def _cmake(pip: list[str], folder: Path) -> tuple[Path, dict[str, str]]:
+    """The system's cmake, or one from pip; and the environment that it wants."""
     if found := shutil.which("cmake"):
-        return Path(found)
-    subprocess.run([*pip, "install", CMAKE_PACKAGE], check=True)
-    return python.parent / "cmake"
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+        return Path(found), dict(os.environ)
+    packages = folder / "cmake"
+    subprocess.run([*pip, "install", "--target", str(packages), CMAKE_PACKAGE], check=True)
+    return packages / "bin/cmake", os.environ | {"PYTHONPATH": str(packages)}

@@ -114,9 +114,7 @@ class EngineTimer:
 
     def _submit(self, context: int, tokens: int) -> RequestHandle:
         prompt = self._random.integers(0, self.runner.vocab_size, context)
-        params = SamplingParams(
-            temperature=TEMPERATURE, max_tokens=tokens, ignore_eos=True, seed=1
-        )
+        params = SamplingParams(temperature=TEMPERATURE, max_tokens=tokens, ignore_eos=True, seed=1)
         return self.engine.submit(prompt.tolist(), params)
 
     def _until_drawn(self, handles: list[RequestHandle]) -> None:
@@ -154,8 +152,8 @@ def _jobs_seconds(steps: list[CpuStep]) -> float:
 
 
 @dataclass(frozen=True)
-class EngineSpeed:
-    """Medians of a run. Rates use 1e9 bytes.
+class DecodeSpeed:
+    """Medians of decode steps. Rates use 1e9 bytes.
 
     ``bytes_per_step`` are the weights that a step reads and the keys and values at the mean
     context, ``bytes_per_token`` that over the batch; ``roof_share`` is how near ``gbps`` comes to
@@ -163,7 +161,6 @@ class EngineSpeed:
     bytes at that rate, over the layers. ``python_us_per_step`` is what it takes beyond its jobs.
     """
 
-    prefill_tok_s: float
     decode_tok_s: float
     us_per_step: float
     us_p10: float
@@ -177,15 +174,10 @@ class EngineSpeed:
     python_us_per_step: float
 
 
-def speed(
-    prompts: list[float],
-    steps: list[StepTime],
-    program: Program,
-    load: Load,
-    layers: int,
-    roof_gbps: float,
-) -> EngineSpeed:
-    """What the times of prompts and of decode steps say.
+def decode_speed(
+    steps: list[StepTime], program: Program, batch: int, layers: int, roof_gbps: float
+) -> DecodeSpeed:
+    """What the times of decode steps say.
 
     Args:
         program: of a decode step.
@@ -194,23 +186,22 @@ def speed(
     Raises:
         PykernelsError: a step that drew fewer tokens than it has sequences: the cache was short.
     """
-    if any(step.tokens != load.batch for step in steps):
+    if any(step.tokens != batch for step in steps):
         raise PykernelsError(
             "a decode step left sequences out", "Give the runner more pages, or a smaller --batch"
         )
     seconds = median(step.seconds for step in steps)
     p10, p90 = np.quantile([step.seconds for step in steps], [0.1, 0.9])
     context = median(step.context for step in steps)
-    nbytes = weight_bytes(program, load.batch) + load.batch * cache_bytes(program, round(context))
+    nbytes = weight_bytes(program, batch) + batch * cache_bytes(program, round(context))
     gbps = nbytes / seconds / 1e9
-    return EngineSpeed(
-        prefill_tok_s=round(load.prompt / median(prompts), 2),
-        decode_tok_s=round(load.batch / seconds, 2),
+    return DecodeSpeed(
+        decode_tok_s=round(batch / seconds, 2),
         us_per_step=round(1e6 * seconds, 1),
         us_p10=round(1e6 * float(p10), 1),
         us_p90=round(1e6 * float(p90), 1),
         bytes_per_step=nbytes,
-        bytes_per_token=nbytes // load.batch,
+        bytes_per_token=nbytes // batch,
         gbps=round(gbps, 2),
         roof_gbps=round(roof_gbps, 2),
         roof_share=round(gbps / roof_gbps, 4),

@@ -41,9 +41,7 @@ def test_gguf_reads_back_what_was_written(arch: str, fmt: str, tmp_path: Path) -
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-def test_a_peer_that_is_not_built_says_how(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_that_is_not_built_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama_bench, "find", lambda name: llama_tools.find(name, tmp_path))
     with pytest.raises(PeerMissing, match=r"bench\.peers\.install"):
         llama_bench.prefill(tmp_path / "any.gguf", 8, 1)
