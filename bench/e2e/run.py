@@ -173,7 +173,9 @@ class E2ERun:
                     raise PeerMissing(f"no GGUF file of {arch} is written here")
                 if fmt not in TYPES:
                     raise PeerMissing(f"it has no format like {fmt}")
-                file = model_file(config, fmt, s.folder, f"{arch}-{s.layers}-{s.experts}-{s.vocab}")
+                numbers = {"l": s.layers, "e": s.experts, "v": s.vocab}
+                name = "-".join([arch, *(f"{key}{n}" for key, n in numbers.items() if n)])
+                file = model_file(config, fmt, s.folder, name)
                 players[LLAMA_CPP] = LlamaCpp(file, s.threads)
             except (PeerMissing, ToolMissing) as error:
                 whys[LLAMA_CPP] = str(error)
