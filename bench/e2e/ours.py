@@ -24,8 +24,7 @@ from runtime.devices.cpu.runner import CpuRunner
 from runtime.matrix import packer
 from runtime.profiling.engine_speed import EngineTimer, Load, StepTime, decode_speed
 from runtime.profiling.roofline import read_roof
-from runtime.workers.pool import make_pool
-from runtime.workers.ring_pool import RingPool
+from runtime.workers.pool import WorkerPool, make_pool
 
 EXPERTS = {"qwen3_moe": "num_experts", "mixtral": "num_local_experts"}
 """What a family's configuration calls E; the others: ``n_routed_experts``."""
@@ -72,7 +71,7 @@ class Ours:
     """
 
     def __init__(
-        self, name: str, decoder: Decoder, pool: RingPool, max_context: int, seconds: float
+        self, name: str, decoder: Decoder, pool: WorkerPool, max_context: int, seconds: float
     ) -> None:
         self.name, self.decoder, self.pool = name, decoder, pool
         self.layers, self.max_context = len(decoder.layers), max_context
@@ -91,7 +90,7 @@ class Ours:
         resolve(kernel, fmt, detect(), activations)
         config = shape.config()
         check_memory(shape.arch, config, fmt)
-        pool = RingPool(threads)
+        pool = WorkerPool(threads)
         try:
             start = time.perf_counter()
             decoder = random_decoder(config, fmt, packer(pool), kernel, activations)
