@@ -1,0 +1,6 @@
+"""Passes: functions Program -> Program, each one idea of the papers, one a file."""
+
+from .defer import defer, fewest_deferred
+from .skip import skip
+
+__all__ = ["defer", "fewest_deferred", "skip"]
