@@ -91,6 +91,10 @@ class PagedRunner:
         self._version = -1
         self._results: dict[int, StepResult] = {}
 
+    def lowered(self, *sizes: int) -> Program:
+        """The model's program of these sizes for this device."""
+        return self.model.lower(*sizes)
+
     def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> Step:
         """The program on this device, over the runner's caches and ``sizes``."""
         raise NotImplementedError
@@ -122,7 +126,7 @@ class PagedRunner:
     def _step(self, T: int, inputs: Mapping[str, torch.Tensor], passes: Sequence[Pass]) -> Step:
         rows = min(T, self.max_sequences)
         pages = inputs["page_table"].shape[1]
-        program = self.model.lower(T, self.max_sequences, rows, self.num_pages, pages)
+        program = self.lowered(T, self.max_sequences, rows, self.num_pages, pages)
         for rewrite in passes:
             program = rewrite(program)
         step = self.make_step(program, inputs)
