@@ -34,7 +34,7 @@ def changed(lm: Any, N: int, deferred: bool) -> Iterator[None]:
 
     def hook(module: Any, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
         x, ids, weights = (*args, *kwargs.values())
-        order = weights.argsort(-1, descending=True, stable=True)
+        order = weights.sort(dim=-1, descending=True, stable=True).indices
         first, rest = order[:, :-N], order[:, -N:]
 
         def experts(at: torch.Tensor) -> torch.Tensor:
