@@ -18,8 +18,10 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from pykernels.errors import PykernelsError
 from runtime.devices.cpu import precompile
 from runtime.devices.cpu.runner import CpuRunner
+from runtime.devices.runner import Pass
 from runtime.engine import Engine, RequestHandle, Result, SamplingParams
 from runtime.matrix import outline, packer
+from runtime.passes import defer as defer_pass
 from runtime.workers.pool import WorkerPool
 
 from .architectures.decoder import Decoder, cache_token_bytes, head_sizes, make_decoder, why_not
@@ -46,6 +48,8 @@ CONTEXT = 8192
 """Positions that an engine has room for by default, if the model has as many."""
 
 Prompt = str | Sequence[int]
+Defer = int | str
+"""A number of experts, "auto" or "off"."""
 
 
 class LLM:
@@ -123,6 +127,7 @@ def load_engine(
     at_least: int = 0,
     max_sequences: int = 16,
     max_tokens: int = 512,
+    defer: Defer = "off",
     progress: bool | Callback | None = None,
 ) -> LLM:
     """Loads a checkpoint for the engine: every matrix packed in the format that it is stored in.
@@ -135,10 +140,13 @@ def load_engine(
         context: positions that the cache has room for; None: the model's, ``CONTEXT`` at most, or
             ``at_least`` so many.
         max_sequences: requests that run at once; ``max_tokens``: tokens of a step.
+        defer: experts of a token whose output joins one layer later in decode steps (Expert
+            Deferral); "auto": as many as keep the CPU busy, which is none where it is alone.
         progress: as in ``from_pretrained``.
 
     Raises:
-        PykernelsError: a model that the engine cannot run, or what ``from_pretrained`` raises.
+        PykernelsError: a model that the engine cannot run, fewer than two immediate experts, or
+            what ``from_pretrained`` raises.
     """
     folder = Path(path)
     config = read_config(folder)
@@ -176,11 +184,20 @@ def load_engine(
 
                 load_experts(model, plan, checkpoint, add)
                 decoder = make_decoder(model, Stored(plan, checkpoint, add), packer(pool))
-        runner = CpuRunner(decoder, pool, room, pages, max_tokens, max_sequences, kernel)
+        runner = CpuRunner(
+            decoder, pool, room, pages, max_tokens, max_sequences, kernel, _passes(defer)
+        )
         return LLM(runner, config, tokenizer, _eos(config, generation), pool)
     except BaseException:
         pool.close()
         raise
+
+
+def _passes(deferred: Defer) -> list[Pass]:
+    """Of decode programs. With no device beside the CPU, "auto" defers nothing."""
+    if isinstance(deferred, str) and deferred not in ("off", "auto"):
+        raise PykernelsError(f"{deferred!r} experts deferred", "Give a number, auto or off")
+    return [partial(defer_pass, N=deferred)] if isinstance(deferred, int) and deferred else []
 
 
 def outline_decoder(path: Path, rules: Rules = None) -> Decoder:

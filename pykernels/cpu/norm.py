@@ -35,6 +35,7 @@ NORM, norm_at = descriptor(
         "x_stride",  # bytes
         "add0",  # float32 [T, H] added first, of add_stride; 0: none
         "add1",
+        "add2",
         "add_stride",
         "sum",  # float32 [T, H]: where the sum goes, of sum_stride; 0: nowhere
         "sum_stride",
@@ -80,7 +81,8 @@ def make_norm() -> tuple[Any, Any]:
         """Writes the sum to ``to``; returns its mean square."""
         row = i64(job.index, t) if job.index != 0 else t
         x = job.x + row * job.x_stride
-        add0, add1 = job.add0 + row * job.add_stride, job.add1 + row * job.add_stride
+        at = row * job.add_stride
+        add0, add1, add2 = job.add0 + at, job.add1 + at, job.add2 + at
         H = job.H
         whole = H // N * N
         squares = V.zero()
@@ -90,6 +92,8 @@ def make_norm() -> tuple[Any, Any]:
                 value = V.add(value, V.load_f32(add0 + 4 * h))
             if job.add1 != 0:
                 value = V.add(value, V.load_f32(add1 + 4 * h))
+            if job.add2 != 0:
+                value = V.add(value, V.load_f32(add2 + 4 * h))
             V.store_f32(to + 4 * h, value)
             squares = V.fma(value, value, squares)
         total = V.sum(squares)
@@ -99,6 +103,8 @@ def make_norm() -> tuple[Any, Any]:
                 one += f32(add0, h)
             if job.add1 != 0:
                 one += f32(add1, h)
+            if job.add2 != 0:
+                one += f32(add2, h)
             poke_f32(to + 4 * h, one)
             total += one * one
         return total / types.float32(H)

@@ -61,6 +61,25 @@ def router(
     return Routing(ids, weights * spec.scale)
 
 
+def split_routing(
+    ids: torch.Tensor, weights: torch.Tensor, last: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Parts each token's choice of experts by weight (SOSP'25 4.1: immediate and deferred ones).
+
+    Args:
+        ids: int64 [T, topk]; weights: [T, topk], in any order.
+        last: how many of the smallest weights go into the second part, 0 to topk.
+
+    Returns:
+        ids and weights of the first part [T, topk - last], then of the second [T, last], each
+        largest weight first; of equal ones in the order of ``ids``.
+    """
+    order = top_first(weights, ids.shape[1])
+    ids, weights = ids.gather(1, order), weights.gather(1, order)
+    first = ids.shape[1] - last
+    return ids[:, :first], weights[:, :first], ids[:, first:], weights[:, first:]
+
+
 def router_logits(
     hidden: torch.Tensor, gate: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:

@@ -8,6 +8,7 @@ Prompts are random tokens, never the same twice, so that none is found in the pr
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -17,6 +18,7 @@ from pykernels.errors import PykernelsError
 
 from ..devices.cpu.runner import PAGE, CpuRunner
 from ..devices.cpu.step import CpuStep
+from ..devices.runner import Step
 from ..engine import Engine, RequestHandle, SamplingParams
 from ..program import Program
 from .step_bytes import cache_bytes, weight_bytes
@@ -139,12 +141,13 @@ class EngineTimer:
         return StepTime(seconds, _jobs_seconds(self.runner.steps), drawn, context)
 
 
-def _jobs_seconds(steps: list[CpuStep]) -> float:
+def _jobs_seconds(steps: Sequence[Step]) -> float:
     """Of the step that ran last."""
     opened, completed = max(
         (
             (step.jobs.jobs[0].times[0], step.jobs.jobs[-1].times[1])
             for step in steps
+            if isinstance(step, CpuStep)
         ),
         key=lambda times: times[1],
     )  # fmt: skip

@@ -10,6 +10,8 @@ from pykernels.cpu import MoECall
 from pykernels.cpu.gemv.common import MAX_TOKENS
 from pykernels.cpu.moe.plan import plan
 from pykernels.cpu.router import ROUTER, make_router
+from pykernels.cpu.split_routing import MAX_TOPK, SPLIT, make_split
+from pykernels.errors import PykernelsError
 
 from ...program import Node
 from ...workers.job import Job
@@ -39,6 +41,28 @@ def router(step: Context, node: Node) -> list[Job]:
         weights=step.at(weights),
         width=step.program.shape(ids)[1],
         chunk=8,
+    )
+    return [Job(node.name, run.address, record, opening.address)]
+
+
+def split_routing(step: Context, node: Node) -> list[Job]:
+    """A token's experts in two parts; of the second there may be none."""
+    ids, weights = node.inputs
+    topk = step.program.shape(ids)[1]
+    if topk > MAX_TOPK:
+        raise PykernelsError(
+            f"{node.name} parts {topk} experts of a token", f"It can part {MAX_TOPK} at most"
+        )
+    opening, run = make_split()
+    names = ("first_ids", "first_weights", "last_ids", "last_weights")
+    record = step.record(
+        SPLIT,
+        count_at=step.count_at(ids),
+        ids=step.at(ids),
+        weights=step.at(weights),
+        topk=topk,
+        last=node.attrs["last"],
+        **{name: step.at(out) for name, out in zip(names, node.outputs, strict=False)},
     )
     return [Job(node.name, run.address, record, opening.address)]
 

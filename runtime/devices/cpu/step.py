@@ -29,6 +29,7 @@ BINDERS: dict[str, Binder] = {
     "gqa_write": attention_ops.gqa_write,
     "attention": attention_ops.attention,
     "router": expert_ops.router,
+    "split_routing": expert_ops.split_routing,
     "moe_ffn": expert_ops.moe_ffn,
     "sample": dense_ops.sample,
 }

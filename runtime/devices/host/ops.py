@@ -1,0 +1,186 @@
+"""The ops of a program in float32 torch, by ``pykernels.ref`` where it has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from pykernels import ref
+from pykernels.ref.attention import attend
+from pykernels.ref.sampling import Request, sample_requests
+
+from ...program import Node
+from . import weights
+
+
+class Memory(Protocol):
+    """What ops read and write: the buffers of a step, as long as the step is."""
+
+    requests: list[Request]
+
+    def read(self, name: str) -> torch.Tensor:
+        """A buffer's part that the step fills; of a cache and of page tables all."""
+
+    def write(self, name: str, value: torch.Tensor) -> None:
+        """Sets that part."""
+
+
+Op = Callable[[Memory, Node], None]
+
+
+def embed(m: Memory, node: Node) -> None:
+    m.write(node.outputs[0], ref.embed(m.read(node.inputs[0]), node.weights["table"]).float())
+
+
+def rms_norm(m: Memory, node: Node) -> None:
+    """The sum of the inputs and its norm; of the last input's rows where they are sampled."""
+    names = list(node.inputs)
+    rows = m.read(names.pop()) if node.attrs.get("sampled") else slice(None)
+    weight, start = node.weights["weight"], node.attrs.get("start", 0)
+    total = m.read(names[0])[rows, start : start + len(weight)]
+    for name in names[1:]:
+        total = total + m.read(name)[rows]
+    m.write(node.outputs[0], ref.rms_norm(total, weight, node.attrs["eps"])[0])
+    if len(node.outputs) > 1:
+        m.write(node.outputs[1], total)
+
+
+def linear(m: Memory, node: Node) -> None:
+    packed, bias = node.weights["weight"], node.weights.get("bias")
+    y = m.read(node.inputs[0])[:, : packed.K] @ weights.matrix(packed).T  # [T, N]
+    m.write(node.outputs[0], y if bias is None else y + bias)
+
+
+def heads(m: Memory, node: Node) -> None:
+    """A matrix for each head; where the output is an input too, in the first numbers of a head."""
+    packed = node.weights["heads"]
+    x = m.read(node.inputs[0]).flatten(1)
+    x_head, out_head = node.attrs["x_head"], node.attrs["out_head"]
+    x = x[:, : packed.G * x_head].unflatten(1, (packed.G, x_head))[..., : packed.K]  # [T, G, K]
+    y = torch.einsum("tgk,gnk->tgn", x, weights.heads(packed))
+    (out,) = node.outputs
+    if out in node.inputs:
+        whole = m.read(out).reshape(-1, packed.G, out_head)
+        y = torch.cat([y, whole[..., packed.N :]], -1)
+    m.write(out, y)
+
+
+def rope_table(m: Memory, node: Node) -> None:
+    positions, frequencies = m.read(node.inputs[0]), node.weights["frequencies"].float()
+    angles = positions.float()[:, None] * frequencies  # [T, R / 2]
+    scale = node.attrs.get("scale", 1.0)
+    m.write(node.outputs[0], torch.stack([angles.cos() * scale, angles.sin() * scale], 1))
+
+
+def mla_write(m: Memory, node: Node) -> None:
+    q, kv, table, slots = (m.read(name) for name in node.inputs)
+    (out, cache), attrs, weight = node.outputs, node.attrs, node.weights["weight"]
+    NH, nope, L, R = attrs["heads"], attrs["nope"], len(weight), 2 * table.shape[2]
+    start = attrs.get("kv_start", 0)
+    latent, rope = kv[:, start : start + L + R].split([L, R], 1)
+    latent = ref.rms_norm(latent, weight, attrs["eps"])[0]
+    rope = _turned(rope[:, None], table, attrs["interleaved"])[:, 0]
+    _store(m.read(cache), slots, torch.cat([latent, rope], 1))
+    q = q[:, : NH * (nope + R)].unflatten(1, (NH, nope + R))[..., nope:]
+    turned = _turned(q, table, attrs["interleaved"])
+    m.write(out, torch.cat([turned.new_zeros(len(q), NH, L), turned], -1))
+
+
+def gqa_write(m: Memory, node: Node) -> None:
+    qkv, table, slots = (m.read(name) for name in node.inputs)
+    out, k_cache, v_cache = node.outputs
+    NH, (KVH, D) = node.attrs["heads"], m.read(k_cache).shape[2:]
+    rows = qkv[:, : (NH + 2 * KVH) * D].unflatten(1, (NH + 2 * KVH, D))
+    q, k, v = rows.split([NH, KVH, KVH], 1)
+    eps, interleaved = node.attrs.get("eps", 0.0), node.attrs.get("interleaved", 0)
+    if "q" in node.weights:
+        q = ref.rms_norm(q, node.weights["q"], eps)[0]
+    if "k" in node.weights:
+        k = ref.rms_norm(k, node.weights["k"], eps)[0]
+    _store(m.read(k_cache), slots, _turned(k, table, interleaved))
+    _store(m.read(v_cache), slots, v)
+    m.write(out, _turned(q, table, interleaved))
+
+
+def attention(m: Memory, node: Node) -> None:
+    """Each sequence's tokens, which follow each other, over its pages."""
+    q, k, positions, sequences, table = (m.read(name) for name in node.inputs[:5])
+    v = m.read(node.inputs[5]) if len(node.inputs) > 5 else k
+    attrs = node.attrs
+    q = q.unflatten(-1, (attrs["heads"], attrs["dk"])) if q.ndim == 2 else q
+    out = q.new_zeros(*q.shape[:2], attrs["dv"])
+    for sequence in sequences.unique().tolist():
+        (at,) = torch.where(sequences == sequence)
+        at = at[positions[at].argsort()]
+        length = int(positions[at[-1]]) + 1
+        pages = table[sequence, : -(-length // k.shape[1])]
+        keys, values = (
+            cache[pages].flatten(0, 1)[:length].float().reshape(length, attrs["kv_heads"], -1)
+            for cache in (k, v)
+        )
+        out[at] = attend(
+            q[at], keys, values[..., : attrs["dv"]], scale=attrs["scale"],
+            window=attrs.get("window") or None, sinks=node.weights.get("sinks"),
+        )  # fmt: skip
+    m.write(node.outputs[0], out)
+
+
+def router(m: Memory, node: Node) -> None:
+    chosen = ref.router(m.read(node.inputs[0]), node.attrs["spec"], node.weights.get("bias"))
+    m.write(node.outputs[0], chosen.ids)
+    m.write(node.outputs[1], chosen.weights)
+
+
+def split_routing(m: Memory, node: Node) -> None:
+    ids, factors = (m.read(name) for name in node.inputs)
+    parts = ref.split_routing(ids, factors, node.attrs["last"])
+    for name, part in zip(node.outputs, parts, strict=False):
+        m.write(name, part)
+
+
+def moe_ffn(m: Memory, node: Node) -> None:
+    x, *routing = (m.read(name) for name in node.inputs)
+    if routing:
+        ids, factors = routing
+    else:
+        ids, factors = torch.zeros(len(x), 1, dtype=torch.int64), torch.ones(len(x), 1)
+    experts = weights.experts(node.weights["experts"])
+    activations = node.attrs.get("activations", "bf16")
+    m.write(node.outputs[0], ref.moe_ffn(x, ids, factors, experts, activations=activations))  # type: ignore[arg-type]
+
+
+def sample(m: Memory, node: Node) -> None:
+    logits = m.read(node.inputs[0])
+    greedy = [Request(temperature=0.0, logprobs=-1)] * len(logits)
+    found = sample_requests(logits, m.requests or greedy)
+    for name, value in zip(node.outputs, found, strict=True):
+        m.write(name, value)
+
+
+OPS: dict[str, Op] = {
+    op.__name__: op
+    for op in (
+        embed, rms_norm, linear, heads, rope_table, mla_write, gqa_write, attention, router,
+        split_routing, moe_ffn, sample,
+    )
+}  # fmt: skip
+"""By the names of nodes."""
+
+
+def _turned(x: torch.Tensor, table: torch.Tensor, interleaved: int) -> torch.Tensor:
+    """x [T, heads, D] with its first numbers turned by table [T, 2, R / 2]."""
+    cos, sin = table[:, None, 0], table[:, None, 1]  # [T, 1, R / 2]
+    R = 2 * cos.shape[-1]
+    head, rest = x[..., :R], x[..., R:]
+    a, b = (head[..., 0::2], head[..., 1::2]) if interleaved else head.chunk(2, -1)
+    a, b = a * cos - b * sin, a * sin + b * cos
+    both = torch.stack([a, b], -1).flatten(-2) if interleaved else torch.cat([a, b], -1)
+    return torch.cat([both, rest], -1)
+
+
+def _store(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """Rows [T, ...] to their slots of [pages, 64, ...]; those of slot -1 nowhere."""
+    here = slots >= 0
+    cache.flatten(0, 1)[slots[here]] = rows[here].to(cache.dtype)

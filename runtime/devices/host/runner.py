@@ -1,0 +1,89 @@
+"""A model on the host device, as the engine drives it: exact and slow, what others are held to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from pykernels.ref.sampling import Request
+
+from ...engine.batch import SequenceSampling, StepBatch
+from ...program import Program
+from ...workers.pool import WorkerPool
+from ..runner import Lowered, PagedRunner, Pass
+from .step import HostStep
+
+
+def on_host(program: Program) -> Program:
+    """The program with every node on the host device, and a cache of float32."""
+    return replace(
+        program,
+        nodes=tuple(replace(node, device="host") for node in program.nodes),
+        buffers={
+            name: replace(buffer, dtype=torch.float32) if buffer.kind == "cache" else buffer
+            for name, buffer in program.buffers.items()
+        },
+    ).check()
+
+
+class HostRunner(PagedRunner):
+    """See ``engine.batch.Runner``: the reference ops in float32, the cache too.
+
+    Args:
+        pool: for programs that hand experts to the ``cpu`` device, in the kernels' precision.
+        passes: of ``runtime.passes``, for the programs of decode steps; ``offload`` is one.
+    """
+
+    def __init__(
+        self,
+        model: Lowered,
+        max_context: int,
+        num_pages: int | None = None,
+        max_tokens: int = 512,
+        max_sequences: int = 16,
+        passes: Sequence[Pass] = (),
+        pool: WorkerPool | None = None,
+    ) -> None:
+        super().__init__(model, max_context, num_pages, max_tokens, max_sequences, passes)
+        self.pool = pool
+        self.caches = {
+            name: torch.zeros(shape) for name, shape in model.caches(self.num_pages).items()
+        }
+        self._requests: list[Request] = []
+
+    def lowered(self, *sizes: int) -> Program:
+        return on_host(super().lowered(*sizes))
+
+    def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> HostStep:
+        return HostStep(
+            program, inputs, self.caches, self.pool, sizes=self.sizes, requests=self._requests
+        )
+
+    def sampling(self, batch: StepBatch, anew: bool) -> None:
+        self._requests[:] = [
+            _request(one, int(batch.seeds[row]), int(batch.draws[row]))
+            for row, one in enumerate(batch.sampling[: batch.R])
+        ]
+
+
+def _request(one: SequenceSampling, seed: int, draws: int) -> Request:
+    params, counts = one.params, one.counts
+    seen = None if counts is None else torch.from_numpy(counts.ids[: counts.size])
+    return Request(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition=params.repetition_penalty,
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+        seen=seen,
+        counts=None if counts is None else torch.from_numpy(counts.counts[: counts.size]),
+        bias_ids=torch.from_numpy(one.bias_ids),
+        bias=torch.from_numpy(one.bias_values),
+        seed=seed,
+        draws=draws,
+        logprobs=-1 if params.logprobs is None else params.logprobs,
+    )

@@ -1,0 +1,7 @@
+"""Passes: functions Program -> Program, each one idea of the papers, one a file."""
+
+from .defer import defer, fewest_deferred
+from .offload import offload
+from .skip import skip
+
+__all__ = ["defer", "fewest_deferred", "offload", "skip"]

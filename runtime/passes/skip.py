@@ -1,0 +1,38 @@
+"""Expert Skipping, which Expert Deferral is held against (SOSP'25 6.3): the N experts of a token
+with the smallest weights are not computed at all.
+
+They "simply discard" them: the other weights stay what they are, no sum is made 1 again. The last
+layer skips as well.
+"""
+
+from __future__ import annotations
+
+from ..program import Buffer, Node, Program
+from .layers import LEAST, check_count, moe_layers, rebuilt, split
+
+
+def skip(program: Program, N: int, least: int = LEAST) -> Program:
+    """The program without N of each token's experts.
+
+    Args:
+        N: 0: the program itself.
+        least: experts that stay, at the least.
+
+    Raises:
+        PykernelsError: no routed experts, or fewer than ``least`` would stay.
+    """
+    if N == 0:
+        return program
+    layers = moe_layers(program)
+    check_count(program, layers, N, least)
+    by_node = {layer.experts.name: layer for layer in layers}
+    nodes: list[Node] = []
+    buffers: dict[str, Buffer] = {}
+    for node in program.nodes:
+        if node.op == "moe_ffn" and node.name in by_node:
+            parts = split(program, by_node[node.name], N, "skipped", keep=False)
+            nodes += parts.nodes
+            buffers |= parts.buffers
+        else:
+            nodes.append(node)
+    return rebuilt(program, nodes, buffers)

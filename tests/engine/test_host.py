@@ -1,0 +1,128 @@
+"""The host device: transformers' own tokens, and experts that really run beside the stream."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import model
+from runtime.devices.host.runner import HostRunner, on_host
+from runtime.devices.host.step import HostStep
+from runtime.devices.host.stream import Event, Flags, Stream
+from runtime.engine import Engine, SamplingParams
+from runtime.passes import defer, offload
+
+from ..model import tiny
+
+LENGTHS = (3, 17, 41)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(2, 96, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+@pytest.mark.parametrize("family", tiny.ARCHITECTURES)
+def test_tokens_of_ragged_batches_are_transformers(family: str, tmp_path: Path) -> None:
+    made = tiny.make(tmp_path, family)
+    with model.load_engine(tmp_path, context=64, threads=1) as llm:
+        runner = HostRunner(llm.runner.model, 64, max_tokens=16, max_sequences=4)
+        engine = Engine(runner, threaded=False)
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        found = engine.generate(prompts(), params)
+    for prompt, result in zip(prompts(), found, strict=True):
+        ids = list(prompt)
+        with torch.no_grad():
+            for _ in range(12):
+                ids.append(int(made.reference(torch.tensor([ids])).logits[0, -1].argmax()))
+        assert list(result.token_ids) == ids[len(prompt) :]
+
+
+def test_a_stream_waits_for_a_flag_and_an_event() -> None:
+    flags, stream, other, event = Flags(1), Stream(), Stream(), Event()
+    x, y = torch.zeros(3), torch.ones(3)
+    assert event.query()
+    stream.wait_value(flags, 0, 2)
+    stream.copy(x, y)
+    stream.record(event)
+    other.wait(event)
+    other.write_value(flags, 0, 3)
+    assert not event.query() and not x.any()
+    flags.write(0, 2)
+    other.synchronize()
+    assert event.query() and torch.equal(x, y) and flags.read(0) == 3
+    stream.close()
+    other.close()
+
+
+def _host_step(llm: model.LLM, passes: list) -> HostStep:
+    lowered = llm.runner.model
+    program = on_host(lowered.lower(4, 1, 4, 1, 1))
+    for rewrite in passes:
+        program = rewrite(program)
+    inputs = {
+        "tokens": torch.tensor([5, 6, 7, 8]), "positions": torch.arange(4),
+        "slots": torch.arange(4), "sequences": torch.zeros(4, dtype=torch.int64),
+        "sampled": torch.arange(4), "page_table": torch.zeros(1, 1, dtype=torch.int64),
+    }  # fmt: skip
+    caches = {name: torch.zeros(shape) for name, shape in lowered.caches(1).items()}
+    step = HostStep(program, inputs, caches, llm.pool)
+    step.sizes[:] = torch.tensor([4, 1, 4])
+    return step
+
+
+@pytest.fixture
+def llm(tmp_path: Path):
+    tiny.make(tmp_path, "deepseek_v3", num_hidden_layers=4)
+    with model.load_engine(tmp_path, context=64, threads=1) as made:
+        yield made
+
+
+def test_deferred_experts_run_beside_the_next_attention(llm: model.LLM) -> None:
+    """Deferred experts that do not begin before the next layer's attention is done would be waited
+    for in vain, were the stream to stop at them."""
+    plain = _host_step(llm, [lambda p: defer(p, 1)])
+    plain.run()
+    step = _host_step(llm, [lambda p: defer(p, 1), offload])
+    attended = threading.Event()
+    names = [node.name for node in step.program.nodes]
+    call = next(c for name, c in step.calls.items() if name.startswith("layer1.experts.deferred"))
+    run, o = call.run, step.program.nodes[names.index("layer2.attention")]
+
+    def late() -> None:
+        assert attended.wait(20)
+        run()
+
+    call.run = late  # type: ignore[method-assign]
+    write = step.write
+
+    def noted(name: str, value: torch.Tensor) -> None:
+        write(name, value)
+        if name in o.outputs:
+            attended.set()
+
+    step.write = noted  # type: ignore[method-assign]
+    step.run()
+    a, b = plain.outputs["logits"], step.outputs["logits"]
+    assert (a - b).norm() < 0.02 * a.norm()  # experts in bfloat16
+
+
+def test_a_failure_on_either_side_ends_the_step(llm: model.LLM) -> None:
+    step = _host_step(llm, [offload])
+    step.run()
+    truth = step.outputs["logits"].clone()
+    call = next(iter(step.calls.values()))
+    for target, name in ((call, "run"), (step, "_submit")):
+
+        def fail(*_: object) -> None:
+            raise ValueError("broken")
+
+        setattr(target, name, fail)
+        with pytest.raises(Exception, match="broken"):
+            step.run()
+        delattr(target, name)
+        step.run()
+        assert torch.equal(step.outputs["logits"], truth)
