@@ -1,6 +1,6 @@
 """Our experts, timed in turns with the peers; and the same kernels under a static schedule.
 
-The static schedule shows what the dynamic queue is worth: each stage is cut into one contiguous
+The static schedule shows what dealing out tasks is worth: each stage is cut into one contiguous
 share a thread and ends in a barrier for all, as a plain parallel loop would run it. The pool sees
 one task a thread and stage, which runs its whole share.
 """

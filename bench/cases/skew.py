@@ -1,4 +1,4 @@
-"""Skewed routing of the same FLOPs: what it costs, and what the dynamic queue saves of it.
+"""Skewed routing of the same FLOPs: what it costs, and what dealing out tasks saves of it.
 
 balanced: as many tokens for every expert; zipf: the expert of rank r drawn with weight 1 / (r + 1);
 one: all tokens take the same experts. With few tokens skew means fewer distinct experts to read:
@@ -35,7 +35,7 @@ def skew_shape(shape: MoEShape) -> MoEShape:
 def skew(
     fmt: str, kernel: str, shape: MoEShape, pool: WorkerPool, settings: Settings, target: Target
 ) -> list[Row]:
-    """Every routing of ``workload.ROUTINGS`` on the queue and on static shares, in turns."""
+    """Every routing of ``workload.ROUTINGS`` dealt out and on static shares, in turns."""
     shape = skew_shape(shape)
     tokens = PER_EXPERT * shape.E // shape.topk, FEW
     roofs = Roofs(pool, target)
@@ -47,7 +47,7 @@ def _skew_of(
 ) -> list[Row]:
     """The rows of calls of T tokens; their layers are gone when it returns.
 
-    ``x_balanced`` is the time of balanced routing on the queue over the row's; ``x_static`` that of
+    ``x_balanced`` is the time of balanced routing, dealt out, over the row's; ``x_static`` that of
     static shares under the same routing.
     """
     ids = {kind: routings(shape, T, kind, count=8) for kind in ROUTINGS}

@@ -145,7 +145,7 @@ class PagedRunner:
         """One forward step, and a token for each sampled sequence.
 
         Raises:
-            StepError: a task failed.
+            TaskError: a task failed.
         """
         anew = batch.version != self._version
         if anew:

@@ -44,7 +44,6 @@ class Part:
         rows = kernel.stages.rows.address
         self._rows = Job("rows", rows, self.call.address, after=0)
         self._few, self._many = Jobs([self._experts]), Jobs([self._rows, self._experts])
-        self._memory = self._moe, self.call.job
 
     def start(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor

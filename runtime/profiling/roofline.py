@@ -1,6 +1,6 @@
 """The roofs: how fast this pool's threads read memory and multiply registers, measured now.
 
-The read roof is taken with the same threads, queue and huge pages as the experts, over a buffer
+The read roof is taken with the same threads, ring and huge pages as the experts, over a buffer
 several times the last-level cache, as the fastest of several plain loops (software prefetch to L1,
 to L2, none; one stream a thread or two).
 """
