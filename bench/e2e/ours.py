@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 
 import model
 from model.architectures.decoder import Decoder
+from model.architectures.moe import MoE
 from model.architectures.random_model import make_config, random_decoder
 from model.checkpoint.memory import available, size
 from model.pretrained import build_meta
@@ -213,6 +214,6 @@ def weight_bytes(fmt: str) -> float:
 def _experts(decoder: Decoder) -> tuple[str, str]:
     """Format and activations of the first routed experts."""
     for layer in decoder.layers:
-        if hasattr(layer.mlp, "experts"):
+        if isinstance(layer.mlp, MoE):
             return layer.mlp.experts.fmt.name, layer.mlp.activations
     return decoder.head.fmt.name, "bf16"
