@@ -79,7 +79,7 @@ def prepare(chosen: argparse.Namespace) -> E2ERun:
         tokens=chosen.tokens,
         batches=parse_counts(chosen.batches or ("1" if quick else "1,8")),
         contexts=parse_counts(chosen.contexts),
-        rounds=chosen.rounds or (1 if quick else 3),
+        rounds=(1 if quick else 3) if chosen.rounds is None else chosen.rounds,
         peers=() if chosen.no_peers else tuple(chosen.peers.split(",")),
         quick=quick,
         keep=chosen.keep,

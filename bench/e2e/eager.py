@@ -39,6 +39,8 @@ def random_eager(name: str, config: PretrainedConfig) -> Any:
             parameter.fill_(1.0)
         else:
             _tile(parameter)
+    for buffer in lm.buffers():  # a router's bias
+        buffer.zero_()
     inner = lm.model
     inner.rotary_emb = type(inner.rotary_emb)(config)  # its frequencies were empty too
     return lm.eval()

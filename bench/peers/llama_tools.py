@@ -83,10 +83,10 @@ def build(isa: tuple[str, ...], jobs: int, home: Path = HOME) -> None:
         source = _unpack(next(folder.glob("*.tar.gz")), folder)
         print(f"compiling {', '.join(TOOLS)}: ten minutes on two cores", file=sys.stderr)
         made, cmake, environment = folder / "build", *_cmake(pip, folder)
-        configure = [str(cmake), "-S", str(source), "-B", str(made), *OPTIONS, *isa]
+        configure: list[str | Path] = [cmake, "-S", source, "-B", made, *OPTIONS, *isa]
         subprocess.run(configure, check=True, env=environment)
         targets = [word for tool in TOOLS for word in ("--target", tool)]
-        compile_ = [str(cmake), "--build", str(made), "-j", str(jobs), *targets]
+        compile_: list[str | Path] = [cmake, "--build", made, "-j", str(jobs), *targets]
         subprocess.run(compile_, check=True, env=environment)
         for tool in TOOLS:
             shutil.copy2(made / "bin" / tool, home / "bin" / tool)

@@ -44,8 +44,10 @@ class Load:
     context: int = 1
 
     def pages(self, max_tokens: int) -> int:
-        """Of the cache: all sequences to their ends, and a prompt beside them."""
-        return self.batch * -(-self.positions(max_tokens) // PAGE) + -(-self.prompt // PAGE) + 2
+        """Of the cache: all sequences to their ends, the page that the scheduler holds in reserve
+        for each, and a prompt beside them."""
+        each = -(-self.positions(max_tokens) // PAGE) + 1
+        return self.batch * each + -(-self.prompt // PAGE) + 2
 
     def positions(self, max_tokens: int) -> int:
         """That the longest sequence takes; the first one decodes while the last one's prompt is

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from bench.e2e import run as e2e_run
+from bench.e2e.ours import Ours, Shape
 from bench.e2e.players import Case, Rates
 from bench.e2e.run import LLAMA_CPP, E2ERun, Settings
 from bench.harness.session import measure_and_keep
 from bench.peers.client import PeerMissing
 from pykernels.target import detect
+from runtime.profiling.engine_speed import Load
 from runtime.profiling.step_bytes import expected_experts
 
 pytest.importorskip("matplotlib")
@@ -80,6 +82,22 @@ def test_what_cannot_be_made_is_a_row_with_its_reason(tmp_path: Path) -> None:
     results = measure_and_keep(run, tmp_path, lambda row: None)
     assert all("9999 layers needs" in row["why"] for row in results["rows"])
     assert "Not timed: " in next(tmp_path.rglob("*.md")).read_text()
+
+
+def test_every_decode_step_has_the_whole_batch() -> None:
+    """Prompts come in over several steps, while the first sequences decode already."""
+    ours = Ours.random(Shape("qwen3-30b", 1, 8, 256), "q8_0", 1, "auto")
+    try:
+        load = Load(prompt=16, tokens=4, batch=6, context=130)
+        timer = ours.timer(load, "auto", max_tokens=64)
+        for _ in range(2):
+            steps = timer.decode(load.batch, load.context, load.tokens)
+            assert [step.tokens for step in steps] == [6] * 4
+            assert all(130 < step.context <= load.positions(64) for step in steps)
+            assert all(0 < step.jobs < step.seconds for step in steps)
+        timer.close()
+    finally:
+        ours.close()
 
 
 def test_experts_of_a_batch_are_those_of_random_choices() -> None:
