@@ -145,7 +145,8 @@ def load_engine(
         progress: as in ``from_pretrained``.
 
     Raises:
-        PykernelsError: a model that the engine cannot run, fewer than two immediate experts, or what ``from_pretrained`` raises.
+        PykernelsError: a model that the engine cannot run, fewer than two immediate experts, or
+            what ``from_pretrained`` raises.
     """
     folder = Path(path)
     config = read_config(folder)
