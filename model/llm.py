@@ -195,9 +195,11 @@ def load_engine(
 
 def _passes(deferred: Defer) -> list[Pass]:
     """Of decode programs. With no device beside the CPU, "auto" defers nothing."""
-    if isinstance(deferred, str) and deferred not in ("off", "auto"):
+    if deferred in ("off", "auto"):
+        return []
+    if not str(deferred).isdecimal():
         raise PykernelsError(f"{deferred!r} experts deferred", "Give a number, auto or off")
-    return [partial(defer_pass, N=deferred)] if isinstance(deferred, int) and deferred else []
+    return [partial(defer_pass, N=int(deferred))]
 
 
 def outline_decoder(path: Path, rules: Rules = None) -> Decoder:

@@ -55,11 +55,12 @@ def deferral(
     from ..evaluation import deferral_report
     from ..evaluation.deferral import evaluate
 
+    console = err()
     with (
         load_engine(
             model or EMBEDDED, threads=chosen, kernel=kernel or "auto", context=64, max_sequences=1
         ) as llm,
-        Progress(console=err(), transient=True) as bar,
+        Progress(console=console, transient=True, disable=not console.is_terminal) as bar,
     ):
         task = bar.add_task("scoring")
         result = evaluate(

@@ -129,7 +129,7 @@ def _documents(
     that each row's tokens but the first stand for."""
     rows, nbytes = [], []
     for text in texts:
-        encoded = tokenizer(text, return_offsets_mapping=True)
+        encoded = tokenizer(text, return_offsets_mapping=True, verbose=False)
         ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
         if len(ids) < length:
             continue

@@ -47,7 +47,8 @@ def markdown(result: Result, plot: str | None) -> str:
         f"{result.model}, {result.topk} experts a token; the first {result.length} tokens of"
         f" {result.documents} held-out files of Python {result.python}'s library, {result.tokens}"
         f" positions, teacher-forced through decode programs on {result.cpu}. Skipped experts are"
-        " dropped, the other weights stay. Change: of bits a byte, with its standard error over the"
+        " dropped in every layer, the other weights stay; nothing is deferred out of the last"
+        " layer. Change: of bits a byte, with its standard error over the"
         " files. SOSP'25 Figure 13 has DeepSeek-V3's scores on LiveBench in these places.",
         "",
         head + " |",
