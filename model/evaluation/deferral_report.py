@@ -60,7 +60,7 @@ def markdown(result: Result, plot: str | None) -> str:
         lines.append(f"| {N} | " + " | ".join(cells) + " |")
     lines += ["", *summary(result)]
     if plot:
-        lines += ["", f"![change of bits a byte]({plot})"]
+        lines += ["", f"![{plot}]({plot})"]
     return "\n".join(lines) + "\n"
 
 
