@@ -16,13 +16,14 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 # As pip would do, but on all cores; some packages bring files for newer Pythons.
 COMPILE := @$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
 
-.PHONY: help run test lint types bench bench-cpu bench-gpu test-gpu sanitize-gpu clean
+.PHONY: help run test lint types bench bench-cpu bench-e2e bench-gpu test-gpu sanitize-gpu clean
 
 help:
 	@echo "make run       set up .venv and let the embedded model write (PROMPT, TOKENS, SEED=...)"
 	@echo "make test      set up .venv with the test extras; ruff, mypy and pytest"
 	@echo "make bench     the pytest-benchmark suites of bench/"
 	@echo "make bench-cpu one table and plots for this machine, peers in the same run (BENCH=--quick ...)"
+	@echo "make bench-e2e whole models through the engine beside llama.cpp and transformers (BENCH=--quick ...)"
 	@echo "make bench-gpu the same for this machine's GPU, on its own Python (PY=..., BENCH=--quick ...)"
 	@echo "make test-gpu  the tests on this machine's own Python (PY=...), which has torch with CUDA"
 	@echo "make sanitize-gpu  every kernel once under compute-sanitizer, for bad accesses and races"
@@ -48,6 +49,11 @@ bench-cpu: $(VENV)/.installed-bench
 	@$(BIN)/python -m bench.cpu --check $(BENCH)
 	-$(BIN)/python -m bench.peers.install
 	$(BIN)/python -m bench.cpu $(BENCH)
+
+bench-e2e: $(VENV)/.installed-bench
+	@$(BIN)/python -m bench.e2e --check $(BENCH)
+	-$(BIN)/python -m bench.peers.install llama.cpp-tools
+	$(BIN)/python -m bench.e2e $(BENCH)
 
 # A GPU machine's own Python already holds torch, CUDA and Triton to match its driver: nothing is installed.
 bench-gpu:

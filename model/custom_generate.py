@@ -17,7 +17,7 @@ from pykernels.errors import PykernelsError
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.engine import SamplingParams
 from runtime.matrix import packer
-from runtime.workers.ring_pool import RingPool
+from runtime.workers.pool import WorkerPool
 
 from .architectures.decoder import make_decoder
 from .architectures.weights import Parameters
@@ -35,7 +35,7 @@ def engine_of(lm: PreTrainedModel, threads: int | None = None) -> LLM:
     """
     found: LLM | None = lm.__dict__.get("_pykernels_engine")
     if found is None:
-        pool = RingPool(threads)
+        pool = WorkerPool(threads)
         try:
             decoder = make_decoder(lm, Parameters(lm), packer(pool))
             context = min(CONTEXT, int(lm.config.max_position_embeddings))

@@ -22,7 +22,7 @@ from runtime.devices.runner import Pass
 from runtime.engine import Engine, RequestHandle, Result, SamplingParams
 from runtime.matrix import outline, packer
 from runtime.passes import defer as defer_pass
-from runtime.workers.ring_pool import RingPool
+from runtime.workers.pool import WorkerPool
 
 from .architectures.decoder import Decoder, cache_token_bytes, head_sizes, make_decoder, why_not
 from .architectures.weights import Outline, Stored
@@ -65,7 +65,7 @@ class LLM:
         config: PretrainedConfig,
         tokenizer: PreTrainedTokenizerBase | None,
         eos: Sequence[int],
-        pool: RingPool,
+        pool: WorkerPool,
     ) -> None:
         self.runner, self.config, self.tokenizer, self.pool = runner, config, tokenizer, pool
         detokenizer = None if tokenizer is None else partial(Detokenizer, tokenizer)
@@ -162,7 +162,7 @@ def load_engine(
     generation = read_generation_config(folder)
     has_tokenizer = any((folder / f"tokenizer.{kind}").is_file() for kind in ("json", "model"))
     tokenizer = load_tokenizer(folder) if has_tokenizer else None
-    pool = RingPool(threads)
+    pool = WorkerPool(threads)
     try:
         with Checkpoint(folder) as checkpoint:
             model = build_meta(config, dtype)

@@ -11,13 +11,14 @@ from pykernels.quant import Format, Weight
 from pykernels.quant.layout import N_BLOCK, padded
 
 from .machine.memory import allocate, collapse
-from .workers.ring_pool import Job, Jobs, RingPool
+from .workers.job import Job, Jobs
+from .workers.pool import WorkerPool
 
 Pack = Callable[[Format, Weight, torch.Tensor, torch.Tensor], None]
 """``Format.pack``, or on the workers of a pool: ``packer``."""
 
 
-def packer(pool: RingPool) -> Pack:
+def packer(pool: WorkerPool) -> Pack:
     """``Format.pack`` on every worker: one task a 32-row block; then huge pages, where they are
     whole ones by now."""
 
@@ -26,8 +27,7 @@ def packer(pool: RingPool) -> Pack:
         weight = Weight(weight.data.contiguous(), scale)
         record, tasks = pack_job(fmt, weight, blocks, scales)
         run = make_pack(fmt.name).address
-        with pool.lock:
-            pool.run(Jobs([Job("pack", run, int(record.ctypes.data), tasks=tasks, after=0)]))
+        pool.run(Jobs([Job("pack", run, int(record.ctypes.data), tasks=tasks, after=0)]))
         if scale is not None and not packs_scales(fmt.name):
             fmt.pack_scales(scale, scales)
         collapse(blocks)

@@ -21,7 +21,7 @@ from pykernels.cpu.intrin.sync import as_pointer, call_task
 from pykernels.cpu.jit import task
 from pykernels.cpu.moe.plan import plan
 from runtime.profiling.workload import RandomLayers, call_of
-from runtime.workers.pool import Call
+from runtime.workers.job import Job, Jobs
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -107,12 +107,10 @@ class StaticOurs(Ours):
 
     def __init__(self, weights: RandomLayers, kernel: str) -> None:
         super().__init__(weights, kernel)
-        pool = self._pool = self.layers[0].pool.pools[0]
+        self._pool = self.layers[0].pool.pools[0]
         compiled = make_kernel(self.layers[0].backend.name, weights.fmt)
         self._stages = compiled.stages
         self._compiled, self._packed = compiled, [packed.slices[0] for packed in weights.packed]
-        self._zeros = np.zeros(pool.threads, np.int64)
-        self._pieces = np.full(1, pool.threads, np.int64)
         self._shares = np.zeros(1, SHARES)
 
     def prepare(self, T: int, ids: list[torch.Tensor]) -> None:
@@ -141,22 +139,10 @@ class StaticOurs(Ours):
             *(stages.gate_up.address, tasks.gate_up_tasks, 1),
             *(stages.down.address, tasks.down_chunks, tasks.active),
         )
-        rows, pack, gate_up, down = (make_share(stage).address for stage in _FIELD)
-        self._pool.start(
-            Call(
-                gate_up=gate_up,
-                down=down,
-                job=self._shares.ctypes.data,
-                active=1,
-                i_chunks=threads,
-                down_chunks=threads,
-                pack=pack,
-                pack_tasks=threads,
-                piece_active=self._zeros.ctypes.data,
-                pieces=self._pieces.ctypes.data,
-                rows=rows,
-                row_tasks=threads,
-            )
-        )
-        self._pool.wait()
+        record = self._shares.ctypes.data
+        shares = [
+            Job(stage, make_share(stage).address, record, tasks=threads, after=min(i, 1))
+            for i, stage in enumerate(_STAGES)
+        ]
+        self._pool.run(Jobs(shares))
         return y

@@ -8,6 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from bench.e2e.plots import speeds
+from bench.e2e.table import is_whole
+
 from .rows import Row, title
 
 Results = dict[str, Any]
@@ -21,9 +24,11 @@ def draw(results: Results, folder: Path, stem: str) -> list[Path]:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [row for row in results["rows"] if "why" not in row]
+    timed = [row for row in results["rows"] if "why" not in row]
+    rows = [row for row in timed if not is_whole(row)]
     curves = ("latency", "threads")
     plots = {
+        "-speeds": (speeds, [row for row in timed if is_whole(row)]),
         "": (_cases, [row for row in rows if not row["op"].startswith(curves)]),
         "-latency": (_latency, [row for row in rows if row["op"].startswith("latency")]),
         "-threads": (_threads, [row for row in rows if row["op"].startswith("threads")]),

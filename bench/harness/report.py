@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
+from bench.e2e import table as e2e
+
 from .rows import Row, peers_of, title
 
 Results = dict[str, Any]
@@ -58,13 +60,15 @@ def markdown(results: Results, plots: list[str]) -> str:
         f"{machine['date']}.{quick}{missing} {versions}. {machine['about']}",
         "",
         *(f"{note}\n" for note in results["notes"]),
-        NOTE,
+        e2e.NOTE if any(map(e2e.is_whole, results["rows"])) else NOTE,
         "",
     ]
     ops = list(dict.fromkeys(row["op"] for row in results["rows"]))
     by_op = sorted(results["rows"], key=lambda row: ops.index(row["op"]))
     for op, rows in groupby(by_op, key=lambda row: row["op"]):
-        lines += [f"## {op}", "", *_table(list(rows)), ""]
+        some = list(rows)
+        shown = e2e.table(some) if e2e.is_whole(some[0]) else _table(some)
+        lines += [f"## {op}", "", *shown, ""]
     lines += [f"![{plot}]({plot})\n" for plot in plots]
     return "\n".join(lines).rstrip() + "\n"
 

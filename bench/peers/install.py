@@ -6,7 +6,8 @@ plain folder of pure and binary packages instead (without torch), for a machine 
 its own Python then runs the peer, with the folder on its path.
 
 llama.cpp comes as source and is compiled for this CPU, once, which takes about ten minutes on two
-cores and needs a C++ compiler; only its ggml library is used.
+cores and needs a C++ compiler: its ggml library for the experts, and (``llama.cpp-tools``) its
+programs for whole models.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import venv
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bench.peers import llama_tools
 from bench.peers.catalog import VENVS
 from pykernels.env import env
 from pykernels.target import detect
@@ -73,6 +75,7 @@ LLAMA_CPP = Pins(
         "-DLLAMA_BUILD_SERVER=OFF",
     ),
 )
+TOOLS = "llama.cpp-tools"
 PEERS = {"kt-kernel": KT_KERNEL, "llama.cpp": LLAMA_CPP}
 _KEPT = ("kt_kernel", "kt_kernel.libs", "gguf", "compressed_tensors")
 _EXTENSIONS = ("_amx", "_avx512_bf16", "_avx2")
@@ -125,24 +128,29 @@ def make_packages(folder: Path, version: str) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.peers.install", description=__doc__)
     parser.add_argument("--packages-for", metavar="X.Y", help="a folder for that CPython instead")
-    parser.add_argument("engines", nargs="*", metavar="ENGINE", help="default: all")
+    parser.add_argument(
+        "engines", nargs="*", metavar="ENGINE", help=f"default: {', '.join(PEERS)}; or {TOOLS}"
+    )
     options = parser.parse_args(arguments)
-    if unknown := [engine for engine in options.engines if engine not in PEERS]:
-        print(f"error: no peer {unknown[0]!r}. Use {' or '.join(PEERS)}.", file=sys.stderr)
+    if unknown := [engine for engine in options.engines if engine not in (*PEERS, TOOLS)]:
+        names = " or ".join((*PEERS, TOOLS))
+        print(f"error: no peer {unknown[0]!r}. Use {names}.", file=sys.stderr)
         return 2
     failed = 0
     for engine in options.engines or PEERS:
         try:
-            if options.packages_for:
+            if engine == TOOLS:
+                llama_tools.build(isa_options(), os.cpu_count() or 1)
+            elif options.packages_for:
                 if engine == "kt-kernel":  # the others come as source or with our own Python
                     make_packages(VENVS / engine, options.packages_for)
             else:
                 make_venv(VENVS / engine, PEERS[engine])
-        except (subprocess.CalledProcessError, OSError) as error:
+        except (subprocess.CalledProcessError, OSError, llama_tools.ToolMissing) as error:
             failed = 2
             print(
                 f"error: the peer {engine} could not be installed ({error})."
-                " Look at pip's lines above; benchmarks run without it and say so.",
+                " Look at the lines above; benchmarks run without it and say so.",
                 file=sys.stderr,
             )
     return failed

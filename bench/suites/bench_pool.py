@@ -16,7 +16,8 @@ from pykernels.quant.split import repeat_first
 from pykernels.shapes import MoEShape
 from runtime.experts.routed import RoutedExperts
 from runtime.machine.topology import Topology
-from runtime.workers.pool import Call, Pool, make_pool
+from runtime.workers.job import Job, Jobs
+from runtime.workers.pool import Pool, make_pool
 
 ROUNDS = 20_000
 EMBEDDED = MoEShape(E=64, H=256, I=128, topk=6)
@@ -52,16 +53,10 @@ def timed(benchmark, call, pool: Pool) -> None:
     )
 
 
-def bench_queue(benchmark, pool: Pool) -> None:
-    """The queue alone: wake the workers, find nothing to do."""
-    nothing = Call(0, 0, 0, 0, 0, 0)
-    first = pool.pools[0]
-
-    def call() -> None:
-        first.start(nothing)
-        first.wait()
-
-    timed(benchmark, call, pool)
+def bench_ring(benchmark, pool: Pool) -> None:
+    """The ring alone: wake the workers, find nothing to do."""
+    nothing = Jobs([Job("nothing", 0, 0, tasks=0, after=0)])
+    timed(benchmark, lambda: pool.pools[0].run(nothing), pool)
 
 
 @pytest.mark.parametrize("T", [0, 1, 4], ids=["empty", "one token", "four tokens"])

@@ -66,7 +66,6 @@ def chat(
         top_k=top_k,
         seed=seed,
     )
-    from runtime.workers.pool import default_pool
 
     from ..text.generate import chat_prompt
 
@@ -85,8 +84,6 @@ def chat(
         try:
             answer, stats = session.write(chat_prompt(session.tokenizer, turn))
         except KeyboardInterrupt:
-            if session.llm is None:
-                default_pool().settle()
             note("stopped; this turn is forgotten")
             continue
         except PykernelsError as error:  # a full context, for one: the conversation goes on

@@ -44,11 +44,7 @@ SOURCES = (
     "pykernels/cpu",
     "pykernels/quant",
     "pykernels/ref/sampling.py",
-    "runtime/workers/counters.py",
-    "runtime/experts/launch.py",
     "runtime/workers/reduce.py",
-    "runtime/workers/control_block.py",
-    "runtime/workers/queue.py",
     "runtime/workers/ring.py",
     "runtime/workers/moe_job.py",
 )

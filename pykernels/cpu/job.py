@@ -21,10 +21,11 @@ JOB, job_at = descriptor(
         "A",  # active experts
         "E",  # experts of the layer
         "topk",  # of a token
-        "source",  # what the caller gave: source_bf16 ? bf16 : float32 [T, source_stride / ...]
+        "source",  # what the caller gave: source_bf16 ? bf16 : float32 [T, source_stride / ...];
+        # 0: x is there
         "source_stride",  # bytes
         "source_bf16",
-        "row_chunk",  # tokens of one rows task; 0: the driver has copied them all
+        "row_chunk",  # tokens of one rows task; 0: opening copies them all
         "x",  # rows (activations.row_layout) of T tokens, H padded with zeros
         "x_stride",  # bytes
         "h",  # rows, I padded with zeros, of the slots of experts that take the tiles
@@ -63,8 +64,7 @@ JOB, job_at = descriptor(
         "h_chunks",  # runs of such blocks, a down task each for an expert
         "down_splits",  # tasks that a run is split into by its experts, one after the other
         "row_tasks",  # runs of row_chunk tokens
-        "run_rows",  # addresses of the stages' tasks
-        "run_pack",
+        "run_pack",  # addresses of the stages' tasks
         "run_gate_up",
         "run_down",
         "tiles",  # addresses of the format's routines: gemv.common's,
@@ -86,7 +86,6 @@ JOB, job_at = descriptor(
         "scratch",  # of worker 0; the next one's is scratch_stride on
         "scratch_stride",
         "raised",  # 0, or raised.RAISED once something that tasks call has raised
-        "arranged",  # counts the times that it was arranged, and that a call of it began
     ),
 )
 """The numpy dtype, and what kernels read it through: ``job = job_at(address)``."""

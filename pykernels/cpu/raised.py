@@ -6,9 +6,7 @@ routine that raises keeps the exception and returns ``RAISED``.
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Collection
 from typing import cast
 
 from llvmlite import ir
@@ -22,21 +20,22 @@ RAISED = -(1 << 61)
 """What a routine that raises returns; the stages return it too, so that it becomes their task's
 status. Routines that are ``linked`` must not raise: their callers do not look at it."""
 
-_kept: deque[tuple[int, int, object, object]] = deque(maxlen=64)
-"""(thread, when by ``clock_gettime``, type, value or arguments) of what was raised, in the order of
-time. It is filled without running Python code, where a signal's handler would run too."""
+_kept: deque[tuple[object, object]] = deque(maxlen=64)
+"""(type, value or arguments) of what was raised and nobody has taken. It is filled without running
+Python code, where a signal's handler would run too."""
 
 
-def first(since: int, until: int, elsewhere: Collection[int | None] = ()) -> BaseException | None:
-    """The first that was raised in that time, by no thread that is elsewhere; None if none is known
-    (any more)."""
-    for thread, when, kind, value in list(_kept):
-        if since <= when <= until and thread not in elsewhere:
-            if isinstance(value, BaseException):
-                return value
-            arguments = value if isinstance(value, tuple) else () if value is None else (value,)
-            return cast("type[BaseException]", kind)(*arguments)
-    return None
+def take() -> BaseException | None:
+    """The first that was raised, for who has just seen ``RAISED``; all are forgotten."""
+    kept = list(_kept)
+    _kept.clear()
+    if not kept:
+        return None
+    kind, value = kept[0]
+    if isinstance(value, BaseException):
+        return value
+    arguments = value if isinstance(value, tuple) else () if value is None else (value,)
+    return cast("type[BaseException]", kind)(*arguments)
 
 
 class _Lower(Lower):
@@ -77,17 +76,7 @@ def _keep(context, builder, status) -> None:
     api.err_fetch(kind, value, trace)
     with builder.if_then(cgutils.is_null(builder, builder.load(value))):
         builder.store(api.make_none(), value)
-    word = ir.IntType(64)
-    identify = ir.FunctionType(word, [])
-    ident = builder.call(api._get_function(identify, name="PyThread_get_thread_ident"), [])
-    timespec = cgutils.alloca_once(builder, ir.ArrayType(word, 2))
-    gettime = ir.FunctionType(ir.IntType(32), [ir.IntType(32), timespec.type])
-    clock = cgutils.get_or_insert_function(builder.module, gettime, "clock_gettime")
-    builder.call(clock, [ir.IntType(32)(time.CLOCK_MONOTONIC), timespec])
-    at = [builder.load(cgutils.gep_inbounds(builder, timespec, 0, i)) for i in range(2)]
-    when = builder.add(builder.mul(at[0], word(1_000_000_000)), at[1])
-    numbers = [api.long_from_longlong(number) for number in (ident, when)]
-    what = api.tuple_pack([*numbers, builder.load(kind), builder.load(value)])
+    what = api.tuple_pack([builder.load(kind), builder.load(value)])
     home = api.import_module(context.insert_const_string(builder.module, __name__))
     kept = api.object_getattr_string(home, "_kept")
     append = api.object_getattr_string(kept, "append")
@@ -95,7 +84,7 @@ def _keep(context, builder, status) -> None:
     with builder.if_then(cgutils.is_null(builder, done), likely=False):
         api.err_write_unraisable(kept)
     held = [builder.load(slot) for slot in (kind, value, trace)]
-    for each in (done, append, kept, home, what, *numbers, *held):
+    for each in (done, append, kept, home, what, *held):
         api.decref(each)  # NULL is let be
     api.gil_release(state)
 

@@ -9,9 +9,12 @@ workers read their own slice from their own memory, and ``sync`` adds the nodes'
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from pykernels.cpu import make_kernel
+from pykernels.cpu.moe.call import BAD_EXPERT
 from pykernels.errors import PykernelsError
 from pykernels.quant import PackedExperts, Weight, get_format
 from pykernels.quant.split import SplitExperts
@@ -21,16 +24,58 @@ from pykernels.target import detect
 
 from ..machine import tuning
 from ..machine.memory import collapse
-from ..workers.control import until_done
-from ..workers.counters import Counters
-from ..workers.locks import ForkSafeLock
-from ..workers.pool import Pool, TaskError, default_pool, wait_all
-from ..workers.reduce import nothing_added, reduce
-from .launch import Part
+from ..workers.pool import Flight, Pool, default_pool
+from ..workers.reduce import reduce
+from .part import Part
 from .sharding import make_room, slices_on, workers_of
-from .ticket import Ticket
 
-_binding = ForkSafeLock()
+
+@dataclass
+class Counters:
+    """What the experts of a layer have done since the last ``reset``.
+
+    Attributes:
+        calls: fused MoE calls; ``tokens``: in them.
+        bytes: of the weights of the distinct experts that each call touched.
+        seconds: from the start of each call to its last task, summed.
+    """
+
+    calls: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, tokens: int, nbytes: int, seconds: float) -> None:
+        """Counts a call."""
+        self.calls += 1
+        self.tokens += tokens
+        self.bytes += nbytes
+        self.seconds += seconds
+
+    def reset(self) -> None:
+        """Sets all of them to 0."""
+        self.calls = self.tokens = self.bytes = 0
+        self.seconds = 0.0
+
+
+@dataclass
+class Ticket:
+    """A call in flight, to be given to ``sync``. It keeps alive what the workers write.
+
+    Attributes:
+        y: the result's [T, H].
+        partials: float32 [T, H] of each node, if there are several.
+        parts: the slices that it runs on; ``flights``: the jobs of each, none once it was synced.
+        ids: its routing.
+        of: identifies the ``RoutedExperts`` that it belongs to.
+    """
+
+    y: torch.Tensor
+    partials: list[torch.Tensor]
+    parts: list[Part]
+    flights: list[Flight]
+    ids: torch.Tensor
+    of: object
 
 
 class RoutedExperts:
@@ -73,7 +118,6 @@ class RoutedExperts:
         self._loaded, self._bytes_per_expert = False, 0
         self._bound: tuple[Pool, list[Part]] | None = None
         self._mark = object()  # on tickets, in place of self: that would be a reference cycle
-        self._in_flight: dict[int, Ticket] = {}  # by id(ticket); they keep alive what is written
 
     @staticmethod
     def bytes_needed(shape: MoEShape, fmt: str) -> int:
@@ -113,173 +157,73 @@ class RoutedExperts:
         return self.weights.missing()
 
     def submit(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Ticket:
-        """Starts a call and returns, with many tokens when the workers have copied their inputs.
+        """Starts a call and returns. What is in flight on the pool is finished first.
 
         Args:
-            x: bf16 or float32 [T, H] on the CPU, taken as bf16. It is copied: change it freely
-                after. If it requires a gradient, the result does not: it is detached.
+            x: bf16 or float32 [T, H] on the CPU, taken as bf16. The ticket keeps it and the others
+                alive; they must not change before ``sync``. If it requires a gradient, the result
+                does not: it is detached.
             ids: int64 [T, topk] expert numbers. Any topk: it may be more than E, and an expert may
                 come several times in a row; each adds to the sum.
             weights: real [T, topk], taken as float32.
 
         Raises:
-            PykernelsError: inputs that do not fit, experts not loaded, a call already in flight (of
-                these experts, or of others on the same pool).
+            PykernelsError: inputs that do not fit, experts not loaded, a pool that is closed.
         """
-        ticket = None
-        try:
-            ticket = self._submit(x, ids, weights)
-            for pool in ticket.pools:
-                pool.hand_out()
-        except BaseException:
-            self._abandon(ticket)
-            raise
-        return ticket
+        if not self._loaded:
+            self._check_loaded()
+        parts = self._bind()
+        parts[0].call.check(x, ids, weights)
+        make = torch.empty_like if ids.numel() else torch.zeros_like  # no task will write it
+        y = make(x, memory_format=torch.contiguous_format)
+        several = len(parts) > 1
+        partials = [make(y, dtype=torch.float32) for _ in parts if several]
+        outs = partials or [y]
+        flights = [part.start(x, ids, weights, out) for part, out in zip(parts, outs, strict=True)]
+        return Ticket(y, partials, parts, flights, ids, self._mark)
 
     def sync(self, ticket: Ticket) -> torch.Tensor:
         """Waits for a call; returns its [T, H] result in the dtype of its x.
 
-        Also if the pool was closed in between, or settled: the call has ended then.
+        Ctrl-C is raised when the call has ended.
 
         Raises:
-            PykernelsError: the ticket is not the call in flight.
+            PykernelsError: the ticket was synced, or is another layer's; the routing names an
+                expert that there is not.
             TaskError: a task failed.
         """
-        try:
-            if not ticket.take():
-                raise PykernelsError("another thread syncs this ticket", "sync each ticket once")
-            return self._sync(ticket)
-        finally:
-            ticket.leave()
-
-    def _sync(self, ticket: Ticket) -> torch.Tensor:
-        """``sync``, of a ticket that no other thread has."""
-        y, tokens, nbytes, partials, pools, calls, of, _, added = ticket
-        if of is not self._mark or not calls:
-            raise PykernelsError("this ticket is not the call in flight", "sync each ticket once")
-        # If Ctrl-C comes before the tasks have ended, ``_in_flight`` keeps alive what they write.
-        try:
-            if partials:
-                seconds, counted = wait_all(pools, calls), False
-            else:
-                counted = pools[0].end(calls[0], self.counters.address, tokens, nbytes)
-                seconds = 0.0 if counted else pools[0].seconds
-        except TaskError:
-            calls.clear()
-            self._in_flight.pop(id(ticket), None)
-            raise
-        if partials:
-            reduce(partials, y, pools[0], added)
-        calls.clear()
-        self._in_flight.pop(id(ticket), None)
-        if not counted:
-            self.counters.add(tokens, nbytes, seconds)
+        if ticket.of is not self._mark or not ticket.flights:
+            raise PykernelsError(
+                "this ticket was synced, or is of other experts", "sync each ticket once"
+            )
+        y, parts, flights, ticket.flights = ticket.y, ticket.parts, ticket.flights, []
+        for part, flight in zip(parts, flights, strict=True):
+            part.pool.wait(flight)
+        for part, flight in zip(parts, flights, strict=True):
+            if (error := flight.error) is not None:
+                bad_routing = error.task < 0 and error.status == BAD_EXPERT
+                raise part.call.bad_routing(ticket.ids) if bad_routing else error
+        if ticket.partials:
+            reduce(ticket.partials, y, parts[0].pool)
+        nbytes = flights[0].found * self._bytes_per_expert
+        self.counters.add(y.shape[0], nbytes, max(flight.seconds for flight in flights))
         return y
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """``submit`` and ``sync`` in one. If Ctrl-C comes, the call ends before it is raised."""
-        try:
-            return self._sync(self._submit(x, ids, weights))
-        except BaseException:
-            self._abandon()
-            raise
-
-    def __del__(self) -> None:
-        bound = getattr(self, "_bound", None)
-        if bound is not None:  # a call whose ticket was lost may still read the weights
-            open_ones = [part for part in bound[1] if not part.pool.ended]
-            if open_ones:
-                until_done(lambda: [part.settle() for part in open_ones])
-
-    def _submit(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Ticket:
-        """``submit`` before ``hand_out``: until then ``abandon`` finds the call."""
-        if self._in_flight:
-            self._check_in_flight()
-        if not self._loaded:
-            self._check_loaded()
-        parts = self._bind()
-        begun = parts[0].repeat(x, ids, weights) if len(parts) == 1 else None
-        if begun is None:
-            return self._begin(parts, x, ids, weights)
-        part = parts[0]
-        call, y, like = begun
-        nbytes = part.active * self._bytes_per_expert
-        ticket = Ticket(y, y.shape[0], nbytes, (), (part.pool,), [call], self._mark, {})
-        self._in_flight[id(ticket)] = ticket
-        part.make_spare(y, like)
-        return ticket
-
-    def _begin(
-        self, parts: list[Part], x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> Ticket:
-        """Begins a call of any layout, on the pool of every slice."""
-        parts[0].check(x, ids, weights)
-        for part in parts:  # before the workspace is written: a call of another layer may use it
-            part.pool.claim()
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        several = len(parts) > 1
-        partials = [torch.empty_like(y, dtype=torch.float32) for _ in parts if several]
-        for part, out in zip(parts, partials or [y], strict=True):
-            part.arrange(x, ids, weights, out)
-        calls, likes = zip(*(part.begin() for part in parts), strict=True)
-        nbytes = parts[0].active * self._bytes_per_expert
-        pools = [part.pool for part in parts]
-        added = nothing_added(y) if partials else None
-        ticket = Ticket(y, y.shape[0], nbytes, partials, pools, list(calls), self._mark, {}, added)
-        self._in_flight[id(ticket)] = ticket
-        for part, call in zip(parts, calls, strict=True):
-            if part.row_tasks:
-                part.pool.wait_for_rows(call)  # then the caller may change x
-            part.let_go()
-        if not partials and likes[0] is not None:
-            parts[0].make_spare(y, likes[0])
-        return ticket
-
-    def _abandon(self, ticket: Ticket | None = None) -> None:
-        """Ends a call of this thread that was interrupted, and gives up its claims."""
-        if ticket is not None:
-            for pool, call in zip(ticket.pools, ticket.calls, strict=True):
-                pool.settle(call)
-        if self._bound is not None:
-            for part in self._bound[1]:
-                part.pool.release()
-                part.pool.abandon()
-                if not part.runs:  # else the workers use what it holds
-                    part.let_go()
-
-    def _check_in_flight(self) -> None:
-        for key in list(self._in_flight):
-            if (ticket := self._in_flight.get(key)) is None:
-                continue
-            for pool in ticket.pools:
-                pool.abandon()  # Ctrl-C may have cut ``_abandon`` short
-            if ticket.runs:
-                raise PykernelsError(
-                    "a call of these experts is in flight",
-                    "sync it before the next submit; call pool.settle() if its ticket is lost",
-                )
-            self._in_flight.pop(key, None)  # it was settled; its ticket can still be synced
+        """``submit`` and ``sync`` in one."""
+        return self.sync(self.submit(x, ids, weights))
 
     def _bind(self) -> list[Part]:
         """The slices, bound to the current pool: plan and scratch depend on its threads."""
         pool = self._own_pool or default_pool()
         bound = self._bound
         if bound is None or bound[0] is not pool:
-            bound = self._bind_to(pool)
+            kernel = make_kernel(self.backend.name, self.weights.fmt.name, self.activations)
+            slices = self.weights.slices
+            pairs = zip(slices, workers_of(pool, len(slices)), strict=True)
+            parts = [Part(packed, kernel, each, self.gemm_from) for packed, each in pairs]
+            self._bound = bound = pool, parts
         return bound[1]
-
-    def _bind_to(self, pool: Pool) -> tuple[Pool, list[Part]]:
-        with _binding.lock:  # so that no thread replaces parts whose call runs
-            if self._bound is None or self._bound[0] is not pool:
-                kernel = make_kernel(self.backend.name, self.weights.fmt.name, self.activations)
-                slices = self.weights.slices
-                workers = workers_of(pool, len(slices))
-                pairs = zip(slices, workers, strict=True)
-                parts = [Part(packed, kernel, each, self.gemm_from) for packed, each in pairs]
-                # Unless a signal handler has bound them meanwhile: its call may run.
-                if self._bound is None or self._bound[0] is not pool:
-                    self._bound = pool, parts
-            return self._bound
 
     def _check_loaded(self) -> None:
         if missing := self.missing():

@@ -7,14 +7,14 @@ from functools import partial
 
 import torch
 
-from pykernels.cpu import make_pack, pack_job, packs_scales
 from pykernels.errors import PykernelsError
 from pykernels.quant import Format, PackedExperts, Packer, Weight
 from pykernels.quant.split import Experts, SplitExperts, most_parts
 from pykernels.shapes import MoEShape
 
+from .. import matrix
 from ..machine.memory import allocate
-from ..workers.pool import Call, Pool, WorkerPool, default_pool
+from ..workers.pool import Pool, WorkerPool, default_pool
 
 
 def make_room(shape: MoEShape, fmt: Format, own: Pool | None) -> Experts:
@@ -54,16 +54,10 @@ def workers_of(pool: Pool, slices: int) -> Sequence[WorkerPool]:
 
 
 def packer(own: Pool | None, part: int = 0, slices: int = 1) -> Packer:
-    """``Format.pack`` on every worker of a slice's pool: one task a 32-row block."""
+    """``matrix.packer`` of a slice's pool, which may be another one at each call."""
 
     def pack(fmt: Format, weight: Weight, blocks: torch.Tensor, scales: torch.Tensor) -> None:
-        scale = None if weight.scale is None else weight.scale.contiguous()
-        weight = Weight(weight.data.contiguous(), scale)
-        job, tasks = pack_job(fmt, weight, blocks, scales)
-        address = make_pack(fmt.name).address
-        workers = workers_of(own or default_pool(), slices)[part]
-        workers.run(Call(address, address, job.ctypes.data, tasks, i_chunks=1, down_chunks=0))
-        if scale is not None and not packs_scales(fmt.name):
-            fmt.pack_scales(scale, scales)
+        pool = workers_of(own or default_pool(), slices)[part]
+        matrix.packer(pool)(fmt, weight, blocks, scales)
 
     return pack

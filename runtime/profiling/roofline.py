@@ -27,8 +27,8 @@ from pykernels.target import Target, detect
 
 from ..machine.memory import allocate
 from ..machine.topology import Topology
-from ..workers.control import until_done
-from ..workers.pool import Call, Pool, wait_all
+from ..workers.job import Job, Jobs
+from ..workers.pool import Pool, run_on_all
 
 _CHUNK = 4 << 20  # of one task: shorter ones lost up to 9 % to finding their stream
 
@@ -54,16 +54,9 @@ def roof_bytes() -> int:
     return max(512 << 20, 8 * detect().l3) // _CHUNK * _CHUNK
 
 
-def _seconds(pool: Pool, calls: list[Call]) -> float:
-    """Seconds of a call on each node, at once. After Ctrl-C too, all have ended: the workers read
-    the caller's buffers."""
-    try:
-        for each, call in zip(pool.pools, calls, strict=True):
-            each.start(call)
-        return wait_all(pool.pools)
-    except BaseException:
-        until_done(pool.settle)
-        raise
+def _alike(name: str, task: int, record: int, count: int) -> Jobs:
+    """So many tasks of one kind."""
+    return Jobs([Job(name, task, record, tasks=count, after=0)])
 
 
 class ReadRoof:
@@ -92,15 +85,16 @@ class ReadRoof:
         self._jobs["bytes"] = _CHUNK
         self._jobs["sink"] = self._sums.ctypes.data + 8 * chunks * np.arange(parts)
         jobs = self._jobs.ctypes.data + STREAM.itemsize * np.arange(parts)
-        self._calls = {}
-        for loop in LOOPS:
-            read = make_read(loop).address
-            self._calls[loop] = [Call(read, read, int(job), chunks, 1, 0) for job in jobs]
+        self._loops = {
+            loop: [_alike(loop, make_read(loop).address, int(job), chunks) for job in jobs]
+            for loop in LOOPS
+        }
         self.rates: dict[str, list[float]] = {loop: [] for loop in LOOPS}
 
     def once(self, loop: str) -> float:
         """GB/s (1e9 bytes) of one pass of one of ``LOOPS``; kept in ``rates``."""
-        rate = self.nbytes / _seconds(self.pool, self._calls[loop]) / 1e9
+        memory = self._data, self._sums, self._jobs
+        rate = self.nbytes / run_on_all(self.pool, self._loops[loop], memory) / 1e9
         self.rates[loop].append(rate)
         return rate
 
@@ -149,13 +143,14 @@ class ComputeRoof:
         self._sink = np.zeros(32, np.float32)
         address = self._sink.ctypes.data + -self._sink.ctypes.data % 64
         tasks = [16 * each.threads for each in pool.pools]
-        self._calls = [Call(task, task, address, count, 1, 0) for count in tasks]
+        self._products = [_alike(instruction, task, address, count) for count in tasks]
         self._flops = sum(tasks) * FLOPS[instruction]
         self.rates: list[float] = []
 
     def once(self) -> float:
         """TFLOP/s (1e12) of one pass, some milliseconds; kept in ``rates``."""
-        self.rates.append(self._flops / _seconds(self.pool, self._calls) / 1e12)
+        seconds = run_on_all(self.pool, self._products, self._sink)
+        self.rates.append(self._flops / seconds / 1e12)
         return self.rates[-1]
 
 

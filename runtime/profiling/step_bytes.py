@@ -6,9 +6,9 @@ from ..program import Program
 
 
 def weight_bytes(program: Program, tokens: int = 1) -> int:
-    """Packed weights and scales that a step reads: every matrix once; of the routed experts those
-    that ``tokens`` tokens take, if no two of them take the same one."""
-    total = 0
+    """Packed weights and scales that a step reads: every matrix once; of the routed experts as
+    many as ``tokens`` tokens take if each chooses its own at random (exact for one token)."""
+    total = 0.0
     for node in program.nodes:
         for name, weight in node.weights.items():
             if name in ("weight", "heads") and node.op in ("linear", "heads"):
@@ -16,8 +16,13 @@ def weight_bytes(program: Program, tokens: int = 1) -> int:
             elif name == "experts":
                 E = weight.shape.E
                 topk = program.shape(node.inputs[1])[1] if len(node.inputs) > 1 else E
-                total += weight.bytes_per_expert * min(E, topk * tokens)
-    return total
+                total += weight.bytes_per_expert * expected_experts(E, topk, tokens)
+    return round(total)
+
+
+def expected_experts(E: int, topk: int, tokens: int) -> float:
+    """Distinct experts of E that ``tokens`` tokens take, ``topk`` each, drawn independently."""
+    return E * (1 - (1 - topk / E) ** tokens)
 
 
 def cache_bytes(program: Program, context: int) -> int:

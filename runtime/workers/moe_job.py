@@ -2,7 +2,7 @@
 
 Its tasks are those of ``pykernels.cpu.moe.stages`` in one order: the pack tasks, the gate-up tasks
 of the first active expert, of the second, ..., then the down tasks. Opening sorts the router's
-choices by expert, which says how many there are.
+choices by expert, which says how many there are, and copies the inputs of a few tokens.
 
 A down task owns a run of outputs and adds the experts in order; before each it waits at that
 expert's barrier, which counts its finished gate-up tasks. Where there are many experts the run is
@@ -12,14 +12,17 @@ which go on with the same sums. So every sum has one order. A task waits only fo
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from typing import Any
+
+import numpy as np
 
 from pykernels.cpu.intrin.descriptor import descriptor
 from pykernels.cpu.intrin.sync import atomic_add, atomic_store, call_task
 from pykernels.cpu.jit import inlined, task
 from pykernels.cpu.job import i64, job_at
-from pykernels.cpu.moe.sort import OK, sort_slots
+from pykernels.cpu.moe.call import take_call
 
 from .ring import LINE, tell, wait_until_at_least
 
@@ -34,8 +37,6 @@ MOE, moe_at = descriptor(
         "barriers",  # a line each: of pack, of gate-up, of the runs of down
     ),
 )
-
-BAD_EXPERT = -1
 
 
 def barrier_bytes(E: int, down_chunks: int) -> int:
@@ -55,23 +56,24 @@ def make_moe() -> tuple[Any, Any]:
         if T == 0:
             return 0
         job.T = T
-        job.raised = 0
-        if sort_slots(moe.job, moe.ids, moe.weights) != OK:
-            return BAD_EXPERT
+        active = take_call(moe.job, moe.ids, moe.weights)
+        if active <= 0:
+            return active
         down = job.h_chunks * job.down_splits
         for i in range(2 * job.A + (job.h_chunks if job.down_splits > 1 else 0)):
             atomic_store(moe.barriers + i * LINE, 0)
         return job.P + job.A * job.i_chunks + down
 
     @inlined
-    def arrive(ring, barrier):  # type: ignore[no-untyped-def]
-        atomic_add(barrier, 1)
-        tell(ring, barrier)
+    def arrive(ring, barrier, expected):  # type: ignore[no-untyped-def]
+        if atomic_add(barrier, 1) + 1 == expected:
+            tell(ring, barrier)
 
     @inlined
     def pack(moe, job, piece, worker):  # type: ignore[no-untyped-def]
         status = call_task(job.run_pack, moe.job, piece, worker)
-        arrive(moe.ring, moe.barriers + i64(job.piece_active, piece) * LINE)
+        active = i64(job.piece_active, piece)
+        arrive(moe.ring, moe.barriers + active * LINE, i64(job.pieces, active))
         return status
 
     @inlined
@@ -81,7 +83,7 @@ def make_moe() -> tuple[Any, Any]:
         if job.P > 0:
             wait_until_at_least(moe.ring, packed, i64(job.pieces, active))
         status = call_task(job.run_gate_up, moe.job, index, worker)
-        arrive(moe.ring, packed + job.A * LINE)
+        arrive(moe.ring, packed + job.A * LINE, job.i_chunks)
         return status
 
     @inlined
@@ -97,7 +99,7 @@ def make_moe() -> tuple[Any, Any]:
             wait_until_at_least(moe.ring, gated + active * LINE, job.i_chunks)
             status |= call_task(job.run_down, moe.job, chunk * A + active, worker)
         if splits > 1:
-            arrive(moe.ring, splits_done)
+            arrive(moe.ring, splits_done, split + 1)
         return status
 
     @task("moe")
@@ -112,3 +114,23 @@ def make_moe() -> tuple[Any, Any]:
         return down(moe, job, index - job.A * job.i_chunks, worker)
 
     return opening, run
+
+
+def describe(job: np.ndarray, task: int) -> str:
+    """What a task of the last call does, in words.
+
+    Args:
+        job: its ``JOB``, one element.
+    """
+    words = job[0]
+    if task < words["P"]:
+        active, what = _word(words["piece_active"], task), "pack"
+    elif (task := task - int(words["P"])) < words["A"] * words["i_chunks"]:
+        active, what = task // int(words["i_chunks"]), "gate-up"
+    else:
+        return "down"  # of several experts
+    return f"{what} of expert {_word(words['experts'], active)}"
+
+
+def _word(address: int, index: int) -> int:
+    return ctypes.c_int64.from_address(int(address) + 8 * index).value

@@ -2,19 +2,88 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
+from collections.abc import Sequence
 from typing import Literal, overload
 
 from pykernels.env import env
 
-from ..machine.topology import Topology
-from .control import TaskError
-from .locks import ForkSafeLock
-from .numa import AUTO, OFF, NodePools, Pool, nodes_to_use, wait_all, why_not_split
-from .worker_pool import Call, WorkerPool
+from ..machine.topology import Node, Topology
+from .job import Jobs, TaskError
+from .numa import AUTO, OFF, nodes_to_use, why_not_split
+from .threads import spin_budget, threads_of_nodes
+from .worker_pool import Flight, WorkerPool
 
 _default: Pool | None = None
-_making = ForkSafeLock()
+_making = threading.RLock()
+
+
+class NodePools:
+    """One ``WorkerPool`` on each of several NUMA nodes (SOSP'25 section 3.3).
+
+    Every worker reads only what its own node's memory holds. With ``driver_works`` the thread that
+    waits works for the first node, on the core that this node's workers leave free.
+
+    Args:
+        nodes: at least two of the topology's.
+        threads: in all; None for PYKERNELS_THREADS, or else ``Topology.default_threads``.
+        narrow: whether a layer too narrow for all nodes may stay on the first ones.
+
+    Raises:
+        PykernelsError: more threads than usable cores, or fewer than nodes.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        threads: int | None = None,
+        driver_works: bool = True,
+        topology: Topology | None = None,
+        narrow: bool = True,
+    ) -> None:
+        topology = topology or Topology.detect()
+        dealt = threads_of_nodes(nodes, threads, driver_works, topology)
+        self.threads, self.driver_works, self.narrow = sum(dealt), driver_works, narrow
+        self.pools: list[WorkerPool] = []
+        spin_us = spin_budget(driver_works)
+        try:
+            for i, (node, count) in enumerate(zip(nodes, dealt, strict=True)):
+                place, works = topology.at(node), driver_works and i == 0
+                self.pools.append(WorkerPool(count, works, place, node.number, spin_us))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends the workers of all nodes. Safe to call twice."""
+        for pool in self.pools:
+            pool.close()
+
+    def __enter__(self) -> NodePools:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+Pool = WorkerPool | NodePools
+"""Threads on one node, or on each of several: ``.pools`` has them, ``.threads`` is their number."""
+
+
+def run_on_all(pool: Pool, jobs: Sequence[Jobs], kept: object = None) -> float:
+    """Runs jobs on each node's pool at once; returns the seconds of the longest.
+
+    Raises:
+        TaskError: a task failed; the jobs of all pools have ended.
+    """
+    flights = [each.start(one, kept) for each, one in zip(pool.pools, jobs, strict=True)]
+    for each, flight in zip(pool.pools, flights, strict=True):
+        each.wait(flight)
+    for flight in flights:
+        if flight.error is not None:
+            raise flight.error
+    return max(flight.seconds for flight in flights)
 
 
 def make_pool(
@@ -48,13 +117,9 @@ def make_pool(
 def default_pool() -> Pool:
     """The pool that experts share unless given another; made at first use."""
     global _default
-    with _making.lock:
+    with _making:
         if _default is None:
-            made = make_pool()
-            if _default is None:  # else a signal handler made one meanwhile, which is in use
-                _default = made
-            else:
-                made.close()
+            _default = make_pool()
         return _default
 
 
@@ -74,7 +139,7 @@ def configure_default_pool(
     See ``make_pool``. Experts that were split across nodes stay so: give them as many again.
     """
     global _default
-    with _making.lock:
+    with _making:
         fresh = make_pool(threads, driver_works, numa)
         # In this order: if Ctrl-C cuts ``close`` short, the shared pool is an open one.
         before, _default = _default, fresh
@@ -84,7 +149,7 @@ def configure_default_pool(
 
 
 __all__ = [
-    "Call",
+    "Flight",
     "NodePools",
     "Pool",
     "TaskError",
@@ -92,5 +157,5 @@ __all__ = [
     "configure_default_pool",
     "default_pool",
     "make_pool",
-    "wait_all",
+    "run_on_all",
 ]

@@ -86,7 +86,7 @@ def tell(ring, word):  # type: ignore[no-untyped-def]
 
 @inlined
 def _note(ring, job, index, status):  # type: ignore[no-untyped-def]
-    """Keeps the first failure since ``submit_step``."""
+    """Keeps the first failure since ``publish``."""
     if atomic_add(ring + FAILED, 1) == 0:
         atomic_store(ring + FAILED_JOB, job)
         atomic_store(ring + FAILED_TASK, index)
@@ -205,15 +205,15 @@ _publish = inlined(_submit)
 
 
 @kernel("ring")
-def run_step(ring: int, jobs: int, count: int, driver_works: bool) -> int:
-    """Publishes jobs, works along as worker 0, and returns when the last one is complete.
-
-    Returns:
-        the status of the first task that failed, or 0; ``STATUS`` and its neighbours say more.
-    """
+def publish(ring: int, jobs: int, count: int) -> int:
+    """``_submit``, of jobs whose failures begin to count now; nothing else is in flight."""
     atomic_store(ring + FAILED, 0)
     atomic_store(ring + STATUS, 0)
-    first = _publish(ring, jobs, count)
+    return _publish(ring, jobs, count)
+
+
+@inlined
+def _finish(ring, jobs, count, first, driver_works):  # type: ignore[no-untyped-def]
     last = first + count - 1
     if driver_works:
         work(ring, 0, first, last + 1)
@@ -223,9 +223,25 @@ def run_step(ring: int, jobs: int, count: int, driver_works: bool) -> int:
 
 
 @kernel("ring")
-def wait_for(ring: int, job: int, number: int) -> None:
-    """Waits, without working, until a job of that number is complete."""
-    wait_until_at_least(ring, job + COMPLETED, number)
+def finish(ring: int, jobs: int, count: int, first: int, driver_works: bool) -> int:
+    """Waits until the last of the jobs published from number ``first`` on is complete.
+
+    Args:
+        driver_works: whether the caller works along, as worker 0.
+
+    Returns:
+        the status of the first task that failed, or 0; ``STATUS`` and its neighbours say more.
+    """
+    return _finish(ring, jobs, count, first, driver_works)
+
+
+@kernel("ring")
+def run_step(ring: int, jobs: int, count: int, driver_works: bool) -> int:
+    """``publish`` and ``finish`` in one."""
+    atomic_store(ring + FAILED, 0)
+    atomic_store(ring + STATUS, 0)
+    first = _publish(ring, jobs, count)
+    return _finish(ring, jobs, count, first, driver_works)
 
 
 @kernel("ring")

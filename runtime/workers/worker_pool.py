@@ -1,4 +1,8 @@
-"""Persistent worker threads, one a core, that run one fused MoE call after another."""
+"""The worker threads of a ring, one a core.
+
+One call is in flight on a pool at a time. It belongs to the pool, which keeps alive what it writes:
+so whoever comes next finishes it first, whether its caller ever waits for it or not.
+"""
 
 from __future__ import annotations
 
@@ -7,83 +11,60 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
-from operator import index
-from typing import NamedTuple, SupportsIndex
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from pykernels.cpu import Workspace
-from pykernels.env import env
+from pykernels.cpu import Workspace, raised
 from pykernels.errors import PykernelsError
 
 from ..machine.topology import Topology
-from . import control_block as block
-from . import queue
-from .control import NAP, Control, align, until_done
+from . import ring as words
+from .job import Jobs, TaskError
+from .threads import spin_budget, threads_here
 
-_SPIN_US, _SPIN_US_BESIDE_GPU, _MOST_SPIN_US = 50.0, 1000.0, 1e9
-
-
-def spin_budget(driver_works: bool) -> float:
-    """Microseconds that an idle thread spins: PYKERNELS_SPIN_US, or else what suits the driver.
-
-    Waking a sleeper takes up to 50 us. Where torch computes on the same cores between the calls, a
-    longer spin would hold it up; beside a GPU the workers' cores have nothing else to do.
-    """
-    if (asked := env.spin_us) is not None:
-        return asked
-    return _SPIN_US if driver_works else _SPIN_US_BESIDE_GPU
+_SLOTS = 1 << 13
+"""Jobs that may be published and not yet passed by every worker; a step has a few hundred."""
 
 
-def whole_threads(threads: object) -> int | None:
-    """A number of threads as asked for; None stays None.
+class Flight:
+    """Jobs in flight on a pool; given to its ``wait``.
 
-    Raises:
-        PykernelsError: it is no whole number.
-    """
-    if threads is None:
-        return None
-    if isinstance(threads, bool) or not isinstance(threads, SupportsIndex):
-        raise PykernelsError(
-            f"{threads!r} threads asked for, which is no whole number", "Give an int, or None"
-        )
-    return index(threads)
-
-
-class Call(NamedTuple):
-    """One fused MoE call, as the workers need it.
-
-    ``gate_up``, ``down``, ``pack`` and ``rows`` are addresses of ``pykernels.cpu.jit.TASK``
-    functions, ``job`` is their first argument. Task indices: see ``pykernels.cpu.moe``.
-    ``down_splits`` are the down tasks of each of the ``down_chunks`` runs of outputs, see
-    ``queue``. ``piece_active``, ``pieces`` and ``experts`` are addresses of int64 arrays: the
-    active expert of each pack task, the pack tasks of each active expert, and its number in the
-    layer (0: none).
+    Attributes:
+        kept: what the tasks read and write, until they have ended.
+        error: of the first task that failed; None if none did, or they have not ended.
+        seconds: from publishing to the last task.
+        found: what ``read`` returned when the tasks had ended; nothing if one failed.
     """
 
-    gate_up: int
-    down: int
-    job: int
-    active: int
-    i_chunks: int
-    down_chunks: int
-    down_splits: int = 1
-    pack: int = 0
-    pack_tasks: int = 0
-    piece_active: int = 0
-    pieces: int = 0
-    rows: int = 0
-    row_tasks: int = 0
-    experts: int = 0
+    def __init__(
+        self, first: int, jobs: Jobs, kept: object, read: Callable[[], Any] | None
+    ) -> None:
+        self.first, self.jobs, self.kept, self._read = first, jobs, kept, read
+        self.done, self.seconds = False, 0.0
+        self.error: TaskError | None = None
+        self.found: Any = None
+        self._began = time.monotonic_ns()
+
+    def end(self, error: TaskError | None) -> None:
+        """Notes that all tasks have ended."""
+        self.error = error
+        self.seconds = (self.jobs.jobs[-1].times[1] - self._began) / 1e9
+        if error is None and self._read is not None:
+            self.found = self._read()
+        self.kept = self._read = None
+        self.done = True
 
 
-class WorkerPool(Control):
-    """``threads`` threads for the experts; each stays in one ``nogil`` loop until ``close``.
+class WorkerPool:
+    """``threads`` threads for the jobs of a ring, of which the driver is one if ``driver_works``.
 
     The workers are pinned, each to a core of its own, in ``Topology.order``. With ``driver_works``
-    the thread that waits for a call is one of the ``threads`` (right where nothing else keeps it
-    busy); without, all of them are workers and the driver only waits (right beside a GPU).
+    the thread that waits is one of the ``threads`` (right where nothing else keeps it busy);
+    without, all of them are workers and the driver only waits (right beside a GPU).
+
+    Any thread may use it: they take turns, by ``lock``.
 
     Args:
         threads: None for PYKERNELS_THREADS, or else ``Topology.default_threads``.
@@ -92,15 +73,14 @@ class WorkerPool(Control):
         spin_us: how long an idle thread spins before it sleeps; None for ``spin_budget``'s.
 
     Attributes:
-        ended: whether ``close`` has returned: no call runs, nor will one. A flag of its own,
-            since ``__del__`` may come at the end of the interpreter, when modules are empty.
+        workspace: scratch of the layers whose calls run here, one at a time.
 
     Raises:
-        PykernelsError: more threads than usable cores, fewer than one, or no whole number; a bad
-            ``spin_us``; the system refuses a thread or a core.
+        PykernelsError: more threads than usable cores, fewer than one, or no whole number; the
+            system refuses a thread or a core.
     """
 
-    ended = False
+    closed = True  # until it has begun
 
     def __init__(
         self,
@@ -111,144 +91,162 @@ class WorkerPool(Control):
         spin_us: float | None = None,
     ) -> None:
         topology = topology or Topology.detect()
-        wanted = whole_threads(env.threads if threads is None else threads)
-        self.threads = topology.default_threads(driver_works) if wanted is None else wanted
-        self.node = node
-        if not 1 <= self.threads <= topology.usable:
-            raise PykernelsError(
-                f"{self.threads} threads asked for, {topology.usable} cores are usable",
-                f"Use 1 to {topology.usable} threads",
-            )
-        spin_us = spin_budget(driver_works) if spin_us is None else spin_us
-        number = isinstance(spin_us, (int, float))
-        if not (number and 0 <= spin_us <= _MOST_SPIN_US):  # nan neither
-            raise PykernelsError(
-                f"spin_us={spin_us} is no time to spin", "Give microseconds, 0 to 1e9"
-            )
-        super().__init__(driver_works, spin_us)
-        self._barriers, self._barrier_memory = 0, list[np.ndarray]()
-        self.reserve_barriers(128)
-        self.workspace = Workspace()  # shared by the layers: one call runs at a time
-        first = 1 if driver_works else 0
+        self.threads = threads_here(threads, driver_works, topology)
+        self.driver_works, self.node, self.lock = driver_works, node, threading.Lock()
+        self.workspace = Workspace()
+        places = self.threads * words.LINE // 8
+        memory = np.zeros(words.RING_BYTES // 8 + 8 + places + _SLOTS, np.int64)
+        skip = -memory.ctypes.data % words.LINE // 8
+        self._ring = memory[skip : skip + words.RING_BYTES // 8]
+        self._word = self._ring.data  # the same as a memoryview: numpy's scalars are slow
+        self.ring = int(self._ring.ctypes.data)
+        self._ring[words.PLACES // 8] = self.ring + words.RING_BYTES
+        self._ring[words.SLOTS // 8] = self.ring + words.RING_BYTES + 8 * places
+        self._ring[words.MASK // 8] = _SLOTS - 1
+        spin = spin_budget(driver_works) if spin_us is None else spin_us
+        self._ring[words.SPIN_NS // 8] = int(spin * 1000)
+        self.forked = False
+        self._published: Jobs | None = None  # the last: a worker may still be on its way past it
+        self._flight: Flight | None = None
+        words.work(self.ring, 0, 1, 1)  # compiled before a thread waits for it
         self._threads = [
             threading.Thread(
-                target=_worker_main,
-                args=(self._words, self.control, worker),
-                name=f"pykernels-{worker}",
+                target=_worker_main, args=(memory, self.ring, worker), name=f"ring-{worker}",
                 daemon=True,
             )
-            for worker in range(first, self.threads)
-        ]
-        self._start_threads()
-        _open_pools[id(self)] = self
-        self._pin(topology.order)
-
-    @property
-    def pools(self) -> Sequence[WorkerPool]:
-        """Itself alone: what ``NodePools`` has one of for each NUMA node."""
-        return (self,)
-
-    def _start_threads(self) -> None:
+            for worker in range(1 if driver_works else 0, self.threads)
+        ]  # fmt: skip
+        self.closed = False
+        _open.add(self)
         try:
             for thread in self._threads:
                 thread.start()
-        except RuntimeError as error:
+            for thread, core in zip(self._threads, topology.order, strict=False):
+                assert thread.native_id is not None
+                os.sched_setaffinity(thread.native_id, {core})
+        except (RuntimeError, OSError) as error:
             self.close()
             raise PykernelsError(
                 f"the system refuses a worker thread: {error}",
                 "Raise the limit (ulimit -u, a container's --pids-limit), or take fewer threads",
             ) from None
 
-    def _pin(self, cores: Sequence[int]) -> None:
-        for thread, core in zip(self._threads, cores, strict=False):
-            assert thread.native_id is not None  # it runs
-            try:
-                os.sched_setaffinity(thread.native_id, {core})
-            except OSError as error:
-                self.close()
-                raise PykernelsError(
-                    f"a worker cannot be pinned to core {core}: {error.strerror}",
-                    "Check the cpuset of this process; it may have changed while it ran",
-                ) from None
+    @property
+    def pools(self) -> Sequence[WorkerPool]:
+        """Itself alone: what ``NodePools`` has one of for each NUMA node."""
+        return (self,)
 
-    def reserve_barriers(self, active: int, down_chunks: int = 0) -> None:
-        """Room for the barriers of a call (``block.BARRIERS``); the pool must be claimed."""
-        count = 2 * active + down_chunks
-        if count > self._barriers:
-            count = max(count, 2 * self._barriers)
-            memory = np.zeros(count * block.BARRIER_BYTES // 8 + 8, np.int64)
-            # In this order, for Ctrl-C in between. The old memory is kept: together less than this.
-            self._barrier_memory.append(memory)
-            self._word[block.BARRIERS // 8] = align(memory.ctypes.data)
-            self._barriers = count
-
-    def start(self, call: Call) -> int:
-        """Hands a call to the workers and returns its number; ``wait`` ends it. One at a time.
+    def run(self, jobs: Jobs) -> None:
+        """Publishes jobs and returns when the last one is complete.
 
         Raises:
-            PykernelsError: as ``claim``.
+            PykernelsError: the pool is closed, or the parent process's.
+            TaskError: a task failed.
         """
-        number = 0
-        try:
-            self.claim()
-            self.reserve_barriers(call.active, call.down_chunks)
-            number = queue.publish(self.control, threading.get_ident(), tuple(call))
-            if number == block.NOT_RUNNING:
-                raise self.refusal()
-            self.hand_out()
-        except BaseException:
-            self.release()
-            self.abandon()
-            if number > 0:  # even if it was handed out: the caller does not get its number
-                self.settle(number)
-            raise
-        return number
+        self._refuse_if_ended()
+        with self.lock:
+            self.settle()
+            self._pass_by(jobs)
+            status = words.run_step(self.ring, jobs.address, jobs.count, self.driver_works)
+            if status:
+                raise self._failure(jobs, status)
 
-    def run(self, call: Call) -> None:
-        """``start`` and ``wait``; Ctrl-C is raised when the call has ended.
+    def start(self, jobs: Jobs, kept: object = None) -> Flight:
+        """Publishes jobs and returns; ``wait`` ends them.
+
+        Args:
+            kept: what the tasks read and write; kept alive until they have ended.
 
         Raises:
-            PykernelsError: as ``claim``.
-            TaskError: as ``wait``.
+            PykernelsError: the pool is closed, or the parent process's.
         """
-        me = threading.get_ident()
-        try:
-            self.claim()
-            self.reserve_barriers(call.active, call.down_chunks)
-            number, status = queue.run(self.control, me, self.driver_works, tuple(call))
-        except BaseException:
-            self.release()
-            raise
-        if status == block.NOT_RUNNING:
-            raise self.refusal()
-        self._check(number, status)
+        self._refuse_if_ended()
+        with self.lock:
+            self.settle()
+            return self.publish(jobs, kept)
 
-    def _elsewhere(self) -> set[int | None]:
-        others = (pool for pool in _open_now() if pool is not self)
-        return {thread.ident for pool in others for thread in pool._threads}
+    def publish(
+        self, jobs: Jobs, kept: object = None, read: Callable[[], Any] | None = None
+    ) -> Flight:
+        """``start`` for who has the ``lock`` and has called ``settle``.
+
+        Args:
+            read: called when the tasks have ended, before anything else is published.
+        """
+        self._refuse_if_ended()
+        self._pass_by(jobs)
+        first = self._word[words.HEAD // 8] + 1
+        # In this order: if Ctrl-C comes in between, the tasks' memory is kept all the same.
+        self._flight = flight = Flight(first, jobs, kept, read)
+        words.publish(self.ring, jobs.address, jobs.count)
+        return flight
+
+    def wait(self, flight: Flight) -> Flight:
+        """Waits until its tasks have ended, working along if the driver does; see its ``error``.
+
+        If Ctrl-C comes meanwhile, it is raised when they have.
+
+        Raises:
+            PykernelsError: this is a forked child.
+        """
+        if not flight.done:
+            self._refuse_if_forked()
+            with self.lock:
+                if not flight.done:
+                    self.settle()
+        return flight
+
+    def settle(self) -> None:
+        """Ends what is in flight; for who has the ``lock``."""
+        flight = self._flight
+        if flight is None:
+            return
+        if self._word[words.HEAD // 8] >= flight.first:  # else Ctrl-C came before it was published
+            jobs = flight.jobs
+            status = words.finish(
+                self.ring, jobs.address, jobs.count, flight.first, self.driver_works
+            )
+            flight.end(self._failure(jobs, status) if status else None)
+        self._flight = None
+
+    def _pass_by(self, jobs: Jobs) -> None:
+        """The last jobs may be freed when these are published: until then workers look at them."""
+        if jobs is not self._published:
+            words.pass_by(self.ring, 1 if self.driver_works else 0, self.threads)
+            jobs.belong_to(self.lock)
+            self._published = jobs
+
+    def _failure(self, jobs: Jobs, status: int) -> TaskError:
+        at, task = self._word[words.FAILED_JOB // 8], self._word[words.FAILED_TASK // 8]
+        what = next((job.describe(task) for job in jobs.jobs if job.address == at), "a task")
+        error = TaskError(what, task, status)
+        if status == raised.RAISED:
+            error.__cause__ = raised.take()
+        return error
+
+    def _refuse_if_ended(self) -> None:
+        self._refuse_if_forked()
+        if self.closed:
+            raise PykernelsError("the worker pool is closed", "Make a new WorkerPool")
+
+    def _refuse_if_forked(self) -> None:
+        if self.forked:
+            raise PykernelsError(
+                "this worker pool belongs to the parent process; threads do not survive a fork",
+                "Make the pool in the process that uses it, or start that with 'spawn'",
+            )
 
     def close(self) -> None:
-        """Ends the workers; waits for them, and for a call: ``sync`` still returns its result.
-
-        Safe to call twice; if Ctrl-C cuts it short, the second call does the rest.
-        """
-        while (state := self._word[block.STATE // 8]) not in (block.CLOSED, block.FORKED):
-            if state >= block.FREE:  # a call that another thread prepares will be refused
-                if queue.change_state(self.control, state, block.CLOSED) == state:
-                    break
-            elif state == block.LAUNCHING:
-                time.sleep(NAP)
-            else:
-                self.settle()
-        if self._word[block.STATE // 8] == block.FORKED:
-            self.ended = True
-            return  # its threads are the parent's
-        queue.stop(self.control)
+        """Ends what is in flight, then the workers. Safe to call twice."""
+        if self.closed or self.forked:
+            return
+        with self.lock:
+            self.settle()
+            self.closed = True
+            words.stop(self.ring)
         for thread in self._threads:
-            if thread.ident is not None:  # else Ctrl-C came before it was started
+            if thread.ident is not None:
                 thread.join()
-        _open_pools.pop(id(self), None)
-        self.ended = True
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -257,33 +255,27 @@ class WorkerPool(Control):
         self.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_threads") and not self.ended:
-            until_done(self.close)  # the workers use memory that is freed with this
+        self.close()
 
 
-def _worker_main(memory: np.ndarray, control: int, worker: int) -> None:
-    """A worker thread; it keeps the control block's memory alive."""
-    queue.worker_loop(control, worker)
+def _worker_main(memory: np.ndarray, ring: int, worker: int) -> None:
+    """A worker thread; it keeps the ring's memory alive."""
+    words.worker_loop(ring, worker, 1)
 
 
-_open_pools: weakref.WeakValueDictionary[int, WorkerPool] = weakref.WeakValueDictionary()
-
-
-def _open_now() -> list[WorkerPool]:
-    """The open pools, as a copy: other threads may make and close some meanwhile."""
-    return [pool for alive in _open_pools.valuerefs() if (pool := alive()) is not None]
-
-
-def _forked() -> None:
-    """In a forked child, which has a copy of the control blocks but none of the threads."""
-    for pool in _open_now():
-        pool._word[block.STATE // 8] = block.FORKED
-
-
-os.register_at_fork(after_in_child=_forked)
+_open: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
-    for pool in _open_now():
+    for pool in list(_open):
         pool.close()
+
+
+def _forked() -> None:
+    """In a forked child, which has a copy of the rings but none of the threads."""
+    for pool in list(_open):
+        pool.forked = True
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -20,8 +20,7 @@ from pykernels.shapes import MoEShape
 from pykernels.testing import relative_error, skewed_routing
 from runtime.experts.routed import RoutedExperts
 from runtime.machine.topology import Topology
-from runtime.workers.numa import NodePools
-from runtime.workers.pool import WorkerPool, make_pool
+from runtime.workers.pool import NodePools, WorkerPool, make_pool
 from runtime.workers.reduce import reduce
 
 from . import routed

@@ -10,7 +10,8 @@ import pytest
 
 from pykernels.errors import PykernelsError
 from runtime.machine.topology import Node, Topology
-from runtime.workers.numa import NodePools, nodes_to_use, why_not_split
+from runtime.workers.numa import nodes_to_use, why_not_split
+from runtime.workers.pool import NodePools
 
 GIB = 1 << 30
 V2 = "36 25 0:30 {root} /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"

@@ -1,10 +1,7 @@
 """A call of one layer's experts: its buffers, and the descriptor (``JOB``) that points at them.
 
-A call begins right after one that has read its weights through all caches, so whatever the driver
-runs before the workers may begin comes from memory: each step in Python costs ten times what it
-costs in a loop of empty calls. So what only depends on shapes and dtypes is in the descriptor
-already (``MoECall.arrange``) and stays there for the next call of such inputs; the rest is one
-compiled function (``take_call``).
+``MoECall.arrange`` writes what depends on shapes and dtypes; what depends on values, the sort by
+expert and the copy of a few tokens, is one compiled function (``take_call``), which a worker runs.
 """
 
 from __future__ import annotations
@@ -32,28 +29,27 @@ BAD_EXPERT = -1
 
 
 @inlined
-def take_call(job_address, x, ids, weights, y):
-    """Takes an arranged call's inputs and routing; copies x if no task will.
+def take_call(job_address, ids, weights):
+    """Sorts an arranged call's routing; copies x if no task will.
 
     Args:
-        x, y: addresses of [T, H], as they were arranged.
         ids, weights: as in ``sort_slots``.
 
     Returns:
         the number of active experts, or BAD_EXPERT or ``raised.RAISED``.
     """
     job = job_at(job_address)
-    job.y = y
+    job.raised = 0
     if sort_slots(job_address, ids, weights) != OK:
         return BAD_EXPERT
-    take_inputs(job_address, x)
+    take_inputs(job_address)
     return job.raised if job.raised != 0 else job.A
 
 
 @kernel()
-def _take_call(job_address, x, ids, weights, y):
+def _take_call(job_address, ids, weights):
     """``take_call``, called from Python."""
-    return take_call(job_address, x, ids, weights, y)
+    return take_call(job_address, ids, weights)
 
 
 _AT = {name: index for index, name in enumerate(JOB.names or ())}
@@ -208,7 +204,6 @@ class MoECall:
             "down_k": ceil_to(shape.I, fmt.k_block) // K_BLOCK,
             "tables": tables_address(),
             "tiles": kernel.tiles,
-            "run_rows": kernel.stages.rows.address,
             "run_pack": kernel.stages.pack.address,
             "run_gate_up": kernel.stages.gate_up.address,
             "run_down": kernel.stages.down.address,
@@ -239,9 +234,9 @@ class MoECall:
         Raises:
             PykernelsError: shapes, dtypes or expert numbers that do not fit.
         """
+        self.check(x, ids, weights)
         ids, weights = self.arrange(x, ids, weights, y)
-        at = (tensor.data_ptr() for tensor in (x, ids, weights, y))
-        active = _take_call(self.address, *at)
+        active = _take_call(self.address, ids.data_ptr(), weights.data_ptr())
         if active == BAD_EXPERT:
             raise self.bad_routing(ids)
         if not active:  # no task will write it
@@ -254,15 +249,16 @@ class MoECall:
     def arrange(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All of ``prepare`` that depends on shapes, strides and dtypes alone; ``take_call``
-        follows.
+        """Writes a call whose inputs have passed ``check``; ``take_call`` follows.
 
         Returns:
             ids and weights as ``take_call`` takes them: those given, where nothing was to convert.
+
+        Raises:
+            PykernelsError: the values of a row of x lie apart, or y has no memory.
         """
         words = self._words
-        words[_AT["arranged"]] += 1
-        T, topk = self.check(x, ids, weights)
+        T, topk = ids.shape
         if not x.is_contiguous() and x.stride(1) != 1:
             raise PykernelsError("the values of a row of x lie apart", "Give contiguous_rows(x)")
         check_readable("y", y)  # a FakeTensorMode of the caller would have made it a fake one
@@ -272,6 +268,7 @@ class MoECall:
         self._reserve(T, topk)
         words[_AT["T"]], words[_AT["topk"]] = T, topk
         for name, tensor in (("source", x), ("y", y)):
+            words[_AT[name]] = tensor.data_ptr()
             words[_AT[f"{name}_stride"]] = tensor.stride(0) * tensor.element_size()
             words[_AT[f"{name}_bf16"]] = tensor.dtype is torch.bfloat16
         return ids, weights
@@ -293,11 +290,6 @@ class MoECall:
             ("y_stride", y_stride), ("y_bf16", 0),
         ):  # fmt: skip
             words[_AT[name]] = value
-
-    @property
-    def arranged(self) -> int:
-        """``JOB``'s count."""
-        return self._words[_AT["arranged"]]
 
     @property
     def active(self) -> int:

@@ -1,8 +1,8 @@
-"""Copies a call's x into rows (``activations.row_layout``), by the driver or by the first tasks.
+"""Copies a call's x into rows (``activations.row_layout``), when it is opened or by tasks.
 
-A long prompt's rows take milliseconds, in which every other thread would wait: there they are a
-stage of the queue, ``row_chunk`` tokens a task. A few tokens are copied sooner than a second thread
-could join in, so the driver does those. The bytes are the same.
+A long prompt's rows take milliseconds, in which every other thread would wait: there they are tasks
+of ``row_chunk`` tokens. A few tokens are copied sooner than a second thread could join in, so
+whoever opens the call does those. The bytes are the same.
 """
 
 from __future__ import annotations
@@ -44,12 +44,10 @@ def _copy_row(job, t):
 
 
 @inlined
-def take_inputs(job_address, source):
-    """Notes where x [T, H] is; copies it if no task will."""
+def take_inputs(job_address):
+    """Copies x, if there is one and no task will; x may be rows already (``MoECall.bind``)."""
     job = job_at(job_address)
-    job.source = source
-    job.raised = 0
-    if job.row_chunk == 0:
+    if job.source != 0 and job.row_chunk == 0:
         for t in range(job.T):
             _copy_row(job, t)
 

@@ -8,7 +8,7 @@ from pykernels.cpu.cache_write import GQA_WRITE, MLA_WRITE, make_gqa_write, make
 from pykernels.cpu.rope import ROPE, make_rope_table
 
 from ...program import Node
-from ...workers.ring_pool import Job
+from ...workers.job import Job
 from .context import Context
 
 

@@ -29,7 +29,8 @@ from pykernels.target import detect
 from ...machine import tuning
 from ...machine.memory import allocate
 from ...program import Node, Program
-from ...workers.ring_pool import Job, RingPool, float_bits
+from ...workers.job import Job, float_bits
+from ...workers.pool import WorkerPool
 from .sampling import SamplingBlock
 
 _LINE = 64
@@ -68,7 +69,7 @@ class Context:
     def __init__(
         self,
         program: Program,
-        pool: RingPool,
+        pool: WorkerPool,
         inputs: Mapping[str, torch.Tensor],
         caches: Mapping[str, torch.Tensor],
         kernel: str,

@@ -14,7 +14,7 @@ from pykernels.cpu.sampling import SAMPLING, make_ops, sizes
 from pykernels.quant.layout import K_BLOCK, ceil_to
 
 from ...program import Node
-from ...workers.ring_pool import Job
+from ...workers.job import Job
 from .context import Context
 
 _TASKS = 8

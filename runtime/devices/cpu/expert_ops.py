@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from pykernels.cpu import MoECall
@@ -12,8 +14,8 @@ from pykernels.cpu.split_routing import MAX_TOPK, SPLIT, make_split
 from pykernels.errors import PykernelsError
 
 from ...program import Node
-from ...workers.moe_job import MOE, barrier_bytes, make_moe
-from ...workers.ring_pool import Job
+from ...workers.job import Job
+from ...workers.moe_job import MOE, barrier_bytes, describe, make_moe
 from .context import Context
 
 
@@ -90,4 +92,5 @@ def moe_ffn(step: Context, node: Node) -> list[Job]:
         MOE, ring=step.pool.ring, count_at=step.count_at(x), job=call.address, ids=ids,
         weights=weights, barriers=step.room(barrier_bytes(experts.shape.E, call.down_chunks)),
     )  # fmt: skip
-    return [*jobs, Job(node.name, run.address, record, opening.address)]
+    tell = functools.partial(describe, call.job)
+    return [*jobs, Job(node.name, run.address, record, opening.address, describe=tell)]

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from ...engine.batch import StepBatch, StepResult
+from ...engine.batch import StepBatch
 from ...machine.memory import allocate
 from ...program import Program
-from ...workers.ring_pool import RingPool
+from ...workers.pool import WorkerPool
 from ..runner import PAGE, Lowered, PagedRunner, Pass
 from .sampling import SamplingBlock
 from .step import CpuStep
@@ -38,7 +38,7 @@ class CpuRunner(PagedRunner):
     def __init__(
         self,
         model: Lowered,
-        pool: RingPool,
+        pool: WorkerPool,
         max_context: int,
         num_pages: int | None = None,
         max_tokens: int = 512,
@@ -67,10 +67,6 @@ class CpuRunner(PagedRunner):
         if anew:
             self._parameters.arrange(batch.sampling[: batch.R])
         self._parameters.refresh()
-
-    def step(self, batch: StepBatch) -> StepResult:
-        with self.pool.lock:
-            return super().step(batch)
 
 
 __all__ = ["PAGE", "CpuRunner", "Lowered", "cache_bytes"]

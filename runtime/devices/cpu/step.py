@@ -13,7 +13,8 @@ from collections.abc import Mapping
 import torch
 
 from ...program import Program
-from ...workers.ring_pool import Jobs, RingPool
+from ...workers.job import Jobs
+from ...workers.pool import WorkerPool
 from . import attention_ops, dense_ops, expert_ops
 from .context import Binder, Context
 from .sampling import SamplingBlock
@@ -57,7 +58,7 @@ class CpuStep:
     def __init__(
         self,
         program: Program,
-        pool: RingPool,
+        pool: WorkerPool,
         inputs: Mapping[str, torch.Tensor],
         caches: Mapping[str, torch.Tensor],
         kernel: str = "auto",
@@ -77,6 +78,6 @@ class CpuStep:
         """One step.
 
         Raises:
-            StepError: a task failed.
+            TaskError: a task failed.
         """
         self.pool.run(self.jobs)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from ...program import Node, Program
-from ...workers.ring_pool import RingPool
+from ...workers.pool import WorkerPool
 from ..cpu.step import CpuStep
 
 
@@ -20,8 +20,8 @@ class ExpertCall:
             the ``moe_ffn`` that it stands for.
     """
 
-    def __init__(self, program: Program, node: Node, pool: RingPool, kernel: str) -> None:
-        self.name, self._pool = node.name, pool
+    def __init__(self, program: Program, node: Node, pool: WorkerPool, kernel: str) -> None:
+        self.name = node.name
         x, ids, weights = node.inputs
         buffers = {name: replace(program.buffers[name], kind="input") for name in (x, ids, weights)}
         y = replace(program.buffers[x], name=f"{node.name}.y", kind="output")
@@ -48,10 +48,9 @@ class ExpertCall:
         """Runs the experts.
 
         Raises:
-            StepError: a task failed.
+            TaskError: a task failed.
         """
-        with self._pool.lock:
-            self._step.run()
+        self._step.run()
 
     def result(self, T: int) -> torch.Tensor:
         """float32 [T, H], a copy."""

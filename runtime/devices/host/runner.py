@@ -11,7 +11,7 @@ from pykernels.ref.sampling import Request
 
 from ...engine.batch import SequenceSampling, StepBatch
 from ...program import Program
-from ...workers.ring_pool import RingPool
+from ...workers.pool import WorkerPool
 from ..runner import Lowered, PagedRunner, Pass
 from .step import HostStep
 
@@ -44,7 +44,7 @@ class HostRunner(PagedRunner):
         max_tokens: int = 512,
         max_sequences: int = 16,
         passes: Sequence[Pass] = (),
-        pool: RingPool | None = None,
+        pool: WorkerPool | None = None,
     ) -> None:
         super().__init__(model, max_context, num_pages, max_tokens, max_sequences, passes)
         self.pool = pool

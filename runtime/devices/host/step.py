@@ -16,7 +16,7 @@ from pykernels.errors import PykernelsError
 from pykernels.ref.sampling import Request
 
 from ...program import Node, Program
-from ...workers.ring_pool import RingPool
+from ...workers.pool import WorkerPool
 from .experts import ExpertCall
 from .ops import OPS
 from .stream import Flags, Stream
@@ -47,7 +47,7 @@ class HostStep:
         program: Program,
         inputs: Mapping[str, torch.Tensor],
         caches: Mapping[str, torch.Tensor],
-        pool: RingPool | None = None,
+        pool: WorkerPool | None = None,
         kernel: str = "auto",
         sizes: torch.Tensor | None = None,
         requests: list[Request] | None = None,
@@ -67,7 +67,9 @@ class HostStep:
         for node in program.nodes:
             if node.op == "submit":
                 if pool is None:
-                    raise PykernelsError(f"{node.name} needs the cpu device", "Give it a RingPool")
+                    raise PykernelsError(
+                        f"{node.name} needs the cpu device", "Give it a WorkerPool"
+                    )
                 self.calls[node.outputs[0]] = ExpertCall(program, node, pool, kernel)
             elif node.op not in (*OPS, "wait"):
                 raise PykernelsError(

@@ -186,14 +186,14 @@ POOLS = {
 
 
 @pytest.mark.parametrize("name", [*list(POOLS)[:2], pytest.param("two nodes", marks=TWO_CORES)])
-def test_inputs_may_change_and_be_freed_after_submit(name):
+def test_inputs_may_be_freed_after_submit(name):
     many = 2 * (1 << 17) // LAYER.H  # more values than the driver copies, on either node
     with POOLS[name]() as pool:
         experts = random_experts(LAYER, get_format("fp8"))
         routed = RoutedExperts(LAYER, "fp8", pool)
         for e in range(LAYER.E):
             routed.load_expert(e, *experts.unpack(e))
-        parts = [part._moe for part in routed._bind()]
+        parts = [part.call for part in routed._bind()]
         for T in (many, 2):
             routing, x = skewed_routing(T, LAYER, seed=T), torch.randn(T, LAYER.H)
             serial = torch.zeros_like(x)
@@ -204,9 +204,8 @@ def test_inputs_may_change_and_be_freed_after_submit(name):
                 out = torch.empty_like(x)
                 serial += cpu.run_serially(alone, x, routing.ids, routing.weights, out)
             for lay in LAYOUTS.values():
-                given = lay(x).clone(), routing.ids.clone(), routing.weights.clone()
-                ticket = routed.submit(*given)
-                given[0].fill_(float("nan")), given[1].fill_(99), given[2].fill_(float("nan"))
-                del given
+                ticket = routed.submit(
+                    lay(x).clone(), routing.ids.clone(), routing.weights.double()
+                )
                 assert torch.equal(routed.sync(ticket), serial)
                 assert all((call.row_tasks > 0) == (T == many) for call in parts)

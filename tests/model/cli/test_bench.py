@@ -35,6 +35,26 @@ def test_moe_as_json_is_one_flat_object(run: Run, short_timing: None) -> None:
         assert measured["compute_roof_tflops"] > measured["tflops"] > 0
 
 
+def test_e2e_as_json_is_one_flat_object(run: Run) -> None:
+    sizes = ("--prompt", 16, "--tokens", 3, "--batch", 2, "--context", 70)
+    result = run("bench", "e2e", *sizes, "--threads", 1, "--eager", "--json")
+    assert (result.code, result.err) == (0, "")
+    m = json.loads(result.out)
+    assert all(isinstance(value, (str, int, float)) for value in m.values())
+    found = {"model": "embedded", "format": "fp8", "layers": 6, "threads": 1, "cpu": detect().cpu}
+    asked = {"prompt": 16, "tokens": 3, "batch": 2, "context": 70}
+    assert m.items() >= (found | asked).items()
+    assert m["decode_tok_s"] == pytest.approx(2e6 / m["us_per_step"], rel=1e-3)
+    assert m["gbps"] == pytest.approx(m["bytes_per_step"] / m["us_per_step"] / 1e3, rel=1e-2)
+    assert m["roof_share"] == pytest.approx(m["gbps"] / m["roof_gbps"], rel=1e-2)
+    assert 0 < m["python_us_per_step"] < m["us_per_step"]
+    assert m["bytes_per_token"] == m["bytes_per_step"] // 2
+    beyond = m["us_per_step"] - m["bytes_per_step"] / m["roof_gbps"] / 1e3
+    assert m["us_per_layer"] == pytest.approx(beyond / 6, rel=1e-2, abs=1)
+    positive = ("prefill_tok_s", "eager_prefill_tok_s", "eager_decode_tok_s", "load_seconds")
+    assert all(m[name] > 0 for name in positive) and m["warmup_seconds"] >= 0
+
+
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
 GPU = ["moe", "--device", "cuda:0"]
 BAD = [
@@ -45,6 +65,10 @@ BAD = [
     ([*GPU, "--numa", 2], "--numa .* are the CPU's"),
     pytest.param(GPU, "sees no CUDA GPU", marks=NO_CUDA),
     (["attention", "--device", "cpu"], "attention has no kernel for cpu"),
+    (["e2e", "--layers", 2], "--layers is for random weights"),
+    (["e2e", "--arch", "qwen3-30b", "--model", "."], "--model and --arch are both given"),
+    (["e2e", "--arch", "deepseek-v3", "--layers", 9999], "9999 layers needs .* are free"),
+    (["e2e", "--context", 10**9], "has [0-9]+ positions. Give a smaller --context"),
 ]
 
 

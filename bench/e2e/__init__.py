@@ -1,0 +1,1 @@
+"""Whole models: the engine, beside llama.cpp and transformers."""

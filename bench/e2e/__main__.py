@@ -1,0 +1,129 @@
+"""python -m bench.e2e: whole models, ours beside llama.cpp and transformers, in turns.
+
+Random weights of real shapes, so many layers of them; writes bench/results/<cpu>/<date>-e2e.*.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from bench.harness.files import check_folder
+from bench.harness.session import end_on_signals, exit_code, measure_and_keep
+from bench.peers.catalog import RESULTS
+from model.cli.common import prepare_threads
+from pykernels.env import env
+from pykernels.errors import PykernelsError
+from pykernels.registry import requested
+
+from .table import line
+
+if TYPE_CHECKING:
+    from .run import E2ERun
+
+_COUNTS = "N,M"
+
+
+def options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.e2e", description=__doc__)
+    add = parser.add_argument
+    add("--quick", action="store_true", help="one format, one turn: a first look")
+    add("--archs", default="qwen3-30b", metavar="A,B", help="default: qwen3-30b")
+    add("--formats", metavar="A,B", help="default: bf16,q8_0,q4_k (--quick: q8_0)")
+    add("--layers", type=int, default=4, metavar="N", help="of each model (default: 4)")
+    add("--experts", type=int, metavar="N", help="in a layer (default: the model's)")
+    add("--vocab", type=int, metavar="N", help="tokens (default: the model's)")
+    add("--prompt", type=int, default=512, metavar="N", help="tokens of a prompt (default: 512)")
+    add("--tokens", type=int, default=64, metavar="N", help="decode steps (default: 64)")
+    add("--batches", metavar=_COUNTS, help="sequences at once (default: 1,8; --quick: 1)")
+    add("--contexts", default="512", metavar=_COUNTS, help="before a decode (default: 512)")
+    add("--rounds", type=int, metavar="N", help="turns of each (default: 3; --quick: 1)")
+    add("--threads", type=int, metavar="N", help="default: PYKERNELS_THREADS, else every core")
+    add("--peers", default="llama.cpp,transformers", metavar="A,B", help="default: both")
+    add("--no-peers", action="store_true", help="our engine alone")
+    add("--keep", action="store_true", help="leave the GGUF files in PYKERNELS_CACHE_DIR")
+    add("--out", type=Path, default=RESULTS, metavar="DIR", help="results folder")
+    add("--check", action="store_true", help="measure nothing, only say what cannot be")
+    add("--debug", action="store_true", help="tracebacks")
+    return parser.parse_args(arguments)
+
+
+def prepare(chosen: argparse.Namespace) -> E2ERun:
+    """The run that the options ask for. Raises PykernelsError for what cannot be."""
+    env.check()
+    kernel = requested()
+    threads = prepare_threads(chosen.threads)  # before torch is imported
+    from bench.harness.settings import parse_counts
+    from pykernels.target import detect
+    from runtime.machine.topology import Topology
+
+    from .run import E2ERun, Settings
+
+    quick = chosen.quick
+    formats = chosen.formats or ("q8_0" if quick else "bf16,q8_0,q4_k")
+    settings = Settings(
+        archs=tuple(dict.fromkeys(chosen.archs.split(","))),
+        formats=tuple(dict.fromkeys(formats.split(","))),
+        layers=chosen.layers,
+        experts=chosen.experts,
+        vocab=chosen.vocab,
+        threads=threads or Topology.detect().default_threads(),
+        kernel=kernel,
+        prompt=chosen.prompt,
+        tokens=chosen.tokens,
+        batches=parse_counts(chosen.batches or ("1" if quick else "1,8")),
+        contexts=parse_counts(chosen.contexts),
+        rounds=chosen.rounds or (1 if quick else 3),
+        peers=() if chosen.no_peers else tuple(chosen.peers.split(",")),
+        quick=quick,
+        keep=chosen.keep,
+        folder=Path(env.cache_dir).expanduser() / "gguf",
+    )
+    return E2ERun(settings, detect())
+
+
+def measure(run: E2ERun, out: Path) -> None:
+    """The run, with its rows and a progress bar on stderr."""
+    s = run.settings
+    console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"{', '.join(s.archs)}, {s.layers} layers, in {', '.join(s.formats)}, {s.threads} threads:"
+        f" {s.rounds} turn{'s' * (s.rounds > 1)} of ours{''.join(f', {p}' for p in s.peers)}"
+    )
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("starting", total=None)
+        run.step = lambda what, done, whole: progress.update(
+            bar, description=what, completed=done, total=whole
+        )
+        measure_and_keep(run, out, lambda row: console.print(line(row)))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    chosen = options(arguments)
+
+    def command() -> int:
+        try:
+            import matplotlib  # noqa: F401 - before minutes of measuring, not after
+        except ImportError:
+            raise PykernelsError(
+                "matplotlib is not installed", "Install it: pip install -e '.[bench]'"
+            ) from None
+        check_folder(chosen.out)
+        run = prepare(chosen)
+        if not chosen.check:
+            measure(run, chosen.out)
+        return 0
+
+    return exit_code(command, chosen.debug)
+
+
+if __name__ == "__main__":
+    end_on_signals()
+    sys.exit(main())

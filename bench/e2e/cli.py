@@ -1,0 +1,202 @@
+"""`pykernels bench e2e`: a whole model through the engine, timed on this CPU."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from model.cli.common import Debug, Kernel, Threads, command, err, note, out, prepare_threads
+from pykernels.errors import PykernelsError
+from pykernels.registry import requested
+
+if TYPE_CHECKING:
+    from .ours import Ours
+
+Row = dict[str, Any]
+_ARCHS = "qwen3-30b|mixtral-8x7b|deepseek-v2-lite|deepseek-v3"
+_RANDOM_ONLY = ("format", "layers", "experts", "vocab", "activations")
+
+
+def _count(help: str) -> typer.models.OptionInfo:
+    return typer.Option(min=1, metavar="N", help=help)
+
+
+@command
+def e2e(
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="A checkpoint.", show_default="the embedded model"),
+    ] = None,
+    arch: Annotated[
+        str | None, typer.Option(metavar=_ARCHS, help="Random weights of that shape instead.")
+    ] = None,
+    layers: Annotated[int | None, _count("Of --arch: so many of its layers.")] = None,
+    format: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Weight format:", show_default="q4_k")
+    ] = None,
+    prompt: Annotated[int, _count("Tokens of a prompt.")] = 512,
+    tokens: Annotated[int, _count("Decode steps.")] = 64,
+    batch: Annotated[int, _count("Sequences at once.")] = 1,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Tokens in each one's cache before.", show_default="--prompt"
+        ),
+    ] = None,
+    activations: Annotated[
+        str | None,
+        typer.Option(metavar="bf16|int8", help="Inputs of the experts.", show_default="bf16"),
+    ] = None,
+    experts: Annotated[int | None, _count("Of --arch: in a layer.")] = None,
+    vocab: Annotated[int | None, _count("Of --arch: tokens of the vocabulary.")] = None,
+    threads: Threads = None,
+    kernel: Kernel = None,
+    eager: Annotated[
+        bool,
+        typer.Option("--eager", help="Also time the eager model, in transformers' own loop."),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One flat JSON object on stdout, nothing else.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Time prompts and decode of a whole model through the engine, against the read roof."""
+    given = {
+        "format": format, "layers": layers, "experts": experts, "vocab": vocab,
+        "activations": activations,
+    }  # fmt: skip
+    check_options(model, arch, given)
+    chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
+    from runtime.profiling.engine_speed import Load
+
+    load = Load(prompt, tokens, batch, context or prompt)
+    with err().status("", spinner_style="dim") as status:
+        status.update("filling random weights …" if arch else "reading, packing …")
+        ours = _open(model, arch, given, chosen_threads, chosen_kernel)
+        try:
+            status.update("compiling, timing the engine …")
+            row = measured(ours, load, chosen_kernel, chosen_threads)
+        finally:
+            ours.close()
+        del ours  # before the eager model takes its memory
+        if eager:
+            status.update("timing the eager model …")
+            row |= eager_row(model, arch, given, load, chosen_threads, chosen_kernel)
+    if as_json:
+        print(json.dumps(row))
+    else:
+        _show(row)
+
+
+def check_options(model: Path | None, arch: str | None, given: dict[str, Any]) -> None:
+    """Raises PykernelsError for options that contradict each other."""
+    if model is not None and arch is not None:
+        raise PykernelsError("--model and --arch are both given", "Leave one of them out")
+    if arch is None and (extra := [name for name in _RANDOM_ONLY if given[name] is not None]):
+        raise PykernelsError(
+            f"--{extra[0]} is for random weights; a checkpoint has its own",
+            "Add --arch qwen3-30b, or leave it out",
+        )
+
+
+def _open(
+    folder: Path | None, arch: str | None, given: dict[str, Any], threads: int | None, kernel: str
+) -> Ours:
+    import model
+
+    from .ours import Ours, Shape
+
+    if arch is None:
+        return Ours.checkpoint(model.EMBEDDED if folder is None else folder, threads, kernel)
+    shape = Shape(arch, given["layers"], given["experts"], given["vocab"])
+    fmt, activations = given["format"] or "q4_k", given["activations"] or "bf16"
+    return Ours.random(shape, fmt, threads, kernel, activations)
+
+
+def measured(ours: Ours, load: Any, kernel: str, threads: int | None) -> Row:
+    """The flat row of one run."""
+    from pykernels.target import detect
+
+    from .ours import measure
+
+    return {
+        "model": ours.name,
+        "format": ours.fmt,
+        "activations": ours.activations,
+        "layers": ours.layers,
+        "threads": ours.pool.threads,
+        "cpu": detect().cpu,
+        "kernel": ours.backend(kernel),
+        **asdict(load),
+        **measure(ours, load, kernel, threads),
+        "load_seconds": ours.load_seconds,
+    }
+
+
+def eager_row(
+    folder: Path | None,
+    arch: str | None,
+    given: dict[str, Any],
+    load: Any,
+    threads: int | None,
+    kernel: str,
+) -> Row:
+    """The eager model's figures; for a checkpoint with our experts inside, for an architecture
+    transformers' own in bfloat16, or why it is not timed."""
+    import model
+
+    from .eager import eager_speed, random_eager
+    from .ours import Shape
+
+    if arch is None:
+        lm = model.from_pretrained(
+            model.EMBEDDED if folder is None else folder, threads=threads, kernel=kernel
+        )
+        name = "transformers' loop, our experts"
+    else:
+        shape = Shape(arch, given["layers"], given["experts"], given["vocab"])
+        try:
+            lm, name = random_eager(arch, shape.config()), "transformers, bf16"
+        except PykernelsError as error:
+            note(f"no eager model: {error}")
+            return {"eager": "", "why_eager": str(error)}
+    speed = eager_speed(lm, load.prompt, load.tokens, load.batch, load.context)
+    return {"eager": name, **speed}
+
+
+def _show(row: Row) -> None:
+    from rich.table import Table
+
+    r = row
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="cyan", no_wrap=True)
+    several = f"{r['batch']} sequences, " if r["batch"] > 1 else ""
+    rows = {
+        "CPU": f"{r['cpu']}, {r['threads']} thread{'s' * (r['threads'] > 1)}",
+        "model": f"{r['model']}, {r['layers']} layers, experts in {r['format']} on {r['kernel']},"
+        f" {r['activations']} activations",
+        "prompt": f"{r['prefill_tok_s']:.1f} tokens/s, {r['prompt']} tokens",
+        "decode": f"{r['decode_tok_s']:.1f} tokens/s, {several}{r['tokens']} steps at a context of"
+        f" {r['context']}",
+        "step": f"{r['us_per_step']:.0f} µs median, p10 {r['us_p10']:.0f}, p90 {r['us_p90']:.0f};"
+        f" {r['bytes_per_step'] / 1e6:.1f} MB",
+        "speed": f"{r['gbps']:.2f} GB/s",
+        "read roof": f"{r['roof_gbps']:.2f} GB/s, timed before and after; share of it"
+        f" {r['roof_share']:.0%}",
+        "beyond": f"{r['us_per_layer']:.1f} µs a layer beyond its bytes at the roof;"
+        f" {r['python_us_per_step']:.0f} µs a step outside the jobs",
+        "made in": f"{r['load_seconds']:.1f} s loading and packing,"
+        f" {r['warmup_seconds']:.1f} s compiling and warming up",
+    }
+    if r.get("eager"):
+        rows["eager"] = (
+            f"{r['eager']}: prompt {r['eager_prefill_tok_s']:.1f}, decode"
+            f" {r['eager_decode_tok_s']:.1f} tokens/s"
+        )
+    for name, value in rows.items():
+        table.add_row(name, value)
+    out().print(table)

@@ -1,0 +1,218 @@
+"""Our engine over a model to be timed: a checkpoint, or random weights of a well-known shape."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+import model
+from model.architectures.decoder import Decoder
+from model.architectures.moe import MoE
+from model.architectures.random_model import make_config, random_decoder
+from model.checkpoint.memory import available, size
+from model.pretrained import build_meta
+from pykernels.errors import PykernelsError
+from pykernels.quant import get_format
+from pykernels.registry import resolve
+from pykernels.target import detect
+from runtime.devices.cpu.runner import CpuRunner
+from runtime.matrix import packer
+from runtime.profiling.engine_speed import EngineTimer, Load, StepTime, decode_speed
+from runtime.profiling.roofline import read_roof
+from runtime.workers.pool import WorkerPool, make_pool
+
+EXPERTS = {"qwen3_moe": "num_experts", "mixtral": "num_local_experts"}
+"""What a family's configuration calls E; the others: ``n_routed_experts``."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A well-known architecture, or a part of it; None: as it is.
+
+    Attributes:
+        arch: of ``model.architectures.random_model.ARCHS``.
+        layers, experts, vocab: in place of its own.
+    """
+
+    arch: str
+    layers: int | None = None
+    experts: int | None = None
+    vocab: int | None = None
+
+    def config(self) -> PretrainedConfig:
+        """Its configuration.
+
+        Raises:
+            PykernelsError: there is none of that name, or a token takes more experts than it has.
+        """
+        config = make_config(self.arch, num_hidden_layers=self.layers, vocab_size=self.vocab)
+        if self.experts is not None:
+            if self.experts < config.num_experts_per_tok:
+                raise PykernelsError(
+                    f"{self.experts} experts, of which a token takes {config.num_experts_per_tok}",
+                    f"Give --experts {config.num_experts_per_tok} or more",
+                )
+            setattr(config, EXPERTS.get(config.model_type, "n_routed_experts"), self.experts)
+        return config
+
+
+class Ours:
+    """A packed model and its workers.
+
+    Attributes:
+        name: of the checkpoint's folder or the architecture; ``fmt``: of its experts.
+        layers: how many; ``max_context``: positions that it was made for.
+        load_seconds: reading or filling, and packing.
+    """
+
+    def __init__(
+        self, name: str, decoder: Decoder, pool: WorkerPool, max_context: int, seconds: float
+    ) -> None:
+        self.name, self.decoder, self.pool = name, decoder, pool
+        self.layers, self.max_context = len(decoder.layers), max_context
+        self.load_seconds = round(seconds, 2)
+        self.fmt, self.activations = _experts(decoder)
+
+    @classmethod
+    def random(
+        cls, shape: Shape, fmt: str, threads: int | None, kernel: str, activations: str = "bf16"
+    ) -> Ours:
+        """Random weights.
+
+        Raises:
+            PykernelsError: no memory for them, a format or a kernel that there is not.
+        """
+        resolve(kernel, fmt, detect(), activations)
+        config = shape.config()
+        check_memory(shape.arch, config, fmt)
+        pool = WorkerPool(threads)
+        try:
+            start = time.perf_counter()
+            decoder = random_decoder(config, fmt, packer(pool), kernel, activations)
+            took = time.perf_counter() - start
+            return cls(shape.arch, decoder, pool, config.max_position_embeddings, took)
+        except BaseException:
+            pool.close()
+            raise
+
+    @classmethod
+    def checkpoint(cls, folder: str | Path, threads: int | None, kernel: str) -> Ours:
+        """A checkpoint. Raises what ``model.load_engine`` does."""
+        start = time.perf_counter()
+        loaded = model.load_engine(
+            folder, threads=threads, kernel=kernel, context=1, max_sequences=1, max_tokens=1
+        )
+        took = time.perf_counter() - start
+        positions = loaded.config.max_position_embeddings
+        name = "embedded" if Path(folder) == Path(model.EMBEDDED) else Path(folder).resolve().name
+        return cls(name, loaded.runner.model, loaded.pool, positions, took)  # type: ignore[arg-type]
+
+    def timer(self, load: Load, kernel: str, max_tokens: int = 512) -> EngineTimer:
+        """An engine with room for a load.
+
+        Args:
+            max_tokens: of a step.
+
+        Raises:
+            PykernelsError: more positions than the model has, or no memory for the cache.
+        """
+        max_tokens = max(max_tokens, load.batch)
+        if (positions := load.positions(max_tokens)) > self.max_context:
+            raise PykernelsError(
+                f"a sequence of {positions} tokens; {self.name} has {self.max_context} positions",
+                "Give a smaller --context, --prompt or --tokens",
+            )
+        runner = CpuRunner(
+            self.decoder, self.pool, positions, load.pages(max_tokens), max_tokens, load.batch,
+            kernel,
+        )  # fmt: skip
+        return EngineTimer(runner)
+
+    def backend(self, kernel: str) -> str:
+        """The kernel that "auto" stands for."""
+        return resolve(kernel, self.fmt, detect(), self.activations).name
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self.pool.close()
+
+
+def measure(
+    ours: Ours, load: Load, kernel: str, threads: int | None, rounds: int = 3
+) -> dict[str, float]:
+    """The speed of prompts and of decode steps, the roof taken before and after, and the seconds
+    that compiling and warming up took."""
+    start = time.perf_counter()
+    timer = ours.timer(load, kernel)
+    try:
+        timer.prefill(load.prompt)
+        timer.decode(load.batch, min(load.context, 64), 4)
+        warmup = time.perf_counter() - start
+        roofs = [roof(threads)]
+        prompts: list[float] = []
+        steps: list[StepTime] = []
+        for _ in range(rounds):
+            prompts.append(timer.prefill(load.prompt))
+            steps += timer.decode(load.batch, load.context, load.tokens)
+        roofs.append(roof(threads))
+        program = timer.runner.steps[0].program
+        found = decode_speed(steps, program, load.batch, ours.layers, mean(roofs))
+        return {
+            "prefill_tok_s": round(load.prompt / median(prompts), 2),
+            **asdict(found),
+            "warmup_seconds": round(warmup, 2),
+        }
+    finally:
+        timer.close()
+
+
+def roof(threads: int | None) -> float:
+    """GB/s that so many threads read now; those of the ring sleep meanwhile."""
+    pool = make_pool(threads)
+    try:
+        return read_roof(pool)
+    finally:
+        pool.close()
+
+
+def check_memory(name: str, config: PretrainedConfig, fmt: str) -> None:
+    """Before a weight is filled: whether they all fit.
+
+    Raises:
+        PykernelsError: they do not; it says how many layers would.
+    """
+    meta: Any = build_meta(config, torch.bfloat16)
+    a_weight = weight_bytes(fmt)
+    layers = a_weight * sum(p.numel() for p in meta.model.layers.parameters())
+    rest = sum(p.numel() for p in meta.parameters()) * a_weight - layers
+    rest += 2 * config.vocab_size * config.hidden_size  # the embedding stays bfloat16
+    free = 0.9 * available()
+    if layers + rest > free:
+        L = config.num_hidden_layers
+        fit = int((free - rest) / (layers / L))
+        hint = f"Give --layers {fit}" if fit > 0 else "Free some memory"
+        raise PykernelsError(
+            f"{name} with {L} layers needs {size(int(layers + rest))} in {fmt},"
+            f" {size(int(free))} are free",
+            hint,
+        )
+
+
+def weight_bytes(fmt: str) -> float:
+    """Of one weight, its share of the scales included."""
+    found, K = get_format(fmt), 4096
+    return (found.block_bytes(K) + found.scale_bytes(K)) / (32 * K)
+
+
+def _experts(decoder: Decoder) -> tuple[str, str]:
+    """Format and activations of the first routed experts."""
+    for layer in decoder.layers:
+        if isinstance(layer.mlp, MoE):
+            return layer.mlp.experts.fmt.name, layer.mlp.activations
+    return decoder.head.fmt.name, "bf16"

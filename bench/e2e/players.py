@@ -1,0 +1,141 @@
+"""Who is timed on a whole model: our engine, llama.cpp's programs, transformers' own model.
+
+A turn is every case once, in tokens a second. The peers run in processes of their own, which load
+the model anew; the workers of ours sleep meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Protocol
+
+from bench.peers import llama_bench
+from bench.peers.catalog import ROOT
+from bench.peers.client import PeerMissing
+from runtime.profiling.engine_speed import EngineTimer, Load, StepTime
+
+from .ours import Ours, Shape
+
+SECONDS = 1800.0
+"""Of transformers' process, at most."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is timed.
+
+    Attributes:
+        op: "prefill": one prompt of ``tokens``; "decode": so many steps.
+        batch: sequences at once; ``context``: tokens in each one's cache before.
+    """
+
+    op: str
+    tokens: int
+    batch: int = 1
+    context: int = 0
+
+
+Rates = dict[Case, float]
+"""Tokens a second."""
+
+
+class Player(Protocol):
+    """One of those who are timed."""
+
+    def turn(self, cases: Sequence[Case]) -> Rates:
+        """Each case once. Raises PeerMissing where it cannot."""
+        ...
+
+
+class Engines:
+    """Ours: an engine for each batch size, whose steps are kept."""
+
+    def __init__(self, ours: Ours, cases: Sequence[Case], kernel: str) -> None:
+        self.ours = ours
+        self.prompts: dict[Case, list[float]] = {}
+        self.steps: dict[Case, list[StepTime]] = {}
+        self._timers: dict[int, EngineTimer] = {}
+        for batch in dict.fromkeys(case.batch for case in cases):
+            load = load_of([case for case in cases if case.batch == batch])
+            self._timers[batch] = timer = ours.timer(load, kernel)
+            timer.prefill(min(load.prompt, 64))
+            timer.decode(batch, 8, 2)
+
+    def turn(self, cases: Sequence[Case]) -> Rates:
+        rates: Rates = {}
+        for case in cases:
+            timer = self._timers[case.batch]
+            if case.op == "prefill":
+                took = timer.prefill(case.tokens)
+                self.prompts.setdefault(case, []).append(took)
+                rates[case] = case.tokens / took
+            else:
+                steps = timer.decode(case.batch, case.context, case.tokens)
+                self.steps.setdefault(case, []).extend(steps)
+                rates[case] = case.batch * len(steps) / sum(step.seconds for step in steps)
+        return rates
+
+    def timer(self, case: Case) -> EngineTimer:
+        """The one of a case's batch."""
+        return self._timers[case.batch]
+
+    def close(self) -> None:
+        """Ends the engines and the workers."""
+        for timer in self._timers.values():
+            timer.close()
+        self.ours.close()
+
+
+def load_of(cases: Sequence[Case]) -> Load:
+    """What an engine needs room for: the largest of cases of one batch size."""
+    prompts = [case.tokens for case in cases if case.op == "prefill"]
+    decodes = [case for case in cases if case.op == "decode"]
+    return Load(
+        prompt=max(prompts, default=64),
+        tokens=max((case.tokens for case in decodes), default=2),
+        batch=cases[0].batch,
+        context=max((case.context for case in decodes), default=8),
+    )
+
+
+class LlamaCpp:
+    """llama.cpp on a GGUF file of the same shapes and type."""
+
+    def __init__(self, file: Path, threads: int) -> None:
+        self.file, self.threads = file, threads
+
+    def turn(self, cases: Sequence[Case]) -> Rates:
+        return {case: self._rate(case) for case in cases}
+
+    def _rate(self, case: Case) -> float:
+        if case.op == "prefill":
+            return llama_bench.prefill(self.file, case.tokens, self.threads)
+        return llama_bench.decode(self.file, case.tokens, case.batch, case.context, self.threads)
+
+
+class Transformers:
+    """transformers' own eager model of the architecture, bfloat16."""
+
+    def __init__(self, shape: Shape, threads: int) -> None:
+        self.shape, self.threads = shape, threads
+
+    def turn(self, cases: Sequence[Case]) -> Rates:
+        s = self.shape
+        asked = json.dumps([astuple(case) for case in cases])
+        numbers = [str(n or 0) for n in (s.layers, s.experts, s.vocab, self.threads)]
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "bench.e2e.eager", s.arch, *numbers, asked],
+                cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, errors="replace",
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise PeerMissing(f"it ran for over {SECONDS:.0f} s") from None
+        if done.returncode:
+            last = [line.strip() for line in done.stderr.splitlines() if line.strip()][-1:]
+            raise PeerMissing("".join(last)[:200] or f"it ended with {done.returncode}")
+        return dict(zip(cases, json.loads(done.stdout), strict=True))

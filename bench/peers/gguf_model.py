@@ -1,0 +1,169 @@
+"""Random models of well-known shapes as GGUF files, for llama.cpp's programs.
+
+As in ours (``model.architectures.random_model``), a matrix is 128 random rows again and again: only
+shapes and bytes count. So a file of any type takes seconds: these rows are quantized, by our own
+formats, which store them as GGUF does. All matrices have that type (`llama-quantize --pure`). There
+is no tokenizer in it, only a size of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pykernels.quant import get_format
+
+TYPES = {
+    "bf16": ("BF16", "MOSTLY_BF16"),
+    "q8_0": ("Q8_0", "MOSTLY_Q8_0"),
+    "q4_k": ("Q4_K", "MOSTLY_Q4_K_S"),
+    "q5_k": ("Q5_K", "MOSTLY_Q5_K_S"),
+    "q6_k": ("Q6_K", "MOSTLY_Q6_K"),
+}
+"""Our formats that GGUF stores alike: its names of the type and of a file of it."""
+FAMILIES = {"qwen3_moe": "qwen3moe", "mixtral": "llama"}
+"""``model_type``s that are written, and llama.cpp's names for them."""
+_ROWS = 128
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a file, outermost dimension first; vectors and routers are float32."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def is_float32(self) -> bool:
+        return len(self.shape) == 1 or "ffn_gate_inp" in self.name
+
+
+def tensors(config: Any) -> Iterator[Tensor]:
+    """Those of a configuration, by llama.cpp's names."""
+    s = _Sizes.of(config)
+    yield Tensor("token_embd.weight", (s.V, s.H))
+    yield Tensor("output_norm.weight", (s.H,))
+    yield Tensor("output.weight", (s.V, s.H))
+    shapes: dict[str, tuple[int, ...]] = {
+        "attn_norm": (s.H,), "attn_q": (s.NH * s.D, s.H), "attn_k": (s.KVH * s.D, s.H),
+        "attn_v": (s.KVH * s.D, s.H), "attn_output": (s.H, s.NH * s.D), "ffn_norm": (s.H,),
+        "ffn_gate_inp": (s.E, s.H), "ffn_gate_exps": (s.E, s.I, s.H),
+        "ffn_up_exps": (s.E, s.I, s.H), "ffn_down_exps": (s.E, s.H, s.I),
+    }  # fmt: skip
+    if config.model_type == "qwen3_moe":
+        shapes |= {"attn_q_norm": (s.D,), "attn_k_norm": (s.D,)}
+    for layer in range(config.num_hidden_layers):
+        for name, shape in shapes.items():
+            yield Tensor(f"blk.{layer}.{name}.weight", shape)
+
+
+def write_model(config: Any, fmt: str, path: Path) -> None:
+    """A file of a configuration's shapes, written tensor by tensor.
+
+    Args:
+        config: of transformers, its ``model_type`` one of ``FAMILIES``.
+        fmt: of all matrices, one of ``TYPES``.
+
+    Raises:
+        PykernelsError: a matrix that cannot have the format.
+        OSError: it cannot be written.
+    """
+    import gguf
+
+    s = _Sizes.of(config)
+    w = gguf.GGUFWriter(str(path), FAMILIES[config.model_type])
+    w.add_block_count(config.num_hidden_layers)
+    w.add_context_length(config.max_position_embeddings)
+    w.add_embedding_length(s.H)
+    w.add_feed_forward_length(config.intermediate_size)
+    w.add_head_count(s.NH)
+    w.add_head_count_kv(s.KVH)
+    w.add_key_length(s.D)
+    w.add_value_length(s.D)
+    w.add_rope_dimension_count(s.D)
+    w.add_rope_freq_base(1e6)
+    w.add_layer_norm_rms_eps(config.rms_norm_eps)
+    w.add_expert_count(s.E)
+    w.add_expert_used_count(config.num_experts_per_tok)
+    if config.model_type == "qwen3_moe":
+        w.add_expert_feed_forward_length(s.I)
+    w.add_vocab_size(s.V)
+    w.add_tokenizer_model("no_vocab")
+    kind, file_kind = TYPES[fmt]
+    w.add_file_type(int(gguf.LlamaFileType[file_kind]))
+    every, raw = list(tensors(config)), gguf.GGMLQuantizationType[kind]
+    for tensor in every:
+        shape, count = tensor.shape, int(np.prod(tensor.shape))
+        if tensor.is_float32:
+            w.add_tensor_info(tensor.name, shape, np.dtype(np.float32), 4 * count)
+        else:  # of bytes, as the writer wants what it does not know
+            shape = gguf.quant_shape_to_byte_shape(shape, raw)
+            w.add_tensor_info(
+                tensor.name, shape, np.dtype(np.uint8), int(np.prod(shape)), raw_dtype=raw
+            )
+    try:
+        w.write_header_to_file()
+        w.write_kv_data_to_file()
+        w.write_ti_data_to_file()
+        for tensor in every:
+            w.write_tensor_data(_data(tensor, fmt))
+    finally:
+        w.close()
+
+
+def model_file(config: Any, fmt: str, folder: Path, name: str) -> Path:
+    """The file of a format in a folder; made unless it is there. Raises as ``write_model`` does."""
+    path = folder / f"{name}-{fmt}.gguf"
+    if path.exists():
+        return path
+    new = path.with_suffix(".new")
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        write_model(config, fmt, new)
+        new.replace(path)  # whole, or not there
+    finally:
+        new.unlink(missing_ok=True)
+    return path
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    V: int
+    H: int
+    I: int  # noqa: E741
+    E: int
+    NH: int
+    KVH: int
+    D: int
+
+    @classmethod
+    def of(cls, config: Any) -> _Sizes:
+        mixtral = config.model_type == "mixtral"
+        return cls(
+            V=config.vocab_size,
+            H=config.hidden_size,
+            I=config.intermediate_size if mixtral else config.moe_intermediate_size,
+            E=config.num_local_experts if mixtral else config.num_experts,
+            NH=config.num_attention_heads,
+            KVH=config.num_key_value_heads,
+            D=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        )
+
+
+def _data(tensor: Tensor, fmt: str) -> Any:
+    """Norms are ones; a matrix has variance 1 / K."""
+    if len(tensor.shape) == 1:
+        return np.ones(tensor.shape, np.float32)
+    K, rows = tensor.shape[-1], int(np.prod(tensor.shape[:-1]))
+    random = np.random.default_rng(rows + K)
+    base = random.standard_normal((min(rows, _ROWS), K), np.float32) / np.float32(K**0.5)
+    if not tensor.is_float32:
+        weight = get_format(fmt).quantize(torch.from_numpy(base))
+        base = weight.data.view(torch.uint8).numpy()
+    times = -(-rows // len(base))
+    return np.tile(base, (times, 1))[:rows].reshape(*tensor.shape[:-1], -1)

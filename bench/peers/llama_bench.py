@@ -1,0 +1,91 @@
+"""llama.cpp on a whole model: a process of its `llama-bench` or `llama-batched-bench` a figure."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from .client import PeerMissing
+from .llama_tools import SOURCE, ToolMissing, find
+
+VERSION = {"llama.cpp": f"of {SOURCE}"}
+SECONDS = 1200.0
+"""Of one process, at most."""
+
+
+def prefill(model: Path, tokens: int, threads: int, repeat: int = 1) -> float:
+    """Tokens a second of one prompt (`-p`), after the program's own warm-up.
+
+    Raises:
+        PeerMissing: it is not built, or failed.
+    """
+    return _rate(model, threads, repeat, "-p", str(tokens), "-n", "0")
+
+
+def decode(
+    model: Path, tokens: int, batch: int, context: int, threads: int, repeat: int = 1
+) -> float:
+    """Tokens a second of ``batch`` sequences that go on from ``context`` tokens each.
+
+    One sequence is `llama-bench -n -d`; several are `llama-batched-bench`, in all of whose figures
+    a sequence begins with its own prompt.
+
+    Raises:
+        PeerMissing: it is not built, or failed.
+    """
+    if batch == 1:
+        return _rate(model, threads, repeat, "-p", "0", "-n", str(tokens), "-d", str(context))
+    room = batch * (context + tokens + 1)
+    lines = _run(
+        "llama-batched-bench", "-m", str(model), "-c", str(room), "-npp", f"{context},1",
+        "-ntg", str(tokens), "-npl", str(batch), "-t", str(threads), "--output-format", "jsonl",
+    )  # fmt: skip
+    # The program may end before its last line is written: a second, short case is asked for.
+    rows = [json.loads(line) for line in lines.splitlines() if line.startswith("{")]
+    return _number(next((row for row in rows if row.get("pp") == context), {}), "speed_tg")
+
+
+def _rate(model: Path, threads: int, repeat: int, *options: str) -> float:
+    text = _run(
+        "llama-bench", "-m", str(model), "-t", str(threads), "-r", str(repeat), "-o", "json",
+        *options,
+    )  # fmt: skip
+    try:
+        rows = json.loads(text)
+    except ValueError:
+        raise PeerMissing(f"llama-bench does not write JSON: {text[:80]!r}") from None
+    return _number(rows[-1] if rows else {}, "avg_ts")
+
+
+def _number(row: dict[str, Any], key: str) -> float:
+    try:
+        rate = float(row[key])
+    except (KeyError, TypeError, ValueError):
+        raise PeerMissing(f"llama.cpp gives no {key}: {str(row)[:80]}") from None
+    if rate <= 0:
+        raise PeerMissing(f"llama.cpp gives {key} = {rate}")
+    return rate
+
+
+def _run(name: str, *options: str) -> str:
+    """What a program writes to stdout."""
+    try:
+        done = subprocess.run(
+            [find(name), *options],
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            errors="replace",
+        )
+    except ToolMissing as error:
+        raise PeerMissing(str(error)) from None
+    except subprocess.TimeoutExpired:
+        raise PeerMissing(f"{name} ran for over {SECONDS:.0f} s") from None
+    except OSError as error:
+        raise PeerMissing(f"{name} cannot be started: {error.strerror}") from None
+    if done.returncode:
+        last = [line.strip() for line in done.stderr.splitlines() if line.strip()][-1:]
+        raise PeerMissing(f"{name} ended with {done.returncode}: {''.join(last)[:120]}")
+    return done.stdout

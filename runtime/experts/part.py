@@ -1,0 +1,81 @@
+"""One slice of a layer's experts, bound to the pool that works on it: a call of it as jobs."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+
+from pykernels.cpu import MoECall, contiguous_rows
+from pykernels.cpu.job import JOB
+from pykernels.cpu.moe.kernel import MoEKernel
+from pykernels.quant import PackedExperts
+
+from ..workers.job import Job, Jobs
+from ..workers.moe_job import MOE, barrier_bytes, describe, make_moe
+from ..workers.pool import Flight, WorkerPool
+
+_AT = {name: index for index, name in enumerate(MOE.names or ())}
+
+
+class Part:
+    """The descriptor of a slice's calls.
+
+    Attributes:
+        call: the kernels' descriptor; ``pool``: the workers.
+    """
+
+    def __init__(
+        self, packed: PackedExperts, kernel: MoEKernel, pool: WorkerPool, gemm_from: int
+    ) -> None:
+        self.pool = pool
+        self.call = MoECall(packed, kernel, pool.workspace, pool.threads, gemm_from=gemm_from)
+        self._moe = np.zeros(1, MOE)
+        self._words = self._moe.view(np.int64).data  # as a memoryview: numpy's scalars are slow
+        self._words[_AT["ring"]], self._words[_AT["job"]] = pool.ring, self.call.address
+        self._words[_AT["count_at"]] = self.call.address + _offset("T")
+        self._barriers = np.zeros(0, np.int64)
+        opening, run = make_moe()
+        # The job's description must not keep the weights alive: a pool remembers its last jobs.
+        tell = functools.partial(describe, self.call.job)
+        record = int(self._moe.ctypes.data)
+        self._experts = Job("experts", run.address, record, opening.address, describe=tell)
+        rows = kernel.stages.rows.address
+        self._rows = Job("rows", rows, self.call.address, after=0)
+        self._few, self._many = Jobs([self._experts]), Jobs([self._rows, self._experts])
+        self._memory = self._moe, self.call.job
+
+    def start(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
+    ) -> Flight:
+        """Begins a call whose inputs have passed ``MoECall.check``; ``Flight.found`` will be the
+        number of active experts.
+
+        Args:
+            y: bf16 or float32 [T, H], contiguous.
+
+        Raises:
+            PykernelsError: the pool is closed, or the parent process's.
+        """
+        pool, call, words = self.pool, self.call, self._words
+        rows = contiguous_rows(x)
+        with pool.lock:
+            pool.settle()  # before the descriptor and the workspace are written
+            ids, weights = call.arrange(rows, ids, weights, y)
+            words[_AT["ids"]], words[_AT["weights"]] = ids.data_ptr(), weights.data_ptr()
+            room = barrier_bytes(call.experts.shape.E, call.down_chunks) // 8
+            if room > len(self._barriers):
+                self._barriers = np.zeros(room + 8, np.int64)
+                words[_AT["barriers"]] = (
+                    self._barriers.ctypes.data + -self._barriers.ctypes.data % 64
+                )
+            self._rows.tasks = count = call.row_tasks
+            self._experts.after = 1 if count else 0
+            kept = self, rows, ids, weights, y
+            return pool.publish(self._many if count else self._few, kept, lambda: call.active)
+
+
+def _offset(field: str) -> int:
+    """Bytes from a ``JOB``'s beginning."""
+    return int(JOB.fields[field][1])  # type: ignore[index]

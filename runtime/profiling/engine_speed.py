@@ -1,0 +1,213 @@
+"""The speed of a whole model through the engine: prompts, and decode steps at a context.
+
+The engine has no thread here: the caller's drives it step by step, so that each step is timed. A
+step's time is all of it: the scheduler, the batch's arrays, the jobs of the ring, the drawn tokens.
+Prompts are random tokens, never the same twice, so that none is found in the prefix cache.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from pykernels.errors import PykernelsError
+
+from ..devices.cpu.runner import PAGE, CpuRunner
+from ..devices.cpu.step import CpuStep
+from ..devices.runner import Step
+from ..engine import Engine, RequestHandle, SamplingParams
+from ..program import Program
+from .step_bytes import cache_bytes, weight_bytes
+
+TEMPERATURE = 1.0
+"""Tokens are drawn, not the likeliest: each step then routes to other experts."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked of an engine.
+
+    Attributes:
+        prompt: tokens of a prompt whose time is taken.
+        tokens: decode steps.
+        batch: sequences at once.
+        context: tokens in each one's cache before the first of these steps.
+    """
+
+    prompt: int
+    tokens: int
+    batch: int = 1
+    context: int = 1
+
+    def pages(self, max_tokens: int) -> int:
+        """Of the cache: all sequences to their ends, and a prompt beside them."""
+        return self.batch * -(-self.positions(max_tokens) // PAGE) + -(-self.prompt // PAGE) + 2
+
+    def positions(self, max_tokens: int) -> int:
+        """That the longest sequence takes; the first one decodes while the last one's prompt is
+        under way."""
+        chunks = _chunks(self.batch, self.context, max_tokens)
+        return max(self.prompt, self.context + chunks + self.tokens) + 2
+
+
+def _chunks(batch: int, context: int, max_tokens: int) -> int:
+    """Steps until all prompts are in, at most."""
+    return -(-batch * context // max(1, max_tokens - batch)) + 1
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One decode step.
+
+    Attributes:
+        seconds: of the engine's step.
+        jobs: seconds from the first job's opening to the last one's completion.
+        tokens: that it drew.
+        context: mean positions of its sequences.
+    """
+
+    seconds: float
+    jobs: float
+    tokens: int
+    context: float
+
+
+class EngineTimer:
+    """Drives an engine of its own over a runner.
+
+    Args:
+        runner: that no other engine is bound to, with the pages of the ``Load``.
+        seed: of the prompts.
+
+    Raises:
+        PykernelsError: a kernel that cannot run here.
+    """
+
+    def __init__(self, runner: CpuRunner, seed: int = 0) -> None:
+        self.runner = runner
+        self.engine = Engine(runner, threaded=False)
+        self._random = np.random.default_rng(seed)
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds until the first token of one prompt."""
+        handle = self._submit(tokens, 1)
+        start = time.perf_counter()
+        self._until_drawn([handle])
+        return time.perf_counter() - start
+
+    def decode(self, batch: int, context: int, tokens: int) -> list[StepTime]:
+        """Steps of ``batch`` sequences whose caches hold ``context`` tokens at the first."""
+        chunks = _chunks(batch, context, self.runner.max_tokens)
+        handles = [self._submit(context, tokens + chunks + 1) for _ in range(batch)]
+        self._until_drawn(handles)
+        steps = [self._step(handles) for _ in range(tokens)]
+        for handle in handles:
+            handle.cancel()
+        self.engine.step()  # which does what was asked for
+        return steps
+
+    def close(self) -> None:
+        """Ends the engine; the runner stays."""
+        self.engine.close()
+
+    def _submit(self, context: int, tokens: int) -> RequestHandle:
+        prompt = self._random.integers(0, self.runner.vocab_size, context)
+        params = SamplingParams(temperature=TEMPERATURE, max_tokens=tokens, ignore_eos=True, seed=1)
+        return self.engine.submit(prompt.tolist(), params)
+
+    def _until_drawn(self, handles: list[RequestHandle]) -> None:
+        requests = [handle.requests[0] for handle in handles]
+        while not all(request.drawn for request in requests):
+            self.engine.step()
+            for request in requests:
+                if request.error is not None:
+                    raise request.error
+
+    def _step(self, handles: list[RequestHandle]) -> StepTime:
+        requests = [handle.requests[0] for handle in handles]
+        before = sum(request.drawn for request in requests)
+        start = time.perf_counter()
+        self.engine.step()
+        seconds = time.perf_counter() - start
+        for request in requests:
+            if request.error is not None:
+                raise request.error
+        drawn = sum(request.drawn for request in requests) - before
+        context = sum(request.computed for request in requests) / len(requests)
+        return StepTime(seconds, _jobs_seconds(self.runner.steps), drawn, context)
+
+
+def _jobs_seconds(steps: Sequence[Step]) -> float:
+    """Of the step that ran last."""
+    opened, completed = max(
+        (
+            (step.jobs.jobs[0].times[0], step.jobs.jobs[-1].times[1])
+            for step in steps
+            if isinstance(step, CpuStep)
+        ),
+        key=lambda times: times[1],
+    )  # fmt: skip
+    return (completed - opened) / 1e9
+
+
+@dataclass(frozen=True)
+class DecodeSpeed:
+    """Medians of decode steps. Rates use 1e9 bytes.
+
+    ``bytes_per_step`` are the weights that a step reads and the keys and values at the mean
+    context, ``bytes_per_token`` that over the batch; ``roof_share`` is how near ``gbps`` comes to
+    what the same threads read in a plain loop. ``us_per_layer`` is what a step takes beyond its
+    bytes at that rate, over the layers. ``python_us_per_step`` is what it takes beyond its jobs.
+    """
+
+    decode_tok_s: float
+    us_per_step: float
+    us_p10: float
+    us_p90: float
+    bytes_per_step: int
+    bytes_per_token: int
+    gbps: float
+    roof_gbps: float
+    roof_share: float
+    us_per_layer: float
+    python_us_per_step: float
+
+
+def decode_speed(
+    steps: list[StepTime], program: Program, batch: int, layers: int, roof_gbps: float
+) -> DecodeSpeed:
+    """What the times of decode steps say.
+
+    Args:
+        program: of a decode step.
+        roof_gbps: read rate of the same threads, measured in the same run.
+
+    Raises:
+        PykernelsError: a step that drew fewer tokens than it has sequences: the cache was short.
+    """
+    if any(step.tokens != batch for step in steps):
+        raise PykernelsError(
+            "a decode step left sequences out", "Give the runner more pages, or a smaller --batch"
+        )
+    seconds = median(step.seconds for step in steps)
+    p10, p90 = np.quantile([step.seconds for step in steps], [0.1, 0.9])
+    context = median(step.context for step in steps)
+    nbytes = weight_bytes(program, batch) + batch * cache_bytes(program, round(context))
+    gbps = nbytes / seconds / 1e9
+    return DecodeSpeed(
+        decode_tok_s=round(batch / seconds, 2),
+        us_per_step=round(1e6 * seconds, 1),
+        us_p10=round(1e6 * float(p10), 1),
+        us_p90=round(1e6 * float(p90), 1),
+        bytes_per_step=nbytes,
+        bytes_per_token=nbytes // batch,
+        gbps=round(gbps, 2),
+        roof_gbps=round(roof_gbps, 2),
+        roof_share=round(gbps / roof_gbps, 4),
+        us_per_layer=round(1e6 * (seconds - nbytes / roof_gbps / 1e9) / layers, 1),
+        python_us_per_step=round(1e6 * median(step.seconds - step.jobs for step in steps), 1),
+    )

@@ -1,0 +1,88 @@
+"""A run over whole models: turns, missing peers, its files; what a decode step reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.e2e import run as e2e_run
+from bench.e2e.players import Case, Rates
+from bench.e2e.run import LLAMA_CPP, E2ERun, Settings
+from bench.harness.session import measure_and_keep
+from bench.peers.client import PeerMissing
+from pykernels.target import detect
+from runtime.profiling.step_bytes import expected_experts
+
+pytest.importorskip("matplotlib")
+
+
+class FakePeer:
+    """Half as fast as nothing in particular; fails from the second turn on if asked to."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails, self.turns = fails, 0
+
+    def turn(self, cases: list[Case]) -> Rates:
+        self.turns += 1
+        if self.fails and self.turns > 1:
+            raise PeerMissing("out of luck")
+        return dict.fromkeys(cases, 10.0)
+
+
+def settings(tmp_path: Path, **changes: Any) -> Settings:
+    values: dict[str, Any] = {
+        "archs": ("qwen3-30b",), "formats": ("q8_0",), "layers": 1, "experts": 8, "vocab": 256,
+        "threads": 1, "kernel": "auto", "prompt": 16, "tokens": 2, "batches": (1, 2),
+        "contexts": (8,), "rounds": 2, "peers": ("llama.cpp",), "quick": True, "keep": False,
+        "folder": tmp_path / "gguf",
+    }  # fmt: skip
+    return Settings(**(values | changes))
+
+
+@pytest.fixture(autouse=True)
+def quick_roof(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(e2e_run, "roof", lambda threads: 10.0)
+
+
+def test_rows_have_our_figures_and_the_peers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(e2e_run, "find", lambda name: Path(name))
+    monkeypatch.setattr(e2e_run, "LlamaCpp", lambda file, threads: FakePeer())
+    run = E2ERun(settings(tmp_path), detect())
+    results = measure_and_keep(run, tmp_path / "out", lambda row: None)
+    prefill, one, two = results["rows"]
+    assert [row["op"] for row in results["rows"]] == ["e2e prefill", "e2e decode", "e2e decode"]
+    assert prefill[f"tok_s_{LLAMA_CPP}"] == 10
+    assert prefill[f"x_{LLAMA_CPP}"] == pytest.approx(prefill["tok_s"] / 10, rel=0.01)
+    assert (one["batch"], two["batch"]) == (1, 2)
+    assert two["bytes_per_step"] > one["bytes_per_step"] > 0
+    assert one["roof_share"] == pytest.approx(one["gbps"] / 10, rel=0.01)
+    page = next((tmp_path / "out").rglob("*-e2e.md")).read_text()
+    assert "## e2e decode" in page and "× llama.cpp" in page
+    assert list((tmp_path / "out").rglob("*.png"))
+    assert not list((tmp_path / "gguf").iterdir())
+
+
+def test_a_peer_that_fails_later_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(e2e_run, "find", lambda name: Path(name))
+    monkeypatch.setattr(e2e_run, "LlamaCpp", lambda file, threads: FakePeer(fails=True))
+    run = E2ERun(settings(tmp_path, batches=(1,)), detect())
+    results = measure_and_keep(run, None, lambda row: None)
+    assert all(row[f"why_{LLAMA_CPP}"] == "out of luck" for row in results["rows"])
+    assert all(row["tok_s"] > 0 and f"x_{LLAMA_CPP}" not in row for row in results["rows"])
+
+
+def test_what_cannot_be_made_is_a_row_with_its_reason(tmp_path: Path) -> None:
+    run = E2ERun(settings(tmp_path, layers=9999, peers=(), experts=None), detect())
+    results = measure_and_keep(run, tmp_path, lambda row: None)
+    assert all("9999 layers needs" in row["why"] for row in results["rows"])
+    assert "Not timed: " in next(tmp_path.rglob("*.md")).read_text()
+
+
+def test_experts_of_a_batch_are_those_of_random_choices() -> None:
+    assert expected_experts(128, 8, 1) == pytest.approx(8)
+    assert expected_experts(4, 2, 2) == pytest.approx(3)
+    assert expected_experts(8, 2, 1000) == pytest.approx(8)
