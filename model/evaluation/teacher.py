@@ -80,8 +80,7 @@ class Teacher:
                 inputs["tokens"][:n] = rows[:, at]
                 inputs["positions"][:] = at
                 inputs["slots"][:] = tables[:, at // PAGE] * PAGE + at % PAGE
-                with self._llm.pool.lock:
-                    step.run()
+                step.run()
                 logits = step.outputs["logits"][:n].double()
                 own = logits.gather(1, rows[:, at + 1 : at + 2])[:, 0]
                 bits[first : first + n, at] = (logits.logsumexp(-1) - own) / math.log(2)
