@@ -148,7 +148,7 @@ def load_engine(
         PykernelsError: a model that the engine cannot run, fewer than two immediate experts, or
             what ``from_pretrained`` raises.
     """
-    folder = Path(path)
+    folder, passes = Path(path), _passes(defer)
     config = read_config(folder)
     if reason := why_not(config.model_type):
         raise PykernelsError(f"the engine cannot run this model: {reason}", "Use --eager")
@@ -185,7 +185,7 @@ def load_engine(
                 load_experts(model, plan, checkpoint, add)
                 decoder = make_decoder(model, Stored(plan, checkpoint, add), packer(pool))
         runner = CpuRunner(
-            decoder, pool, room, pages, max_tokens, max_sequences, kernel, _passes(defer)
+            decoder, pool, room, pages, max_tokens, max_sequences, kernel, passes
         )
         return LLM(runner, config, tokenizer, _eos(config, generation), pool)
     except BaseException:
