@@ -184,9 +184,7 @@ def load_engine(
 
                 load_experts(model, plan, checkpoint, add)
                 decoder = make_decoder(model, Stored(plan, checkpoint, add), packer(pool))
-        runner = CpuRunner(
-            decoder, pool, room, pages, max_tokens, max_sequences, kernel, passes
-        )
+        runner = CpuRunner(decoder, pool, room, pages, max_tokens, max_sequences, kernel, passes)
         return LLM(runner, config, tokenizer, _eos(config, generation), pool)
     except BaseException:
         pool.close()
