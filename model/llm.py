@@ -148,7 +148,7 @@ def load_engine(
         PykernelsError: a model that the engine cannot run, fewer than two immediate experts, or
             what ``from_pretrained`` raises.
     """
-    folder = Path(path)
+    folder, passes = Path(path), _passes(defer)
     config = read_config(folder)
     if reason := why_not(config.model_type):
         raise PykernelsError(f"the engine cannot run this model: {reason}", "Use --eager")
@@ -184,9 +184,7 @@ def load_engine(
 
                 load_experts(model, plan, checkpoint, add)
                 decoder = make_decoder(model, Stored(plan, checkpoint, add), packer(pool))
-        runner = CpuRunner(
-            decoder, pool, room, pages, max_tokens, max_sequences, kernel, _passes(defer)
-        )
+        runner = CpuRunner(decoder, pool, room, pages, max_tokens, max_sequences, kernel, passes)
         return LLM(runner, config, tokenizer, _eos(config, generation), pool)
     except BaseException:
         pool.close()
@@ -195,9 +193,11 @@ def load_engine(
 
 def _passes(deferred: Defer) -> list[Pass]:
     """Of decode programs. With no device beside the CPU, "auto" defers nothing."""
-    if isinstance(deferred, str) and deferred not in ("off", "auto"):
+    if deferred in ("off", "auto"):
+        return []
+    if not str(deferred).isdecimal():
         raise PykernelsError(f"{deferred!r} experts deferred", "Give a number, auto or off")
-    return [partial(defer_pass, N=deferred)] if isinstance(deferred, int) and deferred else []
+    return [partial(defer_pass, N=int(deferred))]
 
 
 def outline_decoder(path: Path, rules: Rules = None) -> Decoder:

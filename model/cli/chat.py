@@ -11,6 +11,7 @@ from pykernels.errors import PykernelsError
 
 from .common import Debug, Kernel, Numa, Threads, command, err, note
 from .session import (
+    Defer,
     Device,
     Dtype,
     Eager,
@@ -43,6 +44,7 @@ def chat(
     kernel: Kernel = None,
     numa: Numa = "auto",
     eager: Eager = False,
+    defer: Defer = "off",
     system: Annotated[str, typer.Option(help="System message, put before the conversation.")] = "",
     debug: Debug = False,
 ) -> None:
@@ -57,6 +59,7 @@ def chat(
         kernel,
         numa,
         eager,
+        defer=defer,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,

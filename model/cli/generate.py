@@ -11,6 +11,7 @@ from pykernels.errors import PykernelsError
 
 from .common import Debug, Kernel, Numa, Threads, command, err, note
 from .session import (
+    Defer,
     Device,
     Dtype,
     Eager,
@@ -47,6 +48,7 @@ def generate(
     kernel: Kernel = None,
     numa: Numa = "auto",
     eager: Eager = False,
+    defer: Defer = "off",
     echo: Annotated[bool, typer.Option(help="Write the prompt before its continuation.")] = True,
     debug: Debug = False,
 ) -> None:
@@ -64,6 +66,7 @@ def generate(
         numa,
         eager,
         prompt,
+        defer=defer,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,

@@ -59,6 +59,14 @@ Eager = Annotated[
     ),
 ]
 
+Defer = Annotated[
+    str,
+    typer.Option(
+        metavar="N|auto|off",
+        help="Experts of a token whose output joins one layer later in decode steps.",
+    ),
+]
+
 
 class Session:
     """A loaded model and tokenizer with the options of a run: on the engine, or eagerly."""
@@ -74,6 +82,7 @@ class Session:
         numa: str,
         eager: bool,
         prompt: str | None = None,
+        defer: str = "off",
         **sampling: Any,
     ) -> None:
         """Check the options and that `prompt` fits the context, then load.
@@ -97,6 +106,8 @@ class Session:
         self.tokenizer = load_tokenizer(path)
         wanted = 0 if prompt is None else self._check(path, prompt)
         eager = eager or device != "cpu" or dtype is not None
+        if eager and defer != "off":
+            raise PykernelsError("--defer is for the engine", "Leave out --eager and its kin")
         if not eager and (reason := why_not(read_config(path).model_type)):
             note(f"the engine cannot run this model, so it runs eagerly: {reason}")
             eager = True
@@ -113,7 +124,7 @@ class Session:
 
             self.llm = load_engine(
                 path, rules=rules, threads=chosen_threads, kernel=chosen_kernel, at_least=wanted,
-                max_sequences=1,
+                max_sequences=1, defer=defer,
             )  # fmt: skip
 
     def _check(self, path: Path, prompt: str) -> int:

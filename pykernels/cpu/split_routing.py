@@ -1,4 +1,4 @@
-"""Each token's experts in two parts by their weights. Twin of ``ref.split_routing``."""
+"""Each token's experts in two parts by their weights. Twin of ``ref.router.split_routing``."""
 
 from __future__ import annotations
 

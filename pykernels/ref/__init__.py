@@ -14,7 +14,7 @@ from .moe import moe_ffn
 from .norm import rms_norm
 from .permute import permute, sort_slots, unpermute
 from .rope import rope, rope_frequencies, yarn_frequencies, yarn_scale
-from .router import router, router_logits, split_routing
+from .router import router, router_logits
 from .sampling import greedy, sample
 
 __all__ = [
@@ -39,7 +39,6 @@ __all__ = [
     "sample",
     "silu_mul",
     "sort_slots",
-    "split_routing",
     "unpermute",
     "yarn_frequencies",
     "yarn_scale",

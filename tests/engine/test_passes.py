@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import model
-from pykernels import ref
 from pykernels.errors import PykernelsError
+from pykernels.ref.router import split_routing
 from runtime.devices.cpu.step import CpuStep
 from runtime.devices.host.runner import on_host
 from runtime.devices.host.step import HostStep
@@ -125,5 +125,5 @@ def test_as_few_are_deferred_as_keep_the_cpu_busy() -> None:
 
 def test_equal_weights_are_split_in_their_order() -> None:
     ids, weights = torch.tensor([[7, 3, 5, 1]]), torch.tensor([[0.5, 0.25, 0.5, 0.25]])
-    found = [part.tolist() for part in ref.split_routing(ids, weights, 1)]
+    found = [part.tolist() for part in split_routing(ids, weights, 1)]
     assert found == [[[7, 5, 3]], [[0.5, 0.5, 0.25]], [[1]], [[0.25]]]

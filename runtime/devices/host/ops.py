@@ -9,6 +9,7 @@ import torch
 
 from pykernels import ref
 from pykernels.ref.attention import attend
+from pykernels.ref.router import split_routing as split_by_weight
 from pykernels.ref.sampling import Request, sample_requests
 
 from ...program import Node
@@ -135,7 +136,7 @@ def router(m: Memory, node: Node) -> None:
 
 def split_routing(m: Memory, node: Node) -> None:
     ids, factors = (m.read(name) for name in node.inputs)
-    parts = ref.split_routing(ids, factors, node.attrs["last"])
+    parts = split_by_weight(ids, factors, node.attrs["last"])
     for name, part in zip(node.outputs, parts, strict=False):
         m.write(name, part)
 

@@ -1,0 +1,102 @@
+"""`pykernels eval`: what a change to a step costs the model."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pykernels.errors import PykernelsError
+
+from .common import Debug, Kernel, Threads, command, err, out, prepare_threads
+from .session import Model
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..evaluation.deferral import Result
+
+app = typer.Typer(help="Measure what a change to a step costs the model.", no_args_is_help=True)
+
+
+@app.callback()
+def group() -> None:
+    """Measure what a change to a step costs the model."""
+
+
+@app.command("deferral")
+@command
+def deferral(
+    model: Model = None,
+    experts: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Affected experts of a token.")
+    ] = "0,1,2,3,4",
+    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of text.")] = 16000,
+    length: Annotated[int, typer.Option(min=2, metavar="L", help="Tokens of one sequence.")] = 512,
+    threads: Threads = None,
+    kernel: Kernel = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")
+    ] = False,
+    write: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Write a page, numbers and a plot.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Hold Expert Deferral against Expert Skipping on text that training never saw."""
+    chosen = prepare_threads(threads)
+    numbers = _numbers(experts)
+    from rich.progress import Progress
+
+    from .. import EMBEDDED, load_engine
+    from ..evaluation import deferral_report
+    from ..evaluation.deferral import evaluate
+
+    console = err()
+    with (
+        load_engine(
+            model or EMBEDDED, threads=chosen, kernel=kernel or "auto", context=64, max_sequences=1
+        ) as llm,
+        Progress(console=console, transient=True, disable=not console.is_terminal) as bar,
+    ):
+        task = bar.add_task("scoring")
+        result = evaluate(
+            llm, numbers, tokens, length,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )  # fmt: skip
+    if as_json:
+        print(json.dumps(result.as_dict(), indent=2))
+    else:
+        out().print(_table(result))
+        for line in deferral_report.summary(result):
+            out().print(line, markup=False)
+    if write is not None:
+        for path in deferral_report.write(result, write, datetime.date.today().isoformat()):
+            err().print(f"wrote {path}", style="dim", markup=False)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise PykernelsError(
+            f"--experts {text!r} is no list of numbers", "Give one like 0,1,2"
+        ) from None
+
+
+def _table(result: Result) -> Table:
+    from rich.table import Table
+
+    table = Table("affected", "method", box=None, pad_edge=False)
+    for title in ("bits a byte", "change", "same next token", "right"):
+        table.add_column(title, justify="right")
+    for row in result.rows:
+        change = f"{row.change:+.2f} ± {row.error:.2f} %" if row.affected else ""
+        table.add_row(
+            str(row.affected), row.method, f"{row.bits_per_byte:.4f}", change,
+            f"{row.agreement:.2%}", f"{row.accuracy:.2%}",
+        )  # fmt: skip
+    return table

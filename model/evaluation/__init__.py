@@ -1,0 +1,1 @@
+"""What changes to a step cost a model: held-out text through decode programs."""

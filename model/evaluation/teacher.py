@@ -1,0 +1,89 @@
+"""Text through a decode program, token by token: what each position's distribution says of it.
+
+Teacher-forced: whatever the program would have drawn, the text's own token comes next. Passes that
+apply to decode only (Expert Deferral) are seen at every position, as they would be in an answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runtime.devices.cpu.step import CpuStep
+from runtime.program import Program
+
+from ..llm import LLM
+
+LANES = 8
+"""Sequences side by side: the tokens of one pass of tiles."""
+PAGE = 64
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of D sequences of L tokens.
+
+    Attributes:
+        bits: float64 [D, L - 1], ``-log2`` of the probability of each token but the first.
+        likeliest: int64 [D, L - 1], the token that greedy decoding would have drawn there.
+    """
+
+    bits: Tensor
+    likeliest: Tensor
+
+
+class Teacher:
+    """Runs texts of one length through decode programs of a model.
+
+    Args:
+        documents: int64 [D, L] token ids.
+    """
+
+    def __init__(self, llm: LLM, documents: Tensor) -> None:
+        self._llm, self.documents = llm, documents
+        self._pages = -(-documents.shape[1] // PAGE)  # of a sequence
+
+    def program(self) -> Program:
+        """A decode step of ``LANES`` sequences."""
+        model = self._llm.runner.model
+        return model.lower(LANES, LANES, LANES, LANES * self._pages, self._pages)
+
+    def score(self, program: Program, progress: Callable[[int], None] = lambda _: None) -> Scores:
+        """All documents through a program, made by a pass from ``program()``.
+
+        Args:
+            progress: called with the number of tokens after every position.
+        """
+        tables = torch.arange(LANES * self._pages).view(LANES, self._pages)
+        inputs = {
+            "tokens": torch.zeros(LANES, dtype=torch.int64),
+            "positions": torch.zeros(LANES, dtype=torch.int64),
+            "slots": torch.zeros(LANES, dtype=torch.int64),
+            "sequences": torch.arange(LANES),
+            "page_table": tables,
+            "sampled": torch.arange(LANES),
+        }
+        shapes = self._llm.runner.model.caches(LANES * self._pages)
+        caches = {name: torch.zeros(s, dtype=torch.bfloat16) for name, s in shapes.items()}
+        step = CpuStep(program, self._llm.pool, inputs, caches, self._llm.runner.kernel)
+        D, L = self.documents.shape
+        bits, likeliest = torch.zeros(D, L - 1).double(), torch.zeros(D, L - 1, dtype=torch.int64)
+        for first in range(0, D, LANES):
+            rows = self.documents[first : first + LANES]
+            n = len(rows)
+            step.sizes[:] = n
+            for at in range(L - 1):
+                inputs["tokens"][:n] = rows[:, at]
+                inputs["positions"][:] = at
+                inputs["slots"][:] = tables[:, at // PAGE] * PAGE + at % PAGE
+                step.run()
+                logits = step.outputs["logits"][:n].double()
+                own = logits.gather(1, rows[:, at + 1 : at + 2])[:, 0]
+                bits[first : first + n, at] = (logits.logsumexp(-1) - own) / math.log(2)
+                likeliest[first : first + n, at] = logits.argmax(-1)
+                progress(n)
+        return Scores(bits, likeliest)
