@@ -95,8 +95,13 @@ class LLM:
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, **settings: Any
     ) -> Result:
-        """The continuation of one prompt; ``engine.generate`` takes many."""
-        return self.submit(prompt, params, **settings).result()
+        """The continuation of one prompt; ``engine.generate`` takes many. Ctrl-C cancels it."""
+        handle = self.submit(prompt, params, **settings)
+        try:
+            return handle.result()
+        finally:
+            if not handle.finished:
+                handle.cancel()
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **settings: Any
