@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench.harness.files import check_folder
-from bench.harness.session import end_on_signals, exit_code, measure_and_keep
+from bench.harness.session import end_on_signals, measure_and_keep, run_command
 from bench.peers.catalog import RESULTS
 from model.cli.common import prepare_threads
 from pykernels.env import env
-from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
 from .table import line
@@ -106,22 +104,7 @@ def measure(run: E2ERun, out: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    chosen = options(arguments)
-
-    def command() -> int:
-        try:
-            import matplotlib  # noqa: F401 - before minutes of measuring, not after
-        except ImportError:
-            raise PykernelsError(
-                "matplotlib is not installed", "Install it: pip install -e '.[bench]'"
-            ) from None
-        check_folder(chosen.out)
-        run = prepare(chosen)
-        if not chosen.check:
-            measure(run, chosen.out)
-        return 0
-
-    return exit_code(command, chosen.debug)
+    return run_command(options(arguments), prepare, measure)
 
 
 if __name__ == "__main__":

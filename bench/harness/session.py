@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from model.cli.common import EXIT_ERROR, EXIT_INTERRUPTED
 from pykernels.errors import PykernelsError
 
-from .files import Partial, Results, write
+from .files import Partial, Results, check_folder, write
 from .rows import Row, reason
 
 EXIT_FAILED = 1
@@ -28,6 +29,9 @@ class Run(Protocol):
     def head(self) -> Results:
         """All of the results but the rows; of ``missing`` that the time limit was met."""
         ...
+
+
+AnyRun = TypeVar("AnyRun", bound=Run)
 
 
 def measure_and_keep(run: Run, out: Path | None, show: Callable[[Row], None]) -> Results:
@@ -79,6 +83,30 @@ def exit_code(command: Callable[[], int], debug: bool = False) -> int:
         what = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
         print(f"error: unexpected {what}. --debug shows the traceback.", file=sys.stderr)
         return EXIT_FAILED
+
+
+def run_command(
+    chosen: argparse.Namespace,
+    prepare: Callable[[argparse.Namespace], AnyRun],
+    measure: Callable[[AnyRun, Path], None],
+) -> int:
+    """A benchmark from its options (``out``, ``check``, ``debug``) to its exit code: what could
+    fail is tried before minutes of measuring, and ``--check`` stops there."""
+
+    def command() -> int:
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            raise PykernelsError(
+                "matplotlib is not installed", "Install it: pip install -e '.[bench]'"
+            ) from None
+        check_folder(chosen.out)
+        run = prepare(chosen)
+        if not chosen.check:
+            measure(run, chosen.out)
+        return 0
+
+    return exit_code(command, chosen.debug)
 
 
 def end_on_signals() -> None:

@@ -69,12 +69,32 @@ GQA_WRITE, gqa_at = descriptor(
 )
 
 
+def _make_inverse_rms(V: Any, N: int) -> Any:
+    @inlined
+    def inverse_rms(x, count, eps_bits):
+        """``1 / sqrt(mean(x^2) + eps)`` of ``count`` floats."""
+        squares = V.zero()
+        whole = count // N * N
+        for i in range(0, whole, N):
+            value = V.load_f32(x + 4 * i)
+            squares = V.fma(value, value, squares)
+        total = V.sum(squares)
+        for i in range(whole, count):
+            total += f32(x, i) * f32(x, i)
+        mean = total / types.float32(count)
+        eps = f32_from_bits(types.uint32(eps_bits))
+        return types.float32(1) / types.float32((mean + eps) ** types.float32(0.5))
+
+    return inverse_rms
+
+
 @functools.cache
 def make_mla_write() -> tuple[Any, Any]:
     """Compiles (open, run), tasks of ``MLA_WRITE``: 16 heads of a token each; the first one has its
     latent."""
     V = make_vectors(width(detect()))
     N: int = V.N
+    inverse_rms = _make_inverse_rms(V, N)
 
     @task("mla-write-open")
     def opening(address, index, worker):
@@ -88,17 +108,7 @@ def make_mla_write() -> tuple[Any, Any]:
             return
         latent, L = job.kv + t * job.kv_stride, job.L
         at = job.cache + slot // PAGE * job.page_bytes + slot % PAGE * job.token_bytes
-        squares = V.zero()
-        whole = L // N * N
-        for i in range(0, whole, N):
-            value = V.load_f32(latent + 4 * i)
-            squares = V.fma(value, value, squares)
-        total = V.sum(squares)
-        for i in range(whole, L):
-            total += f32(latent, i) * f32(latent, i)
-        eps = f32_from_bits(types.uint32(job.eps))
-        mean = total / types.float32(L)
-        factor = types.float32(1) / types.float32((mean + eps) ** types.float32(0.5))
+        whole, factor = L // N * N, inverse_rms(latent, L, job.eps)
         row = carray(as_pointer(at), (L + 2 * job.half,), types.uint16)
         for i in range(0, whole, N):
             value = V.mul(V.load_f32(latent + 4 * i), V.broadcast(factor))
@@ -136,6 +146,7 @@ def make_gqa_write() -> tuple[Any, Any]:
     and values in this order."""
     V = make_vectors(width(detect()))
     N: int = V.N
+    inverse_rms = _make_inverse_rms(V, N)
 
     @task("gqa-write-open")
     def opening(address, index, worker):
@@ -149,16 +160,7 @@ def make_gqa_write() -> tuple[Any, Any]:
         whole = D // N * N
         factor = types.float32(1)
         if weight != 0:
-            squares = V.zero()
-            for i in range(0, whole, N):
-                value = V.load_f32(x + 4 * i)
-                squares = V.fma(value, value, squares)
-            total = V.sum(squares)
-            for i in range(whole, D):
-                total += f32(x, i) * f32(x, i)
-            mean = total / types.float32(D)
-            eps = f32_from_bits(types.uint32(job.eps))
-            factor = types.float32(1) / types.float32((mean + eps) ** types.float32(0.5))
+            factor = inverse_rms(x, D, job.eps)
         for i in range(0, whole, N):
             value = V.load_f32(x + 4 * i)
             if weight != 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -55,7 +56,7 @@ class Step(Protocol):
         """One step."""
 
 
-class PagedRunner:
+class PagedRunner(ABC):
     """What the runners of all devices share: how a batch is arranged, which program runs it.
 
     A device says how a program becomes a step (``make_step``), and what it needs before one.
@@ -95,13 +96,13 @@ class PagedRunner:
         """The model's program of these sizes for this device."""
         return self.model.lower(*sizes)
 
+    @abstractmethod
     def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> Step:
         """The program on this device, over the runner's caches and ``sizes``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def sampling(self, batch: StepBatch, anew: bool) -> None:
         """Called before each step; ``anew`` if the batch's sequences have changed."""
-        raise NotImplementedError
 
     def bind(self, batch: StepBatch) -> None:
         """Makes the programs over the batch's arrays, and compiles what they need."""

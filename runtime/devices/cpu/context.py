@@ -22,6 +22,7 @@ from pykernels.cpu.moe.kernel import NEVER, MoEKernel
 from pykernels.cpu.moe.plan import gemm_from_here
 from pykernels.cpu.norm import FORM, NORM, make_norm
 from pykernels.errors import PykernelsError
+from pykernels.quant import get_format
 from pykernels.quant.layout import K_BLOCK, ceil_to
 from pykernels.registry import resolve
 from pykernels.target import detect
@@ -203,7 +204,7 @@ class Context:
         records = np.zeros(max(1, len(forms)), FORM)
         most = self.most(out)
         for record, (form, tiles), kernel in zip(records, forms, kernels, strict=False):
-            padded = ceil_to(H, K_BLOCK if not kernel.fmt.endswith("_k") else 256)
+            padded = ceil_to(H, get_format(kernel.fmt).k_block)
             stride = row_bytes(padded, kernel.row_formats[0])
             rows, handle = self._memory.take(stride * most)
             self._lives(out, handle)
