@@ -93,7 +93,7 @@ def gqa_write(step: Context, node: Node) -> list[Job]:
 
 def attention(step: Context, node: Node) -> list[Job]:
     q, k, positions, sequences, table, *rest = node.inputs
-    (out,), attrs = node.outputs, node.attrs
+    (out,), attrs, sinks = node.outputs, node.attrs, node.weights.get("sinks")
     v = rest[0] if rest else k  # in latents the values are a part of the keys
     pages, tables = step.tensor(k), step.tensor(table)
     NH, KVH, T = attrs["heads"], attrs["kv_heads"], step.most(q)
@@ -121,7 +121,7 @@ def attention(step: Context, node: Node) -> list[Job]:
         KVH=KVH,
         scale=step.bits(attrs["scale"]),
         window=attrs.get("window", 0),
-        sinks=step.keep(node.weights["sinks"]) if "sinks" in node.weights else 0,
+        sinks=step.keep(sinks.float().contiguous()) if sinks is not None else 0,  # [NH]
         out=step.at(out),
         out_stride=step.stride(out),
         items=step.shared("items", room.items_bytes),
