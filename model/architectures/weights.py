@@ -151,7 +151,7 @@ class Packing:
         shape = MoEShape(E=1, H=H, I=I, topk=1, spec=ExpertSpec(bias=biases is not None))
         packed = PackedExperts(shape, fmt, allocate, self.pack, down_fmt)
         if self.pack is not outline:  # whose weights are no numbers to check
-            packed.pack(0, *(weight for _, weight in found), biases)
+            packed.pack(0, *(weight for _, weight in found), biases=biases)
         return packed
 
     def vector(self, name: str) -> torch.Tensor:
