@@ -94,7 +94,7 @@ def test_matches_the_reference(kernel, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_pool_and_slices_do_the_same(case):
+def test_a_pool_does_the_same(case):
     whole, (x, ids, weights) = experts_of(case), inputs(case, 5)
     shape, fmt, down_fmt, activations = CASES[case]
     with WorkerPool(2) as pool:
