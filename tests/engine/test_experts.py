@@ -48,4 +48,4 @@ def test_the_cpu_device_does_what_the_host_does(T: int) -> None:
         for each in (step, host):
             each.sizes[0] = T
             each.run()
-        assert_close(step.outputs["y"], host.outputs["y"], 3e-3)
+        assert_close(step.outputs["y"], host.outputs["y"], 6e-3)
