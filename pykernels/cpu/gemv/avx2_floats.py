@@ -12,7 +12,6 @@ converted as they lie, one for each 4 outputs with the even and the odd inputs s
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from ..activations.row_layout import float_at
