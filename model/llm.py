@@ -24,7 +24,8 @@ from runtime.matrix import outline, packer
 from runtime.passes import defer as defer_pass
 from runtime.workers.pool import WorkerPool
 
-from .architectures.decoder import Decoder, cache_token_bytes, head_sizes, make_decoder, why_not
+from .architectures.decoder import Decoder, cache_token_bytes, head_sizes, make_decoder
+from .architectures.families import why_not
 from .architectures.weights import Outline, Stored
 from .checkpoint import memory
 from .checkpoint.config import read_config, resolve_dtype
@@ -32,8 +33,8 @@ from .checkpoint.load import check_kernels, load_experts, nbytes
 from .checkpoint.plan import Experts, make_plan
 from .checkpoint.progress import Callback, reporting
 from .checkpoint.safetensors import Checkpoint
+from .modules.experts import FusedExperts
 from .modules.inject import inject
-from .modules.moe import FusedMoE
 from .pretrained import (
     Rules,
     build_meta,
@@ -155,7 +156,7 @@ def load_engine(
     """
     folder, passes = Path(path), _passes(defer)
     config = read_config(folder)
-    if reason := why_not(config.model_type):
+    if reason := why_not(config):
         raise PykernelsError(f"the engine cannot run this model: {reason}", "Use --eager")
     positions = config.max_position_embeddings
     if context is not None and not 1 <= context <= positions:
@@ -218,7 +219,7 @@ def outline_decoder(path: Path, rules: Rules = None) -> Decoder:
         inject(model, resolve_rules(rules, config.model_type))
         plan = make_plan(model, checkpoint, dtype)
     for item in plan.items:
-        if isinstance(item, Experts) and isinstance(model.get_submodule(item.name), FusedMoE):
+        if isinstance(item, Experts) and isinstance(model.get_submodule(item.name), FusedExperts):
             module: Any = model.get_submodule(item.name)
             module.allocate(item.stored)
     return make_decoder(model, Outline(plan), outline)

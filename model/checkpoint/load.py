@@ -15,7 +15,8 @@ from pykernels.quant import Weight, get_format
 from pykernels.registry import resolve
 from pykernels.target import detect
 
-from ..modules.moe import FusedMoE, routed_experts
+from ..modules.experts import FusedExperts
+from ..modules.moe import routed_experts
 from .compressed_tensors import as_q8_0, unpack_int4
 from .plan import Dense, Experts, Matrix, Plan
 from .progress import Callback
@@ -47,7 +48,7 @@ def load(
             continue
         module: Any = model.get_submodule(item.name)
         expert_bytes = nbytes(checkpoint, item) // len(item.experts)
-        fill = _fill_packed if isinstance(module, FusedMoE) else _fill_fused
+        fill = _fill_packed if isinstance(module, FusedExperts) else _fill_fused
         for _ in fill(module, item, checkpoint, device, dtype):
             done += expert_bytes
             report(done, total)
@@ -83,7 +84,7 @@ def load_experts(
     for item in plan.items:
         if isinstance(item, Experts):
             module: Any = model.get_submodule(item.name)
-            if not isinstance(module, FusedMoE):
+            if not isinstance(module, FusedExperts):
                 raise PykernelsError(
                     f"the experts of {item.name} have no kernel of ours", "Use --eager"
                 )
@@ -97,7 +98,7 @@ def check_kernels(model: nn.Module, plan: Plan) -> None:
     for item in plan.items:
         if isinstance(item, Experts):
             module = model.get_submodule(item.name)
-            if isinstance(module, FusedMoE):
+            if isinstance(module, FusedExperts):
                 fmt = module.packed_format(item.stored)
                 resolve(module.kernel, fmt, detect(), module.activations)
 
@@ -139,7 +140,7 @@ def expert_weight(checkpoint: Checkpoint, source: Matrix, fmt: str) -> Weight:
 
 
 def _fill_packed(
-    module: FusedMoE, item: Experts, checkpoint: Checkpoint, *_: object
+    module: FusedExperts, item: Experts, checkpoint: Checkpoint, *_: object
 ) -> Iterator[int]:
     routed = module.allocate(item.stored)
     fmt = module.packed_format(item.stored)
@@ -147,7 +148,7 @@ def _fill_packed(
         try:
             routed.load_expert(e, *(expert_weight(checkpoint, m, fmt) for m in projections))
         except PykernelsError as error:  # its message has the expert's number at most
-            name = f"{item.name}.experts.{e}"
+            name = f"{module.stored_name}.{e}"
             raise PykernelsError(f"{name}: {error.cause}", error.hint) from None
         yield e
 
@@ -183,7 +184,7 @@ def _finish(model: PreTrainedModel, device: torch.device) -> None:
     model.requires_grad_(False)
     model.eval()
     for module in model.modules():
-        if isinstance(module, FusedMoE) and (module.routed is None or module.routed.missing()):
+        if isinstance(module, FusedExperts) and (module.routed is None or module.routed.missing()):
             raise RuntimeError(f"{module.name}: experts were left out of the load plan")
     tensors = [*model.named_parameters(), *model.named_buffers()]
     if left := [name for name, tensor in tensors if tensor.is_meta]:

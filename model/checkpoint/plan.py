@@ -28,10 +28,13 @@ from transformers import PreTrainedModel
 from pykernels.errors import PykernelsError
 from pykernels.shapes import MoEShape
 
-from ..modules.moe import FusedMoE
+from ..modules.experts import FusedExperts
 from .compressed_tensors import HINT
 from .names import BLOCK, CHECK, FLOATS, Matrix, Names, tied
 from .safetensors import Checkpoint, Part
+
+BIAS = "e_score_correction_bias"
+"""Of routers: it decides between scores that differ by less than bfloat16 keeps of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class Dense:
 class Experts:
     """The routed experts of one block.
 
-    `name`: the module that gets them, a `FusedMoE` or a Hugging Face experts module; `stored`:
+    `name`: the module that gets them, a `FusedExperts` or one of Hugging Face; `stored`:
     their format in `pykernels.quant`; `experts`: (gate [I, H], up [I, H], down [H, I]) of each.
     """
 
@@ -75,11 +78,11 @@ def make_plan(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype
     Raises `PykernelsError` for missing or unexpected tensors and for wrong shapes or dtypes.
     """
     names, plan = Names(model, checkpoint), Plan()
-    strict = set(model._keep_in_fp32_modules_strict or ())
+    strict = [*(model._keep_in_fp32_modules_strict or ()), BIAS]
     skip, instead = tied(model, names)
     done: set[int] = set()  # parameters that two modules share are loaded once
     for path, module in model.named_modules():
-        if isinstance(module, FusedMoE):
+        if isinstance(module, FusedExperts):
             _add_experts(plan, names, module, path)
         elif is_fused_experts(module):
             _add_experts(plan, names, module, path)
@@ -91,7 +94,8 @@ def make_plan(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype
             done.add(id(tensor))
             source = names.take(instead.get(name, name), tuple(tensor.shape))
             if source is not None:
-                target = torch.float32 if strict & set(name.split(".")) else dtype
+                exact = any(f".{part}." in f".{name}." for part in strict)
+                target = torch.float32 if exact else dtype
                 plan.items.append(_dense(name, source, tensor, target, checkpoint))
     names.finish()
     return plan
@@ -134,9 +138,9 @@ def _dense(
 
 
 def _add_experts(plan: Plan, names: Names, module: Any, path: str) -> None:
-    """Plan the experts of `module` at `path`, a `FusedMoE` or an experts module of transformers."""
-    packed = isinstance(module, FusedMoE)
-    block = f"{path}.experts" if packed else path
+    """Plan the experts of `module` at `path`, a `FusedExperts` or a module of transformers."""
+    packed = isinstance(module, FusedExperts)
+    block = module.stored_name if packed else path
     shape = module.shape if packed else fused_shape(module)
     separate = f"{block}.gate_up_proj" not in names.stored
     found = (_separate if separate else _fused)(names, block, shape)

@@ -95,7 +95,7 @@ class Session:
             from transformers.utils import logging
 
             from .. import EMBEDDED, load_tokenizer
-            from ..architectures.decoder import why_not
+            from ..architectures.families import why_not
             from ..checkpoint.config import read_config
             from ..text.generate import check_options
 
@@ -108,7 +108,7 @@ class Session:
         eager = eager or device != "cpu" or dtype is not None
         if eager and defer != "off":
             raise PykernelsError("--defer is for the engine", "Leave out --eager and its kin")
-        if not eager and (reason := why_not(read_config(path).model_type)):
+        if not eager and (reason := why_not(read_config(path))):
             note(f"the engine cannot run this model, so it runs eagerly: {reason}")
             eager = True
         self.llm: LLM | None = None

@@ -7,110 +7,56 @@ from typing import Any
 import torch
 from torch import nn
 
-from pykernels import quant
 from pykernels.errors import PykernelsError
-from pykernels.registry import ACTIVATIONS
 from pykernels.shapes import MoEShape
 from runtime.experts.routed import RoutedExperts
 
-from .registry import ModuleContext, Operator, operator
+from .experts import FusedExperts, experts_shape
+from .registry import ModuleContext, operator
 
-FORMATS = ("auto", *quant.FORMATS)
 SHARED = ("shared_experts", "shared_expert", "shared_expert_gate")
 """Children of a block that every token passes through, under the names that models give them."""
 
 
 @operator
-class FusedMoE(Operator):
+class FusedMoE(FusedExperts):
     """Router and shared experts as they were; routed experts packed for the CPU.
 
     Replaces a whole block, so that the CPU works on the routed experts while the shared
-    ones run on the model's device. The packed weights are neither parameters nor buffers: `.to()`
-    leaves them in main memory. Inference only.
-
-    Rule's kwargs: `kernel` auto | amx | avx512 | generic (default: the caller's choice); `format`
-    auto (as stored), or one of `pykernels.quant.FORMATS` to convert to while loading; `activations`
-    bf16 (exact), or int8 for integer formats, about 1 % off and faster. Rule's device: `cpu` only.
+    ones run on the model's device. Everything else is as in `FusedExperts`.
 
     Source: KTransformers (SOSP 2025), section 3.3 (asynchronous scheduling) and Listing 1.
     """
 
-    def __init__(
-        self,
-        original: Any,
-        context: ModuleContext,
-        *,
-        kernel: str | None = None,
-        format: str = "auto",
-        activations: str = "bf16",
-    ) -> None:
-        super().__init__(original, context)
-        if format not in FORMATS:
-            raise PykernelsError(
-                f"{context.name}: there is no expert format {format!r}",
-                f"Use one of {', '.join(FORMATS)}",
-            )
-        if activations not in ACTIVATIONS:
-            raise PykernelsError(
-                f"{context.name}: there are no {activations!r} activations",
-                f"Use {' or '.join(ACTIVATIONS)}",
-            )
-        if context.device not in (None, "cpu"):
-            raise PykernelsError(
-                f"{context.name}: routed experts cannot run on {context.device!r}",
-                "Write device: cpu in the rule, or drop the rule to leave the block as it is",
-            )
-        self.name = context.name
-        self.kernel = kernel or context.kernel
-        self.format = format
-        self.activations = activations
-        self.shape = block_shape(original, context)
+    def _take(self, original: Any, context: ModuleContext) -> MoEShape:
+        shape = block_shape(original, context)
         self.gate: nn.Module = original.gate
         for child in SHARED:
-            if hasattr(original, child):
+            if getattr(original, child, None) is not None:
                 setattr(self, child, getattr(original, child))
-        self.routed: RoutedExperts | None = None
+        return shape
 
-    def allocate(self, stored: str) -> RoutedExperts:
-        """Make room for the packed experts of a checkpoint that stores them as `stored`."""
-        fmt = self.packed_format(stored)
-        self.routed = RoutedExperts(
-            self.shape, fmt, kernel=self.kernel, activations=self.activations
-        )
-        return self.routed
+    @property
+    def stored_name(self) -> str:
+        return f"{self.name}.experts"
 
-    def packed_format(self, stored: str) -> str:
-        """Name of the format that experts are packed in, if the checkpoint has `stored`."""
-        return stored if self.format == "auto" else self.format
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """Same as the block's own: [..., H] in and out, in the same dtype and device.
 
         Raises `PykernelsError` in training mode, on inputs that need gradients, and before the
         weights are loaded.
         """
-        routed = self._ready(hidden_states)
+        self._ready(hidden_states)
         x = hidden_states.reshape(-1, self.shape.H)  # [T, H]
         _, weights, ids = self.gate(x)  # [T, topk] both
-        # float16 has no expert kernel: its values fit float32 exactly.
-        rows = x.float() if x.dtype == torch.float16 else x
-        ticket = routed.submit(
-            rows.to("cpu").contiguous(),
-            ids.to("cpu", torch.int64).contiguous(),
-            weights.to("cpu", torch.float32).contiguous(),
-        )
+        ticket = self.submit(x, ids, weights)
         try:
             shared = self._shared(x)  # the workers are busy with the routed experts meanwhile
         finally:
-            out = routed.sync(ticket)  # [T, H]; also on an error: one call at a time
-        out = out.to(x.device, x.dtype)
+            out = self.sync(ticket, x)  # [T, H]; also on an error: one call at a time
         if shared is not None:
             out = out + shared
         return out.reshape(hidden_states.shape)
-
-    def extra_repr(self) -> str:
-        packed = "not loaded" if self.routed is None else "on the CPU"
-        return f"{self.shape}, kernel={self.kernel}, format={self.format}, experts {packed}"
 
     def _shared(self, x: torch.Tensor) -> torch.Tensor | None:
         parts = self._modules
@@ -122,58 +68,33 @@ class FusedMoE(Operator):
             return torch.sigmoid(gate(x)) * shared(x)
         return None
 
-    def _ready(self, hidden_states: torch.Tensor) -> RoutedExperts:
-        if self.training or (torch.is_grad_enabled() and hidden_states.requires_grad):
-            raise PykernelsError(
-                f"{self.name}: the CPU experts cannot be trained",
-                "Call model.eval() and run under torch.no_grad()",
-            )
-        if self.routed is None:
-            raise PykernelsError(
-                f"{self.name}: its experts are not loaded", "Load with model.from_pretrained"
-            )
-        return self.routed
-
-    def _save_to_state_dict(self, *_: object) -> None:
-        # Without this the saved model would silently lack its experts.
-        raise PykernelsError(
-            f"{self.name}: packed experts are in no state dict",
-            "Copy the checkpoint's own files instead of saving the model",
-        )
-
 
 def block_shape(block: Any, context: ModuleContext) -> MoEShape:
     """Sizes of a Hugging Face MoE block; `PykernelsError` if `FusedMoE` cannot replace it.
 
-    It needs a `gate` that returns (logits, weights, indices), and `experts` with the fused
-    `gate_up_proj` [E, 2 I, H] (gate first) and `down_proj` [E, H, I], no biases, SiLU.
+    It needs a `gate` that returns (logits, weights, indices), and `experts` as `FusedExperts` does.
     """
     known = {"gate", "experts", *SHARED}
-    experts = getattr(block, "experts", None)
-    children = {name for name, _ in block.named_children()}
+    children = {name for name, child in block.named_children() if child is not None}
     where = f"{context.name} ({type(block).__name__})"
     hint = "Drop the rule for it, so that transformers runs the block itself"
-    if experts is not None and any(n.endswith("bias") for n, _ in experts.named_parameters()):
-        raise PykernelsError(f"{where} has experts with biases, for which there is no kernel", hint)
     if not {"gate", "experts"} <= children:
         raise PykernelsError(f"{where} is no MoE block with a gate and experts", hint)
     if unknown := sorted(children - known):
         raise PykernelsError(f"{where} has parts that are not known: {', '.join(unknown)}", hint)
+    if own := [name for name, _ in _own_tensors(block)]:
+        raise PykernelsError(f"{where} has values of its own: {', '.join(own)}", hint)
     if ("shared_expert" in children) != ("shared_expert_gate" in children):
         raise PykernelsError(f"{where} has a shared_expert without its gate", hint)
-    activation = getattr(context.config, "hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise PykernelsError(f"{where} uses {activation!r}, the kernels have silu only", hint)
-    gate_up, down = getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
-    if gate_up is None or down is None or gate_up.ndim != 3 or down.ndim != 3:
-        raise PykernelsError(f"{where} has experts of a layout that is not known", hint)
-    E, H, I = down.shape  # noqa: E741
-    if gate_up.shape != (E, 2 * I, H):
-        raise PykernelsError(f"{where} has experts of a layout that is not known", hint)
-    return MoEShape(E=E, H=H, I=I, topk=int(block.gate.top_k))
+    return experts_shape(block.experts, f"{context.name}.experts", int(block.gate.top_k))
+
+
+def _own_tensors(block: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    own = [*block.named_parameters(recurse=False), *block.named_buffers(recurse=False)]
+    return [(name, tensor) for name, tensor in own if tensor is not None]
 
 
 def routed_experts(model: nn.Module) -> list[RoutedExperts]:
     """The packed experts of a model, in the order of its layers."""
-    blocks = (module for module in model.modules() if isinstance(module, FusedMoE))
-    return [block.routed for block in blocks if block.routed is not None]
+    found = (module for module in model.modules() if isinstance(module, FusedExperts))
+    return [module.routed for module in found if module.routed is not None]

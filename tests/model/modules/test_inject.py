@@ -165,4 +165,4 @@ def test_unknown_blocks_are_refused(spoil: Any, message: str) -> None:
 def test_biased_experts_are_refused() -> None:
     model = meta("gpt_oss", num_local_experts=4, num_hidden_layers=2, pad_token_id=None)
     with pytest.raises(PykernelsError, match="experts with biases"):
-        apply(model, rule(cls="GptOssMLP"))
+        apply(model, rule(cls="GptOssExperts"))
