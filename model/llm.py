@@ -20,6 +20,7 @@ from runtime.devices.cpu import precompile
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.devices.runner import Pass
 from runtime.engine import Engine, RequestHandle, Result, SamplingParams
+from runtime.kv_cache.layout import PAGE, Pages
 from runtime.matrix import outline, packer
 from runtime.passes import defer as defer_pass
 from runtime.workers.pool import WorkerPool
@@ -134,6 +135,7 @@ def load_engine(
     max_sequences: int = 16,
     max_tokens: int = 512,
     defer: Defer = "off",
+    kv_dtype: str = "bf16",
     progress: bool | Callback | None = None,
 ) -> LLM:
     """Loads a checkpoint for the engine: every matrix packed in the format that it is stored in.
@@ -148,13 +150,16 @@ def load_engine(
         max_sequences: requests that run at once; ``max_tokens``: tokens of a step.
         defer: experts of a token whose output joins one layer later in decode steps (Expert
             Deferral); "auto": as many as keep the CPU busy, which is none where it is alone.
+        kv_dtype: "bf16", or "fp8": keys and values in E4M3 with a scale a token and head, half the
+            memory of the cache; each number within 1/16 of itself, where bf16 has 1/256.
         progress: as in ``from_pretrained``.
 
     Raises:
-        PykernelsError: a model that the engine cannot run, fewer than two immediate experts, or
-            what ``from_pretrained`` raises.
+        PykernelsError: a model that the engine cannot run, fewer than two immediate experts, no
+            such ``kv_dtype``, or what ``from_pretrained`` raises.
     """
     folder, passes = Path(path), _passes(defer)
+    Pages(0, kv_dtype)  # refused before anything is read
     config = read_config(folder)
     if reason := why_not(config):
         raise PykernelsError(f"the engine cannot run this model: {reason}", "Use --eager")
@@ -162,7 +167,7 @@ def load_engine(
     if context is not None and not 1 <= context <= positions:
         raise PykernelsError(f"a context of {context}", f"Ask for 1 to {positions}")
     room = context or min(max(CONTEXT, at_least), positions)
-    pages = -(-room // 64) * min(2, max_sequences) + 1
+    pages = -(-room // PAGE) * min(2, max_sequences) + 1
     dtype = resolve_dtype(None, config)
     parsed = resolve_rules(rules, config.model_type)
     generation = read_generation_config(folder)
@@ -173,12 +178,12 @@ def load_engine(
         with Checkpoint(folder) as checkpoint:
             model = build_meta(config, dtype)
             inject(model, parsed, kernel)
-            precompile.begin(head_sizes(model))
+            precompile.begin(head_sizes(model, kv_dtype))
             plan = make_plan(model, checkpoint, dtype)
             check_kernels(model, plan)
             memory.check_engine(
-                memory.needed_by_engine(plan, model, checkpoint), cache_token_bytes(model), room,
-                64 * pages,
+                memory.needed_by_engine(plan, model, checkpoint),
+                cache_token_bytes(model, kv_dtype), room, PAGE * pages,
             )  # fmt: skip
             total, done = sum(nbytes(checkpoint, item) for item in plan.items), 0
             with reporting(progress) as report:
@@ -189,7 +194,7 @@ def load_engine(
                     report(done, total)
 
                 load_experts(model, plan, checkpoint, add)
-                decoder = make_decoder(model, Stored(plan, checkpoint, add), packer(pool))
+                decoder = make_decoder(model, Stored(plan, checkpoint, add), packer(pool), kv_dtype)
         runner = CpuRunner(decoder, pool, room, pages, max_tokens, max_sequences, kernel, passes)
         return LLM(runner, config, tokenizer, _eos(config, generation), pool)
     except BaseException:

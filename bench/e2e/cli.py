@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from model.cli.common import Debug, Kernel, Threads, command, err, note, out, prepare_threads
+from model.cli.session import KvDtype
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
@@ -51,6 +52,7 @@ def e2e(
         str | None,
         typer.Option(metavar="bf16|int8", help="Inputs of the experts.", show_default="bf16"),
     ] = None,
+    kv_dtype: KvDtype = "bf16",
     experts: Annotated[int | None, _count("Of --arch: in a layer.")] = None,
     vocab: Annotated[int | None, _count("Of --arch: tokens of the vocabulary.")] = None,
     threads: Threads = None,
@@ -76,7 +78,7 @@ def e2e(
     load = Load(prompt, tokens, batch, context or prompt)
     with err().status("", spinner_style="dim") as status:
         status.update("filling random weights …" if arch else "reading, packing …")
-        ours = _open(model, arch, given, chosen_threads, chosen_kernel)
+        ours = _open(model, arch, given, chosen_threads, chosen_kernel, kv_dtype)
         try:
             status.update("compiling, timing the engine …")
             row = measured(ours, load, chosen_kernel, chosen_threads)
@@ -104,17 +106,23 @@ def check_options(model: Path | None, arch: str | None, given: dict[str, Any]) -
 
 
 def _open(
-    folder: Path | None, arch: str | None, given: dict[str, Any], threads: int | None, kernel: str
+    folder: Path | None,
+    arch: str | None,
+    given: dict[str, Any],
+    threads: int | None,
+    kernel: str,
+    kv_dtype: str,
 ) -> Ours:
     import model
 
     from .ours import Ours, Shape
 
     if arch is None:
-        return Ours.checkpoint(model.EMBEDDED if folder is None else folder, threads, kernel)
+        folder = model.EMBEDDED if folder is None else folder
+        return Ours.checkpoint(folder, threads, kernel, kv_dtype)
     shape = Shape(arch, given["layers"], given["experts"], given["vocab"])
     fmt, activations = given["format"] or "q4_k", given["activations"] or "bf16"
-    return Ours.random(shape, fmt, threads, kernel, activations)
+    return Ours.random(shape, fmt, threads, kernel, activations, kv_dtype)
 
 
 def measured(ours: Ours, load: Any, kernel: str, threads: int | None) -> Row:
@@ -127,6 +135,7 @@ def measured(ours: Ours, load: Any, kernel: str, threads: int | None) -> Row:
         "model": ours.name,
         "format": ours.fmt,
         "activations": ours.activations,
+        "kv_dtype": ours.decoder.kv_dtype,
         "layers": ours.layers,
         "threads": ours.pool.threads,
         "cpu": detect().cpu,
@@ -178,7 +187,7 @@ def _show(row: Row) -> None:
     rows = {
         "CPU": f"{r['cpu']}, {r['threads']} thread{'s' * (r['threads'] > 1)}",
         "model": f"{r['model']}, {r['layers']} layers, experts in {r['format']} on {r['kernel']},"
-        f" {r['activations']} activations",
+        f" {r['activations']} activations, cache in {r['kv_dtype']}",
         "prompt": f"{r['prefill_tok_s']:.1f} tokens/s, {r['prompt']} tokens",
         "decode": f"{r['decode_tok_s']:.1f} tokens/s, {several}{r['tokens']} steps at a context of"
         f" {r['context']}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -22,6 +22,7 @@ from pykernels.quant import get_format
 from pykernels.registry import resolve
 from pykernels.target import detect
 from runtime.devices.cpu.runner import CpuRunner
+from runtime.kv_cache.layout import Pages
 from runtime.matrix import packer
 from runtime.profiling.engine_speed import EngineTimer, Load, StepTime, decode_speed
 from runtime.profiling.roofline import read_roof
@@ -81,7 +82,13 @@ class Ours:
 
     @classmethod
     def random(
-        cls, shape: Shape, fmt: str, threads: int | None, kernel: str, activations: str = "bf16"
+        cls,
+        shape: Shape,
+        fmt: str,
+        threads: int | None,
+        kernel: str,
+        activations: str = "bf16",
+        kv_dtype: str = "bf16",
     ) -> Ours:
         """Random weights.
 
@@ -89,12 +96,14 @@ class Ours:
             PykernelsError: no memory for them, a format or a kernel that there is not.
         """
         resolve(kernel, fmt, detect(), activations)
+        Pages(0, kv_dtype)  # refused before weights are filled
         config = shape.config()
         check_memory(shape.arch, config, fmt)
         pool = WorkerPool(threads)
         try:
             start = time.perf_counter()
             decoder = random_decoder(config, fmt, packer(pool), kernel, activations)
+            decoder = replace(decoder, kv_dtype=kv_dtype)
             took = time.perf_counter() - start
             return cls(shape.arch, decoder, pool, config.max_position_embeddings, took)
         except BaseException:
@@ -102,12 +111,15 @@ class Ours:
             raise
 
     @classmethod
-    def checkpoint(cls, folder: str | Path, threads: int | None, kernel: str) -> Ours:
+    def checkpoint(
+        cls, folder: str | Path, threads: int | None, kernel: str, kv_dtype: str = "bf16"
+    ) -> Ours:
         """A checkpoint. Raises what ``model.load_engine`` does."""
         start = time.perf_counter()
         loaded = model.load_engine(
-            folder, threads=threads, kernel=kernel, context=1, max_sequences=1, max_tokens=1
-        )
+            folder, threads=threads, kernel=kernel, context=1, max_sequences=1, max_tokens=1,
+            kv_dtype=kv_dtype,
+        )  # fmt: skip
         took = time.perf_counter() - start
         positions = loaded.config.max_position_embeddings
         name = "embedded" if Path(folder) == Path(model.EMBEDDED) else Path(folder).resolve().name

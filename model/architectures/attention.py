@@ -7,22 +7,21 @@ from typing import Any, Protocol
 
 import torch
 
+from runtime.kv_cache.layout import Pages, Part
 from runtime.matrix import PackedHeads, PackedMatrix
 from runtime.program import Builder
 
 from .families import Family
 from .weights import Packing
 
-PAGE = 64
-
 
 class Attention(Protocol):
     """What a layer's attention is to the program."""
 
-    def caches(self, pages: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of its parts of the cache, by their endings."""
+    def caches(self, pages: Pages) -> dict[str, Part]:
+        """Its parts of the cache, by their endings."""
 
-    def lower(self, b: Builder, layer: str, x: str, pages: int) -> str:
+    def lower(self, b: Builder, layer: str, x: str, pages: Pages) -> str:
         """Adds its nodes; returns the buffer [T, H] of what it adds to the residual stream."""
 
 
@@ -85,19 +84,19 @@ class MLA:
         )
 
     @staticmethod
-    def cached(module: Any) -> int:
-        """Numbers of a token in the cache."""
-        return int(module.kv_lora_rank + module.qk_rope_head_dim)
+    def cached(module: Any, pages: Pages) -> dict[str, Part]:
+        """The parts of such a module's cache."""
+        return pages.latent(module.kv_lora_rank, module.qk_rope_head_dim)
 
     @staticmethod
     def head(module: Any) -> tuple[int, int]:
         """Numbers of a key and of a value, as attention sees them."""
         return module.kv_lora_rank + module.qk_rope_head_dim, module.kv_lora_rank
 
-    def caches(self, pages: int) -> dict[str, tuple[int, ...]]:
-        return {"latent": (pages, PAGE, self.L + self.R)}
+    def caches(self, pages: Pages) -> dict[str, Part]:
+        return pages.latent(self.L, self.R)
 
-    def lower(self, b: Builder, layer: str, x: str, pages: int) -> str:
+    def lower(self, b: Builder, layer: str, x: str, pages: Pages) -> str:
         width, D = self.L + self.R, self.nope + self.R
         a = b.buffer(f"{layer}.a", "T", self.first.N)
         b.node("linear", f"{layer}.q_kv_a", [x], [a], _weights(self.first, self.first_bias))
@@ -111,10 +110,11 @@ class MLA:
             )  # fmt: skip
             q = b.buffer(f"{layer}.q", "T", self.q_b.N)
             b.node("linear", f"{layer}.q_b", [normed], [q], {"weight": self.q_b})
-        cache = b.buffer(f"{layer}.latent", pages, PAGE, width, dtype=torch.bfloat16, kind="cache")
+        cache = _buffers(b, layer, self.caches(pages))
+        latents, *rest = cache.values()
         turned = b.buffer(f"{layer}.q_turned", "T", self.NH, width)
         b.node(
-            "mla_write", f"{layer}.write", [q, a, "rope", "slots"], [turned, cache],
+            "mla_write", f"{layer}.write", [q, a, "rope", "slots"], [turned, *cache.values()],
             {"weight": self.kv_norm}, nope=self.nope, heads=self.NH, eps=self.kv_eps,
             interleaved=int(self.interleaved), kv_start=self.first.starts[1],
         )  # fmt: skip
@@ -125,8 +125,8 @@ class MLA:
         latent = b.buffer(f"{layer}.o_latent", "T", self.NH, self.L)
         b.node(
             "attention", f"{layer}.attention",
-            [turned, cache, "positions", "sequences", "page_table"], [latent], heads=self.NH,
-            kv_heads=1, dk=width, dv=self.L, scale=self.scale,
+            [turned, latents, "positions", "sequences", "page_table", *rest], [latent],
+            heads=self.NH, kv_heads=1, dk=width, dv=self.L, scale=self.scale, parts=tuple(cache),
         )  # fmt: skip
         values = b.buffer(f"{layer}.values", "T", self.NH * self.dv)
         b.node(
@@ -183,38 +183,37 @@ class GQA:
         )
 
     @staticmethod
-    def cached(module: Any) -> int:
-        """Numbers of a token in the cache."""
-        return int(2 * module.k_proj.out_features)
+    def cached(module: Any, pages: Pages) -> dict[str, Part]:
+        """The parts of such a module's cache."""
+        D = module.head_dim
+        return pages.grouped(module.k_proj.out_features // D, D)
 
     @staticmethod
     def head(module: Any) -> tuple[int, int]:
         """Numbers of a key and of a value, as attention sees them."""
         return module.head_dim, module.head_dim
 
-    def caches(self, pages: int) -> dict[str, tuple[int, ...]]:
-        shape = (pages, PAGE, self.KVH, self.D)
-        return {"k": shape, "v": shape}
+    def caches(self, pages: Pages) -> dict[str, Part]:
+        return pages.grouped(self.KVH, self.D)
 
-    def lower(self, b: Builder, layer: str, x: str, pages: int) -> str:
+    def lower(self, b: Builder, layer: str, x: str, pages: Pages) -> str:
         qkv = b.buffer(f"{layer}.qkv", "T", self.qkv.N)
         b.node("linear", f"{layer}.qkv", [x], [qkv], _weights(self.qkv, self.qkv_bias))
-        shape = self.caches(pages)["k"]
-        k, v = (
-            b.buffer(f"{layer}.{part}", *shape, dtype=torch.bfloat16, kind="cache") for part in "kv"
-        )
+        cache = _buffers(b, layer, self.caches(pages))
+        k, *rest = cache.values()
         q = b.buffer(f"{layer}.q", "T", self.NH, self.D)
         norms = {} if self.q_norm is None else {"q": self.q_norm, "k": self.k_norm}
         b.node(
-            "gqa_write", f"{layer}.write", [qkv, "rope", "slots"], [q, k, v], norms,
+            "gqa_write", f"{layer}.write", [qkv, "rope", "slots"], [q, *cache.values()], norms,
             heads=self.NH, eps=self.eps, interleaved=int(self.interleaved),
         )  # fmt: skip
         values = b.buffer(f"{layer}.values", "T", self.NH * self.D)
         sinks = {} if self.sinks is None else {"sinks": self.sinks.float()}
         b.node(
             "attention", f"{layer}.attention",
-            [q, k, "positions", "sequences", "page_table", v], [values], sinks, heads=self.NH,
+            [q, k, "positions", "sequences", "page_table", *rest], [values], sinks, heads=self.NH,
             kv_heads=self.KVH, dk=self.D, dv=self.D, scale=self.scale, window=self.window,
+            parts=tuple(cache),
         )  # fmt: skip
         out = b.buffer(f"{layer}.attended", "T", self.o.N)
         b.node("linear", f"{layer}.o", [values], [out], _weights(self.o, self.o_bias))
@@ -224,6 +223,14 @@ class GQA:
 def kind_of(module: Any) -> type[MLA] | type[GQA]:
     """Which attention a module of Hugging Face's is."""
     return MLA if hasattr(module, "kv_a_proj_with_mqa") else GQA
+
+
+def _buffers(b: Builder, layer: str, parts: dict[str, Part]) -> dict[str, str]:
+    """Buffers of a layer's cache, by its parts."""
+    return {
+        name: b.buffer(f"{layer}.{name}", *part.shape, dtype=part.dtype, kind="cache")
+        for name, part in parts.items()
+    }
 
 
 def _weights(matrix: PackedMatrix, bias: torch.Tensor | None) -> dict[str, Any]:

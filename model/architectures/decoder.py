@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pykernels.errors import PykernelsError
+from runtime.kv_cache.layout import Pages, Part, token_bytes
 from runtime.matrix import Pack, PackedMatrix
 from runtime.program import Builder, Program
 
@@ -42,6 +43,7 @@ class Decoder:
     Attributes:
         table: bfloat16 [V, H].
         frequencies: float32 [R / 2]; ``rope_scale``: of cos and sin (YaRN).
+        kv_dtype: of the cache, see ``runtime.kv_cache.layout``.
     """
 
     name: str
@@ -52,18 +54,19 @@ class Decoder:
     eps: float
     frequencies: torch.Tensor
     rope_scale: float
+    kv_dtype: str = "bf16"
 
     @property
     def vocab_size(self) -> int:
         """Token ids are below."""
         return self.table.shape[0]
 
-    def caches(self, pages: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the cache's buffers (bfloat16), ``pages`` of 64 tokens."""
+    def caches(self, pages: int) -> dict[str, Part]:
+        """The cache's buffers, ``pages`` of 64 tokens."""
         return {
-            f"layer{i}.{part}": shape
+            f"layer{i}.{name}": part
             for i, layer in enumerate(self.layers)
-            for part, shape in layer.attention.caches(pages).items()
+            for name, part in layer.attention.caches(Pages(pages, self.kv_dtype)).items()
         }
 
     def lower(self, T: int, S: int, R: int, pages: int, table_pages: int) -> Program:
@@ -89,7 +92,7 @@ class Decoder:
         for i, layer in enumerate(self.layers):
             name = f"layer{i}"
             x, normed = self._norm(b, f"{name}.input_norm", layer.input_norm, x, add)
-            add = [layer.attention.lower(b, name, normed, pages)]
+            add = [layer.attention.lower(b, name, normed, Pages(pages, self.kv_dtype))]
             x, normed = self._norm(b, f"{name}.post_norm", layer.post_norm, x, add)
             add = layer.mlp.lower(b, name, normed)
         last = b.buffer("normed", "R", H)
@@ -118,24 +121,34 @@ class Decoder:
         return (total[0] if add else x), normed
 
 
-def cache_token_bytes(model: PreTrainedModel) -> int:
-    """Bytes that one token's keys and values take in the cache."""
+def cache_token_bytes(model: PreTrainedModel, kv_dtype: str = "bf16") -> int:
+    """Bytes that one token's keys and values take in the cache.
+
+    Raises:
+        PykernelsError: no such ``kv_dtype``.
+    """
     inner: Any = model.model
-    return sum(2 * kind_of(layer.self_attn).cached(layer.self_attn) for layer in inner.layers)
+    modules, pages = [layer.self_attn for layer in inner.layers], Pages(1, kv_dtype)
+    return sum(token_bytes(kind_of(module).cached(module, pages)) for module in modules)
 
 
-def head_sizes(model: PreTrainedModel) -> set[tuple[int, int]]:
-    """Numbers of a key and of a value of each kind of head: what attention is compiled for."""
+def head_sizes(model: PreTrainedModel, kv_dtype: str = "bf16") -> set[tuple[int, int, int]]:
+    """Numbers of a key and of a value of each kind of head, and of the key's those in E4M3: what
+    attention is compiled for."""
     inner: Any = model.model
-    return {kind_of(layer.self_attn).head(layer.self_attn) for layer in inner.layers}
+    heads = {kind_of(layer.self_attn).head(layer.self_attn) for layer in inner.layers}
+    return {(dk, dv, dv if kv_dtype == "fp8" else 0) for dk, dv in heads}
 
 
-def make_decoder(model: PreTrainedModel, source: Source, pack: Pack) -> Decoder:
+def make_decoder(
+    model: PreTrainedModel, source: Source, pack: Pack, kv_dtype: str = "bf16"
+) -> Decoder:
     """Packs a model's weights for programs.
 
     Args:
         model: loaded, or on the meta device but for its routed experts: it gives the schema.
         source: its weights.
+        kv_dtype: of the cache.
 
     Raises:
         PykernelsError: a family that is not lowered.
@@ -159,6 +172,7 @@ def make_decoder(model: PreTrainedModel, source: Source, pack: Pack) -> Decoder:
         eps=inner.norm.variance_epsilon,
         frequencies=rotary.inv_freq.float(),
         rope_scale=float(rotary.attention_scaling),
+        kv_dtype=kv_dtype,
     )
 
 

@@ -15,6 +15,7 @@ from .session import (
     Device,
     Dtype,
     Eager,
+    KvDtype,
     MaxNewTokens,
     Model,
     Rules,
@@ -45,6 +46,7 @@ def chat(
     numa: Numa = "auto",
     eager: Eager = False,
     defer: Defer = "off",
+    kv_dtype: KvDtype = "bf16",
     system: Annotated[str, typer.Option(help="System message, put before the conversation.")] = "",
     debug: Debug = False,
 ) -> None:
@@ -60,6 +62,7 @@ def chat(
         numa,
         eager,
         defer=defer,
+        kv_dtype=kv_dtype,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,

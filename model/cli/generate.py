@@ -15,6 +15,7 @@ from .session import (
     Device,
     Dtype,
     Eager,
+    KvDtype,
     MaxNewTokens,
     Model,
     Rules,
@@ -49,6 +50,7 @@ def generate(
     numa: Numa = "auto",
     eager: Eager = False,
     defer: Defer = "off",
+    kv_dtype: KvDtype = "bf16",
     echo: Annotated[bool, typer.Option(help="Write the prompt before its continuation.")] = True,
     debug: Debug = False,
 ) -> None:
@@ -67,6 +69,7 @@ def generate(
         eager,
         prompt,
         defer=defer,
+        kv_dtype=kv_dtype,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,

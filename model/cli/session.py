@@ -68,6 +68,16 @@ Defer = Annotated[
 ]
 
 
+KvDtype = Annotated[
+    str,
+    typer.Option(
+        "--kv-dtype",
+        metavar="bf16|fp8",
+        help="Keys and values in the cache; fp8 halves its memory.",
+    ),
+]
+
+
 class Session:
     """A loaded model and tokenizer with the options of a run: on the engine, or eagerly."""
 
@@ -83,6 +93,7 @@ class Session:
         eager: bool,
         prompt: str | None = None,
         defer: str = "off",
+        kv_dtype: str = "bf16",
         **sampling: Any,
     ) -> None:
         """Check the options and that `prompt` fits the context, then load.
@@ -108,6 +119,8 @@ class Session:
         eager = eager or device != "cpu" or dtype is not None
         if eager and defer != "off":
             raise PykernelsError("--defer is for the engine", "Leave out --eager and its kin")
+        if eager and kv_dtype != "bf16":
+            raise PykernelsError("--kv-dtype is for the engine", "Leave out --eager and its kin")
         if not eager and (reason := why_not(read_config(path))):
             note(f"the engine cannot run this model, so it runs eagerly: {reason}")
             eager = True
@@ -124,7 +137,7 @@ class Session:
 
             self.llm = load_engine(
                 path, rules=rules, threads=chosen_threads, kernel=chosen_kernel, at_least=wanted,
-                max_sequences=1, defer=defer,
+                max_sequences=1, defer=defer, kv_dtype=kv_dtype,
             )  # fmt: skip
 
     def _check(self, path: Path, prompt: str) -> int:

@@ -67,8 +67,8 @@ class Teacher:
             "page_table": tables,
             "sampled": torch.arange(LANES),
         }
-        shapes = self._llm.runner.model.caches(LANES * self._pages)
-        caches = {name: torch.zeros(s, dtype=torch.bfloat16) for name, s in shapes.items()}
+        parts = self._llm.runner.model.caches(LANES * self._pages)
+        caches = {name: part.zeros() for name, part in parts.items()}
         step = CpuStep(program, self._llm.pool, inputs, caches, self._llm.runner.kernel)
         D, L = self.documents.shape
         bits, likeliest = torch.zeros(D, L - 1).double(), torch.zeros(D, L - 1, dtype=torch.int64)

@@ -1,7 +1,8 @@
 """What comes before attention: norms of queries and keys, rotary embedding, the cache's new rows.
 
 Twins of ``ref.rope`` with ``ref.mla_write`` and ``ref.kv_write``, in one pass over a token's heads.
-A slot is ``page * 64 + offset``; a token of slot -1 is written nowhere.
+A slot is ``page * 64 + offset``; a token of slot -1 is written nowhere. A row, a latent or one
+head's key or value, is bfloat16, or E4M3 with a float32 scale: the bytes of ``ref.quantize_rows``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
 from numba import carray, types
 
 from ..target import detect
@@ -17,7 +19,7 @@ from .intrin.registers import stack_alloc
 from .intrin.scalar import f32_from_bits, round_bf16
 from .intrin.sync import as_pointer
 from .jit import inlined, task
-from .job import f32, i64, poke_f32
+from .job import i64, poke_f32
 from .rope import rotate
 from .vectors import make_vectors, width
 
@@ -26,8 +28,9 @@ PAGE = 64
 _HEADS = 16
 """Heads of a task."""
 MAX_HEAD = 1024
-"""Numbers of a head, at most."""
+"""Numbers of a head or a latent, at most; a multiple of 16, as attention wants them."""
 _HEAD_BYTES = 4 * MAX_HEAD
+_E4M3_MAX, _ZERO, _ONE = np.float32(448.0), np.float32(0.0), np.float32(1.0)
 
 _STEP = ("count_at", "table", "half", "interleaved", "slots", "page_bytes", "token_bytes", "eps")
 
@@ -43,7 +46,11 @@ MLA_WRITE, mla_at = descriptor(
         "kv_stride",
         "weight",  # float32 [L], of the latent's norm
         "L",
-        "cache",  # bfloat16 [pages, PAGE, L + 2 half]
+        "cache",  # bfloat16 or E4M3 [pages, PAGE, L] with the strides above
+        "scale",  # of E4M3: float32 [pages, PAGE]; 0: bfloat16
+        "rope",  # bfloat16 [pages, PAGE, 2 half], behind the latents or pages of its own
+        "rope_page_bytes",
+        "rope_token_bytes",
         "out",  # float32 [T, NH, L + 2 half]: the turned part of q goes behind L
         "out_stride",
     ),
@@ -62,8 +69,10 @@ GQA_WRITE, gqa_at = descriptor(
         "k_weight",  # [D] or [KVH, D]
         "q_norm",  # heads of a norm: 1 or NH
         "k_norm",  # 1 or KVH
-        "k",  # bfloat16 [pages, PAGE, KVH, D]
+        "k",  # bfloat16 or E4M3 [pages, PAGE, KVH, D]
         "v",
+        "k_scale",  # of E4M3: float32 [pages, PAGE, KVH]; 0: bfloat16
+        "v_scale",
         "head_bytes",
         "out",  # float32 [T, NH, D]
         "out_stride",
@@ -76,18 +85,30 @@ def _make_inverse_rms(V: Any, N: int) -> Any:
     def inverse_rms(x, count, eps_bits):
         """``1 / sqrt(mean(x^2) + eps)`` of ``count`` floats."""
         squares = V.zero()
-        whole = count // N * N
-        for i in range(0, whole, N):
+        for i in range(0, count, N):
             value = V.load_f32(x + 4 * i)
             squares = V.fma(value, value, squares)
-        total = V.sum(squares)
-        for i in range(whole, count):
-            total += f32(x, i) * f32(x, i)
-        mean = total / types.float32(count)
+        mean = V.sum(squares) / types.float32(count)
         eps = f32_from_bits(types.uint32(eps_bits))
         return types.float32(1) / types.float32((mean + eps) ** types.float32(0.5))
 
     return inverse_rms
+
+
+def _make_quantize_row(V: Any, N: int) -> Any:
+    @inlined
+    def quantize_row(x, D, to, scale_at):
+        """D floats, a multiple of 16, as E4M3 and their scale; NaN is no candidate for it."""
+        tops = V.zero()
+        for i in range(0, D, N):
+            tops = V.largest(V.absolute(V.load_f32(x + 4 * i)), tops)
+        scale = V.maximum(tops) / _E4M3_MAX
+        scale = scale if scale > _ZERO else _ONE
+        for i in range(0, D, N):
+            V.store_e4m3(to + i, V.div(V.load_f32(x + 4 * i), V.broadcast(scale)))
+        poke_f32(scale_at, scale)
+
+    return quantize_row
 
 
 @functools.cache
@@ -96,7 +117,7 @@ def make_mla_write() -> tuple[Any, Any]:
     latent."""
     V = make_vectors(width(detect()))
     N: int = V.N
-    inverse_rms = _make_inverse_rms(V, N)
+    inverse_rms, quantize_row = _make_inverse_rms(V, N), _make_quantize_row(V, N)
 
     @task("mla-write-open")
     def opening(address, index, worker):
@@ -109,17 +130,23 @@ def make_mla_write() -> tuple[Any, Any]:
         if slot < 0:
             return
         latent, L = job.kv + t * job.kv_stride, job.L
-        at = job.cache + slot // PAGE * job.page_bytes + slot % PAGE * job.token_bytes
-        whole, factor = L // N * N, inverse_rms(latent, L, job.eps)
-        row = carray(as_pointer(at), (L + 2 * job.half,), types.uint16)
-        for i in range(0, whole, N):
+        page, offset = slot // PAGE, slot % PAGE
+        at = job.cache + page * job.page_bytes + offset * job.token_bytes
+        factor, scratch = inverse_rms(latent, L, job.eps), stack_alloc(_HEAD_BYTES)
+        for i in range(0, L, N):
             value = V.mul(V.load_f32(latent + 4 * i), V.broadcast(factor))
-            V.store_bf16(at + 2 * i, V.mul(value, V.load_f32(job.weight + 4 * i)))
-        for i in range(whole, L):
-            row[i] = round_bf16(f32(latent, i) * factor * f32(job.weight, i))
+            value = V.mul(value, V.load_f32(job.weight + 4 * i))
+            if job.scale != 0:
+                V.store_f32(scratch + 4 * i, value)
+            else:
+                V.store_bf16(at + 2 * i, value)
+        if job.scale != 0:
+            quantize_row(scratch, L, at, job.scale + 4 * slot)
+        at = job.rope + page * job.rope_page_bytes + offset * job.rope_token_bytes
+        row = carray(as_pointer(at), (2 * job.half,), types.uint16)
         for pair in range(job.half):
             a, b, a_at, b_at = rotate(latent + 4 * L, table, job.half, job.interleaved, pair)
-            row[L + a_at], row[L + b_at] = round_bf16(a), round_bf16(b)
+            row[a_at], row[b_at] = round_bf16(a), round_bf16(b)
 
     @task("mla-write")
     def run(address, index, worker):
@@ -148,7 +175,7 @@ def make_gqa_write() -> tuple[Any, Any]:
     and values in this order."""
     V = make_vectors(width(detect()))
     N: int = V.N
-    inverse_rms = _make_inverse_rms(V, N)
+    inverse_rms, quantize_row = _make_inverse_rms(V, N), _make_quantize_row(V, N)
 
     @task("gqa-write-open")
     def opening(address, index, worker):
@@ -159,17 +186,13 @@ def make_gqa_write() -> tuple[Any, Any]:
     def normalised(job, x, weight, factor, to):
         """Writes x [D]; if there is a weight, normalised, by the given factor if that is not 0."""
         D = job.D
-        whole = D // N * N
         if weight != 0 and factor == 0:
             factor = inverse_rms(x, D, job.eps)
-        for i in range(0, whole, N):
+        for i in range(0, D, N):
             value = V.load_f32(x + 4 * i)
             if weight != 0:
                 value = V.mul(V.mul(value, V.broadcast(factor)), V.load_f32(weight + 4 * i))
             V.store_f32(to + 4 * i, value)
-        for i in range(whole, D):
-            value = f32(x, i)
-            poke_f32(to + 4 * i, value * factor * f32(weight, i) if weight != 0 else value)
 
     @inlined
     def turn(job, x, table):
@@ -180,13 +203,16 @@ def make_gqa_write() -> tuple[Any, Any]:
             poke_f32(x + 4 * b_at, b)
 
     @inlined
-    def store_row(x, at, D):
-        row = carray(as_pointer(at), (D,), types.uint16)
-        whole = D // N * N
-        for i in range(0, whole, N):
-            V.store_bf16(at + 2 * i, V.load_f32(x + 4 * i))
-        for i in range(whole, D):
-            row[i] = round_bf16(f32(x, i))
+    def store_row(x, D, at, scale_at):
+        if scale_at != 0:
+            quantize_row(x, D, at, scale_at)
+        else:
+            for i in range(0, D, N):
+                V.store_bf16(at + 2 * i, V.load_f32(x + 4 * i))
+
+    @inlined
+    def scale_of(scales, slot, KVH, head):
+        return scales + 4 * (slot * KVH + head) if scales != 0 else 0
 
     @task("gqa-write")
     def run(address, index, worker):
@@ -213,12 +239,16 @@ def make_gqa_write() -> tuple[Any, Any]:
             elif slot < 0:
                 continue
             elif head < job.NH + job.KVH:
-                weight = job.k_weight + (4 * (head - job.NH) * D if job.k_norm > 1 else 0)
+                at = head - job.NH
+                weight = job.k_weight + (4 * at * D if job.k_norm > 1 else 0)
                 normalised(job, x, weight, k_factor, scratch)
                 turn(job, scratch, table)
-                store_row(scratch, job.k + place + (head - job.NH) * job.head_bytes, D)
+                scale_at = scale_of(job.k_scale, slot, job.KVH, at)
+                store_row(scratch, D, job.k + place + at * job.head_bytes, scale_at)
             else:
-                store_row(x, job.v + place + (head - job.NH - job.KVH) * job.head_bytes, D)
+                at = head - job.NH - job.KVH
+                scale_at = scale_of(job.v_scale, slot, job.KVH, at)
+                store_row(x, D, job.v + place + at * job.head_bytes, scale_at)
         return 0
 
     return opening, run

@@ -19,6 +19,7 @@ from ..target import Target
 from .intrin.codegen import emits, llvm, load, pointer, shuffle, splat
 from .intrin.registers import F32, I32, f32x8, f32x8_array, f32x16, f32x16_array
 
+_E4M3_MAX, _E4M3_NORMAL = 0x43E00000, 0x3C800000  # bits of 448 and of 2**-6
 _ARRAYS = {8: f32x8_array, 16: f32x16_array}
 
 
@@ -36,7 +37,7 @@ def make_vectors(N: int) -> Any:
     """
     vector = {8: f32x8, 16: f32x16}[N]
     FLOATS, INTS = vector.ir_type, ir.VectorType(I32, N)
-    HALVES = ir.VectorType(ir.IntType(16), N)
+    HALVES, BYTES = (ir.VectorType(ir.IntType(bits), N) for bits in (16, 8))
     kind = f"v{N}f32"
     V: Any = ModuleType(f"{__name__}.x{N}")
     V.N, V.array, V.type = N, _ARRAYS[N], vector
@@ -99,6 +100,46 @@ def make_vectors(N: int) -> Any:
         words = load(builder, address, INTS, 2)
         return builder.bitcast(builder.and_(words, ints(0xFFFF0000)), FLOATS)
 
+    def e4m3(builder, words, byte):
+        """Byte ``byte`` of each word, as 2**-120 of its number: ``pairs_of_e4m3``'s bits."""
+        top = builder.shl(words, ints(24 - 8 * byte))
+        found = builder.and_(builder.ashr(top, ints(4)), ints(0x87F00000))
+        return builder.bitcast(found, FLOATS)
+
+    @gives(vector, types.intp)
+    def load_e4m3(builder, address):
+        """N E4M3 as floats, 2**-120 of each; NaN as 480."""
+        return e4m3(builder, builder.zext(load(builder, address, BYTES, 1), INTS), 0)
+
+    @gives(vector, types.intp)
+    def load_e4m3_even(builder, address):
+        """Of 2 N E4M3 the numbers 0, 2, ..., likewise."""
+        return e4m3(builder, builder.zext(load(builder, address, HALVES, 1), INTS), 0)
+
+    @gives(vector, types.intp)
+    def load_e4m3_odd(builder, address):
+        """Of 2 N E4M3 the numbers 1, 3, ..., likewise."""
+        return e4m3(builder, builder.zext(load(builder, address, HALVES, 1), INTS), 1)
+
+    @gives(types.void, types.intp, vector)
+    def store_e4m3(builder, address, value):
+        """N floats as E4M3, rounded to nearest even, at most 448; NaN stays NaN."""
+        bits = builder.bitcast(value, INTS)
+        size = builder.and_(bits, ints(0x7FFFFFFF))
+        most = ints(_E4M3_MAX)
+        size = builder.select(builder.icmp_unsigned("<", size, most), size, most)
+        tie = builder.and_(builder.lshr(size, ints(20)), ints(1))
+        rounded = builder.lshr(builder.add(builder.add(size, ints(0x7FFFF)), tie), ints(20))
+        normal = builder.sub(rounded, ints((127 - 7) << 3))
+        # Below 2**-6 a step is 2**-9, the last bit of 2**14.
+        magic = ir.Constant(FLOATS, [float(1 << 14)] * N)
+        small = builder.bitcast(builder.fadd(builder.bitcast(size, FLOATS), magic), INTS)
+        small = builder.and_(small, ints(0xFF))
+        code = builder.select(builder.icmp_unsigned("<", size, ints(_E4M3_NORMAL)), small, normal)
+        code = builder.select(builder.fcmp_unordered("uno", value, value), ints(0x7F), code)
+        code = builder.or_(code, builder.and_(builder.lshr(bits, ints(24)), ints(0x80)))
+        builder.store(builder.trunc(code, BYTES), pointer(builder, address, BYTES)).align = 1
+
     @gives(types.void, types.intp, vector)
     def store_bf16(builder, address, value):
         """N floats as bfloat16, rounded to nearest even; NaN stays NaN."""
@@ -139,6 +180,11 @@ def make_vectors(N: int) -> Any:
     @gives(vector, vector, vector)
     def div(builder, a, b):
         return builder.fdiv(a, b)
+
+    @gives(vector, vector)
+    def absolute(builder, value):
+        bits = builder.and_(builder.bitcast(value, INTS), ints(0x7FFFFFFF))
+        return builder.bitcast(bits, FLOATS)
 
     @gives(vector, vector, vector)
     def largest(builder, a, b):

@@ -49,8 +49,8 @@ def mla_decode(
     q = q[:, None] if narrow else q  # [B, S, NH, L + R]
     out = torch.zeros(*q.shape[:-1], latent.shape[-1], dtype=dtype, device=q.device)
     for b, length in enumerate(lengths.tolist()):
-        v = _pages(latent, page_table[b], length, latent_scale, dtype)[:, None]  # [K, 1, L]
-        k = torch.cat([v, _pages(rope, page_table[b], length, None, dtype)[:, None]], -1)
+        v = read_pages(latent, page_table[b], length, latent_scale, dtype)[:, None]  # [K, 1, L]
+        k = torch.cat([v, read_pages(rope, page_table[b], length, None, dtype)[:, None]], -1)
         out[b] = attend(q[b], k, v, scale=scale, softcap=softcap)
     return out[:, 0] if narrow else out
 
@@ -86,8 +86,8 @@ def gqa_decode(
     q = q[:, None] if narrow else q
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
     for b, length in enumerate(lengths.tolist()):
-        keys = _pages(k, page_table[b], length, k_scale, dtype)
-        values = _pages(v, page_table[b], length, v_scale, dtype)
+        keys = read_pages(k, page_table[b], length, k_scale, dtype)
+        values = read_pages(v, page_table[b], length, v_scale, dtype)
         out[b] = attend(q[b].to(dtype), keys, values, scale=scale, window=window, softcap=softcap)
     return out[:, 0] if narrow else out
 
@@ -124,8 +124,8 @@ def gqa_prefill(
     ):
         if batch.page_table is not None:
             table = batch.page_table[b]
-            ks = _pages(k, table, keys, k_scale, dtype)
-            vs = _pages(v, table, keys, v_scale, dtype)
+            ks = read_pages(k, table, keys, k_scale, dtype)
+            vs = read_pages(v, table, keys, v_scale, dtype)
         else:
             assert batch.k_starts is not None
             first = int(batch.k_starts[b])
@@ -198,7 +198,7 @@ def attend(
     return torch.einsum("hgqk,khd->qhgd", p, v).flatten(1, 2)
 
 
-def _pages(
+def read_pages(
     pages: torch.Tensor,
     table: torch.Tensor,
     length: int,

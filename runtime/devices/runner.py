@@ -12,10 +12,10 @@ import torch
 from pykernels.errors import PykernelsError
 
 from ..engine.batch import StepBatch, StepResult
+from ..kv_cache.layout import PAGE, Part
 from ..profiling.step_bytes import weight_bytes
 from ..program import Program
 
-PAGE = 64
 BUCKETS = 8, 64
 """Tokens of the programs beside that of the whole budget: one pass of tiles; many answers."""
 
@@ -34,8 +34,8 @@ class Lowered(Protocol):
     def vocab_size(self) -> int:
         """Token ids are below."""
 
-    def caches(self, pages: int) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of the cache's buffers (bfloat16)."""
+    def caches(self, pages: int) -> Mapping[str, Part]:
+        """The cache's buffers."""
 
     def lower(self, T: int, S: int, R: int, pages: int, table_pages: int) -> Program:
         """The program of a step of at most T tokens of S sequences, R of them sampled."""

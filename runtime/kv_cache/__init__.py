@@ -1,4 +1,4 @@
-"""Who owns which page of the paged KV cache: page pool, prefix tree, page tables. No tensors."""
+"""The paged KV cache: who owns which page (pool, prefix tree, page tables), what lies in one."""
 
 from .block_manager import BlockManager, PageTable
 from .pages import PagePool

@@ -16,10 +16,11 @@ import numpy as np
 
 from pykernels.errors import PykernelsError
 
-from ..devices.cpu.runner import PAGE, CpuRunner
+from ..devices.cpu.runner import CpuRunner
 from ..devices.cpu.step import CpuStep
 from ..devices.runner import Step
 from ..engine import Engine, RequestHandle, SamplingParams
+from ..kv_cache.layout import PAGE
 from ..program import Program
 from .step_bytes import cache_bytes, weight_bytes
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+from ..kv_cache.layout import cache_inputs
 from ..program import Program
 
 
@@ -30,8 +33,9 @@ def cache_bytes(program: Program, context: int) -> int:
     total = 0
     for node in program.nodes:
         if node.op == "attention":
-            attrs = node.attrs
-            values = 0 if len(node.inputs) < 6 else attrs["dv"]  # in latents, a part of the keys
-            keys = min(context, attrs.get("window") or context)
-            total += 2 * keys * attrs["kv_heads"] * (attrs["dk"] + values)
+            keys = min(context, node.attrs.get("window") or context)
+            parts = (program.buffers[name] for name in cache_inputs(node).values())
+            total += keys * sum(
+                math.prod(program.shape(part.name)[2:]) * part.dtype.itemsize for part in parts
+            )
     return total

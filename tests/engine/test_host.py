@@ -68,7 +68,7 @@ def _host_step(llm: model.LLM, passes: list) -> HostStep:
         "slots": torch.arange(4), "sequences": torch.zeros(4, dtype=torch.int64),
         "sampled": torch.arange(4), "page_table": torch.zeros(1, 1, dtype=torch.int64),
     }  # fmt: skip
-    caches = {name: torch.zeros(shape) for name, shape in lowered.caches(1).items()}
+    caches = {name: part.zeros().float() for name, part in lowered.caches(1).items()}
     step = HostStep(program, inputs, caches, llm.pool)
     step.sizes[:] = torch.tensor([4, 1, 4])
     return step

@@ -62,9 +62,9 @@ def run(llm: Any, program: Program, device: str) -> torch.Tensor:
         "sampled": torch.arange(T), "page_table": torch.zeros(1, 1, dtype=torch.int64),
     }  # fmt: skip
     host = device == "host"
-    dtype = torch.float32 if host else torch.bfloat16
-    shapes = llm.runner.model.caches(1)
-    caches = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+    caches = {name: part.zeros() for name, part in llm.runner.model.caches(1).items()}
+    if host:
+        caches = {name: pages.float() for name, pages in caches.items()}
     step: Any
     step = (
         HostStep(on_host(program), inputs, caches)

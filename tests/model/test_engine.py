@@ -37,7 +37,7 @@ def logits(llm: LLM, ids: torch.Tensor) -> torch.Tensor:
         "sequences": torch.zeros(T, dtype=torch.int64), "sampled": torch.arange(T),
         "page_table": torch.arange(pages)[None],
     }  # fmt: skip
-    caches = {k: torch.zeros(s, dtype=torch.bfloat16) for k, s in lowered.caches(pages).items()}
+    caches = {name: part.zeros() for name, part in lowered.caches(pages).items()}
     step = CpuStep(program, llm.pool, inputs, caches)
     step.sizes[:] = torch.tensor([T, 1, T])
     step.run()

@@ -28,12 +28,15 @@ ATTENTION, attention_at = descriptor(
         "page_table_stride",  # entries
         "q",  # float32 [T, NH, D_K]
         "q_stride",  # bytes
-        "k",  # bfloat16 [pages, PAGE, KVH, D_K] with the strides below
+        "k",  # bfloat16 [pages, PAGE, KVH, D_K] with the strides below; or E4M3, with MLA [..., L]
         "v",  # likewise; with MLA the same address as k
         "page_bytes",
         "token_bytes",
         "k_head_bytes",
         "v_head_bytes",
+        "k_scale",  # of E4M3: float32 [pages, PAGE, KVH]; with MLA both are one
+        "v_scale",
+        "rope",  # of E4M3 latents: bfloat16 [pages, PAGE, D_K - L], the part without a scale
         "NH",
         "KVH",
         "scale",  # of the scores, bits of a float32

@@ -2,13 +2,14 @@
 
 Twin of ``ref.gqa_decode``, ``ref.gqa_prefill`` and ``ref.mla_decode``, for any mix of their tokens
 in a step. MLA is one KV head whose values are the first D_V numbers of its keys' own rows. The
-scores, the softmax and the sums are float32, of queries in float32 and a cache in bfloat16.
+scores, the softmax and the sums are float32, of queries in float32 and a cache in bfloat16, or in
+E4M3 with scales (``ref.kv_write``): these multiply the scores, and the numerators for the values.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...target import detect
@@ -84,20 +85,24 @@ class Attention:
 
 
 @functools.cache
-def make_attention(D_K: int, D_V: int, N: int | None = None) -> Attention:
+def make_attention(D_K: int, D_V: int, N: int | None = None, codes: int = 0) -> Attention:
     """Compiles attention of heads of D_K (keys) and D_V (values) numbers.
 
     Args:
         N: floats of a vector, 8 or 16; None for what suits this CPU.
+        codes: numbers of a key that are E4M3, as all of its value are then: D_K, or with MLA the L
+            of the latent, behind which keys are bfloat16; 0: all is bfloat16. NaN in E4M3 is read
+            as 480.
 
     Raises:
-        PykernelsError: D_K or D_V is no multiple of 16.
+        PykernelsError: D_K, D_V or ``codes`` is no multiple of 16.
 
     Source: FlashAttention-2 (arXiv 2307.08691), split-KV as in FlashDecoding; DeepSeek-V2
     (arXiv 2405.04434), appendix C, for the absorbed form.
     """
-    layout = Layout(D_K, D_V, N or width(detect()))
-    combine_open, combine = make_combine(layout)
+    plain = Layout(D_K, D_V, N or width(detect()))
+    layout = replace(plain, codes=codes)
+    combine_open, combine = make_combine(plain)  # which meets no key
     return Attention(
         layout,
         make_open(D_V, layout.rows),

@@ -18,14 +18,18 @@ class Layout:
     Attributes:
         D_K, D_V: numbers of a key and of a value.
         N: floats of a vector.
+        codes: the first so many numbers of a key, and all of a value, are E4M3 with a scale; 0:
+            bfloat16. What is behind them in a key is bfloat16, of pages of its own.
     """
 
     D_K: int
     D_V: int
     N: int
+    codes: int = 0
 
     def __post_init__(self) -> None:
-        for name, D in (("D_K", self.D_K), ("D_V", self.D_V)):
+        sizes = {"D_K": self.D_K, "D_V": self.D_V, "codes": self.codes or self.D_K}
+        for name, D in sizes.items():
             if D < 16 or D % 16:
                 raise PykernelsError(
                     f"attention with {name} = {D}", "Head sizes must be multiples of 16"
@@ -33,7 +37,8 @@ class Layout:
 
     @property
     def name(self) -> str:
-        return f"{self.D_K}-{self.D_V}-x{self.N}"
+        coded = f"-e4m3-{self.codes}" if self.codes else ""
+        return f"{self.D_K}-{self.D_V}-x{self.N}{coded}"
 
     @property
     def rows(self) -> int:
@@ -63,10 +68,16 @@ class Layout:
         meanwhile: 8 rows fetch one page while they meet another."""
         return 1 if self.N == 16 else 4
 
-    @staticmethod
-    def lines(D: int) -> int:
-        """Cache lines of a page, a row of D bfloat16 from each token."""
-        return PAGE * -(-2 * D // 64)
+    @property
+    def number_bytes(self) -> int:
+        """Of a value, and of a key's first numbers."""
+        return 1 if self.codes else 2
+
+    @property
+    def row_lines(self) -> tuple[int, int]:
+        """Cache lines of a key and of a value."""
+        key, value = self.number_bytes * (self.codes or self.D_K), self.number_bytes * self.D_V
+        return -(-key // 64), -(-value // 64)
 
     @property
     def offsets(self) -> dict[str, int]:
@@ -80,8 +91,10 @@ class Layout:
             "alpha": 4 * self.rows,
             "lows": 8 * self.rows,
             "ends": 8 * self.rows,
-            "key_lines": 8 * (self.lines(self.D_K) + self.D_K),  # pages.make_lines
-            "value_lines": 8 * (self.lines(self.D_V) + PAGE),
+            "key_lines": 8 * (PAGE * self.row_lines[0] + self.D_K),  # pages.make_list_lines
+            "value_lines": 8 * (PAGE * self.row_lines[1] + PAGE),
+            "key_scales": 4 * PAGE,  # float32 [PAGE], of E4M3, times 2**60
+            "value_scales": 4 * PAGE,
             "keys": 4 * self.D_K * PAGE,  # float32 [strip][D_K][keys of a strip]
             "values": 4 * self.D_V * PAGE,  # float32 [strip][PAGE][numbers of a strip]
         }

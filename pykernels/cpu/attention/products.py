@@ -30,41 +30,41 @@ def _in_sixes(rows):
 
 @functools.cache
 def make_page_scores(layout: Layout) -> Any:
-    """``page_scores(scratch, few, rows, stride, count, first, last, base, more)``.
+    """``page_scores(scratch, few, rows, stride, rope, count, first, last, base, more)``.
 
-    ``count`` keys at ``rows``, ``stride`` bytes apart, by the tile's rows ``first`` to before
-    ``last``. If there are ``more`` pages, the lines of the next one, from ``base`` on, are fetched
-    meanwhile.
+    ``count`` keys at ``rows``, ``stride`` bytes apart (and ``rope``, see ``make_keys``), by the
+    tile's rows ``first`` to before ``last``. If there are ``more`` pages, the lines of the next
+    one, from ``base`` on, are fetched meanwhile.
     """
     D_K, N = layout.D_K, layout.N
-    STRIP, STEPS, TOTAL = N * layout.key_vectors, layout.fetch_steps, layout.lines(layout.D_K)
+    STRIP, STEPS, TOTAL = N * layout.key_vectors, layout.fetch_steps, PAGE * layout.row_lines[0]
     at = layout.offsets
-    Q, S, KEYS, LINES = at["q"], at["s"], at["keys"], at["key_lines"]
+    Q, S, KEYS, LINES, SCALES = (at[x] for x in ("q", "s", "keys", "key_lines", "key_scales"))
     keys_many, keys_few = make_keys(layout, False), make_keys(layout, True)
     six, four = make_scores(layout, 6, False), make_scores(layout, 4, False)
     few_four = make_scores(layout, 4, True)
 
     @inlined
-    def page_scores(scratch, few, rows, stride, count, first, last, base, more):
+    def page_scores(scratch, few, rows, stride, rope, count, first, last, base, more):
         lines, done = scratch + LINES, 0 if more else TOTAL
         sixes = 0 if few else _in_sixes(last - first)
         if few:
-            keys_few(rows, stride, count, scratch + KEYS)
+            keys_few(rows, stride, rope, count, scratch + KEYS)
         else:
-            keys_many(rows, stride, count, scratch + KEYS)
+            keys_many(rows, stride, rope, count, scratch + KEYS)
         for strip in range(PAGE // STRIP):
             keys = scratch + KEYS + strip * ((2 if few else 4) * STRIP * D_K)
-            to = scratch + S + strip * (4 * STRIP)
+            to, scales = scratch + S + strip * (4 * STRIP), scratch + SCALES + strip * (4 * STRIP)
             for row in range(first, first + sixes, 6):
                 q, s = scratch + Q + row * (4 * D_K), to + row * (4 * PAGE)
-                six(q, keys, s, base, lines + 8 * done)
+                six(q, keys, scales, s, base, lines + 8 * done)
                 done = min(done + D_K // STEPS, TOTAL)
             for row in range(first + sixes, last, 4):
                 q, s = scratch + Q + row * (4 * D_K), to + row * (4 * PAGE)
                 if few:
-                    few_four(q, keys, s, base, lines + 8 * done)
+                    few_four(q, keys, scales, s, base, lines + 8 * done)
                 else:
-                    four(q, keys, s, base, lines + 8 * done)
+                    four(q, keys, scales, s, base, lines + 8 * done)
                 done = min(done + D_K // STEPS, TOTAL)
         fetch(base, lines, done, TOTAL)
 
@@ -76,7 +76,8 @@ def make_page_sums(layout: Layout) -> Any:
     """``page_sums(scratch, few, rows, stride, count, first, last, base, more)``: numerators by the
     page's values, added to the rows' sums; the arguments are as above."""
     D_V, N, C = layout.D_V, layout.N, layout.value_vectors
-    STRIP, STEPS, TOTAL = N * C, layout.fetch_steps, layout.lines(layout.D_V)
+    STRIP, STEPS, TOTAL = N * C, layout.fetch_steps, PAGE * layout.row_lines[1]
+    SIZE = layout.number_bytes
     at = layout.offsets
     P, ALPHA, SUMS, VALUES, LINES = (at[x] for x in ("s", "alpha", "o", "values", "value_lines"))
     widen = make_widen_values(layout)
@@ -101,7 +102,7 @@ def make_page_sums(layout: Layout) -> Any:
                 p, alpha = scratch + P + row * (4 * PAGE), scratch + ALPHA + 4 * row
                 o = to + row * (4 * D_V)
                 if few:
-                    source = rows + strip * (2 * STRIP)
+                    source = rows + strip * (SIZE * STRIP)
                     few_four(p, source, stride, count, o, alpha, base, lines + 8 * done)
                 else:
                     four(p, values, 4 * STRIP, count, o, alpha, base, lines + 8 * done)

@@ -14,7 +14,7 @@ from ..job import f32, i64, poke_f32, poke_i64
 from ..vectors import make_vectors
 from .job import ITEM_BYTES, PAGE, attention_at, item_at
 from .layout import Layout
-from .pages import fetch, make_list_lines, make_store_row
+from .pages import UNIT, fetch, gather_scales, make_list_lines, make_store_row
 from .products import FEW, make_page_scores, make_page_sums, padded_rows
 from .softmax import LOG2E, NO_KEY, make_exp2, make_softmax
 
@@ -30,15 +30,20 @@ def make_run(layout: Layout) -> Any:
     at = layout.offsets
     Q, SUMS, S, L, M, ALPHA = (at[part] for part in ("q", "o", "s", "l", "m", "alpha"))
     LOWS, ENDS, K_LINES, V_LINES = (at[x] for x in ("lows", "ends", "key_lines", "value_lines"))
-    K_TOTAL, V_TOTAL = layout.lines(D_K), layout.lines(D_V)
+    K_SCALES, V_SCALES, CODES = at["key_scales"], at["value_scales"], layout.codes
+    K_LINE, V_LINE = layout.row_lines
+    K_TOTAL, V_TOTAL, SUM = PAGE * K_LINE, PAGE * V_LINE, UNIT if CODES else _ONE
+    ROPE = 2 * PAGE * (D_K - CODES)  # bytes of a page
     page_scores, page_sums = make_page_scores(layout), make_page_sums(layout)
-    list_key_lines, list_value_lines = make_list_lines(D_K, D_K), make_list_lines(D_V, PAGE)
-    softmax, exp2, store_row = make_softmax(N), make_exp2(N), make_store_row(layout)
+    list_key_lines = make_list_lines(K_LINE, D_K)
+    list_value_lines = make_list_lines(V_LINE, PAGE)
+    softmax, exp2, store_row = make_softmax(N, CODES > 0), make_exp2(N), make_store_row(layout)
 
     @inlined
     def begin(job, item, scratch):
         """Queries, sums and limits of the tile's rows; rows of padding see no key."""
-        scale = V.broadcast(f32_from_bits(types.uint32(job.scale)) * LOG2E)
+        factor = f32_from_bits(types.uint32(job.scale)) * LOG2E
+        scale, coded = V.broadcast(factor), V.broadcast(factor * UNIT)
         rows = item.tokens * item.heads
         for token in range(item.tokens):
             position = i64(job.positions, item.token + token)
@@ -48,7 +53,10 @@ def make_run(layout: Layout) -> Any:
                 row = token * item.heads + head
                 poke_i64(scratch + LOWS, row, low)
                 poke_i64(scratch + ENDS, row, position + 1)
-                for d in range(0, 4 * D_K, VECTOR):
+                for d in range(0, 4 * CODES, VECTOR):
+                    x = V.mul(V.load_f32(source + head * (4 * D_K) + d), coded)
+                    V.store_f32(scratch + Q + row * (4 * D_K) + d, x)
+                for d in range(4 * CODES, 4 * D_K, VECTOR):
                     x = V.mul(V.load_f32(source + head * (4 * D_K) + d), scale)
                     V.store_f32(scratch + Q + row * (4 * D_K) + d, x)
         padded = padded_rows(rows)
@@ -77,7 +85,7 @@ def make_run(layout: Layout) -> Any:
                     factor = V.first(exp2(V.broadcast(largest - now)))
                     total = total * factor + V.first(exp2(V.broadcast(sink - now)))
                 to = job.out + (item.token + token) * job.out_stride + head * (4 * D_V)
-                factor = factor / total if total > _ZERO else _ZERO
+                factor = factor * SUM / total if total > _ZERO else _ZERO
                 store_row(scratch + SUMS + row * (4 * D_V), factor, to)
 
     @inlined
@@ -90,7 +98,7 @@ def make_run(layout: Layout) -> Any:
             poke_f32(item.partial + 4 * (padded + row), total)
         to = item.partial + 8 * padded
         for d in range(0, 4 * D_V * padded, VECTOR):
-            V.store_f32(to + d, V.load_f32(scratch + SUMS + d))
+            V.store_f32(to + d, V.mul(V.load_f32(scratch + SUMS + d), V.broadcast(SUM)))
 
     @task(f"attention-{layout.name}")
     def run(address, index, worker):
@@ -115,7 +123,12 @@ def make_run(layout: Layout) -> Any:
         first, last = 0, 0  # rows that see some key of the page
         for page in range(item.start, item.end, PAGE):
             count = min(PAGE, item.end - page)
-            place = i64(table, page // PAGE) * job.page_bytes
+            number = i64(table, page // PAGE)
+            place, rope = number * job.page_bytes, job.rope + number * ROPE
+            if CODES:
+                scales = 4 * (number * PAGE * job.KVH + item.kv_head)
+                gather_scales(job.k_scale + scales, 4 * job.KVH, count, scratch + K_SCALES)
+                gather_scales(job.v_scale + scales, 4 * job.KVH, count, scratch + V_SCALES)
             more = page + PAGE < item.end
             next_place = i64(table, page // PAGE + 1) * job.page_bytes if more else place
             while first < rows and i64(ends, first) <= page:
@@ -128,7 +141,8 @@ def make_run(layout: Layout) -> Any:
                 stops = min(begins + 4, padded)
                 begins = stops - 4
             keys, values = k + place, v + place
-            page_scores(scratch, few, keys, stride, count, begins, stops, k + next_place, more)
+            following = k + next_place
+            page_scores(scratch, few, keys, stride, rope, count, begins, stops, following, more)
             softmax(
                 begins,
                 stops,
@@ -139,6 +153,7 @@ def make_run(layout: Layout) -> Any:
                 scratch + ALPHA,
                 lows,
                 ends,
+                scratch + V_SCALES,
             )
             page_sums(scratch, few, values, stride, count, begins, stops, v + next_place, more)
         if item.partial != 0:

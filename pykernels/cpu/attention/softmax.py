@@ -57,8 +57,9 @@ def make_exp2(N: int) -> Any:
 
 
 @functools.cache
-def make_softmax(N: int) -> Any:
-    """``softmax(first, last, page, s, m_i, l_i, alpha, lows, ends)``: scores become numerators.
+def make_softmax(N: int, scaled: bool) -> Any:
+    """``softmax(first, last, page, s, m_i, l_i, alpha, lows, ends, scales)``: scores become
+    numerators, ``scaled`` times ``scales`` float32 [PAGE], those of the values.
 
     Of rows ``first`` to before ``last``; ``page`` is its first key. ``s`` float32 [rows, PAGE];
     ``m_i`` float32 [rows], the largest score so far; ``l_i`` float32 [rows, N], sums of numerators
@@ -69,7 +70,7 @@ def make_softmax(N: int) -> Any:
     PARTS, BYTES, exp2 = PAGE // N, 4 * N, make_exp2(N)
 
     @inlined
-    def softmax(first, last, page, s, m_i, l_i, alpha, lows, ends):
+    def softmax(first, last, page, s, m_i, l_i, alpha, lows, ends, scales):
         for row in range(first, last):
             at = s + 4 * PAGE * row
             x = V.array(PARTS)
@@ -89,8 +90,10 @@ def make_softmax(N: int) -> Any:
             total = V.mul(V.load_f32(l_i + BYTES * row), factor)
             for i in range(PARTS):
                 p = exp2(V.sub(x[i], V.broadcast(now)))
-                V.store_f32(at + BYTES * i, p)
                 total = V.add(total, p)
+                if scaled:
+                    p = V.mul(p, V.load_f32(scales + BYTES * i))
+                V.store_f32(at + BYTES * i, p)
             V.store_f32(l_i + BYTES * row, total)
             poke_f32(m_i + 4 * row, now)
             poke_f32(alpha + 4 * row, V.first(factor))

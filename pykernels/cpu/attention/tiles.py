@@ -1,7 +1,7 @@
 """The two products of a block of rows with one page: scores, and numerators times values.
 
-Either meets float32 that was made for many rows, or, ``few``, bfloat16: then fewer bytes go through
-L1 than rows could pay for.
+Either meets float32 that was made for many rows, or, ``few``, what the cache has: then fewer bytes
+go through L1 than rows could pay for.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from ..job import i64
 from ..vectors import make_vectors
 from .job import PAGE
 from .layout import Layout
+from .pages import make_number
 
 UNROLL = 4
 
 
 @functools.cache
 def make_scores(layout: Layout, R: int, few: bool) -> Any:
-    """``scores(q, keys, s, base, lines)``: R rows of q by one strip of keys.
+    """``scores(q, keys, scales, s, base, lines)``: R rows of q by one strip of keys.
 
     q float32 [R, D_K]; keys float32 [D_K][keys of a strip], or pairs of bfloat16 [D_K / 2][keys of
-    a strip]; s float32 [R, PAGE], at the strip. Meanwhile lines of a list from ``base`` on are
-    fetched, one each ``fetch_steps``.
+    a strip]; scales float32 [keys of a strip], of E4M3 keys; s float32 [R, PAGE], at the strip.
+    Meanwhile lines of a list from ``base`` on are fetched, one each ``fetch_steps``.
     """
     V: Any = make_vectors(layout.N)
     D_K, C, BYTES, SUMS = layout.D_K, layout.key_vectors, 4 * layout.N, R * layout.key_vectors
+    CODES, STEP = layout.codes, BYTES * C // (2 if few else 1)
     FETCHES, EVERY = UNROLL // layout.fetch_steps, layout.fetch_steps
 
     @inlined
@@ -39,11 +41,8 @@ def make_scores(layout: Layout, R: int, few: bool) -> Any:
         return V.load_f32(keys + BYTES * (C * u + c))
 
     @inlined
-    def scores(q, keys, s, base, lines):
-        sums = V.array(SUMS)
-        for i in range(SUMS):
-            sums[i] = V.zero()
-        for _ in range(0, D_K, UNROLL):
+    def add(sums, q, keys, numbers, base, lines):
+        for _ in range(0, numbers, UNROLL):
             for u in range(UNROLL):
                 if u % EVERY == 0:
                     prefetch_l2(base + i64(lines, u // EVERY))
@@ -54,9 +53,24 @@ def make_scores(layout: Layout, R: int, few: bool) -> Any:
                     x = V.broadcast_at(q + 4 * D_K * r + 4 * u)
                     for c in range(C):
                         sums[C * r + c] = V.fma(x, k[c], sums[C * r + c])
-            keys += BYTES * C * (UNROLL // 2 if few else UNROLL)
+            keys += STEP * UNROLL
             q += 4 * UNROLL
             lines += 8 * FETCHES
+
+    @inlined
+    def scores(q, keys, scales, s, base, lines):
+        sums = V.array(SUMS)
+        for i in range(SUMS):
+            sums[i] = V.zero()
+        if CODES:
+            add(sums, q, keys, CODES, base, lines)
+            for c in range(C):
+                scale = V.load_f32(scales + BYTES * c)
+                for r in range(R):
+                    sums[C * r + c] = V.mul(sums[C * r + c], scale)
+            lines += 8 * (CODES // EVERY)
+        if CODES < D_K:
+            add(sums, q + 4 * CODES, keys + STEP * CODES, D_K - CODES, base, lines)
         for r in range(R):
             for c in range(C):
                 V.store_f32(s + 4 * PAGE * r + BYTES * c, sums[C * r + c])
@@ -69,22 +83,17 @@ def make_weighted(layout: Layout, R: int, few: bool) -> Any:
     """``weighted(p, values, stride, count, o, alpha, base, lines)``: ``o alpha + p values``, R rows
     of numerators by one strip of values.
 
-    p float32 [R, PAGE]; ``count`` values, ``stride`` bytes apart, float32 or bfloat16, at the
-    strip; o float32 [R, D_V], at the strip. Lines are fetched as above.
+    p float32 [R, PAGE]; ``count`` values, ``stride`` bytes apart, float32 or as the cache has
+    them, at the strip; o float32 [R, D_V], at the strip. Lines are fetched as above.
     """
     V: Any = make_vectors(layout.N)
     D_V, C, BYTES, SUMS = layout.D_V, layout.value_vectors, 4 * layout.N, R * layout.value_vectors
     FETCHES, EVERY = UNROLL // layout.fetch_steps, layout.fetch_steps
-    PAIRS, HALF = layout.interleaved, BYTES // 2
+    in_cache = make_number(layout)
 
     @inlined
     def number(row, c):
-        if few:
-            if PAIRS:
-                at = row + BYTES * (c // 2)
-                return V.load_bf16_even(at) if c % 2 == 0 else V.load_bf16_odd(at)
-            return V.load_bf16(row + HALF * c)
-        return V.load_f32(row + BYTES * c)
+        return in_cache(row, c) if few else V.load_f32(row + BYTES * c)
 
     @inlined
     def one_key(sums, p, row):

@@ -1,4 +1,4 @@
-"""bfloat16 rows to columns: a block's transposition in registers, of pairs."""
+"""Rows of bfloat16 or E4M3 to columns: a block's transposition in registers, of pairs."""
 
 from __future__ import annotations
 
@@ -63,16 +63,27 @@ def _transpose(builder, rows):
 
 
 @functools.cache
-def make_transpose(n: int, widen: bool) -> Any:
+def make_transpose(n: int, widen: bool, coded: bool = False) -> Any:
     """``transpose(rows, stride, to, to_stride)``: n rows of 2 n bfloat16, ``stride`` bytes apart,
-    to n rows of n pairs; ``widen``: to 2 n rows of n float32. n is 8 or 16."""
+    to n rows of n pairs; ``widen``: to 2 n rows of n float32. n is 8 or 16.
+
+    ``coded``: rows of E4M3, of which 2**-120 is a bfloat16.
+    """
+    words, halves = ir.VectorType(I32, n), ir.VectorType(ir.IntType(16), 2 * n)
+    codes = ir.VectorType(ir.IntType(8), 2 * n)
+
+    def pairs(builder, row):
+        if not coded:
+            return load(builder, row, words, 2)
+        by, to, mask = (ir.Constant(halves, [value] * 2 * n) for value in (8, 4, 0x87F0))
+        top = builder.shl(builder.zext(load(builder, row, codes, 1), halves), by)
+        return builder.bitcast(builder.and_(builder.ashr(top, to), mask), words)
 
     @emits(types.void, types.intp, types.intp, types.intp, types.intp)
-    def transpose_bf16(builder, rows, stride, to, to_stride):
-        words = ir.VectorType(I32, n)
+    def transpose_pairs(builder, rows, stride, to, to_stride):
         loaded = []
         for _ in range(n):
-            loaded.append(load(builder, rows, words, 2))
+            loaded.append(pairs(builder, rows))
             rows = builder.add(rows, stride)
         shift, upper = (ir.Constant(words, [value] * n) for value in (16, 0xFFFF0000))
         for column in _transpose(builder, loaded):
@@ -81,4 +92,4 @@ def make_transpose(n: int, widen: bool) -> Any:
                 builder.store(value, pointer(builder, to, words)).align = 4
                 to = builder.add(to, to_stride)
 
-    return transpose_bf16
+    return transpose_pairs

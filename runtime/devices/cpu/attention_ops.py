@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+
 from pykernels.cpu.attention.job import ATTENTION, PAGE
 from pykernels.cpu.attention.kernel import make_attention
 from pykernels.cpu.cache_write import GQA_WRITE, MLA_WRITE, make_gqa_write, make_mla_write
 from pykernels.cpu.rope import ROPE, make_rope_table
 
+from ...kv_cache.layout import cache_inputs
 from ...program import Node
 from ...workers.job import Job
 from .context import Context
@@ -26,10 +29,12 @@ def rope_table(step: Context, node: Node) -> list[Job]:
 
 def mla_write(step: Context, node: Node) -> list[Job]:
     q, kv, table, slots = node.inputs
-    out, cache = node.outputs
-    attrs, pages = node.attrs, step.tensor(cache)  # bf16 [pages, PAGE, L + R]
+    (out, *caches), attrs = node.outputs, node.attrs
     half = step.program.shape(table)[2]
-    L = pages.shape[2] - 2 * half
+    # bf16 [pages, PAGE, L + R], or E4M3 [pages, PAGE, L], bf16 [pages, PAGE, R] and scales
+    latents, *coded = (step.tensor(name) for name in caches)
+    L = len(node.weights["weight"])
+    rope = coded[0] if coded else latents[..., L:]
     opening, run = make_mla_write()
     record = step.record(
         MLA_WRITE,
@@ -38,8 +43,8 @@ def mla_write(step: Context, node: Node) -> list[Job]:
         half=half,
         interleaved=attrs["interleaved"],
         slots=step.at(slots),
-        page_bytes=pages.stride(0) * 2,
-        token_bytes=pages.stride(1) * 2,
+        page_bytes=_bytes(latents, 0),
+        token_bytes=_bytes(latents, 1),
         eps=step.bits(attrs["eps"]),
         q=step.at(q),
         q_stride=step.stride(q),
@@ -49,7 +54,11 @@ def mla_write(step: Context, node: Node) -> list[Job]:
         kv_stride=step.stride(kv),
         weight=step.keep(node.weights["weight"].float().contiguous()),
         L=L,
-        cache=step.at(cache),
+        cache=latents.data_ptr(),
+        scale=coded[1].data_ptr() if coded else 0,
+        rope=rope.data_ptr(),
+        rope_page_bytes=_bytes(rope, 0),
+        rope_token_bytes=_bytes(rope, 1),
         out=step.at(out),
         out_stride=step.stride(out),
     )
@@ -58,8 +67,8 @@ def mla_write(step: Context, node: Node) -> list[Job]:
 
 def gqa_write(step: Context, node: Node) -> list[Job]:
     qkv, table, slots = node.inputs
-    out, k, v = node.outputs
-    attrs, pages = node.attrs, step.tensor(k)  # bf16 [pages, PAGE, KVH, D]
+    out, k, v, *scales = node.outputs
+    attrs, pages = node.attrs, step.tensor(k)  # bf16 or E4M3 [pages, PAGE, KVH, D]
     opening, run = make_gqa_write()
     norms: dict[str, int] = {}
     for name in ("q", "k"):
@@ -73,8 +82,8 @@ def gqa_write(step: Context, node: Node) -> list[Job]:
         half=step.program.shape(table)[2],
         interleaved=attrs.get("interleaved", 0),
         slots=step.at(slots),
-        page_bytes=pages.stride(0) * 2,
-        token_bytes=pages.stride(1) * 2,
+        page_bytes=_bytes(pages, 0),
+        token_bytes=_bytes(pages, 1),
         eps=step.bits(attrs.get("eps", 0.0)),
         qkv=step.at(qkv),
         qkv_stride=step.stride(qkv),
@@ -83,7 +92,9 @@ def gqa_write(step: Context, node: Node) -> list[Job]:
         D=pages.shape[3],
         k=step.at(k),
         v=step.at(v),
-        head_bytes=pages.stride(2) * 2,
+        k_scale=step.at(scales[0]) if scales else 0,
+        v_scale=step.at(scales[1]) if scales else 0,
+        head_bytes=_bytes(pages, 2),
         out=step.at(out),
         out_stride=step.stride(out),
         **norms,
@@ -92,15 +103,16 @@ def gqa_write(step: Context, node: Node) -> list[Job]:
 
 
 def attention(step: Context, node: Node) -> list[Job]:
-    q, k, positions, sequences, table, *rest = node.inputs
-    (out,), attrs = node.outputs, node.attrs
-    v = rest[0] if rest else k  # in latents the values are a part of the keys
+    q, k, positions, sequences, table = node.inputs[:5]
+    (out,), attrs, sinks = node.outputs, node.attrs, node.weights.get("sinks")
+    parts = {part: step.at(name) for part, name in cache_inputs(node).items()}
     pages, tables = step.tensor(k), step.tensor(table)
     NH, KVH, T = attrs["heads"], attrs["kv_heads"], step.most(q)
-    kernel = make_attention(attrs["dk"], attrs["dv"])
+    codes = pages.shape[-1] if pages.dtype == torch.float8_e4m3fn else 0
+    kernel = make_attention(attrs["dk"], attrs["dv"], codes=codes)
     S = min(T, tables.shape[0])
     room = kernel.workspace(NH, KVH, T, S, S * tables.shape[1] * PAGE)
-    head_bytes = pages.stride(2) * 2 if pages.ndim == 4 else 0
+    head_bytes = _bytes(pages, 2) if pages.ndim == 4 else 0
     scratch, scratch_stride = step.scratch(kernel.scratch_bytes)
     record = step.record(
         ATTENTION,
@@ -112,16 +124,19 @@ def attention(step: Context, node: Node) -> list[Job]:
         q=step.at(q),
         q_stride=step.stride(q),
         k=step.at(k),
-        v=step.at(v),
-        page_bytes=pages.stride(0) * 2,
-        token_bytes=pages.stride(1) * 2,
+        v=parts.get("v", step.at(k)),  # in latents the values are a part of the keys
+        page_bytes=_bytes(pages, 0),
+        token_bytes=_bytes(pages, 1),
+        k_scale=parts.get("k_scale", parts.get("latent_scale", 0)),
+        v_scale=parts.get("v_scale", parts.get("latent_scale", 0)),
+        rope=parts.get("rope", 0),
         k_head_bytes=head_bytes,
         v_head_bytes=head_bytes,
         NH=NH,
         KVH=KVH,
         scale=step.bits(attrs["scale"]),
         window=attrs.get("window", 0),
-        sinks=step.keep(node.weights["sinks"]) if "sinks" in node.weights else 0,
+        sinks=step.keep(sinks.float().contiguous()) if sinks is not None else 0,  # [NH]
         out=step.at(out),
         out_stride=step.stride(out),
         items=step.shared("items", room.items_bytes),
@@ -137,3 +152,8 @@ def attention(step: Context, node: Node) -> list[Job]:
         Job(node.name, kernel.run.address, record, kernel.open.address),
         Job(f"{node.name}.combine", kernel.combine.address, record, kernel.combine_open.address),
     ]
+
+
+def _bytes(pages: torch.Tensor, dim: int) -> int:
+    """From one page, token or head to the next."""
+    return pages.stride(dim) * pages.element_size()

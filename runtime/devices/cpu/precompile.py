@@ -15,8 +15,8 @@ from collections.abc import Collection
 
 from pykernels.cpu.jit import cache_folder
 
-Heads = tuple[int, int]
-"""Numbers of a key and of a value of one head."""
+Heads = tuple[int, int, int]
+"""Numbers of a key and of a value of one head, and of the key's those in E4M3."""
 
 
 def begin(heads: Collection[Heads]) -> None:
@@ -44,18 +44,19 @@ def _done(head: Heads) -> bool:
 
 
 def _name(head: Heads) -> str:
-    return f"engine-{head[0]}-{head[1]}"
+    return f"engine-{'-'.join(map(str, head))}"
 
 
 def main(numbers: list[str]) -> None:
-    """Compiles for these heads: D_K D_V D_K D_V ..."""
+    """Compiles for these heads: D_K D_V codes D_K D_V codes ..."""
     from pykernels.cpu.attention.kernel import make_attention
     from pykernels.cpu.router import make_router
     from pykernels.cpu.sampling import make_ops
 
-    heads = list(zip(map(int, numbers[::2]), map(int, numbers[1::2]), strict=True))
-    for D_K, D_V in heads:
-        make_attention(D_K, D_V)
+    sizes = [int(number) for number in numbers]
+    heads = list(zip(sizes[::3], sizes[1::3], sizes[2::3], strict=True))
+    for D_K, D_V, codes in heads:
+        make_attention(D_K, D_V, codes=codes)
     make_ops()
     make_router()
     for head in heads:

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 
 from ...engine.batch import StepBatch
 from ...machine.memory import allocate
 from ...program import Program
 from ...workers.pool import WorkerPool
-from ..runner import PAGE, Lowered, PagedRunner, Pass
+from ..runner import Lowered, PagedRunner, Pass
 from .sampling import SamplingBlock
 from .step import CpuStep
-
-
-def cache_bytes(model: Lowered, pages: int) -> int:
-    """Memory of a cache of so many pages."""
-    return sum(2 * int(np.prod(shape)) for shape in model.caches(pages).values())
 
 
 class CpuRunner(PagedRunner):
@@ -49,8 +43,8 @@ class CpuRunner(PagedRunner):
         super().__init__(model, max_context, num_pages, max_tokens, max_sequences, passes)
         self.pool, self.kernel = pool, kernel
         self.caches = {
-            name: allocate(2 * int(np.prod(shape))).view(torch.bfloat16).view(shape)
-            for name, shape in model.caches(self.num_pages).items()
+            name: allocate(part.nbytes).view(part.dtype).view(part.shape)
+            for name, part in model.caches(self.num_pages).items()
         }
         self._parameters = SamplingBlock(max_sequences)
 
@@ -67,6 +61,3 @@ class CpuRunner(PagedRunner):
         if anew:
             self._parameters.arrange(batch.sampling[: batch.R])
         self._parameters.refresh()
-
-
-__all__ = ["PAGE", "CpuRunner", "Lowered", "cache_bytes"]

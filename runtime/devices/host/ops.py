@@ -12,6 +12,7 @@ from pykernels.ref.attention import attend
 from pykernels.ref.router import split_routing as split_by_weight
 from pykernels.ref.sampling import Request, sample_requests
 
+from ...kv_cache.layout import cache_inputs
 from ...program import Node
 from . import weights
 
@@ -77,13 +78,17 @@ def rope_table(m: Memory, node: Node) -> None:
 
 def mla_write(m: Memory, node: Node) -> None:
     q, kv, table, slots = (m.read(name) for name in node.inputs)
-    (out, cache), attrs, weight = node.outputs, node.attrs, node.weights["weight"]
+    (out, *caches), attrs, weight = node.outputs, node.attrs, node.weights["weight"]
     NH, nope, L, R = attrs["heads"], attrs["nope"], len(weight), 2 * table.shape[2]
     start = attrs.get("kv_start", 0)
     latent, rope = kv[:, start : start + L + R].split([L, R], 1)
     latent = ref.rms_norm(latent, weight, attrs["eps"])[0]
     rope = _turned(rope[:, None], table, attrs["interleaved"])[:, 0]
-    _store(m.read(cache), slots, torch.cat([latent, rope], 1))
+    cache, *rest = (m.read(name) for name in caches)
+    if rest:  # E4M3
+        ref.mla_write(latent, rope, slots, cache, *rest)
+    else:
+        ref.mla_write(latent, rope, slots, cache[..., :L], cache[..., L:])
     q = q[:, : NH * (nope + R)].unflatten(1, (NH, nope + R))[..., nope:]
     turned = _turned(q, table, attrs["interleaved"])
     m.write(out, torch.cat([turned.new_zeros(len(q), NH, L), turned], -1))
@@ -91,8 +96,8 @@ def mla_write(m: Memory, node: Node) -> None:
 
 def gqa_write(m: Memory, node: Node) -> None:
     qkv, table, slots = (m.read(name) for name in node.inputs)
-    out, k_cache, v_cache = node.outputs
-    NH, (KVH, D) = node.attrs["heads"], m.read(k_cache).shape[2:]
+    out, *caches = node.outputs
+    NH, (KVH, D) = node.attrs["heads"], m.read(caches[0]).shape[2:]
     rows = qkv[:, : (NH + 2 * KVH) * D].unflatten(1, (NH + 2 * KVH, D))
     q, k, v = rows.split([NH, KVH, KVH], 1)
     eps, interleaved = node.attrs.get("eps", 0.0), node.attrs.get("interleaved", 0)
@@ -103,15 +108,14 @@ def gqa_write(m: Memory, node: Node) -> None:
         else x
         for name, x in (("q", q), ("k", k))
     )
-    _store(m.read(k_cache), slots, _turned(k, table, interleaved))
-    _store(m.read(v_cache), slots, v)
+    ref.kv_write(_turned(k, table, interleaved), v, slots, *(m.read(name) for name in caches))
     m.write(out, _turned(q, table, interleaved))
 
 
 def attention(m: Memory, node: Node) -> None:
     """Each sequence's tokens, which follow each other, over its pages."""
-    q, k, positions, sequences, table = (m.read(name) for name in node.inputs[:5])
-    v = m.read(node.inputs[5]) if len(node.inputs) > 5 else k
+    q, _, positions, sequences, table = (m.read(name) for name in node.inputs[:5])
+    cache = {part: m.read(name) for part, name in cache_inputs(node).items()}
     attrs = node.attrs
     q = q.unflatten(-1, (attrs["heads"], attrs["dk"])) if q.ndim == 2 else q
     out = q.new_zeros(*q.shape[:2], attrs["dv"])
@@ -119,16 +123,28 @@ def attention(m: Memory, node: Node) -> None:
         (at,) = torch.where(sequences == sequence)
         at = at[positions[at].argsort()]
         length = int(positions[at[-1]]) + 1
-        pages = table[sequence, : -(-length // k.shape[1])]
-        keys, values = (
-            cache[pages].flatten(0, 1)[:length].float().reshape(length, attrs["kv_heads"], -1)
-            for cache in (k, v)
-        )
+        keys, values = _keys_values(cache, table[sequence], length)
         out[at] = attend(
             q[at], keys, values[..., : attrs["dv"]], scale=attrs["scale"],
             window=attrs.get("window") or None, sinks=node.weights.get("sinks"),
         )  # fmt: skip
     m.write(node.outputs[0], out)
+
+
+def _keys_values(
+    cache: dict[str, torch.Tensor], table: torch.Tensor, length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A sequence's, float32 [length, KVH, D]; a latent's values are the first part of its keys."""
+
+    def rows(part: str) -> torch.Tensor:
+        scales = cache.get(f"{part}_scale")
+        return ref.read_pages(cache[part], table, length, scales, torch.float32)
+
+    if "k" in cache:
+        return rows("k"), rows("v")
+    latent = rows("latent")
+    keys = torch.cat([latent, rows("rope")], -1) if "rope" in cache else latent
+    return keys[:, None], keys[:, None]
 
 
 def router(m: Memory, node: Node) -> None:
@@ -182,9 +198,3 @@ def _turned(x: torch.Tensor, table: torch.Tensor, interleaved: int) -> torch.Ten
     a, b = a * cos - b * sin, a * sin + b * cos
     both = torch.stack([a, b], -1).flatten(-2) if interleaved else torch.cat([a, b], -1)
     return torch.cat([both, rest], -1)
-
-
-def _store(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """Rows [T, ...] to their slots of [pages, 64, ...]; those of slot -1 nowhere."""
-    here = slots >= 0
-    cache.flatten(0, 1)[slots[here]] = rows[here].to(cache.dtype)

@@ -15,21 +15,24 @@ from ...workers.pool import WorkerPool
 from ..runner import Lowered, PagedRunner, Pass
 from .step import HostStep
 
+_EXACT = {torch.bfloat16: torch.float32}
+
 
 def on_host(program: Program) -> Program:
-    """The program with every node on the host device, and a cache of float32."""
+    """The program with every node on the host device, and float32 for bfloat16 in the cache."""
     return replace(
         program,
         nodes=tuple(replace(node, device="host") for node in program.nodes),
         buffers={
-            name: replace(buffer, dtype=torch.float32) if buffer.kind == "cache" else buffer
+            name: replace(buffer, dtype=_EXACT.get(buffer.dtype, buffer.dtype))
             for name, buffer in program.buffers.items()
         },
     ).check()
 
 
 class HostRunner(PagedRunner):
-    """See ``engine.batch.Runner``: the reference ops in float32, the cache too.
+    """See ``engine.batch.Runner``: the reference ops in float32, the cache too where it would be
+    bfloat16.
 
     Args:
         pool: for programs that hand experts to the ``cpu`` device, in the kernels' precision.
@@ -49,7 +52,8 @@ class HostRunner(PagedRunner):
         super().__init__(model, max_context, num_pages, max_tokens, max_sequences, passes)
         self.pool = pool
         self.caches = {
-            name: torch.zeros(shape) for name, shape in model.caches(self.num_pages).items()
+            name: replace(part, dtype=_EXACT.get(part.dtype, part.dtype)).zeros()
+            for name, part in model.caches(self.num_pages).items()
         }
         self._requests: list[Request] = []
 

@@ -12,6 +12,7 @@ import torch
 from pykernels.cpu.attention.job import ATTENTION, PAGE
 from pykernels.cpu.attention.kernel import Attention
 from pykernels.ref.attention import attend
+from pykernels.ref.kv_write import quantize_rows
 from pykernels.testing import poisoned
 
 
@@ -25,7 +26,8 @@ class Step:
     """``sequences``: of each its tokens of this step, and its keys with them.
 
     The cache is [pages, PAGE, KVH, D_K + D_V], of MLA [pages, PAGE, 1, D_K], whose first D_V
-    numbers are the values. Pages lie in random order; whatever is not written is NaN.
+    numbers are the values. Pages lie in random order; whatever is not written is NaN. ``codes``: of
+    a key that are E4M3, as its values are then.
     """
 
     sequences: Sequence[tuple[int, int]]
@@ -37,6 +39,7 @@ class Step:
     window: int = 0
     sinks: bool = False
     scale: float = 0.1
+    codes: int = 0
     table: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,6 +64,15 @@ class Step:
             self.sequence[t : t + tokens] = s
             self.positions[t : t + tokens] = torch.arange(keys - tokens, keys)
             t += tokens
+        self.k_scale = self.v_scale = self.rope = torch.empty(0)
+        if self.codes:
+            self.rope = self.k[..., self.codes :].contiguous()
+            codes, self.k_scale = quantize_rows(self.k[..., : self.codes])
+            self.k = self.v = codes.view(torch.uint8)
+            self.v_scale = self.k_scale
+            if not self.mla:
+                codes, self.v_scale = quantize_rows(cache[..., self.D_K :])
+                self.v = codes.view(torch.uint8)
         self.sink = torch.randn(self.NH, generator=g) * 2 if self.sinks else None
 
     def truth(self) -> torch.Tensor:
@@ -68,12 +80,25 @@ class Step:
         out, t = [], 0
         for s, (tokens, keys) in enumerate(self.sequences):
             pages = self.table[s, : -(-keys // PAGE)]
-            k, v = (x[pages].flatten(0, 1)[:keys].double() for x in (self.k, self.v))
+            k, v = self._values(pages, keys)
             q, sinks = self.q[t : t + tokens].double(), self.sink
             window = self.window or None
             out.append(attend(q, k, v, scale=self.scale, window=window, sinks=sinks))
             t += tokens
         return torch.cat(out)
+
+    def _values(self, pages: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """float64 [count, KVH, D_K] and [count, KVH, D_V]."""
+
+        def rows(x: torch.Tensor) -> torch.Tensor:
+            x = x[pages].flatten(0, 1)[:count]
+            return (x.view(torch.float8_e4m3fn) if x.dtype == torch.uint8 else x).double()
+
+        k, v = rows(self.k), rows(self.v)
+        if self.codes:
+            k, v = k * rows(self.k_scale)[..., None], v * rows(self.v_scale)[..., None]
+            k = torch.cat([k, rows(self.rope)], -1)
+        return k, v
 
     def job(self, attention: Attention, out: torch.Tensor) -> tuple[np.ndarray, list[Any]]:
         """The record, and what it points to."""
@@ -92,13 +117,14 @@ class Step:
         for name, nbytes in memory.items():
             held.append(torch.full((nbytes + 64,), 255, dtype=torch.uint8))
             job[name] = (held[-1].data_ptr() + 63) // 64 * 64
-        for name in ("sequence", "positions", "q", "k", "v"):
+        for name in ("sequence", "positions", "q", "k", "v", "k_scale", "v_scale", "rope"):
             job[name] = getattr(self, name).data_ptr()
         job["sizes"], job["page_table"] = sizes.data_ptr(), self.table.data_ptr()
         job["page_table_stride"] = self.table.stride(0)
         job["q_stride"], job["out_stride"] = 4 * self.q.stride(0), 4 * out.stride(0)
-        job["page_bytes"], job["token_bytes"] = 2 * self.k.stride(0), 2 * self.k.stride(1)
-        job["k_head_bytes"], job["v_head_bytes"] = 2 * self.k.stride(2), 2 * self.v.stride(2)
+        size = self.k.element_size()
+        job["page_bytes"], job["token_bytes"] = size * self.k.stride(0), size * self.k.stride(1)
+        job["k_head_bytes"], job["v_head_bytes"] = size * self.k.stride(2), size * self.v.stride(2)
         job["NH"], job["KVH"], job["scale"] = self.NH, self.KVH, bits(self.scale)
         job["window"], job["out"] = self.window, out.data_ptr()
         job["sinks"] = 0 if self.sink is None else self.sink.data_ptr()

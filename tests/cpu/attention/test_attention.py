@@ -26,6 +26,8 @@ STEPS = {
     "long": Step([(1, 2000), (8, 1025)], sinks=True, window=1500, **GQA),
     "wide-group": Step([(2, 600), (9, 600)], NH=300, KVH=1, D_K=48, D_V=32, mla=True),
     "no-group": Step(RAGGED[:4], NH=3, KVH=3, D_K=16, D_V=80),
+    "gqa-fp8": Step(RAGGED, codes=64, **GQA),
+    "mla-fp8": Step(RAGGED, codes=128, **MLA),
     "far-scores": Step([(30, 150)], scale=30.0, **GQA),
 }
 
@@ -33,16 +35,19 @@ STEPS = {
 @pytest.mark.parametrize("name", STEPS)
 def test_against_the_reference(name: str) -> None:
     step = STEPS[name]
-    out, combines = step.run(make_attention(step.D_K, step.D_V))
+    out, combines = step.run(make_attention(step.D_K, step.D_V, codes=step.codes))
     bound = 1e-4 if name == "far-scores" else BOUND  # of scores near 300, in float32
     assert_close(out, step.truth(), bound)
     tasks = {"gqa": 2, "mla": 1, "sinks": 2, "long": 2 * 5, "wide-group": 2 * 2 * 19}
+    tasks |= {"gqa-fp8": 2, "mla-fp8": 1}
     assert combines == tasks.get(name, 0)  # of all others no sequence of few tokens sees two splits
 
 
-def test_vectors_of_eight() -> None:
-    step = STEPS["mla"]
-    out, _ = step.run(make_attention(step.D_K, step.D_V, N=8))
+@pytest.mark.parametrize("name", ["mla", "mla-fp8"])
+@pytest.mark.parametrize("N", [8, 16])
+def test_vectors_of_either_width(name: str, N: int) -> None:
+    step = STEPS[name]
+    out, _ = step.run(make_attention(step.D_K, step.D_V, N, step.codes))
     assert_close(out, step.truth(), BOUND)
 
 
