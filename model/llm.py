@@ -34,8 +34,8 @@ from .checkpoint.load import check_kernels, load_experts, nbytes
 from .checkpoint.plan import Experts, make_plan
 from .checkpoint.progress import Callback, reporting
 from .checkpoint.safetensors import Checkpoint
-from .modules.experts import FusedExperts
 from .modules.inject import inject
+from .modules.moe import FusedExperts
 from .pretrained import (
     Rules,
     build_meta,

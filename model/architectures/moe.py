@@ -12,7 +12,7 @@ from pykernels.shapes import RouterSpec
 from runtime.matrix import PackedMatrix
 from runtime.program import Builder
 
-from ..modules.experts import FusedExperts
+from ..modules.moe import FusedExperts
 from .families import Family
 from .weights import Packing
 

@@ -17,8 +17,8 @@ from pykernels.quant.split import repeat_first
 from runtime.machine.memory import collapse
 from runtime.matrix import Pack
 
-from ..modules.experts import FusedExperts
 from ..modules.inject import inject
+from ..modules.moe import FusedExperts
 from ..rules import default_rules
 from .decoder import Decoder, make_decoder
 

@@ -15,8 +15,7 @@ from pykernels.quant import Weight, get_format
 from pykernels.registry import resolve
 from pykernels.target import detect
 
-from ..modules.experts import FusedExperts
-from ..modules.moe import routed_experts
+from ..modules.moe import FusedExperts, routed_experts
 from .compressed_tensors import as_q8_0, unpack_int4
 from .plan import Dense, Experts, Matrix, Plan
 from .progress import Callback

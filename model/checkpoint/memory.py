@@ -12,7 +12,7 @@ from runtime.experts.routed import RoutedExperts
 from runtime.machine.topology import Topology
 from runtime.workers.pool import Pool
 
-from ..modules.experts import FusedExperts
+from ..modules.moe import FusedExperts
 from .plan import Dense, Plan
 from .safetensors import Checkpoint
 

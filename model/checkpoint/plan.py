@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from pykernels.errors import PykernelsError
 from pykernels.shapes import MoEShape
 
-from ..modules.experts import FusedExperts
+from ..modules.moe import FusedExperts
 from .compressed_tensors import HINT
 from .names import BLOCK, CHECK, FLOATS, Matrix, Names, tied
 from .safetensors import Checkpoint, Part

@@ -19,7 +19,7 @@ from pykernels.errors import PykernelsError
 
 from ..rules import Match, Rule
 from . import moe  # noqa: F401 - registers the shipped operators
-from .experts import why_not_fused
+from .recognise import why_not_fused
 from .registry import ModuleContext, Operator, build, find_operator
 
 

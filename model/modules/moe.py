@@ -1,4 +1,5 @@
-"""`FusedMoE`: a Hugging Face MoE block whose routed experts run on the CPU kernels."""
+"""Operators whose routed experts run on the CPU kernels: `FusedExperts`, an experts module of
+Hugging Face's, and `FusedMoE`, the MoE block around it."""
 
 from __future__ import annotations
 
@@ -7,15 +8,141 @@ from typing import Any
 import torch
 from torch import nn
 
+from pykernels import quant
 from pykernels.errors import PykernelsError
+from pykernels.registry import ACTIVATIONS
 from pykernels.shapes import MoEShape
-from runtime.experts.routed import RoutedExperts
+from runtime.experts.routed import RoutedExperts, Ticket
 
-from .experts import FusedExperts, experts_shape
-from .registry import ModuleContext, operator
+from .recognise import experts_shape
+from .registry import ModuleContext, Operator, operator
 
+FORMATS = ("auto", *quant.FORMATS)
 SHARED = ("shared_experts", "shared_expert", "shared_expert_gate")
 """Children of a block that every token passes through, under the names that models give them."""
+
+
+@operator
+class FusedExperts(Operator):
+    """Routed experts packed for the CPU; the block around them stays transformers' own.
+
+    It works in every family whose block calls `experts(hidden_states, ids, weights)`, whatever its
+    router is. The packed weights are neither parameters nor buffers: `.to()` leaves them in main
+    memory. Inference only.
+
+    Rule's kwargs: `kernel` auto | amx | avx512 | avx2 | generic (default: the caller's choice);
+    `format` auto (as stored), or one of `pykernels.quant.FORMATS` to convert to while loading;
+    `activations` bf16 (exact), or int8 for integer formats, about 1 % off and faster. Rule's
+    device: `cpu` only.
+    """
+
+    def __init__(
+        self,
+        original: Any,
+        context: ModuleContext,
+        *,
+        kernel: str | None = None,
+        format: str = "auto",
+        activations: str = "bf16",
+    ) -> None:
+        super().__init__(original, context)
+        if format not in FORMATS:
+            raise PykernelsError(
+                f"{context.name}: there is no expert format {format!r}",
+                f"Use one of {', '.join(FORMATS)}",
+            )
+        if activations not in ACTIVATIONS:
+            raise PykernelsError(
+                f"{context.name}: there are no {activations!r} activations",
+                f"Use {' or '.join(ACTIVATIONS)}",
+            )
+        if context.device not in (None, "cpu"):
+            raise PykernelsError(
+                f"{context.name}: routed experts cannot run on {context.device!r}",
+                "Write device: cpu in the rule, or drop the rule to leave the block as it is",
+            )
+        self.name = context.name
+        self.kernel = kernel or context.kernel
+        self.format = format
+        self.activations = activations
+        self.shape = self._take(original, context)
+        self.routed: RoutedExperts | None = None
+
+    def _take(self, original: Any, context: ModuleContext) -> MoEShape:
+        """Sizes of the experts; keeps of what is replaced what is to run on. `PykernelsError` if it
+        cannot be replaced."""
+        topk = getattr(context.config, "num_experts_per_tok", None)
+        return experts_shape(original, context.name, topk if isinstance(topk, int) else 1)
+
+    @property
+    def stored_name(self) -> str:
+        """What the checkpoint's names of the experts begin with."""
+        return self.name
+
+    def allocate(self, stored: str) -> RoutedExperts:
+        """Make room for the packed experts of a checkpoint that stores them as `stored`."""
+        fmt = self.packed_format(stored)
+        self.routed = RoutedExperts(
+            self.shape, fmt, kernel=self.kernel, activations=self.activations
+        )
+        return self.routed
+
+    def packed_format(self, stored: str) -> str:
+        """Name of the format that experts are packed in, if the checkpoint has `stored`."""
+        return stored if self.format == "auto" else self.format
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Same as the module's own: [..., H] in and out, in the same dtype and device.
+
+        Args:
+            top_k_index: expert numbers [T, topk]; ``top_k_weights``: of each one's output.
+
+        Raises `PykernelsError` in training mode, on inputs that need gradients, and before the
+        weights are loaded.
+        """
+        ticket = self.submit(hidden_states, top_k_index, top_k_weights)
+        return self.sync(ticket, hidden_states)
+
+    def submit(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Ticket:
+        """Start the experts; raises as `forward`."""
+        routed, rows = self._ready(x), x.reshape(-1, self.shape.H)  # [T, H]
+        # float16 has no expert kernel: its values fit float32 exactly.
+        rows = rows.float() if x.dtype == torch.float16 else rows
+        return routed.submit(
+            rows.to("cpu").contiguous(),
+            ids.to("cpu", torch.int64).contiguous(),
+            weights.to("cpu", torch.float32).contiguous(),
+        )
+
+    def sync(self, ticket: Ticket, x: torch.Tensor) -> torch.Tensor:
+        """Wait for them; their result in the shape, dtype and device of `x`."""
+        assert self.routed is not None
+        return self.routed.sync(ticket).to(x.device, x.dtype).reshape(x.shape)
+
+    def extra_repr(self) -> str:
+        packed = "not loaded" if self.routed is None else "on the CPU"
+        return f"{self.shape}, kernel={self.kernel}, format={self.format}, experts {packed}"
+
+    def _ready(self, hidden_states: torch.Tensor) -> RoutedExperts:
+        if self.training or (torch.is_grad_enabled() and hidden_states.requires_grad):
+            raise PykernelsError(
+                f"{self.name}: the CPU experts cannot be trained",
+                "Call model.eval() and run under torch.no_grad()",
+            )
+        if self.routed is None:
+            raise PykernelsError(
+                f"{self.name}: its experts are not loaded", "Load with model.from_pretrained"
+            )
+        return self.routed
+
+    def _save_to_state_dict(self, *_: object) -> None:
+        # Without this the saved model would silently lack its experts.
+        raise PykernelsError(
+            f"{self.name}: packed experts are in no state dict",
+            "Copy the checkpoint's own files instead of saving the model",
+        )
 
 
 @operator

@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 import model
 from model.architectures.families import why_not
-from model.modules.experts import FusedExperts
+from model.modules.moe import FusedExperts
 from pykernels.errors import PykernelsError
 
 from . import tiny
