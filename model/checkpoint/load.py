@@ -108,7 +108,7 @@ def matrix(checkpoint: Checkpoint, source: Matrix, dtype: torch.dtype) -> torch.
     Raises `PykernelsError` for NaN or infinite values or scales.
     """
     if source.fmt is None:
-        return checkpoint.read(source.data).to(dtype)
+        return source.of(checkpoint.read(source.data)).to(dtype)
     fmt, weight = get_format(source.fmt), stored_weight(checkpoint, source)
     N, K = source.shape
     fmt.check(weight, N, K, source.data.name)
@@ -118,7 +118,7 @@ def matrix(checkpoint: Checkpoint, source: Matrix, dtype: torch.dtype) -> torch.
 def stored_weight(checkpoint: Checkpoint, source: Matrix) -> Weight:
     """A quantized matrix as it is stored, a `Weight` in `source.fmt`."""
     assert source.fmt is not None and source.scale is not None
-    data, scale = checkpoint.read(source.data), checkpoint.read(source.scale)
+    data, scale = (source.of(checkpoint.read(part)) for part in (source.data, source.scale))
     N, K = source.shape
     if source.fmt == "q8_0":
         return as_q8_0(unpack_int4(data, K), scale, source.data.name)

@@ -29,13 +29,24 @@ _PROJ = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 class Matrix:
     """Where one tensor is stored: its values and, if it is quantized, its scales.
 
-    `shape`: of the dequantized tensor; `fmt`: its format in `pykernels.quant`, None for floats.
+    `shape`: of the dequantized tensor; `fmt`: its format in `pykernels.quant`, None for floats;
+    `transposed`: what is stored is [K, N]; `every`: (first, step) of the stored rows [N] that it
+    has, where several matrices are interleaved.
     """
 
     data: Part
     shape: tuple[int, ...]
     scale: Part | None = None
     fmt: str | None = None
+    transposed: bool = False
+    every: tuple[int, int] = (0, 1)
+
+    def of(self, stored: torch.Tensor) -> torch.Tensor:
+        """Its part of what was read, values or scales."""
+        if not self.transposed and self.every == (0, 1):
+            return stored
+        first, step = self.every
+        return (stored.T if self.transposed else stored)[first::step].contiguous()
 
 
 class Names:

@@ -23,7 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
     **{name: {} for name in tiny.ARCHITECTURES},
     "deepseek_v3 fp8": {"fp8": True},
     "deepseek_v3 without q_lora": {"q_lora_rank": None},
-    "mixtral with a window": {"sliding_window": 24},
+    "mixtral with a window": {"sliding_window": 24, "num_experts_per_tok": 8},
 }
 
 

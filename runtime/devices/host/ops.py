@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from pykernels import ref
-from pykernels.ref.attention import attend
+from pykernels.ref.attention import attend, read_pages
 from pykernels.ref.router import split_routing as split_by_weight
 from pykernels.ref.sampling import Request, sample_requests
 
@@ -138,7 +138,7 @@ def _keys_values(
 
     def rows(part: str) -> torch.Tensor:
         scales = cache.get(f"{part}_scale")
-        return ref.read_pages(cache[part], table, length, scales, torch.float32)
+        return read_pages(cache[part], table, length, scales, torch.float32)
 
     if "k" in cache:
         return rows("k"), rows("v")
