@@ -135,7 +135,9 @@ class RouterSpec:
     that the weights do not see), only among the best ``group_topk`` of ``groups`` equal ranges of
     experts; a group counts as much as its best expert ("max", DeepSeek-V2) or as its two best
     together ("top2", DeepSeek-V3). A weight is its expert's score, divided by the sum of the
-    chosen ones if ``renormalize``, times ``scale`` (routed_scaling_factor).
+    chosen ones if ``renormalize`` (by ``min_sum`` where that is larger: Ernie's moe_norm_min),
+    times ``scale`` (routed_scaling_factor). A softmax of the chosen logits alone (gpt-oss) is one
+    of all, renormalized.
     """
 
     topk: int
@@ -145,9 +147,11 @@ class RouterSpec:
     group_topk: int = 1
     group_score: str = "max"
     scale: float = 1.0
+    min_sum: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, kind in (("topk", int), ("groups", int), ("group_topk", int), ("scale", float)):
+        whole, real = ("topk", "groups", "group_topk"), ("scale", "min_sum")
+        for name, kind in (*((n, int) for n in whole), *((n, float) for n in real)):
             object.__setattr__(self, name, _number(f"router {name}", getattr(self, name), kind))
         for name, known in (("scoring", ("softmax", "sigmoid")), ("group_score", ("max", "top2"))):
             if (found := getattr(self, name)) not in known:

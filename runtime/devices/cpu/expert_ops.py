@@ -34,6 +34,7 @@ def router(step: Context, node: Node) -> list[Job]:
         topk=spec.topk,
         sigmoid=spec.scoring == "sigmoid",
         renormalize=spec.renormalize,
+        min_sum=step.bits(spec.min_sum),
         groups=spec.groups,
         group_topk=spec.group_topk,
         top2=spec.group_score == "top2",
