@@ -17,6 +17,7 @@ from pykernels.target import detect
 
 from ..modules.moe import FusedMoE, routed_experts
 from .compressed_tensors import as_q8_0, unpack_int4
+from .gguf.types import as_weight
 from .plan import Dense, Experts, Matrix, Plan
 from .progress import Callback
 from .safetensors import Checkpoint
@@ -37,6 +38,12 @@ def load(
     warn_of(plan)
     total = sum(nbytes(checkpoint, item) for item in plan.items)
     done = 0
+    for item in plan.items:
+        if isinstance(item, Dense) and item.name.endswith("k_b_proj.weight"):
+            raise PykernelsError(
+                f"{item.source.data.name} is a part of a matrix that transformers' model has whole",
+                "Run it on the engine, without --eager",
+            )
     for item in plan.items:
         if isinstance(item, Dense):
             tensor = matrix(checkpoint, item.source, item.dtype).to(device)
@@ -117,9 +124,11 @@ def matrix(checkpoint: Checkpoint, source: Matrix, dtype: torch.dtype) -> torch.
 
 def stored_weight(checkpoint: Checkpoint, source: Matrix) -> Weight:
     """A quantized matrix as it is stored, a `Weight` in `source.fmt`."""
-    assert source.fmt is not None and source.scale is not None
-    data, scale = checkpoint.read(source.data), checkpoint.read(source.scale)
-    N, K = source.shape
+    assert source.fmt is not None
+    data, (N, K) = checkpoint.read(source.data), source.shape
+    if source.scale is None:
+        return as_weight(data, source.fmt, N, K)
+    scale = checkpoint.read(source.scale)
     if source.fmt == "q8_0":
         return as_q8_0(unpack_int4(data, K), scale, source.data.name)
     if source.fmt.startswith("int4"):
