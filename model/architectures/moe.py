@@ -14,6 +14,7 @@ from runtime.program import Builder
 
 from ..modules.moe import FusedExperts
 from .families import Family
+from .linear import Linear
 from .weights import Packing
 
 CHOICE_BIAS = "e_score_correction_bias"
@@ -48,8 +49,8 @@ class Experts:
         return getattr(self.packed, name)
 
     def __str__(self) -> str:
-        s = self.packed.shape
-        return f"{self.packed.fmt.name} {s.E} x [{s.I}, {s.H}]"
+        s, formats = self.packed.shape, (self.packed.fmt.name, self.packed.down_fmt.name)
+        return f"{'/'.join(dict.fromkeys(formats))} {s.E} x [{s.I}, {s.H}]"
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,11 @@ class MoE:
     """Routed experts, a router, and what every token passes through beside them.
 
     Attributes:
-        gate_bias: of the logits; ``choice_bias``: of the scores, for the choice alone.
+        choice_bias: float32 [E], of the scores, for the choice alone.
         shared: a gated MLP; ``shared_gate``: its factor is the sigmoid of this linear.
     """
 
-    gate: PackedMatrix
-    gate_bias: torch.Tensor | None
+    gate: Linear
     choice_bias: torch.Tensor | None
     spec: RouterSpec
     experts: PackedExperts
@@ -77,7 +77,6 @@ class MoE:
         assert experts is not None and experts.routed is not None
         (packed,) = experts.routed.weights.slices
         router = "gate" if hasattr(block, "gate") else "router"
-        gate = packing.matrix(f"{name}.{router}.weight")
         own = {leaf for leaf, _ in (*block.named_parameters(), *block.named_buffers())}
         choice = next((leaf for leaf in own if leaf.endswith(CHOICE_BIAS)), CHOICE_BIAS)
         bias = packing.source.tensor(f"{name}.{choice}")
@@ -85,8 +84,7 @@ class MoE:
         parts = [f"{name}.{shared}.{part}_proj.weight" for part in ("gate", "up", "down")]
         gated = hasattr(block, "shared_expert_gate")
         return cls(
-            gate=gate,
-            gate_bias=packing.bias(gate, f"{name}.{router}.bias"),
+            gate=packing.linear(f"{name}.{router}"),
             choice_bias=None if bias is None else bias.flatten(),
             spec=router_spec(getattr(block, router), family),
             experts=packed,
@@ -98,11 +96,7 @@ class MoE:
     def lower(self, b: Builder, layer: str, x: str) -> list[str]:
         """Adds its nodes; returns the buffers [T, H] whose sum is its result."""
         E, H, topk = self.experts.shape.E, self.experts.shape.H, self.spec.topk
-        logits = b.buffer(f"{layer}.logits", "T", E)
-        gate = {"weight": self.gate}
-        if self.gate_bias is not None:
-            gate["bias"] = self.gate_bias
-        b.node("linear", f"{layer}.gate", [x], [logits], gate)
+        logits = self.gate.lower(b, f"{layer}.gate", x, f"{layer}.logits")
         ids = b.buffer(f"{layer}.ids", "T", topk, dtype=torch.int64)
         weights = b.buffer(f"{layer}.weights", "T", topk)
         bias = {} if self.choice_bias is None else {"bias": self.choice_bias}
@@ -148,5 +142,6 @@ def router_spec(gate: Any, family: Family) -> RouterSpec:
         groups=groups,
         group_topk=gate.topk_group if groups > 1 else 1,
         group_score="top2" if family.scoring == "sigmoid" else "max",
+        min_sum=float(getattr(gate, "norm_min", 0.0)),
         scale=float(getattr(gate, "routed_scaling_factor", 1.0)),
     )

@@ -11,12 +11,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pykernels.errors import PykernelsError
-from pykernels.quant import Weight, get_format
+from pykernels.quant import Biases, Weight, get_format
 from pykernels.registry import resolve
 from pykernels.target import detect
 
 from ..modules.moe import FusedExperts, routed_experts
 from .compressed_tensors import as_q8_0, unpack_int4
+from .gguf.types import as_weight
 from .plan import Dense, Experts, Matrix, Plan
 from .progress import Callback
 from .safetensors import Checkpoint
@@ -37,6 +38,12 @@ def load(
     warn_of(plan)
     total = sum(nbytes(checkpoint, item) for item in plan.items)
     done = 0
+    for item in plan.items:
+        if isinstance(item, Dense) and item.name.endswith("k_b_proj.weight"):
+            raise PykernelsError(
+                f"{item.source.data.name} is a part of a matrix that transformers' model has whole",
+                "Run it on the engine, without --eager",
+            )
     for item in plan.items:
         if isinstance(item, Dense):
             tensor = matrix(checkpoint, item.source, item.dtype).to(device)
@@ -98,8 +105,8 @@ def check_kernels(model: nn.Module, plan: Plan) -> None:
         if isinstance(item, Experts):
             module = model.get_submodule(item.name)
             if isinstance(module, FusedExperts):
-                fmt = module.packed_format(item.stored)
-                resolve(module.kernel, fmt, detect(), module.activations)
+                for fmt in item.packed(module):
+                    resolve(module.kernel, fmt, detect(), module.activations)
 
 
 def matrix(checkpoint: Checkpoint, source: Matrix, dtype: torch.dtype) -> torch.Tensor:
@@ -117,9 +124,11 @@ def matrix(checkpoint: Checkpoint, source: Matrix, dtype: torch.dtype) -> torch.
 
 def stored_weight(checkpoint: Checkpoint, source: Matrix) -> Weight:
     """A quantized matrix as it is stored, a `Weight` in `source.fmt`."""
-    assert source.fmt is not None and source.scale is not None
-    data, scale = (source.of(checkpoint.read(part)) for part in (source.data, source.scale))
-    N, K = source.shape
+    assert source.fmt is not None
+    data, (N, K) = source.of(checkpoint.read(source.data)), source.shape
+    if source.scale is None:
+        return as_weight(data, source.fmt, N, K)
+    scale = source.of(checkpoint.read(source.scale))
     if source.fmt == "q8_0":
         return as_q8_0(unpack_int4(data, K), scale, source.data.name)
     if source.fmt.startswith("int4"):
@@ -141,15 +150,23 @@ def expert_weight(checkpoint: Checkpoint, source: Matrix, fmt: str) -> Weight:
 def _fill_packed(
     module: FusedExperts, item: Experts, checkpoint: Checkpoint, *_: object
 ) -> Iterator[int]:
-    routed = module.allocate(item.stored)
-    fmt = module.packed_format(item.stored)
+    routed = module.allocate(item.stored, item.down_stored)
+    fmt, down_fmt = item.packed(module)
     for e, projections in enumerate(item.experts):
+        pairs = zip(projections, (fmt, fmt, down_fmt), strict=True)
         try:
-            routed.load_expert(e, *(expert_weight(checkpoint, m, fmt) for m in projections))
+            weights = [expert_weight(checkpoint, m, each) for m, each in pairs]
+            routed.load_expert(e, *weights, _biases(checkpoint, item, e))
         except PykernelsError as error:  # its message has the expert's number at most
             name = f"{module.stored_name}.{e}"
             raise PykernelsError(f"{name}: {error.cause}", error.hint) from None
         yield e
+
+
+def _biases(checkpoint: Checkpoint, item: Experts, expert: int) -> Biases | None:
+    if not item.biases:
+        return None
+    return Biases(*(matrix(checkpoint, m, torch.float32) for m in item.biases[expert]))
 
 
 def _fill_fused(
@@ -194,7 +211,8 @@ def _warm_up(model: nn.Module) -> None:
     """Compile the model's kernels now, so that its first token does not wait for them."""
     seen: set[tuple[str, ...]] = set()
     for routed in routed_experts(model):
-        kind = (routed.backend.name, routed.weights.fmt.name, routed.activations)
+        formats = routed.weights.fmt.name, routed.weights.down_fmt.name
+        kind = (routed.backend.name, routed.down_backend.name, *formats, routed.activations)
         if kind in seen:
             continue
         seen.add(kind)

@@ -14,9 +14,12 @@ from transformers.core_model_loading import WeightRenaming
 from pykernels.errors import PykernelsError
 
 from . import compressed_tensors
+from .gguf.types import format_of
 from .safetensors import DTYPES, Checkpoint, Part
 
 FLOATS = ("BF16", "F16", "F32")
+EXACT = {False: FLOATS, True: ("BF16", "F32")}
+"""GGUF's types that are no format of `pykernels.quant`: of vectors, and of matrices."""
 BLOCK = 128  # rows and columns that share one FP8 scale
 Q8_0_BLOCK = 32  # inputs that share one float16 scale
 CHECK = "Check that config.json belongs to this checkpoint, or download it again"
@@ -30,8 +33,8 @@ class Matrix:
     """Where one tensor is stored: its values and, if it is quantized, its scales.
 
     `shape`: of the dequantized tensor; `fmt`: its format in `pykernels.quant`, None for floats;
-    `transposed`: what is stored is [K, N]; `every`: (first, step) of the stored rows [N] that it
-    has, where several matrices are interleaved.
+    `transposed`: what is stored is [K, N]; `pick`: of rows [N] that two matrices share in turns,
+    the even (0) or the odd ones (1).
     """
 
     data: Part
@@ -39,14 +42,12 @@ class Matrix:
     scale: Part | None = None
     fmt: str | None = None
     transposed: bool = False
-    every: tuple[int, int] = (0, 1)
+    pick: int | None = None
 
     def of(self, stored: torch.Tensor) -> torch.Tensor:
         """Its part of what was read, values or scales."""
-        if not self.transposed and self.every == (0, 1):
-            return stored
-        first, step = self.every
-        return (stored.T if self.transposed else stored)[first::step].contiguous()
+        rows = stored.T if self.transposed else stored
+        return (rows if self.pick is None else rows[self.pick :: 2]).contiguous()
 
 
 class Names:
@@ -65,7 +66,7 @@ class Names:
         ]
         self.stored: dict[str, str] = {}
         for name in checkpoint.tensors:
-            key = name
+            key = checkpoint.names.get(name, name)
             for renaming in renamings:
                 key, _ = renaming.rename_source_key(key)
             if match := _EXPERT.match(key):
@@ -107,6 +108,10 @@ class Names:
         if info.dtype == "I8":
             self._check_matrix(part, len(shape) == 2)
             return self._int8(key, part, shape)
+        if self.checkpoint.blocks and info.dtype not in EXACT[len(shape) >= 2]:
+            fmt = format_of(info.dtype, part.name)
+            self._check_matrix(part, len(shape) >= 2)
+            return Matrix(part, shape, fmt=fmt)
         return Matrix(part, shape)
 
     def _check_matrix(self, part: Part, fits: bool) -> None:

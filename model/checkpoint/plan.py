@@ -9,9 +9,11 @@ stored                                                as in
 ``X.experts.E.{gate,up,down}_proj.weight``            DeepSeek, Qwen, GLM (also in FP8)
 ``X.experts.E.{w1,w3,w2}.weight``                     Mixtral (gate, up, down)
 ``X.experts.{gate_up,down}_proj`` [E, 2 I, H], ...    transformers' own fused parameters
+the same [E, H, 2 I], ... and ``*_bias``              gpt-oss, gate and up in turns
 ``*.weight`` float8_e4m3fn + ``*.weight_scale_inv``   DeepSeek's FP8, one scale a 128x128 block
 ``*.weight`` float8_e4m3fn or int8 + ``*_scale``      see `compressed_tensors`
 ``*.weight_packed`` + ``*.weight_scale``, ...         likewise, int4
+``blk.L.ffn_{gate,up,down}_exps.weight`` [E, N, K]    GGUF, see `gguf.names`
 ====================================================  ==========================================
 """
 
@@ -50,13 +52,20 @@ class Dense:
 class Experts:
     """The routed experts of one block.
 
-    `name`: the module that gets them, a `FusedExperts` or one of Hugging Face; `stored`:
-    their format in `pykernels.quant`; `experts`: (gate [I, H], up [I, H], down [H, I]) of each.
+    `name`: the module that gets them, a `FusedExperts` or one of Hugging Face; `stored`: the format
+    of gate and up in `pykernels.quant`; `experts`: (gate [I, H], up [I, H], down [H, I]) of each;
+    `down_stored`: the format of down; `biases`: of each, if they have some.
     """
 
     name: str
     stored: str
     experts: list[tuple[Matrix, Matrix, Matrix]]
+    down_stored: str
+    biases: list[tuple[Matrix, Matrix, Matrix]] = field(default_factory=list)
+
+    def packed(self, module: FusedExperts) -> tuple[str, str]:
+        """The formats that `module` keeps them in: gate's and up's, and down's."""
+        return module.packed_format(self.stored), module.packed_format(self.down_stored)
 
 
 @dataclass(slots=True)
@@ -92,6 +101,9 @@ def make_plan(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype
             if id(tensor) in done or name in skip:
                 continue
             done.add(id(tensor))
+            if halves := _latent_halves(names, name, tensor, dtype):
+                plan.items += halves
+                continue
             source = names.take(instead.get(name, name), tuple(tensor.shape))
             if source is not None:
                 exact = any(f".{part}." in f".{name}." for part in strict)
@@ -123,13 +135,30 @@ def _own_tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
             yield leaf, buffer
 
 
+def _latent_halves(
+    names: Names, name: str, tensor: torch.Tensor, dtype: torch.dtype
+) -> list[Dense | Experts]:
+    """What GGUF stores for MLA's ``kv_b_proj`` [NH (nope + dv), L]: ``k_b_proj`` [NH, L, nope],
+    already transposed, and ``v_b_proj`` [NH, dv, L]. Some files have it whole, some in both ways.
+    """
+    keys = [name.replace("kv_b_proj", half) for half in ("k_b_proj", "v_b_proj")]
+    if keys[0] == name or not all(key in names.stored for key in keys):
+        return []
+    names.unused.discard(name)
+    N, L = tensor.shape
+    NH, _, nope = names.checkpoint.tensors[names.stored[keys[0]]].shape[-3:]
+    shapes = (NH, L, nope), (NH, N // NH - nope, L)
+    found = [names.take(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    return [Dense(key, m, dtype) for key, m in zip(keys, found, strict=True) if m is not None]
+
+
 def _dense(
     name: str, source: Matrix, tensor: torch.Tensor, dtype: torch.dtype, checkpoint: Checkpoint
 ) -> Dense:
     stored = checkpoint.tensors[source.data.name].dtype
     if not tensor.is_floating_point():
         dtype = tensor.dtype
-    elif stored not in FLOATS and source.scale is None:
+    elif stored not in FLOATS and source.fmt is None:
         raise PykernelsError(
             f"{source.data.name} is {stored}, the model needs {', '.join(FLOATS)} there",
             "Store it as float32" if stored == "F64" else HINT,
@@ -142,8 +171,12 @@ def _add_experts(plan: Plan, names: Names, module: Any, path: str) -> None:
     packed = isinstance(module, FusedExperts)
     block = module.stored_name if packed else path
     shape = module.shape if packed else fused_shape(module)
-    separate = f"{block}.gate_up_proj" not in names.stored
-    found = (_separate if separate else _fused)(names, block, shape)
+    if f"{block}.gate_proj" in names.stored:
+        found = _stacked(names, block, shape)
+    else:
+        separate = f"{block}.gate_up_proj" not in names.stored
+        fused = _in_turns if packed and module.in_turns else _fused
+        found = (_separate if separate else fused)(names, block, shape)
     if not found:
         return  # missing, which `Names.finish` reports
     plain = [m for expert in found for m in expert if m.fmt is None]
@@ -155,21 +188,26 @@ def _add_experts(plan: Plan, names: Names, module: Any, path: str) -> None:
             )
         if packed and dtype in ("F16", "F32") and module.packed_format("bf16") == "bf16":
             plan.lossy = dtype
-    stored = _formats(found)
-    if len(stored) > 1:
+    if len(_formats(m for expert in found for m in expert)) > 1:
         found = [(_whole(gate), _whole(up), _whole(down)) for gate, up, down in found]
-        stored = _formats(found)
-    if len(stored) > 1:
-        raise PykernelsError(
-            f"The experts of {block} are partly {' and partly '.join(stored)}", CHECK
-        )
-    if packed and module.packed_format(stored[0]) == stored[0] == "q8_0":
+    stored = _formats(m for gate, up, _ in found for m in (gate, up))
+    down_stored = _formats(down for *_, down in found)
+    for each in (stored, down_stored):
+        if len(each) > 1:
+            raise PykernelsError(
+                f"The experts of {block} are partly {' and partly '.join(each)}", CHECK
+            )
+    biases = _biases(names, block, shape) if packed and shape.spec.bias else []
+    item = Experts(path, stored[0], found, down_stored[0], biases)
+    if packed and ("q8_0", "q8_0") in zip(
+        (item.stored, item.down_stored), item.packed(module), strict=True
+    ):
         plan.widened = True
-    plan.items.append(Experts(path, stored[0], found))
+    plan.items.append(item)
 
 
-def _formats(found: list[tuple[Matrix, Matrix, Matrix]]) -> list[str]:
-    return sorted({m.fmt or "bf16" for expert in found for m in expert})
+def _formats(matrices: Iterable[Matrix]) -> list[str]:
+    return sorted({matrix.fmt or "bf16" for matrix in matrices})
 
 
 def _whole(matrix: Matrix) -> Matrix:
@@ -189,6 +227,21 @@ def _separate(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, M
         if gate and up and down:
             found.append((gate, up, down))
     return found
+
+
+def _stacked(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Matrix, Matrix]]:
+    """GGUF's: a tensor [E, N, K] of each projection."""
+    E, H, I = shape.E, shape.H, shape.I  # noqa: E741
+    stacks = [
+        (names.take(f"{block}.{proj}_proj", (E, N, K)), N, K)
+        for proj, N, K in (("gate", I, H), ("up", I, H), ("down", H, I))
+    ]
+    if not all(stack for stack, _, _ in stacks):
+        return []
+    return [
+        tuple(Matrix(Part(m.data.name, e), (N, K), fmt=m.fmt) for m, N, K in stacks if m)  # type: ignore[misc]
+        for e in range(E)
+    ]
 
 
 def _fused(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Matrix, Matrix]]:
@@ -211,5 +264,36 @@ def _fused(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Matr
 
     return [
         (part(gate_up, e, (0, I)), part(gate_up, e, (I, 2 * I)), part(down, e, None))
+        for e in range(E)
+    ]
+
+
+def _in_turns(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Matrix, Matrix]]:
+    """gpt-oss': transposed, gate and up in turns."""
+    E, H, I = shape.E, shape.H, shape.I  # noqa: E741
+    gate_up = names.take(f"{block}.gate_up_proj", (E, H, 2 * I))
+    down = names.take(f"{block}.down_proj", (E, I, H))
+    if not (gate_up and down):
+        return []
+
+    def part(matrix: Matrix, e: int, N: int, K: int, pick: int | None = None) -> Matrix:
+        return Matrix(Part(matrix.data.name, e), (N, K), transposed=True, pick=pick)
+
+    return [
+        (part(gate_up, e, I, H, 0), part(gate_up, e, I, H, 1), part(down, e, H, I))
+        for e in range(E)
+    ]
+
+
+def _biases(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Matrix, Matrix]]:
+    """gpt-oss': those of gate and up in turns."""
+    E, H, I = shape.E, shape.H, shape.I  # noqa: E741
+    gate_up = names.take(f"{block}.gate_up_proj_bias", (E, 2 * I))
+    down = names.take(f"{block}.down_proj_bias", (E, H))
+    if not (gate_up and down):
+        return []
+    gates, downs = (lambda e: Part(gate_up.data.name, e)), (lambda e: Part(down.data.name, e))
+    return [
+        (Matrix(gates(e), (I,), pick=0), Matrix(gates(e), (I,), pick=1), Matrix(downs(e), (H,)))
         for e in range(E)
     ]

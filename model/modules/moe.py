@@ -14,7 +14,7 @@ from pykernels.registry import ACTIVATIONS
 from pykernels.shapes import MoEShape
 from runtime.experts.routed import RoutedExperts, Ticket
 
-from .recognise import experts_shape
+from .recognise import experts_shape, in_turns
 from .registry import ModuleContext, Operator, operator
 
 FORMATS = ("auto", *quant.FORMATS)
@@ -72,6 +72,7 @@ class FusedExperts(Operator):
         """Sizes of the experts; keeps of what is replaced what is to run on. `PykernelsError` if it
         cannot be replaced."""
         topk = getattr(context.config, "num_experts_per_tok", None)
+        self.in_turns = in_turns(original)
         return experts_shape(original, context.name, topk if isinstance(topk, int) else 1)
 
     @property
@@ -79,16 +80,17 @@ class FusedExperts(Operator):
         """What the checkpoint's names of the experts begin with."""
         return self.name
 
-    def allocate(self, stored: str) -> RoutedExperts:
-        """Make room for the packed experts of a checkpoint that stores them as `stored`."""
-        fmt = self.packed_format(stored)
+    def allocate(self, stored: str, down_stored: str | None = None) -> RoutedExperts:
+        """Make room for the packed experts of a checkpoint that stores them as `stored`, and down
+        as `down_stored` (None: the same)."""
+        fmt, down_fmt = self.packed_format(stored), self.packed_format(down_stored or stored)
         self.routed = RoutedExperts(
-            self.shape, fmt, kernel=self.kernel, activations=self.activations
+            self.shape, fmt, kernel=self.kernel, activations=self.activations, down_fmt=down_fmt
         )
         return self.routed
 
     def packed_format(self, stored: str) -> str:
-        """Name of the format that experts are packed in, if the checkpoint has `stored`."""
+        """Name of the format that a matrix is packed in, if the checkpoint has `stored`."""
         return stored if self.format == "auto" else self.format
 
     def forward(
@@ -157,6 +159,7 @@ class FusedMoE(FusedExperts):
 
     def _take(self, original: Any, context: ModuleContext) -> MoEShape:
         shape = block_shape(original, context)
+        self.in_turns = in_turns(original.experts)
         self.gate: nn.Module = original.gate
         for child in SHARED:
             if getattr(original, child, None) is not None:

@@ -20,7 +20,7 @@ from . import tiny_quantized
 
 ARCHITECTURES = (
     "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite",
-    "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
+    "gpt_oss", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
 )  # fmt: skip
 
 # fmt: off
@@ -51,6 +51,10 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "moe_num_experts": 8, "moe_k": 3, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
     },
     "glm4_moe_lite": {**_MLA, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "gpt_oss": {
+        "num_local_experts": 8, "intermediate_size": 32, "head_dim": 16, "sliding_window": 24,
+        "swiglu_limit": 1.5,
+    },
     "minimax_m2": {
         "num_local_experts": 8, "intermediate_size": 32, "head_dim": 16, "rotary_dim": 8,
     },
@@ -98,10 +102,8 @@ def make(
     `compressed`: a scheme of `tiny_quantized`, for all linear layers but the head and routers.
     """
     scheme = "deepseek" if fp8 else compressed
-    settings = {**_BASE, **_FAMILY[model_type], **(FP8_SIZES if fp8 else {}), **config}
-    cfg = CONFIG_MAPPING[model_type](**settings)
-    reference = AutoModelForCausalLM.from_config(cfg, dtype=torch.float32).eval()
-    randomize(reference, seed)
+    reference = build(model_type, seed, **(FP8_SIZES if fp8 else {}), **config)
+    cfg = reference.config
     stored = store(reference, model_type, dtype, scheme)
     values = dict(reference.state_dict())
     fill(values, stored, model_type)
@@ -116,6 +118,14 @@ def make(
     (path / "config.json").write_text(json.dumps(data))
     write_shards(path, stored, shards)
     return Tiny(path, stored, reference)
+
+
+def build(model_type: str, seed: int = 0, **config: Any) -> PreTrainedModel:
+    """transformers' own model in float32, with random weights."""
+    cfg = CONFIG_MAPPING[model_type](**{**_BASE, **_FAMILY.get(model_type, {}), **config})
+    model = AutoModelForCausalLM.from_config(cfg, dtype=torch.float32).eval()
+    randomize(model, seed)
+    return model
 
 
 def randomize(model: PreTrainedModel, seed: int) -> None:
@@ -164,6 +174,8 @@ def split(name: str, tensor: torch.Tensor, model_type: str) -> list[tuple[str, t
         name = name.replace(".mlp.", ".block_sparse_moe.")
         gate, up, down = "w1", "w3", "w2"
     name = name.replace(".gate.moe_statics.", ".moe_statics.")  # Ernie's
+    if model_type == "gpt_oss":  # stacked, gate and up in turns
+        return [(name, tensor)]
     if name.endswith("experts.gate_up_proj"):
         base, half = name.removesuffix("gate_up_proj"), tensor.shape[1] // 2
         return [
