@@ -156,7 +156,7 @@ def _fill_packed(
         pairs = zip(projections, (fmt, fmt, down_fmt), strict=True)
         try:
             weights = [expert_weight(checkpoint, m, each) for m, each in pairs]
-            routed.load_expert(e, *weights, _biases(checkpoint, item, e))
+            routed.load_expert(e, *weights, biases=_biases(checkpoint, item, e))
         except PykernelsError as error:  # its message has the expert's number at most
             name = f"{module.stored_name}.{e}"
             raise PykernelsError(f"{name}: {error.cause}", error.hint) from None

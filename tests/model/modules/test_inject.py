@@ -150,6 +150,7 @@ def test_a_rule_that_cannot_work_says_why(rules: list[Any], message: str) -> Non
 SPOILT = [
     (lambda block: setattr(block, "shared_expert_gate", None), "shared_expert without its gate"),
     (lambda block: delattr(block.experts, "down_proj"), "experts of a layout that is not known"),
+    (lambda block: setattr(block.experts, "norm", nn.Parameter(torch.ones(1))), "not known"),
     (lambda block: block.register_module("extra", nn.Identity()), "are not known: extra"),
 ]
 
@@ -160,9 +161,3 @@ def test_unknown_blocks_are_refused(spoil: Any, message: str) -> None:
     spoil(model.get_submodule("model.layers.0.mlp"))
     with pytest.raises(PykernelsError, match=rf"layers.0.mlp\S* .*{message}"):
         apply(model, rule(name=r"layers\.0\.mlp$"))
-
-
-def test_biased_experts_are_refused() -> None:
-    model = meta("gpt_oss", num_local_experts=4, num_hidden_layers=2, pad_token_id=None)
-    with pytest.raises(PykernelsError, match="experts with biases"):
-        apply(model, rule("FusedExperts", cls="GptOssExperts"))
