@@ -18,11 +18,13 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from pykernels.errors import PykernelsError
 from runtime.devices.cpu import precompile
 from runtime.devices.cpu.runner import CpuRunner
-from runtime.devices.runner import Pass
+from runtime.devices.host.runner import HostRunner
+from runtime.devices.runner import PagedRunner, Pass
 from runtime.engine import Engine, RequestHandle, Result, SamplingParams
 from runtime.kv_cache.layout import PAGE, Pages
 from runtime.matrix import outline, packer
 from runtime.passes import defer as defer_pass
+from runtime.passes.layers import check_topk
 from runtime.workers.pool import WorkerPool
 
 from .architectures.decoder import Decoder, cache_token_bytes, head_sizes, make_decoder
@@ -50,6 +52,8 @@ from .text.prompt import encode
 CONTEXT = 8192
 """Positions that an engine has room for by default, if the model has as many."""
 
+DEVICES = ("cpu", "host")
+
 Prompt = str | Sequence[int]
 Defer = int | str
 """A number of experts, "auto" or "off"."""
@@ -64,13 +68,15 @@ class LLM:
 
     def __init__(
         self,
-        runner: CpuRunner,
+        runner: PagedRunner,
         config: PretrainedConfig,
         tokenizer: PreTrainedTokenizerBase | None,
         eos: Sequence[int],
         pool: WorkerPool,
+        kernel: str = "auto",
     ) -> None:
-        self.runner, self.config, self.tokenizer, self.pool = runner, config, tokenizer, pool
+        self.runner, self.config, self.tokenizer = runner, config, tokenizer
+        self.pool, self.kernel = pool, kernel
         detokenizer = None if tokenizer is None else partial(Detokenizer, tokenizer)
         self.engine = Engine(runner, eos_token_ids=eos, detokenizer=detokenizer)
 
@@ -137,6 +143,7 @@ def load_engine(
     max_tokens: int = 512,
     defer: Defer = "off",
     kv_dtype: str = "bf16",
+    device: str = "cpu",
     progress: bool | Callback | None = None,
 ) -> LLM:
     """Loads a checkpoint for the engine: every matrix packed in the format that it is stored in.
@@ -153,13 +160,16 @@ def load_engine(
             Deferral); "auto": as many as keep the CPU busy, which is none where it is alone.
         kv_dtype: "bf16", or "fp8": keys and values in E4M3 with a scale a token and head, half the
             memory of the cache; each number within 1/16 of itself, where bf16 has 1/256.
+        device: "cpu", or "host": the reference ops in float32, exact and slow, the cache too.
         progress: as in ``from_pretrained``.
 
     Raises:
         PykernelsError: a model that the engine cannot run, fewer than two immediate experts, no
-            such ``kv_dtype``, or what ``from_pretrained`` raises.
+            such ``kv_dtype`` or device, or what ``from_pretrained`` raises.
     """
-    folder, passes = Path(path), _passes(defer)
+    folder, deferred = Path(path), _deferred(defer)
+    if device not in DEVICES:
+        raise PykernelsError(f"no device {device!r}", f"Use {' or '.join(DEVICES)}")
     Pages(0, kv_dtype)  # refused before anything is read
     config = read_config(folder)
     if reason := why_not(config):
@@ -178,6 +188,9 @@ def load_engine(
         with open_checkpoint(folder) as checkpoint:
             model = build_meta(config, dtype)
             inject(model, parsed, kernel)
+            if deferred:
+                blocks = [block for block in model.modules() if isinstance(block, FusedMoE)]
+                check_topk(config.model_type, [block.shape.topk for block in blocks], deferred)
             precompile.begin(head_sizes(model, kv_dtype))
             plan = make_plan(model, checkpoint, dtype)
             check_kernels(model, plan)
@@ -195,20 +208,26 @@ def load_engine(
 
                 load_experts(model, plan, checkpoint, add)
                 decoder = make_decoder(model, Stored(plan, checkpoint, add), packer(pool), kv_dtype)
-        runner = CpuRunner(decoder, pool, room, pages, max_tokens, max_sequences, kernel, passes)
-        return LLM(runner, config, tokenizer, _eos(config, generation), pool)
+        passes: list[Pass] = [partial(defer_pass, N=deferred)] if deferred else []
+        sizes = room, pages, max_tokens, max_sequences
+        runner: PagedRunner = (
+            CpuRunner(decoder, pool, *sizes, kernel, passes)
+            if device == "cpu"
+            else HostRunner(decoder, *sizes, passes, pool)
+        )
+        return LLM(runner, config, tokenizer, _eos(config, generation), pool, kernel)
     except BaseException:
         pool.close()
         raise
 
 
-def _passes(deferred: Defer) -> list[Pass]:
-    """Of decode programs. With no device beside the CPU, "auto" defers nothing."""
-    if deferred in ("off", "auto"):
-        return []
-    if not str(deferred).isdecimal():
-        raise PykernelsError(f"{deferred!r} experts deferred", "Give a number, auto or off")
-    return [partial(defer_pass, N=int(deferred))]
+def _deferred(wanted: Defer) -> int:
+    """Experts of a token that are deferred. With no device beside the CPU "auto" is none."""
+    if wanted in ("off", "auto"):
+        return 0
+    if not str(wanted).isdecimal():
+        raise PykernelsError(f"{wanted!r} experts deferred", "Give a number, auto or off")
+    return int(wanted)
 
 
 def outline_decoder(path: Path, rules: Rules = None) -> Decoder:

@@ -156,6 +156,10 @@ class Builder:
         self._nodes: list[Node] = []
         self._buffers: dict[str, Buffer] = {}
 
+    def size(self, dim: str) -> int:
+        """The most that a step has of "T", "S" or "R"."""
+        return self._sizes[dim]
+
     def buffer(
         self,
         name: str,

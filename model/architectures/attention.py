@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from pykernels.cpu.attention.expanded import expand_from
 from runtime.kv_cache.layout import Pages, Part
 from runtime.matrix import PackedHeads
 from runtime.program import Builder
@@ -28,7 +29,8 @@ class Attention(Protocol):
 
 @dataclass(frozen=True)
 class MLA:
-    """Multi-head latent attention with ``W_UK`` and ``W_UV`` absorbed (DeepSeek-V2, 2.1.2).
+    """Multi-head latent attention with ``W_UK`` and ``W_UV`` absorbed (DeepSeek-V2, 2.1.2); for
+    sequences of many tokens in a step, keys and values are expanded instead.
 
     ``kv_start`` is where the latent begins in the output of ``first``, whose first part are the
     queries' latents, or the queries themselves where there is no ``q_b``.
@@ -118,16 +120,26 @@ class MLA:
             out_head=width,
         )  # fmt: skip
         latent = b.buffer(f"{layer}.o_latent", "T", self.NH, self.L)
+        read = [turned, latents, "positions", "sequences", "page_table", *rest]
+        attrs = {"heads": self.NH, "scale": self.scale, "parts": tuple(cache)}
+        many = expand_from(self.L, self.R, self.nope, self.dv)
+        expands = many <= b.size("T")
+        if expands:
+            attrs["expand_from"] = many
         b.node(
-            "attention", f"{layer}.attention",
-            [turned, latents, "positions", "sequences", "page_table", *rest], [latent],
-            heads=self.NH, kv_heads=1, dk=width, dv=self.L, scale=self.scale, parts=tuple(cache),
+            "attention", f"{layer}.attention", read, [latent], kv_heads=1, dk=width, dv=self.L,
+            **attrs,
         )  # fmt: skip
         values = b.buffer(f"{layer}.values", "T", self.NH * self.dv)
         b.node(
             "heads", f"{layer}.uv", [latent], [values], {"heads": self.uv}, x_head=self.L,
             out_head=self.dv,
         )  # fmt: skip
+        if expands:
+            b.node(
+                "attention_expanded", f"{layer}.expanded", [*read, q, values], [values],
+                {"uk": self.uk, "uv": self.uv}, nope=self.nope, dv=self.dv, **attrs,
+            )  # fmt: skip
         return self.o.lower(b, f"{layer}.o", values, f"{layer}.attended")
 
 

@@ -117,7 +117,7 @@ def evaluate(
         heldout_sha256=fingerprint(files),
         python=platform.python_version(),
         cpu=detect().cpu,
-        kernel=llm.runner.kernel,
+        kernel=llm.kernel,
         rows=tuple(rows),
     )
 

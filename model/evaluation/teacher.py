@@ -69,7 +69,7 @@ class Teacher:
         }
         parts = self._llm.runner.model.caches(LANES * self._pages)
         caches = {name: part.zeros() for name, part in parts.items()}
-        step = CpuStep(program, self._llm.pool, inputs, caches, self._llm.runner.kernel)
+        step = CpuStep(program, self._llm.pool, inputs, caches, self._llm.kernel)
         D, L = self.documents.shape
         bits, likeliest = torch.zeros(D, L - 1).double(), torch.zeros(D, L - 1, dtype=torch.int64)
         for first in range(0, D, LANES):

@@ -82,5 +82,6 @@ def token_bytes(parts: dict[str, Part]) -> int:
 def cache_inputs(node: Node) -> dict[str, str]:
     """The buffers of the cache that an attention node reads, by the names of their parts; the
     first part is "k" or "latent"."""
-    names = node.inputs[1], *node.inputs[5:]
-    return dict(zip(node.attrs["parts"], names, strict=True))
+    parts = node.attrs["parts"]
+    names = node.inputs[1], *node.inputs[5 : 4 + len(parts)]
+    return dict(zip(parts, names, strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -46,9 +46,14 @@ def moe_layers(program: Program) -> tuple[MoELayer, ...]:
 
 def check_count(program: Program, layers: tuple[MoELayer, ...], N: int, least: int) -> None:
     """Raises PykernelsError unless N of each layer's experts may be taken out of their place."""
-    if not layers:
-        raise PykernelsError(f"{program.name!r} has no routed experts", "Use it as it is")
-    topk = min(layer.topk for layer in layers)
+    check_topk(program.name, [layer.topk for layer in layers], N, least)
+
+
+def check_topk(name: str, topks: Sequence[int], N: int, least: int = LEAST) -> None:
+    """``check_count`` of a model of that name, by the experts of a token in each of its layers."""
+    if not topks:
+        raise PykernelsError(f"{name!r} has no routed experts", "Use it as it is")
+    topk = min(topks)
     most = max(0, topk - least)
     if not 0 <= N <= most:
         raise PykernelsError(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import model
+from pykernels.errors import PykernelsError
 from runtime.devices.host.runner import HostRunner, on_host
 from runtime.devices.host.step import HostStep
 from runtime.devices.host.stream import Event, Flags, Stream
@@ -126,3 +127,16 @@ def test_a_failure_on_either_side_ends_the_step(llm: model.LLM) -> None:
         delattr(target, name)
         step.run()
         assert torch.equal(step.outputs["logits"], truth)
+
+
+def test_load_engine_takes_the_host_device_and_checks_deferral_first(tmp_path: Path) -> None:
+    made = tiny.make(tmp_path, "qwen3_moe")
+    with pytest.raises(PykernelsError, match="experts of a token are too many"):
+        model.load_engine(tmp_path, defer=2, device="host")  # of 3: before a weight is read
+    with model.load_engine(tmp_path, context=64, threads=1, device="host") as llm:
+        ids = [5, 9, 4]
+        found = llm.generate(ids, temperature=0, max_tokens=4, ignore_eos=True).token_ids
+        with torch.no_grad():
+            for _ in range(4):
+                ids.append(int(made.reference(torch.tensor([ids])).logits[0, -1].argmax()))
+    assert list(found) == ids[3:]

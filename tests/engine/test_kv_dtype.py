@@ -38,7 +38,7 @@ def program(kind: str, kv_dtype: str) -> tuple[Program, dict[str, Part]]:
     for name in ("positions", "sequences", "slots"):
         b.buffer(name, "T", dtype=torch.int64, kind="input")
     b.buffer("page_table", "S", 2, dtype=torch.int64, kind="input")
-    b.buffer("rope", "T", 2, R // 2, kind="input")
+    b.buffer("angles", "T", 2, R // 2, kind="input")
     names = [
         b.buffer(name, *part.shape, dtype=part.dtype, kind="cache") for name, part in parts.items()
     ]
@@ -47,13 +47,13 @@ def program(kind: str, kv_dtype: str) -> tuple[Program, dict[str, Part]]:
         b.buffer("q", "T", NH * (D + R), kind="input")
         b.buffer("kv", "T", L + R, kind="input")
         b.node(
-            "mla_write", "write", ["q", "kv", "rope", "slots"], [q, *names],
+            "mla_write", "write", ["q", "kv", "angles", "slots"], [q, *names],
             {"weight": torch.rand(L, generator=g) + 0.5}, nope=D, heads=NH, eps=1e-6,
             interleaved=1,
         )  # fmt: skip
     else:
         b.buffer("q", "T", (NH + 2 * KVH) * D, kind="input")
-        b.node("gqa_write", "write", ["q", "rope", "slots"], [q, *names], heads=NH)
+        b.node("gqa_write", "write", ["q", "angles", "slots"], [q, *names], heads=NH)
     first, *rest = names
     b.buffer("out", "T", NH, L if latent else D, kind="output")
     b.node(
@@ -73,7 +73,7 @@ def run(kind: str, kv_dtype: str, device: str, pool: WorkerPool) -> tuple[torch.
     inputs = {
         "positions": torch.arange(T), "sequences": torch.zeros(T, dtype=torch.int64),
         "slots": torch.arange(T), "page_table": torch.tensor([[0, 1]]),
-        "rope": torch.stack([angles.cos(), angles.sin()], 1),
+        "angles": torch.stack([angles.cos(), angles.sin()], 1),
     }  # fmt: skip
     for name in ("q", "kv"):
         if name in made.buffers:

@@ -90,7 +90,8 @@ def make_open(D_V: int, ROWS: int) -> Any:
             while last < T and i64(job.sequence, last) == i64(job.sequence, t):
                 last += 1
             first = t + (last - 1 - t) // tokens * tokens  # the longest tiles first
-            while first >= t:
+            takes_part = job.tokens_from <= last - t < job.tokens_to
+            while takes_part and first >= t:
                 items, combines, partial = add_tiles(
                     job,
                     items,

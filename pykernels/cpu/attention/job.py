@@ -26,8 +26,14 @@ ATTENTION, attention_at = descriptor(
         "positions",  # int64 [T], ascending in a sequence; a token sees the keys 0 .. its position
         "page_table",  # int64 [S, page_table_stride], page numbers
         "page_table_stride",  # entries
+        "tokens_from",  # sequences with fewer tokens in the step are left out,
+        "tokens_to",  # and those with as many
         "q",  # float32 [T, NH, D_K]
         "q_stride",  # bytes
+        "q_nope",  # of expanded attention: float32 [T, NH, nope + R], what no position turns
+        "q_nope_stride",
+        "w_uk",  # expand.MATRICES records
+        "w_uv",
         "k",  # bfloat16 [pages, PAGE, KVH, D_K] with the strides below; or E4M3, with MLA [..., L]
         "v",  # likewise; with MLA the same address as k
         "page_bytes",

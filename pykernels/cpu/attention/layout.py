@@ -20,12 +20,14 @@ class Layout:
         N: floats of a vector.
         codes: the first so many numbers of a key, and all of a value, are E4M3 with a scale; 0:
             bfloat16. What is behind them in a key is bfloat16, of pages of its own.
+        tile_rows: of a tile, at most; 0: what L2 holds.
     """
 
     D_K: int
     D_V: int
     N: int
     codes: int = 0
+    tile_rows: int = 0
 
     def __post_init__(self) -> None:
         sizes = {"D_K": self.D_K, "D_V": self.D_V, "codes": self.codes or self.D_K}
@@ -43,7 +45,7 @@ class Layout:
     @property
     def rows(self) -> int:
         """Of a tile, at most."""
-        return max(32, min(256, _TILE_FLOATS // (self.D_K + self.D_V) // 32 * 32))
+        return self.tile_rows or max(32, min(256, _TILE_FLOATS // (self.D_K + self.D_V) // 32 * 32))
 
     @property
     def key_vectors(self) -> int:

@@ -30,7 +30,7 @@ def make_keys(layout: Layout, few: bool) -> Any:
     dense rows at ``rope``. It moves N keys at a time, so up to N - 1 rows more.
     """
     D_K, CODES = layout.D_K, layout.codes
-    first = _make_columns(layout, few, 0, CODES or D_K, CODES > 0)
+    first = make_columns(layout, few, 0, CODES or D_K, CODES > 0)
     if CODES in (0, D_K):
 
         @inlined
@@ -38,7 +38,7 @@ def make_keys(layout: Layout, few: bool) -> Any:
             first(rows, stride, count, to)
 
         return keys
-    rest = _make_columns(layout, few, CODES, D_K, False)
+    rest = make_columns(layout, few, CODES, D_K, False)
 
     @inlined
     def keys_in_two(rows, stride, rope, count, to):
@@ -48,7 +48,7 @@ def make_keys(layout: Layout, few: bool) -> Any:
     return keys_in_two
 
 
-def _make_columns(layout: Layout, few: bool, first: int, last: int, coded: bool) -> Any:
+def make_columns(layout: Layout, few: bool, first: int, last: int, coded: bool) -> Any:
     """``columns(rows, stride, count, to)``: the numbers ``first`` to before ``last`` of keys, which
     begin at ``rows``."""
     N, D_K, C, SIZE = layout.N, layout.D_K, layout.key_vectors, 1 if coded else 2

@@ -23,35 +23,58 @@ def padded_rows(rows):
 
 
 @inlined
-def _in_sixes(rows):
+def in_sixes(rows):
     """Of an even number of rows, at least 4, those in blocks of 6."""
     return rows - rows % 3 * 4
 
 
 @functools.cache
-def make_page_scores(layout: Layout) -> Any:
-    """``page_scores(scratch, few, rows, stride, rope, count, first, last, base, more)``.
+def make_load_keys(layout: Layout) -> Any:
+    """``load_keys(scratch, few, rows, stride, rope, count)``: ``count`` keys at ``rows``,
+    ``stride`` bytes apart, to the scratch (see ``make_keys``)."""
+    many, few_keys, KEYS = make_keys(layout, False), make_keys(layout, True), layout.offsets["keys"]
 
-    ``count`` keys at ``rows``, ``stride`` bytes apart (and ``rope``, see ``make_keys``), by the
-    tile's rows ``first`` to before ``last``. If there are ``more`` pages, the lines of the next
-    one, from ``base`` on, are fetched meanwhile.
+    @inlined
+    def load_keys(scratch, few, rows, stride, rope, count):
+        if few:
+            few_keys(rows, stride, rope, count, scratch + KEYS)
+        else:
+            many(rows, stride, rope, count, scratch + KEYS)
+
+    return load_keys
+
+
+@functools.cache
+def make_load_values(layout: Layout) -> Any:
+    """``load_values(scratch, few, rows, stride, count)``: the same of values; a few rows read them
+    where they are."""
+    widen, VALUES = make_widen_values(layout), layout.offsets["values"]
+
+    @inlined
+    def load_values(scratch, few, rows, stride, count):
+        if not few:
+            widen(rows, stride, count, scratch + VALUES)
+
+    return load_values
+
+
+@functools.cache
+def make_page_scores(layout: Layout) -> Any:
+    """``page_scores(scratch, few, first, last, base, more)``: the scratch's keys by the tile's rows
+    ``first`` to before ``last``. If there are ``more`` pages, the lines of the next one, from
+    ``base`` on, are fetched meanwhile.
     """
     D_K, N = layout.D_K, layout.N
     STRIP, STEPS, TOTAL = N * layout.key_vectors, layout.fetch_steps, PAGE * layout.row_lines[0]
     at = layout.offsets
     Q, S, KEYS, LINES, SCALES = (at[x] for x in ("q", "s", "keys", "key_lines", "key_scales"))
-    keys_many, keys_few = make_keys(layout, False), make_keys(layout, True)
     six, four = make_scores(layout, 6, False), make_scores(layout, 4, False)
     few_four = make_scores(layout, 4, True)
 
     @inlined
-    def page_scores(scratch, few, rows, stride, rope, count, first, last, base, more):
+    def page_scores(scratch, few, first, last, base, more):
         lines, done = scratch + LINES, 0 if more else TOTAL
-        sixes = 0 if few else _in_sixes(last - first)
-        if few:
-            keys_few(rows, stride, rope, count, scratch + KEYS)
-        else:
-            keys_many(rows, stride, rope, count, scratch + KEYS)
+        sixes = 0 if few else in_sixes(last - first)
         for strip in range(PAGE // STRIP):
             keys = scratch + KEYS + strip * ((2 if few else 4) * STRIP * D_K)
             to, scales = scratch + S + strip * (4 * STRIP), scratch + SCALES + strip * (4 * STRIP)
@@ -74,22 +97,19 @@ def make_page_scores(layout: Layout) -> Any:
 @functools.cache
 def make_page_sums(layout: Layout) -> Any:
     """``page_sums(scratch, few, rows, stride, count, first, last, base, more)``: numerators by the
-    page's values, added to the rows' sums; the arguments are as above."""
+    page's ``count`` values, added to the rows' sums; for ``few`` rows they lie at ``rows``."""
     D_V, N, C = layout.D_V, layout.N, layout.value_vectors
     STRIP, STEPS, TOTAL = N * C, layout.fetch_steps, PAGE * layout.row_lines[1]
     SIZE = layout.number_bytes
     at = layout.offsets
     P, ALPHA, SUMS, VALUES, LINES = (at[x] for x in ("s", "alpha", "o", "values", "value_lines"))
-    widen = make_widen_values(layout)
     six, four = make_weighted(layout, 6, False), make_weighted(layout, 4, False)
     few_four = make_weighted(layout, 4, True)
 
     @inlined
     def page_sums(scratch, few, rows, stride, count, first, last, base, more):
         lines, done = scratch + LINES, 0 if more else TOTAL
-        sixes = 0 if few else _in_sixes(last - first)
-        if not few:
-            widen(rows, stride, count, scratch + VALUES)
+        sixes = 0 if few else in_sixes(last - first)
         for strip in range(D_V // STRIP):
             values = scratch + VALUES + strip * (4 * STRIP * PAGE)
             to = scratch + SUMS + strip * (4 * STRIP)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from pykernels.cpu.attention.job import ATTENTION, PAGE
+from pykernels.cpu.attention.expand import MATRICES
+from pykernels.cpu.attention.expanded import make_expanded
+from pykernels.cpu.attention.job import ATTENTION, ITEM_BYTES, PAGE
 from pykernels.cpu.attention.kernel import make_attention
 from pykernels.cpu.cache_write import GQA_WRITE, MLA_WRITE, make_gqa_write, make_mla_write
 from pykernels.cpu.rope import ROPE, make_rope_table
@@ -13,6 +15,9 @@ from ...kv_cache.layout import cache_inputs
 from ...program import Node
 from ...workers.job import Job
 from .context import Context
+from .dense_ops import head_matrices
+
+_NEVER = 1 << 40
 
 
 def rope_table(step: Context, node: Node) -> list[Job]:
@@ -103,38 +108,21 @@ def gqa_write(step: Context, node: Node) -> list[Job]:
 
 
 def attention(step: Context, node: Node) -> list[Job]:
-    q, k, positions, sequences, table = node.inputs[:5]
-    (out,), attrs, sinks = node.outputs, node.attrs, node.weights.get("sinks")
-    parts = {part: step.at(name) for part, name in cache_inputs(node).items()}
-    pages, tables = step.tensor(k), step.tensor(table)
+    (q, k), table, attrs = node.inputs[:2], node.inputs[4], node.attrs
+    pages, tables, sinks = step.tensor(k), step.tensor(table), node.weights.get("sinks")
     NH, KVH, T = attrs["heads"], attrs["kv_heads"], step.most(q)
-    codes = pages.shape[-1] if pages.dtype == torch.float8_e4m3fn else 0
-    kernel = make_attention(attrs["dk"], attrs["dv"], codes=codes)
+    kernel = make_attention(attrs["dk"], attrs["dv"], codes=pages.shape[-1] * _coded(pages))
     S = min(T, tables.shape[0])
     room = kernel.workspace(NH, KVH, T, S, S * tables.shape[1] * PAGE)
     head_bytes = _bytes(pages, 2) if pages.ndim == 4 else 0
-    scratch, scratch_stride = step.scratch(kernel.scratch_bytes)
+    (out,) = node.outputs
     record = step.record(
         ATTENTION,
-        sizes=step.count_at(q),
-        sequence=step.at(sequences),
-        positions=step.at(positions),
-        page_table=step.at(table),
-        page_table_stride=tables.stride(0),
-        q=step.at(q),
-        q_stride=step.stride(q),
-        k=step.at(k),
-        v=parts.get("v", step.at(k)),  # in latents the values are a part of the keys
-        page_bytes=_bytes(pages, 0),
-        token_bytes=_bytes(pages, 1),
-        k_scale=parts.get("k_scale", parts.get("latent_scale", 0)),
-        v_scale=parts.get("v_scale", parts.get("latent_scale", 0)),
-        rope=parts.get("rope", 0),
+        **_reads(step, node, kernel.scratch_bytes),
+        tokens_to=attrs.get("expand_from", _NEVER),
         k_head_bytes=head_bytes,
         v_head_bytes=head_bytes,
-        NH=NH,
         KVH=KVH,
-        scale=step.bits(attrs["scale"]),
         window=attrs.get("window", 0),
         sinks=step.keep(sinks.float().contiguous()) if sinks is not None else 0,  # [NH]
         out=step.at(out),
@@ -145,13 +133,74 @@ def attention(step: Context, node: Node) -> list[Job]:
         combines_capacity=room.combines_capacity,
         partial=step.shared("partial", room.partial_bytes),
         partial_bytes=room.partial_bytes,
-        scratch=scratch,
-        scratch_stride=scratch_stride,
     )
     return [
         Job(node.name, kernel.run.address, record, kernel.open.address),
         Job(f"{node.name}.combine", kernel.combine.address, record, kernel.combine_open.address),
     ]
+
+
+def attention_expanded(step: Context, node: Node) -> list[Job]:
+    *read, q_nope, _ = node.inputs
+    q, latents, _, _, table = read[:5]
+    (out,), attrs, weights = node.outputs, node.attrs, node.weights
+    pages, NH, T = step.tensor(latents), attrs["heads"], step.most(q)
+    L, nope = weights["uv"].K, attrs["nope"]
+    matrices = [head_matrices(step, weights[name]) for name in ("uk", "uv")]
+    kernel = make_expanded(
+        L, step.program.shape(q)[2] - L, nope, attrs["dv"], _coded(pages),
+        max(fields["row_stride"] for fields in matrices),
+    )  # fmt: skip
+    items = kernel.items(NH, T, min(T, step.tensor(table).shape[0]))
+    w_uk, w_uv = (step.record(MATRICES, **fields) for fields in matrices)
+    record = step.record(
+        ATTENTION,
+        **_reads(step, node, kernel.scratch_bytes),
+        tokens_from=attrs["expand_from"],
+        tokens_to=_NEVER,
+        KVH=NH,
+        q_nope=step.at(q_nope),
+        q_nope_stride=step.stride(q_nope),
+        w_uk=w_uk,
+        w_uv=w_uv,
+        out=step.at(out),
+        out_stride=step.stride(out),
+        items=step.shared("items", items * ITEM_BYTES),
+        items_capacity=items,
+    )
+    return [Job(node.name, kernel.run.address, record, kernel.open.address)]
+
+
+def _reads(step: Context, node: Node, scratch_bytes: int) -> dict[str, int]:
+    """Fields of ``ATTENTION``: what it reads, and scratch."""
+    q, k, positions, sequences, table = node.inputs[:5]
+    parts = {part: step.at(name) for part, name in cache_inputs(node).items()}
+    pages = step.tensor(k)
+    scratch, scratch_stride = step.scratch(scratch_bytes)
+    return {
+        "sizes": step.count_at(q),
+        "sequence": step.at(sequences),
+        "positions": step.at(positions),
+        "page_table": step.at(table),
+        "page_table_stride": step.tensor(table).stride(0),
+        "q": step.at(q),
+        "q_stride": step.stride(q),
+        "k": step.at(k),
+        "v": parts.get("v", step.at(k)),  # in latents the values are a part of the keys
+        "page_bytes": _bytes(pages, 0),
+        "token_bytes": _bytes(pages, 1),
+        "k_scale": parts.get("k_scale", parts.get("latent_scale", 0)),
+        "v_scale": parts.get("v_scale", parts.get("latent_scale", 0)),
+        "rope": parts.get("rope", 0),
+        "NH": node.attrs["heads"],
+        "scale": step.bits(node.attrs["scale"]),
+        "scratch": scratch,
+        "scratch_stride": scratch_stride,
+    }
+
+
+def _coded(pages: torch.Tensor) -> bool:
+    return pages.dtype == torch.float8_e4m3fn
 
 
 def _bytes(pages: torch.Tensor, dim: int) -> int:

@@ -13,7 +13,7 @@ from pykernels.cpu.moe.kernel import tables_address
 from pykernels.cpu.sampling import SAMPLING, make_ops, sizes
 from pykernels.quant.layout import K_BLOCK, ceil_to
 
-from ...matrix import PackedMatrix
+from ...matrix import PackedHeads, PackedMatrix
 from ...program import Node
 from ...workers.job import Job
 from .context import Context
@@ -105,10 +105,8 @@ def heads(step: Context, node: Node) -> list[Job]:
     numbers, ``attrs``."""
     x, (out,) = node.inputs[0], node.outputs
     heads, attrs = node.weights["heads"], node.attrs
-    kernel = step.kernel_of(heads.fmt.name, "bf16")
-    K = ceil_to(heads.K, heads.fmt.k_block)
-    row_stride = row_bytes(K, kernel.row_formats[0])
-    scratch, scratch_stride = step.scratch(MAX_TOKENS * row_stride)
+    matrices = head_matrices(step, heads)
+    scratch, scratch_stride = step.scratch(MAX_TOKENS * matrices["row_stride"])
     opening, run = make_heads()
     record = step.record(
         HEADS,
@@ -118,26 +116,34 @@ def heads(step: Context, node: Node) -> list[Job]:
         x_stride=step.stride(x),
         x_head=4 * attrs["x_head"],
         K=heads.K,
-        k_blocks=K // K_BLOCK,
-        w=step.keep(heads.blocks),
-        w_head=heads.blocks.stride(0),
-        block_bytes=heads.blocks.shape[2],
-        scale=step.keep(heads.scales),
-        scale_head=heads.scales[0].nbytes,
-        scale_bytes=heads.scales.shape[2],
-        blocks=heads.blocks.shape[1],
         N=heads.N,
         out=step.at(out),
         out_stride=step.stride(out),
         out_head=4 * attrs["out_head"],
-        tiles=kernel.tiles,
-        tables=tables_address(),
-        quantize_row=kernel.quantize_row,
-        row_stride=row_stride,
         scratch=scratch,
         scratch_stride=scratch_stride,
+        **matrices,
     )
     return [Job(node.name, run.address, record, opening.address)]
+
+
+def head_matrices(step: Context, heads: PackedHeads) -> dict[str, int]:
+    """Where the heads' weights lie and what multiplies them, as records have it."""
+    kernel, K = step.kernel_of(heads.fmt.name, "bf16"), ceil_to(heads.K, heads.fmt.k_block)
+    return {
+        "k_blocks": K // K_BLOCK,
+        "w": step.keep(heads.blocks),
+        "w_head": heads.blocks.stride(0),
+        "block_bytes": heads.blocks.shape[2],
+        "scale": step.keep(heads.scales),
+        "scale_head": heads.scales[0].nbytes,
+        "scale_bytes": heads.scales.shape[2],
+        "blocks": heads.blocks.shape[1],
+        "tiles": kernel.tiles,
+        "tables": tables_address(),
+        "quantize_row": kernel.quantize_row,
+        "row_stride": row_bytes(K, kernel.row_formats[0]),
+    }
 
 
 def sample(step: Context, node: Node) -> list[Job]:

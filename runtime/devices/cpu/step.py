@@ -28,6 +28,7 @@ BINDERS: dict[str, Binder] = {
     "mla_write": attention_ops.mla_write,
     "gqa_write": attention_ops.gqa_write,
     "attention": attention_ops.attention,
+    "attention_expanded": attention_ops.attention_expanded,
     "router": expert_ops.router,
     "split_routing": expert_ops.split_routing,
     "moe_ffn": expert_ops.moe_ffn,

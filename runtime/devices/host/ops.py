@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -130,16 +130,44 @@ def attention(m: Memory, node: Node) -> None:
     attrs = node.attrs
     q = q.unflatten(-1, (attrs["heads"], attrs["dk"])) if q.ndim == 2 else q
     out = q.new_zeros(*q.shape[:2], attrs["dv"])
-    for sequence in sequences.unique().tolist():
-        (at,) = torch.where(sequences == sequence)
-        at = at[positions[at].argsort()]
-        length = int(positions[at[-1]]) + 1
+    for at, sequence, length in _sequences(sequences, positions):
         keys, values = _keys_values(cache, table[sequence], length)
         out[at] = attend(
             q[at], keys, values[..., : attrs["dv"]], scale=attrs["scale"],
             window=attrs.get("window") or None, sinks=node.weights.get("sinks"),
         )  # fmt: skip
     m.write(node.outputs[0], out)
+
+
+def attention_expanded(m: Memory, node: Node) -> None:
+    """Latent attention of sequences with many tokens, by the keys and values of each head."""
+    turned, _, positions, sequences, table = (m.read(name) for name in node.inputs[:5])
+    cache = {part: m.read(name) for part, name in cache_inputs(node).items()}
+    q, out = (m.read(name) for name in node.inputs[-2:])
+    attrs, (NH, dv) = node.attrs, (node.attrs["heads"], node.attrs["dv"])
+    uk, uv = (weights.heads(node.weights[name]) for name in ("uk", "uv"))  # [NH, L, nope], [.., L]
+    L, each = uv.shape[2], attrs["nope"] + turned.shape[2] - uv.shape[2]
+    q = q[:, : NH * each].unflatten(1, (NH, each))[..., : attrs["nope"]]
+    q, out = torch.cat([q, turned[..., L:]], -1), out.unflatten(-1, (NH, dv)).clone()
+    for at, sequence, length in _sequences(sequences, positions):
+        if len(at) < attrs["expand_from"]:
+            continue
+        latents = _keys_values(cache, table[sequence], length)[0][:, 0]  # [length, L + R]
+        keys = torch.einsum("kl,hln->khn", latents[:, :L], uk)
+        keys = torch.cat([keys, latents[:, None, L:].expand(-1, NH, -1)], -1)
+        values = torch.einsum("kl,hvl->khv", latents[:, :L], uv)
+        out[at] = attend(q[at], keys, values, scale=attrs["scale"])
+    m.write(node.outputs[0], out.flatten(1))
+
+
+def _sequences(
+    sequences: torch.Tensor, positions: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, int, int]]:
+    """Each one's tokens, in order, its row of the page table and its keys."""
+    for sequence in sequences.unique().tolist():
+        (at,) = torch.where(sequences == sequence)
+        at = at[positions[at].argsort()]
+        yield at, sequence, int(positions[at[-1]]) + 1
 
 
 def _keys_values(
@@ -193,8 +221,8 @@ def sample(m: Memory, node: Node) -> None:
 OPS: dict[str, Op] = {
     op.__name__: op
     for op in (
-        embed, rms_norm, linear, heads, rope_table, mla_write, gqa_write, attention, router,
-        split_routing, moe_ffn, sample,
+        embed, rms_norm, linear, heads, rope_table, mla_write, gqa_write, attention,
+        attention_expanded, router, split_routing, moe_ffn, sample,
     )
 }  # fmt: skip
 """By the names of nodes."""

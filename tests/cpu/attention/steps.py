@@ -126,6 +126,7 @@ class Step:
         job["page_bytes"], job["token_bytes"] = size * self.k.stride(0), size * self.k.stride(1)
         job["k_head_bytes"], job["v_head_bytes"] = size * self.k.stride(2), size * self.v.stride(2)
         job["NH"], job["KVH"], job["scale"] = self.NH, self.KVH, bits(self.scale)
+        job["tokens_to"] = 1 << 40
         job["window"], job["out"] = self.window, out.data_ptr()
         job["sinks"] = 0 if self.sink is None else self.sink.data_ptr()
         job["items_capacity"] = need.items_capacity

@@ -1,0 +1,118 @@
+"""Latent attention with expanded keys and values, by both devices, beside the absorbed form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from pykernels.quant import get_format
+from runtime.devices.cpu.step import CpuStep
+from runtime.devices.host.runner import on_host
+from runtime.devices.host.step import HostStep
+from runtime.kv_cache.layout import Pages
+from runtime.matrix import PackedHeads, packer
+from runtime.program import Builder, Program
+from runtime.workers.pool import WorkerPool
+
+NH, L, R, NOPE, DV, FROM = 3, 64, 16, 32, 48, 60
+STEPS = (
+    {0: (0, 100)},
+    {1: (0, 5), 0: (100, 170), 2: (0, FROM)},  # behind a prefix, and with too few tokens
+)
+"""Of each step the positions of each sequence's tokens."""
+T = max(sum(last - first for first, last in step.values()) for step in STEPS)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    made = WorkerPool(2)
+    yield made
+    made.close()
+
+
+def program(kv_dtype: str, expand_from: int, pool: WorkerPool) -> Program:
+    b, g = Builder("mla", {"T": T, "S": 3, "R": 1}), torch.Generator().manual_seed(5)
+    fmt = get_format("bf16")
+    uk, uv = (
+        PackedHeads(
+            fmt, [fmt.quantize(torch.randn(*shape, generator=g) / 6) for _ in range(NH)],
+            packer(pool),
+        )
+        for shape in ((L, NOPE), (DV, L))
+    )  # fmt: skip
+    for name in ("positions", "sequences", "slots"):
+        b.buffer(name, "T", dtype=torch.int64, kind="input")
+    b.buffer("page_table", "S", 3, dtype=torch.int64, kind="input")
+    b.buffer("angles", "T", 2, R // 2, kind="input")
+    b.buffer("q", "T", NH * (NOPE + R), kind="input")
+    b.buffer("kv", "T", L + R, kind="input")
+    parts = Pages(9, kv_dtype).latent(L, R)
+    for name, part in parts.items():
+        b.buffer(name, *part.shape, dtype=part.dtype, kind="cache")
+    b.buffer("turned", "T", NH, L + R)
+    b.buffer("latents", "T", NH, L)
+    b.buffer("values", "T", NH * DV, kind="output")
+    b.node(
+        "mla_write", "write", ["q", "kv", "angles", "slots"], ["turned", *parts],
+        {"weight": torch.ones(L)}, nope=NOPE, heads=NH, eps=1e-6, interleaved=1,
+    )  # fmt: skip
+    b.node(
+        "heads", "uk", ["q", "turned"], ["turned"], {"heads": uk}, x_head=NOPE + R, out_head=L + R
+    )
+    first, *rest = parts
+    read = ["turned", first, "positions", "sequences", "page_table", *rest]
+    attrs = {"heads": NH, "scale": 0.15, "parts": tuple(parts), "expand_from": expand_from}
+    b.node("attention", "attention", read, ["latents"], kv_heads=1, dk=L + R, dv=L, **attrs)
+    b.node("heads", "uv", ["latents"], ["values"], {"heads": uv}, x_head=L, out_head=DV)
+    b.node(
+        "attention_expanded", "expanded", [*read, "q", "values"], ["values"],
+        {"uk": uk, "uv": uv}, nope=NOPE, dv=DV, **attrs,
+    )  # fmt: skip
+    return b.build()
+
+
+def run(kv_dtype: str, device: str, expand_from: int, pool: WorkerPool) -> list[torch.Tensor]:
+    """What each step's tokens get."""
+    made, g = program(kv_dtype, expand_from, pool), torch.Generator().manual_seed(8)
+    inputs = {
+        name: torch.zeros(made.shape(name), dtype=buffer.dtype)
+        for name, buffer in made.buffers.items()
+        if buffer.kind == "input"
+    }
+    inputs["page_table"][:] = torch.randperm(9, generator=g).view(3, 3)
+    caches = {name: part.zeros() for name, part in Pages(9, kv_dtype).latent(L, R).items()}
+    step: Any
+    if device == "cpu":
+        step = CpuStep(made, pool, inputs, caches)
+    else:
+        caches = {n: x.float() if x.dtype == torch.bfloat16 else x for n, x in caches.items()}
+        step = HostStep(on_host(made), inputs, caches)
+    found = []
+    for sequences in STEPS:
+        t = 0
+        for sequence, (first, last) in sequences.items():
+            at, positions = slice(t, t + last - first), torch.arange(first, last)
+            inputs["sequences"][at], inputs["positions"][at] = sequence, positions
+            pages = inputs["page_table"][sequence][positions // 64]
+            inputs["slots"][at] = pages * 64 + positions % 64
+            t += last - first
+        for name in ("q", "kv"):
+            inputs[name].normal_(generator=g)
+        angles = torch.rand(T, R // 2, generator=g)
+        inputs["angles"][:] = torch.stack([angles.cos(), angles.sin()], 1)
+        step.sizes[:] = torch.tensor([t, 3, 1])
+        step.run()
+        found.append(step.outputs["values"][:t].clone())
+    return found
+
+
+@pytest.mark.parametrize("kv_dtype", ["bf16", "fp8"])
+def test_expanded_is_the_reference(kv_dtype: str, pool: WorkerPool) -> None:
+    found = run(kv_dtype, "cpu", FROM, pool)
+    for y, wanted in zip(found, run(kv_dtype, "host", FROM, pool), strict=True):
+        assert (y - wanted).norm() < 0.005 * wanted.norm()  # of keys in bfloat16, and its queries
+    for y, absorbed in zip(found, run(kv_dtype, "cpu", 1 << 30, pool), strict=True):
+        assert 0 < (y - absorbed).norm() < 0.01 * absorbed.norm()
