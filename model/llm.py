@@ -189,7 +189,7 @@ def load_engine(
             model = build_meta(config, dtype)
             inject(model, parsed, kernel)
             if deferred:
-                blocks = [block for block in model.modules() if isinstance(block, FusedMoE)]
+                blocks = [block for block in model.modules() if isinstance(block, FusedExperts)]
                 check_topk(config.model_type, [block.shape.topk for block in blocks], deferred)
             precompile.begin(head_sizes(model, kv_dtype))
             plan = make_plan(model, checkpoint, dtype)
