@@ -13,6 +13,8 @@ the same [E, H, 2 I], ... and ``*_bias``              gpt-oss, gate and up in tu
 ``*.weight`` float8_e4m3fn + ``*.weight_scale_inv``   DeepSeek's FP8, one scale a 128x128 block
 ``*.weight`` float8_e4m3fn or int8 + ``*_scale``      see `compressed_tensors`
 ``*.weight_packed`` + ``*.weight_scale``, ...         likewise, int4
+``*.qweight`` + ``*.qzeros`` + ``*.scales``           see `awq` and `gptq`
+``X.experts.gate_up_proj_blocks``, ``_scales``, ...   see `mxfp4`
 ``blk.L.ffn_{gate,up,down}_exps.weight`` [E, N, K]    GGUF, see `gguf.names`
 ====================================================  ==========================================
 """
@@ -31,8 +33,9 @@ from pykernels.errors import PykernelsError
 from pykernels.shapes import MoEShape
 
 from ..modules.moe import FusedExperts
-from .compressed_tensors import HINT
 from .names import BLOCK, CHECK, FLOATS, Matrix, Names, tied
+from .quantized import mxfp4
+from .quantized.compressed_tensors import HINT
 from .safetensors import Checkpoint, Part
 
 BIAS = "e_score_correction_bias"
@@ -72,13 +75,11 @@ class Experts:
 class Plan:
     """Everything to load, in the order of the model's modules.
 
-    `lossy`: F16 or F32 if experts stored so are rounded to bfloat16; `widened`: experts stored in
-    int4 with float16 scales are kept in q8_0 (`model.checkpoint.compressed_tensors`).
+    `lossy`: F16 or F32 if experts stored so are rounded to bfloat16.
     """
 
     items: list[Dense | Experts] = field(default_factory=list)
     lossy: str | None = None
-    widened: bool = False
 
 
 def make_plan(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype) -> Plan:
@@ -173,10 +174,13 @@ def _add_experts(plan: Plan, names: Names, module: Any, path: str) -> None:
     shape = module.shape if packed else fused_shape(module)
     if f"{block}.gate_proj" in names.stored:
         found = _stacked(names, block, shape)
-    else:
-        separate = f"{block}.gate_up_proj" not in names.stored
+    elif f"{block}.gate_up_proj_blocks" in names.stored:
+        found = mxfp4.find(names, block, shape.E, shape.H, shape.I)
+    elif f"{block}.gate_up_proj" in names.stored:
         fused = _in_turns if packed and module.in_turns else _fused
-        found = (_separate if separate else fused)(names, block, shape)
+        found = fused(names, block, shape)
+    else:
+        found = _separate(names, block, shape)
     if not found:
         return  # missing, which `Names.finish` reports
     plain = [m for expert in found for m in expert if m.fmt is None]
@@ -198,12 +202,7 @@ def _add_experts(plan: Plan, names: Names, module: Any, path: str) -> None:
                 f"The experts of {block} are partly {' and partly '.join(each)}", CHECK
             )
     biases = _biases(names, block, shape) if packed and shape.spec.bias else []
-    item = Experts(path, stored[0], found, down_stored[0], biases)
-    if packed and ("q8_0", "q8_0") in zip(
-        (item.stored, item.down_stored), item.packed(module), strict=True
-    ):
-        plan.widened = True
-    plan.items.append(item)
+    plan.items.append(Experts(path, stored[0], found, down_stored[0], biases))
 
 
 def _formats(matrices: Iterable[Matrix]) -> list[str]:

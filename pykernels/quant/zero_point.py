@@ -1,4 +1,4 @@
-"""int4 with zero points: unsigned codes, for each output and group of inputs a scale and an integer.
+"""int4 with zero points: unsigned codes; for each output and group of inputs a scale and a zero.
 
 ``w = scale * (q - zero)`` with ``q`` in 0 .. 15 and ``zero`` in 0 .. 16, as AWQ's and GPTQ's
 checkpoints have it; their scales are float16. All of it is exact in float32.

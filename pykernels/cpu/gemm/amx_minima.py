@@ -4,10 +4,10 @@ A group's costs each token the sum of its inputs times that. Minima that are any
 sums of products begin with (``make_begin_at_minima``), in multiply-adds of AVX-512: half as many as
 scales take.
 
-A superblock's minima (K-quants) are one more tile product.
-They are integers of 6 bits under one float, and sums of inputs, float32, are three bfloat16 that add
-up to them exactly. So that is a product of 24 inputs, the three parts of 8 sums by the 8 integers
-three times, with a scale of its own.
+A superblock's minima (K-quants) are one more tile product. They are integers of 6 bits under one
+float, and sums of inputs, float32, are three bfloat16 that add up to them exactly. So that is a
+product of 24 inputs, the three parts of 8 sums by the 8 integers three times, with a scale of its
+own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How each format's rows are read to be packed: which four codes lie at an input, and its scales."""
+"""How each format's rows are read to be packed: which codes lie at an input, and its scales."""
 
 from __future__ import annotations
 
