@@ -37,7 +37,7 @@ from .checkpoint.open import open_checkpoint
 from .checkpoint.plan import Experts, make_plan
 from .checkpoint.progress import Callback, reporting
 from .modules.inject import inject
-from .modules.moe import FusedExperts
+from .modules.moe import FusedMoE
 from .pretrained import (
     Rules,
     build_meta,
@@ -189,7 +189,7 @@ def load_engine(
             model = build_meta(config, dtype)
             inject(model, parsed, kernel)
             if deferred:
-                blocks = [block for block in model.modules() if isinstance(block, FusedExperts)]
+                blocks = [block for block in model.modules() if isinstance(block, FusedMoE)]
                 check_topk(config.model_type, [block.shape.topk for block in blocks], deferred)
             precompile.begin(head_sizes(model, kv_dtype))
             plan = make_plan(model, checkpoint, dtype)
@@ -243,7 +243,7 @@ def outline_decoder(path: Path, rules: Rules = None) -> Decoder:
         inject(model, resolve_rules(rules, config.model_type))
         plan = make_plan(model, checkpoint, dtype)
     for item in plan.items:
-        if isinstance(item, Experts) and isinstance(model.get_submodule(item.name), FusedExperts):
+        if isinstance(item, Experts) and isinstance(model.get_submodule(item.name), FusedMoE):
             module: Any = model.get_submodule(item.name)
             module.allocate(item.stored, item.down_stored)
     return make_decoder(model, Outline(plan), outline)

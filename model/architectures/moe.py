@@ -12,7 +12,7 @@ from pykernels.shapes import RouterSpec
 from runtime.matrix import PackedMatrix
 from runtime.program import Builder
 
-from ..modules.moe import FusedExperts
+from ..modules.moe import FusedMoE
 from .families import Family
 from .linear import Linear
 from .weights import Packing
@@ -124,10 +124,10 @@ class MoE:
         return [routed, shared]
 
 
-def experts_of(block: Any) -> FusedExperts | None:
+def experts_of(block: Any) -> FusedMoE | None:
     """The experts of ours in a layer's MLP: itself, or a part of transformers' own block."""
-    found = block if isinstance(block, FusedExperts) else getattr(block, "experts", None)
-    return found if isinstance(found, FusedExperts) else None
+    found = block if isinstance(block, FusedMoE) else getattr(block, "experts", None)
+    return found if isinstance(found, FusedMoE) else None
 
 
 def router_spec(gate: Any, family: Family) -> RouterSpec:

@@ -18,7 +18,7 @@ from runtime.machine.memory import collapse
 from runtime.matrix import Pack
 
 from ..modules.inject import inject
-from ..modules.moe import FusedExperts
+from ..modules.moe import FusedMoE
 from ..rules import default_rules
 from .decoder import Decoder, make_decoder
 
@@ -83,13 +83,13 @@ def random_decoder(
     rules = default_rules(config.model_type)
     inject(model, rules, kernel)
     for module in model.modules():
-        if isinstance(module, FusedExperts):
+        if isinstance(module, FusedMoE):
             module.activations = activations
             _fill(module, fmt)
     return make_decoder(model, _Random(model, fmt), pack)
 
 
-def _fill(module: FusedExperts, fmt: str) -> None:
+def _fill(module: FusedMoE, fmt: str) -> None:
     routed = module.allocate(fmt)
     H, I = routed.shape.H, routed.shape.I  # noqa: E741
     gate, up, down = (_matrix(fmt, *shape)[1] for shape in ((I, H), (I, H), (H, I)))

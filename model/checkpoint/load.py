@@ -15,7 +15,7 @@ from pykernels.quant import Biases, Weight, get_format
 from pykernels.registry import resolve
 from pykernels.target import detect
 
-from ..modules.moe import FusedExperts, routed_experts
+from ..modules.moe import FusedMoE, routed_experts
 from .gguf.types import as_weight
 from .plan import Dense, Experts, Matrix, Plan
 from .progress import Callback
@@ -55,7 +55,7 @@ def load(
             continue
         module: Any = model.get_submodule(item.name)
         expert_bytes = nbytes(checkpoint, item) // len(item.experts)
-        fill = _fill_packed if isinstance(module, FusedExperts) else _fill_fused
+        fill = _fill_packed if isinstance(module, FusedMoE) else _fill_fused
         for _ in fill(module, item, checkpoint, device, dtype):
             done += expert_bytes
             report(done, total)
@@ -85,7 +85,7 @@ def load_experts(
     for item in plan.items:
         if isinstance(item, Experts):
             module: Any = model.get_submodule(item.name)
-            if not isinstance(module, FusedExperts):
+            if not isinstance(module, FusedMoE):
                 raise PykernelsError(
                     f"the experts of {item.name} have no kernel of ours", "Use --eager"
                 )
@@ -99,7 +99,7 @@ def check_kernels(model: nn.Module, plan: Plan) -> None:
     for item in plan.items:
         if isinstance(item, Experts):
             module = model.get_submodule(item.name)
-            if isinstance(module, FusedExperts):
+            if isinstance(module, FusedMoE):
                 for fmt in item.packed(module):
                     resolve(module.kernel, fmt, detect(), module.activations)
 
@@ -147,7 +147,7 @@ def expert_weight(checkpoint: Checkpoint, source: Matrix, fmt: str) -> Weight:
 
 
 def _fill_packed(
-    module: FusedExperts, item: Experts, checkpoint: Checkpoint, *_: object
+    module: FusedMoE, item: Experts, checkpoint: Checkpoint, *_: object
 ) -> Iterator[int]:
     routed = module.allocate(item.stored, item.down_stored)
     fmt, down_fmt = item.packed(module)
@@ -199,7 +199,7 @@ def _finish(model: PreTrainedModel, device: torch.device) -> None:
     model.requires_grad_(False)
     model.eval()
     for module in model.modules():
-        if isinstance(module, FusedExperts) and (module.routed is None or module.routed.missing()):
+        if isinstance(module, FusedMoE) and (module.routed is None or module.routed.missing()):
             raise RuntimeError(f"{module.name}: experts were left out of the load plan")
     tensors = [*model.named_parameters(), *model.named_buffers()]
     if left := [name for name, tensor in tensors if tensor.is_meta]:

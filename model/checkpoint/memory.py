@@ -12,7 +12,7 @@ from runtime.experts.routed import RoutedExperts
 from runtime.machine.topology import Topology
 from runtime.workers.pool import Pool
 
-from ..modules.moe import FusedExperts
+from ..modules.moe import FusedMoE
 from .plan import Dense, Plan
 from .safetensors import Checkpoint
 
@@ -38,7 +38,7 @@ def needed(
             )
             continue
         module = model.get_submodule(item.name)
-        if isinstance(module, FusedExperts):
+        if isinstance(module, FusedMoE):
             experts += RoutedExperts.bytes_needed(module.shape, *item.packed(module))
         else:
             dense += sum(p.numel() for p in module.parameters()) * dtype.itemsize
@@ -61,7 +61,7 @@ def needed_by_engine(plan: Plan, model: nn.Module, checkpoint: Checkpoint) -> in
             step = max(step, 2 * each)
             continue
         module = model.get_submodule(item.name)
-        assert isinstance(module, FusedExperts)
+        assert isinstance(module, FusedMoE)
         total += RoutedExperts.bytes_needed(module.shape, *item.packed(module))
         stored = sum(checkpoint.nbytes(m.data) for m in item.experts[0])
         step = max(step, stored + 4 * sum(math.prod(m.shape) for m in item.experts[0]))
@@ -117,7 +117,7 @@ def check_nodes(plan: Plan, model: nn.Module, pool: Pool) -> None:
         if isinstance(item, Dense):
             continue
         module = model.get_submodule(item.name)
-        if isinstance(module, FusedExperts):
+        if isinstance(module, FusedMoE):
             fmt, down_fmt = item.packed(module)
             sizes = RoutedExperts.bytes_by_node(module.shape, fmt, pool, down_fmt)
             for i, nbytes in enumerate(sizes):

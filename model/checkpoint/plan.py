@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from pykernels.errors import PykernelsError
 from pykernels.shapes import MoEShape
 
-from ..modules.moe import FusedExperts
+from ..modules.moe import FusedMoE
 from .names import BLOCK, CHECK, FLOATS, Matrix, Names, tied
 from .quantized import mxfp4
 from .quantized.compressed_tensors import HINT
@@ -55,7 +55,7 @@ class Dense:
 class Experts:
     """The routed experts of one block.
 
-    `name`: the module that gets them, a `FusedExperts` or one of Hugging Face; `stored`: the format
+    `name`: the module that gets them, a `FusedMoE` or one of Hugging Face; `stored`: the format
     of gate and up in `pykernels.quant`; `experts`: (gate [I, H], up [I, H], down [H, I]) of each;
     `down_stored`: the format of down; `biases`: of each, if they have some.
     """
@@ -66,7 +66,7 @@ class Experts:
     down_stored: str
     biases: list[tuple[Matrix, Matrix, Matrix]] = field(default_factory=list)
 
-    def packed(self, module: FusedExperts) -> tuple[str, str]:
+    def packed(self, module: FusedMoE) -> tuple[str, str]:
         """The formats that `module` keeps them in: gate's and up's, and down's."""
         return module.packed_format(self.stored), module.packed_format(self.down_stored)
 
@@ -92,7 +92,7 @@ def make_plan(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype
     skip, instead = tied(model, names)
     done: set[int] = set()  # parameters that two modules share are loaded once
     for path, module in model.named_modules():
-        if isinstance(module, FusedExperts):
+        if isinstance(module, FusedMoE):
             _add_experts(plan, names, module, path)
         elif is_fused_experts(module):
             _add_experts(plan, names, module, path)
@@ -168,8 +168,8 @@ def _dense(
 
 
 def _add_experts(plan: Plan, names: Names, module: Any, path: str) -> None:
-    """Plan the experts of `module` at `path`, a `FusedExperts` or a module of transformers."""
-    packed = isinstance(module, FusedExperts)
+    """Plan the experts of `module` at `path`, a `FusedMoE` or a module of transformers."""
+    packed = isinstance(module, FusedMoE)
     block = module.stored_name if packed else path
     shape = module.shape if packed else fused_shape(module)
     if f"{block}.gate_proj" in names.stored:

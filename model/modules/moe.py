@@ -1,5 +1,5 @@
-"""Operators whose routed experts run on the CPU kernels: `FusedExperts`, an experts module of
-Hugging Face's, and `FusedMoE`, the MoE block around it."""
+"""Operators whose routed experts run on the CPU kernels: `FusedMoE`, a Hugging Face MoE block, and
+`FusedExperts`, the experts module in one."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ SHARED = ("shared_experts", "shared_expert", "shared_expert_gate")
 
 
 @operator
-class FusedExperts(Operator):
-    """Routed experts packed for the CPU; the block around them stays transformers' own.
+class FusedMoE(Operator):
+    """Router and shared experts as they were; routed experts packed for the CPU.
 
-    It works in every family whose block calls `experts(hidden_states, ids, weights)`, whatever its
-    router is. The packed weights are neither parameters nor buffers: `.to()` leaves them in main
-    memory. Inference only.
+    Replaces a whole block, so that the CPU works on the routed experts while the shared
+    ones run on the model's device. The packed weights are neither parameters nor buffers: `.to()`
+    leaves them in main memory. Inference only.
 
     Rule's kwargs: `kernel` auto | amx | avx512 | avx2 | generic (default: the caller's choice);
     `format` auto (as stored), or one of `pykernels.quant.FORMATS` to convert to while loading;
     `activations` bf16 (exact), or int8 for integer formats, about 1 % off and faster. Rule's
     device: `cpu` only.
+
+    Source: KTransformers (SOSP 2025), section 3.3 (asynchronous scheduling) and Listing 1.
     """
 
     def __init__(
@@ -71,14 +73,18 @@ class FusedExperts(Operator):
     def _take(self, original: Any, context: ModuleContext) -> MoEShape:
         """Sizes of the experts; keeps of what is replaced what is to run on. `PykernelsError` if it
         cannot be replaced."""
-        topk = getattr(context.config, "num_experts_per_tok", None)
-        self.in_turns = in_turns(original)
-        return experts_shape(original, context.name, topk if isinstance(topk, int) else 1)
+        shape = block_shape(original, context)
+        self.in_turns = in_turns(original.experts)
+        self.gate: nn.Module = original.gate
+        for child in SHARED:
+            if getattr(original, child, None) is not None:
+                setattr(self, child, getattr(original, child))
+        return shape
 
     @property
     def stored_name(self) -> str:
         """What the checkpoint's names of the experts begin with."""
-        return self.name
+        return f"{self.name}.experts"
 
     def allocate(self, stored: str, down_stored: str | None = None) -> RoutedExperts:
         """Make room for the packed experts of a checkpoint that stores them as `stored`, and down
@@ -93,19 +99,23 @@ class FusedExperts(Operator):
         """Name of the format that a matrix is packed in, if the checkpoint has `stored`."""
         return stored if self.format == "auto" else self.format
 
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        """Same as the module's own: [..., H] in and out, in the same dtype and device.
-
-        Args:
-            top_k_index: expert numbers [T, topk]; ``top_k_weights``: of each one's output.
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Same as the block's own: [..., H] in and out, in the same dtype and device.
 
         Raises `PykernelsError` in training mode, on inputs that need gradients, and before the
         weights are loaded.
         """
-        ticket = self.submit(hidden_states, top_k_index, top_k_weights)
-        return self.sync(ticket, hidden_states)
+        self._ready(hidden_states)
+        x = hidden_states.reshape(-1, self.shape.H)  # [T, H]
+        _, weights, ids = self.gate(x)  # [T, topk] both
+        ticket = self.submit(x, ids, weights)
+        try:
+            shared = self._shared(x)  # the workers are busy with the routed experts meanwhile
+        finally:
+            out = self.sync(ticket, x)  # [T, H]; also on an error: one call at a time
+        if shared is not None:
+            out = out + shared
+        return out.reshape(hidden_states.shape)
 
     def submit(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Ticket:
         """Start the experts; raises as `forward`."""
@@ -126,6 +136,16 @@ class FusedExperts(Operator):
     def extra_repr(self) -> str:
         packed = "not loaded" if self.routed is None else "on the CPU"
         return f"{self.shape}, kernel={self.kernel}, format={self.format}, experts {packed}"
+
+    def _shared(self, x: torch.Tensor) -> torch.Tensor | None:
+        parts = self._modules
+        if (shared := parts.get("shared_experts")) is not None:
+            return shared(x)
+        if (shared := parts.get("shared_expert")) is not None:
+            gate = parts["shared_expert_gate"]
+            assert gate is not None  # checked by block_shape
+            return torch.sigmoid(gate(x)) * shared(x)
+        return None
 
     def _ready(self, hidden_states: torch.Tensor) -> RoutedExperts:
         if self.training or (torch.is_grad_enabled() and hidden_states.requires_grad):
@@ -148,55 +168,35 @@ class FusedExperts(Operator):
 
 
 @operator
-class FusedMoE(FusedExperts):
-    """Router and shared experts as they were; routed experts packed for the CPU.
+class FusedExperts(FusedMoE):
+    """Routed experts packed for the CPU; the block around them stays transformers' own.
 
-    Replaces a whole block, so that the CPU works on the routed experts while the shared
-    ones run on the model's device. Everything else is as in `FusedExperts`.
-
-    Source: KTransformers (SOSP 2025), section 3.3 (asynchronous scheduling) and Listing 1.
+    Replaces the experts alone, in every family whose block calls `experts(hidden_states, ids,
+    weights)`, whatever its router is and whatever runs beside. The rest is as in `FusedMoE`.
     """
 
     def _take(self, original: Any, context: ModuleContext) -> MoEShape:
-        shape = block_shape(original, context)
-        self.in_turns = in_turns(original.experts)
-        self.gate: nn.Module = original.gate
-        for child in SHARED:
-            if getattr(original, child, None) is not None:
-                setattr(self, child, getattr(original, child))
-        return shape
+        topk = getattr(context.config, "num_experts_per_tok", None)
+        self.in_turns = in_turns(original)
+        return experts_shape(original, context.name, topk if isinstance(topk, int) else 1)
 
     @property
     def stored_name(self) -> str:
-        return f"{self.name}.experts"
+        return self.name
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        """Same as the block's own: [..., H] in and out, in the same dtype and device.
+    def forward(  # type: ignore[override]
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Same as the module's own: [..., H] in and out, in the same dtype and device.
+
+        Args:
+            top_k_index: expert numbers [T, topk]; ``top_k_weights``: of each one's output.
 
         Raises `PykernelsError` in training mode, on inputs that need gradients, and before the
         weights are loaded.
         """
-        self._ready(hidden_states)
-        x = hidden_states.reshape(-1, self.shape.H)  # [T, H]
-        _, weights, ids = self.gate(x)  # [T, topk] both
-        ticket = self.submit(x, ids, weights)
-        try:
-            shared = self._shared(x)  # the workers are busy with the routed experts meanwhile
-        finally:
-            out = self.sync(ticket, x)  # [T, H]; also on an error: one call at a time
-        if shared is not None:
-            out = out + shared
-        return out.reshape(hidden_states.shape)
-
-    def _shared(self, x: torch.Tensor) -> torch.Tensor | None:
-        parts = self._modules
-        if (shared := parts.get("shared_experts")) is not None:
-            return shared(x)
-        if (shared := parts.get("shared_expert")) is not None:
-            gate = parts["shared_expert_gate"]
-            assert gate is not None  # checked by block_shape
-            return torch.sigmoid(gate(x)) * shared(x)
-        return None
+        ticket = self.submit(hidden_states, top_k_index, top_k_weights)
+        return self.sync(ticket, hidden_states)
 
 
 def block_shape(block: Any, context: ModuleContext) -> MoEShape:
@@ -226,5 +226,5 @@ def _own_tensors(block: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 def routed_experts(model: nn.Module) -> list[RoutedExperts]:
     """The packed experts of a model, in the order of its layers."""
-    found = (module for module in model.modules() if isinstance(module, FusedExperts))
+    found = (module for module in model.modules() if isinstance(module, FusedMoE))
     return [module.routed for module in found if module.routed is not None]

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import model
-from model.modules.moe import FusedExperts
+from model.modules.moe import FusedMoE
 from pykernels.errors import PykernelsError
 
 from .tiny import Tiny
@@ -36,7 +36,7 @@ def errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
 
 def moe_blocks(lm: torch.nn.Module) -> dict[str, Any]:
     """Blocks that are ours, or transformers' own around experts of ours."""
-    ours = [m for m in lm.modules() if isinstance(m, FusedExperts)]
+    ours = [m for m in lm.modules() if isinstance(m, FusedMoE)]
     names = [module.stored_name.removesuffix(".experts") for module in ours]
     return {name: lm.get_submodule(name) for name in names}
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from model.modules.inject import inject, is_class
-from model.modules.moe import FusedExperts, FusedMoE
+from model.modules.moe import FusedMoE
 from model.modules.registry import OPERATORS, ModuleContext, Operator, find_operator, operator
 from model.rules import default_rules, parse_rules
 from pykernels.errors import PykernelsError
@@ -61,7 +61,7 @@ def test_shipped_rules_replace_every_moe_block_and_nothing_else(model_type: str)
     assert [r.operator.stored_name for r in done] == moe_layers
     assert moe_layers
     for name, module in model.named_modules():
-        if not isinstance(module, FusedExperts):
+        if not isinstance(module, FusedMoE):
             assert type(module) is before[name], name
     left = [n for n, _ in model.named_parameters() if ".experts." in n]
     assert not left
