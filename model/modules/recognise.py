@@ -57,7 +57,7 @@ def why_not_fused(experts: Any) -> str | None:
         return unknown
     if _spec(experts) is None:
         act = getattr(getattr(experts, "config", None), "hidden_act", "another gate")
-        return f"experts that use {act!r}, the kernels have silu only"
+        return f"experts whose gate (hidden_act {act!r}) no kernel has: it is silu, or gpt-oss' one"
     return None
 
 

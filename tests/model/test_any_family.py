@@ -56,7 +56,7 @@ OTHERS = {
     "no experts": ("qwen3", {}, "none of its modules is called experts"),
     "another layout": (
         "jetmoe", {"num_local_experts": 4}, "experts has experts of a layout that is not known"),
-    "no gate": ("phimoe", {"hidden_act": "gelu"}, "mlp.experts has experts that use 'gelu'"),
+    "no gate": ("phimoe", {"hidden_act": "gelu"}, "mlp.experts has experts whose gate .hidden_act 'gelu'"),
 }  # fmt: skip
 
 
