@@ -52,11 +52,13 @@ def test_it_runs_eagerly_with_our_experts(family: str, tmp_path: Path, ids: torc
     )
 
 
-OTHERS = {
+NOT_KNOWN = "experts has experts of a layout that is not known"
+OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "no experts": ("qwen3", {}, "none of its modules is called experts"),
-    "another layout": (
-        "jetmoe", {"num_local_experts": 4}, "experts has experts of a layout that is not known"),
-    "no gate": ("phimoe", {"hidden_act": "gelu"}, "mlp.experts has experts whose gate .hidden_act 'gelu'"),
+    "another layout": ("jetmoe", {"num_local_experts": 4}, NOT_KNOWN),
+    "no gate": (
+        "phimoe", {"hidden_act": "gelu"}, "mlp.experts has experts whose gate .hidden_act 'gelu'",
+    ),
 }  # fmt: skip
 
 
