@@ -179,7 +179,7 @@ def check_quantization(quantization: Any, folder: Path) -> None:
         return
     wanted = {
         "quant_method": ("fp8",),
-        "fmt": ("e4m3", None),
+        "fmt": ("e4m3", "float8_e4m3fn", None),  # DeepSeek's word, MiniMax's
         "activation_scheme": ("dynamic", None),
         "weight_block_size": ([128, 128],),
     }
