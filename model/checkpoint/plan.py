@@ -33,10 +33,11 @@ from pykernels.errors import PykernelsError
 from pykernels.shapes import MoEShape
 
 from ..modules.moe import FusedMoE
-from .names import BLOCK, CHECK, FLOATS, Matrix, Names, tied
+from . import stored_experts
+from .names import CHECK, FLOATS, Matrix, Names, tied
 from .quantized import mxfp4
 from .quantized.compressed_tensors import HINT
-from .safetensors import Checkpoint, Part
+from .safetensors import Checkpoint
 
 BIAS = "e_score_correction_bias"
 """Of routers: it decides between scores that differ by less than bfloat16 keeps of it."""
@@ -173,14 +174,15 @@ def _add_experts(plan: Plan, names: Names, module: Any, path: str) -> None:
     block = module.stored_name if packed else path
     shape = module.shape if packed else fused_shape(module)
     if f"{block}.gate_proj" in names.stored:
-        found = _stacked(names, block, shape)
+        found = stored_experts.stacked(names, block, shape)
     elif f"{block}.gate_up_proj_blocks" in names.stored:
         found = mxfp4.find(names, block, shape.E, shape.H, shape.I)
     elif f"{block}.gate_up_proj" in names.stored:
-        fused = _in_turns if packed and module.in_turns else _fused
+        in_turns = packed and module.in_turns
+        fused = stored_experts.in_turns if in_turns else stored_experts.fused
         found = fused(names, block, shape)
     else:
-        found = _separate(names, block, shape)
+        found = stored_experts.separate(names, block, shape)
     if not found:
         return  # missing, which `Names.finish` reports
     plain = [m for expert in found for m in expert if m.fmt is None]
@@ -201,7 +203,7 @@ def _add_experts(plan: Plan, names: Names, module: Any, path: str) -> None:
             raise PykernelsError(
                 f"The experts of {block} are partly {' and partly '.join(each)}", CHECK
             )
-    biases = _biases(names, block, shape) if packed and shape.spec.bias else []
+    biases = stored_experts.biases(names, block, shape) if packed and shape.spec.bias else []
     plan.items.append(Experts(path, stored[0], found, down_stored[0], biases))
 
 
@@ -214,85 +216,3 @@ def _whole(matrix: Matrix) -> Matrix:
     groups = {"int4": 32, "int4-g128": 128}
     one_group = matrix.shape[-1] <= groups.get(matrix.fmt or "", 0)
     return replace(matrix, fmt="int4-channel") if one_group else matrix
-
-
-def _separate(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Matrix, Matrix]]:
-    found = []
-    H, I = shape.H, shape.I  # noqa: E741
-    for e in range(shape.E):
-        gate = names.take(f"{block}.{e}.gate_proj.weight", (I, H))
-        up = names.take(f"{block}.{e}.up_proj.weight", (I, H))
-        down = names.take(f"{block}.{e}.down_proj.weight", (H, I))
-        if gate and up and down:
-            found.append((gate, up, down))
-    return found
-
-
-def _stacked(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Matrix, Matrix]]:
-    """GGUF's: a tensor [E, N, K] of each projection."""
-    E, H, I = shape.E, shape.H, shape.I  # noqa: E741
-    stacks = [
-        (names.take(f"{block}.{proj}_proj", (E, N, K)), N, K)
-        for proj, N, K in (("gate", I, H), ("up", I, H), ("down", H, I))
-    ]
-    if not all(stack for stack, _, _ in stacks):
-        return []
-    return [
-        tuple(Matrix(Part(m.data.name, e), (N, K), fmt=m.fmt) for m, N, K in stacks if m)  # type: ignore[misc]
-        for e in range(E)
-    ]
-
-
-def _fused(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Matrix, Matrix]]:
-    E, H, I = shape.E, shape.H, shape.I  # noqa: E741
-    gate_up = names.take(f"{block}.gate_up_proj", (E, 2 * I, H))
-    down = names.take(f"{block}.down_proj", (E, H, I))
-    if not (gate_up and down):
-        return []
-    if gate_up.scale and I % BLOCK:
-        raise PykernelsError(
-            f"{gate_up.data.name} has FP8 blocks that hold both gate and up rows",
-            "Get the checkpoint with one tensor an expert",
-        )
-
-    def part(matrix: Matrix, e: int, rows: tuple[int, int] | None) -> Matrix:
-        blocks = None if rows is None else (rows[0] // BLOCK, rows[1] // BLOCK)
-        scale = Part(matrix.scale.name, e, blocks) if matrix.scale else None
-        data = Part(matrix.data.name, e, rows)
-        return Matrix(data, names.checkpoint.shape(data), scale, matrix.fmt)
-
-    return [
-        (part(gate_up, e, (0, I)), part(gate_up, e, (I, 2 * I)), part(down, e, None))
-        for e in range(E)
-    ]
-
-
-def _in_turns(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Matrix, Matrix]]:
-    """gpt-oss': transposed, gate and up in turns."""
-    E, H, I = shape.E, shape.H, shape.I  # noqa: E741
-    gate_up = names.take(f"{block}.gate_up_proj", (E, H, 2 * I))
-    down = names.take(f"{block}.down_proj", (E, I, H))
-    if not (gate_up and down):
-        return []
-
-    def part(matrix: Matrix, e: int, N: int, K: int, pick: int | None = None) -> Matrix:
-        return Matrix(Part(matrix.data.name, e), (N, K), transposed=True, pick=pick)
-
-    return [
-        (part(gate_up, e, I, H, 0), part(gate_up, e, I, H, 1), part(down, e, H, I))
-        for e in range(E)
-    ]
-
-
-def _biases(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Matrix, Matrix]]:
-    """gpt-oss': those of gate and up in turns."""
-    E, H, I = shape.E, shape.H, shape.I  # noqa: E741
-    gate_up = names.take(f"{block}.gate_up_proj_bias", (E, 2 * I))
-    down = names.take(f"{block}.down_proj_bias", (E, H))
-    if not (gate_up and down):
-        return []
-    gates, downs = (lambda e: Part(gate_up.data.name, e)), (lambda e: Part(down.data.name, e))
-    return [
-        (Matrix(gates(e), (I,), pick=0), Matrix(gates(e), (I,), pick=1), Matrix(downs(e), (H,)))
-        for e in range(E)
-    ]
