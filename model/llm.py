@@ -244,7 +244,7 @@ def outline_decoder(path: Path, rules: Rules = None) -> Decoder:
     for item in plan.items:
         if isinstance(item, Experts) and isinstance(model.get_submodule(item.name), FusedMoE):
             module: Any = model.get_submodule(item.name)
-            module.allocate(item.stored)
+            module.allocate(item.stored, item.down_stored)
     return make_decoder(model, Outline(plan), outline)
 
 

@@ -6,7 +6,8 @@ size, ``I`` intermediate size of one expert.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
@@ -15,17 +16,67 @@ import torch
 from .errors import PykernelsError
 
 
+def _number(what: str, value: Any, kind: type) -> int | float:
+    """NumPy's numbers as Python's, which kernels are launched with.
+
+    Raises:
+        PykernelsError: it is none, or no whole one where ``kind`` is int.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
+        whole = "whole number" if kind is int else "number"
+        raise PykernelsError(f"{what} is {value!r}", f"Give a {whole}")
+    return kind(value)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSpec:
+    """What an expert does beside its products: ``(up + up_offset) * gate * sigmoid(alpha * gate)``
+    of gate clamped to at most ``limit`` and up to +- ``limit``.
+
+    The default is ``silu(gate) * up``, SwiGLU (Shazeer 2020); gpt-oss has alpha 1.702, limit 7,
+    up_offset 1 and biases.
+
+    Attributes:
+        bias: whether gate, up and down have biases, which join before anything else.
+    """
+
+    alpha: float = 1.0
+    limit: float = math.inf
+    up_offset: float = 0.0
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "limit", "up_offset"):
+            value = float(_number(f"expert {name}", getattr(self, name), float))
+            object.__setattr__(self, name, value)
+        finite = math.isfinite(self.alpha) and math.isfinite(self.up_offset)
+        if not finite or not self.limit > 0:
+            raise PykernelsError(
+                f"{self} is no activation", "Use finite numbers, and a limit above 0"
+            )
+
+    @property
+    def name(self) -> str:
+        """Tells it from every other one."""
+        return f"{self.alpha}-{self.limit}-{self.up_offset}-{self.bias:d}"
+
+
+SWIGLU = ExpertSpec()
+
+
 @dataclass(frozen=True, slots=True)
 class MoEShape:
     """Sizes of one layer's routed experts.
 
-    An expert is ``down(silu(gate(x)) * up(x))`` with ``gate, up: [I, H]`` and ``down: [H, I]``.
+    An expert is ``down(silu(gate(x)) * up(x))`` with ``gate, up: [I, H]`` and ``down: [H, I]``, or
+    what ``spec`` makes of it.
     """
 
     E: int
     H: int
     I: int  # noqa: E741 - the field's own letter for the intermediate size
     topk: int
+    spec: ExpertSpec = field(default=SWIGLU, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("E", "H", "I", "topk"):
@@ -76,18 +127,6 @@ class Routing:
         return int(torch.unique(self.ids).numel())
 
 
-def _number(what: str, value: Any, kind: type) -> int | float:
-    """NumPy's numbers as Python's, which kernels are launched with.
-
-    Raises:
-        PykernelsError: it is none, or no whole one where ``kind`` is int.
-    """
-    if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
-        whole = "whole number" if kind is int else "number"
-        raise PykernelsError(f"{what} is {value!r}", f"Give a {whole}")
-    return kind(value)
-
-
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
     """How a router turns logits into experts and their weights.
@@ -96,7 +135,9 @@ class RouterSpec:
     that the weights do not see), only among the best ``group_topk`` of ``groups`` equal ranges of
     experts; a group counts as much as its best expert ("max", DeepSeek-V2) or as its two best
     together ("top2", DeepSeek-V3). A weight is its expert's score, divided by the sum of the
-    chosen ones if ``renormalize``, times ``scale`` (routed_scaling_factor).
+    chosen ones if ``renormalize`` (by ``min_sum`` where that is larger: Ernie's moe_norm_min),
+    times ``scale`` (routed_scaling_factor). A softmax of the chosen logits alone (gpt-oss) is one
+    of all, renormalized.
     """
 
     topk: int
@@ -106,9 +147,11 @@ class RouterSpec:
     group_topk: int = 1
     group_score: str = "max"
     scale: float = 1.0
+    min_sum: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, kind in (("topk", int), ("groups", int), ("group_topk", int), ("scale", float)):
+        whole, real = ("topk", "groups", "group_topk"), ("scale", "min_sum")
+        for name, kind in (*((n, int) for n in whole), *((n, float) for n in real)):
             object.__setattr__(self, name, _number(f"router {name}", getattr(self, name), kind))
         for name, known in (("scoring", ("softmax", "sigmoid")), ("group_score", ("max", "top2"))):
             if (found := getattr(self, name)) not in known:

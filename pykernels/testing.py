@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from .quant import Format, PackedExperts
+from .quant import Biases, Format, PackedExperts
 from .quant.layout import ceil_to
 from .shapes import MoEShape, Routing
 
@@ -17,15 +17,22 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.full(shape, float("nan"), dtype=dtype)
 
 
-def random_experts(shape: MoEShape, fmt: Format, seed: int = 0) -> PackedExperts:
-    """Packed experts with Gaussian weights of the usual size, quantized to ``fmt``."""
+def random_experts(
+    shape: MoEShape, fmt: Format, seed: int = 0, down_fmt: Format | None = None
+) -> PackedExperts:
+    """Packed experts with Gaussian weights of the usual size, quantized to ``fmt`` (down:
+    ``down_fmt``), and biases where ``shape.spec`` has them."""
     g = torch.Generator().manual_seed(seed)
-    experts = PackedExperts(shape, fmt)
+    experts = PackedExperts(shape, fmt, down_fmt=down_fmt)
     I, H = shape.I, shape.H  # noqa: E741
     for expert in range(shape.E):
-        sizes = ((I, H), (I, H), (H, I))
-        gate, up, down = (torch.randn(N, K, generator=g) / K**0.5 for N, K in sizes)
-        experts.pack(expert, *(fmt.quantize(matrix) for matrix in (gate, up, down)))
+        sizes, formats = ((I, H), (I, H), (H, I)), (fmt, fmt, experts.down_fmt)
+        matrices = [torch.randn(N, K, generator=g) / K**0.5 for N, K in sizes]
+        biases = None
+        if shape.spec.bias:
+            biases = Biases(*(torch.randn(N, generator=g) for N, _ in sizes))
+        quantized = (f.quantize(m) for f, m in zip(formats, matrices, strict=True))
+        experts.pack(expert, *quantized, biases=biases)
     return experts
 
 

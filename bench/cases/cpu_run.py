@@ -117,7 +117,9 @@ class CpuRun:
             "machine": {**machine, "versions": machine["versions"] | self.peers.versions},
             "headline": f"{machine['name']}, {settings.threads} of {machine['cores']} cores:"
             f" {shape.E} experts of {shape.H} x {shape.I}, top-{shape.topk}",
-            "settings": asdict(settings) | {"shape": asdict(shape), "minutes_taken": minutes},
+            "settings": asdict(settings)
+            | {"shape": {name: getattr(shape, name) for name in ("E", "H", "I", "topk")}}
+            | {"minutes_taken": minutes},
             "quick": settings.quick,
             "part": some,
             "notes": self._notes(),

@@ -44,8 +44,8 @@ class Experts:
         return getattr(self.packed, name)
 
     def __str__(self) -> str:
-        s = self.packed.shape
-        return f"{self.packed.fmt.name} {s.E} x [{s.I}, {s.H}]"
+        s, formats = self.packed.shape, (self.packed.fmt.name, self.packed.down_fmt.name)
+        return f"{'/'.join(dict.fromkeys(formats))} {s.E} x [{s.I}, {s.H}]"
 
 
 @dataclass(frozen=True)

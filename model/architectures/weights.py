@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from pykernels.quant import PackedExperts, Weight, get_format
-from pykernels.shapes import MoEShape
+from pykernels.quant import Biases, PackedExperts, Weight, get_format
+from pykernels.shapes import ExpertSpec, MoEShape
 from runtime.machine.memory import allocate
 from runtime.matrix import Pack, PackedHeads, PackedMatrix, outline
 
@@ -136,15 +136,22 @@ class Packing:
         return PackedHeads(get_format(fmt), [cut for cut in cuts if cut is not None], self.pack)
 
     def mlp(self, gate: str, up: str, down: str) -> PackedExperts:
-        """A gated MLP as the one expert of a layer."""
-        found = [self.source.matrix(name) for name in (gate, up, down)]
-        if len({fmt for fmt, _ in found}) > 1:
-            found = [("bf16", _as_bf16(*one)) for one in found]
-        fmt = get_format(found[0][0])
-        H, I = fmt.logical_shape(found[2][1])  # noqa: E741
-        packed = PackedExperts(MoEShape(E=1, H=H, I=I, topk=1), fmt, allocate, self.pack)
+        """A gated MLP, with its biases if it has some, as the one expert of a layer; gate and up in
+        bfloat16 where their formats differ."""
+        names = (gate, up, down)
+        found = [self.source.matrix(name) for name in names]
+        if found[0][0] != found[1][0]:
+            found[:2] = [("bf16", _as_bf16(*one)) for one in found[:2]]
+        fmt, down_fmt = get_format(found[0][0]), get_format(found[2][0])
+        H, I = down_fmt.logical_shape(found[2][1])  # noqa: E741
+        tensors = [self.source.tensor(f"{name.removesuffix('weight')}bias") for name in names]
+        given = [bias for bias in tensors if bias is not None]
+        assert len(given) in (0, len(names)), names
+        biases = Biases(*given) if given else None
+        shape = MoEShape(E=1, H=H, I=I, topk=1, spec=ExpertSpec(bias=biases is not None))
+        packed = PackedExperts(shape, fmt, allocate, self.pack, down_fmt)
         if self.pack is not outline:  # whose weights are no numbers to check
-            packed.pack(0, *(weight for _, weight in found))
+            packed.pack(0, *(weight for _, weight in found), biases=biases)
         return packed
 
     def vector(self, name: str) -> torch.Tensor:

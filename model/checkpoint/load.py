@@ -98,8 +98,8 @@ def check_kernels(model: nn.Module, plan: Plan) -> None:
         if isinstance(item, Experts):
             module = model.get_submodule(item.name)
             if isinstance(module, FusedMoE):
-                fmt = module.packed_format(item.stored)
-                resolve(module.kernel, fmt, detect(), module.activations)
+                for fmt in item.packed(module):
+                    resolve(module.kernel, fmt, detect(), module.activations)
 
 
 def matrix(checkpoint: Checkpoint, source: Matrix, dtype: torch.dtype) -> torch.Tensor:
@@ -141,11 +141,12 @@ def expert_weight(checkpoint: Checkpoint, source: Matrix, fmt: str) -> Weight:
 def _fill_packed(
     module: FusedMoE, item: Experts, checkpoint: Checkpoint, *_: object
 ) -> Iterator[int]:
-    routed = module.allocate(item.stored)
-    fmt = module.packed_format(item.stored)
+    routed = module.allocate(item.stored, item.down_stored)
+    fmt, down_fmt = item.packed(module)
     for e, projections in enumerate(item.experts):
+        pairs = zip(projections, (fmt, fmt, down_fmt), strict=True)
         try:
-            routed.load_expert(e, *(expert_weight(checkpoint, m, fmt) for m in projections))
+            routed.load_expert(e, *(expert_weight(checkpoint, m, each) for m, each in pairs))
         except PykernelsError as error:  # its message has the expert's number at most
             name = f"{item.name}.experts.{e}"
             raise PykernelsError(f"{name}: {error.cause}", error.hint) from None
@@ -194,7 +195,8 @@ def _warm_up(model: nn.Module) -> None:
     """Compile the model's kernels now, so that its first token does not wait for them."""
     seen: set[tuple[str, ...]] = set()
     for routed in routed_experts(model):
-        kind = (routed.backend.name, routed.weights.fmt.name, routed.activations)
+        formats = routed.weights.fmt.name, routed.weights.down_fmt.name
+        kind = (routed.backend.name, routed.down_backend.name, *formats, routed.activations)
         if kind in seen:
             continue
         seen.add(kind)

@@ -39,7 +39,7 @@ def needed(
             continue
         module = model.get_submodule(item.name)
         if isinstance(module, FusedMoE):
-            experts += RoutedExperts.bytes_needed(module.shape, module.packed_format(item.stored))
+            experts += RoutedExperts.bytes_needed(module.shape, *item.packed(module))
         else:
             dense += sum(p.numel() for p in module.parameters()) * dtype.itemsize
         # One expert at a time: as stored, and as float32 if it is converted.
@@ -62,7 +62,7 @@ def needed_by_engine(plan: Plan, model: nn.Module, checkpoint: Checkpoint) -> in
             continue
         module = model.get_submodule(item.name)
         assert isinstance(module, FusedMoE)
-        total += RoutedExperts.bytes_needed(module.shape, module.packed_format(item.stored))
+        total += RoutedExperts.bytes_needed(module.shape, *item.packed(module))
         stored = sum(checkpoint.nbytes(m.data) for m in item.experts[0])
         step = max(step, stored + 4 * sum(math.prod(m.shape) for m in item.experts[0]))
     return total + step
@@ -118,8 +118,9 @@ def check_nodes(plan: Plan, model: nn.Module, pool: Pool) -> None:
             continue
         module = model.get_submodule(item.name)
         if isinstance(module, FusedMoE):
-            fmt = module.packed_format(item.stored)
-            for i, nbytes in enumerate(RoutedExperts.bytes_by_node(module.shape, fmt, pool)):
+            fmt, down_fmt = item.packed(module)
+            sizes = RoutedExperts.bytes_by_node(module.shape, fmt, pool, down_fmt)
+            for i, nbytes in enumerate(sizes):
                 needs[i] += nbytes
     free = {node.number: node.memory_free for node in Topology.detect().nodes}
     for need, each in zip(needs, pool.pools, strict=True):

@@ -48,12 +48,18 @@ class Experts:
     """The routed experts of one block.
 
     `name`: the module that gets them, a `FusedMoE` or a Hugging Face experts module; `stored`:
-    their format in `pykernels.quant`; `experts`: (gate [I, H], up [I, H], down [H, I]) of each.
+    the format of gate and up in `pykernels.quant`; `experts`: (gate [I, H], up [I, H], down [H, I])
+    of each; `down_stored`: the format of down.
     """
 
     name: str
     stored: str
     experts: list[tuple[Matrix, Matrix, Matrix]]
+    down_stored: str
+
+    def packed(self, module: FusedMoE) -> tuple[str, str]:
+        """The formats that `module` keeps them in: gate's and up's, and down's."""
+        return module.packed_format(self.stored), module.packed_format(self.down_stored)
 
 
 @dataclass(slots=True)
@@ -151,21 +157,25 @@ def _add_experts(plan: Plan, names: Names, module: Any, path: str) -> None:
             )
         if packed and dtype in ("F16", "F32") and module.packed_format("bf16") == "bf16":
             plan.lossy = dtype
-    stored = _formats(found)
-    if len(stored) > 1:
+    if len(_formats(m for expert in found for m in expert)) > 1:
         found = [(_whole(gate), _whole(up), _whole(down)) for gate, up, down in found]
-        stored = _formats(found)
-    if len(stored) > 1:
-        raise PykernelsError(
-            f"The experts of {block} are partly {' and partly '.join(stored)}", CHECK
-        )
-    if packed and module.packed_format(stored[0]) == stored[0] == "q8_0":
+    stored = _formats(m for gate, up, _ in found for m in (gate, up))
+    down_stored = _formats(down for *_, down in found)
+    for each in (stored, down_stored):
+        if len(each) > 1:
+            raise PykernelsError(
+                f"The experts of {block} are partly {' and partly '.join(each)}", CHECK
+            )
+    item = Experts(path, stored[0], found, down_stored[0])
+    if packed and ("q8_0", "q8_0") in zip(
+        (item.stored, item.down_stored), item.packed(module), strict=True
+    ):
         plan.widened = True
-    plan.items.append(Experts(path, stored[0], found))
+    plan.items.append(item)
 
 
-def _formats(found: list[tuple[Matrix, Matrix, Matrix]]) -> list[str]:
-    return sorted({m.fmt or "bf16" for expert in found for m in expert})
+def _formats(matrices: Iterable[Matrix]) -> list[str]:
+    return sorted({matrix.fmt or "bf16" for matrix in matrices})
 
 
 def _whole(matrix: Matrix) -> Matrix:

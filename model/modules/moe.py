@@ -71,16 +71,17 @@ class FusedMoE(Operator):
                 setattr(self, child, getattr(original, child))
         self.routed: RoutedExperts | None = None
 
-    def allocate(self, stored: str) -> RoutedExperts:
-        """Make room for the packed experts of a checkpoint that stores them as `stored`."""
-        fmt = self.packed_format(stored)
+    def allocate(self, stored: str, down_stored: str | None = None) -> RoutedExperts:
+        """Make room for the packed experts of a checkpoint that stores them as `stored`, and down
+        as `down_stored` (None: the same)."""
+        fmt, down_fmt = self.packed_format(stored), self.packed_format(down_stored or stored)
         self.routed = RoutedExperts(
-            self.shape, fmt, kernel=self.kernel, activations=self.activations
+            self.shape, fmt, kernel=self.kernel, activations=self.activations, down_fmt=down_fmt
         )
         return self.routed
 
     def packed_format(self, stored: str) -> str:
-        """Name of the format that experts are packed in, if the checkpoint has `stored`."""
+        """Name of the format that a matrix is packed in, if the checkpoint has `stored`."""
         return stored if self.format == "auto" else self.format
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 
 from ..quant import PackedExperts
-from ..registry import resolve
-from ..target import detect
 from . import raised
 from .intrin.sync import call_task
 from .jit import kernel
 from .moe.call import MoECall, Workspace, contiguous_rows
-from .moe.kernel import make_kernel
+from .moe.kernel import kernel_of, make_kernel, make_routines
 from .moe.plan import MoEPlan, plan
 from .sampling import sample_requests
 from .weights.pack import make_pack, pack_job, packs_scales
@@ -80,9 +78,7 @@ def moe_ffn(
     Raises:
         PykernelsError: inputs that do not fit, or a kernel that cannot run here.
     """
-    backend = resolve(kernel, experts.fmt.name, detect(), activations)
-    kernels = make_kernel(backend.name, experts.fmt.name, activations)
-    call = MoECall(experts, kernels, Workspace(), cut=cut)
+    call = MoECall(experts, kernel_of(experts, kernel, activations), Workspace(), cut=cut)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     return run_serially(call, x, ids, weights, y)
 
@@ -94,6 +90,7 @@ __all__ = [
     "contiguous_rows",
     "make_kernel",
     "make_pack",
+    "make_routines",
     "moe_ffn",
     "pack_job",
     "packs_scales",

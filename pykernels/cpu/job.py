@@ -49,6 +49,8 @@ JOB, job_at = descriptor(
         "gate_up_scale_stride",
         "gate_up_scale_block",  # bytes of one block's scales
         "gate_up_block",  # bytes of one 32-row block
+        "gate_up_bias",  # float32: of expert 0, 32 of gate and 32 of up for each block
+        "gate_up_bias_stride",
         "gate_up_k",  # 128-wide groups of H
         "i_blocks",  # 32-row blocks of gate (and of up)
         "i_chunk",  # of them in one task
@@ -59,6 +61,8 @@ JOB, job_at = descriptor(
         "down_scale_stride",
         "down_scale_block",
         "down_block",
+        "down_bias",  # float32: of expert 0, 32 for each block
+        "down_bias_stride",
         "down_k",  # 128-wide groups of I
         "h_cuts",  # int64 [h_chunks + 1]: the 32-row block where each begins, and the end
         "h_chunks",  # runs of such blocks, a down task each for an expert
@@ -67,13 +71,17 @@ JOB, job_at = descriptor(
         "run_pack",  # addresses of the stages' tasks
         "run_gate_up",
         "run_down",
-        "tiles",  # addresses of the format's routines: gemv.common's,
-        "gemm",  # gemm.common's,
-        "quantize_row",  # and activations.quantize's; 0: nothing to quantize
-        "gemm_quantize_row",  # the same for h of an expert that takes the GEMM
+        "gate_up_tiles",  # addresses of the formats' routines: gemv.common's,
+        "down_tiles",
+        "gate_up_gemm",  # gemm.common's,
+        "down_gemm",
+        "quantize_x",  # and activations.quantize's, for x; 0: nothing to quantize
+        "quantize_h",
+        "quantize_h_gemm",  # the same for h of an expert that takes the GEMM
         "tables",  # address of the lookup tables (weights.lookup)
-        "int8",  # 1: the GEMM multiplies int8 codes, 0: bf16
-        "interleave_a",  # 1: A tiles hold the inputs 0, 2, 1, 3 of each four (gemm.common)
+        "int8",  # 1: the GEMMs multiply int8 codes, 0: bf16
+        "interleave_x",  # 1: A tiles hold the inputs 0, 2, 1, 3 of each four (gemm.common)
+        "interleave_h",
         "tile_steps",  # A tiles of 16 slots by 128 inputs
         "gemm_from",  # tokens of an expert from which its weights go through the GEMM
         "x_tiles",  # A tiles of x: [group of 16 slots][gate_up_k * tile_steps][16][64 bytes]

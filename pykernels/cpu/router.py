@@ -33,6 +33,7 @@ ROUTER, router_at = descriptor(
         "topk",
         "sigmoid",  # 1: scores are sigmoids, 0: a softmax
         "renormalize",
+        "min_sum",  # bits of a float32
         "groups",
         "group_topk",
         "top2",  # 1: a group counts as its two best, 0: as its best
@@ -140,9 +141,12 @@ def make_router() -> tuple[Any, Any]:
             ids[k], weights[k] = best, scores[best]
             total += scores[best]
         by = f32_from_bits(types.uint32(job.scale))
+        total += types.float32(1e-20)
+        least = f32_from_bits(types.uint32(job.min_sum))
+        total = least if least > total else total
         for k in range(job.topk):
             if job.renormalize != 0:
-                weights[k] = weights[k] / (total + types.float32(1e-20))
+                weights[k] = weights[k] / total
             weights[k] = weights[k] * by
 
     @task("router")

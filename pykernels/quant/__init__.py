@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..errors import PykernelsError
 from .bf16 import BF16
-from .experts import Allocator, PackedExperts, Packer
+from .experts import Allocator, Biases, PackedExperts, Packer
 from .format import Format, Weight
 from .fp8 import FP8, FP8Channel
 from .integer import Integer, IntegerChannel
@@ -41,4 +41,6 @@ def get_format(name: str) -> Format:
     return FORMATS[name]
 
 
-__all__ = ["FORMATS", "Allocator", "Format", "PackedExperts", "Packer", "Weight", "get_format"]
+__all__ = [
+    "FORMATS", "Allocator", "Biases", "Format", "PackedExperts", "Packer", "Weight", "get_format",
+]  # fmt: skip

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from ..errors import PykernelsError
-from ..shapes import MoEShape
+from ..shapes import ExpertSpec, MoEShape
 from .format import Format, Weight
 from .layout import N_BLOCK, ceil_to, padded
 
@@ -18,6 +19,14 @@ Packer = Callable[[Format, Weight, torch.Tensor, torch.Tensor], None]
 """``Format.pack`` or its like: (format, weight, blocks, scales)."""
 
 _ALIGN = 4096
+
+
+class Biases(NamedTuple):
+    """Of one expert, any float dtype: ``gate``, ``up`` [I], ``down`` [H]."""
+
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
 
 
 def _zeros(nbytes: int) -> torch.Tensor:
@@ -34,13 +43,17 @@ class PackedExperts:
     """``E`` experts: gate and up blocks alternate in one stream, so that one task reads one run.
 
     Attributes:
+        fmt: of gate and up; ``down_fmt``: of down.
         gate_up: uint8 [E, I / 32, 2, block bytes of K = H]: gate block i, then up block i.
         gate_up_scale: uint8 [E, I / 32, 2, scale bytes of K = H].
         down: uint8 [E, H / 32, block bytes of K = I].
         down_scale: uint8 [E, H / 32, scale bytes of K = I].
+        gate_up_bias: float32 [E, I / 32, 2, 32] and ``down_bias`` [E, H / 32, 32], the padding
+            zeros; without elements where ``shape.spec`` has no biases.
 
     Args:
         packer: what writes a matrix; ``runtime`` has one that uses every core.
+        down_fmt: None for ``fmt``.
     """
 
     def __init__(
@@ -49,65 +62,99 @@ class PackedExperts:
         fmt: Format,
         alloc: Allocator = _zeros,
         packer: Packer = _pack,
+        down_fmt: Format | None = None,
     ) -> None:
         self.shape, self.fmt, self._packer = shape, fmt, packer
-        E, H, I = shape.E, shape.H, shape.I  # noqa: E741
-        sizes = self._section_bytes(shape, fmt)
+        self.down_fmt = down_fmt or fmt
+        dims = self._section_dims(shape, fmt, self.down_fmt)
+        sizes = self._section_bytes(shape, fmt, self.down_fmt)
         self._arena = alloc(sum(sizes))
-        gate_up, gate_up_scale, down, down_scale = self._arena.split(sizes)
-        i_blocks, h_blocks = (padded(rows, 1)[0] // N_BLOCK for rows in (I, H))
+        *matrices, gate_up_bias, down_bias = self._arena.split(sizes)
 
-        def view(section: torch.Tensor, *dims: int) -> torch.Tensor:
-            return section[: torch.Size(dims).numel()].view(dims)
+        def view(section: torch.Tensor, shaped: tuple[int, ...]) -> torch.Tensor:
+            return section[: torch.Size(shaped).numel()].view(shaped)
 
-        self.gate_up = view(gate_up, E, i_blocks, 2, fmt.block_bytes(H))
-        self.gate_up_scale = view(gate_up_scale, E, i_blocks, 2, fmt.scale_bytes(H))
-        self.down = view(down, E, h_blocks, fmt.block_bytes(I))
-        self.down_scale = view(down_scale, E, h_blocks, fmt.scale_bytes(I))
-        self.packed = [False] * E
+        self.gate_up, self.gate_up_scale, self.down, self.down_scale = map(view, matrices, dims)
+        self.gate_up_bias = view(gate_up_bias.view(torch.float32), dims[4])
+        self.down_bias = view(down_bias.view(torch.float32), dims[5])
+        self.packed = [False] * shape.E
 
     @property
     def slices(self) -> Sequence[PackedExperts]:
         """Itself alone: what ``split.SplitExperts`` has one of for each NUMA node."""
         return (self,)
 
+    @property
+    def spec(self) -> ExpertSpec:
+        """What an expert does beside its products."""
+        return self.shape.spec
+
+    @property
+    def sections(self) -> tuple[torch.Tensor, ...]:
+        """All that an expert is, expert by expert."""
+        return (
+            self.gate_up, self.gate_up_scale, self.down, self.down_scale, self.gate_up_bias,
+            self.down_bias,
+        )  # fmt: skip
+
     @staticmethod
-    def _section_bytes(shape: MoEShape, fmt: Format) -> list[int]:
-        i_blocks, h_blocks = (padded(rows, 1)[0] // N_BLOCK for rows in (shape.I, shape.H))
-        per_expert = (
-            2 * i_blocks * fmt.block_bytes(shape.H),
-            2 * i_blocks * fmt.scale_bytes(shape.H),
-            h_blocks * fmt.block_bytes(shape.I),
-            h_blocks * fmt.scale_bytes(shape.I),
-        )
-        return [ceil_to(shape.E * nbytes, _ALIGN) for nbytes in per_expert]
+    def _section_dims(shape: MoEShape, fmt: Format, down_fmt: Format) -> list[tuple[int, ...]]:
+        """Shapes of the sections: bytes, and float32 biases."""
+        E, H, I = shape.E, shape.H, shape.I  # noqa: E741
+        i_blocks, h_blocks = (padded(rows, 1)[0] // N_BLOCK for rows in (I, H))
+        bias = N_BLOCK if shape.spec.bias else 0
+        return [
+            (E, i_blocks, 2, fmt.block_bytes(H)),
+            (E, i_blocks, 2, fmt.scale_bytes(H)),
+            (E, h_blocks, down_fmt.block_bytes(I)),
+            (E, h_blocks, down_fmt.scale_bytes(I)),
+            (E, i_blocks, 2, bias),
+            (E, h_blocks, bias),
+        ]
 
     @classmethod
-    def bytes_needed(cls, shape: MoEShape, fmt: Format) -> int:
+    def _section_bytes(cls, shape: MoEShape, fmt: Format, down_fmt: Format) -> list[int]:
+        dims = cls._section_dims(shape, fmt, down_fmt)
+        itemsizes = (1, 1, 1, 1, 4, 4)
+        return [
+            ceil_to(itemsize * torch.Size(section).numel(), _ALIGN)
+            for itemsize, section in zip(itemsizes, dims, strict=True)
+        ]
+
+    @classmethod
+    def bytes_needed(cls, shape: MoEShape, fmt: Format, down_fmt: Format | None = None) -> int:
         """Memory of a layer's experts, scales and alignment included."""
-        return sum(cls._section_bytes(shape, fmt))
+        return sum(cls._section_bytes(shape, fmt, down_fmt or fmt))
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        return self.bytes_needed(self.shape, self.fmt, self.down_fmt)
 
     @property
     def bytes_per_expert(self) -> int:
-        """Bytes that one token reads of one expert: weights and scales."""
-        sections = (self.gate_up, self.gate_up_scale, self.down, self.down_scale)
-        return sum(section[0].nbytes for section in sections)
+        """Bytes that one token reads of one expert: weights, scales and biases."""
+        return sum(section[0].nbytes for section in self.sections)
 
-    def pack(self, expert: int, gate: Weight, up: Weight, down: Weight) -> None:
-        """Packs one expert: ``gate``, ``up`` [I, H], ``down`` [H, I], each in ``self.fmt``.
+    def pack(
+        self, expert: int, gate: Weight, up: Weight, down: Weight, *, biases: Biases | None = None
+    ) -> None:
+        """Packs one expert: ``gate``, ``up`` [I, H] in ``self.fmt``, ``down`` [H, I] in
+        ``self.down_fmt``, and its biases, where ``shape.spec`` has them.
 
         Raises:
-            PykernelsError: no such expert, or a matrix of another shape or format.
+            PykernelsError: no such expert, a matrix of another shape or format, biases of another
+                shape, or where there are none.
         """
-        E, H, I = self.shape.E, self.shape.H, self.shape.I  # noqa: E741
-        if not 0 <= expert < E:
-            raise PykernelsError(f"there is no expert {expert} in a layer of {E}", "Use 0 to E - 1")
-        for name, weight, N, K in (("gate", gate, I, H), ("up", up, I, H), ("down", down, H, I)):
-            self.fmt.check(weight, N, K, f"expert {expert}'s {name}_proj")
+        check_expert(self.shape, (self.fmt, self.down_fmt), expert, (gate, up, down), biases)
         for i, weight in enumerate((gate, up)):
             blocks, scales = self.gate_up[expert, :, i], self.gate_up_scale[expert, :, i]
             self._packer(self.fmt, weight, blocks, scales)
-        self._packer(self.fmt, down, self.down[expert], self.down_scale[expert])
+        self._packer(self.down_fmt, down, self.down[expert], self.down_scale[expert])
+        if biases is not None:
+            for i, bias in enumerate((biases.gate, biases.up)):
+                _write(self.gate_up_bias[expert, :, i], bias)
+            _write(self.down_bias[expert], biases.down)
         self.packed[expert] = True
 
     def holds(self, expert: int) -> bool:
@@ -121,8 +168,47 @@ class PackedExperts:
             self.fmt.unpack(self.gate_up[expert, :, i], self.gate_up_scale[expert, :, i], I, H)
             for i in range(2)
         )
-        return gate, up, self.fmt.unpack(self.down[expert], self.down_scale[expert], H, I)
+        return gate, up, self.down_fmt.unpack(self.down[expert], self.down_scale[expert], H, I)
+
+    def biases(self, expert: int) -> Biases | None:
+        """Those of one expert, float32; None where there are none."""
+        if not self.spec.bias:
+            return None
+        H, I = self.shape.H, self.shape.I  # noqa: E741
+        gate, up = (self.gate_up_bias[expert, :, i].flatten()[:I] for i in range(2))
+        return Biases(gate, up, self.down_bias[expert].flatten()[:H])
 
     def missing(self) -> list[int]:
         """Experts that were never packed."""
         return [expert for expert, done in enumerate(self.packed) if not done]
+
+
+def check_expert(
+    shape: MoEShape,
+    formats: tuple[Format, Format],
+    expert: int,
+    weights: tuple[Weight, Weight, Weight],
+    biases: Biases | None,
+) -> None:
+    """Raises what ``PackedExperts.pack`` raises; ``formats``: of gate and up, and of down."""
+    E, H, I = shape.E, shape.H, shape.I  # noqa: E741
+    if not 0 <= expert < E:
+        raise PykernelsError(f"there is no expert {expert} in a layer of {E}", "Use 0 to E - 1")
+    (fmt, down_fmt), (gate, up, down) = formats, weights
+    fmt.check(gate, I, H, f"expert {expert}'s gate_proj")
+    fmt.check(up, I, H, f"expert {expert}'s up_proj")
+    down_fmt.check(down, H, I, f"expert {expert}'s down_proj")
+    found = None if biases is None else [tuple(bias.shape) for bias in biases]
+    if found != ([(I,), (I,), (H,)] if shape.spec.bias else None):
+        raise PykernelsError(
+            f"expert {expert} has {'no biases' if found is None else f'biases of shapes {found}'}",
+            f"Give gate [{I}], up [{I}] and down [{H}]" if shape.spec.bias
+            else "Experts with biases have them in their shape's spec",
+        )  # fmt: skip
+
+
+def _write(blocks: torch.Tensor, bias: torch.Tensor) -> None:
+    """Writes a bias [N] into float32 [blocks, 32], zeros behind it."""
+    whole = torch.zeros(blocks.numel(), dtype=torch.float32, device="cpu")
+    whole[: len(bias)] = bias
+    blocks.copy_(whole.view(blocks.shape))

@@ -14,18 +14,21 @@ import torch
 
 from ..errors import PykernelsError
 from ..shapes import MoEShape
-from .experts import Allocator, PackedExperts, Packer
+from .experts import Allocator, Biases, PackedExperts, Packer, check_expert
 from .format import Format, Weight
 from .layout import K_BLOCK
 
 
 def most_parts(shape: MoEShape, fmt: Format) -> int:
-    """Into how many slices the experts of a layer can be cut."""
+    """Into how many slices the experts of a layer can be cut; ``fmt``: of down."""
     return -(-shape.I // _unit(fmt))
 
 
 def cut(shape: MoEShape, fmt: Format, parts: int) -> list[range]:
     """The intermediate rows of each slice: whole scale blocks, as even as they go.
+
+    Args:
+        fmt: of down, whose inputs they are; as gate's and up's outputs any 128 can be cut off.
 
     Raises:
         PykernelsError: fewer blocks than parts.
@@ -69,7 +72,7 @@ class SplitExperts:
     """The experts of one layer, packed as one ``PackedExperts`` a slice.
 
     Attributes:
-        shape, fmt: of the whole layer.
+        shape, fmt, down_fmt: of the whole layer.
         rows: the intermediate rows of each slice.
         slices: the packed slices, ``shape.I`` of each its own.
     """
@@ -80,21 +83,24 @@ class SplitExperts:
         fmt: Format,
         allocs: Sequence[Allocator],
         packers: Sequence[Packer],
+        down_fmt: Format | None = None,
     ) -> None:
         """A slice an allocator (and packer); raises PykernelsError if I has not so many blocks."""
-        self.shape, self.fmt = shape, fmt
-        self.rows = cut(shape, fmt, len(allocs))
+        self.shape, self.fmt, self.down_fmt = shape, fmt, down_fmt or fmt
+        self.rows = cut(shape, self.down_fmt, len(allocs))
         self.slices = [
-            PackedExperts(replace(shape, I=len(rows)), fmt, alloc, packer)
+            PackedExperts(replace(shape, I=len(rows)), fmt, alloc, packer, down_fmt)
             for rows, alloc, packer in zip(self.rows, allocs, packers, strict=True)
         ]
 
     @staticmethod
-    def slice_bytes(shape: MoEShape, fmt: Format, parts: int) -> list[int]:
+    def slice_bytes(
+        shape: MoEShape, fmt: Format, parts: int, down_fmt: Format | None = None
+    ) -> list[int]:
         """Memory of each slice of a layer's experts."""
         return [
-            PackedExperts.bytes_needed(replace(shape, I=len(rows)), fmt)
-            for rows in cut(shape, fmt, parts)
+            PackedExperts.bytes_needed(replace(shape, I=len(rows)), fmt, down_fmt)
+            for rows in cut(shape, down_fmt or fmt, parts)
         ]
 
     @property
@@ -102,24 +108,32 @@ class SplitExperts:
         """Bytes that one token reads of one expert: weights and scales of all slices."""
         return sum(packed.bytes_per_expert for packed in self.slices)
 
-    def pack(self, expert: int, gate: Weight, up: Weight, down: Weight) -> None:
-        """As ``PackedExperts.pack``: whole matrices in, each slice takes its part.
+    def pack(
+        self, expert: int, gate: Weight, up: Weight, down: Weight, *, biases: Biases | None = None
+    ) -> None:
+        """As ``PackedExperts.pack``: whole matrices in, each slice takes its part; the first one
+        takes down's bias.
 
         Raises:
-            PykernelsError: no such expert, or a matrix of another shape or format.
+            PykernelsError: as there.
         """
         if len(self.slices) == 1:
-            self.slices[0].pack(expert, gate, up, down)
+            self.slices[0].pack(expert, gate, up, down, biases=biases)
             return
-        H, I, fmt = self.shape.H, self.shape.I, self.fmt  # noqa: E741
-        for name, weight, N, K in (("gate", gate, I, H), ("up", up, I, H), ("down", down, H, I)):
-            fmt.check(weight, N, K, f"expert {expert}'s {name}_proj")
+        H, I, fmt, down_fmt = self.shape.H, self.shape.I, self.fmt, self.down_fmt  # noqa: E741
+        check_expert(self.shape, (fmt, down_fmt), expert, (gate, up, down), biases)
         for rows, packed in zip(self.rows, self.slices, strict=True):
+            own = None
+            if biases is not None:
+                at = slice(rows.start, rows.stop)
+                down_bias = torch.zeros_like(biases.down) if rows.start else biases.down
+                own = Biases(biases.gate[at], biases.up[at], down_bias)
             packed.pack(
                 expert,
                 take_rows(fmt, gate, I, H, rows),
                 take_rows(fmt, up, I, H, rows),
-                take_columns(fmt, down, H, I, rows),
+                take_columns(down_fmt, down, H, I, rows),
+                biases=own,
             )
 
     def holds(self, expert: int) -> bool:
@@ -132,8 +146,16 @@ class SplitExperts:
         if len(parts) == 1:
             return parts[0]
         gates, ups, downs = zip(*parts, strict=True)
-        shared = not _scales_run_along_k(self.fmt)
+        shared = not _scales_run_along_k(self.down_fmt)
         return _join(gates, 0), _join(ups, 0), _join(downs, 1, shared)
+
+    def biases(self, expert: int) -> Biases | None:
+        """Those of one expert, float32; None where there are none."""
+        parts = [found for packed in self.slices if (found := packed.biases(expert)) is not None]
+        if not parts:
+            return None
+        gates, ups, downs = zip(*parts, strict=True)
+        return Biases(torch.cat(gates), torch.cat(ups), downs[0])
 
     def missing(self) -> list[int]:
         """Experts that were never packed."""
@@ -173,6 +195,6 @@ Experts = PackedExperts | SplitExperts
 def repeat_first(experts: Experts) -> None:
     """Gives every expert the bytes of expert 0: random layers for measurements, quickly."""
     for packed in experts.slices:
-        for section in (packed.gate_up, packed.gate_up_scale, packed.down, packed.down_scale):
+        for section in packed.sections:
             section[1:] = section[0]
         packed.packed = [True] * packed.shape.E

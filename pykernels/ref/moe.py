@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
 from ..errors import PykernelsError
 from ..quant import Format, PackedExperts
 from ..quant import activations as int8
+from .activation import swiglu
 from .linear import dequantize_fp8, quantize_fp8
 
 
@@ -25,7 +25,8 @@ def moe_ffn(
     add: torch.Tensor | None = None,
     nudge: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """``sum_k weights[t, k] * expert[ids[t, k]](x[t])`` from the dequantized weights.
+    """``sum_k weights[t, k] * expert[ids[t, k]](x[t])`` from the dequantized weights; what an
+    expert does beside its products is ``experts.spec``'s to say.
 
     Args:
         x: [T, H], any float dtype.
@@ -37,9 +38,9 @@ def moe_ffn(
         h_dtype: what ``h = silu(gate) * up`` is rounded to before the down projection: None for no
             rounding, bfloat16 for what the CPU kernels are specified to do.
         activations: "bf16", or "int8" for what integer kernels are specified to do: x and h are
-            rounded to bf16, then quantized as ``experts.fmt.int8_kind`` says; from there the
-            products are exact but for ``dtype``. "fp8" likewise: E4M3, one scale a token and 128
-            inputs.
+            rounded to bf16, then quantized as ``int8_kind`` of their matrices' format says; from
+            there the products are exact but for ``dtype``. "fp8" likewise: E4M3, one scale a token
+            and 128 inputs.
         add: [T, H] that joins the sum, such as the shared experts' output.
         nudge: what becomes of an expert's h before it is rounded (``testing.flips``).
 
@@ -49,20 +50,29 @@ def moe_ffn(
     Raises:
         PykernelsError: other ``activations``, or int8 ones and a format that has none.
     """
-    through = _inputs(experts.fmt, activations, dtype)
-    x, weights = through(x), weights.to(dtype)
+    fmt, down_fmt = experts.fmt, experts.down_fmt
+    through = _inputs(down_fmt, activations, dtype)
+    x, weights = _inputs(fmt, activations, dtype)(x), weights.to(dtype)
     y = torch.zeros_like(x) if add is None else add.to(dtype, copy=True)
     for expert in filter(experts.holds, ids.unique().tolist()):
-        gate, up, down = (experts.fmt.dequantize(w).to(dtype) for w in experts.unpack(expert))
+        matrices = zip((fmt, fmt, down_fmt), experts.unpack(expert), strict=True)
+        gate, up, down = (each.dequantize(w).to(dtype) for each, w in matrices)
+        gate_bias, up_bias, down_bias = experts.biases(expert) or (None, None, None)
         tokens, ranks = torch.where(ids == expert)
         rows = x[tokens]
-        h = F.silu(rows @ gate.T) * (rows @ up.T)
+        h = swiglu(_affine(rows, gate, gate_bias), _affine(rows, up, up_bias), experts.spec)
         if nudge is not None:
             h = nudge(h)
         if h_dtype is not None:
             h = h.to(h_dtype).to(dtype)
-        y.index_add_(0, tokens, (through(h) @ down.T) * weights[tokens, ranks, None])
+        out = _affine(through(h), down, down_bias)
+        y.index_add_(0, tokens, out * weights[tokens, ranks, None])
     return y
+
+
+def _affine(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    y = rows @ matrix.T
+    return y if bias is None else y + bias.to(y)
 
 
 def _inputs(

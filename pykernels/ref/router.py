@@ -57,7 +57,7 @@ def router(
     ids = order[:, : spec.topk].contiguous()
     weights = scores.gather(1, ids)
     if spec.renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20).clamp(min=spec.min_sum)
     return Routing(ids, weights * spec.scale)
 
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from pykernels.cpu import make_kernel
+from pykernels.cpu import make_routines
 from pykernels.cpu.moe.call import BAD_EXPERT
+from pykernels.cpu.moe.kernel import join
 from pykernels.errors import PykernelsError
-from pykernels.quant import PackedExperts, Weight, get_format
+from pykernels.quant import Biases, PackedExperts, Weight, get_format
 from pykernels.quant.split import SplitExperts
 from pykernels.registry import resolve
 from pykernels.shapes import MoEShape
@@ -79,11 +80,12 @@ class Ticket:
 
 
 class RoutedExperts:
-    """``E`` experts of one layer in one weight format.
+    """``E`` experts of one layer.
 
     Args:
         shape: the layer.
         fmt: weight format, a name in ``quant.FORMATS``.
+        down_fmt: of down, None for the same; ``fmt`` is then of gate and up.
         pool: the threads; None for the shared pool, looked up at each call. If it is one on each of
             several NUMA nodes now, the weights are split across them now.
         kernel: a backend of ``pykernels.registry``, or "auto".
@@ -106,51 +108,60 @@ class RoutedExperts:
         pool: Pool | None = None,
         kernel: str = "auto",
         activations: str = "bf16",
+        down_fmt: str | None = None,
     ) -> None:
         self.shape = shape
         self._own_pool = pool
-        target = detect()
+        down_fmt, target = down_fmt or fmt, detect()
         self.backend = resolve(kernel, fmt, target, activations)
+        self.down_backend = resolve(kernel, down_fmt, target, activations)
         self.activations = activations
-        self.gemm_from = tuning.gemm_from(self.backend.name, fmt, activations)
-        self.weights = make_room(shape, get_format(fmt), pool)
+        self.gemm_from = max(
+            tuning.gemm_from(self.backend.name, fmt, activations),
+            tuning.gemm_from(self.down_backend.name, down_fmt, activations),
+        )
+        self.weights = make_room(shape, get_format(fmt), pool, get_format(down_fmt))
         self.counters = Counters()
         self._loaded, self._bytes_per_expert = False, 0
         self._bound: tuple[Pool, list[Part]] | None = None
         self._mark = object()  # on tickets, in place of self: that would be a reference cycle
 
     @staticmethod
-    def bytes_needed(shape: MoEShape, fmt: str) -> int:
+    def bytes_needed(shape: MoEShape, fmt: str, down_fmt: str | None = None) -> int:
         """Memory of the packed experts of one layer."""
-        return PackedExperts.bytes_needed(shape, get_format(fmt))
+        return PackedExperts.bytes_needed(shape, get_format(fmt), get_format(down_fmt or fmt))
 
     @staticmethod
-    def bytes_by_node(shape: MoEShape, fmt: str, pool: Pool) -> list[int]:
+    def bytes_by_node(
+        shape: MoEShape, fmt: str, pool: Pool, down_fmt: str | None = None
+    ) -> list[int]:
         """The same on each node of a pool.
 
         Raises:
             PykernelsError: too narrow for the nodes that were asked for.
         """
-        wanted = get_format(fmt)
-        return SplitExperts.slice_bytes(shape, wanted, slices_on(shape, wanted, pool))
+        down = get_format(down_fmt or fmt)
+        return SplitExperts.slice_bytes(shape, get_format(fmt), slices_on(shape, down, pool), down)
 
     @property
     def nbytes(self) -> int:
         """Memory that the packed experts take."""
-        slices = self.weights.slices
-        return sum(PackedExperts.bytes_needed(part.shape, part.fmt) for part in slices)
+        return sum(part.nbytes for part in self.weights.slices)
 
     @property
     def pool(self) -> Pool:
         return self._own_pool or default_pool()
 
-    def load_expert(self, expert: int, gate: Weight, up: Weight, down: Weight) -> None:
-        """Packs one expert: ``gate``, ``up`` [I, H] and ``down`` [H, I], in this layer's format.
+    def load_expert(
+        self, expert: int, gate: Weight, up: Weight, down: Weight, *, biases: Biases | None = None
+    ) -> None:
+        """Packs one expert: ``gate``, ``up`` [I, H] and ``down`` [H, I], in this layer's formats,
+        and its biases, where ``shape.spec`` has them.
 
         Raises:
-            PykernelsError: no such expert, or a matrix of another shape or format.
+            PykernelsError: no such expert, or what does not fit its shape, formats and spec.
         """
-        self.weights.pack(expert, gate, up, down)
+        self.weights.pack(expert, gate, up, down, biases=biases)
 
     def missing(self) -> list[int]:
         """Experts that were not loaded yet."""
@@ -218,8 +229,10 @@ class RoutedExperts:
         pool = self._own_pool or default_pool()
         bound = self._bound
         if bound is None or bound[0] is not pool:
-            kernel = make_kernel(self.backend.name, self.weights.fmt.name, self.activations)
-            slices = self.weights.slices
+            weights, slices = self.weights, self.weights.slices
+            gate_up = make_routines(self.backend.name, weights.fmt.name, self.activations)
+            down = make_routines(self.down_backend.name, weights.down_fmt.name, self.activations)
+            kernel = join(gate_up, down, self.shape.spec)
             pairs = zip(slices, workers_of(pool, len(slices)), strict=True)
             parts = [Part(packed, kernel, each, self.gemm_from) for packed, each in pairs]
             self._bound = bound = pool, parts

@@ -17,7 +17,9 @@ from ..machine.memory import allocate
 from ..workers.pool import Pool, WorkerPool, default_pool
 
 
-def make_room(shape: MoEShape, fmt: Format, own: Pool | None) -> Experts:
+def make_room(
+    shape: MoEShape, fmt: Format, own: Pool | None, down_fmt: Format | None = None
+) -> Experts:
     """Memory for the experts: split across the nodes of the pool, if it is on several.
 
     Raises:
@@ -25,14 +27,15 @@ def make_room(shape: MoEShape, fmt: Format, own: Pool | None) -> Experts:
     """
     pool = own or default_pool()
     if isinstance(pool, WorkerPool):
-        return PackedExperts(shape, fmt, allocate, packer(own))
-    count = slices_on(shape, fmt, pool)
+        return PackedExperts(shape, fmt, allocate, packer(own), down_fmt)
+    count = slices_on(shape, down_fmt or fmt, pool)
     allocs = [partial(allocate, node=each.node) for each in pool.pools[:count]]
-    return SplitExperts(shape, fmt, allocs, [packer(own, i, count) for i in range(count)])
+    packers = [packer(own, i, count) for i in range(count)]
+    return SplitExperts(shape, fmt, allocs, packers, down_fmt)
 
 
 def slices_on(shape: MoEShape, fmt: Format, pool: Pool) -> int:
-    """Into how many slices a layer is cut on a pool."""
+    """Into how many slices a layer is cut on a pool; ``fmt``: of down."""
     if isinstance(pool, WorkerPool) or not pool.narrow:
         return len(pool.pools)
     return min(len(pool.pools), most_parts(shape, fmt))

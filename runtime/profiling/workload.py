@@ -186,8 +186,8 @@ def call_of(number: int, layers: int, routings: int) -> tuple[int, int]:
 def _copy(filled: Experts, into: Experts) -> Experts:
     """Gives a layer's experts the bytes of another's."""
     for source, packed in zip(filled.slices, into.slices, strict=True):
-        for section in ("gate_up", "gate_up_scale", "down", "down_scale"):
-            getattr(packed, section).copy_(getattr(source, section))
+        for section, filled_section in zip(packed.sections, source.sections, strict=True):
+            section.copy_(filled_section)
         packed.packed = list(source.packed)
     return into
 

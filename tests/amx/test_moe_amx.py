@@ -9,7 +9,7 @@ from pykernels import cpu, ref
 from pykernels.cpu.backends import amx
 from pykernels.cpu.intrin import amx_model
 from pykernels.cpu.isa import instructions
-from pykernels.cpu.moe.kernel import assemble
+from pykernels.cpu.moe.kernel import assemble, join
 from pykernels.quant import FORMATS, get_format
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
@@ -46,7 +46,7 @@ def test_real_tiles_do_what_the_model_does(fmt, activations, T):
     x = torch.randn(T, shape.H).bfloat16()
     parts = amx.parts(fmt, activations, instructions(detect()), amx_model)
     modelled = assemble("amx", fmt, activations, parts)
-    call = cpu.MoECall(experts, modelled, cpu.Workspace())
+    call = cpu.MoECall(experts, join(modelled), cpu.Workspace())
     expected = cpu.run_serially(call, x, routing.ids, routing.weights, poisoned(T, shape.H))
     y = cpu.moe_ffn(
         x.float(), routing.ids, routing.weights, experts, kernel="amx", activations=activations

@@ -92,16 +92,16 @@ import torch
 torch.cuda.is_available = torch.cuda.device_count = None  # CUDA would start a thread: nobody calls
 from pykernels import cpu, ref
 from pykernels.cpu.gemv.portable import make_tiles
-from pykernels.cpu.moe.epilogue_portable import PORTABLE
+from pykernels.cpu.moe.epilogue_portable import make_epilogue
 from pykernels.cpu.moe.stages import make_stages
 from pykernels.quant import get_format
 from pykernels.registry import resolve
-from pykernels.shapes import MoEShape
+from pykernels.shapes import SWIGLU, MoEShape
 from pykernels.target import detect
 from pykernels.testing import assert_close, balanced_routing, random_experts
 shape = MoEShape(E=2, H=256, I=256, topk=1)
 assert resolve("auto", "fp8", detect()).name == "generic", detect()
-compiled = [make_tiles("q4_k", "bf16"), make_stages(PORTABLE).gate_up]
+compiled = [make_tiles("q4_k", "bf16"), make_stages(make_epilogue(SWIGLU)).gate_up]
 experts, routing = random_experts(shape, get_format("q4_k")), balanced_routing(5, shape)
 x = torch.randn(5, 256)
 truth = ref.moe_ffn(x, routing.ids, routing.weights, experts)

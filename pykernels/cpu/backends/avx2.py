@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from ...target import Target, detect
 from ..activations.quantize_vectors import make_quantize_row
 from ..gemm.fma_avx2 import SCRATCH_BYTES, make_gemm
@@ -28,7 +30,7 @@ def has_vnni(target: Target) -> bool:
 def parts(fmt: str, activations: str, vnni: bool) -> Parts:
     """The parts, with AVX-VNNI or without."""
     how = tile_row_format(fmt, activations)
-    epilogue = make_epilogue("avx2", avx2, 8, avx2.store_bf16)
+    epilogue = functools.partial(make_epilogue, "avx2", avx2, 8, avx2.store_bf16)
     tiles = make_tiles(fmt, activations, vnni)
     quantize_row = make_quantize_row(how, "avx2")
     if activations == "int8":  # tiles of 8 tokens are as fast as it gets

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
+from ...shapes import ExpertSpec
 from ...target import Target, detect
 from ..activations.quantize_vectors import make_quantize_row
 from ..activations.row_layout import row_format
@@ -56,9 +60,9 @@ def parts(fmt: str, activations: str, ops: Instructions) -> Parts:
     )  # fmt: skip
 
 
-def epilogue(ops: Instructions) -> Epilogue:
+def epilogue(ops: Instructions) -> Callable[[ExpertSpec], Epilogue]:
     """The stages' epilogues by the operations of ``ops``."""
-    return make_epilogue(ops.name, avx512, 16, ops.store_bf16)
+    return functools.partial(make_epilogue, ops.name, avx512, 16, ops.store_bf16)
 
 
 def gemm_from(fmt: str, activations: str, target: Target) -> int:

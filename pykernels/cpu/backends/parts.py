@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ...shapes import ExpertSpec
 from ..activations.row_layout import RowFormat
 from ..moe.epilogue import Epilogue
 
@@ -15,7 +17,7 @@ class Parts:
 
     Attributes:
         tiles: the routine of ``gemv.common``, for experts of few tokens.
-        epilogue: of the stages.
+        epilogue: of the stages, for what an expert does.
         row_format: what the rows of inputs hold beside bfloat16; None for nothing.
         quantize_row: the routine that makes it (``activations.quantize``); None where it is None.
         gemm: the routine of ``gemm.common``, for experts of many tokens; None for tiles always.
@@ -25,7 +27,7 @@ class Parts:
     """
 
     tiles: Any
-    epilogue: Epilogue
+    epilogue: Callable[[ExpertSpec], Epilogue]
     row_format: RowFormat | None = None
     quantize_row: Any = None
     gemm: Any = None

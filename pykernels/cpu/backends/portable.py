@@ -6,7 +6,7 @@ from typing import Any
 
 from ..activations.quantize_portable import make_quantize_row
 from ..activations.row_layout import row_format
-from ..moe.epilogue_portable import PORTABLE
+from ..moe.epilogue_portable import make_epilogue
 from .parts import Parts
 
 
@@ -15,5 +15,6 @@ def parts(fmt: str, activations: str, tiles: Any) -> Parts:
     how = row_format(fmt, activations)
     quantize_row = make_quantize_row(how) if how else None
     return Parts(
-        tiles, PORTABLE, how, quantize_row, gemm_row_format=how, gemm_quantize_row=quantize_row
-    )
+        tiles, make_epilogue, how, quantize_row, gemm_row_format=how,
+        gemm_quantize_row=quantize_row,
+    )  # fmt: skip

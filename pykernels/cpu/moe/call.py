@@ -85,17 +85,18 @@ class Workspace:
         H: int,
         I: int,  # noqa: E741
         gemm_from: int,
-        row_format: RowFormat | None,
-        row_format_gemm: RowFormat | None,
+        x_format: RowFormat | None,
+        h_format: RowFormat | None,
+        h_format_gemm: RowFormat | None,
     ) -> dict[str, torch.Tensor]:
         """The buffers for a call of T tokens, H and I padded; not cleared between calls."""
         S, Hp = T * topk, H
-        x_row, h_row = row_bytes(H, row_format), row_bytes(I, row_format)
+        x_row, h_row = row_bytes(H, x_format), row_bytes(I, h_format)
         dense = min(E, S // gemm_from)  # experts that may take the GEMM
         groups = S // 16 + 2 * dense if dense else 0
         few, many = min(S, E * (gemm_from - 1)), S if dense else 0  # slots of tiles, of the GEMM
         sizes: tuple[int, ...] = (
-            T, S, E, Hp, x_row, few, h_row, many, row_bytes(I, row_format_gemm),
+            T, S, E, Hp, x_row, few, h_row, many, row_bytes(I, h_format_gemm),
             groups * H * 16, groups * I * 16,
         )  # fmt: skip
         if any(need > have for need, have in zip(sizes, self._sizes, strict=True)):
@@ -170,13 +171,18 @@ class MoECall:
     ) -> None:
         """``cut`` is for every call; None plans each by its tokens, for ``workers`` threads.
 
-        ``gemm_from`` is as in ``MoEPlan``; None for ``plan.gemm_from_here``.
+        ``gemm_from`` is as in ``MoEPlan``; None for the later one of both stages'
+        ``plan.gemm_from_here``.
         """
-        default = gemm_from_here(kernel.backend, kernel.fmt, kernel.activations)
-        self._gemm_from = gemm_from or default or NEVER
+        gate_up, down = kernel.gate_up, kernel.down
+        fmt, down_fmt, shape = experts.fmt, experts.down_fmt, experts.shape
+        assert (gate_up.fmt, down.fmt, kernel.spec) == (fmt.name, down_fmt.name, shape.spec)
+        self._gemm_from = gemm_from or max(
+            gemm_from_here(one.backend, one.fmt, one.activations) or NEVER
+            for one in (gate_up, down)
+        )
         self.experts, self.kernel, self._workspace = experts, kernel, workspace
         self._workers, self._cut = workers, cut
-        fmt, shape = experts.fmt, experts.shape
         self.job = np.zeros(1, JOB)
         self.address = int(self.job.ctypes.data)
         self._words = self.job.view(np.int64).data  # as a memoryview: numpy's scalars are slow
@@ -194,25 +200,33 @@ class MoECall:
             "gate_up_scale_block": fmt.scale_bytes(shape.H),
             "gate_up_block": fmt.block_bytes(shape.H),
             "gate_up_k": ceil_to(shape.H, fmt.k_block) // K_BLOCK,
+            "gate_up_bias": experts.gate_up_bias.data_ptr(),
+            "gate_up_bias_stride": experts.gate_up_bias[0].nbytes,
             "i_blocks": experts.gate_up.shape[1],
             "down": experts.down.data_ptr(),
             "down_stride": experts.down.stride(0),
             "down_scale": experts.down_scale.data_ptr(),
             "down_scale_stride": experts.down_scale[0].nbytes,
-            "down_scale_block": fmt.scale_bytes(shape.I),
-            "down_block": fmt.block_bytes(shape.I),
-            "down_k": ceil_to(shape.I, fmt.k_block) // K_BLOCK,
+            "down_scale_block": down_fmt.scale_bytes(shape.I),
+            "down_block": down_fmt.block_bytes(shape.I),
+            "down_k": ceil_to(shape.I, down_fmt.k_block) // K_BLOCK,
+            "down_bias": experts.down_bias.data_ptr(),
+            "down_bias_stride": experts.down_bias[0].nbytes,
             "tables": tables_address(),
-            "tiles": kernel.tiles,
+            "gate_up_tiles": gate_up.tiles,
+            "down_tiles": down.tiles,
             "run_pack": kernel.stages.pack.address,
             "run_gate_up": kernel.stages.gate_up.address,
             "run_down": kernel.stages.down.address,
-            "gemm": kernel.gemm,
-            "quantize_row": kernel.quantize_row,
-            "gemm_quantize_row": kernel.gemm_quantize_row,
-            "int8": kernel.int8,
-            "interleave_a": kernel.interleave_a,
-            "tile_steps": 2 if kernel.int8 else 4,
+            "gate_up_gemm": gate_up.gemm,
+            "down_gemm": down.gemm,
+            "quantize_x": gate_up.quantize_row,
+            "quantize_h": down.quantize_row,
+            "quantize_h_gemm": down.gemm_quantize_row,
+            "int8": gate_up.int8,
+            "interleave_x": gate_up.interleave_a,
+            "interleave_h": down.interleave_a,
+            "tile_steps": 2 if gate_up.int8 else 4,
             "scratch": self._scratch.data_ptr(),
             "scratch_stride": kernel.scratch_bytes,
         }
@@ -323,7 +337,7 @@ class MoECall:
             self.experts.shape, self.experts.fmt, self._workers, T, self._gemm_from
         )
         job = self.job[0]
-        whole = max(1, self.kernel.row_k // N_BLOCK)  # blocks that are quantized together
+        whole = max(1, self.kernel.down.row_k // N_BLOCK)  # blocks that are quantized together
         job["i_chunk"] = i_chunk = ceil_to(cut.i_chunk, whole)
         job["i_chunks"] = -(-int(job["i_blocks"]) // i_chunk)
         self._h_cuts = np.array(cut.down_cuts(self.experts.down.shape[1]), np.int64)
@@ -340,7 +354,8 @@ class MoECall:
             return
         E, words = self.experts.shape.E, self._words
         H, I = (K_BLOCK * words[_AT[name]] for name in ("gate_up_k", "down_k"))  # noqa: E741
-        gemm_from, hows = words[_AT["gemm_from"]], self.kernel.row_formats
+        gemm_from, kernel = words[_AT["gemm_from"]], self.kernel
+        hows = kernel.gate_up.row_formats[0], *kernel.down.row_formats
         self._bind(self._workspace.reserve(T, topk, E, H, I, gemm_from, *hows))
         self._reserved = T, topk
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
+import numpy as np
 from numba import carray, types
 
+from ...shapes import ExpertSpec
 from ..intrin.scalar import round_bf16
 from ..intrin.sync import as_pointer
 from ..jit import inlined
@@ -17,21 +20,30 @@ def _floats(address, count):
     return carray(as_pointer(address), (count,), types.float32)
 
 
-@inlined
-def _silu_mul(gate, up, h):
-    gates, ups = _floats(gate, 32), _floats(up, 32)
-    out = carray(as_pointer(h), (32,), types.uint16)
-    for n in range(32):
-        g = gates[n]
-        silu = g / (types.float32(1) + types.float32(math.exp(-g)))
-        out[n] = round_bf16(types.float32(silu * ups[n]))
+@functools.cache
+def make_epilogue(spec: ExpertSpec) -> Epilogue:
+    """The epilogues of a spec."""
+    BIAS, limit, offset = spec.bias, np.float32(spec.limit), np.float32(spec.up_offset)
+    minus_alpha = np.float32(-spec.alpha)
 
+    @inlined
+    def swiglu(gate, up, bias, h):
+        gates, ups = _floats(gate, 32), _floats(up, 32)
+        biases = _floats(bias, 64)
+        out = carray(as_pointer(h), (32,), types.uint16)
+        for n in range(32):
+            g, u = gates[n], ups[n]
+            if BIAS:
+                g, u = g + biases[n], u + biases[32 + n]
+            g = limit if g > limit else g  # NaN stays NaN
+            u = limit if u > limit else (-limit if u < -limit else u)
+            glu = g / (types.float32(1) + types.float32(math.exp(minus_alpha * g)))
+            out[n] = round_bf16(types.float32(glu * (u + offset)))
 
-@inlined
-def _weighted_add(weight, value, acc):
-    sums, values = _floats(acc, 32), _floats(value, 32)
-    for n in range(32):
-        sums[n] += weight * values[n]
+    @inlined
+    def weighted_add(weight, value, bias, acc):
+        sums, values, biases = _floats(acc, 32), _floats(value, 32), _floats(bias, 32)
+        for n in range(32):
+            sums[n] += weight * (values[n] + biases[n] if BIAS else values[n])
 
-
-PORTABLE = Epilogue("generic", _silu_mul, _weighted_add)
+    return Epilogue(f"generic-{spec.name}", spec, swiglu, weighted_add)

@@ -8,10 +8,12 @@ Cephes' ``expf``), within 2 ulp.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import numpy as np
 
+from ...shapes import ExpertSpec
 from ..jit import inlined
 from .epilogue import Epilogue
 
@@ -34,13 +36,16 @@ _LOWEST, _HIGHEST = np.float32(-104.0), np.float32(104.0)  # beyond, expf is 0 o
 
 
 @functools.cache
-def make_epilogue(name: str, f: Any, N: int, store_bf16: Any) -> Epilogue:
-    """The epilogues in vectors of N floats.
+def make_epilogue(name: str, f: Any, N: int, store_bf16: Any, spec: ExpertSpec) -> Epilogue:
+    """The epilogues of a spec in vectors of N floats.
 
     Args:
         f: module of intrinsics, ``intrin.avx512`` or ``intrin.avx2``.
         store_bf16: ``store_bf16(address, floats)``.
     """
+    BIAS, CLAMPED, OFFSET = spec.bias, math.isfinite(spec.limit), spec.up_offset != 0
+    limit, up_offset = np.float32(spec.limit), np.float32(spec.up_offset)
+    minus_limit, minus_alpha = np.float32(-spec.limit), np.float32(-spec.alpha)
 
     @inlined
     def exp_f32(x):
@@ -58,19 +63,30 @@ def make_epilogue(name: str, f: Any, N: int, store_bf16: Any) -> Epilogue:
         return f.scale_exp2_f32(p, n)
 
     @inlined
-    def silu_mul(gate, up, h):
-        """``gate / (1 + exp(-gate)) * up``."""
+    def swiglu(gate, up, bias, h):
+        """``gate / (1 + exp(-alpha * gate)) * (up + up_offset)``."""
         for i in range(32 // N):
             g, u = f.load_f32(gate + 4 * N * i), f.load_f32(up + 4 * N * i)
-            e = exp_f32(f.mul_f32(g, f.broadcast_f32(np.float32(-1.0))))
+            if BIAS:
+                g = f.add_f32(g, f.load_f32(bias + 4 * N * i))
+                u = f.add_f32(u, f.load_f32(bias + 128 + 4 * N * i))
+            if CLAMPED:  # the operand that is NaN stays, being the second one
+                g = f.min_f32(f.broadcast_f32(limit), g)
+                u = f.min_f32(f.broadcast_f32(limit), u)
+                u = f.max_f32(f.broadcast_f32(minus_limit), u)
+            e = exp_f32(f.mul_f32(g, f.broadcast_f32(minus_alpha)))
+            if OFFSET:
+                u = f.add_f32(u, f.broadcast_f32(up_offset))
             value = f.mul_f32(f.div_f32(g, f.add_f32(e, f.broadcast_f32(_ONE))), u)
             store_bf16(h + 2 * N * i, value)
 
     @inlined
-    def weighted_add(weight, value, acc):
+    def weighted_add(weight, value, bias, acc):
         for i in range(32 // N):
-            at, of = acc + 4 * N * i, value + 4 * N * i
-            sums = f.fma_f32(f.broadcast_f32(weight), f.load_f32(of), f.load_f32(at))
+            at, v = acc + 4 * N * i, f.load_f32(value + 4 * N * i)
+            if BIAS:
+                v = f.add_f32(v, f.load_f32(bias + 4 * N * i))
+            sums = f.fma_f32(f.broadcast_f32(weight), v, f.load_f32(at))
             f.store_f32(at, sums)
 
-    return Epilogue(name, silu_mul, weighted_add)
+    return Epilogue(f"{name}-{spec.name}", spec, swiglu, weighted_add)

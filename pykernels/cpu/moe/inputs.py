@@ -39,7 +39,7 @@ def _copy_row(job, t):
         values = carray(as_pointer(at), (job.H,), types.float32)
         for i in range(job.H):
             to[i] = round_bf16(values[i])
-    if job.quantize_row != 0 and call_routine(job.quantize_row, (row, Hp, 0, Hp)) != 0:
+    if job.quantize_x != 0 and call_routine(job.quantize_x, (row, Hp, 0, Hp)) != 0:
         job.raised = RAISED
 
 

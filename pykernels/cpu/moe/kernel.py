@@ -1,20 +1,25 @@
 """The kernels of a (backend, format, activations), and where a job finds them.
 
-The stages are compiled once for an epilogue; what depends on the format, the tiles of few tokens,
-the GEMM of many and the quantization of input rows, they call by address.
+The stages of experts are compiled once for an epilogue; what depends on the format, the tiles of
+few tokens, the GEMM of many and the quantization of input rows, they call by address: so gate and
+up may be in one format and down in another.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...registry import Backend, get_backend, load
+from ...quant.split import Experts
+from ...registry import Backend, get_backend, load, resolve
+from ...shapes import SWIGLU, ExpertSpec
 from ...target import Target, detect
 from ..activations.row_layout import RowFormat
 from ..backends import portable
 from ..backends.parts import Parts
 from ..weights.lookup import TABLES
+from .epilogue import Epilogue
 from .stages import Stages, make_stages
 
 NEVER = 1 << 62
@@ -22,11 +27,11 @@ NEVER = 1 << 62
 
 
 @dataclass(frozen=True)
-class MoEKernel:
-    """What computes the experts of a layer.
+class Routines:
+    """What multiplies by the matrices of one format: linears, and the stages of experts.
 
     Attributes:
-        stages: the tasks (``stages`` has their indices).
+        epilogue: of stages around them, for what an expert does.
         tiles, gemm: addresses of the format's routines; 0 for none.
         row_formats: what the rows of inputs hold beside bfloat16: all, and such as only the GEMM
             reads.
@@ -38,7 +43,7 @@ class MoEKernel:
     fmt: str
     backend: str
     activations: str
-    stages: Stages
+    epilogue: Callable[[ExpertSpec], Epilogue]
     tiles: int
     gemm: int
     row_formats: tuple[RowFormat | None, RowFormat | None]
@@ -62,13 +67,74 @@ class MoEKernel:
         return self.activations == "int8"
 
 
+@dataclass(frozen=True)
+class MoEKernel:
+    """What computes the experts of a layer.
+
+    Attributes:
+        gate_up, down: the routines of each stage's format.
+        spec: what an expert does beside its products.
+        stages: the tasks (``stages`` has their indices).
+    """
+
+    gate_up: Routines
+    down: Routines
+    spec: ExpertSpec
+    stages: Stages
+
+    @property
+    def has_gemm(self) -> bool:
+        return self.gate_up.has_gemm and self.down.has_gemm
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Of each worker."""
+        return max(self.gate_up.scratch_bytes, self.down.scratch_bytes)
+
+
 def tables_address() -> int:
     """Address of the lookup tables that the tiles read."""
     return TABLES.data_ptr()
 
 
-def make_kernel(backend: str, fmt: str, activations: str = "bf16") -> MoEKernel:
-    """Compiles (or loads from the cache) the kernels for a weight format.
+def join(gate_up: Routines, down: Routines | None = None, spec: ExpertSpec = SWIGLU) -> MoEKernel:
+    """The kernel of experts with these routines; ``down``: None for those of ``gate_up``."""
+    down = down or gate_up
+    assert gate_up.activations == down.activations  # A tiles of both have as many steps
+    return MoEKernel(gate_up, down, spec, make_stages(gate_up.epilogue(spec)))
+
+
+def make_kernel(
+    backend: str,
+    fmt: str,
+    activations: str = "bf16",
+    down_fmt: str | None = None,
+    spec: ExpertSpec = SWIGLU,
+) -> MoEKernel:
+    """The kernel of experts on one backend; the rest as in ``make_routines``.
+
+    Args:
+        fmt: weight format of gate and up; ``down_fmt``: of down, None for the same.
+    """
+    gate_up = make_routines(backend, fmt, activations)
+    return join(gate_up, make_routines(backend, down_fmt or fmt, activations), spec)
+
+
+def kernel_of(experts: Experts, kernel: str, activations: str) -> MoEKernel:
+    """The kernel of packed experts, for a request as ``registry.resolve`` takes it.
+
+    Raises:
+        PykernelsError: there is no such kernel, or it cannot run here.
+    """
+    gate_up, down = (
+        make_routines(resolve(kernel, fmt.name, detect(), activations).name, fmt.name, activations)
+        for fmt in (experts.fmt, experts.down_fmt)
+    )
+    return join(gate_up, down, experts.shape.spec)
+
+
+def make_routines(backend: str, fmt: str, activations: str = "bf16") -> Routines:
+    """Compiles (or loads from the cache) the routines of a weight format.
 
     The caller has checked ``registry`` first: compiling for a CPU that lacks the instructions
     aborts.
@@ -80,19 +146,19 @@ def make_kernel(backend: str, fmt: str, activations: str = "bf16") -> MoEKernel:
 
 
 @functools.cache  # a machine whose features are hidden is another one
-def _make(backend: Backend, fmt: str, activations: str, target: Target) -> MoEKernel:
+def _make(backend: Backend, fmt: str, activations: str, target: Target) -> Routines:
     made = load(backend.build)(fmt, activations)
     parts = made if isinstance(made, Parts) else portable.parts(fmt, activations, made)
     return assemble(backend.name, fmt, activations, parts)
 
 
-def assemble(backend: str, fmt: str, activations: str, parts: Parts) -> MoEKernel:
-    """The kernel of a backend's parts."""
-    return MoEKernel(
+def assemble(backend: str, fmt: str, activations: str, parts: Parts) -> Routines:
+    """The routines of a backend's parts."""
+    return Routines(
         fmt=fmt,
         backend=backend,
         activations=activations,
-        stages=make_stages(parts.epilogue),
+        epilogue=parts.epilogue,
         tiles=parts.tiles.address,
         gemm=parts.gemm.address if parts.gemm else 0,
         row_formats=(parts.row_format, parts.gemm_row_format),

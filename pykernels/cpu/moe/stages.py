@@ -10,7 +10,7 @@ of the thread count. The first expert starts the sums at zero, the last one writ
 
 An expert of few tokens runs tiles (one pass over its weights for up to 8 tokens), one of many the
 GEMM, where there is one: the arithmetic-intensity switch of section 3.2. Both are called by
-address: the stages know no format.
+address: the stages know no format, and gate-up's may be another one than down's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..raised import RAISED
 from .epilogue import Epilogue
 from .inputs import make_rows
 
-_ROW_BYTES = 32 * 4  # one token's float32 outputs of a block
+_ROW_BYTES = 32 * 4  # one token's float32 outputs of a block, and its biases
 PIECE = 64
 """Slots that one pack task moves into A tiles."""
 
@@ -105,7 +105,7 @@ def _quantize_h(job, quantize_row, h_rows, h_stride, first, last, first_block, l
 @functools.cache
 def make_stages(epilogue: Epilogue) -> Stages:
     """Compiles the stages around an epilogue."""
-    silu_mul, weighted_add = epilogue.silu_mul, epilogue.weighted_add
+    swiglu, weighted_add = epilogue.swiglu, epilogue.weighted_add
     OUT_AT = common.OUT_AT
     TOKENS, BLOCKS = common.MAX_TOKENS, common.MAX_BLOCKS
     ADDRESSES, OUTS = 8 * PASS, PASS * _ROW_BYTES
@@ -122,20 +122,20 @@ def make_stages(epilogue: Epilogue) -> Stages:
             row = job.x + i64(job.slot_token, slot) * job.x_stride
             K = K_BLOCK * job.gate_up_k
             copy_to_tile(
-                row, K, tiles, slot - start, 0, steps, job.tile_steps, job.int8, job.interleave_a
+                row, K, tiles, slot - start, 0, steps, job.tile_steps, job.int8, job.interleave_x
             )
         return 0
 
     @inlined
-    def multiply(job, M, w, then, scale, k_blocks, rows, out):
+    def multiply(job, tiles, M, w, then, scale, k_blocks, rows, out):
         """out[M, 32] = a packed block times up to PASS tokens; ``then``: what is read next."""
         K = K_BLOCK * k_blocks
         tile = (M, w, then, scale, 0, k_blocks, K, rows, job.tables, out)
-        if call_routine(job.tiles, tile) != 0:
+        if call_routine(tiles, tile) != 0:
             job.raised = RAISED
 
     @inlined
-    def gate_up_tiles(job, h_rows, h_stride, w, scale, first, last, first_block, last_block):
+    def gate_up_tiles(job, h_rows, h_stride, w, scale, bias, first, last, first_block, last_block):
         rows = stack_alloc(ADDRESSES)
         gates, ups = stack_alloc(OUTS), stack_alloc(OUTS)  # float32 [PASS, 32] each
         for block in range(first_block, last_block):
@@ -147,14 +147,16 @@ def make_stages(epilogue: Epilogue) -> Stages:
                     scale_at = scale + (2 * block + part) * job.gate_up_scale_block
                     then = at if block + 1 == last_block and part else at + job.gate_up_block
                     out = ups if part else gates
-                    multiply(job, M, at, then, scale_at, job.gate_up_k, rows, out)
+                    tiles = job.gate_up_tiles
+                    multiply(job, tiles, M, at, then, scale_at, job.gate_up_k, rows, out)
+                bias_at = bias + 2 * block * _ROW_BYTES
                 for t in range(M):
                     h = h_rows + (slot + t) * h_stride + block * 64
-                    silu_mul(gates + t * _ROW_BYTES, ups + t * _ROW_BYTES, h)
+                    swiglu(gates + t * _ROW_BYTES, ups + t * _ROW_BYTES, bias_at, h)
 
     @inlined
     def gate_up_gemm(
-        job, scratch, h_rows, h_stride, w, scale, active, first, last, first_block, last_block
+        job, scratch, h_rows, h_stride, w, scale, bias, active, first, last, first_block, last_block
     ):
         rows = stack_alloc(2048)
         out = scratch + OUT_AT  # float32 [gate 0, up 0, gate 1, up 1, ...][Mp, 32]
@@ -171,13 +173,14 @@ def make_stages(epilogue: Epilogue) -> Stages:
                     scale + 2 * block * job.gate_up_scale_block, job.gate_up_scale_block,
                     job.gate_up_k, x_tiles, rows, job.tables, scratch,
                 )  # fmt: skip
-                if call_routine(job.gemm, blocks) != 0:
+                if call_routine(job.gate_up_gemm, blocks) != 0:
                     job.raised = RAISED
                 for b in range(count):
+                    bias_at = bias + 2 * (block + b) * _ROW_BYTES
                     for t in range(M):
                         gate = out + (2 * b * Mp + t) * _ROW_BYTES
                         h = h_rows + (slot + t) * h_stride + (block + b) * 64
-                        silu_mul(gate, gate + Mp * _ROW_BYTES, h)
+                        swiglu(gate, gate + Mp * _ROW_BYTES, bias_at, h)
 
     @inlined
     def pack_h(job, active, h_rows, h_stride, first, last, first_block, last_block):
@@ -190,7 +193,7 @@ def make_stages(epilogue: Epilogue) -> Stages:
             row = h_rows + slot * h_stride
             copy_to_tile(
                 row, K, tiles, slot - first, 32 * first_block // per_step, stop // per_step,
-                job.tile_steps, job.int8, job.interleave_a,
+                job.tile_steps, job.int8, job.interleave_h,
             )  # fmt: skip
 
     @task(f"gate-up-{epilogue.name}")
@@ -202,43 +205,40 @@ def make_stages(epilogue: Epilogue) -> Stages:
         expert = i64(job.experts, active)
         w = job.gate_up + expert * job.gate_up_stride
         scale = job.gate_up_scale + expert * job.gate_up_scale_stride
+        bias = job.gate_up_bias + expert * job.gate_up_bias_stride
         first, last = i64(job.starts, active), i64(job.starts, active + 1)
         use_gemm = last - first >= job.gemm_from
         h_rows, h_stride = i64(job.h_rows, active), job.h_gemm_stride if use_gemm else job.h_stride
         if use_gemm:
             scratch = job.scratch + worker * job.scratch_stride
             gate_up_gemm(
-                job,
-                scratch,
-                h_rows,
-                h_stride,
-                w,
-                scale,
-                active,
-                first,
-                last,
-                first_block,
+                job, scratch, h_rows, h_stride, w, scale, bias, active, first, last, first_block,
                 last_block,
-            )
+            )  # fmt: skip
         else:
-            gate_up_tiles(job, h_rows, h_stride, w, scale, first, last, first_block, last_block)
+            gate_up_tiles(
+                job, h_rows, h_stride, w, scale, bias, first, last, first_block, last_block
+            )
         if last_block == job.i_blocks:
             _zero_padding(job, h_rows, h_stride, first, last)
-        quantize_row = job.gemm_quantize_row if use_gemm else job.quantize_row
+        quantize_row = job.quantize_h_gemm if use_gemm else job.quantize_h
         _quantize_h(job, quantize_row, h_rows, h_stride, first, last, first_block, last_block)
         if use_gemm:
             pack_h(job, active, h_rows, h_stride, first, last, first_block, last_block)
         return job.raised
 
     @inlined
-    def add_rows(job, slot, M, block, out):
-        """The sums of M slots' tokens += their weights x out[M, 32]."""
+    def add_rows(job, slot, M, block, out, bias):
+        """The sums of M slots' tokens += their weights x (out[M, 32] + the bias of the block)."""
+        bias_at = bias + block * _ROW_BYTES
         for t in range(M):
             acc = _sums_at(job, block, i64(job.slot_token, slot + t))
-            weighted_add(f32(job.slot_weight, slot + t), out + t * _ROW_BYTES, acc)
+            weighted_add(f32(job.slot_weight, slot + t), out + t * _ROW_BYTES, bias_at, acc)
 
     @inlined
-    def down_tiles(job, h_rows, h_stride, w, then, scale, first, last, first_block, last_block):
+    def down_tiles(
+        job, h_rows, h_stride, w, then, scale, bias, first, last, first_block, last_block
+    ):
         rows = stack_alloc(ADDRESSES)
         out = stack_alloc(OUTS)  # float32 [PASS, 32]
         for block in range(first_block, last_block):
@@ -248,12 +248,13 @@ def make_stages(epilogue: Epilogue) -> Stages:
             for slot in range(first, last, PASS):
                 M = min(PASS, last - slot)
                 point_at_rows(rows, PASS, h_rows, h_stride, 0, slot, M)
-                multiply(job, M, w_down, after, s_down, job.down_k, rows, out)
-                add_rows(job, slot, M, block, out)
+                tiles = job.down_tiles
+                multiply(job, tiles, M, w_down, after, s_down, job.down_k, rows, out)
+                add_rows(job, slot, M, block, out, bias)
 
     @inlined
     def down_gemm(
-        job, scratch, h_rows, h_stride, w, scale, active, first, last, first_block, last_block
+        job, scratch, h_rows, h_stride, w, scale, bias, active, first, last, first_block, last_block
     ):
         rows = stack_alloc(2048)
         for slot in range(first, last, TOKENS):
@@ -269,10 +270,11 @@ def make_stages(epilogue: Epilogue) -> Stages:
                     scale + block * job.down_scale_block, job.down_scale_block, job.down_k,
                     h_tiles, rows, job.tables, scratch,
                 )  # fmt: skip
-                if call_routine(job.gemm, blocks) != 0:
+                if call_routine(job.down_gemm, blocks) != 0:
                     job.raised = RAISED
                 for b in range(count):
-                    add_rows(job, slot, M, block + b, scratch + OUT_AT + b * Mp * _ROW_BYTES)
+                    out = scratch + OUT_AT + b * Mp * _ROW_BYTES
+                    add_rows(job, slot, M, block + b, out, bias)
 
     @task(f"down-{epilogue.name}")
     def down(job_address, index, worker):
@@ -283,6 +285,7 @@ def make_stages(epilogue: Epilogue) -> Stages:
         expert = i64(job.experts, active)
         w = job.down + expert * job.down_stride
         scale = job.down_scale + expert * job.down_scale_stride
+        bias = job.down_bias + expert * job.down_bias_stride
         if active == 0:
             count = (last_block - first_block) * job.T * 32
             sums = carray(as_pointer(_sums_at(job, first_block, 0)), (count,), types.float32)
@@ -295,22 +298,15 @@ def make_stages(epilogue: Epilogue) -> Stages:
             # The same blocks of the next expert; behind the last one what is in cache already.
             then = expert if active + 1 == job.A else i64(job.experts, active + 1)
             then = job.down + then * job.down_stride + first_block * job.down_block
-            down_tiles(job, h_rows, h_stride, w, then, scale, first, last, first_block, last_block)
+            down_tiles(
+                job, h_rows, h_stride, w, then, scale, bias, first, last, first_block, last_block
+            )
         else:
             scratch = job.scratch + worker * job.scratch_stride
             down_gemm(
-                job,
-                scratch,
-                h_rows,
-                h_stride,
-                w,
-                scale,
-                active,
-                first,
-                last,
-                first_block,
+                job, scratch, h_rows, h_stride, w, scale, bias, active, first, last, first_block,
                 last_block,
-            )
+            )  # fmt: skip
         if active == job.A - 1:
             for t in range(job.T):
                 for block in range(first_block, last_block):

@@ -43,7 +43,7 @@ def topk(
     TOPK: tl.constexpr, KP: tl.constexpr,
     GROUPS: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr, GROUP_TOPK: tl.constexpr,
     SIGMOID: tl.constexpr, TOP2: tl.constexpr, BIAS: tl.constexpr, RENORM: tl.constexpr,
-    SCALE: tl.constexpr,
+    MIN_SUM: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """Ids int32 [KP] and weights float32 [KP] of a row; entries from TOPK on are 0."""
     logits += row.to(tl.int64) * E
@@ -101,5 +101,8 @@ def topk(
     weights = tl.sigmoid(x) if SIGMOID else tl.exp(x - top) / sum_exp
     weights = tl.where(mask, weights, 0.0)
     if RENORM:
-        weights = weights / (tl.sum(weights, 0) + 1e-20)
+        total = tl.sum(weights, 0) + 1e-20
+        if MIN_SUM > 0:
+            total = tl.maximum(total, MIN_SUM)
+        weights = weights / total
     return tl.where(mask, ids, 0), weights * SCALE

@@ -9,6 +9,7 @@ import torch
 
 from ...errors import PykernelsError
 from ...quant import Format, Weight
+from ...shapes import SWIGLU, ExpertSpec
 from ..gemm.weights import Matrices, empty_for_gpu, pack_for_gpu, unpack_from_gpu
 
 
@@ -43,6 +44,16 @@ class Experts:
             raise PykernelsError(
                 f"the slot table is {slots.dtype} {tuple(slots.shape)}", "Give contiguous int32 [E]"
             )
+
+    @property
+    def down_fmt(self) -> Format:
+        """That of down, which is every matrix's here."""
+        return self.fmt
+
+    @property
+    def spec(self) -> ExpertSpec:
+        """What an expert does beside its products: ``silu(gate) * up`` alone."""
+        return SWIGLU
 
     @property
     def E(self) -> int:
@@ -102,3 +113,6 @@ class Experts:
         slot = expert if self.slots is None else int(self.slots[expert])
         gate, up = (unpack_from_gpu(self.fmt, self.gate_up, 2 * slot + i) for i in range(2))
         return gate, up, unpack_from_gpu(self.fmt, self.down, slot)
+
+    def biases(self, expert: int) -> None:
+        """None: there are none."""

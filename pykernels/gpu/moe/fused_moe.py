@@ -11,7 +11,7 @@ import triton
 
 from ...errors import PykernelsError
 from ...quant import Format
-from ...shapes import MoEShape, SortedSlots
+from ...shapes import SWIGLU, MoEShape, SortedSlots
 from ..common.launch import check_device
 from ..common.launch import supports as device_supports
 from ..common.strides import check_out
@@ -30,6 +30,8 @@ def supports(
     shape: MoEShape, fmt: Format, device: torch.device, activations: str = "bf16"
 ) -> str | None:
     """None if ``moe_ffn`` runs these experts there, or the reason why not."""
+    if shape.spec != SWIGLU:
+        return "it has neither biases nor clamped activations"
     return device_supports(device) or _supports_formats(fmt, shape.H, shape.I, activations)
 
 

@@ -30,14 +30,14 @@ def _router(
     TOPK: tl.constexpr, KP: tl.constexpr,
     GROUPS: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr, GROUP_TOPK: tl.constexpr,
     SIGMOID: tl.constexpr, TOP2: tl.constexpr, BIAS: tl.constexpr, RENORM: tl.constexpr,
-    SCALE: tl.constexpr, TRIGGER: tl.constexpr,
+    MIN_SUM: tl.constexpr, SCALE: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     if TRIGGER:
         gdc_launch_dependents()
     row = tl.program_id(0)
     chosen, w = topk(
         logits, bias, row, E, TOPK, KP,
-        GROUPS, GP, PP, GROUP_TOPK, SIGMOID, TOP2, BIAS, RENORM, SCALE,
+        GROUPS, GP, PP, GROUP_TOPK, SIGMOID, TOP2, BIAS, RENORM, MIN_SUM, SCALE,
     )  # fmt: skip
     k = tl.arange(0, KP)
     tl.store(ids + row * TOPK + k, chosen, mask=k < TOPK)
@@ -50,7 +50,7 @@ def _route_one(
     TOPK: tl.constexpr, KP: tl.constexpr,
     GROUPS: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr, GROUP_TOPK: tl.constexpr,
     SIGMOID: tl.constexpr, TOP2: tl.constexpr, BIAS: tl.constexpr, RENORM: tl.constexpr,
-    SCALE: tl.constexpr, TRIGGER: tl.constexpr,
+    MIN_SUM: tl.constexpr, SCALE: tl.constexpr, TRIGGER: tl.constexpr,
     EP: tl.constexpr, GATHER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The first program chooses; each copies its part of the token's row."""
@@ -64,7 +64,7 @@ def _route_one(
     if tl.program_id(0) == 0:
         chosen, w = topk(
             logits, bias, tl.program_id(0), E, TOPK, KP,
-            GROUPS, GP, PP, GROUP_TOPK, SIGMOID, TOP2, BIAS, RENORM, SCALE,
+            GROUPS, GP, PP, GROUP_TOPK, SIGMOID, TOP2, BIAS, RENORM, MIN_SUM, SCALE,
         )  # fmt: skip
         k = tl.arange(0, KP)
         mask = k < TOPK
@@ -108,6 +108,7 @@ def _constants(spec: RouterSpec, E: int, biased: bool, device: torch.device) -> 
         "TOP2": spec.group_score == "top2",
         "BIAS": biased,
         "RENORM": spec.renormalize,
+        "MIN_SUM": spec.min_sum,
         "SCALE": spec.scale,
         "TRIGGER": launches_early(device),
     }

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from pykernels.cpu import MoECall, Workspace, make_kernel
+from pykernels.cpu import MoECall, Workspace, make_routines
 from pykernels.cpu.activations.row_layout import row_bytes
 from pykernels.cpu.gemm.common import TILE
-from pykernels.cpu.moe.kernel import NEVER, MoEKernel
+from pykernels.cpu.moe.kernel import NEVER, Routines
 from pykernels.cpu.moe.plan import gemm_from_here
 from pykernels.cpu.norm import FORM, NORM, make_norm
 from pykernels.errors import PykernelsError
@@ -163,19 +163,19 @@ class Context:
             self._scratch[stride] = self.room(stride * self.pool.threads)
         return self._scratch[stride], stride
 
-    def kernel_of(self, fmt: str, activations: str) -> MoEKernel:
+    def kernel_of(self, fmt: str, activations: str) -> Routines:
         """The compiled routines of a weight format."""
         backend = resolve(self.kernel, fmt, detect(), activations)
-        return make_kernel(backend.name, fmt, activations)
+        return make_routines(backend.name, fmt, activations)
 
-    def gemm_from(self, kernel: MoEKernel) -> int:
+    def gemm_from(self, kernel: Routines) -> int:
         """Tokens from which a matrix goes through the GEMM."""
         if not kernel.has_gemm:
             return NEVER
         tuned = tuning.gemm_from(kernel.backend, kernel.fmt, kernel.activations)
         return tuned or gemm_from_here(kernel.backend, kernel.fmt, kernel.activations) or NEVER
 
-    def rows(self, node: Node, name: str, kernel: MoEKernel, tiles: bool) -> tuple[Rows, list[Job]]:
+    def rows(self, node: Node, name: str, kernel: Routines, tiles: bool) -> tuple[Rows, list[Job]]:
         """A buffer's rows for a kernel, and the jobs that make them, if they are not there.
 
         Args:
@@ -194,7 +194,7 @@ class Context:
         total: str | None,
         fields: Mapping[str, int],
         forms: list[tuple[str, bool]],
-        kernels: list[MoEKernel],
+        kernels: list[Routines],
         source: str,
         K: int = 0,
     ) -> list[Job]:
@@ -238,9 +238,9 @@ class Context:
         )
         return [Job(label, run.address, address, opening.address)]
 
-    def forms_of(self, name: str) -> tuple[list[tuple[str, bool]], list[MoEKernel]]:
+    def forms_of(self, name: str) -> tuple[list[tuple[str, bool]], list[Routines]]:
         """The forms in which a buffer's readers want its rows."""
-        forms: dict[tuple[str, bool], MoEKernel] = {}
+        forms: dict[tuple[str, bool], Routines] = {}
         for reader in self.program.readers(name):
             wanted = self.row_kernel(reader, name)
             if wanted is not None:
@@ -249,7 +249,7 @@ class Context:
                 forms[_form_name(kernel), tiles] = kernel
         return list(forms), list(forms.values())
 
-    def row_kernel(self, node: Node, name: str) -> tuple[MoEKernel, bool] | None:
+    def row_kernel(self, node: Node, name: str) -> tuple[Routines, bool] | None:
         """The kernel for whose rows a node reads a buffer, and whether A tiles of the GEMM are
         wanted; None if it reads floats."""
         if node.op == "linear" and name == node.inputs[0]:
@@ -322,7 +322,7 @@ class _Memory:
         self._free.add(handle)
 
 
-def _form_name(kernel: MoEKernel) -> str:
+def _form_name(kernel: Routines) -> str:
     """Tells apart the rows of kernels that want different ones."""
     how = kernel.row_formats[0]
     return f"{'bf16' if how is None else how.name}-{kernel.interleave_a:d}-{kernel.int8:d}"

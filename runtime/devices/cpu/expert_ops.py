@@ -8,6 +8,7 @@ import torch
 
 from pykernels.cpu import MoECall
 from pykernels.cpu.gemv.common import MAX_TOKENS
+from pykernels.cpu.moe.kernel import join
 from pykernels.cpu.moe.plan import plan
 from pykernels.cpu.router import ROUTER, make_router
 from pykernels.cpu.split_routing import MAX_TOPK, SPLIT, make_split
@@ -33,6 +34,7 @@ def router(step: Context, node: Node) -> list[Job]:
         topk=spec.topk,
         sigmoid=spec.scoring == "sigmoid",
         renormalize=spec.renormalize,
+        min_sum=step.bits(spec.min_sum),
         groups=spec.groups,
         group_topk=spec.group_topk,
         top2=spec.group_score == "top2",
@@ -72,12 +74,16 @@ def moe_ffn(step: Context, node: Node) -> list[Job]:
     x, *routing = node.inputs
     (out,) = node.outputs
     experts = node.weights["experts"]
-    kernel = step.kernel_of(experts.fmt.name, node.attrs.get("activations", "bf16"))
-    rows, jobs = step.rows(node, x, kernel, False)
+    activations = node.attrs.get("activations", "bf16")
+    gate_up, down = (
+        step.kernel_of(fmt.name, activations) for fmt in (experts.fmt, experts.down_fmt)
+    )
+    kernel = join(gate_up, down, experts.shape.spec)
+    rows, jobs = step.rows(node, x, gate_up, False)
     T = step.most(x)
     topk = step.program.shape(routing[0])[1] if routing else 1
     cut = plan(experts.shape, experts.fmt, step.pool.threads, 1 if T <= MAX_TOKENS else T,
-               step.gemm_from(kernel))  # fmt: skip
+               max(step.gemm_from(gate_up), step.gemm_from(down)))  # fmt: skip
     call = MoECall(experts, kernel, step.workspace, step.pool.threads, cut)
     call.bind(T, topk, rows.address, rows.stride, step.at(out), step.stride(out))
     step.keep(call.job)

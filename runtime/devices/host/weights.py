@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pykernels.quant import Format, PackedExperts, Weight
+from pykernels.quant import Biases, Format, PackedExperts, Weight
 
 from ...matrix import PackedHeads, PackedMatrix
 
@@ -43,7 +43,8 @@ class Dequantized:
     """Experts as ``ref.moe_ffn`` reads them, dequantized when they are first asked for."""
 
     def __init__(self, packed: PackedExperts) -> None:
-        self._packed, self.fmt = weakref.proxy(packed), _Plain(packed.fmt)
+        self._packed, self.spec = weakref.proxy(packed), packed.spec
+        self.fmt, self.down_fmt = _Plain(packed.fmt), _Plain(packed.down_fmt)
         self._found: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def holds(self, expert: int) -> bool:
@@ -53,9 +54,17 @@ class Dequantized:
     def unpack(self, expert: int) -> tuple[torch.Tensor, ...]:
         """float32 gate, up [I, H] and down [H, I]."""
         if expert not in self._found:
-            dequantize = self._packed.fmt.dequantize
-            self._found[expert] = tuple(dequantize(w) for w in self._packed.unpack(expert))
+            gate, up, down = self._packed.unpack(expert)
+            fmt, down_fmt = self._packed.fmt, self._packed.down_fmt
+            self._found[expert] = (
+                fmt.dequantize(gate), fmt.dequantize(up), down_fmt.dequantize(down),
+            )  # fmt: skip
         return self._found[expert]
+
+    def biases(self, expert: int) -> Biases | None:
+        """Those of one expert, float32; None where there are none."""
+        found: Biases | None = self._packed.biases(expert)
+        return found
 
 
 def experts(packed: Any) -> Dequantized:

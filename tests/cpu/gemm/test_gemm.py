@@ -11,7 +11,7 @@ import torch
 from pykernels import cpu, ref
 from pykernels.cpu.backends import amx, avx2, avx512
 from pykernels.cpu.intrin import amx_model
-from pykernels.cpu.moe.kernel import assemble
+from pykernels.cpu.moe.kernel import assemble, join
 from pykernels.cpu.moe.plan import MoEPlan
 from pykernels.quant import FORMATS, PackedExperts, get_format
 from pykernels.shapes import MoEShape, Routing
@@ -143,8 +143,8 @@ def test_both_paths_in_one_call(kernels_of):
     assert torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2])
 
 
-def _run(stages, experts, routing, x, cut):
-    call = cpu.MoECall(experts, stages, cpu.Workspace(), cut=cut)
+def _run(routines, experts, routing, x, cut):
+    call = cpu.MoECall(experts, join(routines), cpu.Workspace(), cut=cut)
     return cpu.run_serially(call, x, routing.ids, routing.weights, poisoned(*x.shape))
 
 
@@ -155,7 +155,7 @@ def test_nothing_is_read_that_a_call_has_not_written(kernels_of, T):
     experts, routing = _experts(kernels_of.fmt, shape), balanced_routing(T, shape)
     x = _inputs(T, shape)
     workspace, cut = cpu.Workspace(), MoEPlan(3, 5, gemm_from=1)
-    call = cpu.MoECall(experts, kernels_of, workspace, cut=cut)
+    call = cpu.MoECall(experts, join(kernels_of), workspace, cut=cut)
 
     def run() -> torch.Tensor:
         return cpu.run_serially(call, x, routing.ids, routing.weights, poisoned(*x.shape))
@@ -191,7 +191,7 @@ def test_the_padding_of_h_is_summed_whatever_was_there_before():
     wide, narrow = MoEShape(E=2, H=128, I=384, topk=1), MoEShape(E=2, H=128, I=72, topk=1)
     for shape, T in ((wide, 8), (narrow, 4)):
         experts, routing = _experts("int4", shape), balanced_routing(T, shape)
-        call = cpu.MoECall(experts, made, workspace)
+        call = cpu.MoECall(experts, join(made), workspace)
         x = _inputs(T, shape) if shape is narrow else poisoned(T, shape.H, dtype=torch.bfloat16)
         y = cpu.run_serially(call, x, routing.ids, routing.weights, poisoned(T, shape.H))
     assert_close(y, *_truth("int4", "bf16", narrow, 4, balanced_routing))

@@ -79,7 +79,7 @@ def test_buffers_hold_any_distribution_of_slots(gemm_from):
     """Rows of tiles, rows of the GEMM, and its pairs of A tiles, which are each expert's own."""
     E, H, I = 3, 128, 256  # noqa: E741
     for S in (1, 6, 31, 33, 80):
-        room = cpu.Workspace().reserve(S, 1, E, H, I, gemm_from, None, None)
+        room = cpu.Workspace().reserve(S, 1, E, H, I, gemm_from, None, None, None)
         for first, second in product(range(S + 1), repeat=2):
             counts = [first, second, S - first - second]
             if counts[2] < 0:

@@ -25,6 +25,7 @@ SPECS = [
     ("groups by two best, no bias", 32, replace(V3, topk=4, groups=4, group_topk=2), False),
     ("glm4: sigmoid, bias, one group", 128, RouterSpec(8, "sigmoid", scale=1.5), True),
     ("softmax with a bias", 64, RouterSpec(6), True),
+    ("ernie: the same, divided by at least so much", 64, RouterSpec(6, min_sum=0.25), True),
     ("top-1 of 1", 1, RouterSpec(1), False),
     ("every expert", 7, RouterSpec(7), False),
     ("three groups of five", 15, RouterSpec(3, groups=3, group_topk=2), False),
