@@ -61,7 +61,7 @@ TUNED = ("kt-kernel", "llama.cpp", "torch")
 """Engines that may be faster on fewer threads than there are cores: several counts are tried."""
 
 _BF16, _VNNI, _AVX2, _FMA = ("avx512bf16",), ("avx512vnni",), ("avx2",), ("avx2", "fma")
-_INT4 = ("int4", "int4-g128", "mxfp4")
+_INT4 = ("int4", "int4-g128", "int4-zp", "int4-zp-g128", "mxfp4")
 _SCALED_FP8 = 1 + 4 / (128 * 128)
 _SCALED_INT4 = 0.5 + 4 / 32  # its bf16 scales become float32
 
@@ -85,7 +85,13 @@ PEERS = (
     Peer("kt-kernel", "amxint4", 0.5, (*_INT4, "int4-channel"), _VNNI, loading=4.0),
     Peer("kt-kernel", "amxint8", 1.0, ("int8", "int8-channel"), _VNNI, loading=4.0),
     _llama_cpp("bf16", 2.0, "bf16"),
+    _llama_cpp("f16", 2.0, "f16"),
     _llama_cpp("q8_0", 34 / 32, "q8_0", "int8"),
+    _llama_cpp("q4_0", 18 / 32, "q4_0"),
+    _llama_cpp("q4_1", 20 / 32, "q4_1"),
+    _llama_cpp("q5_0", 22 / 32, "q5_0"),
+    _llama_cpp("q5_1", 24 / 32, "q5_1"),
+    _llama_cpp("iq4_nl", 18 / 32, "iq4_nl"),
     _llama_cpp("q4_k", 144 / 256, "q4_k"),
     _llama_cpp("q5_k", 176 / 256, "q5_k"),
     _llama_cpp("q6_k", 210 / 256, "q6_k"),

@@ -20,7 +20,13 @@ from pykernels.quant import get_format
 
 TYPES = {
     "bf16": ("BF16", "MOSTLY_BF16"),
+    "f16": ("F16", "MOSTLY_F16"),
     "q8_0": ("Q8_0", "MOSTLY_Q8_0"),
+    "q4_0": ("Q4_0", "MOSTLY_Q4_0"),
+    "q4_1": ("Q4_1", "MOSTLY_Q4_1"),
+    "q5_0": ("Q5_0", "MOSTLY_Q5_0"),
+    "q5_1": ("Q5_1", "MOSTLY_Q5_1"),
+    "iq4_nl": ("IQ4_NL", "MOSTLY_IQ4_NL"),
     "q4_k": ("Q4_K", "MOSTLY_Q4_K_S"),
     "q5_k": ("Q5_K", "MOSTLY_Q5_K_S"),
     "q6_k": ("Q6_K", "MOSTLY_Q6_K"),

@@ -31,7 +31,13 @@ class Block(NamedTuple):
 
 BLOCKS = {
     "bf16": Block(30, 1, 2, ()),
+    "f16": Block(1, 1, 2, ()),
     "q8_0": Block(8, 32, 34, (0,)),
+    "q4_0": Block(2, 32, 18, (0,)),
+    "q4_1": Block(3, 32, 20, (0, 2)),
+    "q5_0": Block(6, 32, 22, (0,)),
+    "q5_1": Block(7, 32, 24, (0, 2)),
+    "iq4_nl": Block(20, 32, 18, (0,)),
     "q4_k": Block(12, 256, 144, (0, 2)),
     "q5_k": Block(13, 256, 176, (0, 2)),
     "q6_k": Block(14, 256, 210, (208,)),
@@ -214,9 +220,12 @@ class LlamaCpp:
 def random_rows(block: Block, N: int, K: int, E: int) -> Any:
     """uint8 [E, N, bytes of K weights]: random codes, small scales; every expert is the first."""
     random = np.random.default_rng(0)
-    if block.weights == 1:  # bf16: the upper halves of small floats
-        values = random.standard_normal((N, K), np.float32) / math.sqrt(K)
-        rows = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    if block.weights == 1:
+        values = random.standard_normal((N, K), np.float32) / np.float32(math.sqrt(K))
+        if block == BLOCKS["f16"]:
+            rows = values.astype(np.float16).view(np.uint8)
+        else:  # bf16: the upper halves of small floats
+            rows = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
     else:
         blocks = random.integers(0, 256, (N * K // block.weights, block.nbytes), np.uint8)
         for at in block.halves:

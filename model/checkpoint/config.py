@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from pykernels.errors import PykernelsError
 
-from . import compressed_tensors
+from .quantized import awq, compressed_tensors, gptq, mxfp4
 from .safetensors import read_json
 
 ALIASES = {"kimi_k2": "deepseek_v3"}
@@ -24,6 +25,14 @@ EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 ROUTERS = ("greedy", "group_limited_greedy")
 """What transformers' DeepSeek-V2 routes by; with another `topk_method` its first token fails."""
+
+METHODS: dict[Any, Callable[[dict[str, Any], Path], None]] = {
+    "compressed-tensors": compressed_tensors.check_config,
+    "awq": awq.check_config,
+    "gptq": gptq.check_config,
+    "mxfp4": mxfp4.check_config,
+}
+"""What checks a `quantization_config`, by its ``quant_method``."""
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -147,12 +156,12 @@ def check_forward(config: PretrainedConfig, folder: Path) -> None:
 
 
 def check_quantization(quantization: Any, folder: Path) -> None:
-    """Accept DeepSeek's FP8 (E4M3, one scale a 128x128 block, dynamic activations), what
-    `model.checkpoint.compressed_tensors` reads, or none."""
+    """Accept DeepSeek's FP8 (E4M3, one scale a 128x128 block, dynamic activations), what the
+    modules of ``METHODS`` read, or none."""
     if not quantization:
         return
-    if isinstance(quantization, dict) and quantization.get("quant_method") == "compressed-tensors":
-        compressed_tensors.check_config(quantization, folder)
+    if isinstance(quantization, dict) and (check := METHODS.get(quantization.get("quant_method"))):
+        check(quantization, folder)
         return
     wanted = {
         "quant_method": ("fp8",),

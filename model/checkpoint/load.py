@@ -16,9 +16,10 @@ from pykernels.registry import resolve
 from pykernels.target import detect
 
 from ..modules.moe import FusedMoE, routed_experts
-from .compressed_tensors import as_q8_0, unpack_int4
 from .plan import Dense, Experts, Matrix, Plan
 from .progress import Callback
+from .quantized import mxfp4, zero_points
+from .quantized.compressed_tensors import as_q4_0, unpack_int4
 from .safetensors import Checkpoint
 
 
@@ -61,12 +62,6 @@ def warn_of(plan: Plan) -> None:
         warnings.warn(
             f"The experts are stored in {plan.lossy} and run in bfloat16, which keeps 8 bits of "
             "their mantissa.",
-            stacklevel=4,
-        )
-    if plan.widened:
-        warnings.warn(
-            "The experts' int4 has float16 scales, which are kept exactly as q8_0, in twice the "
-            "memory. A rule with format: int4 quantizes them anew instead.",
             stacklevel=4,
         )
 
@@ -118,10 +113,14 @@ def matrix(checkpoint: Checkpoint, source: Matrix, dtype: torch.dtype) -> torch.
 def stored_weight(checkpoint: Checkpoint, source: Matrix) -> Weight:
     """A quantized matrix as it is stored, a `Weight` in `source.fmt`."""
     assert source.fmt is not None and source.scale is not None
+    if source.zero is not None:
+        return zero_points.read(checkpoint, source)
+    if source.fmt == "mxfp4":
+        return mxfp4.read(checkpoint, source)
     data, scale = checkpoint.read(source.data), checkpoint.read(source.scale)
     N, K = source.shape
-    if source.fmt == "q8_0":
-        return as_q8_0(unpack_int4(data, K), scale, source.data.name)
+    if source.fmt == "q4_0":
+        return as_q4_0(unpack_int4(data, K), scale, source.data.name)
     if source.fmt.startswith("int4"):
         return Weight(unpack_int4(data, K), scale)
     if source.fmt.endswith("-channel"):
@@ -231,5 +230,8 @@ def _rebuild_computed(model: PreTrainedModel, device: torch.device) -> None:
 def nbytes(checkpoint: Checkpoint, item: Dense | Experts) -> int:
     """Stored bytes of what a plan's item takes."""
     matrices = [item.source] if isinstance(item, Dense) else [m for e in item.experts for m in e]
-    parts = [part for m in matrices for part in (m.data, m.scale) if part is not None]
-    return sum(checkpoint.nbytes(part) for part in parts)
+    return sum(
+        checkpoint.nbytes(part) // (1 if m.pick is None else 2)
+        for m in matrices
+        for part in m.parts
+    )

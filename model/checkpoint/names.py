@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,29 +13,20 @@ from transformers.core_model_loading import WeightRenaming
 
 from pykernels.errors import PykernelsError
 
-from . import compressed_tensors
-from .safetensors import DTYPES, Checkpoint, Part
+from .matrix import Matrix
+from .quantized import compressed_tensors, zero_points
+from .safetensors import DTYPES, Checkpoint, Part, read_json
 
 FLOATS = ("BF16", "F16", "F32")
 BLOCK = 128  # rows and columns that share one FP8 scale
-Q8_0_BLOCK = 32  # inputs that share one float16 scale
+Q4_0_BLOCK = 32  # inputs that share one float16 scale
 CHECK = "Check that config.json belongs to this checkpoint, or download it again"
 
-_EXPERT = re.compile(r"(?P<block>.+\.experts)\.(?P<e>\d+)\.(?P<proj>\w+?)\.(?P<what>weight\w*)$")
+_WORDS = "qweight|qzeros|scales|g_idx"
+_EXPERT = re.compile(
+    rf"(?P<block>.+\.experts)\.(?P<e>\d+)\.(?P<proj>\w+?)\.(?P<what>weight\w*|{_WORDS})$"
+)
 _PROJ = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """Where one tensor is stored: its values and, if it is quantized, its scales.
-
-    `shape`: of the dequantized tensor; `fmt`: its format in `pykernels.quant`, None for floats.
-    """
-
-    data: Part
-    shape: tuple[int, ...]
-    scale: Part | None = None
-    fmt: str | None = None
 
 
 class Names:
@@ -73,6 +64,8 @@ class Names:
         """The tensor `key`, which must have `shape`, with its scales; None if missing (noted)."""
         if f"{key}_packed" in self.stored:
             return self._int4(key, shape)
+        if f"{key.removesuffix('.weight')}.qweight" in self.stored:
+            return zero_points.find(self, key.removesuffix(".weight"), shape)
         if key not in self.stored:
             self.missing.append(key)
             return None
@@ -98,6 +91,11 @@ class Names:
             return self._int8(key, part, shape)
         return Matrix(part, shape)
 
+    @functools.cached_property
+    def quantization(self) -> dict[str, Any]:
+        """The checkpoint's `quantization_config`."""
+        return read_json(self.checkpoint.folder / "config.json").get("quantization_config") or {}
+
     def _check_matrix(self, part: Part, fits: bool) -> None:
         """Raise `PykernelsError` unless quantized values are a matrix (`fits`), one a tensor."""
         info = self.checkpoint.tensors[part.name]
@@ -115,14 +113,14 @@ class Names:
         suffix = "_scale_inv"
         if f"{key}_scale" in self.stored and not fused:
             suffix, formats = "_scale", {(N, 1): "fp8-channel", (1,): "fp8-channel", **formats}
-        scale = self._companion(key, suffix)
+        scale = self.companion(key, suffix)
         if scale is None:
             return None
         return Matrix(part, shape, scale, self._scale_format(scale, part, formats, FLOATS))
 
     def _int8(self, key: str, part: Part, shape: tuple[int, ...]) -> Matrix | None:
         """compressed-tensors' int8, with a scale per output or one for the tensor."""
-        scale = self._companion(key, "_scale")
+        scale = self.companion(key, "_scale")
         if scale is None:
             return None
         N, _ = shape
@@ -132,10 +130,10 @@ class Names:
     def _int4(self, key: str, shape: tuple[int, ...]) -> Matrix | None:
         """compressed-tensors' int4, eight to an int32, with scales per group or per output.
 
-        Group scales are bfloat16, or float16, which q8_0 keeps exactly; those per output any float.
+        Group scales are bfloat16, or float16, which q4_0 keeps exactly; those per output any float.
         """
-        part = self._companion(key, "_packed")
-        scale, own_shape = self._companion(key, "_scale"), self._companion(key, "_shape")
+        part = self.companion(key, "_packed")
+        scale, own_shape = self.companion(key, "_scale"), self.companion(key, "_shape")
         if part is None or scale is None or own_shape is None:
             return None
         info = self.checkpoint.tensors[part.name]
@@ -158,8 +156,8 @@ class Names:
         stored = self.checkpoint.tensors[scale.name]
         if stored.shape == (N, 1) and stored.dtype != "BF16":
             formats, dtypes = {(N, 1): "int4-channel"}, FLOATS
-        elif stored.dtype == "F16" and K % Q8_0_BLOCK == 0:
-            formats = dict.fromkeys(formats, "q8_0")
+        elif stored.dtype == "F16" and K % Q4_0_BLOCK == 0:
+            formats = dict.fromkeys(formats, "q4_0")
         else:
             dtypes = ("BF16",)
         return Matrix(part, shape, scale, self._scale_format(scale, part, formats, dtypes))
@@ -178,7 +176,7 @@ class Names:
                 f"{own.name} is {found}, {of.name} is for the model's {list(shape)}", CHECK
             )
 
-    def _companion(self, key: str, suffix: str) -> Part | None:
+    def companion(self, key: str, suffix: str) -> Part | None:
         """The tensor `key + suffix` that `key` needs; None if it is missing (noted)."""
         name = key + suffix
         if name not in self.stored:
@@ -213,7 +211,11 @@ class Names:
                 f"{_few(self.missing)}",
                 CHECK,
             )
-        extra = sorted(self.stored[key] for key in self.unused if not self.ignored.search(key))
+        extra = sorted(
+            self.stored[key]
+            for key in self.unused
+            if not self.ignored.search(key) and not zero_points.is_zero_bias(self, key)
+        )
         if extra:
             raise PykernelsError(
                 f"{self.checkpoint.folder} has {len(extra)} tensors that the model has no place "

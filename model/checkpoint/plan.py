@@ -12,6 +12,8 @@ stored                                                as in
 ``*.weight`` float8_e4m3fn + ``*.weight_scale_inv``   DeepSeek's FP8, one scale a 128x128 block
 ``*.weight`` float8_e4m3fn or int8 + ``*_scale``      see `compressed_tensors`
 ``*.weight_packed`` + ``*.weight_scale``, ...         likewise, int4
+``*.qweight`` + ``*.qzeros`` + ``*.scales``           see `awq` and `gptq`
+``X.experts.gate_up_proj_blocks``, ``_scales``, ...   see `mxfp4`
 ====================================================  ==========================================
 """
 
@@ -29,8 +31,9 @@ from pykernels.errors import PykernelsError
 from pykernels.shapes import MoEShape
 
 from ..modules.moe import FusedMoE
-from .compressed_tensors import HINT
 from .names import BLOCK, CHECK, FLOATS, Matrix, Names, tied
+from .quantized import mxfp4
+from .quantized.compressed_tensors import HINT
 from .safetensors import Checkpoint, Part
 
 
@@ -66,13 +69,11 @@ class Experts:
 class Plan:
     """Everything to load, in the order of the model's modules.
 
-    `lossy`: F16 or F32 if experts stored so are rounded to bfloat16; `widened`: experts stored in
-    int4 with float16 scales are kept in q8_0 (`model.checkpoint.compressed_tensors`).
+    `lossy`: F16 or F32 if experts stored so are rounded to bfloat16.
     """
 
     items: list[Dense | Experts] = field(default_factory=list)
     lossy: str | None = None
-    widened: bool = False
 
 
 def make_plan(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype) -> Plan:
@@ -144,8 +145,12 @@ def _add_experts(plan: Plan, names: Names, module: Any, path: str) -> None:
     packed = isinstance(module, FusedMoE)
     block = f"{path}.experts" if packed else path
     shape = module.shape if packed else fused_shape(module)
-    separate = f"{block}.gate_up_proj" not in names.stored
-    found = (_separate if separate else _fused)(names, block, shape)
+    if f"{block}.gate_up_proj_blocks" in names.stored:
+        found = mxfp4.find(names, block, shape.E, shape.H, shape.I)
+    elif f"{block}.gate_up_proj" in names.stored:
+        found = _fused(names, block, shape)
+    else:
+        found = _separate(names, block, shape)
     if not found:
         return  # missing, which `Names.finish` reports
     plain = [m for expert in found for m in expert if m.fmt is None]
@@ -166,12 +171,7 @@ def _add_experts(plan: Plan, names: Names, module: Any, path: str) -> None:
             raise PykernelsError(
                 f"The experts of {block} are partly {' and partly '.join(each)}", CHECK
             )
-    item = Experts(path, stored[0], found, down_stored[0])
-    if packed and ("q8_0", "q8_0") in zip(
-        (item.stored, item.down_stored), item.packed(module), strict=True
-    ):
-        plan.widened = True
-    plan.items.append(item)
+    plan.items.append(Experts(path, stored[0], found, down_stored[0]))
 
 
 def _formats(matrices: Iterable[Matrix]) -> list[str]:

@@ -1,21 +1,23 @@
-"""Weight formats on the tile layout: one format a file."""
+"""Weight formats on the tile layout: a family a file."""
 
 from __future__ import annotations
 
 from ..errors import PykernelsError
 from .bf16 import BF16
 from .experts import Allocator, Biases, PackedExperts, Packer
+from .f16 import F16
 from .format import Format, Weight
 from .fp8 import FP8, FP8Channel
+from .gguf import IQ4NL, Q6K, Q8_0, AffineK, Blocks32
 from .integer import Integer, IntegerChannel
-from .kquants import Q6K, AffineK
 from .mxfp4 import MXFP4
-from .q8_0 import Q8_0
+from .zero_point import ZeroPoint
 
 FORMATS: dict[str, Format] = {
     fmt.name: fmt
     for fmt in (
         BF16(),
+        F16(),
         FP8(),
         FP8Channel(),
         Integer("int8", bits=8, group=128),
@@ -23,11 +25,18 @@ FORMATS: dict[str, Format] = {
         Integer("int4", bits=4, group=32),
         Integer("int4-g128", bits=4, group=128),
         IntegerChannel("int4-channel", bits=4),
+        ZeroPoint("int4-zp", group=32),
+        ZeroPoint("int4-zp-g128", group=128),
         MXFP4(),
         AffineK(bits=4),
         AffineK(bits=5),
         Q6K(),
         Q8_0(),
+        Blocks32(bits=4, minimum=False),
+        Blocks32(bits=4, minimum=True),
+        Blocks32(bits=5, minimum=False),
+        Blocks32(bits=5, minimum=True),
+        IQ4NL(),
     )
 }
 

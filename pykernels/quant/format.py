@@ -21,16 +21,21 @@ class Weight:
     ==================  ==================================  ========================================
     format              ``data``                            ``scale`` (multiply to dequantize)
     ==================  ==================================  ========================================
-    ``bf16``            bfloat16 [N, K]                     None
+    ``bf16``, ``f16``   bfloat16, float16 [N, K]            None
     ``fp8``             float8_e4m3fn [N, K]                float32 [ceil(N / 128), ceil(K / 128)]
     ``fp8-channel``     float8_e4m3fn [N, K]                float32 [N, 1]
     ``int8``, ``int4``  int8 [N, K], a number a byte        bfloat16 [N, ceil(K / group)]
     ``int8-channel``,   the same                            float32 [N, 1]
     ``int4-channel``
+    ``int4-zp``,        uint8 [N, K], a code a byte         float16 [N, 2 ceil(K / group)]: each
+    ``int4-zp-g128``                                        group's scale and zero point, in turns
     ``mxfp4``           uint8 [N, K], a code a byte         uint8 [N, ceil(K / 32)], E8M0
     ``q4_k``, ``q5_k``  uint8 [N, K / 256 * 144 or 176]     None: a GGUF file's rows hold their own
-    ``q6_k``, ``q8_0``  uint8 [N, K / 256 * 210],           None
-                        uint8 [N, K / 32 * 34]
+    ``q6_k``            uint8 [N, K / 256 * 210]            None
+    ``q8_0``, ``q4_0``  uint8 [N, K / 32 * 34 or 18]        None
+    ``q4_1``, ``q5_0``  uint8 [N, K / 32 * 20 or 22]        None
+    ``q5_1``,           uint8 [N, K / 32 * 24],             None
+    ``iq4_nl``          uint8 [N, K / 32 * 18]
     ==================  ==================================  ========================================
 
     What N and K are is therefore the format's to say: ``Format.logical_shape``.

@@ -32,7 +32,8 @@ needs_bf16 = pytest.mark.skipif(lacks("avx512bf16"), reason="this CPU has no AVX
 def tried(backend: str, fmt: str) -> bool:
     """Whether a format is tried of a backend on this CPU: of AVX2 beside AVX-512, which auto never
     takes, those alone whose tiles differ most."""
-    return backend != "avx2" or lacks() or fmt in ("bf16", "fp8", "q8_0", "int4", "q4_k", "q6_k")
+    unlike = ("bf16", "f16", "fp8", "q8_0", "int4", "int4-zp-g128", "q4_k", "q6_k", "iq4_nl")
+    return backend != "avx2" or lacks() or fmt in unlike
 
 
 VECTORS = [

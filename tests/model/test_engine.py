@@ -22,6 +22,10 @@ BF16 = 0.05
 CASES: dict[str, dict[str, Any]] = {
     **{name: {} for name in tiny.ARCHITECTURES},
     "deepseek_v3 fp8": {"fp8": True},
+    "deepseek_v3 int4": {"compressed": "int4", **tiny.FP8_SIZES},
+    "deepseek_v3 int8": {"compressed": "int8-channel", **tiny.FP8_SIZES},
+    "deepseek_v3 awq": {"compressed": "awq", **tiny.FP8_SIZES},
+    "mixtral gptq": {"compressed": "gptq"},
     "deepseek_v3 without q_lora": {"q_lora_rank": None},
 }
 

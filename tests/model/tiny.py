@@ -88,7 +88,7 @@ def make(
     randomize(reference, seed)
     stored = store(reference, model_type, dtype, scheme)
     values = dict(reference.state_dict())
-    fill(values, stored, model_type)
+    fill(values, stored, model_type, scheme)
     reference.load_state_dict(values)
     reference.tie_weights()
     path.mkdir(parents=True, exist_ok=True)
@@ -159,12 +159,17 @@ def split(name: str, tensor: torch.Tensor, model_type: str) -> list[tuple[str, t
     return [(name, tensor)]
 
 
-def fill(state: dict[str, torch.Tensor], stored: dict[str, torch.Tensor], model_type: str) -> None:
+def fill(
+    state: dict[str, torch.Tensor],
+    stored: dict[str, torch.Tensor],
+    model_type: str,
+    scheme: str | None = None,
+) -> None:
     """Put the stored values back into a state dict of transformers', as float32."""
     for name, tensor in state.items():
         for key, part in split(name, tensor, model_type):
-            if key in stored or f"{key}_packed" in stored:
-                part.copy_(tiny_quantized.value_of(stored, key))
+            if tiny_quantized.holds(stored, key):
+                part.copy_(tiny_quantized.value_of(stored, key, scheme))
 
 
 def write_shards(path: Path, tensors: dict[str, torch.Tensor], shards: int) -> None:

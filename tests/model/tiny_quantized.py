@@ -1,4 +1,4 @@
-"""Matrices as DeepSeek and compressed-tensors store them, written value by value; see `tiny`."""
+"""Matrices as DeepSeek, compressed-tensors, AWQ and GPTQ store them, value by value; see `tiny`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ INT4 = {"int4": 32, "int4-g128": 128, "int4-channel": None}
 """Schemes of 4-bit integers, and their group sizes."""
 INT8 = {"int8-channel": "channel", "int8-tensor": "tensor"}
 """Schemes of 8-bit integers, and the strategies of their scales."""
+ZEROS = {"awq": 128, "awq-g64": 64, "gptq": 32, "gptq-g128": 128, "gptq_v2": 64}
+"""Schemes of 4-bit integers with zero points, and their group sizes."""
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which output of eight the bits 4 i of an AWQ word hold."""
+IN_ORDER = tuple(range(8))
 BLOCK = 128
 
 
@@ -21,6 +26,13 @@ def config(scheme: str) -> dict[str, Any]:
             "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
             "weight_block_size": [BLOCK, BLOCK],
         }  # fmt: skip
+    if scheme in ZEROS:
+        found: dict[str, Any] = {"bits": 4, "group_size": ZEROS[scheme]}
+        if scheme.startswith("awq"):
+            return found | {"quant_method": "awq", "version": "gemm", "zero_point": True}
+        kind = "gptq_v2" if scheme == "gptq_v2" else "gptq"
+        found |= {"quant_method": "gptq", "checkpoint_format": kind, "desc_act": False}
+        return found | {"sym": False, "true_sequential": True, "damp_percent": 0.01}
     weights: dict[str, Any] = {
         "actorder": None, "block_structure": None, "dynamic": False, "group_size": None,
         "observer": "minmax", "observer_kwargs": {}, "symmetric": True,
@@ -57,54 +69,115 @@ def blocks(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, scale
 
 
+def words(codes: torch.Tensor, order: tuple[int, ...] = IN_ORDER) -> torch.Tensor:
+    """Codes [R, 8 C] of 4 bits -> int32 [R, C]; `order[i]`: which of eight bits 4 i .. hold."""
+    eights = codes.to(torch.int64).view(len(codes), -1, 8)
+    found = torch.zeros(eights.shape[:2], dtype=torch.int64)
+    for i, j in enumerate(order):
+        found |= eights[..., j] << 4 * i
+    return torch.where(found >= 1 << 31, found - (1 << 32), found).to(torch.int32)
+
+
+def codes(found: torch.Tensor, order: tuple[int, ...] = IN_ORDER) -> torch.Tensor:
+    """The inverse of `words`."""
+    nibbles = torch.stack([found.long() >> 4 * i & 15 for i in range(8)], dim=2)
+    eights = torch.empty_like(nibbles)
+    eights[..., list(order)] = nibbles
+    return eights.view(len(found), -1)
+
+
+def less(scheme: str) -> int:
+    """What the zero points of a scheme are stored without."""
+    return int(scheme.startswith("gptq") and scheme != "gptq_v2")
+
+
+def zero_points(base: str, matrix: torch.Tensor, scheme: str) -> dict[str, torch.Tensor]:
+    """AWQ's or GPTQ's tensors of a linear called `base`."""
+    (N, K), group, least = matrix.shape, ZEROS[scheme], less(scheme)
+    groups = matrix.view(N, K // group, group)
+    low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+    scale = ((high - low) / 15).half()
+    zero = (-low / scale.float()).round().clamp(least, 15 + least)
+    q = (groups / scale.float()[..., None]).round() + zero[..., None]
+    q = q.clamp(0, 15).view(N, K)
+    tensors = {f"{base}.scales": scale.T.contiguous()}
+    if scheme.startswith("awq"):
+        tensors[f"{base}.qzeros"] = words(zero.T, AWQ_ORDER)
+        return tensors | {f"{base}.qweight": words(q.T, AWQ_ORDER)}
+    tensors[f"{base}.qzeros"] = words(zero.T - least)
+    tensors[f"{base}.g_idx"] = (torch.arange(K) // group).to(torch.int32)
+    return tensors | {f"{base}.qweight": words(q).T.contiguous()}
+
+
+def zero_point_value(stored: dict[str, torch.Tensor], base: str, scheme: str) -> torch.Tensor:
+    """What they stand for, in float32 [N, K]."""
+    scale, q = stored[f"{base}.scales"].float(), stored[f"{base}.qweight"]
+    order = AWQ_ORDER if scheme.startswith("awq") else IN_ORDER
+    zero = codes(stored[f"{base}.qzeros"], order) + less(scheme)  # [groups, N]
+    of_inputs = codes(q, order) if scheme.startswith("awq") else codes(q.T).T  # [K, N]
+    each = len(of_inputs) // len(scale)
+    step, middle = (part.repeat_interleave(each, dim=0) for part in (scale, zero))
+    return (step * (of_inputs - middle)).T
+
+
+def holds(stored: dict[str, torch.Tensor], key: str) -> bool:
+    """Whether a matrix called `key` is there, in whatever form."""
+    return any(name in stored for name in (key, f"{key}_packed", _qweight(key)))
+
+
+def _qweight(key: str) -> str:
+    return f"{key.removesuffix('.weight')}.qweight"
+
+
 def quantize(key: str, matrix: torch.Tensor, scheme: str) -> dict[str, torch.Tensor]:
     """The tensors of a matrix [N, K] called `key`; plain bfloat16 where groups do not fit."""
     N, K = matrix.shape
+    if scheme in ZEROS:
+        if K % ZEROS[scheme] or N % 8:
+            return {key: matrix.to(torch.bfloat16)}
+        return zero_points(key.removesuffix(".weight"), matrix, scheme)
     if scheme in INT4:
         group = INT4[scheme] or K
         if K % group:
             return {key: matrix.to(torch.bfloat16)}
         groups = matrix.view(N, K // group, group)
         scale = (groups.abs().amax(2) / 7.5).to(torch.bfloat16)
-        codes = (groups / scale.float()[..., None]).round().clamp(-8, 7).to(torch.int64).view(N, K)
-        words = torch.zeros(N, K // 8, dtype=torch.int64)
-        for j in range(8):
-            words |= (codes[:, j::8] + 8) << 4 * j
-        words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+        q = (groups / scale.float()[..., None]).round().clamp(-8, 7).view(N, K)
         shape = torch.tensor([N, K])
-        return {f"{key}_packed": words, f"{key}_scale": scale, f"{key}_shape": shape}
+        return {f"{key}_packed": words(q + 8), f"{key}_scale": scale, f"{key}_shape": shape}
     if scheme in INT8:  # as llm-compressor rounds: 255 steps, of which the lowest is -128
         channel = INT8[scheme] == "channel"
         amax = matrix.abs().amax(1, keepdim=True) if channel else matrix.abs().max().view(1)
         scale = (amax / 127.5).to(torch.bfloat16)
-        codes = (matrix / scale.float()).round().clamp(-128, 127).to(torch.int8)
-        return {key: codes, f"{key}_scale": scale}
+        q = (matrix / scale.float()).round().clamp(-128, 127).to(torch.int8)
+        return {key: q, f"{key}_scale": scale}
     if scheme in ("deepseek", "block"):
-        codes, scale = blocks(matrix)
+        q, scale = blocks(matrix)
         if scheme == "deepseek":
-            return {key: codes, f"{key}_scale_inv": scale}
+            return {key: q, f"{key}_scale_inv": scale}
     else:
         amax = matrix.abs().amax(1, keepdim=True) if scheme == "channel" else matrix.abs().max()
         scale = amax.view(-1, 1) / 448 if scheme == "channel" else amax.view(1) / 448
-        codes = (matrix / scale).to(torch.float8_e4m3fn)
-    tensors = {key: codes, f"{key}_scale": scale.to(torch.bfloat16).float()}
+        q = (matrix / scale).to(torch.float8_e4m3fn)
+    tensors = {key: q, f"{key}_scale": scale.to(torch.bfloat16).float()}
     if scheme == "tensor":  # as checkpoints with static activations have it
         tensors[f"{key.removesuffix('.weight')}.input_scale"] = torch.ones(1)
     return tensors
 
 
-def value_of(stored: dict[str, torch.Tensor], key: str) -> torch.Tensor:
-    """What the tensors of a matrix stand for, in float32 [N, K]."""
+def value_of(stored: dict[str, torch.Tensor], key: str, scheme: str | None = None) -> torch.Tensor:
+    """What the tensors of a matrix stand for, in float32 [N, K]; one of `ZEROS` must be told."""
+    if scheme and _qweight(key) in stored:
+        return zero_point_value(stored, key.removesuffix(".weight"), scheme)
     scale = stored.get(f"{key}_scale", stored.get(f"{key}_scale_inv"))
     if scale is None:
         return stored[key].float()
     if f"{key}_packed" in stored:
         N, K = stored[f"{key}_shape"].tolist()
-        words = stored[f"{key}_packed"].long()
-        codes = torch.stack([(words >> 4 * j & 15) - 8 for j in range(8)], dim=2).view(N, K)
-        return codes.float() * scale.float().repeat_interleave(K // scale.shape[1], dim=1)
-    codes = stored[key]
-    if scale.shape == (math.ceil(codes.shape[0] / BLOCK), math.ceil(codes.shape[1] / BLOCK)):
-        scale = scale.repeat_interleave(BLOCK, 0)[: codes.shape[0]]
-        scale = scale.repeat_interleave(BLOCK, 1)[:, : codes.shape[1]]
-    return codes.float() * scale
+        q = codes(stored[f"{key}_packed"])[:, :K] - 8
+        return q.float() * scale.float().repeat_interleave(K // scale.shape[1], dim=1)
+    q = stored[key]
+    if scale.shape == (math.ceil(q.shape[0] / BLOCK), math.ceil(q.shape[1] / BLOCK)):
+        scale = scale.repeat_interleave(BLOCK, 0)[: q.shape[0]]
+        scale = scale.repeat_interleave(BLOCK, 1)[:, : q.shape[1]]
+    return q.float() * scale

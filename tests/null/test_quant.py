@@ -10,6 +10,7 @@ from pykernels.quant import FORMATS, Format, PackedExperts, Weight, get_format
 from pykernels.quant.fp8 import e4m3_values
 from pykernels.quant.integer import Integer
 from pykernels.quant.layout import N_BLOCK, ceil_to, pack_fours, pack_tiles, padded
+from pykernels.quant.zero_point import ZeroPoint
 from pykernels.ref import isa
 from pykernels.shapes import MoEShape
 
@@ -24,7 +25,7 @@ def _random(fmt: Format, N: int, K: int) -> Weight:
     """Every code, where that can be."""
     if isinstance(fmt, Integer):
         data = torch.randint(fmt.low, fmt.high + 1, (N, K), dtype=torch.int8)
-    elif fmt.name == "mxfp4":
+    elif fmt.name == "mxfp4" or isinstance(fmt, ZeroPoint):
         data = torch.randint(0, 16, (N, K), dtype=torch.uint8)
     else:
         rows, columns = fmt.data_shape(N, K)

@@ -49,8 +49,38 @@ def _affine(fmt: Format, matrix: torch.Tensor) -> torch.Tensor:
     return (span.amax(2) * 1.5 / ((1 << fmt.bits) - 1) + 6e-5).repeat_interleave(256, 1)
 
 
+def _range(matrix: torch.Tensor, columns: int) -> torch.Tensor:
+    """Of the part that each weight shares a scale with."""
+    parts = matrix.view(N, K // columns, columns)
+    return (parts.amax(2) - parts.amin(2)).repeat_interleave(columns, 1)
+
+
+def _least(matrix: torch.Tensor) -> torch.Tensor:
+    return matrix.view(N, K // 32, 32).amin(2).abs().repeat_interleave(32, 1)
+
+
+def _affine32(fmt: Format, matrix: torch.Tensor) -> torch.Tensor:
+    levels, span = (1 << fmt.bits) - 1, _range(matrix, 32)
+    return span / levels / 2 + (span + _least(matrix)) * 2.0**-11 + (levels + 1) * 2.0**-25 * 1.05
+
+
+def _symmetric32(fmt: Format, matrix: torch.Tensor) -> torch.Tensor:
+    middle = 1 << fmt.bits - 1
+    return _amax(matrix, 1, 32) / middle * 1.01 + middle * 2.0**-25 * 1.05
+
+
+def _zero_point(columns: int) -> Bound:
+    def bound(fmt: Format, matrix: torch.Tensor) -> torch.Tensor:
+        parts = matrix.view(N, K // columns, columns)
+        span = parts.amax(2).clamp(min=0) - parts.amin(2).clamp(max=0)
+        return (span / 15 / 2 * (1 + 2.0**-10) + 2.0**-25).repeat_interleave(columns, 1)
+
+    return bound
+
+
 BOUNDS: dict[str, Bound] = {
     "bf16": lambda _, w: w.abs() * 2.0**-8,
+    "f16": lambda _, w: w.abs() * 2.0**-11 + 2.0**-25,
     "fp8": _e4m3(128, 128),
     "fp8-channel": _e4m3(1, K),
     "int8": _steps(128, 127, 2.0**-7),
@@ -58,11 +88,18 @@ BOUNDS: dict[str, Bound] = {
     "int4": _steps(32, 7, 2.0**-7),
     "int4-g128": _steps(128, 7, 2.0**-7),
     "int4-channel": _steps(K, 7.5),
+    "int4-zp": _zero_point(32),
+    "int4-zp-g128": _zero_point(128),
     "mxfp4": _mxfp4,
     "q4_k": _affine,
     "q5_k": _affine,
     "q6_k": lambda _, w: _amax(w, 1, 256) / 32 + 1.3e-4,
     "q8_0": lambda _, w: _amax(w, 1, 32) / 127 * 0.57 + 4e-6,
+    "q4_0": _symmetric32,
+    "q4_1": _affine32,
+    "q5_0": _symmetric32,
+    "q5_1": _affine32,
+    "iq4_nl": lambda _, w: _amax(w, 1, 32) * 14 / 127 * 1.01 + 4e-6,
 }
 
 

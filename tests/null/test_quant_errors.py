@@ -42,8 +42,8 @@ def test_a_matrix_is_refused_in_one_line(name, make, told):
 
 LAST = {"float32": torch.finfo(torch.float32).max, "bfloat16": torch.finfo(torch.bfloat16).max}
 TOO_LARGE = {
-    "float32": ("bf16", "int4", "int4-g128", "int8-channel", "int4-channel"),
-    "bfloat16": ("int8-channel", "int4-channel"),
+    "float32": ("bf16", "f16", "int4", "int4-g128", "int8-channel", "int4-channel"),
+    "bfloat16": ("f16", "int8-channel", "int4-channel"),
 }
 """Formats that would round these numbers up to infinities; K-quants have fp16 scales."""
 
@@ -85,6 +85,9 @@ WEIGHTS = {
     "int4 too small": ("int4", lambda w: Weight(_spoilt(w.data, -9), w.scale), "takes -8 .. 7"),
     "int8 of -128": ("int8", lambda w: Weight(_spoilt(w.data, -128), w.scale), "takes -127 .. 127"),
     "mxfp4 code": ("mxfp4", lambda w: Weight(_spoilt(w.data, 16), w.scale), "codes up to 16. Give"),
+    "infinite weight": ("f16", lambda w: Weight(w.data / 0), "weights that are NaN or infinite"),
+    "zero-point code": ("int4-zp", lambda w: Weight(_spoilt(w.data, 16), w.scale), "codes up to"),
+    "zero point": ("int4-zp", lambda w: Weight(w.data, w.scale + 0.5), "are no integers of 0 .."),
     "mxfp4 scale": (
         "mxfp4", lambda w: Weight(w.data, _spoilt(w.scale, 255)), "a scale of 255, which is NaN",
     ),
@@ -132,5 +135,5 @@ def test_unknown_experts_and_formats_are_refused():
         with pytest.raises(PykernelsError, match=f"no expert {expert} in a layer of 2"):
             experts.pack(expert, *zeros)
     assert experts.missing() == [0, 1]
-    with pytest.raises(PykernelsError, match="bf16, fp8, fp8-channel"):
+    with pytest.raises(PykernelsError, match="bf16, f16, fp8, fp8-channel"):
         get_format("int3")

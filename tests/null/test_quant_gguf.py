@@ -13,11 +13,13 @@ from gguf import GGMLQuantizationType as Type
 
 from pykernels.errors import PykernelsError
 from pykernels.quant import PackedExperts, Weight, get_format
-from pykernels.quant.gguf import _tell_of_coarse_scales
+from pykernels.quant.gguf.base import _tell_of_coarse_scales
 from pykernels.shapes import MoEShape
 
-TYPES = {"q4_k": Type.Q4_K, "q5_k": Type.Q5_K, "q6_k": Type.Q6_K, "q8_0": Type.Q8_0}
 K_QUANTS = ("q4_k", "q5_k", "q6_k")
+PLAIN = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
+"""Rounded to nearest; ``gguf`` quantizes no other."""
+TYPES = {name: Type[name.upper()] for name in (*K_QUANTS, *PLAIN, "iq4_nl")}
 TOLD = pytest.mark.filterwarnings("ignore:a matrix that becomes")  # weights of next to nothing
 
 
@@ -67,13 +69,21 @@ def test_dequantized_as_gguf_does_bit_for_bit(fmt, halves):
 @pytest.mark.parametrize(
     "scale", [1.0, 1e-5, 1e-9, 1e4], ids=["unit", "fp16 subnormal", "scale is 0 in fp16", "large"]
 )
-def test_q8_0_is_quantized_as_gguf_does_bit_for_bit(scale):
+@pytest.mark.parametrize("name", PLAIN)
+def test_quantized_as_gguf_does_bit_for_bit(name, scale):
     matrix = torch.randn(64, 512) * scale
     matrix[3, 32:96] = 0  # a block of zeros has no inverse scale
     matrix[5, :32] = torch.arange(32) / 2  # ties
     matrix[5, 31] = 127
-    theirs = gguf.quants.quantize(matrix.numpy(), Type.Q8_0)
-    assert np.array_equal(get_format("q8_0").quantize(matrix).data.numpy(), theirs)
+    theirs = gguf.quants.quantize(matrix.numpy(), TYPES[name])
+    assert np.array_equal(get_format(name).quantize(matrix).data.numpy(), theirs)
+
+
+def test_iq4_nl_takes_the_nearest_of_its_table():
+    fmt = get_format("iq4_nl")
+    row = torch.tensor([[127.0, -1.0, 5.0, 4.0, -100.0, -126.0, 0.0, 60.0, *[0.0] * 24]])
+    seen = fmt.dequantize(fmt.quantize(row))
+    assert seen[0, :8].tolist() == [127, -1, 10, -1, -89, -113, -1, 65]
 
 
 def _matrices() -> dict[str, torch.Tensor]:
@@ -130,7 +140,7 @@ def test_k_that_is_no_multiple_is_refused_before_work():
 
 def test_weights_too_small_for_fp16_scales_are_told_once(fmt):
     _tell_of_coarse_scales.cache_clear()
-    small = torch.randn(64, 1024) * 3e-6
+    small = torch.randn(64, 1024) * fmt.floor / fmt.share / 8
     with pytest.warns(UserWarning, match=f"becomes {fmt.name} has no weight above .*bf16 or int8"):
         fmt.quantize(small)
     with warnings.catch_warnings():

@@ -13,7 +13,8 @@ from ..gemv import amx as gemv_amx
 from ..gemv import avx512 as gemv_avx512
 from ..intrin import amx
 from ..isa import Instructions, instructions
-from ..weights.layout import PACKINGS
+from ..weights.layout import PACKINGS, WIDE
+from . import avx512
 from .avx512 import epilogue
 from .parts import Parts
 
@@ -36,9 +37,14 @@ _LATER = {
     ("int4-g128", "int8"): 16,
     ("int4-channel", "int8"): 10,
     ("q6_k", "int8"): 16,
-    ("q8_0", "int8"): 16,
+    **dict.fromkeys(((fmt, "int8") for fmt in ("q8_0", "q4_0", "q5_0", "iq4_nl")), 16),
+    ("int4-zp-g128", "bf16"): 9,
+    ("int4-zp", "int8"): 16,
+    ("int4-zp-g128", "int8"): 16,
     ("q4_k", "int8"): 24,
     ("q5_k", "int8"): 24,
+    ("q4_1", "int8"): 24,
+    ("q5_1", "int8"): 24,
 }
 
 
@@ -56,6 +62,8 @@ def parts(fmt: str, activations: str, ops: Instructions, amx_unit: Any) -> Parts
         ops: the AVX-512 operations beside the tiles.
         amx_unit: ``intrin.amx``, or ``intrin.amx_model`` where there is none.
     """
+    if fmt in WIDE:
+        return avx512.parts(fmt, activations, ops)
     how, gemm_how = row_format(fmt, activations, "int8_slices"), row_format(fmt, activations)
     if activations == "bf16":
         tiles = gemv_amx.make_tiles(fmt, ops, amx_unit)
@@ -76,6 +84,8 @@ def parts(fmt: str, activations: str, ops: Instructions, amx_unit: Any) -> Parts
 
 def gemm_from(fmt: str, activations: str, target: Target) -> int:
     """Tokens of an expert from which the GEMM is taken to win without a calibration."""
+    if fmt in WIDE:
+        return avx512.gemm_from(fmt, activations, target)
     return _LATER.get((fmt, activations), GEMM_FROM)
 
 

@@ -16,7 +16,7 @@ from ..intrin import avx512
 from ..isa import Instructions, instructions, prefers_fma, prefers_int8_slices
 from ..moe.epilogue import Epilogue
 from ..moe.epilogue_vectors import make_epilogue
-from ..weights.layout import INTEGERS, PACKINGS
+from ..weights.layout import INTEGERS, PACKINGS, WIDE
 from .parts import Parts
 
 GEMM_FROM = 9
@@ -29,8 +29,8 @@ GEMM_FROM = 9
 # int8 inputs two passes of tiles still win.
 _INT8_FROM = 16
 _FMA_FROM, _FMA_SLICES_FROM = 5, 24
-_FMA_LATER = {"bf16": 12, "q6_k": 12, "q5_k": 16} | dict.fromkeys(
-    ("int8", "int8-channel", "int4-g128", "int4-channel"), 128
+_FMA_LATER = {"bf16": 12, "f16": 12, "q6_k": 12, "q5_k": 16} | dict.fromkeys(
+    ("int8", "int8-channel", "int4-g128", "int4-channel", "int4-zp-g128"), 128
 )
 
 
@@ -46,7 +46,7 @@ def parts(fmt: str, activations: str, ops: Instructions) -> Parts:
     quantize_row = make_quantize_row(how, "avx512") if how else None
     tiles = make_tiles(fmt, ops, activations, ops.int8_slices)
     interleave_a = PACKINGS[fmt].fours and activations == "bf16"
-    if ops.fma and activations == "bf16":
+    if (ops.fma or fmt in WIDE) and activations == "bf16":
         # Multiply-adds take minima into the weights: they need no sums of the inputs.
         return Parts(
             tiles, epilogue(ops), how, quantize_row, fma_gemm.make_gemm(fmt, ops),
@@ -69,7 +69,7 @@ def gemm_from(fmt: str, activations: str, target: Target) -> int:
     """Tokens of an expert from which the GEMM is taken to win without a calibration."""
     if prefers_int8_slices(target) and fmt in INTEGERS:
         return _FMA_LATER.get(fmt, _FMA_SLICES_FROM) if activations == "bf16" else _INT8_FROM
-    if prefers_fma(target) and activations == "bf16":
+    if (prefers_fma(target) or fmt in WIDE) and activations == "bf16":
         return _FMA_LATER.get(fmt, _FMA_FROM)
     return GEMM_FROM
 

@@ -125,6 +125,9 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
     run, flush, GROUPS, B_ROWS = passes.run, passes.flush, passes.token_groups, passes.b_rows
     dequantize = make_dequantize(reader, INT8, signed=True)
     gather = make_gather(ACT_K, 0)
+    # Minima under no float of their superblock.
+    BEGIN = scales.minimum is not None and not MINIMA
+    begin_at_minima: Any = amx_minima.make_begin_at_minima(reader.scales, ACT_K) if BEGIN else None
     gather_minima: Any = amx_minima.make_gather_minima(reader.scales) if MINIMA else None
     write_minima: Any = amx_minima.make_write_minima(reader.scales) if MINIMA else None
     variant = f"{fmt}-{activations}-{ops.name}-{amx.__name__.split('.')[-1]}"
@@ -138,8 +141,12 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
         groups = (M + 15) // 16
         amx.load_config(write_config(scratch + _CONFIG_AT, B_ROWS))
         store_u8(parts, broadcast_u8(0))  # no products wait for their scales
-        for i in range(0, blocks * Mp * 128, 64):
-            store_f32(out + i, zero_f32())
+        if BEGIN:
+            for block in range(blocks):
+                begin_at_minima(Mp, rows, K, scale + block * scale_bytes, out + block * Mp * 128)
+        else:
+            for i in range(0, blocks * Mp * 128, 64):
+                store_f32(out + i, zero_f32())
         length = 2 * SLAB if FREE and M >= LONG_FROM else SLAB
         for slab in range(0, k_blocks, length):
             slab_blocks = min(length, k_blocks - slab)

@@ -95,6 +95,9 @@ def make_pass(
             low, high = load_f32(at), load_f32(at + 64)
             for t in range(T):
                 x = broadcast_f32(f32(sums + 4 * (group * MAX_TOKENS + t), 0))
+                if INT8 and not NARROW:
+                    by = f32(act_scales + 4 * (k // ACT_K * MAX_TOKENS + t), 0)
+                    x = mul_f32(x, broadcast_f32(by))
                 totals[2 * t] = fnma_f32(x, low, totals[2 * t])
                 totals[2 * t + 1] = fnma_f32(x, high, totals[2 * t + 1])
 

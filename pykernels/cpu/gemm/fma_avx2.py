@@ -14,11 +14,14 @@ from ..intrin.avx2 import (
     broadcast_f32,
     broadcast_f32_at,
     broadcast_i32,
+    even_lanes,
     first_of_pairs,
     fma_f32,
+    load_f16,
     load_f32,
     load_i32,
     mul_f32,
+    odd_lanes,
     second_of_pairs,
     shift_left_i32,
     shift_right_u32,
@@ -31,7 +34,7 @@ from ..intrin.prefetch import prefetch_l1, prefetch_l2
 from ..intrin.registers import f32x8_array
 from ..jit import inlined, routine
 from ..weights.codes_avx2 import FACTORS, make_codes, pairs_of_e4m3
-from ..weights.layout import INTEGERS, LOADS, PACKINGS, SCALE_K
+from ..weights.layout import INTEGERS, LOADS, PACKINGS, SCALE_K, WIDE
 from . import fma
 from .common import TILE
 from .dequant_slab import NEAR
@@ -89,7 +92,8 @@ def _widen_tokens(M, a, a_group, to):
 
 def _widen_pairs(fmt: str) -> Callable:
     packing, factor_of = PACKINGS[fmt], FACTORS[fmt].factor
-    FP8, LINES, K_STEP = fmt != "bf16", packing.tile_bytes // 64, packing.k_step
+    FP8, F16 = factor_of is not None, fmt in WIDE
+    LINES, K_STEP = packing.tile_bytes // 64, packing.k_step
     LINE_K, UP = K_STEP // LINES, np.float32(2.0**120)
     factor_of_any: Any = factor_of
 
@@ -113,14 +117,18 @@ def _widen_pairs(fmt: str) -> Callable:
                 for line in range(LINES):
                     if side == 0:
                         prefetch_l1(w + 64 * (LINES * half + line) + NEAR)
-                    codes = load_i32(w + 64 * (LINES * half + line) + 32 * side)
+                    source = w + 64 * (LINES * half + line) + 32 * side
                     at = to + 128 * (k + LINE_K * line) + 32 * quarter
                     if FP8:
-                        low, high = pairs_of_e4m3(codes)
+                        low, high = pairs_of_e4m3(load_i32(source))
                         store_pairs(at, low, factor)
                         store_pairs(at + 256, high, factor)
+                    elif F16:
+                        a, b = load_f16(source), load_f16(source + 16)
+                        store_f32(at, even_lanes(a, b))
+                        store_f32(at + 128, odd_lanes(a, b))
                     else:
-                        store_pairs(at, codes, factor)
+                        store_pairs(at, load_i32(source), factor)
             w += 128 * LINES
 
     return widen

@@ -8,10 +8,12 @@ from typing import Any
 from ...quant.layout import K_BLOCK
 from ..intrin.avx512 import (
     broadcast_f32,
+    even_lanes,
     first_of_pairs,
     fma_f32,
     load_f32,
     mul_f32,
+    odd_lanes,
     second_of_pairs,
     store_f32,
     sub_f32,
@@ -84,7 +86,8 @@ def make_widen(fmt: str, ops: Instructions) -> Any:
     GROUP, MINIMA = scales.k, scales.minimum is not None
     PARTS, TILE_BYTES, PACKED_K = packing.parts, packing.tile_bytes, packing.k_step
     prefetch, PREFETCH_LOADS = make_prefetch(packing), packing.prefetch_loads
-    read: Any = reader.halves or reader.rows
+    read: Any = reader.floats or reader.halves or reader.rows
+    FLOATS = reader.floats is not None
     factor_of: Any = scales.factor
     minimum_of: Any = scales.minimum
 
@@ -93,6 +96,17 @@ def make_widen(fmt: str, ops: Instructions) -> Any:
         if MINIMA:
             return fma_f32(value, factor, less)
         return mul_f32(value, factor) if GROUP else value
+
+    @inlined
+    def numbers(weights):
+        """Of each of four inputs 16 outputs."""
+        if FLOATS:
+            a, b, c, d = weights
+            return even_lanes(a, b), odd_lanes(a, b), even_lanes(c, d), odd_lanes(c, d)
+        row0, row1 = weights
+        return (
+            first_of_pairs(row0), second_of_pairs(row0), first_of_pairs(row1), second_of_pairs(row1)
+        )  # fmt: skip
 
     @inlined
     def widen(w, scale, first_k, tables, to):
@@ -108,12 +122,12 @@ def make_widen(fmt: str, ops: Instructions) -> Any:
                         factor = factor_of(scale, group, half)
                         if MINIMA:
                             less = sub_f32(zero_f32(), minimum_of(scale, group, half))
-                    row0, row1 = read(w, load, part, tables)
+                    n0, n1, n2, n3 = numbers(read(w, load, part, tables))
                     at = to + 128 * (k + 4 * four) + 64 * half
-                    store_f32(at, scaled(first_of_pairs(row0), factor, less))
-                    store_f32(at + 128, scaled(second_of_pairs(row0), factor, less))
-                    store_f32(at + 256, scaled(first_of_pairs(row1), factor, less))
-                    store_f32(at + 384, scaled(second_of_pairs(row1), factor, less))
+                    store_f32(at, scaled(n0, factor, less))
+                    store_f32(at + 128, scaled(n1, factor, less))
+                    store_f32(at + 256, scaled(n2, factor, less))
+                    store_f32(at + 384, scaled(n3, factor, less))
                 w += TILE_BYTES
 
     return widen

@@ -56,16 +56,20 @@ FROM = {
     "int8-channel": 2,
     "int4-g128": 3,
     "int4-channel": 3,
+    "int4-zp-g128": 3,
     "int4": 5,
+    "int4-zp": 5,
     "mxfp4": 5,
     "q4_k": 5,
     "q5_k": 5,
     "q8_0": 3,
+    **dict.fromkeys(("q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"), 5),
 }
 """Tokens of a pass from which a format takes these tiles; fewer, and other formats, AVX-512.
 
-As measured on Emerald Rapids (the channel formats' are those of int8 and int4-g128): what decides
-is the number of sums to scale, by group and token."""
+As measured on Emerald Rapids (the channel formats' and those with zero points are those of int8 and
+int4-g128, GGUF's blocks of 32 those of int4): what decides is the number of sums to scale, by group
+and token."""
 
 _SUM_UNIT = np.float32(SUM_UNIT)
 

@@ -177,9 +177,9 @@ def make_group(fmt: str, how: RowFormat, M: int, KEPT: int, VNNI: bool) -> Group
                 value = joined(sums, (s * M + t) * EACH, row, K, k)
                 value = fma_f32(value, factor, load_f32(to))
                 if MINIMA:
-                    less = group_sum(row, K, k // GROUP)
+                    less = group_sum(row, K, k // PIECE)
                     if KEPT:
-                        less = unit_sum(row, K, k // GROUP) * WHOLE
+                        less = unit_sum(row, K, k // PIECE) * WHOLE
                     value = fnma_f32(broadcast_f32(less), minimum, value)
                 store_f32(to, value)
 

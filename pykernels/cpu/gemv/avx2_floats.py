@@ -1,16 +1,17 @@
-"""AVX2 tiles in float32 multiply-adds: bf16, E4M3 and 8-bit integers, all of them exact products.
+"""AVX2 tiles in float32 multiply-adds: bf16, f16, E4M3 and 8-bit integers, all exact products.
 
 Weights become floats by shifts and masks: a bf16 is the upper half of one, and an E4M3 byte b is,
 as the word ``(b << 8) >> 4`` (signed) masked by 0x87F0, the bf16 of its value times 2**-120,
-subnormals included. An int8 in the highest byte of a word is converted as 2**24 times itself. The
-inputs are floats in their rows (``activations.row_layout``), scaled so that none of it is lost.
+subnormals included. An int8 in the highest byte of a word is converted as 2**24 times itself, and
+an f16 by ``vcvtph2ps``. The inputs are floats in their rows (``activations.row_layout``), scaled so
+that none of it is lost.
 
-An output has two accumulators, one for the even and one for the odd inputs.
+8 outputs have two accumulators, one for the even and one for the odd inputs; of f16, which are
+converted as they lie, one for each 4 outputs with the even and the odd inputs side by side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from ..activations.row_layout import float_at
@@ -19,10 +20,14 @@ from ..intrin.avx2 import (
     and_i32,
     broadcast_f32_at,
     broadcast_i32,
+    broadcast_pair_at,
+    even_lanes,
     first_of_pairs,
     fma_f32,
+    load_f16,
     load_f32,
     load_i32,
+    odd_lanes,
     pin_f32,
     second_of_pairs,
     shift_left_i32,
@@ -40,7 +45,7 @@ from .avx2_group import Group
 
 E4M3_UNITS = (2.0**60, 2.0**60)
 
-UNITS = dict.fromkeys(("fp8", "fp8-channel"), E4M3_UNITS) | {"bf16": ()}
+UNITS = dict.fromkeys(("fp8", "fp8-channel"), E4M3_UNITS) | {"bf16": (), "f16": ()}
 """By format name, what a weight as a float is short of; the others are 8-bit integers."""
 
 
@@ -53,13 +58,41 @@ def _pairs(sums, i, pairs, x):
 
 
 @inlined
-def _read_bf16(codes):
-    return codes
+def _by_inputs(sums, i):
+    return add_f32(sums[i], sums[i + 1])
+
+
+@inlined
+def _by_outputs(sums, i):
+    return add_f32(even_lanes(sums[i], sums[i + 1]), odd_lanes(sums[i], sums[i + 1]))
+
+
+@inlined
+def _read_bf16(at):
+    return load_i32(at)
 
 
 @inlined
 def _add_bf16(sums, i, pairs, x):
     _pairs(sums, i, pairs, x)
+
+
+@inlined
+def _read_f16(at):
+    return load_f16(at), load_f16(at + 16)
+
+
+@inlined
+def _add_f16(sums, i, halves, x):
+    a, b = halves
+    pair = broadcast_pair_at(x)
+    sums[i] = pin_f32(fma_f32(a, pair, sums[i]))
+    sums[i + 1] = pin_f32(fma_f32(b, pair, sums[i + 1]))
+
+
+@inlined
+def _read_fp8(at):
+    return pairs_of_e4m3(load_i32(at))
 
 
 @inlined
@@ -70,8 +103,8 @@ def _add_fp8(sums, i, pairs, x):
 
 
 @inlined
-def _read_int8(codes):
-    high = broadcast_i32(0xFF000000)
+def _read_int8(at):
+    codes, high = load_i32(at), broadcast_i32(0xFF000000)
     return (
         to_f32(shift_left_i32(codes, 24)),
         to_f32(and_i32(shift_left_i32(codes, 16), high)),
@@ -89,18 +122,24 @@ def _add_int8(sums, i, fours, x):
     sums[i + 1] = pin_f32(fma_f32(d, broadcast_f32_at(x + 12), sums[i + 1]))
 
 
-def _products(fmt: str) -> tuple[Callable, Callable]:
-    """``read(32 bytes)`` and ``add(sums, i, what it gave, x)``: floats at x times it go to the two
-    accumulators from i on."""
-    if fmt == "bf16":
-        return _read_bf16, _add_bf16
-    return (pairs_of_e4m3, _add_fp8) if fmt in UNITS else (_read_int8, _add_int8)
+_FP8 = _read_fp8, _add_fp8, _by_inputs
+
+_PRODUCTS = {
+    "bf16": (_read_bf16, _add_bf16, _by_inputs),
+    "f16": (_read_f16, _add_f16, _by_outputs),
+    "fp8": _FP8,
+    "fp8-channel": _FP8,
+}
+"""By format name: ``read(address of 32 bytes)``; ``add(sums, i, what it gave, x)``: floats at x
+times it go to the two accumulators from i on; ``total(sums, i)`` of those."""
+
+_INTEGERS = _read_int8, _add_int8, _by_inputs
 
 
 def make_group(fmt: str, M: int) -> Group:
     """The group of M tokens, at most 4, by rows of floats."""
     packing, factor_of = PACKINGS[fmt], FACTORS[fmt].factor
-    read, add_floats = _products(fmt)
+    read, add_floats, total = _PRODUCTS.get(fmt, _INTEGERS)
     FACTOR, GROUP = factor_of is not None, SCALE_K[fmt] or packing.k_step
     factor_of_any: Any = factor_of
     PIECE = min(GROUP, packing.k_step)
@@ -118,7 +157,7 @@ def make_group(fmt: str, M: int) -> Group:
             if line < LINES:
                 prefetch_l1(near + 64 * line)
             for s in range(SIDES):
-                weights = read(load_i32(start + 64 * line + 32 * s))
+                weights = read(start + 64 * line + 32 * s)
                 for t in range(M):
                     x = float_at(i64(rows, t), K, k + LINE_K * line)
                     add_floats(sums, 2 * (s * M + t), weights, x)
@@ -127,7 +166,7 @@ def make_group(fmt: str, M: int) -> Group:
                 factor = factor_of_any(scale, k // GROUP, quarter + s)
             for t in range(M):
                 i, to = 2 * (s * M + t), outs + 128 * t + 32 * (quarter + s)
-                value = add_f32(sums[i], sums[i + 1])
+                value = total(sums, i)
                 if FACTOR:
                     value = fma_f32(value, factor, load_f32(to))
                 else:

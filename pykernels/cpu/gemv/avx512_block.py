@@ -49,8 +49,8 @@ def make_block(fmt: str, M: int, ops: Instructions, activations: str, products: 
     total, offset, scaled = products.total, products.offset, products.scaled
     factor_of, minimum_of = reader.scales.factor, reader.scales.minimum
     # Dequantization between loads leaves room for prefetches to both levels; bf16, which is only
-    # loaded, reads slower with them.
-    TWO = fmt != "bf16"
+    # loaded, reads slower with them, and f16 is as wide.
+    TWO = fmt not in ("bf16", "f16")
     NEAR = AHEAD_L1 if TWO else AHEAD
     prefetch_near = make_prefetch(reader.packing)
     prefetch_far = make_prefetch(reader.packing, prefetch_l2)

@@ -12,7 +12,7 @@ input is an integer of 30 bits, four signed bytes of it a chain each, the lowest
 are zero. Three or four ``vpdpbusd`` take the codes as they lie, where dequantizing 64 of them to
 bfloat16 costs two table lookups, two shuffles and two ``vdpbf16ps``; a group's sum is exact until
 its slices are put together. (Float32 then holds it times any scale from 2**-87 to 2**87.)
-MXFP4's weights are integers too, in halves.
+MXFP4's weights are integers too, in halves. Those of float16 are multiplied as float32.
 """
 
 from __future__ import annotations
@@ -38,7 +38,18 @@ from ..activations.row_layout import (
     unit_sum,
 )
 from ..intrin import avx512, avx512_bytes
-from ..intrin.avx512 import add_f32, add_neighbours, broadcast_f32, fnma_f32, mul_f32, zero_f32
+from ..intrin.avx512 import (
+    add_f32,
+    add_neighbours,
+    broadcast_bf16_pair,
+    broadcast_f32,
+    even_lanes,
+    fma_f32,
+    fnma_f32,
+    mul_f32,
+    odd_lanes,
+    zero_f32,
+)
 from ..intrin.avx512_bytes import (
     add_i32,
     all_i32,
@@ -101,11 +112,14 @@ def make_products(
         return _int8(fmt, reader, ops, chains)
     if slices and reader.codes:
         return _int8_slices(reader, ops, slices)
+    if reader.floats:
+        return _floats(reader)
     return _magic(reader, ops) if reader.magic else _bf16(reader, ops)
 
 
 def _bf16(reader: Reader, ops: Instructions) -> Products:
     dot, GROUP, FOURS = ops.dot_bf16, reader.scales.k, reader.packing.fours
+    rows: Any = reader.rows
 
     @inlined
     def begin(sums, i, row, K, k):
@@ -137,7 +151,38 @@ def _bf16(reader: Reader, ops: Instructions) -> Products:
     def scaled(value, row, K, k):
         return value
 
-    return Products(2, 0, f32x16_array, begin, reader.rows, add, total, offset, scaled)
+    return Products(2, 0, f32x16_array, begin, rows, add, total, offset, scaled)
+
+
+def _floats(reader: Reader) -> Products:
+    """Multiply-adds of two inputs side by side: a chain has 8 outputs. There are no scales."""
+    floats: Any = reader.floats
+
+    @inlined
+    def begin(sums, i, row, K, k):
+        sums[i] = zero_f32()
+        sums[i + 1] = zero_f32()
+
+    @inlined
+    def add(sums, i, weights, row, K, k, part):
+        a, b, c, d = weights
+        x, y = broadcast_bf16_pair(row + 2 * k), broadcast_bf16_pair(row + 2 * k + 4)
+        sums[i] = fma_f32(c, y, fma_f32(a, x, sums[i]))
+        sums[i + 1] = fma_f32(d, y, fma_f32(b, x, sums[i + 1]))
+
+    @inlined
+    def total(sums, i, row, K, k):
+        return add_f32(even_lanes(sums[i], sums[i + 1]), odd_lanes(sums[i], sums[i + 1]))
+
+    @inlined
+    def offset(row, K, k):
+        return np.float32(0)
+
+    @inlined
+    def scaled(value, row, K, k):
+        return value
+
+    return Products(2, 0, f32x16_array, begin, floats, add, total, offset, scaled)
 
 
 def _magic(reader: Reader, ops: Instructions) -> Products:

@@ -14,6 +14,7 @@ from numba import carray, types
 
 from ...quant import mxfp4
 from ...quant.fp8 import e4m3_values
+from ...quant.gguf import iq4_nl
 from ...quant.layout import K_BLOCK, K_STEP
 from ..activations.row_layout import activation_scale, codes_at, group_sum, row_format
 from ..intrin.registers import stack_alloc
@@ -21,7 +22,14 @@ from ..intrin.scalar import bf16_as_f32, f32_from_bits
 from ..intrin.sync import as_pointer
 from ..jit import inlined, routine
 from ..job import f32, i64
-from ..weights.layout import MINIMA, SCALE_K, SUPERBLOCK_K6, SUPERBLOCK_K45, packed_bytes
+from ..weights.layout import (
+    GROUP_HALVES,
+    GROUP_ZERO,
+    SCALE_K,
+    SUPERBLOCK_K6,
+    SUPERBLOCK_K45,
+    packed_bytes,
+)
 from .common import ARGUMENTS
 
 _E4M3 = e4m3_values().numpy()
@@ -57,6 +65,24 @@ def _row_bf16(w, step, half, r, even, odd):
     for n in range(_PAIRS):
         even[n] = _even(words[n])
         odd[n] = _odd(words[n])
+
+
+@inlined
+def _half_of(bits):
+    """An IEEE half as float32. (LLVM's own conversion needs F16C, or aborts the process.)"""
+    magnitude = types.uint32((bits & types.uint32(0x7FFF)) << types.uint32(13))
+    value = f32_from_bits(magnitude) * _HALF_BIAS  # exact, subnormals too
+    if bits & types.uint32(0x7C00) == types.uint32(0x7C00):  # infinity and NaN
+        value = f32_from_bits(types.uint32(magnitude | types.uint32(0x7F800000)))
+    return -value if bits & types.uint32(0x8000) else value
+
+
+@inlined
+def _row_f16(w, step, half, r, even, odd):
+    words = _words(w + (2 * step + half) * 1024 + r * 64, _PAIRS)
+    for n in range(_PAIRS):
+        even[n] = _half_of(words[n])
+        odd[n] = _half_of(types.uint32(words[n] >> types.uint32(16)))
 
 
 @inlined
@@ -101,20 +127,23 @@ def _row_nibbles(values: np.ndarray, planes: int = 0) -> Callable:
     return row_nibbles
 
 
-_NIBBLES = _row_nibbles(np.array([*range(8), *range(-8, 0)], np.float32))
+_SIGNED = _row_nibbles(np.array([*range(8), *range(-8, 0)], np.float32))
+_UNSIGNED = _row_nibbles(np.arange(16, dtype=np.float32))
+_FIVE_BITS = _row_nibbles(np.arange(32, dtype=np.float32), planes=1)
 
 _ROW = {
     "bf16": _row_bf16,
+    "f16": _row_f16,
     "fp8": _row_fp8,
     "fp8-channel": _row_fp8,
     "int8": _row_int8,
     "int8-channel": _row_int8,
-    "int4": _NIBBLES,
-    "int4-g128": _NIBBLES,
-    "int4-channel": _NIBBLES,
+    **dict.fromkeys(("int4", "int4-g128", "int4-channel", "q4_0"), _SIGNED),
+    **dict.fromkeys(("int4-zp", "int4-zp-g128", "q4_k", "q4_1"), _UNSIGNED),
     "mxfp4": _row_nibbles(mxfp4.VALUES.numpy()),
-    "q4_k": _row_nibbles(np.arange(16, dtype=np.float32)),
-    "q5_k": _row_nibbles(np.arange(32, dtype=np.float32), planes=1),
+    "iq4_nl": _row_nibbles(iq4_nl.VALUES.numpy()),
+    **dict.fromkeys(("q5_k", "q5_1"), _FIVE_BITS),
+    "q5_0": _row_nibbles(np.arange(-16, 16, dtype=np.float32), planes=1),
     "q6_k": _row_nibbles(np.arange(-32, 32, dtype=np.float32), planes=2),
     "q8_0": _row_int8,
 }
@@ -123,13 +152,8 @@ _ROW = {
 
 @inlined
 def _half(address, index):
-    """The ``index``-th IEEE half. (LLVM's own conversion needs F16C, or aborts the process.)"""
-    bits = types.uint32(carray(as_pointer(address), (index + 1,), types.uint16)[index])
-    magnitude = types.uint32((bits & types.uint32(0x7FFF)) << types.uint32(13))
-    value = f32_from_bits(magnitude) * _HALF_BIAS  # exact, subnormals too
-    if bits & types.uint32(0x7C00) == types.uint32(0x7C00):  # infinity and NaN
-        value = f32_from_bits(types.uint32(magnitude | types.uint32(0x7F800000)))
-    return -value if bits & types.uint32(0x8000) else value
+    """The ``index``-th IEEE half."""
+    return _half_of(types.uint32(carray(as_pointer(address), (index + 1,), types.uint16)[index]))
 
 
 @inlined
@@ -163,6 +187,27 @@ def _f16_groups(scale, group, n):
 
 
 @inlined
+def _halves_factor(scale, group, n):
+    return _half(scale + GROUP_HALVES * group, n)
+
+
+@inlined
+def _halves_minimum(scale, group, n):
+    return _half(scale + GROUP_HALVES * group + 64, n)
+
+
+@inlined
+def _zero_factor(scale, group, n):
+    return _half(scale + GROUP_ZERO * group, n)
+
+
+@inlined
+def _zero_minimum(scale, group, n):
+    at = scale + GROUP_ZERO * group
+    return _half(at, n) * _u8(at + 64, n)
+
+
+@inlined
 def _k45_factor(scale, group, n):
     at = scale + (group >> 3) * SUPERBLOCK_K45
     return _half(at, n) * _u8(at + 128 + 64 * (group & 7), n)
@@ -182,15 +227,23 @@ def _k6_factor(scale, group, n):
 
 
 _FACTOR = {
-    "bf16": _no_factor,
+    **dict.fromkeys(("bf16", "f16"), _no_factor),
     "fp8": _for_block,
     **dict.fromkeys(("fp8-channel", "int8-channel", "int4-channel"), _for_outputs),
-    "q4_k": _k45_factor,
-    "q5_k": _k45_factor,
+    **dict.fromkeys(("int4-zp", "int4-zp-g128"), _zero_factor),
+    **dict.fromkeys(("q4_k", "q5_k"), _k45_factor),
     "q6_k": _k6_factor,
-    "q8_0": _f16_groups,
+    **dict.fromkeys(("q8_0", "q4_0", "q5_0", "iq4_nl"), _f16_groups),
+    **dict.fromkeys(("q4_1", "q5_1"), _halves_factor),
 }
 """format -> scale of output n's group; the others have bfloat16 groups."""
+
+_MINIMUM: dict[str, Any] = {
+    **dict.fromkeys(("int4-zp", "int4-zp-g128"), _zero_minimum),
+    **dict.fromkeys(("q4_k", "q5_k"), _k45_minimum),
+    **dict.fromkeys(("q4_1", "q5_1"), _halves_minimum),
+}
+"""format -> minimum of output n's group; the others have none."""
 
 
 def make_tiles(fmt: str, activations: str) -> Any:
@@ -199,7 +252,8 @@ def make_tiles(fmt: str, activations: str) -> Any:
     With int8 activations all products and sums of a group are integers below 2**24: exact.
     """
     read_row, factor_of = _ROW[fmt], _FACTOR.get(fmt, _bf16_groups)
-    MINIMUM, INT8 = fmt in MINIMA, activations == "int8"
+    minimum_of = _MINIMUM.get(fmt)
+    MINIMUM, INT8 = minimum_of is not None, activations == "int8"
     how = row_format(fmt, activations)
     ACT_K = how.act_k if how and INT8 else 1
     GROUP, BLOCK_BYTES = SCALE_K[fmt] or K_BLOCK, packed_bytes(fmt)
@@ -244,7 +298,7 @@ def make_tiles(fmt: str, activations: str) -> Any:
                         x_scale = activation_scale(row, K, first_k, ACT_K)
                     value = sums[32 * t + n] * x_scale * factor
                     if MINIMUM:
-                        value -= group_sum(row, K, group) * x_scale * _k45_minimum(scale, group, n)
+                        value -= group_sum(row, K, group) * x_scale * minimum_of(scale, group, n)
                     result[32 * t + n] += value
         return 0
 

@@ -138,6 +138,13 @@ def broadcast_f32_at(builder, address):
     return splat(builder, load(builder, address, ir.FloatType(), 4), _F32X8)
 
 
+@emits(f32x8, types.intp)
+def broadcast_pair_at(builder, address):
+    """Two floats from an address, four times (``vbroadcastsd m64``)."""
+    pair = load(builder, address, ir.VectorType(ir.FloatType(), 2), 4)
+    return shuffle(builder, pair, pair, [0, 1] * 4)
+
+
 @emits(i32x8, types.intp)
 def broadcast_i32(builder, value):
     """An integer in all 8 lanes."""
@@ -278,6 +285,18 @@ def to_i32(builder, a):
 def bits_as_f32(builder, a):
     """The same bits as floats."""
     return builder.bitcast(a, _F32X8)
+
+
+@emits(f32x8, f32x8, f32x8)
+def even_lanes(builder, a, b):
+    """Lanes 0, 2, 4, 6 of a, then of b (``vshufps``, ``vpermpd``)."""
+    return shuffle(builder, a, b, list(range(0, 16, 2)))
+
+
+@emits(f32x8, f32x8, f32x8)
+def odd_lanes(builder, a, b):
+    """Lanes 1, 3, 5, 7 of a, then of b."""
+    return shuffle(builder, a, b, list(range(1, 16, 2)))
 
 
 @emits(i32x8, f32x8)

@@ -123,6 +123,20 @@ def broadcast_f32(typingctx, value):
 
 
 @intrinsic
+def broadcast_bf16_pair(typingctx, address):
+    """Two bf16 from an address as floats, eight times (``vpbroadcastd``, ``vpsllvd``,
+    ``vpandd``)."""
+
+    def codegen(context, builder, sig, args):
+        words = splat(builder, load(builder, args[0], I32, 2), _I32X16)
+        words = builder.shl(words, ir.Constant(_I32X16, [16, 0] * 8))
+        upper = builder.and_(words, ir.Constant(_I32X16, [0xFFFF0000] * 16))
+        return builder.bitcast(upper, f32x16.ir_type)
+
+    return f32x16(types.intp), codegen
+
+
+@intrinsic
 def dot_bf16(typingctx, acc, a, b):
     """``acc[n] + a[2n+1] b[2n+1] + a[2n] b[2n]`` on bf16 pairs (``vdpbf16ps``).
 
@@ -193,6 +207,26 @@ def add_neighbours(typingctx, a, b):
         return builder.fadd(shuffle(builder, a, b, even), shuffle(builder, a, b, odd))
 
     return f32x16(f32x16, f32x16), codegen
+
+
+def _every_second(builder, a, b, first):
+    return shuffle(builder, a, b, list(range(first, 32, 2)))
+
+
+@intrinsic
+def even_lanes(typingctx, a, b):
+    """Lanes 0, 2, 4 .. of a, then of b (``vpermt2ps``)."""
+    return f32x16(f32x16, f32x16), lambda context, builder, sig, args: _every_second(
+        builder, *args, 0
+    )
+
+
+@intrinsic
+def odd_lanes(typingctx, a, b):
+    """Lanes 1, 3, 5 .. of a, then of b (``vpermt2ps``)."""
+    return f32x16(f32x16, f32x16), lambda context, builder, sig, args: _every_second(
+        builder, *args, 1
+    )
 
 
 @intrinsic

@@ -28,7 +28,7 @@ from ..intrin.avx2 import (
 from ..jit import inlined
 from .factors import Factors, make_factors
 from .layout import BIASES, PACKINGS, SCALE_K, UNITS, Packing
-from .lookup import MXFP4_CODES
+from .lookup import IQ4_NL_SIGNED, MXFP4_CODES
 
 FACTORS = make_factors(avx2, 8)
 """By format name; the ``part`` is a quarter of the block."""
@@ -73,8 +73,7 @@ class Codes:
 @functools.cache
 def make_codes(fmt: str) -> Codes:
     """The reader of a format of integer weights."""
-    rows, largest = _ROWS[fmt]
-    signed = rows is _bytes
+    rows, largest, signed = _ROWS[fmt]
     return Codes(
         PACKINGS[fmt], SCALE_K[fmt], FACTORS[fmt], rows, signed,
         0 if signed else BIASES.get(fmt, 0), UNITS.get(fmt, 1.0), largest,
@@ -104,11 +103,14 @@ def _twos_complement(tile, load, side, tables):
     return _halves(xor_i32(load_i32(tile + 64 * load + 32 * side), broadcast_i32(0x88888888)))
 
 
-@inlined
-def _mxfp4(tile, load, side, tables):
-    even, odd = _halves(load_i32(tile + 64 * load + 32 * side))
-    table = load_i32(tables + MXFP4_CODES)
-    return lookup_16(table, even), lookup_16(table, odd)
+def _looked_up(table_at: int) -> Callable:
+    @inlined
+    def rows(tile, load, side, tables):
+        even, odd = _halves(load_i32(tile + 64 * load + 32 * side))
+        table = load_i32(tables + table_at)
+        return lookup_16(table, even), lookup_16(table, odd)
+
+    return rows
 
 
 @inlined
@@ -133,12 +135,14 @@ def _add_bits(row, masks):
     return or_i32(row, or_i32(bit4, bit5))
 
 
-_ROWS = {
-    **dict.fromkeys(("int8", "q8_0"), (_bytes, 127)),
-    "int8-channel": (_bytes, 128),
-    **dict.fromkeys(("int4", "int4-g128", "int4-channel"), (_twos_complement, 15)),
-    "mxfp4": (_mxfp4, 24),
-    "q4_k": (_unsigned, 15),
-    "q5_k": (_five_bits, 31),
-    "q6_k": (_six_bits, 63),
+_ROWS: dict[str, tuple[Callable, int, bool]] = {
+    **dict.fromkeys(("int8", "q8_0"), (_bytes, 127, True)),
+    "int8-channel": (_bytes, 128, True),
+    **dict.fromkeys(("int4", "int4-g128", "int4-channel", "q4_0"), (_twos_complement, 15, False)),
+    "mxfp4": (_looked_up(MXFP4_CODES), 24, False),
+    "iq4_nl": (_looked_up(IQ4_NL_SIGNED), 127, True),
+    **dict.fromkeys(("int4-zp", "int4-zp-g128", "q4_k", "q4_1"), (_unsigned, 15, False)),
+    **dict.fromkeys(("q5_k", "q5_0", "q5_1"), (_five_bits, 31, False)),
+    "q6_k": (_six_bits, 63, False),
 }
+"""By format name: ``rows``, ``largest``, ``signed``."""

@@ -30,6 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..intrin.avx512 import load_f16
 from ..intrin.avx512_bits import add_where, low_nibbles, raised_nibbles, upper_nibbles
 from ..intrin.avx512_bytes import (
     abs_i8,
@@ -48,7 +49,7 @@ from ..intrin.avx512_bytes import (
 from ..intrin.avx512_words import even_words, lookup_32_words, odd_words, shift_words
 from ..isa import Instructions
 from ..jit import inlined
-from .layout import BIASES, CODE_BITS, MAGIC_OFFSETS, PACKINGS, UNITS, Packing
+from .layout import BIASES, CODE_BITS, MAGIC_OFFSETS, PACKINGS, UNITS, WIDE, Packing
 from .lookup import (
     BIT4_AT,
     E4M3_AT,
@@ -56,12 +57,18 @@ from .lookup import (
     INT4_AT,
     INT4_WORDS,
     INT8_AT,
+    IQ4_NL_AT,
+    IQ4_NL_CODES,
+    IQ4_NL_SIGNED,
+    IQ4_NL_WORDS,
     MXFP4_AT,
     MXFP4_CODES,
     MXFP4_SIGNED,
     MXFP4_WORDS,
     Q4_AT,
     Q4_WORDS,
+    Q5_0_AT,
+    Q5_0_WORDS,
     Q5_AT,
     Q5_WORDS,
     Q6_AT,
@@ -77,7 +84,7 @@ class Reader:
         packing: its tiles.
         scales: its scales.
         rows: ``rows(tile, load, part, tables) -> (row, row)``, 64 weights in bfloat16: pair-rows,
-            or quads of a format in fours.
+            or quads of a format in fours; None for formats of ``layout.WIDE``.
         halves: the same of a format in fours as rows of pairs: inputs 0 and 2 of each of 16
             outputs, inputs 1 and 3; None for other formats.
         codes: ``codes(tile, load, part, tables) -> row``, the weights over ``unit`` plus
@@ -89,11 +96,14 @@ class Reader:
         signed: ``signed(tile, load, part, tables) -> row``, the weights over ``signed_unit`` as
             signed bytes; None if they are no integers.
         signed_unit: see ``signed``.
+        floats: ``floats(tile, load, part, tables) -> (a, b, c, d)`` of a format of ``layout.WIDE``:
+            64 weights as floats, of two inputs side by side those of outputs 0 to 7 (a) and 8 to 15
+            (b), of the next two likewise; None for other formats.
     """
 
     packing: Packing
     scales: Scales
-    rows: Callable
+    rows: Callable | None
     halves: Callable | None = None
     codes: Callable | None = None
     bias: int = 0
@@ -102,6 +112,7 @@ class Reader:
     magic_offset: int = 0
     signed: Callable | None = None
     signed_unit: float = 1.0
+    floats: Callable | None = None
 
 
 @functools.cache  # the tiles of a format compile its parts once
@@ -116,7 +127,7 @@ def make_reader(fmt: str, ops: Instructions) -> Reader:
         signed, signed_unit = _high_nibbles, 1 / 16
     return Reader(
         PACKINGS[fmt], SCALES[fmt], rows, halves, codes, bias, unit, magic, magic_offset, signed,
-        signed_unit,
+        signed_unit, _floats_of_f16 if fmt in WIDE else None,
     )  # fmt: skip
 
 
@@ -132,12 +143,12 @@ def _signed(fmt: str, ops: Instructions, codes: Callable | None, bias: int) -> C
         return codes
     known: Any = codes
 
-    if fmt == "mxfp4":
-        nibbles = _nibbles(ops)
+    if fmt in _SIGNED_AT:
+        nibbles, table_at = _nibbles(ops), _SIGNED_AT[fmt]
 
         @inlined
         def found(tile, load, part, tables):
-            return lookup_16(load_u8(tables + MXFP4_SIGNED), nibbles(tile, load, part))
+            return lookup_16(load_u8(tables + table_at), nibbles(tile, load, part))
 
         return found
 
@@ -188,6 +199,16 @@ def _bf16(ops: Instructions):
         return load_u8(at), load_u8(at + 64)
 
     return rows, None, None
+
+
+def _f16(ops: Instructions):
+    return None, None, None
+
+
+@inlined
+def _floats_of_f16(tile, load, part, tables):
+    at = tile + 128 * load
+    return load_f16(at), load_f16(at + 32), load_f16(at + 64), load_f16(at + 96)
 
 
 def _fp8(ops: Instructions):
@@ -304,8 +325,9 @@ def _four_bits(table_at: int, words_at: int, flip: bool = False, codes_at: int |
     return make
 
 
-def _bit_planes(planes: int, table_at: int):
-    """Reader of 4-bit codes with one or two more bits, each a mask of 64 bits a row of fours."""
+def _bit_planes(planes: int, table_at: int, words_at: int = 0):
+    """Reader of 4-bit codes with one or two more bits, each a mask of 64 bits a row of fours; the
+    values of codes are at ``table_at`` as bytes, those of 5 bits at ``words_at`` as words."""
 
     def make(ops: Instructions):
         lookup, nibbles, set_planes = ops.lookup_64, _nibbles(ops), ops.set_planes
@@ -329,7 +351,7 @@ def _bit_planes(planes: int, table_at: int):
         def halves(tile, load, part, tables):
             found = codes(tile, load, part, tables)
             if planes == 1:
-                table = load_u8(tables + Q5_WORDS)
+                table = load_u8(tables + words_at)
                 return lookup_32_words(table, found), lookup_32_words(table, shift_words(found, 8))
             table = tables + table_at
             low, high = lookup(load_u8(table), found), lookup(load_u8(table + 64), found)
@@ -345,6 +367,7 @@ _INT4 = _four_bits(INT4_AT, INT4_WORDS, flip=True)
 
 _READERS: dict[str, Callable] = {
     "bf16": _bf16,
+    "f16": _f16,
     "fp8": _fp8,
     "fp8-channel": _fp8,
     "int8": _int8,
@@ -353,8 +376,14 @@ _READERS: dict[str, Callable] = {
     "int4-g128": _INT4,
     "int4-channel": _INT4,
     "mxfp4": _four_bits(MXFP4_AT, MXFP4_WORDS, codes_at=MXFP4_CODES),
-    "q4_k": _four_bits(Q4_AT, Q4_WORDS),
-    "q5_k": _bit_planes(1, Q5_AT),
+    **dict.fromkeys(("int4-zp", "int4-zp-g128", "q4_k", "q4_1"), _four_bits(Q4_AT, Q4_WORDS)),
+    **dict.fromkeys(("q5_k", "q5_1"), _bit_planes(1, Q5_AT, Q5_WORDS)),
     "q6_k": _bit_planes(2, Q6_AT),
     "q8_0": _int8,
+    "q4_0": _INT4,
+    "q5_0": _bit_planes(1, Q5_0_AT, Q5_0_WORDS),
+    "iq4_nl": _four_bits(IQ4_NL_AT, IQ4_NL_WORDS, codes_at=IQ4_NL_CODES),
 }
+
+_SIGNED_AT = {"mxfp4": MXFP4_SIGNED, "iq4_nl": IQ4_NL_SIGNED}
+"""Where the weights of 4-bit codes that are no integers themselves are, as signed bytes."""

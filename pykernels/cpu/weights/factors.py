@@ -3,7 +3,7 @@
 A group is ``SCALE_K`` inputs of one output: its products are summed without any scale and go into
 the running sum with one multiply-add (OSDI'26 Figure 10). K-quants have a scale and a minimum for
 each group, small integers under two halves for each superblock of 256 inputs: their products with
-the half are exact in float32.
+the half are exact in float32. So are a scale's with a zero point, which make a minimum.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from ..jit import inlined
 from ..job import f32
-from .layout import SUPERBLOCK_K6, SUPERBLOCK_K45
+from .layout import GROUP_HALVES, GROUP_ZERO, SUPERBLOCK_K6, SUPERBLOCK_K45
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,23 @@ def make_factors(vectors: Any, N: int) -> dict[str, Factors]:
         return load_f16(scale + 64 * group + 2 * N * part)
 
     @inlined
+    def halves_factor(scale, group, part):
+        return load_f16(scale + GROUP_HALVES * group + 2 * N * part)
+
+    @inlined
+    def halves_minimum(scale, group, part):
+        return load_f16(scale + GROUP_HALVES * group + 64 + 2 * N * part)
+
+    @inlined
+    def zero_factor(scale, group, part):
+        return load_f16(scale + GROUP_ZERO * group + 2 * N * part)
+
+    @inlined
+    def zero_minimum(scale, group, part):
+        at = scale + GROUP_ZERO * group
+        return mul_f32(load_f16(at + 2 * N * part), load_u8_as_f32(at + 64 + N * part))
+
+    @inlined
     def k45_factor(scale, group, part):
         at = scale + (group >> 3) * SUPERBLOCK_K45
         small = load_u8_as_f32(at + 128 + 64 * (group & 7) + N * part)
@@ -76,9 +93,11 @@ def make_factors(vectors: Any, N: int) -> dict[str, Factors]:
         return mul_f32(load_f16(at + 2 * N * part), small)
 
     groups, channel = Factors(bf16_groups), Factors(for_outputs)
-    k45 = Factors(k45_factor, k45_minimum)
+    f16, halves = Factors(f16_groups), Factors(halves_factor, halves_minimum)
+    zero, k45 = Factors(zero_factor, zero_minimum), Factors(k45_factor, k45_minimum)
     return {
         "bf16": Factors(),
+        "f16": Factors(),
         "fp8": Factors(for_block),
         "fp8-channel": channel,
         "int8": groups,
@@ -86,9 +105,16 @@ def make_factors(vectors: Any, N: int) -> dict[str, Factors]:
         "int4": groups,
         "int4-g128": groups,
         "int4-channel": channel,
+        "int4-zp": zero,
+        "int4-zp-g128": zero,
         "mxfp4": groups,
         "q4_k": k45,
         "q5_k": k45,
         "q6_k": Factors(k6_factor),
-        "q8_0": Factors(f16_groups),
+        "q8_0": f16,
+        "q4_0": f16,
+        "q4_1": halves,
+        "q5_0": f16,
+        "q5_1": halves,
+        "iq4_nl": f16,
     }

@@ -55,6 +55,7 @@ _FOURS5, _FOURS6 = Packing(64, 640, 2), Packing(64, 768, 2)
 
 PACKINGS = {
     "bf16": _PAIRS16,
+    "f16": _PAIRS16,
     "fp8": _PAIRS8,
     "fp8-channel": _PAIRS8,
     "int8": _FOURS8,
@@ -62,19 +63,27 @@ PACKINGS = {
     "int4": _FOURS4,
     "int4-g128": _FOURS4,
     "int4-channel": _FOURS4,
+    "int4-zp": _FOURS4,
+    "int4-zp-g128": _FOURS4,
     "mxfp4": _FOURS4,
     "q4_k": _FOURS4,
     "q5_k": _FOURS5,
     "q6_k": _FOURS6,
     "q8_0": _FOURS8,
+    "q4_0": _FOURS4,
+    "q4_1": _FOURS4,
+    "q5_0": _FOURS5,
+    "q5_1": _FOURS5,
+    "iq4_nl": _FOURS4,
 }
 """By format name."""
 
 
 BIASES = {
-    **dict.fromkeys(("int8", "int8-channel", "q8_0"), 128),
-    **dict.fromkeys(("int4", "int4-g128", "int4-channel"), 8),
+    **dict.fromkeys(("int8", "int8-channel", "q8_0", "iq4_nl"), 128),
+    **dict.fromkeys(("int4", "int4-g128", "int4-channel", "q4_0"), 8),
     "mxfp4": 12,
+    "q5_0": 16,
     "q6_k": 32,
 }
 """By format name, see ``dequant.Reader.codes``; 0 for the others."""
@@ -83,8 +92,9 @@ UNITS = {"mxfp4": 0.5}
 """By format name, see ``dequant.Reader.codes``; 1 for the others."""
 
 CODE_BITS = {
-    **dict.fromkeys(("int4", "int4-g128", "int4-channel", "q4_k"), 4),
-    "q5_k": 5,
+    **dict.fromkeys(("int4", "int4-g128", "int4-channel", "q4_0"), 4),
+    **dict.fromkeys(("int4-zp", "int4-zp-g128", "q4_k", "q4_1"), 4),
+    **dict.fromkeys(("q5_k", "q5_0", "q5_1"), 5),
     "q6_k": 6,
 }
 """Formats of integer codes narrow enough for a magic number."""
@@ -97,19 +107,26 @@ MAGIC_OFFSETS = {fmt: (1 << bits) + BIASES.get(fmt, 0) for fmt, bits in CODE_BIT
 
 
 SCALE_K = {
-    "bf16": 0,
+    **dict.fromkeys(("bf16", "f16"), 0),
     **dict.fromkeys(("fp8", "fp8-channel", "int8", "int8-channel"), 128),
-    **dict.fromkeys(("int4-g128", "int4-channel"), 128),
-    **dict.fromkeys(("int4", "mxfp4", "q4_k", "q5_k", "q8_0"), 32),
+    **dict.fromkeys(("int4-g128", "int4-channel", "int4-zp-g128"), 128),
+    **dict.fromkeys(("int4", "int4-zp", "mxfp4", "q4_k", "q5_k", "q8_0"), 32),
+    **dict.fromkeys(("q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"), 32),
     "q6_k": 16,
 }
 """Inputs of a scale group by format name; 0 for no scales."""
 
-MINIMA = frozenset(("q4_k", "q5_k"))
+MINIMA = frozenset(("int4-zp", "int4-zp-g128", "q4_k", "q5_k", "q4_1", "q5_1"))
 """Formats whose groups have a minimum beside the scale."""
+
+WIDE = frozenset(("f16",))
+"""Formats whose weights a bfloat16 would round: they are multiplied as float32."""
 
 SUPERBLOCK_K45, SUPERBLOCK_K6 = 640, 576
 """Packed scale bytes of 32 outputs by 256 inputs: ``q4_k`` and ``q5_k``, ``q6_k``."""
+
+GROUP_ZERO, GROUP_HALVES = 96, 128
+"""The same of a group: with zero points of a byte, and ``q4_1`` and ``q5_1``."""
 
 
 def packed_bytes(fmt: str) -> int:

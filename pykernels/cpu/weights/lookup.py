@@ -7,22 +7,27 @@ from collections.abc import Sequence
 import torch
 
 from ...quant import mxfp4
+from ...quant.gguf import iq4_nl
 from .layout import BIASES, UNITS
 
 E4M3_AT, INT8_AT, INT4_AT, MXFP4_AT, Q4_AT, Q5_AT, Q6_AT = 0, 256, 512, 640, 768, 896, 1024
 INT4_WORDS, MXFP4_WORDS, Q4_WORDS, Q5_WORDS = 1152, 1216, 1280, 1344
 PLANE_WORDS, EVEN_AT, MXFP4_CODES, MXFP4_SIGNED = 1408, 1536, 1600, 1664
 BIT4_AT = 1728
+Q5_0_AT, IQ4_NL_AT, Q5_0_WORDS, IQ4_NL_WORDS, IQ4_NL_CODES, IQ4_NL_SIGNED = (
+    1792, 1920, 2048, 2112, 2176, 2240,
+)  # fmt: skip
 """Where a table begins in ``TABLES``, in bytes."""
 
 
 def _make_tables() -> torch.Tensor:
-    """uint8 [1792] at a 64-byte-aligned address: low bytes, then high bytes, of bf16(code).
+    """uint8 [2304] at a 64-byte-aligned address: low bytes, then high bytes, of bf16(code).
 
     E4M3 and magnitudes 0 .. 127 have 128 entries each; 4-bit codes have 16, once for each 128-bit
     lane; 5- and 6-bit codes have 64. Tables of whole words follow: 32 entries for codes of 4 bits
     (each twice; +0 for -0) and 5; ``128 (1 - h)`` for signed h of 6 bits (``gemm.dequant_slab``).
-    Last a mask of even bytes, MXFP4's codes as integers, and the bit 4.
+    Then a mask of even bytes, MXFP4's codes as integers, and the bit 4; last, the same of signed
+    codes of 5 bits and of IQ4_NL: bytes, words, integers.
     """
 
     def bytes_of(values: torch.Tensor, copies: int = 1) -> torch.Tensor:
@@ -46,6 +51,11 @@ def _make_tables() -> torch.Tensor:
     tables = [*(bytes_of(*part) for part in parts), *map(words_of, words), even, integers]
     bit4 = _integers([16] * 64, torch.uint8)
     tables += [signed.view(torch.uint8), bit4]
+    fives = _integers(range(-16, 16))
+    tables += [bytes_of(fives, 2), bytes_of(iq4_nl.VALUES, 4)]
+    tables += [words_of(fives), words_of(iq4_nl.VALUES)]
+    signed = iq4_nl.VALUES.to(torch.int16).repeat(4)
+    tables += [(signed + BIASES["iq4_nl"]).to(torch.uint8), signed.to(torch.int8).view(torch.uint8)]
     return _aligned(torch.cat(tables))
 
 

@@ -18,7 +18,8 @@ from ...quant.layout import K_STEP, N_BLOCK, padded
 from ..intrin.descriptor import descriptor
 from ..intrin.sync import as_pointer
 from ..jit import inlined, task
-from .pack_codes import CHUNK, SOURCES, make_code_writer, make_scale_writer
+from .pack_codes import CHUNK, make_code_writer, make_scale_writer
+from .sources import SOURCES
 
 PACK, _pack_at = descriptor(
     "pack",

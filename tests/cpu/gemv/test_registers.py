@@ -13,7 +13,7 @@ from pykernels.quant import FORMATS
 
 from ..kernels import needs_avx512, needs_bf16, operations
 
-_SUMS = [(name, "bf16", "vdpbf16ps") for name in FORMATS] + [
+_SUMS = [(name, "bf16", r"vfmadd\d+ps" if name == "f16" else "vdpbf16ps") for name in FORMATS] + [
     (name, "int8", "vpdpbusd") for name in ("int8", "int4", "q4_k", "q5_k", "q6_k")
 ]
 _BOTH_HALVES = [("bf16", "bf16"), ("int8", "bf16"), ("int8", "int8")]

@@ -16,6 +16,7 @@ from pykernels.cpu.weights.lookup import TABLES
 from pykernels.quant import FORMATS, Format, Weight, get_format
 from pykernels.quant.gguf import GGUF
 from pykernels.quant.integer import Integer, IntegerChannel
+from pykernels.quant.zero_point import ZeroPoint
 from pykernels.testing import assert_close, poisoned
 
 from ..activations.test_quantize import quantized
@@ -101,6 +102,11 @@ def _small_integers(fmt: Format, N: int, K: int, g: torch.Generator) -> Weight:
         return Weight(fmt.join(blocks._replace(halves=halves, codes=codes)).view(raw.shape))
     shape = fmt.scale_shape(N, K)
     power = torch.randint(-2, 3, shape or (1,), generator=g)
+    if isinstance(fmt, ZeroPoint):
+        data = torch.randint(0, 16, (N, K), generator=g, dtype=torch.uint8)
+        scale = 2.0**power
+        scale[:, 1::2] = torch.randint(0, 17, (N, scale.shape[1] // 2), generator=g)
+        return Weight(data, scale.half())
     if fmt.name == "mxfp4":
         data = torch.randint(0, 16, (N, K), generator=g, dtype=torch.uint8)
         return Weight(data, (power + 127).to(torch.uint8))

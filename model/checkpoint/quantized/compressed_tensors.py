@@ -32,11 +32,14 @@ import torch
 
 from pykernels.errors import PykernelsError
 from pykernels.quant import Weight
+from pykernels.quant.gguf import Blocks, Blocks32
+
+from .words import unpack_nibbles
 
 IGNORED = r"\.input_scale$"
 HINT = (
-    "Get the checkpoint in bf16, in FP8 with 128x128 blocks as DeepSeek's are, or in "
-    "compressed-tensors' symmetric int4 (groups of 32 or 128, or a scale an output), int8 or FP8"
+    "Get the checkpoint in bf16, in FP8 with 128x128 blocks as DeepSeek's are, in AWQ, in GPTQ, or "
+    "in compressed-tensors' symmetric int4 (groups of 32 or 128, or a scale an output), int8 or FP8"
 )
 
 _ORDERS = (None, False, "weight", "static")
@@ -101,18 +104,14 @@ def check_config(config: dict[str, Any], folder: Path) -> None:
 
 def unpack_int4(words: torch.Tensor, K: int) -> torch.Tensor:
     """int32 [N, ceil(K / 8)] -> int8 [N, K], values -8 .. 7."""
-    # Little endian: a byte's low nibble comes first. In place on int16: an expert of DeepSeek-V3
-    # has 15 million codes.
-    pairs = words.contiguous().view(torch.uint8).to(torch.int16)
-    pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F)
-    return pairs.view(torch.int8)[:, :K].sub_(8)
+    return unpack_nibbles(words).view(torch.int8)[:, :K].sub_(8)
 
 
-def as_q8_0(codes: torch.Tensor, scale: torch.Tensor, name: str) -> Weight:
-    """int4 with float16 group scales as a `Weight` in q8_0, which stands for the same numbers.
+def as_q4_0(codes: torch.Tensor, scale: torch.Tensor, name: str) -> Weight:
+    """int4 with float16 group scales as a `Weight` in q4_0, which stands for the same numbers.
 
-    The int4 formats here have bfloat16 scales, which lack float16's mantissa bits. q8_0 has a
-    float16 scale per 32 inputs, and a group of 32 or 128 is whole blocks of it.
+    The int4 formats here have bfloat16 scales, which lack float16's mantissa bits. q4_0 has the
+    same codes, with a float16 scale per 32 inputs: a group of 32 or 128 is whole blocks of it.
 
     Args:
         codes: int8 [N, K], K a multiple of 32.
@@ -126,5 +125,6 @@ def as_q8_0(codes: torch.Tensor, scale: torch.Tensor, name: str) -> Weight:
     N, blocks = len(codes), codes.shape[1] // 32
     per_group = 1 if scale.shape[1] == blocks else 4
     halves = scale.repeat_interleave(per_group, dim=1)[:, :blocks]
-    parts = halves.contiguous().view(torch.uint8).view(N, blocks, 2), codes.view(N, blocks, 32)
-    return Weight(torch.cat([part.view(torch.uint8) for part in parts], dim=2).view(N, -1))
+    bits = codes.view(torch.uint8).view(-1, 32) & 15
+    parts = Blocks(bits, halves.reshape(-1, 1), bits[:, :0])
+    return Weight(Blocks32(bits=4, minimum=False).join(parts).view(N, -1))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import PykernelsError
-from .format import Weight
-from .gguf import GGUF, Blocks
+from ...errors import PykernelsError
+from ..format import Weight
+from .base import GGUF, Blocks
 
 
 class Q8_0(GGUF):

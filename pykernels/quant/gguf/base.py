@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import PykernelsError
-from .format import Format, Weight, check_finite
-from .layout import N_BLOCK, pack_columns, pack_fours, unpack_columns, unpack_fours
+from ...errors import PykernelsError
+from ..format import Format, Weight, check_finite
+from ..layout import N_BLOCK, pack_columns, pack_fours, unpack_columns, unpack_fours
 
 _CHUNK = 1 << 20
 """Weights that are quantized at a time: what a search makes of them stays small."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from .gguf import GGUF, Blocks
+from .base import GGUF, Blocks
 from .search import fit_affine, fit_symmetric
 
 _SHIFTS = torch.arange(8, dtype=torch.uint8, device="cpu")

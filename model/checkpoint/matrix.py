@@ -1,0 +1,36 @@
+"""Where one tensor of a model is stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .safetensors import Part
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Where one tensor is stored: its values and, if it is quantized, its scales.
+
+    Attributes:
+        shape: of the dequantized tensor.
+        fmt: its format in `pykernels.quant`, None for floats.
+        zero: zero points (`zero_points`).
+        order: the group of each input, where that is stored.
+        layout: how codes with zero points lie: "awq", "gptq" or "gptq_v2".
+        pick: of rows that two matrices share in turns, the even (0) or the odd ones (1).
+    """
+
+    data: Part
+    shape: tuple[int, ...]
+    scale: Part | None = None
+    fmt: str | None = None
+    zero: Part | None = None
+    order: Part | None = None
+    layout: str = ""
+    pick: int | None = None
+
+    @property
+    def parts(self) -> list[Part]:
+        """All that is stored of it."""
+        every = (self.data, self.scale, self.zero, self.order)
+        return [part for part in every if part is not None]

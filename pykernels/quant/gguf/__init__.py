@@ -1,0 +1,11 @@
+"""Formats of GGUF files, a family a file; ``base`` has what they share."""
+
+from __future__ import annotations
+
+from .base import GGUF, Blocks
+from .blocks32 import Blocks32
+from .iq4_nl import IQ4NL
+from .kquants import Q6K, AffineK
+from .q8_0 import Q8_0
+
+__all__ = ["GGUF", "IQ4NL", "Q6K", "Q8_0", "AffineK", "Blocks", "Blocks32"]

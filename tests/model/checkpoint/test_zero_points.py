@@ -1,0 +1,144 @@
+"""Checkpoints of AWQ and GPTQ, and gpt-oss's MXFP4."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+import model
+from model.architectures.weights import Stored
+from model.checkpoint.load import stored_weight
+from model.checkpoint.quantized import mxfp4
+from model.checkpoint.safetensors import Checkpoint, Part
+from model.modules.moe import routed_experts
+from pykernels.quant import get_format
+
+from .. import tiny_quantized
+from ..checks import Checkpoints, Own, change_tensors, drop, refused
+from ..tiny import FP8_SIZES
+
+FORMATS = {
+    "awq": "int4-zp-g128", "awq-g64": "int4-zp", "gptq": "int4-zp", "gptq-g128": "int4-zp-g128",
+    "gptq_v2": "int4-zp",
+}  # fmt: skip
+DENSE = "model.layers.0.self_attn.o_proj.weight"
+EXPERT = "model.layers.1.mlp.experts.3.up_proj"
+
+
+def options(scheme: str) -> dict[str, Any]:
+    return {"compressed": scheme, "shards": 1, **FP8_SIZES}
+
+
+@pytest.mark.parametrize("scheme", FORMATS)
+def test_values_are_those_of_the_file(checkpoint: Checkpoints, scheme: str) -> None:
+    made = checkpoint("deepseek_v3", **options(scheme))
+    got = model.from_pretrained(made.path, rules=[], dtype="float32").state_dict()
+    for name, tensor in made.reference.state_dict().items():
+        assert torch.equal(got[name], tensor), name
+    routed = routed_experts(model.from_pretrained(made.path))[0]
+    assert routed.weights.fmt.name == FORMATS[scheme]
+    for name, weight in zip(("gate", "up", "down"), routed.weights.unpack(3), strict=True):
+        key = f"model.layers.1.mlp.experts.3.{name}_proj.weight"
+        value = tiny_quantized.value_of(made.stored, key, scheme)
+        assert torch.equal(routed.weights.fmt.dequantize(weight), value)
+
+
+def test_dense_matrices_stay_packed(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, seen = checkpoint("deepseek_v3", **options("gptq")), {}
+    matrix = Stored.matrix
+
+    def spy(self: Stored, name: str) -> Any:
+        found = matrix(self, name)
+        seen[name] = found[0]
+        return found
+
+    monkeypatch.setattr(Stored, "matrix", spy)
+    with model.load_engine(made.path, context=64):
+        assert seen[DENSE] == "int4-zp"
+
+
+def permuted(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{EXPERT}.g_idx"] = tensors[f"{EXPERT}.g_idx"].flip(0)
+
+
+BAD = {
+    "act-order": ("gptq", permuted, f"{EXPERT}.qweight has its inputs in another order"),
+    "no zero points": ("awq", drop(f"{EXPERT}.qzeros"), f"missing in .*{EXPERT}.qzeros"),
+    "wide scales": (
+        "awq",
+        lambda t: t.update({f"{EXPERT}.scales": t[f"{EXPERT}.scales"].float() * 1.001}),
+        f"{EXPERT}.scales is float32 with values that float16 does not hold",
+    ),
+    "shape": (
+        "gptq",
+        lambda t: t.update({f"{EXPERT}.qzeros": t[f"{EXPERT}.qzeros"][1:]}),
+        f"{EXPERT}.qzeros is I32 .* needs I32",
+    ),
+}
+
+
+@pytest.mark.parametrize(("scheme", "spoil", "told"), BAD.values(), ids=BAD)
+def test_refused_by_name(own: Own, scheme: str, spoil: Any, told: str) -> None:
+    folder = own("deepseek_v3", **options(scheme))
+    change_tensors(folder, spoil)
+    refused(told, folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"bits": 8}, "GPTQ with bits 8"),
+        ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+    ],
+)
+def test_configs_that_are_not_read(own: Own, change: dict[str, Any], told: str) -> None:
+    folder = own("deepseek_v3", **options("gptq"))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= change
+    (folder / "config.json").write_text(json.dumps(config))
+    refused(told, folder)
+
+
+def test_biases_of_zeros_are_left_out(own: Own) -> None:
+    folder = own("deepseek_v3", **options("gptq"))
+    bias = f"{EXPERT}.bias"
+    change_tensors(folder, lambda t: t.update({bias: torch.zeros(128)}))
+    model.from_pretrained(folder)
+    change_tensors(folder, lambda t: t[bias].fill_(1))
+    refused(f"no place for: {bias}", folder)
+
+
+def test_gpt_oss_experts_are_its_gate_and_up_rows(tmp_path: Path) -> None:
+    E, H, I, block = 2, 64, 96, "model.layers.0.mlp.experts"  # noqa: E741
+    stored = {}
+    for name, N, K in (("gate_up_proj", 2 * I, H), ("down_proj", H, I)):
+        stored[f"{block}.{name}_blocks"] = torch.randint(0, 256, (E, N, K // 32, 16)).byte()
+        stored[f"{block}.{name}_scales"] = torch.randint(110, 130, (E, N, K // 32)).byte()
+    save_file(stored, tmp_path / "model.safetensors")
+    fmt = get_format("mxfp4")
+    with Checkpoint(tmp_path) as files:
+        names: Any = SimpleNamespace(checkpoint=files, companion=lambda key, what: Part(key + what))
+        found = mxfp4.find(names, block, E, H, I)
+        for e, parts in enumerate(found):
+            weights = [stored_weight(files, part) for part in parts]
+            for weight, part in zip(weights, parts, strict=True):
+                fmt.check(weight, *part.shape)
+            gate, up, down = (fmt.dequantize(weight) for weight in weights)
+            truth = [
+                convert_moe_packed_tensors(  # [E, K, N]
+                    stored[f"{block}.{name}_blocks"], stored[f"{block}.{name}_scales"],
+                    dtype=torch.float32,
+                )[e].T
+                for name in ("gate_up_proj", "down_proj")
+            ]  # fmt: skip
+            assert torch.equal(gate, truth[0][0::2]) and torch.equal(up, truth[0][1::2])
+            assert torch.equal(down, truth[1])
