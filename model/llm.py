@@ -32,14 +32,15 @@ from .architectures.weights import Outline, Stored
 from .checkpoint import memory
 from .checkpoint.config import read_config, resolve_dtype
 from .checkpoint.load import check_kernels, load_experts, nbytes
+from .checkpoint.open import open_checkpoint
 from .checkpoint.plan import Experts, make_plan
 from .checkpoint.progress import Callback, reporting
-from .checkpoint.safetensors import Checkpoint
 from .modules.inject import inject
 from .modules.moe import FusedMoE
 from .pretrained import (
     Rules,
     build_meta,
+    has_tokenizer,
     load_tokenizer,
     read_generation_config,
     resolve_rules,
@@ -147,7 +148,7 @@ def load_engine(
     """Loads a checkpoint for the engine: every matrix packed in the format that it is stored in.
 
     Args:
-        path: folder with config.json, safetensors and their index.
+        path: folder with config.json, safetensors and their index; a GGUF file, or its folder.
         rules: as in ``from_pretrained``.
         threads: workers; None: one on each physical core.
         kernel: auto, amx, avx512, avx2 or generic.
@@ -180,11 +181,10 @@ def load_engine(
     dtype = resolve_dtype(None, config)
     parsed = resolve_rules(rules, config.model_type)
     generation = read_generation_config(folder)
-    has_tokenizer = any((folder / f"tokenizer.{kind}").is_file() for kind in ("json", "model"))
-    tokenizer = load_tokenizer(folder) if has_tokenizer else None
+    tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
     pool = WorkerPool(threads)
     try:
-        with Checkpoint(folder) as checkpoint:
+        with open_checkpoint(folder) as checkpoint:
             model = build_meta(config, dtype)
             inject(model, parsed, kernel)
             if deferred:
@@ -237,7 +237,7 @@ def outline_decoder(path: Path, rules: Rules = None) -> Decoder:
     """
     config = read_config(path)
     dtype = resolve_dtype(None, config)
-    with Checkpoint(path) as checkpoint:
+    with open_checkpoint(path) as checkpoint:
         model = build_meta(config, dtype)
         inject(model, resolve_rules(rules, config.model_type))
         plan = make_plan(model, checkpoint, dtype)

@@ -22,10 +22,14 @@ from runtime.workers.pool import configure_default_pool, default_pool
 
 from .checkpoint import memory
 from .checkpoint.config import read_config, resolve_dtype
+from .checkpoint.gguf import GGUF, find_gguf
+from .checkpoint.gguf.tokenizer import has_tokenizer as gguf_has_tokenizer
+from .checkpoint.gguf.tokenizer import tokenizer_of
 from .checkpoint.load import check_kernels, load
+from .checkpoint.open import open_checkpoint
 from .checkpoint.plan import make_plan
 from .checkpoint.progress import Callback, reporting
-from .checkpoint.safetensors import Checkpoint, read_json
+from .checkpoint.safetensors import read_json
 from .device import check_device
 from .modules.inject import inject
 from .rules import Rule, default_rules, load_rules, parse_rules
@@ -49,7 +53,7 @@ def from_pretrained(
     `config`); only its MoE blocks are replaced.
 
     Args:
-        path: folder with config.json, safetensors and their index.
+        path: folder with config.json, safetensors and their index; or a GGUF file.
         rules: a YAML file, a list of rules, or None for those shipped for the architecture; an
             empty list leaves the model as transformers has it.
         device: where all but the routed experts goes: "cpu" or "cuda:0".
@@ -73,7 +77,7 @@ def from_pretrained(
     parsed = resolve_rules(rules, config.model_type)
     _configure_workers(threads, numa, target)
     generation = read_generation_config(folder)
-    with Checkpoint(folder) as checkpoint:
+    with open_checkpoint(folder) as checkpoint:
         model = build_meta(config, chosen)
         inject(model, parsed, kernel)
         plan = make_plan(model, checkpoint, chosen)
@@ -123,14 +127,25 @@ def _configure_workers(threads: int | None, numa: str | int | None, device: torc
     configure_default_pool(threads, driver_works, numa=AUTO if numa is None else str(numa))
 
 
+def has_tokenizer(path: Path) -> bool:
+    """Whether a checkpoint has a tokenizer."""
+    if (file := find_gguf(path)) is not None:
+        return gguf_has_tokenizer(GGUF(file))
+    return any((path / f"tokenizer.{kind}").is_file() for kind in ("json", "model"))
+
+
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer; `PykernelsError` if the folder has none that can be read."""
+    """The checkpoint's tokenizer; `PykernelsError` if it has none that can be read."""
     folder = Path(path)
+    if (file := find_gguf(folder)) is not None:
+        if not has_tokenizer(folder):
+            raise PykernelsError(f"{file} has no tokenizer", "Convert the model again, with it")
+        return tokenizer_of(GGUF(file))
     if not folder.is_dir():
         raise PykernelsError(
             f"There is no folder {folder}", "Give the folder of a downloaded checkpoint"
         )
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+    if not has_tokenizer(folder):
         raise PykernelsError(
             f"{folder} has neither tokenizer.json nor tokenizer.model",
             "Download the tokenizer's files too",

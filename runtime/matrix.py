@@ -68,6 +68,11 @@ class PackedMatrix:
         """That one pass reads."""
         return self.blocks.nbytes + self.scales.nbytes
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.N, self.K
+
     def __str__(self) -> str:
         return f"{self.fmt.name} [{self.N}, {self.K}]"
 

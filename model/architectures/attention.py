@@ -9,9 +9,10 @@ import torch
 
 from pykernels.cpu.attention.expanded import expand_from
 from runtime.kv_cache.layout import Pages, Part
-from runtime.matrix import PackedHeads, PackedMatrix
+from runtime.matrix import PackedHeads
 from runtime.program import Builder
 
+from .linear import Linear
 from .weights import Packing
 
 
@@ -34,17 +35,15 @@ class MLA:
     queries' latents, or the queries themselves where there is no ``q_b``.
     """
 
-    first: PackedMatrix
-    first_bias: torch.Tensor | None
+    first: Linear
     q_norm: torch.Tensor | None
-    q_b: PackedMatrix | None
+    q_b: Linear | None
     kv_norm: torch.Tensor
     q_eps: float
     kv_eps: float
     uk: PackedHeads
     uv: PackedHeads
-    o: PackedMatrix
-    o_bias: torch.Tensor | None
+    o: Linear
     NH: int
     nope: int
     R: int
@@ -57,24 +56,23 @@ class MLA:
     def make(cls, module: Any, name: str, packing: Packing) -> MLA:
         """From a DeepSeek attention module of that name."""
         first = "q_a_proj" if module.q_lora_rank is not None else "q_proj"
-        names = [f"{name}.{part}" for part in (first, "kv_a_proj_with_mqa")]
-        matrix = packing.matrix(*(f"{part}.weight" for part in names))
         NH, nope, dv = module.num_heads, module.qk_nope_head_dim, module.v_head_dim
         both, kv_b = nope + dv, f"{name}.kv_b_proj.weight"
         deep = module.q_lora_rank is not None
-        o = packing.matrix(f"{name}.o_proj.weight")
+        uk, uv = (packing.stack(f"{name}.{half}_b_proj.weight") for half in "kv")
+        if uk is None or uv is None:
+            uk = packing.heads(kv_b, [slice(h * both, h * both + nope) for h in range(NH)], True)
+            uv = packing.heads(kv_b, [slice(h * both + nope, (h + 1) * both) for h in range(NH)])
         return cls(
-            first=matrix,
-            first_bias=packing.bias(matrix, *(f"{part}.bias" for part in names)),
+            first=packing.linear(f"{name}.{first}", f"{name}.kv_a_proj_with_mqa"),
             q_norm=packing.vector(f"{name}.q_a_layernorm.weight") if deep else None,
-            q_b=packing.matrix(f"{name}.q_b_proj.weight") if deep else None,
+            q_b=packing.linear(f"{name}.q_b_proj") if deep else None,
             kv_norm=packing.vector(f"{name}.kv_a_layernorm.weight"),
             q_eps=module.q_a_layernorm.variance_epsilon if deep else 0.0,
             kv_eps=module.kv_a_layernorm.variance_epsilon,
-            uk=packing.heads(kv_b, [slice(h * both, h * both + nope) for h in range(NH)], True),
-            uv=packing.heads(kv_b, [slice(h * both + nope, (h + 1) * both) for h in range(NH)]),
-            o=o,
-            o_bias=packing.bias(o, f"{name}.o_proj.bias"),
+            uk=uk,
+            uv=uv,
+            o=packing.linear(f"{name}.o_proj"),
             NH=NH,
             nope=nope,
             R=module.qk_rope_head_dim,
@@ -99,9 +97,7 @@ class MLA:
 
     def lower(self, b: Builder, layer: str, x: str, pages: Pages) -> str:
         width, D = self.L + self.R, self.nope + self.R
-        a = b.buffer(f"{layer}.a", "T", self.first.N)
-        b.node("linear", f"{layer}.q_kv_a", [x], [a], _weights(self.first, self.first_bias))
-        q = a
+        q = a = self.first.lower(b, f"{layer}.q_kv_a", x, f"{layer}.a")
         if self.q_b is not None:
             assert self.q_norm is not None
             normed = b.buffer(f"{layer}.q_a", "T", len(self.q_norm))
@@ -109,8 +105,7 @@ class MLA:
                 "rms_norm", f"{layer}.q_norm", [a], [normed], {"weight": self.q_norm},
                 eps=self.q_eps,
             )  # fmt: skip
-            q = b.buffer(f"{layer}.q", "T", self.q_b.N)
-            b.node("linear", f"{layer}.q_b", [normed], [q], {"weight": self.q_b})
+            q = self.q_b.lower(b, f"{layer}.q_b", normed, f"{layer}.q")
         cache = _buffers(b, layer, self.caches(pages))
         latents, *rest = cache.values()
         turned = b.buffer(f"{layer}.q_turned", "T", self.NH, width)
@@ -144,9 +139,7 @@ class MLA:
                 "attention_expanded", f"{layer}.expanded", [*read, q, values], [values],
                 {"uk": self.uk, "uv": self.uv}, nope=self.nope, dv=self.dv, **attrs,
             )  # fmt: skip
-        out = b.buffer(f"{layer}.attended", "T", self.o.N)
-        b.node("linear", f"{layer}.o", [values], [out], _weights(self.o, self.o_bias))
-        return out
+        return self.o.lower(b, f"{layer}.o", values, f"{layer}.attended")
 
 
 @dataclass(frozen=True)
@@ -154,13 +147,11 @@ class GQA:
     """Attention with grouped queries; norms of queries and keys, biases and a window where a
     family has them."""
 
-    qkv: PackedMatrix
-    qkv_bias: torch.Tensor | None
+    qkv: Linear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     eps: float
-    o: PackedMatrix
-    o_bias: torch.Tensor | None
+    o: Linear
     NH: int
     KVH: int
     D: int
@@ -170,18 +161,13 @@ class GQA:
     @classmethod
     def make(cls, module: Any, name: str, packing: Packing) -> GQA:
         """From an attention module with ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``."""
-        names = [f"{name}.{part}_proj" for part in "qkv"]
-        matrix = packing.matrix(*(f"{part}.weight" for part in names))
-        o, D = packing.matrix(f"{name}.o_proj.weight"), module.head_dim
-        norm = getattr(module, "q_norm", None)
+        D, norm = module.head_dim, getattr(module, "q_norm", None)
         return cls(
-            qkv=matrix,
-            qkv_bias=packing.bias(matrix, *(f"{part}.bias" for part in names)),
+            qkv=packing.linear(*(f"{name}.{part}_proj" for part in "qkv")),
             q_norm=packing.vector(f"{name}.q_norm.weight") if norm is not None else None,
             k_norm=packing.vector(f"{name}.k_norm.weight") if norm is not None else None,
             eps=norm.variance_epsilon if norm is not None else 0.0,
-            o=o,
-            o_bias=packing.bias(o, f"{name}.o_proj.bias"),
+            o=packing.linear(f"{name}.o_proj"),
             NH=module.q_proj.out_features // D,
             KVH=module.k_proj.out_features // D,
             D=D,
@@ -204,8 +190,7 @@ class GQA:
         return pages.grouped(self.KVH, self.D)
 
     def lower(self, b: Builder, layer: str, x: str, pages: Pages) -> str:
-        qkv = b.buffer(f"{layer}.qkv", "T", self.qkv.N)
-        b.node("linear", f"{layer}.qkv", [x], [qkv], _weights(self.qkv, self.qkv_bias))
+        qkv = self.qkv.lower(b, f"{layer}.qkv", x, f"{layer}.qkv")
         cache = _buffers(b, layer, self.caches(pages))
         k, *rest = cache.values()
         q = b.buffer(f"{layer}.q", "T", self.NH, self.D)
@@ -221,9 +206,7 @@ class GQA:
             kv_heads=self.KVH, dk=self.D, dv=self.D, scale=self.scale, window=self.window,
             parts=tuple(cache),
         )  # fmt: skip
-        out = b.buffer(f"{layer}.attended", "T", self.o.N)
-        b.node("linear", f"{layer}.o", [values], [out], _weights(self.o, self.o_bias))
-        return out
+        return self.o.lower(b, f"{layer}.o", values, f"{layer}.attended")
 
 
 def _buffers(b: Builder, layer: str, parts: dict[str, Part]) -> dict[str, str]:
@@ -232,7 +215,3 @@ def _buffers(b: Builder, layer: str, parts: dict[str, Part]) -> dict[str, str]:
         name: b.buffer(f"{layer}.{name}", *part.shape, dtype=part.dtype, kind="cache")
         for name, part in parts.items()
     }
-
-
-def _weights(matrix: PackedMatrix, bias: torch.Tensor | None) -> dict[str, Any]:
-    return {"weight": matrix} if bias is None else {"weight": matrix, "bias": bias}

@@ -46,13 +46,13 @@ class Decoder:
     """A model's weights, packed, and what programs are made from.
 
     Attributes:
-        table: bfloat16 [V, H].
+        table: [V, H], bfloat16 or packed.
         frequencies: float32 [R / 2]; ``rope_scale``: of cos and sin (YaRN).
         kv_dtype: of the cache, see ``runtime.kv_cache.layout``.
     """
 
     name: str
-    table: torch.Tensor
+    table: torch.Tensor | PackedMatrix
     layers: tuple[Layer, ...]
     norm: torch.Tensor
     head: PackedMatrix
@@ -172,8 +172,13 @@ def make_decoder(
         raise PykernelsError(f"the engine cannot run this model: {reason}", "Use --eager")
     packing, inner = Packing(source, pack), model.model
     rotary = type(inner.rotary_emb)(config)  # its frequencies are in no checkpoint
-    table = packing.source.matrix("model.embed_tokens.weight")[1].data.contiguous()
-    tied = config.tie_word_embeddings
+    table = packing.table("model.embed_tokens.weight")
+    if not config.tie_word_embeddings:
+        head = packing.matrix("lm_head.weight")
+    elif isinstance(table, PackedMatrix):
+        head = table
+    else:
+        head = packing.matrix("model.embed_tokens.weight")
     return Decoder(
         name=config.model_type,
         table=table,
@@ -182,7 +187,7 @@ def make_decoder(
             for i, layer in enumerate(inner.layers)
         ),
         norm=packing.vector("model.norm.weight"),
-        head=packing.matrix("model.embed_tokens.weight" if tied else "lm_head.weight"),
+        head=head,
         eps=inner.norm.variance_epsilon,
         frequencies=rotary.inv_freq.float(),
         rope_scale=float(rotary.attention_scaling),

@@ -115,6 +115,9 @@ class _Random:
         scaled = self._fmt in ("bf16", "fp8")
         return _matrix("bf16" if plain or (narrow and not scaled) else self._fmt, N, K)
 
+    def stack(self, name: str) -> None:
+        return None
+
     def tensor(self, name: str) -> torch.Tensor | None:
         if (shape := self._shapes.get(name)) is None:
             return None

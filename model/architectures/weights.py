@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -15,8 +16,10 @@ from runtime.matrix import Pack, PackedHeads, PackedMatrix, outline
 
 from ..checkpoint.load import matrix as read_matrix
 from ..checkpoint.load import nbytes, stored_weight
+from ..checkpoint.names import Matrix
 from ..checkpoint.plan import Dense, Plan
-from ..checkpoint.safetensors import Checkpoint
+from ..checkpoint.safetensors import Checkpoint, Part
+from .linear import Linear
 
 BLOCK = 128
 """Rows and columns of an FP8 scale."""
@@ -27,6 +30,9 @@ class Source(Protocol):
 
     def matrix(self, name: str) -> tuple[str, Weight]:
         """(format, weight) of a linear's matrix [N, K]."""
+
+    def stack(self, name: str) -> tuple[str, list[Weight]] | None:
+        """(format, matrices) of a tensor [heads, N, K]; None if there is none of that name."""
 
     def tensor(self, name: str) -> torch.Tensor | None:
         """Any other tensor as it is; None if there is none of that name."""
@@ -42,6 +48,9 @@ class Parameters:
 
     def matrix(self, name: str) -> tuple[str, Weight]:
         return "bf16", Weight(self._tensors[name].detach().to(torch.bfloat16))
+
+    def stack(self, name: str) -> tuple[str, list[Weight]] | None:
+        return None
 
     def tensor(self, name: str) -> torch.Tensor | None:
         found = self._tensors.get(name)
@@ -66,12 +75,26 @@ class Stored:
     def matrix(self, name: str) -> tuple[str, Weight]:
         item = self._items[name]
         self._report(nbytes(self._checkpoint, item))
-        if item.source.fmt is None:
-            return "bf16", Weight(self._checkpoint.read(item.source.data).to(torch.bfloat16))
-        weight = stored_weight(self._checkpoint, item.source)
-        N, K = item.source.shape
-        get_format(item.source.fmt).check(weight, N, K, name)
-        return item.source.fmt, weight
+        return item.source.fmt or "bf16", self._weight(item.source, name)
+
+    def stack(self, name: str) -> tuple[str, list[Weight]] | None:
+        if (item := self._items.get(name)) is None:
+            return None
+        self._report(nbytes(self._checkpoint, item))
+        source = item.source
+        heads = [
+            Matrix(Part(source.data.name, h), source.shape[1:], fmt=source.fmt)
+            for h in range(source.shape[0])
+        ]
+        return source.fmt or "bf16", [self._weight(head, name) for head in heads]
+
+    def _weight(self, source: Matrix, name: str) -> Weight:
+        if source.fmt is None:
+            return Weight(self._checkpoint.read(source.data).to(torch.bfloat16))
+        weight = stored_weight(self._checkpoint, source)
+        N, K = source.shape
+        get_format(source.fmt).check(weight, N, K, name)
+        return weight
 
     def tensor(self, name: str) -> torch.Tensor | None:
         if (item := self._items.get(name)) is None:
@@ -88,11 +111,14 @@ class Outline:
 
     def matrix(self, name: str) -> tuple[str, Weight]:
         source = self._items[name].source
-        N, K = source.shape
-        fmt = get_format(source.fmt or "bf16")
-        scale = fmt.scale_shape(N, K)
-        scales = None if scale is None else torch.ones(scale).to(fmt.scale_dtypes[0])
-        return fmt.name, Weight(torch.empty(fmt.data_shape(N, K), dtype=fmt.dtype), scales)
+        fmt = source.fmt or "bf16"
+        return fmt, _outlined(fmt, *source.shape)
+
+    def stack(self, name: str) -> tuple[str, list[Weight]] | None:
+        if (item := self._items.get(name)) is None:
+            return None
+        (heads, N, K), fmt = item.source.shape, item.source.fmt or "bf16"
+        return fmt, [_outlined(fmt, N, K)] * heads
 
     def tensor(self, name: str) -> torch.Tensor | None:
         item = self._items.get(name)
@@ -105,26 +131,37 @@ class Packing:
     def __init__(self, source: Source, pack: Pack) -> None:
         self.source, self.pack = source, pack
 
-    def matrix(self, *names: str) -> PackedMatrix:
-        """The matrices of these parameters, one below the other: in their format, or in bfloat16
-        where they differ in it."""
-        found = [self.source.matrix(name) for name in names]
-        formats = {fmt for fmt, _ in found}
-        if len(formats) > 1:
-            found = [("bf16", _as_bf16(*one)) for one in found]
-        fmt = get_format(found[0][0])
-        return PackedMatrix(fmt, [weight for _, weight in found], self.pack)
+    def matrix(self, name: str) -> PackedMatrix:
+        """The matrix of a parameter."""
+        return self._packed([self.source.matrix(name)])
 
-    def bias(self, matrix: PackedMatrix, *names: str) -> torch.Tensor | None:
-        """Their biases in the places of their rows; None if none has one."""
-        biases = [self.source.tensor(name) for name in names]
-        if all(bias is None for bias in biases):
+    def linear(self, *modules: str) -> Linear:
+        """The linears of these modules, which read the same inputs, with their biases."""
+        found = [self.source.matrix(f"{module}.weight") for module in modules]
+        runs = itertools.groupby(found, lambda one: one[0])
+        parts, at, starts, N = [self._packed(list(run)) for _, run in runs], [], [], 0
+        for part in parts:
+            first = ceil_to(N, N_BLOCK)
+            at.append(first)
+            starts += [first + start for start in part.starts]
+            N = first + part.N
+        bias, out = [self.source.tensor(f"{module}.bias") for module in modules], torch.zeros(N)
+        for start, values in zip(starts, bias, strict=True):
+            if values is not None:
+                out[start : start + len(values)] = values.float()
+        biased = any(values is not None for values in bias)
+        return Linear(tuple(parts), tuple(at), tuple(starts), N, out if biased else None)
+
+    def table(self, name: str) -> torch.Tensor | PackedMatrix:
+        """An embedding [V, H]: bfloat16, or packed in the format that it is stored in."""
+        found = self.source.matrix(name)
+        return found[1].data.contiguous() if found[0] == "bf16" else self._packed([found])
+
+    def stack(self, name: str) -> PackedHeads | None:
+        """A stored tensor [heads, N, K], a matrix for each head; None if there is none."""
+        if (found := self.source.stack(name)) is None:
             return None
-        out = torch.zeros(matrix.N)
-        for start, bias in zip(matrix.starts, biases, strict=True):
-            if bias is not None:
-                out[start : start + len(bias)] = bias.float()
-        return out
+        return PackedHeads(get_format(found[0]), found[1], self.pack)
 
     def heads(self, name: str, rows: Sequence[slice], transposed: bool = False) -> PackedHeads:
         """Rows of one matrix, a matrix for each head: in its format where that can be cut so."""
@@ -154,11 +191,23 @@ class Packing:
             packed.pack(0, *(weight for _, weight in found), biases=biases)
         return packed
 
+    def _packed(self, found: list[tuple[str, Weight]]) -> PackedMatrix:
+        """Matrices of one format as one."""
+        return PackedMatrix(get_format(found[0][0]), [weight for _, weight in found], self.pack)
+
     def vector(self, name: str) -> torch.Tensor:
         """A norm's weight, float32."""
         found = self.source.tensor(name)
         assert found is not None, name
         return found.float().contiguous()
+
+
+def _outlined(fmt: str, N: int, K: int) -> Weight:
+    """A matrix of that shape without its numbers."""
+    chosen = get_format(fmt)
+    scale = chosen.scale_shape(N, K)
+    scales = None if scale is None else torch.ones(scale).to(chosen.scale_dtypes[0])
+    return Weight(torch.empty(chosen.data_shape(N, K), dtype=chosen.dtype), scales)
 
 
 def _as_bf16(fmt: str, weight: Weight) -> Weight:

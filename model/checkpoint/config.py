@@ -11,6 +11,9 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from pykernels.errors import PykernelsError
 
+from .gguf import GGUF, find_gguf
+from .gguf.config import config_of
+from .gguf.tokenizer import special_ids
 from .quantized import awq, compressed_tensors, gptq, mxfp4
 from .safetensors import read_json
 
@@ -45,41 +48,50 @@ DTYPES = {
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """The model's configuration, its `quantization_config` checked and removed.
+    """The model's configuration, its `quantization_config` checked and removed; a GGUF file's from
+    its metadata.
 
     `load` dequantizes by itself: with the entry left in place, transformers would look for a
     quantizer of its own. Raises `PykernelsError` for an unknown architecture or weight format.
     """
+    if (file := find_gguf(folder)) is not None:
+        checkpoint = GGUF(file)
+        data = {**config_of(checkpoint), **special_ids(checkpoint)}
+        return _checked(data, str(data["model_type"]), file, file)
     if not folder.is_dir():
         raise PykernelsError(
             f"There is no folder {folder}", "Give the folder of a downloaded checkpoint"
         )
-    data = read_json(folder / "config.json")
+    file = folder / "config.json"
+    data = read_json(file)
     model_type = data.get("model_type")
     if not isinstance(model_type, str):
-        raise PykernelsError(
-            f"{folder / 'config.json'} has no model_type", "Give the config.json of the checkpoint"
-        )
+        raise PykernelsError(f"{file} has no model_type", "Give the config.json of the checkpoint")
     model_type = ALIASES.get(model_type, model_type)
     if model_type not in CONFIG_MAPPING:
         raise _unknown(model_type)
     check_quantization(data.pop("quantization_config", None), folder)
     data.pop("auto_map", None)  # no code from the checkpoint is ever run
+    return _checked(data, model_type, file, folder)
+
+
+def _checked(data: dict[str, Any], model_type: str, file: Path, folder: Path) -> PretrainedConfig:
+    """The configuration, with values that a model can run with; `file`: for errors."""
     try:
         config = CONFIG_MAPPING[model_type].from_dict({**data, "model_type": model_type})
     except Exception as error:  # transformers validates with several exception types of its own
         raise PykernelsError(
-            f"{folder / 'config.json'} is no valid {model_type} configuration: {error}",
-            "Download config.json again",
+            f"{file} is no valid {model_type} configuration: {error}",
+            f"Download {file.name} again",
         ) from error
-    check_router(config, folder)
-    check_extra_layers(config, folder)
-    check_forward(config, folder)
+    check_router(config, file)
+    check_extra_layers(config, file)
+    check_forward(config, file)
     config._name_or_path = str(folder)
     return config
 
 
-def check_router(config: PretrainedConfig, folder: Path) -> None:
+def check_router(config: PretrainedConfig, file: Path) -> None:
     """The sizes of a grouped router (DeepSeek-V2, 2.2.2) are consistent.
 
     Otherwise the model would fail at its first token, after all weights were loaded.
@@ -87,7 +99,7 @@ def check_router(config: PretrainedConfig, folder: Path) -> None:
     method = getattr(config, "topk_method", None)
     if config.model_type == "deepseek_v2" and method not in ROUTERS:
         raise PykernelsError(
-            f"{folder / 'config.json'} has the topk_method {method!r}, which is not known",
+            f"{file} has the topk_method {method!r}, which is not known",
             f"Use a checkpoint with one of {', '.join(ROUTERS)}",
         )
     counts = (getattr(config, name, None) for name in EXPERT_COUNTS)
@@ -104,24 +116,24 @@ def check_router(config: PretrainedConfig, folder: Path) -> None:
         or topk > experts // groups * open_groups
     ):
         raise PykernelsError(
-            f"{folder / 'config.json'} routes a token to {topk} of {experts} experts, in"
+            f"{file} routes a token to {topk} of {experts} experts, in"
             f" {open_groups} (topk_group) of {groups} groups (n_group), which cannot be",
-            "Download config.json again",
+            f"Download {file.name} again",
         )
 
 
-def check_extra_layers(config: PretrainedConfig, folder: Path) -> None:
+def check_extra_layers(config: PretrainedConfig, file: Path) -> None:
     """The count of multi-token prediction layers, which are not loaded, is plausible."""
     extra = getattr(config, "num_nextn_predict_layers", None) or 0
     if not isinstance(extra, int) or not 0 <= extra <= config.num_hidden_layers:
         raise PykernelsError(
-            f"{folder / 'config.json'} has {extra!r} num_nextn_predict_layers beside"
+            f"{file} has {extra!r} num_nextn_predict_layers beside"
             f" {config.num_hidden_layers} layers",
-            "Download config.json again",
+            f"Download {file.name} again",
         )
 
 
-def check_forward(config: PretrainedConfig, folder: Path) -> None:
+def check_forward(config: PretrainedConfig, file: Path) -> None:
     """Values that transformers accepts, but whose forward or `generate` fails with them.
 
     They would be found only after all weights were loaded.
@@ -150,7 +162,7 @@ def check_forward(config: PretrainedConfig, folder: Path) -> None:
     for good, name, value, wanted in checks:
         if not good:
             raise PykernelsError(
-                f"{folder / 'config.json'} has the {name} {value!r}, which no model runs with",
+                f"{file} has the {name} {value!r}, which no model runs with",
                 f"Set it to {wanted}",
             )
 

@@ -16,6 +16,7 @@ from pykernels.registry import resolve
 from pykernels.target import detect
 
 from ..modules.moe import FusedMoE, routed_experts
+from .gguf.types import as_weight
 from .plan import Dense, Experts, Matrix, Plan
 from .progress import Callback
 from .quantized import mxfp4, zero_points
@@ -38,6 +39,12 @@ def load(
     warn_of(plan)
     total = sum(nbytes(checkpoint, item) for item in plan.items)
     done = 0
+    for item in plan.items:
+        if isinstance(item, Dense) and item.name.endswith("k_b_proj.weight"):
+            raise PykernelsError(
+                f"{item.source.data.name} is a part of a matrix that transformers' model has whole",
+                "Run it on the engine, without --eager",
+            )
     for item in plan.items:
         if isinstance(item, Dense):
             tensor = matrix(checkpoint, item.source, item.dtype).to(device)
@@ -112,7 +119,10 @@ def matrix(checkpoint: Checkpoint, source: Matrix, dtype: torch.dtype) -> torch.
 
 def stored_weight(checkpoint: Checkpoint, source: Matrix) -> Weight:
     """A quantized matrix as it is stored, a `Weight` in `source.fmt`."""
-    assert source.fmt is not None and source.scale is not None
+    assert source.fmt is not None
+    if checkpoint.blocks:
+        return as_weight(checkpoint.read(source.data), source.fmt, *source.shape)
+    assert source.scale is not None
     if source.zero is not None:
         return zero_points.read(checkpoint, source)
     if source.fmt == "mxfp4":

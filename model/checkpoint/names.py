@@ -13,11 +13,14 @@ from transformers.core_model_loading import WeightRenaming
 
 from pykernels.errors import PykernelsError
 
+from .gguf.types import format_of
 from .matrix import Matrix
 from .quantized import compressed_tensors, zero_points
 from .safetensors import DTYPES, Checkpoint, Part, read_json
 
 FLOATS = ("BF16", "F16", "F32")
+EXACT = {False: FLOATS, True: ("BF16", "F32")}
+"""GGUF's types that are no format of `pykernels.quant`: of vectors, and of matrices."""
 BLOCK = 128  # rows and columns that share one FP8 scale
 Q4_0_BLOCK = 32  # inputs that share one float16 scale
 CHECK = "Check that config.json belongs to this checkpoint, or download it again"
@@ -45,7 +48,7 @@ class Names:
         ]
         self.stored: dict[str, str] = {}
         for name in checkpoint.tensors:
-            key = name
+            key = checkpoint.names.get(name, name)
             for renaming in renamings:
                 key, _ = renaming.rename_source_key(key)
             if match := _EXPERT.match(key):
@@ -89,6 +92,10 @@ class Names:
         if info.dtype == "I8":
             self._check_matrix(part, len(shape) == 2)
             return self._int8(key, part, shape)
+        if self.checkpoint.blocks and info.dtype not in EXACT[len(shape) >= 2]:
+            fmt = format_of(info.dtype, part.name)
+            self._check_matrix(part, len(shape) >= 2)
+            return Matrix(part, shape, fmt=fmt)
         return Matrix(part, shape)
 
     @functools.cached_property

@@ -14,6 +14,7 @@ stored                                                as in
 ``*.weight_packed`` + ``*.weight_scale``, ...         likewise, int4
 ``*.qweight`` + ``*.qzeros`` + ``*.scales``           see `awq` and `gptq`
 ``X.experts.gate_up_proj_blocks``, ``_scales``, ...   see `mxfp4`
+``blk.L.ffn_{gate,up,down}_exps.weight`` [E, N, K]    GGUF, see `gguf.names`
 ====================================================  ==========================================
 """
 
@@ -96,6 +97,9 @@ def make_plan(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype
             if id(tensor) in done or name in skip:
                 continue
             done.add(id(tensor))
+            if halves := _latent_halves(names, name, tensor, dtype):
+                plan.items += halves
+                continue
             source = names.take(instead.get(name, name), tuple(tensor.shape))
             if source is not None:
                 target = torch.float32 if strict & set(name.split(".")) else dtype
@@ -126,13 +130,30 @@ def _own_tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
             yield leaf, buffer
 
 
+def _latent_halves(
+    names: Names, name: str, tensor: torch.Tensor, dtype: torch.dtype
+) -> list[Dense | Experts]:
+    """What GGUF stores for MLA's ``kv_b_proj`` [NH (nope + dv), L]: ``k_b_proj`` [NH, L, nope],
+    already transposed, and ``v_b_proj`` [NH, dv, L]. Some files have it whole, some in both ways.
+    """
+    keys = [name.replace("kv_b_proj", half) for half in ("k_b_proj", "v_b_proj")]
+    if keys[0] == name or not all(key in names.stored for key in keys):
+        return []
+    names.unused.discard(name)
+    N, L = tensor.shape
+    NH, _, nope = names.checkpoint.tensors[names.stored[keys[0]]].shape[-3:]
+    shapes = (NH, L, nope), (NH, N // NH - nope, L)
+    found = [names.take(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    return [Dense(key, m, dtype) for key, m in zip(keys, found, strict=True) if m is not None]
+
+
 def _dense(
     name: str, source: Matrix, tensor: torch.Tensor, dtype: torch.dtype, checkpoint: Checkpoint
 ) -> Dense:
     stored = checkpoint.tensors[source.data.name].dtype
     if not tensor.is_floating_point():
         dtype = tensor.dtype
-    elif stored not in FLOATS and source.scale is None:
+    elif stored not in FLOATS and source.fmt is None:
         raise PykernelsError(
             f"{source.data.name} is {stored}, the model needs {', '.join(FLOATS)} there",
             "Store it as float32" if stored == "F64" else HINT,
@@ -145,7 +166,9 @@ def _add_experts(plan: Plan, names: Names, module: Any, path: str) -> None:
     packed = isinstance(module, FusedMoE)
     block = f"{path}.experts" if packed else path
     shape = module.shape if packed else fused_shape(module)
-    if f"{block}.gate_up_proj_blocks" in names.stored:
+    if f"{block}.gate_proj" in names.stored:
+        found = _stacked(names, block, shape)
+    elif f"{block}.gate_up_proj_blocks" in names.stored:
         found = mxfp4.find(names, block, shape.E, shape.H, shape.I)
     elif f"{block}.gate_up_proj" in names.stored:
         found = _fused(names, block, shape)
@@ -195,6 +218,21 @@ def _separate(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, M
         if gate and up and down:
             found.append((gate, up, down))
     return found
+
+
+def _stacked(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Matrix, Matrix]]:
+    """GGUF's: a tensor [E, N, K] of each projection."""
+    E, H, I = shape.E, shape.H, shape.I  # noqa: E741
+    stacks = [
+        (names.take(f"{block}.{proj}_proj", (E, N, K)), N, K)
+        for proj, N, K in (("gate", I, H), ("up", I, H), ("down", H, I))
+    ]
+    if not all(stack for stack, _, _ in stacks):
+        return []
+    return [
+        tuple(Matrix(Part(m.data.name, e), (N, K), fmt=m.fmt) for m, N, K in stacks if m)  # type: ignore[misc]
+        for e in range(E)
+    ]
 
 
 def _fused(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Matrix, Matrix]]:

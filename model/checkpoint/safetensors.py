@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -72,7 +74,14 @@ class Checkpoint:
 
     `Checkpoint(folder)` reads every header and compares it with the file's size, so an absent or
     half-downloaded shard is found before anything is loaded. Raises `PykernelsError`.
+
+    Attributes:
+        names: names of the model's by stored ones, where those are another house's (GGUF).
+        blocks: whether other tensors than floats are rows of blocks with their scales inside.
     """
+
+    names: Mapping[str, str] = MappingProxyType({})
+    blocks = False
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -153,10 +162,10 @@ def _single(folder: Path) -> dict[str, TensorInfo]:
         return _header(folder / SINGLE)
     if any(folder.glob("*.safetensors")):
         raise PykernelsError(f"{folder} has safetensors files but no {INDEX}", _AGAIN)
-    if any(folder.glob("*.bin")) or any(folder.glob("*.gguf")):
+    if any(folder.glob("*.bin")):
         raise PykernelsError(
             f"{folder} holds weights in another format than safetensors",
-            "Get the safetensors version of the checkpoint",
+            "Get the safetensors or GGUF version of the checkpoint",
         )
     raise PykernelsError(f"{folder} has neither {SINGLE} nor {INDEX}", _AGAIN)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Model = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="Checkpoint folder.", show_default="the embedded model"),
+    typer.Option(metavar="DIR|FILE.gguf", help="Checkpoint.", show_default="the embedded model"),
 ]
 Rules = Annotated[
     Path | None,

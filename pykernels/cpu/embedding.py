@@ -1,4 +1,4 @@
-"""The embedding gather; twin of ``ref.embed``."""
+"""The embedding gather, from a bfloat16 table or a packed one; twin of ``ref.embed``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 from numba import carray, types
 
+from ..quant.layout import N_BLOCK
 from ..target import detect
+from .gemv.portable import make_row
 from .intrin.descriptor import descriptor
 from .intrin.scalar import bf16_as_f32
 from .intrin.sync import as_pointer
@@ -20,12 +22,15 @@ EMBED, embed_at = descriptor(
     (
         "count_at",  # address of the number of tokens
         "ids",  # int64 [T]
-        "table",  # bfloat16 [V, H]
+        "table",  # bfloat16 [V, H], or packed blocks
         "V",
         "H",
         "out",  # float32 [T, H]
         "out_stride",  # bytes
         "chunk",  # tokens of a task
+        "scale",  # of packed blocks
+        "block_bytes",
+        "scale_bytes",
     ),
 )
 
@@ -59,6 +64,33 @@ def make_embed() -> tuple[Any, Any]:
             halves = carray(as_pointer(row), (job.H,), types.uint16)
             for h in range(whole, job.H):
                 poke_f32(out + 4 * h, bf16_as_f32(halves[h]))
+        return 0
+
+    return opening, run
+
+
+@functools.cache
+def make_embed_packed(fmt: str) -> tuple[Any, Any]:
+    """The same of a table packed in a format of ``quant``: only rows that are looked up are
+    dequantized."""
+    read_row = make_row(fmt)
+
+    @task("embed-packed-open")
+    def opening(address, index, worker):
+        job = embed_at(address)
+        return (i64(job.count_at, 0) + job.chunk - 1) // job.chunk
+
+    @task(f"embed-{fmt}")
+    def run(address, index, worker):
+        job = embed_at(address)
+        first = index * job.chunk
+        for t in range(first, min(first + job.chunk, i64(job.count_at, 0))):
+            token = i64(job.ids, t)
+            if token < 0 or token >= job.V:
+                return BAD_TOKEN
+            w = job.table + token // N_BLOCK * job.block_bytes
+            scale = job.scale + token // N_BLOCK * job.scale_bytes
+            read_row(w, scale, token % N_BLOCK, job.H, job.out + t * job.out_stride)
         return 0
 
     return opening, run

@@ -82,10 +82,8 @@ def make(
     `compressed`: a scheme of `tiny_quantized`, for all linear layers but the head and routers.
     """
     scheme = "deepseek" if fp8 else compressed
-    settings = {**_BASE, **_FAMILY[model_type], **(FP8_SIZES if fp8 else {}), **config}
-    cfg = CONFIG_MAPPING[model_type](**settings)
-    reference = AutoModelForCausalLM.from_config(cfg, dtype=torch.float32).eval()
-    randomize(reference, seed)
+    reference = build(model_type, seed, **(FP8_SIZES if fp8 else {}), **config)
+    cfg = reference.config
     stored = store(reference, model_type, dtype, scheme)
     values = dict(reference.state_dict())
     fill(values, stored, model_type, scheme)
@@ -100,6 +98,14 @@ def make(
     (path / "config.json").write_text(json.dumps(data))
     write_shards(path, stored, shards)
     return Tiny(path, stored, reference)
+
+
+def build(model_type: str, seed: int = 0, **config: Any) -> PreTrainedModel:
+    """transformers' own model in float32, with random weights."""
+    cfg = CONFIG_MAPPING[model_type](**{**_BASE, **_FAMILY.get(model_type, {}), **config})
+    model = AutoModelForCausalLM.from_config(cfg, dtype=torch.float32).eval()
+    randomize(model, seed)
+    return model
 
 
 def randomize(model: PreTrainedModel, seed: int) -> None:

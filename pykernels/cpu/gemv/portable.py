@@ -303,3 +303,31 @@ def make_tiles(fmt: str, activations: str) -> Any:
         return 0
 
     return tiles
+
+
+def make_row(fmt: str) -> Callable:
+    """``row(w, scale, n, K, out)``: output n of a packed block, dequantized, float32 [K] to out."""
+    read_row, factor_of = _ROW[fmt], _FACTOR.get(fmt, _bf16_groups)
+    minimum_of = _MINIMUM.get(fmt)
+    MINIMUM = minimum_of is not None
+    GROUP, BLOCK_BYTES = SCALE_K[fmt] or K_BLOCK, packed_bytes(fmt)
+
+    @inlined
+    def row(w, scale, n, K, out):
+        result = _floats(out, K)
+        even = _floats(stack_alloc(64), _PAIRS)
+        odd = _floats(stack_alloc(64), _PAIRS)
+        half, column = n // 16, n % 16
+        for first_k in range(0, K, GROUP):
+            group = first_k // GROUP
+            factor, low = factor_of(scale, group, n), types.float32(0)
+            if MINIMUM:
+                low = minimum_of(scale, group, n)
+            for k in range(first_k, min(first_k + GROUP, K), 2):
+                step, r = k % K_BLOCK // K_STEP, k % K_STEP // 2
+                read_row(w + k // K_BLOCK * BLOCK_BYTES, step, half, r, even, odd)
+                result[k] = even[column] * factor - low
+                if k + 1 < K:
+                    result[k + 1] = odd[column] * factor - low
+
+    return row

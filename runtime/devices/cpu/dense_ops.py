@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pykernels.cpu.activations.row_layout import row_bytes
-from pykernels.cpu.embedding import EMBED, make_embed
+from pykernels.cpu.embedding import EMBED, make_embed, make_embed_packed
 from pykernels.cpu.gemm.common import MAX_BLOCKS
 from pykernels.cpu.gemv.common import MAX_TOKENS
 from pykernels.cpu.linear import HEADS, LINEAR, make_heads, make_linear
@@ -13,7 +13,7 @@ from pykernels.cpu.moe.kernel import tables_address
 from pykernels.cpu.sampling import SAMPLING, make_ops, sizes
 from pykernels.quant.layout import K_BLOCK, ceil_to
 
-from ...matrix import PackedHeads
+from ...matrix import PackedHeads, PackedMatrix
 from ...program import Node
 from ...workers.job import Job
 from .context import Context
@@ -26,10 +26,19 @@ _TASK_BYTES = 1 << 20
 def embed(step: Context, node: Node) -> list[Job]:
     (ids,), (out,) = node.inputs, node.outputs
     table = node.weights["table"]
-    opening, run = make_embed()
+    (V, H), fields = table.shape, dict[str, int]()
+    if isinstance(table, PackedMatrix):
+        opening, run = make_embed_packed(table.fmt.name)
+        fields = {
+            "scale": step.keep(table.scales), "block_bytes": table.blocks.shape[1],
+            "scale_bytes": table.scales.shape[1],
+        }  # fmt: skip
+        table = table.blocks
+    else:
+        opening, run = make_embed()
     record = step.record(
-        EMBED, count_at=step.count_at(ids), ids=step.at(ids), table=step.keep(table),
-        V=table.shape[0], H=table.shape[1], out=step.at(out), out_stride=step.stride(out), chunk=16,
+        EMBED, count_at=step.count_at(ids), ids=step.at(ids), table=step.keep(table), V=V, H=H,
+        out=step.at(out), out_stride=step.stride(out), chunk=1 if fields else 16, **fields,
     )  # fmt: skip
     return [Job(node.name, run.address, record, opening.address)]
 
@@ -51,7 +60,8 @@ def rms_norm(step: Context, node: Node) -> list[Job]:
 
 
 def linear(step: Context, node: Node) -> list[Job]:
-    (x,), (out,) = node.inputs, node.outputs
+    """x by a matrix; to columns of out from ``start`` on, where other ones write the rest."""
+    x, (out,) = node.inputs[0], node.outputs
     matrix, bias = node.weights["weight"], node.weights.get("bias")
     kernel = step.kernel_of(matrix.fmt.name, node.attrs.get("activations", "bf16"))
     rows, jobs = step.rows(node, x, kernel, True)
@@ -74,7 +84,7 @@ def linear(step: Context, node: Node) -> list[Job]:
         blocks=blocks,
         N=matrix.N,
         bias=0 if bias is None else step.keep(bias.float().contiguous()),
-        out=step.at(out),
+        out=step.at(out) + 4 * node.attrs.get("start", 0),
         out_stride=step.stride(out),
         chunk=chunk,
         gemm_chunk=gemm_chunk,

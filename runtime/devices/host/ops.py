@@ -33,7 +33,10 @@ Op = Callable[[Memory, Node], None]
 
 
 def embed(m: Memory, node: Node) -> None:
-    m.write(node.outputs[0], ref.embed(m.read(node.inputs[0]), node.weights["table"]).float())
+    table = node.weights["table"]
+    if not isinstance(table, torch.Tensor):
+        table = weights.matrix(table)
+    m.write(node.outputs[0], ref.embed(m.read(node.inputs[0]), table).float())
 
 
 def rms_norm(m: Memory, node: Node) -> None:
@@ -50,9 +53,17 @@ def rms_norm(m: Memory, node: Node) -> None:
 
 
 def linear(m: Memory, node: Node) -> None:
+    """x by a matrix; to columns of out from ``start`` on, where out is as wide as ``width``."""
     packed, bias = node.weights["weight"], node.weights.get("bias")
+    (out,), start = node.outputs, node.attrs.get("start", 0)
     y = m.read(node.inputs[0])[:, : packed.K] @ weights.matrix(packed).T  # [T, N]
-    m.write(node.outputs[0], y if bias is None else y + bias)
+    y = y if bias is None else y + bias
+    if "width" not in node.attrs:
+        m.write(out, y)
+        return
+    whole = m.read(out).clone() if out in node.inputs else y.new_zeros(len(y), node.attrs["width"])
+    whole[:, start : start + packed.N] = y
+    m.write(out, whole)
 
 
 def heads(m: Memory, node: Node) -> None:

@@ -1,0 +1,42 @@
+"""Linears that read the same inputs, as nodes: one matrix where their formats agree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from runtime.matrix import PackedMatrix
+from runtime.program import Builder
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Matrices [N, K] one below the other, their outputs side by side in one buffer.
+
+    Attributes:
+        parts: a run of matrices of one format each.
+        at: the first output of each part.
+        starts: the first output of each matrix.
+        N: outputs, those that fill up blocks between parts included.
+        bias: float32 [N]; None for none.
+    """
+
+    parts: tuple[PackedMatrix, ...]
+    at: tuple[int, ...]
+    starts: tuple[int, ...]
+    N: int
+    bias: torch.Tensor | None
+
+    def lower(self, b: Builder, name: str, x: str, out: str) -> str:
+        """Adds its nodes; returns the buffer [T, N], which is called `out`."""
+        b.buffer(out, "T", self.N)
+        for i, (matrix, start) in enumerate(zip(self.parts, self.at, strict=True)):
+            weights: dict[str, Any] = {"weight": matrix}
+            if self.bias is not None:
+                weights["bias"] = self.bias[start : start + matrix.N]
+            inputs, label = ([x], name) if i == 0 else ([x, out], f"{name}.{i}")
+            place = {"start": start, "width": self.N} if len(self.parts) > 1 else {}
+            b.node("linear", label, inputs, [out], weights, **place)
+        return out

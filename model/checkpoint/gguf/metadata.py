@@ -1,0 +1,73 @@
+"""The values of a GGUF file's metadata, checked for what they must be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pykernels.errors import PykernelsError
+
+_ABSENT = object()
+_MOST = 1 << 31
+"""No size of a model is as large."""
+
+
+class Metadata:
+    """Lookups by key, without the architecture in front of it.
+
+    Every method raises `PykernelsError` for a value of another kind, and for one that is not there
+    unless it has a default.
+    """
+
+    def __init__(self, values: dict[str, Any], architecture: str, path: Path) -> None:
+        self._values, self._path, self.architecture = values, path, architecture
+
+    def has(self, key: str) -> bool:
+        return f"{self.architecture}.{key}" in self._values
+
+    def count(self, key: str, default: Any = _ABSENT) -> Any:
+        """A whole number; of a list with one for each layer, the one that all have."""
+        value = self._get(key, default)
+        if isinstance(value, list) and value and all(one == value[0] for one in value):
+            value = value[0]
+        if value is default:
+            return default
+        if type(value) is not int or not 0 <= value < _MOST:
+            raise self.wrong(key, value)
+        return value
+
+    def number(self, key: str, default: Any = _ABSENT) -> Any:
+        """A finite number."""
+        value = self._get(key, default)
+        if value is default:
+            return default
+        if type(value) not in (int, float) or not abs(value) < 1e30:
+            raise self.wrong(key, value)
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._get(key, default)
+        if type(value) is not bool:
+            raise self.wrong(key, value)
+        return value
+
+    def word(self, key: str, default: str) -> str:
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self.wrong(key, value)
+        return value
+
+    def wrong(self, key: str, value: Any) -> PykernelsError:
+        return PykernelsError(
+            f"{self._path} has the {self.architecture}.{key} {str(value)[:60]!r}, which cannot be",
+            "Convert the model again",
+        )
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self._values.get(f"{self.architecture}.{key}", default)
+        if value is _ABSENT:
+            raise PykernelsError(
+                f"{self._path} has no {self.architecture}.{key} in its metadata",
+                "Convert the model again with a newer llama.cpp",
+            )
+        return value

@@ -1,0 +1,51 @@
+"""ggml's types of tensors: the format in `pykernels.quant` that takes each as it is stored."""
+
+from __future__ import annotations
+
+import torch
+
+from pykernels.errors import PykernelsError
+from pykernels.quant import FORMATS, Weight, get_format
+
+FORMAT_OF = {
+    kind: kind.lower()
+    for kind in (
+        "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4", "F16",
+    )
+}  # fmt: skip
+"""By ggml's names; F32 and BF16 are floats, and so is F16 where it is no matrix."""
+
+MXFP4_BLOCK = 32
+"""Inputs of a scale."""
+
+
+def format_of(kind: str, name: str) -> str:
+    """The format of a tensor `name` of that type. Raises `PykernelsError` if there is none."""
+    fmt = FORMAT_OF.get(kind)
+    if fmt is None or fmt not in FORMATS:
+        known = ", ".join(k for k, f in FORMAT_OF.items() if f in FORMATS)
+        raise PykernelsError(
+            f"{name} is {kind}, for which there is no kernel", f"Get the model in one of {known}"
+        )
+    return fmt
+
+
+def as_weight(rows: torch.Tensor, fmt: str, N: int, K: int) -> Weight:
+    """The matrix [N, K] of rows as `GGUF.read` gives them: uint8 [N, row bytes], or floats.
+
+    Raises `PykernelsError` for scales that are NaN or infinite.
+    """
+    if fmt == "mxfp4":
+        return _mxfp4(rows, N, K)
+    if fmt == "f16":
+        return Weight(rows)
+    weight: Weight = get_format(fmt).from_gguf(rows, N, K)  # type: ignore[attr-defined]
+    return weight
+
+
+def _mxfp4(rows: torch.Tensor, N: int, K: int) -> Weight:
+    """Blocks of a scale (E8M0) and 32 codes, input i in the low half of byte i, i + 16 in the high
+    half -> the same codes a byte each, and the scales."""
+    blocks = rows.view(N, K // MXFP4_BLOCK, 1 + MXFP4_BLOCK // 2)
+    codes = torch.cat([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], dim=2)
+    return Weight(codes.view(N, K), blocks[..., 0].contiguous())
