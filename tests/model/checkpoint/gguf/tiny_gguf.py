@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from pykernels.quant import get_format
 
-from .. import tiny
-from ..checks import byte_tokenizer
+from ... import tiny
+from ...checks import byte_tokenizer
 
 Type = gguf.GGMLQuantizationType
 TypeOf = Callable[[str], Type]
@@ -34,6 +34,9 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 ROPE = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.707,
         "mscale_all_dim": 0.707, "beta_fast": 32, "beta_slow": 1}  # fmt: skip
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}  # fmt: skip
 
 
 def mixed(name: str) -> Type:
@@ -81,6 +84,11 @@ def write(
         data = _quantized(tensor, kind)
         writer.add_tensor(name, data, raw_dtype=kind)
         put(torch.from_numpy(np.array(gguf.quants.dequantize(data, kind))).view(tensor.shape))
+    if cfg.rope_parameters.get("rope_type") == "llama3":
+        turned: Any = model.model.rotary_emb
+        D = 2 * len(turned.inv_freq)
+        plain = cfg.rope_parameters["rope_theta"] ** (-torch.arange(0, D, 2) / D)
+        writer.add_tensor("rope_freqs.weight", (plain / turned.inv_freq).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

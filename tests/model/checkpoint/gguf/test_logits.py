@@ -11,13 +11,15 @@ import torch
 import model
 from pykernels.quant import PackedExperts
 
-from ..checks import errors
-from ..test_engine import BF16, logits
+from ...checks import errors
+from ...test_engine import BF16, logits
 from . import tiny_gguf
 from .tiny_gguf import Type, all_of
 
 CASES: dict[str, dict[str, Any]] = {
-    "llama": {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 64},
+    "llama": {
+        "tie_word_embeddings": True, "attention_bias": True, "rope_scaling": tiny_gguf.LLAMA3,
+    },  # fmt: skip
     "mixtral": {},
     "mixtral in mxfp4": {"type_of": tiny_gguf.gpt_oss, "head_dim": 32},
     "qwen2_moe in 32s": {"type_of": tiny_gguf.blocks_of_32},
