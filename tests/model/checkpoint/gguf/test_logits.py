@@ -10,6 +10,8 @@ import torch
 
 import model
 from pykernels.quant import PackedExperts
+from runtime.devices.host.runner import HostRunner
+from runtime.engine import Engine, SamplingParams
 
 from ...checks import errors
 from ...test_engine import BF16, logits
@@ -46,7 +48,7 @@ def test_logits_are_those_of_the_dequantized_model(case: str, tmp_path: Path) ->
 
 def test_weights_stay_as_they_are_stored(tmp_path: Path) -> None:
     """Of a split set, found by its folder: experts of two formats, a mixed qkv, the embedding."""
-    tiny_gguf.write(tmp_path / "m.gguf", "qwen3_moe", files=3)
+    reference = tiny_gguf.write(tmp_path / "m.gguf", "qwen3_moe", files=3)
     assert len(list(tmp_path.glob("*.gguf"))) == 3
     with model.load_engine(tmp_path, context=64) as llm:
         decoder: Any = llm.runner.model
@@ -55,8 +57,15 @@ def test_weights_stay_as_they_are_stored(tmp_path: Path) -> None:
         assert (experts.fmt.name, experts.down_fmt.name) == ("q4_k", "q6_k")
         assert [part.fmt.name for part in layer.attention.qkv.parts] == ["q4_k", "q6_k"]
         assert (decoder.table.fmt.name, decoder.head.fmt.name) == ("q8_0", "q6_k")
-        text = llm.generate("ab", temperature=0, max_tokens=4)
-        assert len(text.token_ids) <= 4 and llm.encode("ab")[0] == 0
+        ids = llm.encode("ab")
+        assert ids[0] == 0 and len(llm.generate(ids, max_tokens=4).token_ids) <= 4
+        host = Engine(HostRunner(decoder, 64, max_tokens=16, max_sequences=1), threaded=False)
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        (found,) = host.generate([ids], params)
+    truth = reference.generate(
+        torch.tensor([ids]), max_new_tokens=6, do_sample=False, eos_token_id=None
+    )
+    assert list(found.token_ids) == truth[0, len(ids) :].tolist()
 
 
 def test_eagerly(tmp_path: Path) -> None:
