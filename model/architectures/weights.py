@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from pykernels.errors import PykernelsError
 from pykernels.quant import Biases, PackedExperts, Weight, get_format
 from pykernels.shapes import ExpertSpec, MoEShape
 from runtime.machine.memory import allocate
@@ -174,10 +175,19 @@ class Packing:
 
     def mlp(self, gate: str, up: str, down: str) -> PackedExperts:
         """A gated MLP, with its biases if it has some, as the one expert of a layer; gate and up in
-        bfloat16 where their formats differ."""
+        bfloat16 where their formats differ.
+
+        Raises:
+            PykernelsError: they differ in a GGUF file.
+        """
         names = (gate, up, down)
         found = [self.source.matrix(name) for name in names]
         if found[0][0] != found[1][0]:
+            if any(fmt != "bf16" and weight.scale is None for fmt, weight in found[:2]):
+                raise PykernelsError(
+                    f"{gate} is {found[0][0]} and {up} is {found[1][0]}",
+                    "Quantize the model with one type for both",
+                )
             found[:2] = [("bf16", _as_bf16(*one)) for one in found[:2]]
         fmt, down_fmt = get_format(found[0][0]), get_format(found[2][0])
         H, I = down_fmt.logical_shape(found[2][1])  # noqa: E741
@@ -217,8 +227,10 @@ def _as_bf16(fmt: str, weight: Weight) -> Weight:
 def _cut(fmt: str, weight: Weight, rows: slice, transposed: bool) -> Weight | None:
     """Rows of a matrix in its own format; None where its scales do not allow it."""
     data = weight.data[rows]
-    if fmt == "bf16":
-        return Weight(data.T.contiguous() if transposed else data.contiguous())
+    if fmt == "bf16" and transposed:
+        return Weight(data.T.contiguous())
+    if weight.scale is None and not transposed:
+        return Weight(data.contiguous())
     if fmt != "fp8" or weight.scale is None:
         return None
     first, last = rows.start // BLOCK, (rows.stop - 1) // BLOCK
