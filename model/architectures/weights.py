@@ -11,6 +11,7 @@ from torch import nn
 
 from pykernels.errors import PykernelsError
 from pykernels.quant import Biases, PackedExperts, Weight, get_format
+from pykernels.quant.layout import N_BLOCK, ceil_to
 from pykernels.shapes import ExpertSpec, MoEShape
 from runtime.machine.memory import allocate
 from runtime.matrix import Pack, PackedHeads, PackedMatrix, outline

@@ -20,8 +20,10 @@ from .tiny_gguf import Type, all_of
 
 CASES: dict[str, dict[str, Any]] = {
     "llama": {
-        "tie_word_embeddings": True, "attention_bias": True, "rope_scaling": tiny_gguf.LLAMA3,
-    },  # fmt: skip
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "rope_scaling": tiny_gguf.LLAMA3,
+    },
     "mixtral": {},
     "mixtral in mxfp4": {"type_of": tiny_gguf.gpt_oss, "head_dim": 32},
     "qwen2_moe in 32s": {"type_of": tiny_gguf.blocks_of_32},
