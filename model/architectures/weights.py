@@ -18,7 +18,7 @@ from runtime.matrix import Pack, PackedHeads, PackedMatrix, outline
 
 from ..checkpoint.load import matrix as read_matrix
 from ..checkpoint.load import nbytes, stored_weight
-from ..checkpoint.names import Matrix
+from ..checkpoint.matrix import Matrix
 from ..checkpoint.plan import Dense, Plan
 from ..checkpoint.safetensors import Checkpoint, Part
 from .linear import Linear
