@@ -1,10 +1,14 @@
 """Our engine beside llama.cpp on one GGUF file and one text: do they say the same?
 
-    python -m bench.peers.agreement MODEL.gguf TEXT [--chunks 8]
+    python -m bench.peers.agreement MODEL.gguf TEXT [--chunks 8] [--theirs F32.gguf]
 
 `llama-perplexity` cuts the text into chunks of 512 tokens and scores the second half of each; what
 it saves has its own tokens, so both are given the same. Teacher-forced: a token agrees if both find
 the same one the likeliest there.
+
+llama.cpp quantizes the inputs of quantized matrices to 8 bits; ours are bfloat16. What that makes
+out, ``--theirs`` shows: the same model dequantized (`llama-quantize --allow-requantize MODEL.gguf
+F32.gguf F32`), for llama.cpp alone.
 """
 
 from __future__ import annotations
@@ -66,9 +70,13 @@ def saved(path: Path, text: Path, chunks: int, threads: int) -> Saved:
     return Saved(tokens, likeliest, float(found[1]))
 
 
-def compare(path: Path, text: Path, chunks: int, threads: int) -> str:
-    """One line: the share of tokens that agree, and both perplexities. Raises as ``saved`` does."""
-    theirs = saved(path, text, chunks, threads)
+def compare(path: Path, text: Path, chunks: int, threads: int, given: Path | None = None) -> str:
+    """One line: the share of tokens that agree, and both perplexities. Raises as ``saved`` does.
+
+    Args:
+        given: the file that llama.cpp runs; None: the same.
+    """
+    theirs = saved(given or path, text, chunks, threads)
     with model.load_engine(path, context=CONTEXT, threads=threads) as llm:
         ids = llm.encode(text.read_text(encoding="utf-8"))[: theirs.tokens.numel()]
         alike = ids == theirs.tokens.flatten().tolist()
@@ -110,8 +118,9 @@ def main() -> None:
     parser.add_argument("text", type=Path)
     parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--theirs", type=Path)
     chosen = parser.parse_args()
-    print(compare(chosen.model, chosen.text, chosen.chunks, chosen.threads))
+    print(compare(chosen.model, chosen.text, chosen.chunks, chosen.threads, chosen.theirs))
 
 
 if __name__ == "__main__":
