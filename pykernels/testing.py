@@ -32,7 +32,7 @@ def random_experts(
         if shape.spec.bias:
             biases = Biases(*(torch.randn(N, generator=g) for N, _ in sizes))
         quantized = (f.quantize(m) for f, m in zip(formats, matrices, strict=True))
-        experts.pack(expert, *quantized, biases)
+        experts.pack(expert, *quantized, biases=biases)
     return experts
 
 

@@ -1,8 +1,9 @@
 """llama.cpp's own programs, compiled for this CPU from the source that llama-cpp-python brings.
 
-`llama-bench` times a whole model, `llama-batched-bench` several sequences at once and
-`llama-quantize` makes the formats of a GGUF file. They are linked statically: what is kept is three
-files. Only a C++ compiler has to be there; cmake comes from pip where there is none.
+`llama-bench` times a whole model, `llama-batched-bench` several sequences at once, `llama-quantize`
+makes the formats of a GGUF file and `llama-perplexity` says what a model makes of a text. They are
+linked statically: what is kept is four files. Only a C++ compiler has to be there; cmake comes from
+pip where there is none.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from bench.peers.catalog import VENVS
 
-TOOLS = ("llama-bench", "llama-batched-bench", "llama-quantize")
+TOOLS = ("llama-bench", "llama-batched-bench", "llama-quantize", "llama-perplexity")
 SOURCE = "llama-cpp-python==0.3.36"
 CMAKE_PACKAGE = "cmake>=3.21,<5"
 OPTIONS = (

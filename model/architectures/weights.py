@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from pykernels.errors import PykernelsError
 from pykernels.quant import Biases, PackedExperts, Weight, get_format
 from pykernels.quant.layout import N_BLOCK, ceil_to
 from pykernels.shapes import ExpertSpec, MoEShape
@@ -17,7 +18,7 @@ from runtime.matrix import Pack, PackedHeads, PackedMatrix, outline
 
 from ..checkpoint.load import matrix as read_matrix
 from ..checkpoint.load import nbytes, stored_weight
-from ..checkpoint.names import Matrix
+from ..checkpoint.matrix import Matrix
 from ..checkpoint.plan import Dense, Plan
 from ..checkpoint.safetensors import Checkpoint, Part
 from .linear import Linear
@@ -175,10 +176,19 @@ class Packing:
 
     def mlp(self, gate: str, up: str, down: str) -> PackedExperts:
         """A gated MLP, with its biases if it has some, as the one expert of a layer; gate and up in
-        bfloat16 where their formats differ."""
+        bfloat16 where their formats differ.
+
+        Raises:
+            PykernelsError: they differ in a GGUF file.
+        """
         names = (gate, up, down)
         found = [self.source.matrix(name) for name in names]
         if found[0][0] != found[1][0]:
+            if any(fmt != "bf16" and weight.scale is None for fmt, weight in found[:2]):
+                raise PykernelsError(
+                    f"{gate} is {found[0][0]} and {up} is {found[1][0]}",
+                    "Quantize the model with one type for both",
+                )
             found[:2] = [("bf16", _as_bf16(*one)) for one in found[:2]]
         fmt, down_fmt = get_format(found[0][0]), get_format(found[2][0])
         H, I = down_fmt.logical_shape(found[2][1])  # noqa: E741
@@ -189,7 +199,7 @@ class Packing:
         shape = MoEShape(E=1, H=H, I=I, topk=1, spec=ExpertSpec(bias=biases is not None))
         packed = PackedExperts(shape, fmt, allocate, self.pack, down_fmt)
         if self.pack is not outline:  # whose weights are no numbers to check
-            packed.pack(0, *(weight for _, weight in found), biases)
+            packed.pack(0, *(weight for _, weight in found), biases=biases)
         return packed
 
     def _packed(self, found: list[tuple[str, Weight]]) -> PackedMatrix:
@@ -218,8 +228,10 @@ def _as_bf16(fmt: str, weight: Weight) -> Weight:
 def _cut(fmt: str, weight: Weight, rows: slice, transposed: bool) -> Weight | None:
     """Rows of a matrix in its own format; None where its scales do not allow it."""
     data = weight.data[rows]
-    if fmt == "bf16":
-        return Weight(data.T.contiguous() if transposed else data.contiguous())
+    if fmt == "bf16" and transposed:
+        return Weight(data.T.contiguous())
+    if weight.scale is None and not transposed:
+        return Weight(data.contiguous())
     if fmt != "fp8" or weight.scale is None:
         return None
     first, last = rows.start // BLOCK, (rows.stop - 1) // BLOCK

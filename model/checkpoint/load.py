@@ -120,9 +120,9 @@ def matrix(checkpoint: Checkpoint, source: Matrix, dtype: torch.dtype) -> torch.
 def stored_weight(checkpoint: Checkpoint, source: Matrix) -> Weight:
     """A quantized matrix as it is stored, a `Weight` in `source.fmt`."""
     assert source.fmt is not None
-    N, K = source.shape
-    if source.scale is None:
-        return as_weight(checkpoint.read(source.data), source.fmt, N, K)
+    if checkpoint.blocks:
+        return as_weight(checkpoint.read(source.data), source.fmt, *source.shape)
+    assert source.scale is not None
     if source.zero is not None:
         return zero_points.read(checkpoint, source)
     if source.fmt == "mxfp4":

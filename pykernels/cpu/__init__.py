@@ -9,7 +9,7 @@ from . import raised
 from .intrin.sync import call_task
 from .jit import kernel
 from .moe.call import MoECall, Workspace, contiguous_rows
-from .moe.kernel import MoEKernel, kernel_of, make_kernel, make_routines
+from .moe.kernel import kernel_of, make_kernel, make_routines
 from .moe.plan import MoEPlan, plan
 from .sampling import sample_requests
 from .weights.pack import make_pack, pack_job, packs_scales
@@ -85,11 +85,9 @@ def moe_ffn(
 
 __all__ = [
     "MoECall",
-    "MoEKernel",
     "MoEPlan",
     "Workspace",
     "contiguous_rows",
-    "kernel_of",
     "make_kernel",
     "make_pack",
     "make_routines",

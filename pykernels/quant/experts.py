@@ -137,7 +137,7 @@ class PackedExperts:
         return sum(section[0].nbytes for section in self.sections)
 
     def pack(
-        self, expert: int, gate: Weight, up: Weight, down: Weight, biases: Biases | None = None
+        self, expert: int, gate: Weight, up: Weight, down: Weight, *, biases: Biases | None = None
     ) -> None:
         """Packs one expert: ``gate``, ``up`` [I, H] in ``self.fmt``, ``down`` [H, I] in
         ``self.down_fmt``, and its biases, where ``shape.spec`` has them.
@@ -209,6 +209,6 @@ def check_expert(
 
 def _write(blocks: torch.Tensor, bias: torch.Tensor) -> None:
     """Writes a bias [N] into float32 [blocks, 32], zeros behind it."""
-    whole = torch.zeros(blocks.numel())
+    whole = torch.zeros(blocks.numel(), dtype=torch.float32, device="cpu")
     whole[: len(bias)] = bias
     blocks.copy_(whole.view(blocks.shape))

@@ -109,7 +109,7 @@ class SplitExperts:
         return sum(packed.bytes_per_expert for packed in self.slices)
 
     def pack(
-        self, expert: int, gate: Weight, up: Weight, down: Weight, biases: Biases | None = None
+        self, expert: int, gate: Weight, up: Weight, down: Weight, *, biases: Biases | None = None
     ) -> None:
         """As ``PackedExperts.pack``: whole matrices in, each slice takes its part; the first one
         takes down's bias.
@@ -118,7 +118,7 @@ class SplitExperts:
             PykernelsError: as there.
         """
         if len(self.slices) == 1:
-            self.slices[0].pack(expert, gate, up, down, biases)
+            self.slices[0].pack(expert, gate, up, down, biases=biases)
             return
         H, I, fmt, down_fmt = self.shape.H, self.shape.I, self.fmt, self.down_fmt  # noqa: E741
         check_expert(self.shape, (fmt, down_fmt), expert, (gate, up, down), biases)
@@ -126,14 +126,14 @@ class SplitExperts:
             own = None
             if biases is not None:
                 at = slice(rows.start, rows.stop)
-                down_bias = biases.down * (rows.start == 0)
+                down_bias = torch.zeros_like(biases.down) if rows.start else biases.down
                 own = Biases(biases.gate[at], biases.up[at], down_bias)
             packed.pack(
                 expert,
                 take_rows(fmt, gate, I, H, rows),
                 take_rows(fmt, up, I, H, rows),
                 take_columns(down_fmt, down, H, I, rows),
-                own,
+                biases=own,
             )
 
     def holds(self, expert: int) -> bool:

@@ -57,18 +57,22 @@ def moe_ffn(
     for expert in filter(experts.holds, ids.unique().tolist()):
         matrices = zip((fmt, fmt, down_fmt), experts.unpack(expert), strict=True)
         gate, up, down = (each.dequantize(w).to(dtype) for each, w in matrices)
-        biases = experts.biases(expert) or (0, 0, 0)
-        gate_bias, up_bias, down_bias = (torch.as_tensor(b).to(x) for b in biases)
+        gate_bias, up_bias, down_bias = experts.biases(expert) or (None, None, None)
         tokens, ranks = torch.where(ids == expert)
         rows = x[tokens]
-        h = swiglu(rows @ gate.T + gate_bias, rows @ up.T + up_bias, experts.spec)
+        h = swiglu(_affine(rows, gate, gate_bias), _affine(rows, up, up_bias), experts.spec)
         if nudge is not None:
             h = nudge(h)
         if h_dtype is not None:
             h = h.to(h_dtype).to(dtype)
-        out = through(h) @ down.T + down_bias
+        out = _affine(through(h), down, down_bias)
         y.index_add_(0, tokens, out * weights[tokens, ranks, None])
     return y
+
+
+def _affine(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    y = rows @ matrix.T
+    return y if bias is None else y + bias.to(y)
 
 
 def _inputs(

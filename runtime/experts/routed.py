@@ -153,7 +153,7 @@ class RoutedExperts:
         return self._own_pool or default_pool()
 
     def load_expert(
-        self, expert: int, gate: Weight, up: Weight, down: Weight, biases: Biases | None = None
+        self, expert: int, gate: Weight, up: Weight, down: Weight, *, biases: Biases | None = None
     ) -> None:
         """Packs one expert: ``gate``, ``up`` [I, H] and ``down`` [H, I], in this layer's formats,
         and its biases, where ``shape.spec`` has them.
@@ -161,7 +161,7 @@ class RoutedExperts:
         Raises:
             PykernelsError: no such expert, or what does not fit its shape, formats and spec.
         """
-        self.weights.pack(expert, gate, up, down, biases)
+        self.weights.pack(expert, gate, up, down, biases=biases)
 
     def missing(self) -> list[int]:
         """Experts that were not loaded yet."""

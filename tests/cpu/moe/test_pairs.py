@@ -94,13 +94,13 @@ def test_matches_the_reference(kernel, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_pool_and_slices_do_the_same(case):
+def test_a_pool_does_the_same(case):
     whole, (x, ids, weights) = experts_of(case), inputs(case, 5)
     shape, fmt, down_fmt, activations = CASES[case]
     with WorkerPool(2) as pool:
         routed = RoutedExperts(shape, fmt, pool, "generic", activations, down_fmt)
         for e in range(shape.E):
-            routed.load_expert(e, *whole.unpack(e), whole.biases(e))
+            routed.load_expert(e, *whole.unpack(e), biases=whole.biases(e))
         y = routed(x.float(), ids, weights)
         assert routed.counters.bytes == len(ids.unique()) * whole.bytes_per_expert
         assert routed.nbytes == whole.nbytes == RoutedExperts.bytes_needed(shape, fmt, down_fmt)
@@ -115,7 +115,7 @@ def test_slices_add_up_to_the_whole():
     packers = [whole._packer] * 2
     found = SplitExperts(shape, whole.fmt, [zeros] * 2, packers, whole.down_fmt)
     for e in range(2):
-        found.pack(e, *whole.unpack(e), whole.biases(e))
+        found.pack(e, *whole.unpack(e), biases=whole.biases(e))
         for mine, given in zip(found.unpack(e), whole.unpack(e), strict=True):
             assert torch.equal(mine.data, given.data)
         for mine, given in zip(found.biases(e), whole.biases(e), strict=True):
@@ -141,9 +141,9 @@ def test_what_does_not_fit_is_refused_by_name():
     }  # fmt: skip
     for message, given in refused.items():
         with pytest.raises(PykernelsError, match=message):
-            whole.pack(0, *given)
+            whole.pack(0, *given[:3], biases=given[3])
     plain = experts_of("fp8 + bf16")
     with pytest.raises(PykernelsError, match="expert 0 has biases of shapes.*spec"):
-        plain.pack(0, *plain.unpack(0), Biases(*torch.zeros(3, 4)))
+        plain.pack(0, *plain.unpack(0), biases=Biases(*torch.zeros(3, 4)))
     with pytest.raises(PykernelsError, match="bf16 weights are not multiplied with int8"):
-        kernel_of(plain, "auto", "int8")
+        kernel_of(PackedExperts(SHAPE, get_format("q4_k"), down_fmt=plain.down_fmt), "auto", "int8")

@@ -1,0 +1,51 @@
+"""Routers and experts as ops: the cpu device does what the host device does, in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pykernels.quant import get_format
+from pykernels.shapes import ExpertSpec, MoEShape, RouterSpec
+from pykernels.testing import assert_close, random_experts
+from runtime.devices.cpu.step import CpuStep
+from runtime.devices.host.runner import on_host
+from runtime.devices.host.step import HostStep
+from runtime.program import Builder, Program
+from runtime.workers.pool import WorkerPool
+
+GPT_OSS = MoEShape(E=6, H=128, I=256, topk=2, spec=ExpertSpec(1.702, 7.0, 1.0, bias=True))
+SPEC = RouterSpec(2, renormalize=True, min_sum=0.5)
+
+
+def program_of(shape: MoEShape, most: int) -> Program:
+    b = Builder("experts", {"T": most, "S": 1, "R": 1})
+    x = b.buffer("x", "T", shape.H, kind="input")
+    logits = b.buffer("logits", "T", shape.E, kind="input")
+    ids = b.buffer("ids", "T", shape.topk, dtype=torch.int64)
+    weights = b.buffer("weights", "T", shape.topk)
+    y = b.buffer("y", "T", shape.H, kind="output")
+    bias = torch.linspace(-0.2, 0.2, shape.E)
+    attrs = {"spec": SPEC, "experts": shape.E}
+    b.node("router", "router", [logits], [ids, weights], {"bias": bias}, **attrs)
+    experts = random_experts(shape, get_format("int4"), down_fmt=get_format("q6_k"))
+    b.node("moe_ffn", "experts", [x, ids, weights], [y], {"experts": experts})
+    return b.build()
+
+
+@pytest.mark.parametrize("T", [1, 30])
+def test_the_cpu_device_does_what_the_host_does(T: int) -> None:
+    """Down in another format, biases, a clamped activation, a smallest sum of weights."""
+    program = program_of(GPT_OSS, T)
+    generator = torch.Generator().manual_seed(T)
+    inputs = {
+        "x": 3 * torch.randn(T, GPT_OSS.H, generator=generator).bfloat16().float(),
+        "logits": torch.randn(T, GPT_OSS.E, generator=generator),
+    }
+    host = HostStep(on_host(program), inputs, {})
+    with WorkerPool(2) as pool:
+        step = CpuStep(program, pool, inputs, {}, "generic")
+        for each in (step, host):
+            each.sizes[0] = T
+            each.run()
+        assert_close(step.outputs["y"], host.outputs["y"], 6e-3)

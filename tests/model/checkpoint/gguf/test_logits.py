@@ -1,0 +1,79 @@
+"""GGUF files of every family on the engine, against transformers' own float32 model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import model
+from pykernels.quant import PackedExperts
+from runtime.devices.host.runner import HostRunner
+from runtime.engine import Engine, SamplingParams
+
+from ...checks import errors
+from ...test_engine import BF16, logits
+from . import tiny_gguf
+from .tiny_gguf import Type, all_of
+
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "rope_scaling": tiny_gguf.LLAMA3,
+    },
+    "mixtral": {},
+    "mixtral in mxfp4": {"type_of": tiny_gguf.gpt_oss, "head_dim": 32},
+    "qwen2_moe in 32s": {"type_of": tiny_gguf.blocks_of_32},
+    "qwen3_moe in q5_k": {"type_of": all_of(Type.Q5_K)},
+    "deepseek_v2": {"rope_scaling": tiny_gguf.ROPE},
+    "deepseek_v3": {},
+    "deepseek_v3 with kv_b": {"split_kv_b": False},
+    "glm4_moe in f16": {"type_of": all_of(Type.F16)},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_the_dequantized_model(case: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    reference = tiny_gguf.write(file, case.split()[0], **CASES[case])
+    ids = torch.randint(0, 96, (40,), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        truth = reference(ids[None]).logits[0]
+    with model.load_engine(file, context=64) as llm:
+        error = errors(logits(llm, ids), truth)
+    # A near-tie that routes a token otherwise may move it further.
+    assert error.median() < BF16 and (error < 2 * BF16).float().mean() > 0.9, error
+
+
+def test_weights_stay_as_they_are_stored(tmp_path: Path) -> None:
+    """Of a split set, found by its folder: experts of two formats, a mixed qkv, the embedding."""
+    reference = tiny_gguf.write(tmp_path / "m.gguf", "qwen3_moe", files=3)
+    assert len(list(tmp_path.glob("*.gguf"))) == 3
+    with model.load_engine(tmp_path, context=64) as llm:
+        decoder: Any = llm.runner.model
+        layer = decoder.layers[0]
+        experts: PackedExperts = layer.mlp.experts
+        assert (experts.fmt.name, experts.down_fmt.name) == ("q4_k", "q6_k")
+        assert [part.fmt.name for part in layer.attention.qkv.parts] == ["q4_k", "q6_k"]
+        assert (decoder.table.fmt.name, decoder.head.fmt.name) == ("q8_0", "q6_k")
+        ids = llm.encode("ab")
+        assert ids[0] == 0 and len(llm.generate(ids, max_tokens=4).token_ids) <= 4
+        host = Engine(HostRunner(decoder, 64, max_tokens=16, max_sequences=1), threaded=False)
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        (found,) = host.generate([ids], params)
+    truth = reference.generate(
+        torch.tensor([ids]), max_new_tokens=6, do_sample=False, eos_token_id=None
+    )
+    assert list(found.token_ids) == truth[0, len(ids) :].tolist()
+
+
+def test_eagerly(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    reference = tiny_gguf.write(file, "mixtral")
+    ids = torch.randint(0, 96, (1, 17), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        got = model.from_pretrained(file, dtype="float32")(ids).logits
+        assert errors(got, reference(ids).logits).max() < 0.02

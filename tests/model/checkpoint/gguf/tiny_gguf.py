@@ -1,0 +1,227 @@
+"""Tiny random models written as GGUF files are, by the package ``gguf`` and its table of names.
+
+Sizes are multiples of 256, as K-quants want them. What is stored is dequantized by the package and
+put back into transformers' own model, which is the truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from pykernels.quant import get_format
+
+from ... import tiny
+from ...checks import byte_tokenizer
+
+Type = gguf.GGMLQuantizationType
+TypeOf = Callable[[str], Type]
+
+ARCHS = {
+    "llama": "llama", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
+    "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "glm4_moe": "glm4moe",
+}  # fmt: skip
+SIZES: dict[str, Any] = {
+    "hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 64,
+    "shared_expert_intermediate_size": 256, "q_lora_rank": 256, "kv_lora_rank": 256,
+    "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64,
+}  # fmt: skip
+ROPE = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.707,
+        "mscale_all_dim": 0.707, "beta_fast": 32, "beta_slow": 1}  # fmt: skip
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}  # fmt: skip
+
+
+def mixed(name: str) -> Type:
+    """As `llama-quantize` writes Q4_K_M, where a matrix can have it."""
+    if "attn_v.weight" in name or "ffn_down" in name or name == "output.weight":
+        return Type.Q6_K
+    return Type.Q8_0 if "k_b" in name or "token_embd" in name else Type.Q4_K
+
+
+def blocks_of_32(name: str) -> Type:
+    """As it writes Q4_K_M where K is no multiple of 256, and then some."""
+    kinds = {"down": Type.Q5_1, "attn": Type.Q5_0, "exps": Type.Q4_1, "shexp": Type.Q4_0}
+    return next((kind for part, kind in kinds.items() if part in name), Type.Q8_0)
+
+
+def gpt_oss(name: str) -> Type:
+    return Type.MXFP4 if "exps" in name else Type.Q8_0
+
+
+def all_of(kind: Type) -> TypeOf:
+    return lambda name: kind
+
+
+def write(
+    path: Path,
+    model_type: str,
+    type_of: TypeOf = mixed,
+    *,
+    split_kv_b: bool = True,
+    files: int = 1,
+    **config: Any,
+) -> PreTrainedModel:
+    """Writes a random model; returns transformers' own with the values that are stored."""
+    own = dict(SIZES)
+    if model_type.startswith("deepseek"):
+        own["head_dim"] = own["qk_rope_head_dim"]
+    model = tiny.build(model_type, **{**own, **config})
+    arch, cfg = ARCHS[model_type], model.config
+    size = {"split_max_tensors": -(-len(_stored(model, split_kv_b)) // files)} if files > 1 else {}
+    writer = gguf.GGUFWriter(path, arch, **size)
+    _metadata(writer, arch, cfg)
+    _tokenizer(writer)
+    for name, (tensor, put) in _stored(model, split_kv_b).items():
+        kind = type_of(name) if tensor.ndim >= 2 and "gate_inp" not in name else Type.F32
+        data = _quantized(tensor, kind)
+        writer.add_tensor(name, data, raw_dtype=kind)
+        put(torch.from_numpy(np.array(gguf.quants.dequantize(data, kind))).view(tensor.shape))
+    if cfg.rope_parameters.get("rope_type") == "llama3":
+        turned: Any = model.model.rotary_emb
+        D = 2 * len(turned.inv_freq)
+        plain = cfg.rope_parameters["rope_theta"] ** (-torch.arange(0, D, 2) / D)
+        writer.add_tensor("rope_freqs.weight", (plain / turned.inv_freq).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def _stored(
+    model: PreTrainedModel, split_kv_b: bool
+) -> dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], object]]]:
+    """By the file's names: what is stored, and what puts its values back into the model."""
+    cfg, arch = model.config, ARCHS[model.config.model_type]
+    table = gguf.get_tensor_name_map(
+        next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == arch), cfg.num_hidden_layers
+    )
+    found = {}
+    for name, tensor in model.state_dict().items():
+        if "lm_head" in name and cfg.tie_word_embeddings:
+            continue
+        for key, part in _parts(name, tensor, cfg, split_kv_b):
+            stored = table.get_name(key, try_suffixes=(".weight", ".bias"))
+            assert stored is not None, key
+            heads = {"q_proj": cfg.num_attention_heads, "k_proj": cfg.num_key_value_heads}
+            permuted = next((heads[p] for p in heads if p in key and arch == "llama"), 0)
+            value, put = part, part.copy_
+            if permuted:
+                value = _turned(part, permuted)
+                put = lambda v, p=part, h=permuted: p.copy_(_turned_back(v, h))  # noqa: E731
+            elif key.endswith("shared_expert_gate.weight"):
+                value, put = part[0], lambda v, p=part: p.copy_(v[None])
+            found[stored] = value.contiguous(), put
+    return found
+
+
+def _parts(
+    name: str, tensor: torch.Tensor, cfg: Any, split_kv_b: bool
+) -> list[tuple[str, torch.Tensor]]:
+    """One of transformers' tensors under the names that the package's table has."""
+    if name.endswith("experts.gate_up_proj"):
+        base, half = name.removesuffix("gate_up_proj"), tensor.shape[1] // 2
+        return [
+            (f"{base}gate_proj.weight", tensor[:, :half]),
+            (f"{base}up_proj.weight", tensor[:, half:]),
+        ]
+    if name.endswith("experts.down_proj"):
+        return [(f"{name}.weight", tensor)]
+    if name.endswith("kv_b_proj.weight") and split_kv_b:
+        nope = cfg.qk_nope_head_dim
+        heads = tensor.view(cfg.num_attention_heads, nope + cfg.v_head_dim, -1)
+        return [
+            (name.replace("kv_b", "k_b"), heads[:, :nope].transpose(1, 2)),
+            (name.replace("kv_b", "v_b"), heads[:, nope:]),
+        ]
+    if name.endswith("e_score_correction_bias"):
+        return [(name.replace("e_score_correction_bias", "e_score_correction.bias"), tensor)]
+    return [(name, tensor)]
+
+
+def _turned(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """llama.cpp's order of a head's rows: pairs that turn together side by side."""
+    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def _turned_back(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _quantized(tensor: torch.Tensor, kind: Type) -> Any:
+    """By the package, or in the K-quants that it only dequantizes by ours."""
+    if not kind.name.endswith("_K"):
+        return gguf.quants.quantize(tensor.float().numpy(), kind)
+    matrix = tensor.float().flatten(0, -2).contiguous()
+    rows = get_format(kind.name.lower()).quantize(matrix).data
+    return rows.view(*tensor.shape[:-1], -1).numpy()
+
+
+def _metadata(w: gguf.GGUFWriter, arch: str, cfg: Any) -> None:
+    """As llama.cpp's converter writes it."""
+    head = getattr(cfg, "head_dim", None) or cfg.hidden_size // cfg.num_attention_heads
+    w.add_block_count(cfg.num_hidden_layers)
+    w.add_context_length(cfg.max_position_embeddings)
+    w.add_embedding_length(cfg.hidden_size)
+    w.add_feed_forward_length(cfg.intermediate_size)
+    w.add_head_count(cfg.num_attention_heads)
+    w.add_layer_norm_rms_eps(cfg.rms_norm_eps)
+    w.add_rope_freq_base(cfg.rope_parameters["rope_theta"])
+    experts = getattr(cfg, "n_routed_experts", None) or getattr(cfg, "num_local_experts", None)
+    if experts := experts or getattr(cfg, "num_experts", None):
+        w.add_expert_count(experts)
+        w.add_expert_used_count(cfg.num_experts_per_tok)
+        if cfg.model_type != "mixtral":
+            w.add_expert_feed_forward_length(cfg.moe_intermediate_size)
+    if arch == "qwen2moe":
+        w.add_expert_shared_feed_forward_length(cfg.shared_expert_intermediate_size)
+    if arch == "deepseek2":
+        nope, rotary = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim
+        w.add_head_count_kv(1)
+        w.add_q_lora_rank(cfg.q_lora_rank)
+        w.add_kv_lora_rank(cfg.kv_lora_rank)
+        w.add_key_length(cfg.kv_lora_rank + rotary)
+        w.add_value_length(cfg.kv_lora_rank)
+        w.add_key_length_mla(nope + rotary)
+        w.add_value_length_mla(cfg.v_head_dim)
+        w.add_rope_dimension_count(rotary)
+    else:
+        w.add_head_count_kv(cfg.num_key_value_heads)
+        w.add_key_length(head)
+        w.add_value_length(head)
+        w.add_rope_dimension_count(int(head * cfg.rope_parameters.get("partial_rotary_factor", 1)))
+    if arch in ("deepseek2", "glm4moe"):
+        sigmoid = cfg.model_type != "deepseek_v2"
+        gating = gguf.ExpertGatingFuncType
+        w.add_expert_gating_func(gating.SIGMOID if sigmoid else gating.SOFTMAX)
+        w.add_leading_dense_block_count(cfg.first_k_dense_replace)
+        w.add_expert_shared_count(cfg.n_shared_experts)
+        w.add_expert_weights_scale(cfg.routed_scaling_factor)
+        w.add_expert_weights_norm(sigmoid and cfg.norm_topk_prob)
+        w.add_expert_group_count(cfg.n_group)
+        w.add_expert_group_used_count(cfg.topk_group)
+    if cfg.rope_parameters.get("rope_type") == "yarn":
+        w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        w.add_rope_scaling_factor(cfg.rope_parameters["factor"])
+        w.add_rope_scaling_orig_ctx_len(cfg.rope_parameters["original_max_position_embeddings"])
+        w.add_rope_scaling_yarn_log_mul(0.1 * cfg.rope_parameters["mscale_all_dim"])
+
+
+def _tokenizer(w: gguf.GGUFWriter) -> None:
+    tokens = [t for t, _ in sorted(byte_tokenizer().get_vocab().items(), key=lambda pair: pair[1])]
+    w.add_tokenizer_model("gpt2")
+    w.add_tokenizer_pre("gpt-2")
+    w.add_token_list(tokens)
+    w.add_token_types([3, 3] + [1] * (len(tokens) - 2))
+    w.add_bos_token_id(0)
+    w.add_eos_token_id(1)
+    w.add_add_bos_token(True)
+    w.add_chat_template("{% for m in messages %}<s>{{ m['content'] }}{% endfor %}")
