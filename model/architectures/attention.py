@@ -110,32 +110,31 @@ class MLA:
         cache = _buffers(b, layer, self.caches(pages))
         latents, *rest = cache.values()
         turned = b.buffer(f"{layer}.q_turned", "T", self.NH, width)
+        many = expand_from(self.L, self.R, self.nope, self.dv)
+        expanded = {"expand_from": many} if many <= b.size("T") else {}
+        sequences = ["sequences"] if expanded else []
         b.node(
             "mla_write", f"{layer}.write", [q, a, "rope", "slots"], [turned, *cache.values()],
             {"weight": self.kv_norm}, nope=self.nope, heads=self.NH, eps=self.kv_eps,
             interleaved=int(self.interleaved), kv_start=self.first.starts[1],
         )  # fmt: skip
         b.node(
-            "heads", f"{layer}.uk", [q, turned], [turned], {"heads": self.uk}, x_head=D,
-            out_head=width,
+            "heads", f"{layer}.uk", [q, turned, *sequences], [turned], {"heads": self.uk}, x_head=D,
+            out_head=width, **expanded,
         )  # fmt: skip
         latent = b.buffer(f"{layer}.o_latent", "T", self.NH, self.L)
         read = [turned, latents, "positions", "sequences", "page_table", *rest]
-        attrs = {"heads": self.NH, "scale": self.scale, "parts": tuple(cache)}
-        many = expand_from(self.L, self.R, self.nope, self.dv)
-        expands = many <= b.size("T")
-        if expands:
-            attrs["expand_from"] = many
+        attrs = {"heads": self.NH, "scale": self.scale, "parts": tuple(cache), **expanded}
         b.node(
             "attention", f"{layer}.attention", read, [latent], kv_heads=1, dk=width, dv=self.L,
             **attrs,
         )  # fmt: skip
         values = b.buffer(f"{layer}.values", "T", self.NH * self.dv)
         b.node(
-            "heads", f"{layer}.uv", [latent], [values], {"heads": self.uv}, x_head=self.L,
-            out_head=self.dv,
+            "heads", f"{layer}.uv", [latent, *sequences], [values], {"heads": self.uv},
+            x_head=self.L, out_head=self.dv, **expanded,
         )  # fmt: skip
-        if expands:
+        if expanded:
             b.node(
                 "attention_expanded", f"{layer}.expanded", [*read, q, values], [values],
                 {"uk": self.uk, "uv": self.uv}, nope=self.nope, dv=self.dv, **attrs,

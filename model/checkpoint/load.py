@@ -123,6 +123,7 @@ def stored_weight(checkpoint: Checkpoint, source: Matrix) -> Weight:
     if checkpoint.blocks:
         return as_weight(checkpoint.read(source.data), source.fmt, *source.shape)
     assert source.scale is not None
+    N, K = source.shape
     if source.zero is not None:
         return zero_points.read(checkpoint, source)
     if source.fmt == "mxfp4":

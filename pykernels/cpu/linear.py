@@ -20,7 +20,7 @@ from .intrin.registers import stack_alloc
 from .intrin.scalar import round_bf16
 from .intrin.sync import as_pointer, call_routine
 from .jit import inlined, task
-from .job import f32, i64
+from .job import f32, i64, poke_i64
 
 _ROW_BYTES = 32 * 4  # one token's outputs of a block
 _ADDRESSES, _OUTS, _MANY = 8 * PASS, PASS * _ROW_BYTES, 8 * common.MAX_TOKENS
@@ -163,6 +163,8 @@ HEADS, heads_at = descriptor(
         "tables",
         "quantize_row",
         "row_stride",
+        "sequence",  # int64 [T], of tokens; those of sequences with
+        "tokens_to",  # so many in the step, or more, are left out; 0: none is
         "scratch",  # rows of PASS tokens, of worker 0; the next one's is scratch_stride on
         "scratch_stride",
     ),
@@ -199,18 +201,35 @@ def make_heads() -> tuple[Any, Any]:
         for n in range(count):
             out[n] = found[n]
 
+    @inlined
+    def next_tokens(job, T, t, tokens):
+        """Up to PASS of those that take part, from t on; their number, and the next t."""
+        M = 0
+        while t < T and M < PASS:
+            if job.tokens_to != 0 and (t == 0 or i64(job.sequence, t) != i64(job.sequence, t - 1)):
+                last = t + 1
+                while last < T and i64(job.sequence, last) == i64(job.sequence, t):
+                    last += 1
+                if last - t >= job.tokens_to:
+                    t = last
+                    continue
+            poke_i64(tokens, M, t)
+            M, t = M + 1, t + 1
+        return M, t
+
     @task("heads")
     def run(address, g, worker):
         job = heads_at(address)
         T, Kp = i64(job.count_at, 0), 128 * job.k_blocks
         scratch = job.scratch + worker * job.scratch_stride
-        rows, out = stack_alloc(_ADDRESSES), stack_alloc(_OUTS)
+        rows, out, tokens = stack_alloc(_ADDRESSES), stack_alloc(_OUTS), stack_alloc(_ADDRESSES)
         status = 0
-        for t in range(0, T, PASS):
-            M = min(PASS, T - t)
+        M, t = next_tokens(job, T, 0, tokens)
+        while M > 0:
             for m in range(M):
                 row = scratch + m * job.row_stride
-                fill(job.x + (t + m) * job.x_stride + g * job.x_head, job.K, Kp, row)
+                x = job.x + i64(tokens, m) * job.x_stride + g * job.x_head
+                fill(x, job.K, Kp, row)
                 if job.quantize_row != 0:
                     status |= call_routine(job.quantize_row, (row, Kp, 0, Kp))
             point_at_rows(rows, PASS, scratch, job.row_stride, 0, 0, M)
@@ -222,7 +241,8 @@ def make_heads() -> tuple[Any, Any]:
                 )  # fmt: skip
                 status |= call_routine(job.tiles, tile)
                 for m in range(M):
-                    write(job, g, t + m, block, out + m * _ROW_BYTES)
+                    write(job, g, i64(tokens, m), block, out + m * _ROW_BYTES)
+            M, t = next_tokens(job, T, t, tokens)
         return status
 
     return opening, run

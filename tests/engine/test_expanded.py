@@ -60,13 +60,17 @@ def program(kv_dtype: str, expand_from: int, pool: WorkerPool) -> Program:
         {"weight": torch.ones(L)}, nope=NOPE, heads=NH, eps=1e-6, interleaved=1,
     )  # fmt: skip
     b.node(
-        "heads", "uk", ["q", "turned"], ["turned"], {"heads": uk}, x_head=NOPE + R, out_head=L + R
-    )
+        "heads", "uk", ["q", "turned", "sequences"], ["turned"], {"heads": uk}, x_head=NOPE + R,
+        out_head=L + R, expand_from=expand_from,
+    )  # fmt: skip
     first, *rest = parts
     read = ["turned", first, "positions", "sequences", "page_table", *rest]
     attrs = {"heads": NH, "scale": 0.15, "parts": tuple(parts), "expand_from": expand_from}
     b.node("attention", "attention", read, ["latents"], kv_heads=1, dk=L + R, dv=L, **attrs)
-    b.node("heads", "uv", ["latents"], ["values"], {"heads": uv}, x_head=L, out_head=DV)
+    b.node(
+        "heads", "uv", ["latents", "sequences"], ["values"], {"heads": uv}, x_head=L, out_head=DV,
+        expand_from=expand_from,
+    )  # fmt: skip
     b.node(
         "attention_expanded", "expanded", [*read, "q", "values"], ["values"],
         {"uk": uk, "uv": uv}, nope=NOPE, dv=DV, **attrs,

@@ -11,6 +11,7 @@ import torch
 
 import model
 from model.llm import LLM
+from pykernels.errors import PykernelsError
 from runtime.devices.cpu.step import CpuStep
 from runtime.engine import SamplingParams
 
@@ -112,3 +113,20 @@ def test_generate_hands_its_loop_to_the_engine() -> None:
         torch.manual_seed(3)
         drawn.append(lm.generate(**inputs, **ours, do_sample=True, temperature=2.0))
     assert torch.equal(*drawn) and not torch.equal(drawn[0], truth)
+
+
+def test_a_cache_in_e4m3(tmp_path: Path) -> None:
+    tiny.make(tmp_path, "qwen3_moe")
+    ids = torch.randint(0, 96, (100,), generator=torch.Generator().manual_seed(3))
+    found: dict[str, torch.Tensor] = {}
+    for kv_dtype in ("bf16", "fp8"):
+        with model.load_engine(tmp_path, context=128, kv_dtype=kv_dtype) as llm:
+            found[kv_dtype] = logits(llm, ids)
+            cold, cached = (
+                llm.generate(ids.tolist(), temperature=0, max_tokens=8).token_ids for _ in range(2)
+            )
+            assert cold == cached
+    error = (found["fp8"] - found["bf16"]).norm(dim=-1) / found["bf16"].norm(dim=-1)
+    assert 0 < error.median() < BF16
+    with pytest.raises(PykernelsError, match="'int8'"):
+        model.load_engine(tmp_path, kv_dtype="int8")

@@ -102,10 +102,10 @@ def linear(step: Context, node: Node) -> list[Job]:
 
 def heads(step: Context, node: Node) -> list[Job]:
     """x [T, G * x_head + ...] by a matrix of each head, to out [T, G * out_head + ...]; strides in
-    numbers, ``attrs``."""
+    numbers, ``attrs``. Tokens of sequences with ``expand_from`` in the step are left out."""
     x, (out,) = node.inputs[0], node.outputs
     heads, attrs = node.weights["heads"], node.attrs
-    matrices = head_matrices(step, heads)
+    matrices, many = head_matrices(step, heads), attrs.get("expand_from", 0)
     scratch, scratch_stride = step.scratch(MAX_TOKENS * matrices["row_stride"])
     opening, run = make_heads()
     record = step.record(
@@ -120,6 +120,8 @@ def heads(step: Context, node: Node) -> list[Job]:
         out=step.at(out),
         out_stride=step.stride(out),
         out_head=4 * attrs["out_head"],
+        sequence=step.at("sequences") if many else 0,
+        tokens_to=many,
         scratch=scratch,
         scratch_stride=scratch_stride,
         **matrices,
