@@ -27,7 +27,8 @@ from runtime.passes import defer as defer_pass
 from runtime.passes.layers import check_topk
 from runtime.workers.pool import WorkerPool
 
-from .architectures.decoder import Decoder, cache_token_bytes, head_sizes, make_decoder, why_not
+from .architectures.decoder import Decoder, cache_token_bytes, head_sizes, make_decoder
+from .architectures.families import why_not
 from .architectures.weights import Outline, Stored
 from .checkpoint import memory
 from .checkpoint.config import read_config, resolve_dtype
@@ -171,7 +172,7 @@ def load_engine(
         raise PykernelsError(f"no device {device!r}", f"Use {' or '.join(DEVICES)}")
     Pages(0, kv_dtype)  # refused before anything is read
     config = read_config(folder)
-    if reason := why_not(config.model_type):
+    if reason := why_not(config):
         raise PykernelsError(f"the engine cannot run this model: {reason}", "Use --eager")
     positions = config.max_position_embeddings
     if context is not None and not 1 <= context <= positions:

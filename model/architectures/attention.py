@@ -12,6 +12,7 @@ from runtime.kv_cache.layout import Pages, Part
 from runtime.matrix import PackedHeads
 from runtime.program import Builder
 
+from .families import Family
 from .linear import Linear
 from .weights import Packing
 
@@ -53,8 +54,8 @@ class MLA:
     interleaved: bool
 
     @classmethod
-    def make(cls, module: Any, name: str, packing: Packing) -> MLA:
-        """From a DeepSeek attention module of that name."""
+    def make(cls, module: Any, name: str, packing: Packing, family: Family) -> MLA:
+        """From an attention module with ``kv_a_proj_with_mqa`` and ``kv_b_proj``."""
         first = "q_a_proj" if module.q_lora_rank is not None else "q_proj"
         NH, nope, dv = module.num_heads, module.qk_nope_head_dim, module.v_head_dim
         both, kv_b = nope + dv, f"{name}.kv_b_proj.weight"
@@ -79,7 +80,7 @@ class MLA:
             L=module.kv_lora_rank,
             dv=dv,
             scale=module.scaling,
-            interleaved=getattr(module.config, "rope_interleave", True),
+            interleaved=getattr(module.config, "rope_interleave", family.interleaved),
         )
 
     @staticmethod
@@ -143,8 +144,8 @@ class MLA:
 
 @dataclass(frozen=True)
 class GQA:
-    """Attention with grouped queries; norms of queries and keys, biases and a window where a
-    family has them."""
+    """Attention with grouped queries; norms of queries and keys (of a head, or of all heads
+    together), biases, sinks and a window where a family has them."""
 
     qkv: Linear
     q_norm: torch.Tensor | None
@@ -155,10 +156,12 @@ class GQA:
     KVH: int
     D: int
     scale: float
+    interleaved: bool
     window: int
+    sinks: torch.Tensor | None
 
     @classmethod
-    def make(cls, module: Any, name: str, packing: Packing) -> GQA:
+    def make(cls, module: Any, name: str, packing: Packing, family: Family) -> GQA:
         """From an attention module with ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``."""
         D, norm = module.head_dim, getattr(module, "q_norm", None)
         return cls(
@@ -171,7 +174,9 @@ class GQA:
             KVH=module.k_proj.out_features // D,
             D=D,
             scale=module.scaling,
-            window=getattr(module, "sliding_window", None) or 0,
+            interleaved=getattr(module.config, "rope_interleave", family.interleaved),
+            window=family.window(module.config, module.layer_idx),
+            sinks=packing.source.tensor(f"{name}.sinks"),
         )
 
     @staticmethod
@@ -196,16 +201,22 @@ class GQA:
         norms = {} if self.q_norm is None else {"q": self.q_norm, "k": self.k_norm}
         b.node(
             "gqa_write", f"{layer}.write", [qkv, "rope", "slots"], [q, *cache.values()], norms,
-            heads=self.NH, eps=self.eps,
+            heads=self.NH, eps=self.eps, interleaved=int(self.interleaved),
         )  # fmt: skip
         values = b.buffer(f"{layer}.values", "T", self.NH * self.D)
+        sinks = {} if self.sinks is None else {"sinks": self.sinks.float()}
         b.node(
             "attention", f"{layer}.attention",
-            [q, k, "positions", "sequences", "page_table", *rest], [values], heads=self.NH,
+            [q, k, "positions", "sequences", "page_table", *rest], [values], sinks, heads=self.NH,
             kv_heads=self.KVH, dk=self.D, dv=self.D, scale=self.scale, window=self.window,
             parts=tuple(cache),
         )  # fmt: skip
         return self.o.lower(b, f"{layer}.o", values, f"{layer}.attended")
+
+
+def kind_of(module: Any) -> type[MLA] | type[GQA]:
+    """Which attention a module of Hugging Face's is."""
+    return MLA if hasattr(module, "kv_a_proj_with_mqa") else GQA
 
 
 def _buffers(b: Builder, layer: str, parts: dict[str, Part]) -> dict[str, str]:

@@ -1,8 +1,7 @@
 """A decoder of Hugging Face's as a program: embed, layers, norm, head.
 
-All families here share ``model.embed_tokens``, ``layers[i].{input_layernorm, self_attn,
-post_attention_layernorm, mlp}``, ``norm`` and ``lm_head``; they differ in what ``attention`` and
-``moe`` read off the modules.
+What its family does is a row of ``families``; the rest ``attention`` and ``moe`` read off the
+modules.
 """
 
 from __future__ import annotations
@@ -18,17 +17,13 @@ from runtime.kv_cache.layout import Pages, Part, token_bytes
 from runtime.matrix import Pack, PackedMatrix
 from runtime.program import Builder, Program
 
-from ..modules.moe import FusedMoE
-from .attention import GQA, MLA, Attention
-from .moe import Dense, MoE
+from .attention import Attention, kind_of
+from .families import FAMILIES, Family, why_not
+from .moe import Dense, MoE, experts_of
 from .weights import Packing, Source
 
-LATENT = ("deepseek_v2", "deepseek_v3")
-GROUPED = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "llama")
 TOP = 20
 """Of the likeliest tokens, whose logprobs a step can give."""
-FAMILIES = (*LATENT, *GROUPED)
-"""``model_type``s that are lowered."""
 
 
 @dataclass(frozen=True)
@@ -126,13 +121,6 @@ class Decoder:
         return (total[0] if add else x), normed
 
 
-def why_not(model_type: str) -> str | None:
-    """Why a family cannot be lowered; None if it can."""
-    if model_type in FAMILIES:
-        return None
-    return f"there is no lowering of {model_type}, only of {', '.join(FAMILIES)}"
-
-
 def cache_token_bytes(model: PreTrainedModel, kv_dtype: str = "bf16") -> int:
     """Bytes that one token's keys and values take in the cache.
 
@@ -140,17 +128,15 @@ def cache_token_bytes(model: PreTrainedModel, kv_dtype: str = "bf16") -> int:
         PykernelsError: no such ``kv_dtype``.
     """
     inner: Any = model.model
-    kind: Any = MLA if model.config.model_type in LATENT else GQA
-    pages = Pages(1, kv_dtype)
-    return sum(token_bytes(kind.cached(layer.self_attn, pages)) for layer in inner.layers)
+    modules, pages = [layer.self_attn for layer in inner.layers], Pages(1, kv_dtype)
+    return sum(token_bytes(kind_of(module).cached(module, pages)) for module in modules)
 
 
 def head_sizes(model: PreTrainedModel, kv_dtype: str = "bf16") -> set[tuple[int, int, int]]:
     """Numbers of a key and of a value of each kind of head, and of the key's those in E4M3: what
     attention is compiled for."""
     inner: Any = model.model
-    kind: Any = MLA if model.config.model_type in LATENT else GQA
-    heads = {kind.head(layer.self_attn) for layer in inner.layers}
+    heads = {kind_of(layer.self_attn).head(layer.self_attn) for layer in inner.layers}
     return {(dk, dv, dv if kv_dtype == "fp8" else 0) for dk, dv in heads}
 
 
@@ -168,9 +154,9 @@ def make_decoder(
         PykernelsError: a family that is not lowered.
     """
     config: Any = model.config
-    if reason := why_not(config.model_type):
+    if reason := why_not(config):
         raise PykernelsError(f"the engine cannot run this model: {reason}", "Use --eager")
-    packing, inner = Packing(source, pack), model.model
+    family, packing, inner = FAMILIES[config.model_type], Packing(source, pack), model.model
     rotary = type(inner.rotary_emb)(config)  # its frequencies are in no checkpoint
     table = packing.table("model.embed_tokens.weight")
     if not config.tie_word_embeddings:
@@ -183,7 +169,7 @@ def make_decoder(
         name=config.model_type,
         table=table,
         layers=tuple(
-            _layer(layer, f"model.layers.{i}", packing, config)
+            _layer(layer, f"model.layers.{i}", packing, family)
             for i, layer in enumerate(inner.layers)
         ),
         norm=packing.vector("model.norm.weight"),
@@ -195,16 +181,16 @@ def make_decoder(
     )
 
 
-def _layer(layer: Any, name: str, packing: Packing, config: Any) -> Layer:
-    kind: Any = MLA if config.model_type in LATENT else GQA
+def _layer(layer: Any, name: str, packing: Packing, family: Family) -> Layer:
     mlp: Dense | MoE
-    if isinstance(layer.mlp, FusedMoE):
-        mlp = MoE.make(layer.mlp, f"{name}.mlp", packing)
+    if experts_of(layer.mlp) is not None:
+        mlp = MoE.make(layer.mlp, f"{name}.mlp", packing, family)
     else:
         mlp = Dense.make(f"{name}.mlp", packing)
+    attention = kind_of(layer.self_attn)
     return Layer(
         input_norm=packing.vector(f"{name}.input_layernorm.weight"),
-        attention=kind.make(layer.self_attn, f"{name}.self_attn", packing),
+        attention=attention.make(layer.self_attn, f"{name}.self_attn", packing, family),
         post_norm=packing.vector(f"{name}.post_attention_layernorm.weight"),
         mlp=mlp,
     )

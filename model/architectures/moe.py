@@ -13,7 +13,12 @@ from runtime.matrix import PackedMatrix
 from runtime.program import Builder
 
 from ..modules.moe import FusedMoE
+from .families import Family
+from .linear import Linear
 from .weights import Packing
+
+CHOICE_BIAS = "e_score_correction_bias"
+SHARED = ("shared_experts", "shared_expert")
 
 
 @dataclass(frozen=True)
@@ -53,11 +58,12 @@ class MoE:
     """Routed experts, a router, and what every token passes through beside them.
 
     Attributes:
+        choice_bias: float32 [E], of the scores, for the choice alone.
         shared: a gated MLP; ``shared_gate``: its factor is the sigmoid of this linear.
     """
 
-    gate: PackedMatrix
-    gate_bias: torch.Tensor | None
+    gate: Linear
+    choice_bias: torch.Tensor | None
     spec: RouterSpec
     experts: PackedExperts
     activations: str
@@ -65,19 +71,24 @@ class MoE:
     shared_gate: PackedMatrix | None
 
     @classmethod
-    def make(cls, module: FusedMoE, name: str, packing: Packing) -> MoE:
-        """From an injected block whose experts are loaded."""
-        assert module.routed is not None
-        (experts,) = module.routed.weights.slices
-        shared = next((s for s in ("shared_experts", "shared_expert") if hasattr(module, s)), None)
+    def make(cls, block: Any, name: str, packing: Packing, family: Family) -> MoE:
+        """From a block whose experts are ours and loaded."""
+        experts = experts_of(block)
+        assert experts is not None and experts.routed is not None
+        (packed,) = experts.routed.weights.slices
+        router = "gate" if hasattr(block, "gate") else "router"
+        own = {leaf for leaf, _ in (*block.named_parameters(), *block.named_buffers())}
+        choice = next((leaf for leaf in own if leaf.endswith(CHOICE_BIAS)), CHOICE_BIAS)
+        bias = packing.source.tensor(f"{name}.{choice}")
+        shared = next((leaf for leaf in SHARED if getattr(block, leaf, None) is not None), None)
         parts = [f"{name}.{shared}.{part}_proj.weight" for part in ("gate", "up", "down")]
-        gated = hasattr(module, "shared_expert_gate")
+        gated = hasattr(block, "shared_expert_gate")
         return cls(
-            gate=packing.matrix(f"{name}.gate.weight"),
-            gate_bias=packing.source.tensor(f"{name}.gate.e_score_correction_bias"),
-            spec=router_spec(module.gate),
-            experts=experts,
-            activations=module.activations,
+            gate=packing.linear(f"{name}.{router}"),
+            choice_bias=None if bias is None else bias.flatten(),
+            spec=router_spec(getattr(block, router), family),
+            experts=packed,
+            activations=experts.activations,
             shared=packing.mlp(*parts) if shared else None,
             shared_gate=packing.matrix(f"{name}.shared_expert_gate.weight") if gated else None,
         )
@@ -85,11 +96,10 @@ class MoE:
     def lower(self, b: Builder, layer: str, x: str) -> list[str]:
         """Adds its nodes; returns the buffers [T, H] whose sum is its result."""
         E, H, topk = self.experts.shape.E, self.experts.shape.H, self.spec.topk
-        logits = b.buffer(f"{layer}.logits", "T", E)
-        b.node("linear", f"{layer}.gate", [x], [logits], {"weight": self.gate})
+        logits = self.gate.lower(b, f"{layer}.gate", x, f"{layer}.logits")
         ids = b.buffer(f"{layer}.ids", "T", topk, dtype=torch.int64)
         weights = b.buffer(f"{layer}.weights", "T", topk)
-        bias = {} if self.gate_bias is None else {"bias": self.gate_bias}
+        bias = {} if self.choice_bias is None else {"bias": self.choice_bias}
         b.node(
             "router", f"{layer}.router", [logits], [ids, weights], bias, spec=self.spec, experts=E
         )
@@ -114,21 +124,24 @@ class MoE:
         return [routed, shared]
 
 
-def router_spec(gate: Any) -> RouterSpec:
-    """How a Hugging Face router chooses, from its attributes and its family."""
-    family = type(gate).__module__.rpartition(".")[2].removeprefix("modeling_")
-    common = {"topk": gate.top_k, "scale": float(getattr(gate, "routed_scaling_factor", 1.0))}
-    if hasattr(gate, "e_score_correction_bias"):  # DeepSeek-V3 and those that follow it
-        return RouterSpec(
-            **common, scoring="sigmoid", renormalize=gate.norm_topk_prob,
-            groups=getattr(gate, "num_group", None) or gate.n_group, group_topk=gate.topk_group,
-            group_score="top2",
-        )  # fmt: skip
-    if family == "deepseek_v2":
-        grouped = gate.topk_method == "group_limited_greedy"
-        return RouterSpec(
-            **common, renormalize=False, groups=gate.num_group if grouped else 1,
-            group_topk=gate.topk_group if grouped else 1,
-        )  # fmt: skip
-    # Mixtral always divides by the sum, Qwen as its config says.
-    return RouterSpec(**common, renormalize=bool(getattr(gate, "norm_topk_prob", True)))
+def experts_of(block: Any) -> FusedMoE | None:
+    """The experts of ours in a layer's MLP: itself, or a part of transformers' own block."""
+    found = block if isinstance(block, FusedMoE) else getattr(block, "experts", None)
+    return found if isinstance(found, FusedMoE) else None
+
+
+def router_spec(gate: Any, family: Family) -> RouterSpec:
+    """How a Hugging Face router chooses, from its attributes and its family's row."""
+    groups = getattr(gate, "num_group", None) or getattr(gate, "n_group", None) or 1
+    if getattr(gate, "topk_method", None) == "greedy":  # DeepSeek-V2-Lite has groups, unused
+        groups = 1
+    return RouterSpec(
+        topk=gate.top_k,
+        scoring=family.scoring,
+        renormalize=bool(getattr(gate, "norm_topk_prob", family.renormalize)),
+        groups=groups,
+        group_topk=gate.topk_group if groups > 1 else 1,
+        group_score="top2" if family.scoring == "sigmoid" else "max",
+        min_sum=float(getattr(gate, "norm_min", 0.0)),
+        scale=float(getattr(gate, "routed_scaling_factor", 1.0)),
+    )

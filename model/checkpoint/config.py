@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from pykernels.errors import PykernelsError
@@ -104,20 +105,21 @@ def check_router(config: PretrainedConfig, file: Path) -> None:
         )
     counts = (getattr(config, name, None) for name in EXPERT_COUNTS)
     experts = next((count for count in counts if count), None)
-    ungrouped = config.model_type == "deepseek_v2" and method == "greedy"
-    if not experts or ungrouped or not hasattr(config, "n_group"):
+    topk = getattr(config, "num_experts_per_tok", None)
+    if not isinstance(experts, int) or not isinstance(topk, int):  # none, or each layer's own
         return
-    groups, open_groups, topk = config.n_group, config.topk_group, config.num_experts_per_tok
-    whole = all(isinstance(n, int) and n > 0 for n in (groups, open_groups, topk))
+    grouped = hasattr(config, "n_group") and method != "greedy"
+    groups, open_groups = (config.n_group, config.topk_group) if grouped else (1, 1)
+    whole = all(isinstance(n, int) and n > 0 for n in (groups, open_groups)) and topk > 0
     if (
         not whole
         or experts % groups
         or open_groups > groups
         or topk > experts // groups * open_groups
     ):
+        within = f", in {open_groups} (topk_group) of {groups} groups (n_group)" if grouped else ""
         raise PykernelsError(
-            f"{file} routes a token to {topk} of {experts} experts, in"
-            f" {open_groups} (topk_group) of {groups} groups (n_group), which cannot be",
+            f"{file} routes a token to {topk} of {experts} experts{within}, which cannot be",
             f"Download {file.name} again",
         )
 
@@ -177,7 +179,7 @@ def check_quantization(quantization: Any, folder: Path) -> None:
         return
     wanted = {
         "quant_method": ("fp8",),
-        "fmt": ("e4m3", None),
+        "fmt": ("e4m3", "float8_e4m3fn", None),  # DeepSeek's word, MiniMax's
         "activation_scheme": ("dynamic", None),
         "weight_block_size": ([128, 128],),
     }
@@ -208,6 +210,6 @@ def _unknown(model_type: str) -> PykernelsError:
     from ..rules import known_architectures
 
     return PykernelsError(
-        f"The architecture {model_type!r} is not known",
-        f"Use a checkpoint of one of {', '.join(known_architectures())}",
+        f"The architecture {model_type!r} is not known to transformers {transformers.__version__}",
+        f"Use a checkpoint of one of {', '.join(known_architectures())}, or another transformers",
     )

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pykernels.errors import PykernelsError
-from pykernels.quant import Weight, get_format
+from pykernels.quant import Biases, Weight, get_format
 from pykernels.registry import resolve
 from pykernels.target import detect
 
@@ -110,7 +110,7 @@ def matrix(checkpoint: Checkpoint, source: Matrix, dtype: torch.dtype) -> torch.
     Raises `PykernelsError` for NaN or infinite values or scales.
     """
     if source.fmt is None:
-        return checkpoint.read(source.data).to(dtype)
+        return source.of(checkpoint.read(source.data)).to(dtype)
     fmt, weight = get_format(source.fmt), stored_weight(checkpoint, source)
     N, K = source.shape
     fmt.check(weight, N, K, source.data.name)
@@ -123,12 +123,12 @@ def stored_weight(checkpoint: Checkpoint, source: Matrix) -> Weight:
     if checkpoint.blocks:
         return as_weight(checkpoint.read(source.data), source.fmt, *source.shape)
     assert source.scale is not None
+    N, K = source.shape
     if source.zero is not None:
         return zero_points.read(checkpoint, source)
     if source.fmt == "mxfp4":
         return mxfp4.read(checkpoint, source)
     data, scale = checkpoint.read(source.data), checkpoint.read(source.scale)
-    N, K = source.shape
     if source.fmt == "q4_0":
         return as_q4_0(unpack_int4(data, K), scale, source.data.name)
     if source.fmt.startswith("int4"):
@@ -155,11 +155,18 @@ def _fill_packed(
     for e, projections in enumerate(item.experts):
         pairs = zip(projections, (fmt, fmt, down_fmt), strict=True)
         try:
-            routed.load_expert(e, *(expert_weight(checkpoint, m, each) for m, each in pairs))
+            weights = [expert_weight(checkpoint, m, each) for m, each in pairs]
+            routed.load_expert(e, *weights, biases=_biases(checkpoint, item, e))
         except PykernelsError as error:  # its message has the expert's number at most
-            name = f"{item.name}.experts.{e}"
+            name = f"{module.stored_name}.{e}"
             raise PykernelsError(f"{name}: {error.cause}", error.hint) from None
         yield e
+
+
+def _biases(checkpoint: Checkpoint, item: Experts, expert: int) -> Biases | None:
+    if not item.biases:
+        return None
+    return Biases(*(matrix(checkpoint, m, torch.float32) for m in item.biases[expert]))
 
 
 def _fill_fused(

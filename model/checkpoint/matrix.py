@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from .safetensors import Part
 
 
@@ -17,6 +19,7 @@ class Matrix:
         zero: zero points (`zero_points`).
         order: the group of each input, where that is stored.
         layout: how codes with zero points lie: "awq", "gptq" or "gptq_v2".
+        transposed: what is stored is [K, N].
         pick: of rows that two matrices share in turns, the even (0) or the odd ones (1).
     """
 
@@ -27,7 +30,13 @@ class Matrix:
     zero: Part | None = None
     order: Part | None = None
     layout: str = ""
+    transposed: bool = False
     pick: int | None = None
+
+    def of(self, stored: torch.Tensor) -> torch.Tensor:
+        """Its part of the floats that were read."""
+        rows = stored.T if self.transposed else stored
+        return (rows if self.pick is None else rows[self.pick :: 2]).contiguous()
 
     @property
     def parts(self) -> list[Part]:

@@ -9,6 +9,7 @@ stored                                                as in
 ``X.experts.E.{gate,up,down}_proj.weight``            DeepSeek, Qwen, GLM (also in FP8)
 ``X.experts.E.{w1,w3,w2}.weight``                     Mixtral (gate, up, down)
 ``X.experts.{gate_up,down}_proj`` [E, 2 I, H], ...    transformers' own fused parameters
+the same [E, H, 2 I], ... and ``*_bias``              gpt-oss, gate and up in turns
 ``*.weight`` float8_e4m3fn + ``*.weight_scale_inv``   DeepSeek's FP8, one scale a 128x128 block
 ``*.weight`` float8_e4m3fn or int8 + ``*_scale``      see `compressed_tensors`
 ``*.weight_packed`` + ``*.weight_scale``, ...         likewise, int4
@@ -32,10 +33,14 @@ from pykernels.errors import PykernelsError
 from pykernels.shapes import MoEShape
 
 from ..modules.moe import FusedMoE
-from .names import BLOCK, CHECK, FLOATS, Matrix, Names, tied
+from . import stored_experts
+from .names import CHECK, FLOATS, Matrix, Names, tied
 from .quantized import mxfp4
 from .quantized.compressed_tensors import HINT
-from .safetensors import Checkpoint, Part
+from .safetensors import Checkpoint
+
+BIAS = "e_score_correction_bias"
+"""Of routers: it decides between scores that differ by less than bfloat16 keeps of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +56,16 @@ class Dense:
 class Experts:
     """The routed experts of one block.
 
-    `name`: the module that gets them, a `FusedMoE` or a Hugging Face experts module; `stored`:
-    the format of gate and up in `pykernels.quant`; `experts`: (gate [I, H], up [I, H], down [H, I])
-    of each; `down_stored`: the format of down.
+    `name`: the module that gets them, a `FusedMoE` or one of Hugging Face; `stored`: the format
+    of gate and up in `pykernels.quant`; `experts`: (gate [I, H], up [I, H], down [H, I]) of each;
+    `down_stored`: the format of down; `biases`: of each, if they have some.
     """
 
     name: str
     stored: str
     experts: list[tuple[Matrix, Matrix, Matrix]]
     down_stored: str
+    biases: list[tuple[Matrix, Matrix, Matrix]] = field(default_factory=list)
 
     def packed(self, module: FusedMoE) -> tuple[str, str]:
         """The formats that `module` keeps them in: gate's and up's, and down's."""
@@ -83,7 +89,7 @@ def make_plan(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype
     Raises `PykernelsError` for missing or unexpected tensors and for wrong shapes or dtypes.
     """
     names, plan = Names(model, checkpoint), Plan()
-    strict = set(model._keep_in_fp32_modules_strict or ())
+    strict = [*(model._keep_in_fp32_modules_strict or ()), BIAS]
     skip, instead = tied(model, names)
     done: set[int] = set()  # parameters that two modules share are loaded once
     for path, module in model.named_modules():
@@ -102,7 +108,8 @@ def make_plan(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype
                 continue
             source = names.take(instead.get(name, name), tuple(tensor.shape))
             if source is not None:
-                target = torch.float32 if strict & set(name.split(".")) else dtype
+                exact = any(f".{part}." in f".{name}." for part in strict)
+                target = torch.float32 if exact else dtype
                 plan.items.append(_dense(name, source, tensor, target, checkpoint))
     names.finish()
     return plan
@@ -162,18 +169,20 @@ def _dense(
 
 
 def _add_experts(plan: Plan, names: Names, module: Any, path: str) -> None:
-    """Plan the experts of `module` at `path`, a `FusedMoE` or an experts module of transformers."""
+    """Plan the experts of `module` at `path`, a `FusedMoE` or a module of transformers."""
     packed = isinstance(module, FusedMoE)
-    block = f"{path}.experts" if packed else path
+    block = module.stored_name if packed else path
     shape = module.shape if packed else fused_shape(module)
     if f"{block}.gate_proj" in names.stored:
-        found = _stacked(names, block, shape)
+        found = stored_experts.stacked(names, block, shape)
     elif f"{block}.gate_up_proj_blocks" in names.stored:
         found = mxfp4.find(names, block, shape.E, shape.H, shape.I)
     elif f"{block}.gate_up_proj" in names.stored:
-        found = _fused(names, block, shape)
+        in_turns = packed and module.in_turns
+        fused = stored_experts.in_turns if in_turns else stored_experts.fused
+        found = fused(names, block, shape)
     else:
-        found = _separate(names, block, shape)
+        found = stored_experts.separate(names, block, shape)
     if not found:
         return  # missing, which `Names.finish` reports
     plain = [m for expert in found for m in expert if m.fmt is None]
@@ -194,7 +203,8 @@ def _add_experts(plan: Plan, names: Names, module: Any, path: str) -> None:
             raise PykernelsError(
                 f"The experts of {block} are partly {' and partly '.join(each)}", CHECK
             )
-    plan.items.append(Experts(path, stored[0], found, down_stored[0]))
+    biases = stored_experts.biases(names, block, shape) if packed and shape.spec.bias else []
+    plan.items.append(Experts(path, stored[0], found, down_stored[0], biases))
 
 
 def _formats(matrices: Iterable[Matrix]) -> list[str]:
@@ -206,54 +216,3 @@ def _whole(matrix: Matrix) -> Matrix:
     groups = {"int4": 32, "int4-g128": 128}
     one_group = matrix.shape[-1] <= groups.get(matrix.fmt or "", 0)
     return replace(matrix, fmt="int4-channel") if one_group else matrix
-
-
-def _separate(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Matrix, Matrix]]:
-    found = []
-    H, I = shape.H, shape.I  # noqa: E741
-    for e in range(shape.E):
-        gate = names.take(f"{block}.{e}.gate_proj.weight", (I, H))
-        up = names.take(f"{block}.{e}.up_proj.weight", (I, H))
-        down = names.take(f"{block}.{e}.down_proj.weight", (H, I))
-        if gate and up and down:
-            found.append((gate, up, down))
-    return found
-
-
-def _stacked(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Matrix, Matrix]]:
-    """GGUF's: a tensor [E, N, K] of each projection."""
-    E, H, I = shape.E, shape.H, shape.I  # noqa: E741
-    stacks = [
-        (names.take(f"{block}.{proj}_proj", (E, N, K)), N, K)
-        for proj, N, K in (("gate", I, H), ("up", I, H), ("down", H, I))
-    ]
-    if not all(stack for stack, _, _ in stacks):
-        return []
-    return [
-        tuple(Matrix(Part(m.data.name, e), (N, K), fmt=m.fmt) for m, N, K in stacks if m)  # type: ignore[misc]
-        for e in range(E)
-    ]
-
-
-def _fused(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Matrix, Matrix]]:
-    E, H, I = shape.E, shape.H, shape.I  # noqa: E741
-    gate_up = names.take(f"{block}.gate_up_proj", (E, 2 * I, H))
-    down = names.take(f"{block}.down_proj", (E, H, I))
-    if not (gate_up and down):
-        return []
-    if gate_up.scale and I % BLOCK:
-        raise PykernelsError(
-            f"{gate_up.data.name} has FP8 blocks that hold both gate and up rows",
-            "Get the checkpoint with one tensor an expert",
-        )
-
-    def part(matrix: Matrix, e: int, rows: tuple[int, int] | None) -> Matrix:
-        blocks = None if rows is None else (rows[0] // BLOCK, rows[1] // BLOCK)
-        scale = Part(matrix.scale.name, e, blocks) if matrix.scale else None
-        data = Part(matrix.data.name, e, rows)
-        return Matrix(data, names.checkpoint.shape(data), scale, matrix.fmt)
-
-    return [
-        (part(gate_up, e, (0, I)), part(gate_up, e, (I, 2 * I)), part(down, e, None))
-        for e in range(E)
-    ]

@@ -106,7 +106,7 @@ class Session:
             from transformers.utils import logging
 
             from .. import EMBEDDED, load_tokenizer
-            from ..architectures.decoder import why_not
+            from ..architectures.families import why_not
             from ..checkpoint.config import read_config
             from ..text.generate import check_options
 
@@ -121,7 +121,7 @@ class Session:
             raise PykernelsError("--defer is for the engine", "Leave out --eager and its kin")
         if eager and kv_dtype != "bf16":
             raise PykernelsError("--kv-dtype is for the engine", "Leave out --eager and its kin")
-        if not eager and (reason := why_not(read_config(path).model_type)):
+        if not eager and (reason := why_not(read_config(path))):
             note(f"the engine cannot run this model, so it runs eagerly: {reason}")
             eager = True
         self.llm: LLM | None = None

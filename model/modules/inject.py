@@ -19,6 +19,7 @@ from pykernels.errors import PykernelsError
 
 from ..rules import Match, Rule
 from . import moe  # noqa: F401 - registers the shipped operators
+from .recognise import why_not_fused
 from .registry import ModuleContext, Operator, build, find_operator
 
 
@@ -65,13 +66,15 @@ def inject(
     walk(model, "")
     for rule, count in zip(rules, applied, strict=True):
         if not count:
-            raise _unused(rule, present)
+            raise _unused(rule, present) if rule.match.holds is None else _none_hold(rule, model)
     return replaced
 
 
 def matches(match: Match, name: str, module: nn.Module) -> bool:
     """Whether every clause of `match` holds for `module`, called `name` in its model."""
     if match.name is not None and not re.search(match.name, name):
+        return False
+    if match.holds == "experts" and why_not_fused(module) is not None:
         return False
     return match.cls is None or is_class(type(module), match.cls)
 
@@ -114,6 +117,21 @@ def _unused(rule: Rule, present: dict[str, type]) -> PykernelsError:
     else:
         hint = f"Modules are called like {_few(list(present))}"
     return PykernelsError(f"{rule.origin} ({clause}) matches no module", hint)
+
+
+def _none_hold(rule: Rule, model: PreTrainedModel) -> PykernelsError:
+    """Why nothing holds what a rule asks for: there are no experts, or others than ours."""
+    experts = [
+        f"{name} has {why_not_fused(module)}"
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] == "experts"
+    ]
+    found = experts[0] if experts else "none of its modules is called experts"
+    return PykernelsError(
+        f"{rule.origin}: {model.config.model_type} has no routed experts that could be recognised:"
+        f" {found}",
+        "Run it as transformers has it, with an empty list of rules",
+    )
 
 
 def _few(names: list[str], most: int = 4) -> str:

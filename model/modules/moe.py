@@ -1,4 +1,5 @@
-"""`FusedMoE`: a Hugging Face MoE block whose routed experts run on the CPU kernels."""
+"""Operators whose routed experts run on the CPU kernels: `FusedMoE`, a Hugging Face MoE block, and
+`FusedExperts`, the experts module in one."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from pykernels import quant
 from pykernels.errors import PykernelsError
 from pykernels.registry import ACTIVATIONS
 from pykernels.shapes import MoEShape
-from runtime.experts.routed import RoutedExperts
+from runtime.experts.routed import RoutedExperts, Ticket
 
+from .recognise import experts_shape, in_turns
 from .registry import ModuleContext, Operator, operator
 
 FORMATS = ("auto", *quant.FORMATS)
@@ -28,9 +30,10 @@ class FusedMoE(Operator):
     ones run on the model's device. The packed weights are neither parameters nor buffers: `.to()`
     leaves them in main memory. Inference only.
 
-    Rule's kwargs: `kernel` auto | amx | avx512 | generic (default: the caller's choice); `format`
-    auto (as stored), or one of `pykernels.quant.FORMATS` to convert to while loading; `activations`
-    bf16 (exact), or int8 for integer formats, about 1 % off and faster. Rule's device: `cpu` only.
+    Rule's kwargs: `kernel` auto | amx | avx512 | avx2 | generic (default: the caller's choice);
+    `format` auto (as stored), or one of `pykernels.quant.FORMATS` to convert to while loading;
+    `activations` bf16 (exact), or int8 for integer formats, about 1 % off and faster. Rule's
+    device: `cpu` only.
 
     Source: KTransformers (SOSP 2025), section 3.3 (asynchronous scheduling) and Listing 1.
     """
@@ -64,12 +67,24 @@ class FusedMoE(Operator):
         self.kernel = kernel or context.kernel
         self.format = format
         self.activations = activations
-        self.shape = block_shape(original, context)
+        self.shape = self._take(original, context)
+        self.routed: RoutedExperts | None = None
+
+    def _take(self, original: Any, context: ModuleContext) -> MoEShape:
+        """Sizes of the experts; keeps of what is replaced what is to run on. `PykernelsError` if it
+        cannot be replaced."""
+        shape = block_shape(original, context)
+        self.in_turns = in_turns(original.experts)
         self.gate: nn.Module = original.gate
         for child in SHARED:
-            if hasattr(original, child):
+            if getattr(original, child, None) is not None:
                 setattr(self, child, getattr(original, child))
-        self.routed: RoutedExperts | None = None
+        return shape
+
+    @property
+    def stored_name(self) -> str:
+        """What the checkpoint's names of the experts begin with."""
+        return f"{self.name}.experts"
 
     def allocate(self, stored: str, down_stored: str | None = None) -> RoutedExperts:
         """Make room for the packed experts of a checkpoint that stores them as `stored`, and down
@@ -90,24 +105,33 @@ class FusedMoE(Operator):
         Raises `PykernelsError` in training mode, on inputs that need gradients, and before the
         weights are loaded.
         """
-        routed = self._ready(hidden_states)
+        self._ready(hidden_states)
         x = hidden_states.reshape(-1, self.shape.H)  # [T, H]
         _, weights, ids = self.gate(x)  # [T, topk] both
+        ticket = self.submit(x, ids, weights)
+        try:
+            shared = self._shared(x)  # the workers are busy with the routed experts meanwhile
+        finally:
+            out = self.sync(ticket, x)  # [T, H]; also on an error: one call at a time
+        if shared is not None:
+            out = out + shared
+        return out.reshape(hidden_states.shape)
+
+    def submit(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Ticket:
+        """Start the experts; raises as `forward`."""
+        routed, rows = self._ready(x), x.reshape(-1, self.shape.H)  # [T, H]
         # float16 has no expert kernel: its values fit float32 exactly.
-        rows = x.float() if x.dtype == torch.float16 else x
-        ticket = routed.submit(
+        rows = rows.float() if x.dtype == torch.float16 else rows
+        return routed.submit(
             rows.to("cpu").contiguous(),
             ids.to("cpu", torch.int64).contiguous(),
             weights.to("cpu", torch.float32).contiguous(),
         )
-        try:
-            shared = self._shared(x)  # the workers are busy with the routed experts meanwhile
-        finally:
-            out = routed.sync(ticket)  # [T, H]; also on an error: one call at a time
-        out = out.to(x.device, x.dtype)
-        if shared is not None:
-            out = out + shared
-        return out.reshape(hidden_states.shape)
+
+    def sync(self, ticket: Ticket, x: torch.Tensor) -> torch.Tensor:
+        """Wait for them; their result in the shape, dtype and device of `x`."""
+        assert self.routed is not None
+        return self.routed.sync(ticket).to(x.device, x.dtype).reshape(x.shape)
 
     def extra_repr(self) -> str:
         packed = "not loaded" if self.routed is None else "on the CPU"
@@ -143,38 +167,64 @@ class FusedMoE(Operator):
         )
 
 
+@operator
+class FusedExperts(FusedMoE):
+    """Routed experts packed for the CPU; the block around them stays transformers' own.
+
+    Replaces the experts alone, in every family whose block calls `experts(hidden_states, ids,
+    weights)`, whatever its router is and whatever runs beside. The rest is as in `FusedMoE`.
+    """
+
+    def _take(self, original: Any, context: ModuleContext) -> MoEShape:
+        topk = getattr(context.config, "num_experts_per_tok", None)
+        self.in_turns = in_turns(original)
+        return experts_shape(original, context.name, topk if isinstance(topk, int) else 1)
+
+    @property
+    def stored_name(self) -> str:
+        return self.name
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Same as the module's own: [..., H] in and out, in the same dtype and device.
+
+        Args:
+            top_k_index: expert numbers [T, topk]; ``top_k_weights``: of each one's output.
+
+        Raises `PykernelsError` in training mode, on inputs that need gradients, and before the
+        weights are loaded.
+        """
+        ticket = self.submit(hidden_states, top_k_index, top_k_weights)
+        return self.sync(ticket, hidden_states)
+
+
 def block_shape(block: Any, context: ModuleContext) -> MoEShape:
     """Sizes of a Hugging Face MoE block; `PykernelsError` if `FusedMoE` cannot replace it.
 
-    It needs a `gate` that returns (logits, weights, indices), and `experts` with the fused
-    `gate_up_proj` [E, 2 I, H] (gate first) and `down_proj` [E, H, I], no biases, SiLU.
+    It needs a `gate` that returns (logits, weights, indices), and `experts` as `FusedExperts` does.
     """
     known = {"gate", "experts", *SHARED}
-    experts = getattr(block, "experts", None)
-    children = {name for name, _ in block.named_children()}
+    children = {name for name, child in block.named_children() if child is not None}
     where = f"{context.name} ({type(block).__name__})"
     hint = "Drop the rule for it, so that transformers runs the block itself"
-    if experts is not None and any(n.endswith("bias") for n, _ in experts.named_parameters()):
-        raise PykernelsError(f"{where} has experts with biases, for which there is no kernel", hint)
     if not {"gate", "experts"} <= children:
         raise PykernelsError(f"{where} is no MoE block with a gate and experts", hint)
     if unknown := sorted(children - known):
         raise PykernelsError(f"{where} has parts that are not known: {', '.join(unknown)}", hint)
+    if own := [name for name, _ in _own_tensors(block)]:
+        raise PykernelsError(f"{where} has values of its own: {', '.join(own)}", hint)
     if ("shared_expert" in children) != ("shared_expert_gate" in children):
         raise PykernelsError(f"{where} has a shared_expert without its gate", hint)
-    activation = getattr(context.config, "hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise PykernelsError(f"{where} uses {activation!r}, the kernels have silu only", hint)
-    gate_up, down = getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
-    if gate_up is None or down is None or gate_up.ndim != 3 or down.ndim != 3:
-        raise PykernelsError(f"{where} has experts of a layout that is not known", hint)
-    E, H, I = down.shape  # noqa: E741
-    if gate_up.shape != (E, 2 * I, H):
-        raise PykernelsError(f"{where} has experts of a layout that is not known", hint)
-    return MoEShape(E=E, H=H, I=I, topk=int(block.gate.top_k))
+    return experts_shape(block.experts, f"{context.name}.experts", int(block.gate.top_k))
+
+
+def _own_tensors(block: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    own = [*block.named_parameters(recurse=False), *block.named_buffers(recurse=False)]
+    return [(name, tensor) for name, tensor in own if tensor is not None]
 
 
 def routed_experts(model: nn.Module) -> list[RoutedExperts]:
     """The packed experts of a model, in the order of its layers."""
-    blocks = (module for module in model.modules() if isinstance(module, FusedMoE))
-    return [block.routed for block in blocks if block.routed is not None]
+    found = (module for module in model.modules() if isinstance(module, FusedMoE))
+    return [module.routed for module in found if module.routed is not None]

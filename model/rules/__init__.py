@@ -3,13 +3,15 @@
     - match:
         class: modeling_deepseek_v3.DeepseekV3MoE   # bare, suffix or full dotted path
         name: ^model\\.layers\\.([3-9]|\\d\\d)\\.    # and/or a regex searched in its name
+        # holds: experts                    # or by what it holds: fused SiLU experts of any class
       replace:
         class: model.modules.moe.FusedMoE
         device: cpu
         kwargs: {kernel: generic}
 
 Source: KTransformers (SOSP 2025), section 5 and Listing 1. One file of this folder for each
-architecture, named after `config.model_type`, holds the rules used when none are given.
+architecture, named after `config.model_type`, holds the rules used when none are given; `any.yaml`
+those of every other one.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import (
@@ -33,6 +35,7 @@ from pydantic import (
 from pykernels.errors import PykernelsError
 
 _FOLDER = Path(__file__).parent
+_ANY = _FOLDER / "any.yaml"
 
 
 class Match(BaseModel):
@@ -42,6 +45,7 @@ class Match(BaseModel):
 
     cls: str | None = Field(default=None, alias="class")
     name: str | None = None
+    holds: Literal["experts"] | None = None
 
     @field_validator("name")
     @classmethod
@@ -54,8 +58,8 @@ class Match(BaseModel):
 
     @model_validator(mode="after")
     def _has_a_clause(self) -> Match:
-        if self.cls is None and self.name is None:
-            raise ValueError("match needs a class, a name or both")
+        if self.cls is None and self.name is None and self.holds is None:
+            raise ValueError("match needs a class, a name or both, or what it holds")
         return self
 
 
@@ -86,18 +90,13 @@ class Rule(BaseModel):
 
 def known_architectures() -> list[str]:
     """The `model_type`s that have rules here."""
-    return sorted(file.stem for file in _FOLDER.glob("*.yaml"))
+    return sorted(file.stem for file in _FOLDER.glob("*.yaml") if file != _ANY)
 
 
 def default_rules(model_type: str) -> list[Rule]:
-    """The shipped rules of an architecture; `PykernelsError` lists the known ones if not."""
-    file = _FOLDER / f"{model_type}.yaml"
-    if model_type not in known_architectures():
-        raise PykernelsError(
-            f"There are no rules for the architecture {model_type!r}",
-            f"Give your own rules, or use one of {', '.join(known_architectures())}",
-        )
-    return load_rules(file)
+    """The shipped rules of an architecture, or those of any."""
+    known = model_type in known_architectures()
+    return load_rules(_FOLDER / f"{model_type}.yaml" if known else _ANY)
 
 
 def load_rules(file: Path) -> list[Rule]:
@@ -135,7 +134,7 @@ def _parse(entry: object, origin: str) -> Rule:
         if first["type"] == "extra_forbidden":
             raise PykernelsError(
                 f"{origin}: unknown key {where!r}",
-                "The keys are match: {class, name} and replace: {class, device, kwargs}",
+                "The keys are match: {class, name, holds} and replace: {class, device, kwargs}",
             ) from None
         reason = first["msg"].removeprefix("Value error, ")
         raise PykernelsError(f"{origin}: {where}: {reason}", "Correct the rule") from None

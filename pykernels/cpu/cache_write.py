@@ -65,8 +65,10 @@ GQA_WRITE, gqa_at = descriptor(
         "NH",
         "KVH",
         "D",
-        "q_weight",  # float32 [D] of a norm a head, 0: none
-        "k_weight",
+        "q_weight",  # float32 [D] of a norm a head, or [NH, D] of one over all; 0: none
+        "k_weight",  # [D] or [KVH, D]
+        "q_norm",  # heads of a norm: 1 or NH
+        "k_norm",  # 1 or KVH
         "k",  # bfloat16 or E4M3 [pages, PAGE, KVH, D]
         "v",
         "k_scale",  # of E4M3: float32 [pages, PAGE, KVH]; 0: bfloat16
@@ -181,11 +183,10 @@ def make_gqa_write() -> tuple[Any, Any]:
         return i64(job.count_at, 0) * ((job.NH + 2 * job.KVH + _HEADS - 1) // _HEADS)
 
     @inlined
-    def normalised(job, x, weight, to):
-        """Writes x [D], normalised if there is a weight."""
+    def normalised(job, x, weight, factor, to):
+        """Writes x [D]; if there is a weight, normalised, by the given factor if that is not 0."""
         D = job.D
-        factor = types.float32(1)
-        if weight != 0:
+        if weight != 0 and factor == 0:
             factor = inverse_rms(x, D, job.eps)
         for i in range(0, D, N):
             value = V.load_f32(x + 4 * i)
@@ -222,17 +223,25 @@ def make_gqa_write() -> tuple[Any, Any]:
         table, slot, D = job.table + 8 * job.half * t, i64(job.slots, t), job.D
         place = slot // PAGE * job.page_bytes + slot % PAGE * job.token_bytes
         scratch = stack_alloc(_HEAD_BYTES)
+        row = job.qkv + t * job.qkv_stride
+        q_factor = k_factor = types.float32(0)  # of all heads together
+        if job.q_norm > 1:
+            q_factor = inverse_rms(row, job.NH * D, job.eps)
+        if job.k_norm > 1:
+            k_factor = inverse_rms(row + 4 * job.NH * D, job.KVH * D, job.eps)
         for head in range(first, min(first + _HEADS, heads)):
-            x = job.qkv + t * job.qkv_stride + 4 * head * D
+            x = row + 4 * head * D
             if head < job.NH:
                 out = job.out + t * job.out_stride + 4 * head * D
-                normalised(job, x, job.q_weight, out)
+                weight = job.q_weight + (4 * head * D if job.q_norm > 1 else 0)
+                normalised(job, x, weight, q_factor, out)
                 turn(job, out, table)
             elif slot < 0:
                 continue
             elif head < job.NH + job.KVH:
                 at = head - job.NH
-                normalised(job, x, job.k_weight, scratch)
+                weight = job.k_weight + (4 * at * D if job.k_norm > 1 else 0)
+                normalised(job, x, weight, k_factor, scratch)
                 turn(job, scratch, table)
                 scale_at = scale_of(job.k_scale, slot, job.KVH, at)
                 store_row(scratch, D, job.k + place + at * job.head_bytes, scale_at)

@@ -34,8 +34,11 @@ def errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     return (got - want).norm(dim=-1) / want.norm(dim=-1)
 
 
-def moe_blocks(lm: torch.nn.Module) -> dict[str, FusedMoE]:
-    return {name: m for name, m in lm.named_modules() if isinstance(m, FusedMoE)}
+def moe_blocks(lm: torch.nn.Module) -> dict[str, Any]:
+    """Blocks that are ours, or transformers' own around experts of ours."""
+    ours = [m for m in lm.modules() if isinstance(m, FusedMoE)]
+    names = [module.stored_name.removesuffix(".experts") for module in ours]
+    return {name: lm.get_submodule(name) for name in names}
 
 
 def fused_moe(cls: str, name: str | None = None, **kwargs: Any) -> dict[str, Any]:

@@ -28,6 +28,9 @@ CASES: dict[str, dict[str, Any]] = {
     "deepseek_v3 awq": {"compressed": "awq", **tiny.FP8_SIZES},
     "mixtral gptq": {"compressed": "gptq"},
     "deepseek_v3 without q_lora": {"q_lora_rank": None},
+    "ernie4_5_moe with biases": {"use_bias": True},
+    "minimax_m2 fp8": {"fp8": True, "intermediate_size": 128},
+    "mixtral with a window": {"sliding_window": 24, "num_experts_per_tok": 8},
 }
 
 

@@ -18,7 +18,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from . import tiny_quantized
 
-ARCHITECTURES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")
+ARCHITECTURES = (
+    "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite",
+    "gpt_oss", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
+)  # fmt: skip
 
 # fmt: off
 _BASE: dict[str, Any] = {
@@ -39,6 +42,23 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "head_dim": 16, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1,
         "n_group": 2, "topk_group": 1, "use_qk_norm": True,
     },
+    "dots1": {
+        "head_dim": 16, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        "n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+        "sliding_window": 24, "max_window_layers": 1,
+    },
+    "ernie4_5_moe": {
+        "moe_num_experts": 8, "moe_k": 3, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
+    },
+    "glm4_moe_lite": {**_MLA, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "gpt_oss": {
+        "num_local_experts": 8, "intermediate_size": 32, "head_dim": 16, "sliding_window": 24,
+        "swiglu_limit": 1.5,
+    },
+    "minimax_m2": {
+        "num_local_experts": 8, "intermediate_size": 32, "head_dim": 16, "rotary_dim": 8,
+    },
+    "olmoe": {"num_experts": 8, "intermediate_size": 32},
     "mixtral": {"num_local_experts": 8, "intermediate_size": 32, "num_experts_per_tok": 2},
     "qwen2_moe": {
         "num_experts": 8, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 1,
@@ -118,6 +138,8 @@ def randomize(model: PreTrainedModel, seed: int) -> None:
             noise = torch.randn(tensor.shape, generator=generator)
             if "norm" in name:
                 tensor.copy_(1 + 0.1 * noise)
+            elif "moe_statics" in name:  # beside probabilities of about an eighth
+                tensor.copy_(0.05 * noise)
             elif tensor.ndim == 1:
                 tensor.copy_(0.3 * noise)
             elif "embed_tokens" in name:
@@ -146,12 +168,14 @@ def store(
 
 
 def split(name: str, tensor: torch.Tensor, model_type: str) -> list[tuple[str, torch.Tensor]]:
-    """One of transformers' tensors -> the hub's tensors: experts apart, Mixtral's own names."""
-    if model_type == "mixtral":
+    """One of transformers' tensors -> the hub's tensors: experts apart, a family's own names."""
+    gate, up, down = "gate_proj", "up_proj", "down_proj"
+    if model_type in ("mixtral", "minimax_m2"):
         name = name.replace(".mlp.", ".block_sparse_moe.")
         gate, up, down = "w1", "w3", "w2"
-    else:
-        gate, up, down = "gate_proj", "up_proj", "down_proj"
+    name = name.replace(".gate.moe_statics.", ".moe_statics.")  # Ernie's
+    if model_type == "gpt_oss":  # stacked, gate and up in turns
+        return [(name, tensor)]
     if name.endswith("experts.gate_up_proj"):
         base, half = name.removesuffix("gate_up_proj"), tensor.shape[1] // 2
         return [

@@ -75,11 +75,11 @@ def gqa_write(step: Context, node: Node) -> list[Job]:
     out, k, v, *scales = node.outputs
     attrs, pages = node.attrs, step.tensor(k)  # bf16 or E4M3 [pages, PAGE, KVH, D]
     opening, run = make_gqa_write()
-    weights = {
-        f"{name}_weight": step.keep(node.weights[name].float().contiguous())
-        for name in ("q", "k")
-        if name in node.weights
-    }
+    norms: dict[str, int] = {}
+    for name in ("q", "k"):
+        if (weight := node.weights.get(name)) is not None:
+            norms[f"{name}_weight"] = step.keep(weight.float().contiguous())
+            norms[f"{name}_norm"] = len(weight) // pages.shape[3]
     record = step.record(
         GQA_WRITE,
         count_at=step.count_at(qkv),
@@ -102,7 +102,7 @@ def gqa_write(step: Context, node: Node) -> list[Job]:
         head_bytes=_bytes(pages, 2),
         out=step.at(out),
         out_stride=step.stride(out),
-        **weights,
+        **norms,
     )
     return [Job(node.name, run.address, record, opening.address)]
 

@@ -112,10 +112,13 @@ def gqa_write(m: Memory, node: Node) -> None:
     rows = qkv[:, : (NH + 2 * KVH) * D].unflatten(1, (NH + 2 * KVH, D))
     q, k, v = rows.split([NH, KVH, KVH], 1)
     eps, interleaved = node.attrs.get("eps", 0.0), node.attrs.get("interleaved", 0)
-    if "q" in node.weights:
-        q = ref.rms_norm(q, node.weights["q"], eps)[0]
-    if "k" in node.weights:
-        k = ref.rms_norm(k, node.weights["k"], eps)[0]
+    q, k = (
+        # A norm of a head, or of all heads together.
+        ref.rms_norm(x.reshape(-1, len(weight)), weight, eps)[0].view_as(x)
+        if (weight := node.weights.get(name)) is not None
+        else x
+        for name, x in (("q", q), ("k", k))
+    )
     ref.kv_write(_turned(k, table, interleaved), v, slots, *(m.read(name) for name in caches))
     m.write(out, _turned(q, table, interleaved))
 

@@ -124,13 +124,13 @@ def test_tied_tensors_that_differ(own: Own, name: str) -> None:
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 # fmt: off
 CONFIGS: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "hal9000"}, "'hal9000' is not known. Use .* mixtral"),
+    ({"model_type": "hal9000"}, "'hal9000' is not known to .*. Use .* mixtral"),
     ({"model_type": None}, "has no model_type"),
     ({"quantization_config": {"quant_method": "gptq"}}, "quantized with quant_method 'gptq'"),
     ({"quantization_config": {**FP8, "activation_scheme": "static"}}, "activation_scheme 'static'"),
     ({"quantization_config": {**FP8, "weight_block_size": [64, 64]}}, r"weight_block_size \[64"),
     ({"quantization_config": "yes"}, "with quant_method 'yes'"),
-    ({"hidden_act": "gelu"}, "uses 'gelu', the kernels have silu only"),
+    ({"hidden_act": "gelu"}, "hidden_act 'gelu'. no kernel has: it is silu"),
     ({"n_group": 3}, r"of 3 groups \(n_group\), which cannot be"),
     ({"topk_group": 5}, r"5 \(topk_group\) of 4 groups"),
     ({"topk_group": 1}, "token to 3 of 8 experts, in 1 "),

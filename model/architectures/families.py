@@ -1,0 +1,80 @@
+"""The families that are lowered, a row each: what their modules do not say of their forward.
+
+All of them share ``model.embed_tokens``, ``layers[i].{input_layernorm, self_attn,
+post_attention_layernorm, mlp}``, ``norm`` and ``lm_head``. The kind of attention, its norms, biases
+and sizes, shared experts, a router's groups and dense layers are read off the modules, so a family
+that does nothing new is a row. A row says that somebody has read the family's forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PretrainedConfig
+
+STATIC_ROPE = ("default", "linear", "yarn", "llama3")
+"""Rotary embeddings whose frequencies do not change with the length of a sequence."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a family does.
+
+    Attributes:
+        interleaved: the rotary embedding turns pairs (2i, 2i + 1), not (i, i + R / 2); a config's
+            ``rope_interleave`` overrides it.
+        windowed: attention keeps to ``sliding_window`` tokens, in those layers that ``layer_types``
+            names, if it does.
+        scoring: of the router, see ``RouterSpec``; a sigmoid counts a group by its two best.
+        renormalize: whether a token's weights are divided by their sum, where the router does not
+            say so itself (``norm_topk_prob``).
+        eagerly: settings with which it cannot be lowered, and what they are.
+    """
+
+    interleaved: bool = False
+    windowed: bool = False
+    scoring: str = "softmax"
+    renormalize: bool = True
+    eagerly: Mapping[str, str] = field(default_factory=dict)
+
+    def window(self, config: Any, layer: int) -> int:
+        """Tokens that a layer's queries see, their own included; 0: all before them."""
+        types = getattr(config, "layer_types", None)
+        if not self.windowed or (types is not None and types[layer] != "sliding_attention"):
+            return 0
+        return getattr(config, "sliding_window", None) or 0
+
+
+FAMILIES: dict[str, Family] = {
+    "deepseek_v2": Family(interleaved=True, renormalize=False),
+    "deepseek_v3": Family(interleaved=True, scoring="sigmoid"),
+    "dots1": Family(windowed=True, scoring="sigmoid"),
+    "ernie4_5_moe": Family(interleaved=True),
+    "glm4_moe": Family(scoring="sigmoid"),
+    "glm4_moe_lite": Family(interleaved=True, scoring="sigmoid"),
+    "gpt_oss": Family(windowed=True),
+    "llama": Family(),
+    "minimax_m2": Family(scoring="sigmoid"),
+    "mixtral": Family(windowed=True),
+    "olmoe": Family(eagerly={"clip_qkv": "clipped queries, keys and values"}),
+    "qwen2_moe": Family(windowed=True),
+    "qwen3_moe": Family(windowed=True),
+}
+"""By ``model_type``."""
+
+
+def why_not(config: PretrainedConfig) -> str | None:
+    """Why a model cannot be lowered; None if it can."""
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        return f"there is no lowering of {config.model_type}, only of {', '.join(FAMILIES)}"
+    for name, what in family.eagerly.items():
+        if getattr(config, name, None):
+            return f"there is no lowering of {what} ({name})"
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in STATIC_ROPE:
+        return f"there is no lowering of the rope_type {rope}"
+    act = getattr(config, "hidden_act", "silu")
+    return None if act in ("silu", "swish") else f"there is no kernel for the hidden_act {act}"

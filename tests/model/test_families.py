@@ -1,0 +1,75 @@
+"""What real checkpoints of a family hold: their names, and gpt-oss' experts in MXFP4."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import model
+from model.architectures.families import why_not
+from model.modules.moe import routed_experts
+from pykernels.quant import get_format
+from runtime.devices.host.runner import HostRunner
+from runtime.engine import Engine, SamplingParams
+
+from . import tiny
+from .checks import Checkpoints, Tensors, change_config, change_tensors, errors, logits
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_names_are_those_that_transformers_writes(
+    checkpoint: Checkpoints, architecture: str, tmp_path: Path
+) -> None:
+    made = checkpoint(architecture)
+    made.reference.save_pretrained(tmp_path)
+    assert set(load_file(tmp_path / "model.safetensors")) == set(made.stored)
+
+
+def as_mxfp4(tensors: Tensors, state: Tensors) -> None:
+    """Stores the experts of gpt-oss as the hub does, and puts their values into a state dict."""
+    fmt = get_format("mxfp4")
+    for name in [name for name in tensors if re.search(r"experts\.(gate_up|down)_proj$", name)]:
+        weights = [fmt.quantize(each) for each in tensors.pop(name).float().mT]  # [N, K]
+        codes = torch.stack([weight.data for weight in weights])
+        E, N, K = codes.shape
+        both = codes[..., 0::2] | codes[..., 1::2] << 4
+        tensors[f"{name}_blocks"] = both.view(E, N, K // 32, 16)
+        tensors[f"{name}_scales"] = torch.stack([weight.scale for weight in weights])
+        state[name].copy_(torch.stack([fmt.dequantize(weight) for weight in weights]).mT)
+
+
+def test_gpt_oss_keeps_its_mxfp4(tmp_path: Path, ids: torch.Tensor) -> None:
+    made = tiny.make(tmp_path, "gpt_oss", shards=1)
+    change_tensors(tmp_path, lambda tensors: as_mxfp4(tensors, made.reference.state_dict()))
+    change_config(tmp_path, quantization_config={"quant_method": "mxfp4"})
+    lm = model.from_pretrained(tmp_path, dtype="float32")
+    assert {routed.weights.fmt.name for routed in routed_experts(lm)} == {"mxfp4"}
+    truth = logits(made.reference, ids)
+    assert errors(logits(lm, ids), truth).median() < 5e-3
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with model.load_engine(tmp_path, context=64, threads=1) as llm:
+        engine = Engine(HostRunner(llm.runner.model, 64), threaded=False)
+        (found,) = engine.generate([ids[0].tolist()], params)
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    want = made.reference.generate(ids[:1], **options)[0, ids.shape[1] :]
+    assert list(found.token_ids) == want.tolist()
+
+
+REASONS = {
+    "clipped": ("olmoe", {"clip_qkv": 8.0}, "no lowering of clipped queries"),
+    "frequencies of its own": (
+        "llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        "no lowering of the rope_type dynamic"),
+    "another activation": ("llama", {"hidden_act": "gelu"}, "no kernel for the hidden_act gelu"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_what_is_not_lowered_says_why(case: str) -> None:
+    family, settings, reason = REASONS[case]
+    found = why_not(tiny.build(family, **settings).config)
+    assert found is not None and reason in found
