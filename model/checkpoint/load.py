@@ -15,7 +15,9 @@ from pykernels.quant import Weight, get_format
 from pykernels.registry import resolve
 from pykernels.target import detect
 
+from ..modules.linear import linears
 from ..modules.moe import FusedMoE, routed_experts
+from ..modules.placement import Placement
 from .compressed_tensors import as_q8_0, unpack_int4
 from .plan import Dense, Experts, Matrix, Plan
 from .progress import Callback
@@ -26,18 +28,26 @@ def load(
     model: PreTrainedModel,
     plan: Plan,
     checkpoint: Checkpoint,
-    device: torch.device,
+    placement: Placement,
     dtype: torch.dtype,
     report: Callback,
 ) -> None:
-    """Stream `plan` into `model`: experts packed in main memory, the rest on `device` in `dtype`.
+    """Stream `plan` into `model`: experts packed in main memory, our linears packed where they
+    run, the rest in `dtype` where `placement` says.
 
     At most one tensor (or the matrices of one expert) is in memory besides the model itself.
     """
     warn_of(plan)
     total = sum(nbytes(checkpoint, item) for item in plan.items)
-    done = 0
+    done, ours = 0, linears(model)
     for item in plan.items:
+        device = torch.device(placement.of(item.name))
+        if isinstance(item, Dense) and item.name in ours:
+            fmt = ours[item.name].packed_format(item.source.fmt or "bf16")
+            ours[item.name].load(fmt, expert_weight(checkpoint, item.source, fmt), str(device))
+            done += nbytes(checkpoint, item)
+            report(done, total)
+            continue
         if isinstance(item, Dense):
             tensor = matrix(checkpoint, item.source, item.dtype).to(device)
             _set_tensor(model, item.name, tensor)
@@ -51,7 +61,7 @@ def load(
         for _ in fill(module, item, checkpoint, device, dtype):
             done += expert_bytes
             report(done, total)
-    _finish(model, device)
+    _finish(model, placement)
     _warm_up(model)
 
 
@@ -130,7 +140,7 @@ def stored_weight(checkpoint: Checkpoint, source: Matrix) -> Weight:
 
 
 def expert_weight(checkpoint: Checkpoint, source: Matrix, fmt: str) -> Weight:
-    """A stored expert matrix as a `Weight` in `fmt`: as stored if that is `fmt`, else converted."""
+    """A stored matrix as a `Weight` in `fmt`: as stored if that is `fmt`, else converted."""
     if fmt == "bf16":
         return Weight(matrix(checkpoint, source, torch.bfloat16))
     if fmt == source.fmt:
@@ -176,9 +186,9 @@ def _set_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
         module._buffers[leaf] = tensor
 
 
-def _finish(model: PreTrainedModel, device: torch.device) -> None:
+def _finish(model: PreTrainedModel, placement: Placement) -> None:
     """Rebuild computed buffers, tie tied weights, and check that every tensor is loaded."""
-    _rebuild_computed(model, device)
+    _rebuild_computed(model, placement)
     model.tie_weights()
     model.requires_grad_(False)
     model.eval()
@@ -205,7 +215,7 @@ def _warm_up(model: nn.Module) -> None:
         routed.counters.reset()
 
 
-def _rebuild_computed(model: PreTrainedModel, device: torch.device) -> None:
+def _rebuild_computed(model: PreTrainedModel, placement: Placement) -> None:
     """Construct modules with computed buffers (rotary frequencies) again, off the meta device.
 
     Non-persistent buffers are in no checkpoint, and on meta their values were not computed.
@@ -223,7 +233,7 @@ def _rebuild_computed(model: PreTrainedModel, device: torch.device) -> None:
         parent, _, leaf = name.rpartition(".")
         with torch.device("cpu"):  # the same bits for every device
             rebuilt = type(module)(config)
-        setattr(model.get_submodule(parent), leaf, rebuilt.to(device))
+        setattr(model.get_submodule(parent), leaf, rebuilt.to(placement.of(name)))
 
 
 def nbytes(checkpoint: Checkpoint, item: Dense | Experts) -> int:

@@ -26,7 +26,11 @@ Model = Annotated[
 ]
 Rules = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Injection rules.", show_default="those of the architecture"),
+    typer.Option(
+        metavar="FILE|SET,SET",
+        help="Injection rules: a file, or shipped ones (int4, gpu ...) before the architecture's.",
+        show_default="those of the architecture",
+    ),
 ]
 Device = Annotated[
     str, typer.Option(metavar="cpu|cuda:0", help="Where everything but the experts runs.")
@@ -55,7 +59,7 @@ Eager = Annotated[
     typer.Option(
         "--eager",
         help="Hugging Face's own forward with our experts, instead of the engine; what --device"
-        " cuda:0 and --dtype use anyway.",
+        " cuda:0, rules with a GPU and --dtype use anyway.",
     ),
 ]
 
@@ -108,6 +112,7 @@ class Session:
             from .. import EMBEDDED, load_tokenizer
             from ..architectures.decoder import why_not
             from ..checkpoint.config import read_config
+            from ..rules import resolve_rules
             from ..text.generate import check_options
 
             logging.set_verbosity_error()
@@ -116,12 +121,15 @@ class Session:
         path = model or EMBEDDED
         self.tokenizer = load_tokenizer(path)
         wanted = 0 if prompt is None else self._check(path, prompt)
-        eager = eager or device != "cpu" or dtype is not None
+        model_type = read_config(path).model_type
+        parsed = resolve_rules(rules, model_type)
+        beside_gpu = device != "cpu" or any({*rule.devices} - {"cpu"} for rule in parsed)
+        eager = eager or beside_gpu or dtype is not None
         if eager and defer != "off":
             raise PykernelsError("--defer is for the engine", "Leave out --eager and its kin")
         if eager and kv_dtype != "bf16":
             raise PykernelsError("--kv-dtype is for the engine", "Leave out --eager and its kin")
-        if not eager and (reason := why_not(read_config(path).model_type)):
+        if not eager and (reason := why_not(model_type)):
             note(f"the engine cannot run this model, so it runs eagerly: {reason}")
             eager = True
         self.llm: LLM | None = None
@@ -129,14 +137,14 @@ class Session:
             from .. import from_pretrained
 
             self.model = from_pretrained(
-                path, rules=rules, device=device, dtype=dtype, threads=chosen_threads,
+                path, rules=parsed, device=device, dtype=dtype, threads=chosen_threads,
                 kernel=chosen_kernel, numa=numa,
             )  # fmt: skip
         else:
             from ..llm import load_engine
 
             self.llm = load_engine(
-                path, rules=rules, threads=chosen_threads, kernel=chosen_kernel, at_least=wanted,
+                path, rules=parsed, threads=chosen_threads, kernel=chosen_kernel, at_least=wanted,
                 max_sequences=1, defer=defer, kv_dtype=kv_dtype,
             )  # fmt: skip
 
