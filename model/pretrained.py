@@ -27,6 +27,8 @@ from .checkpoint.safetensors import Checkpoint, read_json
 from .device import check_device
 from .modules.inject import inject
 from .modules.placement import hand_over, place
+from .pinning.choose import Wanted
+from .pinning.pin import pin
 from .rules import Rules, resolve_rules
 
 
@@ -38,6 +40,7 @@ def from_pretrained(
     threads: int | None = None,
     kernel: str = "auto",
     numa: str | int | None = None,
+    gpu_experts: Wanted = None,
     progress: bool | Callback | None = None,
 ) -> PreTrainedModel:
     """Load a checkpoint with its routed experts on the CPU kernels.
@@ -56,6 +59,8 @@ def from_pretrained(
         kernel: auto, amx, avx512 or generic; a rule's own `kernel` overrides it.
         numa: "auto", "off" or the number of NUMA nodes: whether the experts are split across them,
             which are the workers' too and so the same for all models; None: unchanged (auto).
+        gpu_experts: of layers on a GPU, those that it computes too: the first N of each, "auto" (as
+            many as fit), or a file of `pykernels profile experts`: the most used, as many as fit.
         progress: None: a bar on a terminal for loads over a second; True, False, or a callable
             that gets (bytes done, bytes in all).
 
@@ -77,6 +82,8 @@ def from_pretrained(
         _configure_workers(threads, numa, placement.gpu() is None)
         plan = make_plan(model, checkpoint, chosen)
         check_kernels(model, plan)
+        needs = memory.needed(plan, model, checkpoint, chosen, placement)
+        pin(model, plan, placement, gpu_experts, needs)
         memory.check(memory.needed(plan, model, checkpoint, chosen, placement))
         memory.check_nodes(plan, model, default_pool())
         with reporting(progress) as report:

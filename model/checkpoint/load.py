@@ -151,11 +151,11 @@ def expert_weight(checkpoint: Checkpoint, source: Matrix, fmt: str) -> Weight:
 def _fill_packed(
     module: FusedMoE, item: Experts, checkpoint: Checkpoint, *_: object
 ) -> Iterator[int]:
-    routed = module.allocate(item.stored)
-    fmt = module.packed_format(item.stored)
+    module.allocate(item.stored)
     for e, projections in enumerate(item.experts):
+        fmt = module.expert_format(e, item.stored)
         try:
-            routed.load_expert(e, *(expert_weight(checkpoint, m, fmt) for m in projections))
+            module.load_expert(e, *(expert_weight(checkpoint, m, fmt) for m in projections))
         except PykernelsError as error:  # its message has the expert's number at most
             name = f"{item.name}.experts.{e}"
             raise PykernelsError(f"{name}: {error.cause}", error.hint) from None

@@ -46,7 +46,10 @@ def needed(
         module = model.get_submodule(item.name)
         if isinstance(module, FusedMoE):
             fmt = module.packed_format(item.stored)
-            needs["cpu"] += RoutedExperts.bytes_needed(module.shape, fmt)
+            needs["cpu"] += RoutedExperts.bytes_needed(module.cpu_shape, fmt)
+            if module.pinned is not None:
+                each = module.pinned.expert_bytes(module.shape, fmt)
+                needs[device] += len(module.pinned.pinned) * each
         else:
             needs[device] += sum(p.numel() for p in module.parameters()) * dtype.itemsize
         # One expert at a time: as stored, and as float32 if it is converted.
@@ -133,7 +136,7 @@ def check_nodes(plan: Plan, model: nn.Module, pool: Pool) -> None:
         module = model.get_submodule(item.name)
         if isinstance(module, FusedMoE):
             fmt = module.packed_format(item.stored)
-            for i, nbytes in enumerate(RoutedExperts.bytes_by_node(module.shape, fmt, pool)):
+            for i, nbytes in enumerate(RoutedExperts.bytes_by_node(module.cpu_shape, fmt, pool)):
                 needs[i] += nbytes
     free = {node.number: node.memory_free for node in Topology.detect().nodes}
     for need, each in zip(needs, pool.pools, strict=True):

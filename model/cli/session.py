@@ -81,6 +81,15 @@ KvDtype = Annotated[
     ),
 ]
 
+GpuExperts = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|auto|FILE",
+        help="Experts of each layer that a GPU computes too: N, what fits, or by a profile.",
+        show_default="none",
+    ),
+]
+
 
 class Session:
     """A loaded model and tokenizer with the options of a run: on the engine, or eagerly."""
@@ -98,6 +107,7 @@ class Session:
         prompt: str | None = None,
         defer: str = "off",
         kv_dtype: str = "bf16",
+        gpu_experts: str | None = None,
         **sampling: Any,
     ) -> None:
         """Check the options and that `prompt` fits the context, then load.
@@ -125,6 +135,8 @@ class Session:
         parsed = resolve_rules(rules, model_type)
         beside_gpu = device != "cpu" or any({*rule.devices} - {"cpu"} for rule in parsed)
         eager = eager or beside_gpu or dtype is not None
+        if gpu_experts is not None and not beside_gpu:
+            raise PykernelsError("--gpu-experts without a GPU", "Add --device cuda:0")
         if eager and defer != "off":
             raise PykernelsError("--defer is for the engine", "Leave out --eager and its kin")
         if eager and kv_dtype != "bf16":
@@ -138,7 +150,7 @@ class Session:
 
             self.model = from_pretrained(
                 path, rules=parsed, device=device, dtype=dtype, threads=chosen_threads,
-                kernel=chosen_kernel, numa=numa,
+                kernel=chosen_kernel, numa=numa, gpu_experts=gpu_experts,
             )  # fmt: skip
         else:
             from ..llm import load_engine

@@ -16,7 +16,6 @@ from pykernels.quant.layout import padded
 from runtime.experts.routed import RoutedExperts
 
 from ..checkpoint.config import EXPERT_COUNTS
-from ..checkpoint.plan import is_fused_experts
 from ..modules.linear import Linear
 from ..modules.moe import FusedMoE
 from ..modules.placement import Placement
@@ -67,7 +66,7 @@ def entries(
     for name, module in model.named_modules():
         if isinstance(module, FusedMoE):
             yield _packed_experts(name, module, formats)
-        elif is_fused_experts(module):
+        elif _are_experts(name, module):
             yield _fused_experts(name, module, model, placement.of(name), dtype)
             continue
         own = [(leaf, p) for leaf, p in module.named_parameters(recurse=False)]
@@ -79,7 +78,8 @@ def entries(
         own = [(leaf, t) for leaf, t in own if id(t) not in seen]
         seen.update(id(tensor) for _, tensor in own)
         if own:
-            entry = _Sizes(name, module, formats, engine, dtype, tied)
+            around = model.get_submodule(name.rpartition(".")[0])
+            entry = _Sizes(name, module, around, formats, engine, dtype, tied)
             for leaf, tensor in own:
                 entry.add(leaf, tensor)
             yield entry.finish(placement.of(name))
@@ -89,10 +89,10 @@ class _Sizes:
     """Adds up one module's tensors."""
 
     def __init__(
-        self, name: str, module: nn.Module, formats: Formats, engine: bool, dtype: torch.dtype,
-        tied: set[str],
+        self, name: str, module: nn.Module, around: nn.Module, formats: Formats, engine: bool,
+        dtype: torch.dtype, tied: set[str],
     ) -> None:  # fmt: skip
-        self.name, self.module, self.formats = name, module, formats
+        self.name, self.module, self.around, self.formats = name, module, around, formats
         self.engine, self.dtype, self.tied = engine, dtype, tied
         self.parameters = self.bytes = self.read = 0
         self.format = ""
@@ -108,7 +108,8 @@ class _Sizes:
             nbytes = self.module.packed_bytes(fmt)
         elif self.engine and len(shape) == 2 and not embedding:
             fmt = self._engine_format(full)
-            nbytes = matrix_bytes(fmt, *shape)
+            cut = full.endswith(_CUT)
+            nbytes = _heads_bytes(fmt, self.around) if cut else matrix_bytes(fmt, *shape)
         else:
             kept = torch.float32 if self.engine and not embedding else self.dtype
             fmt = _SHORT.get(kept, str(kept))
@@ -140,6 +141,12 @@ def matrix_bytes(fmt: str, N: int, K: int) -> int:
     return padded(N, 1)[0] // 32 * (found.block_bytes(K) + found.scale_bytes(K))
 
 
+def _heads_bytes(fmt: str, attention: Any) -> int:
+    """Of ``kv_b_proj`` as the engine has it: ``W_UK`` and ``W_UV`` of each head."""
+    L, nope, dv = attention.kv_lora_rank, attention.qk_nope_head_dim, attention.v_head_dim
+    return attention.num_heads * (matrix_bytes(fmt, L, nope) + matrix_bytes(fmt, dv, L))
+
+
 def _packed_experts(name: str, block: FusedMoE, formats: Formats) -> Entry:
     shape, fmt = block.shape, block.packed_format(formats.of_experts(name))
     nbytes = RoutedExperts.bytes_needed(shape, fmt)
@@ -147,6 +154,12 @@ def _packed_experts(name: str, block: FusedMoE, formats: Formats) -> Entry:
         f"{name}.experts", f"{shape.E} experts, top-{shape.topk}", True, "cpu", fmt,
         shape.E * shape.weights, nbytes, nbytes * shape.topk // shape.E, True,
     )  # fmt: skip
+
+
+def _are_experts(name: str, module: nn.Module) -> bool:
+    """Whether a module of transformers' holds the matrices of all experts of a block."""
+    own = module.parameters(recurse=False)
+    return name.endswith("experts") and any(parameter.ndim == 3 for parameter in own)
 
 
 def _fused_experts(

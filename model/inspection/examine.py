@@ -21,7 +21,8 @@ from ..checkpoint.safetensors import INDEX, Checkpoint
 from ..modules.inject import inject
 from ..modules.placement import place
 from ..pretrained import build_meta
-from ..rules import Rules, resolve_rules
+from ..rules import Rules, known_architectures, resolve_rules
+from ..rules.schema import is_device
 from .entries import Entry, entries
 from .formats import Formats, configured, planned
 
@@ -96,10 +97,13 @@ def examine(
     Raises:
         PykernelsError: as loading, but for devices and memory that are not there.
     """
+    if not is_device(device):
+        raise PykernelsError(f"There is no device {device!r}", "Use cpu or cuda:0")
     config, formats, source, folder = _open(which)
     dtype = resolve_dtype(None, config)
     model = build_meta(config, dtype)
-    parsed = resolve_rules(rules, config.model_type)
+    bare = rules is None and config.model_type not in known_architectures()
+    parsed = [] if bare else resolve_rules(rules, config.model_type)
     inject(model, parsed)
     placement = place(model, parsed, device)
     if folder is not None:

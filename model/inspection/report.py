@@ -47,7 +47,7 @@ def summary(found: Inspection) -> list[str]:
     if found.engine:
         lines.append("the engine runs it: every module on our kernels")
     else:
-        lines.append(f"runs eagerly ({found.reason}): {OURS} on our kernels, the rest transformers'")
+        lines.append(f"runs eagerly ({found.reason}): {OURS} on our kernels, else transformers' own")
     return lines
 
 
@@ -62,7 +62,7 @@ def layers(entries: Sequence[Entry]) -> Iterator[tuple[int, int, list[list[Entry
     runs: list[tuple[int, int, list[list[Entry]]]] = []
     for (_, i), group in groupby(entries, key):
         one = list(group)
-        if i >= 0 and runs and runs[-1][1] == i - 1 and _alike(runs[-1][2], one):
+        if i > 0 and runs and runs[-1][1] == i - 1 and _alike(runs[-1][2], one):
             first, _, rows = runs.pop()
             runs.append((first, i, [[*row, e] for row, e in zip(rows, one, strict=True)]))
         else:

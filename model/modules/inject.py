@@ -78,7 +78,8 @@ def _unused(rule: Rule, present: dict[str, type]) -> PykernelsError:
     hits = set(by_class or present) & set(by_name or present)
     if (by_class or not rule.match.cls) and (by_name or not rule.match.name) and hits:
         return PykernelsError(
-            f"{rule.origin} ({rule.clauses}) is never reached: earlier rules replace all its modules",
+            f"{rule.origin} ({rule.clauses}) is never reached: earlier rules replace all its"
+            " modules",
             "Put it before them or drop it",
         )
     classes = sorted({cls.__name__ for cls in present.values()})

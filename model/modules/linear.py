@@ -28,8 +28,8 @@ class Linear(Operator):
 
     In the engine it says in which format the matrix is packed; eagerly it is also what multiplies.
 
-    Rule's kwargs: `format` auto (as stored), or one of `pykernels.quant.FORMATS` to convert to while
-    loading. Rule's device: where it runs, cpu or a GPU; none: with what is around it.
+    Rule's kwargs: `format` auto (as stored), or one of `pykernels.quant.FORMATS` to convert to
+    while loading. Rule's device: where it runs, cpu or a GPU; none: with what is around it.
 
     Source: KTransformers (SOSP 2025), Listing 1 (its MarlinLinear).
     """

@@ -9,10 +9,12 @@ from torch import nn
 
 from pykernels import quant
 from pykernels.errors import PykernelsError
+from pykernels.quant import Weight
 from pykernels.registry import ACTIVATIONS
 from pykernels.shapes import MoEShape
 from runtime.experts.routed import RoutedExperts
 
+from .pinned import PinnedExperts
 from .registry import ModuleContext, Operator, operator
 
 FORMATS = ("auto", *quant.FORMATS)
@@ -70,18 +72,40 @@ class FusedMoE(Operator):
             if hasattr(original, child):
                 setattr(self, child, getattr(original, child))
         self.routed: RoutedExperts | None = None
+        self.pinned: PinnedExperts | None = None
+
+    @property
+    def cpu_shape(self) -> MoEShape:
+        """Of the experts that are packed for the CPU: all, but for those pinned on a GPU."""
+        return self.shape if self.pinned is None else self.pinned.rest
 
     def allocate(self, stored: str) -> RoutedExperts:
         """Make room for the packed experts of a checkpoint that stores them as `stored`."""
         fmt = self.packed_format(stored)
         self.routed = RoutedExperts(
-            self.shape, fmt, kernel=self.kernel, activations=self.activations
+            self.cpu_shape, fmt, kernel=self.kernel, activations=self.activations
         )
         return self.routed
 
     def packed_format(self, stored: str) -> str:
         """Name of the format that experts are packed in, if the checkpoint has `stored`."""
         return stored if self.format == "auto" else self.format
+
+    def load_expert(self, expert: int, gate: Weight, up: Weight, down: Weight) -> None:
+        """Packs one expert, in `expert_format`, where it will be computed."""
+        assert self.routed is not None
+        if self.pinned is None:
+            self.routed.load_expert(expert, gate, up, down)
+        elif expert in self.pinned.pinned:
+            self.pinned.put(expert, (gate, up, down))
+        else:
+            self.routed.load_expert(int(self.pinned.index[expert]), gate, up, down)
+
+    def expert_format(self, expert: int, stored: str) -> str:
+        """Name of the format that one expert is packed in."""
+        if self.pinned is not None and expert in self.pinned.pinned:
+            return self.pinned.fmt.name
+        return self.packed_format(stored)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Same as the block's own: [..., H] in and out, in the same dtype and device.
@@ -93,23 +117,29 @@ class FusedMoE(Operator):
         x = hidden_states.reshape(-1, self.shape.H)  # [T, H]
         _, weights, ids = self.gate(x)  # [T, topk] both
         # float16 has no expert kernel: its values fit float32 exactly.
-        rows = x.float() if x.dtype == torch.float16 else x
-        ticket = routed.submit(
-            rows.to("cpu").contiguous(),
-            ids.to("cpu", torch.int64).contiguous(),
-            weights.to("cpu", torch.float32).contiguous(),
-        )
-        try:
-            shared = self._shared(x)  # the workers are busy with the routed experts meanwhile
+        rows = (x.float() if x.dtype == torch.float16 else x).to("cpu")
+        taken = ids.to("cpu", torch.int64), weights.to("cpu", torch.float32)
+        tokens = None
+        if self.pinned is not None:
+            tokens, *taken = self.pinned.split(*taken)  # type: ignore[assignment]
+            rows = rows[tokens]
+        ticket = routed.submit(rows.contiguous(), *(part.contiguous() for part in taken))
+        try:  # the workers are busy with the routed experts meanwhile
+            beside = None if self.pinned is None else self.pinned(x, ids, weights)
+            shared = self._shared(x)
         finally:
             out = routed.sync(ticket)  # [T, H]; also on an error: one call at a time
         out = out.to(x.device, x.dtype)
+        if beside is not None and tokens is not None:
+            out = beside.index_add(0, tokens.to(x.device), out)
         if shared is not None:
             out = out + shared
         return out.reshape(hidden_states.shape)
 
     def extra_repr(self) -> str:
         packed = "not loaded" if self.routed is None else "on the CPU"
+        if self.pinned is not None:
+            packed += f", {len(self.pinned.pinned)} of them on {self.pinned.device}"
         return f"{self.shape}, kernel={self.kernel}, format={self.format}, experts {packed}"
 
     def _shared(self, x: torch.Tensor) -> torch.Tensor | None:

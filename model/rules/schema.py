@@ -8,6 +8,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 
+def is_device(name: Any) -> bool:
+    """Whether it is a device's name, here or on another machine."""
+    return isinstance(name, str) and re.fullmatch(r"cpu|cuda:\d+", name) is not None
+
+
 class Match(BaseModel):
     """Which modules: all given clauses must hold."""
 
@@ -55,7 +60,7 @@ class Replace(BaseModel):
         if not names:
             raise ValueError("device is an empty list")
         for name in names:
-            if not isinstance(name, str) or not re.fullmatch(r"cpu|cuda:\d+", name):
+            if not is_device(name):
                 raise ValueError(f"{name!r} is no device: write cpu, or cuda:0 and so on")
         return tuple(names) if isinstance(value, (list, tuple)) else value
 
