@@ -67,8 +67,7 @@ def inspect(
     console = out()
     if not console.is_terminal:
         console.width = _WIDE
-    source = "its config.json alone" if found.source == "config.json" else f"its {found.source}"
-    console.print(f"{found.name} ({found.model_type}), from {source}", markup=False)
+    console.print(f"{found.name} ({found.model_type}), from {found.source}", markup=False)
     console.print()
     console.print(table(found))
     console.print()

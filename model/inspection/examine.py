@@ -32,7 +32,7 @@ class Inspection:
     """What a model becomes.
 
     Attributes:
-        source: what was read: "headers", "config.json" or "name".
+        source: what it was told from: "its headers", "its config.json alone", "its known shape".
         engine: whether the engine runs it; ``reason``: why not, if so.
         classes: of every module, by its name.
         cache_bytes: that one token's keys and values take, bfloat16; None: not known.
@@ -134,14 +134,14 @@ def _open(which: str | Path) -> tuple[PretrainedConfig, Formats, str, Path | Non
         config = make_config(str(which))
         config.dtype = torch.bfloat16
         linear, experts = RELEASED.get(str(which), ("bf16", "bf16"))
-        return config, Formats(linear=linear, experts=experts), "name", None
+        return config, Formats(linear=linear, experts=experts), "its known shape", None
     folder = path.parent if path.is_file() else path
     config = read_config(folder)
     weights = (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
     if path.is_dir() and weights:
-        return config, Formats(), "headers", folder
+        return config, Formats(), "its headers", folder
     quantization = json.loads((folder / "config.json").read_bytes()).get("quantization_config")
-    return config, configured(quantization), "config.json", None
+    return config, configured(quantization), "its config.json alone", None
 
 
 def _cache_bytes(model: PreTrainedModel) -> int | None:

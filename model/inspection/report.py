@@ -94,8 +94,7 @@ def _add(
         top = f"{match['list']}.{first}" + (f"-{last}" if last > first else "")
         real = f"{match['list']}.{first}"
         if not shown:
-            times = f"  x {last - first + 1}" if last > first else ""
-            made.add_row(Text(top, style="bold"), Text(found.classes.get(real, "") + times, "dim"))
+            made.add_row(Text(top, style="bold"), Text(found.classes.get(real, ""), "dim"))
         *parents, leaf = match["rest"].split(".")
         for depth in range(len(parents)):
             path = ".".join(parents[: depth + 1])

@@ -78,7 +78,7 @@ class PinnedExperts:
         index = self.index[ids]
         here = index >= 0
         rows = here.any(1).nonzero()[:, 0]
-        order = here[rows].int().argsort(1, descending=True, stable=True)
+        order = here[rows].int().argsort(dim=1, descending=True, stable=True)
         order = order[:, : int(here.sum(1).max()) if len(rows) else 1]
         left, kept = index[rows].gather(1, order), here[rows].gather(1, order)
         shares = weights[rows].gather(1, order)
