@@ -27,8 +27,8 @@ from runtime.passes import defer as defer_pass
 from runtime.passes.layers import check_topk
 from runtime.workers.pool import WorkerPool
 
-from .architectures.decoder import Decoder, cache_token_bytes, head_sizes, make_decoder, why_not
 from .architectures.converted import Converted
+from .architectures.decoder import Decoder, cache_token_bytes, head_sizes, make_decoder, why_not
 from .architectures.weights import Outline, Stored
 from .checkpoint import memory
 from .checkpoint.config import read_config, resolve_dtype

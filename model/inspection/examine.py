@@ -35,7 +35,8 @@ class Inspection:
         source: what it was told from: "its headers", "its config.json alone", "its known shape".
         engine: whether the engine runs it; ``reason``: why not, if so.
         classes: of every module, by its name.
-        cache_bytes: that one token's keys and values take, bfloat16; None: not known.
+        cache_bytes: that one token's keys and values take, by ``kv_dtype`` ("fp8" in the engine
+            alone); none if it is not known.
     """
 
     name: str
@@ -45,7 +46,7 @@ class Inspection:
     reason: str | None
     entries: list[Entry]
     classes: dict[str, str]
-    cache_bytes: int | None
+    cache_bytes: dict[str, int]
 
     @property
     def devices(self) -> dict[str, tuple[int, int]]:
@@ -111,14 +112,14 @@ def examine(
             formats = planned(make_plan(model, checkpoint, dtype))
     reason = why_not(config.model_type)
     if eager:
-        reason = "--eager"
+        reason = "--eager asks for it"
     elif gpu := placement.gpu():
         reason = f"modules run on {gpu}"
     found = list(entries(model, placement, formats, reason is None, dtype))
     classes = {name: type(module).__name__ for name, module in model.named_modules()}
     return Inspection(
         str(which), config.model_type, source, reason is None, reason, found, classes,
-        _cache_bytes(model),
+        _cache_bytes(model, reason is None),
     )  # fmt: skip
 
 
@@ -144,10 +145,10 @@ def _open(which: str | Path) -> tuple[PretrainedConfig, Formats, str, Path | Non
     return config, configured(quantization), "its config.json alone", None
 
 
-def _cache_bytes(model: PreTrainedModel) -> int | None:
-    """Of a token's keys and values, also of families that are not lowered."""
-    if why_not(model.config.model_type) is None:
-        return cache_token_bytes(model)
+def _cache_bytes(model: PreTrainedModel, engine: bool) -> dict[str, int]:
+    """Of a token's keys and values in the engine, or in transformers' own cache."""
+    if engine:
+        return {kind: cache_token_bytes(model, kind) for kind in ("bf16", "fp8")}
     total = 0
     for module in model.modules():
         parts: Any = module
@@ -155,4 +156,4 @@ def _cache_bytes(model: PreTrainedModel) -> int | None:
             total += 2 * (parts.kv_lora_rank + parts.qk_rope_head_dim)
         elif hasattr(module, "k_proj") and hasattr(module, "v_proj"):
             total += 2 * (parts.k_proj.out_features + parts.v_proj.out_features)
-    return total or None
+    return {"bf16": total} if total else {}

@@ -23,7 +23,7 @@ def table(found: Inspection) -> Table:
     made.add_column("class", no_wrap=True, overflow="ellipsis")
     for title in ("device", "format"):
         made.add_column(title, no_wrap=True)
-    for title in ("parameters", "bytes", "a token"):
+    for title in ("parameters", "bytes", "per token"):
         made.add_column(title, justify="right", no_wrap=True)
     for first, last, group in layers(found.entries):
         _add(made, found, first, last, group)
@@ -37,17 +37,17 @@ def summary(found: Inspection) -> list[str]:
         for device, (numbers, nbytes) in found.devices.items()
     ]
     routed, other = found.parameters(True), found.parameters(False)
-    cache = "unknown" if found.cache_bytes is None else size(found.cache_bytes)
+    kinds = [f"{size(nbytes)} in {kind}" for kind, nbytes in found.cache_bytes.items()]
+    cache = ", ".join(kinds) or "unknown"
     lines += [
         f"{count(routed + other)} parameters: {count(routed)} in routed experts, {count(other)} in"
         " everything else",
-        f"a token reads {size(found.token_bytes)} of weights, and takes {cache} of the KV cache"
-        " (bf16)",
+        f"a token reads {size(found.token_bytes)} of weights; its part of the KV cache: {cache}",
     ]
     if found.engine:
         lines.append("the engine runs it: every module on our kernels")
     else:
-        lines.append(f"runs eagerly ({found.reason}): {OURS} on our kernels, else transformers' own")
+        lines.append(f"eager, as {found.reason}: {OURS} on our kernels, else transformers' own")
     return lines
 
 
@@ -80,9 +80,7 @@ def _kind(entry: Entry) -> tuple[object, ...]:
     return (match["rest"], entry.cls, entry.ours, entry.device, entry.format, entry.bytes)
 
 
-def _add(
-    made: Table, found: Inspection, first: int, last: int, rows: list[list[Entry]]
-) -> None:
+def _add(made: Table, found: Inspection, first: int, last: int, rows: list[list[Entry]]) -> None:
     """Rows of a run of layers under a heading, or of one module."""
     shown: list[str] = []  # headings that stand above
     for row in rows:
@@ -107,12 +105,11 @@ def _add(
 
 
 def _cells(leaf: str, depth: int, row: list[Entry], found: Inspection) -> list[str]:
-    one, mark = row[0], ""
-    if not found.engine:
-        mark = f"{OURS} " if one.ours else "  "
+    one = row[0]
+    mark = f" {OURS}" if one.ours and not found.engine else ""
     read = sum(entry.token_bytes for entry in row)
     return [
-        "  " * depth + leaf, mark + one.cls, one.device, one.format,
+        "  " * depth + leaf, one.cls + mark, one.device, one.format,
         count(sum(entry.parameters for entry in row)), size(sum(entry.bytes for entry in row)),
         size(read) if read else "",
     ]  # fmt: skip
