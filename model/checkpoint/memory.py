@@ -61,8 +61,9 @@ def needed(
 
 def _packed(ours: Mapping[str, Linear], item: Dense) -> int | None:
     """Bytes of the matrix of a linear of ours; None if it is none."""
-    linear = ours.get(item.name)
-    return linear and linear.packed_bytes(linear.packed_format(item.source.fmt or "bf16"))
+    if (linear := ours.get(item.name)) is None:
+        return None
+    return linear.packed_bytes(linear.packed_format(item.source.fmt or "bf16"))
 
 
 def needed_by_engine(plan: Plan, model: nn.Module, checkpoint: Checkpoint) -> int:

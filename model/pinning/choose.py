@@ -34,7 +34,7 @@ def parse(wanted: Wanted) -> int | str | Profile | None:
         if int(text) < 0:
             raise PykernelsError(f"{text} experts on the GPU", "Give 0 or more")
         return int(text)
-    return read(Path(wanted))
+    return read(Path(text))
 
 
 def choose(
