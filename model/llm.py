@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from pykernels.errors import PykernelsError
 from runtime.devices.cpu import precompile
@@ -27,6 +27,7 @@ from runtime.passes import defer as defer_pass
 from runtime.passes.layers import check_topk
 from runtime.workers.pool import WorkerPool
 
+from .architectures.converted import Converted
 from .architectures.decoder import Decoder, cache_token_bytes, head_sizes, make_decoder
 from .architectures.families import why_not
 from .architectures.weights import Outline, Stored
@@ -37,15 +38,11 @@ from .checkpoint.open import open_checkpoint
 from .checkpoint.plan import Experts, make_plan
 from .checkpoint.progress import Callback, reporting
 from .modules.inject import inject
+from .modules.linear import linears
 from .modules.moe import FusedMoE
-from .pretrained import (
-    Rules,
-    build_meta,
-    has_tokenizer,
-    load_tokenizer,
-    read_generation_config,
-    resolve_rules,
-)
+from .modules.placement import place
+from .pretrained import build_meta, has_tokenizer, load_tokenizer, read_generation_config
+from .rules import Rule, Rules, resolve_rules
 from .text.detokenize import Detokenizer
 from .text.prompt import encode
 
@@ -188,6 +185,7 @@ def load_engine(
         with open_checkpoint(folder) as checkpoint:
             model = build_meta(config, dtype)
             inject(model, parsed, kernel)
+            check_places(model, parsed)
             if deferred:
                 blocks = [block for block in model.modules() if isinstance(block, FusedMoE)]
                 check_topk(config.model_type, [block.shape.topk for block in blocks], deferred)
@@ -207,7 +205,8 @@ def load_engine(
                     report(done, total)
 
                 load_experts(model, plan, checkpoint, add)
-                decoder = make_decoder(model, Stored(plan, checkpoint, add), packer(pool), kv_dtype)
+                weights = Converted(Stored(plan, checkpoint, add), linears(model))
+                decoder = make_decoder(model, weights, packer(pool), kv_dtype)
         passes: list[Pass] = [partial(defer_pass, N=deferred)] if deferred else []
         sizes = room, pages, max_tokens, max_sequences
         runner: PagedRunner = (
@@ -240,13 +239,24 @@ def outline_decoder(path: Path, rules: Rules = None) -> Decoder:
     dtype = resolve_dtype(None, config)
     with open_checkpoint(path) as checkpoint:
         model = build_meta(config, dtype)
-        inject(model, resolve_rules(rules, config.model_type))
+        parsed = resolve_rules(rules, config.model_type)
+        inject(model, parsed)
+        check_places(model, parsed)
         plan = make_plan(model, checkpoint, dtype)
     for item in plan.items:
         if isinstance(item, Experts) and isinstance(model.get_submodule(item.name), FusedMoE):
             module: Any = model.get_submodule(item.name)
             module.allocate(item.stored, item.down_stored)
-    return make_decoder(model, Outline(plan), outline)
+    return make_decoder(model, Converted(Outline(plan), linears(model)), outline)
+
+
+def check_places(model: PreTrainedModel, rules: Sequence[Rule]) -> None:
+    """Raise `PykernelsError` for rules that place something elsewhere than on the CPU."""
+    if device := place(model, rules).gpu():
+        raise PykernelsError(
+            f"the engine runs on the CPU, and a rule places modules on {device}",
+            "Use --eager, or rules without a GPU",
+        )
 
 
 def _eos(config: PretrainedConfig, generation: Any) -> list[int]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import (
@@ -32,9 +30,10 @@ from .checkpoint.progress import Callback, reporting
 from .checkpoint.safetensors import read_json
 from .device import check_device
 from .modules.inject import inject
-from .rules import Rule, default_rules, load_rules, parse_rules
-
-Rules = str | Path | Sequence[Rule | dict[str, Any]] | None
+from .modules.placement import hand_over, place
+from .pinning.choose import Wanted
+from .pinning.pin import pin
+from .rules import Rules, resolve_rules
 
 
 def from_pretrained(
@@ -45,6 +44,7 @@ def from_pretrained(
     threads: int | None = None,
     kernel: str = "auto",
     numa: str | int | None = None,
+    gpu_experts: Wanted = None,
     progress: bool | Callback | None = None,
 ) -> PreTrainedModel:
     """Load a checkpoint with its routed experts on the CPU kernels.
@@ -54,15 +54,17 @@ def from_pretrained(
 
     Args:
         path: folder with config.json, safetensors and their index; or a GGUF file.
-        rules: a YAML file, a list of rules, or None for those shipped for the architecture; an
-            empty list leaves the model as transformers has it.
-        device: where all but the routed experts goes: "cpu" or "cuda:0".
+        rules: a YAML file, names of shipped sets ("int4,gpu"), a list of rules, or None for those
+            shipped for the architecture; an empty list leaves the model as transformers has it.
+        device: where all that no rule places goes, but the routed experts: "cpu" or "cuda:0".
         dtype: of all but the routed experts; None: the config's (bfloat16 as a rule).
         threads: workers of the experts, shared by all models of the process; None: unchanged, or
             at first one on each physical core (beside a GPU one fewer: it launches the kernels).
         kernel: auto, amx, avx512 or generic; a rule's own `kernel` overrides it.
         numa: "auto", "off" or the number of NUMA nodes: whether the experts are split across them,
             which are the workers' too and so the same for all models; None: unchanged (auto).
+        gpu_experts: of layers on a GPU, those that it computes too: the first N of each, "auto" (as
+            many as fit), or a file of `pykernels profile experts`: the most used, as many as fit.
         progress: None: a bar on a terminal for loads over a second; True, False, or a callable
             that gets (bytes done, bytes in all).
 
@@ -71,21 +73,26 @@ def from_pretrained(
             in one line with its hint, before a weight is loaded.
     """
     folder = Path(path)
-    target = check_device(device)
+    root = str(check_device(device))
     config = read_config(folder)
     chosen = resolve_dtype(dtype, config)
     parsed = resolve_rules(rules, config.model_type)
-    _configure_workers(threads, numa, target)
     generation = read_generation_config(folder)
     with open_checkpoint(folder) as checkpoint:
         model = build_meta(config, chosen)
         inject(model, parsed, kernel)
+        placement = place(model, parsed, root)
+        placement.check()
+        _configure_workers(threads, numa, placement.gpu() is None)
         plan = make_plan(model, checkpoint, chosen)
         check_kernels(model, plan)
-        memory.check(*memory.needed(plan, model, checkpoint, chosen, target), target)
+        needs = memory.needed(plan, model, checkpoint, chosen, placement)
+        pin(model, plan, placement, gpu_experts, needs)
+        memory.check(memory.needed(plan, model, checkpoint, chosen, placement))
         memory.check_nodes(plan, model, default_pool())
         with reporting(progress) as report:
-            load(model, plan, checkpoint, target, chosen, report)
+            load(model, plan, checkpoint, placement, chosen, report)
+        hand_over(model, placement)
     if generation is not None:
         model.generation_config = generation
     return model
@@ -114,14 +121,13 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
     return config
 
 
-def _configure_workers(threads: int | None, numa: str | int | None, device: torch.device) -> None:
+def _configure_workers(threads: int | None, numa: str | int | None, driver_works: bool) -> None:
     """Start the default pool with `threads` and `numa`, unless it already is as asked for.
 
     Beside a GPU the calling thread launches the GPU's kernels, so it is not one of the workers.
     """
     if threads is not None and threads < 1:
         raise PykernelsError(f"{threads} threads were asked for", "Ask for 1 or more")
-    driver_works = device.type == "cpu"
     if threads is None and numa is None and default_pool().driver_works == driver_works:
         return
     configure_default_pool(threads, driver_works, numa=AUTO if numa is None else str(numa))
@@ -159,15 +165,6 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise PykernelsError(
             f"The tokenizer of {folder} cannot be read: {error}", "Download its files again"
         ) from error
-
-
-def resolve_rules(rules: Rules, model_type: str) -> list[Rule]:
-    """Rules as given, from a file, or the shipped ones."""
-    if rules is None:
-        return default_rules(model_type)
-    if isinstance(rules, (str, Path)):
-        return load_rules(Path(rules))
-    return parse_rules(rules, "the given rules")
 
 
 def build_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -14,7 +14,8 @@ from transformers import PretrainedConfig
 import model
 from model.architectures.decoder import Decoder
 from model.architectures.moe import MoE
-from model.architectures.random_model import make_config, random_decoder
+from model.architectures.named import make_config
+from model.architectures.random_model import random_decoder
 from model.checkpoint.memory import available, size
 from model.pretrained import build_meta
 from pykernels.errors import PykernelsError
@@ -37,7 +38,7 @@ class Shape:
     """A well-known architecture, or a part of it; None: as it is.
 
     Attributes:
-        arch: of ``model.architectures.random_model.ARCHS``.
+        arch: of ``model.architectures.named.ARCHS``.
         layers, experts, vocab: in place of its own.
     """
 

@@ -17,7 +17,7 @@ from bench.peers.client import PeerMissing
 from bench.peers.gguf_model import FAMILIES, TYPES, model_file
 from bench.peers.llama_bench import VERSION
 from bench.peers.llama_tools import ToolMissing, find
-from model.architectures.random_model import ARCHS
+from model.architectures.named import ARCHS
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
 from pykernels.target import Target

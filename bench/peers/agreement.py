@@ -59,7 +59,7 @@ def saved(path: Path, text: Path, chunks: int, threads: int) -> Saved:
     """
     with tempfile.TemporaryDirectory(prefix="agreement-") as folder:
         file = Path(folder) / "logits"
-        command = [
+        command: list[str | Path] = [
             find("llama-perplexity"), "-m", path, "-f", text, "-c", str(CONTEXT), "-b",
             str(CONTEXT), "--chunks", str(chunks), "-t", str(threads), "--save-all-logits", file,
         ]  # fmt: skip

@@ -124,7 +124,12 @@ class MLA:
         )  # fmt: skip
         latent = b.buffer(f"{layer}.o_latent", "T", self.NH, self.L)
         read = [turned, latents, "positions", "sequences", "page_table", *rest]
-        attrs = {"heads": self.NH, "scale": self.scale, "parts": tuple(cache), **expanded}
+        attrs: dict[str, Any] = {
+            "heads": self.NH,
+            "scale": self.scale,
+            "parts": tuple(cache),
+            **expanded,
+        }
         b.node(
             "attention", f"{layer}.attention", read, [latent], kv_heads=1, dk=width, dv=self.L,
             **attrs,

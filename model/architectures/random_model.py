@@ -6,12 +6,9 @@ of a layer hold the same numbers, each in memory of its own.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import PretrainedConfig
 
-from pykernels.errors import PykernelsError
 from pykernels.quant import Weight, get_format
 from pykernels.quant.split import repeat_first
 from runtime.machine.memory import collapse
@@ -23,52 +20,6 @@ from ..rules import default_rules
 from .decoder import Decoder, make_decoder
 
 _ROWS = 128
-_DEEPSEEK: dict[str, Any] = {
-    "hidden_size": 7168, "moe_intermediate_size": 2048, "intermediate_size": 18432,
-    "num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256,
-    "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 8, "topk_group": 4,
-    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-    "v_head_dim": 128, "routed_scaling_factor": 2.5, "vocab_size": 129280,
-    "first_k_dense_replace": 3, "max_position_embeddings": 163840, "num_hidden_layers": 61,
-}  # fmt: skip
-ARCHS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3-30b": ("qwen3_moe", {
-        "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128,
-        "num_experts_per_tok": 8, "num_attention_heads": 32, "num_key_value_heads": 4,
-        "head_dim": 128, "vocab_size": 151936, "num_hidden_layers": 48, "norm_topk_prob": True,
-        "max_position_embeddings": 40960,
-    }),
-    "mixtral-8x7b": ("mixtral", {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8,
-        "num_experts_per_tok": 2, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "vocab_size": 32000, "num_hidden_layers": 32, "max_position_embeddings": 32768,
-    }),
-    "deepseek-v2-lite": ("deepseek_v2", {
-        "hidden_size": 2048, "moe_intermediate_size": 1408, "intermediate_size": 10944,
-        "num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 64,
-        "num_experts_per_tok": 6, "n_shared_experts": 2, "q_lora_rank": None,
-        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-        "topk_method": "greedy", "vocab_size": 102400, "first_k_dense_replace": 1,
-        "num_hidden_layers": 27, "max_position_embeddings": 32768,
-    }),
-    "deepseek-v3": ("deepseek_v3", _DEEPSEEK),
-}  # fmt: skip
-"""By name: the ``model_type`` and the settings that differ from its defaults."""
-
-
-def make_config(arch: str, **changes: Any) -> PretrainedConfig:
-    """The configuration of one of ``ARCHS``; ``changes`` that are None are left out.
-
-    Raises:
-        PykernelsError: there is none of that name.
-    """
-    if arch not in ARCHS:
-        raise PykernelsError(f"there is no architecture {arch!r}", f"Use {', '.join(ARCHS)}")
-    model_type, settings = ARCHS[arch]
-    given = {key: value for key, value in changes.items() if value is not None}
-    config = CONFIG_MAPPING[model_type](**(settings | given))
-    config.architectures = []
-    return config
 
 
 def random_decoder(

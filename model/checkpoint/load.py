@@ -15,7 +15,9 @@ from pykernels.quant import Biases, Weight, get_format
 from pykernels.registry import resolve
 from pykernels.target import detect
 
+from ..modules.linear import linears
 from ..modules.moe import FusedMoE, routed_experts
+from ..modules.placement import Placement
 from .gguf.types import as_weight
 from .plan import Dense, Experts, Matrix, Plan
 from .progress import Callback
@@ -28,17 +30,18 @@ def load(
     model: PreTrainedModel,
     plan: Plan,
     checkpoint: Checkpoint,
-    device: torch.device,
+    placement: Placement,
     dtype: torch.dtype,
     report: Callback,
 ) -> None:
-    """Stream `plan` into `model`: experts packed in main memory, the rest on `device` in `dtype`.
+    """Stream `plan` into `model`: experts packed in main memory, our linears packed where they
+    run, the rest in `dtype` where `placement` says.
 
     At most one tensor (or the matrices of one expert) is in memory besides the model itself.
     """
     warn_of(plan)
     total = sum(nbytes(checkpoint, item) for item in plan.items)
-    done = 0
+    done, ours = 0, linears(model)
     for item in plan.items:
         if isinstance(item, Dense) and item.name.endswith("k_b_proj.weight"):
             raise PykernelsError(
@@ -46,6 +49,13 @@ def load(
                 "Run it on the engine, without --eager",
             )
     for item in plan.items:
+        device = torch.device(placement.of(item.name))
+        if isinstance(item, Dense) and item.name in ours:
+            fmt = ours[item.name].packed_format(item.source.fmt or "bf16")
+            ours[item.name].load(fmt, expert_weight(checkpoint, item.source, fmt), str(device))
+            done += nbytes(checkpoint, item)
+            report(done, total)
+            continue
         if isinstance(item, Dense):
             tensor = matrix(checkpoint, item.source, item.dtype).to(device)
             _set_tensor(model, item.name, tensor)
@@ -59,7 +69,7 @@ def load(
         for _ in fill(module, item, checkpoint, device, dtype):
             done += expert_bytes
             report(done, total)
-    _finish(model, device)
+    _finish(model, placement)
     _warm_up(model)
 
 
@@ -139,7 +149,7 @@ def stored_weight(checkpoint: Checkpoint, source: Matrix) -> Weight:
 
 
 def expert_weight(checkpoint: Checkpoint, source: Matrix, fmt: str) -> Weight:
-    """A stored expert matrix as a `Weight` in `fmt`: as stored if that is `fmt`, else converted."""
+    """A stored matrix as a `Weight` in `fmt`: as stored if that is `fmt`, else converted."""
     if fmt == "bf16":
         return Weight(matrix(checkpoint, source, torch.bfloat16))
     if fmt == source.fmt:
@@ -150,13 +160,13 @@ def expert_weight(checkpoint: Checkpoint, source: Matrix, fmt: str) -> Weight:
 def _fill_packed(
     module: FusedMoE, item: Experts, checkpoint: Checkpoint, *_: object
 ) -> Iterator[int]:
-    routed = module.allocate(item.stored, item.down_stored)
-    fmt, down_fmt = item.packed(module)
+    module.allocate(item.stored, item.down_stored)
     for e, projections in enumerate(item.experts):
+        fmt, down_fmt = module.expert_formats(e, *item.packed(module))
         pairs = zip(projections, (fmt, fmt, down_fmt), strict=True)
         try:
-            weights = [expert_weight(checkpoint, m, each) for m, each in pairs]
-            routed.load_expert(e, *weights, biases=_biases(checkpoint, item, e))
+            gate, up, down = (expert_weight(checkpoint, m, each) for m, each in pairs)
+            module.load_expert(e, gate, up, down, _biases(checkpoint, item, e))
         except PykernelsError as error:  # its message has the expert's number at most
             name = f"{module.stored_name}.{e}"
             raise PykernelsError(f"{name}: {error.cause}", error.hint) from None
@@ -193,9 +203,9 @@ def _set_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
         module._buffers[leaf] = tensor
 
 
-def _finish(model: PreTrainedModel, device: torch.device) -> None:
+def _finish(model: PreTrainedModel, placement: Placement) -> None:
     """Rebuild computed buffers, tie tied weights, and check that every tensor is loaded."""
-    _rebuild_computed(model, device)
+    _rebuild_computed(model, placement)
     model.tie_weights()
     model.requires_grad_(False)
     model.eval()
@@ -223,7 +233,7 @@ def _warm_up(model: nn.Module) -> None:
         routed.counters.reset()
 
 
-def _rebuild_computed(model: PreTrainedModel, device: torch.device) -> None:
+def _rebuild_computed(model: PreTrainedModel, placement: Placement) -> None:
     """Construct modules with computed buffers (rotary frequencies) again, off the meta device.
 
     Non-persistent buffers are in no checkpoint, and on meta their values were not computed.
@@ -241,7 +251,7 @@ def _rebuild_computed(model: PreTrainedModel, device: torch.device) -> None:
         parent, _, leaf = name.rpartition(".")
         with torch.device("cpu"):  # the same bits for every device
             rebuilt = type(module)(config)
-        setattr(model.get_submodule(parent), leaf, rebuilt.to(device))
+        setattr(model.get_submodule(parent), leaf, rebuilt.to(placement.of(name)))
 
 
 def nbytes(checkpoint: Checkpoint, item: Dense | Experts) -> int:

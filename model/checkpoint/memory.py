@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -12,7 +14,10 @@ from runtime.experts.routed import RoutedExperts
 from runtime.machine.topology import Topology
 from runtime.workers.pool import Pool
 
+from ..modules.linear import Linear, linears
 from ..modules.moe import FusedMoE
+from ..modules.placement import Placement
+from .load import nbytes
 from .plan import Dense, Plan
 from .safetensors import Checkpoint
 
@@ -21,43 +26,53 @@ MIB = 1 << 20
 
 
 def needed(
-    plan: Plan, model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
-) -> tuple[int, int]:
-    """(main memory, device memory) in bytes that loading takes at its peak.
+    plan: Plan, model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype, placement: Placement
+) -> dict[str, int]:
+    """Bytes of each device ("cpu": main memory) that loading takes at its peak.
 
-    Packed experts are in main memory, the rest on `device` (if that is the CPU, device memory is
-    0). The largest single step is added: one tensor, or one expert, as stored and as float32.
+    Packed experts are in main memory, the rest where `placement` says. The largest single step is
+    added there: one tensor, or one expert, as stored and as float32.
     """
-    experts = dense = step = 0
+    needs, step, ours = Counter[str](cpu=0), 0, linears(model)
     for item in plan.items:
+        device = placement.of(item.name)
         if isinstance(item, Dense):
             numel = math.prod(item.source.shape)
-            dense += numel * item.dtype.itemsize
+            needs[device] += _packed(ours, item) or numel * item.dtype.itemsize
             step = max(
                 step, checkpoint.nbytes(item.source.data) + numel * (4 + item.dtype.itemsize)
             )
             continue
         module = model.get_submodule(item.name)
         if isinstance(module, FusedMoE):
-            experts += RoutedExperts.bytes_needed(module.shape, *item.packed(module))
+            formats = item.packed(module)
+            needs["cpu"] += RoutedExperts.bytes_needed(module.cpu_shape, *formats)
+            if module.pinned is not None:
+                needs[device] += len(module.pinned.pinned) * module.pinned.expert_bytes
         else:
-            dense += sum(p.numel() for p in module.parameters()) * dtype.itemsize
+            needs[device] += sum(p.numel() for p in module.parameters()) * dtype.itemsize
         # One expert at a time: as stored, and as float32 if it is converted.
         stored = sum(checkpoint.nbytes(m.data) for m in item.experts[0])
         step = max(step, stored + 4 * sum(math.prod(m.shape) for m in item.experts[0]))
-    if device.type == "cpu":
-        return experts + dense + step, 0
-    return experts + step, dense
+    needs["cpu"] += step
+    return dict(needs)
+
+
+def _packed(ours: Mapping[str, Linear], item: Dense) -> int | None:
+    """Bytes of the matrix of a linear of ours; None if it is none."""
+    if (linear := ours.get(item.name)) is None:
+        return None
+    return linear.packed_bytes(linear.packed_format(item.source.fmt or "bf16"))
 
 
 def needed_by_engine(plan: Plan, model: nn.Module, checkpoint: Checkpoint) -> int:
     """Bytes that weights take in the engine, at the peak of loading: packed, as they are stored."""
-    total = step = 0
+    total, step, ours = 0, 0, linears(model)
     for item in plan.items:
         if isinstance(item, Dense):
             matrix = item.source
             each = checkpoint.nbytes(matrix.data)
-            total += each + (checkpoint.nbytes(matrix.scale) if matrix.scale else 0)
+            total += _packed(ours, item) or nbytes(checkpoint, item)
             step = max(step, 2 * each)
             continue
         module = model.get_submodule(item.name)
@@ -90,20 +105,22 @@ def check_engine(weights: int, token: int, context: int, cached: int) -> None:
         )
 
 
-def check(main: int, on_device: int, device: torch.device) -> None:
-    """Raise `PykernelsError` with both numbers if less memory is free now than is needed."""
+def check(needs: Mapping[str, int]) -> None:
+    """Raise `PykernelsError` with both numbers if a device has less memory free than is needed."""
     free = available()
-    if main > free:
+    if needs["cpu"] > free:
         raise PykernelsError(
-            f"The model needs {size(main)} of main memory, {size(free)} are free",
+            f"The model needs {size(needs['cpu'])} of main memory, {size(free)} are free",
             "Free memory, use a machine with more of it, or a smaller checkpoint",
         )
-    if on_device:
+    for device, need in needs.items():
+        if device == "cpu":
+            continue
         free = torch.cuda.mem_get_info(device)[0]
-        if on_device > free:
+        if need > free:
             raise PykernelsError(
-                f"All but the experts needs {size(on_device)} on {device}, {size(free)} are free",
-                "Free memory on the GPU or use --device cpu",
+                f"All but the experts needs {size(need)} on {device}, {size(free)} are free",
+                "Free memory on the GPU, place less there (--rules), or use --device cpu",
             )
 
 
@@ -119,7 +136,7 @@ def check_nodes(plan: Plan, model: nn.Module, pool: Pool) -> None:
         module = model.get_submodule(item.name)
         if isinstance(module, FusedMoE):
             fmt, down_fmt = item.packed(module)
-            sizes = RoutedExperts.bytes_by_node(module.shape, fmt, pool, down_fmt)
+            sizes = RoutedExperts.bytes_by_node(module.cpu_shape, fmt, pool, down_fmt)
             for i, nbytes in enumerate(sizes):
                 needs[i] += nbytes
     free = {node.number: node.memory_free for node in Topology.detect().nodes}

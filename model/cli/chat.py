@@ -15,6 +15,7 @@ from .session import (
     Device,
     Dtype,
     Eager,
+    GpuExperts,
     KvDtype,
     MaxNewTokens,
     Model,
@@ -47,6 +48,7 @@ def chat(
     eager: Eager = False,
     defer: Defer = "off",
     kv_dtype: KvDtype = "bf16",
+    gpu_experts: GpuExperts = None,
     system: Annotated[str, typer.Option(help="System message, put before the conversation.")] = "",
     debug: Debug = False,
 ) -> None:
@@ -63,6 +65,7 @@ def chat(
         eager,
         defer=defer,
         kv_dtype=kv_dtype,
+        gpu_experts=gpu_experts,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,

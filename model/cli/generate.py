@@ -15,6 +15,7 @@ from .session import (
     Device,
     Dtype,
     Eager,
+    GpuExperts,
     KvDtype,
     MaxNewTokens,
     Model,
@@ -51,6 +52,7 @@ def generate(
     eager: Eager = False,
     defer: Defer = "off",
     kv_dtype: KvDtype = "bf16",
+    gpu_experts: GpuExperts = None,
     echo: Annotated[bool, typer.Option(help="Write the prompt before its continuation.")] = True,
     debug: Debug = False,
 ) -> None:
@@ -70,6 +72,7 @@ def generate(
         prompt,
         defer=defer,
         kv_dtype=kv_dtype,
+        gpu_experts=gpu_experts,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,

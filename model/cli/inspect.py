@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,28 +11,65 @@ import typer
 from pykernels.errors import PykernelsError
 
 from .common import Debug, command, out
-from .session import Model, Rules, status
+from .session import Device, Eager, Rules, status
+
+_WIDE = 160
+"""Columns of a table that goes to a pipe or a file: none is cut off."""
 
 
 @command
 def inspect(
-    model: Model = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="Checkpoint folder, config.json, or a shape's name like deepseek-v3.",
+            show_default="the embedded model",
+        ),
+    ] = None,
     rules: Rules = None,
+    device: Device = "cpu",
+    eager: Eager = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object on stdout, every module in it.")
+    ] = False,
     program: Annotated[
-        bool, typer.Option("--program", help="The nodes of a decode step, in order.")
+        bool, typer.Option("--program", help="The nodes of a decode step instead, in order.")
     ] = False,
     tokens: Annotated[
-        int, typer.Option(min=1, metavar="T", help="Tokens of the step, at most.")
+        int, typer.Option(min=1, metavar="T", help="Tokens of that step, at most.")
     ] = 8,
     debug: Debug = False,
 ) -> None:
-    """Print the program that a step of the model is; no weight is read."""
-    if not program:
-        raise PykernelsError("there is nothing to inspect", "Add --program")
+    """Print MODEL's modules as they will be: class, device, format, bytes; no weight is read.
+
+    What a token reads, and totals of each device, stand below. With --device or rules of GPUs it
+    tells how it would be there: no GPU is needed to ask.
+    """
+    if program and as_json:
+        raise PykernelsError("--program has no JSON", "Leave one of them out")
     with status("reading headers"):
         from .. import EMBEDDED
-        from ..llm import outline_decoder
+        from ..inspection.examine import examine
+        from ..inspection.report import summary, table
 
-        decoder = outline_decoder(Path(model or EMBEDDED), rules)
-        made = decoder.lower(tokens, tokens, tokens, 1, 1)
-    out().print(str(made), markup=False, highlight=False, soft_wrap=True)
+        which = model or str(EMBEDDED)
+        if program:
+            from ..llm import outline_decoder
+
+            decoder = outline_decoder(Path(which), rules)
+            out().print(str(decoder.lower(tokens, tokens, tokens, 1, 1)), markup=False)
+            return
+        found = examine(which, rules, device, eager)
+    if as_json:
+        print(json.dumps(found.as_dict(), indent=2))
+        return
+    console = out()
+    if not console.is_terminal:
+        console.width = _WIDE
+    console.print(f"{found.name} ({found.model_type}), from {found.source}", markup=False)
+    console.print()
+    console.print(table(found))
+    console.print()
+    for line in summary(found):
+        console.print(line, markup=False)

@@ -1,4 +1,4 @@
-"""The command line, `pykernels`: generate, chat, doctor, inspect, calibrate, eval, bench."""
+"""The command line, `pykernels`: generate, chat, doctor, inspect, profile and so on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from pykernels import __version__
 
-from . import calibrate, chat, doctor, evaluate, generate, inspect
+from . import calibrate, chat, doctor, evaluate, generate, inspect, profile
 from .common import Debug, State, out
 from .formats import ListsFormats
 
@@ -30,6 +30,7 @@ app.command("doctor")(doctor.doctor)
 app.command("inspect")(inspect.inspect)
 app.command("calibrate", cls=ListsFormats)(calibrate.calibrate)
 app.add_typer(evaluate.app, name="eval")
+app.add_typer(profile.app, name="profile")
 
 PLUGINS = {"bench": "bench.cli"}
 """Groups of commands from packages that may be installed beside this one: name -> module."""

@@ -26,7 +26,11 @@ Model = Annotated[
 ]
 Rules = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Injection rules.", show_default="those of the architecture"),
+    typer.Option(
+        metavar="FILE|SET,SET",
+        help="Injection rules: a file, or shipped ones (int4, gpu ...) before the architecture's.",
+        show_default="those of the architecture",
+    ),
 ]
 Device = Annotated[
     str, typer.Option(metavar="cpu|cuda:0", help="Where everything but the experts runs.")
@@ -55,7 +59,7 @@ Eager = Annotated[
     typer.Option(
         "--eager",
         help="Hugging Face's own forward with our experts, instead of the engine; what --device"
-        " cuda:0 and --dtype use anyway.",
+        " cuda:0, rules with a GPU and --dtype use anyway.",
     ),
 ]
 
@@ -77,6 +81,15 @@ KvDtype = Annotated[
     ),
 ]
 
+GpuExperts = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|auto|FILE",
+        help="Experts of each layer that a GPU computes too: N, what fits, or by a profile.",
+        show_default="none",
+    ),
+]
+
 
 class Session:
     """A loaded model and tokenizer with the options of a run: on the engine, or eagerly."""
@@ -94,6 +107,7 @@ class Session:
         prompt: str | None = None,
         defer: str = "off",
         kv_dtype: str = "bf16",
+        gpu_experts: str | None = None,
         **sampling: Any,
     ) -> None:
         """Check the options and that `prompt` fits the context, then load.
@@ -108,6 +122,7 @@ class Session:
             from .. import EMBEDDED, load_tokenizer
             from ..architectures.families import why_not
             from ..checkpoint.config import read_config
+            from ..rules import resolve_rules
             from ..text.generate import check_options
 
             logging.set_verbosity_error()
@@ -116,7 +131,12 @@ class Session:
         path = model or EMBEDDED
         self.tokenizer = load_tokenizer(path)
         wanted = 0 if prompt is None else self._check(path, prompt)
-        eager = eager or device != "cpu" or dtype is not None
+        model_type = read_config(path).model_type
+        parsed = resolve_rules(rules, model_type)
+        beside_gpu = device != "cpu" or any({*rule.devices} - {"cpu"} for rule in parsed)
+        eager = eager or beside_gpu or dtype is not None
+        if gpu_experts is not None and not beside_gpu:
+            raise PykernelsError("--gpu-experts without a GPU", "Add --device cuda:0")
         if eager and defer != "off":
             raise PykernelsError("--defer is for the engine", "Leave out --eager and its kin")
         if eager and kv_dtype != "bf16":
@@ -129,14 +149,14 @@ class Session:
             from .. import from_pretrained
 
             self.model = from_pretrained(
-                path, rules=rules, device=device, dtype=dtype, threads=chosen_threads,
-                kernel=chosen_kernel, numa=numa,
+                path, rules=parsed, device=device, dtype=dtype, threads=chosen_threads,
+                kernel=chosen_kernel, numa=numa, gpu_experts=gpu_experts,
             )  # fmt: skip
         else:
             from ..llm import load_engine
 
             self.llm = load_engine(
-                path, rules=rules, threads=chosen_threads, kernel=chosen_kernel, at_least=wanted,
+                path, rules=parsed, threads=chosen_threads, kernel=chosen_kernel, at_least=wanted,
                 max_sequences=1, defer=defer, kv_dtype=kv_dtype,
             )  # fmt: skip
 

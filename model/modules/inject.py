@@ -7,7 +7,6 @@ replaces it; go on through the new submodules.
 from __future__ import annotations
 
 import difflib
-import importlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +16,11 @@ from transformers import PreTrainedModel
 
 from pykernels.errors import PykernelsError
 
-from ..rules import Match, Rule
-from . import moe  # noqa: F401 - registers the shipped operators
+from ..rules import Rule
+from . import linear, moe  # noqa: F401 - registers the shipped operators
+from .placement import matches
 from .recognise import why_not_fused
-from .registry import ModuleContext, Operator, build, find_operator
+from .registry import ModuleContext, Operator, build, find_operator, is_class
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,14 @@ class Replacement:
 def inject(
     model: PreTrainedModel, rules: Sequence[Rule], kernel: str = "auto"
 ) -> list[Replacement]:
-    """Apply `rules` to `model` in place; returns what was replaced.
+    """Apply the `rules` that have a class to `model` in place; returns what was replaced.
 
     The model's class, its configuration and its public interface stay. Raises `PykernelsError` for
     a rule that names an unknown operator, gives it wrong arguments, matches nothing, or is never
     reached because earlier rules replace all its modules.
     """
-    operators = [find_operator(rule.replace.cls, rule.origin) for rule in rules]
+    rules = [rule for rule in rules if rule.replace.cls is not None]
+    operators = [find_operator(str(rule.replace.cls), rule.origin) for rule in rules]
     present = {name: type(module) for name, module in model.named_modules() if name}
     replaced: list[Replacement] = []
     applied = [0] * len(rules)
@@ -51,10 +52,11 @@ def inject(
     def walk(parent: nn.Module, prefix: str) -> None:
         for leaf, child in list(parent.named_children()):
             name = f"{prefix}.{leaf}" if prefix else leaf
-            index = next((i for i, r in enumerate(rules) if matches(r.match, name, child)), None)
+            index = next((i for i, r in enumerate(rules) if matches(r, name, child)), None)
             if index is not None and not any(child is original for original in originals):
                 rule = rules[index]
-                context = ModuleContext(name, model.config, rule.replace.device, kernel)
+                device = next(iter(rule.devices), None)
+                context = ModuleContext(name, model.config, device, kernel)
                 new = build(operators[index], child, context, rule.replace.kwargs, rule.origin)
                 setattr(parent, leaf, new)
                 replaced.append(Replacement(name, type(child).__name__, new))
@@ -70,53 +72,26 @@ def inject(
     return replaced
 
 
-def matches(match: Match, name: str, module: nn.Module) -> bool:
-    """Whether every clause of `match` holds for `module`, called `name` in its model."""
-    if match.name is not None and not re.search(match.name, name):
-        return False
-    if match.holds == "experts" and why_not_fused(module) is not None:
-        return False
-    return match.cls is None or is_class(type(module), match.cls)
-
-
-def is_class(cls: type, path: str) -> bool:
-    """Whether `path` names `cls`: its bare name, the end of its dotted path, or an alias of it.
-
-    An alias is a public name such as `torch.nn.Linear`, whose module is `torch.nn.modules.linear`.
-    """
-    full = f"{cls.__module__}.{cls.__qualname__}"
-    if f".{full}".endswith(f".{path}"):
-        return True
-    module, _, leaf = path.rpartition(".")
-    if leaf != cls.__name__ or module.split(".")[0] != full.split(".")[0]:
-        return False
-    try:
-        return getattr(importlib.import_module(module), leaf, None) is cls
-    except ImportError:
-        return False
-
-
 def _unused(rule: Rule, present: dict[str, type]) -> PykernelsError:
     """Why a rule did nothing: an earlier one took its modules, or there are none (near misses)."""
-    clauses = {"class": rule.match.cls, "name": rule.match.name}
-    clause = " and ".join(f"{key} {value!r}" for key, value in clauses.items() if value is not None)
     by_class = [n for n, c in present.items() if rule.match.cls and is_class(c, rule.match.cls)]
     by_name = [n for n in present if rule.match.name and re.search(rule.match.name, n)]
     hits = set(by_class or present) & set(by_name or present)
     if (by_class or not rule.match.cls) and (by_name or not rule.match.name) and hits:
         return PykernelsError(
-            f"{rule.origin} ({clause}) is never reached: earlier rules replace all its modules",
+            f"{rule.origin} ({rule.clauses}) is never reached: earlier rules replace all its"
+            " modules",
             "Put it before them or drop it",
         )
     classes = sorted({cls.__name__ for cls in present.values()})
     if rule.match.cls and not by_class:
         near = difflib.get_close_matches(rule.match.cls.rpartition(".")[2], classes, 3, 0.5)
-        hint = f"Near it are {', '.join(near)}" if near else f"Classes here: {', '.join(classes)}"
+        hint = f"Did you mean {', '.join(near)}?" if near else f"Classes here: {', '.join(classes)}"
     elif rule.match.cls:
         hint = f"The class is at {_few(by_class)}"
     else:
         hint = f"Modules are called like {_few(list(present))}"
-    return PykernelsError(f"{rule.origin} ({clause}) matches no module", hint)
+    return PykernelsError(f"{rule.origin} ({rule.clauses}) matches no module", hint)
 
 
 def _none_hold(rule: Rule, model: PreTrainedModel) -> PykernelsError:

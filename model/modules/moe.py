@@ -3,23 +3,38 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from pykernels import quant
 from pykernels.errors import PykernelsError
+from pykernels.quant import Biases, Weight
 from pykernels.registry import ACTIVATIONS
 from pykernels.shapes import MoEShape
 from runtime.experts.routed import RoutedExperts, Ticket
 
+from .pinned import PinnedExperts
 from .recognise import experts_shape, in_turns
 from .registry import ModuleContext, Operator, operator
 
 FORMATS = ("auto", *quant.FORMATS)
 SHARED = ("shared_experts", "shared_expert", "shared_expert_gate")
 """Children of a block that every token passes through, under the names that models give them."""
+
+
+class Call(NamedTuple):
+    """Routed experts in flight.
+
+    Attributes:
+        tokens: those that the CPU has a part of, where some experts are pinned on a GPU;
+            ``beside``: what these add, [T, H].
+    """
+
+    ticket: Ticket
+    tokens: torch.Tensor | None = None
+    beside: torch.Tensor | None = None
 
 
 @operator
@@ -69,6 +84,12 @@ class FusedMoE(Operator):
         self.activations = activations
         self.shape = self._take(original, context)
         self.routed: RoutedExperts | None = None
+        self.pinned: PinnedExperts | None = None
+
+    @property
+    def cpu_shape(self) -> MoEShape:
+        """Of the experts that are packed for the CPU: all, but for those pinned on a GPU."""
+        return self.shape if self.pinned is None else self.pinned.rest
 
     def _take(self, original: Any, context: ModuleContext) -> MoEShape:
         """Sizes of the experts; keeps of what is replaced what is to run on. `PykernelsError` if it
@@ -91,13 +112,31 @@ class FusedMoE(Operator):
         as `down_stored` (None: the same)."""
         fmt, down_fmt = self.packed_format(stored), self.packed_format(down_stored or stored)
         self.routed = RoutedExperts(
-            self.shape, fmt, kernel=self.kernel, activations=self.activations, down_fmt=down_fmt
+            self.cpu_shape, fmt, kernel=self.kernel, activations=self.activations, down_fmt=down_fmt
         )
         return self.routed
 
     def packed_format(self, stored: str) -> str:
         """Name of the format that a matrix is packed in, if the checkpoint has `stored`."""
         return stored if self.format == "auto" else self.format
+
+    def load_expert(
+        self, expert: int, gate: Weight, up: Weight, down: Weight, biases: Biases | None = None
+    ) -> None:
+        """Packs one expert, in `expert_formats`, where it will be computed."""
+        assert self.routed is not None
+        if self.pinned is None:
+            self.routed.load_expert(expert, gate, up, down, biases=biases)
+        elif expert in self.pinned.pinned:
+            self.pinned.put(expert, (gate, up, down))
+        else:
+            self.routed.load_expert(int(self.pinned.index[expert]), gate, up, down)
+
+    def expert_formats(self, expert: int, fmt: str, down_fmt: str) -> tuple[str, str]:
+        """Names of the formats of one expert, whose CPU has these: of gate and up, and of down."""
+        if self.pinned is not None and expert in self.pinned.pinned:
+            return self.pinned.fmt.name, self.pinned.fmt.name
+        return fmt, down_fmt
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Same as the block's own: [..., H] in and out, in the same dtype and device.
@@ -117,24 +156,37 @@ class FusedMoE(Operator):
             out = out + shared
         return out.reshape(hidden_states.shape)
 
-    def submit(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Ticket:
+    def submit(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Call:
         """Start the experts; raises as `forward`."""
         routed, rows = self._ready(x), x.reshape(-1, self.shape.H)  # [T, H]
         # float16 has no expert kernel: its values fit float32 exactly.
-        rows = rows.float() if x.dtype == torch.float16 else rows
-        return routed.submit(
-            rows.to("cpu").contiguous(),
-            ids.to("cpu", torch.int64).contiguous(),
-            weights.to("cpu", torch.float32).contiguous(),
-        )
+        rows = (rows.float() if x.dtype == torch.float16 else rows).to("cpu")
+        taken = ids.to("cpu", torch.int64), weights.to("cpu", torch.float32)
+        tokens = None
+        if self.pinned is not None:
+            tokens, *taken = self.pinned.split(*taken)  # type: ignore[assignment]
+            rows = rows[tokens]
+        ticket = routed.submit(rows.contiguous(), *(part.contiguous() for part in taken))
+        if self.pinned is None:
+            return Call(ticket)
+        try:  # the workers are busy with the others meanwhile
+            return Call(ticket, tokens, self.pinned(x.reshape(-1, self.shape.H), ids, weights))
+        except BaseException:
+            routed.sync(ticket)
+            raise
 
-    def sync(self, ticket: Ticket, x: torch.Tensor) -> torch.Tensor:
+    def sync(self, call: Call, x: torch.Tensor) -> torch.Tensor:
         """Wait for them; their result in the shape, dtype and device of `x`."""
         assert self.routed is not None
-        return self.routed.sync(ticket).to(x.device, x.dtype).reshape(x.shape)
+        out = self.routed.sync(call.ticket).to(x.device, x.dtype)  # [R, H], of all tokens or some
+        if call.beside is not None and call.tokens is not None:
+            out = call.beside.index_add(0, call.tokens.to(x.device), out)
+        return out.reshape(x.shape)
 
     def extra_repr(self) -> str:
         packed = "not loaded" if self.routed is None else "on the CPU"
+        if self.pinned is not None:
+            packed += f", {len(self.pinned.pinned)} of them on {self.pinned.device}"
         return f"{self.shape}, kernel={self.kernel}, format={self.format}, experts {packed}"
 
     def _shared(self, x: torch.Tensor) -> torch.Tensor | None:

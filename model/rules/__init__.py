@@ -1,4 +1,4 @@
-"""Injection rules in YAML: which modules to replace, and by which operator.
+"""Injection rules in YAML: which modules to replace, by which operator, and what runs where.
 
     - match:
         class: modeling_deepseek_v3.DeepseekV3MoE   # bare, suffix or full dotted path
@@ -9,88 +9,41 @@
         device: cpu
         kwargs: {kernel: generic}
 
-Source: KTransformers (SOSP 2025), section 5 and Listing 1. One file of this folder for each
-architecture, named after `config.model_type`, holds the rules used when none are given; `any.yaml`
-those of every other one.
+Of the rules with a class, the first that matches a module replaces it; of those with a device
+alone, the first that matches places it. Source: KTransformers (SOSP 2025), section 5, Listing 1.
+
+A file of this folder for each architecture, named after ``config.model_type``, holds the rules used
+when none are given, ``any.yaml`` those of every other one; one of ``sets/`` holds some that go
+before them (``--rules int4,gpu``).
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
-
-import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from typing import Any
 
 from pykernels.errors import PykernelsError
 
+from .read import load_rules, parse_rules
+from .schema import Match, Replace, Rule
+
 _FOLDER = Path(__file__).parent
 _ANY = _FOLDER / "any.yaml"
+_SETS = _FOLDER / "sets"
 
-
-class Match(BaseModel):
-    """Which modules: all given clauses must hold."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    cls: str | None = Field(default=None, alias="class")
-    name: str | None = None
-    holds: Literal["experts"] | None = None
-
-    @field_validator("name")
-    @classmethod
-    def _compiles(cls, value: str | None) -> str | None:
-        try:
-            re.compile(value or "")
-        except re.error as error:
-            raise ValueError(f"{value!r} is no regular expression: {error}") from None
-        return value
-
-    @model_validator(mode="after")
-    def _has_a_clause(self) -> Match:
-        if self.cls is None and self.name is None and self.holds is None:
-            raise ValueError("match needs a class, a name or both, or what it holds")
-        return self
-
-
-class Replace(BaseModel):
-    """By which operator, on which device, and with which arguments."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    cls: str = Field(alias="class")
-    device: str | None = None
-    kwargs: dict[str, Any] = Field(default_factory=dict)
-
-
-class Rule(BaseModel):
-    """One match clause with its replace clause."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    match: Match
-    replace: Replace
-    _origin: str = PrivateAttr(default="a rule")
-
-    @property
-    def origin(self) -> str:
-        """The file and the rule's number in it, for errors."""
-        return self._origin
+Rules = str | Path | Sequence[Rule | dict[str, Any]] | None
+"""A YAML file, names of sets, a list of rules, or None for those of the architecture."""
 
 
 def known_architectures() -> list[str]:
     """The `model_type`s that have rules here."""
     return sorted(file.stem for file in _FOLDER.glob("*.yaml") if file != _ANY)
+
+
+def known_sets() -> list[str]:
+    """Names of the rules that can go before an architecture's own."""
+    return sorted(file.stem for file in _SETS.glob("*.yaml"))
 
 
 def default_rules(model_type: str) -> list[Rule]:
@@ -99,44 +52,44 @@ def default_rules(model_type: str) -> list[Rule]:
     return load_rules(_FOLDER / f"{model_type}.yaml" if known else _ANY)
 
 
-def load_rules(file: Path) -> list[Rule]:
-    """Parse a rules file; `PykernelsError` names the file and the rule's number (from 1)."""
-    try:
-        entries = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise PykernelsError(
-            f"The rules {file} cannot be read: {error}", "Give an existing YAML file"
-        ) from None
-    except yaml.YAMLError as error:
-        raise PykernelsError(f"{file} is not valid YAML: {error}", "Correct the file") from None
-    return parse_rules(entries, str(file))
+def resolve_rules(rules: Rules, model_type: str) -> list[Rule]:
+    """Rules as given, from a file, of sets and the architecture, or of the architecture alone.
+
+    Raises:
+        PykernelsError: what is neither a file nor a set; a rule that is none.
+    """
+    if rules is None:
+        return default_rules(model_type)
+    if not isinstance(rules, (str, Path)):
+        return parse_rules(rules, "the given rules")
+    names = [name.strip() for name in str(rules).split(",")]
+    if Path(rules).exists() or not set(names) & set(known_sets()):
+        if not Path(rules).exists() and Path(rules).suffix not in (".yaml", ".yml"):
+            raise _no_such(str(rules))
+        return load_rules(Path(rules))
+    for name in names:
+        if name not in known_sets():
+            raise _no_such(name)
+    before = [rule for name in names for rule in load_rules(_SETS / f"{name}.yaml")]
+    return before + default_rules(model_type)
 
 
-def parse_rules(entries: object, origin: str) -> list[Rule]:
-    """A list of mappings (or ready `Rule`s) to rules."""
-    if not isinstance(entries, Iterable) or isinstance(entries, (str, dict)):
-        raise PykernelsError(
-            f"{origin} is no list of rules", "Write a list of items with match and replace"
-        )
-    return [_parse(entry, f"{origin}, rule {i}") for i, entry in enumerate(entries, 1)]
+def _no_such(name: str) -> PykernelsError:
+    return PykernelsError(
+        f"The rules {name} are neither a file nor a shipped set",
+        f"Give a YAML file, or some of {', '.join(known_sets())}, with commas between",
+    )
 
 
-def _parse(entry: object, origin: str) -> Rule:
-    if isinstance(entry, Rule):
-        return entry
-    if not isinstance(entry, dict):
-        raise PykernelsError(f"{origin} is no mapping", "Write it with the keys match and replace")
-    try:
-        rule = Rule.model_validate(entry)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "extra_forbidden":
-            raise PykernelsError(
-                f"{origin}: unknown key {where!r}",
-                "The keys are match: {class, name, holds} and replace: {class, device, kwargs}",
-            ) from None
-        reason = first["msg"].removeprefix("Value error, ")
-        raise PykernelsError(f"{origin}: {where}: {reason}", "Correct the rule") from None
-    rule._origin = origin
-    return rule
+__all__ = [
+    "Match",
+    "Replace",
+    "Rule",
+    "Rules",
+    "default_rules",
+    "known_architectures",
+    "known_sets",
+    "load_rules",
+    "parse_rules",
+    "resolve_rules",
+]

@@ -217,7 +217,7 @@ def _every_second(builder, a, b, first):
 def even_lanes(typingctx, a, b):
     """Lanes 0, 2, 4 .. of a, then of b (``vpermt2ps``)."""
     return f32x16(f32x16, f32x16), lambda context, builder, sig, args: _every_second(
-        builder, *args, 0
+        builder, args[0], args[1], 0
     )
 
 
@@ -225,7 +225,7 @@ def even_lanes(typingctx, a, b):
 def odd_lanes(typingctx, a, b):
     """Lanes 1, 3, 5 .. of a, then of b (``vpermt2ps``)."""
     return f32x16(f32x16, f32x16), lambda context, builder, sig, args: _every_second(
-        builder, *args, 1
+        builder, args[0], args[1], 1
     )
 
 

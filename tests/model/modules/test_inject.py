@@ -10,9 +10,17 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from model.modules.inject import inject, is_class
+from model.modules.inject import inject
+from model.modules.linear import Linear
 from model.modules.moe import FusedMoE
-from model.modules.registry import OPERATORS, ModuleContext, Operator, find_operator, operator
+from model.modules.registry import (
+    OPERATORS,
+    ModuleContext,
+    Operator,
+    find_operator,
+    is_class,
+    operator,
+)
 from model.rules import default_rules, parse_rules
 from pykernels.errors import PykernelsError
 
@@ -124,17 +132,35 @@ def test_an_ambiguous_operator_needs_its_full_path(registered: None) -> None:
     assert find_operator("there.Twin", "test.yaml").__module__ == "there"
 
 
+def test_linears_of_a_replaced_block_are_replaced_too_but_not_the_head() -> None:
+    """Listing 1's first and third rule: recursion into new modules, the head left out by name."""
+    model = meta()
+    found = apply(
+        model,
+        rule(cls="DeepseekV3MoE"),
+        rule("Linear", cls="torch.nn.Linear", name=r"^(?!lm_head$).*$", format="int4"),
+    )
+    assert "model.layers.1.mlp.shared_experts.up_proj" in found and "lm_head" not in found
+    left = [name for name, m in model.named_modules() if type(m) is nn.Linear]
+    assert left == ["lm_head"]
+    assert {m.format for m in model.modules() if isinstance(m, Linear)} == {"int4"}
+
+
 MOE = "DeepseekV3MoE"
 # fmt: off
 WRONG = [
     ([rule("NoSuch", name="mlp")], "test.yaml, rule 1: there is no operator 'NoSuch'. .*FusedMoE"),
-    ([rule(cls="DeepseekV3Moe")], "matches no module. Near it are DeepseekV3M"),
+    ([rule(cls="DeepseekV3Moe")], "matches no module. Did you mean DeepseekV3M"),
     ([rule(name=r"^model\.layer\.")], "matches no module. Modules are called like model, "),
     ([rule(cls=MOE, name="lm_head")], "matches no module. The class is at model.layers.1.mlp, mod"),
     ([rule(cls=MOE), rule(name=r"layers\.1\.mlp$")], "rule 2 .* is never reached: earlier rules"),
-    ([rule(cls=MOE, kernal="auto")], "unexpected .* 'kernal'. Its kwargs are kernel, format"),
+    ([rule(cls=MOE, kernal="auto")], "unexpected .* 'kernal'. Did you mean kernel.? Its kwargs"),
     ([rule(cls=MOE, device="cuda:0")], "cannot run on 'cuda:0'"),
     ([rule(cls=MOE, format="int3")], "no expert format 'int3'"),
+    ([rule("FuseMoE", cls=MOE)], "no operator 'FuseMoE'. Did you mean model.modules.moe.FusedMoE"),
+    ([rule("Linear", name=r"layers.1.mlp$")], "is a DeepseekV3MoE, no torch.nn.Linear"),
+    ([rule("Linear", cls="Linear", format="int3")], "no format 'int3'. Use auto, bf16"),
+    ([rule("Linear", name="q_a_proj$", format="q4_k")], "q4_k takes inputs in multiples of 256"),
     ([rule(cls="DeepseekV3MLP")], "is no MoE block with a gate and experts"),
 ]
 # fmt: on

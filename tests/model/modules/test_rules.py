@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from model.modules.registry import OPERATORS
-from model.rules import default_rules, known_architectures, load_rules
+from model.rules import default_rules, known_architectures, known_sets, load_rules, resolve_rules
 from pykernels.errors import PykernelsError
 
 from ..tiny import ARCHITECTURES
@@ -19,8 +19,7 @@ def written(folder: Path, text: str) -> Path:
     return file
 
 
-def test_the_papers_listing_is_understood(tmp_path: Path) -> None:
-    text = r"""
+LISTING = r"""
 - match:
     class: modeling_deepseek_v3.DeepseekV3MoE
   replace:
@@ -28,16 +27,46 @@ def test_the_papers_listing_is_understood(tmp_path: Path) -> None:
     device: "cpu"
     kwargs:
       backend: "hybrid_AMX_AVX512"
+      data_type: "Int4"
       n_deferred_experts: 6
-- match: {name: "^(?!lm_head$).*$", class: torch.nn.Linear}
-  replace: {class: operators.linear.MarlinLinear, device: "cuda:0"}
+
+- match:
+    name: "^model\\.layers\\..*\\.self_attn$"
+  replace:
+    class: operators.attention.FlashInferMLA
+    device: "cuda:0"
+
+- match:
+    name: "^(?!lm_head$).*$"
+    class: torch.nn.Linear
+  replace:
+    class: operators.linear.MarlinLinear
+    device: "cuda:0"
+    kwargs:
+      data_type: "Int4"
 """
-    first, second = load_rules(written(tmp_path, text))
+"""Listing 1 of KTransformers (SOSP 2025)."""
+
+
+def test_the_papers_listing_is_understood(tmp_path: Path) -> None:
+    first, second, third = load_rules(written(tmp_path, LISTING))
     assert first.match.cls == "modeling_deepseek_v3.DeepseekV3MoE"
     assert first.match.name is None
-    assert first.replace.kwargs == {"backend": "hybrid_AMX_AVX512", "n_deferred_experts": 6}
-    assert (second.match.name, second.replace.device) == ("^(?!lm_head$).*$", "cuda:0")
-    assert second.origin.endswith("rules.yaml, rule 2")
+    assert first.replace.kwargs["n_deferred_experts"] == 6
+    assert second.match.name == r"^model\.layers\..*\.self_attn$"
+    assert (third.match.name, third.devices) == ("^(?!lm_head$).*$", ("cuda:0",))
+    assert [r.origin.rpartition(":")[2] for r in (first, second, third)] == ["2", "12", "18"]
+
+
+def test_sets_go_before_the_architectures_own() -> None:
+    own = default_rules("qwen2_moe")
+    rules = resolve_rules("int4,gpu", "qwen2_moe")
+    assert rules[-len(own) :] == own
+    assert [rule.replace.cls for rule in rules[:2]] == ["model.modules.linear.Linear", None]
+    for name in known_sets():
+        assert len(resolve_rules(name, "llama")) >= 1
+    with pytest.raises(PykernelsError, match="nor a shipped set. Give a YAML file, or some of 2-g"):
+        resolve_rules("int4,gpus", "llama")
 
 
 def test_every_known_architecture_has_rules_that_parse() -> None:
@@ -50,18 +79,27 @@ def test_every_known_architecture_has_rules_that_parse() -> None:
 
 RULE = "- match: {class: A}\n  replace: {class: B}\n"
 MISTAKES = [
-    (RULE + "- match: {klass: A}\n  replace: {class: B}", "rule 2: unknown key 'match.klass'"),
-    ("- match: {class: A}", "rule 1: replace: Field required"),
-    ("- match: {}\n  replace: {class: B}", "rule 1: match: match needs a class, a name or both"),
-    ("- match: {name: '('}\n  replace: {class: B}", "rule 1: match.name: '(' is no regular"),
-    ("- just text", "rule 1 is no mapping"),
+    (RULE + "- match:\n    klass: A\n  replace: {class: B}",
+     "rules.yaml:4: unknown key 'klass' in match. Did you mean class?"),
+    ("- mach: {class: A}\n  replace: {class: B}",
+     "rules.yaml:1: unknown key 'mach'. Did you mean match?"),
+    (RULE + "- match: {class: A}\n  replace:\n    class: B\n    device: cuda0",
+     "rules.yaml:6: replace.device: 'cuda0' is no device"),
+    (RULE + "- match: {class: A}", "rules.yaml:3: replace is missing. Add it."),
+    ("- match: {}\n  replace: {class: B}", "rules.yaml:1: match: match needs a class, a name or"),
+    ("- match: {name: '('}\n  replace: {class: B}", "rules.yaml:1: match.name: '(' is no regular"),
+    (RULE + "  match: {name: b}", "rules.yaml:3: match stands twice, in line 1 too"),
+    (RULE + "- just text", "rules.yaml:3: 'just text' is no rule"),
+    ("- match: {class: A}\n  replace: {kwargs: {a: 1}}", "replace: replace needs a class, a dev"),
+    ("- match: {class: A}\n  replace: {class: B, device: [cpu]}", "a list of devices is for"),
     ("match: {class: A}", "is no list of rules"),
-    ("- match: {class: A", "is not valid YAML"),
-]
+    ("", "is no list of rules"),
+    (RULE + "- match: {class: A", "rules.yaml:3: this is not valid YAML"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "message"), MISTAKES, ids=[message for _, message in MISTAKES])
-def test_a_mistake_names_the_file_and_the_rule(tmp_path: Path, text: str, message: str) -> None:
+def test_a_mistake_names_the_file_and_the_line(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(PykernelsError) as raised:
         load_rules(written(tmp_path, text))
     assert message in str(raised.value)

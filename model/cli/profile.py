@@ -1,0 +1,78 @@
+"""`pykernels profile`: what a model does with text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pykernels.errors import PykernelsError
+
+from .common import Debug, Kernel, Threads, command, err, out, prepare_threads
+from .session import Device, Model, Rules
+
+app = typer.Typer(help="Count what a model does with text.", no_args_is_help=True)
+
+
+@app.callback()
+def group() -> None:
+    """Count what a model does with text."""
+
+
+@app.command("experts")
+@command
+def experts(
+    texts: Annotated[list[Path], typer.Argument(metavar="TEXT...", help="Files of UTF-8 text.")],
+    model: Model = None,
+    write: Annotated[
+        Path, typer.Option("--out", metavar="FILE", help="Where the counts go.")
+    ] = Path("profile.json"),
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw them too, as .png or .svg.")
+    ] = None,
+    length: Annotated[int, typer.Option(min=1, metavar="L", help="Tokens of one piece.")] = 512,
+    rules: Rules = None,
+    device: Device = "cpu",
+    threads: Threads = None,
+    kernel: Kernel = None,
+    debug: Debug = False,
+) -> None:
+    """Count which experts of each layer TEXT takes; --gpu-experts reads what is written."""
+    text = "\n".join(_read(file) for file in texts)
+    chosen = prepare_threads(threads)
+    from rich.progress import Progress
+
+    from .. import EMBEDDED, from_pretrained, load_tokenizer
+    from ..pinning import plot as plots
+    from ..pinning import profile
+
+    path, console = model or EMBEDDED, err()
+    ids = load_tokenizer(path)(text)["input_ids"]
+    lm = from_pretrained(path, rules, device, threads=chosen, kernel=kernel or "auto")
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("counting", total=len(ids))
+        found = profile.count(lm, ids, length, lambda n: bar.advance(task, n))
+    profile.write(found, write)
+    if plot is not None:
+        plots.heatmap(found, plot)
+    half, tenth = found.coverage(0.5), found.coverage(0.1)
+    out().print(
+        f"{found.tokens} tokens, {len(found.counts)} layers of {len(found.rows[0])} experts,"
+        f" top-{found.topk}: the most used half takes {half:.0%} of the choices, the most used"
+        f" tenth {tenth:.0%}"
+    )
+    for file in (write, plot):
+        if file is not None:
+            console.print(f"wrote {file}", style="dim", markup=False)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PykernelsError(
+            f"{file} cannot be read: {error.strerror}", "Give files of text"
+        ) from None
+    except UnicodeDecodeError:
+        raise PykernelsError(f"{file} is no UTF-8 text", "Convert it first") from None

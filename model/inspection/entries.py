@@ -1,0 +1,177 @@
+"""The modules of a model that hold weights, a row each: class, device, format, sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from pykernels.quant import get_format
+from pykernels.quant.layout import padded
+from runtime.experts.routed import RoutedExperts
+
+from ..checkpoint.config import EXPERT_COUNTS
+from ..modules.linear import Linear
+from ..modules.moe import FusedMoE
+from ..modules.placement import Placement
+from .formats import Formats
+
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+_CUT = "kv_b_proj.weight"
+"""Cut into a matrix for each head by the engine, in bfloat16 unless its format can be cut so."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A module with weights of its own, or the routed experts of a block.
+
+    Attributes:
+        ours: whether it runs on our kernels, else transformers' own forward runs it.
+        routed: whether these are routed experts.
+        parameters: numbers; ``bytes``: in memory; ``token_bytes``: that one token's step reads of
+            them (not of a norm, or of the one row of an embedding).
+    """
+
+    name: str
+    cls: str
+    ours: bool
+    device: str
+    format: str
+    parameters: int
+    bytes: int
+    token_bytes: int
+    routed: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"class" if key == "cls" else key: value for key, value in asdict(self).items()}
+
+
+def entries(
+    model: PreTrainedModel, placement: Placement, formats: Formats, engine: bool, dtype: torch.dtype
+) -> Iterator[Entry]:
+    """Of an injected meta model, in the order of its modules.
+
+    Args:
+        engine: whether the engine runs it: matrices packed as stored, vectors in float32.
+        dtype: of what is not packed, eagerly.
+    """
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, FusedMoE):
+            yield _packed_experts(name, module, formats)
+        elif _are_experts(name, module):
+            yield _fused_experts(name, module, model, placement.of(name), dtype)
+            continue
+        own = [(leaf, p) for leaf, p in module.named_parameters(recurse=False)]
+        own += [
+            (leaf, buffer)
+            for leaf, buffer in module.named_buffers(recurse=False)
+            if leaf not in module._non_persistent_buffers_set
+        ]
+        own = [(leaf, t) for leaf, t in own if id(t) not in seen]
+        seen.update(id(tensor) for _, tensor in own)
+        if own:
+            around = model.get_submodule(name.rpartition(".")[0])
+            entry = _Sizes(name, module, around, formats, engine, dtype, tied)
+            for leaf, tensor in own:
+                entry.add(leaf, tensor)
+            yield entry.finish(placement.of(name))
+
+
+class _Sizes:
+    """Adds up one module's tensors."""
+
+    def __init__(
+        self, name: str, module: nn.Module, around: nn.Module, formats: Formats, engine: bool,
+        dtype: torch.dtype, tied: set[str],
+    ) -> None:  # fmt: skip
+        self.name, self.module, self.around, self.formats = name, module, around, formats
+        self.engine, self.dtype, self.tied = engine, dtype, tied
+        self.parameters = self.bytes = self.read = 0
+        self.format = ""
+
+    def add(self, leaf: str, tensor: torch.Tensor) -> None:
+        """A parameter or buffer."""
+        full, shape = f"{self.name}.{leaf}", tuple(tensor.shape)
+        tied = full in self.tied
+        self.parameters += 0 if tied else math.prod(shape)
+        embedding = isinstance(self.module, nn.Embedding)
+        if isinstance(self.module, Linear) and leaf == "weight":
+            fmt = self.module.packed_format(self.formats.of_matrix(full))
+            nbytes = self.module.packed_bytes(fmt)
+        elif self.engine and len(shape) == 2 and not embedding:
+            fmt = self._engine_format(full)
+            cut = full.endswith(_CUT)
+            nbytes = _heads_bytes(fmt, self.around) if cut else matrix_bytes(fmt, *shape)
+        else:
+            kept = torch.float32 if self.engine and not embedding else self.dtype
+            fmt = _SHORT.get(kept, str(kept))
+            nbytes = 0 if tied else math.prod(shape) * kept.itemsize
+        self.bytes += nbytes
+        if len(shape) == 2 and not embedding:
+            self.read += matrix_bytes(fmt, *shape) if tied and not nbytes else nbytes
+        self.format = self.format or fmt
+
+    def finish(self, device: str) -> Entry:
+        """Its row."""
+        ours = self.engine or isinstance(self.module, Linear)
+        cls = type(self.module).__name__
+        return Entry(
+            self.name, cls, ours, device, self.format, self.parameters, self.bytes, self.read
+        )
+
+    def _engine_format(self, name: str) -> str:
+        fmt = self.formats.of_matrix(name)
+        plain = isinstance(self.module, nn.Linear)  # a router's matrix is not quantized
+        if not plain and name not in self.formats.known:
+            return "bf16"
+        return "bf16" if name.endswith(_CUT) and fmt != "fp8" else fmt
+
+
+def matrix_bytes(fmt: str, N: int, K: int) -> int:
+    """Memory of a packed matrix."""
+    found = get_format(fmt)
+    return padded(N, 1)[0] // 32 * (found.block_bytes(K) + found.scale_bytes(K))
+
+
+def _heads_bytes(fmt: str, attention: Any) -> int:
+    """Of ``kv_b_proj`` as the engine has it: ``W_UK`` and ``W_UV`` of each head."""
+    L, nope, dv = attention.kv_lora_rank, attention.qk_nope_head_dim, attention.v_head_dim
+    return attention.num_heads * (matrix_bytes(fmt, L, nope) + matrix_bytes(fmt, dv, L))
+
+
+def _packed_experts(name: str, block: FusedMoE, formats: Formats) -> Entry:
+    shape, fmt = block.shape, block.packed_format(formats.of_experts(name))
+    nbytes = RoutedExperts.bytes_needed(shape, fmt)
+    return Entry(
+        f"{name}.experts", f"{shape.E} experts, top-{shape.topk}", True, "cpu", fmt,
+        shape.E * shape.weights, nbytes, nbytes * shape.topk // shape.E, True,
+    )  # fmt: skip
+
+
+def _are_experts(name: str, module: nn.Module) -> bool:
+    """Whether a module of transformers' holds the matrices of all experts of a block."""
+    own = module.parameters(recurse=False)
+    return name.endswith("experts") and any(parameter.ndim == 3 for parameter in own)
+
+
+def _fused_experts(
+    name: str, experts: nn.Module, model: PreTrainedModel, device: str, dtype: torch.dtype
+) -> Entry:
+    """Experts that transformers runs itself, unpacked."""
+    config: Any = model.config
+    E = next(int(n) for key in EXPERT_COUNTS if (n := getattr(config, key, None)))
+    topk = int(getattr(config, "num_experts_per_tok", 1))
+    numbers = sum(p.numel() for p in experts.parameters())
+    nbytes = numbers * dtype.itemsize
+    return Entry(
+        name, f"{E} experts, top-{topk}", False, device, _SHORT.get(dtype, str(dtype)), numbers,
+        nbytes, nbytes * topk // E, True,
+    )  # fmt: skip

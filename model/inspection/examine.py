@@ -1,0 +1,164 @@
+"""A model by folder, configuration or name, as a list of entries with their totals."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from pykernels.errors import PykernelsError
+
+from ..architectures.decoder import cache_token_bytes
+from ..architectures.families import why_not
+from ..architectures.named import ARCHS, RELEASED, make_config
+from ..checkpoint.config import read_config, resolve_dtype
+from ..checkpoint.gguf import find_gguf
+from ..checkpoint.open import open_checkpoint
+from ..checkpoint.plan import make_plan
+from ..checkpoint.safetensors import INDEX
+from ..modules.inject import inject
+from ..modules.placement import place
+from ..pretrained import build_meta
+from ..rules import Rules, known_architectures, resolve_rules
+from ..rules.schema import is_device
+from .entries import Entry, entries
+from .formats import Formats, configured, planned
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a model becomes.
+
+    Attributes:
+        source: what it was told from: "its headers", "its config.json alone", "its known shape".
+        engine: whether the engine runs it; ``reason``: why not, if so.
+        classes: of every module, by its name.
+        cache_bytes: that one token's keys and values take, by ``kv_dtype`` ("fp8" in the engine
+            alone); none if it is not known.
+    """
+
+    name: str
+    model_type: str
+    source: str
+    engine: bool
+    reason: str | None
+    entries: list[Entry]
+    classes: dict[str, str]
+    cache_bytes: dict[str, int]
+
+    @property
+    def devices(self) -> dict[str, tuple[int, int]]:
+        """(parameters, bytes) on each device."""
+        found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+        for entry in self.entries:
+            numbers, nbytes = found[entry.device]
+            found[entry.device] = numbers + entry.parameters, nbytes + entry.bytes
+        return dict(found)
+
+    def parameters(self, routed: bool) -> int:
+        """Of the routed experts, or of everything else."""
+        return sum(entry.parameters for entry in self.entries if entry.routed == routed)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of weights that a step of one token reads."""
+        return sum(entry.token_bytes for entry in self.entries)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: every module, none collapsed."""
+        return {
+            "model": self.name,
+            "model_type": self.model_type,
+            "source": self.source,
+            "runs": "engine" if self.engine else "eager",
+            "why_eager": self.reason,
+            "modules": [entry.as_dict() for entry in self.entries],
+            "devices": {
+                device: {"parameters": numbers, "bytes": nbytes}
+                for device, (numbers, nbytes) in self.devices.items()
+            },
+            "routed_parameters": self.parameters(True),
+            "other_parameters": self.parameters(False),
+            "token_bytes": self.token_bytes,
+            "kv_cache_token_bytes": self.cache_bytes,
+        }
+
+
+def examine(
+    which: str | Path, rules: Rules = None, device: str = "cpu", eager: bool = False
+) -> Inspection:
+    """Reads headers (or only config.json, or a shape by its name) and applies the rules.
+
+    Args:
+        which: a checkpoint's folder, a config.json or its folder, or a name in ``ARCHS``.
+        device: of all that no rule places; it need not be there.
+
+    Raises:
+        PykernelsError: as loading, but for devices and memory that are not there.
+    """
+    if not is_device(device):
+        raise PykernelsError(f"There is no device {device!r}", "Use cpu or cuda:0")
+    config, formats, source, folder = _open(which)
+    dtype = resolve_dtype(None, config)
+    model = build_meta(config, dtype)
+    bare = rules is None and config.model_type not in known_architectures()
+    parsed = [] if bare else resolve_rules(rules, config.model_type)
+    inject(model, parsed)
+    placement = place(model, parsed, device)
+    if folder is not None:
+        with open_checkpoint(folder) as checkpoint:
+            formats = planned(make_plan(model, checkpoint, dtype))
+    reason = why_not(config)
+    if eager:
+        reason = "--eager asks for it"
+    elif gpu := placement.gpu():
+        reason = f"modules run on {gpu}"
+    found = list(entries(model, placement, formats, reason is None, dtype))
+    classes = {name: type(module).__name__ for name, module in model.named_modules()}
+    return Inspection(
+        str(which), config.model_type, source, reason is None, reason, found, classes,
+        _cache_bytes(model, reason is None),
+    )  # fmt: skip
+
+
+def _open(which: str | Path) -> tuple[PretrainedConfig, Formats, str, Path | None]:
+    """(configuration, formats where there are no headers, source, folder of headers)."""
+    path = Path(which)
+    if not path.exists():
+        if str(which) not in ARCHS:
+            raise PykernelsError(
+                f"There is no folder {which}, and no known shape of that name",
+                f"Give a checkpoint's folder, its config.json, or one of {', '.join(ARCHS)}",
+            )
+        config = make_config(str(which))
+        config.dtype = torch.bfloat16
+        linear, experts = RELEASED.get(str(which), ("bf16", "bf16"))
+        return config, Formats(linear=linear, experts=experts), "its known shape", None
+    if find_gguf(path) is not None:
+        return read_config(path), Formats(), "its headers", path
+    folder = path.parent if path.is_file() else path
+    config = read_config(folder)
+    weights = (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
+    if path.is_dir() and weights:
+        return config, Formats(), "its headers", folder
+    quantization = json.loads((folder / "config.json").read_bytes()).get("quantization_config")
+    return config, configured(quantization), "its config.json alone", None
+
+
+def _cache_bytes(model: PreTrainedModel, engine: bool) -> dict[str, int]:
+    """Of a token's keys and values in the engine, or in transformers' own cache."""
+    if engine:
+        return {kind: cache_token_bytes(model, kind) for kind in ("bf16", "fp8")}
+    total = 0
+    for module in model.modules():
+        parts: Any = module
+        if hasattr(module, "kv_lora_rank") and hasattr(module, "qk_rope_head_dim"):
+            total += 2 * (parts.kv_lora_rank + parts.qk_rope_head_dim)
+        elif hasattr(module, "k_proj") and hasattr(module, "v_proj"):
+            total += 2 * (parts.k_proj.out_features + parts.v_proj.out_features)
+    return {"bf16": total} if total else {}

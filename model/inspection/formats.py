@@ -1,0 +1,76 @@
+"""In which weight format each matrix is stored: by a load plan, or by what a configuration says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..checkpoint.plan import Dense, Plan
+
+EXPERTS = "experts"
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Names of ``pykernels.quant``'s formats by parameter.
+
+    Attributes:
+        known: those that a checkpoint stores; the experts of a block under its name.
+        linear, experts: of the others, linears and routed experts.
+        ignored: names of linears that are bfloat16 for all that.
+    """
+
+    known: Mapping[str, str] = field(default_factory=dict)
+    linear: str = "bf16"
+    experts: str = "bf16"
+    ignored: re.Pattern[str] | None = None
+
+    def of_matrix(self, name: str) -> str:
+        """Of a linear's weight."""
+        if name in self.known:
+            return self.known[name]
+        module = name.removesuffix(".weight")
+        skipped = module == "lm_head" or (self.ignored and self.ignored.search(module))
+        return "bf16" if skipped else self.linear
+
+    def of_experts(self, block: str) -> str:
+        """Of the routed experts of a block."""
+        return self.known.get(block, self.experts)
+
+
+def planned(plan: Plan) -> Formats:
+    """Those of a checkpoint."""
+    known = {
+        item.name: (item.source.fmt or "bf16") if isinstance(item, Dense) else item.stored
+        for item in plan.items
+    }
+    return Formats(known)
+
+
+def configured(quantization: Any) -> Formats:
+    """Those that a ``quantization_config`` stands for, which ``read_config`` has accepted."""
+    if not quantization:
+        return Formats()
+    if quantization.get("quant_method") != "compressed-tensors":  # DeepSeek's FP8
+        skip = quantization.get("modules_to_not_convert") or []
+        return Formats(linear="fp8", experts="fp8", ignored=_pattern(skip))
+    group = next(iter(quantization["config_groups"].values()))
+    weights = group["weights"]
+    base = "fp8" if weights.get("type") == "float" else f"int{weights['num_bits']}"
+    suffix = {"channel": "-channel", "tensor": "-channel"}.get(weights["strategy"], "")
+    if weights["strategy"] == "group" and weights["group_size"] == 128:
+        suffix = "-g128"
+    fmt = base + suffix
+    ignored = _pattern(quantization.get("ignore") or [])
+    skipped = ignored is not None and ignored.search("model.layers.9999.mlp.experts.0.up_proj")
+    return Formats(linear=fmt, experts="bf16" if skipped else fmt, ignored=ignored)
+
+
+def _pattern(names: list[str]) -> re.Pattern[str] | None:
+    """Regexes ("re:...") and names, of a module or of one around it."""
+    if not names:
+        return None
+    parts = [n[3:] if n.startswith("re:") else rf"(?:^|\.){re.escape(n)}(?:\.|$)" for n in names]
+    return re.compile("|".join(f"(?:{part})" for part in parts))

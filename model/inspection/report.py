@@ -1,0 +1,131 @@
+"""An inspection as a person reads it: a tree, layers that are alike in one, totals below."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from rich.table import Table
+from rich.text import Text
+
+from .entries import Entry
+from .examine import Inspection
+
+_LAYER = re.compile(r"(?P<list>.*\blayers)\.(?P<i>\d+)\.(?P<rest>.+)$")
+OURS = "•"
+
+
+def table(found: Inspection) -> Table:
+    """Modules with weights of their own; layers that are the same, but for their number, summed."""
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    made.add_column("module", no_wrap=True)
+    made.add_column("class", no_wrap=True, overflow="ellipsis")
+    for title in ("device", "format"):
+        made.add_column(title, no_wrap=True)
+    for title in ("parameters", "bytes", "per token"):
+        made.add_column(title, justify="right", no_wrap=True)
+    for first, last, group in layers(found.entries):
+        _add(made, found, first, last, group)
+    return made
+
+
+def summary(found: Inspection) -> list[str]:
+    """The lines below the table."""
+    lines = [
+        f"{device:<8}{count(numbers):>8} parameters {size(nbytes):>12}"
+        for device, (numbers, nbytes) in found.devices.items()
+    ]
+    routed, other = found.parameters(True), found.parameters(False)
+    kinds = [f"{size(nbytes)} in {kind}" for kind, nbytes in found.cache_bytes.items()]
+    cache = ", ".join(kinds) or "unknown"
+    lines += [
+        f"{count(routed + other)} parameters: {count(routed)} in routed experts, {count(other)} in"
+        " everything else",
+        f"a token reads {size(found.token_bytes)} of weights; its part of the KV cache: {cache}",
+    ]
+    if found.engine:
+        lines.append("the engine runs it: every module on our kernels")
+    else:
+        lines.append(f"eager, as {found.reason}: {OURS} on our kernels, else transformers' own")
+    return lines
+
+
+def layers(entries: Sequence[Entry]) -> Iterator[tuple[int, int, list[list[Entry]]]]:
+    """(first, last, rows) of runs of layers that are alike, each row the entries that it sums up;
+    (-1, -1, [[entry]]) of what is in no layer."""
+
+    def key(entry: Entry) -> tuple[str, int]:
+        match = _LAYER.match(entry.name)
+        return (match["list"], int(match["i"])) if match else (entry.name, -1)
+
+    runs: list[tuple[int, int, list[list[Entry]]]] = []
+    for (_, i), group in groupby(entries, key):
+        one = list(group)
+        if i > 0 and runs and runs[-1][1] == i - 1 and _alike(runs[-1][2], one):
+            first, _, rows = runs.pop()
+            runs.append((first, i, [[*row, e] for row, e in zip(rows, one, strict=True)]))
+        else:
+            runs.append((i, i, [[entry] for entry in one]))
+    yield from runs
+
+
+def _alike(rows: list[list[Entry]], layer: list[Entry]) -> bool:
+    return [_kind(row[0]) for row in rows] == [_kind(entry) for entry in layer]
+
+
+def _kind(entry: Entry) -> tuple[object, ...]:
+    match = _LAYER.match(entry.name)
+    assert match is not None
+    return (match["rest"], entry.cls, entry.ours, entry.device, entry.format, entry.bytes)
+
+
+def _add(made: Table, found: Inspection, first: int, last: int, rows: list[list[Entry]]) -> None:
+    """Rows of a run of layers under a heading, or of one module."""
+    shown: list[str] = []  # headings that stand above
+    for row in rows:
+        head = row[0]
+        match = _LAYER.match(head.name)
+        if match is None:
+            made.add_row(*_cells(head.name, 0, row, found))
+            continue
+        top = f"{match['list']}.{first}" + (f"-{last}" if last > first else "")
+        real = f"{match['list']}.{first}"
+        if not shown:
+            made.add_row(Text(top, style="bold"), Text(found.classes.get(real, ""), "dim"))
+        *parents, leaf = match["rest"].split(".")
+        for depth in range(len(parents)):
+            path = ".".join(parents[: depth + 1])
+            if path not in shown:
+                shown.append(path)
+                cls = found.classes.get(f"{real}.{path}", "")
+                made.add_row("  " * (depth + 1) + parents[depth], Text(cls, "dim"))
+        shown.append(match["rest"])
+        made.add_row(*_cells(leaf, len(parents) + 1, row, found))
+
+
+def _cells(leaf: str, depth: int, row: list[Entry], found: Inspection) -> list[str]:
+    one = row[0]
+    mark = f" {OURS}" if one.ours and not found.engine else ""
+    read = sum(entry.token_bytes for entry in row)
+    return [
+        "  " * depth + leaf, one.cls + mark, one.device, one.format,
+        count(sum(entry.parameters for entry in row)), size(sum(entry.bytes for entry in row)),
+        size(read) if read else "",
+    ]  # fmt: skip
+
+
+def count(number: int) -> str:
+    """654.1B, 17.3M, 256."""
+    for unit, suffix in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= unit:
+            return f"{number / unit:.{2 if suffix == 'T' else 1}f}{suffix}"
+    return str(number)
+
+
+def size(nbytes: int) -> str:
+    """1.5 GiB, 14.0 KiB."""
+    for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if nbytes >= 1 << shift:
+            return f"{nbytes / (1 << shift):.1f} {unit}"
+    return f"{nbytes} B"

@@ -1,0 +1,146 @@
+"""`Linear`: a dense linear whose matrix stays packed, in the checkpoint's format or in another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from pykernels import quant
+from pykernels.errors import PykernelsError
+from pykernels.gpu.gemm.weights import Matrices, pack_for_gpu, supports_format
+from pykernels.quant import Weight, get_format
+from pykernels.quant.layout import padded
+from runtime.devices.cpu.one_linear import OneLinear
+from runtime.matrix import PackedMatrix, packer
+from runtime.workers.pool import WorkerPool, default_pool
+
+from .registry import ModuleContext, Operator, operator
+
+_FEW = 8
+"""Rows of the program that is kept: one pass of tiles."""
+
+
+@operator
+class Linear(Operator):
+    """A linear on our kernels: one packed matrix, no copy of it in another dtype. Inference only.
+
+    In the engine it says in which format the matrix is packed; eagerly it is also what multiplies.
+
+    Rule's kwargs: `format` auto (as stored), or one of `pykernels.quant.FORMATS` to convert to
+    while loading. Rule's device: where it runs, cpu or a GPU; none: with what is around it.
+
+    Source: KTransformers (SOSP 2025), Listing 1 (its MarlinLinear).
+    """
+
+    def __init__(self, original: Any, context: ModuleContext, *, format: str = "auto") -> None:
+        super().__init__(original, context)
+        name = context.name
+        if not isinstance(original, nn.Linear):
+            raise PykernelsError(
+                f"{name} is a {type(original).__name__}, no torch.nn.Linear",
+                "Add class: torch.nn.Linear to the rule's match",
+            )
+        if format not in ("auto", *quant.FORMATS):
+            raise PykernelsError(
+                f"{name}: there is no format {format!r}", f"Use auto, {', '.join(quant.FORMATS)}"
+            )
+        if name == "lm_head" and getattr(context.config, "tie_word_embeddings", False):
+            raise PykernelsError(
+                f"{name} is tied to the embedding, which is no linear",
+                "Leave it out of the rule: name: ^(?!lm_head$).*$",
+            )
+        self.name, self.format, self.placed = name, format, context.device
+        self.in_features, self.out_features = original.in_features, original.out_features
+        self.weight, self.bias = original.weight, original.bias
+        self._packed: PackedMatrix | Matrices | None = None
+        self._few: OneLinear | None = None
+        if format != "auto":
+            self.check(format)
+
+    def packed_format(self, stored: str) -> str:
+        """Name of the format that the matrix is packed in, if the checkpoint has `stored`."""
+        return stored if self.format == "auto" else self.format
+
+    def check(self, fmt: str) -> None:
+        """Raise `PykernelsError` if this matrix cannot be in a format, on its device."""
+        K, found = self.in_features, get_format(fmt)
+        reason = None
+        if K % found.k_multiple:
+            reason = f"{fmt} takes inputs in multiples of {found.k_multiple}, not {K}"
+        elif self.placed not in (None, "cpu"):
+            reason = supports_format(found, K)
+        if reason is not None:
+            raise PykernelsError(f"{self.name}: {reason}", "Exclude it in the rule's name")
+
+    def packed_bytes(self, fmt: str) -> int:
+        """Memory of the packed matrix."""
+        blocks = padded(self.out_features, 1)[0] // 32
+        found = get_format(fmt)
+        return blocks * (found.block_bytes(self.in_features) + found.scale_bytes(self.in_features))
+
+    def load(self, fmt: str, weight: Weight, device: str) -> None:
+        """Packs the matrix, in ``fmt``, on a device; the parameter is gone then.
+
+        Raises:
+            PykernelsError: a format that the device has no layout for.
+        """
+        found = get_format(fmt)
+        found.check(weight, self.out_features, self.in_features, self.name)
+        if device == "cpu":
+            self._packed = PackedMatrix(found, [weight], packer(_pool()))
+        else:
+            if reason := supports_format(found, self.in_features):
+                raise PykernelsError(f"{self.name}: {reason}", "Give the rule another format")
+            self._packed = pack_for_gpu(found, [weight]).to(device)
+        self.register_parameter("weight", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., K] to [..., N], in the same dtype and device; products take x as bfloat16.
+
+        Raises:
+            PykernelsError: before the weights are loaded.
+        """
+        rows = x.reshape(-1, self.in_features)  # [T, K]
+        if isinstance(self._packed, Matrices):
+            from pykernels.gpu.gemm.linear import linear
+
+            out = linear(rows.to(torch.bfloat16).contiguous(), self._packed, self.bias)
+        elif isinstance(self._packed, PackedMatrix):
+            out = self._multiply(self._packed, rows)
+        else:
+            raise PykernelsError(f"{self.name} is not loaded", "Load with model.from_pretrained")
+        return out.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        packed = "not loaded" if self._packed is None else str(self._packed)
+        return f"{self.out_features} x {self.in_features}, format={self.format}, {packed}"
+
+    def _multiply(self, matrix: PackedMatrix, rows: torch.Tensor) -> torch.Tensor:
+        """float32 [T, N] on the CPU, as the engine multiplies."""
+        pool, T = _pool(), len(rows)
+        if T == 0:
+            return rows.new_zeros(0, self.out_features)
+        if T > _FEW:
+            return OneLinear(matrix, self.bias, pool, T)(rows)
+        if self._few is None or self._few.pool is not pool:
+            self._few = OneLinear(matrix, self.bias, pool, _FEW)
+        return self._few(rows).clone()
+
+    def _save_to_state_dict(self, *_: object) -> None:
+        raise PykernelsError(
+            f"{self.name}: packed matrices are in no state dict",
+            "Copy the checkpoint's own files instead of saving the model",
+        )
+
+
+def linears(model: nn.Module) -> dict[str, Linear]:
+    """Those of a model, by the names of their weights."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    return {f"{name}.weight": module for name, module in found.items()}
+
+
+def _pool() -> WorkerPool:
+    """The shared pool, or the first node's: a linear is not split across NUMA nodes."""
+    return default_pool().pools[0]

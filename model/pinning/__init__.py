@@ -1,0 +1,1 @@
+"""Which experts tokens take, and which of them are kept on a GPU."""

@@ -1,0 +1,98 @@
+"""Experts on a GPU (here the CPU stands for it) beside those of the CPU: which, the same sums."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import model
+from model.modules.moe import FusedMoE
+from model.modules.pinned import PinnedExperts
+from model.pinning import profile
+from model.pinning.choose import Block, choose
+from model.pinning.profile import Profile
+from pykernels.errors import PykernelsError
+from pykernels.shapes import MoEShape
+
+from ..checks import Checkpoints, errors, logits
+from ..conftest import Run, failed
+
+
+@pytest.mark.parametrize("pinned", [[1, 4], [0, 1, 2, 3, 5, 6, 7]], ids=str)
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_logits_are_those_without(
+    checkpoint: Checkpoints, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch, fp8: bool,
+    pinned: list[int],
+) -> None:  # fmt: skip
+    path = checkpoint("deepseek_v3", fp8=fp8).path
+    want = logits(model.from_pretrained(path, dtype="float32"), ids)
+
+    def pin(lm: Any, *_: object) -> None:
+        for block in profile.blocks(lm).values():
+            stored = "fp8" if fp8 else "bf16"
+            block.pinned = PinnedExperts(block.shape, pinned, (stored, stored), "cpu")
+
+    monkeypatch.setattr("model.pretrained.pin", pin)
+    lm = model.from_pretrained(path, dtype="float32")
+    assert errors(logits(lm, ids), want).median() < 5e-3
+    for block in lm.modules():
+        if isinstance(block, FusedMoE):
+            assert block.routed is not None and block.routed.shape.E == 8 - len(pinned)
+            assert f"{len(pinned)} of them on cpu" in repr(block)
+
+
+def test_a_routing_is_split_without_loss() -> None:
+    layer = PinnedExperts(MoEShape(E=6, H=64, I=32, topk=3), [0, 2], ("bf16", "bf16"), "cpu")
+    ids = torch.tensor([[0, 2, 1], [2, 0, 5], [3, 4, 1], [0, 2, 2]])
+    weights = torch.rand(4, 3)
+    rows, left, shares = layer.split(ids, weights)
+    assert rows.tolist() == [0, 1, 2]
+    dense = torch.zeros(4, 6).scatter_add(1, ids, weights)
+    cpu = torch.zeros(4, 4)
+    cpu[rows] = torch.zeros(3, 4).scatter_add(1, left, shares)
+    torch.testing.assert_close(cpu, dense[:, [1, 3, 4, 5]])
+    alone = layer.split(ids[:1], weights[:1])
+    assert [part.shape[-1] for part in alone] == [1, 1, 1]  # what a decode step reads, no more
+
+
+BLOCKS = {f"layers.{i}.mlp": Block(4, 10, "cuda:0") for i in range(2)}
+
+
+def test_which_experts_are_kept() -> None:
+    assert choose(2, BLOCKS, {"cuda:0": 40}) == {name: [0, 1] for name in BLOCKS}
+    assert choose("auto", BLOCKS, {"cuda:0": 39}) == {name: [0] for name in BLOCKS}
+    assert choose("auto", BLOCKS, {"cuda:0": 999}) == {name: [0, 1, 2] for name in BLOCKS}
+    counts = dict(zip(BLOCKS, ([9, 1, 8, 0], [2, 3, 0, 0]), strict=True))
+    seen = Profile(model_type="tiny", tokens=9, topk=2, counts=counts)
+    assert list(choose(seen, BLOCKS, {"cuda:0": 39}).values()) == [[0, 2], [1]]
+    assert seen.coverage(0.5) == 22 / 23
+    with pytest.raises(PykernelsError, match="need 0.0 GiB on cuda:0.* Give 1 at most, or auto"):
+        choose(2, BLOCKS, {"cuda:0": 39})
+    with pytest.raises(PykernelsError, match="4 of a layer's 4 experts on the GPU. Give 3 at mo"):
+        choose(4, BLOCKS, {"cuda:0": 999})
+    other = {**counts, "layers.2.mlp": [1, 2, 3, 4]}
+    with pytest.raises(PykernelsError, match="is of 3 layers of a tiny"):
+        choose(seen.model_copy(update={"counts": other}), BLOCKS, {"cuda:0": 39})
+
+
+def test_a_profile_from_text(run: Run, writer: Path, tmp_path: Path) -> None:
+    text, out, plot = (tmp_path / name for name in ("text.txt", "profile.json", "profile.png"))
+    text.write_text("def f(x):\n    return x\n" * 8)
+    result = run(
+        "profile", "experts", text, "--model", writer, "--out", out, "--plot", plot,
+        "--length", 50,
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    found = profile.read(out)
+    assert {sum(row) for row in found.rows} == {found.tokens * found.topk}
+    assert json.loads(out.read_text())["counts"].keys() == found.counts.keys()
+    assert plot.stat().st_size > 1000
+    assert "the most used half takes" in result.out
+    failed(run("generate", "a", "--model", writer, "--gpu-experts", out), "without a GPU")
+    out.write_text('{"model_type": "x"}')
+    with pytest.raises(PykernelsError, match="json is no profile of experts: tokens: Field"):
+        profile.read(out)

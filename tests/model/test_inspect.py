@@ -1,0 +1,74 @@
+"""`pykernels inspect`: what the table and its totals say, from headers or a configuration alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import model
+from model.inspection.examine import examine
+from model.inspection.report import layers
+from model.llm import outline_decoder
+from runtime.profiling.step_bytes import weight_bytes
+
+from .checks import Checkpoints
+from .conftest import Run, failed
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "cpu", "gpu"),
+    [("deepseek-v3", 671, 654, 17), ("deepseek-v2.5", 236, 223, 13), ("qwen2-57b", 57, 49, 8)],
+)
+def test_totals_are_those_of_the_paper(name: str, total: int, cpu: int, gpu: int) -> None:
+    """KTransformers (SOSP 2025), table 1, in billions of parameters."""
+    found = examine(name, device="cuda:0")
+    assert found.classes and not found.engine
+    numbers = {device: round(count / 1e9) for device, (count, _) in found.devices.items()}
+    assert numbers == {"cpu": cpu, "cuda:0": gpu}
+    both = found.parameters(True) + found.parameters(False)
+    assert round(both / 1e9) == total
+
+
+def test_a_token_reads_what_the_engine_reads(checkpoint: Checkpoints) -> None:
+    for path in (model.EMBEDDED, checkpoint("qwen2_moe").path):
+        read = weight_bytes(outline_decoder(path).lower(1, 1, 1, 1, 1))
+        assert examine(path).token_bytes == pytest.approx(read, rel=0.02)
+
+
+def test_layers_that_are_alike_are_one(checkpoint: Checkpoints) -> None:
+    found = examine("deepseek-v3")
+    runs = [(first, last) for first, last, _ in layers(found.entries) if first >= 0]
+    assert runs == [(0, 2), (3, 60)]
+    by_rule = examine("deepseek-v3", rules="2-gpus")
+    runs = [(first, last) for first, last, _ in layers(by_rule.entries) if first >= 0]
+    assert runs == [(0, 2), (3, 30), (31, 60)]
+
+
+def test_formats_of_headers_of_a_config_and_of_rules(
+    checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    path = checkpoint("deepseek_v3", fp8=True).path
+    shutil.copy(path / "config.json", tmp_path)
+    stored, told = (
+        {e.name: (e.format, e.bytes) for e in examine(p).entries} for p in (path, tmp_path)
+    )
+    assert stored == told
+    assert stored["model.layers.1.mlp.experts"][0] == "fp8"
+    assert stored["lm_head"][0] == stored["model.embed_tokens"][0] == "bf16"
+    mixed = {e.name: e.format for e in examine(path, rules="int4").entries}
+    assert mixed["model.layers.0.self_attn.q_b_proj"] == "int4"
+    assert mixed["model.layers.0.self_attn.kv_b_proj"] == "fp8"
+
+
+def test_the_table_and_its_json(run: Run) -> None:
+    shown = run("inspect", "deepseek-v3", "--device", "cuda:0")
+    assert shown.code == 0, shown.err
+    assert "model.layers.3-60" in shown.out and "256 experts, top-8" in shown.out
+    assert max(map(len, shown.out.splitlines())) <= 100
+    found = json.loads(run("inspect", "--json").out)
+    assert found["runs"] == "engine" and set(found["kv_cache_token_bytes"]) == {"bf16", "fp8"}
+    assert sum(m["bytes"] for m in found["modules"]) == found["devices"]["cpu"]["bytes"]
+    failed(run("inspect", "deepseek-v9"), "no known shape of that name")
