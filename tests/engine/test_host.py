@@ -129,7 +129,7 @@ def test_a_failure_on_either_side_ends_the_step(llm: model.LLM) -> None:
         assert torch.equal(step.outputs["logits"], truth)
 
 
-def test_load_engine_takes_the_host_device_and_checks_deferral_first(tmp_path: Path) -> None:
+def test_load_engine_on_host_and_too_many_deferred(tmp_path: Path) -> None:
     made = tiny.make(tmp_path, "qwen3_moe")
     with pytest.raises(PykernelsError, match="experts of a token are too many"):
         model.load_engine(tmp_path, defer=2, device="host")  # of 3: before a weight is read
