@@ -55,6 +55,7 @@ class Decoder:
     frequencies: torch.Tensor
     rope_scale: float
     kv_dtype: str = "bf16"
+    head_bias: torch.Tensor | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -101,7 +102,10 @@ class Decoder:
             sampled=1,
         )  # fmt: skip
         b.buffer("logits", "R", V, kind="output")
-        b.node("linear", "lm_head", [last], ["logits"], {"weight": self.head})
+        head: dict[str, Any] = {"weight": self.head}
+        if self.head_bias is not None:
+            head["bias"] = self.head_bias
+        b.node("linear", "lm_head", [last], ["logits"], head)
         outputs = [
             b.buffer("drawn", "R", dtype=torch.int64, kind="output"),
             b.buffer("logprobs", "R", kind="output"),
@@ -165,6 +169,7 @@ def make_decoder(
         head = table
     else:
         head = packing.matrix("model.embed_tokens.weight")
+    bias = packing.source.tensor("lm_head.bias")
     return Decoder(
         name=config.model_type,
         table=table,
@@ -178,6 +183,7 @@ def make_decoder(
         frequencies=rotary.inv_freq.float(),
         rope_scale=float(rotary.attention_scaling),
         kv_dtype=kv_dtype,
+        head_bias=None if bias is None else bias.float(),
     )
 
 

@@ -102,7 +102,7 @@ def make(
     `compressed`: a scheme of `tiny_quantized`, for all linear layers but the head and routers.
     """
     scheme = "deepseek" if fp8 else compressed
-    reference = build(model_type, seed, **(FP8_SIZES if fp8 else {}), **config)
+    reference = build(model_type, seed, **{**(FP8_SIZES if fp8 else {}), **config})
     cfg = reference.config
     stored = store(reference, model_type, dtype, scheme)
     values = dict(reference.state_dict())

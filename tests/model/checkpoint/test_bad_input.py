@@ -126,7 +126,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "hal9000"}, "'hal9000' is not known to .*. Use .* mixtral"),
     ({"model_type": None}, "has no model_type"),
-    ({"quantization_config": {"quant_method": "gptq"}}, "quantized with quant_method 'gptq'"),
+    ({"quantization_config": {"quant_method": "eetq"}}, "quantized with quant_method 'eetq'"),
     ({"quantization_config": {**FP8, "activation_scheme": "static"}}, "activation_scheme 'static'"),
     ({"quantization_config": {**FP8, "weight_block_size": [64, 64]}}, r"weight_block_size \[64"),
     ({"quantization_config": "yes"}, "with quant_method 'yes'"),

@@ -112,6 +112,6 @@ def test_a_missing_file(tmp_path: Path) -> None:
         load_rules(tmp_path / "absent.yaml")
 
 
-def test_every_other_architecture_has_a_rule_by_what_modules_hold() -> None:
+def test_other_architectures_have_a_rule_by_what_modules_hold() -> None:
     (rule,) = default_rules("phimoe")
     assert (rule.match.holds, rule.match.cls) == ("experts", None)
