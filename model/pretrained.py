@@ -75,20 +75,37 @@ def from_pretrained(
     config = read_config(folder)
     chosen = resolve_dtype(dtype, config)
     parsed = resolve_rules(rules, config.model_type)
-    _configure_workers(threads, numa, target)
+    configure_workers(threads, numa, target)
     generation = read_generation_config(folder)
-    with open_checkpoint(folder) as checkpoint:
-        model = build_meta(config, chosen)
-        inject(model, parsed, kernel)
-        plan = make_plan(model, checkpoint, chosen)
-        check_kernels(model, plan)
-        memory.check(*memory.needed(plan, model, checkpoint, chosen, target), target)
-        memory.check_nodes(plan, model, default_pool())
-        with reporting(progress) as report:
-            load(model, plan, checkpoint, target, chosen, report)
+    model = build_meta(config, chosen)
+    fill(model, folder, parsed, kernel, target, chosen, progress)
     if generation is not None:
         model.generation_config = generation
     return model
+
+
+def fill(
+    model: PreTrainedModel,
+    folder: Path,
+    rules: Sequence[Rule],
+    kernel: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: bool | Callback | None = None,
+) -> None:
+    """Inject ``rules`` into a model on the meta device, and load its checkpoint into it.
+
+    Raises:
+        PykernelsError: as ``from_pretrained``.
+    """
+    with open_checkpoint(folder) as checkpoint:
+        inject(model, rules, kernel)
+        plan = make_plan(model, checkpoint, dtype)
+        check_kernels(model, plan)
+        memory.check(*memory.needed(plan, model, checkpoint, dtype, device), device)
+        memory.check_nodes(plan, model, default_pool())
+        with reporting(progress) as report:
+            load(model, plan, checkpoint, device, dtype, report)
 
 
 def read_generation_config(folder: Path) -> GenerationConfig | None:
@@ -114,7 +131,7 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
     return config
 
 
-def _configure_workers(threads: int | None, numa: str | int | None, device: torch.device) -> None:
+def configure_workers(threads: int | None, numa: str | int | None, device: torch.device) -> None:
     """Start the default pool with `threads` and `numa`, unless it already is as asked for.
 
     Beside a GPU the calling thread launches the GPU's kernels, so it is not one of the workers.
