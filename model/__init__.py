@@ -18,11 +18,19 @@ if TYPE_CHECKING:
     from .custom_generate import custom_generate
     from .llm import load_engine
     from .pretrained import from_pretrained, load_tokenizer
+    from .quantizer import PykernelsConfig
 
 EMBEDDED: Path = Path(__file__).parent / "embedded" / "checkpoint"
 """Folder of the checkpoint that ships with the package."""
 
-__all__ = ["EMBEDDED", "custom_generate", "from_pretrained", "load_engine", "load_tokenizer"]
+__all__ = [
+    "EMBEDDED",
+    "PykernelsConfig",
+    "custom_generate",
+    "from_pretrained",
+    "load_engine",
+    "load_tokenizer",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -38,4 +46,8 @@ def __getattr__(name: str) -> Any:
         from .custom_generate import custom_generate
 
         return custom_generate
+    if name == "PykernelsConfig":
+        from .quantizer import PykernelsConfig
+
+        return PykernelsConfig
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -138,6 +138,7 @@ def load_engine(
     at_least: int = 0,
     max_sequences: int = 16,
     max_tokens: int = 512,
+    max_rows: int | None = None,
     defer: Defer = "off",
     kv_dtype: str = "bf16",
     device: str = "cpu",
@@ -152,7 +153,8 @@ def load_engine(
         kernel: auto, amx, avx512, avx2 or generic.
         context: positions that the cache has room for; None: the model's, ``CONTEXT`` at most, or
             ``at_least`` so many.
-        max_sequences: requests that run at once; ``max_tokens``: tokens of a step.
+        max_sequences: requests that run at once; ``max_tokens``: tokens of a step; ``max_rows``:
+            of its logits (None: one a sequence), what prompts' logprobs are read from.
         defer: experts of a token whose output joins one layer later in decode steps (Expert
             Deferral); "auto": as many as keep the CPU busy, which is none where it is alone.
         kv_dtype: "bf16", or "fp8": keys and values in E4M3 with a scale a token and head, half the
@@ -210,9 +212,9 @@ def load_engine(
         passes: list[Pass] = [partial(defer_pass, N=deferred)] if deferred else []
         sizes = room, pages, max_tokens, max_sequences
         runner: PagedRunner = (
-            CpuRunner(decoder, pool, *sizes, kernel, passes)
+            CpuRunner(decoder, pool, *sizes, kernel, passes, max_rows)
             if device == "cpu"
-            else HostRunner(decoder, *sizes, passes, pool)
+            else HostRunner(decoder, *sizes, passes, pool, max_rows)
         )
         return LLM(runner, config, tokenizer, _eos(config, generation), pool, kernel)
     except BaseException:

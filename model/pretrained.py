@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ from .modules.inject import inject
 from .modules.placement import hand_over, place
 from .pinning.choose import Wanted
 from .pinning.pin import pin
-from .rules import Rules, resolve_rules
+from .rules import Rule, Rules, resolve_rules
 
 
 def from_pretrained(
@@ -78,24 +79,47 @@ def from_pretrained(
     chosen = resolve_dtype(dtype, config)
     parsed = resolve_rules(rules, config.model_type)
     generation = read_generation_config(folder)
-    with open_checkpoint(folder) as checkpoint:
-        model = build_meta(config, chosen)
-        inject(model, parsed, kernel)
-        placement = place(model, parsed, root)
-        placement.check()
-        _configure_workers(threads, numa, placement.gpu() is None)
-        plan = make_plan(model, checkpoint, chosen)
-        check_kernels(model, plan)
-        needs = memory.needed(plan, model, checkpoint, chosen, placement)
-        pin(model, plan, placement, gpu_experts, needs)
-        memory.check(memory.needed(plan, model, checkpoint, chosen, placement))
-        memory.check_nodes(plan, model, default_pool())
-        with reporting(progress) as report:
-            load(model, plan, checkpoint, placement, chosen, report)
-        hand_over(model, placement)
+    model = build_meta(config, chosen)
+    fill(model, folder, parsed, kernel, root, chosen, progress, threads, numa, gpu_experts)
     if generation is not None:
         model.generation_config = generation
     return model
+
+
+def fill(
+    model: PreTrainedModel,
+    folder: Path,
+    rules: Sequence[Rule],
+    kernel: str,
+    device: str,
+    dtype: torch.dtype,
+    progress: bool | Callback | None = None,
+    threads: int | None = None,
+    numa: str | int | None = None,
+    gpu_experts: Wanted = None,
+) -> None:
+    """Inject ``rules`` into a model on the meta device, and load its checkpoint into it.
+
+    Args:
+        device: of all that no rule places; the others as in ``from_pretrained``.
+
+    Raises:
+        PykernelsError: as ``from_pretrained``.
+    """
+    with open_checkpoint(folder) as checkpoint:
+        inject(model, rules, kernel)
+        placement = place(model, rules, device)
+        placement.check()
+        _configure_workers(threads, numa, placement.gpu() is None)
+        plan = make_plan(model, checkpoint, dtype)
+        check_kernels(model, plan)
+        needs = memory.needed(plan, model, checkpoint, dtype, placement)
+        pin(model, plan, placement, gpu_experts, needs)
+        memory.check(memory.needed(plan, model, checkpoint, dtype, placement))
+        memory.check_nodes(plan, model, default_pool())
+        with reporting(progress) as report:
+            load(model, plan, checkpoint, placement, dtype, report)
+        hand_over(model, placement)
 
 
 def read_generation_config(folder: Path) -> GenerationConfig | None:

@@ -111,7 +111,7 @@ class MLA:
         latents, *rest = cache.values()
         turned = b.buffer(f"{layer}.q_turned", "T", self.NH, width)
         many = expand_from(self.L, self.R, self.nope, self.dv)
-        expanded = {"expand_from": many} if many <= b.size("T") else {}
+        expanded: dict[str, Any] = {"expand_from": many} if many <= b.size("T") else {}
         sequences = ["sequences"] if expanded else []
         b.node(
             "mla_write", f"{layer}.write", [q, a, "rope", "slots"], [turned, *cache.values()],
@@ -125,11 +125,8 @@ class MLA:
         latent = b.buffer(f"{layer}.o_latent", "T", self.NH, self.L)
         read = [turned, latents, "positions", "sequences", "page_table", *rest]
         attrs: dict[str, Any] = {
-            "heads": self.NH,
-            "scale": self.scale,
-            "parts": tuple(cache),
-            **expanded,
-        }
+            "heads": self.NH, "scale": self.scale, "parts": tuple(cache), **expanded,
+        }  # fmt: skip
         b.node(
             "attention", f"{layer}.attention", read, [latent], kv_heads=1, dk=width, dv=self.L,
             **attrs,

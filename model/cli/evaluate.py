@@ -1,4 +1,4 @@
-"""`pykernels eval`: what a change to a step costs the model."""
+"""`pykernels eval`: what a change to a step costs the model; what the model knows."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 
 from pykernels.errors import PykernelsError
 
+from . import evaluate_tasks
 from .common import Debug, Kernel, Threads, command, err, out, prepare_threads
 from .session import Model
 
@@ -19,12 +20,17 @@ if TYPE_CHECKING:
 
     from ..evaluation.deferral import Result
 
-app = typer.Typer(help="Measure what a change to a step costs the model.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure what a model knows, and what a change costs it.", no_args_is_help=True
+)
 
 
 @app.callback()
 def group() -> None:
-    """Measure what a change to a step costs the model."""
+    """Measure what a model knows, and what a change costs it."""
+
+
+app.command("tasks")(evaluate_tasks.tasks)
 
 
 @app.command("deferral")

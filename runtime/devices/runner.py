@@ -65,6 +65,7 @@ class PagedRunner(ABC):
         max_context: positions that the model was made for, or fewer.
         num_pages: of the cache; None: ``max_context`` for one sequence, and as much again.
         max_tokens: the token budget of a step.
+        max_rows: of logits in a step; None: one a sequence. Prompt logprobs take one a token.
         passes: rewrite the programs of decode steps, those in which every sequence has one token;
             steps with a piece of a prompt run their programs as they were lowered.
     """
@@ -79,16 +80,17 @@ class PagedRunner(ABC):
         max_tokens: int,
         max_sequences: int,
         passes: Sequence[Pass] = (),
+        max_rows: int | None = None,
     ) -> None:
         self.model, self.passes = model, tuple(passes)
         self.max_context, self.max_tokens = max_context, max(max_tokens, max_sequences)
         self.max_sequences, self.vocab_size = max_sequences, model.vocab_size
+        self.max_rows = min(max(max_rows or 0, max_sequences), self.max_tokens)
         self.num_pages = num_pages or 2 * -(-max_context // PAGE)
         self.steps: list[Step] = []
         self.decode_steps: list[Step] = []
         self.sizes = torch.zeros(3, dtype=torch.int64, device="cpu")
         self._sequences = np.zeros(self.max_tokens, np.int64)
-        self._sampled = np.zeros(max_sequences, np.int64)
         self._version = -1
         self._results: dict[int, StepResult] = {}
 
@@ -112,7 +114,7 @@ class PagedRunner(ABC):
             "slots": batch.slots,
             "sequences": self._sequences,
             "page_table": batch.page_tables,
-            "sampled": self._sampled,
+            "sampled": batch.sampled,
         }
         inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
         sizes = sorted({*(b for b in BUCKETS if b < self.max_tokens), self.max_tokens})
@@ -125,7 +127,7 @@ class PagedRunner(ABC):
             ]  # fmt: skip
 
     def _step(self, T: int, inputs: Mapping[str, torch.Tensor], passes: Sequence[Pass]) -> Step:
-        rows = min(T, self.max_sequences)
+        rows = min(T, self.max_rows)
         pages = inputs["page_table"].shape[1]
         program = self.lowered(T, self.max_sequences, rows, self.num_pages, pages)
         for rewrite in passes:
@@ -143,7 +145,7 @@ class PagedRunner(ABC):
         return weight_bytes(self.decode_steps[0].program)
 
     def step(self, batch: StepBatch) -> StepResult:
-        """One forward step, and a token for each sampled sequence.
+        """One forward step, and a token for each row.
 
         Raises:
             TaskError: a task failed.
@@ -159,11 +161,12 @@ class PagedRunner(ABC):
         return self._results[id(step)]
 
     def _arrange(self, batch: StepBatch) -> None:
-        """Which sequence each token is of, and which tokens are sampled."""
+        """Which sequence each token is of."""
         T, S, R = batch.T, batch.S, batch.R
-        if self.max_tokens < T or self.max_sequences < S:
-            raise PykernelsError(f"a step of {T} tokens of {S} sequences", "Make a larger runner")
+        if self.max_tokens < T or self.max_sequences < S or self.max_rows < R:
+            raise PykernelsError(
+                f"a step of {T} tokens of {S} sequences, {R} rows drawn", "Make a larger runner"
+            )
         self.sizes[0], self.sizes[1], self.sizes[2] = T, S, R
         counts = np.diff(batch.starts[: S + 1])
         self._sequences[:T] = np.repeat(batch.rows[:S], counts)
-        self._sampled[:R] = batch.starts[1 : R + 1] - 1

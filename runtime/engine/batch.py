@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -46,19 +47,30 @@ class SequenceSampling:
         self.bias_values = np.clip(list(bias.values()), NEVER, -NEVER).astype(np.float32)
 
 
+@cache
+def _greedy(logprobs: int | None) -> SamplingParams:
+    return SamplingParams(temperature=0, logprobs=logprobs)
+
+
+def forced(token: int, logprobs: int | None) -> SequenceSampling:
+    """Draws ``token`` whatever the logits are: for its log-probability, which no bias changes."""
+    return SequenceSampling(_greedy(logprobs), 0, None, {token: -NEVER})
+
+
 @dataclass(slots=True, eq=False)
 class StepBatch:
-    """One forward step: T tokens of S sequences, the last token of the first R is sampled.
+    """One forward step: T tokens of S sequences; R rows of logits, of which tokens are drawn.
 
     The engine makes one and changes it from step to step; a runner reads it during ``step`` and
     keeps nothing of it but addresses. Arrays are int64 and never move; entries behind S and T
     are old. Sequences with one token each (decode) come first, then pieces of prompts; only the
-    last piece may end before its prompt does, so R is S or S - 1.
+    last piece may end before its prompt does. So first come S or S - 1 rows, the last tokens of
+    the first sequences; behind them those of prompt tokens whose log-probabilities are wanted.
 
     Attributes:
         S: sequences of this step.
         T: tokens of this step.
-        R: the first R sequences are sampled.
+        R: rows that are drawn.
         version: grows when S, ``rows``, ``sampling`` or the tokens a sequence change. While it
             stays, every sequence has one token, and from step to step ``positions``, ``lengths``
             and ``draws`` grow by 1 and only ``tokens``, ``slots`` and the tables change else.
@@ -71,9 +83,10 @@ class StepBatch:
         rows: [max_sequences] row of ``page_tables`` of sequence s.
         page_tables: [max_sequences, max_pages]; position p of sequence s lies in page
             ``page_tables[rows[s], p // page_size]``.
-        seeds: [max_sequences] of the draws, for s < R.
-        draws: [max_sequences] tokens that sequence s has drawn before, for s < R.
-        sampling: R views, for s < R.
+        sampled: [max_rows] index of the token whose logits row r are.
+        seeds: [max_rows] of the draws.
+        draws: [max_rows] tokens that the sequence of row r has drawn before.
+        sampling: R views, one a row.
     """
 
     tokens: Ints
@@ -83,6 +96,7 @@ class StepBatch:
     lengths: Ints
     rows: Ints
     page_tables: Ints
+    sampled: Ints
     seeds: Ints
     draws: Ints
     sampling: list[SequenceSampling] = field(default_factory=list)
@@ -123,6 +137,8 @@ class Runner(Protocol):
     """Most tokens in one step."""
     max_sequences: int
     """Most sequences in one step."""
+    max_rows: int
+    """Most rows that one step draws; at least ``max_sequences``."""
     max_context: int
     """Positions that the model was made for."""
     vocab_size: int
@@ -132,7 +148,7 @@ class Runner(Protocol):
         ...
 
     def step(self, batch: StepBatch) -> StepResult:
-        """Write keys and values of all T tokens, draw one token for each of R sequences.
+        """Write keys and values of all T tokens, draw one token for each of R rows.
 
         An exception fails the step's requests; the engine goes on.
         """

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..kv_cache import BlockManager
-from .batch import Ints, Runner, StepBatch
+from .batch import Ints, Runner, SequenceSampling, StepBatch, forced
 from .request import Request
 
 Piece = tuple[Request, int]
@@ -20,9 +20,9 @@ class BatchWriter:
     def __init__(self, runner: Runner, manager: BlockManager) -> None:
         self.manager = manager
         self.page_size = runner.page_size
-        T, S = runner.max_tokens, runner.max_sequences
+        T, S, R = runner.max_tokens, runner.max_sequences, runner.max_rows
         # What grows by one in every decode step lies together: one addition for all of it.
-        self._counters: Ints = np.zeros((4, max(T, S)), np.int64)
+        self._counters: Ints = np.zeros((4, max(T, S, R)), np.int64)
         positions, slots, lengths, draws = self._counters
         self.batch = StepBatch(
             tokens=np.zeros(T, np.int64),
@@ -32,8 +32,9 @@ class BatchWriter:
             lengths=lengths[:S],
             rows=np.zeros(S, np.int64),
             page_tables=manager.tables,
-            seeds=np.zeros(S, np.int64),
-            draws=draws[:S],
+            sampled=np.zeros(R, np.int64),
+            seeds=np.zeros(R, np.int64),
+            draws=draws[:R],
         )
         self._live = self._counters[:, :0]
 
@@ -53,6 +54,8 @@ class BatchWriter:
         batch.lengths[:S] = batch.positions[:S] + 1
         T, R = S, S
         requests = list(decoding)
+        sampled: list[int] = []  # rows behind those of whole sequences
+        scored: list[SequenceSampling] = []
         for request, size in pieces:
             first, last = request.computed, request.computed + size
             at = np.arange(first, last)
@@ -61,15 +64,21 @@ class BatchWriter:
             batch.positions[T : T + size] = at
             batch.slots[T : T + size] = pages[at // page_size] * page_size + at % page_size
             batch.lengths[len(requests)] = last
+            for position in request.scored(size):
+                sampled.append(T + position - first)
+                scored.append(forced(request.tokens[position + 1], request.params.logprobs))
             T += size
             R += last == len(request.tokens)
             requests.append(request)
             batch.starts[len(requests)] = T
-        batch.S, batch.T, batch.R = len(requests), T, R
+        batch.S, batch.T, batch.R = len(requests), T, R + len(scored)
         batch.rows[: batch.S] = [request.table.row for request in requests]
-        batch.sampling = [request.sampling for request in requests[:R]]
-        batch.seeds[:R] = [sampling.seed for sampling in batch.sampling]
+        batch.sampled[:R] = batch.starts[1 : R + 1] - 1
+        batch.sampled[R : batch.R] = sampled
+        batch.sampling = [request.sampling for request in requests[:R]] + scored
+        batch.seeds[: batch.R] = [sampling.seed for sampling in batch.sampling]
         batch.draws[:R] = [request.drawn for request in requests[:R]]
+        batch.draws[R : batch.R] = 0
         self._live = self._counters[:, :S]
         self._write_slots(decoding)
         batch.version += 1
@@ -90,9 +99,9 @@ class BatchWriter:
         return self.batch
 
     def take(self, tokens: Ints) -> None:
-        """Tokens that the batch's sequences have drawn: the next step's, if they stay."""
-        R = self.batch.R
-        self.batch.tokens[:R] = tokens[:R]
+        """Tokens that decoding sequences have drawn: the next step's, if they stay."""
+        S = self._live.shape[1]
+        self.batch.tokens[:S] = tokens[:S]
 
     def _write_slots(self, decoding: Sequence[Request]) -> None:
         page_size = self.page_size

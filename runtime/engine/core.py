@@ -71,9 +71,13 @@ class Core:
             return True
         self.scheduler.computed(result.tokens)
         stats.computed_tokens += batch.T
-        stats.new_tokens += batch.R
+        sampled, scored = self.scheduler.sampled, self.scheduler.scored
+        stats.new_tokens += len(sampled)
+        for i, request in enumerate(scored, len(sampled)):
+            top = request.params.logprobs or 0
+            request.prompt_logprobs.append(_logprob(drawn[i], top, i, result))
         now = time.perf_counter()
-        for i, request in enumerate(self.scheduler.sampled):
+        for i, request in enumerate(sampled):
             try:
                 self._append(request, drawn[i], i, result, now)
             except Exception as error:  # of its detokenizer or its consumer: it fails alone
@@ -83,7 +87,7 @@ class Core:
     def _check(self, drawn: list[int], R: int) -> None:
         # An id out of range would be an address out of range in the next step.
         if len(drawn) != R:
-            raise RuntimeError(f"the runner gave {len(drawn)} tokens for {R} sequences")
+            raise RuntimeError(f"the runner gave {len(drawn)} tokens for {R} rows")
         if R and not 0 <= min(drawn) <= max(drawn) < self.runner.vocab_size:
             raise RuntimeError(f"the runner drew a token outside the vocabulary: {drawn}")
 

@@ -87,6 +87,7 @@ class Handle:
             request.output,
             "" if stream is None else stream.text,
             tuple(request.logprobs),
+            tuple(request.prompt_logprobs),
             request.reason,
             request.stats(),
         )

@@ -47,6 +47,12 @@ class Intake:
         prompt = self._prompt(name, prompt_ids)
         max_tokens = self._room(name, len(prompt), params)
         self._check_ids(name, params)
+        if (params.logprob_start or 0) > len(prompt):
+            raise PykernelsError(
+                f"{name}: logprob_start={params.logprob_start} lies behind a prompt of"
+                f" {len(prompt)}",
+                f"Give 1 to {len(prompt)}",
+            )
         if params.stop and self.detokenizer is None:
             raise PykernelsError(
                 f"{name} has stop strings, and this engine has no detokenizer",

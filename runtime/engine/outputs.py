@@ -10,7 +10,7 @@ FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 
 
 class TokenLogprob(NamedTuple):
-    """Log-probability of a drawn token, and of the most likely ones: (id, logprob), best first."""
+    """Log-probability of a token, and of the most likely ones: (id, logprob), best first."""
 
     token: int
     logprob: float
@@ -59,6 +59,8 @@ class Completion:
     token_ids: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprob, ...]
+    prompt_logprobs: tuple[TokenLogprob, ...]
+    """Of the prompt's tokens from ``logprob_start`` on."""
     finish_reason: FinishReason
     stats: RequestStats
 

@@ -58,6 +58,7 @@ class Request:
         "order",
         "params",
         "preemptions",
+        "prompt_logprobs",
         "prompt_size",
         "reason",
         "sampling",
@@ -107,6 +108,7 @@ class Request:
         self.error: BaseException | None = None
         self.text = text
         self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
         self.sink, self.streamed = sink, streamed
         self.submitted_at = now
         self.deadline = math.inf if params.deadline is None else now + params.deadline
@@ -118,6 +120,20 @@ class Request:
     def drawn(self) -> int:
         """Tokens generated so far."""
         return len(self.tokens) - self.prompt_size
+
+    @property
+    def first_row(self) -> int:
+        """Position of the first token that is to be computed for its logits: the last, or the one
+        before the first prompt token whose log-probability is asked for and not there yet."""
+        start = self.params.logprob_start
+        if start is not None and start + len(self.prompt_logprobs) < self.prompt_size:
+            return start + len(self.prompt_logprobs) - 1
+        return len(self.tokens) - 1
+
+    def scored(self, size: int) -> range:
+        """Positions among the next ``size`` tokens whose logits give a prompt token's logprob."""
+        first = max(self.computed, self.first_row)
+        return range(first, min(self.computed + size, self.prompt_size - 1))
 
     @property
     def output(self) -> tuple[int, ...]:

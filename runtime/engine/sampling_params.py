@@ -32,6 +32,8 @@ class SamplingParams:
         logit_bias: added to the logits, token id -> number; -inf: never drawn.
         logprobs: None, or how many of the most likely tokens to report beside the drawn one's
             log-probability, 0 to 20.
+        logprob_start: with ``logprobs``: report them of the prompt's tokens too, from this position
+            on, at least 1 (nothing is before the first). What lies before may come from the cache.
         seed: of the draws, 0 to 2**63 - 1; None: a new one for each request.
         n: outputs a prompt; each has a stream of draws of its own.
         max_tokens: most tokens an output; None: what context and cache hold.
@@ -52,6 +54,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     logprobs: int | None = None
+    logprob_start: int | None = None
     seed: int | None = None
     n: int = 1
     max_tokens: int | None = None
@@ -74,6 +77,10 @@ class SamplingParams:
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.logprob_start is not None:
+            _whole("logprob_start", self.logprob_start, 1)
+            if self.logprobs is None:
+                raise _bad("logprob_start", self.logprob_start, "logprobs beside it")
         if self.seed is not None:
             _whole("seed", self.seed, 0, MAX_SEED)
         _whole("n", self.n, 1)

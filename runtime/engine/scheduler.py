@@ -29,13 +29,14 @@ class Scheduler:
         prefilling: have pages, some prompt tokens are not computed; by order.
         decoding: all but the last token is computed; as they came.
         sampled: the requests of this step that get a token, in the order of the batch.
+        scored: of each row behind these, the request whose prompt token's logprob it gives.
     """
 
     def __init__(self, runner: Runner, stats: EngineStats) -> None:
         self.page_size = runner.page_size
         # Every decoding request must fit in a step.
         self.capacity = min(runner.max_sequences, runner.max_tokens)
-        self.budget = runner.max_tokens
+        self.budget, self.max_rows = runner.max_tokens, runner.max_rows
         self.stats = stats
         max_pages = -(-runner.max_context // self.page_size)
         self.manager = BlockManager(runner.num_pages, self.page_size, self.capacity, max_pages)
@@ -44,6 +45,7 @@ class Scheduler:
         self.prefilling: list[Request] = []
         self.decoding: list[Request] = []
         self.sampled: list[Request] = []
+        self.scored: list[Request] = []
         self._pieces: list[Piece] = []
         self._changed = True  # since the last step, so that the batch must be made anew
         self._until_page = 0  # steps until some decoding request fills its last page
@@ -91,6 +93,7 @@ class Scheduler:
         self.sampled = self.decoding + [
             request for request, size in self._pieces if _completes(request, size)
         ]
+        self.scored = [request for request, size in self._pieces for _ in request.scored(size)]
         # With a prompt under way the next step is another one.
         self._changed = bool(self._pieces)
         return self.writer.write(self.decoding, self._pieces)
@@ -143,6 +146,7 @@ class Scheduler:
     def _prefill(self, budget: int, now: float) -> list[Piece]:
         """Pieces of prompts: those under way, and new ones that fit, all by order."""
         pieces: list[Piece] = []
+        rows = self.max_rows - len(self.decoding)
         may_admit = True
         while budget > 0:
             i = len(pieces)
@@ -156,9 +160,17 @@ class Scheduler:
                 continue
             if request is None:
                 break
-            size = min(budget, len(request.tokens) - request.computed)
+            # Every token from the first row on takes a row.
+            first = max(request.computed, request.first_row)
+            last = min(request.computed + budget, len(request.tokens), first + rows)
+            if last == request.computed:
+                break
+            size = last - request.computed
             pieces.append((request, size))
             budget -= size
+            rows -= max(0, last - first)
+            if last < len(request.tokens):
+                break  # only the last piece may end before its prompt does
         return pieces
 
     def _admit(self, request: Request, now: float) -> bool:
@@ -167,9 +179,9 @@ class Scheduler:
         if running >= self.capacity:
             return False
         under_way = [other.table for other in self.prefilling]
-        if self.manager.is_coming(request.table, request.tokens, under_way):
+        if self.manager.is_coming(request.table, request.tokens, under_way, request.first_row):
             return False
-        if not self.manager.admit(request.table, request.tokens, reserve=running):
+        if not self.manager.admit(request.table, request.tokens, running, request.first_row):
             return False
         self.waiting.remove(request)
         request.computed = request.table.cached * self.page_size

@@ -58,19 +58,29 @@ class BlockManager:
         return len(self.pool) + self.tree.idle
 
     def is_coming(
-        self, table: PageTable, tokens: Sequence[int], others: Iterable[PageTable]
+        self,
+        table: PageTable,
+        tokens: Sequence[int],
+        others: Iterable[PageTable],
+        reusable: int | None = None,
     ) -> bool:
         """Whether the first page that is not cached is being computed for one of ``others``.
 
         Then it is worth waiting for: prompts that come at once compute what they share once.
         """
-        next_page = len(self._match(table, tokens))
-        if next_page == self._shareable(tokens):
+        next_page = len(self._match(table, tokens, reusable))
+        if next_page == self._shareable(tokens, reusable):
             return False
         key = table.keys[next_page]
         return any(next_page < len(o.keys) and o.keys[next_page] == key for o in others)
 
-    def admit(self, table: PageTable, tokens: Sequence[int], reserve: int = 0) -> bool:
+    def admit(
+        self,
+        table: PageTable,
+        tokens: Sequence[int],
+        reserve: int = 0,
+        reusable: int | None = None,
+    ) -> bool:
         """Give a sequence pages for all its tokens, the longest cached prefix among them.
 
         At least the last token is left to compute. ``table.cached`` says how many pages need no
@@ -80,11 +90,12 @@ class BlockManager:
             table: an empty one.
             tokens: prompt, and what was generated before a preemption.
             reserve: pages that must be left available.
+            reusable: most leading tokens that may come from the cache; None: all but the last.
 
         Returns:
             Whether the pages were there; if not, nothing has changed.
         """
-        hits = self._match(table, tokens)
+        hits = self._match(table, tokens, reusable)
         fresh = -(-len(tokens) // self.page_size) - len(hits)
         # Idle pages that are hit stop being available as well.
         idle = sum(not self.pool.references[node.page] for node in hits)
@@ -139,12 +150,12 @@ class BlockManager:
         self._rows.append(table.row)
         table.pages, table.row, table.cached, table.node = [], -1, 0, None
 
-    def _shareable(self, tokens: Sequence[int]) -> int:
+    def _shareable(self, tokens: Sequence[int], reusable: int | None) -> int:
         """Most leading pages that may come from the cache: the last token is always computed."""
-        return (len(tokens) - 1) // self.page_size
+        return (len(tokens) - 1 if reusable is None else reusable) // self.page_size
 
-    def _match(self, table: PageTable, tokens: Sequence[int]) -> list[Node]:
-        limit = self._shareable(tokens)
+    def _match(self, table: PageTable, tokens: Sequence[int], reusable: int | None) -> list[Node]:
+        limit = self._shareable(tokens, reusable)
         extend_keys(table.keys, tokens, limit, self.page_size)
         return self.tree.match(table.keys, limit)
 

@@ -27,12 +27,18 @@ def expected(prompt: Sequence[int], seed: int, count: int, vocab: int = 997) -> 
     return tuple(tokens[len(prompt) :])
 
 
+def score(history: Sequence[int] | np.ndarray, token: int) -> float:
+    """The log-probability of a token behind others: a pure function, too."""
+    return -float(draw(history, token, 0, 997))
+
+
 @dataclass
 class FakeRunner:
     page_size: int = 4
     num_pages: int = 64
     max_tokens: int = 16
     max_sequences: int = 8
+    max_rows: int = 10
     max_context: int = 200
     vocab_size: int = 997
     cache: np.ndarray = field(init=False)
@@ -57,17 +63,26 @@ class FakeRunner:
             raise error
         assert batch.T <= self.max_tokens and batch.S <= self.max_sequences
         self._check_versions(batch)
-        assert batch.S - 1 <= batch.R <= batch.S and batch.starts[batch.S] == batch.T
+        assert batch.R <= self.max_rows and batch.starts[batch.S] == batch.T
         slots = batch.slots[: batch.T]
         assert len(set(slots.tolist())) == batch.T, "two tokens write the same slot"
         self.cache[slots] = batch.tokens[: batch.T]
-        tokens = np.zeros(self.max_sequences, np.int64)
-        for s in range(batch.S):
-            history = self._history(batch, s)
-            if s < batch.R:
-                tokens[s] = self._draw(history, batch, s, batch.sampling[s])
-        logprobs = -np.arange(self.max_sequences, dtype=np.float32)
-        top = np.tile(np.arange(20), (self.max_sequences, 1))
+        tokens = np.zeros(self.max_rows, np.int64)
+        logprobs = np.zeros(self.max_rows, np.float32)
+        histories = [self._history(batch, s) for s in range(batch.S)]
+        assert len(batch.sampling) == batch.R >= batch.S - 1
+        for row, how in enumerate(batch.sampling):
+            at = int(batch.sampled[row])
+            s = int(np.searchsorted(batch.starts[: batch.S + 1], at, side="right")) - 1
+            history = histories[s][: batch.positions[at] + 1]
+            given = how.bias_ids[how.bias_values == np.float32(-NEVER)].tolist()
+            if given:
+                assert row >= batch.S - 1 and (batch.seeds[row], batch.draws[row]) == (0, 0)
+            else:
+                assert at == batch.starts[row + 1] - 1, "what is drawn comes first"
+            tokens[row] = given[0] if given else self._draw(history, batch, row, how)
+            logprobs[row] = score(history, int(tokens[row]))
+        top = np.tile(np.arange(20), (self.max_rows, 1))
         return StepResult(tokens, logprobs, top, -top.astype(np.float32))
 
     def _check_versions(self, batch: StepBatch) -> None:
@@ -76,6 +91,7 @@ class FakeRunner:
         tables = batch.page_tables[batch.rows[: batch.S]].tolist()
         if self.seen and self.seen[0] == batch.version:
             assert self.seen[1] == now and batch.T == batch.S == batch.R
+            assert batch.sampled[: batch.R].tolist() == list(range(batch.R))
             if self.seen[2] == batch.tables_version:
                 assert self.seen[3] == tables
         self.seen = (batch.version, now, batch.tables_version, tables)

@@ -9,7 +9,7 @@ import pytest
 from pykernels.errors import PykernelsError
 from runtime.engine import Engine, RequestHandle, SamplingParams
 
-from .fake_runner import FakeRunner, check_pages, expected
+from .fake_runner import FakeRunner, check_pages, expected, score
 
 
 def owned(runner: FakeRunner, **how: object) -> Engine:
@@ -126,6 +126,29 @@ def test_penalties_see_what_was_drawn() -> None:
     assert results[2].token_ids == expected([1, 2, 2, 2], 2, 25, vocab=11)
 
 
+def test_prompts_are_scored_beside_what_runs() -> None:
+    """In pieces, behind a cached prefix, under preemption: each token's logprob, once."""
+    runner = FakeRunner(num_pages=24, max_tokens=14)
+    engine = owned(runner)
+    trunk = list(range(100, 118))
+    beside = engine.submit([1] * 30, params(0, 40))
+    prompts = [[*trunk, *range(i, i + 3 * i + 1)] for i in range(1, 8)]
+    starts = [len(trunk), 1, 18, 19, len(trunk) + 16, 5, 18]
+    how = [params(i, 3 * i, logprobs=2, logprob_start=start) for i, start in enumerate(starts, 1)]
+    results = engine.generate(prompts, how)
+    for prompt, start, one, result in zip(prompts, starts, how, results, strict=True):
+        output = result.completions[0]
+        assert result.token_ids == expected(prompt, one.seed or 0, one.max_tokens or 0)
+        assert [(p.token, p.logprob) for p in output.prompt_logprobs] == [
+            (prompt[at], score(prompt[:at], prompt[at])) for at in range(start, len(prompt))
+        ]
+    cached = [result.completions[0].stats.cached_tokens for result in results]
+    assert cached[1] == 0 and max(cached) == 16, "what is scored is computed"
+    assert engine.stats.preemptions > 0
+    assert beside.result().token_ids == expected([1] * 30, 0, 40)
+    check_all_free(engine)
+
+
 @pytest.mark.parametrize(
     ("prompt", "how", "named"),
     [
@@ -135,6 +158,7 @@ def test_penalties_see_what_was_drawn() -> None:
         ([1] * 100, {"max_tokens": 50}, "cache"),
         ([1], {"stop": "x"}, "detokenizer"),
         ([1], {"logit_bias": {2000: 1.0}}, "logit_bias"),
+        ([1], {"logprobs": 0, "logprob_start": 2}, "logprob_start"),
     ],
 )
 def test_what_can_never_run_is_refused(prompt: list[int], how: dict, named: str) -> None:

@@ -22,6 +22,7 @@ class CpuRunner(PagedRunner):
         max_context: positions that the model was made for, or fewer.
         num_pages: of the cache; None: ``max_context`` for one sequence, and as much again.
         max_tokens: the token budget of a step.
+        max_rows: of logits in a step; None: one a sequence.
         kernel: a backend of ``pykernels.registry``, or "auto".
         passes: of ``runtime.passes``, for the programs of decode steps.
 
@@ -39,14 +40,15 @@ class CpuRunner(PagedRunner):
         max_sequences: int = 16,
         kernel: str = "auto",
         passes: Sequence[Pass] = (),
+        max_rows: int | None = None,
     ) -> None:
-        super().__init__(model, max_context, num_pages, max_tokens, max_sequences, passes)
+        super().__init__(model, max_context, num_pages, max_tokens, max_sequences, passes, max_rows)
         self.pool, self.kernel = pool, kernel
         self.caches = {
             name: allocate(part.nbytes).view(part.dtype).view(part.shape)
             for name, part in model.caches(self.num_pages).items()
         }
-        self._parameters = SamplingBlock(max_sequences)
+        self._parameters = SamplingBlock(self.max_rows)
 
     def bind(self, batch: StepBatch) -> None:
         self._parameters.bind(batch)

@@ -48,8 +48,9 @@ class HostRunner(PagedRunner):
         max_sequences: int = 16,
         passes: Sequence[Pass] = (),
         pool: WorkerPool | None = None,
+        max_rows: int | None = None,
     ) -> None:
-        super().__init__(model, max_context, num_pages, max_tokens, max_sequences, passes)
+        super().__init__(model, max_context, num_pages, max_tokens, max_sequences, passes, max_rows)
         self.pool = pool
         self.caches = {
             name: replace(part, dtype=_EXACT.get(part.dtype, part.dtype)).zeros()
