@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
-from .safetensors import Part
+from .safetensors import Checkpoint, Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +44,17 @@ class Matrix:
         """All that is stored of it."""
         every = (self.data, self.scale, self.zero, self.order)
         return [part for part in every if part is not None]
+
+
+class Lookup(Protocol):
+    """What finding a matrix asks of `names.Names`."""
+
+    checkpoint: Checkpoint
+    stored: dict[str, str]
+
+    @property
+    def quantization(self) -> dict[str, Any]:
+        """The checkpoint's `quantization_config`."""
+
+    def companion(self, key: str, suffix: str) -> Part | None:
+        """The tensor `key + suffix` that `key` needs; None if it is missing (noted)."""

@@ -13,18 +13,15 @@ Source: transformers, ``integrations/mxfp4.py`` (``convert_moe_packed_tensors``)
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from pykernels.errors import PykernelsError
 from pykernels.quant import Weight
 
-from ..matrix import Matrix
+from ..matrix import Lookup, Matrix
 from ..safetensors import Checkpoint, Part
-
-if TYPE_CHECKING:
-    from ..names import Names
 
 GROUP = 32
 
@@ -34,7 +31,7 @@ def check_config(config: dict[str, Any], folder: Path) -> None:
 
 
 def find(
-    names: Names,
+    names: Lookup,
     block: str,
     E: int,
     H: int,
@@ -61,7 +58,7 @@ def find(
     ]
 
 
-def _find(names: Names, key: str, E: int, N: int, K: int) -> tuple[Part, Part] | None:
+def _find(names: Lookup, key: str, E: int, N: int, K: int) -> tuple[Part, Part] | None:
     data, scale = names.companion(key, "_blocks"), names.companion(key, "_scales")
     if data is None or scale is None:
         return None

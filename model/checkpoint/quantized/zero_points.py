@@ -7,25 +7,20 @@ that loses nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from pykernels.errors import PykernelsError
 from pykernels.quant import Weight
 
-from ..matrix import Matrix
+from ..matrix import Lookup, Matrix
 from ..safetensors import Checkpoint, Part
 from . import awq, gptq
 from .words import HINT
 
-if TYPE_CHECKING:
-    from ..names import Names
-
 _PARTS = ("qweight", "qzeros", "scales")
 
 
-def find(names: Names, base: str, shape: tuple[int, ...]) -> Matrix | None:
+def find(names: Lookup, base: str, shape: tuple[int, ...]) -> Matrix | None:
     """The matrix [N, K] of a linear stored as ``base.qweight``; None if a part is missing (noted).
 
     Raises:
@@ -41,7 +36,9 @@ def find(names: Names, base: str, shape: tuple[int, ...]) -> Matrix | None:
     rows = checkpoint.tensors[scale.name].shape
     groups = rows[0] if rows else 0
     words = (K, N // 8) if layout == "awq" else (K // 8, N)
-    needed = {data: ("I32", words), zero: ("I32", (groups, N // 8)), scale: (None, (groups, N))}
+    needed: dict[Part, tuple[str | None, tuple[int, ...]]] = {
+        data: ("I32", words), zero: ("I32", (groups, N // 8)), scale: (None, (groups, N)),
+    }  # fmt: skip
     if order is not None:
         needed[order] = ("I32", (K,))
     for part, (dtype, expected) in needed.items():
@@ -89,7 +86,7 @@ def read(checkpoint: Checkpoint, source: Matrix) -> Weight:
     return Weight(codes, both.reshape(len(codes), -1))
 
 
-def _layout(names: Names) -> str:
+def _layout(names: Lookup) -> str:
     """How the codes of a checkpoint lie."""
     method = names.quantization.get("quant_method")
     if method not in ("awq", "gptq"):
@@ -106,7 +103,7 @@ def _check_order(checkpoint: Checkpoint, source: Matrix, groups: int) -> None:
         gptq.check_order(checkpoint.read(source.order), groups, source.data.name)
 
 
-def is_zero_bias(names: Names, key: str) -> bool:
+def is_zero_bias(names: Lookup, key: str) -> bool:
     """Whether a stored tensor that no module takes is the bias of zeros of such a matrix."""
     base = key.removesuffix(".bias")
     if base == key or f"{base}.qweight" not in names.stored:

@@ -252,7 +252,7 @@ def make_tiles(fmt: str, activations: str) -> Any:
     With int8 activations all products and sums of a group are integers below 2**24: exact.
     """
     read_row, factor_of = _ROW[fmt], _FACTOR.get(fmt, _bf16_groups)
-    minimum_of = _MINIMUM.get(fmt)
+    minimum_of: Any = _MINIMUM.get(fmt)
     MINIMUM, INT8 = minimum_of is not None, activations == "int8"
     how = row_format(fmt, activations)
     ACT_K = how.act_k if how and INT8 else 1
@@ -308,7 +308,7 @@ def make_tiles(fmt: str, activations: str) -> Any:
 def make_row(fmt: str) -> Callable:
     """``row(w, scale, n, K, out)``: output n of a packed block, dequantized, float32 [K] to out."""
     read_row, factor_of = _ROW[fmt], _FACTOR.get(fmt, _bf16_groups)
-    minimum_of = _MINIMUM.get(fmt)
+    minimum_of: Any = _MINIMUM.get(fmt)
     MINIMUM = minimum_of is not None
     GROUP, BLOCK_BYTES = SCALE_K[fmt] or K_BLOCK, packed_bytes(fmt)
 
