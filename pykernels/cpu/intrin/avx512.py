@@ -209,24 +209,26 @@ def add_neighbours(typingctx, a, b):
     return f32x16(f32x16, f32x16), codegen
 
 
-def _every_second(builder, a, b, first):
-    return shuffle(builder, a, b, list(range(first, 32, 2)))
-
-
 @intrinsic
 def even_lanes(typingctx, a, b):
     """Lanes 0, 2, 4 .. of a, then of b (``vpermt2ps``)."""
-    return f32x16(f32x16, f32x16), lambda context, builder, sig, args: _every_second(
-        builder, args[0], args[1], 0
-    )
+
+    def codegen(context, builder, sig, args):
+        a, b = args
+        return shuffle(builder, a, b, list(range(0, 32, 2)))
+
+    return f32x16(f32x16, f32x16), codegen
 
 
 @intrinsic
 def odd_lanes(typingctx, a, b):
     """Lanes 1, 3, 5 .. of a, then of b (``vpermt2ps``)."""
-    return f32x16(f32x16, f32x16), lambda context, builder, sig, args: _every_second(
-        builder, args[0], args[1], 1
-    )
+
+    def codegen(context, builder, sig, args):
+        a, b = args
+        return shuffle(builder, a, b, list(range(1, 32, 2)))
+
+    return f32x16(f32x16, f32x16), codegen
 
 
 @intrinsic
