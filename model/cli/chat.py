@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Annotated
 
@@ -28,6 +29,8 @@ from .session import (
     read_stdin,
     summary,
 )
+
+COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
 @command
@@ -74,12 +77,15 @@ def chat(
 
     if not getattr(session.tokenizer, "chat_template", None):
         note("this model was not trained to chat: it goes on from a plain transcript")
-    note("/reset forgets the conversation, /exit or Ctrl-D leaves")
+    note(COMMANDS)
     first = [{"role": "system", "content": system}] if system else []
     messages = list(first)
     while (line := _ask()) is not None:
         if line == "/reset":
             messages = list(first)
+            continue
+        if re.fullmatch(r"/\w+", line):  # /help, or one that is mistyped: no question to a model
+            note(COMMANDS)
             continue
         if not line:
             continue

@@ -1,4 +1,4 @@
-"""The command line, `pykernels`: generate, chat, doctor, inspect, calibrate, eval, bench."""
+"""The command line, `pykernels`: generate, chat, doctor, inspect, calibrate, eval, bench ..."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from pykernels import __version__
 
-from . import calibrate, chat, doctor, evaluate, generate, inspect
+from . import calibrate, chat, doctor, evaluate, generate, inspect, upcycle
 from .common import Debug, State, out
 from .formats import ListsFormats
 
@@ -29,6 +29,7 @@ app.command("chat")(chat.chat)
 app.command("doctor")(doctor.doctor)
 app.command("inspect")(inspect.inspect)
 app.command("calibrate", cls=ListsFormats)(calibrate.calibrate)
+app.command("upcycle")(upcycle.upcycle)
 app.add_typer(evaluate.app, name="eval")
 
 PLUGINS = {"bench": "bench.cli"}

@@ -1,0 +1,66 @@
+"""From a dense llama's tensors to a Mixtral's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_MLP = re.compile(r"(model\.layers\.\d+)\.mlp\.(gate|up|down)_proj\.weight")
+_EXPERT = {"gate": "w1", "down": "w2", "up": "w3"}
+"""Mixtral's names."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is upcycled.
+
+    Attributes:
+        experts: of a layer; ``topk``: of a token.
+        noise: standard deviation of what is added to an expert's weights, of theirs.
+    """
+
+    experts: int = 4
+    topk: int = 2
+    noise: float = 0.05
+    seed: int = 0
+
+
+def mixtral_config(dense: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """The config.json of the upcycled model."""
+    return {
+        **dense,
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": recipe.experts,
+        "num_experts_per_tok": recipe.topk,
+        "sliding_window": None,
+    }
+
+
+def upcycle(
+    tensors: Iterable[tuple[str, torch.Tensor]], recipe: Recipe
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """A Mixtral's tensors in bfloat16, under the hub's names.
+
+    Args:
+        tensors: of a dense llama, float32.
+    """
+    generator = torch.Generator().manual_seed(recipe.seed)
+    for name, tensor in tensors:
+        found = _MLP.fullmatch(name)
+        if found is None:
+            yield name, tensor.bfloat16()
+            continue
+        block = f"{found[1]}.block_sparse_moe"
+        if found[2] == "gate":  # once a layer
+            H = tensor.shape[1]
+            router = torch.randn(recipe.experts, H, generator=generator) / H**0.5
+            yield f"{block}.gate.weight", router.bfloat16()
+        scale = recipe.noise * tensor.std()
+        for e in range(recipe.experts):
+            own = tensor + scale * torch.randn(tensor.shape, generator=generator)
+            yield f"{block}.experts.{e}.{_EXPERT[found[2]]}.weight", own.bfloat16()
