@@ -73,8 +73,10 @@ def why_not(config: PretrainedConfig) -> str | None:
     for name, what in family.eagerly.items():
         if getattr(config, name, None):
             return f"there is no lowering of {what} ({name})"
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in STATIC_ROPE:
-        return f"there is no lowering of the rope_type {rope}"
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    same = kind == "longrope" and rope.get("short_factor") == rope.get("long_factor")
+    if kind not in STATIC_ROPE and not same:
+        return f"there is no lowering of the rope_type {kind}"
     act = getattr(config, "hidden_act", "silu")
     return None if act in ("silu", "swish") else f"there is no kernel for the hidden_act {act}"

@@ -66,10 +66,13 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "head_dim": 16, "norm_topk_prob": True},
 }
 # fmt: on
-FP8_SIZES: dict[str, Any] = {
+FP8_WIDTHS: dict[str, Any] = {
     "hidden_size": 256,
     "moe_intermediate_size": 128,
     "intermediate_size": 320,  # ragged: 2.5 blocks
+}
+FP8_SIZES: dict[str, Any] = {
+    **FP8_WIDTHS,
     "q_lora_rank": 96,
     "kv_lora_rank": 128,
     "qk_rope_head_dim": 32,  # kv_a_proj_with_mqa: 160 rows, ragged as the real one's 576
@@ -102,7 +105,8 @@ def make(
     `compressed`: a scheme of `tiny_quantized`, for all linear layers but the head and routers.
     """
     scheme = "deepseek" if fp8 else compressed
-    reference = build(model_type, seed, **{**(FP8_SIZES if fp8 else {}), **config})
+    sizes = FP8_SIZES if "kv_lora_rank" in _FAMILY[model_type] else FP8_WIDTHS
+    reference = build(model_type, seed, **{**(sizes if fp8 else {}), **config})
     cfg = reference.config
     stored = store(reference, model_type, dtype, scheme)
     values = dict(reference.state_dict())

@@ -132,7 +132,7 @@ def test_an_ambiguous_operator_needs_its_full_path(registered: None) -> None:
     assert find_operator("there.Twin", "test.yaml").__module__ == "there"
 
 
-def test_linears_of_a_replaced_block_are_replaced_too_but_not_the_head() -> None:
+def test_linears_of_a_replaced_block_are_replaced_not_the_head() -> None:
     """Listing 1's first and third rule: recursion into new modules, the head left out by name."""
     model = meta()
     found = apply(
