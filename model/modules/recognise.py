@@ -81,7 +81,8 @@ def _takes_routing(experts: Any) -> bool:
 def _spec(experts: Any) -> ExpertSpec | None:
     """What it does beside its products, seen from what its gate does: classes name it in many ways.
     None: nothing that there is a kernel for."""
-    gate, up = torch.linspace(-20, 20, 41, device="cpu"), torch.linspace(30, -30, 41, device="cpu")
+    gate = torch.linspace(-20, 20, 41, dtype=torch.float32, device="cpu")
+    up = torch.linspace(30, -30, 41, dtype=torch.float32, device="cpu")
     apply = getattr(experts, "_apply_gate", None)
     if apply is not None:
         turned = in_turns(experts)

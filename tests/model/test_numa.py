@@ -59,14 +59,14 @@ def test_a_narrow_layer_is_not_split_unless_asked_for(checkpoint: Checkpoints) -
 @pytest.mark.filterwarnings("ignore:experts are not split")  # two cores: one is the driver's
 def test_beside_a_gpu_the_driver_is_no_worker(numa: str) -> None:
     topology = Topology.detect()
-    pretrained._configure_workers(None, numa, torch.device("cuda:0"))
+    pretrained._configure_workers(None, numa, driver_works=False)
     pool = default_pool()
     assert not pool.driver_works
     pinned = sum(len(each._threads) for each in pool.pools)
     assert pinned == pool.threads == max(1, topology.default_threads() - 1)
-    pretrained._configure_workers(None, None, torch.device("cuda:0"))
+    pretrained._configure_workers(None, None, driver_works=False)
     assert default_pool() is pool  # as they are
-    pretrained._configure_workers(None, None, torch.device("cpu"))
+    pretrained._configure_workers(None, None, driver_works=True)
     assert default_pool().driver_works
     assert default_pool().threads == topology.default_threads()
 

@@ -3,8 +3,8 @@
 Weights become floats by shifts and masks: a bf16 is the upper half of one, and an E4M3 byte b is,
 as the word ``(b << 8) >> 4`` (signed) masked by 0x87F0, the bf16 of its value times 2**-120,
 subnormals included. An int8 in the highest byte of a word is converted as 2**24 times itself, and
-an f16 by ``vcvtph2ps``. The inputs are floats in their rows (``activations.row_layout``), scaled so
-that none of it is lost.
+an f16 by ``vcvtph2ps``. IQ4_NL's codes are looked up first: its weights are integers of 8 bits. The
+inputs are floats in their rows (``activations.row_layout``), scaled so that none of it is lost.
 
 8 outputs have two accumulators, one for the even and one for the odd inputs; of f16, which are
 converted as they lie, one for each 4 outputs with the even and the odd inputs side by side.
@@ -39,7 +39,7 @@ from ..intrin.prefetch import prefetch_l1
 from ..intrin.registers import f32x8_array
 from ..jit import inlined
 from ..job import i64
-from ..weights.codes_avx2 import FACTORS, pairs_of_e4m3
+from ..weights.codes_avx2 import FACTORS, make_codes, pairs_of_e4m3
 from ..weights.layout import PACKINGS, SCALE_K
 from .avx2_group import Group
 
@@ -68,7 +68,7 @@ def _by_outputs(sums, i):
 
 
 @inlined
-def _read_bf16(at):
+def _read_bf16(at, tables):
     return load_i32(at)
 
 
@@ -78,7 +78,7 @@ def _add_bf16(sums, i, pairs, x):
 
 
 @inlined
-def _read_f16(at):
+def _read_f16(at, tables):
     return load_f16(at), load_f16(at + 16)
 
 
@@ -91,7 +91,7 @@ def _add_f16(sums, i, halves, x):
 
 
 @inlined
-def _read_fp8(at):
+def _read_fp8(at, tables):
     return pairs_of_e4m3(load_i32(at))
 
 
@@ -103,8 +103,8 @@ def _add_fp8(sums, i, pairs, x):
 
 
 @inlined
-def _read_int8(at):
-    codes, high = load_i32(at), broadcast_i32(0xFF000000)
+def _floats(codes):
+    high = broadcast_i32(0xFF000000)
     return (
         to_f32(shift_left_i32(codes, 24)),
         to_f32(and_i32(shift_left_i32(codes, 16), high)),
@@ -122,6 +122,27 @@ def _add_int8(sums, i, fours, x):
     sums[i + 1] = pin_f32(fma_f32(d, broadcast_f32_at(x + 12), sums[i + 1]))
 
 
+@inlined
+def _read_int8(at, tables):
+    return _floats(load_i32(at))
+
+
+_iq4_nl = make_codes("iq4_nl").rows
+
+
+@inlined
+def _read_iq4_nl(at, tables):
+    even, odd = _iq4_nl(at, 0, 0, tables)
+    return _floats(even), _floats(odd)
+
+
+@inlined
+def _add_iq4_nl(sums, i, both, x):
+    even, odd = both
+    _add_int8(sums, i, even, x)
+    _add_int8(sums, i, odd, x + 16)
+
+
 _FP8 = _read_fp8, _add_fp8, _by_inputs
 
 _PRODUCTS = {
@@ -129,9 +150,10 @@ _PRODUCTS = {
     "f16": (_read_f16, _add_f16, _by_outputs),
     "fp8": _FP8,
     "fp8-channel": _FP8,
+    "iq4_nl": (_read_iq4_nl, _add_iq4_nl, _by_inputs),
 }
-"""By format name: ``read(address of 32 bytes)``; ``add(sums, i, what it gave, x)``: floats at x
-times it go to the two accumulators from i on; ``total(sums, i)`` of those."""
+"""By format name: ``read(address of 32 bytes, tables)``; ``add(sums, i, what it gave, x)``: floats
+at x times it go to the two accumulators from i on; ``total(sums, i)`` of those."""
 
 _INTEGERS = _read_int8, _add_int8, _by_inputs
 
@@ -157,7 +179,7 @@ def make_group(fmt: str, M: int) -> Group:
             if line < LINES:
                 prefetch_l1(near + 64 * line)
             for s in range(SIDES):
-                weights = read(start + 64 * line + 32 * s)
+                weights = read(start + 64 * line + 32 * s, tables)
                 for t in range(M):
                     x = float_at(i64(rows, t), K, k + LINE_K * line)
                     add_floats(sums, 2 * (s * M + t), weights, x)
