@@ -57,9 +57,11 @@ ALIKE = {
         for unit in ("fma", "avx2")
         for fmt in ("int8-channel", "int4-channel", "int4-g128", "q5_k", "q8_0")
     ),
+    *((unit, fmt, "bf16") for unit in ("fma", "avx2") for fmt in ("q4_0", "q4_1", "q5_0", "q5_1")),
+    *((unit, "int4-zp-g128", "bf16") for unit in ("fma", "avx2")),
 }
 """Left out: dequantized like fp8, int4 and int8 (int8-channel for either unit), and summed in
-groups like fp8, int8, int4 and int8-channel. Their own scales are read the same way for either
+groups like fp8, int8, int4, int4-zp and int8-channel. Their own scales are read the same way for either
 unit. (On AMX itself all formats are run: tests/amx.)"""
 
 VARIANTS = [
