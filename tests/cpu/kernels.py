@@ -37,8 +37,8 @@ def tried(backend: str, fmt: str) -> bool:
 
 
 ALIKE = frozenset(("q4_0", "q4_1", "q5_0", "q5_1", "int4-zp"))
-"""Formats whose tiles, which have tests of their own, differ from another's in their scales or their
-fifth bit alone: a call of experts is the same."""
+"""Formats whose tiles, which have tests of their own, differ from another's in scales or a fifth bit
+alone: a call of experts is the same."""
 
 VECTORS = [
     pytest.param("avx512", marks=needs_avx512), pytest.param("avx2", marks=needs_avx2)

@@ -61,8 +61,8 @@ ALIKE = {
     *((unit, "int4-zp-g128", "bf16") for unit in ("fma", "avx2")),
 }
 """Left out: dequantized like fp8, int4 and int8 (int8-channel for either unit), and summed in
-groups like fp8, int8, int4, int4-zp and int8-channel. Their own scales are read the same way for either
-unit. (On AMX itself all formats are run: tests/amx.)"""
+groups like fp8, int8, int4, int4-zp and int8-channel. Their own scales are read the same way for
+either unit. (On AMX itself all formats are run: tests/amx.)"""
 
 VARIANTS = [
     (unit, fmt, activations)
