@@ -37,7 +37,7 @@ def tried(backend: str, fmt: str) -> bool:
 
 
 ALIKE = frozenset(("q4_0", "q4_1", "q5_0", "q5_1", "int4-zp"))
-"""Formats whose tiles, which have tests of their own, differ from another's in scales or a fifth bit
+"""Formats whose tiles, which have tests of their own, differ from another's in a scale or a bit
 alone: a call of experts is the same."""
 
 VECTORS = [
