@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .conversion import convert
     from .custom_generate import custom_generate
     from .llm import load_engine
     from .pretrained import from_pretrained, load_tokenizer
@@ -22,7 +23,14 @@ if TYPE_CHECKING:
 EMBEDDED: Path = Path(__file__).parent / "embedded" / "checkpoint"
 """Folder of the checkpoint that ships with the package."""
 
-__all__ = ["EMBEDDED", "custom_generate", "from_pretrained", "load_engine", "load_tokenizer"]
+__all__ = [
+    "EMBEDDED",
+    "convert",
+    "custom_generate",
+    "from_pretrained",
+    "load_engine",
+    "load_tokenizer",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -34,6 +42,10 @@ def __getattr__(name: str) -> Any:
         from .llm import load_engine
 
         return load_engine
+    if name == "convert":
+        from .conversion import convert
+
+        return convert
     if name == "custom_generate":
         from .custom_generate import custom_generate
 

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 
 from pykernels.errors import PykernelsError
 from runtime.kv_cache.layout import Pages, Part, token_bytes
-from runtime.matrix import Pack, PackedMatrix
+from runtime.matrix import PackedMatrix
 from runtime.program import Builder, Program
 
 from ..modules.moe import FusedMoE
 from .attention import GQA, MLA, Attention
 from .moe import Dense, MoE
-from .weights import Packing, Source
+from .weights import Packing
 
 LATENT = ("deepseek_v2", "deepseek_v3")
 GROUPED = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "llama")
@@ -133,6 +133,12 @@ def why_not(model_type: str) -> str | None:
     return f"there is no lowering of {model_type}, only of {', '.join(FAMILIES)}"
 
 
+def check_lowered(model_type: str) -> None:
+    """Raises PykernelsError for a family that cannot be lowered."""
+    if reason := why_not(model_type):
+        raise PykernelsError(f"the engine cannot run this model: {reason}", "Use --eager")
+
+
 def cache_token_bytes(model: PreTrainedModel, kv_dtype: str = "bf16") -> int:
     """Bytes that one token's keys and values take in the cache.
 
@@ -154,40 +160,59 @@ def head_sizes(model: PreTrainedModel, kv_dtype: str = "bf16") -> set[tuple[int,
     return {(dk, dv, dv if kv_dtype == "fp8" else 0) for dk, dv in heads}
 
 
-def make_decoder(
-    model: PreTrainedModel, source: Source, pack: Pack, kv_dtype: str = "bf16"
-) -> Decoder:
+@dataclass(frozen=True)
+class Ends:
+    """What comes before the first layer and after the last one.
+
+    Attributes:
+        table: bfloat16 [V, H].
+    """
+
+    table: torch.Tensor
+    head: PackedMatrix
+    norm: torch.Tensor
+
+
+def make_decoder(model: PreTrainedModel, packing: Packing, kv_dtype: str = "bf16") -> Decoder:
     """Packs a model's weights for programs.
 
     Args:
-        model: loaded, or on the meta device but for its routed experts: it gives the schema.
-        source: its weights.
+        model: loaded, or on the meta device: it gives the schema.
         kv_dtype: of the cache.
 
     Raises:
         PykernelsError: a family that is not lowered.
     """
     config: Any = model.config
-    if reason := why_not(config.model_type):
-        raise PykernelsError(f"the engine cannot run this model: {reason}", "Use --eager")
-    packing, inner = Packing(source, pack), model.model
+    check_lowered(config.model_type)
+    inner = model.model
     rotary = type(inner.rotary_emb)(config)  # its frequencies are in no checkpoint
-    table = packing.source.matrix("model.embed_tokens.weight")[1].data.contiguous()
-    tied = config.tie_word_embeddings
+    ends = make_ends(model, packing)
     return Decoder(
         name=config.model_type,
-        table=table,
-        layers=tuple(
-            _layer(layer, f"model.layers.{i}", packing, config)
-            for i, layer in enumerate(inner.layers)
-        ),
-        norm=packing.vector("model.norm.weight"),
-        head=packing.matrix("model.embed_tokens.weight" if tied else "lm_head.weight"),
+        table=ends.table,
+        layers=tuple(make_layer(model, i, packing) for i in range(len(inner.layers))),
+        norm=ends.norm,
+        head=ends.head,
         eps=inner.norm.variance_epsilon,
         frequencies=rotary.inv_freq.float(),
         rope_scale=float(rotary.attention_scaling),
         kv_dtype=kv_dtype,
     )
+
+
+def make_ends(model: PreTrainedModel, packing: Packing) -> Ends:
+    """Packed before the layers: these matrices are the largest ones, and packing the head takes
+    twice its memory for a moment."""
+    tied = model.config.tie_word_embeddings
+    head = packing.matrix("model.embed_tokens.weight" if tied else "lm_head.weight")
+    table = packing.table("model.embed_tokens.weight")
+    return Ends(table, head, packing.vector("model.norm.weight"))
+
+
+def make_layer(model: PreTrainedModel, i: int, packing: Packing) -> Layer:
+    """The packed weights of one layer."""
+    return _layer(model.model.layers[i], f"model.layers.{i}", packing, model.config)
 
 
 def _layer(layer: Any, name: str, packing: Packing, config: Any) -> Layer:

@@ -66,17 +66,15 @@ class MoE:
 
     @classmethod
     def make(cls, module: FusedMoE, name: str, packing: Packing) -> MoE:
-        """From an injected block whose experts are loaded."""
-        assert module.routed is not None
-        (experts,) = module.routed.weights.slices
+        """From an injected block."""
         shared = next((s for s in ("shared_experts", "shared_expert") if hasattr(module, s)), None)
         parts = [f"{name}.{shared}.{part}_proj.weight" for part in ("gate", "up", "down")]
         gated = hasattr(module, "shared_expert_gate")
         return cls(
             gate=packing.matrix(f"{name}.gate.weight"),
-            gate_bias=packing.source.tensor(f"{name}.gate.e_score_correction_bias"),
+            gate_bias=packing.tensor(f"{name}.gate.e_score_correction_bias"),
             spec=router_spec(module.gate),
-            experts=experts,
+            experts=packing.experts(module),
             activations=module.activations,
             shared=packing.mlp(*parts) if shared else None,
             shared_gate=packing.matrix(f"{name}.shared_expert_gate.weight") if gated else None,

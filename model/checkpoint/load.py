@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,10 +17,14 @@ from pykernels.registry import resolve
 from pykernels.target import detect
 
 from ..modules.moe import FusedMoE, routed_experts
+from .ahead import ahead
 from .compressed_tensors import as_q8_0, unpack_int4
 from .plan import Dense, Experts, Matrix, Plan
 from .progress import Callback
 from .safetensors import Checkpoint
+
+Converted = Callable[[torch.Tensor, torch.Tensor], None]
+"""Called with the values of a matrix, and with those that it has in another format (float32)."""
 
 
 def load(
@@ -71,27 +76,6 @@ def warn_of(plan: Plan) -> None:
         )
 
 
-def load_experts(
-    model: PreTrainedModel, plan: Plan, checkpoint: Checkpoint, report: Callable[[int], None]
-) -> None:
-    """Packs the routed experts alone; the rest of the model stays on meta, for a program.
-
-    Args:
-        report: called with the bytes of what was read.
-    """
-    warn_of(plan)
-    for item in plan.items:
-        if isinstance(item, Experts):
-            module: Any = model.get_submodule(item.name)
-            if not isinstance(module, FusedMoE):
-                raise PykernelsError(
-                    f"the experts of {item.name} have no kernel of ours", "Use --eager"
-                )
-            each = nbytes(checkpoint, item) // len(item.experts)
-            for _ in _fill_packed(module, item, checkpoint):
-                report(each)
-
-
 def check_kernels(model: nn.Module, plan: Plan) -> None:
     """Raise `PykernelsError` for a kernel that is unknown or cannot run on this machine."""
     for item in plan.items:
@@ -129,13 +113,41 @@ def stored_weight(checkpoint: Checkpoint, source: Matrix) -> Weight:
     return Weight(data, scale.float())
 
 
-def expert_weight(checkpoint: Checkpoint, source: Matrix, fmt: str) -> Weight:
+def expert_weight(
+    checkpoint: Checkpoint, source: Matrix, fmt: str, converted: Converted | None = None
+) -> Weight:
     """A stored expert matrix as a `Weight` in `fmt`: as stored if that is `fmt`, else converted."""
-    if fmt == "bf16":
-        return Weight(matrix(checkpoint, source, torch.bfloat16))
     if fmt == source.fmt:
         return stored_weight(checkpoint, source)
-    return get_format(fmt).quantize(matrix(checkpoint, source, torch.float32))
+    if fmt == "bf16" and (source.fmt is None or converted is None):
+        return Weight(matrix(checkpoint, source, torch.bfloat16))
+    values = matrix(checkpoint, source, torch.float32)
+    weight = get_format(fmt).quantize(values)
+    if converted is not None:
+        converted(values, get_format(fmt).dequantize(weight))
+    return weight
+
+
+def expert_weights(
+    checkpoint: Checkpoint, item: Experts, fmt: str, converted: Converted | None = None
+) -> Iterator[tuple[Weight, ...]]:
+    """(gate, up, down) of each expert in `fmt`, read and converted ahead of their use."""
+
+    def one(e: int) -> tuple[Weight, ...]:
+        with naming(item, e):
+            return tuple(expert_weight(checkpoint, m, fmt, converted) for m in item.experts[e])
+
+    return ahead(one, len(item.experts), nbytes(checkpoint, item) // len(item.experts))
+
+
+@contextmanager
+def naming(item: Experts, expert: int) -> Iterator[None]:
+    """Puts the block and the expert before what is wrong with one of its matrices."""
+    try:
+        yield
+    except PykernelsError as error:  # its message has the expert's number at most
+        name = f"{item.name}.experts.{expert}"
+        raise PykernelsError(f"{name}: {error.cause}", error.hint) from None
 
 
 def _fill_packed(
@@ -143,12 +155,9 @@ def _fill_packed(
 ) -> Iterator[int]:
     routed = module.allocate(item.stored)
     fmt = module.packed_format(item.stored)
-    for e, projections in enumerate(item.experts):
-        try:
-            routed.load_expert(e, *(expert_weight(checkpoint, m, fmt) for m in projections))
-        except PykernelsError as error:  # its message has the expert's number at most
-            name = f"{item.name}.experts.{e}"
-            raise PykernelsError(f"{name}: {error.cause}", error.hint) from None
+    for e, weights in enumerate(expert_weights(checkpoint, item, fmt)):
+        with naming(item, e):
+            routed.load_expert(e, *weights)
         yield e
 
 

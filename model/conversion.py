@@ -1,0 +1,245 @@
+"""`convert`: from a checkpoint to a packed cache, one layer in memory at a time.
+
+model.convert("DeepSeek-R1", "DeepSeek-R1.packed", experts="int4")
+llm = model.load_engine("DeepSeek-R1.packed")
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+from pykernels.errors import PykernelsError
+from pykernels.quant import get_format
+from runtime.matrix import Pack, packer
+from runtime.workers.pool import WorkerPool
+
+from .architectures.decoder import check_lowered, make_ends, make_layer
+from .architectures.packed import IntoCache
+from .architectures.weights import Stored
+from .checkpoint import memory
+from .checkpoint.config import read_config, resolve_dtype
+from .checkpoint.load import nbytes, warn_of
+from .checkpoint.packed.errors import Errors
+from .checkpoint.packed.manifest import CONVERTING, PACKED, Manifest, identity, parse
+from .checkpoint.packed.mapped import MappedFile, described
+from .checkpoint.packed.verify import header_digest
+from .checkpoint.packed.write import write_file
+from .checkpoint.plan import Plan, make_plan
+from .checkpoint.progress import Adder, Callback, reporting
+from .checkpoint.safetensors import Checkpoint
+from .modules.inject import inject
+from .modules.moe import FusedMoE
+from .pretrained import Rules, build_meta, resolve_rules
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".gguf", ".pt")
+_OTHERS = 64 << 20
+"""Bytes of a file that is copied along (tokenizers are the largest), at most."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file of the cache.
+
+    Attributes:
+        name: without its ending; ``make``: packs what goes into it.
+        stored, packed: bytes that are read and about those that are written.
+    """
+
+    name: str
+    make: Callable[[IntoCache], object]
+    stored: int
+    packed: int
+
+    @property
+    def file(self) -> str:
+        return f"{self.name}.safetensors"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of a part.
+
+    Attributes:
+        formats: of its matrices, with the bytes that each takes.
+        errors: relative error by kind of matrix, of those that were converted.
+    """
+
+    name: str
+    nbytes: int
+    formats: dict[str, int]
+    errors: dict[str, float]
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    experts: str | None = None,
+    linears: str | None = None,
+    rules: Rules = None,
+    threads: int | None = None,
+    progress: bool | Callback | None = None,
+) -> list[Row]:
+    """Writes the packed cache of a checkpoint; one that was interrupted is gone on with.
+
+    Args:
+        source: folder of the checkpoint.
+        target: folder of the cache, new or of an earlier run of the same conversion.
+        experts: format of the routed experts; None: as they are stored, or as a rule says.
+        linears: of the other matrices: attention, dense MLPs, shared experts, the head. Routers and
+            embeddings stay, and so does what has inputs that the format does not take.
+        rules, progress: as in ``from_pretrained``.
+        threads: that pack; None: one on each physical core.
+
+    Raises:
+        PykernelsError: anything wrong with the source, a target that is something else, too little
+            memory or disk.
+    """
+    source, target = Path(source), Path(target)
+    config = read_config(source)
+    check_lowered(config.model_type)
+    for name in (experts, linears):
+        if name is not None:
+            get_format(name)
+    with Checkpoint(source) as checkpoint:
+        dtype = resolve_dtype(None, config)
+        parsed = resolve_rules(rules, config.model_type)
+        model = build_meta(config, dtype)
+        inject(model, parsed)
+        for module in model.modules():
+            if experts is not None and isinstance(module, FusedMoE):
+                module.format = experts
+        plan = make_plan(model, checkpoint, dtype)
+        manifest = Manifest(
+            source=str(source.resolve()),
+            identity=identity(checkpoint, source / "config.json"),
+            model_type=config.model_type,
+            rules=[rule.model_dump(mode="json", by_alias=True) for rule in parsed],
+            experts=experts,
+            linears=linears,
+        )
+        parts = list(_parts(model, plan, checkpoint, linears))
+        _begin(target, manifest)
+        left = [part for part in parts if not (target / part.file).is_file()]
+        _check_room(target, left)
+        with WorkerPool(threads) as pool, reporting(progress, "converting") as report:
+            _write(target, parts, left, plan, checkpoint, linears, packer(pool), report)
+    _copy(source, target, config)
+    files = [target / part.file for part in parts]
+    entries = {f.name: {"bytes": f.stat().st_size, "header": header_digest(f)} for f in files}
+    replace(manifest, files=entries).write(target)
+    return [_row(part.name, MappedFile(target / part.file)) for part in parts]
+
+
+def _parts(
+    model: PreTrainedModel, plan: Plan, checkpoint: Checkpoint, linears: str | None
+) -> Iterator[Part]:
+    """The files of a cache, with the bytes of each."""
+    sizes = memory.needed_by_engine(plan, model, checkpoint, linears)
+    layers = len(model.model.layers)
+    stored, packed = [0] * (layers + 1), [0] * (layers + 1)
+    for item in plan.items:
+        found = _LAYER.match(item.name)
+        at = int(found[1]) if found else layers
+        stored[at] += nbytes(checkpoint, item)
+        packed[at] += sizes.by_item[item.name]
+    yield Part("ends", partial(make_ends, model), stored[layers], packed[layers])
+    for i in range(layers):
+        make = partial(make_layer, model, i)
+        yield Part(f"layer-{i:05d}", make, stored[i], packed[i])
+
+
+def _begin(target: Path, manifest: Manifest) -> None:
+    """Makes the folder, or checks that an earlier run did the same work."""
+    for name in (PACKED, CONVERTING):
+        if (target / name).is_file():
+            if parse(target / name).same_work(manifest):
+                break
+            raise PykernelsError(
+                f"{target} is the packed cache of another source, format or rules",
+                "Delete it, or choose another folder",
+            )
+    else:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise PykernelsError(f"{target} is there already, and no packed cache", "Choose a new")
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PykernelsError(
+                f"{target} cannot be made: {error.strerror}", "Choose another folder"
+            ) from None
+        manifest.write(target)
+    for rest in target.glob("*.part"):
+        rest.unlink()
+
+
+def _check_room(target: Path, parts: list[Part]) -> None:
+    """Raises PykernelsError unless the disk has room for all parts, and the memory for one."""
+    needed = sum(part.packed for part in parts)
+    free = shutil.disk_usage(target).free
+    if needed > free:
+        raise PykernelsError(
+            f"the packed cache needs {memory.size(needed)} more in {target},"
+            f" {memory.size(free)} are free there",
+            "Free some space, choose another disk, or convert to a smaller format (--format)",
+        )
+    largest = 2 * max((part.packed for part in parts), default=0)
+    if largest > (free := memory.available()):
+        raise PykernelsError(
+            f"packing a layer needs {memory.size(largest)} of main memory, {memory.size(free)} are"
+            " free",
+            "Free memory, or convert to a smaller format (--format)",
+        )
+
+
+def _write(
+    target: Path,
+    parts: list[Part],
+    left: list[Part],
+    plan: Plan,
+    checkpoint: Checkpoint,
+    linears: str | None,
+    pack: Pack,
+    report: Callback,
+) -> None:
+    warn_of(plan)
+    add = Adder(report, sum(part.stored for part in parts))
+    add(sum(part.stored for part in parts if part not in left))
+    errors = Errors()
+    source = Stored(plan, checkpoint, add, partial(errors.add, "experts"))
+    packing = IntoCache(source, pack, linears, errors)
+    for part in left:
+        part.make(packing)
+        objects = packing.take()
+        metadata = {"objects": objects.about, "errors": errors.take()}
+        texts = {key: json.dumps(value) for key, value in metadata.items()}
+        write_file(target / part.file, objects.tensors, texts)
+
+
+def _copy(source: Path, target: Path, config: PretrainedConfig) -> None:
+    """What else a checkpoint has: config, tokenizer, templates, generation config, licences."""
+    for file in sorted(source.iterdir()):
+        other = file.is_file() and not file.name.endswith(_WEIGHTS)
+        if other and file.stat().st_size <= _OTHERS:
+            shutil.copyfile(file, target / file.name)
+
+
+def _row(name: str, file: MappedFile) -> Row:
+    formats: dict[str, int] = {}
+    about: dict[str, Any] = described(file)
+    for key, entry in about.items():
+        if fmt := entry.get("format"):
+            nbytes = sum(
+                info.nbytes for tensor, info in file.tensors.items() if tensor.startswith(f"{key}.")
+            )
+            formats[fmt] = formats.get(fmt, 0) + nbytes
+    return Row(name, file.memory.nbytes, formats, described(file, "errors"))
