@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
@@ -127,13 +127,14 @@ def convert(
             experts=experts,
             linears=linears,
         )
-        parts = list(_parts(model, plan, checkpoint, linears))
+        sizes = memory.needed_by_engine(plan, model, checkpoint, linears)
+        parts = _parts(model, plan, checkpoint, sizes)
         _begin(target, manifest)
         left = [part for part in parts if not (target / part.file).is_file()]
-        _check_room(target, left)
+        _check_room(target, left, sizes.step)
         with WorkerPool(threads) as pool, reporting(progress, "converting") as report:
             _write(target, parts, left, plan, checkpoint, linears, packer(pool), report)
-    _copy(source, target, config)
+    _copy(source, target)
     files = [target / part.file for part in parts]
     entries = {f.name: {"bytes": f.stat().st_size, "header": header_digest(f)} for f in files}
     replace(manifest, files=entries).write(target)
@@ -141,10 +142,9 @@ def convert(
 
 
 def _parts(
-    model: PreTrainedModel, plan: Plan, checkpoint: Checkpoint, linears: str | None
-) -> Iterator[Part]:
-    """The files of a cache, with the bytes of each."""
-    sizes = memory.needed_by_engine(plan, model, checkpoint, linears)
+    model: PreTrainedModel, plan: Plan, checkpoint: Checkpoint, sizes: memory.Packed
+) -> list[Part]:
+    """The files of a cache."""
     layers = len(model.model.layers)
     stored, packed = [0] * (layers + 1), [0] * (layers + 1)
     for item in plan.items:
@@ -152,10 +152,9 @@ def _parts(
         at = int(found[1]) if found else layers
         stored[at] += nbytes(checkpoint, item)
         packed[at] += sizes.by_item[item.name]
-    yield Part("ends", partial(make_ends, model), stored[layers], packed[layers])
-    for i in range(layers):
-        make = partial(make_layer, model, i)
-        yield Part(f"layer-{i:05d}", make, stored[i], packed[i])
+    makers = [partial(make_layer, model, i) for i in range(layers)]
+    parts = [Part(f"layer-{i:05d}", makers[i], stored[i], packed[i]) for i in range(layers)]
+    return [Part("ends", partial(make_ends, model), stored[layers], packed[layers]), *parts]
 
 
 def _begin(target: Path, manifest: Manifest) -> None:
@@ -182,8 +181,9 @@ def _begin(target: Path, manifest: Manifest) -> None:
         rest.unlink()
 
 
-def _check_room(target: Path, parts: list[Part]) -> None:
-    """Raises PykernelsError unless the disk has room for all parts, and the memory for one."""
+def _check_room(target: Path, parts: list[Part], step: int) -> None:
+    """Raises PykernelsError unless the disk has room for all parts, and the memory for one, and
+    for `step` bytes while it is packed."""
     needed = sum(part.packed for part in parts)
     free = shutil.disk_usage(target).free
     if needed > free:
@@ -192,7 +192,7 @@ def _check_room(target: Path, parts: list[Part]) -> None:
             f" {memory.size(free)} are free there",
             "Free some space, choose another disk, or convert to a smaller format (--format)",
         )
-    largest = 2 * max((part.packed for part in parts), default=0)
+    largest = max((part.packed for part in parts), default=0) + step
     if largest > (free := memory.available()):
         raise PykernelsError(
             f"packing a layer needs {memory.size(largest)} of main memory, {memory.size(free)} are"
@@ -223,9 +223,10 @@ def _write(
         metadata = {"objects": objects.about, "errors": errors.take()}
         texts = {key: json.dumps(value) for key, value in metadata.items()}
         write_file(target / part.file, objects.tensors, texts)
+        del objects  # before the next layer takes its memory
 
 
-def _copy(source: Path, target: Path, config: PretrainedConfig) -> None:
+def _copy(source: Path, target: Path) -> None:
     """What else a checkpoint has: config, tokenizer, templates, generation config, licences."""
     for file in sorted(source.iterdir()):
         other = file.is_file() and not file.name.endswith(_WEIGHTS)

@@ -54,8 +54,11 @@ class Opened(Protocol):
 class Packable:
     """Of a checkpoint: every matrix is packed in the format that it is stored in."""
 
-    def __init__(self, model: PreTrainedModel, plan: Plan, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self, model: PreTrainedModel, plan: Plan, checkpoint: Checkpoint, kv_dtype: str
+    ) -> None:
         self.model, self._plan, self._checkpoint = model, plan, checkpoint
+        self._kv_dtype = kv_dtype
         self._packed = memory.needed_by_engine(plan, model, checkpoint)
 
     @property
@@ -70,23 +73,24 @@ class Packable:
         warn_of(self._plan)
         total = sum(nbytes(self._checkpoint, item) for item in self._plan.items)
         source = Stored(self._plan, self._checkpoint, Adder(report, total))
-        return make_decoder(self.model, FromSource(source, pack))
+        return make_decoder(self.model, FromSource(source, pack), self._kv_dtype)
 
     def outline(self) -> Decoder:
-        return make_decoder(self.model, FromSource(Outline(self._plan), outline))
+        packing = FromSource(Outline(self._plan), outline)
+        return make_decoder(self.model, packing, self._kv_dtype)
 
 
 class Mapped:
     """Of a packed cache: what is not in memory yet is read into it, nothing is packed."""
 
-    def __init__(self, model: PreTrainedModel, folder: PackedFolder) -> None:
+    def __init__(self, model: PreTrainedModel, folder: PackedFolder, kv_dtype: str) -> None:
         self.model, self._folder = model, folder
-        self._decoder = make_decoder(model, FromCache(folder, model))
+        self._decoder = make_decoder(model, FromCache(folder, model), kv_dtype)
 
     @property
     def needed(self) -> int:
         """What others have in memory takes none."""
-        return max(0, self._folder.nbytes - resident(self._folder.files))
+        return sum(f.memory.nbytes - resident(f.memory) for f in self._folder.files)
 
     @property
     def smaller(self) -> Mapping[str, int]:
@@ -102,9 +106,16 @@ class Mapped:
 
 @contextmanager
 def open_weights(
-    folder: Path, config: PretrainedConfig, rules: Rules = None, kernel: str = "auto"
+    folder: Path,
+    config: PretrainedConfig,
+    rules: Rules = None,
+    kernel: str = "auto",
+    kv_dtype: str = "bf16",
 ) -> Iterator[Opened]:
     """Reads headers, and checks them against the model.
+
+    Args:
+        rules, kernel, kv_dtype: as in ``load_engine``.
 
     Raises:
         PykernelsError: what is wrong with the folder, the rules or the kernel.
@@ -116,9 +127,9 @@ def open_weights(
     model = build_meta(config, dtype)
     inject(model, resolve_rules(rules, config.model_type), kernel)
     if packed is not None:
-        yield Mapped(model, packed)
+        yield Mapped(model, packed, kv_dtype)
         return
     with Checkpoint(folder) as checkpoint:
         plan = make_plan(model, checkpoint, dtype)
         check_kernels(model, plan)
-        yield Packable(model, plan, checkpoint)
+        yield Packable(model, plan, checkpoint, kv_dtype)

@@ -115,6 +115,7 @@ class IntoCache(FromSource):
 
     def _experts(self, packed: PackedExperts, key: str) -> PackedExperts:
         self._objects.add(key, {"format": packed.fmt.name}, arena=self._arena)
+        self._arena = torch.empty(0)
         return packed
 
 
@@ -139,14 +140,14 @@ class FromCache(Packing):
         if about.get("absent"):
             return None
         found = file.tensor(f"{key}.data")
-        self._check(tuple(found.shape) == self._shapes.get(name), key)
+        self.check(tuple(found.shape) == self._shapes.get(name), key)
         return found
 
     def table(self, name: str) -> torch.Tensor:
         file, _, key = self._find("table", name)
         found = file.tensor(f"{key}.data")
         right = tuple(found.shape) == self._shapes[name] and found.dtype == torch.bfloat16
-        self._check(right, key)
+        self.check(right, key)
         return found
 
     def matrix(self, *names: str) -> PackedMatrix:
@@ -184,7 +185,7 @@ class FromCache(Packing):
     ) -> PackedExperts:
         def room(nbytes: int) -> torch.Tensor:
             arena = file.tensor(f"{key}.arena")
-            self._check(arena.nbytes == nbytes, key)
+            self.check(arena.nbytes == nbytes, key)
             return arena
 
         packed = PackedExperts(shape, get_format(str(about["format"])), room, outline)
@@ -197,7 +198,8 @@ class FromCache(Packing):
             raise PykernelsError(f"{self._folder.folder} has no {key}", AGAIN)
         return *self._folder.objects[key], key
 
-    def _check(self, right: bool, key: str) -> None:
+    def check(self, right: bool, key: str) -> None:
+        """Raises PykernelsError unless an object has the shape that the model gives it."""
         if not right:
             raise PykernelsError(
                 f"{self._folder.folder} has {key} in another shape than its config.json says",
@@ -219,7 +221,7 @@ class _Room:
             tensor = torch.zeros(blocks, 0, dtype=torch.uint8)
             if nbytes:
                 tensor = self.file.tensor(f"{self.key}.{part}")
-                self.cache._check(tuple(tensor.shape) == (blocks, nbytes), self.key)
+                self.cache.check(tuple(tensor.shape) == (blocks, nbytes), self.key)
             found.append(tensor)
         return found[0], found[1]
 

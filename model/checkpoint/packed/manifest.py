@@ -73,6 +73,8 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises `PykernelsError` for one that is half converted, of another layout version or damaged.
     """
+    if not is_packed(folder):
+        raise PykernelsError(f"{folder} is no packed cache", "Make one with pykernels convert")
     if not (folder / PACKED).is_file():
         raise PykernelsError(
             f"{folder} is a packed cache whose conversion was interrupted",

@@ -43,13 +43,11 @@ def populate(files: Sequence[MappedFile], report: Callable[[int], None]) -> None
                 report(length)
 
 
-def resident(files: Sequence[MappedFile]) -> int:
-    """Bytes of the files that are in memory, whoever read them."""
+def resident(memory: torch.Tensor) -> int:
+    """Bytes of a mapped file, uint8 from its beginning, that are in memory, whoever read them."""
     libc = ctypes.CDLL(None, use_errno=True)
-    pages = 0
-    for file in files:
-        found = torch.zeros(-(-file.memory.nbytes // mmap.PAGESIZE), dtype=torch.uint8)
-        arguments = (file.memory.data_ptr(), file.memory.nbytes, found.data_ptr())
-        if libc.mincore(*map(ctypes.c_void_p, arguments)) == 0:
-            pages += int((found & 1).sum())
-    return pages * mmap.PAGESIZE
+    found = torch.zeros(-(-memory.nbytes // mmap.PAGESIZE), dtype=torch.uint8)
+    arguments = (memory.data_ptr(), memory.nbytes, found.data_ptr())
+    if libc.mincore(*map(ctypes.c_void_p, arguments)):
+        return 0
+    return min(memory.nbytes, int((found & 1).sum()) * mmap.PAGESIZE)

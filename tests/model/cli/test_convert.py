@@ -1,0 +1,48 @@
+"""`pykernels convert`: a table or JSON, a cache that generates, --verify, errors as one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ..conftest import Run, failed
+
+
+@pytest.fixture
+def packed(run: Run, writer: Path, tmp_path: Path) -> Path:
+    target = tmp_path / "cache"
+    result = run("convert", writer, target, "--format", "int8", "--threads", 1)
+    assert result.code == 0, result.err
+    lines = result.out.splitlines()
+    assert lines[0].split() == ["part", "formats", "size", "error", "of", "experts"]
+    assert [line.split()[0] for line in lines[1:]] == [
+        "ends",
+        *(f"layer-{i:05d}" for i in range(3)),
+    ]
+    assert lines[-1].endswith("%") and not lines[1].endswith("%")
+    return target
+
+
+def test_a_cache_writes_text(run: Run, packed: Path) -> None:
+    options = ("--max-new-tokens", 4, "--temperature", 0, "--threads", 1)
+    result = run("generate", "--model", packed, *options, "ab")
+    assert result.code == 0 and result.out, result.err
+    failed(run("generate", "--model", packed, "--eager", *options, "ab"), "which the engine alone")
+    assert run("inspect", "--program", "--model", packed).out.count("int8") == 2
+    assert "as they were written" in run("convert", "--verify", packed).out
+
+
+def test_bad_input_is_one_line(run: Run, writer: Path, packed: Path, tmp_path: Path) -> None:
+    failed(run("convert", writer), "there is no DST")
+    failed(run("convert", writer, tmp_path / "new", "--format", "int3"), "no weight format 'int3'")
+    failed(run("convert", writer, packed), "another source, format or rules")
+    failed(run("convert", "--verify", writer), "no packed cache")
+
+
+def test_json_has_every_part(run: Run, writer: Path, packed: Path) -> None:
+    result = run("convert", writer, packed, "--format", "int8", "--threads", 1, "--json")
+    parts = json.loads(result.out)["parts"]
+    assert [part["name"] for part in parts] == ["ends", *(f"layer-{i:05d}" for i in range(3))]
+    assert 0 < parts[-1]["errors"]["experts"] < 0.01
