@@ -132,9 +132,9 @@ def convert(
         _begin(target, manifest)
         left = [part for part in parts if not (target / part.file).is_file()]
         _check_room(target, left, sizes.step)
+        _copy(source, target)
         with WorkerPool(threads) as pool, reporting(progress, "converting") as report:
             _write(target, parts, left, plan, checkpoint, linears, packer(pool), report)
-    _copy(source, target)
     files = [target / part.file for part in parts]
     entries = {f.name: {"bytes": f.stat().st_size, "header": header_digest(f)} for f in files}
     replace(manifest, files=entries).write(target)
@@ -159,6 +159,7 @@ def _parts(
 
 def _begin(target: Path, manifest: Manifest) -> None:
     """Makes the folder, or checks that an earlier run did the same work."""
+    (target / f"{CONVERTING}.part").unlink(missing_ok=True)  # killed before it had begun
     for name in (PACKED, CONVERTING):
         if (target / name).is_file():
             if parse(target / name).same_work(manifest):
@@ -169,7 +170,9 @@ def _begin(target: Path, manifest: Manifest) -> None:
             )
     else:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise PykernelsError(f"{target} is there already, and no packed cache", "Choose a new")
+            raise PykernelsError(
+                f"{target} is there already, and no packed cache", "Choose a folder that is new"
+            )
         try:
             target.mkdir(parents=True, exist_ok=True)
         except OSError as error:

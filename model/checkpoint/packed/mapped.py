@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import warnings
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from pykernels.env import env
 from pykernels.errors import PykernelsError
 
 from ..safetensors import DTYPES, header
@@ -34,6 +36,9 @@ class MappedFile:
             with path.open("rb") as stream:
                 flags = mmap.MAP_SHARED
                 whole = mmap.mmap(stream.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
+            if env.hugepages:
+                with contextlib.suppress(OSError):  # a kernel without them refuses
+                    whole.madvise(mmap.MADV_HUGEPAGE)
         except PykernelsError as error:
             raise PykernelsError(error.cause, AGAIN) from None
         except OSError as error:

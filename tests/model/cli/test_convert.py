@@ -30,19 +30,20 @@ def test_a_cache_writes_text(run: Run, packed: Path) -> None:
     result = run("generate", "--model", packed, *options, "ab")
     assert result.code == 0 and result.out, result.err
     failed(run("generate", "--model", packed, "--eager", *options, "ab"), "which the engine alone")
-    assert run("inspect", "--program", "--model", packed).out.count("int8") == 2
+    assert "moe_ffn" in run("inspect", "--program", "--model", packed).out
     assert "as they were written" in run("convert", "--verify", packed).out
 
 
 def test_bad_input_is_one_line(run: Run, writer: Path, packed: Path, tmp_path: Path) -> None:
     failed(run("convert", writer), "there is no DST")
     failed(run("convert", writer, tmp_path / "new", "--format", "int3"), "no weight format 'int3'")
-    failed(run("convert", writer, packed), "another source, format or rules")
+    failed(run("convert", writer, packed, "--format", "int4"), "another source, format or rules")
     failed(run("convert", "--verify", writer), "no packed cache")
 
 
 def test_json_has_every_part(run: Run, writer: Path, packed: Path) -> None:
-    result = run("convert", writer, packed, "--format", "int8", "--threads", 1, "--json")
+    result = run("convert", writer, packed, "--threads", 1, "--json")
+    assert result.code == 0, result.err
     parts = json.loads(result.out)["parts"]
     assert [part["name"] for part in parts] == ["ends", *(f"layer-{i:05d}" for i in range(3))]
-    assert 0 < parts[-1]["errors"]["experts"] < 0.01
+    assert parts[-1]["errors"] == {} and list(parts[-1]["formats"]) == ["bf16"]
