@@ -162,10 +162,10 @@ def _begin(target: Path, manifest: Manifest) -> None:
     (target / f"{CONVERTING}.part").unlink(missing_ok=True)  # killed before it had begun
     for name in (PACKED, CONVERTING):
         if (target / name).is_file():
-            if parse(target / name).same_work(manifest):
+            if (what := parse(target / name).difference(manifest)) is None:
                 break
             raise PykernelsError(
-                f"{target} is the packed cache of another source, format or rules",
+                f"{target} is a packed cache with another {what}",
                 "Delete it, or choose another folder",
             )
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,10 @@ LAYOUT = 1
 every CPU backend. Add 1 whenever packing the same weights gives other bytes (tile order, blocks or
 scales of a format, sections of `PackedExperts`) or lowering asks for other objects (which matrices
 become one): a cache of another version is refused, never guessed at."""
+_WORK = {
+    "model_type": "family", "identity": "source", "rules": "rules", "experts": "--format",
+    "linears": "--linears",
+}  # fmt: skip
 AGAIN = "Convert the checkpoint again (pykernels convert)"
 
 
@@ -50,10 +54,12 @@ class Manifest:
     layout: int = LAYOUT
     version: str = __version__
 
-    def same_work(self, other: Manifest) -> bool:
-        """Whether both stand for the same files."""
-        ours, theirs = (replace(m, files={}, source="", version="") for m in (self, other))
-        return ours == theirs
+    def difference(self, other: Manifest) -> str | None:
+        """In what another conversion gives other files; None if in nothing."""
+        for name, what in _WORK.items():
+            if getattr(self, name) != getattr(other, name):
+                return what
+        return None
 
     def write(self, folder: Path) -> None:
         """Whole or not at all; a complete one takes the place of `CONVERTING`."""

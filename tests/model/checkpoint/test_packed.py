@@ -198,7 +198,7 @@ def test_a_folder_of_something_else_is_left_alone(
     own_cache: Path, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     source = checkpoint("deepseek_v3").path
-    with pytest.raises(PykernelsError, match="another source, format or rules"):
+    with pytest.raises(PykernelsError, match="cache with another --format"):
         model.convert(source, own_cache, experts="int8")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "letter.txt").write_text("dear")

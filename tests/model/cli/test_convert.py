@@ -37,7 +37,7 @@ def test_a_cache_writes_text(run: Run, packed: Path) -> None:
 def test_bad_input_is_one_line(run: Run, writer: Path, packed: Path, tmp_path: Path) -> None:
     failed(run("convert", writer), "there is no DST")
     failed(run("convert", writer, tmp_path / "new", "--format", "int3"), "no weight format 'int3'")
-    failed(run("convert", writer, packed, "--format", "int4"), "another source, format or rules")
+    failed(run("convert", writer, packed, "--format", "int4"), "cache with another --format")
     failed(run("convert", "--verify", writer), "no packed cache")
 
 
