@@ -75,5 +75,6 @@ def memory(what: str) -> int:
 
 if __name__ == "__main__":
     kind, path, count, *rest = sys.argv[1:]
-    result = read(Path(path)) if kind == "read" else load(Path(path), int(count), *(rest or [None]))
+    fmt = rest[0] if rest else None
+    result = read(Path(path)) if kind == "read" else load(Path(path), int(count), fmt)
     print(json.dumps(result))

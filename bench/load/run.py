@@ -89,7 +89,7 @@ class Loads:
         return row
 
     def _child(self, kind: str, folder: Path, options: list[str]) -> Row:
-        words = [sys.executable, "-m", "bench.load.child", kind, folder, str(self.threads)]
+        words = [sys.executable, "-m", "bench.load.child", kind, str(folder), str(self.threads)]
         done = subprocess.run([*words, *options], capture_output=True, text=True)
         if done.returncode:
             last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
@@ -127,7 +127,7 @@ def llama_cpp(config: Any, fmt: str, folder: Path, name: str, threads: int, step
         raise PeerMissing(f"no GGUF file of {config.model_type} in {fmt} is written here")
     step("writing the GGUF file")
     file = model_file(config, fmt, folder, name)
-    words = [program, "-m", file, "-t", str(threads), "-p", "1", "-n", "0", "-r", "1"]
+    words = [str(program), "-m", str(file), "-t", str(threads), "-p", "1", "-n", "0", "-r", "1"]
     row: Row = {"what": "llama.cpp, process and one token", "bytes": file.stat().st_size}
     for cache in CACHES:
         step(f"llama.cpp, {cache}")
