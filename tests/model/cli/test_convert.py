@@ -9,7 +9,6 @@ import pytest
 
 from ..conftest import Run, failed
 
-
 PARTS = ["ends", *(f"layer-{i:05d}" for i in range(3))]
 
 
