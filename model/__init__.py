@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .conversion import convert
     from .custom_generate import custom_generate
     from .llm import load_engine
     from .pretrained import from_pretrained, load_tokenizer
@@ -26,6 +27,7 @@ EMBEDDED: Path = Path(__file__).parent / "embedded" / "checkpoint"
 __all__ = [
     "EMBEDDED",
     "PykernelsConfig",
+    "convert",
     "custom_generate",
     "from_pretrained",
     "load_engine",
@@ -42,6 +44,10 @@ def __getattr__(name: str) -> Any:
         from .llm import load_engine
 
         return load_engine
+    if name == "convert":
+        from .conversion import convert
+
+        return convert
     if name == "custom_generate":
         from .custom_generate import custom_generate
 

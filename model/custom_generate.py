@@ -20,6 +20,7 @@ from runtime.matrix import packer
 from runtime.workers.pool import WorkerPool
 
 from .architectures.decoder import make_decoder
+from .architectures.packing import FromSource
 from .architectures.weights import Parameters
 from .llm import CONTEXT, LLM
 
@@ -37,7 +38,7 @@ def engine_of(lm: PreTrainedModel, threads: int | None = None) -> LLM:
     if found is None:
         pool = WorkerPool(threads)
         try:
-            decoder = make_decoder(lm, Parameters(lm), packer(pool))
+            decoder = make_decoder(lm, FromSource(Parameters(lm), packer(pool)))
             context = min(CONTEXT, int(lm.config.max_position_embeddings))
             found = LLM(CpuRunner(decoder, pool, context), lm.config, None, (), pool)
         except BaseException:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from pykernels.errors import PykernelsError
 from runtime.devices.cpu import precompile
@@ -22,27 +22,20 @@ from runtime.devices.host.runner import HostRunner
 from runtime.devices.runner import PagedRunner, Pass
 from runtime.engine import Engine, RequestHandle, Result, SamplingParams
 from runtime.kv_cache.layout import PAGE, Pages
-from runtime.matrix import outline, packer
+from runtime.matrix import packer
 from runtime.passes import defer as defer_pass
 from runtime.passes.layers import check_topk
 from runtime.workers.pool import WorkerPool
 
-from .architectures.converted import Converted
-from .architectures.decoder import Decoder, cache_token_bytes, head_sizes, make_decoder
-from .architectures.families import why_not
-from .architectures.weights import Outline, Stored
+from .architectures.decoder import Decoder, cache_token_bytes, head_sizes
+from .architectures.families import check_lowered
 from .checkpoint import memory
-from .checkpoint.config import read_config, resolve_dtype
-from .checkpoint.load import check_kernels, load_experts, nbytes
-from .checkpoint.open import open_checkpoint
-from .checkpoint.plan import Experts, make_plan
+from .checkpoint.config import read_config
 from .checkpoint.progress import Callback, reporting
-from .modules.inject import inject
-from .modules.linear import linears
 from .modules.moe import FusedMoE
-from .modules.placement import place
-from .pretrained import build_meta, has_tokenizer, load_tokenizer, read_generation_config
-from .rules import Rule, Rules, resolve_rules
+from .opened import open_weights
+from .pretrained import has_tokenizer, load_tokenizer, read_generation_config
+from .rules import Rules
 from .text.detokenize import Detokenizer
 from .text.prompt import encode
 
@@ -147,8 +140,9 @@ def load_engine(
     """Loads a checkpoint for the engine: every matrix packed in the format that it is stored in.
 
     Args:
-        path: folder with config.json, safetensors and their index; a GGUF file, or its folder.
-        rules: as in ``from_pretrained``.
+        path: folder with config.json, safetensors and their index; a GGUF file, or its folder; a
+            packed cache, which is mapped and shared with other processes.
+        rules: as in ``from_pretrained``; None for a packed cache: those that it was made with.
         threads: workers; None: one on each physical core.
         kernel: auto, amx, avx512, avx2 or generic.
         context: positions that the cache has room for; None: the model's, ``CONTEXT`` at most, or
@@ -171,45 +165,28 @@ def load_engine(
         raise PykernelsError(f"no device {device!r}", f"Use {' or '.join(DEVICES)}")
     Pages(0, kv_dtype)  # refused before anything is read
     config = read_config(folder)
-    if reason := why_not(config):
-        raise PykernelsError(f"the engine cannot run this model: {reason}", "Use --eager")
+    check_lowered(config)
     positions = config.max_position_embeddings
     if context is not None and not 1 <= context <= positions:
         raise PykernelsError(f"a context of {context}", f"Ask for 1 to {positions}")
     room = context or min(max(CONTEXT, at_least), positions)
-    pages = -(-room // PAGE) * min(2, max_sequences) + 1
-    dtype = resolve_dtype(None, config)
-    parsed = resolve_rules(rules, config.model_type)
+    longest = min(2, max_sequences)
     generation = read_generation_config(folder)
     tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
     pool = WorkerPool(threads)
     try:
-        with open_checkpoint(folder) as checkpoint:
-            model = build_meta(config, dtype)
-            inject(model, parsed, kernel)
-            check_places(model, parsed)
+        with open_weights(folder, config, rules, kernel, kv_dtype) as weights:
+            model = weights.model
             if deferred:
                 blocks = [block for block in model.modules() if isinstance(block, FusedMoE)]
                 check_topk(config.model_type, [block.shape.topk for block in blocks], deferred)
             precompile.begin(head_sizes(model, kv_dtype))
-            plan = make_plan(model, checkpoint, dtype)
-            check_kernels(model, plan)
-            memory.check_engine(
-                memory.needed_by_engine(plan, model, checkpoint),
-                cache_token_bytes(model, kv_dtype), room, PAGE * pages,
-            )  # fmt: skip
-            total, done = sum(nbytes(checkpoint, item) for item in plan.items), 0
+            token = cache_token_bytes(model, kv_dtype)
+            memory.check_engine(weights.needed, token, room, longest, weights.smaller)
             with reporting(progress) as report:
-
-                def add(count: int) -> None:
-                    nonlocal done
-                    done = min(done + count, total)
-                    report(done, total)
-
-                load_experts(model, plan, checkpoint, add)
-                weights = Converted(Stored(plan, checkpoint, add), linears(model))
-                decoder = make_decoder(model, weights, packer(pool), kv_dtype)
+                decoder = weights.decoder(packer(pool), report)
         passes: list[Pass] = [partial(defer_pass, N=deferred)] if deferred else []
+        pages = -(-room // PAGE) * longest + 1
         sizes = room, pages, max_tokens, max_sequences
         runner: PagedRunner = (
             CpuRunner(decoder, pool, *sizes, kernel, passes, max_rows)
@@ -237,28 +214,8 @@ def outline_decoder(path: Path, rules: Rules = None) -> Decoder:
     Raises:
         PykernelsError: as ``load_engine``.
     """
-    config = read_config(path)
-    dtype = resolve_dtype(None, config)
-    with open_checkpoint(path) as checkpoint:
-        model = build_meta(config, dtype)
-        parsed = resolve_rules(rules, config.model_type)
-        inject(model, parsed)
-        check_places(model, parsed)
-        plan = make_plan(model, checkpoint, dtype)
-    for item in plan.items:
-        if isinstance(item, Experts) and isinstance(model.get_submodule(item.name), FusedMoE):
-            module: Any = model.get_submodule(item.name)
-            module.allocate(item.stored, item.down_stored)
-    return make_decoder(model, Converted(Outline(plan), linears(model)), outline)
-
-
-def check_places(model: PreTrainedModel, rules: Sequence[Rule]) -> None:
-    """Raise `PykernelsError` for rules that place something elsewhere than on the CPU."""
-    if device := place(model, rules).gpu():
-        raise PykernelsError(
-            f"the engine runs on the CPU, and a rule places modules on {device}",
-            "Use --eager, or rules without a GPU",
-        )
+    with open_weights(path, read_config(path), rules) as weights:
+        return weights.outline()
 
 
 def _eos(config: PretrainedConfig, generation: Any) -> list[int]:

@@ -39,18 +39,33 @@ def outline(*_: object) -> None:
     """A ``Pack`` that packs nothing: the memory is never touched, so it takes none."""
 
 
+Room = Callable[[Format, int, int], tuple[torch.Tensor, torch.Tensor]]
+"""(format, K, number of 32-row blocks) -> where its blocks and scales go: uint8 [blocks, bytes]."""
+
+
+def room(fmt: Format, K: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A ``Room`` in new memory."""
+    sizes = blocks * fmt.block_bytes(K), blocks * fmt.scale_bytes(K)
+    weights = allocate(sizes[0]).view(blocks, -1)
+    if not sizes[1]:
+        return weights, torch.zeros(blocks, 0, dtype=torch.uint8, device="cpu")
+    return weights, allocate(sizes[1]).view(blocks, -1)
+
+
 class PackedMatrix:
     """One matrix [N, K], or several of one K one below the other, each from a 32-row block on.
 
     Args:
         parts: in ``fmt``.
+        pack: writes them; ``outline`` where they are packed already.
+        room: gives the memory.
 
     Attributes:
         blocks: uint8 [blocks, block bytes]; ``scales``: uint8 [blocks, scale bytes].
         N: rows, those that fill up blocks included; ``starts``: first row of each part.
     """
 
-    def __init__(self, fmt: Format, parts: Sequence[Weight], pack: Pack) -> None:
+    def __init__(self, fmt: Format, parts: Sequence[Weight], pack: Pack, room: Room = room) -> None:
         self.fmt = fmt
         shapes = [fmt.logical_shape(part) for part in parts]
         self.K = shapes[0][1]
@@ -58,7 +73,7 @@ class PackedMatrix:
         counts = [padded(N, 1)[0] // N_BLOCK for N, _ in shapes]
         self.starts = tuple(N_BLOCK * sum(counts[:i]) for i in range(len(counts)))
         self.N = self.starts[-1] + shapes[-1][0]
-        self.blocks, self.scales = _room(fmt, self.K, sum(counts))
+        self.blocks, self.scales = room(fmt, self.K, sum(counts))
         for start, count, part in zip(self.starts, counts, parts, strict=True):
             at = slice(start // N_BLOCK, start // N_BLOCK + count)
             pack(fmt, part, self.blocks[at], self.scales[at])
@@ -78,17 +93,17 @@ class PackedMatrix:
 
 
 class PackedHeads:
-    """A matrix [N, K] of each head.
+    """A matrix [N, K] of each head; the arguments as those of ``PackedMatrix``.
 
     Attributes:
         blocks: uint8 [heads, blocks, block bytes]; ``scales``: uint8 [heads, blocks, scale bytes].
     """
 
-    def __init__(self, fmt: Format, heads: Sequence[Weight], pack: Pack) -> None:
+    def __init__(self, fmt: Format, heads: Sequence[Weight], pack: Pack, room: Room = room) -> None:
         self.fmt, self.G = fmt, len(heads)
         self.N, self.K = fmt.logical_shape(heads[0])
         count = padded(self.N, 1)[0] // N_BLOCK
-        blocks, scales = _room(fmt, self.K, self.G * count)
+        blocks, scales = room(fmt, self.K, self.G * count)
         self.blocks = blocks.view(self.G, count, -1)
         self.scales = scales.view(self.G, count, -1)
         for head, weight in enumerate(heads):
@@ -101,11 +116,3 @@ class PackedHeads:
 
     def __str__(self) -> str:
         return f"{self.fmt.name} [{self.G}, {self.N}, {self.K}]"
-
-
-def _room(fmt: Format, K: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    sizes = blocks * fmt.block_bytes(K), blocks * fmt.scale_bytes(K)
-    weights = allocate(sizes[0]).view(blocks, -1)
-    if not sizes[1]:
-        return weights, torch.zeros(blocks, 0, dtype=torch.uint8, device="cpu")
-    return weights, allocate(sizes[1]).view(blocks, -1)

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from .ours import Ours
 
 Row = dict[str, Any]
-_ARCHS = "qwen3-30b|mixtral-8x7b|deepseek-v2-lite|deepseek-v3"
+ARCHS = "qwen3-30b|mixtral-8x7b|deepseek-v2-lite|deepseek-v3"
 _RANDOM_ONLY = ("format", "layers", "experts", "vocab", "activations")
 
 
-def _count(help: str) -> typer.models.OptionInfo:
+def count(help: str) -> typer.models.OptionInfo:
     return typer.Option(min=1, metavar="N", help=help)
 
 
@@ -33,15 +33,15 @@ def e2e(
         typer.Option(metavar="DIR", help="A checkpoint.", show_default="the embedded model"),
     ] = None,
     arch: Annotated[
-        str | None, typer.Option(metavar=_ARCHS, help="Random weights of that shape instead.")
+        str | None, typer.Option(metavar=ARCHS, help="Random weights of that shape instead.")
     ] = None,
-    layers: Annotated[int | None, _count("Of --arch: so many of its layers.")] = None,
+    layers: Annotated[int | None, count("Of --arch: so many of its layers.")] = None,
     format: Annotated[
         str | None, typer.Option(metavar="NAME", help="Weight format:", show_default="q4_k")
     ] = None,
-    prompt: Annotated[int, _count("Tokens of a prompt.")] = 512,
-    tokens: Annotated[int, _count("Decode steps.")] = 64,
-    batch: Annotated[int, _count("Sequences at once.")] = 1,
+    prompt: Annotated[int, count("Tokens of a prompt.")] = 512,
+    tokens: Annotated[int, count("Decode steps.")] = 64,
+    batch: Annotated[int, count("Sequences at once.")] = 1,
     context: Annotated[
         int | None,
         typer.Option(
@@ -53,8 +53,8 @@ def e2e(
         typer.Option(metavar="bf16|int8", help="Inputs of the experts.", show_default="bf16"),
     ] = None,
     kv_dtype: KvDtype = "bf16",
-    experts: Annotated[int | None, _count("Of --arch: in a layer.")] = None,
-    vocab: Annotated[int | None, _count("Of --arch: tokens of the vocabulary.")] = None,
+    experts: Annotated[int | None, count("Of --arch: in a layer.")] = None,
+    vocab: Annotated[int | None, count("Of --arch: tokens of the vocabulary.")] = None,
     threads: Threads = None,
     kernel: Kernel = None,
     eager: Annotated[
@@ -98,7 +98,7 @@ def check_options(model: Path | None, arch: str | None, given: dict[str, Any]) -
     """Raises PykernelsError for options that contradict each other."""
     if model is not None and arch is not None:
         raise PykernelsError("--model and --arch are both given", "Leave one of them out")
-    if arch is None and (extra := [name for name in _RANDOM_ONLY if given[name] is not None]):
+    if arch is None and (extra := [name for name in _RANDOM_ONLY if given.get(name) is not None]):
         raise PykernelsError(
             f"--{extra[0]} is for random weights; a checkpoint has its own",
             "Add --arch qwen3-30b, or leave it out",

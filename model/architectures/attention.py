@@ -14,7 +14,7 @@ from runtime.program import Builder
 
 from .families import Family
 from .linear import Linear
-from .weights import Packing
+from .packing import Packing
 
 
 class Attention(Protocol):
@@ -60,7 +60,9 @@ class MLA:
         NH, nope, dv = module.num_heads, module.qk_nope_head_dim, module.v_head_dim
         both, kv_b = nope + dv, f"{name}.kv_b_proj.weight"
         deep = module.q_lora_rank is not None
-        uk, uv = (packing.stack(f"{name}.{half}_b_proj.weight") for half in "kv")
+        L = module.kv_lora_rank
+        uk = packing.stack(f"{name}.k_b_proj.weight", (NH, L, nope))
+        uv = packing.stack(f"{name}.v_b_proj.weight", (NH, dv, L))
         if uk is None or uv is None:
             uk = packing.heads(kv_b, [slice(h * both, h * both + nope) for h in range(NH)], True)
             uv = packing.heads(kv_b, [slice(h * both + nope, (h + 1) * both) for h in range(NH)])
@@ -77,7 +79,7 @@ class MLA:
             NH=NH,
             nope=nope,
             R=module.qk_rope_head_dim,
-            L=module.kv_lora_rank,
+            L=L,
             dv=dv,
             scale=module.scaling,
             interleaved=getattr(module.config, "rope_interleave", family.interleaved),
@@ -178,7 +180,7 @@ class GQA:
             scale=module.scaling,
             interleaved=getattr(module.config, "rope_interleave", family.interleaved),
             window=family.window(module.config, module.layer_idx),
-            sinks=packing.source.tensor(f"{name}.sinks"),
+            sinks=packing.tensor(f"{name}.sinks"),
         )
 
     @staticmethod

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
-from pykernels.quant import Weight, get_format
+from pykernels.quant import PackedExperts, Weight, get_format
 
 from ..modules.linear import Linear
-from .weights import Source
+from ..modules.moe import FusedMoE
+from .weights import MakeExperts, Source
 
 
 class Converted:
@@ -17,10 +18,16 @@ class Converted:
 
     Args:
         linears: by the names of their weights (``modules.linear.linears``).
+        changed: called with the name of a weight, its values and those that it has then (float32).
     """
 
-    def __init__(self, source: Source, linears: Mapping[str, Linear]) -> None:
-        self._source, self._linears = source, linears
+    def __init__(
+        self,
+        source: Source,
+        linears: Mapping[str, Linear],
+        changed: Callable[[str, torch.Tensor, torch.Tensor], None] = lambda *_: None,
+    ) -> None:
+        self._source, self._linears, self._changed = source, linears, changed
 
     def matrix(self, name: str) -> tuple[str, Weight]:
         stored, weight = self._source.matrix(name)
@@ -28,10 +35,16 @@ class Converted:
         wanted = stored if linear is None else linear.packed_format(stored)
         if wanted == stored:
             return stored, weight
-        return wanted, get_format(wanted).quantize(get_format(stored).dequantize(weight))
+        values = get_format(stored).dequantize(weight)
+        converted = get_format(wanted).quantize(values)
+        self._changed(name, values, get_format(wanted).dequantize(converted))
+        return wanted, converted
 
     def stack(self, name: str) -> tuple[str, list[Weight]] | None:
         return self._source.stack(name)
 
     def tensor(self, name: str) -> torch.Tensor | None:
         return self._source.tensor(name)
+
+    def experts(self, module: FusedMoE, make: MakeExperts) -> PackedExperts:
+        return self._source.experts(module, make)

@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from pykernels.errors import PykernelsError
 from runtime.kv_cache.layout import Pages, Part, token_bytes
-from runtime.matrix import Pack, PackedMatrix
+from runtime.matrix import PackedMatrix
 from runtime.program import Builder, Program
 
 from .attention import Attention, kind_of
-from .families import FAMILIES, Family, why_not
+from .families import FAMILIES, check_lowered
 from .moe import Dense, MoE, experts_of
-from .weights import Packing, Source
+from .packing import Packing
 
 TOP = 20
 """Of the likeliest tokens, whose logprobs a step can give."""
@@ -144,50 +143,66 @@ def head_sizes(model: PreTrainedModel, kv_dtype: str = "bf16") -> set[tuple[int,
     return {(dk, dv, dv if kv_dtype == "fp8" else 0) for dk, dv in heads}
 
 
-def make_decoder(
-    model: PreTrainedModel, source: Source, pack: Pack, kv_dtype: str = "bf16"
-) -> Decoder:
+@dataclass(frozen=True)
+class Ends:
+    """What comes before the first layer and after the last one.
+
+    Attributes:
+        table: [V, H], bfloat16 or packed.
+    """
+
+    table: torch.Tensor | PackedMatrix
+    norm: torch.Tensor
+    head: PackedMatrix
+    head_bias: torch.Tensor | None
+
+
+def make_decoder(model: PreTrainedModel, packing: Packing, kv_dtype: str = "bf16") -> Decoder:
     """Packs a model's weights for programs.
 
     Args:
-        model: loaded, or on the meta device but for its routed experts: it gives the schema.
-        source: its weights.
+        model: loaded, or on the meta device: it gives the schema.
         kv_dtype: of the cache.
 
     Raises:
         PykernelsError: a family that is not lowered.
     """
     config: Any = model.config
-    if reason := why_not(config):
-        raise PykernelsError(f"the engine cannot run this model: {reason}", "Use --eager")
-    family, packing, inner = FAMILIES[config.model_type], Packing(source, pack), model.model
+    check_lowered(config)
+    inner = model.model
     rotary = type(inner.rotary_emb)(config)  # its frequencies are in no checkpoint
-    table = packing.table("model.embed_tokens.weight")
-    if not config.tie_word_embeddings:
-        head = packing.matrix("lm_head.weight")
-    elif isinstance(table, PackedMatrix):
-        head = table
-    else:
-        head = packing.matrix("model.embed_tokens.weight")
-    bias = packing.source.tensor("lm_head.bias")
+    ends = make_ends(model, packing)
     return Decoder(
         name=config.model_type,
-        table=table,
-        layers=tuple(
-            _layer(layer, f"model.layers.{i}", packing, family)
-            for i, layer in enumerate(inner.layers)
-        ),
-        norm=packing.vector("model.norm.weight"),
-        head=head,
+        table=ends.table,
+        layers=tuple(make_layer(model, i, packing) for i in range(len(inner.layers))),
+        norm=ends.norm,
+        head=ends.head,
         eps=inner.norm.variance_epsilon,
         frequencies=rotary.inv_freq.float(),
         rope_scale=float(rotary.attention_scaling),
         kv_dtype=kv_dtype,
-        head_bias=None if bias is None else bias.float(),
+        head_bias=ends.head_bias,
     )
 
 
-def _layer(layer: Any, name: str, packing: Packing, family: Family) -> Layer:
+def make_ends(model: PreTrainedModel, packing: Packing) -> Ends:
+    """Packed before the layers: these matrices are the largest ones, and packing the head takes
+    twice its memory for a moment."""
+    embedding = "model.embed_tokens.weight"
+    head = None if model.config.tie_word_embeddings else packing.matrix("lm_head.weight")
+    table = packing.table(embedding)
+    if head is None:
+        head = table if isinstance(table, PackedMatrix) else packing.matrix(embedding)
+    bias = packing.tensor("lm_head.bias")
+    norm = packing.vector("model.norm.weight")
+    return Ends(table, norm, head, None if bias is None else bias.float())
+
+
+def make_layer(model: PreTrainedModel, i: int, packing: Packing) -> Layer:
+    """The packed weights of one layer."""
+    layer, name = model.model.layers[i], f"model.layers.{i}"
+    family = FAMILIES[model.config.model_type]
     mlp: Dense | MoE
     if experts_of(layer.mlp) is not None:
         mlp = MoE.make(layer.mlp, f"{name}.mlp", packing, family)

@@ -14,6 +14,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from pykernels.errors import PykernelsError
+
 STATIC_ROPE = ("default", "linear", "yarn", "llama3")
 """Rotary embeddings whose frequencies do not change with the length of a sequence."""
 
@@ -80,3 +82,9 @@ def why_not(config: PretrainedConfig) -> str | None:
         return f"there is no lowering of the rope_type {kind}"
     act = getattr(config, "hidden_act", "silu")
     return None if act in ("silu", "swish") else f"there is no kernel for the hidden_act {act}"
+
+
+def check_lowered(config: PretrainedConfig) -> None:
+    """Raises PykernelsError for a model that cannot be lowered."""
+    if reason := why_not(config):
+        raise PykernelsError(f"the engine cannot run this model: {reason}", "Use --eager")

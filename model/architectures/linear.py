@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from pykernels.quant.layout import N_BLOCK, ceil_to
 from runtime.matrix import PackedMatrix
 from runtime.program import Builder
 
@@ -28,6 +30,22 @@ class Linear:
     starts: tuple[int, ...]
     N: int
     bias: torch.Tensor | None
+
+    @classmethod
+    def of(cls, parts: Sequence[PackedMatrix], biases: Sequence[torch.Tensor | None]) -> Linear:
+        """Of packed matrices, and the bias of each matrix in them."""
+        at, starts, N = list[int](), list[int](), 0
+        for part in parts:
+            at.append(ceil_to(N, N_BLOCK))
+            starts += [at[-1] + start for start in part.starts]
+            N = at[-1] + part.N
+        bias = None
+        if any(values is not None for values in biases):
+            bias = torch.zeros(N)
+            for start, values in zip(starts, biases, strict=True):
+                if values is not None:
+                    bias[start : start + len(values)] = values.float()
+        return cls(tuple(parts), tuple(at), tuple(starts), N, bias)
 
     def lower(self, b: Builder, name: str, x: str, out: str) -> str:
         """Adds its nodes; returns the buffer [T, N], which is called `out`."""

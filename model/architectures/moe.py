@@ -15,7 +15,7 @@ from runtime.program import Builder
 from ..modules.moe import FusedMoE
 from .families import Family
 from .linear import Linear
-from .weights import Packing
+from .packing import Packing
 
 CHOICE_BIAS = "e_score_correction_bias"
 SHARED = ("shared_experts", "shared_expert")
@@ -72,14 +72,13 @@ class MoE:
 
     @classmethod
     def make(cls, block: Any, name: str, packing: Packing, family: Family) -> MoE:
-        """From a block whose experts are ours and loaded."""
+        """From a block whose experts are ours."""
         experts = experts_of(block)
-        assert experts is not None and experts.routed is not None
-        (packed,) = experts.routed.weights.slices
+        assert experts is not None
         router = "gate" if hasattr(block, "gate") else "router"
         own = {leaf for leaf, _ in (*block.named_parameters(), *block.named_buffers())}
         choice = next((leaf for leaf in own if leaf.endswith(CHOICE_BIAS)), CHOICE_BIAS)
-        bias = packing.source.tensor(f"{name}.{choice}")
+        bias = packing.tensor(f"{name}.{choice}")
         shared = next((leaf for leaf in SHARED if getattr(block, leaf, None) is not None), None)
         parts = [f"{name}.{shared}.{part}_proj.weight" for part in ("gate", "up", "down")]
         gated = hasattr(block, "shared_expert_gate")
@@ -87,7 +86,7 @@ class MoE:
             gate=packing.linear(f"{name}.{router}"),
             choice_bias=None if bias is None else bias.flatten(),
             spec=router_spec(getattr(block, router), family),
-            experts=packed,
+            experts=packing.experts(experts),
             activations=experts.activations,
             shared=packing.mlp(*parts) if shared else None,
             shared_gate=packing.matrix(f"{name}.shared_expert_gate.weight") if gated else None,

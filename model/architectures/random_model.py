@@ -18,6 +18,8 @@ from ..modules.inject import inject
 from ..modules.moe import FusedMoE
 from ..rules import default_rules
 from .decoder import Decoder, make_decoder
+from .packing import FromSource
+from .weights import Loaded
 
 _ROWS = 128
 
@@ -37,7 +39,7 @@ def random_decoder(
         if isinstance(module, FusedMoE):
             module.activations = activations
             _fill(module, fmt)
-    return make_decoder(model, _Random(model, fmt), pack)
+    return make_decoder(model, FromSource(_Random(model, fmt), pack))
 
 
 def _fill(module: FusedMoE, fmt: str) -> None:
@@ -51,7 +53,7 @@ def _fill(module: FusedMoE, fmt: str) -> None:
         collapse(part.down)
 
 
-class _Random:
+class _Random(Loaded):
     """A ``weights.Source`` of random numbers."""
 
     def __init__(self, model: torch.nn.Module, fmt: str) -> None:

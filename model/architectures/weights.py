@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from pykernels.errors import PykernelsError
-from pykernels.quant import Biases, PackedExperts, Weight, get_format
-from pykernels.quant.layout import N_BLOCK, ceil_to
-from pykernels.shapes import ExpertSpec, MoEShape
-from runtime.machine.memory import allocate
-from runtime.matrix import Pack, PackedHeads, PackedMatrix, outline
+from pykernels.quant import PackedExperts, Weight, get_format
+from pykernels.shapes import MoEShape
 
-from ..checkpoint.load import matrix as read_matrix
-from ..checkpoint.load import nbytes, stored_weight
 from ..checkpoint.matrix import Matrix
-from ..checkpoint.plan import Dense, Plan
+from ..checkpoint.plan import Dense, Experts, Plan
+from ..checkpoint.read import Changed, expert_weights, naming, nbytes, stored_weight
+from ..checkpoint.read import matrix as read_matrix
 from ..checkpoint.safetensors import Checkpoint, Part
-from .linear import Linear
+from ..modules.moe import FusedMoE
 
-BLOCK = 128
-"""Rows and columns of an FP8 scale."""
+MakeExperts = Callable[[MoEShape, str, str], PackedExperts]
+"""(shape, format of gate and up, format of down) -> room for the experts of a layer."""
 
 
 class Source(Protocol):
@@ -39,8 +34,20 @@ class Source(Protocol):
     def tensor(self, name: str) -> torch.Tensor | None:
         """Any other tensor as it is; None if there is none of that name."""
 
+    def experts(self, module: FusedMoE, make: MakeExperts) -> PackedExperts:
+        """The routed experts of a block."""
 
-class Parameters:
+
+class Loaded:
+    """Experts of modules that hold them already."""
+
+    def experts(self, module: FusedMoE, make: MakeExperts) -> PackedExperts:
+        assert module.routed is not None
+        (experts,) = module.routed.weights.slices
+        return experts
+
+
+class Parameters(Loaded):
     """Those of a loaded model: matrices count as bfloat16."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -66,13 +73,19 @@ class Stored:
         plan: of ``model.checkpoint.plan``.
         checkpoint: open.
         report: called with the bytes of what was read.
+        changed: called with what experts are, and with what they become in another format.
     """
 
     def __init__(
-        self, plan: Plan, checkpoint: Checkpoint, report: Callable[[int], None] = lambda _: None
+        self,
+        plan: Plan,
+        checkpoint: Checkpoint,
+        report: Callable[[int], None] = lambda _: None,
+        changed: Changed | None = None,
     ) -> None:
         self._items = {item.name: item for item in plan.items if isinstance(item, Dense)}
-        self._checkpoint, self._report = checkpoint, report
+        self._experts = {item.name: item for item in plan.items if isinstance(item, Experts)}
+        self._checkpoint, self._report, self._changed = checkpoint, report, changed
 
     def matrix(self, name: str) -> tuple[str, Weight]:
         item = self._items[name]
@@ -104,140 +117,47 @@ class Stored:
         self._report(nbytes(self._checkpoint, item))
         return read_matrix(self._checkpoint, item.source, item.dtype)
 
+    def experts(self, module: FusedMoE, make: MakeExperts) -> PackedExperts:
+        item = self._experts[module.name]
+        packed = make(module.shape, *item.packed(module))
+        each = nbytes(self._checkpoint, item) // len(item.experts)
+        found = expert_weights(self._checkpoint, item, module, self._changed)
+        for e, (weights, biases) in enumerate(found):
+            with naming(module, e):
+                packed.pack(e, *weights, biases=biases)
+            self._report(each)
+        return packed
+
 
 class Outline:
     """Shapes and formats alone, from a plan: no weight is read."""
 
     def __init__(self, plan: Plan) -> None:
         self._items = {item.name: item for item in plan.items if isinstance(item, Dense)}
+        self._experts = {item.name: item for item in plan.items if isinstance(item, Experts)}
 
     def matrix(self, name: str) -> tuple[str, Weight]:
         source = self._items[name].source
         fmt = source.fmt or "bf16"
-        return fmt, _outlined(fmt, *source.shape)
+        return fmt, outlined(fmt, *source.shape)
 
     def stack(self, name: str) -> tuple[str, list[Weight]] | None:
         if (item := self._items.get(name)) is None:
             return None
         (heads, N, K), fmt = item.source.shape, item.source.fmt or "bf16"
-        return fmt, [_outlined(fmt, N, K)] * heads
+        return fmt, [outlined(fmt, N, K)] * heads
 
     def tensor(self, name: str) -> torch.Tensor | None:
         item = self._items.get(name)
         return None if item is None else torch.ones(item.source.shape)
 
-
-class Packing:
-    """Packs what a source holds; matrices that are read together become one if they can."""
-
-    def __init__(self, source: Source, pack: Pack) -> None:
-        self.source, self.pack = source, pack
-
-    def matrix(self, name: str) -> PackedMatrix:
-        """The matrix of a parameter."""
-        return self._packed([self.source.matrix(name)])
-
-    def linear(self, *modules: str) -> Linear:
-        """The linears of these modules, which read the same inputs, with their biases."""
-        found = [self.source.matrix(f"{module}.weight") for module in modules]
-        runs = itertools.groupby(found, lambda one: one[0])
-        parts, at, starts, N = [self._packed(list(run)) for _, run in runs], [], [], 0
-        for part in parts:
-            first = ceil_to(N, N_BLOCK)
-            at.append(first)
-            starts += [first + start for start in part.starts]
-            N = first + part.N
-        bias, out = [self.source.tensor(f"{module}.bias") for module in modules], torch.zeros(N)
-        for start, values in zip(starts, bias, strict=True):
-            if values is not None:
-                out[start : start + len(values)] = values.float()
-        biased = any(values is not None for values in bias)
-        return Linear(tuple(parts), tuple(at), tuple(starts), N, out if biased else None)
-
-    def table(self, name: str) -> torch.Tensor | PackedMatrix:
-        """An embedding [V, H]: bfloat16, or packed in the format that it is stored in."""
-        found = self.source.matrix(name)
-        return found[1].data.contiguous() if found[0] == "bf16" else self._packed([found])
-
-    def stack(self, name: str) -> PackedHeads | None:
-        """A stored tensor [heads, N, K], a matrix for each head; None if there is none."""
-        if (found := self.source.stack(name)) is None:
-            return None
-        return PackedHeads(get_format(found[0]), found[1], self.pack)
-
-    def heads(self, name: str, rows: Sequence[slice], transposed: bool = False) -> PackedHeads:
-        """Rows of one matrix, a matrix for each head: in its format where that can be cut so."""
-        fmt, weight = self.source.matrix(name)
-        cuts = [_cut(fmt, weight, at, transposed) for at in rows]
-        if None in cuts:
-            fmt, whole = "bf16", _as_bf16(fmt, weight).data
-            cuts = [Weight(whole[at].T.contiguous() if transposed else whole[at]) for at in rows]
-        return PackedHeads(get_format(fmt), [cut for cut in cuts if cut is not None], self.pack)
-
-    def mlp(self, gate: str, up: str, down: str) -> PackedExperts:
-        """A gated MLP, with its biases if it has some, as the one expert of a layer; gate and up in
-        bfloat16 where their formats differ.
-
-        Raises:
-            PykernelsError: they differ in a GGUF file.
-        """
-        names = (gate, up, down)
-        found = [self.source.matrix(name) for name in names]
-        if found[0][0] != found[1][0]:
-            if any(fmt != "bf16" and weight.scale is None for fmt, weight in found[:2]):
-                raise PykernelsError(
-                    f"{gate} is {found[0][0]} and {up} is {found[1][0]}",
-                    "Quantize the model with one type for both",
-                )
-            found[:2] = [("bf16", _as_bf16(*one)) for one in found[:2]]
-        fmt, down_fmt = get_format(found[0][0]), get_format(found[2][0])
-        H, I = down_fmt.logical_shape(found[2][1])  # noqa: E741
-        tensors = [self.source.tensor(f"{name.removesuffix('weight')}bias") for name in names]
-        given = [bias for bias in tensors if bias is not None]
-        assert len(given) in (0, len(names)), names
-        biases = Biases(*given) if given else None
-        shape = MoEShape(E=1, H=H, I=I, topk=1, spec=ExpertSpec(bias=biases is not None))
-        packed = PackedExperts(shape, fmt, allocate, self.pack, down_fmt)
-        if self.pack is not outline:  # whose weights are no numbers to check
-            packed.pack(0, *(weight for _, weight in found), biases=biases)
-        return packed
-
-    def _packed(self, found: list[tuple[str, Weight]]) -> PackedMatrix:
-        """Matrices of one format as one."""
-        return PackedMatrix(get_format(found[0][0]), [weight for _, weight in found], self.pack)
-
-    def vector(self, name: str) -> torch.Tensor:
-        """A norm's weight, float32."""
-        found = self.source.tensor(name)
-        assert found is not None, name
-        return found.float().contiguous()
+    def experts(self, module: FusedMoE, make: MakeExperts) -> PackedExperts:
+        return make(module.shape, *self._experts[module.name].packed(module))
 
 
-def _outlined(fmt: str, N: int, K: int) -> Weight:
+def outlined(fmt: str, N: int, K: int) -> Weight:
     """A matrix of that shape without its numbers."""
     chosen = get_format(fmt)
     scale = chosen.scale_shape(N, K)
     scales = None if scale is None else torch.ones(scale).to(chosen.scale_dtypes[0])
     return Weight(torch.empty(chosen.data_shape(N, K), dtype=chosen.dtype), scales)
-
-
-def _as_bf16(fmt: str, weight: Weight) -> Weight:
-    return Weight(get_format(fmt).dequantize(weight).to(torch.bfloat16))
-
-
-def _cut(fmt: str, weight: Weight, rows: slice, transposed: bool) -> Weight | None:
-    """Rows of a matrix in its own format; None where its scales do not allow it."""
-    data = weight.data[rows]
-    if fmt == "bf16" and transposed:
-        return Weight(data.T.contiguous())
-    if weight.scale is None and not transposed:
-        return Weight(data.contiguous())
-    if fmt != "fp8" or weight.scale is None:
-        return None
-    first, last = rows.start // BLOCK, (rows.stop - 1) // BLOCK
-    if first != last and rows.start % BLOCK:
-        return None
-    scale, codes = weight.scale[first : last + 1], data.view(torch.uint8)
-    if transposed:
-        codes, scale = codes.T, scale.T
-    return Weight(codes.contiguous().view(torch.float8_e4m3fn), scale.contiguous())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,18 +11,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pykernels.errors import PykernelsError
-from pykernels.quant import Biases, Weight, get_format
 from pykernels.registry import resolve
 from pykernels.target import detect
 
 from ..modules.linear import linears
 from ..modules.moe import FusedMoE, routed_experts
 from ..modules.placement import Placement
-from .gguf.types import as_weight
-from .plan import Dense, Experts, Matrix, Plan
+from .plan import Dense, Experts, Plan
 from .progress import Callback
-from .quantized import mxfp4, zero_points
-from .quantized.compressed_tensors import as_q4_0, unpack_int4
+from .read import expert_weights, matrix, naming, nbytes, weight_in
 from .safetensors import Checkpoint
 
 
@@ -52,7 +49,7 @@ def load(
         device = torch.device(placement.of(item.name))
         if isinstance(item, Dense) and item.name in ours:
             fmt = ours[item.name].packed_format(item.source.fmt or "bf16")
-            ours[item.name].load(fmt, expert_weight(checkpoint, item.source, fmt), str(device))
+            ours[item.name].load(fmt, weight_in(fmt, checkpoint, item.source), str(device))
             done += nbytes(checkpoint, item)
             report(done, total)
             continue
@@ -83,27 +80,6 @@ def warn_of(plan: Plan) -> None:
         )
 
 
-def load_experts(
-    model: PreTrainedModel, plan: Plan, checkpoint: Checkpoint, report: Callable[[int], None]
-) -> None:
-    """Packs the routed experts alone; the rest of the model stays on meta, for a program.
-
-    Args:
-        report: called with the bytes of what was read.
-    """
-    warn_of(plan)
-    for item in plan.items:
-        if isinstance(item, Experts):
-            module: Any = model.get_submodule(item.name)
-            if not isinstance(module, FusedMoE):
-                raise PykernelsError(
-                    f"the experts of {item.name} have no kernel of ours", "Use --eager"
-                )
-            each = nbytes(checkpoint, item) // len(item.experts)
-            for _ in _fill_packed(module, item, checkpoint):
-                report(each)
-
-
 def check_kernels(model: nn.Module, plan: Plan) -> None:
     """Raise `PykernelsError` for a kernel that is unknown or cannot run on this machine."""
     for item in plan.items:
@@ -114,69 +90,14 @@ def check_kernels(model: nn.Module, plan: Plan) -> None:
                     resolve(module.kernel, fmt, detect(), module.activations)
 
 
-def matrix(checkpoint: Checkpoint, source: Matrix, dtype: torch.dtype) -> torch.Tensor:
-    """A stored tensor in `dtype`: cast, or dequantized in float32 and rounded once.
-
-    Raises `PykernelsError` for NaN or infinite values or scales.
-    """
-    if source.fmt is None:
-        return source.of(checkpoint.read(source.data)).to(dtype)
-    fmt, weight = get_format(source.fmt), stored_weight(checkpoint, source)
-    N, K = source.shape
-    fmt.check(weight, N, K, source.data.name)
-    return fmt.dequantize(weight).to(dtype)
-
-
-def stored_weight(checkpoint: Checkpoint, source: Matrix) -> Weight:
-    """A quantized matrix as it is stored, a `Weight` in `source.fmt`."""
-    assert source.fmt is not None
-    if checkpoint.blocks:
-        return as_weight(checkpoint.read(source.data), source.fmt, *source.shape)
-    assert source.scale is not None
-    N, K = source.shape
-    if source.zero is not None:
-        return zero_points.read(checkpoint, source)
-    if source.fmt == "mxfp4":
-        return mxfp4.read(checkpoint, source)
-    data, scale = checkpoint.read(source.data), checkpoint.read(source.scale)
-    if source.fmt == "q4_0":
-        return as_q4_0(unpack_int4(data, K), scale, source.data.name)
-    if source.fmt.startswith("int4"):
-        return Weight(unpack_int4(data, K), scale)
-    if source.fmt.endswith("-channel"):
-        scale = scale.view(-1, 1).expand(N, 1).contiguous()  # one for the tensor: for each output
-    return Weight(data, scale.float())
-
-
-def expert_weight(checkpoint: Checkpoint, source: Matrix, fmt: str) -> Weight:
-    """A stored matrix as a `Weight` in `fmt`: as stored if that is `fmt`, else converted."""
-    if fmt == "bf16":
-        return Weight(matrix(checkpoint, source, torch.bfloat16))
-    if fmt == source.fmt:
-        return stored_weight(checkpoint, source)
-    return get_format(fmt).quantize(matrix(checkpoint, source, torch.float32))
-
-
 def _fill_packed(
     module: FusedMoE, item: Experts, checkpoint: Checkpoint, *_: object
 ) -> Iterator[int]:
     module.allocate(item.stored, item.down_stored)
-    for e, projections in enumerate(item.experts):
-        fmt, down_fmt = module.expert_formats(e, *item.packed(module))
-        pairs = zip(projections, (fmt, fmt, down_fmt), strict=True)
-        try:
-            gate, up, down = (expert_weight(checkpoint, m, each) for m, each in pairs)
-            module.load_expert(e, gate, up, down, _biases(checkpoint, item, e))
-        except PykernelsError as error:  # its message has the expert's number at most
-            name = f"{module.stored_name}.{e}"
-            raise PykernelsError(f"{name}: {error.cause}", error.hint) from None
+    for e, (weights, biases) in enumerate(expert_weights(checkpoint, item, module)):
+        with naming(module, e):
+            module.load_expert(e, *weights, biases)
         yield e
-
-
-def _biases(checkpoint: Checkpoint, item: Experts, expert: int) -> Biases | None:
-    if not item.biases:
-        return None
-    return Biases(*(matrix(checkpoint, m, torch.float32) for m in item.biases[expert]))
 
 
 def _fill_fused(
@@ -252,13 +173,3 @@ def _rebuild_computed(model: PreTrainedModel, placement: Placement) -> None:
         with torch.device("cpu"):  # the same bits for every device
             rebuilt = type(module)(config)
         setattr(model.get_submodule(parent), leaf, rebuilt.to(placement.of(name)))
-
-
-def nbytes(checkpoint: Checkpoint, item: Dense | Experts) -> int:
-    """Stored bytes of what a plan's item takes."""
-    matrices = [item.source] if isinstance(item, Dense) else [m for e in item.experts for m in e]
-    return sum(
-        checkpoint.nbytes(part) // (1 if m.pick is None else 2)
-        for m in matrices
-        for part in m.parts
-    )

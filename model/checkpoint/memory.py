@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from pykernels.errors import PykernelsError
+from pykernels.quant import get_format
 from runtime.experts.routed import RoutedExperts
 from runtime.machine.topology import Topology
 from runtime.workers.pool import Pool
@@ -17,12 +19,14 @@ from runtime.workers.pool import Pool
 from ..modules.linear import Linear, linears
 from ..modules.moe import FusedMoE
 from ..modules.placement import Placement
-from .load import nbytes
 from .plan import Dense, Plan
+from .read import nbytes
 from .safetensors import Checkpoint
 
 GIB = 1 << 30
 MIB = 1 << 20
+CONVERTED = ("int8", "q6_k", "q4_k", "int4")
+"""Formats that are offered where the experts do not fit, the largest first."""
 
 
 def needed(
@@ -65,43 +69,110 @@ def _packed(ours: Mapping[str, Linear], item: Dense) -> int | None:
     return linear.packed_bytes(linear.packed_format(item.source.fmt or "bf16"))
 
 
-def needed_by_engine(plan: Plan, model: nn.Module, checkpoint: Checkpoint) -> int:
-    """Bytes that weights take in the engine, at the peak of loading: packed, as they are stored."""
-    total, step, ours = 0, 0, linears(model)
+@dataclass(frozen=True)
+class Packed:
+    """What a model's weights take when they are packed for the engine.
+
+    Attributes:
+        by_item: bytes of each item of the plan, by its name; ``step``: what one more takes while
+            it is packed, at most.
+        experts: bytes of all routed experts, in the formats that they get; ``converted``: and in
+            smaller ones, by name.
+    """
+
+    by_item: dict[str, int]
+    step: int
+    experts: int
+    converted: dict[str, int]
+
+    @property
+    def peak(self) -> int:
+        """Of loading all of them."""
+        return sum(self.by_item.values()) + self.step
+
+    def smaller(self) -> dict[str, int]:
+        """``peak`` with the experts converted, by format, the largest first."""
+        sizes = {fmt: self.peak - self.experts + n for fmt, n in self.converted.items()}
+        return {fmt: n for fmt, n in sizes.items() if n < self.peak}
+
+
+def needed_by_engine(
+    plan: Plan, model: nn.Module, checkpoint: Checkpoint, wanted: str | None = None
+) -> Packed:
+    """What the engine needs, and the packed cache: matrices as they are stored or in the
+    formats of rules, or in ``wanted``.
+
+    Raises:
+        PykernelsError: experts that are not on our kernels.
+    """
+    by_item: dict[str, int] = {}
+    ours, step, experts = linears(model), 0, 0
+    converted = dict.fromkeys(CONVERTED, 0)
     for item in plan.items:
         if isinstance(item, Dense):
-            matrix = item.source
-            each = checkpoint.nbytes(matrix.data)
-            total += _packed(ours, item) or nbytes(checkpoint, item)
-            step = max(step, 2 * each)
+            packed = _packed(ours, item) or nbytes(checkpoint, item)
+            by_item[item.name] = min(packed, _in_format(item.source.shape, wanted) or packed)
+            step = max(step, 2 * checkpoint.nbytes(item.source.data))
             continue
         module = model.get_submodule(item.name)
-        assert isinstance(module, FusedMoE)
-        total += RoutedExperts.bytes_needed(module.shape, *item.packed(module))
+        if not isinstance(module, FusedMoE):
+            raise PykernelsError(
+                f"the experts of {item.name} have no kernel of ours", "Use --eager"
+            )
+        packed = RoutedExperts.bytes_needed(module.shape, *item.packed(module))
+        by_item[item.name] = packed
+        experts += packed
+        for name in CONVERTED:
+            fits = min(module.shape.H, module.shape.I) % get_format(name).k_multiple == 0
+            converted[name] += RoutedExperts.bytes_needed(module.shape, name) if fits else packed
         stored = sum(checkpoint.nbytes(m.data) for m in item.experts[0])
         step = max(step, stored + 4 * sum(math.prod(m.shape) for m in item.experts[0]))
-    return total + step
+    return Packed(by_item, step, experts, converted)
 
 
-def check_engine(weights: int, token: int, context: int, cached: int) -> None:
+def _in_format(shape: tuple[int, ...], name: str | None) -> int | None:
+    """Bytes of a matrix in a format; None if it is none, or the format does not take it."""
+    if name is None or len(shape) != 2:
+        return None
+    fmt = get_format(name)
+    N, K = shape
+    if K % fmt.k_multiple:
+        return None
+    return fmt.packed_bytes(N, K) + -(-N // 32) * fmt.scale_bytes(K)
+
+
+def check_engine(
+    weights: int, token: int, context: int, sequences: int, smaller: Mapping[str, int]
+) -> None:
     """Raise `PykernelsError` if weights and KV cache need more memory than is free now.
 
     Args:
         weights: bytes; ``token``: bytes of the cache for each token.
-        context: positions of a sequence; ``cached``: tokens that the cache holds.
+        context: positions of a sequence; ``sequences``: of that length, that the cache holds.
+        smaller: bytes of the weights with their experts converted, by format.
     """
-    free = available()
+    free, cache = available(), token * context
     if weights > free:
+        fits = next((fmt for fmt, total in smaller.items() if total + cache <= free), None)
         raise PykernelsError(
             f"The model needs {size(weights)} of main memory, {size(free)} are free",
-            "Free memory, use a machine with more of it, or a smaller checkpoint",
+            f"With its experts in {fits} it needs {size(smaller[fits])}: pykernels convert --format"
+            f" {fits}"
+            if fits
+            else "Free memory, use a machine with more of it, or a smaller checkpoint",
         )
-    if weights + token * cached > free:
-        fits = (free - weights) // token * context // cached // 64 * 64
+    if weights + cache * sequences > free:
+        positions = (free - weights) // (token * sequences) // 64 * 64
+        choices = [f"a context of {positions}"] if positions else []
+        if sequences > 1 and weights + cache <= free:
+            choices.append(f"max_sequences=1, which has room for {context}")
+        fits = next((f for f, n in smaller.items() if n + cache * sequences <= free), None)
+        if fits:
+            choices.append(f"the experts in {fits} (pykernels convert --format {fits})")
         raise PykernelsError(
-            f"The model's {size(weights)} and a KV cache of {size(token * cached)} for {cached}"
-            f" tokens need more than the {size(free)} that are free",
-            f"Ask for a context of {fits}" if fits else "Free memory, or use a smaller checkpoint",
+            f"The model's {size(weights)} and a KV cache of {size(cache * sequences)} for"
+            f" {context * sequences} tokens need more than the {size(free)} that are free",
+            f"Ask for {', or '.join(choices)}" if choices else "Free memory",
         )
 
 

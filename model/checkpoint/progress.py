@@ -21,6 +21,18 @@ from rich.text import Text
 Callback = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) after every step of a load."""
 
+
+class Adder:
+    """A callback for those who tell of the bytes since their last call."""
+
+    def __init__(self, report: Callback, total: int) -> None:
+        self._report, self._total, self._done = report, total, 0
+
+    def __call__(self, count: int) -> None:
+        self._done = min(self._done + count, self._total)
+        self._report(self._done, self._total)
+
+
 _PATIENCE = 1.0  # seconds of loading before a bar appears
 
 
@@ -30,7 +42,7 @@ class _Rate(ProgressColumn):
 
 
 @contextmanager
-def reporting(progress: bool | Callback | None) -> Iterator[Callback]:
+def reporting(progress: bool | Callback | None, what: str = "loading") -> Iterator[Callback]:
     """The callback of a load, for `from_pretrained(progress=...)`.
 
     None: a bar on stderr if that is a terminal and the load takes over a second; True: the same on
@@ -43,7 +55,7 @@ def reporting(progress: bool | Callback | None) -> Iterator[Callback]:
         yield lambda done, total: None
         return
     bar = Progress(
-        TextColumn("loading"),
+        TextColumn(what),
         BarColumn(),
         TextColumn("{task.percentage:3.0f} %"),
         _Rate(),
@@ -51,7 +63,7 @@ def reporting(progress: bool | Callback | None) -> Iterator[Callback]:
         console=Console(stderr=True),
         transient=True,
     )
-    task = bar.add_task("loading", total=None)
+    task = bar.add_task(what, total=None)
     started = time.monotonic()
 
     def report(done: int, total: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +87,12 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tensors = _indexed(folder) if (folder / INDEX).is_file() else _single(folder)
+        self._start()
+
+    def _start(self) -> None:
+        """With no file open."""
         self._files: dict[Path, int] = {}
+        self._opening = threading.Lock()  # several threads read
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -124,11 +130,12 @@ class Checkpoint:
         return buffer.view(DTYPES[info.dtype]).view(shape)
 
     def _fill(self, file: Path, begin: int, view: memoryview) -> None:
-        if file not in self._files:
-            try:
-                self._files[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise _unreadable(file, error) from None
+        with self._opening:
+            if file not in self._files:
+                try:
+                    self._files[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise _unreadable(file, error) from None
         done = 0
         while done < len(view):
             try:
@@ -159,7 +166,12 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def _single(folder: Path) -> dict[str, TensorInfo]:
     if (folder / SINGLE).is_file():
-        return _header(folder / SINGLE)
+        return header(folder / SINGLE)[0]
+    if (folder / "packed.json").is_file():
+        raise PykernelsError(
+            f"{folder} is a packed cache, which the engine alone reads",
+            "Leave out --eager, or give the checkpoint that it was made from",
+        )
     if any(folder.glob("*.safetensors")):
         raise PykernelsError(f"{folder} has safetensors files but no {INDEX}", _AGAIN)
     if any(folder.glob("*.bin")):
@@ -187,7 +199,7 @@ def _indexed(folder: Path) -> dict[str, TensorInfo]:
             f"{len(absent)} of {len(shards)} shards of {folder} are missing: {absent[0]}",
             "Download the missing files",
         )
-    headers = {shard: _header(folder / shard) for shard in shards}
+    headers = {shard: header(folder / shard)[0] for shard in shards}
     if lost := [name for name, shard in weight_map.items() if name not in headers[shard]]:
         raise PykernelsError(
             f"{folder / INDEX} names {len(lost)} tensors that their shard does not hold, "
@@ -197,8 +209,11 @@ def _indexed(folder: Path) -> dict[str, TensorInfo]:
     return {name: headers[shard][name] for name, shard in weight_map.items()}
 
 
-def _header(file: Path) -> dict[str, TensorInfo]:
-    """Parse and check one file's header against its size."""
+def header(file: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """One file's tensors and its own metadata, the header checked against the file's size.
+
+    Raises `PykernelsError`.
+    """
     try:
         return _parsed(file)
     except OSError as error:
@@ -211,17 +226,17 @@ def _unreadable(file: Path, error: OSError) -> PykernelsError:
     )
 
 
-def _parsed(file: Path) -> dict[str, TensorInfo]:
+def _parsed(file: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER):
             raise PykernelsError(f"{file} is cut off or no safetensors file ({size} bytes)", _AGAIN)
         try:
-            header = json.loads(stream.read(length))
-            header.pop("__metadata__", None)
+            entries = json.loads(stream.read(length))
+            metadata = dict(entries.pop("__metadata__", None) or {})
             base = 8 + length
-            tensors = {name: _info(file, base, entry) for name, entry in header.items()}
+            tensors = {name: _info(file, base, entry) for name, entry in entries.items()}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise PykernelsError(f"{file} has a broken safetensors header", _AGAIN) from None
     promised = max((info.stop for info in tensors.values()), default=base)
@@ -239,7 +254,7 @@ def _parsed(file: Path) -> dict[str, TensorInfo]:
                 _AGAIN,
             )
         end = info.stop
-    return tensors
+    return tensors, metadata
 
 
 def _info(file: Path, base: int, entry: dict[str, Any]) -> TensorInfo:

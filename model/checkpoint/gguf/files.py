@@ -45,7 +45,7 @@ class GGUF(Checkpoint):
             name: _as_matrix(info) if self.names[name].endswith("_gate.weight") else info
             for name, info in header.tensors.items()
         }
-        self._files: dict[Path, int] = {}
+        self._start()
 
     def row_bytes(self, info: TensorInfo) -> int:
         """Stored bytes of one row."""

@@ -92,3 +92,21 @@ def test_progress_goes_from_nothing_to_all(checkpoint: Checkpoints) -> None:
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1][0] == stored
     assert len(seen) > 20
+
+
+def test_an_engine_that_does_not_fit_says_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available", lambda: 10 << 30)
+    smaller = {"int8": 8 << 30, "int4": 5 << 30}
+    memory.check_engine(8 << 30, 1 << 20, 1024, 2, smaller)
+    with pytest.raises(PykernelsError, match="experts in int8 it needs 8.0 GiB: .*--format int8"):
+        memory.check_engine(12 << 30, 1 << 20, 1024, 2, smaller)
+    with pytest.raises(
+        PykernelsError, match="12.0 GiB of main memory, 10.0 GiB are free. Free mem"
+    ):
+        memory.check_engine(12 << 30, 1 << 20, 1024, 2, {})
+    with pytest.raises(
+        PykernelsError,
+        match="a context of 1024, or max_sequences=1, which has room for 2048, or the experts in"
+        " int4",
+    ):
+        memory.check_engine(8 << 30, 1 << 20, 2048, 2, smaller)

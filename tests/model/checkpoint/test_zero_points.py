@@ -14,8 +14,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import model
 from model.architectures.weights import Stored
-from model.checkpoint.load import stored_weight
 from model.checkpoint.quantized import mxfp4
+from model.checkpoint.read import stored_weight
 from model.checkpoint.safetensors import Checkpoint, Part
 from model.modules.moe import routed_experts
 from pykernels.quant import get_format

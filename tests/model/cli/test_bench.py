@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,3 +128,13 @@ def test_what_a_command_raises(
     result = run("bench", "moe")
     note, last = result.err.splitlines()
     assert (result.code, note, last[: len(line)]) == (code, "note: rounded", line)
+
+
+def test_load_has_a_row_for_each_way(run: Run, writer: Path) -> None:
+    result = run("bench", "load", "--model", writer, "--threads", 1, "--json")
+    assert result.code == 0, result.err
+    rows = json.loads(result.out)["rows"]
+    assert [row["what"].split()[0] for row in rows] == ["convert", "read", "load", "read", "load"]
+    for row in rows[1:]:
+        assert row["warm_s"] > 0 and row["bytes"] > 0  # no cold ones where files are in a tmpfs
+    assert rows[2]["peak_bytes"] >= rows[2]["final_bytes"] > 0

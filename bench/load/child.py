@@ -1,0 +1,80 @@
+"""One load in a process of its own, whose peak of memory is then that load's.
+
+python -m bench.load.child read|load FOLDER THREADS [FORMAT]: one JSON object on stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+CHUNK = 8 << 20
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files that weights are in."""
+    return sorted(folder.glob("*.safetensors"))
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Plain reading, on as many threads as loading reads with."""
+    from model.checkpoint.ahead import READERS, ahead
+
+    start, total = time.perf_counter(), 0
+    for file in files_of(folder):
+        size = file.stat().st_size
+        descriptor = os.open(file, os.O_RDONLY)
+        rooms = [bytearray(CHUNK) for _ in range(4 * READERS)]
+
+        def one(i: int, descriptor: int = descriptor, rooms: Any = rooms) -> int:
+            return os.preadv(descriptor, [rooms[i % len(rooms)]], i * CHUNK)
+
+        total += sum(ahead(one, -(-size // CHUNK), CHUNK))
+        os.close(descriptor)
+    return {"seconds": time.perf_counter() - start, "bytes": total}
+
+
+def load(folder: Path, threads: int, fmt: str | None) -> dict[str, Any]:
+    """Headers, reading, packing (of experts in a format) or mapping; no kernel is compiled."""
+    from model.checkpoint.config import read_config
+    from model.modules.moe import FusedMoE
+    from model.opened import open_weights
+    from pykernels.cpu import make_pack
+    from pykernels.quant import FORMATS
+    from runtime.matrix import packer
+    from runtime.workers.pool import WorkerPool
+
+    config = read_config(folder)
+    with WorkerPool(threads) as pool:
+        for name in FORMATS:
+            make_pack(name)  # from the cache of kernels
+        before, start = memory("VmRSS"), time.perf_counter()
+        with open_weights(folder, config) as weights:
+            for module in weights.model.modules():
+                if fmt is not None and isinstance(module, FusedMoE):
+                    module.format = fmt
+            decoder = weights.decoder(packer(pool), lambda done, total: None)
+        seconds = time.perf_counter() - start
+        final = memory("VmRSS") - before
+        del decoder
+    total = sum(file.stat().st_size for file in files_of(folder))
+    peak = memory("VmHWM") - before
+    return {"seconds": seconds, "bytes": total, "final": final, "peak": peak}
+
+
+def memory(what: str) -> int:
+    """Bytes that /proc/self/status gives."""
+    found = re.search(rf"^{what}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(found[1]) << 10 if found else 0
+
+
+if __name__ == "__main__":
+    kind, path, count, *rest = sys.argv[1:]
+    fmt = rest[0] if rest else None
+    result = read(Path(path)) if kind == "read" else load(Path(path), int(count), fmt)
+    print(json.dumps(result))

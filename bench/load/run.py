@@ -1,0 +1,146 @@
+"""A run: reading, loading and mapping the same weights, cold and warm, each in a new process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import model
+from bench.peers.client import PeerMissing
+from bench.peers.gguf_model import FAMILIES, TYPES, model_file
+from bench.peers.llama_tools import ToolMissing, find
+from model.checkpoint.packed.populate import resident
+from pykernels.errors import PykernelsError
+
+from .child import files_of
+
+Row = dict[str, Any]
+Step = Callable[[str], None]
+CACHES = ("cold", "warm")
+"""Of the files' pages, none or all are in memory."""
+
+
+@dataclass(frozen=True)
+class Loads:
+    """What is timed.
+
+    Attributes:
+        source: the checkpoint; ``packed``: where its cache goes, or is already.
+        convert: format of the experts; None: as stored.
+        rounds: of which the fastest counts.
+    """
+
+    source: Path
+    packed: Path
+    threads: int
+    convert: str | None = None
+    rounds: int = 1
+
+    def rows(self, step: Step) -> list[Row]:
+        """Reading and loading of the checkpoint, then of its cache."""
+        step("converting")
+        start = time.perf_counter()
+        parts = model.convert(
+            self.source, self.packed, self.convert, threads=self.threads, progress=False
+        )
+        written = sum(part.nbytes for part in parts)
+        row = {"what": "convert, written and synced", "bytes": written}
+        rows = [row | {"warm_s": round(time.perf_counter() - start, 2)}]
+        fmt = [] if self.convert is None else [self.convert]
+        for name, folder, options in (
+            ("safetensors", self.source, fmt), ("packed cache", self.packed, [])
+        ):  # fmt: skip
+            plain = self._row(f"read {name}", "read", folder, [], step)
+            loaded = self._row(f"load {name}", "load", folder, options, step)
+            for cache in CACHES:
+                if f"{cache}_s" in loaded:
+                    ratio = loaded[f"{cache}_s"] / plain[f"{cache}_s"]
+                    loaded[f"{cache}_over_reading"] = round(ratio, 2)
+            rows += [plain, loaded]
+        return rows
+
+    def _row(self, what: str, kind: str, folder: Path, options: list[str], step: Step) -> Row:
+        row: Row = {"what": what}
+        files = files_of(folder)
+        for cache in CACHES:
+            seconds = []
+            for _ in range(self.rounds):
+                step(f"{what}, {cache}")
+                if not prepare(files, cache):
+                    break
+                found = self._child(kind, folder, options)
+                seconds.append(found["seconds"])
+                row["bytes"] = found["bytes"]
+                if "peak" in found:
+                    row["final_bytes"] = found["final"]
+                    row["peak_bytes"] = max(row.get("peak_bytes", 0), found["peak"])
+            if seconds:
+                row[f"{cache}_s"] = round(min(seconds), 3)
+                row[f"{cache}_gbps"] = round(row["bytes"] / min(seconds) / 1e9, 2)
+        return row
+
+    def _child(self, kind: str, folder: Path, options: list[str]) -> Row:
+        words = [sys.executable, "-m", "bench.load.child", kind, str(folder), str(self.threads)]
+        done = subprocess.run([*words, *options], capture_output=True, text=True)
+        if done.returncode:
+            last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
+            raise PykernelsError(f"loading {folder} failed: {''.join(last)}", "Load it by itself")
+        found: Row = json.loads(done.stdout)
+        return found
+
+
+def prepare(files: list[Path], cache: str) -> bool:
+    """Puts files out of the page cache, or into it; whether they are (a tmpfs keeps them)."""
+    for file in files:
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+            if cache == "cold":
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while cache == "warm" and stream.read(1 << 24):
+                pass
+    sizes = {file: file.stat().st_size for file in files}
+    mapped = [
+        torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
+        for file, size in sizes.items()
+    ]
+    share = sum(map(resident, mapped)) / sum(sizes.values())
+    return cache == "warm" or share < 0.02
+
+
+def llama_cpp(config: Any, fmt: str, folder: Path, name: str, threads: int, step: Step) -> Row:
+    """Its load of a GGUF file of these shapes: a process of `llama-bench`, one token included.
+
+    Raises:
+        PeerMissing, ToolMissing: why it is not timed.
+    """
+    program = find("llama-bench")
+    if config.model_type not in FAMILIES or fmt not in TYPES:
+        raise PeerMissing(f"no GGUF file of {config.model_type} in {fmt} is written here")
+    step("writing the GGUF file")
+    file = model_file(config, fmt, folder, name)
+    words = [str(program), "-m", str(file), "-t", str(threads), "-p", "1", "-n", "0", "-r", "1"]
+    row: Row = {"what": "llama.cpp, process and one token", "bytes": file.stat().st_size}
+    for cache in CACHES:
+        step(f"llama.cpp, {cache}")
+        if not prepare([file], cache):
+            continue
+        start = time.perf_counter()
+        done = subprocess.run([*words, "--no-warmup"], capture_output=True, text=True)
+        if done.returncode:
+            raise PeerMissing(f"llama-bench ended with {done.returncode}: {done.stderr[-120:]!r}")
+        seconds = time.perf_counter() - start
+        row[f"{cache}_s"] = round(seconds, 3)
+        row[f"{cache}_gbps"] = round(row["bytes"] / seconds / 1e9, 2)
+    return row
+
+
+__all__ = ["Loads", "PeerMissing", "Row", "ToolMissing", "llama_cpp"]

@@ -1,0 +1,179 @@
+"""The doors between a model's weights and its programs: packed from a source, or found packed."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from pykernels.errors import PykernelsError
+from pykernels.quant import Biases, PackedExperts, Weight, get_format
+from pykernels.shapes import ExpertSpec, MoEShape
+from runtime.machine.memory import allocate
+from runtime.matrix import Pack, PackedHeads, PackedMatrix, outline
+
+from ..modules.moe import FusedMoE
+from .linear import Linear
+from .weights import Source
+
+BLOCK = 128
+"""Rows and columns of an FP8 scale."""
+
+
+class Packing(ABC):
+    """A model's weights as programs hold them, by the names of its parameters.
+
+    These few doors are all that lowering goes through, so a packed cache is what came out of them.
+    """
+
+    @abstractmethod
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """One that is no matrix of a linear; None if the model has none of that name."""
+
+    @abstractmethod
+    def table(self, name: str) -> torch.Tensor | PackedMatrix:
+        """An embedding [V, H]: bfloat16, or packed in the format that it is stored in."""
+
+    @abstractmethod
+    def runs(self, *names: str) -> list[PackedMatrix]:
+        """Matrices one below the other; those one after another in one format become one."""
+
+    @abstractmethod
+    def stack(self, name: str, shape: tuple[int, int, int]) -> PackedHeads | None:
+        """A stored tensor [heads, N, K], a matrix for each head; None if there is none."""
+
+    @abstractmethod
+    def heads(self, name: str, rows: Sequence[slice], transposed: bool = False) -> PackedHeads:
+        """Rows of one matrix, a matrix for each head: in its format where that can be cut so."""
+
+    @abstractmethod
+    def mlp(self, gate: str, up: str, down: str) -> PackedExperts:
+        """A gated MLP, with its biases if it has some, as the one expert of a layer; gate and up in
+        bfloat16 where their formats differ.
+
+        Raises:
+            PykernelsError: they differ in a GGUF file.
+        """
+
+    @abstractmethod
+    def experts(self, module: FusedMoE) -> PackedExperts:
+        """The routed experts of a block."""
+
+    def matrix(self, name: str) -> PackedMatrix:
+        """The matrix of a parameter."""
+        (found,) = self.runs(name)
+        return found
+
+    def linear(self, *modules: str) -> Linear:
+        """The linears of these modules, which read the same inputs, with their biases."""
+        parts = self.runs(*(f"{module}.weight" for module in modules))
+        return Linear.of(parts, [self.tensor(f"{module}.bias") for module in modules])
+
+    def vector(self, name: str) -> torch.Tensor:
+        """A norm's weight, float32."""
+        found = self.tensor(name)
+        assert found is not None, name
+        return found.float().contiguous()
+
+
+class FromSource(Packing):
+    """Packs what a source holds."""
+
+    def __init__(self, source: Source, pack: Pack) -> None:
+        self.source, self.pack = source, pack
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        return self.source.tensor(name)
+
+    def table(self, name: str) -> torch.Tensor | PackedMatrix:
+        found = self.source.matrix(name)
+        return found[1].data.contiguous() if found[0] == "bf16" else self._packed([found])
+
+    def runs(self, *names: str) -> list[PackedMatrix]:
+        found = [self.weight(name) for name in names]
+        return [self._packed(list(run)) for _, run in itertools.groupby(found, lambda one: one[0])]
+
+    def stack(self, name: str, shape: tuple[int, int, int]) -> PackedHeads | None:
+        if (found := self.source.stack(name)) is None:
+            return None
+        packed = PackedHeads(get_format(found[0]), found[1], self.pack)
+        if (stored := (packed.G, packed.N, packed.K)) != shape:
+            raise PykernelsError(
+                f"{name} has the shape {list(stored)}, the model needs {list(shape)}",
+                "Check that config and weights are of one model",
+            )
+        return packed
+
+    def heads(self, name: str, rows: Sequence[slice], transposed: bool = False) -> PackedHeads:
+        fmt, weight = self.source.matrix(name)
+        cuts = [_cut(fmt, weight, at, transposed) for at in rows]
+        if None in cuts:
+            fmt, whole = "bf16", _as_bf16(fmt, weight).data
+            cuts = [Weight(whole[at].T.contiguous() if transposed else whole[at]) for at in rows]
+        return PackedHeads(get_format(fmt), [cut for cut in cuts if cut is not None], self.pack)
+
+    def mlp(self, gate: str, up: str, down: str) -> PackedExperts:
+        names = (gate, up, down)
+        found = [self.weight(name) for name in names]
+        if found[0][0] != found[1][0]:
+            if any(fmt != "bf16" and weight.scale is None for fmt, weight in found[:2]):
+                raise PykernelsError(
+                    f"{gate} is {found[0][0]} and {up} is {found[1][0]}",
+                    "Quantize the model with one type for both",
+                )
+            found[:2] = [("bf16", _as_bf16(*one)) for one in found[:2]]
+        (fmt, _), _, (down_fmt, matrix) = found
+        H, I = get_format(down_fmt).logical_shape(matrix)  # noqa: E741
+        tensors = [self.source.tensor(f"{name.removesuffix('weight')}bias") for name in names]
+        given = [bias for bias in tensors if bias is not None]
+        assert len(given) in (0, len(names)), names
+        biases = Biases(*given) if given else None
+        shape = MoEShape(E=1, H=H, I=I, topk=1, spec=ExpertSpec(bias=biases is not None))
+        packed = self.make_experts(shape, fmt, down_fmt)
+        if self.pack is not outline:  # whose weights are no numbers to check
+            packed.pack(0, *(weight for _, weight in found), biases=biases)
+        return packed
+
+    def experts(self, module: FusedMoE) -> PackedExperts:
+        return self.source.experts(module, self.make_experts)
+
+    def make_experts(self, shape: MoEShape, fmt: str, down_fmt: str) -> PackedExperts:
+        """Room for the experts of a layer."""
+        formats = get_format(fmt), get_format(down_fmt)
+        return PackedExperts(shape, formats[0], self.room, self.pack, formats[1])
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        """Memory for experts, uint8 [nbytes]."""
+        return allocate(nbytes)
+
+    def weight(self, name: str) -> tuple[str, Weight]:
+        """(format, weight) of a linear's matrix, as it is packed."""
+        return self.source.matrix(name)
+
+    def _packed(self, found: list[tuple[str, Weight]]) -> PackedMatrix:
+        """Matrices of one format as one."""
+        return PackedMatrix(get_format(found[0][0]), [weight for _, weight in found], self.pack)
+
+
+def _as_bf16(fmt: str, weight: Weight) -> Weight:
+    return Weight(get_format(fmt).dequantize(weight).to(torch.bfloat16))
+
+
+def _cut(fmt: str, weight: Weight, rows: slice, transposed: bool) -> Weight | None:
+    """Rows of a matrix in its own format; None where its scales do not allow it."""
+    data = weight.data[rows]
+    if fmt == "bf16" and transposed:
+        return Weight(data.T.contiguous())
+    if weight.scale is None and not transposed:
+        return Weight(data.contiguous())
+    if fmt != "fp8" or weight.scale is None:
+        return None
+    first, last = rows.start // BLOCK, (rows.stop - 1) // BLOCK
+    if first != last and rows.start % BLOCK:
+        return None
+    scale, codes = weight.scale[first : last + 1], data.view(torch.uint8)
+    if transposed:
+        codes, scale = codes.T, scale.T
+    return Weight(codes.contiguous().view(torch.float8_e4m3fn), scale.contiguous())

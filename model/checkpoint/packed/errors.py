@@ -1,0 +1,34 @@
+"""How far converted weights are from those that were stored: a relative error for each kind."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import torch
+
+
+class Errors:
+    """Sums of squares of a layer's weights and of what conversion changed, by kind of matrix."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, float]] = {}
+        self._lock = threading.Lock()  # experts are converted on several threads
+
+    def add(self, kind: str, stored: torch.Tensor, converted: torch.Tensor) -> None:
+        """Counts one matrix, float32 both."""
+        change, norm = (converted - stored).norm().item(), stored.norm().item()
+        with self._lock:
+            before = self._sums.get(kind, (0.0, 0.0))
+            self._sums[kind] = before[0] + change**2, before[1] + norm**2
+
+    def add_linear(self, name: str, stored: torch.Tensor, converted: torch.Tensor) -> None:
+        """Counts the matrix of a linear, by the name of its parameter."""
+        kind = "attention" if ".self_attn." in name else "mlp" if ".mlp." in name else "head"
+        self.add(kind, stored, converted)
+
+    def take(self) -> dict[str, float]:
+        """``|converted - stored| / |stored|`` (Frobenius) of each kind; begins again."""
+        found = {kind: math.sqrt(a / b) if b else 0.0 for kind, (a, b) in self._sums.items()}
+        self._sums = {}
+        return found

@@ -1,0 +1,264 @@
+"""`convert`: from a checkpoint to a packed cache, one layer in memory at a time.
+
+model.convert("DeepSeek-R1", "DeepSeek-R1.packed", experts="int4")
+llm = model.load_engine("DeepSeek-R1.packed")
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+from pykernels.errors import PykernelsError
+from pykernels.quant import get_format
+from runtime.matrix import Pack, packer
+from runtime.workers.pool import WorkerPool
+
+from .architectures.converted import Converted
+from .architectures.decoder import make_ends, make_layer
+from .architectures.families import check_lowered
+from .architectures.packed import IntoCache
+from .architectures.weights import Stored
+from .checkpoint import memory
+from .checkpoint.config import read_config, resolve_dtype
+from .checkpoint.gguf import find_gguf
+from .checkpoint.load import warn_of
+from .checkpoint.open import open_checkpoint
+from .checkpoint.packed.errors import Errors
+from .checkpoint.packed.manifest import CONVERTING, PACKED, Manifest, identity, parse
+from .checkpoint.packed.mapped import MappedFile, described
+from .checkpoint.packed.verify import header_digest
+from .checkpoint.packed.write import write_file
+from .checkpoint.plan import Plan, make_plan
+from .checkpoint.progress import Adder, Callback, reporting
+from .checkpoint.read import nbytes
+from .checkpoint.safetensors import Checkpoint
+from .modules.linear import linears as linears_of
+from .opened import injected
+from .pretrained import has_tokenizer, load_tokenizer
+from .rules import Rules, resolve_rules
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".gguf", ".pt")
+_OTHERS = 64 << 20
+"""Bytes of a file that is copied along (tokenizers are the largest), at most."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file of the cache.
+
+    Attributes:
+        name: without its ending; ``make``: packs what goes into it.
+        stored, packed: bytes that are read and about those that are written.
+    """
+
+    name: str
+    make: Callable[[IntoCache], object]
+    stored: int
+    packed: int
+
+    @property
+    def file(self) -> str:
+        return f"{self.name}.safetensors"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of a part.
+
+    Attributes:
+        formats: of its matrices, with the bytes that each takes.
+        errors: relative error by kind of matrix, of those that were converted.
+    """
+
+    name: str
+    nbytes: int
+    formats: dict[str, int]
+    errors: dict[str, float]
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    experts: str | None = None,
+    linears: str | None = None,
+    rules: Rules = None,
+    threads: int | None = None,
+    progress: bool | Callback | None = None,
+) -> list[Row]:
+    """Writes the packed cache of a checkpoint; one that was interrupted is gone on with.
+
+    Args:
+        source: folder of the checkpoint, or a GGUF file.
+        target: folder of the cache, new or of an earlier run of the same conversion.
+        experts: format of the routed experts; None: as they are stored, or as a rule says.
+        linears: of the other matrices: attention, dense MLPs, shared experts, the head. Routers and
+            embeddings stay, and so does what has inputs that the format does not take.
+        rules, progress: as in ``from_pretrained``.
+        threads: that pack; None: one on each physical core.
+
+    Raises:
+        PykernelsError: anything wrong with the source, a target that is something else, too little
+            memory or disk.
+    """
+    source, target = Path(source), Path(target)
+    config = read_config(source)
+    check_lowered(config)
+    for name in (experts, linears):
+        if name is not None:
+            get_format(name)
+    with open_checkpoint(source) as checkpoint:
+        parsed = resolve_rules(rules, config.model_type)
+        model = injected(config, parsed, experts=experts, matrices=linears)
+        plan = make_plan(model, checkpoint, resolve_dtype(None, config))
+        has_config = find_gguf(source) is None
+        manifest = Manifest(
+            source=str(source.resolve()),
+            identity=identity(checkpoint, source / "config.json" if has_config else None),
+            model_type=config.model_type,
+            rules=[rule.model_dump(mode="json", by_alias=True) for rule in parsed],
+            experts=experts,
+            linears=linears,
+        )
+        sizes = memory.needed_by_engine(plan, model, checkpoint, linears)
+        parts = _parts(model, plan, checkpoint, sizes)
+        _begin(target, manifest)
+        left = [part for part in parts if not (target / part.file).is_file()]
+        _check_room(target, left, sizes.step)
+        if has_config:
+            _copy(source, target)
+        else:
+            _save(source, config, target)
+        with WorkerPool(threads) as pool, reporting(progress, "converting") as report:
+            _write(target, parts, left, model, plan, checkpoint, linears, packer(pool), report)
+    files = [target / part.file for part in parts]
+    entries = {f.name: {"bytes": f.stat().st_size, "header": header_digest(f)} for f in files}
+    replace(manifest, files=entries).write(target)
+    return [_row(part.name, MappedFile(target / part.file)) for part in parts]
+
+
+def _parts(
+    model: PreTrainedModel, plan: Plan, checkpoint: Checkpoint, sizes: memory.Packed
+) -> list[Part]:
+    """The files of a cache."""
+    layers = len(model.model.layers)
+    stored, packed = [0] * (layers + 1), [0] * (layers + 1)
+    for item in plan.items:
+        found = _LAYER.match(item.name)
+        at = int(found[1]) if found else layers
+        stored[at] += nbytes(checkpoint, item)
+        packed[at] += sizes.by_item[item.name]
+    makers = [partial(make_layer, model, i) for i in range(layers)]
+    parts = [Part(f"layer-{i:05d}", makers[i], stored[i], packed[i]) for i in range(layers)]
+    return [Part("ends", partial(make_ends, model), stored[layers], packed[layers]), *parts]
+
+
+def _begin(target: Path, manifest: Manifest) -> None:
+    """Makes the folder, or checks that an earlier run did the same work."""
+    (target / f"{CONVERTING}.part").unlink(missing_ok=True)  # killed before it had begun
+    for name in (PACKED, CONVERTING):
+        if (target / name).is_file():
+            if (what := parse(target / name).difference(manifest)) is None:
+                break
+            raise PykernelsError(
+                f"{target} is a packed cache with another {what}",
+                "Delete it, or choose another folder",
+            )
+    else:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise PykernelsError(
+                f"{target} is there already, and no packed cache", "Choose a folder that is new"
+            )
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PykernelsError(
+                f"{target} cannot be made: {error.strerror}", "Choose another folder"
+            ) from None
+        manifest.write(target)
+    for rest in target.glob("*.part"):
+        rest.unlink()
+
+
+def _check_room(target: Path, parts: list[Part], step: int) -> None:
+    """Raises PykernelsError unless the disk has room for all parts, and the memory for one, and
+    for `step` bytes while it is packed."""
+    needed = sum(part.packed for part in parts)
+    free = shutil.disk_usage(target).free
+    if needed > free:
+        raise PykernelsError(
+            f"the packed cache needs {memory.size(needed)} more in {target},"
+            f" {memory.size(free)} are free there",
+            "Free some space, choose another disk, or convert to a smaller format (--format)",
+        )
+    largest = max((part.packed for part in parts), default=0) + step
+    if largest > (free := memory.available()):
+        raise PykernelsError(
+            f"packing a layer needs {memory.size(largest)} of main memory, {memory.size(free)} are"
+            " free",
+            "Free memory, or convert to a smaller format (--format)",
+        )
+
+
+def _write(
+    target: Path,
+    parts: list[Part],
+    left: list[Part],
+    model: PreTrainedModel,
+    plan: Plan,
+    checkpoint: Checkpoint,
+    linears: str | None,
+    pack: Pack,
+    report: Callback,
+) -> None:
+    warn_of(plan)
+    add = Adder(report, sum(part.stored for part in parts))
+    add(sum(part.stored for part in parts if part not in left))
+    errors = Errors()
+    source = Stored(plan, checkpoint, add, partial(errors.add, "experts"))
+    converted = Converted(source, linears_of(model), errors.add_linear)
+    packing = IntoCache(converted, pack, linears, errors)
+    for part in left:
+        part.make(packing)
+        objects = packing.take()
+        metadata = {"objects": objects.about, "errors": errors.take()}
+        texts = {key: json.dumps(value) for key, value in metadata.items()}
+        write_file(target / part.file, objects.tensors, texts)
+        del objects  # before the next layer takes its memory
+
+
+def _copy(source: Path, target: Path) -> None:
+    """What else a checkpoint has: config, tokenizer, templates, generation config, licences."""
+    for file in sorted(source.iterdir()):
+        other = file.is_file() and not file.name.endswith(_WEIGHTS)
+        if other and file.stat().st_size <= _OTHERS:
+            shutil.copyfile(file, target / file.name)
+
+
+def _save(source: Path, config: PretrainedConfig, target: Path) -> None:
+    """Config and tokenizer of a GGUF file, which has them in itself."""
+    config.save_pretrained(target)
+    if has_tokenizer(source):
+        load_tokenizer(source).save_pretrained(target)
+
+
+def _row(name: str, file: MappedFile) -> Row:
+    formats: dict[str, int] = {}
+    about: dict[str, Any] = described(file)
+    for key, entry in about.items():
+        if fmt := entry.get("format"):
+            nbytes = sum(
+                info.nbytes for tensor, info in file.tensors.items() if tensor.startswith(f"{key}.")
+            )
+            both = "/".join(dict.fromkeys((fmt, entry.get("down_format", fmt))))
+            formats[both] = formats.get(both, 0) + nbytes
+    return Row(name, file.memory.nbytes, formats, described(file, "errors"))
