@@ -15,6 +15,7 @@ from runtime.matrix import Pack, outline
 
 from .architectures.converted import Converted
 from .architectures.decoder import Decoder, make_decoder
+from .architectures.moe import check_experts
 from .architectures.packed import FromCache
 from .architectures.packing import FromSource
 from .architectures.weights import Outline, Stored
@@ -160,10 +161,12 @@ def injected(
             a rule converts, where they can be in it.
 
     Raises:
-        PykernelsError: rules that do not fit, or that place something elsewhere than on the CPU.
+        PykernelsError: rules that do not fit, that leave experts to transformers, or that place
+            something elsewhere than on the CPU.
     """
     model = build_meta(config, resolve_dtype(None, config))
     inject(model, rules, kernel)
+    check_experts(model)
     if device := place(model, rules).gpu():
         raise PykernelsError(
             f"the engine runs on the CPU, and a rule places modules on {device}",

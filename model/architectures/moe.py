@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pykernels.errors import PykernelsError
 from pykernels.quant import PackedExperts
 from pykernels.shapes import RouterSpec
 from runtime.matrix import PackedMatrix
@@ -144,3 +145,12 @@ def router_spec(gate: Any, family: Family) -> RouterSpec:
         min_sum=float(getattr(gate, "norm_min", 0.0)),
         scale=float(getattr(gate, "routed_scaling_factor", 1.0)),
     )
+
+
+def check_experts(model: Any) -> None:
+    """Raises PykernelsError for experts that rules have left to transformers."""
+    for i, layer in enumerate(model.model.layers):
+        if experts_of(layer.mlp) is None and not hasattr(layer.mlp, "gate_proj"):
+            raise PykernelsError(
+                f"the experts of model.layers.{i}.mlp have no kernel of ours", "Use --eager"
+            )

@@ -101,9 +101,6 @@ def needed_by_engine(
 ) -> Packed:
     """What the engine needs, and the packed cache: matrices as they are stored or in the
     formats of rules, or in ``wanted``.
-
-    Raises:
-        PykernelsError: experts that are not on our kernels.
     """
     by_item: dict[str, int] = {}
     ours, step, experts = linears(model), 0, 0
@@ -115,10 +112,7 @@ def needed_by_engine(
             step = max(step, 2 * checkpoint.nbytes(item.source.data))
             continue
         module = model.get_submodule(item.name)
-        if not isinstance(module, FusedMoE):
-            raise PykernelsError(
-                f"the experts of {item.name} have no kernel of ours", "Use --eager"
-            )
+        assert isinstance(module, FusedMoE)
         packed = RoutedExperts.bytes_needed(module.shape, *item.packed(module))
         by_item[item.name] = packed
         experts += packed

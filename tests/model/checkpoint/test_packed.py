@@ -96,6 +96,8 @@ def test_a_cache_keeps_to_its_rules(checkpoint: Checkpoints, tmp_path: Path) -> 
     assert "int4 1 x" not in str(outline_decoder(int8).lower(4, 4, 4, 1, 1))
     assert "int4" in str(outline_decoder(int4).lower(4, 4, 4, 1, 1))
     with pytest.raises(PykernelsError, match="q_proj.weight in int4, a rule wants int8"):
+        model.load_engine(int4, rules=rules, threads=1)
+    with pytest.raises(PykernelsError, match="experts of model.layers.0.mlp have no kernel"):
         model.load_engine(int4, rules=rules[:1], threads=1)
 
 

@@ -34,7 +34,7 @@ def test_a_cache_writes_text(run: Run, packed: Path) -> None:
     result = run("generate", "--model", packed, *options, "ab")
     assert result.code == 0 and result.out, result.err
     failed(run("generate", "--model", packed, "--eager", *options, "ab"), "which the engine alone")
-    assert "moe_ffn" in run("inspect", "--program", "--model", packed).out
+    assert "moe_ffn" in run("inspect", "--program", packed).out
     assert "as they were written" in run("convert", "--verify", packed).out
 
 
