@@ -27,11 +27,11 @@ from runtime.passes import defer as defer_pass
 from runtime.passes.layers import check_topk
 from runtime.workers.pool import WorkerPool
 
-from .architectures.decoder import Decoder, cache_token_bytes, head_sizes
+from .architectures.decoder import Decoder, cache_token_bytes, expansions, head_sizes
 from .architectures.families import check_lowered
 from .checkpoint import memory
 from .checkpoint.config import read_config
-from .checkpoint.progress import Callback, reporting
+from .checkpoint.progress import Callback, compiling, reporting
 from .modules.moe import FusedMoE
 from .opened import open_weights
 from .pretrained import has_tokenizer, load_tokenizer, read_generation_config
@@ -180,7 +180,7 @@ def load_engine(
             if deferred:
                 blocks = [block for block in model.modules() if isinstance(block, FusedMoE)]
                 check_topk(config.model_type, [block.shape.topk for block in blocks], deferred)
-            precompile.begin(head_sizes(model, kv_dtype))
+            precompile.begin(head_sizes(model, kv_dtype), expansions(model, kv_dtype, max_tokens))
             token = cache_token_bytes(model, kv_dtype)
             memory.check_engine(weights.needed, token, room, longest, weights.smaller)
             with reporting(progress) as report:
@@ -193,7 +193,8 @@ def load_engine(
             if device == "cpu"
             else HostRunner(decoder, *sizes, passes, pool, max_rows)
         )
-        return LLM(runner, config, tokenizer, _eos(config, generation), pool, kernel)
+        with compiling(progress):
+            return LLM(runner, config, tokenizer, _eos(config, generation), pool, kernel)
     except BaseException:
         pool.close()
         raise

@@ -95,6 +95,12 @@ class MLA:
         """Numbers of a key and of a value, as attention sees them."""
         return module.kv_lora_rank + module.qk_rope_head_dim, module.kv_lora_rank
 
+    @staticmethod
+    def expansion(module: Any) -> tuple[int, int, int, int]:
+        """L, R, nope and dv of such a module: what ``expand_from`` takes."""
+        of_key = module.qk_rope_head_dim, module.qk_nope_head_dim
+        return module.kv_lora_rank, *of_key, module.v_head_dim
+
     def caches(self, pages: Pages) -> dict[str, Part]:
         return pages.latent(self.L, self.R)
 

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from pykernels.cpu.attention.expanded import Expanded, expand_from
 from runtime.kv_cache.layout import Pages, Part, token_bytes
 from runtime.matrix import PackedMatrix
 from runtime.program import Builder, Program
 
-from .attention import Attention, kind_of
+from .attention import MLA, Attention, kind_of
 from .families import FAMILIES, check_lowered
 from .moe import Dense, MoE, experts_of
 from .packing import Packing
@@ -141,6 +142,15 @@ def head_sizes(model: PreTrainedModel, kv_dtype: str = "bf16") -> set[tuple[int,
     inner: Any = model.model
     heads = {kind_of(layer.self_attn).head(layer.self_attn) for layer in inner.layers}
     return {(dk, dv, dv if kv_dtype == "fp8" else 0) for dk, dv in heads}
+
+
+def expansions(model: PreTrainedModel, kv_dtype: str, T: int) -> set[Expanded]:
+    """What attention with keys and values expanded is compiled for, if steps of at most T tokens
+    have any."""
+    inner: Any = model.model
+    latent = [layer.self_attn for layer in inner.layers if kind_of(layer.self_attn) is MLA]
+    sizes = {MLA.expansion(module) for module in latent}
+    return {Expanded(*each, kv_dtype == "fp8") for each in sizes if expand_from(*each) <= T}
 
 
 @dataclass(frozen=True)

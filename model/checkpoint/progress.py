@@ -1,8 +1,9 @@
-"""The progress bar of a long load: share done, GB/s, time left."""
+"""What a long load shows: share done, GB/s, time left; then that kernels are being compiled."""
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,7 +52,7 @@ def reporting(progress: bool | Callback | None, what: str = "loading") -> Iterat
     if callable(progress):
         yield progress
         return
-    if progress is False or (progress is None and not sys.stderr.isatty()):
+    if not _shown(progress):
         yield lambda done, total: None
         return
     bar = Progress(
@@ -76,3 +77,24 @@ def reporting(progress: bool | Callback | None, what: str = "loading") -> Iterat
     finally:
         if bar.live.is_started:
             bar.stop()
+
+
+@contextmanager
+def compiling(progress: bool | Callback | None) -> Iterator[None]:
+    """A line on stderr while kernels are compiled, where a bar is shown and if it takes as long."""
+    if callable(progress) or not _shown(progress):
+        yield
+        return
+    line = Console(stderr=True).status("compiling kernels, once …", spinner_style="dim")
+    timer = threading.Timer(_PATIENCE, line.start)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        line.stop()
+
+
+def _shown(progress: bool | Callback | None) -> bool:
+    return progress is not False and (progress is not None or sys.stderr.isatty())

@@ -44,6 +44,10 @@ class Job:
     def address(self) -> int:
         return int(self.words.ctypes.data)
 
+    def become(self, run: int, open: int) -> None:
+        """Gives a job that is not in flight another task, and what counts its tasks."""
+        self.words[words.OPEN // 8], self.words[words.RUN // 8] = open, run
+
     @property
     def after(self) -> int:
         """How many jobs before it stands the one that must be complete; 0: none."""

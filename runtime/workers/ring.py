@@ -22,6 +22,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from numba import types
+
 from pykernels.cpu.intrin.sync import (
     atomic_add,
     atomic_exchange,
@@ -216,7 +218,7 @@ def publish(ring: int, jobs: int, count: int) -> int:
 def _finish(ring, jobs, count, first, driver_works):  # type: ignore[no-untyped-def]
     last = first + count - 1
     if driver_works:
-        work(ring, 0, first, last + 1)
+        work(ring, types.int64(0), first, last + 1)
     job = atomic_load(jobs + 8 * (count - 1))
     wait_until_at_least(ring, job + COMPLETED, last)
     return atomic_load(ring + STATUS)
@@ -257,7 +259,7 @@ def pass_by(ring: int, first: int, workers: int) -> None:
 @kernel("ring")
 def worker_loop(ring: int, worker: int, number: int) -> None:
     """A worker thread's life."""
-    work(ring, worker, number, _FOREVER)
+    work(ring, worker, number, types.int64(_FOREVER))  # of a constant it is compiled anew
 
 
 @kernel("ring")

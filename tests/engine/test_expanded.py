@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from pykernels.cpu.attention.expanded import Expanded
 from pykernels.quant import get_format
 from runtime.devices.cpu.step import CpuStep
 from runtime.devices.host.runner import on_host
@@ -78,8 +79,17 @@ def program(kv_dtype: str, expand_from: int, pool: WorkerPool) -> Program:
     return b.build()
 
 
-def run(kv_dtype: str, device: str, expand_from: int, pool: WorkerPool) -> list[torch.Tensor]:
-    """What each step's tokens get."""
+def run(
+    kv_dtype: str,
+    device: str,
+    expand_from: int,
+    pool: WorkerPool,
+    steps: Sequence[dict[int, tuple[int, int]]] = STEPS,
+    seeds: Sequence[int] = (1, 2),
+    shared: int = 0,
+) -> list[torch.Tensor]:
+    """What each step's tokens get, of inputs from the step's seed; ``shared`` pages of sequence 0
+    are those of sequence 1 too."""
     made, g = program(kv_dtype, expand_from, pool), torch.Generator().manual_seed(8)
     inputs = {
         name: torch.zeros(made.shape(name), dtype=buffer.dtype)
@@ -87,6 +97,7 @@ def run(kv_dtype: str, device: str, expand_from: int, pool: WorkerPool) -> list[
         if buffer.kind == "input"
     }
     inputs["page_table"][:] = torch.randperm(9, generator=g).view(3, 3)
+    inputs["page_table"][1, :shared] = inputs["page_table"][0, :shared]
     caches = {name: part.zeros() for name, part in Pages(9, kv_dtype).latent(L, R).items()}
     step: Any
     if device == "cpu":
@@ -95,8 +106,9 @@ def run(kv_dtype: str, device: str, expand_from: int, pool: WorkerPool) -> list[
         caches = {n: x.float() if x.dtype == torch.bfloat16 else x for n, x in caches.items()}
         step = HostStep(on_host(made), inputs, caches)
     found = []
-    for sequences in STEPS:
+    for sequences, seed in zip(steps, seeds, strict=True):
         t = 0
+        g.manual_seed(seed)
         for sequence, (first, last) in sequences.items():
             at, positions = slice(t, t + last - first), torch.arange(first, last)
             inputs["sequences"][at], inputs["positions"][at] = sequence, positions
@@ -120,3 +132,17 @@ def test_expanded_is_the_reference(kv_dtype: str, pool: WorkerPool) -> None:
         assert (y - wanted).norm() < 0.005 * wanted.norm()  # of keys in bfloat16, and its queries
     for y, absorbed in zip(found, run(kv_dtype, "cpu", 1 << 30, pool), strict=True):
         assert 0 < (y - absorbed).norm() < 0.01 * absorbed.norm()
+
+
+def test_same_bits_on_any_threads_and_behind_a_prefix(pool: WorkerPool) -> None:
+    steps = {0: (0, 64)}, {0: (64, 170)}, {1: (64, 170)}  # 1 finds the first page in the cache
+    found = run("bf16", "cpu", FROM, pool, steps, (1, 2, 2), shared=1)
+    assert torch.equal(found[1], found[2])
+    with WorkerPool(1) as single:
+        alone = run("bf16", "cpu", FROM, single, steps, (1, 2, 2), shared=1)
+    assert all(torch.equal(x, y) for x, y in zip(found, alone, strict=True))
+
+
+def test_steps_of_few_tokens_need_no_kernel(pool: WorkerPool, monkeypatch: Any) -> None:
+    monkeypatch.setattr(Expanded, "compile", lambda self: pytest.fail("compiled"))
+    run("bf16", "cpu", FROM, pool, [{0: (0, 5), 1: (0, FROM - 6)}], [1])

@@ -176,17 +176,17 @@ def make_latent_rows(layout: Layout, L: int) -> Any:
     return latent_rows
 
 
-def expansion_offsets(layout: Layout, L: int, nope: int, row_bytes: int) -> dict[str, int]:
-    """Where the parts of the scratch begin that come behind ``layout``'s own, and their ``end``."""
+def expansion_offsets(layout: Layout, L: int, nope: int) -> dict[str, int]:
+    """Where the parts of the scratch begin that come behind ``layout``'s own; the last one,
+    ``rows``, is room for ``PASS`` input rows."""
     sizes = {
         "w_uk": 4 * nope * L,  # float32 [nope][L]
         "w_uv": 4 * layout.D_V * L,  # float32 [strip][L][numbers of a strip]
         "columns": 4 * L * PAGE,  # float32 [strip][L][keys of a strip]
         "latents": 4 * L * PAGE,  # float32 [PAGE, L]
-        "rows": PASS * row_bytes,
     }
     found, at = {}, layout.offsets["end"]
     for part, size in sizes.items():
         found[part] = at
         at += -(-size // 64) * 64
-    return found | {"end": at}
+    return found | {"rows": at}

@@ -21,6 +21,7 @@ from ..jit import inlined, task
 from ..job import i64
 from ..vectors import make_vectors, width
 from .expand import (
+    PASS,
     expansion_offsets,
     make_by_strip,
     make_columns_of_head,
@@ -53,39 +54,44 @@ def expand_from(L: int, R: int, nope: int, dv: int) -> int:
 
 @dataclass(frozen=True)
 class Expanded:
-    """An op on an ``ATTENTION`` job with ``KVH = NH``, its tasks as ``Attention.open, run``."""
+    """MLA with keys and values expanded: an op on an ``ATTENTION`` job with ``KVH = NH``.
 
-    open: Any
-    run: Any
-    scratch_bytes: int
-
-    @staticmethod
-    def items(NH: int, T: int, S: int) -> int:
-        """Of the work list, for steps of at most T tokens of S sequences."""
-        return NH * (T // ROWS + S)
-
-
-@functools.cache
-def make_expanded(
-    L: int, R: int, nope: int, dv: int, coded: bool, row_bytes: int, N: int | None = None
-) -> Expanded:
-    """Compiles MLA with keys and values expanded.
+    What a job must own is known before anything is compiled.
 
     Args:
         L, R: numbers of a latent and of its rotated part; nope, dv: of a head's key without that
             part and of its value.
         coded: latents are E4M3.
-        row_bytes: of an input row of ``W_UK`` or ``W_UV``, the longer one.
 
     Raises:
         PykernelsError: a size that is no multiple of 16.
 
     Source: DeepSeek-V2 (arXiv 2405.04434), 2.1.2.
     """
-    layout = Layout(nope + R, dv, N or width(detect()), nope if coded else 0, ROWS)
-    offsets = expansion_offsets(layout, L, nope, row_bytes)
-    open_ = make_open(dv, ROWS)
-    return Expanded(open_, _make_run(layout, L, R, nope, row_bytes), offsets["end"])
+
+    L: int
+    R: int
+    nope: int
+    dv: int
+    coded: bool
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        codes = self.nope if self.coded else 0
+        return Layout(self.nope + self.R, self.dv, width(detect()), codes, ROWS)
+
+    def scratch_bytes(self, row_bytes: int) -> int:
+        """Of a worker; ``row_bytes``: of an input row of ``W_UK`` or ``W_UV``, the longer one."""
+        return expansion_offsets(self.layout, self.L, self.nope)["rows"] + PASS * row_bytes
+
+    @staticmethod
+    def items(NH: int, T: int, S: int) -> int:
+        """Of the work list, for steps of at most T tokens of S sequences."""
+        return NH * (T // ROWS + S)
+
+    def compile(self) -> tuple[Any, Any]:
+        """Its tasks, as ``Attention.open, run``."""
+        return make_open(self.dv, ROWS), _make_run(self.layout, self.L, self.R, self.nope)
 
 
 def _make_load_query(layout: Layout, L: int, R: int, nope: int) -> Any:
@@ -106,11 +112,11 @@ def _make_load_query(layout: Layout, L: int, R: int, nope: int) -> Any:
     return load_query
 
 
-def _make_expand_page(layout: Layout, L: int, R: int, nope: int, row_bytes: int) -> Any:
+def _make_expand_page(layout: Layout, L: int, R: int, nope: int) -> Any:
     """``expand_page(scratch, rows, stride, rope, rope_stride, count)``: keys and values of a head
     whose weights are in the scratch."""
     N, D_K, D_V, CODED = layout.N, layout.D_K, layout.D_V, layout.codes > 0
-    at, more = layout.offsets, expansion_offsets(layout, L, nope, row_bytes)
+    at, more = layout.offsets, expansion_offsets(layout, L, nope)
     KEYS, VALUES, W_UK, W_UV = at["keys"], at["values"], more["w_uk"], more["w_uv"]
     COLUMNS, LATENTS = more["columns"], more["latents"]
     KEY_STRIP, VALUE_STRIP = N * layout.key_vectors, N * layout.value_vectors
@@ -138,8 +144,8 @@ def _make_expand_page(layout: Layout, L: int, R: int, nope: int, row_bytes: int)
 
 
 @functools.cache
-def _make_run(layout: Layout, L: int, R: int, nope: int, row_bytes: int) -> Any:
-    at, more = layout.offsets, expansion_offsets(layout, L, nope, row_bytes)
+def _make_run(layout: Layout, L: int, R: int, nope: int) -> Any:
+    at, more = layout.offsets, expansion_offsets(layout, L, nope)
     S, TOTALS, M, ALPHA, LOWS, ENDS = (at[x] for x in ("s", "l", "m", "alpha", "lows", "ends"))
     K_SCALES, V_SCALES, CODED = at["key_scales"], at["value_scales"], layout.codes > 0
     W_UK, W_UV, ROWS_AT = more["w_uk"], more["w_uv"], more["rows"]
@@ -148,11 +154,11 @@ def _make_run(layout: Layout, L: int, R: int, nope: int, row_bytes: int) -> Any:
     uv = make_columns_of_head(L, layout.D_V, unit, make_value_place(layout, L))
     begin = make_begin(layout, _make_load_query(layout, L, R, nope))
     finish = make_finish(layout, np.float32(1.0))
-    expand_page = _make_expand_page(layout, L, R, nope, row_bytes)
+    expand_page = _make_expand_page(layout, L, R, nope)
     page_scores, page_sums = make_page_scores(layout), make_page_sums(layout)
     softmax = make_softmax(layout.N, CODED)
 
-    @task(f"attention-expanded-{L}-{layout.name}")
+    @task(f"attention-expanded-{L}-{nope}-{layout.name}")
     def run(address, index, worker):
         job = attention_at(address)
         item = item_at(job.items + index * ITEM_BYTES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pykernels.cpu.attention.expand import MATRICES
-from pykernels.cpu.attention.expanded import make_expanded
+from pykernels.cpu.attention.expanded import Expanded
 from pykernels.cpu.attention.job import ATTENTION, ITEM_BYTES, PAGE
 from pykernels.cpu.attention.kernel import make_attention
 from pykernels.cpu.cache_write import GQA_WRITE, MLA_WRITE, make_gqa_write, make_mla_write
@@ -147,15 +147,13 @@ def attention_expanded(step: Context, node: Node) -> list[Job]:
     pages, NH, T = step.tensor(latents), attrs["heads"], step.most(q)
     L, nope = weights["uv"].K, attrs["nope"]
     matrices = [head_matrices(step, weights[name]) for name in ("uk", "uv")]
-    kernel = make_expanded(
-        L, step.program.shape(q)[2] - L, nope, attrs["dv"], _coded(pages),
-        max(fields["row_stride"] for fields in matrices),
-    )  # fmt: skip
+    kernel = Expanded(L, step.program.shape(q)[2] - L, nope, attrs["dv"], _coded(pages))
+    row_bytes = max(fields["row_stride"] for fields in matrices)
     items = kernel.items(NH, T, min(T, step.tensor(table).shape[0]))
     w_uk, w_uv = (step.record(MATRICES, **fields) for fields in matrices)
     record = step.record(
         ATTENTION,
-        **_reads(step, node, kernel.scratch_bytes),
+        **_reads(step, node, kernel.scratch_bytes(row_bytes)),
         tokens_from=attrs["expand_from"],
         tokens_to=_NEVER,
         KVH=NH,
@@ -168,7 +166,7 @@ def attention_expanded(step: Context, node: Node) -> list[Job]:
         items=step.shared("items", items * ITEM_BYTES),
         items_capacity=items,
     )
-    return [Job(node.name, kernel.run.address, record, kernel.open.address)]
+    return [step.later(node.name, record, attrs["expand_from"], kernel.compile)]
 
 
 def _reads(step: Context, node: Node, scratch_bytes: int) -> dict[str, int]:

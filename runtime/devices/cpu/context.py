@@ -43,6 +43,25 @@ Binder = Callable[["Context", Node], list[Job]]
 
 
 @dataclass(frozen=True)
+class Later:
+    """A job that has no tasks until it is compiled.
+
+    Attributes:
+        tokens: of a step that needs it, at least.
+        compile: returns what opens it, and its task.
+    """
+
+    job: Job
+    tokens: int
+    compile: Callable[[], tuple[Any, Any]]
+
+    def prepare(self) -> None:
+        """Compiles it, or loads it from the cache."""
+        opening, run = self.compile()
+        self.job.become(run.address, opening.address)
+
+
+@dataclass(frozen=True)
 class Rows:
     """A buffer as rows of one form.
 
@@ -65,6 +84,7 @@ class Context:
     Attributes:
         sizes: int64 [3]: T, S and R of a step.
         outputs: by name, tensors of the "output" buffers.
+        uncompiled: jobs that are to be compiled before a step of so many tokens.
     """
 
     def __init__(
@@ -87,6 +107,7 @@ class Context:
         self._scratch: dict[int, int] = {}
         self._shared: dict[str, int] = {}
         self.outputs: dict[str, torch.Tensor] = {}
+        self.uncompiled: list[Later] = []
         self._last = {name: at for at, node in enumerate(program.nodes) for name in node.inputs}
 
     def bind(self, binders: Mapping[str, Binder]) -> list[Job]:
@@ -162,6 +183,14 @@ class Context:
         if stride not in self._scratch:
             self._scratch[stride] = self.room(stride * self.pool.threads)
         return self._scratch[stride], stride
+
+    def later(
+        self, name: str, record: int, tokens: int, compile: Callable[[], tuple[Any, Any]]
+    ) -> Job:
+        """A job whose kernel takes long to compile and that only steps of so many tokens need."""
+        job = Job(name, 0, record, tasks=0)
+        self.uncompiled.append(Later(job, tokens, compile))
+        return job
 
     def kernel_of(self, fmt: str, activations: str) -> Routines:
         """The compiled routines of a weight format."""

@@ -1,33 +1,45 @@
 """A second process that compiles kernels into the cache beside this one, the first time.
 
 Compiling holds Python's lock, so threads would not help. The process takes what this one comes to
-last, attention and sampling; whatever is in the cache when it is needed is loaded from there, and
-what is not is compiled here as ever: nothing waits, and nothing depends on the other process.
+last: attention, sampling, and what only long prompts need. Whatever is in the cache when it is
+needed is loaded from there, and what is not is compiled here as ever: nothing waits, and nothing
+depends on the other process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Collection
+from dataclasses import astuple
 
+from pykernels.cpu.attention.expanded import Expanded
 from pykernels.cpu.jit import cache_folder
 
 Heads = tuple[int, int, int]
 """Numbers of a key and of a value of one head, and of the key's those in E4M3."""
 
+_KINDS = "attention", "expanded"
+"""What is compiled, in this order; each has sizes."""
 
-def begin(heads: Collection[Heads]) -> None:
+
+def begin(heads: Collection[Heads], expanded: Collection[Expanded] = ()) -> None:
     """Starts the process, unless these kernels were compiled before or there is one core only."""
-    wanted = [head for head in sorted(heads) if not _done(head)]
+    sizes = sorted(heads), sorted(astuple(each) for each in expanded)
+    wanted = [
+        (kind, *each)
+        for kind, some in zip(_KINDS, sizes, strict=True)
+        for each in some
+        if not (cache_folder() / _name(kind, *each)).exists()
+    ]
     if not wanted or len(os.sched_getaffinity(0)) < 2:
         return
-    numbers = [str(number) for head in wanted for number in head]
     with contextlib.suppress(OSError):  # no memory for a process: compiled here then
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__, *numbers],
+            [sys.executable, "-m", __name__, json.dumps(wanted)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -39,29 +51,28 @@ def begin(heads: Collection[Heads]) -> None:
 _started: list[subprocess.Popen[bytes]] = []
 
 
-def _done(head: Heads) -> bool:
-    return (cache_folder() / _name(head)).exists()
+def _name(kind: str, *sizes: int) -> str:
+    """Of the file that says that it was compiled."""
+    return f"{kind}-{'-'.join(str(int(size)) for size in sizes)}"
 
 
-def _name(head: Heads) -> str:
-    return f"engine-{'-'.join(map(str, head))}"
-
-
-def main(numbers: list[str]) -> None:
-    """Compiles for these heads: D_K D_V codes D_K D_V codes ..."""
+def main(wanted: str) -> None:
+    """Compiles: JSON of [[kind, its sizes ...] ...]."""
     from pykernels.cpu.attention.kernel import make_attention
     from pykernels.cpu.router import make_router
     from pykernels.cpu.sampling import make_ops
 
-    sizes = [int(number) for number in numbers]
-    heads = list(zip(sizes[::3], sizes[1::3], sizes[2::3], strict=True))
-    for D_K, D_V, codes in heads:
+    groups = {kind: [sizes for of, *sizes in json.loads(wanted) if of == kind] for kind in _KINDS}
+    for D_K, D_V, codes in groups["attention"]:
         make_attention(D_K, D_V, codes=codes)
     make_ops()
     make_router()
-    for head in heads:
-        (cache_folder() / _name(head)).touch()
+    for sizes in groups["attention"]:
+        (cache_folder() / _name("attention", *sizes)).touch()
+    for sizes in groups["expanded"]:
+        Expanded(*sizes).compile()
+        (cache_folder() / _name("expanded", *sizes)).touch()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1])

@@ -76,9 +76,18 @@ class CpuStep:
         self.outputs = self._context.outputs
 
     def run(self) -> None:
-        """One step.
+        """One step; the first of many tokens compiles what only such steps need.
 
         Raises:
             TaskError: a task failed.
         """
+        if self._context.uncompiled:
+            self._compile(int(self.sizes[0]))
         self.pool.run(self.jobs)
+
+    def _compile(self, tokens: int) -> None:
+        context = self._context
+        for later in context.uncompiled:
+            if later.tokens <= tokens:
+                later.prepare()
+        context.uncompiled = [later for later in context.uncompiled if tokens < later.tokens]
