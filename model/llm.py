@@ -171,33 +171,34 @@ def load_engine(
         raise PykernelsError(f"a context of {context}", f"Ask for 1 to {positions}")
     room = context or min(max(CONTEXT, at_least), positions)
     longest = min(2, max_sequences)
-    generation = read_generation_config(folder)
-    tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
-    pool = WorkerPool(threads)
-    try:
-        with open_weights(folder, config, rules, kernel, kv_dtype) as weights:
-            model = weights.model
-            if deferred:
-                blocks = [block for block in model.modules() if isinstance(block, FusedMoE)]
-                check_topk(config.model_type, [block.shape.topk for block in blocks], deferred)
-            precompile.begin(head_sizes(model, kv_dtype), expansions(model, kv_dtype, max_tokens))
-            token = cache_token_bytes(model, kv_dtype)
-            memory.check_engine(weights.needed, token, room, longest, weights.smaller)
+    with open_weights(folder, config, rules, kernel, kv_dtype) as weights:
+        model = weights.model
+        if deferred:
+            blocks = [block for block in model.modules() if isinstance(block, FusedMoE)]
+            check_topk(config.model_type, [block.shape.topk for block in blocks], deferred)
+        # First of all that takes time: a second process compiles beside it.
+        precompile.begin(head_sizes(model, kv_dtype), expansions(model, kv_dtype, max_tokens))
+        token = cache_token_bytes(model, kv_dtype)
+        memory.check_engine(weights.needed, token, room, longest, weights.smaller)
+        generation = read_generation_config(folder)
+        tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
+        pool = WorkerPool(threads)
+        try:
             with reporting(progress) as report:
                 decoder = weights.decoder(packer(pool), report)
-        passes: list[Pass] = [partial(defer_pass, N=deferred)] if deferred else []
-        pages = -(-room // PAGE) * longest + 1
-        sizes = room, pages, max_tokens, max_sequences
-        runner: PagedRunner = (
-            CpuRunner(decoder, pool, *sizes, kernel, passes, max_rows)
-            if device == "cpu"
-            else HostRunner(decoder, *sizes, passes, pool, max_rows)
-        )
-        with compiling(progress):
-            return LLM(runner, config, tokenizer, _eos(config, generation), pool, kernel)
-    except BaseException:
-        pool.close()
-        raise
+            passes: list[Pass] = [partial(defer_pass, N=deferred)] if deferred else []
+            pages = -(-room // PAGE) * longest + 1
+            sizes = room, pages, max_tokens, max_sequences
+            runner: PagedRunner = (
+                CpuRunner(decoder, pool, *sizes, kernel, passes, max_rows)
+                if device == "cpu"
+                else HostRunner(decoder, *sizes, passes, pool, max_rows)
+            )
+            with compiling(progress):
+                return LLM(runner, config, tokenizer, _eos(config, generation), pool, kernel)
+        except BaseException:
+            pool.close()
+            raise
 
 
 def _deferred(wanted: Defer) -> int:
