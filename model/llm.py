@@ -176,8 +176,9 @@ def load_engine(
         if deferred:
             blocks = [block for block in model.modules() if isinstance(block, FusedMoE)]
             check_topk(config.model_type, [block.shape.topk for block in blocks], deferred)
-        # First of all that takes time: a second process compiles beside it.
-        precompile.begin(head_sizes(model, kv_dtype), expansions(model, kv_dtype, max_tokens))
+        if device == "cpu":  # first of all that takes time: a second process compiles beside it
+            heads = head_sizes(model, kv_dtype)
+            precompile.begin(heads, expansions(model, kv_dtype, max_tokens))
         token = cache_token_bytes(model, kv_dtype)
         memory.check_engine(weights.needed, token, room, longest, weights.smaller)
         generation = read_generation_config(folder)

@@ -29,7 +29,7 @@ def prompts() -> list[list[int]]:
 @pytest.mark.parametrize("family", tiny.ARCHITECTURES)
 def test_tokens_of_ragged_batches_are_transformers(family: str, tmp_path: Path) -> None:
     made = tiny.make(tmp_path, family)
-    with model.load_engine(tmp_path, context=64, threads=1) as llm:
+    with model.load_engine(tmp_path, context=64, threads=1, device="host") as llm:
         runner = HostRunner(llm.runner.model, 64, max_tokens=16, max_sequences=4)
         engine = Engine(runner, threaded=False)
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -51,7 +51,7 @@ def test_gpt_oss_keeps_its_mxfp4(tmp_path: Path, ids: torch.Tensor) -> None:
     truth = logits(made.reference, ids)
     assert errors(logits(lm, ids), truth).median() < 5e-3
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    with model.load_engine(tmp_path, context=64, threads=1) as llm:
+    with model.load_engine(tmp_path, context=64, threads=1, device="host") as llm:
         engine = Engine(HostRunner(llm.runner.model, 64), threaded=False)
         (found,) = engine.generate([ids[0].tolist()], params)
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
