@@ -102,9 +102,9 @@ def load(
 
 
 def _table(rows: list[Row]) -> Table:
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("", box=None, pad_edge=False)
+    table = Table(Column("", no_wrap=True), box=None, pad_edge=False)
     for title in (
         "GB", "cold s", "GB/s", "x reading", "warm s", "GB/s", "x reading", "peak GB", "final GB"
     ):  # fmt: skip
