@@ -28,6 +28,9 @@ ISA_NAMES = (
 )  # fmt: skip
 """Features in LLVM's names: all that kernels ask for, and some that tell machines apart."""
 
+_WITH_AMX = ("sapphirerapids", "emeraldrapids", "graniterapids", "graniterapids-d", "diamondrapids")
+"""LLVM's names of CPUs that have tiles."""
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -85,9 +88,12 @@ def detect() -> Target:
 @functools.cache
 def _hardware() -> tuple[str, str, frozenset[str], int, int, int]:
     l1d, l2, l3 = (cache_sizes(level) for level in (1, 2, 3))
-    name = f"{_cpu_says('model name') or platform.processor()} ({llvm.get_host_cpu_name()})"
+    isa, kind = _compiled_features(), llvm.get_host_cpu_name()
+    if "amx-tile" in isa and kind not in _WITH_AMX:  # a hypervisor may give another's model number
+        kind = "with AMX"
+    name = f"{_cpu_says('model name') or platform.processor()} ({kind})"
     caches = max(l1d, default=0), max(l2, default=0), sum(l3)
-    return name, _cpu_says("vendor_id"), _compiled_features(), *caches
+    return name, _cpu_says("vendor_id"), isa, *caches
 
 
 def _compiled_features() -> frozenset[str]:

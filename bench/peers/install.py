@@ -99,11 +99,16 @@ def make_venv(folder: Path, pins: Pins) -> None:
 
 def isa_options() -> tuple[str, ...]:
     """What ggml may use: all that this CPU has; where ``PYKERNELS_ISA`` hides AVX-512 from us,
-    AVX2 too, so that the peer is compared like with like."""
-    if not env.isa:
-        return ("-DGGML_NATIVE=ON",)
+    AVX2 too, so that the peer is compared like with like. Not its AMX: ggml's tiles end the process
+    at ``ldtilecfg`` (github.com/ggml-org/llama.cpp/issues/20824)."""
     isa = detect().isa
-    have = {"AVX2": "avx2", "FMA": "fma", "F16C": "f16c", "AVX_VNNI": "avxvnni"}
+    if not env.isa and "amx-tile" not in isa:
+        return ("-DGGML_NATIVE=ON",)
+    have = {
+        "AVX2": "avx2", "FMA": "fma", "F16C": "f16c", "AVX_VNNI": "avxvnni",
+        "AVX512": "avx512f", "AVX512_VBMI": "avx512vbmi", "AVX512_VNNI": "avx512vnni",
+        "AVX512_BF16": "avx512bf16",
+    }  # fmt: skip
     options = (
         f"-DGGML_{name}={'ON' if feature in isa else 'OFF'}" for name, feature in have.items()
     )
