@@ -111,7 +111,7 @@ def row_pointers(
     if KIND == "fp8":
         groups = tl.cdiv(K, 128)
         scales = w_scale + matrix * tl.cdiv(N, 128) * groups + n // 128 * groups
-    elif KIND == "int8" or KIND == "int4":
+    elif KIND == "int8" or KIND == "int4" or KIND == "mxfp4":
         if GROUP == 0:
             scales = w_scale + matrix * N + cols
         else:

@@ -54,7 +54,7 @@ ROWS = [
     ("sample", lambda d: sampling.supports(_zeros(d, 2, 8)),
      lambda d: sampling.supports(_zeros(d, 2, 0)), "vocabulary of 0"),
     ("linear", lambda d: linear.supports("int4", 256, d),
-     lambda d: linear.supports("mxfp4", 256, d), "no GPU layout"),
+     lambda d: linear.supports("q5_k", 256, d), "no GPU layout"),
     ("linear's inputs", lambda d: linear.supports("q4_k", 512, d),
      lambda d: linear.supports("q4_k", 384, d), "multiples of 256"),
     ("linear's activations", lambda d: linear.supports("fp8", 256, d, "fp8"),

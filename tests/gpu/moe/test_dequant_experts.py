@@ -49,7 +49,7 @@ CASES = [
 ]
 LAYERS = [
     *((*case, SWIGLU) for case in CASES),
-    ("int4", 10, skewed_routing, (FOUR, EIGHT), "biases, a clamp", GPT_OSS),
+    ("mxfp4", 10, skewed_routing, (FOUR, EIGHT), "biases, a clamp", GPT_OSS),
 ]
 
 

@@ -21,7 +21,8 @@ from pykernels.testing import balanced_routing, one_expert_routing, relative_err
 SMALL = MoEShape(E=5, H=128, I=128, topk=2)
 GPT_OSS = ExpertSpec(1.702, 7.0, 1.0, bias=True)
 FORMATS = (
-    "bf16", "fp8", "int8", "int8-channel", "int4", "int4-g128", "int4-channel", "q4_k", "q6_k",
+    "bf16", "fp8", "int8", "int8-channel", "int4", "int4-g128", "int4-channel", "mxfp4", "q4_k",
+    "q6_k",
 )  # fmt: skip
 
 
@@ -126,7 +127,7 @@ UNPACK = GemmPlan(16, 128, 128, stages=2, unpack=True)
 LIKE_GPT_OSS = [
     ("bf16", 1, "bf16", None),
     ("bf16", 19, "bf16", GemmPlan(16, 64, 64, tma=True)),
-    ("int4", 4, "bf16", None),
+    ("mxfp4", 4, "bf16", None),
     ("fp8", 19, "fp8", None),
     ("q4_k", 4, "bf16", UNPACK),
 ]
@@ -236,7 +237,7 @@ COMPILES = [
     )),
     *(_meta_call("fp8", rows, "fp8") for rows in (64, 256)),
     *(_meta_call(name, rows, how, GPT_OSS) for name, rows, how in (
-        ("bf16", 256, "bf16"), ("int4-g128", 1, "bf16"), ("int4-g128", 256, "bf16"),
+        ("bf16", 256, "bf16"), ("mxfp4", 1, "bf16"), ("mxfp4", 256, "bf16"),
         ("fp8", 20, "bf16"), ("fp8", 64, "fp8"),
     )),
 ]  # fmt: skip

@@ -43,7 +43,7 @@ CASES = [
 PRODUCTS = [
     *((*case, SWIGLU) for case in CASES),
     ("int4-g128", 320, 40, SkinnyExpertsPlan(32, 2, 8, 2), "biases, a clamp", GPT_OSS),
-    ("q4_k", 256, 40, SkinnyExpertsPlan(32, 1), "biases, a clamp, scales apart", GPT_OSS),
+    ("mxfp4", 320, 40, SkinnyExpertsPlan(32, 1, 2), "biases, a clamp, scales apart", GPT_OSS),
 ]
 IDS = torch.tensor([[1, 3], [3, 7], [1, 3], [2, -1]])
 

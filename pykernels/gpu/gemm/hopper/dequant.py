@@ -1,4 +1,4 @@
-"""The GEMM of int4, int8, E4M3 and K-quants on Hopper, of a linear or of each expert.
+"""The GEMM of int4, int8, MXFP4, E4M3 and K-quants on Hopper, of a linear or of each expert.
 
 Which tiles a program multiplies and where it puts them; the loop over K is in ``dequant_mma``. A
 linear's programs have one tile or one part of its K each (split-K), or they share all steps evenly
@@ -26,7 +26,7 @@ from .dequant_mma import multiply_tile, rows_of, words_layout
 from .k_quants import heads_layout
 from .permute_k import permute_k
 
-EXPERT_KINDS = ("int4", "int8", "q4_k", "q6_k")
+EXPERT_KINDS = ("int4", "int8", "mxfp4", "q4_k", "q6_k")
 """Kinds of experts that it is worth taking; of linears E4M3 too."""
 KINDS = (*EXPERT_KINDS, "fp8")
 _scratch = torch.empty

@@ -26,7 +26,7 @@ from ..weights import Matrices, scale_every, scale_words
 from .operands import inputs_layout, left, load_words, right, scales_layout, words_layout
 from .scales import load_scales, scales_of, spread
 
-KINDS = ("int4", "int8", "fp8", "q4_k", "q6_k")
+KINDS = ("int4", "int8", "mxfp4", "fp8", "q4_k", "q6_k")
 
 
 def segments(stack: Matrices) -> int:
