@@ -128,9 +128,10 @@ class FusedMoE(Operator):
         if self.pinned is None:
             self.routed.load_expert(expert, gate, up, down, biases=biases)
         elif expert in self.pinned.pinned:
-            self.pinned.put(expert, (gate, up, down))
+            self.pinned.put(expert, (gate, up, down), biases)
         else:
-            self.routed.load_expert(int(self.pinned.index[expert]), gate, up, down)
+            index = int(self.pinned.index[expert])
+            self.routed.load_expert(index, gate, up, down, biases=biases)
 
     def expert_formats(self, expert: int, fmt: str, down_fmt: str) -> tuple[str, str]:
         """Names of the formats of one expert, whose CPU has these: of gate and up, and of down."""

@@ -10,7 +10,7 @@ import torch
 from pykernels import ref
 from pykernels.gpu.gemm.weights import supports_format
 from pykernels.gpu.moe.experts import Experts
-from pykernels.quant import Format, Weight, get_format
+from pykernels.quant import Biases, Format, Weight, get_format
 from pykernels.shapes import MoEShape
 
 Gated = tuple[Weight, Weight, Weight]
@@ -48,28 +48,32 @@ class PinnedExperts:
         here = torch.ones(shape.E, dtype=torch.bool, device="cpu")
         here[list(self.pinned)] = False
         self.index = torch.where(here, here.cumsum(0) - 1, -1)
-        self._weights: dict[int, Gated] = {}
+        self._weights: dict[int, tuple[Gated, Biases | None]] = {}
         self._experts: Experts | None = None
 
     @staticmethod
     def size(shape: MoEShape, stored: Formats) -> int:
         """Bytes of one expert on the device."""
         fmt = device_format(shape, *stored)
-        return 2 * _bytes(fmt, shape.I, shape.H) + _bytes(fmt, shape.H, shape.I)
+        biases = 4 * (2 * shape.I + shape.H) if shape.spec.bias else 0
+        return 2 * _bytes(fmt, shape.I, shape.H) + _bytes(fmt, shape.H, shape.I) + biases
 
     @property
     def expert_bytes(self) -> int:
         """Of one expert on the device."""
         return self.size(self.shape, (self.fmt.name, self.fmt.name))
 
-    def put(self, expert: int, weights: Gated) -> None:
-        """Takes one expert, in ``fmt``; with the last one they go to the device."""
-        self._weights[expert] = weights
+    def put(self, expert: int, weights: Gated, biases: Biases | None = None) -> None:
+        """Takes one expert, in ``fmt``, and its biases, where the shape's spec has them; with the
+        last one they go to the device."""
+        self._weights[expert] = weights, biases
         if len(self._weights) == len(self.pinned):
-            given = [self._weights.pop(e) for e in self.pinned]
+            both = [self._weights.pop(e) for e in self.pinned]
+            given = [matrices for matrices, _ in both]
+            own = [each for _, each in both if each is not None]
             slots = torch.full((self.shape.E,), -1, dtype=torch.int32, device="cpu")
             slots[list(self.pinned)] = torch.arange(len(given), dtype=torch.int32, device="cpu")
-            made = Experts.pack(self.fmt, given, self.device)
+            made = Experts.pack(self.fmt, given, self.device, self.shape.spec, own)
             self._experts = made.with_slots(slots.to(self.device))
 
     def split(
@@ -120,7 +124,7 @@ def device_format(shape: MoEShape, stored: str, down_stored: str) -> Format:
 
 
 def _bytes(fmt: Format, N: int, K: int) -> int:
-    """Of a matrix and its scales, padding aside."""
+    """Of a matrix and its scales, which take two bytes at least there, padding aside."""
     scale = fmt.scale_shape(N, K)
-    scales = 0 if scale is None else scale[0] * scale[1] * fmt.scale_dtypes[0].itemsize
+    scales = 0 if scale is None else scale[0] * scale[1] * max(2, fmt.scale_dtypes[0].itemsize)
     return N * K * fmt.bits // 8 + scales

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from pykernels.errors import PykernelsError
-from pykernels.shapes import SWIGLU
 
 from ..checkpoint.plan import Experts, Plan
 from ..modules.moe import FusedMoE
@@ -39,11 +38,6 @@ def pin(
         module = model.get_submodule(item.name) if isinstance(item, Experts) else None
         if isinstance(item, Experts) and isinstance(module, FusedMoE):
             found[item.name] = module, item.packed(module)
-            if module.shape.spec != SWIGLU:
-                raise PykernelsError(
-                    f"{item.name} has experts with biases or a clamp, which have no GPU kernel",
-                    "Leave out --gpu-experts",
-                )
     devices = {name: placement.of(name) for name in found}
     if not found or "cpu" in devices.values():
         raise PykernelsError(

@@ -72,18 +72,23 @@ class MXFP4(Format):
         return unpack_fours(blocks, N, K, self.bits)
 
     def pack_scales(self, scale: torch.Tensor, scales: torch.Tensor) -> None:
-        powers = self._power(scale).bfloat16()
+        powers = self.power(scale).bfloat16()
         pack_columns(powers, scales.view(torch.bfloat16).unflatten(1, (-1, N_BLOCK)))
 
     def unpack_scales(self, scales: torch.Tensor, N: int, K: int) -> torch.Tensor:
         columns = scales.view(torch.bfloat16).unflatten(1, (-1, N_BLOCK))
-        powers = unpack_columns(columns, N, -(-K // GROUP)).float()
-        return (torch.frexp(powers).exponent - 1 + 127).to(torch.uint8)
+        return self.exponent(unpack_columns(columns, N, -(-K // GROUP)))
 
     @staticmethod
-    def _power(scale: torch.Tensor) -> torch.Tensor:
+    def exponent(powers: torch.Tensor) -> torch.Tensor:
+        """E8M0 of powers of two: the inverse of ``power``."""
+        return (torch.frexp(powers.float()).exponent - 1 + 127).to(torch.uint8)
+
+    @staticmethod
+    def power(scale: torch.Tensor) -> torch.Tensor:
+        """float32 of E8M0."""
         bits = scale.int() << 23  # an exponent's place in float32, where 2**-127 is subnormal
         return torch.where(bits > 0, bits, 1 << 22).view(torch.float32)
 
     def _expand(self, scale: torch.Tensor, K: int) -> torch.Tensor:
-        return self._power(scale).repeat_interleave(GROUP, dim=1)[:, :K]
+        return self.power(scale).repeat_interleave(GROUP, dim=1)[:, :K]

@@ -12,6 +12,7 @@ from pykernels.gpu.gemm.weights import Matrices, empty_for_gpu
 from pykernels.gpu.moe import fused_moe
 from pykernels.gpu.plans.gemm import GemmPlan
 from pykernels.quant import Format, get_format
+from pykernels.shapes import SWIGLU, ExpertSpec
 
 from .ops import Op, Tensors, choices, empty, large, normal
 
@@ -38,8 +39,9 @@ def _filled(stack: Matrices, name: str, given: Tensors) -> Matrices:
 
 
 def _experts(
-    name: str, T: int, activations: str = "bf16", table: bool = False, unpack: bool = False
-) -> Op:
+    name: str, T: int, activations: str = "bf16", table: bool = False, unpack: bool = False,
+    spec: ExpertSpec = SWIGLU,
+) -> Op:  # fmt: skip
     """A layer of 5 experts, or of 3 slots that a table deals out; the GPU's own plans, or one that
     unpacks them beforehand."""
     fmt, E, topk = get_format(name), 5, 2
@@ -59,18 +61,23 @@ def _experts(
             given["table"] = slots[torch.randperm(E, device=device)]
         for part, mats, N, K in (("gate_up", 2 * count, inter, H), ("down", count, H, inter)):
             given |= _stack(part, fmt, mats, N, K, device)
+            if spec.bias:
+                given[f"{part}_bias"] = normal(device, mats, N, dtype=torch.float32)
         return given
 
     def run(t: Tensors) -> torch.Tensor:
         H, inter = sizes(t["x"].device)
-        layer = fused_moe.Experts.empty(fmt, count, H, inter, torch.device("meta"))
-        parts = {name: _filled(getattr(layer, name), name, t) for name in ("gate_up", "down")}
+        layer = fused_moe.Experts.empty(fmt, count, H, inter, torch.device("meta"), spec)
+        parts: dict[str, Any] = {
+            name: _filled(getattr(layer, name), name, t) for name in ("gate_up", "down")
+        }
+        parts |= {name: x for name, x in t.items() if name.endswith("_bias")}
         experts = replace(layer, **parts, slots=t.get("table"))
         given = (t["x"], t["ids"], t["weights"], experts)
         how = {"activations": activations, "plans": (UNPACK, UNPACK) if unpack else None}
         return fused_moe.moe_ffn(*given, **how, add=t["add"], out=t["out"])
 
-    which = (*["slot table"] * table, *["unpacked"] * unpack)
+    which = (*["slot table"] * table, *["unpacked"] * unpack, *["biases"] * spec.bias)
     words = ("experts", name, f"{T} tokens", activations, *which)
     return Op(" ".join(words), make, run)
 
@@ -100,6 +107,7 @@ _KINDS = [*((name, "bf16") for name in FORMATS), ("fp8", "fp8")]
 PRODUCTS = (
     *(_experts(name, T, how) for name, how in _KINDS for T in (1, 170)),
     *(_experts(name, T, table=True) for name, T in (("int4", 20), ("bf16", 20), ("bf16", 500))),
+    _experts("bf16", 2, table=True, spec=ExpertSpec(1.702, 7.0, 1.0, bias=True)),
     _experts("fp8", 300, "fp8", table=True),
     _experts("q4_k", 20, table=True, unpack=True),
     *(_linear(name, M, how) for name, how in _KINDS for M in (1, 3, 16, 300)),

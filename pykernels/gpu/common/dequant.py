@@ -4,7 +4,8 @@ Each kind gives ``(first, second)``, bfloat16 [rows, 32]: inputs k .. k + 31 and
 A weight is its code times its scale, rounded to bfloat16 once (K-quants: in float32, then rounded),
 which is what a dequantized checkpoint in bfloat16 holds.
 
-Sources: OCP 8-bit floating point (E4M3); ``block_q4_K`` and ``block_q6_K`` of ggml-common.h.
+Sources: OCP 8-bit floating point (E4M3) and Microscaling (E2M1); ``block_q4_K`` and ``block_q6_K``
+of ggml-common.h.
 """
 
 from __future__ import annotations
@@ -97,10 +98,23 @@ def int8_pair(rows, scales, mask, k, N, GROUP: tl.constexpr):
 
 
 @triton.jit
-def int4_pair(rows, scales, mask, k, N, GROUP: tl.constexpr):
+def e2m1_to_bf16(code):
+    """uint8 codes 0 .. 15 -> bfloat16, exact. No subnormal float32 occurs on the way."""
+    magnitude = (code & 7).to(tl.int32)
+    value = ((magnitude << 22) + (126 << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(magnitude < 2, 0.5 * magnitude.to(tl.float32), value)  # exponent 0
+    sign = (code & 8).to(tl.int32) << 28
+    return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True).to(tl.bfloat16)
+
+
+@triton.jit
+def nibble_pair(rows, scales, mask, k, N, KIND: tl.constexpr, GROUP: tl.constexpr):
     q = tl.load(rows[:, None] + (k // 2 + tl.arange(0, 32))[None, :])
     s0, s1 = integer_scales(scales, mask, k, N, GROUP)
-    low, high = nibble_to_bf16(q & 15), nibble_to_bf16(q >> 4)
+    if KIND == "mxfp4":
+        low, high = e2m1_to_bf16(q & 15), e2m1_to_bf16(q >> 4)
+    else:
+        low, high = nibble_to_bf16(q & 15), nibble_to_bf16(q >> 4)
     return weighed(low, s0, GROUP), weighed(high, s1, GROUP)
 
 
@@ -197,7 +211,7 @@ def dequantize_pair(
 
     Args:
         rows: uint8 pointers [rows], to the first byte of each row.
-        scales: pointers [rows] to the scales of input 0 (int8, int4, fp8), or anything.
+        scales: pointers [rows] to the scales of input 0 (int8, int4, mxfp4, fp8), or anything.
         there: [rows], which rows exist: integer scales of others are not read (``rows`` points to
             some row everywhere). A clamped index would hide from Triton that scales are a run.
         k: a multiple of 64.
@@ -206,8 +220,8 @@ def dequantize_pair(
     """
     if KIND == "int8":
         first, second = int8_pair(rows, scales, mask, k, N, GROUP)
-    elif KIND == "int4":
-        first, second = int4_pair(rows, scales, mask, k, N, GROUP)
+    elif KIND == "int4" or KIND == "mxfp4":
+        first, second = nibble_pair(rows, scales, mask, k, N, KIND, GROUP)
     elif KIND == "fp8":
         first, second = fp8_pair(rows, scales, k, NATIVE)
     elif KIND == "q4_k":

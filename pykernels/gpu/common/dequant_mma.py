@@ -58,6 +58,13 @@ def sixes_above(low, high, HALF: gl.constexpr, MAGIC):
 
 
 @gluon.jit
+def e2m1s(words):
+    """E2M1 codes at bits 0 and 16 -> [.., 2], times 2**-126: subnormals are bfloat16's."""
+    low, high = pair(((words & 0x00070007) << 6) | ((words & 0x00080008) << 12))
+    return gl.join(low, high)
+
+
+@gluon.jit
 def octets(words, MAGIC):
     """int8 at bits 0 and 16: the low seven bits less the sign's 128."""
     low, high = pair((words & 0x007F007F) | MAGIC)
@@ -81,9 +88,13 @@ def e4m3s_below(words):
 
 @gluon.jit
 def codes(words, MAGIC, KIND: gl.constexpr):
-    """[..] words -> [.., 2, 2] bfloat16, byte 2 j + i at [.., i, j]; int4: bytes' low halves."""
+    """[..] words -> [.., 2, 2] bfloat16, byte 2 j + i at [.., i, j]; of nibbles
+    bytes' low halves."""
     if KIND == "int4":
         v = gl.join(nibbles(words, MAGIC), nibbles(words >> 8, MAGIC))
+    elif KIND == "mxfp4":
+        v = gl.join(e2m1s(words), e2m1s(words >> 8))
+        v *= gl.full([], 0x7E80, gl.int16).to(gl.bfloat16, bitcast=True)  # 2**126
     elif KIND == "fp8":
         v = e4m3s_below(words) * gl.full([], 0x7B80, gl.int16).to(gl.bfloat16, bitcast=True)
     else:

@@ -13,7 +13,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...errors import PykernelsError
-from ...shapes import SortedSlots
+from ...shapes import SWIGLU, ExpertSpec, SortedSlots
 from ..common.launch import arch
 from ..plans.gemm import DequantPlan, ExpertsPlan, GemmPlan, SkinnyExpertsPlan
 from ..plans.grouped import fit_stages
@@ -24,7 +24,7 @@ from .hopper.dequant import EXPERT_KINDS, multiply_dequant_experts, supports_sta
 from .hopper.fp8 import multiply_fp8
 from .hopper.linear_fp8 import multiply_rows
 from .skinny.experts import multiply_skinny_experts
-from .tiles import block_bound
+from .tiles import activation_of, block_bound
 from .triton_kernels import gemm_bf16, gemm_dequant, gemm_fp8
 from .unpack import SCRATCH, runs, unpack
 from .weights import Matrices, scale_every, scale_words
@@ -53,6 +53,7 @@ def multiply(
     gather: bool = False,
     bias: torch.Tensor | None = None,
     out_scale: torch.Tensor | None = None,
+    spec: ExpertSpec = SWIGLU,
 ) -> None:
     """out = x @ w.T by ``plan``; the caller has checked shapes and dtypes.
 
@@ -62,16 +63,18 @@ def multiply(
         order: the rows' experts; None: one matrix for all rows.
         table: int32 [E]: where each expert's matrices lie in their stack; a negative one
             is in no slot and its rows become zeros. None: expert e is number e.
-        gated: the stack has two matrices an expert: out = silu(x @ gate.T) * (x @ up.T).
+        gated: the stack has two matrices an expert: out = ``ref.activation.swiglu`` of gate's
+            and up's outputs.
         gather: x has tokens, of which each sorted slot's is read; else it has the sorted rows.
-        bias: [N].
+        bias: [N], with ``order`` [matrices, N], as they lie in their stack.
         out_scale: warp-specialized and gated, float32 [S, ceil(N / 128)]: out is quantized to E4M3.
+        spec: what a gated product becomes; its ``bias`` says nothing here.
 
     Raises:
         PykernelsError: a plan whose kernel does not multiply these.
     """
     if isinstance(plan, DequantPlan):
-        _launch_dequant_experts(x, stack, out, plan, order, table, gated, gather)
+        _launch_dequant_experts(x, stack, out, plan, order, table, gated, gather, bias, spec)
         return
     path = path_of(stack, x_scale is not None)
     if isinstance(plan, SkinnyExpertsPlan):
@@ -96,14 +99,20 @@ def multiply(
             gated=gated,
             gather=gather,
             bias=bias,
+            spec=spec,
         )
         return
     if plan.unpack:
         if path != "dequant":
             raise PykernelsError("a plan unpacks what is not packed", "Give one without unpack")
-        multiply_unpacked(x, stack, out, plan, order, table, gated, gather, bias)
+        multiply_unpacked(x, stack, out, plan, order, table, gated, gather, bias, spec=spec)
         return
     if plan.warp_specialized:
+        if order is not None and (bias is not None or activation_of(spec) is not None):
+            raise PykernelsError(
+                "warp-specialized kernels have experts without biases and with silu(gate) * up",
+                "Give a plan without warp_specialized",
+            )
         _warp_specialized(
             x, stack, out, plan, x_scale, order, table, gated, gather, bias, out_scale
         )
@@ -135,6 +144,7 @@ def multiply(
         "TOPK": order.topk if order else 1,
         "N_BLOCKS": n_blocks,
         "GATED": gated,
+        "ACT": activation_of(spec),
         "GATHER": gather,
         "HAS_BIAS": bias is not None,
         "HAS_SLOTS": table is not None,
@@ -222,6 +232,8 @@ def _launch_dequant_experts(
     table: torch.Tensor | None,
     gated: bool,
     gather: bool,
+    bias: torch.Tensor | None,
+    spec: ExpertSpec,
 ) -> None:
     shared = plan.split_k > 1 or plan.num_ctas
     if order is None or shared or not supports_dequant(stack, x.device):
@@ -230,7 +242,7 @@ def _launch_dequant_experts(
             "Give a GemmPlan",
         )
     if order.slots.shape[0]:
-        multiply_dequant_experts(x, stack, out, order, table, plan, gated, gather)
+        multiply_dequant_experts(x, stack, out, order, table, plan, gated, gather, bias, spec)
 
 
 def supports_dequant(stack: Matrices, device: torch.device) -> bool:
@@ -314,6 +326,7 @@ def multiply_unpacked(
     gather: bool,
     bias: torch.Tensor | None,
     limit: int = SCRATCH,
+    spec: ExpertSpec = SWIGLU,
 ) -> None:
     """See ``multiply``; ``plan`` is for bfloat16 weights.
 
@@ -334,12 +347,21 @@ def multiply_unpacked(
     for e, count in runs(E, 2 * mats * stack.N * stack.K, limit):
         scratch = _scratch(x, mats * count, stack.N, stack.K)
         unpacked = unpack(stack, scratch, e, order, table, mats)
-        here = None
+        here, some_bias = None, None
+        if bias is not None:
+            some_bias = bias.view(-1, mats, stack.N)
+            if table is None:
+                some_bias = some_bias[e : e + count]
+            else:
+                some_bias = some_bias.index_select(0, table[e : e + count].clamp(min=0))
         if table is not None:
             own = torch.arange(count, dtype=torch.int32, device=x.device)
             here = torch.where(table[e : e + count] < 0, -1, own)
         some = replace(order, starts=order.starts[e : e + count + 1])
-        multiply(x, unpacked, out, plan, order=some, table=here, gated=gated, gather=gather)
+        multiply(
+            x, unpacked, out, plan, order=some, table=here, gated=gated, gather=gather,
+            bias=some_bias, spec=spec,
+        )  # fmt: skip
 
 
 def _scratch(x: torch.Tensor, count: int, N: int, K: int) -> torch.Tensor:

@@ -20,6 +20,7 @@ from dataclasses import replace
 import torch
 import triton
 
+from ...shapes import SWIGLU, ExpertSpec
 from ..common.launch import arch, num_sms
 from ..plans.gemm import DequantPlan, ExpertsPlan, GemmPlan, LinearPlan
 from ..plans.grouped import GEMV, UNPACKED, gemm_plan, split_k
@@ -155,18 +156,20 @@ def select_experts(
     rows: float,
     device: torch.device,
     aligned: bool = True,
+    spec: ExpertSpec = SWIGLU,
 ) -> ExpertsPlan:
     """The same for the product ``op``, "gate_up" or "down", of experts with so many rows each.
 
     Args:
         rows: of an expert that may have any, on average.
         aligned: whether the rows that are multiplied begin at a multiple of 16 bytes.
+        spec: the experts'; warp-specialized kernels have that of SwiGLU alone.
     """
     N, K, kind = stack.N, stack.K, stack.kind
     capability, name = arch(device), _name(device)
     path = path_of(stack, activations == "fp8")
     if path != "dequant":
-        specialized = aligned and supports_warp_specialized(stack, device)
+        specialized = aligned and spec == SWIGLU and supports_warp_specialized(stack, device)
         return gemm_plan(op, path, capability, rows, N, K, name, specialized)
     kernel = experts_kernel_of(
         op, kind, stack.group, rows, capability, supports_dequant(stack, device)

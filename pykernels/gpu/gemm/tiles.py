@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...shapes import SortedSlots
+from ...shapes import SWIGLU, ExpertSpec, SortedSlots
 from ..common.bf16 import to_bf16
 
 _LINES = 32
@@ -143,16 +143,34 @@ def load_inputs(tile, inside, EVEN_K: tl.constexpr):
     return value
 
 
-@triton.jit
-def silu_mul(gate, up):
-    return gate / (1 + tl.exp(-gate)) * up
+def activation_of(spec: ExpertSpec) -> tuple[float, float, float] | None:
+    """``swiglu``'s ACT: (alpha, limit, up_offset), or None for silu(gate) * up."""
+    found = (spec.alpha, spec.limit, spec.up_offset)
+    return None if found == (SWIGLU.alpha, SWIGLU.limit, SWIGLU.up_offset) else found
 
 
 @triton.jit
-def store_rows(value, out, row, hi, cols, N, bias, HAS_BIAS: tl.constexpr):
-    """Writes float32 [rows, cols], plus ``bias`` [N], to rows of ``out`` [.., N] in its dtype."""
-    if HAS_BIAS:
-        value += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+def swiglu(gate, up, ACT: tl.constexpr):
+    """``ref.activation.swiglu`` of float32 gate and up; Gluon's kernels call it too."""
+    if ACT is None:
+        h = gate / (1 + tl.exp(-gate)) * up
+    else:  # NaN stays NaN
+        gate = tl.where(gate > ACT[1], ACT[1], gate)
+        up = tl.where(up > ACT[1], ACT[1], tl.where(up < -ACT[1], -ACT[1], up))
+        h = gate / (1 + tl.exp(-ACT[0] * gate)) * (up + ACT[2])
+    return h
+
+
+@triton.jit
+def load_bias(bias, matrix, cols, N):
+    """float32 [cols] of row ``matrix`` of ``bias`` [matrices, N]; zeros where it lies nowhere."""
+    at = bias + matrix.to(tl.int64) * N + cols
+    return tl.load(at, mask=(cols < N) & (matrix >= 0), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_rows(value, out, row, hi, cols, N):
+    """Writes float32 [rows, cols] to rows of ``out`` [.., N] in its dtype."""
     at = out + row.to(tl.int64)[:, None] * N + cols[None, :]
     if out.dtype.element_ty == tl.bfloat16:
         value = to_bf16(value)

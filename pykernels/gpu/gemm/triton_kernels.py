@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ..common.bf16 import INTERPRETED, dot
 from ..common.dequant import dequantize_pair, e4m3_to_float
-from .tiles import find_slot, load_inputs, locate, silu_mul, source_rows, store_rows
+from .tiles import find_slot, load_bias, load_inputs, locate, source_rows, store_rows, swiglu
 
 
 @triton.jit(do_not_specialize=["M", "E", "N_BLOCKS"])
@@ -34,6 +34,7 @@ def gemm_bf16(
     TOPK,
     N_BLOCKS,
     GATED: tl.constexpr,
+    ACT: tl.constexpr,
     GATHER: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
@@ -47,7 +48,7 @@ def gemm_bf16(
     GROUP_M: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """out[row] = x[source(row)] @ w[slot].T, gated: silu(x @ gate.T) * (x @ up.T).
+    """out[row] = x[source(row)] @ w[slot].T + bias[slot], gated: ``swiglu`` of gate's and up's.
 
     A step's weight tile is [BLOCK_N, BLOCK_K]; gated, its first half are rows of gate, its second
     one the same rows of up, so that one dot makes both and the halves meet in a thread's registers.
@@ -56,7 +57,7 @@ def gemm_bf16(
         x: bfloat16 [.., K], or with X_TMA a descriptor of blocks [BLOCK_M, BLOCK_K] of it.
         w: bfloat16 [matrices, N, K], or a descriptor of blocks [2 or 1, cols, BLOCK_K] of it.
         out: [.., N].
-        order, starts, slots: see ``pykernels.gpu.gemm.grouped``.
+        order, starts, slots, bias: see ``pykernels.gpu.gemm.grouped``.
     """
     MATS: tl.constexpr = 2 if GATED else 1
     COLS: tl.constexpr = BLOCK_N // MATS
@@ -90,8 +91,13 @@ def gemm_bf16(
         acc = dot(a, b, acc)
     if GATED:
         gate, up = acc.reshape(BLOCK_M, 2, COLS).permute(0, 2, 1).split()
-        acc = silu_mul(gate, up)
-    store_rows(acc, out, row, hi, cols, N, bias, HAS_BIAS)
+        if HAS_BIAS:
+            gate += load_bias(bias, slot * 2, cols, N)[None, :]
+            up += load_bias(bias, slot * 2 + 1, cols, N)[None, :]
+        acc = swiglu(gate, up, ACT)
+    elif HAS_BIAS:
+        acc += load_bias(bias, slot, cols, N)[None, :]
+    store_rows(acc, out, row, hi, cols, N)
 
 
 @triton.jit
@@ -105,7 +111,7 @@ def row_pointers(
     if KIND == "fp8":
         groups = tl.cdiv(K, 128)
         scales = w_scale + matrix * tl.cdiv(N, 128) * groups + n // 128 * groups
-    elif KIND == "int8" or KIND == "int4":
+    elif KIND == "int8" or KIND == "int4" or KIND == "mxfp4":
         if GROUP == 0:
             scales = w_scale + matrix * N + cols
         else:
@@ -134,6 +140,7 @@ def gemm_dequant(
     N_BLOCKS,
     K_SPLIT,
     GATED: tl.constexpr,
+    ACT: tl.constexpr,
     GATHER: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
@@ -189,10 +196,14 @@ def gemm_dequant(
                     rows_up, scales_up, mask, k, N, K, KIND, GROUP, pair, NATIVE
                 )
                 acc_up = dot(w1, a1, dot(w0, a0, acc_up))
+    if HAS_BIAS:
+        acc += load_bias(bias, slot * MATS, cols, N)[:, None]
     if GATED:
-        acc = silu_mul(acc, acc_up)
+        if HAS_BIAS:
+            acc_up += load_bias(bias, slot * MATS + 1, cols, N)[:, None]
+        acc = swiglu(acc, acc_up, ACT)
     out += tl.program_id(1).to(tl.int64) * M * N
-    store_rows(acc.T, out, row, hi, cols, N, bias, HAS_BIAS)
+    store_rows(acc.T, out, row, hi, cols, N)
 
 
 @triton.jit
@@ -238,6 +249,7 @@ def gemm_fp8(
     TOPK,
     N_BLOCKS,
     GATED: tl.constexpr,
+    ACT: tl.constexpr,
     GATHER: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
@@ -309,6 +321,10 @@ def gemm_fp8(
             else:
                 b = load_inputs(w_tile + (up + g * 128), inside, EVEN_K)
             acc_up += dot_e4m3(a, b, NATIVE) * _scales(s, scale + (blocks + g), WIDE)
+    if HAS_BIAS:
+        acc += load_bias(bias, slot * MATS, cols, N)[None, :]
     if GATED:
-        acc = silu_mul(acc, acc_up)
-    store_rows(acc, out, row, hi, cols, N, bias, HAS_BIAS)
+        if HAS_BIAS:
+            acc_up += load_bias(bias, slot * MATS + 1, cols, N)[None, :]
+        acc = swiglu(acc, acc_up, ACT)
+    store_rows(acc, out, row, hi, cols, N)

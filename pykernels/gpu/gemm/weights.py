@@ -3,25 +3,26 @@
 Nothing here is the CPU's tile layout: a row stays a run of bytes, so a checkpoint's (or a GGUF
 file's) rows are copied, at most with their bytes in another order.
 
-======== ===================================================== =================================
-kind     ``data`` [B, N, ...]                                  ``scale``
-======== ===================================================== =================================
-``bf16`` bfloat16 [K]                                          None
-``fp8``  float8_e4m3fn [K]                                     float32 [B, N / 128, K / 128]
-``int8`` int8 [K]                                              see below
-``int4`` uint8 [K / 2], codes ``q + 8``                        see below
-``q4_k`` uint8 [K / 256 * 144], GGUF's blocks as they are      None
-``q6_k`` uint8, GGUF's blocks by parts, see below              None
-======== ===================================================== =================================
+========= ===================================================== =================================
+kind      ``data`` [B, N, ...]                                  ``scale``
+========= ===================================================== =================================
+``bf16``  bfloat16 [K]                                          None
+``fp8``   float8_e4m3fn [K]                                     float32 [B, N / 128, K / 128]
+``int8``  int8 [K]                                              see below
+``int4``  uint8 [K / 2], codes ``q + 8``                        see below
+``mxfp4`` uint8 [K / 2], E2M1 codes                             see below
+``q4_k``  uint8 [K / 256 * 144], GGUF's blocks as they are      None
+``q6_k``  uint8, GGUF's blocks by parts, see below              None
+========= ===================================================== =================================
 
-- ``int4``: of each 64 inputs, byte i holds input i in its low half and input 32 + i in its high
-  half: the order inside a Q4_K block, so both are dequantized alike.
+- ``int4``, ``mxfp4``: of each 64 inputs, byte i holds input i in its low half and input 32 + i in
+  its high half: the order inside a Q4_K block, so they are dequantized alike.
 - ``q6_k``: a row's low nibbles [K / 2], high bits [K / 4], int8 scales [K / 16] and fp16 scales
   [K / 256] (each twice), in the order of the blocks, and zeros up to a multiple of 16 bytes.
   GGUF's own blocks have 210 bytes, which leaves no load aligned.
-- Integer scales are words, since asynchronous copies have at least 4 bytes, and those of a tile of
-  rows are one run. Groups of 32: bfloat16 [B, K / 64, N, 2], two neighbouring groups in a word;
-  other groups: float32 [B, K / group, N].
+- Integer scales, and those of ``mxfp4``, are words, since asynchronous copies have at least 4
+  bytes, and those of a tile of rows are one run. Groups of 32: bfloat16 [B, K / 64, N, 2], two
+  neighbouring groups in a word; other groups: float32 [B, K / group, N].
 - gate and up of an expert are matrices 2 s and 2 s + 1 of one stack: transformers' fused
   ``gate_up_proj`` [E, 2 I, H] is that stack, viewed.
 """
@@ -36,9 +37,13 @@ import torch
 from ...errors import PykernelsError
 from ...quant import Format, Weight
 from ...quant.integer import Integer
+from ...quant.mxfp4 import GROUP as MX_GROUP
+from ...quant.mxfp4 import MXFP4
 
-KINDS = ("bf16", "fp8", "int8", "int4", "q4_k", "q6_k")
-K_MULTIPLE = {"bf16": 8, "fp8": 64, "int8": 64, "int4": 64, "q4_k": 256, "q6_k": 256}
+KINDS = ("bf16", "fp8", "int8", "int4", "mxfp4", "q4_k", "q6_k")
+K_MULTIPLE = {
+    "bf16": 8, "fp8": 64, "int8": 64, "int4": 64, "mxfp4": 64, "q4_k": 256, "q6_k": 256,
+}  # fmt: skip
 """What K must be a multiple of: 16 bytes for the copies, or a kernel's step."""
 
 _DTYPES = {
@@ -46,9 +51,11 @@ _DTYPES = {
     "fp8": torch.float8_e4m3fn,
     "int8": torch.int8,
     "int4": torch.uint8,
+    "mxfp4": torch.uint8,
     "q4_k": torch.uint8,
     "q6_k": torch.uint8,
 }
+_WORD_SCALES = ("int8", "int4", "mxfp4")
 _Q6_PARTS = (128, 64, 16, 4)
 """Bytes of a Q6_K block's parts in its own order, the scale at its end twice."""
 
@@ -58,7 +65,8 @@ class Matrices:
     """``B`` matrices [N, K] (N outputs, K inputs) in one ``kind``; see the table above.
 
     Attributes:
-        group: inputs of one scale (integers: 32, 128 or K; fp8: 128), 0 where rows hold their own.
+        group: inputs of one scale (integers: 32, 128 or K; mxfp4: 32; fp8: 128), 0 where rows hold
+            their own.
     """
 
     kind: str
@@ -133,8 +141,10 @@ def pack_for_gpu(fmt: Format, weights: Sequence[Weight]) -> Matrices:
     if kind == "fp8":
         scale = torch.stack([_scale(weight).float() for weight in weights])
         return Matrices(kind, N, K, 128, data, scale)
-    if kind in ("int8", "int4"):
+    if kind in _WORD_SCALES:
         group, scales = _group(fmt, K), [_scale(weight) for weight in weights]
+        if isinstance(fmt, MXFP4):
+            scales = [fmt.power(scale) for scale in scales]
         if {scale.shape[1] for scale in scales} != {-(-K // group)}:
             raise PykernelsError(
                 f"{sorted({scale.shape[1] for scale in scales})} scales for {K} inputs in"
@@ -161,7 +171,7 @@ def empty_for_gpu(fmt: Format, count: int, N: int, K: int, device: torch.device)
     if kind == "fp8":
         scale = torch.empty(count, -(-N // 128), -(-K // 128), dtype=torch.float32, device=device)
         return Matrices(kind, N, K, 128, data, scale)
-    if isinstance(fmt, Integer):
+    if kind in _WORD_SCALES:
         group = _group(fmt, K)
         if group == 32:
             scale = torch.empty(count, K // 64, N, 2, dtype=torch.bfloat16, device=device)
@@ -187,29 +197,34 @@ def unpack_from_gpu(fmt: Format, stack: Matrices, index: int) -> Weight:
     """One matrix of a stack as ``fmt`` knows it, on the CPU: the inverse of ``pack_for_gpu``."""
     data = stack.data[index].cpu()
     scale = None if stack.scale is None else stack.scale[index].cpu()
-    if stack.kind == "int4":
+    if stack.kind in ("int4", "mxfp4"):
         halves = data.view(stack.N, -1, 1, 32)
         data = torch.cat((halves & 15, halves >> 4), dim=2).view(stack.N, stack.K)
-        data = data.view(torch.int8) - 8
+        if stack.kind == "int4":
+            data = data.view(torch.int8) - 8
     elif stack.kind == "q6_k":
         blocks = stack.K // 256
         sizes = [blocks * part for part in _Q6_PARTS]
         parts = data[:, : sum(sizes)].split(sizes, dim=1)
         split = [part.unflatten(1, (blocks, -1)) for part in parts]
         data = torch.cat(split, dim=2)[..., :210].flatten(1)
-    if scale is not None and stack.kind in ("int8", "int4"):
+    if scale is not None and stack.kind in _WORD_SCALES:
         by_row = scale.transpose(0, 1).flatten(1)  # a K of 64 n has whole pairs of 32
+        by_row = fmt.exponent(by_row) if isinstance(fmt, MXFP4) else by_row
         scale = by_row.to(fmt.scale_dtypes[0]).contiguous()
     return Weight(data, scale)
 
 
 def _width(kind: str, K: int) -> int:
     """Elements of a row of data."""
-    widths = {"int4": K // 2, "q4_k": K // 256 * 144, "q6_k": -(-K // 256 * 212 // 16) * 16}
+    halves = dict.fromkeys(("int4", "mxfp4"), K // 2)
+    widths = {**halves, "q4_k": K // 256 * 144, "q6_k": -(-K // 256 * 212 // 16) * 16}
     return widths.get(kind, K)
 
 
 def _group(fmt: Format, K: int) -> int:
+    if isinstance(fmt, MXFP4):
+        return MX_GROUP
     assert isinstance(fmt, Integer)
     return fmt.group or K
 
@@ -227,8 +242,9 @@ def _words(scale: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def _rows(kind: str, data: torch.Tensor) -> torch.Tensor:
-    if kind == "int4":
-        low, high = (data + 8).view(torch.uint8).unflatten(1, (-1, 2, 32)).unbind(2)
+    if kind in ("int4", "mxfp4"):
+        codes = (data + 8).view(torch.uint8) if kind == "int4" else data
+        low, high = codes.unflatten(1, (-1, 2, 32)).unbind(2)
         return (low | high << 4).flatten(1)
     if kind == "q6_k":
         blocks = data.unflatten(1, (-1, 210))

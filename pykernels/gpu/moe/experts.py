@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...errors import PykernelsError
-from ...quant import Format, Weight
+from ...quant import Biases, Format, Weight
 from ...shapes import SWIGLU, ExpertSpec
 from ..gemm.weights import Matrices, empty_for_gpu, pack_for_gpu, unpack_from_gpu
 
@@ -23,12 +23,18 @@ class Experts:
         down: a matrix [H, I] a slot.
         slots: contiguous int32 [E]: the slot of each expert, negative if it has none (what it would
             have contributed is left out); None: expert e is in slot e.
+        spec: what an expert does beside its products.
+        gate_up_bias: float32 [2 slots, I], as the matrices lie, and ``down_bias`` [slots, H], where
+            ``spec`` has biases; else None.
     """
 
     fmt: Format
     gate_up: Matrices
     down: Matrices
     slots: torch.Tensor | None = None
+    spec: ExpertSpec = SWIGLU
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         both, down, slots = self.gate_up, self.down, self.slots
@@ -44,16 +50,17 @@ class Experts:
             raise PykernelsError(
                 f"the slot table is {slots.dtype} {tuple(slots.shape)}", "Give contiguous int32 [E]"
             )
+        pairs = ((both, self.gate_up_bias), (down, self.down_bias))
+        if not all(_fits(bias, stack, self.spec) for stack, bias in pairs):
+            raise PykernelsError(
+                f"the biases of {len(down)} experts in slots do not fit {self.spec}",
+                "Give contiguous float32 [2 slots, I] and [slots, H], or none if it has none",
+            )
 
     @property
     def down_fmt(self) -> Format:
         """That of down, which is every matrix's here."""
         return self.fmt
-
-    @property
-    def spec(self) -> ExpertSpec:
-        """What an expert does beside its products: ``silu(gate) * up`` alone."""
-        return SWIGLU
 
     @property
     def E(self) -> int:
@@ -69,12 +76,24 @@ class Experts:
 
     @classmethod
     def pack(
-        cls, fmt: Format, experts: Sequence[tuple[Weight, Weight, Weight]], device: torch.device
+        cls,
+        fmt: Format,
+        experts: Sequence[tuple[Weight, Weight, Weight]],
+        device: torch.device,
+        spec: ExpertSpec = SWIGLU,
+        biases: Sequence[Biases] = (),
     ) -> Experts:
-        """From (gate, up, down) of each expert, as a checkpoint (or ``PackedExperts``) has them."""
+        """From (gate, up, down) of each expert, as a checkpoint (or ``PackedExperts``) has them,
+        and its biases, where ``spec`` has them."""
         both = [weight for gate, up, _ in experts for weight in (gate, up)]
         downs = [down for *_, down in experts]
-        return cls(fmt, pack_for_gpu(fmt, both).to(device), pack_for_gpu(fmt, downs).to(device))
+        stacks = (pack_for_gpu(fmt, both).to(device), pack_for_gpu(fmt, downs).to(device))
+        if not biases:
+            return cls(fmt, *stacks, spec=spec)
+        inner = torch.stack([bias for gate, up, _ in biases for bias in (gate, up)])
+        outer = torch.stack([bias for *_, bias in biases])
+        given = (part.to(device, torch.float32) for part in (inner, outer))
+        return cls(fmt, *stacks, None, spec, *given)
 
     @classmethod
     def empty(
@@ -84,13 +103,19 @@ class Experts:
         H: int,
         I: int,  # noqa: E741
         device: torch.device,
+        spec: ExpertSpec = SWIGLU,
     ) -> Experts:
         """Room for experts, to be copied into slot by slot."""
-        return cls(
-            fmt,
+        stacks = (
             empty_for_gpu(fmt, 2 * slots, I, H, device),
             empty_for_gpu(fmt, slots, H, I, device),
         )
+        if not spec.bias:
+            return cls(fmt, *stacks, spec=spec)
+        biases = (
+            torch.empty(len(each), each.N, dtype=torch.float32, device=device) for each in stacks
+        )
+        return cls(fmt, *stacks, None, spec, *biases)
 
     def with_slots(self, slots: torch.Tensor) -> Experts:
         """The same matrices under another table of slots."""
@@ -106,13 +131,29 @@ class Experts:
         Raises:
             PykernelsError: it has no slot, or there is no such expert.
         """
+        slot = self._slot(expert)
+        gate, up = (unpack_from_gpu(self.fmt, self.gate_up, 2 * slot + i) for i in range(2))
+        return gate, up, unpack_from_gpu(self.fmt, self.down, slot)
+
+    def biases(self, expert: int) -> Biases | None:
+        """Those of one expert on the CPU; None where there are none. Raises as ``unpack``."""
+        if self.gate_up_bias is None or self.down_bias is None:
+            return None
+        slot = self._slot(expert)
+        gate, up = self.gate_up_bias[2 * slot : 2 * slot + 2].cpu()
+        return Biases(gate, up, self.down_bias[slot].cpu())
+
+    def _slot(self, expert: int) -> int:
         if not self.holds(expert):
             raise PykernelsError(
                 f"expert {expert} of {self.E} is in no slot", "Ask for those that holds() has"
             )
-        slot = expert if self.slots is None else int(self.slots[expert])
-        gate, up = (unpack_from_gpu(self.fmt, self.gate_up, 2 * slot + i) for i in range(2))
-        return gate, up, unpack_from_gpu(self.fmt, self.down, slot)
+        return expert if self.slots is None else int(self.slots[expert])
 
-    def biases(self, expert: int) -> None:
-        """None: there are none."""
+
+def _fits(bias: torch.Tensor | None, stack: Matrices, spec: ExpertSpec) -> bool:
+    """Whether it is one for each output of the stack, or none where there is to be none."""
+    if bias is None or not spec.bias:
+        return bias is None and not spec.bias
+    shape = (len(stack), stack.N)
+    return bias.shape == shape and bias.dtype == torch.float32 and bias.is_contiguous()

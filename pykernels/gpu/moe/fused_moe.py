@@ -11,7 +11,7 @@ import triton
 
 from ...errors import PykernelsError
 from ...quant import Format
-from ...shapes import SWIGLU, MoEShape, SortedSlots
+from ...shapes import MoEShape, SortedSlots
 from ..common.launch import check_device
 from ..common.launch import supports as device_supports
 from ..common.strides import check_out
@@ -30,8 +30,6 @@ def supports(
     shape: MoEShape, fmt: Format, device: torch.device, activations: str = "bf16"
 ) -> str | None:
     """None if ``moe_ffn`` runs these experts there, or the reason why not."""
-    if shape.spec != SWIGLU:
-        return "it has neither biases nor clamped activations"
     return device_supports(device) or _supports_formats(fmt, shape.H, shape.I, activations)
 
 
@@ -52,7 +50,8 @@ def gate_up(
     plan: ExpertsPlan | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``silu(x @ gate.T) * (x @ up.T)`` of each sorted slot's token: bfloat16 [S, I].
+    """``silu(x @ gate.T) * (x @ up.T)`` of each sorted slot's token, or what ``experts.spec`` makes
+    of both: bfloat16 [S, I].
 
     Args:
         x: bfloat16 [T, H].
@@ -88,7 +87,8 @@ def down(
     out: torch.Tensor | None = None,
     h_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``h @ down.T`` of each sorted slot: bfloat16 [S, H], sorted; ``unpermute`` weights and adds.
+    """``h @ down.T``, plus a bias, of each sorted slot: bfloat16 [S, H], sorted; ``unpermute``
+    weights and adds.
 
     Args:
         h: bfloat16 [S, I], sorted.
@@ -167,7 +167,7 @@ def _plan(
     S = order.slots.shape[0]
     each = S / min(experts.E, max(S, 1))
     aligned = op == "gate_up" or rows.data_ptr() % 16 == 0
-    return select_experts(op, stack, activations, each, rows.device, aligned)
+    return select_experts(op, stack, activations, each, rows.device, aligned, experts.spec)
 
 
 def _gate_up(
@@ -190,7 +190,8 @@ def _gate_up(
         launch_permute(x, order, rows)
     multiply(
         rows, stack, out, plan, x_scale=scale, order=order, table=experts.slots,
-        gated=True, gather=not in_order, out_scale=out_scale,
+        gated=True, gather=not in_order, bias=experts.gate_up_bias, out_scale=out_scale,
+        spec=experts.spec,
     )  # fmt: skip
 
 
@@ -216,7 +217,10 @@ def _down(
     plan: ExpertsPlan,
     out: torch.Tensor,
 ) -> None:
-    multiply(h, experts.down, out, plan, x_scale=h_scale, order=order, table=experts.slots)
+    multiply(
+        h, experts.down, out, plan, x_scale=h_scale, order=order, table=experts.slots,
+        bias=experts.down_bias,
+    )  # fmt: skip
 
 
 def _check_tokens(x: torch.Tensor, experts: Experts, order: SortedSlots, activations: str) -> None:
@@ -239,7 +243,9 @@ def _check(
 ) -> None:
     """Raises PykernelsError unless a kernel multiplies these; a scale comes with E4M3 inputs."""
     table = experts.slots
-    check_device(x, stack.data, order.slots, *(() if table is None else (table,)))
+    parts = (table, experts.gate_up_bias, experts.down_bias)
+    given = (part for part in parts if part is not None)
+    check_device(x, stack.data, order.slots, *given)
     dtype = torch.bfloat16 if scale is None else torch.float8_e4m3fn
     if x.dtype != dtype or x.ndim != 2 or x.shape[1] != stack.K or not x.is_contiguous():
         raise PykernelsError(

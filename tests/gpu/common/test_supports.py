@@ -21,7 +21,7 @@ from pykernels.gpu.moe import fused_moe, permute, router, router_logits
 from pykernels.gpu.plans.gemm import SkinnyExpertsPlan
 from pykernels.gpu.quantize import quantize_fp8
 from pykernels.quant import get_format
-from pykernels.shapes import MoEShape, RouterSpec, Routing
+from pykernels.shapes import ExpertSpec, MoEShape, RouterSpec, Routing
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 LAYER = MoEShape(E=4, H=256, I=256, topk=2)
@@ -54,7 +54,7 @@ ROWS = [
     ("sample", lambda d: sampling.supports(_zeros(d, 2, 8)),
      lambda d: sampling.supports(_zeros(d, 2, 0)), "vocabulary of 0"),
     ("linear", lambda d: linear.supports("int4", 256, d),
-     lambda d: linear.supports("mxfp4", 256, d), "no GPU layout"),
+     lambda d: linear.supports("q5_k", 256, d), "no GPU layout"),
     ("linear's inputs", lambda d: linear.supports("q4_k", 512, d),
      lambda d: linear.supports("q4_k", 384, d), "multiples of 256"),
     ("linear's activations", lambda d: linear.supports("fp8", 256, d, "fp8"),
@@ -163,6 +163,8 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
             y.to(FP8), eight, order, activations="fp8", h_scale=weights[:1].double()),
         "a slot table with gaps": lambda: experts.with_slots(gapped),
         "up without a gate": lambda: fused_moe.Experts(fmt, experts.down, experts.down),
+        "biases that nobody asked for": lambda: replace(experts, down_bias=weights[:4]),
+        "no biases": lambda: replace(experts, spec=ExpertSpec(bias=True)),
         "down as wide as gate": lambda: fused_moe.Experts(fmt, eight.gate_up, experts.down),
         "linear, a stack of 2": lambda: lin(x, pair),
         "linear, fp8 and bf16": lambda: lin(x, stack, activations="fp8"),

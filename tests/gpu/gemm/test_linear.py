@@ -23,7 +23,7 @@ from pykernels.gpu.plans.gemm import (
 from pykernels.quant import Weight, get_format
 from pykernels.testing import relative_error
 
-FORMATS = ("bf16", "fp8", "int8", "int4", "int4-g128", "q4_k", "q6_k", "int8-channel")
+FORMATS = ("bf16", "fp8", "int8", "int4", "int4-g128", "mxfp4", "q4_k", "q6_k", "int8-channel")
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from pykernels.gpu.plans.grouped import gemm_plan
 from pykernels.gpu.plans.registers import dequant_experts_plan, dequant_plan
 from pykernels.gpu.plans.tuned import write_tuned
 from pykernels.quant import get_format
+from pykernels.shapes import ExpertSpec
 
 CPU = torch.device("cpu")
 SMS = 132
@@ -85,12 +86,16 @@ def _stack(name: str, N: int, K: int, count: int = 1):
     return empty_for_gpu(get_format(name), count, N, K, CPU)
 
 
-def test_experts_that_no_descriptor_reads_have_another_plan(on) -> None:
+def test_experts_that_are_not_warp_specialized(on) -> None:
     on(HOPPER)
     for aligned in (True, False):  # no descriptor begins at an odd address
         plan = select_experts("down", _stack("bf16", 64, 128, 2), "bf16", 500, CPU, aligned)
         assert plan == gemm_plan("down", "bf16", HOPPER, 500, 64, 128, "", aligned)
         assert plan.warp_specialized is aligned
+    biased = ExpertSpec(bias=True)  # which no warp-specialized kernel adds
+    for name in ("bf16", "fp8"):
+        stack = _stack(name, 64, 128, 2)
+        assert not select_experts("down", stack, name, 500, CPU, True, biased).warp_specialized
 
 
 TUNED = [("skinny_down", 1, SkinnyExpertsPlan(64, 8, 16)), ("down", 10, DequantPlan(128))]

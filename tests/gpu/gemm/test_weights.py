@@ -13,7 +13,7 @@ from pykernels.quant import Weight, get_format
 
 from .test_linear import made
 
-FORMATS = ("bf16", "fp8", "int8", "int8-channel", "int4", "int4-g128", "q4_k", "q6_k")
+FORMATS = ("bf16", "fp8", "int8", "int8-channel", "int4", "int4-g128", "mxfp4", "q4_k", "q6_k")
 
 
 @pytest.mark.parametrize("name", FORMATS)

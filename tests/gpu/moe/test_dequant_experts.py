@@ -20,11 +20,11 @@ from pykernels.gpu.gemm.weights import pack_for_gpu
 from pykernels.gpu.moe import fused_moe
 from pykernels.gpu.plans.gemm import DequantPlan, GemmPlan
 from pykernels.quant import get_format
-from pykernels.shapes import MoEShape
+from pykernels.shapes import SWIGLU, ExpertSpec, MoEShape
 from pykernels.testing import balanced_routing, one_expert_routing, relative_error, skewed_routing
 
 from ..gluon_shim import interpret
-from .test_moe_ffn import random_experts
+from .test_moe_ffn import GPT_OSS, random_experts
 
 RAGGED = MoEShape(E=3, H=192, I=64, topk=2)  # half steps of inputs, ragged tiles of outputs
 FOUR, EIGHT = DequantPlan(16, 4, 3, 2), DequantPlan(32, 8, 2, 3)
@@ -47,12 +47,21 @@ CASES = [
     ("int4", 17, one_expert_routing, (EIGHT, EIGHT), "groups of 32, a full block and a row"),
     ("int8", 1, skewed_routing, (FOUR, FOUR), "one token, bytes"),
 ]
+LAYERS = [
+    *((*case, SWIGLU) for case in CASES),
+    ("mxfp4", 10, skewed_routing, (FOUR, EIGHT), "biases, a clamp", GPT_OSS),
+]
 
 
-@pytest.mark.parametrize(("name", "T", "route", "plans", "why"), CASES, ids=[c[4] for c in CASES])
-def test_a_layer(name: str, T: int, route: Any, plans: Any, why: str, device: Any) -> None:
-    experts = random_experts(RAGGED, get_format(name), device)
+@pytest.mark.parametrize(
+    ("name", "T", "route", "plans", "why", "spec"), LAYERS, ids=[c[4] for c in LAYERS]
+)
+def test_a_layer(
+    name: str, T: int, route: Any, plans: Any, why: str, spec: ExpertSpec, device: Any
+) -> None:
+    experts = random_experts(replace(RAGGED, spec=spec), get_format(name), device)
     x, routing = torch.randn(T, RAGGED.H).bfloat16(), route(T, RAGGED)
+    x *= 4 if spec.bias else 1  # the limit counts
     ids, weights = routing.ids.to(device), routing.weights.to(device)
     y = fused_moe.moe_ffn(x.to(device), ids, weights, experts, plans=plans)
     truth = ref.moe_ffn(x, routing.ids, routing.weights, experts, dtype=torch.float64)
@@ -70,7 +79,8 @@ def test_one_scale_an_output_and_experts_that_lie_nowhere(device: torch.device) 
     downs = [fmt.quantize(torch.randn(shape.H, shape.I)) for _ in range(2)]
     slots = torch.tensor([1, -1, 1, -1], dtype=torch.int32, device=device)
     stacks = (pack_for_gpu(fmt, matrices).to(device) for matrices in (weights, downs))
-    experts = fused_moe.Experts(fmt, *stacks, slots)
+    biases = (torch.randn(4, shape.I).to(device), torch.randn(2, shape.H).to(device))
+    experts = fused_moe.Experts(fmt, *stacks, slots, GPT_OSS, *biases)
     assert experts.gate_up.group == shape.H
     experts.gate_up.scale[:2] = float("inf")  # slot 0 is nobody's
     ids = skewed_routing(8, shape).ids

@@ -13,13 +13,16 @@ from pykernels import ref
 from pykernels.errors import PykernelsError
 from pykernels.gpu.moe import fused_moe
 from pykernels.gpu.plans.gemm import GemmPlan
-from pykernels.quant import Format, get_format
-from pykernels.shapes import MoEShape, Routing
+from pykernels.quant import Biases, Format, get_format
+from pykernels.ref.activation import swiglu
+from pykernels.shapes import SWIGLU, ExpertSpec, MoEShape, Routing
 from pykernels.testing import balanced_routing, one_expert_routing, relative_error, skewed_routing
 
 SMALL = MoEShape(E=5, H=128, I=128, topk=2)
+GPT_OSS = ExpertSpec(1.702, 7.0, 1.0, bias=True)
 FORMATS = (
-    "bf16", "fp8", "int8", "int8-channel", "int4", "int4-g128", "int4-channel", "q4_k", "q6_k",
+    "bf16", "fp8", "int8", "int8-channel", "int4", "int4-g128", "int4-channel", "mxfp4", "q4_k",
+    "q6_k",
 )  # fmt: skip
 
 
@@ -28,7 +31,8 @@ def random_experts(shape: MoEShape, fmt: Format, device: torch.device) -> fused_
     weights = [
         tuple(fmt.quantize(torch.randn(N, K) / K**0.5) for N, K in sizes) for _ in range(shape.E)
     ]
-    return fused_moe.Experts.pack(fmt, weights, device)
+    biases = [Biases(*(torch.randn(N) for N, _ in sizes)) for _ in weights if shape.spec.bias]
+    return fused_moe.Experts.pack(fmt, weights, device, shape.spec, biases)
 
 
 def native(x: torch.Tensor, routing: Routing, experts: fused_moe.Experts) -> torch.Tensor:
@@ -38,8 +42,14 @@ def native(x: torch.Tensor, routing: Routing, experts: fused_moe.Experts) -> tor
         gate, up, down = (experts.fmt.dequantize(w).bfloat16() for w in experts.unpack(e))
         tokens, ranks = torch.where(routing.ids == e)
         rows = x[tokens].bfloat16()
-        h = F.silu(rows @ gate.T) * (rows @ up.T)
-        y.index_add_(0, tokens, (h @ down.T).float() * routing.weights[tokens, ranks, None])
+        gate, up, through = rows @ gate.T, rows @ up.T, down.T
+        biases = experts.biases(e)
+        if biases is None:
+            out = (F.silu(gate) * up) @ through
+        else:
+            gate, up = gate + biases.gate.bfloat16(), up + biases.up.bfloat16()
+            out = swiglu(gate, up, experts.spec) @ through + biases.down.bfloat16()
+        y.index_add_(0, tokens, out.float() * routing.weights[tokens, ranks, None])
     return y.bfloat16()
 
 
@@ -113,6 +123,37 @@ def test_plans(name: str, activations: str, plan: GemmPlan, why: str, device: to
     check(x, routing, experts, device, activations, plans=(plan, plan))
 
 
+UNPACK = GemmPlan(16, 128, 128, stages=2, unpack=True)
+LIKE_GPT_OSS = [
+    ("bf16", 1, "bf16", None),
+    ("bf16", 19, "bf16", GemmPlan(16, 64, 64, tma=True)),
+    ("mxfp4", 4, "bf16", None),
+    ("fp8", 19, "fp8", None),
+    ("q4_k", 4, "bf16", UNPACK),
+]
+
+
+@pytest.mark.parametrize(("name", "T", "activations", "plan"), LIKE_GPT_OSS, ids=str)
+def test_biases_and_a_clamped_activation(
+    name: str, T: int, activations: str, plan: GemmPlan | None, device: torch.device
+) -> None:
+    """Of an expert that lies nowhere not even a bias is added."""
+    size = 256 if name == "q4_k" else 192
+    shape = MoEShape(E=5, H=size, I=size, topk=2, spec=GPT_OSS)
+    table = torch.tensor([2, 0, -1, 1, -1], dtype=torch.int32, device=device)
+    experts = random_experts(replace(shape, E=3), get_format(name), device).with_slots(table)
+    x, routing = 4 * torch.randn(T, shape.H).bfloat16(), skewed_routing(T, shape)
+    args = (x, routing.ids, routing.weights, experts)
+    given = (*(part.to(device) for part in args[:3]), experts)
+    plans = None if plan is None else (plan, plan)
+    y = fused_moe.moe_ffn(*given, activations=activations, plans=plans).cpu()
+    truth = ref.moe_ffn(*args, dtype=torch.float64, activations=activations)
+    assert relative_error(y, truth) < (2e-2 if activations == "fp8" else 8e-3)  # flips of E4M3
+    bare = replace(experts, spec=replace(GPT_OSS, limit=1e9))
+    unclamped = ref.moe_ffn(*args[:3], bare, dtype=torch.float64, activations=activations)
+    assert relative_error(unclamped, truth) > 0.1  # the limit counts
+
+
 def test_a_slot_table_is_all_that_says_where_experts_lie(device: torch.device) -> None:
     stacked = random_experts(replace(SMALL, E=3), get_format("int4"), device)
     table = torch.tensor([2, 0, -1, 1, 2], dtype=torch.int32, device=device)  # 2: lies nowhere
@@ -166,17 +207,28 @@ def test_every_plan_at_sizes_of_a_model(name: str, activations: str, rows: int, 
     check(x, skewed_routing(T, BIG), experts, device, activations)
 
 
-def _meta_call(name: str, rows: int, activations: str = "bf16") -> tuple[str, object]:
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [0.25, 4, 20, 200])
+@pytest.mark.parametrize(("name", "activations"), KINDS)
+def test_every_plan_with_biases(name: str, activations: str, rows: float, device) -> None:
+    shape, T = replace(BIG, spec=GPT_OSS), int(rows * BIG.E / BIG.topk)
+    x, experts = torch.randn(T, shape.H).bfloat16(), random_experts(shape, get_format(name), device)
+    check(x, skewed_routing(T, shape), experts, device, activations)
+
+
+def _meta_call(
+    name: str, rows: int, activations: str = "bf16", spec: ExpertSpec = SWIGLU
+) -> tuple[str, object]:
     """(name, a launch for ``compiles.py``) of a small layer with DeepSeek-V3's sizes."""
     E, H, I, topk = 4, 7168, 2048, 2  # noqa: E741
     T, meta = rows * E // topk, torch.device("meta")
 
     def call() -> None:
-        experts = fused_moe.Experts.empty(get_format(name), E, H, I, meta)
+        experts = fused_moe.Experts.empty(get_format(name), E, H, I, meta, spec)
         x, weights = torch.empty(T, H, device=meta).bfloat16(), torch.empty(T, topk, device=meta)
         fused_moe.moe_ffn(x, weights.long(), weights, experts, activations=activations)
 
-    return f"{name} {activations} {rows}", call
+    return f"{name} {activations} {rows}{' biases' * spec.bias}", call
 
 
 COMPILES = [
@@ -184,6 +236,10 @@ COMPILES = [
         ("bf16", 256), ("q4_k", 64), ("int4-g128", 1), ("q4_k", 1), ("fp8", 1), ("int4-g128", 256),
     )),
     *(_meta_call("fp8", rows, "fp8") for rows in (64, 256)),
+    *(_meta_call(name, rows, how, GPT_OSS) for name, rows, how in (
+        ("bf16", 256, "bf16"), ("mxfp4", 1, "bf16"), ("mxfp4", 256, "bf16"),
+        ("fp8", 20, "bf16"), ("fp8", 64, "fp8"),
+    )),
 ]  # fmt: skip
 COMPILES_ON_A_GPU = [
     *(_meta_call("q6_k", rows) for rows in (1, 64)),

@@ -15,10 +15,13 @@ from pykernels.gpu.moe.permute import sort_slots
 from pykernels.gpu.plans.gemm import SkinnyExpertsPlan
 from pykernels.quant import Weight, get_format
 from pykernels.quant.integer import Integer
+from pykernels.ref.activation import swiglu
+from pykernels.shapes import SWIGLU, ExpertSpec
 from pykernels.testing import relative_error
 
 from ..gemm.test_linear import made
 from ..gluon_shim import interpret
+from .test_moe_ffn import GPT_OSS
 
 
 @pytest.fixture
@@ -37,17 +40,26 @@ CASES = [
     ("int8", 192, 40, SkinnyExpertsPlan(32, 2, 8, ahead=2), "bytes"),
     ("fp8", 192, 136, SkinnyExpertsPlan(128, 2, 8), "two blocks of scales"),
 ]
+PRODUCTS = [
+    *((*case, SWIGLU) for case in CASES),
+    ("int4-g128", 320, 40, SkinnyExpertsPlan(32, 2, 8, 2), "biases, a clamp", GPT_OSS),
+    ("mxfp4", 320, 40, SkinnyExpertsPlan(32, 1, 2), "biases, a clamp, scales apart", GPT_OSS),
+]
 IDS = torch.tensor([[1, 3], [3, 7], [1, 3], [2, -1]])
 
 
-@pytest.mark.parametrize(("name", "K", "N", "plan", "why"), CASES, ids=[c[4] for c in CASES])
+@pytest.mark.parametrize(
+    ("name", "K", "N", "plan", "why", "spec"), PRODUCTS, ids=[c[4] for c in PRODUCTS]
+)
 def test_products(
-    name: str, K: int, N: int, plan: SkinnyExpertsPlan, why: str, device: torch.device
-) -> None:
+    name: str, K: int, N: int, plan: SkinnyExpertsPlan, why: str, spec: ExpertSpec,
+    device: torch.device,
+) -> None:  # fmt: skip
     """Experts without rows, with more than a program takes, without a slot; ids of none."""
     (T, topk), E = IDS.shape, 4
     fmt = get_format(name)
-    packed = [fmt.quantize(torch.randn(N, K) / K**0.5) for _ in range(6)]
+    packed = [fmt.quantize(4 * torch.randn(N, K) / K**0.5) for _ in range(6)]
+    biases = torch.randn(6, N) if spec.bias else torch.zeros(6, N)
     weights = [fmt.dequantize(weight).double() for weight in packed]
     table = torch.tensor([2, 0, -1, 1], dtype=torch.int32)
     order = sort_slots(IDS.to(device), E)
@@ -58,7 +70,8 @@ def test_products(
         out = torch.full((T * topk, N), float("nan"), dtype=torch.bfloat16, device=device)
         grouped.multiply(
             (x if gated else h).to(device), stack.to(device), out, plan,
-            order=order, table=table.to(device), gated=gated, gather=gated,
+            order=order, table=table.to(device), gated=gated, gather=gated, spec=spec,
+            bias=biases.to(device) if spec.bias else None,
         )  # fmt: skip
         truth = torch.full((T * topk, N), float("nan"), dtype=torch.float64)
         for e in range(E):
@@ -68,9 +81,10 @@ def test_products(
                 if slot >= 0 and gated:
                     gate, up = weights[2 * slot : 2 * slot + 2]
                     token = x[slots[row] // topk].double()
-                    truth[row] = torch.nn.functional.silu(gate @ token) * (up @ token)
+                    of_gate, of_up = biases[2 * slot : 2 * slot + 2]
+                    truth[row] = swiglu(gate @ token + of_gate, up @ token + of_up, spec)
                 elif slot >= 0:
-                    truth[row] = weights[slot] @ h[row].double()
+                    truth[row] = weights[slot] @ h[row].double() + biases[slot]
         there = ~truth.isnan()
         assert torch.equal(there, ~out.cpu().isnan())  # rows of no expert are not written
         most = 8e-3 if launch.interpreted() else 5e-3  # the interpreter cuts where a GPU rounds

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import pykernels.gpu.common.launch as launch
+from pykernels.errors import PykernelsError
 from pykernels.gpu.gemm import grouped, select
 from pykernels.gpu.gemm.hopper import bf16, fp8
 from pykernels.gpu.moe import fused_moe
@@ -22,7 +23,7 @@ from pykernels.shapes import MoEShape
 from pykernels.testing import one_expert_routing, skewed_routing
 
 from ..gluon_shim import interpret
-from .test_moe_ffn import check, random_experts
+from .test_moe_ffn import GPT_OSS, check, random_experts
 
 PLAN = GemmPlan(128, 128, 128, 2, warp_specialized=True)
 PLANS = (PLAN, PLAN)
@@ -80,6 +81,14 @@ def test_results_are_quantized_as_if_apart(device: torch.device) -> None:
     assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(scales, expected_scales)
     assert (scales == 1).any(1).sum() == RAGGED.topk
+
+
+def test_biases_are_refused(device: torch.device) -> None:
+    experts = random_experts(replace(RAGGED, spec=GPT_OSS), FP8, device)
+    x, routing = torch.randn(8, RAGGED.H).bfloat16().to(device), skewed_routing(8, RAGGED)
+    given = (x, routing.ids.to(device), routing.weights.to(device), experts)
+    with pytest.raises(PykernelsError, match="without biases"):
+        fused_moe.moe_ffn(*given, activations="fp8", plans=PLANS)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8"])

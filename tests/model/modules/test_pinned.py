@@ -23,12 +23,14 @@ from ..conftest import Run, failed
 
 
 @pytest.mark.parametrize("pinned", [[1, 4], [0, 1, 2, 3, 5, 6, 7]], ids=str)
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(
+    ("family", "fp8"), [("deepseek_v3", False), ("deepseek_v3", True), ("gpt_oss", False)], ids=str
+)
 def test_logits_are_those_without(
-    checkpoint: Checkpoints, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch, fp8: bool,
-    pinned: list[int],
+    checkpoint: Checkpoints, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch, family: str,
+    fp8: bool, pinned: list[int],
 ) -> None:  # fmt: skip
-    path = checkpoint("deepseek_v3", fp8=fp8).path
+    path = checkpoint(family, fp8=fp8).path
     want = logits(model.from_pretrained(path, dtype="float32"), ids)
 
     def pin(lm: Any, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""The GEMM of int4, int8, E4M3 and K-quants on Hopper, of a linear or of each expert.
+"""The GEMM of int4, int8, MXFP4, E4M3 and K-quants on Hopper, of a linear or of each expert.
 
 Which tiles a program multiplies and where it puts them; the loop over K is in ``dequant_mma``. A
 linear's programs have one tile or one part of its K each (split-K), or they share all steps evenly
@@ -15,18 +15,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ....shapes import SortedSlots
+from ....shapes import SWIGLU, ExpertSpec, SortedSlots
 from ...common.dequant_mma import MAGIC
 from ...common.gluon_compat import barrier
 from ...plans.gemm import DequantPlan
 from ..split_k import add_partials, add_shares
-from ..tiles import tile_table
+from ..tiles import activation_of, swiglu, tile_table
 from ..weights import Matrices, scale_every, scale_words
-from .dequant_mma import multiply_tile, words_layout
+from .dequant_mma import multiply_tile, rows_of, words_layout
 from .k_quants import heads_layout
 from .permute_k import permute_k
 
-EXPERT_KINDS = ("int4", "int8", "q4_k", "q6_k")
+EXPERT_KINDS = ("int4", "int8", "mxfp4", "q4_k", "q6_k")
 """Kinds of experts that it is worth taking; of linears E4M3 too."""
 KINDS = (*EXPERT_KINDS, "fp8")
 _scratch = torch.empty
@@ -81,9 +81,9 @@ def put_tile(out, acc, m0, n0, M, N):
 @gluon.jit(do_not_specialize=["M", "STEPS", "SHARE", "SCALES", "BLOCKS", "WHOLE", "TILES", "MAGIC"])
 def dequant_gemm(
     x, w, w_scale, out, parts, bias, tiles, M, N, STEPS, SHARE, SCALES, BLOCKS, WHOLE, TILES, MAGIC,
-    KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
-    SPREAD: gl.constexpr, COLS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
-    WORD_STAGES: gl.constexpr, LW: gl.constexpr, LH: gl.constexpr,
+    KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr,
+    HAS_BIAS: gl.constexpr, SPREAD: gl.constexpr, COLS: gl.constexpr, WARPS: gl.constexpr,
+    STAGES: gl.constexpr, WORD_STAGES: gl.constexpr, LW: gl.constexpr, LH: gl.constexpr,
     XS: gl.constexpr, WS: gl.constexpr,
 ):  # fmt: skip
     """out[m, n] = sum over k of x[m, k] * w[n, k], COLS rows of x by 16 WARPS rows of w.
@@ -102,7 +102,7 @@ def dequant_gemm(
         parts: float32 or None.
         tiles: None: one matrix; else ``tile_table``'s for COLS rows: rows are experts' ones.
         BLOCKS: of M; with a table its bound.
-        GATED: of experts: out = silu(x @ gate.T) * (x @ up.T).
+        GATED: of experts: out = ``swiglu`` of gate's and up's.
     """
     ROWS: gl.constexpr = 16 * WARPS
     OUTPUTS: gl.constexpr = ROWS // 2 if GATED else ROWS
@@ -172,11 +172,13 @@ def dequant_gemm(
             SCALES, MAGIC, KIND, GROUP, GATED, COLS, WARPS, STAGES, WORD_STAGES, LW, LH,
         )  # fmt: skip
         if HAS_BIAS:
-            no = n0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
-            acc += gl.load(bias + no, mask=no < N, other=0.0).to(gl.float32)[:, None]
+            no, up = rows_of(n0, N, ROWS, GATED, ACC)
+            matrix = (gl.maximum(slot, 0) * MATS).to(gl.int64) + up
+            own = gl.load(bias + matrix * N + no).to(gl.float32)
+            acc += gl.where(slot < 0, 0.0, own)[:, None]
         if GATED:
             gate, up = gl.split(acc.reshape([WARPS, 2, 8, COLS]).permute([0, 2, 3, 1]))
-            acc = (gate / (1 + gl.exp(-gate)) * up).reshape([OUTPUTS, COLS])
+            acc = swiglu(gate, up, ACT).reshape([OUTPUTS, COLS])
         OUT: gl.constexpr = gl.BlockedLayout(
             [8, 1], [OUTPUTS // 8, 256 // OUTPUTS], [1, WARPS], [0, 1]
         )
@@ -233,11 +235,13 @@ def multiply_dequant_experts(
     plan: DequantPlan,
     gated: bool,
     gather: bool,
+    bias: torch.Tensor | None = None,
+    spec: ExpertSpec = SWIGLU,
 ) -> None:
     """See ``gemm.grouped.multiply``."""
     tiles, bound = tile_table(order, table, plan.cols)
     inputs = permute_k(x, stack.kind, order if gather else None)
-    _launch(inputs, stack, out, None, None, tiles, bound, gated, plan)
+    _launch(inputs, stack, out, None, bias, tiles, bound, gated, plan, spec)
 
 
 def _scales(stack: Matrices) -> int:
@@ -259,6 +263,7 @@ def _launch(
     blocks: int,
     gated: bool,
     plan: DequantPlan,
+    spec: ExpertSpec = SWIGLU,
 ) -> None:
     words = stack.data.view(torch.int32).flatten(0, 1)
     scale = scale_words(stack)
@@ -288,6 +293,7 @@ def _launch(
         KIND=stack.kind,
         GROUP=scale_every(stack) if scale is not None else 256,
         GATED=gated,
+        ACT=activation_of(spec),
         HAS_BIAS=bias is not None,
         SPREAD=num_ctas > 0,
         COLS=plan.cols,

@@ -74,7 +74,7 @@ def scaled(v, words, scale, KIND: gl.constexpr, H: gl.constexpr):
     later = (gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS)) >= 8)[None, :]
     even = gl.convert_layout(scale[0], gl.SliceLayout(1, WORDS))[:, None] + gl.zeros_like(words)
     odd = gl.convert_layout(scale[1], gl.SliceLayout(1, WORDS))[:, None] + gl.zeros_like(words)
-    if KIND == "int4":
+    if KIND == "int4" or KIND == "mxfp4":
         both = gl.where(later, odd, even)
         if H == 1:
             both = both >> 16
@@ -91,7 +91,7 @@ def scaled(v, words, scale, KIND: gl.constexpr, H: gl.constexpr):
 def operand(
     words, scale, MAGIC, KIND: gl.constexpr, GROUP: gl.constexpr, H: gl.constexpr, A: gl.constexpr
 ):
-    """[ROWS, 16] words (int4: their bytes' low halves) -> [ROWS, 64] weights."""
+    """[ROWS, 16] words (of nibbles: their bytes' low halves) -> [ROWS, 64] weights."""
     ROWS: gl.constexpr = words.shape[0]
     if KIND == "q6_k":
         v = q6_k_codes(words, scale[2], MAGIC, H)

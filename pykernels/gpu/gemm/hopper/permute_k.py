@@ -16,7 +16,7 @@ def permute_k_kernel(x, out, order, K, K_OUT, TOPK, KIND: tl.constexpr, BLOCK: t
 
     Of 64 inputs of a product, lane t of four has 16 j + 8 odd + 2 t + e, and words 4 t .. 4 t + 3;
     the codes of word j are its bytes 2 e + odd. Of nibbles the second 64 have the high halves: of
-    int4 (and Q4_K) inputs 32 further on, of Q6_K 64.
+    int4 (MXFP4, Q4_K) inputs 32 further on, of Q6_K 64.
     """
     m = tl.program_id(0)
     p = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -48,6 +48,6 @@ def permute_k(x: torch.Tensor, kind: str, order: SortedSlots | None = None) -> t
     grid = (rows, triton.cdiv(out.shape[1], block))  # rows may be more than the other axes hold
     permute_k_kernel[grid](
         x, out, order and order.slots, K, out.shape[1], order.topk if order else 1,
-        KIND={"q4_k": "int4", "fp8": "int8"}.get(kind, kind), BLOCK=block,
+        KIND={"q4_k": "int4", "mxfp4": "int4", "fp8": "int8"}.get(kind, kind), BLOCK=block,
     )  # fmt: skip
     return out

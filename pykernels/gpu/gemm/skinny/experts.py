@@ -16,16 +16,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ....shapes import SortedSlots
+from ....shapes import SWIGLU, ExpertSpec, SortedSlots
 from ...common.dequant_mma import MAGIC, codes, nibbles_above, sixes_above
 from ...common.launch import early_launch, launches_early
 from ...plans.gemm import SkinnyExpertsPlan
 from ...plans.registers import fine_scales
+from ..tiles import activation_of, load_bias, swiglu
 from ..weights import Matrices, scale_every, scale_words
 from .operands import inputs_layout, left, load_words, right, scales_layout, words_layout
 from .scales import load_scales, scales_of, spread
 
-KINDS = ("int4", "int8", "fp8", "q4_k", "q6_k")
+KINDS = ("int4", "int8", "mxfp4", "fp8", "q4_k", "q6_k")
 
 
 def segments(stack: Matrices) -> int:
@@ -84,13 +85,14 @@ def load_inputs(xs, at, own, K, FIRST, PARTS: gl.constexpr, HALVES: gl.constexpr
 @gluon.jit(do_not_specialize=["M", "E", "N_BLOCKS", "MAGIC"])
 def skinny_experts(
     x, w, w_scale, w_halves, out, order, starts, slots, bias, M, N, K, QUADS, E, TOPK, N_BLOCKS,
-    MAGIC, KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, GATHER: gl.constexpr,
-    HAS_SLOTS: gl.constexpr, HAS_BIAS: gl.constexpr, E_PADDED: gl.constexpr, PDL: gl.constexpr,
-    S: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, SEGMENTS: gl.constexpr,
+    MAGIC, KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr,
+    GATHER: gl.constexpr, HAS_SLOTS: gl.constexpr, HAS_BIAS: gl.constexpr, E_PADDED: gl.constexpr,
+    PDL: gl.constexpr, S: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr,
+    SEGMENTS: gl.constexpr,
     LANE: gl.constexpr, CHUNKS: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr,
     LW: gl.constexpr, LX: gl.constexpr, LS: gl.constexpr,
 ):  # fmt: skip
-    """out[row, n] = sum over k of x[token, k] * w[n, k], of gate and up silu(gate) * up.
+    """out[row, n] = sum over k of x[token, k] * w[n, k] + bias[n], of gate and up ``swiglu``.
 
     Args:
         x: int32, pairs of bfloat16: [tokens, K / 2] with GATHER, otherwise sorted rows.
@@ -122,7 +124,7 @@ def skinny_experts(
     )
     if first >= hi:
         return
-    inputs_left = K
+    inputs_left, own_slot = K, slot
     if HAS_SLOTS:
         inputs_left = gl.where(slot < 0, 0, K)
         slot = gl.maximum(slot, 0)
@@ -277,14 +279,17 @@ def skinny_experts(
             at = w_scale + (slot * 2).to(gl.int64) * N + no
             gate *= gl.load(at, mask=scaled, other=0).to(gl.float32, bitcast=True)[:, None]
             up *= gl.load(at + N, mask=scaled, other=0).to(gl.float32, bitcast=True)[:, None]
-        v = gate / (1 + gl.exp(-gate)) * up
+        if HAS_BIAS:
+            gate += load_bias(bias, own_slot * 2, no, N)[:, None]
+            up += load_bias(bias, own_slot * 2 + 1, no, N)[:, None]
+        v = swiglu(gate, up, ACT)
     else:
         v = gl.convert_layout(v.reshape([OWN, TOKENS]), OUT)
         if GROUP == 0 and not SCALED:
             at = w_scale + slot.to(gl.int64) * N + no
             v *= gl.load(at, mask=scaled, other=0).to(gl.float32, bitcast=True)[:, None]
         if HAS_BIAS:
-            v += gl.load(bias + no, mask=no < N, other=0.0).to(gl.float32)[:, None]
+            v += load_bias(bias, own_slot, no, N)[:, None]
     to = out + mo.to(gl.int64)[None, :] * N + no[:, None]
     gl.store(to, v.to(gl.bfloat16), mask=(no < N)[:, None] & (mo < hi)[None, :])
 
@@ -300,6 +305,7 @@ def multiply_skinny_experts(
     gated: bool = False,
     gather: bool = False,
     bias: torch.Tensor | None = None,
+    spec: ExpertSpec = SWIGLU,
 ) -> None:
     """As ``gemm.grouped.multiply``; the caller has checked shapes, dtypes and alignment."""
     words = stack.data.view(torch.int32)
@@ -335,6 +341,7 @@ def multiply_skinny_experts(
         KIND=stack.kind,
         GROUP=scale_every(stack),
         GATED=gated,
+        ACT=activation_of(spec),
         GATHER=gather,
         HAS_SLOTS=table is not None,
         HAS_BIAS=bias is not None,

@@ -81,7 +81,7 @@ def scales_of(found, seg, H: gl.constexpr, KIND: gl.constexpr):
         scale = d.to(gl.float32) * (first if H == 0 else second).to(gl.float32)
         least = 160.0 * scale
     else:
-        if KIND == "int4":
+        if KIND == "int4" or KIND == "mxfp4":
             word = found & -65536 if H == 1 else found << 16
         else:
             word = gl.where(seg % 2 == 1, found & -65536, found << 16)
