@@ -3,9 +3,15 @@
 Everywhere: query ``i`` of a sequence with ``Q`` queries and ``K`` keys sits at position
 ``K - Q + i`` and attends to the keys at its own position and before it, with a window only the last
 ``window`` of those. A query without a key gives zeros.
+
+``sinks`` (gpt-oss): one more logit of each head in its softmax, neither scaled nor capped, whose
+probability falls to no key. Source: gpt-oss's model card (arXiv 2508.10925) and transformers'
+``modeling_gpt_oss``.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -67,6 +73,7 @@ def gqa_decode(
     v_scale: torch.Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Grouped-query attention of the newest token(s) over a paged cache.
@@ -77,6 +84,7 @@ def gqa_decode(
         page_table: int32 [B, pages].
         lengths: int32 [B], keys of each sequence, those of this call's S tokens included.
         k_scale, v_scale: float32 [P, page, KVH], one a token and head.
+        sinks: float [NH].
         window, softcap, dtype: as above.
 
     Returns:
@@ -84,11 +92,12 @@ def gqa_decode(
     """
     narrow = q.ndim == 3
     q = q[:, None] if narrow else q
+    how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
     for b, length in enumerate(lengths.tolist()):
         keys = read_pages(k, page_table[b], length, k_scale, dtype)
         values = read_pages(v, page_table[b], length, v_scale, dtype)
-        out[b] = attend(q[b].to(dtype), keys, values, scale=scale, window=window, softcap=softcap)
+        out[b] = attend(q[b].to(dtype), keys, values, **how)
     return out[:, 0] if narrow else out
 
 
@@ -103,6 +112,7 @@ def gqa_prefill(
     v_scale: torch.Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Causal attention of many tokens a sequence, behind a cached prefix if keys outnumber them.
@@ -112,11 +122,13 @@ def gqa_prefill(
         k, v: [TK, KVH, D], or [P, page, KVH, D] where ``batch`` has a page table.
         batch: where each sequence's queries and keys lie.
         k_scale, v_scale: float32 [P, page, KVH] of an E4M3 cache.
+        sinks: float [NH].
         scale, window, softcap, dtype: as above.
 
     Returns:
         [TQ, NH, D] in ``dtype``; rows of no sequence (padding) are zeros here.
     """
+    how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
     out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=dtype, device=q.device)
     lengths = zip(batch.q_starts.tolist(), batch.q_lengths.tolist(), strict=True)
     for b, ((start, queries), keys) in enumerate(
@@ -131,7 +143,7 @@ def gqa_prefill(
             first = int(batch.k_starts[b])
             ks, vs = k[first : first + keys].to(dtype), v[first : first + keys].to(dtype)
         rows = slice(start, start + queries)
-        out[rows] = attend(q[rows].to(dtype), ks, vs, scale=scale, window=window, softcap=softcap)
+        out[rows] = attend(q[rows].to(dtype), ks, vs, **how)
     return out
 
 
@@ -174,10 +186,7 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One sequence, in the dtype of its inputs: q [Q, NH, D], k [K, KVH, D], v [K, KVH, DV].
-
-    ``sinks`` [NH]: one more logit of each head, whose probability falls to no key (gpt-oss).
-    """
+    """One sequence, in the dtype of its inputs: q [Q, NH, D], k [K, KVH, D], v [K, KVH, DV]."""
     (Q, NH, _), (K, KVH, _) = q.shape, k.shape
     if Q == 0 or K == 0:
         return q.new_zeros(Q, NH, v.shape[-1])

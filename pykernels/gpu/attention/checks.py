@@ -93,6 +93,21 @@ def check_scales(
         )
 
 
+def check_sinks(sinks: torch.Tensor | None, NH: int, device: torch.device) -> None:
+    """None, or one of each of ``NH`` heads."""
+    kinds = (torch.bfloat16, torch.float32)
+    if sinks is not None and (
+        sinks.dtype not in kinds
+        or sinks.shape != (NH,)
+        or not sinks.is_contiguous()
+        or sinks.device != device
+    ):
+        raise PykernelsError(
+            f"sinks are {sinks.dtype} {list(sinks.shape)} on {sinks.device}",
+            f"Make them contiguous bfloat16 or float32 [{NH}] on {device}",
+        )
+
+
 def check_scores(scale: float, window: int | None, softcap: float | None) -> None:
     """Options of the scores that no kernel could make sense of."""
     if window is not None and not (isinstance(window, Integral) and window >= 1):

@@ -22,7 +22,7 @@ from ..common.launch import arch, check_device, interpreted, num_sms, why_not
 from ..common.strides import as_bytes, check_out
 from ..plans.attention import DecodePlan
 from ..plans.attention_shape import AttentionShape
-from .checks import check_cache, check_scales, check_scores, newest_tokens
+from .checks import check_cache, check_scales, check_scores, check_sinks, newest_tokens
 from .online_softmax import (
     cache_kind,
     cache_to_half,
@@ -38,6 +38,7 @@ from .online_softmax import (
     softmax_step,
     softmax_step_scaled,
     split_range,
+    with_sink,
 )
 from .select import select_decode
 from .split_kv import Partials
@@ -55,7 +56,7 @@ def _heads(rows, d, D: tl.constexpr):
 @triton.jit(do_not_specialize=["B", "total_splits", "table_stride"])  # a batch compiles nothing new
 def _gqa_decode(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, length_ptr, out_ptr, lse_ptr,
-    inner, outer, window, B, S, KVH, total_splits, table_stride, q_b, q_s, q_h,
+    sink_ptr, inner, outer, window, B, S, KVH, total_splits, table_stride, q_b, q_s, q_h,
     G: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, BATCH: tl.constexpr,
     KIND: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
@@ -121,6 +122,8 @@ def _gqa_decode(
             p, alpha, m_i, l_i = softmax_step(s, mask, m_i, l_i, inner, outer, True, SOFTCAP)
         acc = product(p.to(v.dtype), v, acc * alpha[:, None], WIDE)
 
+    if sink_ptr is not None and not SPLIT:
+        l_i = with_sink(tl.load(sink_ptr + h_at), m_i, l_i)
     y = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
     o_at = (split_idx.to(tl.int64) * S + s_at) * (KVH * G) + h_at  # not split: of a sequence
     o_ptrs = out_ptr + o_at[:, None] * D + d[None, :]
@@ -144,6 +147,7 @@ def _checked(
     v_scale: torch.Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.device, torch.Tensor]:
     """(the device, q as [B, S, NH, D]); raises `PykernelsError` for what ``gqa_decode`` refuses."""
     device = check_device(q, k, v, page_table, lengths)
@@ -155,6 +159,7 @@ def _checked(
     if not 16 <= D <= 256:
         raise PykernelsError(f"heads of {D}", "The kernel takes 16 to 256")
     check_scores(scale, window, softcap)
+    check_sinks(sinks, NH, device)
     P, page = check_cache(k, "k", (KVH, D), page_table, lengths, B)
     check_cache(v, "v", (KVH, D), page_table, lengths, B, beside=k)
     check_scales(k, k_scale, "k_scale", (P, page, KVH))
@@ -181,6 +186,7 @@ def gqa_decode(
     v_scale: torch.Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     max_length: int | None = None,
     out: torch.Tensor | None = None,
     plan: DecodePlan | None = None,
@@ -190,6 +196,7 @@ def gqa_decode(
     Args:
         q: bf16, any strides but the last, which is 1; D up to 256.
         k, v: bf16, or E4M3 with scales of one a token and head; contiguous.
+        sinks: bf16 or float32 [NH], contiguous.
         max_length: no sequence is longer (default: what the page table can hold). It only sets how
             many splits a sequence has: lengths are read on the device.
         out: bf16 like the result, contiguous.
@@ -203,7 +210,7 @@ def gqa_decode(
     """
     device, q4 = _checked(
         q, k, v, page_table, lengths, scale=scale, k_scale=k_scale, v_scale=v_scale, window=window,
-        softcap=softcap,
+        softcap=softcap, sinks=sinks,
     )  # fmt: skip
     window = None if window is None else int(window)  # NumPy's integers are none to Triton
     (B, S, NH, D), (page, KVH) = q4.shape, k.shape[1:3]
@@ -220,10 +227,10 @@ def gqa_decode(
     if window is not None:
         longest = min(longest, window + S - 1 + chosen.keys)
     total_splits = chosen.total_splits(B, KVH * tiles, longest, num_sms(device))
-    partials = Partials(result.view(B, S * NH, D), total_splits)
+    partials = Partials(result.view(B, S * NH, D), total_splits, sinks)
     grid = (KVH * tiles, total_splits)
     where = (page_table, lengths, partials.values, partials.lse)
-    numbers = (*score_factors(scale, softcap), window or 0, B, S)
+    scores = (sinks, *score_factors(scale, softcap), window or 0, B, S)
     strides = (total_splits, page_table.stride(0), *q4.stride()[:3])
     options = {"G": G, "PAGE": page, "WINDOW": window is not None, "SOFTCAP": softcap is not None}
     options |= {"BATCH": partials.batch, "SPLIT": partials.split, "EARLY": partials.early}
@@ -236,7 +243,7 @@ def gqa_decode(
         reduces = partials.split and in_kernel.worth_it(rows, most)
         counters = in_kernel.new_counters(device, B * KVH * tiles) if reduces else (0, None)
         ring.gqa_decode_ring[grid](
-            q4, ring.rows_of(k), ring.rows_of(v), *where, *numbers, *strides, page_table.shape[1],
+            q4, ring.rows_of(k), ring.rows_of(v), *where, *scores, *strides, page_table.shape[1],
             *counters, result, **options, KVH=KVH, STAGES=chosen.stages, MULTI_TOKEN=S > 1,
             REDUCE=reduces, num_warps=ring.WARPS, **partials.launch,
         )  # fmt: skip
@@ -249,13 +256,13 @@ def gqa_decode(
         keys = chosen.keys // chosen.warps
         in_key, in_value = layouts(chosen.warps, keys)
         fp8_mma.gqa_decode_fp8[grid](
-            q4, k.view(torch.int32), v.view(torch.int32), k_scale, v_scale, *where, *numbers,
+            q4, k.view(torch.int32), v.view(torch.int32), k_scale, v_scale, *where, *scores,
             *strides, **options, KVH=KVH, KEYS=keys, W=chosen.warps, ROWS=chosen.rows,
             MULTI_TOKEN=S > 1, LK=in_key, LV=in_value, num_warps=chosen.warps, **partials.launch,
         )  # fmt: skip
     else:
         _gqa_decode[grid](
-            q4, as_bytes(k), as_bytes(v), k_scale, v_scale, *where, *numbers, KVH,
+            q4, as_bytes(k), as_bytes(v), k_scale, v_scale, *where, *scores, KVH,
             *strides, **options, D=D, D_BLOCK=triton.next_power_of_2(D), ROWS=chosen.rows,
             KEYS=chosen.keys, STAGES=chosen.stages, KIND=cache_kind(k, arch(device)),
             WIDE=interpreted(), num_warps=chosen.warps, num_stages=chosen.stages, **partials.launch,

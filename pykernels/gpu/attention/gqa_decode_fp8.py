@@ -26,7 +26,7 @@ from .gqa_decode_fp8_mma import (
     value_words,
 )
 from .hopper.split_kv import load_lengths
-from .online_softmax import capped, find_split, first_key, log_sum_exp, split_range
+from .online_softmax import capped, find_split, first_key, log_sum_exp, split_range, with_sink
 
 
 @gluon.jit
@@ -44,7 +44,7 @@ def _scales(
 @gluon.jit(do_not_specialize=["B", "total_splits", "table_stride"])  # a batch compiles nothing new
 def gqa_decode_fp8(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, length_ptr, out_ptr, lse_ptr,
-    inner, outer, window, B, S, total_splits, table_stride, q_b, q_s, q_h,
+    sink_ptr, inner, outer, window, B, S, total_splits, table_stride, q_b, q_s, q_h,
     G: gl.constexpr, KVH: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr, W: gl.constexpr,
     ROWS: gl.constexpr, BATCH: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
     SPLIT: gl.constexpr, MULTI_TOKEN: gl.constexpr, EARLY: gl.constexpr,
@@ -169,6 +169,8 @@ def gqa_decode_fp8(
     l_i = gl.sum(l_i * alpha, 0)
     acc = gl.sum(acc * alpha[:, None, :], 0)
     y = gl.convert_layout(unpermute_columns(acc), OUT)
+    if sink_ptr is not None and not SPLIT:
+        l_i = with_sink(gl.load(sink_ptr + kv * G + row_s % G), m_all, l_i)
     l_row = gl.convert_layout(l_i, gl.SliceLayout(1, OUT))
     y = y / gl.where(l_row == 0, 1.0, l_row)[:, None]
     row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))

@@ -25,6 +25,7 @@ def _inputs(
     v_scale: torch.Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> Inputs:
     """What both prefill ops are made of; the checks of this one done."""
     table = batch.page_table
@@ -46,7 +47,7 @@ def _inputs(
     if table is None and k.dtype == FP8:
         raise PykernelsError(f"k is {k.dtype} without pages", "Keep it in pages, or give bfloat16")
     k, v = (x if table is None else x.flatten(0, 1) for x in (k, v))
-    return Inputs(q, k, v, batch, scale, softcap, window, page, scales=scales)
+    return Inputs(q, k, v, batch, scale, softcap, window, page, scales=scales, sinks=sinks)
 
 
 def supports(*tensors: Any, **options: Any) -> str | None:
@@ -65,6 +66,7 @@ def gqa_prefill(
     v_scale: torch.Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     plan: PrefillPlan | None = None,
 ) -> torch.Tensor:
@@ -73,6 +75,7 @@ def gqa_prefill(
     Args:
         q, k, v: bf16, any strides but the last, which is 1; D up to 256. Pages: bf16, or E4M3 with
             scales; contiguous.
+        sinks: bf16 or float32 [NH], contiguous.
         out: bf16 like the result, contiguous.
         plan: instead of a tuned or the shipped one.
 
@@ -84,6 +87,6 @@ def gqa_prefill(
     """
     given = _inputs(
         q, k, v, batch, scale=scale, k_scale=k_scale, v_scale=v_scale, window=window,
-        softcap=softcap,
+        softcap=softcap, sinks=sinks,
     )  # fmt: skip
     return launch(given, out, plan)

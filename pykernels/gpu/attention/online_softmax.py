@@ -170,6 +170,16 @@ def log_sum_exp(m_i, l_i):
 
 
 @triton.jit
+def with_sink(sink, m_i, l_i):
+    """``l_i`` with a sink in it, one more score whose value is zero; once, when all keys are in.
+
+    A row without a key stays one. A sink far above all scores makes ``l_i`` infinite: zeros.
+    """
+    score = sink.to(tl.float32) * 1.4426950408889634  # log2(e)
+    return tl.where(l_i == 0, 0.0, l_i + tl.exp2(score - m_i))
+
+
+@triton.jit
 def pages_at(table, start, end, n, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """Pages of the keys ``start + n``: one where blocks do not straddle pages, else [BLOCK].
 

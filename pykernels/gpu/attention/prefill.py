@@ -22,7 +22,7 @@ from ..common.launch import arch, check_device, interpreted
 from ..common.strides import as_bytes, check_out
 from ..plans.attention import PrefillPlan, worth_unpacking
 from ..plans.attention_shape import AttentionShape
-from .checks import check_rows, check_scores
+from .checks import check_rows, check_scores, check_sinks
 from .online_softmax import (
     cache_kind,
     cache_to_bf16,
@@ -31,6 +31,7 @@ from .online_softmax import (
     product,
     score_factors,
     softmax_step,
+    with_sink,
 )
 from .select import select_prefill
 
@@ -46,7 +47,7 @@ class Inputs:
         rope: the rotated parts that MLA keeps apart: [TQ, NH, R], [TK, R].
         scales: of E4M3 keys and values, float32 [P, page, KVH].
         page: tokens of one, 0 without pages.
-        scale, window, softcap: of the scores.
+        scale, window, softcap, sinks: of the scores.
     """
 
     q: torch.Tensor
@@ -59,6 +60,7 @@ class Inputs:
     page: int = 0
     rope: Pair = (None, None)
     scales: Pair = (None, None)
+    sinks: torch.Tensor | None = None
 
     @property
     def R(self) -> int:
@@ -181,7 +183,7 @@ def _keys(
 @triton.jit
 def _prefill(
     q_ptr, q_rope_ptr, k_ptr, k_rope_ptr, v_ptr, k_scale_ptr, v_scale_ptr, q_start_ptr,
-    q_length_ptr, k_start_ptr, k_length_ptr, table_ptr, out_ptr, inner, outer, window,
+    q_length_ptr, k_start_ptr, k_length_ptr, table_ptr, out_ptr, sink_ptr, inner, outer, window,
     table_stride, q_t, q_h, qr_t, qr_h, k_t, k_h, kr_t, v_t, v_h, scale_t, o_t, o_h,
     KIND: tl.constexpr, G: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
     DV: tl.constexpr, V_BLOCK: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr,
@@ -253,6 +255,8 @@ def _prefill(
         causal, end, keys, at_q, inner, outer, window, k_t, kr_t, v_t, scale_t,
         KIND, PAGE, D, DV, R, KEYS, STAGES, True, WINDOW, SOFTCAP, WIDE,
     )  # fmt: skip
+    if sink_ptr is not None:
+        l_i = with_sink(tl.load(sink_ptr + head), m_i, l_i)
     y = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
     o_mask = inside[:, None] & (dv < DV)[None, :]
     o_ptrs = out_ptr + (rows * o_t + head * o_h)[:, None] + dv[None, :]
@@ -302,6 +306,7 @@ def checked(given: Inputs, plan: PrefillPlan | None = None) -> PrefillPlan:
             f"heads of {D} on {k.shape[2]} and {DV}", "The kernel takes 16 to 256, q and k alike"
         )
     check_scores(given.scale, given.window, given.softcap)
+    check_sinks(given.sinks, NH, device)
     return select_prefill(given.shape, fp8, _unpacks(given), _aligned(*rows.values()), device, plan)
 
 
@@ -322,7 +327,8 @@ def launch(given: Inputs, out: torch.Tensor | None, plan: PrefillPlan | None) ->
         batch = replace(batch, page_table=None, k_starts=starts)
         scales, page = (None, None), 0
     table = batch.page_table
-    factors = (*score_factors(given.scale, given.softcap), int(given.window or 0))
+    factors = score_factors(given.scale, given.softcap)
+    scores = (given.sinks, *factors, int(given.window or 0))
     where = (batch.q_starts, batch.q_lengths, batch.k_starts, batch.k_lengths)
     q_strides = (*q.stride()[:2], *(q_rope.stride()[:2] if q_rope is not None else (0, 0)))
     k_strides = (*k.stride()[:2], k_rope.stride(0) if k_rope is not None else 0, *v.stride()[:2])
@@ -331,10 +337,10 @@ def launch(given: Inputs, out: torch.Tensor | None, plan: PrefillPlan | None) ->
     if chosen.warp_specialized and k.shape[0]:  # copies of nothing cannot be described
         from .hopper.prefill import launch_hopper  # Gluon: not in the interpreter
 
-        launch_hopper(q, q_rope, k, k_rope, v, batch, result, factors, options, chosen)
+        launch_hopper(q, q_rope, k, k_rope, v, batch, result, scores, options, chosen)
         return result
     _prefill[(blocks, NH, batch.B)](
-        q, q_rope, as_bytes(k), k_rope, as_bytes(v), *scales, *where, table, result, *factors,
+        q, q_rope, as_bytes(k), k_rope, as_bytes(v), *scales, *where, table, result, *scores,
         0 if table is None else table.stride(0), *q_strides, *k_strides, KVH,
         *result.stride()[:2], **options, KIND=cache_kind(k, arch(q.device)),
         D_BLOCK=triton.next_power_of_2(D), V_BLOCK=triton.next_power_of_2(DV), ROWS=chosen.rows,

@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..common.launch import early_launch, launches_early
-from .online_softmax import count_splits, load_lengths
+from .online_softmax import count_splits, load_lengths, with_sink
 
 _VALUES = 8192
 """Of a CTA, all loaded at once: 64 a thread."""
@@ -16,7 +16,7 @@ _VALUES = 8192
 
 @triton.jit(do_not_specialize=["B", "total_splits"])  # a batch's size compiles nothing new
 def _combine(
-    partial, lse, out, length_ptr, B, R, total_splits, S, window,
+    partial, lse, out, sink_ptr, length_ptr, B, R, total_splits, S, window,
     D: tl.constexpr, D_BLOCK: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
     BATCH: tl.constexpr, WINDOW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -50,6 +50,8 @@ def _combine(
         acc = acc * alpha + tl.sum(x, 0)
         l_i = l_i * alpha + tl.sum(w, 0)
         m_i = m_new
+    if sink_ptr is not None:
+        l_i = with_sink(tl.load(sink_ptr + row % (R // S)), m_i, l_i)  # R is S tokens x heads
     y = acc / tl.where(l_i == 0, 1.0, l_i)
     tl.store(out + row.to(tl.int64) * D + d, y.to(out.dtype.element_ty), mask=d < D)
 
@@ -62,6 +64,7 @@ class Partials:
         values: float32 [total_splits, R, D], or the result itself, bf16 [B, R, D], if not
             ``split``.
         lse: float32 [total_splits, R].
+        sinks: of each head, or None; the decode kernel's business if not ``split``.
         block: splits that the combining kernel loads at a time.
         batch: power of two that holds B, for the kernels' vectors of sequences; at least 32, so
             that one compilation serves all small batches.
@@ -70,9 +73,11 @@ class Partials:
         launch: what every launch is given for that.
     """
 
-    def __init__(self, out: torch.Tensor, total_splits: int) -> None:
+    def __init__(
+        self, out: torch.Tensor, total_splits: int, sinks: torch.Tensor | None = None
+    ) -> None:
         """out: [B, R, D], contiguous; it is what ``combine`` fills."""
-        B = out.shape[0]
+        B, self.sinks = out.shape[0], sinks
         self.out, self.total_splits, self.split = out, total_splits, total_splits > B
         self.batch = max(32, triton.next_power_of_2(B))
         self.early = launches_early(out.device)
@@ -101,7 +106,7 @@ class Partials:
         B, R, D = self.out.shape
         columns = min(triton.next_power_of_2(D), max(32, _VALUES // self.block))
         _combine[(B * R, triton.cdiv(D, columns))](
-            self.values, self.lse, self.out, lengths, B, R, self.total_splits, S, window or 0,
-            D=D, D_BLOCK=columns, BLOCK=self.block, KEYS=keys, BATCH=self.batch,
+            self.values, self.lse, self.out, self.sinks, lengths, B, R, self.total_splits, S,
+            window or 0, D=D, D_BLOCK=columns, BLOCK=self.block, KEYS=keys, BATCH=self.batch,
             WINDOW=window is not None, EARLY=self.early, num_warps=4, **self.launch,
         )  # fmt: skip

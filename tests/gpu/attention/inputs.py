@@ -42,12 +42,20 @@ def gqa_inputs(
     S: int = 1,
     page: int = 16,
     fp8: bool = False,
+    sinks: torch.dtype | None = None,
     **options: Any,
 ) -> Given:
     cache = make_cache(lengths, page, [(KVH, D)] * 2, device, fp8=(fp8, fp8))
     q = torch.randn(len(lengths), S, NH, D).to(BF16).to(device)
     options |= {"scale": D**-0.5, "k_scale": cache.scales[0], "v_scale": cache.scales[1]}
+    if sinks is not None:
+        options["sinks"] = random_sinks(NH, sinks, device)
     return (q[:, 0] if S == 1 else q, *cache.values, cache.table, cache.lengths), options
+
+
+def random_sinks(NH: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[NH], from little to most of what a row of some 50 keys has."""
+    return (4 + 2 * torch.randn(NH)).to(dtype).to(device)
 
 
 def check(

@@ -17,6 +17,7 @@ from pykernels.gpu.plans.attention import DecodePlan
 from ..caches import BF16, FP8
 from .inputs import check, gqa_inputs, meta, mla_inputs
 
+F32 = torch.float32
 SMALL = DecodePlan(rows=16, keys=16, warps=4, stages=1)
 SCORES = replace(SMALL, split_scores=True)
 
@@ -67,6 +68,9 @@ GQA = [
     ({"lengths": [250, 3, 90], "window": 100}, split(4), "splits by what the window leaves"),
     ({"lengths": [75, 20]}, replace(SMALL, rows=64, keys=32), "a wide tile"),
     ({"lengths": [1] * 33 + [100], "NH": 2, "KVH": 1}, split(9), "a long one beside 33"),
+    ({"lengths": [90, 0, 2], "S": 3, "sinks": F32}, split(0), "sinks; tokens without keys"),
+    ({"lengths": [190, 0, 2], "S": 3, "sinks": BF16, "window": 60}, split(9), "sinks, splits"),
+    ({"lengths": [90, 17], "fp8": True, "sinks": BF16}, split(0), "sinks, E4M3"),
 ]
 
 
@@ -87,6 +91,17 @@ def test_a_query_without_keys_is_zero(device) -> None:
 def test_huge_scores_do_not_overflow(device) -> None:
     inputs, options = gqa_inputs([60], device)
     check(gqa_decode, ref.gqa_decode, ((inputs[0] * 300, *inputs[1:]), options), plan=SMALL)
+
+
+@pytest.mark.parametrize("ctas_per_sm", [0, 9])
+def test_sinks_far_from_all_scores(ctas_per_sm: int, device) -> None:
+    """Of what they take nothing is left, or nothing is missing."""
+    inputs, options = gqa_inputs([60], device)
+    sinks = torch.tensor([1e4, -1e4] * 4, device=device)
+    without = gqa_decode(*inputs, **options, plan=split(ctas_per_sm))
+    out = gqa_decode(*inputs, **options, sinks=sinks, plan=split(ctas_per_sm))
+    assert out[:, ::2].count_nonzero() == 0
+    assert torch.equal(out[:, 1::2], without[:, 1::2])
 
 
 def test_rows_of_zeros_may_have_a_scale_of_zero(device) -> None:
@@ -132,13 +147,28 @@ def _compile_gqa(NH: int, D: int, fp8: bool = False, **options: Any) -> None:
 
 
 _BOTH = {"window": 99, "softcap": 9.0}
+
+
+def _compile_sinks(D: int, fp8: bool = False, **plan: Any) -> None:
+    """``plan``: of a kernel that does not split, and so has the sinks itself."""
+    options = {"plan": DecodePlan(warps=4, ctas_per_sm=0, **plan)} if plan else {}
+    _compile_gqa(32, D, fp8, sinks=meta(32), **options)
+
+
 COMPILES = [
     ("MLA, 128 heads", lambda: _compile_mla(128)),
     ("MLA, 16 heads, E4M3, small pages", lambda: _compile_mla(16, fp8=True, page=16)),
     ("GQA, D 128", lambda: _compile_gqa(32, 128)),
     ("GQA, D 128, E4M3", lambda: _compile_gqa(32, 128, fp8=True)),
     ("GQA, D 96, E4M3", lambda: _compile_gqa(32, 96, fp8=True)),
-]
+    ("GQA, sinks, splits", lambda: _compile_sinks(64)),
+    ("GQA, sinks", lambda: _compile_sinks(64, rows=16, keys=64, stages=2)),
+    ("GQA, D 128, sinks, splits", lambda: _compile_sinks(128)),
+    ("GQA, D 128, sinks",
+     lambda: _compile_sinks(128, rows=16, keys=64, stages=6, ring_buffer=True)),
+    ("GQA, D 128, E4M3, sinks",
+     lambda: _compile_sinks(128, fp8=True, rows=8, keys=128, stages=1, fp8_mma=True)),
+]  # fmt: skip
 COMPILES_ON_A_GPU = [
     ("MLA, 16 heads", lambda: _compile_mla(16)),
     ("MLA, 128 heads, E4M3", lambda: _compile_mla(128, fp8=True)),
@@ -188,6 +218,10 @@ FULL_GQA = [
     ({"lengths": [3000, 70], "S": 2, "fp8": True, "window": 1000}, "E4M3, two tokens, a window"),
     ({"lengths": [3000, 70], "page": 16}, "small pages"),
     ({"lengths": [3000, 70], "NH": 32, "KVH": 8, "D": 96}, "heads of 96"),
+    ({"lengths": [3000, 70], "NH": 64, "D": 64, "sinks": BF16}, "gpt-oss, a layer of all keys"),
+    ({"lengths": [3000, 70], "NH": 64, "D": 64, "sinks": BF16, "window": 128}, "gpt-oss, sliding"),
+    ({"lengths": [3000, 70], "sinks": F32}, "sinks, heads of 128"),
+    ({"lengths": [3000, 70], "sinks": F32, "fp8": True}, "sinks, heads of 128, E4M3"),
 ]
 
 

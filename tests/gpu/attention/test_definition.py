@@ -13,13 +13,17 @@ from pykernels.shapes import Ragged
 from ..caches import FP8
 
 SCALE = 0.3
+SINKS = torch.linspace(-2, 3, 6)
 OPTIONS: list[dict[str, Any]] = [{}, {"window": 5}, {"softcap": 0.7}, {"window": 1}]
+OF_HEADS: list[dict[str, Any]] = [*OPTIONS, {"window": 5, "softcap": 0.7, "sinks": SINKS}]
 
 
 def by_torch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int = 0, softcap: float = 0.0
-) -> torch.Tensor:
-    """q [Q, NH, D] behind the keys k [K, KVH, D] of v [K, KVH, DV], a head at a time."""
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int = 0, softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """q [Q, NH, D] behind the keys k [K, KVH, D] of v [K, KVH, DV], a head at a time; a sink as
+    ``modeling_gpt_oss`` has it, one more column of scores."""
     (Q, NH, _), (K, KVH, _), heads = q.shape, k.shape, []
     mask = torch.ones(Q, K, dtype=torch.bool).tril(K - Q)
     if window:
@@ -27,11 +31,15 @@ def by_torch(
     for h in range(NH):
         own = h * KVH // NH
         given = q[:, h], k[:, own], v[:, own]
-        if not softcap:
+        if not softcap and sinks is None:
             y = torch.nn.functional.scaled_dot_product_attention(*given, mask, scale=SCALE)
         else:
-            scores = softcap * torch.tanh(given[0] @ given[1].T * SCALE / softcap)
-            y = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ given[2]
+            scores = given[0] @ given[1].T * SCALE
+            scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+            scores = scores.masked_fill(~mask, -torch.inf)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[h].expand(Q, 1)], -1)
+            y = scores.softmax(-1)[:, :K] @ given[2]
         heads.append(y)
     return torch.stack(heads, 1)
 
@@ -49,7 +57,7 @@ def ints(*values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OF_HEADS, ids=str)
 def test_gqa_decode(options: dict[str, Any]) -> None:
     q = torch.randn(2, 3, 6, 8)
     k, v = (torch.randn(11, 2, 8) for _ in range(2))
@@ -62,7 +70,7 @@ def test_gqa_decode(options: dict[str, Any]) -> None:
     torch.testing.assert_close(one, found[:, -1])
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OF_HEADS, ids=str)
 def test_gqa_prefill(options: dict[str, Any]) -> None:
     q, k, v = torch.randn(12, 6, 8), torch.randn(20, 2, 8), torch.randn(20, 2, 4)
     batch = Ragged(ints(1, 6), ints(4, 6), ints(4, 11), 6, k_starts=ints(2, 9))

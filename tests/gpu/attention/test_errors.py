@@ -54,6 +54,8 @@ BAD_DECODE: list[tuple[str, Callable[[Any], Any], str]] = [
     ("window", lambda x: 0, "window of 0"),
     ("softcap", lambda x: float("inf"), "softcap of inf"),
     ("k_scale", lambda x: torch.ones(6, 16, 2), "k_scale is given"),
+    ("sinks", lambda x: torch.ones(2), r"sinks are torch.float32 \[2\]"),
+    ("sinks", lambda x: torch.ones(8, dtype=torch.int64), "sinks are torch.int64"),
     ("out", lambda x: torch.zeros(2, 8, 16, dtype=BF16), "out is"),
 ]
 
@@ -135,6 +137,7 @@ def test_gqa_prefill(device) -> None:
         ({"q": q, "k": k, "v": k[:3], "scale": 1.0}, "do not match"),
         ({"q": q.float(), "k": k, "v": k, "scale": 1.0}, "q is torch.float32"),
         ({"q": q[:, :4], **narrow}, "e4m3fn without pages"),
+        ({"q": q[:, :4], "k": k, "v": k, "scale": 1.0, "sinks": zeros(device, 6)}, "sinks are"),
     ):
         with pytest.raises(PykernelsError, match=why) as refused:
             gqa_prefill.gqa_prefill(batch=batch, **given)

@@ -24,6 +24,7 @@ from pykernels.gpu.plans.attention import DecodePlan
 
 from .inputs import check, gqa_inputs
 
+F32 = torch.float32
 RING = DecodePlan(rows=16, keys=64, warps=4, stages=2, ring_buffer=True)
 EIGHT = DecodePlan(rows=8, keys=64, warps=2, stages=1, fp8_mma=True)
 SIXTEEN = DecodePlan(rows=16, keys=64, warps=4, stages=1, fp8_mma=True)
@@ -38,13 +39,18 @@ BF16 = [
     ({"lengths": [190, 2], **TILES}, replace(RING, stages=3), "two tiles, tokens, window, cap"),
     ({"lengths": [135, 136], "S": 2, "window": 71}, RING, "windows at the edge of a block"),
     ({"lengths": [2200], "page": 128}, replace(RING, ctas_per_sm=0), "pages come 32 at a time"),
+    ({"lengths": [100, 0, 64], "sinks": F32}, replace(RING, ctas_per_sm=0), "sinks, no combining"),
+    ({"lengths": [300, 1], "S": 2, "sinks": F32}, RING, "sinks, tokens, the last split adds up"),
 ]
 E4M3 = [
     ({"lengths": [100, 0, 64, 1]}, EIGHT, "E4M3, ragged: an empty sequence, one key"),
     ({"lengths": [100, 33]}, replace(EIGHT, ctas_per_sm=0), "E4M3, no combining"),
     ({"lengths": [90, 2], **TILES}, SIXTEEN, "E4M3, two tiles, tokens, window, cap"),
     ({"lengths": [135, 136], "S": 2, "window": 71}, EIGHT, "E4M3, windows at a block's edge"),
-]
+    ({"lengths": [70, 0], "NH": 11, "S": 2, "sinks": F32}, replace(SIXTEEN, ctas_per_sm=0),
+     "E4M3, sinks"),
+    ({"lengths": [200, 3], "sinks": F32}, EIGHT, "E4M3, sinks, combining"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("sizes", "plan", "why"), BF16, ids=[row[2] for row in BF16])
@@ -140,4 +146,5 @@ def test_counters_may_hold_anything(found: str, device, hopper, monkeypatch) -> 
 def test_many_rows_of_many_splits_have_a_kernel(device, hopper, monkeypatch) -> None:
     monkeypatch.setattr(split_kv, "worth_it", lambda rows, splits: False)
     monkeypatch.setattr(split_kv, "new_counters", None)
-    check(gqa_decode, ref.gqa_decode, gqa_inputs([200, 3], device, **BF16_SIZES), plan=RING)
+    given = gqa_inputs([200, 3], device, **BF16_SIZES, sinks=F32)
+    check(gqa_decode, ref.gqa_decode, given, plan=RING)

@@ -15,7 +15,7 @@ from pykernels.gpu.plans.attention import PrefillPlan
 from pykernels.shapes import Ragged
 
 from ..caches import BF16, FP8, make_cache, no_worse
-from .inputs import meta
+from .inputs import meta, random_sinks
 
 SMALL = PrefillPlan(rows=16, keys=16, warps=4, stages=1)
 WIDE = PrefillPlan(rows=64, keys=32, warps=4, stages=2)
@@ -69,6 +69,7 @@ def run_gqa(
     gap: int = 0,
     plan: PrefillPlan | None = None,
     loud: tuple[int, ...] = (),
+    sinks: bool = False,
     **options: Any,
 ) -> None:
     """``loud``: keys of each sequence whose values a row of many keys could not hide."""
@@ -88,6 +89,7 @@ def run_gqa(
         k, v = k.to(device), v.to(device)
     q = poison_padding(torch.randn(TQ, NH, D).to(BF16), batch.q_starts, batch.q_lengths).to(device)
     options["scale"] = D**-0.5
+    options["sinks"] = random_sinks(NH, BF16, device) if sinks else None
     exact = ref.gqa_prefill(q, k, v, batch, **options, dtype=torch.float64)
     native = ref.gqa_prefill(q, k, v, batch, **options, dtype=BF16)
     out = torch.full_like(q, 7.0)
@@ -115,6 +117,9 @@ GQA = [
     ({"queries": [32], "keys": [33]}, SMALL, "the last row's own key is a block's first"),
     ({"queries": [32], "keys": [33], "window": 32}, SMALL, "a window leaves out a block's first"),
     ({"queries": [5], "keys": [39], "window": 20}, SMALL, "a window takes in a block's last"),
+    ({"queries": [40, 9], "keys": [50, 4], "sinks": True}, SMALL, "sinks; queries without a key"),
+    ({"queries": [25], "keys": [60], "page": 16, "fp8": True, "sinks": True, "window": 20}, SMALL,
+     "sinks, keys in E4M3, a window"),
 ]  # fmt: skip
 
 
@@ -188,6 +193,8 @@ def _compile_mla(D: int, DV: int, R: int) -> None:
 COMPILES = [
     ("GQA, pages", lambda: _compile_gqa(128, page=64)),
     ("GQA, D 96, E4M3 unpacked to rows", lambda: _compile_gqa(96, page=64, fp8=True)),
+    ("GQA, D 64, sinks", lambda: _compile_gqa(64, page=64, window=99, sinks=meta(32))),
+    ("GQA, D 64, small pages, sinks", lambda: _compile_gqa(64, page=4, sinks=meta(32))),
 ]
 COMPILES_ON_A_GPU = [
     ("GQA, D 128", lambda: _compile_gqa(128)),
@@ -216,6 +223,7 @@ FULL = [
     ({"queries": [700, 50], "keys": [900, 50], "D": 96, "page": 4, "fp8": True}, "96, E4M3"),
     ({"queries": [300, 400], "keys": [300, 400], "D": 128, "gap": 100}, "left-padded"),
     ({"queries": [256, 9], "keys": [257, 319], "D": 96, "window": 256, "loud": (0, 63)}, "edges"),
+    ({"queries": [700, 50], "keys": [900, 50], "D": 96, "sinks": True}, "heads of 96, sinks"),
 ]
 
 

@@ -20,6 +20,8 @@ PREFILL = [
     ({"queries": [140, 9], "keys": [270, 30], "page": 64}, 128, "pages"),
     ({"queries": [100], "keys": [270], "page": 8, "window": 100}, 128, "small pages and a window"),
     ({"queries": [100], "keys": [270], "page": 256}, 64, "large pages"),
+    ({"queries": [100, 9], "keys": [130, 4], "window": 100, "NH": 4, "KVH": 2, "sinks": True}, 64,
+     "sinks, a window; queries without keys"),
 ]  # fmt: skip
 
 
@@ -50,6 +52,7 @@ FULL = [  # the table above runs on a GPU too
     ({"queries": [9, 200], "keys": [0, 0]}, "no keys at all"),
     ({"queries": [700, 50, 0], "keys": [1900, 50, 0], "page": 64}, "pages"),
     ({"queries": [300, 9], "keys": [900, 333], "page": 8}, "the smallest pages"),
+    ({"queries": [300, 9], "keys": [900, 333], "window": 128, "sinks": True}, "sinks, a window"),
 ]
 
 

@@ -19,7 +19,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...common.gluon_compat import barrier, tma_load
-from ..online_softmax import capped, find_split, first_key, log_sum_exp, split_range
+from ..online_softmax import (
+    capped,
+    find_split,
+    first_key,
+    log_sum_exp,
+    split_range,
+    with_sink,
+)
 from .split_kv import claim_counter, combine_splits, is_last
 
 WARPS = 4
@@ -96,7 +103,7 @@ def _zeros_behind(values, keys):
     do_not_specialize=["B", "total_splits", "table_stride", "width", "call"]
 )  # a batch or call compiles nothing new
 def gqa_decode_ring(
-    q_ptr, k_rows, v_rows, table_ptr, length_ptr, out_ptr, lse_ptr,
+    q_ptr, k_rows, v_rows, table_ptr, length_ptr, out_ptr, lse_ptr, sink_ptr,
     inner, outer, window, B, S, total_splits, table_stride, q_b, q_s, q_h, width, call, counters,
     result,
     G: gl.constexpr, KVH: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
@@ -107,6 +114,7 @@ def gqa_decode_ring(
 
     Args:
         k_rows, v_rows: ``rows_of`` the caches; PAGE is a multiple of 64.
+        sink_ptr: one of each query head, or None.
         width: of the page table.
         call, counters: ``split_kv.new_counters``: of each sequence, KV head and tile, if REDUCE.
         result: bf16 [B, S * KVH * G, 128], if REDUCE: the splits are combined here.
@@ -249,6 +257,9 @@ def gqa_decode_ring(
         weight = gl.exp2(m_shared.slice(i * 16, 16).load(HERE) - base)
         l_i += l_shared.slice(i * 16, 16).load(HERE) * weight
         y += acc_shared.slice(i * 16, 16, dim=0).load(OUT) * weight[:, None]
+    if sink_ptr is not None and not SPLIT:
+        row = first_row + gl.arange(0, 16, layout=HERE)
+        l_i = with_sink(gl.load(sink_ptr + kv * G + row % G), m_i, l_i)
     y = y / gl.where(l_i == 0, 1.0, l_i)[:, None]
     row = first_row + gl.arange(0, 16, layout=HERE)
     c = gl.arange(0, 128, layout=gl.SliceLayout(0, OUT))
@@ -266,8 +277,8 @@ def gqa_decode_ring(
                 if is_last(counter, num_splits):
                     R = S * (KVH * G)
                     combine_splits(
-                        out_ptr, lse_ptr, result, split_idx - split, num_splits, R, b * R,
-                        first_row, S * G, kv, G, KVH,
+                        out_ptr, lse_ptr, result, sink_ptr, split_idx - split, num_splits, R,
+                        b * R, first_row, S * G, kv, G, KVH,
                     )  # fmt: skip
     else:
         gl.store(to, y.to(out_ptr.dtype.element_ty), mask=(row < S * G)[:, None])

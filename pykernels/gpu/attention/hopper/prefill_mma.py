@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...common.tile_scheduler import handed_out
-from ..online_softmax import capped, exp_scores
+from ..online_softmax import capped, exp_scores, with_sink
 from .prefill_loads import STAGES, tile_at
 
 
@@ -158,7 +158,7 @@ def _store(acc, out, q_row, i, queries, o_t, DV: gl.constexpr):
 
 @gluon.jit
 def consumer(
-    q_start_ptr, q_length_ptr, k_length_ptr, out_ptr, inner, outer, window, o_t, o_h,
+    q_start_ptr, q_length_ptr, k_length_ptr, out_ptr, sink_ptr, inner, outer, window, o_t, o_h,
     B, blocks, tiles, at_a_time,
     qs, q_ropes, ks, k_ropes, vs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
     nexts, n_full, n_empty, DV: gl.constexpr, R: gl.constexpr, KEYS: gl.constexpr,
@@ -236,6 +236,8 @@ def consumer(
                 pending = warpgroup_mma(p, vs.index(v_at), acc, is_async=True)
                 acc, p = warpgroup_mma_wait(0, deps=[pending, p])
                 mbarrier.arrive(v_empty.index(v_at), count=1)
+                if sink_ptr is not None:
+                    l_i = with_sink(gl.load(sink_ptr + head), m_i, l_i)
                 scale = 1 / gl.where(l_i == 0, 1.0, l_i)
             acc = acc * gl.convert_layout(scale, V_ROW)[:, None]
             q_row = gl.load(q_start_ptr + b)

@@ -27,6 +27,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...common.gluon_compat import barrier
+from ..online_softmax import with_sink
 
 
 @gluon.jit
@@ -76,7 +77,7 @@ def is_last(counter, num_splits):
 
 @gluon.jit
 def combine_splits(
-    values, lse, out, first, num_splits, R, out_row, first_row, rows, kv,
+    values, lse, out, sink_ptr, first, num_splits, R, out_row, first_row, rows, kv,
     G: gl.constexpr, KVH: gl.constexpr,
 ):  # fmt: skip
     """out bf16, rows of 128: ``first_row`` and up to 16 from it, of ``rows`` of a KV head.
@@ -84,6 +85,7 @@ def combine_splits(
     Args:
         values, lse: float32 [total_splits, R, 128], [total_splits, R] in base 2, the sequence's
             from ``first`` on. A split of no keys has -inf, and values that mean nothing.
+        sink_ptr: of each query head, or None.
         out_row: the sequence's first row of the result.
     """
     BOTH: gl.constexpr = gl.SliceLayout(2, VALUES)  # [16, 4]
@@ -115,6 +117,8 @@ def combine_splits(
             acc = acc * past[:, None] + gl.sum(x, 0)
             l_i = l_i * alpha + gl.sum(w, 0)
             m_i = m_new
+        if sink_ptr is not None:
+            l_i = with_sink(gl.load(sink_ptr + kv * G + row % G), m_i, l_i)
         l_i = gl.convert_layout(l_i, gl.SliceLayout(1, SUMS))
         y = acc / gl.where(l_i == 0, 1.0, l_i)[:, None]
         row = start + j
