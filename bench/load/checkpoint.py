@@ -14,28 +14,33 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from bench.peers.gguf_model import FAMILIES, TYPES, model_file
 from model.pretrained import build_meta
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
 
 FORMATS = ("bf16", "fp8")
-"""That are written: plain, and DeepSeek's blocks."""
+"""Of safetensors: plain, and DeepSeek's blocks."""
 _ROWS = 128
 _PLAIN = re.compile(r"embed_tokens|lm_head|mlp\.gate\.|shared_expert_gate|norm|bias")
 
 
-def write_checkpoint(config: Any, fmt: str, folder: Path) -> Path:
-    """The checkpoint of a configuration, unless it is there; returns its folder.
+def write_checkpoint(config: Any, fmt: str, folder: Path, name: str) -> Path:
+    """The checkpoint of a configuration, unless it is there; returns its folder, or its GGUF file
+    in another format than ``FORMATS``.
 
     Raises:
         PykernelsError: a format that is not written here.
         OSError: it cannot be written.
     """
     if fmt not in FORMATS:
+        if config.model_type in FAMILIES and fmt in TYPES:
+            return model_file(config, fmt, folder, name)
         raise PykernelsError(
-            f"no checkpoint in {fmt} is written here",
+            f"no checkpoint of {config.model_type} in {fmt} is written here",
             f"Use --format {' or '.join(FORMATS)}, and --convert {fmt}",
         )
+    folder = folder / name
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return folder

@@ -1,6 +1,6 @@
 """One load in a process of its own, whose peak of memory is then that load's.
 
-python -m bench.load.child read|load FOLDER THREADS [FORMAT]: one JSON object on stdout.
+python -m bench.load.child read|keep|load FOLDER THREADS [FORMAT]: one JSON object on stdout.
 """
 
 from __future__ import annotations
@@ -17,26 +17,44 @@ CHUNK = 8 << 20
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The files that weights are in."""
-    return sorted(folder.glob("*.safetensors"))
+    """The files that weights are in: a GGUF file, or a folder's."""
+    return [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
 
 
-def read(folder: Path) -> dict[str, Any]:
-    """Plain reading, on as many threads as loading reads with."""
+def read(folder: Path, kept: bool) -> dict[str, Any]:
+    """Plain reading, on as many threads as loading reads with.
+
+    Args:
+        kept: into new memory for all of it, as whoever loads must; else each chunk is dropped.
+    """
     from model.checkpoint.ahead import READERS, ahead
+    from runtime.machine.memory import allocate
 
+    files = files_of(folder)
+    touch(files)
     start, total = time.perf_counter(), 0
-    for file in files_of(folder):
+    rooms = [memoryview(bytearray(CHUNK)) for _ in range(4 * READERS)]
+    for file in files:
         size = file.stat().st_size
+        whole = allocate(size).numpy().data if kept else None
         descriptor = os.open(file, os.O_RDONLY)
-        rooms = [bytearray(CHUNK) for _ in range(4 * READERS)]
 
-        def one(i: int, descriptor: int = descriptor, rooms: Any = rooms) -> int:
-            return os.preadv(descriptor, [rooms[i % len(rooms)]], i * CHUNK)
+        def one(i: int, descriptor: int = descriptor, whole: memoryview | None = whole) -> int:
+            at = i * CHUNK
+            room = rooms[i % len(rooms)] if whole is None else whole[at : at + CHUNK]
+            return os.preadv(descriptor, [room], at)
 
         total += sum(ahead(one, -(-size // CHUNK), CHUNK))
         os.close(descriptor)
     return {"seconds": time.perf_counter() - start, "bytes": total}
+
+
+def touch(files: list[Path]) -> None:
+    """Writes to as much new memory as files have, and gives it back: what a hypervisor has yet to
+    find costs ten times what the same pages cost from then on, whoever writes to them."""
+    from runtime.machine.memory import allocate
+
+    allocate(sum(file.stat().st_size for file in files)).fill_(1)
 
 
 def load(folder: Path, threads: int, fmt: str | None) -> dict[str, Any]:
@@ -53,6 +71,9 @@ def load(folder: Path, threads: int, fmt: str | None) -> dict[str, Any]:
     with WorkerPool(threads) as pool:
         for name in FORMATS:
             make_pack(name)  # from the cache of kernels
+        with open_weights(folder, config):
+            pass  # imports the architecture's module
+        touch(files_of(folder))
         before, start = memory("VmRSS"), time.perf_counter()
         with open_weights(folder, config) as weights:
             for module in weights.model.modules():
@@ -76,5 +97,6 @@ def memory(what: str) -> int:
 if __name__ == "__main__":
     kind, path, count, *rest = sys.argv[1:]
     fmt = rest[0] if rest else None
-    result = read(Path(path)) if kind == "read" else load(Path(path), int(count), fmt)
+    where = Path(path)
+    result = load(where, int(count), fmt) if kind == "load" else read(where, kind == "keep")
     print(json.dumps(result))

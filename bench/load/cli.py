@@ -35,7 +35,11 @@ def load(
     vocab: Annotated[int | None, count("Of --arch: tokens of the vocabulary.")] = None,
     format: Annotated[
         str | None,
-        typer.Option(metavar="bf16|fp8", help="Of --arch's files.", show_default="bf16"),
+        typer.Option(
+            metavar="NAME",
+            help="Of --arch's files: bf16 or fp8 safetensors, else GGUF (q8_0, q4_k ...).",
+            show_default="bf16",
+        ),
     ] = None,
     convert: Annotated[
         str | None,
@@ -80,7 +84,7 @@ def load(
             if arch is not None:
                 status.update("writing the checkpoint …")
                 config = Shape(arch, layers, experts, vocab).config()
-                source = write_checkpoint(config, fmt, folder / name)
+                source = write_checkpoint(config, fmt, folder, name)
             packed = folder / f"{name}.{convert or 'stored'}.packed"
 
             def step(what: str) -> None:

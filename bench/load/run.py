@@ -56,16 +56,21 @@ class Loads:
         row = {"what": "convert, written and synced", "bytes": written}
         rows = [row | {"warm_s": round(time.perf_counter() - start, 2)}]
         fmt = [] if self.convert is None else [self.convert]
+        stored = "GGUF file" if self.source.is_file() else "safetensors"
         for name, folder, options in (
-            ("safetensors", self.source, fmt), ("packed cache", self.packed, [])
+            (stored, self.source, fmt), ("packed cache", self.packed, [])
         ):  # fmt: skip
             plain = self._row(f"read {name}", "read", folder, [], step)
+            rows.append(plain)
+            if name == stored:  # what is loaded from it takes new memory; a cache is mapped
+                plain = self._row(f"read {name} into new memory", "keep", folder, [], step)
+                rows.append(plain)
             loaded = self._row(f"load {name}", "load", folder, options, step)
             for cache in CACHES:
                 if f"{cache}_s" in loaded:
                     ratio = loaded[f"{cache}_s"] / plain[f"{cache}_s"]
                     loaded[f"{cache}_over_reading"] = round(ratio, 2)
-            rows += [plain, loaded]
+            rows.append(loaded)
         return rows
 
     def _row(self, what: str, kind: str, folder: Path, options: list[str], step: Step) -> Row:

@@ -39,6 +39,8 @@ PACK, _pack_at = descriptor(
 """Job: a matrix [N, K], and where its packed blocks and scales go."""
 
 _PAIRS = K_STEP // 2  # pair-rows of a tile
+STEPS = 4
+"""Steps of a row before the next row's: their tiles stay in L1 until every row has filled them."""
 
 
 @inlined
@@ -109,18 +111,23 @@ def _make_pairs(itemsize: int) -> Any:
         source = carray(as_pointer(job.source), (job.N * job.K,), element)
         pairs = carray(as_pointer(job.source), (job.N * job.K // 2,), pair)
         out = carray(as_pointer(job.out + block * job.out_stride), (steps * 512,), pair)
+        rows = min(N_BLOCK, job.N - block * N_BLOCK)
+        whole = job.K // K_STEP if job.K % 2 == 0 else 0  # steps that can be moved in pairs
+        for chunk in range(0, whole, STEPS):
+            for n in range(rows):
+                half, column = n // 16, n % 16
+                start = (block * N_BLOCK + n) * job.K
+                for step in range(chunk, min(chunk + STEPS, whole)):
+                    tile = (2 * step + half) * 256
+                    first = (start + step * K_STEP) // 2
+                    for r in range(_PAIRS):
+                        out[tile + index_of(r, column)] = pairs[first + r]
         for n in range(N_BLOCK):
             half, column = n // 16, n % 16
-            row = block * N_BLOCK + n
-            have = job.K if row < job.N else 0
-            start = row * job.K
-            whole = have // K_STEP if job.K % 2 == 0 else 0  # steps that can be moved in pairs
-            for step in range(whole):
-                tile = (2 * step + half) * 256
-                first = (start + step * K_STEP) // 2
-                for r in range(_PAIRS):
-                    out[tile + index_of(r, column)] = pairs[first + r]
-            for step in range(whole, steps):
+            have = job.K if n < rows else 0
+            start = (block * N_BLOCK + n) * job.K
+            done = whole if n < rows else 0
+            for step in range(done, steps):
                 tile = (2 * step + half) * 256
                 for r in range(_PAIRS):
                     k = step * K_STEP + 2 * r
