@@ -33,9 +33,10 @@ help:
 run: $(VENV)/.installed-run
 	$(BIN)/pykernels generate --max-new-tokens $(TOKENS) --seed $(SEED) "$$PROMPT"
 
-# Standard output is the folder of the model, which is made the first time.
+# Standard output is the folder of the model, which is made and packed the first time.
 chat: $(VENV)/.installed-chat
-	@model=$$($(BIN)/pykernels upcycle) && $(BIN)/pykernels chat --model "$$model"
+	@model=$$($(BIN)/pykernels upcycle) && $(BIN)/pykernels convert "$$model" "$$model.packed" >/dev/null && \
+		exec $(BIN)/pykernels chat --model "$$model.packed"
 
 test: lint types
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder

@@ -26,6 +26,8 @@ from runtime.machine.topology import Topology
 from runtime.profiling.roofline import ComputeRoof
 from runtime.workers.pool import WorkerPool
 
+from ..cpu.kernels import tried
+
 pytestmark = pytest.mark.amx
 SHAPE = MoEShape(E=8, H=640, I=288, topk=3)
 
@@ -33,13 +35,14 @@ SHAPE = MoEShape(E=8, H=640, I=288, topk=3)
 VARIANTS = [
     pytest.param(fmt, activations, id=f"{fmt}-{activations}")
     for fmt in FORMATS
+    if tried("amx", fmt)
     for activations in ("bf16", "int8")
     if activations == "bf16" or FORMATS[fmt].int8_kind
 ]
 
 
 @pytest.mark.parametrize(("fmt", "activations"), VARIANTS)
-@pytest.mark.parametrize("T", [1, 13, 100, 900])
+@pytest.mark.parametrize("T", [1, 13, 900])
 def test_real_tiles_do_what_the_model_does(fmt, activations, T):
     shape = fit(SHAPE, get_format(fmt))
     experts, routing = random_experts(shape, get_format(fmt)), skewed_routing(T, shape)
@@ -58,7 +61,7 @@ def test_real_tiles_do_what_the_model_does(fmt, activations, T):
     assert_close(y, expected, 2e-4 if activations == "bf16" else 2e-3, "against the model")
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if tried("amx", fmt)])
 def test_the_same_bits_at_any_thread_count(fmt):
     shape = fit(SHAPE, get_format(fmt))
     experts, routing = random_experts(shape, get_format(fmt)), balanced_routing(200, shape)

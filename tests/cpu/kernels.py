@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 
@@ -29,11 +30,18 @@ needs_vnni = pytest.mark.skipif(lacks("avx512vnni"), reason="this CPU has no AVX
 needs_bf16 = pytest.mark.skipif(lacks("avx512bf16"), reason="this CPU has no AVX512-BF16")
 
 
+UNLIKE = ("bf16", "f16", "fp8", "q8_0", "int4", "int4-zp-g128", "q4_k", "q6_k", "iq4_nl")
+"""Formats whose tiles differ most."""
+EVERY = bool(os.environ.get("TEST_EVERY_FORMAT"))
+"""All formats of all backends, where compiling them takes an hour of two cores: for a machine of
+more, before a release."""
+_AMX = not detect().lacks(("amx-tile", "amx-bf16", "amx-int8"))
+
+
 def tried(backend: str, fmt: str) -> bool:
-    """Whether a format is tried of a backend on this CPU: of AVX2 beside AVX-512, which auto never
-    takes, those alone whose tiles differ most."""
-    unlike = ("bf16", "f16", "fp8", "q8_0", "int4", "int4-zp-g128", "q4_k", "q6_k", "iq4_nl")
-    return backend != "avx2" or lacks() or fmt in unlike
+    """Whether a format is tried of a backend on this CPU: those of ``UNLIKE`` alone of AVX2 beside
+    AVX-512, and of every backend of a CPU with AMX, which has four."""
+    return EVERY or fmt in UNLIKE or not (_AMX or (backend == "avx2" and not lacks()))
 
 
 ALIKE = frozenset(("q4_0", "q4_1", "q5_0", "q5_1", "int4-zp"))
