@@ -19,6 +19,8 @@ from ..architectures.named import ARCHS, RELEASED, make_config
 from ..checkpoint.config import read_config, resolve_dtype
 from ..checkpoint.gguf import find_gguf
 from ..checkpoint.open import open_checkpoint
+from ..checkpoint.packed.manifest import is_packed
+from ..checkpoint.packed.mapped import PackedFolder
 from ..checkpoint.plan import make_plan
 from ..checkpoint.safetensors import INDEX
 from ..modules.inject import inject
@@ -27,7 +29,7 @@ from ..pretrained import build_meta
 from ..rules import Rules, known_architectures, resolve_rules
 from ..rules.schema import is_device
 from .entries import Entry, entries
-from .formats import Formats, configured, planned
+from .formats import Formats, cached, configured, planned
 
 
 @dataclass(frozen=True)
@@ -104,13 +106,18 @@ def examine(
     if not is_device(device):
         raise PykernelsError(f"There is no device {device!r}", "Use cpu or cuda:0")
     config, formats, source, folder = _open(which)
+    cache = PackedFolder(folder) if folder is not None and is_packed(folder) else None
+    if cache is not None and rules is None:
+        rules = cache.manifest.rules
     dtype = resolve_dtype(None, config)
     model = build_meta(config, dtype)
     bare = rules is None and config.model_type not in known_architectures()
     parsed = [] if bare else resolve_rules(rules, config.model_type)
     inject(model, parsed)
     placement = place(model, parsed, device)
-    if folder is not None:
+    if cache is not None:
+        formats = cached(cache)
+    elif folder is not None:
         with open_checkpoint(folder) as checkpoint:
             formats = planned(make_plan(model, checkpoint, dtype))
     reason = why_not(config)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..checkpoint.packed.mapped import PackedFolder
 from ..checkpoint.plan import Dense, Plan
 
 EXPERTS = "experts"
@@ -46,6 +47,20 @@ def planned(plan: Plan) -> Formats:
         item.name: (item.source.fmt or "bf16") if isinstance(item, Dense) else item.stored
         for item in plan.items
     }
+    return Formats(known)
+
+
+def cached(folder: PackedFolder) -> Formats:
+    """Those of a packed cache, from the headers of its files."""
+    known: dict[str, str] = {}
+    for key, (_, about) in folder.objects.items():
+        kind, *names = key.split(" ")
+        if kind == "matrix" and "formats" in about:
+            known |= dict(zip(names, about["formats"], strict=True))
+        elif kind in ("experts", "mlp", "stack", "heads"):
+            known |= dict.fromkeys(names, about["format"])
+        if kind == "mlp":
+            known[names[-1]] = about["down_format"]
     return Formats(known)
 
 

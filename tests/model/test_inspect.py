@@ -38,6 +38,21 @@ def test_a_token_reads_what_the_engine_reads(checkpoint: Checkpoints) -> None:
         assert examine(path).token_bytes == pytest.approx(read, rel=0.02)
 
 
+def test_a_packed_cache_is_what_was_asked_of_convert(
+    checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    path = checkpoint("qwen2_moe").path
+    model.convert(path, tmp_path / "packed", "int8", threads=1, progress=False)
+    stored, found = examine(path), examine(tmp_path / "packed")
+    assert {entry.format for entry in found.entries if entry.routed} == {"int8"}
+    others = [
+        [(entry.name, entry.format) for entry in one.entries if not entry.routed]
+        for one in (stored, found)
+    ]
+    assert others[0] == others[1]
+    assert found.token_bytes < stored.token_bytes
+
+
 def test_layers_that_are_alike_are_one(checkpoint: Checkpoints) -> None:
     found = examine("deepseek-v3")
     runs = [(first, last) for first, last, _ in layers(found.entries) if first >= 0]
