@@ -12,8 +12,6 @@ from .layout import K_BLOCK, N_BLOCK, ceil_to, pack_tiles, padded, unpack_tiles
 
 _PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """What is quantized: numbers that are no codes without their scales."""
-_AT_ONCE = 1 << 18
-"""Weights that are quantized at a time, if whole blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +94,11 @@ class Format(ABC):
         if matrix.dtype is torch.float64:  # which becomes float32 first, or less
             finite = matrix[matrix.isfinite()].abs()
             check_held(finite.float(), finite, self.name)
-        # Some rows at a time: what is computed on the way stays in L2.
-        rows = max(K_BLOCK, _AT_ONCE // matrix.shape[1] // K_BLOCK * K_BLOCK)
-        parts = [self._quantize(part) for part in matrix.split(rows)]
-        if len(parts) == 1:
-            return parts[0]
-        scales = [part.scale for part in parts if part.scale is not None]
-        data = torch.cat([part.data for part in parts])
-        return Weight(data, torch.cat(scales) if scales else None)
+        return self._quantize(matrix)
 
     @abstractmethod
     def _quantize(self, matrix: torch.Tensor) -> Weight:
-        """``quantize`` of so many whole 128-row blocks, or the last rows, of a matrix."""
+        """``quantize`` of a matrix with at least one weight."""
 
     @abstractmethod
     def dequantize(self, weight: Weight) -> torch.Tensor:

@@ -42,7 +42,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize(("fmt", "activations"), VARIANTS)
-@pytest.mark.parametrize("T", [1, 13, 900])
+@pytest.mark.parametrize("T", [1, 13, 100, 900])
 def test_real_tiles_do_what_the_model_does(fmt, activations, T):
     shape = fit(SHAPE, get_format(fmt))
     experts, routing = random_experts(shape, get_format(fmt)), skewed_routing(T, shape)
@@ -68,7 +68,7 @@ def test_the_same_bits_at_any_thread_count(fmt):
     x = torch.randn(200, shape.H)
     serial = cpu.moe_ffn(x, routing.ids, routing.weights, experts, kernel="amx")
     usable = Topology.detect().usable
-    for threads in sorted({1, min(3, usable), usable}):
+    for threads in sorted({1, min(2, usable), min(3, usable), usable}):
         with WorkerPool(threads) as pool:
             routed = RoutedExperts(shape, fmt, pool, kernel="amx")
             for e in range(shape.E):
@@ -84,5 +84,5 @@ def test_the_compute_roofs_are_plausible():
         roofs = [ComputeRoof(pool, name) for name in names]
         tries = [[roof.once() for roof in roofs] for _ in range(8)]
     avx512, amx_bf16, amx_int8 = (max(of_one) for of_one in zip(*tries, strict=True))
-    assert amx_bf16 > 2 * avx512 > 0
+    assert amx_bf16 > 2 * avx512 > 0.1
     assert amx_int8 > 1.5 * amx_bf16

@@ -32,9 +32,8 @@ needs_bf16 = pytest.mark.skipif(lacks("avx512bf16"), reason="this CPU has no AVX
 
 UNLIKE = ("bf16", "f16", "fp8", "q8_0", "int4", "int4-zp-g128", "q4_k", "q6_k", "iq4_nl")
 """Formats whose tiles differ most."""
-EVERY = bool(os.environ.get("TEST_EVERY_FORMAT"))
-"""All formats of all backends, where compiling them takes an hour of two cores: for a machine of
-more, before a release."""
+EVERY = len(os.sched_getaffinity(0)) >= 8
+"""Whether there are cores enough to compile all formats of all backends."""
 _AMX = not detect().lacks(("amx-tile", "amx-bf16", "amx-int8"))
 
 
