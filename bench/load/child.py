@@ -17,8 +17,10 @@ CHUNK = 8 << 20
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The files that weights are in: a GGUF file, or a folder's."""
-    return [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
+    """The files that weights are in: a folder's, or a GGUF file with those of its split set."""
+    if folder.is_file():
+        return sorted(folder.parent.glob(re.sub(r"-\d{5}-of-", "-*-of-", folder.name)))
+    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.gguf"))
 
 
 def read(folder: Path, kept: bool) -> dict[str, Any]:

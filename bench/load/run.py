@@ -56,7 +56,7 @@ class Loads:
         row = {"what": "convert, written and synced", "bytes": written}
         rows = [row | {"warm_s": round(time.perf_counter() - start, 2)}]
         fmt = [] if self.convert is None else [self.convert]
-        stored = "GGUF file" if self.source.is_file() else "safetensors"
+        stored = "GGUF" if files_of(self.source)[0].suffix == ".gguf" else "safetensors"
         for name, folder, options in (
             (stored, self.source, fmt), ("packed cache", self.packed, [])
         ):  # fmt: skip
