@@ -85,11 +85,19 @@ def _checked(data: dict[str, Any], model_type: str, file: Path, folder: Path) ->
             f"{file} is no valid {model_type} configuration: {error}",
             f"Download {file.name} again",
         ) from error
+    complete_rope(config)
     check_router(config, file)
     check_extra_layers(config, file)
     check_forward(config, file)
     config._name_or_path = str(folder)
     return config
+
+
+def complete_rope(config: PretrainedConfig) -> None:
+    """MiniMax-M2's released ``rotary_dim``: transformers 5.17 turns whole heads instead."""
+    turned = getattr(config, "rotary_dim", None)
+    if config.model_type == "minimax_m2" and turned is not None:
+        config.rope_parameters.setdefault("partial_rotary_factor", turned / config.head_dim)
 
 
 def check_router(config: PretrainedConfig, file: Path) -> None:

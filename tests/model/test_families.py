@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 
 import model
 from model.architectures.families import why_not
+from model.checkpoint.config import read_config
 from model.modules.moe import routed_experts
 from pykernels.quant import get_format
 from runtime.devices.host.runner import HostRunner
@@ -40,6 +42,12 @@ def as_mxfp4(tensors: Tensors, state: Tensors) -> None:
         tensors[f"{name}_blocks"] = both.view(E, N, K // 32, 16)
         tensors[f"{name}_scales"] = torch.stack([weight.scale for weight in weights])
         state[name].copy_(torch.stack([fmt.dequantize(weight) for weight in weights]).mT)
+
+
+def test_minimax_m2_turns_the_part_that_its_release_names(tmp_path: Path) -> None:
+    config = {"model_type": "minimax_m2", "head_dim": 128, "rotary_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_config(tmp_path).rope_parameters["partial_rotary_factor"] == 0.5
 
 
 def test_gpt_oss_keeps_its_mxfp4(tmp_path: Path, ids: torch.Tensor) -> None:

@@ -57,6 +57,9 @@ _FAMILY: dict[str, dict[str, Any]] = {
     },
     "minimax_m2": {
         "num_local_experts": 8, "intermediate_size": 32, "head_dim": 16, "rotary_dim": 8,
+        "rope_parameters": {  # transformers 5.17 has no other way to turn a part
+            "rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5,
+        },
     },
     "olmoe": {"num_experts": 8, "intermediate_size": 32},
     "mixtral": {"num_local_experts": 8, "intermediate_size": 32, "num_experts_per_tok": 2},
