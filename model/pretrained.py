@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -195,9 +196,27 @@ def build_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model of `config` on the meta device: shapes and dtypes without weights."""
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except Exception as error:  # each architecture raises its own types for a bad config
         raise PykernelsError(
             f"transformers cannot build a {config.model_type} language model: {error}",
-            "Check config.json",
+            "Download the file again" if _is_file(config) else "Check config.json",
         ) from error
+    _add_biases(model, getattr(config, "stored_biases", None) or [], dtype)
+    return model
+
+
+def _is_file(config: PretrainedConfig) -> bool:
+    """Whether a configuration is that of a GGUF file."""
+    return bool(config._name_or_path) and Path(config._name_or_path).is_file()
+
+
+def _add_biases(model: PreTrainedModel, names: Sequence[str], dtype: torch.dtype) -> None:
+    """Biases that a GGUF file has of linears to which transformers gives none. Where there is no
+    linear of that name, the load plan finds a tensor without a place."""
+    modules = dict(model.named_modules())
+    for name in names:
+        linear = modules.get(name)
+        if isinstance(linear, nn.Linear) and linear.bias is None:
+            bias = torch.empty(linear.out_features, dtype=dtype, device="meta")
+            linear.bias = nn.Parameter(bias)

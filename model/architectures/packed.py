@@ -198,7 +198,8 @@ class FromCache(Packing):
 
     def mlp(self, gate: str, up: str, down: str) -> PackedExperts:
         H, I = self._shapes[down]  # noqa: E741
-        spec = ExpertSpec(bias=f"{down.removesuffix('weight')}bias" in self._shapes)
+        biases = [f"{name.removesuffix('weight')}bias" for name in (gate, up, down)]
+        spec = ExpertSpec(bias=any(bias in self._shapes for bias in biases))
         shape = MoEShape(E=1, H=H, I=I, topk=1, spec=spec)
         return self._experts(shape, *self._find("mlp", gate, up, down))
 

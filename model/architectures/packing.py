@@ -127,9 +127,12 @@ class FromSource(Packing):
         (fmt, _), _, (down_fmt, matrix) = found
         H, I = get_format(down_fmt).logical_shape(matrix)  # noqa: E741
         tensors = [self.source.tensor(f"{name.removesuffix('weight')}bias") for name in names]
-        given = [bias for bias in tensors if bias is not None]
-        assert len(given) in (0, len(names)), names
-        biases = Biases(*given) if given else None
+        biases = None
+        if any(bias is not None for bias in tensors):  # of some of the three in a GGUF file
+            sizes = (I, I, H)
+            biases = Biases(
+                *(torch.zeros(N) if b is None else b for b, N in zip(tensors, sizes, strict=True))
+            )
         shape = MoEShape(E=1, H=H, I=I, topk=1, spec=ExpertSpec(bias=biases is not None))
         packed = self.make_experts(shape, fmt, down_fmt)
         if self.pack is not outline:  # whose weights are no numbers to check

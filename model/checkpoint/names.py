@@ -21,9 +21,9 @@ from .safetensors import DTYPES, Checkpoint, Part, read_json
 FLOATS = ("BF16", "F16", "F32")
 EXACT = {False: FLOATS, True: ("BF16", "F32")}
 """GGUF's types that are no format of `pykernels.quant`: of vectors, and of matrices."""
+VECTORS = "Quantize the model again: llama-quantize leaves vectors in F32"
 BLOCK = 128  # rows and columns that share one FP8 scale
 Q4_0_BLOCK = 32  # inputs that share one float16 scale
-CHECK = "Check that config.json belongs to this checkpoint, or download it again"
 
 _WORDS = "qweight|qzeros|scales|g_idx"
 _EXPERT = re.compile(
@@ -56,7 +56,8 @@ class Names:
                 key = f"{match['block']}.{match['e']}.{proj}.{match['what']}"
             if key in self.stored:
                 raise PykernelsError(
-                    f"{self.stored[key]} and {name} are two names of one tensor of the model", CHECK
+                    f"{self.stored[key]} and {name} are two names of one tensor of the model",
+                    checkpoint.mismatch,
                 )
             self.stored[key] = name
         self.unused = set(self.stored)
@@ -74,11 +75,11 @@ class Names:
             return None
         part = Part(self.stored[key])
         self.unused.discard(key)
-        info = self.checkpoint.tensors[part.name]
+        info = self.checkpoint.fitted(part.name, shape)
         if info.shape != shape:
             raise PykernelsError(
                 f"{part.name} has the shape {list(info.shape)}, the model needs {list(shape)}",
-                CHECK,
+                self.checkpoint.mismatch,
             )
         if info.dtype in FLOATS and f"{key}_scale" in self.stored:
             raise PykernelsError(
@@ -110,7 +111,7 @@ class Names:
             raise PykernelsError(
                 f"{part.name} is {info.dtype} {list(info.shape)}, its codes are read as matrices"
                 " [N, K], one a tensor",
-                compressed_tensors.HINT,
+                VECTORS if self.checkpoint.blocks else compressed_tensors.HINT,
             )
 
     def _fp8(self, key: str, part: Part, shape: tuple[int, ...]) -> Matrix | None:
@@ -151,7 +152,7 @@ class Names:
             raise PykernelsError(
                 f"{part.name} is {info.dtype} {list(info.shape)}, the model's {list(shape)} needs "
                 f"I32 {list(needed)}",
-                CHECK,
+                self.checkpoint.mismatch,
             )
         self._check_own_shape(own_shape, part, shape)
         formats: dict[tuple[int, ...], str] = {
@@ -180,7 +181,8 @@ class Names:
             found = self.checkpoint.read(own).tolist()
         if found != list(shape):
             raise PykernelsError(
-                f"{own.name} is {found}, {of.name} is for the model's {list(shape)}", CHECK
+                f"{own.name} is {found}, {of.name} is for the model's {list(shape)}",
+                self.checkpoint.mismatch,
             )
 
     def companion(self, key: str, suffix: str) -> Part | None:
@@ -206,7 +208,7 @@ class Names:
             raise PykernelsError(
                 f"{scale.name} is {info.dtype} {list(info.shape)}, {of.name} needs {dtypes[-1]} "
                 f"{needed}",
-                CHECK,
+                self.checkpoint.mismatch,
             )
         return formats[info.shape]
 
@@ -216,7 +218,7 @@ class Names:
             raise PykernelsError(
                 f"{len(self.missing)} tensors are missing in {self.checkpoint.folder}: "
                 f"{_few(self.missing)}",
-                CHECK,
+                self.checkpoint.mismatch,
             )
         extra = sorted(
             self.stored[key]
@@ -227,7 +229,7 @@ class Names:
             raise PykernelsError(
                 f"{self.checkpoint.folder} has {len(extra)} tensors that the model has no place "
                 f"for: {_few(extra)}",
-                CHECK,
+                self.checkpoint.mismatch,
             )
 
 

@@ -16,6 +16,7 @@ the same [E, H, 2 I], ... and ``*_bias``              gpt-oss, gate and up in tu
 ``*.qweight`` + ``*.qzeros`` + ``*.scales``           see `awq` and `gptq`
 ``X.experts.gate_up_proj_blocks``, ``_scales``, ...   see `mxfp4`
 ``blk.L.ffn_{gate,up,down}_exps.weight`` [E, N, K]    GGUF, see `gguf.names`
+``blk.L.ffn_gate_up_exps.weight`` [E, 2 I, H]         GGUF, gate first
 ====================================================  ==========================================
 """
 
@@ -34,7 +35,7 @@ from pykernels.shapes import MoEShape
 
 from ..modules.moe import FusedMoE
 from . import stored_experts
-from .names import CHECK, FLOATS, Matrix, Names, tied
+from .names import FLOATS, Matrix, Names, tied
 from .quantized import mxfp4
 from .quantized.compressed_tensors import HINT
 from .safetensors import Checkpoint
@@ -141,14 +142,15 @@ def _latent_halves(
     names: Names, name: str, tensor: torch.Tensor, dtype: torch.dtype
 ) -> list[Dense | Experts]:
     """What GGUF stores for MLA's ``kv_b_proj`` [NH (nope + dv), L]: ``k_b_proj`` [NH, L, nope],
-    already transposed, and ``v_b_proj`` [NH, dv, L]. Some files have it whole, some in both ways.
+    already transposed, and ``v_b_proj`` [NH, dv, L]. Some files have it whole, some in both ways;
+    the first ones with halves had their heads one below the other.
     """
     keys = [name.replace("kv_b_proj", half) for half in ("k_b_proj", "v_b_proj")]
     if keys[0] == name or not all(key in names.stored for key in keys):
         return []
     names.unused.discard(name)
     N, L = tensor.shape
-    NH, _, nope = names.checkpoint.tensors[names.stored[keys[0]]].shape[-3:]
+    NH, nope = names.config.num_attention_heads, names.config.qk_nope_head_dim
     shapes = (NH, L, nope), (NH, N // NH - nope, L)
     found = [names.take(key, shape) for key, shape in zip(keys, shapes, strict=True)]
     return [Dense(key, m, dtype) for key, m in zip(keys, found, strict=True) if m is not None]
@@ -178,7 +180,7 @@ def _add_experts(plan: Plan, names: Names, module: Any, path: str) -> None:
     elif f"{block}.gate_up_proj_blocks" in names.stored:
         found = mxfp4.find(names, block, shape.E, shape.H, shape.I)
     elif f"{block}.gate_up_proj" in names.stored:
-        in_turns = packed and module.in_turns
+        in_turns = packed and module.in_turns and not names.checkpoint.blocks
         fused = stored_experts.in_turns if in_turns else stored_experts.fused
         found = fused(names, block, shape)
     else:
@@ -201,7 +203,8 @@ def _add_experts(plan: Plan, names: Names, module: Any, path: str) -> None:
     for each in (stored, down_stored):
         if len(each) > 1:
             raise PykernelsError(
-                f"The experts of {block} are partly {' and partly '.join(each)}", CHECK
+                f"The experts of {block} are partly {' and partly '.join(each)}",
+                names.checkpoint.mismatch,
             )
     biases = stored_experts.biases(names, block, shape) if packed and shape.spec.bias else []
     plan.items.append(Experts(path, stored[0], found, down_stored[0], biases))

@@ -79,14 +79,18 @@ class Checkpoint:
     Attributes:
         names: names of the model's by stored ones, where those are another house's (GGUF).
         blocks: whether other tensors than floats are rows of blocks with their scales inside.
+        mismatch: what to do where tensors are not those of the configuration's model.
     """
 
     names: Mapping[str, str] = MappingProxyType({})
     blocks = False
+    mismatch = "Check that config.json belongs to this checkpoint, or download it again"
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.tensors = _indexed(folder) if (folder / INDEX).is_file() else _single(folder)
+        # The single file comes first, as in transformers: an index beside it may be stale.
+        sharded = (folder / INDEX).is_file() and not (folder / SINGLE).is_file()
+        self.tensors = _indexed(folder) if sharded else _single(folder)
         self._start()
 
     def _start(self) -> None:
@@ -101,6 +105,10 @@ class Checkpoint:
         for descriptor in self._files.values():
             os.close(descriptor)
         self._files.clear()
+
+    def fitted(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
+        """A tensor that the model needs in that shape; it has its own if that is another one."""
+        return self.tensors[name]
 
     def shape(self, part: Part) -> tuple[int, ...]:
         """Shape of `part` as `read` will return it."""
@@ -172,13 +180,13 @@ def _single(folder: Path) -> dict[str, TensorInfo]:
             f"{folder} is a packed cache, which the engine alone reads",
             "Leave out --eager, or give the checkpoint that it was made from",
         )
-    if any(folder.glob("*.safetensors")):
-        raise PykernelsError(f"{folder} has safetensors files but no {INDEX}", _AGAIN)
-    if any(folder.glob("*.bin")):
+    if pickles := sorted([*folder.glob("*.bin"), *folder.glob("*.bin.index.json")]):
         raise PykernelsError(
-            f"{folder} holds weights in another format than safetensors",
+            f"{folder} holds weights in another format than safetensors: {pickles[0].name}",
             "Get the safetensors or GGUF version of the checkpoint",
         )
+    if any(folder.glob("*.safetensors")):
+        raise PykernelsError(f"{folder} has safetensors files but no {INDEX}", _AGAIN)
     raise PykernelsError(f"{folder} has neither {SINGLE} nor {INDEX}", _AGAIN)
 
 

@@ -83,10 +83,15 @@ def in_turns(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Ma
 
 
 def biases(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Matrix, Matrix]]:
-    """A tensor of each projection (GGUF), or of gate and up in turns."""
+    """A tensor of each projection (GGUF), or of gate and up: one after the other (GGUF), or in
+    turns."""
     E, H, I = shape.E, shape.H, shape.I  # noqa: E741
 
+    halves = names.checkpoint.blocks
+
     def part(matrix: Matrix, e: int, N: int, pick: int | None = None) -> Matrix:
+        if halves and pick is not None:
+            return Matrix(Part(matrix.data.name, e, (pick * N, (pick + 1) * N)), (N,))
         return Matrix(Part(matrix.data.name, e), (N,), pick=pick)
 
     if f"{block}.gate_proj_bias" in names.stored:

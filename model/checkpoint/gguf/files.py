@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,13 @@ from pykernels.errors import PykernelsError
 
 from ..safetensors import DTYPES, Checkpoint, Part, TensorInfo
 from .container import Header, read_header
+from .metadata import Metadata
 from .names import heads_of, model_name
 
-_SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+SUFFIX = ".gguf"
+_SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
+_FOREIGN = ("*.safetensors", "*.safetensors.index.json", "packed.json")
+"""Files of a folder that is a checkpoint of another kind, GGUF files in it or not."""
 
 
 class GGUF(Checkpoint):
@@ -30,31 +36,40 @@ class GGUF(Checkpoint):
 
     Attributes:
         metadata: of the first file; ``architecture``: in it.
+        hyperparameters: the metadata under the architecture's name.
         names: the model's names by the file's.
     """
 
     blocks = True
+    mismatch = "Download the file again, or convert the model again with a newer llama.cpp"
 
     def __init__(self, path: Path) -> None:
         self.folder = self.path = path
         header = _header_of(path)
         self.metadata = header.metadata
         self.architecture = text(self.metadata, "general.architecture", path)
+        self.hyperparameters = Metadata(self.metadata, self.architecture, path)
         self.names = {name: model_name(name, self.architecture) for name in header.tensors}
-        self.tensors = {
-            name: _as_matrix(info) if self.names[name].endswith("_gate.weight") else info
-            for name, info in header.tensors.items()
-        }
+        self.tensors = dict(header.tensors)
         self._start()
+
+    def fitted(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
+        """As in `Checkpoint`. ggml knows no outermost dimensions of 1, and the first files with
+        ``attn_k_b`` and ``attn_v_b`` have the heads' matrices one below the other."""
+        info = self.tensors[name]
+        stacked = len(info.shape) == 2 and len(shape) == 3 and info.shape[-1] == shape[-1]
+        if _without_ones(info.shape) == _without_ones(shape) or (
+            stacked and info.shape[0] == shape[0] * shape[1]
+        ):
+            info = self.tensors[name] = replace(info, shape=shape)
+        return info
 
     def row_bytes(self, info: TensorInfo) -> int:
         """Stored bytes of one row."""
-        block, size = GGML_QUANT_SIZES[GGMLQuantizationType[info.dtype]]
-        return info.shape[-1] // block * size
+        return _nbytes(info, info.shape[-1])
 
     def nbytes(self, part: Part) -> int:
-        rows = math.prod(self.shape(part)[:-1])
-        return rows * self.row_bytes(self.tensors[part.name])
+        return _nbytes(self.tensors[part.name], math.prod(self.shape(part)))
 
     def read(self, part: Part) -> torch.Tensor:
         """One freshly allocated CPU tensor: floats in their dtype, or uint8 [..., row bytes]."""
@@ -63,14 +78,15 @@ class GGUF(Checkpoint):
         if part.expert is not None:
             begin += part.expert * (info.nbytes // info.shape[0])
         if part.rows is not None:
-            begin += part.rows[0] * self.row_bytes(info)
+            first, stop = part.rows
+            begin += first * (size // (stop - first))
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         self._fill(info.file, begin, buffer.numpy().data)
         if info.dtype in DTYPES:
             tensor = buffer.view(DTYPES[info.dtype]).view(shape)
         else:
             tensor = buffer.view(*shape[:-1], self.row_bytes(info))
-        heads = heads_of(part.name, self.architecture, self.metadata)
+        heads = heads_of(part.name, self.hyperparameters)
         if heads is None or part.rows is not None:
             return tensor
         # Pairs that turn together are neighbours in the file, half a head apart in the model.
@@ -78,13 +94,18 @@ class GGUF(Checkpoint):
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The GGUF file at a path: itself, or the one that a folder without safetensors holds, the
-    first of a split set. None if there is none. Raises `PykernelsError` for a folder of several."""
-    if path.is_file() or path.suffix == ".gguf":
-        return path
-    if not path.is_dir() or any(path.glob("*.safetensors")) or (path / "config.json").is_file():
+    """The GGUF file at a path: itself, or the one that a folder holds, the first of a split set.
+
+    A folder may have a config.json beside it, which is not read: everything is in the file. None
+    for a folder without one, of safetensors, or that is a packed cache, and for a config.json.
+    Raises `PykernelsError` for a folder of several.
+    """
+    if not path.is_dir():
+        found = path.is_file() and path.suffix.lower() != ".json"
+        return path if found or path.suffix.lower() == SUFFIX else None
+    if any(file for pattern in _FOREIGN for file in path.glob(pattern)):
         return None
-    files = sorted(path.glob("*.gguf"))
+    files = sorted(f for f in path.iterdir() if f.suffix.lower() == SUFFIX and f.is_file())
     firsts = [f for f in files if not (m := _SPLIT.fullmatch(f.name)) or int(m["number"]) == 1]
     if len(firsts) > 1:
         raise PykernelsError(
@@ -131,7 +152,8 @@ def _set_of(path: Path) -> list[Path]:
     if match is None:
         return [path]
     stem, count = match["stem"], int(match["count"])
-    files = [path.with_name(f"{stem}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
+    end = f"-of-{count:05d}{path.suffix}"
+    files = [path.with_name(f"{stem}-{i + 1:05d}{end}") for i in range(count)]
     if absent := [file.name for file in files if not file.is_file()]:
         raise PykernelsError(
             f"{len(absent)} of the {count} files of {path.with_name(stem)} are missing:"
@@ -155,7 +177,12 @@ def _cached(file: Path, stamp: tuple[int, int]) -> Header:
     return read_header(file)
 
 
-def _as_matrix(info: TensorInfo) -> TensorInfo:
-    """A linear with one output, which is stored as a vector."""
-    shape = (1, *info.shape) if len(info.shape) == 1 else info.shape
-    return TensorInfo(info.file, info.dtype, shape, info.start, info.stop)
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without its outermost dimensions of 1."""
+    return tuple(itertools.dropwhile(lambda size: size == 1, shape))
+
+
+def _nbytes(info: TensorInfo, count: int) -> int:
+    """Stored bytes of so many numbers of a tensor, whole blocks."""
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[info.dtype]]
+    return count // block * size

@@ -15,8 +15,11 @@ _MOST = 1 << 31
 class Metadata:
     """Lookups by key, without the architecture in front of it.
 
-    Every method raises `PykernelsError` for a value of another kind, and for one that is not there
-    unless it has a default.
+    Where llama.cpp takes a number for all layers or a list of one for each, such a list counts as
+    the number that all layers have.
+
+    Every method raises `PykernelsError` for a value of another kind, for a list of unequal numbers,
+    and for a key that is not there unless it has a default.
     """
 
     def __init__(self, values: dict[str, Any], architecture: str, path: Path) -> None:
@@ -26,10 +29,8 @@ class Metadata:
         return f"{self.architecture}.{key}" in self._values
 
     def count(self, key: str, default: Any = _ABSENT) -> Any:
-        """A whole number; of a list with one for each layer, the one that all have."""
+        """A whole number."""
         value = self._get(key, default)
-        if isinstance(value, list) and value and all(one == value[0] for one in value):
-            value = value[0]
         if value is default:
             return default
         if type(value) is not int or not 0 <= value < _MOST:
@@ -57,10 +58,22 @@ class Metadata:
             raise self.wrong(key, value)
         return value
 
+    def value(self, key: str) -> Any:
+        """As it is stored; None if it is not there."""
+        return self._values.get(f"{self.architecture}.{key}")
+
     def wrong(self, key: str, value: Any) -> PykernelsError:
         return PykernelsError(
             f"{self._path} has the {self.architecture}.{key} {str(value)[:60]!r}, which cannot be",
             "Convert the model again",
+        )
+
+    def unsupported(self, key: str, value: Any, wanted: str) -> PykernelsError:
+        """For a value that a model can have, and none that is run."""
+        return PykernelsError(
+            f"{self._path} has the {self.architecture}.{key} {str(value)[:60]!r}, only {wanted} is"
+            " supported",
+            "Run the file with llama.cpp, or get another model",
         )
 
     def _get(self, key: str, default: Any) -> Any:
@@ -70,4 +83,8 @@ class Metadata:
                 f"{self._path} has no {self.architecture}.{key} in its metadata",
                 "Convert the model again with a newer llama.cpp",
             )
+        if isinstance(value, list) and value:
+            if any(one != value[0] for one in value):
+                raise self.unsupported(key, value, "one value for all layers")
+            return value[0]
         return value

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+
+from .metadata import Metadata
 
 _BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>\w+)(?:\.(?P<what>weight|bias))?")
 
@@ -42,6 +43,7 @@ _PARTS = {
     "ffn_gate_exps": "mlp.experts.gate_proj",  # [E, I, H]
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",  # [E, H, I]
+    "ffn_gate_up_exps": "mlp.experts.gate_up_proj",  # [E, 2 I, H], instead of two
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
@@ -63,7 +65,7 @@ _OTHERS: dict[str, dict[str, str]] = {
 }
 """Where an architecture names a part otherwise than the rest."""
 
-_PERMUTED = {"attn_q": "head_count", "attn_k": "head_count_kv"}
+_PERMUTED = ("attn_q", "attn_k")
 """Of llama: its rotation pairs neighbours, the model's numbers half a head apart."""
 
 
@@ -85,10 +87,10 @@ def model_name(name: str, architecture: str) -> str:
     return f"model.layers.{layer}.{inner}.{what}"
 
 
-def heads_of(name: str, architecture: str, metadata: dict[str, Any]) -> int | None:
+def heads_of(name: str, meta: Metadata) -> int | None:
     """The heads in each of which a tensor's rows are permuted; None if they are not."""
     match = _BLOCK.fullmatch(name)
-    if architecture != "llama" or match is None or match["part"] not in _PERMUTED:
+    if meta.architecture != "llama" or match is None or match["part"] not in _PERMUTED:
         return None
-    heads = metadata["llama.attention.head_count"]
-    return int(metadata.get(f"llama.attention.{_PERMUTED[match['part']]}", heads))
+    heads: int = meta.count("attention.head_count")
+    return heads if match["part"] == "attn_q" else meta.count("attention.head_count_kv", heads)

@@ -69,7 +69,7 @@ def _find(names: Lookup, key: str, E: int, N: int, K: int) -> tuple[Part, Part] 
             raise PykernelsError(
                 f"{part.name} is {info.dtype} {list(info.shape)}, the model's {[E, N, K]} needs U8 "
                 f"{list(shape)}",
-                "Check that config.json belongs to this checkpoint, or download it again",
+                names.checkpoint.mismatch,
             )
     return data, scale
 

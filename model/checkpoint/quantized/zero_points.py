@@ -47,7 +47,7 @@ def find(names: Lookup, base: str, shape: tuple[int, ...]) -> Matrix | None:
             raise PykernelsError(
                 f"{part.name} is {info.dtype} {list(info.shape)}, the model's {list(shape)} in "
                 f"{layout} needs {dtype or 'F16'} {list(expected)}",
-                "Check that config.json belongs to this checkpoint, or download it again",
+                names.checkpoint.mismatch,
             )
     if not groups or K % groups or K // groups % 32:
         raise PykernelsError(f"{scale.name} has {groups} groups for {K} inputs", HINT)

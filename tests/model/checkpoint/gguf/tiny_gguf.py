@@ -6,7 +6,8 @@ put back into transformers' own model, which is the truth.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,13 @@ from ...checks import byte_tokenizer
 
 Type = gguf.GGMLQuantizationType
 TypeOf = Callable[[str], Type]
+Tensors = dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], object]]]
+"""By the file's names: what is stored, and what puts its values back into the model."""
 
 ARCHS = {
     "llama": "llama", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
     "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "glm4_moe": "glm4moe",
+    "ernie4_5_moe": "ernie4_5-moe",
 }  # fmt: skip
 SIZES: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 64,
@@ -67,19 +71,35 @@ def write(
     *,
     split_kv_b: bool = True,
     files: int = 1,
+    prepare: Callable[[PreTrainedModel], object] = lambda model: None,
+    change: Callable[[Tensors], object] = lambda stored: None,
+    values: Mapping[str, Any] = MappingProxyType({}),
     **config: Any,
 ) -> PreTrainedModel:
-    """Writes a random model; returns transformers' own with the values that are stored."""
+    """Writes a random model; returns transformers' own with the values that are stored.
+
+    `prepare` changes the model first, `change` what is stored; `values`: other metadata, None for
+    a key that is left out.
+    """
     own = dict(SIZES)
     if model_type.startswith("deepseek"):
         own["head_dim"] = own["qk_rope_head_dim"]
     model = tiny.build(model_type, **{**own, **config})
+    prepare(model)
     arch, cfg = ARCHS[model_type], model.config
-    size = {"split_max_tensors": -(-len(_stored(model, split_kv_b)) // files)} if files > 1 else {}
+    stored = _stored(model, split_kv_b)
+    change(stored)
+    size = {"split_max_tensors": -(-len(stored) // files)} if files > 1 else {}
     writer = gguf.GGUFWriter(path, arch, **size)
     _metadata(writer, arch, cfg)
     _tokenizer(writer)
-    for name, (tensor, put) in _stored(model, split_kv_b).items():
+    for key, value in values.items():
+        writer.kv_data[0].pop(key, None)
+        if value is not None:
+            kind_of = gguf.GGUFValueType.get_type(value)
+            whole = gguf.GGUFValueType.UINT32
+            writer.add_key_value(key, value, whole if type(value) is int else kind_of)
+    for name, (tensor, put) in stored.items():
         kind = type_of(name) if tensor.ndim >= 2 and "gate_inp" not in name else Type.F32
         data = _quantized(tensor, kind)
         writer.add_tensor(name, data, raw_dtype=kind)
@@ -96,10 +116,7 @@ def write(
     return model
 
 
-def _stored(
-    model: PreTrainedModel, split_kv_b: bool
-) -> dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], object]]]:
-    """By the file's names: what is stored, and what puts its values back into the model."""
+def _stored(model: PreTrainedModel, split_kv_b: bool) -> Tensors:
     cfg, arch = model.config, ARCHS[model.config.model_type]
     table = gguf.get_tensor_name_map(
         next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == arch), cfg.num_hidden_layers
@@ -142,6 +159,9 @@ def _parts(
             (name.replace("kv_b", "k_b"), heads[:, :nope].transpose(1, 2)),
             (name.replace("kv_b", "v_b"), heads[:, nope:]),
         ]
+    if name.endswith("moe_statics.e_score_correction_bias"):  # [1, E]
+        base = name.replace(".gate.moe_statics", ".moe_statics")
+        return [(base.replace("e_score_correction_bias", "e_score_correction.bias"), tensor)]
     if name.endswith("e_score_correction_bias"):
         return [(name.replace("e_score_correction_bias", "e_score_correction.bias"), tensor)]
     return [(name, tensor)]
@@ -175,14 +195,18 @@ def _metadata(w: gguf.GGUFWriter, arch: str, cfg: Any) -> None:
     w.add_head_count(cfg.num_attention_heads)
     w.add_layer_norm_rms_eps(cfg.rms_norm_eps)
     w.add_rope_freq_base(cfg.rope_parameters["rope_theta"])
-    experts = getattr(cfg, "n_routed_experts", None) or getattr(cfg, "num_local_experts", None)
-    if experts := experts or getattr(cfg, "num_experts", None):
+    counts = "n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"
+    if experts := next((n for name in counts if (n := getattr(cfg, name, None))), None):
         w.add_expert_count(experts)
-        w.add_expert_used_count(cfg.num_experts_per_tok)
+        w.add_expert_used_count(getattr(cfg, "moe_k", None) or cfg.num_experts_per_tok)
         if cfg.model_type != "mixtral":
             w.add_expert_feed_forward_length(cfg.moe_intermediate_size)
     if arch == "qwen2moe":
         w.add_expert_shared_feed_forward_length(cfg.shared_expert_intermediate_size)
+    if arch == "ernie4_5-moe":
+        w.add_interleave_moe_layer_step(cfg.moe_layer_interval)
+        w.add_leading_dense_block_count(cfg.moe_layer_start_index)
+        w.add_expert_shared_count(cfg.moe_num_shared_experts)
     if arch == "deepseek2":
         nope, rotary = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim
         w.add_head_count_kv(1)

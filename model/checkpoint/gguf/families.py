@@ -1,0 +1,198 @@
+"""What a configuration of each architecture has of its own, from a GGUF file's metadata.
+
+What llama.cpp's ``convert_hf_to_gguf.py`` does not write, because it is the same in all models of
+an architecture, stands here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .files import GGUF
+from .metadata import Metadata
+
+Config = dict[str, Any]
+SOFTMAX, SIGMOID = 1, 2
+"""Values of ``expert_gating_func``; 0 stands for the model's default."""
+
+
+def _llama(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
+    if not meta.count("expert_count", 0):
+        return {"model_type": "llama"}
+    return {
+        "model_type": "mixtral",
+        "num_local_experts": meta.count("expert_count"),
+        "num_experts_per_tok": meta.count("expert_used_count"),
+        "sliding_window": None,
+    }
+
+
+def _qwen(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
+    return {
+        "model_type": "qwen3_moe",
+        "num_experts": meta.count("expert_count"),
+        "num_experts_per_tok": meta.count("expert_used_count"),
+        "moe_intermediate_size": _expert_size(meta),
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "use_sliding_window": False,
+    }
+
+
+def _qwen2(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
+    return _qwen(meta, config, checkpoint) | {
+        "model_type": "qwen2_moe",
+        "norm_topk_prob": False,
+        "qkv_bias": False,
+        "shared_expert_intermediate_size": (
+            meta.count("expert_shared_feed_forward_length", 0) or meta.count("feed_forward_length")
+        ),
+    }
+
+
+def _expert_size(meta: Metadata) -> int:
+    """Numbers between an expert's matrices; where they are not stored, all chosen experts together
+    have those of a dense layer."""
+    stored: int = meta.count("expert_feed_forward_length", 0)
+    return stored or meta.count("feed_forward_length") // max(1, meta.count("expert_used_count"))
+
+
+def _routed(meta: Metadata) -> Config:
+    """Of the models that follow DeepSeek-V3."""
+    groups = meta.count("expert_group_count", 0) or 1
+    open_groups = meta.count("expert_group_used_count", 0)
+    if groups > 1 and not open_groups:
+        raise meta.wrong("expert_group_used_count", open_groups)
+    return {
+        "n_routed_experts": meta.count("expert_count"),
+        "n_shared_experts": meta.count("expert_shared_count", 0),
+        "num_experts_per_tok": meta.count("expert_used_count"),
+        "moe_intermediate_size": _expert_size(meta),
+        "first_k_dense_replace": meta.count("leading_dense_block_count", 0),
+        # 0 stands for 1, not scaled.
+        "routed_scaling_factor": meta.number("expert_weights_scale", 0.0) or 1.0,
+        "norm_topk_prob": meta.flag("expert_weights_norm", False),
+        "n_group": groups,
+        "topk_group": open_groups if groups > 1 else 1,
+    }
+
+
+def _deepseek2(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
+    """V2 by softmax, V3, R1 and Kimi-K2 by sigmoid. With ``*_mla`` keys the cache's own sizes stand
+    under the plain ones."""
+    rotary = meta.count("rope.dimension_count")
+    key = meta.count("attention.key_length_mla", 0) or meta.count("attention.key_length")
+    value = meta.count("attention.value_length_mla", 0) or meta.count("attention.value_length")
+    routed, kind = _routed(meta), "deepseek_v3"
+    if _gating(meta, config) == SOFTMAX:
+        if routed["norm_topk_prob"]:
+            raise meta.unsupported("expert_weights_norm", True, "False, beside a softmax,")
+        kind = "deepseek_v2"
+        grouped = routed["n_group"] > 1
+        routed["topk_method"] = "group_limited_greedy" if grouped else "greedy"
+    # llama.cpp asks the tensors too: small models have no latent of the queries.
+    whole = "blk.0.attn_q.weight" in checkpoint.tensors
+    return routed | {
+        "model_type": kind,
+        "num_key_value_heads": config["num_attention_heads"],
+        "q_lora_rank": None if whole else meta.count("attention.q_lora_rank", 0) or None,
+        "kv_lora_rank": meta.count("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotary,
+        "qk_nope_head_dim": key - rotary,
+        "v_head_dim": value,
+        "head_dim": rotary,
+    }
+
+
+def _gating(meta: Metadata, config: Config) -> int:
+    """SOFTMAX or SIGMOID. The first files of GLM-4.7-Flash and of DeepSeek-V2 do not say it."""
+    stored: int = meta.count("expert_gating_func", 0)
+    if stored in (SOFTMAX, SIGMOID):
+        return stored
+    if stored:
+        raise meta.unsupported("expert_gating_func", stored, f"{SOFTMAX} or {SIGMOID}")
+    flash = config["num_hidden_layers"] in (47, 48) and config["vocab_size"] == 154880
+    return SIGMOID if flash else SOFTMAX
+
+
+def _glm4(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
+    head = config["head_dim"]
+    return _routed(meta) | {
+        "model_type": "glm4_moe",
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in checkpoint.tensors,
+        "partial_rotary_factor": meta.count("rope.dimension_count", head) / head,
+    }
+
+
+def _dots(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
+    return _routed(meta) | {"model_type": "dots1", "sliding_window": None}
+
+
+def _gpt_oss(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
+    window = meta.count("attention.sliding_window")
+    if not window:
+        raise meta.wrong("attention.sliding_window", window)
+    period = meta.count("attention.sliding_window_pattern", 2)
+    windowed = [not period or i % period < period - 1 for i in range(config["num_hidden_layers"])]
+    return {
+        "model_type": "gpt_oss",
+        "num_local_experts": meta.count("expert_count"),
+        "num_experts_per_tok": meta.count("expert_used_count"),
+        "intermediate_size": meta.count("expert_feed_forward_length"),
+        "sliding_window": window,
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in windowed],
+        "attention_bias": True,
+        "rope_scaling": {**config["rope_scaling"], "truncate": False},
+    }
+
+
+def _olmoe(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
+    return {
+        "model_type": "olmoe",
+        "num_experts": meta.count("expert_count"),
+        "num_experts_per_tok": meta.count("expert_used_count"),
+        "clip_qkv": meta.number("attention.clamp_kqv", 0.0) or None,
+        "norm_topk_prob": False,
+    }
+
+
+def _ernie(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
+    every = meta.count("interleave_moe_layer_step", 1) or 1
+    return {
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": meta.count("expert_count"),
+        "moe_k": meta.count("expert_used_count"),
+        "moe_intermediate_size": meta.count("expert_feed_forward_length"),
+        "moe_num_shared_experts": meta.count("expert_shared_count", 0),
+        "moe_layer_start_index": meta.count("leading_dense_block_count", 0),
+        "moe_layer_end_index": config["num_hidden_layers"] - 1,
+        "moe_layer_interval": every,
+        "use_bias": False,
+    }
+
+
+def _minimax(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
+    return {
+        "model_type": "minimax_m2",
+        "num_local_experts": meta.count("expert_count"),
+        "num_experts_per_tok": meta.count("expert_used_count"),
+        "intermediate_size": meta.count("expert_feed_forward_length"),
+        "rotary_dim": meta.count("rope.dimension_count"),
+    }
+
+
+FAMILIES: dict[str, Callable[[Metadata, Config, GGUF], Config]] = {
+    "llama": _llama,
+    "qwen2moe": _qwen2,
+    "qwen3moe": _qwen,
+    "deepseek2": _deepseek2,
+    "glm4moe": _glm4,
+    "gpt-oss": _gpt_oss,
+    "olmoe": _olmoe,
+    "ernie4_5-moe": _ernie,
+    "dots1": _dots,
+    "minimax-m2": _minimax,
+}
+"""By ``general.architecture``."""

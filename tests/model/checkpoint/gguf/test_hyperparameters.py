@@ -1,0 +1,174 @@
+"""Keys of the metadata: read, without effect, or refused by name. What they mean is llama.cpp's:
+src/llama-model.cpp and src/models/."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from model.checkpoint.gguf import hyperparameters
+from model.checkpoint.gguf.config import config_of
+from model.checkpoint.gguf.families import FAMILIES
+from model.checkpoint.gguf.hyperparameters import COMMON, OWN, READ
+from model.checkpoint.gguf.metadata import Metadata
+from pykernels.errors import PykernelsError
+
+VALUES: dict[str, Any] = {
+    "block_count": 4, "context_length": 128, "embedding_length": 64, "feed_forward_length": 96,
+    "attention.head_count": 4, "attention.head_count_kv": 2, "rope.dimension_count": 16,
+    "attention.layer_norm_rms_epsilon": 1e-5, "attention.key_length": 16,
+    "expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 32,
+    "attention.kv_lora_rank": 32, "attention.q_lora_rank": 48, "attention.sliding_window": 8,
+}  # fmt: skip
+
+
+class Recorded(Metadata):
+    """Remembers the keys that were asked for."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.asked: set[str] = set()
+
+    def has(self, key: str) -> bool:
+        self.asked.add(key)
+        return super().has(key)
+
+    def _get(self, key: str, default: Any) -> Any:
+        self.asked.add(key)
+        return super()._get(key, default)
+
+
+def of(arch: str, vocabulary: int = 96, tensors: Any = (), **changes: Any) -> Any:
+    """A file with VALUES and `changes`, dots of keys written as two underlines."""
+    values = {**VALUES, **{key.replace("__", "."): value for key, value in changes.items()}}
+    if arch == "deepseek2":
+        values = {"attention.value_length": 16, **values, "attention.key_length": 24}
+    stored = {f"{arch}.{key}": value for key, value in values.items() if value is not None}
+    infos = {"token_embd.weight": SimpleNamespace(shape=(vocabulary, 64))}
+    infos |= {name: SimpleNamespace(shape=(64, 64)) for name in tensors}
+    path = Path("m.gguf")
+    return SimpleNamespace(
+        metadata=stored, architecture=arch, path=path, tensors=infos,
+        names={name: name for name in infos}, hyperparameters=Recorded(stored, arch, path),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_the_table_says_what_is_read(arch: str) -> None:
+    read = {key for key, kind in {**COMMON, **OWN[arch]}.items() if kind == READ}
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+    plain, scaled = of(arch), of(arch, **yarn)
+    for file in (plain, scaled):
+        CONFIG_MAPPING[config_of(file)["model_type"]].from_dict(config_of(file))
+    asked = plain.hyperparameters.asked | scaled.hyperparameters.asked
+    optional = {"rope.scaling.yarn_log_multiplier"}  # DeepSeek's, 0 elsewhere
+    assert asked - optional == read - optional
+    assert OWN.keys() == FAMILIES.keys()
+
+
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"attention.head_count": [4, 4, 2, 4]}),
+    ("llama", {"attention.head_count_kv": [2, 2, 1, 2]}),
+    ("llama", {"feed_forward_length": [96, 96, 64, 96]}),
+    ("qwen3moe", {"expert_used_count": [2, 2, 2, 1]}),
+    ("gpt-oss", {"attention.sliding_window": [8, 0, 8, 0]}),
+    ("llama", {"attention.causal": False}),
+    ("llama", {"rope.scaling.type": "longrope"}),
+    ("llama", {"rope.scaling.attn_factor": 1.2}),
+    ("qwen3moe", {"rope.dimension_count": 8}),
+    ("qwen3moe", {"attention.value_length": 8}),
+    ("qwen3moe", {"expert_group_count": 4}),
+    ("qwen3moe", {"expert_gating_func": 2}),
+    ("qwen3moe", {"expert_weights_norm": False}),
+    ("glm4moe", {"expert_gating_func": 1}),
+    ("deepseek2", {"expert_gating_func": 3}),
+    ("deepseek2", {"expert_weights_norm": True}),  # beside a softmax
+    ("deepseek2", {"attention.temperature_scale": 0.1}),
+    ("dots1", {"swiglu_clamp_exp": [0.0, 7.0]}),
+    ("llama", {"logit_scale": 0.25}),
+    ("llama", {"attention.scale": 0.1}),
+    ("gpt-oss", {"rope.freq_base_swa": 5000.0}),
+]
+
+
+@pytest.mark.parametrize(("arch", "values"), REFUSED)
+def test_what_changes_the_forward_is_refused_by_name(arch: str, values: dict[str, Any]) -> None:
+    (key,) = values
+    with pytest.raises(PykernelsError, match=rf"{arch}\.{key} .* supported"):
+        config_of(of(arch, **values))
+
+
+NEUTRAL: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"attention.causal": True, "logit_scale": 1.0, "rope.scaling.attn_factor": 1.0}),
+    ("llama", {"rope.scaling.finetuned": True, "expert_weights_scale": 0.0}),
+    ("deepseek2", {"attention.temperature_scale": 0.0, "swiglu_clamp_exp": [0.0, 0.0]}),
+    ("qwen3moe", {"expert_group_count": 1, "expert_group_used_count": 1, "attention.unheard": 3}),
+    ("olmoe", {"attention.clamp_kqv": 0.0, "expert_weights_norm": False}),
+]
+
+
+@pytest.mark.parametrize(("arch", "values"), NEUTRAL)
+def test_neutral_values_change_nothing(arch: str, values: dict[str, Any]) -> None:
+    assert config_of(of(arch, **values)) == config_of(of(arch))
+
+
+@pytest.mark.parametrize(
+    ("changes", "model_type"),
+    [
+        ({"block_count": 47, "vocabulary": 154880}, "deepseek_v3"),  # GLM-4.7-Flash's first files
+        ({"block_count": 48, "nextn_predict_layers": 1, "vocabulary": 154880}, "deepseek_v3"),
+        ({"block_count": 47, "vocabulary": 154880, "expert_gating_func": 1}, "deepseek_v2"),
+        ({"block_count": 47, "vocabulary": 102400}, "deepseek_v2"),
+        ({"expert_gating_func": 0}, "deepseek_v2"),
+        ({"expert_gating_func": 2}, "deepseek_v3"),
+    ],
+)
+def test_how_deepseek2_scores(changes: dict[str, Any], model_type: str) -> None:
+    norm = {"expert_weights_norm": model_type == "deepseek_v3"}
+    assert config_of(of("deepseek2", **changes, **norm))["model_type"] == model_type
+
+
+def test_deepseek2_without_a_latent_of_the_queries() -> None:
+    """llama.cpp goes by the size of the model, or by the tensor: the key may be there."""
+    assert config_of(of("deepseek2"))["q_lora_rank"] == 48
+    assert config_of(of("deepseek2", tensors=["blk.0.attn_q.weight"]))["q_lora_rank"] is None
+
+
+def test_layers_with_a_window_in_gpt_oss() -> None:
+    """set_swa_pattern: of n layers the last has none; 0: all have one."""
+
+    def windows(**values: Any) -> list[bool]:
+        types = config_of(of("gpt-oss", **values))["layer_types"]
+        return [one == "sliding_attention" for one in types]
+
+    assert windows() == [True, False, True, False]
+    assert windows(attention__sliding_window_pattern=3) == [True, True, False, True]
+    assert windows(attention__sliding_window_pattern=1) == [False] * 4
+    assert windows(attention__sliding_window_pattern=0) == [True] * 4
+
+
+def test_no_rope_scaling_where_transformers_has_one_by_default() -> None:
+    config = CONFIG_MAPPING["gpt_oss"].from_dict(config_of(of("gpt-oss")))
+    assert config.rope_parameters["rope_type"] == "default"
+
+
+def test_no_clamp_is_none_to_transformers() -> None:
+    """transformers clamps to [-0, 0] otherwise, llama.cpp's f_clamp_kqv 0 is none."""
+    assert config_of(of("olmoe", attention__clamp_kqv=0.0))["clip_qkv"] is None
+
+
+def test_every_key_is_spelt_as_the_package_spells_it() -> None:
+    import inspect
+
+    from gguf.constants import Keys
+
+    groups = [group for group in vars(Keys).values() if inspect.isclass(group)]
+    known = {value for group in groups for value in vars(group).values()}
+    older = {"rope.scale_linear", "attention.value_scale"}  # LLM_KV_NAMES of llama.cpp has them
+    tables = (COMMON, hyperparameters.ELSEWHERE, *OWN.values())
+    ours = {key for table in tables for key in table} - older
+    assert {f"{{arch}}.{key}" for key in ours} <= known
