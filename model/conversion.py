@@ -239,7 +239,7 @@ def _write(
 def _copy(source: Path, target: Path) -> None:
     """What else a checkpoint has: config, tokenizer, templates, generation config, licences."""
     for file in sorted(source.iterdir()):
-        other = file.is_file() and not file.name.endswith(_WEIGHTS)
+        other = file.is_file() and not file.name.lower().endswith(_WEIGHTS)
         if other and file.stat().st_size <= _OTHERS:
             shutil.copyfile(file, target / file.name)
 

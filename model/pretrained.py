@@ -112,7 +112,7 @@ def fill(
         placement = place(model, rules, device)
         placement.check()
         _configure_workers(threads, numa, placement.gpu() is None)
-        plan = make_plan(model, checkpoint, dtype)
+        plan = make_plan(model, checkpoint, dtype, whole=True)
         check_kernels(model, plan)
         needs = memory.needed(plan, model, checkpoint, dtype, placement)
         pin(model, plan, placement, gpu_experts, needs)

@@ -17,6 +17,7 @@ the same [E, H, 2 I], ... and ``*_bias``              gpt-oss, gate and up in tu
 ``X.experts.gate_up_proj_blocks``, ``_scales``, ...   see `mxfp4`
 ``blk.L.ffn_{gate,up,down}_exps.weight`` [E, N, K]    GGUF, see `gguf.names`
 ``blk.L.ffn_gate_up_exps.weight`` [E, 2 I, H]         GGUF, gate first
+``blk.L.attn_qkv.weight``                             GGUF, see `gguf.fused`
 ====================================================  ==========================================
 """
 
@@ -84,8 +85,13 @@ class Plan:
     lossy: str | None = None
 
 
-def make_plan(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype) -> Plan:
+def make_plan(
+    model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype, whole: bool = False
+) -> Plan:
     """The load plan of an injected meta model; `dtype` is of all but the experts.
+
+    Args:
+        whole: MLA's ``kv_b_proj`` is wanted as one matrix, where a GGUF file has it in both ways.
 
     Raises `PykernelsError` for missing or unexpected tensors and for wrong shapes or dtypes.
     """
@@ -104,7 +110,7 @@ def make_plan(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype
             if id(tensor) in done or name in skip:
                 continue
             done.add(id(tensor))
-            if halves := _latent_halves(names, name, tensor, dtype):
+            if halves := _latent_halves(names, name, tensor, dtype, whole):
                 plan.items += halves
                 continue
             source = names.take(instead.get(name, name), tuple(tensor.shape))
@@ -139,7 +145,7 @@ def _own_tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def _latent_halves(
-    names: Names, name: str, tensor: torch.Tensor, dtype: torch.dtype
+    names: Names, name: str, tensor: torch.Tensor, dtype: torch.dtype, whole: bool
 ) -> list[Dense | Experts]:
     """What GGUF stores for MLA's ``kv_b_proj`` [NH (nope + dv), L]: ``k_b_proj`` [NH, L, nope],
     already transposed, and ``v_b_proj`` [NH, dv, L]. Some files have it whole, some in both ways;
@@ -147,6 +153,9 @@ def _latent_halves(
     """
     keys = [name.replace("kv_b_proj", half) for half in ("k_b_proj", "v_b_proj")]
     if keys[0] == name or not all(key in names.stored for key in keys):
+        return []
+    if whole and name in names.stored:
+        names.unused.difference_update(keys)
         return []
     names.unused.discard(name)
     N, L = tensor.shape

@@ -18,6 +18,7 @@ from pykernels.errors import PykernelsError
 
 from ..safetensors import DTYPES, Checkpoint, Part, TensorInfo
 from .container import Header, read_header
+from .fused import split_qkv
 from .metadata import Metadata
 from .names import heads_of, model_name
 
@@ -49,8 +50,8 @@ class GGUF(Checkpoint):
         self.metadata = header.metadata
         self.architecture = text(self.metadata, "general.architecture", path)
         self.hyperparameters = Metadata(self.metadata, self.architecture, path)
-        self.names = {name: model_name(name, self.architecture) for name in header.tensors}
-        self.tensors = dict(header.tensors)
+        self.tensors = split_qkv(header.tensors, self.hyperparameters)
+        self.names = {name: model_name(name, self.architecture) for name in self.tensors}
         self._start()
 
     def fitted(self, name: str, shape: tuple[int, ...]) -> TensorInfo:

@@ -14,7 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from model.checkpoint.safetensors import Checkpoint, Part
 from pykernels.errors import PykernelsError
@@ -139,7 +140,10 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     "absent": (remove("model-00002*"), "1 of 2 shards .* are missing: model-00002-of-00002.safet"),
     "no weights": (remove("*.safetensors*"), "has neither model.safetensors nor model.safetensor"),
     "no index": (remove(INDEX), "has safetensors files but no model.safetensors.index.json"),
-    "pickles": (pickles, "in another format than safetensors"),
+    "pickles": (pickles, "in another format than safetensors: pytorch_model.bin"),
+    "pickles and an adapter": (
+        lambda folder: (pickles(folder), write("adapter_model.safetensors", "")(folder)),
+        "in another format than safetensors: pytorch_model.bin"),
     "stale index": (
         of_index(lambda m: m.update({"model.new": next(iter(m.values()))})),
         "names 1 tensors that their shard does not hold, the first is model.new"),
@@ -168,6 +172,28 @@ def test_spoilt_files_are_refused(own: Own, name: str) -> None:
     with pytest.raises(PykernelsError, match=message) as raised:
         Checkpoint(folder)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("index", ["other weights", "absent shards", "broken"])
+def test_a_single_file_comes_before_an_index(index: str, own: Own) -> None:
+    """As transformers has it, which loads the same folder here; and safetensors before pickles."""
+    folder = own("qwen3_moe")
+    tensors = {
+        name: tensor + 1
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    if index == "absent shards":
+        remove("model-0*")(folder)
+    elif index == "broken":
+        write(INDEX, "{")(folder)
+    name = "model.embed_tokens.weight"
+    truth = AutoModelForCausalLM.from_pretrained(folder).get_parameter(name)
+    with Checkpoint(folder) as checkpoint:
+        assert checkpoint.tensors.keys() == tensors.keys()
+        assert torch.equal(checkpoint.read(Part(name)), truth)
 
 
 def fail(*_: object) -> int:

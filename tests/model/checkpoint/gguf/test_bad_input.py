@@ -31,6 +31,7 @@ def refused(path: Path, cause: str) -> None:
     with pytest.raises(PykernelsError, match=cause) as raised:
         model.load_engine(path)
     assert "\n" not in str(raised.value) and raised.value.hint
+    assert "config.json" not in raised.value.hint  # which such a file has not
 
 
 def replaced(old: bytes, new: bytes) -> Callable[[bytes], bytes]:

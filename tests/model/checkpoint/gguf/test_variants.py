@@ -1,5 +1,7 @@
-"""Files that llama.cpp writes or reads in more than one way: the same logits as transformers' float32
-model, which runs here on both sides, so that no kernel has a part in it."""
+"""Files that llama.cpp writes or reads in more than one way, against transformers' float32 model.
+
+Most of them are read into transformers' own modules, so that no kernel has a part in it.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ VALUES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def test_metadata_in_other_words(case: str, tmp_path: Path) -> None:
     model_type, values, config = VALUES[case]
     file = tmp_path / "model.gguf"
-    same(file, tiny_gguf.write(file, model_type, split_kv_b=False, values=values, **config))
+    kind = all_of(Type.BF16)
+    same(file, tiny_gguf.write(file, model_type, kind, split_kv_b=False, values=values, **config))
 
 
 def test_linear_scaling_beside_frequency_factors(tmp_path: Path) -> None:
@@ -76,7 +79,7 @@ def without_ones(stored: Tensors) -> None:
 
 def test_a_bias_without_its_dimension_of_1(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
-    same(file, tiny_gguf.write(file, "ernie4_5_moe", change=without_ones))
+    same(file, tiny_gguf.write(file, "ernie4_5_moe", all_of(Type.BF16), change=without_ones))
 
 
 def test_a_single_expert(tmp_path: Path) -> None:
@@ -111,19 +114,42 @@ def test_gate_and_up_in_one_tensor(tmp_path: Path) -> None:
     same(file, tiny_gguf.write(file, "qwen3_moe", change=fuse))
 
 
-def whole_and_halves(stored: Tensors) -> None:
-    """As the first converters with halves wrote them: two-dimensional, the whole one beside."""
-    for name in [name for name in stored if "_k_b." in name or "_v_b." in name]:
-        tensor, put = stored[name]
-        shape = tensor.shape
-        stored[name] = tensor.flatten(0, 1), lambda v, put=put, shape=shape: put(v.view(shape))
-        whole = torch.zeros(tensor.shape[0] * 96, 256)  # would give other logits
-        stored[name.replace("_k_b.", "_kv_b.").replace("_v_b.", "_kv_b.")] = whole, lambda v: None
+def fuse_qkv(stored: Tensors) -> None:
+    """As convert_hf_to_gguf.py --fuse-qkv."""
+    for name in [name for name in stored if ".attn_q." in name]:
+        parts = [stored.pop(name.replace("attn_q", f"attn_{part}")) for part in "qkv"]
+        sizes = [len(tensor) for tensor, _ in parts]
+
+        def put(values: torch.Tensor, parts: Any = parts, sizes: Any = sizes) -> None:
+            for (_, back), rows in zip(parts, values.split(sizes), strict=True):
+                back(rows)
+
+        stored[name.replace("attn_q", "attn_qkv")] = torch.cat([t for t, _ in parts]), put
+
+
+def test_queries_keys_and_values_in_one_tensor(tmp_path: Path) -> None:
+    """Of llama, whose queries' and keys' rows are permuted; weights and biases."""
+    file = tmp_path / "model.gguf"
+    prepare = give_biases(*QKV)
+    same(file, tiny_gguf.write(file, "llama", all_of(Type.Q8_0), prepare=prepare, change=fuse_qkv))
+
+
+def flat_halves(stored: Tensors) -> None:
+    """As the first converters with halves wrote them: two-dimensional, the whole matrix beside."""
+    for name in [name for name in stored if "_k_b." in name]:
+        (k, put_k), (v, put_v) = stored[name], stored[name.replace("_k_b.", "_v_b.")]
+        both = torch.cat([k.transpose(1, 2), v], dim=1).flatten(0, 1)  # [NH (nope + dv), L]
+        stored[name.replace("_k_b.", "_kv_b.")] = both, lambda values: None
+        for part, (tensor, put) in {"_k_b.": (k, put_k), "_v_b.": (v, put_v)}.items():
+            back = lambda v, put=put, shape=tensor.shape: put(v.view(shape))  # noqa: E731
+            stored[name.replace("_k_b.", part)] = tensor.flatten(0, 1), back
 
 
 def test_halves_of_kv_b_beside_the_whole(tmp_path: Path) -> None:
+    """The engine takes the halves, transformers' modules the whole."""
     file = tmp_path / "model.gguf"
-    reference = tiny_gguf.write(file, "deepseek_v3", change=whole_and_halves)
+    reference = tiny_gguf.write(file, "deepseek_v3", all_of(Type.BF16), change=flat_halves)
+    same(file, reference)
     on_the_engine(file, reference)
 
 
@@ -162,12 +188,19 @@ BIASES = {
 def test_biases_where_transformers_has_none(case: str, tmp_path: Path) -> None:
     model_type, leaves = BIASES[case]
     file = tmp_path / "model.gguf"
-    same(file, tiny_gguf.write(file, model_type, prepare=give_biases(*leaves)))
+    prepare = give_biases(*leaves)
+    same(file, tiny_gguf.write(file, model_type, all_of(Type.BF16), prepare=prepare))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mixtral"])
 def test_such_biases_on_the_engine(model_type: str, tmp_path: Path) -> None:
     leaves = ("q_proj", "v_proj", "o_proj", "mlp.down_proj")
     file = tmp_path / "model.gguf"
-    write = {"prepare": give_biases(*leaves), "type_of": all_of(Type.Q8_0)}
-    on_the_engine(file, tiny_gguf.write(file, model_type, **write))
+    prepare = give_biases(*leaves)
+    on_the_engine(file, tiny_gguf.write(file, model_type, all_of(Type.Q8_0), prepare=prepare))
+    model.convert(file, tmp_path / "cache", threads=1)
+    found = []
+    for path in (file, tmp_path / "cache"):
+        with model.load_engine(path, context=64) as llm:
+            found.append(logits(llm, IDS[0]))
+    assert torch.equal(*found)

@@ -7,8 +7,8 @@ put back into transformers' own model, which is the truth.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
