@@ -1,6 +1,7 @@
 """``attn_qkv``, queries, keys and values one below the other, as the three tensors that it holds.
 
-llama.cpp's converter writes it with ``--fuse-qkv``; its loader (``create_tensor_qkv``) takes either.
+llama.cpp's converter writes it with ``--fuse-qkv``; its loader takes either
+(``create_tensor_qkv``).
 """
 
 from __future__ import annotations

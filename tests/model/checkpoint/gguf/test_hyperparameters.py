@@ -3,11 +3,13 @@ src/llama-model.cpp and src/models/."""
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from gguf.constants import Keys
 from transformers import CONFIG_MAPPING
 
 from model.checkpoint.gguf import hyperparameters
@@ -162,10 +164,6 @@ def test_no_clamp_is_none_to_transformers() -> None:
 
 
 def test_every_key_is_spelt_as_the_package_spells_it() -> None:
-    import inspect
-
-    from gguf.constants import Keys
-
     groups = [group for group in vars(Keys).values() if inspect.isclass(group)]
     known = {value for group in groups for value in vars(group).values()}
     older = {"rope.scale_linear", "attention.value_scale"}  # LLM_KV_NAMES of llama.cpp has them
