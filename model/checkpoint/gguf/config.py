@@ -51,7 +51,7 @@ def config_of(checkpoint: GGUF) -> Config:
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": False,
         "stored_biases": _biases(checkpoint),
-        **rope(meta, _frequency_factors(checkpoint)),
+        **rope(meta, _frequency_factors(checkpoint, hidden // heads)),
     }
     if extra := meta.count("nextn_predict_layers", 0):
         config["num_hidden_layers"] -= extra
@@ -82,8 +82,17 @@ def _biases(checkpoint: GGUF) -> list[str]:
     return [name.removesuffix(".bias") for name in names if name.endswith("_proj.bias")]
 
 
-def _frequency_factors(checkpoint: GGUF) -> list[float] | None:
-    if "rope_freqs.weight" not in checkpoint.tensors:
+def _frequency_factors(checkpoint: GGUF, head: int) -> list[float] | None:
+    """One for each pair of a head's numbers that turns; None if there are none."""
+    if (info := checkpoint.tensors.get("rope_freqs.weight")) is None:
         return None
+    meta = checkpoint.hyperparameters
+    turned = meta.count("rope.dimension_count", meta.count("attention.key_length", head))
+    if info.dtype != "F32" or info.shape != (turned // 2,):
+        raise PykernelsError(
+            f"{checkpoint.path} has rope_freqs.weight in {info.dtype} {list(info.shape)}, the model"
+            f" needs F32 [{turned // 2}]",
+            checkpoint.mismatch,
+        )
     factors: list[float] = checkpoint.read(Part("rope_freqs.weight")).flatten().tolist()
     return factors

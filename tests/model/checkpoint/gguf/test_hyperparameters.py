@@ -97,6 +97,14 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+def test_frequency_factors_of_another_size_are_refused() -> None:
+    file = of("llama")
+    file.tensors["rope_freqs.weight"] = SimpleNamespace(dtype="F32", shape=(5,))
+    file.mismatch = "hint"
+    with pytest.raises(PykernelsError, match=r"rope_freqs.weight in F32 \[5\], .* F32 \[8\]"):
+        config_of(file)
+
+
 @pytest.mark.parametrize(("arch", "values"), REFUSED)
 def test_what_changes_the_forward_is_refused_by_name(arch: str, values: dict[str, Any]) -> None:
     (key,) = values
