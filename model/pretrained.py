@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import is_protobuf_available, is_sentencepiece_available
 
 from pykernels.errors import PykernelsError
 from runtime.workers.numa import AUTO
@@ -35,6 +36,7 @@ from .modules.placement import hand_over, place
 from .pinning.choose import Wanted
 from .pinning.pin import pin
 from .rules import Rule, Rules, resolve_rules
+from .text import tiktoken
 
 
 def from_pretrained(
@@ -157,11 +159,14 @@ def _configure_workers(threads: int | None, numa: str | int | None, driver_works
     configure_default_pool(threads, driver_works, numa=AUTO if numa is None else str(numa))
 
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", tiktoken.FILE)
+
+
 def has_tokenizer(path: Path) -> bool:
     """Whether a checkpoint has a tokenizer."""
     if (file := find_gguf(path)) is not None:
         return gguf_has_tokenizer(GGUF(file))
-    return any((path / f"tokenizer.{kind}").is_file() for kind in ("json", "model"))
+    return any((path / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -177,9 +182,13 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         )
     if not has_tokenizer(folder):
         raise PykernelsError(
-            f"{folder} has neither tokenizer.json nor tokenizer.model",
+            f"{folder} has none of {', '.join(_TOKENIZER_FILES)}",
             "Download the tokenizer's files too",
         )
+    if not (folder / "tokenizer.json").is_file():
+        if (folder / tiktoken.FILE).is_file():
+            return tiktoken.read_tiktoken(folder)
+        _check_sentencepiece(folder)
     try:
         # AutoTokenizer takes only the tokenizer's class from it; ours also resolves aliases.
         return AutoTokenizer.from_pretrained(folder, config=read_config(folder))
@@ -189,6 +198,20 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise PykernelsError(
             f"The tokenizer of {folder} cannot be read: {error}", "Download its files again"
         ) from error
+
+
+def _check_sentencepiece(folder: Path) -> None:
+    """Raise `PykernelsError` if what transformers reads a tokenizer.model with is not installed.
+
+    Without it transformers takes the file for one of tiktoken's, and asks for that package.
+    """
+    needed = {"sentencepiece": is_sentencepiece_available, "protobuf": is_protobuf_available}
+    if missing := [name for name, available in needed.items() if not available()]:
+        raise PykernelsError(
+            f"{folder} has a tokenizer.model and no tokenizer.json, which takes the packages"
+            f" {' and '.join(needed)} to read",
+            f"pip install {' '.join(missing)}, or download tokenizer.json too",
+        )
 
 
 def build_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

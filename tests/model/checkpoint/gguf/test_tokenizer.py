@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from model.checkpoint.gguf.pretokenizers import SPLITS
-from model.checkpoint.gguf.tokenizer import ends_of, tokenizer_of
+from model.checkpoint.gguf.tokenizer import tokenizer_of
+from model.checkpoint.gguf.vocabulary import Vocabulary
 from pykernels.errors import PykernelsError
 
 
@@ -65,8 +66,8 @@ def test_bytes_by_each_pre_tokenizer() -> None:
 def test_every_token_that_ends_an_answer() -> None:
     tokens = ["a", "<|return|>", "<|end|>", "<|call|>", "<|eot_id|>", "x"]
     kinds = {"token_type": [1, 3, 3, 3, 1, 1], "model": "gpt2", "eos_token_id": 1}
-    assert ends_of(of(tokens=tokens, **kinds)) == [1, 3]
-    assert ends_of(of(tokens=tokens, **kinds, eot_token_id=5)) == [1, 3, 5]
+    assert Vocabulary(of(tokens=tokens, **kinds)).ends == [1, 3]
+    assert Vocabulary(of(tokens=tokens, **kinds, eot_token_id=5)).ends == [1, 3, 5]
 
 
 @pytest.mark.parametrize(
