@@ -24,9 +24,7 @@ def encode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: s
     Raises:
         PykernelsError: an empty prompt of a model without bos, or one that is no UTF-8 text.
     """
-    if any("\ud800" <= character <= "\udfff" for character in prompt):
-        # Python passes bytes of an argument or of stdin that are no UTF-8 as lone surrogates.
-        raise PykernelsError("The prompt holds bytes that are no UTF-8 text", NOT_UTF8)
+    _check_utf8(prompt)
     bos = tokenizer.bos_token
     ids: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     if not (bos and prompt.startswith(bos)):
@@ -41,6 +39,12 @@ def encode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: s
             "The prompt is empty and the model has no token to begin with", "Give some text"
         )
     return [first]
+
+
+def _check_utf8(prompt: str) -> None:
+    # Python passes bytes of an argument or of stdin that are no UTF-8 as lone surrogates.
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise PykernelsError("The prompt holds bytes that are no UTF-8 text", NOT_UTF8)
 
 
 def _with_front(ids: list[int], whole: list[int]) -> list[int]:
@@ -95,6 +99,7 @@ def encode_chat(
     """
     text = chat_prompt(tokenizer, messages)
     if tokenizer.chat_template:
+        _check_utf8(text)
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         if ids:
             return ids

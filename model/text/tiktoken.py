@@ -87,8 +87,8 @@ def _read_ranks(file: Path) -> dict[bytes, int]:
             f"the ids of {file} are not those from 0 to one below the number of its tokens",
             "Download it again",
         )
-    if absent := next((byte for byte in range(256) if bytes([byte]) not in ranks), None):
-        raise PykernelsError(f"{file} has no token for the byte {absent}", "Download it again")
+    if absent := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+        raise PykernelsError(f"{file} has no token for the byte {absent[0]}", "Download it again")
     return ranks
 
 
