@@ -23,6 +23,7 @@ from runtime.workers.pool import configure_default_pool, default_pool
 from .checkpoint import memory
 from .checkpoint.config import read_config, resolve_dtype
 from .checkpoint.gguf import GGUF, find_gguf
+from .checkpoint.gguf.sampling import sampling_of
 from .checkpoint.gguf.tokenizer import has_tokenizer as gguf_has_tokenizer
 from .checkpoint.gguf.tokenizer import tokenizer_of
 from .checkpoint.load import check_kernels, load
@@ -125,13 +126,14 @@ def fill(
 
 
 def read_generation_config(folder: Path) -> GenerationConfig | None:
-    """The checkpoint's own settings of `generate`; None if it has none.
+    """The checkpoint's own settings of `generate`, in its file or a GGUF's metadata; None if it has
+    none.
 
-    Raises `PykernelsError` for a file that cannot be read.
+    Raises `PykernelsError` for settings that cannot be read.
     """
     file = folder / "generation_config.json"
     if not file.is_file():
-        return None
+        return _gguf_generation_config(folder)
     read_json(file)  # a clearer error for a file that is no JSON
     try:
         config = GenerationConfig.from_pretrained(folder)
@@ -145,6 +147,20 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
             "Set it to a token, or null for none",
         )
     return config
+
+
+def _gguf_generation_config(path: Path) -> GenerationConfig | None:
+    file = find_gguf(path)
+    fields = None if file is None else sampling_of(GGUF(file))
+    if fields is None:
+        return None
+    try:
+        return GenerationConfig(**fields)
+    except Exception as error:  # as above
+        raise PykernelsError(
+            f"{file} wants to be sampled from as transformers cannot: {error}",
+            "Convert the model again",
+        ) from error
 
 
 def _configure_workers(threads: int | None, numa: str | int | None, driver_works: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
@@ -123,8 +124,8 @@ def _facts_of(tokenizer: PreTrainedTokenizerBase) -> _Facts:
 
 def _decoders_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Names of the decoders of a tokenizer that the package `tokenizers` runs."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if getattr(backend, "decoder", None) is None:
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.decoder is None:
         return []
     state = json.loads(backend.decoder.__getstate__())
     parts = state["decoders"] if state["type"] == "Sequence" else [state]

@@ -24,9 +24,12 @@ _NOT_DONE: dict[str, Any] = {
     "forced_decoder_ids": None, "exponential_decay_length_penalty": None,
     "begin_suppress_tokens": None, "guidance_scale": 1, "watermarking_config": None,
     "token_healing": False, "remove_invalid_values": False,
+    # of llama.cpp, in GGUF files
+    "penalty_repeat": 1, "mirostat": 0,
 }  # fmt: skip
-"""Settings of transformers that the engine does not have, and values that change nothing."""
-_NOT_DONE_WHEN_SAMPLING = {"typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None}
+"""Settings that the engine does not have, and values that change nothing."""
+_NOT_DONE_WHEN_SAMPLING = {"typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None,
+                           "xtc_probability": 0}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +148,8 @@ def note_of(not_done: dict[str, Any]) -> str:
     """One line that names settings which the engine does not have."""
     named = ", ".join(f"{name}={str(value)[:40]}" for name, value in not_done.items())
     return (
-        f"the engine goes on without {named} of generation_config.json; generation with --eager, or"
-        " with from_pretrained, has it"
+        f"the engine goes on without {named} of the checkpoint's generation config; what of it"
+        " transformers has, it has with --eager, and with from_pretrained"
     )
 
 
@@ -158,9 +161,7 @@ def _changed(values: dict[str, Any], neutral: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _biases(
-    values: dict[str, Any], ends: Sequence[int]
-) -> tuple[dict[int, float], dict[str, Any]]:
+def _biases(values: dict[str, Any], ends: Sequence[int]) -> tuple[dict[int, float], dict[str, Any]]:
     """What is added to the logits of single tokens; settings that are of longer sequences."""
     bias: dict[int, float] = {}
     longer: dict[str, Any] = {}

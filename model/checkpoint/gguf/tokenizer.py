@@ -142,7 +142,7 @@ def _byte_level(vocabulary: Vocabulary, pre: str) -> Tokenizer:
             f"Use a file with one of {', '.join(SPLITS)}",
         )
     whole_words = pre in WHOLE_WORDS_FIRST
-    merges = [_halves(merge) for merge in vocabulary.list("merges", str)]
+    merges = [_halves(merge) for merge in vocabulary.values("merges", str)]
     if not merges and pre == "kimi-k2":
         # Made of a tiktoken file: a token's id is its rank, from which the merges follow.
         kinds = zip(vocabulary.tokens, vocabulary.types, strict=True)

@@ -57,7 +57,7 @@ class Vocabulary:
         self._metadata, self._path = checkpoint.metadata, checkpoint.path
         self.notes: list[str] = []
         self.model = self.word("model")
-        self.tokens: list[str] = self.list("tokens", str)
+        self.tokens: list[str] = self.values("tokens", str)
         if not self.tokens:
             raise self.missing("tokens")
         self.tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(self.tokens)]
@@ -71,7 +71,7 @@ class Vocabulary:
         self.scores: list[float] = self._of_each("scores", float, int)
         self.ends = self._find_ends()
 
-    def list(self, key: str, *kinds: type) -> list[Any]:
+    def values(self, key: str, *kinds: type) -> list[Any]:
         """A list of the metadata, empty if there is none."""
         values = self._metadata.get(f"tokenizer.ggml.{key}", [])
         if not isinstance(values, list) or not all(type(value) in kinds for value in values):
@@ -119,7 +119,7 @@ class Vocabulary:
 
     def _of_each(self, key: str, *kinds: type) -> list[Any]:
         """A list with a value for each token, empty if there is none; a longer one is cut."""
-        values = self.list(key, *kinds)
+        values = self.values(key, *kinds)
         if values and len(values) < len(self.tokens):
             raise PykernelsError(
                 f"{self._path} has {len(values)} values of tokenizer.ggml.{key} for"

@@ -1,4 +1,4 @@
-"""generation_config.json on the engine: transformers' own tokens, or a line with what is not done."""
+"""generation_config.json on the engine: transformers' tokens, or a line with what is left out."""
 
 from __future__ import annotations
 

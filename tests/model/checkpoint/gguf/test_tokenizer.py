@@ -7,8 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from gguf.constants import Keys
 
 from model.checkpoint.gguf.pretokenizers import SPLITS
+from model.checkpoint.gguf.sampling import sampling_of
 from model.checkpoint.gguf.tokenizer import special_ids, tokenizer_of
 from model.checkpoint.gguf.vocabulary import Vocabulary
 from pykernels.errors import PykernelsError
@@ -96,6 +98,22 @@ def test_special_tokens_outside_the_vocabulary_are_none() -> None:
     assert ["padding_token_id 4294967295" in str(one.message) for one in told].count(True) == 1
     assert tokenizer.pad_token is None and tokenizer.eos_token == "</s>"
     assert special_ids(made) == {"bos_token_id": 1, "pad_token_id": None, "eos_token_id": [2]}
+
+
+def test_sampling_by_the_metadata() -> None:
+    """Keys of the package `gguf`: `Keys.General.SAMPLING_*`; what llama.cpp begins with."""
+    made = of(**SENTENCEPIECE, suppress_tokens=[5])
+    made.metadata |= {
+        Keys.General.SAMPLING_TEMP: 0.6,
+        Keys.General.SAMPLING_TOP_K: 20,
+        Keys.General.SAMPLING_PENALTY_REPEAT: 1.1,
+    }
+    own = {"do_sample": True, "temperature": 0.6, "top_k": 20, "suppress_tokens": [5]}
+    ids = {"bos_token_id": 1, "pad_token_id": None, "eos_token_id": [2]}
+    assert sampling_of(made) == {**own, **ids, "penalty_repeat": 1.1}
+    made.metadata[Keys.General.SAMPLING_PENALTY_LAST_N] = -1
+    assert sampling_of(made) == {**own, **ids, "repetition_penalty": 1.1}
+    assert sampling_of(of(**SENTENCEPIECE)) is None
 
 
 def test_a_pre_tokenizer_that_is_not_named_is_told_of() -> None:
