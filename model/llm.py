@@ -133,7 +133,9 @@ class LLM:
     ) -> tuple[list[int], SamplingParams]:
         ids = self.encode(prompt)
         if params is None:
-            return ids, self.settings.params(len(ids), **settings)
+            places = self.runner.num_pages * self.runner.page_size + 1
+            limit = min(self.runner.max_context, places)
+            return ids, self.settings.params(len(ids), limit, **settings)
         if settings:
             raise PykernelsError(
                 f"params and {', '.join(settings)} were given", "Give one or the other"

@@ -48,11 +48,12 @@ class EngineSettings:
     min_length: int | None = None
     not_done: dict[str, Any] = field(default_factory=dict)
 
-    def params(self, prompt_size: int, **given: Any) -> SamplingParams:
+    def params(self, prompt_size: int, limit: int | None = None, **given: Any) -> SamplingParams:
         """The parameters of a request: those that are given, else the config's.
 
         Args:
             prompt_size: tokens of the prompt.
+            limit: most tokens of prompt and output; the config's number of new tokens ends there.
             given: fields of ``SamplingParams``; a ``logit_bias`` is added to the config's.
 
         Raises:
@@ -61,6 +62,8 @@ class EngineSettings:
         fields = dict(self.fields)
         if self.max_length is not None:
             fields["max_tokens"] = max(1, self.max_length - prompt_size)
+        if limit is not None and "max_tokens" in fields:
+            fields["max_tokens"] = max(1, min(fields["max_tokens"], limit - prompt_size))
         if self.min_length is not None and self.min_length > prompt_size:
             fields["min_tokens"] = self.min_length - prompt_size
         if "logit_bias" in fields and isinstance(given.get("logit_bias"), dict):
@@ -100,6 +103,23 @@ def engine_settings(
     """
     if config is None:
         return EngineSettings()
+    try:
+        settings = _settings_of(config, ends, vocab_size, text)
+        settings.params(0)
+    except PykernelsError as error:
+        raise PykernelsError(
+            f"the generation config has {error.cause}", "Correct generation_config.json"
+        ) from error
+    except (AttributeError, TypeError, ValueError) as error:  # a number where a list should be
+        raise PykernelsError(
+            f"the generation config cannot be read: {error}", "Correct generation_config.json"
+        ) from error
+    return settings
+
+
+def _settings_of(
+    config: GenerationConfig, ends: Sequence[int], vocab_size: int, text: bool
+) -> EngineSettings:
     values = {name: value for name, value in vars(config).items() if value is not None}
     fields = {name: values[name] for name in _SAME_NAME if name in values}
     fields |= {ours: values[name] for name, ours in _OTHER_NAME.items() if name in values}
@@ -114,19 +134,12 @@ def engine_settings(
     bias, longer = _biases(values, ends)
     if bias := {token: value for token, value in bias.items() if 0 <= token < vocab_size}:
         fields["logit_bias"] = bias
-    settings = EngineSettings(
+    return EngineSettings(
         fields,
         values.get("max_length") if "max_new_tokens" not in values else None,
         values.get("min_length") if "min_new_tokens" not in values else None,
         not_done | longer,
     )
-    try:
-        settings.params(0)
-    except PykernelsError as error:
-        raise PykernelsError(
-            f"the generation config has {error.cause}", "Correct generation_config.json"
-        ) from error
-    return settings
 
 
 COMMAND_LINE = {"temperature": 0.8, "top_p": 0.95, "top_k": 0}

@@ -128,6 +128,9 @@ def test_settings_that_need_no_model() -> None:
     assert of(max_time=2.5).params(3).deadline == 2.5
     # transformers drops a bad word that is an end token
     assert of(bad_words_ids=[[1], [2]]).params(3).logit_bias == {2: -math.inf}
+    long = of(max_new_tokens=1000)
+    assert (long.params(3).max_tokens, long.params(3, 128).max_tokens) == (1000, 125)
+    assert long.params(3, 128, max_tokens=500).max_tokens == 500  # which the engine refuses
     given = of(suppress_tokens=[2]).params(3, logit_bias={3: 1.0})
     assert given.logit_bias == {2: -math.inf, 3: 1.0}
     not_done = of(num_beams=4, typical_p=0.5, bad_words_ids=[[1, 2]], forced_eos_token_id=1,
@@ -136,7 +139,10 @@ def test_settings_that_need_no_model() -> None:
         "num_beams", "typical_p", "bad_words_ids", "forced_eos_token_id", "begin_suppress_tokens",
     }  # fmt: skip
     with pytest.raises(PykernelsError, match="config has repetition_penalty=0 cannot be"):
-        engine_settings(GenerationConfig.from_dict({"repetition_penalty": 0}), [], 96, text=True)
+        of(repetition_penalty=0)
+    for values in ({"bad_words_ids": [1]}, {"max_length": "a"}):
+        with pytest.raises(PykernelsError, match="the generation config cannot be read"):
+            of(**values)
 
 
 def test_the_command_line_asks_the_file_first() -> None:
