@@ -176,13 +176,17 @@ def _configure_workers(threads: int | None, numa: str | int | None, driver_works
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", tiktoken.FILE)
+_TWO_FILES = ("vocab.json", "merges.txt")
+"""What GPT-2's tokenizer, and Qwen's, come in without a tokenizer.json."""
 
 
 def has_tokenizer(path: Path) -> bool:
     """Whether a checkpoint has a tokenizer."""
     if (file := find_gguf(path)) is not None:
         return gguf_has_tokenizer(GGUF(file))
-    return any((path / name).is_file() for name in _TOKENIZER_FILES)
+    if any((path / name).is_file() for name in _TOKENIZER_FILES):
+        return True
+    return all((path / name).is_file() for name in _TWO_FILES)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -198,13 +202,14 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         )
     if not has_tokenizer(folder):
         raise PykernelsError(
-            f"{folder} has none of {', '.join(_TOKENIZER_FILES)}",
+            f"{folder} has no {', '.join(_TOKENIZER_FILES)} or {' and '.join(_TWO_FILES)}",
             "Download the tokenizer's files too",
         )
     if not (folder / "tokenizer.json").is_file():
         if (folder / tiktoken.FILE).is_file():
             return tiktoken.read_tiktoken(folder)
-        _check_sentencepiece(folder)
+        if (folder / "tokenizer.model").is_file():
+            _check_sentencepiece(folder)
     try:
         # AutoTokenizer takes only the tokenizer's class from it; ours also resolves aliases.
         return AutoTokenizer.from_pretrained(folder, config=read_config(folder))

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoTokenizer
 
 import model
 from pykernels.errors import PykernelsError
@@ -124,6 +126,17 @@ def test_a_file_that_is_wrong(folder: Path, spoil: Callable[[Path], object], cau
     spoil(folder)
     with pytest.raises(PykernelsError, match=cause):
         model.load_tokenizer(folder)
+
+
+def test_a_vocabulary_with_merges_in_two_files(own: Own) -> None:
+    """GPT-2's and Qwen's; transformers reads them."""
+    path, letters = own("qwen2_moe"), sorted(ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*letters, "th", "the", "Ġthe"])}
+    (path / "vocab.json").write_text(json.dumps(vocabulary))
+    (path / "merges.txt").write_text("#version: 0.2\nt h\nth e\nĠ the\n")
+    (path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    ids = model.load_tokenizer(path)("the the")["input_ids"]
+    assert ids == AutoTokenizer.from_pretrained(path)("the the")["input_ids"] == [257, 258]
 
 
 def test_sentencepiece_names_the_packages_that_it_takes(
