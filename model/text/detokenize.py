@@ -72,8 +72,10 @@ class Detokenizer:
     def _difference(self, token: int) -> str:
         self._ids.append(token)
         text, before = self._decode(self._ids), self._decode(self._ids[: self._done])
+        if not text.startswith(before) or len(text) <= len(before):
+            return ""
         # A real U+FFFD is held back too: only the next token shows whether it is incomplete.
-        if not text.startswith(before) or len(text) <= len(before) or text.endswith(_REPLACEMENT):
+        if text.endswith(_REPLACEMENT) and not self._facts.byte_fallback:
             return ""
         self._ids = self._ids[self._done :]
         self._done = len(self._ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,22 +14,43 @@ from runtime.engine import SamplingParams
 
 _WHEN_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _SAME_NAME = ("repetition_penalty",)
-_OTHER_NAME = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens",
-               "max_time": "deadline"}  # fmt: skip
+_OTHER_NAME = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "max_time": "deadline",
+}
 
 _NOT_DONE: dict[str, Any] = {
-    "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "no_repeat_ngram_size": 0,
-    "penalty_alpha": 0, "dola_layers": None, "constraints": None, "force_words_ids": None,
-    "diversity_penalty": 0, "forced_bos_token_id": None, "forced_eos_token_id": None,
-    "forced_decoder_ids": None, "exponential_decay_length_penalty": None,
-    "begin_suppress_tokens": None, "guidance_scale": 1, "watermarking_config": None,
-    "token_healing": False, "remove_invalid_values": False,
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "num_return_sequences": 1,
+    "no_repeat_ngram_size": 0,
+    "penalty_alpha": 0,
+    "dola_layers": None,
+    "constraints": None,
+    "force_words_ids": None,
+    "diversity_penalty": 0,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "forced_decoder_ids": None,
+    "exponential_decay_length_penalty": None,
+    "begin_suppress_tokens": None,
+    "guidance_scale": 1,
+    "watermarking_config": None,
+    "token_healing": False,
+    "remove_invalid_values": False,
     # of llama.cpp, in GGUF files
-    "penalty_repeat": 1, "mirostat": 0,
-}  # fmt: skip
+    "penalty_repeat": 1,
+    "mirostat": 0,
+}
 """Settings that the engine does not have, and values that change nothing."""
-_NOT_DONE_WHEN_SAMPLING = {"typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None,
-                           "xtc_probability": 0}  # fmt: skip
+_NOT_DONE_WHEN_SAMPLING = {
+    "typical_p": 1,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+    "top_h": None,
+    "xtc_probability": 0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +87,7 @@ class EngineSettings:
             fields["max_tokens"] = max(1, min(fields["max_tokens"], limit - prompt_size))
         if self.min_length is not None and self.min_length > prompt_size:
             fields["min_tokens"] = self.min_length - prompt_size
-        if "logit_bias" in fields and isinstance(given.get("logit_bias"), dict):
+        if "logit_bias" in fields and isinstance(given.get("logit_bias"), Mapping):
             given = {**given, "logit_bias": {**fields["logit_bias"], **given["logit_bias"]}}
         fields |= given
         most = fields.get("max_tokens")
@@ -151,18 +172,19 @@ def with_defaults(options: dict[str, Any], config: GenerationConfig | None) -> d
     own = {name: getattr(config, name, None) for name in COMMAND_LINE}
     if getattr(config, "do_sample", None) is False:
         own["temperature"] = 0.0
-    defaults = {name: value if (value := own[name]) is not None else plain
-                for name, plain in COMMAND_LINE.items()}  # fmt: skip
-    return {name: defaults.get(name) if value is None else value
-            for name, value in options.items()}  # fmt: skip
+    defaults = {
+        name: value if (value := own[name]) is not None else plain
+        for name, plain in COMMAND_LINE.items()
+    }
+    return {name: defaults.get(name) if value is None else value for name, value in options.items()}
 
 
 def note_of(not_done: dict[str, Any]) -> str:
     """One line that names settings which the engine does not have."""
     named = ", ".join(f"{name}={str(value)[:40]}" for name, value in not_done.items())
     return (
-        f"the engine goes on without {named} of the checkpoint's generation config; what of it"
-        " transformers has, it has with --eager, and with from_pretrained"
+        f"the engine generates without {named} of the checkpoint's generation config; --eager, or"
+        " from_pretrained, generates with transformers and its settings"
     )
 
 

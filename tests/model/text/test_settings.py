@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMo
 
 @pytest.fixture(scope="module")
 def llm(folder: tuple[Path, PreTrainedModel]) -> Iterator[LLM]:
-    with pytest.warns(UserWarning, match="goes on without no_repeat_ngram_size=9 of"):
+    with pytest.warns(UserWarning, match="generates without no_repeat_ngram_size=9 of"):
         made = model.load_engine(folder[0], device="host", threads=1, context=128)
     with made:
         yield made
@@ -97,8 +97,17 @@ def settings_of(lm: PreTrainedModel) -> dict[str, dict[str, Any]]:
     }
 
 
-SETTINGS = ("repetition_penalty", "suppress_tokens", "bad_words_ids", "sequence_bias", "max_length",
-            "eos_token_id", "min_new_tokens", "min_length", "temperature")  # fmt: skip
+SETTINGS = (
+    "repetition_penalty",
+    "suppress_tokens",
+    "bad_words_ids",
+    "sequence_bias",
+    "max_length",
+    "eos_token_id",
+    "min_new_tokens",
+    "min_length",
+    "temperature",
+)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -133,11 +142,20 @@ def test_settings_that_need_no_model() -> None:
     assert long.params(3, 128, max_tokens=500).max_tokens == 500  # which the engine refuses
     given = of(suppress_tokens=[2]).params(3, logit_bias={3: 1.0})
     assert given.logit_bias == {2: -math.inf, 3: 1.0}
-    not_done = of(num_beams=4, typical_p=0.5, bad_words_ids=[[1, 2]], forced_eos_token_id=1,
-                  begin_suppress_tokens=[3]).not_done  # fmt: skip
+    not_done = of(
+        num_beams=4,
+        typical_p=0.5,
+        bad_words_ids=[[1, 2]],
+        forced_eos_token_id=1,
+        begin_suppress_tokens=[3],
+    ).not_done
     assert set(not_done) == {
-        "num_beams", "typical_p", "bad_words_ids", "forced_eos_token_id", "begin_suppress_tokens",
-    }  # fmt: skip
+        "num_beams",
+        "typical_p",
+        "bad_words_ids",
+        "forced_eos_token_id",
+        "begin_suppress_tokens",
+    }
     with pytest.raises(PykernelsError, match="config has repetition_penalty=0 cannot be"):
         of(repetition_penalty=0)
     for values in ({"bad_words_ids": [1]}, {"max_length": "a"}):

@@ -111,8 +111,10 @@ def put(name: str, text: str) -> Callable[[Path], object]:
         (put("tiktoken.model", "YQ== 0\nYg== 1\n"), "no token for the byte 0"),
         (put("tokenizer_config.json", "{}"), "of the class None, whose way of splitting"),
         (
-            put("tokenizer_config.json",
-                json.dumps({**CONFIG, "added_tokens_decoder": {"5": {"content": "x"}}})),
+            put(
+                "tokenizer_config.json",
+                json.dumps({**CONFIG, "added_tokens_decoder": {"5": {"content": "x"}}}),
+            ),
             "names the special token 5",
         ),
         (
@@ -121,7 +123,7 @@ def put(name: str, text: str) -> Callable[[Path], object]:
         ),
         (lambda folder: (folder / "tokenizer_config.json").unlink(), "no tokenizer_config.json"),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_is_wrong(folder: Path, spoil: Callable[[Path], object], cause: str) -> None:
     spoil(folder)
     with pytest.raises(PykernelsError, match=cause):

@@ -80,9 +80,13 @@ def test_every_token_that_ends_an_answer() -> None:
 
 def test_an_end_of_the_type_of_an_ordinary_token() -> None:
     made = of(
-        model="gpt2", pre="gpt-2", tokens=["a", "b", "ab", "<|im_end|>", "</eos>"],
-        token_type=[1, 1, 1, 1, 3], merges=["a b"], eos_token_id=4,
-    )  # fmt: skip
+        model="gpt2",
+        pre="gpt-2",
+        tokens=["a", "b", "ab", "<|im_end|>", "</eos>"],
+        token_type=[1, 1, 1, 1, 3],
+        merges=["a b"],
+        eos_token_id=4,
+    )
     assert special_ids(made)["eos_token_id"] == [3, 4]
     tokenizer = tokenizer_of(made)
     assert tokenizer("ab<|im_end|>")["input_ids"] == [2, 3]
@@ -131,8 +135,11 @@ def test_kimi_k2_without_merges() -> None:
 
 
 BYTE_LEVEL: dict[str, Any] = {
-    "model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b", "ab"], "merges": ["a b"],
-}  # fmt: skip
+    "model": "gpt2",
+    "pre": "gpt-2",
+    "tokens": ["a", "b", "ab"],
+    "merges": ["a b"],
+}
 
 
 @pytest.mark.parametrize(
