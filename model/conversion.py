@@ -43,7 +43,7 @@ from .checkpoint.read import nbytes
 from .checkpoint.safetensors import Checkpoint
 from .modules.linear import linears as linears_of
 from .opened import injected
-from .pretrained import has_tokenizer, load_tokenizer
+from .pretrained import has_tokenizer, load_tokenizer, read_generation_config
 from .rules import Rules, resolve_rules
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -245,8 +245,10 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _save(source: Path, config: PretrainedConfig, target: Path) -> None:
-    """Config and tokenizer of a GGUF file, which has them in itself."""
+    """Config, tokenizer and generation config of a GGUF file, which has them in itself."""
     config.save_pretrained(target)
+    if (generation := read_generation_config(source)) is not None:
+        generation.to_json_file(target / "generation_config.json")
     if has_tokenizer(source):
         load_tokenizer(source).save_pretrained(target)
 

@@ -23,9 +23,7 @@ from .architectures.decoder import make_decoder
 from .architectures.packing import FromSource
 from .architectures.weights import Parameters
 from .llm import CONTEXT, LLM
-
-_OURS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-_NOT_OURS = ("num_beams", "num_return_sequences", "typical_p", "no_repeat_ngram_size")
+from .text.settings import engine_settings
 
 
 def engine_of(lm: PreTrainedModel, threads: int | None = None) -> LLM:
@@ -58,8 +56,7 @@ def custom_generate(
 
     Args:
         input_ids: int64 [B, P].
-        generation_config: sampling or greedy, with temperature, top-k, top-p, min-p, repetition
-            penalty, end tokens and the number of new tokens.
+        generation_config: sampling or greedy, with what ``text.settings`` gives the engine.
         others: of these ``attention_mask`` [B, P], 0 for padding on the left, and ``streamer``,
             which gets the tokens of a single row. (Named, transformers would give them twice.)
 
@@ -71,20 +68,20 @@ def custom_generate(
     """
     config, attention_mask = generation_config, others.get("attention_mask")
     streamer = others.get("streamer")
-    for name in _NOT_OURS:
-        if getattr(config, name, None) not in (None, 0, 1, 1.0):
-            raise PykernelsError(
-                f"the engine does not generate with {name}={getattr(config, name)}",
-                "Leave custom_generate out",
-            )
     llm, (B, P) = engine_of(model), input_ids.shape
     eos = config.eos_token_id
     ends = [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [int(eos)]
-    params = SamplingParams(
+    settings = engine_settings(config, ends, llm.runner.vocab_size, text=False)
+    for name, value in settings.not_done.items():
+        raise PykernelsError(
+            f"the engine does not generate with {name}={value}", "Leave custom_generate out"
+        )
+    params = settings.params(
+        P,
         max_tokens=int(config.max_length) - P,
         stop_token_ids=ends,
         seed=int(torch.randint(2**62, ())),  # of torch's own state: torch.manual_seed holds
-        **_sampling(config),
+        **({} if config.do_sample else {"temperature": 0}),
     )
     masks = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     prompts = [row[mask.bool()].tolist() for row, mask in zip(input_ids, masks, strict=True)]
@@ -98,14 +95,6 @@ def custom_generate(
     longest = max(len(output) for output in outputs)
     rows = [output + [int(pad)] * (longest - len(output)) for output in outputs]
     return torch.cat([input_ids, input_ids.new_tensor(rows).view(B, longest)], dim=1)
-
-
-def _sampling(config: GenerationConfig) -> dict[str, Any]:
-    if not config.do_sample:
-        penalty = getattr(config, "repetition_penalty", None) or 1.0
-        return {"temperature": 0, "repetition_penalty": penalty}
-    found = {name: getattr(config, name, None) for name in _OURS}
-    return {name: value for name, value in found.items() if value is not None}
 
 
 def _streamed(

@@ -8,12 +8,13 @@ for piece in llm.stream("class Stack:"):
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from pykernels.errors import PykernelsError
 from runtime.devices.cpu import precompile
@@ -37,7 +38,8 @@ from .opened import open_weights
 from .pretrained import has_tokenizer, load_tokenizer, read_generation_config
 from .rules import Rules
 from .text.detokenize import Detokenizer
-from .text.prompt import encode
+from .text.prompt import encode, encode_chat
+from .text.settings import engine_settings, note_of
 
 CONTEXT = 8192
 """Positions that an engine has room for by default, if the model has as many."""
@@ -52,8 +54,13 @@ Defer = int | str
 class LLM:
     """A model that an engine serves, with its tokenizer: text in, text out.
 
+    Where a request's settings are given as keywords, those that are not given are the ones of the
+    checkpoint's generation_config.json: penalties, stop strings, suppressed tokens, temperature and
+    so on. A ``SamplingParams`` is taken as it is, and so is what ``engine`` itself is given.
+
     Attributes:
         engine: for token ids, handles and asyncio; ``runner``: the model on its device.
+        settings: of the generation config.
     """
 
     def __init__(
@@ -64,19 +71,31 @@ class LLM:
         eos: Sequence[int],
         pool: WorkerPool,
         kernel: str = "auto",
+        generation: GenerationConfig | None = None,
     ) -> None:
         self.runner, self.config, self.tokenizer = runner, config, tokenizer
         self.pool, self.kernel = pool, kernel
+        self.settings = engine_settings(generation, eos, runner.vocab_size, tokenizer is not None)
+        self._told = False
         detokenizer = None if tokenizer is None else partial(Detokenizer, tokenizer)
         self.engine = Engine(runner, eos_token_ids=eos, detokenizer=detokenizer)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a text, with the bos token if the tokenizer adds one; ids stay."""
+        """Token ids of a text that is to be continued, see ``text.prompt.encode``; ids stay."""
         if not isinstance(prompt, str):
             return list(prompt)
-        if self.tokenizer is None:
-            raise PykernelsError("This model has no tokenizer", "Give token ids")
-        return encode(self, self.tokenizer, prompt)
+        return encode(self, self._tokenizer(), prompt)
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation, by the tokenizer's chat template.
+
+        Args:
+            messages: ``{"role": ..., "content": ...}``, oldest first.
+
+        Raises:
+            PykernelsError: there is no tokenizer, or the template refuses the conversation.
+        """
+        return encode_chat(self, self._tokenizer(), messages)
 
     def submit(
         self, prompt: Prompt, params: SamplingParams | None = None, **settings: Any
@@ -89,7 +108,7 @@ class LLM:
         Raises:
             PykernelsError: this engine can never serve it.
         """
-        return self.engine.submit(self.encode(prompt), params or SamplingParams(**settings))
+        return self.engine.submit(*self._request(prompt, params, settings))
 
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, **settings: Any
@@ -106,9 +125,35 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None, **settings: Any
     ) -> Iterator[str]:
         """The continuation piece by piece; whoever stops listening cancels it."""
-        chosen = params or SamplingParams(**settings)
-        for chunk in self.engine.stream(self.encode(prompt), chosen):
+        for chunk in self.engine.stream(*self._request(prompt, params, settings)):
             yield chunk.text
+
+    def _request(
+        self, prompt: Prompt, params: SamplingParams | None, settings: dict[str, Any]
+    ) -> tuple[list[int], SamplingParams]:
+        ids = self.encode(prompt)
+        if params is None:
+            places = self.runner.num_pages * self.runner.page_size + 1
+            limit = min(self.runner.max_context, places)
+            return ids, self.settings.params(len(ids), limit, **settings)
+        if settings:
+            raise PykernelsError(
+                f"params and {', '.join(settings)} were given", "Give one or the other"
+            )
+        if not self._told and (left_out := self.settings.left_out(params)):
+            self._told = True
+            named = ", ".join(f"{name}={str(value)[:40]}" for name, value in left_out.items())
+            warnings.warn(
+                f"a SamplingParams is taken as it is, without the {named} of the generation"
+                " config; settings that are given as keywords keep it",
+                stacklevel=3,
+            )
+        return ids, params
+
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        if self.tokenizer is None:
+            raise PykernelsError("This model has no tokenizer", "Give token ids")
+        return self.tokenizer
 
     def close(self) -> None:
         """Ends the engine and its workers."""
@@ -182,7 +227,12 @@ def load_engine(
         token = cache_token_bytes(model, kv_dtype)
         memory.check_engine(weights.needed, token, room, longest, weights.smaller)
         generation = read_generation_config(folder)
+        eos = _eos(config, generation)
         tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
+        # Before the weights are read: a value out of range is an error.
+        settings = engine_settings(generation, eos, config.vocab_size, tokenizer is not None)
+        if settings.not_done:
+            warnings.warn(note_of(settings.not_done), stacklevel=2)
         pool = WorkerPool(threads)
         try:
             with reporting(progress) as report:
@@ -196,7 +246,7 @@ def load_engine(
                 else HostRunner(decoder, *sizes, passes, pool, max_rows)
             )
             with compiling(progress):
-                return LLM(runner, config, tokenizer, _eos(config, generation), pool, kernel)
+                return LLM(runner, config, tokenizer, eos, pool, kernel, generation)
         except BaseException:
             pool.close()
             raise

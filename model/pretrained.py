@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import is_protobuf_available, is_sentencepiece_available
 
 from pykernels.errors import PykernelsError
 from runtime.workers.numa import AUTO
@@ -23,6 +24,7 @@ from runtime.workers.pool import configure_default_pool, default_pool
 from .checkpoint import memory
 from .checkpoint.config import read_config, resolve_dtype
 from .checkpoint.gguf import GGUF, find_gguf
+from .checkpoint.gguf.sampling import sampling_of
 from .checkpoint.gguf.tokenizer import has_tokenizer as gguf_has_tokenizer
 from .checkpoint.gguf.tokenizer import tokenizer_of
 from .checkpoint.load import check_kernels, load
@@ -36,6 +38,7 @@ from .modules.placement import hand_over, place
 from .pinning.choose import Wanted
 from .pinning.pin import pin
 from .rules import Rule, Rules, resolve_rules
+from .text import tiktoken
 
 
 def from_pretrained(
@@ -124,13 +127,14 @@ def fill(
 
 
 def read_generation_config(folder: Path) -> GenerationConfig | None:
-    """The checkpoint's own settings of `generate`; None if it has none.
+    """The checkpoint's own settings of `generate`, in its file or a GGUF's metadata; None if it has
+    none.
 
-    Raises `PykernelsError` for a file that cannot be read.
+    Raises `PykernelsError` for settings that cannot be read.
     """
     file = folder / "generation_config.json"
     if not file.is_file():
-        return None
+        return _gguf_generation_config(folder)
     read_json(file)  # a clearer error for a file that is no JSON
     try:
         config = GenerationConfig.from_pretrained(folder)
@@ -146,6 +150,20 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
     return config
 
 
+def _gguf_generation_config(path: Path) -> GenerationConfig | None:
+    file = find_gguf(path)
+    fields = None if file is None else sampling_of(GGUF(file))
+    if fields is None:
+        return None
+    try:
+        return GenerationConfig(**fields)
+    except Exception as error:  # as above
+        raise PykernelsError(
+            f"{file} wants to be sampled from as transformers cannot: {error}",
+            "Convert the model again",
+        ) from error
+
+
 def _configure_workers(threads: int | None, numa: str | int | None, driver_works: bool) -> None:
     """Start the default pool with `threads` and `numa`, unless it already is as asked for.
 
@@ -158,11 +176,18 @@ def _configure_workers(threads: int | None, numa: str | int | None, driver_works
     configure_default_pool(threads, driver_works, numa=AUTO if numa is None else str(numa))
 
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", tiktoken.FILE)
+_TWO_FILES = ("vocab.json", "merges.txt")
+"""What GPT-2's tokenizer, and Qwen's, come in without a tokenizer.json."""
+
+
 def has_tokenizer(path: Path) -> bool:
     """Whether a checkpoint has a tokenizer."""
     if (file := find_gguf(path)) is not None:
         return gguf_has_tokenizer(GGUF(file))
-    return any((path / f"tokenizer.{kind}").is_file() for kind in ("json", "model"))
+    if any((path / name).is_file() for name in _TOKENIZER_FILES):
+        return True
+    return all((path / name).is_file() for name in _TWO_FILES)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -178,9 +203,14 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         )
     if not has_tokenizer(folder):
         raise PykernelsError(
-            f"{folder} has neither tokenizer.json nor tokenizer.model",
+            f"{folder} has no {', '.join(_TOKENIZER_FILES)} or {' and '.join(_TWO_FILES)}",
             "Download the tokenizer's files too",
         )
+    if not (folder / "tokenizer.json").is_file():
+        if (folder / tiktoken.FILE).is_file():
+            return tiktoken.read_tiktoken(folder)
+        if (folder / "tokenizer.model").is_file():
+            _check_sentencepiece(folder)
     try:
         # AutoTokenizer takes only the tokenizer's class from it; ours also resolves aliases.
         return AutoTokenizer.from_pretrained(folder, config=read_config(folder))
@@ -190,6 +220,20 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise PykernelsError(
             f"The tokenizer of {folder} cannot be read: {error}", "Download its files again"
         ) from error
+
+
+def _check_sentencepiece(folder: Path) -> None:
+    """Raise `PykernelsError` if what transformers reads a tokenizer.model with is not installed.
+
+    Without it transformers takes the file for one of tiktoken's, and asks for that package.
+    """
+    needed = {"sentencepiece": is_sentencepiece_available, "protobuf": is_protobuf_available}
+    if missing := [name for name, available in needed.items() if not available()]:
+        raise PykernelsError(
+            f"{folder} has a tokenizer.model and no tokenizer.json, which takes the packages"
+            f" {' and '.join(needed)} to read",
+            f"pip install {' '.join(missing)}, or download tokenizer.json too",
+        )
 
 
 def build_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

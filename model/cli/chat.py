@@ -41,9 +41,9 @@ def chat(
     device: Device = "cpu",
     dtype: Dtype = None,
     max_new_tokens: MaxNewTokens = 256,
-    temperature: Temperature = 0.8,
-    top_p: TopP = 0.95,
-    top_k: TopK = 0,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
     seed: Seed = 0,
     threads: Threads = None,
     kernel: Kernel = None,
@@ -76,8 +76,6 @@ def chat(
         seed=seed,
     )
 
-    from ..text.generate import chat_prompt
-
     if not getattr(session.tokenizer, "chat_template", None):
         note("this model was not trained to chat: it goes on from a plain transcript")
     note(COMMANDS)
@@ -94,7 +92,7 @@ def chat(
             continue
         turn = [*messages, {"role": "user", "content": line}]
         try:
-            answer, stats = session.write(chat_prompt(session.tokenizer, turn))
+            answer, stats = session.write(session.encode_chat(turn))
         except KeyboardInterrupt:
             note("stopped; this turn is forgotten")
             continue

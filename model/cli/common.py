@@ -145,8 +145,13 @@ def _show_our_warnings_as_notes() -> None:
     warnings.simplefilter("ignore")
     warnings.filterwarnings("always", category=UserWarning, module=OURS)
 
+    shown: set[str] = set()
+
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        note(" ".join(str(message).split()))
+        text = " ".join(str(message).split())
+        if text not in shown:  # a file's tokenizer is read twice, for one
+            shown.add(text)
+            note(text)
 
     warnings.showwarning = show
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -43,13 +43,32 @@ Dtype = Annotated[
 ]
 MaxNewTokens = Annotated[int, typer.Option(min=1, metavar="N", help="Stop after N tokens.")]
 Temperature = Annotated[
-    float, typer.Option(min=0.0, metavar="T", help="0 takes the likeliest token.")
+    float | None,
+    typer.Option(
+        min=0.0,
+        metavar="T",
+        help="0 takes the likeliest token.",
+        show_default="the checkpoint's, else 0.8",
+    ),
 ]
 TopP = Annotated[
-    float, typer.Option(min=0.0, max=1.0, metavar="P", help="Sample from this much probability.")
+    float | None,
+    typer.Option(
+        min=0.0,
+        max=1.0,
+        metavar="P",
+        help="Sample from this much probability.",
+        show_default="the checkpoint's, else 0.95",
+    ),
 ]
 TopK = Annotated[
-    int, typer.Option(min=0, metavar="K", help="Sample from the K likeliest tokens; 0: all.")
+    int | None,
+    typer.Option(
+        min=0,
+        metavar="K",
+        help="Sample from the K likeliest tokens; 0: all.",
+        show_default="the checkpoint's, else 0",
+    ),
 ]
 Seed = Annotated[int, typer.Option(min=0, metavar="N", help="The same seed gives the same text.")]
 
@@ -112,23 +131,26 @@ class Session:
     ) -> None:
         """Check the options and that `prompt` fits the context, then load.
 
-        `sampling`: the other arguments of `generate_stream`.
+        `sampling`: the other arguments of `generate_stream`; temperature, top_p and top_k that are
+        None are the checkpoint's.
         """
         chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
-        self.sampling = sampling
         with status("importing torch and transformers"):
             from transformers.utils import logging
 
             from .. import EMBEDDED, load_tokenizer
             from ..architectures.families import why_not
             from ..checkpoint.config import read_config
+            from ..pretrained import read_generation_config
             from ..rules import resolve_rules
             from ..text.generate import check_options
+            from ..text.settings import with_defaults
 
             logging.set_verbosity_error()
             logging.disable_progress_bar()
-        check_options(**sampling)
         path = model or EMBEDDED
+        self.sampling = with_defaults(sampling, read_generation_config(path))
+        check_options(**self.sampling)
         self.tokenizer = load_tokenizer(path)
         wanted = 0 if prompt is None else self._check(path, prompt)
         model_type = read_config(path).model_type
@@ -174,13 +196,19 @@ class Session:
         check_context(shapes, tokens, self.sampling["max_new_tokens"])
         return tokens + int(self.sampling["max_new_tokens"])
 
-    def write(self, prompt: str, echo: bool = False) -> tuple[str, GenerationStats]:
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation."""
+        from ..text.prompt import encode_chat
+
+        return encode_chat(self.llm or self.model, self.tokenizer, messages)
+
+    def write(self, prompt: str | list[int], echo: bool = False) -> tuple[str, GenerationStats]:
         """Stream the continuation of `prompt` to stdout; returns it with its figures.
 
-        With `echo` the prompt is written first, once it is known to fit.
+        With `echo` a text is written first, once it is known to fit.
         """
         stream = self._stream(prompt)
-        text = prompt if echo else ""
+        text = prompt if echo and isinstance(prompt, str) else ""
         answer = ""
         try:
             with status("reading the prompt"):  # the first run compiles the kernels here, too
@@ -198,7 +226,7 @@ class Session:
                 sys.stdout.flush()
         return answer, stream.stats
 
-    def _stream(self, prompt: str) -> GenerationStream | EngineStream:
+    def _stream(self, prompt: str | list[int]) -> GenerationStream | EngineStream:
         if self.llm is None:
             from ..text.generate import generate_stream
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from runtime.engine import SamplingParams
 
@@ -47,21 +47,23 @@ class EngineStream:
 
 def engine_stream(
     llm: LLM,
-    prompt: str,
+    prompt: str | Sequence[int],
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     top_p: float = 1.0,
     top_k: int = 0,
     seed: int | None = None,
 ) -> EngineStream:
-    """Continue `prompt`; the arguments of `generate.generate_stream`.
+    """Continue `prompt`; the arguments of `generate.generate_stream`. All other settings are those
+    of the checkpoint's generation config, as far as the engine has them.
 
     Raises:
         PykernelsError: as that.
     """
     check_options(max_new_tokens, temperature, top_p, top_k, seed)
-    params = SamplingParams(
-        max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
+    ids = llm.encode(prompt)
+    params = llm.settings.params(
+        len(ids), max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
         seed=None if seed is None else seed % 2**63,
     )  # fmt: skip
-    return EngineStream(llm, llm.encode(prompt), params)
+    return EngineStream(llm, ids, params)

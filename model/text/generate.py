@@ -10,7 +10,7 @@ import copy
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +68,7 @@ class GenerationStats:
 def generate_stream(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
+    prompt: str | Sequence[int],
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     top_p: float = 1.0,
@@ -78,6 +78,7 @@ def generate_stream(
     """Continue `prompt`; iterate over the result for pieces of text, then read its `.stats`.
 
     Args:
+        prompt: a text, or token ids.
         max_new_tokens: at most this many; the end-of-text token ends it earlier.
         temperature: 0 takes the likeliest token each time.
         top_p, top_k: sample among the likeliest tokens only; 1 and 0 keep all.
@@ -88,7 +89,7 @@ def generate_stream(
             token, or a prompt that with its continuation does not fit the context.
     """
     check_options(max_new_tokens, temperature, top_p, top_k, seed)
-    ids = encode(model, tokenizer, prompt)
+    ids = encode(model, tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
     check_context(model, len(ids), max_new_tokens)
     config = _generation_config(model, max_new_tokens, temperature, top_p, top_k)
     return GenerationStream(model, tokenizer, ids, config, seed)
@@ -149,6 +150,7 @@ class GenerationStream:
                         generation_config=config,
                         streamer=streamer,
                         stopping_criteria=StoppingCriteriaList([_Stop(streamer.stopped)]),
+                        tokenizer=tokenizer,  # stop strings are looked for in its texts
                     )
                 streamer.tokens.put(None)
             except BaseException as error:  # raised again in the reader's thread
@@ -250,7 +252,7 @@ def _generation_config(
     config = copy.deepcopy(model.generation_config) or GenerationConfig()
     sample = temperature > 0
     config.max_new_tokens = max_new_tokens
-    config.num_beams = 1
+    config.num_beams = config.num_return_sequences = 1  # more cannot be streamed
     config.do_sample = sample
     # Greedy: neutral values, since None would be filled from the checkpoint's settings, and any
     # other value makes transformers warn.

@@ -14,18 +14,21 @@ NOT_UTF8 = "Give it as UTF-8; iconv converts a file"
 
 
 def encode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Token ids of a prompt, with the bos token in front if the tokenizer adds one.
+    """Token ids of a prompt that is to be continued, with the tokens that the tokenizer puts in
+    front of a text (bos).
 
-    A prompt that already starts with the text of bos (a chat template writes it) gets no second
-    one. An empty prompt is bos alone. Raises `PykernelsError` if the model has none, or for a
-    prompt that is no UTF-8 text.
+    A prompt that already starts with the text of bos gets no second one. What the tokenizer puts
+    behind a text (``</s>`` of some) is left out: transformers and vLLM keep it, but behind it a
+    model begins another text. An empty prompt is bos alone. For a conversation see `encode_chat`.
+
+    Raises:
+        PykernelsError: an empty prompt of a model without bos, or one that is no UTF-8 text.
     """
-    if any("\ud800" <= character <= "\udfff" for character in prompt):
-        # Python passes bytes of an argument or of stdin that are no UTF-8 as lone surrogates.
-        raise PykernelsError("The prompt holds bytes that are no UTF-8 text", NOT_UTF8)
+    _check_utf8(prompt)
     bos = tokenizer.bos_token
-    add_bos = not (bos and prompt.startswith(bos))
-    ids: list[int] = tokenizer(prompt, add_special_tokens=add_bos)["input_ids"]
+    ids: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    if not (bos and prompt.startswith(bos)):
+        ids = _with_front(ids, tokenizer(prompt)["input_ids"])
     if ids:
         return ids
     first = tokenizer.bos_token_id
@@ -38,12 +41,28 @@ def encode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: s
     return [first]
 
 
+def _check_utf8(prompt: str) -> None:
+    # Python passes bytes of an argument or of stdin that are no UTF-8 as lone surrogates.
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise PykernelsError("The prompt holds bytes that are no UTF-8 text", NOT_UTF8)
+
+
+def _with_front(ids: list[int], whole: list[int]) -> list[int]:
+    """A text's ids with what stands in front of them in `whole`, without what stands behind."""
+    for front in range(len(whole) - len(ids) + 1):
+        if whole[front : front + len(ids)] == ids:
+            return whole[: front + len(ids)]
+    return whole
+
+
 def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]) -> str:
     """The text that asks for the assistant's next answer.
 
     `messages`: `{"role": "system" | "user" | "assistant", "content": ...}`, oldest first. Written
-    by the tokenizer's chat template; by a plain transcript if it has none. Raises `PykernelsError`
-    for a conversation that the template refuses.
+    by the tokenizer's chat template; by a plain transcript if it has none.
+
+    Raises:
+        PykernelsError: the template refuses the conversation, or fails.
     """
     if tokenizer.chat_template:
         try:
@@ -54,11 +73,41 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str,
             )
         except TemplateError as error:  # some refuse a system message, for one
             raise PykernelsError(
-                f"The model's chat template refuses this conversation: {error}",
+                f"The model's chat template refuses this conversation: {_line(error)}",
                 "Leave out what it does not know, --system for one",
             ) from None
+        except Exception as error:  # a template is a program, which can fail in any way
+            raise PykernelsError(
+                "The model's chat template fails on this conversation:"
+                f" {type(error).__name__}: {_line(error)}",
+                "Correct the template, which is with the tokenizer, or leave it out",
+            ) from error
     lines = [f"{message['role'].capitalize()}: {message['content']}\n" for message in messages]
     return "".join(lines) + "Assistant:"
+
+
+def encode_chat(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]
+) -> list[int]:
+    """Token ids of `chat_prompt`: those of transformers' `apply_chat_template(tokenize=True)`.
+
+    A template writes all special tokens itself, so the tokenizer adds none. A plain transcript, of
+    a tokenizer without a template, is a prompt as any other.
+
+    Raises:
+        PykernelsError: as `chat_prompt` and `encode`.
+    """
+    text = chat_prompt(tokenizer, messages)
+    if tokenizer.chat_template:
+        _check_utf8(text)
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if ids:
+            return ids
+    return encode(model, tokenizer, text)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
 
 
 def check_context(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int) -> None:

@@ -24,7 +24,8 @@ class Intake:
     ) -> None:
         self.vocab_size, self.max_context = runner.vocab_size, runner.max_context
         self.num_pages, self.page_size = runner.num_pages, runner.page_size
-        self.eos_ids = tuple(eos_ids)
+        # Others are never drawn; ``min_tokens`` would write their bias past the logits.
+        self.eos_ids = tuple(token for token in eos_ids if 0 <= token < runner.vocab_size)
         self.detokenizer = detokenizer
         self._arrivals = itertools.count(1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
+import warnings
 from typing import Any
 
 from tokenizers import (
@@ -20,18 +20,10 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from pykernels.errors import PykernelsError
 
+from ..merges import merges_of
 from .files import GGUF
 from .pretokenizers import BOS_FIRST, SPLITS, WHOLE_WORDS_FIRST
-
-_UNKNOWN, _CONTROL, _OWN, _BYTE = 2, 3, 4, 6
-"""``token_type``: the unknown token, ones with a meaning, ones that are matched as they are, bytes;
-1 is an ordinary one, 5 one that is not used."""
-
-_ENDS = (
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>", "<EOT>",
-    "<|end_of_text|>", "<|eom_id|>", "<end_of_turn>", "<｜end▁of▁sentence｜>", "<|im_user|>",
-)  # fmt: skip
-"""Control tokens that end an answer though the metadata names one only (as llama.cpp has it)."""
+from .vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary
 
 
 def has_tokenizer(checkpoint: GGUF) -> bool:
@@ -42,29 +34,36 @@ def has_tokenizer(checkpoint: GGUF) -> bool:
 def tokenizer_of(checkpoint: GGUF) -> PreTrainedTokenizerBase:
     """The tokenizer, with its special tokens and chat template.
 
-    Raises `PykernelsError` for one that is not known, and for a vocabulary that is wrong.
+    A special token outside the vocabulary, and a pre-tokenizer that is not named, are warnings, as
+    in llama.cpp.
+
+    Raises:
+        PykernelsError: a kind of tokenizer that is not known, or a vocabulary that is wrong.
     """
-    vocabulary = _Vocabulary(checkpoint.metadata, checkpoint.path)
-    kind, pre = vocabulary.word("model"), vocabulary.word("pre", "default")
+    vocabulary = Vocabulary(checkpoint)
+    kind, pre = vocabulary.model, vocabulary.word("pre") or "default"
     if kind not in _KINDS:
         raise PykernelsError(
             f"{checkpoint.path} has the tokenizer {kind!r}, which is not known",
             f"Use a file with one of {', '.join(_KINDS)}",
         )
-    bos_by_default = kind == "llama" or pre in BOS_FIRST
+    if kind == "gpt2" and not vocabulary.word("pre"):
+        vocabulary.notes.append(
+            f"{checkpoint.path} does not name its pre-tokenizer; texts are split by llama.cpp's"
+            " default, which may be another than the model was trained with"
+        )
     try:
         tokenizer = _KINDS[kind](vocabulary, pre)
-        vocabulary.add_special(tokenizer)
-        names = {name: vocabulary.special(key) for name, key in _SPECIAL.items()}
-        bos = names["bos_token"]
-        if bos is not None and vocabulary.flag("add_bos_token", bos_by_default):
+        _add_special(vocabulary, tokenizer)
+        names = {name: _token(vocabulary, key) for name, key in _SPECIAL.items()}
+        if (bos := _first_token(checkpoint, vocabulary, kind, pre)) is not None:
             tokenizer.post_processor = processors.TemplateProcessing(
                 single=f"{bos}:0 $A:0",
                 pair=f"{bos}:0 $A:0 {bos}:1 $B:1",
-                special_tokens=[(bos, vocabulary.tokens.index(bos))],
+                special_tokens=[(bos, vocabulary.ids[bos])],
             )
         template = checkpoint.metadata.get("tokenizer.chat_template")
-        return PreTrainedTokenizerFast(
+        made = PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
             chat_template=template if isinstance(template, str) else None,
             clean_up_tokenization_spaces=False,
@@ -76,30 +75,21 @@ def tokenizer_of(checkpoint: GGUF) -> PreTrainedTokenizerBase:
         raise PykernelsError(
             f"The tokenizer of {checkpoint.path} cannot be made: {error}", "Download it again"
         ) from error
+    for note in vocabulary.notes:
+        warnings.warn(note, stacklevel=2)
+    return made
 
 
 def special_ids(checkpoint: GGUF) -> dict[str, Any]:
     """The configuration's ``bos_token_id``, ``pad_token_id`` and ``eos_token_id``."""
     if not has_tokenizer(checkpoint):
         return {"bos_token_id": None, "pad_token_id": None, "eos_token_id": None}
-    vocabulary = _Vocabulary(checkpoint.metadata, checkpoint.path)
+    vocabulary = Vocabulary(checkpoint)
     return {
         "bos_token_id": vocabulary.id("bos_token_id"),
         "pad_token_id": vocabulary.id("padding_token_id"),
-        "eos_token_id": ends_of(checkpoint) or None,
+        "eos_token_id": vocabulary.ends or None,
     }
-
-
-def ends_of(checkpoint: GGUF) -> list[int]:
-    """Token ids that end an answer."""
-    vocabulary = _Vocabulary(checkpoint.metadata, checkpoint.path)
-    named = [vocabulary.id(f"{key}_token_id") for key in ("eos", "eot", "eom")]
-    found = {token for token in named if token is not None}
-    texts = [token for token in _ENDS if token in vocabulary.controls]
-    if {"<|return|>", "<|call|>", "<|end|>"} <= set(texts):  # gpt-oss: a message's end, no answer's
-        texts.remove("<|end|>")
-        found.discard(vocabulary.controls["<|end|>"])
-    return sorted(found | {vocabulary.controls[token] for token in texts})
 
 
 _SPECIAL = {
@@ -110,78 +100,58 @@ _SPECIAL = {
 }
 
 
-class _Vocabulary:
-    """The metadata under ``tokenizer.ggml``."""
+def _token(vocabulary: Vocabulary, key: str) -> str | None:
+    token = vocabulary.id(key)
+    return None if token is None else vocabulary.tokens[token]
 
-    def __init__(self, metadata: dict[str, Any], path: Path) -> None:
-        self._metadata, self._path = metadata, path
-        self.tokens: list[str] = self.list("tokens", str)
-        self.types: list[int] = self.list("token_type", int) or [1] * len(self.tokens)
-        if not self.tokens or len(self.types) != len(self.tokens):
-            raise self.wrong("tokens")
-        self.controls = {
-            token: i
-            for i, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
-            if kind == _CONTROL
-        }
 
-    def list(self, key: str, kind: type) -> list[Any]:
-        """A list of the metadata, empty if there is none."""
-        found = self._metadata.get(f"tokenizer.ggml.{key}", [])
-        if not isinstance(found, list) or not all(type(one) is kind for one in found):
-            raise self.wrong(key)
-        return found
-
-    def word(self, key: str, default: str = "") -> str:
-        found = self._metadata.get(f"tokenizer.ggml.{key}", default)
-        if not isinstance(found, str):
-            raise self.wrong(key)
-        return found
-
-    def flag(self, key: str, default: bool) -> bool:
-        return bool(self._metadata.get(f"tokenizer.ggml.{key}", default))
-
-    def id(self, key: str) -> int | None:
-        """A token's id, None if the metadata has none."""
-        found = self._metadata.get(f"tokenizer.ggml.{key}")
-        if found is not None and not (type(found) is int and 0 <= found < len(self.tokens)):
-            raise self.wrong(key)
-        return found
-
-    def special(self, key: str) -> str | None:
-        token = self.id(key)
-        return None if token is None else self.tokens[token]
-
-    def add_special(self, tokenizer: Tokenizer) -> None:
-        """Tokens that are matched in a text before it is split."""
-        kinds = {_CONTROL: True, _OWN: False}
-        added = [
-            AddedToken(token, normalized=False, special=kinds[kind])
-            for token, kind in zip(self.tokens, self.types, strict=True)
-            if kind in kinds and token
-        ]
-        # In runs of one kind: `add_tokens` makes none of them special.
-        for special, run in itertools.groupby(added, lambda token: bool(token.special)):
-            add = tokenizer.add_special_tokens if special else tokenizer.add_tokens
-            add(list(run))
-
-    def wrong(self, key: str) -> PykernelsError:
-        return PykernelsError(
-            f"{self._path} has tokenizer.ggml.{key} that cannot be read", "Convert the model again"
+def _first_token(checkpoint: GGUF, vocabulary: Vocabulary, kind: str, pre: str) -> str | None:
+    """The token that every text begins with; None: there is none."""
+    wanted = vocabulary.flag("add_bos_token")
+    bos = _token(vocabulary, "bos_token_id")
+    if wanted and bos is None:
+        raise PykernelsError(
+            f"{checkpoint.path} wants a bos token in front of texts (tokenizer.ggml.add_bos_token),"
+            " and names none (bos_token_id)",
+            "Convert the model again",
         )
+    if wanted is None:
+        wanted = kind == "llama" or pre in BOS_FIRST
+    return bos if wanted else None
 
 
-def _byte_level(vocabulary: _Vocabulary, pre: str) -> Tokenizer:
+def _add_special(vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:
+    """Tokens that are matched in a text before it is split."""
+    kinds = {CONTROL: True, USER_DEFINED: False}
+    added = [
+        AddedToken(token, normalized=False, special=kinds[kind])
+        for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+        if kind in kinds
+    ]
+    # In runs of one kind: `add_tokens` makes none of them special.
+    for special, run in itertools.groupby(added, lambda token: bool(token.special)):
+        add = tokenizer.add_special_tokens if special else tokenizer.add_tokens
+        add(list(run))
+
+
+def _byte_level(vocabulary: Vocabulary, pre: str) -> Tokenizer:
     """Byte-pair merges of bytes written as letters (GPT-2's)."""
     if pre not in SPLITS:
         raise PykernelsError(
             f"the vocabulary was made with the pre-tokenizer {pre!r}, which is not known",
             f"Use a file with one of {', '.join(SPLITS)}",
         )
-    merges = [tuple(merge.split(" ", 1)) for merge in vocabulary.list("merges", str)]
-    ids = {token: i for i, token in reversed(list(enumerate(vocabulary.tokens)))}
+    whole_words = pre in WHOLE_WORDS_FIRST
+    merges = [_halves(merge) for merge in vocabulary.values("merges", str)]
+    if not merges and pre == "kimi-k2":
+        # Made of a tiktoken file: a token's id is its rank, from which the merges follow.
+        kinds = zip(vocabulary.tokens, vocabulary.types, strict=True)
+        ordinary = {token: i for i, (token, kind) in enumerate(kinds) if kind == NORMAL}
+        merges, whole_words = merges_of(ordinary, float), True
+    if not merges:
+        raise vocabulary.missing("merges")
     tokenizer = Tokenizer(
-        models.BPE(vocab=ids, merges=merges, ignore_merges=pre in WHOLE_WORDS_FIRST)
+        models.BPE(vocab=vocabulary.ids, merges=merges, ignore_merges=whole_words)
     )
     splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in SPLITS[pre]]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -191,30 +161,30 @@ def _byte_level(vocabulary: _Vocabulary, pre: str) -> Tokenizer:
     return tokenizer
 
 
-def _sentencepiece(vocabulary: _Vocabulary, pre: str) -> Tokenizer:
+def _halves(merge: str) -> tuple[str, str]:
+    cut = merge.find(" ", 1)
+    if cut < 0:
+        raise PykernelsError(
+            f"the vocabulary has the merge {merge!r}, which joins nothing", "Convert it again"
+        )
+    return merge[:cut], merge[cut + 1 :]
+
+
+def _sentencepiece(vocabulary: Vocabulary, pre: str) -> Tokenizer:
     """SentencePiece's byte-pair merges: two pieces merge if their join is one, the likeliest
     first; what is no piece becomes bytes."""
-    tokens = vocabulary.tokens
-    scores = vocabulary.list("scores", float)
-    if len(scores) != len(tokens):
-        raise vocabulary.wrong("scores")
-    ids = {token: i for i, token in reversed(list(enumerate(tokens)))}
-    pairs = []
-    for token, i in ids.items():
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in ids and right in ids:
-                pairs.append((-scores[i], ids[left], ids[right], left, right))
-    pairs.sort()
-    kinds = zip(tokens, vocabulary.types, strict=True)
-    unknown = next((token for token, kind in kinds if kind == _UNKNOWN), None)
+    scores = vocabulary.scores
+    if not scores:
+        raise vocabulary.missing("scores")
+    kinds = zip(vocabulary.tokens, vocabulary.types, strict=True)
+    unknown = next((token for token, kind in kinds if kind == UNKNOWN), None)
     tokenizer = Tokenizer(
         models.BPE(
-            vocab=ids, merges=[(left, right) for *_, left, right in pairs], unk_token=unknown,
-            fuse_unk=True, byte_fallback=_BYTE in vocabulary.types,
+            vocab=vocabulary.ids, merges=merges_of(vocabulary.ids, lambda i: -scores[i]),
+            unk_token=unknown, fuse_unk=True, byte_fallback=BYTE in vocabulary.types,
         )
     )  # fmt: skip
-    prefix = vocabulary.flag("add_space_prefix", True)
+    prefix = vocabulary.flag("add_space_prefix") is not False
     spaces = [normalizers.Replace(" ", "▁")]
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), *spaces] if prefix else spaces

@@ -225,7 +225,7 @@ def test_no_folder(tmp_path: Path) -> None:
 
 def test_tokenizers(own: Own) -> None:
     folder = own()
-    with pytest.raises(PykernelsError, match="neither tokenizer.json nor tokenizer.model"):
+    with pytest.raises(PykernelsError, match="no tokenizer.json, tokenizer.model, tiktoken"):
         model.load_tokenizer(folder)
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(PykernelsError, match="The tokenizer of .* cannot be read") as raised:

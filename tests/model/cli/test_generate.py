@@ -86,8 +86,9 @@ def test_chat_keeps_the_conversation_until_reset(
 ) -> None:
     prompts: list[str] = []
 
-    def spy(llm: LLM, prompt: str, **options: Any) -> EngineStream:
-        prompts.append(prompt)
+    def spy(llm: LLM, prompt: list[int], **options: Any) -> EngineStream:
+        assert llm.tokenizer is not None
+        prompts.append(llm.tokenizer.decode(prompt))
         return engine_stream(llm, prompt, **options)
 
     monkeypatch.setattr("model.text.engine_stream.engine_stream", spy)

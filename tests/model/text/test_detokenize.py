@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from model.text.detokenize import Detokenizer
 
@@ -20,6 +23,21 @@ def byte_level() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
 
 
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """Llama's decoder: words, and every other character as its bytes."""
+    words = ["<unk>", "▁a", "b", "▁", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
 def metaspace() -> PreTrainedTokenizerFast:
     """Words whose decoding depends on what stands before: no space at the start of a text."""
     words = ["<unk>", "▁the", "▁cat", "s", "▁", "▁sat", "."]
@@ -29,7 +47,7 @@ def metaspace() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
 
 
-BYTES, WORDS = byte_level(), metaspace()
+BYTES, WORDS, FALLBACK = byte_level(), metaspace(), byte_fallback()
 
 
 def pieces(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[str]:
@@ -68,3 +86,47 @@ def test_any_bytes_join_to_the_whole(ids: list[int]) -> None:
 @given(st.lists(st.integers(1, 6), max_size=12))
 def test_spaces_survive(ids: list[int]) -> None:
     assert "".join(pieces(WORDS, ids)) == whole(WORDS, ids)
+
+
+TAIL = st.lists(st.sampled_from([*range(1, 4), "é", "日", "🙂", " "]), max_size=12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(TAIL)
+def test_words_and_bytes_join_to_the_whole(parts: list[int | str]) -> None:
+    ids = [
+        token
+        for part in parts
+        for token in ([part] if isinstance(part, int) else [4 + byte for byte in part.encode()])
+    ]
+    assert "".join(pieces(FALLBACK, ids)) == whole(FALLBACK, ids)
+
+
+@pytest.mark.parametrize("data", [b"\xe6\x97\xa5\xf0\x9f", b"ab\xf0", b"\xa0\xa1", b"\xf0\x9f\x41"])
+def test_a_character_that_is_cut_is_one_replacement(data: bytes) -> None:
+    """As Python has it; whole characters before it stay."""
+    right = data.decode(errors="replace")
+    assert "".join(pieces(FALLBACK, [4 + byte for byte in data])) == right
+    letters = [BYTES.convert_tokens_to_ids(letter) for letter in map(bytes_to_unicode().get, data)]
+    assert "".join(pieces(BYTES, letters)) == right == whole(BYTES, letters)
+
+
+def test_text_goes_on_behind_bytes_that_are_no_text() -> None:
+    ids = [1, *(4 + byte for byte in b"\xe6\x97\xa5\xf0\x9f"), 1, 2]
+    assert pieces(FALLBACK, ids) == ["a", "", "", "日", "", "", "\ufffd a", "b", ""]
+
+
+def test_tokens_without_text_cost_no_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Special tokens, and ids that no token has: as many of them as may come."""
+    words = metaspace()
+    words.add_special_tokens({"eos_token": "</s>"})
+    asked: list[int] = []
+
+    def decode(ids: list[int], **options: Any) -> str:
+        asked.append(len(ids))
+        return PreTrainedTokenizerFast.decode(words, ids, **options)
+
+    monkeypatch.setattr(words, "decode", decode)
+    ids = [1, *[words.eos_token_id, 4000] * 500, 2]
+    assert "".join(pieces(words, ids)) == "the cat"
+    assert sum(asked) <= 8

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 import model
 from model.modules.moe import FusedMoE, routed_experts
 from model.text.generate import GenerationStream, chat_prompt, generate_stream
-from model.text.prompt import encode
+from model.text.prompt import encode, encode_chat
 from pykernels.errors import PykernelsError
 
 from ..checks import Checkpoints, byte_tokenizer
@@ -198,3 +198,48 @@ def test_chat_prompts() -> None:
     tokenizer.chat_template = "{{ raise_exception('only user and assistant roles') }}"
     with pytest.raises(PykernelsError, match="refuses this .*only user and assistant .*--system"):
         chat_prompt(tokenizer, messages)
+    for template, cause in {
+        "{{ 1 + 'a' }}": "TypeError: unsupported operand",
+        "{{ messages[7].content }}": "has no element 7",
+        "{% for %}": "Expected an expression",
+        "{{ 1 // 0 }}": "ZeroDivisionError",
+    }.items():
+        tokenizer.chat_template = template
+        with pytest.raises(PykernelsError, match=cause) as raised:
+            chat_prompt(tokenizer, messages)
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("start", ["", "<s>"], ids=["without bos", "with bos"])
+def test_a_conversation_has_the_ids_of_transformers(lm: PreTrainedModel, start: str) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    tokenizer = both_ends()
+    tokenizer.chat_template = start + "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
+    truth = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True)
+    assert encode_chat(lm, tokenizer, messages) == truth["input_ids"]
+    with pytest.raises(PykernelsError, match="no UTF-8 text"):
+        encode_chat(lm, tokenizer, [{"role": "user", "content": "\udcff"}])
+    tokenizer.chat_template = None
+    assert encode_chat(lm, tokenizer, messages) == encode(lm, tokenizer, "User: Hello\nAssistant:")
+
+
+def test_what_is_put_behind_a_text_is_left_out_of_a_prompt(lm: PreTrainedModel) -> None:
+    tokenizer, plain = both_ends(), byte_tokenizer()
+    assert tokenizer("hi")["input_ids"] == [0, *plain("hi")["input_ids"], 1]
+    assert encode(lm, tokenizer, "hi") == [0, *plain("hi")["input_ids"]]
+    assert encode(lm, tokenizer, "hi</s>") == [0, *plain("hi")["input_ids"], 1]
+    assert encode(lm, tokenizer, "") == [0]
+
+
+def both_ends() -> PreTrainedTokenizerFast:
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    return tokenizer
+
+
+def test_stop_strings_of_the_checkpoint_end_the_text(lm: PreTrainedModel, tokenizer: Any) -> None:
+    text = "".join(stream(lm, tokenizer, max_new_tokens=12))
+    lm.generation_config.stop_strings = [text[3:5]]
+    assert "".join(stream(lm, tokenizer, max_new_tokens=12)) == text[: text.index(text[3:5]) + 2]

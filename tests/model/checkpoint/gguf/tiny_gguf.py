@@ -241,9 +241,11 @@ def _metadata(w: gguf.GGUFWriter, arch: str, cfg: Any) -> None:
 
 def _tokenizer(w: gguf.GGUFWriter) -> None:
     tokens = [t for t, _ in sorted(byte_tokenizer().get_vocab().items(), key=lambda pair: pair[1])]
+    tokens[tokens.index("|")] = "zz"  # so that there is something to merge
     w.add_tokenizer_model("gpt2")
     w.add_tokenizer_pre("gpt-2")
     w.add_token_list(tokens)
+    w.add_token_merges(["z z"])
     w.add_token_types([3, 3] + [1] * (len(tokens) - 2))
     w.add_bos_token_id(0)
     w.add_eos_token_id(1)
