@@ -15,9 +15,11 @@ from .norm import rms_norm
 from .permute import permute, sort_slots, unpermute
 from .rope import rope, rope_frequencies, yarn_frequencies, yarn_scale
 from .router import router, router_logits
-from .sampling import greedy, sample
+from .sampling import greedy
+from .sampling_inputs import count_tokens, sample
 
 __all__ = [
+    "count_tokens",
     "embed",
     "gqa_decode",
     "gqa_prefill",

@@ -154,7 +154,8 @@ def _compile_sinks(D: int, fp8: bool = False, **plan: Any) -> None:
     """``plan``: of a kernel that does not split, and so has the sinks itself; one that is written
     out for a GPU is compiled for that GPU alone."""
     capability = launch.arch(torch.device("meta"))
-    if plan.get("ring_buffer") and capability[0] != 9 or plan.get("fp8_mma") and capability < (8, 9):
+    hopper, native_e4m3 = capability[0] == 9, capability >= (8, 9)
+    if not hopper and "ring_buffer" in plan or not native_e4m3 and "fp8_mma" in plan:
         return
     options = {"plan": DecodePlan(warps=4, ctas_per_sm=0, **plan)} if plan else {}
     _compile_gqa(32, D, fp8, sinks=meta(32), **options)
