@@ -14,6 +14,7 @@ from .moe import moe_ffn
 from .norm import rms_norm
 from .permute import permute, sort_slots, unpermute
 from .rope import rope, rope_frequencies, yarn_frequencies, yarn_scale
+from .rope_cache_write import gqa_rope_cache_write, mla_rope_cache_write, rope_table
 from .router import router, router_logits
 from .sampling import greedy
 from .sampling_inputs import count_tokens, sample
@@ -23,12 +24,14 @@ __all__ = [
     "embed",
     "gqa_decode",
     "gqa_prefill",
+    "gqa_rope_cache_write",
     "greedy",
     "kv_write",
     "linear",
     "mla_decode",
     "mla_prefill",
     "mla_read",
+    "mla_rope_cache_write",
     "mla_write",
     "moe_ffn",
     "permute",
@@ -36,6 +39,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_frequencies",
+    "rope_table",
     "router",
     "router_logits",
     "sample",
