@@ -94,16 +94,16 @@ def gqa_write(
     if Q_NORM + K_NORM > 0:
         factor = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]  # of a head
         if Q_NORM > 0:
-            at = tl.where(is_q, head, 0) * D if Q_NORM == 2 else head * 0
-            weight = tl.load(q_norm + at + d, mask=real & is_q, other=0.0).to(tl.float32)
-            also = tl.load(q_norm + at + other, mask=turns & is_q, other=0.0).to(tl.float32)
+            q_at = tl.where(is_q, head, 0) * D if Q_NORM == 2 else head * 0
+            weight = tl.load(q_norm + q_at + d, mask=real & is_q, other=0.0).to(tl.float32)
+            also = tl.load(q_norm + q_at + other, mask=turns & is_q, other=0.0).to(tl.float32)
             by = _row_factor(row, NH * D, eps, Q_ROW) if Q_NORM == 2 else factor
             x = tl.where(is_q, x * by * weight, x)
             partner = tl.where(is_q, partner * by * also, partner)
         if K_NORM > 0:
-            at = tl.where(is_k, head - NH, 0) * D if K_NORM == 2 else head * 0
-            weight = tl.load(k_norm + at + d, mask=real & is_k, other=0.0).to(tl.float32)
-            also = tl.load(k_norm + at + other, mask=turns & is_k, other=0.0).to(tl.float32)
+            w_at = tl.where(is_k, head - NH, 0) * D if K_NORM == 2 else head * 0
+            weight = tl.load(k_norm + w_at + d, mask=real & is_k, other=0.0).to(tl.float32)
+            also = tl.load(k_norm + w_at + other, mask=turns & is_k, other=0.0).to(tl.float32)
             by = _row_factor(row + NH * D, KVH * D, eps, K_ROW) if K_NORM == 2 else factor
             x = tl.where(is_k, x * by * weight, x)
             partner = tl.where(is_k, partner * by * also, partner)
@@ -112,16 +112,13 @@ def gqa_write(
     tl.store(out + (t * NH + head) * D + d, _as(x, out.dtype.element_ty), mask=real & is_q)
     slot = tl.load(slots + t).to(tl.int64)
     if (slot >= 0) & (slot < NUM_SLOTS):
-        group = head - NH
-        at = (slot * KVH + group) * D + d
-        mask = real & is_k
-        scales = k_scale + slot * KVH + tl.reshape(group, [HEADS]) if QUANTIZE else None
-        _store(x, k + at, scales, mask, tl.reshape(is_k, [HEADS]), QUANTIZE)
-        group = head - NH - KVH
-        is_v = (group >= 0) & (group < KVH)
-        at = (slot * KVH + group) * D + d
-        scales = v_scale + slot * KVH + tl.reshape(group, [HEADS]) if QUANTIZE else None
-        _store(x, v + at, scales, real & is_v, tl.reshape(is_v, [HEADS]), QUANTIZE)
+        k_head, v_head = head - NH, head - NH - KVH
+        is_v = (v_head >= 0) & (v_head < KVH)
+        k_at, v_at = slot * KVH + k_head, slot * KVH + v_head
+        k_scales = k_scale + tl.reshape(k_at, [HEADS]) if QUANTIZE else None
+        v_scales = v_scale + tl.reshape(v_at, [HEADS]) if QUANTIZE else None
+        _store(x, k + k_at * D + d, k_scales, real & is_k, tl.reshape(is_k, [HEADS]), QUANTIZE)
+        _store(x, v + v_at * D + d, v_scales, real & is_v, tl.reshape(is_v, [HEADS]), QUANTIZE)
 
 
 @triton.jit
