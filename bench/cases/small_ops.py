@@ -17,6 +17,7 @@ from pykernels.gpu.embedding import embed
 from pykernels.gpu.norm import rms_norm
 from pykernels.gpu.rope import rope, rope_frequencies
 from pykernels.gpu.sampling import greedy, sample
+from pykernels.ref.sampling_inputs import SamplingInputs
 
 BF16 = torch.bfloat16
 
@@ -192,32 +193,45 @@ def mla_read_case(B: int, K: int, eight: bool, device: torch.device) -> Case:
     )  # fmt: skip
 
 
+def _sampling_inputs(R: int, how: str, device: torch.device) -> SamplingInputs:
+    def column(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.full((R,), value, dtype=dtype, device=device)
+
+    return SamplingInputs(
+        temperature=column(0.8),
+        top_k=column(50 if "top-k" in how else 0, torch.int32),
+        top_p=column(0.9 if "top-p" in how else 1.0),
+        min_p=column(0.0),
+        seed=column(0, torch.int64),
+        draws=column(0, torch.int64),
+        logprobs=column(20 if "logprobs" in how else -1, torch.int32),
+    )
+
+
 def sample_case(T: int, V: int, how: str, device: torch.device) -> Case:
-    """Greedy, temperature, top-k, top-p, both. Bytes: the logits once."""
+    """Greedy, temperature, top-k, top-p, both, with the 20 likeliest. Bytes: the logits once."""
     nbytes = 4 * T * V
     sets = _sets(lambda: (torch.randn(T, V, device=device) * 3,), nbytes, device)
-    state = torch.zeros(2, dtype=torch.int64, device=device)
-    heat = torch.full((T,), 0.8, device=device)
-    top_k = torch.full((T,), 50, dtype=torch.int32, device=device) if "top-k" in how else None
-    top_p = torch.full((T,), 0.9, device=device) if "top-p" in how else None
+    inputs, heat = _sampling_inputs(T, how, device), torch.full((T,), 0.8, device=device)
+    top_k, top_p = "top-k" in how, "top-p" in how
     out = torch.empty(T, dtype=torch.int64, device=device)
 
     def ours(logits: torch.Tensor) -> object:
-        if how == "greedy":
-            return greedy(logits, out)
-        return sample(logits, state, heat, top_k, top_p, out)
+        return greedy(logits, out) if how == "greedy" else sample(logits, inputs)
 
     def peer(logits: torch.Tensor) -> torch.Tensor:
         if how == "greedy":
             return logits.argmax(-1)
         logits = logits / heat.unsqueeze(1)
-        if top_k is not None:
+        if top_k:
             least = logits.topk(50, -1)[0][:, -1:]
             logits = logits.masked_fill(logits < least, -torch.inf)
-        if top_p is not None:
+        if top_p:
             ordered, order = logits.sort(-1)
             drop = ordered.softmax(-1).cumsum(-1) <= 0.1
             logits = logits.masked_fill(drop.scatter(1, order, drop), -torch.inf)
+        if "logprobs" in how:
+            logits.log_softmax(-1).topk(20, -1)
         noise = torch.empty_like(logits).exponential_()
         return (logits.softmax(-1) / noise).argmax(-1)
 
@@ -240,7 +254,7 @@ def cases(device: torch.device, quick: bool = False) -> Iterator[Case]:
     for T in (1,) if quick else (1, 8192):
         made += [(embed_case, T, 129_280, 7168)]
     for T in (1,) if quick else (1, 8):
-        for how in ("greedy", "temperature", "top-k", "top-p", "top-k, top-p"):
+        for how in ("greedy", "temperature", "top-k", "top-p", "top-k, top-p", "logprobs"):
             made += [(sample_case, T, 129_280, how)]
     for make, *arguments in made:
         yield built("small_ops", make, *arguments, device)

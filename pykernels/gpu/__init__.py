@@ -5,7 +5,7 @@ This package exports none, so that it can be imported where there is no Triton, 
 called as their op is. The others: ``activation`` has ``silu_mul``, ``embedding`` ``embed``,
 ``attention.kv_write`` ``mla_write`` too, ``moe.fused_moe`` ``moe_ffn``, ``norm`` ``rms_norm``,
 ``moe.permute`` ``sort_slots`` and ``unpermute`` too, ``quantize`` ``quantize_fp8``, ``sampling``
-``greedy`` and ``sample``.
+``greedy``, ``sample`` and ``count_tokens``.
 
 They run compiled on a CUDA GPU, and on any CPU through Triton's interpreter: slowly, at small
 sizes, which is how the tests run without a GPU (``TRITON_INTERPRET=1``).

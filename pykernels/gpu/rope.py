@@ -13,9 +13,9 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from ..errors import PykernelsError
 from ..ref.rope import rope_frequencies, yarn_frequencies, yarn_scale
 from .common.launch import FLOATS, check_device, launches_early, unsupported
-from .common.strides import overlaps
+from .common.strides import check_out, overlaps
 
-__all__ = ["rope", "rope_frequencies", "supports", "yarn_frequencies", "yarn_scale"]
+__all__ = ["rope", "rope_frequencies", "rope_table", "supports", "yarn_frequencies", "yarn_scale"]
 
 
 @triton.jit
@@ -61,6 +61,18 @@ def _rope(
     _turn(q, t, head, cos, sin, pair, q_heads, half, q_t, q_head, INTERLEAVED, BLOCK)
     if K:
         _turn(k, t, head, cos, sin, pair, k_heads, half, k_t, k_head, INTERLEAVED, BLOCK)
+
+
+@triton.jit
+def _rope_table(positions, frequencies, out, half, scale, BLOCK: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, BLOCK)
+    angle = tl.load(positions + t).to(tl.float32) * tl.load(
+        frequencies + pair, mask=pair < half, other=0.0
+    )
+    at = out + t * 2 * half + pair
+    tl.store(at, tl.cos(angle) * scale, mask=pair < half)
+    tl.store(at + half, tl.sin(angle) * scale, mask=pair < half)
 
 
 def supports(x: torch.Tensor, frequencies: torch.Tensor) -> str | None:
@@ -128,3 +140,39 @@ def rope(
             TRIGGER=launches_early(q.device), num_warps=4,
         )  # fmt: skip
     return q, k
+
+
+def rope_table(
+    positions: torch.Tensor, frequencies: torch.Tensor, scale: float = 1.0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """cos and sin of each token's angles, times ``scale``: float32 [T, 2, R / 2].
+
+    Args:
+        positions: int32 or int64 [T].
+        frequencies: float32 [R / 2].
+        scale: YaRN's attention factor.
+        out: float32 [T, 2, R / 2].
+
+    Raises:
+        PykernelsError: other dtypes or shapes, or no Triton for this device.
+    """
+    check_device(positions, frequencies, *(() if out is None else (out,)))
+    integers = positions.dtype in (torch.int32, torch.int64)
+    if not integers or positions.ndim != 1 or not positions.is_contiguous():
+        raise PykernelsError(
+            f"positions are {positions.dtype} {tuple(positions.shape)}", "Give contiguous integers"
+        )
+    dense = frequencies.ndim == 1 and frequencies.is_contiguous() and frequencies.numel() > 0
+    if frequencies.dtype != torch.float32 or not dense:
+        raise PykernelsError(
+            f"frequencies are {frequencies.dtype} {tuple(frequencies.shape)}", "Give dense float32"
+        )
+    T, half = positions.shape[0], frequencies.shape[0]
+    out = check_out(out, frequencies, T, 2, half, dtype=torch.float32)
+    if T:
+        _rope_table[(T,)](
+            positions, frequencies, out, half, float(scale),
+            BLOCK=triton.next_power_of_2(half), num_warps=1,
+        )  # fmt: skip
+    return out

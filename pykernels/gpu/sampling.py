@@ -1,12 +1,13 @@
-"""Sampling on the device: greedy, temperature, top-k, top-p, without a sort and without a sync.
+"""Sampling on the device, each row by its own parameters and seed, without a sort and a sync.
 
-Gumbel's trick makes a draw an argmax, and the noise is a function of (seed, step, row, token):
-Philox4x32-10 of those counters, so that a captured graph draws anew when the step on the device
-changes. What may be drawn is a threshold on the logits, so the draw is the best perturbed logit
-above it:
+Gumbel's trick makes a draw an argmax, and the noise is a function of (seed, draws, token):
+Philox4x32-10 of those counters. So a row's token depends on no other row, and a captured graph
+draws anew when the numbers on the device change. What may be drawn is a threshold on the logits, so
+the draw is the best perturbed logit above it:
 
 - top-k: the k-th largest is found digit by digit (four launches, 8 bits of the ordered float each,
   by integer histograms);
+- min-p: a number below the largest;
 - top-p: the best candidate is taken if less than p of the mass lies strictly above it; otherwise no
   token as small as it is in the nucleus, and the best of those above is the next candidate. One or
   two rounds as a rule.
@@ -18,149 +19,15 @@ from __future__ import annotations
 
 import torch
 import triton
-import triton.language as tl
 
 from ..errors import PykernelsError
-from ..ref.sampling import COLDEST, HOTTEST
+from ..ref.sampling import MAX_LOGPROBS, Sampled
+from ..ref.sampling_inputs import SamplingInputs
+from . import sampling_kernels as kernels
 from .common.launch import FLOATS, check_device, unsupported
-from .common.topk import index_of, ordered, rank_key
 
 _BLOCK = 2048  # logits a program
 _WIDE = 8192  # logits a step of the nucleus's loop
-_COLDEST, _HOTTEST = tl.constexpr(COLDEST), tl.constexpr(HOTTEST)
-
-
-@triton.jit
-def _heat(temperature, row):
-    """A row's temperature; NaN stays NaN, which is not as warm as ``_COLDEST`` either."""
-    heat = tl.load(temperature + row)
-    return tl.where(heat > _HOTTEST, _HOTTEST, heat)
-
-
-@triton.jit
-def _unsigned(x):
-    """uint32 that orders as the float does."""
-    return (ordered(x) ^ -2147483648).to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def _narrow(counts, found, row, k, V, splits, SPLITS: tl.constexpr, BYTE: tl.constexpr):
-    """(prefix, rank left) of the k-th largest after the digits above ``BYTE`` are known."""
-    if BYTE == 3:
-        prefix = tl.zeros([], tl.uint32)
-        left = tl.where((k < 1) | (k > V), V, k)
-    else:
-        prefix = tl.load(found + (row * 4 + BYTE + 1) * 2).to(tl.uint32)
-        left = tl.load(found + (row * 4 + BYTE + 1) * 2 + 1).to(tl.int32)
-        s = tl.arange(0, SPLITS)[:, None]
-        digit = tl.arange(0, 256)
-        at = ((row * 4 + BYTE + 1) * splits + s) * 256 + digit[None, :]
-        whole = tl.sum(tl.load(counts + at, mask=s < splits, other=0), 0)
-        reached = tl.cumsum(whole, 0, reverse=True) >= left
-        chosen = tl.max(tl.where(reached, digit, 0), 0)
-        left -= tl.sum(tl.where(digit > chosen, whole, 0), 0)
-        prefix = (prefix << 8) | chosen.to(tl.uint32)
-    return prefix, left
-
-
-@triton.jit
-def _digits(
-    logits, top_k, counts, found, V, splits, stride,
-    SPLITS: tl.constexpr, BYTE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    prefix, left = _narrow(counts, found, row, tl.load(top_k + row), V, splits, SPLITS, BYTE)
-    if split == 0:
-        tl.store(found + (row * 4 + BYTE) * 2, prefix.to(tl.int64))
-        tl.store(found + (row * 4 + BYTE) * 2 + 1, left.to(tl.int64))
-    v = split * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row * stride + v, mask=v < V, other=0.0).to(tl.float32)
-    key = _unsigned(x)
-    digit = ((key >> (8 * BYTE)) & 255).to(tl.int32)
-    same = v < V
-    if BYTE < 3:
-        same = same & ((key >> (8 * BYTE + 8)) == prefix)
-    histogram = tl.histogram(tl.where(same, digit, 256), 512)
-    d = tl.arange(0, 512)
-    at = ((row * 4 + BYTE) * splits + split) * 256 + d
-    tl.store(counts + at, histogram, mask=d < 256)
-
-
-@triton.jit
-def _perturb(
-    logits, state, temperature, top_k, counts, found, noisy, best, mass, V, splits, stride,
-    SPLITS: tl.constexpr, NOISE: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    v = split * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row * stride + v, mask=v < V, other=float("-inf")).to(tl.float32)
-    stay = v < V
-    if TOP_K:
-        least, _ = _narrow(counts, found, row, tl.load(top_k + row), V, splits, SPLITS, -1)
-        stay = stay & (_unsigned(x) >= least)
-    y = x
-    if NOISE:
-        heat = _heat(temperature, row)
-        scaled = x / tl.where(heat >= _COLDEST, heat, 1.0)
-        seed, step = tl.load(state), tl.load(state + 1)
-        zero = v * 0
-        words, _, _, _ = tl.philox(
-            seed, v, zero + row.to(tl.int32), zero + step.to(tl.int32),
-            zero + (step >> 32).to(tl.int32),
-        )  # fmt: skip
-        uniform = ((words >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
-        y = tl.where(heat >= _COLDEST, scaled - tl.log(-tl.log(uniform)), x)
-        if TOP_P:
-            top = tl.max(tl.where(stay, scaled, float("-inf")), 0)
-            part = tl.where(stay & (scaled > float("-inf")), tl.exp(scaled - top), 0.0)
-            tl.store(mass + (row * splits + split) * 2, top)
-            tl.store(mass + (row * splits + split) * 2 + 1, tl.sum(part, 0))
-            tl.store(noisy + row * V + v, tl.where(stay, y, float("-inf")), mask=v < V)
-    key = tl.where(stay, rank_key(y, v), -(2**63))
-    tl.store(best + row * splits + split, tl.max(key, 0))
-
-
-@triton.jit
-def _pick(best, out, splits, SPLITS: tl.constexpr):
-    row, s = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS)
-    keys = tl.load(best + row * splits + s, mask=s < splits, other=-(2**63))
-    tl.store(out + row, index_of(tl.max(keys, 0)).to(tl.int64))
-
-
-@triton.jit
-def _nucleus(
-    logits, temperature, top_p, noisy, best, mass, out, V, splits, stride,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row, s = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS)
-    keys = tl.load(best + row * splits + s, mask=s < splits, other=-(2**63))
-    tops = tl.load(mass + (row * splits + s) * 2, mask=s < splits, other=float("-inf"))
-    parts = tl.load(mass + (row * splits + s) * 2 + 1, mask=s < splits, other=0.0)
-    top = tl.max(tops, 0)
-    wanted = tl.sum(tl.where(parts > 0, parts * tl.exp(tops - top), 0.0), 0)
-    p = tl.load(top_p + row)
-    wanted *= p
-    heat = _heat(temperature, row)
-    heat = tl.where(heat >= _COLDEST, heat, 1.0)
-    token = index_of(tl.max(keys, 0))
-    searching = ~(p >= 1)
-    while searching:
-        least = tl.load(logits + row * stride + token).to(tl.float32)
-        above = tl.zeros([BLOCK], tl.float32)
-        better = tl.full([BLOCK], -(2**63), tl.int64)
-        for first in range(0, V, BLOCK):
-            v = first + tl.arange(0, BLOCK)
-            x = tl.load(logits + row * stride + v, mask=v < V, other=float("-inf")).to(tl.float32)
-            y = tl.load(noisy + row * V + v, mask=v < V, other=float("-inf"))
-            higher = x > least
-            above += tl.where(higher, tl.exp(x / heat - top), 0.0)
-            better = tl.maximum(better, tl.where(higher, rank_key(y, v), -(2**63)))
-        heavy = ~(tl.sum(above, 0) < wanted)  # sums of infinities too: the largest is left
-        following = tl.max(better, 0)
-        searching = heavy & (following > -(2**63))
-        token = tl.where(searching, index_of(following), token)
-    tl.store(out + row, token.to(tl.int64))
 
 
 def supports(logits: torch.Tensor) -> str | None:
@@ -172,16 +39,18 @@ def supports(logits: torch.Tensor) -> str | None:
     return unsupported(logits)
 
 
-def _empty_out(logits: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    check_device(logits, *(() if out is None else (out,)))
+def _check_logits(logits: torch.Tensor) -> None:
+    check_device(logits)
     if reason := supports(logits):
         raise PykernelsError(f"sampling does not take these: {reason}", "Convert them")
-    T = logits.shape[0]
-    if out is None:
-        return torch.empty(T, dtype=torch.int64, device=logits.device)
-    if out.shape != (T,) or out.dtype != torch.int64 or not out.is_contiguous():
-        raise PykernelsError(f"out is {out.dtype} {tuple(out.shape)}", f"Give it int64 [{T}]")
-    return out
+
+
+def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> None:
+    if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+        raise PykernelsError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)}",
+            f"Give it {dtype} {list(shape)}, contiguous",
+        )
 
 
 def _splits(logits: torch.Tensor) -> tuple[int, int]:
@@ -201,80 +70,158 @@ def greedy(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tenso
     Raises:
         PykernelsError: other dtypes or shapes, or no Triton for this device.
     """
-    out = _empty_out(logits, out)
+    _check_logits(logits)
     (T, V), (splits, padded) = logits.shape, _splits(logits)
+    if out is None:
+        out = torch.empty(T, dtype=torch.int64, device=logits.device)
+    check_device(logits, out)
+    _check("out", out, torch.int64, T)
     if T:
         best = torch.empty(T, splits, dtype=torch.int64, device=logits.device)
-        _perturb[(T, splits)](
-            logits, None, None, None, None, None, None, best, None, V, splits, logits.stride(0),
-            SPLITS=padded, NOISE=False, TOP_K=False, TOP_P=False, BLOCK=_BLOCK, num_warps=4,
-        )  # fmt: skip
-        _pick[(T,)](best, out, splits, SPLITS=padded, num_warps=4)
+        kernels.best_keys[(T, splits)](
+            logits, best, V, splits, logits.stride(0), BLOCK=_BLOCK, num_warps=4
+        )
+        kernels.pick_best[(T,)](best, out, splits, SPLITS=padded, num_warps=4)
     return out
 
 
-def sample(
-    logits: torch.Tensor,
-    state: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor | None = None,
-    top_p: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """One token a row from the softmax of ``logits / temperature``, as `ref.sampling` defines it.
+_ROWS = {
+    **dict.fromkeys(("temperature", "top_p", "min_p"), torch.float32),
+    **dict.fromkeys(("seed", "draws"), torch.int64),
+    **dict.fromkeys(("top_k", "logprobs"), torch.int32),
+}
+_GROUPS = {
+    "seen": ("repetition", "presence", "frequency", "seen_row"),
+    "bias_ids": ("bias",),
+    "mask": ("mask_row",),
+}
+"""Optional inputs that are there all or none."""
 
-    Nothing but the choice of top-k and top-p being given at all is decided on the host: in a
-    captured graph, rows may change temperature, k and p, and each draw wants ``state[1] += 1``.
+
+def _check_inputs(inputs: SamplingInputs, R: int, V: int) -> None:
+    for name, dtype in _ROWS.items():
+        _check(name, getattr(inputs, name), dtype, R)
+    for first, rest in _GROUPS.items():
+        missing = [name for name in (first, *rest) if getattr(inputs, name) is None]
+        if missing and len(missing) <= len(rest):
+            raise PykernelsError(
+                f"there is no {', '.join(missing)}", f"Give all of {first}, {', '.join(rest)}"
+            )
+    if inputs.seen is not None:
+        for name in ("repetition", "presence", "frequency"):
+            _check(name, getattr(inputs, name), torch.float32, R)
+        _check("seen", inputs.seen, torch.int32, inputs.seen.shape[0], V)
+        _check("seen_row", inputs.seen_row, torch.int32, R)  # type: ignore[arg-type]
+    if inputs.bias_ids is not None:
+        B = inputs.bias_ids.shape[-1]
+        _check("bias_ids", inputs.bias_ids, torch.int32, R, B)
+        _check("bias", inputs.bias, torch.float32, R, B)  # type: ignore[arg-type]
+    if inputs.mask is not None:
+        _check("mask", inputs.mask, torch.int32, inputs.mask.shape[0], triton.cdiv(V, 32))
+        _check("mask_row", inputs.mask_row, torch.int32, R)  # type: ignore[arg-type]
+
+
+def _results(logits: torch.Tensor, out: Sampled | None) -> Sampled:
+    R, device = logits.shape[0], logits.device
+    if out is None:
+        out = Sampled(
+            torch.empty(R, dtype=torch.int64, device=device),
+            torch.empty(R, dtype=torch.float32, device=device),
+            torch.empty(R, MAX_LOGPROBS, dtype=torch.int64, device=device),
+            torch.empty(R, MAX_LOGPROBS, dtype=torch.float32, device=device),
+        )
+    for name, tensor in out._asdict().items():
+        dtype = torch.float32 if "logprobs" in name else torch.int64
+        _check(name, tensor, dtype, *((R, MAX_LOGPROBS) if "top" in name else (R,)))
+    return out
+
+
+def sample(logits: torch.Tensor, inputs: SamplingInputs, out: Sampled | None = None) -> Sampled:
+    """One token a row: mask, bias, penalties, temperature, top-k, min-p, top-p, as `ref.sample`.
+
+    Which optional inputs there are is all that is decided on the host: in a captured graph rows may
+    change every number, and each draw wants ``draws`` one more. Seven launches.
 
     Args:
-        logits: [T, V], bf16, fp16 or float32.
-        state: int64 [2] on the device: seed and step.
-        temperature: float32 [T]; 0, and what is below ``COLDEST``, is greedy; what is above
-            ``HOTTEST`` counts as that.
-        top_k: int32 [T]; 0 is off.
-        top_p: float32 [T]; 1 is off; 0, and NaN, leaves the largest.
-        out: int64 [T].
+        logits: [R, V], bf16, fp16 or float32.
+        inputs: of R rows, on the logits' device, each tensor contiguous. What is outside its table
+            (a ``seen_row``, a bias id) is read from memory that is not its own.
+        out: results to write to.
 
     Raises:
         PykernelsError: other dtypes or shapes, or no Triton for this device.
     """
-    out = _empty_out(logits, out)
-    (T, V), (splits, padded) = logits.shape, _splits(logits)
-    wanted = {"state": (state, torch.int64, 2), "temperature": (temperature, torch.float32, T)}
-    wanted |= {} if top_k is None else {"top_k": (top_k, torch.int32, T)}
-    wanted |= {} if top_p is None else {"top_p": (top_p, torch.float32, T)}
-    for name, (tensor, dtype, size) in wanted.items():
-        if tensor.dtype != dtype or tensor.shape != (size,) or not tensor.is_contiguous():
-            raise PykernelsError(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)}", f"Give it {dtype} [{size}]"
-            )
-    device = check_device(logits, out, *(row[0] for row in wanted.values()))
-    if not T:
+    _check_logits(logits)
+    (R, V), (splits, padded) = logits.shape, _splits(logits)
+    _check_inputs(inputs, R, V)
+    out = _results(logits, out)
+    tensors = [x for x in vars(inputs).values() if x is not None]
+    device = check_device(logits, *out, *tensors)
+    if not R:
         return out
-    counts = found = noisy = mass = None
-    if top_k is not None:
-        counts = torch.empty(T, 4, splits, 256, dtype=torch.int32, device=device)
-        found = torch.empty(T, 4, 2, dtype=torch.int64, device=device)
-        for byte in (3, 2, 1, 0):
-            _digits[(T, splits)](
-                logits, top_k, counts, found, V, splits, logits.stride(0),
-                SPLITS=padded, BYTE=byte, BLOCK=_BLOCK, num_warps=4,
-            )  # fmt: skip
-    if top_p is not None:
-        noisy = torch.empty(T, V, dtype=torch.float32, device=device)
-        mass = torch.empty(T, splits, 2, dtype=torch.float32, device=device)
-    best = torch.empty(T, splits, dtype=torch.int64, device=device)
-    _perturb[(T, splits)](
-        logits, state, temperature, top_k, counts, found, noisy, best, mass, V, splits,
-        logits.stride(0),
-        SPLITS=padded, NOISE=True, TOP_K=top_k is not None, TOP_P=top_p is not None, BLOCK=_BLOCK,
-        num_warps=4,
+
+    def scratch(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    adjusted, noisy = (scratch(R, V, dtype=torch.float32) for _ in "an")
+    best, drawn = (scratch(R, splits, dtype=torch.int64) for _ in "bd")
+    tops, masses, kept_masses = (scratch(R, splits, dtype=torch.float32) for _ in "tmk")
+    allowed = scratch(R, splits, dtype=torch.int32)
+    keys = scratch(R, splits, MAX_LOGPROBS, dtype=torch.int64)
+    counts = scratch(R, 4, splits, 256, dtype=torch.int32)
+    found = scratch(R, 4, 2, dtype=torch.int64)
+    kernels.adjust[(R, splits)](
+        logits, adjusted, best, allowed, tops, masses, keys,
+        inputs.logprobs, inputs.repetition, inputs.presence, inputs.frequency,
+        inputs.seen, inputs.seen_row, inputs.bias_ids, inputs.bias, inputs.mask, inputs.mask_row,
+        V, splits, logits.stride(0),
+        0 if inputs.bias_ids is None else inputs.bias_ids.shape[1], triton.cdiv(V, 32),
+        SEEN=inputs.seen is not None,
+        BIAS=inputs.bias_ids is not None and inputs.bias_ids.shape[1] > 0,
+        MASK=inputs.mask is not None, BLOCK=_BLOCK,
+        num_warps=4, enable_fp_fusion=False,  # each operation rounds, as the definition's does
     )  # fmt: skip
-    if top_p is None:
-        _pick[(T,)](best, out, splits, SPLITS=padded, num_warps=4)
-    else:
-        _nucleus[(T,)](
-            logits, temperature, top_p, noisy, best, mass, out, V, splits, logits.stride(0),
-            SPLITS=padded, BLOCK=_WIDE, num_warps=16,
+    for byte in (3, 2, 1, 0):
+        kernels.digits[(R, splits)](
+            adjusted, inputs.temperature, inputs.top_k, counts, found, V, splits,
+            SPLITS=padded, BYTE=byte, BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
+    kernels.perturb[(R, splits)](
+        adjusted, best, inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p,
+        inputs.seed, inputs.draws, counts, found, noisy, drawn, kept_masses, V, splits,
+        SPLITS=padded, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    kernels.finish[(R,)](
+        logits, adjusted, best, allowed, tops, masses, keys, noisy, drawn, kept_masses,
+        inputs.temperature, inputs.top_p, inputs.logprobs, *out, V, splits, logits.stride(0),
+        SPLITS=padded, TOPS=triton.next_power_of_2(MAX_LOGPROBS), BLOCK=_WIDE,
+        num_warps=16, enable_fp_fusion=False,
+    )  # fmt: skip
     return out
+
+
+def count_tokens(tokens: torch.Tensor, seen_row: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Adds the tokens just drawn to what penalties count, in place: 2 each.
+
+    Args:
+        tokens: int64 [R]; -1: none was drawn.
+        seen_row: int32 [R], distinct rows of ``seen``; -1: the row has no penalties.
+        seen: int32 [P, V], as in `SamplingInputs`.
+
+    Returns:
+        ``seen``.
+
+    Raises:
+        PykernelsError: other dtypes or shapes, or no Triton for this device.
+    """
+    check_device(tokens, seen_row, seen)
+    if tokens.ndim != 1 or seen.ndim != 2:
+        raise PykernelsError(
+            f"tokens are {tuple(tokens.shape)}, seen is {tuple(seen.shape)}", "Give [R] and [P, V]"
+        )
+    _check("tokens", tokens, torch.int64, tokens.shape[0])
+    _check("seen_row", seen_row, torch.int32, tokens.shape[0])
+    _check("seen", seen, torch.int32, *seen.shape)
+    if tokens.shape[0]:
+        kernels.count_drawn[(tokens.shape[0],)](tokens, seen_row, seen, seen.shape[1], num_warps=1)
+    return seen

@@ -8,37 +8,48 @@ what it computes in (``dtype``) and what a packed weight knows by itself (``fmt`
 from .activation import silu_mul
 from .attention import gqa_decode, gqa_prefill, mla_decode, mla_prefill
 from .embedding import embed
+from .handshake import combine, submit
 from .kv_write import kv_write, mla_read, mla_write
 from .linear import linear, quantize_fp8
 from .moe import moe_ffn
 from .norm import rms_norm
+from .per_head_linear import per_head_linear
 from .permute import permute, sort_slots, unpermute
 from .rope import rope, rope_frequencies, yarn_frequencies, yarn_scale
+from .rope_cache_write import gqa_rope_cache_write, mla_rope_cache_write, rope_table
 from .router import router, router_logits
-from .sampling import greedy, sample
+from .sampling import greedy
+from .sampling_inputs import count_tokens, sample
 
 __all__ = [
+    "combine",
+    "count_tokens",
     "embed",
     "gqa_decode",
     "gqa_prefill",
+    "gqa_rope_cache_write",
     "greedy",
     "kv_write",
     "linear",
     "mla_decode",
     "mla_prefill",
     "mla_read",
+    "mla_rope_cache_write",
     "mla_write",
     "moe_ffn",
+    "per_head_linear",
     "permute",
     "quantize_fp8",
     "rms_norm",
     "rope",
     "rope_frequencies",
+    "rope_table",
     "router",
     "router_logits",
     "sample",
     "silu_mul",
     "sort_slots",
+    "submit",
     "unpermute",
     "yarn_frequencies",
     "yarn_scale",

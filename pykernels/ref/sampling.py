@@ -1,7 +1,8 @@
 """Sampling in plain torch: Philox's numbers, Gumbel's trick, and which tokens may be drawn.
 
-The GPU draws the very same tokens: ``argmax(where(kept(...), perturbed(...), -inf))``. NaN is above
-all logits, as in torch.topk: a row that has one draws its first, whatever the limits.
+A draw is ``argmax(where(kept(...), perturbed(...), -inf))``. Logarithms and sums over the
+vocabulary are in float64, so that the GPU, which does the same, draws the very same tokens. NaN is
+above all logits, as in torch.topk: a row that has one draws its first, whatever the limits.
 """
 
 from __future__ import annotations
@@ -73,10 +74,11 @@ def perturbed(
     v, t = (torch.arange(n, dtype=torch.int64, device="cpu") for n in (V, T))
     low, high = (v.new_tensor(step >> shift & _LOW) for shift in (0, 32))
     words = philox(seed, v, t.unsqueeze(1), low, high)
-    uniform = ((words >> 9).to(dtype) + 0.5) * 2.0**-23  # exact in float32, never 0 or 1
+    uniform = ((words >> 9).double() + 0.5) * 2.0**-23  # exact in float32, never 0 or 1
     noise = -(-uniform.log()).log()
     heat = temperature.to(dtype).clamp(max=HOTTEST).unsqueeze(1)
-    return torch.where(heat >= COLDEST, logits.to(dtype) / heat + noise.to(logits.device), logits)
+    noisy = logits.to(dtype) / heat + noise.to(logits.device, dtype)
+    return torch.where(heat >= COLDEST, noisy, logits)
 
 
 def kept(
@@ -113,30 +115,15 @@ def kept(
     heat = heat.to(dtype).unsqueeze(1)
     if min_p is not None:
         p = min_p.to(dtype).unsqueeze(1)
-        least = ordered[:, :1] / heat + p.clamp(max=1).log()
+        least = ordered[:, :1] / heat + p.clamp(max=1).double().log().to(dtype)
         stay = stay & ((ordered / heat >= least) | ~(p > 0))
     if top_p is not None:
-        mass = (ordered / heat).masked_fill(~stay, -torch.inf).softmax(-1)
+        mass = (ordered / heat).masked_fill(~stay, -torch.inf).double().softmax(-1)
         first = torch.searchsorted(-ordered, -ordered)  # of its equals: how many are larger
         above = (mass.cumsum(-1) - mass).gather(1, first)
         p = top_p.to(dtype).unsqueeze(1)
         stay = stay & ((above < p) | (p >= 1) | (first == 0))
     return torch.zeros_like(stay).scatter(1, order, stay)
-
-
-def sample(
-    logits: torch.Tensor,
-    state: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor | None = None,
-    top_p: torch.Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
-    """One token a row, int64 [T]; arguments as above."""
-    stay = kept(logits, temperature, top_k, top_p, dtype)
-    noisy = perturbed(logits, state, temperature, dtype)
-    noisy = noisy.clamp_min(torch.finfo(noisy.dtype).min)  # what may be drawn is above what may not
-    return noisy.masked_fill(~stay, -torch.inf).argmax(-1)
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
@@ -167,8 +154,7 @@ class Request:
         mask: bool [V], the tokens that may be drawn; None: all.
         seed: int64, the key of Philox.
         draws: int64, tokens drawn before this one. Token v draws Philox's word (v, 0, draws),
-            whatever the row and its neighbours: as the only row of `sample` does with ``state``
-            (seed, draws).
+            whatever the row and its neighbours.
         logprobs: top logprobs wanted, 0 .. ``MAX_LOGPROBS``; -1: not the token's own either.
     """
 

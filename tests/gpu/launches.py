@@ -41,8 +41,9 @@ def launched_by_rows() -> Iterator[str]:
     from .ops import AROUND
     from .ops_attention import ATTENTION
     from .ops_products import PRODUCTS
+    from .ops_step import STEP
 
-    for op in (*AROUND, *PRODUCTS, *ATTENTION):
+    for op in (*AROUND, *PRODUCTS, *ATTENTION, *STEP):
         for kernel, *_ in launches(partial(op.run, op.make(torch.device("meta")))):
             yield f"{kernel.fn.__module__.split('.')[-1]}.{kernel.__name__}"
 

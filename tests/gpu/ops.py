@@ -23,7 +23,7 @@ from pykernels.gpu.moe.router_logits import router_logits
 from pykernels.gpu.norm import rms_norm
 from pykernels.gpu.quantize import quantize_fp8
 from pykernels.gpu.rope import rope
-from pykernels.gpu.sampling import greedy, sample
+from pykernels.gpu.sampling import greedy
 from pykernels.shapes import RouterSpec, Routing, SortedSlots
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -236,31 +236,11 @@ def _kv_write() -> Op:
     return Op("kv_write", make, run, ("k_cache", "v_cache"))
 
 
-def _sample(*limits: str) -> Op:
-    def make(device: torch.device) -> Tensors:
-        T, V = large(device, 4, 2), large(device, 129_280, 5000)
-        return {
-            "logits": normal(device, T, V, dtype=FP32) * 3,
-            "state": integers(device, 1 << 40, 2, dtype=torch.int64),
-            "heat": torch.rand(T, device=device).round(decimals=1),  # some 0: greedy
-            "top_k": integers(device, 90, T, dtype=torch.int32),
-            "top_p": torch.rand(T, device=device),
-            "out": empty(device, T, dtype=torch.int64),
-        }
-
-    def run(t: Tensors) -> torch.Tensor:
-        bounds = {name: t[name] for name in limits}
-        return sample(t["logits"], t["state"], t["heat"], **bounds, out=t["out"])
-
-    return Op(" ".join(("sample", *limits)), make, run)
-
-
 AROUND = (
     _route(1), _route(7), _router(128, RouterSpec(8)), _router(60, RouterSpec(4)),
     _gate(1, FP32), _gate(5, BF16), _gate(40, FP32), _sort(13), _sort(700),
     _rows("permute", 2500), _rows("unpermute", 2500), _norm(7168), _norm(100),
-    _rope(False), _rope(True), _mla_write(), _kv_write(), _sample(), _sample("top_k"),
-    _sample("top_p"), _sample("top_k", "top_p"),
+    _rope(False), _rope(True), _mla_write(), _kv_write(),
     Op("embed", lambda d: {
         "ids": integers(d, 99, 5, dtype=torch.int64),
         "table": normal(d, 99, H := large(d, 7168, 40)), "out": empty(d, 5, H),

@@ -2,41 +2,47 @@
 
 from __future__ import annotations
 
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from pykernels import ref
-from pykernels.gpu.sampling import greedy, sample
-from pykernels.ref.sampling import kept, perturbed, philox
+from pykernels.errors import PykernelsError
+from pykernels.gpu.sampling import count_tokens, greedy, sample
+from pykernels.ref.sampling import Request, Sampled, kept, perturbed, philox
+from pykernels.ref.sampling_inputs import SamplingInputs
+
+from .sampling_inputs import inputs_of
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+INF, NAN = math.inf, math.nan
 
 
-def full(value: float, T: int, device: torch.device, dtype=torch.float32) -> torch.Tensor:
-    return torch.full((T,), value, dtype=dtype, device=device)
+def assert_same(found: Sampled, expected: Sampled) -> None:
+    found = Sampled(*(x.cpu() for x in found))
+    assert torch.equal(found.tokens, expected.tokens)
+    assert torch.equal(found.top_ids, expected.top_ids)
+    for name in ("logprobs", "top_logprobs"):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=3e-6, equal_nan=True)
 
 
-def state(seed: int, step: int, device: torch.device) -> torch.Tensor:
-    return torch.tensor([seed, step], device=device)
+def drawn(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
+    """The tokens, which are those of the definition, and their logprobs too."""
+    inputs = inputs_of(requests, logits.shape[1])
+    expected = ref.sample(logits.cpu(), inputs)
+    found = sample(logits, moved(inputs, logits.device))
+    assert_same(found, expected)
+    return found.tokens.tolist()
 
 
-def limits_of(k: int | None, p: float | None, T: int, device: torch.device) -> list[Any]:
-    """``top_k`` and ``top_p``, the same for all rows."""
-    top_k = None if k is None else full(k, T, device, torch.int32)
-    return [top_k, None if p is None else full(p, T, device)]
-
-
-def assert_drawn(found: torch.Tensor, logits: torch.Tensor, *given: torch.Tensor | None) -> None:
-    """Each token may be drawn, and none that may be drawn beats it by more than rounding."""
-    logits, (at, heat, *limits) = logits.float().cpu(), (x if x is None else x.cpu() for x in given)
-    stay = kept(logits, heat, *limits, dtype=torch.float64)
-    noisy = perturbed(logits, at, heat, torch.float64)
-    best = noisy.masked_fill(~stay, -torch.inf).amax(-1)
-    mine = found.cpu().unsqueeze(1)
-    assert stay.gather(1, mine).all()
-    assert (best - noisy.gather(1, mine).squeeze(1) <= 1e-5 * best.abs().clamp_min(1)).all()
+def moved(inputs: SamplingInputs, device: torch.device) -> SamplingInputs:
+    return SamplingInputs(**{k: x if x is None else x.to(device) for k, x in vars(inputs).items()})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -56,103 +62,135 @@ def test_greedy_takes_the_first_of_equals(device: torch.device) -> None:
     assert greedy(logits).tolist() == [0, 2100, 0]
 
 
-LIMITS = [(None, None), (5, None), (None, 0.7), (50, 0.9), (1, None), (None, 0.0), (0, 1.0)]
+def random_request(V: int, rng: random.Random) -> Request:
+    """Any parameters, each as its default about half of the time."""
+
+    def some(default: Any, *values: Any) -> Any:
+        return default if rng.random() < 0.5 else rng.choice(values)
+
+    g = torch.Generator().manual_seed(rng.getrandbits(32))
+    seen = torch.randperm(V, generator=g)[: rng.randrange(V + 1)].sort().values.int()
+    counts = torch.randint(0, 4, (len(seen),), generator=g, dtype=torch.int32)
+    bias_ids = torch.randperm(V, generator=g)[: rng.randrange(min(V, 9) + 1)].int()
+    bias = 10 * torch.randn(len(bias_ids), generator=g)
+    mask = torch.rand(V, generator=g) < rng.choice((0.02, 0.5, 0.98))
+    penalties, biased = rng.random() < 0.4, rng.random() < 0.4
+    return Request(
+        temperature=some(1.0, 0.0, 0.3, 0.8, 2.5, NAN, 1e-31),
+        top_k=some(0, 1, 2, 40, 3000, V - 1, V, V + 1, -1),
+        top_p=some(1.0, 0.0, 0.1, 0.5, 0.9, 0.999, 1.5, NAN),
+        min_p=some(0.0, 0.001, 0.05, 0.5, 1.0),
+        repetition=some(1.0, 0.7, 1.3),
+        presence=some(0.0, 0.6, -0.6),
+        frequency=some(0.0, 0.4, -0.4),
+        seen=seen if penalties else None,
+        counts=counts if penalties else None,
+        bias_ids=bias_ids if biased else None,
+        bias=bias if biased else None,
+        mask=some(None, mask),
+        seed=rng.getrandbits(64) - (1 << 63),
+        draws=some(0, 5, 1 << 40),
+        logprobs=some(-1, 0, 1, 20),
+    )
 
 
-@pytest.mark.parametrize(("k", "p"), LIMITS)
 @pytest.mark.parametrize(
-    ("T", "V"), [(1, 1), (3, 2100), pytest.param(4, 163_840, marks=pytest.mark.gpu)]
+    ("V", "R"), [(1, 6), (9, 12), (2100, 16), pytest.param(163_840, 24, marks=pytest.mark.gpu)]
 )
-def test_sample(T: int, V: int, k: int | None, p: float | None, device: torch.device) -> None:
-    logits = (torch.randn(T, V, device=device) * 3).to(torch.float32 if T == 1 else torch.bfloat16)
-    for step in range(2):
-        at = state(123456789012345, step, device)
-        given = at, full(0.8, T, device), *limits_of(k, p, T, device)
-        assert_drawn(sample(logits, *given), logits, *given)
+def test_the_tokens_of_the_definition(V: int, R: int, device: torch.device) -> None:
+    rng = random.Random(V)
+    for turn, dtype in enumerate(DTYPES):
+        logits = (torch.randn(R, V + 3) * (0.5 + 2 * turn)).to(device, dtype)[:, :V]
+        drawn(logits, [random_request(V, rng) for _ in range(R)])
 
 
-def test_rows_have_their_own_limits(device: torch.device) -> None:
-    logits = torch.randn(6, 700, device=device) * 2
-    heat = torch.tensor([0.0, 1.0, 2.0, 0.5, 0.0, 1.0], device=device)
-    top_k = torch.tensor([3, 0, 7, 9999, -1, 1], dtype=torch.int32, device=device)
-    top_p = torch.tensor([0.5, 1.0, 0.6, 0.1, 1.0, 0.9], device=device)
-    at = state(7, 1 << 33, device)
-    found = sample(logits, at, heat, top_k, top_p)
-    assert_drawn(found, logits, at, heat, top_k, top_p)
-    best = greedy(logits)
-    assert all(found[i] == best[i] for i in (0, 4, 5))
+def test_a_row_knows_nothing_of_its_neighbours(device: torch.device) -> None:
+    rng = random.Random(3)
+    logits = torch.randn(5, 700, device=device) * 2
+    requests = [replace(random_request(700, rng), temperature=1.0) for _ in range(5)]
+    together = drawn(logits, requests)
+    alone = [drawn(logits[r : r + 1], requests[r : r + 1])[0] for r in range(5)]
+    assert together == alone
+    assert drawn(logits[[4, 0, 2]], [requests[r] for r in (4, 0, 2)]) == [
+        together[r] for r in (4, 0, 2)
+    ]
 
 
 def test_equal_logits_share_their_fate_and_masked_ones_are_out(device: torch.device) -> None:
-    logits = torch.full((40, 64), -torch.inf, device=device)
+    logits = torch.full((40, 64), -INF, device=device)
     logits[:, 10:14] = 2.0
     logits[:, 20:30] = 1.0
-    top_k = full(2, 40, device, torch.int32)  # the four at 2.0 are all as large as the second
-    found = sample(logits, state(1, 1, device), full(1.0, 40, device), top_k)
-    assert set(found.tolist()) == {10, 11, 12, 13}
-    top_p = full(0.99999, 40, device)
-    found = sample(logits, state(1, 1, device), full(5.0, 40, device), None, top_p)
-    drawn = set(found.tolist())
-    assert drawn <= {*range(10, 14), *range(20, 30)} and len(drawn) > 6
+    found = drawn(logits, [Request(top_k=5, seed=r) for r in range(40)])
+    assert set(found) <= {*range(10, 14), *range(20, 30)} and len(set(found)) > 6
     logits = torch.full((40, 8), -1.0, device=device)
     logits[:, 2], logits[:, 5] = 0.0, -0.0  # equal too
-    found = sample(logits, state(1, 1, device), full(1.0, 40, device), top_k // 2)
-    assert set(found.tolist()) == {2, 5}
+    assert set(drawn(logits, [Request(top_k=1, seed=r) for r in range(40)])) == {2, 5}
 
 
-@pytest.mark.parametrize(("k", "p"), [(None, None), (50, 0.9)])
-def test_the_first_nan_is_drawn_whatever_the_limits(
-    k: int | None, p: float | None, device: torch.device
-) -> None:
-    logits = torch.randn(5, 300, device=device)
-    logits[0, [200, 7]] = torch.nan
-    logits[1, 9] = -torch.tensor(torch.nan)  # its sign means nothing
-    logits[2, [3, 8]] = torch.tensor([torch.inf, torch.nan], device=device)
-    logits[3] = torch.nan
-    for heat in (0.8, 0.0):
-        given = state(3, 4, device), full(heat, 5, device), *limits_of(k, p, 5, device)
-        found = sample(logits, *given)
-        assert found[:4].tolist() == greedy(logits)[:4].tolist() == [7, 9, 8, 0]
-        assert torch.equal(found, ref.sample(logits, *given))
-
-
-@pytest.mark.parametrize(("k", "p"), [(None, None), (50, 0.9)])
-def test_temperatures_that_cannot_divide_are_greedy(
-    k: int | None, p: float | None, device: torch.device
-) -> None:
-    logits = torch.randn(4, 300, device=device) * 20
-    heat = torch.tensor([1e-40, 1e-31, 1e-30, torch.nan], device=device)
-    given = state(3, 4, device), heat, *limits_of(k, p, 4, device)
-    found = sample(logits, *given)
-    assert torch.equal(found, ref.sample(logits, *given))
-    assert torch.equal(found, greedy(logits))
+def test_the_first_nan_is_drawn_whatever_the_limits(device: torch.device) -> None:
+    logits = torch.randn(4, 300, device=device)
+    logits[0, [200, 7]] = NAN
+    logits[1, 9] = -torch.tensor(NAN)  # its sign means nothing
+    logits[2, [3, 8]] = torch.tensor([INF, NAN], device=device)
+    logits[3] = NAN
+    for request in (Request(0.8, 50, 0.9), Request(0.0), Request(1.0, min_p=0.5, logprobs=3)):
+        assert drawn(logits, [request] * 4) == [7, 9, 8, 0]
 
 
 def test_a_flat_nucleus_takes_several_rounds(device: torch.device) -> None:
     """With p = 0.01 of 300 nearly equal logits almost every candidate is refused."""
     logits = torch.linspace(0, 1e-3, 300, device=device).expand(5, -1).contiguous()
-    given = state(3, 0, device), full(1.0, 5, device), None, full(0.01, 5, device)
-    found = sample(logits, *given)
-    assert_drawn(found, logits, *given)
-    assert (found >= 296).all()
-
-
-def test_a_seed_and_step_draw_the_same_and_another_step_not(device: torch.device) -> None:
-    logits, heat = torch.zeros(4, 1000, device=device), full(1.0, 4, device)
-    draws = [sample(logits, state(5, step, device), heat).tolist() for step in (0, 0, 1, 1 << 32)]
-    assert draws[0] == draws[1]
-    assert len({tuple(row) for row in draws}) == 3
-    assert len(set(draws[0])) > 1  # rows are independent
+    assert min(drawn(logits, [Request(top_p=0.01, seed=r) for r in range(5)])) >= 296
 
 
 @pytest.mark.parametrize("least", [1e38, -3e38])
 def test_logits_that_overflow_leave_the_nucleus_its_largest(
     least: float, device: torch.device
 ) -> None:
-    logits = torch.linspace(least, least + 2e38, 300, device=device).expand(4, -1)
-    given = state(3, 4, device), full(0.1, 4, device), None, full(0.9, 4, device)
-    found = sample(logits, *given)
-    assert torch.equal(found, ref.sample(logits, *given)) and torch.equal(found, greedy(logits))
+    logits = torch.linspace(least, least + 2e38, 300, device=device).expand(4, -1).contiguous()
+    found = drawn(logits, [Request(0.1, top_p=0.9, seed=r) for r in range(4)])
+    assert found == greedy(logits).tolist()
+
+
+def test_a_mask_and_bias_that_leave_nothing_or_infinities(device: torch.device) -> None:
+    V = 70
+    none, last = torch.zeros(V, dtype=torch.bool), torch.arange(V) == V - 1
+    lost = torch.full((V,), -INF)
+    lost[V - 1] = NAN
+    logits = torch.stack([torch.randn(V), torch.full((V,), -INF), lost, torch.randn(V)]).to(device)
+    ids, bias = torch.tensor([V - 1, 3], dtype=torch.int32), torch.tensor([INF, -INF])
+    requests = [Request(mask=mask) for mask in (none, last, ~last)]
+    requests.append(Request(bias_ids=ids, bias=bias))
+    assert drawn(logits, requests) == [-1, V - 1, 0, V - 1]
+
+
+def test_drawn_tokens_are_counted(device: torch.device) -> None:
+    seen = torch.zeros(3, 8, dtype=torch.int32, device=device)
+    seen[1, 5] = 1  # in the prompt
+    rows = torch.tensor([1, -1, 0, 2], dtype=torch.int32, device=device)
+    for _ in range(2):
+        count_tokens(torch.tensor([5, 6, 7, -1], device=device), rows, seen)
+    assert seen.nonzero().tolist() == [[0, 7], [1, 5]]
+    assert seen[0, 7] == 4 and seen[1, 5] == 5
+    request = SamplingInputs(**vars(inputs_of([Request()], 8))).request(0, 8)
+    assert request.seen is None
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"top_k": torch.zeros(2)}, "top_k is torch.float32"),
+        ({"seed": torch.zeros(3, dtype=torch.int64)}, r"seed is torch.int64 \(3,\)"),
+        ({"mask": None}, "there is no mask"),
+        ({"seen": torch.zeros(1, 7, dtype=torch.int32)}, "seen is"),
+    ],
+)
+def test_inputs_that_do_not_fit(change: dict[str, Any], cause: str, device: torch.device) -> None:
+    one = torch.tensor([1], dtype=torch.int32)
+    request = Request(mask=torch.ones(8).bool(), seen=one, counts=one)
+    inputs = moved(replace(inputs_of([request] * 2, 8), **change), device)
+    with pytest.raises(PykernelsError, match=cause):
+        sample(torch.zeros(2, 8, device=device), inputs)
 
 
 def test_philox_gives_the_published_numbers() -> None:
@@ -186,13 +224,15 @@ def test_kept_is_what_transformers_keeps() -> None:
 
 
 def _compile(V: int, dtype=torch.float32) -> None:
+    one = torch.tensor([1], dtype=torch.int32)
+    mask = torch.ones(V, dtype=torch.bool)
+    request = Request(1.0, 5, 0.9, 0.1, seen=one, counts=one, bias_ids=one, bias=one, mask=mask)
     meta = torch.device("meta")
-    at, logits = torch.empty(2, device=meta).long(), torch.empty(4, V, device=meta, dtype=dtype)
-    sample(logits, at, full(1, 4, meta), full(1, 4, meta, torch.int32), full(1, 4, meta))
+    sample(torch.empty(4, V, device=meta, dtype=dtype), moved(inputs_of([request] * 4, V), meta))
 
 
 COMPILES = [
     ("greedy", lambda: greedy(torch.empty(4, 163_840, device="meta", dtype=torch.bfloat16))),
-    ("top-k and top-p", lambda: _compile(129_280)),
+    ("sample", lambda: _compile(129_280)),
 ]
-COMPILES_ON_A_GPU = [("top-k and top-p, bfloat16", lambda: _compile(163_840, torch.bfloat16))]
+COMPILES_ON_A_GPU = [("sample, bfloat16", lambda: _compile(163_840, torch.bfloat16))]

@@ -12,6 +12,7 @@ import torch
 from pykernels import ref
 from pykernels.gpu.attention.gqa_decode import gqa_decode
 from pykernels.gpu.attention.mla_decode import mla_decode
+from pykernels.gpu.common import launch
 from pykernels.gpu.plans.attention import DecodePlan
 
 from ..caches import BF16, FP8
@@ -150,7 +151,12 @@ _BOTH = {"window": 99, "softcap": 9.0}
 
 
 def _compile_sinks(D: int, fp8: bool = False, **plan: Any) -> None:
-    """``plan``: of a kernel that does not split, and so has the sinks itself."""
+    """``plan``: of a kernel that does not split, and so has the sinks itself; one that is written
+    out for a GPU is compiled for that GPU alone."""
+    capability = launch.arch(torch.device("meta"))
+    hopper, native_e4m3 = capability[0] == 9, capability >= (8, 9)
+    if not hopper and "ring_buffer" in plan or not native_e4m3 and "fp8_mma" in plan:
+        return
     options = {"plan": DecodePlan(warps=4, ctas_per_sm=0, **plan)} if plan else {}
     _compile_gqa(32, D, fp8, sinks=meta(32), **options)
 

@@ -8,8 +8,9 @@ import torch
 from ..ops import AROUND, Op, Tensors, bits
 from ..ops_attention import ATTENTION
 from ..ops_products import PRODUCTS
+from ..ops_step import STEP
 
-OPS = (*AROUND, *PRODUCTS, *ATTENTION)
+OPS = (*AROUND, *PRODUCTS, *ATTENTION, *STEP)
 
 
 def fill(held: Tensors, seed: int, op: Op, device: torch.device) -> None:

@@ -12,6 +12,7 @@ from pykernels.errors import PykernelsError
 from ..ops import AROUND, Op, Tensors, bits
 from ..ops_attention import ATTENTION
 from ..ops_products import PRODUCTS
+from ..ops_step import STEP
 
 GUARD = 4096
 """Bytes on either side of every tensor."""
@@ -20,7 +21,7 @@ FILLS = (0xFF, 0x3C)
 
 _SLOW = re.compile(
     "(3|16|40|300|1600) rows|(96|170|300|500) tokens|sort 700|experts (int8|int4-g128|q)"
-    "|E4M3, window|128 heads|pages of 64|gqa_prefill, (window|heads of 96|pages)$|sample top_k$"
+    "|E4M3, window|128 heads|pages of 64|gqa_prefill, (window|heads of 96|pages)$"
 )
 """What takes the interpreter long, and shows little more than its neighbours."""
 
@@ -29,7 +30,7 @@ def _row(op: Op) -> object:
     return pytest.param(op, id=op.name, marks=[pytest.mark.gpu] * bool(_SLOW.search(op.name)))
 
 
-OPS = [_row(op) for op in (*AROUND, *PRODUCTS, *ATTENTION)]
+OPS = [_row(op) for op in (*AROUND, *PRODUCTS, *ATTENTION, *STEP)]
 
 
 class Guarded:
@@ -71,7 +72,10 @@ def test_only_results_are_written_and_only_inputs_are_read(op: Op, device: torch
 _GAPS = {
     "route 1 tokens", "gate 1 tokens, torch.float32", "sort 13 tokens", "rms_norm of 100", "embed",
     "silu_mul", "rope, pairs", "mla_write, E4M3", "kv_write", "mla_read, bf16", "greedy",
-    "sample top_p", "quantize_fp8", "linear int8 1 rows bf16", "gqa_decode, bf16, pages of 16",
+    "sample, all inputs", "count_tokens", "gqa_rope_cache_write, E4M3",
+    "mla_rope_cache_write", "submit", "combine", "per_head_linear 2 tokens", "rope_table",
+    "quantize_fp8", "linear int8 1 rows bf16",
+    "gqa_decode, bf16, pages of 16",
     "mla_decode, 16 heads, bf16, pages of 16", "mla_prefill",
 }  # fmt: skip
 """An op for each launcher, on which alone it depends; sums of experts are in test_supports.py."""
@@ -84,7 +88,7 @@ def _spread(x: torch.Tensor, dim: int) -> torch.Tensor:
     return wide.unflatten(dim, (-1, 2)).select(dim + 1, 0).view(x.dtype)
 
 
-SPREAD = [op for op in (*AROUND, *PRODUCTS, *ATTENTION) if op.name in _GAPS]
+SPREAD = [op for op in (*AROUND, *PRODUCTS, *ATTENTION, *STEP) if op.name in _GAPS]
 
 
 @pytest.mark.parametrize("op", SPREAD, ids=[op.name for op in SPREAD])

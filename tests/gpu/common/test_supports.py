@@ -146,9 +146,6 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
     def turned(q: torch.Tensor, positions: torch.Tensor, n: int = 4):
         return lambda: rope.rope(q, None, positions, _zeros(d, n, dtype=FLOAT))
 
-    def sampled(heat: torch.Tensor, *limits: torch.Tensor):
-        return lambda: sampling.sample(logits[:2], at, heat, *limits)
-
     heads, at = _zeros(d, 2, 4, 8), torch.arange(2, device=d)
     return {
         "gate_up, few rows": lambda: gate_up(x, experts, order, out=_zeros(d, 5, 32)),
@@ -215,9 +212,8 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
             _zeros(d, 2, 99).as_strided((2, 4, 8), (99, 4, 1)), at),
         "greedy, integers": lambda: sampling.greedy(x.int()),
         "greedy, into int32": lambda: sampling.greedy(x, _zeros(d, 3, dtype=torch.int32)),
-        "sample, a float64 temperature": sampled(_zeros(d, 2, dtype=torch.float64)),
-        "sample, another top_k": sampled(
-            _zeros(d, 2, dtype=FLOAT), _zeros(d, 3, dtype=torch.int32)),
+        "count_tokens, a table of int64": lambda: sampling.count_tokens(
+            at, at.int(), _zeros(d, 2, 9, dtype=torch.int64)),
         "mla_read, one length": lambda: mla_read.mla_read(
             *(_zeros(d, 2, 4, n) for n in (8, 2)), order.positions,
             order.starts[0], order.starts[0], 4),
