@@ -1,10 +1,12 @@
-"""Models: an unchanged Hugging Face model whose routed experts run on the CPU kernels.
+"""Hugging Face models on our kernels.
 
     import model
 
-    lm = model.from_pretrained(model.EMBEDDED)
-    tokenizer = model.load_tokenizer(model.EMBEDDED)
-    lm.generate(**tokenizer("def quicksort(xs):", return_tensors="pt"), max_new_tokens=64)
+    with model.load_engine(model.EMBEDDED) as llm:
+        print(llm.generate("def quicksort(xs):", max_tokens=64).text)
+
+`load_engine` runs whole steps on our kernels, with a paged cache and continuous batching.
+`from_pretrained` returns transformers' own model with its routed experts on our kernels.
 
 Importing this package is quick: torch and transformers are imported when a name is first used.
 """

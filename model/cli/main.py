@@ -17,7 +17,7 @@ from .formats import ListsFormats
 
 app = typer.Typer(
     name="pykernels",
-    help="Run Mixture-of-Experts models with their routed experts on the CPU.",
+    help="Run Mixture-of-Experts language models on the CPU, every kernel in Python.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -62,7 +62,7 @@ def options(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Run Mixture-of-Experts models with their routed experts on the CPU."""
+    """Run Mixture-of-Experts language models on the CPU, every kernel in Python."""
     State.debug = debug
 
 

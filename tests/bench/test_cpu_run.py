@@ -162,7 +162,7 @@ def fitted(gib: float, peers: tuple[str, ...] = ENGINES, **fewer: Any) -> tuple[
 
 def test_the_experts_of_the_readme_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "roof_bytes", lambda: 512 << 20)  # this machine's may be larger
-    readme = " ".join((ROOT / "README.md").read_text().split())
+    readme = " ".join((ROOT / "bench/README.md").read_text().split())
     said = re.search(r"32 experts where ([\d.]+) GiB are free \(([\d.]+) without llama", readme)
     assert said
     rest = tuple(engine for engine in ENGINES if engine != "llama.cpp")

@@ -1,140 +1,227 @@
-"""What the README shows is true: commands, Python, the kernel in five minutes, the table."""
+"""What the READMEs show is true: commands, Python, edits, tables, links, names of files."""
 
 from __future__ import annotations
 
 import io
+import json
 import re
 import shlex
-import shutil
-import subprocess
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 
+from model.architectures.families import FAMILIES
+from model.checkpoint.config import ALIASES
+from model.checkpoint.gguf.config import _FAMILIES as GGUF_ARCHITECTURES
+from model.cli.main import app
 from pykernels import registry
 from pykernels.env import env
 from pykernels.quant import FORMATS
-from pykernels.registry import Backend, get_backend, kernels
+from pykernels.registry import Backend, get_backend
+from runtime.devices.cpu.step import BINDERS
+from runtime.devices.host.ops import OPS
 
+from ..cpu.kernels import variants
 from .conftest import Run
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text()
+FOLDERS = ("pykernels", "runtime", "model", "bench")
+PAGES = {
+    name: (ROOT / name).read_text() for name in ("README.md", *(f"{f}/README.md" for f in FOLDERS))
+}
+TOP = PAGES["README.md"]
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language: str, page: str) -> list[str]:
     """The fenced blocks of that language, in order."""
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     return [text for name, text in fenced if name == language]
 
 
-def commands(program: str) -> list[str]:
+def commands(program: str, *pages: str) -> list[str]:
     """The console lines of `program`, without prompt and comment."""
-    lines = "".join(blocks("console")).splitlines()
-    assert all(line.startswith("$ ") for line in lines)
+    lines = "".join(block for page in pages for block in blocks("console", page)).splitlines()
+    assert all(line.startswith("$ ") for line in lines), lines
     found = [line[2:].split("  #")[0].strip() for line in lines]
     return [line for line in found if line.split()[0] == program]
 
 
-@pytest.mark.parametrize("command", [c for c in commands("pykernels") if "mine" not in c])
+@pytest.mark.parametrize("command", [c for c in commands("pykernels", TOP) if "MODEL" not in c])
 def test_command_runs(
-    command: str, run: Run, short_timing: None, request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    command: str, run: Run, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if "doctor" in command:
         request.getfixturevalue("few_formats")
     monkeypatch.setattr("sys.stdin", io.StringIO())
     result = run(*shlex.split(command)[1:])
     assert result.code == 0, result.err
-    assert result.out.strip() or "chat" in command  # chat was told nothing
+    assert result.out.strip()
+
+
+@pytest.mark.parametrize("command", commands("pykernels", *PAGES.values()))
+def test_command_has_its_options(command: str) -> None:
+    """Parsed, not run: those of the folders are run by the tests of each command."""
+    found: Any = typer.main.get_command(app)
+    name, *args = shlex.split(command)
+    while hasattr(found, "commands"):
+        name = args.pop(0)
+        found = found.commands[name]
+    found.make_context(name, args)
+
+
+def test_commands_of_the_table_exist() -> None:
+    group: Any = typer.main.get_command(app)
+    assert set(quoted([row[0] for row in rows(TOP, "command")])) == set(group.commands)
 
 
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for command in commands("make"):
+    for command in commands("make", *PAGES.values()):
         assert re.search(rf"^{command.split()[1]}:", makefile, re.MULTILINE), command
 
 
-@pytest.mark.parametrize("block", blocks("python"))
-def test_python_runs(block: str, capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+PYTHON = [(name, block) for name, page in PAGES.items() for block in blocks("python", page)]
+
+
+@pytest.mark.parametrize(("name", "block"), PYTHON, ids=[name for name, _ in PYTHON])
+def test_python_runs(name: str, block: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(block, name, "exec"), {"__name__": "readme"})
     assert capsys.readouterr().out.strip()
 
 
-def test_a_kernel_in_five_minutes(
-    tmp_path: Path, run: Run, short_timing: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for package in ("pykernels", "runtime", "tests"):
-        ignore = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=ignore)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    for command in commands("cp"):
-        _, source, target = command.split()
-        shutil.copy(tmp_path / source, tmp_path / target)
-    for name, old, new in edits(blocks("diff")[0]):
-        text = (tmp_path / name).read_text()
-        assert text.count(old) == 1, f"the README's edit of {name} no longer fits"
-        (tmp_path / name).write_text(text.replace(old, new))
+def edited(diff: str, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """The module that a diff edits, as it is then; the file stays as it is."""
+    name, lines = re.match(r"--- (\S+)\n", diff)[1], diff.splitlines(keepends=True)[1:]  # type: ignore[index]
+    old = "".join(line[1:] for line in lines if line[0] == "-")
+    new = "".join(line[1:] for line in lines if line[0] == "+")
+    text = (ROOT / name).read_text()
+    assert text.count(old) == 1, f"the edit of {name} no longer fits"
+    module = types.ModuleType(name.removesuffix(".py").replace("/", ".") + "_edited")
+    module.__package__ = module.__name__.rpartition(".")[0]
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look there
+    exec(compile(text.replace(old, new), name, "exec"), module.__dict__)
+    return module
 
-    (test,) = commands("python")
-    # What these tests do of the portable tiles is not done again: they would be compiled anew.
-    args = shlex.split(f"{test} -p no:cacheprovider --collect-only -q")[1:]
-    chosen = subprocess.run(
-        [sys.executable, *args], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    found = chosen.stdout.count("::test_matches_the_reference[")
-    assert found >= len(FORMATS) and "mine-fp8-bf16" in chosen.stdout, chosen.stdout
-    # The same row in this process, whose kernels are compiled already.
+
+def test_a_kernel_in_five_minutes(
+    run: Run, short_timing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = PAGES["pykernels/README.md"]
+    (diff,) = blocks("diff", page)
+    mine = edited(diff, monkeypatch).BACKENDS[-1]
+    ((_, source, copied),) = [c.split() for c in commands("cp", page)]
+    file, _, function = mine.build.partition(":")
+    assert copied == file.replace(".", "/") + ".py" and mine.name == "mine"
+    # The copy is the same code, which is compiled already under its own name.
     portable = get_backend("generic").build
-    mine = Backend("mine", "my first kernel", (), build=portable)
-    monkeypatch.setattr(registry, "BACKENDS", [*kernels(), mine])
-    (bench,) = [c for c in commands("pykernels") if "mine" in c]
+    assert portable == f"{source.removesuffix('.py').replace('/', '.')}:{function}"
+    row = Backend(mine.name, mine.doc, mine.features, build=portable)
+    monkeypatch.setattr(registry, "BACKENDS", [*registry.BACKENDS, row])
+    (test,) = commands("python", page)
+    assert test.split()[-2:] == ["-k", "mine"] and (ROOT / test.split()[3]).is_dir()
+    assert "mine-fp8-bf16" in [case.id for case in variants("bf16")]
+    (bench,) = [c for c in commands("pykernels", page) if "mine" in c]
     timed = run(*shlex.split(bench)[1:])
     assert re.search(r"kernel +fp8 on mine", timed.out), timed.err
 
 
-def edits(diff: str) -> list[tuple[str, str, str]]:
-    """(file, old text, new text) of each run of minus lines and the plus lines after it."""
-    found: list[tuple[str, str, str]] = []
-    name = ""
-    for line in diff.splitlines(keepends=True):
-        if line.startswith("--- "):
-            name = line[4:].strip()
-        elif line.startswith("-"):
-            found.append((name, line[1:], ""))
-        else:
-            found[-1] = (*found[-1][:2], found[-1][2] + line.removeprefix("+"))
-    return found
+def test_a_family_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    (diff,) = blocks("diff", PAGES["model/README.md"])
+    assert set(edited(diff, monkeypatch).FAMILIES) == {*FAMILIES, "my_moe"}
+
+
+def rows(page: str, first: str) -> list[list[str]]:
+    """The cells of the table whose first heading is `first`, its heading aside."""
+    table = page[page.index(f"\n| {first} |") :].split("\n\n")[0]
+    lines = [line for line in table.splitlines() if line]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+
+
+def quoted(cells: list[str]) -> list[str]:
+    return re.findall(r"`([^`]+)`", " ".join(cells))
 
 
 def test_flags_are_those_of_the_table() -> None:
-    rows = re.findall(r"^\| `(PYKERNELS_\w+)` \| `?(.*?)`? ?\| (.*) \|$", README, re.MULTILINE)
-    assert rows == [(flag.name, flag.default, flag.doc) for flag in env.table()]
+    table = rows(PAGES["pykernels/README.md"], "flag")
+    found = [tuple(cell.strip("`") for cell in row) for row in table]
+    assert found == [(flag.name, flag.default, flag.doc) for flag in env.table()]
 
 
-def test_files_it_names_exist() -> None:
-    for link in re.findall(r"\]\(([^)#]+)\)", README):
-        assert (ROOT / link).exists(), link
-    (house,) = [block for block in blocks("") if block.startswith("pykernels/")]
-    parents, named = list[str](), 0
+def test_families_and_formats_are_those_of_the_tables() -> None:
+    families = rows(TOP, "family (`model_type`)")
+    assert set(quoted([row[0] for row in families])) == {*FAMILIES, *ALIASES}
+    assert set(quoted([row[3] for row in families])) == set(GGUF_ARCHITECTURES)
+    formats = rows(TOP, "weights stored as")
+    assert set(quoted([row[1] for row in formats])) == set(FORMATS)
+    for row in formats:
+        int8 = {FORMATS[name].int8_kind is not None for name in quoted(row[1:2])}
+        assert int8 == {row[2] == "yes"}, row
+
+
+def test_ops_are_those_of_the_table() -> None:
+    named = set(quoted([row[0] for row in rows(PAGES["runtime/README.md"], "op")]))
+    assert named == set(BINDERS) == set(OPS)
+
+
+def test_speeds_are_those_of_the_results() -> None:
+    """Each row of the table against the run that it, or the row above it, links."""
+    timed: list[dict[str, Any]] = []
+    for *_, fmt, prefill, decode, link in rows(TOP, "CPU, date"):
+        if link:
+            file = (ROOT / link.split("](")[1].rstrip(")")).with_suffix(".json")
+            data = json.loads(file.read_text())
+            timed = data.get("rows", [data])  # a page has several, `bench e2e --json` is one
+        for op, context, cell in (("prefill", 0, prefill), ("decode", 512, decode)):
+            wanted = {"format": fmt, "batch": 1, "op": f"e2e {op}", "context": context}
+            (row,) = timed if len(timed) == 1 else [r for r in timed if wanted.items() <= r.items()]
+            speed, *ratio = map(float, re.findall(r"[\d.]+", cell))
+            assert speed == pytest.approx(row.get("tok_s") or row[f"{op}_tok_s"], rel=3e-3)
+            assert not ratio or ratio[0] == pytest.approx(row["x_llama.cpp"], abs=0.06)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_map_names_what_is_there(folder: str) -> None:
+    """Every name on a folder's map exists; all that lies in the folder itself is on it."""
+    (house,) = [b for b in blocks("", PAGES[f"{folder}/README.md"]) if b.startswith(f"{folder}/\n")]
+    parents, top = list[str](), set[str]()
     for line in house.splitlines():
-        if part := re.match(r"( *)(\w+(?:\.py|/)) ", line):
-            depth = len(part[1]) // 2
-            parents = [*parents[:depth], part[2]]
-            assert ROOT.joinpath(*parents).exists(), parents
-            named += 1
-    assert named > 40
+        part = re.match(r"( *)(\w+(?:\.py|/))(?: |$)", line)
+        assert part, line
+        depth = len(part[1]) // 2
+        parents = [*parents[:depth], part[2]]
+        assert ROOT.joinpath(*parents).exists(), parents
+        if depth == 1:
+            top.add(part[2])
+    here = {f"{p.name}/" if p.is_dir() else p.name for p in (ROOT / folder).iterdir()}
+    assert {n for n in here if re.fullmatch(r"[a-z]\w*(\.py|/)", n)} == top
 
 
 RESULTS = sorted(ROOT.glob("bench/results/*/*.md"))
-DOCS = [ROOT / "bench/results/README.md", *sorted(ROOT.glob("bench/notes/*.md")), *RESULTS]
+NOTES = [ROOT / "bench/results/README.md", *sorted(ROOT.glob("bench/notes/*.md"))]
+DOCS = [*(ROOT / name for name in PAGES), *NOTES, *RESULTS]
 
 
-@pytest.mark.parametrize("page", DOCS, ids=lambda page: f"{page.parent.name}/{page.name}")
-def test_files_that_other_pages_name_exist(page: Path) -> None:
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them from headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
     """And plots are the page's own: one that was renamed with its page shows another's table."""
-    for shown, name, link in re.findall(r"(!?)\[([^\]]*)\]\(([^)#]+)\)", page.read_text()):
-        assert (page.parent / link).exists(), link
+    text = page.read_text()
+    for shown, name, link in re.findall(r"(!?)\[([^\]]*)\]\(([^)]+)\)", text):
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
         if shown and page in RESULTS:
             assert name == link and link.startswith(page.stem), link
+    # "`NAME` in [file](file)": the name stands in that file.
+    for symbol, link in re.findall(r"`(\w+)`\s+in\s+\[[^\]]+\]\(([\w./]+\.py)\)", text):
+        assert re.search(rf"\b{symbol}\b", (page.parent / link).read_text()), (symbol, link)
