@@ -1,7 +1,8 @@
 """Continuous batching on any runner: requests, scheduler, engine. It knows no model."""
 
-from .batch import Runner, SequenceSampling, StepBatch, StepResult
-from .engine import Engine
+from .batch import DeviceLost, Runner, SequenceSampling, StepBatch, StepResult
+from .config import EngineConfig
+from .engine import Engine, EngineBusy
 from .handle import AsyncRequestHandle, RequestHandle
 from .outputs import (
     Chunk,
@@ -20,7 +21,10 @@ __all__ = [
     "Chunk",
     "Completion",
     "Detokenizer",
+    "DeviceLost",
     "Engine",
+    "EngineBusy",
+    "EngineConfig",
     "EngineStats",
     "FinishReason",
     "RequestHandle",

@@ -10,10 +10,17 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from pykernels.errors import PykernelsError
+
 from .counts import TokenCounts
 from .sampling_params import SamplingParams
 
 Ints = NDArray[np.int64]
+
+class DeviceLost(PykernelsError):
+    """No later step of this runner can work: a lost GPU, dead workers. It ends the engine; any
+    other error of a step ends only the requests of that step."""
+
 
 NEVER = -1e30
 """Bias of a token that must not be drawn: infinite for a softmax, finite for all arithmetic."""
@@ -62,10 +69,13 @@ class StepBatch:
     """One forward step: T tokens of S sequences; R rows of logits, of which tokens are drawn.
 
     The engine makes one and changes it from step to step; a runner reads it during ``step`` and
-    keeps nothing of it but addresses. Arrays are int64 and never move; entries behind S and T
-    are old. Sequences with one token each (decode) come first, then pieces of prompts; only the
-    last piece may end before its prompt does. So first come S or S - 1 rows, the last tokens of
-    the first sequences; behind them those of prompt tokens whose log-probabilities are wanted.
+    keeps nothing of it but addresses. Arrays are int64 and never move. Sequences with one token
+    each (decode) come first, then chunks that end their prompt, then other chunks. Rows 0.. are
+    the last tokens of the sequences whose prompt is complete; rows for prompt logprobs follow.
+
+    Padding, so that a device may run a whole bucket: behind T ``slots`` are -1 (nothing is
+    written), behind S ``lengths`` are 0 and ``starts`` are T, behind R ``sampled`` are 0. Other
+    entries there are old, but always valid ids.
 
     Attributes:
         S: sequences of this step.
@@ -150,6 +160,6 @@ class Runner(Protocol):
     def step(self, batch: StepBatch) -> StepResult:
         """Write keys and values of all T tokens, draw one token for each of R rows.
 
-        An exception fails the step's requests; the engine goes on.
+        An exception fails the step's requests and the engine goes on; ``DeviceLost`` ends it.
         """
         ...

@@ -10,7 +10,7 @@ from ..kv_cache import BlockManager
 from .batch import Ints, Runner, SequenceSampling, StepBatch, forced
 from .request import Request
 
-Piece = tuple[Request, int]
+PrefillChunk = tuple[Request, int]
 """A request that is not decoding yet, and how many of its tokens the step computes."""
 
 
@@ -38,12 +38,12 @@ class BatchWriter:
         )
         self._live = self._counters[:, :0]
 
-    def write(self, decoding: Sequence[Request], pieces: Sequence[Piece]) -> StepBatch:
-        """The batch of ``decoding``, one token each, and of ``pieces`` behind them.
+    def write(self, decoding: Sequence[Request], chunks: Sequence[PrefillChunk]) -> StepBatch:
+        """The batch of ``decoding``, one token each, and of ``chunks`` behind them.
 
         Args:
             decoding: at most max_sequences, each with a page for its token.
-            pieces: all but the last end their prompt.
+            chunks: those that end their prompt come first.
         """
         batch, page_size = self.batch, self.page_size
         S = len(decoding)
@@ -56,7 +56,7 @@ class BatchWriter:
         requests = list(decoding)
         sampled: list[int] = []  # rows behind those of whole sequences
         scored: list[SequenceSampling] = []
-        for request, size in pieces:
+        for request, size in chunks:
             first, last = request.computed, request.computed + size
             at = np.arange(first, last)
             pages = self.manager.tables[request.table.row]
@@ -79,6 +79,11 @@ class BatchWriter:
         batch.seeds[: batch.R] = [sampling.seed for sampling in batch.sampling]
         batch.draws[:R] = [request.drawn for request in requests[:R]]
         batch.draws[R : batch.R] = 0
+        # Padding: a step that runs a whole bucket writes no page for it and attends to nothing.
+        batch.slots[T:] = -1
+        batch.lengths[batch.S :] = 0
+        batch.starts[batch.S + 1 :] = T
+        batch.sampled[batch.R :] = 0
         self._live = self._counters[:, :S]
         self._write_slots(decoding)
         batch.version += 1
@@ -89,7 +94,7 @@ class BatchWriter:
         """The same sequences one token later; ``take`` was given the tokens.
 
         Args:
-            decoding: as ``write`` was given, without pieces.
+            decoding: as ``write`` was given, without chunks.
             new_pages: whether any of them begins a page.
         """
         self._live += 1

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
-from .batch import Runner, StepResult
+from .batch import DeviceLost, Runner, StepResult
+from .config import EngineConfig
 from .outputs import EngineStats, FinishReason, TokenLogprob
 from .request import Request, State
 from .scheduler import Scheduler
 
 
 class Core:
-    """Runs requests on a runner. Every method belongs to the one thread that owns it."""
+    """Runs requests on a runner. Every method belongs to the one thread that owns it.
 
-    def __init__(self, runner: Runner) -> None:
-        self.runner = runner
+    Args:
+        clock: seconds; the clock of the requests' deadlines.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        config: EngineConfig,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.runner, self.clock = runner, clock
         self.stats = EngineStats()
-        self.scheduler = Scheduler(runner, self.stats)
+        self.scheduler = Scheduler(runner, self.stats, config)
         runner.bind(self.scheduler.writer.batch)
         self._timed: set[Request] = set()
         self._next_deadline = math.inf
@@ -47,10 +58,10 @@ class Core:
     def step(self) -> bool:
         """One step of the runner; False if there is nothing to do.
 
-        An error of the runner ends the step's requests, with that error. What is no ``Exception``
-        (Ctrl-C) is raised again after that.
+        An error of the runner ends the step's requests, with that error. ``DeviceLost``, and what
+        is no ``Exception`` (Ctrl-C), is raised again after that.
         """
-        now = time.perf_counter()
+        now = self.clock()
         if now >= self._next_deadline:
             self._expire(now)
         batch = self.scheduler.schedule(now)
@@ -66,9 +77,10 @@ class Core:
             stats.failed_steps += 1
             for request in self.scheduler.in_step():
                 self._end(request, "error", error)
-            if not isinstance(error, Exception):
+            if isinstance(error, DeviceLost) or not isinstance(error, Exception):
                 raise
             return True
+        self.scheduler.timed(self.clock() - now)
         self.scheduler.computed(result.tokens)
         stats.computed_tokens += batch.T
         sampled, scored = self.scheduler.sampled, self.scheduler.scored
@@ -76,7 +88,7 @@ class Core:
         for i, request in enumerate(scored, len(sampled)):
             top = request.params.logprobs or 0
             request.prompt_logprobs.append(_logprob(drawn[i], top, i, result))
-        now = time.perf_counter()
+        now = self.clock()
         for i, request in enumerate(sampled):
             try:
                 self._append(request, drawn[i], i, result, now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,8 @@ from types import TracebackType
 
 from pykernels.errors import PykernelsError
 
-from .batch import Runner
+from .batch import DeviceLost, Runner
+from .config import EngineConfig
 from .core import Core
 from .delivery import LoopBridge
 from .handle import AsyncRequestHandle, RequestHandle
@@ -22,6 +24,12 @@ from .outputs import Chunk, EngineStats, Result
 from .request import Event, Request
 from .sampling_params import SamplingParams
 from .text import MakeDetokenizer
+
+_DRAIN_POLL_SECONDS = 0.01
+
+
+class EngineBusy(PykernelsError):
+    """As many requests as may wait are waiting: try again later."""
 
 
 class Engine:
@@ -35,8 +43,10 @@ class Engine:
         runner: the model on its device; the engine does not close it.
         eos_token_ids: tokens that end an output unless ``ignore_eos``.
         detokenizer: makes one ``Detokenizer`` an output; None: chunks have no text.
+        config: how requests share the runner; its sizes are the runner's own.
         threaded: False: no thread; the caller owns the engine, and ``step`` or waiting for a
             chunk or a result drives it.
+        clock: seconds, for tests.
     """
 
     def __init__(
@@ -45,18 +55,24 @@ class Engine:
         *,
         eos_token_ids: Collection[int] = (),
         detokenizer: MakeDetokenizer | None = None,
+        config: EngineConfig | None = None,
         threaded: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.threaded = threaded
-        self._core = Core(runner)
-        self._intake = Intake(runner, eos_token_ids, detokenizer)
+        self.config = config or EngineConfig()
+        self._core = Core(runner, self.config, clock)
+        self._intake = Intake(
+            runner, eos_token_ids, detokenizer, self.config.ageing_seconds, clock
+        )
         self._detokenizer = detokenizer
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._bridges: dict[asyncio.AbstractEventLoop, LoopBridge] = {}
         self._gate = threading.Lock()  # nothing enters the inbox behind the end
         self._owner = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._stopping = self._closed = False
+        self._stopping = self._closed = self._draining = False
+        self._error: DeviceLost | None = None
 
     def submit(
         self,
@@ -73,7 +89,8 @@ class Engine:
             name: for error messages; None: a number.
 
         Raises:
-            PykernelsError: this engine can never serve it, or is closed.
+            EngineBusy: ``max_waiting`` requests are waiting.
+            PykernelsError: this engine can never serve it, is closed, drains or has failed.
         """
         handle = self._handle(prompt_ids, params, name, streamed=True)
         self._enter(handle.requests)
@@ -169,6 +186,10 @@ class Engine:
         try:
             self._obey()
             return self._core.step()
+        except DeviceLost as failure:
+            self._error = failure
+            self._core.end_all(failure)
+            return False
         finally:
             self._owner.release()
 
@@ -183,6 +204,32 @@ class Engine:
             free_pages=len(scheduler.manager.pool),
             cached_pages=scheduler.manager.tree.idle,
         )
+
+    @property
+    def healthy(self) -> bool:
+        """Whether it takes requests: not closed, not failed, not draining."""
+        return not (self._closed or self._draining or self._error)
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Refuses new requests and waits for those that it has; ``close`` may follow.
+
+        Args:
+            timeout: seconds; None: without end.
+
+        Returns:
+            Whether all have ended.
+        """
+        with self._gate:
+            self._draining = True
+        end = None if timeout is None else time.monotonic() + timeout
+        while (self._core.busy or not self._inbox.empty()) and not self._closed:
+            if end is not None and time.monotonic() >= end:
+                return False
+            if not self.threaded:
+                self.step()
+            else:
+                time.sleep(_DRAIN_POLL_SECONDS)
+        return True
 
     def close(self) -> None:
         """Cancel what is not finished, after the step under way; idempotent."""
@@ -221,14 +268,32 @@ class Engine:
 
     def _enter(self, requests: Sequence[Request]) -> None:
         with self._gate:
+            if self._error:
+                raise PykernelsError(
+                    f"The engine has failed: {self._error.cause}", "Load the model again"
+                )
             if self._closed:
                 raise PykernelsError("The engine is closed", "Make a new one")
+            if self._draining:
+                raise PykernelsError("The engine drains: it takes no new requests", "Make another")
+            limit = self.config.max_waiting
+            waiting = len(self._core.scheduler.waiting) + self._inbox.qsize()
+            if limit is not None and waiting + len(requests) > limit + self._free_seats():
+                raise EngineBusy(
+                    f"{waiting} requests are waiting, {limit} may", "Try again later"
+                )
             for request in requests:
                 self._inbox.put(partial(self._core.add, request))
             if self.threaded and self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
                 atexit.register(self.close)
                 self._thread.start()
+
+    def _free_seats(self) -> int:
+        """Requests that could run at once beside those that do."""
+        scheduler = self._core.scheduler
+        running = len(scheduler.prefilling) + len(scheduler.decoding)
+        return max(0, scheduler.capacity - running)
 
     def _cancel(self, request: Request) -> None:
         with self._gate:
@@ -253,6 +318,8 @@ class Engine:
                     self._inbox.get()()
                 self._obey()
                 self._core.step()
+        except DeviceLost as failure:  # every consumer gets it
+            error = self._error = failure
         except BaseException as failure:
             error = failure
             raise

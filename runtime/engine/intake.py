@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import secrets
-import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from pykernels.errors import PykernelsError
 
@@ -20,8 +19,14 @@ class Intake:
     """Makes the requests of one engine. Callable from any thread."""
 
     def __init__(
-        self, runner: Runner, eos_ids: Collection[int], detokenizer: MakeDetokenizer | None
+        self,
+        runner: Runner,
+        eos_ids: Collection[int],
+        detokenizer: MakeDetokenizer | None,
+        ageing_seconds: float,
+        clock: Callable[[], float],
     ) -> None:
+        self.ageing_seconds, self.clock = ageing_seconds, clock
         self.vocab_size, self.max_context = runner.vocab_size, runner.max_context
         self.num_pages, self.page_size = runner.num_pages, runner.page_size
         # Others are never drawn; ``min_tokens`` would write their bias past the logits.
@@ -60,7 +65,7 @@ class Intake:
                 "Give the engine one, or use stop_token_ids",
             )
         seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
-        now = time.perf_counter()
+        now = self.clock()
         made: list[Request] = []
         for index in range(params.n):
             text = None
@@ -78,6 +83,7 @@ class Intake:
                     eos_ids=self.eos_ids,
                     vocab_size=self.vocab_size,
                     now=now,
+                    ageing_seconds=self.ageing_seconds,
                     sink=sink,
                     streamed=streamed,
                     text=text,

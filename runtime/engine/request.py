@@ -35,7 +35,9 @@ class Request:
     Attributes:
         tokens: prompt and output; after a preemption all of them are computed again.
         computed: how many of them have keys and values in the cache.
-        order: (priority, arrival, index); the smallest is served first and preempted last.
+        order: the smallest is served first and preempted last. It is (time of arrival + priority *
+            ageing_seconds, arrival, index): a request that has waited ``ageing_seconds`` longer
+            than another makes up for one step of priority, so none waits for ever.
         text: of a request with stop strings, else None.
         streamed: whether each token is an event; otherwise only the end is.
         deadline: on the clock of ``time.perf_counter``.
@@ -84,6 +86,7 @@ class Request:
         eos_ids: Collection[int],
         vocab_size: int,
         now: float,
+        ageing_seconds: float,
         sink: Sink,
         streamed: bool,
         text: TextStream | None = None,
@@ -92,7 +95,7 @@ class Request:
         self.tokens = list(prompt)
         self.prompt_size = len(self.tokens)
         self.computed = 0
-        self.order = (params.priority, arrival, index)
+        self.order = (now + params.priority * ageing_seconds, arrival, index)
         self.max_tokens, self.min_tokens = max_tokens, params.min_tokens
         self.end_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:

@@ -1,10 +1,13 @@
 """Continuous batching: which tokens of which requests make up the next step.
 
 Every step computes one token of each decoding request and fills the rest of the token budget with
-pieces of prompts (chunked prefill, Sarathi-Serve, OSDI 2024), by priority and first come, first
-served. A request gets the pages of its whole prompt when it is admitted; a decoding one gets a page
-when its last is full. If there is none, the request that is served last is preempted: it gives its
-pages back and is computed again later, from its prompt and what it has generated.
+chunks of prompts (chunked prefill, Sarathi-Serve, OSDI 2024), by priority and arrival. While other
+requests decode, ``PrefillCap`` bounds the prompt tokens, so that their inter-token time stays near
+its target. A prompt that is longer than a step leaves half of the budget to shorter ones behind it.
+
+A request gets the pages of its whole prompt when it is admitted; a decoding one gets a page when
+its last is full. If there is none, the request that is served last is preempted: it gives its pages
+back and is computed again later, from its prompt and what it has generated.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ from operator import attrgetter
 
 from ..kv_cache import BlockManager
 from .batch import Ints, Runner, StepBatch
-from .batch_writer import BatchWriter, Piece
+from .batch_writer import BatchWriter, PrefillChunk
+from .config import EngineConfig
 from .outputs import EngineStats
+from .prefill_cap import PrefillCap
 from .request import Request, State
 
 ORDER = attrgetter("order")
@@ -32,11 +37,14 @@ class Scheduler:
         scored: of each row behind these, the request whose prompt token's logprob it gives.
     """
 
-    def __init__(self, runner: Runner, stats: EngineStats) -> None:
+    def __init__(self, runner: Runner, stats: EngineStats, config: EngineConfig) -> None:
         self.page_size = runner.page_size
         # Every decoding request must fit in a step.
         self.capacity = min(runner.max_sequences, runner.max_tokens)
         self.budget, self.max_rows = runner.max_tokens, runner.max_rows
+        target = config.target_itl_ms
+        self.cap = PrefillCap(None if target is None else target / 1e3, self.budget)
+        self.max_partial = config.max_partial_prefills
         self.stats = stats
         max_pages = -(-runner.max_context // self.page_size)
         self.manager = BlockManager(runner.num_pages, self.page_size, self.capacity, max_pages)
@@ -46,8 +54,9 @@ class Scheduler:
         self.decoding: list[Request] = []
         self.sampled: list[Request] = []
         self.scored: list[Request] = []
-        self._pieces: list[Piece] = []
+        self._chunks: list[PrefillChunk] = []
         self._changed = True  # since the last step, so that the batch must be made anew
+        self._decoded = 0  # requests that decode in the step
         self._until_page = 0  # steps until some decoding request fills its last page
 
     @property
@@ -78,6 +87,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepBatch | None:
         """The next step, or None if there is nothing to do."""
+        self._decoded = len(self.decoding)
         if not self._changed:
             self._until_page -= 1
             new_pages = self._until_page == 0
@@ -85,18 +95,19 @@ class Scheduler:
                 return self.writer.advance(self.decoding, new_pages)
         else:
             self._grow()
+        self._decoded = len(self.decoding)
         budget = self.budget - len(self.decoding)
-        self._pieces = self._prefill(budget, now)
-        if not self.decoding and not self._pieces:
+        self._chunks = self._prefill(min(budget, self.cap.limit(len(self.decoding))), now)
+        if not self.decoding and not self._chunks:
             assert not self.busy, "the first request in line fits into an empty cache"
             return None
         self.sampled = self.decoding + [
-            request for request, size in self._pieces if _completes(request, size)
+            request for request, size in self._chunks if _completes(request, size)
         ]
-        self.scored = [request for request, size in self._pieces for _ in request.scored(size)]
+        self.scored = [request for request, size in self._chunks for _ in request.scored(size)]
         # With a prompt under way the next step is another one.
-        self._changed = bool(self._pieces)
-        return self.writer.write(self.decoding, self._pieces)
+        self._changed = bool(self._chunks)
+        return self.writer.write(self.decoding, self._chunks)
 
     def computed(self, drawn: Ints) -> None:
         """The step is done: its tokens are in the cache.
@@ -110,7 +121,7 @@ class Scheduler:
             done = request.computed = request.computed + 1
             if done % page_size == 0:
                 commit(request.table, request.tokens, done)
-        for request, size in self._pieces:
+        for request, size in self._chunks:
             request.computed += size
             commit(request.table, request.tokens, request.computed)
             if request.computed == len(request.tokens):
@@ -119,7 +130,7 @@ class Scheduler:
 
     def in_step(self) -> list[Request]:
         """All requests of the step that ``schedule`` made last."""
-        partial = [r for r, size in self._pieces if not _completes(r, size)]
+        partial = [r for r, size in self._chunks if not _completes(r, size)]
         return self.sampled + partial
 
     def _grow(self) -> bool:
@@ -143,44 +154,72 @@ class Scheduler:
         self.stats.preemptions += 1
         self.add(request)
 
-    def _prefill(self, budget: int, now: float) -> list[Piece]:
-        """Pieces of prompts: those under way, and new ones that fit, all by order."""
-        pieces: list[Piece] = []
+    def timed(self, seconds: float) -> None:
+        """The step that ``schedule`` made last took so long."""
+        prompt_tokens = sum(size for _, size in self._chunks)
+        self.cap.record(self._decoded, prompt_tokens, seconds)
+
+    def _prefill(self, budget: int, now: float) -> list[PrefillChunk]:
+        """Chunks of prompts, at most ``budget`` tokens: those that end their prompt come first."""
+        if budget <= 0:
+            return []
+        self._admit_waiting(budget, now)
         rows = self.max_rows - len(self.decoding)
-        may_admit = True
-        while budget > 0:
-            i = len(pieces)
-            request = self.prefilling[i] if i < len(self.prefilling) else None
-            head = self.waiting[0] if self.waiting and may_admit else None
-            if head is not None and (request is None or head.order < request.order):
-                # If it cannot, those behind it wait as well: nobody is overtaken for ever.
-                may_admit = self._admit(head, now)
-                if may_admit:
-                    insort(self.prefilling, head, key=ORDER)
+        # (request, its next token), by order. A long prompt that leads must leave half to short
+        # ones; what these do not need goes to all by order.
+        ends: dict[Request, int] = {}
+        short = [r for r in self.prefilling if self._is_short(r)]
+        mixed = bool(short) and not self._is_short(self.prefilling[0])
+        turns = [(short, budget // 2)] if mixed else []
+        for requests, most in [*turns, (self.prefilling, budget)]:
+            left = min(most, budget)
+            for request in requests:
+                start = ends.get(request, request.computed)
+                # Every token from the first row on takes a row.
+                first_row = max(start, request.first_row)
+                end = min(start + left, len(request.tokens), first_row + rows)
+                if end <= start:
+                    continue
+                ends[request] = end
+                left -= end - start
+                budget -= end - start
+                rows -= max(0, end - first_row)
+                partial = sum(e < len(r.tokens) for r, e in ends.items())
+                if partial >= self.max_partial:
+                    break
+        chunks = [(request, end - request.computed) for request, end in ends.items()]
+        return sorted(chunks, key=lambda chunk: (not _completes(*chunk), chunk[0].order))
+
+    def _is_short(self, request: Request) -> bool:
+        """Whether the rest of its prompt fits into one step."""
+        return len(request.tokens) - request.computed <= self.budget
+
+    def _admit_waiting(self, budget: int, now: float) -> None:
+        """Admits requests, by order, until those that are admitted fill the next step.
+
+        A request that waits for pages holds up all behind it: nobody is overtaken for ever.
+        """
+        for request in self.waiting.copy():
+            if len(self.decoding) + len(self.prefilling) >= self.capacity:
+                return
+            before = [r for r in self.prefilling if r.order < request.order]
+            wanted = sum(len(r.tokens) - r.computed for r in before)
+            if wanted >= budget:
+                short = sum(len(r.tokens) - r.computed for r in before if self._is_short(r))
+                if not self._is_short(request) or short >= budget // 2:
+                    continue
+            under_way = [other.table for other in self.prefilling]
+            if self.manager.is_coming(
+                request.table, request.tokens, under_way, request.first_row
+            ):
                 continue
-            if request is None:
-                break
-            # Every token from the first row on takes a row.
-            first = max(request.computed, request.first_row)
-            last = min(request.computed + budget, len(request.tokens), first + rows)
-            if last == request.computed:
-                break
-            size = last - request.computed
-            pieces.append((request, size))
-            budget -= size
-            rows -= max(0, last - first)
-            if last < len(request.tokens):
-                break  # only the last piece may end before its prompt does
-        return pieces
+            if not self._admit(request, now):
+                return
+            insort(self.prefilling, request, key=ORDER)
 
     def _admit(self, request: Request, now: float) -> bool:
         running = len(self.decoding) + len(self.prefilling)
         # A page for each that runs: otherwise the next full page would preempt this one again.
-        if running >= self.capacity:
-            return False
-        under_way = [other.table for other in self.prefilling]
-        if self.manager.is_coming(request.table, request.tokens, under_way, request.first_row):
-            return False
         if not self.manager.admit(request.table, request.tokens, running, request.first_row):
             return False
         self.waiting.remove(request)

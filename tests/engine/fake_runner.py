@@ -70,20 +70,29 @@ class FakeRunner:
         tokens = np.zeros(self.max_rows, np.int64)
         logprobs = np.zeros(self.max_rows, np.float32)
         histories = [self._history(batch, s) for s in range(batch.S)]
-        assert len(batch.sampling) == batch.R >= batch.S - 1
+        assert len(batch.sampling) == batch.R
+        self._check_padding(batch)
         for row, how in enumerate(batch.sampling):
             at = int(batch.sampled[row])
             s = int(np.searchsorted(batch.starts[: batch.S + 1], at, side="right")) - 1
             history = histories[s][: batch.positions[at] + 1]
             given = how.bias_ids[how.bias_values == np.float32(-NEVER)].tolist()
             if given:
-                assert row >= batch.S - 1 and (batch.seeds[row], batch.draws[row]) == (0, 0)
+                assert (batch.seeds[row], batch.draws[row]) == (0, 0)
             else:
                 assert at == batch.starts[row + 1] - 1, "what is drawn comes first"
             tokens[row] = given[0] if given else self._draw(history, batch, row, how)
             logprobs[row] = score(history, int(tokens[row]))
         top = np.tile(np.arange(20), (self.max_rows, 1))
         return StepResult(tokens, logprobs, top, -top.astype(np.float32))
+
+    def _check_padding(self, batch: StepBatch) -> None:
+        """A device may run the whole bucket: what lies behind the step touches no page."""
+        assert (batch.slots[batch.T :] == -1).all()
+        assert (batch.lengths[batch.S :] == 0).all()
+        assert (batch.starts[batch.S :] == batch.T).all()
+        assert (batch.sampled[batch.R :] == 0).all()
+        assert (0 <= batch.page_tables).all() and (batch.page_tables < self.num_pages).all()
 
     def _check_versions(self, batch: StepBatch) -> None:
         """What a runner may keep while the versions stay is what it would read again."""
