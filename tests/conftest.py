@@ -59,6 +59,25 @@ def ended_if_it_hangs(request: pytest.FixtureRequest) -> Iterator[None]:
     faulthandler.cancel_dump_traceback_later()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def generic_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Models run on the generic kernels, which take a fifth of the time to compile: what a kernel
+    computes is tested in tests/cpu. Modules marked ``fastest`` run on what this CPU does best."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = request.path.relative_to(request.config.rootpath).parts[1]
+        if folder in ("engine", "model") and not request.node.get_closest_marker("fastest"):
+            patch.setenv("PYKERNELS_KERNEL", "generic")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_by_one_process() -> None:
+    """No process beside the engine compiles what it needs last: the other worker has that core."""
+    from runtime.devices.cpu import precompile
+
+    precompile.begin = lambda *sizes: None  # type: ignore[assignment]
+
+
 def _missing_amx() -> str | None:
     from pykernels.target import detect
 
@@ -68,6 +87,24 @@ def _missing_amx() -> str | None:
 
 def _missing_gpu() -> str | None:
     return None if torch.cuda.is_available() else "this machine has no CUDA GPU"
+
+
+EXPERTS = ("tests/amx", "tests/cpu/gemm", "tests/cpu/gemv", "tests/cpu/moe")
+"""Folders that compile the same kernels: one worker runs them, or both would compile each."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
+    """``--dist loadfile``, where the folders of ``EXPERTS`` count as one file."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByKernels(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "experts" if nodeid.startswith(EXPERTS) else super()._split_scope(nodeid)
+
+    return ByKernels(config, log)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -32,7 +32,7 @@ def test_the_read_roof_reads_every_byte_of_every_node(nodes: int) -> None:
     with make_pool(numa=nodes, topology=Topology.fake(nodes)) as pool:
         roof = ReadRoof(pool, 64 << 20)
         for loop in LOOPS:
-            assert 0 < roof.once(loop) < 10_000 and roof.was_read
+            assert roof.once(loop) > 0 and roof.was_read
             roof._sums.fill(0)
             assert not roof.was_read
 
