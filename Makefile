@@ -13,8 +13,10 @@ export PROMPT
 
 BIN     := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
-# As pip would do, but on all cores; some packages bring files for newer Pythons.
-COMPILE := @$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
+# As pip would do, but on all cores; some packages bring files for newer Pythons. Our own too: where
+# PYTHONDONTWRITEBYTECODE is set, each start would compile them, which takes a second.
+OURS    := pykernels runtime model bench tests
+COMPILE := @$(BIN)/python -m compileall -q -j 0 $(VENV)/lib $(OURS) >/dev/null || true
 
 .PHONY: help run chat test test-all lint types bench bench-cpu bench-e2e bench-gpu test-gpu sanitize-gpu clean
 
