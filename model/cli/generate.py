@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -30,6 +30,9 @@ from .session import (
     status,
     summary,
 )
+
+if TYPE_CHECKING:
+    from ..text.generate import GenerationStats
 
 
 @command
@@ -80,18 +83,19 @@ def generate(
         seed=seed,
     )
     _, stats = session.write(prompt, echo)
-    err().print(summary(stats, _read_roof()), style="dim", markup=False)
+    err().print(summary(stats, _read_roof(session, stats)), style="dim", markup=False)
 
 
-def _read_roof() -> float | None:
-    """GB/s that the cores read, measured now; None, with a note, beside a model that fills the
+def _read_roof(session: Session, stats: GenerationStats) -> float | None:
+    """GB/s that the cores read, measured today; None, with a note, beside a model that fills the
     memory."""
-    from runtime.profiling.roofline import read_roof
+    from runtime.profiling.roofline import kept_read_roof
     from runtime.workers.pool import default_pool
 
     try:
         with status("measuring the read roof"):
-            return read_roof(default_pool())
+            threads = (session.llm.pool if session.llm else default_pool()).threads
+            return kept_read_roof(threads, default_pool, stats.read_gb_per_second)
     except PykernelsError as error:
         note(f"no share of the read roof: {error}")
         return None

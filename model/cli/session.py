@@ -241,7 +241,7 @@ def summary(stats: GenerationStats, roof: float | None) -> str:
 
     Args:
         stats: what `generate_stream` measured.
-        roof: GB/s that this machine's cores read from memory, measured in this process.
+        roof: GB/s that this machine's cores read from memory.
     """
     parts = [
         f"{stats.prompt_tokens} prompt token{'s' * (stats.prompt_tokens > 1)}",

@@ -7,7 +7,12 @@ to L2, none; one stream a thread or two).
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import statistics
+import time
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -22,11 +27,13 @@ from pykernels.cpu.roofline import (
     make_compute,
     make_read,
 )
+from pykernels.env import env
 from pykernels.errors import PykernelsError
 from pykernels.target import Target, detect
 
 from ..machine.memory import allocate
 from ..machine.topology import Topology
+from ..machine.tuning import slug
 from ..workers.job import Job, Jobs
 from ..workers.pool import Pool, run_on_all
 
@@ -128,6 +135,35 @@ def read_roof(pool: Pool) -> float:
     for _ in range(5):
         roof.each_once()
     return roof.gbps
+
+
+DAY = 24 * 3600.0
+
+
+def kept_read_roof(threads: int, pool: Callable[[], Pool], least: float = 0.0) -> float:
+    """``read_roof``, measured once a day: that takes a second, a quarter of a small model's start.
+
+    The figure is kept in the cache folder, for each CPU and number of threads.
+
+    Args:
+        pool: makes the pool of so many threads, if it is measured.
+        least: GB/s that these threads have read: a lower figure, of a busy machine, is not kept.
+
+    Raises:
+        PykernelsError: as ``read_roof``.
+    """
+    file = env.cache_dir / f"read-roof-{slug(f'{detect().cpu} {threads} threads')}.json"
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        age, kept = time.time() - file.stat().st_mtime, float(json.loads(file.read_text()))
+        if 0 <= age < DAY and kept >= least:
+            return kept
+    roof = read_roof(pool())
+    fresh = file.with_name(f"{file.name}.{os.getpid()}.new")
+    with contextlib.suppress(OSError):  # measured again the next time
+        file.parent.mkdir(parents=True, exist_ok=True)
+        fresh.write_text(json.dumps(roof))
+        fresh.replace(file)
+    return roof
 
 
 class ComputeRoof:

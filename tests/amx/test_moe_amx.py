@@ -23,19 +23,17 @@ from pykernels.testing import (
 )
 from runtime.experts.routed import RoutedExperts
 from runtime.machine.topology import Topology
-from runtime.profiling.roofline import ComputeRoof
 from runtime.workers.pool import WorkerPool
 
-from ..cpu.kernels import tried
+from ..cpu.kernels import formats, variant
 
 pytestmark = pytest.mark.amx
 SHAPE = MoEShape(E=8, H=640, I=288, topk=3)
 
 
 VARIANTS = [
-    pytest.param(fmt, activations, id=f"{fmt}-{activations}")
+    variant("modelled amx", fmt, activations, fmt, activations, id=f"{fmt}-{activations}")
     for fmt in FORMATS
-    if tried("amx", fmt)
     for activations in ("bf16", "int8")
     if activations == "bf16" or FORMATS[fmt].int8_kind
 ]
@@ -61,7 +59,7 @@ def test_real_tiles_do_what_the_model_does(fmt, activations, T):
     assert_close(y, expected, 2e-4 if activations == "bf16" else 2e-3, "against the model")
 
 
-@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if tried("amx", fmt)])
+@pytest.mark.parametrize("fmt", formats())
 def test_the_same_bits_at_any_thread_count(fmt):
     shape = fit(SHAPE, get_format(fmt))
     experts, routing = random_experts(shape, get_format(fmt)), balanced_routing(200, shape)
@@ -75,14 +73,3 @@ def test_the_same_bits_at_any_thread_count(fmt):
                 routed.load_expert(e, *experts.unpack(e))
             for _ in range(5):
                 assert torch.equal(routed(x, routing.ids, routing.weights), serial)
-
-
-def test_the_compute_roofs_are_plausible():
-    """The best of some tries: a core's other thread may have its tiles for a while."""
-    names = ("vdpbf16ps", "tdpbf16ps", "tdpbssd")
-    with WorkerPool(1) as pool:
-        roofs = [ComputeRoof(pool, name) for name in names]
-        tries = [[roof.once() for roof in roofs] for _ in range(8)]
-    avx512, amx_bf16, amx_int8 = (max(of_one) for of_one in zip(*tries, strict=True))
-    assert amx_bf16 > 2 * avx512 > 0.1
-    assert amx_int8 > 1.5 * amx_bf16

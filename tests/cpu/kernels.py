@@ -1,9 +1,16 @@
-"""Every (backend, format, activations) as test parameters, and what stands in for other CPUs."""
+"""Which kernels the tests compile, as a table; and what stands in for other CPUs.
+
+Compiling is most of a first run: the kernels of one (unit, format, activations) take about 5 s of a
+processor. So a run compiles the rows of ``TRIED``, and ``pytest --all`` (``make test-all``)
+everything.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
-import os
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -12,6 +19,64 @@ from pykernels.env import env
 from pykernels.quant import FORMATS
 from pykernels.registry import kernels
 from pykernels.target import detect
+
+DIFFERENT = (
+    "bf16", "f16", "fp8", "int8", "int4", "int4-zp-g128", "mxfp4", "q4_k", "q6_k", "q8_0",
+    "iq4_nl",
+)  # fmt: skip
+"""Formats whose kernels differ from each other's. Every other one is the sibling of one of these:
+its kernels differ in the width of a group, a bit of a code or what is scaled."""
+
+TRIED: dict[str, dict[str, tuple[str, ...]]] = {
+    # The backend that "auto" takes on this CPU: every format at least once.
+    "fastest": {"bf16": tuple(FORMATS), "int8": ("int8", "int4-zp-g128", "q4_k", "q6_k")},
+    # Backends of this CPU that "auto" does not take.
+    "avx512": {"bf16": ("bf16", "fp8", "int8", "q4_k"), "int8": ("int8", "q4_k")},
+    "avx2": {"bf16": ("bf16", "fp8", "q4_k"), "int8": ("q8_0", "q6_k")},
+    "generic": {
+        "bf16": ("bf16", "fp8", "int4", "q4_k", "q6_k", "iq4_nl"),
+        "int8": ("int8", "q6_k"),
+    },
+    # Units that stand in for other CPUs: AMX tiles modelled without AMX, AVX-512 without its
+    # extensions, its GEMM in float32, and integers in the way that this CPU does not prefer (as
+    # bfloat16 or as int8 slices).
+    "modelled amx": {"bf16": ("fp8", "int8", "q4_k"), "int8": ("int8", "q4_k")},
+    "base": {"bf16": ("fp8",), "int8": ("q4_k",)},
+    "fma": {"bf16": ("fp8", "q4_k"), "int8": ()},
+    "other": {"bf16": ("q4_k",), "int8": ()},
+}
+"""Formats that a unit is tried with, by the activations. The rest of them only with ``--all``. A
+backend that is not here (one that somebody has just registered) is tried with all."""
+
+only_with_all = pytest.mark.all
+
+
+@functools.cache
+def fastest() -> str:
+    """The backend that "auto" takes here."""
+    return next(b.name for b in kernels() if b.supports("bf16", detect()) is None)
+
+
+def tried(unit: str, fmt: str, activations: str = "bf16") -> bool:
+    """Whether a run without ``--all`` compiles these kernels."""
+    row = TRIED.get("fastest" if unit == fastest() else unit)
+    return row is None or fmt in row[activations]
+
+
+def variant(
+    unit: str, fmt: str, activations: str = "bf16", *values: Any, id: str = "", marks: Any = ()
+) -> Any:
+    """A test's parameters: ``values``, or else the first two."""
+    marks = list(marks) if isinstance(marks, Iterable) else [marks]
+    if not tried(unit, fmt, activations):
+        marks.append(only_with_all)
+    return pytest.param(*(values or (unit, fmt)), id=id or f"{unit}-{fmt}", marks=marks)
+
+
+def formats(names: Iterable[str] = FORMATS) -> list[Any]:
+    """Parameters of a test that compiles something for each format: ``DIFFERENT`` by default."""
+    return [pytest.param(n, marks=() if n in DIFFERENT else only_with_all) for n in names]
+
 
 NEWER = frozenset({"avx512bf16", "avx512vbmi", "avx512vnni", "gfni"})
 """Extensions of AVX-512 that the base set spells out in other instructions."""
@@ -29,24 +94,6 @@ needs_avx2 = pytest.mark.skipif(
 needs_vnni = pytest.mark.skipif(lacks("avx512vnni"), reason="this CPU has no AVX512-VNNI")
 needs_bf16 = pytest.mark.skipif(lacks("avx512bf16"), reason="this CPU has no AVX512-BF16")
 
-
-UNLIKE = ("bf16", "f16", "fp8", "q8_0", "int4", "int4-zp-g128", "q4_k", "q6_k", "iq4_nl")
-"""Formats whose tiles differ most."""
-EVERY = len(os.sched_getaffinity(0)) >= 8
-"""Whether there are cores enough to compile all formats of all backends."""
-_AMX = not detect().lacks(("amx-tile", "amx-bf16", "amx-int8"))
-
-
-def tried(backend: str, fmt: str) -> bool:
-    """Whether a format is tried of a backend on this CPU: those of ``UNLIKE`` alone of AVX2 beside
-    AVX-512, and of every backend of a CPU with AMX, which has four."""
-    return EVERY or fmt in UNLIKE or not (_AMX or (backend == "avx2" and not lacks()))
-
-
-ALIKE = frozenset(("q4_0", "q4_1", "q5_0", "q5_1", "int4-zp"))
-"""Formats whose tiles, which have tests of their own, differ from another's in a scale or a bit
-alone: a call of experts is the same."""
-
 VECTORS = [
     pytest.param("avx512", marks=needs_avx512), pytest.param("avx2", marks=needs_avx2)
 ]  # fmt: skip
@@ -59,16 +106,14 @@ def operations(base: bool = False) -> Instructions:
         return instructions(detect())
 
 
-def variants(*activations: str) -> list:
+def variants(*activations: str, names: Iterable[str] = FORMATS) -> list:
     """(backend, format, activations), those that cannot run here skipped with the reason."""
-    found = []
-    for backend, fmt, kind in itertools.product(kernels(), FORMATS, activations):
+    params = []
+    for backend, fmt, kind in itertools.product(kernels(), names, activations):
         if kind == "int8" and FORMATS[fmt].int8_kind is None:
-            continue
-        if not tried(backend.name, fmt) or fmt in ALIKE:
             continue
         why = backend.supports(fmt, detect(), kind)
         marks = [pytest.mark.skip(reason=why)] if why else []
-        name = f"{backend.name}-{fmt}-{kind}"
-        found.append(pytest.param(backend.name, fmt, kind, id=name, marks=marks))
-    return found
+        values = (backend.name, fmt, kind)
+        params.append(variant(*values, *values, id="-".join(values), marks=marks))
+    return params

@@ -14,6 +14,8 @@ import pytest
 
 from pykernels.target import detect
 
+from .kernels import only_with_all
+
 SCRIPT = """
 import json, sys
 from numba import types
@@ -58,16 +60,18 @@ NARROW = {("6", "4", "0"), ("7", "5", "1"), ("6", "4", "2"), ("7", "5", "3")}  #
 
 
 CASES = [
-    *((fmt, "bf16", "tdpbf16ps", WIDE) for fmt in ("fp8", "q6_k")),
+    ("fp8", "bf16", "tdpbf16ps", WIDE),
     ("q4_k", "bf16", "tdpbf16ps", NARROW),
-    *((fmt, "int8", "tdpbssd", WIDE) for fmt in ("int8", "q5_k")),
-    ("int4", "int8", "tdpbssd", NARROW),
+    ("int8", "int8", "tdpbssd", WIDE),
+    pytest.param("q6_k", "bf16", "tdpbf16ps", WIDE, marks=only_with_all),
+    pytest.param("q5_k", "int8", "tdpbssd", WIDE, marks=only_with_all),
+    pytest.param("int4", "int8", "tdpbssd", NARROW, marks=only_with_all),
 ]
 
 FOUR = {("6", "4", "0"), ("6", "5", "1"), ("7", "4", "2"), ("7", "5", "3")}
 FEW = [
     ("q8_0", 4, "tdpbssd", WIDE),  # two groups at a time
-    ("int4-g128", 8, "tdpbssd", FOUR),  # two A tiles
+    pytest.param("int4-g128", 8, "tdpbssd", FOUR, marks=only_with_all),  # two A tiles
     ("fp8", 8, "tdpbf16ps", {("6", "4", "0"), ("7", "4", "1")}),  # a group is a block
 ]
 """Tiles of few tokens."""
@@ -76,9 +80,16 @@ pytestmark = pytest.mark.skipif(detect().machine != "x86_64", reason="x86 code o
 
 
 @pytest.fixture(scope="module")
-def assembly(tmp_path_factory) -> dict[tuple[str, str | int], str]:
+def assembly(tmp_path_factory, pytestconfig) -> dict[tuple[str, str | int], str]:
     """Of each case's GEMM or tile, by one process for all."""
-    made = [[case[:2] for case in cases] for cases in (CASES, FEW)]
+
+    def chosen(cases: list) -> list:
+        values = [case for case in cases if isinstance(case, tuple)]
+        if pytestconfig.getoption("--all"):
+            values = [getattr(case, "values", case) for case in cases]
+        return [case[:2] for case in values]
+
+    made = [chosen(cases) for cases in (CASES, FEW)]
     where = tmp_path_factory.mktemp("sapphirerapids")
     out = _run_as("sapphirerapids", FEATURES, where, SCRIPT, json.dumps(made))
     return {(fmt, which): text for fmt, which, text in map(json.loads, out.splitlines())}

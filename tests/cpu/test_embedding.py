@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pykernels.quant import FORMATS, get_format
+from pykernels.quant import get_format
 from runtime.devices.cpu.step import CpuStep
 from runtime.matrix import PackedMatrix, packer
 from runtime.program import Builder
 from runtime.workers.worker_pool import WorkerPool
 
+from .kernels import formats
 
-@pytest.mark.parametrize("name", FORMATS)
+
+@pytest.mark.parametrize("name", formats())
 def test_rows_of_a_packed_table(name: str) -> None:
     fmt, V, H = get_format(name), 70, 512
     weight = fmt.quantize(torch.randn(V, H, generator=torch.Generator().manual_seed(1)))

@@ -17,7 +17,6 @@ from pykernels import cpu, ref
 from pykernels.cpu.intrin.sync import clock_ns, pause
 from pykernels.cpu.jit import task
 from pykernels.errors import PykernelsError
-from pykernels.quant import FORMATS
 from pykernels.shapes import MoEShape
 from pykernels.testing import assert_close, balanced_routing, skewed_routing
 from runtime.experts.routed import RoutedExperts
@@ -44,6 +43,10 @@ def failing(job, index, worker):
     return 77
 
 
+def pause_until_interrupted() -> None:
+    time.sleep(60)
+
+
 @contextmanager
 def gate_up(routed: RoutedExperts, replacement):
     """Runs another gate-up task in its place."""
@@ -57,7 +60,10 @@ def gate_up(routed: RoutedExperts, replacement):
 
 @pytest.mark.parametrize(
     ("fmt", "activations"),
-    [*((fmt, "bf16") for fmt in FORMATS), *((fmt, "int8") for fmt in ("int8", "int4", "q6_k"))],
+    [
+        *((fmt, "bf16") for fmt in ("bf16", "fp8", "int4", "q4_k")),
+        *((fmt, "int8") for fmt in ("int8", "q6_k")),
+    ],
 )
 def test_the_same_bits_at_any_thread_count(fmt, activations):
     experts = packed(fmt, SHAPE)
@@ -123,13 +129,17 @@ def test_ctrl_c_is_raised_when_the_call_has_ended(driver_works):
     with WorkerPool(1, driver_works) as pool:
         routed = load(pool)
         wanted = routed(*inputs(2)).clone()
-        timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
         with gate_up(routed, slow):
-            timer.start()
-            start = time.monotonic()
-            with pytest.raises(KeyboardInterrupt):
-                routed(*inputs(2))
-            assert time.monotonic() - start >= 0.1
+            for _ in range(20):  # on a busy machine it may come before the call has begun
+                start = time.monotonic()
+                with pytest.raises(KeyboardInterrupt):
+                    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+                    routed(*inputs(2))
+                    pause_until_interrupted()
+                if time.monotonic() - start >= 0.1:
+                    break
+            else:
+                pytest.fail("no call was let end")
         assert torch.equal(routed(*inputs(2)), wanted)
 
 
@@ -146,7 +156,7 @@ def test_a_failing_call_names_the_expert_and_counts_nothing(nodes):
         assert routed.counters.calls == 1
         assert torch.equal(routed(*inputs(3)), wanted)
         counters = routed.counters
-        assert (counters.calls, counters.tokens) == (2, 6) and 0 < counters.seconds < 1
+        assert (counters.calls, counters.tokens) == (2, 6) and counters.seconds > 0
 
 
 def test_counters_count_distinct_experts(pool):
@@ -157,7 +167,7 @@ def test_counters_count_distinct_experts(pool):
     counters = routed.counters
     assert (counters.calls, counters.tokens) == (1, 3)
     assert counters.bytes == 6 * experts.bytes_per_expert
-    assert 0 < counters.seconds < 1
+    assert counters.seconds > 0
 
 
 def test_dropped_experts_free_their_memory_at_once():

@@ -18,7 +18,7 @@ from runtime.matrix import PackedHeads, packer
 from runtime.program import Builder, Program
 from runtime.workers.pool import WorkerPool
 
-NH, L, R, NOPE, DV, FROM = 3, 64, 16, 32, 48, 60
+NH, L, R, NOPE, DV, FROM = 3, 32, 16, 16, 16, 60  # heads of the tiny models: compiled once
 STEPS = (
     {0: (0, 100)},
     {1: (0, 5), 0: (100, 170), 2: (0, FROM)},  # behind a prefix, and with too few tokens

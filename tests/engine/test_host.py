@@ -94,7 +94,7 @@ def test_deferred_experts_run_beside_the_next_attention(llm: model.LLM) -> None:
     run, o = call.run, step.program.nodes[names.index("layer2.attention")]
 
     def late() -> None:
-        assert attended.wait(20)
+        assert attended.wait(600)
         run()
 
     call.run = late  # type: ignore[method-assign]

@@ -17,6 +17,7 @@ from runtime.engine import SamplingParams
 
 from . import tiny
 
+pytestmark = pytest.mark.fastest
 BF16 = 0.05
 """Of the norm of a token's logits: inputs of matrices, keys and values are bfloat16."""
 

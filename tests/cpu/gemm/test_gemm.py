@@ -13,6 +13,7 @@ from pykernels.cpu.backends import amx, avx2, avx512
 from pykernels.cpu.intrin import amx_model
 from pykernels.cpu.moe.kernel import assemble, join
 from pykernels.cpu.moe.plan import MoEPlan
+from pykernels.cpu.weights.layout import WIDE
 from pykernels.quant import FORMATS, PackedExperts, get_format
 from pykernels.shapes import MoEShape, Routing
 from pykernels.testing import (
@@ -25,7 +26,7 @@ from pykernels.testing import (
     skewed_routing,
 )
 
-from ..kernels import needs_avx2, needs_avx512, operations, tried
+from ..kernels import needs_avx2, needs_avx512, operations, variant
 
 SHAPE = MoEShape(E=4, H=640, I=160, topk=2)
 """5 scale blocks: whole slabs and a short one, but where K is padded to 256."""
@@ -43,47 +44,25 @@ CASES = [
 
 FLOAT32_SUMS = 1e-6
 
-ALIKE = {
-    ("amx", "fp8-channel", "bf16"),
-    ("amx", "int8-channel", "bf16"),
-    ("amx", "int4-channel", "bf16"),
-    ("avx512", "int4-channel", "bf16"),
-    ("avx512", "int4-channel", "int8"),
-    ("amx", "int4-g128", "bf16"),
-    ("amx", "int4-g128", "int8"),
-    ("amx", "q8_0", "bf16"),
-    *(
-        (unit, fmt, "bf16")
-        for unit in ("fma", "avx2")
-        for fmt in ("int8-channel", "int4-channel", "int4-g128", "q5_k", "q8_0")
-    ),
-    *((unit, fmt, "bf16") for unit in ("fma", "avx2") for fmt in ("q4_0", "q4_1", "q5_0", "q5_1")),
-    *((unit, "int4-zp-g128", "bf16") for unit in ("fma", "avx2")),
+UNITS = {
+    "modelled amx": needs_avx512,
+    "avx512": needs_avx512,
+    "fma": needs_avx512,
+    "avx2": needs_avx2,
+    "base": needs_avx512,
+    "other": needs_avx512,
 }
-"""Left out: dequantized like fp8, int4 and int8 (int8-channel for either unit), and summed in
-groups like fp8, int8, int4, int4-zp and int8-channel. Their own scales are read the same way for
-either unit. (On AMX itself all formats are run: tests/amx.)"""
-
-VARIANTS = [
-    (unit, fmt, activations)
-    for unit in ("amx", "avx512", "fma", "avx2")
-    for fmt in FORMATS
-    for activations in ("bf16", "int8")
-    if activations == "bf16" or (FORMATS[fmt].int8_kind and unit not in ("fma", "avx2"))
-] + [
-    ("base", "fp8", "bf16"),
-    ("base", "q4_k", "int8"),
-    ("other", "int8", "bf16"),
-    ("other", "q4_k", "bf16"),
-]
-"""Of the GEMM by a unit, and the tiles beside it: AMX, dot products or multiply-adds. "other" meets
+"""What computes the GEMM and the tiles beside it: AMX, dot products or multiply-adds. "other" meets
 integers the other way: as int8 slices where this CPU would not, or not where it would."""
 
-
 PARAMS = [
-    pytest.param(v, marks=needs_avx2 if v[0] == "avx2" else needs_avx512, id="-".join(v))
-    for v in VARIANTS
-    if v not in ALIKE and tried(*v[:2])
+    variant(*values, values, id="-".join(values), marks=marks)
+    for unit, marks in UNITS.items()
+    for fmt in FORMATS
+    for activations in ("bf16", "int8")
+    if activations == "bf16" or (FORMATS[fmt].int8_kind and unit not in ("fma", "avx2", "other"))
+    if unit != "fma" or fmt not in WIDE  # which "avx512" multiplies so
+    for values in [(unit, fmt, activations)]
 ]
 
 
@@ -93,7 +72,7 @@ def kernels_of(request):
     if unit == "avx2":
         return assemble("avx2", fmt, activations, avx2.parts(fmt, activations, vnni=False))
     ops = operations(unit == "base")
-    if unit == "amx":
+    if unit == "modelled amx":
         return assemble("amx", fmt, activations, amx.parts(fmt, activations, ops, amx_model))
     slices = ops.int8_slices != (unit == "other")
     ops = replace(ops, fma=unit == "fma", int8_slices=slices)

@@ -11,7 +11,7 @@ from pykernels.cpu.gemm import avx512_passes, fma_avx512
 from pykernels.cpu.gemv import avx512
 from pykernels.quant import FORMATS
 
-from ..kernels import needs_avx512, needs_bf16, operations
+from ..kernels import needs_avx512, needs_bf16, operations, variant
 
 _SUMS = [(name, "bf16", r"vfmadd\d+ps" if name == "f16" else "vdpbf16ps") for name in FORMATS] + [
     (name, "int8", "vpdpbusd") for name in ("int8", "int4", "q4_k", "q5_k", "q6_k")
@@ -23,8 +23,11 @@ _BOTH_HALVES = [("bf16", "bf16"), ("int8", "bf16"), ("int8", "int8")]
 @needs_bf16
 @pytest.mark.parametrize(
     ("name", "activations", "product", "M"),
-    [(*sums, M) for sums in _SUMS for M in (1, 8)]
-    + [(*sums, 4) for sums in _SUMS if sums[:2] in _BOTH_HALVES],
+    [
+        variant("avx512", *sums[:2], *sums, M, id=f"{'-'.join(sums[:2])}-{M}")
+        for sums in _SUMS
+        for M in ((1, 4, 8) if sums[:2] in _BOTH_HALVES else (1, 8))
+    ],
 )
 def test_accumulators_of_tiles(name, activations, product, M):
     """A register array that LLVM leaves in memory costs a load and a store for each dot product.

@@ -15,12 +15,12 @@ from pykernels.cpu.jit import kernel
 from pykernels.cpu.weights.lookup import TABLES
 from pykernels.quant import FORMATS, Format, Weight, get_format
 from pykernels.quant.gguf import GGUF
-from pykernels.quant.integer import Integer, IntegerChannel
+from pykernels.quant.integer import Integer
 from pykernels.quant.zero_point import ZeroPoint
 from pykernels.testing import assert_close, poisoned
 
 from ..activations.test_quantize import quantized
-from ..kernels import ALIKE, needs_avx2, needs_avx512, needs_vnni, operations, tried
+from ..kernels import needs_avx2, needs_avx512, needs_vnni, operations, variant
 
 FINITE = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8)
 
@@ -34,18 +34,18 @@ def _tiles(which: str, fmt: str, activations: str):
     if which == "avx2":
         return avx2.make_tiles(fmt, activations).address
     ops = operations(which == "base")
-    if which == "amx" and activations == "bf16":
+    if which == "modelled amx" and activations == "bf16":
         return amx.make_tiles(fmt, ops, amx_model).address
     return avx512.make_tiles(fmt, ops, activations).address
 
 
 NEEDS = {
-    "avx512": needs_avx512, "base": needs_avx512, "amx": needs_vnni, "avx2": needs_avx2,
-    "generic": (),
+    "avx512": needs_avx512, "base": needs_avx512, "modelled amx": needs_vnni,
+    "avx2": needs_avx2, "generic": (),
 }  # fmt: skip
 KINDS = [pytest.param(kind, marks=needs) for kind, needs in NEEDS.items()]
 
-EXACT = {"avx512": "magic", "base": "magic", "amx": "int8_slices", "generic": "bf16"}
+EXACT = {"avx512": "magic", "base": "magic", "modelled amx": "int8_slices", "generic": "bf16"}
 """How integer weights meet bf16 activations."""
 
 
@@ -115,19 +115,15 @@ def _small_integers(fmt: Format, N: int, K: int, g: torch.Generator) -> Weight:
     return Weight(data, (2.0**power).to(fmt.scale_dtypes[0]) if shape else None)
 
 
-def _formats_of_kinds(names):
-    """All pairs; but what the base set spells out for integers is tested with the scales of groups
-    alone."""
+def _tiles_of(names, activations="bf16"):
     return [
-        pytest.param(kind, name, marks=needs)
+        variant(kind, name, activations, marks=needs)
         for name in names
         for kind, needs in NEEDS.items()
-        if kind != "base" or not isinstance(FORMATS[name], IntegerChannel)
-        if tried(kind, name)
     ]
 
 
-@pytest.mark.parametrize(("which", "name"), _formats_of_kinds(FORMATS))
+@pytest.mark.parametrize(("which", "name"), _tiles_of(FORMATS))
 def test_sums_of_small_integers_are_exact(which, name):
     """No rounding can happen here, so every byte of the layout and every M must be right."""
     g = torch.Generator().manual_seed(1)
@@ -139,8 +135,7 @@ def test_sums_of_small_integers_are_exact(which, name):
         assert torch.equal(run_tile(which, name, weight, x[:M]).double(), truth[:M]), f"{M} tokens"
 
 
-@pytest.mark.parametrize("which", KINDS)
-@pytest.mark.parametrize("name", ["fp8", "int8", "mxfp4", "q4_k"])
+@pytest.mark.parametrize(("which", "name"), _tiles_of(["fp8", "int8", "mxfp4", "q4_k"]))
 def test_a_token_does_not_depend_on_its_batch(which, name):
     """Bit for bit; but in AMX tiles bf16 products of one token are summed in another order.
 
@@ -151,13 +146,12 @@ def test_a_token_does_not_depend_on_its_batch(which, name):
     weight, x = fmt.quantize(torch.randn(32, K, generator=g)), torch.randn(8, K, generator=g)
     x[1::3] *= 10.0 ** (8 * torch.rand(K, generator=g) - 4)
     whole = run_tile(which, name, weight, x.to(torch.bfloat16))
-    for M in range(amx.FROM[name] if which == "amx" and name == "fp8" else 1, 8):
+    for M in range(amx.FROM[name] if which == "modelled amx" and name == "fp8" else 1, 8):
         assert torch.equal(run_tile(which, name, weight, x[:M].to(torch.bfloat16)), whole[:M]), M
 
 
 @pytest.mark.parametrize(
-    ("which", "name"),
-    _formats_of_kinds(f for f in FORMATS if FORMATS[f].int8_kind and f not in ALIKE),
+    ("which", "name"), _tiles_of([f for f in FORMATS if FORMATS[f].int8_kind], "int8")
 )
 def test_int8_products_are_exact(which, name):
     """Inputs of -127 .. 127 with 127 in every group are their own codes: nothing is rounded."""
@@ -173,8 +167,7 @@ def test_int8_products_are_exact(which, name):
         assert_close(seen, truth[:M], 3e-7, f"{M} tokens")
 
 
-@pytest.mark.parametrize("which", KINDS)
-@pytest.mark.parametrize("name", ["int8", "mxfp4", "q4_k"])
+@pytest.mark.parametrize(("which", "name"), _tiles_of(["int8", "mxfp4", "q4_k"]))
 def test_wide_ranges_of_inputs(which, name):
     """Outliers of 1e5 among inputs of 1, and inputs from 1e-6 to 1e6: products are exact."""
     g = torch.Generator().manual_seed(5)

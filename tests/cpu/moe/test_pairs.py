@@ -22,7 +22,7 @@ from pykernels.testing import assert_close, flips, poisoned, random_experts, ske
 from runtime.experts.routed import RoutedExperts
 from runtime.workers.pool import WorkerPool
 
-from ..kernels import needs_vnni, operations
+from ..kernels import needs_vnni, only_with_all, operations, tried
 
 FLOAT32_SUMS = 1e-6
 SHAPE = MoEShape(E=6, H=256, I=512, topk=2)
@@ -64,7 +64,7 @@ def truth_of(case: str, T: int) -> tuple[torch.Tensor, float]:
 
 def compiled(kernel: str, case: str) -> MoEKernel:
     _, fmt, down_fmt, activations = CASES[case]
-    if kernel != "modelled":
+    if kernel != "modelled amx":
         return kernel_of(experts_of(case), kernel, activations)
     pair = (
         assemble("amx", each, activations, amx.parts(each, activations, operations(), amx_model))
@@ -73,11 +73,18 @@ def compiled(kernel: str, case: str) -> MoEKernel:
     return join(*pair, experts_of(case).spec)
 
 
-KERNELS = [*names()[1:], pytest.param("modelled", marks=needs_vnni)]
+def variant(kernel: str, case: str):
+    *pair, activations = CASES[case][1:]
+    marks = [needs_vnni] if kernel == "modelled amx" else []
+    if not all(tried(kernel, fmt, activations) for fmt in pair):
+        marks.append(only_with_all)
+    return pytest.param(kernel, case, marks=marks)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("case", CASES)
+KERNELS = (*names()[1:], "modelled amx")
+
+
+@pytest.mark.parametrize(("kernel", "case"), [variant(k, c) for k in KERNELS for c in CASES])
 def test_matches_the_reference(kernel, case):
     try:
         made = compiled(kernel, case)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pykernels.quant import FORMATS, PackedExperts, Weight, get_format
+from pykernels.quant import PackedExperts, Weight, get_format
 from pykernels.quant.gguf import GGUF
 from pykernels.quant.layout import ceil_to
 from pykernels.shapes import MoEShape
 from runtime.experts.sharding import packer
 from runtime.workers.pool import WorkerPool
+
+from ..kernels import formats
 
 SIZES = [
     pytest.param(32, 128, id="one block"),
@@ -37,7 +39,7 @@ def _random(name: str, N: int, K: int) -> Weight:
 
 
 @pytest.mark.parametrize(("N", "K"), SIZES)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", formats())
 def test_workers_pack_the_reference_bytes(pool, name, N, K):
     fmt = get_format(name)
     H, I = ceil_to(K, fmt.k_multiple), ceil_to(N, fmt.k_multiple)  # noqa: E741

@@ -34,7 +34,7 @@ def test_this_machine(run: Run, few_formats: list[str]) -> None:
     assert (result.code, facts.pop("problems")) == (0, [])
     assert facts["machine"]["CPU"] == detect().cpu
     assert re.fullmatch(r"[\d.]+ GiB free of [\d.]+ GiB", facts["memory"]["main memory"])
-    assert float(facts["speed"]["read roof"].split()[0]) > 0.1
+    assert float(facts["speed"]["read roof"].split()[0]) > 0
     assert set(facts["versions"]) == {"pykernels", "python", *examine.NEEDED_VERSIONS}
     assert list(facts["flags"]) == [flag.name for flag in Env.flags()]
     able = [(fmt, k) for fmt in few_formats for k in kernels() if k.supports(fmt, detect()) is None]

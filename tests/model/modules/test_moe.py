@@ -16,13 +16,10 @@ from ..checks import Checkpoints, errors, moe_blocks
 from ..tiny import ARCHITECTURES
 
 
-@pytest.mark.parametrize("kernel", ["auto", "generic"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_block_does_what_it_replaces(
-    checkpoint: Checkpoints, architecture: str, kernel: str
-) -> None:
+def test_a_block_does_what_it_replaces(checkpoint: Checkpoints, architecture: str) -> None:
     made = checkpoint(architecture)
-    lm = model.from_pretrained(made.path, dtype="float32", kernel=kernel)
+    lm = model.from_pretrained(made.path, dtype="float32")
     found = moe_blocks(lm)
     assert found
     x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0)).bfloat16().float()

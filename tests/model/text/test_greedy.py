@@ -8,6 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import model
 from model.modules.moe import routed_experts
 
+pytestmark = pytest.mark.fastest
 PROMPTS = ("def quicksort(xs):", "class Stack:\n    def __init__(self):", "    raise ValueError(")
 
 

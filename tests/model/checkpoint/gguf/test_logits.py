@@ -25,7 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
         "rope_scaling": tiny_gguf.LLAMA3,
     },
     "mixtral": {},
-    "mixtral in mxfp4": {"type_of": tiny_gguf.gpt_oss, "head_dim": 32},
+    "mixtral in mxfp4": {"type_of": tiny_gguf.gpt_oss},
     "qwen2_moe in 32s": {"type_of": tiny_gguf.blocks_of_32},
     "qwen3_moe in q5_k": {"type_of": all_of(Type.Q5_K)},
     "deepseek_v2": {"rope_scaling": tiny_gguf.ROPE},
