@@ -109,8 +109,8 @@ def gqa_write(m: Memory, node: Node) -> None:
     qkv, table, slots = (m.read(name) for name in node.inputs)
     out, *caches = node.outputs
     NH, (KVH, D) = node.attrs["heads"], m.read(caches[0]).shape[2:]
-    rows = qkv[:, : (NH + 2 * KVH) * D].unflatten(1, (NH + 2 * KVH, D))
-    q, k, v = rows.split([NH, KVH, KVH], 1)
+    parts = ((NH, 0), (KVH, node.attrs["k_start"]), (KVH, node.attrs["v_start"]))
+    q, k, v = (qkv[:, start : start + n * D].unflatten(1, (n, D)) for n, start in parts)
     eps, interleaved = node.attrs.get("eps", 0.0), node.attrs.get("interleaved", 0)
     q, k = (
         # A norm of a head, or of all heads together.
