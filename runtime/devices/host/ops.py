@@ -204,7 +204,8 @@ def moe_ffn(m: Memory, node: Node) -> None:
     if routing:
         ids, factors = routing
     else:
-        ids, factors = torch.zeros(len(x), 1, dtype=torch.int64), torch.ones(len(x), 1)
+        ids = torch.zeros(len(x), 1, dtype=torch.int64, device="cpu")
+        factors = torch.ones(len(x), 1, dtype=torch.float32, device="cpu")
     experts = weights.experts(node.weights["experts"])
     activations = node.attrs.get("activations", "bf16")
     m.write(node.outputs[0], ref.moe_ffn(x, ids, factors, experts, activations=activations))  # type: ignore[arg-type]
