@@ -80,7 +80,8 @@ def custom_generate(
         P,
         max_tokens=int(config.max_length) - P,
         stop_token_ids=ends,
-        seed=int(torch.randint(2**62, ())),  # of torch's own state: torch.manual_seed holds
+        # From torch's own state, so that torch.manual_seed decides it.
+        seed=int(torch.randint(2**62, (), dtype=torch.int64, device="cpu")),
         **({} if config.do_sample else {"temperature": 0}),
     )
     masks = torch.ones_like(input_ids) if attention_mask is None else attention_mask
@@ -107,6 +108,6 @@ def _streamed(
     for chunk in llm.engine.stream(prompt, params):
         tokens += chunk.token_ids
         for token in chunk.token_ids:
-            streamer.put(torch.tensor([token]))
+            streamer.put(torch.tensor([token], dtype=torch.int64, device="cpu"))
     streamer.end()
     return tokens

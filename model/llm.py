@@ -23,12 +23,20 @@ from runtime.devices.host.runner import HostRunner
 from runtime.devices.runner import PagedRunner, Pass
 from runtime.engine import Engine, RequestHandle, Result, SamplingParams
 from runtime.kv_cache.layout import PAGE, Pages
+from runtime.machine.topology import Topology
 from runtime.matrix import packer
 from runtime.passes import defer as defer_pass
 from runtime.passes.layers import check_topk
 from runtime.workers.pool import WorkerPool
+from runtime.workers.threads import threads_here
 
-from .architectures.decoder import Decoder, cache_token_bytes, expansions, head_sizes
+from .architectures.decoder import (
+    Decoder,
+    cache_token_bytes,
+    check_heads,
+    expansions,
+    head_sizes,
+)
 from .architectures.families import check_lowered
 from .checkpoint import memory
 from .checkpoint.config import read_config
@@ -45,6 +53,9 @@ CONTEXT = 8192
 """Positions that an engine has room for by default, if the model has as many."""
 
 DEVICES = ("cpu", "host")
+
+MOST_TOKENS, MOST_SEQUENCES = 1 << 16, 1 << 12
+"""Of a step, at most: each of its buffers has room for all."""
 
 Prompt = str | Sequence[int]
 Defer = int | str
@@ -209,11 +220,16 @@ def load_engine(
     if device not in DEVICES:
         raise PykernelsError(f"no device {device!r}", f"Use {' or '.join(DEVICES)}")
     Pages(0, kv_dtype)  # refused before anything is read
+    check_whole("max_sequences", max_sequences, 1, MOST_SEQUENCES)
+    check_whole("max_tokens", max_tokens, 1, MOST_TOKENS)
+    if max_rows is not None:
+        check_whole("max_rows", max_rows, 1, MOST_TOKENS)
+    threads_here(threads, True, Topology.detect())
     config = read_config(folder)
     check_lowered(config)
     positions = config.max_position_embeddings
-    if context is not None and not 1 <= context <= positions:
-        raise PykernelsError(f"a context of {context}", f"Ask for 1 to {positions}")
+    if context is not None:
+        check_whole("context", context, 1, positions)
     room = context or min(max(CONTEXT, at_least), positions)
     longest = min(2, max_sequences)
     with open_weights(folder, config, rules, kernel, kv_dtype) as weights:
@@ -223,6 +239,7 @@ def load_engine(
             check_topk(config.model_type, [block.shape.topk for block in blocks], deferred)
         if device == "cpu":  # first of all that takes time: a second process compiles beside it
             heads = head_sizes(model, kv_dtype)
+            check_heads(heads)
             precompile.begin(heads, expansions(model, kv_dtype, max_tokens))
         token = cache_token_bytes(model, kv_dtype)
         memory.check_engine(weights.needed, token, room, longest, weights.smaller)
@@ -250,6 +267,13 @@ def load_engine(
         except BaseException:
             pool.close()
             raise
+
+
+def check_whole(name: str, value: object, least: int, most: int) -> None:
+    """Raises PykernelsError unless a setting is a whole number from ``least`` to ``most``."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or not least <= value <= most:  # type: ignore[operator]
+        raise PykernelsError(f"{name}={value!r}", f"Give a whole number from {least} to {most}")
 
 
 def _deferred(wanted: Defer) -> int:

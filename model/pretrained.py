@@ -18,7 +18,7 @@ from transformers import (
 from transformers.utils import is_protobuf_available, is_sentencepiece_available
 
 from pykernels.errors import PykernelsError
-from runtime.workers.numa import AUTO
+from runtime.workers.numa import AUTO, check_numa
 from runtime.workers.pool import configure_default_pool, default_pool
 
 from .checkpoint import memory
@@ -34,6 +34,7 @@ from .checkpoint.progress import Callback, reporting
 from .checkpoint.safetensors import read_json
 from .device import check_device
 from .modules.inject import inject
+from .modules.moe import FusedMoE
 from .modules.placement import hand_over, place
 from .pinning.choose import Wanted
 from .pinning.pin import pin
@@ -79,6 +80,7 @@ def from_pretrained(
     """
     folder = Path(path)
     root = str(check_device(device))
+    check_numa(AUTO if numa is None else numa)
     config = read_config(folder)
     chosen = resolve_dtype(dtype, config)
     parsed = resolve_rules(rules, config.model_type)
@@ -124,6 +126,14 @@ def fill(
         with reporting(progress) as report:
             load(model, plan, checkpoint, placement, dtype, report)
         hand_over(model, placement)
+    if any(isinstance(module, FusedMoE) for module in model.modules()):
+        model.register_forward_pre_hook(_refuse_in_child)
+
+
+def _refuse_in_child(*_: object) -> None:
+    """Before torch's own threads are needed, for which a forked child would wait for ever."""
+    for pool in default_pool().pools:
+        pool.refuse_in_child()
 
 
 def read_generation_config(folder: Path) -> GenerationConfig | None:

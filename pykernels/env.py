@@ -14,6 +14,7 @@ over the environment. A bad value raises `PykernelsError` where it is read and n
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -229,3 +230,14 @@ def _as_text(value: object) -> str:
 
 
 env = Env()
+
+
+def check_temporary_folder() -> None:
+    """Raises ``PykernelsError`` where no folder for temporary files can be written."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        raise PykernelsError(
+            "there is no folder for temporary files that can be written (TMPDIR, /tmp, /var/tmp)",
+            "Free some space there, or point TMPDIR at a folder that you may write to",
+        ) from None

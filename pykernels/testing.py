@@ -14,7 +14,7 @@ from .shapes import MoEShape, Routing
 
 def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """A buffer of NaN: what a kernel forgets to write, or reads before it is written, shows."""
-    return torch.full(shape, float("nan"), dtype=dtype)
+    return torch.full(shape, float("nan"), dtype=dtype, device="cpu")
 
 
 def random_experts(
@@ -27,10 +27,10 @@ def random_experts(
     I, H = shape.I, shape.H  # noqa: E741
     for expert in range(shape.E):
         sizes, formats = ((I, H), (I, H), (H, I)), (fmt, fmt, experts.down_fmt)
-        matrices = [torch.randn(N, K, generator=g) / K**0.5 for N, K in sizes]
+        matrices = [_normal(g, N, K) / K**0.5 for N, K in sizes]
         biases = None
         if shape.spec.bias:
-            biases = Biases(*(torch.randn(N, generator=g) for N, _ in sizes))
+            biases = Biases(*(_normal(g, N) for N, _ in sizes))
         quantized = (f.quantize(m) for f, m in zip(formats, matrices, strict=True))
         experts.pack(expert, *quantized, biases=biases)
     return experts
@@ -45,22 +45,23 @@ def fit(shape: MoEShape, fmt: Format) -> MoEShape:
 def balanced_routing(T: int, shape: MoEShape, seed: int = 0) -> Routing:
     """Every token takes ``topk`` distinct experts, all equally likely."""
     g = torch.Generator().manual_seed(seed)
-    ids = torch.rand(T, shape.E, generator=g).argsort(-1)[:, : shape.topk].contiguous()
-    return Routing(ids, torch.rand(T, shape.topk, generator=g))
+    ids = _uniform(g, T, shape.E).argsort(-1)[:, : shape.topk].contiguous()
+    return Routing(ids, _uniform(g, T, shape.topk))
 
 
 def skewed_routing(T: int, shape: MoEShape, seed: int = 0) -> Routing:
     """Expert e is drawn with weight 1 / (e + 1) (Zipf): a few are crowded, some are empty."""
     g = torch.Generator().manual_seed(seed)
-    odds = 1 / torch.arange(1, shape.E + 1)
+    odds = 1 / torch.arange(1, shape.E + 1, dtype=torch.float32, device="cpu")
     ids = torch.multinomial(odds.expand(T, -1), shape.topk, generator=g)
-    return Routing(ids, torch.rand(T, shape.topk, generator=g))
+    return Routing(ids, _uniform(g, T, shape.topk))
 
 
 def one_expert_routing(T: int, shape: MoEShape, expert: int = 0) -> Routing:
     """Every token takes the same ``topk`` experts, from ``expert`` on."""
-    ids = (torch.arange(shape.topk) + expert) % shape.E
-    return Routing(ids.expand(T, -1).contiguous(), torch.full((T, shape.topk), 0.5))
+    ids = (torch.arange(shape.topk, dtype=torch.int64, device="cpu") + expert) % shape.E
+    weights = torch.full((T, shape.topk), 0.5, dtype=torch.float32, device="cpu")
+    return Routing(ids.expand(T, -1).contiguous(), weights)
 
 
 def relative_error(actual: torch.Tensor, truth: torch.Tensor) -> float:
@@ -103,3 +104,11 @@ def flips(reference: Callable[..., torch.Tensor], truth: torch.Tensor) -> float:
         return reference(nudge=nudge)
 
     return 2 * sum(relative_error(nudged(sign), truth) ** 2 for sign in (1, -1)) ** 0.5
+
+
+def _normal(g: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=g, dtype=torch.float32, device="cpu")
+
+
+def _uniform(g: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.rand(shape, generator=g, dtype=torch.float32, device="cpu")

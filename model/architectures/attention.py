@@ -209,9 +209,11 @@ class GQA:
         k, *rest = cache.values()
         q = b.buffer(f"{layer}.q", "T", self.NH, self.D)
         norms = {} if self.q_norm is None else {"q": self.q_norm, "k": self.k_norm}
+        _, k_start, v_start = self.qkv.starts  # each at a 32-row block, so there may be gaps
         b.node(
             "gqa_write", f"{layer}.write", [qkv, "rope", "slots"], [q, *cache.values()], norms,
-            heads=self.NH, eps=self.eps, interleaved=int(self.interleaved),
+            heads=self.NH, eps=self.eps, interleaved=int(self.interleaved), k_start=k_start,
+            v_start=v_start,
         )  # fmt: skip
         values = b.buffer(f"{layer}.values", "T", self.NH * self.D)
         sinks = {} if self.sinks is None else {"sinks": self.sinks.float()}

@@ -6,6 +6,7 @@ modules.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pykernels.cpu.attention.expanded import Expanded, expand_from
+from pykernels.errors import PykernelsError
 from runtime.kv_cache.layout import Pages, Part, token_bytes
 from runtime.matrix import PackedMatrix
 from runtime.program import Builder, Program
@@ -144,6 +146,17 @@ def head_sizes(model: PreTrainedModel, kv_dtype: str = "bf16") -> set[tuple[int,
     return {(dk, dv, dv if kv_dtype == "fp8" else 0) for dk, dv in heads}
 
 
+def check_heads(sizes: Iterable[tuple[int, int, int]]) -> None:
+    """Raises PykernelsError for ``head_sizes`` that the CPU's attention cannot have."""
+    for dk, dv, _ in sizes:
+        if dk % 16 or dv % 16:
+            raise PykernelsError(
+                f"the engine's attention has no heads of {dk} numbers, with values of {dv}, only"
+                " of multiples of 16",
+                "Use --eager",
+            )
+
+
 def expansions(model: PreTrainedModel, kv_dtype: str, T: int) -> set[Expanded]:
     """What attention with keys and values expanded is compiled for, if steps of at most T tokens
     have any."""
@@ -180,7 +193,8 @@ def make_decoder(model: PreTrainedModel, packing: Packing, kv_dtype: str = "bf16
     config: Any = model.config
     check_lowered(config)
     inner = model.model
-    rotary = type(inner.rotary_emb)(config)  # its frequencies are in no checkpoint
+    with torch.device("cpu"):  # whatever the default is
+        rotary = type(inner.rotary_emb)(config)  # its frequencies are in no checkpoint
     ends = make_ends(model, packing)
     return Decoder(
         name=config.model_type,

@@ -41,7 +41,7 @@ class Linear:
             N = at[-1] + part.N
         bias = None
         if any(values is not None for values in biases):
-            bias = torch.zeros(N)
+            bias = torch.zeros(N, dtype=torch.float32, device="cpu")
             for start, values in zip(starts, biases, strict=True):
                 if values is not None:
                     bias[start : start + len(values)] = values.float()

@@ -61,7 +61,7 @@ class IntoCache(FromSource):
     def __init__(self, source: Source, pack: Pack, linears: str | None, errors: Errors) -> None:
         super().__init__(source, pack)
         self._linears, self._errors = linears, errors
-        self._objects, self._arena = Objects(), torch.empty(0)
+        self._objects, self._arena = Objects(), torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self) -> Objects:
         """All objects since the last call."""
@@ -133,7 +133,7 @@ class IntoCache(FromSource):
     def _experts(self, packed: PackedExperts, key: str) -> PackedExperts:
         about = {"format": packed.fmt.name, "down_format": packed.down_fmt.name}
         self._objects.add(key, about, arena=self._arena)
-        self._arena = torch.empty(0)
+        self._arena = torch.empty(0, dtype=torch.uint8, device="cpu")
         return packed
 
 
@@ -269,7 +269,7 @@ class _Room:
     def __call__(self, fmt: Format, K: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
         found = []
         for part, nbytes in (("blocks", fmt.block_bytes(K)), ("scales", fmt.scale_bytes(K))):
-            tensor = torch.zeros(blocks, 0, dtype=torch.uint8)
+            tensor = torch.zeros(blocks, 0, dtype=torch.uint8, device="cpu")
             if nbytes:
                 tensor = self.file.tensor(f"{self.key}.{part}")
                 self.cache.check(tuple(tensor.shape) == (blocks, nbytes), self.key)

@@ -74,12 +74,15 @@ class _Random(Loaded):
     def tensor(self, name: str) -> torch.Tensor | None:
         if (shape := self._shapes.get(name)) is None:
             return None
-        return torch.ones(shape) if "norm" in name else torch.zeros(shape)
+        value = 1.0 if "norm" in name else 0.0
+        return torch.full(shape, value, dtype=torch.float32, device="cpu")
 
 
 def _matrix(fmt: str, N: int, K: int) -> tuple[str, Weight]:
     generator = torch.Generator().manual_seed(N + K)
-    base = get_format(fmt).quantize(torch.randn(_ROWS, K, generator=generator) / K**0.5)
+    base = get_format(fmt).quantize(
+        torch.randn(_ROWS, K, generator=generator, dtype=torch.float32, device="cpu") / K**0.5
+    )
 
     def repeated(tensor: torch.Tensor, rows: int) -> torch.Tensor:
         times = -(-rows // tensor.shape[0])

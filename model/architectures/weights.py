@@ -149,7 +149,9 @@ class Outline:
 
     def tensor(self, name: str) -> torch.Tensor | None:
         item = self._items.get(name)
-        return None if item is None else torch.ones(item.source.shape)
+        if item is None:
+            return None
+        return torch.ones(item.source.shape, dtype=torch.float32, device="cpu")
 
     def experts(self, module: FusedMoE, make: MakeExperts) -> PackedExperts:
         return make(module.shape, *self._experts[module.name].packed(module))
@@ -159,5 +161,9 @@ def outlined(fmt: str, N: int, K: int) -> Weight:
     """A matrix of that shape without its numbers."""
     chosen = get_format(fmt)
     scale = chosen.scale_shape(N, K)
-    scales = None if scale is None else torch.ones(scale).to(chosen.scale_dtypes[0])
-    return Weight(torch.empty(chosen.data_shape(N, K), dtype=chosen.dtype), scales)
+    scales = None
+    if scale is not None:
+        ones = torch.ones(scale, dtype=torch.float32, device="cpu")
+        scales = ones.to(chosen.scale_dtypes[0])
+    data = torch.empty(chosen.data_shape(N, K), dtype=chosen.dtype, device="cpu")
+    return Weight(data, scales)

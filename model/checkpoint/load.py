@@ -150,7 +150,8 @@ def _warm_up(model: nn.Module) -> None:
         shape = routed.shape
         x = torch.zeros(1, shape.H, dtype=torch.bfloat16, device="cpu")
         weights = torch.zeros(1, shape.topk, dtype=torch.float32, device="cpu")
-        routed(x, torch.arange(shape.topk, device="cpu")[None], weights)
+        ids = torch.arange(shape.topk, dtype=torch.int64, device="cpu")
+        routed(x, ids[None], weights)
         routed.counters.reset()
 
 

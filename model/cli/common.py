@@ -19,7 +19,7 @@ from typing import Annotated, Any, ParamSpec
 import typer
 from rich.console import Console
 
-from pykernels.env import env
+from pykernels.env import check_temporary_folder, env
 from pykernels.errors import PykernelsError
 from pykernels.registry import names, requested
 
@@ -60,7 +60,8 @@ Numa = Annotated[
     str,
     typer.Option(
         metavar="auto|off|N",
-        help="Split the experts across the NUMA nodes: where there are several, never, or N.",
+        help="With --eager: split the experts across the NUMA nodes where there are several, never,"
+        " or across N.",
     ),
 ]
 Kernel = Annotated[
@@ -93,6 +94,7 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
             with warnings.catch_warnings():
                 _show_our_warnings_as_notes()
                 env.check()
+                check_temporary_folder()
                 requested()
                 _run(function, *args, **kwargs)
         except (typer.Exit, typer.Abort, BrokenPipeError):

@@ -38,8 +38,11 @@ def result_fact(fmt: str, kernel: str) -> Fact:
     quantize = get_format(fmt).quantize
     random = torch.Generator().manual_seed(0)
 
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random, dtype=torch.float32, device="cpu")
+
     def matrix(N: int, K: int) -> torch.Tensor:
-        return torch.randn(N, K, generator=random) / K**0.5
+        return normal(N, K) / K**0.5
 
     name, hint = f"{fmt} on {kernel}", "Use --kernel generic and report this CPU"
     try:
@@ -48,9 +51,9 @@ def result_fact(fmt: str, kernel: str) -> Fact:
             gate, up = matrix(shape.I, shape.H), matrix(shape.I, shape.H)
             down = matrix(shape.H, shape.I)
             experts.load_expert(expert, quantize(gate), quantize(up), quantize(down))
-        x = torch.randn(3, shape.H, generator=random).to(torch.bfloat16).float()  # [T, H]
-        ids = torch.tensor([[0, 1], [1, 2], [0, 2]])  # [T, topk]
-        weights = torch.rand(3, shape.topk, generator=random)  # [T, topk]
+        x = normal(3, shape.H).to(torch.bfloat16).float()  # [T, H]
+        ids = torch.tensor([[0, 1], [1, 2], [0, 2]], dtype=torch.int64, device="cpu")  # [T, topk]
+        weights = normal(3, shape.topk).abs()  # [T, topk]
         result = experts(x, ids, weights)
         reference = ref.moe_ffn(x, ids, weights, experts.weights.slices[0])
     except PykernelsError as error:

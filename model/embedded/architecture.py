@@ -106,6 +106,7 @@ def build_model(
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, buffer.float())
     frequencies = model.model.rotary_emb.inv_freq
-    exponents = torch.arange(0, config.qk_rope_head_dim, 2).float() / config.qk_rope_head_dim
+    R = config.qk_rope_head_dim
+    exponents = torch.arange(0, R, 2, dtype=torch.float32, device="cpu") / R
     torch.testing.assert_close(frequencies, settings["rope_theta"] ** -exponents)
     return model

@@ -40,13 +40,13 @@ class LoadCounter:
         self._handles = []
         for layer, router in self.routers.items():
             bias = router_bias(router)
-            self.loads[layer] = torch.zeros(bias.numel(), device=bias.device)
+            self.loads[layer] = torch.zeros(bias.numel(), dtype=torch.float32, device=bias.device)
             self._handles.append(router.register_forward_hook(self._hook(layer)))
 
     def _hook(self, layer: int) -> Callable[[nn.Module, tuple, tuple], None]:
         def count(module: nn.Module, inputs: tuple, output: tuple) -> None:
             indices = output[2]  # [T, K]
-            ones = torch.ones(indices.shape, device=indices.device)
+            ones = torch.ones(indices.shape, dtype=torch.float32, device=indices.device)
             if self.mask is not None:
                 ones = ones * self.mask.unsqueeze(1)
             self.loads[layer].scatter_add_(0, indices.flatten(), ones.flatten())

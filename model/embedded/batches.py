@@ -27,7 +27,7 @@ class TrainingRows:
     def __init__(
         self, documents: list[list[int]], length: int, rows: int, device: torch.device, seed: int
     ) -> None:
-        self._documents = [torch.tensor(d) for d in documents]
+        self._documents = [torch.tensor(d, dtype=torch.int64, device="cpu") for d in documents]
         self._length, self._rows, self._device = length, rows, device
         self._generator = torch.Generator().manual_seed(seed)
         self.tokens = sum(len(d) for d in documents)
@@ -40,12 +40,19 @@ class TrainingRows:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         while True:
-            order = torch.randperm(len(self._documents), generator=self._generator).tolist()
-            shift = int(torch.randint(self._length, (), generator=self._generator))
+            order = self._permutation(len(self._documents)).tolist()
+            shift = int(
+                torch.randint(
+                    self._length, (), generator=self._generator, dtype=torch.int64, device="cpu"
+                )
+            )
             # A new order and a new offset: hardly a row is seen twice.
             stream = torch.cat([self._documents[i] for i in order]).roll(-shift)
             inputs, targets = pack(stream.to(self._device), self._length)
-            shuffle = torch.randperm(inputs.shape[0], generator=self._generator).to(self._device)
+            shuffle = self._permutation(inputs.shape[0]).to(self._device)
             for step in range(inputs.shape[0] // self._rows):
                 part = shuffle[step * self._rows : (step + 1) * self._rows]
                 yield inputs[part], targets[part]
+
+    def _permutation(self, n: int) -> Tensor:
+        return torch.randperm(n, generator=self._generator, dtype=torch.int64, device="cpu")

@@ -71,11 +71,11 @@ def total_bits(
     for start in track(starts, "held-out batches", disable=not progress):
         batch = parts[start : start + rows]
         longest = max(len(inputs) for inputs, _ in batch)
-        inputs = torch.full((len(batch), longest), EOS_ID)
-        targets = torch.full((len(batch), longest), -100)
+        inputs = torch.full((len(batch), longest), EOS_ID, dtype=torch.int64, device="cpu")
+        targets = torch.full((len(batch), longest), -100, dtype=torch.int64, device="cpu")
         for row, (tokens, wanted) in enumerate(batch):
-            inputs[row, : len(tokens)] = torch.tensor(tokens)
-            targets[row, : len(wanted)] = torch.tensor(wanted)
+            inputs[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64, device="cpu")
+            targets[row, : len(wanted)] = torch.tensor(wanted, dtype=torch.int64, device="cpu")
         inputs, targets = inputs.to(device), targets.to(device)
         if counter is not None:
             counter.mask = targets.flatten() != -100

@@ -29,7 +29,7 @@ def write_samples(folder: Path, tokens: int = 96) -> None:
     model = load_dequantized(folder)
     out = []
     for prompt in PROMPTS:
-        ids = torch.tensor([tokenizer.encode(prompt).ids])
+        ids = torch.tensor([tokenizer.encode(prompt).ids], dtype=torch.int64, device="cpu")
         texts = {}
         for name, options in WAYS.items():
             torch.manual_seed(0)

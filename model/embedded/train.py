@@ -122,7 +122,9 @@ class Run:
 
     def validate(self) -> float:
         """Bits per byte of the validation files, in rows of the training's length."""
-        stream = torch.tensor([t for d in self.validation for t in d])
+        stream = torch.tensor(
+            [t for d in self.validation for t in d], dtype=torch.int64, device="cpu"
+        )
         inputs, targets = pack(stream, min(self.settings.length, stream.numel()))
         self.model.eval()
         nats = 0.0

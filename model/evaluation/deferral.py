@@ -137,7 +137,10 @@ def _documents(
         rows.append(ids[:length])
         nbytes.append(len(text[begin:end].encode()))
         if len(rows) * (length - 1) >= tokens:
-            return torch.tensor(rows), torch.tensor(nbytes)
+            tokens_of, bytes_of = (
+                torch.tensor(values, dtype=torch.int64, device="cpu") for values in (rows, nbytes)
+            )
+            return tokens_of, bytes_of
     raise PykernelsError(
         f"{tokens} tokens asked for, the held-out files have {len(rows) * (length - 1)} in"
         f" pieces of {length}",

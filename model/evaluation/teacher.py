@@ -58,20 +58,22 @@ class Teacher:
         Args:
             progress: called with the number of tokens after every position.
         """
-        tables = torch.arange(LANES * self._pages).view(LANES, self._pages)
+        tables = torch.arange(LANES * self._pages, dtype=torch.int64, device="cpu")
+        tables = tables.view(LANES, self._pages)
         inputs = {
-            "tokens": torch.zeros(LANES, dtype=torch.int64),
-            "positions": torch.zeros(LANES, dtype=torch.int64),
-            "slots": torch.zeros(LANES, dtype=torch.int64),
-            "sequences": torch.arange(LANES),
+            "tokens": torch.zeros(LANES, dtype=torch.int64, device="cpu"),
+            "positions": torch.zeros(LANES, dtype=torch.int64, device="cpu"),
+            "slots": torch.zeros(LANES, dtype=torch.int64, device="cpu"),
+            "sequences": torch.arange(LANES, dtype=torch.int64, device="cpu"),
             "page_table": tables,
-            "sampled": torch.arange(LANES),
+            "sampled": torch.arange(LANES, dtype=torch.int64, device="cpu"),
         }
         parts = self._llm.runner.model.caches(LANES * self._pages)
         caches = {name: part.zeros() for name, part in parts.items()}
         step = CpuStep(program, self._llm.pool, inputs, caches, self._llm.kernel)
         D, L = self.documents.shape
-        bits, likeliest = torch.zeros(D, L - 1).double(), torch.zeros(D, L - 1, dtype=torch.int64)
+        bits = torch.zeros(D, L - 1, dtype=torch.float64, device="cpu")
+        likeliest = torch.zeros(D, L - 1, dtype=torch.int64, device="cpu")
         for first in range(0, D, LANES):
             rows = self.documents[first : first + LANES]
             n = len(rows)

@@ -76,7 +76,7 @@ def count(
         raise PykernelsError("This model has no experts of ours", "Give an MoE model")
     if not ids:
         raise PykernelsError("There is no text to count", "Give files with some text")
-    counts = {n: torch.zeros(b.shape.E, dtype=torch.int64) for n, b in found.items()}
+    counts = {n: torch.zeros(b.shape.E, dtype=torch.int64, device="cpu") for n, b in found.items()}
 
     def hook(name: str, gate: nn.Module, args: Any, output: Any) -> None:
         counts[name] += torch.bincount(output[2].flatten().cpu(), minlength=len(counts[name]))
@@ -88,7 +88,9 @@ def count(
     try:
         with torch.no_grad():
             for start in range(0, len(ids), length):
-                piece = torch.tensor([ids[start : start + length]], device=model.device)
+                piece = torch.tensor(
+                    [ids[start : start + length]], dtype=torch.int64, device=model.device
+                )
                 model(piece, use_cache=False, logits_to_keep=1)
                 progress(piece.shape[1])
     finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,9 +58,13 @@ def upcycle(
         block = f"{found[1]}.block_sparse_moe"
         if found[2] == "gate":  # once a layer
             H = tensor.shape[1]
-            router = torch.randn(recipe.experts, H, generator=generator) / H**0.5
+            router = _normal((recipe.experts, H), generator) / H**0.5
             yield f"{block}.gate.weight", router.bfloat16()
         scale = recipe.noise * tensor.std()
         for e in range(recipe.experts):
-            own = tensor + scale * torch.randn(tensor.shape, generator=generator)
+            own = tensor + scale * _normal(tensor.shape, generator)
             yield f"{block}.experts.{e}.{_EXPERT[found[2]]}.weight", own.bfloat16()
+
+
+def _normal(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")

@@ -60,8 +60,10 @@ GQA_WRITE, gqa_at = descriptor(
     "gqa_write",
     (
         *_STEP,
-        "qkv",  # float32 [T, NH + 2 KVH, D]: queries, keys, values
+        "qkv",  # float32 rows: queries [NH, D], further on keys [KVH, D], then values [KVH, D]
         "qkv_stride",
+        "k_start",  # bytes from a row's first query to its first key
+        "v_start",  # and to its first value
         "NH",
         "KVH",
         "D",
@@ -228,10 +230,10 @@ def make_gqa_write() -> tuple[Any, Any]:
         if job.q_norm > 1:
             q_factor = inverse_rms(row, job.NH * D, job.eps)
         if job.k_norm > 1:
-            k_factor = inverse_rms(row + 4 * job.NH * D, job.KVH * D, job.eps)
+            k_factor = inverse_rms(row + job.k_start, job.KVH * D, job.eps)
         for head in range(first, min(first + _HEADS, heads)):
-            x = row + 4 * head * D
             if head < job.NH:
+                x = row + 4 * head * D
                 out = job.out + t * job.out_stride + 4 * head * D
                 weight = job.q_weight + (4 * head * D if job.q_norm > 1 else 0)
                 normalised(job, x, weight, q_factor, out)
@@ -240,6 +242,7 @@ def make_gqa_write() -> tuple[Any, Any]:
                 continue
             elif head < job.NH + job.KVH:
                 at = head - job.NH
+                x = row + job.k_start + 4 * at * D
                 weight = job.k_weight + (4 * at * D if job.k_norm > 1 else 0)
                 normalised(job, x, weight, k_factor, scratch)
                 turn(job, scratch, table)
@@ -247,6 +250,7 @@ def make_gqa_write() -> tuple[Any, Any]:
                 store_row(scratch, D, job.k + place + at * job.head_bytes, scale_at)
             else:
                 at = head - job.NH - job.KVH
+                x = row + job.v_start + 4 * at * D
                 scale_at = scale_of(job.v_scale, slot, job.KVH, at)
                 store_row(x, D, job.v + place + at * job.head_bytes, scale_at)
         return 0

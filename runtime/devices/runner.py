@@ -144,6 +144,7 @@ class PagedRunner(ABC):
         """That a step of one token reads."""
         return weight_bytes(self.decode_steps[0].program)
 
+    @torch.inference_mode()  # where the model was loaded in it, tensors can be changed in it only
     def step(self, batch: StepBatch) -> StepResult:
         """One forward step, and a token for each row.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ from types import TracebackType
 
 from pykernels.errors import PykernelsError
 
+from ..workers.fork import refuse_in_child
 from .batch import DeviceLost, Runner
 from .config import EngineConfig
 from .core import Core
@@ -59,7 +61,7 @@ class Engine:
         threaded: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.threaded = threaded
+        self.threaded, self._pid = threaded, os.getpid()
         self.config = config or EngineConfig()
         self._core = Core(runner, self.config, clock)
         self._intake = Intake(
@@ -90,7 +92,8 @@ class Engine:
 
         Raises:
             EngineBusy: ``max_waiting`` requests are waiting.
-            PykernelsError: this engine can never serve it, is closed, drains or has failed.
+            PykernelsError: this engine can never serve it, is closed, drains, has failed, or is the
+                parent process's.
         """
         handle = self._handle(prompt_ids, params, name, streamed=True)
         self._enter(handle.requests)
@@ -109,6 +112,7 @@ class Engine:
                 "An engine without a thread cannot serve an event loop",
                 "Make it with threaded=True",
             )
+        self._refuse_in_child()
         queue: asyncio.Queue[Event] = asyncio.Queue()
         bridge = self._bridge(asyncio.get_running_loop())
         sink = partial(bridge.put, queue)
@@ -179,6 +183,7 @@ class Engine:
         Raises:
             PykernelsError: the engine has a thread, or another one is in ``step``.
         """
+        self._refuse_in_child()
         if self.threaded or not self._owner.acquire(blocking=False):
             raise PykernelsError(
                 "Another thread owns this engine", "Make it with threaded=False and step it in one"
@@ -232,7 +237,10 @@ class Engine:
         return True
 
     def close(self) -> None:
-        """Cancel what is not finished, after the step under way; idempotent."""
+        """Cancel what is not finished, after the step under way; idempotent. In a forked child
+        there is nothing to end."""
+        if os.getpid() != self._pid:
+            return
         with self._gate:
             already, self._closed = self._closed, True
             if not already:
@@ -261,9 +269,10 @@ class Engine:
         name: str | None,
         streamed: bool,
     ) -> RequestHandle:
+        self._refuse_in_child()
         queue: SimpleQueue[Event] = SimpleQueue()
         requests = self._intake.requests(prompt_ids, params, queue.put, streamed, name)
-        receive = queue.get if self.threaded else partial(self._drive, queue)
+        receive = partial(self._receive if self.threaded else self._drive, queue)
         return RequestHandle(requests, self._cancel, self._detokenizer, receive)
 
     def _enter(self, requests: Sequence[Request]) -> None:
@@ -296,9 +305,15 @@ class Engine:
         return max(0, scheduler.capacity - running)
 
     def _cancel(self, request: Request) -> None:
+        if os.getpid() != self._pid:  # the parent's engine runs it, whatever its child wants
+            return
         with self._gate:
             if not self._closed:  # else it ends anyway
                 self._inbox.put(partial(self._core.cancel, request))
+
+    def _receive(self, queue: SimpleQueue[Event]) -> Event:
+        self._refuse_in_child()
+        return queue.get()
 
     def _drive(self, queue: SimpleQueue[Event]) -> Event:
         while queue.empty():
@@ -309,6 +324,9 @@ class Engine:
         with self._gate:
             self._bridges = {k: v for k, v in self._bridges.items() if not k.is_closed()}
             return self._bridges.setdefault(loop, LoopBridge(loop))
+
+    def _refuse_in_child(self) -> None:
+        refuse_in_child(self._pid, "this engine")
 
     def _run(self) -> None:
         error: BaseException | None = None

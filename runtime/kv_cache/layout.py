@@ -34,7 +34,7 @@ class Part:
 
     def zeros(self) -> torch.Tensor:
         """Its memory."""
-        return torch.zeros(self.shape, dtype=self.dtype)
+        return torch.zeros(self.shape, dtype=self.dtype, device="cpu")
 
 
 @dataclass(frozen=True)

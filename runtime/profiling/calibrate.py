@@ -21,7 +21,7 @@ from pykernels.shapes import MoEShape
 
 from ..machine import tuning
 from ..workers.pool import WorkerPool
-from .workload import RandomLayers
+from .workload import RandomLayers, normal, uniform
 
 SHAPE = MoEShape(E=8, H=7168, I=2048, topk=8)
 """DeepSeek-V3's expert sizes; with topk = E a call of n tokens gives each expert exactly n."""
@@ -93,9 +93,9 @@ class PathTimer:
         max_tokens: int = max(MORE_TOKENS),
     ) -> None:
         g = torch.Generator().manual_seed(0)
-        self._x = torch.randn(max_tokens, shape.H, generator=g).to(torch.bfloat16)
-        self._ids = torch.arange(shape.E).repeat(max_tokens, 1)
-        self._weights = torch.rand(max_tokens, shape.E, generator=g)
+        self._x = normal(g, max_tokens, shape.H).to(torch.bfloat16)
+        self._ids = torch.arange(shape.E, dtype=torch.int64, device="cpu").repeat(max_tokens, 1)
+        self._weights = uniform(g, max_tokens, shape.E)
         layers = RandomLayers(shape, fmt, [self._ids], pool)
         self._experts = {path: layers.experts(backend, activations) for path in PATHS}
         for path, gemm_from in PATHS.items():

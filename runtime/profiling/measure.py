@@ -22,7 +22,16 @@ from pykernels.target import detect
 from ..workers.numa import AUTO
 from ..workers.pool import Pool, make_pool
 from .roofline import Roofs
-from .workload import RandomLayers, call_of, check_calls, check_layers, distinct, routings
+from .workload import (
+    RandomLayers,
+    call_of,
+    check_calls,
+    check_layers,
+    distinct,
+    normal,
+    routings,
+    uniform,
+)
 
 _ROUND = 0.05  # seconds of calls between two passes of the roofs
 _LEAST_CALLS = 8
@@ -110,8 +119,8 @@ class MoECase:
         weights = RandomLayers(shape, fmt, self.ids, pool, filling)
         self.layers = weights.experts(kernel, activations)
         g = torch.Generator().manual_seed(0)
-        self.x = torch.randn(T, shape.H, generator=g).to(torch.bfloat16)
-        self.weights = torch.rand(T, shape.topk, generator=g)
+        self.x = normal(g, T, shape.H).to(torch.bfloat16)
+        self.weights = uniform(g, T, shape.topk)
         self.distinct = [distinct(ids) for ids in self.ids]
         self.bytes = [count * weights.bytes_per_expert for count in self.distinct]
         self._next = 0
@@ -184,7 +193,7 @@ def measure_moe(
                 took, nbytes = case.call()
                 times.append(took)
                 rates.append(nbytes / took / 1e9)
-        quantile = torch.tensor(times, dtype=torch.float64).quantile
+        quantile = torch.tensor(times, dtype=torch.float64, device="cpu").quantile
         p10, median, p90 = (float(quantile(q)) * 1e6 for q in (0.1, 0.5, 0.9))
         gbps, tflops = statistics.median(rates), case.flops / median / 1e6
         name = case.layers[0].backend.name

@@ -47,9 +47,10 @@ def routings(shape: MoEShape, T: int, kind: str, count: int = _COUNT) -> list[to
     if kind not in ROUTINGS:
         raise PykernelsError(f"there is no routing {kind!r}", f"Use one of {', '.join(ROUTINGS)}")
     g = torch.Generator().manual_seed(0)
-    order = torch.randperm(shape.E, generator=g)  # rank -> expert, shifted for every routing
-    log_p = -torch.arange(1, shape.E + 1).log()
-    slots = torch.arange(T * shape.topk).view(T, shape.topk)
+    # Rank -> expert, shifted for every routing.
+    order = torch.randperm(shape.E, generator=g, dtype=torch.int64, device="cpu")
+    log_p = -torch.arange(1, shape.E + 1, dtype=torch.float32, device="cpu").log()
+    slots = torch.arange(T * shape.topk, dtype=torch.int64, device="cpu").view(T, shape.topk)
     found = []
     for number in range(count):
         if kind == "balanced":
@@ -57,7 +58,7 @@ def routings(shape: MoEShape, T: int, kind: str, count: int = _COUNT) -> list[to
         elif kind == "one":
             ranks, shift = slots % shape.topk, number * shape.topk
         else:  # the topk largest of log p + Gumbel noise: draws without replacement
-            noise = torch.rand(T, shape.E, generator=g).clamp(1e-9, 1 - 1e-7)
+            noise = uniform(g, T, shape.E).clamp(1e-9, 1 - 1e-7)
             keys = log_p - (-noise.log()).log()
             ranks, shift = keys.argsort(-1, descending=True)[:, : shape.topk], number
         found.append(order[(ranks + shift) % shape.E].contiguous())
@@ -183,6 +184,16 @@ def call_of(number: int, layers: int, routings: int) -> tuple[int, int]:
     return number % layers, number // layers % routings
 
 
+def normal(g: torch.Generator, *shape: int) -> torch.Tensor:
+    """Float32 numbers from a standard normal distribution."""
+    return torch.randn(shape, generator=g, dtype=torch.float32, device="cpu")
+
+
+def uniform(g: torch.Generator, *shape: int) -> torch.Tensor:
+    """Float32 numbers from 0 to 1."""
+    return torch.rand(shape, generator=g, dtype=torch.float32, device="cpu")
+
+
 def _copy(filled: Experts, into: Experts) -> Experts:
     """Gives a layer's experts the bytes of another's."""
     for source, packed in zip(filled.slices, into.slices, strict=True):
@@ -197,7 +208,7 @@ def _fill(layer: RoutedExperts) -> Experts:
     packed, H, I = layer.weights, layer.shape.H, layer.shape.I  # noqa: E741
     g = torch.Generator().manual_seed(0)
     sizes = ((I, H), (I, H), (H, I))
-    quantized = (packed.fmt.quantize(torch.randn(N, K, generator=g) / K**0.5) for N, K in sizes)
+    quantized = (packed.fmt.quantize(normal(g, N, K) / K**0.5) for N, K in sizes)
     layer.load_expert(0, *quantized)
     repeat_first(packed)
     return packed

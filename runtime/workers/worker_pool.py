@@ -21,6 +21,7 @@ from pykernels.errors import PykernelsError
 
 from ..machine.topology import Topology
 from . import ring as words
+from .fork import refuse_in_child
 from .job import Jobs, TaskError
 from .threads import spin_budget, threads_here
 
@@ -105,7 +106,7 @@ class WorkerPool:
         self._ring[words.MASK // 8] = _SLOTS - 1
         spin = spin_budget(driver_works) if spin_us is None else spin_us
         self._ring[words.SPIN_NS // 8] = int(spin * 1000)
-        self.forked = False
+        self._pid = os.getpid()
         self._published: Jobs | None = None  # the last: a worker may still be on its way past it
         self._flight: Flight | None = None
         words.work(self.ring, 0, 1, 1)  # compiled before a thread waits for it
@@ -190,7 +191,7 @@ class WorkerPool:
             PykernelsError: this is a forked child.
         """
         if not flight.done:
-            self._refuse_if_forked()
+            self.refuse_in_child()
             with self.lock:
                 if not flight.done:
                     self.settle()
@@ -225,20 +226,17 @@ class WorkerPool:
         return error
 
     def _refuse_if_ended(self) -> None:
-        self._refuse_if_forked()
+        self.refuse_in_child()
         if self.closed:
             raise PykernelsError("the worker pool is closed", "Make a new WorkerPool")
 
-    def _refuse_if_forked(self) -> None:
-        if self.forked:
-            raise PykernelsError(
-                "this worker pool belongs to the parent process; threads do not survive a fork",
-                "Make the pool in the process that uses it, or start that with 'spawn'",
-            )
+    def refuse_in_child(self) -> None:
+        """Raises PykernelsError in a forked child, which has none of the threads."""
+        refuse_in_child(self._pid, "this worker pool")
 
     def close(self) -> None:
         """Ends what is in flight, then the workers. Safe to call twice."""
-        if self.closed or self.forked:
+        if self.closed or os.getpid() != self._pid:
             return
         with self.lock:
             self.settle()
@@ -270,12 +268,3 @@ _open: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 def _close_all() -> None:
     for pool in list(_open):
         pool.close()
-
-
-def _forked() -> None:
-    """In a forked child, which has a copy of the rings but none of the threads."""
-    for pool in list(_open):
-        pool.forked = True
-
-
-os.register_at_fork(after_in_child=_forked)

@@ -53,7 +53,10 @@ def program(kind: str, kv_dtype: str) -> tuple[Program, dict[str, Part]]:
         )  # fmt: skip
     else:
         b.buffer("q", "T", (NH + 2 * KVH) * D, kind="input")
-        b.node("gqa_write", "write", ["q", "angles", "slots"], [q, *names], heads=NH)
+        b.node(
+            "gqa_write", "write", ["q", "angles", "slots"], [q, *names], heads=NH, k_start=NH * D,
+            v_start=(NH + KVH) * D,
+        )  # fmt: skip
     first, *rest = names
     b.buffer("out", "T", NH, L if latent else D, kind="output")
     b.node(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 
-from pykernels.env import Env
+from pykernels.env import Env, check_temporary_folder
 from pykernels.errors import PykernelsError
 
 
@@ -119,3 +120,15 @@ def test_a_bad_override_sets_nothing(flags: Env) -> None:
     with pytest.raises(AttributeError, match="override"):
         flags.kernel = "generic"  # type: ignore[assignment]
     assert flags.kernel == "auto"
+
+
+def test_without_a_temporary_folder_the_reason_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A file lies where each folder would be: nobody, root neither, can write into it."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    candidates = lambda: [str(tmp_path / "file")]  # noqa: E731
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", candidates)
+    with pytest.raises(PykernelsError, match="temporary files"):
+        check_temporary_folder()

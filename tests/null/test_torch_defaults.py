@@ -62,14 +62,27 @@ def test_imports_and_numbers_are_the_same_under_other_defaults(capsys) -> None:
     assert done.stdout == capsys.readouterr().out != ""
 
 
-MAKERS = {"arange", "empty", "eye", "full", "linspace", "ones", "tensor", "zeros"}
+MAKERS = {
+    "arange",
+    "empty",
+    "eye",
+    "full",
+    "linspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "tensor",
+    "zeros",
+}
 
 
-@pytest.mark.parametrize("folder", ["quant", "ref", "cpu", "gpu"])
+@pytest.mark.parametrize("folder", ["pykernels", "runtime", "model"])
 def test_every_tensor_that_is_made_names_its_dtype_and_device(folder):
     """On any machine, also for the default "cuda", which only some have."""
     silent = []
-    for file in sorted((PACKAGE / folder).rglob("*.py")):
+    for file in sorted((PACKAGE.parent / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
                 continue

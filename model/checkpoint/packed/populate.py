@@ -50,7 +50,7 @@ def populate(files: Sequence[MappedFile], report: Callable[[int], None]) -> None
 def resident(memory: torch.Tensor) -> int:
     """Bytes of a mapped file, uint8 from its beginning, that are in memory, whoever read them."""
     libc = ctypes.CDLL(None, use_errno=True)
-    found = torch.zeros(-(-memory.nbytes // mmap.PAGESIZE), dtype=torch.uint8)
+    found = torch.zeros(-(-memory.nbytes // mmap.PAGESIZE), dtype=torch.uint8, device="cpu")
     arguments = (memory.data_ptr(), memory.nbytes, found.data_ptr())
     if libc.mincore(*map(ctypes.c_void_p, arguments)):
         return 0

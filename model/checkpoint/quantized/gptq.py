@@ -54,7 +54,8 @@ def zeros(words: torch.Tensor, less: int) -> torch.Tensor:
 def check_order(order: torch.Tensor, groups: int, name: str) -> None:
     """Raise `PykernelsError` unless inputs lie in the order of their groups."""
     K = len(order)
-    if not torch.equal(order.long(), torch.arange(K) // (K // groups)):
+    in_order = torch.arange(K, dtype=torch.int64, device="cpu") // (K // groups)
+    if not torch.equal(order.long(), in_order):
         raise PykernelsError(
             f"{name} has its inputs in another order (GPTQ's act-order, desc_act), which cannot be "
             "read",

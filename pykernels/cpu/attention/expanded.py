@@ -47,7 +47,10 @@ _ONE, _TWO_TO_60 = 0x3F80, 0x5D80  # bits of bfloat16
 
 
 def expand_from(L: int, R: int, nope: int, dv: int) -> int:
-    """Tokens of a sequence in one step from which its keys and values are expanded."""
+    """Tokens of a sequence in one step from which its keys and values are expanded: more than any
+    step has where that gains nothing, or the kernel cannot have heads of such sizes."""
+    if (nope + R) % 16 or dv % 16:
+        return 1 << 40
     gained = (2 * L + R) / _GAIN - (nope + R + dv)
     return max(9, int(L * (nope + dv) / gained) + 1) if gained > 0 else 1 << 40
 

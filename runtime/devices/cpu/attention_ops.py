@@ -92,6 +92,8 @@ def gqa_write(step: Context, node: Node) -> list[Job]:
         eps=step.bits(attrs.get("eps", 0.0)),
         qkv=step.at(qkv),
         qkv_stride=step.stride(qkv),
+        k_start=4 * attrs["k_start"],
+        v_start=4 * attrs["v_start"],
         NH=attrs["heads"],
         KVH=pages.shape[2],
         D=pages.shape[3],

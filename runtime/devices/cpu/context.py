@@ -302,7 +302,7 @@ class Context:
         buffer, shape = self.program.buffers[name], self.program.shape(name)
         nbytes = int(np.prod(shape)) * buffer.dtype.itemsize
         if buffer.kind == "output":
-            tensor = torch.zeros(shape, dtype=buffer.dtype)
+            tensor = torch.zeros(shape, dtype=buffer.dtype, device="cpu")
             self.outputs[name] = tensor
         else:
             address, handle = self._memory.take(nbytes)
@@ -337,9 +337,10 @@ class _Memory:
             self._free.discard(handle)
         else:
             handle = len(self.chunks)
-            raw = torch.zeros(ceil_to(max(nbytes, 1), _LINE) + _LINE, dtype=torch.uint8)
+            room = ceil_to(max(nbytes, 1), _LINE)
+            raw = torch.zeros(room + _LINE, dtype=torch.uint8, device="cpu")
             skip = -raw.data_ptr() % _LINE
-            self.chunks.append(raw[skip : skip + ceil_to(max(nbytes, 1), _LINE)])
+            self.chunks.append(raw[skip : skip + room])
         return int(self.chunks[handle].data_ptr()), handle
 
     def view(self, handle: int, nbytes: int) -> torch.Tensor:

@@ -91,8 +91,8 @@ def moe_ffn(step: Context, node: Node) -> list[Job]:
     if routing:
         ids, weights = (step.at(name) for name in routing)
     else:
-        ids = step.keep(torch.zeros(T, dtype=torch.int64))
-        weights = step.keep(torch.ones(T))
+        ids = step.keep(torch.zeros(T, dtype=torch.int64, device="cpu"))
+        weights = step.keep(torch.ones(T, dtype=torch.float32, device="cpu"))
     opening, run = make_moe()
     record = step.record(
         MOE, ring=step.pool.ring, count_at=step.count_at(x), job=call.address, ids=ids,

@@ -26,7 +26,7 @@ class OneLinear:
         b.buffer("y", "T", matrix.N, kind="output")
         weights = {"weight": matrix} if bias is None else {"weight": matrix, "bias": bias}
         b.node("linear", "linear", ["x"], ["y"], weights)
-        self._x = torch.zeros(T, matrix.K, device="cpu")
+        self._x = torch.zeros(T, matrix.K, dtype=torch.float32, device="cpu")
         self._step = CpuStep(b.build(), pool, {"x": self._x}, {})
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ class ExpertCall:
             program.sizes,
         ).check()
         self._inputs = {
-            name: torch.zeros(program.shape(name), dtype=buffer.dtype)
+            name: torch.zeros(program.shape(name), dtype=buffer.dtype, device="cpu")
             for name, buffer in buffers.items()
         }
         self._step = CpuStep(inner, pool, self._inputs, {}, kernel)

@@ -109,8 +109,8 @@ def gqa_write(m: Memory, node: Node) -> None:
     qkv, table, slots = (m.read(name) for name in node.inputs)
     out, *caches = node.outputs
     NH, (KVH, D) = node.attrs["heads"], m.read(caches[0]).shape[2:]
-    rows = qkv[:, : (NH + 2 * KVH) * D].unflatten(1, (NH + 2 * KVH, D))
-    q, k, v = rows.split([NH, KVH, KVH], 1)
+    parts = ((NH, 0), (KVH, node.attrs["k_start"]), (KVH, node.attrs["v_start"]))
+    q, k, v = (qkv[:, start : start + n * D].unflatten(1, (n, D)) for n, start in parts)
     eps, interleaved = node.attrs.get("eps", 0.0), node.attrs.get("interleaved", 0)
     q, k = (
         # A norm of a head, or of all heads together.
@@ -204,7 +204,8 @@ def moe_ffn(m: Memory, node: Node) -> None:
     if routing:
         ids, factors = routing
     else:
-        ids, factors = torch.zeros(len(x), 1, dtype=torch.int64), torch.ones(len(x), 1)
+        ids = torch.zeros(len(x), 1, dtype=torch.int64, device="cpu")
+        factors = torch.ones(len(x), 1, dtype=torch.float32, device="cpu")
     experts = weights.experts(node.weights["experts"])
     activations = node.attrs.get("activations", "bf16")
     m.write(node.outputs[0], ref.moe_ffn(x, ids, factors, experts, activations=activations))  # type: ignore[arg-type]

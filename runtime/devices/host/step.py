@@ -59,7 +59,7 @@ class HostStep:
         self._fixed = {**inputs, **caches}
         self._values: dict[str, torch.Tensor] = {}
         self.outputs = {
-            name: torch.zeros(program.shape(name), dtype=buffer.dtype)
+            name: torch.zeros(program.shape(name), dtype=buffer.dtype, device="cpu")
             for name, buffer in program.buffers.items()
             if buffer.kind == "output"
         }

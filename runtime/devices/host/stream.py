@@ -7,6 +7,7 @@ is a number that both sides may write and wait for (``cuStreamWriteValue32``,
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -14,6 +15,8 @@ from queue import SimpleQueue
 import torch
 
 from pykernels.errors import PykernelsError
+
+from ...workers.fork import refuse_in_child
 
 Operation = Callable[[], None]
 
@@ -101,6 +104,7 @@ class Stream:
     def __init__(self, name: str = "stream") -> None:
         self._queue: SimpleQueue[Operation | None] = SimpleQueue()
         self._error: BaseException | None = None
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -133,8 +137,10 @@ class Stream:
         """Waits until everything is done.
 
         Raises:
+            PykernelsError: this is a forked child.
             what an operation raised.
         """
+        refuse_in_child(self._pid, "this stream")
         event = Event()
         self.record(event)
         event.synchronize()
@@ -144,6 +150,8 @@ class Stream:
 
     def close(self) -> None:
         """Ends the thread when everything is done."""
+        if os.getpid() != self._pid:
+            return
         self._queue.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -156,6 +164,7 @@ class Stream:
         except BaseException as error:  # raised by synchronize, in the thread that waits
             self._error = error
 
+    @torch.inference_mode()  # of the thread that made a step's tensors, perhaps: they change in it
     def _run(self) -> None:
         while (operation := self._queue.get()) is not None:
             operation()

@@ -163,3 +163,21 @@ def test_debug_shows_the_traceback(run: Run, where: str) -> None:
 def test_usage_errors_are_exit_code_2(run: Run) -> None:
     for args in (["generate"], ["generate", "--seed", "x", PROMPT], ["dance"], ["bench", "-q"]):
         assert run(*args).code == 2
+
+
+@pytest.mark.parametrize(
+    "command", [("generate", PROMPT), ("generate", PROMPT, "--eager"), ("chat",)]
+)
+def test_a_numa_setting_that_is_none(run: Run, no_load: None, command: tuple[str, ...]) -> None:
+    for wrong in ("banana", "0", "-1", ""):
+        failed(run(*command, "--numa", wrong), f"NUMA setting '{wrong}' is not known")
+
+
+@pytest.mark.skipif(len(Topology.detect().physical) < 2, reason="two made-up nodes need two cores")
+def test_the_engine_refuses_to_split(
+    run: Run, no_load: None, writer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYKERNELS_FAKE_NUMA", "2")
+    command = ("generate", "--model", writer, PROMPT, "--numa", 2)
+    failed(run(*command), "--numa 2: the engine has one pool")
+    assert "division by zero" in run(*command, "--eager").err  # it comes as far as loading
