@@ -15,6 +15,7 @@ from torch import Tensor
 
 from runtime.devices.cpu.step import CpuStep
 from runtime.program import Program
+from runtime.step_inputs import allocate_inputs
 
 from ..llm import LLM
 
@@ -59,14 +60,10 @@ class Teacher:
             progress: called with the number of tokens after every position.
         """
         tables = torch.arange(LANES * self._pages).view(LANES, self._pages)
-        inputs = {
-            "tokens": torch.zeros(LANES, dtype=torch.int64),
-            "positions": torch.zeros(LANES, dtype=torch.int64),
-            "slots": torch.zeros(LANES, dtype=torch.int64),
-            "sequences": torch.arange(LANES),
-            "page_table": tables,
-            "sampled": torch.arange(LANES),
-        }
+        inputs = allocate_inputs(program) | {"page_table": tables}
+        for name in ("sequences", "sampled", "query_starts", "page_rows"):
+            inputs[name][:] = torch.arange(LANES)
+        inputs["query_lengths"][:] = 1
         parts = self._llm.runner.model.caches(LANES * self._pages)
         caches = {name: part.zeros() for name, part in parts.items()}
         step = CpuStep(program, self._llm.pool, inputs, caches, self._llm.kernel)
@@ -78,7 +75,7 @@ class Teacher:
             step.sizes[:] = n
             for at in range(L - 1):
                 inputs["tokens"][:n] = rows[:, at]
-                inputs["positions"][:] = at
+                inputs["positions"][:], inputs["lengths"][:] = at, at + 1
                 inputs["slots"][:] = tables[:, at // PAGE] * PAGE + at % PAGE
                 step.run()
                 logits = step.outputs["logits"][:n].double()
