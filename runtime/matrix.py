@@ -114,5 +114,10 @@ class PackedHeads:
         """That one pass reads."""
         return self.blocks.nbytes + self.scales.nbytes
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(heads, N, K)."""
+        return self.G, self.N, self.K
+
     def __str__(self) -> str:
         return f"{self.fmt.name} [{self.G}, {self.N}, {self.K}]"

@@ -16,6 +16,15 @@ from .families import Family
 from .linear import Linear
 from .packing import Packing
 
+RAGGED = {
+    name: name
+    for name in (
+        "positions", "sequences", "page_table", "query_starts", "query_lengths", "lengths",
+        "page_rows",
+    )
+}  # fmt: skip
+"""Which tokens are of which sequence and where its pages are, as inputs of attention."""
+
 
 class Attention(Protocol):
     """What a layer's attention is to the program."""
@@ -111,45 +120,44 @@ class MLA:
             assert self.q_norm is not None
             normed = b.buffer(f"{layer}.q_a", "T", len(self.q_norm))
             b.node(
-                "rms_norm", f"{layer}.q_norm", [a], [normed], {"weight": self.q_norm},
-                eps=self.q_eps,
+                "rms_norm", f"{layer}.q_norm", {"x": a}, {"out": normed},
+                {"weight": self.q_norm}, eps=self.q_eps,
             )  # fmt: skip
             q = self.q_b.lower(b, f"{layer}.q_b", normed, f"{layer}.q")
         cache = _buffers(b, layer, self.caches(pages))
-        latents, *rest = cache.values()
-        turned = b.buffer(f"{layer}.q_turned", "T", self.NH, width)
+        rotated = b.buffer(f"{layer}.rotated", "T", self.NH, width)
         many = expand_from(self.L, self.R, self.nope, self.dv)
         expanded: dict[str, Any] = {"expand_from": many} if many <= b.size("T") else {}
-        sequences = ["sequences"] if expanded else []
+        sequences = {"sequences": "sequences"} if expanded else {}
         b.node(
-            "mla_write", f"{layer}.write", [q, a, "rope", "slots"], [turned, *cache.values()],
-            {"weight": self.kv_norm}, nope=self.nope, heads=self.NH, eps=self.kv_eps,
-            interleaved=int(self.interleaved), kv_start=self.first.starts[1],
+            "mla_rope_cache_write", f"{layer}.write",
+            {"q": q, "kv": a, "angles": "angles", "slots": "slots", **cache},
+            {"rotated": rotated, **cache}, {"kv_norm": self.kv_norm}, nope=self.nope,
+            heads=self.NH, eps=self.kv_eps, interleaved=int(self.interleaved),
+            kv_start=self.first.starts[1],
         )  # fmt: skip
         b.node(
-            "heads", f"{layer}.uk", [q, turned, *sequences], [turned], {"heads": self.uk}, x_head=D,
-            out_head=width, **expanded,
+            "per_head_linear", f"{layer}.uk", {"x": q, "out": rotated, **sequences},
+            {"out": rotated}, {"heads": self.uk}, x_head=D, out_head=width, **expanded,
         )  # fmt: skip
-        latent = b.buffer(f"{layer}.o_latent", "T", self.NH, self.L)
-        read = [turned, latents, "positions", "sequences", "page_table", *rest]
-        attrs: dict[str, Any] = {
-            "heads": self.NH, "scale": self.scale, "parts": tuple(cache), **expanded,
-        }  # fmt: skip
+        latent = b.buffer(f"{layer}.attn_latent", "T", self.NH, self.L)
+        attrs: dict[str, Any] = {"heads": self.NH, "scale": self.scale, **expanded}
         b.node(
-            "attention", f"{layer}.attention", read, [latent], kv_heads=1, dk=width, dv=self.L,
-            **attrs,
+            "attention", f"{layer}.attention", {"q": rotated, **cache, **RAGGED},
+            {"out": latent}, kv_heads=1, dk=width, dv=self.L, **attrs,
         )  # fmt: skip
-        values = b.buffer(f"{layer}.values", "T", self.NH * self.dv)
+        out = b.buffer(f"{layer}.attn_out", "T", self.NH * self.dv)
         b.node(
-            "heads", f"{layer}.uv", [latent, *sequences], [values], {"heads": self.uv},
-            x_head=self.L, out_head=self.dv, **expanded,
+            "per_head_linear", f"{layer}.uv", {"x": latent, **sequences}, {"out": out},
+            {"heads": self.uv}, x_head=self.L, out_head=self.dv, **expanded,
         )  # fmt: skip
         if expanded:
             b.node(
-                "attention_expanded", f"{layer}.expanded", [*read, q, values], [values],
+                "attention_expanded", f"{layer}.expanded",
+                {"q": rotated, "q_nope": q, "out": out, **cache, **RAGGED}, {"out": out},
                 {"uk": self.uk, "uv": self.uv}, nope=self.nope, dv=self.dv, **attrs,
             )  # fmt: skip
-        return self.o.lower(b, f"{layer}.o", values, f"{layer}.attended")
+        return self.o.lower(b, f"{layer}.o", out, f"{layer}.attended")
 
 
 @dataclass(frozen=True)
@@ -206,24 +214,23 @@ class GQA:
     def lower(self, b: Builder, layer: str, x: str, pages: Pages) -> str:
         qkv = self.qkv.lower(b, f"{layer}.qkv", x, f"{layer}.qkv")
         cache = _buffers(b, layer, self.caches(pages))
-        k, *rest = cache.values()
-        q = b.buffer(f"{layer}.q", "T", self.NH, self.D)
-        norms = {} if self.q_norm is None else {"q": self.q_norm, "k": self.k_norm}
+        q = b.buffer(f"{layer}.rotated", "T", self.NH, self.D)
+        norms = {} if self.q_norm is None else {"q_norm": self.q_norm, "k_norm": self.k_norm}
         _, k_start, v_start = self.qkv.starts  # each at a 32-row block, so there may be gaps
         b.node(
-            "gqa_write", f"{layer}.write", [qkv, "rope", "slots"], [q, *cache.values()], norms,
-            heads=self.NH, eps=self.eps, interleaved=int(self.interleaved), k_start=k_start,
-            v_start=v_start,
+            "gqa_rope_cache_write", f"{layer}.write",
+            {"qkv": qkv, "angles": "angles", "slots": "slots", **cache}, {"rotated": q, **cache},
+            norms, heads=self.NH, eps=self.eps, interleaved=int(self.interleaved),
+            k_start=k_start, v_start=v_start,
         )  # fmt: skip
-        values = b.buffer(f"{layer}.values", "T", self.NH * self.D)
+        out = b.buffer(f"{layer}.attn_out", "T", self.NH * self.D)
         sinks = {} if self.sinks is None else {"sinks": self.sinks.float()}
         b.node(
-            "attention", f"{layer}.attention",
-            [q, k, "positions", "sequences", "page_table", *rest], [values], sinks, heads=self.NH,
-            kv_heads=self.KVH, dk=self.D, dv=self.D, scale=self.scale, window=self.window,
-            parts=tuple(cache),
+            "attention", f"{layer}.attention", {"q": q, **cache, **RAGGED}, {"out": out}, sinks,
+            heads=self.NH, kv_heads=self.KVH, dk=self.D, dv=self.D, scale=self.scale,
+            window=self.window,
         )  # fmt: skip
-        return self.o.lower(b, f"{layer}.o", values, f"{layer}.attended")
+        return self.o.lower(b, f"{layer}.o", out, f"{layer}.attended")
 
 
 def kind_of(module: Any) -> type[MLA] | type[GQA]:

@@ -17,7 +17,8 @@ from pykernels.cpu.attention.expanded import Expanded, expand_from
 from pykernels.errors import PykernelsError
 from runtime.kv_cache.layout import Pages, Part, token_bytes
 from runtime.matrix import PackedMatrix
-from runtime.program import Builder, Program
+from runtime.program import Builder, Program, repeated
+from runtime.step_inputs import lower_sampling, step_inputs
 
 from .attention import MLA, Attention, kind_of
 from .families import FAMILIES, check_lowered
@@ -80,41 +81,35 @@ class Decoder:
         """
         H, V = self.table.shape[1], self.table.shape[0]
         b = Builder(f"{self.name} T={T}", {"T": T, "S": S, "R": R})
-        for name in ("tokens", "positions", "sequences", "slots"):
-            b.buffer(name, "T", dtype=torch.int64, kind="input")
-        b.buffer("page_table", "S", table_pages, dtype=torch.int64, kind="input")
-        b.buffer("sampled", "R", dtype=torch.int64, kind="input")
+        step_inputs(b, table_pages)
         x = b.buffer("embedded", "T", H)
-        b.node("embed", "embed", ["tokens"], [x], {"table": self.table})
-        b.buffer("rope", "T", 2, len(self.frequencies))
+        b.node("embed", "embed", {"ids": "tokens"}, {"out": x}, {"table": self.table})
+        b.buffer("angles", "T", 2, len(self.frequencies))
         b.node(
-            "rope_table", "rope", ["positions"], ["rope"], {"frequencies": self.frequencies},
-            scale=self.rope_scale,
+            "rope_table", "rope", {"positions": "positions"}, {"out": "angles"},
+            {"frequencies": self.frequencies}, scale=self.rope_scale,
         )  # fmt: skip
         add: list[str] = []
         for i, layer in enumerate(self.layers):
             name = f"layer{i}"
-            x, normed = self._norm(b, f"{name}.input_norm", layer.input_norm, x, add)
-            add = [layer.attention.lower(b, name, normed, Pages(pages, self.kv_dtype))]
-            x, normed = self._norm(b, f"{name}.post_norm", layer.post_norm, x, add)
-            add = layer.mlp.lower(b, name, normed)
+            with b.marked(layer=i):
+                x, normed = self._norm(b, f"{name}.input_norm", layer.input_norm, x, add)
+                with b.marked(role="attention"):
+                    pages_of = Pages(pages, self.kv_dtype)
+                    add = [layer.attention.lower(b, name, normed, pages_of)]
+                x, normed = self._norm(b, f"{name}.post_norm", layer.post_norm, x, add)
+                add = layer.mlp.lower(b, name, normed)
         last = b.buffer("normed", "R", H)
         b.node(
-            "rms_norm", "norm", [x, *add, "sampled"], [last], {"weight": self.norm}, eps=self.eps,
-            sampled=1,
+            "rms_norm", "norm", {"x": x, **repeated("add", add), "rows": "sampled"},
+            {"out": last}, {"weight": self.norm}, eps=self.eps,
         )  # fmt: skip
         b.buffer("logits", "R", V, kind="output")
         head: dict[str, Any] = {"weight": self.head}
         if self.head_bias is not None:
             head["bias"] = self.head_bias
-        b.node("linear", "lm_head", [last], ["logits"], head)
-        outputs = [
-            b.buffer("drawn", "R", dtype=torch.int64, kind="output"),
-            b.buffer("logprobs", "R", kind="output"),
-            b.buffer("top_ids", "R", TOP, dtype=torch.int64, kind="output"),
-            b.buffer("top_logprobs", "R", TOP, kind="output"),
-        ]
-        b.node("sample", "sample", ["logits"], outputs)
+        b.node("linear", "lm_head", {"x": last}, {"out": "logits"}, head)
+        lower_sampling(b, "logits", TOP)
         return b.build()
 
     def _norm(
@@ -122,9 +117,12 @@ class Decoder:
     ) -> tuple[str, str]:
         """The residual stream with ``add``, and its norm."""
         normed = b.buffer(f"{name}.out", "T", len(weight))
-        total = [b.buffer(f"{name}.sum", "T", len(weight))] if add else []
-        b.node("rms_norm", name, [x, *add], [normed, *total], {"weight": weight}, eps=self.eps)
-        return (total[0] if add else x), normed
+        total = b.buffer(f"{name}.sum", "T", len(weight)) if add else x
+        b.node(
+            "rms_norm", name, {"x": x, **repeated("add", add)},
+            {"out": normed, **({"sum": total} if add else {})}, {"weight": weight}, eps=self.eps,
+        )  # fmt: skip
+        return total, normed
 
 
 def cache_token_bytes(model: PreTrainedModel, kv_dtype: str = "bf16") -> int:

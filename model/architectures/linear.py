@@ -54,7 +54,7 @@ class Linear:
             weights: dict[str, Any] = {"weight": matrix}
             if self.bias is not None:
                 weights["bias"] = self.bias[start : start + matrix.N]
-            inputs, label = ([x], name) if i == 0 else ([x, out], f"{name}.{i}")
-            place = {"start": start, "width": self.N} if len(self.parts) > 1 else {}
-            b.node("linear", label, inputs, [out], weights, **place)
+            # The first part writes its columns of out, the others update it in place.
+            inputs, label = ({"x": x}, name) if i == 0 else ({"x": x, "out": out}, f"{name}.{i}")
+            b.node("linear", label, inputs, {"out": out}, weights, start=start)
         return out

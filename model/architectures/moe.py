@@ -36,7 +36,10 @@ class Dense:
     def lower(self, b: Builder, layer: str, x: str) -> list[str]:
         """Adds its nodes; returns the buffers [T, H] whose sum is its result."""
         out = b.buffer(f"{layer}.mlp_out", "T", self.mlp.shape.H)
-        b.node("moe_ffn", f"{layer}.mlp", [x], [out], {"experts": Experts(self.mlp)})
+        with b.marked(role="dense"):
+            b.node(
+                "moe_ffn", f"{layer}.mlp", {"x": x}, {"out": out}, {"experts": Experts(self.mlp)}
+            )
         return [out]
 
 
@@ -95,33 +98,57 @@ class MoE:
 
     def lower(self, b: Builder, layer: str, x: str) -> list[str]:
         """Adds its nodes; returns the buffers [T, H] whose sum is its result."""
-        E, H, topk = self.experts.shape.E, self.experts.shape.H, self.spec.topk
-        logits = self.gate.lower(b, f"{layer}.gate", x, f"{layer}.logits")
-        ids = b.buffer(f"{layer}.ids", "T", topk, dtype=torch.int64)
-        weights = b.buffer(f"{layer}.weights", "T", topk)
-        bias = {} if self.choice_bias is None else {"bias": self.choice_bias}
-        b.node(
-            "router", f"{layer}.router", [logits], [ids, weights], bias, spec=self.spec, experts=E
-        )
+        H = self.experts.shape.H
+        routing = self._route(b, layer, x)
+        # What every token passes does not wait for the router: it stands beside it.
+        shared = [] if self.shared is None else [self._lower_shared(b, layer, x, self.shared)]
         routed = b.buffer(f"{layer}.routed", "T", H)
-        b.node(
-            "moe_ffn", f"{layer}.experts", [x, ids, weights], [routed],
-            {"experts": Experts(self.experts)}, activations=self.activations,
-        )  # fmt: skip
-        if self.shared is None:
-            return [routed]
-        shared = b.buffer(f"{layer}.shared_out", "T", H)
-        inputs = [x]
-        if self.shared_gate is not None:
-            gate = b.buffer(f"{layer}.shared_gate", "T", 1)
-            b.node("linear", f"{layer}.gate_shared", [x], [gate], {"weight": self.shared_gate})
-            zero = b.buffer(f"{layer}.shared_id", "T", 1, dtype=torch.int64)
-            factor = b.buffer(f"{layer}.shared_factor", "T", 1)
-            one = RouterSpec(topk=1, scoring="sigmoid", renormalize=False)
-            b.node("router", f"{layer}.factor", [gate], [zero, factor], spec=one, experts=1)
-            inputs += [zero, factor]
-        b.node("moe_ffn", f"{layer}.shared", inputs, [shared], {"experts": Experts(self.shared)})
-        return [routed, shared]
+        with b.marked(role="routed"):
+            b.node(
+                "moe_ffn",
+                f"{layer}.experts",
+                {"x": x, **routing},
+                {"out": routed},
+                {"experts": Experts(self.experts)},
+                activations=self.activations,
+            )
+        return [routed, *shared]
+
+    def _route(self, b: Builder, layer: str, x: str) -> dict[str, str]:
+        """The router's nodes; the buffers of its choice."""
+        E, topk = self.experts.shape.E, self.spec.topk
+        bias = {} if self.choice_bias is None else {"bias": self.choice_bias}
+        with b.marked(role="router"):
+            logits = self.gate.lower(b, f"{layer}.gate", x, f"{layer}.logits")
+            routing = {
+                "ids": b.buffer(f"{layer}.ids", "T", topk, dtype=torch.int64),
+                "weights": b.buffer(f"{layer}.weights", "T", topk),
+            }
+            b.node(
+                "router", f"{layer}.router", {"logits": logits}, routing, bias, spec=self.spec,
+                experts=E,
+            )  # fmt: skip
+        return routing
+
+    def _lower_shared(self, b: Builder, layer: str, x: str, shared: PackedExperts) -> str:
+        """The nodes of what every token passes through; the buffer of its result."""
+        out = b.buffer(f"{layer}.shared_out", "T", shared.shape.H)
+        inputs = {"x": x}
+        with b.marked(role="shared"):
+            if self.shared_gate is not None:
+                gate = b.buffer(f"{layer}.shared_gate", "T", 1)
+                weight = {"weight": self.shared_gate}
+                b.node("linear", f"{layer}.gate_shared", {"x": x}, {"out": gate}, weight)
+                factor = {
+                    "ids": b.buffer(f"{layer}.shared_id", "T", 1, dtype=torch.int64),
+                    "weights": b.buffer(f"{layer}.shared_factor", "T", 1),
+                }
+                spec = RouterSpec(topk=1, scoring="sigmoid", renormalize=False)
+                b.node("router", f"{layer}.factor", {"logits": gate}, factor, spec=spec, experts=1)
+                inputs |= factor
+            weights = {"experts": Experts(shared)}
+            b.node("moe_ffn", f"{layer}.shared", inputs, {"out": out}, weights)
+        return out
 
 
 def experts_of(block: Any) -> FusedMoE | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from runtime.devices.cpu.step import CpuStep
 from runtime.program import Program
+from runtime.step_inputs import allocate_inputs
 
 from ..llm import LLM
 
@@ -60,14 +61,10 @@ class Teacher:
         """
         tables = torch.arange(LANES * self._pages, dtype=torch.int64, device="cpu")
         tables = tables.view(LANES, self._pages)
-        inputs = {
-            "tokens": torch.zeros(LANES, dtype=torch.int64, device="cpu"),
-            "positions": torch.zeros(LANES, dtype=torch.int64, device="cpu"),
-            "slots": torch.zeros(LANES, dtype=torch.int64, device="cpu"),
-            "sequences": torch.arange(LANES, dtype=torch.int64, device="cpu"),
-            "page_table": tables,
-            "sampled": torch.arange(LANES, dtype=torch.int64, device="cpu"),
-        }
+        inputs = allocate_inputs(program) | {"page_table": tables}
+        for name in ("sequences", "sampled", "query_starts", "page_rows"):
+            inputs[name][:] = torch.arange(LANES, dtype=torch.int64, device="cpu")
+        inputs["query_lengths"][:] = 1
         parts = self._llm.runner.model.caches(LANES * self._pages)
         caches = {name: part.zeros() for name, part in parts.items()}
         step = CpuStep(program, self._llm.pool, inputs, caches, self._llm.kernel)
@@ -80,7 +77,7 @@ class Teacher:
             step.sizes[:] = n
             for at in range(L - 1):
                 inputs["tokens"][:n] = rows[:, at]
-                inputs["positions"][:] = at
+                inputs["positions"][:], inputs["lengths"][:] = at, at + 1
                 inputs["slots"][:] = tables[:, at // PAGE] * PAGE + at % PAGE
                 step.run()
                 logits = step.outputs["logits"][:n].double()

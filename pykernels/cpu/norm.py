@@ -23,20 +23,15 @@ from .jit import inlined, task
 from .job import f32, i64, poke_f32
 from .vectors import make_vectors, width
 
-FORMS = 3
-"""Forms of rows that one norm writes at most."""
-
 NORM, norm_at = descriptor(
     "norm",
     (
         "count_at",  # address of the number of tokens
-        "index",  # int64 [count]: which row of x and what is added each is; 0: their own
+        "index",  # int64 [count]: which row of x and of the addends each is; 0: its own
         "x",  # float32 [T, H]
         "x_stride",  # bytes
-        "add0",  # float32 [T, H] added first, of add_stride; 0: none
-        "add1",
-        "add2",
-        "add_stride",
+        "adds",  # address of ADD records, add_count of them: added in this order
+        "add_count",
         "sum",  # float32 [T, H]: where the sum goes, of sum_stride; 0: nowhere
         "sum_stride",
         "weight",  # float32 [H]; 0: rows are x as it is
@@ -47,6 +42,14 @@ NORM, norm_at = descriptor(
         "scratch_stride",
         "forms",  # address of FORM records, `count` of them
         "form_count",
+    ),
+)
+
+ADD, add_at = descriptor(
+    "add",
+    (
+        "x",  # float32 [T, H]
+        "stride",  # bytes
     ),
 )
 
@@ -64,6 +67,8 @@ FORM, form_at = descriptor(
     ),
 )
 
+_ADD_BYTES = ADD.itemsize
+
 
 @functools.cache
 def make_norm() -> tuple[Any, Any]:
@@ -77,37 +82,46 @@ def make_norm() -> tuple[Any, Any]:
         return (i64(job.count_at, 0) + job.chunk - 1) // job.chunk
 
     @inlined
-    def add_up(job, t, to):
-        """Writes the sum to ``to``; returns its mean square."""
-        row = i64(job.index, t) if job.index != 0 else t
-        x = job.x + row * job.x_stride
-        at = row * job.add_stride
-        add0, add1, add2 = job.add0 + at, job.add1 + at, job.add2 + at
-        H = job.H
+    def addend(job, row, i):
+        """Address of a row of addend ``i``; 0 if there is none."""
+        if i >= job.add_count:
+            return 0
+        add = add_at(job.adds + i * _ADD_BYTES)
+        return add.x + row * add.stride
+
+    @inlined
+    def add_two(x, first, second, H, to):
+        """Writes x plus up to two addends to ``to``; returns the sum of its squares."""
         whole = H // N * N
         squares = V.zero()
         for h in range(0, whole, N):
             value = V.load_f32(x + 4 * h)
-            if job.add0 != 0:
-                value = V.add(value, V.load_f32(add0 + 4 * h))
-            if job.add1 != 0:
-                value = V.add(value, V.load_f32(add1 + 4 * h))
-            if job.add2 != 0:
-                value = V.add(value, V.load_f32(add2 + 4 * h))
+            if first != 0:
+                value = V.add(value, V.load_f32(first + 4 * h))
+            if second != 0:
+                value = V.add(value, V.load_f32(second + 4 * h))
             V.store_f32(to + 4 * h, value)
             squares = V.fma(value, value, squares)
         total = V.sum(squares)
         for h in range(whole, H):
             one = f32(x, h)
-            if job.add0 != 0:
-                one += f32(add0, h)
-            if job.add1 != 0:
-                one += f32(add1, h)
-            if job.add2 != 0:
-                one += f32(add2, h)
+            if first != 0:
+                one += f32(first, h)
+            if second != 0:
+                one += f32(second, h)
             poke_f32(to + 4 * h, one)
             total += one * one
-        return total / types.float32(H)
+        return total
+
+    @inlined
+    def add_up(job, t, to):
+        """Writes the sum to ``to``; returns its mean square."""
+        row = i64(job.index, t) if job.index != 0 else t
+        x = job.x + row * job.x_stride
+        total = add_two(x, addend(job, row, 0), addend(job, row, 1), job.H, to)
+        for i in range(2, job.add_count, 2):
+            total = add_two(to, addend(job, row, i), addend(job, row, i + 1), job.H, to)
+        return total / types.float32(job.H)
 
     @inlined
     def fill(job, source, factor, row, K):

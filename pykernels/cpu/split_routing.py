@@ -21,14 +21,12 @@ SPLIT, split_at = descriptor(
     "split_routing",
     (
         "count_at",  # address of the number of tokens
-        "ids",  # int64 [T, topk]
+        "ids",  # int64 [T, topk]; -1: not here
         "weights",  # float32 [T, topk]
         "topk",
-        "last",  # of the smallest weights, which go into the second part; the others are not 0
-        "first_ids",  # int64 [T, topk - last]
-        "first_weights",  # float32, the same shape
-        "last_ids",  # int64 [T, last]; 0: the second part is dropped
-        "last_weights",
+        "last",  # of the smallest weights, which go into the second part
+        "first_ids",  # int64 [T, topk], -1 where it is in the other part
+        "last_ids",  # likewise; 0: the second part is dropped
     ),
 )
 
@@ -44,30 +42,32 @@ def make_split() -> tuple[Any, Any]:
     @task("split-routing")
     def run(address, index, worker):
         job = split_at(address)
-        topk, last = job.topk, job.last
-        first = topk - last
+        topk = job.topk
         order = carray(as_pointer(stack_alloc(_ORDER_BYTES)), (topk,), types.int64)
         for t in range(i64(job.count_at, 0)):
             ids = carray(as_pointer(job.ids + 8 * t * topk), (topk,), types.int64)
             weights = carray(as_pointer(job.weights + 4 * t * topk), (topk,), types.float32)
+            first = carray(as_pointer(job.first_ids + 8 * t * topk), (topk,), types.int64)
+            here = 0
             for k in range(topk):  # insertion keeps equal weights in their order
-                at = k
+                first[k] = ids[k]
+                if ids[k] < 0:
+                    continue
+                at = here
                 while at > 0 and weights[order[at - 1]] < weights[k]:
                     order[at] = order[at - 1]
                     at -= 1
                 order[at] = k
-            to_ids, to_weights = job.first_ids + 8 * t * first, job.first_weights + 4 * t * first
-            head_ids = carray(as_pointer(to_ids), (first,), types.int64)
-            head_weights = carray(as_pointer(to_weights), (first,), types.float32)
-            for k in range(first):
-                head_ids[k], head_weights[k] = ids[order[k]], weights[order[k]]
-            if job.last_ids == 0:
-                continue
-            to_ids, to_weights = job.last_ids + 8 * t * last, job.last_weights + 4 * t * last
-            tail_ids = carray(as_pointer(to_ids), (last,), types.int64)
-            tail_weights = carray(as_pointer(to_weights), (last,), types.float32)
-            for k in range(last):
-                tail_ids[k], tail_weights[k] = ids[order[first + k]], weights[order[first + k]]
+                here += 1
+            stay = max(0, here - job.last)
+            for i in range(stay, here):
+                first[order[i]] = -1
+            if job.last_ids != 0:
+                last = carray(as_pointer(job.last_ids + 8 * t * topk), (topk,), types.int64)
+                for k in range(topk):
+                    last[k] = -1
+                for i in range(stay, here):
+                    last[order[i]] = ids[order[i]]
         return 0
 
     return opening, run

@@ -31,7 +31,7 @@ def moe_ffn(
     Args:
         x: [T, H], any float dtype.
         ids: int64 [T, topk]; those of no expert, or of one that has no slot, contribute nothing,
-            as on the GPU (the CPU's kernels refuse them).
+            as on the GPU (the CPU's kernels take -1 so, and refuse others).
         weights: [T, topk].
         experts: packed experts; they are unpacked one at a time.
         dtype: of all arithmetic (float64 for error bounds).

@@ -63,21 +63,23 @@ def router(
 
 def split_routing(
     ids: torch.Tensor, weights: torch.Tensor, last: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Parts each token's choice of experts by weight (SOSP'25 4.1: immediate and deferred ones).
 
     Args:
-        ids: int64 [T, topk]; weights: [T, topk], in any order.
-        last: how many of the smallest weights go into the second part, 0 to topk.
+        ids: int64 [T, topk], in any order; -1: not here, which is in neither part.
+        weights: [T, topk].
+        last: how many of the smallest weights go into the second part; of equal ones the later.
 
     Returns:
-        ids and weights of the first part [T, topk - last], then of the second [T, last], each
-        largest weight first; of equal ones in the order of ``ids``.
+        ids of the first and of the second part, both [T, topk]: an expert keeps its place, and is
+        -1 in the other part. The weights are those of both.
     """
-    order = top_first(weights, ids.shape[1])
-    ids, weights = ids.gather(1, order), weights.gather(1, order)
-    first = ids.shape[1] - last
-    return ids[:, :first], weights[:, :first], ids[:, first:], weights[:, first:]
+    here = ids >= 0
+    order = top_first(weights.masked_fill(~here, -torch.inf), ids.shape[1])
+    rank = torch.empty_like(order).scatter_(1, order, torch.arange(ids.shape[1]).expand_as(order))
+    is_last = rank >= here.sum(1, keepdim=True) - last
+    return ids.masked_fill(is_last, -1), ids.masked_fill(~is_last, -1)
 
 
 def router_logits(

@@ -15,6 +15,7 @@ from ..engine.batch import StepBatch, StepResult
 from ..kv_cache.layout import PAGE, Part
 from ..profiling.step_bytes import weight_bytes
 from ..program import Program
+from .sampling import SamplingInputs
 
 BUCKETS = 8, 64
 """Tokens of the programs beside that of the whole budget: one pass of tiles; many answers."""
@@ -91,6 +92,7 @@ class PagedRunner(ABC):
         self.decode_steps: list[Step] = []
         self.sizes = torch.zeros(3, dtype=torch.int64, device="cpu")
         self._sequences = np.zeros(self.max_tokens, np.int64)
+        self._query_lengths = np.zeros(self.max_sequences, np.int64)
         self._version = -1
         self._results: dict[int, StepResult] = {}
 
@@ -102,10 +104,6 @@ class PagedRunner(ABC):
     def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> Step:
         """The program on this device, over the runner's caches and ``sizes``."""
 
-    @abstractmethod
-    def sampling(self, batch: StepBatch, anew: bool) -> None:
-        """Called before each step; ``anew`` if the batch's sequences have changed."""
-
     def bind(self, batch: StepBatch) -> None:
         """Makes the programs over the batch's arrays, and compiles what they need."""
         arrays = {
@@ -115,8 +113,14 @@ class PagedRunner(ABC):
             "sequences": self._sequences,
             "page_table": batch.page_tables,
             "sampled": batch.sampled,
+            "query_starts": batch.starts[:-1],
+            "query_lengths": self._query_lengths,
+            "lengths": batch.lengths,
+            "page_rows": batch.rows,
         }
+        self._sampling = SamplingInputs(batch)
         inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        inputs |= self._sampling.tensors()
         sizes = sorted({*(b for b in BUCKETS if b < self.max_tokens), self.max_tokens})
         self.steps = [self._step(T, inputs, ()) for T in sizes]
         self.decode_steps = self.steps
@@ -151,23 +155,24 @@ class PagedRunner(ABC):
         Raises:
             TaskError: a task failed.
         """
-        anew = batch.version != self._version
-        if anew:
+        if batch.version != self._version:
             self._arrange(batch)
             self._version = batch.version
-        self.sampling(batch, anew)
+        self._sampling.refresh()
         steps = self.decode_steps if batch.T == batch.S else self.steps
         step = next(step for step in steps if batch.T <= step.program.sizes["T"])
         step.run()
         return self._results[id(step)]
 
     def _arrange(self, batch: StepBatch) -> None:
-        """Which sequence each token is of."""
+        """Which sequence each token is of, and how each row is sampled."""
         T, S, R = batch.T, batch.S, batch.R
         if self.max_tokens < T or self.max_sequences < S or self.max_rows < R:
             raise PykernelsError(
                 f"a step of {T} tokens of {S} sequences, {R} rows drawn", "Make a larger runner"
             )
         self.sizes[0], self.sizes[1], self.sizes[2] = T, S, R
-        counts = np.diff(batch.starts[: S + 1])
+        counts = self._query_lengths[:S]
+        counts[:] = np.diff(batch.starts[: S + 1])
         self._sequences[:T] = np.repeat(batch.rows[:S], counts)
+        self._sampling.arrange(batch.sampling[:R])

@@ -40,10 +40,13 @@ class Part:
         # The job's description must not keep the weights alive: a pool remembers its last jobs.
         tell = functools.partial(describe, self.call.job)
         record = int(self._moe.ctypes.data)
-        self._experts = Job("experts", run.address, record, opening.address, describe=tell)
+        alone, behind_rows = (
+            Job("experts", run.address, record, opening.address, after=after, describe=tell)
+            for after in (0, 1)
+        )
         rows = kernel.stages.rows.address
         self._rows = Job("rows", rows, self.call.address, after=0)
-        self._few, self._many = Jobs([self._experts]), Jobs([self._rows, self._experts])
+        self._few, self._many = Jobs([alone]), Jobs([self._rows, behind_rows])
 
     def start(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
@@ -70,7 +73,6 @@ class Part:
                     self._barriers.ctypes.data + -self._barriers.ctypes.data % 64
                 )
             self._rows.tasks = count = call.row_tasks
-            self._experts.after = 1 if count else 0
             kept = self, rows, ids, weights, y
             return pool.publish(self._many if count else self._few, kept, lambda: call.active)
 

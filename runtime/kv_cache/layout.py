@@ -79,9 +79,11 @@ def token_bytes(parts: dict[str, Part]) -> int:
     return sum(part.nbytes // (part.shape[0] * PAGE) for part in parts.values())
 
 
+PARTS = ("k", "v", "k_scale", "v_scale", "latent", "rope", "latent_scale")
+"""What a layer's cache may consist of, as ops name it."""
+
+
 def cache_inputs(node: Node) -> dict[str, str]:
     """The buffers of the cache that an attention node reads, by the names of their parts; the
     first part is "k" or "latent"."""
-    parts = node.attrs["parts"]
-    names = node.inputs[1], *node.inputs[5 : 4 + len(parts)]
-    return dict(zip(parts, names, strict=True))
+    return {part: node.inputs[part] for part in PARTS if part in node.inputs}

@@ -14,7 +14,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ..program import Buffer, Node, Program
+from pykernels.errors import PykernelsError
+
+from ..program import Buffer, Node, Program, repeated
 from .layers import LEAST, check_count, moe_layers, rebuilt, split
 
 
@@ -37,19 +39,25 @@ def defer(program: Program, N: int, least: int = LEAST) -> Program:
     by_node = {layer.experts.name: i for i, layer in enumerate(layers)}
     joins: dict[str, str] = {}  # sum of layer k + 1 -> what of layer k is added beside it
     for node in program.nodes:
-        at = by_node.get(node.name) if node.op == "moe_ffn" else None
+        at = by_node.get(node.name)
         if at is not None and at + 1 < len(layers):
-            parts = split(program, layers[at], N, "deferred", keep=True)
+            parts = split(program, layers[at], N, "deferred", "deferred")
             nodes += parts.nodes
             buffers |= parts.buffers
             assert parts.rest is not None
             joins[layers[at + 1].sum] = parts.rest
             continue
         if node.op == "rms_norm":
-            late = tuple(joins[name] for name in node.inputs if name in joins)
-            if late:  # behind x, which says where the row begins
-                node = replace(node, inputs=(node.inputs[0], *late, *node.inputs[1:]))
+            adds = node.series("add")
+            late = [joins.pop(name) for name in adds if name in joins]
+            if late:
+                node = replace(node, inputs={**node.inputs, **repeated("add", (*late, *adds))})
         nodes.append(node)
+    if joins:
+        raise PykernelsError(
+            f"no norm adds up {', '.join(joins)} of {program.name!r}",
+            "Defer before the pass that moved that sum",
+        )
     return rebuilt(program, nodes, buffers)
 
 

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from pykernels.errors import PykernelsError
 
+from ..analysis import experts_per_token
 from ..program import Buffer, Node, Program
 
 LEAST = 2
@@ -19,29 +20,34 @@ class MoELayer:
     """One layer of routed experts in a program.
 
     Attributes:
-        router, experts: the nodes; ``experts`` reads ``router``'s outputs.
-        sum: the name of the buffer [T, H] that the experts write, which the next norm adds up.
-        topk: experts of a token.
+        experts: the node of the layer with the role "routed".
+        sum: the buffer [T, H] that it writes, which the next norm adds up.
+        topk: experts of a token that it computes.
     """
 
-    router: Node
     experts: Node
     sum: str
     topk: int
 
 
 def moe_layers(program: Program) -> tuple[MoELayer, ...]:
-    """The layers of routed experts, in order; an expert that every token takes is none."""
-    routers = {
-        node.outputs[0]: node
+    """The layers of routed experts, in order, by the marks that lowering has set.
+
+    Raises:
+        PykernelsError: a layer has two nodes of that role.
+    """
+    layers = tuple(
+        MoELayer(node, node.outputs["out"], experts_per_token(program, node.inputs["ids"]))
         for node in program.nodes
-        if node.op == "router" and node.attrs["experts"] > 1
-    }
-    return tuple(
-        MoELayer(routers[node.inputs[1]], node, node.outputs[0], program.shape(node.inputs[1])[1])
-        for node in program.nodes
-        if node.op == "moe_ffn" and len(node.inputs) == 3 and node.inputs[1] in routers
+        if node.op == "moe_ffn" and node.role == "routed"
     )
+    numbers = [layer.experts.layer for layer in layers]
+    if len(set(numbers)) < len(numbers):
+        raise PykernelsError(
+            f"a layer of {program.name!r} has two nodes of routed experts",
+            "Run the passes before the one that split them",
+        )
+    return layers
 
 
 def check_count(program: Program, layers: tuple[MoELayer, ...], N: int, least: int) -> None:
@@ -62,12 +68,22 @@ def check_topk(name: str, topks: Sequence[int], N: int, least: int = LEAST) -> N
         )
 
 
+def refuse_deferred(program: Program, name: str) -> None:
+    """Raises PykernelsError for a program whose smallest experts are deferred already."""
+    if any(node.role == "deferred" for node in program.nodes):
+        raise PykernelsError(
+            f"{name} after defer would take other experts than those of the smallest weights, "
+            f"which {program.name!r} defers",
+            f"Apply {name} before defer",
+        )
+
+
 @dataclass(frozen=True)
 class Split:
     """A layer's choice in two parts.
 
     Attributes:
-        nodes: that take the place of the layer's experts.
+        nodes: take the place of the layer's experts.
         buffers: that they write.
         rest: the sum [T, H] of the second part; None: it is dropped.
     """
@@ -77,42 +93,53 @@ class Split:
     rest: str | None
 
 
-def split(program: Program, layer: MoELayer, N: int, name: str, keep: bool) -> Split:
-    """The experts of the topk - N largest weights as the layer's own, the others beside them.
+def split(program: Program, layer: MoELayer, N: int, name: str, role: str | None) -> Split:
+    """Splits a layer's routing: the topk - N largest weights stay with the layer's experts, the N
+    smallest go to a second node.
 
     Args:
         name: of the second part.
-        keep: whether the second part is computed; its sum is then ``Split.rest``.
+        role: of the second node, whose sum is ``Split.rest``; None: there is none.
     """
-    node = layer.experts
-    x, ids, weights = node.inputs
-    base = node.name
-    parts = [("first", layer.topk - N), *([(name, N)] if keep else [])]
-    buffers: dict[str, Buffer] = {}
-    outputs: list[str] = []
-    for part, width in parts:
-        for source in (ids, weights):
-            buffer = replace(
-                program.buffers[source], name=f"{source}.{part}", shape=("T", width)
-            )  # fmt: skip
-            buffers[buffer.name] = buffer
-            outputs.append(buffer.name)
+    node, number = layer.experts, ""
+    names = {other.name for other in program.nodes}
+    while f"{node.name}.{name}{number}_split" in names:  # the pass was here before
+        number = str(int(number or 1) + 1)
+    name = f"{name}{number}"
+    ids = program.buffers[node.inputs["ids"]]
+    outputs = {"first_ids": f"{ids.name}.without_{name}"}
+    if role is not None:
+        outputs["last_ids"] = f"{ids.name}.{name}"
+    buffers = {label: replace(ids, name=label) for label in outputs.values()}
+    router = next(other for other in program.nodes if ids.name in other.writes)
     routing = Node(
-        "split_routing", (ids, weights), tuple(outputs), attrs=MappingProxyType({"last": N}),
-        device=node.device, name=f"{base}.split",
-    )  # fmt: skip
-    own = replace(node, inputs=(x, *outputs[:2]))
-    if not keep:
+        "split_routing",
+        {"ids": ids.name, "weights": node.inputs["weights"]},
+        outputs,
+        attrs=MappingProxyType({"last": N}),
+        device=router.device,
+        name=f"{node.name}.{name}_split",
+        layer=node.layer,
+        role="router",
+    )
+    own = replace(node, inputs={**node.inputs, "ids": outputs["first_ids"]})
+    if role is None:
         return Split((routing, own), buffers, None)
     rest = f"{layer.sum}.{name}"
     buffers[rest] = replace(program.buffers[layer.sum], name=rest)
-    other = replace(node, inputs=(x, *outputs[2:]), outputs=(rest,), name=f"{base}.{name}")
+    other = replace(
+        node,
+        inputs={**node.inputs, "ids": outputs["last_ids"]},
+        outputs={"out": rest},
+        name=f"{node.name}.{name}",
+        role=role,
+    )
     return Split((routing, own, other), buffers, rest)
 
 
 def rebuilt(program: Program, nodes: list[Node], buffers: Mapping[str, Buffer]) -> Program:
     """The program with other nodes, more buffers, and without those that nothing names now."""
-    named = {name for node in nodes for name in (*node.inputs, *node.outputs)}
+    named = {name for node in nodes for name in (*node.reads, *node.writes)}
     every = {**program.buffers, **buffers}
     kept = {
         name: buffer

@@ -8,7 +8,7 @@ layer skips as well.
 from __future__ import annotations
 
 from ..program import Buffer, Node, Program
-from .layers import LEAST, check_count, moe_layers, rebuilt, split
+from .layers import LEAST, check_count, moe_layers, rebuilt, refuse_deferred, split
 
 
 def skip(program: Program, N: int, least: int = LEAST) -> Program:
@@ -19,18 +19,19 @@ def skip(program: Program, N: int, least: int = LEAST) -> Program:
         least: experts that stay, at the least.
 
     Raises:
-        PykernelsError: no routed experts, or fewer than ``least`` would stay.
+        PykernelsError: no routed experts, or fewer than ``least`` would stay; some are deferred.
     """
     if N == 0:
         return program
+    refuse_deferred(program, "skip")
     layers = moe_layers(program)
     check_count(program, layers, N, least)
     by_node = {layer.experts.name: layer for layer in layers}
     nodes: list[Node] = []
     buffers: dict[str, Buffer] = {}
     for node in program.nodes:
-        if node.op == "moe_ffn" and node.name in by_node:
-            parts = split(program, by_node[node.name], N, "skipped", keep=False)
+        if node.name in by_node:
+            parts = split(program, by_node[node.name], N, "skipped", None)
             nodes += parts.nodes
             buffers |= parts.buffers
         else:

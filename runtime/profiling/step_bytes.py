@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from ..analysis import experts_per_token
 from ..kv_cache.layout import cache_inputs
 from ..program import Program
 
@@ -14,11 +15,12 @@ def weight_bytes(program: Program, tokens: int = 1) -> int:
     total = 0.0
     for node in program.nodes:
         for name, weight in node.weights.items():
-            if name in ("weight", "heads") and node.op in ("linear", "heads"):
+            if name in ("weight", "heads") and node.op in ("linear", "per_head_linear"):
                 total += weight.nbytes
             elif name == "experts":
                 E = weight.shape.E
-                topk = program.shape(node.inputs[1])[1] if len(node.inputs) > 1 else E
+                ids = node.inputs.get("ids")
+                topk = E if ids is None else experts_per_token(program, ids)
                 total += weight.bytes_per_expert * expected_experts(E, topk, tokens)
     return round(total)
 
@@ -33,7 +35,7 @@ def cache_bytes(program: Program, context: int) -> int:
     total = 0
     for node in program.nodes:
         if node.op == "attention":
-            keys = min(context, node.attrs.get("window") or context)
+            keys = min(context, node.attr("window") or context)
             parts = (program.buffers[name] for name in cache_inputs(node).values())
             total += keys * sum(
                 math.prod(program.shape(part.name)[2:]) * part.dtype.itemsize for part in parts

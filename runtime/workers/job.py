@@ -16,7 +16,8 @@ class Job:
     Args:
         run, record: address of the task (``pykernels.cpu.jit.TASK``) and of what it reads.
         open: address of the task that counts the others; 0: always ``tasks``.
-        after: how many jobs before it stands the one that must be complete; 0: none.
+        after: how many places before it the jobs stand that must be complete; 0 or none: it waits
+            for no job.
         describe: what the task of a number does, in words; None if the job's name says it.
     """
 
@@ -27,7 +28,7 @@ class Job:
         record: int,
         open: int = 0,
         tasks: int = 1,
-        after: int = 1,
+        after: int | Sequence[int] = 1,
         describe: Callable[[int], str] | None = None,
     ) -> None:
         self.name, self._describe = name, describe
@@ -35,10 +36,10 @@ class Job:
         skip = -raw.ctypes.data % words.LINE // 8
         self.words = raw[skip : skip + words.JOB_BYTES // 8]
         for at, value in (
-            (words.OPEN, open), (words.RUN, run), (words.RECORD, record), (words.AFTER, after),
-            (words.TASKS, tasks),
+            (words.OPEN, open), (words.RUN, run), (words.RECORD, record), (words.TASKS, tasks),
         ):  # fmt: skip
             self.words[at // 8] = value
+        self.after = (after,) if isinstance(after, int) else tuple(after)
 
     @property
     def address(self) -> int:
@@ -49,13 +50,15 @@ class Job:
         self.words[words.OPEN // 8], self.words[words.RUN // 8] = open, run
 
     @property
-    def after(self) -> int:
-        """How many jobs before it stands the one that must be complete; 0: none."""
-        return int(self.words[words.AFTER // 8])
+    def after(self) -> tuple[int, ...]:
+        """How many places before it the jobs stand that must be complete."""
+        return tuple(int(distance) for distance in self._after)
 
     @after.setter
-    def after(self, jobs: int) -> None:
-        self.words[words.AFTER // 8] = jobs
+    def after(self, distances: Sequence[int]) -> None:
+        self._after = np.array([d for d in distances if d], np.int64)
+        self.words[words.AFTER // 8] = self._after.ctypes.data
+        self.words[words.AFTER_COUNT // 8] = len(self._after)
 
     @property
     def tasks(self) -> int:
@@ -81,10 +84,17 @@ class Job:
 
 
 class Jobs:
-    """Jobs that are published together, in order: a step, or one call."""
+    """Jobs that are published together, in order: a step, or one call.
+
+    They are over when the last one is, so that one waits for all others, itself or through them.
+    """
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self.jobs = tuple(jobs)
+        waited = {len(self.jobs) - 1}
+        for i in range(len(self.jobs) - 1, -1, -1):
+            assert i in waited, f"nothing waits for {self.jobs[i].name}"
+            waited.update(i - distance for distance in self.jobs[i].after)
         self._addresses = np.array([job.address for job in jobs], np.int64)
         self.address, self.count = int(self._addresses.ctypes.data), len(self.jobs)
         self._ring: object = None

@@ -6,10 +6,11 @@ step; its *number* is its place in the order of all that was ever published. A w
 the numbers: at each it takes tasks until none is left, then goes on to the next, so there is no
 ramp-down between jobs, and whoever finds a job's tasks all taken is already at the next one.
 
-A job is opened when the job ``after`` places before it is complete (0: at once), by whoever comes
-first. Opening is serial and short: sorting a router's choices, counting what there is to do. The
-words of a record carry the job's number, so a worker that comes late, even when the record is
-already used again, sees that and walks on. Nothing is ever reset by the publisher.
+A job is opened when the jobs that it waits for are complete (``AFTER`` places before it, any number
+of them, none for at once), by whoever comes first. Opening is serial and short: sorting a router's
+choices, counting what there is to do. The words of a record carry the job's number, so a worker
+that comes late, even when the record is already used again, sees that and walks on. Nothing is ever
+reset by the publisher.
 
 No deadlock: a worker that waits holds no task, or one whose wait is for tasks taken before it.
 
@@ -47,11 +48,13 @@ RING_BYTES = 5 * LINE
 """``PLACES`` is the address of a line for each worker: the number that it is at."""
 
 # Of a job: what the publisher writes, then what the workers do.
-OPEN, RUN, RECORD, AFTER, OPENED_AT, COMPLETED_AT = 0, 8, 16, 24, 32, 40
+OPEN, RUN, RECORD, AFTER, OPENED_AT, COMPLETED_AT, AFTER_COUNT = 0, 8, 16, 24, 32, 40, 48
 CLAIMED, OPENED, TASKS = 1 * LINE, 1 * LINE + 8, 1 * LINE + 16
 TAKEN = 2 * LINE
 DONE, COMPLETED = 3 * LINE, 3 * LINE + 8
 JOB_BYTES = 4 * LINE
+"""``AFTER`` is the address of int64 [AFTER_COUNT]: how many places before it each job stands that
+must be complete before this one is opened."""
 
 _PAUSES = 16  # between two looks at the clock
 _COUNT = 0xFFFFFFFF
@@ -122,25 +125,22 @@ def _open(ring, job, number, worker):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _wait_for_opening(ring, job, before, needed, number, worker):  # type: ignore[no-untyped-def]
+def _wait_for_opening(ring, job, number, worker):  # type: ignore[no-untyped-def]
     """Until the job is open: opens it as soon as it may be, unless another does."""
-    spins = 0
-    while atomic_load(job + OPENED) < number:
-        if before == 0 or atomic_load(before + COMPLETED) >= needed:
-            claimed = atomic_load(job + CLAIMED)
-            if claimed < number:
-                if atomic_exchange(job + CLAIMED, claimed, number) == claimed:
-                    _open(ring, job, number, worker)
-            else:
-                wait_until_at_least(ring, job + OPENED, number)
-        elif spins < _PAUSES:
-            pause()
-        else:
-            # Whoever completes the job before looks at this one next.
-            wait_until_at_least(ring, before + COMPLETED, needed)
-        spins += 1
-        if atomic_load(ring + STOP) != 0:
+    slots, mask = atomic_load(ring + SLOTS), atomic_load(ring + MASK)
+    after = atomic_load(job + AFTER)
+    for i in range(atomic_load(job + AFTER_COUNT)):
+        needed = number - atomic_load(after + 8 * i)
+        before = atomic_load(slots + 8 * (needed & mask))
+        # Whoever completes the last one of them looks at this job next.
+        wait_until_at_least(ring, before + COMPLETED, needed)
+        if atomic_load(ring + STOP) != 0 or atomic_load(job + OPENED) >= number:
             return
+    claimed = atomic_load(job + CLAIMED)
+    if claimed < number and atomic_exchange(job + CLAIMED, claimed, number) == claimed:
+        _open(ring, job, number, worker)
+    else:
+        wait_until_at_least(ring, job + OPENED, number)
 
 
 @kernel("ring")
@@ -158,11 +158,7 @@ def work(ring: int, worker: int, number: int, until: int) -> int:
             return number
         job = atomic_load(slots + 8 * (number & mask))
         if atomic_load(job + OPENED) < number:
-            after = atomic_load(job + AFTER)
-            before = 0
-            if after > 0:
-                before = atomic_load(slots + 8 * ((number - after) & mask))
-            _wait_for_opening(ring, job, before, number - after, number, worker)
+            _wait_for_opening(ring, job, number, worker)
         while True:
             taken = atomic_load(job + TAKEN)
             left = taken & _COUNT

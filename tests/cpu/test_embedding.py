@@ -24,7 +24,7 @@ def test_rows_of_a_packed_table(name: str) -> None:
     b.buffer("rows", "T", H, kind="output")
     with WorkerPool(2) as pool:
         table = PackedMatrix(fmt, [weight], packer(pool))
-        b.node("embed", "embed", ["tokens"], ["rows"], {"table": table})
+        b.node("embed", "embed", {"ids": "tokens"}, {"out": "rows"}, {"table": table})
         step = CpuStep(b.build(), pool, {"tokens": ids}, {})
         step.sizes[:] = torch.tensor([len(ids), 1, 1])
         step.run()

@@ -75,6 +75,63 @@ class Chain:
         return bool((self.records[:, COUNT] == self.tasks).all())
 
 
+@task("fake-wait-open")
+def wait_open(record, index, worker):
+    """As many tasks as the record says; -5 if not all tasks of the jobs that it names are done."""
+    for i in range(atomic_load(record + 8 * BEFORE)):
+        at = atomic_load(record + 8 * (COUNT + 1 + i))
+        if atomic_load(at + 8 * COUNT) != atomic_load(at + 8 * OPENS):
+            return -5
+    return atomic_load(record + 8 * OPENS)
+
+
+class Graph:
+    """Jobs that wait for some of those before them: the numbers of these, for each."""
+
+    def __init__(self, waits: list[tuple[int, ...]], tasks: list[int], spin: int) -> None:
+        self.tasks, self.records = tasks, np.zeros((len(waits), 16), np.int64)
+        jobs = []
+        for i, before in enumerate(waits):
+            record = self.records[i]
+            record[[OPENS, SPIN, FAILS, BEFORE]] = tasks[i], spin * (1 + i % 3), -1, len(before)
+            for k, j in enumerate(before):
+                record[COUNT + 1 + k] = self.records[j].ctypes.data
+            at, after = record.ctypes.data, tuple(i - j for j in before)
+            jobs.append(Job(f"job {i}", fake.address, at, wait_open.address, after=after))
+        self.jobs = Jobs(jobs)
+
+    def run(self, pool: WorkerPool) -> None:
+        self.records[:, COUNT] = 0
+        pool.run(self.jobs)
+        assert self.records[:, COUNT].tolist() == self.tasks
+
+
+GRAPHS = {
+    "two beside each other": [(), (0,), (0,), (1, 2)],
+    "a fork in each layer": [
+        w for i in range(0, 60, 3) for w in ((i - 1,) if i else (), (i,), (i, i - 2) if i else (0,))
+    ] + [tuple(range(57, 60))],
+    "one far back": [(), *[(0,)] * 5, (1, 3), (2, 4, 5, 6)],
+    "nothing waits but the last": [*[()] * 6, tuple(range(6))],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("waits", GRAPHS.values(), ids=GRAPHS)
+def test_a_job_waits_for_all_that_it_names(pool, waits):
+    for tasks, spin in (([1] * len(waits), 0), ([1 + i % 4 for i in range(len(waits))], 2000)):
+        graph = Graph(waits, tasks, spin)
+        for _ in range(20):
+            graph.run(pool)
+
+
+def test_jobs_that_nothing_waits_for_are_refused():
+    """The end of a batch is the end of its last job."""
+    records = np.zeros(8, np.int64)
+    jobs = [Job(name, fake.address, records.ctypes.data, after=0) for name in "ab"]
+    with pytest.raises(AssertionError, match="nothing waits for a"):
+        Jobs(jobs)
+
+
 # The real counts up to 4: a machine with many cores tests them, and its most.
 @pytest.fixture(
     params=sorted({*range(1, min(USABLE, 4) + 1), USABLE}), ids=lambda n: f"{n} threads"

@@ -50,30 +50,35 @@ def program(kv_dtype: str, expand_from: int, pool: WorkerPool) -> Program:
     b.buffer("angles", "T", 2, R // 2, kind="input")
     b.buffer("q", "T", NH * (NOPE + R), kind="input")
     b.buffer("kv", "T", L + R, kind="input")
-    parts = Pages(9, kv_dtype).latent(L, R)
-    for name, part in parts.items():
-        b.buffer(name, *part.shape, dtype=part.dtype, kind="cache")
-    b.buffer("turned", "T", NH, L + R)
+    cache = {
+        name: b.buffer(name, *part.shape, dtype=part.dtype, kind="cache")
+        for name, part in Pages(9, kv_dtype).latent(L, R).items()
+    }
+    b.buffer("rotated", "T", NH, L + R)
     b.buffer("latents", "T", NH, L)
-    b.buffer("values", "T", NH * DV, kind="output")
+    b.buffer("attn_out", "T", NH * DV, kind="output")
     b.node(
-        "mla_write", "write", ["q", "kv", "angles", "slots"], ["turned", *parts],
-        {"weight": torch.ones(L)}, nope=NOPE, heads=NH, eps=1e-6, interleaved=1,
+        "mla_rope_cache_write", "write",
+        {**{n: n for n in ("q", "kv", "angles", "slots")}, **cache},
+        {"rotated": "rotated", **cache}, {"kv_norm": torch.ones(L)}, nope=NOPE,
+        heads=NH, eps=1e-6, interleaved=1,
     )  # fmt: skip
     b.node(
-        "heads", "uk", ["q", "turned", "sequences"], ["turned"], {"heads": uk}, x_head=NOPE + R,
-        out_head=L + R, expand_from=expand_from,
-    )  # fmt: skip
-    first, *rest = parts
-    read = ["turned", first, "positions", "sequences", "page_table", *rest]
-    attrs = {"heads": NH, "scale": 0.15, "parts": tuple(parts), "expand_from": expand_from}
-    b.node("attention", "attention", read, ["latents"], kv_heads=1, dk=L + R, dv=L, **attrs)
-    b.node(
-        "heads", "uv", ["latents", "sequences"], ["values"], {"heads": uv}, x_head=L, out_head=DV,
+        "per_head_linear", "uk", {"x": "q", "out": "rotated", "sequences": "sequences"},
+        {"out": "rotated"}, {"heads": uk}, x_head=NOPE + R, out_head=L + R,
         expand_from=expand_from,
     )  # fmt: skip
+    ragged = {name: name for name in ("positions", "sequences", "page_table")}
+    read = {"q": "rotated", **ragged, **cache}
+    attrs = {"heads": NH, "scale": 0.15, "expand_from": expand_from}
+    b.node("attention", "attention", read, {"out": "latents"}, kv_heads=1, dk=L + R, dv=L, **attrs)
     b.node(
-        "attention_expanded", "expanded", [*read, "q", "values"], ["values"],
+        "per_head_linear", "uv", {"x": "latents", "sequences": "sequences"}, {"out": "attn_out"},
+        {"heads": uv}, x_head=L, out_head=DV, expand_from=expand_from,
+    )  # fmt: skip
+    b.node(
+        "attention_expanded", "expanded", {**read, "q_nope": "q", "out": "attn_out"},
+        {"out": "attn_out"},
         {"uk": uk, "uv": uv}, nope=NOPE, dv=DV, **attrs,
     )  # fmt: skip
     return b.build()
@@ -121,7 +126,7 @@ def run(
         inputs["angles"][:] = torch.stack([angles.cos(), angles.sin()], 1)
         step.sizes[:] = torch.tensor([t, 3, 1])
         step.run()
-        found.append(step.outputs["values"][:t].clone())
+        found.append(step.outputs["attn_out"][:t].clone())
     return found
 
 

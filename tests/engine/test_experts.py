@@ -12,6 +12,7 @@ from runtime.devices.cpu.step import CpuStep
 from runtime.devices.host.runner import on_host
 from runtime.devices.host.step import HostStep
 from runtime.program import Builder, Program
+from runtime.step_inputs import allocate_inputs
 from runtime.workers.pool import WorkerPool
 
 GPT_OSS = MoEShape(E=6, H=128, I=256, topk=2, spec=ExpertSpec(1.702, 7.0, 1.0, bias=True))
@@ -27,10 +28,42 @@ def program_of(shape: MoEShape, most: int) -> Program:
     y = b.buffer("y", "T", shape.H, kind="output")
     bias = torch.linspace(-0.2, 0.2, shape.E)
     attrs = {"spec": SPEC, "experts": shape.E}
-    b.node("router", "router", [logits], [ids, weights], {"bias": bias}, **attrs)
+    choice = {"ids": ids, "weights": weights}
+    b.node("router", "router", {"logits": logits}, choice, {"bias": bias}, **attrs)
     experts = random_experts(shape, get_format("int4"), down_fmt=get_format("q6_k"))
-    b.node("moe_ffn", "experts", [x, ids, weights], [y], {"experts": experts})
+    b.node("moe_ffn", "experts", {"x": x, **choice}, {"out": y}, {"experts": experts})
     return b.build()
+
+
+@pytest.mark.parametrize("T", [1, 30])
+def test_experts_that_are_not_here_add_nothing(T: int) -> None:
+    """-1 on both devices; token 0 has no expert here, and in the second step no token has one."""
+    b = Builder("experts", {"T": T, "S": 1, "R": 1})
+    choice = {
+        "ids": b.buffer("ids", "T", GPT_OSS.topk, dtype=torch.int64, kind="input"),
+        "weights": b.buffer("weights", "T", GPT_OSS.topk, kind="input"),
+    }
+    x, y = (b.buffer(n, "T", GPT_OSS.H, kind=k) for n, k in (("x", "input"), ("y", "output")))
+    experts = random_experts(GPT_OSS, get_format("bf16"))
+    b.node("moe_ffn", "experts", {"x": x, **choice}, {"out": y}, {"experts": experts})
+    program, generator = b.build(), torch.Generator().manual_seed(T)
+    inputs = allocate_inputs(program)
+    inputs["x"].normal_(generator=generator)
+    inputs["ids"].random_(-1, GPT_OSS.E, generator=generator)
+    inputs["weights"].uniform_(generator=generator)
+    inputs["ids"][0] = -1
+    host = HostStep(on_host(program), inputs, {})
+    with WorkerPool(2) as pool:
+        step = CpuStep(program, pool, inputs, {}, "generic")
+        for all_gone in (False, True):
+            if all_gone:
+                inputs["ids"][:] = -1
+            for each in (step, host):
+                each.sizes[0] = T
+                each.run()
+            assert not step.outputs["y"][0].any()
+            assert_close(step.outputs["y"], host.outputs["y"], 6e-3)
+        assert not step.outputs["y"].any()
 
 
 @pytest.mark.parametrize("T", [1, 30])

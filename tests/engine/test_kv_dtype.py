@@ -39,31 +39,34 @@ def program(kind: str, kv_dtype: str) -> tuple[Program, dict[str, Part]]:
         b.buffer(name, "T", dtype=torch.int64, kind="input")
     b.buffer("page_table", "S", 2, dtype=torch.int64, kind="input")
     b.buffer("angles", "T", 2, R // 2, kind="input")
-    names = [
-        b.buffer(name, *part.shape, dtype=part.dtype, kind="cache") for name, part in parts.items()
-    ]
-    q = b.buffer("turned", "T", NH, width)
+    names = {
+        name: b.buffer(name, *part.shape, dtype=part.dtype, kind="cache")
+        for name, part in parts.items()
+    }
+    q = b.buffer("rotated", "T", NH, width)
     if latent:
         b.buffer("q", "T", NH * (D + R), kind="input")
         b.buffer("kv", "T", L + R, kind="input")
         b.node(
-            "mla_write", "write", ["q", "kv", "angles", "slots"], [q, *names],
-            {"weight": torch.rand(L, generator=g) + 0.5}, nope=D, heads=NH, eps=1e-6,
-            interleaved=1,
+            "mla_rope_cache_write", "write",
+            {"q": "q", "kv": "kv", "angles": "angles", "slots": "slots", **names},
+            {"rotated": q, **names}, {"kv_norm": torch.rand(L, generator=g) + 0.5}, nope=D,
+            heads=NH, eps=1e-6, interleaved=1,
         )  # fmt: skip
     else:
         b.buffer("q", "T", (NH + 2 * KVH) * D, kind="input")
         b.node(
-            "gqa_write", "write", ["q", "angles", "slots"], [q, *names], heads=NH, k_start=NH * D,
-            v_start=(NH + KVH) * D,
+            "gqa_rope_cache_write", "write",
+            {"qkv": "q", "angles": "angles", "slots": "slots", **names}, {"rotated": q, **names},
+            heads=NH, k_start=NH * D, v_start=(NH + KVH) * D,
         )  # fmt: skip
-    first, *rest = names
     b.buffer("out", "T", NH, L if latent else D, kind="output")
     b.node(
-        "attention", "attention", [q, first, "positions", "sequences", "page_table", *rest],
-        ["out"], {} if latent else {"sinks": torch.randn(NH, generator=g)}, heads=NH,
+        "attention", "attention",
+        {"q": q, **{n: n for n in ("positions", "sequences", "page_table")}, **names},
+        {"out": "out"}, {} if latent else {"sinks": torch.randn(NH, generator=g)}, heads=NH,
         kv_heads=1 if latent else KVH, dk=width, dv=L if latent else D, scale=0.2,
-        window=0 if latent else 50, parts=tuple(parts),
+        window=0 if latent else 50,
     )  # fmt: skip
     return b.build(), parts
 

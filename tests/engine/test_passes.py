@@ -16,9 +16,11 @@ from pykernels.ref.router import split_routing
 from runtime.devices.cpu.step import CpuStep
 from runtime.devices.host.runner import on_host
 from runtime.devices.host.step import HostStep
-from runtime.passes import defer, fewest_deferred, skip
+from runtime.devices.runner import Pass
+from runtime.passes import defer, fewest_deferred, offload, skip
 from runtime.passes.layers import moe_layers
 from runtime.program import Program
+from runtime.step_inputs import allocate_inputs
 
 from ..model import tiny
 
@@ -27,26 +29,25 @@ FAMILIES = ("deepseek_v3", "qwen2_moe", "glm4_moe")  # 3 experts of a token
 
 
 @contextmanager
-def changed(lm: Any, N: int, deferred: bool) -> Iterator[None]:
-    """Transformers' model with N experts of a token skipped, or deferred by one layer."""
+def changed(lm: Any, deferred: int = 0, skipped: int = 0) -> Iterator[None]:
+    """Transformers' model with the experts of a token's smallest weights skipped, and with those of
+    the smallest that are left deferred by one layer."""
     blocks = [layer.mlp.experts for layer in lm.model.layers if hasattr(layer.mlp, "experts")]
     late: list[torch.Tensor] = []
 
     def hook(module: Any, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
         x, ids, weights = (*args, *kwargs.values())
         order = weights.sort(dim=-1, descending=True, stable=True).indices
-        first, rest = order[:, :-N], order[:, -N:]
+        order = order[:, : ids.shape[1] - skipped]
+        stay = order.shape[1] - (0 if module is blocks[-1] else deferred)
 
         def experts(at: torch.Tensor) -> torch.Tensor:
             return module.forward(x, ids.gather(1, at), weights.gather(1, at))
 
-        if not deferred:
-            return experts(first)
         joined = late.pop() if late else torch.zeros_like(output)
-        if module is blocks[-1]:
-            return output + joined
-        late.append(experts(rest))
-        return experts(first) + joined
+        if stay < order.shape[1]:
+            late.append(experts(order[:, stay:]))
+        return experts(order[:, :stay]) + joined
 
     hooks = [block.register_forward_hook(hook, with_kwargs=True) for block in blocks]
     yield
@@ -54,12 +55,11 @@ def changed(lm: Any, N: int, deferred: bool) -> Iterator[None]:
         one.remove()
 
 
-def run(llm: Any, program: Program, device: str) -> torch.Tensor:
-    """Logits [T, V] of T tokens of one sequence."""
-    inputs = {
+def run(llm: Any, program: Program, device: str, **options: Any) -> torch.Tensor:
+    """Logits [T, V] of T tokens of one sequence; on the host device of a program that is there."""
+    inputs = allocate_inputs(program) | {
         "tokens": torch.arange(20, 20 + T), "positions": torch.arange(T),
-        "slots": torch.arange(T), "sequences": torch.zeros(T, dtype=torch.int64),
-        "sampled": torch.arange(T), "page_table": torch.zeros(1, 1, dtype=torch.int64),
+        "slots": torch.arange(T), "sampled": torch.arange(T),
     }  # fmt: skip
     host = device == "host"
     caches = {name: part.zeros() for name, part in llm.runner.model.caches(1).items()}
@@ -67,7 +67,7 @@ def run(llm: Any, program: Program, device: str) -> torch.Tensor:
         caches = {name: pages.float() for name, pages in caches.items()}
     step: Any
     step = (
-        HostStep(on_host(program), inputs, caches)
+        HostStep(program, inputs, caches, **options)
         if host
         else CpuStep(program, llm.pool, inputs, caches)
     )
@@ -90,14 +90,63 @@ def test_programs_do_what_a_plain_forward_does(family: str, tmp_path: Path) -> N
     plain = truth()
     with model.load_engine(tmp_path, context=64, threads=1) as llm:
         program = llm.runner.model.lower(T, 1, T, 1, 1)
-        for rewrite, deferred in ((defer, True), (skip, False)):
-            with changed(lm, 1, deferred):
+        here = on_host(program)
+        for rewrite, name in ((defer, "deferred"), (skip, "skipped")):
+            with changed(lm, **{name: 1}):
                 wanted = truth()
             moved = (wanted - plain).norm()
             assert moved > 0.1 * plain.norm()
-            assert (run(llm, rewrite(program, 1), "host") - wanted).norm() < 1e-4 * moved
+            assert (run(llm, rewrite(here, 1), "host") - wanted).norm() < 1e-4 * moved
             error = (run(llm, rewrite(program, 1), "cpu") - wanted).norm(dim=-1)
             assert error.median() < 0.05 * wanted.norm(dim=-1).median()
+
+
+PASSES: dict[str, Pass] = {
+    "defer": lambda p: defer(p, 1),
+    "skip": lambda p: skip(p, 1),
+    "offload": offload,
+}
+PAIRS: dict[tuple[str, str], dict[str, int] | str] = {
+    ("defer", "defer"): {"deferred": 2},
+    ("defer", "skip"): "Apply skip before defer",
+    ("defer", "offload"): {"deferred": 1},
+    ("skip", "defer"): {"skipped": 1, "deferred": 1},
+    ("skip", "skip"): {"skipped": 2},
+    ("skip", "offload"): {"skipped": 1},
+    ("offload", "defer"): {"deferred": 1},
+    ("offload", "skip"): {"skipped": 1},
+    ("offload", "offload"): {},
+}
+"""What two passes in a row are, or why they are refused."""
+
+
+@pytest.fixture(scope="module")
+def four_experts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    """An engine, and transformers' model of four experts of a token in float64."""
+    path = tmp_path_factory.mktemp("four")
+    made = tiny.make(path, "deepseek_v3", num_hidden_layers=4, num_experts_per_tok=4)
+    lm = made.reference.double()
+    lm.set_experts_implementation("eager")
+    with model.load_engine(path, context=64, threads=1, kernel="generic") as llm:
+        yield llm, lm
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_two_passes_in_a_row(pair: tuple[str, str], four_experts: tuple[Any, Any]) -> None:
+    llm, lm = four_experts
+    first, second = (PASSES[name] for name in pair)
+    program, wanted = on_host(llm.runner.model.lower(T, 1, T, 1, 1)), PAIRS[pair]
+    if isinstance(wanted, str):
+        with pytest.raises(PykernelsError, match=wanted):
+            second(first(program))
+        return
+    with changed(lm, **wanted), torch.no_grad():
+        truth = lm(torch.arange(20, 20 + T)[None]).logits[0]
+    logits = run(llm, second(first(program)), "host", pool=llm.pool, kernel="generic")
+    # What is offloaded runs on the real kernels, with bfloat16 inputs.
+    bound = 0.02 if "offload" in pair else 1e-4
+    assert (logits - truth).norm() < bound * truth.norm()
+    assert torch.equal(logits.argmax(-1), truth.argmax(-1)) or "offload" in pair
 
 
 def test_what_is_deferred_and_what_is_not(tmp_path: Path) -> None:
@@ -105,10 +154,11 @@ def test_what_is_deferred_and_what_is_not(tmp_path: Path) -> None:
     program = model.llm.outline_decoder(tmp_path).lower(T, 1, T, 1, 1)
     assert defer(program, 0) is program and skip(program, 0) is program
     late = defer(program, 2)
-    names = [node.name for node in late.nodes if node.name.endswith("deferred")]
+    names = [node.name for node in late.nodes if node.role == "deferred"]
     assert names == [f"layer{i}.experts.deferred" for i in (1, 2, 3)]  # not the last, 4
     assert len(moe_layers(program)) == 4
-    joins = {n: node.name for node in late.nodes for n in node.inputs if n.endswith("deferred")}
+    late_sums = {out for node in late.nodes if node.role == "deferred" for out in node.writes}
+    joins = {n: node.name for node in late.nodes for n in node.reads if n in late_sums}
     assert joins["layer1.routed.deferred"] == "layer3.input_norm"
     assert joins["layer3.routed.deferred"] == "norm"
     for rewrite in (defer, skip):
@@ -125,5 +175,7 @@ def test_as_few_are_deferred_as_keep_the_cpu_busy() -> None:
 
 def test_equal_weights_are_split_in_their_order() -> None:
     ids, weights = torch.tensor([[7, 3, 5, 1]]), torch.tensor([[0.5, 0.25, 0.5, 0.25]])
-    found = [part.tolist() for part in split_routing(ids, weights, 1)]
-    assert found == [[[7, 5, 3]], [[0.5, 0.5, 0.25]], [[1]], [[0.25]]]
+    parts = [part.tolist() for part in split_routing(ids, weights, 1)]
+    assert parts == [[[7, 3, 5, -1]], [[-1, -1, -1, 1]]]
+    parts = [part.tolist() for part in split_routing(torch.tensor([[7, 3, -1, -1]]), weights, 1)]
+    assert parts == [[[7, -1, -1, -1]], [[-1, 3, -1, -1]]]

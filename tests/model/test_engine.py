@@ -14,6 +14,7 @@ from model.llm import LLM
 from pykernels.errors import PykernelsError
 from runtime.devices.cpu.step import CpuStep
 from runtime.engine import SamplingParams
+from runtime.step_inputs import allocate_inputs
 
 from . import tiny
 
@@ -40,10 +41,9 @@ def logits(llm: LLM, ids: torch.Tensor) -> torch.Tensor:
     T, pages = len(ids), 1 + len(ids) // 64
     lowered = llm.runner.model
     program = lowered.lower(T, 1, T, pages, pages)
-    inputs = {
+    inputs = allocate_inputs(program) | {
         "tokens": ids, "positions": torch.arange(T), "slots": torch.arange(T),
-        "sequences": torch.zeros(T, dtype=torch.int64), "sampled": torch.arange(T),
-        "page_table": torch.arange(pages)[None],
+        "sampled": torch.arange(T), "page_table": torch.arange(pages)[None],
     }  # fmt: skip
     caches = {name: part.zeros() for name, part in lowered.caches(pages).items()}
     step = CpuStep(program, llm.pool, inputs, caches)

@@ -12,11 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numba import carray, types
 
 from ...errors import PykernelsError
 from ...quant import PackedExperts
 from ...quant.layout import K_BLOCK, N_BLOCK, ceil_to
 from ..activations.row_layout import RowFormat, row_bytes
+from ..intrin.sync import as_pointer
 from ..jit import inlined, kernel
 from ..job import JOB, job_at
 from .checks import check_dense, check_readable
@@ -36,12 +38,20 @@ def take_call(job_address, ids, weights):
         ids, weights: as in ``sort_slots``.
 
     Returns:
-        the number of active experts, or BAD_EXPERT or ``raised.RAISED``.
+        the number of active experts, or BAD_EXPERT or ``raised.RAISED``. Without an active expert
+        there is no task, and y is set to zeros here.
     """
     job = job_at(job_address)
     job.raised = 0
     if sort_slots(job_address, ids, weights) != OK:
         return BAD_EXPERT
+    if job.A == 0:
+        for t in range(job.T):
+            nbytes = job.H * (2 if job.y_bf16 else 4)
+            y = carray(as_pointer(job.y + t * job.y_stride), (nbytes,), types.uint8)
+            for i in range(nbytes):
+                y[i] = 0
+        return 0
     take_inputs(job_address)
     return job.raised if job.raised != 0 else job.A
 
@@ -241,7 +251,7 @@ class MoECall:
         Args:
             x: bf16 or float32 [T, H] on the CPU, as ``contiguous_rows`` returns it. The caller
                 keeps it, unchanged, until the row tasks are done; if there are none, it was copied.
-            ids: int64 [T, topk] expert numbers.
+            ids: int64 [T, topk] expert numbers; -1: none, which adds nothing.
             weights: [T, topk], taken as float32.
             y: bf16 or float32 [T, H], what ``down`` writes; the caller keeps it alive.
 
@@ -253,8 +263,6 @@ class MoECall:
         active = _take_call(self.address, ids.data_ptr(), weights.data_ptr())
         if active == BAD_EXPERT:
             raise self.bad_routing(ids)
-        if not active:  # no task will write it
-            y.zero_()
         word = {name: self._words[_AT[name]] for name in Prepared._fields if name in _AT}
         down_chunks = self._words[_AT["h_chunks"]] if active else 0
         pack_tasks = self._words[_AT["P"]]
@@ -325,7 +333,7 @@ class MoECall:
         return PykernelsError(
             f"the routing names expert {int(ids.min())} .. {int(ids.max())} in a layer of"
             f" {self.experts.shape.E}",
-            "Expert ids must be 0 to E - 1",
+            "Expert ids must be 0 to E - 1, or -1 for one that is not here",
         )
 
     def _plan(self, T: int) -> None:

@@ -51,11 +51,11 @@ def sort_slots(job_address, ids_address, weights_address):
     Slots are ordered by expert, then by token: the order in which results are summed.
 
     Args:
-        ids_address: int64 [T, topk], contiguous.
+        ids_address: int64 [T, topk], contiguous; -1: not here, which takes no slot.
         weights_address: float32 [T, topk], contiguous.
 
     Returns:
-        OK, or BAD_EXPERT if an id is outside 0 .. E - 1 (the job is unchanged then).
+        OK, or BAD_EXPERT if an id is outside -1 .. E - 1 (the job is unchanged then).
     """
     job = job_at(job_address)
     E, topk = job.E, job.topk
@@ -66,9 +66,10 @@ def sort_slots(job_address, ids_address, weights_address):
     for e in range(E):
         cursor[e] = 0
     for s in range(S):
-        if ids[s] < 0 or ids[s] >= E:
+        if ids[s] < -1 or ids[s] >= E:
             return BAD_EXPERT
-        cursor[ids[s]] += 1
+        if ids[s] >= 0:
+            cursor[ids[s]] += 1
     experts, starts = _words(job.experts, E), _words(job.starts, E + 1)
     active, total = 0, 0
     for e in range(E):
@@ -83,11 +84,13 @@ def sort_slots(job_address, ids_address, weights_address):
     slot_token = _words(job.slot_token, S)
     slot_weight = carray(as_pointer(job.slot_weight), (S,), types.float32)
     for s in range(S):
+        if ids[s] < 0:
+            continue
         slot = cursor[ids[s]]
         cursor[ids[s]] = slot + 1
         slot_token[slot] = s // topk
         slot_weight[slot] = weights[s]
-    job.S = S
+    job.S = total
     job.A = active
     _lay_out_groups(job)
     return OK

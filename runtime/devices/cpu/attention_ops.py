@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from pykernels.cpu.attention.expand import MATRICES
@@ -21,24 +23,24 @@ _NEVER = 1 << 40
 
 
 def rope_table(step: Context, node: Node) -> list[Job]:
-    (positions,), (out,) = node.inputs, node.outputs
+    positions, out = node.inputs["positions"], node.outputs["out"]
     frequencies = node.weights["frequencies"].float().contiguous()
     opening, run = make_rope_table()
     record = step.record(
         ROPE, count_at=step.count_at(positions), positions=step.at(positions),
         frequencies=step.keep(frequencies), half=len(frequencies),
-        scale=step.bits(node.attrs.get("scale", 1.0)), out=step.at(out),
+        scale=step.bits(node.attr("scale")), out=step.at(out),
     )  # fmt: skip
     return [Job(node.name, run.address, record, opening.address)]
 
 
-def mla_write(step: Context, node: Node) -> list[Job]:
-    q, kv, table, slots = node.inputs
-    (out, *caches), attrs = node.outputs, node.attrs
+def mla_rope_cache_write(step: Context, node: Node) -> list[Job]:
+    q, kv, table, slots = (node.inputs[name] for name in ("q", "kv", "angles", "slots"))
+    out, weight = node.outputs["rotated"], node.weights["kv_norm"].float().contiguous()
     half = step.program.shape(table)[2]
     # bf16 [pages, PAGE, L + R], or E4M3 [pages, PAGE, L], bf16 [pages, PAGE, R] and scales
-    latents, *coded = (step.tensor(name) for name in caches)
-    L = len(node.weights["weight"])
+    latents, *coded = (step.tensor(name) for name in cache_inputs(node).values())
+    L = len(weight)
     rope = coded[0] if coded else latents[..., L:]
     opening, run = make_mla_write()
     record = step.record(
@@ -46,18 +48,18 @@ def mla_write(step: Context, node: Node) -> list[Job]:
         count_at=step.count_at(q),
         table=step.at(table),
         half=half,
-        interleaved=attrs["interleaved"],
+        interleaved=node.attr("interleaved"),
         slots=step.at(slots),
         page_bytes=_bytes(latents, 0),
         token_bytes=_bytes(latents, 1),
-        eps=step.bits(attrs["eps"]),
+        eps=step.bits(node.attr("eps")),
         q=step.at(q),
         q_stride=step.stride(q),
-        nope=attrs["nope"],
-        NH=attrs["heads"],
-        kv=step.at(kv) + 4 * attrs.get("kv_start", 0),
+        nope=node.attr("nope"),
+        NH=node.attr("heads"),
+        kv=step.at(kv) + 4 * node.attr("kv_start"),
         kv_stride=step.stride(kv),
-        weight=step.keep(node.weights["weight"].float().contiguous()),
+        weight=step.keep(weight),
         L=L,
         cache=latents.data_ptr(),
         scale=coded[1].data_ptr() if coded else 0,
@@ -70,14 +72,14 @@ def mla_write(step: Context, node: Node) -> list[Job]:
     return [Job(node.name, run.address, record, opening.address)]
 
 
-def gqa_write(step: Context, node: Node) -> list[Job]:
-    qkv, table, slots = node.inputs
-    out, k, v, *scales = node.outputs
-    attrs, pages = node.attrs, step.tensor(k)  # bf16 or E4M3 [pages, PAGE, KVH, D]
+def gqa_rope_cache_write(step: Context, node: Node) -> list[Job]:
+    qkv, table, slots = (node.inputs[name] for name in ("qkv", "angles", "slots"))
+    out, caches = node.outputs["rotated"], cache_inputs(node)
+    pages = step.tensor(caches["k"])  # bf16 or E4M3 [pages, PAGE, KVH, D]
     opening, run = make_gqa_write()
     norms: dict[str, int] = {}
     for name in ("q", "k"):
-        if (weight := node.weights.get(name)) is not None:
+        if (weight := node.weights.get(f"{name}_norm")) is not None:
             norms[f"{name}_weight"] = step.keep(weight.float().contiguous())
             norms[f"{name}_norm"] = len(weight) // pages.shape[3]
     record = step.record(
@@ -85,22 +87,19 @@ def gqa_write(step: Context, node: Node) -> list[Job]:
         count_at=step.count_at(qkv),
         table=step.at(table),
         half=step.program.shape(table)[2],
-        interleaved=attrs.get("interleaved", 0),
+        interleaved=node.attr("interleaved"),
         slots=step.at(slots),
         page_bytes=_bytes(pages, 0),
         token_bytes=_bytes(pages, 1),
-        eps=step.bits(attrs.get("eps", 0.0)),
+        eps=step.bits(node.attr("eps")),
         qkv=step.at(qkv),
         qkv_stride=step.stride(qkv),
-        k_start=4 * attrs["k_start"],
-        v_start=4 * attrs["v_start"],
-        NH=attrs["heads"],
+        k_start=4 * node.attr("k_start"),
+        v_start=4 * node.attr("v_start"),
+        NH=node.attr("heads"),
         KVH=pages.shape[2],
         D=pages.shape[3],
-        k=step.at(k),
-        v=step.at(v),
-        k_scale=step.at(scales[0]) if scales else 0,
-        v_scale=step.at(scales[1]) if scales else 0,
+        **{part: step.at(name) for part, name in caches.items()},
         head_bytes=_bytes(pages, 2),
         out=step.at(out),
         out_stride=step.stride(out),
@@ -110,22 +109,22 @@ def gqa_write(step: Context, node: Node) -> list[Job]:
 
 
 def attention(step: Context, node: Node) -> list[Job]:
-    (q, k), table, attrs = node.inputs[:2], node.inputs[4], node.attrs
-    pages, tables, sinks = step.tensor(k), step.tensor(table), node.weights.get("sinks")
-    NH, KVH, T = attrs["heads"], attrs["kv_heads"], step.most(q)
-    kernel = make_attention(attrs["dk"], attrs["dv"], codes=pages.shape[-1] * _coded(pages))
+    q, sinks = node.inputs["q"], node.weights.get("sinks")
+    pages, tables = _keys(step, node), step.tensor(node.inputs["page_table"])
+    NH, KVH, T = node.attr("heads"), node.attr("kv_heads"), step.most(q)
+    kernel = make_attention(node.attr("dk"), node.attr("dv"), codes=pages.shape[-1] * _coded(pages))
     S = min(T, tables.shape[0])
     room = kernel.workspace(NH, KVH, T, S, S * tables.shape[1] * PAGE)
     head_bytes = _bytes(pages, 2) if pages.ndim == 4 else 0
-    (out,) = node.outputs
+    out = node.outputs["out"]
     record = step.record(
         ATTENTION,
         **_reads(step, node, kernel.scratch_bytes),
-        tokens_to=attrs.get("expand_from", _NEVER),
+        tokens_to=node.attr("expand_from") or _NEVER,
         k_head_bytes=head_bytes,
         v_head_bytes=head_bytes,
         KVH=KVH,
-        window=attrs.get("window", 0),
+        window=node.attr("window"),
         sinks=step.keep(sinks.float().contiguous()) if sinks is not None else 0,  # [NH]
         out=step.at(out),
         out_stride=step.stride(out),
@@ -143,20 +142,19 @@ def attention(step: Context, node: Node) -> list[Job]:
 
 
 def attention_expanded(step: Context, node: Node) -> list[Job]:
-    *read, q_nope, _ = node.inputs
-    q, latents, _, _, table = read[:5]
-    (out,), attrs, weights = node.outputs, node.attrs, node.weights
-    pages, NH, T = step.tensor(latents), attrs["heads"], step.most(q)
-    L, nope = weights["uv"].K, attrs["nope"]
+    q, q_nope, table = (node.inputs[name] for name in ("q", "q_nope", "page_table"))
+    out, weights, pages = node.outputs["out"], node.weights, _keys(step, node)
+    NH, T, L = node.attr("heads"), step.most(q), weights["uv"].K
+    R = math.prod(step.program.shape(q)[1:]) // NH - L
     matrices = [head_matrices(step, weights[name]) for name in ("uk", "uv")]
-    kernel = Expanded(L, step.program.shape(q)[2] - L, nope, attrs["dv"], _coded(pages))
+    kernel = Expanded(L, R, node.attr("nope"), node.attr("dv"), _coded(pages))
     row_bytes = max(fields["row_stride"] for fields in matrices)
     items = kernel.items(NH, T, min(T, step.tensor(table).shape[0]))
     w_uk, w_uv = (step.record(MATRICES, **fields) for fields in matrices)
     record = step.record(
         ATTENTION,
         **_reads(step, node, kernel.scratch_bytes(row_bytes)),
-        tokens_from=attrs["expand_from"],
+        tokens_from=node.attr("expand_from"),
         tokens_to=_NEVER,
         KVH=NH,
         q_nope=step.at(q_nope),
@@ -168,14 +166,16 @@ def attention_expanded(step: Context, node: Node) -> list[Job]:
         items=step.shared("items", items * ITEM_BYTES),
         items_capacity=items,
     )
-    return [step.later(node.name, record, attrs["expand_from"], kernel.compile)]
+    return [step.later(node.name, record, node.attr("expand_from"), kernel.compile)]
 
 
 def _reads(step: Context, node: Node, scratch_bytes: int) -> dict[str, int]:
     """Fields of ``ATTENTION``: what it reads, and scratch."""
-    q, k, positions, sequences, table = node.inputs[:5]
+    q, positions, sequences, table = (
+        node.inputs[name] for name in ("q", "positions", "sequences", "page_table")
+    )
     parts = {part: step.at(name) for part, name in cache_inputs(node).items()}
-    pages = step.tensor(k)
+    pages, keys = _keys(step, node), next(iter(parts.values()))
     scratch, scratch_stride = step.scratch(scratch_bytes)
     return {
         "sizes": step.count_at(q),
@@ -185,18 +185,23 @@ def _reads(step: Context, node: Node, scratch_bytes: int) -> dict[str, int]:
         "page_table_stride": step.tensor(table).stride(0),
         "q": step.at(q),
         "q_stride": step.stride(q),
-        "k": step.at(k),
-        "v": parts.get("v", step.at(k)),  # in latents the values are a part of the keys
+        "k": keys,
+        "v": parts.get("v", keys),  # in latents the values are a part of the keys
         "page_bytes": _bytes(pages, 0),
         "token_bytes": _bytes(pages, 1),
         "k_scale": parts.get("k_scale", parts.get("latent_scale", 0)),
         "v_scale": parts.get("v_scale", parts.get("latent_scale", 0)),
         "rope": parts.get("rope", 0),
-        "NH": node.attrs["heads"],
-        "scale": step.bits(node.attrs["scale"]),
+        "NH": node.attr("heads"),
+        "scale": step.bits(node.attr("scale")),
         "scratch": scratch,
         "scratch_stride": scratch_stride,
     }
+
+
+def _keys(step: Context, node: Node) -> torch.Tensor:
+    """The keys, or the latents, of the cache that a node reads."""
+    return step.tensor(next(iter(cache_inputs(node).values())))
 
 
 def _coded(pages: torch.Tensor) -> bool:

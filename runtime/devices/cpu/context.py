@@ -1,9 +1,7 @@
 """Binding a program to memory: what the ops' binders ask for.
 
-A step is then one call: no line of Python runs between its nodes. Buffers share memory where their
-lives do not overlap. What follows a norm reads *rows* in the form of its weight format, so a norm's
-output exists in those forms only (``pykernels.cpu.norm``); an input of a linear that is no norm's
-output is converted first.
+A step is then one call: no line of Python runs between its nodes. Where buffers lie, and which jobs
+wait for which, follows from the program (``analysis``).
 """
 
 from __future__ import annotations
@@ -15,24 +13,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from pykernels.cpu import MoECall, Workspace, make_routines
-from pykernels.cpu.activations.row_layout import row_bytes
-from pykernels.cpu.gemm.common import TILE
-from pykernels.cpu.moe.kernel import NEVER, Routines
-from pykernels.cpu.moe.plan import gemm_from_here
-from pykernels.cpu.norm import FORM, NORM, make_norm
+from pykernels.cpu import MoECall, Workspace
+from pykernels.cpu.moe.kernel import Routines
+from pykernels.cpu.norm import ADD, FORM, NORM, make_norm
 from pykernels.errors import PykernelsError
-from pykernels.quant import get_format
-from pykernels.quant.layout import K_BLOCK, ceil_to
-from pykernels.registry import resolve
-from pykernels.target import detect
+from pykernels.quant.layout import ceil_to
 
-from ...machine import tuning
+from ...analysis import ALIGN, buffer_bytes, dependencies, ordered, plan_memory
 from ...machine.memory import allocate
+from ...ops import OPS
 from ...program import Node, Program
 from ...workers.job import Job, float_bits
 from ...workers.pool import WorkerPool
-from .sampling import SamplingBlock
+from .activations import Form, FormKey, Forms, packed_only, sizes_with_forms
 
 _LINE = 64
 _SIZES = ("T", "S", "R")
@@ -80,11 +73,15 @@ class Context:
 
     Args:
         inputs, caches: by name, tensors of the buffers of these kinds.
+        in_order: whether each node waits for the whole of the one before, whatever it reads.
 
     Attributes:
         sizes: int64 [3]: T, S and R of a step.
         outputs: by name, tensors of the "output" buffers.
         uncompiled: jobs that are to be compiled before a step of so many tokens.
+
+    Raises:
+        PykernelsError: a buffer of another dtype than this device reads; an input that is missing.
     """
 
     def __init__(
@@ -95,52 +92,82 @@ class Context:
         caches: Mapping[str, torch.Tensor],
         kernel: str,
         sizes: torch.Tensor,
-        parameters: SamplingBlock,
+        in_order: bool = False,
     ) -> None:
-        self.program, self.pool, self.kernel = program, pool, kernel
-        self.sizes, self.parameters = sizes, parameters
-        self.workspace, self.calls = Workspace(), list[MoECall]()
-        self._kept: list[Any] = [sizes, inputs, caches, parameters]
-        self._memory = _Memory()
-        self._tensors: dict[str, torch.Tensor] = {**inputs, **caches}
-        self._rows: dict[tuple[str, str, bool], Rows] = {}
-        self._scratch: dict[int, int] = {}
-        self._shared: dict[str, int] = {}
+        self.program, self.pool, self.sizes = program, pool, sizes
+        self.calls = list[MoECall]()
         self.outputs: dict[str, torch.Tensor] = {}
         self.uncompiled: list[Later] = []
-        self._last = {name: at for at, node in enumerate(program.nodes) for name in node.inputs}
+        self._kept: list[Any] = [sizes, inputs, caches]
+        self._forms = Forms(program, kernel)
+        self._packed_only = packed_only(program)
+        self._in_order = in_order
+        self._order = dependencies(program, in_order)
+        self._scratch: dict[int, int] = {}
+        self._shared: dict[str, int] = {}
+        self._workspaces: dict[str, Workspace] = {}
+        self._node = 0  # the one that is being bound
+        self._waits: list[list[int]] = [list(direct) for direct in self._order.direct]
+        self._users: dict[str, int] = {}  # of shared memory: the node that used it last
+        self._makers: dict[tuple[str, FormKey], int] = {}  # of rows: the node that writes them
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._take({**inputs, **caches})
+        self._lay_out()
 
     def bind(self, binders: Mapping[str, Binder]) -> list[Job]:
         """The jobs of all nodes.
 
         Raises:
-            PykernelsError: an op that there is no binder for.
+            PykernelsError: an op that there is no binder for; one that reads floats where there
+                are none.
         """
         jobs: list[Job] = []
-        for at, node in enumerate(self.program.nodes):
+        spans: list[tuple[int, int]] = []  # first and last job of each node
+        for number, node in enumerate(self.program.nodes):
+            self._node = number
             if node.op not in binders:
                 raise PykernelsError(
                     f"the cpu device has no {node.op!r}", f"It has {', '.join(binders)}"
                 )
-            for name in node.outputs:
-                self._make(name)
+            first = len(jobs)
             jobs += binders[node.op](self, node)
-            for name in (*node.inputs, *node.outputs):
-                if self._last.get(name, at) <= at:
-                    self._free(name)
+            spans.append((first, len(jobs) - 1))
+        self._wait(jobs, spans)
         return jobs
 
+    def _wait(self, jobs: list[Job], spans: list[tuple[int, int]]) -> None:
+        """Tells each job which ones before it must be complete."""
+        waited = {j for waits in self._waits for j in waits}
+        last = len(spans) - 1
+        self._waits[last] += [i for i in range(last) if i not in waited]  # a step ends with all
+        for (first, end), direct in zip(spans, ordered(self._waits).direct, strict=True):
+            for job in jobs[first + 1 : end + 1]:
+                job.after = (1,)
+            jobs[first].after = tuple(first - spans[j][1] for j in direct)
+
+    # Buffers.
+
     def at(self, name: str) -> int:
-        """Address of a buffer."""
-        return int(self._tensors[name].data_ptr())
+        """Address of a buffer's floats or ints."""
+        return int(self.tensor(name).data_ptr())
 
     def stride(self, name: str) -> int:
         """Bytes from one token to the next."""
-        tensor = self._tensors[name]
+        tensor = self.tensor(name)
         return int(tensor.stride(0) * tensor.element_size())
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A buffer."""
+        """A buffer.
+
+        Raises:
+            PykernelsError: it exists as packed activations only.
+        """
+        if name in self._packed_only:
+            raise PykernelsError(
+                f"{self.program.nodes[self._node].name} reads {name!r} as floats; a norm writes it "
+                "only as packed activations here",
+                "Let a linear or experts read it, or take the norm to another device",
+            )
         return self._tensors[name]
 
     def count_at(self, name: str) -> int:
@@ -151,6 +178,8 @@ class Context:
     def most(self, name: str) -> int:
         """Its largest value."""
         return self.program.shape(name)[0]
+
+    # Memory of other kinds.
 
     def record(self, dtype: np.dtype, **fields: int) -> int:
         """A record of int64 words that stays where it is; returns its address."""
@@ -171,11 +200,24 @@ class Context:
         return self.keep(allocate(max(nbytes, _LINE)))
 
     def shared(self, what: str, nbytes: int) -> int:
-        """Memory that nodes of one kind use in turn; returns its address."""
+        """Memory that nodes of one kind use in turn, each after the one before; its address."""
         key = f"{what} {ceil_to(max(nbytes, _LINE), _LINE)}"
         if key not in self._shared:
             self._shared[key] = self.room(nbytes)
+        self._take_turns(key)
         return self._shared[key]
+
+    def workspace(self, role: str) -> Workspace:
+        """Scratch of the experts of one role, which run one after the other; those of other roles
+        may run beside them."""
+        self._take_turns(f"workspace {role}")
+        return self._workspaces.setdefault(role, Workspace())
+
+    def _take_turns(self, key: str) -> None:
+        """The node that is being bound waits for the one that uses this memory before it."""
+        if key in self._users and self._users[key] != self._node:
+            self._waits[self._node].append(self._users[key])
+        self._users[key] = self._node
 
     def scratch(self, nbytes: int) -> tuple[int, int]:
         """(address, stride) of scratch of each worker, which any task may use while it runs."""
@@ -183,6 +225,8 @@ class Context:
         if stride not in self._scratch:
             self._scratch[stride] = self.room(stride * self.pool.threads)
         return self._scratch[stride], stride
+
+    # Kernels.
 
     def later(
         self, name: str, record: int, tokens: int, compile: Callable[[], tuple[Any, Any]]
@@ -194,27 +238,32 @@ class Context:
 
     def kernel_of(self, fmt: str, activations: str) -> Routines:
         """The compiled routines of a weight format."""
-        backend = resolve(self.kernel, fmt, detect(), activations)
-        return make_routines(backend.name, fmt, activations)
+        return self._forms.kernel_of(fmt, activations)
 
     def gemm_from(self, kernel: Routines) -> int:
         """Tokens from which a matrix goes through the GEMM."""
-        if not kernel.has_gemm:
-            return NEVER
-        tuned = tuning.gemm_from(kernel.backend, kernel.fmt, kernel.activations)
-        return tuned or gemm_from_here(kernel.backend, kernel.fmt, kernel.activations) or NEVER
+        return self._forms.gemm_from(kernel)
+
+    def bits(self, value: float) -> int:
+        """A float32 as records hold it."""
+        return float_bits(value)
+
+    # Packed activations.
 
     def rows(self, node: Node, name: str, kernel: Routines, tiles: bool) -> tuple[Rows, list[Job]]:
-        """A buffer's rows for a kernel, and the jobs that make them, if they are not there.
+        """A buffer's rows for a kernel, and the jobs that make them, if no node has made them.
 
         Args:
             tiles: whether the GEMM's A tiles are wanted too.
         """
-        key = (name, _form_name(kernel), tiles and self.gemm_from(kernel) <= self.most(name))
-        if key in self._rows:
-            return self._rows[key], []
-        jobs = self.norm(node.name, name, None, {}, [key[1:]], [kernel], source=name)
-        return self._rows[key], jobs
+        key = self._forms.key(name, kernel, tiles)
+        rows = self._rows[name, key]
+        maker = self._makers.get((name, key))
+        if maker is None:
+            return rows, self.norm(node.name, name, None, {}, [key], source=name)
+        if maker != self._node:
+            self._waits[self._node].append(maker)
+        return rows, []
 
     def norm(
         self,
@@ -222,31 +271,25 @@ class Context:
         out: str,
         total: str | None,
         fields: Mapping[str, int],
-        forms: list[tuple[str, bool]],
-        kernels: list[Routines],
+        keys: list[FormKey],
         source: str,
+        adds: tuple[str, ...] = (),
         K: int = 0,
     ) -> list[Job]:
-        """The job that makes ``out``'s rows in all forms from ``source``."""
+        """The job that makes some forms of ``out`` from ``source`` and what is added to it."""
         opening, run = make_norm()
-        H = K or self.program.shape(source)[1]
-        records = np.zeros(max(1, len(forms)), FORM)
-        most = self.most(out)
-        for record, (form, tiles), kernel in zip(records, forms, kernels, strict=False):
-            padded = ceil_to(H, get_format(kernel.fmt).k_block)
-            stride = row_bytes(padded, kernel.row_formats[0])
-            rows, handle = self._memory.take(stride * most)
-            self._lives(out, handle)
-            a_tiles, steps = 0, 2 if kernel.int8 else 4
-            if tiles:
-                groups = ceil_to(most, 32) // 16
-                a_tiles, handle = self._memory.take(groups * steps * padded // K_BLOCK * TILE)
-                self._lives(out, handle)
-            record["rows"], record["stride"], record["K"] = rows, stride, padded
-            record["quantize_row"], record["tiles"] = kernel.quantize_row, a_tiles
-            record["tile_steps"], record["int8"] = steps, kernel.int8
+        H = K or int(np.prod(self.program.shape(source)[1:]))
+        records, addends = np.zeros(max(1, len(keys)), FORM), np.zeros(max(1, len(adds)), ADD)
+        for record, key in zip(records, keys, strict=False):
+            rows, form = self._rows[out, key], self._forms.of[out][key]
+            kernel = form.kernel
+            record["rows"], record["stride"], record["K"] = rows.address, rows.stride, form.padded
+            record["quantize_row"], record["tiles"] = kernel.quantize_row, rows.a_tiles
+            record["tile_steps"], record["int8"] = form.tile_steps, kernel.int8
             record["interleave_a"] = kernel.interleave_a
-            self._rows[out, form, tiles] = Rows(rows, stride, a_tiles)
+            self._makers[out, key] = self._node
+        for addend, name in zip(addends, adds, strict=False):
+            addend["x"], addend["stride"] = self.at(name), self.stride(name)
         scratch, stride = self.scratch(4 * H)
         summed = {"sum": self.at(total), "sum_stride": self.stride(total)} if total else {}
         address = self.record(
@@ -255,104 +298,82 @@ class Context:
                 "count_at": self.count_at(out),
                 "x": self.at(source),
                 "x_stride": self.stride(source),
+                "adds": self.keep(addends),
+                "add_count": len(adds),
                 "H": H,
-                "chunk": 1 if most <= 64 else 4,
+                "chunk": 1 if self.most(out) <= 64 else 4,
                 "scratch": scratch,
                 "scratch_stride": stride,
                 "forms": self.keep(records),
-                "form_count": len(forms),
+                "form_count": len(keys),
                 **summed,
                 **fields,
             },
         )
         return [Job(label, run.address, address, opening.address)]
 
-    def forms_of(self, name: str) -> tuple[list[tuple[str, bool]], list[Routines]]:
+    def forms_of(self, name: str) -> list[FormKey]:
         """The forms in which a buffer's readers want its rows."""
-        forms: dict[tuple[str, bool], Routines] = {}
-        for reader in self.program.readers(name):
-            wanted = self.row_kernel(reader, name)
-            if wanted is not None:
-                kernel, gemm = wanted
-                tiles = gemm and self.gemm_from(kernel) <= self.most(name)
-                forms[_form_name(kernel), tiles] = kernel
-        return list(forms), list(forms.values())
+        return list(self._forms.of.get(name, {}))
 
-    def row_kernel(self, node: Node, name: str) -> tuple[Routines, bool] | None:
-        """The kernel for whose rows a node reads a buffer, and whether A tiles of the GEMM are
-        wanted; None if it reads floats."""
-        if node.op == "linear" and name == node.inputs[0]:
-            matrix = node.weights["weight"]
-            return self.kernel_of(matrix.fmt.name, node.attrs.get("activations", "bf16")), True
-        if node.op == "moe_ffn" and name == node.inputs[0]:
-            experts = node.weights["experts"]
-            return self.kernel_of(experts.fmt.name, node.attrs.get("activations", "bf16")), False
-        return None
+    def _take(self, given: Mapping[str, torch.Tensor]) -> None:
+        """The inputs and caches, which the caller has."""
+        for node in self.program.nodes:
+            op = OPS[node.op]
+            for name, buffer in {**node.inputs, **node.outputs}.items():
+                port = op.inputs.get(name) or op.outputs.get(name)
+                dtype = self.program.buffers[buffer].dtype
+                wanted = {"activation": torch.float32, "index": torch.int64}
+                if port is not None and wanted.get(port.kind, dtype) != dtype:
+                    raise PykernelsError(
+                        f"{node.name} has {buffer!r} in {dtype}",
+                        "The cpu device takes activations in float32 and indices in int64",
+                    )
+        for name, declared in self.program.buffers.items():
+            if declared.kind not in ("input", "cache"):
+                continue
+            if name not in given:
+                raise PykernelsError(
+                    f"the {declared.kind} {name!r} of {self.program.name!r} is not given",
+                    "See runtime.step_inputs.allocate_inputs",
+                )
+            if given[name].dtype != declared.dtype:
+                raise PykernelsError(
+                    f"{name!r} is {given[name].dtype}, not {declared.dtype}", "Convert it"
+                )
+            self._tensors[name] = given[name]
 
-    def bits(self, value: float) -> int:
-        """A float32 as records hold it."""
-        return float_bits(value)
-
-    # Memory.
-
-    def _make(self, name: str) -> None:
-        """Memory for a node's output."""
-        if name in self._tensors:
-            return
-        buffer, shape = self.program.buffers[name], self.program.shape(name)
-        nbytes = int(np.prod(shape)) * buffer.dtype.itemsize
-        if buffer.kind == "output":
-            tensor = torch.zeros(shape, dtype=buffer.dtype, device="cpu")
-            self.outputs[name] = tensor
-        else:
-            address, handle = self._memory.take(nbytes)
-            self._lives(name, handle)
-            tensor = self._memory.view(handle, nbytes).view(buffer.dtype).view(shape)
-        self._tensors[name] = tensor
-
-    def _lives(self, name: str, handle: int) -> None:
-        self._memory.owners.setdefault(name, []).append(handle)
-
-    def _free(self, name: str) -> None:
-        for handle in self._memory.owners.pop(name, []):
-            self._memory.give(handle)
-
-
-class _Memory:
-    """Chunks that buffers take in turn: the smallest free one that is large enough, or a new one.
-
-    Taking and giving in the order of nodes is what running them does.
-    """
-
-    def __init__(self) -> None:
-        self.chunks: list[torch.Tensor] = []
-        self.owners: dict[str, list[int]] = {}
-        self._free: set[int] = set()
-
-    def take(self, nbytes: int) -> tuple[int, int]:
-        """(address, handle) of at least so many bytes, 64-byte aligned."""
-        fits = [h for h in self._free if nbytes <= self.chunks[h].numel() <= 2 * nbytes + 4096]
-        if fits:
-            handle = min(fits, key=lambda h: self.chunks[h].numel())
-            self._free.discard(handle)
-        else:
-            handle = len(self.chunks)
-            room = ceil_to(max(nbytes, 1), _LINE)
-            raw = torch.zeros(room + _LINE, dtype=torch.uint8, device="cpu")
-            skip = -raw.data_ptr() % _LINE
-            self.chunks.append(raw[skip : skip + room])
-        return int(self.chunks[handle].data_ptr()), handle
-
-    def view(self, handle: int, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes] of a chunk."""
-        return self.chunks[handle][:nbytes]
-
-    def give(self, handle: int) -> None:
-        """The chunk is free again."""
-        self._free.add(handle)
+    def _lay_out(self) -> None:
+        """Memory for what nodes write, and for the forms of what they read."""
+        program, forms = self.program, self._forms.of
+        for name in self._packed_only:
+            if program.buffers[name].kind == "output":
+                raise PykernelsError(
+                    f"the output {name!r} of {program.name!r} is what a norm writes, which the cpu "
+                    "device has only as packed activations",
+                    "Let another node write it",
+                )
+        sizes = buffer_bytes(program)
+        plan = plan_memory(
+            program, self._order, sizes_with_forms(sizes, forms, tuple(self._packed_only))
+        )
+        arena = allocate(max(plan.nbytes, ALIGN))
+        self.keep(arena)
+        self._rows: dict[tuple[str, FormKey], Rows] = {}
+        for name, buffer in program.buffers.items():
+            shape, offset = program.shape(name), plan.offsets.get(name, 0)
+            if buffer.kind == "output":
+                self._tensors[name] = self.outputs[name] = torch.zeros(
+                    shape, dtype=buffer.dtype, device="cpu"
+                )
+            elif buffer.kind == "scratch" and name not in self._packed_only:
+                raw = arena[offset : offset + sizes[name]]
+                self._tensors[name] = raw.view(buffer.dtype).view(shape)
+                offset += ceil_to(sizes[name], ALIGN)
+            for key, form in forms.get(name, {}).items():
+                self._rows[name, key] = _rows_at(int(arena.data_ptr()) + offset, form)
+                offset += ceil_to(form.nbytes, ALIGN)
 
 
-def _form_name(kernel: Routines) -> str:
-    """Tells apart the rows of kernels that want different ones."""
-    how = kernel.row_formats[0]
-    return f"{'bf16' if how is None else how.name}-{kernel.interleave_a:d}-{kernel.int8:d}"
+def _rows_at(address: int, form: Form) -> Rows:
+    return Rows(address, form.stride, address + form.tiles_at if form.tile_bytes else 0)

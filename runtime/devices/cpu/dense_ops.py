@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from pykernels.cpu.activations.row_layout import row_bytes
 from pykernels.cpu.embedding import EMBED, make_embed, make_embed_packed
 from pykernels.cpu.gemm.common import MAX_BLOCKS
 from pykernels.cpu.gemv.common import MAX_TOKENS
 from pykernels.cpu.linear import HEADS, LINEAR, make_heads, make_linear
 from pykernels.cpu.moe.kernel import tables_address
-from pykernels.cpu.sampling import SAMPLING, make_ops, sizes
+from pykernels.cpu.sampling import SAMPLING as SAMPLING_JOB
+from pykernels.cpu.sampling import make_ops, sizes
 from pykernels.quant.layout import K_BLOCK, ceil_to
 
 from ...matrix import PackedHeads, PackedMatrix
+from ...ops import SAMPLING
 from ...program import Node
 from ...workers.job import Job
 from .context import Context
@@ -22,9 +22,13 @@ _TASKS = 8
 """Tasks a worker of a linear: dynamic, so that a core that is slower takes fewer."""
 _TASK_BYTES = 1 << 20
 
+_COLUMNS = {"num_logprobs": "logprobs"}
+_OUTPUTS = {"logprobs": "logprobs_out"}
+"""Fields of the kernels' record that the op calls otherwise."""
+
 
 def embed(step: Context, node: Node) -> list[Job]:
-    (ids,), (out,) = node.inputs, node.outputs
+    ids, out = node.inputs["ids"], node.outputs["out"]
     table = node.weights["table"]
     (V, H), fields = table.shape, dict[str, int]()
     if isinstance(table, PackedMatrix):
@@ -44,26 +48,22 @@ def embed(step: Context, node: Node) -> list[Job]:
 
 
 def rms_norm(step: Context, node: Node) -> list[Job]:
-    x, *adds = node.inputs
-    index = adds.pop() if node.attrs.get("sampled") else None
-    out, total = node.outputs[0], node.outputs[1] if len(node.outputs) > 1 else None
-    forms, kernels = step.forms_of(out)
+    x, out = node.inputs["x"], node.outputs["out"]
     weight = node.weights["weight"].float().contiguous()
-    fields = {"weight": step.keep(weight), "eps": step.bits(node.attrs["eps"])}
-    for i, name in enumerate(adds):
-        fields |= {f"add{i}": step.at(name), "add_stride": step.stride(name)}
-    if index is not None:
-        fields["index"] = step.at(index)
-    start = node.attrs.get("start", 0)  # a part of x's columns
-    fields["x"] = step.at(x) + 4 * start
-    return step.norm(node.name, out, total, fields, forms, kernels, x, K=len(weight))
+    fields = {"weight": step.keep(weight), "eps": step.bits(node.attr("eps"))}
+    if "rows" in node.inputs:
+        fields["index"] = step.at(node.inputs["rows"])
+    return step.norm(
+        node.name, out, node.outputs.get("sum"), fields, step.forms_of(out), x,
+        node.series("add"), K=len(weight),
+    )  # fmt: skip
 
 
 def linear(step: Context, node: Node) -> list[Job]:
     """x by a matrix; to columns of out from ``start`` on, where other ones write the rest."""
-    x, (out,) = node.inputs[0], node.outputs
+    x, out = node.inputs["x"], node.outputs["out"]
     matrix, bias = node.weights["weight"], node.weights.get("bias")
-    kernel = step.kernel_of(matrix.fmt.name, node.attrs.get("activations", "bf16"))
+    kernel = step.kernel_of(matrix.fmt.name, node.attr("activations"))
     rows, jobs = step.rows(node, x, kernel, True)
     blocks = matrix.blocks.shape[0]
     workers = step.pool.threads
@@ -84,7 +84,7 @@ def linear(step: Context, node: Node) -> list[Job]:
         blocks=blocks,
         N=matrix.N,
         bias=0 if bias is None else step.keep(bias.float().contiguous()),
-        out=step.at(out) + 4 * node.attrs.get("start", 0),
+        out=step.at(out) + 4 * node.attr("start"),
         out_stride=step.stride(out),
         chunk=chunk,
         gemm_chunk=gemm_chunk,
@@ -100,12 +100,12 @@ def linear(step: Context, node: Node) -> list[Job]:
     return [*jobs, Job(node.name, run.address, record, opening.address)]
 
 
-def heads(step: Context, node: Node) -> list[Job]:
-    """x [T, G * x_head + ...] by a matrix of each head, to out [T, G * out_head + ...]; strides in
-    numbers, ``attrs``. Tokens of sequences with ``expand_from`` in the step are left out."""
-    x, (out,) = node.inputs[0], node.outputs
-    heads, attrs = node.weights["heads"], node.attrs
-    matrices, many = head_matrices(step, heads), attrs.get("expand_from", 0)
+def per_head_linear(step: Context, node: Node) -> list[Job]:
+    """x [T, G * x_head + ...] by a matrix of each head, to out [T, G * out_head]. Tokens of
+    sequences with ``expand_from`` in the step are left out."""
+    x, out = node.inputs["x"], node.outputs["out"]
+    heads = node.weights["heads"]
+    matrices, many = head_matrices(step, heads), node.attr("expand_from")
     scratch, scratch_stride = step.scratch(MAX_TOKENS * matrices["row_stride"])
     opening, run = make_heads()
     record = step.record(
@@ -114,13 +114,13 @@ def heads(step: Context, node: Node) -> list[Job]:
         G=heads.G,
         x=step.at(x),
         x_stride=step.stride(x),
-        x_head=4 * attrs["x_head"],
+        x_head=4 * node.attr("x_head"),
         K=heads.K,
         N=heads.N,
         out=step.at(out),
         out_stride=step.stride(out),
-        out_head=4 * attrs["out_head"],
-        sequence=step.at("sequences") if many else 0,
+        out_head=4 * node.attr("out_head"),
+        sequence=step.at(node.inputs["sequences"]) if many else 0,
         tokens_to=many,
         scratch=scratch,
         scratch_stride=scratch_stride,
@@ -148,25 +148,27 @@ def head_matrices(step: Context, heads: PackedHeads) -> dict[str, int]:
     }
 
 
-def sample(step: Context, node: Node) -> list[Job]:
-    (logits,) = node.inputs
-    tokens, logprobs, top_ids, top_logprobs = node.outputs
+def sample_requests(step: Context, node: Node) -> list[Job]:
+    logits = node.inputs["logits"]
     R, V = step.program.shape(logits)
     need = sizes(R, V, step.pool.threads)
-    record = np.zeros(1, SAMPLING)
-    step.parameters.point_at(record[0])
-    for field, name in (
-        ("tokens", tokens), ("logprobs_out", logprobs), ("top_ids", top_ids),
-        ("top_logprobs", top_logprobs), ("logits", logits),
-    ):  # fmt: skip
-        record[field] = step.at(name)
-    for field in ("adjusted", "maxima", "partials", "scratch"):
-        record[field] = step.room(getattr(need, field))
-    record["count_at"], record["V"] = step.count_at(logits), V
-    record["logits_stride"], record["scratch_stride"] = step.stride(logits), need.scratch_stride
-    address = step.keep(record)
-    names = ("scan", "draw", "finish")
+    parameters = {_COLUMNS.get(name, name): step.at(node.inputs[name]) for name in SAMPLING}
+    outputs = {_OUTPUTS.get(name, name): step.at(out) for name, out in node.outputs.items()}
+    record = step.record(
+        SAMPLING_JOB,
+        count_at=step.count_at(logits),
+        V=V,
+        logits=step.at(logits),
+        logits_stride=step.stride(logits),
+        scratch_stride=need.scratch_stride,
+        **parameters,
+        **outputs,
+        **{
+            field: step.room(getattr(need, field))
+            for field in ("adjusted", "maxima", "partials", "scratch")
+        },
+    )
     return [
-        Job(f"{node.name}.{name}", run.address, address, opening.address)
-        for name, (opening, run) in zip(names, make_ops(), strict=True)
+        Job(f"{node.name}.{name}", run.address, record, opening.address)
+        for name, (opening, run) in zip(("scan", "draw", "finish"), make_ops(), strict=True)
     ]

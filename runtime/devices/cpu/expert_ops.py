@@ -21,8 +21,8 @@ from .context import Context
 
 
 def router(step: Context, node: Node) -> list[Job]:
-    (logits,), (ids, weights) = node.inputs, node.outputs
-    spec, bias = node.attrs["spec"], node.weights.get("bias")
+    logits, ids, weights = node.inputs["logits"], node.outputs["ids"], node.outputs["weights"]
+    spec, bias = node.attr("spec"), node.weights.get("bias")
     opening, run = make_router()
     record = step.record(
         ROUTER,
@@ -30,7 +30,7 @@ def router(step: Context, node: Node) -> list[Job]:
         logits=step.at(logits),
         logits_stride=step.stride(logits),
         bias=0 if bias is None else step.keep(bias.float().contiguous()),
-        E=node.attrs["experts"],
+        E=node.attr("experts"),
         topk=spec.topk,
         sigmoid=spec.scoring == "sigmoid",
         renormalize=spec.renormalize,
@@ -48,48 +48,45 @@ def router(step: Context, node: Node) -> list[Job]:
 
 
 def split_routing(step: Context, node: Node) -> list[Job]:
-    """A token's experts in two parts; of the second there may be none."""
-    ids, weights = node.inputs
+    """A token's experts in two parts, the second of which may be dropped."""
+    ids, weights = node.inputs["ids"], node.inputs["weights"]
     topk = step.program.shape(ids)[1]
     if topk > MAX_TOPK:
         raise PykernelsError(
             f"{node.name} parts {topk} experts of a token", f"It can part {MAX_TOPK} at most"
         )
     opening, run = make_split()
-    names = ("first_ids", "first_weights", "last_ids", "last_weights")
     record = step.record(
         SPLIT,
         count_at=step.count_at(ids),
         ids=step.at(ids),
         weights=step.at(weights),
         topk=topk,
-        last=node.attrs["last"],
-        **{name: step.at(out) for name, out in zip(names, node.outputs, strict=False)},
+        last=node.attr("last"),
+        **{name: step.at(out) for name, out in node.outputs.items()},
     )
     return [Job(node.name, run.address, record, opening.address)]
 
 
 def moe_ffn(step: Context, node: Node) -> list[Job]:
     """Routed experts; or a dense MLP as the one expert that every token takes."""
-    x, *routing = node.inputs
-    (out,) = node.outputs
-    experts = node.weights["experts"]
-    activations = node.attrs.get("activations", "bf16")
+    x, out = node.inputs["x"], node.outputs["out"]
+    experts, activations = node.weights["experts"], node.attr("activations")
     gate_up, down = (
         step.kernel_of(fmt.name, activations) for fmt in (experts.fmt, experts.down_fmt)
     )
     kernel = join(gate_up, down, experts.shape.spec)
     rows, jobs = step.rows(node, x, gate_up, False)
     T = step.most(x)
-    topk = step.program.shape(routing[0])[1] if routing else 1
+    topk = step.program.shape(node.inputs["ids"])[1] if "ids" in node.inputs else 1
     cut = plan(experts.shape, experts.fmt, step.pool.threads, 1 if T <= MAX_TOKENS else T,
                max(step.gemm_from(gate_up), step.gemm_from(down)))  # fmt: skip
-    call = MoECall(experts, kernel, step.workspace, step.pool.threads, cut)
+    call = MoECall(experts, kernel, step.workspace(node.role), step.pool.threads, cut)
     call.bind(T, topk, rows.address, rows.stride, step.at(out), step.stride(out))
     step.keep(call.job)
     step.calls.append(call)
-    if routing:
-        ids, weights = (step.at(name) for name in routing)
+    if "ids" in node.inputs:
+        ids, weights = (step.at(node.inputs[name]) for name in ("ids", "weights"))
     else:
         ids = step.keep(torch.zeros(T, dtype=torch.int64, device="cpu"))
         weights = step.keep(torch.ones(T, dtype=torch.float32, device="cpu"))

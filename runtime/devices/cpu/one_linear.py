@@ -25,7 +25,7 @@ class OneLinear:
         b.buffer("x", "T", matrix.K, kind="input")
         b.buffer("y", "T", matrix.N, kind="output")
         weights = {"weight": matrix} if bias is None else {"weight": matrix, "bias": bias}
-        b.node("linear", "linear", ["x"], ["y"], weights)
+        b.node("linear", "linear", {"x": "x"}, {"out": "y"}, weights)
         self._x = torch.zeros(T, matrix.K, dtype=torch.float32, device="cpu")
         self._step = CpuStep(b.build(), pool, {"x": self._x}, {})
 

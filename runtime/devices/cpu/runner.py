@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ...engine.batch import StepBatch
 from ...machine.memory import allocate
 from ...program import Program
 from ...workers.pool import WorkerPool
 from ..runner import Lowered, PagedRunner, Pass
-from .sampling import SamplingBlock
 from .step import CpuStep
 
 
@@ -48,18 +46,6 @@ class CpuRunner(PagedRunner):
             name: allocate(part.nbytes).view(part.dtype).view(part.shape)
             for name, part in model.caches(self.num_pages).items()
         }
-        self._parameters = SamplingBlock(self.max_rows)
-
-    def bind(self, batch: StepBatch) -> None:
-        self._parameters.bind(batch)
-        super().bind(batch)
 
     def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CpuStep:
-        return CpuStep(
-            program, self.pool, inputs, self.caches, self.kernel, self.sizes, self._parameters
-        )
-
-    def sampling(self, batch: StepBatch, anew: bool) -> None:
-        if anew:
-            self._parameters.arrange(batch.sampling[: batch.R])
-        self._parameters.refresh()
+        return CpuStep(program, self.pool, inputs, self.caches, self.kernel, self.sizes)

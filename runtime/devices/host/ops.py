@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import torch
 
 from pykernels import ref
 from pykernels.ref.attention import attend, read_pages
 from pykernels.ref.router import split_routing as split_by_weight
-from pykernels.ref.sampling import Request, sample_requests
+from pykernels.ref.sampling import Request
+from pykernels.ref.sampling import sample_requests as sample_rows
 
 from ...kv_cache.layout import cache_inputs
+from ...ops import SAMPLING
 from ...program import Node
 from . import weights
-
-
-class Memory(Protocol):
-    """What ops read and write: the buffers of a step, as long as the step is."""
-
-    requests: list[Request]
-
-    def read(self, name: str) -> torch.Tensor:
-        """A buffer's part that the step fills; of a cache and of page tables all."""
-
-    def write(self, name: str, value: torch.Tensor) -> None:
-        """Sets that part."""
-
+from .memory import Memory
 
 Op = Callable[[Memory, Node], None]
 
@@ -36,138 +26,127 @@ def embed(m: Memory, node: Node) -> None:
     table = node.weights["table"]
     if not isinstance(table, torch.Tensor):
         table = weights.matrix(table)
-    m.write(node.outputs[0], ref.embed(m.read(node.inputs[0]), table).float())
+    m.write(node.outputs["out"], ref.embed(m.read(node.inputs["ids"]), table).float())
 
 
 def rms_norm(m: Memory, node: Node) -> None:
-    """The sum of the inputs and its norm; of the last input's rows where they are sampled."""
-    names = list(node.inputs)
-    rows = m.read(names.pop()) if node.attrs.get("sampled") else slice(None)
-    weight, start = node.weights["weight"], node.attrs.get("start", 0)
-    total = m.read(names[0])[rows, start : start + len(weight)]
-    for name in names[1:]:
+    """The sum of x and the addends and its norm; of some of their rows where these are given."""
+    weight = node.weights["weight"]
+    rows = m.read(node.inputs["rows"]) if "rows" in node.inputs else slice(None)
+    total = m.read(node.inputs["x"])[rows, : len(weight)]
+    for name in node.series("add"):
         total = total + m.read(name)[rows]
-    m.write(node.outputs[0], ref.rms_norm(total, weight, node.attrs["eps"])[0])
-    if len(node.outputs) > 1:
-        m.write(node.outputs[1], total)
+    m.write(node.outputs["out"], ref.rms_norm(total, weight, node.attr("eps"))[0])
+    if "sum" in node.outputs:
+        m.write(node.outputs["sum"], total)
 
 
 def linear(m: Memory, node: Node) -> None:
-    """x by a matrix; to columns of out from ``start`` on, where out is as wide as ``width``."""
+    """x by a matrix, to columns of out from ``start`` on."""
     packed, bias = node.weights["weight"], node.weights.get("bias")
-    (out,), start = node.outputs, node.attrs.get("start", 0)
-    y = m.read(node.inputs[0])[:, : packed.K] @ weights.matrix(packed).T  # [T, N]
+    y = m.read(node.inputs["x"]).flatten(1)[:, : packed.K] @ weights.matrix(packed).T  # [T, N]
     y = y if bias is None else y + bias
-    if "width" not in node.attrs:
-        m.write(out, y)
-        return
-    whole = m.read(out).clone() if out in node.inputs else y.new_zeros(len(y), node.attrs["width"])
-    whole[:, start : start + packed.N] = y
-    m.write(out, whole)
+    start = node.attr("start")
+    m.read(node.outputs["out"])[:, start : start + packed.N] = y
 
 
-def heads(m: Memory, node: Node) -> None:
-    """A matrix for each head; where the output is an input too, in the first numbers of a head."""
-    packed = node.weights["heads"]
-    x = m.read(node.inputs[0]).flatten(1)
-    x_head, out_head = node.attrs["x_head"], node.attrs["out_head"]
+def per_head_linear(m: Memory, node: Node) -> None:
+    """A matrix for each head, to the first numbers of each head of out."""
+    packed, x = node.weights["heads"], m.read(node.inputs["x"]).flatten(1)
+    x_head, out_head = node.attr("x_head"), node.attr("out_head")
     x = x[:, : packed.G * x_head].unflatten(1, (packed.G, x_head))[..., : packed.K]  # [T, G, K]
     y = torch.einsum("tgk,gnk->tgn", x, weights.heads(packed))
-    (out,) = node.outputs
-    if out in node.inputs:
-        whole = m.read(out).reshape(-1, packed.G, out_head)
-        y = torch.cat([y, whole[..., packed.N :]], -1)
-    m.write(out, y)
+    m.read(node.outputs["out"]).view(len(x), packed.G, out_head)[..., : packed.N] = y
 
 
 def rope_table(m: Memory, node: Node) -> None:
-    positions, frequencies = m.read(node.inputs[0]), node.weights["frequencies"].float()
+    positions, frequencies = m.read(node.inputs["positions"]), node.weights["frequencies"].float()
     angles = positions.float()[:, None] * frequencies  # [T, R / 2]
-    scale = node.attrs.get("scale", 1.0)
-    m.write(node.outputs[0], torch.stack([angles.cos() * scale, angles.sin() * scale], 1))
+    scale = node.attr("scale")
+    m.write(node.outputs["out"], torch.stack([angles.cos() * scale, angles.sin() * scale], 1))
 
 
-def mla_write(m: Memory, node: Node) -> None:
-    q, kv, table, slots = (m.read(name) for name in node.inputs)
-    (out, *caches), attrs, weight = node.outputs, node.attrs, node.weights["weight"]
-    NH, nope, L, R = attrs["heads"], attrs["nope"], len(weight), 2 * table.shape[2]
-    start = attrs.get("kv_start", 0)
+def mla_rope_cache_write(m: Memory, node: Node) -> None:
+    q, kv, table, slots = (m.read(node.inputs[name]) for name in ("q", "kv", "angles", "slots"))
+    weight, interleaved = node.weights["kv_norm"], node.attr("interleaved")
+    NH, nope, L, R = node.attr("heads"), node.attr("nope"), len(weight), 2 * table.shape[2]
+    start = node.attr("kv_start")
     latent, rope = kv[:, start : start + L + R].split([L, R], 1)
-    latent = ref.rms_norm(latent, weight, attrs["eps"])[0]
-    rope = _turned(rope[:, None], table, attrs["interleaved"])[:, 0]
-    cache, *rest = (m.read(name) for name in caches)
+    latent = ref.rms_norm(latent, weight, node.attr("eps"))[0]
+    rope = _rotated(rope[:, None], table, interleaved)[:, 0]
+    cache, *rest = (m.whole(name) for name in cache_inputs(node).values())
     if rest:  # E4M3
         ref.mla_write(latent, rope, slots, cache, *rest)
     else:
         ref.mla_write(latent, rope, slots, cache[..., :L], cache[..., L:])
-    q = q[:, : NH * (nope + R)].unflatten(1, (NH, nope + R))[..., nope:]
-    turned = _turned(q, table, attrs["interleaved"])
-    m.write(out, torch.cat([turned.new_zeros(len(q), NH, L), turned], -1))
+    q = q.flatten(1)[:, : NH * (nope + R)].unflatten(1, (NH, nope + R))[..., nope:]
+    rotated = _rotated(q, table, interleaved)
+    m.write(node.outputs["rotated"], torch.cat([rotated.new_zeros(len(q), NH, L), rotated], -1))
 
 
-def gqa_write(m: Memory, node: Node) -> None:
-    qkv, table, slots = (m.read(name) for name in node.inputs)
-    out, *caches = node.outputs
-    NH, (KVH, D) = node.attrs["heads"], m.read(caches[0]).shape[2:]
-    parts = ((NH, 0), (KVH, node.attrs["k_start"]), (KVH, node.attrs["v_start"]))
+def gqa_rope_cache_write(m: Memory, node: Node) -> None:
+    qkv, table, slots = (m.read(node.inputs[name]) for name in ("qkv", "angles", "slots"))
+    caches = [m.whole(name) for name in cache_inputs(node).values()]
+    NH, (KVH, D) = node.attr("heads"), caches[0].shape[2:]
+    qkv = qkv.flatten(1)
+    parts = ((NH, 0), (KVH, node.attr("k_start")), (KVH, node.attr("v_start")))
     q, k, v = (qkv[:, start : start + n * D].unflatten(1, (n, D)) for n, start in parts)
-    eps, interleaved = node.attrs.get("eps", 0.0), node.attrs.get("interleaved", 0)
+    eps, interleaved = node.attr("eps"), node.attr("interleaved")
     q, k = (
         # A norm of a head, or of all heads together.
         ref.rms_norm(x.reshape(-1, len(weight)), weight, eps)[0].view_as(x)
         if (weight := node.weights.get(name)) is not None
         else x
-        for name, x in (("q", q), ("k", k))
+        for name, x in (("q_norm", q), ("k_norm", k))
     )
-    ref.kv_write(_turned(k, table, interleaved), v, slots, *(m.read(name) for name in caches))
-    m.write(out, _turned(q, table, interleaved))
+    ref.kv_write(_rotated(k, table, interleaved), v, slots, *caches)
+    m.write(node.outputs["rotated"], _rotated(q, table, interleaved))
 
 
 def attention(m: Memory, node: Node) -> None:
     """Each sequence's tokens, which follow each other, over its pages."""
-    q, _, positions, sequences, table = (m.read(name) for name in node.inputs[:5])
-    cache = {part: m.read(name) for part, name in cache_inputs(node).items()}
-    attrs = node.attrs
-    q = q.unflatten(-1, (attrs["heads"], attrs["dk"])) if q.ndim == 2 else q
-    out = q.new_zeros(*q.shape[:2], attrs["dv"])
-    for at, sequence, length in _sequences(sequences, positions):
-        keys, values = _keys_values(cache, table[sequence], length)
+    cache = {part: m.whole(name) for part, name in cache_inputs(node).items()}
+    NH, dk, dv = node.attr("heads"), node.attr("dk"), node.attr("dv")
+    q = m.read(node.inputs["q"]).flatten(1).unflatten(1, (NH, dk))
+    out = q.new_zeros(len(q), NH, dv)
+    for at, pages, length in _sequences(m, node):
+        keys, values = _keys_values(cache, pages, length)
         out[at] = attend(
-            q[at], keys, values[..., : attrs["dv"]], scale=attrs["scale"],
-            window=attrs.get("window") or None, sinks=node.weights.get("sinks"),
+            q[at], keys, values[..., :dv], scale=node.attr("scale"),
+            window=node.attr("window") or None, sinks=node.weights.get("sinks"),
         )  # fmt: skip
-    m.write(node.outputs[0], out)
+    m.write(node.outputs["out"], out)
 
 
 def attention_expanded(m: Memory, node: Node) -> None:
     """Latent attention of sequences with many tokens, by the keys and values of each head."""
-    turned, _, positions, sequences, table = (m.read(name) for name in node.inputs[:5])
-    cache = {part: m.read(name) for part, name in cache_inputs(node).items()}
-    q, out = (m.read(name) for name in node.inputs[-2:])
-    attrs, (NH, dv) = node.attrs, (node.attrs["heads"], node.attrs["dv"])
+    cache = {part: m.whole(name) for part, name in cache_inputs(node).items()}
+    rotated, q = (m.read(node.inputs[name]) for name in ("q", "q_nope"))
+    NH, dv, nope = node.attr("heads"), node.attr("dv"), node.attr("nope")
+    rotated = rotated.flatten(1).unflatten(1, (NH, -1))
     uk, uv = (weights.heads(node.weights[name]) for name in ("uk", "uv"))  # [NH, L, nope], [.., L]
-    L, each = uv.shape[2], attrs["nope"] + turned.shape[2] - uv.shape[2]
-    q = q[:, : NH * each].unflatten(1, (NH, each))[..., : attrs["nope"]]
-    q, out = torch.cat([q, turned[..., L:]], -1), out.unflatten(-1, (NH, dv)).clone()
-    for at, sequence, length in _sequences(sequences, positions):
-        if len(at) < attrs["expand_from"]:
+    L, each = uv.shape[2], nope + rotated.shape[2] - uv.shape[2]
+    q = q.flatten(1)[:, : NH * each].unflatten(1, (NH, each))[..., :nope]
+    q = torch.cat([q, rotated[..., L:]], -1)
+    out = m.read(node.outputs["out"]).view(len(q), NH, dv)
+    for at, pages, length in _sequences(m, node):
+        if len(at) < node.attr("expand_from"):
             continue
-        latents = _keys_values(cache, table[sequence], length)[0][:, 0]  # [length, L + R]
+        latents = _keys_values(cache, pages, length)[0][:, 0]  # [length, L + R]
         keys = torch.einsum("kl,hln->khn", latents[:, :L], uk)
         keys = torch.cat([keys, latents[:, None, L:].expand(-1, NH, -1)], -1)
         values = torch.einsum("kl,hvl->khv", latents[:, :L], uv)
-        out[at] = attend(q[at], keys, values, scale=attrs["scale"])
-    m.write(node.outputs[0], out.flatten(1))
+        out[at] = attend(q[at], keys, values, scale=node.attr("scale"))
 
 
-def _sequences(
-    sequences: torch.Tensor, positions: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, int, int]]:
-    """Each one's tokens, in order, its row of the page table and its keys."""
+def _sequences(m: Memory, node: Node) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Each one's tokens, in order, its pages and its keys."""
+    sequences, positions = (m.read(node.inputs[name]) for name in ("sequences", "positions"))
+    table = m.whole(node.inputs["page_table"])
     for sequence in sequences.unique().tolist():
         (at,) = torch.where(sequences == sequence)
         at = at[positions[at].argsort()]
-        yield at, sequence, int(positions[at[-1]]) + 1
+        yield at, table[sequence], int(positions[at[-1]]) + 1
 
 
 def _keys_values(
@@ -187,50 +166,90 @@ def _keys_values(
 
 
 def router(m: Memory, node: Node) -> None:
-    chosen = ref.router(m.read(node.inputs[0]), node.attrs["spec"], node.weights.get("bias"))
-    m.write(node.outputs[0], chosen.ids)
-    m.write(node.outputs[1], chosen.weights)
+    logits = m.read(node.inputs["logits"])[:, : node.attr("experts")]
+    chosen = ref.router(logits, node.attr("spec"), node.weights.get("bias"))
+    m.write(node.outputs["ids"], chosen.ids)
+    m.write(node.outputs["weights"], chosen.weights)
 
 
 def split_routing(m: Memory, node: Node) -> None:
-    ids, factors = (m.read(name) for name in node.inputs)
-    parts = split_by_weight(ids, factors, node.attrs["last"])
-    for name, part in zip(node.outputs, parts, strict=False):
-        m.write(name, part)
+    ids, factors = (m.read(node.inputs[name]) for name in ("ids", "weights"))
+    parts = split_by_weight(ids, factors, node.attr("last"))
+    for name, part in zip(("first_ids", "last_ids"), parts, strict=True):
+        if name in node.outputs:
+            m.write(node.outputs[name], part)
 
 
 def moe_ffn(m: Memory, node: Node) -> None:
-    x, *routing = (m.read(name) for name in node.inputs)
-    if routing:
-        ids, factors = routing
+    x = m.read(node.inputs["x"])
+    if "ids" in node.inputs:
+        ids, factors = (m.read(node.inputs[name]) for name in ("ids", "weights"))
     else:
         ids = torch.zeros(len(x), 1, dtype=torch.int64, device="cpu")
         factors = torch.ones(len(x), 1, dtype=torch.float32, device="cpu")
     experts = weights.experts(node.weights["experts"])
-    activations = node.attrs.get("activations", "bf16")
-    m.write(node.outputs[0], ref.moe_ffn(x, ids, factors, experts, activations=activations))  # type: ignore[arg-type]
+    y = ref.moe_ffn(x, ids, factors, experts, activations=node.attr("activations"))  # type: ignore[arg-type]
+    m.write(node.outputs["out"], y)
 
 
-def sample(m: Memory, node: Node) -> None:
-    logits = m.read(node.inputs[0])
-    greedy = [Request(temperature=0.0, logprobs=-1)] * len(logits)
-    found = sample_requests(logits, m.requests or greedy)
-    for name, value in zip(node.outputs, found, strict=True):
-        m.write(name, value)
+def sample_requests(m: Memory, node: Node) -> None:
+    logits = m.read(node.inputs["logits"])
+    columns = {name: m.read(node.inputs[name]).tolist() for name in SAMPLING}
+    requests = [
+        _request({name: values[r] for name, values in columns.items()}, logits.shape[1])
+        for r in range(len(logits))
+    ]
+    drawn = sample_rows(logits, requests)
+    for name, value in drawn._asdict().items():
+        m.write(node.outputs[name], value[:, : m.whole(node.outputs[name]).shape[1]]
+                if value.ndim == 2 else value)  # fmt: skip
+
+
+def _request(row: dict[str, float], V: int) -> Request:
+    """The parameters of one row, its lists read at their addresses."""
+    seen, bias = int(row["seen_count"]), int(row["bias_count"])
+    mask = _list(row["mask"], -(-V // 8), torch.uint8)
+    allowed = None
+    if mask is not None:  # token v: bit v % 8 of byte v / 8
+        allowed = (mask[:, None] >> torch.arange(8) & 1).flatten()[:V].bool()
+    return Request(
+        **{
+            name: row[name]
+            for name in ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
+        },
+        top_k=int(row["top_k"]),
+        seen=_list(row["seen"], seen, torch.int32),
+        counts=_list(row["counts"], seen, torch.int32),
+        bias_ids=_list(row["bias_ids"], bias, torch.int32),
+        bias=_list(row["bias"], bias, torch.float32),
+        mask=allowed,
+        seed=int(row["seed"]),
+        draws=int(row["draws"]),
+        logprobs=int(row["num_logprobs"]),
+    )
+
+
+def _list(address: float, count: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """A copy of a list; None if it is empty."""
+    if not address or not count:
+        return None
+    raw = bytearray(ctypes.string_at(int(address), count * dtype.itemsize))
+    return torch.frombuffer(raw, dtype=dtype)
 
 
 OPS: dict[str, Op] = {
     op.__name__: op
     for op in (
-        embed, rms_norm, linear, heads, rope_table, mla_write, gqa_write, attention,
-        attention_expanded, router, split_routing, moe_ffn, sample,
+        embed, rms_norm, linear, per_head_linear, rope_table, mla_rope_cache_write,
+        gqa_rope_cache_write, attention, attention_expanded, router, split_routing, moe_ffn,
+        sample_requests,
     )
 }  # fmt: skip
 """By the names of nodes."""
 
 
-def _turned(x: torch.Tensor, table: torch.Tensor, interleaved: int) -> torch.Tensor:
-    """x [T, heads, D] with its first numbers turned by table [T, 2, R / 2]."""
+def _rotated(x: torch.Tensor, table: torch.Tensor, interleaved: int) -> torch.Tensor:
+    """x [T, heads, D] with its first numbers rotated by table [T, 2, R / 2]."""
     cos, sin = table[:, None, 0], table[:, None, 1]  # [T, 1, R / 2]
     R = 2 * cos.shape[-1]
     head, rest = x[..., :R], x[..., R:]

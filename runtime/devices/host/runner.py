@@ -7,9 +7,6 @@ from dataclasses import replace
 
 import torch
 
-from pykernels.ref.sampling import Request
-
-from ...engine.batch import SequenceSampling, StepBatch
 from ...program import Program
 from ...workers.pool import WorkerPool
 from ..runner import Lowered, PagedRunner, Pass
@@ -21,8 +18,7 @@ _EXACT = {torch.bfloat16: torch.float32}
 def on_host(program: Program) -> Program:
     """The program with every node on the host device, and float32 for bfloat16 in the cache."""
     return replace(
-        program,
-        nodes=tuple(replace(node, device="host") for node in program.nodes),
+        program.on("host"),
         buffers={
             name: replace(buffer, dtype=_EXACT.get(buffer.dtype, buffer.dtype))
             for name, buffer in program.buffers.items()
@@ -56,39 +52,9 @@ class HostRunner(PagedRunner):
             name: replace(part, dtype=_EXACT.get(part.dtype, part.dtype)).zeros()
             for name, part in model.caches(self.num_pages).items()
         }
-        self._requests: list[Request] = []
 
     def lowered(self, *sizes: int) -> Program:
         return on_host(super().lowered(*sizes))
 
     def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> HostStep:
-        return HostStep(
-            program, inputs, self.caches, self.pool, sizes=self.sizes, requests=self._requests
-        )
-
-    def sampling(self, batch: StepBatch, anew: bool) -> None:
-        self._requests[:] = [
-            _request(one, int(batch.seeds[row]), int(batch.draws[row]))
-            for row, one in enumerate(batch.sampling[: batch.R])
-        ]
-
-
-def _request(one: SequenceSampling, seed: int, draws: int) -> Request:
-    params, counts = one.params, one.counts
-    seen = None if counts is None else torch.from_numpy(counts.ids[: counts.size])
-    return Request(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition=params.repetition_penalty,
-        presence=params.presence_penalty,
-        frequency=params.frequency_penalty,
-        seen=seen,
-        counts=None if counts is None else torch.from_numpy(counts.counts[: counts.size]),
-        bias_ids=torch.from_numpy(one.bias_ids),
-        bias=torch.from_numpy(one.bias_values),
-        seed=seed,
-        draws=draws,
-        logprobs=-1 if params.logprobs is None else params.logprobs,
-    )
+        return HostStep(program, inputs, self.caches, self.pool, sizes=self.sizes)

@@ -1,45 +1,55 @@
 """The ``host`` device: a program's nodes as operations of a stream, in float32.
 
-Where a program hands experts to the ``cpu`` device (``passes.offload``), a second stream runs them
-with the real kernels; the two meet at flags only, as a GPU and a CPU do.
+Where a program has nodes on the ``cpu`` device (``passes.offload``) it is partitioned, and a second
+stream runs those with the real kernels. The two meet at flags only, as a GPU and a CPU do: this
+stream stores what it submits into the memory of the other part, and loads from there what it waits
+for. Buffers lie where the memory plan has them, over each other where their lives allow it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from time import perf_counter_ns
 
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.ref.sampling import Request
 
+from ...analysis import dependencies
+from ...partition import partition
 from ...program import Node, Program
 from ...workers.pool import WorkerPool
-from .experts import ExpertCall
+from .experts import NodeCall
+from .memory import Memory
 from .ops import OPS
 from .stream import Flags, Stream
+
+HERE, CPU = "host", "cpu"
 
 
 class HostStep:
     """A program that is ready to run.
 
     Args:
-        inputs: by name, int64 tensors of the program's input buffers, in their largest shape.
+        inputs: by name, tensors of the program's input buffers, in their largest shape.
         caches: by name, tensors of the "cache" buffers.
-        pool: runs what is submitted to the ``cpu`` device; needed only for that.
-        kernel: its backend.
+        pool: runs the nodes on the ``cpu`` device; needed only for these.
+        kernel: their backend.
         sizes: int64 [3]; None for its own.
-        requests: how rows are sampled, read anew every step; None or empty: greedily.
+        reuse: whether buffers share memory as planned; False: each has its own.
 
     Attributes:
         sizes: T, S and R of the step to come; set it before ``run``.
+        inputs: as given.
         outputs: by name, tensors of the "output" buffers.
+        memory: of this device's part.
+        calls: by node name, those of the ``cpu`` device.
         times: of the last step, (stream, node, begin, end) in ns.
 
     Raises:
-        PykernelsError: an op that this device does not have, or no pool where one is needed.
+        PykernelsError: an op or a device that this one does not have, an input that is not given,
+            or no pool where one is needed.
     """
 
     def __init__(
@@ -50,53 +60,36 @@ class HostStep:
         pool: WorkerPool | None = None,
         kernel: str = "auto",
         sizes: torch.Tensor | None = None,
-        requests: list[Request] | None = None,
+        reuse: bool = True,
     ) -> None:
         self.program = program
         self.sizes = torch.zeros(3, dtype=torch.int64, device="cpu") if sizes is None else sizes
-        self.requests = [] if requests is None else requests
+        self.inputs = dict(inputs)
         self.times: list[tuple[str, str, int, int]] = []
-        self._fixed = {**inputs, **caches}
-        self._values: dict[str, torch.Tensor] = {}
-        self.outputs = {
-            name: torch.zeros(program.shape(name), dtype=buffer.dtype, device="cpu")
-            for name, buffer in program.buffers.items()
-            if buffer.kind == "output"
+        self._parts = partition(program)
+        self._refuse(pool)
+        self._memories = {
+            device: Memory(
+                part,
+                self.sizes,
+                {**inputs, **caches},
+                dependencies(part, in_order=device == HERE) if reuse else None,
+            )
+            for device, part in self._parts.items()
         }
-        self.calls: dict[str, ExpertCall] = {}  # by what the submit node writes
-        for node in program.nodes:
-            if node.op == "submit":
-                if pool is None:
-                    raise PykernelsError(
-                        f"{node.name} needs the cpu device", "Give it a WorkerPool"
-                    )
-                self.calls[node.outputs[0]] = ExpertCall(program, node, pool, kernel)
-            elif node.op not in (*OPS, "wait"):
-                raise PykernelsError(
-                    f"the host device has no {node.op!r}", f"It has {', '.join(OPS)}"
-                )
-        self._flags = Flags(2 * len(self.calls))  # submitted and done of each call
-        self._at = {name: 2 * i for i, name in enumerate(self.calls)}
+        self.memory = self._memories[HERE]
+        self.outputs = {n: x for m in self._memories.values() for n, x in m.outputs.items()}
+        self.calls: dict[str, NodeCall] = {}
+        if CPU in self._parts:
+            assert pool is not None
+            for node in self._parts[CPU].nodes:
+                if node.op not in ("submit", "wait"):
+                    self.calls[node.name] = NodeCall(node, self._memories[CPU], pool, kernel)
+        channels = [n for p in self._parts.values() for n in p.nodes if n.op == "submit"]
+        self._flags = Flags(len(channels))
         self._stream = Stream("host")
         self._cpu = Stream("host-cpu") if self.calls else None
         self._count = 0
-
-    def read(self, name: str) -> torch.Tensor:
-        """See ``ops.Memory``."""
-        tensor = self._fixed[name] if name in self._fixed else self._values[name]
-        buffer = self.program.buffers[name]
-        if buffer.kind == "cache" or name == "page_table":
-            return tensor
-        return tensor[: self._length(name)]
-
-    def write(self, name: str, value: torch.Tensor) -> None:
-        """See ``ops.Memory``."""
-        buffer = self.program.buffers[name]
-        shape = (self._length(name), *self.program.shape(name)[1:])
-        value = value.reshape(shape)
-        if buffer.kind == "output":
-            self.outputs[name][: len(value)] = value
-        self._values[name] = value.to(buffer.dtype)
 
     def run(self) -> None:
         """One step.
@@ -106,11 +99,11 @@ class HostStep:
         """
         self._count += 1
         self.times.clear()
-        self._values.clear()
         self._flags.mend()
-        for name, call in self.calls.items():
-            self._serve(call, self._at[name])
-        for node in self.program.nodes:
+        if self._cpu is not None:
+            for node in self._parts[CPU].nodes:
+                self._serve(self._cpu, node)
+        for node in self._parts[HERE].nodes:
             self._launch(node)
         try:
             self._stream.synchronize()
@@ -131,46 +124,75 @@ class HostStep:
         if hasattr(self, "_count"):
             self.close()
 
-    def _length(self, name: str) -> int:
-        dim = self.program.buffers[name].shape[0]
-        return int(self.sizes["TSR".index(dim)]) if isinstance(dim, str) else dim
+    def execute(self, node: Node) -> None:
+        """Runs one node of this device, in its stream."""
+        OPS[node.op](self.memory, node)
+
+    def submit(self, node: Node) -> None:
+        """Stores buffers into the other part's memory."""
+        for name in node.reads:
+            self._memories[CPU].write(name, self.memory.read(name))
+
+    def _load(self, node: Node) -> None:
+        """Loads buffers from the other part's memory."""
+        for name in node.writes:
+            self.memory.write(name, self._memories[CPU].read(name))
 
     def _launch(self, node: Node) -> None:
         stream, flags = self._stream, self._flags
         if node.op == "submit":
-            (ticket,) = node.outputs
-            stream.launch(lambda: self._timed("host", node.name, partial(self._submit, node)))
-            stream.write_value(flags, self._at[ticket], self._count)
+            stream.launch(self._timed(HERE, node.name, partial(self.submit, node)))
+            stream.write_value(flags, node.attr("channel"), self._count)
         elif node.op == "wait":
-            (ticket,), (out,) = node.inputs, node.outputs
-            stream.wait_value(flags, self._at[ticket] + 1, self._count)
-            stream.launch(lambda: self.write(out, self.calls[ticket].result(self._length(out))))
+            stream.wait_value(flags, node.attr("channel"), self._count)
+            stream.launch(self._timed(HERE, node.name, partial(self._load, node)))
         else:
-            stream.launch(lambda: self._timed("host", node.name, partial(OPS[node.op], self, node)))
+            stream.launch(self._timed(HERE, node.name, partial(self.execute, node)))
 
-    def _submit(self, node: Node) -> None:
-        x, ids, weights = (self.read(name) for name in node.inputs)
-        self.calls[node.outputs[0]].take(x, ids, weights)
-
-    def _serve(self, call: ExpertCall, flag: int) -> None:
-        """Puts a call on the other stream: it begins when the flag says so."""
-        assert self._cpu is not None
+    def _serve(self, stream: Stream, node: Node) -> None:
+        """Puts a node of the ``cpu`` device on its stream."""
+        if node.op == "submit":
+            stream.write_value(self._flags, node.attr("channel"), self._count)
+            return
+        if node.op == "wait":
+            stream.wait_value(self._flags, node.attr("channel"), self._count)
+            return
+        call = self.calls[node.name]
 
         def run() -> None:
             try:
-                self._timed("cpu", call.name, call.run)
+                self._timed(CPU, call.name, call.run)()
             except BaseException as error:
                 self._flags.fail(error)
                 raise
 
-        self._cpu.wait_value(self._flags, flag, self._count)
-        self._cpu.launch(run)
-        self._cpu.write_value(self._flags, flag + 1, self._count)
+        stream.launch(run)
 
-    def _timed(self, stream: str, name: str, operation: partial[None] | object) -> None:
-        begin = perf_counter_ns()
-        operation()  # type: ignore[operator]
-        self.times.append((stream, name, begin, perf_counter_ns()))
+    def _timed(self, stream: str, name: str, operation: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            begin = perf_counter_ns()
+            operation()
+            self.times.append((stream, name, begin, perf_counter_ns()))
+
+        return run
+
+    def _refuse(self, pool: WorkerPool | None) -> None:
+        for device, part in self._parts.items():
+            if device not in (HERE, CPU):
+                raise PykernelsError(
+                    f"{part.nodes[0].name} is on {device!r}", f"Use {HERE!r} and {CPU!r} here"
+                )
+            for node in part.nodes:
+                if device == HERE and node.op not in (*OPS, "submit", "wait"):
+                    raise PykernelsError(
+                        f"the host device has no {node.op!r}", f"It has {', '.join(OPS)}"
+                    )
+        if HERE not in self._parts:
+            raise PykernelsError(f"{self.program.name!r} has no node here", "Run it on the cpu")
+        if CPU in self._parts and pool is None:
+            raise PykernelsError(
+                f"{self._parts[CPU].nodes[-1].name} needs the cpu device", "Give it a WorkerPool"
+            )
 
     def _drain(self) -> None:
         if self._cpu is not None:

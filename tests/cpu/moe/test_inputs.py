@@ -143,7 +143,7 @@ BAD: list[tuple[Callable[..., tuple], str]] = [
     (lambda x, i, w: (x, i, w[:, :1]), "Give int64 ids and weights of"),
     (lambda x, i, w: (x, i, w + 0j), "weights are torch.complex64.*Give real weights"),
     (lambda x, i, w: (x, i * 0 + 6, w), "expert 6 .. 6 in a layer of 6"),
-    (lambda x, i, w: (x, i * 0 - 1, w), "expert -1"),
+    (lambda x, i, w: (x, i * 0 - 2, w), "expert -2"),
 ]
 NO_MEMORY: dict[str, Callable[[torch.Tensor], object]] = {
     "is a builtins.list, no torch tensor": torch.Tensor.tolist,

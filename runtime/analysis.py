@@ -1,0 +1,236 @@
+"""What follows from a program alone: which nodes wait for which, and where its buffers may lie.
+
+Two nodes are ordered by the buffers that they share (one writes, the other reads or writes), by
+the program's order where a device runs its nodes in order, and by the channels between devices.
+All that is here rests on that order, *before*: memory is used again only when everything that
+touched it is before what comes next, so reuse never makes a node wait.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pykernels.errors import PykernelsError
+
+from .node import Node
+from .program import Program
+
+ALIGN = 64
+"""Bytes: buffers begin at multiples of it."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which nodes of a program are complete before which.
+
+    Attributes:
+        direct: by node, the nodes that it waits for, without those that these wait for.
+        before: by node, a bit for every node that is complete before it begins.
+    """
+
+    direct: tuple[tuple[int, ...], ...]
+    before: tuple[int, ...]
+
+    def is_before(self, first: int, second: int) -> bool:
+        """Whether node ``first`` is complete when node ``second`` begins."""
+        return bool(self.before[second] >> first & 1)
+
+
+def dependencies(program: Program, in_order: bool = False) -> Order:
+    """The order of a program's nodes.
+
+    Args:
+        in_order: whether its device runs them one after the other, as a stream does.
+    """
+    if in_order:
+        return ordered([[i - 1] if i else [] for i in range(len(program.nodes))])
+    return ordered(_hazards(program.nodes))
+
+
+def ordered(waits: Sequence[Sequence[int]]) -> Order:
+    """The order in which each node waits for some of the nodes in front of it."""
+    direct, before = list[tuple[int, ...]](), list[int]()
+    for predecessors in waits:
+        seen, kept = 0, list[int]()
+        for i in sorted(set(predecessors), reverse=True):
+            if not seen >> i & 1:
+                kept.append(i)
+                seen |= before[i] | 1 << i
+        direct.append(tuple(kept))
+        before.append(seen)
+    return Order(tuple(direct), tuple(before))
+
+
+def _hazards(nodes: Sequence[Node]) -> list[list[int]]:
+    """By node, the nodes that a shared buffer makes it wait for: the writer of what it reads, and
+    the writer and the readers of what it overwrites."""
+    writer: dict[str, int] = {}
+    readers: dict[str, list[int]] = {}
+    numbers = {node.name: i for i, node in enumerate(nodes)}
+    waits: list[list[int]] = []
+    for i, node in enumerate(nodes):
+        found = [writer[name] for name in (*node.reads, *node.writes) if name in writer]
+        for name in node.writes:
+            found += readers.get(name, [])
+        if node.op == "wait" and node.attr("since"):
+            found.append(numbers[node.attr("since")])
+        for name in node.reads:
+            readers.setdefault(name, []).append(i)
+        for name in node.writes:
+            writer[name], readers[name] = i, []
+        waits.append(found)
+    return waits
+
+
+@dataclass(frozen=True)
+class Life:
+    """When the memory of a buffer is in use.
+
+    Attributes:
+        start: the first node that touches it, or the one after which a peer may; -1: a peer may
+            from the beginning on.
+        by_peer: whether it is a peer that touches it first.
+        users: a bit for every node that touches it, and for those that end a peer's reading.
+        ends: False if a peer may read it to the end.
+    """
+
+    start: int
+    by_peer: bool
+    users: int
+    ends: bool
+
+
+def liveness(program: Program) -> dict[str, Life]:
+    """The life of each buffer that a node names.
+
+    What was submitted lives until the node after which the peer has read it, and what is waited for
+    from the node on after which the peer may write it (``ops``: "submit", "wait").
+    """
+    numbers = {node.name: i for i, node in enumerate(program.nodes)}
+    lives: dict[str, Life] = {}
+    for i, node in enumerate(program.nodes):
+        users, start, ends, by_peer = 1 << i, i, True, node.op == "wait"
+        if node.op == "submit":
+            ends = bool(node.attr("until"))
+            users |= 1 << numbers[node.attr("until")] if ends else 0
+        elif by_peer:
+            start = numbers[node.attr("since")] if node.attr("since") else -1
+        for name in (*node.reads, *node.writes):
+            life = lives.get(name)
+            if life is None:
+                lives[name] = Life(start, by_peer, users, ends)
+            else:
+                lives[name] = replace(life, users=life.users | users, ends=life.ends and ends)
+    return lives
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Where buffers lie in one arena of ``nbytes``.
+
+    Attributes:
+        offsets: by buffer, multiples of ``ALIGN``.
+    """
+
+    offsets: Mapping[str, int]
+    nbytes: int
+
+
+def buffer_bytes(program: Program) -> dict[str, int]:
+    """Bytes of each "scratch" buffer in the largest step."""
+    return {
+        name: math.prod(program.shape(name)) * buffer.dtype.itemsize
+        for name, buffer in program.buffers.items()
+        if buffer.kind == "scratch"
+    }
+
+
+def plan_memory(
+    program: Program, order: Order, sizes: Mapping[str, int] | None = None
+) -> MemoryPlan:
+    """Lays buffers over each other where one's life is before the other's; the largest first, each
+    at the lowest place that is free.
+
+    Args:
+        order: of the device that runs the program.
+        sizes: bytes by buffer; None: ``buffer_bytes``.
+    """
+    lives = liveness(program)
+    sizes = buffer_bytes(program) if sizes is None else sizes
+    padded = {name: -(-n // ALIGN) * ALIGN for name, n in sizes.items() if name in lives}
+    placed: list[tuple[int, int, Life, int]] = []  # offset, end, life, what is before it
+    offsets: dict[str, int] = {}
+    for name in sorted(padded, key=lambda name: (-padded[name], lives[name].start)):
+        life, size = lives[name], padded[name]
+        before = _complete_at_start(life, order)
+        busy = sorted(
+            (other_offset, other_end)
+            for other_offset, other_end, other, other_before in placed
+            if not (_is_over(other, before) or _is_over(life, other_before))
+        )
+        offset = 0
+        for first, end in busy:
+            if offset + size <= first:
+                break
+            offset = max(offset, end)
+        offsets[name] = offset
+        placed.append((offset, offset + size, life, before))
+    return MemoryPlan(offsets, max((end for _, end, *_ in placed), default=0))
+
+
+def _complete_at_start(life: Life, order: Order) -> int:
+    """The nodes that are complete when a buffer is touched first."""
+    if life.start < 0:
+        return 0
+    before = order.before[life.start]
+    return before | 1 << life.start if life.by_peer else before
+
+
+def _is_over(life: Life, before: int) -> bool:
+    return life.ends and not life.users & ~before
+
+
+def critical_path(
+    program: Program, cost: Callable[[Node], float], order: Order | None = None
+) -> tuple[float, tuple[Node, ...]]:
+    """The longest chain of nodes that wait for each other, and what it costs: no device is faster.
+
+    Args:
+        cost: of a node, in any unit.
+        order: None: that of the buffers alone.
+    """
+    order = order or dependencies(program)
+    best: list[tuple[float, int]] = []  # cost up to a node's end, and the node before it
+    for i, node in enumerate(program.nodes):
+        until, previous = max(((best[j][0], j) for j in order.direct[i]), default=(0.0, -1))
+        best.append((until + cost(node), previous))
+    if not best:
+        return 0.0, ()
+    at = max(range(len(best)), key=lambda i: best[i][0])
+    total, path = best[at][0], list[Node]()
+    while at >= 0:
+        path.append(program.nodes[at])
+        at = best[at][1]
+    return total, tuple(reversed(path))
+
+
+def experts_per_token(program: Program, ids: str) -> int:
+    """How many experts of a token a buffer of ids names at most: behind ``split_routing`` fewer
+    than its width, since the others are -1."""
+    node = next(node for node in reversed(program.nodes) if ids in node.writes)
+    if node.op != "split_routing":
+        return program.shape(ids)[1]
+    whole, last = experts_per_token(program, node.inputs["ids"]), node.attr("last")
+    return whole - last if node.outputs["first_ids"] == ids else min(whole, last)
+
+
+def refuse_devices(program: Program, device: str) -> None:
+    """Raises PykernelsError for nodes that are not on this device."""
+    for node in program.nodes:
+        if node.device != device:
+            raise PykernelsError(
+                f"{node.name} of {program.name!r} is on {node.device!r}, not on {device!r}",
+                "Partition the program first",
+            )

@@ -1,0 +1,141 @@
+"""What matrices read: *rows*, a buffer's tokens in the form that a weight format asks for.
+
+A norm writes these forms and no float tensor (``pykernels.cpu.norm``), so its output exists packed
+only; an input of a linear that no norm has written is converted by the first node that reads it.
+Which forms a buffer has follows from the program: from its readers and their weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pykernels.cpu.activations.row_layout import row_bytes
+from pykernels.cpu.gemm.common import TILE
+from pykernels.cpu.moe.kernel import NEVER, Routines, make_routines
+from pykernels.cpu.moe.plan import gemm_from_here
+from pykernels.quant import get_format
+from pykernels.quant.layout import K_BLOCK, ceil_to
+from pykernels.registry import resolve
+from pykernels.target import detect
+
+from ...analysis import ALIGN
+from ...machine import tuning
+from ...program import Node, Program
+
+
+@dataclass(frozen=True)
+class Form:
+    """A buffer's rows for one kind of kernel.
+
+    Attributes:
+        kernel: one that reads them.
+        stride: bytes from one token's row to the next.
+        padded: numbers of a row, those that fill up its last block included.
+        rows_bytes, tile_bytes: of all rows, and of the GEMM's A tiles of them (0: none are wanted).
+    """
+
+    kernel: Routines
+    stride: int
+    padded: int
+    rows_bytes: int
+    tile_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of both, each from a multiple of ``ALIGN`` on."""
+        return self.tiles_at + self.tile_bytes
+
+    @property
+    def tiles_at(self) -> int:
+        """Where the tiles begin behind the rows."""
+        return ceil_to(self.rows_bytes, ALIGN)
+
+    @property
+    def tile_steps(self) -> int:
+        """A tiles of 128 inputs."""
+        return 2 if self.kernel.int8 else 4
+
+
+FormKey = tuple[str, bool]
+"""What tells apart the forms of a buffer: the layout of a row, and whether there are A tiles."""
+
+
+class Forms:
+    """The forms of all buffers of a program.
+
+    Args:
+        kernel: a backend of ``pykernels.registry``, or "auto".
+    """
+
+    def __init__(self, program: Program, kernel: str) -> None:
+        self._program, self._kernel = program, kernel
+        self.of: dict[str, dict[FormKey, Form]] = {}
+        for node in program.nodes:
+            if (reading := self._reading(node)) is None:
+                continue
+            name, routines, gemm = reading
+            key = self.key(name, routines, gemm)
+            forms = self.of.setdefault(name, {})
+            if key not in forms:
+                forms[key] = self._form(name, routines, key[1])
+
+    def kernel_of(self, fmt: str, activations: str) -> Routines:
+        """The compiled routines of a weight format."""
+        backend = resolve(self._kernel, fmt, detect(), activations)
+        return make_routines(backend.name, fmt, activations)
+
+    def gemm_from(self, kernel: Routines) -> int:
+        """Tokens from which a matrix goes through the GEMM."""
+        if not kernel.has_gemm:
+            return NEVER
+        tuned = tuning.gemm_from(kernel.backend, kernel.fmt, kernel.activations)
+        return tuned or gemm_from_here(kernel.backend, kernel.fmt, kernel.activations) or NEVER
+
+    def key(self, name: str, kernel: Routines, gemm: bool) -> FormKey:
+        """Of the form in which a kernel reads a buffer.
+
+        Args:
+            gemm: whether it reads A tiles, where there are tokens enough.
+        """
+        how = kernel.row_formats[0]
+        layout = f"{'bf16' if how is None else how.name}-{kernel.interleave_a:d}-{kernel.int8:d}"
+        return layout, gemm and self.gemm_from(kernel) <= self._program.shape(name)[0]
+
+    def _reading(self, node: Node) -> tuple[str, Routines, bool] | None:
+        """The buffer that a node reads as rows, for which kernel, and whether through the GEMM."""
+        if node.op == "linear":
+            fmt, gemm = node.weights["weight"].fmt, True
+        elif node.op == "moe_ffn":
+            fmt, gemm = node.weights["experts"].fmt, False
+        else:
+            return None
+        return node.inputs["x"], self.kernel_of(fmt.name, node.attr("activations")), gemm
+
+    def _form(self, name: str, kernel: Routines, tiles: bool) -> Form:
+        most, *inner = self._program.shape(name)
+        padded = ceil_to(math.prod(inner), get_format(kernel.fmt).k_block)
+        stride = row_bytes(padded, kernel.row_formats[0])
+        steps = 2 if kernel.int8 else 4
+        groups = ceil_to(most, 32) // 16 if tiles else 0
+        return Form(
+            kernel, stride, padded, stride * most, groups * steps * padded // K_BLOCK * TILE
+        )
+
+
+def packed_only(program: Program) -> frozenset[str]:
+    """The buffers that are never written as floats: what norms write."""
+    return frozenset(node.outputs["out"] for node in program.nodes if node.op == "rms_norm")
+
+
+def sizes_with_forms(
+    sizes: Mapping[str, int], forms: Mapping[str, Mapping[FormKey, Form]], packed: Sequence[str]
+) -> dict[str, int]:
+    """Bytes of each buffer's floats (none of ``packed`` ones) and of its forms behind them."""
+    floats = {name: 0 if name in packed else n for name, n in sizes.items()}
+    return {
+        name: ceil_to(floats.get(name, 0), ALIGN)
+        + sum(ceil_to(form.nbytes, ALIGN) for form in forms.get(name, {}).values())
+        for name in dict.fromkeys((*floats, *forms))
+    }

@@ -1,0 +1,84 @@
+"""The memory of one device's part of a program: planned and used again, as a GPU's would be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from pykernels.errors import PykernelsError
+
+from ...analysis import Order, buffer_bytes, plan_memory
+from ...program import Program
+
+_SIZES = ("T", "S", "R")
+
+
+class Memory:
+    """The buffers of a program, as ops read and write them.
+
+    Args:
+        sizes: int64 [3], T, S and R of the step.
+        fixed: by name, tensors of the "input" and "cache" buffers.
+        order: of the device, for the memory plan; None: every buffer has memory of its own.
+
+    Attributes:
+        outputs: by name, tensors of the "output" buffers.
+        nbytes: of what lies between nodes.
+
+    Raises:
+        PykernelsError: an input or a cache that is not given.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        sizes: torch.Tensor,
+        fixed: Mapping[str, torch.Tensor],
+        order: Order | None,
+    ) -> None:
+        self.program, self.sizes = program, sizes
+        self._tensors: dict[str, torch.Tensor] = {}
+        self.outputs: dict[str, torch.Tensor] = {}
+        self.nbytes = sum(buffer_bytes(program).values())
+        offsets: Mapping[str, int] = {}
+        if order is not None:
+            plan = plan_memory(program, order)
+            self.nbytes = plan.nbytes
+            offsets, arena = plan.offsets, torch.zeros(plan.nbytes, dtype=torch.uint8)
+        for name, buffer in program.buffers.items():
+            shape = program.shape(name)
+            if buffer.kind in ("input", "cache"):
+                if name not in fixed:
+                    raise PykernelsError(
+                        f"the {buffer.kind} {name!r} of {program.name!r} is not given",
+                        "See runtime.step_inputs.allocate_inputs",
+                    )
+                self._tensors[name] = fixed[name]
+            elif name in offsets:
+                nbytes = math.prod(shape) * buffer.dtype.itemsize
+                raw = arena[offsets[name] : offsets[name] + nbytes]
+                self._tensors[name] = raw.view(buffer.dtype).view(shape)
+            else:
+                self._tensors[name] = torch.zeros(shape, dtype=buffer.dtype)
+                if buffer.kind == "output":
+                    self.outputs[name] = self._tensors[name]
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A buffer in its largest shape: a cache, a page table."""
+        return self._tensors[name]
+
+    def read(self, name: str) -> torch.Tensor:
+        """The part of a buffer that the step fills."""
+        return self._tensors[name][: self.length(name)]
+
+    def write(self, name: str, value: torch.Tensor) -> None:
+        """Sets that part, in the buffer's shape and dtype."""
+        part = self.read(name)
+        part.copy_(value.reshape(part.shape))
+
+    def length(self, name: str) -> int:
+        """What the first dimension of a buffer is in this step."""
+        dim = self.program.buffers[name].shape[0]
+        return int(self.sizes[_SIZES.index(dim)]) if isinstance(dim, str) else dim

@@ -1,0 +1,135 @@
+"""The parts of a program: buffers, and the nodes that read and write them by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from .ops import OPS
+
+Dim = int | str
+"""A size, or the name of one that differs from step to step: "T", "S" or "R"."""
+
+
+def _none() -> Mapping[str, Any]:
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Memory that nodes write and read.
+
+    Attributes:
+        shape: sizes, outermost first.
+        kind: "scratch", written and read within a step; "input", written before it; "output", read
+            after it; "cache", kept from step to step.
+    """
+
+    name: str
+    shape: tuple[Dim, ...]
+    dtype: torch.dtype = torch.float32
+    kind: str = "scratch"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation.
+
+    Attributes:
+        op: a name of ``ops.OPS``, which says what the mappings hold.
+        inputs, outputs: the op's names for what it reads and writes -> names of buffers. A buffer
+            with the same name in both is updated in place.
+        weights: what does not change from step to step, by the op's names for it.
+        attrs: constants of the op; read them with ``attr``, which knows the defaults.
+        device: where it runs: "cpu", "cuda:0", "host".
+        name: unique in a program.
+        layer: the decoder layer that it belongs to; None outside the layers.
+        role: what it does in its layer, one of ``ops.ROLES``; passes find nodes by it.
+    """
+
+    op: str
+    inputs: Mapping[str, str] = field(default_factory=_none)
+    outputs: Mapping[str, str] = field(default_factory=_none)
+    weights: Mapping[str, Any] = field(default_factory=_none)
+    attrs: Mapping[str, Any] = field(default_factory=_none)
+    device: str = "cpu"
+    name: str = ""
+    layer: int | None = None
+    role: str = ""
+
+    def attr(self, name: str) -> Any:
+        """An attribute, or the op's default for it."""
+        return self.attrs[name] if name in self.attrs else OPS[self.op].attrs[name].default
+
+    def series(self, name: str) -> tuple[str, ...]:
+        """The buffers of a repeated input or output, ``name0``, ``name1`` and so on."""
+        ports = {**self.outputs, **self.inputs}
+        found: list[str] = []
+        while (port := f"{name}{len(found)}") in ports:
+            found.append(ports[port])
+        return tuple(found)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The buffers that it reads, those that it updates in place among them."""
+        return tuple(self.inputs.values())
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """The buffers that it writes."""
+        return tuple(self.outputs.values())
+
+    def __str__(self) -> str:
+        known = OPS[self.op].attrs if self.op in OPS else {}
+        attrs = ", ".join(
+            f"{key}={_short(value)}"
+            for key, value in self.attrs.items()
+            if key not in known or value != known[key].default
+        )
+        weights = ", ".join(f"{key}: {describe(value)}" for key, value in self.weights.items())
+        inside = "; ".join(part for part in (_ports(self.inputs), weights, attrs) if part)
+        outputs = ", ".join(self.writes)
+        return f"{outputs} = {self.op}({inside})" if outputs else f"{self.op}({inside})"
+
+
+def repeated(name: str, buffers: Iterable[str]) -> dict[str, str]:
+    """A repeated input or output as nodes name it: ``name0``, ``name1`` and so on."""
+    return {f"{name}{i}": buffer for i, buffer in enumerate(buffers)}
+
+
+def describe(weight: Any) -> str:
+    """A weight in a few words: "bf16 [2048, 768]"."""
+    if isinstance(weight, torch.Tensor):
+        return f"{str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}"
+    return str(weight)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _ports(inputs: Mapping[str, str]) -> str:
+    """Inputs as ``name=buffer``; just the buffer where it ends in the name, and buffers of one
+    prefix together: ``layer0.{k, v}``."""
+    groups: dict[str, list[str]] = {}
+    for name, buffer in inputs.items():
+        prefix, _, last = buffer.rpartition(".")
+        if last == name:
+            groups.setdefault(prefix, []).append(name)
+        else:
+            groups[f"{name}={buffer}"] = []
+    parts = list[str]()
+    for key, names in groups.items():
+        if not names:
+            parts.append(key)
+        elif not key:
+            parts += names
+        elif len(names) == 1:
+            parts.append(f"{key}.{names[0]}")
+        else:
+            parts.append(f"{key}.{{{', '.join(names)}}}")
+    return ", ".join(parts)

@@ -1,0 +1,380 @@
+"""The op table: what each op of a program reads, writes and takes, by name.
+
+A device has a function for each op that it runs; ``checks`` holds every node against its row here.
+A row gives for each input, output and weight the dimensions and the class of dtype. Dimensions are
+names, numbers, or sums of products of both ("heads*nope + 2*half"); a name has one value in a node,
+which a weight, an attribute of that name or the first buffer that has it decides; ">N" takes N or
+more (what a buffer holds behind the first N numbers is not for the node). The last dimension stands
+for all that the buffer has left: [T, heads*dk] takes [T, heads, dk].
+
+An op that updates a buffer in place has it under one name in its inputs and its outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+_INDEX = frozenset({torch.int32, torch.int64})
+DTYPES: Mapping[str, frozenset[torch.dtype] | None] = {
+    "activation": frozenset({torch.float32, torch.bfloat16, torch.float16}),
+    "float32": frozenset({torch.float32}),
+    "index": _INDEX,
+    "address": frozenset({torch.int64}),
+    "kv": frozenset({torch.float32, torch.bfloat16, torch.float8_e4m3fn}),
+    "any": None,
+}
+"""Classes of dtype. "activation": a device chooses its precision; "float32": kept in float32 on
+every device (the residual stream, logits, routing, scales); "index": token ids, positions, slots;
+"address": of a list in the device's own memory, 0 for none; "kv": as ``kv_cache.layout`` says."""
+
+ROLES = ("", "attention", "router", "routed", "deferred", "shared", "dense")
+"""What a node does in its layer: "router" from the gate to the choice of experts, "routed" the
+experts that are chosen, "deferred" those whose sum joins a layer later, "shared" the experts that
+every token passes, "dense" the MLP of a layer without experts."""
+
+
+@dataclass(frozen=True)
+class Port:
+    """An input, an output or a weight.
+
+    Attributes:
+        kind: of dtype, a key of ``DTYPES``; "" of weights, whose formats the devices know.
+        dims: None: any.
+        repeated: any number of them, called ``name0``, ``name1`` and so on.
+    """
+
+    kind: str
+    dims: tuple[str, ...] | None
+    optional: bool = False
+    repeated: bool = False
+
+
+class _Required:
+    def __repr__(self) -> str:
+        return "required"
+
+
+REQUIRED = _Required()
+
+
+@dataclass(frozen=True)
+class Attr:
+    """A constant of a node. An int's name is a dimension, too."""
+
+    kind: type
+    default: Any = REQUIRED
+
+
+Rule = Callable[[Mapping[str, Any]], str | None]
+"""(attributes, dimensions, inputs and outputs of a node, by name) -> what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """A row of the table.
+
+    Attributes:
+        rule: what dimensions do not say.
+        asynchronous: a peer goes on reading what it reads when the node itself is over.
+    """
+
+    inputs: Mapping[str, Port]
+    outputs: Mapping[str, Port]
+    weights: Mapping[str, Port] = field(default_factory=dict)
+    attrs: Mapping[str, Attr] = field(default_factory=dict)
+    rule: Rule = lambda node: None
+    asynchronous: bool = False
+
+
+def _activation(*dims: str, optional: bool = False, repeated: bool = False) -> Port:
+    return Port("activation", dims, optional, repeated)
+
+
+def _float32(*dims: str, optional: bool = False) -> Port:
+    return Port("float32", dims, optional)
+
+
+def _index(*dims: str, optional: bool = False) -> Port:
+    return Port("index", dims, optional)
+
+
+def _weight(*dims: str, optional: bool = False) -> Port:
+    return Port("", dims or None, optional)
+
+
+def _kv(*dims: str, optional: bool = False) -> Port:
+    return Port("kv", dims, optional)
+
+
+_LATENT = {
+    # bfloat16 [.., L + R] in one, or E4M3 with its scales and the rotated part beside it
+    "latent": _kv("pages", "page", ">L"),
+    "rope": _kv("pages", "page", "2*half", optional=True),
+    "latent_scale": _float32("pages", "page", optional=True),
+}
+_GROUPED = {
+    "k": _kv("pages", "page", "kv_heads", "D"),
+    "v": _kv("pages", "page", "kv_heads", "D"),
+    "k_scale": _float32("pages", "page", "kv_heads", optional=True),
+    "v_scale": _float32("pages", "page", "kv_heads", optional=True),
+}
+_RAGGED = {
+    "positions": _index("T"),
+    "sequences": _index("T"),  # row of the page table of each token's sequence
+    "page_table": _index("tables", "table_pages"),
+    # The same by sequences: first token and tokens in the step, keys, row of the page table.
+    "query_starts": _index("S", optional=True),
+    "query_lengths": _index("S", optional=True),
+    "lengths": _index("S", optional=True),
+    "page_rows": _index("S", optional=True),
+}
+_SAMPLING = {
+    "temperature": _float32("R"),
+    "top_k": _index("R"),
+    "top_p": _float32("R"),
+    "min_p": _float32("R"),
+    "repetition": _float32("R"),
+    "presence": _float32("R"),
+    "frequency": _float32("R"),
+    "seed": _index("R"),
+    "draws": _index("R"),
+    "num_logprobs": _index("R"),
+    "mask": Port("address", ("R",)),  # bits [V]
+    "seen": Port("address", ("R",)),  # int32 [seen_count] token ids
+    "counts": Port("address", ("R",)),  # int32 [seen_count]
+    "seen_count": _index("R"),
+    "bias_ids": Port("address", ("R",)),  # int32 [bias_count]
+    "bias": Port("address", ("R",)),  # float32 [bias_count]
+    "bias_count": _index("R"),
+}
+
+
+def _rms_norm_rule(node: Mapping[str, Any]) -> str | None:
+    if "rows" not in node and node["M"] != node["T"]:
+        return f"x has {node['M']} rows, out {node['T']}, and no `rows` says which"
+    return None
+
+
+def _per_head_rule(node: Mapping[str, Any]) -> str | None:
+    if node.get("expand_from", 0) and "sequences" not in node:
+        return "`expand_from` needs the input `sequences`"
+    if node["K"] > node["x_head"] or node["N"] > node["out_head"]:
+        return f"heads of [{node['N']}, {node['K']}] are wider than x_head or out_head"
+    return None
+
+
+def _attention_rule(node: Mapping[str, Any]) -> str | None:
+    if ("k" in node) == ("latent" in node):
+        return "it reads either keys and values or latents"
+    if ("k" in node) != ("v" in node):
+        return "`k` and `v` come together"
+    return None
+
+
+def _router_rule(node: Mapping[str, Any]) -> str | None:
+    if node["topk"] != node["spec"].topk:
+        return f"its ids hold {node['topk']} experts of a token, its spec {node['spec'].topk}"
+    return None
+
+
+def _moe_rule(node: Mapping[str, Any]) -> str | None:
+    if ("ids" in node) != ("weights" in node):
+        return "`ids` and `weights` come together"
+    if "ids" not in node and node["E"] != 1:
+        return f"{node['E']} experts and no routing"
+    return None
+
+
+OPS: Mapping[str, Op] = {
+    # Rows of the table of embeddings.
+    "embed": Op(
+        inputs={"ids": _index("T")},
+        outputs={"out": _activation("T", "H")},
+        weights={"table": _weight("V", "H")},
+    ),
+    # sum = x + add0 + add1 + ...; out = its norm. With `rows`: of these rows of x and the addends.
+    "rms_norm": Op(
+        inputs={
+            "x": _activation("M", ">H"),
+            "add": _activation("M", "H", repeated=True),
+            "rows": _index("T", optional=True),
+        },
+        outputs={"out": _activation("T", "H"), "sum": _float32("T", "H", optional=True)},
+        weights={"weight": _weight("H")},
+        attrs={"eps": Attr(float)},
+        rule=_rms_norm_rule,
+    ),
+    # x W^T + bias, into the columns of out from `start` on; the others stay where out is an input.
+    "linear": Op(
+        inputs={"x": _activation("T", ">K"), "out": _activation("T", ">start + N", optional=True)},
+        outputs={"out": _activation("T", ">start + N")},
+        weights={"weight": _weight("N", "K"), "bias": _weight("N", optional=True)},
+        attrs={"start": Attr(int, 0), "activations": Attr(str, "bf16")},
+    ),
+    # A matrix for each head h: numbers h * x_head .. + K of x to h * out_head .. + N of out. Tokens
+    # of sequences with `expand_from` or more in the step (0: none) are left out.
+    "per_head_linear": Op(
+        inputs={
+            "x": _activation("T", ">G*x_head"),
+            "out": _activation("T", "G*out_head", optional=True),
+            "sequences": _index("T", optional=True),
+        },
+        outputs={"out": _activation("T", "G*out_head")},
+        weights={"heads": _weight("G", "N", "K")},
+        attrs={"x_head": Attr(int), "out_head": Attr(int), "expand_from": Attr(int, 0)},
+        rule=_per_head_rule,
+    ),
+    # cos and sin of each position's angles, times `scale`.
+    "rope_table": Op(
+        inputs={"positions": _index("T")},
+        outputs={"out": _float32("T", "2", "half")},
+        weights={"frequencies": _weight("half")},
+        attrs={"scale": Attr(float, 1.0)},
+    ),
+    # Norm of the latent, rope of it and of the queries, and the latent into its cache slots. The
+    # queries go to numbers L .. of each head of `rotated`.
+    "mla_rope_cache_write": Op(
+        inputs={
+            "q": _activation("T", ">heads*nope + 2*heads*half"),
+            "kv": _activation("T", ">kv_start + L + 2*half"),
+            "angles": _float32("T", "2", "half"),
+            "slots": _index("T"),
+            **_LATENT,
+        },
+        outputs={"rotated": _activation("T", "heads*L + 2*heads*half"), **_LATENT},
+        weights={"kv_norm": _weight("L")},
+        attrs={
+            "heads": Attr(int),
+            "nope": Attr(int),
+            "eps": Attr(float),
+            "interleaved": Attr(int, 0),
+            "kv_start": Attr(int, 0),
+        },
+    ),
+    # Norms of queries and keys (of a head, or of all), rope, and keys and values into their slots.
+    # A row holds queries from 0 on, keys from k_start and values from v_start on.
+    "gqa_rope_cache_write": Op(
+        inputs={
+            "qkv": _activation("T", ">v_start + kv_heads*D"),
+            "angles": _float32("T", "2", "half"),
+            "slots": _index("T"),
+            **_GROUPED,
+        },
+        outputs={"rotated": _activation("T", "heads*D"), **_GROUPED},
+        weights={"q_norm": _weight(optional=True), "k_norm": _weight(optional=True)},
+        attrs={
+            "heads": Attr(int),
+            "k_start": Attr(int),
+            "v_start": Attr(int),
+            "eps": Attr(float, 0.0),
+            "interleaved": Attr(int, 0),
+        },
+    ),
+    # Causal attention of each sequence over its pages, of keys and values or of latents (whose
+    # values are their first dv numbers). Sequences with `expand_from` tokens or more are left out.
+    "attention": Op(
+        inputs={
+            "q": _activation("T", "heads*dk"),
+            **_RAGGED,
+            **{name: Port(port.kind, None, True) for name, port in {**_GROUPED, **_LATENT}.items()},
+        },
+        outputs={"out": _activation("T", "heads*dv")},
+        weights={"sinks": _weight("heads", optional=True)},
+        attrs={
+            "heads": Attr(int),
+            "kv_heads": Attr(int),
+            "dk": Attr(int),
+            "dv": Attr(int),
+            "scale": Attr(float),
+            "window": Attr(int, 0),
+            "expand_from": Attr(int, 0),
+        },
+        rule=_attention_rule,
+    ),
+    # Latent attention of the sequences that the one above leaves out, with the keys and values of
+    # each head expanded.
+    "attention_expanded": Op(
+        inputs={
+            "q": _activation("T", ">heads*L"),
+            "q_nope": _activation("T", ">heads*nope"),
+            "out": _activation("T", "heads*dv"),
+            **_RAGGED,
+            "latent": _LATENT["latent"],
+            "rope": Port("kv", ("pages", "page", "R"), True),
+            "latent_scale": _LATENT["latent_scale"],
+        },
+        outputs={"out": _activation("T", "heads*dv")},
+        weights={"uk": _weight("heads", "L", "nope"), "uv": _weight("heads", "dv", "L")},
+        attrs={
+            "heads": Attr(int),
+            "nope": Attr(int),
+            "dv": Attr(int),
+            "scale": Attr(float),
+            "expand_from": Attr(int),
+        },
+    ),
+    # The topk experts of each token and their weights.
+    "router": Op(
+        inputs={"logits": _float32("T", ">experts")},
+        outputs={"ids": _index("T", "topk"), "weights": _float32("T", "topk")},
+        weights={"bias": _weight("experts", optional=True)},
+        attrs={"spec": Attr(object), "experts": Attr(int)},
+        rule=_router_rule,
+    ),
+    # Each token's choice in two parts, the `last` smallest weights in the second one, which may be
+    # dropped. An expert keeps its place, and is -1 (not here) in the other part: the weights stay.
+    "split_routing": Op(
+        inputs={"ids": _index("T", "topk"), "weights": _float32("T", "topk")},
+        outputs={
+            "first_ids": _index("T", "topk"),
+            "last_ids": _index("T", "topk", optional=True),
+        },
+        attrs={"last": Attr(int)},
+    ),
+    # Experts of each token, weighted and summed; -1 is not here and adds nothing. Without routing
+    # there is one expert, of all tokens.
+    "moe_ffn": Op(
+        inputs={
+            "x": _activation("T", "H"),
+            "ids": _index("T", "topk", optional=True),
+            "weights": _float32("T", "topk", optional=True),
+        },
+        outputs={"out": _activation("T", "H")},
+        weights={"experts": _weight("E", "H", "I")},
+        attrs={"activations": Attr(str, "bf16")},
+        rule=_moe_rule,
+    ),
+    # One token of each row of logits, by the row's own parameters (``ref.sampling.Request``).
+    "sample_requests": Op(
+        inputs={"logits": _float32("R", "V"), **_SAMPLING},
+        outputs={
+            "tokens": _index("R"),
+            "logprobs": _float32("R"),
+            "top_ids": _index("R", "top"),
+            "top_logprobs": _float32("R", "top"),
+        },
+    ),
+    # The two ends of a channel between devices; ``partition`` puts them there. `until` and `since`
+    # name nodes of the same program: the peer may read what was submitted until that node has run
+    # ("": to the end), and write what is waited for from that node on ("": from the beginning).
+    "submit": Op(
+        inputs={"value": Port("any", None, repeated=True)},
+        outputs={},
+        attrs={"channel": Attr(int), "to": Attr(str), "until": Attr(str, "")},
+        asynchronous=True,
+    ),
+    "wait": Op(
+        inputs={},
+        outputs={"value": Port("any", None, repeated=True)},
+        attrs={"channel": Attr(int), "source": Attr(str), "since": Attr(str, "")},
+        asynchronous=True,
+    ),
+}
+"""By name. An op means the same function in ``pykernels.ref`` and on every device."""
+
+SAMPLING = tuple(_SAMPLING)
+"""Inputs of ``sample_requests`` beside the logits."""

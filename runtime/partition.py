@@ -1,0 +1,178 @@
+"""A program on several devices as one program for each, with the handshake where they meet.
+
+A buffer that one device writes and another reads is *submitted* as soon as it is written and
+*waited for* just before it is first read: a channel, used once a step, with a node at each end.
+Everything between runs beside the other device. What a node needs from one peer goes over one
+channel, and nothing is sent twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from pykernels.errors import PykernelsError
+
+from .analysis import dependencies, ordered
+from .node import Buffer, Node, repeated
+from .program import Program
+
+_Key = tuple[int, int, int]
+"""Place of a node in the order of all: the number of a node of the whole program, -1, 0 or 1 for
+in front of it, itself or behind it, and the channel."""
+
+
+@dataclass(frozen=True)
+class _Channel:
+    """Buffers that ``reader``, a node's number, needs from another device.
+
+    Attributes:
+        writer: number of the last node that writes any of them.
+    """
+
+    number: int
+    source: str
+    to: str
+    buffers: tuple[str, ...]
+    writer: int
+    reader: int
+
+
+def partition(program: Program, unordered: Collection[str] = ("cpu",)) -> dict[str, Program]:
+    """One program for each device, in the order in which the devices first appear.
+
+    Args:
+        unordered: devices that do not run their nodes one after the other: there only what shares
+            a buffer is ordered.
+
+    Raises:
+        PykernelsError: two devices write one buffer, or share one that is kept from step to step.
+    """
+    devices = list(dict.fromkeys(node.device for node in program.nodes))
+    if len(devices) < 2:
+        return dict.fromkeys(devices, program)
+    keyed: list[tuple[_Key, Node]] = [((i, 0, 0), n) for i, n in enumerate(program.nodes)]
+    for channel in _channels(program):
+        keyed += _ends(program, channel)
+    keyed.sort(key=lambda item: item[0])
+    nodes = _with_spans([node for _, node in keyed], unordered)
+    return {device: _part(program, device, nodes) for device in devices}
+
+
+def _channels(program: Program) -> list[_Channel]:
+    holders: dict[str, set[str]] = {}
+    writers: dict[str, tuple[int, str]] = {}
+    channels: list[_Channel] = []
+    for i, node in enumerate(program.nodes):
+        needed: dict[str, list[str]] = {}
+        for name in dict.fromkeys(node.reads):
+            if program.buffers[name].kind == "cache":
+                _refuse_shared_cache(program, name, node)
+            elif name in writers and node.device not in holders[name]:
+                needed.setdefault(writers[name][1], []).append(name)
+                holders[name].add(node.device)
+        for source, names in needed.items():
+            writer = max(writers[name][0] for name in names)
+            number = len(channels)
+            channels.append(_Channel(number, source, node.device, tuple(names), writer, i))
+        for name in node.writes:
+            before = writers.get(name)
+            if before is not None and before[1] != node.device:
+                raise PykernelsError(
+                    f"{name!r} of {program.name!r} is written on {before[1]} and on {node.device}",
+                    "Keep the nodes that update a buffer on one device",
+                )
+            if program.buffers[name].kind != "cache":
+                writers[name], holders[name] = (i, node.device), {node.device}
+    return channels
+
+
+def _refuse_shared_cache(program: Program, name: str, node: Node) -> None:
+    for other in program.nodes:
+        if other.device != node.device and name in (*other.reads, *other.writes):
+            raise PykernelsError(
+                f"{name!r} of {program.name!r} is kept on {node.device}; {other.name} on"
+                f" {other.device} uses it too",
+                "Keep the nodes of one cache on one device",
+            )
+
+
+def _ends(program: Program, channel: _Channel) -> list[tuple[_Key, Node]]:
+    reader = program.nodes[channel.reader]
+    several = sum(1 for other in _channels_of(program, reader) if other != channel.source) > 0
+    suffix = f".{channel.source}" if several else ""
+    values = MappingProxyType(repeated("value", channel.buffers))
+    marks: dict[str, Any] = {"layer": reader.layer, "role": reader.role}
+    submit = Node(
+        "submit", inputs=values, device=channel.source, name=f"{reader.name}.submit{suffix}",
+        attrs=MappingProxyType({"channel": channel.number, "to": channel.to}), **marks,
+    )  # fmt: skip
+    wait = Node(
+        "wait", outputs=values, device=channel.to, name=f"{reader.name}.wait{suffix}",
+        attrs=MappingProxyType({"channel": channel.number, "source": channel.source}), **marks,
+    )  # fmt: skip
+    return [
+        ((channel.writer, 1, channel.number), submit),
+        ((channel.reader, -1, channel.number), wait),
+    ]
+
+
+def _channels_of(program: Program, reader: Node) -> set[str]:
+    """The devices on which what a node reads is written."""
+    return {
+        node.device
+        for node in program.nodes
+        if node.device != reader.device and set(node.writes) & set(reader.reads)
+    }
+
+
+def _with_spans(nodes: Sequence[Node], unordered: Collection[str]) -> list[Node]:
+    """The nodes with ``until`` and ``since``: when a peer may touch what goes over a channel."""
+    ends = {
+        (node.op, node.attrs["channel"]): i
+        for i, node in enumerate(nodes)
+        if node.op in ("submit", "wait")
+    }
+    waits: list[list[int]] = [[] for _ in nodes]
+    local: dict[str, list[int]] = {}
+    for i, node in enumerate(nodes):
+        local.setdefault(node.device, []).append(i)
+        if node.op == "wait":
+            waits[i].append(ends["submit", node.attrs["channel"]])
+    for device, own in local.items():
+        part = Program("", tuple(nodes[i] for i in own), {}, {})
+        order = dependencies(part, in_order=device not in unordered)
+        for i, direct in zip(own, order.direct, strict=True):
+            waits[i] += [own[j] for j in direct]
+    before = ordered(waits).before
+    spans = list(nodes)
+    for (op, channel), i in ends.items():
+        node = nodes[i]
+        own = local[node.device]
+        if op == "wait":
+            sent = before[ends["submit", channel]]
+            last = max((j for j in own if sent >> j & 1), default=None)
+            span = {"since": "" if last is None else nodes[last].name}
+        else:
+            peer = ends["wait", channel]
+            readers = 1 << peer
+            for j in local[nodes[peer].device]:
+                if j > peer and set(nodes[j].reads) & set(node.reads):
+                    readers |= 1 << j
+            free = next((j for j in own if j > i and not readers & ~before[j]), None)
+            span = {"until": "" if free is None else nodes[free].name}
+        spans[i] = replace(node, attrs=MappingProxyType({**node.attrs, **span}))
+    return spans
+
+
+def _part(program: Program, device: str, nodes: Sequence[Node]) -> Program:
+    own = tuple(node for node in nodes if node.device == device)
+    written = {name for node in own if node.op != "wait" for name in node.writes}
+    buffers: dict[str, Buffer] = {}
+    for name in dict.fromkeys(name for node in own for name in (*node.reads, *node.writes)):
+        buffer = program.buffers[name]
+        is_copy = buffer.kind == "output" and name not in written
+        buffers[name] = replace(buffer, kind="scratch") if is_copy else buffer
+    return Program(f"{program.name} on {device}", own, buffers, program.sizes).check()

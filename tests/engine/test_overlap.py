@@ -1,0 +1,124 @@
+"""Jobs that wait only for what they read: the same bits as one after the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import model
+from pykernels.errors import PykernelsError
+from pykernels.quant import get_format
+from pykernels.shapes import RouterSpec
+from runtime.devices.cpu.step import CpuStep
+from runtime.devices.host.runner import on_host
+from runtime.devices.host.step import HostStep
+from runtime.matrix import PackedMatrix, packer
+from runtime.program import Builder, Program, repeated
+from runtime.step_inputs import allocate_inputs
+from runtime.workers.pool import WorkerPool
+
+from ..model import tiny
+
+T, H = 8, 64
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_moe"])  # a shared expert, one with a gate
+def test_a_step_is_the_same_bits_in_any_order(family: str, tmp_path: Path) -> None:
+    tiny.make(tmp_path, family)
+    with model.load_engine(tmp_path, context=64, kernel="generic") as llm:
+        lowered = llm.runner.model
+        program = lowered.lower(T, 1, T, 1, 1)
+        steps = []
+        for in_order in (True, False):
+            inputs = allocate_inputs(program) | {
+                "positions": torch.arange(T), "slots": torch.arange(T), "sampled": torch.arange(T)
+            }  # fmt: skip
+            caches = {name: part.zeros() for name, part in lowered.caches(1).items()}
+            step = CpuStep(program, llm.pool, inputs, caches, "generic", in_order=in_order)
+            step.sizes[:] = torch.tensor([T, 1, T])
+            steps.append((step, inputs["tokens"]))
+        for seed in range(20):
+            for step, tokens in steps:
+                generator = torch.Generator().manual_seed(seed)
+                tokens[:] = torch.randint(2, 96, (T,), generator=generator)
+                step.run()
+            assert torch.equal(*(step.outputs["logits"] for step, _ in steps))
+    jobs = {job.name: (i, job) for i, job in enumerate(steps[1][0].jobs.jobs)}
+    names = [job.name for job in steps[1][0].jobs.jobs]
+
+    def waits(name: str) -> set[str]:
+        at, job = jobs[name]
+        return {names[at - distance] for distance in job.after}
+
+    last = max(int(name[5:].split(".")[0]) for name in names if name.startswith("layer"))
+    shared, routed = f"layer{last}.shared", f"layer{last}.experts"
+    assert routed not in waits(shared) and f"layer{last}.router" not in waits(shared)
+    assert waits("norm") == {shared, routed} and waits(routed) == {f"layer{last}.router"}
+
+
+def sums(count: int, pool: WorkerPool) -> Program:
+    """The norm of x and ``count`` addends, by a matrix."""
+    b, g = Builder("sums", {"T": T, "S": 1, "R": 1}), torch.Generator().manual_seed(count)
+    adds = [b.buffer(f"in{i}", "T", H, kind="input") for i in range(count)]
+    b.buffer("x", "T", H, kind="input")
+    b.buffer("normed", "T", H)
+    b.buffer("sum", "T", H, kind="output")
+    b.buffer("y", "T", 32, kind="output")
+    b.node(
+        "rms_norm", "norm", {"x": "x", **repeated("add", adds)}, {"out": "normed", "sum": "sum"},
+        {"weight": torch.rand(H, generator=g) + 0.5}, eps=1e-6,
+    )  # fmt: skip
+    fmt = get_format("bf16")
+    weight = fmt.quantize(torch.randn(32, H, generator=g) / 8)
+    matrix = PackedMatrix(fmt, [weight], packer(pool))
+    b.node("linear", "linear", {"x": "normed"}, {"out": "y"}, {"weight": matrix})
+    return b.build()
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 6])
+def test_a_norm_adds_up_any_number(count: int) -> None:
+    with WorkerPool(1) as pool:
+        program = sums(count, pool)
+        inputs = {
+            name: torch.randn(tensor.shape, generator=torch.Generator().manual_seed(i))
+            for i, (name, tensor) in enumerate(allocate_inputs(program).items())
+        }
+        steps = (
+            CpuStep(program, pool, inputs, {}, "generic"), HostStep(on_host(program), inputs, {})
+        )  # fmt: skip
+        for step in steps:
+            step.sizes[0] = T
+            step.run()
+        cpu, host = (step.outputs for step in steps)
+    exact = sum(tensor.double() for tensor in inputs.values())
+    assert torch.allclose(cpu["sum"].double(), exact, atol=1e-5)
+    assert (cpu["y"] - host["y"]).norm() < 0.01 * host["y"].norm()  # of inputs in bfloat16
+
+
+def test_floats_of_a_norm_are_refused() -> None:
+    """They exist as packed activations only: reading them gave old bytes."""
+    b = Builder("floats", {"T": T, "S": 1, "R": 1})
+    b.buffer("x", "T", H, kind="input")
+    b.buffer("normed", "T", H)
+    b.buffer("y", "T", H, kind="output")
+    weight = {"weight": torch.ones(H)}
+    b.node("rms_norm", "first", {"x": "x"}, {"out": "normed"}, weight, eps=1e-6)
+    with WorkerPool(1) as pool:
+        with pytest.raises(PykernelsError, match="output 'y' of 'floats' is what a norm writes"):
+            b.node("rms_norm", "second", {"x": "x"}, {"out": "y"}, weight, eps=1e-6)
+            CpuStep(b.build(), pool, {"x": torch.zeros(T, H)}, {})
+        c = Builder("floats", {"T": T, "S": 1, "R": 1})
+        c.buffer("x", "T", H, kind="input")
+        c.buffer("normed", "T", H)
+        c.buffer("ids", "T", 2, dtype=torch.int64, kind="output")
+        c.buffer("weights", "T", 2, kind="output")
+        c.node("rms_norm", "norm", {"x": "x"}, {"out": "normed"}, weight, eps=1e-6)
+        choice = {"ids": "ids", "weights": "weights"}
+        spec = RouterSpec(2)
+        c.node("router", "router", {"logits": "normed"}, choice, spec=spec, experts=H)
+        with pytest.raises(PykernelsError, match="router reads 'normed' as floats"):
+            CpuStep(c.build(), pool, {"x": torch.zeros(T, H)}, {})
+        with pytest.raises(PykernelsError, match="the input 'x' of 'floats' is not given"):
+            CpuStep(c.build(), pool, {}, {})
