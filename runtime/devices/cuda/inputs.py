@@ -1,0 +1,58 @@
+"""The inputs of a step on the GPU: one pinned block, one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+ON_GPU = ("tokens", "positions", "slots", "sequences", "page_table", "sampled")
+"""Inputs that nodes of the GPU read; the parameters of sampling stay on the host."""
+KEY_LENGTHS = "key_lengths"
+_ALIGNED = 4  # int32 numbers: 16 bytes
+
+
+class StepInputs:
+    """int32 copies of the engine's arrays.
+
+    Args:
+        arrays: by name, int64 CPU tensors that the engine writes before each step.
+
+    Attributes:
+        tensors: by name, the views on the GPU, in their largest shape; ``KEY_LENGTHS`` [T] holds
+            the keys that each token attends to, 0 for padding.
+    """
+
+    def __init__(self, arrays: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        self._arrays = {name: arrays[name] for name in ON_GPU}
+        shapes = {name: array.shape for name, array in self._arrays.items()}
+        shapes[KEY_LENGTHS] = shapes["positions"]
+        starts, end = {}, 0
+        for name, shape in shapes.items():
+            starts[name] = end
+            end += -(-shape.numel() // _ALIGNED) * _ALIGNED
+        self._host = torch.zeros(end, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._device = torch.zeros(end, dtype=torch.int32, device=device)
+        self._staged, self.tensors = (
+            {
+                name: block[starts[name] : starts[name] + shape.numel()].view(shape)
+                for name, shape in shapes.items()
+            }
+            for block in (self._host, self._device)
+        )
+
+    def send(self, T: int, S: int, R: int, bucket: int) -> None:
+        """Copies a step's inputs, padded to ``bucket`` tokens: slots of -1, no keys.
+
+        The block is free again when the step's results are there.
+        """
+        staged = self._staged
+        for name, array in self._arrays.items():
+            most = {"page_table": len(array), "sampled": R}.get(name, T)
+            staged[name][:most] = array[:most]
+        staged["slots"][T:bucket] = -1
+        staged["sequences"][T:bucket] = 0
+        staged["sampled"][R:] = 0
+        torch.add(staged["positions"][:T], 1, out=staged[KEY_LENGTHS][:T])
+        staged[KEY_LENGTHS][T:bucket] = 0
+        self._device.copy_(self._host, non_blocking=True)

@@ -1,0 +1,83 @@
+"""A program's buffers in GPU memory, and what its launches read of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from ...node import Node
+from ...ops import OPS
+from ...program import Program
+
+Caches = Mapping[str, torch.Tensor]
+
+
+def dtypes(program: Program) -> dict[str, torch.dtype]:
+    """The dtype of each scratch buffer on a GPU: activations are bfloat16 unless a node wants them
+    in float32 (residual stream, logits, routing weights); indices are int32."""
+    kinds: dict[str, set[str]] = {}
+    for node in program.nodes:
+        op = OPS[node.op]
+        for ports, names in ((op.inputs, node.inputs), (op.outputs, node.outputs)):
+            for port, buffer in names.items():
+                row = ports.get(port) or ports[port.rstrip("0123456789")]
+                kinds.setdefault(buffer, set()).add(row.kind)
+    return {
+        name: _dtype(program.buffers[name].dtype, found)
+        for name, found in kinds.items()
+        if program.buffers[name].kind in ("scratch", "output")
+    }
+
+
+def _dtype(declared: torch.dtype, kinds: set[str]) -> torch.dtype:
+    if "index" in kinds:
+        return torch.int32
+    if "float32" in kinds:
+        return torch.float32
+    return torch.bfloat16 if declared.is_floating_point else declared
+
+
+@dataclass
+class Memory:
+    """Tensors of one program on one device, each in its largest shape.
+
+    Attributes:
+        inputs: by name, tensors that are written before a step.
+        caches: by name, those of the "cache" buffers.
+        tokens_table: int32 [T, pages], the page table's row of each token.
+        key_lengths: int32 [T], keys that each token attends to; 0 for padding.
+    """
+
+    program: Program
+    device: torch.device
+    inputs: Mapping[str, torch.Tensor]
+    caches: Caches
+    tokens_table: torch.Tensor
+    key_lengths: torch.Tensor
+    scratch: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, dtype in dtypes(self.program).items():
+            shape = self.program.shape(name)
+            self.scratch[name] = torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A buffer."""
+        for tensors in (self.scratch, self.inputs, self.caches):
+            if name in tensors:
+                return tensors[name]
+        raise KeyError(name)
+
+    def read(self, node: Node, port: str) -> torch.Tensor:
+        """The buffer of an input."""
+        return self.tensor(node.inputs[port])
+
+    def optional(self, node: Node, port: str) -> torch.Tensor | None:
+        """The buffer of an input that may be missing."""
+        return self.tensor(node.inputs[port]) if port in node.inputs else None
+
+    def written(self, node: Node, port: str) -> torch.Tensor:
+        """The buffer of an output."""
+        return self.tensor(node.outputs[port])

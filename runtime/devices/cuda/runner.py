@@ -1,0 +1,169 @@
+"""A model on a GPU, as the engine drives it: its programs as CUDA graphs, experts on the CPU where
+they do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from pykernels.errors import PykernelsError
+from pykernels.gpu.common.launch import supports
+
+from ...program import Program
+from ...workers.pool import WorkerPool
+from ..runner import Lowered, PagedRunner, Pass
+from .executable import CudaExecutable
+from .inputs import KEY_LENGTHS, StepInputs
+from .weights import experts_bytes
+
+EXPERTS = ("auto", "cpu", "gpu")
+GRAPH_TOKENS = 64
+"""Most tokens of a bucket that is captured; larger steps are bound by what they compute."""
+HEADROOM = 1 << 30
+"""Bytes of GPU memory that stay free for what launches allocate."""
+
+
+class CudaRunner(PagedRunner):
+    """See ``engine.batch.Runner``.
+
+    Args:
+        device: "cuda:N"; "cpu" in Triton's interpreter.
+        pool: runs what is on the CPU: experts, sampling.
+        experts: where routed experts are: "cpu", "gpu", or "auto": on the GPU if all fit.
+
+    Raises:
+        PykernelsError: no such GPU, too little of its memory, a kernel that cannot run there.
+    """
+
+    def __init__(
+        self,
+        model: Lowered,
+        device: str,
+        pool: WorkerPool,
+        max_context: int,
+        num_pages: int | None = None,
+        max_tokens: int = 512,
+        max_sequences: int = 16,
+        kernel: str = "auto",
+        passes: Sequence[Pass] = (),
+        max_rows: int | None = None,
+        experts: str = "auto",
+    ) -> None:
+        super().__init__(model, max_context, num_pages, max_tokens, max_sequences, passes, max_rows)
+        self.device, self.pool, self.kernel = torch.device(device), pool, kernel
+        check_device(self.device)
+        if experts not in EXPERTS:
+            raise PykernelsError(f"experts on {experts!r}", f"Give {', '.join(EXPERTS)}")
+        self.experts = experts
+        self.caches: dict[str, torch.Tensor] = {}
+        self._inputs: StepInputs | None = None
+        self._host_inputs: Mapping[str, torch.Tensor] = {}
+        self._pool_handle = torch.cuda.graph_pool_handle() if self._real else None
+        self._weights: dict[int, object] = {}
+
+    @property
+    def _real(self) -> bool:
+        return self.device.type == "cuda"
+
+    def lowered(self, *sizes: int) -> Program:
+        """The model's program: routed experts and sampling on the CPU, all else on the GPU."""
+        program = super().lowered(*sizes)
+        if self.experts == "auto":
+            self.experts = "gpu" if self._experts_fit(program) else "cpu"
+        on_cpu = {"sample_requests"} | ({"moe_ffn"} if self.experts == "cpu" else set())
+        nodes = tuple(
+            replace(
+                node,
+                device="cpu"
+                if node.op in on_cpu and (node.op != "moe_ffn" or node.role == "routed")
+                else str(self.device),
+            )
+            for node in program.nodes
+        )
+        return replace(program, nodes=nodes).check()
+
+    def _experts_fit(self, program: Program) -> bool:
+        if not self._real:
+            return True
+        free, _ = torch.cuda.mem_get_info(self.device)
+        needed = sum(
+            experts_bytes(node.weights["experts"]) for node in program.nodes if node.op == "moe_ffn"
+        )
+        cache = sum(part.nbytes for part in self.model.caches(self.num_pages).values())
+        dense = sum(
+            2 * weight.N * weight.K
+            for node in program.nodes
+            if node.op == "linear"
+            for weight in (node.weights["weight"],)
+        )
+        return bool(needed + cache + dense + HEADROOM <= free)
+
+    def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CudaExecutable:
+        if self._inputs is None:
+            self._inputs, self._host_inputs = StepInputs(inputs, self.device), dict(inputs)
+            self._allocate_caches(program)
+        given, T = self._inputs.tensors, program.sizes["T"]
+        table = torch.zeros(
+            T, given["page_table"].shape[1], dtype=torch.int32, device=self.device
+        )  # fmt: skip
+        sequences = given["sequences"][:T]
+
+        def prelude() -> None:
+            torch.index_select(given["page_table"], 0, sequences, out=table)
+
+        executable = CudaExecutable(
+            program, self.device, self.pool, self.kernel, given, self._host_inputs, self.caches,
+            table, given[KEY_LENGTHS][:T], prelude, self.sizes,
+        )  # fmt: skip
+        executable.before = self._send(executable)
+        if self._real:
+            self._warm(executable)
+        return executable
+
+    def _send(self, executable: CudaExecutable):  # type: ignore[no-untyped-def]
+        bucket = executable.program.sizes["T"]
+
+        def send() -> None:
+            assert self._inputs is not None
+            T, S, R = self.sizes.tolist()
+            self._inputs.send(T, S, R, bucket)
+
+        return send
+
+    def _warm(self, executable: CudaExecutable) -> None:
+        """Runs a step of padding, which compiles everything, then captures it."""
+        self.sizes[0], self.sizes[1], self.sizes[2] = 0, 0, 0
+        with torch.cuda.device(self.device):
+            executable.run()
+            torch.cuda.synchronize(self.device)
+            if executable.program.sizes["T"] <= GRAPH_TOKENS:
+                assert self._pool_handle is not None
+                executable.capture(self._pool_handle)
+
+    def _allocate_caches(self, program: Program) -> None:
+        for name, part in self.model.caches(self.num_pages).items():
+            self.caches[name] = torch.zeros(part.shape, dtype=part.dtype, device=self.device)
+        for node in program.nodes:  # bfloat16 latents and their rotated parts, apart
+            name = node.inputs.get("latent", "")
+            if node.op == "mla_rope_cache_write" and "rope" not in node.inputs:
+                whole, L = self.caches.pop(name), len(node.weights["kv_norm"])
+                self.caches[name] = whole[..., :L].contiguous()
+                self.caches[f"{name}.rope"] = whole[..., L:].contiguous()
+
+
+def check_device(device: torch.device) -> None:
+    """Raises PykernelsError if there is no such GPU, or it runs no kernel of ours."""
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise PykernelsError(
+                f"no {device}: torch finds no CUDA GPU",
+                "Use --device cpu, or install a driver and torch's CUDA build",
+            )
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise PykernelsError(
+                f"no {device}: there are {torch.cuda.device_count()} GPUs", "Give a lower number"
+            )
+    if reason := supports(device):
+        raise PykernelsError(f"no GPU kernel runs on {device}: {reason}", "Use --device cpu")

@@ -1,0 +1,44 @@
+"""Launches that follow each other without the host in between: one CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .dense import Launch
+
+
+class Segment:
+    """Launches in order; once captured, a replay is one call.
+
+    Args:
+        device: "cuda:N"; launches on a "cpu" (Triton's interpreter) are never captured.
+    """
+
+    def __init__(self, launches: Sequence[Launch], device: torch.device) -> None:
+        self.launches, self.device = tuple(launches), device
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self) -> None:
+        """Launches everything; returns before it has run."""
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        for launch in self.launches:
+            launch()
+
+    def capture(self, pool: tuple[int, int]) -> None:
+        """Captures the launches, which have run before: what they compile is compiled.
+
+        Args:
+            pool: of memory for what they allocate. Graphs that never run at once may share one,
+                since nothing that is allocated within a graph outlives it.
+        """
+        if self.device.type != "cuda" or not self.launches:
+            return
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            for launch in self.launches:
+                launch()
+        self._graph = graph
