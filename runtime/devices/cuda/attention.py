@@ -57,7 +57,7 @@ def gqa_rope_cache_write(m: Memory, node: Node) -> Launch:
     k_cache, v_cache = m.read(node, "k"), m.read(node, "v")
     scales = m.optional(node, "k_scale"), m.optional(node, "v_scale")
     NH, (KVH, D) = node.attr("heads"), k_cache.shape[2:]
-    starts = node.attrs.get("starts") or (0, NH * D, (NH + KVH) * D)
+    starts = 0, node.attr("k_start"), node.attr("v_start")
     q, k, v = (
         qkv[:, first : first + heads * D].unflatten(1, (heads, D))
         for first, heads in zip(starts, (NH, KVH, KVH), strict=True)
