@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from pykernels.gpu.attention import kv_write as cache
 from pykernels.gpu.attention.gqa_decode import gqa_decode
-from pykernels.gpu.attention.kv_write import kv_write, mla_write
 from pykernels.gpu.attention.mla_decode import mla_decode
 from pykernels.gpu.norm import rms_norm
 
@@ -46,7 +46,7 @@ def mla_rope_cache_write(m: Memory, node: Node) -> Launch:
     def launch() -> None:
         latent = rms_norm(kv[:, start : start + L], weight, eps)[0]
         rope = _rotate(kv[:, None, start + L : start + L + R], angles, interleaved)[:, 0]
-        mla_write(latent, rope.to(latent.dtype), slots, *caches)
+        cache.mla_write(latent, rope.to(latent.dtype), slots, *caches)
         rotated.copy_(_rotate(q, angles, interleaved))
 
     return launch
@@ -76,7 +76,7 @@ def gqa_rope_cache_write(m: Memory, node: Node) -> Launch:
                 x = rms_norm(x.reshape(-1, len(weight)), weight, eps)[0].view(x.shape)
             rows.append(_rotate(x, angles, interleaved))
         out.copy_(rows[0])
-        kv_write(rows[1].to(v.dtype), v, slots, k_cache, v_cache, *scales)
+        cache.kv_write(rows[1].to(v.dtype), v, slots, k_cache, v_cache, *scales)
 
     return launch
 

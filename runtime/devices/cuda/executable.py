@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -126,7 +127,7 @@ class CudaExecutable:
             hop.call.run()
         self._last.run()
 
-    def capture(self, pool: tuple[int, int]) -> None:
+    def capture(self, pool: Any) -> None:
         """Captures every segment; the program has run once before."""
         for hop in self._hops:
             hop.before.capture(pool)

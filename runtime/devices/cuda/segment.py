@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -28,11 +29,11 @@ class Segment:
         for launch in self.launches:
             launch()
 
-    def capture(self, pool: tuple[int, int]) -> None:
+    def capture(self, pool: Any) -> None:
         """Captures the launches, which have run before: what they compile is compiled.
 
         Args:
-            pool: of memory for what they allocate. Graphs that never run at once may share one,
+            pool: handle of memory for what they allocate. Graphs that never run at once may share one,
                 since nothing that is allocated within a graph outlives it.
         """
         if self.device.type != "cuda" or not self.launches:

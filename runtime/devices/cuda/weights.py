@@ -36,7 +36,7 @@ def _once(make: Callable[[Any, torch.device], V]) -> Callable[[Any, torch.device
         key = make.__name__, device
         if key not in own:
             own[key] = make(source, device)
-        return own[key]  # type: ignore[no-any-return]
+        return own[key]
 
     return cached
 
