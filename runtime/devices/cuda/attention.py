@@ -1,7 +1,7 @@
 """Rope, cache writes and attention as launches.
 
 Every token attends by the decode kernels, as a sequence of its own: its keys and values, and those
-of the tokens before it in the step, are in the cache by then. So a step may mix prompts and decodes.
+of the tokens before it in the step, are in the cache by then: a step may mix prompts and decodes.
 """
 
 from __future__ import annotations

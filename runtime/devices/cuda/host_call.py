@@ -1,4 +1,4 @@
-"""A node that the CPU runs inside a step of the GPU: its inputs cross the link, then its outputs."""
+"""A node that the CPU runs inside a step of the GPU: inputs cross the link, then outputs."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ class Segment:
         """Captures the launches, which have run before: what they compile is compiled.
 
         Args:
-            pool: handle of memory for what they allocate. Graphs that never run at once may share one,
-                since nothing that is allocated within a graph outlives it.
+            pool: handle of memory for what they allocate. Graphs that never run at once may share
+                one, since nothing that is allocated within a graph outlives it.
         """
         if self.device.type != "cuda" or not self.launches:
             return
